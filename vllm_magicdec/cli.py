@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the plugin adds to vLLM's own argument parser, and how the command line shows our errors."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from types import TracebackType
+from typing import Any
+
+from pydantic.fields import FieldInfo
+from vllm.config.utils import get_attr_docs
+
+from vllm_magicdec.config import (
+    METHOD,
+    MagicDecConfigError,
+    MagicDecFields,
+    check_field_names,
+    selects_magicdec,
+    user_fields,
+)
+
+
+def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the plugin's names for vLLM's speculative options, and a help page (`--help=magicdec`).
+
+    Args:
+        parser: a parser that already has vLLM's engine arguments.
+    """
+    options = {name: action for action in parser._actions for name in action.option_strings}
+    if "--speculative-model" in options:
+        return parser
+    method = options["--spec-method"]
+    if method.choices is not None:
+        method.choices = [*method.choices, METHOD]
+    fields_option = options["--speculative-config"]
+    fields_option.type = _checked_fields(fields_option.type)
+
+    group = parser.add_argument_group("magicdec", description=_help_text())
+    group.add_argument(
+        "--speculative-model",
+        dest="spec_model",
+        default=argparse.SUPPRESS,
+        help=f"The same as --spec-model: a draft model, or {METHOD} to draft with the served model itself.",
+    )
+    group.add_argument(
+        "--num-speculative-tokens",
+        dest="spec_tokens",
+        type=int,
+        default=argparse.SUPPRESS,
+        help="The same as --spec-tokens: draft tokens per round.",
+    )
+    _show_config_errors_as_sentences()
+    return parser
+
+
+def _checked_fields(parse: Any) -> Callable[[str], Any]:
+    """Check the names in --speculative-config while the command line is read."""
+
+    def parse_and_check(text: str) -> Any:
+        value = parse(text) if callable(parse) else json.loads(text)
+        if isinstance(value, dict):
+            names = {name.replace("-", "_"): v for name, v in value.items()}
+            if selects_magicdec(names):
+                try:
+                    check_field_names(names)
+                except MagicDecConfigError as error:
+                    raise argparse.ArgumentTypeError(str(error)) from None
+        return value
+
+    return parse_and_check
+
+
+def _help_text() -> str:
+    docs = get_attr_docs(MagicDecFields)
+    defaults = {f.name: f.default for f in fields(MagicDecFields)}  # type: ignore[arg-type]
+    lines = [
+        f"Self-speculative decoding over a sparse view of the KV cache: --speculative-model {METHOD}. "
+        "Fields of --speculative-config for this method:"
+    ]
+    for name in user_fields():
+        if name in docs:
+            default = defaults[name]
+            value = default.default if isinstance(default, FieldInfo) else default
+            lines.append(f"{name} (default {value}): {' '.join(docs[name].split())}")
+    lines.append("Also vLLM's " + ", ".join(n for n in user_fields() if n not in docs) + ".")
+    return "\n\n".join(lines).replace("%", "%%")
+
+
+def _show_config_errors_as_sentences() -> None:
+    """In a command-line process a wrong setting ends in its sentence, not in a trace."""
+    previous = sys.excepthook
+
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if issubclass(kind, MagicDecConfigError):
+            print(f"error: {error}", file=sys.stderr)
+        else:
+            previous(kind, error, trace)
+
+    sys.excepthook = show

@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a user can set, checked once: the first file a value reaches and the last place it is judged.
+
+`MagicDecSpeculativeConfig` *is* vLLM's `SpeculativeConfig` for the method `magicdec-self`: vLLM's own
+fields that mean something for a draft that is the target, plus the `draft_kv_*` fields. To the rest of
+vLLM it is a `draft_model` whose draft is the target itself, which brings lookahead slots, padded batches
+and asynchronous scheduling without a change to the scheduler.
+"""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import fields as dataclass_fields
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError
+from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig, VllmConfig
+from vllm.config.utils import config
+
+from vllm_magicdec.metrics import open_metrics_dir
+from vllm_magicdec.view import PageBudget
+
+METHOD = "magicdec-self"
+
+# Fields of vLLM's SpeculativeConfig that keep their meaning when the draft is the target.
+_SHARED_FIELDS = frozenset(
+    {
+        "method",
+        "model",
+        "num_speculative_tokens",
+        "num_speculative_tokens_per_batch_size",
+        "draft_sample_method",
+        "rejection_sample_method",
+        "synthetic_acceptance_rates",
+        "synthetic_acceptance_length",
+    }
+)
+# Fields that vLLM fills in, not the user.
+_ENGINE_FIELDS = frozenset(
+    {
+        "target_model_config",
+        "target_parallel_config",
+        "draft_model_config",
+        "draft_parallel_config",
+        "metrics_dir",
+    }
+)
+
+
+class MagicDecConfigError(ValueError):
+    """A setting that cannot work, in one sentence that says what to type instead."""
+
+
+def selects_magicdec(speculative_fields: Mapping[str, Any]) -> bool:
+    """Whether the keyword arguments of a `SpeculativeConfig` ask for this plugin."""
+    return METHOD in (speculative_fields.get("method"), speculative_fields.get("model"))
+
+
+@config
+class MagicDecFields(SpeculativeConfig):
+    """The fields of `MagicDecSpeculativeConfig`; vLLM's decorator makes them a pydantic dataclass."""
+
+    num_speculative_tokens: int = Field(default=4, gt=0, le=128)
+    """Draft tokens per round (gamma)."""
+    draft_kv_policy: Literal["streamingllm"] = "streamingllm"
+    """Who chooses where the draft looks: `streamingllm` reads sinks and the recent window."""
+    draft_kv_budget: float = Field(default=512, gt=0)
+    """K/V entries that a draft step may read per request: tokens, or a fraction of the context
+    when below 1. Rounded up to whole KV pages; drafted tokens count."""
+    draft_kv_min_budget: int = Field(default=256, gt=0)
+    """Least budget in tokens when `draft_kv_budget` is a fraction."""
+    draft_kv_sink: int = Field(default=16, ge=0)
+    """Tokens at the start of the context that stay in view (attention sinks), in tokens, within the
+    budget. Rounded up to whole KV pages."""
+    metrics_dir: str | None = None
+    """Directory through which workers report counters to the front end (see metrics.py)."""
+
+
+class MagicDecSpeculativeConfig(MagicDecFields):
+    """vLLM's speculative configuration for the method `magicdec-self`.
+
+    Raises:
+        MagicDecConfigError: a field is unknown, has no meaning here, or its value is impossible.
+    """
+
+    def __init__(self, **user_fields: Any) -> None:
+        check_field_names(user_fields)
+        _check_method(user_fields)
+        try:
+            super().__init__(**{**user_fields, "method": "draft_model"})
+        except ValidationError as error:
+            raise MagicDecConfigError(_first_problem(error)) from None
+
+    def __post_init__(self) -> "MagicDecSpeculativeConfig":
+        self.model = self.target_model_config.model if self.target_model_config else METHOD
+        self.prompt_lookup_min = self.prompt_lookup_max = 0
+        self.draft_model_config = self.target_model_config
+        self.draft_parallel_config = self.target_parallel_config
+        if self.target_model_config is not None:
+            check_model(self.target_model_config)
+            check_parallel(self.target_parallel_config, self.target_model_config)
+        return self
+
+    @property
+    def max_num_new_slots_for_drafting(self) -> int:
+        """0: the draft reuses the target's own K/V, so it never re-reads a verified token."""
+        return 0
+
+    def __repr__(self) -> str:
+        return (
+            f"SpeculativeConfig(method={METHOD!r}, num_spec_tokens={self.num_speculative_tokens}, "
+            f"draft_kv_policy={self.draft_kv_policy!r}, draft_kv_budget={self.draft_kv_budget:g}, "
+            f"draft_kv_sink={self.draft_kv_sink})"
+        )
+
+
+def user_fields() -> tuple[str, ...]:
+    """Every field that a user may give, in the order of the documentation."""
+    names = [f.name for f in dataclass_fields(MagicDecFields)]  # type: ignore[arg-type]
+    own = [n for n in names if n.startswith("draft_kv_")]
+    return tuple(n for n in names if n in _SHARED_FIELDS) + tuple(own)
+
+
+def check_field_names(given: Mapping[str, Any]) -> None:
+    """Refuse fields that are unknown or that mean nothing when the draft is the target.
+
+    Raises:
+        MagicDecConfigError: with the nearest name, or the names there are.
+    """
+    allowed = user_fields()
+    known_to_vllm = {f.name for f in dataclass_fields(SpeculativeConfig)}
+    defaults = {f.name: f.default for f in dataclass_fields(SpeculativeConfig)}
+    for name, value in given.items():
+        if name in allowed or name in _ENGINE_FIELDS:
+            continue
+        if name in known_to_vllm:
+            default = getattr(defaults[name], "default", defaults[name])
+            # vllm.config.utils.replace() hands back every field, most at their default.
+            if value == default or (name.startswith("prompt_lookup") and value == 0):
+                continue
+            raise MagicDecConfigError(
+                f"{METHOD} has no use for '{name}' because the draft is the target model itself; "
+                "remove it from the speculative config"
+            )
+        close = difflib.get_close_matches(name, allowed, n=1)
+        hint = f"did you mean '{close[0]}'? " if close else ""
+        raise MagicDecConfigError(
+            f"{METHOD} does not know the field '{name}'; {hint}It takes {', '.join(allowed)}"
+        )
+
+
+def _check_method(given: Mapping[str, Any]) -> None:
+    method, model = given.get("method"), given.get("model")
+    if method not in (None, METHOD, "draft_model"):
+        raise MagicDecConfigError(
+            f"model={METHOD!r} drafts with the target itself; remove method={method!r}"
+        )
+    target = given.get("target_model_config")
+    if model not in (None, METHOD, target and target.model):
+        raise MagicDecConfigError(
+            f"method={METHOD!r} drafts with the target itself; remove model={model!r}, or remove the "
+            "method to draft with that model"
+        )
+
+
+def _first_problem(error: ValidationError) -> str:
+    """One sentence for the first problem that pydantic found."""
+    problem = error.errors(include_url=False)[0]
+    message = problem["msg"].removeprefix("Value error, ")
+    if not problem["loc"]:
+        return f"{METHOD}: {message}"
+    name = problem["loc"][0]
+    return f"{METHOD}: {name}={problem['input']!r} is not possible: {message[0].lower()}{message[1:]}"
+
+
+def check_model(model: ModelConfig) -> None:
+    """Refuse targets whose state a draft step would destroy or could not reach.
+
+    Raises:
+        ValueError: with the reason and the way out.
+    """
+    if model.is_encoder_decoder:
+        raise ValueError("encoder-decoder models are not supported; serve it without speculation")
+    if model.is_attention_free or model.is_hybrid or model.has_inner_state:
+        raise ValueError(
+            "models with recurrent state (Mamba, linear attention) are not supported because a draft "
+            "step would overwrite that state; serve it without speculation"
+        )
+    if model.uses_mrope:
+        raise ValueError("M-RoPE multimodal models are not supported; serve it without speculation")
+    if model.use_mla:
+        raise ValueError("MLA models are not supported; use vLLM's 'mtp' method where the model has it")
+
+
+def check_parallel(parallel: ParallelConfig, model: ModelConfig) -> None:
+    """Refuse layouts in which one worker does not hold a whole request in all layers.
+
+    Raises:
+        ValueError: with the reason and the way out.
+    """
+    if parallel.pipeline_parallel_size > 1:
+        raise ValueError(
+            f"pipeline_parallel_size={parallel.pipeline_parallel_size} is not supported because a draft "
+            "step needs all layers in one place; use --tensor-parallel-size instead"
+        )
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        raise ValueError(
+            "context parallelism (DCP, PCP) is not supported; set both context parallel sizes to 1"
+        )
+    if model.is_moe and parallel.data_parallel_size > 1:
+        raise ValueError(
+            "data parallelism is not supported for mixture-of-experts models because their ranks must "
+            "draft in step; use --tensor-parallel-size instead"
+        )
+    if parallel.enable_eplb:
+        raise ValueError("expert load balancing is not supported; remove --enable-eplb")
+    if parallel.use_ubatching:
+        raise ValueError("dual batch overlap is not supported; remove --enable-dbo")
+
+
+def check_engine(vllm_config: VllmConfig) -> None:
+    """Refuse what only the whole engine configuration shows; called before any process starts.
+
+    Raises:
+        MagicDecConfigError: with the reason and the way out.
+    """
+    spec = vllm_config.speculative_config
+    if not isinstance(spec, MagicDecSpeculativeConfig):
+        return
+    if vllm_config.lora_config is not None:
+        raise MagicDecConfigError(
+            f"{METHOD} does not support LoRA adapters yet; remove --enable-lora or the speculative method"
+        )
+    if vllm_config.cache_config.kv_sharing_fast_prefill:
+        raise MagicDecConfigError(
+            f"{METHOD} does not work with --kv-sharing-fast-prefill; remove that option"
+        )
+    max_model_len = vllm_config.model_config.max_model_len
+    if spec.draft_kv_budget > max_model_len:
+        raise MagicDecConfigError(
+            f"{METHOD}: draft_kv_budget={spec.draft_kv_budget:g} is above the model length; "
+            f"use at most {max_model_len} (the whole context)"
+        )
+    effective_budget(vllm_config, vllm_config.cache_config.block_size)
+    spec.metrics_dir = open_metrics_dir()
+
+
+def effective_budget(vllm_config: VllmConfig, page_size: int) -> PageBudget:
+    """The budget in whole pages of `page_size` tokens.
+
+    Raises:
+        MagicDecConfigError: the budget cannot hold the sinks and the drafted tokens.
+    """
+    spec = vllm_config.speculative_config
+    assert isinstance(spec, MagicDecSpeculativeConfig)
+    try:
+        return PageBudget.from_tokens(
+            budget=spec.draft_kv_budget,
+            min_budget=spec.draft_kv_min_budget,
+            sink=spec.draft_kv_sink,
+            page_size=page_size,
+            num_speculative_tokens=spec.num_speculative_tokens,
+            max_model_len=vllm_config.model_config.max_model_len,
+        )
+    except ValueError as error:
+        raise MagicDecConfigError(f"{METHOD}: {error}") from None

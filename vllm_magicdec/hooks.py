@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every point at which the plugin touches vLLM, as data.
+
+Three points are constructors: where vLLM makes its own class for a `draft_model`, it gets our subclass
+instead if, and only if, `magicdec-self` was selected. The other two belong to the command line. Nothing
+else in vLLM is replaced, and no file of it is edited. A vLLM that has a registry for out-of-tree
+speculators (see `patches/`) is asked through that, and none of these points is used.
+"""
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_magicdec.config import (
+    MagicDecConfigError,
+    MagicDecSpeculativeConfig,
+    check_engine,
+    selects_magicdec,
+)
+
+TESTED_VLLM_VERSIONS = ("0.32.0",)
+
+_MARK = "_vllm_magicdec_original"
+
+
+@dataclass(frozen=True)
+class Hook:
+    """One attribute of vLLM that is wrapped.
+
+    `parameters` are those that vLLM's function must have, in order; () for a constructor that vLLM
+    leaves to `object`.
+    """
+
+    module: str
+    owner: str  # class in that module
+    name: str  # attribute of the class
+    parameters: tuple[str, ...]
+    reason: str
+    wrap: Callable[[type, Callable[..., Any]], Callable[..., Any]]
+
+    @property
+    def target(self) -> str:
+        return f"{self.module}.{self.owner}.{self.name}"
+
+
+def _constructs(subclass: Callable[[], type], selected: Callable[[dict[str, Any]], bool]) -> Any:
+    """A wrap for `__new__`: construct `subclass()` where `selected(arguments)` holds.
+
+    `arguments` are the constructor's, by name. Python then runs the subclass's `__init__`.
+    """
+
+    def wrap(owner: type, original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(owner)
+
+        def __new__(cls: type, *args: Any, **kwargs: Any) -> Any:
+            # Keywords that vLLM's class does not have are for the subclass to judge.
+            positional = dict(zip(signature.parameters, args, strict=False))
+            if cls is owner and selected({**positional, **kwargs}):
+                cls = subclass()
+            return object.__new__(cls)
+
+        return __new__
+
+    return wrap
+
+
+def _engine_selects(arguments: dict[str, Any]) -> bool:
+    vllm_config = arguments.get("vllm_config")
+    return isinstance(getattr(vllm_config, "speculative_config", None), MagicDecSpeculativeConfig)
+
+
+def _v1_proposer() -> type:
+    from vllm_magicdec.runners.v1 import MagicDecProposer
+
+    return MagicDecProposer
+
+
+def _v2_speculator() -> type:
+    from vllm_magicdec.runners.v2 import MagicDecSpeculator
+
+    return MagicDecSpeculator
+
+
+def _add_options(owner: type, original: Callable[..., Any]) -> Callable[..., Any]:
+    from vllm_magicdec.cli import add_options
+
+    def add_cli_args(parser: Any) -> Any:
+        return add_options(original(parser))
+
+    return staticmethod(functools.wraps(original)(add_cli_args))  # type: ignore[return-value]
+
+
+def _check_configuration(owner: type, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        vllm_config = original(self, *args, **kwargs)
+        check_engine(vllm_config)
+        return vllm_config
+
+    return create_engine_config
+
+
+HOOKS = (
+    Hook(
+        module="vllm.config.speculative",
+        owner="SpeculativeConfig",
+        name="__new__",
+        parameters=(),
+        reason="the user's draft_kv_* fields need a place, and the method needs a name",
+        wrap=_constructs(lambda: MagicDecSpeculativeConfig, selects_magicdec),
+    ),
+    Hook(
+        module="vllm.v1.spec_decode.draft_model",
+        owner="DraftModelProposer",
+        name="__new__",
+        parameters=(),
+        reason="the V1 runner drafts with the target over a view",
+        wrap=_constructs(_v1_proposer, _engine_selects),
+    ),
+    Hook(
+        module="vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator",
+        owner="StandaloneARSpeculator",
+        name="__new__",
+        parameters=(),
+        reason="the V2 runner drafts with the target over a view",
+        wrap=_constructs(_v2_speculator, _engine_selects),
+    ),
+    Hook(
+        module="vllm.engine.arg_utils",
+        owner="EngineArgs",
+        name="create_engine_config",
+        parameters=("self",),
+        reason="what cannot work is refused before any process starts or any weight is read",
+        wrap=_check_configuration,
+    ),
+    Hook(
+        module="vllm.engine.arg_utils",
+        owner="EngineArgs",
+        name="add_cli_args",
+        parameters=("parser",),
+        reason="the command line takes --speculative-model and shows --help=magicdec",
+        wrap=_add_options,
+    ),
+)
+
+
+def find_problem(hook: Hook) -> str | None:
+    """Why the installed vLLM cannot be hooked at this point, or None."""
+    try:
+        owner = getattr(importlib.import_module(hook.module), hook.owner)
+    except (ImportError, AttributeError) as error:
+        return str(error)
+    found = getattr(owner, hook.name, None)
+    if found is None:
+        return f"{hook.owner} has no {hook.name}"
+    if not hook.parameters:
+        return None if found is object.__new__ or hasattr(found, _MARK) else "has a constructor of its own"
+    parameters = tuple(inspect.signature(getattr(found, _MARK, found)).parameters)
+    if parameters[: len(hook.parameters)] != hook.parameters:
+        return f"takes {parameters}, not {hook.parameters}"
+    return None
+
+
+def install(hooks: tuple[Hook, ...] = HOOKS) -> None:
+    """Wrap every hook point; a second call changes nothing.
+
+    Raises:
+        MagicDecConfigError: a point is missing in the installed vLLM; nothing has been wrapped then.
+    """
+    for hook in hooks:
+        problem = find_problem(hook)
+        if problem is not None:
+            import vllm
+
+            raise MagicDecConfigError(
+                f"vllm-magicdec cannot hook {hook.target} of vLLM {vllm.__version__} ({problem}); it was "
+                f"tested with vLLM {', '.join(TESTED_VLLM_VERSIONS)}: install one of these"
+            )
+    for hook in hooks:
+        owner = getattr(importlib.import_module(hook.module), hook.owner)
+        original = getattr(owner, hook.name)
+        if hasattr(original, _MARK):
+            continue
+        wrapper = hook.wrap(owner, original)
+        setattr(getattr(wrapper, "__func__", wrapper), _MARK, original)
+        setattr(owner, hook.name, wrapper)
+
+
+def uninstall(hooks: tuple[Hook, ...] = HOOKS) -> None:
+    """Put vLLM's own attributes back; for tests."""
+    for hook in hooks:
+        owner = getattr(importlib.import_module(hook.module), hook.owner)
+        original = getattr(getattr(owner, hook.name), _MARK, None)
+        if original is None:
+            continue
+        if not hook.parameters:
+            delattr(owner, hook.name)
+        elif hook.parameters[0] == "self":
+            setattr(owner, hook.name, original)
+        else:
+            setattr(owner, hook.name, staticmethod(original))

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapter to vLLM's V1 model runner (`GPUModelRunner`, `CPUModelRunner`)."""
+
+from typing import Any
+
+import torch
+import torch.nn as nn
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.spec_decode.draft_model import DraftModelProposer
+
+from vllm_magicdec.drafting import Drafter
+from vllm_magicdec.runners.kv_cache import require_one_full_attention_group
+from vllm_magicdec.view import DraftStep
+
+
+class MagicDecProposer(DraftModelProposer):
+    """A draft-model proposer whose draft model is the target, over a view of the target's KV cache.
+
+    Kept from the base class: the padded-batch bookkeeping of rejected tokens, draft sampling, attention
+    groups and CUDA-graph dispatch. Replaced: loading (nothing is loaded) and the draft loop.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, runner: Any = None) -> None:
+        super().__init__(vllm_config=vllm_config, device=device, runner=runner)
+        self._drafter: Drafter | None = None  # made when the KV cache's page size is known
+        self._common: CommonAttentionMetadata | None = None
+        self._sampling: SamplingMetadata | None = None
+        self._draft_probs: list[torch.Tensor] = []  # gamma x [num_reqs, vocab_size]
+
+    def load_model(self, target_model: nn.Module) -> None:
+        """Take the target itself; its attention layers are the draft's."""
+        self.model = target_model
+        layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
+        self._draft_attn_layer_names = {
+            name for name, layer in layers.items() if layer.get_kv_cache_spec(self.vllm_config) is not None
+        }
+
+    def initialize_attn_backend(
+        self, kv_cache_config: KVCacheConfig, kernel_block_sizes: list[int] | None = None
+    ) -> None:
+        """Called once the KV cache is laid out."""
+        require_one_full_attention_group(kv_cache_config)
+        super().initialize_attn_backend(kv_cache_config, kernel_block_sizes)
+        self._drafter = Drafter(self.vllm_config, self.block_size, self.device)
+
+    def dummy_run(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to warm up or capture: the target's own dummy run has done this model's."""
+
+    @torch.inference_mode()
+    def propose(
+        self,
+        num_speculative_tokens: int,
+        target_token_ids: torch.Tensor,
+        target_positions: torch.Tensor,
+        target_hidden_states: torch.Tensor,
+        next_token_ids: torch.Tensor,  # [num_reqs] int32
+        token_indices_to_sample: torch.Tensor | None,
+        common_attn_metadata: CommonAttentionMetadata,
+        sampling_metadata: SamplingMetadata,
+        mm_embed_inputs: Any = None,
+        num_rejected_tokens_gpu: torch.Tensor | None = None,  # [num_reqs] int32
+        slot_mappings: Any = None,
+    ) -> torch.Tensor:
+        """Draft for every request of the batch. Returns [num_reqs, num_speculative_tokens] int64."""
+        assert self._drafter is not None
+        num_reqs = next_token_ids.shape[0]
+        context_lens = common_attn_metadata.seq_lens[:num_reqs].long()
+        if num_rejected_tokens_gpu is not None:
+            context_lens -= num_rejected_tokens_gpu[:num_reqs]
+        self._last_draft_probs = None
+        self._draft_probs.clear()
+        if num_speculative_tokens == 0:
+            return self._drafter.draft_tokens[:num_reqs, :0]
+
+        self._sampling = sampling_metadata
+        self._common = common_attn_metadata.replace(
+            query_start_loc=self.arange[: num_reqs + 1],
+            query_start_loc_cpu=torch.from_numpy(self.token_arange_np[: num_reqs + 1]),
+            num_reqs=num_reqs,
+            num_actual_tokens=num_reqs,
+            max_query_len=1,
+            seq_lens_cpu_upper_bound=None,
+            is_prefilling=None,
+            _num_computed_tokens_cache=None,
+            _token_to_req_indices_cache=None,
+        )
+        drafted = self._drafter.draft(
+            self,
+            next_token_ids,
+            common_attn_metadata.block_table_tensor[:num_reqs],
+            context_lens,
+            num_speculative_tokens,
+        )
+        if drafted and self._draft_probs:
+            self._last_draft_probs = torch.stack(self._draft_probs, dim=1).contiguous()
+        # A copy: with asynchronous scheduling the next round may start before this one is read.
+        return self._drafter.draft_tokens[:num_reqs, :num_speculative_tokens].clone()
+
+    def draft_forward(self, tokens: torch.Tensor, step: DraftStep) -> torch.Tensor:
+        """See `drafting.Runner`."""
+        assert self._common is not None
+        num_reqs = tokens.shape[0]
+        common = self._common.replace(
+            seq_lens=step.seq_lens,
+            max_seq_len=step.max_seq_len,
+            block_table_tensor=step.block_table,
+            slot_mapping=step.slots,
+        )
+        _, attn_metadata = self.build_per_group_and_layer_attn_metadata(common, draft_index=step.index)
+        graph_mode, num_padded, num_tokens_across_dp = self._determine_batch_execution_and_padding(
+            num_reqs
+        )
+        # CUDA graphs read their inputs from these buffers.
+        self.input_ids[:num_reqs] = tokens
+        self.positions[:num_reqs] = step.positions
+        with set_forward_context(
+            attn_metadata,
+            self.vllm_config,
+            num_tokens=num_padded,
+            num_tokens_across_dp=num_tokens_across_dp,
+            cudagraph_runtime_mode=graph_mode,
+            slot_mapping=self._get_slot_mapping(num_padded, step.slots),
+        ):
+            hidden_states = self.model(
+                input_ids=self.input_ids[:num_padded],
+                positions=self.positions[:num_padded],
+                inputs_embeds=None,
+            )
+        return hidden_states[:num_reqs]
+
+    def draft_sample(self, hidden_states: torch.Tensor, step: DraftStep) -> torch.Tensor:
+        """See `drafting.Runner`."""
+        assert self._sampling is not None
+        tokens, probs = self._sample_draft_tokens(hidden_states, self._sampling)
+        if probs is not None:
+            self._draft_probs.append(probs)
+        return tokens

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV views: where a draft step looks in a request's paged KV cache, and where it writes.
+
+A page view is a shorter block table. Keys are cached with RoPE applied at their true positions, so
+leaving pages out changes what the draft attends to and nothing else: positions stay the true ones, and
+any attention backend that reads block tables can run the view.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+# vLLM's cache-write kernels skip this slot.
+PAD_SLOT = -1
+
+
+def ceil_div(numerator: int, denominator: int) -> int:
+    return -(-numerator // denominator)
+
+
+@dataclass(frozen=True)
+class PageBudget:
+    """How many pages of one request a draft step may read, sinks included.
+
+    The budget is `min_pages` for every request, or, when `context_fraction` is above 0, that fraction of
+    the request's context within `min_pages` and `max_pages`.
+    """
+
+    page_size: int  # tokens
+    sink_pages: int
+    min_pages: int
+    max_pages: int
+    context_fraction: float = 0.0
+
+    @classmethod
+    def from_tokens(
+        cls,
+        *,
+        budget: float,
+        min_budget: int,
+        sink: int,
+        page_size: int,
+        num_speculative_tokens: int,
+        max_model_len: int,
+    ) -> "PageBudget":
+        """Round a budget in tokens (or a fraction of the context when below 1) up to whole pages.
+
+        Raises:
+            ValueError: the pages cannot hold the sinks and the tokens drafted in one round.
+        """
+        context_pages = ceil_div(max_model_len, page_size)
+        is_fraction = budget < 1
+        name, min_tokens = (
+            ("draft_kv_min_budget", min_budget) if is_fraction else ("draft_kv_budget", int(budget))
+        )
+        sink_pages = min(ceil_div(sink, page_size), context_pages)
+        min_pages = min(ceil_div(min_tokens, page_size), context_pages)
+        # The round's drafted tokens end anywhere in a page, so they may touch one page more.
+        drafted_pages = ceil_div(num_speculative_tokens - 1, page_size) + 1
+        least_pages = min(sink_pages + drafted_pages, context_pages)
+        if min_tokens < page_size and page_size < max_model_len:
+            raise ValueError(
+                f"{name}={min_tokens} is below one KV page of {page_size} tokens; use at least "
+                f"{least_pages * page_size}, or a smaller --block-size"
+            )
+        if min_pages < least_pages:
+            raise ValueError(
+                f"{name}={min_tokens} leaves no room beside {sink_pages} sink page(s) of {page_size} "
+                f"tokens for {num_speculative_tokens} drafted tokens; use at least "
+                f"{least_pages * page_size}, a smaller draft_kv_sink or a smaller --block-size"
+            )
+        max_pages = min_pages
+        if is_fraction:
+            largest = int(-(-budget * context_pages // 1))
+            max_pages = min(max(min_pages, largest), context_pages)
+        return cls(page_size, sink_pages, min_pages, max_pages, budget if is_fraction else 0.0)
+
+    def pages(self, context_lens: torch.Tensor) -> torch.Tensor:
+        """Pages in budget. `context_lens` [num_reqs] int64, in tokens; returns [num_reqs] int64."""
+        if not self.context_fraction:
+            return torch.full_like(context_lens, self.min_pages)
+        wanted = torch.ceil(context_lens.double() * self.context_fraction / self.page_size)
+        return wanted.long().clamp_(self.min_pages, self.max_pages)
+
+    def __str__(self) -> str:
+        def describe(pages: int) -> str:
+            window = pages - self.sink_pages
+            return (
+                f"{pages * self.page_size} tokens ({self.sink_pages} sink + {window} window pages "
+                f"of {self.page_size})"
+            )
+
+        if self.min_pages == self.max_pages:
+            return describe(self.min_pages)
+        return (
+            f"{self.context_fraction:g} of the context, between {describe(self.min_pages)} and "
+            f"{describe(self.max_pages)}"
+        )
+
+
+class PagePolicy(Protocol):
+    """Chooses which pages of each request the draft sees during one round."""
+
+    max_pages: int  # columns of the view's block table
+
+    def choose_pages(
+        self,
+        context_lens: torch.Tensor,  # [num_reqs] int64, verified tokens
+        last_pages: torch.Tensor,  # [num_reqs] int64, page of the round's last drafted token
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the chosen pages and how many there are.
+
+        Returns:
+            pages: [num_reqs, max_pages] int64, page numbers within the request, ascending. The chosen
+                ones come first and end with a run of neighbours up to `last_pages`.
+            num_pages: [num_reqs] int64.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class DraftStep:
+    """What one draft step reads and writes: one query token per request."""
+
+    index: int  # 0 .. gamma - 1
+    positions: torch.Tensor  # [num_reqs] int64, true positions of the query tokens
+    seq_lens: torch.Tensor  # [num_reqs] int32, K/V entries in view, the query's own included
+    slots: torch.Tensor  # [num_reqs] int64, where the query's K/V goes; PAD_SLOT: nowhere
+    block_table: torch.Tensor  # [num_reqs, max_pages] int32, the view
+    max_seq_len: int  # upper bound of seq_lens
+
+
+class PageViews:
+    """The views of one drafting round, in buffers that live as long as the engine.
+
+    The block table is the same for all steps of a round: it ends at the page of the last drafted token,
+    and each step sees one token more of it.
+    """
+
+    def __init__(
+        self,
+        policy: PagePolicy,
+        *,
+        page_size: int,
+        max_num_reqs: int,
+        max_num_steps: int,
+        max_model_len: int,
+        device: torch.device,
+    ) -> None:
+        self._policy = policy
+        self._page_size = page_size
+        self._max_model_len = max_model_len
+        self._offsets = torch.arange(max_num_steps, device=device).unsqueeze(1)  # [steps, 1] int64
+        shape = (max_num_steps, max_num_reqs)
+        self._positions = torch.zeros(shape, dtype=torch.int64, device=device)
+        self._seq_lens = torch.zeros(shape, dtype=torch.int32, device=device)
+        self._slots = torch.full(shape, PAD_SLOT, dtype=torch.int64, device=device)
+        self._block_table = torch.zeros(
+            (max_num_reqs, policy.max_pages), dtype=torch.int32, device=device
+        )
+
+    def prepare(
+        self,
+        block_table: torch.Tensor,  # [num_reqs, max_blocks] int32, the requests' own pages
+        context_lens: torch.Tensor,  # [num_reqs] int64, verified tokens = first drafted position
+        num_steps: int,
+    ) -> Iterator[DraftStep]:
+        """Fill the buffers for a round and yield its steps. No host synchronisation.
+
+        Positions at or above the model length are clamped and write to PAD_SLOT: what is drafted there
+        is never scheduled.
+        """
+        num_reqs = context_lens.shape[0]
+        wanted = context_lens + self._offsets[:num_steps]  # [steps, num_reqs]
+        positions = wanted.clamp(max=self._max_model_len - 1)
+        pages = positions // self._page_size
+        last_pages = pages[-1]
+        chosen, num_pages = self._policy.choose_pages(context_lens, last_pages)
+        skipped_tokens = (last_pages + 1 - num_pages) * self._page_size
+        # Columns past the view are never read; any page of the request keeps them valid.
+        chosen = torch.minimum(chosen, last_pages.unsqueeze(1))
+        slots = block_table.gather(1, pages.T).T * self._page_size + positions % self._page_size
+
+        self._block_table[:num_reqs] = block_table.gather(1, chosen)
+        self._positions[:num_steps, :num_reqs] = positions
+        self._seq_lens[:num_steps, :num_reqs] = positions + 1 - skipped_tokens
+        self._slots[:num_steps, :num_reqs] = slots.masked_fill(wanted != positions, PAD_SLOT)
+        return self._steps(num_reqs, num_steps)
+
+    def _steps(self, num_reqs: int, num_steps: int) -> Iterator[DraftStep]:
+        for index in range(num_steps):
+            yield DraftStep(
+                index=index,
+                positions=self._positions[index, :num_reqs],
+                seq_lens=self._seq_lens[index, :num_reqs],
+                slots=self._slots[index, :num_reqs],
+                block_table=self._block_table[:num_reqs],
+                max_seq_len=self._policy.max_pages * self._page_size,
+            )
