@@ -74,7 +74,7 @@ def _checked_fields(parse: Any) -> Callable[[str], Any]:
 
 def _help_text() -> str:
     docs = get_attr_docs(MagicDecFields)
-    defaults = {f.name: f.default for f in fields(MagicDecFields)}  # type: ignore[arg-type]
+    defaults = {f.name: f.default for f in fields(MagicDecFields)}
     lines = [
         f"Self-speculative decoding over a sparse view of the KV cache: --speculative-model {METHOD}. "
         "Fields of --speculative-config for this method:"

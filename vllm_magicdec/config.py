@@ -92,7 +92,6 @@ class MagicDecSpeculativeConfig(MagicDecFields):
 
     def __post_init__(self) -> "MagicDecSpeculativeConfig":
         self.model = self.target_model_config.model if self.target_model_config else METHOD
-        self.prompt_lookup_min = self.prompt_lookup_max = 0
         self.draft_model_config = self.target_model_config
         self.draft_parallel_config = self.target_parallel_config
         if self.target_model_config is not None:
@@ -115,7 +114,7 @@ class MagicDecSpeculativeConfig(MagicDecFields):
 
 def user_fields() -> tuple[str, ...]:
     """Every field that a user may give, in the order of the documentation."""
-    names = [f.name for f in dataclass_fields(MagicDecFields)]  # type: ignore[arg-type]
+    names = [f.name for f in dataclass_fields(MagicDecFields)]
     own = [n for n in names if n.startswith("draft_kv_")]
     return tuple(n for n in names if n in _SHARED_FIELDS) + tuple(own)
 
@@ -135,7 +134,7 @@ def check_field_names(given: Mapping[str, Any]) -> None:
         if name in known_to_vllm:
             default = getattr(defaults[name], "default", defaults[name])
             # vllm.config.utils.replace() hands back every field, most at their default.
-            if value == default or (name.startswith("prompt_lookup") and value == 0):
+            if value == default:
                 continue
             raise MagicDecConfigError(
                 f"{METHOD} has no use for '{name}' because the draft is the target model itself; "

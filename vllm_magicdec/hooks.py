@@ -90,7 +90,7 @@ def _add_options(owner: type, original: Callable[..., Any]) -> Callable[..., Any
     def add_cli_args(parser: Any) -> Any:
         return add_options(original(parser))
 
-    return staticmethod(functools.wraps(original)(add_cli_args))  # type: ignore[return-value]
+    return staticmethod(functools.wraps(original)(add_cli_args))
 
 
 def _check_configuration(owner: type, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -47,30 +47,25 @@ class PageBudget:
     ) -> "PageBudget":
         """Round a budget in tokens (or a fraction of the context when below 1) up to whole pages.
 
+        The result is never less than the sinks and the pages that one round's drafted tokens touch.
+
         Raises:
-            ValueError: the pages cannot hold the sinks and the tokens drafted in one round.
+            ValueError: the budget is below one page.
         """
         context_pages = ceil_div(max_model_len, page_size)
         is_fraction = budget < 1
         name, min_tokens = (
             ("draft_kv_min_budget", min_budget) if is_fraction else ("draft_kv_budget", int(budget))
         )
+        if min_tokens < min(page_size, max_model_len):
+            raise ValueError(
+                f"{name}={min_tokens} is below one KV page of {page_size} tokens; "
+                f"use at least {page_size}, or a smaller --block-size"
+            )
         sink_pages = min(ceil_div(sink, page_size), context_pages)
-        min_pages = min(ceil_div(min_tokens, page_size), context_pages)
-        # The round's drafted tokens end anywhere in a page, so they may touch one page more.
+        # The drafted tokens may start anywhere in a page, so they may touch one page more.
         drafted_pages = ceil_div(num_speculative_tokens - 1, page_size) + 1
-        least_pages = min(sink_pages + drafted_pages, context_pages)
-        if min_tokens < page_size and page_size < max_model_len:
-            raise ValueError(
-                f"{name}={min_tokens} is below one KV page of {page_size} tokens; use at least "
-                f"{least_pages * page_size}, or a smaller --block-size"
-            )
-        if min_pages < least_pages:
-            raise ValueError(
-                f"{name}={min_tokens} leaves no room beside {sink_pages} sink page(s) of {page_size} "
-                f"tokens for {num_speculative_tokens} drafted tokens; use at least "
-                f"{least_pages * page_size}, a smaller draft_kv_sink or a smaller --block-size"
-            )
+        min_pages = min(max(ceil_div(min_tokens, page_size), sink_pages + drafted_pages), context_pages)
         max_pages = min_pages
         if is_fraction:
             largest = int(-(-budget * context_pages // 1))
@@ -157,9 +152,7 @@ class PageViews:
         self._positions = torch.zeros(shape, dtype=torch.int64, device=device)
         self._seq_lens = torch.zeros(shape, dtype=torch.int32, device=device)
         self._slots = torch.full(shape, PAD_SLOT, dtype=torch.int64, device=device)
-        self._block_table = torch.zeros(
-            (max_num_reqs, policy.max_pages), dtype=torch.int32, device=device
-        )
+        self._block_table = torch.zeros((max_num_reqs, policy.max_pages), dtype=torch.int32, device=device)
 
     def prepare(
         self,

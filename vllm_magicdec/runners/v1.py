@@ -112,9 +112,7 @@ class MagicDecProposer(DraftModelProposer):
             slot_mapping=step.slots,
         )
         _, attn_metadata = self.build_per_group_and_layer_attn_metadata(common, draft_index=step.index)
-        graph_mode, num_padded, num_tokens_across_dp = self._determine_batch_execution_and_padding(
-            num_reqs
-        )
+        graph_mode, num_padded, num_tokens_across_dp = self._determine_batch_execution_and_padding(num_reqs)
         # CUDA graphs read their inputs from these buffers.
         self.input_ids[:num_reqs] = tokens
         self.positions[:num_reqs] = step.positions

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures that several modules share; engines are expensive, so plain decoding is done once."""
+
+import sys
+from pathlib import Path
+
+import engines
+import pytest
+import texts
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+GREEDY = {"temperature": 0, "max_tokens": 48, "ignore_eos": True, "logprobs": 2}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def mixed_prompts() -> list[list[int]]:
+    """64 prompts of 20 to 7,000 tokens."""
+    return texts.prompts(64, 20, 7000)
+
+
+@pytest.fixture(scope="session")
+def plain_run(mixed_prompts: list[list[int]]) -> engines.EngineRun:
+    """Plain greedy decoding of `mixed_prompts`: the truth."""
+    return engines.generate(mixed_prompts, GREEDY, max_num_seqs=16)
+
+
+@pytest.fixture(scope="session")
+def plain(plain_run: engines.EngineRun) -> list[dict]:
+    return plain_run.results[0][0]

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs one vLLM engine and one scenario in a process of its own: `engine_process.py SPEC.json RESULT.json`.
+
+A process per engine keeps environments apart (model runner, Triton's interpreter) and frees everything.
+`engines.run` is the other side.
+"""
+
+import json
+import sys
+from typing import Any
+
+
+def generate(llm: Any, batches: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Each batch {"prompts": [token ids], "sampling": {...} or a list of them} is submitted at once."""
+    from vllm import SamplingParams
+
+    results = []
+    for batch in batches:
+        sampling = batch["sampling"]
+        params = (
+            [SamplingParams(**one) for one in sampling]
+            if isinstance(sampling, list)
+            else SamplingParams(**sampling)
+        )
+        prompts = [{"prompt_token_ids": ids} for ids in batch["prompts"]]
+        results.append([_describe(output) for output in llm.generate(prompts, params, use_tqdm=False)])
+    return results
+
+
+def generate_with_broken_drafting(llm: Any, batches: list[dict[str, Any]]) -> Any:
+    """From now on the draft's policy raises in every worker."""
+    llm.collective_rpc(_break_drafting)
+    return generate(llm, batches)
+
+
+def abort_half_while_decoding(llm: Any, batch: dict[str, Any], steps_before_abort: int) -> Any:
+    """Abort every second request after some engine steps; return the others' tokens by index."""
+    from vllm import SamplingParams
+
+    engine = llm.llm_engine
+    for index, ids in enumerate(batch["prompts"]):
+        engine.add_request(str(index), {"prompt_token_ids": ids}, SamplingParams(**batch["sampling"]))
+    tokens: dict[str, list[int]] = {}
+    steps = 0
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                tokens[output.request_id] = list(output.outputs[0].token_ids)
+        steps += 1
+        if steps == steps_before_abort:
+            engine.abort_request([str(i) for i in range(0, len(batch["prompts"]), 2)])
+    return tokens
+
+
+def chat(llm: Any, conversations: list[Any], sampling: dict[str, Any]) -> list[str]:
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    if "structured_outputs" in sampling:
+        sampling = {
+            **sampling,
+            "structured_outputs": StructuredOutputsParams(**sampling["structured_outputs"]),
+        }
+    outputs = llm.chat(conversations, SamplingParams(**sampling), use_tqdm=False)
+    return [output.outputs[0].text for output in outputs]
+
+
+def describe_draft(llm: Any) -> list[dict[str, Any]]:
+    """What the draft holds of its own, per worker."""
+    return llm.collective_rpc(_describe_draft)
+
+
+def _describe(output: Any) -> dict[str, Any]:
+    return {
+        "cached_tokens": output.num_cached_tokens,
+        "completions": [
+            {
+                "tokens": list(completion.token_ids),
+                "text": completion.text,
+                "finish_reason": completion.finish_reason,
+                "logprobs": [
+                    {str(token): entry.logprob for token, entry in step.items()}
+                    for step in completion.logprobs or []
+                ],
+            }
+            for completion in output.outputs
+        ],
+    }
+
+
+def _draft_of(worker: Any) -> Any:
+    runner = worker.model_runner
+    return getattr(runner, "drafter", None) or runner.speculator
+
+
+def _break_drafting(worker: Any) -> None:
+    class BrokenPolicy:
+        max_pages = 1
+
+        def choose_pages(self, context_lens: Any, last_pages: Any) -> Any:
+            raise RuntimeError("broken on purpose")
+
+    _draft_of(worker)._drafter._views._policy = BrokenPolicy()
+
+
+def _describe_draft(worker: Any) -> dict[str, Any]:
+    from vllm.config import get_layers_from_vllm_config
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    draft = _draft_of(worker)
+    return {
+        "class": type(draft).__name__,
+        "model_is_target": draft.model is worker.model_runner.get_model(),
+        "attention_layers": len(get_layers_from_vllm_config(worker.vllm_config, AttentionLayerBase)),
+    }
+
+
+def main(spec_path: str, result_path: str) -> None:
+    with open(spec_path) as file:
+        spec = json.load(file)
+    from vllm import LLM
+
+    llm = LLM(**spec["engine"])
+    scenarios = (generate, generate_with_broken_drafting, abort_half_while_decoding, chat, describe_draft)
+    results = [
+        {scenario.__name__: scenario for scenario in scenarios}[step["scenario"]](llm, **step["arguments"])
+        for step in spec["steps"]
+    ]
+    metrics = {
+        metric.name: getattr(metric, "value", getattr(metric, "values", None))
+        for metric in llm.get_metrics()
+    }
+    config = llm.llm_engine.vllm_config
+    with open(result_path, "w") as file:
+        json.dump(
+            {
+                "results": results,
+                "metrics": metrics,
+                "num_kv_blocks": config.cache_config.num_gpu_blocks,
+                "num_lookahead_tokens": config.num_lookahead_tokens,
+                "async_scheduling": config.scheduler_config.async_scheduling,
+                "v2_runner": config.use_v2_model_runner,
+            },
+            file,
+        )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

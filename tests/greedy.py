@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Token-by-token comparison with plain decoding, and the one excuse it admits."""
+
+from typing import Any
+
+# Two logprobs closer than this may change order when the same sums are taken in another order (float32).
+ROUNDING = 1e-4
+MAX_ROUNDING_SHARE = 0.01
+
+
+def assert_same_tokens(plain: list[dict[str, Any]], speculative: list[dict[str, Any]], what: str) -> None:
+    """Every request's tokens equal plain decoding's, rounding apart.
+
+    Args:
+        plain: a batch of `engine_process.generate` with `logprobs=2`.
+        speculative: the same requests with speculation.
+        what: the configuration, for the message.
+    """
+    assert len(plain) == len(speculative)
+    rounded = []
+    for index, (expected, got) in enumerate(zip(plain, speculative, strict=True)):
+        expected, got = expected["completions"][0], got["completions"][0]
+        if expected["tokens"] == got["tokens"]:
+            assert expected["finish_reason"] == got["finish_reason"]
+            continue
+        length = min(len(expected["tokens"]), len(got["tokens"]))
+        first = next((i for i in range(length) if expected["tokens"][i] != got["tokens"][i]), length)
+        assert first < len(expected["logprobs"]), f"{what}: request {index} differs only in its length"
+        best, second = sorted(expected["logprobs"][first].values(), reverse=True)[:2]
+        assert best - second < ROUNDING, (
+            f"{what}: request {index} differs at token {first}, where plain decoding's best two logprobs "
+            f"are {best:.6f} and {second:.6f}"
+        )
+        rounded.append(index)
+    if rounded:
+        print(f"{what}: {len(rounded)} of {len(plain)} requests differ by rounding: {rounded}")
+    assert len(rounded) <= MAX_ROUNDING_SHARE * len(plain), f"{what}: rounding in requests {rounded}"

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Slow, obvious references: plain Python, one request at a time."""
+
+import math
+
+
+def budget_in_pages(
+    *,
+    budget: float,
+    min_budget: int,
+    sink: int,
+    num_steps: int,
+    page_size: int,
+    context_len: int,
+    model_len: int,
+) -> int:
+    """Pages that one request may see: tokens, or a fraction of the context when below 1.
+
+    Never fewer than the sinks and the most pages that `num_steps` neighbouring tokens can touch.
+    """
+    model_pages = math.ceil(model_len / page_size)
+    touched = max(
+        (start + num_steps - 1) // page_size - start // page_size + 1 for start in range(page_size)
+    )
+    needed = math.ceil(sink / page_size) + touched
+    if budget >= 1:
+        return min(max(math.ceil(budget / page_size), needed), model_pages)
+    least = max(math.ceil(min_budget / page_size), needed)
+    most = math.ceil(budget * model_pages)
+    wanted = math.ceil(context_len * budget / page_size)
+    return min(max(min(wanted, most), least), model_pages)
+
+
+def visible_positions(
+    *,
+    context_len: int,
+    step: int,
+    num_steps: int,
+    page_size: int,
+    sink: int,
+    num_pages: int,
+    model_len: int,
+) -> list[int]:
+    """Token positions that draft step `step` of a StreamingLLM round attends to, ascending.
+
+    The round's last drafted token ends the window; a step sees nothing after its own token.
+    """
+    position = min(context_len + step, model_len - 1)
+    last_page = min(context_len + num_steps - 1, model_len - 1) // page_size
+    pages = list(range(last_page + 1))
+    if len(pages) > num_pages:
+        sinks = min(math.ceil(sink / page_size), num_pages)
+        pages = pages[:sinks] + pages[len(pages) - (num_pages - sinks) :]
+    return [p for page in pages for p in range(page * page_size, (page + 1) * page_size) if p <= position]
+
+
+def slot_of(position: int, blocks: list[int], page_size: int) -> int:
+    """Cache slot of a token position."""
+    return blocks[position // page_size] * page_size + position % page_size

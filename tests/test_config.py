@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a user types wrong gets one sentence that says what to type instead, before any model is loaded."""
+
+import copy
+import json
+import pickle
+
+import pytest
+from transformers import LlamaConfig, MambaConfig, T5Config
+from vllm.config.utils import replace
+from vllm.engine.arg_utils import EngineArgs
+
+from vllm_magicdec.config import METHOD, MagicDecConfigError, MagicDecSpeculativeConfig
+from vllm_magicdec.plugin import register
+
+register()
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    """A model's config.json; no weights are needed to configure an engine."""
+    path = tmp_path_factory.mktemp("model")
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        head_dim=32,
+        max_position_embeddings=4096,
+        architectures=["LlamaForCausalLM"],
+    )
+    config.save_pretrained(path)
+    return str(path)
+
+
+def configure(model_dir, speculative_config, **engine):
+    """Build the engine configuration as `vllm serve` and `LLM` do."""
+    args = {"skip_tokenizer_init": True, "max_model_len": 4096, "block_size": 32, **engine}
+    return EngineArgs(model=model_dir, speculative_config=speculative_config, **args).create_engine_config()
+
+
+@pytest.mark.parametrize("fields", [{"method": METHOD}, {"model": METHOD}, {"method": METHOD, "model": METHOD}])
+def test_method_and_model_both_select_it(model_dir, fields):
+    spec = configure(model_dir, fields).speculative_config
+    assert type(spec) is MagicDecSpeculativeConfig
+    assert spec.num_speculative_tokens == 4
+    assert (spec.draft_kv_policy, spec.draft_kv_budget, spec.draft_kv_sink) == ("streamingllm", 512, 16)
+    assert spec.draft_model_config is spec.target_model_config
+
+
+@pytest.mark.parametrize("engine", [{"spec_method": METHOD}, {"spec_model": METHOD}])
+def test_top_level_options_are_equal_to_the_dictionary(model_dir, engine):
+    from_options = configure(model_dir, None, spec_tokens=6, **engine).speculative_config
+    from_dictionary = configure(model_dir, {"method": METHOD, "num_speculative_tokens": 6}).speculative_config
+    assert repr(from_options) == repr(from_dictionary)
+
+
+def test_the_scheduler_sees_a_draft_model_that_needs_lookahead_only(model_dir):
+    config = configure(model_dir, {"method": METHOD, "num_speculative_tokens": 5})
+    assert config.speculative_config.uses_draft_model()
+    assert config.num_lookahead_tokens == 5
+    assert config.speculative_config.max_num_new_slots_for_drafting == 0
+    plain = configure(model_dir, None)
+    assert config.scheduler_config.async_scheduling == plain.scheduler_config.async_scheduling
+
+
+def test_the_configuration_survives_the_ways_that_vllm_copies_it(model_dir):
+    config = configure(model_dir, {"method": METHOD, "draft_kv_budget": 0.25, "draft_kv_sink": 64})
+    spec = config.speculative_config
+    for copied in (pickle.loads(pickle.dumps(config)).speculative_config, copy.copy(spec), replace(spec)):
+        assert type(copied) is MagicDecSpeculativeConfig
+        assert repr(copied) == repr(spec)
+
+
+def test_other_methods_are_vllms_own(model_dir):
+    spec = configure(model_dir, {"method": "ngram", "num_speculative_tokens": 2}).speculative_config
+    assert type(spec).__module__.startswith("vllm.config")
+
+
+WRONG_FIELDS = {
+    "a misspelt field": ({"draft_kv_bugdet": 512}, "did you mean 'draft_kv_budget'?"),
+    "an unknown field": ({"colour": 1}, "does not know the field 'colour'; It takes"),
+    "a wrong type": ({"draft_kv_budget": "many"}, "draft_kv_budget='many' is not possible: input should be"),
+    "no draft tokens": ({"num_speculative_tokens": 0}, "num_speculative_tokens=0 is not possible"),
+    "too many draft tokens": ({"num_speculative_tokens": 1000}, "less than or equal to 128"),
+    "a negative sink": ({"draft_kv_sink": -1}, "draft_kv_sink=-1 is not possible"),
+    "an unknown policy": ({"draft_kv_policy": "h2o"}, "draft_kv_policy='h2o' is not possible: input should be"),
+    "a zero budget": ({"draft_kv_budget": 0}, "draft_kv_budget=0 is not possible"),
+    "less than a page": ({"draft_kv_budget": 20}, "is below one KV page of 32 tokens; use at least 32"),
+    "more than the model": ({"draft_kv_budget": 5000}, "above the model length; use at most 4096"),
+    "a small least budget": (
+        {"draft_kv_budget": 0.5, "draft_kv_min_budget": 8},
+        "draft_kv_min_budget=8 is below one KV page",
+    ),
+    "a field without meaning": ({"quantization": "fp8"}, "has no use for 'quantization'"),
+    "a second draft": ({"model": "org/draft"}, "remove model='org/draft'"),
+    "an unknown sampling": ({"draft_sample_method": "best"}, "draft_sample_method='best' is not possible"),
+    "synthetic without rates": ({"rejection_sample_method": "synthetic"}, "requires exactly one of"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_FIELDS)
+def test_wrong_fields_get_one_sentence(model_dir, case):
+    fields, sentence = WRONG_FIELDS[case]
+    with pytest.raises(MagicDecConfigError) as error:
+        configure(model_dir, {"method": METHOD, **fields})
+    assert sentence in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_another_method_with_our_model_is_refused(model_dir):
+    with pytest.raises(MagicDecConfigError, match="remove method='eagle'"):
+        configure(model_dir, {"method": "eagle", "model": METHOD, "num_speculative_tokens": 2})
+
+
+REFUSED_ENGINES = {
+    "pipeline parallel": ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 is not supported"),
+    "context parallel": (
+        {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
+        "context parallelism",
+    ),
+    "LoRA": ({"enable_lora": True}, "does not support LoRA"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_ENGINES)
+def test_engines_that_cannot_work_are_refused(model_dir, case):
+    engine, sentence = REFUSED_ENGINES[case]
+    with pytest.raises(MagicDecConfigError, match=sentence):
+        configure(model_dir, {"method": METHOD}, **engine)
+
+
+REFUSED_MODELS = {
+    "recurrent state": (
+        MambaConfig(hidden_size=64, num_hidden_layers=2, vocab_size=64, architectures=["MambaForCausalLM"]),
+        "recurrent state",
+    ),
+    "encoder-decoder": (
+        T5Config(
+            d_model=64,
+            num_layers=2,
+            num_heads=2,
+            d_kv=32,
+            vocab_size=64,
+            architectures=["WhisperForConditionalGeneration"],
+        ),
+        "encoder-decoder",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_MODELS)
+def test_models_that_cannot_work_are_refused(tmp_path, case):
+    config, sentence = REFUSED_MODELS[case]
+    config.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(
+        json.dumps(json.loads((tmp_path / "config.json").read_text()) | {"max_position_embeddings": 4096})
+    )
+    with pytest.raises(MagicDecConfigError, match=sentence):
+        configure(str(tmp_path), {"method": METHOD})

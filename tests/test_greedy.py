@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Greedy output equals plain decoding's token by token, whatever the budget, gamma and schedule."""
+
+import engines
+import pytest
+import texts
+from conftest import GREEDY
+from engines import MODEL_LEN, magicdec
+from greedy import assert_same_tokens
+
+# Each budget meets each gamma, and each way of scheduling meets each budget and each gamma.
+SCHEDULES = {
+    "whole prompts": {},
+    "chunked prefill": {"max_num_batched_tokens": 256},
+    # 300 pages hold one longest request and little else.
+    "preemption": {"num_gpu_blocks_override": 300, "max_num_batched_tokens": 8192},
+}
+BUDGETS = [64, 256, MODEL_LEN]
+GAMMAS = [1, 4, 8]
+CASES = [
+    (budget, gamma, list(SCHEDULES)[(b + g) % 3])
+    for b, budget in enumerate(BUDGETS)
+    for g, gamma in enumerate(GAMMAS)
+]
+
+
+@pytest.mark.parametrize(("budget", "gamma", "schedule"), CASES)
+def test_greedy_output_is_unchanged(mixed_prompts, plain, budget, gamma, schedule):
+    batch = {"prompts": mixed_prompts, "sampling": GREEDY}
+    longest_first = sorted(range(len(mixed_prompts)), key=lambda i: -len(mixed_prompts[i]))[:8]
+    again = {"prompts": [mixed_prompts[i] for i in longest_first], "sampling": GREEDY}
+    run = engines.run(
+        [("generate", {"batches": [batch, again]})],
+        max_num_seqs=16,
+        speculative_config=magicdec(gamma, draft_kv_budget=budget),
+        **SCHEDULES[schedule],
+    )
+    what = f"budget {budget}, gamma {gamma}, {schedule}"
+    first, second = run.results[0]
+    assert_same_tokens(plain, first, what)
+    # Prefix caching: the same prompts again, from the cache.
+    assert_same_tokens([plain[i] for i in longest_first], second, f"{what}, prefix cached")
+    assert run.draft_failures == 0
+    assert run.drafted > 0
+    if schedule == "preemption":
+        assert run.preemptions > 0
+    else:
+        assert run.preemptions == 0
+        assert all(request["cached_tokens"] > 0 for request in second)
+    if budget == MODEL_LEN:
+        assert run.accepted == run.drafted, "a view of the whole context drafts what the target decodes"
+
+
+@pytest.mark.parametrize(("budget", "gamma"), [(64, 4), (MODEL_LEN, 8)])
+def test_greedy_output_is_unchanged_on_the_v2_runner(mixed_prompts, plain, budget, gamma):
+    chosen = [i for i, prompt in enumerate(mixed_prompts) if len(prompt) < 1500][:8]
+    run = engines.generate(
+        [mixed_prompts[i] for i in chosen],
+        {**GREEDY, "max_tokens": 24},
+        v2=True,
+        max_num_seqs=4,
+        max_num_batched_tokens=512,
+        num_gpu_blocks_override=257,
+        speculative_config=magicdec(gamma, draft_kv_budget=budget),
+    )
+    assert run.v2_runner
+    expected = [_first_tokens(plain[i], 24) for i in chosen]
+    assert_same_tokens(expected, run.results[0][0], f"V2 runner, budget {budget}, gamma {gamma}")
+    assert run.draft_failures == 0
+    if budget == MODEL_LEN:
+        assert run.accepted == run.drafted > 0
+
+
+@pytest.mark.parametrize("gamma", [2, 16])
+def test_requests_may_reach_the_model_length_in_the_middle_of_a_draft(gamma):
+    """Every distance from the model's end, so that a draft crosses it at every step."""
+    model_len = 256
+    lengths = range(model_len - 20, model_len)
+    prompts = [texts.prompts(1, length, length, seed=length)[0] for length in lengths]
+    sampling = {**GREEDY, "max_tokens": 64}
+    engine = {"max_model_len": model_len, "max_num_seqs": 8}
+    truth = engines.generate(prompts, sampling, **engine)
+    run = engines.generate(
+        prompts, sampling, speculative_config=magicdec(gamma, draft_kv_budget=64), **engine
+    )
+    assert_same_tokens(truth.results[0][0], run.results[0][0], f"model length {model_len}, gamma {gamma}")
+    assert {r["completions"][0]["finish_reason"] for r in run.results[0][0]} == {"length"}
+
+
+def test_greedy_output_is_unchanged_with_tensor_parallel_2(mixed_prompts, plain):
+    chosen = [i for i, prompt in enumerate(mixed_prompts) if len(prompt) < 2000][:16]
+    run = engines.generate(
+        [mixed_prompts[i] for i in chosen],
+        GREEDY,
+        env={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+        tensor_parallel_size=2,
+        distributed_executor_backend="mp",
+        max_num_seqs=8,
+        speculative_config=magicdec(4, draft_kv_budget=128),
+    )
+    assert_same_tokens([plain[i] for i in chosen], run.results[0][0], "tensor parallel 2")
+    assert run.accepted > 0
+
+
+def _first_tokens(request: dict, count: int) -> dict:
+    completion = request["completions"][0]
+    shortened = {
+        **completion,
+        "tokens": completion["tokens"][:count],
+        "logprobs": completion["logprobs"][:count],
+    }
+    return {**request, "completions": [shortened]}

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sampled output has plain decoding's distribution: chi-squared tests, and proof that they can fail.
+
+A tiny random model with 16 tokens makes every short continuation frequent enough to count. Its draft sees
+two pages of a 200-token prompt, so it disagrees with the target often; every token after the first comes
+out of the rejection sampler.
+"""
+
+from collections import Counter
+from pathlib import Path
+
+import engines
+import pytest
+import torch
+from engines import EngineRun, magicdec
+from scipy.stats import chi2_contingency
+from transformers import LlamaConfig, LlamaForCausalLM
+
+NUM_SAMPLES = 12_000
+MIN_EXPECTED = 10  # rarer continuations are counted together
+P_VALUE = 0.01  # so each passing test would fail on a correct build in 1 of 100 seeds; the seeds are fixed
+
+SAMPLING = {"temperature": 1.0, "top_p": 0.9, "max_tokens": 3, "ignore_eos": True, "detokenize": False}
+PROMPT = [(7 * i * i + 3 * i) % 16 for i in range(200)]
+DRAFTS = {
+    "greedy draft": {"draft_sample_method": "greedy"},
+    "probabilistic draft": {"draft_sample_method": "probabilistic"},
+}
+
+
+@pytest.fixture(scope="module")
+def small_vocabulary_model(tmp_path_factory) -> Path:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=16,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=512,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    model = LlamaForCausalLM(config)
+    for name, weight in model.named_parameters():
+        if "norm" not in name:
+            # Sharp attention makes the view matter; a sharp head makes drafts worth accepting.
+            weight.data.mul_(12 if "lm_head" in name else 8)
+    path = tmp_path_factory.mktemp("models") / "small-vocabulary"
+    model.save_pretrained(path)
+    return path
+
+
+def sample(model: Path, num_samples: int, scenario: str = "generate", **engine) -> EngineRun:
+    batch = {"prompts": [PROMPT] * num_samples, "sampling": SAMPLING}
+    fixed = {"skip_tokenizer_init": True, "max_model_len": 256, "max_num_seqs": 256, "seed": 11}
+    return engines.run([(scenario, {"batches": [batch]})], **{**fixed, "model": str(model), **engine})
+
+
+def continuations(run: EngineRun) -> Counter:
+    return Counter(tuple(tokens) for tokens in engines.tokens_of(run.results[0][0]))
+
+
+def p_value(first: Counter, second: Counter) -> float:
+    """Chi-squared test that two samples of continuations have one distribution."""
+    total, share = first + second, first.total() / (first.total() + second.total())
+    rare = {c for c, n in total.items() if min(n * share, n * (1 - share)) < MIN_EXPECTED}
+    rows = []
+    for counts in (first, second):
+        row = [counts[c] for c in sorted(total) if c not in rare]
+        rows.append([*row, sum(counts[c] for c in rare)] if rare else row)
+    return chi2_contingency(rows).pvalue
+
+
+@pytest.fixture(scope="module")
+def plain_samples(small_vocabulary_model) -> Counter:
+    return continuations(sample(small_vocabulary_model, NUM_SAMPLES))
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_sampled_continuations_have_the_targets_distribution(small_vocabulary_model, plain_samples, draft):
+    spec = magicdec(2, draft_kv_budget=64, **DRAFTS[draft])
+    run = sample(small_vocabulary_model, NUM_SAMPLES, seed=12, speculative_config=spec)
+    rate = run.accepted / run.drafted
+    assert 0.05 < rate < 0.95, f"acceptance rate {rate:.2f}: the draft must agree often, and differ often"
+    assert p_value(plain_samples, continuations(run)) > P_VALUE
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_sampled_continuations_have_the_targets_distribution_on_the_v2_runner(
+    small_vocabulary_model, plain_samples, draft
+):
+    spec = magicdec(2, draft_kv_budget=64, **DRAFTS[draft])
+    run = sample(
+        small_vocabulary_model,
+        1_500,
+        seed=13,
+        v2=True,
+        num_gpu_blocks_override=2049,
+        speculative_config=spec,
+    )
+    assert run.v2_runner
+    assert 0.05 < run.accepted / run.drafted < 0.95
+    assert p_value(plain_samples, continuations(run)) > P_VALUE
+
+
+def test_the_test_catches_a_broken_acceptance_rule(small_vocabulary_model, plain_samples):
+    """vLLM's synthetic rule accepts drafts by a fixed chance instead of by p / q."""
+    spec = magicdec(
+        2,
+        draft_kv_budget=64,
+        rejection_sample_method="synthetic",
+        synthetic_acceptance_length=2.0,
+    )
+    run = sample(small_vocabulary_model, 2_000, seed=12, speculative_config=spec)
+    assert p_value(plain_samples, continuations(run)) < 1e-6
+
+
+def test_failed_drafting_does_not_change_the_distribution(small_vocabulary_model, plain_samples):
+    """With drafts of no meaning the rejection sampler alone must restore the target's distribution."""
+    spec = magicdec(2, draft_kv_budget=64, draft_sample_method="probabilistic")
+    run = sample(
+        small_vocabulary_model,
+        4_000,
+        "generate_with_broken_drafting",
+        seed=14,
+        strict=False,
+        speculative_config=spec,
+    )
+    assert run.draft_failures > 0
+    assert p_value(plain_samples, continuations(run)) > P_VALUE
