@@ -99,6 +99,29 @@ class MagicDecSpeculativeConfig(MagicDecFields):
             check_parallel(self.target_parallel_config, self.target_model_config)
         return self
 
+    def verify_engine(self, vllm_config: VllmConfig) -> None:
+        """Refuse what only the whole engine configuration shows; called before any process starts.
+
+        Raises:
+            MagicDecConfigError: with the reason and the way out.
+        """
+        if vllm_config.lora_config is not None:
+            raise MagicDecConfigError(
+                f"{METHOD} does not support LoRA adapters yet; remove --enable-lora or the speculative method"
+            )
+        if vllm_config.cache_config.kv_sharing_fast_prefill:
+            raise MagicDecConfigError(
+                f"{METHOD} does not work with --kv-sharing-fast-prefill; remove that option"
+            )
+        max_model_len = vllm_config.model_config.max_model_len
+        if self.draft_kv_budget > max_model_len:
+            raise MagicDecConfigError(
+                f"{METHOD}: draft_kv_budget={self.draft_kv_budget:g} is above the model length; "
+                f"use at most {max_model_len} (the whole context)"
+            )
+        effective_budget(vllm_config, vllm_config.cache_config.block_size)
+        self.metrics_dir = open_metrics_dir()
+
     @property
     def max_num_new_slots_for_drafting(self) -> int:
         """0: the draft reuses the target's own K/V, so it never re-reads a verified token."""
@@ -214,33 +237,6 @@ def check_parallel(parallel: ParallelConfig, model: ModelConfig) -> None:
         raise ValueError("expert load balancing is not supported; remove --enable-eplb")
     if parallel.use_ubatching:
         raise ValueError("dual batch overlap is not supported; remove --enable-dbo")
-
-
-def check_engine(vllm_config: VllmConfig) -> None:
-    """Refuse what only the whole engine configuration shows; called before any process starts.
-
-    Raises:
-        MagicDecConfigError: with the reason and the way out.
-    """
-    spec = vllm_config.speculative_config
-    if not isinstance(spec, MagicDecSpeculativeConfig):
-        return
-    if vllm_config.lora_config is not None:
-        raise MagicDecConfigError(
-            f"{METHOD} does not support LoRA adapters yet; remove --enable-lora or the speculative method"
-        )
-    if vllm_config.cache_config.kv_sharing_fast_prefill:
-        raise MagicDecConfigError(
-            f"{METHOD} does not work with --kv-sharing-fast-prefill; remove that option"
-        )
-    max_model_len = vllm_config.model_config.max_model_len
-    if spec.draft_kv_budget > max_model_len:
-        raise MagicDecConfigError(
-            f"{METHOD}: draft_kv_budget={spec.draft_kv_budget:g} is above the model length; "
-            f"use at most {max_model_len} (the whole context)"
-        )
-    effective_budget(vllm_config, vllm_config.cache_config.block_size)
-    spec.metrics_dir = open_metrics_dir()
 
 
 def effective_budget(vllm_config: VllmConfig, page_size: int) -> PageBudget:

@@ -17,7 +17,6 @@ from typing import Any
 from vllm_magicdec.config import (
     MagicDecConfigError,
     MagicDecSpeculativeConfig,
-    check_engine,
     selects_magicdec,
 )
 
@@ -97,7 +96,9 @@ def _check_configuration(owner: type, original: Callable[..., Any]) -> Callable[
     @functools.wraps(original)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         vllm_config = original(self, *args, **kwargs)
-        check_engine(vllm_config)
+        spec = vllm_config.speculative_config
+        if isinstance(spec, MagicDecSpeculativeConfig):
+            spec.verify_engine(vllm_config)
         return vllm_config
 
     return create_engine_config

@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The entry point: vLLM calls `register` in every process that it starts, possibly several times."""
 
+from importlib.util import find_spec
+
 import vllm
 from vllm.logger import init_logger
 
 from vllm_magicdec import hooks
+from vllm_magicdec.config import METHOD
 
 logger = init_logger(f"vllm.{__name__}")
 
+REGISTRY = "vllm.v1.spec_decode.registry"  # added to vLLM by patches/
+
 
 def register() -> None:
-    """Teach the installed vLLM the method `magicdec-self`.
+    """Teach the installed vLLM the method `magicdec-self`: by its registry, or else by hooks.
 
     Raises:
         MagicDecConfigError: the installed vLLM lacks what the plugin needs.
@@ -22,4 +27,15 @@ def register() -> None:
             ", ".join(hooks.TESTED_VLLM_VERSIONS),
             vllm.__version__,
         )
-    hooks.install()
+    if find_spec(REGISTRY) is None:
+        hooks.install()
+        return
+    from vllm.v1.spec_decode.registry import register_speculative_method
+
+    register_speculative_method(
+        METHOD,
+        config_cls="vllm_magicdec.config:MagicDecSpeculativeConfig",
+        proposer_cls="vllm_magicdec.runners.v1:MagicDecProposer",
+        speculator_cls="vllm_magicdec.runners.v2:MagicDecSpeculator",
+        add_cli_args="vllm_magicdec.cli:add_options",
+    )
