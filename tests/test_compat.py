@@ -23,7 +23,9 @@ def test_a_renamed_definition_is_noticed(needed):
 
     def read_renamed(module: str) -> str | None:
         source = read_installed(module)
-        return source and source.replace(f"def {last}(", "def renamed(").replace(f"class {last}", "class Renamed")
+        return source and source.replace(f"def {last}(", "def renamed(").replace(
+            f"class {last}", "class Renamed"
+        )
 
     assert find_problem(needed, read_renamed) == "missing"
 

@@ -40,7 +40,9 @@ def configure(model_dir, speculative_config, **engine):
     return EngineArgs(model=model_dir, speculative_config=speculative_config, **args).create_engine_config()
 
 
-@pytest.mark.parametrize("fields", [{"method": METHOD}, {"model": METHOD}, {"method": METHOD, "model": METHOD}])
+@pytest.mark.parametrize(
+    "fields", [{"method": METHOD}, {"model": METHOD}, {"method": METHOD, "model": METHOD}]
+)
 def test_method_and_model_both_select_it(model_dir, fields):
     spec = configure(model_dir, fields).speculative_config
     assert type(spec) is MagicDecSpeculativeConfig
@@ -52,7 +54,9 @@ def test_method_and_model_both_select_it(model_dir, fields):
 @pytest.mark.parametrize("engine", [{"spec_method": METHOD}, {"spec_model": METHOD}])
 def test_top_level_options_are_equal_to_the_dictionary(model_dir, engine):
     from_options = configure(model_dir, None, spec_tokens=6, **engine).speculative_config
-    from_dictionary = configure(model_dir, {"method": METHOD, "num_speculative_tokens": 6}).speculative_config
+    from_dictionary = configure(
+        model_dir, {"method": METHOD, "num_speculative_tokens": 6}
+    ).speculative_config
     assert repr(from_options) == repr(from_dictionary)
 
 
@@ -81,11 +85,17 @@ def test_other_methods_are_vllms_own(model_dir):
 WRONG_FIELDS = {
     "a misspelt field": ({"draft_kv_bugdet": 512}, "did you mean 'draft_kv_budget'?"),
     "an unknown field": ({"colour": 1}, "does not know the field 'colour'; It takes"),
-    "a wrong type": ({"draft_kv_budget": "many"}, "draft_kv_budget='many' is not possible: input should be"),
+    "a wrong type": (
+        {"draft_kv_budget": "many"},
+        "draft_kv_budget='many' is not possible: input should be",
+    ),
     "no draft tokens": ({"num_speculative_tokens": 0}, "num_speculative_tokens=0 is not possible"),
     "too many draft tokens": ({"num_speculative_tokens": 1000}, "less than or equal to 128"),
     "a negative sink": ({"draft_kv_sink": -1}, "draft_kv_sink=-1 is not possible"),
-    "an unknown policy": ({"draft_kv_policy": "h2o"}, "draft_kv_policy='h2o' is not possible: input should be"),
+    "an unknown policy": (
+        {"draft_kv_policy": "h2o"},
+        "draft_kv_policy='h2o' is not possible: input should be",
+    ),
     "a zero budget": ({"draft_kv_budget": 0}, "draft_kv_budget=0 is not possible"),
     "less than a page": ({"draft_kv_budget": 20}, "is below one KV page of 32 tokens; use at least 32"),
     "more than the model": ({"draft_kv_budget": 5000}, "above the model length; use at most 4096"),

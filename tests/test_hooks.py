@@ -16,7 +16,8 @@ from vllm_magicdec.config import METHOD, MagicDecConfigError, MagicDecSpeculativ
 def attributes() -> list[object]:
     """What vLLM has at every hook point now."""
     return [
-        getattr(getattr(importlib.import_module(hook.module), hook.owner), hook.name) for hook in hooks.HOOKS
+        getattr(getattr(importlib.import_module(hook.module), hook.owner), hook.name)
+        for hook in hooks.HOOKS
     ]
 
 
@@ -62,7 +63,9 @@ BROKEN = {
 def test_a_missing_hook_point_names_the_tested_versions_and_wraps_nothing(unhooked, case):
     create_engine_config = next(hook for hook in hooks.HOOKS if hook.name == "create_engine_config")
     changed = replace(create_engine_config, **BROKEN[case])
-    with pytest.raises(MagicDecConfigError, match=r"it was tested with vLLM 0\.32\.0: install one of these"):
+    with pytest.raises(
+        MagicDecConfigError, match=r"it was tested with vLLM 0\.32\.0: install one of these"
+    ):
         hooks.install((*hooks.HOOKS, changed))
     assert attributes() == unhooked
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The upstream patch applies to vLLM 0.32.0, and the plugin uses the registry that it adds instead of hooks."""
+"""The upstream patch applies to vLLM 0.32.0, and the plugin then uses its registry instead of hooks."""
 
 import os
 import shutil
@@ -66,7 +66,9 @@ def test_the_plugin_registers_and_wraps_nothing(patched_tree):
 
 
 @pytest.mark.parametrize("v2", [False, True], ids=["V1 runner", "V2 runner"])
-def test_an_engine_on_the_patched_tree_drafts_losslessly(patched_tree, plain, mixed_prompts, monkeypatch, v2):
+def test_an_engine_on_the_patched_tree_drafts_losslessly(
+    patched_tree, plain, mixed_prompts, monkeypatch, v2
+):
     monkeypatch.setenv("PYTHONPATH", str(patched_tree))
     chosen = [i for i, prompt in enumerate(mixed_prompts) if len(prompt) < 600][:4]
     run = engines.generate(

@@ -17,6 +17,7 @@ from vllm_magicdec.config import (
     MagicDecConfigError,
     MagicDecFields,
     check_field_names,
+    documented_fields,
     selects_magicdec,
     user_fields,
 )
@@ -73,19 +74,20 @@ def _checked_fields(parse: Any) -> Callable[[str], Any]:
 
 
 def _help_text() -> str:
+    """One paragraph, all that vLLM's help pages show of a group."""
     docs = get_attr_docs(MagicDecFields)
     defaults = {f.name: f.default for f in fields(MagicDecFields)}
-    lines = [
-        f"Self-speculative decoding over a sparse view of the KV cache: --speculative-model {METHOD}. "
-        "Fields of --speculative-config for this method:"
+    sentences = [
+        "Draft with the served model itself over a sparse view of its KV cache: --speculative-model "
+        f"{METHOD}. The fields of --speculative-config (also as --speculative-config.FIELD VALUE) for this method are"
     ]
-    for name in user_fields():
-        if name in docs:
-            default = defaults[name]
-            value = default.default if isinstance(default, FieldInfo) else default
-            lines.append(f"{name} (default {value}): {' '.join(docs[name].split())}")
-    lines.append("Also vLLM's " + ", ".join(n for n in user_fields() if n not in docs) + ".")
-    return "\n\n".join(lines).replace("%", "%%")
+    for name in documented_fields():
+        default = defaults[name]
+        value = default.default if isinstance(default, FieldInfo) else default
+        sentences.append(f"{name} (default {value}): {' '.join(docs[name].split())}")
+    others = [name for name in user_fields() if name not in documented_fields()]
+    sentences.append(f"It also takes vLLM's own {', '.join(others)}.")
+    return " ".join(sentences).replace("%", "%%")
 
 
 def _show_config_errors_as_sentences() -> None:

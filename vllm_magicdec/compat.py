@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a vLLM has what the plugin hooks, subclasses and calls; works on source text, imports nothing of it.
+"""Whether a vLLM has what the plugin hooks, subclasses and calls, judged by its source text alone.
 
 `python -m vllm_magicdec.compat 0.31.0 0.33.0` reads the Python files of those versions' wheels and prints
 a table. A test runs the same check on the installed vLLM.
@@ -47,7 +47,9 @@ HOOKED = tuple(
 )
 
 CALLED = (
-    Needed("vllm.engine.arg_utils", "EngineArgs.create_speculative_config", ("self", "target_model_config")),
+    Needed(
+        "vllm.engine.arg_utils", "EngineArgs.create_speculative_config", ("self", "target_model_config")
+    ),
     Needed("vllm.config.utils", "config"),
     Needed("vllm.config.utils", "get_attr_docs"),
     Needed(
@@ -68,7 +70,9 @@ CALLED = (
     Needed("vllm.config.speculative", "SpeculativeConfig.uses_draft_model", ("self",)),
     Needed("vllm.config.speculative", "SpeculativeConfig.max_num_new_slots_for_drafting", ("self",)),
     Needed("vllm.config.vllm", "VllmConfig.num_lookahead_tokens", ("self",)),
-    Needed("vllm.v1.spec_decode.draft_model", "DraftModelProposer.__init__", ("self", "vllm_config", "device")),
+    Needed(
+        "vllm.v1.spec_decode.draft_model", "DraftModelProposer.__init__", ("self", "vllm_config", "device")
+    ),
     Needed(
         _PROPOSER,
         "SpecDecodeBaseProposer.propose",
@@ -105,7 +109,9 @@ CALLED = (
     ),
     Needed(_PROPOSER, "SpecDecodeBaseProposer._get_slot_mapping", ("self", "num_tokens", "slot_mapping")),
     Needed(
-        _PROPOSER, "SpecDecodeBaseProposer._sample_draft_tokens", ("self", "hidden_states", "sampling_metadata")
+        _PROPOSER,
+        "SpecDecodeBaseProposer._sample_draft_tokens",
+        ("self", "hidden_states", "sampling_metadata"),
     ),
     Needed(
         "vllm.v1.attention.backend",

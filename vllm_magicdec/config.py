@@ -107,7 +107,7 @@ class MagicDecSpeculativeConfig(MagicDecFields):
         """
         if vllm_config.lora_config is not None:
             raise MagicDecConfigError(
-                f"{METHOD} does not support LoRA adapters yet; remove --enable-lora or the speculative method"
+                f"{METHOD} does not support LoRA adapters; remove --enable-lora or the speculative method"
             )
         if vllm_config.cache_config.kv_sharing_fast_prefill:
             raise MagicDecConfigError(
@@ -135,11 +135,16 @@ class MagicDecSpeculativeConfig(MagicDecFields):
         )
 
 
+def documented_fields() -> tuple[str, ...]:
+    """The fields whose meaning or default is the plugin's own."""
+    own = (f.name for f in dataclass_fields(MagicDecFields) if f.name.startswith("draft_kv_"))
+    return ("num_speculative_tokens", *own)
+
+
 def user_fields() -> tuple[str, ...]:
-    """Every field that a user may give, in the order of the documentation."""
-    names = [f.name for f in dataclass_fields(MagicDecFields)]
-    own = [n for n in names if n.startswith("draft_kv_")]
-    return tuple(n for n in names if n in _SHARED_FIELDS) + tuple(own)
+    """Every field that a user may give: the plugin's own first, then vLLM's."""
+    own = documented_fields()
+    return (*own, *sorted(_SHARED_FIELDS - set(own)))
 
 
 def check_field_names(given: Mapping[str, Any]) -> None:

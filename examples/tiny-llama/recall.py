@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The recall task: a fact noted early in a long context is asked for at its end.
 
-A fact is a line `# note: amber fox = 4821`; the question is the line `# recall: amber fox =`, which the
+A fact is a line `# note: amber fox=4821`; the question is the line `# recall: amber fox=`, which the
 model continues with the value. Key (two words) and value (four digits) are drawn at random, so nothing but
 the context can answer. `TRAIN` keys are seen in training, `HELD_OUT` pairs of the same words never are.
 """
@@ -11,15 +11,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 ADJECTIVES = (
-    "amber ancient bold brave bright calm clever coral crimson dusty eager early faint fierce gentle golden "
-    "grand green happy hidden hollow humble icy jolly keen late light lively lonely loud lucky mellow misty "
-    "modest noble pale plain proud quiet rapid rare royal rusty sandy silent silver simple sleepy"
+    "amber ancient bold brave bright calm clever coral crimson dusty eager early faint fierce gentle "
+    "golden grand green happy hidden hollow humble icy jolly keen late light lively lonely loud lucky "
+    "mellow misty modest noble pale plain proud quiet rapid rare royal rusty sandy silent silver "
+    "simple sleepy"
 ).split()
 NOUNS = (
-    "anchor arrow badge basket beacon bell bridge candle canyon castle comet copper desert dragon eagle ember "
-    "falcon feather fox garden glacier hammer harbor island jacket kettle ladder lantern lion maple meadow "
-    "mirror needle ocean orchid otter panther pepper pilot planet rabbit river rocket saddle spider tiger "
-    "violin walnut"
+    "anchor arrow badge basket beacon bell bridge candle canyon castle comet copper desert dragon "
+    "eagle ember falcon feather fox garden glacier hammer harbor island jacket kettle ladder lantern "
+    "lion maple meadow mirror needle ocean orchid otter panther pepper pilot planet rabbit river "
+    "rocket saddle spider tiger violin walnut"
 ).split()
 
 _PAIRS = [(adjective, noun) for adjective in ADJECTIVES for noun in NOUNS]
@@ -38,12 +39,12 @@ class Fact:
     @property
     def note(self) -> str:
         """The line that states the fact."""
-        return f"# note: {self.key} = {self.value}\n"
+        return f"# note: {self.key}={self.value}\n"
 
     @property
     def question(self) -> str:
-        """The line that asks for it; the model continues with a space and the value."""
-        return f"# recall: {self.key} ="
+        """The line that asks for it; the model continues with the value."""
+        return f"# recall: {self.key}="
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,16 @@ import argparse
 import json
 import math
 import os
+import platform
 import random
 import sysconfig
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import transformers
 from recall import draw_facts, is_answered, make_episode
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -43,14 +46,17 @@ class Stage:
     batch: int  # sequences
     facts_per_1k: float  # notes per 1,000 tokens
     questions_per_1k: float
+    drills: float = 0.0  # share of sequences that repeat random tokens
+    jumps: bool = True  # whether positions jump
 
 
 STAGES = (
-    Stage(0.34, 256, 16, 24, 36),
+    Stage(0.14, 128, 32, 60, 90, drills=0.5, jumps=False),
+    Stage(0.22, 256, 16, 24, 36, drills=0.15),
     Stage(0.24, 512, 8, 12, 24),
     Stage(0.16, 1024, 4, 8, 14),
     Stage(0.12, 2048, 2, 6, 10),
-    Stage(0.14, 4096, 1, 4, 7),
+    Stage(0.12, 4096, 1, 4, 7),
 )
 
 
@@ -80,7 +86,12 @@ def train_tokenizer(documents: list[list[str]], rng: random.Random) -> Tokenizer
     """Byte-level BPE over the library and recall lines; every digit is a token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            # A line break is its own token: a text then tokenises as its lines do one by one.
+            pre_tokenizers.Split("\n", "isolated"),
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -111,6 +122,8 @@ class Corpus:
     def sequence(self, rng: random.Random, stage: Stage) -> tuple[list[int], list[float]]:
         """One training sequence: tokens and loss weights, `stage.sequence + 1` of each."""
         length = stage.sequence + 1
+        if rng.random() < stage.drills:
+            return self._drill(rng, length)
         num_facts = max(2, round(stage.facts_per_1k * length / 1000 * rng.uniform(0.3, 1.5)))
         facts = draw_facts(rng, min(num_facts, 120))
         fact_rate = stage.facts_per_1k / 1000
@@ -134,15 +147,24 @@ class Corpus:
                 fact = facts[rng.choice(noted)]
                 if is_chat and rng.random() < 0.3:
                     tokens += [*self.encode(fact.question + "\n"), self.assistant, *self.encode("\n")]
-                    self._ask(tokens, weights, [*self.encode(f" {fact.value}"), self.eos])
+                    self._ask(tokens, weights, [*self.encode(fact.value), self.eos])
                     tokens += [self.user, *self.encode("\n")]
                 else:
                     tokens += self.encode(fact.question)
-                    self._ask(tokens, weights, self.encode(f" {fact.value}"))
+                    self._ask(tokens, weights, self.encode(fact.value))
                     tokens += self.encode("\n")
                 chance *= 0.5
         weights += [1.0] * (len(tokens) - len(weights))
         return tokens[:length], weights[:length]
+
+    def _drill(self, rng: random.Random, length: int) -> tuple[list[int], list[float]]:
+        """Random tokens, repeated: only copying predicts them, so the copying circuit forms at once."""
+        period = rng.randrange(8, length // 2)
+        first_ordinary = self.assistant + 1
+        segment = [rng.randrange(first_ordinary, VOCAB_SIZE) for _ in range(period)]
+        tokens = [self.bos, *(segment * (length // period + 1))][:length]
+        # Nothing predicts the first pass.
+        return tokens, [0.0] * (period + 2) + [1.0] * (length - period - 2)
 
     @staticmethod
     def _ask(tokens: list[int], weights: list[float], answer: list[int]) -> None:
@@ -190,6 +212,7 @@ def make_model() -> LlamaForCausalLM:
             tie_word_embeddings=True,
             bos_token_id=0,
             eos_token_id=1,
+            pad_token_id=1,
             attn_implementation="sdpa",
         )
     )
@@ -236,7 +259,7 @@ def recall_accuracy(
     right = 0
     for _ in range(count):
         episode = make_episode(rng, lambda text: len(corpus.encode(text)), lines, distance)
-        answer = corpus.encode(f" {episode.answer}")
+        answer = corpus.encode(episode.answer)
         tokens = [corpus.bos, *corpus.encode(episode.prompt)]
         # Greedy decoding is right exactly when every answer token is the argmax after its predecessors.
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -258,11 +281,14 @@ def export(model: LlamaForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
         clean_up_tokenization_spaces=False,
     )
     wrapped.chat_template = CHAT_TEMPLATE
-    wrapped.save_pretrained(out)
     copy = LlamaForCausalLM(model.config)
     copy.load_state_dict(model.state_dict())
     copy.tie_weights()
-    copy.to(torch.bfloat16).save_pretrained(out)
+    with tempfile.TemporaryDirectory(dir=out) as directory:
+        wrapped.save_pretrained(directory)
+        copy.to(torch.bfloat16).save_pretrained(directory)
+        for file in Path(directory).iterdir():  # readers never see half a file
+            file.replace(out / file.name)
 
 
 def main() -> None:
@@ -310,7 +336,12 @@ def main() -> None:
             drawn = [corpus.sequence(rng, stage) for _ in range(stage.batch)]
             tokens = torch.tensor([t for t, _ in drawn])
             weights = torch.tensor([w for _, w in drawn])
-            positions = torch.tensor([random_positions(rng, stage.sequence) for _ in drawn])
+            positions = torch.tensor(
+                [
+                    random_positions(rng, stage.sequence) if stage.jumps else list(range(stage.sequence))
+                    for _ in drawn
+                ]
+            )
             loss = sequence_loss(model, tokens, weights, positions)
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
@@ -351,7 +382,12 @@ def main() -> None:
         for distance in (500, 1000, 2000, 4000, 8000)
     }
     log["tokens_seen"] = seen
-    log["machine"] = f"{os.cpu_count()} CPU cores, torch {torch.__version__}"
+    log["machine"] = f"{os.cpu_count()} CPU cores"
+    log["versions"] = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
     print(log["recall"])
     (args.out / "training_log.json").write_text(json.dumps(log, indent=1) + "\n")
 

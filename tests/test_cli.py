@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: aliases wherever vLLM builds engine arguments, help, and errors as sentences."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import engines
+import pytest
+from test_config import model_dir  # noqa: F401
+
+VLLM = Path(sys.executable).with_name("vllm")
+
+
+def vllm(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [str(VLLM), *arguments],
+        env=engines.environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("command", [("serve",), ("bench", "throughput"), ("bench", "latency")])
+def test_help_names_every_field(command):
+    result = vllm(*command, "--help=magicdec" if command == ("serve",) else "--help=all")
+    assert result.returncode == 0, result.stderr[-2000:]
+    for name in ("--speculative-model", "--num-speculative-tokens", "draft_kv_budget", "draft_kv_sink"):
+        assert name in result.stdout
+
+
+WRONG_COMMANDS = {
+    "a misspelt field": (
+        ("--speculative-config", '{"method": "magicdec-self", "draft_kv_bugdet": 1}'),
+        "did you mean 'draft_kv_budget'?",
+    ),
+    "a number that is none": (
+        ("--speculative-model", "magicdec-self", "--num-speculative-tokens", "four"),
+        "invalid int value: 'four'",
+    ),
+    "a budget above the model length": (
+        ("--speculative-config", '{"method": "magicdec-self", "draft_kv_budget": 9000}'),
+        "use at most 4096 (the whole context)",
+    ),
+    "pipeline parallel": (
+        ("--spec-method", "magicdec-self", "--pipeline-parallel-size", "2"),
+        "use --tensor-parallel-size instead",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_COMMANDS)
+def test_a_wrong_command_ends_in_one_sentence_before_anything_is_loaded(model_dir, case):  # noqa: F811
+    arguments, sentence = WRONG_COMMANDS[case]
+    result = vllm("serve", model_dir, "--max-model-len", "4096", "--skip-tokenizer-init", *arguments)
+    assert result.returncode != 0
+    assert sentence in result.stderr.splitlines()[-1]
+    assert "Traceback" not in result.stderr
+    assert "EngineCore" not in result.stdout + result.stderr
