@@ -1,15 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures that several modules share; engines are expensive, so plain decoding is done once."""
 
-import sys
-from pathlib import Path
-
 import engines
 import pytest
 import texts
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 GREEDY = {"temperature": 0, "max_tokens": 48, "ignore_eos": True, "logprobs": 2}
 

@@ -33,6 +33,12 @@ def generate_with_broken_drafting(llm: Any, batches: list[dict[str, Any]]) -> An
     return generate(llm, batches)
 
 
+def generate_with_broken_acceptance(llm: Any, batches: list[dict[str, Any]]) -> Any:
+    """From now on drafts sampled from q are verified as if they were certain."""
+    llm.collective_rpc(_ignore_draft_probs)
+    return generate(llm, batches)
+
+
 def abort_half_while_decoding(llm: Any, batch: dict[str, Any], steps_before_abort: int) -> Any:
     """Abort every second request after some engine steps; return the others' tokens by index."""
     from vllm import SamplingParams
@@ -103,6 +109,10 @@ def _break_drafting(worker: Any) -> None:
     _draft_of(worker)._drafter._views._policy = BrokenPolicy()
 
 
+def _ignore_draft_probs(worker: Any) -> None:
+    worker.model_runner._get_spec_decode_draft_probs = lambda metadata: None
+
+
 def _describe_draft(worker: Any) -> dict[str, Any]:
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -115,17 +125,26 @@ def _describe_draft(worker: Any) -> dict[str, Any]:
     }
 
 
+SCENARIOS = {
+    scenario.__name__: scenario
+    for scenario in (
+        generate,
+        generate_with_broken_drafting,
+        generate_with_broken_acceptance,
+        abort_half_while_decoding,
+        chat,
+        describe_draft,
+    )
+}
+
+
 def main(spec_path: str, result_path: str) -> None:
     with open(spec_path) as file:
         spec = json.load(file)
     from vllm import LLM
 
     llm = LLM(**spec["engine"])
-    scenarios = (generate, generate_with_broken_drafting, abort_half_while_decoding, chat, describe_draft)
-    results = [
-        {scenario.__name__: scenario for scenario in scenarios}[step["scenario"]](llm, **step["arguments"])
-        for step in spec["steps"]
-    ]
+    results = [SCENARIOS[step["scenario"]](llm, **step["arguments"]) for step in spec["steps"]]
     metrics = {
         metric.name: getattr(metric, "value", getattr(metric, "values", None))
         for metric in llm.get_metrics()

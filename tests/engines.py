@@ -102,8 +102,14 @@ def run(
             timeout=timeout_s,
         )
         if process.returncode != 0 or not result_path.exists():
-            raise RuntimeError(f"engine ended with {process.returncode}:\n{process.stdout[-6000:]}")
+            raise RuntimeError(f"engine ended with {process.returncode}:\n{_telling_part(process.stdout)}")
         return EngineRun(**json.loads(result_path.read_text()), log=process.stdout)
+
+
+def _telling_part(log: str) -> str:
+    """The first trace, which is the worker's and the cause, and the end of the log."""
+    first = max(0, log.find("Traceback"))
+    return log[first : first + 8000] + "\n...\n" + log[-2000:]
 
 
 def generate(prompts: list[list[int]], sampling: Any, **engine: Any) -> EngineRun:

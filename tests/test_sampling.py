@@ -16,11 +16,16 @@ from engines import EngineRun, magicdec
 from scipy.stats import chi2_contingency
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from vllm_magicdec.runners.cpu_sampling import expand_batch_to_tokens
+
 NUM_SAMPLES = 12_000
+NUM_V2_SAMPLES = 1_500  # in Triton's interpreter
 MIN_EXPECTED = 10  # rarer continuations are counted together
 P_VALUE = 0.01  # so each passing test would fail on a correct build in 1 of 100 seeds; the seeds are fixed
 
 SAMPLING = {"temperature": 1.0, "top_p": 0.9, "max_tokens": 3, "ignore_eos": True, "detokenize": False}
+# Triton's interpreter cannot run vLLM's top-p kernel.
+WITHOUT_TOP_P = {**SAMPLING, "top_p": 1.0}
 PROMPT = [(7 * i * i + 3 * i) % 16 for i in range(200)]
 DRAFTS = {
     "greedy draft": {"draft_sample_method": "greedy"},
@@ -53,8 +58,10 @@ def small_vocabulary_model(tmp_path_factory) -> Path:
     return path
 
 
-def sample(model: Path, num_samples: int, scenario: str = "generate", **engine) -> EngineRun:
-    batch = {"prompts": [PROMPT] * num_samples, "sampling": SAMPLING}
+def sample(
+    model: Path, num_samples: int, scenario: str = "generate", sampling: dict | None = None, **engine
+) -> EngineRun:
+    batch = {"prompts": [PROMPT] * num_samples, "sampling": sampling or SAMPLING}
     fixed = {"skip_tokenizer_init": True, "max_model_len": 256, "max_num_seqs": 256, "seed": 11}
     return engines.run([(scenario, {"batches": [batch]})], **{**fixed, "model": str(model), **engine})
 
@@ -79,43 +86,56 @@ def plain_samples(small_vocabulary_model) -> Counter:
     return continuations(sample(small_vocabulary_model, NUM_SAMPLES))
 
 
+@pytest.fixture(scope="module")
+def plain_samples_without_top_p(small_vocabulary_model) -> Counter:
+    return continuations(sample(small_vocabulary_model, NUM_SAMPLES, sampling=WITHOUT_TOP_P))
+
+
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_sampled_continuations_have_the_targets_distribution(small_vocabulary_model, plain_samples, draft):
     spec = magicdec(2, draft_kv_budget=64, **DRAFTS[draft])
     run = sample(small_vocabulary_model, NUM_SAMPLES, seed=12, speculative_config=spec)
     rate = run.accepted / run.drafted
-    assert 0.05 < rate < 0.95, f"acceptance rate {rate:.2f}: the draft must agree often, and differ often"
+    assert 0.1 < rate < 0.9, f"acceptance rate {rate:.2f}: the draft must agree often, and differ often"
     assert p_value(plain_samples, continuations(run)) > P_VALUE
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_sampled_continuations_have_the_targets_distribution_on_the_v2_runner(
-    small_vocabulary_model, plain_samples, draft
+    small_vocabulary_model, plain_samples_without_top_p, draft
 ):
     spec = magicdec(2, draft_kv_budget=64, **DRAFTS[draft])
     run = sample(
         small_vocabulary_model,
-        1_500,
+        NUM_V2_SAMPLES,
+        sampling=WITHOUT_TOP_P,
         seed=13,
         v2=True,
         num_gpu_blocks_override=2049,
         speculative_config=spec,
     )
     assert run.v2_runner
-    assert 0.05 < run.accepted / run.drafted < 0.95
-    assert p_value(plain_samples, continuations(run)) > P_VALUE
+    assert 0.1 < run.accepted / run.drafted < 0.9
+    assert p_value(plain_samples_without_top_p, continuations(run)) > P_VALUE
 
 
 def test_the_test_catches_a_broken_acceptance_rule(small_vocabulary_model, plain_samples):
-    """vLLM's synthetic rule accepts drafts by a fixed chance instead of by p / q."""
-    spec = magicdec(
-        2,
-        draft_kv_budget=64,
-        rejection_sample_method="synthetic",
-        synthetic_acceptance_length=2.0,
+    """Drafts sampled from q but accepted as if q were one-hot: close to right, and wrong."""
+    run = sample(
+        small_vocabulary_model,
+        NUM_SAMPLES,
+        "generate_with_broken_acceptance",
+        seed=12,
+        speculative_config=magicdec(2, draft_kv_budget=64, draft_sample_method="probabilistic"),
     )
-    run = sample(small_vocabulary_model, 2_000, seed=12, speculative_config=spec)
+    assert run.accepted > 0
     assert p_value(plain_samples, continuations(run)) < 1e-6
+
+
+def test_vllms_own_expansion_of_sampling_parameters_is_mended_on_cpu():
+    """See cpu_sampling.py; the mended function against the definition in vLLM's docstring."""
+    expanded = expand_batch_to_tokens(torch.tensor([0.0, 0.5, 2.0]), torch.tensor([2, 5, 6]), 6, 0, 1)
+    assert torch.equal(expanded, torch.tensor([1.0, 1.0, 0.5, 0.5, 0.5, 2.0]))
 
 
 def test_failed_drafting_does_not_change_the_distribution(small_vocabulary_model, plain_samples):

@@ -79,7 +79,7 @@ def _help_text() -> str:
     defaults = {f.name: f.default for f in fields(MagicDecFields)}
     sentences = [
         "Draft with the served model itself over a sparse view of its KV cache: --speculative-model "
-        f"{METHOD}. The fields of --speculative-config (also as --speculative-config.FIELD VALUE) for this method are"
+        f"{METHOD}. Fields of --speculative-config for this method (or --speculative-config.FIELD VALUE):"
     ]
     for name in documented_fields():
         default = defaults[name]

@@ -2,9 +2,9 @@
 """Train the model that ships with vllm-magicdec: `python examples/tiny-llama/train.py`.
 
 Data: the sources of CPython's standard library, on every machine, with recall tasks (recall.py) strewn
-in. Curriculum: short sequences with many recall tasks, in which the copying circuit forms, then longer
-ones; token positions jump at random places, so that short sequences already show RoPE the distances of
-long ones (PoSE, Zhu et al. 2023).
+in. The attention heads start as a rough copying circuit (initial_heads.py). Curriculum: short sequences
+with many recall tasks, then longer ones; token positions jump at random places, so that short sequences
+already show RoPE the distances of long ones (PoSE, Zhu et al. 2023).
 """
 
 import argparse
@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from initial_heads import plant_heads
 from recall import draw_facts, is_answered, make_episode
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -51,12 +52,12 @@ class Stage:
 
 
 STAGES = (
-    Stage(0.14, 128, 32, 60, 90, drills=0.5, jumps=False),
-    Stage(0.22, 256, 16, 24, 36, drills=0.15),
-    Stage(0.24, 512, 8, 12, 24),
-    Stage(0.16, 1024, 4, 8, 14),
+    Stage(0.12, 128, 8, 60, 90, drills=0.4, jumps=False),
+    Stage(0.20, 256, 8, 24, 36, drills=0.1),
+    Stage(0.24, 512, 6, 12, 24),
+    Stage(0.18, 1024, 4, 8, 14),
     Stage(0.12, 2048, 2, 6, 10),
-    Stage(0.12, 4096, 1, 4, 7),
+    Stage(0.14, 4096, 1, 4, 7),
 )
 
 
@@ -208,7 +209,7 @@ def make_model() -> LlamaForCausalLM:
             num_key_value_heads=2,
             head_dim=64,
             max_position_embeddings=MAX_POSITION,
-            rope_theta=500_000.0,
+            rope_theta=10_000_000.0,
             tie_word_embeddings=True,
             bos_token_id=0,
             eos_token_id=1,
@@ -297,7 +298,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--questions", type=int, default=100, help="recall questions per distance")
-    parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--learning-rate", type=float, default=6e-4)
     args = parser.parse_args()
     rng = random.Random(args.seed)
     torch.manual_seed(args.seed)
@@ -307,6 +308,7 @@ def main() -> None:
     corpus = Corpus(training, tokenizer)
     held_out_lines = [line for lines in held_out for line in lines]
     model = make_model()
+    plant_heads(model, args.seed)
     print(
         f"{sum(p.numel() for p in model.parameters()):,} parameters; {sum(corpus._sizes):,} tokens of text"
     )

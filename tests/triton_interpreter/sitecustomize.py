@@ -6,8 +6,10 @@ with TRITON_INTERPRET=1 no kernel is ever compiled for it.
 """
 
 import types
+from typing import Any
 
 import triton.backends
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 
 class _InterpreterDriver:
@@ -17,3 +19,15 @@ class _InterpreterDriver:
 
 
 triton.backends.backends["cpu"] = types.SimpleNamespace(driver=_InterpreterDriver, compiler=None)
+
+_create_masked_store = InterpreterBuilder.create_masked_store
+
+
+def _store_with_boolean_mask(self: Any, pointers: Any, value: Any, mask: Any, cache_policy: Any) -> Any:
+    """The interpreter's `&` of a block and a scalar is an integer array, which its store refuses."""
+    return _create_masked_store(
+        self, pointers, value, TensorHandle(mask.data.astype(bool), mask.dtype), cache_policy
+    )
+
+
+InterpreterBuilder.create_masked_store = _store_with_boolean_mask

