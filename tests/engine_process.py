@@ -12,15 +12,13 @@ from typing import Any
 
 def generate(llm: Any, batches: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     """Each batch {"prompts": [token ids], "sampling": {...} or a list of them} is submitted at once."""
-    from vllm import SamplingParams
-
     results = []
     for batch in batches:
         sampling = batch["sampling"]
         params = (
-            [SamplingParams(**one) for one in sampling]
+            [_sampling_params(one) for one in sampling]
             if isinstance(sampling, list)
-            else SamplingParams(**sampling)
+            else _sampling_params(sampling)
         )
         prompts = [{"prompt_token_ids": ids} for ids in batch["prompts"]]
         results.append([_describe(output) for output in llm.generate(prompts, params, use_tqdm=False)])
@@ -41,11 +39,9 @@ def generate_with_broken_acceptance(llm: Any, batches: list[dict[str, Any]]) -> 
 
 def abort_half_while_decoding(llm: Any, batch: dict[str, Any], steps_before_abort: int) -> Any:
     """Abort every second request after some engine steps; return the others' tokens by index."""
-    from vllm import SamplingParams
-
     engine = llm.llm_engine
     for index, ids in enumerate(batch["prompts"]):
-        engine.add_request(str(index), {"prompt_token_ids": ids}, SamplingParams(**batch["sampling"]))
+        engine.add_request(str(index), {"prompt_token_ids": ids}, _sampling_params(batch["sampling"]))
     tokens: dict[str, list[int]] = {}
     steps = 0
     while engine.has_unfinished_requests():
@@ -59,21 +55,26 @@ def abort_half_while_decoding(llm: Any, batch: dict[str, Any], steps_before_abor
 
 
 def chat(llm: Any, conversations: list[Any], sampling: dict[str, Any]) -> list[str]:
-    from vllm import SamplingParams
-    from vllm.sampling_params import StructuredOutputsParams
-
-    if "structured_outputs" in sampling:
-        sampling = {
-            **sampling,
-            "structured_outputs": StructuredOutputsParams(**sampling["structured_outputs"]),
-        }
-    outputs = llm.chat(conversations, SamplingParams(**sampling), use_tqdm=False)
+    outputs = llm.chat(conversations, _sampling_params(sampling), use_tqdm=False)
     return [output.outputs[0].text for output in outputs]
 
 
 def describe_draft(llm: Any) -> list[dict[str, Any]]:
     """What the draft holds of its own, per worker."""
     return llm.collective_rpc(_describe_draft)
+
+
+def _sampling_params(fields: dict[str, Any]) -> Any:
+    """vLLM's object for what came through JSON, which has strings for keys and no nested objects."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    fields = dict(fields)
+    if "structured_outputs" in fields:
+        fields["structured_outputs"] = StructuredOutputsParams(**fields["structured_outputs"])
+    if "logit_bias" in fields:
+        fields["logit_bias"] = {int(token): bias for token, bias in fields["logit_bias"].items()}
+    return SamplingParams(**fields)
 
 
 def _describe(output: Any) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 HERE = Path(__file__).parent
 MODEL = HERE.parent / "examples" / "tiny-llama"
 MODEL_LEN = 8192  # tokens
@@ -64,8 +66,10 @@ def environment(*, v2: bool = False, strict: bool = True, **extra: str) -> dict[
     }
     path = [str(HERE)]
     if v2:
-        env |= {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1"}
-        path.insert(0, str(HERE / "triton_interpreter"))
+        env["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+        if not torch.cuda.is_available():
+            env["TRITON_INTERPRET"] = "1"
+            path.insert(0, str(HERE / "triton_interpreter"))
     env["PYTHONPATH"] = os.pathsep.join([*path, *filter(None, [os.environ.get("PYTHONPATH")])])
     return env
 

@@ -3,8 +3,8 @@
 
 `expand_batch_to_tokens` repeats each request's temperature, top-k and top-p once per draft token. On CPU it
 hands its float result to a C++ kernel as a converted int64 copy that is then dropped, so every speculative
-method samples with whatever the memory held. The same mend for vLLM itself is
-`patches/vllm-0.32.0/0002-*.patch`.
+method samples with whatever the memory held. The same mend for vLLM itself is the second patch in
+`patches/vllm-0.32.0/`.
 """
 
 import torch

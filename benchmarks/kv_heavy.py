@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A copy of the shipped model whose KV cache weighs as much as a large model's, and that says the same.
+
+The shipped model keeps 3 KiB of K/V per token (bfloat16); a long context of it is quickly read. The copy
+computes the same function with eight KV heads, as multi-head attention, and eight layers: 16 KiB per token,
+against 5 million weights. So acceptance lengths stay those of a trained model, and a decode step takes
+little longer than reading the KV cache, as at the long contexts and large batches magicdec is for.
+
+- Every query head gets a KV head of its own, a copy of its group's.
+- Every head is there twice, each with half of the output weight (exact in bfloat16).
+- Two layers are added whose output projections are zero: they read their whole KV cache and add nothing.
+"""
+
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+NUM_LAYERS = 8
+COPIES = 2  # of every head
+
+
+def write_kv_heavy(source: Path, target: Path) -> None:
+    """Write the copy of the Llama model in `source` to `target`, with its tokenizer."""
+    model = LlamaForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+    config = model.config
+    heads, size, hidden = config.num_attention_heads, config.head_dim, config.hidden_size
+    group = heads // config.num_key_value_heads
+    wide = LlamaForCausalLM(
+        LlamaConfig(
+            **{
+                **config.to_dict(),
+                "num_hidden_layers": NUM_LAYERS,
+                "num_attention_heads": heads * COPIES,
+                "num_key_value_heads": heads * COPIES,
+            }
+        )
+    ).to(torch.bfloat16)
+    weights = model.state_dict()
+    with torch.no_grad():
+        for name, parameter in wide.named_parameters():
+            if name in weights and weights[name].shape == parameter.shape:
+                parameter.copy_(weights[name])
+        for index, layer in enumerate(wide.model.layers):
+            if index >= config.num_hidden_layers:
+                layer.self_attn.o_proj.weight.zero_()
+                layer.mlp.down_proj.weight.zero_()
+                continue
+            old, new = model.model.layers[index].self_attn, layer.self_attn
+            queries = old.q_proj.weight.view(heads, size, hidden)
+            new.q_proj.weight.copy_(queries.repeat(COPIES, 1, 1).flatten(0, 1))
+            for name in ("k_proj", "v_proj"):
+                rows = getattr(old, name).weight.view(-1, size, hidden).repeat_interleave(group, 0)
+                getattr(new, name).weight.copy_(rows.repeat(COPIES, 1, 1).flatten(0, 1))
+            new.o_proj.weight.copy_(old.o_proj.weight.repeat(1, COPIES) / COPIES)
+    wide.save_pretrained(target)
+    AutoTokenizer.from_pretrained(source).save_pretrained(target)
