@@ -17,15 +17,14 @@ from greedy import assert_same_tokens
 PATCHES = sorted((Path(__file__).parents[1] / "patches" / "vllm-0.32.0").glob("*.patch"))
 
 SHOW_WRAPS = """
-import importlib, vllm
+import vllm
 from vllm.plugins import load_general_plugins
 load_general_plugins()
 from vllm.v1.spec_decode.registry import registered_speculative_methods
 from vllm_magicdec.hooks import HOOKS, _MARK
 print(vllm.__file__)
 print([entry.name for entry in registered_speculative_methods()])
-owners = [getattr(importlib.import_module(hook.module), hook.owner) for hook in HOOKS]
-print([hook.target for owner, hook in zip(owners, HOOKS) if hasattr(getattr(owner, hook.name), _MARK)])
+print([hook.target for hook in HOOKS if hasattr(getattr(hook.find_owner(), hook.name), _MARK)])
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from vllm_magicdec.hooks import HOOKS, TESTED_VLLM_VERSIONS
@@ -42,7 +42,7 @@ _SPECULATOR = "vllm.v1.worker.gpu.spec_decode.speculator"
 _ATTN_UTILS = "vllm.v1.worker.gpu.attn_utils"
 
 HOOKED = tuple(
-    Needed(hook.module, f"{hook.owner}.{hook.name}", hook.parameters, absent=not hook.parameters)
+    Needed(hook.module, hook.qualified_name, hook.parameters, absent=not hook.parameters)
     for hook in HOOKS
 )
 
@@ -134,6 +134,7 @@ CALLED = (
     ),
     Needed("vllm.v1.kv_cache_interface", "FullAttentionSpec"),
     Needed("vllm.forward_context", "set_forward_context", ("attn_metadata", "vllm_config", "num_tokens")),
+    Needed(_STANDALONE, "StandaloneARSpeculator.__init__", ("self", "vllm_config", "device")),
     Needed(
         _STANDALONE,
         "StandaloneARSpeculator.propose",
@@ -234,6 +235,9 @@ def find_problem(needed: Needed, read: Reader) -> str | None:
         return "module missing"
     scope: list[ast.stmt] = ast.parse(source).body
     *owners, name = needed.name.split(".")
+    imported_from = _import(scope, name) if not owners else None
+    if imported_from is not None:
+        return find_problem(replace(needed, module=imported_from), read)
     for owner in owners:
         found = _definition(scope, owner)
         if not isinstance(found, ast.ClassDef):
@@ -246,6 +250,14 @@ def find_problem(needed: Needed, read: Reader) -> str | None:
         return "missing"
     missing = [p for p in needed.parameters if p not in _parameters(definition)]
     return f"no longer has {', '.join(missing)}" if missing else None
+
+
+def _import(scope: list[ast.stmt], name: str) -> str | None:
+    """The module from which a name comes by `from module import name`, or None."""
+    for statement in scope:
+        if isinstance(statement, ast.ImportFrom) and name in [alias.name for alias in statement.names]:
+            return statement.module
+    return None
 
 
 def _definition(scope: list[ast.stmt], name: str) -> ast.ClassDef | ast.FunctionDef | None:

@@ -17,6 +17,8 @@ from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig, VllmConf
 from vllm.config.utils import config
 
 from vllm_magicdec.metrics import open_metrics_dir
+from vllm_magicdec.policies import PagePolicy, TokenPolicy, find_policy
+from vllm_magicdec.token_view import TokenBudget
 from vllm_magicdec.view import PageBudget
 
 METHOD = "magicdec-self"
@@ -61,8 +63,10 @@ class MagicDecFields(SpeculativeConfig):
 
     num_speculative_tokens: int = Field(default=4, gt=0, le=128)
     """Draft tokens per round (gamma)."""
-    draft_kv_policy: Literal["streamingllm"] = "streamingllm"
-    """Who chooses where the draft looks: `streamingllm` reads sinks and the recent window."""
+    draft_kv_policy: str = "streamingllm"
+    """Who chooses where the draft looks: `streamingllm` reads sinks and the recent window; `snapkv` adds
+    the tokens that the prompt's last ones attend to, per layer and KV head; other packages may add more
+    (entry-point group `vllm_magicdec.policies`)."""
     draft_kv_budget: float = Field(default=512, gt=0)
     """K/V entries that a draft step may read per request: tokens, or a fraction of the context
     when below 1. Rounded up to whole KV pages; drafted tokens count."""
@@ -71,6 +75,14 @@ class MagicDecFields(SpeculativeConfig):
     draft_kv_sink: int = Field(default=16, ge=0)
     """Tokens at the start of the context that stay in view (attention sinks), in tokens, within the
     budget. Rounded up to whole KV pages."""
+    draft_kv_refresh: int = Field(default=0, ge=0)
+    """Generated tokens after which a policy that selects tokens selects again. 0: once per prompt."""
+    snapkv_window: int = Field(default=32, gt=0, le=1024)
+    """Last tokens of the prompt whose attention `snapkv` follows; they stay in view themselves."""
+    snapkv_kernel: int = Field(default=7, gt=0)
+    """Neighbouring tokens over which `snapkv` pools its scores; odd."""
+    snapkv_pooling: Literal["max", "avg"] = "max"
+    """How it pools."""
     metrics_dir: str | None = None
     """Directory through which workers report counters to the front end (see metrics.py)."""
 
@@ -91,6 +103,9 @@ class MagicDecSpeculativeConfig(MagicDecFields):
             raise MagicDecConfigError(_first_problem(error)) from None
 
     def __post_init__(self) -> "MagicDecSpeculativeConfig":
+        find_policy(self.draft_kv_policy)
+        if self.snapkv_kernel % 2 == 0:
+            raise ValueError(f"snapkv_kernel={self.snapkv_kernel} is even; use {self.snapkv_kernel + 1}")
         self.model = self.target_model_config.model if self.target_model_config else METHOD
         self.draft_model_config = self.target_model_config
         self.draft_parallel_config = self.target_parallel_config
@@ -119,7 +134,11 @@ class MagicDecSpeculativeConfig(MagicDecFields):
                 f"{METHOD}: draft_kv_budget={self.draft_kv_budget:g} is above the model length; "
                 f"use at most {max_model_len} (the whole context)"
             )
-        effective_budget(vllm_config, vllm_config.cache_config.block_size)
+        policy_class = find_policy(self.draft_kv_policy)
+        if issubclass(policy_class, PagePolicy):
+            page_budget(vllm_config, vllm_config.cache_config.block_size)
+        else:
+            token_budget(vllm_config, policy_class(self))
         self.metrics_dir = open_metrics_dir()
 
     @property
@@ -137,7 +156,8 @@ class MagicDecSpeculativeConfig(MagicDecFields):
 
 def documented_fields() -> tuple[str, ...]:
     """The fields whose meaning or default is the plugin's own."""
-    own = (f.name for f in dataclass_fields(MagicDecFields) if f.name.startswith("draft_kv_"))
+    prefixes = ("draft_kv_", "snapkv_")
+    own = (f.name for f in dataclass_fields(MagicDecFields) if f.name.startswith(prefixes))
     return ("num_speculative_tokens", *own)
 
 
@@ -244,11 +264,11 @@ def check_parallel(parallel: ParallelConfig, model: ModelConfig) -> None:
         raise ValueError("dual batch overlap is not supported; remove --enable-dbo")
 
 
-def effective_budget(vllm_config: VllmConfig, page_size: int) -> PageBudget:
+def page_budget(vllm_config: VllmConfig, page_size: int) -> PageBudget:
     """The budget in whole pages of `page_size` tokens.
 
     Raises:
-        MagicDecConfigError: the budget cannot hold the sinks and the drafted tokens.
+        MagicDecConfigError: it is below one page.
     """
     spec = vllm_config.speculative_config
     assert isinstance(spec, MagicDecSpeculativeConfig)
@@ -258,6 +278,27 @@ def effective_budget(vllm_config: VllmConfig, page_size: int) -> PageBudget:
             min_budget=spec.draft_kv_min_budget,
             sink=spec.draft_kv_sink,
             page_size=page_size,
+            num_speculative_tokens=spec.num_speculative_tokens,
+            max_model_len=vllm_config.model_config.max_model_len,
+        )
+    except ValueError as error:
+        raise MagicDecConfigError(f"{METHOD}: {error}") from None
+
+
+def token_budget(vllm_config: VllmConfig, policy: TokenPolicy) -> TokenBudget:
+    """The budget in tokens, for a policy that selects tokens.
+
+    Raises:
+        MagicDecConfigError: it cannot hold the sinks and the policy's window.
+    """
+    spec = vllm_config.speculative_config
+    assert isinstance(spec, MagicDecSpeculativeConfig)
+    try:
+        return TokenBudget.from_fields(
+            budget=spec.draft_kv_budget,
+            min_budget=spec.draft_kv_min_budget,
+            sink=spec.draft_kv_sink,
+            window=policy.window,
             num_speculative_tokens=spec.num_speculative_tokens,
             max_model_len=vllm_config.model_config.max_model_len,
         )

@@ -12,16 +12,21 @@ from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec
+
 from vllm_magicdec import envs
-from vllm_magicdec.config import METHOD, MagicDecSpeculativeConfig, effective_budget
+from vllm_magicdec.attention.switch import install_switches
+from vllm_magicdec.config import METHOD, MagicDecSpeculativeConfig, page_budget, token_budget
 from vllm_magicdec.metrics import DraftFailures
-from vllm_magicdec.policies import make_policy
-from vllm_magicdec.view import DraftStep, PageViews
+from vllm_magicdec.policies import PagePolicy, TokenPolicy, find_policy
+from vllm_magicdec.selecting import ObservingRunner, Selector
+from vllm_magicdec.token_view import Selections, TokenViews
+from vllm_magicdec.view import Batch, DraftSlots, DraftStep, PageViews, Views
 
 logger = init_logger(f"vllm.{__name__}")
 
 
-class Runner(Protocol):
+class Runner(ObservingRunner, Protocol):
     """What the loop needs from a vLLM model runner; implemented by the adapters in `runners/`."""
 
     def draft_forward(self, tokens: torch.Tensor, step: DraftStep) -> torch.Tensor:
@@ -46,54 +51,105 @@ class Drafter:
 
     Args:
         vllm_config: the engine's configuration; its speculative config is ours.
+        group: the target's attention layers and what their KV cache looks like.
         page_size: tokens per page of the block tables that `draft` will be given.
         device: where the target runs.
     """
 
-    def __init__(self, vllm_config: VllmConfig, page_size: int, device: torch.device) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, group: KVCacheGroupSpec, page_size: int, device: torch.device
+    ) -> None:
         spec = vllm_config.speculative_config
         assert isinstance(spec, MagicDecSpeculativeConfig)
-        budget = effective_budget(vllm_config, page_size)
         max_num_reqs = vllm_config.scheduler_config.max_num_seqs
         self.draft_tokens = torch.zeros(
             (max_num_reqs, spec.num_speculative_tokens), dtype=torch.int64, device=device
         )
-        self._views = PageViews(
-            make_policy(spec.draft_kv_policy, budget, device),
-            page_size=page_size,
-            max_num_reqs=max_num_reqs,
-            max_num_steps=spec.num_speculative_tokens,
-            max_model_len=vllm_config.model_config.max_model_len,
-            device=device,
-        )
+        self.layer_names = group.layer_names
+        self._num_kv_heads = group.kv_cache_spec.num_kv_heads
+        self._vllm_config = vllm_config
+        self._spec = spec
+        self._page_size = page_size
+        self._device = device
+        self._selector: Selector | None = None
+        self._views = self._make_views()
         # Every tensor-parallel rank drafts the same round: one of them counts.
         self._failures = DraftFailures(spec.metrics_dir if get_tp_group().is_first_rank else None)
+
+    def _make_views(self) -> Views:
+        config, spec = self._vllm_config, self._spec
+        max_num_reqs = config.scheduler_config.max_num_seqs
+        draft_slots = DraftSlots(
+            page_size=self._page_size,
+            max_num_reqs=max_num_reqs,
+            max_num_steps=spec.num_speculative_tokens,
+            max_model_len=config.model_config.max_model_len,
+            device=self._device,
+        )
+        policy_class = find_policy(spec.draft_kv_policy)
+        if issubclass(policy_class, PagePolicy):
+            pages = page_budget(config, self._page_size)
+            self._log(pages, index_bytes=0)
+            return PageViews(
+                policy_class(spec, pages, self._device),
+                draft_slots,
+                page_size=self._page_size,
+                max_num_reqs=max_num_reqs,
+                max_num_steps=spec.num_speculative_tokens,
+                device=self._device,
+            )
+        policy: TokenPolicy = policy_class(spec)
+        tokens = token_budget(config, policy)
+        selections = Selections(
+            num_layers=len(self.layer_names),
+            num_kv_heads=self._num_kv_heads,
+            max_num_reqs=max_num_reqs,
+            max_selected=tokens.max_selected,
+            device=self._device,
+        )
+        install_switches(config, self.layer_names)
+        self._selector = Selector(
+            policy,
+            tokens,
+            selections,
+            page_size=self._page_size,
+            max_batched_tokens=config.scheduler_config.max_num_batched_tokens,
+        )
+        views = TokenViews(
+            selections,
+            tokens,
+            draft_slots,
+            page_size=self._page_size,
+            max_num_reqs=max_num_reqs,
+            max_num_steps=spec.num_speculative_tokens,
+        )
+        self._log(tokens, views.index_bytes)
+        return views
+
+    def _log(self, budget: object, index_bytes: int) -> None:
         logger.info_once(
             "%s drafts %d tokens a round with policy %s; each draft step reads at most %s of a "
-            "request's KV cache. No weights and no KV cache were added.",
+            "request's KV cache. No weights and no KV cache were added; lists of slots take %.1f MiB.",
             METHOD,
-            spec.num_speculative_tokens,
-            spec.draft_kv_policy,
+            self._spec.num_speculative_tokens,
+            self._spec.draft_kv_policy,
             budget,
+            index_bytes / 2**20,
         )
 
-    def draft(
-        self,
-        runner: Runner,
-        tokens: torch.Tensor,  # [num_reqs], the last verified token of each request
-        block_table: torch.Tensor,  # [num_reqs, max_blocks] int32
-        context_lens: torch.Tensor,  # [num_reqs] int64, tokens before `tokens`
-        num_steps: int,
-    ) -> bool:
+    def draft(self, runner: Runner, batch: Batch, num_steps: int) -> bool:
         """Fill `draft_tokens[:num_reqs, :num_steps]`.
 
         Returns:
             False if drafting failed. The failure is counted and logged, and the drafts are token 0 for
             every request: the caller must let the target verify them as drawn from a one-hot draft.
         """
+        tokens = batch.tokens
         drafts = self.draft_tokens[: tokens.shape[0], :num_steps]
         try:
-            for step in self._views.prepare(block_table, context_lens, num_steps):
+            if self._selector is not None:
+                self._selector.update(runner, batch)
+            for step in self._views.prepare(batch, num_steps):
                 hidden_states = runner.draft_forward(tokens.to(torch.int32), step)
                 tokens = runner.draft_sample(hidden_states, step)
                 drafts[:, step.index] = tokens

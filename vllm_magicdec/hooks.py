@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every point at which the plugin touches vLLM, as data.
 
-Three points are constructors: where vLLM makes its own class for a `draft_model`, it gets our subclass
-instead if, and only if, `magicdec-self` was selected. The other two belong to the command line. Nothing
-else in vLLM is replaced, and no file of it is edited. A vLLM that has a registry for out-of-tree
+Three points make objects: where vLLM makes its own class for a `draft_model`, it gets our subclass instead
+if, and only if, `magicdec-self` was selected. The other two belong to the command line. Nothing else in
+vLLM is replaced, and no file of it is edited. A vLLM that has a registry for out-of-tree
 speculators (see `patches/`) is asked through that, and none of these points is used.
 """
 
@@ -27,22 +27,36 @@ _MARK = "_vllm_magicdec_original"
 
 @dataclass(frozen=True)
 class Hook:
-    """One attribute of vLLM that is wrapped.
+    """One attribute of a class or module of vLLM that is wrapped.
 
     `parameters` are those that vLLM's function must have, in order; () for a constructor that vLLM
     leaves to `object`.
     """
 
     module: str
-    owner: str  # class in that module
-    name: str  # attribute of the class
+    owner: str  # class in that module; "": the module itself
+    name: str  # attribute of the class or module
     parameters: tuple[str, ...]
     reason: str
-    wrap: Callable[[type, Callable[..., Any]], Callable[..., Any]]
+    wrap: Callable[[Any, Callable[..., Any]], Callable[..., Any]]
+
+    @property
+    def qualified_name(self) -> str:
+        """Within the module."""
+        return f"{self.owner}.{self.name}" if self.owner else self.name
 
     @property
     def target(self) -> str:
-        return f"{self.module}.{self.owner}.{self.name}"
+        return f"{self.module}.{self.qualified_name}"
+
+    def find_owner(self) -> Any:
+        """The class or module.
+
+        Raises:
+            ImportError, AttributeError: it is not there.
+        """
+        module = importlib.import_module(self.module)
+        return getattr(module, self.owner) if self.owner else module
 
 
 def _constructs(subclass: Callable[[], type], selected: Callable[[dict[str, Any]], bool]) -> Any:
@@ -77,10 +91,16 @@ def _v1_proposer() -> type:
     return MagicDecProposer
 
 
-def _v2_speculator() -> type:
-    from vllm_magicdec.runners.v2 import MagicDecSpeculator
+def _make_speculator(owner: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def init_speculator(vllm_config: Any, device: Any, req_states: Any) -> Any:
+        if not _engine_selects({"vllm_config": vllm_config}):
+            return original(vllm_config, device, req_states)
+        from vllm_magicdec.runners.v2 import MagicDecSpeculator
 
-    return MagicDecSpeculator
+        return MagicDecSpeculator(vllm_config, device, req_states)
+
+    return init_speculator
 
 
 def _add_options(owner: type, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -122,12 +142,12 @@ HOOKS = (
         wrap=_constructs(_v1_proposer, _engine_selects),
     ),
     Hook(
-        module="vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator",
-        owner="StandaloneARSpeculator",
-        name="__new__",
-        parameters=(),
+        module="vllm.v1.worker.gpu.model_runner",
+        owner="",
+        name="init_speculator",
+        parameters=("vllm_config", "device", "req_states"),
         reason="the V2 runner drafts with the target over a view",
-        wrap=_constructs(_v2_speculator, _engine_selects),
+        wrap=_make_speculator,
     ),
     Hook(
         module="vllm.engine.arg_utils",
@@ -151,12 +171,12 @@ HOOKS = (
 def find_problem(hook: Hook) -> str | None:
     """Why the installed vLLM cannot be hooked at this point, or None."""
     try:
-        owner = getattr(importlib.import_module(hook.module), hook.owner)
+        owner = hook.find_owner()
     except (ImportError, AttributeError) as error:
         return str(error)
     found = getattr(owner, hook.name, None)
     if found is None:
-        return f"{hook.owner} has no {hook.name}"
+        return f"{hook.owner or hook.module} has no {hook.name}"
     if not hook.parameters:
         return None if found is object.__new__ or hasattr(found, _MARK) else "has a constructor of its own"
     parameters = tuple(inspect.signature(getattr(found, _MARK, found)).parameters)
@@ -181,7 +201,7 @@ def install(hooks: tuple[Hook, ...] = HOOKS) -> None:
                 f"tested with vLLM {', '.join(TESTED_VLLM_VERSIONS)}: install one of these"
             )
     for hook in hooks:
-        owner = getattr(importlib.import_module(hook.module), hook.owner)
+        owner = hook.find_owner()
         original = getattr(owner, hook.name)
         if hasattr(original, _MARK):
             continue
@@ -193,13 +213,13 @@ def install(hooks: tuple[Hook, ...] = HOOKS) -> None:
 def uninstall(hooks: tuple[Hook, ...] = HOOKS) -> None:
     """Put vLLM's own attributes back; for tests."""
     for hook in hooks:
-        owner = getattr(importlib.import_module(hook.module), hook.owner)
+        owner = hook.find_owner()
         original = getattr(getattr(owner, hook.name), _MARK, None)
         if original is None:
             continue
         if not hook.parameters:
             delattr(owner, hook.name)
-        elif hook.parameters[0] == "self":
+        elif not hook.owner or hook.parameters[0] == "self":
             setattr(owner, hook.name, original)
         else:
             setattr(owner, hook.name, staticmethod(original))

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV views: where a draft step looks in a request's paged KV cache, and where it writes.
 
-A page view is a shorter block table. Keys are cached with RoPE applied at their true positions, so
-leaving pages out changes what the draft attends to and nothing else: positions stay the true ones, and
-any attention backend that reads block tables can run the view.
+Keys are cached with RoPE applied at their true positions, so leaving some out changes what the draft
+attends to and nothing else: positions stay the true ones. A page view is a shorter block table, which any
+attention backend can run. A token view (token_view.py) is a list of slots per layer and KV head.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -95,24 +95,37 @@ class PageBudget:
         )
 
 
-class PagePolicy(Protocol):
-    """Chooses which pages of each request the draft sees during one round."""
+@dataclass(frozen=True)
+class Batch:
+    """The requests of one round, in the order of the runner's batch."""
 
-    max_pages: int  # columns of the view's block table
+    req_ids: Sequence[str]
+    tokens: torch.Tensor  # [num_reqs], the last sampled token of each request
+    block_table: torch.Tensor  # [num_reqs, max_blocks] int32, the requests' own pages
+    context_lens: torch.Tensor  # [num_reqs] int64, verified tokens before `tokens` = first drafted position
+    # For token views. K/V and token ids of this many tokens are there, on the device and as the host
+    # knows (an upper bound); with asynchronous scheduling they may lag behind `context_lens`.
+    observable_lens: torch.Tensor  # [num_reqs] int64
+    known_lens: Sequence[int]
+    is_prefilling: Sequence[bool]  # the prompt is not all in the cache yet: drafts will be dropped
+    is_first: Sequence[bool]  # nothing was generated before `tokens`
 
-    def choose_pages(
-        self,
-        context_lens: torch.Tensor,  # [num_reqs] int64, verified tokens
-        last_pages: torch.Tensor,  # [num_reqs] int64, page of the round's last drafted token
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the chosen pages and how many there are.
 
-        Returns:
-            pages: [num_reqs, max_pages] int64, page numbers within the request, ascending. The chosen
-                ones come first and end with a run of neighbours up to `last_pages`.
-            num_pages: [num_reqs] int64.
-        """
-        ...
+@dataclass(frozen=True)
+class PageView:
+    """The same pages for all layers and heads."""
+
+    seq_lens: torch.Tensor  # [num_reqs] int32, K/V entries in view, the query's own included
+    block_table: torch.Tensor  # [num_reqs, max_pages] int32
+    max_seq_len: int  # upper bound of seq_lens
+
+
+@dataclass(frozen=True)
+class TokenView:
+    """A list of slots for every layer and KV head."""
+
+    lens: torch.Tensor  # [num_reqs] int32, valid columns of `slots`, the query's own slot included
+    slots: torch.Tensor  # [num_layers, num_reqs, num_kv_heads, budget] int32
 
 
 @dataclass(frozen=True)
@@ -121,10 +134,62 @@ class DraftStep:
 
     index: int  # 0 .. gamma - 1
     positions: torch.Tensor  # [num_reqs] int64, true positions of the query tokens
-    seq_lens: torch.Tensor  # [num_reqs] int32, K/V entries in view, the query's own included
     slots: torch.Tensor  # [num_reqs] int64, where the query's K/V goes; PAD_SLOT: nowhere
-    block_table: torch.Tensor  # [num_reqs, max_pages] int32, the view
-    max_seq_len: int  # upper bound of seq_lens
+    view: PageView | TokenView
+
+
+class ChoosesPages(Protocol):
+    """The part of `policies.PagePolicy` that `PageViews` needs."""
+
+    @property
+    def max_pages(self) -> int: ...
+
+    def choose_pages(
+        self, context_lens: torch.Tensor, last_pages: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+class Views(Protocol):
+    """Prepares the views of one round after the other."""
+
+    def prepare(self, batch: Batch, num_steps: int) -> Iterator[DraftStep]:
+        """The round's steps, in order; no host synchronisation."""
+        ...
+
+
+class DraftSlots:
+    """Positions of the drafted tokens and the slots they write to, in buffers that live with the engine."""
+
+    def __init__(
+        self,
+        *,
+        page_size: int,
+        max_num_reqs: int,
+        max_num_steps: int,
+        max_model_len: int,
+        device: torch.device,
+    ) -> None:
+        self._page_size = page_size
+        self._max_model_len = max_model_len
+        self._offsets = torch.arange(max_num_steps, device=device).unsqueeze(1)  # [steps, 1] int64
+        shape = (max_num_steps, max_num_reqs)
+        self.positions = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.slots = torch.full(shape, PAD_SLOT, dtype=torch.int64, device=device)
+
+    def prepare(self, batch: Batch, num_steps: int) -> torch.Tensor:
+        """Fill the buffers for a round; returns its positions, [num_steps, num_reqs] int64.
+
+        Positions at or above the model length are clamped and write to PAD_SLOT: what is drafted there
+        is never scheduled.
+        """
+        num_reqs = batch.context_lens.shape[0]
+        wanted = batch.context_lens + self._offsets[:num_steps]
+        positions = wanted.clamp(max=self._max_model_len - 1)
+        pages = batch.block_table.gather(1, (positions // self._page_size).T).T
+        slots = pages * self._page_size + positions % self._page_size
+        self.positions[:num_steps, :num_reqs] = positions
+        self.slots[:num_steps, :num_reqs] = slots.masked_fill(wanted != positions, PAD_SLOT)
+        return positions
 
 
 class PageViews:
@@ -136,59 +201,40 @@ class PageViews:
 
     def __init__(
         self,
-        policy: PagePolicy,
+        policy: ChoosesPages,
+        draft_slots: DraftSlots,
         *,
         page_size: int,
         max_num_reqs: int,
         max_num_steps: int,
-        max_model_len: int,
         device: torch.device,
     ) -> None:
         self._policy = policy
+        self._draft_slots = draft_slots
         self._page_size = page_size
-        self._max_model_len = max_model_len
-        self._offsets = torch.arange(max_num_steps, device=device).unsqueeze(1)  # [steps, 1] int64
-        shape = (max_num_steps, max_num_reqs)
-        self._positions = torch.zeros(shape, dtype=torch.int64, device=device)
-        self._seq_lens = torch.zeros(shape, dtype=torch.int32, device=device)
-        self._slots = torch.full(shape, PAD_SLOT, dtype=torch.int64, device=device)
+        self._seq_lens = torch.zeros((max_num_steps, max_num_reqs), dtype=torch.int32, device=device)
         self._block_table = torch.zeros((max_num_reqs, policy.max_pages), dtype=torch.int32, device=device)
 
-    def prepare(
-        self,
-        block_table: torch.Tensor,  # [num_reqs, max_blocks] int32, the requests' own pages
-        context_lens: torch.Tensor,  # [num_reqs] int64, verified tokens = first drafted position
-        num_steps: int,
-    ) -> Iterator[DraftStep]:
-        """Fill the buffers for a round and yield its steps. No host synchronisation.
-
-        Positions at or above the model length are clamped and write to PAD_SLOT: what is drafted there
-        is never scheduled.
-        """
-        num_reqs = context_lens.shape[0]
-        wanted = context_lens + self._offsets[:num_steps]  # [steps, num_reqs]
-        positions = wanted.clamp(max=self._max_model_len - 1)
-        pages = positions // self._page_size
-        last_pages = pages[-1]
-        chosen, num_pages = self._policy.choose_pages(context_lens, last_pages)
+    def prepare(self, batch: Batch, num_steps: int) -> Iterator[DraftStep]:
+        """See `Views`."""
+        num_reqs = batch.context_lens.shape[0]
+        positions = self._draft_slots.prepare(batch, num_steps)
+        last_pages = positions[-1] // self._page_size
+        chosen, num_pages = self._policy.choose_pages(batch.context_lens, last_pages)
         skipped_tokens = (last_pages + 1 - num_pages) * self._page_size
         # Columns past the view are never read; any page of the request keeps them valid.
         chosen = torch.minimum(chosen, last_pages.unsqueeze(1))
-        slots = block_table.gather(1, pages.T).T * self._page_size + positions % self._page_size
-
-        self._block_table[:num_reqs] = block_table.gather(1, chosen)
-        self._positions[:num_steps, :num_reqs] = positions
+        self._block_table[:num_reqs] = batch.block_table.gather(1, chosen)
         self._seq_lens[:num_steps, :num_reqs] = positions + 1 - skipped_tokens
-        self._slots[:num_steps, :num_reqs] = slots.masked_fill(wanted != positions, PAD_SLOT)
-        return self._steps(num_reqs, num_steps)
-
-    def _steps(self, num_reqs: int, num_steps: int) -> Iterator[DraftStep]:
         for index in range(num_steps):
-            yield DraftStep(
-                index=index,
-                positions=self._positions[index, :num_reqs],
+            view = PageView(
                 seq_lens=self._seq_lens[index, :num_reqs],
-                slots=self._slots[index, :num_reqs],
                 block_table=self._block_table[:num_reqs],
                 max_seq_len=self._policy.max_pages * self._page_size,
+            )
+            yield DraftStep(
+                index=index,
+                positions=self._draft_slots.positions[index, :num_reqs],
+                slots=self._draft_slots.slots[index, :num_reqs],
+                view=view,
             )

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention sinks and a recent window (StreamingLLM, Xiao et al. 2023; MagicDec, arXiv 2408.11049)."""
 
+from typing import Any
+
 import torch
 
+from vllm_magicdec.policies.base import PagePolicy
 from vllm_magicdec.view import PageBudget
 
 
-class StreamingLLM:
+class StreamingLLM(PagePolicy):
     """The first `sink_pages` pages and the last ones, up to the budget. Keeps no state per request."""
 
-    def __init__(self, budget: PageBudget, device: torch.device) -> None:
-        self.max_pages = budget.max_pages
-        self._budget = budget
+    def __init__(self, fields: Any, budget: PageBudget, device: torch.device) -> None:
+        super().__init__(fields, budget, device)
         self._columns = torch.arange(budget.max_pages, device=device)
         self._is_sink = self._columns < budget.sink_pages
 
@@ -19,7 +21,7 @@ class StreamingLLM:
         self, context_lens: torch.Tensor, last_pages: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `PagePolicy.choose_pages`. A context within the budget is seen whole."""
-        num_pages = torch.minimum(self._budget.pages(context_lens), last_pages + 1)
+        num_pages = torch.minimum(self.budget.pages(context_lens), last_pages + 1)
         skipped = (last_pages + 1 - num_pages).unsqueeze(1)
         pages = torch.where(self._is_sink, self._columns, self._columns + skipped)
         return pages, num_pages

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the KV cache must look like for a view to be valid."""
 
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 from vllm_magicdec.config import METHOD, MagicDecConfigError
 
 
-def require_one_full_attention_group(kv_cache_config: KVCacheConfig) -> None:
-    """Refuse caches that free or share pages in a way that a view does not know.
+def require_one_full_attention_group(kv_cache_config: KVCacheConfig) -> KVCacheGroupSpec:
+    """The cache's only group; caches that free or share pages in a way that a view does not know are refused.
 
     Raises:
         MagicDecConfigError: with the reason and the way out.
@@ -19,3 +19,4 @@ def require_one_full_attention_group(kv_cache_config: KVCacheConfig) -> None:
             f"{METHOD} needs every layer's KV cache in one group of full-attention pages, but this model "
             f"has {len(groups)} group(s) ({kinds}); try --disable-hybrid-kv-cache-manager"
         )
+    return groups[0]

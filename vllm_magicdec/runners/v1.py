@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapter to vLLM's V1 model runner (`GPUModelRunner`, `CPUModelRunner`)."""
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn as nn
 from vllm.config import VllmConfig, get_layers_from_vllm_config
@@ -13,10 +15,12 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
+from vllm_magicdec.attention.switch import observed_metadata, token_metadata
 from vllm_magicdec.drafting import Drafter
 from vllm_magicdec.runners import cpu_sampling
 from vllm_magicdec.runners.kv_cache import require_one_full_attention_group
-from vllm_magicdec.view import DraftStep
+from vllm_magicdec.selecting import LayerObserver
+from vllm_magicdec.view import PAD_SLOT, Batch, DraftStep, PageView
 
 
 class MagicDecProposer(DraftModelProposer):
@@ -30,8 +34,10 @@ class MagicDecProposer(DraftModelProposer):
         super().__init__(vllm_config=vllm_config, device=device, runner=runner)
         if device.type == "cpu":
             cpu_sampling.mend()
+        self._runner = runner
         self._drafter: Drafter | None = None  # made when the KV cache's page size is known
         self._common: CommonAttentionMetadata | None = None
+        self._batch: Batch | None = None
         self._sampling: SamplingMetadata | None = None
         self._draft_probs: list[torch.Tensor] = []  # gamma x [num_reqs, vocab_size]
 
@@ -47,9 +53,9 @@ class MagicDecProposer(DraftModelProposer):
         self, kv_cache_config: KVCacheConfig, kernel_block_sizes: list[int] | None = None
     ) -> None:
         """Called once the KV cache is laid out."""
-        require_one_full_attention_group(kv_cache_config)
+        group = require_one_full_attention_group(kv_cache_config)
         super().initialize_attn_backend(kv_cache_config, kernel_block_sizes)
-        self._drafter = Drafter(self.vllm_config, self.block_size, self.device)
+        self._drafter = Drafter(self.vllm_config, group, self.block_size, self.device)
 
     def dummy_run(self, *args: Any, **kwargs: Any) -> None:
         """Nothing to warm up or capture: the target's own dummy run has done this model's."""
@@ -92,47 +98,102 @@ class MagicDecProposer(DraftModelProposer):
             _num_computed_tokens_cache=None,
             _token_to_req_indices_cache=None,
         )
-        drafted = self._drafter.draft(
-            self,
-            next_token_ids,
-            common_attn_metadata.block_table_tensor[:num_reqs],
-            context_lens,
-            num_speculative_tokens,
-        )
+        self._batch = self._make_batch(next_token_ids, common_attn_metadata, context_lens)
+        drafted = self._drafter.draft(self, self._batch, num_speculative_tokens)
         if drafted and self._draft_probs:
             self._last_draft_probs = torch.stack(self._draft_probs, dim=1).contiguous()
         # A copy: with asynchronous scheduling the next round may start before this one is read.
         return self._drafter.draft_tokens[:num_reqs, :num_speculative_tokens].clone()
 
+    def _make_batch(
+        self, tokens: torch.Tensor, common: CommonAttentionMetadata, context_lens: torch.Tensor
+    ) -> Batch:
+        num_reqs = tokens.shape[0]
+        inputs = self._runner.input_batch
+        # The tokens that this step sampled are not among these yet.
+        known_lens = inputs.num_tokens_no_spec[:num_reqs].astype(np.int64)
+        return Batch(
+            req_ids=inputs.req_ids[:num_reqs],
+            tokens=tokens,
+            block_table=common.block_table_tensor[:num_reqs],
+            context_lens=context_lens,
+            observable_lens=torch.from_numpy(known_lens).to(self.device, non_blocking=True),
+            known_lens=known_lens,
+            is_prefilling=self._runner.discard_request_mask.np[:num_reqs],
+            is_first=known_lens == inputs.num_prompt_tokens[:num_reqs],
+        )
+
     def draft_forward(self, tokens: torch.Tensor, step: DraftStep) -> torch.Tensor:
         """See `drafting.Runner`."""
-        assert self._common is not None
-        num_reqs = tokens.shape[0]
+        assert self._common is not None and self._drafter is not None
+        if isinstance(step.view, PageView):
+            common = self._common.replace(
+                seq_lens=step.view.seq_lens,
+                max_seq_len=step.view.max_seq_len,
+                block_table_tensor=step.view.block_table,
+                slot_mapping=step.slots,
+            )
+            _, attn_metadata = self.build_per_group_and_layer_attn_metadata(common, draft_index=step.index)
+        else:
+            attn_metadata = token_metadata(self._drafter.layer_names, step.view)
+        return self._forward(tokens, step.positions, step.slots, attn_metadata)
+
+    def observe(self, indices: Sequence[int], window: int, observer: LayerObserver) -> None:
+        """See `selecting.ObservingRunner`."""
+        assert self._common is not None and self._batch is not None
+        num_reqs = len(indices)
+        lens = np.asarray(self._batch.known_lens)[indices]
+        positions = (lens[:, None] - window + np.arange(window)).ravel()
+        rows = np.repeat(indices, window)
+        tokens = torch.from_numpy(self._runner.input_batch.token_ids_cpu[rows, positions])
+        slots = torch.full((num_reqs * window,), PAD_SLOT, dtype=torch.int64, device=self.device)
+        starts = torch.arange(num_reqs + 1, dtype=torch.int32) * window
         common = self._common.replace(
-            seq_lens=step.seq_lens,
-            max_seq_len=step.max_seq_len,
-            block_table_tensor=step.block_table,
-            slot_mapping=step.slots,
+            query_start_loc=starts.to(self.device),
+            query_start_loc_cpu=starts,
+            num_reqs=num_reqs,
+            num_actual_tokens=num_reqs * window,
+            max_query_len=window,
+            seq_lens=torch.from_numpy(lens).to(self.device, torch.int32),
+            max_seq_len=int(lens.max()),
+            block_table_tensor=self._batch.block_table[indices],
+            slot_mapping=slots,
         )
-        _, attn_metadata = self.build_per_group_and_layer_attn_metadata(common, draft_index=step.index)
-        graph_mode, num_padded, num_tokens_across_dp = self._determine_batch_execution_and_padding(num_reqs)
+        _, attn_metadata = self.build_per_group_and_layer_attn_metadata(common)
+        self._forward(
+            tokens.to(self.device),
+            torch.from_numpy(positions).to(self.device),
+            slots,
+            observed_metadata(attn_metadata, observer),
+        )
+
+    def _forward(
+        self,
+        tokens: torch.Tensor,  # [num_tokens] int32
+        positions: torch.Tensor,  # [num_tokens] int64
+        slots: torch.Tensor,  # [num_tokens] int64
+        attn_metadata: dict[str, Any],
+    ) -> torch.Tensor:
+        """The target's hidden states, [num_tokens, hidden_size]."""
+        num_tokens = tokens.shape[0]
+        graph_mode, num_padded, num_across_dp = self._determine_batch_execution_and_padding(num_tokens)
         # CUDA graphs read their inputs from these buffers.
-        self.input_ids[:num_reqs] = tokens
-        self.positions[:num_reqs] = step.positions
+        self.input_ids[:num_tokens] = tokens
+        self.positions[:num_tokens] = positions
         with set_forward_context(
             attn_metadata,
             self.vllm_config,
             num_tokens=num_padded,
-            num_tokens_across_dp=num_tokens_across_dp,
+            num_tokens_across_dp=num_across_dp,
             cudagraph_runtime_mode=graph_mode,
-            slot_mapping=self._get_slot_mapping(num_padded, step.slots),
+            slot_mapping=self._get_slot_mapping(num_padded, slots),
         ):
             hidden_states = self.model(
                 input_ids=self.input_ids[:num_padded],
                 positions=self.positions[:num_padded],
                 inputs_embeds=None,
             )
-        return hidden_states[:num_reqs]
+        return hidden_states[:num_tokens]
 
     def draft_sample(self, hidden_states: torch.Tensor, step: DraftStep) -> torch.Tensor:
         """See `drafting.Runner`."""

@@ -1,19 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapter to vLLM's V2 model runner (`vllm.v1.worker.gpu`)."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn as nn
+from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
+from vllm.v1.worker.gpu.states import RequestState
 
+from vllm_magicdec.attention.switch import observed_metadata, token_metadata
 from vllm_magicdec.drafting import Drafter
 from vllm_magicdec.runners.kv_cache import require_one_full_attention_group
-from vllm_magicdec.view import DraftStep
+from vllm_magicdec.selecting import LayerObserver
+from vllm_magicdec.view import PAD_SLOT, Batch, DraftStep, PageView
 
 
 class MagicDecSpeculator(StandaloneARSpeculator):
@@ -25,6 +30,11 @@ class MagicDecSpeculator(StandaloneARSpeculator):
 
     # The draft never re-reads a verified token, so it needs no query slot beyond the target's.
     num_extra_query_per_req = 0
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: RequestState) -> None:
+        super().__init__(vllm_config, device)
+        self._req_states = req_states
+        self._batch: Batch | None = None
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
         """The target itself; no attention layer is added."""
@@ -39,11 +49,11 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         target_attn_groups: Any,
     ) -> None:
         """Called once the KV cache is laid out."""
-        require_one_full_attention_group(kv_cache_config)
+        group = require_one_full_attention_group(kv_cache_config)
         super().set_attn(
             model_state, kv_cache_config, block_tables, target_input_buffers, target_attn_groups
         )
-        self._drafter = Drafter(self.vllm_config, block_tables.block_sizes[0], self.device)
+        self._drafter = Drafter(self.vllm_config, group, block_tables.block_sizes[0], self.device)
         self._query_start_loc_cpu = torch.arange(self.max_num_reqs + 1, dtype=torch.int32)
 
     @torch.inference_mode()
@@ -74,43 +84,111 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         num_steps = self.num_speculative_steps if num_speculative_tokens is None else num_speculative_tokens
         self._copy_request_inputs(num_reqs, input_batch.idx_mapping, temperature, seeds)
         if num_steps > 0:
-            drafted = self._drafter.draft(
-                self,
-                last_sampled[input_batch.idx_mapping].view(-1),
-                self.block_tables.input_block_tables[0][:num_reqs],
-                input_batch.seq_lens[:num_reqs].long() - num_rejected[:num_reqs],
-                num_steps,
-            )
+            self._batch = self._make_batch(input_batch, num_rejected, last_sampled)
+            drafted = self._drafter.draft(self, self._batch, num_steps)
             if not drafted:
                 self._make_drafts_one_hot(num_reqs)
         return self._drafter.draft_tokens[:num_reqs]
 
+    def _make_batch(
+        self, batch: InputBatch, num_rejected: torch.Tensor, last_sampled: torch.Tensor
+    ) -> Batch:
+        num_reqs = batch.num_reqs
+        context_lens = batch.seq_lens[:num_reqs].long() - num_rejected[:num_reqs]
+        # What the host knows: as if every scheduled draft had been accepted.
+        known_lens = batch.num_computed_tokens_np[:num_reqs] + batch.num_scheduled_tokens[:num_reqs]
+        return Batch(
+            req_ids=batch.req_ids[:num_reqs],
+            tokens=last_sampled[batch.idx_mapping].view(-1),
+            block_table=self.block_tables.input_block_tables[0][:num_reqs],
+            context_lens=context_lens,
+            observable_lens=context_lens,
+            known_lens=known_lens,
+            is_prefilling=known_lens < batch.prefill_len_np[:num_reqs],
+            is_first=known_lens == batch.prefill_len_np[:num_reqs],
+        )
+
     def draft_forward(self, tokens: torch.Tensor, step: DraftStep) -> torch.Tensor:
         """See `drafting.Runner`."""
-        num_reqs = tokens.shape[0]
-        slot_mappings = step.slots.unsqueeze(0)  # one KV cache group
-        attn_metadata = build_attn_metadata(
+        if isinstance(step.view, PageView):
+            num_reqs = tokens.shape[0]
+            attn_metadata = self._page_metadata(
+                query_start_loc=self.arange_gpu[: num_reqs + 1],
+                query_start_loc_cpu=self._query_start_loc_cpu[: num_reqs + 1],
+                max_query_len=1,
+                seq_lens=step.view.seq_lens,
+                max_seq_len=step.view.max_seq_len,
+                block_table=step.view.block_table,
+                slots=step.slots,
+                positions=step.positions,
+            )
+        else:
+            attn_metadata = token_metadata(self._drafter.layer_names, step.view)
+        return self._forward(tokens, step.positions, step.slots, attn_metadata)
+
+    def observe(self, indices: Sequence[int], window: int, observer: LayerObserver) -> None:
+        """See `selecting.ObservingRunner`."""
+        assert self._batch is not None
+        num_reqs = len(indices)
+        lens = self._batch.observable_lens[indices]
+        places = torch.arange(window, device=self.device) - window
+        positions = lens.unsqueeze(1) + places
+        rows = self.idx_mapping[indices].long().unsqueeze(1)
+        tokens = self._req_states.all_token_ids.gpu[rows, positions].flatten().to(torch.int32)
+        slots = torch.full((num_reqs * window,), PAD_SLOT, dtype=torch.int64, device=self.device)
+        starts = torch.arange(num_reqs + 1, dtype=torch.int32) * window
+        attn_metadata = self._page_metadata(
+            query_start_loc=starts.to(self.device),
+            query_start_loc_cpu=starts,
+            max_query_len=window,
+            seq_lens=lens.to(torch.int32),
+            max_seq_len=max(int(self._batch.known_lens[i]) for i in indices),
+            block_table=self._batch.block_table[indices],
+            slots=slots,
+            positions=positions.flatten(),
+        )
+        observed = observed_metadata(attn_metadata, observer)
+        self._forward(tokens, positions.flatten(), slots, observed)
+
+    def _page_metadata(
+        self,
+        *,
+        query_start_loc: torch.Tensor,  # [num_reqs + 1] int32
+        query_start_loc_cpu: torch.Tensor,
+        max_query_len: int,
+        seq_lens: torch.Tensor,  # [num_reqs] int32
+        max_seq_len: int,
+        block_table: torch.Tensor,  # [num_reqs, num_pages] int32
+        slots: torch.Tensor,  # [num_tokens] int64
+        positions: torch.Tensor,  # [num_tokens] int64
+    ) -> dict[str, Any]:
+        num_reqs = seq_lens.shape[0]
+        return build_attn_metadata(
             attn_groups=self.target_attn_groups,
             num_reqs=num_reqs,
-            num_tokens=num_reqs,
-            query_start_loc_gpu=self.arange_gpu[: num_reqs + 1],
-            query_start_loc_cpu=self._query_start_loc_cpu[: num_reqs + 1],
-            max_query_len=1,
-            seq_lens=step.seq_lens,
-            max_seq_len=step.max_seq_len,
-            block_tables=[step.block_table],
-            slot_mappings=slot_mappings,
+            num_tokens=positions.shape[0],
+            query_start_loc_gpu=query_start_loc,
+            query_start_loc_cpu=query_start_loc_cpu,
+            max_query_len=max_query_len,
+            seq_lens=seq_lens,
+            max_seq_len=max_seq_len,
+            block_tables=[block_table],
+            slot_mappings=slots.unsqueeze(0),  # one KV cache group
             kv_cache_config=self.kv_cache_config,
-            positions=step.positions,
+            positions=positions,
             is_prefilling=self.draft_is_prefilling[:num_reqs],
         )
-        return self._run_model(
-            tokens,
-            step.positions,
-            attn_metadata,
-            build_slot_mappings_by_layer(slot_mappings, self.kv_cache_config),
-            num_tokens_across_dp=None,
-        )
+
+    def _forward(
+        self,
+        tokens: torch.Tensor,  # [num_tokens] int32
+        positions: torch.Tensor,  # [num_tokens] int64
+        slots: torch.Tensor,  # [num_tokens] int64
+        attn_metadata: dict[str, Any],
+    ) -> torch.Tensor:
+        """The target's hidden states, [num_tokens, hidden_size]."""
+        slot_mappings = build_slot_mappings_by_layer(slots.unsqueeze(0), self.kv_cache_config)
+        return self._run_model(tokens, positions, attn_metadata, slot_mappings, num_tokens_across_dp=None)
 
     def draft_sample(self, hidden_states: torch.Tensor, step: DraftStep) -> torch.Tensor:
         """See `drafting.Runner`."""

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where draft attention takes over: inside each layer's attention, by the type of the metadata.
+
+vLLM calls `layer.impl.forward(..., attn_metadata, output)` outside of compiled graphs. Metadata of vLLM's
+own types goes to vLLM's own implementation, so the target's path is untouched.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+from vllm_magicdec.attention import KVRows, attend
+from vllm_magicdec.config import METHOD, MagicDecConfigError
+from vllm_magicdec.selecting import LayerObserver
+from vllm_magicdec.view import TokenView
+
+
+@dataclass(frozen=True)
+class TokenMetadata:
+    """One layer's part of a `view.TokenView`."""
+
+    slots: torch.Tensor  # [num_reqs, num_kv_heads, budget] int32
+    lens: torch.Tensor  # [num_reqs] int32
+
+
+@dataclass(frozen=True)
+class ObservedMetadata:
+    """vLLM's metadata, and who wants to see the queries."""
+
+    own: Any
+    observer: LayerObserver
+
+
+def token_metadata(layer_names: Sequence[str], view: TokenView) -> dict[str, TokenMetadata]:
+    """A view as the forward context wants it, layer by layer."""
+    return {name: TokenMetadata(view.slots[index], view.lens) for index, name in enumerate(layer_names)}
+
+
+def observed_metadata(own: Mapping[str, Any], observer: LayerObserver) -> dict[str, ObservedMetadata]:
+    """vLLM's metadata by layer, with an observer."""
+    return {name: ObservedMetadata(metadata, observer) for name, metadata in own.items()}
+
+
+def install_switches(vllm_config: VllmConfig, layer_names: Sequence[str]) -> None:
+    """Put a `Switch` into every layer; its number is its place in `layer_names`."""
+    layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
+    for index, name in enumerate(layer_names):
+        Switch(index, layers[name])
+
+
+class Switch:
+    """Takes the place of one layer's `impl.forward`."""
+
+    def __init__(self, index: int, layer: Any) -> None:
+        impl = layer.impl
+        if getattr(impl, "alibi_slopes", None) is not None or getattr(impl, "sinks", None) is not None:
+            raise MagicDecConfigError(
+                f"{METHOD}: models with ALiBi or learned attention sinks can draft with "
+                "draft_kv_policy='streamingllm' only"
+            )
+        self._index = index
+        self._target_forward = impl.forward
+        self._backend = layer.attn_backend.get_name()
+        self._isa = getattr(layer, "isa", None)
+        self._scale = float(impl.scale)
+        self._soft_cap = float(getattr(impl, "logits_soft_cap", None) or 0.0)
+        impl.forward = self.forward
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        **scales: Any,
+    ) -> torch.Tensor:
+        """vLLM's signature; `query` [num_tokens, num_heads, head_size]."""
+        if isinstance(attn_metadata, TokenMetadata):
+            num_reqs = attn_metadata.lens.shape[0]
+            attended = attend(
+                query[:num_reqs],
+                self._rows(kv_cache),
+                attn_metadata.slots,
+                attn_metadata.lens,
+                scale=self._scale,
+                soft_cap=self._soft_cap,
+            )
+            output[:num_reqs] = attended.view_as(output[:num_reqs])
+            return output
+        if isinstance(attn_metadata, ObservedMetadata):
+            self._target_forward(layer, query, key, value, kv_cache, attn_metadata.own, output, **scales)
+            attn_metadata.observer(
+                self._index, query, self._rows(kv_cache), self._scale, self._soft_cap
+            )
+            return output
+        return self._target_forward(layer, query, key, value, kv_cache, attn_metadata, output, **scales)
+
+    def _rows(self, kv_cache: torch.Tensor) -> KVRows:
+        return KVRows.of(kv_cache, self._backend, self._isa)

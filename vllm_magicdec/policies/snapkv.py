@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SnapKV (Li et al. 2024, arXiv 2404.14469), as MagicDec (ICLR 2025) drafts with it."""
+
+from typing import Any
+
+import torch
+from torch.nn.functional import avg_pool1d, max_pool1d
+
+from vllm_magicdec.policies.base import Observation, TokenPolicy
+
+_POOLING = {"max": max_pool1d, "avg": avg_pool1d}
+
+
+class SnapKV(TokenPolicy):
+    """Tokens that the prompt's last `snapkv_window` tokens attend to most, and their neighbours."""
+
+    def __init__(self, fields: Any) -> None:
+        super().__init__(fields)
+        self.window = fields.snapkv_window
+        self._kernel = fields.snapkv_kernel
+        self._pool = _POOLING[fields.snapkv_pooling]
+
+    def score(self, observation: Observation) -> torch.Tensor:
+        """Softmax over the whole context, causal in the window; summed over the window's queries and the
+        query heads of each KV head; pooled over neighbours before the window."""
+        window, num_heads, size = observation.queries.shape
+        num_kv_heads, num_tokens, _ = observation.keys.shape
+        places = torch.arange(num_tokens, device=observation.keys.device)
+        own = observation.length - window + torch.arange(window, device=places.device)
+        hidden = places > own.unsqueeze(1)  # [window, num_tokens]
+        # [num_kv_heads, group, window, size]
+        queries = observation.queries.view(window, num_kv_heads, -1, size).permute(1, 2, 0, 3).float()
+        scores = torch.empty((num_kv_heads, num_tokens), device=places.device)
+        # Head by head: all heads at once would need heads x window x tokens floats.
+        for head in range(num_kv_heads):
+            logits = queries[head] @ observation.keys[head].float().T * observation.scale
+            if observation.soft_cap:
+                logits = observation.soft_cap * torch.tanh(logits / observation.soft_cap)
+            attention = logits.masked_fill_(hidden, float("-inf")).softmax(-1)
+            scores[head] = attention.sum((0, 1))
+        scores.masked_fill_(places >= observation.length - window, 0.0)
+        return self._pool(scores, self._kernel, stride=1, padding=self._kernel // 2)

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Token views: for every request, layer and KV head, the slots that the draft reads.
+
+A view has three parts, all of them positions of the request's own context:
+
+    selection   chosen by the policy, per layer and KV head, when the prompt ends (or again later)
+    sinks       the first tokens
+    recent      from the end of the region that was chosen from up to the drafted tokens; when the budget
+                is full its oldest tokens leave
+
+Selections are kept by position, not by slot, so that a request that was preempted and comes back on other
+pages keeps its own. Once a round they become slots, for all layers at once.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from vllm_magicdec.view import Batch, DraftSlots, DraftStep, TokenView
+
+
+@dataclass(frozen=True)
+class TokenBudget:
+    """How many tokens of one request a draft step may read.
+
+    The budget is `min_tokens` for every request, or, when `context_fraction` is above 0, that fraction of
+    its context within `min_tokens` and `max_tokens`.
+    """
+
+    sink: int
+    window: int  # least number of recent tokens, the drafted ones included
+    min_tokens: int
+    max_tokens: int
+    context_fraction: float = 0.0
+
+    @classmethod
+    def from_fields(
+        cls,
+        *,
+        budget: float,
+        min_budget: int,
+        sink: int,
+        window: int,
+        num_speculative_tokens: int,
+        max_model_len: int,
+    ) -> "TokenBudget":
+        """A budget in tokens, or a fraction of the context when below 1.
+
+        Raises:
+            ValueError: it cannot hold the sinks, the window and one token more.
+        """
+        is_fraction = budget < 1
+        name, min_tokens = (
+            ("draft_kv_min_budget", min_budget) if is_fraction else ("draft_kv_budget", int(budget))
+        )
+        window = max(window, num_speculative_tokens)
+        least = min(sink + window + 1, max_model_len)
+        if min_tokens < least:
+            raise ValueError(
+                f"{name}={min_tokens} cannot hold {sink} sinks and a window of {window} tokens; "
+                f"use at least {least}"
+            )
+        min_tokens = min(min_tokens, max_model_len)
+        max_tokens = min_tokens
+        if is_fraction:
+            max_tokens = min(max(min_tokens, int(budget * max_model_len)), max_model_len)
+        return cls(sink, window, min_tokens, max_tokens, budget if is_fraction else 0.0)
+
+    @property
+    def max_selected(self) -> int:
+        """Most tokens that can be selected between the sinks and the window."""
+        return max(0, self.max_tokens - self.sink - self.window)
+
+    def tokens(self, context_lens: torch.Tensor) -> torch.Tensor:
+        """Tokens in budget. `context_lens` [num_reqs] int64; returns [num_reqs] int64."""
+        if not self.context_fraction:
+            return torch.full_like(context_lens, self.min_tokens)
+        wanted = torch.ceil(context_lens.double() * self.context_fraction).long()
+        return wanted.clamp_(self.min_tokens, self.max_tokens)
+
+    def __str__(self) -> str:
+        parts = f"{self.sink} sinks, at least {self.window} recent, the rest selected"
+        if self.context_fraction:
+            return (
+                f"{self.context_fraction:g} of the context, between {self.min_tokens} and "
+                f"{self.max_tokens} tokens ({parts})"
+            )
+        return f"{self.min_tokens} tokens ({parts})"
+
+
+class Selections:
+    """What was selected for every request, on the device, and when, on the host.
+
+    A request has a row. Rows of requests that are gone are taken over by new ones.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_kv_heads: int,
+        max_num_reqs: int,
+        max_selected: int,
+        device: torch.device,
+    ) -> None:
+        shape = (max_num_reqs, num_layers, num_kv_heads, max_selected)
+        self.positions = torch.zeros(shape, dtype=torch.int32, device=device)
+        self.counts = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)
+        # First position after the region that was chosen from.
+        self.ends = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)
+        self._rows: dict[str, int] = {}
+        self._made_at: dict[str, int] = {}  # context length, in tokens
+        self._free = list(range(max_num_reqs))
+
+    def rows(self, req_ids: Sequence[str]) -> torch.Tensor:
+        """Rows of a batch's requests, [num_reqs] int64; new requests get one with nothing selected."""
+        present = set(req_ids)
+        for req_id in req_ids:
+            if req_id in self._rows:
+                continue
+            if not self._free:
+                self.forget([gone for gone in self._rows if gone not in present])
+            row = self._rows[req_id] = self._free.pop()
+            self.counts[row] = 0
+            self.ends[row] = 0
+        rows = torch.tensor([self._rows[req_id] for req_id in req_ids], dtype=torch.int64)
+        return rows.to(self.counts.device, non_blocking=True)
+
+    def forget(self, req_ids: Sequence[str]) -> None:
+        """Give up rows; a request that comes back is a new one."""
+        for req_id in req_ids:
+            self._free.append(self._rows.pop(req_id))
+            self._made_at.pop(req_id, None)
+
+    def made_at(self, req_id: str) -> int | None:
+        """The context length at which the request's selection was made, or None."""
+        return self._made_at.get(req_id)
+
+    def set(
+        self, req_ids: Sequence[str], context_lens: Sequence[int], counts: torch.Tensor, ends: torch.Tensor
+    ) -> None:
+        """Record that selections were made; their `positions` have been filled.
+
+        Args:
+            req_ids: requests of the batch that `rows` was last called with.
+            context_lens: tokens of context that the host knows of, when it was made.
+            counts: [len(req_ids)] int64, positions selected.
+            ends: [len(req_ids)] int64, see `ends`.
+        """
+        rows = self.rows(req_ids)
+        self.counts[rows] = counts
+        self.ends[rows] = ends
+        self._made_at.update(zip(req_ids, context_lens, strict=True))
+
+
+class TokenViews:
+    """The token views of one drafting round, in buffers that live as long as the engine.
+
+    The slots are the same for all steps of a round: the drafted tokens come last, and each step sees one
+    of them more.
+    """
+
+    def __init__(
+        self,
+        selections: Selections,
+        budget: TokenBudget,
+        draft_slots: DraftSlots,
+        *,
+        page_size: int,
+        max_num_reqs: int,
+        max_num_steps: int,
+    ) -> None:
+        self._selections = selections
+        self._budget = budget
+        self._draft_slots = draft_slots
+        self._page_size = page_size
+        _, num_layers, num_kv_heads, _ = selections.positions.shape
+        device = selections.positions.device
+        width = budget.max_tokens
+        self._columns = torch.arange(width, device=device)
+        self._lens = torch.zeros((max_num_steps, max_num_reqs), dtype=torch.int32, device=device)
+        self._slots = torch.zeros(
+            (num_layers, max_num_reqs, num_kv_heads, width), dtype=torch.int32, device=device
+        )
+
+    @property
+    def index_bytes(self) -> int:
+        """Device memory of the selections and the slots."""
+        return sum(t.numel() * t.element_size() for t in (self._selections.positions, self._slots))
+
+    def prepare(self, batch: Batch, num_steps: int) -> Iterator[DraftStep]:
+        """See `view.Views`."""
+        num_reqs = batch.context_lens.shape[0]
+        positions = self._draft_slots.prepare(batch, num_steps)
+        last = positions[-1]
+        rows = self._selections.rows(batch.req_ids)
+        counts = self._selections.counts[rows]
+        # Never beyond the verified tokens, should a request have come back shorter.
+        ends = torch.minimum(self._selections.ends[rows], batch.context_lens)
+
+        # Columns: [selection | sinks | recent].
+        sinks = (last + 1).clamp(max=self._budget.sink)
+        room = self._budget.tokens(batch.context_lens) - sinks - counts
+        start = torch.maximum(torch.maximum(ends, sinks), last + 1 - room)
+        total = counts + sinks + last + 1 - start
+        column = self._columns - counts.unsqueeze(1)  # [num_reqs, width], negative: selected
+        place = torch.where(column < sinks.unsqueeze(1), column, column + (start - sinks).unsqueeze(1))
+        # Columns past the end are never read; the last position keeps them valid.
+        place = torch.minimum(place.clamp(min=0), last.unsqueeze(1))
+        common = self._slots_of(batch.block_table, place)
+
+        chosen = self._selections.positions[rows]  # [num_reqs, layers, heads, selected]
+        num_selected = chosen.shape[-1]
+        chosen = torch.minimum(chosen.flatten(1).long(), last.unsqueeze(1)).view_as(chosen)
+        selected = self._slots_of(batch.block_table, chosen.flatten(1)).view_as(chosen)
+        is_selected = (column[:, :num_selected] < 0)[:, None, None]
+        slots = self._slots[:, :num_reqs]
+        slots[..., :num_selected] = torch.where(
+            is_selected, selected, common[:, None, None, :num_selected]
+        ).transpose(0, 1)
+        slots[..., num_selected:] = common[:, None, num_selected:]
+
+        self._lens[:num_steps, :num_reqs] = total - (last - positions)
+        for index in range(num_steps):
+            yield DraftStep(
+                index=index,
+                positions=self._draft_slots.positions[index, :num_reqs],
+                slots=self._draft_slots.slots[index, :num_reqs],
+                view=TokenView(lens=self._lens[index, :num_reqs], slots=slots),
+            )
+
+    def _slots_of(self, block_table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Slots of [num_reqs, n] positions, int32."""
+        pages = block_table.gather(1, positions // self._page_size)
+        return (pages * self._page_size + positions % self._page_size).to(torch.int32)
