@@ -59,6 +59,18 @@ def chat(llm: Any, conversations: list[Any], sampling: dict[str, Any]) -> list[s
     return [output.outputs[0].text for output in outputs]
 
 
+def selections(llm: Any, prompts: list[list[int]], max_tokens: int = 4) -> list[dict[str, Any]]:
+    """What a token policy selected for each prompt, on the first worker."""
+    from vllm import SamplingParams
+
+    selected = []
+    for prompt in prompts:
+        sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
+        selected.append(llm.collective_rpc(_latest_selection)[0])
+    return selected
+
+
 def describe_draft(llm: Any) -> list[dict[str, Any]]:
     """What the draft holds of its own, per worker."""
     return llm.collective_rpc(_describe_draft)
@@ -100,6 +112,16 @@ def _draft_of(worker: Any) -> Any:
     return getattr(runner, "drafter", None) or runner.speculator
 
 
+def _latest_selection(worker: Any) -> dict[str, Any]:
+    selections = _draft_of(worker)._drafter._selector._selections
+    row = selections.rows([list(selections._made_at)[-1]])
+    count = int(selections.counts[row])
+    return {
+        "end": int(selections.ends[row]),
+        "positions": selections.positions[row][0, ..., :count].tolist(),
+    }
+
+
 def _break_drafting(worker: Any) -> None:
     class BrokenPolicy:
         max_pages = 1
@@ -134,6 +156,7 @@ SCENARIOS = {
         generate_with_broken_acceptance,
         abort_half_while_decoding,
         chat,
+        selections,
         describe_draft,
     )
 }

@@ -6,9 +6,10 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from reference import budget_in_pages, slot_of, visible_positions
+from test_token_view import make_batch
 
-from vllm_magicdec.policies import make_policy
-from vllm_magicdec.view import PAD_SLOT, PageBudget, PageViews
+from vllm_magicdec.policies.streamingllm import StreamingLLM
+from vllm_magicdec.view import PAD_SLOT, DraftSlots, PageBudget, PageViews
 
 CPU = torch.device("cpu")
 
@@ -42,6 +43,12 @@ def make_budget(*, page_size, model_len, num_steps, sink, budget, min_budget=256
     )
 
 
+def make_views(budget, max_num_reqs, num_steps, model_len):
+    geometry = dict(page_size=budget.page_size, max_num_reqs=max_num_reqs, max_num_steps=num_steps)
+    slots = DraftSlots(**geometry, max_model_len=model_len, device=CPU)
+    return PageViews(StreamingLLM(None, budget, CPU), slots, **geometry, device=CPU)
+
+
 @settings(max_examples=400, deadline=None)
 @given(rounds())
 def test_every_step_sees_sinks_and_window_and_writes_to_its_own_slot(case):
@@ -57,15 +64,9 @@ def test_every_step_sees_sinks_and_window_and_writes_to_its_own_slot(case):
     blocks = torch.randperm(num_reqs * max_blocks, generator=torch.Generator().manual_seed(7))
     block_table = blocks.view(num_reqs, max_blocks).to(torch.int32)
 
-    views = PageViews(
-        make_policy("streamingllm", page_budget, CPU),
-        page_size=page_size,
-        max_num_reqs=num_reqs + 2,
-        max_num_steps=num_steps,
-        max_model_len=model_len,
-        device=CPU,
-    )
-    steps = list(views.prepare(block_table, torch.tensor(context_lens), num_steps))
+    views = make_views(page_budget, num_reqs + 2, num_steps, model_len)
+    req_ids = [str(i) for i in range(num_reqs)]
+    steps = list(views.prepare(make_batch(req_ids, block_table, context_lens), num_steps))
     assert [step.index for step in steps] == list(range(num_steps))
 
     for step in steps:
@@ -81,11 +82,11 @@ def test_every_step_sees_sinks_and_window_and_writes_to_its_own_slot(case):
                 num_pages=budget_in_pages(**case, context_len=context_len),
                 model_len=model_len,
             )
-            seq_len = int(step.seq_lens[req])
-            view_blocks = step.block_table[req].tolist()
+            seq_len = int(step.view.seq_lens[req])
+            view_blocks = step.view.block_table[req].tolist()
             seen = [slot_of(p, view_blocks, page_size) for p in range(seq_len)]
             assert seen == [slot_of(p, own_blocks, page_size) for p in expected]
-            assert seq_len <= step.max_seq_len
+            assert seq_len <= step.view.max_seq_len
             assert set(view_blocks) <= set(own_blocks)
             assert int(step.positions[req]) == min(position, model_len - 1)
             if position < model_len:
@@ -112,21 +113,14 @@ def test_budget_counts_every_entry_that_a_step_reads(case):
 
 def test_a_view_over_the_whole_context_is_the_block_table_itself():
     budget = make_budget(page_size=16, model_len=512, num_steps=4, sink=16, budget=512)
-    views = PageViews(
-        make_policy("streamingllm", budget, CPU),
-        page_size=16,
-        max_num_reqs=3,
-        max_num_steps=4,
-        max_model_len=512,
-        device=CPU,
-    )
+    views = make_views(budget, 3, 4, 512)
     block_table = torch.arange(96, dtype=torch.int32).view(3, 32).flip(1)
-    context_lens = torch.tensor([1, 200, 508])
-    for step in views.prepare(block_table, context_lens, 4):
-        assert torch.equal(step.seq_lens, (context_lens + step.index + 1).int())
+    context_lens = [1, 200, 508]
+    for step in views.prepare(make_batch(["a", "b", "c"], block_table, context_lens), 4):
+        assert step.view.seq_lens.tolist() == [n + step.index + 1 for n in context_lens]
         for req in range(3):
-            used = -(-int(step.seq_lens[req]) // 16)
-            assert torch.equal(step.block_table[req, :used], block_table[req, :used])
+            used = -(-int(step.view.seq_lens[req]) // 16)
+            assert torch.equal(step.view.block_table[req, :used], block_table[req, :used])
 
 
 def test_a_budget_too_small_for_sinks_and_drafts_is_rounded_up_to_hold_them():

@@ -42,8 +42,7 @@ _SPECULATOR = "vllm.v1.worker.gpu.spec_decode.speculator"
 _ATTN_UTILS = "vllm.v1.worker.gpu.attn_utils"
 
 HOOKED = tuple(
-    Needed(hook.module, hook.qualified_name, hook.parameters, absent=not hook.parameters)
-    for hook in HOOKS
+    Needed(hook.module, hook.qualified_name, hook.parameters, absent=not hook.parameters) for hook in HOOKS
 )
 
 CALLED = (

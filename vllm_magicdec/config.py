@@ -17,7 +17,7 @@ from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig, VllmConf
 from vllm.config.utils import config
 
 from vllm_magicdec.metrics import open_metrics_dir
-from vllm_magicdec.policies import PagePolicy, TokenPolicy, find_policy
+from vllm_magicdec.policies import TokenPolicy, find_policy
 from vllm_magicdec.token_view import TokenBudget
 from vllm_magicdec.view import PageBudget
 
@@ -65,7 +65,8 @@ class MagicDecFields(SpeculativeConfig):
     """Draft tokens per round (gamma)."""
     draft_kv_policy: str = "streamingllm"
     """Who chooses where the draft looks: `streamingllm` reads sinks and the recent window; `snapkv` adds
-    the tokens that the prompt's last ones attend to, per layer and KV head; other packages may add more
+    the tokens that the prompt's last ones attend to, per layer and KV head; `verify-topk` adds, every
+    round, the pages that the verification attended to, per layer. Other packages may add more
     (entry-point group `vllm_magicdec.policies`)."""
     draft_kv_budget: float = Field(default=512, gt=0)
     """K/V entries that a draft step may read per request: tokens, or a fraction of the context
@@ -75,8 +76,9 @@ class MagicDecFields(SpeculativeConfig):
     draft_kv_sink: int = Field(default=16, ge=0)
     """Tokens at the start of the context that stay in view (attention sinks), in tokens, within the
     budget. Rounded up to whole KV pages."""
-    draft_kv_refresh: int = Field(default=0, ge=0)
-    """Generated tokens after which a policy that selects tokens selects again. 0: once per prompt."""
+    draft_kv_refresh: int | None = Field(default=None, ge=0)
+    """When to select again. `snapkv`: after so many generated tokens (default 0: once per prompt);
+    `verify-topk`: after so many verifications (default 1)."""
     snapkv_window: int = Field(default=32, gt=0, le=1024)
     """Last tokens of the prompt whose attention `snapkv` follows; they stay in view themselves."""
     snapkv_kernel: int = Field(default=7, gt=0)
@@ -135,10 +137,10 @@ class MagicDecSpeculativeConfig(MagicDecFields):
                 f"use at most {max_model_len} (the whole context)"
             )
         policy_class = find_policy(self.draft_kv_policy)
-        if issubclass(policy_class, PagePolicy):
-            page_budget(vllm_config, vllm_config.cache_config.block_size)
-        else:
+        if issubclass(policy_class, TokenPolicy):
             token_budget(vllm_config, policy_class(self))
+        else:
+            page_budget(vllm_config, vllm_config.cache_config.block_size)
         self.metrics_dir = open_metrics_dir()
 
     @property

@@ -5,23 +5,24 @@ Drafted tokens write their K/V into the request's own lookahead slots. Verificat
 overwrites every one of them, so nothing approximate survives in the cache.
 """
 
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
-
-from vllm.v1.kv_cache_interface import KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from vllm_magicdec import envs
 from vllm_magicdec.attention.switch import install_switches
 from vllm_magicdec.config import METHOD, MagicDecSpeculativeConfig, page_budget, token_budget
 from vllm_magicdec.metrics import DraftFailures
-from vllm_magicdec.policies import PagePolicy, TokenPolicy, find_policy
+from vllm_magicdec.policies import PagePolicy, TokenPolicy, VerifyTopK, find_policy
 from vllm_magicdec.selecting import ObservingRunner, Selector
 from vllm_magicdec.token_view import Selections, TokenViews
-from vllm_magicdec.view import Batch, DraftSlots, DraftStep, PageViews, Views
+from vllm_magicdec.verification import PageSummaries, Verification, VerificationViews
+from vllm_magicdec.view import Batch, DraftSlots, DraftStep, PageBudget, PageViews, Views
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -51,13 +52,17 @@ class Drafter:
 
     Args:
         vllm_config: the engine's configuration; its speculative config is ours.
-        group: the target's attention layers and what their KV cache looks like.
+        kv_cache_config: the target's attention layers, in one group, and what their KV cache looks like.
         page_size: tokens per page of the block tables that `draft` will be given.
         device: where the target runs.
     """
 
     def __init__(
-        self, vllm_config: VllmConfig, group: KVCacheGroupSpec, page_size: int, device: torch.device
+        self,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        page_size: int,
+        device: torch.device,
     ) -> None:
         spec = vllm_config.speculative_config
         assert isinstance(spec, MagicDecSpeculativeConfig)
@@ -65,8 +70,11 @@ class Drafter:
         self.draft_tokens = torch.zeros(
             (max_num_reqs, spec.num_speculative_tokens), dtype=torch.int64, device=device
         )
+        (group,) = kv_cache_config.kv_cache_groups
         self.layer_names = group.layer_names
-        self._num_kv_heads = group.kv_cache_spec.num_kv_heads
+        self._cache = group.kv_cache_spec
+        # Block tables may count in smaller pages than the cache was allocated in.
+        self._num_blocks = kv_cache_config.num_blocks * self._cache.block_size // page_size
         self._vllm_config = vllm_config
         self._spec = spec
         self._page_size = page_size
@@ -87,9 +95,11 @@ class Drafter:
             device=self._device,
         )
         policy_class = find_policy(spec.draft_kv_policy)
+        if issubclass(policy_class, TokenPolicy):
+            return self._make_token_views(policy_class(spec), draft_slots)
+        pages = page_budget(config, self._page_size)
         if issubclass(policy_class, PagePolicy):
-            pages = page_budget(config, self._page_size)
-            self._log(pages, index_bytes=0)
+            self._log(pages)
             return PageViews(
                 policy_class(spec, pages, self._device),
                 draft_slots,
@@ -98,43 +108,78 @@ class Drafter:
                 max_num_steps=spec.num_speculative_tokens,
                 device=self._device,
             )
-        policy: TokenPolicy = policy_class(spec)
-        tokens = token_budget(config, policy)
+        return self._make_verification_views(policy_class(spec), pages, draft_slots)
+
+    def _make_token_views(self, policy: TokenPolicy, draft_slots: DraftSlots) -> TokenViews:
+        scheduler = self._vllm_config.scheduler_config
+        budget = token_budget(self._vllm_config, policy)
         selections = Selections(
             num_layers=len(self.layer_names),
-            num_kv_heads=self._num_kv_heads,
-            max_num_reqs=max_num_reqs,
-            max_selected=tokens.max_selected,
+            num_kv_heads=self._cache.num_kv_heads,
+            max_num_reqs=scheduler.max_num_seqs,
+            max_selected=budget.max_selected,
             device=self._device,
         )
-        install_switches(config, self.layer_names)
+        install_switches(self._vllm_config, self.layer_names)
         self._selector = Selector(
             policy,
-            tokens,
+            budget,
             selections,
             page_size=self._page_size,
-            max_batched_tokens=config.scheduler_config.max_num_batched_tokens,
+            max_batched_tokens=scheduler.max_num_batched_tokens,
         )
         views = TokenViews(
             selections,
-            tokens,
+            budget,
             draft_slots,
             page_size=self._page_size,
-            max_num_reqs=max_num_reqs,
-            max_num_steps=spec.num_speculative_tokens,
+            max_num_reqs=scheduler.max_num_seqs,
+            max_num_steps=self._spec.num_speculative_tokens,
         )
-        self._log(tokens, views.index_bytes)
+        self._log(budget, {"lists of slots": views.index_bytes})
         return views
 
-    def _log(self, budget: object, index_bytes: int) -> None:
+    def _make_verification_views(
+        self, policy: VerifyTopK, budget: PageBudget, draft_slots: DraftSlots
+    ) -> VerificationViews:
+        max_num_reqs = self._vllm_config.scheduler_config.max_num_seqs
+        verification = Verification(
+            num_layers=len(self.layer_names),
+            max_num_reqs=max_num_reqs,
+            num_queries=self._spec.num_speculative_tokens + 1,
+            device=self._device,
+        )
+        summaries = PageSummaries(
+            num_layers=len(self.layer_names),
+            num_blocks=self._num_blocks,
+            num_kv_heads=self._cache.num_kv_heads,
+            head_size=self._cache.head_size,
+            dtype=self._cache.dtype,
+            device=self._device,
+        )
+        install_switches(self._vllm_config, self.layer_names, verification)
+        views = VerificationViews(
+            budget,
+            verification,
+            summaries,
+            draft_slots,
+            refresh=policy.refresh,
+            max_num_reqs=max_num_reqs,
+            max_num_steps=self._spec.num_speculative_tokens,
+        )
+        self._log(budget, {"lists of pages": views.index_bytes, "page summaries": summaries.num_bytes})
+        return views
+
+    def _log(self, budget: object, extra_bytes: Mapping[str, int] | None = None) -> None:
+        extra = ", ".join(f"{n / 2**20:.1f} MiB for {what}" for what, n in (extra_bytes or {}).items())
         logger.info_once(
             "%s drafts %d tokens a round with policy %s; each draft step reads at most %s of a "
-            "request's KV cache. No weights and no KV cache were added; lists of slots take %.1f MiB.",
+            "request's KV cache. No weights and no KV cache were added%s.",
             METHOD,
             self._spec.num_speculative_tokens,
             self._spec.draft_kv_policy,
             budget,
-            index_bytes / 2**20,
+            f"; {extra}" if extra else "",
         )
 
     def draft(self, runner: Runner, batch: Batch, num_steps: int) -> bool:

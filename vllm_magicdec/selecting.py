@@ -63,10 +63,10 @@ class Selector:
 
     def update(self, runner: ObservingRunner, batch: Batch) -> None:
         """Select for the requests of the batch that are due. Launches nothing when none is."""
+        self._selections.begin_round(batch.req_ids)
         due = [index for index in range(len(batch.req_ids)) if self._is_due(batch, index)]
         if not due:
             return
-        self._selections.rows(batch.req_ids)
         # Where all that could be chosen fits, nothing has to be scored.
         crowded = [i for i in due if self._num_eligible(batch.known_lens[i]) > self._allowed(batch, i)]
         for first in range(0, len(crowded), self._max_reqs_per_pass):
@@ -113,9 +113,10 @@ class Selector:
             for place, index in enumerate(indices):
                 length = batch.observable_lens[index]
                 num_pages = -(-int(batch.known_lens[index]) // self._page_size)
+                pages = cache.keys_by_page(batch.block_table[index, :num_pages])
                 observation = Observation(
                     queries=queries[place * window : (place + 1) * window],
-                    keys=cache.keys_of_pages(batch.block_table[index, :num_pages]),
+                    keys=pages.transpose(0, 1).flatten(1, 2),
                     length=length,
                     scale=scale,
                     soft_cap=soft_cap,

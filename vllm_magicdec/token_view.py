@@ -89,11 +89,36 @@ class TokenBudget:
         return f"{self.min_tokens} tokens ({parts})"
 
 
-class Selections:
-    """What was selected for every request, on the device, and when, on the host.
+class RequestRows:
+    """A row of device state for every request; rows of requests that are gone go to new ones."""
 
-    A request has a row. Rows of requests that are gone are taken over by new ones.
-    """
+    def __init__(self, max_num_reqs: int, device: torch.device) -> None:
+        self._rows: dict[str, int] = {}
+        self._free = list(range(max_num_reqs))
+        self._device = device
+
+    def __contains__(self, req_id: str) -> bool:
+        return req_id in self._rows
+
+    def add(self, req_ids: Sequence[str]) -> list[int]:
+        """Give rows to the requests of a batch that have none; returns the new ones' rows."""
+        new = [req_id for req_id in req_ids if req_id not in self._rows]
+        if len(new) > len(self._free):
+            present = set(req_ids)
+            for gone in [req_id for req_id in self._rows if req_id not in present]:
+                self._free.append(self._rows.pop(gone))
+        for req_id in new:
+            self._rows[req_id] = self._free.pop()
+        return [self._rows[req_id] for req_id in new]
+
+    def of(self, req_ids: Sequence[str]) -> torch.Tensor:
+        """Rows of requests that have one, [num_reqs] int64."""
+        rows = torch.tensor([self._rows[req_id] for req_id in req_ids], dtype=torch.int64)
+        return rows.to(self._device, non_blocking=True)
+
+
+class Selections:
+    """What was selected for every request, on the device, and when, on the host."""
 
     def __init__(
         self,
@@ -109,29 +134,19 @@ class Selections:
         self.counts = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)
         # First position after the region that was chosen from.
         self.ends = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)
-        self._rows: dict[str, int] = {}
+        self._rows = RequestRows(max_num_reqs, device)
         self._made_at: dict[str, int] = {}  # context length, in tokens
-        self._free = list(range(max_num_reqs))
 
-    def rows(self, req_ids: Sequence[str]) -> torch.Tensor:
-        """Rows of a batch's requests, [num_reqs] int64; new requests get one with nothing selected."""
-        present = set(req_ids)
-        for req_id in req_ids:
-            if req_id in self._rows:
-                continue
-            if not self._free:
-                self.forget([gone for gone in self._rows if gone not in present])
-            row = self._rows[req_id] = self._free.pop()
+    def begin_round(self, req_ids: Sequence[str]) -> None:
+        """Give the batch's new requests rows with nothing selected."""
+        for row in self._rows.add(req_ids):
             self.counts[row] = 0
             self.ends[row] = 0
-        rows = torch.tensor([self._rows[req_id] for req_id in req_ids], dtype=torch.int64)
-        return rows.to(self.counts.device, non_blocking=True)
+        self._made_at = {req_id: n for req_id, n in self._made_at.items() if req_id in self._rows}
 
-    def forget(self, req_ids: Sequence[str]) -> None:
-        """Give up rows; a request that comes back is a new one."""
-        for req_id in req_ids:
-            self._free.append(self._rows.pop(req_id))
-            self._made_at.pop(req_id, None)
+    def rows(self, req_ids: Sequence[str]) -> torch.Tensor:
+        """Rows of requests of this round's batch, [num_reqs] int64."""
+        return self._rows.of(req_ids)
 
     def made_at(self, req_id: str) -> int | None:
         """The context length at which the request's selection was made, or None."""
@@ -143,7 +158,7 @@ class Selections:
         """Record that selections were made; their `positions` have been filled.
 
         Args:
-            req_ids: requests of the batch that `rows` was last called with.
+            req_ids: requests of this round's batch.
             context_lens: tokens of context that the host knows of, when it was made.
             counts: [len(req_ids)] int64, positions selected.
             ends: [len(req_ids)] int64, see `ends`.

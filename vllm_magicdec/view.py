@@ -121,6 +121,15 @@ class PageView:
 
 
 @dataclass(frozen=True)
+class LayerPageView:
+    """Pages of its own for every layer."""
+
+    seq_lens: torch.Tensor  # [num_reqs] int32, as in `PageView`
+    block_tables: torch.Tensor  # [num_layers, num_reqs, max_pages] int32
+    max_seq_len: int
+
+
+@dataclass(frozen=True)
 class TokenView:
     """A list of slots for every layer and KV head."""
 
@@ -135,7 +144,7 @@ class DraftStep:
     index: int  # 0 .. gamma - 1
     positions: torch.Tensor  # [num_reqs] int64, true positions of the query tokens
     slots: torch.Tensor  # [num_reqs] int64, where the query's K/V goes; PAD_SLOT: nowhere
-    view: PageView | TokenView
+    view: PageView | LayerPageView | TokenView
 
 
 class ChoosesPages(Protocol):

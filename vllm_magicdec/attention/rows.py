@@ -88,10 +88,10 @@ class KVRows:
         values = self.values[(block, head, *_split(place, self.value_tokens))]
         return keys.flatten(3), values.flatten(3)
 
-    def keys_of_pages(self, blocks: torch.Tensor) -> torch.Tensor:
-        """All keys of some pages, [num_kv_heads, len(blocks) * page_size, head_size]; `blocks` [n] int."""
-        keys = self.keys[blocks.long()].transpose(0, 1)  # [num_kv_heads, n, *tokens, *dims]
-        return keys.reshape(self.num_kv_heads, -1, self.head_size)
+    def keys_by_page(self, blocks: torch.Tensor) -> torch.Tensor:
+        """All keys of some pages, [len(blocks), num_kv_heads, page_size, head_size]; `blocks` [n] int."""
+        keys = self.keys[blocks.long()]
+        return keys.reshape(len(blocks), self.num_kv_heads, self.page_size, self.head_size)
 
 
 def _split(places: torch.Tensor, shape: tuple[int, ...]) -> tuple[torch.Tensor, ...]:

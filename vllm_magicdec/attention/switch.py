@@ -6,7 +6,7 @@ own types goes to vLLM's own implementation, so the target's path is untouched.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,8 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm_magicdec.attention import KVRows, attend
 from vllm_magicdec.config import METHOD, MagicDecConfigError
 from vllm_magicdec.selecting import LayerObserver
-from vllm_magicdec.view import TokenView
+from vllm_magicdec.verification import Verification
+from vllm_magicdec.view import LayerPageView, TokenView
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,13 @@ class TokenMetadata:
 
     slots: torch.Tensor  # [num_reqs, num_kv_heads, budget] int32
     lens: torch.Tensor  # [num_reqs] int32
+
+
+@dataclass(frozen=True)
+class DraftMetadata:
+    """vLLM's metadata of a draft step, which must not be taken for the target's."""
+
+    own: Any
 
 
 @dataclass(frozen=True)
@@ -40,22 +48,40 @@ def token_metadata(layer_names: Sequence[str], view: TokenView) -> dict[str, Tok
     return {name: TokenMetadata(view.slots[index], view.lens) for index, name in enumerate(layer_names)}
 
 
+def layer_page_metadata(
+    own: Mapping[str, Any], layer_names: Sequence[str], view: LayerPageView
+) -> dict[str, DraftMetadata]:
+    """vLLM's metadata, made for one layer's block table, with every layer's own."""
+    return {
+        name: DraftMetadata(replace(own[name], block_table=view.block_tables[index]))
+        for index, name in enumerate(layer_names)
+    }
+
+
 def observed_metadata(own: Mapping[str, Any], observer: LayerObserver) -> dict[str, ObservedMetadata]:
     """vLLM's metadata by layer, with an observer."""
     return {name: ObservedMetadata(metadata, observer) for name, metadata in own.items()}
 
 
-def install_switches(vllm_config: VllmConfig, layer_names: Sequence[str]) -> None:
-    """Put a `Switch` into every layer; its number is its place in `layer_names`."""
+def install_switches(
+    vllm_config: VllmConfig, layer_names: Sequence[str], verification: Verification | None = None
+) -> None:
+    """Put a `Switch` into every layer; its number is its place in `layer_names`.
+
+    Args:
+        vllm_config: the engine's.
+        layer_names: attention layers of the target.
+        verification: gets the target's queries.
+    """
     layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
     for index, name in enumerate(layer_names):
-        Switch(index, layers[name])
+        Switch(index, layers[name], verification)
 
 
 class Switch:
     """Takes the place of one layer's `impl.forward`."""
 
-    def __init__(self, index: int, layer: Any) -> None:
+    def __init__(self, index: int, layer: Any, verification: Verification | None) -> None:
         impl = layer.impl
         if getattr(impl, "alibi_slopes", None) is not None or getattr(impl, "sinks", None) is not None:
             raise MagicDecConfigError(
@@ -63,6 +89,7 @@ class Switch:
                 "draft_kv_policy='streamingllm' only"
             )
         self._index = index
+        self._verification = verification
         self._target_forward = impl.forward
         self._backend = layer.attn_backend.get_name()
         self._isa = getattr(layer, "isa", None)
@@ -96,10 +123,14 @@ class Switch:
             return output
         if isinstance(attn_metadata, ObservedMetadata):
             self._target_forward(layer, query, key, value, kv_cache, attn_metadata.own, output, **scales)
-            attn_metadata.observer(
-                self._index, query, self._rows(kv_cache), self._scale, self._soft_cap
-            )
+            attn_metadata.observer(self._index, query, self._rows(kv_cache), self._scale, self._soft_cap)
             return output
+        if isinstance(attn_metadata, DraftMetadata):
+            attn_metadata = attn_metadata.own
+        elif self._verification is not None and attn_metadata is not None:
+            self._verification.record(
+                self._index, query, attn_metadata, self._rows(kv_cache), self._scale, self._soft_cap
+            )
         return self._target_forward(layer, query, key, value, kv_cache, attn_metadata, output, **scales)
 
     def _rows(self, kv_cache: torch.Tensor) -> KVRows:

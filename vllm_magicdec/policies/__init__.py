@@ -3,15 +3,17 @@
 
 from importlib.metadata import entry_points
 
-from vllm_magicdec.policies.base import Observation, PagePolicy, TokenPolicy
+from vllm_magicdec.policies.base import Observation, PagePolicy, TokenPolicy, VerifyTopK
 from vllm_magicdec.policies.snapkv import SnapKV
 from vllm_magicdec.policies.streamingllm import StreamingLLM
 
-__all__ = ["Observation", "PagePolicy", "TokenPolicy", "find_policy", "policy_names"]
+__all__ = ["Observation", "PagePolicy", "PolicyClass", "TokenPolicy", "VerifyTopK", "find_policy"]
 
 ENTRY_POINTS = "vllm_magicdec.policies"
 
-_OWN: dict[str, type[PagePolicy] | type[TokenPolicy]] = {"streamingllm": StreamingLLM, "snapkv": SnapKV}
+PolicyClass = type[PagePolicy] | type[TokenPolicy] | type[VerifyTopK]
+
+_OWN: dict[str, PolicyClass] = {"streamingllm": StreamingLLM, "snapkv": SnapKV, "verify-topk": VerifyTopK}
 
 
 def policy_names() -> list[str]:
@@ -19,7 +21,7 @@ def policy_names() -> list[str]:
     return [*_OWN, *sorted({point.name for point in entry_points(group=ENTRY_POINTS)} - set(_OWN))]
 
 
-def find_policy(name: str) -> type[PagePolicy] | type[TokenPolicy]:
+def find_policy(name: str) -> PolicyClass:
     """The class that `draft_kv_policy` names.
 
     Raises:

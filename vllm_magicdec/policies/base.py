@@ -73,7 +73,7 @@ class TokenPolicy(ABC):
     refresh: int  # generated tokens after which it chooses again; 0: never
 
     def __init__(self, fields: Any) -> None:
-        self.refresh = fields.draft_kv_refresh
+        self.refresh = fields.draft_kv_refresh or 0
 
     @abstractmethod
     def score(self, observation: Observation) -> torch.Tensor:
@@ -81,3 +81,14 @@ class TokenPolicy(ABC):
 
         Scores of positions that are in view anyway, or not valid, are ignored.
         """
+
+
+class VerifyTopK:
+    """Pages that the verification's own queries want, per layer; see `verification.py`.
+
+    Args:
+        fields: the speculative configuration (`config.MagicDecFields`).
+    """
+
+    def __init__(self, fields: Any) -> None:
+        self.refresh = fields.draft_kv_refresh or 1  # rounds after which pages are chosen again

@@ -23,8 +23,8 @@ class SnapKV(TokenPolicy):
     def score(self, observation: Observation) -> torch.Tensor:
         """Softmax over the whole context, causal in the window; summed over the window's queries and the
         query heads of each KV head; pooled over neighbours before the window."""
-        window, num_heads, size = observation.queries.shape
-        num_kv_heads, num_tokens, _ = observation.keys.shape
+        window = observation.window
+        num_kv_heads, num_tokens, size = observation.keys.shape
         places = torch.arange(num_tokens, device=observation.keys.device)
         own = observation.length - window + torch.arange(window, device=places.device)
         hidden = places > own.unsqueeze(1)  # [window, num_tokens]

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the KV cache must look like for a view to be valid."""
 
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
 from vllm_magicdec.config import METHOD, MagicDecConfigError
 
 
-def require_one_full_attention_group(kv_cache_config: KVCacheConfig) -> KVCacheGroupSpec:
-    """The cache's only group; caches that free or share pages in a way that a view does not know are refused.
+def require_one_full_attention_group(kv_cache_config: KVCacheConfig) -> None:
+    """Refuse caches that free or share pages in a way that a view does not know.
 
     Raises:
         MagicDecConfigError: with the reason and the way out.
@@ -19,4 +19,3 @@ def require_one_full_attention_group(kv_cache_config: KVCacheConfig) -> KVCacheG
             f"{METHOD} needs every layer's KV cache in one group of full-attention pages, but this model "
             f"has {len(groups)} group(s) ({kinds}); try --disable-hybrid-kv-cache-manager"
         )
-    return groups[0]

@@ -15,12 +15,12 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
-from vllm_magicdec.attention.switch import observed_metadata, token_metadata
+from vllm_magicdec.attention.switch import layer_page_metadata, observed_metadata, token_metadata
 from vllm_magicdec.drafting import Drafter
 from vllm_magicdec.runners import cpu_sampling
 from vllm_magicdec.runners.kv_cache import require_one_full_attention_group
 from vllm_magicdec.selecting import LayerObserver
-from vllm_magicdec.view import PAD_SLOT, Batch, DraftStep, PageView
+from vllm_magicdec.view import PAD_SLOT, Batch, DraftStep, LayerPageView, PageView, TokenView
 
 
 class MagicDecProposer(DraftModelProposer):
@@ -53,9 +53,9 @@ class MagicDecProposer(DraftModelProposer):
         self, kv_cache_config: KVCacheConfig, kernel_block_sizes: list[int] | None = None
     ) -> None:
         """Called once the KV cache is laid out."""
-        group = require_one_full_attention_group(kv_cache_config)
+        require_one_full_attention_group(kv_cache_config)
         super().initialize_attn_backend(kv_cache_config, kernel_block_sizes)
-        self._drafter = Drafter(self.vllm_config, group, self.block_size, self.device)
+        self._drafter = Drafter(self.vllm_config, kv_cache_config, self.block_size, self.device)
 
     def dummy_run(self, *args: Any, **kwargs: Any) -> None:
         """Nothing to warm up or capture: the target's own dummy run has done this model's."""
@@ -126,16 +126,20 @@ class MagicDecProposer(DraftModelProposer):
     def draft_forward(self, tokens: torch.Tensor, step: DraftStep) -> torch.Tensor:
         """See `drafting.Runner`."""
         assert self._common is not None and self._drafter is not None
-        if isinstance(step.view, PageView):
+        view = step.view
+        attn_metadata: dict[str, Any]
+        if isinstance(view, TokenView):
+            attn_metadata = token_metadata(self._drafter.layer_names, view)
+        else:
             common = self._common.replace(
-                seq_lens=step.view.seq_lens,
-                max_seq_len=step.view.max_seq_len,
-                block_table_tensor=step.view.block_table,
+                seq_lens=view.seq_lens,
+                max_seq_len=view.max_seq_len,
+                block_table_tensor=view.block_table if isinstance(view, PageView) else view.block_tables[0],
                 slot_mapping=step.slots,
             )
             _, attn_metadata = self.build_per_group_and_layer_attn_metadata(common, draft_index=step.index)
-        else:
-            attn_metadata = token_metadata(self._drafter.layer_names, step.view)
+            if isinstance(view, LayerPageView):
+                attn_metadata = layer_page_metadata(attn_metadata, self._drafter.layer_names, view)
         return self._forward(tokens, step.positions, step.slots, attn_metadata)
 
     def observe(self, indices: Sequence[int], window: int, observer: LayerObserver) -> None:

@@ -14,11 +14,11 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 from vllm.v1.worker.gpu.states import RequestState
 
-from vllm_magicdec.attention.switch import observed_metadata, token_metadata
+from vllm_magicdec.attention.switch import layer_page_metadata, observed_metadata, token_metadata
 from vllm_magicdec.drafting import Drafter
 from vllm_magicdec.runners.kv_cache import require_one_full_attention_group
 from vllm_magicdec.selecting import LayerObserver
-from vllm_magicdec.view import PAD_SLOT, Batch, DraftStep, PageView
+from vllm_magicdec.view import PAD_SLOT, Batch, DraftStep, LayerPageView, PageView, TokenView
 
 
 class MagicDecSpeculator(StandaloneARSpeculator):
@@ -49,11 +49,11 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         target_attn_groups: Any,
     ) -> None:
         """Called once the KV cache is laid out."""
-        group = require_one_full_attention_group(kv_cache_config)
+        require_one_full_attention_group(kv_cache_config)
         super().set_attn(
             model_state, kv_cache_config, block_tables, target_input_buffers, target_attn_groups
         )
-        self._drafter = Drafter(self.vllm_config, group, block_tables.block_sizes[0], self.device)
+        self._drafter = Drafter(self.vllm_config, kv_cache_config, block_tables.block_sizes[0], self.device)
         self._query_start_loc_cpu = torch.arange(self.max_num_reqs + 1, dtype=torch.int32)
 
     @torch.inference_mode()
@@ -110,20 +110,24 @@ class MagicDecSpeculator(StandaloneARSpeculator):
 
     def draft_forward(self, tokens: torch.Tensor, step: DraftStep) -> torch.Tensor:
         """See `drafting.Runner`."""
-        if isinstance(step.view, PageView):
+        view = step.view
+        attn_metadata: dict[str, Any]
+        if isinstance(view, TokenView):
+            attn_metadata = token_metadata(self._drafter.layer_names, view)
+        else:
             num_reqs = tokens.shape[0]
             attn_metadata = self._page_metadata(
                 query_start_loc=self.arange_gpu[: num_reqs + 1],
                 query_start_loc_cpu=self._query_start_loc_cpu[: num_reqs + 1],
                 max_query_len=1,
-                seq_lens=step.view.seq_lens,
-                max_seq_len=step.view.max_seq_len,
-                block_table=step.view.block_table,
+                seq_lens=view.seq_lens,
+                max_seq_len=view.max_seq_len,
+                block_table=view.block_table if isinstance(view, PageView) else view.block_tables[0],
                 slots=step.slots,
                 positions=step.positions,
             )
-        else:
-            attn_metadata = token_metadata(self._drafter.layer_names, step.view)
+            if isinstance(view, LayerPageView):
+                attn_metadata = layer_page_metadata(attn_metadata, self._drafter.layer_names, view)
         return self._forward(tokens, step.positions, step.slots, attn_metadata)
 
     def observe(self, indices: Sequence[int], window: int, observer: LayerObserver) -> None:

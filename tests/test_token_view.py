@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Token views against a naive reference: which positions a step sees, and through which slots."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import slot_of, token_positions
+
+from vllm_magicdec.token_view import RequestRows, Selections, TokenBudget, TokenViews
+from vllm_magicdec.view import PAD_SLOT, Batch, DraftSlots
+
+CPU = torch.device("cpu")
+NUM_LAYERS, NUM_KV_HEADS = 2, 3
+
+
+def make_batch(req_ids, block_table, context_lens) -> Batch:
+    lens = torch.tensor(context_lens)
+    num_reqs = len(context_lens)
+    return Batch(
+        req_ids=req_ids,
+        tokens=torch.zeros(num_reqs, dtype=torch.int32),
+        block_table=block_table,
+        context_lens=lens,
+        observable_lens=lens,
+        known_lens=context_lens,
+        is_prefilling=[False] * num_reqs,
+        is_first=[False] * num_reqs,
+    )
+
+
+@st.composite
+def rounds(draw):
+    page_size = draw(st.sampled_from([1, 4, 16]))
+    model_len = draw(st.integers(64, 400))
+    num_steps = draw(st.integers(1, 9))
+    sink = draw(st.integers(0, 20))
+    window = draw(st.integers(1, 12))
+    least = min(sink + max(window, num_steps) + 1, model_len)
+    budget = TokenBudget.from_fields(
+        budget=draw(st.integers(least, model_len)),
+        min_budget=256,
+        sink=sink,
+        window=window,
+        num_speculative_tokens=num_steps,
+        max_model_len=model_len,
+    )
+    requests = []
+    for _ in range(draw(st.integers(1, 4))):
+        context_len = draw(st.integers(1, model_len))
+        selected_at = draw(st.integers(0, context_len))  # 0: nothing was selected
+        requests.append((context_len, selected_at))
+    return page_size, model_len, num_steps, window, budget, requests
+
+
+@settings(max_examples=200, deadline=None)
+@given(rounds(), st.integers(0, 2**31))
+def test_every_step_sees_selection_sinks_and_recent_tokens(case, seed):
+    page_size, model_len, num_steps, window, budget, requests = case
+    generator = torch.Generator().manual_seed(seed)
+    num_reqs, max_blocks = len(requests), -(-model_len // page_size)
+    blocks = torch.randperm(num_reqs * max_blocks, generator=generator)
+    block_table = blocks.view(num_reqs, max_blocks).to(torch.int32)
+    req_ids = [f"request {i}" for i in range(num_reqs)]
+    geometry = dict(page_size=page_size, max_num_reqs=num_reqs + 1, max_num_steps=num_steps)
+    selections = Selections(
+        num_layers=NUM_LAYERS,
+        num_kv_heads=NUM_KV_HEADS,
+        max_num_reqs=num_reqs + 1,
+        max_selected=budget.max_selected,
+        device=CPU,
+    )
+    selections.begin_round(req_ids)
+    chosen = {}
+    for index, (req_id, (_, selected_at)) in enumerate(zip(req_ids, requests, strict=True)):
+        end = max(0, selected_at - window)
+        count = min(max(0, end - budget.sink), budget.max_selected)
+        row = selections.rows([req_id])
+        for layer in range(NUM_LAYERS):
+            for head in range(NUM_KV_HEADS):
+                order = torch.randperm(max(0, end - budget.sink), generator=generator)[:count] + budget.sink
+                selections.positions[row, layer, head, :count] = order.to(torch.int32)
+                chosen[index, layer, head] = order.tolist()
+        selections.set([req_id], [selected_at], torch.tensor([count]), torch.tensor([end]))
+
+    views = TokenViews(
+        selections,
+        budget,
+        DraftSlots(**geometry, max_model_len=model_len, device=CPU),
+        **geometry,
+    )
+    batch = make_batch(req_ids, block_table, [context_len for context_len, _ in requests])
+    for step in views.prepare(batch, num_steps):
+        for index, (context_len, selected_at) in enumerate(requests):
+            own = block_table[index].tolist()
+            length = int(step.view.lens[index])
+            assert 1 <= length <= budget.max_tokens
+            for layer in range(NUM_LAYERS):
+                for head in range(NUM_KV_HEADS):
+                    expected = token_positions(
+                        chosen=chosen[index, layer, head],
+                        chosen_until=max(0, selected_at - window),
+                        context_len=context_len,
+                        step=step.index,
+                        num_steps=num_steps,
+                        sink=budget.sink,
+                        budget=budget.max_tokens,
+                        model_len=model_len,
+                    )
+                    seen = step.view.slots[layer, index, head, :length].tolist()
+                    assert sorted(seen) == sorted(slot_of(p, own, page_size) for p in expected)
+            position = context_len + step.index
+            is_inside = position < model_len
+            assert int(step.slots[index]) == (slot_of(position, own, page_size) if is_inside else PAD_SLOT)
+
+
+def test_index_memory_of_an_8b_model_is_small():
+    """32 layers, 8 KV heads, 64 requests, budget 512: below 300 MB."""
+    budget = TokenBudget.from_fields(
+        budget=512, min_budget=256, sink=16, window=32, num_speculative_tokens=4, max_model_len=131072
+    )
+    meta = torch.device("meta")
+    geometry = dict(page_size=16, max_num_reqs=64, max_num_steps=4)
+    selections = Selections(
+        num_layers=32, num_kv_heads=8, max_num_reqs=64, max_selected=budget.max_selected, device=meta
+    )
+    slots = DraftSlots(**geometry, max_model_len=131072, device=meta)
+    assert TokenViews(selections, budget, slots, **geometry).index_bytes < 300e6
+
+
+def test_rows_of_requests_that_are_gone_go_to_new_ones():
+    rows = RequestRows(3, CPU)
+    first = rows.add(["a", "b", "c"])
+    assert sorted(first) == [0, 1, 2]
+    assert rows.add(["a", "b"]) == []
+    kept = rows.of(["b"]).tolist()
+    (taken,) = rows.add(["b", "d"])
+    assert rows.of(["b"]).tolist() == kept
+    assert taken not in kept
+    assert "a" not in rows
+
+
+@pytest.mark.parametrize(
+    ("budget", "sentence"),
+    [
+        (48, "draft_kv_budget=48 cannot hold 16 sinks and a window of 32 tokens; use at least 49"),
+        (0.1, "draft_kv_min_budget=40 cannot hold"),
+    ],
+)
+def test_budgets_too_small_say_what_to_type(budget, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        TokenBudget.from_fields(
+            budget=budget,
+            min_budget=40,
+            sink=16,
+            window=32,
+            num_speculative_tokens=4,
+            max_model_len=4096,
+        )

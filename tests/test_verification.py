@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Verification-guided pages against a naive reference, over a small cache that is really paged."""
+
+import math
+from types import SimpleNamespace
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import slot_of
+from test_token_view import make_batch
+
+from vllm_magicdec.attention import KVRows
+from vllm_magicdec.verification import PageSummaries, Verification, VerificationViews
+from vllm_magicdec.view import DraftSlots, PageBudget
+
+CPU = torch.device("cpu")
+PAGE, NUM_LAYERS, NUM_KV_HEADS, GROUP, SIZE = 4, 2, 2, 2, 8
+MODEL_LEN, NUM_BLOCKS, GAMMA = 400, 250, 3
+SCALE = SIZE**-0.5
+
+
+class Scene:
+    """Two requests in a random cache, and a verification of their last positions."""
+
+    def __init__(self, seed: int, context_lens: list[int], max_pages: int) -> None:
+        self.rng = torch.Generator().manual_seed(seed)
+        self.context_lens = context_lens
+        num_reqs, max_blocks = len(context_lens), MODEL_LEN // PAGE
+        blocks = torch.randperm(NUM_BLOCKS, generator=self.rng)[: num_reqs * max_blocks]
+        self.block_table = blocks.view(num_reqs, max_blocks).to(torch.int32)
+        shape = (NUM_LAYERS, NUM_BLOCKS, NUM_KV_HEADS, PAGE, 2 * SIZE)
+        self.cache = torch.randn(shape, generator=self.rng)
+        self.verification = Verification(
+            num_layers=NUM_LAYERS, max_num_reqs=num_reqs, num_queries=GAMMA + 1, device=CPU
+        )
+        self.summaries = PageSummaries(
+            num_layers=NUM_LAYERS,
+            num_blocks=NUM_BLOCKS,
+            num_kv_heads=NUM_KV_HEADS,
+            head_size=SIZE,
+            dtype=torch.float32,
+            device=CPU,
+        )
+        geometry = dict(page_size=PAGE, max_num_reqs=num_reqs, max_num_steps=GAMMA)
+        self.budget = PageBudget(page_size=PAGE, sink_pages=1, min_pages=max_pages, max_pages=max_pages)
+        self.views = VerificationViews(
+            self.budget,
+            self.verification,
+            self.summaries,
+            DraftSlots(**geometry, max_model_len=MODEL_LEN, device=CPU),
+            refresh=1,
+            max_num_reqs=num_reqs,
+            max_num_steps=GAMMA,
+        )
+
+    def verify(self, num_rejected: list[int]) -> torch.Tensor:
+        """The target's pass over GAMMA + 1 positions of each request; returns its queries by layer."""
+        num_reqs = len(self.context_lens)
+        starts = torch.arange(num_reqs + 1, dtype=torch.int32) * (GAMMA + 1)
+        lens = torch.tensor(self.context_lens) + torch.tensor(num_rejected)
+        metadata = SimpleNamespace(query_start_loc=starts, seq_lens=lens.int())
+        shape = (NUM_LAYERS, num_reqs * (GAMMA + 1), NUM_KV_HEADS * GROUP, SIZE)
+        queries = 3 * torch.randn(shape, generator=self.rng)
+        for layer in range(NUM_LAYERS):
+            rows = KVRows.of(self.cache[layer], "FLASH_ATTN")
+            self.verification.record(layer, queries[layer], metadata, rows, SCALE, 0.0)
+        return queries.view(NUM_LAYERS, num_reqs, GAMMA + 1, NUM_KV_HEADS, GROUP, SIZE)
+
+    def steps(self) -> list:
+        req_ids = [str(i) for i in range(len(self.context_lens))]
+        return list(self.views.prepare(make_batch(req_ids, self.block_table, self.context_lens), GAMMA))
+
+    def keys(self, layer: int, request: int, page: int) -> torch.Tensor:
+        """Verified keys of a page, [num_kv_heads, tokens, size]."""
+        block = int(self.block_table[request, page])
+        count = min(PAGE, self.context_lens[request] - page * PAGE)
+        return self.cache[layer, block, :, :count, :SIZE]
+
+    def page_scores(self, queries: torch.Tensor, layer: int, request: int, accepted: int) -> list[float]:
+        """A softmax over the pages' bounds, summed over accepted positions and heads."""
+        num_pages = math.ceil(self.context_lens[request] / PAGE)
+        scores = [0.0] * num_pages
+        for index in range(accepted):
+            for head in range(NUM_KV_HEADS):
+                for member in range(GROUP):
+                    query = queries[layer, request, index, head, member]
+                    bounds = []
+                    for page in range(num_pages):
+                        keys = self.keys(layer, request, page)[head]
+                        extremes = torch.maximum(query * keys.amin(0), query * keys.amax(0))
+                        bounds.append(extremes.sum() * SCALE)
+                    for page, share in enumerate(torch.stack(bounds).softmax(0).tolist()):
+                        scores[page] += share
+        return scores
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.integers(8, 150), min_size=1, max_size=2),
+    st.integers(15, 20),
+    st.integers(0, 2**31),
+    st.data(),
+)
+def test_the_view_holds_sinks_recent_pages_and_the_best_of_the_others(context_lens, max_pages, seed, data):
+    scene = Scene(seed, context_lens, max_pages)
+    num_rejected = [data.draw(st.integers(0, GAMMA)) for _ in context_lens]
+    queries = scene.verify(num_rejected)
+    steps = scene.steps()
+    num_recent = scene.views._num_recent
+    for request, context_len in enumerate(context_lens):
+        last_page = (context_len + GAMMA - 1) // PAGE
+        own = scene.block_table[request].tolist()
+        for layer in range(NUM_LAYERS):
+            if last_page + 1 <= max_pages:
+                expected = set(range(last_page + 1))
+            else:
+                scores = scene.page_scores(queries, layer, request, GAMMA + 1 - num_rejected[request])
+                first_recent = last_page + 1 - num_recent
+                middle = sorted(range(1, first_recent), key=lambda page: -scores[page])
+                chosen = middle[: max_pages - 1 - num_recent]
+                expected = {0, *chosen, *range(first_recent, last_page + 1)}
+            for step in steps:
+                table = step.view.block_tables[layer, request].tolist()
+                length = int(step.view.seq_lens[request])
+                seen = {slot_of(p, table, PAGE) for p in range(length)}
+                position = context_len + step.index
+                wanted = {
+                    slot_of(p, own, PAGE)
+                    for page in expected
+                    for p in range(page * PAGE, page * PAGE + PAGE)
+                    if p <= position
+                }
+                assert seen == wanted
+
+
+def test_summaries_bound_every_logit_and_follow_a_page_to_its_next_owner():
+    scene = Scene(3, [120, 90], 16)
+    scene.verify([0, 0])
+    scene.steps()
+    for _ in range(2):
+        for layer in range(NUM_LAYERS):
+            query = torch.randn((2, NUM_KV_HEADS, 5, SIZE), generator=scene.rng)
+            bounds = scene.summaries.bounds(layer, query, scene.block_table[:, :22].long())
+            for request in range(2):
+                for page in range(22):
+                    keys = scene.keys(layer, request, page)
+                    logits = query[request] @ keys.transpose(1, 2)
+                    assert (logits.amax(-1) <= bounds[request, ..., page] + 1e-4).all()
+        # Other requests come to own the pages, with other keys in them.
+        scene.views._summarised.clear()
+        scene.cache.normal_(generator=scene.rng)
+        scene.verify([0, 0])
+        scene.steps()

@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The policy `verify-topk`: the verification's own queries choose the pages of the next round, per layer.
+
+The idea is that of SparseSpec's PillarAttn and of Vegas. Pages are scored by summaries of their keys, as in
+Quest (Tang et al. 2024, arXiv 2406.10774): with the element-wise minimum and maximum of a page's keys,
+`sum_d max(q_d * min_d, q_d * max_d)` bounds every logit of the page from above. A page's score is a softmax
+over these bounds, summed over the accepted positions of the round and over all query heads.
+
+Cost per layer and round: the summaries of a request's pages are read (2 / page_size of its keys), and the
+keys of the few pages that the round wrote to. A whole context is summarised when its request starts to
+decode. Summaries take 1 / page_size of the KV cache's memory.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from vllm_magicdec.attention import KVRows
+from vllm_magicdec.token_view import RequestRows
+from vllm_magicdec.view import Batch, DraftSlots, DraftStep, LayerPageView, PageBudget, ceil_div
+
+# Tokens before the drafted ones that are in view whatever their score.
+RECENT_TOKENS = 32
+
+
+class PageSummaries:
+    """Element-wise minimum and maximum of every page's keys, for all layers.
+
+    Entries belong to pages of the cache. A request summarises all of its pages before it reads any, so what
+    a page's former owner left behind is never seen.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_blocks: int,
+        num_kv_heads: int,
+        head_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        shape = (num_layers, num_blocks, num_kv_heads, head_size)
+        self.least = torch.zeros(shape, dtype=dtype, device=device)
+        self.greatest = torch.zeros(shape, dtype=dtype, device=device)
+
+    @property
+    def num_bytes(self) -> int:
+        return 2 * self.least.numel() * self.least.element_size()
+
+    def update(
+        self,
+        layer: int,
+        rows: KVRows,
+        blocks: torch.Tensor,  # [n] int64
+        num_verified: torch.Tensor,  # [n] int64, tokens of each page, at least 1
+    ) -> None:
+        """Summarise pages again."""
+        keys = rows.keys_by_page(blocks)
+        places = torch.arange(keys.shape[2], device=blocks.device)
+        # Tokens that are not verified count as their page's first.
+        is_verified = (places < num_verified[:, None])[:, None, :, None]
+        keys = torch.where(is_verified, keys, keys[:, :, :1])
+        self.least[layer, blocks] = keys.amin(2)
+        self.greatest[layer, blocks] = keys.amax(2)
+
+    def bounds(self, layer: int, queries: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+        """Upper bounds of logits, before scaling.
+
+        Args:
+            layer: its number.
+            queries: [num_reqs, num_kv_heads, num_queries, head_size] float32.
+            blocks: [num_reqs, num_pages] int64.
+
+        Returns:
+            [num_reqs, num_kv_heads, num_queries, num_pages] float32.
+        """
+        # [num_reqs, num_kv_heads, head_size, num_pages]
+        least = self.least[layer][blocks].permute(0, 2, 3, 1).float()
+        greatest = self.greatest[layer][blocks].permute(0, 2, 3, 1).float()
+        return queries.clamp(min=0) @ greatest + queries.clamp(max=0) @ least
+
+
+class Verification:
+    """The queries of the target's latest pass: those of the last positions of every request."""
+
+    def __init__(
+        self, *, num_layers: int, max_num_reqs: int, num_queries: int, device: torch.device
+    ) -> None:
+        self.num_queries = num_queries
+        self._num_layers = num_layers
+        self._max_num_reqs = max_num_reqs
+        self._from_end = torch.arange(-num_queries, 0, device=device)
+        self.positions = torch.zeros((max_num_reqs, num_queries), dtype=torch.int64, device=device)
+        self._places: torch.Tensor | None = None  # [num_reqs, num_queries], rows of the pass's queries
+        self._queries: torch.Tensor | None = None
+        self.caches: dict[int, tuple[KVRows, float, float]] = {}  # rows, scale and soft cap of each layer
+
+    def record(
+        self, layer: int, queries: torch.Tensor, metadata: Any, cache: KVRows, scale: float, soft_cap: float
+    ) -> None:
+        """Called in every layer of the target's pass; `queries` [num_tokens, num_heads, head_size]."""
+        if layer == 0:
+            starts = metadata.query_start_loc.long()
+            ends = starts[1:].unsqueeze(1)
+            places = torch.maximum(ends + self._from_end, starts[:-1].unsqueeze(1))
+            self._places = places[: self._max_num_reqs]
+            num_reqs = self._places.shape[0]
+            # Of a request with fewer queries the first one is there several times; once is enough.
+            wanted = metadata.seq_lens[:num_reqs].long().unsqueeze(1) + self._from_end
+            is_new = (ends + self._from_end)[:num_reqs] == self._places
+            self.positions[:num_reqs] = torch.where(is_new, wanted, torch.iinfo(torch.int64).max)
+        assert self._places is not None
+        if self._queries is None:
+            shape = (self._num_layers, self._max_num_reqs, self.num_queries, *queries.shape[1:])
+            self._queries = torch.zeros(shape, dtype=queries.dtype, device=queries.device)
+        self._queries[layer, : self._places.shape[0]] = queries[self._places]
+        self.caches[layer] = (cache, scale, soft_cap)
+
+    def queries(self, layer: int, num_reqs: int) -> torch.Tensor:
+        """[num_reqs, num_queries, num_heads, head_size]; `positions` says where in the request they are."""
+        assert self._queries is not None
+        return self._queries[layer, :num_reqs]
+
+
+class VerificationViews:
+    """Page views of one round, per layer, chosen from the queries of the verification before it.
+
+    Columns of a block table: [chosen pages | sinks | recent pages]. A context within the budget is seen
+    whole.
+
+    Args:
+        budget: in pages.
+        verification: what the target's pass recorded.
+        summaries: of the cache's pages.
+        draft_slots: where the drafted tokens go.
+        refresh: rounds after which pages are chosen again.
+    """
+
+    def __init__(
+        self,
+        budget: PageBudget,
+        verification: Verification,
+        summaries: PageSummaries,
+        draft_slots: DraftSlots,
+        *,
+        refresh: int,
+        max_num_reqs: int,
+        max_num_steps: int,
+    ) -> None:
+        device = summaries.least.device
+        self._budget = budget
+        self._verification = verification
+        self._summaries = summaries
+        self._draft_slots = draft_slots
+        self._refresh = refresh
+        self._num_layers = summaries.least.shape[0]
+        page = budget.page_size
+        # The drafted tokens may start anywhere in a page, so they may touch one page more.
+        self._num_touched = ceil_div(max_num_steps, page) + 1
+        self._num_recent = ceil_div(RECENT_TOKENS + max_num_steps, page) + 1
+        self._num_chosen = max(0, budget.max_pages - budget.sink_pages - self._num_recent)
+        self._columns = torch.arange(budget.max_pages, device=device)
+        self._seq_lens = torch.zeros((max_num_steps, max_num_reqs), dtype=torch.int32, device=device)
+        shape = (self._num_layers, max_num_reqs, budget.max_pages)
+        self._block_table = torch.zeros(shape, dtype=torch.int32, device=device)
+        shape = (max_num_reqs, self._num_layers, self._num_chosen)
+        self._chosen = torch.zeros(shape, dtype=torch.int64, device=device)  # pages within the request
+        self._has_chosen = torch.zeros(max_num_reqs, dtype=torch.bool, device=device)
+        self._rows = RequestRows(max_num_reqs, device)
+        self._summarised: set[str] = set()  # requests of the last round, all of whose pages are
+        self._round = 0
+
+    @property
+    def index_bytes(self) -> int:
+        """Device memory of the chosen pages and the block tables."""
+        return sum(t.numel() * t.element_size() for t in (self._chosen, self._block_table))
+
+    def prepare(self, batch: Batch, num_steps: int) -> Iterator[DraftStep]:
+        """See `view.Views`."""
+        num_reqs = batch.context_lens.shape[0]
+        positions = self._draft_slots.prepare(batch, num_steps)
+        last_pages = positions[-1] // self._budget.page_size
+        for row in self._rows.add(batch.req_ids):
+            self._has_chosen[row] = False
+        rows = self._rows.of(batch.req_ids)
+        is_new = self._summarise(batch)
+        if self._num_chosen and (is_new or self._round % self._refresh == 0):
+            self._choose(batch, rows, last_pages)
+        self._round += 1
+
+        total = last_pages + 1
+        is_crowded = (total > self._budget.max_pages) & self._has_chosen[rows]
+        counts = is_crowded * self._num_chosen
+        sinks = total.clamp(max=self._budget.sink_pages)
+        start = torch.maximum(sinks, total - (self._budget.max_pages - sinks - counts))
+        column = self._columns - counts.unsqueeze(1)  # negative: chosen
+        pages = torch.where(column < sinks.unsqueeze(1), column, column + (start - sinks).unsqueeze(1))
+        pages = torch.minimum(pages.clamp(min=0), last_pages.unsqueeze(1))
+        table = self._block_table[:, :num_reqs]
+        table[:] = batch.block_table.gather(1, pages)
+        if self._num_chosen:
+            chosen = torch.minimum(self._chosen[rows].flatten(1), last_pages.unsqueeze(1))
+            blocks = (
+                batch.block_table.gather(1, chosen).view(num_reqs, self._num_layers, -1).transpose(0, 1)
+            )
+            part = table[..., : self._num_chosen]
+            part[:] = torch.where(is_crowded[:, None], blocks, part)
+        skipped_tokens = (start - sinks - counts) * self._budget.page_size
+        self._seq_lens[:num_steps, :num_reqs] = positions + 1 - skipped_tokens
+        for index in range(num_steps):
+            yield DraftStep(
+                index=index,
+                positions=self._draft_slots.positions[index, :num_reqs],
+                slots=self._draft_slots.slots[index, :num_reqs],
+                view=LayerPageView(
+                    seq_lens=self._seq_lens[index, :num_reqs],
+                    block_tables=table,
+                    max_seq_len=self._budget.max_pages * self._budget.page_size,
+                ),
+            )
+
+    def _summarise(self, batch: Batch) -> bool:
+        """Bring the summaries up to date; returns whether a request has begun to decode."""
+        page = self._budget.page_size
+        last = (batch.context_lens - 1) // page
+        touched = torch.arange(-self._num_touched + 1, 1, device=last.device)
+        pages = (last.unsqueeze(1) + touched).clamp(min=0)
+        blocks = batch.block_table.gather(1, pages).long().flatten()
+        num_verified = (batch.context_lens.unsqueeze(1) - pages * page).clamp(max=page).flatten()
+        decoding = {
+            req_id
+            for req_id, is_prefilling in zip(batch.req_ids, batch.is_prefilling, strict=True)
+            if not is_prefilling
+        }
+        # Absent from the last round: new, or preempted and back, perhaps on other pages.
+        new = [i for i, req_id in enumerate(batch.req_ids) if req_id in decoding - self._summarised]
+        self._summarised = decoding
+        for layer, (cache, _, _) in self._verification.caches.items():
+            for index in new:
+                num_pages = int(batch.known_lens[index]) // page
+                if num_pages:
+                    own = batch.block_table[index, :num_pages].long()
+                    self._summaries.update(layer, cache, own, torch.full_like(own, page))
+            self._summaries.update(layer, cache, blocks, num_verified)
+        return bool(new)
+
+    def _choose(self, batch: Batch, rows: torch.Tensor, last_pages: torch.Tensor) -> None:
+        num_reqs = batch.context_lens.shape[0]
+        num_pages = ceil_div(max(int(n) for n in batch.known_lens) + 1, self._budget.page_size)
+        num_pages = min(max(num_pages, self._num_chosen), batch.block_table.shape[1])
+        blocks = batch.block_table[:, :num_pages].long()
+        places = torch.arange(num_pages, device=blocks.device)
+        last_verified = (batch.context_lens - 1) // self._budget.page_size
+        is_beyond = (places > last_verified.unsqueeze(1))[:, None, None]
+        end = (last_pages + 1 - self._num_recent).unsqueeze(1)
+        is_fixed = (places < self._budget.sink_pages) | (places >= end)
+        is_rejected = self._verification.positions[:num_reqs] >= batch.context_lens.unsqueeze(1)
+        for layer, (cache, scale, soft_cap) in self._verification.caches.items():
+            queries = self._verification.queries(layer, num_reqs).float()
+            queries = queries.masked_fill(is_rejected[:, :, None, None], 0.0)
+            # [num_reqs, num_kv_heads, queries x group, head_size]
+            grouped = queries.unflatten(2, (cache.num_kv_heads, -1)).transpose(1, 2).flatten(2, 3)
+            logits = self._summaries.bounds(layer, grouped, blocks) * scale
+            if soft_cap:
+                logits = soft_cap * torch.tanh(logits / soft_cap)
+            scores = logits.masked_fill_(is_beyond, float("-inf")).softmax(-1)
+            group = scores.shape[2] // self._verification.num_queries
+            counted = ~is_rejected.repeat_interleave(group, 1)
+            scores = (scores * counted[:, None, :, None]).sum((1, 2)).masked_fill_(is_fixed, -1.0)
+            self._chosen[rows, layer] = scores.topk(self._num_chosen).indices
+        self._has_chosen[rows] = True
