@@ -94,7 +94,7 @@ def install_timers(worker: Any) -> None:
 
         __call__ = staticmethod(timed("forward", drafter.model))
 
-        def __getattr__(self, name: str, model: Any = drafter.model) -> Any:
+        def __getattr__(self, name, model=drafter.model):  # without types: a class body is sent without them
             return getattr(model, name)
 
     drafter.propose = timed("propose", drafter.propose)

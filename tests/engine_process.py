@@ -123,13 +123,10 @@ def _latest_selection(worker: Any) -> dict[str, Any]:
 
 
 def _break_drafting(worker: Any) -> None:
-    class BrokenPolicy:
-        max_pages = 1
+    def choose_pages(context_lens, last_pages):
+        raise RuntimeError("broken on purpose")
 
-        def choose_pages(self, context_lens: Any, last_pages: Any) -> Any:
-            raise RuntimeError("broken on purpose")
-
-    _draft_of(worker)._drafter._views._policy = BrokenPolicy()
+    _draft_of(worker)._drafter._views._policy.choose_pages = choose_pages
 
 
 def _ignore_draft_probs(worker: Any) -> None:

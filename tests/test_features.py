@@ -52,9 +52,10 @@ def plain_features(feature_prompts):
     return dict(zip(SAMPLING, run_all(feature_prompts).results[0], strict=True))
 
 
-@pytest.fixture(scope="module")
-def magicdec_features(feature_prompts):
-    run = run_all(feature_prompts, speculative_config=SPEC)
+@pytest.fixture(scope="module", params=["streamingllm", "snapkv", "verify-topk"])
+def magicdec_features(feature_prompts, request):
+    spec = magicdec(4, draft_kv_budget=256, draft_kv_policy=request.param)
+    run = run_all(feature_prompts, speculative_config=spec)
     assert run.accepted > 0
     return dict(zip(SAMPLING, run.results[0], strict=True))
 

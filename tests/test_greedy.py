@@ -18,24 +18,29 @@ SCHEDULES = {
 BUDGETS = [64, 256, MODEL_LEN]
 GAMMAS = [1, 4, 8]
 CASES = [
-    (budget, gamma, list(SCHEDULES)[(b + g) % 3])
+    ("streamingllm", budget, gamma, list(SCHEDULES)[(b + g) % 3])
     for b, budget in enumerate(BUDGETS)
     for g, gamma in enumerate(GAMMAS)
 ]
+CASES += [
+    (policy, *case)
+    for policy in ("snapkv", "verify-topk")
+    for case in ((128, 8, "whole prompts"), (256, 4, "preemption"), (MODEL_LEN, 4, "chunked prefill"))
+]
 
 
-@pytest.mark.parametrize(("budget", "gamma", "schedule"), CASES)
-def test_greedy_output_is_unchanged(mixed_prompts, plain, budget, gamma, schedule):
+@pytest.mark.parametrize(("policy", "budget", "gamma", "schedule"), CASES)
+def test_greedy_output_is_unchanged(mixed_prompts, plain, policy, budget, gamma, schedule):
     batch = {"prompts": mixed_prompts, "sampling": GREEDY}
     longest_first = sorted(range(len(mixed_prompts)), key=lambda i: -len(mixed_prompts[i]))[:8]
     again = {"prompts": [mixed_prompts[i] for i in longest_first], "sampling": GREEDY}
     run = engines.run(
         [("generate", {"batches": [batch, again]})],
         max_num_seqs=16,
-        speculative_config=magicdec(gamma, draft_kv_budget=budget),
+        speculative_config=magicdec(gamma, draft_kv_policy=policy, draft_kv_budget=budget),
         **SCHEDULES[schedule],
     )
-    what = f"budget {budget}, gamma {gamma}, {schedule}"
+    what = f"{policy}, budget {budget}, gamma {gamma}, {schedule}"
     first, second = run.results[0]
     assert_same_tokens(plain, first, what)
     # Prefix caching: the same prompts again, from the cache.
@@ -51,8 +56,17 @@ def test_greedy_output_is_unchanged(mixed_prompts, plain, budget, gamma, schedul
         assert run.accepted == run.drafted, "a view of the whole context drafts what the target decodes"
 
 
-@pytest.mark.parametrize(("budget", "gamma"), [(64, 4), (MODEL_LEN, 8)])
-def test_greedy_output_is_unchanged_on_the_v2_runner(mixed_prompts, plain, budget, gamma):
+@pytest.mark.parametrize(
+    ("policy", "budget", "gamma"),
+    [
+        ("streamingllm", 64, 4),
+        ("streamingllm", MODEL_LEN, 8),
+        ("snapkv", 128, 4),
+        ("verify-topk", 256, 4),
+        ("verify-topk", MODEL_LEN, 3),
+    ],
+)
+def test_greedy_output_is_unchanged_on_the_v2_runner(mixed_prompts, plain, policy, budget, gamma):
     chosen = [i for i, prompt in enumerate(mixed_prompts) if len(prompt) < 1500][:8]
     run = engines.generate(
         [mixed_prompts[i] for i in chosen],
@@ -61,18 +75,18 @@ def test_greedy_output_is_unchanged_on_the_v2_runner(mixed_prompts, plain, budge
         max_num_seqs=4,
         max_num_batched_tokens=512,
         num_gpu_blocks_override=257,
-        speculative_config=magicdec(gamma, draft_kv_budget=budget),
+        speculative_config=magicdec(gamma, draft_kv_policy=policy, draft_kv_budget=budget),
     )
     assert run.v2_runner
     expected = [_first_tokens(plain[i], 24) for i in chosen]
-    assert_same_tokens(expected, run.results[0][0], f"V2 runner, budget {budget}, gamma {gamma}")
+    assert_same_tokens(expected, run.results[0][0], f"V2 runner, {policy}, budget {budget}, gamma {gamma}")
     assert run.draft_failures == 0
     if budget == MODEL_LEN:
         assert run.accepted == run.drafted > 0
 
 
-@pytest.mark.parametrize("gamma", [2, 16])
-def test_requests_may_reach_the_model_length_in_the_middle_of_a_draft(gamma):
+@pytest.mark.parametrize(("gamma", "policy"), [(2, "snapkv"), (16, "streamingllm"), (16, "verify-topk")])
+def test_requests_may_reach_the_model_length_in_the_middle_of_a_draft(gamma, policy):
     """Every distance from the model's end, so that a draft crosses it at every step."""
     model_len = 256
     lengths = range(model_len - 20, model_len)
@@ -80,14 +94,14 @@ def test_requests_may_reach_the_model_length_in_the_middle_of_a_draft(gamma):
     sampling = {**GREEDY, "max_tokens": 64}
     engine = {"max_model_len": model_len, "max_num_seqs": 8}
     truth = engines.generate(prompts, sampling, **engine)
-    run = engines.generate(
-        prompts, sampling, speculative_config=magicdec(gamma, draft_kv_budget=64), **engine
-    )
+    spec = magicdec(gamma, draft_kv_policy=policy, draft_kv_budget=128)
+    run = engines.generate(prompts, sampling, speculative_config=spec, **engine)
     assert_same_tokens(truth.results[0][0], run.results[0][0], f"model length {model_len}, gamma {gamma}")
     assert {r["completions"][0]["finish_reason"] for r in run.results[0][0]} == {"length"}
 
 
-def test_greedy_output_is_unchanged_with_tensor_parallel_2(mixed_prompts, plain):
+@pytest.mark.parametrize("policy", ["streamingllm", "snapkv"])
+def test_greedy_output_is_unchanged_with_tensor_parallel_2(mixed_prompts, plain, policy):
     chosen = [i for i, prompt in enumerate(mixed_prompts) if len(prompt) < 2000][:16]
     run = engines.generate(
         [mixed_prompts[i] for i in chosen],
@@ -96,9 +110,9 @@ def test_greedy_output_is_unchanged_with_tensor_parallel_2(mixed_prompts, plain)
         tensor_parallel_size=2,
         distributed_executor_backend="mp",
         max_num_seqs=8,
-        speculative_config=magicdec(4, draft_kv_budget=128),
+        speculative_config=magicdec(4, draft_kv_policy=policy, draft_kv_budget=128),
     )
-    assert_same_tokens([plain[i] for i in chosen], run.results[0][0], "tensor parallel 2")
+    assert_same_tokens([plain[i] for i in chosen], run.results[0][0], f"tensor parallel 2, {policy}")
     assert run.accepted > 0
 
 

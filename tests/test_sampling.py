@@ -27,6 +27,7 @@ PROMPT = [(7 * i * i + 3 * i) % 16 for i in range(200)]
 DRAFTS = {
     "greedy draft": {"draft_sample_method": "greedy"},
     "probabilistic draft": {"draft_sample_method": "probabilistic"},
+    "snapkv": {"draft_sample_method": "probabilistic", "draft_kv_policy": "snapkv"},
 }
 
 

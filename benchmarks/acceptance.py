@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much of its draft each policy gets accepted, by budget: `python benchmarks/acceptance.py --help`.
+
+Two workloads, greedy, on the shipped model: going on with long documents, and answering recall questions
+(tiny-llama/recall.py), whose answer is one fact thousands of tokens back. Every engine drafts `--gamma`
+tokens; acceptance by position comes from vLLM's own counters, and the acceptance length at a smaller gamma
+is 1 + the sum of the rates up to it. The oracle is no policy: its drafts attend to the `budget` tokens of
+the whole context that each query itself weighs most, per layer and KV head.
+"""
+
+import argparse
+import json
+import os
+import random
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from decode import PAGE, TINY_LLAMA
+from documents import excerpts, read_text
+from machine import describe_machine
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(TINY_LLAMA))
+
+console = Console(highlight=False, soft_wrap=True)
+ORACLE = "oracle"
+POLICIES = ("streamingllm", "snapkv", "verify-topk", ORACLE)
+ANSWER_TOKENS = 4  # digits; the first comes out of the prefill, a line break follows
+SETTINGS = ("context", "documents", "requests", "questions", "tokens", "gamma", "distances")
+
+
+@dataclass(frozen=True)
+class Counts:
+    """vLLM's counters of one workload."""
+
+    rounds: int
+    accepted_by_position: list[int]
+
+    @property
+    def rates(self) -> list[float]:
+        """Share of rounds in which the draft at each position was accepted."""
+        return [accepted / self.rounds for accepted in self.accepted_by_position]
+
+    def acceptance_length(self, gamma: int) -> float:
+        """Tokens per round with `gamma` drafts."""
+        return 1 + sum(self.rates[:gamma])
+
+
+@dataclass(frozen=True)
+class Result:
+    """One policy at one budget."""
+
+    policy: str
+    budget: int
+    documents: Counts
+    recall: Counts
+    answers: int  # asked
+    right: int  # answered correctly, by the target
+
+
+def install_oracle(worker: Any, budget: int) -> None:
+    """Let draft attention keep only the tokens that its own queries weigh most."""
+    import torch
+
+    from vllm_magicdec.attention import switch
+
+    def attend(query: Any, rows: Any, slots: Any, lens: Any, *, scale: float, soft_cap: float) -> Any:
+        num_reqs, num_heads, size = query.shape
+        keys, values = rows.gather(slots)
+        grouped = query.view(num_reqs, rows.num_kv_heads, -1, size).float()
+        logits = grouped @ keys.float().transpose(2, 3) * scale
+        is_past_end = torch.arange(slots.shape[-1]) >= lens.unsqueeze(1)
+        weights = logits.masked_fill_(is_past_end[:, None, None], float("-inf")).softmax(-1)
+        best = weights.sum(2, keepdim=True).topk(min(budget, weights.shape[-1]), -1).indices
+        kept = torch.zeros_like(weights[:, :, :1]).scatter_(-1, best, 1.0)
+        weights = weights * kept
+        attended = (weights / weights.sum(-1, keepdim=True)) @ values.float()
+        return attended.view(num_reqs, num_heads, size).to(query.dtype)
+
+    switch.attend = attend
+
+
+def measure(policy: str, budget: int, args: argparse.Namespace) -> Result:
+    """Run one engine; called in a process of its own."""
+    from recall import is_answered, make_episode
+    from vllm import LLM, SamplingParams
+
+    is_oracle = policy == ORACLE
+    model_len = args.context + args.tokens + 2 * PAGE
+    llm = LLM(
+        model=str(TINY_LLAMA),
+        dtype="float32",
+        block_size=PAGE,
+        max_num_seqs=4,
+        max_model_len=model_len,
+        enforce_eager=True,
+        disable_log_stats=False,
+        speculative_config={
+            "method": "magicdec-self",
+            "num_speculative_tokens": args.gamma,
+            # The oracle chooses for itself, out of everything.
+            "draft_kv_policy": "snapkv" if is_oracle else policy,
+            "draft_kv_budget": model_len if is_oracle else budget,
+        },
+    )
+    if is_oracle:
+        llm.collective_rpc(install_oracle, args=(budget,))
+    tokenizer = llm.get_tokenizer()
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    def run(prompts: list[list[int]], num_tokens: int) -> tuple[Counts, list[str]]:
+        before = read_counts(llm)
+        sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False)
+        after = read_counts(llm)
+        accepted = zip(after.accepted_by_position, before.accepted_by_position, strict=True)
+        counts = Counts(after.rounds - before.rounds, [a - b for a, b in accepted])
+        return counts, [output.outputs[0].text for output in outputs]
+
+    documents, _ = run(excerpts(encode, args.requests, args.context, args.documents), args.tokens)
+    lines = read_text(args.documents).splitlines(keepends=True)
+    rng = random.Random(0)
+    episodes = [
+        make_episode(rng, lambda text: len(encode(text)), lines, args.distances[i % len(args.distances)])
+        for i in range(args.questions)
+    ]
+    prompts = [[tokenizer.bos_token_id, *encode(episode.prompt)] for episode in episodes]
+    recall, texts = run(prompts, ANSWER_TOKENS + 1)
+    right = sum(is_answered(text, episode) for text, episode in zip(texts, episodes, strict=True))
+    return Result(policy, budget, documents, recall, len(episodes), right)
+
+
+def read_counts(llm: Any) -> Counts:
+    metrics = {metric.name: metric for metric in llm.get_metrics()}
+    return Counts(
+        metrics["vllm:spec_decode_num_drafts"].value,
+        list(metrics["vllm:spec_decode_num_accepted_tokens_per_pos"].values),
+    )
+
+
+def make_table(results: list[Result], gammas: list[int]) -> Table:
+    table = Table(title="acceptance length, by workload and drafted tokens (gamma)")
+    table.add_column("policy")
+    table.add_column("budget", justify="right")
+    for workload in ("documents", "recall"):
+        for number in gammas if workload == "documents" else [ANSWER_TOKENS]:
+            table.add_column(f"{workload}, {number}", justify="right")
+    for result in results:
+        cells = [f"{result.documents.acceptance_length(n):.2f}" for n in gammas]
+        cells.append(f"{result.recall.acceptance_length(ANSWER_TOKENS):.2f}")
+        table.add_row(result.policy, str(result.budget), *cells)
+    return table
+
+
+def draw(results: list[Result], gamma: int, path: Path) -> None:
+    """Acceptance length by budget, and acceptance by position at the middle budget."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(15, 4.5))
+    budgets = sorted({result.budget for result in results})
+    for policy in dict.fromkeys(result.policy for result in results):
+        own = sorted((r for r in results if r.policy == policy), key=lambda r: r.budget)
+        style = {"marker": "o", "linestyle": ":" if policy == ORACLE else "-", "label": policy}
+        left.plot(budgets, [r.documents.acceptance_length(gamma) for r in own], **style)
+        middle.plot(budgets, [r.recall.acceptance_length(ANSWER_TOKENS) for r in own], **style)
+        chosen = next(r for r in own if r.budget == budgets[len(budgets) // 2])
+        right.plot(range(1, gamma + 1), chosen.documents.rates, **style)
+    for axes, title in (
+        (left, f"documents, gamma {gamma}"),
+        (middle, f"recall answers, first {ANSWER_TOKENS} drafts"),
+    ):
+        axes.set(title=title, xlabel="budget (tokens)", ylabel="acceptance length (tokens per round)")
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(budgets, [str(b) for b in budgets])
+    right.set(
+        title=f"documents, budget {budgets[len(budgets) // 2]}",
+        xlabel="drafted position",
+        ylabel="accepted (share of rounds)",
+        ylim=(0, 1),
+    )
+    for axes in (left, middle, right):
+        axes.grid(alpha=0.3)
+    left.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=POLICIES)
+    parser.add_argument("--budgets", type=int, nargs="+", default=[64, 128, 256, 512])
+    parser.add_argument("--gamma", type=int, default=8)
+    parser.add_argument("--context", type=int, default=6000, help="tokens of a document's excerpt")
+    parser.add_argument("--distances", type=int, nargs="+", default=[4000, 5000], help="of the asked fact")
+    parser.add_argument("--requests", type=int, default=8, help="documents")
+    parser.add_argument("--questions", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=96, help="generated per document")
+    parser.add_argument("--documents", type=Path, help="folder of .txt files for the prompts")
+    parser.add_argument("--out", type=Path, help="JSON file for the result; the plot goes beside it")
+    args = parser.parse_args()
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # the oracle is sent to the worker
+    results = []
+    for policy in args.policies:
+        for budget in args.budgets:
+            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+                results.append(pool.submit(measure, policy, budget, args).result())
+            console.print(f"{policy}, budget {budget}: done")
+    gammas = sorted({1, 2, 4, args.gamma})
+    console.print(make_table(results, gammas))
+    if args.out:
+        settings = {name: getattr(args, name) for name in SETTINGS}
+        record = {
+            "benchmark": "acceptance",
+            "date": datetime.now(UTC).date().isoformat(),
+            "machine": describe_machine(),
+            "settings": {**settings, "documents": args.documents.name if args.documents else "stdlib"},
+            "results": [asdict(result) for result in results],
+        }
+        args.out.write_text(json.dumps(record, indent=1) + "\n")
+        draw(results, args.gamma, args.out.with_suffix(".png"))
+        console.print(f"wrote {args.out} and its plot")
+
+
+if __name__ == "__main__":
+    main()
