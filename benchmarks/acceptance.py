@@ -28,7 +28,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(TINY_LLAMA))
 
-console = Console(highlight=False, soft_wrap=True)
+console = Console(highlight=False, width=150)
 ORACLE = "oracle"
 POLICIES = ("streamingllm", "snapkv", "verify-topk", ORACLE)
 ANSWER_TOKENS = 4  # digits; the first comes out of the prefill, a line break follows
@@ -135,6 +135,7 @@ def measure(policy: str, budget: int, args: argparse.Namespace) -> Result:
     prompts = [[tokenizer.bos_token_id, *encode(episode.prompt)] for episode in episodes]
     recall, texts = run(prompts, ANSWER_TOKENS + 1)
     right = sum(is_answered(text, episode) for text, episode in zip(texts, episodes, strict=True))
+    llm.llm_engine.engine_core.shutdown()  # else this process would wait for it at its end
     return Result(policy, budget, documents, recall, len(episodes), right)
 
 

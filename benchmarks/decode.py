@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TINY_LLAMA = ROOT / "examples" / "tiny-llama"
 PAGE = 32  # tokens
 IDLE_SPIN_S = 1.5  # vLLM's idle workers poll for a second before they leave their core to others
-console = Console(highlight=False, soft_wrap=True)
+console = Console(highlight=False, width=150)
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,9 @@ def install_timers(worker: Any) -> None:
 
         __call__ = staticmethod(timed("forward", drafter.model))
 
-        def __getattr__(self, name, model=drafter.model):  # without types: a class body is sent without them
+        def __getattr__(
+            self, name, model=drafter.model
+        ):  # without types: a class body is sent without them
             return getattr(model, name)
 
     drafter.propose = timed("propose", drafter.propose)

@@ -3,10 +3,12 @@
 
 import torch
 
-from vllm_magicdec.attention import torch_attention
+from vllm_magicdec.attention import torch_attention, triton_attention
 from vllm_magicdec.attention.rows import KVRows
 
-__all__ = ["KVRows", "attend"]
+__all__ = ["IMPLEMENTATIONS", "KVRows", "attend"]
+
+IMPLEMENTATIONS = {"torch": torch_attention.attend, "triton": triton_attention.attend}
 
 
 def attend(
@@ -31,4 +33,5 @@ def attend(
     Returns:
         [num_reqs, num_heads, head_size] in the query's dtype, accumulated in float32.
     """
-    return torch_attention.attend(query, rows, slots, lens, scale=scale, soft_cap=soft_cap)
+    name = "triton" if query.is_cuda else "torch"
+    return IMPLEMENTATIONS[name](query, rows, slots, lens, scale=scale, soft_cap=soft_cap)
