@@ -94,8 +94,9 @@ WRONG_FIELDS = {
     "a negative sink": ({"draft_kv_sink": -1}, "draft_kv_sink=-1 is not possible"),
     "an unknown policy": (
         {"draft_kv_policy": "h2o"},
-        "draft_kv_policy='h2o' is not possible: input should be",
+        "draft_kv_policy='h2o' is unknown; use one of streamingllm, snapkv, verify-topk",
     ),
+    "an even kernel": ({"snapkv_kernel": 6}, "snapkv_kernel=6 is even; use 7"),
     "a zero budget": ({"draft_kv_budget": 0}, "draft_kv_budget=0 is not possible"),
     "less than a page": ({"draft_kv_budget": 20}, "is below one KV page of 32 tokens; use at least 32"),
     "more than the model": ({"draft_kv_budget": 5000}, "above the model length; use at most 4096"),

@@ -11,12 +11,20 @@ from reference import slot_of
 from test_token_view import make_batch
 
 from vllm_magicdec.attention import KVRows
-from vllm_magicdec.verification import PageSummaries, Verification, VerificationViews
+from vllm_magicdec.policies.base import RECENT_TOKENS
+from vllm_magicdec.token_view import Selections, TokenBudget
+from vllm_magicdec.verification import (
+    PageScores,
+    PageSummaries,
+    Verification,
+    VerificationSelector,
+    VerificationViews,
+)
 from vllm_magicdec.view import DraftSlots, PageBudget
 
 CPU = torch.device("cpu")
 PAGE, NUM_LAYERS, NUM_KV_HEADS, GROUP, SIZE = 4, 2, 2, 2, 8
-MODEL_LEN, NUM_BLOCKS, GAMMA = 400, 250, 3
+MODEL_LEN, NUM_BLOCKS, GAMMA = 400, 350, 3
 SCALE = SIZE**-0.5
 
 
@@ -44,14 +52,16 @@ class Scene:
         )
         geometry = dict(page_size=PAGE, max_num_reqs=num_reqs, max_num_steps=GAMMA)
         self.budget = PageBudget(page_size=PAGE, sink_pages=1, min_pages=max_pages, max_pages=max_pages)
+        self.scores = PageScores(self.verification, self.summaries, PAGE)
         self.views = VerificationViews(
             self.budget,
-            self.verification,
-            self.summaries,
+            self.scores,
             DraftSlots(**geometry, max_model_len=MODEL_LEN, device=CPU),
+            num_layers=NUM_LAYERS,
             refresh=1,
             max_num_reqs=num_reqs,
             max_num_steps=GAMMA,
+            device=CPU,
         )
 
     def verify(self, num_rejected: list[int]) -> torch.Tensor:
@@ -77,22 +87,26 @@ class Scene:
         count = min(PAGE, self.context_lens[request] - page * PAGE)
         return self.cache[layer, block, :, :count, :SIZE]
 
-    def page_scores(self, queries: torch.Tensor, layer: int, request: int, accepted: int) -> list[float]:
-        """A softmax over the pages' bounds, summed over accepted positions and heads."""
-        num_pages = math.ceil(self.context_lens[request] / PAGE)
-        scores = [0.0] * num_pages
-        for index in range(accepted):
-            for head in range(NUM_KV_HEADS):
-                for member in range(GROUP):
-                    query = queries[layer, request, index, head, member]
-                    bounds = []
-                    for page in range(num_pages):
-                        keys = self.keys(layer, request, page)[head]
-                        extremes = torch.maximum(query * keys.amin(0), query * keys.amax(0))
-                        bounds.append(extremes.sum() * SCALE)
-                    for page, share in enumerate(torch.stack(bounds).softmax(0).tolist()):
-                        scores[page] += share
+    def page_scores(
+        self, queries: torch.Tensor, layer: int, request: int, head: int, accepted: int
+    ) -> torch.Tensor:
+        """A softmax over the pages' bounds, summed over accepted positions and the head's group."""
+        scores = torch.zeros(math.ceil(self.context_lens[request] / PAGE))
+        for query in queries[layer, request, :accepted, head].flatten(0, 1):
+            bounds = []
+            for page in range(len(scores)):
+                keys = self.keys(layer, request, page)[head]
+                bounds.append(torch.maximum(query * keys.amin(0), query * keys.amax(0)).sum() * SCALE)
+            scores += torch.stack(bounds).softmax(0)
         return scores
+
+    def token_scores(
+        self, queries: torch.Tensor, layer: int, request: int, head: int, accepted: int, eligible: list[int]
+    ) -> dict[int, float]:
+        """A softmax over these tokens' logits, summed over accepted positions and the head's group."""
+        keys = torch.stack([self.keys(layer, request, p // PAGE)[head, p % PAGE] for p in eligible])
+        weights = (queries[layer, request, :accepted, head].flatten(0, 1) @ keys.T * SCALE).softmax(-1)
+        return dict(zip(eligible, weights.sum(0).tolist(), strict=True))
 
 
 @settings(max_examples=40, deadline=None)
@@ -115,7 +129,11 @@ def test_the_view_holds_sinks_recent_pages_and_the_best_of_the_others(context_le
             if last_page + 1 <= max_pages:
                 expected = set(range(last_page + 1))
             else:
-                scores = scene.page_scores(queries, layer, request, GAMMA + 1 - num_rejected[request])
+                accepted = GAMMA + 1 - num_rejected[request]
+                scores = sum(
+                    scene.page_scores(queries, layer, request, head, accepted)
+                    for head in range(NUM_KV_HEADS)
+                )
                 first_recent = last_page + 1 - num_recent
                 middle = sorted(range(1, first_recent), key=lambda page: -scores[page])
                 chosen = middle[: max_pages - 1 - num_recent]
@@ -148,7 +166,54 @@ def test_summaries_bound_every_logit_and_follow_a_page_to_its_next_owner():
                     logits = query[request] @ keys.transpose(1, 2)
                     assert (logits.amax(-1) <= bounds[request, ..., page] + 1e-4).all()
         # Other requests come to own the pages, with other keys in them.
-        scene.views._summarised.clear()
+        scene.scores._summarised.clear()
         scene.cache.normal_(generator=scene.rng)
         scene.verify([0, 0])
         scene.steps()
+
+
+def test_token_granularity_takes_the_best_tokens_of_the_best_pages():
+    sink, context_lens, num_rejected = 3, [300, 77, 40], [2, 0, 1]
+    scene = Scene(11, context_lens, 16)
+    queries = scene.verify(num_rejected)
+    budget = TokenBudget.from_fields(
+        budget=64,
+        min_budget=64,
+        sink=sink,
+        window=RECENT_TOKENS,
+        num_speculative_tokens=GAMMA,
+        max_model_len=MODEL_LEN,
+    )
+    selections = Selections(
+        num_layers=NUM_LAYERS,
+        num_kv_heads=NUM_KV_HEADS,
+        max_num_reqs=3,
+        max_selected=budget.max_selected,
+        device=CPU,
+    )
+    selector = VerificationSelector(scene.scores, budget, selections, page_size=PAGE, refresh=1)
+    req_ids = ["a", "b", "c"]
+    selector.update(None, make_batch(req_ids, scene.block_table, context_lens))
+    for request, row in enumerate(selections.rows(req_ids).tolist()):
+        accepted = GAMMA + 1 - num_rejected[request]
+        end = context_lens[request] - RECENT_TOKENS
+        count = int(selections.counts[row])
+        assert count == min(max(0, end - sink), budget.max_selected)
+        assert int(selections.ends[row]) == end
+        for layer in range(NUM_LAYERS):
+            for head in range(NUM_KV_HEADS):
+                chosen = selections.positions[row, layer, head, :count].tolist()
+                assert len(set(chosen)) == count
+                assert all(sink <= p < end for p in chosen)
+                scores = scene.page_scores(queries, layer, request, head, accepted)
+                pages = [p for p in range(len(scores)) if (p + 1) * PAGE > sink and p * PAGE < end]
+                pages.sort(key=lambda page: -scores[page])
+                candidates = pages[: -(-2 * budget.max_selected // PAGE) + 1]
+                eligible = [
+                    p
+                    for page in candidates
+                    for p in range(page * PAGE, page * PAGE + PAGE)
+                    if sink <= p < end
+                ]
+                weights = scene.token_scores(queries, layer, request, head, accepted, eligible)
+                assert set(chosen) == set(sorted(weights, key=lambda p: -weights[p])[:count])

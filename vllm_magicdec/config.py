@@ -17,7 +17,7 @@ from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig, VllmConf
 from vllm.config.utils import config
 
 from vllm_magicdec.metrics import open_metrics_dir
-from vllm_magicdec.policies import TokenPolicy, find_policy
+from vllm_magicdec.policies import PagePolicy, VerifyTopK, find_policy
 from vllm_magicdec.token_view import TokenBudget
 from vllm_magicdec.view import PageBudget
 
@@ -79,6 +79,9 @@ class MagicDecFields(SpeculativeConfig):
     draft_kv_refresh: int | None = Field(default=None, ge=0)
     """When to select again. `snapkv`: after so many generated tokens (default 0: once per prompt);
     `verify-topk`: after so many verifications (default 1)."""
+    draft_kv_granularity: Literal["page", "token"] = "page"
+    """What `verify-topk` chooses: `page`s, the same for all heads of a layer, which vLLM's own attention
+    reads; or `token`s per KV head, which need attention of the plugin's own."""
     snapkv_window: int = Field(default=32, gt=0, le=1024)
     """Last tokens of the prompt whose attention `snapkv` follows; they stay in view themselves."""
     snapkv_kernel: int = Field(default=7, gt=0)
@@ -136,12 +139,16 @@ class MagicDecSpeculativeConfig(MagicDecFields):
                 f"{METHOD}: draft_kv_budget={self.draft_kv_budget:g} is above the model length; "
                 f"use at most {max_model_len} (the whole context)"
             )
-        policy_class = find_policy(self.draft_kv_policy)
-        if issubclass(policy_class, TokenPolicy):
-            token_budget(vllm_config, policy_class(self))
-        else:
-            page_budget(vllm_config, vllm_config.cache_config.block_size)
         self.metrics_dir = open_metrics_dir()
+        policy_class = find_policy(self.draft_kv_policy)
+        if issubclass(policy_class, PagePolicy):
+            page_budget(vllm_config, vllm_config.cache_config.block_size)
+            return
+        policy = policy_class(self)
+        if isinstance(policy, VerifyTopK) and policy.granularity == "page":
+            page_budget(vllm_config, vllm_config.cache_config.block_size)
+        else:
+            token_budget(vllm_config, policy.window)
 
     @property
     def max_num_new_slots_for_drafting(self) -> int:
@@ -287,8 +294,8 @@ def page_budget(vllm_config: VllmConfig, page_size: int) -> PageBudget:
         raise MagicDecConfigError(f"{METHOD}: {error}") from None
 
 
-def token_budget(vllm_config: VllmConfig, policy: TokenPolicy) -> TokenBudget:
-    """The budget in tokens, for a policy that selects tokens.
+def token_budget(vllm_config: VllmConfig, window: int) -> TokenBudget:
+    """The budget in tokens, for a policy that selects tokens and keeps the latest `window` in view.
 
     Raises:
         MagicDecConfigError: it cannot hold the sinks and the policy's window.
@@ -300,7 +307,7 @@ def token_budget(vllm_config: VllmConfig, policy: TokenPolicy) -> TokenBudget:
             budget=spec.draft_kv_budget,
             min_budget=spec.draft_kv_min_budget,
             sink=spec.draft_kv_sink,
-            window=policy.window,
+            window=window,
             num_speculative_tokens=spec.num_speculative_tokens,
             max_model_len=vllm_config.model_config.max_model_len,
         )

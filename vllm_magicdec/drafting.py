@@ -21,8 +21,14 @@ from vllm_magicdec.metrics import DraftFailures
 from vllm_magicdec.policies import PagePolicy, TokenPolicy, VerifyTopK, find_policy
 from vllm_magicdec.selecting import ObservingRunner, Selector
 from vllm_magicdec.token_view import Selections, TokenViews
-from vllm_magicdec.verification import PageSummaries, Verification, VerificationViews
-from vllm_magicdec.view import Batch, DraftSlots, DraftStep, PageBudget, PageViews, Views
+from vllm_magicdec.verification import (
+    PageScores,
+    PageSummaries,
+    Verification,
+    VerificationSelector,
+    VerificationViews,
+)
+from vllm_magicdec.view import Batch, DraftSlots, DraftStep, PageViews, Views
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -79,7 +85,7 @@ class Drafter:
         self._spec = spec
         self._page_size = page_size
         self._device = device
-        self._selector: Selector | None = None
+        self._selector: Selector | VerificationSelector | None = None
         self._views = self._make_views()
         # Every tensor-parallel rank drafts the same round: one of them counts.
         self._failures = DraftFailures(spec.metrics_dir if get_tp_group().is_first_rank else None)
@@ -95,10 +101,8 @@ class Drafter:
             device=self._device,
         )
         policy_class = find_policy(spec.draft_kv_policy)
-        if issubclass(policy_class, TokenPolicy):
-            return self._make_token_views(policy_class(spec), draft_slots)
-        pages = page_budget(config, self._page_size)
         if issubclass(policy_class, PagePolicy):
+            pages = page_budget(config, self._page_size)
             self._log(pages)
             return PageViews(
                 policy_class(spec, pages, self._device),
@@ -108,11 +112,35 @@ class Drafter:
                 max_num_steps=spec.num_speculative_tokens,
                 device=self._device,
             )
-        return self._make_verification_views(policy_class(spec), pages, draft_slots)
+        if issubclass(policy_class, TokenPolicy):
+            return self._make_token_views(policy_class(spec), draft_slots)
+        policy = policy_class(spec)
+        scores, summary_bytes = self._make_page_scores()
+        if policy.granularity == "token":
+            return self._make_token_views(policy, draft_slots, scores, summary_bytes)
+        pages = page_budget(config, self._page_size)
+        views = VerificationViews(
+            pages,
+            scores,
+            draft_slots,
+            num_layers=len(self.layer_names),
+            refresh=policy.refresh,
+            max_num_reqs=max_num_reqs,
+            max_num_steps=spec.num_speculative_tokens,
+            device=self._device,
+        )
+        self._log(pages, {"lists of pages": views.index_bytes, "page summaries": summary_bytes})
+        return views
 
-    def _make_token_views(self, policy: TokenPolicy, draft_slots: DraftSlots) -> TokenViews:
+    def _make_token_views(
+        self,
+        policy: TokenPolicy | VerifyTopK,
+        draft_slots: DraftSlots,
+        scores: PageScores | None = None,
+        summary_bytes: int = 0,
+    ) -> TokenViews:
         scheduler = self._vllm_config.scheduler_config
-        budget = token_budget(self._vllm_config, policy)
+        budget = token_budget(self._vllm_config, policy.window)
         selections = Selections(
             num_layers=len(self.layer_names),
             num_kv_heads=self._cache.num_kv_heads,
@@ -120,14 +148,20 @@ class Drafter:
             max_selected=budget.max_selected,
             device=self._device,
         )
-        install_switches(self._vllm_config, self.layer_names)
-        self._selector = Selector(
-            policy,
-            budget,
-            selections,
-            page_size=self._page_size,
-            max_batched_tokens=scheduler.max_num_batched_tokens,
-        )
+        if scores is not None:
+            self._selector = VerificationSelector(
+                scores, budget, selections, page_size=self._page_size, refresh=policy.refresh
+            )
+        else:
+            assert isinstance(policy, TokenPolicy)
+            install_switches(self._vllm_config, self.layer_names)
+            self._selector = Selector(
+                policy,
+                budget,
+                selections,
+                page_size=self._page_size,
+                max_batched_tokens=scheduler.max_num_batched_tokens,
+            )
         views = TokenViews(
             selections,
             budget,
@@ -136,16 +170,14 @@ class Drafter:
             max_num_reqs=scheduler.max_num_seqs,
             max_num_steps=self._spec.num_speculative_tokens,
         )
-        self._log(budget, {"lists of slots": views.index_bytes})
+        self._log(budget, {"lists of slots": views.index_bytes, "page summaries": summary_bytes})
         return views
 
-    def _make_verification_views(
-        self, policy: VerifyTopK, budget: PageBudget, draft_slots: DraftSlots
-    ) -> VerificationViews:
-        max_num_reqs = self._vllm_config.scheduler_config.max_num_seqs
+    def _make_page_scores(self) -> tuple[PageScores, int]:
+        """What scores pages, and the device memory of its summaries in bytes."""
         verification = Verification(
             num_layers=len(self.layer_names),
-            max_num_reqs=max_num_reqs,
+            max_num_reqs=self._vllm_config.scheduler_config.max_num_seqs,
             num_queries=self._spec.num_speculative_tokens + 1,
             device=self._device,
         )
@@ -158,20 +190,10 @@ class Drafter:
             device=self._device,
         )
         install_switches(self._vllm_config, self.layer_names, verification)
-        views = VerificationViews(
-            budget,
-            verification,
-            summaries,
-            draft_slots,
-            refresh=policy.refresh,
-            max_num_reqs=max_num_reqs,
-            max_num_steps=self._spec.num_speculative_tokens,
-        )
-        self._log(budget, {"lists of pages": views.index_bytes, "page summaries": summaries.num_bytes})
-        return views
+        return PageScores(verification, summaries, self._page_size), summaries.num_bytes
 
     def _log(self, budget: object, extra_bytes: Mapping[str, int] | None = None) -> None:
-        extra = ", ".join(f"{n / 2**20:.1f} MiB for {what}" for what, n in (extra_bytes or {}).items())
+        extra = ", ".join(f"{n / 2**20:.1f} MiB for {what}" for what, n in (extra_bytes or {}).items() if n)
         logger.info_once(
             "%s drafts %d tokens a round with policy %s; each draft step reads at most %s of a "
             "request's KV cache. No weights and no KV cache were added%s.",

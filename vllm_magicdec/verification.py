@@ -1,14 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policy `verify-topk`: the verification's own queries choose the pages of the next round, per layer.
+"""The policy `verify-topk`: the verification's own queries choose what the next round's draft sees.
 
 The idea is that of SparseSpec's PillarAttn and of Vegas. Pages are scored by summaries of their keys, as in
 Quest (Tang et al. 2024, arXiv 2406.10774): with the element-wise minimum and maximum of a page's keys,
 `sum_d max(q_d * min_d, q_d * max_d)` bounds every logit of the page from above. A page's score is a softmax
-over these bounds, summed over the accepted positions of the round and over all query heads.
+over these bounds, summed over the accepted positions of the round and over query heads.
+
+- Granularity `page`: every layer sees its best pages, the same for all of its heads, so that any attention
+  backend with block tables runs the draft.
+- Granularity `token`: every KV head sees its best tokens, found by exact scores inside its best pages, of
+  which it looks at twice as many as would fill the budget.
 
 Cost per layer and round: the summaries of a request's pages are read (2 / page_size of its keys), and the
-keys of the few pages that the round wrote to. A whole context is summarised when its request starts to
-decode. Summaries take 1 / page_size of the KV cache's memory.
+keys of the few pages that the round wrote to; at granularity `token` also 2 x budget keys per KV head. A
+whole context is summarised when its request starts to decode. Summaries take 1 / page_size of the KV
+cache's memory.
 """
 
 from collections.abc import Iterator
@@ -17,11 +23,9 @@ from typing import Any
 import torch
 
 from vllm_magicdec.attention import KVRows
-from vllm_magicdec.token_view import RequestRows
+from vllm_magicdec.policies.base import RECENT_TOKENS
+from vllm_magicdec.token_view import RequestRows, Selections, TokenBudget
 from vllm_magicdec.view import Batch, DraftSlots, DraftStep, LayerPageView, PageBudget, ceil_div
-
-# Tokens before the drafted ones that are in view whatever their score.
-RECENT_TOKENS = 32
 
 
 class PageSummaries:
@@ -124,6 +128,159 @@ class Verification:
         return self._queries[layer, :num_reqs]
 
 
+class PageScores:
+    """How much the latest verification's accepted positions want each page.
+
+    Args:
+        verification: what the target's pass recorded.
+        summaries: of the cache's pages; kept up to date here.
+        page_size: tokens per page.
+    """
+
+    def __init__(self, verification: Verification, summaries: PageSummaries, page_size: int) -> None:
+        self._verification = verification
+        self._summaries = summaries
+        self._page_size = page_size
+        # A round's tokens may start anywhere in a page, so they may touch one page more.
+        self._num_touched = ceil_div(verification.num_queries, page_size) + 1
+        self._summarised: set[str] = set()  # requests of the last round, all of whose pages are
+
+    @property
+    def caches(self) -> dict[int, tuple[KVRows, float, float]]:
+        """Rows, scale and soft cap of every layer."""
+        return self._verification.caches
+
+    def update(self, batch: Batch) -> bool:
+        """Bring the summaries up to date; returns whether a request has begun to decode."""
+        last = (batch.context_lens - 1) // self._page_size
+        touched = torch.arange(-self._num_touched + 1, 1, device=last.device)
+        pages = (last.unsqueeze(1) + touched).clamp(min=0)
+        blocks = batch.block_table.gather(1, pages).long().flatten()
+        num_verified = batch.context_lens.unsqueeze(1) - pages * self._page_size
+        num_verified = num_verified.clamp(max=self._page_size).flatten()
+        decoding = {
+            req_id
+            for req_id, is_prefilling in zip(batch.req_ids, batch.is_prefilling, strict=True)
+            if not is_prefilling
+        }
+        # Absent from the last round: new, or preempted and back, perhaps on other pages.
+        new = [i for i, req_id in enumerate(batch.req_ids) if req_id in decoding - self._summarised]
+        self._summarised = decoding
+        for layer, (cache, _, _) in self.caches.items():
+            for index in new:
+                num_full = int(batch.known_lens[index]) // self._page_size
+                if num_full:
+                    own = batch.block_table[index, :num_full].long()
+                    self._summaries.update(layer, cache, own, torch.full_like(own, self._page_size))
+            self._summaries.update(layer, cache, blocks, num_verified)
+        return bool(new)
+
+    def num_pages(self, batch: Batch) -> int:
+        """Most pages of any request of the batch, as far as the host knows."""
+        longest = max(int(length) for length in batch.known_lens)
+        return min(ceil_div(longest + 1, self._page_size), batch.block_table.shape[1])
+
+    def queries(self, layer: int, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """The verification's queries by KV head, and which of them count.
+
+        Returns:
+            queries: [num_reqs, num_kv_heads, n, head_size] float32.
+            is_accepted: [num_reqs, 1, n, 1] bool.
+        """
+        num_reqs = batch.context_lens.shape[0]
+        positions = self._verification.positions[:num_reqs]
+        is_accepted = positions < batch.context_lens.unsqueeze(1)
+        queries = self._verification.queries(layer, num_reqs).float()
+        # What was rejected is finite but means nothing.
+        queries = queries.masked_fill(~is_accepted[:, :, None, None], 0.0)
+        num_kv_heads = self.caches[layer][0].num_kv_heads
+        grouped = queries.unflatten(2, (num_kv_heads, -1)).transpose(1, 2)
+        counted = is_accepted.repeat_interleave(grouped.shape[3], 1)
+        return grouped.flatten(2, 3), counted[:, None, :, None]
+
+    def score(self, layer: int, batch: Batch, num_pages: int) -> torch.Tensor:
+        """[num_reqs, num_kv_heads, num_pages] float32, 0 for pages after a request's last one."""
+        _, scale, soft_cap = self.caches[layer]
+        queries, is_accepted = self.queries(layer, batch)
+        bounds = self._summaries.bounds(layer, queries, batch.block_table[:, :num_pages].long())
+        last = (batch.context_lens - 1) // self._page_size
+        places = torch.arange(num_pages, device=last.device)
+        weights = softmax(bounds * scale, soft_cap, (places <= last.unsqueeze(1))[:, None, None])
+        return (weights * is_accepted).sum(2)
+
+
+def softmax(logits: torch.Tensor, soft_cap: float, is_seen: torch.Tensor) -> torch.Tensor:
+    """Attention weights over the last axis."""
+    if soft_cap:
+        logits = soft_cap * torch.tanh(logits / soft_cap)
+    return logits.masked_fill(~is_seen, float("-inf")).softmax(-1)
+
+
+class VerificationSelector:
+    """Selects tokens per layer and KV head after every `refresh`-th verification; see `selecting.Selector`.
+
+    Args:
+        scores: finds the best pages.
+        budget: of a request, its window being `RECENT_TOKENS` at least.
+        selections: where choices are kept.
+        page_size: tokens per page.
+        refresh: rounds after which tokens are chosen again.
+    """
+
+    def __init__(
+        self,
+        scores: PageScores,
+        budget: TokenBudget,
+        selections: Selections,
+        *,
+        page_size: int,
+        refresh: int,
+    ) -> None:
+        self._scores = scores
+        self._budget = budget
+        self._selections = selections
+        self._page_size = page_size
+        self._refresh = refresh
+        self._round = 0
+
+    def update(self, runner: object, batch: Batch) -> None:
+        """Select for all requests of the batch, if it is time or a request is new."""
+        self._selections.begin_round(batch.req_ids)
+        is_new = self._scores.update(batch)
+        is_due = is_new or self._round % self._refresh == 0
+        self._round += 1
+        num_selected = self._budget.max_selected
+        if not is_due or not num_selected:
+            return
+        page, sink = self._page_size, self._budget.sink
+        num_pages = self._scores.num_pages(batch)
+        num_candidates = min(ceil_div(2 * num_selected, page) + 1, num_pages)
+        ends = (batch.context_lens - RECENT_TOKENS).clamp(min=0)
+        places = torch.arange(num_pages, device=ends.device)
+        is_open = ((places + 1) * page > sink) & (places * page < ends.unsqueeze(1))
+        rows = self._selections.rows(batch.req_ids)
+        for layer, (cache, scale, soft_cap) in self._scores.caches.items():
+            scores = self._scores.score(layer, batch, num_pages)
+            scores.masked_fill_(~is_open[:, None], -1.0)
+            pages = scores.topk(num_candidates).indices  # [num_reqs, num_kv_heads, num_candidates]
+            positions = (pages.unsqueeze(-1) * page + torch.arange(page, device=ends.device)).flatten(2)
+            blocks = batch.block_table.gather(1, pages.flatten(1)).view_as(pages)
+            slots = (blocks.unsqueeze(-1) * page + torch.arange(page, device=ends.device)).flatten(2)
+            queries, is_accepted = self._scores.queries(layer, batch)
+            logits = queries @ cache.gather_keys(slots).float().transpose(2, 3) * scale
+            is_eligible = (positions >= sink) & (positions < ends[:, None, None])
+            weights = (
+                (softmax(logits, soft_cap, is_eligible.unsqueeze(2)) * is_accepted).nan_to_num().sum(2)
+            )
+            weights.masked_fill_(~is_eligible, -1.0)
+            best = weights.topk(min(num_selected, weights.shape[-1])).indices
+            chosen = positions.gather(2, best).to(torch.int32)
+            self._selections.positions[rows, layer, :, : chosen.shape[-1]] = chosen
+        room = self._budget.tokens(batch.context_lens) - sink - self._budget.window
+        counts = torch.minimum((ends - sink).clamp(min=0), room)
+        self._selections.set(batch.req_ids, [int(n) for n in batch.known_lens], counts, ends)
+
+
 class VerificationViews:
     """Page views of one round, per layer, chosen from the queries of the verification before it.
 
@@ -132,44 +289,39 @@ class VerificationViews:
 
     Args:
         budget: in pages.
-        verification: what the target's pass recorded.
-        summaries: of the cache's pages.
+        scores: of the pages.
         draft_slots: where the drafted tokens go.
+        num_layers: attention layers of the target.
         refresh: rounds after which pages are chosen again.
     """
 
     def __init__(
         self,
         budget: PageBudget,
-        verification: Verification,
-        summaries: PageSummaries,
+        scores: PageScores,
         draft_slots: DraftSlots,
         *,
+        num_layers: int,
         refresh: int,
         max_num_reqs: int,
         max_num_steps: int,
+        device: torch.device,
     ) -> None:
-        device = summaries.least.device
         self._budget = budget
-        self._verification = verification
-        self._summaries = summaries
+        self._scores = scores
         self._draft_slots = draft_slots
         self._refresh = refresh
-        self._num_layers = summaries.least.shape[0]
-        page = budget.page_size
-        # The drafted tokens may start anywhere in a page, so they may touch one page more.
-        self._num_touched = ceil_div(max_num_steps, page) + 1
-        self._num_recent = ceil_div(RECENT_TOKENS + max_num_steps, page) + 1
+        self._num_layers = num_layers
+        self._num_recent = ceil_div(RECENT_TOKENS + max_num_steps, budget.page_size) + 1
         self._num_chosen = max(0, budget.max_pages - budget.sink_pages - self._num_recent)
         self._columns = torch.arange(budget.max_pages, device=device)
         self._seq_lens = torch.zeros((max_num_steps, max_num_reqs), dtype=torch.int32, device=device)
-        shape = (self._num_layers, max_num_reqs, budget.max_pages)
+        shape = (num_layers, max_num_reqs, budget.max_pages)
         self._block_table = torch.zeros(shape, dtype=torch.int32, device=device)
-        shape = (max_num_reqs, self._num_layers, self._num_chosen)
+        shape = (max_num_reqs, num_layers, self._num_chosen)
         self._chosen = torch.zeros(shape, dtype=torch.int64, device=device)  # pages within the request
         self._has_chosen = torch.zeros(max_num_reqs, dtype=torch.bool, device=device)
         self._rows = RequestRows(max_num_reqs, device)
-        self._summarised: set[str] = set()  # requests of the last round, all of whose pages are
         self._round = 0
 
     @property
@@ -185,7 +337,7 @@ class VerificationViews:
         for row in self._rows.add(batch.req_ids):
             self._has_chosen[row] = False
         rows = self._rows.of(batch.req_ids)
-        is_new = self._summarise(batch)
+        is_new = self._scores.update(batch)
         if self._num_chosen and (is_new or self._round % self._refresh == 0):
             self._choose(batch, rows, last_pages)
         self._round += 1
@@ -221,53 +373,12 @@ class VerificationViews:
                 ),
             )
 
-    def _summarise(self, batch: Batch) -> bool:
-        """Bring the summaries up to date; returns whether a request has begun to decode."""
-        page = self._budget.page_size
-        last = (batch.context_lens - 1) // page
-        touched = torch.arange(-self._num_touched + 1, 1, device=last.device)
-        pages = (last.unsqueeze(1) + touched).clamp(min=0)
-        blocks = batch.block_table.gather(1, pages).long().flatten()
-        num_verified = (batch.context_lens.unsqueeze(1) - pages * page).clamp(max=page).flatten()
-        decoding = {
-            req_id
-            for req_id, is_prefilling in zip(batch.req_ids, batch.is_prefilling, strict=True)
-            if not is_prefilling
-        }
-        # Absent from the last round: new, or preempted and back, perhaps on other pages.
-        new = [i for i, req_id in enumerate(batch.req_ids) if req_id in decoding - self._summarised]
-        self._summarised = decoding
-        for layer, (cache, _, _) in self._verification.caches.items():
-            for index in new:
-                num_pages = int(batch.known_lens[index]) // page
-                if num_pages:
-                    own = batch.block_table[index, :num_pages].long()
-                    self._summaries.update(layer, cache, own, torch.full_like(own, page))
-            self._summaries.update(layer, cache, blocks, num_verified)
-        return bool(new)
-
     def _choose(self, batch: Batch, rows: torch.Tensor, last_pages: torch.Tensor) -> None:
-        num_reqs = batch.context_lens.shape[0]
-        num_pages = ceil_div(max(int(n) for n in batch.known_lens) + 1, self._budget.page_size)
-        num_pages = min(max(num_pages, self._num_chosen), batch.block_table.shape[1])
-        blocks = batch.block_table[:, :num_pages].long()
-        places = torch.arange(num_pages, device=blocks.device)
-        last_verified = (batch.context_lens - 1) // self._budget.page_size
-        is_beyond = (places > last_verified.unsqueeze(1))[:, None, None]
+        num_pages = max(self._scores.num_pages(batch), self._num_chosen)
+        places = torch.arange(num_pages, device=rows.device)
         end = (last_pages + 1 - self._num_recent).unsqueeze(1)
         is_fixed = (places < self._budget.sink_pages) | (places >= end)
-        is_rejected = self._verification.positions[:num_reqs] >= batch.context_lens.unsqueeze(1)
-        for layer, (cache, scale, soft_cap) in self._verification.caches.items():
-            queries = self._verification.queries(layer, num_reqs).float()
-            queries = queries.masked_fill(is_rejected[:, :, None, None], 0.0)
-            # [num_reqs, num_kv_heads, queries x group, head_size]
-            grouped = queries.unflatten(2, (cache.num_kv_heads, -1)).transpose(1, 2).flatten(2, 3)
-            logits = self._summaries.bounds(layer, grouped, blocks) * scale
-            if soft_cap:
-                logits = soft_cap * torch.tanh(logits / soft_cap)
-            scores = logits.masked_fill_(is_beyond, float("-inf")).softmax(-1)
-            group = scores.shape[2] // self._verification.num_queries
-            counted = ~is_rejected.repeat_interleave(group, 1)
-            scores = (scores * counted[:, None, :, None]).sum((1, 2)).masked_fill_(is_fixed, -1.0)
+        for layer in self._scores.caches:
+            scores = self._scores.score(layer, batch, num_pages).sum(1).masked_fill_(is_fixed, -1.0)
             self._chosen[rows, layer] = scores.topk(self._num_chosen).indices
         self._has_chosen[rows] = True

@@ -81,12 +81,18 @@ class KVRows:
         Returns:
             keys, values: [num_reqs, num_kv_heads, n, head_size] in the cache's dtype.
         """
+        values = self.values[self._index(slots, self.value_tokens)]
+        return self.gather_keys(slots), values.flatten(3)
+
+    def gather_keys(self, slots: torch.Tensor) -> torch.Tensor:
+        """The keys alone."""
+        return self.keys[self._index(slots, self.key_tokens)].flatten(3)
+
+    def _index(self, slots: torch.Tensor, token_shape: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
         slots = slots.long()
         block, place = slots // self.page_size, slots % self.page_size
         head = torch.arange(self.num_kv_heads, device=slots.device)[:, None]
-        keys = self.keys[(block, head, *_split(place, self.key_tokens))]
-        values = self.values[(block, head, *_split(place, self.value_tokens))]
-        return keys.flatten(3), values.flatten(3)
+        return (block, head, *_split(place, token_shape))
 
     def keys_by_page(self, blocks: torch.Tensor) -> torch.Tensor:
         """All keys of some pages, [len(blocks), num_kv_heads, page_size, head_size]; `blocks` [n] int."""

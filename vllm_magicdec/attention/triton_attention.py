@@ -55,7 +55,7 @@ def attend(
 
 
 @triton.jit
-def _attend_kernel(
+def _attend_kernel(  # type: ignore[no-untyped-def]
     query_ptr,  # [num_reqs, num_heads, size], contiguous; the output too
     key_ptr,  # [num_blocks, num_kv_heads, page, size]
     value_ptr,

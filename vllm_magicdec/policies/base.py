@@ -9,6 +9,9 @@ import torch
 
 from vllm_magicdec.view import PageBudget
 
+# Tokens before the drafted ones that `verify-topk` keeps in view whatever their score.
+RECENT_TOKENS = 32
+
 
 class PagePolicy(ABC):
     """Chooses pages, the same for all layers and heads. Any attention backend reads such a view.
@@ -84,11 +87,13 @@ class TokenPolicy(ABC):
 
 
 class VerifyTopK:
-    """Pages that the verification's own queries want, per layer; see `verification.py`.
+    """Pages or tokens that the verification's own queries want, per layer; see `verification.py`.
 
     Args:
         fields: the speculative configuration (`config.MagicDecFields`).
     """
 
     def __init__(self, fields: Any) -> None:
-        self.refresh = fields.draft_kv_refresh or 1  # rounds after which pages are chosen again
+        self.refresh = fields.draft_kv_refresh or 1  # rounds after which it chooses again
+        self.granularity = fields.draft_kv_granularity
+        self.window = RECENT_TOKENS
