@@ -30,7 +30,15 @@ sys.path.insert(0, str(TINY_LLAMA))
 
 console = Console(highlight=False, width=150)
 ORACLE = "oracle"
-POLICIES = ("streamingllm", "snapkv", "verify-topk", ORACLE)
+POLICIES = {
+    "streamingllm": {"draft_kv_policy": "streamingllm"},
+    "snapkv": {"draft_kv_policy": "snapkv"},
+    "verify-topk": {"draft_kv_policy": "verify-topk"},
+    "verify-topk-token": {"draft_kv_policy": "verify-topk", "draft_kv_granularity": "token"},
+    # The oracle chooses for itself, out of everything.
+    ORACLE: {"draft_kv_policy": "snapkv"},
+}
+LEAST_BUDGET = {"verify-topk": 192}  # else no page of 32 tokens is left to choose
 ANSWER_TOKENS = 4  # digits; the first comes out of the prefill, a line break follows
 SETTINGS = ("context", "documents", "requests", "questions", "tokens", "gamma", "distances")
 
@@ -104,9 +112,8 @@ def measure(policy: str, budget: int, args: argparse.Namespace) -> Result:
         speculative_config={
             "method": "magicdec-self",
             "num_speculative_tokens": args.gamma,
-            # The oracle chooses for itself, out of everything.
-            "draft_kv_policy": "snapkv" if is_oracle else policy,
             "draft_kv_budget": model_len if is_oracle else budget,
+            **POLICIES[policy],
         },
     )
     if is_oracle:
@@ -173,8 +180,9 @@ def draw(results: list[Result], gamma: int, path: Path) -> None:
     for policy in dict.fromkeys(result.policy for result in results):
         own = sorted((r for r in results if r.policy == policy), key=lambda r: r.budget)
         style = {"marker": "o", "linestyle": ":" if policy == ORACLE else "-", "label": policy}
-        left.plot(budgets, [r.documents.acceptance_length(gamma) for r in own], **style)
-        middle.plot(budgets, [r.recall.acceptance_length(ANSWER_TOKENS) for r in own], **style)
+        own_budgets = [r.budget for r in own]
+        left.plot(own_budgets, [r.documents.acceptance_length(gamma) for r in own], **style)
+        middle.plot(own_budgets, [r.recall.acceptance_length(ANSWER_TOKENS) for r in own], **style)
         chosen = next(r for r in own if r.budget == budgets[len(budgets) // 2])
         right.plot(range(1, gamma + 1), chosen.documents.rates, **style)
     for axes, title in (
@@ -218,6 +226,8 @@ def main() -> None:
     results = []
     for policy in args.policies:
         for budget in args.budgets:
+            if budget < LEAST_BUDGET.get(policy, 0):
+                continue
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
                 results.append(pool.submit(measure, policy, budget, args).result())
             console.print(f"{policy}, budget {budget}: done")

@@ -96,6 +96,10 @@ WRONG_FIELDS = {
         {"draft_kv_policy": "h2o"},
         "draft_kv_policy='h2o' is unknown; use one of streamingllm, snapkv, verify-topk",
     ),
+    "an unknown granularity": (
+        {"draft_kv_granularity": "head"},
+        "draft_kv_granularity='head' is not possible: input should be 'page' or 'token'",
+    ),
     "an even kernel": ({"snapkv_kernel": 6}, "snapkv_kernel=6 is even; use 7"),
     "a zero budget": ({"draft_kv_budget": 0}, "draft_kv_budget=0 is not possible"),
     "less than a page": ({"draft_kv_budget": 20}, "is below one KV page of 32 tokens; use at least 32"),
@@ -133,6 +137,13 @@ REFUSED_ENGINES = {
     ),
     "LoRA": ({"enable_lora": True}, "does not support LoRA"),
 }
+
+
+def test_a_budget_that_leaves_nothing_to_choose_is_refused(model_dir):
+    fields = {"method": METHOD, "draft_kv_policy": "verify-topk", "draft_kv_budget": 128}
+    with pytest.raises(MagicDecConfigError, match="use at least 160, a smaller --block-size, or"):
+        configure(model_dir, fields)
+    configure(model_dir, {**fields, "draft_kv_granularity": "token"})
 
 
 @pytest.mark.parametrize("case", REFUSED_ENGINES)

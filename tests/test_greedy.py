@@ -25,7 +25,7 @@ CASES = [
 CASES += [
     (policy, *case)
     for policy in ("snapkv", "verify-topk")
-    for case in ((128, 8, "whole prompts"), (256, 4, "preemption"), (MODEL_LEN, 4, "chunked prefill"))
+    for case in ((192, 8, "whole prompts"), (256, 4, "preemption"), (MODEL_LEN, 4, "chunked prefill"))
 ]
 
 
@@ -94,7 +94,7 @@ def test_requests_may_reach_the_model_length_in_the_middle_of_a_draft(gamma, pol
     sampling = {**GREEDY, "max_tokens": 64}
     engine = {"max_model_len": model_len, "max_num_seqs": 8}
     truth = engines.generate(prompts, sampling, **engine)
-    spec = magicdec(gamma, draft_kv_policy=policy, draft_kv_budget=128)
+    spec = magicdec(gamma, draft_kv_policy=policy, draft_kv_budget=192)
     run = engines.generate(prompts, sampling, speculative_config=spec, **engine)
     assert_same_tokens(truth.results[0][0], run.results[0][0], f"model length {model_len}, gamma {gamma}")
     assert {r["completions"][0]["finish_reason"] for r in run.results[0][0]} == {"length"}

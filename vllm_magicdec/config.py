@@ -19,6 +19,7 @@ from vllm.config.utils import config
 from vllm_magicdec.metrics import open_metrics_dir
 from vllm_magicdec.policies import PagePolicy, VerifyTopK, find_policy
 from vllm_magicdec.token_view import TokenBudget
+from vllm_magicdec.verification import num_recent_pages
 from vllm_magicdec.view import PageBudget
 
 METHOD = "magicdec-self"
@@ -146,9 +147,21 @@ class MagicDecSpeculativeConfig(MagicDecFields):
             return
         policy = policy_class(self)
         if isinstance(policy, VerifyTopK) and policy.granularity == "page":
-            page_budget(vllm_config, vllm_config.cache_config.block_size)
+            self._check_room_to_choose(vllm_config)
         else:
             token_budget(vllm_config, policy.window)
+
+    def _check_room_to_choose(self, vllm_config: VllmConfig) -> None:
+        page = vllm_config.cache_config.block_size
+        budget = page_budget(vllm_config, page)
+        fixed = budget.sink_pages + num_recent_pages(page, self.num_speculative_tokens)
+        if fixed < budget.min_pages or budget.min_pages * page >= vllm_config.model_config.max_model_len:
+            return
+        raise MagicDecConfigError(
+            f"{METHOD}: draft_kv_budget={self.draft_kv_budget:g} leaves no page to choose beside {fixed} "
+            f"pages of {page} tokens for sinks and recent tokens; use at least {(fixed + 1) * page}, a "
+            "smaller --block-size, or draft_kv_granularity='token'"
+        )
 
     @property
     def max_num_new_slots_for_drafting(self) -> int:

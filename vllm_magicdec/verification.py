@@ -281,6 +281,11 @@ class VerificationSelector:
         self._selections.set(batch.req_ids, [int(n) for n in batch.known_lens], counts, ends)
 
 
+def num_recent_pages(page_size: int, num_speculative_tokens: int) -> int:
+    """Pages that are in view whatever their score: the recent and the drafted tokens may touch so many."""
+    return ceil_div(RECENT_TOKENS + num_speculative_tokens, page_size) + 1
+
+
 class VerificationViews:
     """Page views of one round, per layer, chosen from the queries of the verification before it.
 
@@ -312,7 +317,7 @@ class VerificationViews:
         self._draft_slots = draft_slots
         self._refresh = refresh
         self._num_layers = num_layers
-        self._num_recent = ceil_div(RECENT_TOKENS + max_num_steps, budget.page_size) + 1
+        self._num_recent = num_recent_pages(budget.page_size, max_num_steps)
         self._num_chosen = max(0, budget.max_pages - budget.sink_pages - self._num_recent)
         self._columns = torch.arange(budget.max_pages, device=device)
         self._seq_lens = torch.zeros((max_num_steps, max_num_reqs), dtype=torch.int32, device=device)
