@@ -78,7 +78,7 @@ def install_oracle(worker: Any, budget: int) -> None:
 
     from vllm_magicdec.attention import switch
 
-    def attend(query: Any, rows: Any, slots: Any, lens: Any, *, scale: float, soft_cap: float) -> Any:
+    def attend(query: Any, rows: Any, slots: Any, lens: Any, *, scale: float, **_: Any) -> Any:
         num_reqs, num_heads, size = query.shape
         keys, values = rows.gather(slots)
         grouped = query.view(num_reqs, rows.num_kv_heads, -1, size).float()

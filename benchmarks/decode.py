@@ -8,7 +8,10 @@ clock runs while all requests of the batch decode. Medians over the turns; one J
 - plain step: one engine step of the plain engine, scheduler and sampling included.
 - round: one engine step of magicdec-self: verification of the last drafts, then gamma draft steps.
 - draft step: the time inside the drafter, divided by gamma; verification is the rest of the round.
-- overhead: the drafter's time outside the model's forward and the sampler, as a share of the round.
+- selection: the time in which the policy chooses, as a share of the round; for a policy that chooses when
+  a prompt ends, as a share of the prefill (of the cell that filled the prefix cache).
+- overhead: the drafter's time outside the model's forward, the sampler and the selection, as a share of
+  the round.
 """
 
 import argparse
@@ -45,6 +48,7 @@ class Decoding:
     acceptance_length: float = 1.0  # tokens per step and request
     draft_step_ms: float = 0.0
     drafter_ms: float = 0.0
+    selection_ms: float = 0.0  # per round
     overhead_ms: float = 0.0  # of the drafter, per round
 
 
@@ -61,20 +65,23 @@ class Row:
     plain_step_ms: float
     draft_step_ms: float
     verification_ms: float
-    overhead_share: float
+    selection_share: float  # of a round
+    overhead_share: float  # of a round
+    prefill_s: float  # of magicdec, with what the prefix cache held already
+    prefill_selection_share: float  # of that
 
 
 # ---- inside the worker
 
 
 def install_timers(worker: Any) -> None:
-    """Time the drafter, and inside it the target's forward and the sampler."""
+    """Time the drafter, and inside it the target's forward, the sampler and the policy."""
     import time
 
     import torch
 
     drafter = worker.model_runner.drafter
-    times: dict[str, list[float]] = {"propose": [], "forward": [], "sample": []}
+    times: dict[str, list[float]] = {"propose": [], "forward": [], "sample": [], "select": []}
 
     def timed(name: str, function: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -99,6 +106,12 @@ def install_timers(worker: Any) -> None:
         ):  # without types: a class body is sent without them
             return getattr(model, name)
 
+    core = drafter._drafter
+    if core._selector is not None:
+        core._selector.update = timed("select", core._selector.update)
+    elif hasattr(core._views, "_scores"):
+        core._views._scores.update = timed("select", core._views._scores.update)
+        core._views._choose = timed("select", core._views._choose)
     drafter.propose = timed("propose", drafter.propose)
     drafter.draft_sample = timed("sample", drafter.draft_sample)
     drafter.model = TimedModel()
@@ -167,8 +180,10 @@ def decode(llm: Any, prompts: list[list[int]], num_tokens: int, gamma: int) -> D
         **{
             **asdict(result),
             "drafter_ms": drafter_ms,
-            "draft_step_ms": drafter_ms / gamma,
-            "overhead_ms": per_round["propose"] - per_round["forward"] - per_round["sample"],
+            "draft_step_ms": (drafter_ms - per_round["select"]) / gamma,
+            "selection_ms": per_round["select"],
+            "overhead_ms": per_round["propose"]
+            - sum(per_round[n] for n in ("forward", "sample", "select")),
         }
     )
 
@@ -180,15 +195,21 @@ def measure_cell(
     from vllm import SamplingParams
 
     plain, magicdec = engines
+    magicdec.collective_rpc(take_times)
     for llm in engines:  # fill the prefix cache, chunk by chunk
+        time.sleep(IDLE_SPIN_S)
         ids = [{"prompt_token_ids": prompt} for prompt in prompts]
+        started = time.perf_counter()
         llm.generate(ids, SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)
+        prefill_s = time.perf_counter() - started
+    selecting_s = sum(magicdec.collective_rpc(take_times)[0]["select"])
     pairs = []
     for turn in range(turns):
         order = [(plain, 0), (magicdec, gamma)]
-        results = {
-            g: decode(llm, prompts, num_tokens, g) for llm, g in order[:: 1 if turn % 2 == 0 else -1]
-        }
+        results = {}
+        for llm, num_drafted in reversed(order) if turn % 2 else order:
+            time.sleep(IDLE_SPIN_S)
+            results[num_drafted] = decode(llm, prompts, num_tokens, num_drafted)
         pairs.append((results[0], results[gamma]))
 
     def median(side: int, name: str) -> float:
@@ -204,7 +225,10 @@ def measure_cell(
         plain_step_ms=median(0, "step_ms"),
         draft_step_ms=median(1, "draft_step_ms"),
         verification_ms=statistics.median(m.step_ms - m.drafter_ms for _, m in pairs),
+        selection_share=statistics.median(m.selection_ms / m.step_ms for _, m in pairs),
         overhead_share=statistics.median(m.overhead_ms / m.step_ms for _, m in pairs),
+        prefill_s=prefill_s,
+        prefill_selection_share=selecting_s / prefill_s,
     )
     return row, pairs
 
@@ -213,7 +237,7 @@ def make_table(rows: list[Row], title: str) -> Table:
     table = Table(title=title)
     for column in (
         *("batch", "context", "plain tok/s", "magicdec tok/s", "speedup", "acceptance length"),
-        *("plain step ms", "draft step ms", "verification ms", "overhead"),
+        *("plain step ms", "draft step ms", "verification ms", "selection", "overhead"),
     ):
         table.add_column(column, justify="right")
     for row in rows:
@@ -221,7 +245,8 @@ def make_table(rows: list[Row], title: str) -> Table:
             *(str(row.batch), str(row.context)),
             *(f"{row.plain_tokens_per_s:.1f}", f"{row.magicdec_tokens_per_s:.1f}", f"{row.speedup:.2f}"),
             *(f"{row.acceptance_length:.2f}", f"{row.plain_step_ms:.1f}", f"{row.draft_step_ms:.1f}"),
-            *(f"{row.verification_ms:.1f}", f"{100 * row.overhead_share:.1f} %"),
+            *(f"{row.verification_ms:.1f}", f"{100 * row.selection_share:.1f} %"),
+            f"{100 * row.overhead_share:.1f} %",
         )
     return table
 
@@ -234,6 +259,7 @@ def run(args: argparse.Namespace, model: Path | str) -> None:
         "num_speculative_tokens": args.gamma,
         "draft_kv_policy": args.policy,
         "draft_kv_budget": args.budget,
+        "draft_kv_granularity": args.granularity,
     }
     settings = {
         "model": str(model),
@@ -293,6 +319,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96, help="generated per request and turn")
     parser.add_argument("--gamma", type=int, default=4, help="drafted tokens per round")
     parser.add_argument("--policy", default="streamingllm")
+    parser.add_argument("--granularity", default="page", choices=("page", "token"))
     parser.add_argument("--budget", type=float, default=512)
     parser.add_argument("--turns", type=int, default=3, help="per engine and cell")
     parser.add_argument("--dtype", default="bfloat16")

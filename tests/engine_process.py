@@ -77,15 +77,13 @@ def describe_draft(llm: Any) -> list[dict[str, Any]]:
 
 
 def _sampling_params(fields: dict[str, Any]) -> Any:
-    """vLLM's object for what came through JSON, which has strings for keys and no nested objects."""
+    """vLLM's object for what came through JSON."""
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
     fields = dict(fields)
     if "structured_outputs" in fields:
         fields["structured_outputs"] = StructuredOutputsParams(**fields["structured_outputs"])
-    if "logit_bias" in fields:
-        fields["logit_bias"] = {int(token): bias for token, bias in fields["logit_bias"].items()}
     return SamplingParams(**fields)
 
 

@@ -1,138 +1,507 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over a token view against dense attention masked to the same tokens."""
+"""Draft attention over token-granular views against dense attention masked to the same tokens.
+
+Run as a program, this checks the Triton kernel in Triton's interpreter (see the test that does so).
+"""
 
 import os
 import subprocess
 import sys
+import types
+from dataclasses import dataclass, replace
 
-import engines
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vllm import _custom_ops as ops
-from vllm.platforms import current_platform
+from vllm.platforms import CpuArchEnum, current_platform
+from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from vllm_magicdec.attention import IMPLEMENTATIONS, KVRows
+from vllm_magicdec.attention import KVRows, attend, flashinfer_attention
 
-# bfloat16 has 8 bits: inputs are exact, but the output is rounded, and in Triton the weights as well.
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-INTERPRETED = bool(os.environ.get("TRITON_INTERPRET"))
-RUNNABLE = ["torch", *(["triton"] if INTERPRETED or torch.cuda.is_available() else [])]
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Largest error as a share of the largest result. bfloat16 rounds the result (2**-9) and, in kernels that
+# use tensor cores, the softmax weights as well.
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+GARBAGE = torch.tensor([-1, 2**31 - 1, -(2**31), 12345678], dtype=torch.int32)
+NUM_LAYERS = 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch of views over one layer's cache."""
+
+    keys: torch.Tensor  # [num_slots, num_kv_heads, head_size]
+    values: torch.Tensor  # [num_slots, num_kv_heads, head_size]
+    page_size: int
+    query: torch.Tensor  # [num_reqs, num_heads, head_size]
+    slots: torch.Tensor  # [num_reqs, num_kv_heads, budget] int32, garbage after `lens`
+    lens: torch.Tensor  # [num_reqs] int32
+    scale: float
+    soft_cap: float
+
+    def only_views(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values with NaN wherever no view looks."""
+        seen = torch.zeros(self.keys.shape[:2], dtype=torch.bool)
+        for req, length in enumerate(self.lens):
+            for head in range(self.keys.shape[1]):
+                seen[self.slots[req, head, :length].long(), head] = True
+        return tuple(t.masked_fill(~seen.unsqueeze(2), torch.nan) for t in (self.keys, self.values))
+
+    def expected(self) -> torch.Tensor:
+        """Dense attention over all slots with a mask, request by request and head by head, in float64."""
+        num_reqs, num_heads, _ = self.query.shape
+        group = num_heads // self.keys.shape[1]
+        result = torch.empty(self.query.shape, dtype=torch.float64)
+        for req in range(num_reqs):
+            for head in range(num_heads):
+                view = self.slots[req, head // group, : self.lens[req]].long()
+                hidden = torch.ones(self.keys.shape[0], dtype=torch.bool)
+                hidden[view] = False
+                logits = self.keys[:, head // group].double() @ self.query[req, head].double() * self.scale
+                if self.soft_cap:
+                    logits = torch.tanh(logits / self.soft_cap) * self.soft_cap
+                weights = logits.masked_fill(hidden, -torch.inf).softmax(0)
+                result[req, head] = weights @ self.values[:, head // group].double()
+        return result
+
+    def check(self, result: torch.Tensor) -> None:
+        assert result.dtype == self.query.dtype and result.shape == self.query.shape
+        expected = self.expected()
+        error = (result.cpu().double() - expected).abs().max() / expected.abs().max()
+        assert error <= TOLERANCE[self.query.dtype], f"relative error {error:.2e}"
 
 
 @st.composite
-def views(draw):
-    num_kv_heads, group = draw(st.sampled_from([(1, 4), (2, 2), (3, 1), (2, 5)]))
-    return dict(
-        num_reqs=draw(st.integers(1, 4)),
-        num_kv_heads=num_kv_heads,
-        group=group,
-        head_size=draw(st.sampled_from([8, 32, 80])),
-        page_size=draw(st.sampled_from([1, 4, 16])),
-        budget=draw(st.integers(1, 150)),
-        layout=draw(st.sampled_from(["NHD", "HND"])),
-        soft_cap=draw(st.sampled_from([0.0, 5.0])),
-        dtype=draw(st.sampled_from(list(TOLERANCE))),
-        seed=draw(st.integers(0, 2**31)),
+def cases(
+    draw,
+    *,
+    dtypes=(torch.float32, torch.bfloat16, torch.float16),
+    page_sizes=(1, 2, 16, 32, 48),
+    head_sizes=(16, 32, 64, 80, 128),
+    max_budget=150,
+):
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    dtype = draw(st.sampled_from(dtypes))
+    page_size = draw(st.sampled_from(page_sizes))
+    head_size = draw(st.sampled_from(head_sizes))
+    num_kv_heads = draw(st.integers(1, 3))
+    group = draw(st.sampled_from([1, 2, 3, 4, 8]))
+    num_slots = page_size * draw(st.integers(1, -(-160 // page_size)))
+    lens = draw(st.lists(st.integers(1, min(num_slots, max_budget)), min_size=1, max_size=3))
+    budget = max(lens) + draw(st.integers(0, 5))
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    slots = GARBAGE[torch.randint(len(GARBAGE), (len(lens), num_kv_heads, budget), generator=generator)]
+    for req, length in enumerate(lens):
+        for head in range(num_kv_heads):
+            slots[req, head, :length] = torch.randperm(num_slots, generator=generator)[:length]
+    return Case(
+        keys=normal(num_slots, num_kv_heads, head_size),
+        values=normal(num_slots, num_kv_heads, head_size),
+        page_size=page_size,
+        query=normal(len(lens), num_kv_heads * group, head_size),
+        slots=slots,
+        lens=torch.tensor(lens, dtype=torch.int32),
+        scale=head_size**-0.5,
+        soft_cap=draw(st.sampled_from([0.0, 0.5, 30.0])),
     )
 
 
-def dense_attention(query, keys, values, seen, scale, soft_cap):
-    """One request: `query` [heads, size], `keys`, `values` [slots, kv_heads, size]; `seen` by KV head."""
-    rows = []
-    for head, own in enumerate(query.double()):
-        kv_head = head * keys.shape[1] // len(query)
-        logits = keys[:, kv_head].double() @ own * scale
-        if soft_cap:
-            logits = soft_cap * torch.tanh(logits / soft_cap)
-        mask = torch.full_like(logits, float("-inf"))
-        mask[seen[kv_head]] = 0
-        rows.append((logits + mask).softmax(0) @ values[:, kv_head].double())
-    return torch.stack(rows)
+def empty_cache(layout: KVCacheLayout, case: Case, *, device: str = "cpu", page_stride: int = 1):
+    """One layer of a cache as vLLM allocates it for this layout.
+
+    With `page_stride`, only every `page_stride`-th block belongs to this cache.
+    Returns [num_blocks, num_kv_heads, page_size, 2 * head_size], full of NaN.
+    """
+    num_slots, num_kv_heads, head_size = case.keys.shape
+    num_blocks = num_slots // case.page_size
+    logical = (NUM_LAYERS, num_blocks * page_stride, num_kv_heads, case.page_size, 2 * head_size)
+    order = layout.stride_order
+    physical = torch.full([logical[dim] for dim in order], torch.nan, dtype=case.keys.dtype, device=device)
+    return physical.permute([order.index(dim) for dim in range(5)])[1, ::page_stride]
 
 
-@pytest.mark.parametrize("implementation", RUNNABLE)
+def by_token(cache: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """[num_slots, num_kv_heads, head_size] as [num_blocks, num_kv_heads, page_size, head_size]."""
+    return tokens.to(cache.device).unflatten(0, (-1, cache.shape[2])).transpose(1, 2)
+
+
+def filled_cache(layout: KVCacheLayout, case: Case, **where) -> torch.Tensor:
+    cache = empty_cache(layout, case, **where)
+    cache.copy_(torch.cat([by_token(cache, half) for half in case.only_views()], dim=-1))
+    return cache
+
+
+def run(case: Case, rows: KVRows, implementation: str, device: str = "cpu") -> torch.Tensor:
+    query, slots, lens = (t.to(device) for t in (case.query, case.slots, case.lens))
+    options = dict(scale=case.scale, soft_cap=case.soft_cap, implementation=implementation)
+    return attend(query, rows, slots, lens, **options)
+
+
+layouts = st.sampled_from(KVCacheLayout)
+
+
+@settings(max_examples=120, deadline=None)
+@given(cases(), layouts, st.integers(1, 2))
+def test_torch_attends_to_the_view_and_nothing_else_in_every_layout(case, layout, page_stride):
+    rows = KVRows.of(filled_cache(layout, case, page_stride=page_stride), "FLASH_ATTN")
+    case.check(run(case, rows, "torch"))
+
+
 @settings(max_examples=60, deadline=None)
-@given(case=views())
-def test_a_view_attends_to_its_tokens_and_no_others(implementation, case):
-    generator = torch.Generator().manual_seed(case["seed"])
-    heads, size, page = case["num_kv_heads"], case["head_size"], case["page_size"]
-    num_blocks = -(-case["budget"] // page) + 3
-    shape = (num_blocks, page, heads, 2 * size)
-    cache = torch.randn(shape, generator=generator).to(case["dtype"])
-    # As vLLM hands it over: [blocks, heads, page, 2 * size], in either physical order.
-    cache = cache.transpose(1, 2) if case["layout"] == "NHD" else cache.transpose(1, 2).contiguous()
-    keys = cache[..., :size].transpose(1, 2).reshape(-1, heads, size)
-    values = cache[..., size:].transpose(1, 2).reshape(-1, heads, size)
-    num_heads = heads * case["group"]
-    query = torch.randn((case["num_reqs"], num_heads, size), generator=generator).to(case["dtype"])
-    lens = torch.randint(1, case["budget"] + 1, (case["num_reqs"],), generator=generator)
-    order = [
-        [torch.randperm(num_blocks * page, generator=generator)[: case["budget"]] for _ in range(heads)]
-        for _ in range(case["num_reqs"])
-    ]
-    slots = torch.stack([torch.stack(own) for own in order]).int()
-    scale = size**-0.5
-    got = IMPLEMENTATIONS[implementation](
-        query.to(DEVICE),
-        KVRows.of(cache.to(DEVICE), "FLASH_ATTN"),
-        slots.to(DEVICE),
-        lens.int().to(DEVICE),
-        scale=scale,
-        soft_cap=case["soft_cap"],
-    ).cpu()
-    for request in range(case["num_reqs"]):
-        seen = [own[: lens[request]] for own in order[request]]
-        expected = dense_attention(query[request], keys, values, seen, scale, case["soft_cap"])
-        tolerance = TOLERANCE[case["dtype"]]
-        torch.testing.assert_close(got[request].double(), expected, rtol=tolerance, atol=tolerance)
+@given(cases(), layouts, st.integers(1, 2))
+def check_triton(case, layout, page_stride):
+    rows = KVRows.of(filled_cache(layout, case, page_stride=page_stride), "TRITON_ATTN")
+    case.check(run(case, rows, "triton"))
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's own run")
-def test_the_triton_kernel_in_its_interpreter():
-    if torch.cuda.is_available():
-        pytest.skip("the kernel itself was tested")
-    env = engines.environment(v2=True)
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "triton"],
-        env=env,
-        capture_output=True,
-        text=True,
-        check=False,
+def test_triton_attends_to_the_view_and_nothing_else_in_the_interpreter():
+    # Triton decides at its import whether it interprets.
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    child = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=300)
+    assert child.returncode == 0, child.stderr[-4000:]
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_triton_compiles_for_hopper_without_one(dtype):
+    compiler = pytest.importorskip("triton.compiler")
+    from triton.backends.compiler import GPUTarget
+
+    from vllm_magicdec.attention.triton_attention import _decode_kernel
+
+    names = _decode_kernel.arg_names
+    constants = dict(
+        PAGE_SIZE=16, GROUP=5, HEAD_SIZE=80, GROUP_PADDED=16, HEAD_PADDED=128, BLOCK=64, SOFT_CAP=True
     )
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-2000:]
-    assert "1 passed" in result.stdout
+    types = dict.fromkeys(names, "i32") | dict.fromkeys(constants, "constexpr")
+    types |= dict.fromkeys(["query", "keys", "values", "output"], f"*{dtype}")
+    types |= dict(slots="*i32", lens="*i32", scale="fp32", soft_cap="fp32")
+    positions = {(names.index(name),): value for name, value in constants.items()}
+    source = compiler.ASTSource(_decode_kernel, types, constexprs=positions)
+    assert compiler.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+
+
+@pytest.mark.gpu
+@settings(max_examples=40, deadline=None)
+@given(cases(), layouts)
+def test_triton_compiled(case, layout):
+    rows = KVRows.of(filled_cache(layout, case, device="cuda"), "TRITON_ATTN")
+    case.check(run(case, rows, "triton", "cuda"))
+
+
+# The CPU backend's packed caches, written by vLLM's own kernel.
+
+
+@pytest.fixture(scope="module")
+def ops():
+    if current_platform.get_cpu_architecture() != CpuArchEnum.X86 or not current_platform.is_cpu():
+        pytest.skip("needs vLLM's kernels for x86 CPUs")
+    pytest.importorskip("vllm._C")
+    return pytest.importorskip("vllm._custom_ops")
+
+
+def halves_of(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values as the CPU backend hands them to its kernels."""
+    num_blocks, num_kv_heads, page_size, _ = cache.shape
+    return cache.view(num_blocks, num_kv_heads, 2 * page_size, -1).chunk(2, dim=2)
+
+
+def write_packed(ops, case: Case, isa: str, tokens: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Write the tokens in a random order."""
+    cache = empty_cache(KVCacheLayout.LBHNC, case)
+    order = torch.randperm(case.keys.shape[0])
+    ops.cpu_attn_reshape_and_cache(
+        *(half[order].contiguous() for half in tokens),
+        *halves_of(cache),
+        order,
+        isa,
+        k_scale=1.0,
+        v_scale=1.0,
+        kv_cache_dtype="auto",
+    )
+    return cache
+
+
+packed_cases = {
+    # float16 and float32 are never packed for AMX by vLLM, but its kernel can.
+    "vec": cases(page_sizes=(32, 64, 128), head_sizes=(32, 64, 128)),
+    "vec16": cases(page_sizes=(16, 48), head_sizes=(32, 64, 80, 112)),
+    "amx": cases(page_sizes=(32, 64, 96), head_sizes=(32, 64, 80, 128)),
+}
+
+
+@pytest.mark.parametrize("isa", packed_cases)
+def test_packed_caches_read_back_as_written(ops, isa):
+    @settings(max_examples=25, deadline=None)
+    @given(packed_cases[isa])
+    def check(case):
+        num_slots, num_kv_heads, _ = case.keys.shape
+        cache = write_packed(ops, case, isa, (case.keys, case.values))
+        rows = KVRows.of(cache, "CPU_ATTN", isa)
+        everywhere = torch.arange(num_slots).expand(num_kv_heads, num_slots)
+        for read, written in zip(rows.gather(everywhere), (case.keys, case.values), strict=True):
+            assert torch.equal(read, written.transpose(0, 1))
+        for table in (rows.keys, rows.values):
+            assert table.rows.untyped_storage().data_ptr() == cache.untyped_storage().data_ptr()
+
+    check()
+
+
+@pytest.mark.parametrize("isa", packed_cases)
+def test_torch_attends_to_views_of_packed_caches(ops, isa):
+    @settings(max_examples=25, deadline=None)
+    @given(packed_cases[isa])
+    def check(case):
+        rows = KVRows.of(write_packed(ops, case, isa, case.only_views()), "CPU_ATTN", isa)
+        case.check(run(case, rows, "torch"))
+
+    check()
+
+
+@pytest.mark.parametrize("isa", ["vec", "vec16"])  # the AMX kernel needs an AMX machine
+def test_a_view_of_everything_is_what_vllm_computes_on_a_cpu(ops, isa):
+    # Only rows of whole pages can be compared: the kernel reads them by block table.
+    @settings(max_examples=25, deadline=None)
+    @given(packed_cases[isa])
+    def check(case):
+        num_slots, num_kv_heads, head_size = case.keys.shape
+        num_blocks, num_heads = num_slots // case.page_size, case.query.shape[1]
+        case = replace(case, query=case.query[:1], lens=torch.tensor([num_slots], dtype=torch.int32))
+        blocks = torch.randperm(num_blocks)
+        slots = blocks.unsqueeze(1) * case.page_size + torch.arange(case.page_size)
+        case = replace(case, slots=slots.flatten().int().expand(1, num_kv_heads, num_slots))
+        cache = write_packed(ops, case, isa, (case.keys, case.values))
+        starts = torch.tensor([0, 1], dtype=torch.int32)
+        plan = ops.cpu_attn_get_scheduler_metadata(
+            num_reqs=1,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_size,
+            seq_lens=case.lens,
+            dtype=case.query.dtype,
+            query_start_loc=starts,
+            causal=True,
+            sliding_window_size=-1,
+            isa=isa,
+            enable_kv_split=False,
+        )
+        output = torch.empty_like(case.query)
+        key_cache, value_cache = halves_of(cache)
+        ops.cpu_attention_with_kv_cache(
+            query=case.query,
+            key_cache=key_cache,
+            value_cache=value_cache,
+            output=output,
+            query_start_loc=starts,
+            seq_lens=case.lens,
+            scale=case.scale,
+            causal=True,
+            alibi_slopes=None,
+            sliding_window=-1,
+            block_table=blocks.int().unsqueeze(0),
+            softcap=case.soft_cap,
+            scheduler_metadata=plan,
+            s_aux=None,
+        )
+        ours = run(case, KVRows.of(cache, "CPU_ATTN", isa), "torch")
+        assert (ours - output).abs().max() <= 2 * TOLERANCE[output.dtype] * ours.abs().max()
+
+    check()
+
+
+# FlashInfer, whose wrapper is played by one that reads what it is told to read.
+
+
+class FakeWrapper:
+    """`BatchDecodeWithPagedKVCacheWrapper` of flashinfer 0.7, as far as it is used, in torch."""
+
+    def __init__(
+        self,
+        float_workspace_buffer,
+        kv_layout="NHD",
+        use_cuda_graph=False,
+        use_tensor_cores=False,
+        paged_kv_indptr_buffer=None,
+        paged_kv_indices_buffer=None,
+        paged_kv_last_page_len_buffer=None,
+    ):
+        assert kv_layout == "NHD" and use_cuda_graph
+        self.buffers = (paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer)
+        self.use_tensor_cores = use_tensor_cores
+
+    def plan(
+        self,
+        indptr,
+        indices,
+        last_page_len,
+        num_qo_heads,
+        num_kv_heads,
+        head_dim,
+        page_size,
+        *,
+        pos_encoding_mode="NONE",
+        logits_soft_cap=None,
+        q_data_type="float16",
+        kv_data_type=None,
+        sm_scale=None,
+    ):
+        assert self.use_tensor_cores or num_qo_heads in (1, 2, 3, 4, 6, 8)
+        assert (num_kv_heads, page_size, pos_encoding_mode) == (1, 1, "NONE")
+        assert indptr.dtype == indices.dtype == last_page_len.dtype == torch.int32
+        assert indptr[-1] == len(indices) and torch.all(last_page_len == 1)
+        for buffer, planned in zip(self.buffers, (indptr, indices, last_page_len), strict=True):
+            buffer[: len(planned)].copy_(planned)
+        self.scale, self.soft_cap = sm_scale, logits_soft_cap
+        self.query_shape, self.dtypes = (num_qo_heads, head_dim), (q_data_type, kv_data_type)
+
+    def run(self, q, paged_kv_cache):
+        keys, values = paged_kv_cache
+        assert keys.stride() == values.stride() and keys.shape[1:3] == (1, 1)
+        assert (q.dtype, keys.dtype) == self.dtypes and q.shape[1:] == self.query_shape
+        indptr, indices, _ = self.buffers
+        output = torch.empty_like(q)
+        for request, query in enumerate(q.float()):
+            pages = indices[indptr[request] : indptr[request + 1]].long()
+            logits = query @ keys[pages, 0, 0].float().T * self.scale
+            if self.soft_cap:
+                logits = self.soft_cap * torch.tanh(logits / self.soft_cap)
+            output[request] = logits.softmax(-1) @ values[pages, 0, 0].float()
+        return output
+
+
+@pytest.fixture(scope="module")
+def fake_flashinfer():
+    with pytest.MonkeyPatch.context() as patch:
+        fake = types.SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=FakeWrapper)
+        patch.setitem(sys.modules, "flashinfer", fake)
+        patch.setattr(flashinfer_attention, "WORKSPACE_BYTES", 1)
+        yield
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases(), layouts, st.integers(1, 2))
+def test_flashinfer_is_told_to_read_the_view_and_nothing_else(fake_flashinfer, case, layout, page_stride):
+    rows = KVRows.of(filled_cache(layout, case, page_stride=page_stride), "FLASHINFER")
+    case.check(run(case, rows, "flashinfer"))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data(), layouts)
+def test_flashinfer_serves_all_layers_and_new_lengths_with_one_wrapper(fake_flashinfer, data, layout):
+    first = data.draw(cases())
+    num_reqs, num_kv_heads, budget = first.slots.shape
+    geometry = flashinfer_attention.Geometry(
+        num_heads=first.query.shape[1],
+        num_kv_heads=num_kv_heads,
+        head_size=first.query.shape[2],
+        query_dtype=first.query.dtype,
+        cache_dtype=first.keys.dtype,
+        scale=first.scale,
+        soft_cap=first.soft_cap,
+    )
+    workspace = torch.zeros(1, dtype=torch.uint8)
+    decode = flashinfer_attention.FlashInferDecode(
+        geometry, num_reqs=num_reqs, max_budget=budget, workspace=workspace
+    )
+    shorter = torch.minimum(first.lens, torch.tensor(data.draw(st.integers(1, budget)), dtype=torch.int32))
+    for lens in (first.lens, shorter):
+        decode.plan(lens)
+        for layer in range(2):
+            # Each layer has its own cache and its own views of the same lengths.
+            case = replace(first, lens=lens, slots=first.slots.flip(1), keys=first.keys + layer)
+            rows = KVRows.of(filled_cache(layout, case), "FLASHINFER")
+            case.check(decode.run(case.query, rows, case.slots))
+
+
+@pytest.mark.gpu
+@settings(max_examples=10, deadline=None)
+@given(cases(dtypes=(torch.bfloat16, torch.float16), head_sizes=(64, 128)), layouts)
+def test_flashinfer_on_a_gpu(case, layout):
+    pytest.importorskip("flashinfer")
+    rows = KVRows.of(filled_cache(layout, case, device="cuda"), "FLASHINFER")
+    case.check(run(case, rows, "flashinfer", "cuda"))
+
+
+# What is refused, and the sentence that says so.
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
 
 
 @pytest.mark.parametrize(
-    ("isa", "dtype"),
-    [("vec", torch.float32), ("vec", torch.bfloat16), ("vec16", torch.float32), ("amx", torch.bfloat16)],
+    ("cache", "backend", "isa", "sentence"),
+    [
+        (zeros(2, 1, 32, 64), "CPU_ATTN", "neon", "packs keys for neon; they know vec, vec16, amx"),
+        (zeros(2, 1, 32, 64), "CPU_ATTN", None, "packs keys for None"),
+        (
+            zeros(2, 1, 32, 64),
+            "FLEX_ATTENTION",
+            None,
+            "KV cache of attention backend FLEX_ATTENTION; use one",
+        ),
+        (
+            zeros(2, 1, 32, 64, dtype=torch.uint8),
+            "FLASH_ATTN",
+            None,
+            "not torch.uint8; use --kv-cache-dtype",
+        ),
+    ],
 )
-@pytest.mark.parametrize("page_size", [32, 64])
-def test_rows_undo_the_packing_of_vllms_cpu_kernels(isa, dtype, page_size):
-    if not current_platform.is_cpu():
-        pytest.skip("needs vLLM's CPU build")
-    current_platform.import_kernels()
-    num_blocks, heads, size = 5, 2, 64
-    cache = torch.zeros((num_blocks, heads, page_size, 2 * size), dtype=dtype)
-    halves = cache.view(num_blocks, heads, 2 * page_size, size).chunk(2, dim=2)
-    num_slots = num_blocks * page_size
-    keys, values = (torch.randn(num_slots, heads, size).to(dtype) for _ in range(2))
-    slots = torch.randperm(num_slots)
-    ops.cpu_attn_reshape_and_cache(
-        keys, values, *halves, slots, isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype="auto"
-    )
-    rows = KVRows.of(cache, "CPU_ATTN", isa)
-    wanted = slots.expand(3, heads, num_slots)
-    got_keys, got_values = rows.gather(wanted)
-    assert torch.equal(got_keys[1], keys.transpose(0, 1))
-    assert torch.equal(got_values[2], values.transpose(0, 1))
-    by_page = rows.keys_by_page(torch.arange(num_blocks)).transpose(0, 1).flatten(1, 2)
-    assert torch.equal(by_page[:, slots], keys.transpose(0, 1))
+def test_unknown_caches_are_refused(cache, backend, isa, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        KVRows.of(cache, backend, isa)
 
 
-def test_an_unknown_packing_is_refused():
-    with pytest.raises(ValueError, match="use draft_kv_policy='streamingllm'"):
-        KVRows.of(torch.zeros(1, 1, 32, 128), "CPU_ATTN", "neon")
+@pytest.mark.parametrize(
+    ("cache", "isa", "sentence"),
+    [
+        (zeros(2, 1, 32, 128), "amx", "a head's elements are not contiguous"),
+        (zeros(2, 1, 32, 128), "vec", "a head's elements are not contiguous"),
+        (zeros(2, 1, 32, 8), None, "rows are not aligned to 16 bytes"),
+        (zeros(2, 1, 32, 130)[..., :128], None, "rows are not aligned to 16 bytes"),
+    ],
+)
+def test_caches_that_flashinfer_cannot_read_row_by_row_are_refused(cache, isa, sentence):
+    rows = KVRows.of(cache, "CPU_ATTN" if isa else "FLASHINFER", isa)
+    with pytest.raises(ValueError, match=f"{sentence}.*use the Triton draft attention"):
+        flashinfer_attention.row_pages(rows)
+
+
+def test_triton_refuses_a_packed_cache():
+    pytest.importorskip("triton")
+    rows = KVRows.of(zeros(2, 1, 32, 128), "CPU_ATTN", "amx")
+    slots = torch.zeros((1, 1, 1), dtype=torch.int32)
+    with pytest.raises(ValueError, match="reads no packed KV cache; use the torch one"):
+        attend(zeros(1, 1, 64), rows, slots, slots[0, 0] + 1, scale=1.0, implementation="triton")
+
+
+def test_an_unknown_implementation_is_refused():
+    rows = KVRows.of(zeros(2, 1, 32, 128), "FLASH_ATTN")
+    slots = torch.zeros((1, 1, 1), dtype=torch.int32)
+    with pytest.raises(
+        ValueError, match="unknown draft attention 'eager'; use torch, triton or flashinfer"
+    ):
+        attend(zeros(1, 1, 64), rows, slots, slots[0, 0] + 1, scale=1.0, implementation="eager")
+
+
+def mend_interpreter() -> None:
+    """Triton 3.9's interpreter keeps bfloat16 as integers and its dot product multiplies those."""
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    create_dot = InterpreterBuilder.create_dot
+
+    def create_dot_of_floats(builder, a, b, *args):
+        a, b = (builder.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
+        return create_dot(builder, a, b, *args)
+
+    InterpreterBuilder.create_dot = create_dot_of_floats
+
+
+if __name__ == "__main__":
+    mend_interpreter()
+    check_triton()

@@ -12,8 +12,8 @@ from greedy import assert_same_tokens
 SCHEDULES = {
     "whole prompts": {},
     "chunked prefill": {"max_num_batched_tokens": 256},
-    # 300 pages hold one longest request and little else.
-    "preemption": {"num_gpu_blocks_override": 300, "max_num_batched_tokens": 8192},
+    # 260 pages hold one longest request and nothing else.
+    "preemption": {"num_gpu_blocks_override": 260, "max_num_batched_tokens": 8192, "max_num_seqs": 48},
 }
 BUDGETS = [64, 256, MODEL_LEN]
 GAMMAS = [1, 4, 8]
@@ -36,9 +36,8 @@ def test_greedy_output_is_unchanged(mixed_prompts, plain, policy, budget, gamma,
     again = {"prompts": [mixed_prompts[i] for i in longest_first], "sampling": GREEDY}
     run = engines.run(
         [("generate", {"batches": [batch, again]})],
-        max_num_seqs=16,
         speculative_config=magicdec(gamma, draft_kv_policy=policy, draft_kv_budget=budget),
-        **SCHEDULES[schedule],
+        **{"max_num_seqs": 16, **SCHEDULES[schedule]},
     )
     what = f"{policy}, budget {budget}, gamma {gamma}, {schedule}"
     first, second = run.results[0]

@@ -40,6 +40,10 @@ _PROPOSER = "vllm.v1.spec_decode.llm_base_proposer"
 _STANDALONE = "vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator"
 _SPECULATOR = "vllm.v1.worker.gpu.spec_decode.speculator"
 _ATTN_UTILS = "vllm.v1.worker.gpu.attn_utils"
+_CPU_ATTENTION = "vllm.v1.attention.backends.cpu_attn"
+_FLASH_ATTENTION = "vllm.v1.attention.backends.flash_attn"
+_FORWARD = ("self", "layer", "query", "key", "value", "kv_cache", "attn_metadata", "output")
+_METADATA = ("query_start_loc", "seq_lens", "block_table")
 
 HOOKED = tuple(
     Needed(hook.module, hook.qualified_name, hook.parameters, absent=not hook.parameters) for hook in HOOKS
@@ -132,6 +136,30 @@ CALLED = (
         ),
     ),
     Needed("vllm.v1.kv_cache_interface", "FullAttentionSpec"),
+    Needed("vllm.v1.kv_cache_interface", "KVCacheConfig", ("num_blocks", "kv_cache_groups")),
+    Needed("vllm.v1.kv_cache_interface", "KVCacheGroupSpec", ("layer_names", "kv_cache_spec")),
+    Needed(
+        "vllm.model_executor.layers.attention.attention",
+        "unified_attention_with_output",
+        ("query", "key", "value", "output", "layer_name"),
+    ),
+    Needed(_CPU_ATTENTION, "CPUAttentionBackendImpl.forward", _FORWARD),
+    Needed(_CPU_ATTENTION, "CPUAttentionMetadata", _METADATA),
+    Needed(_FLASH_ATTENTION, "FlashAttentionImpl.forward", _FORWARD),
+    Needed(_FLASH_ATTENTION, "FlashAttentionMetadata", _METADATA),
+    Needed(
+        "vllm.v1.worker.gpu.input_batch",
+        "InputBatch",
+        (
+            "req_ids",
+            "num_reqs",
+            "idx_mapping",
+            "seq_lens",
+            "num_computed_tokens_np",
+            "num_scheduled_tokens",
+            "prefill_len_np",
+        ),
+    ),
     Needed("vllm.forward_context", "set_forward_context", ("attn_metadata", "vllm_config", "num_tokens")),
     Needed(_STANDALONE, "StandaloneARSpeculator.__init__", ("self", "vllm_config", "device")),
     Needed(

@@ -154,7 +154,7 @@ class Drafter:
             )
         else:
             assert isinstance(policy, TokenPolicy)
-            install_switches(self._vllm_config, self.layer_names)
+            install_switches(self._vllm_config, self.layer_names, self._device)
             self._selector = Selector(
                 policy,
                 budget,
@@ -189,7 +189,7 @@ class Drafter:
             dtype=self._cache.dtype,
             device=self._device,
         )
-        install_switches(self._vllm_config, self.layer_names, verification)
+        install_switches(self._vllm_config, self.layer_names, self._device, verification)
         return PageScores(verification, summaries, self._page_size), summaries.num_bytes
 
     def _log(self, budget: object, extra_bytes: Mapping[str, int] | None = None) -> None:

@@ -267,7 +267,7 @@ class VerificationSelector:
             blocks = batch.block_table.gather(1, pages.flatten(1)).view_as(pages)
             slots = (blocks.unsqueeze(-1) * page + torch.arange(page, device=ends.device)).flatten(2)
             queries, is_accepted = self._scores.queries(layer, batch)
-            logits = queries @ cache.gather_keys(slots).float().transpose(2, 3) * scale
+            logits = queries @ cache.keys.gather(slots).float().transpose(2, 3) * scale
             is_eligible = (positions >= sink) & (positions < ends[:, None, None])
             weights = (
                 (softmax(logits, soft_cap, is_eligible.unsqueeze(2)) * is_accepted).nan_to_num().sum(2)

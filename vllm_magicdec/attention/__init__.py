@@ -1,14 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft attention over token views."""
+"""Draft attention over token-granular views: each request and KV head has its own list of cache slots.
+
+| file | what it does |
+| --- | --- |
+| `rows.py` | a layer's paged cache, whatever its layout, as numbered rows |
+| `torch_attention.py` | gather and softmax in float32; the truth, and the CPU's implementation |
+| `triton_attention.py` | one kernel that reads through the cache's strides |
+| `flashinfer_attention.py` | FlashInfer's paged decode over rows, planned once for all layers |
+"""
+
+from typing import Literal
 
 import torch
 
-from vllm_magicdec.attention import torch_attention, triton_attention
 from vllm_magicdec.attention.rows import KVRows
 
-__all__ = ["IMPLEMENTATIONS", "KVRows", "attend"]
+__all__ = ["Implementation", "KVRows", "attend"]
 
-IMPLEMENTATIONS = {"torch": torch_attention.attend, "triton": triton_attention.attend}
+Implementation = Literal["torch", "triton", "flashinfer"]
 
 
 def attend(
@@ -19,19 +28,37 @@ def attend(
     *,
     scale: float,
     soft_cap: float = 0.0,
+    implementation: Implementation = "torch",
 ) -> torch.Tensor:
-    """Attention of one query token per request over its own list of slots per KV head.
+    """Attend from one query token per request to the tokens in its view.
 
     Args:
-        query: [num_reqs, num_heads, head_size].
-        rows: the layer's KV cache.
-        slots: [num_reqs, num_kv_heads, budget] int32; the first `lens` columns count.
-        lens: [num_reqs] int32, at least 1.
-        scale: of the logits.
-        soft_cap: of the logits, 0: none.
+        query: [num_reqs, num_heads, head_size]; the heads of one KV head are neighbours.
+        rows: the layer's cache.
+        slots: [num_reqs, num_kv_heads, budget] int32; the first `lens` columns are read.
+        lens: [num_reqs] int32, each from 1 to the budget.
+        scale: multiplies the logits.
+        soft_cap: above 0, logits become `soft_cap * tanh(logits / soft_cap)`.
+        implementation: "flashinfer" plans anew at each call and waits for `lens`; a draft loop keeps a
+            `flashinfer_attention.FlashInferDecode` and plans when the lengths change.
 
     Returns:
         [num_reqs, num_heads, head_size] in the query's dtype, accumulated in float32.
+
+    Raises:
+        ValueError: the implementation cannot read this cache's layout, or is not known.
     """
-    name = "triton" if query.is_cuda else "torch"
-    return IMPLEMENTATIONS[name](query, rows, slots, lens, scale=scale, soft_cap=soft_cap)
+    # Triton and FlashInfer need not be installed where they are not used.
+    if implementation == "torch":
+        from vllm_magicdec.attention import torch_attention
+
+        return torch_attention.attend(query, rows, slots, lens, scale=scale, soft_cap=soft_cap)
+    if implementation == "triton":
+        from vllm_magicdec.attention import triton_attention
+
+        return triton_attention.attend(query, rows, slots, lens, scale=scale, soft_cap=soft_cap)
+    if implementation == "flashinfer":
+        from vllm_magicdec.attention import flashinfer_attention
+
+        return flashinfer_attention.attend(query, rows, slots, lens, scale=scale, soft_cap=soft_cap)
+    raise ValueError(f"unknown draft attention {implementation!r}; use torch, triton or flashinfer")

@@ -1,107 +1,179 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One layer's paged KV cache, readable token by token, whatever its layout in memory."""
+"""One layer's paged KV cache as rows: one token's key or value of one KV head, wherever it lies.
 
+vLLM's caches differ in how they lie in memory, but in all of them the place of a row is affine in the
+block, the head and the token's place in the block. So a row has a number, a cache slot is a row number
+per head, and reading chosen tokens is reading numbered rows: nothing is copied but what is read.
+"""
+
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-# How many tokens (or dims) the CPU's AMX kernels keep side by side.
-_AMX_TILE = 16
+# These backends keep a token's value behind its key; the physical order shows in the strides.
+KEY_VALUE_BACKENDS = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
+CACHE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+AMX_TILE = 16  # rows of an AMX tile, each of 16 words of 32 bits
+
+
+@dataclass(frozen=True)
+class RowTable:
+    """The keys or the values of one layer.
+
+    A row's elements come in groups, because the CPU's AMX layout interleaves pairs of them; everywhere
+    else one group holds the whole head. For the same reason a token's place in its block is split in two.
+    """
+
+    cells: torch.Tensor  # [num_blocks, num_kv_heads, tiles, tile_size, groups, group_size], a view
+    rows: torch.Tensor  # [num_rows, groups, group_size], the same storage; rows may overlap
+    steps: tuple[int, int, int, int]  # rows from one block, head, tile, place in the tile to the next
+
+    @classmethod
+    def of(cls, cells: torch.Tensor) -> "RowTable":
+        """Number the rows of `cells` by the largest common unit of their strides."""
+        # A dimension of size 1 may have any stride and is never stepped over.
+        strides = [
+            0 if size == 1 else stride
+            for size, stride in zip(cells.shape[:4], cells.stride()[:4], strict=True)
+        ]
+        unit = math.gcd(*strides) or cells.shape[4] * cells.shape[5]
+        block, head, tile, place = (stride // unit for stride in strides)
+        steps = (block, head, tile, place)
+        last = sum((size - 1) * step for size, step in zip(cells.shape[:4], steps, strict=True))
+        rows = cells.as_strided((last + 1, *cells.shape[4:]), (unit, *cells.stride()[4:]))
+        return cls(cells, rows, steps)
+
+    @property
+    def by_token(self) -> torch.Tensor | None:
+        """[num_blocks, num_kv_heads, page_size, head_size] view, or None where the layout is packed."""
+        tile_size, groups = self.cells.shape[3:5]
+        return self.cells.squeeze(4).squeeze(3) if tile_size == groups == 1 else None
+
+    def numbers(self, slots: torch.Tensor) -> torch.Tensor:
+        """Row numbers. `slots` [..., num_kv_heads, n] int; returns the same shape, int64."""
+        num_heads, tiles, tile_size = self.cells.shape[1:4]
+        page_size = tiles * tile_size
+        slots = slots.long()  # a row number may not fit 32 bits
+        places = slots % page_size
+        heads = torch.arange(num_heads, device=slots.device).unsqueeze(1)
+        block, head, tile, place = self.steps
+        numbers = slots // page_size * block + heads * head
+        return numbers + places // tile_size * tile + places % tile_size * place
+
+    def gather(self, slots: torch.Tensor) -> torch.Tensor:
+        """`slots` [..., num_kv_heads, n] int; returns [..., num_kv_heads, n, head_size]."""
+        numbers = self.numbers(slots)
+        return self.rows.index_select(0, numbers.flatten()).flatten(1).unflatten(0, numbers.shape)
 
 
 @dataclass(frozen=True)
 class KVRows:
-    """Views of a cache; nothing is copied until a row is read.
+    """One layer's paged KV cache, readable token by token."""
 
-    `keys` and `values` are [num_blocks, num_kv_heads, *tokens, *dims], where `token_shape` splits a page's
-    tokens and the remaining axes split a head's dims, as the layout demands.
-    """
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    key_tokens: tuple[int, ...]
-    value_tokens: tuple[int, ...]
-    page_size: int
+    keys: RowTable
+    values: RowTable
+    page_size: int  # tokens
+    num_kv_heads: int
     head_size: int
 
     @classmethod
-    def of(cls, kv_cache: torch.Tensor, backend: str, isa: str | None = None) -> "KVRows":
-        """The rows of what vLLM 0.32 hands to `impl.forward`.
+    def of(cls, kv_cache: torch.Tensor, backend_name: str, isa: str | None = None) -> "KVRows":
+        """View a cache as its attention backend lays it out.
 
         Args:
-            kv_cache: [num_blocks, num_kv_heads, page_size, 2 * head_size], in any physical order.
-            backend: name of vLLM's attention backend.
-            isa: for the CPU's backend, the instruction set by which it packs its pages.
+            kv_cache: [num_blocks, num_kv_heads, page_size, 2 * head_size], any strides, as vLLM passes it
+                to `AttentionImpl.forward`.
+            backend_name: `AttentionBackend.get_name()`.
+            isa: the instruction set that the CPU backend packs for (`layer.isa`); only it needs one.
 
         Raises:
-            ValueError: the CPU packs its pages in a way that is not known here.
+            ValueError: the cache is quantised, or its layout is not known.
         """
-        _, _, page_size, content = kv_cache.shape
-        size = content // 2
-        if backend != "CPU_ATTN":
-            keys, values = kv_cache.split(size, dim=-1)
-            return cls(keys, values, (page_size,), (page_size,), page_size, size)
-        # The CPU's pages hold all keys, then all values.
-        halves = kv_cache.flatten(2).unflatten(2, (2, page_size * size))
-        keys, values = halves.unbind(2)
-        if isa in ("vec", "vec16"):  # keys are transposed: [head_size, page_size]
-            return cls(
-                keys.unflatten(2, (size, page_size)).transpose(2, 3),
-                values.unflatten(2, (page_size, size)),
-                (page_size,),
-                (page_size,),
-                page_size,
-                size,
+        _, num_kv_heads, page_size, content = kv_cache.shape
+        head_size = content // 2
+        if kv_cache.dtype not in CACHE_DTYPES:
+            raise ValueError(
+                f"token-granular draft views read float32, bfloat16 and float16 KV caches, "
+                f"not {kv_cache.dtype}; use --kv-cache-dtype auto or the streamingllm policy"
             )
-        if isa == "amx":  # pairs of dims (keys) or of tokens (values) side by side
-            tile = _AMX_TILE
-            return cls(
-                keys.unflatten(2, (page_size // tile, size // 2, tile, 2)).permute(0, 1, 2, 4, 3, 5),
-                values.unflatten(2, (size // tile, page_size // 2, tile, 2)).permute(0, 1, 3, 5, 2, 4),
-                (page_size // tile, tile),
-                (page_size // 2, 2),
-                page_size,
-                size,
+        if backend_name == "CPU_ATTN":
+            keys, values = _cpu_cells(kv_cache, isa)
+        elif backend_name in KEY_VALUE_BACKENDS:
+            keys, values = (_plain(half) for half in kv_cache.split(head_size, dim=-1))
+        else:
+            raise ValueError(
+                f"token-granular draft views do not know the KV cache of attention backend "
+                f"{backend_name}; use one of {', '.join(KEY_VALUE_BACKENDS)} or the streamingllm policy"
             )
-        raise ValueError(
-            f"vLLM's CPU attention packs its pages for {isa!r} here, which token views cannot read; "
-            "use draft_kv_policy='streamingllm'"
-        )
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self.keys.shape[1]
+        return cls(RowTable.of(keys), RowTable.of(values), page_size, num_kv_heads, head_size)
 
     def gather(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows by slot.
+        """Read chosen tokens of each KV head.
 
         Args:
-            slots: [num_reqs, num_kv_heads, n] int, block * page_size + place in the page.
+            slots: [..., num_kv_heads, n] int, block * page_size + place in the block.
 
         Returns:
-            keys, values: [num_reqs, num_kv_heads, n, head_size] in the cache's dtype.
+            keys and values, each [..., num_kv_heads, n, head_size] in the cache's dtype.
         """
-        values = self.values[self._index(slots, self.value_tokens)]
-        return self.gather_keys(slots), values.flatten(3)
-
-    def gather_keys(self, slots: torch.Tensor) -> torch.Tensor:
-        """The keys alone."""
-        return self.keys[self._index(slots, self.key_tokens)].flatten(3)
-
-    def _index(self, slots: torch.Tensor, token_shape: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
-        slots = slots.long()
-        block, place = slots // self.page_size, slots % self.page_size
-        head = torch.arange(self.num_kv_heads, device=slots.device)[:, None]
-        return (block, head, *_split(place, token_shape))
+        return self.keys.gather(slots), self.values.gather(slots)
 
     def keys_by_page(self, blocks: torch.Tensor) -> torch.Tensor:
         """All keys of some pages, [len(blocks), num_kv_heads, page_size, head_size]; `blocks` [n] int."""
-        keys = self.keys[blocks.long()]
-        return keys.reshape(len(blocks), self.num_kv_heads, self.page_size, self.head_size)
+        pages = self.keys.cells[blocks.long()]
+        return pages.reshape(len(blocks), self.num_kv_heads, self.page_size, self.head_size)
 
 
-def _split(places: torch.Tensor, shape: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
-    """A place in the page as indices into the axes that split it."""
-    if len(shape) == 1:
-        return (places,)
-    return places // shape[1], places % shape[1]
+def _plain(cells: torch.Tensor) -> torch.Tensor:
+    """From [num_blocks, num_kv_heads, page_size, head_size] to the shape of `RowTable.cells`."""
+    return cells.unsqueeze(3).unsqueeze(4)
+
+
+def _cpu_cells(kv_cache: torch.Tensor, isa: str | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The CPU backend halves each head's part of a block: keys first, then values, each packed."""
+    *outer, page_size, content = kv_cache.shape
+    regions = kv_cache.view(*outer, 2, page_size, content // 2)
+    layout = _CPU_LAYOUTS.get(isa or "")
+    if layout is None:
+        raise ValueError(
+            f"token-granular draft views do not know how the CPU attention backend packs keys for {isa}; "
+            f"they know {', '.join(_CPU_LAYOUTS)}; use the streamingllm policy here"
+        )
+    return layout(regions[:, :, 0], regions[:, :, 1])
+
+
+def _vector_cells(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A block's keys are stored as [head_size, page_size], its values token after token.
+
+    `keys`, `values`: [num_blocks, num_kv_heads, page_size, head_size].
+    """
+    page_size, head_size = keys.shape[2:]
+    transposed = keys.view(*keys.shape[:2], head_size, page_size).transpose(2, 3)
+    return _plain(transposed), _plain(values)
+
+
+def _amx_cells(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Matrix tiles whose 32-bit words hold neighbours of the dimension that is summed over.
+
+    That is the head's for keys and the tokens' for values. `keys`, `values`: [num_blocks, num_kv_heads,
+    page_size, head_size].
+    """
+    *outer, page_size, head_size = keys.shape
+    if head_size % 32:
+        # vLLM's kernel has no tiles for such heads and falls back to vectors.
+        return _vector_cells(keys, values)
+    word = 4 // keys.element_size()  # elements
+    key_tiles = keys.view(*outer, page_size // AMX_TILE, head_size // word, AMX_TILE, word)
+    value_tiles = values.view(*outer, head_size // AMX_TILE, page_size // word, AMX_TILE, word)
+    return key_tiles.permute(0, 1, 2, 4, 3, 5), value_tiles.permute(0, 1, 3, 5, 2, 4)
+
+
+# By the names in vLLM's `layer.isa`.
+_CPU_LAYOUTS: dict[str, Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = {
+    "vec": _vector_cells,
+    "vec16": _vector_cells,
+    "amx": _amx_cells,
+}

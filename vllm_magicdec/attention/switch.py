@@ -13,11 +13,14 @@ import torch
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
-from vllm_magicdec.attention import KVRows, attend
+from vllm_magicdec.attention import Implementation, KVRows, attend
 from vllm_magicdec.config import METHOD, MagicDecConfigError
 from vllm_magicdec.selecting import LayerObserver
 from vllm_magicdec.verification import Verification
 from vllm_magicdec.view import LayerPageView, TokenView
+
+# Backends whose metadata holds `block_table`, `query_start_loc` and `seq_lens`.
+BACKENDS_WITH_BLOCK_TABLES = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
 
 
 @dataclass(frozen=True)
@@ -64,24 +67,38 @@ def observed_metadata(own: Mapping[str, Any], observer: LayerObserver) -> dict[s
 
 
 def install_switches(
-    vllm_config: VllmConfig, layer_names: Sequence[str], verification: Verification | None = None
+    vllm_config: VllmConfig,
+    layer_names: Sequence[str],
+    device: torch.device,
+    verification: Verification | None = None,
 ) -> None:
     """Put a `Switch` into every layer; its number is its place in `layer_names`.
 
     Args:
         vllm_config: the engine's.
         layer_names: attention layers of the target.
+        device: where they are.
         verification: gets the target's queries.
+
+    Raises:
+        MagicDecConfigError: a layer's attention or KV cache is not known.
     """
     layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
     for index, name in enumerate(layer_names):
-        Switch(index, layers[name], verification)
+        Switch(index, layers[name], vllm_config, device, verification)
 
 
 class Switch:
     """Takes the place of one layer's `impl.forward`."""
 
-    def __init__(self, index: int, layer: Any, verification: Verification | None) -> None:
+    def __init__(
+        self,
+        index: int,
+        layer: Any,
+        vllm_config: VllmConfig,
+        device: torch.device,
+        verification: Verification | None,
+    ) -> None:
         impl = layer.impl
         if getattr(impl, "alibi_slopes", None) is not None or getattr(impl, "sinks", None) is not None:
             raise MagicDecConfigError(
@@ -95,6 +112,20 @@ class Switch:
         self._isa = getattr(layer, "isa", None)
         self._scale = float(impl.scale)
         self._soft_cap = float(getattr(impl, "logits_soft_cap", None) or 0.0)
+        if verification is not None and self._backend not in BACKENDS_WITH_BLOCK_TABLES:
+            raise MagicDecConfigError(
+                f"{METHOD}: draft_kv_policy='verify-topk' does not know the metadata of attention backend "
+                f"{self._backend}; use --attention-backend FLASH_ATTN or draft_kv_policy='snapkv'"
+            )
+        # Plain torch on a CPU; on a GPU the kernel that needs no planning.
+        self._implementation: Implementation = "triton" if device.type == "cuda" else "torch"
+        # Refuse a layout that cannot be read before the cache is filled.
+        spec = layer.get_kv_cache_spec(vllm_config)
+        shape = (1, spec.num_kv_heads, spec.block_size, 2 * spec.head_size)
+        try:
+            self._rows(torch.empty(shape, dtype=spec.dtype))
+        except ValueError as error:
+            raise MagicDecConfigError(f"{METHOD}: {error}") from None
         impl.forward = self.forward
 
     def forward(
@@ -118,6 +149,7 @@ class Switch:
                 attn_metadata.lens,
                 scale=self._scale,
                 soft_cap=self._soft_cap,
+                implementation=self._implementation,
             )
             output[:num_reqs] = attended.view_as(output[:num_reqs])
             return output

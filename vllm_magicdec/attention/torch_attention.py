@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft attention in plain torch: what the CPU uses, and the truth for the other implementations."""
+"""Draft attention in plain torch: what the other implementations must equal, and the CPU's own."""
 
 import torch
 
@@ -7,23 +7,26 @@ from vllm_magicdec.attention.rows import KVRows
 
 
 def attend(
-    query: torch.Tensor,
+    query: torch.Tensor,  # [num_reqs, num_heads, head_size]
     rows: KVRows,
-    slots: torch.Tensor,
-    lens: torch.Tensor,
+    slots: torch.Tensor,  # [num_reqs, num_kv_heads, budget] int32
+    lens: torch.Tensor,  # [num_reqs] int32
     *,
     scale: float,
     soft_cap: float = 0.0,
 ) -> torch.Tensor:
-    """See `attention.attend`."""
-    num_reqs, num_heads, size = query.shape
-    keys, values = rows.gather(slots)
-    # The query heads of one KV head are the rows of one matrix.
-    grouped = query.view(num_reqs, rows.num_kv_heads, -1, size).float()
-    logits = torch.matmul(grouped, keys.float().transpose(2, 3)) * scale
+    """See `vllm_magicdec.attention.attend`. Gathers the rows, then computes in float32."""
+    in_view = torch.arange(slots.shape[-1], device=slots.device) < lens.view(
+        -1, 1, 1
+    )  # [num_reqs, 1, budget]
+    # What lies behind the view may be no slot at all; the first one is always read.
+    slots = torch.where(in_view, slots, slots[..., :1])
+    keys, values = rows.gather(slots)  # [num_reqs, num_kv_heads, budget, head_size]
+    grouped = query.float().unflatten(
+        1, (rows.num_kv_heads, -1)
+    )  # [num_reqs, num_kv_heads, group, head_size]
+    logits = grouped @ keys.float().transpose(-1, -2) * scale
     if soft_cap:
         logits = soft_cap * torch.tanh(logits / soft_cap)
-    is_past_end = torch.arange(slots.shape[-1], device=lens.device) >= lens.unsqueeze(1)
-    logits.masked_fill_(is_past_end[:, None, None], float("-inf"))
-    attended = torch.matmul(logits.softmax(-1), values.float())
-    return attended.view(num_reqs, num_heads, size).to(query.dtype)
+    logits = logits.masked_fill(~in_view.unsqueeze(1), -torch.inf)
+    return (logits.softmax(-1) @ values.float()).flatten(1, 2).to(query.dtype)

@@ -1,36 +1,129 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft attention as a Triton kernel: flash decoding over lists of slots, read in place."""
-
-import os
+"""Draft attention as one Triton kernel that reads keys and values through the cache's strides."""
 
 import torch
-from vllm.triton_utils import tl, triton
+import triton
+import triton.language as tl
 
 from vllm_magicdec.attention.rows import KVRows
 
-_TILE = 64  # slots per iteration
-_LEAST_DOT = 16  # tl.dot takes no fewer rows
-# Triton's interpreter (3.9) multiplies the bit patterns of bfloat16.
-_UPCAST = os.environ.get("TRITON_INTERPRET") == "1"
+BLOCK_TOKENS = 64
+MIN_DOT_ROWS = 16  # tl.dot takes no fewer
+
+
+@triton.jit
+def _decode_kernel(  # type: ignore[no-untyped-def]
+    query,  # [num_reqs, num_kv_heads * GROUP, HEAD_SIZE]
+    keys,  # [num_blocks, num_kv_heads, PAGE_SIZE, HEAD_SIZE]
+    values,  # [num_blocks, num_kv_heads, PAGE_SIZE, HEAD_SIZE]
+    slots,  # [num_reqs, num_kv_heads, budget] int32
+    lens,  # [num_reqs] int32
+    output,  # [num_reqs, num_kv_heads * GROUP, HEAD_SIZE], contiguous
+    scale,
+    soft_cap,
+    query_req,  # strides, in elements, named tensor_dimension
+    query_head,
+    query_dim,
+    key_block,
+    key_head,
+    key_place,
+    key_dim,
+    value_block,
+    value_head,
+    value_place,
+    value_dim,
+    slots_req,
+    slots_head,
+    slots_column,
+    PAGE_SIZE: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads of a KV head
+    HEAD_SIZE: tl.constexpr,
+    GROUP_PADDED: tl.constexpr,
+    HEAD_PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,  # tokens read at once
+    SOFT_CAP: tl.constexpr,
+):
+    """One request and KV head: walk the list of slots in blocks with an online softmax."""
+    req = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1).to(tl.int64)
+    members = tl.arange(0, GROUP_PADDED)
+    dims = tl.arange(0, HEAD_PADDED)
+    heads = kv_head * GROUP + members
+    head_mask = (members[:, None] < GROUP) & (dims[None, :] < HEAD_SIZE)
+    q = tl.load(
+        query + req * query_req + heads[:, None] * query_head + dims[None, :] * query_dim,
+        mask=head_mask,
+        other=0.0,
+    )
+
+    length = tl.load(lens + req)
+    list_start = slots + req * slots_req + kv_head * slots_head
+    highest = tl.full([GROUP_PADDED], float("-inf"), tl.float32)
+    weight_sum = tl.zeros([GROUP_PADDED], tl.float32)
+    result = tl.zeros([GROUP_PADDED, HEAD_PADDED], tl.float32)
+    for start in range(0, length, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        in_view = columns < length
+        slot = tl.load(list_start + columns * slots_column, mask=in_view, other=0).to(tl.int64)
+        block = slot // PAGE_SIZE
+        place = slot % PAGE_SIZE
+
+        key_rows = block * key_block + kv_head * key_head + place * key_place
+        k = tl.load(
+            keys + key_rows[None, :] + dims[:, None] * key_dim,
+            mask=in_view[None, :] & (dims[:, None] < HEAD_SIZE),
+            other=0.0,
+        ).to(q.dtype)
+        logits = tl.dot(q, k, input_precision="ieee") * scale
+        if SOFT_CAP:
+            # tanh(x) = 2 sigmoid(2 x) - 1
+            logits = soft_cap * (2 * tl.sigmoid(2 * logits / soft_cap) - 1)
+        logits = tl.where(in_view[None, :], logits, float("-inf"))
+
+        new_highest = tl.maximum(highest, tl.max(logits, 1))
+        rescale = tl.exp(highest - new_highest)
+        weights = tl.exp(logits - new_highest[:, None])
+        value_rows = block * value_block + kv_head * value_head + place * value_place
+        v = tl.load(
+            values + value_rows[:, None] + dims[None, :] * value_dim,
+            mask=in_view[:, None] & (dims[None, :] < HEAD_SIZE),
+            other=0.0,
+        ).to(q.dtype)
+        result = result * rescale[:, None] + tl.dot(weights.to(q.dtype), v, input_precision="ieee")
+        weight_sum = weight_sum * rescale + tl.sum(weights, 1)
+        highest = new_highest
+
+    result = result / weight_sum[:, None]
+    row = req * tl.num_programs(1) * GROUP + heads
+    tl.store(
+        output + row[:, None] * HEAD_SIZE + dims[None, :],
+        result.to(output.dtype.element_ty),
+        mask=head_mask,
+    )
 
 
 def attend(
-    query: torch.Tensor,
+    query: torch.Tensor,  # [num_reqs, num_heads, head_size]
     rows: KVRows,
-    slots: torch.Tensor,
-    lens: torch.Tensor,
+    slots: torch.Tensor,  # [num_reqs, num_kv_heads, budget] int32
+    lens: torch.Tensor,  # [num_reqs] int32
     *,
     scale: float,
     soft_cap: float = 0.0,
 ) -> torch.Tensor:
-    """See `attention.attend`; needs a cache whose head dims lie side by side."""
-    num_reqs, num_heads, size = query.shape
-    keys, values = rows.keys, rows.values
-    assert keys.ndim == values.ndim == 4 and keys.stride(-1) == values.stride(-1) == 1
-    query, slots = query.contiguous(), slots if slots.stride(-1) == 1 else slots.contiguous()
-    output = torch.empty_like(query)
+    """See `vllm_magicdec.attention.attend`. No host synchronisation; may be captured in a CUDA graph.
+
+    As in other flash kernels, products of half-precision caches are of half-precision factors, the
+    softmax weights included; sums are float32.
+    """
+    keys, values = rows.keys.by_token, rows.values.by_token
+    if keys is None or values is None:
+        raise ValueError("the Triton draft attention reads no packed KV cache; use the torch one")
+    num_reqs, num_heads, head_size = query.shape
     group = num_heads // rows.num_kv_heads
-    _attend_kernel[(num_reqs, rows.num_kv_heads)](
+    output = torch.empty((num_reqs, num_heads, head_size), dtype=query.dtype, device=query.device)
+    query = query.to(torch.promote_types(query.dtype, keys.dtype))
+    _decode_kernel[(num_reqs, rows.num_kv_heads)](
         query,
         keys,
         values,
@@ -39,87 +132,16 @@ def attend(
         output,
         scale,
         soft_cap,
-        *keys.stride()[:3],
-        *values.stride()[:3],
-        *slots.stride()[:2],
-        PAGE=rows.page_size,
+        *query.stride(),
+        *keys.stride(),
+        *values.stride(),
+        *slots.stride(),
+        PAGE_SIZE=rows.page_size,
         GROUP=group,
-        GROUP_PADDED=max(_LEAST_DOT, triton.next_power_of_2(group)),
-        SIZE=size,
-        SIZE_PADDED=max(_LEAST_DOT, triton.next_power_of_2(size)),
-        HAS_SOFT_CAP=soft_cap > 0,
-        UPCAST=_UPCAST,
-        TILE=_TILE,
+        HEAD_SIZE=head_size,
+        GROUP_PADDED=max(MIN_DOT_ROWS, triton.next_power_of_2(group)),
+        HEAD_PADDED=max(MIN_DOT_ROWS, triton.next_power_of_2(head_size)),
+        BLOCK=BLOCK_TOKENS,
+        SOFT_CAP=soft_cap > 0,
     )
     return output
-
-
-@triton.jit
-def _attend_kernel(  # type: ignore[no-untyped-def]
-    query_ptr,  # [num_reqs, num_heads, size], contiguous; the output too
-    key_ptr,  # [num_blocks, num_kv_heads, page, size]
-    value_ptr,
-    slot_ptr,  # [num_reqs, num_kv_heads, budget]
-    len_ptr,  # [num_reqs]
-    output_ptr,
-    scale,
-    soft_cap,
-    key_block,
-    key_head,
-    key_place,
-    value_block,
-    value_head,
-    value_place,
-    slot_req,
-    slot_head,
-    PAGE: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUP_PADDED: tl.constexpr,
-    SIZE: tl.constexpr,
-    SIZE_PADDED: tl.constexpr,
-    HAS_SOFT_CAP: tl.constexpr,
-    UPCAST: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """One request and KV head: online softmax over tiles of its list, a group of query heads at once."""
-    req = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1).to(tl.int64)
-    members = tl.arange(0, GROUP_PADDED)
-    dims = tl.arange(0, SIZE_PADDED)
-    is_member = (members < GROUP)[:, None] & (dims < SIZE)[None, :]
-    own = (req * tl.num_programs(1) + head) * GROUP * SIZE + members[:, None] * SIZE + dims[None, :]
-    query = tl.load(query_ptr + own, mask=is_member, other=0.0)
-    if UPCAST:
-        query = query.to(tl.float32)
-    length = tl.load(len_ptr + req)
-    slot_ptr += req * slot_req + head * slot_head
-
-    greatest = tl.full([GROUP_PADDED], float("-inf"), tl.float32)
-    total = tl.zeros([GROUP_PADDED], tl.float32)
-    attended = tl.zeros([GROUP_PADDED, SIZE_PADDED], tl.float32)
-    for start in range(0, length, TILE):
-        columns = start + tl.arange(0, TILE)
-        is_valid = columns < length
-        slots = tl.load(slot_ptr + columns, mask=is_valid, other=0)
-        block, place = (slots // PAGE).to(tl.int64), (slots % PAGE).to(tl.int64)
-        is_read = is_valid[:, None] & (dims < SIZE)[None, :]
-        at = block * key_block + head * key_head + place * key_place
-        keys = tl.load(key_ptr + at[:, None] + dims[None, :], mask=is_read, other=0.0)
-        logits = tl.dot(query, tl.trans(keys).to(query.dtype), input_precision="ieee") * scale
-        if HAS_SOFT_CAP:
-            # tanh(x) = 2 sigmoid(2 x) - 1
-            logits = soft_cap * (2 * tl.sigmoid(2 * logits / soft_cap) - 1)
-        logits = tl.where(is_valid[None, :], logits, float("-inf"))
-        new_greatest = tl.maximum(greatest, tl.max(logits, 1))
-        weights = tl.exp(logits - new_greatest[:, None])
-        shrink = tl.exp(greatest - new_greatest)
-        at = block * value_block + head * value_head + place * value_place
-        values = tl.load(value_ptr + at[:, None] + dims[None, :], mask=is_read, other=0.0)
-        if UPCAST:
-            values = values.to(tl.float32)
-        part = tl.dot(weights.to(values.dtype), values, input_precision="ieee")
-        attended = attended * shrink[:, None] + part
-        total = total * shrink + tl.sum(weights, 1)
-        greatest = new_greatest
-    attended = attended / total[:, None]
-    tl.store(output_ptr + own, attended.to(output_ptr.dtype.element_ty), mask=is_member)
