@@ -10,7 +10,7 @@ from transformers import LlamaConfig, MambaConfig, T5Config
 from vllm.config.utils import replace
 from vllm.engine.arg_utils import EngineArgs
 
-from vllm_magicdec.config import METHOD, MagicDecConfigError, MagicDecSpeculativeConfig
+from vllm_magicdec.config import METHOD, MagicDecConfigError, MagicDecSpeculativeConfig, check_refresh
 from vllm_magicdec.plugin import register
 
 register()
@@ -137,6 +137,13 @@ REFUSED_ENGINES = {
     ),
     "LoRA": ({"enable_lora": True}, "does not support LoRA"),
 }
+
+
+def test_selecting_again_needs_token_ids_on_the_host():
+    check_refresh(async_scheduling=True, v2_model_runner=True)
+    check_refresh(async_scheduling=False, v2_model_runner=False)
+    with pytest.raises(MagicDecConfigError, match="use --no-async-scheduling or draft_kv_refresh=0"):
+        check_refresh(async_scheduling=True, v2_model_runner=False)
 
 
 def test_a_budget_that_leaves_nothing_to_choose_is_refused(model_dir):

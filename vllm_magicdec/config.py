@@ -17,7 +17,7 @@ from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig, VllmConf
 from vllm.config.utils import config
 
 from vllm_magicdec.metrics import open_metrics_dir
-from vllm_magicdec.policies import PagePolicy, VerifyTopK, find_policy
+from vllm_magicdec.policies import PagePolicy, TokenPolicy, VerifyTopK, find_policy
 from vllm_magicdec.token_view import TokenBudget
 from vllm_magicdec.verification import num_recent_pages
 from vllm_magicdec.view import PageBudget
@@ -146,6 +146,8 @@ class MagicDecSpeculativeConfig(MagicDecFields):
             page_budget(vllm_config, vllm_config.cache_config.block_size)
             return
         policy = policy_class(self)
+        if isinstance(policy, TokenPolicy) and policy.refresh:
+            check_refresh(vllm_config.scheduler_config.async_scheduling, vllm_config.use_v2_model_runner)
         if isinstance(policy, VerifyTopK) and policy.granularity == "page":
             self._check_room_to_choose(vllm_config)
         else:
@@ -284,6 +286,19 @@ def check_parallel(parallel: ParallelConfig, model: ModelConfig) -> None:
         raise ValueError("expert load balancing is not supported; remove --enable-eplb")
     if parallel.use_ubatching:
         raise ValueError("dual batch overlap is not supported; remove --enable-dbo")
+
+
+def check_refresh(async_scheduling: bool, v2_model_runner: bool) -> None:
+    """Refuse selecting again where the latest token ids are not on the host yet.
+
+    Raises:
+        MagicDecConfigError: with the way out.
+    """
+    if async_scheduling and not v2_model_runner:
+        raise MagicDecConfigError(
+            f"{METHOD}: draft_kv_refresh needs the V2 model runner under asynchronous scheduling; use "
+            "--no-async-scheduling or draft_kv_refresh=0"
+        )
 
 
 def page_budget(vllm_config: VllmConfig, page_size: int) -> PageBudget:
