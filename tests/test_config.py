@@ -9,6 +9,8 @@ import pytest
 from transformers import LlamaConfig, MambaConfig, T5Config
 from vllm.config.utils import replace
 from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
 from vllm_magicdec.config import METHOD, MagicDecConfigError, MagicDecSpeculativeConfig, check_refresh
 from vllm_magicdec.plugin import register
@@ -77,6 +79,33 @@ def test_the_configuration_survives_the_ways_that_vllm_copies_it(model_dir):
         assert repr(copied) == repr(spec)
 
 
+@pytest.mark.parametrize("engine", [{}, {"async_scheduling": False}])
+def test_auto_brings_a_scheduler_and_every_length_up_to_its_limit(model_dir, engine):
+    fields = {"method": METHOD, "num_speculative_tokens": "auto", "max_num_speculative_tokens": 6}
+    config = configure(model_dir, fields, **engine)
+    spec = config.speculative_config
+    assert spec.num_speculative_tokens == config.num_lookahead_tokens == 6
+    lookup = build_dynamic_sd_schedule_lookup(spec.num_speculative_tokens_per_batch_size, 64, 6)
+    assert set(lookup[1:]) == set(range(7))
+    scheduler = config.scheduler_config.get_scheduler_cls()
+    assert issubclass(scheduler, AsyncScheduler) == config.scheduler_config.async_scheduling
+    assert repr(replace(spec)) == repr(pickle.loads(pickle.dumps(spec))) == repr(spec)
+
+
+def test_auto_from_the_options_is_the_same(model_dir):
+    from_options = configure(model_dir, None, spec_model=METHOD, spec_tokens="auto").speculative_config
+    fields = {"method": METHOD, "num_speculative_tokens": "auto"}
+    assert repr(from_options) == repr(configure(model_dir, fields).speculative_config)
+
+
+def test_auto_with_another_scheduler_or_data_parallelism_is_refused(model_dir):
+    fields = {"method": METHOD, "num_speculative_tokens": "auto"}
+    with pytest.raises(MagicDecConfigError, match="remove --scheduler-cls"):
+        configure(model_dir, fields, scheduler_cls="some.Scheduler")
+    with pytest.raises(MagicDecConfigError, match="data parallelism"):
+        configure(model_dir, fields, data_parallel_size=2)
+
+
 def test_other_methods_are_vllms_own(model_dir):
     spec = configure(model_dir, {"method": "ngram", "num_speculative_tokens": 2}).speculative_config
     assert type(spec).__module__.startswith("vllm.config")
@@ -111,6 +140,20 @@ WRONG_FIELDS = {
     "a field without meaning": ({"quantization": "fp8"}, "has no use for 'quantization'"),
     "a second draft": ({"model": "org/draft"}, "remove model='org/draft'"),
     "an unknown sampling": ({"draft_sample_method": "best"}, "draft_sample_method='best' is not possible"),
+    "a word for a number": (
+        {"num_speculative_tokens": "some"},
+        "num_speculative_tokens='some' is not possible",
+    ),
+    "a limit without auto": ({"max_num_speculative_tokens": 6}, "belong to num_speculative_tokens='auto'"),
+    "a profile without auto": ({"profile": "p.json"}, "belong to num_speculative_tokens='auto'"),
+    "a profile that is not there": (
+        {"num_speculative_tokens": "auto", "profile": "/no/such/profile.json"},
+        "is not a profile written by 'magicdec profile'",
+    ),
+    "auto with vLLM's table": (
+        {"num_speculative_tokens": "auto", "num_speculative_tokens_per_batch_size": [(1, 8, 2)]},
+        "leaves no use for num_speculative_tokens_per_batch_size",
+    ),
     "synthetic without rates": ({"rejection_sample_method": "synthetic"}, "requires exactly one of"),
 }
 

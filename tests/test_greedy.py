@@ -4,7 +4,7 @@
 import engines
 import pytest
 import texts
-from conftest import GREEDY
+from conftest import GREEDY, first_tokens
 from engines import MODEL_LEN, magicdec
 from greedy import assert_same_tokens
 
@@ -77,7 +77,7 @@ def test_greedy_output_is_unchanged_on_the_v2_runner(mixed_prompts, plain, polic
         speculative_config=magicdec(gamma, draft_kv_policy=policy, draft_kv_budget=budget),
     )
     assert run.v2_runner
-    expected = [_first_tokens(plain[i], 24) for i in chosen]
+    expected = [first_tokens(plain[i], 24) for i in chosen]
     assert_same_tokens(expected, run.results[0][0], f"V2 runner, {policy}, budget {budget}, gamma {gamma}")
     assert run.draft_failures == 0
     if budget == MODEL_LEN:
@@ -113,13 +113,3 @@ def test_greedy_output_is_unchanged_with_tensor_parallel_2(mixed_prompts, plain,
     )
     assert_same_tokens([plain[i] for i in chosen], run.results[0][0], f"tensor parallel 2, {policy}")
     assert run.accepted > 0
-
-
-def _first_tokens(request: dict, count: int) -> dict:
-    completion = request["completions"][0]
-    shortened = {
-        **completion,
-        "tokens": completion["tokens"][:count],
-        "logprobs": completion["logprobs"][:count],
-    }
-    return {**request, "completions": [shortened]}

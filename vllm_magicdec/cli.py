@@ -48,12 +48,23 @@ def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--num-speculative-tokens",
         dest="spec_tokens",
-        type=int,
+        type=_number_or_auto,
         default=argparse.SUPPRESS,
-        help="The same as --spec-tokens: draft tokens per round.",
+        help="The same as --spec-tokens: draft tokens per round, or 'auto'.",
     )
+    options["--spec-tokens"].type = _number_or_auto
     _show_config_errors_as_sentences()
     return parser
+
+
+def _number_or_auto(text: str) -> int | str:
+    """The type of a number of draft tokens; only this plugin takes `auto`, vLLM's own methods refuse it."""
+    if text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor 'auto'") from None
 
 
 def _checked_fields(parse: Any) -> Callable[[str], Any]:

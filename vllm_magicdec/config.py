@@ -10,6 +10,7 @@ and asynchronous scheduling without a change to the scheduler.
 import difflib
 from collections.abc import Mapping
 from dataclasses import fields as dataclass_fields
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, ValidationError
@@ -18,11 +19,13 @@ from vllm.config.utils import config
 
 from vllm_magicdec.metrics import open_metrics_dir
 from vllm_magicdec.policies import PagePolicy, TokenPolicy, VerifyTopK, find_policy
+from vllm_magicdec.step_times import StepTimes
 from vllm_magicdec.token_view import TokenBudget
 from vllm_magicdec.verification import num_recent_pages
 from vllm_magicdec.view import PageBudget
 
 METHOD = "magicdec-self"
+_DEFAULT_MAX_TOKENS = 8
 
 # Fields of vLLM's SpeculativeConfig that keep their meaning when the draft is the target.
 _SHARED_FIELDS = frozenset(
@@ -45,6 +48,7 @@ _ENGINE_FIELDS = frozenset(
         "draft_model_config",
         "draft_parallel_config",
         "metrics_dir",
+        "adaptive",
     }
 )
 
@@ -63,7 +67,12 @@ class MagicDecFields(SpeculativeConfig):
     """The fields of `MagicDecSpeculativeConfig`; vLLM's decorator makes them a pydantic dataclass."""
 
     num_speculative_tokens: int = Field(default=4, gt=0, le=128)
-    """Draft tokens per round (gamma)."""
+    """Draft tokens per round (gamma), or `auto`: chosen for every step, 0 included, from the
+    batch's size and contexts, the times measured and the acceptance seen."""
+    max_num_speculative_tokens: int = Field(default=_DEFAULT_MAX_TOKENS, gt=0, le=128)
+    """Most draft tokens per round when `num_speculative_tokens` is `auto`."""
+    profile: str | None = None
+    """Times to start `auto` with: a file written by `magicdec profile` for this model on this machine."""
     draft_kv_policy: str = "streamingllm"
     """Who chooses where the draft looks: `streamingllm` reads sinks and the recent window; `snapkv` adds
     the tokens that the prompt's last ones attend to, per layer and KV head; `verify-topk` adds, every
@@ -89,6 +98,8 @@ class MagicDecFields(SpeculativeConfig):
     """Neighbouring tokens over which `snapkv` pools its scores; odd."""
     snapkv_pooling: Literal["max", "avg"] = "max"
     """How it pools."""
+    adaptive: bool = False
+    """Whether a controller sets the draft tokens of every round; `num_speculative_tokens` is the most."""
     metrics_dir: str | None = None
     """Directory through which workers report counters to the front end (see metrics.py)."""
 
@@ -104,7 +115,7 @@ class MagicDecSpeculativeConfig(MagicDecFields):
         check_field_names(user_fields)
         _check_method(user_fields)
         try:
-            super().__init__(**{**user_fields, "method": "draft_model"})
+            super().__init__(**{**_resolve_auto(user_fields), "method": "draft_model"})
         except ValidationError as error:
             raise MagicDecConfigError(_first_problem(error)) from None
 
@@ -112,6 +123,7 @@ class MagicDecSpeculativeConfig(MagicDecFields):
         find_policy(self.draft_kv_policy)
         if self.snapkv_kernel % 2 == 0:
             raise ValueError(f"snapkv_kernel={self.snapkv_kernel} is even; use {self.snapkv_kernel + 1}")
+        self._resolve_adaptive()
         self.model = self.target_model_config.model if self.target_model_config else METHOD
         self.draft_model_config = self.target_model_config
         self.draft_parallel_config = self.target_parallel_config
@@ -119,6 +131,23 @@ class MagicDecSpeculativeConfig(MagicDecFields):
             check_model(self.target_model_config)
             check_parallel(self.target_parallel_config, self.target_model_config)
         return self
+
+    def _resolve_adaptive(self) -> None:
+        if not self.adaptive:
+            if self.profile is not None or self.max_num_speculative_tokens != _DEFAULT_MAX_TOKENS:
+                raise ValueError(
+                    "profile and max_num_speculative_tokens belong to num_speculative_tokens='auto'; add "
+                    "that or remove them"
+                )
+            return
+        table: Any = _any_number_of_drafts(self.max_num_speculative_tokens)
+        if self.num_speculative_tokens_per_batch_size not in (None, table):  # type: ignore[has-type]
+            raise ValueError(
+                "num_speculative_tokens='auto' leaves no use for num_speculative_tokens_per_batch_size; "
+                "remove one of them"
+            )
+        self.num_speculative_tokens = self.max_num_speculative_tokens
+        self.num_speculative_tokens_per_batch_size = table
 
     def verify_engine(self, vllm_config: VllmConfig) -> None:
         """Refuse what only the whole engine configuration shows; called before any process starts.
@@ -140,6 +169,8 @@ class MagicDecSpeculativeConfig(MagicDecFields):
                 f"{METHOD}: draft_kv_budget={self.draft_kv_budget:g} is above the model length; "
                 f"use at most {max_model_len} (the whole context)"
             )
+        if self.adaptive:
+            self._adapt(vllm_config)
         self.metrics_dir = open_metrics_dir()
         policy_class = find_policy(self.draft_kv_policy)
         if issubclass(policy_class, PagePolicy):
@@ -152,6 +183,33 @@ class MagicDecSpeculativeConfig(MagicDecFields):
             self._check_room_to_choose(vllm_config)
         else:
             token_budget(vllm_config, policy.window)
+
+    def _adapt(self, vllm_config: VllmConfig) -> None:
+        """Let a scheduler with a controller choose the drafts of every step."""
+        scheduler = vllm_config.scheduler_config
+        if scheduler.scheduler_cls is not None:
+            raise MagicDecConfigError(
+                f"{METHOD}: num_speculative_tokens='auto' brings its own scheduler; remove --scheduler-cls "
+                "or give a number"
+            )
+        if vllm_config.parallel_config.data_parallel_size > 1:
+            raise MagicDecConfigError(
+                f"{METHOD}: num_speculative_tokens='auto' does not work with data parallelism in one "
+                "engine; give a number, or start one server per rank"
+            )
+        if self.profile is not None:
+            try:
+                StepTimes.load(Path(self.profile))
+            except ValueError as error:
+                raise MagicDecConfigError(f"{METHOD}: {error}") from None
+        name = "MagicDecAsyncScheduler" if scheduler.async_scheduling else "MagicDecScheduler"
+        scheduler.scheduler_cls = f"vllm_magicdec.scheduler.{name}"
+
+    def budget_tokens(self, context: int) -> int:
+        """K/V entries that a draft step reads of a request with `context` tokens, at most."""
+        if self.draft_kv_budget >= 1:
+            return int(self.draft_kv_budget)
+        return max(self.draft_kv_min_budget, int(self.draft_kv_budget * context))
 
     def _check_room_to_choose(self, vllm_config: VllmConfig) -> None:
         page = vllm_config.cache_config.block_size
@@ -172,7 +230,8 @@ class MagicDecSpeculativeConfig(MagicDecFields):
 
     def __repr__(self) -> str:
         return (
-            f"SpeculativeConfig(method={METHOD!r}, num_spec_tokens={self.num_speculative_tokens}, "
+            f"SpeculativeConfig(method={METHOD!r}, num_spec_tokens="
+            f"{'auto, at most ' if self.adaptive else ''}{self.num_speculative_tokens}, "
             f"draft_kv_policy={self.draft_kv_policy!r}, draft_kv_budget={self.draft_kv_budget:g}, "
             f"draft_kv_sink={self.draft_kv_sink})"
         )
@@ -182,7 +241,7 @@ def documented_fields() -> tuple[str, ...]:
     """The fields whose meaning or default is the plugin's own."""
     prefixes = ("draft_kv_", "snapkv_")
     own = (f.name for f in dataclass_fields(MagicDecFields) if f.name.startswith(prefixes))
-    return ("num_speculative_tokens", *own)
+    return ("num_speculative_tokens", "max_num_speculative_tokens", "profile", *own)
 
 
 def user_fields() -> tuple[str, ...]:
@@ -231,6 +290,22 @@ def _check_method(given: Mapping[str, Any]) -> None:
             f"method={METHOD!r} drafts with the target itself; remove model={model!r}, or remove the "
             "method to draft with that model"
         )
+
+
+def _resolve_auto(given: Mapping[str, Any]) -> dict[str, Any]:
+    """vLLM wants a number where a user may type `auto`."""
+    if given.get("num_speculative_tokens") != "auto":
+        return dict(given)
+    numbers = {name: value for name, value in given.items() if name != "num_speculative_tokens"}
+    return {**numbers, "adaptive": True}
+
+
+def _any_number_of_drafts(most: int) -> list[tuple[int, int, int]]:
+    """vLLM's table from batch size to drafts with every number up to `most` in it.
+
+    The scheduler's controller overrules the table; vLLM captures CUDA graphs for the numbers in it.
+    """
+    return [*((drafts + 1, drafts + 1, drafts) for drafts in range(most)), (most + 1, 2**20, most)]
 
 
 def _first_problem(error: ValidationError) -> str:

@@ -11,6 +11,7 @@ import atexit
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from prometheus_client.mmap_dict import MmapedDict, mmap_key
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 from vllm.logger import init_logger
+
+from vllm_magicdec.controller import Forecast
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -62,6 +65,28 @@ def open_metrics_dir() -> str:
     return _worker_metrics.open_dir()
 
 
+class _MetricsFile:
+    """This process's values of some metrics, for the front end to read.
+
+    Args:
+        metrics_dir: a directory that the front end reads; None keeps the values in this process.
+        kind: how `prometheus_client` merges the files of several processes.
+        name: of the file, which must be the process's own.
+    """
+
+    def __init__(self, metrics_dir: str | None, kind: str, name: str) -> None:
+        self._file: MmapedDict | None = None
+        # vLLM's own directory, if it opened one: then its endpoint reads nothing else.
+        directory = os.environ.get("PROMETHEUS_MULTIPROC_DIR", metrics_dir) if metrics_dir else None
+        if directory and Path(directory).is_dir():
+            self._file = MmapedDict(str(Path(directory) / f"{kind}_{name}{os.getpid()}.db"))
+
+    def write(self, metric: str, sample: str, value: float, help_text: str) -> None:
+        """Set the value of one sample of a metric without labels."""
+        if self._file is not None:
+            self._file.write_value(mmap_key(metric, sample, [], [], help_text), value, time.time())
+
+
 class DraftFailures:
     """Counts rounds whose drafting raised, and logs the first one with its trace.
 
@@ -71,12 +96,8 @@ class DraftFailures:
 
     def __init__(self, metrics_dir: str | None) -> None:
         self._total = 0
-        self._file: MmapedDict | None = None
-        # vLLM's own directory, if it opened one: then its endpoint reads nothing else.
-        directory = os.environ.get("PROMETHEUS_MULTIPROC_DIR", metrics_dir) if metrics_dir else None
-        if directory and Path(directory).is_dir():
-            self._file = MmapedDict(str(Path(directory) / f"counter_magicdec_{os.getpid()}.db"))
-            self._write()
+        self._file = _MetricsFile(metrics_dir, "counter", "magicdec_")
+        self._write()
 
     def count(self) -> None:
         """Record a failure; call it where the exception is handled."""
@@ -90,6 +111,31 @@ class DraftFailures:
         self._write()
 
     def _write(self) -> None:
-        if self._file is not None:
-            key = mmap_key(FAILURES_METRIC, f"{FAILURES_METRIC}_total", [], [], _FAILURES_HELP)
-            self._file.write_value(key, float(self._total), 0.0)
+        self._file.write(FAILURES_METRIC, f"{FAILURES_METRIC}_total", float(self._total), _FAILURES_HELP)
+
+
+class SpeculationGauges:
+    """What the controller of `num_speculative_tokens: auto` is doing.
+
+    Args:
+        metrics_dir: as for `DraftFailures`.
+        budget: K/V entries that a draft step reads per request, at most.
+    """
+
+    def __init__(self, metrics_dir: str | None, budget: int) -> None:
+        self._gauges = _MetricsFile(metrics_dir, "gauge_mostrecent", "magicdec_")
+        self._counters = _MetricsFile(metrics_dir, "counter", "magicdec_controller_")
+        self._set("draft_kv_budget", budget, "K/V entries that a draft step reads per request, at most.")
+
+    def set(self, forecast: Forecast, achieved_speedup: float, num_switches: int) -> None:
+        """Show the present choice."""
+        self._set("num_speculative_tokens", forecast.num_drafts, "Drafts per round chosen at present.")
+        self._set("draft_share", forecast.draft_share, "Draft steps' share of a round's time.")
+        self._set("predicted_speedup", forecast.speedup, "Expected speed over plain decoding.")
+        self._set("achieved_speedup", achieved_speedup, "Speed over plain decoding of the latest steps.")
+        name = "vllm:magicdec_switches"
+        self._counters.write(name, f"{name}_total", num_switches, "Changes of the chosen drafts per round.")
+
+    def _set(self, name: str, value: float, help_text: str) -> None:
+        metric = f"vllm:magicdec_{name}"
+        self._gauges.write(metric, metric, value, help_text)

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's schedulers with a controller that sets the number of drafts of every step.
+
+vLLM can vary that number by itself (`num_speculative_tokens_per_batch_size`): the scheduler puts it into
+each `SchedulerOutput`, and both model runners follow. Here a controller sets it instead of a table.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.outputs import ModelRunnerOutput
+
+from vllm_magicdec.config import METHOD, MagicDecSpeculativeConfig
+from vllm_magicdec.controller import Controller
+from vllm_magicdec.metrics import SpeculationGauges
+from vllm_magicdec.step_times import Step, StepTimes, TimedStep
+
+logger = init_logger(f"vllm.{__name__}")
+
+_STEPS_PER_REPORT = 32
+
+
+class _AdaptiveSpeculation(Scheduler):
+    """What both schedulers get."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        spec = self.vllm_config.speculative_config
+        assert isinstance(spec, MagicDecSpeculativeConfig)
+        budget = spec.budget_tokens(self.max_model_len)
+        self._controller = self._make_controller(spec, budget)
+        # In flight, by id() of their SchedulerOutput: what is done and when it began.
+        self._steps: dict[int, tuple[Step, float]] = {}
+        self._gauges = SpeculationGauges(spec.metrics_dir, budget)
+        self._updated_at: float | None = None  # None: the engine has been idle since
+        self._num_reports = 0
+
+    def _make_controller(self, spec: MagicDecSpeculativeConfig, budget: int) -> Controller:
+        times = StepTimes.load(Path(spec.profile)) if spec.profile else StepTimes(budget)
+        controller = Controller(spec.num_speculative_tokens, times)
+        if spec.profile:
+            self._say_what_will_happen(controller)
+        else:
+            logger.info_once(
+                "%s will try several numbers of drafts in the first steps and then choose 0 to %d for "
+                "every step. To start with measured times: 'magicdec profile', then the field 'profile'.",
+                METHOD,
+                spec.num_speculative_tokens,
+            )
+        return controller
+
+    def _say_what_will_happen(self, controller: Controller) -> None:
+        parts = []
+        for num_reqs in sorted({1, min(8, self.max_num_running_reqs), self.max_num_running_reqs}):
+            least = controller.least_context(num_reqs, self.max_model_len)
+            where = f"contexts above about {least:,} tokens" if least is not None else "no context"
+            parts.append(f"{where} at batch {num_reqs}")
+        logger.info("%s: speculating for %s.", METHOD, ", ".join(parts))
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        # Before the base class: it makes placeholders for as many drafts.
+        if scheduler_output.num_scheduled_tokens:
+            self._choose(scheduler_output)
+        super()._update_after_schedule(scheduler_output)
+
+    def _choose(self, output: SchedulerOutput) -> None:
+        scheduled = output.num_scheduled_tokens
+        requests = [self.requests[req_id] for req_id in scheduled]
+        context_tokens = sum(request.num_computed_tokens for request in requests)
+        drafts = self._controller.choose(len(requests), context_tokens)
+        output.num_spec_tokens_to_schedule = drafts
+        verified = _uniform_drafts(output.scheduled_spec_decode_tokens, scheduled)
+        decodes = all(request.num_computed_tokens >= request.num_prompt_tokens for request in requests)
+        if verified is not None and decodes:
+            step = Step(len(requests), context_tokens, verified, drafts)
+            self._steps[id(output)] = step, perf_counter()
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        """vLLM's, after the controller has seen what came of the step."""
+        now = perf_counter()
+        rounds = _accepted(scheduler_output, model_runner_output)
+        known = self._steps.pop(id(scheduler_output), None)
+        timed = None
+        if known is not None:
+            step, began = known
+            # A busy engine's step lasts from output to output, whatever overlaps within.
+            timed = TimedStep(step, now - (self._updated_at or began))
+        self._controller.observe(rounds, timed)
+        if timed is not None:
+            self._report(timed.step)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        self._updated_at = now if self.running else None
+        return outputs
+
+    def _report(self, step: Step) -> None:
+        self._num_reports += 1
+        if self._num_reports % _STEPS_PER_REPORT == 1:
+            controller = self._controller
+            forecast = controller.forecast(step.num_reqs, step.context_tokens)
+            self._gauges.set(forecast, controller.achieved_speedup, controller.num_switches)
+
+
+class MagicDecScheduler(_AdaptiveSpeculation):
+    """For synchronous scheduling."""
+
+
+class MagicDecAsyncScheduler(_AdaptiveSpeculation, AsyncScheduler):
+    """For asynchronous scheduling: a step's drafts are chosen before the step before it has ended."""
+
+
+def _uniform_drafts(drafts: Mapping[str, list[int]], scheduled: Mapping[str, int]) -> int | None:
+    """The drafts that every request of a pure decode step verifies; None if they differ."""
+    numbers = {len(drafts.get(req_id, ())) for req_id in scheduled}
+    if len(numbers) != 1:
+        return None
+    (number,) = numbers
+    return number if set(scheduled.values()) == {number + 1} else None
+
+
+def _accepted(output: SchedulerOutput, result: ModelRunnerOutput) -> list[tuple[int, int]]:
+    """(drafted, accepted) of each request that verified drafts."""
+    rounds = []
+    for req_id, drafts in output.scheduled_spec_decode_tokens.items():
+        sampled = result.sampled_token_ids[result.req_id_to_index[req_id]]
+        if sampled:
+            rounds.append((len(drafts), len(sampled) - 1))
+    return rounds

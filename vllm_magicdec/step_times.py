@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long an engine's steps take, learnt from steps that it made.
+
+One engine step verifies the drafts of the step before (none: plain decoding) and drafts for the next.
+Its time is modelled as a sum of non-negative costs, those of MagicDec's Eq. 2 (arXiv 2408.11049):
+
+    T(n, C, verified, drafted) = T_V(verified, n, C) + drafted * T_D(n, C)
+
+for n requests that together hold C tokens in the KV cache. Coefficients are seconds. They are fitted to
+relative errors, so that the short contexts, where a wrong choice costs as large a share, count as much.
+"""
+
+import json
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from math import log2
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+from scipy.optimize import nnls
+
+# The last medians of a kind of step; older ones may be of another load on the machine.
+_KEPT_PER_KIND = 16
+# Measurements after which a kind of step is trusted as much as the fit.
+_DOUBT = 2
+# A step's neighbours for a local correction: contexts and batches within a factor of sqrt(2).
+_BUCKETS_PER_DOUBLING = 2
+
+
+@dataclass(frozen=True)
+class Step:
+    """What an engine step did, for every request of it alike."""
+
+    num_reqs: int
+    context_tokens: int
+    """K/V entries that the target reads: over all requests."""
+    verified: int
+    """Drafts of each request that the target verified; 0 is a plain decode step."""
+    drafted: int
+    """Draft steps made for the next step."""
+
+
+@dataclass(frozen=True)
+class TimedStep:
+    """A step and how long it took."""
+
+    step: Step
+    seconds: float
+
+
+def _features(step: Step, budget: int) -> list[float]:
+    """What each coefficient is multiplied with."""
+    n, context = step.num_reqs, step.context_tokens
+    queries = 0 if step.verified == 0 else step.verified + 1
+    verifying = float(step.verified > 0)
+    read_by_draft = min(context, n * budget)
+    return [
+        1.0,  # a pass: launches, host work, weights
+        n,  # sampling and host work per request
+        context,  # reading the KV cache
+        verifying,
+        n * queries,  # dense layers and sampling of verified positions
+        context * verifying,  # kernels that verify in another way than they decode
+        context * queries,  # attention of every verified position
+        step.drafted,  # a draft pass: the same, over the budget
+        step.drafted * n,
+        step.drafted * read_by_draft,
+    ]
+
+
+class StepTimes:
+    """Predicts step times from measured ones.
+
+    Args:
+        budget: K/V entries that a draft step reads per request, at most.
+    """
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self._measured: dict[Step, deque[TimedStep]] = defaultdict(lambda: deque(maxlen=_KEPT_PER_KIND))
+        self._coefficients: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        """Kinds of steps that were measured."""
+        return len(self._measured)
+
+    def add(self, timed: TimedStep) -> None:
+        """Take a measured step in; `predict` uses it after the next `fit`."""
+        self._measured[_kind(timed.step)].append(timed)
+
+    def count(self, step: Step) -> int:
+        """Measured steps like this one."""
+        kind = _kind(step)
+        return len(self._measured[kind]) if kind in self._measured else 0
+
+    def fit(self) -> None:
+        """Fit the coefficients to the median of each kind of step (non-negative least squares)."""
+        middles = [_middle(steps) for steps in self._measured.values()]
+        features = np.array([_features(timed.step, self.budget) for timed in middles])
+        seconds = np.array([timed.seconds for timed in middles])
+        rows = features / seconds[:, None]
+        scale = np.maximum(rows.max(axis=0), 1e-30)  # tokens and passes differ by orders of magnitude
+        solution, _ = nnls(rows / scale, np.ones(len(middles)))
+        self._coefficients = solution / scale
+
+    def predict(self, step: Step) -> float:
+        """Seconds of a step: the fit, corrected by how it errs on measured steps like this one."""
+        estimate = self._fitted(step)
+        kind = _kind(step)
+        if kind not in self._measured:
+            return estimate
+        measured = self._measured[kind]
+        middle = _middle(measured)
+        # A few measurements may be hiccups of the machine.
+        trust = len(measured) / (len(measured) + _DOUBT)
+        return float(estimate * (middle.seconds / self._fitted(middle.step)) ** trust)
+
+    def _fitted(self, step: Step) -> float:
+        assert self._coefficients is not None, "fit() comes first"
+        return max(float(np.dot(self._coefficients, _features(step, self.budget))), 1e-9)
+
+    def save(self, path: Path, description: dict[str, object]) -> None:
+        """Write a profile.
+
+        Args:
+            path: a JSON file.
+            description: what was measured, on what.
+        """
+        middles = [_middle(steps) for steps in self._measured.values()]
+        rows = [{**asdict(timed.step), "seconds": timed.seconds} for timed in middles]
+        path.write_text(json.dumps({**description, "budget": self.budget, "steps": rows}, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> "StepTimes":
+        """Read a profile.
+
+        Raises:
+            ValueError: it is none.
+        """
+        try:
+            profile = json.loads(path.read_text())
+            times = cls(int(profile["budget"]))
+            for row in profile["steps"]:
+                seconds = float(row.pop("seconds"))
+                times.add(TimedStep(Step(**row), seconds))
+            times.fit()
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} is not a profile written by 'magicdec profile' ({error})") from None
+        return times
+
+    @classmethod
+    def of(cls, budget: int, measured: Iterable[TimedStep]) -> "StepTimes":
+        """Fitted to these steps."""
+        times = cls(budget)
+        for timed in measured:
+            times.add(timed)
+        times.fit()
+        return times
+
+
+def _kind(step: Step) -> Step:
+    """Steps of about the same size are one kind."""
+    return Step(
+        num_reqs=_bucket(step.num_reqs),
+        context_tokens=_bucket(step.context_tokens),
+        verified=step.verified,
+        drafted=step.drafted,
+    )
+
+
+def _bucket(count: int) -> int:
+    return round(_BUCKETS_PER_DOUBLING * log2(max(count, 1)))
+
+
+def _middle(steps: Iterable[TimedStep]) -> TimedStep:
+    """The median time, at the latest step's size."""
+    listed = list(steps)
+    return TimedStep(listed[-1].step, median(timed.seconds for timed in listed))
