@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`num_speculative_tokens: auto` in real engines: whatever it chooses, the output stays."""
 
+import json
+import re
+
 import engines
 import pytest
 from conftest import GREEDY, first_tokens
@@ -55,16 +58,28 @@ def test_output_is_unchanged_when_the_length_changes_on_the_v2_runner(mixed_prom
     assert run.accepted > 0
 
 
-def test_the_controller_chooses_and_says_so(mixed_prompts, plain):
+@pytest.fixture(scope="module")
+def auto_run(mixed_prompts):
     batch = {"prompts": mixed_prompts, "sampling": GREEDY}
-    run = engines.run([("generate", {"batches": [batch]})], max_num_seqs=16, speculative_config=auto())
-    assert_same_tokens(plain, run.results[0][0], "auto")
-    assert run.draft_failures == 0
-    assert run.drafted > 0, "the first steps try some drafts"
-    assert "magicdec-self will try several numbers of drafts" in run.log
-    assert 0 <= run.metrics["vllm:magicdec_num_speculative_tokens"] <= 8
-    assert run.metrics["vllm:magicdec_draft_kv_budget"] == 512
-    assert 0 <= run.metrics["vllm:magicdec_draft_share"] < 1
-    assert run.metrics["vllm:magicdec_predicted_speedup"] > 0
-    assert run.metrics["vllm:magicdec_achieved_speedup"] > 0
-    assert run.metrics["vllm:magicdec_switches"] >= 0
+    return engines.run([("generate", {"batches": [batch]})], max_num_seqs=16, speculative_config=auto())
+
+
+def test_the_controller_chooses_and_says_so(auto_run, plain):
+    assert_same_tokens(plain, auto_run.results[0][0], "auto")
+    assert auto_run.draft_failures == 0
+    assert auto_run.drafted > 0, "the first steps try some drafts"
+    assert "magicdec-self will try several numbers of drafts" in auto_run.log
+    metrics = auto_run.metrics
+    assert 0 <= metrics["vllm:magicdec_num_speculative_tokens"] <= 8
+    assert metrics["vllm:magicdec_draft_kv_budget"] == 512
+    assert 0 <= metrics["vllm:magicdec_draft_share"] < 1
+    assert metrics["vllm:magicdec_predicted_speedup"] > 0
+    assert metrics["vllm:magicdec_achieved_speedup"] > 0
+    assert metrics["vllm:magicdec_switches"] >= 0
+
+
+def test_the_dashboard_shows_metrics_that_exist(auto_run):
+    dashboard = json.loads((engines.MODEL.parent / "grafana-dashboard.json").read_text())
+    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    named = {name for text in expressions for name in re.findall(r"vllm:[a-z_]+", text)}
+    assert {re.sub("_(total|bucket)$", "", name) for name in named} <= set(auto_run.metrics)

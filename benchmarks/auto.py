@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`num_speculative_tokens: auto` against plain decoding and fixed numbers of drafts, cell by cell.
+
+Two engines are alive at the same time: plain vLLM, and magicdec-self with `auto`. On every cell (batch x
+context) they take turns: plain, the second engine with its controller pinned to each fixed length, and with
+the controller free. Before the turns that count the controller meets each cell once, as a server does
+in its first seconds; that turn is in the JSON file as `first`. Clock and tokens as in decode.py.
+"""
+
+import argparse
+import functools
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from decode import IDLE_SPIN_S, PAGE, TINY_LLAMA, console, decode
+from documents import excerpts
+from kv_heavy import write_kv_heavy
+from machine import describe_machine
+from rich.table import Table
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+FIXED = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Tokens per second; medians over the turns."""
+
+    batch: int
+    context: int
+    plain: float
+    fixed: dict[int, float]  # by number of drafts
+    auto: float
+    first: float  # of auto, when it met the cell
+    chosen: float  # drafts per step of auto, on average
+
+    @property
+    def best(self) -> float:
+        return max(self.plain, *self.fixed.values())
+
+
+def set_length(worker: Any, length: int | None) -> None:
+    """Pin the controller, which then learns nothing, to a number of drafts; None sets it free."""
+    controller = worker.find_controller()
+    for name in ("choose", "observe"):
+        vars(controller).pop(name, None)
+    chosen = controller.chosen_lately = []
+    if length is not None:
+        controller.choose = lambda num_reqs, context_tokens: length
+        controller.observe = lambda rounds, timed: None
+        return
+    choose = controller.choose
+
+    def choose_and_note(num_reqs, context_tokens):
+        chosen.append(choose(num_reqs, context_tokens))
+        return chosen[-1]
+
+    controller.choose = choose_and_note
+
+
+def take_choices(worker: Any) -> list[int]:
+    """What the free controller has chosen since `set_length`."""
+    return list(worker.find_controller().chosen_lately)
+
+
+def install_finder(worker: Any) -> None:
+    """With one worker, vLLM's scheduler lives in the worker's process; nothing hands it out."""
+    import gc
+
+    from vllm_magicdec.controller import Controller
+
+    (controller,) = [thing for thing in gc.get_objects() if isinstance(thing, Controller)]
+    worker.find_controller = lambda: controller
+
+
+def measure_cell(
+    plain: Any, magicdec: Any, prompts: list[list[int]], num_tokens: int, turns: int
+) -> tuple[Cell, dict[str, list[float]]]:
+    """All contenders, alternately."""
+    from vllm import SamplingParams
+
+    for llm in (plain, magicdec):  # fill the prefix cache
+        ids = [{"prompt_token_ids": prompt} for prompt in prompts]
+        llm.generate(ids, SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)
+    chosen: list[int] = []
+
+    def run_plain() -> float:
+        return decode(plain, prompts, num_tokens, 0).tokens_per_s
+
+    def run_magicdec(length: int | None) -> float:
+        magicdec.collective_rpc(set_length, args=(length,))
+        speed = decode(magicdec, prompts, num_tokens, 0).tokens_per_s
+        chosen.extend(magicdec.collective_rpc(take_choices)[0])
+        return speed
+
+    contenders: dict[str, Callable[[], float]] = {
+        "plain": run_plain,
+        **{str(length): functools.partial(run_magicdec, length) for length in FIXED},
+        "auto": functools.partial(run_magicdec, None),
+    }
+    first = run_magicdec(None)
+    chosen.clear()
+    speeds: dict[str, list[float]] = {name: [] for name in contenders}
+    for turn in range(turns):
+        order = list(contenders)
+        for name in reversed(order) if turn % 2 else order:
+            time.sleep(IDLE_SPIN_S)
+            speeds[name].append(contenders[name]())
+    middle = {name: statistics.median(values) for name, values in speeds.items()}
+    cell = Cell(
+        batch=len(prompts),
+        context=len(prompts[0]),
+        plain=middle["plain"],
+        fixed={length: middle[str(length)] for length in FIXED},
+        auto=middle["auto"],
+        first=first,
+        chosen=statistics.mean(chosen),
+    )
+    return cell, speeds
+
+
+def make_table(cells: list[Cell], title: str) -> Table:
+    table = Table(title=title)
+    fixed = (f"gamma {length}" for length in FIXED)
+    for column in ("batch", "context", "plain", *fixed, "auto", "drafts", "of plain", "of the best"):
+        table.add_column(column, justify="right")
+    for cell in cells:
+        table.add_row(
+            *(str(cell.batch), str(cell.context), f"{cell.plain:.1f}"),
+            *(f"{speed:.1f}" for speed in cell.fixed.values()),
+            *(f"{cell.auto:.1f}", f"{cell.chosen:.1f}"),
+            *(f"{cell.auto / cell.plain:.2f}", f"{cell.auto / cell.best:.3f}"),
+        )
+    return table
+
+
+def draw(cells: list[Cell], title: str, path: Path) -> None:
+    """A heat map of the speed over plain decoding, with the share of the best in each cell."""
+    batches = sorted({cell.batch for cell in cells})
+    contexts = sorted({cell.context for cell in cells})
+    by_place = {(cell.batch, cell.context): cell for cell in cells}
+    grid = [[by_place[b, c].auto / by_place[b, c].plain for c in contexts] for b in batches]
+    figure, axes = plt.subplots(figsize=(1.6 * len(contexts) + 3, 0.8 * len(batches) + 2))
+    image = axes.imshow(grid, cmap="RdYlGn", vmin=0.5, vmax=max(2.0, *map(max, grid)), aspect="auto")
+    for row, batch in enumerate(batches):
+        for column, context in enumerate(contexts):
+            cell = by_place[batch, context]
+            text = f"{grid[row][column]:.2f} x\n{100 * cell.auto / cell.best:.0f} % of the best"
+            axes.text(column, row, text, ha="center", va="center", fontsize=8)
+    axes.set_xticks(range(len(contexts)), [f"{context:,}" for context in contexts])
+    axes.set_yticks(range(len(batches)), [str(batch) for batch in batches])
+    axes.set_xlabel("context, tokens")
+    axes.set_ylabel("batch")
+    axes.set_title(title, fontsize=9)
+    figure.colorbar(image, label="speed of auto over plain decoding")
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+
+
+def run(args: argparse.Namespace, model: Path | str) -> None:
+    from vllm import LLM
+
+    spec = {
+        "method": "magicdec-self",
+        "num_speculative_tokens": "auto",
+        "draft_kv_policy": args.policy,
+        "draft_kv_budget": args.budget,
+        **({"profile": str(args.profile)} if args.profile else {}),
+    }
+    settings = {
+        "model": str(model),
+        "dtype": args.dtype,
+        "block_size": PAGE,
+        "max_num_seqs": max(args.batch),
+        "max_model_len": max(args.context) + args.tokens + 2 * PAGE,
+        "max_num_batched_tokens": 4096,
+        "enforce_eager": True,
+        "disable_log_stats": False,
+    }
+    plain = LLM(**settings)
+    magicdec = LLM(**settings, speculative_config=spec)
+    magicdec.collective_rpc(install_finder)
+
+    def encode(text: str) -> list[int]:
+        return plain.get_tokenizer().encode(text, add_special_tokens=False)
+
+    longest = excerpts(encode, max(args.batch), max(args.context), args.documents)
+    cells, all_speeds = [], []
+    for context in sorted(args.context):
+        for batch in sorted(args.batch, reverse=True):
+            prompts = [prompt[:context] for prompt in longest[:batch]]
+            cell, speeds = measure_cell(plain, magicdec, prompts, args.tokens, args.turns)
+            console.print(f"batch {batch}, context {context}: {cell.auto / cell.best:.3f} of the best")
+            cells.append(cell)
+            all_speeds.append(speeds)
+    name = "kv-heavy" if args.model == "kv-heavy" else Path(args.model).name
+    title = f"{name}, {args.dtype}, auto (at most 8 drafts), budget {args.budget:g} ({args.policy})"
+    cells.sort(key=lambda cell: (cell.context, cell.batch))
+    console.print(make_table(cells, f"tokens per second: {title}"))
+    if args.out:
+        result = {
+            "benchmark": "auto",
+            "date": datetime.now(UTC).date().isoformat(),
+            "machine": describe_machine(),
+            "engine": {**settings, "model": name},
+            "speculative_config": {**spec, "profile": bool(args.profile)},
+            "tokens": args.tokens,
+            "turns": args.turns,
+            "cells": [asdict(cell) for cell in cells],
+            "all_turns": all_speeds,
+        }
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        draw(cells, title, args.out.with_suffix(".png"))
+        console.print(f"wrote {args.out} and {args.out.with_suffix('.png')}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="kv-heavy", help="a folder, a name, or 'kv-heavy'")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--context", type=int, nargs="+", default=[100, 2048, 16000], help="tokens")
+    parser.add_argument("--tokens", type=int, default=160, help="generated per request and turn")
+    parser.add_argument("--policy", default="streamingllm")
+    parser.add_argument("--budget", type=float, default=512)
+    parser.add_argument("--profile", type=Path, help="a file of 'magicdec profile'")
+    parser.add_argument("--turns", type=int, default=3, help="per contender and cell")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--documents", type=Path, help="folder of .txt files for the prompts")
+    parser.add_argument("--out", type=Path, help="JSON file for the result; a heat map goes beside it")
+    args = parser.parse_args()
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "3")
+    # Functions are sent to the worker.
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    with tempfile.TemporaryDirectory() as directory:
+        if args.model == "kv-heavy":
+            write_kv_heavy(TINY_LLAMA, Path(directory))
+            run(args, directory)
+        else:
+            run(args, args.model)
+
+
+if __name__ == "__main__":
+    main()
