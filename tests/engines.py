@@ -62,6 +62,7 @@ def environment(*, v2: bool = False, strict: bool = True, **extra: str) -> dict[
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
         "VLLM_MAGICDEC_STRICT": "1" if strict else "0",
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # collective_rpc with functions
+        **_cores_of_this_worker(),
         **extra,
     }
     path = [str(HERE)]
@@ -72,6 +73,16 @@ def environment(*, v2: bool = False, strict: bool = True, **extra: str) -> dict[
             path.insert(0, str(HERE / "triton_interpreter"))
     env["PYTHONPATH"] = os.pathsep.join([*path, *filter(None, [os.environ.get("PYTHONPATH")])])
     return env
+
+
+def _cores_of_this_worker() -> dict[str, str]:
+    """Tests that run side by side (pytest-xdist) keep their engines on cores of their own."""
+    count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    cores = sorted(os.sched_getaffinity(0))
+    if count == 1 or len(cores) < count:
+        return {}
+    index = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
+    return {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores[index::count]))}
 
 
 def run(

@@ -20,7 +20,9 @@ from vllm_magicdec.runners.cpu_sampling import expand_batch_to_tokens
 
 NUM_SAMPLES = 12_000
 MIN_EXPECTED = 10  # rarer continuations are counted together
-P_VALUE = 0.01  # so each passing test would fail on a correct build in 1 of 100 seeds; the seeds are fixed
+P_VALUE = (
+    0.01  # twice in a row: a correct build fails in 1 of 10,000 runs (batches form as requests arrive)
+)
 
 SAMPLING = {"temperature": 1.0, "top_p": 0.9, "max_tokens": 3, "ignore_eos": True, "detokenize": False}
 PROMPT = [(7 * i * i + 3 * i) % 16 for i in range(200)]
@@ -79,6 +81,19 @@ def p_value(first: Counter, second: Counter) -> float:
     return chi2_contingency(rows).pvalue
 
 
+def assert_same_distribution(
+    truth: Counter, model: Path, seeds: tuple[int, int], scenario: str = "generate", **engine
+) -> EngineRun:
+    """Compare with a sample of the first seed and, if that is an unlikely one, of the second."""
+    p_values = []
+    for seed in seeds:
+        run = sample(model, NUM_SAMPLES, scenario, seed=seed, **engine)
+        p_values.append(p_value(truth, continuations(run)))
+        if p_values[-1] > P_VALUE:
+            return run
+    raise AssertionError(f"p-values {p_values}, below {P_VALUE}")
+
+
 @pytest.fixture(scope="module")
 def plain_samples(small_vocabulary_model) -> Counter:
     return continuations(sample(small_vocabulary_model, NUM_SAMPLES))
@@ -87,10 +102,9 @@ def plain_samples(small_vocabulary_model) -> Counter:
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_sampled_continuations_have_the_targets_distribution(small_vocabulary_model, plain_samples, draft):
     spec = magicdec(2, draft_kv_budget=64, **DRAFTS[draft])
-    run = sample(small_vocabulary_model, NUM_SAMPLES, seed=12, speculative_config=spec)
+    run = assert_same_distribution(plain_samples, small_vocabulary_model, (12, 22), speculative_config=spec)
     rate = run.accepted / run.drafted
     assert 0.1 < rate < 0.9, f"acceptance rate {rate:.2f}: the draft must agree often, and differ often"
-    assert p_value(plain_samples, continuations(run)) > P_VALUE
 
 
 @pytest.mark.gpu
@@ -100,14 +114,15 @@ def test_sampled_continuations_have_the_targets_distribution_on_the_v2_runner(
 ):
     """On a GPU alone: Triton's interpreter runs neither vLLM's top-p nor its rejection kernel."""
     spec = magicdec(2, draft_kv_budget=64, **DRAFTS[draft])
-    run = sample(small_vocabulary_model, NUM_SAMPLES, seed=13, v2=True, speculative_config=spec)
+    run = assert_same_distribution(
+        plain_samples, small_vocabulary_model, (13, 23), v2=True, speculative_config=spec
+    )
     assert run.v2_runner
     assert 0.1 < run.accepted / run.drafted < 0.9
-    assert p_value(plain_samples, continuations(run)) > P_VALUE
 
 
 def test_the_test_catches_a_broken_acceptance_rule(small_vocabulary_model, plain_samples):
-    """Drafts sampled from q but accepted as if q were one-hot: close to right, and wrong."""
+    """Drafts sampled from q but accepted as if q were uniform: close to right, and wrong."""
     run = sample(
         small_vocabulary_model,
         NUM_SAMPLES,
@@ -128,13 +143,12 @@ def test_vllms_own_expansion_of_sampling_parameters_is_mended_on_cpu():
 def test_failed_drafting_does_not_change_the_distribution(small_vocabulary_model, plain_samples):
     """With drafts of no meaning the rejection sampler alone must restore the target's distribution."""
     spec = magicdec(2, draft_kv_budget=64, draft_sample_method="probabilistic")
-    run = sample(
+    run = assert_same_distribution(
+        plain_samples,
         small_vocabulary_model,
-        4_000,
+        (14, 24),
         "generate_with_broken_drafting",
-        seed=14,
         strict=False,
         speculative_config=spec,
     )
     assert run.draft_failures > 0
-    assert p_value(plain_samples, continuations(run)) > P_VALUE
