@@ -203,6 +203,13 @@ class FlashInferDecode:
         num_reqs = query.shape[0]
         indptr = self._indptr[: num_reqs * self._geometry.num_kv_heads + 1]
         fill_page_indices(self._indices, rows, slots, self._lens[:num_reqs], indptr)
+        return self._read(query, pages)
+
+    def run_again(self, query: torch.Tensor, rows: KVRows) -> torch.Tensor:
+        """`run` for the slots of the last one, whose row numbers are still there."""
+        return self._read(query, row_pages(rows))
+
+    def _read(self, query: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         virtual_query = query.reshape(-1, self._geometry.group, query.shape[-1])
         return self._wrapper.run(virtual_query, pages).view(query.shape)
 
