@@ -163,7 +163,24 @@ def check_triton(case, layout, page_stride):
     case.check(run(case, rows, "triton"))
 
 
-def test_triton_attends_to_the_view_and_nothing_else_in_the_interpreter():
+@settings(max_examples=60, deadline=None)
+@given(cases(), layouts, st.integers(1, 2))
+def check_triton_indices(case, layout, page_stride):
+    from vllm_magicdec.attention import triton_indices
+
+    rows = KVRows.of(empty_cache(layout, case, page_stride=page_stride), "FLASHINFER")
+    num_reqs, num_kv_heads, budget = case.slots.shape
+    indptr = flashinfer_attention.page_indptr(case.lens, num_kv_heads)
+    written = []
+    for fill in (flashinfer_attention.fill_page_indices, triton_indices.fill_page_indices):
+        indices = flashinfer_attention.make_page_indices(num_reqs * num_kv_heads, budget, CPU)
+        fill(indices, rows, case.slots, case.lens, indptr)
+        written.append(indices[: indptr[-1]])
+        assert torch.all(indices[indptr[-1] : -1] == 0)
+    assert torch.equal(*written)
+
+
+def test_triton_kernels_read_and_write_what_they_should_in_the_interpreter():
     # Triton decides at its import whether it interprets. `sitecustomize` mends its interpreter.
     path = [str(HERE / "triton_interpreter"), *sys.path]
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(path)}
@@ -188,6 +205,21 @@ def test_triton_compiles_for_hopper_without_one(dtype):
     types |= dict(slots="*i32", lens="*i32", scale="fp32", soft_cap="fp32")
     positions = {(names.index(name),): value for name, value in constants.items()}
     source = compiler.ASTSource(_decode_kernel, types, constexprs=positions)
+    assert compiler.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+
+
+def test_triton_compiles_the_row_numbers_for_hopper_without_one():
+    compiler = pytest.importorskip("triton.compiler")
+    from triton.backends.compiler import GPUTarget
+
+    from vllm_magicdec.attention.triton_indices import _fill_kernel
+
+    names = _fill_kernel.arg_names
+    constants = dict(PAGE_SIZE=16, BLOCK=256)
+    types = dict.fromkeys(names, "i32") | dict.fromkeys(constants, "constexpr")
+    types |= dict.fromkeys(["indices", "slots", "lens", "indptr"], "*i32")
+    positions = {(names.index(name),): value for name, value in constants.items()}
+    source = compiler.ASTSource(_fill_kernel, types, constexprs=positions)
     assert compiler.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
 
 
@@ -597,3 +629,4 @@ def test_an_unknown_implementation_is_refused():
 
 if __name__ == "__main__":
     check_triton()
+    check_triton_indices()

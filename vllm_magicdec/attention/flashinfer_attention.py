@@ -6,6 +6,7 @@ pages of one row each, with one KV head, and each (request, KV head) as a reques
 copied: keys and values are two strided views of the cache, and row numbers take the place of page numbers.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,6 +85,14 @@ def fill_page_indices(
     # Shapes stay static: what lies behind a view goes to the last cell, which nobody reads.
     targets = torch.where(in_view, starts + columns, indices.shape[0] - 1)
     indices.scatter_(0, targets.flatten(), rows.keys.numbers(slots).to(indices.dtype).flatten())
+
+
+def _fill_page_indices(device: torch.device) -> Callable[..., None]:
+    if device.type == "cuda":
+        from vllm_magicdec.attention import triton_indices
+
+        return triton_indices.fill_page_indices
+    return fill_page_indices
 
 
 @dataclass(frozen=True)
@@ -202,7 +211,7 @@ class FlashInferDecode:
         pages = row_pages(rows)
         num_reqs = query.shape[0]
         indptr = self._indptr[: num_reqs * self._geometry.num_kv_heads + 1]
-        fill_page_indices(self._indices, rows, slots, self._lens[:num_reqs], indptr)
+        _fill_page_indices(query.device)(self._indices, rows, slots, self._lens[:num_reqs], indptr)
         return self._read(query, pages)
 
     def run_again(self, query: torch.Tensor, rows: KVRows) -> torch.Tensor:
