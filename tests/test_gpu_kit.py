@@ -52,6 +52,7 @@ def check_record(record: dict, device: str) -> None:
         assert result["floor_us"] == pytest.approx(floor_us)
         assert result["share"] == pytest.approx(floor_us / result["time_us"])
         assert (result["full_us"] is None) == (result["granularity"] == "full")
+        assert (result["plan_us"] is not None) == (result["kernel"] == "flashinfer")
         assert result["goal"] is None  # for large batches on a GPU alone
         ends = sum(i % settings["page_size"] for i in range(result["batch"]))
         tokens = result["batch"] * result["budget"] - ends
@@ -105,10 +106,9 @@ def in_process(monkeypatch):
 def test_a_wrong_kernel_is_reported_and_not_timed(in_process, tmp_path, monkeypatch, capsys):
     def one_token_less(layer, view):
         view.lens.sub_(1)
-        run = kernels.token_torch(layer, view)
-        result = run()
+        result = kernels.token_torch(layer, view).run()
         view.lens.add_(1)
-        return lambda: result
+        return kernels.Prepared(lambda: result)
 
     monkeypatch.setitem(kernels.KERNELS, "token torch", one_token_less)
     status, (full, page, token) = in_process(tmp_path)

@@ -43,6 +43,17 @@ class Clock:
         times = self._cuda_times_us(function) if self._is_cuda else self._cpu_times_us(function)
         return statistics.median(times[self._warmup :])
 
+    def host_us(self, function: Callable[[], object], repeats: int) -> float:
+        """The host's time for a function that finds the device idle."""
+        times = []
+        for _ in range(repeats):
+            if self._is_cuda:
+                torch.cuda.synchronize()
+            started = time.perf_counter()
+            function()
+            times.append(1e6 * (time.perf_counter() - started))
+        return statistics.median(times)
+
     def _flush(self) -> None:
         # Read, not written: lines that have to be written back would be paid for by what is timed.
         self._flushed.sum()

@@ -24,7 +24,7 @@ from benchmarks.gpu import stand_in
 from benchmarks.gpu.clock import Clock
 from benchmarks.gpu.problem import Heads, Layer, View
 from benchmarks.machine import describe_machine
-from vllm_magicdec.attention import KVRows, attend
+from vllm_magicdec.attention import Implementation, KVRows, attend
 from vllm_magicdec.attention.flashinfer_attention import (
     WORKSPACE_BYTES,
     FlashInferDecode,
@@ -48,7 +48,15 @@ GOAL_BATCH, GOAL_BUDGET = 32, 512  # ... from here on
 SPARE_BYTES = 8 * 2**30  # on a GPU, for everything but the cache
 TORCH_BYTES = 4 * 2**30  # most that the torch implementation may gather
 
-Run = Callable[[], torch.Tensor]  # [batch, num_heads, head_size]
+PLANS = 5  # timed, of which the median counts
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A kernel made ready for a view."""
+
+    run: Callable[[], torch.Tensor]  # returns [batch, num_heads, head_size]
+    plan: Callable[[], None] | None = None  # again; None: it needs no plan
 
 
 @dataclass(frozen=True)
@@ -70,13 +78,14 @@ class Result:
     bytes_read: int | None = None
     floor_us: float | None = None  # bytes_read at the measured copy bandwidth
     share: float | None = None  # floor_us / time_us
+    plan_us: float | None = None  # of the host, once for all layers of a step; not in time_us
     goal: float | None = None
 
 
 # ---- the kernels
 
 
-def page_flashinfer(layer: Layer, view: View) -> Run:
+def page_flashinfer(layer: Layer, view: View) -> Prepared:
     """FlashInfer over the cache's own pages, all KV heads at once: full context and page views."""
     from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
@@ -101,32 +110,37 @@ def page_flashinfer(layer: Layer, view: View) -> Run:
         num_kv_heads=layer.heads.num_kv_heads,
         page_size=layer.page_size,
     )
-    wrapper.plan(indptr, indices, last_page_len, **planned)
-    return lambda: wrapper.run(layer.query, layer.halves)
+
+    def plan() -> None:
+        wrapper.plan(indptr, indices, last_page_len, **planned)
+
+    plan()
+    return Prepared(lambda: wrapper.run(layer.query, layer.halves), plan)
 
 
-def token_flashinfer(layer: Layer, view: View) -> Run:
+def token_flashinfer(layer: Layer, view: View) -> Prepared:
     """The library's adapter, the writing of a layer's row numbers included: what a layer costs."""
     decode, rows, slots = _planned(layer, view)
-    return lambda: decode.run(layer.query, rows, slots)
+    lens_cpu = view.lens.cpu()
+    return Prepared(lambda: decode.run(layer.query, rows, slots), lambda: decode.plan(lens_cpu))
 
 
-def token_flashinfer_rows_written(layer: Layer, view: View) -> Run:
+def token_flashinfer_rows_written(layer: Layer, view: View) -> Prepared:
     """FlashInfer's part of that alone."""
     decode, rows, slots = _planned(layer, view)
     decode.run(layer.query, rows, slots)
-    return lambda: decode.run_again(layer.query, rows)
+    return Prepared(lambda: decode.run_again(layer.query, rows))
 
 
-def token_triton(layer: Layer, view: View) -> Run:
+def token_triton(layer: Layer, view: View) -> Prepared:
     return _attend(layer, view, "triton")
 
 
-def token_torch(layer: Layer, view: View) -> Run:
+def token_torch(layer: Layer, view: View) -> Prepared:
     return _attend(layer, view, "torch")
 
 
-KERNELS: dict[str, Callable[[Layer, View], Run]] = {
+KERNELS: dict[str, Callable[[Layer, View], Prepared]] = {
     "page flashinfer": page_flashinfer,
     "token flashinfer": token_flashinfer,
     "token flashinfer, rows written": token_flashinfer_rows_written,
@@ -170,10 +184,12 @@ def _planned(layer: Layer, view: View) -> tuple[FlashInferDecode, KVRows, torch.
     return decode, _rows(layer), view.slots
 
 
-def _attend(layer: Layer, view: View, implementation: str) -> Run:
+def _attend(layer: Layer, view: View, implementation: Implementation) -> Prepared:
     assert view.slots is not None
     rows, slots, scale = _rows(layer), view.slots, _geometry(layer).scale
-    return lambda: attend(layer.query, rows, slots, view.lens, scale=scale, implementation=implementation)
+    return Prepared(
+        lambda: attend(layer.query, rows, slots, view.lens, scale=scale, implementation=implementation)
+    )
 
 
 def runs_on(kernel: str, device: torch.device) -> str:
@@ -233,7 +249,7 @@ class Bench:
                 yield replace(result, full_us=full.time_us)
 
     def _measure(
-        self, name: str, make: Callable[[Layer, View], Run], layer: Layer, view: View, budget: int
+        self, name: str, make: Callable[[Layer, View], Prepared], layer: Layer, view: View, budget: int
     ) -> Result:
         heads, dtype = layer.heads, layer.query.dtype
         granularity, kernel = name.split(" ", 1)
@@ -243,14 +259,14 @@ class Bench:
         if kernel == "torch" and gathered > TORCH_BYTES:
             return replace(cell, reason=f"torch would gather {gathered / 2**30:.0f} GiB")
         try:
-            run = make(layer, view)
-            error = largest_error(layer, view, run())
+            prepared = make(layer, view)
+            error = largest_error(layer, view, prepared.run())
         except Exception as failure:  # whatever compiles or launches it
             return replace(cell, status="failed", reason=f"{type(failure).__name__}: {failure}")
         if not error <= TOLERANCE[dtype]:
             reason = f"off by {error:.1e}, {TOLERANCE[dtype]:.0e} is allowed"
             return replace(cell, status="wrong", reason=reason, error=error)
-        time_us = self._clock.median_us(run)
+        time_us = self._clock.median_us(prepared.run)
         bytes_read = layer.bytes_read(view)
         floor_us = bytes_read / self.copy_bytes_per_s * 1e6
         is_judged = self._device.type == "cuda" and layer.batch >= GOAL_BATCH and budget >= GOAL_BUDGET
@@ -263,6 +279,7 @@ class Bench:
             bytes_read=bytes_read,
             floor_us=floor_us,
             share=floor_us / time_us,
+            plan_us=None if prepared.plan is None else self._clock.host_us(prepared.plan, PLANS),
             goal=GOALS.get(granularity) if is_judged else None,
         )
 
@@ -352,7 +369,7 @@ def make_table(results: list[Result], device: str) -> str:
         if r.status in ("wrong", "failed"):
             cell = f"{r.shape}, batch {r.batch}, context {r.context}, budget {r.budget}"
             lines.append(f"{r.status.upper()}: {r.granularity} {r.kernel} ({cell}): {r.reason}")
-    return "\n".join(lines + _goals(results))
+    return "\n".join(lines + _plans(results) + _goals(results))
 
 
 def _entry(result: Result | None) -> str:
@@ -360,6 +377,20 @@ def _entry(result: Result | None) -> str:
         return "-"
     speedup = "" if result.full_us is None else f" {result.full_us / result.time_us:7.2f} x"
     return f"{100 * result.share:6.1f} %{speedup}"
+
+
+def _plans(results: list[Result]) -> list[str]:
+    lines = []
+    for shape, kernel in dict.fromkeys(
+        (r.shape, f"{r.granularity} {r.kernel}") for r in results if r.plan_us
+    ):
+        slowest: dict[int, float] = {}
+        for r in results:
+            if (r.shape, f"{r.granularity} {r.kernel}") == (shape, kernel) and r.plan_us:
+                slowest[r.batch] = max(r.plan_us, slowest.get(r.batch, 0))
+        times = ", ".join(f"{us / 1000:.2f} ms at batch {batch}" for batch, us in sorted(slowest.items()))
+        lines.append(f"host time of a plan, at most: {kernel} ({shape}): {times}")
+    return lines
 
 
 def _goals(results: list[Result]) -> list[str]:

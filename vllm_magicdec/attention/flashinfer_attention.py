@@ -186,7 +186,7 @@ class FlashInferDecode:
     def plan(self, lens_cpu: torch.Tensor) -> None:
         """Plan for these lengths. `lens_cpu` [num_reqs] int32 on the host. Not capturable."""
         indptr = page_indptr(lens_cpu, self._geometry.num_kv_heads)
-        # Copies from memory that is not pinned are staged at once: nothing is waited for.
+        # The driver may wait for the stream before it stages memory that is not pinned.
         self._lens[: len(lens_cpu)].copy_(lens_cpu, non_blocking=True)
         self._indptr[: len(indptr)].copy_(indptr, non_blocking=True)
         self._wrapper.plan(
