@@ -5,7 +5,7 @@ ARGS ?=
 VENV := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint test-gpu bench clean
+.PHONY: help venv demo test lint test-gpu bench bench-gpu clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -31,6 +31,9 @@ test-gpu: venv  ## the tests that need a CUDA device
 
 bench: venv  ## decode speed, plain against magicdec, on this machine
 	$(VENV)/python benchmarks/decode.py $(ARGS)
+
+bench-gpu: venv  ## draft attention on a GPU, checked and timed kernel by kernel (ARGS="--out FILE ...")
+	@$(VENV)/python -m benchmarks.gpu.kernels $(ARGS)
 
 clean:  ## remove what the targets made
 	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis tests/.hypothesis

@@ -3,7 +3,8 @@
 
 import os
 import platform
-from importlib.metadata import version
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -17,13 +18,29 @@ def describe_machine() -> dict[str, str | int | float]:
         "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "vllm": version("vllm"),
-        "vllm_magicdec": version("vllm-magicdec"),
     }
+    # The GPU's kernel layer runs without vLLM, and CPUs have no FlashInfer.
+    for package in ("vllm", "vllm-magicdec", "triton", "flashinfer-python"):
+        try:
+            description[package.replace("-", "_")] = version(package)
+        except PackageNotFoundError:
+            continue
     if torch.cuda.is_available():
-        description["gpu"] = torch.cuda.get_device_name()
+        gpu = torch.cuda.get_device_properties()
+        description["gpu"] = gpu.name
+        description["gpu_memory_gib"] = round(gpu.total_memory / 2**30, 1)
         description["cuda"] = torch.version.cuda or ""
+        description["driver"] = _driver()
     return description
+
+
+def _driver() -> str:
+    """Version of the NVIDIA driver, empty where nobody says."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return ""
 
 
 def _processor() -> str:

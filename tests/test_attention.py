@@ -9,6 +9,7 @@ import subprocess
 import sys
 import types
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,13 +18,18 @@ from hypothesis import strategies as st
 from vllm.platforms import CpuArchEnum, current_platform
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from vllm_magicdec.attention import KVRows, attend, flashinfer_attention
+from benchmarks.gpu import stand_in
+from vllm_magicdec.attention import KVRows, attend, flashinfer_attention, rounds, switch
+from vllm_magicdec.attention.flashinfer_attention import Geometry
+from vllm_magicdec.view import TokenView
 
 # Largest error as a share of the largest result. bfloat16 rounds the result (2**-9) and, in kernels that
 # use tensor cores, the softmax weights as well.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 GARBAGE = torch.tensor([-1, 2**31 - 1, -(2**31), 12345678], dtype=torch.int32)
 NUM_LAYERS = 2
+CPU = torch.device("cpu")
+HERE = Path(__file__).resolve().parent
 
 
 @dataclass(frozen=True)
@@ -157,9 +163,27 @@ def check_triton(case, layout, page_stride):
     case.check(run(case, rows, "triton"))
 
 
-def test_triton_attends_to_the_view_and_nothing_else_in_the_interpreter():
-    # Triton decides at its import whether it interprets.
-    env = {**os.environ, "TRITON_INTERPRET": "1"}
+@settings(max_examples=60, deadline=None)
+@given(cases(), layouts, st.integers(1, 2))
+def check_triton_indices(case, layout, page_stride):
+    from vllm_magicdec.attention import triton_indices
+
+    rows = KVRows.of(empty_cache(layout, case, page_stride=page_stride), "FLASHINFER")
+    num_reqs, num_kv_heads, budget = case.slots.shape
+    indptr = flashinfer_attention.page_indptr(case.lens, num_kv_heads)
+    written = []
+    for fill in (flashinfer_attention.fill_page_indices, triton_indices.fill_page_indices):
+        indices = flashinfer_attention.make_page_indices(num_reqs * num_kv_heads, budget, CPU)
+        fill(indices, rows, case.slots, case.lens, indptr)
+        written.append(indices[: indptr[-1]])
+        assert torch.all(indices[indptr[-1] : -1] == 0)
+    assert torch.equal(*written)
+
+
+def test_triton_kernels_read_and_write_what_they_should_in_the_interpreter():
+    # Triton decides at its import whether it interprets. `sitecustomize` mends its interpreter.
+    path = [str(HERE / "triton_interpreter"), *sys.path]
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(path)}
     child = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=300)
     assert child.returncode == 0, child.stderr[-4000:]
 
@@ -181,6 +205,21 @@ def test_triton_compiles_for_hopper_without_one(dtype):
     types |= dict(slots="*i32", lens="*i32", scale="fp32", soft_cap="fp32")
     positions = {(names.index(name),): value for name, value in constants.items()}
     source = compiler.ASTSource(_decode_kernel, types, constexprs=positions)
+    assert compiler.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+
+
+def test_triton_compiles_the_row_numbers_for_hopper_without_one():
+    compiler = pytest.importorskip("triton.compiler")
+    from triton.backends.compiler import GPUTarget
+
+    from vllm_magicdec.attention.triton_indices import _fill_kernel
+
+    names = _fill_kernel.arg_names
+    constants = dict(PAGE_SIZE=16, BLOCK=256)
+    types = dict.fromkeys(names, "i32") | dict.fromkeys(constants, "constexpr")
+    types |= dict.fromkeys(["indices", "slots", "lens", "indptr"], "*i32")
+    positions = {(names.index(name),): value for name, value in constants.items()}
+    source = compiler.ASTSource(_fill_kernel, types, constexprs=positions)
     assert compiler.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
 
 
@@ -312,99 +351,52 @@ def test_a_view_of_everything_is_what_vllm_computes_on_a_cpu(ops, isa):
     check()
 
 
-# FlashInfer, whose wrapper is played by one that reads what it is told to read.
-
-
-class FakeWrapper:
-    """`BatchDecodeWithPagedKVCacheWrapper` of flashinfer 0.7, as far as it is used, in torch."""
-
-    def __init__(
-        self,
-        float_workspace_buffer,
-        kv_layout="NHD",
-        use_cuda_graph=False,
-        use_tensor_cores=False,
-        paged_kv_indptr_buffer=None,
-        paged_kv_indices_buffer=None,
-        paged_kv_last_page_len_buffer=None,
-    ):
-        assert kv_layout == "NHD" and use_cuda_graph
-        self.buffers = (paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer)
-        self.use_tensor_cores = use_tensor_cores
-
-    def plan(
-        self,
-        indptr,
-        indices,
-        last_page_len,
-        num_qo_heads,
-        num_kv_heads,
-        head_dim,
-        page_size,
-        *,
-        pos_encoding_mode="NONE",
-        logits_soft_cap=None,
-        q_data_type="float16",
-        kv_data_type=None,
-        sm_scale=None,
-    ):
-        assert self.use_tensor_cores or num_qo_heads in (1, 2, 3, 4, 6, 8)
-        assert (num_kv_heads, page_size, pos_encoding_mode) == (1, 1, "NONE")
-        assert indptr.dtype == indices.dtype == last_page_len.dtype == torch.int32
-        assert indptr[-1] == len(indices) and torch.all(last_page_len == 1)
-        for buffer, planned in zip(self.buffers, (indptr, indices, last_page_len), strict=True):
-            buffer[: len(planned)].copy_(planned)
-        self.scale, self.soft_cap = sm_scale, logits_soft_cap
-        self.query_shape, self.dtypes = (num_qo_heads, head_dim), (q_data_type, kv_data_type)
-
-    def run(self, q, paged_kv_cache):
-        keys, values = paged_kv_cache
-        assert keys.stride() == values.stride() and keys.shape[1:3] == (1, 1)
-        assert (q.dtype, keys.dtype) == self.dtypes and q.shape[1:] == self.query_shape
-        indptr, indices, _ = self.buffers
-        output = torch.empty_like(q)
-        for request, query in enumerate(q.float()):
-            pages = indices[indptr[request] : indptr[request + 1]].long()
-            logits = query @ keys[pages, 0, 0].float().T * self.scale
-            if self.soft_cap:
-                logits = self.soft_cap * torch.tanh(logits / self.soft_cap)
-            output[request] = logits.softmax(-1) @ values[pages, 0, 0].float()
-        return output
+# FlashInfer, whose part is played by a stand-in that reads what it is told to read.
 
 
 @pytest.fixture(scope="module")
-def fake_flashinfer():
+def flashinfer_stand_in():
     with pytest.MonkeyPatch.context() as patch:
-        fake = types.SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=FakeWrapper)
-        patch.setitem(sys.modules, "flashinfer", fake)
-        patch.setattr(flashinfer_attention, "WORKSPACE_BYTES", 1)
+        patch.setitem(sys.modules, "flashinfer", stand_in.module())
+        for reader in (flashinfer_attention, rounds):
+            patch.setattr(reader, "WORKSPACE_BYTES", 1)
         yield
 
 
 @settings(max_examples=60, deadline=None)
 @given(cases(), layouts, st.integers(1, 2))
-def test_flashinfer_is_told_to_read_the_view_and_nothing_else(fake_flashinfer, case, layout, page_stride):
+def test_flashinfer_is_told_to_read_the_view_and_nothing_else(
+    flashinfer_stand_in, case, layout, page_stride
+):
     rows = KVRows.of(filled_cache(layout, case, page_stride=page_stride), "FLASHINFER")
     case.check(run(case, rows, "flashinfer"))
 
 
+def geometry_of(case: Case) -> Geometry:
+    return Geometry(
+        num_heads=case.query.shape[1],
+        num_kv_heads=case.keys.shape[1],
+        head_size=case.query.shape[2],
+        query_dtype=case.query.dtype,
+        cache_dtype=case.keys.dtype,
+        scale=case.scale,
+        soft_cap=case.soft_cap,
+    )
+
+
 @settings(max_examples=30, deadline=None)
-@given(st.data(), layouts)
-def test_flashinfer_serves_all_layers_and_new_lengths_with_one_wrapper(fake_flashinfer, data, layout):
+@given(st.data(), layouts, st.booleans())
+def test_flashinfer_serves_all_layers_and_new_lengths_with_one_wrapper(
+    flashinfer_stand_in, data, layout, cuda_graph
+):
     first = data.draw(cases())
     num_reqs, num_kv_heads, budget = first.slots.shape
-    geometry = flashinfer_attention.Geometry(
-        num_heads=first.query.shape[1],
-        num_kv_heads=num_kv_heads,
-        head_size=first.query.shape[2],
-        query_dtype=first.query.dtype,
-        cache_dtype=first.keys.dtype,
-        scale=first.scale,
-        soft_cap=first.soft_cap,
-    )
-    workspace = torch.zeros(1, dtype=torch.uint8)
     decode = flashinfer_attention.FlashInferDecode(
-        geometry, num_reqs=num_reqs, max_budget=budget, workspace=workspace
+        geometry_of(first),
+        num_reqs=num_reqs,
+        workspace=torch.zeros(1, dtype=torch.uint8),
+        indices=flashinfer_attention.make_page_indices(num_reqs * num_kv_heads, budget, CPU),
+        cuda_graph=cuda_graph,
     )
     shorter = torch.minimum(first.lens, torch.tensor(data.draw(st.integers(1, budget)), dtype=torch.int32))
     for lens in (first.lens, shorter):
@@ -414,6 +406,35 @@ def test_flashinfer_serves_all_layers_and_new_lengths_with_one_wrapper(fake_flas
             case = replace(first, lens=lens, slots=first.slots.flip(1), keys=first.keys + layer)
             rows = KVRows.of(filled_cache(layout, case), "FLASHINFER")
             case.check(decode.run(case.query, rows, case.slots))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data(), layouts)
+def test_a_round_is_planned_once_for_all_layers_and_steps(flashinfer_stand_in, data, layout):
+    case = data.draw(cases())
+    num_reqs = len(case.lens)
+    max_num_reqs = num_reqs + data.draw(st.integers(0, 2))
+    planned = rounds.PlannedRounds(geometry_of(case), max_num_reqs=max_num_reqs, device=CPU)
+    planned.load_kernels()
+    read = torch.Tensor.cpu
+    for num_steps in (2, 3, 1):
+        shares = torch.rand((num_steps, num_reqs), generator=torch.Generator().manual_seed(num_steps))
+        round_lens = (shares * case.lens).ceil().clamp(min=1).to(torch.int32)
+        steps = [replace(case, lens=lens) for lens in round_lens]
+        results, waits = [], []
+        with pytest.MonkeyPatch.context() as patch:
+            # Whoever reads a tensor on the host waits for the device.
+            patch.setattr(
+                torch.Tensor, "cpu", lambda tensor, waits=waits: waits.append(tensor) or read(tensor)
+            )
+            for index, step in enumerate(steps):
+                view = TokenView(round_lens=round_lens, step=index, slots=case.slots.unsqueeze(0))
+                rows = KVRows.of(filled_cache(layout, step), "FLASHINFER")
+                for _ in range(NUM_LAYERS):
+                    results.append((step, planned.decode(view).run(case.query, rows, case.slots)))
+        assert len(waits) == 1 and waits[0] is round_lens
+        for step, result in results:
+            step.check(result)
 
 
 @pytest.mark.gpu
@@ -479,6 +500,124 @@ def test_triton_refuses_a_packed_cache():
         attend(zeros(1, 1, 64), rows, slots, slots[0, 0] + 1, scale=1.0, implementation="triton")
 
 
+# Which of them reads the token views of an engine.
+
+
+def layer_of(case: Case, cache: torch.Tensor) -> types.SimpleNamespace:
+    """As much of vLLM's attention layer as a `Switch` looks at."""
+    _, num_kv_heads, page_size, _ = cache.shape
+    spec = types.SimpleNamespace(
+        num_kv_heads=num_kv_heads,
+        head_size=case.query.shape[2],
+        block_size=page_size,
+        dtype=cache.dtype,
+    )
+    return types.SimpleNamespace(
+        impl=types.SimpleNamespace(
+            forward=None, num_heads=case.query.shape[1], scale=case.scale, logits_soft_cap=case.soft_cap
+        ),
+        attn_backend=types.SimpleNamespace(get_name=lambda: "FLASH_ATTN"),
+        get_kv_cache_spec=lambda config: spec,
+    )
+
+
+def draft(layer: types.SimpleNamespace, case: Case, cache: torch.Tensor) -> torch.Tensor:
+    """One layer's part of a draft step, the way vLLM calls it, padded by a token."""
+    query = torch.cat([case.query, case.query[:1]])
+    view = TokenView(round_lens=case.lens.unsqueeze(0), step=0, slots=case.slots.unsqueeze(0))
+    output = torch.full_like(query.flatten(1), torch.nan)
+    metadata = switch.token_metadata(["layer"], view)["layer"]
+    layer.impl.forward(layer, query, None, None, cache, metadata, output)
+    return output[: len(case.query)].view_as(case.query)
+
+
+def engine_config(case: Case) -> types.SimpleNamespace:
+    return types.SimpleNamespace(model_config=types.SimpleNamespace(dtype=case.query.dtype))
+
+
+@settings(max_examples=20, deadline=None)
+@given(cases(dtypes=(torch.bfloat16,), head_sizes=(64, 128)))
+def test_the_switch_reads_token_views_with_flashinfer(flashinfer_stand_in, case):
+    cache = filled_cache(KVCacheLayout.LBNHC, case)
+    layer = layer_of(case, cache)
+    installed = switch.Switch(0, layer, engine_config(case), CPU, None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(switch, "has_flashinfer", lambda: True)
+        installed.rounds = switch.plan_with_flashinfer(installed.geometry, 4, CPU)
+        patch.setattr(switch, "attend", None)  # nobody else reads them
+        case.check(draft(layer, case, cache))
+
+
+def reason_logged(monkeypatch, geometry: Geometry) -> str:
+    logged = []
+    monkeypatch.setattr(switch.logger, "warning_once", lambda line, *args: logged.append(line % args))
+    assert switch.plan_with_flashinfer(geometry, 4, CPU) is None
+    (line,) = logged
+    return line
+
+
+GEOMETRY = Geometry(8, 2, 128, torch.bfloat16, torch.bfloat16, scale=1.0)
+
+
+@pytest.mark.parametrize(
+    ("geometry", "sentence"),
+    [
+        (replace(GEOMETRY, head_size=80), "it has no kernel for heads of 80"),
+        (
+            replace(GEOMETRY, query_dtype=torch.float32, cache_dtype=torch.float32),
+            "it has no kernel for torch.float32 queries and a torch.float32 cache",
+        ),
+        (replace(GEOMETRY, query_dtype=torch.float16), "torch.float16 queries and a torch.bfloat16 cache"),
+    ],
+)
+def test_shapes_without_a_flashinfer_kernel_go_to_triton(
+    flashinfer_stand_in, monkeypatch, geometry, sentence
+):
+    monkeypatch.setattr(switch, "has_flashinfer", lambda: True)
+    line = reason_logged(monkeypatch, geometry)
+    assert line.startswith("magicdec-self: Triton reads the token views, not FlashInfer: ")
+    assert sentence in line
+
+
+def test_without_flashinfer_token_views_go_to_triton(monkeypatch):
+    monkeypatch.setattr(switch, "has_flashinfer", lambda: False)
+    assert "it is not installed" in reason_logged(monkeypatch, GEOMETRY)
+
+
+def test_kernels_that_do_not_load_go_to_triton(flashinfer_stand_in, monkeypatch):
+    def fail(self, lens_cpu):
+        raise RuntimeError("ninja exited with 1")
+
+    monkeypatch.setattr(switch, "has_flashinfer", lambda: True)
+    monkeypatch.setattr(flashinfer_attention.FlashInferDecode, "plan", fail)
+    assert "its kernels do not load: ninja exited with 1" in reason_logged(monkeypatch, GEOMETRY)
+
+
+def test_a_cache_that_flashinfer_cannot_read_goes_to_the_fallback(flashinfer_stand_in, monkeypatch):
+    logged = []
+    monkeypatch.setattr(switch.logger, "warning_once", lambda line, *args: logged.append(line % args))
+    num_slots, head_size = 8, 64
+    case = Case(
+        keys=torch.randn(num_slots, 1, head_size).bfloat16(),
+        values=torch.randn(num_slots, 1, head_size).bfloat16(),
+        page_size=4,
+        query=torch.randn(1, 2, head_size).bfloat16(),
+        slots=torch.tensor([[[6, 1, 3]]], dtype=torch.int32),
+        lens=torch.tensor([3], dtype=torch.int32),
+        scale=0.125,
+        soft_cap=0.0,
+    )
+    # Tokens are 130 elements apart, which is no multiple of 16 bytes.
+    cache = torch.nn.functional.pad(filled_cache(KVCacheLayout.LBNHC, case), (0, 2))[..., :-2]
+    layer = layer_of(case, cache)
+    installed = switch.Switch(0, layer, engine_config(case), CPU, None)
+    installed.rounds = rounds.PlannedRounds(installed.geometry, max_num_reqs=1, device=CPU)
+    for _ in range(2):
+        case.check(draft(layer, case, cache))
+    (line,) = logged
+    assert "rows are not aligned to 16 bytes" in line and installed.rounds is None
+
+
 def test_an_unknown_implementation_is_refused():
     rows = KVRows.of(zeros(2, 1, 32, 128), "FLASH_ATTN")
     slots = torch.zeros((1, 1, 1), dtype=torch.int32)
@@ -488,20 +627,6 @@ def test_an_unknown_implementation_is_refused():
         attend(zeros(1, 1, 64), rows, slots, slots[0, 0] + 1, scale=1.0, implementation="eager")
 
 
-def mend_interpreter() -> None:
-    """Triton 3.9's interpreter keeps bfloat16 as integers and its dot product multiplies those."""
-    import triton.language as tl
-    from triton.runtime.interpreter import InterpreterBuilder
-
-    create_dot = InterpreterBuilder.create_dot
-
-    def create_dot_of_floats(builder, a, b, *args):
-        a, b = (builder.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
-        return create_dot(builder, a, b, *args)
-
-    InterpreterBuilder.create_dot = create_dot_of_floats
-
-
 if __name__ == "__main__":
-    mend_interpreter()
     check_triton()
+    check_triton_indices()

@@ -236,13 +236,14 @@ class TokenViews:
         ).transpose(0, 1)
         slots[..., num_selected:] = common[:, None, num_selected:]
 
-        self._lens[:num_steps, :num_reqs] = total - (last - positions)
+        round_lens = self._lens[:num_steps, :num_reqs]
+        round_lens.copy_(total - (last - positions))
         for index in range(num_steps):
             yield DraftStep(
                 index=index,
                 positions=self._draft_slots.positions[index, :num_reqs],
                 slots=self._draft_slots.slots[index, :num_reqs],
-                view=TokenView(lens=self._lens[index, :num_reqs], slots=slots),
+                view=TokenView(round_lens=round_lens, step=index, slots=slots),
             )
 
     def _slots_of(self, block_table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -131,10 +131,18 @@ class LayerPageView:
 
 @dataclass(frozen=True)
 class TokenView:
-    """A list of slots for every layer and KV head."""
+    """A list of slots for every layer and KV head; a round's steps share it, and each sees more of it."""
 
-    lens: torch.Tensor  # [num_reqs] int32, valid columns of `slots`, the query's own slot included
+    # [num_steps, num_reqs] int32, valid columns of `slots` in each step of the round, the query's own slot
+    # included. One tensor object for the round, by which it is told from the next.
+    round_lens: torch.Tensor
+    step: int  # in the round
     slots: torch.Tensor  # [num_layers, num_reqs, num_kv_heads, budget] int32
+
+    @property
+    def lens(self) -> torch.Tensor:
+        """[num_reqs] int32, valid columns of `slots` in this step."""
+        return self.round_lens[self.step]
 
 
 @dataclass(frozen=True)

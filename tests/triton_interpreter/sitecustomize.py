@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets vLLM's V2 runner, whose kernels are Triton's, run on a CPU in Triton's interpreter.
+"""Lets Triton's kernels, ours and those of vLLM's V2 runner, run on a CPU in Triton's interpreter.
 
 vLLM turns Triton off where it finds no active driver. This adds one for the CPU before vLLM is imported;
 with TRITON_INTERPRET=1 no kernel is ever compiled for it.
@@ -9,6 +9,7 @@ import types
 from typing import Any
 
 import triton.backends
+import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 
@@ -31,3 +32,14 @@ def _store_with_boolean_mask(self: Any, pointers: Any, value: Any, mask: Any, ca
 
 
 InterpreterBuilder.create_masked_store = _store_with_boolean_mask
+
+_create_dot = InterpreterBuilder.create_dot
+
+
+def _dot_of_floats(self: Any, a: TensorHandle, b: TensorHandle, *args: Any) -> Any:
+    """The interpreter of Triton 3.9 keeps bfloat16 as integers, and its dot product multiplies those."""
+    a, b = (self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
+    return _create_dot(self, a, b, *args)
+
+
+InterpreterBuilder.create_dot = _dot_of_floats

@@ -7,6 +7,9 @@
 | `torch_attention.py` | gather and softmax in float32; the truth, and the CPU's implementation |
 | `triton_attention.py` | one kernel that reads through the cache's strides |
 | `flashinfer_attention.py` | FlashInfer's paged decode over rows, planned once for all layers |
+| `triton_indices.py` | the row numbers that it reads, written by one kernel |
+| `rounds.py` | its plans for the steps of a draft round |
+| `switch.py` | draft attention inside vLLM's layers; the only file here that imports vLLM |
 """
 
 from typing import Literal

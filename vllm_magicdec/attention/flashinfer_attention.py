@@ -6,6 +6,7 @@ pages of one row each, with one KV head, and each (request, KV head) as a reques
 copied: keys and values are two strided views of the cache, and row numbers take the place of page numbers.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,12 @@ MAX_ROWS = 2**31  # page numbers are int32
 WORKSPACE_BYTES = 128 * 2**20  # what FlashInfer recommends
 # From here on a group fills enough of a tensor core's tile; CUDA cores know no groups of 5, 7 or above 8.
 TENSOR_CORE_GROUP = 4
+HEAD_SIZES = (64, 128, 256)
+DTYPES = (torch.float16, torch.bfloat16)
+
+
+class UnreadableCacheError(ValueError):
+    """FlashInfer cannot read a KV cache row by row."""
 
 
 def row_pages(rows: KVRows) -> tuple[torch.Tensor, torch.Tensor]:
@@ -27,7 +34,7 @@ def row_pages(rows: KVRows) -> tuple[torch.Tensor, torch.Tensor]:
         two views [num_rows, 1, 1, head_size] with equal strides.
 
     Raises:
-        ValueError: the cache's strides do not allow it.
+        UnreadableCacheError: the cache's strides do not allow it.
     """
     table, values = rows.keys, rows.values
     unit = table.rows.stride(0)
@@ -42,7 +49,7 @@ def row_pages(rows: KVRows) -> tuple[torch.Tensor, torch.Tensor]:
     elif table.rows.shape[0] > MAX_ROWS:
         reason = f"it has more than {MAX_ROWS} rows"
     if reason:
-        raise ValueError(
+        raise UnreadableCacheError(
             f"FlashInfer cannot read this KV cache row by row ({reason}); use the Triton draft attention"
         )
     shape = (table.rows.shape[0], 1, 1, rows.head_size)
@@ -59,8 +66,13 @@ def page_indptr(lens: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
     return torch.nn.functional.pad(counts, (1, 0))
 
 
+def make_page_indices(num_lists: int, max_budget: int, device: torch.device) -> torch.Tensor:
+    """Room for the row numbers of so many views, and for what `fill_page_indices` puts aside; int32."""
+    return torch.zeros(num_lists * max_budget + 1, dtype=torch.int32, device=device)
+
+
 def fill_page_indices(
-    indices: torch.Tensor,  # [at least num_reqs * num_kv_heads * budget + 1] int32, written
+    indices: torch.Tensor,  # from `make_page_indices`, written
     rows: KVRows,
     slots: torch.Tensor,  # [num_reqs, num_kv_heads, budget] int32
     lens: torch.Tensor,  # [num_reqs] int32
@@ -73,6 +85,14 @@ def fill_page_indices(
     # Shapes stay static: what lies behind a view goes to the last cell, which nobody reads.
     targets = torch.where(in_view, starts + columns, indices.shape[0] - 1)
     indices.scatter_(0, targets.flatten(), rows.keys.numbers(slots).to(indices.dtype).flatten())
+
+
+def _fill_page_indices(device: torch.device) -> Callable[..., None]:
+    if device.type == "cuda":
+        from vllm_magicdec.attention import triton_indices
+
+        return triton_indices.fill_page_indices
+    return fill_page_indices
 
 
 @dataclass(frozen=True)
@@ -95,6 +115,15 @@ class Geometry:
     def use_tensor_cores(self) -> bool:
         return self.group >= TENSOR_CORE_GROUP
 
+    @property
+    def refusal(self) -> str | None:
+        """Why FlashInfer has no kernel for this, or None."""
+        if self.head_size not in HEAD_SIZES:
+            return f"it has no kernel for heads of {self.head_size}"
+        if self.cache_dtype not in DTYPES or self.query_dtype != self.cache_dtype:
+            return f"it has no kernel for {self.query_dtype} queries and a {self.cache_dtype} cache"
+        return None
+
     def plan_arguments(self) -> dict[str, Any]:
         """Keyword arguments of `BatchDecodeWithPagedKVCacheWrapper.plan`, without its three tensors."""
         return dict(
@@ -111,10 +140,17 @@ class Geometry:
 
 
 class FlashInferDecode:
-    """Planned decode attention for a fixed number of requests; all layers share one plan.
+    """Planned decode attention; all layers share one plan.
 
-    `run` may be captured in a CUDA graph: it swaps the layer's row numbers into the buffer that the plan
-    was made with.
+    `run` writes the layer's row numbers into the buffer that the plan was made with. With `cuda_graph` it
+    may be captured, and the number of requests is fixed.
+
+    Args:
+        geometry: of the layers.
+        num_reqs: most requests of a plan; with `cuda_graph`, all plans are for so many.
+        workspace: [WORKSPACE_BYTES] uint8, zeroed before its first use.
+        indices: from `make_page_indices`. It and the workspace may be shared by decodes that run in turn.
+        cuda_graph: whether `run` may be captured.
     """
 
     def __init__(
@@ -122,8 +158,9 @@ class FlashInferDecode:
         geometry: Geometry,
         *,
         num_reqs: int,
-        max_budget: int,
-        workspace: torch.Tensor,  # [WORKSPACE_BYTES] uint8, zeroed before its first use; may be shared
+        workspace: torch.Tensor,
+        indices: torch.Tensor,
+        cuda_graph: bool = True,
     ) -> None:
         from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
@@ -132,25 +169,29 @@ class FlashInferDecode:
         num_lists = num_reqs * geometry.num_kv_heads
         self._lens = torch.ones(num_reqs, dtype=torch.int32, device=device)
         self._indptr = torch.zeros(num_lists + 1, dtype=torch.int32, device=device)
-        # One cell more than can be used, see `fill_page_indices`.
-        self._indices = torch.zeros(num_lists * max_budget + 1, dtype=torch.int32, device=device)
-        self._last_page_len = torch.ones(num_lists, dtype=torch.int32, device=device)
+        self._indices = indices
+        buffers = dict(
+            paged_kv_indptr_buffer=self._indptr,
+            paged_kv_indices_buffer=indices,
+            paged_kv_last_page_len_buffer=torch.ones(num_lists, dtype=torch.int32, device=device),
+        )
         self._wrapper = BatchDecodeWithPagedKVCacheWrapper(
             workspace,
             "NHD",
-            use_cuda_graph=True,
+            use_cuda_graph=cuda_graph,
             use_tensor_cores=geometry.use_tensor_cores,
-            paged_kv_indptr_buffer=self._indptr,
-            paged_kv_indices_buffer=self._indices,
-            paged_kv_last_page_len_buffer=self._last_page_len,
+            **(buffers if cuda_graph else {}),
         )
 
     def plan(self, lens_cpu: torch.Tensor) -> None:
         """Plan for these lengths. `lens_cpu` [num_reqs] int32 on the host. Not capturable."""
-        self._lens.copy_(lens_cpu)
         indptr = page_indptr(lens_cpu, self._geometry.num_kv_heads)
+        # The driver may wait for the stream before it stages memory that is not pinned.
+        self._lens[: len(lens_cpu)].copy_(lens_cpu, non_blocking=True)
+        self._indptr[: len(indptr)].copy_(indptr, non_blocking=True)
         self._wrapper.plan(
             indptr,
+            # Without a CUDA graph the wrapper keeps this very tensor, since it is on the device.
             self._indices[: int(indptr[-1])],
             torch.ones(indptr.shape[0] - 1, dtype=torch.int32),
             **self._geometry.plan_arguments(),
@@ -160,12 +201,26 @@ class FlashInferDecode:
         self,
         query: torch.Tensor,  # [num_reqs, num_heads, head_size]
         rows: KVRows,
-        slots: torch.Tensor,  # [num_reqs, num_kv_heads, up to max_budget] int32
+        slots: torch.Tensor,  # [num_reqs, num_kv_heads, budget] int32
     ) -> torch.Tensor:
-        """Attend under the last plan. Returns [num_reqs, num_heads, head_size] in the query's dtype."""
-        fill_page_indices(self._indices, rows, slots, self._lens, self._indptr)
+        """Attend under the last plan. Returns [num_reqs, num_heads, head_size] in the query's dtype.
+
+        Raises:
+            UnreadableCacheError: see `row_pages`.
+        """
+        pages = row_pages(rows)
+        num_reqs = query.shape[0]
+        indptr = self._indptr[: num_reqs * self._geometry.num_kv_heads + 1]
+        _fill_page_indices(query.device)(self._indices, rows, slots, self._lens[:num_reqs], indptr)
+        return self._read(query, pages)
+
+    def run_again(self, query: torch.Tensor, rows: KVRows) -> torch.Tensor:
+        """`run` for the slots of the last one, whose row numbers are still there."""
+        return self._read(query, row_pages(rows))
+
+    def _read(self, query: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         virtual_query = query.reshape(-1, self._geometry.group, query.shape[-1])
-        return self._wrapper.run(virtual_query, row_pages(rows)).view(query.shape)
+        return self._wrapper.run(virtual_query, pages).view(query.shape)
 
 
 def attend(
@@ -182,7 +237,11 @@ def attend(
     geometry = Geometry(
         num_heads, rows.num_kv_heads, head_size, query.dtype, rows.keys.rows.dtype, scale, soft_cap
     )
-    workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=query.device)
-    decode = FlashInferDecode(geometry, num_reqs=num_reqs, max_budget=slots.shape[-1], workspace=workspace)
+    decode = FlashInferDecode(
+        geometry,
+        num_reqs=num_reqs,
+        workspace=torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=query.device),
+        indices=make_page_indices(num_reqs * rows.num_kv_heads, slots.shape[-1], query.device),
+    )
     decode.plan(lens.cpu())
     return decode.run(query, rows, slots)

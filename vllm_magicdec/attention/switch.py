@@ -11,9 +11,13 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.logger import init_logger
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.utils.flashinfer import has_flashinfer
 
 from vllm_magicdec.attention import Implementation, KVRows, attend
+from vllm_magicdec.attention.flashinfer_attention import Geometry, UnreadableCacheError
+from vllm_magicdec.attention.rounds import PlannedRounds
 from vllm_magicdec.config import METHOD, MagicDecConfigError
 from vllm_magicdec.selecting import LayerObserver
 from vllm_magicdec.verification import Verification
@@ -22,6 +26,8 @@ from vllm_magicdec.view import LayerPageView, TokenView
 # Backends whose metadata holds `block_table`, `query_start_loc` and `seq_lens`.
 BACKENDS_WITH_BLOCK_TABLES = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
 
+logger = init_logger(f"vllm.{__name__}")
+
 
 @dataclass(frozen=True)
 class TokenMetadata:
@@ -29,6 +35,7 @@ class TokenMetadata:
 
     slots: torch.Tensor  # [num_reqs, num_kv_heads, budget] int32
     lens: torch.Tensor  # [num_reqs] int32
+    view: TokenView
 
 
 @dataclass(frozen=True)
@@ -48,7 +55,8 @@ class ObservedMetadata:
 
 def token_metadata(layer_names: Sequence[str], view: TokenView) -> dict[str, TokenMetadata]:
     """A view as the forward context wants it, layer by layer."""
-    return {name: TokenMetadata(view.slots[index], view.lens) for index, name in enumerate(layer_names)}
+    lens = view.lens
+    return {name: TokenMetadata(view.slots[index], lens, view) for index, name in enumerate(layer_names)}
 
 
 def layer_page_metadata(
@@ -84,12 +92,43 @@ def install_switches(
         MagicDecConfigError: a layer's attention or KV cache is not known.
     """
     layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
+    rounds: dict[Geometry, PlannedRounds | None] = {}
     for index, name in enumerate(layer_names):
-        Switch(index, layers[name], vllm_config, device, verification)
+        switch = Switch(index, layers[name], vllm_config, device, verification)
+        if device.type == "cuda":
+            if switch.geometry not in rounds:
+                max_num_reqs = vllm_config.scheduler_config.max_num_seqs
+                rounds[switch.geometry] = plan_with_flashinfer(switch.geometry, max_num_reqs, device)
+            switch.rounds = rounds[switch.geometry]
+
+
+def plan_with_flashinfer(
+    geometry: Geometry, max_num_reqs: int, device: torch.device
+) -> PlannedRounds | None:
+    """FlashInfer's plans for layers of this geometry, or None where Triton has to do; says which, once."""
+    reason = geometry.refusal if has_flashinfer() else "it is not installed, or its kernels are not"
+    if reason is None:
+        try:
+            rounds = PlannedRounds(geometry, max_num_reqs=max_num_reqs, device=device)
+            rounds.load_kernels()
+        except Exception as error:  # of whatever compiles and loads its kernels
+            reason = f"its kernels do not load: {error}"
+        else:
+            logger.info_once("%s: FlashInfer reads the token views.", METHOD)
+            return rounds
+    _log_fallback(reason)
+    return None
+
+
+def _log_fallback(reason: str) -> None:
+    logger.warning_once("%s: Triton reads the token views, not FlashInfer: %s.", METHOD, reason)
 
 
 class Switch:
-    """Takes the place of one layer's `impl.forward`."""
+    """Takes the place of one layer's `impl.forward`.
+
+    `rounds` are FlashInfer's plans for draft steps over token views; None: it is not used.
+    """
 
     def __init__(
         self,
@@ -117,10 +156,20 @@ class Switch:
                 f"{METHOD}: draft_kv_policy='verify-topk' does not know the metadata of attention backend "
                 f"{self._backend}; use --attention-backend FLASH_ATTN or draft_kv_policy='snapkv'"
             )
-        # Plain torch on a CPU; on a GPU the kernel that needs no planning.
+        self.rounds: PlannedRounds | None = None
+        # Without FlashInfer: plain torch on a CPU; on a GPU the kernel that needs no planning.
         self._implementation: Implementation = "triton" if device.type == "cuda" else "torch"
-        # Refuse a layout that cannot be read before the cache is filled.
         spec = layer.get_kv_cache_spec(vllm_config)
+        self.geometry = Geometry(
+            num_heads=impl.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_size=spec.head_size,
+            query_dtype=vllm_config.model_config.dtype,
+            cache_dtype=spec.dtype,
+            scale=self._scale,
+            soft_cap=self._soft_cap,
+        )
+        # Refuse a layout that cannot be read before the cache is filled.
         shape = (1, spec.num_kv_heads, spec.block_size, 2 * spec.head_size)
         try:
             self._rows(torch.empty(shape, dtype=spec.dtype))
@@ -142,15 +191,7 @@ class Switch:
         """vLLM's signature; `query` [num_tokens, num_heads, head_size]."""
         if isinstance(attn_metadata, TokenMetadata):
             num_reqs = attn_metadata.lens.shape[0]
-            attended = attend(
-                query[:num_reqs],
-                self._rows(kv_cache),
-                attn_metadata.slots,
-                attn_metadata.lens,
-                scale=self._scale,
-                soft_cap=self._soft_cap,
-                implementation=self._implementation,
-            )
+            attended = self._attend(query[:num_reqs], self._rows(kv_cache), attn_metadata)
             output[:num_reqs] = attended.view_as(output[:num_reqs])
             return output
         if isinstance(attn_metadata, ObservedMetadata):
@@ -164,6 +205,23 @@ class Switch:
                 self._index, query, attn_metadata, self._rows(kv_cache), self._scale, self._soft_cap
             )
         return self._target_forward(layer, query, key, value, kv_cache, attn_metadata, output, **scales)
+
+    def _attend(self, query: torch.Tensor, rows: KVRows, metadata: TokenMetadata) -> torch.Tensor:
+        if self.rounds is not None:
+            try:
+                return self.rounds.decode(metadata.view).run(query, rows, metadata.slots)
+            except UnreadableCacheError as error:  # how the cache lies in memory shows only here
+                _log_fallback(str(error))
+                self.rounds = None
+        return attend(
+            query,
+            rows,
+            metadata.slots,
+            metadata.lens,
+            scale=self._scale,
+            soft_cap=self._soft_cap,
+            implementation=self._implementation,
+        )
 
     def _rows(self, kv_cache: torch.Tensor) -> KVRows:
         return KVRows.of(kv_cache, self._backend, self._isa)
