@@ -20,9 +20,8 @@ from vllm_magicdec.runners.cpu_sampling import expand_batch_to_tokens
 
 NUM_SAMPLES = 12_000
 MIN_EXPECTED = 10  # rarer continuations are counted together
-P_VALUE = (
-    0.01  # twice in a row: a correct build fails in 1 of 10,000 runs (batches form as requests arrive)
-)
+# Twice in a row, because batches form as requests arrive: a correct build fails in 1 of 10,000 runs.
+P_VALUE = 0.01
 
 SAMPLING = {"temperature": 1.0, "top_p": 0.9, "max_tokens": 3, "ignore_eos": True, "detokenize": False}
 PROMPT = [(7 * i * i + 3 * i) % 16 for i in range(200)]
