@@ -15,21 +15,28 @@ from typing import Any
 from vllm_magicdec.controller import Controller
 from vllm_magicdec.step_times import StepTimes
 
-# Steps at one length; the first of them still verifies drafts of the length before.
-_STEPS_PER_LENGTH = 5
+# How often each kind of step is made.
+_REPEATS = 4
 
 
 class _Tour(Controller):
-    """Goes through all lengths instead of choosing, then through them again."""
+    """Goes through all lengths instead of choosing.
+
+    Each length in turn with plain decoding, then alone. So drafting without verifying, verifying without
+    drafting, both and none are all seen, and every time of MagicDec's Eq. 2 is a difference of two.
+    """
 
     def __init__(self, max_tokens: int, times: StepTimes) -> None:
         super().__init__(max_tokens, times)
-        lengths = [length for length in self._lengths for _ in range(_STEPS_PER_LENGTH)]
-        self.num_steps = len(lengths)
-        self._endless = itertools.cycle(lengths)
+        lengths = [0] * _REPEATS
+        for length in self._lengths[1:]:
+            lengths += [0, length] * _REPEATS + [length] * _REPEATS
+        self.num_steps = len(lengths) + 1  # the last drafts are verified
+        self.max_tokens = sum(lengths) + self.num_steps
+        self._lengths_to_come = itertools.cycle(lengths)
 
     def choose(self, num_reqs: int, context_tokens: int) -> int:
-        return next(self._endless)
+        return next(self._lengths_to_come)
 
 
 def measure(llm: Any, batches: list[int], contexts: list[int]) -> StepTimes:
@@ -78,7 +85,7 @@ def run(options: argparse.Namespace) -> None:
         **options.speculative_config,
     }
     limit = int(spec.get("max_num_speculative_tokens", 8))
-    room = (limit + 1) * (limit + 1) * _STEPS_PER_LENGTH
+    room = _Tour(limit, StepTimes(1)).max_tokens
     llm = LLM(
         **{
             "model": options.model,
