@@ -53,6 +53,20 @@ def generate_with_random_lengths(llm: Any, batches: list[dict[str, Any]], seed: 
     return {"lengths": sorted(chosen), "batches": results}
 
 
+def generate_with_broken_controller(llm: Any, batches: list[dict[str, Any]]) -> Any:
+    """After a few choices the controller of `auto` raises; the engine core must be in this process."""
+    controller = llm.llm_engine.engine_core.engine_core.scheduler._controller
+    choose, left = controller.choose, iter(range(10))
+
+    def choose_for_a_while(num_reqs: int, context_tokens: int) -> int:
+        if next(left, None) is None:
+            raise RuntimeError("broken on purpose")
+        return choose(num_reqs, context_tokens)
+
+    controller.choose = choose_for_a_while
+    return generate(llm, batches)
+
+
 def abort_half_while_decoding(llm: Any, batch: dict[str, Any], steps_before_abort: int) -> Any:
     """Abort every second request after some engine steps; return the others' tokens by index."""
     engine = llm.llm_engine
@@ -173,6 +187,7 @@ SCENARIOS = {
         generate_with_broken_drafting,
         generate_with_broken_acceptance,
         generate_with_random_lengths,
+        generate_with_broken_controller,
         abort_half_while_decoding,
         chat,
         selections,

@@ -83,3 +83,17 @@ def test_the_dashboard_shows_metrics_that_exist(auto_run):
     expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     named = {name for text in expressions for name in re.findall(r"vllm:[a-z_]+", text)}
     assert {re.sub("_(total|bucket)$", "", name) for name in named} <= set(auto_run.metrics)
+
+
+def test_a_controller_that_fails_loses_and_changes_nothing(mixed_prompts, plain):
+    chosen = [i for i, prompt in enumerate(mixed_prompts) if len(prompt) < 1000][:8]
+    batch = {"prompts": [mixed_prompts[i] for i in chosen], "sampling": GREEDY}
+    run = engines.run(
+        [("generate_with_broken_controller", {"batches": [batch]})],
+        strict=False,
+        env=IN_ONE_PROCESS,
+        max_num_seqs=4,
+        speculative_config=auto(),
+    )
+    assert_same_tokens([plain[i] for i in chosen], run.results[0][0], "broken controller")
+    assert run.log.count("RuntimeError: broken on purpose") == 1, "logged once, with its trace"

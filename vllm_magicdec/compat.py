@@ -42,6 +42,7 @@ _SPECULATOR = "vllm.v1.worker.gpu.spec_decode.speculator"
 _ATTN_UTILS = "vllm.v1.worker.gpu.attn_utils"
 _CPU_ATTENTION = "vllm.v1.attention.backends.cpu_attn"
 _FLASH_ATTENTION = "vllm.v1.attention.backends.flash_attn"
+_SCHEDULER = "vllm.v1.core.sched.scheduler"
 _FORWARD = ("self", "layer", "query", "key", "value", "kv_cache", "attn_metadata", "output")
 _METADATA = ("query_start_loc", "seq_lens", "block_table")
 
@@ -68,8 +69,27 @@ CALLED = (
             "draft_parallel_config",
             "draft_sample_method",
             "rejection_sample_method",
+            "num_speculative_tokens_per_batch_size",
         ),
     ),
+    Needed("vllm.config.scheduler", "SchedulerConfig", ("scheduler_cls", "async_scheduling")),
+    Needed(_SCHEDULER, "Scheduler._update_after_schedule", ("self", "scheduler_output")),
+    Needed(
+        _SCHEDULER,
+        "Scheduler.update_from_output",
+        ("self", "scheduler_output", "model_runner_output"),
+    ),
+    Needed(
+        "vllm.v1.core.sched.async_scheduler",
+        "AsyncScheduler._update_after_schedule",
+        ("self", "scheduler_output"),
+    ),
+    Needed(
+        "vllm.v1.core.sched.output",
+        "SchedulerOutput",
+        ("num_scheduled_tokens", "scheduled_spec_decode_tokens", "num_spec_tokens_to_schedule"),
+    ),
+    Needed("vllm.v1.outputs", "ModelRunnerOutput", ("req_id_to_index", "sampled_token_ids")),
     Needed("vllm.config.speculative", "SpeculativeConfig.uses_draft_model", ("self",)),
     Needed("vllm.config.speculative", "SpeculativeConfig.max_num_new_slots_for_drafting", ("self",)),
     Needed("vllm.config.vllm", "VllmConfig.num_lookahead_tokens", ("self",)),

@@ -17,6 +17,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 
+from vllm_magicdec import envs
 from vllm_magicdec.config import METHOD, MagicDecSpeculativeConfig
 from vllm_magicdec.controller import Controller
 from vllm_magicdec.metrics import SpeculationGauges
@@ -39,6 +40,7 @@ class _AdaptiveSpeculation(Scheduler):
         # In flight, by id() of their SchedulerOutput: what is done and when it began.
         self._steps: dict[int, tuple[Step, float]] = {}
         self._gauges = SpeculationGauges(spec.metrics_dir, budget)
+        self._gave_up = False
         self._updated_at: float | None = None  # None: the engine has been idle since
         self._num_reports = 0
 
@@ -66,9 +68,20 @@ class _AdaptiveSpeculation(Scheduler):
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         # Before the base class: it makes placeholders for as many drafts.
-        if scheduler_output.num_scheduled_tokens:
-            self._choose(scheduler_output)
+        scheduler_output.num_spec_tokens_to_schedule = 0
+        if scheduler_output.num_scheduled_tokens and not self._gave_up:
+            try:
+                self._choose(scheduler_output)
+            except Exception:
+                self._give_up()
         super()._update_after_schedule(scheduler_output)
+
+    def _give_up(self) -> None:
+        """A fault in the controller costs speed, not requests."""
+        if envs.strict():
+            raise
+        self._gave_up = True
+        logger.exception("The controller of %s failed; from now on decoding is plain.", METHOD)
 
     def _choose(self, output: SchedulerOutput) -> None:
         scheduled = output.num_scheduled_tokens
@@ -87,19 +100,25 @@ class _AdaptiveSpeculation(Scheduler):
     ) -> dict[int, EngineCoreOutputs]:
         """vLLM's, after the controller has seen what came of the step."""
         now = perf_counter()
-        rounds = _accepted(scheduler_output, model_runner_output)
-        known = self._steps.pop(id(scheduler_output), None)
+        if not self._gave_up:
+            try:
+                self._observe(scheduler_output, model_runner_output, now)
+            except Exception:
+                self._give_up()
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        self._updated_at = now if self.running else None
+        return outputs
+
+    def _observe(self, output: SchedulerOutput, result: ModelRunnerOutput, now: float) -> None:
         timed = None
+        known = self._steps.pop(id(output), None)
         if known is not None:
             step, began = known
             # A busy engine's step lasts from output to output, whatever overlaps within.
             timed = TimedStep(step, now - (self._updated_at or began))
-        self._controller.observe(rounds, timed)
+        self._controller.observe(_accepted(output, result), timed)
         if timed is not None:
             self._report(timed.step)
-        outputs = super().update_from_output(scheduler_output, model_runner_output)
-        self._updated_at = now if self.running else None
-        return outputs
 
     def _report(self, step: Step) -> None:
         self._num_reports += 1
@@ -130,7 +149,7 @@ def _accepted(output: SchedulerOutput, result: ModelRunnerOutput) -> list[tuple[
     """(drafted, accepted) of each request that verified drafts."""
     rounds = []
     for req_id, drafts in output.scheduled_spec_decode_tokens.items():
-        sampled = result.sampled_token_ids[result.req_id_to_index[req_id]]
+        sampled = result.sampled_token_ids and result.sampled_token_ids[result.req_id_to_index[req_id]]
         if sampled:
             rounds.append((len(drafts), len(sampled) - 1))
     return rounds
