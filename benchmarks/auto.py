@@ -14,7 +14,8 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,6 +27,8 @@ from documents import excerpts
 from kv_heavy import write_kv_heavy
 from machine import describe_machine
 from rich.table import Table
+
+from vllm_magicdec.controller import Controller
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -50,38 +53,31 @@ class Cell:
         return max(self.plain, *self.fixed.values())
 
 
-def set_length(worker: Any, length: int | None) -> None:
-    """Pin the controller, which then learns nothing, to a number of drafts; None sets it free."""
-    controller = worker.find_controller()
-    for name in ("choose", "observe"):
-        vars(controller).pop(name, None)
-    chosen = controller.chosen_lately = []
-    if length is not None:
-        controller.choose = lambda num_reqs, context_tokens: length
-        controller.observe = lambda rounds, timed: None
-        return
+@contextmanager
+def pinned(controller: Controller, length: int) -> Iterator[None]:
+    """A controller that always chooses the same and learns nothing."""
+    controller.choose = lambda num_reqs, context_tokens: length
+    controller.observe = lambda rounds, timed: None
+    try:
+        yield
+    finally:
+        del controller.choose, controller.observe
+
+
+@contextmanager
+def watched(controller: Controller, chosen: list[int]) -> Iterator[None]:
+    """Note what the controller chooses."""
     choose = controller.choose
 
-    def choose_and_note(num_reqs, context_tokens):
+    def choose_and_note(num_reqs: int, context_tokens: int) -> int:
         chosen.append(choose(num_reqs, context_tokens))
         return chosen[-1]
 
     controller.choose = choose_and_note
-
-
-def take_choices(worker: Any) -> list[int]:
-    """What the free controller has chosen since `set_length`."""
-    return list(worker.find_controller().chosen_lately)
-
-
-def install_finder(worker: Any) -> None:
-    """With one worker, vLLM's scheduler lives in the worker's process; nothing hands it out."""
-    import gc
-
-    from vllm_magicdec.controller import Controller
-
-    (controller,) = [thing for thing in gc.get_objects() if isinstance(thing, Controller)]
-    worker.find_controller = lambda: controller
+    try:
+        yield
+    finally:
+        del controller.choose
 
 
 def measure_cell(
@@ -98,18 +94,22 @@ def measure_cell(
     def run_plain() -> float:
         return decode(plain, prompts, num_tokens, 0).tokens_per_s
 
-    def run_magicdec(length: int | None) -> float:
-        magicdec.collective_rpc(set_length, args=(length,))
-        speed = decode(magicdec, prompts, num_tokens, 0).tokens_per_s
-        chosen.extend(magicdec.collective_rpc(take_choices)[0])
-        return speed
+    controller = magicdec.llm_engine.engine_core.engine_core.scheduler._controller
+
+    def run_fixed(length: int) -> float:
+        with pinned(controller, length):
+            return decode(magicdec, prompts, num_tokens, 0).tokens_per_s
+
+    def run_auto() -> float:
+        with watched(controller, chosen):
+            return decode(magicdec, prompts, num_tokens, 0).tokens_per_s
 
     contenders: dict[str, Callable[[], float]] = {
         "plain": run_plain,
-        **{str(length): functools.partial(run_magicdec, length) for length in FIXED},
-        "auto": functools.partial(run_magicdec, None),
+        **{str(length): functools.partial(run_fixed, length) for length in FIXED},
+        "auto": run_auto,
     }
-    first = run_magicdec(None)
+    first = run_auto()
     chosen.clear()
     speeds: dict[str, list[float]] = {name: [] for name in contenders}
     for turn in range(turns):
@@ -190,7 +190,6 @@ def run(args: argparse.Namespace, model: Path | str) -> None:
     }
     plain = LLM(**settings)
     magicdec = LLM(**settings, speculative_config=spec)
-    magicdec.collective_rpc(install_finder)
 
     def encode(text: str) -> list[int]:
         return plain.get_tokenizer().encode(text, add_special_tokens=False)
@@ -243,8 +242,8 @@ def main() -> None:
     args = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "3")
-    # Functions are sent to the worker.
-    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    # The controller must be within reach: both engines' schedulers run in this process.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     with tempfile.TemporaryDirectory() as directory:
         if args.model == "kv-heavy":
             write_kv_heavy(TINY_LLAMA, Path(directory))
