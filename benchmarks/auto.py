@@ -34,6 +34,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 FIXED = (1, 2, 4, 8)
+MIN_TOKENS, MAX_TOKENS = 96, 384  # of a turn and request
 
 
 @dataclass(frozen=True)
@@ -81,9 +82,9 @@ def watched(controller: Controller, chosen: list[int]) -> Iterator[None]:
 
 
 def measure_cell(
-    plain: Any, magicdec: Any, prompts: list[list[int]], num_tokens: int, turns: int
+    plain: Any, magicdec: Any, prompts: list[list[int]], seconds: float, turns: int
 ) -> tuple[Cell, dict[str, list[float]]]:
-    """All contenders, alternately."""
+    """All contenders, alternately; plain decoding's turns take about `seconds`."""
     from vllm import SamplingParams
 
     for llm in (plain, magicdec):  # fill the prefix cache
@@ -104,6 +105,8 @@ def measure_cell(
         with watched(controller, chosen):
             return decode(magicdec, prompts, num_tokens, 0).tokens_per_s
 
+    probe = decode(plain, prompts, MIN_TOKENS, 0)
+    num_tokens = min(max(MIN_TOKENS, int(1000 * seconds / probe.step_ms)), MAX_TOKENS)
     contenders: dict[str, Callable[[], float]] = {
         "plain": run_plain,
         **{str(length): functools.partial(run_fixed, length) for length in FIXED},
@@ -183,7 +186,7 @@ def run(args: argparse.Namespace, model: Path | str) -> None:
         "dtype": args.dtype,
         "block_size": PAGE,
         "max_num_seqs": max(args.batch),
-        "max_model_len": max(args.context) + args.tokens + 2 * PAGE,
+        "max_model_len": max(args.context) + MAX_TOKENS + 2 * PAGE,
         "max_num_batched_tokens": 4096,
         "enforce_eager": True,
         "disable_log_stats": False,
@@ -199,7 +202,7 @@ def run(args: argparse.Namespace, model: Path | str) -> None:
     for context in sorted(args.context):
         for batch in sorted(args.batch, reverse=True):
             prompts = [prompt[:context] for prompt in longest[:batch]]
-            cell, speeds = measure_cell(plain, magicdec, prompts, args.tokens, args.turns)
+            cell, speeds = measure_cell(plain, magicdec, prompts, args.seconds, args.turns)
             console.print(f"batch {batch}, context {context}: {cell.auto / cell.best:.3f} of the best")
             cells.append(cell)
             all_speeds.append(speeds)
@@ -214,7 +217,7 @@ def run(args: argparse.Namespace, model: Path | str) -> None:
             "machine": describe_machine(),
             "engine": {**settings, "model": name},
             "speculative_config": {**spec, "profile": bool(args.profile)},
-            "tokens": args.tokens,
+            "seconds": args.seconds,
             "turns": args.turns,
             "cells": [asdict(cell) for cell in cells],
             "all_turns": all_speeds,
@@ -231,7 +234,7 @@ def main() -> None:
     parser.add_argument("--model", default="kv-heavy", help="a folder, a name, or 'kv-heavy'")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--context", type=int, nargs="+", default=[100, 2048, 16000], help="tokens")
-    parser.add_argument("--tokens", type=int, default=160, help="generated per request and turn")
+    parser.add_argument("--seconds", type=float, default=5, help="of plain decoding in a turn, about")
     parser.add_argument("--policy", default="streamingllm")
     parser.add_argument("--budget", type=float, default=512)
     parser.add_argument("--profile", type=Path, help="a file of 'magicdec profile'")
