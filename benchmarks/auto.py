@@ -14,6 +14,7 @@ import os
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -47,11 +48,16 @@ class Cell:
     fixed: dict[int, float]  # by number of drafts
     auto: float
     first: float  # of auto, when it met the cell
-    chosen: float  # drafts per step of auto, on average
+    chosen: dict[int, int]  # steps of auto by the number of drafts chosen
 
     @property
     def best(self) -> float:
         return max(self.plain, *self.fixed.values())
+
+    @property
+    def mean_drafts(self) -> float:
+        steps = sum(self.chosen.values())
+        return sum(length * count for length, count in self.chosen.items()) / steps
 
 
 @contextmanager
@@ -128,7 +134,7 @@ def measure_cell(
         fixed={length: middle[str(length)] for length in FIXED},
         auto=middle["auto"],
         first=first,
-        chosen=statistics.mean(chosen),
+        chosen=dict(sorted(Counter(chosen).items())),
     )
     return cell, speeds
 
@@ -142,7 +148,7 @@ def make_table(cells: list[Cell], title: str) -> Table:
         table.add_row(
             *(str(cell.batch), str(cell.context), f"{cell.plain:.1f}"),
             *(f"{speed:.1f}" for speed in cell.fixed.values()),
-            *(f"{cell.auto:.1f}", f"{cell.chosen:.1f}"),
+            *(f"{cell.auto:.1f}", f"{cell.mean_drafts:.1f}"),
             *(f"{cell.auto / cell.plain:.2f}", f"{cell.auto / cell.best:.3f}"),
         )
     return table

@@ -13,6 +13,7 @@ a fixed share of the time, because their times and their acceptance can be known
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from itertools import pairwise
 
 from vllm_magicdec.step_times import Step, StepTimes, TimedStep
 
@@ -209,12 +210,23 @@ class Controller:
         """Plan a trial of the length that was not tried for the longest time, if there is credit for it."""
         others = [length for length in self._lengths if length != self._current]
         stalest = min(others, key=self._last_tried.__getitem__)
-        seconds = self.times.predict(Step(num_reqs, context_tokens, stalest, stalest))
-        cost = _TRIAL_STEPS * seconds * max(0.0, 1.0 - rates[stalest] / rates[self._current])
+        cost = self._trial_cost(stalest, rates, num_reqs, context_tokens)
         if self._credit_seconds >= cost:
             self._credit_seconds -= cost
             self._plan = [stalest] * _TRIAL_STEPS
             self._last_tried[stalest] = self._num_steps
+
+    def _trial_cost(self, length: int, rates: list[float], num_reqs: int, context_tokens: int) -> float:
+        """Seconds lost by a trial: its steps and the one after, which has the trial's drafts to verify."""
+        current = self._current
+        lengths = [current, *[length] * _TRIAL_STEPS, current]
+        seconds = sum(
+            self.times.predict(Step(num_reqs, context_tokens, verified, drafted))
+            for verified, drafted in pairwise(lengths)
+        )
+        expected = self.acceptance.tokens_per_round()
+        tokens = num_reqs * sum(expected[verified] for verified in lengths[:-1])
+        return max(0.0, seconds - tokens / rates[current])
 
     def _is_unknown(self, num_reqs: int, context_tokens: int) -> bool:
         """Whether no batch of about this size and context has been met; it has now."""
