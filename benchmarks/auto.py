@@ -33,6 +33,7 @@ from vllm_magicdec.controller import Controller
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.colors import TwoSlopeNorm
 
 FIXED = (1, 2, 4, 8)
 MIN_TOKENS, MAX_TOKENS = 96, 384  # of a turn and request
@@ -161,7 +162,9 @@ def draw(cells: list[Cell], title: str, path: Path) -> None:
     by_place = {(cell.batch, cell.context): cell for cell in cells}
     grid = [[by_place[b, c].auto / by_place[b, c].plain for c in contexts] for b in batches]
     figure, axes = plt.subplots(figsize=(1.6 * len(contexts) + 3, 0.8 * len(batches) + 2))
-    image = axes.imshow(grid, cmap="RdYlGn", vmin=0.5, vmax=max(2.0, *map(max, grid)), aspect="auto")
+    # Yellow where speculation neither gains nor loses.
+    norm = TwoSlopeNorm(1.0, vmin=0.5, vmax=max(2.0, *map(max, grid)))
+    image = axes.imshow(grid, cmap="RdYlGn", norm=norm, aspect="auto")
     for row, batch in enumerate(batches):
         for column, context in enumerate(contexts):
             cell = by_place[batch, context]

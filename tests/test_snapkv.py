@@ -62,7 +62,11 @@ def test_scores_equal_the_papers_formula(heads, window, before, garbage, kernel,
     queries = rng.normal(size=(num_heads, window, 8))
     keys = rng.normal(size=(num_kv_heads, length + garbage, 8))
     fields = SimpleNamespace(
-        draft_kv_refresh=None, snapkv_window=window, snapkv_kernel=kernel, snapkv_pooling=pooling
+        draft_kv_refresh=None,
+        snapkv_window=window,
+        snapkv_recent=0,
+        snapkv_kernel=kernel,
+        snapkv_pooling=pooling,
     )
     observation = Observation(
         queries=torch.from_numpy(queries).transpose(0, 1).float(),
@@ -142,7 +146,12 @@ def attention_inputs(model: LlamaForCausalLM, tokens: list[int]) -> list[tuple[n
 @pytest.mark.parametrize("schedule", ENGINES)
 def test_the_engine_selects_what_the_reference_selects(model, prompts, schedule):
     spec = magicdec(
-        3, draft_kv_policy="snapkv", draft_kv_budget=BUDGET, draft_kv_sink=SINK, snapkv_kernel=KERNEL
+        3,
+        draft_kv_policy="snapkv",
+        draft_kv_budget=BUDGET,
+        draft_kv_sink=SINK,
+        snapkv_kernel=KERNEL,
+        snapkv_recent=0,  # as published
     )
     run = engines.run(
         # Twice: the second time every prompt is in the prefix cache, and its queries are not computed.
@@ -177,7 +186,9 @@ def test_the_engine_selects_what_the_reference_selects(model, prompts, schedule)
 
 
 def test_refreshing_selects_again(prompts):
-    spec = magicdec(3, draft_kv_policy="snapkv", draft_kv_budget=BUDGET, draft_kv_refresh=8)
+    spec = magicdec(
+        3, draft_kv_policy="snapkv", draft_kv_budget=BUDGET, draft_kv_refresh=8, snapkv_recent=0
+    )
     run = engines.run(
         [("selections", {"prompts": [prompts[-1]], "max_tokens": 40})],
         max_num_seqs=2,

@@ -157,3 +157,20 @@ def test_budgets_too_small_say_what_to_type(budget, sentence):
             num_speculative_tokens=4,
             max_model_len=4096,
         )
+
+
+@pytest.mark.parametrize(
+    ("recent", "window"), [(0, 32), (0.375, 192), (0.01, 32), (100, 100), (0.999, 512 - 16 - 1)]
+)
+def test_recent_tokens_are_a_number_or_a_share_of_the_budget(recent, window):
+    budget = TokenBudget.from_fields(
+        budget=512,
+        min_budget=256,
+        sink=16,
+        window=32,
+        recent=recent,
+        num_speculative_tokens=4,
+        max_model_len=4096,
+    )
+    assert budget.window == window
+    assert budget.max_selected == 512 - 16 - window

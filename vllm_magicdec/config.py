@@ -94,6 +94,9 @@ class MagicDecFields(SpeculativeConfig):
     reads; or `token`s per KV head, which need attention of the plugin's own."""
     snapkv_window: int = Field(default=32, gt=0, le=1024)
     """Last tokens of the prompt whose attention `snapkv` follows; they stay in view themselves."""
+    snapkv_recent: float = Field(default=0.375, ge=0)
+    """Latest tokens that `snapkv` keeps in view whatever their score: tokens, or a fraction of the budget
+    when below 1; at least `snapkv_window`. 0 is SnapKV as published."""
     snapkv_kernel: int = Field(default=7, gt=0)
     """Neighbouring tokens over which `snapkv` pools its scores; odd."""
     snapkv_pooling: Literal["max", "avg"] = "max"
@@ -182,7 +185,7 @@ class MagicDecSpeculativeConfig(MagicDecFields):
         if isinstance(policy, VerifyTopK) and policy.granularity == "page":
             self._check_room_to_choose(vllm_config)
         else:
-            token_budget(vllm_config, policy.window)
+            token_budget(vllm_config, policy)
 
     def _adapt(self, vllm_config: VllmConfig) -> None:
         """Let a scheduler with a controller choose the drafts of every step."""
@@ -397,8 +400,8 @@ def page_budget(vllm_config: VllmConfig, page_size: int) -> PageBudget:
         raise MagicDecConfigError(f"{METHOD}: {error}") from None
 
 
-def token_budget(vllm_config: VllmConfig, window: int) -> TokenBudget:
-    """The budget in tokens, for a policy that selects tokens and keeps the latest `window` in view.
+def token_budget(vllm_config: VllmConfig, policy: TokenPolicy | VerifyTopK) -> TokenBudget:
+    """The budget in tokens, for a policy that selects tokens and keeps the latest in view.
 
     Raises:
         MagicDecConfigError: it cannot hold the sinks and the policy's window.
@@ -410,7 +413,8 @@ def token_budget(vllm_config: VllmConfig, window: int) -> TokenBudget:
             budget=spec.draft_kv_budget,
             min_budget=spec.draft_kv_min_budget,
             sink=spec.draft_kv_sink,
-            window=window,
+            window=policy.window,
+            recent=policy.recent,
             num_speculative_tokens=spec.num_speculative_tokens,
             max_model_len=vllm_config.model_config.max_model_len,
         )

@@ -140,7 +140,7 @@ class Drafter:
         summary_bytes: int = 0,
     ) -> TokenViews:
         scheduler = self._vllm_config.scheduler_config
-        budget = token_budget(self._vllm_config, policy.window)
+        budget = token_budget(self._vllm_config, policy)
         selections = Selections(
             num_layers=len(self.layer_names),
             num_kv_heads=self._cache.num_kv_heads,

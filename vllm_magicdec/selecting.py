@@ -75,7 +75,7 @@ class Selector:
             runner.observe(indices, self._policy.window, self._score_layer(batch, indices, rows))
         self._take_everything(batch, [i for i in due if i not in set(crowded)])
         lens = batch.observable_lens[due]
-        ends = (lens - self._policy.window).clamp(min=0)
+        ends = (lens - self._budget.window).clamp(min=0)
         counts = torch.minimum(
             (ends - self._budget.sink).clamp(min=0),
             self._budget.tokens(lens) - self._budget.sink - self._budget.window,
@@ -93,7 +93,7 @@ class Selector:
         return 0 < self._policy.refresh <= batch.known_lens[index] - made_at
 
     def _num_eligible(self, length: int) -> int:
-        return max(0, length - self._policy.window - self._budget.sink)
+        return max(0, length - self._budget.window - self._budget.sink)
 
     def _allowed(self, batch: Batch, index: int) -> int:
         budget = self._budget.tokens(torch.tensor([batch.known_lens[index]]))
@@ -107,7 +107,7 @@ class Selector:
             self._selections.positions[rows] = everything.to(torch.int32)
 
     def _score_layer(self, batch: Batch, indices: Sequence[int], rows: torch.Tensor) -> LayerObserver:
-        window, sink = self._policy.window, self._budget.sink
+        window, sink, recent = self._policy.window, self._budget.sink, self._budget.window
 
         def score(layer: int, queries: torch.Tensor, cache: KVRows, scale: float, soft_cap: float) -> None:
             for place, index in enumerate(indices):
@@ -123,7 +123,7 @@ class Selector:
                 )
                 scores = self._policy.score(observation)
                 positions = torch.arange(scores.shape[-1], device=scores.device)
-                scores.masked_fill_((positions < sink) | (positions >= length - window), float("-inf"))
+                scores.masked_fill_((positions < sink) | (positions >= length - recent), float("-inf"))
                 count = min(self._selections.positions.shape[-1], scores.shape[-1])
                 chosen = scores.topk(count).indices
                 self._selections.positions[rows[place], layer, :, :count] = chosen.to(torch.int32)

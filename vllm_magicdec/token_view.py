@@ -42,19 +42,27 @@ class TokenBudget:
         min_budget: int,
         sink: int,
         window: int,
+        recent: float = 0.0,
         num_speculative_tokens: int,
         max_model_len: int,
     ) -> "TokenBudget":
         """A budget in tokens, or a fraction of the context when below 1.
 
+        The latest tokens in view are `recent` (a fraction of the budget when below 1), but at least
+        `window` and the drafted tokens.
+
         Raises:
-            ValueError: it cannot hold the sinks, the window and one token more.
+            ValueError: it cannot hold the sinks, the latest tokens and one token more.
         """
         is_fraction = budget < 1
         name, min_tokens = (
             ("draft_kv_min_budget", min_budget) if is_fraction else ("draft_kv_budget", int(budget))
         )
         window = max(window, num_speculative_tokens)
+        if recent < 1:
+            window = max(window, min(int(recent * min_tokens), min_tokens - sink - 1))
+        else:
+            window = max(window, int(recent))
         least = min(sink + window + 1, max_model_len)
         if min_tokens < least:
             raise ValueError(

@@ -73,6 +73,7 @@ class TokenPolicy(ABC):
     """
 
     window: int  # latest tokens whose queries it wants to see; they stay in view
+    recent: float = 0.0  # latest tokens that stay in view: tokens, or a fraction of the budget when below 1
     refresh: int  # generated tokens after which it chooses again; 0: never
 
     def __init__(self, fields: Any) -> None:
@@ -97,3 +98,4 @@ class VerifyTopK:
         self.refresh = fields.draft_kv_refresh or 1  # rounds after which it chooses again
         self.granularity = fields.draft_kv_granularity
         self.window = RECENT_TOKENS
+        self.recent = 0.0

@@ -17,6 +17,7 @@ class SnapKV(TokenPolicy):
     def __init__(self, fields: Any) -> None:
         super().__init__(fields)
         self.window = fields.snapkv_window
+        self.recent = fields.snapkv_recent
         self._kernel = fields.snapkv_kernel
         self._pool = _POOLING[fields.snapkv_pooling]
 
