@@ -14,7 +14,8 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,10 +28,13 @@ from kv_heavy import write_kv_heavy
 from machine import describe_machine
 from rich.table import Table
 
+from vllm_magicdec.controller import Controller
+
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 FIXED = (1, 2, 4, 8)
+MIN_TOKENS, MAX_TOKENS = 96, 384  # of a turn and request
 
 
 @dataclass(frozen=True)
@@ -50,44 +54,37 @@ class Cell:
         return max(self.plain, *self.fixed.values())
 
 
-def set_length(worker: Any, length: int | None) -> None:
-    """Pin the controller, which then learns nothing, to a number of drafts; None sets it free."""
-    controller = worker.find_controller()
-    for name in ("choose", "observe"):
-        vars(controller).pop(name, None)
-    chosen = controller.chosen_lately = []
-    if length is not None:
-        controller.choose = lambda num_reqs, context_tokens: length
-        controller.observe = lambda rounds, timed: None
-        return
+@contextmanager
+def pinned(controller: Controller, length: int) -> Iterator[None]:
+    """A controller that always chooses the same and learns nothing."""
+    controller.choose = lambda num_reqs, context_tokens: length
+    controller.observe = lambda rounds, timed: None
+    try:
+        yield
+    finally:
+        del controller.choose, controller.observe
+
+
+@contextmanager
+def watched(controller: Controller, chosen: list[int]) -> Iterator[None]:
+    """Note what the controller chooses."""
     choose = controller.choose
 
-    def choose_and_note(num_reqs, context_tokens):
+    def choose_and_note(num_reqs: int, context_tokens: int) -> int:
         chosen.append(choose(num_reqs, context_tokens))
         return chosen[-1]
 
     controller.choose = choose_and_note
-
-
-def take_choices(worker: Any) -> list[int]:
-    """What the free controller has chosen since `set_length`."""
-    return list(worker.find_controller().chosen_lately)
-
-
-def install_finder(worker: Any) -> None:
-    """With one worker, vLLM's scheduler lives in the worker's process; nothing hands it out."""
-    import gc
-
-    from vllm_magicdec.controller import Controller
-
-    (controller,) = [thing for thing in gc.get_objects() if isinstance(thing, Controller)]
-    worker.find_controller = lambda: controller
+    try:
+        yield
+    finally:
+        del controller.choose
 
 
 def measure_cell(
-    plain: Any, magicdec: Any, prompts: list[list[int]], num_tokens: int, turns: int
+    plain: Any, magicdec: Any, prompts: list[list[int]], seconds: float, turns: int
 ) -> tuple[Cell, dict[str, list[float]]]:
-    """All contenders, alternately."""
+    """All contenders, alternately; plain decoding's turns take about `seconds`."""
     from vllm import SamplingParams
 
     for llm in (plain, magicdec):  # fill the prefix cache
@@ -98,18 +95,24 @@ def measure_cell(
     def run_plain() -> float:
         return decode(plain, prompts, num_tokens, 0).tokens_per_s
 
-    def run_magicdec(length: int | None) -> float:
-        magicdec.collective_rpc(set_length, args=(length,))
-        speed = decode(magicdec, prompts, num_tokens, 0).tokens_per_s
-        chosen.extend(magicdec.collective_rpc(take_choices)[0])
-        return speed
+    controller = magicdec.llm_engine.engine_core.engine_core.scheduler._controller
 
+    def run_fixed(length: int) -> float:
+        with pinned(controller, length):
+            return decode(magicdec, prompts, num_tokens, 0).tokens_per_s
+
+    def run_auto() -> float:
+        with watched(controller, chosen):
+            return decode(magicdec, prompts, num_tokens, 0).tokens_per_s
+
+    probe = decode(plain, prompts, MIN_TOKENS, 0)
+    num_tokens = min(max(MIN_TOKENS, int(1000 * seconds / probe.step_ms)), MAX_TOKENS)
     contenders: dict[str, Callable[[], float]] = {
         "plain": run_plain,
-        **{str(length): functools.partial(run_magicdec, length) for length in FIXED},
-        "auto": functools.partial(run_magicdec, None),
+        **{str(length): functools.partial(run_fixed, length) for length in FIXED},
+        "auto": run_auto,
     }
-    first = run_magicdec(None)
+    first = run_auto()
     chosen.clear()
     speeds: dict[str, list[float]] = {name: [] for name in contenders}
     for turn in range(turns):
@@ -183,14 +186,13 @@ def run(args: argparse.Namespace, model: Path | str) -> None:
         "dtype": args.dtype,
         "block_size": PAGE,
         "max_num_seqs": max(args.batch),
-        "max_model_len": max(args.context) + args.tokens + 2 * PAGE,
+        "max_model_len": max(args.context) + MAX_TOKENS + 2 * PAGE,
         "max_num_batched_tokens": 4096,
         "enforce_eager": True,
         "disable_log_stats": False,
     }
     plain = LLM(**settings)
     magicdec = LLM(**settings, speculative_config=spec)
-    magicdec.collective_rpc(install_finder)
 
     def encode(text: str) -> list[int]:
         return plain.get_tokenizer().encode(text, add_special_tokens=False)
@@ -200,7 +202,7 @@ def run(args: argparse.Namespace, model: Path | str) -> None:
     for context in sorted(args.context):
         for batch in sorted(args.batch, reverse=True):
             prompts = [prompt[:context] for prompt in longest[:batch]]
-            cell, speeds = measure_cell(plain, magicdec, prompts, args.tokens, args.turns)
+            cell, speeds = measure_cell(plain, magicdec, prompts, args.seconds, args.turns)
             console.print(f"batch {batch}, context {context}: {cell.auto / cell.best:.3f} of the best")
             cells.append(cell)
             all_speeds.append(speeds)
@@ -215,7 +217,7 @@ def run(args: argparse.Namespace, model: Path | str) -> None:
             "machine": describe_machine(),
             "engine": {**settings, "model": name},
             "speculative_config": {**spec, "profile": bool(args.profile)},
-            "tokens": args.tokens,
+            "seconds": args.seconds,
             "turns": args.turns,
             "cells": [asdict(cell) for cell in cells],
             "all_turns": all_speeds,
@@ -232,7 +234,7 @@ def main() -> None:
     parser.add_argument("--model", default="kv-heavy", help="a folder, a name, or 'kv-heavy'")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--context", type=int, nargs="+", default=[100, 2048, 16000], help="tokens")
-    parser.add_argument("--tokens", type=int, default=160, help="generated per request and turn")
+    parser.add_argument("--seconds", type=float, default=5, help="of plain decoding in a turn, about")
     parser.add_argument("--policy", default="streamingllm")
     parser.add_argument("--budget", type=float, default=512)
     parser.add_argument("--profile", type=Path, help="a file of 'magicdec profile'")
@@ -243,8 +245,8 @@ def main() -> None:
     args = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "3")
-    # Functions are sent to the worker.
-    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    # The controller must be within reach: both engines' schedulers run in this process.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     with tempfile.TemporaryDirectory() as directory:
         if args.model == "kv-heavy":
             write_kv_heavy(TINY_LLAMA, Path(directory))

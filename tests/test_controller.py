@@ -91,9 +91,10 @@ def simulate(
     seed: int,
     controller: Controller | None = None,
     num_tokens: int = 40_000,
+    engine: Engine | None = None,
 ) -> float:
     """Expected tokens per second of a run over `num_tokens`; the controller sees noisy times."""
-    rng, engine = random.Random(seed), Engine()
+    rng, engine = random.Random(seed), engine or Engine()
     total_seconds = total_tokens = 0.0
     verified, previous_reqs = 0, 0
     while total_tokens < num_tokens:
@@ -170,9 +171,8 @@ def test_least_context_is_where_the_engine_breaks_even() -> None:
     steps = [Step(8, 8 * c, k, k) for c in contexts for k in range(9)]
     times = StepTimes.of(BUDGET, [TimedStep(step, engine.seconds(step)) for step in steps])
     controller = Controller(MAX_TOKENS, times)
-    for _ in range(1000):
-        rng_rounds = (8, 8) if _ % 4 else (8, 1)
-        controller.acceptance.observe(*rng_rounds)
+    for index in range(1000):
+        controller.acceptance.observe(8, 8 if index % 4 else 1)
     tokens = controller.acceptance.tokens_per_round()
 
     def gains(context: int) -> bool:
@@ -199,8 +199,10 @@ def test_acceptance_recovers_the_rates_it_was_drawn_from() -> None:
 
 def test_speedup_that_is_reported_is_the_one_achieved() -> None:
     controller = Controller(MAX_TOKENS, StepTimes(BUDGET))
-    trace = steady(8, 16_000, 0.9)
-    achieved = simulate(lambda m: controller.choose(m.num_reqs, m.context_tokens), trace, 0, controller)
+    trace, engine = steady(8, 16_000, 0.9), Engine(hiccups=0.0)
+    achieved = simulate(
+        lambda m: controller.choose(m.num_reqs, m.context_tokens), trace, 0, controller, engine=engine
+    )
     plain = simulate(lambda m: 0, trace, 0)
     assert controller.achieved_speedup == pytest.approx(achieved / plain, rel=0.1)
     forecast = controller.forecast(8, 8 * 16_000)

@@ -24,7 +24,7 @@ _TRIAL_SHARE = 0.005
 _TRIAL_STEPS = 2
 # The choice is looked at again after so many steps, and whenever the batch changes.
 _STEPS_PER_CHOICE = 4
-_STEPS_PER_FIT = 16
+_STEPS_PER_FIT = 64
 _CALIBRATION_STEPS = 3
 # What a step still counts for in the achieved speedup after the next one.
 _FORGET = 0.99
@@ -96,7 +96,7 @@ class Controller:
         self._lengths = range(max_tokens + 1)
         self._current = min(4, max_tokens)
         self._plan: list[int] = []  # lengths of the steps that come next, last first
-        self._is_trial = False
+        self._has_tried = False  # a plan has ended: what it showed is to be learnt at once
         self._credit_seconds = 0.0
         self._last_tried = [0] * (max_tokens + 1)
         self._num_steps = 0
@@ -115,6 +115,7 @@ class Controller:
         if not self._plan and self._is_unknown(num_reqs, context_tokens):
             self._plan = self._calibration()
         if self._plan:
+            self._has_tried = len(self._plan) == 1
             return self._plan.pop()
         due = self._num_steps - self._decided_at >= _STEPS_PER_CHOICE or num_reqs != self._decided_for
         if due and len(self.times):
@@ -146,8 +147,9 @@ class Controller:
         self._credit_seconds += _TRIAL_SHARE * timed.seconds
         is_first = len(self.times) == 0
         self.times.add(timed)
-        if is_first or self._num_steps % _STEPS_PER_FIT == 0 or self._plan:
+        if is_first or self._has_tried or self._num_steps % _STEPS_PER_FIT == 0:
             self.times.fit()
+            self._has_tried = False
 
     def _account(self, rounds: Collection[tuple[int, int]], timed: TimedStep) -> None:
         """Compare with the time that plain decoding would have taken for the same tokens."""
