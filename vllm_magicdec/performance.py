@@ -1,0 +1,358 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What speculation over a sparse view costs and brings: MagicDec's speedup model on a roofline.
+
+MagicDec (arXiv 2408.11049) Eq. 1 to 3 turn three times into a speedup: T_T of a plain decode step, T_D of a
+draft step and T_V(gamma) of a verification. `Deployment` predicts the three from a model's shape and a
+device's data sheet. Times are milliseconds per pass, contexts are tokens per request, batches are requests.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+GIB = 2**30
+_DTYPE_BYTES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0}
+
+
+def tokens_per_round(gamma: int, alpha: float) -> float:
+    """Omega(gamma, alpha) = (1 - alpha^(gamma+1)) / (1 - alpha): expected tokens per round (MagicDec).
+
+    Args:
+        gamma: drafted tokens per round.
+        alpha: probability that a drafted token is accepted, in [0, 1].
+    """
+    return sum(alpha**i for i in range(gamma + 1))  # the same sum, defined at alpha = 1 too
+
+
+def acceptance_rate(gamma: int, omega: float) -> float:
+    """The alpha at which a round of `gamma` drafts brings `omega` tokens: the inverse of Omega.
+
+    Raises:
+        ValueError: `omega` is outside [1, gamma + 1].
+    """
+    if gamma < 1 or not 1 <= omega <= gamma + 1:
+        raise ValueError(f"{omega:g} tokens per round are not possible with {gamma} drafted tokens")
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if tokens_per_round(gamma, middle) < omega else (low, middle)
+    return (low + high) / 2
+
+
+def round_ms(gamma: int, draft_ms: float, verify_ms: float, extra_ms: float = 0.0) -> float:
+    """gamma * T_D + T_V(gamma) + T_select (MagicDec; the last term since its ICLR 2025 version).
+
+    Args:
+        extra_ms: per round, beside the forward passes: a policy's selection, rejection sampling.
+    """
+    return gamma * draft_ms + verify_ms + extra_ms
+
+
+def time_per_token_ms(omega: float, one_round_ms: float) -> float:
+    """(gamma * T_D + T_V) / Omega, per request (MagicDec)."""
+    return one_round_ms / omega
+
+
+def speedup(plain_step_ms: float, omega: float, one_round_ms: float) -> float:
+    """Omega * T_T / (gamma * T_D + T_V) (MagicDec)."""
+    return plain_step_ms / time_per_token_ms(omega, one_round_ms)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What of a decoder-only transformer decides its cost.
+
+    MLPs are gated and the same in all layers. Biases and q/k norms (below 0.1 % of the parameters) and
+    shared experts are left out.
+    """
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    intermediate_size: int  # per expert in mixture-of-experts models
+    vocab_size: int
+    weight_bytes: float = 2.0  # per parameter
+    kv_bytes: float = 2.0  # per K/V element
+    num_experts: int = 1
+    num_active_experts: int = 1  # per token
+    tied_embeddings: bool = False
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], name: str = "") -> "ModelShape":
+        """The shape in a Hugging Face `config.json` (of a multimodal model: its language model).
+
+        Raises:
+            ValueError: a field is missing, or the attention is not one with K/V heads.
+        """
+        text = {**config, **config.get("text_config", {})}
+        if text.get("kv_lora_rank"):
+            raise ValueError("MLA models (kv_lora_rank) cache no K/V heads and are not supported")
+        try:
+            num_heads, hidden_size = text["num_attention_heads"], text["hidden_size"]
+            num_experts = _first(text, "num_local_experts", "num_experts", "n_routed_experts") or 1
+            dense_size = text["intermediate_size"]
+            return cls(
+                name=name or str(text.get("model_type", "model")),
+                num_layers=text["num_hidden_layers"],
+                hidden_size=hidden_size,
+                num_heads=num_heads,
+                num_kv_heads=_first(text, "num_key_value_heads") or num_heads,
+                head_size=_first(text, "head_dim") or hidden_size // num_heads,
+                intermediate_size=_first(text, "moe_intermediate_size") or dense_size,
+                vocab_size=text["vocab_size"],
+                weight_bytes=_weight_bytes(text),
+                num_experts=num_experts,
+                num_active_experts=text["num_experts_per_tok"] if num_experts > 1 else 1,
+                tied_embeddings=bool(text.get("tie_word_embeddings", False)),
+            )
+        except KeyError as missing:
+            raise ValueError(f"the model's configuration has no field {missing}") from None
+
+    @property
+    def attention_parameters(self) -> int:
+        """Of the four projections of one layer."""
+        return 2 * self.hidden_size * self.head_size * (self.num_heads + self.num_kv_heads)
+
+    @property
+    def expert_parameters(self) -> int:
+        """Of one expert (or the dense MLP) of one layer: gate, up, down."""
+        return 3 * self.hidden_size * self.intermediate_size
+
+    @property
+    def parameters(self) -> int:
+        """All, as they lie in memory."""
+        router = self.hidden_size * self.num_experts if self.num_experts > 1 else 0
+        norms = 2 * self.hidden_size
+        layer = self.attention_parameters + self.num_experts * self.expert_parameters + router + norms
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
+        return self.num_layers * layer + embeddings + self.hidden_size
+
+    def parameters_read(self, query_tokens: int) -> float:
+        """Parameters that a pass over `query_tokens` reads: all but the input embedding, whose rows it
+        looks up; of experts the expected number that uniform routing hits."""
+        missed = (1 - self.num_active_experts / self.num_experts) ** query_tokens
+        experts = self.num_experts * (1 - missed) * self.expert_parameters
+        return self.num_layers * (self.attention_parameters + experts) + self.vocab_size * self.hidden_size
+
+    @property
+    def linear_flops_per_token(self) -> int:
+        """2 per parameter that a token is multiplied with."""
+        layer = self.attention_parameters + self.num_active_experts * self.expert_parameters
+        return 2 * (self.num_layers * layer + self.vocab_size * self.hidden_size)
+
+    @property
+    def kv_bytes_per_token(self) -> float:
+        """K and V of one token in all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_size * self.kv_bytes
+
+
+def _first(config: Mapping[str, Any], *names: str) -> int | None:
+    return next((config[name] for name in names if config.get(name) is not None), None)
+
+
+def _weight_bytes(config: Mapping[str, Any]) -> float:
+    quantization = config.get("quantization_config") or {}
+    if quantization.get("quant_method") == "fp8":
+        return 1.0
+    if "bits" in quantization:
+        return float(quantization["bits"]) / 8
+    if quantization:
+        raise ValueError(
+            f"the weight size of quantization {quantization.get('quant_method')!r} is not known; "
+            "say the bytes per weight"
+        )
+    dtype = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+    return _DTYPE_BYTES.get(str(dtype), 2.0)
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One device, as its data sheet has it."""
+
+    name: str
+    memory_gib: float
+    memory_bytes_per_s: float
+    flops: float  # dense bf16 FLOP/s
+    interconnect_bytes_per_s: float  # to the other devices, one direction; 0: there are none
+    source: str
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a data sheet does not say.
+
+    The constants marked *fit* minimise the squared relative error of T_T over the paper's 36 measured plain
+    steps on 8 x A100 and 4 x H100 (Tables 1 and 2, `target_ms`); tests/test_performance.py fits them again.
+    The *fixed* ones were set beforehand to what large kernels reach. docs/performance.md states the errors,
+    and that the form of the model was chosen with the whole tables in view.
+    """
+
+    memory_efficiency: float = 0.86  # of the bandwidth; fit
+    compute_efficiency: float = 0.7  # of the FLOP/s; fixed
+    interconnect_efficiency: float = 0.7  # of the bandwidth; fixed
+    layer_overhead_us: float = 33.0  # per layer and pass: launches, kernels that read no weights; fit
+    token_overhead_us: float = 0.6  # per layer and query token: activations, sampling; fit
+    all_reduce_step_us: float = 5.1  # latency of one of the 2 (tp - 1) steps of a ring; fit
+    # Rejection sampling and host work: median over Table 1 of specdec_ms_per_token * Omega - gamma T_D -
+    # T_V. A policy's selection time comes on top.
+    round_overhead_ms: float = 1.45
+    # vLLM's own default, and what activations and CUDA graphs of its share take; fixed.
+    memory_utilization: float = 0.92
+    reserved_gib: float = 2.0
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The best way to draft at one batch and context."""
+
+    gamma: int
+    budget: int  # tokens
+    speedup: float
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """A model on `tensor_parallel` devices.
+
+    Raises:
+        ValueError: the heads cannot be divided, or the devices are not connected.
+    """
+
+    shape: ModelShape
+    hardware: Hardware
+    tensor_parallel: int = 1
+    costs: Costs = field(default_factory=Costs)
+
+    def __post_init__(self) -> None:
+        tp, shape = self.tensor_parallel, self.shape
+        if tp < 1 or shape.num_heads % tp:
+            raise ValueError(
+                f"{shape.num_heads} attention heads cannot be divided over {tp} devices; use a divisor"
+            )
+        if tp > 1 and not self.hardware.interconnect_bytes_per_s:
+            raise ValueError(f"{self.hardware.name} has no interconnect; use a tensor parallel size of 1")
+
+    @property
+    def kv_bytes_per_token(self) -> float:
+        """Per device. K/V heads are copied where there are fewer of them than devices."""
+        heads = max(1.0, self.shape.num_kv_heads / self.tensor_parallel)
+        return self.shape.kv_bytes_per_token / self.shape.num_kv_heads * heads
+
+    def linear_ms(self, query_tokens: int) -> tuple[float, float]:
+        """Compute and memory time of all linear layers in a pass over `query_tokens`."""
+        flops = self.shape.linear_flops_per_token * query_tokens
+        weights = self.shape.parameters_read(query_tokens) * self.shape.weight_bytes
+        return self._roofline_ms(flops / self.tensor_parallel, weights / self.tensor_parallel)
+
+    def attention_ms(self, batch: int, queries: int, context: int) -> tuple[float, float]:
+        """Compute and memory time of all attention in a pass with `queries` tokens per request."""
+        shape = self.shape
+        flops = 4 * shape.num_layers * shape.num_heads * shape.head_size * batch * queries * context
+        return self._roofline_ms(flops / self.tensor_parallel, batch * context * self.kv_bytes_per_token)
+
+    def _roofline_ms(self, flops: float, num_bytes: float) -> tuple[float, float]:
+        compute_s = flops / (self.hardware.flops * self.costs.compute_efficiency)
+        memory_s = num_bytes / (self.hardware.memory_bytes_per_s * self.costs.memory_efficiency)
+        return compute_s * 1e3, memory_s * 1e3
+
+    def all_reduce_ms(self, query_tokens: int) -> float:
+        """The two ring all-reduces of every layer: 2 (tp - 1) steps, each latency plus 1/tp of the data
+        (Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH")."""
+        tp, shape = self.tensor_parallel, self.shape
+        if tp == 1:
+            return 0.0
+        bandwidth = self.hardware.interconnect_bytes_per_s * self.costs.interconnect_efficiency
+        step_s = (
+            self.costs.all_reduce_step_us * 1e-6 + query_tokens * shape.hidden_size * 2 / tp / bandwidth
+        )
+        return 2 * shape.num_layers * 2 * (tp - 1) * step_s * 1e3
+
+    def forward_ms(self, batch: int, queries: int, context: int) -> float:
+        """One pass of `queries` tokens per request over `context` tokens of K/V each.
+
+        Roofline: the larger of compute and memory time, as in SPIRe (arXiv 2504.06419), but for linear
+        layers and attention apart, because their kernels run one after the other and do not overlap.
+        """
+        query_tokens = batch * queries
+        overhead_us = self.costs.layer_overhead_us + self.costs.token_overhead_us * query_tokens
+        return (
+            max(self.linear_ms(query_tokens))
+            + max(self.attention_ms(batch, queries, context))
+            + self.all_reduce_ms(query_tokens)
+            + self.shape.num_layers * overhead_us * 1e-3
+        )
+
+    def plain_step_ms(self, batch: int, context: int) -> float:
+        """T_T."""
+        return self.forward_ms(batch, 1, context)
+
+    def draft_step_ms(self, batch: int, context: int, budget: int) -> float:
+        """T_D of self-speculation: a plain step over the view alone."""
+        return self.forward_ms(batch, 1, min(context, budget))
+
+    def verify_ms(self, gamma: int, batch: int, context: int) -> float:
+        """T_V(gamma): one pass over the drafted tokens and the last verified one."""
+        return self.forward_ms(batch, gamma + 1, context)
+
+    def speedup(self, alpha: float, gamma: int, batch: int, context: int, budget: int) -> float:
+        """Predicted speedup of self-speculation over plain decoding."""
+        draft_ms = self.draft_step_ms(batch, context, budget)
+        one_round_ms = round_ms(
+            gamma, draft_ms, self.verify_ms(gamma, batch, context), self.costs.round_overhead_ms
+        )
+        return speedup(self.plain_step_ms(batch, context), tokens_per_round(gamma, alpha), one_round_ms)
+
+    def best(self, alphas: Mapping[int, float], max_gamma: int, batch: int, context: int) -> Choice:
+        """The fastest gamma in [1, max_gamma] and budget; below 1 plain decoding is faster.
+
+        Args:
+            alphas: acceptance rate of every budget (tokens) to consider. It has to differ: at equal
+                acceptance the smallest budget is never slower.
+        """
+        choices = (
+            Choice(gamma, budget, self.speedup(alpha, gamma, batch, context, budget))
+            for budget, alpha in alphas.items()
+            for gamma in range(1, max_gamma + 1)
+        )
+        return max(choices, key=lambda choice: choice.speedup)
+
+    def inflection_context(
+        self, alphas: Mapping[int, float], max_gamma: int, batch: int, max_context: int = 2**20
+    ) -> int | None:
+        """S_inflection: the least context at which speculation pays; None: none up to `max_context`.
+
+        Bisection. Below the budget a draft step costs as much as a plain one; above it T_T and T_V grow
+        linearly with the context and T_D stays, so the speedup crosses 1 at most once.
+        """
+
+        def pays(context: int) -> bool:
+            return self.best(alphas, max_gamma, batch, context).speedup >= 1
+
+        low, high = 0, max_context
+        if not pays(high):
+            return None
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if pays(middle) else (middle, high)
+        return high
+
+    def free_queries(self, batch: int, context: int) -> int:
+        """Query tokens per request that a pass carries before compute exceeds memory time.
+
+        SSSD's budget of free tokens (arXiv 2411.05894), the smaller of linear layers' and attention's. Up
+        to it a verification costs more than a plain step by overheads alone. With experts it is a lower
+        bound, for more tokens read more of them.
+        """
+        linear_compute, linear_memory = self.linear_ms(batch)
+        attention_compute, attention_memory = self.attention_ms(batch, 1, context)
+        return int(min(linear_memory / linear_compute, attention_memory / attention_compute))
+
+    def kv_capacity_tokens(self) -> int:
+        """Tokens whose K/V fit beside the weights; 0 where not even the weights do."""
+        costs = self.costs
+        usable = (self.hardware.memory_gib * costs.memory_utilization - costs.reserved_gib) * GIB
+        weights = self.shape.parameters * self.shape.weight_bytes / self.tensor_parallel
+        return max(0, int((usable - weights) / self.kv_bytes_per_token))
