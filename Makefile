@@ -2,6 +2,7 @@
 PYTHON ?= python3
 MODEL ?= examples/tiny-llama
 ARGS ?=
+OUT ?= .
 VENV := .venv/bin
 
 .DEFAULT_GOAL := help
@@ -32,8 +33,11 @@ test-gpu: venv  ## the tests that need a CUDA device
 bench: venv  ## decode speed, plain against magicdec, on this machine
 	$(VENV)/python benchmarks/decode.py $(ARGS)
 
-bench-gpu: venv  ## draft attention on a GPU, checked and timed kernel by kernel (ARGS="--out FILE ...")
-	@$(VENV)/python -m benchmarks.gpu.kernels $(ARGS)
+bench-gpu: venv  ## on a GPU: draft attention kernel by kernel, then the real engine (OUT=folder for the results)
+	@status=0; \
+	$(VENV)/python -m benchmarks.gpu.kernels --out "$(OUT)/gpu-kernels.json" $(ARGS) || status=1; \
+	$(VENV)/python -m benchmarks.gpu.engine --out "$(OUT)/gpu-engine.json" $(ARGS) || status=1; \
+	exit $$status
 
 clean:  ## remove what the targets made
 	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis tests/.hypothesis

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,9 +93,10 @@ def run(
     strict: bool = True,
     env: dict[str, str] | None = None,
     timeout_s: int = 600,
+    program: Sequence[str] = (str(HERE / "engine_process.py"),),
     **engine: Any,
 ) -> EngineRun:
-    """Start an engine, run the scenarios of `engine_process.py` in order, and return what they returned."""
+    """Start an engine, run the scenarios of `program` in order, and return what they returned."""
     engine = {
         "model": str(MODEL),
         "dtype": "float32",
@@ -109,7 +111,8 @@ def run(
         spec_path, result_path = Path(directory, "spec.json"), Path(directory, "result.json")
         spec_path.write_text(json.dumps(spec))
         process = subprocess.run(
-            [sys.executable, str(HERE / "engine_process.py"), str(spec_path), str(result_path)],
+            [sys.executable, *program, str(spec_path), str(result_path)],
+            cwd=HERE.parent,
             env=environment(v2=v2, strict=strict, **(env or {})),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

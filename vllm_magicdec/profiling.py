@@ -9,18 +9,20 @@ import itertools
 import json
 import os
 import platform
+from collections.abc import Collection
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 from vllm_magicdec.controller import Controller
-from vllm_magicdec.step_times import StepTimes
+from vllm_magicdec.step_times import StepTimes, TimedStep
 
 # How often each kind of step is made.
 _REPEATS = 4
 
 
 class _Tour(Controller):
-    """Goes through all lengths instead of choosing.
+    """Goes through all lengths instead of choosing, and keeps what it sees.
 
     Each length in turn with plain decoding, then alone. So drafting without verifying, verifying without
     drafting, both and none are all seen, and every time of MagicDec's Eq. 2 is a difference of two.
@@ -33,44 +35,104 @@ class _Tour(Controller):
             lengths += [0, length] * _REPEATS + [length] * _REPEATS
         self.num_steps = len(lengths) + 1  # the last drafts are verified
         self.max_tokens = sum(lengths) + self.num_steps
+        self.timed_steps: list[TimedStep] = []
         self._lengths_to_come = itertools.cycle(lengths)
 
     def choose(self, num_reqs: int, context_tokens: int) -> int:
         return next(self._lengths_to_come)
+
+    def observe(self, rounds: Collection[tuple[int, int]], timed: TimedStep | None) -> None:
+        super().observe(rounds, timed)
+        if timed is not None:
+            self.timed_steps.append(timed)
+
+
+def tokens_to_grow(max_drafts: int) -> int:
+    """By how many tokens a request may grow while it is measured."""
+    return _Tour(max_drafts, StepTimes(1)).max_tokens
+
+
+def make_prompts(vocab_size: int, batch: int, context: int) -> list[list[int]]:
+    """`batch` prompts of `context` token ids; a longer context begins with the shorter one."""
+    return [[(31 * place + row) % (vocab_size - 1) + 1 for place in range(context)] for row in range(batch)]
+
+
+def fill_prefix_cache(llm: Any, prompts: list[list[int]]) -> None:
+    """Make all requests start to decode in the same step, if the prefix cache is on."""
+    from vllm import SamplingParams
+
+    ids = [{"prompt_token_ids": prompt} for prompt in prompts]
+    llm.generate(ids, SamplingParams(temperature=0, max_tokens=1, detokenize=False), use_tqdm=False)
+
+
+def _when_idle() -> float:
+    """The time after the device has done what it was given.
+
+    The V2 runner hands out a step's tokens before its drafts are made, which by the plain clock take their
+    time in the next step.
+    """
+    import torch
+
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+    return perf_counter()
+
+
+def measure_cell(llm: Any, batch: int, context: int) -> list[TimedStep]:
+    """Every kind of step of `batch` requests with `context` tokens each, several times.
+
+    The host's work for a step is part of its time, and nothing overlaps with it.
+
+    Args:
+        llm: an engine with `num_speculative_tokens: auto` that schedules synchronously, its core in this
+            process.
+
+    Raises:
+        ValueError: it schedules asynchronously.
+    """
+    from vllm import SamplingParams
+
+    engine = llm.llm_engine
+    scheduler = engine.engine_core.engine_core.scheduler
+    if engine.vllm_config.scheduler_config.async_scheduling:
+        raise ValueError("steps that overlap cannot be timed one by one; use async_scheduling=False")
+    prompts = make_prompts(engine.model_config.get_vocab_size(), batch, context)
+    fill_prefix_cache(llm, prompts)
+    tour = _Tour(scheduler.num_spec_tokens, StepTimes(scheduler._controller.times.budget))
+    controller, clock = scheduler._controller, scheduler.clock
+    scheduler._controller, scheduler.clock = tour, _when_idle
+    # Room for every step to accept everything it drafts.
+    limit = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=None)
+    ids = [
+        engine.add_request(f"{row}", {"prompt_token_ids": prompt}, limit)
+        for row, prompt in enumerate(prompts)
+    ]
+    decoding: set[str] = set()
+    steps = 0
+    while engine.has_unfinished_requests() and steps < tour.num_steps:
+        decoding |= {output.request_id for output in engine.step()}
+        steps += len(decoding) == batch
+    engine.abort_request(ids, internal=True)
+    scheduler._controller, scheduler.clock = controller, clock
+    return [timed for timed in tour.timed_steps if timed.step.num_reqs == batch]
 
 
 def measure(llm: Any, batches: list[int], contexts: list[int]) -> StepTimes:
     """Step times of every batch size with every context, for every number of drafts.
 
     Args:
-        llm: an engine with `num_speculative_tokens: auto`, its core in this process.
+        llm: as for `measure_cell`.
         batches: numbers of requests.
         contexts: tokens per request.
     """
-    from vllm import SamplingParams
-
-    engine = llm.llm_engine
-    scheduler = engine.engine_core.engine_core.scheduler
-    tour = _Tour(scheduler.num_spec_tokens, StepTimes(scheduler._controller.times.budget))
-    scheduler._controller = tour
-    vocab_size = llm.llm_engine.model_config.get_vocab_size()
-    names = itertools.count()
+    times = StepTimes(llm.llm_engine.engine_core.engine_core.scheduler._controller.times.budget)
     for context, batch in itertools.product(sorted(contexts), sorted(batches, reverse=True)):
-        # Room for every step to accept everything it drafts.
-        limit = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=None)
-        ids = []
-        for row in range(batch):
-            prompt = [(31 * place + row) % (vocab_size - 1) + 1 for place in range(context)]
-            ids.append(engine.add_request(str(next(names)), {"prompt_token_ids": prompt}, limit))
-        decoding: set[str] = set()
-        steps = 0
-        while engine.has_unfinished_requests() and steps < tour.num_steps:
-            decoding |= {output.request_id for output in engine.step()}
-            steps += len(decoding) == batch
-        engine.abort_request(ids)
-        print(f"batch {batch}, context {context}: {steps} steps", flush=True)
-    tour.times.fit()
-    return tour.times
+        steps = measure_cell(llm, batch, context)
+        for timed in steps:
+            times.add(timed)
+        print(f"batch {batch}, context {context}: {len(steps)} steps", flush=True)
+    times.fit()
+    return times
 
 
 def run(options: argparse.Namespace) -> None:
@@ -84,14 +146,14 @@ def run(options: argparse.Namespace) -> None:
         "num_speculative_tokens": "auto",
         **options.speculative_config,
     }
-    limit = int(spec.get("max_num_speculative_tokens", 8))
-    room = _Tour(limit, StepTimes(1)).max_tokens
+    room = tokens_to_grow(int(spec.get("max_num_speculative_tokens", 8)))
     llm = LLM(
         **{
             "model": options.model,
             "max_num_seqs": max(options.batch),
             "max_model_len": max(options.context) + room,
             "disable_log_stats": True,
+            "async_scheduling": False,
             **options.engine,
             "speculative_config": spec,
         }

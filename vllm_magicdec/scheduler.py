@@ -5,7 +5,7 @@ vLLM can vary that number by itself (`num_speculative_tokens_per_batch_size`): t
 each `SchedulerOutput`, and both model runners follow. Here a controller sets it instead of a table.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -36,6 +36,7 @@ class _AdaptiveSpeculation(Scheduler):
         spec = self.vllm_config.speculative_config
         assert isinstance(spec, MagicDecSpeculativeConfig)
         budget = spec.budget_tokens(self.max_model_len)
+        self.clock: Callable[[], float] = perf_counter
         self._controller = self._make_controller(spec, budget)
         # In flight, by id() of their SchedulerOutput: what is done and when it began.
         self._steps: dict[int, tuple[Step, float]] = {}
@@ -93,13 +94,13 @@ class _AdaptiveSpeculation(Scheduler):
         decodes = all(request.num_computed_tokens >= request.num_prompt_tokens for request in requests)
         if verified is not None and decodes:
             step = Step(len(requests), context_tokens, verified, drafts)
-            self._steps[id(output)] = step, perf_counter()
+            self._steps[id(output)] = step, self.clock()
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         """vLLM's, after the controller has seen what came of the step."""
-        now = perf_counter()
+        now = self.clock()
         if not self._gave_up:
             try:
                 self._observe(scheduler_output, model_runner_output, now)

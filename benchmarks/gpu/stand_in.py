@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlashInfer where it cannot run: an object that reads with torch what FlashInfer would be told to read."""
+"""What has no code for a CPU: FlashInfer, and the synthetic acceptance of vLLM's rejection sampler."""
 
 import sys
 import types
@@ -96,3 +96,43 @@ def module() -> types.ModuleType:
 def install() -> None:
     """Let this process's FlashInfer be the stand-in."""
     sys.modules["flashinfer"] = module()
+
+
+def accept_synthetically(
+    output_token_ids: torch.Tensor,  # [num_reqs, most drafts + 1], filled with placeholders
+    cu_num_draft_tokens: torch.Tensor,  # [num_reqs], drafts up to and including each request
+    draft_token_ids: torch.Tensor,  # [num_tokens]
+    target_argmax: torch.Tensor,  # [num_tokens]
+    bonus_token_ids: torch.Tensor,  # [num_reqs, 1]
+    is_greedy: torch.Tensor | None,
+    max_spec_len: int,
+    uniform_probs: torch.Tensor | None,  # [num_tokens]
+    synthetic_conditional_rates: torch.Tensor | None,  # [most drafts]
+) -> None:
+    """vLLM's `_rejection_greedy_sample` for greedy requests and `rejection_sample_method=synthetic`."""
+    assert is_greedy is None or bool(is_greedy.all())
+    assert uniform_probs is not None and synthetic_conditional_rates is not None
+    first = 0
+    for request, end in enumerate(cu_num_draft_tokens.tolist()):
+        place, accepted = 0, True
+        while accepted and first + place < end:
+            accepted = bool(uniform_probs[first + place] < synthetic_conditional_rates[place])
+            chosen = draft_token_ids if accepted else target_argmax
+            output_token_ids[request, place] = chosen[first + place]
+            place += 1
+        if accepted:
+            output_token_ids[request, place] = bonus_token_ids[request, 0]
+        first = end
+
+
+def install_synthetic_acceptance() -> None:
+    """Let this process's V1 runner accept synthetically, which vLLM's C++ sampler refuses."""
+    import vllm.v1.sample.rejection_sampler as rejection_sampler
+
+    sample = rejection_sampler._rejection_greedy_sample
+
+    def choose(*args: Any) -> None:
+        (sample if args[-1] is None else accept_synthetically)(*args)
+
+    vars(choose)["register_warmup"] = sample.register_warmup
+    rejection_sampler._rejection_greedy_sample = choose

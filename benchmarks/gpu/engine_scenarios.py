@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine of the engine layer does in a process of its own.
+
+`python -m benchmarks.gpu.engine_scenarios SPEC.json RESULT.json`: it is `tests/engine_process.py`, which
+has to be on the path, with scenarios that measure. A cell is a batch of requests of the same context.
+"""
+
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import engine_process
+import torch
+
+from benchmarks.gpu import stand_in
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # where scripts find each other by name
+WARMUP_TURNS = 1  # whatever is compiled at its first use is compiled in these
+
+
+def step_times(llm: Any, cells: list[tuple[int, int]], tours: int) -> dict[str, Any]:
+    """Median time of every kind of step; see `vllm_magicdec.profiling.measure_cell`."""
+    from vllm_magicdec.profiling import measure_cell, tokens_to_grow
+
+    def measure(batch: int, context: int) -> dict[str, Any]:
+        seconds: dict[tuple[int, int], list[float]] = defaultdict(list)
+        for turn in range(WARMUP_TURNS + tours):
+            for timed in measure_cell(llm, batch, context):
+                if turn >= WARMUP_TURNS:
+                    seconds[timed.step.verified, timed.step.drafted].append(timed.seconds)
+        kinds = [
+            {"verified": v, "drafted": d, "ms": 1000 * statistics.median(times), "count": len(times)}
+            for (v, d), times in sorted(seconds.items())
+        ]
+        return {"kinds": kinds}
+
+    room = tokens_to_grow(llm.llm_engine.vllm_config.num_speculative_tokens)
+    return {
+        "cells": for_each_cell(llm, cells, room, measure),
+        "attention_backends": llm.collective_rpc(_attention_backends)[0],
+    }
+
+
+def decode_speed(llm: Any, cells: list[tuple[int, int]], tokens: int, turns: int) -> dict[str, Any]:
+    """Decoding with all requests of the batch, as served; the clock is that of benchmarks/decode.py."""
+    from decode import decode
+
+    from vllm_magicdec.profiling import fill_prefix_cache, make_prompts
+
+    def measure(batch: int, context: int) -> dict[str, Any]:
+        prompts = make_prompts(llm.llm_engine.model_config.get_vocab_size(), batch, context)
+        fill_prefix_cache(llm, prompts)
+        decodings = [decode(llm, prompts, tokens, 0) for _ in range(WARMUP_TURNS + turns)][WARMUP_TURNS:]
+        names = ("tokens_per_s", "step_ms", "acceptance_length")
+        return {name: statistics.median(getattr(d, name) for d in decodings) for name in names}
+
+    return {"cells": for_each_cell(llm, cells, tokens, measure)}
+
+
+def for_each_cell(
+    llm: Any, cells: list[tuple[int, int]], room: int, measure: Callable[[int, int], dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """`measure` cell by cell; a cell that does not fit or fails has a reason instead.
+
+    Args:
+        room: tokens by which each request may grow.
+    """
+    config = llm.llm_engine.vllm_config
+    results: list[dict[str, Any]] = []
+    for batch, context in cells:
+        cell: dict[str, Any] = {"batch": batch, "context": context, "reason": ""}
+        failed = any(result["status"] == "failed" for result in results)
+        reason = why_not(
+            batch,
+            context + room + config.num_speculative_tokens,
+            max_model_len=config.model_config.max_model_len,
+            num_pages=config.cache_config.num_gpu_blocks - 1,  # one is never given out
+            page_size=config.cache_config.block_size,
+        )
+        if failed or reason:
+            reason = reason or "the engine had failed before"
+            results.append({**cell, "status": "skipped", "reason": reason})
+            continue
+        try:
+            results.append({**cell, "status": "ok", **measure(batch, context)})
+        except Exception as error:  # what was measured before is kept
+            results.append({**cell, "status": "failed", "reason": f"{type(error).__name__}: {error}"})
+    return results
+
+
+def why_not(batch: int, context: int, *, max_model_len: int, num_pages: int, page_size: int) -> str:
+    """Why an engine cannot hold `batch` requests of `context` tokens; empty if it can."""
+    if context > max_model_len:
+        return f"{context} tokens per request; the engine takes {max_model_len}"
+    needed, room = batch * -(-context // page_size) * page_size, num_pages * page_size
+    return f"{needed} tokens of KV cache; the engine has {room}" if needed > room else ""
+
+
+def _attention_backends(worker: Any) -> list[str]:
+    from vllm.config import get_layers_from_vllm_config
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    layers = get_layers_from_vllm_config(worker.vllm_config, AttentionLayerBase).values()
+    return sorted({layer.get_attn_backend().get_name() for layer in layers})
+
+
+engine_process.SCENARIOS |= {scenario.__name__: scenario for scenario in (step_times, decode_speed)}
+
+if __name__ == "__main__":
+    if not torch.cuda.is_available():
+        stand_in.install_synthetic_acceptance()
+    engine_process.main(*sys.argv[1:])
