@@ -11,6 +11,7 @@ three plots.
 """
 
 import argparse
+import gc
 import json
 import os
 import signal
@@ -165,6 +166,7 @@ def run_load(
     ]
     with (folder / "output.txt").open("w") as output, redirect_stdout(output):
         result = bench_serve(parser.parse_args(options))
+    gc.unfreeze()  # `vllm bench serve` expects the process to end with it
     if result["completed"] != count or result["total_output_tokens"] != count * num_tokens:
         print(server.log_tail(), file=sys.stderr)
         sys.exit(

@@ -189,7 +189,8 @@ def draw_acceptance(record: dict[str, Any], path: Path) -> None:
         )
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=7)
+        if axes.lines:
+            axes.legend(fontsize=7)
     _save(figure, "Acceptance by position", record, path)
 
 
