@@ -216,7 +216,7 @@ def measure(
         run(Load(longest, max(args.concurrency)), WARM_UP_TOKENS, "warm-up")
         runs = run_all([Load(context, number) for context in args.context for number in args.concurrency])
         if rates is None:
-            most = max(run["request_throughput"] for run in runs if run["context"] == longest)
+            most = max(r["request_throughput"] for r in runs if r["context"] == longest)
             rates = [float(f"{fraction * most:.2g}") for fraction in args.rate_fractions]
         return runs + run_all([Load(longest, rate=rate) for rate in rates])
 

@@ -185,6 +185,15 @@ def test_a_run_with_unanswered_requests_ends_in_an_error(monkeypatch, tmp_path):
     assert suite.run_load(*arguments, 3, TOKENS, tmp_path / "again") == result
 
 
+def test_the_shipped_draft_model_speaks_the_shipped_models_tokens():
+    args, _ = suite.parse_arguments(["--model", str(engines.MODEL)])
+    target, draft = engines.MODEL, Path(args.draft_model)
+    assert (draft / "tokenizer.json").read_bytes() == (target / "tokenizer.json").read_bytes()
+    sizes = [json.loads((folder / "config.json").read_text())["vocab_size"] for folder in (target, draft)]
+    assert sizes[0] == sizes[1]
+    assert suite.parse_arguments(["--model", "another/model"])[0].draft_model is None
+
+
 def test_plain_decoding_is_always_measured(capsys):
     with pytest.raises(SystemExit):
         suite.parse_arguments(["--methods", "ngram"])
