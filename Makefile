@@ -6,10 +6,10 @@ OUT ?= .
 VENV := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint test-gpu bench bench-gpu clean
+.PHONY: help venv demo test lint test-gpu bench bench-decode bench-gpu clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
 venv:  ## set up .venv with the right build of vLLM and the plugin
 	@command -v "$(PYTHON)" >/dev/null || { \
@@ -30,7 +30,10 @@ test: lint  ## lint, then every test that this machine can run
 test-gpu: venv  ## the tests that need a CUDA device
 	$(VENV)/python -m pytest -m gpu $(ARGS)
 
-bench: venv  ## decode speed, plain against magicdec, on this machine
+bench: venv  ## every speculative method of vLLM against magicdec, as servers (half an hour; ARGS="--quick")
+	@$(VENV)/python benchmarks/suite.py $(ARGS)
+
+bench-decode: venv  ## decode speed alone, plain against magicdec, without a server
 	$(VENV)/python benchmarks/decode.py $(ARGS)
 
 bench-gpu: venv  ## on a GPU: draft attention kernel by kernel, then the real engine (OUT=folder for the results)

@@ -29,7 +29,7 @@ MATCHES = {1: ((0, 1), (1, 2)), 2: ((1, 2), (3, 4))}
 
 
 def plant_heads(model: LlamaForCausalLM, seed: int) -> None:
-    """Overwrite the embedding and the attention of layers 0 to 2 in place.
+    """Overwrite the embedding and the attention of layers 0 to 2, as far as there are so many, in place.
 
     Expects four query heads on two key/value heads, so that heads 0, 1 and heads 2, 3 share values.
     """
@@ -86,6 +86,8 @@ def plant_heads(model: LlamaForCausalLM, seed: int) -> None:
         token_code = [v[head // per_group].clone() for head in range(heads)]
 
         for layer, matches in MATCHES.items():
+            if layer >= config.num_hidden_layers:
+                continue
             q, k, v, o = weights(layer)
             q.mul_(0.5)
             k.mul_(0.5)

@@ -197,14 +197,14 @@ def random_positions(rng: random.Random, length: int) -> list[int]:
     return positions
 
 
-def make_model() -> LlamaForCausalLM:
-    """About 4.7 million parameters, grouped-query attention."""
+def make_model(num_layers: int, hidden_size: int) -> LlamaForCausalLM:
+    """A Llama with grouped-query attention; 4.7 million parameters with 6 layers of 256."""
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=VOCAB_SIZE,
-            hidden_size=256,
-            intermediate_size=640,
-            num_hidden_layers=6,
+            hidden_size=hidden_size,
+            intermediate_size=hidden_size * 5 // 2,
+            num_hidden_layers=num_layers,
             num_attention_heads=4,
             num_key_value_heads=2,
             head_dim=64,
@@ -299,15 +299,23 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--questions", type=int, default=100, help="recall questions per distance")
     parser.add_argument("--learning-rate", type=float, default=6e-4)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--hidden", type=int, default=256, help="hidden size")
+    parser.add_argument(
+        "--tokenizer", type=Path, help="a model's folder: take its tokenizer, so as to draft for that model"
+    )
     args = parser.parse_args()
     rng = random.Random(args.seed)
     torch.manual_seed(args.seed)
 
     training, held_out = read_library()
-    tokenizer = train_tokenizer(training, rng)
+    if args.tokenizer is None:
+        tokenizer = train_tokenizer(training, rng)
+    else:
+        tokenizer = Tokenizer.from_file(str(args.tokenizer / "tokenizer.json"))
     corpus = Corpus(training, tokenizer)
     held_out_lines = [line for lines in held_out for line in lines]
-    model = make_model()
+    model = make_model(args.layers, args.hidden)
     plant_heads(model, args.seed)
     print(
         f"{sum(p.numel() for p in model.parameters()):,} parameters; {sum(corpus._sizes):,} tokens of text"
@@ -321,7 +329,9 @@ def main() -> None:
         betas=(0.9, 0.95),
         fused=True,
     )
-    log: dict = {"seed": args.seed, "minutes": args.minutes, "stages": [], "loss": []}
+    shape = {"layers": args.layers, "hidden": args.hidden}
+    log: dict = {"seed": args.seed, "minutes": args.minutes, **shape, "stages": [], "loss": []}
+    args.out.mkdir(parents=True, exist_ok=True)
     started, step, seen = time.time(), 0, 0
     total_seconds = args.minutes * 60
     boundary = 0.0

@@ -1,0 +1,384 @@
+# SPDX-License-Identifier: Apache-2.0
+"""magicdec-self and everything else vLLM offers, as servers, side by side: `make bench`, or see --help.
+
+Every method is a `vllm serve` of its own and gets the same greedy requests from `vllm bench serve`: all
+cells of context x requests in flight, then request rates at the longest context, as fractions of the rate
+that plain decoding could just serve. Plain decoding is served first and, as `plain-again`, last: what lies
+between those two is the machine's noise. Prompts are real text, answers have a fixed length.
+
+OUT gets vLLM's own JSON, a folder per run; suite.json with all runs, machine, versions and settings; and
+three plots.
+"""
+
+import argparse
+import gc
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from contextlib import redirect_stdout
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from decode import PAGE, ROOT, TINY_LLAMA, console
+from documents import excerpts
+from kv_heavy import write_kv_heavy
+from machine import describe_machine
+from rich.table import Table
+from suite_plots import PER_POSITION, PLAIN, cells_of, draw, pooled_acceptance, speedups, title_of
+
+sys.path.insert(0, str(ROOT / "examples"))
+from serving import Server, default_options, serve
+
+TINY_DRAFT = Path(__file__).resolve().parent / "tiny-draft"
+AGAIN = "plain-again"
+POLICIES = ("streamingllm", "snapkv", "verify-topk")
+METHODS = (
+    PLAIN,
+    "ngram",
+    "suffix",
+    "draft_model",
+    *(f"magicdec-{p}" for p in POLICIES),
+    "magicdec-auto",
+    AGAIN,
+)
+WARM_UP_TOKENS = 8  # per request, generated before the first clock starts
+QUICK = {
+    "methods": [PLAIN, "magicdec-streamingllm"],
+    "context": [1000],
+    "concurrency": [1, 4],
+    "rate_fractions": [0.5],
+    "requests": 8,
+    "tokens": 64,
+}
+SETTINGS = (
+    *("dtype", "context", "concurrency", "rate_fractions", "requests", "tokens", "drafts", "budget"),
+    *("draft_model", "cold"),
+)
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one run of `vllm bench serve` asks for: so many requests in flight, or so many per second."""
+
+    context: int  # tokens of prompt
+    concurrency: int | None = None  # requests in flight
+    rate: float | None = None  # requests per second, Poisson
+
+    @property
+    def name(self) -> str:
+        how = f"concurrency-{self.concurrency}" if self.rate is None else f"rate-{self.rate:g}"
+        return f"context-{self.context}-{how}"
+
+    @property
+    def options(self) -> list[str]:
+        """Of `vllm bench serve`."""
+        if self.rate is None:
+            return ["--max-concurrency", str(self.concurrency)]
+        return ["--request-rate", f"{self.rate:g}"]
+
+
+# ---- methods
+
+
+def speculations(drafts: int, budget: float, draft_model: str | None) -> dict[str, dict[str, Any]]:
+    """Every method's speculative configuration; plain decoding has none."""
+    number = {"num_speculative_tokens": drafts}
+    magicdec = {"method": "magicdec-self", "draft_kv_budget": budget}
+    return {
+        PLAIN: {},
+        "ngram": {"method": "ngram", **number, "prompt_lookup_min": 2, "prompt_lookup_max": 5},
+        # It chooses the number of drafts itself. Each load repeats the requests of the one before it, so
+        # a cache of past answers, which it has by default, would know every answer.
+        "suffix": {"method": "suffix", "suffix_decoding_max_cached_requests": 0},
+        "draft_model": {"method": "draft_model", **number, "model": draft_model},
+        **{f"magicdec-{p}": {**magicdec, **number, "draft_kv_policy": p} for p in POLICIES},
+        "magicdec-auto": {**magicdec, "num_speculative_tokens": "auto"},
+        AGAIN: {},
+    }
+
+
+def why_skipped(method: str, draft_model: str | None) -> str | None:
+    """One sentence on what a method lacks on this machine, if it lacks something."""
+    if method == "suffix" and find_spec("arctic_inference") is None:
+        return "arctic-inference is not installed; try: pip install arctic-inference==0.1.1"
+    if method == "draft_model" and draft_model is None:
+        return "there is no draft model for this model; name one with --draft-model"
+    return None
+
+
+def is_shipped(model: str) -> bool:
+    """Whether the model is the one that ships with the project, or its copy."""
+    return model == "kv-heavy" or Path(model).resolve() == TINY_LLAMA
+
+
+# ---- requests and loads
+
+
+def write_requests(
+    tokenizer: Any, contexts: list[int], count: int, folder: Path, documents: Path | None
+) -> dict[int, Path]:
+    """Prompts by context, as `vllm bench serve --dataset-name custom` reads them.
+
+    A shorter prompt is the beginning of a longer one. Lengths are right but for the few tokens by which
+    the tokenizer reads the excerpt's first and last word otherwise than inside of the text.
+    """
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    longest = excerpts(encode, count, max(contexts), documents)
+    paths = {}
+    for context in contexts:
+        paths[context] = folder / f"requests-{context}.jsonl"
+        prompts = [tokenizer.decode(tokens[:context]) for tokens in longest]
+        paths[context].write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    return paths
+
+
+def run_load(
+    server: Server, model: str, load: Load, requests: Path, count: int, num_tokens: int, folder: Path
+) -> dict[str, Any]:
+    """`vllm bench serve` in this process: importing vLLM once more takes longer than most loads.
+
+    Raises:
+        SystemExit: a request failed, or the server generated another number of tokens than asked for.
+    """
+    from vllm.benchmarks.serve import add_cli_args
+    from vllm.benchmarks.serve import main as bench_serve
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser()
+    add_cli_args(parser)
+    folder.mkdir(parents=True)
+    options = [
+        *("--base-url", server.url, "--model", model, *load.options),
+        *("--dataset-name", "custom", "--dataset-path", str(requests), "--num-prompts", str(count)),
+        *("--skip-chat-template", "--disable-shuffle", "--disable-tqdm"),
+        *("--custom-output-len", str(num_tokens), "--ignore-eos", "--temperature", "0"),
+        *("--percentile-metrics", "ttft,tpot,itl,e2el", "--metric-percentiles", "99"),
+        *("--save-result", "--result-dir", str(folder), "--result-filename", "result.json"),
+    ]
+    with (folder / "output.txt").open("w") as output, redirect_stdout(output):
+        result = bench_serve(parser.parse_args(options))
+    gc.unfreeze()  # `vllm bench serve` expects the process to end with it
+    if result["completed"] != count or result["total_output_tokens"] != count * num_tokens:
+        print(server.log_tail(), file=sys.stderr)
+        sys.exit(
+            f"{load.name}: {result['completed']} of {count} requests were answered, with "
+            f"{result['total_output_tokens']} of {count * num_tokens} tokens"
+        )
+    return result
+
+
+def summary(result: dict[str, Any]) -> dict[str, Any]:
+    """The numbers of vLLM's JSON, without what there is of every request."""
+    return {
+        name: value
+        for name, value in result.items()
+        if isinstance(value, int | float) or name == PER_POSITION
+    }
+
+
+def measure(
+    args: argparse.Namespace,
+    method: str,
+    server_options: list[str],
+    requests: dict[int, Path],
+    rates: list[float] | None,
+) -> list[dict[str, Any]]:
+    """All loads on one server.
+
+    Args:
+        args: the settings.
+        method: names the folder of the runs.
+        server_options: of `vllm serve`.
+        requests: files by context.
+        rates: requests per second; without them, fractions of what the server itself could serve.
+    """
+    longest = max(args.context)
+    with serve(args.model_path, *server_options) as server:
+
+        def run(load: Load, num_tokens: int, name: str) -> dict[str, Any]:
+            folder = args.out / method / name
+            path = requests[load.context]
+            return run_load(server, args.model_path, load, path, args.requests, num_tokens, folder)
+
+        def run_all(loads: list[Load]) -> list[dict[str, Any]]:
+            results = [(load, run(load, args.tokens, load.name)) for load in loads]
+            return [{"method": method, **asdict(load), **summary(result)} for load, result in results]
+
+        run(Load(longest, max(args.concurrency)), WARM_UP_TOKENS, "warm-up")
+        runs = run_all([Load(context, number) for context in args.context for number in args.concurrency])
+        if rates is None:
+            most = max(r["request_throughput"] for r in runs if r["context"] == longest)
+            rates = [float(f"{fraction * most:.2g}") for fraction in args.rate_fractions]
+        return runs + run_all([Load(longest, rate=rate) for rate in rates])
+
+
+# ---- report
+
+
+def make_tables(record: dict[str, Any]) -> list[Table]:
+    """Speed by cell, and times at the request rates."""
+    runs = record["runs"]
+    methods = list(dict.fromkeys(run["method"] for run in runs))
+    ratios = speedups(runs)
+    contexts = record["settings"]["context"]
+    speed = Table(title=f"output tokens/s and speedup over plain: {title_of(record)}")
+    speed.add_column("method")
+    for context, concurrency in cells_of(runs):
+        speed.add_column(f"{context:,} tokens,\n{concurrency} in flight", justify="right")
+    for context in contexts:
+        speed.add_column(f"acceptance length\nat {context:,}", justify="right")
+    for method in methods:
+        row = [f"{tokens_per_s:.0f}  {ratio:.2f} x" for tokens_per_s, ratio in ratios[method].values()]
+        for context in contexts:
+            rates = pooled_acceptance(runs, method, context)
+            row.append(f"{1 + sum(rates):.2f}" if rates else "-")
+        speed.add_row(method, *row)
+
+    times = Table(
+        title=f"request rates at {max(contexts):,} tokens: ms per output token, median / 99th percentile, "
+        "and ms to first token, median"
+    )
+    times.add_column("method")
+    for rate in sorted({run["rate"] for run in runs if run["rate"]}):
+        times.add_column(f"{rate:g} per second", justify="right")
+    for method in methods:
+        own = sorted((r for r in runs if r["method"] == method and r["rate"]), key=lambda r: r["rate"])
+        cells = (
+            f"{r['median_tpot_ms']:.1f} / {r['p99_tpot_ms']:.1f}, {r['median_ttft_ms']:.0f}" for r in own
+        )
+        times.add_row(method, *cells)
+    return [speed, times]
+
+
+def run_suite(args: argparse.Namespace, extra_options: list[str]) -> dict[str, Any]:
+    """Serve every method, measure it, and return the record of it all."""
+    from transformers import AutoTokenizer
+
+    started = time.monotonic()
+    args.out.mkdir(parents=True)
+    tokenizer = AutoTokenizer.from_pretrained(args.model_path)
+    requests = write_requests(tokenizer, args.context, args.requests, args.out, args.documents)
+    options = [
+        *("--dtype", args.dtype, "--max-model-len", str(max(args.context) + args.tokens + 2 * PAGE)),
+        *("--max-num-seqs", str(max(args.concurrency)), *default_options()),
+        *(["--no-enable-prefix-caching"] if args.cold else []),
+        *extra_options,
+    ]
+    configs = speculations(args.drafts, args.budget, args.draft_model)
+    methods: dict[str, dict[str, Any]] = {}
+    runs: list[dict[str, Any]] = []
+    rates = None
+    for method in args.methods:
+        entry = methods[method] = {"speculative_config": configs[method]}
+        if reason := why_skipped(method, args.draft_model):
+            entry["skipped"] = reason
+            console.print(f"{method}: skipped, {reason}", markup=False)
+            continue
+        method_started = time.monotonic()
+        speculation = ["--speculative-config", json.dumps(configs[method])] if configs[method] else []
+        try:
+            measured = measure(args, method, [*options, *speculation], requests, rates)
+        except SystemExit as stop:
+            # Without plain decoding there is nothing to compare with; a number is a signal's.
+            if method == PLAIN or not isinstance(stop.code, str):
+                raise
+            entry["failed"] = stop.code
+            console.print(f"{method}: failed, {stop.code}", markup=False, style="red")
+            continue
+        runs += measured
+        rates = rates or [run["rate"] for run in measured if run["rate"]]
+        entry["seconds"] = round(time.monotonic() - method_started)
+        console.print(f"{method}: {entry['seconds']} s", markup=False)
+    settings = {name: getattr(args, name) for name in SETTINGS}
+    return {
+        "benchmark": "suite",
+        "date": datetime.now(UTC).date().isoformat(),
+        "seconds": round(time.monotonic() - started),
+        "machine": describe_machine(),
+        "environment": {name: value for name, value in os.environ.items() if name.startswith("VLLM_")},
+        "model": "kv-heavy" if args.model == "kv-heavy" else Path(args.model).name,
+        "server_options": options,
+        "settings": {**settings, "documents": args.documents.name if args.documents else "stdlib"},
+        "methods": methods,
+        "runs": runs,
+    }
+
+
+def parse_arguments(arguments: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
+    """The settings, and the options for every `vllm serve`."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog="Every other option goes to all `vllm serve` commands.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--quick", action="store_true", help="two methods and short loads: two minutes")
+    parser.add_argument("--model", default=str(TINY_LLAMA), help="a folder, a name, or 'kv-heavy'")
+    parser.add_argument("--draft-model", help="for the method draft_model; the shipped model has one")
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
+    parser.add_argument("--context", type=int, nargs="+", default=[1000, 7000], help="tokens of prompt")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 8], help="requests in flight")
+    parser.add_argument(
+        "--rate-fractions",
+        type=float,
+        nargs="+",
+        default=[0.4, 0.8, 1.2],
+        help="request rates at the longest context, in units of what plain decoding could just serve",
+    )
+    parser.add_argument("--requests", type=int, default=16, help="per load")
+    parser.add_argument("--tokens", type=int, default=128, help="generated per request")
+    parser.add_argument("--drafts", type=int, default=4, help="drafted tokens per round, where fixed")
+    parser.add_argument("--budget", type=float, default=512, help="draft_kv_budget of magicdec-self")
+    parser.add_argument("--cold", action="store_true", help="no prefix cache: every load reads its prompts")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--documents", type=Path, help="folder of .txt files for the prompts")
+    parser.add_argument("--out", type=Path, help="a new folder (default: benchmarks/runs/TIME)")
+    if parser.parse_known_args(arguments)[0].quick:
+        parser.set_defaults(**QUICK)
+    args, extra_options = parser.parse_known_args(arguments)
+    if PLAIN not in args.methods:
+        parser.error(f"--methods must name '{PLAIN}', which the others are compared with")
+    args.methods.sort(key=METHODS.index)
+    args.context.sort()
+    args.concurrency.sort()
+    if args.draft_model is None and is_shipped(args.model) and (TINY_DRAFT / "config.json").exists():
+        args.draft_model = os.path.relpath(TINY_DRAFT)
+    now = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    args.out = args.out or Path(__file__).resolve().parent / "runs" / now
+    return args, extra_options
+
+
+def main() -> None:
+    args, extra_options = parse_arguments()
+    # A terminated benchmark must still end its server.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    with tempfile.TemporaryDirectory() as directory:
+        args.model_path = args.model
+        if args.model == "kv-heavy":
+            args.model_path = directory
+            write_kv_heavy(TINY_LLAMA, Path(directory))
+        record = run_suite(args, extra_options)
+    (args.out / "suite.json").write_text(json.dumps(record, indent=1) + "\n")
+    draw(record, args.out)
+    for table in make_tables(record):
+        console.print(table)
+    for method, entry in record["methods"].items():
+        for outcome in ("skipped", "failed"):
+            if outcome in entry:
+                console.print(f"{method}: {outcome}, {entry[outcome]}", markup=False)
+    console.print(f"wrote {args.out} in {record['seconds'] / 60:.1f} minutes")
+    if failed := [method for method, entry in record["methods"].items() if "failed" in entry]:
+        sys.exit(f"error: failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

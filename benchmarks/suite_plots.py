@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What suite.py's record says about each method, and its plots."""
+
+import itertools
+import statistics
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.colors import TwoSlopeNorm
+from matplotlib.figure import Figure
+
+PLAIN = "plain"
+PER_POSITION = "spec_decode_per_position_acceptance_rates"
+Run = dict[str, Any]  # one run of `vllm bench serve`
+
+
+def title_of(record: dict[str, Any]) -> str:
+    """Model, machine and workload in one line each."""
+    machine, settings = record["machine"], record["settings"]
+    processor = machine.get("gpu") or f"{machine['processor']}, {machine['cores']} cores"
+    prompts = "read in every run" if settings["cold"] else "in the prefix cache"
+    return (
+        f"{record['model']} ({settings['dtype']}), {processor}, vLLM {machine['vllm']}\n"
+        f"{settings['requests']} requests per run, {settings['tokens']} tokens generated for each, greedy; "
+        f"prompts: real text, {prompts}"
+    )
+
+
+def cells_of(runs: list[Run]) -> list[tuple[int, int]]:
+    """(context, concurrency) of the runs with a fixed number of requests in flight."""
+    return sorted({(run["context"], run["concurrency"]) for run in runs if run["concurrency"]})
+
+
+def speedups(runs: list[Run]) -> dict[str, dict[tuple[int, int], tuple[float, float]]]:
+    """By method and (context, concurrency): output tokens/s, and that over plain decoding's.
+
+    Plain decoding's is the mean of its servers, so that its own noise shows on both sides of 1.
+    """
+    speeds: dict[str, dict[tuple[int, int], float]] = {}
+    for run in runs:
+        if run["concurrency"]:
+            cell = run["context"], run["concurrency"]
+            speeds.setdefault(run["method"], {})[cell] = run["output_throughput"]
+    plain = [speed for method, speed in speeds.items() if method.startswith(PLAIN)]
+    return {
+        method: {
+            cell: (speed[cell], speed[cell] / statistics.mean(p[cell] for p in plain))
+            for cell in sorted(speed)
+        }
+        for method, speed in speeds.items()
+    }
+
+
+def pooled_acceptance(runs: list[Run], method: str, context: int) -> list[float]:
+    """Share of rounds with drafts in which the draft at each position was accepted, over all runs."""
+    own = [
+        run
+        for run in runs
+        if run["method"] == method and run["context"] == context and run.get(PER_POSITION)
+    ]
+    rounds = sum(run["spec_decode_num_drafts"] for run in own)
+    positions = max((len(run[PER_POSITION]) for run in own), default=0)
+    return [
+        sum(run["spec_decode_num_drafts"] * rate for run in own for rate in run[PER_POSITION][i : i + 1])
+        / rounds
+        for i in range(positions)
+    ]
+
+
+def styles(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Line by method: dotted for plain decoding, solid for magicdec, dashed for vLLM's other methods."""
+    families = {PLAIN: (":", "x"), "magicdec": ("-", "o")}
+    grays = iter(("black", "gray"))
+    colors = itertools.cycle(f"C{index}" for index in range(7))  # C7 is gray
+    lines = {}
+    for method in dict.fromkeys(run["method"] for run in record["runs"]):
+        linestyle, marker = families.get(method.split("-")[0], ("--", "s"))
+        color = next(grays if method.startswith(PLAIN) else colors)
+        lines[method] = {"label": method, "color": color, "linestyle": linestyle, "marker": marker}
+    return lines
+
+
+def draw(record: dict[str, Any], folder: Path) -> None:
+    """All plots of a record."""
+    draw_throughput_against_latency(record, folder / "throughput-latency.png")
+    draw_speedup(record, folder / "speedup.png")
+    draw_acceptance(record, folder / "acceptance.png")
+
+
+def draw_throughput_against_latency(record: dict[str, Any], path: Path) -> None:
+    """A row per context and one for the request rates; median latency left, 99th percentile right."""
+    runs, contexts = record["runs"], record["settings"]["context"]
+    groups = [
+        (f"{context:,} tokens of context; numbers: requests in flight", context, "concurrency")
+        for context in contexts
+    ]
+    groups.append(
+        (f"{max(contexts):,} tokens of context; numbers: requests per second", max(contexts), "rate")
+    )
+    figure, rows = plt.subplots(
+        len(groups), 2, figsize=(13, 3.8 * len(groups)), squeeze=False, layout="constrained"
+    )
+    for (title, context, load), row in zip(groups, rows, strict=True):
+        for axes, latency, kind in zip(
+            row, ("median_tpot_ms", "p99_tpot_ms"), ("median", "99th percentile"), strict=True
+        ):
+            for method, style in styles(record).items():
+                own = [r for r in runs if r["method"] == method and r["context"] == context and r[load]]
+                own.sort(key=lambda run: run[load])
+                _draw_line(axes, own, latency, load, style)
+            axes.set(
+                title=title,
+                xlabel=f"ms per output token, {kind} of the requests (left is better)",
+                ylabel="output tokens/s (up is better)",
+            )
+            axes.set_ylim(bottom=0)
+            axes.grid(alpha=0.3)
+    figure.legend(*rows[0, 0].get_legend_handles_labels(), loc="outside right upper")
+    _save(figure, "Throughput against latency", record, path)
+
+
+def _draw_line(axes: Axes, own: list[Run], latency: str, load: str, style: dict[str, Any]) -> None:
+    axes.plot([run[latency] for run in own], [run["output_throughput"] for run in own], ms=4, **style)
+    for run in own:
+        axes.annotate(
+            f"{run[load]:g}",
+            (run[latency], run["output_throughput"]),
+            textcoords="offset points",
+            xytext=(4, 3),
+            fontsize=6,
+            color=style["color"],
+        )
+
+
+def draw_speedup(record: dict[str, Any], path: Path) -> None:
+    """A heat map per method."""
+    runs = record["runs"]
+    ratios = speedups(runs)
+    contexts = sorted({context for context, _ in cells_of(runs)})
+    numbers = sorted({concurrency for _, concurrency in cells_of(runs)})
+    values = [ratio for cells in ratios.values() for _, ratio in cells.values()]
+    # The scale never shrinks to the noise around 1.
+    norm = TwoSlopeNorm(1, min(0.5, *values), max(2.0, *values))
+    columns = min(3, len(ratios))
+    height = -(-len(ratios) // columns)
+    size = (2.2 + columns * max(2.4, 0.9 * len(contexts)), 1.6 + height * max(1.8, 0.55 * len(numbers)))
+    figure, grid = plt.subplots(height, columns, figsize=size, squeeze=False, layout="constrained")
+    for axes in grid.flat[len(ratios) :]:
+        axes.set_axis_off()
+    for axes, (method, cells) in zip(grid.flat, ratios.items(), strict=False):
+        table = [[cells[context, number][1] for context in contexts] for number in numbers]
+        image = axes.imshow(table, cmap="RdYlGn", norm=norm, aspect="auto")
+        for row, line in enumerate(table):
+            for column, ratio in enumerate(line):
+                axes.text(column, row, f"{ratio:.2f} x", ha="center", va="center", fontsize=8)
+        axes.set_xticks(range(len(contexts)), [f"{context:,}" for context in contexts])
+        axes.set_yticks(range(len(numbers)), [str(number) for number in numbers])
+        axes.set_title(method, fontsize=9)
+    for axes in grid[-1]:
+        axes.set_xlabel("context (tokens)")
+    for axes in grid[:, 0]:
+        axes.set_ylabel("requests in flight")
+    figure.colorbar(image, ax=grid, label="output tokens/s over plain decoding's")
+    _save(figure, "Speedup over plain decoding", record, path)
+
+
+def draw_acceptance(record: dict[str, Any], path: Path) -> None:
+    """A panel per context."""
+    runs, contexts = record["runs"], record["settings"]["context"]
+    figure, panels = plt.subplots(
+        1, len(contexts), figsize=(6 * len(contexts), 4.5), squeeze=False, layout="constrained"
+    )
+    for axes, context in zip(panels[0], contexts, strict=True):
+        for method, style in styles(record).items():
+            rates = pooled_acceptance(runs, method, context)
+            if rates:
+                label = f"{method}: {1 + sum(rates):.2f} tokens per round"
+                axes.plot(range(1, len(rates) + 1), rates, **{**style, "label": label})
+        axes.set(
+            title=f"{context:,} tokens of context",
+            xlabel="drafted position",
+            ylabel="accepted (share of rounds with drafts)",
+            ylim=(0, 1.02),
+        )
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.grid(alpha=0.3)
+        if axes.lines:
+            axes.legend(fontsize=7)
+    _save(figure, "Acceptance by position", record, path)
+
+
+def _save(figure: Figure, title: str, record: dict[str, Any], path: Path) -> None:
+    figure.suptitle(f"{title}\n{title_of(record)}", fontsize=10)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
