@@ -6,6 +6,7 @@ A result is a dictionary, as in the JSON file, for one cell (shape, batch, conte
 """
 
 import re
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -233,4 +234,4 @@ def _telling_line(reason: str) -> str:
     """Of a reason that is an engine's log: the last error in it."""
     lines = reason.strip().splitlines()
     errors = [line for line in lines if re.search(r"\b\w*(Error|Exception): ", line)]
-    return (errors or lines)[-1]
+    return textwrap.shorten((errors or lines)[-1], 200)
