@@ -30,7 +30,7 @@ test: lint  ## lint, then every test that this machine can run
 test-gpu: venv  ## the tests that need a CUDA device
 	$(VENV)/python -m pytest -m gpu $(ARGS)
 
-bench: venv  ## every speculative method of vLLM against magicdec, as servers (half an hour; ARGS="--quick")
+bench: venv  ## every speculative method of vLLM against magicdec, as servers (ARGS="--quick": two minutes)
 	@$(VENV)/python benchmarks/suite.py $(ARGS)
 
 bench-decode: venv  ## decode speed alone, plain against magicdec, without a server
