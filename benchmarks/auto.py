@@ -12,7 +12,6 @@ import functools
 import json
 import os
 import statistics
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -23,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-from decode import IDLE_SPIN_S, PAGE, TINY_LLAMA, console, decode
+from decode import IDLE_SPIN_S, PAGE, console, decode
 from documents import excerpts
-from kv_heavy import write_kv_heavy
+from kv_heavy import model_folder
 from machine import describe_machine
 from rich.table import Table
 
@@ -180,7 +179,7 @@ def draw(cells: list[Cell], title: str, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def run(args: argparse.Namespace, model: Path | str) -> None:
+def run(args: argparse.Namespace, model: str) -> None:
     from vllm import LLM
 
     spec = {
@@ -191,7 +190,7 @@ def run(args: argparse.Namespace, model: Path | str) -> None:
         **({"profile": str(args.profile)} if args.profile else {}),
     }
     settings = {
-        "model": str(model),
+        "model": model,
         "dtype": args.dtype,
         "block_size": PAGE,
         "max_num_seqs": max(args.batch),
@@ -215,7 +214,7 @@ def run(args: argparse.Namespace, model: Path | str) -> None:
             console.print(f"batch {batch}, context {context}: {cell.auto / cell.best:.3f} of the best")
             cells.append(cell)
             all_speeds.append(speeds)
-    name = "kv-heavy" if args.model == "kv-heavy" else Path(args.model).name
+    name = Path(args.model).name
     title = f"{name}, {args.dtype}, auto (at most 8 drafts), budget {args.budget:g} ({args.policy})"
     cells.sort(key=lambda cell: (cell.context, cell.batch))
     console.print(make_table(cells, f"tokens per second: {title}"))
@@ -256,12 +255,8 @@ def main() -> None:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "3")
     # The controller must be within reach: both engines' schedulers run in this process.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    with tempfile.TemporaryDirectory() as directory:
-        if args.model == "kv-heavy":
-            write_kv_heavy(TINY_LLAMA, Path(directory))
-            run(args, directory)
-        else:
-            run(args, args.model)
+    with model_folder(args.model) as model:
+        run(args, model)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ import itertools
 import json
 import os
 import statistics
-import tempfile
 import time
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -27,13 +26,12 @@ from pathlib import Path
 from typing import Any
 
 from documents import excerpts
-from kv_heavy import write_kv_heavy
+from kv_heavy import TINY_LLAMA, model_folder
 from machine import describe_machine
 from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
-TINY_LLAMA = ROOT / "examples" / "tiny-llama"
 PAGE = 32  # tokens
 IDLE_SPIN_S = 1.5  # vLLM's idle workers poll for a second before they leave their core to others
 console = Console(highlight=False, width=150)
@@ -251,7 +249,7 @@ def make_table(rows: list[Row], title: str) -> Table:
     return table
 
 
-def run(args: argparse.Namespace, model: Path | str) -> None:
+def run(args: argparse.Namespace, model: str) -> None:
     from vllm import LLM
 
     spec = {
@@ -262,7 +260,7 @@ def run(args: argparse.Namespace, model: Path | str) -> None:
         "draft_kv_granularity": args.granularity,
     }
     settings = {
-        "model": str(model),
+        "model": model,
         "dtype": args.dtype,
         "block_size": PAGE,
         "max_num_seqs": max(args.batch),
@@ -288,7 +286,7 @@ def run(args: argparse.Namespace, model: Path | str) -> None:
             console.print(f"batch {batch}, context {context}: {row.speedup:.2f} x", highlight=False)
             rows.append(row)
             turns += [{"plain": asdict(p), "magicdec": asdict(m)} for p, m in pairs]
-    name = "kv-heavy" if args.model == "kv-heavy" else Path(args.model).name
+    name = Path(args.model).name
     title = f"{name}, {args.dtype}, gamma {args.gamma}, budget {args.budget:g} ({args.policy})"
     console.print(make_table(sorted(rows, key=lambda r: (r.context, r.batch)), title))
     result = {
@@ -331,12 +329,8 @@ def main() -> None:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "5")
     # Timers are functions that are sent to the worker.
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
-    with tempfile.TemporaryDirectory() as directory:
-        if args.model == "kv-heavy":
-            write_kv_heavy(TINY_LLAMA, Path(directory))
-            run(args, directory)
-        else:
-            run(args, args.model)
+    with model_folder(args.model) as model:
+        run(args, model)
 
 
 if __name__ == "__main__":

@@ -11,11 +11,16 @@ little longer than reading the KV cache, as at the long contexts and large batch
 - Two layers are added whose output projections are zero: they read their whole KV cache and add nothing.
 """
 
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+KV_HEAVY = "kv-heavy"
+TINY_LLAMA = Path(__file__).resolve().parents[1] / "examples" / "tiny-llama"
 NUM_LAYERS = 8
 COPIES = 2  # of every head
 
@@ -55,3 +60,14 @@ def write_kv_heavy(source: Path, target: Path) -> None:
             new.o_proj.weight.copy_(old.o_proj.weight.repeat(1, COPIES) / COPIES)
     wide.save_pretrained(target)
     AutoTokenizer.from_pretrained(source).save_pretrained(target)
+
+
+@contextmanager
+def model_folder(name: str) -> Iterator[str]:
+    """What vLLM is to load for `--model`: a folder with the copy for `kv-heavy`, else the name itself."""
+    if name != KV_HEAVY:
+        yield name
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        write_kv_heavy(TINY_LLAMA, Path(directory))
+        yield directory

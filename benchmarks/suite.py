@@ -16,7 +16,6 @@ import json
 import os
 import signal
 import sys
-import tempfile
 import time
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
@@ -27,7 +26,7 @@ from typing import Any
 
 from decode import PAGE, ROOT, TINY_LLAMA, console
 from documents import excerpts
-from kv_heavy import write_kv_heavy
+from kv_heavy import KV_HEAVY, model_folder
 from machine import describe_machine
 from rich.table import Table
 from suite_plots import PER_POSITION, PLAIN, cells_of, draw, pooled_acceptance, speedups, title_of
@@ -114,7 +113,7 @@ def why_skipped(method: str, draft_model: str | None) -> str | None:
 
 def is_shipped(model: str) -> bool:
     """Whether the model is the one that ships with the project, or its copy."""
-    return model == "kv-heavy" or Path(model).resolve() == TINY_LLAMA
+    return model == KV_HEAVY or Path(model).resolve() == TINY_LLAMA
 
 
 # ---- requests and loads
@@ -305,7 +304,7 @@ def run_suite(args: argparse.Namespace, extra_options: list[str]) -> dict[str, A
         "seconds": round(time.monotonic() - started),
         "machine": describe_machine(),
         "environment": {name: value for name, value in os.environ.items() if name.startswith("VLLM_")},
-        "model": "kv-heavy" if args.model == "kv-heavy" else Path(args.model).name,
+        "model": Path(args.model).name,
         "server_options": options,
         "settings": {**settings, "documents": args.documents.name if args.documents else "stdlib"},
         "methods": methods,
@@ -361,11 +360,7 @@ def main() -> None:
     args, extra_options = parse_arguments()
     # A terminated benchmark must still end its server.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    with tempfile.TemporaryDirectory() as directory:
-        args.model_path = args.model
-        if args.model == "kv-heavy":
-            args.model_path = directory
-            write_kv_heavy(TINY_LLAMA, Path(directory))
+    with model_folder(args.model) as args.model_path:
         record = run_suite(args, extra_options)
     (args.out / "suite.json").write_text(json.dumps(record, indent=1) + "\n")
     draw(record, args.out)

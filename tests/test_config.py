@@ -14,6 +14,7 @@ from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
 from vllm_magicdec.config import METHOD, MagicDecConfigError, MagicDecSpeculativeConfig, check_refresh
 from vllm_magicdec.plugin import register
+from vllm_magicdec.step_times import Step, StepTimes, TimedStep
 
 register()
 
@@ -96,6 +97,15 @@ def test_auto_from_the_options_is_the_same(model_dir):
     from_options = configure(model_dir, None, spec_model=METHOD, spec_tokens="auto").speculative_config
     fields = {"method": METHOD, "num_speculative_tokens": "auto"}
     assert repr(from_options) == repr(configure(model_dir, fields).speculative_config)
+
+
+def test_a_profile_of_another_budget_is_refused(model_dir, tmp_path):
+    path = tmp_path / "profile.json"
+    StepTimes.of(256, [TimedStep(Step(1, 100, 0, 0), 0.01)]).save(path, {})
+    fields = {"method": METHOD, "num_speculative_tokens": "auto", "profile": str(path)}
+    with pytest.raises(MagicDecConfigError, match="measured with draft_kv_budget=256, not 512; use 256"):
+        configure(model_dir, fields)
+    configure(model_dir, {**fields, "draft_kv_budget": 256})
 
 
 def test_auto_with_another_scheduler_or_data_parallelism_is_refused(model_dir):

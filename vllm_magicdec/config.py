@@ -201,12 +201,21 @@ class MagicDecSpeculativeConfig(MagicDecFields):
                 "engine; give a number, or start one server per rank"
             )
         if self.profile is not None:
-            try:
-                StepTimes.load(Path(self.profile))
-            except ValueError as error:
-                raise MagicDecConfigError(f"{METHOD}: {error}") from None
+            self._check_profile(self.profile)
         name = "MagicDecAsyncScheduler" if scheduler.async_scheduling else "MagicDecScheduler"
         scheduler.scheduler_cls = f"vllm_magicdec.scheduler.{name}"
+
+    def _check_profile(self, path: str) -> None:
+        try:
+            budget = StepTimes.load(Path(path)).budget
+        except ValueError as error:
+            raise MagicDecConfigError(f"{METHOD}: {error}") from None
+        # A fraction is of this engine's model length, which may differ from the profile's.
+        if self.draft_kv_budget >= 1 and budget != int(self.draft_kv_budget):
+            raise MagicDecConfigError(
+                f"{METHOD}: {path} was measured with draft_kv_budget={budget}, not "
+                f"{self.draft_kv_budget:g}; use {budget}, or measure again with 'magicdec profile'"
+            )
 
     def budget_tokens(self, context: int) -> int:
         """K/V entries that a draft step reads of a request with `context` tokens, at most."""

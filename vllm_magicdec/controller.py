@@ -11,6 +11,7 @@ calm and honest: it changes only for a clear gain, and lengths that look worse a
 a fixed share of the time, because their times and their acceptance can be known in no other way.
 """
 
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import pairwise
@@ -44,13 +45,14 @@ class Acceptance:
         self._tried = [0.0] * max_tokens
         self._accepted = [0.0] * max_tokens
 
-    def observe(self, drafted: int, accepted: int) -> None:
-        """One request's round: `accepted` of its `drafted` tokens stood."""
+    def observe(self, drafted: int, accepted: int, count: int = 1) -> None:
+        """In `count` requests' rounds `accepted` of `drafted` tokens stood."""
+        decay = self._decay**count
         for place in range(drafted):
             # A draft behind the first rejected one says nothing.
-            tried, stood = float(place <= accepted), float(place < accepted)
-            self._tried[place] = self._decay * self._tried[place] + tried
-            self._accepted[place] = self._decay * self._accepted[place] + stood
+            tried, stood = count * (place <= accepted), count * (place < accepted)
+            self._tried[place] = decay * self._tried[place] + tried
+            self._accepted[place] = decay * self._accepted[place] + stood
 
     def rates(self) -> list[float]:
         """P(draft i stands | all before it stood), for each place i."""
@@ -136,8 +138,9 @@ class Controller:
             timed: what the step did and how long it took; None if it did not do the same for every
                 request, or prefilled some: such steps tell of acceptance only.
         """
-        for drafted, accepted in rounds:
-            self.acceptance.observe(drafted, accepted)
+        # A large batch has few different outcomes.
+        for (drafted, accepted), count in Counter(rounds).items():
+            self.acceptance.observe(drafted, accepted, count)
         if timed is not None:
             self._observe_time(timed)
             self._account(rounds, timed)

@@ -195,9 +195,10 @@ class Drafter:
     def _log(self, budget: object, extra_bytes: Mapping[str, int] | None = None) -> None:
         extra = ", ".join(f"{n / 2**20:.1f} MiB for {what}" for what, n in (extra_bytes or {}).items() if n)
         logger.info_once(
-            "%s drafts %d tokens a round with policy %s; each draft step reads at most %s of a "
+            "%s drafts %s%d tokens a round with policy %s; each draft step reads at most %s of a "
             "request's KV cache. No weights and no KV cache were added%s.",
             METHOD,
+            "up to " if self._spec.adaptive else "",
             self._spec.num_speculative_tokens,
             self._spec.draft_kv_policy,
             budget,

@@ -63,8 +63,8 @@ class _AdaptiveSpeculation(Scheduler):
         parts = []
         for num_reqs in sorted({1, min(8, self.max_num_running_reqs), self.max_num_running_reqs}):
             least = controller.least_context(num_reqs, self.max_model_len)
-            where = f"contexts above about {least:,} tokens" if least is not None else "no context"
-            parts.append(f"{where} at batch {num_reqs}")
+            where = "no context" if least is None else f"contexts above about {least:,} tokens"
+            parts.append(f"{'every context' if least == 1 else where} at batch {num_reqs}")
         logger.info("%s: speculating for %s.", METHOD, ", ".join(parts))
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
