@@ -65,20 +65,16 @@ def token_positions(
     chosen_until: int,
     context_len: int,
     step: int,
-    num_steps: int,
     sink: int,
     budget: int,
     model_len: int,
 ) -> list[int]:
     """What a draft step sees of a token view: the chosen positions, the sinks and recent tokens.
 
-    The round's list holds at most `budget` positions up to its last drafted one; earlier steps do not see
-    the later drafted tokens.
+    At most `budget` positions up to the query's own; the oldest of the recent ones go first.
     """
-    last = min(context_len + num_steps - 1, model_len - 1)
+    last = min(context_len + step, model_len - 1)
     sinks = [p for p in range(sink) if p <= last]
     recent = [p for p in range(last + 1) if p not in sinks and p >= chosen_until]
     room = budget - len(chosen) - len(sinks)
-    recent = recent[-room:] if room > 0 else []
-    own = min(context_len + step, model_len - 1)
-    return [*chosen, *(p for p in [*sinks, *recent] if p <= own)]
+    return [*chosen, *sinks, *recent[-room:]]

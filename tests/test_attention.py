@@ -4,6 +4,7 @@
 Run as a program, this checks the Triton kernel in Triton's interpreter (see the test that does so).
 """
 
+import itertools
 import os
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from vllm.platforms import CpuArchEnum, current_platform
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from benchmarks.gpu import stand_in
-from vllm_magicdec.attention import KVRows, attend, flashinfer_attention, rounds, switch
+from vllm_magicdec.attention import KVRows, attend, flashinfer_attention, plans, switch
 from vllm_magicdec.attention.flashinfer_attention import Geometry
 from vllm_magicdec.view import TokenView
 
@@ -358,7 +359,7 @@ def test_a_view_of_everything_is_what_vllm_computes_on_a_cpu(ops, isa):
 def flashinfer_stand_in():
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "flashinfer", stand_in.module())
-        for reader in (flashinfer_attention, rounds):
+        for reader in (flashinfer_attention, plans):
             patch.setattr(reader, "WORKSPACE_BYTES", 1)
         yield
 
@@ -408,33 +409,49 @@ def test_flashinfer_serves_all_layers_and_new_lengths_with_one_wrapper(
             case.check(decode.run(case.query, rows, case.slots))
 
 
+def filled(case: Case) -> Case:
+    """The case with lists as long as their buffers."""
+    num_slots = len(case.keys)
+    order = torch.rand((*case.slots.shape[:2], num_slots), generator=torch.Generator().manual_seed(0))
+    slots = order.argsort(-1)[..., : case.slots.shape[-1]].to(torch.int32)
+    return replace(case, slots=slots, lens=torch.full_like(case.lens, slots.shape[-1]))
+
+
 @settings(max_examples=30, deadline=None)
-@given(st.data(), layouts)
-def test_a_round_is_planned_once_for_all_layers_and_steps(flashinfer_stand_in, data, layout):
-    case = data.draw(cases())
-    num_reqs = len(case.lens)
-    max_num_reqs = num_reqs + data.draw(st.integers(0, 2))
-    planned = rounds.PlannedRounds(geometry_of(case), max_num_reqs=max_num_reqs, device=CPU)
-    planned.load_kernels()
-    read = torch.Tensor.cpu
-    for num_steps in (2, 3, 1):
-        shares = torch.rand((num_steps, num_reqs), generator=torch.Generator().manual_seed(num_steps))
-        round_lens = (shares * case.lens).ceil().clamp(min=1).to(torch.int32)
-        steps = [replace(case, lens=lens) for lens in round_lens]
-        results, waits = [], []
-        with pytest.MonkeyPatch.context() as patch:
-            # Whoever reads a tensor on the host waits for the device.
-            patch.setattr(
-                torch.Tensor, "cpu", lambda tensor, waits=waits: waits.append(tensor) or read(tensor)
+@given(st.data(), layouts, st.booleans())
+def test_full_views_are_planned_when_their_number_changes(flashinfer_stand_in, data, layout, captured):
+    drawn = filled(data.draw(cases()))
+    width = drawn.slots.shape[-1]
+    made = plans.CommonLengthPlans(geometry_of(drawn), max_num_reqs=len(drawn.lens), device=CPU)
+    made.load_kernels()
+    planned = []
+    with pytest.MonkeyPatch.context() as patch:
+        plan = flashinfer_attention.FlashInferDecode.plan
+        patch.setattr(
+            flashinfer_attention.FlashInferDecode,
+            "plan",
+            lambda decode, lens: planned.append((len(lens), lens.tolist()[0])) or plan(decode, lens),
+        )
+        # What was captured is planned at once and then for good.
+        steps = [(len(drawn.lens), width), (1, width), (1, max(1, width - 1)), (len(drawn.lens), width)]
+        if captured:
+            for num_reqs, length in steps:
+                made.prepare_capture(num_reqs, length, width)
+        expected = (
+            list(dict.fromkeys(steps)) if captured else [step for step, _ in itertools.groupby(steps)]
+        )
+        for num_reqs, length in steps:
+            case = replace(
+                drawn,
+                query=drawn.query[:num_reqs],
+                slots=drawn.slots[:num_reqs],
+                lens=torch.full((num_reqs,), length, dtype=torch.int32),
             )
-            for index, step in enumerate(steps):
-                view = TokenView(round_lens=round_lens, step=index, slots=case.slots.unsqueeze(0))
-                rows = KVRows.of(filled_cache(layout, step), "FLASHINFER")
-                for _ in range(NUM_LAYERS):
-                    results.append((step, planned.decode(view).run(case.query, rows, case.slots)))
-        assert len(waits) == 1 and waits[0] is round_lens
-        for step, result in results:
-            step.check(result)
+            for layer in range(NUM_LAYERS):
+                own = replace(case, keys=case.keys + layer)
+                rows = KVRows.of(filled_cache(layout, own), "FLASHINFER")
+                own.check(made.decode(num_reqs, length, width).run(own.query, rows, own.slots))
+    assert planned == expected
 
 
 @pytest.mark.gpu
@@ -521,10 +538,27 @@ def layer_of(case: Case, cache: torch.Tensor) -> types.SimpleNamespace:
     )
 
 
+def small_case() -> Case:
+    """One request that sees three tokens."""
+    num_slots, head_size = 8, 64
+    return Case(
+        keys=torch.randn(num_slots, 1, head_size).bfloat16(),
+        values=torch.randn(num_slots, 1, head_size).bfloat16(),
+        page_size=4,
+        query=torch.randn(1, 2, head_size).bfloat16(),
+        slots=torch.tensor([[[6, 1, 3]]], dtype=torch.int32),
+        lens=torch.tensor([3], dtype=torch.int32),
+        scale=0.125,
+        soft_cap=0.0,
+    )
+
+
 def draft(layer: types.SimpleNamespace, case: Case, cache: torch.Tensor) -> torch.Tensor:
     """One layer's part of a draft step, the way vLLM calls it, padded by a token."""
     query = torch.cat([case.query, case.query[:1]])
-    view = TokenView(round_lens=case.lens.unsqueeze(0), step=0, slots=case.slots.unsqueeze(0))
+    lens = case.lens.tolist()
+    common_len = lens[0] if len(set(lens)) == 1 else None
+    view = TokenView(lens=case.lens, slots=case.slots.unsqueeze(0), common_len=common_len)
     output = torch.full_like(query.flatten(1), torch.nan)
     metadata = switch.token_metadata(["layer"], view)["layer"]
     layer.impl.forward(layer, query, None, None, cache, metadata, output)
@@ -541,11 +575,24 @@ def test_the_switch_reads_token_views_with_flashinfer(flashinfer_stand_in, case)
     cache = filled_cache(KVCacheLayout.LBNHC, case)
     layer = layer_of(case, cache)
     installed = switch.Switch(0, layer, engine_config(case), CPU, None)
+    full = filled(case)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(switch, "has_flashinfer", lambda: True)
-        installed.rounds = switch.plan_with_flashinfer(installed.geometry, 4, CPU)
-        patch.setattr(switch, "attend", None)  # nobody else reads them
+        installed.plans = switch.plan_with_flashinfer(installed.geometry, 4, CPU)
         case.check(draft(layer, case, cache))
+        patch.setattr(switch, "attend", None)  # nobody else reads full ones
+        full.check(draft(layer, full, filled_cache(KVCacheLayout.LBNHC, full)))
+
+
+def test_a_layer_is_switched_once(flashinfer_stand_in):
+    """vLLM lays out a small KV cache to measure memory, and then the real one."""
+    case = small_case()
+    cache = filled_cache(KVCacheLayout.LBNHC, case)
+    layer = layer_of(case, cache)
+    own = layer.impl.forward = lambda *args, **kwargs: "the layer's own"
+    for _ in range(2):
+        switch.Switch(0, layer, engine_config(case), CPU, None)
+    assert layer.impl.forward.__self__._target_forward is own
 
 
 def reason_logged(monkeypatch, geometry: Geometry) -> str:
@@ -596,26 +643,16 @@ def test_kernels_that_do_not_load_go_to_triton(flashinfer_stand_in, monkeypatch)
 def test_a_cache_that_flashinfer_cannot_read_goes_to_the_fallback(flashinfer_stand_in, monkeypatch):
     logged = []
     monkeypatch.setattr(switch.logger, "warning_once", lambda line, *args: logged.append(line % args))
-    num_slots, head_size = 8, 64
-    case = Case(
-        keys=torch.randn(num_slots, 1, head_size).bfloat16(),
-        values=torch.randn(num_slots, 1, head_size).bfloat16(),
-        page_size=4,
-        query=torch.randn(1, 2, head_size).bfloat16(),
-        slots=torch.tensor([[[6, 1, 3]]], dtype=torch.int32),
-        lens=torch.tensor([3], dtype=torch.int32),
-        scale=0.125,
-        soft_cap=0.0,
-    )
+    case = small_case()
     # Tokens are 130 elements apart, which is no multiple of 16 bytes.
     cache = torch.nn.functional.pad(filled_cache(KVCacheLayout.LBNHC, case), (0, 2))[..., :-2]
     layer = layer_of(case, cache)
     installed = switch.Switch(0, layer, engine_config(case), CPU, None)
-    installed.rounds = rounds.PlannedRounds(installed.geometry, max_num_reqs=1, device=CPU)
+    installed.plans = plans.CommonLengthPlans(installed.geometry, max_num_reqs=1, device=CPU)
     for _ in range(2):
         case.check(draft(layer, case, cache))
     (line,) = logged
-    assert "rows are not aligned to 16 bytes" in line and installed.rounds is None
+    assert "rows are not aligned to 16 bytes" in line and installed.plans is None
 
 
 def test_an_unknown_implementation_is_refused():

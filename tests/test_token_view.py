@@ -50,13 +50,13 @@ def rounds(draw):
         context_len = draw(st.integers(1, model_len))
         selected_at = draw(st.integers(0, context_len))  # 0: nothing was selected
         requests.append((context_len, selected_at))
-    return page_size, model_len, num_steps, window, budget, requests
+    return page_size, model_len, num_steps, budget, requests
 
 
 @settings(max_examples=200, deadline=None)
 @given(rounds(), st.integers(0, 2**31))
 def test_every_step_sees_selection_sinks_and_recent_tokens(case, seed):
-    page_size, model_len, num_steps, window, budget, requests = case
+    page_size, model_len, num_steps, budget, requests = case
     generator = torch.Generator().manual_seed(seed)
     num_reqs, max_blocks = len(requests), -(-model_len // page_size)
     blocks = torch.randperm(num_reqs * max_blocks, generator=generator)
@@ -73,7 +73,7 @@ def test_every_step_sees_selection_sinks_and_recent_tokens(case, seed):
     selections.begin_round(req_ids)
     chosen = {}
     for index, (req_id, (_, selected_at)) in enumerate(zip(req_ids, requests, strict=True)):
-        end = max(0, selected_at - window)
+        end = max(0, selected_at - budget.window)
         count = min(max(0, end - budget.sink), budget.max_selected)
         row = selections.rows([req_id])
         for layer in range(NUM_LAYERS):
@@ -94,15 +94,17 @@ def test_every_step_sees_selection_sinks_and_recent_tokens(case, seed):
         for index, (context_len, selected_at) in enumerate(requests):
             own = block_table[index].tolist()
             length = int(step.view.lens[index])
-            assert 1 <= length <= budget.max_tokens
+            assert length == min(context_len + step.index + 1, budget.max_tokens, model_len)
+            assert step.view.common_len in (None, length)
+            if all(context_len >= budget.max_tokens + num_steps for context_len, _ in requests):
+                assert step.view.common_len == budget.max_tokens
             for layer in range(NUM_LAYERS):
                 for head in range(NUM_KV_HEADS):
                     expected = token_positions(
                         chosen=chosen[index, layer, head],
-                        chosen_until=max(0, selected_at - window),
+                        chosen_until=max(0, selected_at - budget.window),
                         context_len=context_len,
                         step=step.index,
-                        num_steps=num_steps,
                         sink=budget.sink,
                         budget=budget.max_tokens,
                         model_len=model_len,

@@ -5,8 +5,8 @@ A view has three parts, all of them positions of the request's own context:
 
     selection   chosen by the policy, per layer and KV head, when the prompt ends (or again later)
     sinks       the first tokens
-    recent      from the end of the region that was chosen from up to the drafted tokens; when the budget
-                is full its oldest tokens leave
+    recent      from the end of the region that was chosen from up to the query; a ring: when the budget
+                is full, the query's own slot takes the place of the oldest one
 
 Selections are kept by position, not by slot, so that a request that was preempted and comes back on other
 pages keeps its own. Once a round they become slots, for all layers at once.
@@ -180,8 +180,8 @@ class Selections:
 class TokenViews:
     """The token views of one drafting round, in buffers that live as long as the engine.
 
-    The slots are the same for all steps of a round: the drafted tokens come last, and each step sees one
-    of them more.
+    A view holds every token up to its query or as many as the budget allows, in every step: a step writes
+    its query's slot into the recent part, so the lists of one step are gone when the next is made.
     """
 
     def __init__(
@@ -198,6 +198,7 @@ class TokenViews:
         self._budget = budget
         self._draft_slots = draft_slots
         self._page_size = page_size
+        self._max_num_steps = max_num_steps
         _, num_layers, num_kv_heads, _ = selections.positions.shape
         device = selections.positions.device
         width = budget.max_tokens
@@ -216,43 +217,73 @@ class TokenViews:
         """See `view.Views`."""
         num_reqs = batch.context_lens.shape[0]
         positions = self._draft_slots.prepare(batch, num_steps)
-        last = positions[-1]
+        first = positions[0]
         rows = self._selections.rows(batch.req_ids)
         counts = self._selections.counts[rows]
         # Never beyond the verified tokens, should a request have come back shorter.
         ends = torch.minimum(self._selections.ends[rows], batch.context_lens)
 
-        # Columns: [selection | sinks | recent].
-        sinks = (last + 1).clamp(max=self._budget.sink)
+        # Columns: [selection | sinks | recent], the last with room for so many tokens from `start` on.
+        sinks = (first + 1).clamp(max=self._budget.sink)
         room = self._budget.tokens(batch.context_lens) - sinks - counts
-        start = torch.maximum(torch.maximum(ends, sinks), last + 1 - room)
-        total = counts + sinks + last + 1 - start
+        start = torch.maximum(torch.maximum(ends, sinks), first + 1 - room)
+        slots = self._slots[:, :num_reqs]
+        self._fill(slots, batch.block_table, rows, counts, sinks, start, first)
+
+        num_recent = positions - start + 1  # [num_steps, num_reqs], as if there were room
+        round_lens = self._lens[:num_steps, :num_reqs]
+        round_lens.copy_(counts + sinks + torch.minimum(num_recent, room))
+        query_columns = counts + sinks + (num_recent - 1).remainder(room)
+        query_slots = self._slots_of(batch.block_table, positions.T).T
+        common_len = self._common_len(batch)
+        for index in range(num_steps):
+            if index:
+                columns, query_slot = (
+                    values[index].view(1, -1, 1, 1).expand(*slots.shape[:3], 1)
+                    for values in (query_columns, query_slots)
+                )
+                slots.scatter_(-1, columns, query_slot)
+            yield DraftStep(
+                index=index,
+                positions=self._draft_slots.positions[index, :num_reqs],
+                slots=self._draft_slots.slots[index, :num_reqs],
+                view=TokenView(lens=round_lens[index], slots=slots, common_len=common_len),
+            )
+
+    def _fill(
+        self,
+        slots: torch.Tensor,  # [num_layers, num_reqs, num_kv_heads, width] int32, written
+        block_table: torch.Tensor,
+        rows: torch.Tensor,  # this and the rest: [num_reqs] int64
+        counts: torch.Tensor,
+        sinks: torch.Tensor,
+        start: torch.Tensor,
+        last: torch.Tensor,
+    ) -> None:
+        """Write the views that end at the positions `last`."""
         column = self._columns - counts.unsqueeze(1)  # [num_reqs, width], negative: selected
         place = torch.where(column < sinks.unsqueeze(1), column, column + (start - sinks).unsqueeze(1))
         # Columns past the end are never read; the last position keeps them valid.
         place = torch.minimum(place.clamp(min=0), last.unsqueeze(1))
-        common = self._slots_of(batch.block_table, place)
+        common = self._slots_of(block_table, place)
 
         chosen = self._selections.positions[rows]  # [num_reqs, layers, heads, selected]
         num_selected = chosen.shape[-1]
         chosen = torch.minimum(chosen.flatten(1).long(), last.unsqueeze(1)).view_as(chosen)
-        selected = self._slots_of(batch.block_table, chosen.flatten(1)).view_as(chosen)
+        selected = self._slots_of(block_table, chosen.flatten(1)).view_as(chosen)
         is_selected = (column[:, :num_selected] < 0)[:, None, None]
-        slots = self._slots[:, :num_reqs]
         slots[..., :num_selected] = torch.where(
             is_selected, selected, common[:, None, None, :num_selected]
         ).transpose(0, 1)
         slots[..., num_selected:] = common[:, None, num_selected:]
 
-        round_lens = self._lens[:num_steps, :num_reqs]
-        round_lens.copy_(total - (last - positions))
-        for index in range(num_steps):
-            yield DraftStep(
-                index=index,
-                positions=self._draft_slots.positions[index, :num_reqs],
-                slots=self._draft_slots.slots[index, :num_reqs],
-                view=TokenView(round_lens=round_lens, step=index, slots=slots),
-            )
+    def _common_len(self, batch: Batch) -> int | None:
+        """The length of every view of the round, if the host knows that all are full."""
+        # As many tokens as one round may have drafted and lost are not certain to be there.
+        least_context = min(batch.known_lens) - self._max_num_steps
+        budget = self._budget
+        is_full = not budget.context_fraction and least_context >= budget.min_tokens
+        return budget.min_tokens if is_full else None
 
     def _slots_of(self, block_table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Slots of [num_reqs, n] positions, int32."""

@@ -221,7 +221,7 @@ class VerificationSelector:
 
     Args:
         scores: finds the best pages.
-        budget: of a request, its window being `RECENT_TOKENS` at least.
+        budget: of a request; what is younger than its window is not selected.
         selections: where choices are kept.
         page_size: tokens per page.
         refresh: rounds after which tokens are chosen again.
@@ -255,7 +255,7 @@ class VerificationSelector:
         page, sink = self._page_size, self._budget.sink
         num_pages = self._scores.num_pages(batch)
         num_candidates = min(ceil_div(2 * num_selected, page) + 1, num_pages)
-        ends = (batch.context_lens - RECENT_TOKENS).clamp(min=0)
+        ends = (batch.context_lens - self._budget.window).clamp(min=0)
         places = torch.arange(num_pages, device=ends.device)
         is_open = ((places + 1) * page > sink) & (places * page < ends.unsqueeze(1))
         rows = self._selections.rows(batch.req_ids)

@@ -131,18 +131,11 @@ class LayerPageView:
 
 @dataclass(frozen=True)
 class TokenView:
-    """A list of slots for every layer and KV head; a round's steps share it, and each sees more of it."""
+    """A list of slots for every layer and KV head. Good until the round's next step is made."""
 
-    # [num_steps, num_reqs] int32, valid columns of `slots` in each step of the round, the query's own slot
-    # included. One tensor object for the round, by which it is told from the next.
-    round_lens: torch.Tensor
-    step: int  # in the round
+    lens: torch.Tensor  # [num_reqs] int32, valid columns of `slots`, the query's own slot included
     slots: torch.Tensor  # [num_layers, num_reqs, num_kv_heads, budget] int32
-
-    @property
-    def lens(self) -> torch.Tensor:
-        """[num_reqs] int32, valid columns of `slots` in this step."""
-        return self.round_lens[self.step]
+    common_len: int | None  # what all `lens` are, where the host knows it: in every step of the round
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@
 | `triton_attention.py` | one kernel that reads through the cache's strides |
 | `flashinfer_attention.py` | FlashInfer's paged decode over rows, planned once for all layers |
 | `triton_indices.py` | the row numbers that it reads, written by one kernel |
-| `rounds.py` | its plans for the steps of a draft round |
+| `plans.py` | its plans for views whose length the host knows |
 | `switch.py` | draft attention inside vLLM's layers; the only file here that imports vLLM |
 """
 

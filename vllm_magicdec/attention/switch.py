@@ -17,7 +17,7 @@ from vllm.utils.flashinfer import has_flashinfer
 
 from vllm_magicdec.attention import Implementation, KVRows, attend
 from vllm_magicdec.attention.flashinfer_attention import Geometry, UnreadableCacheError
-from vllm_magicdec.attention.rounds import PlannedRounds
+from vllm_magicdec.attention.plans import CommonLengthPlans
 from vllm_magicdec.config import METHOD, MagicDecConfigError
 from vllm_magicdec.selecting import LayerObserver
 from vllm_magicdec.verification import Verification
@@ -35,7 +35,7 @@ class TokenMetadata:
 
     slots: torch.Tensor  # [num_reqs, num_kv_heads, budget] int32
     lens: torch.Tensor  # [num_reqs] int32
-    view: TokenView
+    common_len: int | None
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,10 @@ class ObservedMetadata:
 
 def token_metadata(layer_names: Sequence[str], view: TokenView) -> dict[str, TokenMetadata]:
     """A view as the forward context wants it, layer by layer."""
-    lens = view.lens
-    return {name: TokenMetadata(view.slots[index], lens, view) for index, name in enumerate(layer_names)}
+    return {
+        name: TokenMetadata(view.slots[index], view.lens, view.common_len)
+        for index, name in enumerate(layer_names)
+    }
 
 
 def layer_page_metadata(
@@ -92,30 +94,33 @@ def install_switches(
         MagicDecConfigError: a layer's attention or KV cache is not known.
     """
     layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
-    rounds: dict[Geometry, PlannedRounds | None] = {}
+    plans: dict[Geometry, CommonLengthPlans | None] = {}
     for index, name in enumerate(layer_names):
         switch = Switch(index, layers[name], vllm_config, device, verification)
         if device.type == "cuda":
-            if switch.geometry not in rounds:
+            if switch.geometry not in plans:
                 max_num_reqs = vllm_config.scheduler_config.max_num_seqs
-                rounds[switch.geometry] = plan_with_flashinfer(switch.geometry, max_num_reqs, device)
-            switch.rounds = rounds[switch.geometry]
+                plans[switch.geometry] = plan_with_flashinfer(switch.geometry, max_num_reqs, device)
+            switch.plans = plans[switch.geometry]
 
 
 def plan_with_flashinfer(
     geometry: Geometry, max_num_reqs: int, device: torch.device
-) -> PlannedRounds | None:
+) -> CommonLengthPlans | None:
     """FlashInfer's plans for layers of this geometry, or None where Triton has to do; says which, once."""
     reason = geometry.refusal if has_flashinfer() else "it is not installed, or its kernels are not"
     if reason is None:
         try:
-            rounds = PlannedRounds(geometry, max_num_reqs=max_num_reqs, device=device)
-            rounds.load_kernels()
+            plans = CommonLengthPlans(geometry, max_num_reqs=max_num_reqs, device=device)
+            plans.load_kernels()
         except Exception as error:  # of whatever compiles and loads its kernels
             reason = f"its kernels do not load: {error}"
         else:
-            logger.info_once("%s: FlashInfer reads the token views.", METHOD)
-            return rounds
+            logger.info_once(
+                "%s: FlashInfer reads the token views of contexts that fill the budget, Triton others.",
+                METHOD,
+            )
+            return plans
     _log_fallback(reason)
     return None
 
@@ -124,10 +129,16 @@ def _log_fallback(reason: str) -> None:
     logger.warning_once("%s: Triton reads the token views, not FlashInfer: %s.", METHOD, reason)
 
 
+def _own_forward(impl: Any) -> Any:
+    """The layer's own `forward`: vLLM lays the KV cache out twice when it measures memory first."""
+    holder = getattr(impl.forward, "__self__", None)
+    return holder._target_forward if isinstance(holder, Switch) else impl.forward
+
+
 class Switch:
     """Takes the place of one layer's `impl.forward`.
 
-    `rounds` are FlashInfer's plans for draft steps over token views; None: it is not used.
+    `plans` are FlashInfer's, for token views of a length known to the host; None: it is not used.
     """
 
     def __init__(
@@ -146,7 +157,7 @@ class Switch:
             )
         self._index = index
         self._verification = verification
-        self._target_forward = impl.forward
+        self._target_forward = _own_forward(impl)
         self._backend = layer.attn_backend.get_name()
         self._isa = getattr(layer, "isa", None)
         self._scale = float(impl.scale)
@@ -156,7 +167,7 @@ class Switch:
                 f"{METHOD}: draft_kv_policy='verify-topk' does not know the metadata of attention backend "
                 f"{self._backend}; use --attention-backend FLASH_ATTN or draft_kv_policy='snapkv'"
             )
-        self.rounds: PlannedRounds | None = None
+        self.plans: CommonLengthPlans | None = None
         # Without FlashInfer: plain torch on a CPU; on a GPU the kernel that needs no planning.
         self._implementation: Implementation = "triton" if device.type == "cuda" else "torch"
         spec = layer.get_kv_cache_spec(vllm_config)
@@ -207,12 +218,14 @@ class Switch:
         return self._target_forward(layer, query, key, value, kv_cache, attn_metadata, output, **scales)
 
     def _attend(self, query: torch.Tensor, rows: KVRows, metadata: TokenMetadata) -> torch.Tensor:
-        if self.rounds is not None:
+        if self.plans is not None and metadata.common_len is not None:
+            num_reqs, _, width = metadata.slots.shape
             try:
-                return self.rounds.decode(metadata.view).run(query, rows, metadata.slots)
+                decode = self.plans.decode(num_reqs, metadata.common_len, width)
+                return decode.run(query, rows, metadata.slots)
             except UnreadableCacheError as error:  # how the cache lies in memory shows only here
                 _log_fallback(str(error))
-                self.rounds = None
+                self.plans = None
         return attend(
             query,
             rows,
