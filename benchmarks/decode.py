@@ -111,7 +111,7 @@ def install_timers(worker: Any) -> None:
         core._views._scores.update = timed("select", core._views._scores.update)
         core._views._choose = timed("select", core._views._choose)
     drafter.propose = timed("propose", drafter.propose)
-    drafter.draft_sample = timed("sample", drafter.draft_sample)
+    drafter._sample_draft_tokens = timed("sample", drafter._sample_draft_tokens)
     drafter.model = TimedModel()
     drafter.magicdec_times = times
 

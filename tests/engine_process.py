@@ -67,6 +67,28 @@ def generate_with_broken_controller(llm: Any, batches: list[dict[str, Any]]) -> 
     return generate(llm, batches)
 
 
+def generate_and_count_drafts(llm: Any, batches: list[dict[str, Any]]) -> dict[str, Any]:
+    """`generate`, and how many tokens were drafted and accepted meanwhile."""
+
+    def count() -> dict[str, int]:
+        values = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
+        return {what: values[f"vllm:spec_decode_num_{what}_tokens"] for what in ("draft", "accepted")}
+
+    before, results, after = count(), generate(llm, batches), count()
+    drafted, accepted = (after[what] - before[what] for what in ("draft", "accepted"))
+    return {"batches": results, "drafted": drafted, "accepted": accepted}
+
+
+def record_graphs(llm: Any, sizes: list[int]) -> None:
+    """From now on draft steps are replayed from recorded graphs; V2 runner on a CPU."""
+    llm.collective_rpc(_record_graphs, args=(sizes,))
+
+
+def count_replays(llm: Any) -> dict[int, int]:
+    """Replays of recorded graphs by padded batch size."""
+    return llm.collective_rpc(_count_replays)[0]
+
+
 def abort_half_while_decoding(llm: Any, batch: dict[str, Any], steps_before_abort: int) -> Any:
     """Abort every second request after some engine steps; return the others' tokens by index."""
     engine = llm.llm_engine
@@ -157,6 +179,18 @@ def _break_drafting(worker: Any) -> None:
     _draft_of(worker)._drafter._views._policy.choose_pages = choose_pages
 
 
+def _record_graphs(worker: Any, sizes: list[int]) -> None:
+    import recorded_graphs
+
+    recorded_graphs.capture(_draft_of(worker), sizes)
+
+
+def _count_replays(worker: Any) -> dict[int, int]:
+    import recorded_graphs
+
+    return recorded_graphs.num_replays(_draft_of(worker))
+
+
 def _believe_in_uniform_drafts(worker: Any) -> None:
     runner = worker.model_runner
     true_probs = runner._get_spec_decode_draft_probs
@@ -188,6 +222,9 @@ SCENARIOS = {
         generate_with_broken_acceptance,
         generate_with_random_lengths,
         generate_with_broken_controller,
+        generate_and_count_drafts,
+        record_graphs,
+        count_replays,
         abort_half_while_decoding,
         chat,
         selections,

@@ -140,7 +140,7 @@ def test_the_view_holds_sinks_recent_pages_and_the_best_of_the_others(context_le
                 expected = {0, *chosen, *range(first_recent, last_page + 1)}
             for step in steps:
                 table = step.view.block_tables[layer, request].tolist()
-                length = int(step.view.seq_lens[request])
+                length = int(step.view.lens[request])
                 seen = {slot_of(p, table, PAGE) for p in range(length)}
                 position = context_len + step.index
                 wanted = {

@@ -82,11 +82,11 @@ def test_every_step_sees_sinks_and_window_and_writes_to_its_own_slot(case):
                 num_pages=budget_in_pages(**case, context_len=context_len),
                 model_len=model_len,
             )
-            seq_len = int(step.view.seq_lens[req])
+            seq_len = int(step.view.lens[req])
             view_blocks = step.view.block_table[req].tolist()
             seen = [slot_of(p, view_blocks, page_size) for p in range(seq_len)]
             assert seen == [slot_of(p, own_blocks, page_size) for p in expected]
-            assert seq_len <= step.view.max_seq_len
+            assert seq_len <= step.view.max_len
             assert set(view_blocks) <= set(own_blocks)
             assert int(step.positions[req]) == min(position, model_len - 1)
             if position < model_len:
@@ -117,9 +117,9 @@ def test_a_view_over_the_whole_context_is_the_block_table_itself():
     block_table = torch.arange(96, dtype=torch.int32).view(3, 32).flip(1)
     context_lens = [1, 200, 508]
     for step in views.prepare(make_batch(["a", "b", "c"], block_table, context_lens), 4):
-        assert step.view.seq_lens.tolist() == [n + step.index + 1 for n in context_lens]
+        assert step.view.lens.tolist() == [n + step.index + 1 for n in context_lens]
         for req in range(3):
-            used = -(-int(step.view.seq_lens[req]) // 16)
+            used = -(-int(step.view.lens[req]) // 16)
             assert torch.equal(step.view.block_table[req, :used], block_table[req, :used])
 
 

@@ -39,6 +39,7 @@ class Needed:
 _PROPOSER = "vllm.v1.spec_decode.llm_base_proposer"
 _STANDALONE = "vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator"
 _SPECULATOR = "vllm.v1.worker.gpu.spec_decode.speculator"
+_GRAPHS = "vllm.v1.worker.gpu.cudagraph_utils"
 _ATTN_UTILS = "vllm.v1.worker.gpu.attn_utils"
 _CPU_ATTENTION = "vllm.v1.attention.backends.cpu_attn"
 _FLASH_ATTENTION = "vllm.v1.attention.backends.flash_attn"
@@ -247,6 +248,22 @@ CALLED = (
         "DraftModelSpeculator._copy_request_inputs",
         ("self", "num_reqs", "idx_mapping", "temperature", "seeds"),
     ),
+    Needed(_STANDALONE, "StandaloneARSpeculator.init_cudagraph_manager", ("self", "cudagraph_mode")),
+    Needed(_STANDALONE, "StandaloneARSpeculator.capture", ("self",)),
+    Needed(_GRAPHS, "BatchExecutionDescriptor", ("cg_mode", "num_tokens", "num_reqs")),
+    Needed(
+        _GRAPHS,
+        "CudaGraphManager.__init__",
+        ("self", "vllm_config", "device", "cudagraph_mode", "decode_query_len"),
+    ),
+    Needed(_GRAPHS, "CudaGraphManager.needs_capture", ("self",)),
+    Needed(_GRAPHS, "CudaGraphManager.capture", ("self", "create_forward_fn", "progress_bar_desc")),
+    Needed(
+        _GRAPHS,
+        "CudaGraphManager.dispatch",
+        ("self", "num_reqs", "num_tokens", "uniform_token_count", "num_active_loras"),
+    ),
+    Needed(_GRAPHS, "CudaGraphManager.run_fullgraph", ("self", "desc")),
     Needed(
         _ATTN_UTILS,
         "build_attn_metadata",
@@ -262,6 +279,7 @@ CALLED = (
             "block_tables",
             "slot_mappings",
             "kv_cache_config",
+            "for_cudagraph_capture",
         ),
     ),
     Needed(_ATTN_UTILS, "build_slot_mappings_by_layer", ("slot_mappings", "kv_cache_config")),

@@ -5,7 +5,7 @@ Drafted tokens write their K/V into the request's own lookahead slots. Verificat
 overwrites every one of them, so nothing approximate survives in the cache.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -15,6 +15,7 @@ from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from vllm_magicdec import envs
+from vllm_magicdec.attention.plans import CommonLengthPlans
 from vllm_magicdec.attention.switch import install_switches
 from vllm_magicdec.config import METHOD, MagicDecSpeculativeConfig, page_budget, token_budget
 from vllm_magicdec.metrics import DraftFailures
@@ -28,7 +29,7 @@ from vllm_magicdec.verification import (
     VerificationSelector,
     VerificationViews,
 )
-from vllm_magicdec.view import Batch, DraftSlots, DraftStep, PageViews, Views
+from vllm_magicdec.view import Batch, DraftSlots, DraftStep, PageViews, View, Views
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -36,20 +37,16 @@ logger = init_logger(f"vllm.{__name__}")
 class Runner(ObservingRunner, Protocol):
     """What the loop needs from a vLLM model runner; implemented by the adapters in `runners/`."""
 
-    def draft_forward(self, tokens: torch.Tensor, step: DraftStep) -> torch.Tensor:
-        """Run the target over the step's view.
+    def draft_step(self, tokens: torch.Tensor, step: DraftStep) -> torch.Tensor:
+        """Run the target over the step's view and sample, as `draft_sample_method` says.
 
         Args:
             tokens: [num_reqs] int32, the query tokens.
             step: where they look and where their K/V goes.
 
         Returns:
-            [num_reqs, hidden_size], the final hidden states.
+            [num_reqs] int32 or int64, the next tokens; valid until the next step.
         """
-        ...
-
-    def draft_sample(self, hidden_states: torch.Tensor, step: DraftStep) -> torch.Tensor:
-        """Sample the next tokens, [num_reqs] int32 or int64, as `draft_sample_method` says."""
         ...
 
 
@@ -86,6 +83,7 @@ class Drafter:
         self._page_size = page_size
         self._device = device
         self._selector: Selector | VerificationSelector | None = None
+        self._plans: Sequence[CommonLengthPlans] = ()
         self._views = self._make_views()
         # Every tensor-parallel rank drafts the same round: one of them counts.
         self._failures = DraftFailures(spec.metrics_dir if get_tp_group().is_first_rank else None)
@@ -154,7 +152,7 @@ class Drafter:
             )
         else:
             assert isinstance(policy, TokenPolicy)
-            install_switches(self._vllm_config, self.layer_names, self._device)
+            self._plans = install_switches(self._vllm_config, self.layer_names, self._device)
             self._selector = Selector(
                 policy,
                 budget,
@@ -189,7 +187,7 @@ class Drafter:
             dtype=self._cache.dtype,
             device=self._device,
         )
-        install_switches(self._vllm_config, self.layer_names, self._device, verification)
+        self._plans = install_switches(self._vllm_config, self.layer_names, self._device, verification)
         return PageScores(verification, summaries, self._page_size), summaries.num_bytes
 
     def _log(self, budget: object, extra_bytes: Mapping[str, int] | None = None) -> None:
@@ -205,6 +203,20 @@ class Drafter:
             f"; {extra}" if extra else "",
         )
 
+    @property
+    def common_lens(self) -> Sequence[int | None]:
+        """`TokenView.common_len`s for which a draft step runs other kernels; None is one."""
+        full_len = self._views.full_len if isinstance(self._views, TokenViews) else None
+        return (None,) if full_len is None or not self._plans else (None, full_len)
+
+    def capture_view(self, num_reqs: int, lens: torch.Tensor, common_len: int | None) -> View:
+        """`Views.view`, for a step that may be captured in a CUDA graph."""
+        if common_len is not None:
+            assert isinstance(self._views, TokenViews)
+            for plans in self._plans:
+                plans.prepare_capture(num_reqs, common_len, self._views.width)
+        return self._views.view(num_reqs, lens, common_len)
+
     def draft(self, runner: Runner, batch: Batch, num_steps: int) -> bool:
         """Fill `draft_tokens[:num_reqs, :num_steps]`.
 
@@ -218,8 +230,7 @@ class Drafter:
             if self._selector is not None:
                 self._selector.update(runner, batch)
             for step in self._views.prepare(batch, num_steps):
-                hidden_states = runner.draft_forward(tokens.to(torch.int32), step)
-                tokens = runner.draft_sample(hidden_states, step)
+                tokens = runner.draft_step(tokens.to(torch.int32), step)
                 drafts[:, step.index] = tokens
         except Exception:
             if envs.strict():

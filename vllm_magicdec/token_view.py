@@ -178,7 +178,7 @@ class Selections:
 
 
 class TokenViews:
-    """The token views of one drafting round, in buffers that live as long as the engine.
+    """Chosen tokens for every layer and KV head.
 
     A view holds every token up to its query or as many as the budget allows, in every step: a step writes
     its query's slot into the recent part, so the lists of one step are gone when the next is made.
@@ -212,6 +212,16 @@ class TokenViews:
     def index_bytes(self) -> int:
         """Device memory of the selections and the slots."""
         return sum(t.numel() * t.element_size() for t in (self._selections.positions, self._slots))
+
+    @property
+    def full_len(self) -> int | None:
+        """The length of a full view, if it is the same for all requests."""
+        return None if self._budget.context_fraction else self._budget.min_tokens
+
+    @property
+    def width(self) -> int:
+        """Columns of a view's `slots`."""
+        return self._slots.shape[-1]
 
     def prepare(self, batch: Batch, num_steps: int) -> Iterator[DraftStep]:
         """See `view.Views`."""
@@ -247,8 +257,12 @@ class TokenViews:
                 index=index,
                 positions=self._draft_slots.positions[index, :num_reqs],
                 slots=self._draft_slots.slots[index, :num_reqs],
-                view=TokenView(lens=round_lens[index], slots=slots, common_len=common_len),
+                view=self.view(num_reqs, round_lens[index], common_len),
             )
+
+    def view(self, num_reqs: int, lens: torch.Tensor, common_len: int | None = None) -> TokenView:
+        """See `view.Views`."""
+        return TokenView(lens, self._slots[:, :num_reqs], common_len)
 
     def _fill(
         self,
@@ -281,9 +295,8 @@ class TokenViews:
         """The length of every view of the round, if the host knows that all are full."""
         # As many tokens as one round may have drafted and lost are not certain to be there.
         least_context = min(batch.known_lens) - self._max_num_steps
-        budget = self._budget
-        is_full = not budget.context_fraction and least_context >= budget.min_tokens
-        return budget.min_tokens if is_full else None
+        full_len = self.full_len
+        return full_len if full_len is not None and least_context >= full_len else None
 
     def _slots_of(self, block_table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Slots of [num_reqs, n] positions, int32."""

@@ -320,7 +320,7 @@ class VerificationViews:
         self._num_recent = num_recent_pages(budget.page_size, max_num_steps)
         self._num_chosen = max(0, budget.max_pages - budget.sink_pages - self._num_recent)
         self._columns = torch.arange(budget.max_pages, device=device)
-        self._seq_lens = torch.zeros((max_num_steps, max_num_reqs), dtype=torch.int32, device=device)
+        self._lens = torch.zeros((max_num_steps, max_num_reqs), dtype=torch.int32, device=device)
         shape = (num_layers, max_num_reqs, budget.max_pages)
         self._block_table = torch.zeros(shape, dtype=torch.int32, device=device)
         shape = (max_num_reqs, num_layers, self._num_chosen)
@@ -365,18 +365,19 @@ class VerificationViews:
             part = table[..., : self._num_chosen]
             part[:] = torch.where(is_crowded[:, None], blocks, part)
         skipped_tokens = (start - sinks - counts) * self._budget.page_size
-        self._seq_lens[:num_steps, :num_reqs] = positions + 1 - skipped_tokens
+        self._lens[:num_steps, :num_reqs] = positions + 1 - skipped_tokens
         for index in range(num_steps):
             yield DraftStep(
                 index=index,
                 positions=self._draft_slots.positions[index, :num_reqs],
                 slots=self._draft_slots.slots[index, :num_reqs],
-                view=LayerPageView(
-                    seq_lens=self._seq_lens[index, :num_reqs],
-                    block_tables=table,
-                    max_seq_len=self._budget.max_pages * self._budget.page_size,
-                ),
+                view=self.view(num_reqs, self._lens[index, :num_reqs]),
             )
+
+    def view(self, num_reqs: int, lens: torch.Tensor, common_len: int | None = None) -> LayerPageView:
+        """See `view.Views`."""
+        max_len = self._budget.max_pages * self._budget.page_size
+        return LayerPageView(lens, self._block_table[:, :num_reqs], max_len)
 
     def _choose(self, batch: Batch, rows: torch.Tensor, last_pages: torch.Tensor) -> None:
         num_pages = max(self._scores.num_pages(batch), self._num_chosen)

@@ -115,18 +115,18 @@ class Batch:
 class PageView:
     """The same pages for all layers and heads."""
 
-    seq_lens: torch.Tensor  # [num_reqs] int32, K/V entries in view, the query's own included
+    lens: torch.Tensor  # [num_reqs] int32, K/V entries in view, the query's own included
     block_table: torch.Tensor  # [num_reqs, max_pages] int32
-    max_seq_len: int  # upper bound of seq_lens
+    max_len: int  # upper bound of `lens`
 
 
 @dataclass(frozen=True)
 class LayerPageView:
     """Pages of its own for every layer."""
 
-    seq_lens: torch.Tensor  # [num_reqs] int32, as in `PageView`
+    lens: torch.Tensor  # [num_reqs] int32, as in `PageView`
     block_tables: torch.Tensor  # [num_layers, num_reqs, max_pages] int32
-    max_seq_len: int
+    max_len: int
 
 
 @dataclass(frozen=True)
@@ -138,6 +138,9 @@ class TokenView:
     common_len: int | None  # what all `lens` are, where the host knows it: in every step of the round
 
 
+View = PageView | LayerPageView | TokenView
+
+
 @dataclass(frozen=True)
 class DraftStep:
     """What one draft step reads and writes: one query token per request."""
@@ -145,7 +148,7 @@ class DraftStep:
     index: int  # 0 .. gamma - 1
     positions: torch.Tensor  # [num_reqs] int64, true positions of the query tokens
     slots: torch.Tensor  # [num_reqs] int64, where the query's K/V goes; PAD_SLOT: nowhere
-    view: PageView | LayerPageView | TokenView
+    view: View
 
 
 class ChoosesPages(Protocol):
@@ -160,10 +163,21 @@ class ChoosesPages(Protocol):
 
 
 class Views(Protocol):
-    """Prepares the views of one round after the other."""
+    """Prepares the views of one round after the other, in buffers that live as long as the engine."""
 
     def prepare(self, batch: Batch, num_steps: int) -> Iterator[DraftStep]:
         """The round's steps, in order; no host synchronisation."""
+        ...
+
+    def view(self, num_reqs: int, lens: torch.Tensor, common_len: int | None = None) -> View:
+        """The view of `num_reqs` requests that is in the buffers now.
+
+        Args:
+            num_reqs: requests, at most `max_num_seqs`; those that the round does not have see what an
+                earlier round left.
+            lens: [num_reqs] int32, entries in view.
+            common_len: see `TokenView`; other views have none.
+        """
         ...
 
 
@@ -203,7 +217,7 @@ class DraftSlots:
 
 
 class PageViews:
-    """The views of one drafting round, in buffers that live as long as the engine.
+    """The same pages for all layers, chosen by position.
 
     The block table is the same for all steps of a round: it ends at the page of the last drafted token,
     and each step sees one token more of it.
@@ -222,7 +236,7 @@ class PageViews:
         self._policy = policy
         self._draft_slots = draft_slots
         self._page_size = page_size
-        self._seq_lens = torch.zeros((max_num_steps, max_num_reqs), dtype=torch.int32, device=device)
+        self._lens = torch.zeros((max_num_steps, max_num_reqs), dtype=torch.int32, device=device)
         self._block_table = torch.zeros((max_num_reqs, policy.max_pages), dtype=torch.int32, device=device)
 
     def prepare(self, batch: Batch, num_steps: int) -> Iterator[DraftStep]:
@@ -235,16 +249,15 @@ class PageViews:
         # Columns past the view are never read; any page of the request keeps them valid.
         chosen = torch.minimum(chosen, last_pages.unsqueeze(1))
         self._block_table[:num_reqs] = batch.block_table.gather(1, chosen)
-        self._seq_lens[:num_steps, :num_reqs] = positions + 1 - skipped_tokens
+        self._lens[:num_steps, :num_reqs] = positions + 1 - skipped_tokens
         for index in range(num_steps):
-            view = PageView(
-                seq_lens=self._seq_lens[index, :num_reqs],
-                block_table=self._block_table[:num_reqs],
-                max_seq_len=self._policy.max_pages * self._page_size,
-            )
             yield DraftStep(
                 index=index,
                 positions=self._draft_slots.positions[index, :num_reqs],
                 slots=self._draft_slots.slots[index, :num_reqs],
-                view=view,
+                view=self.view(num_reqs, self._lens[index, :num_reqs]),
             )
+
+    def view(self, num_reqs: int, lens: torch.Tensor, common_len: int | None = None) -> PageView:
+        """See `Views`."""
+        return PageView(lens, self._block_table[:num_reqs], self._policy.max_pages * self._page_size)

@@ -81,7 +81,7 @@ def install_switches(
     layer_names: Sequence[str],
     device: torch.device,
     verification: Verification | None = None,
-) -> None:
+) -> Sequence[CommonLengthPlans]:
     """Put a `Switch` into every layer; its number is its place in `layer_names`.
 
     Args:
@@ -89,6 +89,9 @@ def install_switches(
         layer_names: attention layers of the target.
         device: where they are.
         verification: gets the target's queries.
+
+    Returns:
+        FlashInfer's plans; none where it is not used.
 
     Raises:
         MagicDecConfigError: a layer's attention or KV cache is not known.
@@ -102,6 +105,7 @@ def install_switches(
                 max_num_reqs = vllm_config.scheduler_config.max_num_seqs
                 plans[switch.geometry] = plan_with_flashinfer(switch.geometry, max_num_reqs, device)
             switch.plans = plans[switch.geometry]
+    return [found for found in plans.values() if found is not None]
 
 
 def plan_with_flashinfer(

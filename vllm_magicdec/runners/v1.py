@@ -123,24 +123,28 @@ class MagicDecProposer(DraftModelProposer):
             is_first=known_lens == inputs.num_prompt_tokens[:num_reqs],
         )
 
-    def draft_forward(self, tokens: torch.Tensor, step: DraftStep) -> torch.Tensor:
+    def draft_step(self, tokens: torch.Tensor, step: DraftStep) -> torch.Tensor:
         """See `drafting.Runner`."""
-        assert self._common is not None and self._drafter is not None
+        assert self._common is not None and self._drafter is not None and self._sampling is not None
         view = step.view
         attn_metadata: dict[str, Any]
         if isinstance(view, TokenView):
             attn_metadata = token_metadata(self._drafter.layer_names, view)
         else:
             common = self._common.replace(
-                seq_lens=view.seq_lens,
-                max_seq_len=view.max_seq_len,
+                seq_lens=view.lens,
+                max_seq_len=view.max_len,
                 block_table_tensor=view.block_table if isinstance(view, PageView) else view.block_tables[0],
                 slot_mapping=step.slots,
             )
             _, attn_metadata = self.build_per_group_and_layer_attn_metadata(common, draft_index=step.index)
             if isinstance(view, LayerPageView):
                 attn_metadata = layer_page_metadata(attn_metadata, self._drafter.layer_names, view)
-        return self._forward(tokens, step.positions, step.slots, attn_metadata)
+        hidden_states = self._forward(tokens, step.positions, step.slots, attn_metadata)
+        drafted, probs = self._sample_draft_tokens(hidden_states, self._sampling)
+        if probs is not None:
+            self._draft_probs.append(probs)
+        return drafted
 
     def observe(self, indices: Sequence[int], window: int, observer: LayerObserver) -> None:
         """See `selecting.ObservingRunner`."""
@@ -198,11 +202,3 @@ class MagicDecProposer(DraftModelProposer):
                 inputs_embeds=None,
             )
         return hidden_states[:num_tokens]
-
-    def draft_sample(self, hidden_states: torch.Tensor, step: DraftStep) -> torch.Tensor:
-        """See `drafting.Runner`."""
-        assert self._sampling is not None
-        tokens, probs = self._sample_draft_tokens(hidden_states, self._sampling)
-        if probs is not None:
-            self._draft_probs.append(probs)
-        return tokens

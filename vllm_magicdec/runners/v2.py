@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapter to vLLM's V2 model runner (`vllm.v1.worker.gpu`)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn as nn
-from vllm.config import VllmConfig
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer
 from vllm.v1.worker.gpu.block_table import BlockTables
@@ -14,18 +15,24 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 from vllm.v1.worker.gpu.states import RequestState
 
+from vllm_magicdec import envs
 from vllm_magicdec.attention.switch import layer_page_metadata, observed_metadata, token_metadata
+from vllm_magicdec.config import METHOD
 from vllm_magicdec.drafting import Drafter
+from vllm_magicdec.runners.draft_graphs import DraftGraphs
 from vllm_magicdec.runners.kv_cache import require_one_full_attention_group
 from vllm_magicdec.selecting import LayerObserver
-from vllm_magicdec.view import PAD_SLOT, Batch, DraftStep, LayerPageView, PageView, TokenView
+from vllm_magicdec.view import PAD_SLOT, Batch, DraftStep, LayerPageView, PageView, TokenView, View
+
+logger = init_logger(f"vllm.{__name__}")
 
 
 class MagicDecSpeculator(StandaloneARSpeculator):
     """A draft-model speculator whose draft model is the target, over a view of the target's KV cache.
 
     Kept from the base class: request buffers, draft sampling and the forward call. Replaced: loading
-    (nothing is loaded), attention metadata (the target's groups over the view) and the draft loop.
+    (nothing is loaded), attention metadata (the target's groups over the view), the draft loop, and CUDA
+    graphs, which the base class does not have.
     """
 
     # The draft never re-reads a verified token, so it needs no query slot beyond the target's.
@@ -35,6 +42,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         super().__init__(vllm_config, device)
         self._req_states = req_states
         self._batch: Batch | None = None
+        self._graphs: DraftGraphs | None = None
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
         """The target itself; no attention layer is added."""
@@ -55,6 +63,23 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         )
         self._drafter = Drafter(self.vllm_config, kv_cache_config, block_tables.block_sizes[0], self.device)
         self._query_start_loc_cpu = torch.arange(self.max_num_reqs + 1, dtype=torch.int32)
+
+    def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
+        """Called after `set_attn` with what the target's attention supports."""
+        self._graphs = DraftGraphs(
+            self.vllm_config, self.device, cudagraph_mode, self, self._drafter.common_lens
+        )
+
+    def capture(self) -> None:
+        """Called when the target's own graphs have been captured."""
+        assert self._graphs is not None
+        try:
+            self._graphs.capture_steps()
+        except Exception:
+            if envs.strict():
+                raise
+            self._graphs = None
+            logger.exception("%s: draft steps run without CUDA graphs, slower: capturing failed.", METHOD)
 
     @torch.inference_mode()
     def propose(
@@ -108,27 +133,53 @@ class MagicDecSpeculator(StandaloneARSpeculator):
             is_first=known_lens == batch.prefill_len_np[:num_reqs],
         )
 
-    def draft_forward(self, tokens: torch.Tensor, step: DraftStep) -> torch.Tensor:
+    def draft_step(self, tokens: torch.Tensor, step: DraftStep) -> torch.Tensor:
         """See `drafting.Runner`."""
+        self.current_draft_step.fill_(step.index)
+        sampled = self._graphs.replay(tokens, step) if self._graphs is not None else None
+        if sampled is None:
+            sampled = self.forward_and_sample(tokens, step, self.step_metadata(step))
+        return sampled
+
+    def capture_view(self, num_reqs: int, lens: torch.Tensor, common_len: int | None) -> View:
+        """See `draft_graphs.Capturable`."""
+        return self._drafter.capture_view(num_reqs, lens, common_len)
+
+    def step_metadata(self, step: DraftStep, *, for_capture: bool = False) -> Mapping[str, Any]:
+        """See `draft_graphs.Capturable`."""
         view = step.view
-        attn_metadata: dict[str, Any]
         if isinstance(view, TokenView):
-            attn_metadata = token_metadata(self._drafter.layer_names, view)
-        else:
-            num_reqs = tokens.shape[0]
-            attn_metadata = self._page_metadata(
-                query_start_loc=self.arange_gpu[: num_reqs + 1],
-                query_start_loc_cpu=self._query_start_loc_cpu[: num_reqs + 1],
-                max_query_len=1,
-                seq_lens=view.seq_lens,
-                max_seq_len=view.max_seq_len,
-                block_table=view.block_table if isinstance(view, PageView) else view.block_tables[0],
-                slots=step.slots,
-                positions=step.positions,
-            )
-            if isinstance(view, LayerPageView):
-                attn_metadata = layer_page_metadata(attn_metadata, self._drafter.layer_names, view)
-        return self._forward(tokens, step.positions, step.slots, attn_metadata)
+            return token_metadata(self._drafter.layer_names, view)
+        num_reqs = step.positions.shape[0]
+        attn_metadata = self._page_metadata(
+            query_start_loc=self.arange_gpu[: num_reqs + 1],
+            query_start_loc_cpu=self._query_start_loc_cpu[: num_reqs + 1],
+            max_query_len=1,
+            seq_lens=view.lens,
+            max_seq_len=view.max_len,
+            block_table=view.block_table if isinstance(view, PageView) else view.block_tables[0],
+            slots=step.slots,
+            positions=step.positions,
+            for_capture=for_capture,
+        )
+        if isinstance(view, LayerPageView):
+            return layer_page_metadata(attn_metadata, self._drafter.layer_names, view)
+        return attn_metadata
+
+    def forward_and_sample(
+        self, tokens: torch.Tensor, step: DraftStep, attn_metadata: Mapping[str, Any]
+    ) -> torch.Tensor:
+        """See `draft_graphs.Capturable`."""
+        hidden_states = self._forward(tokens, step.positions, step.slots, attn_metadata)
+        return self.sample_draft(
+            hidden_states,
+            step.positions,
+            self.idx_mapping[: tokens.shape[0]],
+            self.temperature,
+            self.seeds,
+            self.current_draft_step,
+            self.draft_logits,
+        )
 
     def observe(self, indices: Sequence[int], window: int, observer: LayerObserver) -> None:
         """See `selecting.ObservingRunner`."""
@@ -165,6 +216,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         block_table: torch.Tensor,  # [num_reqs, num_pages] int32
         slots: torch.Tensor,  # [num_tokens] int64
         positions: torch.Tensor,  # [num_tokens] int64
+        for_capture: bool = False,
     ) -> dict[str, Any]:
         num_reqs = seq_lens.shape[0]
         return build_attn_metadata(
@@ -181,6 +233,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
             kv_cache_config=self.kv_cache_config,
             positions=positions,
             is_prefilling=self.draft_is_prefilling[:num_reqs],
+            for_cudagraph_capture=for_capture,
         )
 
     def _forward(
@@ -188,25 +241,11 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         tokens: torch.Tensor,  # [num_tokens] int32
         positions: torch.Tensor,  # [num_tokens] int64
         slots: torch.Tensor,  # [num_tokens] int64
-        attn_metadata: dict[str, Any],
+        attn_metadata: Mapping[str, Any],
     ) -> torch.Tensor:
         """The target's hidden states, [num_tokens, hidden_size]."""
         slot_mappings = build_slot_mappings_by_layer(slots.unsqueeze(0), self.kv_cache_config)
         return self._run_model(tokens, positions, attn_metadata, slot_mappings, num_tokens_across_dp=None)
-
-    def draft_sample(self, hidden_states: torch.Tensor, step: DraftStep) -> torch.Tensor:
-        """See `drafting.Runner`."""
-        num_reqs = hidden_states.shape[0]
-        self.current_draft_step.fill_(step.index)
-        return self.sample_draft(
-            hidden_states,
-            step.positions,
-            self.idx_mapping[:num_reqs],
-            self.temperature,
-            self.seeds,
-            self.current_draft_step,
-            self.draft_logits,
-        )
 
     def _make_drafts_one_hot(self, num_reqs: int) -> None:
         """Tell the rejection sampler that the drafts are token 0 with certainty."""

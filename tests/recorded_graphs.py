@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CUDA graphs without CUDA: what a capture runs is recorded, operator by operator, with its tensors.
+
+A replay runs the same operators on the same memory and nothing else, so whatever a real graph would miss is
+missed here too: Python's decisions, tensors made since the capture, values that were read on the host. The
+rest of vLLM's machinery (`CudaGraphManager`) runs as it is.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import vllm.v1.worker.gpu.cudagraph_utils as cudagraph_utils
+from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.config import CUDAGraphMode
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
+
+from vllm_magicdec.runners.draft_graphs import DraftGraphs
+from vllm_magicdec.view import DraftStep, TokenView
+
+# Reading a value during a capture is an error on CUDA.
+HOST_READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+
+
+class RecordedGraph(TorchDispatchMode):
+    """In the place of `torch.cuda.CUDAGraph`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_replays = 0
+        self._operators: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func not in HOST_READS, f"{func} during a capture"
+        result = func(*args, **(kwargs or {}))
+        self._operators.append((func, args, kwargs or {}, result))
+        return result
+
+    def replay(self) -> None:
+        self.num_replays += 1
+        for func, args, kwargs, result in self._operators:
+            again = func(*args, **kwargs)
+            for old, new in zip(_tensors(result), _tensors(again), strict=True):
+                # Views and what was written in place are where they were.
+                if old.untyped_storage().data_ptr() != new.untyped_storage().data_ptr():
+                    old.copy_(new)
+
+
+def _tensors(result: Any) -> list[torch.Tensor]:
+    values = result if isinstance(result, tuple | list) else [result]
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+def _keep_scheduler_metadata() -> None:
+    """As backends with CUDA graphs do: what the builder derives from lengths lies where it lay before."""
+    build, kept, latest = CPUAttentionMetadataBuilder.build, {}, {}
+
+    def build_in_place(self, common_prefix_len, common_attn_metadata, fast_build=False):
+        metadata = build(self, common_prefix_len, common_attn_metadata, fast_build)
+        key = (id(self), metadata.num_actual_tokens, metadata.max_query_len)
+        # It holds pointers into itself, so what is copied must live on.
+        latest[key] = metadata.scheduler_metadata
+        metadata.scheduler_metadata = kept.setdefault(key, latest[key].clone())
+        metadata.scheduler_metadata.copy_(latest[key])
+        return metadata
+
+    CPUAttentionMetadataBuilder.build = build_in_place
+
+
+@contextlib.contextmanager
+def _capturing(graph: RecordedGraph, pool: Any, stream: Any) -> Iterator[None]:
+    with graph:
+        yield
+
+
+def install() -> None:
+    """Let this process's CUDA graphs be recorded ones."""
+    torch.cuda.CUDAGraph, torch.cuda.graph = RecordedGraph, _capturing
+    cudagraph_utils.graph_capture = lambda device: contextlib.nullcontext()
+    cudagraph_utils.capture_pool = lambda pool, config: contextlib.nullcontext()
+    cudagraph_utils.current_stream = lambda: None
+    type(cudagraph_utils.current_platform).get_global_graph_pool = lambda self: None
+
+
+def capture(speculator: Any, sizes: list[int]) -> None:
+    """Let a V2 speculator on a CPU capture its draft steps for these batch sizes."""
+    install()
+    _keep_scheduler_metadata()
+    compilation = speculator.vllm_config.compilation_config
+    compilation.cudagraph_capture_sizes = sizes
+    compilation.max_cudagraph_capture_size = max(sizes)
+    for layer in compilation.static_forward_context.values():
+        layer.use_direct_call = True  # an operator that calls back into Python cannot be recorded
+    speculator.init_cudagraph_manager(CUDAGraphMode.FULL)
+    speculator.capture()
+
+
+def num_replays(speculator: Any) -> dict[int, int]:
+    """Replays by padded batch size."""
+    return {desc.num_reqs: graph.num_replays for desc, graph in speculator._graphs.graphs.items()}
+
+
+@torch.inference_mode()
+def main() -> None:
+    """Steps of as many requests as were captured, of fewer and of more; in a process of its own."""
+    install()
+    cudagraph_utils.get_pp_group = lambda: SimpleNamespace(is_first_rank=True, is_last_rank=True)
+    cudagraph_utils.is_global_first_rank = lambda: False
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_seqs=6),
+        compilation_config=SimpleNamespace(cudagraph_capture_sizes=[2, 4], max_cudagraph_capture_size=4),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, data_parallel_size=1),
+        cache_config=SimpleNamespace(use_kda_recoverssm=False),
+        speculative_config=None,
+    )
+    slots = torch.zeros((1, 6, 1, 8), dtype=torch.int32)
+    written = torch.full((64,), -1)  # by slot
+
+    class Step:
+        """Samples what tells the inputs apart, and writes like an attention layer does."""
+
+        def capture_view(self, num_reqs, lens, common_len):
+            return TokenView(lens, slots[:, :num_reqs], common_len)
+
+        def step_metadata(self, step, *, for_capture=False):
+            return {"length": step.view.common_len or 0}
+
+        def forward_and_sample(self, tokens, step, attn_metadata):
+            kept = torch.where(step.slots < 0, 63, step.slots)
+            written.index_copy_(0, kept, step.positions)
+            read = step.view.slots[0, :, 0, 0].long() + step.view.lens
+            return (
+                tokens.long() + 100 * step.positions + 10_000 * read + 1_000_000 * attn_metadata["length"]
+            )
+
+    graphs = DraftGraphs(config, torch.device("cpu"), CUDAGraphMode.FULL_AND_PIECEWISE, Step(), (None, 8))
+    graphs.capture_steps()
+    assert len(graphs.graphs) == 4
+    for round_, (num_reqs, common_len) in enumerate(itertools.product((4, 1, 3, 2), (None, 8, 5))):
+        tokens, lens = torch.randint(0, 100, (2, num_reqs), dtype=torch.int32)
+        positions = torch.randint(0, 100, (num_reqs,))
+        slots[:, :num_reqs] = torch.randint(0, 50, (1, num_reqs, 1, 8))
+        written.fill_(-1)
+        own = torch.randperm(50)[:num_reqs]
+        view = TokenView(lens, slots[:, :num_reqs], common_len)
+        sampled = graphs.replay(tokens, DraftStep(round_, positions, own, view))
+        length = 8 if common_len == 8 else 0  # nothing was captured for 5
+        read = slots[0, :num_reqs, 0, 0].long() + lens
+        assert torch.equal(sampled, tokens + 100 * positions + 10_000 * read + 1_000_000 * length)
+        # Requests that pad the batch have written nothing.
+        assert torch.equal(written[own], positions) and int((written[:63] >= 0).sum()) == num_reqs
+    view = TokenView(torch.ones(5, dtype=torch.int32), slots[:, :5], None)
+    many = DraftStep(0, torch.zeros(5).long(), torch.arange(5), view)
+    assert graphs.replay(torch.zeros(5, dtype=torch.int32), many) is None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CUDA graphs of draft steps for the V2 runner, captured and dispatched by vLLM's own manager."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
+
+from vllm_magicdec.view import PAD_SLOT, DraftStep, TokenView, View
+
+
+class Capturable(Protocol):
+    """What a step consists of; implemented by the V2 adapter."""
+
+    def capture_view(self, num_reqs: int, lens: torch.Tensor, common_len: int | None) -> View:
+        """See `drafting.Drafter.capture_view`."""
+        ...
+
+    def step_metadata(self, step: DraftStep, *, for_capture: bool = False) -> Mapping[str, Any]:
+        """Attention metadata by layer; what backends derive from lengths goes where graphs look for it."""
+        ...
+
+    def forward_and_sample(
+        self, tokens: torch.Tensor, step: DraftStep, attn_metadata: Mapping[str, Any]
+    ) -> torch.Tensor:
+        """The next tokens, [num_reqs] int64, from `tokens` [num_reqs] int32."""
+        ...
+
+
+@dataclass(frozen=True)
+class StepDescriptor(BatchExecutionDescriptor):
+    """Tells the graphs of one padded batch size apart."""
+
+    common_len: int | None = None  # see `view.TokenView`
+
+
+class DraftGraphs(CudaGraphManager):
+    """One graph per padded number of requests: the forward pass and the sampling of one draft step.
+
+    It serves all steps of a round and rounds of any length, as they differ only in what lies at the places
+    that the graph reads: tokens, positions, slots and lengths are copied there, and views have their own.
+    Requests that pad a batch see one token and write nothing.
+
+    Attention metadata is made anew before every replay, as vLLM does for its own draft models: backends
+    keep what they derive from lengths in buffers that their kernels were captured with.
+
+    Args:
+        vllm_config: the engine's.
+        device: where the target runs.
+        cudagraph_mode: what the target's attention supports; without full graphs of decode steps there is
+            nothing to capture, and every step runs eagerly.
+        step: what is captured.
+        common_lens: `view.TokenView.common_len`s for which the step runs other kernels; None is one.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        device: torch.device,
+        cudagraph_mode: CUDAGraphMode,
+        step: Capturable,
+        common_lens: Sequence[int | None],
+    ) -> None:
+        has_full_graphs = cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
+        mode = CUDAGraphMode.FULL_DECODE_ONLY if has_full_graphs else CUDAGraphMode.NONE
+        super().__init__(vllm_config, device, mode, decode_query_len=1)
+        self._step = step
+        self._common_lens = common_lens
+        for descs in self._capture_descs.values():
+            descs[:] = [StepDescriptor(**vars(desc), common_len=n) for desc in descs for n in common_lens]
+        num_reqs = self.max_num_reqs
+        self._tokens = torch.zeros(num_reqs, dtype=torch.int32, device=device)
+        self._positions = torch.zeros(num_reqs, dtype=torch.int64, device=device)
+        self._slots = torch.full((num_reqs,), PAD_SLOT, dtype=torch.int64, device=device)
+        self._lens = torch.ones(num_reqs, dtype=torch.int32, device=device)
+        self._sampled = torch.zeros(num_reqs, dtype=torch.int64, device=device)
+
+    def capture_steps(self) -> None:
+        """Capture what `cudagraph_capture_sizes` asks for."""
+        if self.needs_capture():
+            self.capture(self._prepare_capture, progress_bar_desc="Capturing draft CUDA graphs")
+
+    def _prepare_capture(
+        self, desc: BatchExecutionDescriptor, warmup: bool
+    ) -> Callable[[CUDAGraphMode], None]:
+        assert isinstance(desc, StepDescriptor) and desc.num_reqs is not None
+        num_reqs = desc.num_reqs
+        step = self._captured_step(num_reqs, desc.common_len)
+        attn_metadata = self._step.step_metadata(step, for_capture=True)
+
+        def run(cudagraph_mode: CUDAGraphMode) -> None:
+            sampled = self._step.forward_and_sample(self._tokens[:num_reqs], step, attn_metadata)
+            self._sampled[:num_reqs].copy_(sampled)
+
+        return run
+
+    def _captured_step(self, num_reqs: int, common_len: int | None) -> DraftStep:
+        """The step that is at the places that the graphs read."""
+        return DraftStep(
+            index=0,
+            positions=self._positions[:num_reqs],
+            slots=self._slots[:num_reqs],
+            view=self._step.capture_view(num_reqs, self._lens[:num_reqs], common_len),
+        )
+
+    def replay(self, tokens: torch.Tensor, step: DraftStep) -> torch.Tensor | None:
+        """The step's sampled tokens, [num_reqs] int64, valid until the next step.
+
+        Returns:
+            None if there is no graph for so many requests.
+        """
+        num_reqs = tokens.shape[0]
+        desc = self.dispatch(num_reqs, num_reqs, uniform_token_count=1, num_active_loras=0)
+        if desc.cg_mode != CUDAGraphMode.FULL or desc.num_reqs is None:
+            return None
+        view = step.view
+        common_len = view.common_len if isinstance(view, TokenView) else None
+        if common_len not in self._common_lens:
+            common_len = None
+        self._tokens[:num_reqs].copy_(tokens)
+        self._positions[:num_reqs].copy_(step.positions)
+        self._lens[:num_reqs].copy_(view.lens)
+        self._lens[num_reqs:].fill_(1)
+        self._slots[:num_reqs].copy_(step.slots)
+        self._slots[num_reqs:].fill_(PAD_SLOT)
+        self._step.step_metadata(self._captured_step(desc.num_reqs, common_len))
+        self.run_fullgraph(StepDescriptor(**vars(desc), common_len=common_len))
+        return self._sampled[:num_reqs]
