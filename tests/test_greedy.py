@@ -66,22 +66,35 @@ def test_greedy_output_is_unchanged(mixed_prompts, plain, policy, budget, gamma,
     ],
 )
 def test_greedy_output_is_unchanged_on_the_v2_runner(mixed_prompts, plain, policy, budget, gamma):
+    """Draft steps run eagerly first, then from CUDA graphs (recorded ones, see recorded_graphs.py)."""
     chosen = [i for i, prompt in enumerate(mixed_prompts) if len(prompt) < 1500][:8]
-    run = engines.generate(
-        [mixed_prompts[i] for i in chosen],
-        {**GREEDY, "max_tokens": 24},
+    batches = [{"prompts": [mixed_prompts[i] for i in chosen], "sampling": {**GREEDY, "max_tokens": 24}}]
+    run = engines.run(
+        [
+            ("generate_and_count_drafts", {"batches": batches}),
+            ("record_graphs", {"sizes": [2, 4]}),
+            ("generate_and_count_drafts", {"batches": batches}),
+            ("count_replays", {}),
+        ],
         v2=True,
         max_num_seqs=4,
         max_num_batched_tokens=512,
         num_gpu_blocks_override=257,
+        enable_prefix_caching=False,
         speculative_config=magicdec(gamma, draft_kv_policy=policy, draft_kv_budget=budget),
     )
     assert run.v2_runner
     expected = [first_tokens(plain[i], 24) for i in chosen]
-    assert_same_tokens(expected, run.results[0][0], f"V2 runner, {policy}, budget {budget}, gamma {gamma}")
+    eager, _, replayed, replays = run.results
+    for how, result in (("eager", eager), ("replayed", replayed)):
+        what = f"V2 runner, {how}, {policy}, budget {budget}, gamma {gamma}"
+        assert_same_tokens(expected, result["batches"][0], what)
+        if budget == MODEL_LEN:
+            assert result["accepted"] == result["drafted"] > 0
+    assert replayed["accepted"] == eager["accepted"] and replayed["drafted"] == eager["drafted"]
+    # 4, 3, 2 and 1 requests at a time, each in the smallest graph that holds them.
+    assert set(replays) == {"2", "4"} and all(count > 0 for count in replays.values())
     assert run.draft_failures == 0
-    if budget == MODEL_LEN:
-        assert run.accepted == run.drafted > 0
 
 
 @pytest.mark.parametrize(("gamma", "policy"), [(2, "snapkv"), (16, "streamingllm"), (16, "verify-topk")])
