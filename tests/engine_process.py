@@ -38,19 +38,28 @@ def generate_with_broken_acceptance(llm: Any, batches: list[dict[str, Any]]) -> 
     return generate(llm, batches)
 
 
-def generate_with_random_lengths(llm: Any, batches: list[dict[str, Any]], seed: int) -> Any:
+def generate_with_random_choices(llm: Any, batches: list[dict[str, Any]], seed: int) -> Any:
     """From now on the controller of `auto` chooses at random; the engine core must be in this process."""
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    rng, chosen = random.Random(seed), set()
+    from vllm_magicdec.controller import Choice
 
-    def choose(num_reqs: int, context_tokens: int) -> int:
-        length = rng.randint(0, scheduler.num_spec_tokens)
-        chosen.add(length)
-        return length
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    budgets = scheduler._controller.budgets
+    rng, chosen = random.Random(seed), []
+
+    def choose(num_reqs: int, context_tokens: int) -> Choice:
+        chosen.append(Choice(rng.randint(0, scheduler.num_spec_tokens), rng.choice(budgets)))
+        return chosen[-1]
 
     scheduler._controller.choose = choose
+    llm.collective_rpc(_note_sizes)
     results = generate(llm, batches)
-    return {"lengths": sorted(chosen), "batches": results}
+    return {
+        "lengths": sorted({choice.drafts for choice in chosen}),
+        "budgets": list(budgets),
+        "sizes": [budgets.index(choice.budget) for choice in chosen if choice.drafts],
+        "sizes_drafted": llm.collective_rpc(_noted_sizes)[0],
+        "batches": results,
+    }
 
 
 def generate_with_broken_controller(llm: Any, batches: list[dict[str, Any]]) -> Any:
@@ -58,7 +67,7 @@ def generate_with_broken_controller(llm: Any, batches: list[dict[str, Any]]) -> 
     controller = llm.llm_engine.engine_core.engine_core.scheduler._controller
     choose, left = controller.choose, iter(range(10))
 
-    def choose_for_a_while(num_reqs: int, context_tokens: int) -> int:
+    def choose_for_a_while(num_reqs: int, context_tokens: int) -> Any:
         if next(left, None) is None:
             raise RuntimeError("broken on purpose")
         return choose(num_reqs, context_tokens)
@@ -172,11 +181,28 @@ def _latest_selection(worker: Any) -> dict[str, Any]:
     }
 
 
+def _note_sizes(worker: Any) -> None:
+    """Note which budget each round of drafts is made with."""
+    views = _draft_of(worker)._drafter._views
+    views.noted, prepare = [], type(views).prepare
+
+    def prepare_and_note(batch, num_steps, size=-1):
+        views.noted.append(size)
+        return prepare(views, batch, num_steps, size)
+
+    views.prepare = prepare_and_note
+
+
+def _noted_sizes(worker: Any) -> list[int]:
+    return _draft_of(worker)._drafter._views.noted
+
+
 def _break_drafting(worker: Any) -> None:
     def choose_pages(context_lens, last_pages):
         raise RuntimeError("broken on purpose")
 
-    _draft_of(worker)._drafter._views._policy.choose_pages = choose_pages
+    for policy in _draft_of(worker)._drafter._views._policies:
+        policy.choose_pages = choose_pages
 
 
 def _record_graphs(worker: Any, sizes: list[int]) -> None:
@@ -220,7 +246,7 @@ SCENARIOS = {
         generate,
         generate_with_broken_drafting,
         generate_with_broken_acceptance,
-        generate_with_random_lengths,
+        generate_with_random_choices,
         generate_with_broken_controller,
         generate_and_count_drafts,
         record_graphs,

@@ -78,3 +78,24 @@ def token_positions(
     recent = [p for p in range(last + 1) if p not in sinks and p >= chosen_until]
     room = budget - len(chosen) - len(sinks)
     return [*chosen, *sinks, *recent[-room:]]
+
+
+def selection_in_view(
+    chosen: list[int],
+    *,
+    chosen_until: int,
+    context_len: int,
+    sink: int,
+    budget: int,
+    window: int,
+    least_window: int,
+) -> list[int]:
+    """The chosen positions, best first, that a round with this budget has in view.
+
+    They leave room for the tokens since the choice, but for no more of these than the budget's window and
+    for no fewer than the least window, up to which the choice was made.
+    """
+    sinks = min(sink, context_len + 1)
+    recent = len(range(max(chosen_until, sinks), context_len + 1))
+    reserved = min(max(recent, least_window), window)
+    return chosen[: max(0, budget - sinks - reserved)]

@@ -433,10 +433,11 @@ def test_full_views_are_planned_when_their_number_changes(flashinfer_stand_in, d
             lambda decode, lens: planned.append((len(lens), lens.tolist()[0])) or plan(decode, lens),
         )
         # What was captured is planned at once and then for good.
-        steps = [(len(drawn.lens), width), (1, width), (1, max(1, width - 1)), (len(drawn.lens), width)]
+        smaller, all_reqs = max(1, width - 1), len(drawn.lens)  # as of a smaller budget
+        steps = [(1, smaller), (all_reqs, width), (1, width), (1, smaller), (all_reqs, width)]
         if captured:
             for num_reqs, length in steps:
-                made.prepare_capture(num_reqs, length, width)
+                made.prepare_capture(num_reqs, length, length)
         expected = (
             list(dict.fromkeys(steps)) if captured else [step for step, _ in itertools.groupby(steps)]
         )
@@ -444,13 +445,13 @@ def test_full_views_are_planned_when_their_number_changes(flashinfer_stand_in, d
             case = replace(
                 drawn,
                 query=drawn.query[:num_reqs],
-                slots=drawn.slots[:num_reqs],
+                slots=drawn.slots[:num_reqs, :, :length],
                 lens=torch.full((num_reqs,), length, dtype=torch.int32),
             )
             for layer in range(NUM_LAYERS):
                 own = replace(case, keys=case.keys + layer)
                 rows = KVRows.of(filled_cache(layout, own), "FLASHINFER")
-                own.check(made.decode(num_reqs, length, width).run(own.query, rows, own.slots))
+                own.check(made.decode(num_reqs, length, length).run(own.query, rows, own.slots))
     assert planned == expected
 
 

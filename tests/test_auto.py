@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`num_speculative_tokens: auto` in real engines: whatever it chooses, the output stays."""
+"""`auto` in real engines: whatever lengths and budgets it chooses, the output stays."""
 
 import json
 import re
@@ -16,62 +16,88 @@ def auto(**fields: object) -> dict[str, object]:
     return {"method": "magicdec-self", "num_speculative_tokens": "auto", **fields}
 
 
-@pytest.mark.parametrize("policy", ["streamingllm", "snapkv", "verify-topk"])
-def test_output_is_unchanged_when_the_length_changes_every_step(mixed_prompts, plain, policy):
+# At 128 tokens, sinks and recent pages leave `verify-topk` nothing to choose.
+BUDGETS = {"streamingllm": [128, 256, 512], "snapkv": [128, 256, 512], "verify-topk": [256, 512]}
+
+
+@pytest.mark.parametrize("policy", BUDGETS)
+def test_output_is_unchanged_when_length_and_budget_change_every_step(mixed_prompts, plain, policy):
     chosen = [i for i, prompt in enumerate(mixed_prompts) if len(prompt) < 3000][:24]
     batch = {"prompts": [mixed_prompts[i] for i in chosen], "sampling": GREEDY}
-    steps = [("generate_with_random_lengths", {"batches": [batch], "seed": seed}) for seed in range(3)]
+    steps = [("generate_with_random_choices", {"batches": [batch], "seed": seed}) for seed in range(3)]
     run = engines.run(
         steps,
         env=IN_ONE_PROCESS,
         max_num_seqs=8,
         max_num_batched_tokens=1024,
-        speculative_config=auto(draft_kv_policy=policy, draft_kv_budget=256),
+        speculative_config=auto(draft_kv_policy=policy, draft_kv_budget="auto", draft_kv_max_budget=512),
     )
     for seed, result in enumerate(run.results):
         assert result["lengths"] == list(range(9))
+        assert_budgets_were_obeyed(result, BUDGETS[policy])
         assert_same_tokens(
-            [plain[i] for i in chosen], result["batches"][0], f"random lengths, {policy}, {seed}"
+            [plain[i] for i in chosen], result["batches"][0], f"random choices, {policy}, {seed}"
         )
     assert run.draft_failures == 0
     assert 0 < run.accepted < run.drafted
 
 
-def test_output_is_unchanged_when_the_length_changes_on_the_v2_runner(mixed_prompts, plain):
+def assert_budgets_were_obeyed(result, budgets):
+    assert result["budgets"] == budgets
+    assert set(result["sizes"]) == set(range(len(budgets)))
+    assert result["sizes_drafted"] == result["sizes"]
+
+
+def test_output_is_unchanged_when_length_and_budget_change_on_the_v2_runner(mixed_prompts, plain):
     chosen = [i for i, prompt in enumerate(mixed_prompts) if len(prompt) < 1500][:6]
     batch = {"prompts": [mixed_prompts[i] for i in chosen], "sampling": {**GREEDY, "max_tokens": 24}}
     run = engines.run(
-        [("generate_with_random_lengths", {"batches": [batch], "seed": 0})],
+        [
+            ("generate_with_random_choices", {"batches": [batch], "seed": 0}),
+            ("record_graphs", {"sizes": [2, 4]}),
+            ("generate_with_random_choices", {"batches": [batch], "seed": 1}),
+            ("count_replays", {}),
+        ],
         v2=True,
         env=IN_ONE_PROCESS,
         max_num_seqs=4,
         max_num_batched_tokens=512,
         num_gpu_blocks_override=257,
-        speculative_config=auto(max_num_speculative_tokens=4, draft_kv_budget=128),
+        speculative_config=auto(
+            max_num_speculative_tokens=4, draft_kv_budget="auto", draft_kv_max_budget=256
+        ),
     )
     assert run.v2_runner
-    (result,) = run.results
-    assert set(result["lengths"]) == {0, 1, 2, 3, 4}
-    assert_same_tokens(
-        [first_tokens(plain[i], 24) for i in chosen], result["batches"][0], "random lengths, V2 runner"
-    )
+    eager, _, replayed, replays = run.results
+    expected = [first_tokens(plain[i], 24) for i in chosen]
+    for result, way in ((eager, "eager"), (replayed, "replayed")):
+        assert set(result["lengths"]) == {0, 1, 2, 3, 4}
+        # Not 64: sinks and drafted tokens may touch three pages.
+        assert_budgets_were_obeyed(result, [96, 128, 256])
+        assert_same_tokens(expected, result["batches"][0], f"random choices, V2 runner, {way}")
+    assert all(count > 0 for count in replays.values())
     assert run.accepted > 0
 
 
 @pytest.fixture(scope="module")
 def auto_run(mixed_prompts):
     batch = {"prompts": mixed_prompts, "sampling": GREEDY}
-    return engines.run([("generate", {"batches": [batch]})], max_num_seqs=16, speculative_config=auto())
+    return engines.run(
+        [("generate", {"batches": [batch]})],
+        max_num_seqs=16,
+        speculative_config=auto(draft_kv_budget="auto"),
+    )
 
 
 def test_the_controller_chooses_and_says_so(auto_run, plain):
     assert_same_tokens(plain, auto_run.results[0][0], "auto")
     assert auto_run.draft_failures == 0
     assert auto_run.drafted > 0, "the first steps try some drafts"
-    assert "magicdec-self will try several numbers of drafts" in auto_run.log
+    assert "will try several choices" in auto_run.log
+    assert "choose 0 to 8 drafts and a budget of 256 or 512 or 1024 tokens for every step" in auto_run.log
     metrics = auto_run.metrics
     assert 0 <= metrics["vllm:magicdec_num_speculative_tokens"] <= 8
-    assert metrics["vllm:magicdec_draft_kv_budget"] == 512
+    assert metrics["vllm:magicdec_draft_kv_budget"] in (256, 512, 1024)
     assert 0 <= metrics["vllm:magicdec_draft_share"] < 1
     assert metrics["vllm:magicdec_predicted_speedup"] > 0
     assert metrics["vllm:magicdec_achieved_speedup"] > 0

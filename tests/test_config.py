@@ -99,13 +99,65 @@ def test_auto_from_the_options_is_the_same(model_dir):
     assert repr(from_options) == repr(configure(model_dir, fields).speculative_config)
 
 
+SMALL = {"max_model_len": 4096, "block_size": 32}
+AUTO_BUDGETS = {
+    "by default": ({}, SMALL, (256, 512, 1024)),
+    "a maximum": ({"draft_kv_max_budget": 2000}, SMALL, (512, 1024, 2016)),
+    "a short model": ({}, {**SMALL, "max_model_len": 600}, (160, 320, 600)),
+    "pages too large for the smaller ones": ({}, {**SMALL, "block_size": 512}, (1536,)),
+    "pages that make some equal": ({"draft_kv_sink": 0}, {**SMALL, "block_size": 256}, (512, 1024)),
+    "no room for verify-topk to choose": (
+        {"draft_kv_policy": "verify-topk", "draft_kv_max_budget": 512},
+        SMALL,
+        (256, 512),
+    ),
+    "no room for a window": ({"draft_kv_policy": "snapkv", "draft_kv_max_budget": 100}, SMALL, (50, 100)),
+}
+
+
+@pytest.mark.parametrize("case", AUTO_BUDGETS)
+@pytest.mark.parametrize("drafts", [4, "auto"])
+def test_an_automatic_budget_prepares_sizes_that_the_policy_can_use(model_dir, case, drafts):
+    fields, engine, expected = AUTO_BUDGETS[case]
+    fields = {
+        "method": METHOD,
+        "num_speculative_tokens": drafts,
+        "draft_kv_budget": "auto",
+        "draft_kv_sink": 16,
+        **fields,
+    }
+    config = configure(model_dir, fields, **engine)
+    spec = config.speculative_config
+    assert spec.budgets == expected
+    assert "draft_kv_budget=auto, at most" in repr(spec)
+    copied = pickle.loads(pickle.dumps(config)).speculative_config
+    assert copied.budgets == replace(spec).budgets == expected
+    assert "MagicDec" in config.scheduler_config.get_scheduler_cls().__name__
+    most = spec.num_speculative_tokens
+    lookup = build_dynamic_sd_schedule_lookup(spec.num_speculative_tokens_per_batch_size, 64, most)
+    assert set(lookup[1:]) == (set(range(9)) if drafts == "auto" else {0, 4})
+
+
+def test_a_fixed_budget_is_the_only_one(model_dir):
+    assert configure(model_dir, {"method": METHOD, "draft_kv_budget": 500}).speculative_config.budgets == (
+        500,
+    )
+
+
 def test_a_profile_of_another_budget_is_refused(model_dir, tmp_path):
     path = tmp_path / "profile.json"
-    StepTimes.of(256, [TimedStep(Step(1, 100, 0, 0), 0.01)]).save(path, {})
+    StepTimes.of([TimedStep(Step(1, 100, 0, 2, 256), 0.01)]).save(path, {})
     fields = {"method": METHOD, "num_speculative_tokens": "auto", "profile": str(path)}
-    with pytest.raises(MagicDecConfigError, match="measured with draft_kv_budget=256, not 512; use 256"):
+    with pytest.raises(MagicDecConfigError, match="draft_kv_budget=256, not 512; use what was"):
         configure(model_dir, fields)
     configure(model_dir, {**fields, "draft_kv_budget": 256})
+    fields["draft_kv_budget"] = "auto"
+    with pytest.raises(MagicDecConfigError, match="draft_kv_budget=256, not 256, 512 and 1024; use"):
+        configure(model_dir, fields)
+    steps = [Step(1, 100, 0, 2, budget) for budget in (256, 512, 1024)]
+    StepTimes.of([TimedStep(step, 0.01) for step in steps]).save(path, {})
+    for budget in ("auto", 512):
+        configure(model_dir, {**fields, "draft_kv_budget": budget})
 
 
 def test_auto_with_another_scheduler_or_data_parallelism_is_refused(model_dir):
@@ -154,8 +206,13 @@ WRONG_FIELDS = {
         {"num_speculative_tokens": "some"},
         "num_speculative_tokens='some' is not possible",
     ),
-    "a limit without auto": ({"max_num_speculative_tokens": 6}, "belong to num_speculative_tokens='auto'"),
-    "a profile without auto": ({"profile": "p.json"}, "belong to num_speculative_tokens='auto'"),
+    "a limit without auto": ({"max_num_speculative_tokens": 6}, "belongs to num_speculative_tokens='auto'"),
+    "a largest budget without auto": ({"draft_kv_max_budget": 600}, "belongs to draft_kv_budget='auto'"),
+    "a largest budget that is too small": (
+        {"draft_kv_budget": "auto", "draft_kv_max_budget": 20},
+        "draft_kv_max_budget=20 is below one KV page of 32 tokens; use at least 32",
+    ),
+    "a profile without auto": ({"profile": "p.json"}, "belongs to num_speculative_tokens='auto' or"),
     "a profile that is not there": (
         {"num_speculative_tokens": "auto", "profile": "/no/such/profile.json"},
         "is not a profile written by 'magicdec profile'",

@@ -2,16 +2,35 @@
 """The controller against simulated engines whose best choice is known."""
 
 import random
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pytest
 
-from vllm_magicdec.controller import Acceptance, Controller
+from vllm_magicdec.controller import PLAIN, Acceptance, AcceptanceByBudget, Choice, Controller
 from vllm_magicdec.step_times import Step, StepTimes, TimedStep
 
 MAX_TOKENS = 8
 BUDGET = 512
+BUDGETS = (256, 512, 1024)
+
+
+def make_controller(budgets: Sequence[int] = (BUDGET,), times: StepTimes | None = None) -> Controller:
+    return Controller(range(MAX_TOKENS + 1), budgets, times or StepTimes())
+
+
+def alike(num_reqs: int, context_tokens: int, choice: Choice) -> Step:
+    """A step that verifies and makes the same drafts."""
+    return Step(num_reqs, context_tokens, choice.drafts, choice.drafts, choice.budget)
+
+
+def follow(controller: Controller) -> Callable[["Moment"], Choice]:
+    return lambda moment: controller.choose(moment.num_reqs, moment.context_tokens)
+
+
+def all_choices(budgets: Sequence[int] = (BUDGET,)) -> list[Choice]:
+    return [PLAIN, *(Choice(length, b) for length in range(1, MAX_TOKENS + 1) for b in budgets)]
 
 
 @dataclass
@@ -29,7 +48,7 @@ class Engine:
         queries = step.verified + 1
         target = self.pass_seconds * (1 + 0.04 * n * queries)
         target += self.seconds_per_context_token * context * self.verification(queries)
-        read = min(context, n * BUDGET)
+        read = min(context, n * step.budget)
         draft = self.pass_seconds * (0.7 + 0.04 * n) + self.seconds_per_context_token * read
         return target + step.drafted * draft
 
@@ -46,14 +65,18 @@ class Moment:
 
     num_reqs: int
     context_tokens: int
-    acceptance: float
+    acceptance: float | dict[int, float]
+    """Of each draft, by budget if it depends on that."""
+
+    def rate(self, budget: int) -> float:
+        return self.acceptance[budget] if isinstance(self.acceptance, dict) else self.acceptance
 
 
 # The load by tokens made so far, so that every choice does the same work.
 Trace = Callable[[float], Moment]
 
 
-def steady(num_reqs: int, context: int, acceptance: float) -> Trace:
+def steady(num_reqs: int, context: int, acceptance: float | dict[int, float]) -> Trace:
     return lambda tokens: Moment(num_reqs, num_reqs * context, acceptance)
 
 
@@ -85,8 +108,39 @@ TRACES = {
 }
 
 
+def only_near_tokens_matter(tokens: float) -> Moment:
+    """Now and then what is far away matters."""
+    far = tokens % 16_000 > 8_000
+    return Moment(8, 8 * 16_000, {256: 0.3, 512: 0.6, 1024: 0.9} if far else 0.9)
+
+
+def budgets_drift_apart(tokens: float) -> Moment:
+    """What the smaller budgets miss comes and goes."""
+    share = abs(tokens % 20_000 - 10_000) / 10_000
+    return Moment(8, 8 * 16_000, {256: 0.4 + 0.5 * share, 512: 0.6 + 0.3 * share, 1024: 0.9})
+
+
+def all_rates_drift(tokens: float) -> Moment:
+    share = abs(tokens % 20_000 - 10_000) / 10_000
+    return Moment(8, 8 * 16_000, {256: 0.4 + 0.4 * share, 512: 0.45 + 0.4 * share, 1024: 0.5 + 0.4 * share})
+
+
+BUDGET_TRACES = {
+    "the small one suffices": steady(8, 16_000, {256: 0.86, 512: 0.87, 1024: 0.88}),
+    "the middle one is best": steady(8, 16_000, {256: 0.6, 512: 0.88, 1024: 0.9}),
+    "the large one is needed": steady(8, 16_000, {256: 0.5, 512: 0.7, 1024: 0.92}),
+    "one request": steady(1, 16_000, {256: 0.5, 512: 0.7, 1024: 0.92}),
+    "nothing is accepted": steady(8, 16_000, {256: 0.1, 512: 0.15, 1024: 0.2}),
+    "short": steady(8, 200, 0.87),
+    "only near tokens matter": only_near_tokens_matter,
+    "budgets drift apart": budgets_drift_apart,
+    "all rates drift": all_rates_drift,
+    "bursts": bursts,
+}
+
+
 def simulate(
-    choose: Callable[[Moment], int],
+    choose: Callable[[Moment], Choice],
     trace: Trace,
     seed: int,
     controller: Controller | None = None,
@@ -96,19 +150,20 @@ def simulate(
     """Expected tokens per second of a run over `num_tokens`; the controller sees noisy times."""
     rng, engine = random.Random(seed), engine or Engine()
     total_seconds = total_tokens = 0.0
-    verified, previous_reqs = 0, 0
+    previous, previous_reqs = PLAIN, 0
     while total_tokens < num_tokens:
         moment = trace(total_tokens)
-        if moment.num_reqs != previous_reqs:
-            verified = 0  # new requests bring no drafts
-        drafted = choose(moment)
-        step = Step(moment.num_reqs, moment.context_tokens, verified, drafted)
-        rounds = [(verified, accepted(verified, moment.acceptance, rng)) for _ in range(moment.num_reqs)]
+        verified = previous.drafts if moment.num_reqs == previous_reqs else 0  # new ones bring no drafts
+        choice = choose(moment)
+        step = Step(moment.num_reqs, moment.context_tokens, verified, *choice)
+        rate = moment.rate(previous.budget) if verified else 0.0
+        rounds = [(verified, accepted(verified, rate, rng)) for _ in range(moment.num_reqs)]
         total_seconds += engine.seconds(step)
         total_tokens += sum(1 + stood for _, stood in rounds)
         if controller is not None:
-            controller.observe(rounds if verified else [], TimedStep(step, engine.measure(step, rng)))
-        verified, previous_reqs = drafted, moment.num_reqs
+            timed = TimedStep(step, engine.measure(step, rng))
+            controller.observe(rounds if verified else [], previous.budget, timed)
+        previous, previous_reqs = choice, moment.num_reqs
     return total_tokens / total_seconds
 
 
@@ -123,60 +178,97 @@ def accepted(drafted: int, rate: float, rng: random.Random) -> int:
 @pytest.mark.parametrize("name", TRACES)
 def test_close_to_the_best_fixed_choice_and_never_below_plain(name: str, seed: int) -> None:
     trace = TRACES[name]
-    controller = Controller(MAX_TOKENS, StepTimes(BUDGET))
-    achieved = simulate(lambda m: controller.choose(m.num_reqs, m.context_tokens), trace, seed, controller)
-    fixed = [simulate(lambda m, k=k: k, trace, seed) for k in range(MAX_TOKENS + 1)]
+    controller = make_controller()
+    achieved = simulate(follow(controller), trace, seed, controller)
+    fixed = [simulate(lambda m, c=c: c, trace, seed) for c in all_choices()]
     assert achieved > 0.95 * max(fixed)
     assert achieved > 0.98 * fixed[0]
 
 
+@pytest.mark.parametrize("name", BUDGET_TRACES)
+def test_close_to_the_best_fixed_length_and_budget_and_never_below_plain(name: str) -> None:
+    trace = BUDGET_TRACES[name]
+    fixed = {c: simulate(lambda m, c=c: c, trace, 0) for c in all_choices(BUDGETS)}
+    for seed in range(3):
+        controller = make_controller(BUDGETS)
+        achieved = simulate(follow(controller), trace, seed, controller)
+        assert achieved > 0.95 * max(fixed.values())
+        assert achieved > 0.98 * fixed[PLAIN]
+
+
+@pytest.mark.parametrize(
+    ("name", "budget"), [("the small one suffices", 256), ("the large one is needed", 1024)]
+)
+def test_a_fixed_length_leaves_the_choice_of_the_budget(name: str, budget: int) -> None:
+    controller = Controller([4], BUDGETS, StepTimes())
+    chosen: Counter[Choice] = Counter()
+
+    def choose(moment: Moment) -> Choice:
+        choice = controller.choose(moment.num_reqs, moment.context_tokens)
+        chosen[choice] += 1
+        return choice
+
+    achieved = simulate(choose, BUDGET_TRACES[name], 0, controller)
+    assert {choice.drafts for choice in chosen} == {0, 4}, "plain decoding is tried"
+    assert chosen[PLAIN] < 0.05 * chosen.total()
+    assert chosen[Choice(4, budget)] > 0.9 * chosen.total()
+    best = max(simulate(lambda m, b=b: Choice(4, b), BUDGET_TRACES[name], 0) for b in BUDGETS)
+    assert achieved > 0.95 * best
+
+
+def test_a_budget_that_was_never_tried_starts_from_what_the_others_show() -> None:
+    acceptance = AcceptanceByBudget(4, BUDGETS)
+    for index in range(200):
+        acceptance.observe(512, 4, 4 if index % 4 else 0)
+    assert acceptance.tokens_per_round(256) == pytest.approx(acceptance.tokens_per_round(512), rel=0.01)
+    for _ in range(50):
+        acceptance.observe(256, 4, 0)
+    assert acceptance.tokens_per_round(256)[4] < 1.2 < 3.0 < acceptance.tokens_per_round(512)[4]
+
+
 def test_beats_every_fixed_choice_where_the_best_one_changes() -> None:
-    controller = Controller(MAX_TOKENS, StepTimes(BUDGET))
-    achieved = simulate(lambda m: controller.choose(m.num_reqs, m.context_tokens), drifting, 0, controller)
-    assert achieved > max(simulate(lambda m, k=k: k, drifting, 0) for k in range(MAX_TOKENS + 1))
+    controller = make_controller()
+    achieved = simulate(follow(controller), drifting, 0, controller)
+    assert achieved > max(simulate(lambda m, c=c: c, drifting, 0) for c in all_choices())
 
 
 def test_does_not_flap_at_steady_load() -> None:
-    controller = Controller(MAX_TOKENS, StepTimes(BUDGET))
+    controller = make_controller()
     trace = steady(8, 8_000, 0.8)
-    simulate(lambda m: controller.choose(m.num_reqs, m.context_tokens), trace, 0, controller)
+    simulate(follow(controller), trace, 0, controller)
     settled = controller.num_switches
-    simulate(lambda m: controller.choose(m.num_reqs, m.context_tokens), trace, 1, controller)
+    simulate(follow(controller), trace, 1, controller)
     assert controller.num_switches - settled <= 4
 
 
 def test_a_profile_spares_the_calibration() -> None:
     engine, contexts = Engine(), (100, 1_000, 4_000, 16_000)
-    steps = [
-        Step(n, n * context, length, length) for n in (1, 8) for context in contexts for length in range(9)
-    ]
-    times = StepTimes.of(BUDGET, [TimedStep(step, engine.seconds(step)) for step in steps])
-    controller = Controller(MAX_TOKENS, times)
+    steps = [alike(n, n * context, c) for n in (1, 8) for context in contexts for c in all_choices()]
+    times = StepTimes.of([TimedStep(step, engine.seconds(step)) for step in steps])
+    controller = make_controller(times=times)
     for _ in range(100):
-        controller.acceptance.observe(8, 8)
-    assert controller.choose(1, 100) == 0 or engine_gains(engine, 1, 100)
-    assert controller.choose(8, 8 * 16_000) >= 4
+        controller.acceptance.observe(BUDGET, 8, 8)
+    assert controller.choose(1, 100) == PLAIN or engine_gains(engine, 1, 100)
+    assert controller.choose(8, 8 * 16_000).drafts >= 4
 
 
 def engine_gains(engine: Engine, num_reqs: int, context: int) -> bool:
-    plain = engine.seconds(Step(num_reqs, num_reqs * context, 0, 0))
-    return any(
-        engine.seconds(Step(num_reqs, num_reqs * context, k, k)) / (k + 1) < plain for k in range(1, 9)
-    )
+    seconds = [engine.seconds(alike(num_reqs, num_reqs * context, c)) for c in all_choices()]
+    return any(seconds[k] / (k + 1) < seconds[0] for k in range(1, 9))
 
 
 def test_least_context_is_where_the_engine_breaks_even() -> None:
     engine = Engine()
     contexts = [100 * 2**i for i in range(9)]
-    steps = [Step(8, 8 * c, k, k) for c in contexts for k in range(9)]
-    times = StepTimes.of(BUDGET, [TimedStep(step, engine.seconds(step)) for step in steps])
-    controller = Controller(MAX_TOKENS, times)
+    steps = [alike(8, 8 * context, c) for context in contexts for c in all_choices()]
+    times = StepTimes.of([TimedStep(step, engine.seconds(step)) for step in steps])
+    controller = make_controller(times=times)
     for index in range(1000):
-        controller.acceptance.observe(8, 8 if index % 4 else 1)
-    tokens = controller.acceptance.tokens_per_round()
+        controller.acceptance.observe(BUDGET, 8, 8 if index % 4 else 1)
+    tokens = controller.acceptance.tokens_per_round(BUDGET)
 
     def gains(context: int) -> bool:
-        rates = [tokens[k] / engine.seconds(Step(8, 8 * context, k, k)) for k in range(9)]
+        rates = [tokens[c.drafts] / engine.seconds(alike(8, 8 * context, c)) for c in all_choices()]
         return max(rates) > 1.02 * rates[0]
 
     least = controller.least_context(8, 25_600)
@@ -198,12 +290,10 @@ def test_acceptance_recovers_the_rates_it_was_drawn_from() -> None:
 
 
 def test_speedup_that_is_reported_is_the_one_achieved() -> None:
-    controller = Controller(MAX_TOKENS, StepTimes(BUDGET))
+    controller = make_controller()
     trace, engine = steady(8, 16_000, 0.9), Engine(hiccups=0.0)
-    achieved = simulate(
-        lambda m: controller.choose(m.num_reqs, m.context_tokens), trace, 0, controller, engine=engine
-    )
-    plain = simulate(lambda m: 0, trace, 0)
+    achieved = simulate(follow(controller), trace, 0, controller, engine=engine)
+    plain = simulate(lambda m: PLAIN, trace, 0)
     assert controller.achieved_speedup == pytest.approx(achieved / plain, rel=0.1)
     forecast = controller.forecast(8, 8 * 16_000)
     assert forecast.speedup == pytest.approx(achieved / plain, rel=0.1)
@@ -214,10 +304,12 @@ def test_profile_file_round_trip(tmp_path: object) -> None:
     from pathlib import Path
 
     path = Path(str(tmp_path)) / "profile.json"
-    steps = [Step(n, n * 1000, k, k) for n in (1, 4) for k in (0, 2, 4)]
-    times = StepTimes.of(BUDGET, [TimedStep(step, Engine().seconds(step)) for step in steps])
+    choices = (PLAIN, Choice(2, 256), Choice(4, 512))
+    steps = [alike(n, n * 1000, choice) for n in (1, 4) for choice in choices]
+    times = StepTimes.of([TimedStep(step, Engine().seconds(step)) for step in steps])
     times.save(path, {"model": "m"})
     loaded = StepTimes.load(path)
+    assert loaded.budgets == times.budgets == (256, 512)
     for step in steps:
         assert loaded.predict(step) == pytest.approx(times.predict(step), rel=1e-6)
     path.write_text("{}")

@@ -64,7 +64,7 @@ def draft_slots(device: torch.device) -> DraftSlots:
 def page_rounds(device: torch.device) -> Callable[[object], None]:
     budget = PageBudget(page_size=PAGE, sink_pages=1, min_pages=8, max_pages=8)
     views = PageViews(
-        StreamingLLM(MagicDecSpeculativeConfig(method="magicdec-self"), budget, device),
+        [StreamingLLM(MagicDecSpeculativeConfig(method="magicdec-self"), budget, device)],
         draft_slots(device),
         page_size=PAGE,
         max_num_reqs=NUM_REQS,
@@ -85,14 +85,14 @@ def token_rounds(device: torch.device) -> Callable[[object], None]:
     )
     selector = Selector(
         SnapKV(MagicDecSpeculativeConfig(method="magicdec-self")),
-        budget,
+        [budget],
         selections,
         page_size=PAGE,
         max_batched_tokens=4096,
     )
     views = TokenViews(
         selections,
-        budget,
+        [budget],
         draft_slots(device),
         page_size=PAGE,
         max_num_reqs=NUM_REQS,
@@ -125,7 +125,7 @@ def verification_rounds(device: torch.device) -> Callable[[object], None]:
         device=device,
     )
     views = VerificationViews(
-        PageBudget(page_size=PAGE, sink_pages=1, min_pages=10, max_pages=10),
+        [PageBudget(page_size=PAGE, sink_pages=1, min_pages=10, max_pages=10)],
         PageScores(verification, summaries, PAGE),
         draft_slots(device),
         num_layers=NUM_LAYERS,

@@ -1,13 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Token views against a naive reference: which positions a step sees, and through which slots."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import slot_of, token_positions
+from reference import selection_in_view, slot_of, token_positions
 
-from vllm_magicdec.token_view import RequestRows, Selections, TokenBudget, TokenViews
+from vllm_magicdec.attention import KVRows
+from vllm_magicdec.config import MagicDecSpeculativeConfig
+from vllm_magicdec.policies import SnapKV
+from vllm_magicdec.selecting import LayerObserver, Selector
+from vllm_magicdec.token_view import (
+    RequestRows,
+    Selections,
+    TokenBudget,
+    TokenViews,
+    budget_to_select,
+)
 from vllm_magicdec.view import PAD_SLOT, Batch, DraftSlots
 
 CPU = torch.device("cpu")
@@ -36,27 +48,34 @@ def rounds(draw):
     num_steps = draw(st.integers(1, 9))
     sink = draw(st.integers(0, 20))
     window = draw(st.integers(1, 12))
+    recent = draw(st.sampled_from([0.0, 0.375]))
     least = min(sink + max(window, num_steps) + 1, model_len)
-    budget = TokenBudget.from_fields(
-        budget=draw(st.integers(least, model_len)),
-        min_budget=256,
-        sink=sink,
-        window=window,
-        num_speculative_tokens=num_steps,
-        max_model_len=model_len,
-    )
+    budgets = [
+        TokenBudget.from_fields(
+            budget=tokens,
+            min_budget=256,
+            sink=sink,
+            window=window,
+            recent=recent,
+            num_speculative_tokens=num_steps,
+            max_model_len=model_len,
+        )
+        for tokens in sorted(draw(st.lists(st.integers(least, model_len), min_size=1, max_size=3)))
+    ]
     requests = []
     for _ in range(draw(st.integers(1, 4))):
         context_len = draw(st.integers(1, model_len))
         selected_at = draw(st.integers(0, context_len))  # 0: nothing was selected
         requests.append((context_len, selected_at))
-    return page_size, model_len, num_steps, budget, requests
+    return page_size, model_len, num_steps, budgets, requests
 
 
 @settings(max_examples=200, deadline=None)
-@given(rounds(), st.integers(0, 2**31))
-def test_every_step_sees_selection_sinks_and_recent_tokens(case, seed):
-    page_size, model_len, num_steps, budget, requests = case
+@given(rounds(), st.integers(0, 2**31), st.data())
+def test_every_step_sees_selection_sinks_and_recent_tokens(case, seed, data):
+    page_size, model_len, num_steps, budgets, requests = case
+    size = data.draw(st.integers(0, len(budgets) - 1))
+    budget, to_select = budgets[size], budget_to_select(budgets)
     generator = torch.Generator().manual_seed(seed)
     num_reqs, max_blocks = len(requests), -(-model_len // page_size)
     blocks = torch.randperm(num_reqs * max_blocks, generator=generator)
@@ -67,14 +86,14 @@ def test_every_step_sees_selection_sinks_and_recent_tokens(case, seed):
         num_layers=NUM_LAYERS,
         num_kv_heads=NUM_KV_HEADS,
         max_num_reqs=num_reqs + 1,
-        max_selected=budget.max_selected,
+        max_selected=to_select.max_selected,
         device=CPU,
     )
     selections.begin_round(req_ids)
     chosen = {}
     for index, (req_id, (_, selected_at)) in enumerate(zip(req_ids, requests, strict=True)):
-        end = max(0, selected_at - budget.window)
-        count = min(max(0, end - budget.sink), budget.max_selected)
+        end = max(0, selected_at - to_select.window)
+        count = min(max(0, end - budget.sink), to_select.max_selected)
         row = selections.rows([req_id])
         for layer in range(NUM_LAYERS):
             for head in range(NUM_KV_HEADS):
@@ -85,12 +104,13 @@ def test_every_step_sees_selection_sinks_and_recent_tokens(case, seed):
 
     views = TokenViews(
         selections,
-        budget,
+        budgets,
         DraftSlots(**geometry, max_model_len=model_len, device=CPU),
         **geometry,
     )
     batch = make_batch(req_ids, block_table, [context_len for context_len, _ in requests])
-    for step in views.prepare(batch, num_steps):
+    for step in views.prepare(batch, num_steps, size):
+        assert step.view.slots.shape[-1] == budget.max_tokens
         for index, (context_len, selected_at) in enumerate(requests):
             own = block_table[index].tolist()
             length = int(step.view.lens[index])
@@ -100,9 +120,18 @@ def test_every_step_sees_selection_sinks_and_recent_tokens(case, seed):
                 assert step.view.common_len == budget.max_tokens
             for layer in range(NUM_LAYERS):
                 for head in range(NUM_KV_HEADS):
+                    end = max(0, selected_at - to_select.window)
                     expected = token_positions(
-                        chosen=chosen[index, layer, head],
-                        chosen_until=max(0, selected_at - budget.window),
+                        chosen=selection_in_view(
+                            chosen[index, layer, head],
+                            chosen_until=end,
+                            context_len=context_len,
+                            sink=budget.sink,
+                            budget=budget.max_tokens,
+                            window=budget.window,
+                            least_window=to_select.window,
+                        ),
+                        chosen_until=end,
                         context_len=context_len,
                         step=step.index,
                         sink=budget.sink,
@@ -116,6 +145,59 @@ def test_every_step_sees_selection_sinks_and_recent_tokens(case, seed):
             assert int(step.slots[index]) == (slot_of(position, own, page_size) if is_inside else PAD_SLOT)
 
 
+@pytest.mark.parametrize("recent", [0, 0.375])
+def test_a_smaller_budget_selects_what_it_would_alone(recent):
+    page_size, model_len, context_lens = 16, 1024, [1000, 300, 150, 60]
+    fields = MagicDecSpeculativeConfig(method="magicdec-self", snapkv_kernel=1)  # a larger one makes ties
+    budgets = [
+        TokenBudget.from_fields(
+            budget=tokens,
+            min_budget=256,
+            sink=4,
+            window=32,
+            recent=recent,
+            num_speculative_tokens=4,
+            max_model_len=model_len,
+        )
+        for tokens in (64, 128, 256)
+    ]
+    pages = model_len // page_size
+    block_table = torch.arange(len(context_lens) * pages, dtype=torch.int32).view(-1, pages)
+    cache = torch.randn(block_table.numel(), NUM_KV_HEADS, page_size, 16)
+    queries = torch.randn(len(context_lens), 32, 2 * NUM_KV_HEADS, 8)
+
+    def observe(indices: list[int], window: int, observer: LayerObserver) -> None:
+        for layer in range(NUM_LAYERS):
+            observer(layer, queries[indices].flatten(0, 1), KVRows.of(cache, "FLASH_ATTN"), 1.0, 0.0)
+
+    def select(budgets: list[TokenBudget]) -> tuple[Selections, list[int]]:
+        to_select = budget_to_select(budgets)
+        selections = Selections(
+            num_layers=NUM_LAYERS,
+            num_kv_heads=NUM_KV_HEADS,
+            max_num_reqs=len(context_lens),
+            max_selected=to_select.max_selected,
+            device=CPU,
+        )
+        selector = Selector(
+            SnapKV(fields), budgets, selections, page_size=page_size, max_batched_tokens=4096
+        )
+        req_ids = list("abcd")
+        selector.update(SimpleNamespace(observe=observe), make_batch(req_ids, block_table, context_lens))
+        return selections, selections.rows(req_ids).tolist()
+
+    alone, alone_rows = select(budgets[:1])
+    together, rows = select(budgets)
+    for row, alone_row, context_len in zip(rows, alone_rows, context_lens, strict=True):
+        count = int(alone.counts[alone_row])
+        eligible = max(0, context_len - 4 - budgets[0].window)
+        assert count == min(eligible, budgets[0].max_selected)
+        assert int(together.counts[row]) == min(eligible, budget_to_select(budgets).max_selected)
+        assert int(together.ends[row]) == int(alone.ends[alone_row])
+        first = together.positions[row, ..., :count].sort().values
+        assert torch.equal(first, alone.positions[alone_row, ..., :count].sort().values)
+
+
 def test_index_memory_of_an_8b_model_is_small():
     """32 layers, 8 KV heads, 64 requests, budget 512: below 300 MB."""
     budget = TokenBudget.from_fields(
@@ -127,7 +209,7 @@ def test_index_memory_of_an_8b_model_is_small():
         num_layers=32, num_kv_heads=8, max_num_reqs=64, max_selected=budget.max_selected, device=meta
     )
     slots = DraftSlots(**geometry, max_model_len=131072, device=meta)
-    assert TokenViews(selections, budget, slots, **geometry).index_bytes < 300e6
+    assert TokenViews(selections, [budget], slots, **geometry).index_bytes < 300e6
 
 
 def test_rows_of_requests_that_are_gone_go_to_new_ones():

@@ -31,7 +31,7 @@ SCALE = SIZE**-0.5
 class Scene:
     """Two requests in a random cache, and a verification of their last positions."""
 
-    def __init__(self, seed: int, context_lens: list[int], max_pages: int) -> None:
+    def __init__(self, seed: int, context_lens: list[int], *max_pages: int) -> None:
         self.rng = torch.Generator().manual_seed(seed)
         self.context_lens = context_lens
         num_reqs, max_blocks = len(context_lens), MODEL_LEN // PAGE
@@ -51,10 +51,9 @@ class Scene:
             device=CPU,
         )
         geometry = dict(page_size=PAGE, max_num_reqs=num_reqs, max_num_steps=GAMMA)
-        self.budget = PageBudget(page_size=PAGE, sink_pages=1, min_pages=max_pages, max_pages=max_pages)
         self.scores = PageScores(self.verification, self.summaries, PAGE)
         self.views = VerificationViews(
-            self.budget,
+            [PageBudget(page_size=PAGE, sink_pages=1, min_pages=n, max_pages=n) for n in max_pages],
             self.scores,
             DraftSlots(**geometry, max_model_len=MODEL_LEN, device=CPU),
             num_layers=NUM_LAYERS,
@@ -77,9 +76,10 @@ class Scene:
             self.verification.record(layer, queries[layer], metadata, rows, SCALE, 0.0)
         return queries.view(NUM_LAYERS, num_reqs, GAMMA + 1, NUM_KV_HEADS, GROUP, SIZE)
 
-    def steps(self) -> list:
+    def steps(self, size: int = -1) -> list:
         req_ids = [str(i) for i in range(len(self.context_lens))]
-        return list(self.views.prepare(make_batch(req_ids, self.block_table, self.context_lens), GAMMA))
+        batch = make_batch(req_ids, self.block_table, self.context_lens)
+        return list(self.views.prepare(batch, GAMMA, size))
 
     def keys(self, layer: int, request: int, page: int) -> torch.Tensor:
         """Verified keys of a page, [num_kv_heads, tokens, size]."""
@@ -113,14 +113,17 @@ class Scene:
 @given(
     st.lists(st.integers(8, 150), min_size=1, max_size=2),
     st.integers(15, 20),
+    st.integers(0, 12),
     st.integers(0, 2**31),
     st.data(),
 )
-def test_the_view_holds_sinks_recent_pages_and_the_best_of_the_others(context_lens, max_pages, seed, data):
-    scene = Scene(seed, context_lens, max_pages)
+def test_the_view_holds_sinks_recent_pages_and_the_best_of_the_others(
+    context_lens, max_pages, more_pages, seed, data
+):
+    scene = Scene(seed, context_lens, max_pages, max_pages + more_pages)
     num_rejected = [data.draw(st.integers(0, GAMMA)) for _ in context_lens]
     queries = scene.verify(num_rejected)
-    steps = scene.steps()
+    steps = scene.steps(size=0)
     num_recent = scene.views._num_recent
     for request, context_len in enumerate(context_lens):
         last_page = (context_len + GAMMA - 1) // PAGE

@@ -8,7 +8,8 @@ and asynchronous scheduling without a change to the scheduler.
 """
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +27,10 @@ from vllm_magicdec.view import PageBudget
 
 METHOD = "magicdec-self"
 _DEFAULT_MAX_TOKENS = 8
+_DEFAULT_MAX_BUDGET = 1024
+# `draft_kv_budget: auto` chooses among the largest budget divided by these.
+_BUDGET_DIVISORS = (4, 2, 1)
+NUM_BUDGETS = len(_BUDGET_DIVISORS)
 
 # Fields of vLLM's SpeculativeConfig that keep their meaning when the draft is the target.
 _SHARED_FIELDS = frozenset(
@@ -49,6 +54,8 @@ _ENGINE_FIELDS = frozenset(
         "draft_parallel_config",
         "metrics_dir",
         "adaptive",
+        "adaptive_budget",
+        "budgets",
     }
 )
 
@@ -80,7 +87,10 @@ class MagicDecFields(SpeculativeConfig):
     (entry-point group `vllm_magicdec.policies`)."""
     draft_kv_budget: float = Field(default=512, gt=0)
     """K/V entries that a draft step may read per request: tokens, or a fraction of the context
-    when below 1. Rounded up to whole KV pages; drafted tokens count."""
+    when below 1. Rounded up to whole KV pages; drafted tokens count. `auto`: chosen for every step."""
+    draft_kv_max_budget: int = Field(default=_DEFAULT_MAX_BUDGET, gt=0)
+    """Largest budget in tokens when `draft_kv_budget` is `auto`, at most the model length; the others are
+    a half and a quarter of it, where the policy can work with them."""
     draft_kv_min_budget: int = Field(default=256, gt=0)
     """Least budget in tokens when `draft_kv_budget` is a fraction."""
     draft_kv_sink: int = Field(default=16, ge=0)
@@ -103,6 +113,10 @@ class MagicDecFields(SpeculativeConfig):
     """How it pools."""
     adaptive: bool = False
     """Whether a controller sets the draft tokens of every round; `num_speculative_tokens` is the most."""
+    adaptive_budget: bool = False
+    """Whether a controller sets the budget of every round; `draft_kv_budget` is the largest."""
+    budgets: tuple[float, ...] = ()
+    """Budgets to prepare for, ascending; each as `draft_kv_budget`."""
     metrics_dir: str | None = None
     """Directory through which workers report counters to the front end (see metrics.py)."""
 
@@ -127,6 +141,7 @@ class MagicDecSpeculativeConfig(MagicDecFields):
         if self.snapkv_kernel % 2 == 0:
             raise ValueError(f"snapkv_kernel={self.snapkv_kernel} is even; use {self.snapkv_kernel + 1}")
         self._resolve_adaptive()
+        self._resolve_adaptive_budget()
         self.model = self.target_model_config.model if self.target_model_config else METHOD
         self.draft_model_config = self.target_model_config
         self.draft_parallel_config = self.target_parallel_config
@@ -135,22 +150,41 @@ class MagicDecSpeculativeConfig(MagicDecFields):
             check_parallel(self.target_parallel_config, self.target_model_config)
         return self
 
+    @property
+    def has_controller(self) -> bool:
+        """Whether something is chosen for every step."""
+        return self.adaptive or self.adaptive_budget
+
     def _resolve_adaptive(self) -> None:
-        if not self.adaptive:
-            if self.profile is not None or self.max_num_speculative_tokens != _DEFAULT_MAX_TOKENS:
-                raise ValueError(
-                    "profile and max_num_speculative_tokens belong to num_speculative_tokens='auto'; add "
-                    "that or remove them"
-                )
+        if self.profile is not None and not self.has_controller:
+            raise ValueError(
+                "profile belongs to num_speculative_tokens='auto' or draft_kv_budget='auto'; add one of "
+                "them or remove it"
+            )
+        if self.adaptive:
+            self.num_speculative_tokens = self.max_num_speculative_tokens
+        elif self.max_num_speculative_tokens != _DEFAULT_MAX_TOKENS:
+            raise ValueError(
+                "max_num_speculative_tokens belongs to num_speculative_tokens='auto'; add that or remove it"
+            )
+        if not self.has_controller:
             return
-        table: Any = _any_number_of_drafts(self.max_num_speculative_tokens)
+        most = self.num_speculative_tokens
+        # Plain decoding is tried now and then, whatever the choice is among.
+        table: Any = _batch_size_table(range(most + 1) if self.adaptive else (0, most))
         if self.num_speculative_tokens_per_batch_size not in (None, table):  # type: ignore[has-type]
             raise ValueError(
-                "num_speculative_tokens='auto' leaves no use for num_speculative_tokens_per_batch_size; "
-                "remove one of them"
+                "'auto' leaves no use for num_speculative_tokens_per_batch_size; remove one of them"
             )
-        self.num_speculative_tokens = self.max_num_speculative_tokens
         self.num_speculative_tokens_per_batch_size = table
+
+    def _resolve_adaptive_budget(self) -> None:
+        if self.adaptive_budget:
+            self.draft_kv_budget = self.draft_kv_max_budget
+            return
+        if self.draft_kv_max_budget != _DEFAULT_MAX_BUDGET:
+            raise ValueError("draft_kv_max_budget belongs to draft_kv_budget='auto'; add that or remove it")
+        self.budgets = (self.draft_kv_budget,)
 
     def verify_engine(self, vllm_config: VllmConfig) -> None:
         """Refuse what only the whole engine configuration shows; called before any process starts.
@@ -167,38 +201,71 @@ class MagicDecSpeculativeConfig(MagicDecFields):
                 f"{METHOD} does not work with --kv-sharing-fast-prefill; remove that option"
             )
         max_model_len = vllm_config.model_config.max_model_len
+        if self.adaptive_budget:
+            self.draft_kv_budget = min(self.draft_kv_budget, max_model_len)
         if self.draft_kv_budget > max_model_len:
             raise MagicDecConfigError(
                 f"{METHOD}: draft_kv_budget={self.draft_kv_budget:g} is above the model length; "
                 f"use at most {max_model_len} (the whole context)"
             )
-        if self.adaptive:
-            self._adapt(vllm_config)
         self.metrics_dir = open_metrics_dir()
         policy_class = find_policy(self.draft_kv_policy)
-        if issubclass(policy_class, PagePolicy):
-            page_budget(vllm_config, vllm_config.cache_config.block_size)
-            return
-        policy = policy_class(self)
-        if isinstance(policy, TokenPolicy) and policy.refresh:
+        if issubclass(policy_class, TokenPolicy) and policy_class(self).refresh:
             check_refresh(vllm_config.scheduler_config.async_scheduling, vllm_config.use_v2_model_runner)
-        if isinstance(policy, VerifyTopK) and policy.granularity == "page":
-            self._check_room_to_choose(vllm_config)
-        else:
-            token_budget(vllm_config, policy)
+        self.budgets = self._find_budgets(vllm_config)
+        if self.has_controller:
+            self._adapt(vllm_config)
+
+    def _find_budgets(self, vllm_config: VllmConfig) -> tuple[float, ...]:
+        """The budgets to prepare for, ascending.
+
+        Raises:
+            MagicDecConfigError: the policy cannot work with the largest one.
+        """
+        try:
+            self._effective_tokens(vllm_config, self.draft_kv_budget)
+        except MagicDecConfigError as error:
+            if not self.adaptive_budget:
+                raise
+            sentence = str(error).replace("draft_kv_budget=", "draft_kv_max_budget=")  # what the user typed
+            raise MagicDecConfigError(sentence) from None
+        if not self.adaptive_budget:
+            return (self.draft_kv_budget,)
+        budgets = set()
+        for divisor in _BUDGET_DIVISORS:
+            with suppress(MagicDecConfigError):
+                tokens = max(1, self.draft_kv_budget // divisor)
+                budgets.add(self._effective_tokens(vllm_config, tokens))
+        return tuple(sorted(budgets))
+
+    def _effective_tokens(self, vllm_config: VllmConfig, budget: float) -> int:
+        """What comes of a budget when the policy has rounded it up, in tokens.
+
+        Raises:
+            MagicDecConfigError: the policy cannot work with it.
+        """
+        policy_class = find_policy(self.draft_kv_policy)
+        if not issubclass(policy_class, PagePolicy):
+            policy = policy_class(self)
+            if isinstance(policy, TokenPolicy) or policy.granularity == "token":
+                return token_budget(vllm_config, policy, budget).max_tokens
+            self._check_room_to_choose(vllm_config, budget)
+        page = vllm_config.cache_config.block_size
+        return min(
+            page_budget(vllm_config, page, budget).max_pages * page, vllm_config.model_config.max_model_len
+        )
 
     def _adapt(self, vllm_config: VllmConfig) -> None:
-        """Let a scheduler with a controller choose the drafts of every step."""
+        """Let a scheduler with a controller choose for every step."""
         scheduler = vllm_config.scheduler_config
         if scheduler.scheduler_cls is not None:
             raise MagicDecConfigError(
-                f"{METHOD}: num_speculative_tokens='auto' brings its own scheduler; remove --scheduler-cls "
-                "or give a number"
+                f"{METHOD}: 'auto' brings its own scheduler; remove --scheduler-cls or give a number"
             )
         if vllm_config.parallel_config.data_parallel_size > 1:
             raise MagicDecConfigError(
-                f"{METHOD}: num_speculative_tokens='auto' does not work with data parallelism in one "
-                "engine; give a number, or start one server per rank"
+                f"{METHOD}: 'auto' does not work with data parallelism in one engine; give a number, or "
+                "start one server per rank"
             )
         if self.profile is not None:
             self._check_profile(self.profile)
@@ -207,30 +274,28 @@ class MagicDecSpeculativeConfig(MagicDecFields):
 
     def _check_profile(self, path: str) -> None:
         try:
-            budget = StepTimes.load(Path(path)).budget
+            measured = StepTimes.load(Path(path)).budgets
         except ValueError as error:
             raise MagicDecConfigError(f"{METHOD}: {error}") from None
         # A fraction is of this engine's model length, which may differ from the profile's.
-        if self.draft_kv_budget >= 1 and budget != int(self.draft_kv_budget):
+        if self.draft_kv_budget >= 1 and not set(self.budgets) <= set(measured):
             raise MagicDecConfigError(
-                f"{METHOD}: {path} was measured with draft_kv_budget={budget}, not "
-                f"{self.draft_kv_budget:g}; use {budget}, or measure again with 'magicdec profile'"
+                f"{METHOD}: {path} was measured with draft_kv_budget={_and(measured)}, not "
+                f"{_and(self.budgets)}; use what was measured, or measure again with 'magicdec profile'"
             )
 
-    def budget_tokens(self, context: int) -> int:
+    def budget_tokens(self, budget: float, context: int) -> int:
         """K/V entries that a draft step reads of a request with `context` tokens, at most."""
-        if self.draft_kv_budget >= 1:
-            return int(self.draft_kv_budget)
-        return max(self.draft_kv_min_budget, int(self.draft_kv_budget * context))
+        return int(budget) if budget >= 1 else max(self.draft_kv_min_budget, int(budget * context))
 
-    def _check_room_to_choose(self, vllm_config: VllmConfig) -> None:
+    def _check_room_to_choose(self, vllm_config: VllmConfig, budget: float) -> None:
         page = vllm_config.cache_config.block_size
-        budget = page_budget(vllm_config, page)
-        fixed = budget.sink_pages + num_recent_pages(page, self.num_speculative_tokens)
-        if fixed < budget.min_pages or budget.min_pages * page >= vllm_config.model_config.max_model_len:
+        pages = page_budget(vllm_config, page, budget)
+        fixed = pages.sink_pages + num_recent_pages(page, self.num_speculative_tokens)
+        if fixed < pages.min_pages or pages.min_pages * page >= vllm_config.model_config.max_model_len:
             return
         raise MagicDecConfigError(
-            f"{METHOD}: draft_kv_budget={self.draft_kv_budget:g} leaves no page to choose beside {fixed} "
+            f"{METHOD}: draft_kv_budget={budget:g} leaves no page to choose beside {fixed} "
             f"pages of {page} tokens for sinks and recent tokens; use at least {(fixed + 1) * page}, a "
             "smaller --block-size, or draft_kv_granularity='token'"
         )
@@ -244,7 +309,8 @@ class MagicDecSpeculativeConfig(MagicDecFields):
         return (
             f"SpeculativeConfig(method={METHOD!r}, num_spec_tokens="
             f"{'auto, at most ' if self.adaptive else ''}{self.num_speculative_tokens}, "
-            f"draft_kv_policy={self.draft_kv_policy!r}, draft_kv_budget={self.draft_kv_budget:g}, "
+            f"draft_kv_policy={self.draft_kv_policy!r}, draft_kv_budget="
+            f"{'auto, at most ' if self.adaptive_budget else ''}{self.draft_kv_budget:g}, "
             f"draft_kv_sink={self.draft_kv_sink})"
         )
 
@@ -306,18 +372,25 @@ def _check_method(given: Mapping[str, Any]) -> None:
 
 def _resolve_auto(given: Mapping[str, Any]) -> dict[str, Any]:
     """vLLM wants a number where a user may type `auto`."""
-    if given.get("num_speculative_tokens") != "auto":
-        return dict(given)
-    numbers = {name: value for name, value in given.items() if name != "num_speculative_tokens"}
-    return {**numbers, "adaptive": True}
+    flags = {"num_speculative_tokens": "adaptive", "draft_kv_budget": "adaptive_budget"}
+    automatic = {name for name in flags if given.get(name) == "auto"}
+    numbers = {name: value for name, value in given.items() if name not in automatic}
+    return {**numbers, **{flags[name]: True for name in automatic}}
 
 
-def _any_number_of_drafts(most: int) -> list[tuple[int, int, int]]:
-    """vLLM's table from batch size to drafts with every number up to `most` in it.
+def _batch_size_table(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
+    """vLLM's table from batch size to drafts with each of these numbers in it.
 
     The scheduler's controller overrules the table; vLLM captures CUDA graphs for the numbers in it.
     """
-    return [*((drafts + 1, drafts + 1, drafts) for drafts in range(most)), (most + 1, 2**20, most)]
+    *first, last = lengths
+    table = [(size, size, length) for size, length in enumerate(first, start=1)]
+    return [*table, (len(lengths), 2**20, last)]
+
+
+def _and(budgets: Sequence[float]) -> str:
+    *first, last = (f"{budget:g}" for budget in budgets)
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def _first_problem(error: ValidationError) -> str:
@@ -388,8 +461,8 @@ def check_refresh(async_scheduling: bool, v2_model_runner: bool) -> None:
         )
 
 
-def page_budget(vllm_config: VllmConfig, page_size: int) -> PageBudget:
-    """The budget in whole pages of `page_size` tokens.
+def page_budget(vllm_config: VllmConfig, page_size: int, budget: float) -> PageBudget:
+    """A budget, given as `draft_kv_budget`, in whole pages of `page_size` tokens.
 
     Raises:
         MagicDecConfigError: it is below one page.
@@ -398,7 +471,7 @@ def page_budget(vllm_config: VllmConfig, page_size: int) -> PageBudget:
     assert isinstance(spec, MagicDecSpeculativeConfig)
     try:
         return PageBudget.from_tokens(
-            budget=spec.draft_kv_budget,
+            budget=budget,
             min_budget=spec.draft_kv_min_budget,
             sink=spec.draft_kv_sink,
             page_size=page_size,
@@ -409,8 +482,8 @@ def page_budget(vllm_config: VllmConfig, page_size: int) -> PageBudget:
         raise MagicDecConfigError(f"{METHOD}: {error}") from None
 
 
-def token_budget(vllm_config: VllmConfig, policy: TokenPolicy | VerifyTopK) -> TokenBudget:
-    """The budget in tokens, for a policy that selects tokens and keeps the latest in view.
+def token_budget(vllm_config: VllmConfig, policy: TokenPolicy | VerifyTopK, budget: float) -> TokenBudget:
+    """A budget, given as `draft_kv_budget`, in tokens, for a policy that selects tokens.
 
     Raises:
         MagicDecConfigError: it cannot hold the sinks and the policy's window.
@@ -419,7 +492,7 @@ def token_budget(vllm_config: VllmConfig, policy: TokenPolicy | VerifyTopK) -> T
     assert isinstance(spec, MagicDecSpeculativeConfig)
     try:
         return TokenBudget.from_fields(
-            budget=spec.draft_kv_budget,
+            budget=budget,
             min_budget=spec.draft_kv_min_budget,
             sink=spec.draft_kv_sink,
             window=policy.window,

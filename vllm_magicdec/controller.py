@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses how many tokens to draft, step by step, from counts and times alone.
+"""Chooses how many tokens to draft, and with which KV budget, from counts and times alone.
 
 The rule is MagicDec's Eq. 2 (arXiv 2408.11049) with measured times: of all speculation lengths gamma,
-0 included, take the one that promises the most tokens per second for the batch at hand,
+0 included, and budgets b take the pair that promises the most tokens per second for the batch at hand,
 
-    rate(gamma) = n * Omega(gamma) / T(n, C, verified=gamma, drafted=gamma)
+    rate(gamma, b) = n * Omega(gamma, b) / T(n, C, verified=gamma, drafted=gamma, budget=b)
 
-Omega(gamma) is the expected tokens of a round at the acceptance seen lately. Two things keep the choice
-calm and honest: it changes only for a clear gain, and lengths that look worse are tried now and then, for
-a fixed share of the time, because their times and their acceptance can be known in no other way.
+Omega(gamma, b) is the expected tokens of a round at the acceptance seen lately with that budget. Two things
+keep the choice calm and honest: it changes only for a clear gain, and pairs that look worse are tried now
+and then, for a fixed share of the time, because their times and their acceptance can be known in no other
+way.
 """
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from vllm_magicdec.step_times import Step, StepTimes, TimedStep
 
@@ -27,9 +29,22 @@ _TRIAL_STEPS = 2
 # The choice is looked at again after so many steps, and whenever the batch changes.
 _STEPS_PER_CHOICE = 4
 _STEPS_PER_FIT = 64
-_CALIBRATION_STEPS = 3
+# The first of them verifies other drafts; of three alike, one hiccup does not make the median.
+_CALIBRATION_STEPS = 4
 # What a step still counts for in the achieved speedup after the next one.
 _FORGET = 0.99
+
+
+class Choice(NamedTuple):
+    """What the next step drafts."""
+
+    drafts: int
+    """Per request; 0 is plain decoding."""
+    budget: int
+    """K/V entries that each draft step reads per request, at most; 0 where none is made."""
+
+
+PLAIN = Choice(0, 0)
 
 
 class Acceptance:
@@ -54,19 +69,43 @@ class Acceptance:
             self._tried[place] = decay * self._tried[place] + tried
             self._accepted[place] = decay * self._accepted[place] + stood
 
-    def rates(self) -> list[float]:
-        """P(draft i stands | all before it stood), for each place i."""
-        # Places seldom reached lean on all places together; those on a cautious guess.
-        overall = (sum(self._accepted) + 3.0) / (sum(self._tried) + 4.0)
+    def rates(self, expected: Sequence[float] | None = None) -> list[float]:
+        """P(draft i stands | all before it stood), for each place i.
+
+        Args:
+            expected: what places seldom reached lean on; None: on all places together, and those on a
+                cautious guess.
+        """
+        if expected is None:
+            overall = (sum(self._accepted) + 3.0) / (sum(self._tried) + 4.0)
+            expected = [overall] * len(self._tried)
         return [
-            (stood + 4.0 * overall) / (tried + 4.0)
-            for stood, tried in zip(self._accepted, self._tried, strict=True)
+            (stood + 4.0 * usual) / (tried + 4.0)
+            for stood, tried, usual in zip(self._accepted, self._tried, expected, strict=True)
         ]
 
-    def tokens_per_round(self) -> list[float]:
+
+class AcceptanceByBudget:
+    """How far drafts get with each budget; one that was seldom tried leans on what the others show.
+
+    Args:
+        max_tokens: most drafts of a round.
+        budgets: K/V entries that a draft step reads per request.
+    """
+
+    def __init__(self, max_tokens: int, budgets: Iterable[int]) -> None:
+        self._together = Acceptance(max_tokens)
+        self._own = {budget: Acceptance(max_tokens) for budget in budgets}
+
+    def observe(self, budget: int, drafted: int, accepted: int, count: int = 1) -> None:
+        """As for `Acceptance`, of drafts made with this budget."""
+        self._together.observe(drafted, accepted, count)
+        self._own[budget].observe(drafted, accepted, count)
+
+    def tokens_per_round(self, budget: int) -> list[float]:
         """Omega(gamma), expected tokens of a round, for gamma = 0, 1, ... max_tokens."""
         expected, reached = [1.0], 1.0
-        for rate in self.rates():
+        for rate in self._own[budget].rates(self._together.rates()):
             reached *= rate
             expected.append(expected[-1] + reached)
         return expected
@@ -76,7 +115,7 @@ class Acceptance:
 class Forecast:
     """What the controller expects of its choice."""
 
-    num_drafts: int
+    choice: Choice
     speedup: float
     """Over plain decoding of the same batch."""
     draft_share: float
@@ -84,39 +123,44 @@ class Forecast:
 
 
 class Controller:
-    """Chooses speculation lengths for one engine.
+    """Chooses speculation lengths and budgets for one engine.
 
     Args:
-        max_tokens: most drafts of a round.
+        lengths: numbers of drafts to choose among, ascending. Plain decoding is tried now and then even
+            where 0 is not among them: what is gained over it is to be known.
+        budgets: K/V entries per request to choose among, ascending.
         times: a profile's times, or empty ones: then the first steps of every batch size and context
-            length that is new by a factor of two try a few lengths each.
+            length that is new by a factor of two try a few lengths and every budget.
     """
 
-    def __init__(self, max_tokens: int, times: StepTimes) -> None:
+    def __init__(self, lengths: Sequence[int], budgets: Sequence[int], times: StepTimes) -> None:
         self.times = times
-        self.acceptance = Acceptance(max_tokens)
+        self.acceptance = AcceptanceByBudget(lengths[-1], budgets)
         self.num_switches = 0
-        self._lengths = range(max_tokens + 1)
-        self._current = min(4, max_tokens)
-        self._plan: list[int] = []  # lengths of the steps that come next, last first
+        self.lengths = tuple(length for length in lengths if length)
+        self.budgets = tuple(budgets)
+        self._pairs = [Choice(length, budget) for length in self.lengths for budget in self.budgets]
+        self._choices = [PLAIN, *self._pairs] if 0 in lengths else self._pairs
+        self._current = Choice(max(n for n in self.lengths if n <= 4 or n == self.lengths[0]), budgets[-1])
+        self._plan: list[Choice] = []  # of the steps that come next, last first
         self._has_tried = False  # a plan has ended: what it showed is to be learnt at once
         self._credit_seconds = 0.0
-        self._last_tried = [0] * (max_tokens + 1)
+        self._last_tried: Counter[Choice] = Counter()  # at which step
         self._num_steps = 0
         self._plain_seconds = self._seconds = 0.0
         self._decided_at = -_STEPS_PER_CHOICE
         self._decided_for = 0
         self._regions: set[tuple[int, int]] = set()
 
-    def choose(self, num_reqs: int, context_tokens: int) -> int:
-        """The number of drafts for the next step.
+    def choose(self, num_reqs: int, context_tokens: int) -> Choice:
+        """What the next step drafts.
 
         Args:
             num_reqs: requests that will be drafted for.
             context_tokens: K/V entries they hold together.
         """
         if not self._plan and self._is_unknown(num_reqs, context_tokens):
-            self._plan = self._calibration()
+            self._plan = self._calibration(num_reqs, context_tokens)
         if self._plan:
             self._has_tried = len(self._plan) == 1
             return self._plan.pop()
@@ -130,24 +174,26 @@ class Controller:
                 return self._plan.pop()
         return self._current
 
-    def observe(self, rounds: Collection[tuple[int, int]], timed: TimedStep | None) -> None:
+    def observe(self, rounds: Collection[tuple[int, int]], budget: int, timed: TimedStep | None) -> None:
         """A step has been made.
 
         Args:
             rounds: (drafted, accepted) of each request that verified drafts.
+            budget: with which they were drafted.
             timed: what the step did and how long it took; None if it did not do the same for every
                 request, or prefilled some: such steps tell of acceptance only.
         """
         # A large batch has few different outcomes.
         for (drafted, accepted), count in Counter(rounds).items():
-            self.acceptance.observe(drafted, accepted, count)
+            self.acceptance.observe(budget, drafted, accepted, count)
         if timed is not None:
             self._observe_time(timed)
+            tried = Choice(timed.step.verified, budget) if timed.step.verified else PLAIN
+            self._last_tried[tried] = self._num_steps
             self._account(rounds, timed)
 
     def _observe_time(self, timed: TimedStep) -> None:
         self._num_steps += 1
-        self._last_tried[timed.step.verified] = self._num_steps
         self._credit_seconds += _TRIAL_SHARE * timed.seconds
         is_first = len(self.times) == 0
         self.times.add(timed)
@@ -158,7 +204,7 @@ class Controller:
     def _account(self, rounds: Collection[tuple[int, int]], timed: TimedStep) -> None:
         """Compare with the time that plain decoding would have taken for the same tokens."""
         step = timed.step
-        plain = self.times.predict(Step(step.num_reqs, step.context_tokens, 0, 0))
+        plain = self.times.predict(_step(step.num_reqs, step.context_tokens, PLAIN, PLAIN))
         tokens = 1.0 + sum(accepted for _, accepted in rounds) / step.num_reqs
         self._plain_seconds = _FORGET * self._plain_seconds + tokens * plain
         self._seconds = _FORGET * self._seconds + timed.seconds
@@ -168,21 +214,28 @@ class Controller:
         """Over plain decoding, in the latest steps; 1 before the first."""
         return self._plain_seconds / self._seconds if self._seconds else 1.0
 
-    def rates(self, num_reqs: int, context_tokens: int) -> list[float]:
-        """Tokens per second to expect of each length, 0 included."""
-        return [
-            num_reqs * tokens / self.times.predict(Step(num_reqs, context_tokens, length, length))
-            for length, tokens in zip(self._lengths, self.acceptance.tokens_per_round(), strict=True)
-        ]
+    def rates(self, num_reqs: int, context_tokens: int) -> dict[Choice, float]:
+        """Tokens per second to expect of plain decoding and of every length and budget."""
+        tokens = self._tokens_per_round()
+        return {
+            choice: num_reqs
+            * expected
+            / self.times.predict(_step(num_reqs, context_tokens, choice, choice))
+            for choice, expected in tokens.items()
+        }
+
+    def _tokens_per_round(self) -> dict[Choice, float]:
+        by_budget = {budget: self.acceptance.tokens_per_round(budget) for budget in self.budgets}
+        return {PLAIN: 1.0, **{pair: by_budget[pair.budget][pair.drafts] for pair in self._pairs}}
 
     def forecast(self, num_reqs: int, context_tokens: int) -> Forecast:
         """What to expect of the current choice for such a batch."""
         rates = self.rates(num_reqs, context_tokens)
-        length = self._current
-        whole = self.times.predict(Step(num_reqs, context_tokens, length, length))
-        verification = self.times.predict(Step(num_reqs, context_tokens, length, 0))
+        choice = self._current
+        whole = self.times.predict(_step(num_reqs, context_tokens, choice, choice))
+        verification = self.times.predict(_step(num_reqs, context_tokens, choice, PLAIN))
         share = max(0.0, 1.0 - verification / whole)
-        return Forecast(length, rates[length] / rates[0], share)
+        return Forecast(choice, rates[choice] / rates[PLAIN], share)
 
     def least_context(self, num_reqs: int, max_context: int) -> int | None:
         """The context per request above which speculation pays (the paper's S_inflection), in tokens.
@@ -194,7 +247,7 @@ class Controller:
 
         def pays(context: int) -> bool:
             rates = self.rates(num_reqs, num_reqs * context)
-            return max(rates) > _CLEAR_GAIN * rates[0]
+            return max(rates.values()) > _CLEAR_GAIN * rates[PLAIN]
 
         if not pays(high):
             return None
@@ -203,33 +256,40 @@ class Controller:
             low, high = (low, middle) if pays(middle) else (middle, high)
         return high
 
-    def _switch(self, rates: list[float]) -> None:
-        best = max(self._lengths, key=rates.__getitem__)
-        if best != self._current and rates[best] > _CLEAR_GAIN * rates[self._current]:
+    def _switch(self, rates: dict[Choice, float]) -> None:
+        best = max(self._choices, key=rates.__getitem__)
+        if rates[best] > _CLEAR_GAIN * rates[self._current]:
             self._current = best
             self.num_switches += 1
 
-    def _consider_trial(self, rates: list[float], num_reqs: int, context_tokens: int) -> None:
-        """Plan a trial of the length that was not tried for the longest time, if there is credit for it."""
-        others = [length for length in self._lengths if length != self._current]
-        stalest = min(others, key=self._last_tried.__getitem__)
+    def _consider_trial(self, rates: dict[Choice, float], num_reqs: int, context_tokens: int) -> None:
+        """Plan a trial of what was not tried for the longest time, if there is credit for it.
+
+        Tried are plain decoding and the most promising pairs of every length and of every budget.
+        """
+        by_length = [[pair for pair in self._pairs if pair.drafts == length] for length in self.lengths]
+        by_budget = [[pair for pair in self._pairs if pair.budget == budget] for budget in self.budgets]
+        promising = [max(pairs, key=rates.__getitem__) for pairs in (*by_length, *by_budget)]
+        others = [choice for choice in (PLAIN, *promising) if choice != self._current]
+        stalest = min(others, key=lambda choice: self._last_tried[choice])
         cost = self._trial_cost(stalest, rates, num_reqs, context_tokens)
         if self._credit_seconds >= cost:
             self._credit_seconds -= cost
             self._plan = [stalest] * _TRIAL_STEPS
             self._last_tried[stalest] = self._num_steps
 
-    def _trial_cost(self, length: int, rates: list[float], num_reqs: int, context_tokens: int) -> float:
+    def _trial_cost(
+        self, trial: Choice, rates: dict[Choice, float], num_reqs: int, context_tokens: int
+    ) -> float:
         """Seconds lost by a trial: its steps and the one after, which has the trial's drafts to verify."""
-        current = self._current
-        lengths = [current, *[length] * _TRIAL_STEPS, current]
+        choices = [self._current, *[trial] * _TRIAL_STEPS, self._current]
         seconds = sum(
-            self.times.predict(Step(num_reqs, context_tokens, verified, drafted))
-            for verified, drafted in pairwise(lengths)
+            self.times.predict(_step(num_reqs, context_tokens, verified, drafted))
+            for verified, drafted in pairwise(choices)
         )
-        expected = self.acceptance.tokens_per_round()
-        tokens = num_reqs * sum(expected[verified] for verified in lengths[:-1])
-        return max(0.0, seconds - tokens / rates[current])
+        expected = self._tokens_per_round()
+        tokens = num_reqs * sum(expected[verified] for verified in choices[:-1])
+        return max(0.0, seconds - tokens / rates[self._current])
 
     def _is_unknown(self, num_reqs: int, context_tokens: int) -> bool:
         """Whether no batch of about this size and context has been met; it has now."""
@@ -238,10 +298,19 @@ class Controller:
             return False
         self._regions.add(region)
         return not any(
-            self.times.count(Step(num_reqs, context_tokens, length, length)) for length in self._lengths
+            self.times.count(_step(num_reqs, context_tokens, choice, choice))
+            for choice in (PLAIN, *self._pairs)
         )
 
-    def _calibration(self) -> list[int]:
-        """A few steps each of plain decoding, few drafts and many."""
-        lengths = sorted({0, min(2, self._lengths[-1]), min(4, self._lengths[-1]), self._lengths[-1]})
-        return [length for length in lengths for _ in range(_CALIBRATION_STEPS)]
+    def _calibration(self, num_reqs: int, context_tokens: int) -> list[Choice]:
+        """A few steps each of plain decoding, few drafts and many, and every budget below the context."""
+        most = self.lengths[-1]
+        lengths = sorted({min(2, most), min(4, most), most} & {*self.lengths})
+        pairs = [Choice(length, self.budgets[-1]) for length in lengths]
+        smaller = [budget for budget in self.budgets[:-1] if num_reqs * budget < context_tokens]
+        pairs += [Choice(lengths[len(lengths) // 2], budget) for budget in smaller]
+        return [choice for choice in (PLAIN, *pairs) for _ in range(_CALIBRATION_STEPS)]
+
+
+def _step(num_reqs: int, context_tokens: int, verified: Choice, drafted: Choice) -> Step:
+    return Step(num_reqs, context_tokens, verified.drafts, drafted.drafts, drafted.budget)

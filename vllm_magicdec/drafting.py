@@ -18,10 +18,11 @@ from vllm_magicdec import envs
 from vllm_magicdec.attention.plans import CommonLengthPlans
 from vllm_magicdec.attention.switch import install_switches
 from vllm_magicdec.config import METHOD, MagicDecSpeculativeConfig, page_budget, token_budget
+from vllm_magicdec.draft_plan import DraftPlan
 from vllm_magicdec.metrics import DraftFailures
 from vllm_magicdec.policies import PagePolicy, TokenPolicy, VerifyTopK, find_policy
 from vllm_magicdec.selecting import ObservingRunner, Selector
-from vllm_magicdec.token_view import Selections, TokenViews
+from vllm_magicdec.token_view import Selections, TokenViews, budget_to_select
 from vllm_magicdec.verification import (
     PageScores,
     PageSummaries,
@@ -29,7 +30,7 @@ from vllm_magicdec.verification import (
     VerificationSelector,
     VerificationViews,
 )
-from vllm_magicdec.view import Batch, DraftSlots, DraftStep, PageViews, View, Views
+from vllm_magicdec.view import Batch, DraftSlots, DraftStep, PageBudget, PageViews, View, Views
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -100,10 +101,10 @@ class Drafter:
         )
         policy_class = find_policy(spec.draft_kv_policy)
         if issubclass(policy_class, PagePolicy):
-            pages = page_budget(config, self._page_size)
+            pages = self._page_budgets()
             self._log(pages)
             return PageViews(
-                policy_class(spec, pages, self._device),
+                [policy_class(spec, budget, self._device) for budget in pages],
                 draft_slots,
                 page_size=self._page_size,
                 max_num_reqs=max_num_reqs,
@@ -116,7 +117,7 @@ class Drafter:
         scores, summary_bytes = self._make_page_scores()
         if policy.granularity == "token":
             return self._make_token_views(policy, draft_slots, scores, summary_bytes)
-        pages = page_budget(config, self._page_size)
+        pages = self._page_budgets()
         views = VerificationViews(
             pages,
             scores,
@@ -130,6 +131,9 @@ class Drafter:
         self._log(pages, {"lists of pages": views.index_bytes, "page summaries": summary_bytes})
         return views
 
+    def _page_budgets(self) -> list[PageBudget]:
+        return [page_budget(self._vllm_config, self._page_size, budget) for budget in self._spec.budgets]
+
     def _make_token_views(
         self,
         policy: TokenPolicy | VerifyTopK,
@@ -138,37 +142,38 @@ class Drafter:
         summary_bytes: int = 0,
     ) -> TokenViews:
         scheduler = self._vllm_config.scheduler_config
-        budget = token_budget(self._vllm_config, policy)
+        budgets = [token_budget(self._vllm_config, policy, budget) for budget in self._spec.budgets]
+        to_select = budget_to_select(budgets)
         selections = Selections(
             num_layers=len(self.layer_names),
             num_kv_heads=self._cache.num_kv_heads,
             max_num_reqs=scheduler.max_num_seqs,
-            max_selected=budget.max_selected,
+            max_selected=to_select.max_selected,
             device=self._device,
         )
         if scores is not None:
             self._selector = VerificationSelector(
-                scores, budget, selections, page_size=self._page_size, refresh=policy.refresh
+                scores, to_select, selections, page_size=self._page_size, refresh=policy.refresh
             )
         else:
             assert isinstance(policy, TokenPolicy)
             self._plans = install_switches(self._vllm_config, self.layer_names, self._device)
             self._selector = Selector(
                 policy,
-                budget,
+                budgets,
                 selections,
                 page_size=self._page_size,
                 max_batched_tokens=scheduler.max_num_batched_tokens,
             )
         views = TokenViews(
             selections,
-            budget,
+            budgets,
             draft_slots,
             page_size=self._page_size,
             max_num_reqs=scheduler.max_num_seqs,
             max_num_steps=self._spec.num_speculative_tokens,
         )
-        self._log(budget, {"lists of slots": views.index_bytes, "page summaries": summary_bytes})
+        self._log(budgets, {"lists of slots": views.index_bytes, "page summaries": summary_bytes})
         return views
 
     def _make_page_scores(self) -> tuple[PageScores, int]:
@@ -190,7 +195,7 @@ class Drafter:
         self._plans = install_switches(self._vllm_config, self.layer_names, self._device, verification)
         return PageScores(verification, summaries, self._page_size), summaries.num_bytes
 
-    def _log(self, budget: object, extra_bytes: Mapping[str, int] | None = None) -> None:
+    def _log(self, budgets: Sequence[object], extra_bytes: Mapping[str, int] | None = None) -> None:
         extra = ", ".join(f"{n / 2**20:.1f} MiB for {what}" for what, n in (extra_bytes or {}).items() if n)
         logger.info_once(
             "%s drafts %s%d tokens a round with policy %s; each draft step reads at most %s of a "
@@ -199,15 +204,15 @@ class Drafter:
             "up to " if self._spec.adaptive else "",
             self._spec.num_speculative_tokens,
             self._spec.draft_kv_policy,
-            budget,
+            " or ".join(map(str, budgets)),
             f"; {extra}" if extra else "",
         )
 
     @property
     def common_lens(self) -> Sequence[int | None]:
         """`TokenView.common_len`s for which a draft step runs other kernels; None is one."""
-        full_len = self._views.full_len if isinstance(self._views, TokenViews) else None
-        return (None,) if full_len is None or not self._plans else (None, full_len)
+        full_lens = self._views.full_lens if isinstance(self._views, TokenViews) and self._plans else []
+        return (None, *full_lens)
 
     def capture_view(self, num_reqs: int, lens: torch.Tensor, common_len: int | None) -> View:
         """`Views.view`, for a step that may be captured in a CUDA graph."""
@@ -220,6 +225,11 @@ class Drafter:
     def draft(self, runner: Runner, batch: Batch, num_steps: int) -> bool:
         """Fill `draft_tokens[:num_reqs, :num_steps]`.
 
+        Args:
+            runner: makes the passes.
+            batch: the round's requests.
+            num_steps: drafts of each; a `DraftPlan` says with which budget, else it is the largest.
+
         Returns:
             False if drafting failed. The failure is counted and logged, and the drafts are token 0 for
             every request: the caller must let the target verify them as drawn from a one-hot draft.
@@ -229,7 +239,7 @@ class Drafter:
         try:
             if self._selector is not None:
                 self._selector.update(runner, batch)
-            for step in self._views.prepare(batch, num_steps):
+            for step in self._views.prepare(batch, num_steps, self._size_of(num_steps)):
                 tokens = runner.draft_step(tokens.to(torch.int32), step)
                 drafts[:, step.index] = tokens
         except Exception:
@@ -239,3 +249,9 @@ class Drafter:
             drafts.zero_()
             return False
         return True
+
+    def _size_of(self, num_steps: int) -> int:
+        """Which budget to draft with."""
+        if self._spec.adaptive_budget and isinstance(num_steps, DraftPlan):
+            return self._spec.budgets.index(num_steps.budget)
+        return -1

@@ -115,26 +115,32 @@ class DraftFailures:
 
 
 class SpeculationGauges:
-    """What the controller of `num_speculative_tokens: auto` is doing.
+    """What the controller of `auto` is doing.
 
     Args:
         metrics_dir: as for `DraftFailures`.
-        budget: K/V entries that a draft step reads per request, at most.
+        budget: K/V entries that a draft step reads per request at first, at most.
     """
 
     def __init__(self, metrics_dir: str | None, budget: int) -> None:
         self._gauges = _MetricsFile(metrics_dir, "gauge_mostrecent", "magicdec_")
         self._counters = _MetricsFile(metrics_dir, "counter", "magicdec_controller_")
-        self._set("draft_kv_budget", budget, "K/V entries that a draft step reads per request, at most.")
+        self._set_budget(budget)
 
     def set(self, forecast: Forecast, achieved_speedup: float, num_switches: int) -> None:
         """Show the present choice."""
-        self._set("num_speculative_tokens", forecast.num_drafts, "Drafts per round chosen at present.")
+        drafts, budget = forecast.choice
+        self._set("num_speculative_tokens", drafts, "Drafts per round chosen at present.")
+        if drafts:
+            self._set_budget(budget)
         self._set("draft_share", forecast.draft_share, "Draft steps' share of a round's time.")
         self._set("predicted_speedup", forecast.speedup, "Expected speed over plain decoding.")
         self._set("achieved_speedup", achieved_speedup, "Speed over plain decoding of the latest steps.")
         name = "vllm:magicdec_switches"
-        self._counters.write(name, f"{name}_total", num_switches, "Changes of the chosen drafts per round.")
+        self._counters.write(name, f"{name}_total", num_switches, "Changes of the choice.")
+
+    def _set_budget(self, budget: int) -> None:
+        self._set("draft_kv_budget", budget, "K/V entries that a draft step reads per request, at most.")
 
     def _set(self, name: str, value: float, help_text: str) -> None:
         metric = f"vllm:magicdec_{name}"

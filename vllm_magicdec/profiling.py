@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`magicdec profile`: step times of a model on this machine, in the real engine, written to a file.
 
-The file is what `num_speculative_tokens: auto` starts from (its field `profile`).
+The file is what `auto` starts from (its field `profile`).
 """
 
 import argparse
@@ -9,12 +9,13 @@ import itertools
 import json
 import os
 import platform
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from vllm_magicdec.controller import Controller
+from vllm_magicdec.config import NUM_BUDGETS
+from vllm_magicdec.controller import PLAIN, Choice, Controller
 from vllm_magicdec.step_times import StepTimes, TimedStep
 
 # How often each kind of step is made.
@@ -22,34 +23,39 @@ _REPEATS = 4
 
 
 class _Tour(Controller):
-    """Goes through all lengths instead of choosing, and keeps what it sees.
+    """Goes through all lengths and budgets instead of choosing, and keeps what it sees.
 
     Each length in turn with plain decoding, then alone. So drafting without verifying, verifying without
     drafting, both and none are all seen, and every time of MagicDec's Eq. 2 is a difference of two.
+    A verification takes the same time for drafts of all budgets: those below the largest meet the largest
+    length only.
     """
 
-    def __init__(self, max_tokens: int, times: StepTimes) -> None:
-        super().__init__(max_tokens, times)
-        lengths = [0] * _REPEATS
-        for length in self._lengths[1:]:
-            lengths += [0, length] * _REPEATS + [length] * _REPEATS
-        self.num_steps = len(lengths) + 1  # the last drafts are verified
-        self.max_tokens = sum(lengths) + self.num_steps
+    def __init__(self, lengths: Sequence[int], budgets: Sequence[int]) -> None:
+        super().__init__(lengths, budgets, StepTimes())
+        choices = [PLAIN] * _REPEATS
+        for pair in (
+            *(Choice(length, self.budgets[-1]) for length in self.lengths),
+            *(Choice(self.lengths[-1], budget) for budget in self.budgets[:-1]),
+        ):
+            choices += [PLAIN, pair] * _REPEATS + [pair] * _REPEATS
+        self.num_steps = len(choices) + 1  # the last drafts are verified
+        self.max_tokens = sum(choice.drafts for choice in choices) + self.num_steps
         self.timed_steps: list[TimedStep] = []
-        self._lengths_to_come = itertools.cycle(lengths)
+        self._choices_to_come = itertools.cycle(choices)
 
-    def choose(self, num_reqs: int, context_tokens: int) -> int:
-        return next(self._lengths_to_come)
+    def choose(self, num_reqs: int, context_tokens: int) -> Choice:
+        return next(self._choices_to_come)
 
-    def observe(self, rounds: Collection[tuple[int, int]], timed: TimedStep | None) -> None:
-        super().observe(rounds, timed)
+    def observe(self, rounds: Collection[tuple[int, int]], budget: int, timed: TimedStep | None) -> None:
+        super().observe(rounds, budget, timed)
         if timed is not None:
             self.timed_steps.append(timed)
 
 
-def tokens_to_grow(max_drafts: int) -> int:
+def tokens_to_grow(max_drafts: int, num_budgets: int = 1) -> int:
     """By how many tokens a request may grow while it is measured."""
-    return _Tour(max_drafts, StepTimes(1)).max_tokens
+    return _Tour(range(max_drafts + 1), range(1, num_budgets + 1)).max_tokens
 
 
 def make_prompts(vocab_size: int, batch: int, context: int) -> list[list[int]]:
@@ -98,8 +104,8 @@ def measure_cell(llm: Any, batch: int, context: int) -> list[TimedStep]:
         raise ValueError("steps that overlap cannot be timed one by one; use async_scheduling=False")
     prompts = make_prompts(engine.model_config.get_vocab_size(), batch, context)
     fill_prefix_cache(llm, prompts)
-    tour = _Tour(scheduler.num_spec_tokens, StepTimes(scheduler._controller.times.budget))
     controller, clock = scheduler._controller, scheduler.clock
+    tour = _Tour(controller.lengths, controller.budgets)
     scheduler._controller, scheduler.clock = tour, _when_idle
     # Room for every step to accept everything it drafts.
     limit = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=None)
@@ -118,14 +124,14 @@ def measure_cell(llm: Any, batch: int, context: int) -> list[TimedStep]:
 
 
 def measure(llm: Any, batches: list[int], contexts: list[int]) -> StepTimes:
-    """Step times of every batch size with every context, for every number of drafts.
+    """Step times of every batch size with every context, for every number of drafts and every budget.
 
     Args:
         llm: as for `measure_cell`.
         batches: numbers of requests.
         contexts: tokens per request.
     """
-    times = StepTimes(llm.llm_engine.engine_core.engine_core.scheduler._controller.times.budget)
+    times = StepTimes()
     for context, batch in itertools.product(sorted(contexts), sorted(batches, reverse=True)):
         steps = measure_cell(llm, batch, context)
         for timed in steps:
@@ -146,7 +152,9 @@ def run(options: argparse.Namespace) -> None:
         "num_speculative_tokens": "auto",
         **options.speculative_config,
     }
-    room = tokens_to_grow(int(spec.get("max_num_speculative_tokens", 8)))
+    drafts = spec["num_speculative_tokens"]
+    most = int(spec.get("max_num_speculative_tokens", 8) if drafts == "auto" else drafts)
+    room = tokens_to_grow(most, NUM_BUDGETS if spec.get("draft_kv_budget") == "auto" else 1)
     llm = LLM(
         **{
             "model": options.model,

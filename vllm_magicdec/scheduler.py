@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's schedulers with a controller that sets the number of drafts of every step.
+"""vLLM's schedulers with a controller that sets the number of drafts of every step, and their KV budget.
 
 vLLM can vary that number by itself (`num_speculative_tokens_per_batch_size`): the scheduler puts it into
 each `SchedulerOutput`, and both model runners follow. Here a controller sets it instead of a table.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -20,12 +21,22 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm_magicdec import envs
 from vllm_magicdec.config import METHOD, MagicDecSpeculativeConfig
 from vllm_magicdec.controller import Controller
+from vllm_magicdec.draft_plan import DraftPlan
 from vllm_magicdec.metrics import SpeculationGauges
 from vllm_magicdec.step_times import Step, StepTimes, TimedStep
 
 logger = init_logger(f"vllm.{__name__}")
 
 _STEPS_PER_REPORT = 32
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    """A step that was handed out."""
+
+    began: float  # by the clock
+    budget: int  # of the drafts that it verifies
+    step: Step | None  # None: it does not do the same for every request
 
 
 class _AdaptiveSpeculation(Scheduler):
@@ -35,28 +46,33 @@ class _AdaptiveSpeculation(Scheduler):
         super().__init__(*args, **kwargs)
         spec = self.vllm_config.speculative_config
         assert isinstance(spec, MagicDecSpeculativeConfig)
-        budget = spec.budget_tokens(self.max_model_len)
         self.clock: Callable[[], float] = perf_counter
-        self._controller = self._make_controller(spec, budget)
-        # In flight, by id() of their SchedulerOutput: what is done and when it began.
-        self._steps: dict[int, tuple[Step, float]] = {}
-        self._gauges = SpeculationGauges(spec.metrics_dir, budget)
+        self._controller = self._make_controller(spec)
+        self._budget = self._controller.budgets[-1]  # of the latest drafts
+        self._in_flight: dict[int, _InFlight] = {}  # by id() of their SchedulerOutput
+        self._gauges = SpeculationGauges(spec.metrics_dir, self._budget)
         self._gave_up = False
         self._updated_at: float | None = None  # None: the engine has been idle since
         self._num_reports = 0
 
-    def _make_controller(self, spec: MagicDecSpeculativeConfig, budget: int) -> Controller:
-        times = StepTimes.load(Path(spec.profile)) if spec.profile else StepTimes(budget)
-        controller = Controller(spec.num_speculative_tokens, times)
+    def _make_controller(self, spec: MagicDecSpeculativeConfig) -> Controller:
+        most = spec.num_speculative_tokens
+        lengths = range(most + 1) if spec.adaptive else (most,)
+        budgets = [spec.budget_tokens(budget, self.max_model_len) for budget in spec.budgets]
+        times = StepTimes.load(Path(spec.profile)) if spec.profile else StepTimes()
+        controller = Controller(lengths, budgets, times)
         if spec.profile:
             self._say_what_will_happen(controller)
-        else:
-            logger.info_once(
-                "%s will try several numbers of drafts in the first steps and then choose 0 to %d for "
-                "every step. To start with measured times: 'magicdec profile', then the field 'profile'.",
-                METHOD,
-                spec.num_speculative_tokens,
-            )
+            return controller
+        choices = [f"0 to {most} drafts"] if spec.adaptive else []
+        if spec.adaptive_budget:
+            choices.append(f"a budget of {' or '.join(map(str, budgets))} tokens")
+        logger.info_once(
+            "%s will try several choices in the first steps and then choose %s for every step. To start "
+            "with measured times: 'magicdec profile', then the field 'profile'.",
+            METHOD,
+            " and ".join(choices),
+        )
         return controller
 
     def _say_what_will_happen(self, controller: Controller) -> None:
@@ -88,13 +104,16 @@ class _AdaptiveSpeculation(Scheduler):
         scheduled = output.num_scheduled_tokens
         requests = [self.requests[req_id] for req_id in scheduled]
         context_tokens = sum(request.num_computed_tokens for request in requests)
-        drafts = self._controller.choose(len(requests), context_tokens)
-        output.num_spec_tokens_to_schedule = drafts
+        choice = self._controller.choose(len(requests), context_tokens)
+        output.num_spec_tokens_to_schedule = DraftPlan(*choice)
         verified = _uniform_drafts(output.scheduled_spec_decode_tokens, scheduled)
         decodes = all(request.num_computed_tokens >= request.num_prompt_tokens for request in requests)
+        step = None
         if verified is not None and decodes:
-            step = Step(len(requests), context_tokens, verified, drafts)
-            self._steps[id(output)] = step, self.clock()
+            step = Step(len(requests), context_tokens, verified, choice.drafts, choice.budget)
+        self._in_flight[id(output)] = _InFlight(self.clock(), self._budget, step)
+        if choice.drafts:
+            self._budget = choice.budget
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -111,13 +130,14 @@ class _AdaptiveSpeculation(Scheduler):
         return outputs
 
     def _observe(self, output: SchedulerOutput, result: ModelRunnerOutput, now: float) -> None:
+        known = self._in_flight.pop(id(output), None)
+        if known is None:
+            return
         timed = None
-        known = self._steps.pop(id(output), None)
-        if known is not None:
-            step, began = known
+        if known.step is not None:
             # A busy engine's step lasts from output to output, whatever overlaps within.
-            timed = TimedStep(step, now - (self._updated_at or began))
-        self._controller.observe(_accepted(output, result), timed)
+            timed = TimedStep(known.step, now - (self._updated_at or known.began))
+        self._controller.observe(_accepted(output, result), known.budget, timed)
         if timed is not None:
             self._report(timed.step)
 

@@ -13,7 +13,7 @@ import torch
 
 from vllm_magicdec.attention import KVRows
 from vllm_magicdec.policies import Observation, TokenPolicy
-from vllm_magicdec.token_view import Selections, TokenBudget
+from vllm_magicdec.token_view import Selections, TokenBudget, budget_to_select
 from vllm_magicdec.view import Batch
 
 # Called in every layer with the layer's number, its queries [num_tokens, num_heads, head_size], its KV
@@ -40,7 +40,7 @@ class Selector:
 
     Args:
         policy: scores tokens.
-        budget: of a request.
+        budgets: of a request, the smallest first.
         selections: where choices are kept.
         page_size: tokens per page of the block tables.
         max_batched_tokens: most query tokens of one forward pass.
@@ -49,14 +49,15 @@ class Selector:
     def __init__(
         self,
         policy: TokenPolicy,
-        budget: TokenBudget,
+        budgets: Sequence[TokenBudget],
         selections: Selections,
         *,
         page_size: int,
         max_batched_tokens: int,
     ) -> None:
         self._policy = policy
-        self._budget = budget
+        self._budget = budget_to_select(budgets)
+        self._least_budget = budgets[0]
         self._selections = selections
         self._page_size = page_size
         self._max_reqs_per_pass = max(1, max_batched_tokens // policy.window)
@@ -67,7 +68,7 @@ class Selector:
         due = [index for index in range(len(batch.req_ids)) if self._is_due(batch, index)]
         if not due:
             return
-        # Where all that could be chosen fits, nothing has to be scored.
+        # Where all that could be chosen fits into every budget, nothing has to be scored.
         crowded = [i for i in due if self._num_eligible(batch.known_lens[i]) > self._allowed(batch, i)]
         for first in range(0, len(crowded), self._max_reqs_per_pass):
             indices = crowded[first : first + self._max_reqs_per_pass]
@@ -96,7 +97,7 @@ class Selector:
         return max(0, length - self._budget.window - self._budget.sink)
 
     def _allowed(self, batch: Batch, index: int) -> int:
-        budget = self._budget.tokens(torch.tensor([batch.known_lens[index]]))
+        budget = self._least_budget.tokens(torch.tensor([batch.known_lens[index]]))
         return int(budget) - self._budget.sink - self._budget.window
 
     def _take_everything(self, batch: Batch, indices: Sequence[int]) -> None:

@@ -4,7 +4,7 @@
 One engine step verifies the drafts of the step before (none: plain decoding) and drafts for the next.
 Its time is modelled as a sum of non-negative costs, those of MagicDec's Eq. 2 (arXiv 2408.11049):
 
-    T(n, C, verified, drafted) = T_V(verified, n, C) + drafted * T_D(n, C)
+    T(n, C, verified, drafted, budget) = T_V(verified, n, C) + drafted * T_D(n, min(C, n * budget))
 
 for n requests that together hold C tokens in the KV cache. Coefficients are seconds. They are fitted to
 relative errors, so that the short contexts, where a wrong choice costs as large a share, count as much.
@@ -40,6 +40,8 @@ class Step:
     """Drafts of each request that the target verified; 0 is a plain decode step."""
     drafted: int
     """Draft steps made for the next step."""
+    budget: int = 0
+    """K/V entries that each draft step reads per request, at most; 0 where none is made."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +52,12 @@ class TimedStep:
     seconds: float
 
 
-def _features(step: Step, budget: int) -> list[float]:
+def _features(step: Step) -> list[float]:
     """What each coefficient is multiplied with."""
     n, context = step.num_reqs, step.context_tokens
     queries = 0 if step.verified == 0 else step.verified + 1
     verifying = float(step.verified > 0)
-    read_by_draft = min(context, n * budget)
+    read_by_draft = min(context, n * step.budget)
     return [
         1.0,  # a pass: launches, host work, weights
         n,  # sampling and host work per request
@@ -71,20 +73,20 @@ def _features(step: Step, budget: int) -> list[float]:
 
 
 class StepTimes:
-    """Predicts step times from measured ones.
+    """Predicts step times from measured ones."""
 
-    Args:
-        budget: K/V entries that a draft step reads per request, at most.
-    """
-
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
+    def __init__(self) -> None:
         self._measured: dict[Step, deque[TimedStep]] = defaultdict(lambda: deque(maxlen=_KEPT_PER_KIND))
         self._coefficients: np.ndarray | None = None
 
     def __len__(self) -> int:
         """Kinds of steps that were measured."""
         return len(self._measured)
+
+    @property
+    def budgets(self) -> tuple[int, ...]:
+        """Budgets with which draft steps were measured, ascending."""
+        return tuple(sorted({kind.budget for kind in self._measured if kind.drafted}))
 
     def add(self, timed: TimedStep) -> None:
         """Take a measured step in; `predict` uses it after the next `fit`."""
@@ -98,7 +100,7 @@ class StepTimes:
     def fit(self) -> None:
         """Fit the coefficients to the median of each kind of step (non-negative least squares)."""
         middles = [_middle(steps) for steps in self._measured.values()]
-        features = np.array([_features(timed.step, self.budget) for timed in middles])
+        features = np.array([_features(timed.step) for timed in middles])
         seconds = np.array([timed.seconds for timed in middles])
         rows = features / seconds[:, None]
         scale = np.maximum(rows.max(axis=0), 1e-30)  # tokens and passes differ by orders of magnitude
@@ -119,7 +121,7 @@ class StepTimes:
 
     def _fitted(self, step: Step) -> float:
         assert self._coefficients is not None, "fit() comes first"
-        return max(float(np.dot(self._coefficients, _features(step, self.budget))), 1e-9)
+        return max(float(np.dot(self._coefficients, _features(step))), 1e-9)
 
     def save(self, path: Path, description: dict[str, object]) -> None:
         """Write a profile.
@@ -130,7 +132,7 @@ class StepTimes:
         """
         middles = [_middle(steps) for steps in self._measured.values()]
         rows = [{**asdict(timed.step), "seconds": timed.seconds} for timed in middles]
-        path.write_text(json.dumps({**description, "budget": self.budget, "steps": rows}, indent=1) + "\n")
+        path.write_text(json.dumps({**description, "steps": rows}, indent=1) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> "StepTimes":
@@ -141,7 +143,7 @@ class StepTimes:
         """
         try:
             profile = json.loads(path.read_text())
-            times = cls(int(profile["budget"]))
+            times = cls()
             for row in profile["steps"]:
                 seconds = float(row.pop("seconds"))
                 times.add(TimedStep(Step(**row), seconds))
@@ -151,9 +153,9 @@ class StepTimes:
         return times
 
     @classmethod
-    def of(cls, budget: int, measured: Iterable[TimedStep]) -> "StepTimes":
+    def of(cls, measured: Iterable[TimedStep]) -> "StepTimes":
         """Fitted to these steps."""
-        times = cls(budget)
+        times = cls()
         for timed in measured:
             times.add(timed)
         times.fit()
@@ -167,6 +169,7 @@ def _kind(step: Step) -> Step:
         context_tokens=_bucket(step.context_tokens),
         verified=step.verified,
         drafted=step.drafted,
+        budget=step.budget,
     )
 
 

@@ -9,11 +9,12 @@ A view has three parts, all of them positions of the request's own context:
                 is full, the query's own slot takes the place of the oldest one
 
 Selections are kept by position, not by slot, so that a request that was preempted and comes back on other
-pages keeps its own. Once a round they become slots, for all layers at once.
+pages keeps its own. Once a round they become slots, for all layers at once. They are kept best first: a
+smaller budget's selection is the beginning of a larger one's.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -97,6 +98,11 @@ class TokenBudget:
         return f"{self.min_tokens} tokens ({parts})"
 
 
+def budget_to_select(budgets: Sequence[TokenBudget]) -> TokenBudget:
+    """What has to be selected so that any of these budgets, the smallest first, can be filled."""
+    return replace(budgets[-1], window=budgets[0].window)
+
+
 class RequestRows:
     """A row of device state for every request; rows of requests that are gone go to new ones."""
 
@@ -138,7 +144,7 @@ class Selections:
         device: torch.device,
     ) -> None:
         shape = (max_num_reqs, num_layers, num_kv_heads, max_selected)
-        self.positions = torch.zeros(shape, dtype=torch.int32, device=device)
+        self.positions = torch.zeros(shape, dtype=torch.int32, device=device)  # best first
         self.counts = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)
         # First position after the region that was chosen from.
         self.ends = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)
@@ -182,12 +188,16 @@ class TokenViews:
 
     A view holds every token up to its query or as many as the budget allows, in every step: a step writes
     its query's slot into the recent part, so the lists of one step are gone when the next is made.
+
+    Args:
+        selections: made with `budget_to_select`.
+        budgets: the smallest first.
     """
 
     def __init__(
         self,
         selections: Selections,
-        budget: TokenBudget,
+        budgets: Sequence[TokenBudget],
         draft_slots: DraftSlots,
         *,
         page_size: int,
@@ -195,13 +205,13 @@ class TokenViews:
         max_num_steps: int,
     ) -> None:
         self._selections = selections
-        self._budget = budget
+        self._budgets = budgets
         self._draft_slots = draft_slots
         self._page_size = page_size
         self._max_num_steps = max_num_steps
         _, num_layers, num_kv_heads, _ = selections.positions.shape
         device = selections.positions.device
-        width = budget.max_tokens
+        width = budgets[-1].max_tokens
         self._columns = torch.arange(width, device=device)
         self._lens = torch.zeros((max_num_steps, max_num_reqs), dtype=torch.int32, device=device)
         self._slots = torch.zeros(
@@ -214,30 +224,35 @@ class TokenViews:
         return sum(t.numel() * t.element_size() for t in (self._selections.positions, self._slots))
 
     @property
-    def full_len(self) -> int | None:
-        """The length of a full view, if it is the same for all requests."""
-        return None if self._budget.context_fraction else self._budget.min_tokens
+    def full_lens(self) -> list[int]:
+        """The lengths of full views, one of each budget that is the same for all requests."""
+        return [budget.min_tokens for budget in self._budgets if not budget.context_fraction]
 
     @property
     def width(self) -> int:
-        """Columns of a view's `slots`."""
+        """Columns of a view's `slots`, at most."""
         return self._slots.shape[-1]
 
-    def prepare(self, batch: Batch, num_steps: int) -> Iterator[DraftStep]:
+    def prepare(self, batch: Batch, num_steps: int, size: int = -1) -> Iterator[DraftStep]:
         """See `view.Views`."""
+        budget = self._budgets[size]
         num_reqs = batch.context_lens.shape[0]
         positions = self._draft_slots.prepare(batch, num_steps)
         first = positions[0]
         rows = self._selections.rows(batch.req_ids)
-        counts = self._selections.counts[rows]
         # Never beyond the verified tokens, should a request have come back shorter.
         ends = torch.minimum(self._selections.ends[rows], batch.context_lens)
 
         # Columns: [selection | sinks | recent], the last with room for so many tokens from `start` on.
-        sinks = (first + 1).clamp(max=self._budget.sink)
-        room = self._budget.tokens(batch.context_lens) - sinks - counts
-        start = torch.maximum(torch.maximum(ends, sinks), first + 1 - room)
-        slots = self._slots[:, :num_reqs]
+        sinks = (first + 1).clamp(max=budget.sink)
+        start = torch.maximum(ends, sinks)
+        # Selected tokens fill the budget until the recent ones have grown to its window.
+        window = (first + 1 - start).clamp(self._budgets[0].window, budget.window)
+        tokens = budget.tokens(batch.context_lens)
+        counts = torch.minimum(self._selections.counts[rows], (tokens - sinks - window).clamp(min=0))
+        room = tokens - sinks - counts
+        start = torch.maximum(start, first + 1 - room)
+        slots = self._slots[:, :num_reqs, :, : budget.max_tokens]
         self._fill(slots, batch.block_table, rows, counts, sinks, start, first)
 
         num_recent = positions - start + 1  # [num_steps, num_reqs], as if there were room
@@ -245,7 +260,7 @@ class TokenViews:
         round_lens.copy_(counts + sinks + torch.minimum(num_recent, room))
         query_columns = counts + sinks + (num_recent - 1).remainder(room)
         query_slots = self._slots_of(batch.block_table, positions.T).T
-        common_len = self._common_len(batch)
+        common_len = self._common_len(budget, batch)
         for index in range(num_steps):
             if index:
                 columns, query_slot = (
@@ -257,12 +272,12 @@ class TokenViews:
                 index=index,
                 positions=self._draft_slots.positions[index, :num_reqs],
                 slots=self._draft_slots.slots[index, :num_reqs],
-                view=self.view(num_reqs, round_lens[index], common_len),
+                view=TokenView(round_lens[index], slots, common_len),
             )
 
     def view(self, num_reqs: int, lens: torch.Tensor, common_len: int | None = None) -> TokenView:
         """See `view.Views`."""
-        return TokenView(lens, self._slots[:, :num_reqs], common_len)
+        return TokenView(lens, self._slots[:, :num_reqs, :, :common_len], common_len)
 
     def _fill(
         self,
@@ -275,13 +290,14 @@ class TokenViews:
         last: torch.Tensor,
     ) -> None:
         """Write the views that end at the positions `last`."""
-        column = self._columns - counts.unsqueeze(1)  # [num_reqs, width], negative: selected
+        width = slots.shape[-1]
+        column = self._columns[:width] - counts.unsqueeze(1)  # [num_reqs, width], negative: selected
         place = torch.where(column < sinks.unsqueeze(1), column, column + (start - sinks).unsqueeze(1))
         # Columns past the end are never read; the last position keeps them valid.
         place = torch.minimum(place.clamp(min=0), last.unsqueeze(1))
         common = self._slots_of(block_table, place)
 
-        chosen = self._selections.positions[rows]  # [num_reqs, layers, heads, selected]
+        chosen = self._selections.positions[rows, ..., :width]  # [num_reqs, layers, heads, selected]
         num_selected = chosen.shape[-1]
         chosen = torch.minimum(chosen.flatten(1).long(), last.unsqueeze(1)).view_as(chosen)
         selected = self._slots_of(block_table, chosen.flatten(1)).view_as(chosen)
@@ -291,12 +307,12 @@ class TokenViews:
         ).transpose(0, 1)
         slots[..., num_selected:] = common[:, None, num_selected:]
 
-    def _common_len(self, batch: Batch) -> int | None:
+    def _common_len(self, budget: TokenBudget, batch: Batch) -> int | None:
         """The length of every view of the round, if the host knows that all are full."""
         # As many tokens as one round may have drafted and lost are not certain to be there.
         least_context = min(batch.known_lens) - self._max_num_steps
-        full_len = self.full_len
-        return full_len if full_len is not None and least_context >= full_len else None
+        is_full = not budget.context_fraction and least_context >= budget.min_tokens
+        return budget.min_tokens if is_full else None
 
     def _slots_of(self, block_table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Slots of [num_reqs, n] positions, int32."""

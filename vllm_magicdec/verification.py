@@ -17,7 +17,7 @@ whole context is summarised when its request starts to decode. Summaries take 1 
 cache's memory.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -221,7 +221,7 @@ class VerificationSelector:
 
     Args:
         scores: finds the best pages.
-        budget: of a request; what is younger than its window is not selected.
+        budget: of a request (`budget_to_select`); what is younger than its window is not selected.
         selections: where choices are kept.
         page_size: tokens per page.
         refresh: rounds after which tokens are chosen again.
@@ -290,10 +290,10 @@ class VerificationViews:
     """Page views of one round, per layer, chosen from the queries of the verification before it.
 
     Columns of a block table: [chosen pages | sinks | recent pages]. A context within the budget is seen
-    whole.
+    whole. Chosen pages are kept best first, so that a smaller budget takes the first of them.
 
     Args:
-        budget: in pages.
+        budgets: in pages, the smallest first.
         scores: of the pages.
         draft_slots: where the drafted tokens go.
         num_layers: attention layers of the target.
@@ -302,7 +302,7 @@ class VerificationViews:
 
     def __init__(
         self,
-        budget: PageBudget,
+        budgets: Sequence[PageBudget],
         scores: PageScores,
         draft_slots: DraftSlots,
         *,
@@ -312,18 +312,18 @@ class VerificationViews:
         max_num_steps: int,
         device: torch.device,
     ) -> None:
-        self._budget = budget
+        self._budgets = budgets
         self._scores = scores
         self._draft_slots = draft_slots
         self._refresh = refresh
         self._num_layers = num_layers
-        self._num_recent = num_recent_pages(budget.page_size, max_num_steps)
-        self._num_chosen = max(0, budget.max_pages - budget.sink_pages - self._num_recent)
-        self._columns = torch.arange(budget.max_pages, device=device)
+        most = budgets[-1]
+        self._num_recent = num_recent_pages(most.page_size, max_num_steps)
+        self._columns = torch.arange(most.max_pages, device=device)
         self._lens = torch.zeros((max_num_steps, max_num_reqs), dtype=torch.int32, device=device)
-        shape = (num_layers, max_num_reqs, budget.max_pages)
+        shape = (num_layers, max_num_reqs, most.max_pages)
         self._block_table = torch.zeros(shape, dtype=torch.int32, device=device)
-        shape = (max_num_reqs, num_layers, self._num_chosen)
+        shape = (max_num_reqs, num_layers, self._num_chosen(most))
         self._chosen = torch.zeros(shape, dtype=torch.int64, device=device)  # pages within the request
         self._has_chosen = torch.zeros(max_num_reqs, dtype=torch.bool, device=device)
         self._rows = RequestRows(max_num_reqs, device)
@@ -334,37 +334,43 @@ class VerificationViews:
         """Device memory of the chosen pages and the block tables."""
         return sum(t.numel() * t.element_size() for t in (self._chosen, self._block_table))
 
-    def prepare(self, batch: Batch, num_steps: int) -> Iterator[DraftStep]:
+    def _num_chosen(self, budget: PageBudget) -> int:
+        return max(0, budget.max_pages - budget.sink_pages - self._num_recent)
+
+    def prepare(self, batch: Batch, num_steps: int, size: int = -1) -> Iterator[DraftStep]:
         """See `view.Views`."""
+        budget = self._budgets[size]
+        num_chosen = self._num_chosen(budget)
         num_reqs = batch.context_lens.shape[0]
         positions = self._draft_slots.prepare(batch, num_steps)
-        last_pages = positions[-1] // self._budget.page_size
+        last_pages = positions[-1] // budget.page_size
         for row in self._rows.add(batch.req_ids):
             self._has_chosen[row] = False
         rows = self._rows.of(batch.req_ids)
         is_new = self._scores.update(batch)
-        if self._num_chosen and (is_new or self._round % self._refresh == 0):
+        if self._chosen.shape[-1] and (is_new or self._round % self._refresh == 0):
             self._choose(batch, rows, last_pages)
         self._round += 1
 
         total = last_pages + 1
-        is_crowded = (total > self._budget.max_pages) & self._has_chosen[rows]
-        counts = is_crowded * self._num_chosen
-        sinks = total.clamp(max=self._budget.sink_pages)
-        start = torch.maximum(sinks, total - (self._budget.max_pages - sinks - counts))
-        column = self._columns - counts.unsqueeze(1)  # negative: chosen
+        is_crowded = (total > budget.max_pages) & self._has_chosen[rows]
+        counts = is_crowded * num_chosen
+        sinks = total.clamp(max=budget.sink_pages)
+        start = torch.maximum(sinks, total - (budget.max_pages - sinks - counts))
+        column = self._columns[: budget.max_pages] - counts.unsqueeze(1)  # negative: chosen
         pages = torch.where(column < sinks.unsqueeze(1), column, column + (start - sinks).unsqueeze(1))
         pages = torch.minimum(pages.clamp(min=0), last_pages.unsqueeze(1))
         table = self._block_table[:, :num_reqs]
-        table[:] = batch.block_table.gather(1, pages)
-        if self._num_chosen:
-            chosen = torch.minimum(self._chosen[rows].flatten(1), last_pages.unsqueeze(1))
+        table[..., : budget.max_pages] = batch.block_table.gather(1, pages)
+        if num_chosen:
+            chosen = self._chosen[rows, :, :num_chosen].flatten(1)
+            chosen = torch.minimum(chosen, last_pages.unsqueeze(1))
             blocks = (
                 batch.block_table.gather(1, chosen).view(num_reqs, self._num_layers, -1).transpose(0, 1)
             )
-            part = table[..., : self._num_chosen]
+            part = table[..., :num_chosen]
             part[:] = torch.where(is_crowded[:, None], blocks, part)
-        skipped_tokens = (start - sinks - counts) * self._budget.page_size
+        skipped_tokens = (start - sinks - counts) * budget.page_size
         self._lens[:num_steps, :num_reqs] = positions + 1 - skipped_tokens
         for index in range(num_steps):
             yield DraftStep(
@@ -376,15 +382,16 @@ class VerificationViews:
 
     def view(self, num_reqs: int, lens: torch.Tensor, common_len: int | None = None) -> LayerPageView:
         """See `view.Views`."""
-        max_len = self._budget.max_pages * self._budget.page_size
+        max_len = self._block_table.shape[-1] * self._budgets[-1].page_size
         return LayerPageView(lens, self._block_table[:, :num_reqs], max_len)
 
     def _choose(self, batch: Batch, rows: torch.Tensor, last_pages: torch.Tensor) -> None:
-        num_pages = max(self._scores.num_pages(batch), self._num_chosen)
+        num_chosen = self._chosen.shape[-1]
+        num_pages = max(self._scores.num_pages(batch), num_chosen)
         places = torch.arange(num_pages, device=rows.device)
         end = (last_pages + 1 - self._num_recent).unsqueeze(1)
-        is_fixed = (places < self._budget.sink_pages) | (places >= end)
+        is_fixed = (places < self._budgets[-1].sink_pages) | (places >= end)
         for layer in self._scores.caches:
             scores = self._scores.score(layer, batch, num_pages).sum(1).masked_fill_(is_fixed, -1.0)
-            self._chosen[rows, layer] = scores.topk(self._num_chosen).indices
+            self._chosen[rows, layer] = scores.topk(num_chosen).indices
         self._has_chosen[rows] = True

@@ -165,8 +165,14 @@ class ChoosesPages(Protocol):
 class Views(Protocol):
     """Prepares the views of one round after the other, in buffers that live as long as the engine."""
 
-    def prepare(self, batch: Batch, num_steps: int) -> Iterator[DraftStep]:
-        """The round's steps, in order; no host synchronisation."""
+    def prepare(self, batch: Batch, num_steps: int, size: int = -1) -> Iterator[DraftStep]:
+        """The round's steps, in order; no host synchronisation.
+
+        Args:
+            batch: the round's requests.
+            num_steps: drafts of each.
+            size: which of the budgets that the views were made for, the smallest first.
+        """
         ...
 
     def view(self, num_reqs: int, lens: torch.Tensor, common_len: int | None = None) -> View:
@@ -221,11 +227,14 @@ class PageViews:
 
     The block table is the same for all steps of a round: it ends at the page of the last drafted token,
     and each step sees one token more of it.
+
+    Args:
+        policies: one for each budget, the smallest first.
     """
 
     def __init__(
         self,
-        policy: ChoosesPages,
+        policies: Sequence[ChoosesPages],
         draft_slots: DraftSlots,
         *,
         page_size: int,
@@ -233,22 +242,24 @@ class PageViews:
         max_num_steps: int,
         device: torch.device,
     ) -> None:
-        self._policy = policy
+        self._policies = policies
         self._draft_slots = draft_slots
         self._page_size = page_size
         self._lens = torch.zeros((max_num_steps, max_num_reqs), dtype=torch.int32, device=device)
-        self._block_table = torch.zeros((max_num_reqs, policy.max_pages), dtype=torch.int32, device=device)
+        shape = (max_num_reqs, max(policy.max_pages for policy in policies))
+        self._block_table = torch.zeros(shape, dtype=torch.int32, device=device)
 
-    def prepare(self, batch: Batch, num_steps: int) -> Iterator[DraftStep]:
+    def prepare(self, batch: Batch, num_steps: int, size: int = -1) -> Iterator[DraftStep]:
         """See `Views`."""
+        policy = self._policies[size]
         num_reqs = batch.context_lens.shape[0]
         positions = self._draft_slots.prepare(batch, num_steps)
         last_pages = positions[-1] // self._page_size
-        chosen, num_pages = self._policy.choose_pages(batch.context_lens, last_pages)
+        chosen, num_pages = policy.choose_pages(batch.context_lens, last_pages)
         skipped_tokens = (last_pages + 1 - num_pages) * self._page_size
         # Columns past the view are never read; any page of the request keeps them valid.
         chosen = torch.minimum(chosen, last_pages.unsqueeze(1))
-        self._block_table[:num_reqs] = batch.block_table.gather(1, chosen)
+        self._block_table[:num_reqs, : policy.max_pages] = batch.block_table.gather(1, chosen)
         self._lens[:num_steps, :num_reqs] = positions + 1 - skipped_tokens
         for index in range(num_steps):
             yield DraftStep(
@@ -260,4 +271,4 @@ class PageViews:
 
     def view(self, num_reqs: int, lens: torch.Tensor, common_len: int | None = None) -> PageView:
         """See `Views`."""
-        return PageView(lens, self._block_table[:num_reqs], self._policy.max_pages * self._page_size)
+        return PageView(lens, self._block_table[:num_reqs], self._block_table.shape[-1] * self._page_size)

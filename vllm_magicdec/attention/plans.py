@@ -29,6 +29,7 @@ class CommonLengthPlans:
         self._max_num_reqs = max_num_reqs
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._indices = torch.empty(0, dtype=torch.int32, device=device)
+        self._width = 0  # columns of views that `_indices` has room for
         self._decode: FlashInferDecode | None = None
         self._planned = (0, 0)  # requests and length of `_decode`'s plan
         self._was_planned = torch.cuda.Event() if device.type == "cuda" else None
@@ -50,10 +51,10 @@ class CommonLengthPlans:
         captured = self._of_graphs.get((num_reqs, length))
         if captured is not None:
             return captured
+        indices = self._make_indices(width)
         if self._decode is None:
-            self._decode = self._make_decode(
-                self._max_num_reqs, self._make_indices(width), cuda_graph=False
-            )
+            self._decode = self._make_decode(self._max_num_reqs, indices, cuda_graph=False)
+            self._planned = (0, 0)
         if self._planned != (num_reqs, length):
             self._plan_again(self._decode, num_reqs, length)
         return self._decode
@@ -75,9 +76,11 @@ class CommonLengthPlans:
         self._planned = num_reqs, length
 
     def _make_indices(self, width: int) -> torch.Tensor:
-        if not self._indices.numel():
+        if width > self._width:
             num_lists = self._max_num_reqs * self._geometry.num_kv_heads
             self._indices = make_page_indices(num_lists, width, self._workspace.device)
+            self._width = width
+            self._decode = None  # it has less room
         return self._indices
 
     def _make_decode(self, num_reqs: int, indices: torch.Tensor, *, cuda_graph: bool) -> FlashInferDecode:
