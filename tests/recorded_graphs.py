@@ -60,7 +60,9 @@ def _keep_scheduler_metadata() -> None:
 
     def build_in_place(self, common_prefix_len, common_attn_metadata, fast_build=False):
         metadata = build(self, common_prefix_len, common_attn_metadata, fast_build)
-        key = (id(self), metadata.num_actual_tokens, metadata.max_query_len)
+        if metadata.max_query_len > 1:
+            return metadata  # of the target's pass, which is not replayed
+        key = (id(self), metadata.num_actual_tokens)
         # It holds pointers into itself, so what is copied must live on.
         latest[key] = metadata.scheduler_metadata
         metadata.scheduler_metadata = kept.setdefault(key, latest[key].clone())
