@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`num_speculative_tokens: auto` against plain decoding and fixed numbers of drafts, cell by cell.
+"""`auto` against plain decoding and fixed numbers of drafts and budgets, cell by cell.
 
 Two engines are alive at the same time: plain vLLM, and magicdec-self with `auto`. On every cell (batch x
-context) they take turns: plain, the second engine with its controller pinned to each fixed length, and with
-the controller free. Before the turns that count the controller meets each cell once, as a server does
-in its first seconds; that turn is in the JSON file as `first`. Clock and tokens as in decode.py.
+context) they take turns: plain, the second engine with its controller pinned to each fixed choice, and with
+the controller free. With `--budget auto` the fixed choices are of every budget that `auto` has. Before the
+turns that count the controller meets each cell once, as a server does in its first seconds; that turn is in
+the JSON file as `first`. Clock and tokens as in decode.py.
 
 The best of several noisy medians is better than it will be the next time. So a turn of `auto` is compared
 with that contender's speed in the same turn which was the best in all other turns.
@@ -12,6 +13,7 @@ with that contender's speed in the same turn which was the best in all other tur
 
 import argparse
 import functools
+import itertools
 import json
 import os
 import statistics
@@ -31,7 +33,7 @@ from kv_heavy import model_folder
 from machine import describe_machine
 from rich.table import Table
 
-from vllm_magicdec.controller import Controller
+from vllm_magicdec.controller import Choice, Controller
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -48,11 +50,12 @@ class Cell:
     batch: int
     context: int
     plain: float
-    fixed: dict[int, float]  # by number of drafts
+    fixed: dict[str, float]  # by what `name_of` calls the choice
     auto: float
     of_best: float  # of auto; see `share_of_best`
     first: float  # of auto, when it met the cell
     chosen: dict[int, int]  # steps of auto by the number of drafts chosen
+    chosen_budgets: dict[int, int]  # and those with drafts by the budget
 
     @property
     def mean_drafts(self) -> float:
@@ -76,11 +79,17 @@ def share_of_best(speeds: dict[str, list[float]]) -> float:
     return statistics.median(shares)
 
 
+def name_of(choice: Choice, controller: Controller) -> str:
+    """Short, for a table's head."""
+    budget = f", {choice.budget}" if len(controller.budgets) > 1 else ""
+    return f"{choice.drafts}{budget}"
+
+
 @contextmanager
-def pinned(controller: Controller, length: int) -> Iterator[None]:
+def pinned(controller: Controller, choice: Choice) -> Iterator[None]:
     """A controller that always chooses the same and learns nothing."""
-    controller.choose = lambda num_reqs, context_tokens: length
-    controller.observe = lambda rounds, timed: None
+    controller.choose = lambda num_reqs, context_tokens: choice
+    controller.observe = lambda rounds, budget, timed: None
     try:
         yield
     finally:
@@ -88,11 +97,11 @@ def pinned(controller: Controller, length: int) -> Iterator[None]:
 
 
 @contextmanager
-def watched(controller: Controller, chosen: list[int]) -> Iterator[None]:
+def watched(controller: Controller, chosen: list[Choice]) -> Iterator[None]:
     """Note what the controller chooses."""
     choose = controller.choose
 
-    def choose_and_note(num_reqs: int, context_tokens: int) -> int:
+    def choose_and_note(num_reqs: int, context_tokens: int) -> Choice:
         chosen.append(choose(num_reqs, context_tokens))
         return chosen[-1]
 
@@ -112,15 +121,20 @@ def measure_cell(
     for llm in (plain, magicdec):  # fill the prefix cache
         ids = [{"prompt_token_ids": prompt} for prompt in prompts]
         llm.generate(ids, SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)
-    chosen: list[int] = []
+    chosen: list[Choice] = []
 
     def run_plain() -> float:
         return decode(plain, prompts, num_tokens, 0).tokens_per_s
 
     controller = magicdec.llm_engine.engine_core.engine_core.scheduler._controller
 
-    def run_fixed(length: int) -> float:
-        with pinned(controller, length):
+    fixed = {
+        name_of(choice, controller): choice
+        for choice in itertools.starmap(Choice, itertools.product(FIXED, controller.budgets))
+    }
+
+    def run_fixed(choice: Choice) -> float:
+        with pinned(controller, choice):
             return decode(magicdec, prompts, num_tokens, 0).tokens_per_s
 
     def run_auto() -> float:
@@ -131,7 +145,7 @@ def measure_cell(
     num_tokens = min(max(MIN_TOKENS, int(1000 * seconds / probe.step_ms)), MAX_TOKENS)
     contenders: dict[str, Callable[[], float]] = {
         "plain": run_plain,
-        **{str(length): functools.partial(run_fixed, length) for length in FIXED},
+        **{name: functools.partial(run_fixed, choice) for name, choice in fixed.items()},
         "auto": run_auto,
     }
     first = run_auto()
@@ -147,18 +161,19 @@ def measure_cell(
         batch=len(prompts),
         context=len(prompts[0]),
         plain=middle["plain"],
-        fixed={length: middle[str(length)] for length in FIXED},
+        fixed={name: middle[name] for name in fixed},
         auto=middle["auto"],
         of_best=share_of_best(speeds),
         first=first,
-        chosen=dict(sorted(Counter(chosen).items())),
+        chosen=dict(sorted(Counter(choice.drafts for choice in chosen).items())),
+        chosen_budgets=dict(sorted(Counter(choice.budget for choice in chosen if choice.drafts).items())),
     )
     return cell, speeds
 
 
 def make_table(cells: list[Cell], title: str) -> Table:
     table = Table(title=title)
-    fixed = (f"gamma {length}" for length in FIXED)
+    fixed = (f"gamma {name}" for name in cells[0].fixed)
     for column in ("batch", "context", "plain", *fixed, "auto", "drafts", "of plain", "of the best"):
         table.add_column(column, justify="right")
     for cell in cells:
@@ -232,7 +247,7 @@ def run(args: argparse.Namespace, model: str) -> None:
             cells.append(cell)
             all_speeds.append(speeds)
     name = Path(args.model).name
-    title = f"{name}, {args.dtype}, auto (at most 8 drafts), budget {args.budget:g} ({args.policy})"
+    title = f"{name}, {args.dtype}, auto (at most 8 drafts), budget {args.budget} ({args.policy})"
     cells.sort(key=lambda cell: (cell.context, cell.batch))
     console.print(make_table(cells, f"tokens per second: {title}"))
     if args.out:
@@ -252,6 +267,10 @@ def run(args: argparse.Namespace, model: str) -> None:
         console.print(f"wrote {args.out} and {args.out.with_suffix('.png')}")
 
 
+def number_or_auto(text: str) -> float | str:
+    return text if text == "auto" else float(text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -261,7 +280,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, nargs="+", default=[100, 2048, 16000], help="tokens")
     parser.add_argument("--seconds", type=float, default=5, help="of plain decoding in a turn, about")
     parser.add_argument("--policy", default="streamingllm")
-    parser.add_argument("--budget", type=float, default=512)
+    parser.add_argument("--budget", type=number_or_auto, default=512.0, help="of the draft, or 'auto'")
     parser.add_argument("--profile", type=Path, help="a file of 'magicdec profile'")
     parser.add_argument("--turns", type=int, default=3, help="per contender and cell, at least 2")
     parser.add_argument("--dtype", default="bfloat16")
