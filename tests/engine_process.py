@@ -39,18 +39,26 @@ def generate_with_broken_acceptance(llm: Any, batches: list[dict[str, Any]]) -> 
 
 
 def generate_with_random_choices(llm: Any, batches: list[dict[str, Any]], seed: int) -> Any:
-    """From now on the controller of `auto` chooses at random; the engine core must be in this process."""
+    """From now on the controller of `auto` chooses at random, and cuts each request's drafts at random.
+
+    The engine core must be in this process.
+    """
     from vllm_magicdec.controller import Choice
 
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     budgets = scheduler._controller.budgets
-    rng, chosen = random.Random(seed), []
+    rng, chosen, kept = random.Random(seed), [], []
 
     def choose(num_reqs: int, context_tokens: int) -> Choice:
         chosen.append(Choice(rng.randint(0, scheduler.num_spec_tokens), rng.choice(budgets)))
         return chosen[-1]
 
+    def keep(req_id: str, drafted: int, least_chance: float) -> int:
+        kept.append(rng.randint(0, drafted))
+        return kept[-1]
+
     scheduler._controller.choose = choose
+    scheduler._request_lengths.keep = keep
     llm.collective_rpc(_note_sizes)
     results = generate(llm, batches)
     return {
@@ -58,6 +66,7 @@ def generate_with_random_choices(llm: Any, batches: list[dict[str, Any]], seed: 
         "budgets": list(budgets),
         "sizes": [budgets.index(choice.budget) for choice in chosen if choice.drafts],
         "sizes_drafted": llm.collective_rpc(_noted_sizes)[0],
+        "kept": sorted(set(kept)),
         "batches": results,
     }
 

@@ -74,7 +74,9 @@ CALLED = (
         ),
     ),
     Needed("vllm.config.scheduler", "SchedulerConfig", ("scheduler_cls", "async_scheduling")),
+    Needed(_SCHEDULER, "Scheduler.schedule", ("self",)),
     Needed(_SCHEDULER, "Scheduler._update_after_schedule", ("self", "scheduler_output")),
+    Needed("vllm.v1.request", "Request.__init__", ("self", "request_id")),
     Needed(
         _SCHEDULER,
         "Scheduler.update_from_output",

@@ -143,6 +143,8 @@ class Controller:
         self._choices = [PLAIN, *self._pairs] if 0 in lengths else self._pairs
         self._current = Choice(max(n for n in self.lengths if n <= 4 or n == self.lengths[0]), budgets[-1])
         self._plan: list[Choice] = []  # of the steps that come next, last first
+        self._is_planned = False  # the latest choice was one of them
+        self._least_chance = 0.0
         self._has_tried = False  # a plan has ended: what it showed is to be learnt at once
         self._credit_seconds = 0.0
         self._last_tried: Counter[Choice] = Counter()  # at which step
@@ -159,20 +161,31 @@ class Controller:
             num_reqs: requests that will be drafted for.
             context_tokens: K/V entries they hold together.
         """
-        if not self._plan and self._is_unknown(num_reqs, context_tokens):
-            self._plan = self._calibration(num_reqs, context_tokens)
-        if self._plan:
-            self._has_tried = len(self._plan) == 1
-            return self._plan.pop()
-        due = self._num_steps - self._decided_at >= _STEPS_PER_CHOICE or num_reqs != self._decided_for
-        if due and len(self.times):
-            self._decided_at, self._decided_for = self._num_steps, num_reqs
-            rates = self.rates(num_reqs, context_tokens)
-            self._switch(rates)
-            self._consider_trial(rates, num_reqs, context_tokens)
-            if self._plan:
-                return self._plan.pop()
-        return self._current
+        if not self._plan:
+            if self._is_unknown(num_reqs, context_tokens):
+                self._plan = self._calibration(num_reqs, context_tokens)
+            elif len(self.times) and self._is_due(num_reqs):
+                self._decide(num_reqs, context_tokens)
+        self._is_planned = bool(self._plan)
+        if not self._plan:
+            return self._current
+        self._has_tried = len(self._plan) == 1
+        return self._plan.pop()
+
+    def _is_due(self, num_reqs: int) -> bool:
+        return self._num_steps - self._decided_at >= _STEPS_PER_CHOICE or num_reqs != self._decided_for
+
+    def _decide(self, num_reqs: int, context_tokens: int) -> None:
+        self._decided_at, self._decided_for = self._num_steps, num_reqs
+        rates = self.rates(num_reqs, context_tokens)
+        self._switch(rates)
+        self._least_chance = rates[self._current] * self.times.position_seconds(num_reqs, context_tokens)
+        self._consider_trial(rates, num_reqs, context_tokens)
+
+    @property
+    def least_chance(self) -> float:
+        """That a draft of the latest choice must have to stand, to be worth verifying; 0: all are."""
+        return 0.0 if self._is_planned else self._least_chance
 
     def observe(self, rounds: Collection[tuple[int, int]], budget: int, timed: TimedStep | None) -> None:
         """A step has been made.

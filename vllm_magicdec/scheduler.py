@@ -2,7 +2,8 @@
 """vLLM's schedulers with a controller that sets the number of drafts of every step, and their KV budget.
 
 vLLM can vary that number by itself (`num_speculative_tokens_per_batch_size`): the scheduler puts it into
-each `SchedulerOutput`, and both model runners follow. Here a controller sets it instead of a table.
+each `SchedulerOutput`, and both model runners follow. Here a controller sets it instead of a table. What
+one request has verified of it may be less (`request_lengths.py`).
 """
 
 from collections.abc import Callable, Mapping
@@ -11,6 +12,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from vllm.config import CUDAGraphMode
 from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -23,11 +25,14 @@ from vllm_magicdec.config import METHOD, MagicDecSpeculativeConfig
 from vllm_magicdec.controller import Controller
 from vllm_magicdec.draft_plan import DraftPlan
 from vllm_magicdec.metrics import SpeculationGauges
+from vllm_magicdec.request_lengths import RequestLengths
 from vllm_magicdec.step_times import Step, StepTimes, TimedStep
 
 logger = init_logger(f"vllm.{__name__}")
 
 _STEPS_PER_REPORT = 32
+# Where requests may differ, every fourth step verifies all drafts: from it the controller learns.
+_STEPS_PER_WHOLE_STEP = 4
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,7 @@ class _InFlight:
 
     began: float  # by the clock
     budget: int  # of the drafts that it verifies
+    is_whole: bool  # all drafts are verified
     step: Step | None  # None: it does not do the same for every request
 
 
@@ -50,6 +56,12 @@ class _AdaptiveSpeculation(Scheduler):
         self._controller = self._make_controller(spec)
         self._budget = self._controller.budgets[-1]  # of the latest drafts
         self._in_flight: dict[int, _InFlight] = {}  # by id() of their SchedulerOutput
+        # CUDA graphs of verifications are for one number of drafts.
+        graphs = self.vllm_config.compilation_config.cudagraph_mode
+        self._lengths_differ = spec.adaptive and graphs.decode_mode() != CUDAGraphMode.FULL
+        self._request_lengths = RequestLengths()
+        self._num_scheduled = 0
+        self._is_whole = True
         self._gauges = SpeculationGauges(spec.metrics_dir, self._budget)
         self._gave_up = False
         self._updated_at: float | None = None  # None: the engine has been idle since
@@ -83,6 +95,26 @@ class _AdaptiveSpeculation(Scheduler):
             parts.append(f"{'every context' if least == 1 else where} at batch {num_reqs}")
         logger.info("%s: speculating for %s.", METHOD, ", ".join(parts))
 
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        """vLLM's, after requests whose drafts seldom stand have lost the last ones."""
+        self._num_scheduled += 1
+        self._is_whole = True
+        if self._lengths_differ and not self._gave_up and self._num_scheduled % _STEPS_PER_WHOLE_STEP:
+            try:
+                self._cut_drafts()
+            except Exception:
+                self._give_up()
+        return super().schedule(*args, **kwargs)
+
+    def _cut_drafts(self) -> None:
+        least_chance = self._controller.least_chance
+        for request in self.running:
+            drafts = request.spec_token_ids
+            kept = self._request_lengths.keep(request.request_id, len(drafts), least_chance)
+            if kept < len(drafts):
+                request.spec_token_ids = drafts[:kept]
+                self._is_whole = False
+
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         # Before the base class: it makes placeholders for as many drafts.
         scheduler_output.num_spec_tokens_to_schedule = 0
@@ -111,7 +143,7 @@ class _AdaptiveSpeculation(Scheduler):
         step = None
         if verified is not None and decodes:
             step = Step(len(requests), context_tokens, verified, choice.drafts, choice.budget)
-        self._in_flight[id(output)] = _InFlight(self.clock(), self._budget, step)
+        self._in_flight[id(output)] = _InFlight(self.clock(), self._budget, self._is_whole, step)
         if choice.drafts:
             self._budget = choice.budget
 
@@ -137,7 +169,11 @@ class _AdaptiveSpeculation(Scheduler):
         if known.step is not None:
             # A busy engine's step lasts from output to output, whatever overlaps within.
             timed = TimedStep(known.step, now - (self._updated_at or known.began))
-        self._controller.observe(_accepted(output, result), known.budget, timed)
+        rounds = _accepted(output, result)
+        for req_id, (drafted, accepted) in rounds.items():
+            self._request_lengths.observe(req_id, drafted, accepted)
+        if known.is_whole:
+            self._controller.observe(rounds.values(), known.budget, timed)
         if timed is not None:
             self._report(timed.step)
 
@@ -146,6 +182,7 @@ class _AdaptiveSpeculation(Scheduler):
         if self._num_reports % _STEPS_PER_REPORT == 1:
             controller = self._controller
             forecast = controller.forecast(step.num_reqs, step.context_tokens)
+            self._request_lengths.forget_all_but(self.requests)
             self._gauges.set(forecast, controller.achieved_speedup, controller.num_switches)
 
 
@@ -166,11 +203,11 @@ def _uniform_drafts(drafts: Mapping[str, list[int]], scheduled: Mapping[str, int
     return number if set(scheduled.values()) == {number + 1} else None
 
 
-def _accepted(output: SchedulerOutput, result: ModelRunnerOutput) -> list[tuple[int, int]]:
+def _accepted(output: SchedulerOutput, result: ModelRunnerOutput) -> dict[str, tuple[int, int]]:
     """(drafted, accepted) of each request that verified drafts."""
-    rounds = []
+    rounds = {}
     for req_id, drafts in output.scheduled_spec_decode_tokens.items():
         sampled = result.sampled_token_ids and result.sampled_token_ids[result.req_id_to_index[req_id]]
         if sampled:
-            rounds.append((len(drafts), len(sampled) - 1))
+            rounds[req_id] = len(drafts), len(sampled) - 1
     return rounds
