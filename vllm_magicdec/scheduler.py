@@ -22,7 +22,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from vllm_magicdec import envs
 from vllm_magicdec.config import METHOD, MagicDecSpeculativeConfig
-from vllm_magicdec.controller import Controller
+from vllm_magicdec.controller import PLAIN, Controller
 from vllm_magicdec.draft_plan import DraftPlan
 from vllm_magicdec.metrics import SpeculationGauges
 from vllm_magicdec.request_lengths import RequestLengths
@@ -54,7 +54,12 @@ class _AdaptiveSpeculation(Scheduler):
         assert isinstance(spec, MagicDecSpeculativeConfig)
         self.clock: Callable[[], float] = perf_counter
         self._controller = self._make_controller(spec)
+        self._latest = PLAIN  # what the step before drafted
         self._budget = self._controller.budgets[-1]  # of the latest drafts
+        # On a GPU the V2 runner hands out a step's tokens before it drafts. So what passes between two
+        # outputs is the drafts of the step before and the verification of this one.
+        on_gpu = self.vllm_config.device_config.device_type == "cuda"
+        self._drafts_come_late = on_gpu and self.vllm_config.use_v2_model_runner
         self._in_flight: dict[int, _InFlight] = {}  # by id() of their SchedulerOutput
         # CUDA graphs of verifications are for one number of drafts.
         graphs = self.vllm_config.compilation_config.cudagraph_mode
@@ -142,8 +147,10 @@ class _AdaptiveSpeculation(Scheduler):
         decodes = all(request.num_computed_tokens >= request.num_prompt_tokens for request in requests)
         step = None
         if verified is not None and decodes:
-            step = Step(len(requests), context_tokens, verified, choice.drafts, choice.budget)
+            made = self._latest if self._drafts_come_late else choice
+            step = Step(len(requests), context_tokens, verified, made.drafts, made.budget)
         self._in_flight[id(output)] = _InFlight(self.clock(), self._budget, self._is_whole, step)
+        self._latest = choice
         if choice.drafts:
             self._budget = choice.budget
 

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the scheduler tells the controller about a step."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from vllm_magicdec.controller import PLAIN, Choice
+from vllm_magicdec.scheduler import MagicDecScheduler
+from vllm_magicdec.step_times import Step
+
+
+@pytest.mark.parametrize("drafts_come_late", [False, True])
+def test_the_drafts_in_a_steps_time_are_those_made_between_two_outputs(drafts_come_late):
+    choices = [Choice(4, 512), Choice(2, 256), PLAIN, Choice(3, 512)]
+    scheduler = object.__new__(MagicDecScheduler)
+    planned = iter(choices)
+    scheduler._controller = SimpleNamespace(choose=lambda num_reqs, context_tokens: next(planned))
+    scheduler._latest, scheduler._budget, scheduler._is_whole = PLAIN, 512, True
+    scheduler._drafts_come_late = drafts_come_late
+    scheduler._in_flight, scheduler.clock = {}, lambda: 0.0
+    request = SimpleNamespace(num_computed_tokens=1000, num_prompt_tokens=10)
+    scheduler.requests = {"a": request, "b": request}
+    outputs, verified = [], 0
+    for choice in choices:
+        drafts = {name: [-1] * verified for name in scheduler.requests if verified}
+        output = SimpleNamespace(
+            num_scheduled_tokens=dict.fromkeys(scheduler.requests, verified + 1),
+            scheduled_spec_decode_tokens=drafts,
+        )
+        scheduler._choose(output)
+        assert output.num_spec_tokens_to_schedule == choice.drafts
+        outputs.append(output)
+        verified = choice.drafts
+    steps = [scheduler._in_flight[id(output)].step for output in outputs]
+    before = [PLAIN, *choices[:-1]]
+    made = before if drafts_come_late else choices
+    assert steps == [
+        Step(2, 2000, previous.drafts, drafted.drafts, drafted.budget)
+        for previous, drafted in zip(before, made, strict=True)
+    ]
