@@ -23,6 +23,7 @@ from vllm_magicdec.view import DraftStep, TokenView
 
 # Reading a value during a capture is an error on CUDA.
 HOST_READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+SCHEDULER_METADATA_SIZE = 2**20
 
 
 class RecordedGraph(TorchDispatchMode):
@@ -60,13 +61,11 @@ def _keep_scheduler_metadata() -> None:
 
     def build_in_place(self, common_prefix_len, common_attn_metadata, fast_build=False):
         metadata = build(self, common_prefix_len, common_attn_metadata, fast_build)
-        if metadata.max_query_len > 1:
-            return metadata  # of the target's pass, which is not replayed
-        key = (id(self), metadata.num_actual_tokens)
-        # It holds pointers into itself, so what is copied must live on.
-        latest[key] = metadata.scheduler_metadata
-        metadata.scheduler_metadata = kept.setdefault(key, latest[key].clone())
-        metadata.scheduler_metadata.copy_(latest[key])
+        key = (id(self), metadata.num_actual_tokens, metadata.max_query_len)
+        # It holds pointers into itself, so what is copied must live on. Its size depends on the lengths.
+        made = latest[key] = metadata.scheduler_metadata
+        metadata.scheduler_metadata = kept.setdefault(key, made.new_zeros(SCHEDULER_METADATA_SIZE))
+        metadata.scheduler_metadata[: len(made)].copy_(made)
         return metadata
 
     CPUAttentionMetadataBuilder.build = build_in_place

@@ -34,7 +34,8 @@ def test_output_is_unchanged_when_length_and_budget_change_every_step(mixed_prom
         speculative_config=auto(draft_kv_policy=policy, draft_kv_budget="auto", draft_kv_max_budget=512),
     )
     for seed, result in enumerate(run.results):
-        assert result["lengths"] == result["kept"] == list(range(9))
+        assert result["lengths"] == list(range(9))
+        assert set(result["kept"]) > {0, 1, 2, 3, 4}
         assert_budgets_were_obeyed(result, BUDGETS[policy])
         assert_same_tokens(
             [plain[i] for i in chosen], result["batches"][0], f"random choices, {policy}, {seed}"
