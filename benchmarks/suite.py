@@ -105,7 +105,7 @@ def speculations(drafts: int, budget: float, draft_model: str | None) -> dict[st
 def why_skipped(method: str, draft_model: str | None) -> str | None:
     """One sentence on what a method lacks on this machine, if it lacks something."""
     if method == "suffix" and find_spec("arctic_inference") is None:
-        return "arctic-inference is not installed; try: pip install arctic-inference==0.1.1"
+        return "arctic-inference is not installed; 'make bench' builds it if it finds a C++ compiler"
     if method == "draft_model" and draft_model is None:
         return "there is no draft model for this model; name one with --draft-model"
     return None
