@@ -29,13 +29,12 @@ from documents import excerpts
 from kv_heavy import KV_HEAVY, model_folder
 from machine import describe_machine
 from rich.table import Table
-from suite_plots import PER_POSITION, PLAIN, cells_of, draw, pooled_acceptance, speedups, title_of
+from suite_plots import AGAIN, PER_POSITION, PLAIN, cells_of, draw, pooled_acceptance, speedups, title_of
 
 sys.path.insert(0, str(ROOT / "examples"))
 from serving import Server, default_options, serve
 
 TINY_DRAFT = Path(__file__).resolve().parent / "tiny-draft"
-AGAIN = "plain-again"
 POLICIES = ("streamingllm", "snapkv", "verify-topk")
 METHODS = (
     PLAIN,
@@ -230,11 +229,11 @@ def make_tables(record: dict[str, Any]) -> list[Table]:
     ratios = speedups(runs)
     contexts = record["settings"]["context"]
     speed = Table(title=f"output tokens/s and speedup over plain: {title_of(record)}")
-    speed.add_column("method")
+    speed.add_column("method", no_wrap=True)
     for context, concurrency in cells_of(runs):
         speed.add_column(f"{context:,} tokens,\n{concurrency} in flight", justify="right")
     for context in contexts:
-        speed.add_column(f"acceptance length\nat {context:,}", justify="right")
+        speed.add_column(f"tokens\nper round\nat {context:,}", justify="right")
     for method in methods:
         row = [f"{tokens_per_s:.0f}  {ratio:.2f} x" for tokens_per_s, ratio in ratios[method].values()]
         for context in contexts:
@@ -246,7 +245,7 @@ def make_tables(record: dict[str, Any]) -> list[Table]:
         title=f"request rates at {max(contexts):,} tokens: ms per output token, median / 99th percentile, "
         "and ms to first token, median"
     )
-    times.add_column("method")
+    times.add_column("method", no_wrap=True)
     for rate in sorted({run["rate"] for run in runs if run["rate"]}):
         times.add_column(f"{rate:g} per second", justify="right")
     for method in methods:
