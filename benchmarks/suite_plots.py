@@ -32,6 +32,14 @@ def title_of(record: dict[str, Any]) -> str:
     )
 
 
+def latency(run: Run, statistic: str) -> float:
+    """Milliseconds of a request over its output tokens, `median` or `p99` over the requests.
+
+    The time between tokens would not do: a server that is short of cores sends several tokens at once.
+    """
+    return run[f"{statistic}_e2el_ms"] * run["completed"] / run["total_output_tokens"]
+
+
 def cells_of(runs: list[Run]) -> list[tuple[int, int]]:
     """(context, concurrency) of the runs with a fixed number of requests in flight."""
     return sorted({(run["context"], run["concurrency"]) for run in runs if run["concurrency"]})
@@ -105,20 +113,20 @@ def draw_throughput_against_latency(record: dict[str, Any], path: Path) -> None:
     for (context, load, unit), row in zip(groups, rows, strict=True):
         loads = sorted({run[load] for run in runs if run["context"] == context and run[load]})
         title = f"{context:,} tokens of context; {', '.join(f'{n:g}' for n in loads)} {unit}"
-        for axes, latency, kind in zip(
-            row, ("median_tpot_ms", "p99_tpot_ms"), ("median", "99th percentile"), strict=True
+        for axes, statistic, kind in zip(
+            row, ("median", "p99"), ("median", "99th percentile"), strict=True
         ):
             for method, style in styles(record).items():
                 own = [r for r in runs if r["method"] == method and r["context"] == context and r[load]]
                 own.sort(key=lambda run: run[load])
-                axes.plot([r[latency] for r in own], [r["output_throughput"] for r in own], ms=0, **style)
-                for run in own:
+                points = [(latency(run, statistic), run["output_throughput"]) for run in own]
+                axes.plot(*zip(*points, strict=True), ms=0, **style)
+                for run, point in zip(own, points, strict=True):
                     size = 12 * (2 + 3 * loads.index(run[load]))
-                    point = run[latency], run["output_throughput"]
                     axes.scatter(*point, size, color=style["color"], marker=style["marker"])
             axes.set(
                 title=title,
-                xlabel=f"ms per output token, {kind} of the requests (left is better)",
+                xlabel=f"ms per request and output token, {kind} (left is better)",
                 ylabel="output tokens/s (up is better)",
             )
             axes.margins(y=0.1)
