@@ -235,7 +235,7 @@ def draw(results: list[Result], gamma: int, path: Path) -> None:
         chosen = next(r for r in own if r.budget == budgets[len(budgets) // 2])
         right.plot(range(1, gamma + 1), chosen.documents.rates, **style)
     for axes, title in (
-        (left, f"documents, gamma {gamma} (bars: standard error over documents)"),
+        (left, f"documents, gamma {gamma}, ± standard error"),
         (middle, f"recall answers, first {ANSWER_TOKENS} drafts"),
     ):
         axes.set(title=title, xlabel="budget (tokens)", ylabel="acceptance length (tokens per round)")
