@@ -31,6 +31,7 @@ test-gpu: venv  ## the tests that need a CUDA device
 	$(VENV)/python -m pytest -m gpu $(ARGS)
 
 bench: venv  ## every speculative method of vLLM against magicdec, as servers (ARGS="--quick": two minutes)
+	@"$(PYTHON)" .ci/setup_venv.py --suffix-decoding
 	@$(VENV)/python benchmarks/suite.py $(ARGS)
 
 bench-decode: venv  ## decode speed alone, plain against magicdec, without a server

@@ -2,13 +2,15 @@
 """Set up `.venv`: the plugin and vLLM, its CUDA build where there is an NVIDIA driver, else its CPU build.
 
 Run by `make venv` with the system's Python; needs nothing but the standard library. Does nothing when
-`.venv` is already what this file and setup.py ask for.
+`.venv` is already what this file and setup.py ask for. `--suffix-decoding` (`make bench`) also builds what
+vLLM's method `suffix` needs, if it can.
 """
 
 # Lets a Python that is too old come as far as the sentence that says so.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import shutil
 import subprocess
@@ -29,6 +31,9 @@ TORCH_CPU = "2.13.0+cpu"
 PYTORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 # CUDA builds on the registry, which the CPU build of vLLM pulls in; they break `import transformers`.
 CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
+SUFFIX_DECODING = "arctic-inference==0.1.1"
+# Its build also asks for a torch of several GB; vLLM's own will do.
+SUFFIX_DECODING_BUILD = ("nanobind==2.9.2", "cmake", "ninja")
 # pip repeats these for every local index that lacks a package; they say nothing about a failure.
 HARMLESS = re.compile(r"WARNING: Location .* is ignored")
 
@@ -103,6 +108,24 @@ def install_cpu_vllm() -> None:
         )
 
 
+def install_suffix_decoding() -> None:
+    """Build arctic-inference from source; the benchmark suite does without it where that fails."""
+    if any(VENV.glob("lib*/python*/site-packages/arctic_inference")):
+        return
+    # Its build calls cmake, which must not find another Python.
+    os.environ["PATH"] = os.pathsep.join((str(PYTHON.parent), os.environ["PATH"]))
+    os.environ["CMAKE_ARGS"] = f"-DPython_EXECUTABLE={PYTHON}"
+    if pip(f"build tools of {SUFFIX_DECODING}", "install", *SUFFIX_DECODING_BUILD, optional=True):
+        pip(
+            f"{SUFFIX_DECODING} (suffix decoding)",
+            "install",
+            "--no-deps",
+            "--no-build-isolation",
+            SUFFIX_DECODING,
+            optional=True,
+        )
+
+
 def extra_requirements() -> list[str]:
     """The packages of the extras `test` and `bench`, and the plugin's own."""
     text = (ROOT / "setup.py").read_text()
@@ -113,7 +136,7 @@ def extra_requirements() -> list[str]:
     return [name for found in lists if found for name in re.findall(r'"([^"]+)"', found.group(1))]
 
 
-def main() -> None:
+def set_up() -> None:
     gpu = has_nvidia_driver()
     inputs = [Path(__file__).read_bytes(), (ROOT / "setup.py").read_bytes(), bytes([gpu])]
     wanted = hashlib.sha256(b"".join(inputs)).hexdigest()
@@ -134,6 +157,12 @@ def main() -> None:
     run("vLLM finds the plugin", [PYTHON, "-c", "import vllm, vllm_magicdec.plugin as p; p.register()"])
     STAMP.write_text(wanted)
     print(f"{VENV.name} is ready")
+
+
+def main() -> None:
+    set_up()
+    if "--suffix-decoding" in sys.argv[1:]:
+        install_suffix_decoding()
 
 
 if __name__ == "__main__":

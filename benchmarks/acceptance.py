@@ -4,15 +4,20 @@
 Two workloads, greedy, on the shipped model: going on with long documents, and answering recall questions
 (tiny-llama/recall.py), whose answer is one fact thousands of tokens back. Every engine drafts `--gamma`
 tokens; acceptance by position comes from vLLM's own counters, and the acceptance length at a smaller gamma
-is 1 + the sum of the rates up to it. The oracle is no policy: its drafts attend to the `budget` tokens of
-the whole context that each query itself weighs most, per layer and KV head.
+is 1 + the sum of the rates up to it. Requests run one after the other, so that each has its own counters:
+the noise is the standard error over documents, that of a difference from streamingllm over the same ones.
+The oracle is no policy: its drafts attend to the `budget` tokens of the whole context that each query
+itself weighs most, per layer and KV head.
 """
 
 import argparse
+import itertools
 import json
+import math
 import os
 import random
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -38,6 +43,8 @@ POLICIES = {
     # The oracle chooses for itself, out of everything.
     ORACLE: {"draft_kv_policy": "snapkv"},
 }
+BASELINE = "streamingllm"
+PAGE_POLICIES = ("streamingllm", "verify-topk")
 LEAST_BUDGET = {"verify-topk": 192}  # else no page of 32 tokens is left to choose
 ANSWER_TOKENS = 4  # digits; the first comes out of the prefill, a line break follows
 SETTINGS = ("context", "documents", "requests", "questions", "tokens", "gamma", "distances")
@@ -47,17 +54,30 @@ SETTINGS = ("context", "documents", "requests", "questions", "tokens", "gamma", 
 class Counts:
     """vLLM's counters of one workload."""
 
-    rounds: int
-    accepted_by_position: list[int]
+    rounds: list[int]  # by request
+    accepted: list[int]  # by request, drafts at all positions
+    accepted_by_position: list[int]  # of all requests
 
     @property
     def rates(self) -> list[float]:
         """Share of rounds in which the draft at each position was accepted."""
-        return [accepted / self.rounds for accepted in self.accepted_by_position]
+        return [accepted / sum(self.rounds) for accepted in self.accepted_by_position]
 
     def acceptance_length(self, gamma: int) -> float:
         """Tokens per round with `gamma` drafts."""
         return 1 + sum(self.rates[:gamma])
+
+    @property
+    def deviations(self) -> list[float]:
+        """What each request adds to the acceptance length's error (the ratio's linearisation); 0 in sum."""
+        rate = sum(self.accepted) / sum(self.rounds)
+        return [(a - rate * r) / sum(self.rounds) for a, r in zip(self.accepted, self.rounds, strict=True)]
+
+
+def standard_error(deviations: Sequence[float]) -> float:
+    """Of an acceptance length at the largest gamma, or of the difference of two, over requests."""
+    count = len(deviations)
+    return math.sqrt(count / (count - 1) * sum(d * d for d in deviations)) if count > 1 else math.nan
 
 
 @dataclass(frozen=True)
@@ -66,6 +86,7 @@ class Result:
 
     policy: str
     budget: int
+    view: int  # most tokens that a draft step saw: the budget, or the whole pages that it takes
     documents: Counts
     recall: Counts
     answers: int  # asked
@@ -99,13 +120,15 @@ def measure(policy: str, budget: int, args: argparse.Namespace) -> Result:
     from recall import is_answered, make_episode
     from vllm import LLM, SamplingParams
 
+    from vllm_magicdec.config import page_budget
+
     is_oracle = policy == ORACLE
     model_len = args.context + args.tokens + 2 * PAGE
     llm = LLM(
         model=str(TINY_LLAMA),
         dtype="float32",
         block_size=PAGE,
-        max_num_seqs=4,
+        max_num_seqs=1,
         max_model_len=model_len,
         enforce_eager=True,
         disable_log_stats=False,
@@ -124,13 +147,19 @@ def measure(policy: str, budget: int, args: argparse.Namespace) -> Result:
         return tokenizer.encode(text, add_special_tokens=False)
 
     def run(prompts: list[list[int]], num_tokens: int) -> tuple[Counts, list[str]]:
-        before = read_counts(llm)
         sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
-        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False)
-        after = read_counts(llm)
-        accepted = zip(after.accepted_by_position, before.accepted_by_position, strict=True)
-        counts = Counts(after.rounds - before.rounds, [a - b for a, b in accepted])
-        return counts, [output.outputs[0].text for output in outputs]
+        counters, texts = [read_counters(llm)], []
+        for prompt in prompts:
+            (output,) = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
+            counters.append(read_counters(llm))
+            texts.append(output.outputs[0].text)
+        steps = list(itertools.pairwise(counters))
+        counts = Counts(
+            rounds=[after[0] - before[0] for before, after in steps],
+            accepted=[sum(after[1:]) - sum(before[1:]) for before, after in steps],
+            accepted_by_position=[b - a for a, b in zip(counters[0], counters[-1], strict=True)][1:],
+        )
+        return counts, texts
 
     documents, _ = run(excerpts(encode, args.requests, args.context, args.documents), args.tokens)
     lines = read_text(args.documents).splitlines(keepends=True)
@@ -142,30 +171,48 @@ def measure(policy: str, budget: int, args: argparse.Namespace) -> Result:
     prompts = [[tokenizer.bos_token_id, *encode(episode.prompt)] for episode in episodes]
     recall, texts = run(prompts, ANSWER_TOKENS + 1)
     right = sum(is_answered(text, episode) for text, episode in zip(texts, episodes, strict=True))
+    chooses_pages = policy in PAGE_POLICIES
+    view = page_budget(llm.llm_engine.vllm_config, PAGE).max_pages * PAGE if chooses_pages else budget
     llm.llm_engine.engine_core.shutdown()  # else this process would wait for it at its end
-    return Result(policy, budget, documents, recall, len(episodes), right)
+    return Result(policy, budget, view, documents, recall, len(episodes), right)
 
 
-def read_counts(llm: Any) -> Counts:
+def read_counters(llm: Any) -> list[int]:
+    """Rounds, then accepted drafts by position, since the engine started."""
     metrics = {metric.name: metric for metric in llm.get_metrics()}
-    return Counts(
+    return [
         metrics["vllm:spec_decode_num_drafts"].value,
-        list(metrics["vllm:spec_decode_num_accepted_tokens_per_pos"].values),
-    )
+        *metrics["vllm:spec_decode_num_accepted_tokens_per_pos"].values,
+    ]
 
 
 def make_table(results: list[Result], gammas: list[int]) -> Table:
-    table = Table(title="acceptance length, by workload and drafted tokens (gamma)")
+    table = Table(title="acceptance length, by workload and drafted tokens (gamma); ± standard error")
     table.add_column("policy")
     table.add_column("budget", justify="right")
-    for workload in ("documents", "recall"):
-        for number in gammas if workload == "documents" else [ANSWER_TOKENS]:
-            table.add_column(f"{workload}, {number}", justify="right")
+    for number in gammas:
+        table.add_column(f"documents, {number}", justify="right")
+    table.add_column(f"minus {BASELINE}", justify="right")
+    table.add_column(f"recall, {ANSWER_TOKENS}", justify="right")
     for result in results:
-        cells = [f"{result.documents.acceptance_length(n):.2f}" for n in gammas]
-        cells.append(f"{result.recall.acceptance_length(ANSWER_TOKENS):.2f}")
-        table.add_row(result.policy, str(result.budget), *cells)
+        lengths = [f"{result.documents.acceptance_length(n):.2f}" for n in gammas]
+        lengths[-1] += f" ± {standard_error(result.documents.deviations):.2f}"
+        recall = f"{result.recall.acceptance_length(ANSWER_TOKENS):.2f}"
+        row = (*lengths, difference_from_baseline(result, results, gammas[-1]), recall)
+        budget = str(result.budget) + (f" ({result.view})" if result.view != result.budget else "")
+        table.add_row(result.policy, budget, *row)
     return table
+
+
+def difference_from_baseline(result: Result, results: list[Result], gamma: int) -> str:
+    """Acceptance length on documents minus the baseline's at the same budget, with its standard error."""
+    others = [other for other in results if (other.policy, other.budget) == (BASELINE, result.budget)]
+    if result.policy == BASELINE or not others:
+        return ""
+    own, other = result.documents, others[0].documents
+    pairs = zip(own.deviations, other.deviations, strict=True)
+    error = standard_error([mine - its for mine, its in pairs])
+    return f"{own.acceptance_length(gamma) - other.acceptance_length(gamma):+.2f} ± {error:.2f}"
 
 
 def draw(results: list[Result], gamma: int, path: Path) -> None:
@@ -181,12 +228,14 @@ def draw(results: list[Result], gamma: int, path: Path) -> None:
         own = sorted((r for r in results if r.policy == policy), key=lambda r: r.budget)
         style = {"marker": "o", "linestyle": ":" if policy == ORACLE else "-", "label": policy}
         own_budgets = [r.budget for r in own]
-        left.plot(own_budgets, [r.documents.acceptance_length(gamma) for r in own], **style)
+        lengths = [r.documents.acceptance_length(gamma) for r in own]
+        errors = [standard_error(r.documents.deviations) for r in own]
+        left.errorbar(own_budgets, lengths, errors, capsize=3, elinewidth=0.8, **style)
         middle.plot(own_budgets, [r.recall.acceptance_length(ANSWER_TOKENS) for r in own], **style)
         chosen = next(r for r in own if r.budget == budgets[len(budgets) // 2])
         right.plot(range(1, gamma + 1), chosen.documents.rates, **style)
     for axes, title in (
-        (left, f"documents, gamma {gamma}"),
+        (left, f"documents, gamma {gamma}, ± standard error"),
         (middle, f"recall answers, first {ANSWER_TOKENS} drafts"),
     ):
         axes.set(title=title, xlabel="budget (tokens)", ylabel="acceptance length (tokens per round)")

@@ -2,12 +2,13 @@
 """magicdec-self and everything else vLLM offers, as servers, side by side: `make bench`, or see --help.
 
 Every method is a `vllm serve` of its own and gets the same greedy requests from `vllm bench serve`: all
-cells of context x requests in flight, then request rates at the longest context, as fractions of the rate
-that plain decoding could just serve. Plain decoding is served first and, as `plain-again`, last: what lies
-between those two is the machine's noise. Prompts are real text, answers have a fixed length.
+cells of context x requests in flight, each several times, then request rates at the longest context, as
+fractions of the rate that plain decoding could just serve. Plain decoding is served first and, as
+`plain-again`, last: what lies between those two is the machine's noise. Prompts are real text, answers have
+a fixed length.
 
-OUT gets vLLM's own JSON, a folder per run; suite.json with all runs, machine, versions and settings; and
-three plots.
+OUT gets vLLM's own JSON, a folder per run; suite.json with the runs of median throughput, machine, versions
+and settings; and three plots.
 """
 
 import argparse
@@ -29,13 +30,22 @@ from documents import excerpts
 from kv_heavy import KV_HEAVY, model_folder
 from machine import describe_machine
 from rich.table import Table
-from suite_plots import PER_POSITION, PLAIN, cells_of, draw, pooled_acceptance, speedups, title_of
+from suite_plots import (
+    AGAIN,
+    PER_POSITION,
+    PLAIN,
+    cells_of,
+    draw,
+    latency,
+    pooled_acceptance,
+    speedups,
+    title_of,
+)
 
 sys.path.insert(0, str(ROOT / "examples"))
 from serving import Server, default_options, serve
 
 TINY_DRAFT = Path(__file__).resolve().parent / "tiny-draft"
-AGAIN = "plain-again"
 POLICIES = ("streamingllm", "snapkv", "verify-topk")
 METHODS = (
     PLAIN,
@@ -52,12 +62,13 @@ QUICK = {
     "context": [1000],
     "concurrency": [1, 4],
     "rate_fractions": [0.5],
+    "repeats": 1,
     "requests": 8,
     "tokens": 64,
 }
 SETTINGS = (
-    *("dtype", "context", "concurrency", "rate_fractions", "requests", "tokens", "drafts", "budget"),
-    *("draft_model", "cold"),
+    *("dtype", "context", "concurrency", "rate_fractions", "repeats", "requests", "tokens"),
+    *("drafts", "budget", "draft_model", "cold"),
 )
 
 
@@ -105,7 +116,7 @@ def speculations(drafts: int, budget: float, draft_model: str | None) -> dict[st
 def why_skipped(method: str, draft_model: str | None) -> str | None:
     """One sentence on what a method lacks on this machine, if it lacks something."""
     if method == "suffix" and find_spec("arctic_inference") is None:
-        return "arctic-inference is not installed; try: pip install arctic-inference==0.1.1"
+        return "arctic-inference is not installed; 'make bench' builds it if it finds a C++ compiler"
     if method == "draft_model" and draft_model is None:
         return "there is no draft model for this model; name one with --draft-model"
     return None
@@ -184,6 +195,17 @@ def summary(result: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def median_run(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of some runs of one load the one with the median throughput, and how far apart they are."""
+    results = sorted(results, key=lambda result: result["output_throughput"])
+    speeds = [result["output_throughput"] for result in results]
+    return {
+        **results[(len(results) - 1) // 2],
+        "least_throughput": speeds[0],
+        "most_throughput": speeds[-1],
+    }
+
+
 def measure(
     args: argparse.Namespace,
     method: str,
@@ -208,16 +230,18 @@ def measure(
             path = requests[load.context]
             return run_load(server, args.model_path, load, path, args.requests, num_tokens, folder)
 
-        def run_all(loads: list[Load]) -> list[dict[str, Any]]:
-            results = [(load, run(load, args.tokens, load.name)) for load in loads]
-            return [{"method": method, **asdict(load), **summary(result)} for load, result in results]
+        def measure_load(load: Load, repeats: int = 1) -> dict[str, Any]:
+            names = [f"{load.name}/{number}" for number in range(1, repeats + 1)]
+            results = [summary(run(load, args.tokens, name)) for name in names]
+            return {"method": method, **asdict(load), **median_run(results)}
 
         run(Load(longest, max(args.concurrency)), WARM_UP_TOKENS, "warm-up")
-        runs = run_all([Load(context, number) for context in args.context for number in args.concurrency])
+        cells = [Load(context, number) for context in args.context for number in args.concurrency]
+        runs = [measure_load(load, args.repeats) for load in cells]
         if rates is None:
             most = max(r["request_throughput"] for r in runs if r["context"] == longest)
             rates = [float(f"{fraction * most:.2g}") for fraction in args.rate_fractions]
-        return runs + run_all([Load(longest, rate=rate) for rate in rates])
+        return runs + [measure_load(Load(longest, rate=rate)) for rate in rates]
 
 
 # ---- report
@@ -230,11 +254,11 @@ def make_tables(record: dict[str, Any]) -> list[Table]:
     ratios = speedups(runs)
     contexts = record["settings"]["context"]
     speed = Table(title=f"output tokens/s and speedup over plain: {title_of(record)}")
-    speed.add_column("method")
+    speed.add_column("method", no_wrap=True)
     for context, concurrency in cells_of(runs):
         speed.add_column(f"{context:,} tokens,\n{concurrency} in flight", justify="right")
     for context in contexts:
-        speed.add_column(f"acceptance length\nat {context:,}", justify="right")
+        speed.add_column(f"tokens\nper round\nat {context:,}", justify="right")
     for method in methods:
         row = [f"{tokens_per_s:.0f}  {ratio:.2f} x" for tokens_per_s, ratio in ratios[method].values()]
         for context in contexts:
@@ -243,16 +267,16 @@ def make_tables(record: dict[str, Any]) -> list[Table]:
         speed.add_row(method, *row)
 
     times = Table(
-        title=f"request rates at {max(contexts):,} tokens: ms per output token, median / 99th percentile, "
-        "and ms to first token, median"
+        title=f"request rates at {max(contexts):,} tokens: ms per answer and output token, median / 99th "
+        "percentile, and ms to first token, median"
     )
-    times.add_column("method")
+    times.add_column("method", no_wrap=True)
     for rate in sorted({run["rate"] for run in runs if run["rate"]}):
         times.add_column(f"{rate:g} per second", justify="right")
     for method in methods:
         own = sorted((r for r in runs if r["method"] == method and r["rate"]), key=lambda r: r["rate"])
         cells = (
-            f"{r['median_tpot_ms']:.1f} / {r['p99_tpot_ms']:.1f}, {r['median_ttft_ms']:.0f}" for r in own
+            f"{latency(r, 'median'):.1f} / {latency(r, 'p99'):.1f}, {r['median_ttft_ms']:.0f}" for r in own
         )
         times.add_row(method, *cells)
     return [speed, times]
@@ -333,6 +357,7 @@ def parse_arguments(arguments: list[str] | None = None) -> tuple[argparse.Namesp
         default=[0.4, 0.8, 1.2],
         help="request rates at the longest context, in units of what plain decoding could just serve",
     )
+    parser.add_argument("--repeats", type=int, default=3, help="of the runs with fixed requests in flight")
     parser.add_argument("--requests", type=int, default=16, help="per load")
     parser.add_argument("--tokens", type=int, default=128, help="generated per request")
     parser.add_argument("--drafts", type=int, default=4, help="drafted tokens per round, where fixed")

@@ -10,11 +10,12 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from matplotlib.axes import Axes
 from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 PLAIN = "plain"
+AGAIN = "plain-again"
 PER_POSITION = "spec_decode_per_position_acceptance_rates"
 Run = dict[str, Any]  # one run of `vllm bench serve`
 
@@ -29,6 +30,14 @@ def title_of(record: dict[str, Any]) -> str:
         f"{settings['requests']} requests per run, {settings['tokens']} tokens generated for each, greedy; "
         f"prompts: real text, {prompts}"
     )
+
+
+def latency(run: Run, statistic: str) -> float:
+    """Milliseconds of a request over its output tokens, `median` or `p99` over the requests.
+
+    The time between tokens would not do: a server that is short of cores sends several tokens at once.
+    """
+    return run[f"{statistic}_e2el_ms"] * run["completed"] / run["total_output_tokens"]
 
 
 def cells_of(runs: list[Run]) -> list[tuple[int, int]]:
@@ -81,7 +90,8 @@ def styles(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
     for method in dict.fromkeys(run["method"] for run in record["runs"]):
         linestyle, marker = families.get(method.split("-")[0], ("--", "s"))
         color = next(grays if method.startswith(PLAIN) else colors)
-        lines[method] = {"label": method, "color": color, "linestyle": linestyle, "marker": marker}
+        label = f"{method} (shows the noise)" if method == AGAIN else method
+        lines[method] = {"label": label, "color": color, "linestyle": linestyle, "marker": marker}
     return lines
 
 
@@ -95,46 +105,36 @@ def draw(record: dict[str, Any], folder: Path) -> None:
 def draw_throughput_against_latency(record: dict[str, Any], path: Path) -> None:
     """A row per context and one for the request rates; median latency left, 99th percentile right."""
     runs, contexts = record["runs"], record["settings"]["context"]
-    groups = [
-        (f"{context:,} tokens of context; numbers: requests in flight", context, "concurrency")
-        for context in contexts
-    ]
-    groups.append(
-        (f"{max(contexts):,} tokens of context; numbers: requests per second", max(contexts), "rate")
-    )
+    groups = [(context, "concurrency", "requests in flight") for context in contexts]
+    groups.append((max(contexts), "rate", "requests per second"))
     figure, rows = plt.subplots(
         len(groups), 2, figsize=(13, 3.8 * len(groups)), squeeze=False, layout="constrained"
     )
-    for (title, context, load), row in zip(groups, rows, strict=True):
-        for axes, latency, kind in zip(
-            row, ("median_tpot_ms", "p99_tpot_ms"), ("median", "99th percentile"), strict=True
+    for (context, load, unit), row in zip(groups, rows, strict=True):
+        loads = sorted({run[load] for run in runs if run["context"] == context and run[load]})
+        title = f"{context:,} tokens of context; {', '.join(f'{n:g}' for n in loads)} {unit}"
+        for axes, statistic, kind in zip(
+            row, ("median", "p99"), ("median", "99th percentile"), strict=True
         ):
             for method, style in styles(record).items():
                 own = [r for r in runs if r["method"] == method and r["context"] == context and r[load]]
                 own.sort(key=lambda run: run[load])
-                _draw_line(axes, own, latency, load, style)
+                points = [(latency(run, statistic), run["output_throughput"]) for run in own]
+                axes.plot(*zip(*points, strict=True), ms=0, **style)
+                for run, point in zip(own, points, strict=True):
+                    size = 12 * (2 + 3 * loads.index(run[load]))
+                    axes.scatter(*point, size, color=style["color"], marker=style["marker"])
             axes.set(
                 title=title,
-                xlabel=f"ms per output token, {kind} of the requests (left is better)",
+                xlabel=f"ms per request and output token, {kind} (left is better)",
                 ylabel="output tokens/s (up is better)",
             )
+            axes.margins(y=0.1)
             axes.set_ylim(bottom=0)
             axes.grid(alpha=0.3)
-    figure.legend(*rows[0, 0].get_legend_handles_labels(), loc="outside right upper")
-    _save(figure, "Throughput against latency", record, path)
-
-
-def _draw_line(axes: Axes, own: list[Run], latency: str, load: str, style: dict[str, Any]) -> None:
-    axes.plot([run[latency] for run in own], [run["output_throughput"] for run in own], ms=4, **style)
-    for run in own:
-        axes.annotate(
-            f"{run[load]:g}",
-            (run[latency], run["output_throughput"]),
-            textcoords="offset points",
-            xytext=(4, 3),
-            fontsize=6,
-            color=style["color"],
-        )
+    lines = [Line2D([], [], **style) for style in styles(record).values()]
+    figure.legend(handles=lines, loc="outside lower center", ncols=min(5, len(lines)))
+    _save(figure, "Throughput against latency; the larger the marker, the higher the load", record, path)
 
 
 def draw_speedup(record: dict[str, Any], path: Path) -> None:
@@ -165,7 +165,7 @@ def draw_speedup(record: dict[str, Any], path: Path) -> None:
         axes.set_xlabel("context (tokens)")
     for axes in grid[:, 0]:
         axes.set_ylabel("requests in flight")
-    figure.colorbar(image, ax=grid, label="output tokens/s over plain decoding's")
+    figure.colorbar(image, ax=grid, label="output tokens/s over plain decoding's, the mean of its servers")
     _save(figure, "Speedup over plain decoding", record, path)
 
 
@@ -173,25 +173,29 @@ def draw_acceptance(record: dict[str, Any], path: Path) -> None:
     """A panel per context."""
     runs, contexts = record["runs"], record["settings"]["context"]
     figure, panels = plt.subplots(
-        1, len(contexts), figsize=(6 * len(contexts), 4.5), squeeze=False, layout="constrained"
+        1, len(contexts), figsize=(6 * len(contexts), 5.5), squeeze=False, layout="constrained"
     )
     for axes, context in zip(panels[0], contexts, strict=True):
         for method, style in styles(record).items():
             rates = pooled_acceptance(runs, method, context)
             if rates:
                 label = f"{method}: {1 + sum(rates):.2f} tokens per round"
-                axes.plot(range(1, len(rates) + 1), rates, **{**style, "label": label})
+                axes.plot(range(1, len(rates) + 1), rates, **{**style, "label": label, "ms": 4})
         axes.set(
             title=f"{context:,} tokens of context",
             xlabel="drafted position",
             ylabel="accepted (share of rounds with drafts)",
             ylim=(0, 1.02),
         )
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        last = max((line.get_xdata()[-1] for line in axes.lines), default=1)
+        ticks = [tick for tick in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128) if tick <= last]
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ticks, [str(tick) for tick in ticks])
         axes.grid(alpha=0.3)
         if axes.lines:
-            axes.legend(fontsize=7)
-    _save(figure, "Acceptance by position", record, path)
+            axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2, fontsize=8)
+    title = "Acceptance by position; suffix and magicdec-auto draft fewer tokens in some rounds"
+    _save(figure, title, record, path)
 
 
 def _save(figure: Figure, title: str, record: dict[str, Any], path: Path) -> None:

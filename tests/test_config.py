@@ -50,7 +50,7 @@ def test_method_and_model_both_select_it(model_dir, fields):
     spec = configure(model_dir, fields).speculative_config
     assert type(spec) is MagicDecSpeculativeConfig
     assert spec.num_speculative_tokens == 4
-    assert (spec.draft_kv_policy, spec.draft_kv_budget, spec.draft_kv_sink) == ("streamingllm", 512, 16)
+    assert (spec.draft_kv_policy, spec.draft_kv_budget, spec.draft_kv_sink) == ("streamingllm", 512, 4)
     assert spec.draft_model_config is spec.target_model_config
 
 

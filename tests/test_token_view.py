@@ -244,11 +244,16 @@ def test_budgets_too_small_say_what_to_type(budget, sentence):
 
 
 @pytest.mark.parametrize(
-    ("recent", "window"), [(0, 32), (0.375, 192), (0.01, 32), (100, 100), (0.999, 512 - 16 - 1)]
+    ("tokens", "recent", "window"),
+    [
+        *((512, 0, 32), (512, 0.375, 192), (512, 100, 100), (512, 0.999, 512 - 16 - 1)),
+        # Of a small budget it is more, but never for a number, or for SnapKV as published.
+        *((512, 0.01, 48), (64, 0.375, 47), (96, 0.375, 48), (56, 0.375, 39), (64, 40, 40), (64, 0, 32)),
+    ],
 )
-def test_recent_tokens_are_a_number_or_a_share_of_the_budget(recent, window):
+def test_recent_tokens_are_a_number_or_a_share_of_the_budget(tokens, recent, window):
     budget = TokenBudget.from_fields(
-        budget=512,
+        budget=tokens,
         min_budget=256,
         sink=16,
         window=32,
@@ -257,4 +262,4 @@ def test_recent_tokens_are_a_number_or_a_share_of_the_budget(recent, window):
         max_model_len=4096,
     )
     assert budget.window == window
-    assert budget.max_selected == 512 - 16 - window
+    assert budget.max_selected == tokens - 16 - window

@@ -93,9 +93,9 @@ class MagicDecFields(SpeculativeConfig):
     a half and a quarter of it, where the policy can work with them."""
     draft_kv_min_budget: int = Field(default=256, gt=0)
     """Least budget in tokens when `draft_kv_budget` is a fraction."""
-    draft_kv_sink: int = Field(default=16, ge=0)
-    """Tokens at the start of the context that stay in view (attention sinks), in tokens, within the
-    budget. Rounded up to whole KV pages."""
+    draft_kv_sink: int = Field(default=4, ge=0)
+    """Tokens at the start of the context that stay in view (attention sinks), within the budget; 4 are
+    StreamingLLM's. Rounded up to whole KV pages where the policy chooses pages."""
     draft_kv_refresh: int | None = Field(default=None, ge=0)
     """When to select again. `snapkv`: after so many generated tokens (default 0: once per prompt);
     `verify-topk`: after so many verifications (default 1)."""
@@ -106,7 +106,8 @@ class MagicDecFields(SpeculativeConfig):
     """Last tokens of the prompt whose attention `snapkv` follows; they stay in view themselves."""
     snapkv_recent: float = Field(default=0.375, ge=0)
     """Latest tokens that `snapkv` keeps in view whatever their score: tokens, or a fraction of the budget
-    when below 1; at least `snapkv_window`. 0 is SnapKV as published."""
+    when below 1, then at least three quarters of its first 64 tokens; at least `snapkv_window`. 0 is SnapKV
+    as published."""
     snapkv_kernel: int = Field(default=7, gt=0)
     """Neighbouring tokens over which `snapkv` pools its scores; odd."""
     snapkv_pooling: Literal["max", "avg"] = "max"

@@ -20,6 +20,11 @@ import torch
 
 from vllm_magicdec.view import Batch, DraftSlots, DraftStep, TokenView
 
+# A draft cannot do without what was just written: this share of a small budget's tokens are the latest
+# ones, whatever the share for large budgets. Chosen with benchmarks/acceptance.py at a budget of 64.
+SMALL_BUDGET = 64
+SMALL_RECENT = 0.75
+
 
 @dataclass(frozen=True)
 class TokenBudget:
@@ -49,8 +54,9 @@ class TokenBudget:
     ) -> "TokenBudget":
         """A budget in tokens, or a fraction of the context when below 1.
 
-        The latest tokens in view are `recent` (a fraction of the budget when below 1), but at least
-        `window` and the drafted tokens.
+        The latest tokens in view are `recent`, but at least `window` and the drafted tokens. Below 1,
+        `recent` is a fraction of the budget; above 0, that is then no less than `SMALL_RECENT` of the
+        budget's first `SMALL_BUDGET` tokens.
 
         Raises:
             ValueError: it cannot hold the sinks, the latest tokens and one token more.
@@ -60,8 +66,9 @@ class TokenBudget:
             ("draft_kv_min_budget", min_budget) if is_fraction else ("draft_kv_budget", int(budget))
         )
         window = max(window, num_speculative_tokens)
-        if recent < 1:
-            window = max(window, min(int(recent * min_tokens), min_tokens - sink - 1))
+        if 0 < recent < 1:
+            wanted = max(recent * min_tokens, SMALL_RECENT * min(min_tokens, SMALL_BUDGET))
+            window = max(window, min(int(wanted), min_tokens - sink - 1))
         else:
             window = max(window, int(recent))
         least = min(sink + window + 1, max_model_len)

@@ -73,7 +73,7 @@ class TokenPolicy(ABC):
     """
 
     window: int  # latest tokens whose queries it wants to see; they stay in view
-    recent: float = 0.0  # latest tokens that stay in view: tokens, or a fraction of the budget when below 1
+    recent: float = 0.0  # latest tokens that stay in view, see `token_view.TokenBudget.from_fields`
     refresh: int  # generated tokens after which it chooses again; 0: never
 
     def __init__(self, fields: Any) -> None:
