@@ -130,6 +130,7 @@ def test_every_step_sees_selection_sinks_and_recent_tokens(case, seed, data):
                             budget=budget.max_tokens,
                             window=budget.window,
                             least_window=to_select.window,
+                            model_len=model_len,
                         ),
                         chosen_until=end,
                         context_len=context_len,
