@@ -40,7 +40,7 @@ import matplotlib.pyplot as plt
 from matplotlib.colors import TwoSlopeNorm
 
 FIXED = (1, 2, 4, 8)
-MIN_TOKENS, MAX_TOKENS = 96, 768  # of a turn and request
+MIN_TOKENS, MAX_TOKENS = 192, 768  # of a turn and request
 
 
 @dataclass(frozen=True)
