@@ -80,6 +80,10 @@ class PageSummaries:
         Returns:
             [num_reqs, num_kv_heads, num_queries, num_pages] float32.
         """
+        if queries.device.type == "cuda":
+            from vllm_magicdec import triton_bounds  # Triton need not be installed elsewhere
+
+            return triton_bounds.bounds(queries, self.least[layer], self.greatest[layer], blocks)
         # [num_reqs, num_kv_heads, head_size, num_pages]
         least = self.least[layer][blocks].permute(0, 2, 3, 1).float()
         greatest = self.greatest[layer][blocks].permute(0, 2, 3, 1).float()
