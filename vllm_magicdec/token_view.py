@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from vllm_magicdec.view import Batch, DraftSlots, DraftStep, TokenView
+from vllm_magicdec.view import Batch, DraftSlots, DraftStep, TokenView, has_kernels
 
 # A draft cannot do without what was just written: this share of a small budget's tokens are the latest
 # ones, whatever the share for large budgets. Chosen with benchmarks/acceptance.py at a budget of 64.
@@ -220,7 +220,11 @@ class TokenViews:
         device = selections.positions.device
         width = budgets[-1].max_tokens
         self._columns = torch.arange(width, device=device)
-        self._lens = torch.zeros((max_num_steps, max_num_reqs), dtype=torch.int32, device=device)
+        shape = (max_num_steps, max_num_reqs)
+        self._lens = torch.zeros(shape, dtype=torch.int32, device=device)
+        # Where each step's query goes in its view, and its slot.
+        self._query_columns = torch.zeros(shape, dtype=torch.int64, device=device)
+        self._query_slots = torch.zeros(shape, dtype=torch.int32, device=device)
         self._slots = torch.zeros(
             (num_layers, max_num_reqs, num_kv_heads, width), dtype=torch.int32, device=device
         )
@@ -244,9 +248,30 @@ class TokenViews:
         """See `view.Views`."""
         budget = self._budgets[size]
         num_reqs = batch.context_lens.shape[0]
+        rows = self._selections.rows(batch.req_ids)
+        write = self._write_with_kernel if has_kernels(rows.device) else self._write
+        write(budget, batch, rows, num_steps)
+        slots = self._slots[:, :num_reqs, :, : budget.max_tokens]
+        common_len = self._common_len(budget, batch)
+        for index in range(num_steps):
+            if index:
+                columns, query_slots = (
+                    values[index, :num_reqs].view(1, -1, 1, 1).expand(*slots.shape[:3], 1)
+                    for values in (self._query_columns, self._query_slots)
+                )
+                slots.scatter_(-1, columns, query_slots)
+            yield DraftStep(
+                index=index,
+                positions=self._draft_slots.positions[index, :num_reqs],
+                slots=self._draft_slots.slots[index, :num_reqs],
+                view=TokenView(self._lens[index, :num_reqs], slots, common_len),
+            )
+
+    def _write(self, budget: TokenBudget, batch: Batch, rows: torch.Tensor, num_steps: int) -> None:
+        """The first step's views, and where the queries of all steps go in them."""
+        num_reqs = batch.context_lens.shape[0]
         positions = self._draft_slots.prepare(batch, num_steps)
         first = positions[0]
-        rows = self._selections.rows(batch.req_ids)
         # Never beyond the verified tokens, should a request have come back shorter.
         ends = torch.minimum(self._selections.ends[rows], batch.context_lens)
 
@@ -263,24 +288,39 @@ class TokenViews:
         self._fill(slots, batch.block_table, rows, counts, sinks, start, first)
 
         num_recent = positions - start + 1  # [num_steps, num_reqs], as if there were room
-        round_lens = self._lens[:num_steps, :num_reqs]
-        round_lens.copy_(counts + sinks + torch.minimum(num_recent, room))
+        lens = counts + sinks + torch.minimum(num_recent, room)
+        self._lens[:num_steps, :num_reqs] = lens
         query_columns = counts + sinks + (num_recent - 1).remainder(room)
+        self._query_columns[:num_steps, :num_reqs] = query_columns
         query_slots = self._slots_of(batch.block_table, positions.T).T
-        common_len = self._common_len(budget, batch)
-        for index in range(num_steps):
-            if index:
-                columns, query_slot = (
-                    values[index].view(1, -1, 1, 1).expand(*slots.shape[:3], 1)
-                    for values in (query_columns, query_slots)
-                )
-                slots.scatter_(-1, columns, query_slot)
-            yield DraftStep(
-                index=index,
-                positions=self._draft_slots.positions[index, :num_reqs],
-                slots=self._draft_slots.slots[index, :num_reqs],
-                view=TokenView(round_lens[index], slots, common_len),
-            )
+        self._query_slots[:num_steps, :num_reqs] = query_slots
+
+    def _write_with_kernel(
+        self, budget: TokenBudget, batch: Batch, rows: torch.Tensor, num_steps: int
+    ) -> None:
+        from vllm_magicdec.triton_rounds import write_token_round
+
+        write_token_round(
+            batch.context_lens,
+            batch.block_table,
+            rows,
+            self._selections.positions,
+            self._selections.counts,
+            self._selections.ends,
+            budget.tokens(batch.context_lens),
+            positions=self._draft_slots.positions,
+            slots=self._draft_slots.slots,
+            lens=self._lens,
+            query_columns=self._query_columns,
+            query_slots=self._query_slots,
+            view_slots=self._slots,
+            num_steps=num_steps,
+            page_size=self._page_size,
+            sink=budget.sink,
+            windows=(self._budgets[0].window, budget.window),
+            max_tokens=budget.max_tokens,
+            max_model_len=self._draft_slots.max_model_len,
+        )
 
     def view(self, num_reqs: int, lens: torch.Tensor, common_len: int | None = None) -> TokenView:
         """See `view.Views`."""

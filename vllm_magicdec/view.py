@@ -16,6 +16,11 @@ import torch
 PAD_SLOT = -1
 
 
+def has_kernels(device: torch.device) -> bool:
+    """Whether rounds are prepared by kernels there, and not by many small operations."""
+    return device.type == "cuda"
+
+
 def ceil_div(numerator: int, denominator: int) -> int:
     return -(-numerator // denominator)
 
@@ -154,6 +159,9 @@ class DraftStep:
 class ChoosesPages(Protocol):
     """The part of `policies.PagePolicy` that `PageViews` needs."""
 
+    budget: PageBudget
+    is_sinks_and_latest: bool
+
     @property
     def max_pages(self) -> int: ...
 
@@ -200,7 +208,7 @@ class DraftSlots:
         device: torch.device,
     ) -> None:
         self._page_size = page_size
-        self._max_model_len = max_model_len
+        self.max_model_len = max_model_len
         self._offsets = torch.arange(max_num_steps, device=device).unsqueeze(1)  # [steps, 1] int64
         shape = (max_num_steps, max_num_reqs)
         self.positions = torch.zeros(shape, dtype=torch.int64, device=device)
@@ -214,7 +222,7 @@ class DraftSlots:
         """
         num_reqs = batch.context_lens.shape[0]
         wanted = batch.context_lens + self._offsets[:num_steps]
-        positions = wanted.clamp(max=self._max_model_len - 1)
+        positions = wanted.clamp(max=self.max_model_len - 1)
         pages = batch.block_table.gather(1, (positions // self._page_size).T).T
         slots = pages * self._page_size + positions % self._page_size
         self.positions[:num_steps, :num_reqs] = positions
@@ -253,6 +261,20 @@ class PageViews:
         """See `Views`."""
         policy = self._policies[size]
         num_reqs = batch.context_lens.shape[0]
+        if policy.is_sinks_and_latest and has_kernels(self._block_table.device):
+            self._write_with_kernel(policy.budget, batch, num_steps)
+        else:
+            self._write(policy, batch, num_steps)
+        for index in range(num_steps):
+            yield DraftStep(
+                index=index,
+                positions=self._draft_slots.positions[index, :num_reqs],
+                slots=self._draft_slots.slots[index, :num_reqs],
+                view=self.view(num_reqs, self._lens[index, :num_reqs]),
+            )
+
+    def _write(self, policy: ChoosesPages, batch: Batch, num_steps: int) -> None:
+        num_reqs = batch.context_lens.shape[0]
         positions = self._draft_slots.prepare(batch, num_steps)
         last_pages = positions[-1] // self._page_size
         chosen, num_pages = policy.choose_pages(batch.context_lens, last_pages)
@@ -261,13 +283,24 @@ class PageViews:
         chosen = torch.minimum(chosen, last_pages.unsqueeze(1))
         self._block_table[:num_reqs, : policy.max_pages] = batch.block_table.gather(1, chosen)
         self._lens[:num_steps, :num_reqs] = positions + 1 - skipped_tokens
-        for index in range(num_steps):
-            yield DraftStep(
-                index=index,
-                positions=self._draft_slots.positions[index, :num_reqs],
-                slots=self._draft_slots.slots[index, :num_reqs],
-                view=self.view(num_reqs, self._lens[index, :num_reqs]),
-            )
+
+    def _write_with_kernel(self, budget: PageBudget, batch: Batch, num_steps: int) -> None:
+        from vllm_magicdec.triton_rounds import write_page_round
+
+        write_page_round(
+            batch.context_lens,
+            batch.block_table,
+            budget.pages(batch.context_lens),
+            positions=self._draft_slots.positions,
+            slots=self._draft_slots.slots,
+            lens=self._lens,
+            view_table=self._block_table,
+            num_steps=num_steps,
+            page_size=self._page_size,
+            sink_pages=budget.sink_pages,
+            max_pages=budget.max_pages,
+            max_model_len=self._draft_slots.max_model_len,
+        )
 
     def view(self, num_reqs: int, lens: torch.Tensor, common_len: int | None = None) -> PageView:
         """See `Views`."""

@@ -16,11 +16,16 @@ RECENT_TOKENS = 32
 class PagePolicy(ABC):
     """Chooses pages, the same for all layers and heads. Any attention backend reads such a view.
 
+    A policy that chooses the sinks and the latest pages, like `streamingllm`, says so by
+    `is_sinks_and_latest`: on a GPU a kernel then does it, and `choose_pages` is not called.
+
     Args:
         fields: the speculative configuration (`config.MagicDecFields`).
         budget: in whole pages.
         device: where `choose_pages` works.
     """
+
+    is_sinks_and_latest = False
 
     def __init__(self, fields: Any, budget: PageBudget, device: torch.device) -> None:
         self.budget = budget

@@ -12,6 +12,8 @@ from vllm_magicdec.view import PageBudget
 class StreamingLLM(PagePolicy):
     """The first `sink_pages` pages and the last ones, up to the budget. Keeps no state per request."""
 
+    is_sinks_and_latest = True
+
     def __init__(self, fields: Any, budget: PageBudget, device: torch.device) -> None:
         super().__init__(fields, budget, device)
         self._columns = torch.arange(budget.max_pages, device=device)

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels that prepare rounds on a GPU pass the tests of what they replace, in the interpreter."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import test_token_view
+import test_view
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_magicdec import token_view, view
+
+HERE = Path(__file__).parent
+
+
+def test_rounds_by_kernels_are_those_of_the_reference():
+    # Triton decides at its import whether it interprets. `sitecustomize` mends its interpreter.
+    path = [str(HERE / "triton_interpreter"), *sys.path]
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(path)}
+    child = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=400)
+    assert child.returncode == 0, child.stderr[-4000:]
+
+
+def fewer_examples(test: Callable[..., None], *strategies: st.SearchStrategy) -> None:
+    settings(max_examples=40, deadline=None)(given(*strategies)(test.hypothesis.inner_test))()
+
+
+def main() -> None:
+    from vllm_magicdec import triton_rounds
+
+    calls = []
+    for name in ("write_page_round", "write_token_round"):
+        kernel = getattr(triton_rounds, name)
+        setattr(
+            triton_rounds,
+            name,
+            lambda *args, name=name, kernel=kernel, **kwargs: calls.append(name) or kernel(*args, **kwargs),
+        )
+    view.has_kernels = token_view.has_kernels = lambda device: True
+    fewer_examples(
+        test_view.test_every_step_sees_sinks_and_window_and_writes_to_its_own_slot,
+        test_view.rounds(),
+        st.lists(st.integers(1, 40), max_size=2),
+    )
+    fewer_examples(
+        test_token_view.test_every_step_sees_selection_sinks_and_recent_tokens,
+        test_token_view.rounds(),
+        st.integers(0, 2**31),
+        st.data(),
+    )
+    assert set(calls) == {"write_page_round", "write_token_round"}
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize(
+    ("kernel", "pointers", "constants"),
+    [
+        (
+            "_page_round_kernel",
+            dict(
+                context_lens="*i64",
+                block_table="*i32",
+                num_pages="*i64",
+                positions="*i64",
+                slots="*i64",
+                lens="*i32",
+                view_table="*i32",
+            ),
+            dict(PAGE_SIZE=16, STEPS_PADDED=8, PAGES_PADDED=64),
+        ),
+        (
+            "_token_round_kernel",
+            dict(
+                context_lens="*i64",
+                block_table="*i32",
+                rows="*i64",
+                selected="*i32",
+                num_selected="*i64",
+                ends="*i64",
+                tokens="*i64",
+                positions="*i64",
+                slots="*i64",
+                lens="*i32",
+                query_columns="*i64",
+                query_slots="*i32",
+                view_slots="*i32",
+            ),
+            dict(NUM_KV_HEADS=8, PAGE_SIZE=16, STEPS_PADDED=8, BLOCK=128),
+        ),
+    ],
+)
+def test_round_kernels_compile_for_hopper_without_one(kernel, pointers, constants):
+    compiler = pytest.importorskip("triton.compiler")
+    from triton.backends.compiler import GPUTarget
+
+    from vllm_magicdec import triton_rounds
+
+    function = getattr(triton_rounds, kernel)
+    names = function.arg_names
+    types = dict.fromkeys(names, "i32") | dict.fromkeys(constants, "constexpr") | pointers
+    positions = {(names.index(name),): value for name, value in constants.items()}
+    source = compiler.ASTSource(function, types, constexprs=positions)
+    assert compiler.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+
+
+if __name__ == "__main__":
+    main()

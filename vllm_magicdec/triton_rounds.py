@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Preparing a round on a GPU: what `PageViews` and `TokenViews` compute, by one Triton kernel each.
+
+The torch versions beside them say the same in many small steps, and run wherever there is no GPU.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK_COLUMNS = 128
+
+
+@triton.jit
+def _write_steps(  # type: ignore[no-untyped-def]
+    req,
+    context_len,
+    table,  # of the request's own pages
+    positions,  # [max_num_steps, max_num_reqs] int64, written
+    slots,  # the same
+    max_num_reqs,
+    max_model_len,
+    num_steps,
+    PAGE_SIZE: tl.constexpr,
+    STEPS_PADDED: tl.constexpr,
+):
+    """Positions and slots of one request's drafted tokens; also returns its slots without padding."""
+    steps = tl.arange(0, STEPS_PADDED)
+    is_step = steps < num_steps
+    wanted = context_len + steps
+    position = tl.minimum(wanted, max_model_len - 1)
+    page = tl.load(table + position // PAGE_SIZE, mask=is_step, other=0).to(tl.int64)
+    slot = page * PAGE_SIZE + position % PAGE_SIZE
+    cells = steps * max_num_reqs + req
+    tl.store(positions + cells, position, mask=is_step)
+    # What lies beyond the model's length is not written: PAD_SLOT.
+    tl.store(slots + cells, tl.where(wanted == position, slot, -1), mask=is_step)
+    return position, slot
+
+
+@triton.jit
+def _page_round_kernel(  # type: ignore[no-untyped-def]
+    context_lens,  # [num_reqs] int64
+    block_table,  # [num_reqs, max_blocks] int32
+    num_pages,  # [num_reqs] int64, in budget
+    positions,  # the rest is written
+    slots,
+    lens,  # [max_num_steps, max_num_reqs] int32
+    view_table,  # [max_num_reqs, max_pages] int32
+    table_stride,
+    view_stride,
+    max_num_reqs,
+    max_model_len,
+    num_steps,
+    sink_pages,
+    max_pages,
+    PAGE_SIZE: tl.constexpr,
+    STEPS_PADDED: tl.constexpr,
+    PAGES_PADDED: tl.constexpr,
+):
+    """One request: see `view.PageViews.prepare` and `policies.streamingllm`."""
+    req = tl.program_id(0).to(tl.int64)
+    context_len = tl.load(context_lens + req)
+    table = block_table + req * table_stride
+    position, _ = _write_steps(
+        req,
+        context_len,
+        table,
+        positions,
+        slots,
+        max_num_reqs,
+        max_model_len,
+        num_steps,
+        PAGE_SIZE,
+        STEPS_PADDED,
+    )
+    last_page = tl.minimum(context_len + num_steps - 1, max_model_len - 1) // PAGE_SIZE
+    skipped = last_page + 1 - tl.minimum(tl.load(num_pages + req), last_page + 1)
+    columns = tl.arange(0, PAGES_PADDED)
+    is_column = columns < max_pages
+    page = tl.minimum(tl.where(columns < sink_pages, columns, columns + skipped), last_page)
+    tl.store(
+        view_table + req * view_stride + columns, tl.load(table + page, mask=is_column), mask=is_column
+    )
+    steps = tl.arange(0, STEPS_PADDED)
+    seen = position + 1 - skipped * PAGE_SIZE
+    tl.store(lens + steps * max_num_reqs + req, seen.to(tl.int32), mask=steps < num_steps)
+
+
+def write_page_round(
+    context_lens: torch.Tensor,  # [num_reqs] int64
+    block_table: torch.Tensor,  # [num_reqs, max_blocks] int32
+    num_pages: torch.Tensor,  # [num_reqs] int64, pages in budget, sinks included
+    *,
+    positions: torch.Tensor,  # [max_num_steps, max_num_reqs] int64, written
+    slots: torch.Tensor,  # the same
+    lens: torch.Tensor,  # [max_num_steps, max_num_reqs] int32, written
+    view_table: torch.Tensor,  # [max_num_reqs, >= max_pages] int32, written
+    num_steps: int,
+    page_size: int,
+    sink_pages: int,
+    max_pages: int,
+    max_model_len: int,
+) -> None:
+    """Sinks and the latest pages of every request. No host synchronisation."""
+    max_num_steps, max_num_reqs = positions.shape
+    _page_round_kernel[(context_lens.shape[0],)](
+        context_lens,
+        block_table,
+        num_pages,
+        positions,
+        slots,
+        lens,
+        view_table,
+        block_table.stride(0),
+        view_table.stride(0),
+        max_num_reqs,
+        max_model_len,
+        num_steps,
+        sink_pages,
+        max_pages,
+        PAGE_SIZE=page_size,
+        STEPS_PADDED=triton.next_power_of_2(max_num_steps),
+        PAGES_PADDED=triton.next_power_of_2(max_pages),
+    )
+
+
+@triton.jit
+def _token_round_kernel(  # type: ignore[no-untyped-def]
+    context_lens,  # [num_reqs] int64
+    block_table,  # [num_reqs, max_blocks] int32
+    rows,  # [num_reqs] int64, of the selections
+    selected,  # [max_num_reqs, num_layers, num_kv_heads, max_selected] int32, positions
+    num_selected,  # [max_num_reqs] int64
+    ends,  # [max_num_reqs] int64
+    tokens,  # [num_reqs] int64, in budget
+    positions,  # the rest is written
+    slots,
+    lens,  # [max_num_steps, max_num_reqs] int32
+    query_columns,  # [max_num_steps, max_num_reqs] int64
+    query_slots,  # [max_num_steps, max_num_reqs] int32
+    view_slots,  # [num_layers, max_num_reqs, num_kv_heads, width] int32
+    table_stride,
+    selected_row,  # strides, in elements
+    selected_head,
+    view_layer,
+    view_req,
+    view_head,
+    max_num_reqs,
+    max_model_len,
+    num_steps,
+    sink,
+    least_window,
+    most_window,
+    max_tokens,
+    NUM_KV_HEADS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    STEPS_PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One request, layer and KV head, and block of columns: see `token_view.TokenViews.prepare`."""
+    req = tl.program_id(0).to(tl.int64)
+    layer_head = tl.program_id(1).to(tl.int64)
+    context_len = tl.load(context_lens + req)
+    table = block_table + req * table_stride
+    row = tl.load(rows + req)
+    first = tl.minimum(context_len, max_model_len - 1)
+    sinks = tl.minimum(first + 1, sink)
+    start = tl.maximum(tl.minimum(tl.load(ends + row), context_len), sinks)
+    window = tl.minimum(tl.maximum(first + 1 - start, least_window), most_window)
+    budget = tl.load(tokens + req)
+    count = tl.minimum(tl.load(num_selected + row), tl.maximum(budget - sinks - window, 0))
+    room = budget - sinks - count
+    start = tl.maximum(start, first + 1 - room)
+
+    columns = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    is_column = columns < max_tokens
+    chosen = tl.load(
+        selected + row * selected_row + layer_head * selected_head + columns,
+        mask=is_column & (columns < count),
+        other=0,
+    ).to(tl.int64)
+    column = columns - count
+    place = tl.where(column < sinks, column, column + start - sinks)
+    place = tl.where(column < 0, chosen, tl.maximum(place, 0))
+    place = tl.minimum(place, first)
+    page = tl.load(table + place // PAGE_SIZE, mask=is_column, other=0).to(tl.int64)
+    layer, kv_head = layer_head // NUM_KV_HEADS, layer_head % NUM_KV_HEADS
+    tl.store(
+        view_slots + layer * view_layer + req * view_req + kv_head * view_head + columns,
+        (page * PAGE_SIZE + place % PAGE_SIZE).to(tl.int32),
+        mask=is_column,
+    )
+
+    if (tl.program_id(1) == 0) & (tl.program_id(2) == 0):
+        position, slot = _write_steps(
+            req,
+            context_len,
+            table,
+            positions,
+            slots,
+            max_num_reqs,
+            max_model_len,
+            num_steps,
+            PAGE_SIZE,
+            STEPS_PADDED,
+        )
+        steps = tl.arange(0, STEPS_PADDED)
+        cells, is_step = steps * max_num_reqs + req, steps < num_steps
+        num_recent = position - start + 1
+        seen = count + sinks + tl.minimum(num_recent, room)
+        tl.store(lens + cells, seen.to(tl.int32), mask=is_step)
+        # A remainder that is not negative, as in Python.
+        ring = (num_recent - 1 + room) % room
+        tl.store(query_columns + cells, count + sinks + ring, mask=is_step)
+        tl.store(query_slots + cells, slot.to(tl.int32), mask=is_step)
+
+
+def write_token_round(
+    context_lens: torch.Tensor,  # [num_reqs] int64
+    block_table: torch.Tensor,  # [num_reqs, max_blocks] int32
+    rows: torch.Tensor,  # [num_reqs] int64
+    selected: torch.Tensor,  # [max_num_reqs, num_layers, num_kv_heads, max_selected] int32, contiguous
+    num_selected: torch.Tensor,  # [max_num_reqs] int64
+    ends: torch.Tensor,  # [max_num_reqs] int64
+    tokens: torch.Tensor,  # [num_reqs] int64, in budget
+    *,
+    positions: torch.Tensor,  # [max_num_steps, max_num_reqs] int64, written like the rest
+    slots: torch.Tensor,  # the same
+    lens: torch.Tensor,  # [max_num_steps, max_num_reqs] int32
+    query_columns: torch.Tensor,  # [max_num_steps, max_num_reqs] int64
+    query_slots: torch.Tensor,  # [max_num_steps, max_num_reqs] int32
+    view_slots: torch.Tensor,  # [num_layers, max_num_reqs, num_kv_heads, >= max_tokens] int32
+    num_steps: int,
+    page_size: int,
+    sink: int,
+    windows: tuple[int, int],  # least and most recent tokens
+    max_tokens: int,
+    max_model_len: int,
+) -> None:
+    """The views of a round's first step, and where its queries go. No host synchronisation."""
+    max_num_steps, max_num_reqs = positions.shape
+    num_layers, _, num_kv_heads, _ = view_slots.shape
+    grid = (context_lens.shape[0], num_layers * num_kv_heads, triton.cdiv(max_tokens, BLOCK_COLUMNS))
+    _token_round_kernel[grid](
+        context_lens,
+        block_table,
+        rows,
+        selected,
+        num_selected,
+        ends,
+        tokens,
+        positions,
+        slots,
+        lens,
+        query_columns,
+        query_slots,
+        view_slots,
+        block_table.stride(0),
+        selected.stride(0),
+        selected.stride(2),
+        view_slots.stride(0),
+        view_slots.stride(1),
+        view_slots.stride(2),
+        max_num_reqs,
+        max_model_len,
+        num_steps,
+        sink,
+        *windows,
+        max_tokens,
+        NUM_KV_HEADS=num_kv_heads,
+        PAGE_SIZE=page_size,
+        STEPS_PADDED=triton.next_power_of_2(max_num_steps),
+        BLOCK=BLOCK_COLUMNS,
+    )
