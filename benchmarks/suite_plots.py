@@ -126,7 +126,7 @@ def draw_throughput_against_latency(record: dict[str, Any], path: Path) -> None:
                     axes.scatter(*point, size, color=style["color"], marker=style["marker"])
             axes.set(
                 title=title,
-                xlabel=f"ms per request and output token, {kind} (left is better)",
+                xlabel=f"time of a request / its output tokens (ms), {kind} (left is better)",
                 ylabel="output tokens/s (up is better)",
             )
             axes.margins(y=0.1)
@@ -157,7 +157,8 @@ def draw_speedup(record: dict[str, Any], path: Path) -> None:
         image = axes.imshow(table, cmap="RdYlGn", norm=norm, aspect="auto")
         for row, line in enumerate(table):
             for column, ratio in enumerate(line):
-                axes.text(column, row, f"{ratio:.2f} x", ha="center", va="center", fontsize=8)
+                color = "white" if abs(norm(ratio) - 0.5) > 0.4 else "black"
+                axes.text(column, row, f"{ratio:.2f} x", ha="center", va="center", fontsize=8, color=color)
         axes.set_xticks(range(len(contexts)), [f"{context:,}" for context in contexts])
         axes.set_yticks(range(len(numbers)), [str(number) for number in numbers])
         axes.set_title(method, fontsize=9)
@@ -180,6 +181,8 @@ def draw_acceptance(record: dict[str, Any], path: Path) -> None:
             rates = pooled_acceptance(runs, method, context)
             if rates:
                 label = f"{method}: {1 + sum(rates):.2f} tokens per round"
+                while len(rates) > 1 and not rates[-1]:  # never drafted, or never accepted
+                    rates.pop()
                 axes.plot(range(1, len(rates) + 1), rates, **{**style, "label": label, "ms": 4})
         axes.set(
             title=f"{context:,} tokens of context",
