@@ -18,6 +18,7 @@ from pydantic import Field, ValidationError
 from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig, VllmConfig
 from vllm.config.utils import config
 
+from vllm_magicdec.draft_plan import BUDGET_DIVISORS
 from vllm_magicdec.metrics import open_metrics_dir
 from vllm_magicdec.policies import PagePolicy, TokenPolicy, VerifyTopK, find_policy
 from vllm_magicdec.step_times import StepTimes
@@ -28,9 +29,6 @@ from vllm_magicdec.view import PageBudget
 METHOD = "magicdec-self"
 _DEFAULT_MAX_TOKENS = 8
 _DEFAULT_MAX_BUDGET = 1024
-# `draft_kv_budget: auto` chooses among the largest budget divided by these.
-_BUDGET_DIVISORS = (4, 2, 1)
-NUM_BUDGETS = len(_BUDGET_DIVISORS)
 
 # Fields of vLLM's SpeculativeConfig that keep their meaning when the draft is the target.
 _SHARED_FIELDS = frozenset(
@@ -233,7 +231,7 @@ class MagicDecSpeculativeConfig(MagicDecFields):
         if not self.adaptive_budget:
             return (self.draft_kv_budget,)
         budgets = set()
-        for divisor in _BUDGET_DIVISORS:
+        for divisor in BUDGET_DIVISORS:
             with suppress(MagicDecConfigError):
                 tokens = max(1, self.draft_kv_budget // divisor)
                 budgets.add(self._effective_tokens(vllm_config, tokens))

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the scheduler tells the workers about the next drafts."""
 
+# `draft_kv_budget: auto` chooses among the largest budget divided by these.
+BUDGET_DIVISORS = (4, 2, 1)
+
 
 class DraftPlan(int):
     """The number of drafts of a step, with the KV budget to draft them with.

@@ -14,8 +14,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from vllm_magicdec.config import NUM_BUDGETS
 from vllm_magicdec.controller import PLAIN, Choice, Controller
+from vllm_magicdec.draft_plan import BUDGET_DIVISORS
 from vllm_magicdec.step_times import StepTimes, TimedStep
 
 # How often each kind of step is made.
@@ -154,7 +154,7 @@ def run(options: argparse.Namespace) -> None:
     }
     drafts = spec["num_speculative_tokens"]
     most = int(spec.get("max_num_speculative_tokens", 8) if drafts == "auto" else drafts)
-    room = tokens_to_grow(most, NUM_BUDGETS if spec.get("draft_kv_budget") == "auto" else 1)
+    room = tokens_to_grow(most, len(BUDGET_DIVISORS) if spec.get("draft_kv_budget") == "auto" else 1)
     llm = LLM(
         **{
             "model": options.model,
