@@ -188,6 +188,14 @@ def test_a_pass_is_the_sum_of_its_parts():
     assert pair.forward_ms(4, 2, 5000) == pytest.approx(roofline_ms + all_reduce_ms + overhead_ms)
 
 
+def test_attention_may_reach_less_than_linear_layers():
+    costs = Costs(attention_memory_efficiency=0.25, attention_compute_efficiency=0.125)
+    full, less = (Deployment(LLAMA, HARDWARE["H100"], costs=c) for c in (Costs(), costs))
+    compute_ms, memory_ms = full.attention_ms(4, 3, 1000)
+    assert less.attention_ms(4, 3, 1000) == (8 * compute_ms, 4 * memory_ms)
+    assert less.linear_ms(12) == full.linear_ms(12)
+
+
 def test_devices_share_kv_heads_and_copy_them_when_there_are_too_few():
     wide = replace(LLAMA, num_kv_heads=2)
     per_device = [Deployment(wide, HARDWARE["A100"], tp).kv_bytes_per_token for tp in (1, 2, 8)]

@@ -103,6 +103,14 @@ def test_this_machine_is_measured_and_taken_at_its_word(tmp_path, capsys):
     assert "measured here" in capsys.readouterr().out
 
 
+def test_measured_costs_replace_the_defaults(tmp_path):
+    file = tmp_path / "plan.json"
+    costs = {"attention_memory_efficiency": 0.25, "layer_overhead_us": 400}
+    command = ("--model", TINY_LLAMA, "--gpu", "L40", "--batch", 1, "--context", 4096, "--json", file)
+    assert plan(*command, "--costs", json.dumps(costs)) == 0
+    assert json.loads(file.read_text())["costs"] == asdict(Costs()) | costs
+
+
 def test_png_is_a_picture_of_the_grid(tmp_path):
     pyplot = pytest.importorskip("matplotlib.pyplot")
     sizes = []
@@ -153,6 +161,19 @@ def test_what_cannot_work_ends_in_one_sentence(arguments, sentence, capsys):
         (("--context", "4k"), "'4k' is not a whole number above 0"),
         (("--kv-bytes", "two"), "'two' is not a number"),
         (("--weight-bytes", 0), "'0' is not a number of bytes"),
+        *(
+            (
+                ("--costs", costs),
+                f"'{costs}' is not a JSON object of numbers above 0 named memory_efficiency,",
+            )
+            for costs in (
+                "0.5",
+                "{",
+                '{"speed": 1}',
+                '{"memory_efficiency": 0}',
+                '{"memory_efficiency": "1"}',
+            )
+        ),
     ],
 )
 def test_values_that_cannot_be_are_refused_while_parsing(arguments, sentence, capsys):

@@ -7,7 +7,8 @@ device memory are taken as GiB, of which drivers report 1 % (H100, H200) to 7 % 
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from vllm_magicdec.performance import GIB, Hardware
 
@@ -30,19 +31,40 @@ HARDWARE = {
 }
 
 
+@contextmanager
+def worker_threads() -> Iterator[int]:
+    """Let torch compute with as many CPU threads as vLLM's worker does: one per core, but for the core that
+    vLLM's CPU backend keeps for its scheduler (VLLM_CPU_NUM_OF_RESERVED_CPU)."""
+    import torch  # the table above needs no torch, and its import takes seconds
+
+    all_threads = torch.get_num_threads()
+    threads = max(1, all_threads - int(os.environ.get("VLLM_CPU_NUM_OF_RESERVED_CPU", "1")))
+    torch.set_num_threads(threads)
+    try:
+        yield threads
+    finally:
+        torch.set_num_threads(all_threads)
+
+
 def measure_this_machine() -> Hardware:
     """Copy bandwidth and bf16 matmul FLOP/s of torch's current device: the best of several runs.
 
-    Takes about a second. What is measured is reached, so efficiencies of 1 belong to it.
+    Takes about a second. What is measured is reached, so efficiencies of 1 belong to it, except that vLLM's
+    attention reaches less on CPUs (docs/performance.md). A CPU is measured with `worker_threads`.
     """
-    import torch  # the table above needs no torch, and its import takes seconds
+    with worker_threads() as threads:
+        return _measure(threads)
+
+
+def _measure(threads: int) -> Hardware:
+    import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         name = torch.cuda.get_device_name()
         memory = torch.cuda.get_device_properties(device).total_memory
     else:
-        name = f"CPU with {torch.get_num_threads()} threads"
+        name = f"CPU with {threads} thread{'s' if threads > 1 else ''}"
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
     def best_s(work: Callable[[], object]) -> float:

@@ -192,6 +192,9 @@ class Costs:
 
     memory_efficiency: float = 0.86  # of the bandwidth; fit
     compute_efficiency: float = 0.7  # of the FLOP/s; fixed
+    # Attention's share of what the two above leave. 1 on GPUs; vLLM's CPU kernel reaches far less.
+    attention_memory_efficiency: float = 1.0
+    attention_compute_efficiency: float = 1.0
     interconnect_efficiency: float = 0.7  # of the bandwidth; fixed
     layer_overhead_us: float = 33.0  # per layer and pass: launches, kernels that read no weights; fit
     token_overhead_us: float = 0.6  # per layer and query token: activations, sampling; fit
@@ -251,7 +254,14 @@ class Deployment:
         """Compute and memory time of all attention in a pass with `queries` tokens per request."""
         shape = self.shape
         flops = 4 * shape.num_layers * shape.num_heads * shape.head_size * batch * queries * context
-        return self._roofline_ms(flops / self.tensor_parallel, batch * context * self.kv_bytes_per_token)
+        compute_ms, memory_ms = self._roofline_ms(
+            flops / self.tensor_parallel, batch * context * self.kv_bytes_per_token
+        )
+        costs = self.costs
+        return (
+            compute_ms / costs.attention_compute_efficiency,
+            memory_ms / costs.attention_memory_efficiency,
+        )
 
     def _roofline_ms(self, flops: float, num_bytes: float) -> tuple[float, float]:
         compute_s = flops / (self.hardware.flops * self.costs.compute_efficiency)

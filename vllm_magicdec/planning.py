@@ -7,9 +7,10 @@ Needs no GPU: a model's `config.json` and a data sheet, put into performance.py.
 import argparse
 import difflib
 import json
+import math
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -229,6 +230,13 @@ def add_command(subparsers: Any) -> None:
     parser.add_argument("--max-gamma", type=_positive, default=8, help="most drafted tokens per round")
     parser.add_argument("--weight-bytes", type=_size, help="bytes per weight, if not the model's own")
     parser.add_argument("--kv-bytes", type=_size, help="bytes per K/V element, if not 2 (1: fp8)")
+    parser.add_argument(
+        "--costs",
+        type=_costs,
+        default={},
+        metavar="JSON",
+        help="measured efficiencies and overheads, by their names in docs/performance.md",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything to this file")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the speedups to this file")
     parser.set_defaults(run=run)
@@ -255,6 +263,19 @@ def _size(text: str) -> float:
     return value
 
 
+def _costs(text: str) -> dict[str, float]:
+    names = [field.name for field in fields(Costs)]
+    try:
+        costs = json.loads(text)
+        if not all(name in names and 0 < value < math.inf for name, value in costs.items()):
+            raise ValueError
+    except (ValueError, TypeError, AttributeError):
+        raise argparse.ArgumentTypeError(
+            f"'{text}' is not a JSON object of numbers above 0 named {', '.join(names)}"
+        ) from None
+    return costs
+
+
 def _number(text: str) -> float:
     try:
         return float(text)
@@ -277,7 +298,7 @@ def run(options: argparse.Namespace) -> None:
     if options.gpu.lower() == THIS_MACHINE:
         costs = replace(costs, memory_efficiency=1.0, compute_efficiency=1.0)
     try:
-        deployment = Deployment(shape, hardware, options.tp, costs)
+        deployment = Deployment(shape, hardware, options.tp, replace(costs, **options.costs))
     except ValueError as error:
         raise UserError(str(error)) from None
     plan = make_plan(deployment, alphas, options.max_gamma, options.batch, options.context)
