@@ -129,6 +129,9 @@ def main() -> None:
         def step_metadata(self, step, *, for_capture=False):
             return {"length": step.view.common_len or 0}
 
+        def refresh_metadata(self, step):
+            pass
+
         def forward_and_sample(self, tokens, step, attn_metadata):
             kept = torch.where(step.slots < 0, 63, step.slots)
             written.index_copy_(0, kept, step.positions)

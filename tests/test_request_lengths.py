@@ -77,5 +77,5 @@ def test_a_draft_is_kept_while_its_chance_is_above_the_least():
         lengths.observe("half", 8, int(_ % 2))  # of two drafts tried one stood: about 0.4
     kept = lengths.keep("half", 8, 0.1)
     assert 2 <= kept <= 3
-    lengths.forget_all_but(["good"])
+    lengths.forget(["bad", "unknown"])
     assert lengths.keep("bad", 8, 0.5) == lengths.keep("new", 8, 0.5)

@@ -57,7 +57,7 @@ class RequestLengths:
         # rate ** place >= least_chance
         return drafted if rate >= 1 else min(drafted, int(log(least_chance) / log(rate)))
 
-    def forget_all_but(self, req_ids: Iterable[str]) -> None:
+    def forget(self, req_ids: Iterable[str]) -> None:
         """Drop the records of requests that have ended."""
-        kept = set(req_ids)
-        self._records = {req_id: record for req_id, record in self._records.items() if req_id in kept}
+        for req_id in req_ids:
+            self._records.pop(req_id, None)

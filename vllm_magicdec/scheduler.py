@@ -177,8 +177,10 @@ class _AdaptiveSpeculation(Scheduler):
             # A busy engine's step lasts from output to output, whatever overlaps within.
             timed = TimedStep(known.step, now - (self._updated_at or known.began))
         rounds = _accepted(output, result)
-        for req_id, (drafted, accepted) in rounds.items():
-            self._request_lengths.observe(req_id, drafted, accepted)
+        if self._lengths_differ:
+            for req_id, (drafted, accepted) in rounds.items():
+                self._request_lengths.observe(req_id, drafted, accepted)
+            self._request_lengths.forget(output.finished_req_ids)
         if known.is_whole:
             self._controller.observe(rounds.values(), known.budget, timed)
         if timed is not None:
@@ -189,7 +191,6 @@ class _AdaptiveSpeculation(Scheduler):
         if self._num_reports % _STEPS_PER_REPORT == 1:
             controller = self._controller
             forecast = controller.forecast(step.num_reqs, step.context_tokens)
-            self._request_lengths.forget_all_but(self.requests)
             self._gauges.set(forecast, controller.achieved_speedup, controller.num_switches)
 
 

@@ -25,7 +25,15 @@ import torch
 from vllm_magicdec.attention import KVRows
 from vllm_magicdec.policies.base import RECENT_TOKENS
 from vllm_magicdec.token_view import RequestRows, Selections, TokenBudget
-from vllm_magicdec.view import Batch, DraftSlots, DraftStep, LayerPageView, PageBudget, ceil_div
+from vllm_magicdec.view import (
+    Batch,
+    DraftSlots,
+    DraftStep,
+    LayerPageView,
+    PageBudget,
+    ceil_div,
+    has_kernels,
+)
 
 
 class PageSummaries:
@@ -80,7 +88,7 @@ class PageSummaries:
         Returns:
             [num_reqs, num_kv_heads, num_queries, num_pages] float32.
         """
-        if queries.device.type == "cuda":
+        if has_kernels(queries.device):
             from vllm_magicdec import triton_bounds  # Triton need not be installed elsewhere
 
             return triton_bounds.bounds(queries, self.least[layer], self.greatest[layer], blocks)

@@ -17,7 +17,7 @@ PAD_SLOT = -1
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Whether rounds are prepared by kernels there, and not by many small operations."""
+    """Whether Triton's kernels prepare rounds there, and not many small operations."""
     return device.type == "cuda"
 
 
@@ -160,7 +160,9 @@ class ChoosesPages(Protocol):
     """The part of `policies.PagePolicy` that `PageViews` needs."""
 
     budget: PageBudget
-    is_sinks_and_latest: bool
+
+    @property
+    def is_sinks_and_latest(self) -> bool: ...
 
     @property
     def max_pages(self) -> int: ...

@@ -16,16 +16,11 @@ RECENT_TOKENS = 32
 class PagePolicy(ABC):
     """Chooses pages, the same for all layers and heads. Any attention backend reads such a view.
 
-    A policy that chooses the sinks and the latest pages, like `streamingllm`, says so by
-    `is_sinks_and_latest`: on a GPU a kernel then does it, and `choose_pages` is not called.
-
     Args:
         fields: the speculative configuration (`config.MagicDecFields`).
         budget: in whole pages.
         device: where `choose_pages` works.
     """
-
-    is_sinks_and_latest = False
 
     def __init__(self, fields: Any, budget: PageBudget, device: torch.device) -> None:
         self.budget = budget
@@ -35,6 +30,11 @@ class PagePolicy(ABC):
     def max_pages(self) -> int:
         """Columns of the view's block table."""
         return self.budget.max_pages
+
+    @property
+    def is_sinks_and_latest(self) -> bool:
+        """Whether `choose_pages` takes the sinks and the latest pages; on a GPU a kernel then does it."""
+        return False
 
     @abstractmethod
     def choose_pages(

@@ -12,12 +12,15 @@ from vllm_magicdec.view import PageBudget
 class StreamingLLM(PagePolicy):
     """The first `sink_pages` pages and the last ones, up to the budget. Keeps no state per request."""
 
-    is_sinks_and_latest = True
-
     def __init__(self, fields: Any, budget: PageBudget, device: torch.device) -> None:
         super().__init__(fields, budget, device)
         self._columns = torch.arange(budget.max_pages, device=device)
         self._is_sink = self._columns < budget.sink_pages
+
+    @property
+    def is_sinks_and_latest(self) -> bool:
+        """See `PagePolicy`; a subclass may choose otherwise."""
+        return type(self).choose_pages is StreamingLLM.choose_pages
 
     def choose_pages(
         self, context_lens: torch.Tensor, last_pages: torch.Tensor

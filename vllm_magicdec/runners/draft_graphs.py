@@ -20,7 +20,11 @@ class Capturable(Protocol):
         ...
 
     def step_metadata(self, step: DraftStep, *, for_capture: bool = False) -> Mapping[str, Any]:
-        """Attention metadata by layer; what backends derive from lengths goes where graphs look for it."""
+        """Attention metadata by layer."""
+        ...
+
+    def refresh_metadata(self, step: DraftStep) -> None:
+        """Put what backends derive from the step's lengths where a graph over this step looks for it."""
         ...
 
     def forward_and_sample(
@@ -44,7 +48,7 @@ class DraftGraphs(CudaGraphManager):
     that the graph reads: tokens, positions, slots and lengths are copied there, and views have their own.
     Requests that pad a batch see one token and write nothing.
 
-    Attention metadata is made anew before every replay, as vLLM does for its own draft models: backends
+    A backend's metadata is made anew before every replay, as vLLM does for its own draft models: backends
     keep what they derive from lengths in buffers that their kernels were captured with.
 
     Args:
@@ -71,6 +75,7 @@ class DraftGraphs(CudaGraphManager):
         self._common_lens = common_lens
         for descs in self._capture_descs.values():
             descs[:] = [StepDescriptor(**vars(desc), common_len=n) for desc in descs for n in common_lens]
+        self._captured: dict[StepDescriptor, DraftStep] = {}
         num_reqs = self.max_num_reqs
         self._tokens = torch.zeros(num_reqs, dtype=torch.int32, device=device)
         self._positions = torch.zeros(num_reqs, dtype=torch.int64, device=device)
@@ -88,7 +93,14 @@ class DraftGraphs(CudaGraphManager):
     ) -> Callable[[CUDAGraphMode], None]:
         assert isinstance(desc, StepDescriptor) and desc.num_reqs is not None
         num_reqs = desc.num_reqs
-        step = self._captured_step(num_reqs, desc.common_len)
+        # The step that is at the places that the graph reads.
+        step = DraftStep(
+            index=0,
+            positions=self._positions[:num_reqs],
+            slots=self._slots[:num_reqs],
+            view=self._step.capture_view(num_reqs, self._lens[:num_reqs], desc.common_len),
+        )
+        self._captured[desc] = step
         attn_metadata = self._step.step_metadata(step, for_capture=True)
 
         def run(cudagraph_mode: CUDAGraphMode) -> None:
@@ -96,15 +108,6 @@ class DraftGraphs(CudaGraphManager):
             self._sampled[:num_reqs].copy_(sampled)
 
         return run
-
-    def _captured_step(self, num_reqs: int, common_len: int | None) -> DraftStep:
-        """The step that is at the places that the graphs read."""
-        return DraftStep(
-            index=0,
-            positions=self._positions[:num_reqs],
-            slots=self._slots[:num_reqs],
-            view=self._step.capture_view(num_reqs, self._lens[:num_reqs], common_len),
-        )
 
     def replay(self, tokens: torch.Tensor, step: DraftStep) -> torch.Tensor | None:
         """The step's sampled tokens, [num_reqs] int64, valid until the next step.
@@ -114,7 +117,7 @@ class DraftGraphs(CudaGraphManager):
         """
         num_reqs = tokens.shape[0]
         desc = self.dispatch(num_reqs, num_reqs, uniform_token_count=1, num_active_loras=0)
-        if desc.cg_mode != CUDAGraphMode.FULL or desc.num_reqs is None:
+        if desc.cg_mode != CUDAGraphMode.FULL:
             return None
         view = step.view
         common_len = view.common_len if isinstance(view, TokenView) else None
@@ -126,6 +129,7 @@ class DraftGraphs(CudaGraphManager):
         self._lens[num_reqs:].fill_(1)
         self._slots[:num_reqs].copy_(step.slots)
         self._slots[num_reqs:].fill_(PAD_SLOT)
-        self._step.step_metadata(self._captured_step(desc.num_reqs, common_len))
-        self.run_fullgraph(StepDescriptor(**vars(desc), common_len=common_len))
+        own = StepDescriptor(**vars(desc), common_len=common_len)
+        self._step.refresh_metadata(self._captured[own])
+        self.run_fullgraph(own)
         return self._sampled[:num_reqs]

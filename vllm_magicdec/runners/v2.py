@@ -150,8 +150,21 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         view = step.view
         if isinstance(view, TokenView):
             return token_metadata(self._drafter.layer_names, view)
+        attn_metadata = self._step_page_metadata(step, view, for_capture=for_capture)
+        if isinstance(view, LayerPageView):
+            return layer_page_metadata(attn_metadata, self._drafter.layer_names, view)
+        return attn_metadata
+
+    def refresh_metadata(self, step: DraftStep) -> None:
+        """See `draft_graphs.Capturable`. No backend reads token views."""
+        if not isinstance(step.view, TokenView):
+            self._step_page_metadata(step, step.view)
+
+    def _step_page_metadata(
+        self, step: DraftStep, view: PageView | LayerPageView, *, for_capture: bool = False
+    ) -> dict[str, Any]:
         num_reqs = step.positions.shape[0]
-        attn_metadata = self._page_metadata(
+        return self._page_metadata(
             query_start_loc=self.arange_gpu[: num_reqs + 1],
             query_start_loc_cpu=self._query_start_loc_cpu[: num_reqs + 1],
             max_query_len=1,
@@ -162,9 +175,6 @@ class MagicDecSpeculator(StandaloneARSpeculator):
             positions=step.positions,
             for_capture=for_capture,
         )
-        if isinstance(view, LayerPageView):
-            return layer_page_metadata(attn_metadata, self._drafter.layer_names, view)
-        return attn_metadata
 
     def forward_and_sample(
         self, tokens: torch.Tensor, step: DraftStep, attn_metadata: Mapping[str, Any]
