@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 import test_token_view
+import test_verification
 import test_view
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_magicdec import token_view, view
+from vllm_magicdec import token_view, verification, view
 
 HERE = Path(__file__).parent
 
@@ -26,34 +27,43 @@ def test_rounds_by_kernels_are_those_of_the_reference():
     assert child.returncode == 0, child.stderr[-4000:]
 
 
-def fewer_examples(test: Callable[..., None], *strategies: st.SearchStrategy) -> None:
-    settings(max_examples=40, deadline=None)(given(*strategies)(test.hypothesis.inner_test))()
+def fewer_examples(count: int, test: Callable[..., None], *strategies: st.SearchStrategy) -> None:
+    settings(max_examples=count, deadline=None)(given(*strategies)(test.hypothesis.inner_test))()
 
 
 def main() -> None:
     from vllm_magicdec import triton_rounds
 
     calls = []
-    for name in ("write_page_round", "write_token_round"):
+    kernels = ("write_page_round", "write_layer_page_round", "write_token_round")
+    for name in kernels:
         kernel = getattr(triton_rounds, name)
         setattr(
             triton_rounds,
             name,
             lambda *args, name=name, kernel=kernel, **kwargs: calls.append(name) or kernel(*args, **kwargs),
         )
-    view.has_kernels = token_view.has_kernels = lambda device: True
+    for module in (view, token_view, verification):
+        module.has_kernels = lambda device: True
     fewer_examples(
+        40,
         test_view.test_every_step_sees_sinks_and_window_and_writes_to_its_own_slot,
         test_view.rounds(),
         st.lists(st.integers(1, 40), max_size=2),
     )
     fewer_examples(
+        40,
         test_token_view.test_every_step_sees_selection_sinks_and_recent_tokens,
         test_token_view.rounds(),
         st.integers(0, 2**31),
         st.data(),
     )
-    assert set(calls) == {"write_page_round", "write_token_round"}
+    fewer_examples(
+        10,
+        test_verification.test_the_view_holds_sinks_recent_pages_and_the_best_of_the_others,
+        *test_verification.ROUNDS,
+    )
+    assert set(calls) == set(kernels)
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
@@ -66,6 +76,21 @@ def main() -> None:
                 context_lens="*i64",
                 block_table="*i32",
                 num_pages="*i64",
+                positions="*i64",
+                slots="*i64",
+                lens="*i32",
+                view_table="*i32",
+            ),
+            dict(PAGE_SIZE=16, STEPS_PADDED=8, PAGES_PADDED=64),
+        ),
+        (
+            "_layer_page_round_kernel",
+            dict(
+                context_lens="*i64",
+                block_table="*i32",
+                rows="*i64",
+                chosen="*i64",
+                has_chosen="*i1",
                 positions="*i64",
                 slots="*i64",
                 lens="*i32",

@@ -109,14 +109,17 @@ class Scene:
         return dict(zip(eligible, weights.sum(0).tolist(), strict=True))
 
 
-@settings(max_examples=40, deadline=None)
-@given(
+ROUNDS = (
     st.lists(st.integers(8, 150), min_size=1, max_size=2),
     st.integers(15, 20),
     st.integers(0, 12),
     st.integers(0, 2**31),
     st.data(),
 )
+
+
+@settings(max_examples=40, deadline=None)
+@given(*ROUNDS)
 def test_the_view_holds_sinks_recent_pages_and_the_best_of_the_others(
     context_lens, max_pages, more_pages, seed, data
 ):

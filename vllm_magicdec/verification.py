@@ -18,7 +18,7 @@ cache's memory.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -34,6 +34,9 @@ from vllm_magicdec.view import (
     ceil_div,
     has_kernels,
 )
+
+if TYPE_CHECKING:
+    from vllm_magicdec.triton_pages import LayerTable
 
 
 class PageSummaries:
@@ -88,10 +91,6 @@ class PageSummaries:
         Returns:
             [num_reqs, num_kv_heads, num_queries, num_pages] float32.
         """
-        if has_kernels(queries.device):
-            from vllm_magicdec import triton_bounds  # Triton need not be installed elsewhere
-
-            return triton_bounds.bounds(queries, self.least[layer], self.greatest[layer], blocks)
         # [num_reqs, num_kv_heads, head_size, num_pages]
         least = self.least[layer][blocks].permute(0, 2, 3, 1).float()
         greatest = self.greatest[layer][blocks].permute(0, 2, 3, 1).float()
@@ -131,13 +130,15 @@ class Verification:
         if self._queries is None:
             shape = (self._num_layers, self._max_num_reqs, self.num_queries, *queries.shape[1:])
             self._queries = torch.zeros(shape, dtype=queries.dtype, device=queries.device)
-        self._queries[layer, : self._places.shape[0]] = queries[self._places]
+        kept = self._queries[layer, : self._places.shape[0]].flatten(0, 1)
+        torch.index_select(queries, 0, self._places.flatten(), out=kept)
         self.caches[layer] = (cache, scale, soft_cap)
 
-    def queries(self, layer: int, num_reqs: int) -> torch.Tensor:
-        """[num_reqs, num_queries, num_heads, head_size]; `positions` says where in the request they are."""
+    @property
+    def queries(self) -> torch.Tensor:
+        """[num_layers, max_num_reqs, num_queries, num_heads, head_size], of the tokens at `positions`."""
         assert self._queries is not None
-        return self._queries[layer, :num_reqs]
+        return self._queries
 
 
 class PageScores:
@@ -153,6 +154,7 @@ class PageScores:
         self._verification = verification
         self._summaries = summaries
         self._page_size = page_size
+        self._table: LayerTable | None = None
         # A round's tokens may start anywhere in a page, so they may touch one page more.
         self._num_touched = ceil_div(verification.num_queries, page_size) + 1
         self._summarised: set[str] = set()  # requests of the last round, all of whose pages are
@@ -178,14 +180,31 @@ class PageScores:
         # Absent from the last round: new, or preempted and back, perhaps on other pages.
         new = [i for i, req_id in enumerate(batch.req_ids) if req_id in decoding - self._summarised]
         self._summarised = decoding
-        for layer, (cache, _, _) in self.caches.items():
-            for index in new:
-                num_full = int(batch.known_lens[index]) // self._page_size
-                if num_full:
-                    own = batch.block_table[index, :num_full].long()
-                    self._summaries.update(layer, cache, own, torch.full_like(own, self._page_size))
-            self._summaries.update(layer, cache, blocks, num_verified)
+        for index in new:
+            num_full = int(batch.known_lens[index]) // self._page_size
+            if num_full:
+                own = batch.block_table[index, :num_full].long()
+                self._summarise(own, torch.full_like(own, self._page_size))
+        self._summarise(blocks, num_verified)
         return bool(new)
+
+    def _summarise(self, blocks: torch.Tensor, num_verified: torch.Tensor) -> None:
+        """`PageSummaries.update` in all layers."""
+        if has_kernels(blocks.device):
+            from vllm_magicdec.triton_pages import summarise  # Triton need not be installed elsewhere
+
+            least, greatest = self._summaries.least, self._summaries.greatest
+            summarise(self._layer_table(), least, greatest, blocks, num_verified)
+            return
+        for layer, (cache, _, _) in self.caches.items():
+            self._summaries.update(layer, cache, blocks, num_verified)
+
+    def _layer_table(self) -> "LayerTable":
+        from vllm_magicdec.triton_pages import LayerTable
+
+        if self._table is None or not self._table.holds(self.caches):
+            self._table = LayerTable(self.caches)
+        return self._table
 
     def num_pages(self, batch: Batch) -> int:
         """Most pages of any request of the batch, as far as the host knows."""
@@ -202,7 +221,7 @@ class PageScores:
         num_reqs = batch.context_lens.shape[0]
         positions = self._verification.positions[:num_reqs]
         is_accepted = positions < batch.context_lens.unsqueeze(1)
-        queries = self._verification.queries(layer, num_reqs).float()
+        queries = self._verification.queries[layer, :num_reqs].float()
         # What was rejected is finite but means nothing.
         queries = queries.masked_fill(~is_accepted[:, :, None, None], 0.0)
         num_kv_heads = self.caches[layer][0].num_kv_heads
@@ -210,15 +229,40 @@ class PageScores:
         counted = is_accepted.repeat_interleave(grouped.shape[3], 1)
         return grouped.flatten(2, 3), counted[:, None, :, None]
 
-    def score(self, layer: int, batch: Batch, num_pages: int) -> torch.Tensor:
-        """[num_reqs, num_kv_heads, num_pages] float32, 0 for pages after a request's last one."""
-        _, scale, soft_cap = self.caches[layer]
-        queries, is_accepted = self.queries(layer, batch)
-        bounds = self._summaries.bounds(layer, queries, batch.block_table[:, :num_pages].long())
+    def score(self, layers: range, batch: Batch, num_pages: int, *, by_head: bool) -> torch.Tensor:
+        """Attention weights of pages, summed over a round's accepted positions and over query heads.
+
+        Returns:
+            [len(layers), num_reqs, num_kv_heads if by_head else 1, num_pages] float32, 0 for pages after a
+            request's last one.
+        """
+        if has_kernels(batch.context_lens.device):
+            from vllm_magicdec.triton_pages import score_pages
+
+            return score_pages(
+                self._layer_table(),
+                self._verification.queries,
+                self._verification.positions,
+                batch.context_lens,
+                batch.block_table,
+                self._summaries.least,
+                self._summaries.greatest,
+                layers=layers,
+                num_pages=num_pages,
+                by_head=by_head,
+            )
+        blocks = batch.block_table[:, :num_pages].long()
         last = (batch.context_lens - 1) // self._page_size
-        places = torch.arange(num_pages, device=last.device)
-        weights = softmax(bounds * scale, soft_cap, (places <= last.unsqueeze(1))[:, None, None])
-        return (weights * is_accepted).sum(2)
+        is_seen = torch.arange(num_pages, device=last.device) <= last.unsqueeze(1)
+        scores = []
+        for layer in layers:
+            _, scale, soft_cap = self.caches[layer]
+            queries, is_accepted = self.queries(layer, batch)
+            bounds = self._summaries.bounds(layer, queries, blocks)
+            weights = softmax(bounds * scale, soft_cap, is_seen[:, None, None])
+            by_kv_head = (weights * is_accepted).sum(2)
+            scores.append(by_kv_head if by_head else by_kv_head.sum(1, keepdim=True))
+        return torch.stack(scores)
 
 
 def softmax(logits: torch.Tensor, soft_cap: float, is_seen: torch.Tensor) -> torch.Tensor:
@@ -272,7 +316,7 @@ class VerificationSelector:
         is_open = ((places + 1) * page > sink) & (places * page < ends.unsqueeze(1))
         rows = self._selections.rows(batch.req_ids)
         for layer, (cache, scale, soft_cap) in self._scores.caches.items():
-            scores = self._scores.score(layer, batch, num_pages)
+            (scores,) = self._scores.score(range(layer, layer + 1), batch, num_pages, by_head=True)
             scores.masked_fill_(~is_open[:, None], -1.0)
             pages = scores.topk(num_candidates).indices  # [num_reqs, num_kv_heads, num_candidates]
             positions = (pages.unsqueeze(-1) * page + torch.arange(page, device=ends.device)).flatten(2)
@@ -352,18 +396,29 @@ class VerificationViews:
     def prepare(self, batch: Batch, num_steps: int, size: int = -1) -> Iterator[DraftStep]:
         """See `view.Views`."""
         budget = self._budgets[size]
-        num_chosen = self._num_chosen(budget)
         num_reqs = batch.context_lens.shape[0]
-        positions = self._draft_slots.prepare(batch, num_steps)
-        last_pages = positions[-1] // budget.page_size
         for row in self._rows.add(batch.req_ids):
             self._has_chosen[row] = False
         rows = self._rows.of(batch.req_ids)
         is_new = self._scores.update(batch)
         if self._chosen.shape[-1] and (is_new or self._round % self._refresh == 0):
-            self._choose(batch, rows, last_pages)
+            self._choose(batch, rows, num_steps)
         self._round += 1
+        write = self._write_with_kernel if has_kernels(rows.device) else self._write
+        write(budget, batch, rows, num_steps)
+        for index in range(num_steps):
+            yield DraftStep(
+                index=index,
+                positions=self._draft_slots.positions[index, :num_reqs],
+                slots=self._draft_slots.slots[index, :num_reqs],
+                view=self.view(num_reqs, self._lens[index, :num_reqs]),
+            )
 
+    def _write(self, budget: PageBudget, batch: Batch, rows: torch.Tensor, num_steps: int) -> None:
+        num_chosen = self._num_chosen(budget)
+        num_reqs = batch.context_lens.shape[0]
+        positions = self._draft_slots.prepare(batch, num_steps)
+        last_pages = positions[-1] // budget.page_size
         total = last_pages + 1
         is_crowded = (total > budget.max_pages) & self._has_chosen[rows]
         counts = is_crowded * num_chosen
@@ -384,26 +439,44 @@ class VerificationViews:
             part[:] = torch.where(is_crowded[:, None], blocks, part)
         skipped_tokens = (start - sinks - counts) * budget.page_size
         self._lens[:num_steps, :num_reqs] = positions + 1 - skipped_tokens
-        for index in range(num_steps):
-            yield DraftStep(
-                index=index,
-                positions=self._draft_slots.positions[index, :num_reqs],
-                slots=self._draft_slots.slots[index, :num_reqs],
-                view=self.view(num_reqs, self._lens[index, :num_reqs]),
-            )
+
+    def _write_with_kernel(
+        self, budget: PageBudget, batch: Batch, rows: torch.Tensor, num_steps: int
+    ) -> None:
+        from vllm_magicdec.triton_rounds import write_layer_page_round
+
+        write_layer_page_round(
+            batch.context_lens,
+            batch.block_table,
+            rows,
+            self._chosen,
+            self._has_chosen,
+            positions=self._draft_slots.positions,
+            slots=self._draft_slots.slots,
+            lens=self._lens,
+            view_table=self._block_table,
+            num_steps=num_steps,
+            page_size=budget.page_size,
+            sink_pages=budget.sink_pages,
+            max_pages=budget.max_pages,
+            num_chosen=self._num_chosen(budget),
+            max_model_len=self._draft_slots.max_model_len,
+        )
 
     def view(self, num_reqs: int, lens: torch.Tensor, common_len: int | None = None) -> LayerPageView:
         """See `view.Views`."""
         max_len = self._block_table.shape[-1] * self._budgets[-1].page_size
         return LayerPageView(lens, self._block_table[:, :num_reqs], max_len)
 
-    def _choose(self, batch: Batch, rows: torch.Tensor, last_pages: torch.Tensor) -> None:
+    def _choose(self, batch: Batch, rows: torch.Tensor, num_steps: int) -> None:
         num_chosen = self._chosen.shape[-1]
+        last = (batch.context_lens + num_steps - 1).clamp(max=self._draft_slots.max_model_len - 1)
+        last_pages = last // self._budgets[-1].page_size
         num_pages = max(self._scores.num_pages(batch), num_chosen)
         places = torch.arange(num_pages, device=rows.device)
         end = (last_pages + 1 - self._num_recent).unsqueeze(1)
         is_fixed = (places < self._budgets[-1].sink_pages) | (places >= end)
-        for layer in self._scores.caches:
-            scores = self._scores.score(layer, batch, num_pages).sum(1).masked_fill_(is_fixed, -1.0)
-            self._chosen[rows, layer] = scores.topk(num_chosen).indices
+        scores = self._scores.score(range(self._num_layers), batch, num_pages, by_head=False).squeeze(2)
+        scores.masked_fill_(is_fixed, -1.0)
+        self._chosen[rows] = scores.topk(num_chosen).indices.transpose(0, 1)
         self._has_chosen[rows] = True
