@@ -7,8 +7,8 @@ the controller free. With `--budget auto` the fixed choices are of every budget 
 turns that count the controller meets each cell once, as a server does in its first seconds; that turn is in
 the JSON file as `first`. Clock and tokens as in decode.py.
 
-The best of several noisy medians is better than it will be the next time. So a turn of `auto` is compared
-with that contender's speed in the same turn which was the best in all other turns.
+The best of several noisy medians is better than it will be the next time. So those turns only find the
+best contender; then it and `auto` meet in pairs of turns of their own, which give the share of the best.
 """
 
 import argparse
@@ -17,9 +17,8 @@ import itertools
 import json
 import os
 import statistics
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -27,11 +26,12 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-from decode import IDLE_SPIN_S, PAGE, console, decode
+from decode import PAGE, console, decode
 from documents import excerpts
 from kv_heavy import model_folder
 from machine import describe_machine
 from rich.table import Table
+from scipy.stats import binom
 
 from vllm_magicdec.controller import Choice, Controller
 
@@ -52,7 +52,9 @@ class Cell:
     plain: float
     fixed: dict[str, float]  # by what `name_of` calls the choice
     auto: float
-    of_best: float  # of auto; see `share_of_best`
+    best: str  # of plain and fixed
+    of_best: float  # speed of auto over that of the best: the median of their pairs of turns
+    of_best_interval: tuple[float, float]  # see `median_interval`
     first: float  # of auto, when it met the cell
     chosen: dict[int, int]  # steps of auto by the number of drafts chosen
     chosen_budgets: dict[int, int]  # and those with drafts by the budget
@@ -63,20 +65,11 @@ class Cell:
         return sum(length * count for length, count in self.chosen.items()) / steps
 
 
-def share_of_best(speeds: dict[str, list[float]]) -> float:
-    """The speed of `auto` over that of the best other contender, the median over turns.
-
-    `speeds`: tokens per second by contender, turn by turn, of at least two turns.
-    """
-    others = [name for name in speeds if name != "auto"]
-    shares = []
-    for turn, speed in enumerate(speeds["auto"]):
-
-        def elsewhere(name: str, turn: int = turn) -> float:
-            return statistics.median(v for t, v in enumerate(speeds[name]) if t != turn)
-
-        shares.append(speed / speeds[max(others, key=elsewhere)][turn])
-    return statistics.median(shares)
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """What holds the true median with a probability of at least 90 %, of seven or more values."""
+    ordered = sorted(values)
+    rank = max(1, int(binom.ppf(0.05, len(ordered), 0.5)))
+    return ordered[rank - 1], ordered[-rank]
 
 
 def name_of(choice: Choice, controller: Controller) -> str:
@@ -113,9 +106,9 @@ def watched(controller: Controller, chosen: list[Choice]) -> Iterator[None]:
 
 
 def measure_cell(
-    plain: Any, magicdec: Any, prompts: list[list[int]], seconds: float, turns: int
-) -> tuple[Cell, dict[str, list[float]]]:
-    """All contenders, alternately; plain decoding's turns take about `seconds`."""
+    plain: Any, magicdec: Any, prompts: list[list[int]], seconds: float, turns: int, pairs: int
+) -> tuple[Cell, dict[str, Any]]:
+    """All contenders, then the best and `auto`; turns of plain decoding take about `seconds`."""
     from vllm import SamplingParams
 
     for llm in (plain, magicdec):  # fill the prefix cache
@@ -150,31 +143,41 @@ def measure_cell(
     }
     first = run_auto()
     chosen.clear()
-    speeds: dict[str, list[float]] = {name: [] for name in contenders}
-    for turn in range(turns):
-        order = list(contenders)
-        for name in reversed(order) if turn % 2 else order:
-            time.sleep(IDLE_SPIN_S)
-            speeds[name].append(contenders[name]())
+    speeds = take_turns(contenders, turns)
     middle = {name: statistics.median(values) for name, values in speeds.items()}
+    best = max((name for name in contenders if name != "auto"), key=middle.__getitem__)
+    duel = take_turns({name: contenders[name] for name in (best, "auto")}, pairs)
+    shares = [auto / other for auto, other in zip(duel["auto"], duel[best], strict=True)]
     cell = Cell(
         batch=len(prompts),
         context=len(prompts[0]),
         plain=middle["plain"],
         fixed={name: middle[name] for name in fixed},
         auto=middle["auto"],
-        of_best=share_of_best(speeds),
+        best=best,
+        of_best=statistics.median(shares),
+        of_best_interval=median_interval(shares),
         first=first,
         chosen=dict(sorted(Counter(choice.drafts for choice in chosen).items())),
         chosen_budgets=dict(sorted(Counter(choice.budget for choice in chosen if choice.drafts).items())),
     )
-    return cell, speeds
+    return cell, {"turns": speeds, "pairs": duel}
+
+
+def take_turns(contenders: dict[str, Callable[[], float]], turns: int) -> dict[str, list[float]]:
+    """What each returns, turn by turn; every other turn goes through them backwards."""
+    results: dict[str, list[float]] = {name: [] for name in contenders}
+    for turn in range(turns):
+        for name in list(contenders)[:: -1 if turn % 2 else 1]:
+            results[name].append(contenders[name]())
+    return results
 
 
 def make_table(cells: list[Cell], title: str) -> Table:
     table = Table(title=title)
     fixed = (f"gamma {name}" for name in cells[0].fixed)
-    for column in ("batch", "context", "plain", *fixed, "auto", "drafts", "of plain", "of the best"):
+    others = ("auto", "drafts", "of plain", "of the best", "90 % interval")
+    for column in ("batch", "context", "plain", *fixed, *others):
         table.add_column(column, justify="right")
     for cell in cells:
         table.add_row(
@@ -182,6 +185,7 @@ def make_table(cells: list[Cell], title: str) -> Table:
             *(f"{speed:.1f}" for speed in cell.fixed.values()),
             *(f"{cell.auto:.1f}", f"{cell.mean_drafts:.1f}"),
             *(f"{cell.auto / cell.plain:.2f}", f"{cell.of_best:.3f}"),
+            "{:.3f} to {:.3f}".format(*cell.of_best_interval),
         )
     return table
 
@@ -238,14 +242,14 @@ def run(args: argparse.Namespace, model: str) -> None:
         return plain.get_tokenizer().encode(text, add_special_tokens=False)
 
     longest = excerpts(encode, max(args.batch), max(args.context), args.documents)
-    cells, all_speeds = [], []
+    cells, all_turns = [], []
     for context in sorted(args.context):
         for batch in sorted(args.batch, reverse=True):
             prompts = [prompt[:context] for prompt in longest[:batch]]
-            cell, speeds = measure_cell(plain, magicdec, prompts, args.seconds, args.turns)
+            cell, speeds = measure_cell(plain, magicdec, prompts, args.seconds, args.turns, args.pairs)
             console.print(f"batch {batch}, context {context}: {cell.of_best:.3f} of the best")
             cells.append(cell)
-            all_speeds.append(speeds)
+            all_turns.append({"batch": batch, "context": context, **speeds})
     name = Path(args.model).name
     title = f"{name}, {args.dtype}, auto (at most 8 drafts), budget {args.budget} ({args.policy})"
     cells.sort(key=lambda cell: (cell.context, cell.batch))
@@ -259,8 +263,9 @@ def run(args: argparse.Namespace, model: str) -> None:
             "speculative_config": {**spec, "profile": bool(args.profile)},
             "seconds": args.seconds,
             "turns": args.turns,
+            "pairs": args.pairs,
             "cells": [asdict(cell) for cell in cells],
-            "all_turns": all_speeds,
+            "all_turns": all_turns,
         }
         args.out.write_text(json.dumps(result, indent=1) + "\n")
         draw(cells, title, args.out.with_suffix(".png"))
@@ -278,11 +283,12 @@ def main() -> None:
     parser.add_argument("--model", default="kv-heavy", help="a folder, a name, or 'kv-heavy'")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--context", type=int, nargs="+", default=[100, 2048, 16000], help="tokens")
-    parser.add_argument("--seconds", type=float, default=5, help="of plain decoding in a turn, about")
+    parser.add_argument("--seconds", type=float, default=4, help="of plain decoding in a turn, about")
     parser.add_argument("--policy", default="streamingllm")
     parser.add_argument("--budget", type=number_or_auto, default=512.0, help="of the draft, or 'auto'")
     parser.add_argument("--profile", type=Path, help="a file of 'magicdec profile'")
-    parser.add_argument("--turns", type=int, default=3, help="per contender and cell, at least 2")
+    parser.add_argument("--turns", type=int, default=2, help="per contender and cell")
+    parser.add_argument("--pairs", type=int, default=9, help="of turns of 'auto' and the best, per cell")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--documents", type=Path, help="folder of .txt files for the prompts")
     parser.add_argument("--out", type=Path, help="JSON file for the result; a heat map goes beside it")

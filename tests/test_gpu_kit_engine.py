@@ -248,6 +248,20 @@ def test_work_of_the_host_does_not_help_the_goals():
     assert not share["reached"]
 
 
+def test_the_speedup_is_judged_where_its_gammas_were_measured():
+    cell = goal_cell(drafting_ms={3: 18.0, 4: 23.0, 6: 36.0}, verify_ms={3: 32.0, 4: 33.0, 6: 36.0})
+    *_, paper, high = engine_report.judge([cell], [], "NVIDIA H200")
+    assert paper["measured"] == pytest.approx(2.8 * 30 / (18 + 32)) and not paper["reached"]
+    omega = sum(0.95**place for place in range(7))
+    assert high["measured"] == pytest.approx(omega * 30 / (36 + 36)) and not high["reached"]
+    cell["drafting_ms"] |= {3: 9.0, 6: 18.0}
+    *_, paper, high = engine_report.judge([cell], [], "NVIDIA H200")
+    assert paper["reached"] and high["reached"]
+    record = {"settings": {"gamma": 4}, "device": "cuda", "times": [], "speed": [], "lossless": []}
+    printed = engine_report.make_table({**record, "goals": [paper]})
+    assert "gamma 3 and 2.80 tokens per round >= 2.00: 2.049, reached" in printed
+
+
 def test_attention_backends_are_listed_fastest_verification_first():
     times = []
     for name, slower in (("SLOW_ATTN", 5.0), ("FAST_ATTN", 0.0)):

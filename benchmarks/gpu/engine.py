@@ -61,7 +61,7 @@ WHOLE = {
     "budget": GOAL_BUDGET,
     "max_gamma": 8,
     "gamma": GOAL_GAMMA,
-    "acceptance": [0.7, 0.8, 0.9],
+    "acceptance": [0.7, 0.8, 0.9, 0.95],
     "tours": 3,
     "tokens": 256,
     "turns": 3,
