@@ -217,7 +217,9 @@ class Controller:
     def _account(self, rounds: Collection[tuple[int, int]], timed: TimedStep) -> None:
         """Compare with the time that plain decoding would have taken for the same tokens."""
         step = timed.step
-        plain = self.times.predict(_step(step.num_reqs, step.context_tokens, PLAIN, PLAIN))
+        plain = self.times.pace * self.times.predict(
+            _step(step.num_reqs, step.context_tokens, PLAIN, PLAIN)
+        )
         tokens = 1.0 + sum(accepted for _, accepted in rounds) / step.num_reqs
         self._plain_seconds = _FORGET * self._plain_seconds + tokens * plain
         self._seconds = _FORGET * self._seconds + timed.seconds

@@ -8,23 +8,30 @@ Its time is modelled as a sum of non-negative costs, those of MagicDec's Eq. 2 (
 
 for n requests that together hold C tokens in the KV cache. Coefficients are seconds. They are fitted to
 relative errors, so that the short contexts, where a wrong choice costs as large a share, count as much.
+
+A machine that others use, or that gets hot, is slower at one time than at another. Kinds of steps are not
+measured at the same time, so a measurement is kept as what it would have been at the machine's usual pace.
 """
 
 import json
 from collections import defaultdict, deque
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from math import log2
+from dataclasses import asdict, dataclass, replace
+from math import exp, log, log2
 from pathlib import Path
 from statistics import median
 
 import numpy as np
 from scipy.optimize import nnls
 
-# The last medians of a kind of step; older ones may be of another load on the machine.
-_KEPT_PER_KIND = 16
+# The latest measurements of a kind of step, whose median counts.
+_KEPT_PER_KIND = 64
 # Measurements after which a kind of step is trusted as much as the fit.
-_DOUBT = 2
+_DOUBT = 8
+# Measurements after which a kind of step tells the machine's pace.
+_KNOWN = 8
+# What one step moves the pace, which else goes back to the usual; and what one hiccup counts for at most.
+_PACE_GAIN, _PACE_LOSS, _MAX_PACE_ERROR = 0.15, 0.01, 0.3
 # A step's neighbours for a local correction: contexts and batches within a factor of sqrt(2).
 _BUCKETS_PER_DOUBLING = 2
 
@@ -78,6 +85,7 @@ class StepTimes:
     def __init__(self) -> None:
         self._measured: dict[Step, deque[TimedStep]] = defaultdict(lambda: deque(maxlen=_KEPT_PER_KIND))
         self._coefficients: np.ndarray | None = None
+        self._log_pace = 0.0
 
     def __len__(self) -> int:
         """Kinds of steps that were measured."""
@@ -90,7 +98,19 @@ class StepTimes:
 
     def add(self, timed: TimedStep) -> None:
         """Take a measured step in; `predict` uses it after the next `fit`."""
-        self._measured[_kind(timed.step)].append(timed)
+        measured = self._measured[_kind(timed.step)]
+        if len(measured) >= _KNOWN and self._coefficients is not None:
+            middle = _middle(measured)
+            usual = middle.seconds * self._fitted(timed.step) / self._fitted(middle.step)
+            error = log(timed.seconds / usual) - self._log_pace
+            self._log_pace += _PACE_GAIN * max(-_MAX_PACE_ERROR, min(_MAX_PACE_ERROR, error))
+            self._log_pace *= 1.0 - _PACE_LOSS
+        measured.append(replace(timed, seconds=timed.seconds / self.pace))
+
+    @property
+    def pace(self) -> float:
+        """How much longer steps take at present than usually; `predict` is of the usual."""
+        return exp(self._log_pace)
 
     def count(self, step: Step) -> int:
         """Measured steps like this one."""
@@ -108,7 +128,7 @@ class StepTimes:
         self._coefficients = solution / scale
 
     def predict(self, step: Step) -> float:
-        """Seconds of a step: the fit, corrected by how it errs on measured steps like this one."""
+        """Usual seconds of a step: the fit, corrected by how it errs on measured steps like this one."""
         estimate = self._fitted(step)
         kind = _kind(step)
         if kind not in self._measured:
