@@ -16,8 +16,9 @@ measured at the same time, so a measurement is kept as what it would have been a
 import json
 from collections import defaultdict, deque
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from math import exp, log, log2
+from operator import mul
 from pathlib import Path
 from statistics import median
 
@@ -84,7 +85,8 @@ class StepTimes:
 
     def __init__(self) -> None:
         self._measured: dict[Step, deque[TimedStep]] = defaultdict(lambda: deque(maxlen=_KEPT_PER_KIND))
-        self._coefficients: np.ndarray | None = None
+        self._middles: dict[Step, TimedStep] = {}  # median times, at the latest step's size
+        self._coefficients: list[float] | None = None
         self._log_pace = 0.0
 
     def __len__(self) -> int:
@@ -98,14 +100,16 @@ class StepTimes:
 
     def add(self, timed: TimedStep) -> None:
         """Take a measured step in; `predict` uses it after the next `fit`."""
-        measured = self._measured[_kind(timed.step)]
+        kind = _kind(timed.step)
+        measured = self._measured[kind]
         if len(measured) >= _KNOWN and self._coefficients is not None:
-            middle = _middle(measured)
+            middle = self._middles[kind]
             usual = middle.seconds * self._fitted(timed.step) / self._fitted(middle.step)
             error = log(timed.seconds / usual) - self._log_pace
             self._log_pace += _PACE_GAIN * max(-_MAX_PACE_ERROR, min(_MAX_PACE_ERROR, error))
             self._log_pace *= 1.0 - _PACE_LOSS
-        measured.append(replace(timed, seconds=timed.seconds / self.pace))
+        measured.append(TimedStep(timed.step, timed.seconds / self.pace))
+        self._middles[kind] = TimedStep(timed.step, median(known.seconds for known in measured))
 
     @property
     def pace(self) -> float:
@@ -119,24 +123,24 @@ class StepTimes:
 
     def fit(self) -> None:
         """Fit the coefficients to the median of each kind of step (non-negative least squares)."""
-        middles = [_middle(steps) for steps in self._measured.values()]
+        middles = self._middles.values()
         features = np.array([_features(timed.step) for timed in middles])
         seconds = np.array([timed.seconds for timed in middles])
         rows = features / seconds[:, None]
         scale = np.maximum(rows.max(axis=0), 1e-30)  # tokens and passes differ by orders of magnitude
         solution, _ = nnls(rows / scale, np.ones(len(middles)))
-        self._coefficients = solution / scale
+        self._coefficients = (solution / scale).tolist()
 
     def predict(self, step: Step) -> float:
         """Usual seconds of a step: the fit, corrected by how it errs on measured steps like this one."""
         estimate = self._fitted(step)
         kind = _kind(step)
-        if kind not in self._measured:
+        middle = self._middles.get(kind)
+        if middle is None:
             return estimate
-        measured = self._measured[kind]
-        middle = _middle(measured)
         # A few measurements may be hiccups of the machine.
-        trust = len(measured) / (len(measured) + _DOUBT)
+        count = len(self._measured[kind])
+        trust = count / (count + _DOUBT)
         return float(estimate * (middle.seconds / self._fitted(middle.step)) ** trust)
 
     def position_seconds(self, num_reqs: int, context_tokens: int) -> float:
@@ -146,7 +150,7 @@ class StepTimes:
 
     def _fitted(self, step: Step) -> float:
         assert self._coefficients is not None, "fit() comes first"
-        return max(float(np.dot(self._coefficients, _features(step))), 1e-9)
+        return max(sum(map(mul, self._coefficients, _features(step))), 1e-9)
 
     def save(self, path: Path, description: dict[str, object]) -> None:
         """Write a profile.
@@ -155,8 +159,7 @@ class StepTimes:
             path: a JSON file.
             description: what was measured, on what.
         """
-        middles = [_middle(steps) for steps in self._measured.values()]
-        rows = [{**asdict(timed.step), "seconds": timed.seconds} for timed in middles]
+        rows = [{**asdict(timed.step), "seconds": timed.seconds} for timed in self._middles.values()]
         path.write_text(json.dumps({**description, "steps": rows}, indent=1) + "\n")
 
     @classmethod
@@ -200,9 +203,3 @@ def _kind(step: Step) -> Step:
 
 def _bucket(count: int) -> int:
     return round(_BUCKETS_PER_DOUBLING * log2(max(count, 1)))
-
-
-def _middle(steps: Iterable[TimedStep]) -> TimedStep:
-    """The median time, at the latest step's size."""
-    listed = list(steps)
-    return TimedStep(listed[-1].step, median(timed.seconds for timed in listed))
