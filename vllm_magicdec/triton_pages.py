@@ -19,6 +19,8 @@ SCORE_PAGES = 128  # per program that sums weights
 MAX_BLOCK_ROWS = 64
 MIN_DOT_ROWS = 16  # of `tl.dot`
 SCRATCH_BYTES = 128 * 2**20  # for logits of as many layers and requests as fit
+# They differ from round to round; Triton would compile again for those that 16 divides.
+VARYING = ["first_pair", "num_reqs", "num_pages", "num_splits"]
 
 
 # KV rows, scale and soft cap of every layer.
@@ -112,7 +114,7 @@ def summarise(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _logits_kernel(  # type: ignore[no-untyped-def]
     queries,  # [num_layers, max_num_reqs, num_queries, num_heads, head_size], contiguous
     context_lens,  # [num_reqs] int64
@@ -200,7 +202,7 @@ def _logits_kernel(  # type: ignore[no-untyped-def]
     tl.store(sums + row_index * num_splits + split, total, mask=is_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _scores_kernel(  # type: ignore[no-untyped-def]
     logits,  # as `_logits_kernel` left them
     peaks,
@@ -336,7 +338,7 @@ def score_pages(
             HEADS=heads,
             NUM_ROW_BLOCKS=num_row_blocks,
             BLOCK_ROWS=block_rows,
-            SPLITS_PADDED=triton.next_power_of_2(num_splits),
+            SPLITS_PADDED=triton.next_power_of_2(triton.cdiv(block_table.shape[1], SPLIT_PAGES)),
             BLOCK=SCORE_PAGES,
         )
     return scores
