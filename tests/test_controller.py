@@ -355,7 +355,7 @@ def test_profile_file_round_trip(tmp_path: object) -> None:
     path = Path(str(tmp_path)) / "profile.json"
     choices = (PLAIN, Choice(2, 256), Choice(4, 512))
     steps = [alike(n, n * 1000, choice) for n in (1, 4) for choice in choices]
-    times = StepTimes.of([TimedStep(step, Engine().seconds(step)) for step in steps])
+    times = StepTimes.of([TimedStep(step, Engine().seconds(step)) for step in steps for _ in range(5)])
     times.save(path, {"model": "m"})
     loaded = StepTimes.load(path)
     assert loaded.budgets == times.budgets == (256, 512)

@@ -159,7 +159,10 @@ class StepTimes:
             path: a JSON file.
             description: what was measured, on what.
         """
-        rows = [{**asdict(timed.step), "seconds": timed.seconds} for timed in self._middles.values()]
+        rows = [
+            {**asdict(timed.step), "seconds": timed.seconds, "count": len(self._measured[kind])}
+            for kind, timed in self._middles.items()
+        ]
         path.write_text(json.dumps({**description, "steps": rows}, indent=1) + "\n")
 
     @classmethod
@@ -173,8 +176,9 @@ class StepTimes:
             profile = json.loads(path.read_text())
             times = cls()
             for row in profile["steps"]:
-                seconds = float(row.pop("seconds"))
-                times.add(TimedStep(Step(**row), seconds))
+                seconds, count = float(row.pop("seconds")), int(row.pop("count", 1))
+                for _ in range(min(count, _KEPT_PER_KIND)):  # a median is trusted as much as it was
+                    times.add(TimedStep(Step(**row), seconds))
             times.fit()
         except (OSError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is not a profile written by 'magicdec profile' ({error})") from None
