@@ -5,15 +5,13 @@ Run as a program, this checks the Triton kernel in Triton's interpreter (see the
 """
 
 import itertools
-import os
-import subprocess
 import sys
 import types
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
 import torch
+import triton_tools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.platforms import CpuArchEnum, current_platform
@@ -30,7 +28,6 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 GARBAGE = torch.tensor([-1, 2**31 - 1, -(2**31), 12345678], dtype=torch.int32)
 NUM_LAYERS = 2
 CPU = torch.device("cpu")
-HERE = Path(__file__).resolve().parent
 
 
 @dataclass(frozen=True)
@@ -182,46 +179,29 @@ def check_triton_indices(case, layout, page_stride):
 
 
 def test_triton_kernels_read_and_write_what_they_should_in_the_interpreter():
-    # Triton decides at its import whether it interprets. `sitecustomize` mends its interpreter.
-    path = [str(HERE / "triton_interpreter"), *sys.path]
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(path)}
-    child = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=300)
-    assert child.returncode == 0, child.stderr[-4000:]
+    triton_tools.run_interpreted(__file__)
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_triton_compiles_for_hopper_without_one(dtype):
-    compiler = pytest.importorskip("triton.compiler")
-    from triton.backends.compiler import GPUTarget
-
+    pytest.importorskip("triton")
     from vllm_magicdec.attention.triton_attention import _decode_kernel
 
-    names = _decode_kernel.arg_names
     constants = dict(
         PAGE_SIZE=16, GROUP=5, HEAD_SIZE=80, GROUP_PADDED=16, HEAD_PADDED=128, BLOCK=64, SOFT_CAP=True
     )
-    types = dict.fromkeys(names, "i32") | dict.fromkeys(constants, "constexpr")
-    types |= dict.fromkeys(["query", "keys", "values", "output"], f"*{dtype}")
-    types |= dict(slots="*i32", lens="*i32", scale="fp32", soft_cap="fp32")
-    positions = {(names.index(name),): value for name, value in constants.items()}
-    source = compiler.ASTSource(_decode_kernel, types, constexprs=positions)
-    assert compiler.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+    arguments = dict.fromkeys(["query", "keys", "values", "output"], f"*{dtype}")
+    arguments |= dict(slots="*i32", lens="*i32", scale="fp32", soft_cap="fp32")
+    triton_tools.check_compiles_for_hopper(_decode_kernel, arguments, constants)
 
 
 def test_triton_compiles_the_row_numbers_for_hopper_without_one():
-    compiler = pytest.importorskip("triton.compiler")
-    from triton.backends.compiler import GPUTarget
-
+    pytest.importorskip("triton")
     from vllm_magicdec.attention.triton_indices import _fill_kernel
 
-    names = _fill_kernel.arg_names
-    constants = dict(PAGE_SIZE=16, BLOCK=256)
-    types = dict.fromkeys(names, "i32") | dict.fromkeys(constants, "constexpr")
-    types |= dict.fromkeys(["indices", "slots", "lens", "indptr"], "*i32")
-    positions = {(names.index(name),): value for name, value in constants.items()}
-    source = compiler.ASTSource(_fill_kernel, types, constexprs=positions)
-    assert compiler.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+    pointers = dict.fromkeys(["indices", "slots", "lens", "indptr"], "*i32")
+    triton_tools.check_compiles_for_hopper(_fill_kernel, pointers, dict(PAGE_SIZE=16, BLOCK=256))
 
 
 @pytest.mark.gpu

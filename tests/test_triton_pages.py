@@ -1,21 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Triton kernels that summarise and score pages, against the definition in float64."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import test_verification
 import torch
+import triton_tools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_magicdec import verification
 from vllm_magicdec.attention import KVRows
 
-HERE = Path(__file__).parent
 NUM_LAYERS = 2
 
 
@@ -161,11 +156,7 @@ def main() -> None:
 
 
 def test_pages_in_the_interpreter():
-    # Triton decides at its import whether it interprets. `sitecustomize` mends its interpreter.
-    path = [str(HERE / "triton_interpreter"), *sys.path]
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(path)}
-    child = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=400)
-    assert child.returncode == 0, child.stderr[-4000:]
+    triton_tools.run_interpreted(__file__)
 
 
 SUMMARIES = dict(least="*bf16", greatest="*bf16")
@@ -196,17 +187,10 @@ LOGITS = dict(logits="*fp32", peaks="*fp32", sums="*fp32", context_lens="*i64")
     ],
 )
 def test_page_kernels_compile_for_hopper_without_one(kernel, pointers, constants):
-    compiler = pytest.importorskip("triton.compiler")
-    from triton.backends.compiler import GPUTarget
-
+    pytest.importorskip("triton")
     from vllm_magicdec import triton_pages
 
-    function = getattr(triton_pages, kernel)
-    names = function.arg_names
-    types = dict.fromkeys(names, "i32") | dict.fromkeys(constants, "constexpr") | pointers
-    positions = {(names.index(name),): value for name, value in constants.items()}
-    source = compiler.ASTSource(function, types, constexprs=positions)
-    assert compiler.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+    triton_tools.check_compiles_for_hopper(getattr(triton_pages, kernel), pointers, constants)
 
 
 @pytest.mark.gpu

@@ -1,30 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernels that prepare rounds on a GPU pass the tests of what they replace, in the interpreter."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import test_token_view
 import test_verification
 import test_view
+import triton_tools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_magicdec import token_view, verification, view
 
-HERE = Path(__file__).parent
-
 
 def test_rounds_by_kernels_are_those_of_the_reference():
-    # Triton decides at its import whether it interprets. `sitecustomize` mends its interpreter.
-    path = [str(HERE / "triton_interpreter"), *sys.path]
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(path)}
-    child = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=400)
-    assert child.returncode == 0, child.stderr[-4000:]
+    triton_tools.run_interpreted(__file__)
 
 
 def fewer_examples(count: int, test: Callable[..., None], *strategies: st.SearchStrategy) -> None:
@@ -120,17 +111,10 @@ def main() -> None:
     ],
 )
 def test_round_kernels_compile_for_hopper_without_one(kernel, pointers, constants):
-    compiler = pytest.importorskip("triton.compiler")
-    from triton.backends.compiler import GPUTarget
-
+    pytest.importorskip("triton")
     from vllm_magicdec import triton_rounds
 
-    function = getattr(triton_rounds, kernel)
-    names = function.arg_names
-    types = dict.fromkeys(names, "i32") | dict.fromkeys(constants, "constexpr") | pointers
-    positions = {(names.index(name),): value for name, value in constants.items()}
-    source = compiler.ASTSource(function, types, constexprs=positions)
-    assert compiler.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+    triton_tools.check_compiles_for_hopper(getattr(triton_rounds, kernel), pointers, constants)
 
 
 if __name__ == "__main__":

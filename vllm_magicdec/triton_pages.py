@@ -32,7 +32,7 @@ class LayerTable:
 
     def __init__(self, caches: Caches) -> None:
         tables = [caches[layer][0].keys for layer in range(len(caches))]
-        assert len({table.steps for table in tables}) == 1, "the layers' caches lie differently"
+        assert len({table.cells.stride() for table in tables}) == 1, "the layers' caches lie differently"
         first = tables[0].by_token
         assert first is not None, "a GPU's KV cache is not packed"
         self.keys = first  # [num_blocks, num_kv_heads, page_size, head_size]

@@ -154,7 +154,7 @@ class PageScores:
         self._verification = verification
         self._summaries = summaries
         self._page_size = page_size
-        self._table: LayerTable | None = None
+        self._table: LayerTable | None = None  # for kernels; made where there are any
         # A round's tokens may start anywhere in a page, so they may touch one page more.
         self._num_touched = ceil_div(verification.num_queries, page_size) + 1
         self._summarised: set[str] = set()  # requests of the last round, all of whose pages are
@@ -166,6 +166,11 @@ class PageScores:
 
     def update(self, batch: Batch) -> bool:
         """Bring the summaries up to date; returns whether a request has begun to decode."""
+        if has_kernels(batch.context_lens.device):
+            from vllm_magicdec.triton_pages import LayerTable  # Triton need not be installed elsewhere
+
+            if self._table is None or not self._table.holds(self.caches):
+                self._table = LayerTable(self.caches)
         last = (batch.context_lens - 1) // self._page_size
         touched = torch.arange(-self._num_touched + 1, 1, device=last.device)
         pages = (last.unsqueeze(1) + touched).clamp(min=0)
@@ -190,21 +195,13 @@ class PageScores:
 
     def _summarise(self, blocks: torch.Tensor, num_verified: torch.Tensor) -> None:
         """`PageSummaries.update` in all layers."""
-        if has_kernels(blocks.device):
-            from vllm_magicdec.triton_pages import summarise  # Triton need not be installed elsewhere
+        if self._table is not None:
+            from vllm_magicdec.triton_pages import summarise
 
-            least, greatest = self._summaries.least, self._summaries.greatest
-            summarise(self._layer_table(), least, greatest, blocks, num_verified)
+            summarise(self._table, self._summaries.least, self._summaries.greatest, blocks, num_verified)
             return
         for layer, (cache, _, _) in self.caches.items():
             self._summaries.update(layer, cache, blocks, num_verified)
-
-    def _layer_table(self) -> "LayerTable":
-        from vllm_magicdec.triton_pages import LayerTable
-
-        if self._table is None or not self._table.holds(self.caches):
-            self._table = LayerTable(self.caches)
-        return self._table
 
     def num_pages(self, batch: Batch) -> int:
         """Most pages of any request of the batch, as far as the host knows."""
@@ -236,11 +233,11 @@ class PageScores:
             [len(layers), num_reqs, num_kv_heads if by_head else 1, num_pages] float32, 0 for pages after a
             request's last one.
         """
-        if has_kernels(batch.context_lens.device):
+        if self._table is not None:
             from vllm_magicdec.triton_pages import score_pages
 
             return score_pages(
-                self._layer_table(),
+                self._table,
                 self._verification.queries,
                 self._verification.positions,
                 batch.context_lens,

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tests do with Triton's kernels where there is no GPU: interpret them, and compile them for one."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+def run_interpreted(program: str) -> None:
+    """Run a file in a process of its own; Triton decides at its import whether it interprets."""
+    # `sitecustomize` mends its interpreter.
+    path = [str(HERE / "triton_interpreter"), *sys.path]
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(path)}
+    child = subprocess.run([sys.executable, program], env=env, capture_output=True, text=True, timeout=400)
+    assert child.returncode == 0, child.stderr[-4000:]
+
+
+def check_compiles_for_hopper(
+    kernel: Any, arguments: Mapping[str, str], constants: Mapping[str, Any]
+) -> None:
+    """`arguments`: Triton's types of those that are not 32-bit integers."""
+    compiler = pytest.importorskip("triton.compiler")
+    from triton.backends.compiler import GPUTarget
+
+    names = kernel.arg_names
+    types = {**dict.fromkeys(names, "i32"), **dict.fromkeys(constants, "constexpr"), **arguments}
+    positions = {(names.index(name),): value for name, value in constants.items()}
+    source = compiler.ASTSource(kernel, types, constexprs=positions)
+    assert compiler.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
