@@ -8,7 +8,10 @@ turns that count the controller meets each cell once, as a server does in its fi
 the JSON file as `first`. Clock and tokens as in decode.py.
 
 The best of several noisy medians is better than it will be the next time. So those turns only find the
-best contender; then it and `auto` meet in pairs of turns of their own, which give the share of the best.
+best contender; then it and `auto` meet in pairs, which give the share of the best. Plain decoding, another
+engine, meets it in whole turns. A fixed choice meets it in duels: both decode the same generation by turns,
+piece by piece, and then once more with the pieces exchanged. So both have decoded the same text, and a
+machine that is slow for some seconds is slow for both.
 """
 
 import argparse
@@ -17,9 +20,10 @@ import itertools
 import json
 import os
 import statistics
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -40,7 +44,11 @@ import matplotlib.pyplot as plt
 from matplotlib.colors import TwoSlopeNorm
 
 FIXED = (1, 2, 4, 8)
-MIN_TOKENS, MAX_TOKENS = 192, 768  # of a turn and request
+MIN_TOKENS, MAX_TOKENS = 192, 768  # of a turn or generation and request
+PIECE = 96  # tokens per request that one contender decodes before the other goes on
+# Steps after a change that count for nobody: one verifies the other contender's drafts, and one may have
+# been scheduled already (asynchronous scheduling).
+SETTLING_STEPS = 2
 
 
 @dataclass(frozen=True)
@@ -53,7 +61,7 @@ class Cell:
     fixed: dict[str, float]  # by what `name_of` calls the choice
     auto: float
     best: str  # of plain and fixed
-    of_best: float  # speed of auto over that of the best: the median of their pairs of turns
+    of_best: float  # speed of auto over that of the best: the median of their pairs
     of_best_interval: tuple[float, float]  # see `median_interval`
     first: float  # of auto, when it met the cell
     chosen: dict[int, int]  # steps of auto by the number of drafts chosen
@@ -63,6 +71,53 @@ class Cell:
     def mean_drafts(self) -> float:
         steps = sum(self.chosen.values())
         return sum(length * count for length, count in self.chosen.items()) / steps
+
+
+@dataclass(frozen=True)
+class Contender:
+    engine: Any  # an LLM
+    hold: Callable[[], AbstractContextManager[None]] = nullcontext  # while it decodes
+
+
+class Batch:
+    """A cell's requests in one engine, decoded piece by piece."""
+
+    def __init__(self, llm: Any, prompts: list[list[int]]) -> None:
+        from vllm import SamplingParams
+
+        self._engine = llm.llm_engine
+        # Requests whose drafts are better get ahead of the others; none must end before the last piece.
+        params = SamplingParams(temperature=0, max_tokens=2 * MAX_TOKENS, ignore_eos=True, detokenize=False)
+        self._tokens = dict.fromkeys((f"{i}-{time.monotonic_ns()}" for i in range(len(prompts))), 0)
+        for request_id, prompt in zip(self._tokens, prompts, strict=True):
+            self._engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
+        while not all(self._tokens.values()):
+            self._step()
+
+    def _step(self) -> None:
+        for output in self._engine.step():
+            if output.finished:
+                raise SystemExit("a request ended before the others had decoded their pieces")
+            self._tokens[output.request_id] = len(output.outputs[0].token_ids)
+
+    def decode_piece(self) -> tuple[int, float]:
+        """Go on by a piece.
+
+        Returns:
+            Tokens and seconds of the steps that count.
+        """
+        whole = sum(self._tokens.values()) + PIECE * len(self._tokens)
+        for _ in range(SETTLING_STEPS):
+            self._step()
+        before, began = sum(self._tokens.values()), time.perf_counter()
+        while sum(self._tokens.values()) < whole:
+            self._step()
+        return sum(self._tokens.values()) - before, time.perf_counter() - began
+
+    def abort(self) -> None:
+        self._engine.abort_request(list(self._tokens))
+        while self._engine.has_unfinished_requests():
+            self._engine.step()
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
@@ -114,40 +169,34 @@ def measure_cell(
     for llm in (plain, magicdec):  # fill the prefix cache
         ids = [{"prompt_token_ids": prompt} for prompt in prompts]
         llm.generate(ids, SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)
-    chosen: list[Choice] = []
-
-    def run_plain() -> float:
-        return decode(plain, prompts, num_tokens, 0).tokens_per_s
-
     controller = magicdec.llm_engine.engine_core.engine_core.scheduler._controller
-
+    chosen: list[Choice] = []
     fixed = {
-        name_of(choice, controller): choice
+        name_of(choice, controller): Contender(magicdec, functools.partial(pinned, controller, choice))
         for choice in itertools.starmap(Choice, itertools.product(FIXED, controller.budgets))
     }
-
-    def run_fixed(choice: Choice) -> float:
-        with pinned(controller, choice):
-            return decode(magicdec, prompts, num_tokens, 0).tokens_per_s
-
-    def run_auto() -> float:
-        with watched(controller, chosen):
-            return decode(magicdec, prompts, num_tokens, 0).tokens_per_s
+    auto = Contender(magicdec, functools.partial(watched, controller, chosen))
+    contenders = {"plain": Contender(plain), **fixed, "auto": auto}
 
     probe = decode(plain, prompts, MIN_TOKENS, 0)
     num_tokens = min(max(MIN_TOKENS, int(1000 * seconds / probe.step_ms)), MAX_TOKENS)
-    contenders: dict[str, Callable[[], float]] = {
-        "plain": run_plain,
-        **{name: functools.partial(run_fixed, choice) for name, choice in fixed.items()},
-        "auto": run_auto,
-    }
-    first = run_auto()
-    chosen.clear()
-    speeds = take_turns(contenders, turns)
+
+    def run_turn(contender: Contender) -> float:
+        with contender.hold():
+            return decode(contender.engine, prompts, num_tokens, 0).tokens_per_s
+
+    first = run_turn(auto)
+    speeds = take_turns({n: functools.partial(run_turn, c) for n, c in contenders.items()}, turns)
     middle = {name: statistics.median(values) for name, values in speeds.items()}
     best = max((name for name in contenders if name != "auto"), key=middle.__getitem__)
-    duel = take_turns({name: contenders[name] for name in (best, "auto")}, pairs)
-    shares = [auto / other for auto, other in zip(duel["auto"], duel[best], strict=True)]
+    chosen.clear()
+    rivals = {name: contenders[name] for name in (best, "auto")}
+    if contenders[best].engine is magicdec:
+        duels = [duel(rivals, prompts, num_tokens // PIECE) for _ in range(pairs)]
+        fought = {name: [speed[name] for speed in duels] for name in rivals}
+    else:
+        fought = take_turns({n: functools.partial(run_turn, c) for n, c in rivals.items()}, pairs)
+    shares = [own / other for own, other in zip(fought["auto"], fought[best], strict=True)]
     cell = Cell(
         batch=len(prompts),
         context=len(prompts[0]),
@@ -161,7 +210,7 @@ def measure_cell(
         chosen=dict(sorted(Counter(choice.drafts for choice in chosen).items())),
         chosen_budgets=dict(sorted(Counter(choice.budget for choice in chosen if choice.drafts).items())),
     )
-    return cell, {"turns": speeds, "pairs": duel}
+    return cell, {"turns": speeds, "pairs": fought}
 
 
 def take_turns(contenders: dict[str, Callable[[], float]], turns: int) -> dict[str, list[float]]:
@@ -171,6 +220,24 @@ def take_turns(contenders: dict[str, Callable[[], float]], turns: int) -> dict[s
         for name in list(contenders)[:: -1 if turn % 2 else 1]:
             results[name].append(contenders[name]())
     return results
+
+
+def duel(rivals: dict[str, Contender], prompts: list[list[int]], pieces: int) -> dict[str, float]:
+    """Tokens per second of two contenders of one engine that decode the same text by turns, piece by piece.
+
+    Twice, the second time with the pieces exchanged.
+    """
+    tokens, seconds = Counter[str](), dict.fromkeys(rivals, 0.0)
+    (llm,) = {contender.engine for contender in rivals.values()}
+    for order in (list(rivals), list(rivals)[::-1]):
+        batch = Batch(llm, prompts)
+        for name in itertools.islice(itertools.cycle(order), pieces):
+            with rivals[name].hold():
+                made, took = batch.decode_piece()
+            tokens[name] += made
+            seconds[name] += took
+        batch.abort()
+    return {name: tokens[name] / seconds[name] for name in rivals}
 
 
 def make_table(cells: list[Cell], title: str) -> Table:
@@ -230,7 +297,7 @@ def run(args: argparse.Namespace, model: str) -> None:
         "dtype": args.dtype,
         "block_size": PAGE,
         "max_num_seqs": max(args.batch),
-        "max_model_len": max(args.context) + MAX_TOKENS + 2 * PAGE,
+        "max_model_len": max(args.context) + 2 * MAX_TOKENS + 2 * PAGE,
         "max_num_batched_tokens": 4096,
         "enforce_eager": True,
         "disable_log_stats": False,
@@ -288,7 +355,7 @@ def main() -> None:
     parser.add_argument("--budget", type=number_or_auto, default=512.0, help="of the draft, or 'auto'")
     parser.add_argument("--profile", type=Path, help="a file of 'magicdec profile'")
     parser.add_argument("--turns", type=int, default=2, help="per contender and cell")
-    parser.add_argument("--pairs", type=int, default=9, help="of turns of 'auto' and the best, per cell")
+    parser.add_argument("--pairs", type=int, default=9, help="of 'auto' and the best, per cell")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--documents", type=Path, help="folder of .txt files for the prompts")
     parser.add_argument("--out", type=Path, help="JSON file for the result; a heat map goes beside it")

@@ -234,6 +234,25 @@ def test_a_slow_spell_of_the_machine_does_not_speak_against_what_it_ran() -> Non
     assert times.predict(other) / times.predict(usual) == pytest.approx(expected, rel=0.1)
 
 
+def test_what_the_fit_misses_at_one_size_is_expected_at_the_next() -> None:
+    """Six drafts take a fifth longer than the others' times suggest: no sum of costs explains it."""
+    engine = Engine()
+
+    def seconds(step: Step) -> float:
+        return engine.seconds(step) * (1.2 if step.verified == 6 else 1.0)
+
+    def measure(*contexts: int) -> StepTimes:
+        steps = [alike(4, 4 * context, choice) for context in contexts for choice in all_choices()]
+        return StepTimes.of([TimedStep(step, seconds(step)) for step in steps for _ in range(20)])
+
+    six = alike(4, 4 * 2_000, Choice(6, BUDGET))
+    for contexts in ((1_000, 4_000), (1_000, 2_000, 4_000)):
+        assert measure(*contexts).predict(six) == pytest.approx(seconds(six), rel=0.05)
+    far = alike(4, 4 * 256_000, Choice(6, BUDGET))
+    times = measure(1_000, 4_000)
+    assert times.predict(far) / times.predict(alike(4, 4 * 256_000, Choice(5, BUDGET))) < 1.15
+
+
 @pytest.mark.parametrize("name", BUDGET_TRACES)
 def test_close_to_the_best_fixed_length_and_budget_and_never_below_plain(name: str) -> None:
     trace = BUDGET_TRACES[name]

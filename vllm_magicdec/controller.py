@@ -21,7 +21,7 @@ from typing import NamedTuple
 from vllm_magicdec.step_times import Step, StepTimes, TimedStep
 
 # A change must promise at least this much more, so that noise does not make the choice flap.
-_CLEAR_GAIN = 1.02
+_CLEAR_GAIN = 1.01
 # Share of the time that trying other lengths may cost, as predicted; measured, two to three times that.
 _TRIAL_SHARE = 0.0025
 # Steps of one trial: the first sees the drafts made, the others see them verified too.

@@ -27,8 +27,9 @@ from scipy.optimize import nnls
 
 # The latest measurements of a kind of step, whose median counts.
 _KEPT_PER_KIND = 64
-# Measurements after which a kind of step is trusted as much as the fit.
-_DOUBT = 8
+# Measurements after which a kind of step is trusted as much as the fit, and what one of the next smaller or
+# larger kind counts for.
+_DOUBT, _KINSHIP = 8, 0.7
 # Measurements after which a kind of step tells the machine's pace.
 _KNOWN = 8
 # What one step moves the pace, which else goes back to the usual; and what one hiccup counts for at most.
@@ -50,6 +51,10 @@ class Step:
     """Draft steps made for the next step."""
     budget: int = 0
     """K/V entries that each draft step reads per request, at most; 0 where none is made."""
+
+
+# What a step does, whatever its size: (verified, drafted, budget).
+Work = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -86,6 +91,10 @@ class StepTimes:
     def __init__(self) -> None:
         self._measured: dict[Step, deque[TimedStep]] = defaultdict(lambda: deque(maxlen=_KEPT_PER_KIND))
         self._middles: dict[Step, TimedStep] = {}  # median times, at the latest step's size
+        self._errors: dict[Step, float] = {}  # of the fit, logarithms
+        # By the work of a step: the kinds that were measured, and what is expected of any.
+        self._relatives: dict[Work, list[Step]] = defaultdict(list)
+        self._expected_errors: dict[Work, dict[Step, float]] = defaultdict(dict)
         self._coefficients: list[float] | None = None
         self._log_pace = 0.0
 
@@ -108,8 +117,12 @@ class StepTimes:
             error = log(timed.seconds / usual) - self._log_pace
             self._log_pace += _PACE_GAIN * max(-_MAX_PACE_ERROR, min(_MAX_PACE_ERROR, error))
             self._log_pace *= 1.0 - _PACE_LOSS
+        if not measured:
+            self._relatives[_work(kind)].append(kind)
         measured.append(TimedStep(timed.step, timed.seconds / self.pace))
         self._middles[kind] = TimedStep(timed.step, median(known.seconds for known in measured))
+        if self._coefficients is not None:
+            self._judge(kind)
 
     @property
     def pace(self) -> float:
@@ -130,18 +143,31 @@ class StepTimes:
         scale = np.maximum(rows.max(axis=0), 1e-30)  # tokens and passes differ by orders of magnitude
         solution, _ = nnls(rows / scale, np.ones(len(middles)))
         self._coefficients = (solution / scale).tolist()
+        for kind in self._middles:
+            self._judge(kind)
+
+    def _judge(self, kind: Step) -> None:
+        """Note how the fit errs on a kind of step."""
+        middle = self._middles[kind]
+        self._errors[kind] = log(middle.seconds / self._fitted(middle.step))
+        self._expected_errors[_work(kind)].clear()
 
     def predict(self, step: Step) -> float:
-        """Usual seconds of a step: the fit, corrected by how it errs on measured steps like this one."""
-        estimate = self._fitted(step)
-        kind = _kind(step)
-        middle = self._middles.get(kind)
-        if middle is None:
-            return estimate
-        # A few measurements may be hiccups of the machine.
-        count = len(self._measured[kind])
-        trust = count / (count + _DOUBT)
-        return float(estimate * (middle.seconds / self._fitted(middle.step)) ** trust)
+        """Usual seconds of a step: the fit, corrected by how it errs on steps that do the same work."""
+        return self._fitted(step) * exp(self._expected_error(_kind(step)))
+
+    def _expected_error(self, kind: Step) -> float:
+        """Logarithm; the mean of measured steps with the same work; those nearest in size count most."""
+        expected = self._expected_errors[_work(kind)]
+        if kind not in expected:
+            weights = float(_DOUBT)  # a few measurements may be hiccups of the machine
+            errors = 0.0
+            for other in self._relatives.get(_work(kind), ()):
+                weight = len(self._measured[other]) * _KINSHIP ** _distance(kind, other)
+                weights += weight
+                errors += weight * self._errors[other]
+            expected[kind] = errors / weights
+        return expected[kind]
 
     def position_seconds(self, num_reqs: int, context_tokens: int) -> float:
         """Seconds that one more verified position of one request of such a batch takes."""
@@ -203,6 +229,15 @@ def _kind(step: Step) -> Step:
         drafted=step.drafted,
         budget=step.budget,
     )
+
+
+def _work(step: Step) -> Work:
+    return step.verified, step.drafted, step.budget
+
+
+def _distance(kind: Step, other: Step) -> int:
+    """Between their sizes."""
+    return abs(kind.num_reqs - other.num_reqs) + abs(kind.context_tokens - other.context_tokens)
 
 
 def _bucket(count: int) -> int:
