@@ -228,7 +228,7 @@ def duel(rivals: dict[str, Contender], prompts: list[list[int]], pieces: int) ->
     Twice, the second time with the pieces exchanged.
     """
     tokens, seconds = Counter[str](), dict.fromkeys(rivals, 0.0)
-    (llm,) = {contender.engine for contender in rivals.values()}
+    llm = rivals["auto"].engine
     for order in (list(rivals), list(rivals)[::-1]):
         batch = Batch(llm, prompts)
         for name in itertools.islice(itertools.cycle(order), pieces):

@@ -16,11 +16,11 @@ measured at the same time, so a measurement is kept as what it would have been a
 import json
 from collections import defaultdict, deque
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
 from math import exp, log, log2
 from operator import mul
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 from scipy.optimize import nnls
@@ -38,8 +38,7 @@ _PACE_GAIN, _PACE_LOSS, _MAX_PACE_ERROR = 0.15, 0.01, 0.3
 _BUCKETS_PER_DOUBLING = 2
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """What an engine step did, for every request of it alike."""
 
     num_reqs: int
@@ -57,8 +56,7 @@ class Step:
 Work = tuple[int, int, int]
 
 
-@dataclass(frozen=True)
-class TimedStep:
+class TimedStep(NamedTuple):
     """A step and how long it took."""
 
     step: Step
@@ -89,8 +87,9 @@ class StepTimes:
     """Predicts step times from measured ones."""
 
     def __init__(self) -> None:
-        self._measured: dict[Step, deque[TimedStep]] = defaultdict(lambda: deque(maxlen=_KEPT_PER_KIND))
-        self._middles: dict[Step, TimedStep] = {}  # median times, at the latest step's size
+        # By kinds of steps: their latest times, and the median of these at the latest step's size.
+        self._measured: dict[Step, deque[float]] = defaultdict(lambda: deque(maxlen=_KEPT_PER_KIND))
+        self._middles: dict[Step, TimedStep] = {}
         self._errors: dict[Step, float] = {}  # of the fit, logarithms
         # By the work of a step: the kinds that were measured, and what is expected of any.
         self._relatives: dict[Work, list[Step]] = defaultdict(list)
@@ -111,18 +110,19 @@ class StepTimes:
         """Take a measured step in; `predict` uses it after the next `fit`."""
         kind = _kind(timed.step)
         measured = self._measured[kind]
-        if len(measured) >= _KNOWN and self._coefficients is not None:
-            middle = self._middles[kind]
-            usual = middle.seconds * self._fitted(timed.step) / self._fitted(middle.step)
-            error = log(timed.seconds / usual) - self._log_pace
-            self._log_pace += _PACE_GAIN * max(-_MAX_PACE_ERROR, min(_MAX_PACE_ERROR, error))
-            self._log_pace *= 1.0 - _PACE_LOSS
         if not measured:
             self._relatives[_work(kind)].append(kind)
-        measured.append(TimedStep(timed.step, timed.seconds / self.pace))
-        self._middles[kind] = TimedStep(timed.step, median(known.seconds for known in measured))
+        elif len(measured) >= _KNOWN and self._coefficients is not None:
+            self._follow_pace(log(timed.seconds / self._fitted(timed.step)) - self._errors[kind])
+        measured.append(timed.seconds / self.pace)
+        self._middles[kind] = TimedStep(timed.step, median(measured))
         if self._coefficients is not None:
             self._judge(kind)
+
+    def _follow_pace(self, log_pace: float) -> None:
+        error = log_pace - self._log_pace
+        self._log_pace += _PACE_GAIN * max(-_MAX_PACE_ERROR, min(_MAX_PACE_ERROR, error))
+        self._log_pace *= 1.0 - _PACE_LOSS
 
     @property
     def pace(self) -> float:
@@ -186,7 +186,7 @@ class StepTimes:
             description: what was measured, on what.
         """
         rows = [
-            {**asdict(timed.step), "seconds": timed.seconds, "count": len(self._measured[kind])}
+            {**timed.step._asdict(), "seconds": timed.seconds, "count": len(self._measured[kind])}
             for kind, timed in self._middles.items()
         ]
         path.write_text(json.dumps({**description, "steps": rows}, indent=1) + "\n")
