@@ -76,6 +76,7 @@ CALLED = (
     Needed("vllm.config.scheduler", "SchedulerConfig", ("scheduler_cls", "async_scheduling")),
     Needed(_SCHEDULER, "Scheduler.schedule", ("self",)),
     Needed(_SCHEDULER, "Scheduler._update_after_schedule", ("self", "scheduler_output")),
+    Needed(_SCHEDULER, "Scheduler.get_grammar_bitmask", ("self", "scheduler_output")),
     Needed("vllm.v1.request", "Request.__init__", ("self", "request_id")),
     Needed(
         _SCHEDULER,

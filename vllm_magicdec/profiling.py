@@ -39,7 +39,8 @@ class _Tour(Controller):
             *(Choice(self.lengths[-1], budget) for budget in self.budgets[:-1]),
         ):
             choices += [PLAIN, pair] * _REPEATS + [pair] * _REPEATS
-        self.num_steps = len(choices) + 1  # the last drafts are verified
+        # The last drafts are verified in one step more, and that one is learnt from in the next.
+        self.num_steps = len(choices) + 2
         self.max_tokens = sum(choice.drafts for choice in choices) + self.num_steps
         self.timed_steps: list[TimedStep] = []
         self._choices_to_come = itertools.cycle(choices)

@@ -8,6 +8,7 @@ one request has verified of it may be less (`request_lengths.py`).
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 from vllm.config import CUDAGraphMode
 from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
@@ -61,6 +62,7 @@ class _AdaptiveSpeculation(Scheduler):
         on_gpu = self.vllm_config.device_config.device_type == "cuda"
         self._drafts_come_late = on_gpu and self.vllm_config.use_v2_model_runner
         self._in_flight: dict[int, _InFlight] = {}  # by id() of their SchedulerOutput
+        self._lessons: list[Callable[[], None]] = []  # to be learnt while the workers compute
         # CUDA graphs of verifications are for one number of drafts.
         graphs = self.vllm_config.compilation_config.cudagraph_mode
         self._lengths_differ = spec.adaptive and graphs.decode_mode() != CUDAGraphMode.FULL
@@ -154,10 +156,25 @@ class _AdaptiveSpeculation(Scheduler):
         if choice.drafts:
             self._budget = choice.budget
 
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
+        """vLLM's, asked for once the workers have begun: the time to learn from the steps before."""
+        self._learn()
+        return super().get_grammar_bitmask(scheduler_output)
+
+    def _learn(self) -> None:
+        lessons, self._lessons = self._lessons, []
+        if self._gave_up:
+            return
+        try:
+            for learn in lessons:
+                learn()
+        except Exception:
+            self._give_up()
+
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """vLLM's, after the controller has seen what came of the step."""
+        """vLLM's, after it was noted what the controller has to learn from the step."""
         now = self.clock()
         if not self._gave_up:
             try:
@@ -182,9 +199,9 @@ class _AdaptiveSpeculation(Scheduler):
                 self._request_lengths.observe(req_id, drafted, accepted)
             self._request_lengths.forget(output.finished_req_ids)
         if known.is_whole:
-            self._controller.observe(rounds.values(), known.budget, timed)
+            self._lessons.append(partial(self._controller.observe, rounds.values(), known.budget, timed))
         if timed is not None:
-            self._report(timed.step)
+            self._lessons.append(partial(self._report, timed.step))
 
     def _report(self, step: Step) -> None:
         self._num_reports += 1
