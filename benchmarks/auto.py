@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-from decode import PAGE, console, decode
+from decode import IDLE_SPIN_S, PAGE, console, decode
 from documents import excerpts
 from kv_heavy import model_folder
 from machine import describe_machine
@@ -178,10 +178,16 @@ def measure_cell(
     auto = Contender(magicdec, functools.partial(watched, controller, chosen))
     contenders = {"plain": Contender(plain), **fixed, "auto": auto}
 
+    time.sleep(IDLE_SPIN_S)
     probe = decode(plain, prompts, MIN_TOKENS, 0)
     num_tokens = min(max(MIN_TOKENS, int(1000 * seconds / probe.step_ms)), MAX_TOKENS)
+    latest = plain
 
     def run_turn(contender: Contender) -> float:
+        nonlocal latest
+        if contender.engine is not latest:
+            time.sleep(IDLE_SPIN_S)
+        latest = contender.engine
         with contender.hold():
             return decode(contender.engine, prompts, num_tokens, 0).tokens_per_s
 
