@@ -176,6 +176,7 @@ class _AdaptiveSpeculation(Scheduler):
     ) -> dict[int, EngineCoreOutputs]:
         """vLLM's, after it was noted what the controller has to learn from the step."""
         now = self.clock()
+        self._learn()  # nothing, unless a step went without a bitmask
         if not self._gave_up:
             try:
                 self._observe(scheduler_output, model_runner_output, now)
