@@ -1,13 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs one vLLM engine and one scenario in a process of its own: `engine_process.py SPEC.json RESULT.json`.
+"""Runs vLLM engines one after the other in a process that tests keep: `engines.run` is the other side.
 
-A process per engine keeps environments apart (model runner, Triton's interpreter) and frees everything.
-`engines.run` is the other side.
+A line on standard input names a specification and where the result goes; the answer is a line on standard
+output, and all else is the log, on standard error. A process belongs to one environment (model runner,
+Triton's interpreter, kernel library): importing vLLM takes longer than starting an engine.
 """
 
+import gc
 import json
+import os
 import random
+import signal
 import sys
+import threading
+import time
+import traceback
+from pathlib import Path
 from typing import Any
 
 
@@ -268,11 +276,12 @@ SCENARIOS = {
 }
 
 
-def main(spec_path: str, result_path: str) -> None:
-    with open(spec_path) as file:
-        spec = json.load(file)
+def run_engine(spec: dict[str, Any]) -> dict[str, Any]:
+    """Start an engine, run the scenarios, end the engine; returns `engines.EngineRun` but for its log."""
     from vllm import LLM
 
+    os.environ["VLLM_MAGICDEC_STRICT"] = "1" if spec["strict"] else "0"
+    _forget_metrics_of_engines_before()
     llm = LLM(**spec["engine"])
     results = [SCENARIOS[step["scenario"]](llm, **step["arguments"]) for step in spec["steps"]]
     metrics = {
@@ -280,19 +289,67 @@ def main(spec_path: str, result_path: str) -> None:
         for metric in llm.get_metrics()
     }
     config = llm.llm_engine.vllm_config
-    with open(result_path, "w") as file:
-        json.dump(
-            {
-                "results": results,
-                "metrics": metrics,
-                "num_kv_blocks": config.cache_config.num_gpu_blocks,
-                "num_lookahead_tokens": config.num_lookahead_tokens,
-                "async_scheduling": config.scheduler_config.async_scheduling,
-                "v2_runner": config.use_v2_model_runner,
-            },
-            file,
-        )
+    run = {
+        "results": results,
+        "metrics": metrics,
+        "num_kv_blocks": config.cache_config.num_gpu_blocks,
+        "num_lookahead_tokens": config.num_lookahead_tokens,
+        "async_scheduling": config.scheduler_config.async_scheduling,
+        "v2_runner": config.use_v2_model_runner,
+        "kernel_libraries": sorted(set(llm.collective_rpc(_kernel_library))),
+    }
+    llm.llm_engine.engine_core.shutdown()
+    return run
+
+
+def _kernel_library(worker: Any) -> str:
+    import kernel_libraries
+
+    return kernel_libraries.loaded()
+
+
+def _forget_metrics_of_engines_before() -> None:
+    """The plugin's collector shows the files of all engines of a process, until it ends."""
+    from vllm_magicdec.metrics import _worker_metrics
+
+    _worker_metrics._dirs.clear()
+
+
+def _clean_up() -> None:
+    """Leave nothing of an engine to the next one."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    if "recorded_graphs" in sys.modules:
+        sys.modules["recorded_graphs"].uninstall()
+    gc.collect()
+    cleanup_dist_env_and_memory()
+
+
+def _end_with(parent: int) -> None:
+    """When the tests are gone, end this process with all of its children."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os.killpg(0, signal.SIGKILL)
+
+
+def main() -> None:
+    """Serve until standard input ends, or a scenario fails: then what it left behind is not known."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    for line in sys.stdin:
+        spec_path, result_path = json.loads(line)
+        try:
+            run = run_engine(json.loads(Path(spec_path).read_text()))
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+            print("failed", file=answers, flush=True)
+            os._exit(1)
+        _clean_up()
+        Path(result_path).write_text(json.dumps(run))
+        print("done", file=answers, flush=True)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines for tests: each run is a process; its log is shown when it fails."""
+"""Engines for tests, in processes that are kept for the next one; the log is shown of those that fail."""
 
+import atexit
 import json
 import os
+import select
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +24,10 @@ PAGE = 32  # tokens; the smallest page of vLLM's CPU attention
 
 SPEC_METRIC = "vllm:spec_decode_num_"
 
+# Of one engine; the slowest takes a tenth of it on a machine with AVX2 alone.
+TIME_LIMIT_S = 1800
+MAX_PROCESSES = 2  # kept by each worker of pytest-xdist; one takes 0.8 GB
+
 
 @dataclass(frozen=True)
 class EngineRun:
@@ -31,6 +39,7 @@ class EngineRun:
     num_lookahead_tokens: int
     async_scheduling: bool
     v2_runner: bool
+    kernel_libraries: list[str]  # of vLLM, that its workers loaded; see kernel_libraries.py
     log: str
 
     @property
@@ -55,23 +64,22 @@ def magicdec(num_speculative_tokens: int = 4, **fields: Any) -> dict[str, Any]:
     return {"method": "magicdec-self", "num_speculative_tokens": num_speculative_tokens, **fields}
 
 
-def environment(*, v2: bool = False, strict: bool = True, **extra: str) -> dict[str, str]:
-    """The environment of an engine process on this machine."""
+def environment(*, v2: bool = False, **extra: str) -> dict[str, str]:
+    """The environment of an engine's process on this machine."""
     env = {
         **os.environ,
         "HF_HUB_OFFLINE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-        "VLLM_MAGICDEC_STRICT": "1" if strict else "0",
+        "VLLM_MAGICDEC_STRICT": "1",
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # collective_rpc with functions
         **_cores_of_this_worker(),
         **extra,
     }
-    path = [str(HERE)]
     if v2:
         env["VLLM_USE_V2_MODEL_RUNNER"] = "1"
         if not torch.cuda.is_available():
             env["TRITON_INTERPRET"] = "1"
-            path.insert(0, str(HERE / "triton_interpreter"))
+    path = [str(HERE / "at_start"), str(HERE)]
     env["PYTHONPATH"] = os.pathsep.join([*path, *filter(None, [os.environ.get("PYTHONPATH")])])
     return env
 
@@ -86,17 +94,93 @@ def _cores_of_this_worker() -> dict[str, str]:
     return {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores[index::count]))}
 
 
+class EngineProcess:
+    """A process that runs engines one after the other; see engine_process.py.
+
+    Args:
+        env: its environment.
+        program: what runs there.
+    """
+
+    def __init__(self, env: Mapping[str, str], program: Sequence[str]) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="engines-")
+        self._log = Path(self._directory.name, "log")
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, *program],
+                cwd=HERE.parent,
+                env=env,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                start_new_session=True,  # it ends with all of its children
+            )
+
+    def run(self, spec: Mapping[str, Any], time_limit_s: float) -> "EngineRun":
+        """One engine from its start to its end.
+
+        Raises:
+            RuntimeError: it failed or took too long; the process has ended with all of its children.
+        """
+        spec_path, result_path = (Path(self._directory.name, name) for name in ("spec", "result"))
+        spec_path.write_text(json.dumps(spec))
+        begin = self._log.stat().st_size
+        print(json.dumps([str(spec_path), str(result_path)]), file=self._process.stdin, flush=True)
+        is_answered, _, _ = select.select([self._process.stdout], [], [], time_limit_s)
+        answer = self._process.stdout.readline() if is_answered else f"nothing in {time_limit_s:.0f} s"
+        with self._log.open(errors="replace") as log:
+            log.seek(begin)
+            text = log.read()
+        if answer != "done\n":
+            status = self.end()
+            raise RuntimeError(f"engine: {answer.strip() or status}\n{_telling_part(text)}")
+        return EngineRun(**json.loads(result_path.read_text()), log=text)
+
+    def end(self) -> int:
+        """End the process and whatever it started; returns its exit status."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._directory.cleanup()
+        return self._process.wait()
+
+
+_processes: dict[Any, EngineProcess] = {}  # by environment and program, the latest one last
+
+
+def end_processes(keep: int = 0) -> None:
+    """End all but the `keep` processes that were used last."""
+    while len(_processes) > keep:
+        _processes.pop(next(iter(_processes))).end()
+
+
+atexit.register(end_processes)
+
+
 def run(
     steps: list[tuple[str, dict[str, Any]]],
     *,
     v2: bool = False,
     strict: bool = True,
-    env: dict[str, str] | None = None,
-    timeout_s: int = 600,
+    env: Mapping[str, str] | None = None,
+    own_process: bool = False,
+    time_limit_s: float = TIME_LIMIT_S,
     program: Sequence[str] = (str(HERE / "engine_process.py"),),
     **engine: Any,
 ) -> EngineRun:
-    """Start an engine, run the scenarios of `program` in order, and return what they returned."""
+    """Start an engine, run the scenarios of `program` in order, end it; returns what they returned.
+
+    Args:
+        steps: names and arguments of scenarios.
+        v2: on vLLM's V2 model runner.
+        strict: a failure inside drafting raises.
+        env: added to the environment.
+        own_process: as in a program of vLLM's users: the process is new, and engine core and workers are
+            processes of their own. Otherwise all of the engine is in one process, where others were before.
+        time_limit_s: for all of it, far above what it takes on a slow machine.
+        program: where the scenarios are.
+        engine: arguments of `LLM`.
+    """
     engine = {
         "model": str(MODEL),
         "dtype": "float32",
@@ -106,22 +190,21 @@ def run(
         "disable_log_stats": False,
         **engine,
     }
-    spec = {"engine": engine, "steps": [{"scenario": name, "arguments": args} for name, args in steps]}
-    with tempfile.TemporaryDirectory(prefix="engine-") as directory:
-        spec_path, result_path = Path(directory, "spec.json"), Path(directory, "result.json")
-        spec_path.write_text(json.dumps(spec))
-        process = subprocess.run(
-            [sys.executable, *program, str(spec_path), str(result_path)],
-            cwd=HERE.parent,
-            env=environment(v2=v2, strict=strict, **(env or {})),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=timeout_s,
-        )
-        if process.returncode != 0 or not result_path.exists():
-            raise RuntimeError(f"engine ended with {process.returncode}:\n{_telling_part(process.stdout)}")
-        return EngineRun(**json.loads(result_path.read_text()), log=process.stdout)
+    scenarios = [{"scenario": name, "arguments": args} for name, args in steps]
+    spec = {"engine": engine, "steps": scenarios, "strict": strict}
+    if own_process:
+        process = EngineProcess(environment(v2=v2, **(env or {})), program)
+        try:
+            return process.run(spec, time_limit_s)
+        finally:
+            process.end()
+    full = environment(v2=v2, VLLM_ENABLE_V1_MULTIPROCESSING="0", **(env or {}))
+    key = (frozenset(full.items()), tuple(program))
+    process = _processes.pop(key, None) or EngineProcess(full, program)
+    result = process.run(spec, time_limit_s)
+    _processes[key] = process
+    end_processes(keep=MAX_PROCESSES)
+    return result
 
 
 def _telling_part(log: str) -> str:

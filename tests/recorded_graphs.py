@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import vllm.v1.worker.gpu.cudagraph_utils as cudagraph_utils
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,6 +25,8 @@ from vllm_magicdec.view import DraftStep, TokenView
 # Reading a value during a capture is an error on CUDA.
 HOST_READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
 SCHEDULER_METADATA_SIZE = 2**20
+
+_patches = pytest.MonkeyPatch()
 
 
 class RecordedGraph(TorchDispatchMode):
@@ -68,7 +71,7 @@ def _keep_scheduler_metadata() -> None:
         metadata.scheduler_metadata[: len(made)].copy_(made)
         return metadata
 
-    CPUAttentionMetadataBuilder.build = build_in_place
+    _patches.setattr(CPUAttentionMetadataBuilder, "build", build_in_place)
 
 
 @contextlib.contextmanager
@@ -79,11 +82,18 @@ def _capturing(graph: RecordedGraph, pool: Any, stream: Any) -> Iterator[None]:
 
 def install() -> None:
     """Let this process's CUDA graphs be recorded ones."""
-    torch.cuda.CUDAGraph, torch.cuda.graph = RecordedGraph, _capturing
-    cudagraph_utils.graph_capture = lambda device: contextlib.nullcontext()
-    cudagraph_utils.capture_pool = lambda pool, config: contextlib.nullcontext()
-    cudagraph_utils.current_stream = lambda: None
-    type(cudagraph_utils.current_platform).get_global_graph_pool = lambda self: None
+    _patches.setattr(torch.cuda, "CUDAGraph", RecordedGraph)
+    _patches.setattr(torch.cuda, "graph", _capturing)
+    _patches.setattr(cudagraph_utils, "graph_capture", lambda device: contextlib.nullcontext())
+    _patches.setattr(cudagraph_utils, "capture_pool", lambda pool, config: contextlib.nullcontext())
+    _patches.setattr(cudagraph_utils, "current_stream", lambda: None)
+    platform = type(cudagraph_utils.current_platform)
+    _patches.setattr(platform, "get_global_graph_pool", lambda self: None)
+
+
+def uninstall() -> None:
+    """Put back what `install` and `capture` replaced."""
+    _patches.undo()
 
 
 def capture(speculator: Any, sizes: list[int]) -> None:

@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 def run_interpreted(program: str) -> None:
     """Run a file in a process of its own; Triton decides at its import whether it interprets."""
     # `sitecustomize` mends its interpreter.
-    path = [str(HERE / "triton_interpreter"), *sys.path]
+    path = [str(HERE / "at_start"), *sys.path]
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(path)}
     child = subprocess.run([sys.executable, program], env=env, capture_output=True, text=True, timeout=400)
     assert child.returncode == 0, child.stderr[-4000:]
