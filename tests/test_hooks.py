@@ -10,7 +10,8 @@ import pytest
 from vllm.config import SpeculativeConfig
 
 from vllm_magicdec import hooks, plugin
-from vllm_magicdec.config import METHOD, MagicDecConfigError, MagicDecSpeculativeConfig
+from vllm_magicdec.engine_config import EngineSpeculativeConfig
+from vllm_magicdec.errors import METHOD, MagicDecConfigError
 
 
 def attributes() -> list[object]:
@@ -85,8 +86,8 @@ def test_other_speculative_methods_get_vllms_own_classes(unhooked):
 
 def test_our_method_gets_our_class(unhooked):
     hooks.install()
-    assert type(SpeculativeConfig(method=METHOD)) is MagicDecSpeculativeConfig
-    assert type(SpeculativeConfig(model=METHOD)) is MagicDecSpeculativeConfig
+    assert type(SpeculativeConfig(method=METHOD)) is EngineSpeculativeConfig
+    assert type(SpeculativeConfig(model=METHOD)) is EngineSpeculativeConfig
 
 
 def test_an_untested_vllm_gets_a_warning_that_names_the_tested_ones(unhooked, monkeypatch, caplog):

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from reference import selection_in_view, slot_of, token_positions
 
 from vllm_magicdec.attention import KVRows
+from vllm_magicdec.attention.switch import LayerObserver
 from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.policies import SnapKV
-from vllm_magicdec.selecting import LayerObserver, Selector
+from vllm_magicdec.selecting import Selector
 from vllm_magicdec.token_view import (
     RequestRows,
     Selections,

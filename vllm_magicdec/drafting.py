@@ -17,8 +17,9 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm_magicdec import envs
 from vllm_magicdec.attention.plans import CommonLengthPlans
 from vllm_magicdec.attention.switch import install_switches
-from vllm_magicdec.config import METHOD, MagicDecSpeculativeConfig, page_budget, token_budget
+from vllm_magicdec.config import MagicDecSpeculativeConfig, page_budget, token_budget
 from vllm_magicdec.draft_plan import DraftPlan
+from vllm_magicdec.errors import METHOD
 from vllm_magicdec.metrics import DraftFailures
 from vllm_magicdec.policies import PagePolicy, TokenPolicy, VerifyTopK, find_policy
 from vllm_magicdec.selecting import ObservingRunner, Selector

@@ -14,11 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_magicdec.config import (
-    MagicDecConfigError,
-    MagicDecSpeculativeConfig,
-    selects_magicdec,
-)
+from vllm_magicdec.config import MagicDecSpeculativeConfig, selects_magicdec
+from vllm_magicdec.engine_config import EngineSpeculativeConfig
+from vllm_magicdec.errors import MagicDecConfigError
 
 TESTED_VLLM_VERSIONS = ("0.32.0",)
 
@@ -117,7 +115,7 @@ def _check_configuration(owner: type, original: Callable[..., Any]) -> Callable[
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         vllm_config = original(self, *args, **kwargs)
         spec = vllm_config.speculative_config
-        if isinstance(spec, MagicDecSpeculativeConfig):
+        if isinstance(spec, EngineSpeculativeConfig):
             spec.verify_engine(vllm_config)
         return vllm_config
 
@@ -131,7 +129,7 @@ HOOKS = (
         name="__new__",
         parameters=(),
         reason="the user's draft_kv_* fields need a place, and the method needs a name",
-        wrap=_constructs(lambda: MagicDecSpeculativeConfig, selects_magicdec),
+        wrap=_constructs(lambda: EngineSpeculativeConfig, selects_magicdec),
     ),
     Hook(
         module="vllm.v1.spec_decode.draft_model",

@@ -7,7 +7,7 @@ import vllm
 from vllm.logger import init_logger
 
 from vllm_magicdec import hooks
-from vllm_magicdec.config import METHOD
+from vllm_magicdec.errors import METHOD
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -34,7 +34,7 @@ def register() -> None:
 
     register_speculative_method(
         METHOD,
-        config_cls="vllm_magicdec.config:MagicDecSpeculativeConfig",
+        config_cls="vllm_magicdec.engine_config:EngineSpeculativeConfig",
         proposer_cls="vllm_magicdec.runners.v1:MagicDecProposer",
         speculator_cls="vllm_magicdec.runners.v2:MagicDecSpeculator",
         add_cli_args="vllm_magicdec.cli:add_options",

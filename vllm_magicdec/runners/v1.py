@@ -15,11 +15,15 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
-from vllm_magicdec.attention.switch import layer_page_metadata, observed_metadata, token_metadata
+from vllm_magicdec.attention.switch import (
+    LayerObserver,
+    layer_page_metadata,
+    observed_metadata,
+    token_metadata,
+)
 from vllm_magicdec.drafting import Drafter
 from vllm_magicdec.runners import cpu_sampling
 from vllm_magicdec.runners.kv_cache import require_one_full_attention_group
-from vllm_magicdec.selecting import LayerObserver
 from vllm_magicdec.view import PAD_SLOT, Batch, DraftStep, LayerPageView, PageView, TokenView
 
 

@@ -16,12 +16,16 @@ from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneAR
 from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_magicdec import envs
-from vllm_magicdec.attention.switch import layer_page_metadata, observed_metadata, token_metadata
-from vllm_magicdec.config import METHOD
+from vllm_magicdec.attention.switch import (
+    LayerObserver,
+    layer_page_metadata,
+    observed_metadata,
+    token_metadata,
+)
 from vllm_magicdec.drafting import Drafter
+from vllm_magicdec.errors import METHOD
 from vllm_magicdec.runners.draft_graphs import DraftGraphs
 from vllm_magicdec.runners.kv_cache import require_one_full_attention_group
-from vllm_magicdec.selecting import LayerObserver
 from vllm_magicdec.view import PAD_SLOT, Batch, DraftStep, LayerPageView, PageView, TokenView, View
 
 logger = init_logger(f"vllm.{__name__}")
