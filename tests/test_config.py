@@ -12,10 +12,10 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
-from vllm_magicdec.engine_config import EngineSpeculativeConfig, check_refresh
+from vllm_magicdec.adaptive.step_times import Step, StepTimes, TimedStep
 from vllm_magicdec.errors import METHOD, MagicDecConfigError
 from vllm_magicdec.plugin import register
-from vllm_magicdec.step_times import Step, StepTimes, TimedStep
+from vllm_magicdec.vllm_api.engine_config import EngineSpeculativeConfig, check_refresh
 
 register()
 

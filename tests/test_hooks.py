@@ -9,9 +9,10 @@ from types import SimpleNamespace
 import pytest
 from vllm.config import SpeculativeConfig
 
-from vllm_magicdec import hooks, plugin
-from vllm_magicdec.engine_config import EngineSpeculativeConfig
+from vllm_magicdec import plugin
 from vllm_magicdec.errors import METHOD, MagicDecConfigError
+from vllm_magicdec.vllm_api import hooks
+from vllm_magicdec.vllm_api.engine_config import EngineSpeculativeConfig
 
 
 def attributes() -> list[object]:

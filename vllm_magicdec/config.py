@@ -18,8 +18,8 @@ from vllm.config.utils import config
 
 from vllm_magicdec.errors import METHOD, MagicDecConfigError
 from vllm_magicdec.policies import TokenPolicy, VerifyTopK, find_policy
-from vllm_magicdec.token_view import TokenBudget
-from vllm_magicdec.view import PageBudget
+from vllm_magicdec.views.pages import PageBudget
+from vllm_magicdec.views.tokens import TokenBudget
 
 _DEFAULT_MAX_TOKENS = 8
 _DEFAULT_MAX_BUDGET = 1024
@@ -107,7 +107,7 @@ class MagicDecFields(SpeculativeConfig):
     budgets: tuple[float, ...] = ()
     """Budgets to prepare for, ascending; each as `draft_kv_budget`."""
     metrics_dir: str | None = None
-    """Directory through which workers report counters to the front end (see metrics.py)."""
+    """Directory through which workers report counters to the front end (see adaptive/metrics.py)."""
 
 
 class MagicDecSpeculativeConfig(MagicDecFields):

@@ -19,7 +19,7 @@ from vllm_magicdec.attention import Implementation, KVRows, attend
 from vllm_magicdec.attention.flashinfer_attention import Geometry, UnreadableCacheError
 from vllm_magicdec.attention.plans import CommonLengthPlans
 from vllm_magicdec.errors import METHOD, MagicDecConfigError
-from vllm_magicdec.view import LayerPageView, TokenView
+from vllm_magicdec.views.base import LayerPageView, TokenView
 
 # Backends whose metadata holds `block_table`, `query_start_loc` and `seq_lens`.
 BACKENDS_WITH_BLOCK_TABLES = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
@@ -46,7 +46,7 @@ class QueryRecorder(Protocol):
 
 @dataclass(frozen=True)
 class TokenMetadata:
-    """One layer's part of a `view.TokenView`."""
+    """One layer's part of a `views.base.TokenView`."""
 
     slots: torch.Tensor  # [num_reqs, num_kv_heads, budget] int32
     lens: torch.Tensor  # [num_reqs] int32

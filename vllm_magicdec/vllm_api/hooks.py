@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_magicdec.config import MagicDecSpeculativeConfig, selects_magicdec
-from vllm_magicdec.engine_config import EngineSpeculativeConfig
 from vllm_magicdec.errors import MagicDecConfigError
+from vllm_magicdec.vllm_api.engine_config import EngineSpeculativeConfig
 
 TESTED_VLLM_VERSIONS = ("0.32.0",)
 
@@ -84,7 +84,7 @@ def _engine_selects(arguments: dict[str, Any]) -> bool:
 
 
 def _v1_proposer() -> type:
-    from vllm_magicdec.runners.v1 import MagicDecProposer
+    from vllm_magicdec.vllm_api.runner_v1 import MagicDecProposer
 
     return MagicDecProposer
 
@@ -94,7 +94,7 @@ def _make_speculator(owner: Any, original: Callable[..., Any]) -> Callable[..., 
     def init_speculator(vllm_config: Any, device: Any, req_states: Any) -> Any:
         if not _engine_selects({"vllm_config": vllm_config}):
             return original(vllm_config, device, req_states)
-        from vllm_magicdec.runners.v2 import MagicDecSpeculator
+        from vllm_magicdec.vllm_api.runner_v2 import MagicDecSpeculator
 
         return MagicDecSpeculator(vllm_config, device, req_states)
 
@@ -102,7 +102,7 @@ def _make_speculator(owner: Any, original: Callable[..., Any]) -> Callable[..., 
 
 
 def _add_options(owner: type, original: Callable[..., Any]) -> Callable[..., Any]:
-    from vllm_magicdec.cli import add_options
+    from vllm_magicdec.vllm_api.options import add_options
 
     def add_cli_args(parser: Any) -> Any:
         return add_options(original(parser))

@@ -13,13 +13,13 @@ import torch
 
 from vllm_magicdec.attention import KVRows
 from vllm_magicdec.attention.switch import LayerObserver
-from vllm_magicdec.policies import Observation, TokenPolicy
-from vllm_magicdec.token_view import Selections, TokenBudget, budget_to_select
-from vllm_magicdec.view import Batch
+from vllm_magicdec.policies.base import Observation, TokenPolicy
+from vllm_magicdec.views.base import Batch
+from vllm_magicdec.views.tokens import Selections, TokenBudget, budget_to_select
 
 
 class ObservingRunner(Protocol):
-    """What a selection needs from a vLLM model runner; implemented by the adapters in `runners/`."""
+    """What a selection needs from a vLLM model runner; implemented by vLLM's adapters."""
 
     def observe(self, indices: Sequence[int], window: int, observer: LayerObserver) -> None:
         """Run the target over the last `window` tokens before `Batch.observable_lens` of some requests.

@@ -21,10 +21,10 @@ from vllm_magicdec.attention.switch import (
     observed_metadata,
     token_metadata,
 )
-from vllm_magicdec.drafting import Drafter
-from vllm_magicdec.runners import cpu_sampling
-from vllm_magicdec.runners.kv_cache import require_one_full_attention_group
-from vllm_magicdec.view import PAD_SLOT, Batch, DraftStep, LayerPageView, PageView, TokenView
+from vllm_magicdec.drafting.drafter import Drafter
+from vllm_magicdec.views.base import PAD_SLOT, Batch, DraftStep, LayerPageView, PageView, TokenView
+from vllm_magicdec.vllm_api import cpu_sampling
+from vllm_magicdec.vllm_api.kv_cache import require_one_full_attention_group
 
 
 class MagicDecProposer(DraftModelProposer):
@@ -128,7 +128,7 @@ class MagicDecProposer(DraftModelProposer):
         )
 
     def draft_step(self, tokens: torch.Tensor, step: DraftStep) -> torch.Tensor:
-        """See `drafting.Runner`."""
+        """See `drafting.drafter.Runner`."""
         assert self._common is not None and self._drafter is not None and self._sampling is not None
         view = step.view
         attn_metadata: dict[str, Any]
@@ -151,7 +151,7 @@ class MagicDecProposer(DraftModelProposer):
         return drafted
 
     def observe(self, indices: Sequence[int], window: int, observer: LayerObserver) -> None:
-        """See `selecting.ObservingRunner`."""
+        """See `policies.observing.ObservingRunner`."""
         assert self._common is not None and self._batch is not None
         num_reqs = len(indices)
         lens = np.asarray(self._batch.known_lens)[indices]

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from vllm.config import VllmConfig
 
+from vllm_magicdec.adaptive.draft_plan import BUDGET_DIVISORS
+from vllm_magicdec.adaptive.metrics import open_metrics_dir
+from vllm_magicdec.adaptive.step_times import StepTimes
 from vllm_magicdec.config import MagicDecSpeculativeConfig, page_budget, token_budget
-from vllm_magicdec.draft_plan import BUDGET_DIVISORS
 from vllm_magicdec.errors import METHOD, MagicDecConfigError
-from vllm_magicdec.metrics import open_metrics_dir
 from vllm_magicdec.policies import PagePolicy, TokenPolicy, find_policy
-from vllm_magicdec.step_times import StepTimes
-from vllm_magicdec.verification import num_recent_pages
+from vllm_magicdec.policies.verify_topk import num_recent_pages
 
 
 class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
@@ -107,7 +107,7 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
         if self.profile is not None:
             self._check_profile(self.profile)
         name = "MagicDecAsyncScheduler" if scheduler.async_scheduling else "MagicDecScheduler"
-        scheduler.scheduler_cls = f"vllm_magicdec.scheduler.{name}"
+        scheduler.scheduler_cls = f"vllm_magicdec.adaptive.scheduler.{name}"
 
     def _check_profile(self, path: str) -> None:
         try:
