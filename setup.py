@@ -29,6 +29,7 @@ setup(
             "hypothesis",
             "ruff",
             "mypy",
+            "import-linter",
             "openai",
             "matplotlib",
             "rich",
