@@ -19,10 +19,11 @@ venv:  ## set up .venv with the right build of vLLM and the plugin
 demo: venv  ## serve a model with and without speculation and compare (MODEL=..., ARGS="--context 16384 ...")
 	@$(VENV)/python examples/demo.py --model "$(MODEL)" $(ARGS)
 
-lint: venv  ## ruff and mypy
+lint: venv  ## ruff, mypy, and which module may import which
 	$(VENV)/ruff check .
 	$(VENV)/ruff format --check .
 	$(VENV)/mypy
+	$(VENV)/lint-imports --no-cache --no-logo
 
 test: lint  ## lint, then every test that this machine can run
 	$(VENV)/python -m pytest -n 2 --dist loadgroup $(ARGS)

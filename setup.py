@@ -29,6 +29,7 @@ setup(
             "hypothesis",
             "ruff",
             "mypy",
+            "import-linter",
             "openai",
             "matplotlib",
             "rich",
@@ -36,7 +37,7 @@ setup(
         "bench": ["matplotlib", "rich", "pandas"],
     },
     entry_points={
-        "console_scripts": ["magicdec = vllm_magicdec.console:main"],
+        "console_scripts": ["magicdec = vllm_magicdec.planner.console:main"],
         "vllm.general_plugins": ["magicdec = vllm_magicdec.plugin:register"],
     },
 )

@@ -37,7 +37,7 @@ from machine import describe_machine
 from rich.table import Table
 from scipy.stats import binom
 
-from vllm_magicdec.controller import Choice, Controller
+from vllm_magicdec.adaptive.controller import Choice, Controller
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

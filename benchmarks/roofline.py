@@ -28,9 +28,9 @@ from machine import describe_machine
 from rich.console import Console
 from rich.table import Table
 
-from vllm_magicdec.hardware import worker_threads
-from vllm_magicdec.performance import Deployment, ModelShape
-from vllm_magicdec.planning import find_model
+from vllm_magicdec.planner.hardware import worker_threads
+from vllm_magicdec.planner.performance import Deployment, ModelShape
+from vllm_magicdec.planner.plan import find_model
 
 PAGE = 32  # tokens
 SCOPE = "gpu_model_runner: "  # vLLM's names for the parts of a step begin with it
@@ -327,7 +327,7 @@ def profile_engine(args: argparse.Namespace, model: str, deployment: Deployment)
     """A plain step and a round of one cell, part by part, and the attention kernel alone beside them."""
     from vllm import LLM
 
-    from vllm_magicdec.profiling import fill_prefix_cache, make_prompts
+    from vllm_magicdec.planner.profile import fill_prefix_cache, make_prompts
 
     batch, context, gamma = args.batch, args.context, args.gamma
     settings = {

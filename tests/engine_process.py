@@ -51,7 +51,7 @@ def generate_with_random_choices(llm: Any, batches: list[dict[str, Any]], seed: 
 
     The engine core must be in this process.
     """
-    from vllm_magicdec.controller import Choice
+    from vllm_magicdec.adaptive.controller import Choice
 
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     budgets = scheduler._controller.budgets

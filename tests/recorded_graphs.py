@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
 
-from vllm_magicdec.runners.draft_graphs import DraftGraphs
-from vllm_magicdec.view import DraftStep, TokenView
+from vllm_magicdec.views.base import DraftStep, TokenView
+from vllm_magicdec.vllm_api.draft_graphs import DraftGraphs
 
 # Reading a value during a capture is an error on CUDA.
 HOST_READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)

@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from benchmarks.gpu import stand_in
 from vllm_magicdec.attention import KVRows, attend, flashinfer_attention, plans, switch
 from vllm_magicdec.attention.flashinfer_attention import Geometry
-from vllm_magicdec.view import TokenView
+from vllm_magicdec.views.base import TokenView
 
 # Largest error as a share of the largest result. bfloat16 rounds the result (2**-9) and, in kernels that
 # use tensor cores, the softmax weights as well.

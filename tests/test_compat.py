@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import vllm
 
-from vllm_magicdec.compat import CALLED, HOOKED, NEEDED, Needed, find_problem, tree_reader
+from vllm_magicdec.vllm_api.compat import CALLED, HOOKED, NEEDED, Needed, find_problem, tree_reader
 
 read_installed = tree_reader(Path(vllm.__file__).parents[1])
 

@@ -12,9 +12,10 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
-from vllm_magicdec.config import METHOD, MagicDecConfigError, MagicDecSpeculativeConfig, check_refresh
+from vllm_magicdec.adaptive.step_times import Step, StepTimes, TimedStep
+from vllm_magicdec.errors import METHOD, MagicDecConfigError
 from vllm_magicdec.plugin import register
-from vllm_magicdec.step_times import Step, StepTimes, TimedStep
+from vllm_magicdec.vllm_api.engine_config import EngineSpeculativeConfig, check_refresh
 
 register()
 
@@ -48,7 +49,7 @@ def configure(model_dir, speculative_config, **engine):
 )
 def test_method_and_model_both_select_it(model_dir, fields):
     spec = configure(model_dir, fields).speculative_config
-    assert type(spec) is MagicDecSpeculativeConfig
+    assert type(spec) is EngineSpeculativeConfig
     assert spec.num_speculative_tokens == 4
     assert (spec.draft_kv_policy, spec.draft_kv_budget, spec.draft_kv_sink) == ("streamingllm", 512, 4)
     assert spec.draft_model_config is spec.target_model_config
@@ -76,7 +77,7 @@ def test_the_configuration_survives_the_ways_that_vllm_copies_it(model_dir):
     config = configure(model_dir, {"method": METHOD, "draft_kv_budget": 0.25, "draft_kv_sink": 64})
     spec = config.speculative_config
     for copied in (pickle.loads(pickle.dumps(config)).speculative_config, copy.copy(spec), replace(spec)):
-        assert type(copied) is MagicDecSpeculativeConfig
+        assert type(copied) is EngineSpeculativeConfig
         assert repr(copied) == repr(spec)
 
 

@@ -10,8 +10,8 @@ from statistics import mean
 
 import pytest
 
-from vllm_magicdec.controller import PLAIN, Acceptance, AcceptanceByBudget, Choice, Controller
-from vllm_magicdec.step_times import Step, StepTimes, TimedStep
+from vllm_magicdec.adaptive.controller import PLAIN, Acceptance, AcceptanceByBudget, Choice, Controller
+from vllm_magicdec.adaptive.step_times import Step, StepTimes, TimedStep
 
 MAX_TOKENS = 8
 BUDGET = 512

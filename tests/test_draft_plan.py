@@ -7,7 +7,7 @@ import pickle
 import cloudpickle
 import pytest
 
-from vllm_magicdec.draft_plan import DraftPlan
+from vllm_magicdec.adaptive.draft_plan import DraftPlan
 
 WAYS = {
     "pickle": lambda plan: pickle.loads(pickle.dumps(plan, pickle.HIGHEST_PROTOCOL)),

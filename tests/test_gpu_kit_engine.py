@@ -18,9 +18,9 @@ from benchmarks.gpu.engine_scenarios import why_not
 from benchmarks.gpu.eq2 import CellTimes, beside_roofline, paper_rows, speedups
 from benchmarks.gpu.models import POLICIES, SHAPES, SMALL_SHAPE, write_model
 from benchmarks.gpu.stand_in import accept_synthetically
-from vllm_magicdec import profiling
-from vllm_magicdec.hardware import HARDWARE
-from vllm_magicdec.performance import Deployment, ModelShape
+from vllm_magicdec.planner import profile
+from vllm_magicdec.planner.hardware import HARDWARE
+from vllm_magicdec.planner.performance import Deployment, ModelShape
 
 ROOT = Path(__file__).resolve().parents[1]
 CELLS = [(2, 256), (1, 256), (2, 1024), (1, 1024)]
@@ -193,7 +193,7 @@ def test_steps_that_overlap_are_not_timed():
     core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=None))
     llm = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=config, engine_core=core))
     with pytest.raises(ValueError, match="use async_scheduling=False"):
-        profiling.measure_cell(llm, 1, 64)
+        profile.measure_cell(llm, 1, 64)
 
 
 def test_the_clock_waits_for_the_device(monkeypatch):
@@ -205,7 +205,7 @@ def test_the_clock_waits_for_the_device(monkeypatch):
 
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "synchronize", synchronize)
-    now = profiling._when_idle()
+    now = profile._when_idle()
     assert finished_at and now >= finished_at[0]
 
 

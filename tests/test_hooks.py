@@ -9,8 +9,10 @@ from types import SimpleNamespace
 import pytest
 from vllm.config import SpeculativeConfig
 
-from vllm_magicdec import hooks, plugin
-from vllm_magicdec.config import METHOD, MagicDecConfigError, MagicDecSpeculativeConfig
+from vllm_magicdec import plugin
+from vllm_magicdec.errors import METHOD, MagicDecConfigError
+from vllm_magicdec.vllm_api import hooks
+from vllm_magicdec.vllm_api.engine_config import EngineSpeculativeConfig
 
 
 def attributes() -> list[object]:
@@ -85,8 +87,8 @@ def test_other_speculative_methods_get_vllms_own_classes(unhooked):
 
 def test_our_method_gets_our_class(unhooked):
     hooks.install()
-    assert type(SpeculativeConfig(method=METHOD)) is MagicDecSpeculativeConfig
-    assert type(SpeculativeConfig(model=METHOD)) is MagicDecSpeculativeConfig
+    assert type(SpeculativeConfig(method=METHOD)) is EngineSpeculativeConfig
+    assert type(SpeculativeConfig(model=METHOD)) is EngineSpeculativeConfig
 
 
 def test_an_untested_vllm_gets_a_warning_that_names_the_tested_ones(unhooked, monkeypatch, caplog):

@@ -12,12 +12,13 @@ from test_token_view import make_batch
 
 from vllm_magicdec.attention import KVRows
 from vllm_magicdec.config import MagicDecSpeculativeConfig
+from vllm_magicdec.policies.observing import Selector
 from vllm_magicdec.policies.snapkv import SnapKV
 from vllm_magicdec.policies.streamingllm import StreamingLLM
-from vllm_magicdec.selecting import Selector
-from vllm_magicdec.token_view import Selections, TokenBudget, TokenViews
-from vllm_magicdec.verification import PageScores, PageSummaries, Verification, VerificationViews
-from vllm_magicdec.view import DraftSlots, PageBudget, PageViews
+from vllm_magicdec.policies.verify_topk import PageScores, PageSummaries, Verification, VerificationViews
+from vllm_magicdec.views.base import DraftSlots
+from vllm_magicdec.views.pages import PageBudget, PageViews
+from vllm_magicdec.views.tokens import Selections, TokenBudget, TokenViews
 
 NUM_REQS, NUM_STEPS, NUM_LAYERS, NUM_KV_HEADS, HEAD_SIZE = 3, 4, 2, 2, 8
 PAGE, MODEL_LEN, NUM_BLOCKS = 16, 1024, 192

@@ -21,7 +21,7 @@ import vllm
 from vllm.plugins import load_general_plugins
 load_general_plugins()
 from vllm.v1.spec_decode.registry import registered_speculative_methods
-from vllm_magicdec.hooks import HOOKS, _MARK
+from vllm_magicdec.vllm_api.hooks import HOOKS, _MARK
 print(vllm.__file__)
 print([entry.name for entry in registered_speculative_methods()])
 print([hook.target for hook in HOOKS if hasattr(getattr(hook.find_owner(), hook.name), _MARK)])

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from scipy.optimize import least_squares
 from scipy.stats import spearmanr
 
-from vllm_magicdec.hardware import HARDWARE, measure_this_machine
-from vllm_magicdec.performance import (
+from vllm_magicdec.planner.hardware import HARDWARE, measure_this_machine
+from vllm_magicdec.planner.performance import (
     GIB,
     Costs,
     Deployment,
@@ -27,7 +27,7 @@ from vllm_magicdec.performance import (
     time_per_token_ms,
     tokens_per_round,
 )
-from vllm_magicdec.planning import MODELS
+from vllm_magicdec.planner.plan import MODELS
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY_LLAMA = ROOT / "examples" / "tiny-llama"

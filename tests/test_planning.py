@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from vllm_magicdec.console import main
-from vllm_magicdec.hardware import HARDWARE
-from vllm_magicdec.performance import Costs, Deployment
-from vllm_magicdec.planning import MODELS
+from vllm_magicdec.planner.console import main
+from vllm_magicdec.planner.hardware import HARDWARE
+from vllm_magicdec.planner.performance import Costs, Deployment
+from vllm_magicdec.planner.plan import MODELS
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY_LLAMA = ROOT / "examples" / "tiny-llama"
@@ -198,7 +198,7 @@ def test_a_missing_package_is_named(missing, arguments, monkeypatch, tmp_path, c
 
 def test_needs_neither_vllm_nor_torch():
     code = (
-        "import sys; from vllm_magicdec.console import main; "
+        "import sys; from vllm_magicdec.planner.console import main; "
         "status = main(['plan', '--model', 'llama-2-7b', '--gpu', 'H200', '--batch', '1']); "
         "sys.exit(status or ', '.join({'vllm', 'torch'} & set(sys.modules)) or 0)"
     )

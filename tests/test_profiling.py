@@ -4,9 +4,9 @@
 import pytest
 from test_controller import BUDGETS, MAX_TOKENS, Engine, alike, all_choices
 
-from vllm_magicdec.controller import PLAIN, Choice
-from vllm_magicdec.profiling import _Tour, tokens_to_grow
-from vllm_magicdec.step_times import Step, StepTimes, TimedStep
+from vllm_magicdec.adaptive.controller import PLAIN, Choice
+from vllm_magicdec.adaptive.step_times import Step, StepTimes, TimedStep
+from vllm_magicdec.planner.profile import _Tour, tokens_to_grow
 
 LENGTHS = range(MAX_TOKENS + 1)
 

@@ -6,8 +6,8 @@ import random
 import pytest
 from test_controller import BUDGET, Engine, make_controller
 
-from vllm_magicdec.request_lengths import RequestLengths
-from vllm_magicdec.step_times import Step, TimedStep
+from vllm_magicdec.adaptive.request_lengths import RequestLengths
+from vllm_magicdec.adaptive.step_times import Step, TimedStep
 
 CONTEXT = 16_000
 # Verifying positions costs as much as on a CPU.

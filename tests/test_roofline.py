@@ -12,8 +12,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import roofline
 
-from vllm_magicdec.hardware import HARDWARE, worker_threads
-from vllm_magicdec.performance import Costs, Deployment, Hardware, ModelShape
+from vllm_magicdec.planner.hardware import HARDWARE, worker_threads
+from vllm_magicdec.planner.performance import Costs, Deployment, Hardware, ModelShape
 
 RESULTS = Path(roofline.__file__).parent / "results"
 

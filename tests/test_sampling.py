@@ -16,7 +16,7 @@ from engines import EngineRun, magicdec
 from scipy.stats import chi2_contingency
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from vllm_magicdec.runners.cpu_sampling import expand_batch_to_tokens
+from vllm_magicdec.vllm_api.cpu_sampling import expand_batch_to_tokens
 
 NUM_SAMPLES = 12_000
 MIN_EXPECTED = 10  # rarer continuations are counted together

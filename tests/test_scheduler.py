@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_magicdec.controller import PLAIN, Choice
-from vllm_magicdec.scheduler import MagicDecScheduler
-from vllm_magicdec.step_times import Step
+from vllm_magicdec.adaptive.controller import PLAIN, Choice
+from vllm_magicdec.adaptive.scheduler import MagicDecScheduler
+from vllm_magicdec.adaptive.step_times import Step
 
 
 @pytest.mark.parametrize("drafts_come_late", [False, True])

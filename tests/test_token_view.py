@@ -10,17 +10,18 @@ from hypothesis import strategies as st
 from reference import selection_in_view, slot_of, token_positions
 
 from vllm_magicdec.attention import KVRows
+from vllm_magicdec.attention.switch import LayerObserver
 from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.policies import SnapKV
-from vllm_magicdec.selecting import LayerObserver, Selector
-from vllm_magicdec.token_view import (
+from vllm_magicdec.policies.observing import Selector
+from vllm_magicdec.views.base import PAD_SLOT, Batch, DraftSlots
+from vllm_magicdec.views.tokens import (
     RequestRows,
     Selections,
     TokenBudget,
     TokenViews,
     budget_to_select,
 )
-from vllm_magicdec.view import PAD_SLOT, Batch, DraftSlots
 
 CPU = torch.device("cpu")
 NUM_LAYERS, NUM_KV_HEADS = 2, 3

@@ -8,8 +8,8 @@ import triton_tools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_magicdec import verification
 from vllm_magicdec.attention import KVRows
+from vllm_magicdec.policies import verify_topk
 
 NUM_LAYERS = 2
 
@@ -29,7 +29,7 @@ def check(
     device: str = "cpu",
 ) -> None:
     """Every layer's summaries and scores, in caches of their own, for a part of the layers at a time."""
-    from vllm_magicdec import triton_pages
+    from vllm_magicdec.policies import verify_topk_kernels
 
     rng = torch.Generator().manual_seed(seed)
     num_reqs = len(context_lens)
@@ -55,20 +55,20 @@ def check(
 
     shape = (NUM_LAYERS, num_reqs * num_pages + 3, num_kv_heads, head_size)
     least, greatest = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
-    table = triton_pages.LayerTable(caches)
+    table = verify_topk_kernels.LayerTable(caches)
     assert table.holds(caches)
     num_verified = lens.unsqueeze(1) - torch.arange(num_pages) * page_size
     is_seen = num_verified > 0
-    triton_pages.summarise(
+    verify_topk_kernels.summarise(
         table,
         least,
         greatest,
         block_table[is_seen].long().to(device),
         num_verified[is_seen].to(device),
     )
-    triton_pages.SCRATCH_BYTES = pairs_at_once * 4 * num_kv_heads * num_queries * group * num_pages
+    verify_topk_kernels.SCRATCH_BYTES = pairs_at_once * 4 * num_kv_heads * num_queries * group * num_pages
     for layers in (range(NUM_LAYERS), range(1, 2)):
-        found = triton_pages.score_pages(
+        found = verify_topk_kernels.score_pages(
             table,
             queries,
             positions.to(device),
@@ -139,17 +139,17 @@ def check_cases(**case: object) -> None:
 def main() -> None:
     check_cases()
     # The policy's own tests, by the kernels.
-    from vllm_magicdec import triton_pages
+    from vllm_magicdec.policies import verify_topk_kernels
 
     calls = []
     for name in ("summarise", "score_pages"):
-        kernel = getattr(triton_pages, name)
+        kernel = getattr(verify_topk_kernels, name)
         setattr(
-            triton_pages,
+            verify_topk_kernels,
             name,
             lambda *args, name=name, kernel=kernel, **kwargs: calls.append(name) or kernel(*args, **kwargs),
         )
-    verification.has_kernels = lambda device: True
+    verify_topk.has_kernels = lambda device: True
     test_verification.test_summaries_bound_every_logit_and_follow_a_page_to_its_next_owner()
     test_verification.test_token_granularity_takes_the_best_tokens_of_the_best_pages()
     assert set(calls) == {"summarise", "score_pages"}
@@ -188,9 +188,9 @@ LOGITS = dict(logits="*fp32", peaks="*fp32", sums="*fp32", context_lens="*i64")
 )
 def test_page_kernels_compile_for_hopper_without_one(kernel, pointers, constants):
     pytest.importorskip("triton")
-    from vllm_magicdec import triton_pages
+    from vllm_magicdec.policies import verify_topk_kernels
 
-    triton_tools.check_compiles_for_hopper(getattr(triton_pages, kernel), pointers, constants)
+    triton_tools.check_compiles_for_hopper(getattr(verify_topk_kernels, kernel), pointers, constants)
 
 
 @pytest.mark.gpu

@@ -11,7 +11,8 @@ import triton_tools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_magicdec import token_view, verification, view
+from vllm_magicdec.policies import verify_topk
+from vllm_magicdec.views import pages, tokens
 
 
 def test_rounds_by_kernels_are_those_of_the_reference():
@@ -23,18 +24,18 @@ def fewer_examples(count: int, test: Callable[..., None], *strategies: st.Search
 
 
 def main() -> None:
-    from vllm_magicdec import triton_rounds
+    from vllm_magicdec.views import kernels
 
     calls = []
-    kernels = ("write_page_round", "write_layer_page_round", "write_token_round")
-    for name in kernels:
-        kernel = getattr(triton_rounds, name)
+    names = ("write_page_round", "write_layer_page_round", "write_token_round")
+    for name in names:
+        kernel = getattr(kernels, name)
         setattr(
-            triton_rounds,
+            kernels,
             name,
             lambda *args, name=name, kernel=kernel, **kwargs: calls.append(name) or kernel(*args, **kwargs),
         )
-    for module in (view, token_view, verification):
+    for module in (pages, tokens, verify_topk):
         module.has_kernels = lambda device: True
     fewer_examples(
         40,
@@ -54,7 +55,7 @@ def main() -> None:
         test_verification.test_the_view_holds_sinks_recent_pages_and_the_best_of_the_others,
         *test_verification.ROUNDS,
     )
-    assert set(calls) == set(kernels)
+    assert set(calls) == set(names)
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
@@ -112,9 +113,9 @@ def main() -> None:
 )
 def test_round_kernels_compile_for_hopper_without_one(kernel, pointers, constants):
     pytest.importorskip("triton")
-    from vllm_magicdec import triton_rounds
+    from vllm_magicdec.views import kernels
 
-    triton_tools.check_compiles_for_hopper(getattr(triton_rounds, kernel), pointers, constants)
+    triton_tools.check_compiles_for_hopper(getattr(kernels, kernel), pointers, constants)
 
 
 if __name__ == "__main__":

@@ -11,16 +11,17 @@ from reference import slot_of
 from test_token_view import make_batch
 
 from vllm_magicdec.attention import KVRows
-from vllm_magicdec.policies.base import RECENT_TOKENS
-from vllm_magicdec.token_view import Selections, TokenBudget
-from vllm_magicdec.verification import (
+from vllm_magicdec.policies.verify_topk import (
+    RECENT_TOKENS,
     PageScores,
     PageSummaries,
     Verification,
     VerificationSelector,
     VerificationViews,
 )
-from vllm_magicdec.view import DraftSlots, PageBudget
+from vllm_magicdec.views.base import DraftSlots
+from vllm_magicdec.views.pages import PageBudget
+from vllm_magicdec.views.tokens import Selections, TokenBudget
 
 CPU = torch.device("cpu")
 PAGE, NUM_LAYERS, NUM_KV_HEADS, GROUP, SIZE = 4, 2, 2, 2, 8

@@ -9,7 +9,8 @@ from reference import budget_in_pages, slot_of, visible_positions
 from test_token_view import make_batch
 
 from vllm_magicdec.policies.streamingllm import StreamingLLM
-from vllm_magicdec.view import PAD_SLOT, DraftSlots, PageBudget, PageViews
+from vllm_magicdec.views.base import PAD_SLOT, DraftSlots
+from vllm_magicdec.views.pages import PageBudget, PageViews
 
 CPU = torch.device("cpu")
 

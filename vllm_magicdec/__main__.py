@@ -3,6 +3,6 @@
 
 import sys
 
-from vllm_magicdec.console import main
+from vllm_magicdec.planner.console import main
 
 sys.exit(main())

@@ -9,24 +9,18 @@ and asynchronous scheduling without a change to the scheduler.
 
 import difflib
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import fields as dataclass_fields
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig, VllmConfig
 from vllm.config.utils import config
 
-from vllm_magicdec.draft_plan import BUDGET_DIVISORS
-from vllm_magicdec.metrics import open_metrics_dir
-from vllm_magicdec.policies import PagePolicy, TokenPolicy, VerifyTopK, find_policy
-from vllm_magicdec.step_times import StepTimes
-from vllm_magicdec.token_view import TokenBudget
-from vllm_magicdec.verification import num_recent_pages
-from vllm_magicdec.view import PageBudget
+from vllm_magicdec.errors import METHOD, MagicDecConfigError
+from vllm_magicdec.policies import TokenPolicy, VerifyTopK, find_policy
+from vllm_magicdec.views.pages import PageBudget
+from vllm_magicdec.views.tokens import TokenBudget
 
-METHOD = "magicdec-self"
 _DEFAULT_MAX_TOKENS = 8
 _DEFAULT_MAX_BUDGET = 1024
 
@@ -56,10 +50,6 @@ _ENGINE_FIELDS = frozenset(
         "budgets",
     }
 )
-
-
-class MagicDecConfigError(ValueError):
-    """A setting that cannot work, in one sentence that says what to type instead."""
 
 
 def selects_magicdec(speculative_fields: Mapping[str, Any]) -> bool:
@@ -117,7 +107,7 @@ class MagicDecFields(SpeculativeConfig):
     budgets: tuple[float, ...] = ()
     """Budgets to prepare for, ascending; each as `draft_kv_budget`."""
     metrics_dir: str | None = None
-    """Directory through which workers report counters to the front end (see metrics.py)."""
+    """Directory through which workers report counters to the front end (see adaptive/metrics.py)."""
 
 
 class MagicDecSpeculativeConfig(MagicDecFields):
@@ -185,119 +175,9 @@ class MagicDecSpeculativeConfig(MagicDecFields):
             raise ValueError("draft_kv_max_budget belongs to draft_kv_budget='auto'; add that or remove it")
         self.budgets = (self.draft_kv_budget,)
 
-    def verify_engine(self, vllm_config: VllmConfig) -> None:
-        """Refuse what only the whole engine configuration shows; called before any process starts.
-
-        Raises:
-            MagicDecConfigError: with the reason and the way out.
-        """
-        if vllm_config.lora_config is not None:
-            raise MagicDecConfigError(
-                f"{METHOD} does not support LoRA adapters; remove --enable-lora or the speculative method"
-            )
-        if vllm_config.cache_config.kv_sharing_fast_prefill:
-            raise MagicDecConfigError(
-                f"{METHOD} does not work with --kv-sharing-fast-prefill; remove that option"
-            )
-        max_model_len = vllm_config.model_config.max_model_len
-        if self.adaptive_budget:
-            self.draft_kv_budget = min(self.draft_kv_budget, max_model_len)
-        if self.draft_kv_budget > max_model_len:
-            raise MagicDecConfigError(
-                f"{METHOD}: draft_kv_budget={self.draft_kv_budget:g} is above the model length; "
-                f"use at most {max_model_len} (the whole context)"
-            )
-        self.metrics_dir = open_metrics_dir()
-        policy_class = find_policy(self.draft_kv_policy)
-        if issubclass(policy_class, TokenPolicy) and policy_class(self).refresh:
-            check_refresh(vllm_config.scheduler_config.async_scheduling, vllm_config.use_v2_model_runner)
-        self.budgets = self._find_budgets(vllm_config)
-        if self.has_controller:
-            self._adapt(vllm_config)
-
-    def _find_budgets(self, vllm_config: VllmConfig) -> tuple[float, ...]:
-        """The budgets to prepare for, ascending.
-
-        Raises:
-            MagicDecConfigError: the policy cannot work with the largest one.
-        """
-        try:
-            self._effective_tokens(vllm_config, self.draft_kv_budget)
-        except MagicDecConfigError as error:
-            if not self.adaptive_budget:
-                raise
-            sentence = str(error).replace("draft_kv_budget=", "draft_kv_max_budget=")  # what the user typed
-            raise MagicDecConfigError(sentence) from None
-        if not self.adaptive_budget:
-            return (self.draft_kv_budget,)
-        budgets = set()
-        for divisor in BUDGET_DIVISORS:
-            with suppress(MagicDecConfigError):
-                tokens = max(1, self.draft_kv_budget // divisor)
-                budgets.add(self._effective_tokens(vllm_config, tokens))
-        return tuple(sorted(budgets))
-
-    def _effective_tokens(self, vllm_config: VllmConfig, budget: float) -> int:
-        """What comes of a budget when the policy has rounded it up, in tokens.
-
-        Raises:
-            MagicDecConfigError: the policy cannot work with it.
-        """
-        policy_class = find_policy(self.draft_kv_policy)
-        if not issubclass(policy_class, PagePolicy):
-            policy = policy_class(self)
-            if isinstance(policy, TokenPolicy) or policy.granularity == "token":
-                return token_budget(vllm_config, policy, budget).max_tokens
-            self._check_room_to_choose(vllm_config, budget)
-        page = vllm_config.cache_config.block_size
-        return min(
-            page_budget(vllm_config, page, budget).max_pages * page, vllm_config.model_config.max_model_len
-        )
-
-    def _adapt(self, vllm_config: VllmConfig) -> None:
-        """Let a scheduler with a controller choose for every step."""
-        scheduler = vllm_config.scheduler_config
-        if scheduler.scheduler_cls is not None:
-            raise MagicDecConfigError(
-                f"{METHOD}: 'auto' brings its own scheduler; remove --scheduler-cls or give a number"
-            )
-        if vllm_config.parallel_config.data_parallel_size > 1:
-            raise MagicDecConfigError(
-                f"{METHOD}: 'auto' does not work with data parallelism in one engine; give a number, or "
-                "start one server per rank"
-            )
-        if self.profile is not None:
-            self._check_profile(self.profile)
-        name = "MagicDecAsyncScheduler" if scheduler.async_scheduling else "MagicDecScheduler"
-        scheduler.scheduler_cls = f"vllm_magicdec.scheduler.{name}"
-
-    def _check_profile(self, path: str) -> None:
-        try:
-            measured = StepTimes.load(Path(path)).budgets
-        except ValueError as error:
-            raise MagicDecConfigError(f"{METHOD}: {error}") from None
-        # A fraction is of this engine's model length, which may differ from the profile's.
-        if self.draft_kv_budget >= 1 and not set(self.budgets) <= set(measured):
-            raise MagicDecConfigError(
-                f"{METHOD}: {path} was measured with draft_kv_budget={_and(measured)}, not "
-                f"{_and(self.budgets)}; use what was measured, or measure again with 'magicdec profile'"
-            )
-
     def budget_tokens(self, budget: float, context: int) -> int:
         """K/V entries that a draft step reads of a request with `context` tokens, at most."""
         return int(budget) if budget >= 1 else max(self.draft_kv_min_budget, int(budget * context))
-
-    def _check_room_to_choose(self, vllm_config: VllmConfig, budget: float) -> None:
-        page = vllm_config.cache_config.block_size
-        pages = page_budget(vllm_config, page, budget)
-        fixed = pages.sink_pages + num_recent_pages(page, self.num_speculative_tokens)
-        if fixed < pages.min_pages or pages.min_pages * page >= vllm_config.model_config.max_model_len:
-            return
-        raise MagicDecConfigError(
-            f"{METHOD}: draft_kv_budget={budget:g} leaves no page to choose beside {fixed} "
-            f"pages of {page} tokens for sinks and recent tokens; use at least {(fixed + 1) * page}, a "
-            "smaller --block-size, or draft_kv_granularity='token'"
-        )
 
     @property
     def max_num_new_slots_for_drafting(self) -> int:
@@ -387,11 +267,6 @@ def _batch_size_table(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
     return [*table, (len(lengths), 2**20, last)]
 
 
-def _and(budgets: Sequence[float]) -> str:
-    *first, last = (f"{budget:g}" for budget in budgets)
-    return f"{', '.join(first)} and {last}" if first else last
-
-
 def _first_problem(error: ValidationError) -> str:
     """One sentence for the first problem that pydantic found."""
     problem = error.errors(include_url=False)[0]
@@ -445,19 +320,6 @@ def check_parallel(parallel: ParallelConfig, model: ModelConfig) -> None:
         raise ValueError("expert load balancing is not supported; remove --enable-eplb")
     if parallel.use_ubatching:
         raise ValueError("dual batch overlap is not supported; remove --enable-dbo")
-
-
-def check_refresh(async_scheduling: bool, v2_model_runner: bool) -> None:
-    """Refuse selecting again where the latest token ids are not on the host yet.
-
-    Raises:
-        MagicDecConfigError: with the way out.
-    """
-    if async_scheduling and not v2_model_runner:
-        raise MagicDecConfigError(
-            f"{METHOD}: draft_kv_refresh needs the V2 model runner under asynchronous scheduling; use "
-            "--no-async-scheduling or draft_kv_refresh=0"
-        )
 
 
 def page_budget(vllm_config: VllmConfig, page_size: int, budget: float) -> PageBudget:

@@ -6,8 +6,8 @@ from importlib.util import find_spec
 import vllm
 from vllm.logger import init_logger
 
-from vllm_magicdec import hooks
-from vllm_magicdec.config import METHOD
+from vllm_magicdec.errors import METHOD
+from vllm_magicdec.vllm_api import hooks
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -34,8 +34,8 @@ def register() -> None:
 
     register_speculative_method(
         METHOD,
-        config_cls="vllm_magicdec.config:MagicDecSpeculativeConfig",
-        proposer_cls="vllm_magicdec.runners.v1:MagicDecProposer",
-        speculator_cls="vllm_magicdec.runners.v2:MagicDecSpeculator",
-        add_cli_args="vllm_magicdec.cli:add_options",
+        config_cls="vllm_magicdec.vllm_api.engine_config:EngineSpeculativeConfig",
+        proposer_cls="vllm_magicdec.vllm_api.runner_v1:MagicDecProposer",
+        speculator_cls="vllm_magicdec.vllm_api.runner_v2:MagicDecSpeculator",
+        add_cli_args="vllm_magicdec.vllm_api.options:add_options",
     )

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from benchmarks.gpu.eq2 import MAX_DIFFERENCE, CellTimes, beside_roofline, speedups
-from vllm_magicdec.performance import Deployment, tokens_per_round
+from vllm_magicdec.planner.performance import Deployment, tokens_per_round
 
 BASE = "streamingllm"  # the policy whose speed is measured and judged
 

@@ -22,8 +22,8 @@ WARMUP_TURNS = 1  # whatever is compiled at its first use is compiled in these
 
 
 def step_times(llm: Any, cells: list[tuple[int, int]], tours: int) -> dict[str, Any]:
-    """Median time of every kind of step; see `vllm_magicdec.profiling.measure_cell`."""
-    from vllm_magicdec.profiling import measure_cell, tokens_to_grow
+    """Median time of every kind of step; see `vllm_magicdec.planner.profile.measure_cell`."""
+    from vllm_magicdec.planner.profile import measure_cell, tokens_to_grow
 
     def measure(batch: int, context: int) -> dict[str, Any]:
         seconds: dict[tuple[int, int], list[float]] = defaultdict(list)
@@ -48,7 +48,7 @@ def decode_speed(llm: Any, cells: list[tuple[int, int]], tokens: int, turns: int
     """Decoding with all requests of the batch, as served; the clock is that of benchmarks/decode.py."""
     from decode import decode
 
-    from vllm_magicdec.profiling import fill_prefix_cache, make_prompts
+    from vllm_magicdec.planner.profile import fill_prefix_cache, make_prompts
 
     def measure(batch: int, context: int) -> dict[str, Any]:
         prompts = make_prompts(llm.llm_engine.model_config.get_vocab_size(), batch, context)

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from vllm_magicdec.hardware import HARDWARE, measure_this_machine
-from vllm_magicdec.performance import (
+from vllm_magicdec.planner.hardware import HARDWARE, measure_this_machine
+from vllm_magicdec.planner.performance import (
     Costs,
     Deployment,
     ModelShape,

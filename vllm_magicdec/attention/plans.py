@@ -12,7 +12,7 @@ from vllm_magicdec.attention.flashinfer_attention import (
 
 
 class CommonLengthPlans:
-    """Plans for views of one length, which the host knows (`view.TokenView.common_len`).
+    """Plans for views of one length, which the host knows (`views.base.TokenView.common_len`).
 
     FlashInfer plans on the host, from the lengths of the lists. Full views are all as long as the budget,
     in every step, so one plan serves all layers of all rounds until the number of requests changes. CUDA

@@ -5,9 +5,9 @@ vLLM calls `layer.impl.forward(..., attn_metadata, output)` outside of compiled 
 own types goes to vLLM's own implementation, so the target's path is untouched.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from vllm.config import VllmConfig, get_layers_from_vllm_config
@@ -18,20 +18,35 @@ from vllm.utils.flashinfer import has_flashinfer
 from vllm_magicdec.attention import Implementation, KVRows, attend
 from vllm_magicdec.attention.flashinfer_attention import Geometry, UnreadableCacheError
 from vllm_magicdec.attention.plans import CommonLengthPlans
-from vllm_magicdec.config import METHOD, MagicDecConfigError
-from vllm_magicdec.selecting import LayerObserver
-from vllm_magicdec.verification import Verification
-from vllm_magicdec.view import LayerPageView, TokenView
+from vllm_magicdec.errors import METHOD, MagicDecConfigError
+from vllm_magicdec.views.base import LayerPageView, TokenView
 
 # Backends whose metadata holds `block_table`, `query_start_loc` and `seq_lens`.
 BACKENDS_WITH_BLOCK_TABLES = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
 
+# Called in every layer with the layer's number, its queries [num_tokens, num_heads, head_size], its KV
+# cache, and the scale and soft cap of its logits.
+LayerObserver = Callable[[int, torch.Tensor, KVRows, float, float], None]
+
 logger = init_logger(f"vllm.{__name__}")
+
+
+class QueryRecorder(Protocol):
+    """Who wants the queries of every pass of the target."""
+
+    def record(
+        self, layer: int, queries: torch.Tensor, metadata: Any, cache: KVRows, scale: float, soft_cap: float
+    ) -> None:
+        """Called in every layer of the target's pass; `queries` [num_tokens, num_heads, head_size].
+
+        `metadata` is vLLM's, of one of `BACKENDS_WITH_BLOCK_TABLES`.
+        """
+        ...
 
 
 @dataclass(frozen=True)
 class TokenMetadata:
-    """One layer's part of a `view.TokenView`."""
+    """One layer's part of a `views.base.TokenView`."""
 
     slots: torch.Tensor  # [num_reqs, num_kv_heads, budget] int32
     lens: torch.Tensor  # [num_reqs] int32
@@ -80,7 +95,7 @@ def install_switches(
     vllm_config: VllmConfig,
     layer_names: Sequence[str],
     device: torch.device,
-    verification: Verification | None = None,
+    recorder: QueryRecorder | None = None,
 ) -> Sequence[CommonLengthPlans]:
     """Put a `Switch` into every layer; its number is its place in `layer_names`.
 
@@ -88,7 +103,7 @@ def install_switches(
         vllm_config: the engine's.
         layer_names: attention layers of the target.
         device: where they are.
-        verification: gets the target's queries.
+        recorder: gets the target's queries.
 
     Returns:
         FlashInfer's plans; none where it is not used.
@@ -99,7 +114,7 @@ def install_switches(
     layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
     plans: dict[Geometry, CommonLengthPlans | None] = {}
     for index, name in enumerate(layer_names):
-        switch = Switch(index, layers[name], vllm_config, device, verification)
+        switch = Switch(index, layers[name], vllm_config, device, recorder)
         if device.type == "cuda":
             if switch.geometry not in plans:
                 max_num_reqs = vllm_config.scheduler_config.max_num_seqs
@@ -151,7 +166,7 @@ class Switch:
         layer: Any,
         vllm_config: VllmConfig,
         device: torch.device,
-        verification: Verification | None,
+        recorder: QueryRecorder | None,
     ) -> None:
         impl = layer.impl
         if getattr(impl, "alibi_slopes", None) is not None or getattr(impl, "sinks", None) is not None:
@@ -160,13 +175,13 @@ class Switch:
                 "draft_kv_policy='streamingllm' only"
             )
         self._index = index
-        self._verification = verification
+        self._recorder = recorder
         self._target_forward = _own_forward(impl)
         self._backend = layer.attn_backend.get_name()
         self._isa = getattr(layer, "isa", None)
         self._scale = float(impl.scale)
         self._soft_cap = float(getattr(impl, "logits_soft_cap", None) or 0.0)
-        if verification is not None and self._backend not in BACKENDS_WITH_BLOCK_TABLES:
+        if recorder is not None and self._backend not in BACKENDS_WITH_BLOCK_TABLES:
             raise MagicDecConfigError(
                 f"{METHOD}: draft_kv_policy='verify-topk' does not know the metadata of attention backend "
                 f"{self._backend}; use --attention-backend FLASH_ATTN or draft_kv_policy='snapkv'"
@@ -215,8 +230,8 @@ class Switch:
             return output
         if isinstance(attn_metadata, DraftMetadata):
             attn_metadata = attn_metadata.own
-        elif self._verification is not None and attn_metadata is not None:
-            self._verification.record(
+        elif self._recorder is not None and attn_metadata is not None:
+            self._recorder.record(
                 self._index, query, attn_metadata, self._rows(kv_cache), self._scale, self._soft_cap
             )
         return self._target_forward(layer, query, key, value, kv_cache, attn_metadata, output, **scales)

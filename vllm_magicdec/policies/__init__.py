@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policies: who chooses where the draft looks."""
+"""Policies: who chooses where the draft looks.
+
+`base.py` is what a policy is, here or in another package; `streamingllm.py`, `snapkv.py` and
+`verify_topk.py` (on a GPU with `verify_topk_kernels.py`) are one each. `observing.py` shows a `TokenPolicy`
+the queries that it scores. A new policy is a file here and a line in `_OWN`.
+"""
 
 from importlib.metadata import entry_points
 
-from vllm_magicdec.policies.base import Observation, PagePolicy, TokenPolicy, VerifyTopK
+from vllm_magicdec.policies.base import Observation, PagePolicy, TokenPolicy
 from vllm_magicdec.policies.snapkv import SnapKV
 from vllm_magicdec.policies.streamingllm import StreamingLLM
+from vllm_magicdec.policies.verify_topk import VerifyTopK
 
 __all__ = ["Observation", "PagePolicy", "PolicyClass", "TokenPolicy", "VerifyTopK", "find_policy"]
 

@@ -7,10 +7,7 @@ from typing import Any
 
 import torch
 
-from vllm_magicdec.view import PageBudget
-
-# Tokens before the drafted ones that `verify-topk` keeps in view whatever their score.
-RECENT_TOKENS = 32
+from vllm_magicdec.views.pages import PageBudget
 
 
 class PagePolicy(ABC):
@@ -78,7 +75,7 @@ class TokenPolicy(ABC):
     """
 
     window: int  # latest tokens whose queries it wants to see; they stay in view
-    recent: float = 0.0  # latest tokens that stay in view, see `token_view.TokenBudget.from_fields`
+    recent: float = 0.0  # latest tokens that stay in view, see `views.tokens.TokenBudget.from_fields`
     refresh: int  # generated tokens after which it chooses again; 0: never
 
     def __init__(self, fields: Any) -> None:
@@ -90,17 +87,3 @@ class TokenPolicy(ABC):
 
         Scores of positions that are in view anyway, or not valid, are ignored.
         """
-
-
-class VerifyTopK:
-    """Pages or tokens that the verification's own queries want, per layer; see `verification.py`.
-
-    Args:
-        fields: the speculative configuration (`config.MagicDecFields`).
-    """
-
-    def __init__(self, fields: Any) -> None:
-        self.refresh = fields.draft_kv_refresh or 1  # rounds after which it chooses again
-        self.granularity = fields.draft_kv_granularity
-        self.window = RECENT_TOKENS
-        self.recent = 0.0

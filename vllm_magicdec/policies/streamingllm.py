@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from vllm_magicdec.policies.base import PagePolicy
-from vllm_magicdec.view import PageBudget
+from vllm_magicdec.views.pages import PageBudget
 
 
 class StreamingLLM(PagePolicy):

@@ -14,11 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_magicdec.config import (
-    MagicDecConfigError,
-    MagicDecSpeculativeConfig,
-    selects_magicdec,
-)
+from vllm_magicdec.config import MagicDecSpeculativeConfig, selects_magicdec
+from vllm_magicdec.errors import MagicDecConfigError
+from vllm_magicdec.vllm_api.engine_config import EngineSpeculativeConfig
 
 TESTED_VLLM_VERSIONS = ("0.32.0",)
 
@@ -86,7 +84,7 @@ def _engine_selects(arguments: dict[str, Any]) -> bool:
 
 
 def _v1_proposer() -> type:
-    from vllm_magicdec.runners.v1 import MagicDecProposer
+    from vllm_magicdec.vllm_api.runner_v1 import MagicDecProposer
 
     return MagicDecProposer
 
@@ -96,7 +94,7 @@ def _make_speculator(owner: Any, original: Callable[..., Any]) -> Callable[..., 
     def init_speculator(vllm_config: Any, device: Any, req_states: Any) -> Any:
         if not _engine_selects({"vllm_config": vllm_config}):
             return original(vllm_config, device, req_states)
-        from vllm_magicdec.runners.v2 import MagicDecSpeculator
+        from vllm_magicdec.vllm_api.runner_v2 import MagicDecSpeculator
 
         return MagicDecSpeculator(vllm_config, device, req_states)
 
@@ -104,7 +102,7 @@ def _make_speculator(owner: Any, original: Callable[..., Any]) -> Callable[..., 
 
 
 def _add_options(owner: type, original: Callable[..., Any]) -> Callable[..., Any]:
-    from vllm_magicdec.cli import add_options
+    from vllm_magicdec.vllm_api.options import add_options
 
     def add_cli_args(parser: Any) -> Any:
         return add_options(original(parser))
@@ -117,7 +115,7 @@ def _check_configuration(owner: type, original: Callable[..., Any]) -> Callable[
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         vllm_config = original(self, *args, **kwargs)
         spec = vllm_config.speculative_config
-        if isinstance(spec, MagicDecSpeculativeConfig):
+        if isinstance(spec, EngineSpeculativeConfig):
             spec.verify_engine(vllm_config)
         return vllm_config
 
@@ -131,7 +129,7 @@ HOOKS = (
         name="__new__",
         parameters=(),
         reason="the user's draft_kv_* fields need a place, and the method needs a name",
-        wrap=_constructs(lambda: MagicDecSpeculativeConfig, selects_magicdec),
+        wrap=_constructs(lambda: EngineSpeculativeConfig, selects_magicdec),
     ),
     Hook(
         module="vllm.v1.spec_decode.draft_model",

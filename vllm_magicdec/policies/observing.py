@@ -6,23 +6,20 @@ chunks, or, on a prefix-cache hit, not at all. So they are computed again, for a
 prompt is whole: the pass reads the KV cache and writes nothing.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
 from vllm_magicdec.attention import KVRows
-from vllm_magicdec.policies import Observation, TokenPolicy
-from vllm_magicdec.token_view import Selections, TokenBudget, budget_to_select
-from vllm_magicdec.view import Batch
-
-# Called in every layer with the layer's number, its queries [num_tokens, num_heads, head_size], its KV
-# cache, and the scale and soft cap of its logits.
-LayerObserver = Callable[[int, torch.Tensor, KVRows, float, float], None]
+from vllm_magicdec.attention.switch import LayerObserver
+from vllm_magicdec.policies.base import Observation, TokenPolicy
+from vllm_magicdec.views.base import Batch
+from vllm_magicdec.views.tokens import Selections, TokenBudget, budget_to_select
 
 
 class ObservingRunner(Protocol):
-    """What a selection needs from a vLLM model runner; implemented by the adapters in `runners/`."""
+    """What a selection needs from a vLLM model runner; implemented by vLLM's adapters."""
 
     def observe(self, indices: Sequence[int], window: int, observer: LayerObserver) -> None:
         """Run the target over the last `window` tokens before `Batch.observable_lens` of some requests.

@@ -58,7 +58,7 @@ def _page_round_kernel(  # type: ignore[no-untyped-def]
     STEPS_PADDED: tl.constexpr,
     PAGES_PADDED: tl.constexpr,
 ):
-    """One request: see `view.PageViews.prepare` and `policies.streamingllm`."""
+    """One request: see `pages.PageViews.prepare` and `policies.streamingllm`."""
     req = tl.program_id(0).to(tl.int64)
     context_len = tl.load(context_lens + req)
     table = block_table + req * table_stride
@@ -151,7 +151,7 @@ def _layer_page_round_kernel(  # type: ignore[no-untyped-def]
     STEPS_PADDED: tl.constexpr,
     PAGES_PADDED: tl.constexpr,
 ):
-    """One request and layer: see `verification.VerificationViews.prepare`."""
+    """One request and layer: see `policies.verify_topk.VerificationViews.prepare`."""
     req = tl.program_id(0).to(tl.int64)
     layer = tl.program_id(1).to(tl.int64)
     context_len = tl.load(context_lens + req)
@@ -274,7 +274,7 @@ def _token_round_kernel(  # type: ignore[no-untyped-def]
     STEPS_PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One request, layer and KV head, and block of columns: see `token_view.TokenViews.prepare`."""
+    """One request, layer and KV head, and block of columns: see `tokens.TokenViews.prepare`."""
     req = tl.program_id(0).to(tl.int64)
     layer_head = tl.program_id(1).to(tl.int64)
     context_len = tl.load(context_lens + req)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from vllm_magicdec.step_times import Step, StepTimes, TimedStep
+from vllm_magicdec.adaptive.step_times import Step, StepTimes, TimedStep
 
 # A change must promise at least this much more, so that noise does not make the choice flap.
 _CLEAR_GAIN = 1.01

@@ -22,12 +22,13 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 
 from vllm_magicdec import envs
-from vllm_magicdec.config import METHOD, MagicDecSpeculativeConfig
-from vllm_magicdec.controller import PLAIN, Controller
-from vllm_magicdec.draft_plan import DraftPlan
-from vllm_magicdec.metrics import SpeculationGauges
-from vllm_magicdec.request_lengths import RequestLengths
-from vllm_magicdec.step_times import Step, StepTimes, TimedStep
+from vllm_magicdec.adaptive.controller import PLAIN, Controller
+from vllm_magicdec.adaptive.draft_plan import DraftPlan
+from vllm_magicdec.adaptive.metrics import SpeculationGauges
+from vllm_magicdec.adaptive.request_lengths import RequestLengths
+from vllm_magicdec.adaptive.step_times import Step, StepTimes, TimedStep
+from vllm_magicdec.config import MagicDecSpeculativeConfig
+from vllm_magicdec.errors import METHOD
 
 logger = init_logger(f"vllm.{__name__}")
 

@@ -15,12 +15,16 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
-from vllm_magicdec.attention.switch import layer_page_metadata, observed_metadata, token_metadata
-from vllm_magicdec.drafting import Drafter
-from vllm_magicdec.runners import cpu_sampling
-from vllm_magicdec.runners.kv_cache import require_one_full_attention_group
-from vllm_magicdec.selecting import LayerObserver
-from vllm_magicdec.view import PAD_SLOT, Batch, DraftStep, LayerPageView, PageView, TokenView
+from vllm_magicdec.attention.switch import (
+    LayerObserver,
+    layer_page_metadata,
+    observed_metadata,
+    token_metadata,
+)
+from vllm_magicdec.drafting.drafter import Drafter
+from vllm_magicdec.views.base import PAD_SLOT, Batch, DraftStep, LayerPageView, PageView, TokenView
+from vllm_magicdec.vllm_api import cpu_sampling
+from vllm_magicdec.vllm_api.kv_cache import require_one_full_attention_group
 
 
 class MagicDecProposer(DraftModelProposer):
@@ -124,7 +128,7 @@ class MagicDecProposer(DraftModelProposer):
         )
 
     def draft_step(self, tokens: torch.Tensor, step: DraftStep) -> torch.Tensor:
-        """See `drafting.Runner`."""
+        """See `drafting.drafter.Runner`."""
         assert self._common is not None and self._drafter is not None and self._sampling is not None
         view = step.view
         attn_metadata: dict[str, Any]
@@ -147,7 +151,7 @@ class MagicDecProposer(DraftModelProposer):
         return drafted
 
     def observe(self, indices: Sequence[int], window: int, observer: LayerObserver) -> None:
-        """See `selecting.ObservingRunner`."""
+        """See `policies.observing.ObservingRunner`."""
         assert self._common is not None and self._batch is not None
         num_reqs = len(indices)
         lens = np.asarray(self._batch.known_lens)[indices]

@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from vllm_magicdec.console import UserError, require
-from vllm_magicdec.hardware import HARDWARE, measure_this_machine
-from vllm_magicdec.performance import Costs, Deployment, Hardware, ModelShape
+from vllm_magicdec.planner.console import UserError, require
+from vllm_magicdec.planner.hardware import HARDWARE, measure_this_machine
+from vllm_magicdec.planner.performance import Costs, Deployment, Hardware, ModelShape
 
 T = TypeVar("T")
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from vllm_magicdec.controller import PLAIN, Choice, Controller
-from vllm_magicdec.draft_plan import BUDGET_DIVISORS
-from vllm_magicdec.step_times import StepTimes, TimedStep
+from vllm_magicdec.adaptive.controller import PLAIN, Choice, Controller
+from vllm_magicdec.adaptive.draft_plan import BUDGET_DIVISORS
+from vllm_magicdec.adaptive.step_times import StepTimes, TimedStep
 
 # How often each kind of step is made.
 _REPEATS = 4

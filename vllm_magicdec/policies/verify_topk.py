@@ -23,20 +23,30 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_magicdec.attention import KVRows
-from vllm_magicdec.policies.base import RECENT_TOKENS
-from vllm_magicdec.token_view import RequestRows, Selections, TokenBudget
-from vllm_magicdec.view import (
-    Batch,
-    DraftSlots,
-    DraftStep,
-    LayerPageView,
-    PageBudget,
-    ceil_div,
-    has_kernels,
-)
+from vllm_magicdec.views.base import Batch, DraftSlots, DraftStep, LayerPageView, ceil_div, has_kernels
+from vllm_magicdec.views.pages import PageBudget
+from vllm_magicdec.views.tokens import RequestRows, Selections, TokenBudget
 
 if TYPE_CHECKING:
-    from vllm_magicdec.triton_pages import LayerTable
+    from vllm_magicdec.policies.verify_topk_kernels import LayerTable
+
+
+# Tokens before the drafted ones that `verify-topk` keeps in view whatever their score.
+RECENT_TOKENS = 32
+
+
+class VerifyTopK:
+    """Pages or tokens that the verification's own queries want, per layer.
+
+    Args:
+        fields: the speculative configuration (`config.MagicDecFields`).
+    """
+
+    def __init__(self, fields: Any) -> None:
+        self.refresh = fields.draft_kv_refresh or 1  # rounds after which it chooses again
+        self.granularity = fields.draft_kv_granularity
+        self.window = RECENT_TOKENS
+        self.recent = 0.0
 
 
 class PageSummaries:
@@ -167,7 +177,9 @@ class PageScores:
     def update(self, batch: Batch) -> bool:
         """Bring the summaries up to date; returns whether a request has begun to decode."""
         if has_kernels(batch.context_lens.device):
-            from vllm_magicdec.triton_pages import LayerTable  # Triton need not be installed elsewhere
+            from vllm_magicdec.policies.verify_topk_kernels import (
+                LayerTable,  # Triton need not be installed elsewhere
+            )
 
             if self._table is None or not self._table.holds(self.caches):
                 self._table = LayerTable(self.caches)
@@ -196,7 +208,7 @@ class PageScores:
     def _summarise(self, blocks: torch.Tensor, num_verified: torch.Tensor) -> None:
         """`PageSummaries.update` in all layers."""
         if self._table is not None:
-            from vllm_magicdec.triton_pages import summarise
+            from vllm_magicdec.policies.verify_topk_kernels import summarise
 
             summarise(self._table, self._summaries.least, self._summaries.greatest, blocks, num_verified)
             return
@@ -234,7 +246,7 @@ class PageScores:
             request's last one.
         """
         if self._table is not None:
-            from vllm_magicdec.triton_pages import score_pages
+            from vllm_magicdec.policies.verify_topk_kernels import score_pages
 
             return score_pages(
                 self._table,
@@ -270,7 +282,7 @@ def softmax(logits: torch.Tensor, soft_cap: float, is_seen: torch.Tensor) -> tor
 
 
 class VerificationSelector:
-    """Selects tokens per layer and KV head after every `refresh`-th verification; see `selecting.Selector`.
+    """Selects tokens per layer and KV head after every `refresh`-th verification; see `observing.Selector`.
 
     Args:
         scores: finds the best pages.
@@ -391,7 +403,7 @@ class VerificationViews:
         return max(0, budget.max_pages - budget.sink_pages - self._num_recent)
 
     def prepare(self, batch: Batch, num_steps: int, size: int = -1) -> Iterator[DraftStep]:
-        """See `view.Views`."""
+        """See `views.base.Views`."""
         budget = self._budgets[size]
         num_reqs = batch.context_lens.shape[0]
         for row in self._rows.add(batch.req_ids):
@@ -440,7 +452,7 @@ class VerificationViews:
     def _write_with_kernel(
         self, budget: PageBudget, batch: Batch, rows: torch.Tensor, num_steps: int
     ) -> None:
-        from vllm_magicdec.triton_rounds import write_layer_page_round
+        from vllm_magicdec.views.kernels import write_layer_page_round
 
         write_layer_page_round(
             batch.context_lens,
@@ -461,7 +473,7 @@ class VerificationViews:
         )
 
     def view(self, num_reqs: int, lens: torch.Tensor, common_len: int | None = None) -> LayerPageView:
-        """See `view.Views`."""
+        """See `views.base.Views`."""
         max_len = self._block_table.shape[-1] * self._budgets[-1].page_size
         return LayerPageView(lens, self._block_table[:, :num_reqs], max_len)
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from vllm_magicdec.performance import GIB, Hardware
+from vllm_magicdec.planner.performance import GIB, Hardware
 
 _NVIDIA = "https://www.nvidia.com/en-us/data-center"
 _MI300X = "https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html"

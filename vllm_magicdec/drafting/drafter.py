@@ -15,28 +15,30 @@ from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from vllm_magicdec import envs
+from vllm_magicdec.adaptive.draft_plan import DraftPlan
+from vllm_magicdec.adaptive.metrics import DraftFailures
 from vllm_magicdec.attention.plans import CommonLengthPlans
 from vllm_magicdec.attention.switch import install_switches
-from vllm_magicdec.config import METHOD, MagicDecSpeculativeConfig, page_budget, token_budget
-from vllm_magicdec.draft_plan import DraftPlan
-from vllm_magicdec.metrics import DraftFailures
+from vllm_magicdec.config import MagicDecSpeculativeConfig, page_budget, token_budget
+from vllm_magicdec.errors import METHOD
 from vllm_magicdec.policies import PagePolicy, TokenPolicy, VerifyTopK, find_policy
-from vllm_magicdec.selecting import ObservingRunner, Selector
-from vllm_magicdec.token_view import Selections, TokenViews, budget_to_select
-from vllm_magicdec.verification import (
+from vllm_magicdec.policies.observing import ObservingRunner, Selector
+from vllm_magicdec.policies.verify_topk import (
     PageScores,
     PageSummaries,
     Verification,
     VerificationSelector,
     VerificationViews,
 )
-from vllm_magicdec.view import Batch, DraftSlots, DraftStep, PageBudget, PageViews, View, Views
+from vllm_magicdec.views.base import Batch, DraftSlots, DraftStep, View, Views
+from vllm_magicdec.views.pages import PageBudget, PageViews
+from vllm_magicdec.views.tokens import Selections, TokenViews, budget_to_select
 
 logger = init_logger(f"vllm.{__name__}")
 
 
 class Runner(ObservingRunner, Protocol):
-    """What the loop needs from a vLLM model runner; implemented by the adapters in `runners/`."""
+    """What the loop needs from a vLLM model runner; implemented by vLLM's adapters."""
 
     def draft_step(self, tokens: torch.Tensor, step: DraftStep) -> torch.Tensor:
         """Run the target over the step's view and sample, as `draft_sample_method` says.

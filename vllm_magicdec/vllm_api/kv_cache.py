@@ -3,7 +3,7 @@
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
-from vllm_magicdec.config import METHOD, MagicDecConfigError
+from vllm_magicdec.errors import METHOD, MagicDecConfigError
 
 
 def require_one_full_attention_group(kv_cache_config: KVCacheConfig) -> None:

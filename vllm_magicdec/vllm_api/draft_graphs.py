@@ -9,14 +9,14 @@ import torch
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
-from vllm_magicdec.view import PAD_SLOT, DraftStep, TokenView, View
+from vllm_magicdec.views.base import PAD_SLOT, DraftStep, TokenView, View
 
 
 class Capturable(Protocol):
     """What a step consists of; implemented by the V2 adapter."""
 
     def capture_view(self, num_reqs: int, lens: torch.Tensor, common_len: int | None) -> View:
-        """See `drafting.Drafter.capture_view`."""
+        """See `drafting.drafter.Drafter.capture_view`."""
         ...
 
     def step_metadata(self, step: DraftStep, *, for_capture: bool = False) -> Mapping[str, Any]:
@@ -38,7 +38,7 @@ class Capturable(Protocol):
 class StepDescriptor(BatchExecutionDescriptor):
     """Tells the graphs of one padded batch size apart."""
 
-    common_len: int | None = None  # see `view.TokenView`
+    common_len: int | None = None  # see `views.base.TokenView`
 
 
 class DraftGraphs(CudaGraphManager):
@@ -57,7 +57,7 @@ class DraftGraphs(CudaGraphManager):
         cudagraph_mode: what the target's attention supports; without full graphs of decode steps there is
             nothing to capture, and every step runs eagerly.
         step: what is captured.
-        common_lens: `view.TokenView.common_len`s for which the step runs other kernels; None is one.
+        common_lens: `views.base.TokenView.common_len`s for which the step runs other kernels; None is one.
     """
 
     def __init__(

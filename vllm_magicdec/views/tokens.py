@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from vllm_magicdec.view import Batch, DraftSlots, DraftStep, TokenView, has_kernels
+from vllm_magicdec.views.base import Batch, DraftSlots, DraftStep, TokenView, has_kernels
 
 # A draft cannot do without what was just written: this share of a small budget's tokens are the latest
 # ones, whatever the share for large budgets. Chosen with benchmarks/acceptance.py at a budget of 64.
@@ -245,7 +245,7 @@ class TokenViews:
         return self._slots.shape[-1]
 
     def prepare(self, batch: Batch, num_steps: int, size: int = -1) -> Iterator[DraftStep]:
-        """See `view.Views`."""
+        """See `views.base.Views`."""
         budget = self._budgets[size]
         num_reqs = batch.context_lens.shape[0]
         rows = self._selections.rows(batch.req_ids)
@@ -298,7 +298,7 @@ class TokenViews:
     def _write_with_kernel(
         self, budget: TokenBudget, batch: Batch, rows: torch.Tensor, num_steps: int
     ) -> None:
-        from vllm_magicdec.triton_rounds import write_token_round
+        from vllm_magicdec.views.kernels import write_token_round
 
         write_token_round(
             batch.context_lens,
@@ -323,7 +323,7 @@ class TokenViews:
         )
 
     def view(self, num_reqs: int, lens: torch.Tensor, common_len: int | None = None) -> TokenView:
-        """See `view.Views`."""
+        """See `views.base.Views`."""
         return TokenView(lens, self._slots[:, :num_reqs, :, :common_len], common_len)
 
     def _fill(

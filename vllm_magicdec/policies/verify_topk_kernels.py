@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Summaries and scores of pages on a GPU, for all layers at once: three Triton kernels a round.
 
-The torch versions in verification.py say the same in some thirty small steps for every layer, and gather
+The torch versions in verify_topk.py say the same in some thirty small steps for every layer, and gather
 the summaries that they read. Here every summary is read once, in place.
 """
 
@@ -96,7 +96,7 @@ def summarise(
     blocks: torch.Tensor,  # [n] int64
     num_verified: torch.Tensor,  # [n] int64, at least 1
 ) -> None:
-    """See `verification.PageSummaries.update`. No host synchronisation."""
+    """See `verify_topk.PageSummaries.update`. No host synchronisation."""
     num_kv_heads, page_size, head_size = table.keys.shape[1:]
     _summarise_kernel[(blocks.shape[0], least.shape[0], num_kv_heads)](
         table.keys,
@@ -270,7 +270,7 @@ def score_pages(
     num_pages: int,
     by_head: bool,
 ) -> torch.Tensor:
-    """See `verification.PageScores.score`. No host synchronisation."""
+    """See `verify_topk.PageScores.score`. No host synchronisation."""
     num_queries, num_heads, head_size = queries.shape[2:]
     num_kv_heads, page_size = table.keys.shape[1:3]
     group = num_heads // num_kv_heads
