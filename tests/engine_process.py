@@ -310,7 +310,7 @@ def _kernel_library(worker: Any) -> str:
 
 def _forget_metrics_of_engines_before() -> None:
     """The plugin's collector shows the files of all engines of a process, until it ends."""
-    from vllm_magicdec.metrics import _worker_metrics
+    from vllm_magicdec.adaptive.metrics import _worker_metrics
 
     _worker_metrics._dirs.clear()
 
