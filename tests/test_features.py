@@ -105,9 +105,9 @@ def test_structured_output_is_valid_and_unchanged():
     assert run.drafted > 0
 
 
-def test_aborting_half_of_the_requests_leaves_the_others_unchanged(mixed_prompts, plain):
-    chosen = [i for i, prompt in enumerate(mixed_prompts) if len(prompt) < 1500][:12]
-    batch = {"prompts": [mixed_prompts[i] for i in chosen], "sampling": GREEDY}
+def test_aborting_half_of_the_requests_leaves_the_others_unchanged(prompts, plain):
+    chosen = list(range(12))
+    batch = {"prompts": [prompts[i] for i in chosen], "sampling": GREEDY}
     arguments = {"batch": batch, "steps_before_abort": 6}
     run = engines.run(
         [("abort_half_while_decoding", arguments)], max_num_seqs=8, speculative_config=magicdec(8)
@@ -130,13 +130,14 @@ def test_drafting_adds_no_weights_no_layers_and_no_kv_cache(plain_run):
 
 
 @pytest.mark.parametrize("v2", [False, True], ids=["V1 runner", "V2 runner"])
-def test_a_failure_inside_drafting_loses_and_changes_nothing(mixed_prompts, plain, v2):
-    chosen = [i for i, prompt in enumerate(mixed_prompts) if len(prompt) < 400][:6]
-    batch = {"prompts": [mixed_prompts[i] for i in chosen], "sampling": {**GREEDY, "max_tokens": 12}}
+def test_a_failure_inside_drafting_loses_and_changes_nothing(prompts, plain, v2):
+    chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < 400][:6]
+    batch = {"prompts": [prompts[i] for i in chosen], "sampling": {**GREEDY, "max_tokens": 12}}
     run = engines.run(
         [("generate", {"batches": [batch]}), ("generate_with_broken_drafting", {"batches": [batch]})],
         strict=False,
         v2=v2,
+        own_process=not v2,
         max_num_seqs=4,
         num_gpu_blocks_override=257,
         speculative_config=SPEC,
@@ -148,12 +149,13 @@ def test_a_failure_inside_drafting_loses_and_changes_nothing(mixed_prompts, plai
     assert run.log.count("RuntimeError: broken on purpose") == 1, "logged once, with its trace"
 
 
-def test_strict_mode_raises(mixed_prompts):
-    batch = {"prompts": mixed_prompts[:1], "sampling": GREEDY}
+def test_strict_mode_raises(prompts):
+    batch = {"prompts": prompts[:1], "sampling": GREEDY}
     with pytest.raises(RuntimeError, match="broken on purpose"):
         engines.run(
             [("generate_with_broken_drafting", {"batches": [batch]})],
             strict=True,
+            own_process=True,
             num_gpu_blocks_override=257,
             speculative_config=SPEC,
         )

@@ -66,13 +66,11 @@ def test_the_plugin_registers_and_wraps_nothing(patched_tree):
 
 
 @pytest.mark.parametrize("v2", [False, True], ids=["V1 runner", "V2 runner"])
-def test_an_engine_on_the_patched_tree_drafts_losslessly(
-    patched_tree, plain, mixed_prompts, monkeypatch, v2
-):
+def test_an_engine_on_the_patched_tree_drafts_losslessly(patched_tree, plain, prompts, monkeypatch, v2):
     monkeypatch.setenv("PYTHONPATH", str(patched_tree))
-    chosen = [i for i, prompt in enumerate(mixed_prompts) if len(prompt) < 600][:4]
+    chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < 600][:4]
     run = engines.generate(
-        [mixed_prompts[i] for i in chosen],
+        [prompts[i] for i in chosen],
         GREEDY,
         v2=v2,
         max_num_seqs=4,
