@@ -7,7 +7,7 @@ own types goes to vLLM's own implementation, so the target's path is untouched.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from vllm.config import VllmConfig, get_layers_from_vllm_config
@@ -17,6 +17,7 @@ from vllm.utils.flashinfer import has_flashinfer
 
 from vllm_magicdec.attention import Implementation, KVRows, attend
 from vllm_magicdec.attention.flashinfer_attention import Geometry, UnreadableCacheError
+from vllm_magicdec.attention.observing import LayerObserver, QueryRecorder
 from vllm_magicdec.attention.plans import CommonLengthPlans
 from vllm_magicdec.errors import METHOD, MagicDecConfigError
 from vllm_magicdec.views.base import LayerPageView, TokenView
@@ -24,24 +25,7 @@ from vllm_magicdec.views.base import LayerPageView, TokenView
 # Backends whose metadata holds `block_table`, `query_start_loc` and `seq_lens`.
 BACKENDS_WITH_BLOCK_TABLES = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
 
-# Called in every layer with the layer's number, its queries [num_tokens, num_heads, head_size], its KV
-# cache, and the scale and soft cap of its logits.
-LayerObserver = Callable[[int, torch.Tensor, KVRows, float, float], None]
-
 logger = init_logger(f"vllm.{__name__}")
-
-
-class QueryRecorder(Protocol):
-    """Who wants the queries of every pass of the target."""
-
-    def record(
-        self, layer: int, queries: torch.Tensor, metadata: Any, cache: KVRows, scale: float, soft_cap: float
-    ) -> None:
-        """Called in every layer of the target's pass; `queries` [num_tokens, num_heads, head_size].
-
-        `metadata` is vLLM's, of one of `BACKENDS_WITH_BLOCK_TABLES`.
-        """
-        ...
 
 
 @dataclass(frozen=True)

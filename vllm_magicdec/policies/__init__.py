@@ -2,24 +2,25 @@
 """Policies: who chooses where the draft looks.
 
 `base.py` is what a policy is, here or in another package; `streamingllm.py`, `snapkv.py` and
-`verify_topk.py` (on a GPU with `verify_topk_kernels.py`) are one each. `observing.py` shows a `TokenPolicy`
-the queries that it scores. A new policy is a file here and a line in `_OWN`.
+`verify_topk.py` (on a GPU with `verify_topk_kernels.py`) are one each. `observing.py` is what those share
+that choose by a prompt's last tokens, `verification.py` what those share that choose by verified ones. A new
+policy is a file here and a line in `_OWN`.
 """
 
 from importlib.metadata import entry_points
 
-from vllm_magicdec.policies.base import Observation, PagePolicy, TokenPolicy
+from vllm_magicdec.policies.base import PagePolicy, Policy
+from vllm_magicdec.policies.observing import Observation, TokenPolicy
 from vllm_magicdec.policies.snapkv import SnapKV
 from vllm_magicdec.policies.streamingllm import StreamingLLM
+from vllm_magicdec.policies.verification import VerificationPolicy
 from vllm_magicdec.policies.verify_topk import VerifyTopK
 
-__all__ = ["Observation", "PagePolicy", "PolicyClass", "TokenPolicy", "VerifyTopK", "find_policy"]
+__all__ = ["Observation", "PagePolicy", "Policy", "TokenPolicy", "VerificationPolicy", "find_policy"]
 
 ENTRY_POINTS = "vllm_magicdec.policies"
 
-PolicyClass = type[PagePolicy] | type[TokenPolicy] | type[VerifyTopK]
-
-_OWN: dict[str, PolicyClass] = {"streamingllm": StreamingLLM, "snapkv": SnapKV, "verify-topk": VerifyTopK}
+_OWN: dict[str, type[Policy]] = {"streamingllm": StreamingLLM, "snapkv": SnapKV, "verify-topk": VerifyTopK}
 
 
 def policy_names() -> list[str]:
@@ -27,7 +28,7 @@ def policy_names() -> list[str]:
     return [*_OWN, *sorted({point.name for point in entry_points(group=ENTRY_POINTS)} - set(_OWN))]
 
 
-def find_policy(name: str) -> PolicyClass:
+def find_policy(name: str) -> type[Policy]:
     """The class that `draft_kv_policy` names.
 
     Raises:
@@ -39,8 +40,9 @@ def find_policy(name: str) -> PolicyClass:
     if not points:
         raise ValueError(f"draft_kv_policy={name!r} is unknown; use one of {', '.join(policy_names())}")
     policy = next(iter(points)).load()
-    if not (isinstance(policy, type) and issubclass(policy, PagePolicy | TokenPolicy)):
+    if not (isinstance(policy, type) and issubclass(policy, Policy)):
         raise ValueError(
-            f"draft_kv_policy={name!r} names {policy!r}, which is no subclass of PagePolicy or TokenPolicy"
+            f"draft_kv_policy={name!r} names {policy!r}, which is no subclass of PagePolicy, TokenPolicy or "
+            "VerificationPolicy"
         )
     return policy

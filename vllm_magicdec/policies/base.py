@@ -1,16 +1,134 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a policy is. Subclass one of these and name it in the entry-point group `vllm_magicdec.policies`."""
+"""What a policy is: a class that is given the facts of the engine and makes the views of its draft steps.
+
+Another package names one in the entry-point group `vllm_magicdec.policies`. It subclasses what chooses as
+it wants to: `PagePolicy` (pages by position), `observing.TokenPolicy` (by the attention of a prompt's last
+tokens), `verification.VerificationPolicy` (by that of verified tokens), or `Policy` itself.
+"""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 
-from vllm_magicdec.views.pages import PageBudget
+from vllm_magicdec.attention.observing import LayerObserver, QueryRecorder
+from vllm_magicdec.views.base import DraftSlots, Views
+from vllm_magicdec.views.pages import PageBudget, PageViews
+from vllm_magicdec.views.selections import Budget
+from vllm_magicdec.views.tokens import PlannedAttention
 
 
-class PagePolicy(ABC):
+@dataclass(frozen=True)
+class Limits:
+    """What a budget is judged by, before any worker starts."""
+
+    page_size: int  # tokens per page of the block tables
+    max_model_len: int  # tokens
+    num_speculative_tokens: int  # drafts of a round, at most
+    device_type: str  # "cpu", "cuda"
+
+
+class Observe(Protocol):
+    """Runs the target over the last tokens of some requests; see `drafting.drafter.Runner.observe`."""
+
+    def __call__(self, indices: Sequence[int], window: int, observer: LayerObserver) -> None: ...
+
+
+class SwitchAttention(Protocol):
+    """Puts the plugin's switch into every layer of the target (`attention.switch.install_switches`)."""
+
+    def __call__(
+        self, recorder: QueryRecorder | None = None, *, layer_pages: bool = False
+    ) -> Sequence[PlannedAttention]:
+        """To be called once, by policies whose views are not block tables for all layers alike.
+
+        Args:
+            recorder: gets the queries of every pass of the target.
+            layer_pages: views are pages of every layer's own, which vLLM's attention has to read.
+
+        Returns:
+            Attention that is planned for full token views.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Engine:
+    """The facts of a worker's engine that a policy makes its views for."""
+
+    limits: Limits
+    num_layers: int  # attention layers of the target
+    num_kv_heads: int  # of one worker
+    head_size: int
+    cache_dtype: torch.dtype
+    num_blocks: int  # pages of the KV cache
+    max_num_reqs: int
+    max_batched_tokens: int  # query tokens of one pass, at most
+    device: torch.device
+    observe: Observe
+    switch_attention: SwitchAttention
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page of the block tables."""
+        return self.limits.page_size
+
+    def make_draft_slots(self) -> DraftSlots:
+        """Where the drafted tokens go."""
+        return DraftSlots(
+            page_size=self.page_size,
+            max_num_reqs=self.max_num_reqs,
+            max_num_steps=self.limits.num_speculative_tokens,
+            max_model_len=self.limits.max_model_len,
+            device=self.device,
+        )
+
+
+class Policy(ABC):
+    """Who chooses where the draft looks. The loop knows a policy and its views, and nothing more of it."""
+
+    granularities: ClassVar[tuple[str, ...]] = ()
+    """What a user may have it choose, "page" or "token"; the first is the default."""
+
+    @classmethod
+    @abstractmethod
+    def parse_budget(cls, fields: Any, limits: Limits, budget: float) -> Budget:
+        """What comes of a budget, in the policy's own units.
+
+        Args:
+            fields: the speculative configuration (`config.MagicDecFields`).
+            limits: of the engine.
+            budget: tokens, or a fraction of the context when below 1.
+
+        Raises:
+            ValueError: the policy cannot work with it; one sentence with the way out.
+        """
+
+    @classmethod
+    @abstractmethod
+    def make_views(cls, fields: Any, engine: Engine, budgets: Sequence[Any]) -> Views:
+        """Everything that a worker drafts with.
+
+        Args:
+            fields: as for `parse_budget`.
+            engine: what views are made for.
+            budgets: what `parse_budget` made of them, the smallest first.
+        """
+
+    @classmethod
+    def granularity(cls, fields: Any, device_type: str) -> str | None:
+        """What is chosen on a kind of device; None where there is nothing for a user to say."""
+        return fields.draft_kv_granularity or next(iter(cls.granularities), None)
+
+    @classmethod
+    def reads_generated_tokens(cls, fields: Any) -> bool:
+        """Whether a choice in mid-generation needs the latest token ids on the host."""
+        return False
+
+
+class PagePolicy(Policy):
     """Chooses pages, the same for all layers and heads. Any attention backend reads such a view.
 
     Args:
@@ -22,6 +140,17 @@ class PagePolicy(ABC):
     def __init__(self, fields: Any, budget: PageBudget, device: torch.device) -> None:
         self.budget = budget
         self.device = device
+
+    @classmethod
+    def parse_budget(cls, fields: Any, limits: Limits, budget: float) -> PageBudget:
+        """See `Policy`; rounded up to whole pages."""
+        return parse_page_budget(fields, limits, budget)
+
+    @classmethod
+    def make_views(cls, fields: Any, engine: Engine, budgets: Sequence[PageBudget]) -> PageViews:
+        """See `Policy`."""
+        policies = [cls(fields, budget, engine.device) for budget in budgets]
+        return PageViews(policies, engine.make_draft_slots())
 
     @property
     def max_pages(self) -> int:
@@ -50,40 +179,37 @@ class PagePolicy(ABC):
         """
 
 
-@dataclass(frozen=True)
-class Observation:
-    """What one request's latest tokens ask for, in one layer."""
+def parse_page_budget(fields: Any, limits: Limits, budget: float, recent_pages: int = 0) -> PageBudget:
+    """A budget in whole pages; `recent_pages` as in `PageBudget`.
 
-    queries: torch.Tensor  # [window, num_heads, head_size], of the last `window` tokens, oldest first
-    keys: torch.Tensor  # [num_kv_heads, num_tokens, head_size], position by position
-    length: torch.Tensor  # [] int64, valid keys; the last query is at position length - 1
-    scale: float  # of the logits
-    soft_cap: float  # of the logits, 0: none
-
-    @property
-    def window(self) -> int:
-        return self.queries.shape[0]
-
-
-class TokenPolicy(ABC):
-    """Chooses tokens per layer and KV head when a prompt ends, and again every `refresh` tokens.
-
-    Sinks and recent tokens are always in view; the policy chooses among those between.
-
-    Args:
-        fields: the speculative configuration (`config.MagicDecFields`).
+    Raises:
+        ValueError: it is below one page.
     """
+    return PageBudget.from_tokens(
+        budget=budget,
+        min_budget=fields.draft_kv_min_budget,
+        sink=fields.draft_kv_sink,
+        page_size=limits.page_size,
+        num_speculative_tokens=limits.num_speculative_tokens,
+        max_model_len=limits.max_model_len,
+        recent_pages=recent_pages,
+    )
 
-    window: int  # latest tokens whose queries it wants to see; they stay in view
-    recent: float = 0.0  # latest tokens that stay in view, see `views.tokens.TokenBudget.from_fields`
-    refresh: int  # generated tokens after which it chooses again; 0: never
 
-    def __init__(self, fields: Any) -> None:
-        self.refresh = fields.draft_kv_refresh or 0
+def parse_budget_of_selected_pages(
+    fields: Any, limits: Limits, budget: float, recent_pages: int
+) -> PageBudget:
+    """A budget in whole pages, some of which are selected.
 
-    @abstractmethod
-    def score(self, observation: Observation) -> torch.Tensor:
-        """How much the draft needs each token, [num_kv_heads, num_tokens] float32; the highest are taken.
-
-        Scores of positions that are in view anyway, or not valid, are ignored.
-        """
+    Raises:
+        ValueError: it is below one page, or leaves nothing to select.
+    """
+    pages = parse_page_budget(fields, limits, budget, recent_pages)
+    page, fixed = limits.page_size, pages.sink_pages + recent_pages
+    if fixed < pages.min_pages or pages.min_pages * page >= limits.max_model_len:
+        return pages
+    raise ValueError(
+        f"draft_kv_budget={budget:g} leaves no page to choose beside {fixed} "
+        f"pages of {page} tokens for sinks and recent tokens; use at least {(fixed + 1) * page}, a "
+        "smaller --block-size, or draft_kv_granularity='token'"
+    )

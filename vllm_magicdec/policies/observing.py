@@ -1,53 +1,141 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When and how a `TokenPolicy` gets to choose: one forward pass of the target over a request's last tokens.
+"""Policies that choose by what a prompt's last tokens attend to, and when and how they get to.
 
-The queries that a policy scores are those of a prompt's last tokens. They may have been computed in several
-chunks, or, on a prefix-cache hit, not at all. So they are computed again, for all cases alike, when the
-prompt is whole: the pass reads the KV cache and writes nothing.
+The queries that a policy scores may have been computed in several chunks or, on a prefix-cache hit, not at
+all. So they are computed again, for all cases alike, when the prompt is whole: one forward pass of the
+target over the request's last tokens, which reads the KV cache and writes nothing.
 """
 
-from collections.abc import Sequence
-from typing import Protocol
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from vllm_magicdec.attention import KVRows
-from vllm_magicdec.attention.switch import LayerObserver
-from vllm_magicdec.policies.base import Observation, TokenPolicy
-from vllm_magicdec.views.base import Batch
-from vllm_magicdec.views.tokens import Selections, TokenBudget, budget_to_select
+from vllm_magicdec.attention.observing import LayerObserver
+from vllm_magicdec.policies.base import Engine, Limits, Observe, Policy, parse_budget_of_selected_pages
+from vllm_magicdec.views.base import Batch, Views, ceil_div
+from vllm_magicdec.views.layer_pages import LayerPageViews
+from vllm_magicdec.views.selections import Budget, Selections, budget_to_select
+from vllm_magicdec.views.tokens import TokenBudget, TokenViews, recent_tokens
 
 
-class ObservingRunner(Protocol):
-    """What a selection needs from a vLLM model runner; implemented by vLLM's adapters."""
+@dataclass(frozen=True)
+class Observation:
+    """What one request's latest tokens ask for, in one layer."""
 
-    def observe(self, indices: Sequence[int], window: int, observer: LayerObserver) -> None:
-        """Run the target over the last `window` tokens before `Batch.observable_lens` of some requests.
+    queries: torch.Tensor  # [window, num_heads, head_size], of the last `window` tokens, oldest first
+    keys: torch.Tensor  # [num_kv_heads, num_tokens, head_size], position by position
+    length: torch.Tensor  # [] int64, valid keys; the last query is at position length - 1
+    scale: float  # of the logits
+    soft_cap: float  # of the logits, 0: none
 
-        Args:
-            indices: places in the batch.
-            window: tokens per request; none has fewer.
-            observer: gets the queries of all requests, one after the other.
+    @property
+    def window(self) -> int:
+        """Queries."""
+        return self.queries.shape[0]
+
+
+class TokenPolicy(Policy):
+    """Scores tokens per layer and KV head when a prompt ends, and again every `refresh` tokens.
+
+    Sinks and recent tokens are always in view; the policy chooses among those between. By page, a page's
+    score is the sum over its tokens and over heads, and every layer sees its best pages.
+
+    Args:
+        fields: the speculative configuration (`config.MagicDecFields`).
+    """
+
+    granularities = ("token", "page")
+
+    window: int  # latest tokens whose queries it wants to see; they stay in view
+    recent: float = 0.0  # latest tokens that stay in view, see `views.tokens.recent_tokens`
+    refresh: int  # generated tokens after which it chooses again; 0: never
+
+    def __init__(self, fields: Any) -> None:
+        self.refresh = fields.draft_kv_refresh or 0
+
+    @abstractmethod
+    def score(self, observation: Observation) -> torch.Tensor:
+        """How much the draft needs each token, [num_kv_heads, num_tokens] float32; the highest are taken.
+
+        Scores of positions that are in view anyway, or not valid, are ignored.
         """
-        ...
+
+    @classmethod
+    def reads_generated_tokens(cls, fields: Any) -> bool:
+        """See `Policy`."""
+        return cls(fields).refresh > 0
+
+    @classmethod
+    def parse_budget(cls, fields: Any, limits: Limits, budget: float) -> Budget:
+        """See `Policy`."""
+        policy, gamma = cls(fields), limits.num_speculative_tokens
+        if cls.granularity(fields, limits.device_type) == "token":
+            return TokenBudget.from_fields(
+                budget=budget,
+                min_budget=fields.draft_kv_min_budget,
+                sink=fields.draft_kv_sink,
+                window=policy.window,
+                recent=policy.recent,
+                num_speculative_tokens=gamma,
+                max_model_len=limits.max_model_len,
+            )
+        tokens = fields.draft_kv_min_budget if budget < 1 else int(budget)
+        window = max(policy.window, gamma)
+        recent = recent_tokens(tokens - fields.draft_kv_sink, window, policy.recent, budget=tokens)
+        # The drafted tokens may start anywhere in a page, so they may touch one page more.
+        drafted_pages = ceil_div(gamma - 1, limits.page_size) + 1
+        recent_pages = max(ceil_div(recent, limits.page_size), drafted_pages)
+        return parse_budget_of_selected_pages(fields, limits, budget, recent_pages)
+
+    @classmethod
+    def make_views(cls, fields: Any, engine: Engine, budgets: Sequence[Any]) -> Views:
+        """See `Policy`."""
+        by_page = cls.granularity(fields, engine.device.type) == "page"
+        selections = Selections(
+            num_layers=engine.num_layers,
+            num_heads=1 if by_page else engine.num_kv_heads,
+            max_num_reqs=engine.max_num_reqs,
+            max_selected=budget_to_select(budgets).max_selected,
+            device=engine.device,
+        )
+        selector = PromptSelector(
+            cls(fields),
+            budgets,
+            selections,
+            engine.observe,
+            page_size=engine.page_size,
+            max_batched_tokens=engine.max_batched_tokens,
+        )
+        plans = engine.switch_attention(layer_pages=by_page)
+        if by_page:
+            return LayerPageViews(selections, selector, budgets, engine.make_draft_slots())
+        return TokenViews(selections, selector, budgets, engine.make_draft_slots(), plans)
 
 
-class Selector:
+class PromptSelector:
     """Keeps the selections of a batch up to date.
 
     Args:
         policy: scores tokens.
-        budgets: of a request, the smallest first.
+        budgets: of a request, the smallest first, in the entries of `selections`.
         selections: where choices are kept.
+        observe: runs the target over last tokens.
         page_size: tokens per page of the block tables.
         max_batched_tokens: most query tokens of one forward pass.
     """
 
+    memory_bytes: Mapping[str, int] = {}
+
     def __init__(
         self,
         policy: TokenPolicy,
-        budgets: Sequence[TokenBudget],
+        budgets: Sequence[Budget],
         selections: Selections,
+        observe: Observe,
         *,
         page_size: int,
         max_batched_tokens: int,
@@ -56,10 +144,11 @@ class Selector:
         self._budget = budget_to_select(budgets)
         self._least_budget = budgets[0]
         self._selections = selections
+        self._observe = observe
         self._page_size = page_size
         self._max_reqs_per_pass = max(1, max_batched_tokens // policy.window)
 
-    def update(self, runner: ObservingRunner, batch: Batch) -> None:
+    def update(self, batch: Batch, num_steps: int) -> None:
         """Select for the requests of the batch that are due. Launches nothing when none is."""
         self._selections.begin_round(batch.req_ids)
         due = [index for index in range(len(batch.req_ids)) if self._is_due(batch, index)]
@@ -69,14 +158,13 @@ class Selector:
         crowded = [i for i in due if self._num_eligible(batch.known_lens[i]) > self._allowed(batch, i)]
         for first in range(0, len(crowded), self._max_reqs_per_pass):
             indices = crowded[first : first + self._max_reqs_per_pass]
-            rows = self._selections.rows([batch.req_ids[i] for i in indices])
-            runner.observe(indices, self._policy.window, self._score_layer(batch, indices, rows))
+            self._observe(indices, self._policy.window, self._score_layer(batch, indices))
         self._take_everything(batch, [i for i in due if i not in set(crowded)])
-        lens = batch.observable_lens[due]
-        ends = (lens - self._budget.window).clamp(min=0)
+        lens, budget = batch.observable_lens[due], self._budget
+        ends = self._end(lens).clamp(min=0)
         counts = torch.minimum(
-            (ends - self._budget.sink).clamp(min=0),
-            self._budget.tokens(lens) - self._budget.sink - self._budget.window,
+            (ends - budget.num_sinks).clamp(min=0),
+            budget.entries(lens) - budget.num_sinks - budget.num_recent,
         )
         self._selections.set(
             [batch.req_ids[i] for i in due], [int(batch.known_lens[i]) for i in due], counts, ends
@@ -90,40 +178,54 @@ class Selector:
             return True
         return 0 < self._policy.refresh <= batch.known_lens[index] - made_at
 
+    def _end(self, length: Any) -> Any:
+        """The first entry that is not chosen from: a number or a tensor of them, as `length` in tokens."""
+        unit = self._budget.unit
+        return (length + unit - 1) // unit - self._budget.num_recent
+
     def _num_eligible(self, length: int) -> int:
-        return max(0, length - self._budget.window - self._budget.sink)
+        return max(0, self._end(length) - self._budget.num_sinks)
 
     def _allowed(self, batch: Batch, index: int) -> int:
-        budget = self._least_budget.tokens(torch.tensor([batch.known_lens[index]]))
-        return int(budget) - self._budget.sink - self._budget.window
+        entries = self._least_budget.entries(torch.tensor([batch.known_lens[index]]))
+        return int(entries) - self._budget.num_sinks - self._budget.num_recent
 
     def _take_everything(self, batch: Batch, indices: Sequence[int]) -> None:
         if indices:
             rows = self._selections.rows([batch.req_ids[i] for i in indices])
             num_selected = self._selections.positions.shape[-1]
-            everything = self._budget.sink + torch.arange(num_selected, device=rows.device)
+            everything = self._budget.num_sinks + torch.arange(num_selected, device=rows.device)
             self._selections.positions[rows] = everything.to(torch.int32)
 
-    def _score_layer(self, batch: Batch, indices: Sequence[int], rows: torch.Tensor) -> LayerObserver:
-        window, sink, recent = self._policy.window, self._budget.sink, self._budget.window
+    def _score_layer(self, batch: Batch, indices: Sequence[int]) -> LayerObserver:
+        window = self._policy.window
 
         def score(layer: int, queries: torch.Tensor, cache: KVRows, scale: float, soft_cap: float) -> None:
             for place, index in enumerate(indices):
-                length = batch.observable_lens[index]
-                num_pages = -(-int(batch.known_lens[index]) // self._page_size)
+                num_pages = ceil_div(int(batch.known_lens[index]), self._page_size)
                 pages = cache.keys_by_page(batch.block_table[index, :num_pages])
                 observation = Observation(
                     queries=queries[place * window : (place + 1) * window],
                     keys=pages.transpose(0, 1).flatten(1, 2),
-                    length=length,
+                    length=batch.observable_lens[index],
                     scale=scale,
                     soft_cap=soft_cap,
                 )
                 scores = self._policy.score(observation)
-                positions = torch.arange(scores.shape[-1], device=scores.device)
-                scores.masked_fill_((positions < sink) | (positions >= length - recent), float("-inf"))
-                count = min(self._selections.positions.shape[-1], scores.shape[-1])
-                chosen = scores.topk(count).indices
-                self._selections.positions[rows[place], layer, :, :count] = chosen.to(torch.int32)
+                row = self._selections.row(batch.req_ids[index])
+                self._keep_best(row, layer, scores, observation.length)
 
         return score
+
+    def _keep_best(self, row: int, layer: int, scores: torch.Tensor, length: torch.Tensor) -> None:
+        """Select in one layer from `scores` [num_kv_heads, num_tokens], of `length` valid tokens."""
+        places = torch.arange(scores.shape[-1], device=scores.device)
+        if self._budget.unit > 1:
+            scores = scores.masked_fill(places >= length, 0.0)
+            scores = scores.unflatten(-1, (-1, self._budget.unit)).sum((0, 2)).unsqueeze(0)
+            places = places[: scores.shape[-1]]
+        is_fixed = (places < self._budget.num_sinks) | (places >= self._end(length))
+        scores = scores.masked_fill(is_fixed, float("-inf"))
+        selected = self._selections.positions[row, layer]
+        count = min(selected.shape[-1], scores.shape[-1])
+        selected[:, :count] = scores.topk(count).indices.to(torch.int32)

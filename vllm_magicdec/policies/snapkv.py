@@ -6,13 +6,16 @@ from typing import Any
 import torch
 from torch.nn.functional import avg_pool1d, max_pool1d
 
-from vllm_magicdec.policies.base import Observation, TokenPolicy
+from vllm_magicdec.policies.observing import Observation, TokenPolicy
 
 _POOLING = {"max": max_pool1d, "avg": avg_pool1d}
 
 
 class SnapKV(TokenPolicy):
-    """Tokens that the prompt's last `snapkv_window` tokens attend to most, and their neighbours."""
+    """Tokens that the prompt's last `snapkv_window` tokens attend to most, and their neighbours.
+
+    By page, what is summed are these pooled scores.
+    """
 
     def __init__(self, fields: Any) -> None:
         super().__init__(fields)
@@ -20,6 +23,11 @@ class SnapKV(TokenPolicy):
         self.recent = fields.snapkv_recent
         self._kernel = fields.snapkv_kernel
         self._pool = _POOLING[fields.snapkv_pooling]
+
+    @classmethod
+    def granularity(cls, fields: Any, device_type: str) -> str:
+        """See `Policy`: a CPU reads single tokens slowly, because vLLM keeps a page's keys transposed there."""
+        return fields.draft_kv_granularity or ("page" if device_type == "cpu" else "token")
 
     def score(self, observation: Observation) -> torch.Tensor:
         """Softmax over the whole context, causal in the window; summed over the window's queries and the

@@ -5,7 +5,7 @@ Keys are cached with RoPE applied at their true positions, so leaving some out c
 attends to and nothing else: positions stay the true ones.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -80,11 +80,39 @@ class DraftStep:
     view: View
 
 
+class Selector(Protocol):
+    """The part of a policy that works every round: it keeps what views look up up to date."""
+
+    @property
+    def memory_bytes(self) -> Mapping[str, int]:
+        """Device memory beside the selections, by what it is for."""
+        ...
+
+    def update(self, batch: Batch, num_steps: int) -> None:
+        """Select for the requests of a batch that are due.
+
+        Args:
+            batch: the round's requests.
+            num_steps: drafts of each.
+        """
+        ...
+
+
 class Views(Protocol):
     """Prepares the views of one round after the other, in buffers that live as long as the engine."""
 
+    @property
+    def memory_bytes(self) -> Mapping[str, int]:
+        """Device memory of what the draft looks up, by what it is for."""
+        ...
+
+    @property
+    def common_lens(self) -> Sequence[int | None]:
+        """`TokenView.common_len`s for which a draft step runs other kernels; None is one."""
+        ...
+
     def prepare(self, batch: Batch, num_steps: int, size: int = -1) -> Iterator[DraftStep]:
-        """The round's steps, in order; no host synchronisation.
+        """The round's steps, in order; no host synchronisation but for requests that are new.
 
         Args:
             batch: the round's requests.
@@ -93,14 +121,14 @@ class Views(Protocol):
         """
         ...
 
-    def view(self, num_reqs: int, lens: torch.Tensor, common_len: int | None = None) -> View:
-        """The view of `num_reqs` requests that is in the buffers now.
+    def capture_view(self, num_reqs: int, lens: torch.Tensor, common_len: int | None) -> View:
+        """The view of `num_reqs` requests that is in the buffers now, for a CUDA graph to read.
 
         Args:
             num_reqs: requests, at most `max_num_seqs`; those that the round does not have see what an
                 earlier round left.
             lens: [num_reqs] int32, entries in view.
-            common_len: see `TokenView`; other views have none.
+            common_len: one of `common_lens`.
         """
         ...
 
@@ -117,7 +145,7 @@ class DraftSlots:
         max_model_len: int,
         device: torch.device,
     ) -> None:
-        self._page_size = page_size
+        self.page_size = page_size
         self.max_model_len = max_model_len
         self._offsets = torch.arange(max_num_steps, device=device).unsqueeze(1)  # [steps, 1] int64
         shape = (max_num_steps, max_num_reqs)
@@ -133,8 +161,12 @@ class DraftSlots:
         num_reqs = batch.context_lens.shape[0]
         wanted = batch.context_lens + self._offsets[:num_steps]
         positions = wanted.clamp(max=self.max_model_len - 1)
-        pages = batch.block_table.gather(1, (positions // self._page_size).T).T
-        slots = pages * self._page_size + positions % self._page_size
+        pages = batch.block_table.gather(1, (positions // self.page_size).T).T
+        slots = pages * self.page_size + positions % self.page_size
         self.positions[:num_steps, :num_reqs] = positions
         self.slots[:num_steps, :num_reqs] = slots.masked_fill(wanted != positions, PAD_SLOT)
         return positions
+
+    def step(self, index: int, num_reqs: int, view: View) -> DraftStep:
+        """A step of the round that was prepared, over a view."""
+        return DraftStep(index, self.positions[index, :num_reqs], self.slots[index, :num_reqs], view)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Preparing a round on a GPU: what each kind of `Views` computes, by one Triton kernel each.
 
-The torch versions beside them say the same in many small steps, and run wherever there is no GPU.
+The torch versions beside them say the same in many small steps, and run wherever there is no GPU. One file
+above 400 lines, because each kernel is read beside the others: they share how steps are written.
 """
 
 import torch
@@ -130,28 +131,31 @@ def _layer_page_round_kernel(  # type: ignore[no-untyped-def]
     context_lens,  # [num_reqs] int64
     block_table,  # [num_reqs, max_blocks] int32
     rows,  # [num_reqs] int64
-    chosen,  # [max_num_reqs, num_layers, >= num_chosen] int64, pages within the request, contiguous
-    has_chosen,  # [max_num_reqs] bool
+    selected,  # [max_num_reqs, num_layers, 1, max_selected] int32, pages within the request, contiguous
+    num_selected,  # [max_num_reqs] int64
+    ends,  # [max_num_reqs] int64
+    pages,  # [num_reqs] int64, in budget
     positions,  # the rest is written
     slots,
     lens,  # [max_num_steps, max_num_reqs] int32
-    view_table,  # [num_layers, max_num_reqs, >= max_pages] int32
+    view_tables,  # [num_layers, max_num_reqs, >= max_pages] int32
     table_stride,
-    chosen_row,  # strides, in elements
-    chosen_layer,
+    selected_row,  # strides, in elements
+    selected_layer,
     view_layer,
     view_req,
     max_num_reqs,
     max_model_len,
     num_steps,
     sink_pages,
+    least_recent,
+    most_recent,
     max_pages,
-    num_chosen,
     PAGE_SIZE: tl.constexpr,
     STEPS_PADDED: tl.constexpr,
     PAGES_PADDED: tl.constexpr,
 ):
-    """One request and layer: see `policies.verify_topk.VerificationViews.prepare`."""
+    """One request and layer: see `layer_pages.LayerPageViews.prepare`."""
     req = tl.program_id(0).to(tl.int64)
     layer = tl.program_id(1).to(tl.int64)
     context_len = tl.load(context_lens + req)
@@ -159,20 +163,24 @@ def _layer_page_round_kernel(  # type: ignore[no-untyped-def]
     row = tl.load(rows + req)
     last_page = tl.minimum(context_len + num_steps - 1, max_model_len - 1) // PAGE_SIZE
     total = last_page + 1
-    is_crowded = (total > max_pages) & (tl.load(has_chosen + row) != 0)
-    count = tl.where(is_crowded, num_chosen, 0)
+    budget = tl.load(pages + req)
     sinks = tl.minimum(total, sink_pages)
-    start = tl.maximum(sinks, total - (max_pages - sinks - count))
+    start = tl.maximum(tl.minimum(tl.load(ends + row), total), sinks)
+    recent = tl.minimum(tl.maximum(total - start, least_recent), most_recent)
+    count = tl.minimum(tl.load(num_selected + row), tl.maximum(budget - sinks - recent, 0))
+    fits = total <= budget
+    count = tl.where(fits, 0, count)
+    start = tl.where(fits, sinks, tl.maximum(start, total - (budget - sinks - count)))
 
     columns = tl.arange(0, PAGES_PADDED)
     is_column = columns < max_pages
-    own = chosen + row * chosen_row + layer * chosen_layer
-    best = tl.load(own + columns, mask=columns < count, other=0)
+    own = selected + row * selected_row + layer * selected_layer
+    best = tl.load(own + columns, mask=columns < count, other=0).to(tl.int64)
     column = columns - count
     page = tl.where(column < sinks, column, column + start - sinks)
     page = tl.minimum(tl.where(column < 0, best, page), last_page)
     tl.store(
-        view_table + layer * view_layer + req * view_req + columns,
+        view_tables + layer * view_layer + req * view_req + columns,
         tl.load(table + page, mask=is_column),
         mask=is_column,
     )
@@ -197,44 +205,48 @@ def _layer_page_round_kernel(  # type: ignore[no-untyped-def]
 def write_layer_page_round(
     context_lens: torch.Tensor,  # [num_reqs] int64
     block_table: torch.Tensor,  # [num_reqs, max_blocks] int32
-    rows: torch.Tensor,  # [num_reqs] int64, of what was chosen
-    chosen: torch.Tensor,  # [max_num_reqs, num_layers, >= num_chosen] int64, pages within the request
-    has_chosen: torch.Tensor,  # [max_num_reqs] bool
+    rows: torch.Tensor,  # [num_reqs] int64, of the selections
+    selected: torch.Tensor,  # [max_num_reqs, num_layers, 1, max_selected] int32, contiguous
+    num_selected: torch.Tensor,  # [max_num_reqs] int64
+    ends: torch.Tensor,  # [max_num_reqs] int64
+    pages: torch.Tensor,  # [num_reqs] int64, in budget
     *,
     positions: torch.Tensor,  # [max_num_steps, max_num_reqs] int64, written like the rest
     slots: torch.Tensor,  # the same
     lens: torch.Tensor,  # [max_num_steps, max_num_reqs] int32
-    view_table: torch.Tensor,  # [num_layers, max_num_reqs, >= max_pages] int32
+    view_tables: torch.Tensor,  # [num_layers, max_num_reqs, >= max_pages] int32
     num_steps: int,
     page_size: int,
     sink_pages: int,
+    recent_pages: tuple[int, int],  # least and most
     max_pages: int,
-    num_chosen: int,
     max_model_len: int,
 ) -> None:
-    """Chosen pages, sinks and the latest pages of every request and layer. No host synchronisation."""
+    """Selected pages, sinks and the latest pages of every request and layer. No host synchronisation."""
     max_num_steps, max_num_reqs = positions.shape
-    _layer_page_round_kernel[(context_lens.shape[0], view_table.shape[0])](
+    _layer_page_round_kernel[(context_lens.shape[0], view_tables.shape[0])](
         context_lens,
         block_table,
         rows,
-        chosen,
-        has_chosen,
+        selected,
+        num_selected,
+        ends,
+        pages,
         positions,
         slots,
         lens,
-        view_table,
+        view_tables,
         block_table.stride(0),
-        chosen.stride(0),
-        chosen.stride(1),
-        view_table.stride(0),
-        view_table.stride(1),
+        selected.stride(0),
+        selected.stride(1),
+        view_tables.stride(0),
+        view_tables.stride(1),
         max_num_reqs,
         max_model_len,
         num_steps,
         sink_pages,
+        *recent_pages,
         max_pages,
-        num_chosen,
         PAGE_SIZE=page_size,
         STEPS_PADDED=triton.next_power_of_2(max_num_steps),
         PAGES_PADDED=triton.next_power_of_2(max_pages),

@@ -4,8 +4,8 @@
 A page view is a shorter block table, which any attention backend can run.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -26,6 +26,7 @@ class PageBudget:
     min_pages: int
     max_pages: int
     context_fraction: float = 0.0
+    recent_pages: int = 0  # least number of latest pages, where others are selected; 0: none is selected
 
     @classmethod
     def from_tokens(
@@ -37,10 +38,12 @@ class PageBudget:
         page_size: int,
         num_speculative_tokens: int,
         max_model_len: int,
+        recent_pages: int = 0,
     ) -> "PageBudget":
         """Round a budget in tokens (or a fraction of the context when below 1) up to whole pages.
 
         The result is never less than the sinks and the pages that one round's drafted tokens touch.
+        `recent_pages`: see the field.
 
         Raises:
             ValueError: the budget is below one page.
@@ -63,7 +66,41 @@ class PageBudget:
         if is_fraction:
             largest = int(-(-budget * context_pages // 1))
             max_pages = min(max(min_pages, largest), context_pages)
-        return cls(page_size, sink_pages, min_pages, max_pages, budget if is_fraction else 0.0)
+        fraction = budget if is_fraction else 0.0
+        return cls(page_size, sink_pages, min_pages, max_pages, fraction, recent_pages)
+
+    @property
+    def unit(self) -> int:
+        """Tokens of one entry of a selection."""
+        return self.page_size
+
+    @property
+    def num_sinks(self) -> int:
+        """Entries at the start of the context that stay in view."""
+        return self.sink_pages
+
+    @property
+    def num_recent(self) -> int:
+        """Least number of latest entries in view."""
+        return self.recent_pages
+
+    @property
+    def max_tokens(self) -> int:
+        """K/V entries that a draft step reads of a request, at most."""
+        return self.max_pages * self.page_size
+
+    @property
+    def max_selected(self) -> int:
+        """Most pages that can be selected between the sinks and the recent ones."""
+        return max(0, self.max_pages - self.sink_pages - self.recent_pages)
+
+    def entries(self, context_lens: torch.Tensor) -> torch.Tensor:
+        """`pages`, by the name that budgets of all units have."""
+        return self.pages(context_lens)
+
+    def keeping_recent(self, count: int) -> "PageBudget":
+        """The same with another number of recent pages."""
+        return replace(self, recent_pages=count)
 
     def pages(self, context_lens: torch.Tensor) -> torch.Tensor:
         """Pages in budget. `context_lens` [num_reqs] int64, in tokens; returns [num_reqs] int64."""
@@ -74,11 +111,12 @@ class PageBudget:
 
     def __str__(self) -> str:
         def describe(pages: int) -> str:
-            window = pages - self.sink_pages
-            return (
-                f"{pages * self.page_size} tokens ({self.sink_pages} sink + {window} window pages "
-                f"of {self.page_size})"
-            )
+            others = pages - self.sink_pages
+            parts = f"{others} window"
+            if self.recent_pages:
+                selected = max(0, others - self.recent_pages)
+                parts = f"{others - selected} recent + {selected} selected"
+            return f"{pages * self.page_size} tokens ({self.sink_pages} sink + {parts} pages of {self.page_size})"
 
         if self.min_pages == self.max_pages:
             return describe(self.min_pages)
@@ -112,21 +150,18 @@ class PageViews:
 
     Args:
         policies: one for each budget, the smallest first.
+        draft_slots: where the drafted tokens go.
     """
 
-    def __init__(
-        self,
-        policies: Sequence[ChoosesPages],
-        draft_slots: DraftSlots,
-        *,
-        page_size: int,
-        max_num_reqs: int,
-        max_num_steps: int,
-        device: torch.device,
-    ) -> None:
+    memory_bytes: Mapping[str, int] = {}
+    common_lens = (None,)
+
+    def __init__(self, policies: Sequence[ChoosesPages], draft_slots: DraftSlots) -> None:
         self._policies = policies
         self._draft_slots = draft_slots
-        self._page_size = page_size
+        self._page_size = draft_slots.page_size
+        max_num_steps, max_num_reqs = draft_slots.positions.shape
+        device = draft_slots.positions.device
         self._lens = torch.zeros((max_num_steps, max_num_reqs), dtype=torch.int32, device=device)
         shape = (max_num_reqs, max(policy.max_pages for policy in policies))
         self._block_table = torch.zeros(shape, dtype=torch.int32, device=device)
@@ -140,12 +175,8 @@ class PageViews:
         else:
             self._write(policy, batch, num_steps)
         for index in range(num_steps):
-            yield DraftStep(
-                index=index,
-                positions=self._draft_slots.positions[index, :num_reqs],
-                slots=self._draft_slots.slots[index, :num_reqs],
-                view=self.view(num_reqs, self._lens[index, :num_reqs]),
-            )
+            view = self.capture_view(num_reqs, self._lens[index, :num_reqs])
+            yield self._draft_slots.step(index, num_reqs, view)
 
     def _write(self, policy: ChoosesPages, batch: Batch, num_steps: int) -> None:
         num_reqs = batch.context_lens.shape[0]
@@ -176,6 +207,6 @@ class PageViews:
             max_model_len=self._draft_slots.max_model_len,
         )
 
-    def view(self, num_reqs: int, lens: torch.Tensor, common_len: int | None = None) -> PageView:
+    def capture_view(self, num_reqs: int, lens: torch.Tensor, common_len: int | None = None) -> PageView:
         """See `Views`."""
         return PageView(lens, self._block_table[:num_reqs], self._block_table.shape[-1] * self._page_size)

@@ -13,12 +13,14 @@ pages keeps its own. Once a round they become slots, for all layers at once. The
 smaller budget's selection is the beginning of a larger one's.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
-from vllm_magicdec.views.base import Batch, DraftSlots, DraftStep, TokenView, has_kernels
+from vllm_magicdec.views.base import Batch, DraftSlots, DraftStep, Selector, TokenView, has_kernels
+from vllm_magicdec.views.selections import Selections
 
 # A draft cannot do without what was just written: this share of a small budget's tokens are the latest
 # ones, whatever the share for large budgets. Chosen with benchmarks/acceptance.py at a budget of 64.
@@ -54,9 +56,7 @@ class TokenBudget:
     ) -> "TokenBudget":
         """A budget in tokens, or a fraction of the context when below 1.
 
-        The latest tokens in view are `recent`, but at least `window` and the drafted tokens. Below 1,
-        `recent` is a fraction of the budget; above 0, that is then no less than `SMALL_RECENT` of the
-        budget's first `SMALL_BUDGET` tokens.
+        `window` and `recent`: see `recent_tokens`.
 
         Raises:
             ValueError: it cannot hold the sinks, the latest tokens and one token more.
@@ -65,12 +65,9 @@ class TokenBudget:
         name, min_tokens = (
             ("draft_kv_min_budget", min_budget) if is_fraction else ("draft_kv_budget", int(budget))
         )
-        window = max(window, num_speculative_tokens)
-        if 0 < recent < 1:
-            wanted = max(recent * min_tokens, SMALL_RECENT * min(min_tokens, SMALL_BUDGET))
-            window = max(window, min(int(wanted), min_tokens - sink - 1))
-        else:
-            window = max(window, int(recent))
+        window = recent_tokens(
+            min_tokens - sink, max(window, num_speculative_tokens), recent, budget=min_tokens
+        )
         least = min(sink + window + 1, max_model_len)
         if min_tokens < least:
             raise ValueError(
@@ -84,9 +81,32 @@ class TokenBudget:
         return cls(sink, window, min_tokens, max_tokens, budget if is_fraction else 0.0)
 
     @property
+    def unit(self) -> int:
+        """Tokens of one entry of a selection."""
+        return 1
+
+    @property
+    def num_sinks(self) -> int:
+        """Entries at the start of the context that stay in view."""
+        return self.sink
+
+    @property
+    def num_recent(self) -> int:
+        """Least number of latest entries in view."""
+        return self.window
+
+    @property
     def max_selected(self) -> int:
         """Most tokens that can be selected between the sinks and the window."""
         return max(0, self.max_tokens - self.sink - self.window)
+
+    def entries(self, context_lens: torch.Tensor) -> torch.Tensor:
+        """`tokens`, by the name that budgets of all units have."""
+        return self.tokens(context_lens)
+
+    def keeping_recent(self, count: int) -> "TokenBudget":
+        """The same with another number of recent tokens."""
+        return replace(self, window=count)
 
     def tokens(self, context_lens: torch.Tensor) -> torch.Tensor:
         """Tokens in budget. `context_lens` [num_reqs] int64; returns [num_reqs] int64."""
@@ -105,89 +125,28 @@ class TokenBudget:
         return f"{self.min_tokens} tokens ({parts})"
 
 
-def budget_to_select(budgets: Sequence[TokenBudget]) -> TokenBudget:
-    """What has to be selected so that any of these budgets, the smallest first, can be filled."""
-    return replace(budgets[-1], window=budgets[0].window)
+def recent_tokens(room: int, window: int, recent: float, *, budget: int) -> int:
+    """How many of the latest tokens stay in view at least.
+
+    Args:
+        room: tokens in budget beside the sinks.
+        window: they are no fewer than these.
+        recent: tokens, or a fraction of the budget when below 1. Above 0, that is then no less than
+            `SMALL_RECENT` of the budget's first `SMALL_BUDGET` tokens.
+        budget: tokens.
+    """
+    if not 0 < recent < 1:
+        return max(window, int(recent))
+    wanted = max(recent * budget, SMALL_RECENT * min(budget, SMALL_BUDGET))
+    return max(window, min(int(wanted), room - 1))
 
 
-class RequestRows:
-    """A row of device state for every request; rows of requests that are gone go to new ones."""
+class PlannedAttention(Protocol):
+    """Attention that is planned before a CUDA graph over it is captured."""
 
-    def __init__(self, max_num_reqs: int, device: torch.device) -> None:
-        self._rows: dict[str, int] = {}
-        self._free = list(range(max_num_reqs))
-        self._device = device
-
-    def __contains__(self, req_id: str) -> bool:
-        return req_id in self._rows
-
-    def add(self, req_ids: Sequence[str]) -> list[int]:
-        """Give rows to the requests of a batch that have none; returns the new ones' rows."""
-        new = [req_id for req_id in req_ids if req_id not in self._rows]
-        if len(new) > len(self._free):
-            present = set(req_ids)
-            for gone in [req_id for req_id in self._rows if req_id not in present]:
-                self._free.append(self._rows.pop(gone))
-        for req_id in new:
-            self._rows[req_id] = self._free.pop()
-        return [self._rows[req_id] for req_id in new]
-
-    def of(self, req_ids: Sequence[str]) -> torch.Tensor:
-        """Rows of requests that have one, [num_reqs] int64."""
-        rows = torch.tensor([self._rows[req_id] for req_id in req_ids], dtype=torch.int64)
-        return rows.to(self._device, non_blocking=True)
-
-
-class Selections:
-    """What was selected for every request, on the device, and when, on the host."""
-
-    def __init__(
-        self,
-        *,
-        num_layers: int,
-        num_kv_heads: int,
-        max_num_reqs: int,
-        max_selected: int,
-        device: torch.device,
-    ) -> None:
-        shape = (max_num_reqs, num_layers, num_kv_heads, max_selected)
-        self.positions = torch.zeros(shape, dtype=torch.int32, device=device)  # best first
-        self.counts = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)
-        # First position after the region that was chosen from.
-        self.ends = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)
-        self._rows = RequestRows(max_num_reqs, device)
-        self._made_at: dict[str, int] = {}  # context length, in tokens
-
-    def begin_round(self, req_ids: Sequence[str]) -> None:
-        """Give the batch's new requests rows with nothing selected."""
-        for row in self._rows.add(req_ids):
-            self.counts[row] = 0
-            self.ends[row] = 0
-        self._made_at = {req_id: n for req_id, n in self._made_at.items() if req_id in self._rows}
-
-    def rows(self, req_ids: Sequence[str]) -> torch.Tensor:
-        """Rows of requests of this round's batch, [num_reqs] int64."""
-        return self._rows.of(req_ids)
-
-    def made_at(self, req_id: str) -> int | None:
-        """The context length at which the request's selection was made, or None."""
-        return self._made_at.get(req_id)
-
-    def set(
-        self, req_ids: Sequence[str], context_lens: Sequence[int], counts: torch.Tensor, ends: torch.Tensor
-    ) -> None:
-        """Record that selections were made; their `positions` have been filled.
-
-        Args:
-            req_ids: requests of this round's batch.
-            context_lens: tokens of context that the host knows of, when it was made.
-            counts: [len(req_ids)] int64, positions selected.
-            ends: [len(req_ids)] int64, see `ends`.
-        """
-        rows = self.rows(req_ids)
-        self.counts[rows] = counts
-        self.ends[rows] = ends
-        self._made_at.update(zip(req_ids, context_lens, strict=True))
+    def prepare_capture(self, num_reqs: int, length: int, width: int) -> None:
+        """Make a plan that the graph may keep, for views of `length` columns out of `width`."""
+        ...
 
 
 class TokenViews:
@@ -197,30 +156,33 @@ class TokenViews:
     its query's slot into the recent part, so the lists of one step are gone when the next is made.
 
     Args:
-        selections: made with `budget_to_select`.
+        selections: of tokens, with room for what any of the budgets selects.
+        selector: keeps them up to date.
         budgets: the smallest first.
+        draft_slots: where the drafted tokens go.
+        plans: attention that is planned for full views.
     """
 
     def __init__(
         self,
         selections: Selections,
+        selector: Selector,
         budgets: Sequence[TokenBudget],
         draft_slots: DraftSlots,
-        *,
-        page_size: int,
-        max_num_reqs: int,
-        max_num_steps: int,
+        plans: Sequence[PlannedAttention] = (),
     ) -> None:
         self._selections = selections
+        self._selector = selector
         self._budgets = budgets
         self._draft_slots = draft_slots
-        self._page_size = page_size
-        self._max_num_steps = max_num_steps
+        self._plans = plans
+        self._page_size = draft_slots.page_size
         _, num_layers, num_kv_heads, _ = selections.positions.shape
         device = selections.positions.device
         width = budgets[-1].max_tokens
         self._columns = torch.arange(width, device=device)
-        shape = (max_num_steps, max_num_reqs)
+        shape = draft_slots.positions.shape
+        self._max_num_steps, max_num_reqs = shape
         self._lens = torch.zeros(shape, dtype=torch.int32, device=device)
         # Where each step's query goes in its view, and its slot.
         self._query_columns = torch.zeros(shape, dtype=torch.int64, device=device)
@@ -230,22 +192,20 @@ class TokenViews:
         )
 
     @property
-    def index_bytes(self) -> int:
-        """Device memory of the selections and the slots."""
-        return sum(t.numel() * t.element_size() for t in (self._selections.positions, self._slots))
+    def memory_bytes(self) -> Mapping[str, int]:
+        """See `Views`."""
+        slots = self._slots.numel() * self._slots.element_size()
+        return {"lists of slots": slots + self._selections.num_bytes, **self._selector.memory_bytes}
 
     @property
-    def full_lens(self) -> list[int]:
-        """The lengths of full views, one of each budget that is the same for all requests."""
-        return [budget.min_tokens for budget in self._budgets if not budget.context_fraction]
-
-    @property
-    def width(self) -> int:
-        """Columns of a view's `slots`, at most."""
-        return self._slots.shape[-1]
+    def common_lens(self) -> Sequence[int | None]:
+        """See `Views`: the lengths of full views, one of each budget that is the same for all requests."""
+        full = [budget.min_tokens for budget in self._budgets if not budget.context_fraction]
+        return (None, *full) if self._plans else (None,)
 
     def prepare(self, batch: Batch, num_steps: int, size: int = -1) -> Iterator[DraftStep]:
-        """See `views.base.Views`."""
+        """See `Views`."""
+        self._selector.update(batch, num_steps)
         budget = self._budgets[size]
         num_reqs = batch.context_lens.shape[0]
         rows = self._selections.rows(batch.req_ids)
@@ -260,12 +220,8 @@ class TokenViews:
                     for values in (self._query_columns, self._query_slots)
                 )
                 slots.scatter_(-1, columns, query_slots)
-            yield DraftStep(
-                index=index,
-                positions=self._draft_slots.positions[index, :num_reqs],
-                slots=self._draft_slots.slots[index, :num_reqs],
-                view=TokenView(self._lens[index, :num_reqs], slots, common_len),
-            )
+            view = TokenView(self._lens[index, :num_reqs], slots, common_len)
+            yield self._draft_slots.step(index, num_reqs, view)
 
     def _write(self, budget: TokenBudget, batch: Batch, rows: torch.Tensor, num_steps: int) -> None:
         """The first step's views, and where the queries of all steps go in them."""
@@ -322,8 +278,11 @@ class TokenViews:
             max_model_len=self._draft_slots.max_model_len,
         )
 
-    def view(self, num_reqs: int, lens: torch.Tensor, common_len: int | None = None) -> TokenView:
-        """See `views.base.Views`."""
+    def capture_view(self, num_reqs: int, lens: torch.Tensor, common_len: int | None) -> TokenView:
+        """See `Views`."""
+        if common_len is not None:
+            for plan in self._plans:
+                plan.prepare_capture(num_reqs, common_len, self._slots.shape[-1])
         return TokenView(lens, self._slots[:, :num_reqs, :, :common_len], common_len)
 
     def _fill(

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Policies that choose by what verified tokens attend to: the verification's own queries, recorded.
+
+The idea is that of SparseSpec's PillarAttn and of Vegas: the target has just computed, for the tokens before
+the next drafts, where it looks.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from vllm_magicdec.attention import KVRows
+from vllm_magicdec.policies.base import Engine, Limits, Policy, parse_budget_of_selected_pages
+from vllm_magicdec.views.base import Batch, Views, ceil_div
+from vllm_magicdec.views.layer_pages import LayerPageViews
+from vllm_magicdec.views.pages import PageBudget
+from vllm_magicdec.views.selections import Budget, Selections, budget_to_select
+
+# Tokens before the drafted ones that stay in view whatever their score.
+RECENT_TOKENS = 32
+
+
+class Verification:
+    """The queries of the target's latest pass: those of the last positions of every request.
+
+    Args:
+        num_layers: attention layers of the target.
+        max_num_reqs: most requests of a pass.
+        num_queries: positions of each request that are kept.
+        device: where the target runs.
+    """
+
+    def __init__(
+        self, *, num_layers: int, max_num_reqs: int, num_queries: int, device: torch.device
+    ) -> None:
+        self.num_queries = num_queries
+        self._num_layers = num_layers
+        self._max_num_reqs = max_num_reqs
+        self._from_end = torch.arange(-num_queries, 0, device=device)
+        self.positions = torch.zeros((max_num_reqs, num_queries), dtype=torch.int64, device=device)
+        self._places: torch.Tensor | None = None  # [num_reqs, num_queries], rows of the pass's queries
+        self._queries: torch.Tensor | None = None
+        self.caches: dict[int, tuple[KVRows, float, float]] = {}  # rows, scale and soft cap of each layer
+
+    def record(
+        self, layer: int, queries: torch.Tensor, metadata: Any, cache: KVRows, scale: float, soft_cap: float
+    ) -> None:
+        """See `attention.observing.QueryRecorder`."""
+        if layer == 0:
+            starts = metadata.query_start_loc.long()
+            ends = starts[1:].unsqueeze(1)
+            places = torch.maximum(ends + self._from_end, starts[:-1].unsqueeze(1))
+            self._places = places[: self._max_num_reqs]
+            num_reqs = self._places.shape[0]
+            # Of a request with fewer queries the first one is there several times; once is enough.
+            wanted = metadata.seq_lens[:num_reqs].long().unsqueeze(1) + self._from_end
+            is_new = (ends + self._from_end)[:num_reqs] == self._places
+            self.positions[:num_reqs] = torch.where(is_new, wanted, torch.iinfo(torch.int64).max)
+        assert self._places is not None
+        if self._queries is None:
+            shape = (self._num_layers, self._max_num_reqs, self.num_queries, *queries.shape[1:])
+            self._queries = torch.zeros(shape, dtype=queries.dtype, device=queries.device)
+        kept = self._queries[layer, : self._places.shape[0]].flatten(0, 1)
+        torch.index_select(queries, 0, self._places.flatten(), out=kept)
+        self.caches[layer] = (cache, scale, soft_cap)
+
+    @property
+    def queries(self) -> torch.Tensor:
+        """[num_layers, max_num_reqs, num_queries, num_heads, head_size], of the tokens at `positions`."""
+        assert self._queries is not None
+        return self._queries
+
+    def queries_by_head(self, layer: int, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """The verification's queries by KV head, and which of them count.
+
+        Returns:
+            queries: [num_reqs, num_kv_heads, n, head_size] float32.
+            is_accepted: [num_reqs, 1, n, 1] bool.
+        """
+        num_reqs = batch.context_lens.shape[0]
+        positions = self.positions[:num_reqs]
+        is_accepted = positions < batch.context_lens.unsqueeze(1)
+        queries = self.queries[layer, :num_reqs].float()
+        # What was rejected is finite but means nothing.
+        queries = queries.masked_fill(~is_accepted[:, :, None, None], 0.0)
+        num_kv_heads = self.caches[layer][0].num_kv_heads
+        grouped = queries.unflatten(2, (num_kv_heads, -1)).transpose(1, 2)
+        counted = is_accepted.repeat_interleave(grouped.shape[3], 1)
+        return grouped.flatten(2, 3), counted[:, None, :, None]
+
+
+class VerificationPolicy(Policy):
+    """Chooses pages for every layer after every `refresh`-th verification; `score_pages` says which.
+
+    Args:
+        fields: the speculative configuration (`config.MagicDecFields`).
+        engine: what views are made for.
+        verification: the queries, their KV caches by layer, with scales and soft caps.
+    """
+
+    granularities = ("page",)
+
+    def __init__(self, fields: Any, engine: Engine, verification: Verification) -> None:
+        self.refresh = fields.draft_kv_refresh or 1  # rounds after which it chooses again
+        self.engine = engine
+        self.verification = verification
+
+    @abstractmethod
+    def score_pages(self, batch: Batch, num_pages: int) -> torch.Tensor:
+        """How much each page is wanted, [num_layers, num_reqs, num_pages] float32; the highest are taken.
+
+        Scores of pages that are in view anyway, or beyond a request's last one, are ignored.
+
+        Args:
+            batch: the round's requests; their pages are `batch.block_table[:, :num_pages]`.
+            num_pages: most pages of a request.
+        """
+
+    def update(self, batch: Batch, new: Sequence[int]) -> None:
+        """Called every round before anything is scored, to keep what the policy knows up to date.
+
+        Args:
+            batch: the round's requests.
+            new: indices of those that have begun to decode, or come back, perhaps on other pages.
+        """
+
+    @property
+    def memory_bytes(self) -> Mapping[str, int]:
+        """Device memory of what the policy keeps, by what it is for."""
+        return {}
+
+    @classmethod
+    def parse_budget(cls, fields: Any, limits: Limits, budget: float) -> Budget:
+        """See `Policy`."""
+        recent_pages = num_recent_pages(limits.page_size, limits.num_speculative_tokens)
+        return parse_budget_of_selected_pages(fields, limits, budget, recent_pages)
+
+    @classmethod
+    def make_views(cls, fields: Any, engine: Engine, budgets: Sequence[PageBudget]) -> Views:
+        """See `Policy`."""
+        policy = cls(fields, engine, make_verification(engine))
+        engine.switch_attention(policy.verification, layer_pages=True)
+        to_select = budget_to_select(budgets)
+        selections = Selections(
+            num_layers=engine.num_layers,
+            num_heads=1,
+            max_num_reqs=engine.max_num_reqs,
+            max_selected=to_select.max_selected,
+            device=engine.device,
+        )
+        selector = PageSelector(policy, to_select, selections)
+        return LayerPageViews(selections, selector, budgets, engine.make_draft_slots())
+
+
+def make_verification(engine: Engine) -> Verification:
+    """Room for the queries of a round."""
+    return Verification(
+        num_layers=engine.num_layers,
+        max_num_reqs=engine.max_num_reqs,
+        num_queries=engine.limits.num_speculative_tokens + 1,
+        device=engine.device,
+    )
+
+
+def num_recent_pages(page_size: int, num_speculative_tokens: int) -> int:
+    """Pages that are in view whatever their score: the recent and the drafted tokens may touch so many."""
+    return ceil_div(RECENT_TOKENS + num_speculative_tokens, page_size) + 1
+
+
+class VerificationSelector(ABC):
+    """Selects after every `refresh`-th verification, and as soon as a request begins to decode.
+
+    Args:
+        policy: whose choice it is.
+        budget: of a request (`budget_to_select`), in the entries of `selections`.
+        selections: where choices are kept.
+    """
+
+    def __init__(self, policy: VerificationPolicy, budget: Budget, selections: Selections) -> None:
+        self._policy = policy
+        self._budget = budget
+        self._selections = selections
+        self._page_size = policy.engine.page_size
+        self._decoding: set[str] = set()  # requests of the last round
+        self._round = 0
+
+    @property
+    def memory_bytes(self) -> Mapping[str, int]:
+        """See `views.base.Selector`."""
+        return self._policy.memory_bytes
+
+    def update(self, batch: Batch, num_steps: int) -> None:
+        """Select for all requests of the batch, if it is time or one is new."""
+        self._selections.begin_round(batch.req_ids)
+        decoding = {
+            req_id
+            for req_id, is_prefilling in zip(batch.req_ids, batch.is_prefilling, strict=True)
+            if not is_prefilling
+        }
+        # Absent from the last round: new, or preempted and back, perhaps on other pages.
+        new = [i for i, req_id in enumerate(batch.req_ids) if req_id in decoding - self._decoding]
+        self._decoding = decoding
+        self._policy.update(batch, new)
+        is_due = bool(new) or self._round % self._policy.refresh == 0
+        self._round += 1
+        if is_due and self._budget.max_selected:
+            counts, ends = self._select(batch, num_steps)
+            known_lens = [int(length) for length in batch.known_lens]
+            self._selections.set(batch.req_ids, known_lens, counts, ends)
+
+    @abstractmethod
+    def _select(self, batch: Batch, num_steps: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Fill `Selections.positions` of the batch; returns `counts` and `ends` as for `Selections.set`."""
+
+    def _num_pages(self, batch: Batch) -> int:
+        """Most pages of any request of the batch, as far as the host knows."""
+        longest = max(int(length) for length in batch.known_lens)
+        return min(ceil_div(longest + 1, self._page_size), batch.block_table.shape[1])
+
+
+class PageSelector(VerificationSelector):
+    """Selects pages, the same for all heads of a layer."""
+
+    def _select(self, batch: Batch, num_steps: int) -> tuple[torch.Tensor, torch.Tensor]:
+        num_selected, sinks = self._budget.max_selected, self._budget.num_sinks
+        max_model_len = self._policy.engine.limits.max_model_len
+        last = (batch.context_lens + num_steps - 1).clamp(max=max_model_len - 1)
+        ends = last // self._page_size + 1 - self._budget.num_recent
+        num_pages = max(self._num_pages(batch), num_selected)
+        places = torch.arange(num_pages, device=last.device)
+        is_fixed = (places < sinks) | (places >= ends.unsqueeze(1))
+        scores = self._policy.score_pages(batch, num_pages).masked_fill(is_fixed, float("-inf"))
+        best = scores.topk(num_selected).indices.to(torch.int32)  # [num_layers, num_reqs, num_selected]
+        self._selections.positions[self._selections.rows(batch.req_ids), :, 0] = best.transpose(0, 1)
+        ends = ends.clamp(min=0)
+        return (ends - sinks).clamp(0, num_selected), ends
