@@ -14,7 +14,7 @@ from greedy import assert_same_tokens
 
 from vllm_magicdec.policies import TokenPolicy, find_policy
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "custom-policy"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "custom-policy"
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from vllm_magicdec.planner import profile
 from vllm_magicdec.planner.hardware import HARDWARE
 from vllm_magicdec.planner.performance import Deployment, ModelShape
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 CELLS = [(2, 256), (1, 256), (2, 1024), (1, 1024)]
 MAX_GAMMA = 3
 

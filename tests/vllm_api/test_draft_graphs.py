@@ -3,7 +3,6 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import engines
 import pytest
@@ -13,7 +12,7 @@ from greedy import assert_same_tokens
 
 
 def test_a_graph_serves_every_step_of_no_more_requests_than_it_was_captured_for():
-    program = Path(__file__).with_name("recorded_graphs.py")
+    program = engines.HERE / "recorded_graphs.py"
     ended = subprocess.run(
         [sys.executable, program], env=engines.environment(), capture_output=True, text=True
     )
