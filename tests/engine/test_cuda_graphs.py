@@ -10,9 +10,9 @@ from greedy import assert_same_tokens
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("policy", ["streamingllm", "snapkv", "verify-topk"])
-def test_greedy_output_is_unchanged_with_cuda_graphs(mixed_prompts, plain, policy):
+def test_greedy_output_is_unchanged_with_cuda_graphs(prompts, plain, policy):
     run = engines.generate(
-        mixed_prompts,
+        prompts,
         GREEDY,
         v2=True,
         enforce_eager=False,
