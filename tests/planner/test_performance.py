@@ -29,7 +29,7 @@ from vllm_magicdec.planner.performance import (
 )
 from vllm_magicdec.planner.plan import MODELS
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 TINY_LLAMA = ROOT / "examples" / "tiny-llama"
 LLAMA = MODELS["llama-3.1-8b"]
 

@@ -14,7 +14,7 @@ from conftest import GREEDY
 from engines import magicdec
 from greedy import assert_same_tokens
 
-PATCHES = sorted((Path(__file__).parents[1] / "patches" / "vllm-0.32.0").glob("*.patch"))
+PATCHES = sorted((Path(__file__).parents[2] / "patches" / "vllm-0.32.0").glob("*.patch"))
 
 SHOW_WRAPS = """
 import vllm

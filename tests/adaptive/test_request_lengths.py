@@ -4,7 +4,7 @@
 import random
 
 import pytest
-from test_controller import BUDGET, Engine, make_controller
+from imagined_engine import BUDGET, Engine, make_controller
 
 from vllm_magicdec.adaptive.request_lengths import RequestLengths
 from vllm_magicdec.adaptive.step_times import Step, TimedStep

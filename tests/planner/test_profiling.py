@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tour of `magicdec profile`, on the controller tests' imagined machine."""
+"""The tour of `magicdec profile`, on an imagined machine."""
 
 import pytest
-from test_controller import BUDGETS, MAX_TOKENS, Engine, alike, all_choices
+from imagined_engine import BUDGETS, MAX_TOKENS, Engine, alike, all_choices
 
 from vllm_magicdec.adaptive.controller import PLAIN, Choice
 from vllm_magicdec.adaptive.step_times import Step, StepTimes, TimedStep

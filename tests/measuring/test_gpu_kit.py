@@ -13,7 +13,7 @@ import torch
 from benchmarks.gpu import kernels
 from benchmarks.gpu.problem import Heads, Layer
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 # The kernel layer has to run where there is no vLLM.
 WITHOUT_VLLM = "import sys; sys.modules['vllm'] = None; from benchmarks.gpu.kernels import main; main()"
 

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SnapKV's choice against a slow reference written from the paper's formulas, in float64."""
+"""What engines select with SnapKV, and a slow reference written from the paper's formulas, in float64."""
 
 import json
-import math
 from pathlib import Path
-from types import SimpleNamespace
 
 import engines
 import numpy as np
@@ -12,73 +10,14 @@ import pytest
 import texts
 import torch
 from engines import magicdec
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from reference import snapkv_scores
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
-
-from vllm_magicdec.policies import Observation
-from vllm_magicdec.policies.snapkv import SnapKV
 
 WINDOW, KERNEL, SINK, BUDGET = 32, 7, 16, 160
 NUM_SELECTED = BUDGET - WINDOW - SINK
 # The engine scores in float32: scores closer than this, relative to the last one taken, are ties.
 TIE = 1e-4
-
-
-def snapkv_scores(
-    queries: np.ndarray, keys: np.ndarray, window: int, kernel: int, pooling: str
-) -> np.ndarray:
-    """[num_kv_heads, num_tokens - window] float64; `queries` [num_heads, window, size], scaled logits."""
-    num_heads, num_kv_heads, num_tokens = len(queries), len(keys), keys.shape[1]
-    scores = np.zeros((num_kv_heads, num_tokens))
-    for head in range(num_heads):
-        own = keys[head * num_kv_heads // num_heads]
-        for index in range(window):
-            visible = num_tokens - window + index + 1
-            logits = own[:visible] @ queries[head, index] / math.sqrt(queries.shape[-1])
-            weights = np.exp(logits - logits.max())
-            scores[head * num_kv_heads // num_heads, :visible] += weights / weights.sum()
-    scores = scores[:, :-window]
-    padded = np.pad(scores, ((0, 0), (kernel // 2, kernel // 2)))
-    neighbours = np.lib.stride_tricks.sliding_window_view(padded, kernel, axis=1)
-    return neighbours.max(-1) if pooling == "max" else neighbours.mean(-1)
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    st.sampled_from([(4, 1), (4, 2), (4, 4)]),
-    st.integers(1, 12),
-    st.integers(1, 60),
-    st.integers(0, 30),
-    st.sampled_from([1, 3, 7]),
-    st.sampled_from(["max", "avg"]),
-    st.integers(0, 2**31),
-)
-def test_scores_equal_the_papers_formula(heads, window, before, garbage, kernel, pooling, seed):
-    num_heads, num_kv_heads = heads
-    length = window + before
-    rng = np.random.default_rng(seed)
-    queries = rng.normal(size=(num_heads, window, 8))
-    keys = rng.normal(size=(num_kv_heads, length + garbage, 8))
-    fields = SimpleNamespace(
-        draft_kv_refresh=None,
-        snapkv_window=window,
-        snapkv_recent=0,
-        snapkv_kernel=kernel,
-        snapkv_pooling=pooling,
-    )
-    observation = Observation(
-        queries=torch.from_numpy(queries).transpose(0, 1).float(),
-        keys=torch.from_numpy(keys).float(),
-        length=torch.tensor(length),
-        scale=8**-0.5,
-        soft_cap=0.0,
-    )
-    scores = SnapKV(fields).score(observation)
-    expected = snapkv_scores(queries, keys[:, :length], window, kernel, pooling)
-    np.testing.assert_allclose(scores[:, :before].numpy(), expected, rtol=1e-4, atol=1e-6)
-
 
 SHAPES = {"shipped (GQA)": None, "MHA": (4, 4), "MQA": (4, 1)}
 ENGINES = {

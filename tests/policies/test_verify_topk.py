@@ -5,10 +5,10 @@ import math
 from types import SimpleNamespace
 
 import torch
+from batches import make_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import slot_of
-from test_token_view import make_batch
 
 from vllm_magicdec.attention import KVRows
 from vllm_magicdec.policies.verify_topk import (

@@ -2,7 +2,7 @@
 """The Triton kernels that summarise and score pages, against the definition in float64."""
 
 import pytest
-import test_verification
+import test_verify_topk
 import torch
 import triton_tools
 from hypothesis import given, settings
@@ -150,8 +150,8 @@ def main() -> None:
             lambda *args, name=name, kernel=kernel, **kwargs: calls.append(name) or kernel(*args, **kwargs),
         )
     verify_topk.has_kernels = lambda device: True
-    test_verification.test_summaries_bound_every_logit_and_follow_a_page_to_its_next_owner()
-    test_verification.test_token_granularity_takes_the_best_tokens_of_the_best_pages()
+    test_verify_topk.test_summaries_bound_every_logit_and_follow_a_page_to_its_next_owner()
+    test_verify_topk.test_token_granularity_takes_the_best_tokens_of_the_best_pages()
     assert set(calls) == {"summarise", "score_pages"}
 
 

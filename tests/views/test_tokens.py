@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from batches import make_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import selection_in_view, slot_of, token_positions
@@ -14,7 +15,7 @@ from vllm_magicdec.attention.switch import LayerObserver
 from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.policies import SnapKV
 from vllm_magicdec.policies.observing import Selector
-from vllm_magicdec.views.base import PAD_SLOT, Batch, DraftSlots
+from vllm_magicdec.views.base import PAD_SLOT, DraftSlots
 from vllm_magicdec.views.tokens import (
     RequestRows,
     Selections,
@@ -25,21 +26,6 @@ from vllm_magicdec.views.tokens import (
 
 CPU = torch.device("cpu")
 NUM_LAYERS, NUM_KV_HEADS = 2, 3
-
-
-def make_batch(req_ids, block_table, context_lens) -> Batch:
-    lens = torch.tensor(context_lens)
-    num_reqs = len(context_lens)
-    return Batch(
-        req_ids=req_ids,
-        tokens=torch.zeros(num_reqs, dtype=torch.int32),
-        block_table=block_table,
-        context_lens=lens,
-        observable_lens=lens,
-        known_lens=context_lens,
-        is_prefilling=[False] * num_reqs,
-        is_first=[False] * num_reqs,
-    )
 
 
 @st.composite

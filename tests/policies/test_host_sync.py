@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_token_view import make_batch
+from batches import make_batch
 
 from vllm_magicdec.attention import KVRows
 from vllm_magicdec.config import MagicDecSpeculativeConfig

@@ -15,7 +15,7 @@ from vllm_magicdec.planner.hardware import HARDWARE
 from vllm_magicdec.planner.performance import Costs, Deployment
 from vllm_magicdec.planner.plan import MODELS
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 TINY_LLAMA = ROOT / "examples" / "tiny-llama"
 
 

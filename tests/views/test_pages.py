@@ -3,10 +3,10 @@
 
 import pytest
 import torch
+from batches import make_batch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from reference import budget_in_pages, slot_of, visible_positions
-from test_token_view import make_batch
 
 from vllm_magicdec.policies.streamingllm import StreamingLLM
 from vllm_magicdec.views.base import PAD_SLOT, DraftSlots

@@ -4,12 +4,12 @@
 from collections.abc import Callable
 
 import pytest
-import test_token_view
-import test_verification
-import test_view
+import test_pages
+import test_tokens
 import triton_tools
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from policies import test_verify_topk
 
 from vllm_magicdec.policies import verify_topk
 from vllm_magicdec.views import pages, tokens
@@ -39,21 +39,21 @@ def main() -> None:
         module.has_kernels = lambda device: True
     fewer_examples(
         40,
-        test_view.test_every_step_sees_sinks_and_window_and_writes_to_its_own_slot,
-        test_view.rounds(),
+        test_pages.test_every_step_sees_sinks_and_window_and_writes_to_its_own_slot,
+        test_pages.rounds(),
         st.lists(st.integers(1, 40), max_size=2),
     )
     fewer_examples(
         40,
-        test_token_view.test_every_step_sees_selection_sinks_and_recent_tokens,
-        test_token_view.rounds(),
+        test_tokens.test_every_step_sees_selection_sinks_and_recent_tokens,
+        test_tokens.rounds(),
         st.integers(0, 2**31),
         st.data(),
     )
     fewer_examples(
         10,
-        test_verification.test_the_view_holds_sinks_recent_pages_and_the_best_of_the_others,
-        *test_verification.ROUNDS,
+        test_verify_topk.test_the_view_holds_sinks_recent_pages_and_the_best_of_the_others,
+        *test_verify_topk.ROUNDS,
     )
     assert set(calls) == set(names)
 
