@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches that are about to draft."""
+"""Batches that are about to draft, and as much of an engine as views are made for."""
 
 import torch
 
+from vllm_magicdec.policies.base import Engine, Limits
 from vllm_magicdec.views.base import Batch
+
+CPU = torch.device("cpu")
 
 
 def make_batch(req_ids, block_table, context_lens) -> Batch:
@@ -19,3 +22,41 @@ def make_batch(req_ids, block_table, context_lens) -> Batch:
         is_prefilling=[False] * num_reqs,
         is_first=[False] * num_reqs,
     )
+
+
+def make_engine(
+    *,
+    page_size: int,
+    model_len: int,
+    num_steps: int,
+    num_layers: int,
+    num_kv_heads: int,
+    head_size: int,
+    num_blocks: int,
+    max_num_reqs: int,
+    device: torch.device = CPU,
+    observe=None,
+    switch_attention=lambda recorder=None, *, layer_pages=False: (),
+) -> Engine:
+    return Engine(
+        limits=Limits(page_size, model_len, num_steps, device.type),
+        num_layers=num_layers,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        cache_dtype=torch.float32,
+        num_blocks=num_blocks,
+        max_num_reqs=max_num_reqs,
+        max_batched_tokens=4096,
+        device=device,
+        observe=observe,
+        switch_attention=switch_attention,
+    )
+
+
+class KeepsWhatIsThere:
+    """A selector that never selects."""
+
+    memory_bytes = {}
+
+    def update(self, batch: Batch, num_steps: int) -> None:
+        pass

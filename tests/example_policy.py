@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policy of examples/custom-policy, installed for a test."""
+"""The policies of examples/custom-policy, installed for a test."""
 
 import os
 import tomllib
@@ -14,7 +14,7 @@ EXAMPLE = HERE.parent / "examples" / "custom-policy"
 def install(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As pip would install it, its metadata in a directory, and a `broken` one that is no policy."""
     project = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]
-    info = directory / "magicdec_strided_policy-0.1.0.dist-info"
+    info = directory / "magicdec_custom_policies-0.1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Name: {project['name']}\nVersion: {project['version']}\n")
     lines = ["[vllm_magicdec.policies]", "broken = pathlib:Path"]

@@ -17,9 +17,8 @@ from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig, VllmConf
 from vllm.config.utils import config
 
 from vllm_magicdec.errors import METHOD, MagicDecConfigError
-from vllm_magicdec.policies import TokenPolicy, VerifyTopK, find_policy
-from vllm_magicdec.views.pages import PageBudget
-from vllm_magicdec.views.tokens import TokenBudget
+from vllm_magicdec.policies import find_policy
+from vllm_magicdec.policies.base import Limits
 
 _DEFAULT_MAX_TOKENS = 8
 _DEFAULT_MAX_BUDGET = 1024
@@ -87,9 +86,10 @@ class MagicDecFields(SpeculativeConfig):
     draft_kv_refresh: int | None = Field(default=None, ge=0)
     """When to select again. `snapkv`: after so many generated tokens (default 0: once per prompt);
     `verify-topk`: after so many verifications (default 1)."""
-    draft_kv_granularity: Literal["page", "token"] = "page"
-    """What `verify-topk` chooses: `page`s, the same for all heads of a layer, which vLLM's own attention
-    reads; or `token`s per KV head, which need attention of the plugin's own."""
+    draft_kv_granularity: Literal["page", "token"] | None = None
+    """What `snapkv` and `verify-topk` choose: `page`s, the same for all heads of a layer, which vLLM's own
+    attention reads; or `token`s per KV head, which need attention of the plugin's own. Default: pages,
+    but tokens for `snapkv` on a GPU."""
     snapkv_window: int = Field(default=32, gt=0, le=1024)
     """Last tokens of the prompt whose attention `snapkv` follows; they stay in view themselves."""
     snapkv_recent: float = Field(default=0.375, ge=0)
@@ -126,7 +126,7 @@ class MagicDecSpeculativeConfig(MagicDecFields):
             raise MagicDecConfigError(_first_problem(error)) from None
 
     def __post_init__(self) -> "MagicDecSpeculativeConfig":
-        find_policy(self.draft_kv_policy)
+        self._check_granularity()
         if self.snapkv_kernel % 2 == 0:
             raise ValueError(f"snapkv_kernel={self.snapkv_kernel} is even; use {self.snapkv_kernel + 1}")
         self._resolve_adaptive()
@@ -139,10 +139,34 @@ class MagicDecSpeculativeConfig(MagicDecFields):
             check_parallel(self.target_parallel_config, self.target_model_config)
         return self
 
+    def limits(self, vllm_config: VllmConfig, page_size: int) -> Limits:
+        """What budgets are judged by.
+
+        Args:
+            vllm_config: the engine's.
+            page_size: tokens per page of the block tables.
+        """
+        return Limits(
+            page_size=page_size,
+            max_model_len=vllm_config.model_config.max_model_len,
+            num_speculative_tokens=self.num_speculative_tokens,
+            device_type=vllm_config.device_config.device_type,
+        )
+
     @property
     def has_controller(self) -> bool:
         """Whether something is chosen for every step."""
         return self.adaptive or self.adaptive_budget
+
+    def _check_granularity(self) -> None:
+        granularities = find_policy(self.draft_kv_policy).granularities
+        if self.draft_kv_granularity in (None, *granularities):
+            return
+        way_out = f"use {granularities[0]!r}" if granularities else "remove it"
+        raise ValueError(
+            f"draft_kv_granularity={self.draft_kv_granularity!r} means nothing to "
+            f"draft_kv_policy={self.draft_kv_policy!r}; {way_out}"
+        )
 
     def _resolve_adaptive(self) -> None:
         if self.profile is not None and not self.has_controller:
@@ -320,46 +344,3 @@ def check_parallel(parallel: ParallelConfig, model: ModelConfig) -> None:
         raise ValueError("expert load balancing is not supported; remove --enable-eplb")
     if parallel.use_ubatching:
         raise ValueError("dual batch overlap is not supported; remove --enable-dbo")
-
-
-def page_budget(vllm_config: VllmConfig, page_size: int, budget: float) -> PageBudget:
-    """A budget, given as `draft_kv_budget`, in whole pages of `page_size` tokens.
-
-    Raises:
-        MagicDecConfigError: it is below one page.
-    """
-    spec = vllm_config.speculative_config
-    assert isinstance(spec, MagicDecSpeculativeConfig)
-    try:
-        return PageBudget.from_tokens(
-            budget=budget,
-            min_budget=spec.draft_kv_min_budget,
-            sink=spec.draft_kv_sink,
-            page_size=page_size,
-            num_speculative_tokens=spec.num_speculative_tokens,
-            max_model_len=vllm_config.model_config.max_model_len,
-        )
-    except ValueError as error:
-        raise MagicDecConfigError(f"{METHOD}: {error}") from None
-
-
-def token_budget(vllm_config: VllmConfig, policy: TokenPolicy | VerifyTopK, budget: float) -> TokenBudget:
-    """A budget, given as `draft_kv_budget`, in tokens, for a policy that selects tokens.
-
-    Raises:
-        MagicDecConfigError: it cannot hold the sinks and the policy's window.
-    """
-    spec = vllm_config.speculative_config
-    assert isinstance(spec, MagicDecSpeculativeConfig)
-    try:
-        return TokenBudget.from_fields(
-            budget=budget,
-            min_budget=spec.draft_kv_min_budget,
-            sink=spec.draft_kv_sink,
-            window=policy.window,
-            recent=policy.recent,
-            num_speculative_tokens=spec.num_speculative_tokens,
-            max_model_len=vllm_config.model_config.max_model_len,
-        )
-    except ValueError as error:
-        raise MagicDecConfigError(f"{METHOD}: {error}") from None

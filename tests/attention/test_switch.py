@@ -12,6 +12,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_magicdec.attention import flashinfer_attention, plans, switch
 from vllm_magicdec.attention.flashinfer_attention import Geometry
+from vllm_magicdec.attention.metadata import draft_metadata
 from vllm_magicdec.views.base import TokenView
 
 flashinfer_stand_in = pytest.fixture(scope="module")(play_flashinfer)
@@ -57,7 +58,7 @@ def draft(layer: types.SimpleNamespace, case: Case, cache: torch.Tensor) -> torc
     common_len = lens[0] if len(set(lens)) == 1 else None
     view = TokenView(lens=case.lens, slots=case.slots.unsqueeze(0), common_len=common_len)
     output = torch.full_like(query.flatten(1), torch.nan)
-    metadata = switch.token_metadata(["layer"], view)["layer"]
+    metadata = draft_metadata(view, ["layer"], lambda pages: {})["layer"]
     layer.impl.forward(layer, query, None, None, cache, metadata, output)
     return output[: len(case.query)].view_as(case.query)
 

@@ -13,8 +13,10 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
 from vllm_magicdec.adaptive.step_times import Step, StepTimes, TimedStep
+from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.errors import METHOD, MagicDecConfigError
 from vllm_magicdec.plugin import register
+from vllm_magicdec.policies import find_policy
 from vllm_magicdec.vllm_api.engine_config import EngineSpeculativeConfig, check_refresh
 
 register()
@@ -112,7 +114,16 @@ AUTO_BUDGETS = {
         SMALL,
         (256, 512),
     ),
-    "no room for a window": ({"draft_kv_policy": "snapkv", "draft_kv_max_budget": 100}, SMALL, (50, 100)),
+    "no room for a window": (
+        {"draft_kv_policy": "snapkv", "draft_kv_granularity": "token", "draft_kv_max_budget": 100},
+        SMALL,
+        (50, 100),
+    ),
+    "no room for snapkv to choose a page": (
+        {"draft_kv_policy": "snapkv", "draft_kv_max_budget": 256},
+        SMALL,
+        (128, 256),
+    ),
 }
 
 
@@ -262,6 +273,33 @@ def test_a_budget_that_leaves_nothing_to_choose_is_refused(model_dir):
     with pytest.raises(MagicDecConfigError, match="use at least 160, a smaller --block-size, or"):
         configure(model_dir, fields)
     configure(model_dir, {**fields, "draft_kv_granularity": "token"})
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({}, "means nothing to draft_kv_policy='streamingllm'; remove it"),
+        ({"draft_kv_policy": "nothing-yet"}, "'nothing-yet' is unknown"),
+    ],
+)
+def test_a_granularity_that_means_nothing_is_refused(model_dir, fields, sentence):
+    with pytest.raises(MagicDecConfigError, match=sentence):
+        configure(model_dir, {"method": METHOD, "draft_kv_granularity": "token", **fields})
+
+
+@pytest.mark.parametrize(
+    ("policy", "on_cpu", "on_gpu"),
+    [("streamingllm", None, None), ("snapkv", "page", "token"), ("verify-topk", "page", "page")],
+)
+def test_granularity_by_default(policy, on_cpu, on_gpu):
+    fields = MagicDecSpeculativeConfig(method=METHOD, draft_kv_policy=policy)
+    found = find_policy(policy)
+    assert (found.granularity(fields, "cpu"), found.granularity(fields, "cuda")) == (on_cpu, on_gpu)
+    for chosen in found.granularities:
+        fields = MagicDecSpeculativeConfig(
+            method=METHOD, draft_kv_policy=policy, draft_kv_granularity=chosen
+        )
+        assert found.granularity(fields, "cpu") == found.granularity(fields, "cuda") == chosen
 
 
 @pytest.mark.parametrize("case", REFUSED_ENGINES)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A policy of another package in a real engine."""
+"""Policies of another package in real engines."""
 
 import engines
 import example_policy
@@ -15,11 +15,12 @@ def installed(tmp_path, monkeypatch):
     example_policy.install(tmp_path, monkeypatch)
 
 
-def test_the_example_drafts_losslessly(installed):
+def test_the_examples_draft_losslessly(installed):
     prompts = texts.prompts(6, 200, 2000, seed=9)
     truth = engines.generate(prompts, GREEDY, max_num_seqs=4)
-    spec = magicdec(3, draft_kv_policy="strided", draft_kv_budget=128)
-    run = engines.generate(prompts, GREEDY, max_num_seqs=4, speculative_config=spec)
-    assert_same_tokens(truth.results[0][0], run.results[0][0], "strided policy")
-    assert run.accepted > 0
-    assert run.draft_failures == 0
+    for policy, budget in (("strided", 128), ("first-key", 192)):
+        spec = magicdec(3, draft_kv_policy=policy, draft_kv_budget=budget)
+        run = engines.generate(prompts, GREEDY, max_num_seqs=4, speculative_config=spec)
+        assert_same_tokens(truth.results[0][0], run.results[0][0], policy)
+        assert run.accepted > 0
+        assert run.draft_failures == 0

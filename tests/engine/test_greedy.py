@@ -8,6 +8,13 @@ from conftest import GREEDY, first_tokens
 from engines import MODEL_LEN, magicdec
 from greedy import assert_same_tokens
 
+POLICIES = {
+    "streamingllm": {},
+    "snapkv": {"draft_kv_policy": "snapkv"},  # by page on a CPU
+    "snapkv by token": {"draft_kv_policy": "snapkv", "draft_kv_granularity": "token"},
+    "verify-topk": {"draft_kv_policy": "verify-topk"},
+    "verify-topk by token": {"draft_kv_policy": "verify-topk", "draft_kv_granularity": "token"},
+}
 WHOLE_LEN = 2048  # tokens; nothing of these prompts and answers is longer
 
 # Each budget meets each gamma, and each way of scheduling meets each budget and each gamma.
@@ -26,7 +33,7 @@ CASES = [
 ]
 CASES += [
     (policy, *case)
-    for policy in ("snapkv", "verify-topk")
+    for policy in list(POLICIES)[1:]
     for case in ((192, 8, "whole prompts"), (256, 4, "preemption"), (WHOLE_LEN, 4, "chunked prefill"))
 ]
 
@@ -35,7 +42,7 @@ CASES += [
 def test_greedy_output_is_unchanged(prompts, plain, policy, budget, gamma, schedule):
     run = engines.run(
         [("generate", {"batches": [{"prompts": prompts, "sampling": GREEDY}, longest(prompts)]})],
-        speculative_config=magicdec(gamma, draft_kv_policy=policy, draft_kv_budget=budget),
+        speculative_config=magicdec(gamma, draft_kv_budget=budget, **POLICIES[policy]),
         **{"max_model_len": WHOLE_LEN, "max_num_seqs": 16, **SCHEDULES[schedule]},
     )
     assert_same_as_plain(run, prompts, plain, f"{policy}, budget {budget}, gamma {gamma}, {schedule}")
@@ -77,14 +84,14 @@ def long_plain(long_prompts) -> list[dict]:
     return engines.generate(long_prompts, GREEDY, own_process=True, max_num_seqs=16).results[0][0]
 
 
-@pytest.mark.parametrize("policy", ["streamingllm", "snapkv", "verify-topk"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_greedy_output_of_long_and_short_requests_together_is_unchanged(long_prompts, long_plain, policy):
     """As users run it: engine core and worker are processes of their own, the rest is by default."""
     run = engines.run(
         [("generate", {"batches": [{"prompts": long_prompts, "sampling": GREEDY}, longest(long_prompts)]})],
         own_process=True,
         max_num_seqs=16,
-        speculative_config=magicdec(4, draft_kv_policy=policy),
+        speculative_config=magicdec(4, **POLICIES[policy]),
     )
     assert_same_as_plain(run, long_prompts, long_plain, f"up to 7,000 tokens, {policy}")
     assert all(request["cached_tokens"] > 0 for request in run.results[0][1])
@@ -96,6 +103,7 @@ def test_greedy_output_of_long_and_short_requests_together_is_unchanged(long_pro
         ("streamingllm", 64, 4),
         ("streamingllm", MODEL_LEN, 8),
         ("snapkv", 128, 4),
+        ("snapkv by token", 128, 4),
         ("verify-topk", 256, 4),
         ("verify-topk", MODEL_LEN, 3),
     ],
@@ -116,7 +124,7 @@ def test_greedy_output_is_unchanged_on_the_v2_runner(prompts, plain, policy, bud
         max_num_batched_tokens=512,
         num_gpu_blocks_override=257,
         enable_prefix_caching=False,
-        speculative_config=magicdec(gamma, draft_kv_policy=policy, draft_kv_budget=budget),
+        speculative_config=magicdec(gamma, draft_kv_budget=budget, **POLICIES[policy]),
     )
     assert run.v2_runner
     expected = [first_tokens(plain[i], 24) for i in chosen]
@@ -147,17 +155,17 @@ def plain_to_the_end() -> tuple[dict, list[dict]]:
     return engine, engines.generate(**engine).results[0][0]
 
 
-@pytest.mark.parametrize(("gamma", "policy"), [(2, "snapkv"), (16, "streamingllm"), (16, "verify-topk")])
+@pytest.mark.parametrize(("gamma", "policy"), [(16, policy) for policy in POLICIES])
 def test_requests_may_reach_the_model_length_in_the_middle_of_a_draft(plain_to_the_end, gamma, policy):
     """A draft crosses the model's end at every step."""
     engine, truth = plain_to_the_end
-    spec = magicdec(gamma, draft_kv_policy=policy, draft_kv_budget=192)
+    spec = magicdec(gamma, draft_kv_budget=192, **POLICIES[policy])
     run = engines.generate(speculative_config=spec, **engine)
     assert_same_tokens(truth, run.results[0][0], f"the model's end, gamma {gamma}")
     assert {r["completions"][0]["finish_reason"] for r in run.results[0][0]} == {"length"}
 
 
-@pytest.mark.parametrize("policy", ["streamingllm", "snapkv"])
+@pytest.mark.parametrize("policy", ["streamingllm", "snapkv by token"])
 def test_greedy_output_is_unchanged_with_tensor_parallel_2(prompts, plain, policy):
     chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < 1000][:16]
     run = engines.generate(
@@ -168,7 +176,7 @@ def test_greedy_output_is_unchanged_with_tensor_parallel_2(prompts, plain, polic
         tensor_parallel_size=2,
         distributed_executor_backend="mp",
         max_num_seqs=8,
-        speculative_config=magicdec(4, draft_kv_policy=policy, draft_kv_budget=128),
+        speculative_config=magicdec(4, draft_kv_budget=128, **POLICIES[policy]),
     )
     assert_same_tokens([plain[i] for i in chosen], run.results[0][0], f"tensor parallel 2, {policy}")
     assert run.accepted > 0

@@ -4,7 +4,7 @@
 import example_policy
 import pytest
 
-from vllm_magicdec.policies import TokenPolicy, find_policy
+from vllm_magicdec.policies import TokenPolicy, VerificationPolicy, find_policy
 
 
 @pytest.fixture
@@ -14,10 +14,13 @@ def installed(tmp_path, monkeypatch):
 
 def test_an_entry_point_is_a_policy(installed):
     assert issubclass(find_policy("strided"), TokenPolicy)
+    assert issubclass(find_policy("first-key"), VerificationPolicy)
 
 
 def test_what_is_no_policy_is_refused(installed):
-    with pytest.raises(ValueError, match="no subclass of PagePolicy or TokenPolicy"):
+    with pytest.raises(ValueError, match="no subclass of PagePolicy, TokenPolicy or VerificationPolicy"):
         find_policy("broken")
-    with pytest.raises(ValueError, match="use one of streamingllm, snapkv, verify-topk, broken, strided"):
+    with pytest.raises(
+        ValueError, match="use one of streamingllm, snapkv, verify-topk, broken, first-key, strided"
+    ):
         find_policy("stridden")

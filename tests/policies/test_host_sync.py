@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Preparing a round never waits for the device: no value of a tensor is read on the host."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -8,17 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from batches import make_batch
+from batches import make_batch, make_engine
 
 from vllm_magicdec.attention import KVRows
 from vllm_magicdec.config import MagicDecSpeculativeConfig
-from vllm_magicdec.policies.observing import Selector
-from vllm_magicdec.policies.snapkv import SnapKV
-from vllm_magicdec.policies.streamingllm import StreamingLLM
-from vllm_magicdec.policies.verify_topk import PageScores, PageSummaries, Verification, VerificationViews
-from vllm_magicdec.views.base import DraftSlots
-from vllm_magicdec.views.pages import PageBudget, PageViews
-from vllm_magicdec.views.tokens import Selections, TokenBudget, TokenViews
+from vllm_magicdec.policies import find_policy
+from vllm_magicdec.policies.base import Engine
 
 NUM_REQS, NUM_STEPS, NUM_LAYERS, NUM_KV_HEADS, HEAD_SIZE = 3, 4, 2, 2, 8
 PAGE, MODEL_LEN, NUM_BLOCKS = 16, 1024, 192
@@ -52,108 +48,78 @@ def no_host_reads(device: torch.device) -> Iterator[None]:
         yield
 
 
-def draft_slots(device: torch.device) -> DraftSlots:
-    return DraftSlots(
-        page_size=PAGE,
-        max_num_reqs=NUM_REQS,
-        max_num_steps=NUM_STEPS,
-        max_model_len=MODEL_LEN,
-        device=device,
-    )
+class Target:
+    """As much of the target as policies look at: its queries, when they are observed or recorded."""
 
-
-def page_rounds(device: torch.device) -> Callable[[object], None]:
-    budget = PageBudget(page_size=PAGE, sink_pages=1, min_pages=8, max_pages=8)
-    views = PageViews(
-        [StreamingLLM(MagicDecSpeculativeConfig(method="magicdec-self"), budget, device)],
-        draft_slots(device),
-        page_size=PAGE,
-        max_num_reqs=NUM_REQS,
-        max_num_steps=NUM_STEPS,
-        device=device,
-    )
-    return lambda batch: list(views.prepare(batch, NUM_STEPS))
-
-
-def token_rounds(device: torch.device) -> Callable[[object], None]:
-    budget = TokenBudget(sink=4, window=32, min_tokens=128, max_tokens=128, context_fraction=0.0)
-    selections = Selections(
-        num_layers=NUM_LAYERS,
-        num_kv_heads=NUM_KV_HEADS,
-        max_num_reqs=NUM_REQS,
-        max_selected=budget.max_selected,
-        device=device,
-    )
-    selector = Selector(
-        SnapKV(MagicDecSpeculativeConfig(method="magicdec-self")),
-        [budget],
-        selections,
-        page_size=PAGE,
-        max_batched_tokens=4096,
-    )
-    views = TokenViews(
-        selections,
-        [budget],
-        draft_slots(device),
-        page_size=PAGE,
-        max_num_reqs=NUM_REQS,
-        max_num_steps=NUM_STEPS,
-    )
-
-    def observe(indices: list[int], window: int, observer: Callable[..., None]) -> None:
-        queries = torch.randn(len(indices) * window, NUM_KV_HEADS, HEAD_SIZE, device=device)
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._recorder = None
         cache = torch.randn(NUM_BLOCKS, NUM_KV_HEADS, PAGE, 2 * HEAD_SIZE, device=device)
+        self._rows = KVRows.of(cache, "FLASH_ATTN")
+
+    def _queries(self, count: int) -> torch.Tensor:
+        return torch.randn(count, NUM_KV_HEADS, HEAD_SIZE, device=self._device)
+
+    def observe(self, indices: list[int], window: int, observer: Callable[..., None]) -> None:
+        queries = self._queries(len(indices) * window)
         for layer in range(NUM_LAYERS):
-            observer(layer, queries, KVRows.of(cache, "FLASH_ATTN"), 1.0, 0.0)
+            observer(layer, queries, self._rows, 1.0, 0.0)
 
-    def prepare(batch: object) -> None:
-        selector.update(SimpleNamespace(observe=observe), batch)
-        list(views.prepare(batch, NUM_STEPS))
+    def switch_attention(self, recorder=None, *, layer_pages=False) -> tuple:
+        self._recorder = recorder
+        return ()
 
-    return prepare
+    def verify(self) -> None:
+        if self._recorder is None:
+            return
+        starts = torch.arange(NUM_REQS + 1, dtype=torch.int32, device=self._device) * (NUM_STEPS + 1)
+        lens = torch.tensor(CONTEXT_LENS, dtype=torch.int32, device=self._device)
+        metadata = SimpleNamespace(query_start_loc=starts, seq_lens=lens)
+        queries = self._queries(NUM_REQS * (NUM_STEPS + 1))
+        for layer in range(NUM_LAYERS):
+            self._recorder.record(layer, queries, metadata, self._rows, 1.0, 0.0)
 
 
-def verification_rounds(device: torch.device) -> Callable[[object], None]:
-    verification = Verification(
-        num_layers=NUM_LAYERS, max_num_reqs=NUM_REQS, num_queries=NUM_STEPS + 1, device=device
-    )
-    summaries = PageSummaries(
+def make_rounds(policy: str, granularity: str | None, device: torch.device) -> Callable[[object], None]:
+    """What prepares a round of a policy."""
+    target = Target(device)
+    engine: Engine = make_engine(
+        page_size=PAGE,
+        model_len=MODEL_LEN,
+        num_steps=NUM_STEPS,
         num_layers=NUM_LAYERS,
-        num_blocks=NUM_BLOCKS,
         num_kv_heads=NUM_KV_HEADS,
         head_size=HEAD_SIZE,
-        dtype=torch.float32,
-        device=device,
-    )
-    views = VerificationViews(
-        [PageBudget(page_size=PAGE, sink_pages=1, min_pages=10, max_pages=10)],
-        PageScores(verification, summaries, PAGE),
-        draft_slots(device),
-        num_layers=NUM_LAYERS,
-        refresh=1,
+        num_blocks=NUM_BLOCKS,
         max_num_reqs=NUM_REQS,
-        max_num_steps=NUM_STEPS,
         device=device,
+        observe=target.observe,
+        switch_attention=target.switch_attention,
     )
-    starts = torch.arange(NUM_REQS + 1, dtype=torch.int32, device=device) * (NUM_STEPS + 1)
-    lens = torch.tensor(CONTEXT_LENS, dtype=torch.int32, device=device)
-    metadata = SimpleNamespace(query_start_loc=starts, seq_lens=lens)
-    queries = torch.randn(NUM_REQS * (NUM_STEPS + 1), NUM_KV_HEADS, HEAD_SIZE, device=device)
-    cache = torch.randn(NUM_BLOCKS, NUM_KV_HEADS, PAGE, 2 * HEAD_SIZE, device=device)
+    fields = MagicDecSpeculativeConfig(
+        method="magicdec-self", draft_kv_policy=policy, draft_kv_granularity=granularity
+    )
+    policy_class = find_policy(policy)
+    views = policy_class.make_views(fields, engine, [policy_class.parse_budget(fields, engine.limits, 160)])
 
     def prepare(batch: object) -> None:
-        for layer in range(NUM_LAYERS):
-            verification.record(layer, queries, metadata, KVRows.of(cache, "FLASH_ATTN"), 1.0, 0.0)
+        target.verify()
         list(views.prepare(batch, NUM_STEPS))
 
     return prepare
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("make_rounds", [page_rounds, token_rounds, verification_rounds])
-def test_a_round_of_decoding_requests_reads_nothing_on_the_host(make_rounds, device):
+@pytest.mark.parametrize(
+    ("policy", "granularity"),
+    [
+        ("streamingllm", None),
+        *itertools.product(("snapkv", "verify-topk"), ("page", "token")),
+    ],
+)
+def test_a_round_of_decoding_requests_reads_nothing_on_the_host(policy, granularity, device):
     device = torch.device(device)
-    prepare = make_rounds(device)
+    prepare = make_rounds(policy, granularity, device)
     pages = MODEL_LEN // PAGE
     block_table = torch.arange(NUM_REQS * pages, dtype=torch.int32, device=device).view(NUM_REQS, -1)
     batch = make_batch(["a", "b", "c"], block_table, CONTEXT_LENS)

@@ -5,23 +5,24 @@ import math
 from types import SimpleNamespace
 
 import torch
-from batches import make_batch
+from batches import make_batch, make_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import slot_of
 
 from vllm_magicdec.attention import KVRows
-from vllm_magicdec.policies.verify_topk import (
+from vllm_magicdec.policies.verification import (
     RECENT_TOKENS,
-    PageScores,
-    PageSummaries,
-    Verification,
+    PageSelector,
     VerificationSelector,
-    VerificationViews,
+    make_verification,
+    num_recent_pages,
 )
-from vllm_magicdec.views.base import DraftSlots
+from vllm_magicdec.policies.verify_topk import TokenSelector, VerifyTopK
+from vllm_magicdec.views.layer_pages import LayerPageViews
 from vllm_magicdec.views.pages import PageBudget
-from vllm_magicdec.views.tokens import Selections, TokenBudget
+from vllm_magicdec.views.selections import Budget, Selections, budget_to_select
+from vllm_magicdec.views.tokens import TokenBudget
 
 CPU = torch.device("cpu")
 PAGE, NUM_LAYERS, NUM_KV_HEADS, GROUP, SIZE = 4, 2, 2, 2, 8
@@ -40,29 +41,37 @@ class Scene:
         self.block_table = blocks.view(num_reqs, max_blocks).to(torch.int32)
         shape = (NUM_LAYERS, NUM_BLOCKS, NUM_KV_HEADS, PAGE, 2 * SIZE)
         self.cache = torch.randn(shape, generator=self.rng)
-        self.verification = Verification(
-            num_layers=NUM_LAYERS, max_num_reqs=num_reqs, num_queries=GAMMA + 1, device=CPU
-        )
-        self.summaries = PageSummaries(
+        engine = make_engine(
+            page_size=PAGE,
+            model_len=MODEL_LEN,
+            num_steps=GAMMA,
             num_layers=NUM_LAYERS,
-            num_blocks=NUM_BLOCKS,
             num_kv_heads=NUM_KV_HEADS,
             head_size=SIZE,
-            dtype=torch.float32,
-            device=CPU,
-        )
-        geometry = dict(page_size=PAGE, max_num_reqs=num_reqs, max_num_steps=GAMMA)
-        self.scores = PageScores(self.verification, self.summaries, PAGE)
-        self.views = VerificationViews(
-            [PageBudget(page_size=PAGE, sink_pages=1, min_pages=n, max_pages=n) for n in max_pages],
-            self.scores,
-            DraftSlots(**geometry, max_model_len=MODEL_LEN, device=CPU),
-            num_layers=NUM_LAYERS,
-            refresh=1,
+            num_blocks=NUM_BLOCKS,
             max_num_reqs=num_reqs,
-            max_num_steps=GAMMA,
+        )
+        self.verification = make_verification(engine)
+        self.policy = VerifyTopK(SimpleNamespace(draft_kv_refresh=None), engine, self.verification)
+        self.num_recent = num_recent_pages(PAGE, GAMMA)
+        budgets = [
+            PageBudget(page_size=PAGE, sink_pages=1, min_pages=n, max_pages=n, recent_pages=self.num_recent)
+            for n in max_pages
+        ]
+        selector = self.selector(PageSelector, budget_to_select(budgets), num_heads=1)
+        self.views = LayerPageViews(selector._selections, selector, budgets, engine.make_draft_slots())
+
+    def selector(
+        self, kind: type[VerificationSelector], budget: Budget, num_heads: int
+    ) -> VerificationSelector:
+        selections = Selections(
+            num_layers=NUM_LAYERS,
+            num_heads=num_heads,
+            max_num_reqs=len(self.context_lens),
+            max_selected=budget.max_selected,
             device=CPU,
         )
+        return kind(self.policy, budget, selections)
 
     def verify(self, num_rejected: list[int]) -> torch.Tensor:
         """The target's pass over GAMMA + 1 positions of each request; returns its queries by layer."""
@@ -128,7 +137,7 @@ def test_the_view_holds_sinks_recent_pages_and_the_best_of_the_others(
     num_rejected = [data.draw(st.integers(0, GAMMA)) for _ in context_lens]
     queries = scene.verify(num_rejected)
     steps = scene.steps(size=0)
-    num_recent = scene.views._num_recent
+    num_recent = scene.num_recent
     for request, context_len in enumerate(context_lens):
         last_page = (context_len + GAMMA - 1) // PAGE
         own = scene.block_table[request].tolist()
@@ -166,14 +175,14 @@ def test_summaries_bound_every_logit_and_follow_a_page_to_its_next_owner():
     for _ in range(2):
         for layer in range(NUM_LAYERS):
             query = torch.randn((2, NUM_KV_HEADS, 5, SIZE), generator=scene.rng)
-            bounds = scene.summaries.bounds(layer, query, scene.block_table[:, :22].long())
+            bounds = scene.policy.summaries.bounds(layer, query, scene.block_table[:, :22].long())
             for request in range(2):
                 for page in range(22):
                     keys = scene.keys(layer, request, page)
                     logits = query[request] @ keys.transpose(1, 2)
                     assert (logits.amax(-1) <= bounds[request, ..., page] + 1e-4).all()
         # Other requests come to own the pages, with other keys in them.
-        scene.scores._summarised.clear()
+        scene.views._selector._decoding.clear()
         scene.cache.normal_(generator=scene.rng)
         scene.verify([0, 0])
         scene.steps()
@@ -191,16 +200,10 @@ def test_token_granularity_takes_the_best_tokens_of_the_best_pages():
         num_speculative_tokens=GAMMA,
         max_model_len=MODEL_LEN,
     )
-    selections = Selections(
-        num_layers=NUM_LAYERS,
-        num_kv_heads=NUM_KV_HEADS,
-        max_num_reqs=3,
-        max_selected=budget.max_selected,
-        device=CPU,
-    )
-    selector = VerificationSelector(scene.scores, budget, selections, page_size=PAGE, refresh=1)
+    selector = scene.selector(TokenSelector, budget, NUM_KV_HEADS)
+    selections = selector._selections
     req_ids = ["a", "b", "c"]
-    selector.update(None, make_batch(req_ids, scene.block_table, context_lens))
+    selector.update(make_batch(req_ids, scene.block_table, context_lens), GAMMA)
     for request, row in enumerate(selections.rows(req_ids).tolist()):
         accepted = GAMMA + 1 - num_rejected[request]
         end = context_lens[request] - RECENT_TOKENS

@@ -47,8 +47,7 @@ def make_budget(*, page_size, model_len, num_steps, sink, budget, min_budget=256
 def make_views(budgets, max_num_reqs, num_steps, model_len):
     geometry = dict(page_size=budgets[0].page_size, max_num_reqs=max_num_reqs, max_num_steps=num_steps)
     slots = DraftSlots(**geometry, max_model_len=model_len, device=CPU)
-    policies = [StreamingLLM(None, budget, CPU) for budget in budgets]
-    return PageViews(policies, slots, **geometry, device=CPU)
+    return PageViews([StreamingLLM(None, budget, CPU) for budget in budgets], slots)
 
 
 @settings(max_examples=400, deadline=None)

@@ -1,28 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Token views against a naive reference: which positions a step sees, and through which slots."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
-from batches import make_batch
+from batches import KeepsWhatIsThere, make_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import selection_in_view, slot_of, token_positions
 
 from vllm_magicdec.attention import KVRows
-from vllm_magicdec.attention.switch import LayerObserver
+from vllm_magicdec.attention.observing import LayerObserver
 from vllm_magicdec.config import MagicDecSpeculativeConfig
-from vllm_magicdec.policies import SnapKV
-from vllm_magicdec.policies.observing import Selector
+from vllm_magicdec.policies.observing import PromptSelector
+from vllm_magicdec.policies.snapkv import SnapKV
 from vllm_magicdec.views.base import PAD_SLOT, DraftSlots
-from vllm_magicdec.views.tokens import (
-    RequestRows,
-    Selections,
-    TokenBudget,
-    TokenViews,
-    budget_to_select,
-)
+from vllm_magicdec.views.selections import RequestRows, Selections, budget_to_select
+from vllm_magicdec.views.tokens import TokenBudget, TokenViews
 
 CPU = torch.device("cpu")
 NUM_LAYERS, NUM_KV_HEADS = 2, 3
@@ -71,7 +64,7 @@ def test_every_step_sees_selection_sinks_and_recent_tokens(case, seed, data):
     geometry = dict(page_size=page_size, max_num_reqs=num_reqs + 1, max_num_steps=num_steps)
     selections = Selections(
         num_layers=NUM_LAYERS,
-        num_kv_heads=NUM_KV_HEADS,
+        num_heads=NUM_KV_HEADS,
         max_num_reqs=num_reqs + 1,
         max_selected=to_select.max_selected,
         device=CPU,
@@ -89,12 +82,8 @@ def test_every_step_sees_selection_sinks_and_recent_tokens(case, seed, data):
                 chosen[index, layer, head] = order.tolist()
         selections.set([req_id], [selected_at], torch.tensor([count]), torch.tensor([end]))
 
-    views = TokenViews(
-        selections,
-        budgets,
-        DraftSlots(**geometry, max_model_len=model_len, device=CPU),
-        **geometry,
-    )
+    slots = DraftSlots(**geometry, max_model_len=model_len, device=CPU)
+    views = TokenViews(selections, KeepsWhatIsThere(), budgets, slots)
     batch = make_batch(req_ids, block_table, [context_len for context_len, _ in requests])
     for step in views.prepare(batch, num_steps, size):
         assert step.view.slots.shape[-1] == budget.max_tokens
@@ -162,16 +151,16 @@ def test_a_smaller_budget_selects_what_it_would_alone(recent):
         to_select = budget_to_select(budgets)
         selections = Selections(
             num_layers=NUM_LAYERS,
-            num_kv_heads=NUM_KV_HEADS,
+            num_heads=NUM_KV_HEADS,
             max_num_reqs=len(context_lens),
             max_selected=to_select.max_selected,
             device=CPU,
         )
-        selector = Selector(
-            SnapKV(fields), budgets, selections, page_size=page_size, max_batched_tokens=4096
+        selector = PromptSelector(
+            SnapKV(fields), budgets, selections, observe, page_size=page_size, max_batched_tokens=4096
         )
         req_ids = list("abcd")
-        selector.update(SimpleNamespace(observe=observe), make_batch(req_ids, block_table, context_lens))
+        selector.update(make_batch(req_ids, block_table, context_lens), num_steps=1)
         return selections, selections.rows(req_ids).tolist()
 
     alone, alone_rows = select(budgets[:1])
@@ -194,10 +183,11 @@ def test_index_memory_of_an_8b_model_is_small():
     meta = torch.device("meta")
     geometry = dict(page_size=16, max_num_reqs=64, max_num_steps=4)
     selections = Selections(
-        num_layers=32, num_kv_heads=8, max_num_reqs=64, max_selected=budget.max_selected, device=meta
+        num_layers=32, num_heads=8, max_num_reqs=64, max_selected=budget.max_selected, device=meta
     )
     slots = DraftSlots(**geometry, max_model_len=131072, device=meta)
-    assert TokenViews(selections, [budget], slots, **geometry).index_bytes < 300e6
+    (memory,) = TokenViews(selections, KeepsWhatIsThere(), [budget], slots).memory_bytes.values()
+    assert memory < 300e6
 
 
 def test_rows_of_requests_that_are_gone_go_to_new_ones():

@@ -4,15 +4,14 @@
 from collections.abc import Callable
 
 import pytest
+import test_layer_pages
 import test_pages
 import test_tokens
 import triton_tools
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from policies import test_verify_topk
 
-from vllm_magicdec.policies import verify_topk
-from vllm_magicdec.views import pages, tokens
+from vllm_magicdec.views import layer_pages, pages, tokens
 
 
 def test_rounds_by_kernels_are_those_of_the_reference():
@@ -35,7 +34,7 @@ def main() -> None:
             name,
             lambda *args, name=name, kernel=kernel, **kwargs: calls.append(name) or kernel(*args, **kwargs),
         )
-    for module in (pages, tokens, verify_topk):
+    for module in (pages, tokens, layer_pages):
         module.has_kernels = lambda device: True
     fewer_examples(
         40,
@@ -51,9 +50,11 @@ def main() -> None:
         st.data(),
     )
     fewer_examples(
-        10,
-        test_verify_topk.test_the_view_holds_sinks_recent_pages_and_the_best_of_the_others,
-        *test_verify_topk.ROUNDS,
+        40,
+        test_layer_pages.test_every_step_sees_what_was_selected_sinks_and_recent_pages,
+        test_layer_pages.rounds(),
+        st.integers(0, 2**31),
+        st.data(),
     )
     assert set(calls) == set(names)
 
@@ -81,12 +82,14 @@ def main() -> None:
                 context_lens="*i64",
                 block_table="*i32",
                 rows="*i64",
-                chosen="*i64",
-                has_chosen="*i1",
+                selected="*i32",
+                num_selected="*i64",
+                ends="*i64",
+                pages="*i64",
                 positions="*i64",
                 slots="*i64",
                 lens="*i32",
-                view_table="*i32",
+                view_tables="*i32",
             ),
             dict(PAGE_SIZE=16, STEPS_PADDED=8, PAGES_PADDED=64),
         ),

@@ -9,6 +9,8 @@
 | `flashinfer_attention.py` | FlashInfer's paged decode over rows, planned once for all layers |
 | `triton_indices.py` | the row numbers that it reads, written by one kernel |
 | `plans.py` | its plans for views whose length the host knows |
+| `metadata.py` | a view as the forward context wants it, layer by layer |
+| `observing.py` | who looks at the target's queries |
 | `switch.py` | draft attention inside vLLM's layers; the only file here that imports vLLM |
 """
 

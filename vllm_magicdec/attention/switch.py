@@ -5,8 +5,7 @@ vLLM calls `layer.impl.forward(..., attn_metadata, output)` outside of compiled 
 own types goes to vLLM's own implementation, so the target's path is untouched.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,10 +16,10 @@ from vllm.utils.flashinfer import has_flashinfer
 
 from vllm_magicdec.attention import Implementation, KVRows, attend
 from vllm_magicdec.attention.flashinfer_attention import Geometry, UnreadableCacheError
-from vllm_magicdec.attention.observing import LayerObserver, QueryRecorder
+from vllm_magicdec.attention.metadata import DraftMetadata, ObservedMetadata, TokenMetadata
+from vllm_magicdec.attention.observing import QueryRecorder
 from vllm_magicdec.attention.plans import CommonLengthPlans
 from vllm_magicdec.errors import METHOD, MagicDecConfigError
-from vllm_magicdec.views.base import LayerPageView, TokenView
 
 # Backends whose metadata holds `block_table`, `query_start_loc` and `seq_lens`.
 BACKENDS_WITH_BLOCK_TABLES = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
@@ -28,58 +27,13 @@ BACKENDS_WITH_BLOCK_TABLES = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
 logger = init_logger(f"vllm.{__name__}")
 
 
-@dataclass(frozen=True)
-class TokenMetadata:
-    """One layer's part of a `views.base.TokenView`."""
-
-    slots: torch.Tensor  # [num_reqs, num_kv_heads, budget] int32
-    lens: torch.Tensor  # [num_reqs] int32
-    common_len: int | None
-
-
-@dataclass(frozen=True)
-class DraftMetadata:
-    """vLLM's metadata of a draft step, which must not be taken for the target's."""
-
-    own: Any
-
-
-@dataclass(frozen=True)
-class ObservedMetadata:
-    """vLLM's metadata, and who wants to see the queries."""
-
-    own: Any
-    observer: LayerObserver
-
-
-def token_metadata(layer_names: Sequence[str], view: TokenView) -> dict[str, TokenMetadata]:
-    """A view as the forward context wants it, layer by layer."""
-    return {
-        name: TokenMetadata(view.slots[index], view.lens, view.common_len)
-        for index, name in enumerate(layer_names)
-    }
-
-
-def layer_page_metadata(
-    own: Mapping[str, Any], layer_names: Sequence[str], view: LayerPageView
-) -> dict[str, DraftMetadata]:
-    """vLLM's metadata, made for one layer's block table, with every layer's own."""
-    return {
-        name: DraftMetadata(replace(own[name], block_table=view.block_tables[index]))
-        for index, name in enumerate(layer_names)
-    }
-
-
-def observed_metadata(own: Mapping[str, Any], observer: LayerObserver) -> dict[str, ObservedMetadata]:
-    """vLLM's metadata by layer, with an observer."""
-    return {name: ObservedMetadata(metadata, observer) for name, metadata in own.items()}
-
-
 def install_switches(
     vllm_config: VllmConfig,
     layer_names: Sequence[str],
     device: torch.device,
     recorder: QueryRecorder | None = None,
+    *,
+    layer_pages: bool = False,
 ) -> Sequence[CommonLengthPlans]:
     """Put a `Switch` into every layer; its number is its place in `layer_names`.
 
@@ -88,6 +42,7 @@ def install_switches(
         layer_names: attention layers of the target.
         device: where they are.
         recorder: gets the target's queries.
+        layer_pages: draft steps read pages of every layer's own, by vLLM's own attention.
 
     Returns:
         FlashInfer's plans; none where it is not used.
@@ -99,7 +54,9 @@ def install_switches(
     plans: dict[Geometry, CommonLengthPlans | None] = {}
     for index, name in enumerate(layer_names):
         switch = Switch(index, layers[name], vllm_config, device, recorder)
-        if device.type == "cuda":
+        if layer_pages or recorder is not None:
+            switch.require_block_tables()
+        if device.type == "cuda" and not layer_pages:
             if switch.geometry not in plans:
                 max_num_reqs = vllm_config.scheduler_config.max_num_seqs
                 plans[switch.geometry] = plan_with_flashinfer(switch.geometry, max_num_reqs, device)
@@ -165,11 +122,6 @@ class Switch:
         self._isa = getattr(layer, "isa", None)
         self._scale = float(impl.scale)
         self._soft_cap = float(getattr(impl, "logits_soft_cap", None) or 0.0)
-        if recorder is not None and self._backend not in BACKENDS_WITH_BLOCK_TABLES:
-            raise MagicDecConfigError(
-                f"{METHOD}: draft_kv_policy='verify-topk' does not know the metadata of attention backend "
-                f"{self._backend}; use --attention-backend FLASH_ATTN or draft_kv_policy='snapkv'"
-            )
         self.plans: CommonLengthPlans | None = None
         # Without FlashInfer: plain torch on a CPU; on a GPU the kernel that needs no planning.
         self._implementation: Implementation = "triton" if device.type == "cuda" else "torch"
@@ -190,6 +142,19 @@ class Switch:
         except ValueError as error:
             raise MagicDecConfigError(f"{METHOD}: {error}") from None
         impl.forward = self.forward
+
+    def require_block_tables(self) -> None:
+        """Refuse backends whose metadata does not say which pages of a request are read.
+
+        Raises:
+            MagicDecConfigError: with the way out.
+        """
+        if self._backend not in BACKENDS_WITH_BLOCK_TABLES:
+            raise MagicDecConfigError(
+                f"{METHOD}: this draft_kv_policy does not know the metadata of attention backend "
+                f"{self._backend}; use --attention-backend FLASH_ATTN, or draft_kv_policy='snapkv' with "
+                "draft_kv_granularity='token'"
+            )
 
     def forward(
         self,

@@ -5,7 +5,8 @@ Drafted tokens write their K/V into the request's own lookahead slots. Verificat
 overwrites every one of them, so nothing approximate survives in the cache.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -17,28 +18,20 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm_magicdec import envs
 from vllm_magicdec.adaptive.draft_plan import DraftPlan
 from vllm_magicdec.adaptive.metrics import DraftFailures
-from vllm_magicdec.attention.plans import CommonLengthPlans
+from vllm_magicdec.attention.observing import LayerObserver
 from vllm_magicdec.attention.switch import install_switches
-from vllm_magicdec.config import MagicDecSpeculativeConfig, page_budget, token_budget
+from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.errors import METHOD
-from vllm_magicdec.policies import PagePolicy, TokenPolicy, VerifyTopK, find_policy
-from vllm_magicdec.policies.observing import ObservingRunner, Selector
-from vllm_magicdec.policies.verify_topk import (
-    PageScores,
-    PageSummaries,
-    Verification,
-    VerificationSelector,
-    VerificationViews,
-)
-from vllm_magicdec.views.base import Batch, DraftSlots, DraftStep, View, Views
-from vllm_magicdec.views.pages import PageBudget, PageViews
-from vllm_magicdec.views.tokens import Selections, TokenViews, budget_to_select
+from vllm_magicdec.policies import find_policy
+from vllm_magicdec.policies.base import Engine
+from vllm_magicdec.views.base import Batch, DraftStep, View
+from vllm_magicdec.views.selections import Budget
 
 logger = init_logger(f"vllm.{__name__}")
 
 
-class Runner(ObservingRunner, Protocol):
-    """What the loop needs from a vLLM model runner; implemented by vLLM's adapters."""
+class Runner(Protocol):
+    """What drafting needs from a vLLM model runner; implemented by the adapters in `vllm_api/`."""
 
     def draft_step(self, tokens: torch.Tensor, step: DraftStep) -> torch.Tensor:
         """Run the target over the step's view and sample, as `draft_sample_method` says.
@@ -52,11 +45,22 @@ class Runner(ObservingRunner, Protocol):
         """
         ...
 
+    def observe(self, indices: Sequence[int], window: int, observer: LayerObserver) -> None:
+        """Run the target over the last `window` tokens before `Batch.observable_lens` of some requests.
+
+        Args:
+            indices: places in the batch that is being drafted for.
+            window: tokens per request; none has fewer.
+            observer: gets the queries of all requests, one after the other.
+        """
+        ...
+
 
 class Drafter:
     """Drafts gamma tokens per request; one per worker, shared by both model runners.
 
     Args:
+        runner: makes the passes.
         vllm_config: the engine's configuration; its speculative config is ours.
         kv_cache_config: the target's attention layers, in one group, and what their KV cache looks like.
         page_size: tokens per page of the block tables that `draft` will be given.
@@ -65,6 +69,7 @@ class Drafter:
 
     def __init__(
         self,
+        runner: Runner,
         vllm_config: VllmConfig,
         kv_cache_config: KVCacheConfig,
         page_size: int,
@@ -72,163 +77,64 @@ class Drafter:
     ) -> None:
         spec = vllm_config.speculative_config
         assert isinstance(spec, MagicDecSpeculativeConfig)
-        max_num_reqs = vllm_config.scheduler_config.max_num_seqs
+        self._runner = runner
+        self._spec = spec
+        scheduler = vllm_config.scheduler_config
         self.draft_tokens = torch.zeros(
-            (max_num_reqs, spec.num_speculative_tokens), dtype=torch.int64, device=device
+            (scheduler.max_num_seqs, spec.num_speculative_tokens), dtype=torch.int64, device=device
         )
         (group,) = kv_cache_config.kv_cache_groups
         self.layer_names = group.layer_names
-        self._cache = group.kv_cache_spec
-        # Block tables may count in smaller pages than the cache was allocated in.
-        self._num_blocks = kv_cache_config.num_blocks * self._cache.block_size // page_size
-        self._vllm_config = vllm_config
-        self._spec = spec
-        self._page_size = page_size
-        self._device = device
-        self._selector: Selector | VerificationSelector | None = None
-        self._plans: Sequence[CommonLengthPlans] = ()
-        self._views = self._make_views()
+        cache = group.kv_cache_spec
+        engine = Engine(
+            limits=spec.limits(vllm_config, page_size),
+            num_layers=len(group.layer_names),
+            num_kv_heads=cache.num_kv_heads,
+            head_size=cache.head_size,
+            cache_dtype=cache.dtype,
+            # Block tables may count in smaller pages than the cache was allocated in.
+            num_blocks=kv_cache_config.num_blocks * cache.block_size // page_size,
+            max_num_reqs=scheduler.max_num_seqs,
+            max_batched_tokens=scheduler.max_num_batched_tokens,
+            device=device,
+            observe=runner.observe,
+            switch_attention=partial(install_switches, vllm_config, group.layer_names, device),
+        )
+        policy = find_policy(spec.draft_kv_policy)
+        budgets = [policy.parse_budget(spec, engine.limits, budget) for budget in spec.budgets]
+        self._views = policy.make_views(spec, engine, budgets)
+        self._log(policy.granularity(spec, device.type), budgets)
         # Every tensor-parallel rank drafts the same round: one of them counts.
         self._failures = DraftFailures(spec.metrics_dir if get_tp_group().is_first_rank else None)
 
-    def _make_views(self) -> Views:
-        config, spec = self._vllm_config, self._spec
-        max_num_reqs = config.scheduler_config.max_num_seqs
-        draft_slots = DraftSlots(
-            page_size=self._page_size,
-            max_num_reqs=max_num_reqs,
-            max_num_steps=spec.num_speculative_tokens,
-            max_model_len=config.model_config.max_model_len,
-            device=self._device,
-        )
-        policy_class = find_policy(spec.draft_kv_policy)
-        if issubclass(policy_class, PagePolicy):
-            pages = self._page_budgets()
-            self._log(pages)
-            return PageViews(
-                [policy_class(spec, budget, self._device) for budget in pages],
-                draft_slots,
-                page_size=self._page_size,
-                max_num_reqs=max_num_reqs,
-                max_num_steps=spec.num_speculative_tokens,
-                device=self._device,
-            )
-        if issubclass(policy_class, TokenPolicy):
-            return self._make_token_views(policy_class(spec), draft_slots)
-        policy = policy_class(spec)
-        scores, summary_bytes = self._make_page_scores()
-        if policy.granularity == "token":
-            return self._make_token_views(policy, draft_slots, scores, summary_bytes)
-        pages = self._page_budgets()
-        views = VerificationViews(
-            pages,
-            scores,
-            draft_slots,
-            num_layers=len(self.layer_names),
-            refresh=policy.refresh,
-            max_num_reqs=max_num_reqs,
-            max_num_steps=spec.num_speculative_tokens,
-            device=self._device,
-        )
-        self._log(pages, {"lists of pages": views.index_bytes, "page summaries": summary_bytes})
-        return views
-
-    def _page_budgets(self) -> list[PageBudget]:
-        return [page_budget(self._vllm_config, self._page_size, budget) for budget in self._spec.budgets]
-
-    def _make_token_views(
-        self,
-        policy: TokenPolicy | VerifyTopK,
-        draft_slots: DraftSlots,
-        scores: PageScores | None = None,
-        summary_bytes: int = 0,
-    ) -> TokenViews:
-        scheduler = self._vllm_config.scheduler_config
-        budgets = [token_budget(self._vllm_config, policy, budget) for budget in self._spec.budgets]
-        to_select = budget_to_select(budgets)
-        selections = Selections(
-            num_layers=len(self.layer_names),
-            num_kv_heads=self._cache.num_kv_heads,
-            max_num_reqs=scheduler.max_num_seqs,
-            max_selected=to_select.max_selected,
-            device=self._device,
-        )
-        if scores is not None:
-            self._selector = VerificationSelector(
-                scores, to_select, selections, page_size=self._page_size, refresh=policy.refresh
-            )
-        else:
-            assert isinstance(policy, TokenPolicy)
-            self._plans = install_switches(self._vllm_config, self.layer_names, self._device)
-            self._selector = Selector(
-                policy,
-                budgets,
-                selections,
-                page_size=self._page_size,
-                max_batched_tokens=scheduler.max_num_batched_tokens,
-            )
-        views = TokenViews(
-            selections,
-            budgets,
-            draft_slots,
-            page_size=self._page_size,
-            max_num_reqs=scheduler.max_num_seqs,
-            max_num_steps=self._spec.num_speculative_tokens,
-        )
-        self._log(budgets, {"lists of slots": views.index_bytes, "page summaries": summary_bytes})
-        return views
-
-    def _make_page_scores(self) -> tuple[PageScores, int]:
-        """What scores pages, and the device memory of its summaries in bytes."""
-        verification = Verification(
-            num_layers=len(self.layer_names),
-            max_num_reqs=self._vllm_config.scheduler_config.max_num_seqs,
-            num_queries=self._spec.num_speculative_tokens + 1,
-            device=self._device,
-        )
-        summaries = PageSummaries(
-            num_layers=len(self.layer_names),
-            num_blocks=self._num_blocks,
-            num_kv_heads=self._cache.num_kv_heads,
-            head_size=self._cache.head_size,
-            dtype=self._cache.dtype,
-            device=self._device,
-        )
-        self._plans = install_switches(self._vllm_config, self.layer_names, self._device, verification)
-        return PageScores(verification, summaries, self._page_size), summaries.num_bytes
-
-    def _log(self, budgets: Sequence[object], extra_bytes: Mapping[str, int] | None = None) -> None:
-        extra = ", ".join(f"{n / 2**20:.1f} MiB for {what}" for what, n in (extra_bytes or {}).items() if n)
+    def _log(self, granularity: str | None, budgets: Sequence[Budget]) -> None:
+        memory = self._views.memory_bytes.items()
+        extra = ", ".join(f"{n / 2**20:.1f} MiB for {what}" for what, n in memory if n)
         logger.info_once(
-            "%s drafts %s%d tokens a round with policy %s; each draft step reads at most %s of a "
+            "%s drafts %s%d tokens a round with policy %s%s; each draft step reads at most %s of a "
             "request's KV cache. No weights and no KV cache were added%s.",
             METHOD,
             "up to " if self._spec.adaptive else "",
             self._spec.num_speculative_tokens,
             self._spec.draft_kv_policy,
+            f" by {granularity}" if granularity else "",
             " or ".join(map(str, budgets)),
             f"; {extra}" if extra else "",
         )
 
     @property
     def common_lens(self) -> Sequence[int | None]:
-        """`TokenView.common_len`s for which a draft step runs other kernels; None is one."""
-        full_lens = self._views.full_lens if isinstance(self._views, TokenViews) and self._plans else []
-        return (None, *full_lens)
+        """See `views.base.Views`."""
+        return self._views.common_lens
 
     def capture_view(self, num_reqs: int, lens: torch.Tensor, common_len: int | None) -> View:
-        """`Views.view`, for a step that may be captured in a CUDA graph."""
-        if common_len is not None:
-            assert isinstance(self._views, TokenViews)
-            for plans in self._plans:
-                plans.prepare_capture(num_reqs, common_len, self._views.width)
-        return self._views.view(num_reqs, lens, common_len)
+        """See `views.base.Views`."""
+        return self._views.capture_view(num_reqs, lens, common_len)
 
-    def draft(self, runner: Runner, batch: Batch, num_steps: int) -> bool:
+    def draft(self, batch: Batch, num_steps: int) -> bool:
         """Fill `draft_tokens[:num_reqs, :num_steps]`.
 
         Args:
-            runner: makes the passes.
             batch: the round's requests.
             num_steps: drafts of each; a `DraftPlan` says with which budget, else it is the largest.
 
@@ -239,10 +145,8 @@ class Drafter:
         tokens = batch.tokens
         drafts = self.draft_tokens[: tokens.shape[0], :num_steps]
         try:
-            if self._selector is not None:
-                self._selector.update(runner, batch)
             for step in self._views.prepare(batch, num_steps, self._size_of(num_steps)):
-                tokens = runner.draft_step(tokens.to(torch.int32), step)
+                tokens = self._runner.draft_step(tokens.to(torch.int32), step)
                 drafts[:, step.index] = tokens
         except Exception:
             if envs.strict():

@@ -3,8 +3,8 @@
 
 `base.py` is what a policy is, here or in another package; `streamingllm.py`, `snapkv.py` and
 `verify_topk.py` (on a GPU with `verify_topk_kernels.py`) are one each. `observing.py` is what those share
-that choose by a prompt's last tokens, `verification.py` what those share that choose by verified ones. A new
-policy is a file here and a line in `_OWN`.
+that choose by a prompt's last tokens, `verification.py` what those share that choose by verified ones. A
+new policy is a file here and a line in `_OWN`.
 """
 
 from importlib.metadata import entry_points
@@ -42,7 +42,7 @@ def find_policy(name: str) -> type[Policy]:
     policy = next(iter(points)).load()
     if not (isinstance(policy, type) and issubclass(policy, Policy)):
         raise ValueError(
-            f"draft_kv_policy={name!r} names {policy!r}, which is no subclass of PagePolicy, TokenPolicy or "
-            "VerificationPolicy"
+            f"draft_kv_policy={name!r} names {policy!r}, which is no subclass of PagePolicy, TokenPolicy "
+            "or VerificationPolicy"
         )
     return policy

@@ -26,7 +26,7 @@ class SnapKV(TokenPolicy):
 
     @classmethod
     def granularity(cls, fields: Any, device_type: str) -> str:
-        """See `Policy`: a CPU reads single tokens slowly, because vLLM keeps a page's keys transposed there."""
+        """See `Policy`. A CPU reads single tokens slowly: vLLM keeps a page's keys transposed there."""
         return fields.draft_kv_granularity or ("page" if device_type == "cpu" else "token")
 
     def score(self, observation: Observation) -> torch.Tensor:

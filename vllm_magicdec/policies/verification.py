@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Policies that choose by what verified tokens attend to: the verification's own queries, recorded.
 
-The idea is that of SparseSpec's PillarAttn and of Vegas: the target has just computed, for the tokens before
-the next drafts, where it looks.
+The idea is that of SparseSpec's PillarAttn and of Vegas: the target has just computed, for the tokens
+before the next drafts, where it looks.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -100,7 +100,7 @@ class VerificationPolicy(Policy):
         verification: the queries, their KV caches by layer, with scales and soft caps.
     """
 
-    granularities = ("page",)
+    granularities: ClassVar[tuple[str, ...]] = ("page",)
 
     def __init__(self, fields: Any, engine: Engine, verification: Verification) -> None:
         self.refresh = fields.draft_kv_refresh or 1  # rounds after which it chooses again

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The policy `verify-topk`: the verification's own queries choose what the next round's draft sees.
 
-Pages are scored by summaries of their keys, as in Quest (Tang et al. 2024, arXiv 2406.10774): with the element-wise minimum and maximum of a page's keys,
-`sum_d max(q_d * min_d, q_d * max_d)` bounds every logit of the page from above. A page's score is a softmax
-over these bounds, summed over the accepted positions of the round and over query heads.
+Pages are scored by summaries of their keys, as in Quest (Tang et al. 2024, arXiv 2406.10774): with the
+element-wise minimum and maximum of a page's keys, `sum_d max(q_d * min_d, q_d * max_d)` bounds every logit
+of the page from above. A page's score is a softmax over these bounds, summed over the accepted positions of
+the round and over query heads.
 
 - Granularity `page`: every layer sees its best pages, the same for all of its heads, so that any attention
   backend with block tables runs the draft.

@@ -48,6 +48,10 @@ class PageView:
     block_table: torch.Tensor  # [num_reqs, max_pages] int32
     max_len: int  # upper bound of `lens`
 
+    def of_layer(self, index: int) -> "PageView":
+        """One layer's."""
+        return self
+
 
 @dataclass(frozen=True)
 class LayerPageView:
@@ -56,6 +60,10 @@ class LayerPageView:
     lens: torch.Tensor  # [num_reqs] int32, as in `PageView`
     block_tables: torch.Tensor  # [num_layers, num_reqs, max_pages] int32
     max_len: int
+
+    def of_layer(self, index: int) -> PageView:
+        """One layer's."""
+        return PageView(self.lens, self.block_tables[index], self.max_len)
 
 
 @dataclass(frozen=True)

@@ -91,12 +91,12 @@ class LayerPageViews:
         place = torch.minimum(place.clamp(min=0), last_pages.unsqueeze(1))
         tables = self._block_tables[:, :num_reqs, : budget.max_pages]
         tables[:] = batch.block_table.gather(1, place)
-        chosen = self._selections.positions[rows, :, 0, : budget.max_selected]  # [num_reqs, layers, n]
+        chosen = self._selections.positions[rows, :, 0, : budget.max_pages]  # [num_reqs, layers, selected]
         num_selected = chosen.shape[-1]
         chosen = torch.minimum(chosen.flatten(1).long(), last_pages.unsqueeze(1))
-        blocks = batch.block_table.gather(1, chosen).view(num_reqs, -1, num_selected).transpose(0, 1)
+        blocks = batch.block_table.gather(1, chosen).view(num_reqs, len(tables), num_selected)
         part = tables[..., :num_selected]
-        part[:] = torch.where(column[:, :num_selected] < 0, blocks, part)
+        part[:] = torch.where(column[:, :num_selected] < 0, blocks.transpose(0, 1), part)
         skipped_tokens = (start - sinks - counts) * budget.page_size
         self._lens[:num_steps, :num_reqs] = positions + 1 - skipped_tokens
 

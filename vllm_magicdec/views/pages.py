@@ -116,7 +116,8 @@ class PageBudget:
             if self.recent_pages:
                 selected = max(0, others - self.recent_pages)
                 parts = f"{others - selected} recent + {selected} selected"
-            return f"{pages * self.page_size} tokens ({self.sink_pages} sink + {parts} pages of {self.page_size})"
+            pages_of = f"{self.sink_pages} sink + {parts} pages of {self.page_size}"
+            return f"{pages * self.page_size} tokens ({pages_of})"
 
         if self.min_pages == self.max_pages:
             return describe(self.min_pages)

@@ -14,10 +14,9 @@ from vllm.config import VllmConfig
 from vllm_magicdec.adaptive.draft_plan import BUDGET_DIVISORS
 from vllm_magicdec.adaptive.metrics import open_metrics_dir
 from vllm_magicdec.adaptive.step_times import StepTimes
-from vllm_magicdec.config import MagicDecSpeculativeConfig, page_budget, token_budget
+from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.errors import METHOD, MagicDecConfigError
-from vllm_magicdec.policies import PagePolicy, TokenPolicy, find_policy
-from vllm_magicdec.policies.verify_topk import num_recent_pages
+from vllm_magicdec.policies import find_policy
 
 
 class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
@@ -46,8 +45,7 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
                 f"use at most {max_model_len} (the whole context)"
             )
         self.metrics_dir = open_metrics_dir()
-        policy_class = find_policy(self.draft_kv_policy)
-        if issubclass(policy_class, TokenPolicy) and policy_class(self).refresh:
+        if find_policy(self.draft_kv_policy).reads_generated_tokens(self):
             check_refresh(vllm_config.scheduler_config.async_scheduling, vllm_config.use_v2_model_runner)
         self.budgets = self._find_budgets(vllm_config)
         if self.has_controller:
@@ -81,16 +79,12 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
         Raises:
             MagicDecConfigError: the policy cannot work with it.
         """
-        policy_class = find_policy(self.draft_kv_policy)
-        if not issubclass(policy_class, PagePolicy):
-            policy = policy_class(self)
-            if isinstance(policy, TokenPolicy) or policy.granularity == "token":
-                return token_budget(vllm_config, policy, budget).max_tokens
-            self._check_room_to_choose(vllm_config, budget)
-        page = vllm_config.cache_config.block_size
-        return min(
-            page_budget(vllm_config, page, budget).max_pages * page, vllm_config.model_config.max_model_len
-        )
+        limits = self.limits(vllm_config, vllm_config.cache_config.block_size)
+        try:
+            parsed = find_policy(self.draft_kv_policy).parse_budget(self, limits, budget)
+        except ValueError as error:
+            raise MagicDecConfigError(f"{METHOD}: {error}") from None
+        return min(parsed.max_tokens, limits.max_model_len)
 
     def _adapt(self, vllm_config: VllmConfig) -> None:
         """Let a scheduler with a controller choose for every step."""
@@ -120,18 +114,6 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
                 f"{METHOD}: {path} was measured with draft_kv_budget={_and(measured)}, not "
                 f"{_and(self.budgets)}; use what was measured, or measure again with 'magicdec profile'"
             )
-
-    def _check_room_to_choose(self, vllm_config: VllmConfig, budget: float) -> None:
-        page = vllm_config.cache_config.block_size
-        pages = page_budget(vllm_config, page, budget)
-        fixed = pages.sink_pages + num_recent_pages(page, self.num_speculative_tokens)
-        if fixed < pages.min_pages or pages.min_pages * page >= vllm_config.model_config.max_model_len:
-            return
-        raise MagicDecConfigError(
-            f"{METHOD}: draft_kv_budget={budget:g} leaves no page to choose beside {fixed} "
-            f"pages of {page} tokens for sinks and recent tokens; use at least {(fixed + 1) * page}, a "
-            "smaller --block-size, or draft_kv_granularity='token'"
-        )
 
 
 def check_refresh(async_scheduling: bool, v2_model_runner: bool) -> None:

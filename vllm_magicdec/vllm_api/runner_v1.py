@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapter to vLLM's V1 model runner (`GPUModelRunner`, `CPUModelRunner`)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,14 +15,10 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
-from vllm_magicdec.attention.switch import (
-    LayerObserver,
-    layer_page_metadata,
-    observed_metadata,
-    token_metadata,
-)
+from vllm_magicdec.attention.metadata import draft_metadata, observed_metadata
+from vllm_magicdec.attention.observing import LayerObserver
 from vllm_magicdec.drafting.drafter import Drafter
-from vllm_magicdec.views.base import PAD_SLOT, Batch, DraftStep, LayerPageView, PageView, TokenView
+from vllm_magicdec.views.base import PAD_SLOT, Batch, DraftStep, PageView
 from vllm_magicdec.vllm_api import cpu_sampling
 from vllm_magicdec.vllm_api.kv_cache import require_one_full_attention_group
 
@@ -59,7 +55,7 @@ class MagicDecProposer(DraftModelProposer):
         """Called once the KV cache is laid out."""
         require_one_full_attention_group(kv_cache_config)
         super().initialize_attn_backend(kv_cache_config, kernel_block_sizes)
-        self._drafter = Drafter(self.vllm_config, kv_cache_config, self.block_size, self.device)
+        self._drafter = Drafter(self, self.vllm_config, kv_cache_config, self.block_size, self.device)
 
     def dummy_run(self, *args: Any, **kwargs: Any) -> None:
         """Nothing to warm up or capture: the target's own dummy run has done this model's."""
@@ -103,7 +99,7 @@ class MagicDecProposer(DraftModelProposer):
             _token_to_req_indices_cache=None,
         )
         self._batch = self._make_batch(next_token_ids, common_attn_metadata, context_lens)
-        drafted = self._drafter.draft(self, self._batch, num_speculative_tokens)
+        drafted = self._drafter.draft(self._batch, num_speculative_tokens)
         if drafted and self._draft_probs:
             self._last_draft_probs = torch.stack(self._draft_probs, dim=1).contiguous()
         # A copy: with asynchronous scheduling the next round may start before this one is read.
@@ -129,21 +125,19 @@ class MagicDecProposer(DraftModelProposer):
 
     def draft_step(self, tokens: torch.Tensor, step: DraftStep) -> torch.Tensor:
         """See `drafting.drafter.Runner`."""
-        assert self._common is not None and self._drafter is not None and self._sampling is not None
-        view = step.view
-        attn_metadata: dict[str, Any]
-        if isinstance(view, TokenView):
-            attn_metadata = token_metadata(self._drafter.layer_names, view)
-        else:
+        assert self._drafter is not None and self._sampling is not None
+
+        def of_pages(view: PageView) -> dict[str, Any]:
+            assert self._common is not None
             common = self._common.replace(
                 seq_lens=view.lens,
                 max_seq_len=view.max_len,
-                block_table_tensor=view.block_table if isinstance(view, PageView) else view.block_tables[0],
+                block_table_tensor=view.block_table,
                 slot_mapping=step.slots,
             )
-            _, attn_metadata = self.build_per_group_and_layer_attn_metadata(common, draft_index=step.index)
-            if isinstance(view, LayerPageView):
-                attn_metadata = layer_page_metadata(attn_metadata, self._drafter.layer_names, view)
+            return self.build_per_group_and_layer_attn_metadata(common, draft_index=step.index)[1]
+
+        attn_metadata = draft_metadata(step.view, self._drafter.layer_names, of_pages)
         hidden_states = self._forward(tokens, step.positions, step.slots, attn_metadata)
         drafted, probs = self._sample_draft_tokens(hidden_states, self._sampling)
         if probs is not None:
@@ -151,7 +145,7 @@ class MagicDecProposer(DraftModelProposer):
         return drafted
 
     def observe(self, indices: Sequence[int], window: int, observer: LayerObserver) -> None:
-        """See `policies.observing.ObservingRunner`."""
+        """See `drafting.drafter.Runner`."""
         assert self._common is not None and self._batch is not None
         num_reqs = len(indices)
         lens = np.asarray(self._batch.known_lens)[indices]
@@ -184,7 +178,7 @@ class MagicDecProposer(DraftModelProposer):
         tokens: torch.Tensor,  # [num_tokens] int32
         positions: torch.Tensor,  # [num_tokens] int64
         slots: torch.Tensor,  # [num_tokens] int64
-        attn_metadata: dict[str, Any],
+        attn_metadata: Mapping[str, Any],
     ) -> torch.Tensor:
         """The target's hidden states, [num_tokens, hidden_size]."""
         num_tokens = tokens.shape[0]

@@ -16,15 +16,11 @@ from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneAR
 from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_magicdec import envs
-from vllm_magicdec.attention.switch import (
-    LayerObserver,
-    layer_page_metadata,
-    observed_metadata,
-    token_metadata,
-)
+from vllm_magicdec.attention.metadata import draft_metadata, observed_metadata
+from vllm_magicdec.attention.observing import LayerObserver
 from vllm_magicdec.drafting.drafter import Drafter
 from vllm_magicdec.errors import METHOD
-from vllm_magicdec.views.base import PAD_SLOT, Batch, DraftStep, LayerPageView, PageView, TokenView, View
+from vllm_magicdec.views.base import PAD_SLOT, Batch, DraftStep, PageView, TokenView, View
 from vllm_magicdec.vllm_api.draft_graphs import DraftGraphs
 from vllm_magicdec.vllm_api.kv_cache import require_one_full_attention_group
 
@@ -65,7 +61,9 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         super().set_attn(
             model_state, kv_cache_config, block_tables, target_input_buffers, target_attn_groups
         )
-        self._drafter = Drafter(self.vllm_config, kv_cache_config, block_tables.block_sizes[0], self.device)
+        self._drafter = Drafter(
+            self, self.vllm_config, kv_cache_config, block_tables.block_sizes[0], self.device
+        )
         self._query_start_loc_cpu = torch.arange(self.max_num_reqs + 1, dtype=torch.int32)
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
@@ -114,7 +112,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         self._copy_request_inputs(num_reqs, input_batch.idx_mapping, temperature, seeds)
         if num_steps > 0:
             self._batch = self._make_batch(input_batch, num_rejected, last_sampled)
-            drafted = self._drafter.draft(self, self._batch, num_steps)
+            drafted = self._drafter.draft(self._batch, num_steps)
             if not drafted:
                 self._make_drafts_one_hot(num_reqs)
         return self._drafter.draft_tokens[:num_reqs]
@@ -151,21 +149,19 @@ class MagicDecSpeculator(StandaloneARSpeculator):
 
     def step_metadata(self, step: DraftStep, *, for_capture: bool = False) -> Mapping[str, Any]:
         """See `draft_graphs.Capturable`."""
-        view = step.view
-        if isinstance(view, TokenView):
-            return token_metadata(self._drafter.layer_names, view)
-        attn_metadata = self._step_page_metadata(step, view, for_capture=for_capture)
-        if isinstance(view, LayerPageView):
-            return layer_page_metadata(attn_metadata, self._drafter.layer_names, view)
-        return attn_metadata
+
+        def of_pages(view: PageView) -> dict[str, Any]:
+            return self._step_page_metadata(step, view, for_capture=for_capture)
+
+        return draft_metadata(step.view, self._drafter.layer_names, of_pages)
 
     def refresh_metadata(self, step: DraftStep) -> None:
         """See `draft_graphs.Capturable`. No backend reads token views."""
         if not isinstance(step.view, TokenView):
-            self._step_page_metadata(step, step.view)
+            self._step_page_metadata(step, step.view.of_layer(0))
 
     def _step_page_metadata(
-        self, step: DraftStep, view: PageView | LayerPageView, *, for_capture: bool = False
+        self, step: DraftStep, view: PageView, *, for_capture: bool = False
     ) -> dict[str, Any]:
         num_reqs = step.positions.shape[0]
         return self._page_metadata(
@@ -174,7 +170,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
             max_query_len=1,
             seq_lens=view.lens,
             max_seq_len=view.max_len,
-            block_table=view.block_table if isinstance(view, PageView) else view.block_tables[0],
+            block_table=view.block_table,
             slots=step.slots,
             positions=step.positions,
             for_capture=for_capture,
@@ -196,7 +192,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         )
 
     def observe(self, indices: Sequence[int], window: int, observer: LayerObserver) -> None:
-        """See `policies.observing.ObservingRunner`."""
+        """See `drafting.drafter.Runner`."""
         assert self._batch is not None
         num_reqs = len(indices)
         lens = self._batch.observable_lens[indices]
