@@ -430,7 +430,7 @@ def show_answers(measurements: Mapping[str, Measurement], prompts: Sequence[Prom
                 right = text.strip().startswith(prompt.answer)
                 verdict = f" (asked for {prompt.answer}: {'right' if right else 'wrong'})"
             who = "both" if alike else name
-            console.print(f"  {kind}, {who}: {beginning[:72]!r}{verdict}", markup=False)
+            console.print(f"  {kind}, {who}: {beginning[:48]!r}{verdict}", markup=False)
 
 
 def show_comparison(measurements: Mapping[str, Measurement]) -> None:
@@ -518,8 +518,7 @@ def run(arguments: argparse.Namespace, server_options: list[str], bars: Bars) ->
     model, streams = arguments.model, arguments.streams
     context = arguments.context or (EMBEDDED_CONTEXT_TOKENS if is_embedded(model) else CONTEXT_TOKENS)
     console.print(
-        f"{1 + streams} prompts of up to {context:,} tokens go to {model}, "
-        "served plainly and with magicdec-self.",
+        f"{1 + streams} prompts for {Path(model).name}, each with its answer up to {context:,} tokens.",
         markup=False,
     )
     with bars.bar("making prompts"):
