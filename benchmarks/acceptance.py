@@ -115,12 +115,17 @@ def install_oracle(worker: Any, budget: int) -> None:
     switch.attend = attend
 
 
+def viewed_tokens(vllm_config: Any, budget: int) -> int:
+    """Most tokens that a draft step sees of a policy that chooses whole pages."""
+    from vllm_magicdec.config import page_budget
+
+    return page_budget(vllm_config, PAGE, budget).max_pages * PAGE
+
+
 def measure(policy: str, budget: int, args: argparse.Namespace) -> Result:
     """Run one engine; called in a process of its own."""
     from recall import is_answered, make_episode
     from vllm import LLM, SamplingParams
-
-    from vllm_magicdec.config import page_budget
 
     is_oracle = policy == ORACLE
     model_len = args.context + args.tokens + 2 * PAGE
@@ -171,8 +176,7 @@ def measure(policy: str, budget: int, args: argparse.Namespace) -> Result:
     prompts = [[tokenizer.bos_token_id, *encode(episode.prompt)] for episode in episodes]
     recall, texts = run(prompts, ANSWER_TOKENS + 1)
     right = sum(is_answered(text, episode) for text, episode in zip(texts, episodes, strict=True))
-    chooses_pages = policy in PAGE_POLICIES
-    view = page_budget(llm.llm_engine.vllm_config, PAGE).max_pages * PAGE if chooses_pages else budget
+    view = viewed_tokens(llm.llm_engine.vllm_config, budget) if policy in PAGE_POLICIES else budget
     llm.llm_engine.engine_core.shutdown()  # else this process would wait for it at its end
     return Result(policy, budget, view, documents, recall, len(episodes), right)
 
