@@ -339,7 +339,7 @@ def test_output_that_changes_and_drafts_that_all_stand_end_in_status_1(
             "vllm:spec_decode_num_accepted_tokens": accepted,
             "vllm:magicdec_draft_failures": 0,
         }
-        return engines.EngineRun([[[{"completions": [completion]}]]], metrics, 1, 4, False, False, "")
+        return engines.EngineRun([[[{"completions": [completion]}]]], metrics, 1, 4, False, False, [], "")
 
     monkeypatch.setattr(lossless, "_generate", generate)
     with pytest.raises(SystemExit) as end:

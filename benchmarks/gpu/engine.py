@@ -178,7 +178,8 @@ class Engines:
                 [(scenario, {"cells": cells, **arguments})],
                 v2=args.runner == "v2",
                 env=env,
-                timeout_s=DAY_S,
+                own_process=True,
+                time_limit_s=DAY_S,
                 program=PROGRAM,
                 **settings,
             )

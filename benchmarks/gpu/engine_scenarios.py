@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an engine of the engine layer does in a process of its own.
 
-`python -m benchmarks.gpu.engine_scenarios SPEC.json RESULT.json`: it is `tests/engine_process.py`, which
-has to be on the path, with scenarios that measure. A cell is a batch of requests of the same context.
+`python -m benchmarks.gpu.engine_scenarios` is `tests/engine_process.py`, which has to be on the path, with
+scenarios that measure. A cell is a batch of requests of the same context.
 """
 
 import statistics
@@ -112,4 +112,4 @@ engine_process.SCENARIOS |= {scenario.__name__: scenario for scenario in (step_t
 if __name__ == "__main__":
     if not torch.cuda.is_available():
         stand_in.install_synthetic_acceptance()
-    engine_process.main(*sys.argv[1:])
+    engine_process.main()

@@ -83,6 +83,7 @@ def _generate(runner: str, prompts: list[list[int]], sampling: Any, **engine: An
         sampling,
         v2=runner == "v2",
         env=env,
+        own_process=True,
         max_num_seqs=4,
         max_num_batched_tokens=1024,
         num_gpu_blocks_override=257,
