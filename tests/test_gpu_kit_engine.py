@@ -13,10 +13,11 @@ import engines
 import pytest
 import torch
 
+from benchmarks.common.policies import POLICIES
 from benchmarks.gpu import engine, engine_report, lossless
 from benchmarks.gpu.engine_scenarios import why_not
 from benchmarks.gpu.eq2 import CellTimes, beside_roofline, paper_rows, speedups
-from benchmarks.gpu.models import POLICIES, SHAPES, SMALL_SHAPE, write_model
+from benchmarks.gpu.models import SHAPES, SMALL_SHAPE, write_model
 from benchmarks.gpu.stand_in import accept_synthetically
 from vllm_magicdec.planner import profile
 from vllm_magicdec.planner.hardware import HARDWARE

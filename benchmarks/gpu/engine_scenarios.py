@@ -6,18 +6,17 @@ scenarios that measure. A cell is a batch of requests of the same context.
 """
 
 import statistics
-import sys
 from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 import engine_process
 import torch
 
+from benchmarks.common.decoding import decode, medians
 from benchmarks.gpu import stand_in
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # where scripts find each other by name
 WARMUP_TURNS = 1  # whatever is compiled at its first use is compiled in these
 
 
@@ -45,17 +44,14 @@ def step_times(llm: Any, cells: list[tuple[int, int]], tours: int) -> dict[str, 
 
 
 def decode_speed(llm: Any, cells: list[tuple[int, int]], tokens: int, turns: int) -> dict[str, Any]:
-    """Decoding with all requests of the batch, as served; the clock is that of benchmarks/decode.py."""
-    from decode import decode
-
+    """Decoding with all requests of the batch, as served."""
     from vllm_magicdec.planner.profile import fill_prefix_cache, make_prompts
 
     def measure(batch: int, context: int) -> dict[str, Any]:
         prompts = make_prompts(llm.llm_engine.model_config.get_vocab_size(), batch, context)
         fill_prefix_cache(llm, prompts)
-        decodings = [decode(llm, prompts, tokens, 0) for _ in range(WARMUP_TURNS + turns)][WARMUP_TURNS:]
-        names = ("tokens_per_s", "step_ms", "acceptance_length")
-        return {name: statistics.median(getattr(d, name) for d in decodings) for name in names}
+        decodings = [decode(llm, prompts, tokens) for _ in range(WARMUP_TURNS + turns)][WARMUP_TURNS:]
+        return asdict(medians(decodings))
 
     return {"cells": for_each_cell(llm, cells, tokens, measure)}
 
