@@ -22,9 +22,9 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from common.documents import describe_documents, encode, excerpts, read_text
+from common.documents import encode, excerpts, read_text
 from common.engines import PAGE, engine, engine_settings, set_environment
-from common.options import add_documents, add_out, make_parser
+from common.options import add_documents, add_out, make_parser, settings_of
 from common.plots import plt, save
 from common.policies import POLICIES
 from common.record import make_record, write
@@ -41,7 +41,6 @@ BASELINE = "streamingllm"
 PAGE_POLICIES = ("streamingllm", "verify-topk")
 LEAST_BUDGET = {"verify-topk": 192}  # else no page of 32 tokens is left to choose
 ANSWER_TOKENS = 4  # digits; the first comes out of the prefill, a line break follows
-SETTINGS = ("context", "documents", "requests", "questions", "tokens", "gamma", "distances")
 
 
 @dataclass(frozen=True)
@@ -176,16 +175,10 @@ def read_counters(llm: Any) -> list[int]:
 
 
 def table_of(results: list[Result], gammas: list[int]) -> Table:
-    table = make_table(
-        "acceptance length, by workload and drafted tokens (gamma); ± standard error",
-        [
-            "budget",
-            *(f"documents, {number}" for number in gammas),
-            f"minus {BASELINE}",
-            f"recall, {ANSWER_TOKENS}",
-        ],
-        names=["policy"],
-    )
+    title = "acceptance length, by workload and drafted tokens (gamma); ± standard error"
+    documents = (f"documents, {number}" for number in gammas)
+    numbers = ("budget", *documents, f"minus {BASELINE}", f"recall, {ANSWER_TOKENS}")
+    table = make_table(title, numbers, names=["policy"])
     for result in results:
         lengths = [f"{result.documents.acceptance_length(n):.2f}" for n in gammas]
         lengths[-1] += f" ± {standard_error(result.documents.deviations):.2f}"
@@ -267,13 +260,9 @@ def main() -> None:
             console.print(f"{policy}, budget {budget}: done")
     gammas = sorted({1, 2, 4, args.gamma})
     console.print(table_of(results, gammas))
-    settings = {name: getattr(args, name) for name in SETTINGS}
-    record = make_record(
-        "acceptance",
-        settings={**settings, "documents": describe_documents(args.documents)},
-        results=[asdict(result) for result in results],
-    )
-    write(record, args.out)
+    settings = settings_of(args, "policies", "budgets")
+    results_as_json = [asdict(result) for result in results]
+    write(make_record("acceptance", settings=settings, results=results_as_json), args.out)
     if args.out:
         draw(results, args.gamma, args.out.with_suffix(".png"))
 

@@ -151,14 +151,13 @@ def measure_cell(
     contenders = {"plain": Contender(plain), **fixed, "auto": auto}
 
     turn = Turn()
-    turn.give_to(plain)
-    probe = decode(plain, prompts, MIN_TOKENS)
+    probe = decode(turn.of(plain), prompts, MIN_TOKENS)
     num_tokens = min(max(MIN_TOKENS, int(1000 * args.seconds / probe.step_ms)), MAX_TOKENS)
 
     def run_turn(contender: Contender) -> float:
-        turn.give_to(contender.engine)
+        llm = turn.of(contender.engine)
         with contender.hold():
-            return decode(contender.engine, prompts, num_tokens).tokens_per_s
+            return decode(llm, prompts, num_tokens).tokens_per_s
 
     def run_turns(names: Iterable[str], turns: int) -> dict[str, list[float]]:
         return take_turns({name: functools.partial(run_turn, contenders[name]) for name in names}, turns)

@@ -144,24 +144,15 @@ def measure_cell(
 ) -> tuple[Row, list[dict[str, Any]]]:
     """Both engines, alternately, on one cell; the row, and each turn."""
     turn = Turn()
-
-    def fill(llm: Any) -> float:
-        turn.give_to(llm)
-        return seconds(lambda: fill_prefix_cache(llm, prompts))
-
-    def decode_plainly() -> Drafting:
-        turn.give_to(plain)
-        return Drafting(*astuple(decode(plain, prompts, args.tokens)))
-
-    def decode_with_drafts() -> Drafting:
-        turn.give_to(magicdec)
-        return decode_and_time_drafts(magicdec, prompts, args.tokens, args.gamma)
-
-    fill(plain)
-    magicdec.collective_rpc(take_times)
-    prefill_s = fill(magicdec)
+    fill_prefix_cache(turn.of(plain), prompts)
+    turn.of(magicdec).collective_rpc(take_times)
+    prefill_s = seconds(lambda: fill_prefix_cache(magicdec, prompts))
     selecting_s = sum(magicdec.collective_rpc(take_times)[0]["select"])
-    turns = take_turns({"plain": decode_plainly, "magicdec": decode_with_drafts}, args.turns)
+    contenders = {
+        "plain": lambda: Drafting(*astuple(decode(turn.of(plain), prompts, args.tokens))),
+        "magicdec": lambda: decode_and_time_drafts(turn.of(magicdec), prompts, args.tokens, args.gamma),
+    }
+    turns = take_turns(contenders, args.turns)
     pairs = list(zip(turns["plain"], turns["magicdec"], strict=True))
     before, after = medians(turns["plain"]), medians(turns["magicdec"])
     row = Row(

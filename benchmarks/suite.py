@@ -25,10 +25,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from common.documents import describe_documents, excerpts
+from common.documents import excerpts
 from common.engines import PAGE
 from common.machine import vllm_environment
-from common.options import add_documents, add_model, make_parser
+from common.options import add_documents, add_model, make_parser, settings_of
 from common.record import make_record, write
 from common.tables import console, make_table
 from kv_heavy import KV_HEAVY, TINY_LLAMA, model_folder
@@ -69,10 +69,6 @@ QUICK = {
     "requests": 8,
     "tokens": 64,
 }
-SETTINGS = (
-    *("dtype", "context", "concurrency", "rate_fractions", "repeats", "requests", "tokens"),
-    *("drafts", "budget", "draft_model", "cold"),
-)
 
 
 @dataclass(frozen=True)
@@ -319,14 +315,13 @@ def run_suite(args: argparse.Namespace, extra_options: list[str]) -> dict[str, A
         rates = rates or [run["rate"] for run in measured if run["rate"]]
         entry["seconds"] = round(time.monotonic() - method_started)
         console.print(f"{method}: {entry['seconds']} s", markup=False)
-    settings = {name: getattr(args, name) for name in SETTINGS}
     return make_record(
         "suite",
         seconds=round(time.monotonic() - started),
         environment=vllm_environment(),
         model=Path(args.model).name,
         server_options=options,
-        settings={**settings, "documents": describe_documents(args.documents)},
+        settings=settings_of(args, "quick", "model", "model_path", "methods"),
         methods=methods,
         runs=runs,
     )

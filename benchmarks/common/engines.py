@@ -57,11 +57,12 @@ class Turn:
     def __init__(self) -> None:
         self._latest: Any = None
 
-    def give_to(self, llm: Any) -> None:
-        """Let another engine's workers stop polling."""
+    def of(self, llm: Any) -> Any:
+        """The engine, once another engine's workers have stopped polling."""
         if llm is not self._latest:
             time.sleep(IDLE_SPIN_S)
         self._latest = llm
+        return llm
 
 
 def take_turns(contenders: dict[str, Callable[[], T]], turns: int) -> dict[str, list[T]]:

@@ -5,6 +5,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from .documents import describe_documents
+
 
 def make_parser(description: str | None, **settings: Any) -> argparse.ArgumentParser:
     """A parser whose help begins with a script's docstring."""
@@ -24,3 +26,11 @@ def add_documents(parser: argparse.ArgumentParser) -> None:
 def add_out(parser: argparse.ArgumentParser, beside: str = "") -> None:
     """Where the record goes, and what goes beside it."""
     parser.add_argument("--out", type=Path, help=f"JSON file for the result{beside}")
+
+
+def settings_of(args: argparse.Namespace, *left_out: str) -> dict[str, Any]:
+    """What the user could set, for a record."""
+    settings = {name: value for name, value in vars(args).items() if name not in ("out", *left_out)}
+    if "documents" in settings:
+        settings["documents"] = describe_documents(args.documents)
+    return settings

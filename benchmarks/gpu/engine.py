@@ -20,7 +20,7 @@ from math import sqrt
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.options import add_out, make_parser
+from benchmarks.common.options import add_out, make_parser, settings_of
 from benchmarks.common.policies import POLICIES
 from benchmarks.common.record import make_record, write
 from benchmarks.gpu import engine_report, lossless
@@ -28,7 +28,7 @@ from benchmarks.gpu.engine_report import BASE, GOAL_BUDGET, GOAL_CELL, GOAL_GAMM
 from benchmarks.gpu.eq2 import paper_rows, this_deployment
 from benchmarks.gpu.lossless import engines  # processes with an engine, as in the tests
 from benchmarks.gpu.models import SHAPES, SMALL_SHAPE, write_model
-from benchmarks.gpu.options import add_device, settings_of, settle
+from benchmarks.gpu.options import add_device, settle
 from vllm_magicdec.planner.performance import ModelShape, tokens_per_round
 from vllm_magicdec.planner.profile import tokens_to_grow
 

@@ -17,13 +17,13 @@ from dataclasses import asdict, replace
 
 import torch
 
-from benchmarks.common.options import add_out, make_parser
+from benchmarks.common.options import add_out, make_parser, settings_of
 from benchmarks.common.record import make_record, write
 from benchmarks.gpu import stand_in
 from benchmarks.gpu.clock import Clock
 from benchmarks.gpu.draft_attention import FULL, KERNELS, Prepared, page_flashinfer, runs_on
 from benchmarks.gpu.kernel_report import GOAL_BATCH, GOAL_BUDGET, GOALS, Result, make_table
-from benchmarks.gpu.options import add_device, settings_of, settle
+from benchmarks.gpu.options import add_device, settle
 from benchmarks.gpu.problem import Heads, Layer, View
 
 SHAPES = (

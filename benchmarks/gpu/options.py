@@ -23,8 +23,3 @@ def settle(parser: argparse.ArgumentParser, args: argparse.Namespace, defaults: 
         parser.error("on a CPU everything is slow: use --device cpu --small")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("no CUDA device here; use --device cpu --small to see that it runs")
-
-
-def settings_of(args: argparse.Namespace) -> dict[str, Any]:
-    """For a result's JSON."""
-    return {name: value for name, value in vars(args).items() if name != "out"}
