@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the kernel layer finds on a cell, the goals, and the table of it all."""
 
+from collections import Counter
 from dataclasses import dataclass
 
 # Share of the floor's bandwidth that a draft kernel should reach ...
@@ -30,14 +31,15 @@ class Result:
     plan_us: float | None = None  # of the host, once for all layers of a step; not in time_us
     goal: float | None = None
 
+    @property
+    def name(self) -> str:
+        return f"{self.granularity} {self.kernel}"
+
 
 def make_table(results: list[Result], device: str) -> str:
     """At each shape's longest context with results: the share of the floor's bandwidth, and the speedup."""
-    lines = (
-        []
-        if device == "cuda"
-        else ["ON A CPU, with stand-ins for the GPU's kernels: no time says anything"]
-    )
+    is_cpu = device != "cuda"
+    lines = ["ON A CPU, with stand-ins for the GPU's kernels: no time says anything"] if is_cpu else []
     for shape in dict.fromkeys(result.shape for result in results):
         timed = [r for r in results if r.shape == shape and r.status == "ok"]
         if not timed:
@@ -46,30 +48,24 @@ def make_table(results: list[Result], device: str) -> str:
         longest = {batch: max(r.context for r in timed if r.batch == batch) for batch in batches}
         header = "".join(f"batch {batch:>3} @ {longest[batch]:>6} ".rjust(21) for batch in batches)
         lines += [f"{shape}: share of the floor's bandwidth, speedup over full context", " " * 44 + header]
-        rows = dict.fromkeys((r.granularity, r.kernel, r.budget) for r in timed if r.granularity != "full")
-        for row in [("full", "flashinfer", 0), *rows]:
-            granularity, kernel, budget = row
-            name = f"{granularity} {kernel}" + (f", {budget} tokens" if budget else ", all tokens")
+        rows = dict.fromkeys((r.name, r.budget) for r in timed if r.granularity != "full")
+        for kernel, budget in [("full flashinfer", 0), *rows]:
+            name = f"{kernel}, {budget or 'all'} tokens"
             found = {
                 r.batch: r
                 for r in timed
-                if (r.granularity, r.kernel) == (granularity, kernel)
-                and r.context == longest[r.batch]
-                and budget in (0, r.budget)
+                if r.name == kernel and r.context == longest[r.batch] and budget in (0, r.budget)
             }
             lines.append(name.ljust(44) + "".join(_entry(found.get(batch)).rjust(21) for batch in batches))
         lines.append("")
-    counts = {
-        status: sum(r.status == status for r in results) for status in ("ok", "wrong", "failed", "skipped")
-    }
-    lines.append(", ".join(f"{count} {status}" for status, count in counts.items()))
-    for reason in dict.fromkeys(r.reason for r in results if r.status == "skipped"):
-        affected = sum(r.reason == reason for r in results)
-        lines.append(f"skipped {affected}: {reason}")
+    counts = Counter(r.status for r in results)
+    lines.append(", ".join(f"{counts[status]} {status}" for status in ("ok", "wrong", "failed", "skipped")))
+    skipped = Counter(r.reason for r in results if r.status == "skipped")
+    lines += [f"skipped {affected}: {reason}" for reason, affected in skipped.items()]
     for r in results:
         if r.status in ("wrong", "failed"):
             cell = f"{r.shape}, batch {r.batch}, context {r.context}, budget {r.budget}"
-            lines.append(f"{r.status.upper()}: {r.granularity} {r.kernel} ({cell}): {r.reason}")
+            lines.append(f"{r.status.upper()}: {r.name} ({cell}): {r.reason}")
     return "\n".join(lines + _plans(results) + _goals(results))
 
 
@@ -82,12 +78,10 @@ def _entry(result: Result | None) -> str:
 
 def _plans(results: list[Result]) -> list[str]:
     lines = []
-    for shape, kernel in dict.fromkeys(
-        (r.shape, f"{r.granularity} {r.kernel}") for r in results if r.plan_us
-    ):
+    for shape, kernel in dict.fromkeys((r.shape, r.name) for r in results if r.plan_us):
         slowest: dict[int, float] = {}
         for r in results:
-            if (r.shape, f"{r.granularity} {r.kernel}") == (shape, kernel) and r.plan_us:
+            if (r.shape, r.name) == (shape, kernel) and r.plan_us:
                 slowest[r.batch] = max(r.plan_us, slowest.get(r.batch, 0))
         times = ", ".join(f"{us / 1000:.2f} ms at batch {batch}" for batch, us in sorted(slowest.items()))
         lines.append(f"host time of a plan, at most: {kernel} ({shape}): {times}")
@@ -96,8 +90,8 @@ def _plans(results: list[Result]) -> list[str]:
 
 def _goals(results: list[Result]) -> list[str]:
     lines = []
-    for name in dict.fromkeys(f"{r.granularity} {r.kernel}" for r in results if r.goal is not None):
-        judged = [r for r in results if f"{r.granularity} {r.kernel}" == name and r.goal is not None]
+    for name in dict.fromkeys(r.name for r in results if r.goal is not None):
+        judged = [r for r in results if r.name == name and r.goal is not None]
         reached = sum((r.share or 0) >= (r.goal or 1) for r in judged)
         lowest = min(r.share or 0 for r in judged)
         lines.append(

@@ -152,15 +152,8 @@ def measure(bench: Bench, args: argparse.Namespace, dtype: torch.dtype) -> Itera
                     for name, budget in cells:
                         yield skipped(heads, batch, context, budget, name, device, reason)
                     continue
-                layer = Layer(
-                    heads,
-                    batch=batch,
-                    context=context,
-                    page_size=args.page_size,
-                    dtype=dtype,
-                    device=device,
-                    seed=args.seed,
-                )
+                sizes = {"batch": batch, "context": context, "page_size": args.page_size}
+                layer = Layer(heads, **sizes, dtype=dtype, device=device, seed=args.seed)
                 yield from bench.cell(layer, args.budget)
                 del layer  # before the next one is allocated
 
