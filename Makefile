@@ -3,10 +3,12 @@ PYTHON ?= python3
 MODEL ?= examples/tiny-llama
 ARGS ?=
 OUT ?= .
+KERNELS ?=
 VENV := .venv/bin
+PYTEST := MAGICDEC_TEST_KERNELS="$(KERNELS)" $(VENV)/python -m pytest -n 2 --dist loadgroup --durations 10
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint test-gpu bench bench-decode bench-gpu clean
+.PHONY: help venv demo test test-fast lint test-gpu bench bench-decode bench-gpu clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -25,8 +27,11 @@ lint: venv  ## ruff, mypy, and which module may import which
 	$(VENV)/mypy
 	$(VENV)/lint-imports --no-cache --no-logo
 
-test: lint  ## lint, then every test that this machine can run
-	$(VENV)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+test: lint  ## lint, then every test that this machine can run (KERNELS=avx2: as on a machine without AVX-512)
+	$(PYTEST) $(ARGS)
+
+test-fast: lint  ## lint, then every test that starts no engine
+	$(PYTEST) --ignore tests/engine $(ARGS)
 
 test-gpu: venv  ## the tests that need a CUDA device
 	$(VENV)/python -m pytest -m gpu $(ARGS)

@@ -1,12 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures that several modules share; engines are expensive, so plain decoding is done once."""
 
+import os
+from pathlib import Path
+
 import engines
+import kernel_libraries
 import pytest
 import texts
 import torch
 
 GREEDY = {"temperature": 0, "max_tokens": 48, "ignore_eos": True, "logprobs": 2}
+
+
+def pytest_report_header() -> str:
+    """How fast the suite is depends on these."""
+    fields = dict(
+        line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().splitlines() if ":" in line
+    )
+    cpu = {name.strip(): value.strip() for name, value in fields.items()}
+    flags = [flag for flag in cpu.get("flags", "").split() if flag.startswith(("avx", "amx"))]
+    family = f"family {cpu.get('cpu family')} model {cpu.get('model')} stepping {cpu.get('stepping')}"
+    kernels = kernel_libraries.forced() or next(iter(kernel_libraries.executable()), "of this platform")
+    return (
+        f"machine: {cpu.get('model name')}, {family}, {os.cpu_count()} cores, {' '.join(flags)}\n"
+        f"vLLM's kernels: {kernels}"
+    )
+
+
+def pytest_unconfigure() -> None:
+    engines.end_processes()
 
 
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in its own hook
@@ -21,15 +44,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def mixed_prompts() -> list[list[int]]:
-    """64 prompts of 20 to 7,000 tokens."""
-    return texts.prompts(64, 20, 7000)
+def prompts() -> list[list[int]]:
+    """24 prompts of 20 to 1,500 tokens."""
+    return texts.prompts(24, 20, 1500)
 
 
 @pytest.fixture(scope="session")
-def plain_run(mixed_prompts: list[list[int]]) -> engines.EngineRun:
-    """Plain greedy decoding of `mixed_prompts`: the truth."""
-    return engines.generate(mixed_prompts, GREEDY, max_num_seqs=16)
+def plain_run(prompts: list[list[int]]) -> engines.EngineRun:
+    """Plain greedy decoding of `prompts`: the truth."""
+    return engines.generate(prompts, GREEDY, max_num_seqs=16)
 
 
 @pytest.fixture(scope="session")

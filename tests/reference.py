@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slow, obvious references: plain Python, one request at a time."""
+"""Slow, obvious references, one request at a time."""
 
 import math
+
+import numpy as np
 
 
 def budget_in_pages(
@@ -101,3 +103,22 @@ def selection_in_view(
     recent = len(range(max(chosen_until, sinks), length))
     reserved = min(max(recent, least_window), window)
     return chosen[: max(0, budget - sinks - reserved)]
+
+
+def snapkv_scores(
+    queries: np.ndarray, keys: np.ndarray, window: int, kernel: int, pooling: str
+) -> np.ndarray:
+    """[num_kv_heads, num_tokens - window] float64; `queries` [num_heads, window, size], scaled logits."""
+    num_heads, num_kv_heads, num_tokens = len(queries), len(keys), keys.shape[1]
+    scores = np.zeros((num_kv_heads, num_tokens))
+    for head in range(num_heads):
+        own = keys[head * num_kv_heads // num_heads]
+        for index in range(window):
+            visible = num_tokens - window + index + 1
+            logits = own[:visible] @ queries[head, index] / math.sqrt(queries.shape[-1])
+            weights = np.exp(logits - logits.max())
+            scores[head * num_kv_heads // num_heads, :visible] += weights / weights.sum()
+    scores = scores[:, :-window]
+    padded = np.pad(scores, ((0, 0), (kernel // 2, kernel // 2)))
+    neighbours = np.lib.stride_tricks.sliding_window_view(padded, kernel, axis=1)
+    return neighbours.max(-1) if pooling == "max" else neighbours.mean(-1)

@@ -34,7 +34,7 @@ SMALL_SHAPES = (
     Heads("small gqa", num_heads=8, num_kv_heads=2, head_size=64),  # a group for tensor cores
     Heads("small mha", num_heads=2, num_kv_heads=2, head_size=64),
 )
-# Largest error as a share of the largest result, as in tests/test_attention.py.
+# Largest error as a share of the largest result, as in tests/attention/views_over_a_cache.py.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 SPARE_BYTES = 8 * 2**30  # on a GPU, for everything but the cache
 TORCH_BYTES = 4 * 2**30  # most that the torch implementation may gather

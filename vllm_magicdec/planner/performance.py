@@ -185,9 +185,9 @@ class Costs:
     """What a data sheet does not say.
 
     The constants marked *fit* minimise the squared relative error of T_T over the paper's 36 measured plain
-    steps on 8 x A100 and 4 x H100 (Tables 1 and 2, `target_ms`); tests/test_performance.py fits them again.
-    The *fixed* ones were set beforehand to what large kernels reach. docs/performance.md states the errors,
-    and that the form of the model was chosen with the whole tables in view.
+    steps on 8 x A100 and 4 x H100 (Tables 1 and 2, `target_ms`); tests/planner/test_performance.py fits
+    them again. The *fixed* ones were set beforehand to what large kernels reach. docs/performance.md states
+    the errors, and that the form of the model was chosen with the whole tables in view.
     """
 
     memory_efficiency: float = 0.86  # of the bandwidth; fit

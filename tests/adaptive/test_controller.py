@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The controller against simulated engines whose best choice is known."""
+
+import math
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import mean
+
+import pytest
+from imagined_engine import BUDGET, BUDGETS, Engine, alike, all_choices, make_controller
+
+from vllm_magicdec.adaptive.controller import PLAIN, Acceptance, AcceptanceByBudget, Choice, Controller
+from vllm_magicdec.adaptive.step_times import Step, StepTimes, TimedStep
+
+
+def follow(controller: Controller) -> Callable[["Moment"], Choice]:
+    return lambda moment: controller.choose(moment.num_reqs, moment.context_tokens)
+
+
+@dataclass
+class DriftingEngine(Engine):
+    """A machine that is slower at some times than at others."""
+
+    drift: float = 0.1  # standard deviation of the logarithm of its pace
+    steps: float = 100.0  # in which it forgets its pace
+    log_pace: float = 0.0
+
+    def measure(self, step: Step, rng: random.Random) -> float:
+        kept = math.exp(-1 / self.steps)
+        self.log_pace = kept * self.log_pace + math.sqrt(1 - kept**2) * rng.gauss(0, self.drift)
+        return super().measure(step, rng) * math.exp(self.log_pace)
+
+
+@dataclass
+class Moment:
+    """The load in one step of a trace."""
+
+    num_reqs: int
+    context_tokens: int
+    acceptance: float | dict[int, float]
+    """Of each draft, by budget if it depends on that."""
+
+    def rate(self, budget: int) -> float:
+        return self.acceptance[budget] if isinstance(self.acceptance, dict) else self.acceptance
+
+
+# The load by tokens made so far, so that every choice does the same work.
+Trace = Callable[[float], Moment]
+
+
+def steady(num_reqs: int, context: int, acceptance: float | dict[int, float]) -> Trace:
+    return lambda tokens: Moment(num_reqs, num_reqs * context, acceptance)
+
+
+def drifting(tokens: float) -> Moment:
+    """Acceptance falls and rises again."""
+    return Moment(8, 8 * 16_000, 0.55 + 0.4 * abs(tokens % 20_000 - 10_000) / 10_000)
+
+
+def mixed(tokens: float) -> Moment:
+    """Ever more long requests among short ones, then fewer again."""
+    long_ones = round(8 * abs(tokens % 15_000 - 7_500) / 7_500)
+    return Moment(8, long_ones * 16_000 + (8 - long_ones) * 200, 0.85)
+
+
+def bursts(tokens: float) -> Moment:
+    """A few requests most of the time, then many."""
+    num_reqs = 32 if tokens % 8_000 > 6_000 else 2
+    return Moment(num_reqs, num_reqs * 4_000, 0.8)
+
+
+TRACES = {
+    "short": steady(4, 100, 0.85),
+    "single": steady(1, 2_000, 0.8),
+    "long": steady(8, 16_000, 0.9),
+    "long-but-rejected": steady(8, 16_000, 0.2),
+    "drifting": drifting,
+    "mixed": mixed,
+    "bursts": bursts,
+}
+
+
+def only_near_tokens_matter(tokens: float) -> Moment:
+    """Now and then what is far away matters."""
+    far = tokens % 16_000 > 8_000
+    return Moment(8, 8 * 16_000, {256: 0.3, 512: 0.6, 1024: 0.9} if far else 0.9)
+
+
+def budgets_drift_apart(tokens: float) -> Moment:
+    """What the smaller budgets miss comes and goes."""
+    share = abs(tokens % 20_000 - 10_000) / 10_000
+    return Moment(8, 8 * 16_000, {256: 0.4 + 0.5 * share, 512: 0.6 + 0.3 * share, 1024: 0.9})
+
+
+def all_rates_drift(tokens: float) -> Moment:
+    share = abs(tokens % 20_000 - 10_000) / 10_000
+    return Moment(8, 8 * 16_000, {256: 0.4 + 0.4 * share, 512: 0.45 + 0.4 * share, 1024: 0.5 + 0.4 * share})
+
+
+BUDGET_TRACES = {
+    "the small one suffices": steady(8, 16_000, {256: 0.88, 512: 0.88, 1024: 0.88}),
+    "the middle one is best": steady(8, 16_000, {256: 0.6, 512: 0.88, 1024: 0.9}),
+    "the large one is needed": steady(8, 16_000, {256: 0.5, 512: 0.7, 1024: 0.92}),
+    "one request": steady(1, 16_000, {256: 0.5, 512: 0.7, 1024: 0.92}),
+    "nothing is accepted": steady(8, 16_000, {256: 0.1, 512: 0.15, 1024: 0.2}),
+    "short": steady(8, 200, 0.87),
+    "only near tokens matter": only_near_tokens_matter,
+    "budgets drift apart": budgets_drift_apart,
+    "all rates drift": all_rates_drift,
+    "bursts": bursts,
+}
+
+
+def simulate(
+    choose: Callable[[Moment], Choice],
+    trace: Trace,
+    seed: int,
+    controller: Controller | None = None,
+    num_tokens: int = 40_000,
+    engine: Engine | None = None,
+) -> float:
+    """Expected tokens per second of a run over `num_tokens`; the controller sees noisy times."""
+    rng, engine = random.Random(seed), engine or Engine()
+    total_seconds = total_tokens = 0.0
+    previous, previous_reqs = PLAIN, 0
+    while total_tokens < num_tokens:
+        moment = trace(total_tokens)
+        verified = previous.drafts if moment.num_reqs == previous_reqs else 0  # new ones bring no drafts
+        choice = choose(moment)
+        step = Step(moment.num_reqs, moment.context_tokens, verified, *choice)
+        rate = moment.rate(previous.budget) if verified else 0.0
+        rounds = [(verified, accepted(verified, rate, rng)) for _ in range(moment.num_reqs)]
+        total_seconds += engine.seconds(step)
+        total_tokens += sum(1 + stood for _, stood in rounds)
+        if controller is not None:
+            timed = TimedStep(step, engine.measure(step, rng))
+            controller.observe(rounds if verified else [], previous.budget, timed)
+        previous, previous_reqs = choice, moment.num_reqs
+    return total_tokens / total_seconds
+
+
+def accepted(drafted: int, rate: float, rng: random.Random) -> int:
+    stood = 0
+    while stood < drafted and rng.random() < rate:
+        stood += 1
+    return stood
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("name", TRACES)
+def test_close_to_the_best_fixed_choice_and_never_below_plain(name: str, seed: int) -> None:
+    trace = TRACES[name]
+    controller = make_controller()
+    achieved = simulate(follow(controller), trace, seed, controller)
+    fixed = [simulate(lambda m, c=c: c, trace, seed) for c in all_choices()]
+    assert achieved > 0.95 * max(fixed)
+    assert achieved > 0.98 * fixed[0]
+
+
+@pytest.mark.parametrize("name", TRACES)
+def test_close_to_the_best_fixed_choice_on_a_machine_whose_pace_drifts(name: str) -> None:
+    trace = TRACES[name]
+    best = max(simulate(lambda m, c=c: c, trace, 0) for c in all_choices())
+    shares = []
+    for seed in range(3):
+        controller = make_controller()
+        achieved = simulate(follow(controller), trace, seed, controller, engine=DriftingEngine())
+        shares.append(achieved / best)
+    assert mean(shares) > 0.97
+
+
+def test_a_slow_spell_of_the_machine_does_not_speak_against_what_it_ran() -> None:
+    """Kinds of steps are measured at the usual pace, then while everything takes half as long again."""
+    rng = random.Random(0)
+    engine = Engine(hiccups=0.0)
+    usual, other = (alike(8, 8 * 16_000, Choice(drafts, BUDGET)) for drafts in (4, 6))
+    times = StepTimes()
+
+    def run(step: Step, count: int, pace: float = 1.0) -> None:
+        for _ in range(count):
+            times.add(TimedStep(step, pace * engine.measure(step, rng)))
+            times.fit()
+
+    run(other, 4)
+    run(usual, 16)
+    run(usual, 16, pace=1.5)
+    assert times.pace == pytest.approx(1.4, abs=0.1)
+    run(other, 8, pace=1.5)
+    expected = engine.seconds(other) / engine.seconds(usual)
+    assert times.predict(other) / times.predict(usual) == pytest.approx(expected, rel=0.1)
+
+
+def test_what_the_fit_misses_at_one_size_is_expected_at_the_next() -> None:
+    """Six drafts take a fifth longer than the others' times suggest: no sum of costs explains it."""
+    engine = Engine()
+
+    def seconds(step: Step) -> float:
+        return engine.seconds(step) * (1.2 if step.verified == 6 else 1.0)
+
+    def measure(*contexts: int) -> StepTimes:
+        steps = [alike(4, 4 * context, choice) for context in contexts for choice in all_choices()]
+        return StepTimes.of([TimedStep(step, seconds(step)) for step in steps for _ in range(20)])
+
+    six = alike(4, 4 * 2_000, Choice(6, BUDGET))
+    for contexts in ((1_000, 4_000), (1_000, 2_000, 4_000)):
+        assert measure(*contexts).predict(six) == pytest.approx(seconds(six), rel=0.05)
+    far = alike(4, 4 * 256_000, Choice(6, BUDGET))
+    times = measure(1_000, 4_000)
+    assert times.predict(far) / times.predict(alike(4, 4 * 256_000, Choice(5, BUDGET))) < 1.15
+
+
+@pytest.mark.parametrize("name", BUDGET_TRACES)
+def test_close_to_the_best_fixed_length_and_budget_and_never_below_plain(name: str) -> None:
+    trace = BUDGET_TRACES[name]
+    fixed = {c: simulate(lambda m, c=c: c, trace, 0) for c in all_choices(BUDGETS)}
+    for seed in range(3):
+        controller = make_controller(BUDGETS)
+        achieved = simulate(follow(controller), trace, seed, controller)
+        assert achieved > 0.95 * max(fixed.values())
+        assert achieved > 0.98 * fixed[PLAIN]
+
+
+@pytest.mark.parametrize(
+    ("name", "budget"), [("the small one suffices", 256), ("the large one is needed", 1024)]
+)
+def test_a_fixed_length_leaves_the_choice_of_the_budget(name: str, budget: int) -> None:
+    controller = Controller([4], BUDGETS, StepTimes())
+    chosen: Counter[Choice] = Counter()
+
+    def choose(moment: Moment) -> Choice:
+        choice = controller.choose(moment.num_reqs, moment.context_tokens)
+        chosen[choice] += 1
+        return choice
+
+    achieved = simulate(choose, BUDGET_TRACES[name], 0, controller)
+    assert {choice.drafts for choice in chosen} == {0, 4}, "plain decoding is tried"
+    assert chosen[PLAIN] < 0.05 * chosen.total()
+    assert chosen[Choice(4, budget)] > 0.9 * chosen.total()
+    best = max(simulate(lambda m, b=b: Choice(4, b), BUDGET_TRACES[name], 0) for b in BUDGETS)
+    assert achieved > 0.95 * best
+
+
+def test_a_budget_that_was_never_tried_starts_from_what_the_others_show() -> None:
+    acceptance = AcceptanceByBudget(4, BUDGETS)
+    for index in range(200):
+        acceptance.observe(512, 4, 4 if index % 4 else 0)
+    assert acceptance.tokens_per_round(256) == pytest.approx(acceptance.tokens_per_round(512), rel=0.01)
+    for _ in range(50):
+        acceptance.observe(256, 4, 0)
+    assert acceptance.tokens_per_round(256)[4] < 1.2 < 3.0 < acceptance.tokens_per_round(512)[4]
+
+
+def test_beats_every_fixed_choice_where_the_best_one_changes() -> None:
+    controller = make_controller()
+    achieved = simulate(follow(controller), drifting, 0, controller)
+    assert achieved > max(simulate(lambda m, c=c: c, drifting, 0) for c in all_choices())
+
+
+def test_does_not_flap_at_steady_load() -> None:
+    controller = make_controller()
+    trace = steady(8, 8_000, 0.8)
+    simulate(follow(controller), trace, 0, controller)
+    settled = controller.num_switches
+    simulate(follow(controller), trace, 1, controller)
+    assert controller.num_switches - settled <= 4
+
+
+def test_a_profile_spares_the_calibration() -> None:
+    engine, contexts = Engine(), (100, 1_000, 4_000, 16_000)
+    steps = [alike(n, n * context, c) for n in (1, 8) for context in contexts for c in all_choices()]
+    times = StepTimes.of([TimedStep(step, engine.seconds(step)) for step in steps])
+    controller = make_controller(times=times)
+    for _ in range(100):
+        controller.acceptance.observe(BUDGET, 8, 8)
+    assert controller.choose(1, 100) == PLAIN or engine_gains(engine, 1, 100)
+    assert controller.choose(8, 8 * 16_000).drafts >= 4
+
+
+def engine_gains(engine: Engine, num_reqs: int, context: int) -> bool:
+    seconds = [engine.seconds(alike(num_reqs, num_reqs * context, c)) for c in all_choices()]
+    return any(seconds[k] / (k + 1) < seconds[0] for k in range(1, 9))
+
+
+def test_least_context_is_where_the_engine_breaks_even() -> None:
+    engine = Engine()
+    contexts = [100 * 2**i for i in range(9)]
+    steps = [alike(8, 8 * context, c) for context in contexts for c in all_choices()]
+    times = StepTimes.of([TimedStep(step, engine.seconds(step)) for step in steps])
+    controller = make_controller(times=times)
+    for index in range(1000):
+        controller.acceptance.observe(BUDGET, 8, 8 if index % 4 else 1)
+    tokens = controller.acceptance.tokens_per_round(BUDGET)
+
+    def gains(context: int) -> bool:
+        rates = [tokens[c.drafts] / engine.seconds(alike(8, 8 * context, c)) for c in all_choices()]
+        return max(rates) > 1.02 * rates[0]
+
+    least = controller.least_context(8, 25_600)
+    assert least is not None
+    assert gains(int(1.25 * least)) and not gains(int(0.8 * least))
+
+
+def test_acceptance_recovers_the_rates_it_was_drawn_from() -> None:
+    rng = random.Random(0)
+    acceptance = Acceptance(4, memory=5_000)
+    true_rates = [0.9, 0.8, 0.7, 0.6]
+    for _ in range(20_000):
+        stood = 0
+        while stood < 4 and rng.random() < true_rates[stood]:
+            stood += 1
+        acceptance.observe(4, stood)
+    # Standard error of a rate at the last place: sqrt(0.6 * 0.4 / (5000 * 0.5)) = 0.01.
+    assert acceptance.rates() == pytest.approx(true_rates, abs=0.04)
+
+
+def test_speedup_that_is_reported_is_the_one_achieved() -> None:
+    controller = make_controller()
+    trace, engine = steady(8, 16_000, 0.9), Engine(hiccups=0.0)
+    achieved = simulate(follow(controller), trace, 0, controller, engine=engine)
+    plain = simulate(lambda m: PLAIN, trace, 0)
+    assert controller.achieved_speedup == pytest.approx(achieved / plain, rel=0.1)
+    forecast = controller.forecast(8, 8 * 16_000)
+    assert forecast.speedup == pytest.approx(achieved / plain, rel=0.1)
+    assert 0.0 < forecast.draft_share < 1.0
+
+
+def test_profile_file_round_trip(tmp_path: object) -> None:
+    from pathlib import Path
+
+    path = Path(str(tmp_path)) / "profile.json"
+    choices = (PLAIN, Choice(2, 256), Choice(4, 512))
+    steps = [alike(n, n * 1000, choice) for n in (1, 4) for choice in choices]
+    times = StepTimes.of([TimedStep(step, Engine().seconds(step)) for step in steps for _ in range(5)])
+    times.save(path, {"model": "m"})
+    loaded = StepTimes.load(path)
+    assert loaded.budgets == times.budgets == (256, 512)
+    for step in steps:
+        assert loaded.predict(step) == pytest.approx(times.predict(step), rel=1e-6)
+    path.write_text("{}")
+    with pytest.raises(ValueError, match="magicdec profile"):
+        StepTimes.load(path)

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CPU backend's packed caches, written by vLLM's own kernel, and views of them.
+
+The kernel is that of the library that the process has loaded: tests run this file in a process of its own
+for each of them.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from views_over_a_cache import TOLERANCE, Case, cases, empty_cache, run
+from vllm.platforms import CpuArchEnum, current_platform
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from vllm_magicdec.attention import KVRows
+
+
+@pytest.fixture(scope="module")
+def ops():
+    if current_platform.get_cpu_architecture() != CpuArchEnum.X86 or not current_platform.is_cpu():
+        pytest.skip("needs vLLM's kernels for x86 CPUs")
+    current_platform.import_kernels()
+    import vllm._custom_ops as ops
+
+    return ops
+
+
+def halves_of(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values as the CPU backend hands them to its kernels."""
+    num_blocks, num_kv_heads, page_size, _ = cache.shape
+    return cache.view(num_blocks, num_kv_heads, 2 * page_size, -1).chunk(2, dim=2)
+
+
+def write_packed(ops, case: Case, isa: str, tokens: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Write the tokens in a random order."""
+    cache = empty_cache(KVCacheLayout.LBHNC, case)
+    order = torch.randperm(case.keys.shape[0])
+    ops.cpu_attn_reshape_and_cache(
+        *(half[order].contiguous() for half in tokens),
+        *halves_of(cache),
+        order,
+        isa,
+        k_scale=1.0,
+        v_scale=1.0,
+        kv_cache_dtype="auto",
+    )
+    return cache
+
+
+packed_cases = {
+    # float16 and float32 are never packed for AMX by vLLM, but its kernel can.
+    "vec": cases(page_sizes=(32, 64, 128), head_sizes=(32, 64, 128)),
+    "vec16": cases(page_sizes=(16, 48), head_sizes=(32, 64, 80, 112)),
+    "amx": cases(page_sizes=(32, 64, 96), head_sizes=(32, 64, 80, 128)),
+}
+
+
+@pytest.mark.parametrize("isa", packed_cases)
+def test_packed_caches_read_back_as_written(ops, isa):
+    @settings(max_examples=25, deadline=None)
+    @given(packed_cases[isa])
+    def check(case):
+        num_slots, num_kv_heads, _ = case.keys.shape
+        cache = write_packed(ops, case, isa, (case.keys, case.values))
+        rows = KVRows.of(cache, "CPU_ATTN", isa)
+        everywhere = torch.arange(num_slots).expand(num_kv_heads, num_slots)
+        for read, written in zip(rows.gather(everywhere), (case.keys, case.values), strict=True):
+            assert torch.equal(read, written.transpose(0, 1))
+        for table in (rows.keys, rows.values):
+            assert table.rows.untyped_storage().data_ptr() == cache.untyped_storage().data_ptr()
+
+    check()
+
+
+@pytest.mark.parametrize("isa", packed_cases)
+def test_torch_attends_to_views_of_packed_caches(ops, isa):
+    @settings(max_examples=25, deadline=None)
+    @given(packed_cases[isa])
+    def check(case):
+        rows = KVRows.of(write_packed(ops, case, isa, case.only_views()), "CPU_ATTN", isa)
+        case.check(run(case, rows, "torch"))
+
+    check()
+
+
+@pytest.mark.parametrize("isa", ["vec", "vec16"])  # the AMX kernel needs an AMX machine
+def test_a_view_of_everything_is_what_vllm_computes_on_a_cpu(ops, isa):
+    # Only rows of whole pages can be compared: the kernel reads them by block table.
+    @settings(max_examples=25, deadline=None)
+    @given(packed_cases[isa])
+    def check(case):
+        num_slots, num_kv_heads, head_size = case.keys.shape
+        num_blocks, num_heads = num_slots // case.page_size, case.query.shape[1]
+        case = replace(case, query=case.query[:1], lens=torch.tensor([num_slots], dtype=torch.int32))
+        blocks = torch.randperm(num_blocks)
+        slots = blocks.unsqueeze(1) * case.page_size + torch.arange(case.page_size)
+        case = replace(case, slots=slots.flatten().int().expand(1, num_kv_heads, num_slots))
+        cache = write_packed(ops, case, isa, (case.keys, case.values))
+        starts = torch.tensor([0, 1], dtype=torch.int32)
+        plan = ops.cpu_attn_get_scheduler_metadata(
+            num_reqs=1,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_size,
+            seq_lens=case.lens,
+            dtype=case.query.dtype,
+            query_start_loc=starts,
+            causal=True,
+            sliding_window_size=-1,
+            isa=isa,
+            enable_kv_split=False,
+        )
+        output = torch.empty_like(case.query)
+        key_cache, value_cache = halves_of(cache)
+        ops.cpu_attention_with_kv_cache(
+            query=case.query,
+            key_cache=key_cache,
+            value_cache=value_cache,
+            output=output,
+            query_start_loc=starts,
+            seq_lens=case.lens,
+            scale=case.scale,
+            causal=True,
+            alibi_slopes=None,
+            sliding_window=-1,
+            block_table=blocks.int().unsqueeze(0),
+            softcap=case.soft_cap,
+            scheduler_metadata=plan,
+            s_aux=None,
+        )
+        ours = run(case, KVRows.of(cache, "CPU_ATTN", isa), "torch")
+        assert (ours - output).abs().max() <= 2 * TOLERANCE[output.dtype] * ours.abs().max()
+
+    check()

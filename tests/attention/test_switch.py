@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which draft attention reads the token views of an engine."""
+
+import types
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from views_over_a_cache import CPU, Case, cases, filled, filled_cache, play_flashinfer
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from vllm_magicdec.attention import flashinfer_attention, plans, switch
+from vllm_magicdec.attention.flashinfer_attention import Geometry
+from vllm_magicdec.views.base import TokenView
+
+flashinfer_stand_in = pytest.fixture(scope="module")(play_flashinfer)
+
+
+def layer_of(case: Case, cache: torch.Tensor) -> types.SimpleNamespace:
+    """As much of vLLM's attention layer as a `Switch` looks at."""
+    _, num_kv_heads, page_size, _ = cache.shape
+    spec = types.SimpleNamespace(
+        num_kv_heads=num_kv_heads,
+        head_size=case.query.shape[2],
+        block_size=page_size,
+        dtype=cache.dtype,
+    )
+    return types.SimpleNamespace(
+        impl=types.SimpleNamespace(
+            forward=None, num_heads=case.query.shape[1], scale=case.scale, logits_soft_cap=case.soft_cap
+        ),
+        attn_backend=types.SimpleNamespace(get_name=lambda: "FLASH_ATTN"),
+        get_kv_cache_spec=lambda config: spec,
+    )
+
+
+def small_case() -> Case:
+    """One request that sees three tokens."""
+    num_slots, head_size = 8, 64
+    return Case(
+        keys=torch.randn(num_slots, 1, head_size).bfloat16(),
+        values=torch.randn(num_slots, 1, head_size).bfloat16(),
+        page_size=4,
+        query=torch.randn(1, 2, head_size).bfloat16(),
+        slots=torch.tensor([[[6, 1, 3]]], dtype=torch.int32),
+        lens=torch.tensor([3], dtype=torch.int32),
+        scale=0.125,
+        soft_cap=0.0,
+    )
+
+
+def draft(layer: types.SimpleNamespace, case: Case, cache: torch.Tensor) -> torch.Tensor:
+    """One layer's part of a draft step, the way vLLM calls it, padded by a token."""
+    query = torch.cat([case.query, case.query[:1]])
+    lens = case.lens.tolist()
+    common_len = lens[0] if len(set(lens)) == 1 else None
+    view = TokenView(lens=case.lens, slots=case.slots.unsqueeze(0), common_len=common_len)
+    output = torch.full_like(query.flatten(1), torch.nan)
+    metadata = switch.token_metadata(["layer"], view)["layer"]
+    layer.impl.forward(layer, query, None, None, cache, metadata, output)
+    return output[: len(case.query)].view_as(case.query)
+
+
+def engine_config(case: Case) -> types.SimpleNamespace:
+    return types.SimpleNamespace(model_config=types.SimpleNamespace(dtype=case.query.dtype))
+
+
+@settings(max_examples=20, deadline=None)
+@given(cases(dtypes=(torch.bfloat16,), head_sizes=(64, 128)))
+def test_the_switch_reads_token_views_with_flashinfer(flashinfer_stand_in, case):
+    cache = filled_cache(KVCacheLayout.LBNHC, case)
+    layer = layer_of(case, cache)
+    installed = switch.Switch(0, layer, engine_config(case), CPU, None)
+    full = filled(case)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(switch, "has_flashinfer", lambda: True)
+        installed.plans = switch.plan_with_flashinfer(installed.geometry, 4, CPU)
+        case.check(draft(layer, case, cache))
+        patch.setattr(switch, "attend", None)  # nobody else reads full ones
+        full.check(draft(layer, full, filled_cache(KVCacheLayout.LBNHC, full)))
+
+
+def test_a_layer_is_switched_once(flashinfer_stand_in):
+    """vLLM lays out a small KV cache to measure memory, and then the real one."""
+    case = small_case()
+    cache = filled_cache(KVCacheLayout.LBNHC, case)
+    layer = layer_of(case, cache)
+    own = layer.impl.forward = lambda *args, **kwargs: "the layer's own"
+    for _ in range(2):
+        switch.Switch(0, layer, engine_config(case), CPU, None)
+    assert layer.impl.forward.__self__._target_forward is own
+
+
+def reason_logged(monkeypatch, geometry: Geometry) -> str:
+    logged = []
+    monkeypatch.setattr(switch.logger, "warning_once", lambda line, *args: logged.append(line % args))
+    assert switch.plan_with_flashinfer(geometry, 4, CPU) is None
+    (line,) = logged
+    return line
+
+
+GEOMETRY = Geometry(8, 2, 128, torch.bfloat16, torch.bfloat16, scale=1.0)
+
+
+@pytest.mark.parametrize(
+    ("geometry", "sentence"),
+    [
+        (replace(GEOMETRY, head_size=80), "it has no kernel for heads of 80"),
+        (
+            replace(GEOMETRY, query_dtype=torch.float32, cache_dtype=torch.float32),
+            "it has no kernel for torch.float32 queries and a torch.float32 cache",
+        ),
+        (replace(GEOMETRY, query_dtype=torch.float16), "torch.float16 queries and a torch.bfloat16 cache"),
+    ],
+)
+def test_shapes_without_a_flashinfer_kernel_go_to_triton(
+    flashinfer_stand_in, monkeypatch, geometry, sentence
+):
+    monkeypatch.setattr(switch, "has_flashinfer", lambda: True)
+    line = reason_logged(monkeypatch, geometry)
+    assert line.startswith("magicdec-self: Triton reads the token views, not FlashInfer: ")
+    assert sentence in line
+
+
+def test_without_flashinfer_token_views_go_to_triton(monkeypatch):
+    monkeypatch.setattr(switch, "has_flashinfer", lambda: False)
+    assert "it is not installed" in reason_logged(monkeypatch, GEOMETRY)
+
+
+def test_kernels_that_do_not_load_go_to_triton(flashinfer_stand_in, monkeypatch):
+    def fail(self, lens_cpu):
+        raise RuntimeError("ninja exited with 1")
+
+    monkeypatch.setattr(switch, "has_flashinfer", lambda: True)
+    monkeypatch.setattr(flashinfer_attention.FlashInferDecode, "plan", fail)
+    assert "its kernels do not load: ninja exited with 1" in reason_logged(monkeypatch, GEOMETRY)
+
+
+def test_a_cache_that_flashinfer_cannot_read_goes_to_the_fallback(flashinfer_stand_in, monkeypatch):
+    logged = []
+    monkeypatch.setattr(switch.logger, "warning_once", lambda line, *args: logged.append(line % args))
+    case = small_case()
+    # Tokens are 130 elements apart, which is no multiple of 16 bytes.
+    cache = torch.nn.functional.pad(filled_cache(KVCacheLayout.LBNHC, case), (0, 2))[..., :-2]
+    layer = layer_of(case, cache)
+    installed = switch.Switch(0, layer, engine_config(case), CPU, None)
+    installed.plans = plans.CommonLengthPlans(installed.geometry, max_num_reqs=1, device=CPU)
+    for _ in range(2):
+        case.check(draft(layer, case, cache))
+    (line,) = logged
+    assert "rows are not aligned to 16 bytes" in line and installed.plans is None

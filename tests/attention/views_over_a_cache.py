@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Views over one layer's cache in each of vLLM's layouts, and dense attention masked to the same tokens."""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from benchmarks.gpu import stand_in
+from vllm_magicdec.attention import KVRows, attend, flashinfer_attention, plans
+from vllm_magicdec.attention.flashinfer_attention import Geometry
+
+# Largest error as a share of the largest result. bfloat16 rounds the result (2**-9) and, in kernels that
+# use tensor cores, the softmax weights as well.
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+GARBAGE = torch.tensor([-1, 2**31 - 1, -(2**31), 12345678], dtype=torch.int32)
+NUM_LAYERS = 2
+CPU = torch.device("cpu")
+
+layouts = st.sampled_from(KVCacheLayout)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch of views over one layer's cache."""
+
+    keys: torch.Tensor  # [num_slots, num_kv_heads, head_size]
+    values: torch.Tensor  # [num_slots, num_kv_heads, head_size]
+    page_size: int
+    query: torch.Tensor  # [num_reqs, num_heads, head_size]
+    slots: torch.Tensor  # [num_reqs, num_kv_heads, budget] int32, garbage after `lens`
+    lens: torch.Tensor  # [num_reqs] int32
+    scale: float
+    soft_cap: float
+
+    def only_views(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values with NaN wherever no view looks."""
+        seen = torch.zeros(self.keys.shape[:2], dtype=torch.bool)
+        for req, length in enumerate(self.lens):
+            for head in range(self.keys.shape[1]):
+                seen[self.slots[req, head, :length].long(), head] = True
+        return tuple(t.masked_fill(~seen.unsqueeze(2), torch.nan) for t in (self.keys, self.values))
+
+    def expected(self) -> torch.Tensor:
+        """Dense attention over all slots with a mask, request by request and head by head, in float64."""
+        num_reqs, num_heads, _ = self.query.shape
+        group = num_heads // self.keys.shape[1]
+        result = torch.empty(self.query.shape, dtype=torch.float64)
+        for req in range(num_reqs):
+            for head in range(num_heads):
+                view = self.slots[req, head // group, : self.lens[req]].long()
+                hidden = torch.ones(self.keys.shape[0], dtype=torch.bool)
+                hidden[view] = False
+                logits = self.keys[:, head // group].double() @ self.query[req, head].double() * self.scale
+                if self.soft_cap:
+                    logits = torch.tanh(logits / self.soft_cap) * self.soft_cap
+                weights = logits.masked_fill(hidden, -torch.inf).softmax(0)
+                result[req, head] = weights @ self.values[:, head // group].double()
+        return result
+
+    def check(self, result: torch.Tensor) -> None:
+        assert result.dtype == self.query.dtype and result.shape == self.query.shape
+        expected = self.expected()
+        error = (result.cpu().double() - expected).abs().max() / expected.abs().max()
+        assert error <= TOLERANCE[self.query.dtype], f"relative error {error:.2e}"
+
+
+@st.composite
+def cases(
+    draw,
+    *,
+    dtypes=(torch.float32, torch.bfloat16, torch.float16),
+    page_sizes=(1, 2, 16, 32, 48),
+    head_sizes=(16, 32, 64, 80, 128),
+    max_budget=150,
+):
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    dtype = draw(st.sampled_from(dtypes))
+    page_size = draw(st.sampled_from(page_sizes))
+    head_size = draw(st.sampled_from(head_sizes))
+    num_kv_heads = draw(st.integers(1, 3))
+    group = draw(st.sampled_from([1, 2, 3, 4, 8]))
+    num_slots = page_size * draw(st.integers(1, -(-160 // page_size)))
+    lens = draw(st.lists(st.integers(1, min(num_slots, max_budget)), min_size=1, max_size=3))
+    budget = max(lens) + draw(st.integers(0, 5))
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    slots = GARBAGE[torch.randint(len(GARBAGE), (len(lens), num_kv_heads, budget), generator=generator)]
+    for req, length in enumerate(lens):
+        for head in range(num_kv_heads):
+            slots[req, head, :length] = torch.randperm(num_slots, generator=generator)[:length]
+    return Case(
+        keys=normal(num_slots, num_kv_heads, head_size),
+        values=normal(num_slots, num_kv_heads, head_size),
+        page_size=page_size,
+        query=normal(len(lens), num_kv_heads * group, head_size),
+        slots=slots,
+        lens=torch.tensor(lens, dtype=torch.int32),
+        scale=head_size**-0.5,
+        soft_cap=draw(st.sampled_from([0.0, 0.5, 30.0])),
+    )
+
+
+def empty_cache(layout: KVCacheLayout, case: Case, *, device: str = "cpu", page_stride: int = 1):
+    """One layer of a cache as vLLM allocates it for this layout.
+
+    With `page_stride`, only every `page_stride`-th block belongs to this cache.
+    Returns [num_blocks, num_kv_heads, page_size, 2 * head_size], full of NaN.
+    """
+    num_slots, num_kv_heads, head_size = case.keys.shape
+    num_blocks = num_slots // case.page_size
+    logical = (NUM_LAYERS, num_blocks * page_stride, num_kv_heads, case.page_size, 2 * head_size)
+    order = layout.stride_order
+    physical = torch.full([logical[dim] for dim in order], torch.nan, dtype=case.keys.dtype, device=device)
+    return physical.permute([order.index(dim) for dim in range(5)])[1, ::page_stride]
+
+
+def by_token(cache: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """[num_slots, num_kv_heads, head_size] as [num_blocks, num_kv_heads, page_size, head_size]."""
+    return tokens.to(cache.device).unflatten(0, (-1, cache.shape[2])).transpose(1, 2)
+
+
+def filled_cache(layout: KVCacheLayout, case: Case, **where) -> torch.Tensor:
+    cache = empty_cache(layout, case, **where)
+    cache.copy_(torch.cat([by_token(cache, half) for half in case.only_views()], dim=-1))
+    return cache
+
+
+def run(case: Case, rows: KVRows, implementation: str, device: str = "cpu") -> torch.Tensor:
+    query, slots, lens = (t.to(device) for t in (case.query, case.slots, case.lens))
+    options = dict(scale=case.scale, soft_cap=case.soft_cap, implementation=implementation)
+    return attend(query, rows, slots, lens, **options)
+
+
+def filled(case: Case) -> Case:
+    """The case with lists as long as their buffers."""
+    num_slots = len(case.keys)
+    order = torch.rand((*case.slots.shape[:2], num_slots), generator=torch.Generator().manual_seed(0))
+    slots = order.argsort(-1)[..., : case.slots.shape[-1]].to(torch.int32)
+    return replace(case, slots=slots, lens=torch.full_like(case.lens, slots.shape[-1]))
+
+
+def geometry_of(case: Case) -> Geometry:
+    return Geometry(
+        num_heads=case.query.shape[1],
+        num_kv_heads=case.keys.shape[1],
+        head_size=case.query.shape[2],
+        query_dtype=case.query.dtype,
+        cache_dtype=case.keys.dtype,
+        scale=case.scale,
+        soft_cap=case.soft_cap,
+    )
+
+
+def play_flashinfer() -> Iterator[None]:
+    """A fixture: FlashInfer's part is played by a stand-in that reads what it is told to read."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "flashinfer", stand_in.module())
+        for reader in (flashinfer_attention, plans):
+            patch.setattr(reader, "WORKSPACE_BYTES", 1)
+        yield

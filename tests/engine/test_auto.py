@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`auto` in real engines: whatever lengths and budgets it chooses, the output stays."""
+
+import json
+import re
+
+import engines
+import pytest
+from conftest import GREEDY, first_tokens
+from greedy import assert_same_tokens
+
+
+def auto(**fields: object) -> dict[str, object]:
+    return {"method": "magicdec-self", "num_speculative_tokens": "auto", **fields}
+
+
+# At 128 tokens, sinks and recent pages leave `verify-topk` nothing to choose.
+BUDGETS = {"streamingllm": [128, 256, 512], "snapkv": [128, 256, 512], "verify-topk": [256, 512]}
+
+
+@pytest.mark.parametrize("policy", BUDGETS)
+def test_output_is_unchanged_when_length_and_budget_change_every_step(prompts, plain, policy):
+    batch = {"prompts": prompts, "sampling": GREEDY}
+    steps = [("generate_with_random_choices", {"batches": [batch], "seed": seed}) for seed in range(3)]
+    run = engines.run(
+        steps,
+        max_num_seqs=8,
+        max_num_batched_tokens=1024,
+        async_scheduling=policy != "streamingllm",
+        speculative_config=auto(draft_kv_policy=policy, draft_kv_budget="auto", draft_kv_max_budget=512),
+    )
+    for seed, result in enumerate(run.results):
+        assert result["lengths"] == list(range(9))
+        assert set(result["kept"]) > {0, 1, 2, 3, 4}
+        assert_budgets_were_obeyed(result, BUDGETS[policy])
+        assert_same_tokens(plain, result["batches"][0], f"random choices, {policy}, {seed}")
+    assert run.draft_failures == 0
+    assert 0 < run.accepted < run.drafted
+
+
+def assert_budgets_were_obeyed(result, budgets):
+    assert result["budgets"] == budgets
+    assert set(result["sizes"]) == set(range(len(budgets)))
+    assert result["sizes_drafted"] == result["sizes"]
+
+
+def test_output_is_unchanged_when_length_and_budget_change_on_the_v2_runner(prompts, plain):
+    chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < 600][:6]
+    batch = {"prompts": [prompts[i] for i in chosen], "sampling": {**GREEDY, "max_tokens": 24}}
+    run = engines.run(
+        [
+            ("generate_with_random_choices", {"batches": [batch], "seed": 0}),
+            ("record_graphs", {"sizes": [2, 4]}),
+            ("generate_with_random_choices", {"batches": [batch], "seed": 1}),
+            ("count_replays", {}),
+        ],
+        v2=True,
+        max_num_seqs=4,
+        max_num_batched_tokens=512,
+        num_gpu_blocks_override=257,
+        speculative_config=auto(
+            max_num_speculative_tokens=4, draft_kv_budget="auto", draft_kv_max_budget=256
+        ),
+    )
+    assert run.v2_runner
+    eager, _, replayed, replays = run.results
+    expected = [first_tokens(plain[i], 24) for i in chosen]
+    for result, way in ((eager, "eager"), (replayed, "replayed")):
+        assert set(result["lengths"]) == set(result["kept"]) == {0, 1, 2, 3, 4}
+        # Not 64: sinks and drafted tokens may touch three pages.
+        assert_budgets_were_obeyed(result, [96, 128, 256])
+        assert_same_tokens(expected, result["batches"][0], f"random choices, V2 runner, {way}")
+    assert all(count > 0 for count in replays.values())
+    assert run.accepted > 0
+
+
+@pytest.fixture(scope="module")
+def auto_run(prompts):
+    batch = {"prompts": prompts, "sampling": GREEDY}
+    return engines.run(
+        [("generate", {"batches": [batch]})],
+        own_process=True,
+        max_num_seqs=16,
+        speculative_config=auto(draft_kv_budget="auto"),
+    )
+
+
+def test_the_controller_chooses_and_says_so(auto_run, plain):
+    assert_same_tokens(plain, auto_run.results[0][0], "auto")
+    assert auto_run.draft_failures == 0
+    assert auto_run.drafted > 0, "the first steps try some drafts"
+    assert "will try several choices" in auto_run.log
+    assert "choose 0 to 8 drafts and a budget of 256 or 512 or 1024 tokens for every step" in auto_run.log
+    metrics = auto_run.metrics
+    assert 0 <= metrics["vllm:magicdec_num_speculative_tokens"] <= 8
+    assert metrics["vllm:magicdec_draft_kv_budget"] in (256, 512, 1024)
+    assert 0 <= metrics["vllm:magicdec_draft_share"] < 1
+    assert metrics["vllm:magicdec_predicted_speedup"] > 0
+    assert metrics["vllm:magicdec_achieved_speedup"] > 0
+    assert metrics["vllm:magicdec_switches"] >= 0
+
+
+def test_the_dashboard_shows_metrics_that_exist(auto_run):
+    dashboard = json.loads((engines.MODEL.parent / "grafana-dashboard.json").read_text())
+    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    named = {name for text in expressions for name in re.findall(r"vllm:[a-z_]+", text)}
+    assert {re.sub("_(total|bucket)$", "", name) for name in named} <= set(auto_run.metrics)
+
+
+def test_a_controller_that_fails_loses_and_changes_nothing(prompts, plain):
+    chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < 1000][:8]
+    batch = {"prompts": [prompts[i] for i in chosen], "sampling": GREEDY}
+    run = engines.run(
+        [("generate_with_broken_controller", {"batches": [batch]})],
+        strict=False,
+        max_num_seqs=4,
+        speculative_config=auto(),
+    )
+    assert_same_tokens([plain[i] for i in chosen], run.results[0][0], "broken controller")
+    assert run.log.count("RuntimeError: broken on purpose") == 1, "logged once, with its trace"

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tests' own engines: one that meets its time limit leaves nothing behind."""
+
+import os
+import threading
+import time
+
+import engines
+import psutil
+import pytest
+from conftest import GREEDY
+
+
+def processes_of(session: int) -> set[int]:
+    found = set()
+    for pid in psutil.pids():
+        try:
+            if os.getsid(pid) == session and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                found.add(pid)
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            continue
+    return found
+
+
+def test_an_engine_that_meets_its_time_limit_ends_with_all_its_children(monkeypatch, prompts):
+    started = []
+    most = 0
+
+    class Watched(engines.EngineProcess):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            started.append(self._process.pid)
+
+    def watch() -> None:
+        nonlocal most
+        while is_running:
+            if started:
+                most = max(most, len(processes_of(started[0])))
+            time.sleep(1)
+
+    is_running = True
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    monkeypatch.setattr(engines, "EngineProcess", Watched)
+    endless = {"prompts": prompts[:1] * 1000, "sampling": {**GREEDY, "max_tokens": 1000}}
+    try:
+        with pytest.raises(RuntimeError, match="nothing in 60 s"):
+            engines.run([("generate", {"batches": [endless]})], own_process=True, time_limit_s=60)
+    finally:
+        is_running = False
+        watcher.join()
+    assert most >= 3, "engine core and worker"
+    assert not processes_of(started[0])

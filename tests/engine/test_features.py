@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything else that vLLM does with a request keeps working, with the outputs of plain decoding."""
+
+import engines
+import pytest
+import texts
+from conftest import GREEDY
+from engines import magicdec
+from greedy import assert_same_tokens
+
+NUM_REQUESTS = 8
+SPEC = magicdec(4, draft_kv_budget=128)
+
+# Sampling parameters that shape greedy output, each with what a run must show to have meant something.
+SAMPLING = {
+    "stop strings": {"temperature": 0, "max_tokens": 64, "stop": [":", "return"]},
+    "stop tokens": {"temperature": 0, "max_tokens": 64, "min_tokens": 8},
+    "penalties": {
+        "temperature": 0,
+        "max_tokens": 48,
+        "ignore_eos": True,
+        "repetition_penalty": 1.3,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.5,
+    },
+    # vLLM itself refuses logit_bias and min_p with speculative decoding.
+    "bad words": {
+        "temperature": 0,
+        "max_tokens": 32,
+        "ignore_eos": True,
+        "bad_words": ["self"],
+    },
+    "logprobs": {"temperature": 0, "max_tokens": 24, "ignore_eos": True, "logprobs": 5},
+    "seeded n > 1": {"temperature": 0.8, "max_tokens": 24, "ignore_eos": True, "n": 3, "seed": 7},
+}
+
+
+@pytest.fixture(scope="module")
+def feature_prompts():
+    return texts.prompts(NUM_REQUESTS, 60, 1200, seed=5)
+
+
+def run_all(prompts, **engine):
+    batches = [
+        {"prompts": prompts, "sampling": {"logprobs": 2, **sampling}} for sampling in SAMPLING.values()
+    ]
+    return engines.run([("generate", {"batches": batches})], max_num_seqs=4, **engine)
+
+
+@pytest.fixture(scope="module")
+def plain_features(feature_prompts):
+    return dict(zip(SAMPLING, run_all(feature_prompts).results[0], strict=True))
+
+
+@pytest.fixture(scope="module", params=["streamingllm", "snapkv", "verify-topk"])
+def magicdec_features(feature_prompts, request):
+    spec = magicdec(4, draft_kv_budget=256, draft_kv_policy=request.param)
+    run = run_all(feature_prompts, speculative_config=spec)
+    assert run.accepted > 0
+    return dict(zip(SAMPLING, run.results[0], strict=True))
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, sampling in SAMPLING.items() if sampling["temperature"] == 0]
+)
+def test_greedy_output_is_unchanged_with(name, plain_features, magicdec_features):
+    assert_same_tokens(plain_features[name], magicdec_features[name], name)
+    for expected, got in zip(plain_features[name], magicdec_features[name], strict=True):
+        if expected["completions"][0]["tokens"] == got["completions"][0]["tokens"]:
+            assert expected["completions"][0]["text"] == got["completions"][0]["text"]
+
+
+def test_logprobs_are_the_targets(plain_features, magicdec_features):
+    for expected, got in zip(plain_features["logprobs"], magicdec_features["logprobs"], strict=True):
+        expected, got = expected["completions"][0], got["completions"][0]
+        same = [a == b for a, b in zip(expected["tokens"], got["tokens"], strict=True)]
+        for step in range(same.index(False) if False in same else len(same)):
+            chosen = str(expected["tokens"][step])
+            assert got["logprobs"][step][chosen] == pytest.approx(
+                expected["logprobs"][step][chosen], abs=1e-3
+            )
+
+
+def test_several_completions_of_a_request_are_complete_and_differ(magicdec_features):
+    for request in magicdec_features["seeded n > 1"]:
+        tokens = [tuple(completion["tokens"]) for completion in request["completions"]]
+        assert [len(t) for t in tokens] == [24, 24, 24]
+        assert len(set(tokens)) > 1
+
+
+def test_structured_output_is_valid_and_unchanged():
+    conversations = [[{"role": "user", "content": f"value = {i}\nchoose"}] for i in range(6)]
+    choices = ["alpha", "beta", "gamma delta epsilon"]
+    constrained = [
+        {"temperature": 0, "max_tokens": 24, "structured_outputs": {"choice": choices}},
+        {"temperature": 0, "max_tokens": 24, "structured_outputs": {"regex": "[0-9]{3}-[a-f]{12}"}},
+    ]
+    steps = [("chat", {"conversations": conversations, "sampling": sampling}) for sampling in constrained]
+    truth = engines.run(steps, max_num_seqs=4)
+    run = engines.run(
+        steps, max_num_seqs=4, speculative_config=magicdec(4, draft_kv_budget=engines.MODEL_LEN)
+    )
+    assert set(run.results[0]) <= set(choices)
+    assert run.results == truth.results
+    assert run.drafted > 0
+
+
+def test_aborting_half_of_the_requests_leaves_the_others_unchanged(prompts, plain):
+    chosen = list(range(12))
+    batch = {"prompts": [prompts[i] for i in chosen], "sampling": GREEDY}
+    arguments = {"batch": batch, "steps_before_abort": 6}
+    run = engines.run(
+        [("abort_half_while_decoding", arguments)], max_num_seqs=8, speculative_config=magicdec(8)
+    )
+    finished = run.results[0]
+    assert set(finished) == {str(i) for i in range(1, len(chosen), 2)}
+    for index, tokens in finished.items():
+        assert tokens == plain[chosen[int(index)]]["completions"][0]["tokens"]
+    assert run.draft_failures == 0
+
+
+def test_drafting_adds_no_weights_no_layers_and_no_kv_cache(plain_run):
+    run = engines.run([("describe_draft", {})], max_num_seqs=16, speculative_config=SPEC)
+    (worker,) = run.results[0]
+    assert worker["class"] == "MagicDecProposer"
+    assert worker["model_is_target"]
+    assert worker["attention_layers"] == 6  # the target's own
+    assert run.num_kv_blocks == plain_run.num_kv_blocks
+    assert (plain_run.num_lookahead_tokens, run.num_lookahead_tokens) == (0, 4)
+
+
+@pytest.mark.parametrize("v2", [False, True], ids=["V1 runner", "V2 runner"])
+def test_a_failure_inside_drafting_loses_and_changes_nothing(prompts, plain, v2):
+    chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < 400][:6]
+    batch = {"prompts": [prompts[i] for i in chosen], "sampling": {**GREEDY, "max_tokens": 12}}
+    run = engines.run(
+        [("generate", {"batches": [batch]}), ("generate_with_broken_drafting", {"batches": [batch]})],
+        strict=False,
+        v2=v2,
+        own_process=not v2,
+        max_num_seqs=4,
+        num_gpu_blocks_override=257,
+        speculative_config=SPEC,
+    )
+    for (batch_results,) in run.results:
+        for index, request in zip(chosen, batch_results, strict=True):
+            assert request["completions"][0]["tokens"] == plain[index]["completions"][0]["tokens"][:12]
+    assert run.draft_failures > 3
+    assert run.log.count("RuntimeError: broken on purpose") == 1, "logged once, with its trace"
+
+
+def test_strict_mode_raises(prompts):
+    batch = {"prompts": prompts[:1], "sampling": GREEDY}
+    with pytest.raises(RuntimeError, match="broken on purpose"):
+        engines.run(
+            [("generate_with_broken_drafting", {"batches": [batch]})],
+            strict=True,
+            own_process=True,
+            num_gpu_blocks_override=257,
+            speculative_config=SPEC,
+        )

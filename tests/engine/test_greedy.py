@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Greedy output equals plain decoding's token by token, whatever the budget, gamma and schedule."""
+
+import engines
+import pytest
+import texts
+from conftest import GREEDY, first_tokens
+from engines import MODEL_LEN, magicdec
+from greedy import assert_same_tokens
+
+WHOLE_LEN = 2048  # tokens; nothing of these prompts and answers is longer
+
+# Each budget meets each gamma, and each way of scheduling meets each budget and each gamma.
+SCHEDULES = {
+    "whole prompts": {"max_num_batched_tokens": WHOLE_LEN},
+    "chunked prefill": {"max_num_batched_tokens": 256},
+    # 80 pages hold one longest request and little else.
+    "preemption": {"num_gpu_blocks_override": 80, "max_num_batched_tokens": WHOLE_LEN, "max_num_seqs": 24},
+}
+BUDGETS = [64, 256, WHOLE_LEN]
+GAMMAS = [1, 4, 8]
+CASES = [
+    ("streamingllm", budget, gamma, list(SCHEDULES)[(b + g) % 3])
+    for b, budget in enumerate(BUDGETS)
+    for g, gamma in enumerate(GAMMAS)
+]
+CASES += [
+    (policy, *case)
+    for policy in ("snapkv", "verify-topk")
+    for case in ((192, 8, "whole prompts"), (256, 4, "preemption"), (WHOLE_LEN, 4, "chunked prefill"))
+]
+
+
+@pytest.mark.parametrize(("policy", "budget", "gamma", "schedule"), CASES)
+def test_greedy_output_is_unchanged(prompts, plain, policy, budget, gamma, schedule):
+    run = engines.run(
+        [("generate", {"batches": [{"prompts": prompts, "sampling": GREEDY}, longest(prompts)]})],
+        speculative_config=magicdec(gamma, draft_kv_policy=policy, draft_kv_budget=budget),
+        **{"max_model_len": WHOLE_LEN, "max_num_seqs": 16, **SCHEDULES[schedule]},
+    )
+    assert_same_as_plain(run, prompts, plain, f"{policy}, budget {budget}, gamma {gamma}, {schedule}")
+    if schedule == "preemption":
+        assert run.preemptions > 0
+    else:
+        assert run.preemptions == 0
+        assert all(request["cached_tokens"] > 0 for request in run.results[0][1])
+    if budget == WHOLE_LEN:
+        assert run.accepted == run.drafted, "a view of the whole context drafts what the target decodes"
+
+
+def longest(prompts: list[list[int]]) -> dict:
+    """A batch of the eight longest prompts, as they are in the prefix cache."""
+    return {"prompts": [prompts[i] for i in indices_of_longest(prompts)], "sampling": GREEDY}
+
+
+def indices_of_longest(prompts: list[list[int]]) -> list[int]:
+    return sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))[:8]
+
+
+def assert_same_as_plain(run: engines.EngineRun, prompts: list[list[int]], plain: list, what: str) -> None:
+    """Of a run of all prompts and then the longest ones again."""
+    first, again = run.results[0]
+    assert_same_tokens(plain, first, what)
+    assert_same_tokens([plain[i] for i in indices_of_longest(prompts)], again, f"{what}, prefix cached")
+    assert run.draft_failures == 0
+    assert run.drafted > 0
+
+
+@pytest.fixture(scope="module")
+def long_prompts() -> list[list[int]]:
+    """64 prompts of 20 to 7,000 tokens."""
+    return texts.prompts(64, 20, 7000)
+
+
+@pytest.fixture(scope="module")
+def long_plain(long_prompts) -> list[dict]:
+    return engines.generate(long_prompts, GREEDY, own_process=True, max_num_seqs=16).results[0][0]
+
+
+@pytest.mark.parametrize("policy", ["streamingllm", "snapkv", "verify-topk"])
+def test_greedy_output_of_long_and_short_requests_together_is_unchanged(long_prompts, long_plain, policy):
+    """As users run it: engine core and worker are processes of their own, the rest is by default."""
+    run = engines.run(
+        [("generate", {"batches": [{"prompts": long_prompts, "sampling": GREEDY}, longest(long_prompts)]})],
+        own_process=True,
+        max_num_seqs=16,
+        speculative_config=magicdec(4, draft_kv_policy=policy),
+    )
+    assert_same_as_plain(run, long_prompts, long_plain, f"up to 7,000 tokens, {policy}")
+    assert all(request["cached_tokens"] > 0 for request in run.results[0][1])
+
+
+@pytest.mark.parametrize(
+    ("policy", "budget", "gamma"),
+    [
+        ("streamingllm", 64, 4),
+        ("streamingllm", MODEL_LEN, 8),
+        ("snapkv", 128, 4),
+        ("verify-topk", 256, 4),
+        ("verify-topk", MODEL_LEN, 3),
+    ],
+)
+def test_greedy_output_is_unchanged_on_the_v2_runner(prompts, plain, policy, budget, gamma):
+    """Draft steps run eagerly first, then from CUDA graphs (recorded ones, see recorded_graphs.py)."""
+    chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < 600][:8]
+    batches = [{"prompts": [prompts[i] for i in chosen], "sampling": {**GREEDY, "max_tokens": 24}}]
+    run = engines.run(
+        [
+            ("generate_and_count_drafts", {"batches": batches}),
+            ("record_graphs", {"sizes": [2, 4]}),
+            ("generate_and_count_drafts", {"batches": batches}),
+            ("count_replays", {}),
+        ],
+        v2=True,
+        max_num_seqs=4,
+        max_num_batched_tokens=512,
+        num_gpu_blocks_override=257,
+        enable_prefix_caching=False,
+        speculative_config=magicdec(gamma, draft_kv_policy=policy, draft_kv_budget=budget),
+    )
+    assert run.v2_runner
+    expected = [first_tokens(plain[i], 24) for i in chosen]
+    eager, _, replayed, replays = run.results
+    for how, result in (("eager", eager), ("replayed", replayed)):
+        what = f"V2 runner, {how}, {policy}, budget {budget}, gamma {gamma}"
+        assert_same_tokens(expected, result["batches"][0], what)
+        if budget == MODEL_LEN:
+            assert result["accepted"] == result["drafted"] > 0
+    assert replayed["accepted"] == eager["accepted"] and replayed["drafted"] == eager["drafted"]
+    # 4, 3, 2 and 1 requests at a time, each in the smallest graph that holds them.
+    assert set(replays) == {"2", "4"} and all(count > 0 for count in replays.values())
+    assert run.draft_failures == 0
+
+
+@pytest.fixture(scope="module")
+def plain_to_the_end() -> tuple[dict, list[dict]]:
+    """An engine with prompts at every distance from the model's end, and what plain decoding answers."""
+    model_len = 256
+    lengths = range(model_len - 20, model_len)
+    prompts = [texts.prompts(1, length, length, seed=length)[0] for length in lengths]
+    engine = {
+        "prompts": prompts,
+        "sampling": {**GREEDY, "max_tokens": 64},
+        "max_model_len": model_len,
+        "max_num_seqs": 8,
+    }
+    return engine, engines.generate(**engine).results[0][0]
+
+
+@pytest.mark.parametrize(("gamma", "policy"), [(2, "snapkv"), (16, "streamingllm"), (16, "verify-topk")])
+def test_requests_may_reach_the_model_length_in_the_middle_of_a_draft(plain_to_the_end, gamma, policy):
+    """A draft crosses the model's end at every step."""
+    engine, truth = plain_to_the_end
+    spec = magicdec(gamma, draft_kv_policy=policy, draft_kv_budget=192)
+    run = engines.generate(speculative_config=spec, **engine)
+    assert_same_tokens(truth, run.results[0][0], f"the model's end, gamma {gamma}")
+    assert {r["completions"][0]["finish_reason"] for r in run.results[0][0]} == {"length"}
+
+
+@pytest.mark.parametrize("policy", ["streamingllm", "snapkv"])
+def test_greedy_output_is_unchanged_with_tensor_parallel_2(prompts, plain, policy):
+    chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < 1000][:16]
+    run = engines.generate(
+        [prompts[i] for i in chosen],
+        GREEDY,
+        own_process=True,
+        env={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+        tensor_parallel_size=2,
+        distributed_executor_backend="mp",
+        max_num_seqs=8,
+        speculative_config=magicdec(4, draft_kv_policy=policy, draft_kv_budget=128),
+    )
+    assert_same_tokens([plain[i] for i in chosen], run.results[0][0], f"tensor parallel 2, {policy}")
+    assert run.accepted > 0

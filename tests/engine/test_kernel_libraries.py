@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every library of kernels that vLLM may load on this machine: its KV cache is read, its output unchanged.
+
+So a machine with AVX-512 guards those without.
+"""
+
+import subprocess
+import sys
+
+import engines
+import kernel_libraries
+import pytest
+from conftest import GREEDY
+from engines import magicdec
+from greedy import assert_same_tokens
+
+LIBRARIES = kernel_libraries.executable()
+POLICIES = ["streamingllm", "snapkv", "verify-topk"]
+
+pytestmark = pytest.mark.skipif(not LIBRARIES, reason="vLLM has one library of kernels here")
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_packed_caches_are_read_as_the_library_packs_them(library):
+    layouts = engines.HERE / "attention" / "packed_layouts.py"
+    child = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", "-q", str(layouts)],
+        cwd=engines.HERE.parent,
+        env=engines.environment(**kernel_libraries.environment(library)),
+        capture_output=True,
+        text=True,
+        timeout=engines.TIME_LIMIT_S,
+    )
+    assert child.returncode == 0, child.stdout[-6000:] + child.stderr[-2000:]
+    assert f"vLLM's kernels: {library}" in child.stdout
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_greedy_output_is_unchanged_by_speculation_with_every_library(prompts, library):
+    chosen = [prompt for prompt in prompts if len(prompt) < 700][:12]
+    engine = {"env": kernel_libraries.environment(library), "max_num_seqs": 8}
+    truth = engines.generate(chosen, GREEDY, **engine)
+    assert truth.kernel_libraries == [library]
+    for policy in POLICIES:
+        spec = magicdec(4, draft_kv_policy=policy, draft_kv_budget=256)
+        run = engines.generate(chosen, GREEDY, speculative_config=spec, **engine)
+        assert run.kernel_libraries == [library]
+        assert_same_tokens(truth.results[0][0], run.results[0][0], f"{library}, {policy}")
+        assert run.accepted > 0 and run.draft_failures == 0
+
+
+def test_a_library_that_the_machine_lacks_is_refused():
+    env = {**engines.environment(), kernel_libraries.FORCED: "avx9"}
+    child = subprocess.run([sys.executable, "-c", "pass"], env=env, capture_output=True, text=True)
+    assert "avx9: this machine executes" in child.stderr

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What engines select with SnapKV, and a slow reference written from the paper's formulas, in float64."""
+
+import json
+from pathlib import Path
+
+import engines
+import numpy as np
+import pytest
+import texts
+import torch
+from engines import magicdec
+from reference import snapkv_scores
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+WINDOW, KERNEL, SINK, BUDGET = 32, 7, 16, 160
+NUM_SELECTED = BUDGET - WINDOW - SINK
+# The engine scores in float32: scores closer than this, relative to the last one taken, are ties.
+TIE = 1e-4
+
+SHAPES = {"shipped (GQA)": None, "MHA": (4, 4), "MQA": (4, 1)}
+ENGINES = {
+    "whole prompts": {},
+    "chunked prefill": {"max_num_batched_tokens": 64},
+}
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def model(request, tmp_path_factory) -> Path:
+    if SHAPES[request.param] is None:
+        return engines.MODEL
+    num_heads, num_kv_heads = SHAPES[request.param]
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=2048,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        head_dim=32,
+        max_position_embeddings=8192,
+    )
+    model = LlamaForCausalLM(config)
+    for name, weight in model.named_parameters():
+        if "q_proj" in name or "k_proj" in name:
+            weight.data.mul_(8)  # attention that is not nearly uniform
+    path = tmp_path_factory.mktemp("models") / request.param
+    model.save_pretrained(path)
+    (path / "tokenizer.json").write_text((engines.MODEL / "tokenizer.json").read_text())
+    (path / "tokenizer_config.json").write_text((engines.MODEL / "tokenizer_config.json").read_text())
+    return path
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    """Shorter than the window, within the budget, and beyond it."""
+    text = texts.library_tokens()
+    return [list(text[1000 * i : 1000 * i + n]) for i, n in enumerate((20, 150, 161, 300, 777, 1500))]
+
+
+def attention_inputs(model: LlamaForCausalLM, tokens: list[int]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Queries [num_heads, num_tokens, size] and keys [num_kv_heads, ...] after RoPE, layer by layer."""
+    found = []
+
+    def record(module, args, kwargs):
+        hidden, (cos, sin) = kwargs["hidden_states"], kwargs["position_embeddings"]
+        shape = (*hidden.shape[:-1], -1, module.head_dim)
+        q = module.q_proj(hidden).view(shape).transpose(1, 2)
+        k = module.k_proj(hidden).view(shape).transpose(1, 2)
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        found.append((q[0].numpy(), k[0].numpy()))
+
+    hooks = [
+        layer.self_attn.register_forward_pre_hook(record, with_kwargs=True) for layer in model.model.layers
+    ]
+    with torch.no_grad():
+        model(torch.tensor([tokens]))
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+@pytest.mark.parametrize("schedule", ENGINES)
+def test_the_engine_selects_what_the_reference_selects(model, prompts, schedule):
+    spec = magicdec(
+        3,
+        draft_kv_policy="snapkv",
+        draft_kv_budget=BUDGET,
+        draft_kv_sink=SINK,
+        snapkv_kernel=KERNEL,
+        snapkv_recent=0,  # as published
+    )
+    run = engines.run(
+        # Twice: the second time every prompt is in the prefix cache, and its queries are not computed.
+        [("selections", {"prompts": prompts})] * 2,
+        model=str(model),
+        max_num_seqs=8,
+        speculative_config=spec,
+        **ENGINES[schedule],
+    )
+    reference = LlamaForCausalLM.from_pretrained(model, dtype=torch.float64)
+    num_compared = 0
+    for prompt, *selections in zip(prompts, *run.results, strict=True):
+        eligible = max(0, len(prompt) - WINDOW - SINK)
+        layers = attention_inputs(reference, prompt) if eligible > NUM_SELECTED else []
+        for selection in selections:
+            assert selection["end"] == max(0, len(prompt) - WINDOW)
+            positions = np.array(selection["positions"])  # [layers, heads, selected]
+            assert positions.shape[-1] == min(eligible, NUM_SELECTED)
+            if eligible <= NUM_SELECTED:
+                assert (np.sort(positions) == np.arange(SINK, SINK + eligible)).all()
+                continue
+            for layer, (queries, keys) in enumerate(layers):
+                scores = snapkv_scores(queries[:, -WINDOW:], keys, WINDOW, KERNEL, "max")
+                scores[:, :SINK] = -1
+                for head, own in enumerate(scores):
+                    last = np.sort(own)[-NUM_SELECTED]
+                    expected = set(np.argsort(-own, kind="stable")[:NUM_SELECTED].tolist())
+                    for position in expected.symmetric_difference(positions[layer, head].tolist()):
+                        assert abs(own[position] - last) <= TIE * last, (layer, head, position)
+                    num_compared += 1
+    assert num_compared >= 2 * 4 * 2  # runs x long prompts x (layers x heads), at least
+
+
+def test_refreshing_selects_again(prompts):
+    spec = magicdec(
+        3, draft_kv_policy="snapkv", draft_kv_budget=BUDGET, draft_kv_refresh=8, snapkv_recent=0
+    )
+    run = engines.run(
+        [("selections", {"prompts": [prompts[-1]], "max_tokens": 40})],
+        max_num_seqs=2,
+        speculative_config=spec,
+    )
+    (selection,) = run.results[0]
+    assert selection["end"] >= len(prompts[-1]) - WINDOW + 24
+    assert json.dumps(selection["positions"])

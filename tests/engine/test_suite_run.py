@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""benchmarks/suite.py: a short run with two real servers."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import engines
+import pytest
+from short_runs import PLOTS, REQUESTS, TOKENS
+
+sys.path.insert(0, str(engines.HERE.parent / "benchmarks"))
+import suite
+import suite_plots
+
+DRAFTS = 3
+PNG = b"\x89PNG"
+
+
+@pytest.fixture(scope="module")
+def short_run(tmp_path_factory) -> tuple[dict, Path, str]:
+    """(record, folder, what was printed) of a run with two methods."""
+    out = tmp_path_factory.mktemp("suite") / "out"
+    command = [
+        *(sys.executable, suite.__file__, "--quick", "--out", str(out)),
+        *("--requests", str(REQUESTS), "--tokens", str(TOKENS), "--drafts", str(DRAFTS)),
+        *("--context", "600", "200", "--concurrency", "1", "2"),
+    ]
+    child = subprocess.run(command, env=engines.environment(), capture_output=True, text=True, timeout=300)
+    assert child.returncode == 0, child.stdout[-4000:] + child.stderr[-4000:]
+    return json.loads((out / "suite.json").read_text()), out, child.stdout
+
+
+def test_every_load_runs_on_every_method(short_run):
+    record, out, _ = short_run
+    assert list(record["methods"]) == ["plain", "magicdec-streamingllm"]
+    cells = [(run["method"], run["context"], run["concurrency"]) for run in record["runs"]]
+    fixed = [(context, concurrency) for context in (200, 600) for concurrency in (1, 2)]
+    assert cells == [(m, *cell) for m in record["methods"] for cell in [*fixed, (600, None)]]
+    rates = {run["rate"] for run in record["runs"] if run["concurrency"] is None}
+    most = max(r["request_throughput"] for r in record["runs"][:4] if r["context"] == 600)
+    assert rates == {float(f"{0.5 * most:.2g}")}
+    for run in record["runs"]:
+        assert run["completed"] == REQUESTS and run["total_output_tokens"] == REQUESTS * TOKENS
+        assert run["total_input_tokens"] == pytest.approx(REQUESTS * run["context"], rel=0.02)
+        load = suite.Load(run["context"], run["concurrency"], run["rate"])
+        vllm = json.loads((out / run["method"] / load.name / "1" / "result.json").read_text())
+        assert run.items() >= {name: vllm[name] for name in ("output_throughput", "p99_e2el_ms")}.items()
+
+
+def test_record_says_what_was_measured_and_stays_small(short_run):
+    record, _, _ = short_run
+    assert {"processor", "cores", "vllm", "torch"} <= record["machine"].keys()
+    assert (
+        record["methods"]["magicdec-streamingllm"]["speculative_config"]["num_speculative_tokens"] == DRAFTS
+    )
+    assert record["settings"]["requests"] == REQUESTS
+    lists = {name for run in record["runs"] for name, value in run.items() if isinstance(value, list)}
+    assert lists == {suite_plots.PER_POSITION}
+
+
+def test_acceptance_is_of_the_drafts_alone(short_run):
+    record, _, _ = short_run
+    for context in (200, 600):
+        assert suite_plots.pooled_acceptance(record["runs"], "plain", context) == []
+        rates = suite_plots.pooled_acceptance(record["runs"], "magicdec-streamingllm", context)
+        assert len(rates) == DRAFTS
+        # A budget of 512 tokens holds all of the short context.
+        assert 0.2 < rates[-1] <= rates[0] <= 1
+
+
+def test_tables_and_plots_are_made(short_run):
+    _, out, printed = short_run
+    for name in PLOTS:
+        assert (out / name).read_bytes().startswith(PNG)
+    assert (
+        "magicdec-streamingllm" in printed
+        and "in flight" in printed
+        and str(out) in printed.replace("\n", "")
+    )

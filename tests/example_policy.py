@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The policy of examples/custom-policy, installed for a test."""
+
+import os
+import tomllib
+from pathlib import Path
+
+import pytest
+from engines import HERE
+
+EXAMPLE = HERE.parent / "examples" / "custom-policy"
+
+
+def install(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As pip would install it, its metadata in a directory, and a `broken` one that is no policy."""
+    project = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]
+    info = directory / "magicdec_strided_policy-0.1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Name: {project['name']}\nVersion: {project['version']}\n")
+    lines = ["[vllm_magicdec.policies]", "broken = pathlib:Path"]
+    lines += [f"{k} = {v}" for k, v in project["entry-points"]["vllm_magicdec.policies"].items()]
+    (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    path = [str(EXAMPLE), str(directory)]
+    for entry in path:
+        monkeypatch.syspath_prepend(entry)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([*path, os.environ.get("PYTHONPATH", "")]))

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The step times of an imagined machine, and the choices that a controller has there."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from vllm_magicdec.adaptive.controller import PLAIN, Choice, Controller
+from vllm_magicdec.adaptive.step_times import Step, StepTimes
+
+MAX_TOKENS = 8
+BUDGET = 512
+BUDGETS = (256, 512, 1024)
+
+
+def make_controller(budgets: Sequence[int] = (BUDGET,), times: StepTimes | None = None) -> Controller:
+    return Controller(range(MAX_TOKENS + 1), budgets, times or StepTimes())
+
+
+def alike(num_reqs: int, context_tokens: int, choice: Choice) -> Step:
+    """A step that verifies and makes the same drafts."""
+    return Step(num_reqs, context_tokens, choice.drafts, choice.drafts, choice.budget)
+
+
+def all_choices(budgets: Sequence[int] = (BUDGET,)) -> list[Choice]:
+    return [PLAIN, *(Choice(length, b) for length in range(1, MAX_TOKENS + 1) for b in budgets)]
+
+
+@dataclass
+class Engine:
+    """Step times of an imagined machine, which the controller's own model does not contain."""
+
+    pass_seconds: float = 4e-3
+    seconds_per_context_token: float = 1e-6
+    verification: Callable[[int], float] = lambda queries: 1.0 if queries == 1 else 1.2 + 0.05 * queries
+    noise: float = 0.05
+    hiccups: float = 0.005
+
+    def seconds(self, step: Step) -> float:
+        n, context = step.num_reqs, step.context_tokens
+        queries = step.verified + 1
+        target = self.pass_seconds * (1 + 0.04 * n * queries)
+        target += self.seconds_per_context_token * context * self.verification(queries)
+        read = min(context, n * step.budget)
+        draft = self.pass_seconds * (0.7 + 0.04 * n) + self.seconds_per_context_token * read
+        return target + step.drafted * draft
+
+    def measure(self, step: Step, rng: random.Random) -> float:
+        factor = rng.lognormvariate(0, self.noise)
+        if rng.random() < self.hiccups:
+            factor *= 10
+        return self.seconds(step) * factor

@@ -1,0 +1,402 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The speedup model against MagicDec's tables, hand-made counts and its own properties."""
+
+import itertools
+import json
+import math
+import struct
+from dataclasses import fields, replace
+from pathlib import Path
+
+import paper
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import least_squares
+from scipy.stats import spearmanr
+
+from vllm_magicdec.planner.hardware import HARDWARE, measure_this_machine
+from vllm_magicdec.planner.performance import (
+    GIB,
+    Costs,
+    Deployment,
+    ModelShape,
+    acceptance_rate,
+    round_ms,
+    speedup,
+    time_per_token_ms,
+    tokens_per_round,
+)
+from vllm_magicdec.planner.plan import MODELS
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY_LLAMA = ROOT / "examples" / "tiny-llama"
+LLAMA = MODELS["llama-3.1-8b"]
+
+gammas = st.integers(1, 16)
+alphas = st.floats(0, 1)
+batches = st.integers(1, 512)
+contexts = st.integers(1, 200_000)
+deployments = st.builds(
+    Deployment,
+    st.sampled_from(list(MODELS.values())),
+    st.sampled_from(list(HARDWARE.values())),
+    st.sampled_from([1, 2, 4, 8]),
+)
+
+
+# ---- against the paper
+
+
+def test_equation_3_gives_the_measured_time_per_token_from_the_measured_passes():
+    for row in paper.ROWS:
+        one_round = round_ms(row.gamma, row.draft_ms_total / row.gamma, row.verify_ms)
+        predicted = time_per_token_ms(row.tokens_per_round, one_round)
+        # Always below: sampling and host work are not in the passes. The largest error is 6.8 %.
+        assert 0.932 * row.specdec_ms_per_token < predicted < row.specdec_ms_per_token, row
+        equation_2 = speedup(row.target_ms, row.tokens_per_round, one_round)
+        assert equation_2 == pytest.approx(row.target_ms / predicted)
+
+
+def test_with_the_time_between_passes_equation_3_is_within_3_percent():
+    rests = []
+    for row in paper.TABLE_1:
+        passes = row.draft_ms_total + row.verify_ms
+        rests.append(row.specdec_ms_per_token * row.tokens_per_round - passes)
+        one_round = round_ms(
+            row.gamma, row.draft_ms_total / row.gamma, row.verify_ms, Costs().round_overhead_ms
+        )
+        predicted = time_per_token_ms(row.tokens_per_round, one_round)
+        assert predicted == pytest.approx(row.specdec_ms_per_token, rel=0.03), row
+    assert sorted(rests)[len(rests) // 2] == pytest.approx(Costs().round_overhead_ms, abs=0.01)
+
+
+def test_fitted_constants_are_the_fit():
+    """The fit that `Costs` describes, done again."""
+    unique = {
+        (row.target, row.gpus, row.batch, row.context): row for row in paper.ROWS if row.gpus != "8xL40"
+    }
+    names = ("memory_efficiency", "layer_overhead_us", "token_overhead_us", "all_reduce_step_us")
+    start = [0.8, 50.0, 1.0, 3.0]
+
+    def misfit(scales):
+        values = dict(zip(names, (s * x for s, x in zip(scales, start, strict=True)), strict=True))
+        costs = replace(Costs(), **values)
+        return [row.predicted_target_ms(costs) / row.target_ms - 1 for row in unique.values()]
+
+    fit = least_squares(misfit, [1.0] * 4, bounds=(1e-3, 1e3))
+    for name, scale, first in zip(names, fit.x, start, strict=True):
+        assert getattr(Costs(), name) == pytest.approx(scale * first, rel=0.02), name
+
+
+def test_speedups_of_table_1_are_predicted_in_order():
+    predicted = [row.predicted_speedup() for row in paper.TABLE_1]
+    measured = [row.speedup for row in paper.TABLE_1]
+    assert len(measured) == 44
+    assert spearmanr(predicted, measured).statistic > 0.97
+
+
+@pytest.mark.parametrize(("gpus", "bound"), [("8xA100", 0.12), ("4xH100", 0.10), ("8xL40", 0.14)])
+def test_speedups_are_predicted_within(gpus, bound):
+    rows = [row for row in paper.ROWS if row.gpus == gpus]
+    assert rows
+    for row in rows:
+        assert row.predicted_speedup() == pytest.approx(row.speedup, rel=bound), row
+
+
+def test_speculation_starts_to_pay_between_the_same_rows():
+    """In all series of Table 1 (one batch, growing context) whose measured speedup crosses 1."""
+    series = itertools.groupby(
+        sorted(paper.TABLE_1, key=lambda row: (row.target, row.draft, row.batch, row.context)),
+        key=lambda row: (row.target, row.draft, row.batch),
+    )
+    crossings = {}
+    for name, rows in series:
+        for before, after in itertools.pairwise(rows):
+            if before.speedup < 1 <= after.speedup:
+                crossings[name] = before, after
+    assert {name: (before.context, after.context) for name, (before, after) in crossings.items()} == {
+        ("llama-2-7b-32k", "tinyllama-1.1b", 32): (1024, 4000),
+        ("llama-2-7b-32k", "tinyllama-1.1b", 128): (1024, 4000),
+        ("llama-3.1-8b", "self", 32): (16000, 32000),
+        ("llama-3.1-8b", "self", 128): (8000, 16000),
+    }
+    for (_, draft, _), (before, after) in crossings.items():
+        assert before.predicted_speedup() < 1 <= after.predicted_speedup()
+        if draft == "self":
+            alpha = acceptance_rate(2, before.tokens_per_round)
+            at = least_paying_context(before.deployment(), alpha, 2, before.batch, before.budget)
+            assert before.context < at <= after.context
+
+
+def least_paying_context(deployment, alpha, gamma, batch, budget):
+    """By search over every 100 tokens."""
+    return next(
+        context
+        for context in range(100, 200_000, 100)
+        if deployment.speedup(alpha, gamma, batch, context, budget) >= 1
+    )
+
+
+def test_best_gamma_is_the_paper_s_or_its_neighbour():
+    rows = [row for row in paper.DATA["best_gamma"] if row["draft"] == "self"]
+    assert len(rows) == 8
+    for row in rows:
+        deployment = Deployment(MODELS[row["target"]], HARDWARE["A100"], 8)
+        gamma = deployment.best({512: 0.82}, 8, row["batch"], row["context"]).gamma
+        assert abs(gamma - row["gamma"]) <= 1, row
+
+
+def test_documentation_has_what_is_computed():
+    text = (ROOT / "docs" / "performance.md").read_text()
+    assert "\n".join(paper.documented()) in text, "run: python tests/paper.py"
+    for field in fields(Costs):
+        assert f"`{field.name}` | {field.default:g} |" in text
+
+
+# ---- against counts by hand
+
+
+def test_llama_3_1_8b_by_hand():
+    assert LLAMA.parameters == 8_030_261_248  # as published
+    assert LLAMA.kv_bytes_per_token == 131_072  # 2 (K, V) x 32 layers x 8 heads x 128 x 2 bytes
+    # All but the input embedding (128,256 x 4,096) and the norms (65 x 4,096).
+    read = 8_030_261_248 - 525_336_576 - 266_240
+    assert LLAMA.parameters_read(1) == LLAMA.parameters_read(1000) == read
+    assert LLAMA.linear_flops_per_token == 2 * read
+    h100 = Deployment(LLAMA, HARDWARE["H100"])
+    compute_ms, memory_ms = h100.linear_ms(1)
+    assert memory_ms == pytest.approx(2 * read / (3.35e12 * 0.86) * 1e3)
+    assert compute_ms == pytest.approx(2 * read / (989e12 * 0.7) * 1e3)
+    compute_ms, memory_ms = h100.attention_ms(batch=4, queries=3, context=1000)
+    assert memory_ms == pytest.approx(4 * 1000 * 131_072 / (3.35e12 * 0.86) * 1e3)
+    assert compute_ms == pytest.approx(4 * 3 * 32 * 4096 * 4 * 1000 / (989e12 * 0.7) * 1e3)
+    free_bytes = (80 * 0.92 - 2) * GIB - 2 * 8_030_261_248
+    assert h100.kv_capacity_tokens() == int(free_bytes / 131_072)
+
+
+def test_a_pass_is_the_sum_of_its_parts():
+    costs = Costs(
+        layer_overhead_us=10, token_overhead_us=2, all_reduce_step_us=3, interconnect_efficiency=1
+    )
+    pair = Deployment(LLAMA, HARDWARE["H100"], 2, costs)
+    # 64 all-reduces of two steps: 3 us and half of 8 x 4,096 x 2 bytes at 450 GB/s.
+    all_reduce_ms = 64 * 2 * (3e-3 + 8 * 4096 * 2 / 2 / 450e9 * 1e3)
+    assert pair.all_reduce_ms(8) == pytest.approx(all_reduce_ms)
+    overhead_ms = 32 * (10 + 8 * 2) * 1e-3
+    roofline_ms = max(pair.linear_ms(8)) + max(pair.attention_ms(4, 2, 5000))
+    assert pair.forward_ms(4, 2, 5000) == pytest.approx(roofline_ms + all_reduce_ms + overhead_ms)
+
+
+def test_attention_may_reach_less_than_linear_layers():
+    costs = Costs(attention_memory_efficiency=0.25, attention_compute_efficiency=0.125)
+    full, less = (Deployment(LLAMA, HARDWARE["H100"], costs=c) for c in (Costs(), costs))
+    compute_ms, memory_ms = full.attention_ms(4, 3, 1000)
+    assert less.attention_ms(4, 3, 1000) == (8 * compute_ms, 4 * memory_ms)
+    assert less.linear_ms(12) == full.linear_ms(12)
+
+
+def test_devices_share_kv_heads_and_copy_them_when_there_are_too_few():
+    wide = replace(LLAMA, num_kv_heads=2)
+    per_device = [Deployment(wide, HARDWARE["A100"], tp).kv_bytes_per_token for tp in (1, 2, 8)]
+    one_head = 2 * 32 * 128 * 2
+    assert per_device == [2 * one_head, one_head, one_head]
+
+
+def test_experts_are_read_as_uniform_routing_hits_them():
+    moe = MODELS["qwen3-30b-a3b"]
+    assert moe.parameters == pytest.approx(30.5e9, rel=0.01)  # as published
+    assert moe.linear_flops_per_token / 2 == pytest.approx(3.3e9 - 151936 * 2048, rel=0.02)
+    attention_and_head = moe.num_layers * moe.attention_parameters + moe.vocab_size * moe.hidden_size
+    assert moe.parameters_read(1) == pytest.approx(
+        attention_and_head + 8 * moe.num_layers * moe.expert_parameters
+    )
+    assert moe.parameters_read(10_000) == pytest.approx(
+        attention_and_head + 128 * moe.num_layers * moe.expert_parameters
+    )
+
+
+def test_shape_of_the_shipped_model_counts_the_weights_in_its_file():
+    shape = ModelShape.from_config(json.loads((TINY_LLAMA / "config.json").read_text()))
+    with next(TINY_LLAMA.glob("*.safetensors")).open("rb") as file:
+        header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
+    header.pop("__metadata__", None)
+    assert shape.parameters == sum(math.prod(tensor["shape"]) for tensor in header.values())
+
+
+LLAMA_CONFIG = dict(
+    model_type="llama",
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_attention_heads=32,
+    num_hidden_layers=32,
+    num_key_value_heads=8,
+    vocab_size=128256,
+    torch_dtype="bfloat16",
+)
+
+
+def test_shape_from_a_configuration():
+    assert ModelShape.from_config(LLAMA_CONFIG, "llama-3.1-8b") == LLAMA
+    assert ModelShape.from_config({"text_config": LLAMA_CONFIG}, "llama-3.1-8b") == LLAMA
+    without_groups = {name: value for name, value in LLAMA_CONFIG.items() if name != "num_key_value_heads"}
+    assert ModelShape.from_config(without_groups).num_kv_heads == 32
+    mixtral = ModelShape.from_config({**LLAMA_CONFIG, "num_local_experts": 8, "num_experts_per_tok": 2})
+    assert (mixtral.num_experts, mixtral.num_active_experts) == (8, 2)
+    qwen = {**LLAMA_CONFIG, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+    assert ModelShape.from_config(qwen).intermediate_size == 768
+
+
+@pytest.mark.parametrize(
+    ("change", "weight_bytes"),
+    [
+        (dict(torch_dtype="float32"), 4),
+        (dict(torch_dtype=None, dtype="float16"), 2),
+        (dict(quantization_config={"quant_method": "fp8"}), 1),
+        (dict(quantization_config={"quant_method": "gptq", "bits": 4}), 0.5),
+    ],
+)
+def test_bytes_per_weight_from_a_configuration(change, weight_bytes):
+    assert ModelShape.from_config({**LLAMA_CONFIG, **change}).weight_bytes == weight_bytes
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (dict(kv_lora_rank=512), "MLA models"),
+        (dict(quantization_config={"quant_method": "new"}), "quantization 'new' is not known"),
+        (dict(num_experts=8), "has no field 'num_experts_per_tok'"),
+    ],
+)
+def test_configurations_that_cannot_be_read(change, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        ModelShape.from_config({**LLAMA_CONFIG, **change})
+
+
+def test_deployments_that_cannot_be():
+    with pytest.raises(ValueError, match="32 attention heads cannot be divided over 3 devices"):
+        Deployment(LLAMA, HARDWARE["A100"], 3)
+    alone = replace(HARDWARE["A100"], interconnect_bytes_per_s=0.0)
+    with pytest.raises(ValueError, match="has no interconnect"):
+        Deployment(LLAMA, alone, 2)
+    assert Deployment(MODELS["llama-3.1-70b"], HARDWARE["A100"]).kv_capacity_tokens() == 0
+
+
+def test_every_device_has_a_data_sheet():
+    assert set(HARDWARE) == {"A100", "H100", "H200", "L40", "B200", "MI300X"}
+    for device in HARDWARE.values():
+        assert device.source.startswith("https://")
+
+
+def test_this_machine_measured():
+    machine = measure_this_machine()
+    assert 1e9 < machine.memory_bytes_per_s < 1e13
+    assert 1e9 < machine.flops < 1e16
+    assert 0.5 < machine.memory_gib < 10_000
+
+
+# ---- properties
+
+
+@given(gammas, alphas, alphas)
+def test_omega_grows_with_gamma_and_alpha_up_to_gamma_plus_1(gamma, alpha, other):
+    omega = tokens_per_round(gamma, alpha)
+    assert 1 <= omega <= gamma + 1
+    assert omega >= tokens_per_round(gamma - 1, alpha)
+    low, high = sorted((alpha, other))
+    assert tokens_per_round(gamma, low) <= tokens_per_round(gamma, high)
+    if alpha < 0.999:
+        assert omega == pytest.approx((1 - alpha ** (gamma + 1)) / (1 - alpha))  # as MagicDec writes it
+
+
+def test_omega_at_its_ends():
+    assert tokens_per_round(4, 0.0) == 1
+    assert tokens_per_round(4, 1.0) == 5
+    assert tokens_per_round(2, 0.5) == 1.75
+
+
+@given(gammas, alphas)
+def test_acceptance_rate_inverts_omega(gamma, alpha):
+    assert acceptance_rate(gamma, tokens_per_round(gamma, alpha)) == pytest.approx(alpha, abs=1e-6)
+
+
+@pytest.mark.parametrize(("gamma", "omega"), [(2, 3.01), (2, 0.99), (0, 1.0)])
+def test_impossible_tokens_per_round(gamma, omega):
+    with pytest.raises(ValueError, match="are not possible"):
+        acceptance_rate(gamma, omega)
+
+
+@given(deployments, gammas, alphas, batches, contexts, st.integers(16, 8192))
+def test_speedup_is_between_its_bounds(deployment, gamma, alpha, batch, context, budget):
+    value = deployment.speedup(alpha, gamma, batch, context, budget)
+    assert 0 < value < tokens_per_round(gamma, alpha)  # verification alone costs more than a plain step
+    assert deployment.speedup(0.0, gamma, batch, context, budget) < 1
+    if context <= budget:
+        assert value < 1  # a draft step is a plain step
+    assert value <= deployment.speedup(alpha, gamma, batch, context, max(1, budget // 2)) * (1 + 1e-12)
+
+
+@given(deployments, gammas, batches, contexts)
+def test_passes_cost_more_with_more_work(deployment, gamma, batch, context):
+    plain = deployment.plain_step_ms(batch, context)
+    assert deployment.draft_step_ms(batch, context, 512) <= plain
+    assert (
+        plain
+        < deployment.verify_ms(gamma, batch, context)
+        < deployment.verify_ms(gamma + 1, batch, context)
+    )
+    assert plain < deployment.plain_step_ms(batch, context + 1)
+    assert plain < deployment.plain_step_ms(batch + 1, context)
+
+
+@settings(deadline=None, max_examples=50)
+@given(deployments, st.floats(0.05, 0.98), st.integers(1, 8), batches, st.integers(64, 4096))
+def test_speculation_pays_from_the_inflection_on_and_not_before(
+    deployment, alpha, max_gamma, batch, budget
+):
+    def pays(context):
+        return deployment.best({budget: alpha}, max_gamma, batch, context).speedup >= 1
+
+    at = deployment.inflection_context({budget: alpha}, max_gamma, batch, 2**20)
+    if at is None:
+        assert not any(pays(2**power) for power in range(21))
+        return
+    assert pays(at)
+    assert not pays(at - 1)
+    assert all(pays(at + step) for step in (1, 10, 1000, 100_000, 10_000_000))
+    assert not any(pays(max(1, at // part)) for part in (2, 3, 10, 100))
+
+
+@settings(deadline=None)
+@given(deployments, batches, contexts)
+def test_free_query_tokens_add_nothing_to_the_roofline(deployment, batch, context):
+    def roofline_ms(queries):
+        return max(deployment.linear_ms(batch * queries)), max(
+            deployment.attention_ms(batch, queries, context)
+        )
+
+    free = deployment.free_queries(batch, context)
+    if deployment.shape.num_experts == 1:
+        if free:
+            assert roofline_ms(free) == pytest.approx(roofline_ms(1))
+        assert sum(roofline_ms(free + 1)) > sum(roofline_ms(1)) or free == 0
+    elif free:
+        linear, attention = (
+            deployment.linear_ms(batch * free),
+            deployment.attention_ms(batch, free, context),
+        )
+        assert linear[0] <= linear[1] * (1 + 1e-12)
+        assert attention[0] <= attention[1] * (1 + 1e-12)
+
+
+@given(deployments, st.lists(alphas, min_size=3, max_size=3), batches, contexts)
+def test_best_is_the_best_of_all(deployment, rates, batch, context):
+    rates = dict(zip((256, 512, 1024), rates, strict=True))
+    best = deployment.best(rates, 6, batch, context)
+    every = [
+        deployment.speedup(alpha, gamma, batch, context, budget)
+        for budget, alpha in rates.items()
+        for gamma in range(1, 7)
+    ]
+    assert best.speedup == max(every)
+    assert deployment.speedup(rates[best.budget], best.gamma, batch, context, best.budget) == best.speedup

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Verification-guided pages against a naive reference, over a small cache that is really paged."""
+
+import math
+from types import SimpleNamespace
+
+import torch
+from batches import make_batch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import slot_of
+
+from vllm_magicdec.attention import KVRows
+from vllm_magicdec.policies.verify_topk import (
+    RECENT_TOKENS,
+    PageScores,
+    PageSummaries,
+    Verification,
+    VerificationSelector,
+    VerificationViews,
+)
+from vllm_magicdec.views.base import DraftSlots
+from vllm_magicdec.views.pages import PageBudget
+from vllm_magicdec.views.tokens import Selections, TokenBudget
+
+CPU = torch.device("cpu")
+PAGE, NUM_LAYERS, NUM_KV_HEADS, GROUP, SIZE = 4, 2, 2, 2, 8
+MODEL_LEN, NUM_BLOCKS, GAMMA = 400, 350, 3
+SCALE = SIZE**-0.5
+
+
+class Scene:
+    """Two requests in a random cache, and a verification of their last positions."""
+
+    def __init__(self, seed: int, context_lens: list[int], *max_pages: int) -> None:
+        self.rng = torch.Generator().manual_seed(seed)
+        self.context_lens = context_lens
+        num_reqs, max_blocks = len(context_lens), MODEL_LEN // PAGE
+        blocks = torch.randperm(NUM_BLOCKS, generator=self.rng)[: num_reqs * max_blocks]
+        self.block_table = blocks.view(num_reqs, max_blocks).to(torch.int32)
+        shape = (NUM_LAYERS, NUM_BLOCKS, NUM_KV_HEADS, PAGE, 2 * SIZE)
+        self.cache = torch.randn(shape, generator=self.rng)
+        self.verification = Verification(
+            num_layers=NUM_LAYERS, max_num_reqs=num_reqs, num_queries=GAMMA + 1, device=CPU
+        )
+        self.summaries = PageSummaries(
+            num_layers=NUM_LAYERS,
+            num_blocks=NUM_BLOCKS,
+            num_kv_heads=NUM_KV_HEADS,
+            head_size=SIZE,
+            dtype=torch.float32,
+            device=CPU,
+        )
+        geometry = dict(page_size=PAGE, max_num_reqs=num_reqs, max_num_steps=GAMMA)
+        self.scores = PageScores(self.verification, self.summaries, PAGE)
+        self.views = VerificationViews(
+            [PageBudget(page_size=PAGE, sink_pages=1, min_pages=n, max_pages=n) for n in max_pages],
+            self.scores,
+            DraftSlots(**geometry, max_model_len=MODEL_LEN, device=CPU),
+            num_layers=NUM_LAYERS,
+            refresh=1,
+            max_num_reqs=num_reqs,
+            max_num_steps=GAMMA,
+            device=CPU,
+        )
+
+    def verify(self, num_rejected: list[int]) -> torch.Tensor:
+        """The target's pass over GAMMA + 1 positions of each request; returns its queries by layer."""
+        num_reqs = len(self.context_lens)
+        starts = torch.arange(num_reqs + 1, dtype=torch.int32) * (GAMMA + 1)
+        lens = torch.tensor(self.context_lens) + torch.tensor(num_rejected)
+        metadata = SimpleNamespace(query_start_loc=starts, seq_lens=lens.int())
+        shape = (NUM_LAYERS, num_reqs * (GAMMA + 1), NUM_KV_HEADS * GROUP, SIZE)
+        queries = 3 * torch.randn(shape, generator=self.rng)
+        for layer in range(NUM_LAYERS):
+            rows = KVRows.of(self.cache[layer], "FLASH_ATTN")
+            self.verification.record(layer, queries[layer], metadata, rows, SCALE, 0.0)
+        return queries.view(NUM_LAYERS, num_reqs, GAMMA + 1, NUM_KV_HEADS, GROUP, SIZE)
+
+    def steps(self, size: int = -1) -> list:
+        req_ids = [str(i) for i in range(len(self.context_lens))]
+        batch = make_batch(req_ids, self.block_table, self.context_lens)
+        return list(self.views.prepare(batch, GAMMA, size))
+
+    def keys(self, layer: int, request: int, page: int) -> torch.Tensor:
+        """Verified keys of a page, [num_kv_heads, tokens, size]."""
+        block = int(self.block_table[request, page])
+        count = min(PAGE, self.context_lens[request] - page * PAGE)
+        return self.cache[layer, block, :, :count, :SIZE]
+
+    def page_scores(
+        self, queries: torch.Tensor, layer: int, request: int, head: int, accepted: int
+    ) -> torch.Tensor:
+        """A softmax over the pages' bounds, summed over accepted positions and the head's group."""
+        scores = torch.zeros(math.ceil(self.context_lens[request] / PAGE))
+        for query in queries[layer, request, :accepted, head].flatten(0, 1):
+            bounds = []
+            for page in range(len(scores)):
+                keys = self.keys(layer, request, page)[head]
+                bounds.append(torch.maximum(query * keys.amin(0), query * keys.amax(0)).sum() * SCALE)
+            scores += torch.stack(bounds).softmax(0)
+        return scores
+
+    def token_scores(
+        self, queries: torch.Tensor, layer: int, request: int, head: int, accepted: int, eligible: list[int]
+    ) -> dict[int, float]:
+        """A softmax over these tokens' logits, summed over accepted positions and the head's group."""
+        keys = torch.stack([self.keys(layer, request, p // PAGE)[head, p % PAGE] for p in eligible])
+        weights = (queries[layer, request, :accepted, head].flatten(0, 1) @ keys.T * SCALE).softmax(-1)
+        return dict(zip(eligible, weights.sum(0).tolist(), strict=True))
+
+
+ROUNDS = (
+    st.lists(st.integers(8, 150), min_size=1, max_size=2),
+    st.integers(15, 20),
+    st.integers(0, 12),
+    st.integers(0, 2**31),
+    st.data(),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(*ROUNDS)
+def test_the_view_holds_sinks_recent_pages_and_the_best_of_the_others(
+    context_lens, max_pages, more_pages, seed, data
+):
+    scene = Scene(seed, context_lens, max_pages, max_pages + more_pages)
+    num_rejected = [data.draw(st.integers(0, GAMMA)) for _ in context_lens]
+    queries = scene.verify(num_rejected)
+    steps = scene.steps(size=0)
+    num_recent = scene.views._num_recent
+    for request, context_len in enumerate(context_lens):
+        last_page = (context_len + GAMMA - 1) // PAGE
+        own = scene.block_table[request].tolist()
+        for layer in range(NUM_LAYERS):
+            if last_page + 1 <= max_pages:
+                expected = set(range(last_page + 1))
+            else:
+                accepted = GAMMA + 1 - num_rejected[request]
+                scores = sum(
+                    scene.page_scores(queries, layer, request, head, accepted)
+                    for head in range(NUM_KV_HEADS)
+                )
+                first_recent = last_page + 1 - num_recent
+                middle = sorted(range(1, first_recent), key=lambda page: -scores[page])
+                chosen = middle[: max_pages - 1 - num_recent]
+                expected = {0, *chosen, *range(first_recent, last_page + 1)}
+            for step in steps:
+                table = step.view.block_tables[layer, request].tolist()
+                length = int(step.view.lens[request])
+                seen = {slot_of(p, table, PAGE) for p in range(length)}
+                position = context_len + step.index
+                wanted = {
+                    slot_of(p, own, PAGE)
+                    for page in expected
+                    for p in range(page * PAGE, page * PAGE + PAGE)
+                    if p <= position
+                }
+                assert seen == wanted
+
+
+def test_summaries_bound_every_logit_and_follow_a_page_to_its_next_owner():
+    scene = Scene(3, [120, 90], 16)
+    scene.verify([0, 0])
+    scene.steps()
+    for _ in range(2):
+        for layer in range(NUM_LAYERS):
+            query = torch.randn((2, NUM_KV_HEADS, 5, SIZE), generator=scene.rng)
+            bounds = scene.summaries.bounds(layer, query, scene.block_table[:, :22].long())
+            for request in range(2):
+                for page in range(22):
+                    keys = scene.keys(layer, request, page)
+                    logits = query[request] @ keys.transpose(1, 2)
+                    assert (logits.amax(-1) <= bounds[request, ..., page] + 1e-4).all()
+        # Other requests come to own the pages, with other keys in them.
+        scene.scores._summarised.clear()
+        scene.cache.normal_(generator=scene.rng)
+        scene.verify([0, 0])
+        scene.steps()
+
+
+def test_token_granularity_takes_the_best_tokens_of_the_best_pages():
+    sink, context_lens, num_rejected = 3, [300, 77, 40], [2, 0, 1]
+    scene = Scene(11, context_lens, 16)
+    queries = scene.verify(num_rejected)
+    budget = TokenBudget.from_fields(
+        budget=64,
+        min_budget=64,
+        sink=sink,
+        window=RECENT_TOKENS,
+        num_speculative_tokens=GAMMA,
+        max_model_len=MODEL_LEN,
+    )
+    selections = Selections(
+        num_layers=NUM_LAYERS,
+        num_kv_heads=NUM_KV_HEADS,
+        max_num_reqs=3,
+        max_selected=budget.max_selected,
+        device=CPU,
+    )
+    selector = VerificationSelector(scene.scores, budget, selections, page_size=PAGE, refresh=1)
+    req_ids = ["a", "b", "c"]
+    selector.update(None, make_batch(req_ids, scene.block_table, context_lens))
+    for request, row in enumerate(selections.rows(req_ids).tolist()):
+        accepted = GAMMA + 1 - num_rejected[request]
+        end = context_lens[request] - RECENT_TOKENS
+        count = int(selections.counts[row])
+        assert count == min(max(0, end - sink), budget.max_selected)
+        assert int(selections.ends[row]) == end
+        for layer in range(NUM_LAYERS):
+            for head in range(NUM_KV_HEADS):
+                chosen = selections.positions[row, layer, head, :count].tolist()
+                assert len(set(chosen)) == count
+                assert all(sink <= p < end for p in chosen)
+                scores = scene.page_scores(queries, layer, request, head, accepted)
+                pages = [p for p in range(len(scores)) if (p + 1) * PAGE > sink and p * PAGE < end]
+                pages.sort(key=lambda page: -scores[page])
+                candidates = pages[: -(-2 * budget.max_selected // PAGE) + 1]
+                eligible = [
+                    p
+                    for page in candidates
+                    for p in range(page * PAGE, page * PAGE + PAGE)
+                    if sink <= p < end
+                ]
+                weights = scene.token_scores(queries, layer, request, head, accepted, eligible)
+                assert set(chosen) == set(sorted(weights, key=lambda p: -weights[p])[:count])

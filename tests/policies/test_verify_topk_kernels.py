@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Triton kernels that summarise and score pages, against the definition in float64."""
+
+import pytest
+import test_verify_topk
+import torch
+import triton_tools
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_magicdec.attention import KVRows
+from vllm_magicdec.policies import verify_topk
+
+NUM_LAYERS = 2
+
+
+def check(
+    seed: int,
+    context_lens: list[int],
+    num_kv_heads: int,
+    group: int,
+    num_queries: int,
+    head_size: int,
+    page_size: int,
+    soft_cap: float,
+    by_head: bool,
+    pairs_at_once: int,
+    dtype: torch.dtype,
+    device: str = "cpu",
+) -> None:
+    """Every layer's summaries and scores, in caches of their own, for a part of the layers at a time."""
+    from vllm_magicdec.policies import verify_topk_kernels
+
+    rng = torch.Generator().manual_seed(seed)
+    num_reqs = len(context_lens)
+    lens = torch.tensor(context_lens)
+    num_pages = -(-max(context_lens) // page_size)
+    block_table = torch.randperm(num_reqs * num_pages + 3, generator=rng)[: num_reqs * num_pages]
+    block_table = block_table.view(num_reqs, num_pages).to(torch.int32)
+
+    shape = (num_reqs * num_pages + 3, num_kv_heads, page_size, 2 * head_size)
+    caches = {
+        layer: (
+            KVRows.of(torch.randn(shape, generator=rng).to(dtype).to(device), "FLASH_ATTN"),
+            (1 + layer) * head_size**-0.5,
+            soft_cap,
+        )
+        for layer in range(NUM_LAYERS)
+    }
+    shape = (NUM_LAYERS, num_reqs + 1, num_queries, num_kv_heads * group, head_size)
+    queries = torch.randn(shape, generator=rng).to(dtype).to(device)
+    num_rejected = torch.randint(0, num_queries, (num_reqs,), generator=rng)
+    positions = torch.zeros((num_reqs + 1, num_queries), dtype=torch.int64)
+    positions[:num_reqs] = (lens + num_rejected).unsqueeze(1) + torch.arange(-num_queries, 0)
+
+    shape = (NUM_LAYERS, num_reqs * num_pages + 3, num_kv_heads, head_size)
+    least, greatest = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+    table = verify_topk_kernels.LayerTable(caches)
+    assert table.holds(caches)
+    num_verified = lens.unsqueeze(1) - torch.arange(num_pages) * page_size
+    is_seen = num_verified > 0
+    verify_topk_kernels.summarise(
+        table,
+        least,
+        greatest,
+        block_table[is_seen].long().to(device),
+        num_verified[is_seen].to(device),
+    )
+    verify_topk_kernels.SCRATCH_BYTES = pairs_at_once * 4 * num_kv_heads * num_queries * group * num_pages
+    for layers in (range(NUM_LAYERS), range(1, 2)):
+        found = verify_topk_kernels.score_pages(
+            table,
+            queries,
+            positions.to(device),
+            lens.to(device),
+            block_table.to(device),
+            least,
+            greatest,
+            layers=layers,
+            num_pages=num_pages,
+            by_head=by_head,
+        ).cpu()
+        for index, layer in enumerate(layers):
+            for request, context_len in enumerate(context_lens):
+                expected = scores_of_request(
+                    caches[layer],
+                    queries[layer, request, : num_queries - int(num_rejected[request])],
+                    block_table[request, : -(-context_len // page_size)],
+                    context_len,
+                )
+                expected = expected if by_head else expected.sum(0, keepdim=True)
+                scores = found[index, request]
+                assert (scores[:, expected.shape[1] :] == 0).all()
+                torch.testing.assert_close(
+                    scores[:, : expected.shape[1]].double(), expected, atol=2e-5, rtol=2e-5
+                )
+
+
+def scores_of_request(
+    cache: tuple[KVRows, float, float], queries: torch.Tensor, blocks: torch.Tensor, context_len: int
+) -> torch.Tensor:
+    """[num_kv_heads, num_pages] float64: softmax over the pages' bounds, summed over accepted queries."""
+    rows, scale, soft_cap = cache
+    keys = rows.keys.cells[blocks.long().to(queries.device)].flatten(4).cpu().double().squeeze(3)
+    keys = keys.transpose(0, 1).flatten(1, 2)[:, :context_len]  # [num_kv_heads, context_len, head_size]
+    by_page = keys.split(rows.page_size, 1)
+    least, greatest = (
+        torch.stack([end(page, 1) for page in by_page], 1).unsqueeze(1) for end in (torch.amin, torch.amax)
+    )
+    query = queries.cpu().double().unflatten(1, (rows.num_kv_heads, -1)).permute(1, 0, 2, 3)
+    query = query.flatten(1, 2).unsqueeze(2)  # [num_kv_heads, num_rows, 1, head_size]
+    logits = torch.maximum(query * least, query * greatest).sum(-1) * scale
+    if soft_cap:
+        logits = soft_cap * torch.tanh(logits / soft_cap)
+    return logits.softmax(-1).sum(1)
+
+
+cases = given(
+    seed=st.integers(0, 2**31),
+    context_lens=st.lists(st.integers(1, 600), min_size=1, max_size=2),
+    num_kv_heads=st.integers(1, 2),
+    group=st.sampled_from([1, 4, 20]),
+    num_queries=st.integers(1, 5),
+    head_size=st.sampled_from([16, 80]),
+    page_size=st.sampled_from([1, 12, 16]),
+    soft_cap=st.sampled_from([0.0, 3.0]),
+    by_head=st.booleans(),
+    pairs_at_once=st.integers(1, 4),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+
+
+@settings(max_examples=20, deadline=None)
+@cases
+def check_cases(**case: object) -> None:
+    check(**case)
+
+
+def main() -> None:
+    check_cases()
+    # The policy's own tests, by the kernels.
+    from vllm_magicdec.policies import verify_topk_kernels
+
+    calls = []
+    for name in ("summarise", "score_pages"):
+        kernel = getattr(verify_topk_kernels, name)
+        setattr(
+            verify_topk_kernels,
+            name,
+            lambda *args, name=name, kernel=kernel, **kwargs: calls.append(name) or kernel(*args, **kwargs),
+        )
+    verify_topk.has_kernels = lambda device: True
+    test_verify_topk.test_summaries_bound_every_logit_and_follow_a_page_to_its_next_owner()
+    test_verify_topk.test_token_granularity_takes_the_best_tokens_of_the_best_pages()
+    assert set(calls) == {"summarise", "score_pages"}
+
+
+def test_pages_in_the_interpreter():
+    triton_tools.run_interpreted(__file__)
+
+
+SUMMARIES = dict(least="*bf16", greatest="*bf16")
+LOGITS = dict(logits="*fp32", peaks="*fp32", sums="*fp32", context_lens="*i64")
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize(
+    ("kernel", "pointers", "constants"),
+    [
+        (
+            "_summarise_kernel",
+            SUMMARIES | dict(keys="*bf16", offsets="*i64", blocks="*i64", num_verified="*i64"),
+            dict(HEAD_SIZE=128, PAGE_SIZE=16, HEAD_PADDED=128, PAGE_PADDED=16),
+        ),
+        (
+            "_logits_kernel",
+            SUMMARIES | LOGITS | dict(queries="*bf16", block_table="*i32", scales="*fp32"),
+            dict(NUM_ROWS=20, GROUP=4, HEAD_SIZE=128, PAGE_SIZE=16, NUM_ROW_BLOCKS=1, BLOCK_ROWS=32)
+            | dict(HEAD_PADDED=128, BLOCK=32, SPLIT=256),
+        ),
+        (
+            "_scores_kernel",
+            LOGITS | dict(positions="*i64", scores="*fp32"),
+            dict(NUM_QUERIES=5, NUM_ROWS=20, GROUP=4, PAGE_SIZE=16, HEADS=8, NUM_ROW_BLOCKS=1)
+            | dict(BLOCK_ROWS=32, SPLITS_PADDED=8, BLOCK=128),
+        ),
+    ],
+)
+def test_page_kernels_compile_for_hopper_without_one(kernel, pointers, constants):
+    pytest.importorskip("triton")
+    from vllm_magicdec.policies import verify_topk_kernels
+
+    triton_tools.check_compiles_for_hopper(getattr(verify_topk_kernels, kernel), pointers, constants)
+
+
+@pytest.mark.gpu
+@settings(max_examples=20, deadline=None)
+@cases
+def test_pages_compiled(**case: object) -> None:
+    check(**case, device="cuda")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The view arithmetic against a naive reference."""
+
+import pytest
+import torch
+from batches import make_batch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from reference import budget_in_pages, slot_of, visible_positions
+
+from vllm_magicdec.policies.streamingllm import StreamingLLM
+from vllm_magicdec.views.base import PAD_SLOT, DraftSlots
+from vllm_magicdec.views.pages import PageBudget, PageViews
+
+CPU = torch.device("cpu")
+
+
+@st.composite
+def rounds(draw):
+    """A batch about to draft: budget, geometry and each request's verified length and pages."""
+    page_size = draw(st.sampled_from([1, 2, 8, 16, 32, 128]))
+    model_len = draw(st.integers(1, 40 * page_size))
+    num_steps = draw(st.integers(1, 16))
+    sink = draw(st.integers(0, 3 * page_size))
+    if draw(st.booleans()):
+        budget = draw(st.integers(1, model_len))
+        min_budget = 256
+    else:
+        budget = draw(st.floats(0.01, 0.99))
+        min_budget = draw(st.integers(1, model_len))
+    context_lens = draw(st.lists(st.integers(1, model_len), min_size=1, max_size=5))
+    geometry = dict(page_size=page_size, model_len=model_len, num_steps=num_steps)
+    return dict(**geometry, sink=sink, budget=budget, min_budget=min_budget), context_lens
+
+
+def make_budget(*, page_size, model_len, num_steps, sink, budget, min_budget=256):
+    return PageBudget.from_tokens(
+        budget=budget,
+        min_budget=min_budget,
+        sink=sink,
+        page_size=page_size,
+        num_speculative_tokens=num_steps,
+        max_model_len=model_len,
+    )
+
+
+def make_views(budgets, max_num_reqs, num_steps, model_len):
+    geometry = dict(page_size=budgets[0].page_size, max_num_reqs=max_num_reqs, max_num_steps=num_steps)
+    slots = DraftSlots(**geometry, max_model_len=model_len, device=CPU)
+    policies = [StreamingLLM(None, budget, CPU) for budget in budgets]
+    return PageViews(policies, slots, **geometry, device=CPU)
+
+
+@settings(max_examples=400, deadline=None)
+@given(rounds(), st.lists(st.integers(1, 40), max_size=2))
+def test_every_step_sees_sinks_and_window_and_writes_to_its_own_slot(case, other_pages):
+    case, context_lens = case
+    try:
+        page_budget = make_budget(**case)
+    except ValueError:
+        assume(False)
+    others = [make_budget(**case | {"budget": n * case["page_size"]}) for n in other_pages]
+    budgets = sorted([page_budget, *others], key=lambda budget: budget.max_pages)
+    page_size, model_len, num_steps = case["page_size"], case["model_len"], case["num_steps"]
+    num_reqs = len(context_lens)
+    max_blocks = -(-model_len // page_size)
+    # Pages in an order that no arithmetic could guess, different for every request.
+    blocks = torch.randperm(num_reqs * max_blocks, generator=torch.Generator().manual_seed(7))
+    block_table = blocks.view(num_reqs, max_blocks).to(torch.int32)
+
+    views = make_views(budgets, num_reqs + 2, num_steps, model_len)
+    batch = make_batch([str(i) for i in range(num_reqs)], block_table, context_lens)
+    list(views.prepare(batch, num_steps))  # leaves the largest budget's pages behind
+    steps = list(views.prepare(batch, num_steps, budgets.index(page_budget)))
+    assert [step.index for step in steps] == list(range(num_steps))
+
+    for step in steps:
+        for req, context_len in enumerate(context_lens):
+            own_blocks = block_table[req].tolist()
+            position = context_len + step.index
+            expected = visible_positions(
+                context_len=context_len,
+                step=step.index,
+                num_steps=num_steps,
+                page_size=page_size,
+                sink=case["sink"],
+                num_pages=budget_in_pages(**case, context_len=context_len),
+                model_len=model_len,
+            )
+            seq_len = int(step.view.lens[req])
+            view_blocks = step.view.block_table[req].tolist()
+            seen = [slot_of(p, view_blocks, page_size) for p in range(seq_len)]
+            assert seen == [slot_of(p, own_blocks, page_size) for p in expected]
+            assert seq_len <= step.view.max_len
+            assert set(view_blocks) <= set(own_blocks)
+            assert int(step.positions[req]) == min(position, model_len - 1)
+            if position < model_len:
+                assert int(step.slots[req]) == slot_of(position, own_blocks, page_size)
+                # Its own token and every token drafted before it in this round.
+                assert set(range(context_len, position + 1)) <= set(expected)
+            else:
+                assert int(step.slots[req]) == PAD_SLOT
+
+
+@settings(max_examples=300, deadline=None)
+@given(rounds())
+def test_budget_counts_every_entry_that_a_step_reads(case):
+    case, context_lens = case
+    try:
+        page_budget = make_budget(**case)
+    except ValueError:
+        assume(False)
+    pages = page_budget.pages(torch.tensor(context_lens)).tolist()
+    for context_len, num_pages in zip(context_lens, pages, strict=True):
+        assert num_pages == budget_in_pages(**case, context_len=context_len)
+        assert page_budget.min_pages <= num_pages <= page_budget.max_pages
+
+
+def test_a_view_over_the_whole_context_is_the_block_table_itself():
+    budget = make_budget(page_size=16, model_len=512, num_steps=4, sink=16, budget=512)
+    views = make_views([budget], 3, 4, 512)
+    block_table = torch.arange(96, dtype=torch.int32).view(3, 32).flip(1)
+    context_lens = [1, 200, 508]
+    for step in views.prepare(make_batch(["a", "b", "c"], block_table, context_lens), 4):
+        assert step.view.lens.tolist() == [n + step.index + 1 for n in context_lens]
+        for req in range(3):
+            used = -(-int(step.view.lens[req]) // 16)
+            assert torch.equal(step.view.block_table[req, :used], block_table[req, :used])
+
+
+def test_a_budget_too_small_for_sinks_and_drafts_is_rounded_up_to_hold_them():
+    budget = make_budget(page_size=32, model_len=8192, num_steps=8, sink=16, budget=64)
+    assert (budget.sink_pages, budget.min_pages, budget.max_pages) == (1, 3, 3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        (
+            dict(budget=64, page_size=128),
+            "draft_kv_budget=64 is below one KV page of 128 tokens; use at least 128",
+        ),
+        (dict(budget=0.1, min_budget=8, page_size=16), "draft_kv_min_budget=8 is below one KV page of 16"),
+    ],
+)
+def test_budgets_below_one_page_say_what_to_type(fields, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        make_budget(**{"model_len": 4096, "num_steps": 4, "sink": 16, **fields})

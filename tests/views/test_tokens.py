@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Token views against a naive reference: which positions a step sees, and through which slots."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from batches import make_batch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import selection_in_view, slot_of, token_positions
+
+from vllm_magicdec.attention import KVRows
+from vllm_magicdec.attention.switch import LayerObserver
+from vllm_magicdec.config import MagicDecSpeculativeConfig
+from vllm_magicdec.policies import SnapKV
+from vllm_magicdec.policies.observing import Selector
+from vllm_magicdec.views.base import PAD_SLOT, DraftSlots
+from vllm_magicdec.views.tokens import (
+    RequestRows,
+    Selections,
+    TokenBudget,
+    TokenViews,
+    budget_to_select,
+)
+
+CPU = torch.device("cpu")
+NUM_LAYERS, NUM_KV_HEADS = 2, 3
+
+
+@st.composite
+def rounds(draw):
+    page_size = draw(st.sampled_from([1, 4, 16]))
+    model_len = draw(st.integers(64, 400))
+    num_steps = draw(st.integers(1, 9))
+    sink = draw(st.integers(0, 20))
+    window = draw(st.integers(1, 12))
+    recent = draw(st.sampled_from([0.0, 0.375]))
+    least = min(sink + max(window, num_steps) + 1, model_len)
+    budgets = [
+        TokenBudget.from_fields(
+            budget=tokens,
+            min_budget=256,
+            sink=sink,
+            window=window,
+            recent=recent,
+            num_speculative_tokens=num_steps,
+            max_model_len=model_len,
+        )
+        for tokens in sorted(draw(st.lists(st.integers(least, model_len), min_size=1, max_size=3)))
+    ]
+    requests = []
+    for _ in range(draw(st.integers(1, 4))):
+        context_len = draw(st.integers(1, model_len))
+        selected_at = draw(st.integers(0, context_len))  # 0: nothing was selected
+        requests.append((context_len, selected_at))
+    return page_size, model_len, num_steps, budgets, requests
+
+
+@settings(max_examples=200, deadline=None)
+@given(rounds(), st.integers(0, 2**31), st.data())
+def test_every_step_sees_selection_sinks_and_recent_tokens(case, seed, data):
+    page_size, model_len, num_steps, budgets, requests = case
+    size = data.draw(st.integers(0, len(budgets) - 1))
+    budget, to_select = budgets[size], budget_to_select(budgets)
+    generator = torch.Generator().manual_seed(seed)
+    num_reqs, max_blocks = len(requests), -(-model_len // page_size)
+    blocks = torch.randperm(num_reqs * max_blocks, generator=generator)
+    block_table = blocks.view(num_reqs, max_blocks).to(torch.int32)
+    req_ids = [f"request {i}" for i in range(num_reqs)]
+    geometry = dict(page_size=page_size, max_num_reqs=num_reqs + 1, max_num_steps=num_steps)
+    selections = Selections(
+        num_layers=NUM_LAYERS,
+        num_kv_heads=NUM_KV_HEADS,
+        max_num_reqs=num_reqs + 1,
+        max_selected=to_select.max_selected,
+        device=CPU,
+    )
+    selections.begin_round(req_ids)
+    chosen = {}
+    for index, (req_id, (_, selected_at)) in enumerate(zip(req_ids, requests, strict=True)):
+        end = max(0, selected_at - to_select.window)
+        count = min(max(0, end - budget.sink), to_select.max_selected)
+        row = selections.rows([req_id])
+        for layer in range(NUM_LAYERS):
+            for head in range(NUM_KV_HEADS):
+                order = torch.randperm(max(0, end - budget.sink), generator=generator)[:count] + budget.sink
+                selections.positions[row, layer, head, :count] = order.to(torch.int32)
+                chosen[index, layer, head] = order.tolist()
+        selections.set([req_id], [selected_at], torch.tensor([count]), torch.tensor([end]))
+
+    views = TokenViews(
+        selections,
+        budgets,
+        DraftSlots(**geometry, max_model_len=model_len, device=CPU),
+        **geometry,
+    )
+    batch = make_batch(req_ids, block_table, [context_len for context_len, _ in requests])
+    for step in views.prepare(batch, num_steps, size):
+        assert step.view.slots.shape[-1] == budget.max_tokens
+        for index, (context_len, selected_at) in enumerate(requests):
+            own = block_table[index].tolist()
+            length = int(step.view.lens[index])
+            assert length == min(context_len + step.index + 1, budget.max_tokens, model_len)
+            assert step.view.common_len in (None, length)
+            if all(context_len >= budget.max_tokens + num_steps for context_len, _ in requests):
+                assert step.view.common_len == budget.max_tokens
+            for layer in range(NUM_LAYERS):
+                for head in range(NUM_KV_HEADS):
+                    end = max(0, selected_at - to_select.window)
+                    expected = token_positions(
+                        chosen=selection_in_view(
+                            chosen[index, layer, head],
+                            chosen_until=end,
+                            context_len=context_len,
+                            sink=budget.sink,
+                            budget=budget.max_tokens,
+                            window=budget.window,
+                            least_window=to_select.window,
+                            model_len=model_len,
+                        ),
+                        chosen_until=end,
+                        context_len=context_len,
+                        step=step.index,
+                        sink=budget.sink,
+                        budget=budget.max_tokens,
+                        model_len=model_len,
+                    )
+                    seen = step.view.slots[layer, index, head, :length].tolist()
+                    assert sorted(seen) == sorted(slot_of(p, own, page_size) for p in expected)
+            position = context_len + step.index
+            is_inside = position < model_len
+            assert int(step.slots[index]) == (slot_of(position, own, page_size) if is_inside else PAD_SLOT)
+
+
+@pytest.mark.parametrize("recent", [0, 0.375])
+def test_a_smaller_budget_selects_what_it_would_alone(recent):
+    page_size, model_len, context_lens = 16, 1024, [1000, 300, 150, 60]
+    fields = MagicDecSpeculativeConfig(method="magicdec-self", snapkv_kernel=1)  # a larger one makes ties
+    budgets = [
+        TokenBudget.from_fields(
+            budget=tokens,
+            min_budget=256,
+            sink=4,
+            window=32,
+            recent=recent,
+            num_speculative_tokens=4,
+            max_model_len=model_len,
+        )
+        for tokens in (64, 128, 256)
+    ]
+    pages = model_len // page_size
+    block_table = torch.arange(len(context_lens) * pages, dtype=torch.int32).view(-1, pages)
+    cache = torch.randn(block_table.numel(), NUM_KV_HEADS, page_size, 16)
+    queries = torch.randn(len(context_lens), 32, 2 * NUM_KV_HEADS, 8)
+
+    def observe(indices: list[int], window: int, observer: LayerObserver) -> None:
+        for layer in range(NUM_LAYERS):
+            observer(layer, queries[indices].flatten(0, 1), KVRows.of(cache, "FLASH_ATTN"), 1.0, 0.0)
+
+    def select(budgets: list[TokenBudget]) -> tuple[Selections, list[int]]:
+        to_select = budget_to_select(budgets)
+        selections = Selections(
+            num_layers=NUM_LAYERS,
+            num_kv_heads=NUM_KV_HEADS,
+            max_num_reqs=len(context_lens),
+            max_selected=to_select.max_selected,
+            device=CPU,
+        )
+        selector = Selector(
+            SnapKV(fields), budgets, selections, page_size=page_size, max_batched_tokens=4096
+        )
+        req_ids = list("abcd")
+        selector.update(SimpleNamespace(observe=observe), make_batch(req_ids, block_table, context_lens))
+        return selections, selections.rows(req_ids).tolist()
+
+    alone, alone_rows = select(budgets[:1])
+    together, rows = select(budgets)
+    for row, alone_row, context_len in zip(rows, alone_rows, context_lens, strict=True):
+        count = int(alone.counts[alone_row])
+        eligible = max(0, context_len - 4 - budgets[0].window)
+        assert count == min(eligible, budgets[0].max_selected)
+        assert int(together.counts[row]) == min(eligible, budget_to_select(budgets).max_selected)
+        assert int(together.ends[row]) == int(alone.ends[alone_row])
+        first = together.positions[row, ..., :count].sort().values
+        assert torch.equal(first, alone.positions[alone_row, ..., :count].sort().values)
+
+
+def test_index_memory_of_an_8b_model_is_small():
+    """32 layers, 8 KV heads, 64 requests, budget 512: below 300 MB."""
+    budget = TokenBudget.from_fields(
+        budget=512, min_budget=256, sink=16, window=32, num_speculative_tokens=4, max_model_len=131072
+    )
+    meta = torch.device("meta")
+    geometry = dict(page_size=16, max_num_reqs=64, max_num_steps=4)
+    selections = Selections(
+        num_layers=32, num_kv_heads=8, max_num_reqs=64, max_selected=budget.max_selected, device=meta
+    )
+    slots = DraftSlots(**geometry, max_model_len=131072, device=meta)
+    assert TokenViews(selections, [budget], slots, **geometry).index_bytes < 300e6
+
+
+def test_rows_of_requests_that_are_gone_go_to_new_ones():
+    rows = RequestRows(3, CPU)
+    first = rows.add(["a", "b", "c"])
+    assert sorted(first) == [0, 1, 2]
+    assert rows.add(["a", "b"]) == []
+    kept = rows.of(["b"]).tolist()
+    (taken,) = rows.add(["b", "d"])
+    assert rows.of(["b"]).tolist() == kept
+    assert taken not in kept
+    assert "a" not in rows
+
+
+@pytest.mark.parametrize(
+    ("budget", "sentence"),
+    [
+        (48, "draft_kv_budget=48 cannot hold 16 sinks and a window of 32 tokens; use at least 49"),
+        (0.1, "draft_kv_min_budget=40 cannot hold"),
+    ],
+)
+def test_budgets_too_small_say_what_to_type(budget, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        TokenBudget.from_fields(
+            budget=budget,
+            min_budget=40,
+            sink=16,
+            window=32,
+            num_speculative_tokens=4,
+            max_model_len=4096,
+        )
+
+
+@pytest.mark.parametrize(
+    ("tokens", "recent", "window"),
+    [
+        *((512, 0, 32), (512, 0.375, 192), (512, 100, 100), (512, 0.999, 512 - 16 - 1)),
+        # Of a small budget it is more, but never for a number, or for SnapKV as published.
+        *((512, 0.01, 48), (64, 0.375, 47), (96, 0.375, 48), (56, 0.375, 39), (64, 40, 40), (64, 0, 32)),
+    ],
+)
+def test_recent_tokens_are_a_number_or_a_share_of_the_budget(tokens, recent, window):
+    budget = TokenBudget.from_fields(
+        budget=tokens,
+        min_budget=256,
+        sink=16,
+        window=32,
+        recent=recent,
+        num_speculative_tokens=4,
+        max_model_len=4096,
+    )
+    assert budget.window == window
+    assert budget.max_selected == tokens - 16 - window

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels that prepare rounds on a GPU pass the tests of what they replace, in the interpreter."""
+
+from collections.abc import Callable
+
+import pytest
+import test_pages
+import test_tokens
+import triton_tools
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from policies import test_verify_topk
+
+from vllm_magicdec.policies import verify_topk
+from vllm_magicdec.views import pages, tokens
+
+
+def test_rounds_by_kernels_are_those_of_the_reference():
+    triton_tools.run_interpreted(__file__)
+
+
+def fewer_examples(count: int, test: Callable[..., None], *strategies: st.SearchStrategy) -> None:
+    settings(max_examples=count, deadline=None)(given(*strategies)(test.hypothesis.inner_test))()
+
+
+def main() -> None:
+    from vllm_magicdec.views import kernels
+
+    calls = []
+    names = ("write_page_round", "write_layer_page_round", "write_token_round")
+    for name in names:
+        kernel = getattr(kernels, name)
+        setattr(
+            kernels,
+            name,
+            lambda *args, name=name, kernel=kernel, **kwargs: calls.append(name) or kernel(*args, **kwargs),
+        )
+    for module in (pages, tokens, verify_topk):
+        module.has_kernels = lambda device: True
+    fewer_examples(
+        40,
+        test_pages.test_every_step_sees_sinks_and_window_and_writes_to_its_own_slot,
+        test_pages.rounds(),
+        st.lists(st.integers(1, 40), max_size=2),
+    )
+    fewer_examples(
+        40,
+        test_tokens.test_every_step_sees_selection_sinks_and_recent_tokens,
+        test_tokens.rounds(),
+        st.integers(0, 2**31),
+        st.data(),
+    )
+    fewer_examples(
+        10,
+        test_verify_topk.test_the_view_holds_sinks_recent_pages_and_the_best_of_the_others,
+        *test_verify_topk.ROUNDS,
+    )
+    assert set(calls) == set(names)
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize(
+    ("kernel", "pointers", "constants"),
+    [
+        (
+            "_page_round_kernel",
+            dict(
+                context_lens="*i64",
+                block_table="*i32",
+                num_pages="*i64",
+                positions="*i64",
+                slots="*i64",
+                lens="*i32",
+                view_table="*i32",
+            ),
+            dict(PAGE_SIZE=16, STEPS_PADDED=8, PAGES_PADDED=64),
+        ),
+        (
+            "_layer_page_round_kernel",
+            dict(
+                context_lens="*i64",
+                block_table="*i32",
+                rows="*i64",
+                chosen="*i64",
+                has_chosen="*i1",
+                positions="*i64",
+                slots="*i64",
+                lens="*i32",
+                view_table="*i32",
+            ),
+            dict(PAGE_SIZE=16, STEPS_PADDED=8, PAGES_PADDED=64),
+        ),
+        (
+            "_token_round_kernel",
+            dict(
+                context_lens="*i64",
+                block_table="*i32",
+                rows="*i64",
+                selected="*i32",
+                num_selected="*i64",
+                ends="*i64",
+                tokens="*i64",
+                positions="*i64",
+                slots="*i64",
+                lens="*i32",
+                query_columns="*i64",
+                query_slots="*i32",
+                view_slots="*i32",
+            ),
+            dict(NUM_KV_HEADS=8, PAGE_SIZE=16, STEPS_PADDED=8, BLOCK=128),
+        ),
+    ],
+)
+def test_round_kernels_compile_for_hopper_without_one(kernel, pointers, constants):
+    pytest.importorskip("triton")
+    from vllm_magicdec.views import kernels
+
+    triton_tools.check_compiles_for_hopper(getattr(kernels, kernel), pointers, constants)
+
+
+if __name__ == "__main__":
+    main()
