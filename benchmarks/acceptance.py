@@ -12,42 +12,35 @@ itself weighs most, per layer and KV head.
 
 import argparse
 import itertools
-import json
 import math
-import os
 import random
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from decode import PAGE, TINY_LLAMA
-from documents import excerpts, read_text
-from machine import describe_machine
-from rich.console import Console
+from common.documents import encode, excerpts, read_text
+from common.engines import PAGE, engine, engine_settings, set_environment
+from common.options import add_documents, add_out, make_parser, settings_of
+from common.plots import plt, save
+from common.policies import POLICIES
+from common.record import make_record, write
+from common.tables import console, make_table
+from kv_heavy import TINY_LLAMA
 from rich.table import Table
 
 sys.path.insert(0, str(TINY_LLAMA))
+from recall import is_answered, make_episode
 
-console = Console(highlight=False, width=150)
-ORACLE = "oracle"
-POLICIES = {
-    "streamingllm": {"draft_kv_policy": "streamingllm"},
-    "snapkv": {"draft_kv_policy": "snapkv"},
-    "verify-topk": {"draft_kv_policy": "verify-topk"},
-    "verify-topk-token": {"draft_kv_policy": "verify-topk", "draft_kv_granularity": "token"},
-    # The oracle chooses for itself, out of everything.
-    ORACLE: {"draft_kv_policy": "snapkv"},
-}
+ORACLE = "oracle"  # chooses for itself, out of everything
+CONTENDERS = {**POLICIES, ORACLE: {"draft_kv_policy": "snapkv"}}
 BASELINE = "streamingllm"
 PAGE_POLICIES = ("streamingllm", "verify-topk")
 LEAST_BUDGET = {"verify-topk": 192}  # else no page of 32 tokens is left to choose
 ANSWER_TOKENS = 4  # digits; the first comes out of the prefill, a line break follows
-SETTINGS = ("context", "documents", "requests", "questions", "tokens", "gamma", "distances")
 
 
 @dataclass(frozen=True)
@@ -115,66 +108,61 @@ def install_oracle(worker: Any, budget: int) -> None:
     switch.attend = attend
 
 
-def measure(policy: str, budget: int, args: argparse.Namespace) -> Result:
-    """Run one engine; called in a process of its own."""
-    from recall import is_answered, make_episode
-    from vllm import LLM, SamplingParams
-
+def viewed_tokens(vllm_config: Any, policy: str, budget: int) -> int:
+    """Most tokens that a draft step sees: some policies round the budget up to whole pages."""
+    if policy not in PAGE_POLICIES:
+        return budget
     from vllm_magicdec.config import page_budget
 
+    return page_budget(vllm_config, PAGE, budget).max_pages * PAGE
+
+
+def measure(policy: str, budget: int, args: argparse.Namespace) -> Result:
+    """Run one engine; called in a process of its own."""
     is_oracle = policy == ORACLE
     model_len = args.context + args.tokens + 2 * PAGE
-    llm = LLM(
-        model=str(TINY_LLAMA),
-        dtype="float32",
-        block_size=PAGE,
-        max_num_seqs=1,
-        max_model_len=model_len,
-        enforce_eager=True,
-        disable_log_stats=False,
-        speculative_config={
-            "method": "magicdec-self",
-            "num_speculative_tokens": args.gamma,
-            "draft_kv_budget": model_len if is_oracle else budget,
-            **POLICIES[policy],
-        },
-    )
-    if is_oracle:
-        llm.collective_rpc(install_oracle, args=(budget,))
-    tokenizer = llm.get_tokenizer()
-
-    def encode(text: str) -> list[int]:
-        return tokenizer.encode(text, add_special_tokens=False)
-
-    def run(prompts: list[list[int]], num_tokens: int) -> tuple[Counts, list[str]]:
-        sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
-        counters, texts = [read_counters(llm)], []
-        for prompt in prompts:
-            (output,) = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
-            counters.append(read_counters(llm))
-            texts.append(output.outputs[0].text)
-        steps = list(itertools.pairwise(counters))
-        counts = Counts(
-            rounds=[after[0] - before[0] for before, after in steps],
-            accepted=[sum(after[1:]) - sum(before[1:]) for before, after in steps],
-            accepted_by_position=[b - a for a, b in zip(counters[0], counters[-1], strict=True)][1:],
-        )
-        return counts, texts
-
-    documents, _ = run(excerpts(encode, args.requests, args.context, args.documents), args.tokens)
-    lines = read_text(args.documents).splitlines(keepends=True)
-    rng = random.Random(0)
-    episodes = [
-        make_episode(rng, lambda text: len(encode(text)), lines, args.distances[i % len(args.distances)])
-        for i in range(args.questions)
-    ]
-    prompts = [[tokenizer.bos_token_id, *encode(episode.prompt)] for episode in episodes]
-    recall, texts = run(prompts, ANSWER_TOKENS + 1)
-    right = sum(is_answered(text, episode) for text, episode in zip(texts, episodes, strict=True))
-    chooses_pages = policy in PAGE_POLICIES
-    view = page_budget(llm.llm_engine.vllm_config, PAGE).max_pages * PAGE if chooses_pages else budget
-    llm.llm_engine.engine_core.shutdown()  # else this process would wait for it at its end
+    spec = {
+        "method": "magicdec-self",
+        "num_speculative_tokens": args.gamma,
+        "draft_kv_budget": model_len if is_oracle else budget,
+        **CONTENDERS[policy],
+    }
+    with engine(engine_settings(str(TINY_LLAMA), "float32", batch=1, model_len=model_len), spec) as llm:
+        if is_oracle:
+            llm.collective_rpc(install_oracle, args=(budget,))
+        tokenizer = llm.get_tokenizer()
+        prompts = excerpts(tokenizer, args.requests, args.context, args.documents)
+        documents, _ = generate(llm, prompts, args.tokens)
+        lines = read_text(args.documents).splitlines(keepends=True)
+        rng = random.Random(0)
+        episodes = [
+            make_episode(rng, lambda text: len(encode(tokenizer, text)), lines, distance)
+            for distance in itertools.islice(itertools.cycle(args.distances), args.questions)
+        ]
+        prompts = [[tokenizer.bos_token_id, *encode(tokenizer, episode.prompt)] for episode in episodes]
+        recall, texts = generate(llm, prompts, ANSWER_TOKENS + 1)
+        right = sum(is_answered(text, episode) for text, episode in zip(texts, episodes, strict=True))
+        view = viewed_tokens(llm.llm_engine.vllm_config, policy, budget)
     return Result(policy, budget, view, documents, recall, len(episodes), right)
+
+
+def generate(llm: Any, prompts: list[list[int]], num_tokens: int) -> tuple[Counts, list[str]]:
+    """One request after the other; the counters, and the texts."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+    counters, texts = [read_counters(llm)], []
+    for prompt in prompts:
+        (output,) = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
+        counters.append(read_counters(llm))
+        texts.append(output.outputs[0].text)
+    steps = list(itertools.pairwise(counters))
+    counts = Counts(
+        rounds=[after[0] - before[0] for before, after in steps],
+        accepted=[sum(after[1:]) - sum(before[1:]) for before, after in steps],
+        accepted_by_position=[b - a for a, b in zip(counters[0], counters[-1], strict=True)][1:],
+    )
+    return counts, texts
 
 
 def read_counters(llm: Any) -> list[int]:
@@ -186,14 +174,11 @@ def read_counters(llm: Any) -> list[int]:
     ]
 
 
-def make_table(results: list[Result], gammas: list[int]) -> Table:
-    table = Table(title="acceptance length, by workload and drafted tokens (gamma); ± standard error")
-    table.add_column("policy")
-    table.add_column("budget", justify="right")
-    for number in gammas:
-        table.add_column(f"documents, {number}", justify="right")
-    table.add_column(f"minus {BASELINE}", justify="right")
-    table.add_column(f"recall, {ANSWER_TOKENS}", justify="right")
+def table_of(results: list[Result], gammas: list[int]) -> Table:
+    title = "acceptance length, by workload and drafted tokens (gamma); ± standard error"
+    documents = (f"documents, {number}" for number in gammas)
+    numbers = ("budget", *documents, f"minus {BASELINE}", f"recall, {ANSWER_TOKENS}")
+    table = make_table(title, numbers, names=["policy"])
     for result in results:
         lengths = [f"{result.documents.acceptance_length(n):.2f}" for n in gammas]
         lengths[-1] += f" ± {standard_error(result.documents.deviations):.2f}"
@@ -217,11 +202,6 @@ def difference_from_baseline(result: Result, results: list[Result], gamma: int) 
 
 def draw(results: list[Result], gamma: int, path: Path) -> None:
     """Acceptance length by budget, and acceptance by position at the middle budget."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(15, 4.5))
     budgets = sorted({result.budget for result in results})
     for policy in dict.fromkeys(result.policy for result in results):
@@ -251,14 +231,13 @@ def draw(results: list[Result], gamma: int, path: Path) -> None:
         axes.grid(alpha=0.3)
     left.legend()
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    save(figure, path)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=POLICIES)
+    parser = make_parser(__doc__)
+    names = list(CONTENDERS)
+    parser.add_argument("--policies", nargs="+", default=names, choices=names)
     parser.add_argument("--budgets", type=int, nargs="+", default=[64, 128, 256, 512])
     parser.add_argument("--gamma", type=int, default=8)
     parser.add_argument("--context", type=int, default=6000, help="tokens of a document's excerpt")
@@ -266,12 +245,11 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=8, help="documents")
     parser.add_argument("--questions", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=96, help="generated per document")
-    parser.add_argument("--documents", type=Path, help="folder of .txt files for the prompts")
-    parser.add_argument("--out", type=Path, help="JSON file for the result; the plot goes beside it")
+    add_documents(parser)
+    add_out(parser, "; the plot goes beside it")
     args = parser.parse_args()
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # the oracle is sent to the worker
+    # The oracle is sent to the worker.
+    set_environment(kv_cache_gib=1, VLLM_ALLOW_INSECURE_SERIALIZATION="1")
     results = []
     for policy in args.policies:
         for budget in args.budgets:
@@ -281,19 +259,12 @@ def main() -> None:
                 results.append(pool.submit(measure, policy, budget, args).result())
             console.print(f"{policy}, budget {budget}: done")
     gammas = sorted({1, 2, 4, args.gamma})
-    console.print(make_table(results, gammas))
+    console.print(table_of(results, gammas))
+    settings = settings_of(args, "policies", "budgets")
+    results_as_json = [asdict(result) for result in results]
+    write(make_record("acceptance", settings=settings, results=results_as_json), args.out)
     if args.out:
-        settings = {name: getattr(args, name) for name in SETTINGS}
-        record = {
-            "benchmark": "acceptance",
-            "date": datetime.now(UTC).date().isoformat(),
-            "machine": describe_machine(),
-            "settings": {**settings, "documents": args.documents.name if args.documents else "stdlib"},
-            "results": [asdict(result) for result in results],
-        }
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
         draw(results, args.gamma, args.out.with_suffix(".png"))
-        console.print(f"wrote {args.out} and its plot")
 
 
 if __name__ == "__main__":

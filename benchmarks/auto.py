@@ -17,31 +17,28 @@ machine that is slow for some seconds is slow for both.
 import argparse
 import functools
 import itertools
-import json
-import os
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-from decode import IDLE_SPIN_S, PAGE, console, decode
-from documents import excerpts
-from kv_heavy import model_folder
-from machine import describe_machine
+from common.decoding import Batch, decode
+from common.documents import prompts_of_cells
+from common.engines import PAGE, Turn, engine, engine_settings, set_environment, take_turns
+from common.options import add_documents, add_model, add_out, make_parser
+from common.plots import draw_heat_map, norm_of, plt, save
+from common.record import make_record, write
+from common.tables import console, make_table
+from kv_heavy import KV_HEAVY, model_folder
 from rich.table import Table
 from scipy.stats import binom
 
 from vllm_magicdec.adaptive.controller import Choice, Controller
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-from matplotlib.colors import TwoSlopeNorm
+from vllm_magicdec.planner.profile import fill_prefix_cache
 
 FIXED = (1, 2, 4, 8)
 MIN_TOKENS, MAX_TOKENS = 192, 768  # of a turn or generation and request
@@ -79,45 +76,23 @@ class Contender:
     hold: Callable[[], AbstractContextManager[None]] = nullcontext  # while it decodes
 
 
-class Batch:
-    """A cell's requests in one engine, decoded piece by piece."""
+def decode_piece(batch: Batch) -> tuple[int, float]:
+    """Go on by a piece.
 
-    def __init__(self, llm: Any, prompts: list[list[int]]) -> None:
-        from vllm import SamplingParams
+    Returns:
+        Tokens and seconds of the steps that count.
+    """
 
-        self._engine = llm.llm_engine
-        # Requests whose drafts are better get ahead of the others; none must end before the last piece.
-        params = SamplingParams(temperature=0, max_tokens=2 * MAX_TOKENS, ignore_eos=True, detokenize=False)
-        self._tokens = dict.fromkeys((f"{i}-{time.monotonic_ns()}" for i in range(len(prompts))), 0)
-        for request_id, prompt in zip(self._tokens, prompts, strict=True):
-            self._engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
-        while not all(self._tokens.values()):
-            self._step()
-
-    def _step(self) -> None:
-        for output in self._engine.step():
-            if output.finished:
-                raise SystemExit("a request ended before the others had decoded their pieces")
-            self._tokens[output.request_id] = len(output.outputs[0].token_ids)
-
-    def decode_piece(self) -> tuple[int, float]:
-        """Go on by a piece.
-
-        Returns:
-            Tokens and seconds of the steps that count.
-        """
-        whole = sum(self._tokens.values()) + PIECE * len(self._tokens)
-        for _ in range(SETTLING_STEPS):
-            self._step()
-        before, began = sum(self._tokens.values()), time.perf_counter()
-        while sum(self._tokens.values()) < whole:
-            self._step()
-        return sum(self._tokens.values()) - before, time.perf_counter() - began
-
-    def abort(self) -> None:
-        self._engine.abort_request(list(self._tokens))
-        while self._engine.has_unfinished_requests():
-            self._engine.step()
+    whole = batch.tokens + PIECE * batch.num_requests
+    for _ in range(SETTLING_STEPS):
+        batch.step()
+    before, began = batch.tokens, time.perf_counter()
+    while batch.tokens < whole and batch.step():
+        pass
+    took = time.perf_counter() - began
+    if batch.has_ended:
+        raise SystemExit("a request ended before the others had decoded their pieces")
+    return batch.tokens - before, took
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
@@ -161,14 +136,11 @@ def watched(controller: Controller, chosen: list[Choice]) -> Iterator[None]:
 
 
 def measure_cell(
-    plain: Any, magicdec: Any, prompts: list[list[int]], seconds: float, turns: int, pairs: int
+    plain: Any, magicdec: Any, prompts: list[list[int]], args: argparse.Namespace
 ) -> tuple[Cell, dict[str, Any]]:
-    """All contenders, then the best and `auto`; turns of plain decoding take about `seconds`."""
-    from vllm import SamplingParams
-
-    for llm in (plain, magicdec):  # fill the prefix cache
-        ids = [{"prompt_token_ids": prompt} for prompt in prompts]
-        llm.generate(ids, SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)
+    """All contenders, then the best and `auto`; the cell, and the speeds of all turns."""
+    for llm in (plain, magicdec):
+        fill_prefix_cache(llm, prompts)
     controller = magicdec.llm_engine.engine_core.engine_core.scheduler._controller
     chosen: list[Choice] = []
     fixed = {
@@ -178,30 +150,29 @@ def measure_cell(
     auto = Contender(magicdec, functools.partial(watched, controller, chosen))
     contenders = {"plain": Contender(plain), **fixed, "auto": auto}
 
-    time.sleep(IDLE_SPIN_S)
-    probe = decode(plain, prompts, MIN_TOKENS, 0)
-    num_tokens = min(max(MIN_TOKENS, int(1000 * seconds / probe.step_ms)), MAX_TOKENS)
-    latest = plain
+    turn = Turn()
+    probe = decode(turn.of(plain), prompts, MIN_TOKENS)
+    num_tokens = min(max(MIN_TOKENS, int(1000 * args.seconds / probe.step_ms)), MAX_TOKENS)
 
     def run_turn(contender: Contender) -> float:
-        nonlocal latest
-        if contender.engine is not latest:
-            time.sleep(IDLE_SPIN_S)
-        latest = contender.engine
+        llm = turn.of(contender.engine)
         with contender.hold():
-            return decode(contender.engine, prompts, num_tokens, 0).tokens_per_s
+            return decode(llm, prompts, num_tokens).tokens_per_s
+
+    def run_turns(names: Iterable[str], turns: int) -> dict[str, list[float]]:
+        return take_turns({name: functools.partial(run_turn, contenders[name]) for name in names}, turns)
 
     first = run_turn(auto)
-    speeds = take_turns({n: functools.partial(run_turn, c) for n, c in contenders.items()}, turns)
+    speeds = run_turns(contenders, args.turns)
     middle = {name: statistics.median(values) for name, values in speeds.items()}
     best = max((name for name in contenders if name != "auto"), key=middle.__getitem__)
     chosen.clear()
-    rivals = {name: contenders[name] for name in (best, "auto")}
     if contenders[best].engine is magicdec:
-        duels = [duel(rivals, prompts, num_tokens // PIECE) for _ in range(pairs)]
+        rivals = {name: contenders[name] for name in (best, "auto")}
+        duels = [duel(rivals, prompts, num_tokens // PIECE) for _ in range(args.pairs)]
         fought = {name: [speed[name] for speed in duels] for name in rivals}
     else:
-        fought = take_turns({n: functools.partial(run_turn, c) for n, c in rivals.items()}, pairs)
+        fought = run_turns((best, "auto"), args.pairs)
     shares = [own / other for own, other in zip(fought["auto"], fought[best], strict=True)]
     cell = Cell(
         batch=len(prompts),
@@ -219,15 +190,6 @@ def measure_cell(
     return cell, {"turns": speeds, "pairs": fought}
 
 
-def take_turns(contenders: dict[str, Callable[[], float]], turns: int) -> dict[str, list[float]]:
-    """What each returns, turn by turn; every other turn goes through them backwards."""
-    results: dict[str, list[float]] = {name: [] for name in contenders}
-    for turn in range(turns):
-        for name in list(contenders)[:: -1 if turn % 2 else 1]:
-            results[name].append(contenders[name]())
-    return results
-
-
 def duel(rivals: dict[str, Contender], prompts: list[list[int]], pieces: int) -> dict[str, float]:
     """Tokens per second of two contenders of one engine that decode the same text by turns, piece by piece.
 
@@ -236,22 +198,21 @@ def duel(rivals: dict[str, Contender], prompts: list[list[int]], pieces: int) ->
     tokens, seconds = Counter[str](), dict.fromkeys(rivals, 0.0)
     llm = rivals["auto"].engine
     for order in (list(rivals), list(rivals)[::-1]):
-        batch = Batch(llm, prompts)
+        # Requests whose drafts are better get ahead of the others; none must end before the last piece.
+        batch = Batch(llm, prompts, 2 * MAX_TOKENS)
         for name in itertools.islice(itertools.cycle(order), pieces):
             with rivals[name].hold():
-                made, took = batch.decode_piece()
+                made, took = decode_piece(batch)
             tokens[name] += made
             seconds[name] += took
         batch.abort()
     return {name: tokens[name] / seconds[name] for name in rivals}
 
 
-def make_table(cells: list[Cell], title: str) -> Table:
-    table = Table(title=title)
+def table_of(cells: list[Cell], title: str) -> Table:
     fixed = (f"gamma {name}" for name in cells[0].fixed)
     others = ("auto", "drafts", "of plain", "of the best", "90 % interval")
-    for column in ("batch", "context", "plain", *fixed, *others):
-        table.add_column(column, justify="right")
+    table = make_table(title, ("batch", "context", "plain", *fixed, *others))
     for cell in cells:
         table.add_row(
             *(str(cell.batch), str(cell.context), f"{cell.plain:.1f}"),
@@ -268,29 +229,24 @@ def draw(cells: list[Cell], title: str, path: Path) -> None:
     batches = sorted({cell.batch for cell in cells})
     contexts = sorted({cell.context for cell in cells})
     by_place = {(cell.batch, cell.context): cell for cell in cells}
-    grid = [[by_place[b, c].auto / by_place[b, c].plain for c in contexts] for b in batches]
+    rows = [[by_place[batch, context] for context in contexts] for batch in batches]
+    grid = [[cell.auto / cell.plain for cell in row] for row in rows]
+    labels = [
+        [f"{cell.auto / cell.plain:.2f} x\n{100 * cell.of_best:.0f} % of the best" for cell in row]
+        for row in rows
+    ]
     figure, axes = plt.subplots(figsize=(1.6 * len(contexts) + 3, 0.8 * len(batches) + 2))
-    # Yellow where speculation neither gains nor loses.
-    norm = TwoSlopeNorm(1.0, vmin=0.5, vmax=max(2.0, *map(max, grid)))
-    image = axes.imshow(grid, cmap="RdYlGn", norm=norm, aspect="auto")
-    for row, batch in enumerate(batches):
-        for column, context in enumerate(contexts):
-            cell = by_place[batch, context]
-            text = f"{grid[row][column]:.2f} x\n{100 * cell.of_best:.0f} % of the best"
-            axes.text(column, row, text, ha="center", va="center", fontsize=8)
-    axes.set_xticks(range(len(contexts)), [f"{context:,}" for context in contexts])
-    axes.set_yticks(range(len(batches)), [str(batch) for batch in batches])
+    norm = norm_of(list(itertools.chain(*grid)))
+    image = draw_heat_map(axes, grid, norm, rows=batches, contexts=contexts, labels=labels)
     axes.set_xlabel("context, tokens")
     axes.set_ylabel("batch")
     axes.set_title(title, fontsize=9)
     figure.colorbar(image, label="speed of auto over plain decoding")
     figure.tight_layout()
-    figure.savefig(path, dpi=150)
+    save(figure, path)
 
 
 def run(args: argparse.Namespace, model: str) -> None:
-    from vllm import LLM
-
     spec = {
         "method": "magicdec-self",
         "num_speculative_tokens": "auto",
@@ -298,51 +254,32 @@ def run(args: argparse.Namespace, model: str) -> None:
         "draft_kv_budget": args.budget,
         **({"profile": str(args.profile)} if args.profile else {}),
     }
-    settings = {
-        "model": model,
-        "dtype": args.dtype,
-        "block_size": PAGE,
-        "max_num_seqs": max(args.batch),
-        "max_model_len": max(args.context) + 2 * MAX_TOKENS + 2 * PAGE,
-        "max_num_batched_tokens": 4096,
-        "enforce_eager": True,
-        "disable_log_stats": False,
-    }
-    plain = LLM(**settings)
-    magicdec = LLM(**settings, speculative_config=spec)
-
-    def encode(text: str) -> list[int]:
-        return plain.get_tokenizer().encode(text, add_special_tokens=False)
-
-    longest = excerpts(encode, max(args.batch), max(args.context), args.documents)
+    model_len = max(args.context) + 2 * MAX_TOKENS + 2 * PAGE
+    settings = engine_settings(model, args.dtype, batch=max(args.batch), model_len=model_len)
     cells, all_turns = [], []
-    for context in sorted(args.context):
-        for batch in sorted(args.batch, reverse=True):
-            prompts = [prompt[:context] for prompt in longest[:batch]]
-            cell, speeds = measure_cell(plain, magicdec, prompts, args.seconds, args.turns, args.pairs)
-            console.print(f"batch {batch}, context {context}: {cell.of_best:.3f} of the best")
+    with engine(settings) as plain, engine(settings, spec) as magicdec:
+        for prompts in prompts_of_cells(plain.get_tokenizer(), args.batch, args.context, args.documents):
+            cell, speeds = measure_cell(plain, magicdec, prompts, args)
+            console.print(f"batch {cell.batch}, context {cell.context}: {cell.of_best:.3f} of the best")
             cells.append(cell)
-            all_turns.append({"batch": batch, "context": context, **speeds})
+            all_turns.append({"batch": cell.batch, "context": cell.context, **speeds})
     name = Path(args.model).name
     title = f"{name}, {args.dtype}, auto (at most 8 drafts), budget {args.budget} ({args.policy})"
     cells.sort(key=lambda cell: (cell.context, cell.batch))
-    console.print(make_table(cells, f"tokens per second: {title}"))
+    console.print(table_of(cells, f"tokens per second: {title}"))
+    record = make_record(
+        "auto",
+        engine={**settings, "model": name},
+        speculative_config={**spec, "profile": bool(args.profile)},
+        seconds=args.seconds,
+        turns=args.turns,
+        pairs=args.pairs,
+        cells=[asdict(cell) for cell in cells],
+        all_turns=all_turns,
+    )
+    write(record, args.out)
     if args.out:
-        result = {
-            "benchmark": "auto",
-            "date": datetime.now(UTC).date().isoformat(),
-            "machine": describe_machine(),
-            "engine": {**settings, "model": name},
-            "speculative_config": {**spec, "profile": bool(args.profile)},
-            "seconds": args.seconds,
-            "turns": args.turns,
-            "pairs": args.pairs,
-            "cells": [asdict(cell) for cell in cells],
-            "all_turns": all_turns,
-        }
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
         draw(cells, title, args.out.with_suffix(".png"))
-        console.print(f"wrote {args.out} and {args.out.with_suffix('.png')}")
 
 
 def number_or_auto(text: str) -> float | str:
@@ -350,10 +287,8 @@ def number_or_auto(text: str) -> float | str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", default="kv-heavy", help="a folder, a name, or 'kv-heavy'")
+    parser = make_parser(__doc__)
+    add_model(parser, default=KV_HEAVY)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--context", type=int, nargs="+", default=[100, 2048, 16000], help="tokens")
     parser.add_argument("--seconds", type=float, default=4, help="of plain decoding in a turn, about")
@@ -362,14 +297,11 @@ def main() -> None:
     parser.add_argument("--profile", type=Path, help="a file of 'magicdec profile'")
     parser.add_argument("--turns", type=int, default=2, help="per contender and cell")
     parser.add_argument("--pairs", type=int, default=9, help="of 'auto' and the best, per cell")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--documents", type=Path, help="folder of .txt files for the prompts")
-    parser.add_argument("--out", type=Path, help="JSON file for the result; a heat map goes beside it")
+    add_documents(parser)
+    add_out(parser, "; a heat map goes beside it")
     args = parser.parse_args()
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "3")
     # The controller must be within reach: both engines' schedulers run in this process.
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    set_environment(kv_cache_gib=3, VLLM_ENABLE_V1_MULTIPROCESSING="0")
     with model_folder(args.model) as model:
         run(args, model)
 

@@ -15,35 +15,29 @@ clock runs while all requests of the batch decode. Medians over the turns; one J
 """
 
 import argparse
-import itertools
-import json
-import os
 import statistics
-import time
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-from documents import excerpts
+from common.clock import seconds
+from common.decoding import Decoding, decode, medians
+from common.documents import describe_documents, prompts_of_cells
+from common.engines import PAGE, Turn, engine, engine_settings, set_environment, take_turns
+from common.machine import vllm_environment
+from common.options import add_documents, add_model, add_out, make_parser
+from common.record import make_record, write
+from common.tables import console, make_table
 from kv_heavy import TINY_LLAMA, model_folder
-from machine import describe_machine
-from rich.console import Console
 from rich.table import Table
 
-ROOT = Path(__file__).resolve().parents[1]
-PAGE = 32  # tokens
-IDLE_SPIN_S = 1.5  # vLLM's idle workers poll for a second before they leave their core to others
-console = Console(highlight=False, width=150)
+from vllm_magicdec.planner.profile import fill_prefix_cache
 
 
 @dataclass(frozen=True)
-class Decoding:
-    """One turn of one engine on one cell."""
+class Drafting(Decoding):
+    """A turn, and what its drafts took."""
 
-    tokens_per_s: float
-    step_ms: float  # median engine step
-    acceptance_length: float = 1.0  # tokens per step and request
     draft_step_ms: float = 0.0
     drafter_ms: float = 0.0
     selection_ms: float = 0.0  # per round
@@ -128,117 +122,64 @@ def take_times(worker: Any) -> dict[str, list[float]]:
 # ---- outside of it
 
 
-def decode(llm: Any, prompts: list[list[int]], num_tokens: int, gamma: int) -> Decoding:
-    """Decode all prompts as one batch; the clock runs while every request is decoding.
-
-    Args:
-        llm: the engine.
-        prompts: token ids, in the prefix cache already.
-        num_tokens: to generate per request.
-        gamma: drafted tokens per round, 0 for plain decoding.
-    """
-    from vllm import SamplingParams
-
-    engine = llm.llm_engine
-    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
-    for index, prompt in enumerate(prompts):
-        engine.add_request(f"{index}-{time.monotonic_ns()}", {"prompt_token_ids": prompt}, params)
-    lengths: dict[str, int] = {}
-    clock: list[float] = []  # after each step in which all requests were decoding
-    generated: list[int] = []
-    finished = False
-    while engine.has_unfinished_requests():
-        outputs = engine.step()
-        now = time.perf_counter()
-        for output in outputs:
-            lengths[output.request_id] = len(output.outputs[0].token_ids)
-        finished = finished or any(output.finished for output in outputs)
-        if len(lengths) == len(prompts) and outputs and not finished:
-            if not clock and gamma:
-                llm.collective_rpc(take_times)
-                now = time.perf_counter()
-            clock.append(now)
-            generated.append(sum(lengths.values()))
-    if len(clock) < 4:
-        raise SystemExit(f"only {len(clock)} steps were measured; raise --tokens")
-    steps = [1000 * (after - before) for before, after in itertools.pairwise(clock)]
-    num_generated = generated[-1] - generated[0]
-    result = Decoding(
-        tokens_per_s=num_generated / (clock[-1] - clock[0]),
-        step_ms=statistics.median(steps),
-        acceptance_length=num_generated / len(steps) / len(prompts),
-    )
-    if not gamma:
-        return result
+def decode_and_time_drafts(llm: Any, prompts: list[list[int]], num_tokens: int, gamma: int) -> Drafting:
+    """`decode` with `gamma` drafts a round, and where the drafter's time goes."""
+    decoding = decode(llm, prompts, num_tokens, before_clock=lambda: llm.collective_rpc(take_times))
     times = llm.collective_rpc(take_times)[0]
     rounds = len(times["propose"])
     per_round = {name: 1000 * sum(values) / rounds for name, values in times.items()}
     drafter_ms = 1000 * statistics.median(times["propose"])
-    return Decoding(
-        **{
-            **asdict(result),
-            "drafter_ms": drafter_ms,
-            "draft_step_ms": (drafter_ms - per_round["select"]) / gamma,
-            "selection_ms": per_round["select"],
-            "overhead_ms": per_round["propose"]
-            - sum(per_round[n] for n in ("forward", "sample", "select")),
-        }
+    inside_ms = sum(per_round[name] for name in ("forward", "sample", "select"))
+    return Drafting(
+        *astuple(decoding),
+        draft_step_ms=(drafter_ms - per_round["select"]) / gamma,
+        drafter_ms=drafter_ms,
+        selection_ms=per_round["select"],
+        overhead_ms=per_round["propose"] - inside_ms,
     )
 
 
 def measure_cell(
-    engines: tuple[Any, Any], prompts: list[list[int]], num_tokens: int, gamma: int, turns: int
-) -> tuple[Row, list[tuple[Decoding, Decoding]]]:
-    """Both engines, alternately, on one cell."""
-    from vllm import SamplingParams
-
-    plain, magicdec = engines
-    magicdec.collective_rpc(take_times)
-    for llm in engines:  # fill the prefix cache, chunk by chunk
-        time.sleep(IDLE_SPIN_S)
-        ids = [{"prompt_token_ids": prompt} for prompt in prompts]
-        started = time.perf_counter()
-        llm.generate(ids, SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)
-        prefill_s = time.perf_counter() - started
+    plain: Any, magicdec: Any, prompts: list[list[int]], args: argparse.Namespace
+) -> tuple[Row, list[dict[str, Any]]]:
+    """Both engines, alternately, on one cell; the row, and each turn."""
+    turn = Turn()
+    fill_prefix_cache(turn.of(plain), prompts)
+    turn.of(magicdec).collective_rpc(take_times)
+    prefill_s = seconds(lambda: fill_prefix_cache(magicdec, prompts))
     selecting_s = sum(magicdec.collective_rpc(take_times)[0]["select"])
-    pairs = []
-    for turn in range(turns):
-        order = [(plain, 0), (magicdec, gamma)]
-        results = {}
-        for llm, num_drafted in reversed(order) if turn % 2 else order:
-            time.sleep(IDLE_SPIN_S)
-            results[num_drafted] = decode(llm, prompts, num_tokens, num_drafted)
-        pairs.append((results[0], results[gamma]))
-
-    def median(side: int, name: str) -> float:
-        return statistics.median(getattr(pair[side], name) for pair in pairs)
-
+    contenders = {
+        "plain": lambda: Drafting(*astuple(decode(turn.of(plain), prompts, args.tokens))),
+        "magicdec": lambda: decode_and_time_drafts(turn.of(magicdec), prompts, args.tokens, args.gamma),
+    }
+    turns = take_turns(contenders, args.turns)
+    pairs = list(zip(turns["plain"], turns["magicdec"], strict=True))
+    before, after = medians(turns["plain"]), medians(turns["magicdec"])
     row = Row(
         batch=len(prompts),
         context=len(prompts[0]),
-        plain_tokens_per_s=median(0, "tokens_per_s"),
-        magicdec_tokens_per_s=median(1, "tokens_per_s"),
+        plain_tokens_per_s=before.tokens_per_s,
+        magicdec_tokens_per_s=after.tokens_per_s,
         speedup=statistics.median(m.tokens_per_s / p.tokens_per_s for p, m in pairs),
-        acceptance_length=median(1, "acceptance_length"),
-        plain_step_ms=median(0, "step_ms"),
-        draft_step_ms=median(1, "draft_step_ms"),
-        verification_ms=statistics.median(m.step_ms - m.drafter_ms for _, m in pairs),
-        selection_share=statistics.median(m.selection_ms / m.step_ms for _, m in pairs),
-        overhead_share=statistics.median(m.overhead_ms / m.step_ms for _, m in pairs),
+        acceptance_length=after.acceptance_length,
+        plain_step_ms=before.step_ms,
+        draft_step_ms=after.draft_step_ms,
+        verification_ms=statistics.median(m.step_ms - m.drafter_ms for m in turns["magicdec"]),
+        selection_share=statistics.median(m.selection_ms / m.step_ms for m in turns["magicdec"]),
+        overhead_share=statistics.median(m.overhead_ms / m.step_ms for m in turns["magicdec"]),
         prefill_s=prefill_s,
         prefill_selection_share=selecting_s / prefill_s,
     )
-    return row, pairs
+    return row, [{"plain": asdict(p), "magicdec": asdict(m)} for p, m in pairs]
 
 
-def make_table(rows: list[Row], title: str) -> Table:
-    table = Table(title=title)
-    for column in (
+def table_of(rows: list[Row], title: str) -> Table:
+    columns = (
         *("batch", "context", "plain tok/s", "magicdec tok/s", "speedup", "acceptance length"),
         *("plain step ms", "draft step ms", "verification ms", "selection", "overhead"),
-    ):
-        table.add_column(column, justify="right")
-    for row in rows:
+    )
+    table = make_table(title, columns)
+    for row in sorted(rows, key=lambda row: (row.context, row.batch)):
         table.add_row(
             *(str(row.batch), str(row.context)),
             *(f"{row.plain_tokens_per_s:.1f}", f"{row.magicdec_tokens_per_s:.1f}", f"{row.speedup:.2f}"),
@@ -250,8 +191,6 @@ def make_table(rows: list[Row], title: str) -> Table:
 
 
 def run(args: argparse.Namespace, model: str) -> None:
-    from vllm import LLM
-
     spec = {
         "method": "magicdec-self",
         "num_speculative_tokens": args.gamma,
@@ -259,59 +198,38 @@ def run(args: argparse.Namespace, model: str) -> None:
         "draft_kv_budget": args.budget,
         "draft_kv_granularity": args.granularity,
     }
-    settings = {
-        "model": model,
-        "dtype": args.dtype,
-        "block_size": PAGE,
-        "max_num_seqs": max(args.batch),
-        "max_model_len": max(args.context) + args.tokens + 2 * PAGE,
-        "max_num_batched_tokens": 4096,
-        "enforce_eager": not args.compile,
-        "disable_log_stats": False,
-    }
-    plain = LLM(**settings)
-    magicdec = LLM(**settings, speculative_config=spec)
-    magicdec.collective_rpc(install_timers)
-
-    def encode(text: str) -> list[int]:
-        return plain.get_tokenizer().encode(text, add_special_tokens=False)
-
-    longest = excerpts(encode, max(args.batch), max(args.context), args.documents)
+    model_len = max(args.context) + args.tokens + 2 * PAGE
+    settings = engine_settings(
+        model, args.dtype, batch=max(args.batch), model_len=model_len, enforce_eager=not args.compile
+    )
     rows, turns = [], []
-    for context in sorted(args.context):
-        # The largest batch first fills the prefix cache for the others.
-        for batch in sorted(args.batch, reverse=True):
-            prompts = [prompt[:context] for prompt in longest[:batch]]
-            row, pairs = measure_cell((plain, magicdec), prompts, args.tokens, args.gamma, args.turns)
-            console.print(f"batch {batch}, context {context}: {row.speedup:.2f} x", highlight=False)
+    with engine(settings) as plain, engine(settings, spec) as magicdec:
+        magicdec.collective_rpc(install_timers)
+        for prompts in prompts_of_cells(plain.get_tokenizer(), args.batch, args.context, args.documents):
+            row, own_turns = measure_cell(plain, magicdec, prompts, args)
+            console.print(f"batch {row.batch}, context {row.context}: {row.speedup:.2f} x")
             rows.append(row)
-            turns += [{"plain": asdict(p), "magicdec": asdict(m)} for p, m in pairs]
+            turns += own_turns
     name = Path(args.model).name
     title = f"{name}, {args.dtype}, gamma {args.gamma}, budget {args.budget:g} ({args.policy})"
-    console.print(make_table(sorted(rows, key=lambda r: (r.context, r.batch)), title))
-    result = {
-        "benchmark": "decode",
-        "date": datetime.now(UTC).date().isoformat(),
-        "machine": describe_machine(),
-        "environment": {name: value for name, value in os.environ.items() if name.startswith("VLLM_")},
-        "engine": {**settings, "model": name},
-        "speculative_config": spec,
-        "tokens": args.tokens,
-        "turns": args.turns,
-        "documents": str(args.documents.name) if args.documents else "Python's standard library",
-        "rows": [asdict(row) for row in rows],
-        "all_turns": turns,
-    }
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-        console.print(f"wrote {args.out}")
+    console.print(table_of(rows, title))
+    record = make_record(
+        "decode",
+        environment=vllm_environment(),
+        engine={**settings, "model": name},
+        speculative_config=spec,
+        tokens=args.tokens,
+        turns=args.turns,
+        documents=describe_documents(args.documents),
+        rows=[asdict(row) for row in rows],
+        all_turns=turns,
+    )
+    write(record, args.out)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", default=str(TINY_LLAMA), help="a folder, a name, or 'kv-heavy'")
+    parser = make_parser(__doc__)
+    add_model(parser, default=str(TINY_LLAMA))
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--context", type=int, nargs="+", default=[1024, 4096, 8000], help="tokens")
     parser.add_argument("--tokens", type=int, default=96, help="generated per request and turn")
@@ -320,15 +238,12 @@ def main() -> None:
     parser.add_argument("--granularity", default="page", choices=("page", "token"))
     parser.add_argument("--budget", type=float, default=512)
     parser.add_argument("--turns", type=int, default=3, help="per engine and cell")
-    parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--compile", action="store_true", help="torch.compile instead of eager, both sides")
-    parser.add_argument("--documents", type=Path, help="folder of .txt files for the prompts")
-    parser.add_argument("--out", type=Path, help="JSON file for the result")
+    add_documents(parser)
+    add_out(parser)
     args = parser.parse_args()
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "5")
     # Timers are functions that are sent to the worker.
-    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    set_environment(kv_cache_gib=5, VLLM_ALLOW_INSECURE_SERIALIZATION="1")
     with model_folder(args.model) as model:
         run(args, model)
 

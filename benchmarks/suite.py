@@ -25,10 +25,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from decode import PAGE, ROOT, TINY_LLAMA, console
-from documents import excerpts
-from kv_heavy import KV_HEAVY, model_folder
-from machine import describe_machine
+from common.documents import excerpts
+from common.engines import PAGE
+from common.machine import vllm_environment
+from common.options import add_documents, add_model, make_parser, settings_of
+from common.record import make_record, write
+from common.tables import console, make_table
+from kv_heavy import KV_HEAVY, TINY_LLAMA, model_folder
 from rich.table import Table
 from suite_plots import (
     AGAIN,
@@ -42,7 +45,7 @@ from suite_plots import (
     title_of,
 )
 
-sys.path.insert(0, str(ROOT / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from serving import Server, default_options, serve
 
 TINY_DRAFT = Path(__file__).resolve().parent / "tiny-draft"
@@ -66,10 +69,6 @@ QUICK = {
     "requests": 8,
     "tokens": 64,
 }
-SETTINGS = (
-    *("dtype", "context", "concurrency", "rate_fractions", "repeats", "requests", "tokens"),
-    *("drafts", "budget", "draft_model", "cold"),
-)
 
 
 @dataclass(frozen=True)
@@ -138,11 +137,7 @@ def write_requests(
     A shorter prompt is the beginning of a longer one. Lengths are right but for the few tokens by which
     the tokenizer reads the excerpt's first and last word otherwise than inside of the text.
     """
-
-    def encode(text: str) -> list[int]:
-        return tokenizer.encode(text, add_special_tokens=False)
-
-    longest = excerpts(encode, count, max(contexts), documents)
+    longest = excerpts(tokenizer, count, max(contexts), documents)
     paths = {}
     for context in contexts:
         paths[context] = folder / f"requests-{context}.jsonl"
@@ -247,18 +242,18 @@ def measure(
 # ---- report
 
 
-def make_tables(record: dict[str, Any]) -> list[Table]:
+def tables_of(record: dict[str, Any]) -> list[Table]:
     """Speed by cell, and times at the request rates."""
     runs = record["runs"]
     methods = list(dict.fromkeys(run["method"] for run in runs))
     ratios = speedups(runs)
     contexts = record["settings"]["context"]
-    speed = Table(title=f"output tokens/s and speedup over plain: {title_of(record)}")
-    speed.add_column("method", no_wrap=True)
-    for context, concurrency in cells_of(runs):
-        speed.add_column(f"{context:,} tokens,\n{concurrency} in flight", justify="right")
-    for context in contexts:
-        speed.add_column(f"tokens\nper round\nat {context:,}", justify="right")
+    speed = make_table(
+        f"output tokens/s and speedup over plain: {title_of(record)}",
+        [f"{context:,} tokens,\n{concurrency} in flight" for context, concurrency in cells_of(runs)]
+        + [f"tokens\nper round\nat {context:,}" for context in contexts],
+        names=["method"],
+    )
     for method in methods:
         row = [f"{tokens_per_s:.0f}  {ratio:.2f} x" for tokens_per_s, ratio in ratios[method].values()]
         for context in contexts:
@@ -266,13 +261,12 @@ def make_tables(record: dict[str, Any]) -> list[Table]:
             row.append(f"{1 + sum(rates):.2f}" if rates else "-")
         speed.add_row(method, *row)
 
-    times = Table(
-        title=f"request rates at {max(contexts):,} tokens: ms per answer and output token, median / 99th "
-        "percentile, and ms to first token, median"
+    times = make_table(
+        f"request rates at {max(contexts):,} tokens: ms per answer and output token, median / 99th "
+        "percentile, and ms to first token, median",
+        [f"{rate:g} per second" for rate in sorted({run["rate"] for run in runs if run["rate"]})],
+        names=["method"],
     )
-    times.add_column("method", no_wrap=True)
-    for rate in sorted({run["rate"] for run in runs if run["rate"]}):
-        times.add_column(f"{rate:g} per second", justify="right")
     for method in methods:
         own = sorted((r for r in runs if r["method"] == method and r["rate"]), key=lambda r: r["rate"])
         cells = (
@@ -321,31 +315,25 @@ def run_suite(args: argparse.Namespace, extra_options: list[str]) -> dict[str, A
         rates = rates or [run["rate"] for run in measured if run["rate"]]
         entry["seconds"] = round(time.monotonic() - method_started)
         console.print(f"{method}: {entry['seconds']} s", markup=False)
-    settings = {name: getattr(args, name) for name in SETTINGS}
-    return {
-        "benchmark": "suite",
-        "date": datetime.now(UTC).date().isoformat(),
-        "seconds": round(time.monotonic() - started),
-        "machine": describe_machine(),
-        "environment": {name: value for name, value in os.environ.items() if name.startswith("VLLM_")},
-        "model": Path(args.model).name,
-        "server_options": options,
-        "settings": {**settings, "documents": args.documents.name if args.documents else "stdlib"},
-        "methods": methods,
-        "runs": runs,
-    }
+    return make_record(
+        "suite",
+        seconds=round(time.monotonic() - started),
+        environment=vllm_environment(),
+        model=Path(args.model).name,
+        server_options=options,
+        settings=settings_of(args, "quick", "model", "model_path", "methods"),
+        methods=methods,
+        runs=runs,
+    )
 
 
 def parse_arguments(arguments: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
     """The settings, and the options for every `vllm serve`."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        epilog="Every other option goes to all `vllm serve` commands.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    parser = make_parser(
+        __doc__, epilog="Every other option goes to all `vllm serve` commands.", allow_abbrev=False
     )
     parser.add_argument("--quick", action="store_true", help="two methods and short loads: two minutes")
-    parser.add_argument("--model", default=str(TINY_LLAMA), help="a folder, a name, or 'kv-heavy'")
+    add_model(parser, default=str(TINY_LLAMA))
     parser.add_argument("--draft-model", help="for the method draft_model; the shipped model has one")
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--context", type=int, nargs="+", default=[1000, 7000], help="tokens of prompt")
@@ -363,8 +351,7 @@ def parse_arguments(arguments: list[str] | None = None) -> tuple[argparse.Namesp
     parser.add_argument("--drafts", type=int, default=4, help="drafted tokens per round, where fixed")
     parser.add_argument("--budget", type=float, default=512, help="draft_kv_budget of magicdec-self")
     parser.add_argument("--cold", action="store_true", help="no prefix cache: every load reads its prompts")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--documents", type=Path, help="folder of .txt files for the prompts")
+    add_documents(parser)
     parser.add_argument("--out", type=Path, help="a new folder (default: benchmarks/runs/TIME)")
     if parser.parse_known_args(arguments)[0].quick:
         parser.set_defaults(**QUICK)
@@ -387,15 +374,15 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with model_folder(args.model) as args.model_path:
         record = run_suite(args, extra_options)
-    (args.out / "suite.json").write_text(json.dumps(record, indent=1) + "\n")
+    write(record, args.out / "suite.json")
     draw(record, args.out)
-    for table in make_tables(record):
+    for table in tables_of(record):
         console.print(table)
     for method, entry in record["methods"].items():
         for outcome in ("skipped", "failed"):
             if outcome in entry:
                 console.print(f"{method}: {outcome}, {entry[outcome]}", markup=False)
-    console.print(f"wrote {args.out} in {record['seconds'] / 60:.1f} minutes")
+    console.print(f"{record['seconds'] / 60:.1f} minutes")
     if failed := [method for method, entry in record["methods"].items() if "failed" in entry]:
         sys.exit(f"error: failed: {', '.join(failed)}")
 

@@ -6,11 +6,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-from matplotlib.colors import TwoSlopeNorm
+from common.machine import device_of
+from common.plots import draw_heat_map, norm_of, plt, save
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
@@ -23,10 +20,9 @@ Run = dict[str, Any]  # one run of `vllm bench serve`
 def title_of(record: dict[str, Any]) -> str:
     """Model, machine and workload in one line each."""
     machine, settings = record["machine"], record["settings"]
-    processor = machine.get("gpu") or f"{machine['processor']}, {machine['cores']} cores"
     prompts = "read in every run" if settings["cold"] else "in the prefix cache"
     return (
-        f"{record['model']} ({settings['dtype']}), {processor}, vLLM {machine['vllm']}\n"
+        f"{record['model']} ({settings['dtype']}), {device_of(machine)}, vLLM {machine['vllm']}\n"
         f"{settings['requests']} requests per run, {settings['tokens']} tokens generated for each, greedy; "
         f"prompts: real text, {prompts}"
     )
@@ -144,8 +140,7 @@ def draw_speedup(record: dict[str, Any], path: Path) -> None:
     contexts = sorted({context for context, _ in cells_of(runs)})
     numbers = sorted({concurrency for _, concurrency in cells_of(runs)})
     values = [ratio for cells in ratios.values() for _, ratio in cells.values()]
-    # The scale never shrinks to the noise around 1.
-    norm = TwoSlopeNorm(1, min(0.5, *values), max(2.0, *values))
+    norm = norm_of(values)
     columns = min(3, len(ratios))
     height = -(-len(ratios) // columns)
     size = (2.2 + columns * max(2.4, 0.9 * len(contexts)), 1.6 + height * max(1.8, 0.55 * len(numbers)))
@@ -154,13 +149,8 @@ def draw_speedup(record: dict[str, Any], path: Path) -> None:
         axes.set_axis_off()
     for axes, (method, cells) in zip(grid.flat, ratios.items(), strict=False):
         table = [[cells[context, number][1] for context in contexts] for number in numbers]
-        image = axes.imshow(table, cmap="RdYlGn", norm=norm, aspect="auto")
-        for row, line in enumerate(table):
-            for column, ratio in enumerate(line):
-                color = "white" if abs(norm(ratio) - 0.5) > 0.4 else "black"
-                axes.text(column, row, f"{ratio:.2f} x", ha="center", va="center", fontsize=8, color=color)
-        axes.set_xticks(range(len(contexts)), [f"{context:,}" for context in contexts])
-        axes.set_yticks(range(len(numbers)), [str(number) for number in numbers])
+        labels = [[f"{ratio:.2f} x" for ratio in line] for line in table]
+        image = draw_heat_map(axes, table, norm, rows=numbers, contexts=contexts, labels=labels)
         axes.set_title(method, fontsize=9)
     for axes in grid[-1]:
         axes.set_xlabel("context (tokens)")
@@ -203,5 +193,4 @@ def draw_acceptance(record: dict[str, Any], path: Path) -> None:
 
 def _save(figure: Figure, title: str, record: dict[str, Any], path: Path) -> None:
     figure.suptitle(f"{title}\n{title_of(record)}", fontsize=10)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    save(figure, path)

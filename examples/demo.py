@@ -5,7 +5,9 @@ Each server gets the same greedy requests through the official `openai` client: 
 concurrent completions, all streaming. The prompts are long excerpts of Python's standard library, which is
 on every machine; for the model that ships with the plugin they end in a question about a fact at their
 start (tiny-llama/recall.py). Each prompt is sent once beforehand, so that the prefix cache holds it and
-the clock sees decoding alone.
+the clock sees decoding alone. On a CPU the two servers of the model that ships with the plugin start
+together and take several turns in alternation, of which the median counts; a server of another model has
+the machine to itself and decodes the batch once.
 """
 
 import argparse
@@ -14,24 +16,35 @@ import itertools
 import random
 import shlex
 import signal
+import statistics
 import sys
 import sysconfig
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 from openai import APIError, AsyncOpenAI
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from serving import Server, default_options, serve
+from serving import HEALTH_INTERVAL_S, Server, default_options, launch, runs_on_cpu
 
 HERE = Path(__file__).resolve().parent
 EMBEDDED_MODEL = HERE / "tiny-llama"
 NUM_DRAFT_TOKENS = 4
 SPECULATION = ("--speculative-model", "magicdec-self", "--num-speculative-tokens", str(NUM_DRAFT_TOKENS))
 PREAMBLE_TOKENS = 64  # room for the chat template and the question
+CONTEXT_TOKENS = 8192
+EMBEDDED_CONTEXT_TOKENS = 6144  # reading takes time that grows with the square
+NUM_TURNS = 3  # of servers that are alive at the same time
+IDLE_SPIN_S = 1.5  # vLLM's idle workers poll for a second before they leave their core to others
+MEMORY_FOR_TWO_BYTES = 8 * 2**30
+LINE_INTERVAL_S = 8  # of plain lines where no bar can be drawn
 
 console = Console(highlight=False, soft_wrap=True)
 
@@ -53,6 +66,7 @@ class Stream:
     """One streamed answer."""
 
     text: str
+    num_prompt_tokens: int
     num_tokens: int
     sent_s: float
     first_s: float  # arrival of the first token
@@ -60,23 +74,103 @@ class Stream:
 
 
 @dataclass(frozen=True)
-class Measurement:
-    """What one server did with the same requests."""
+class Turn:
+    """One decoding of the batch by one server."""
 
-    chat: Stream
-    batch: list[Stream]
-    acceptance_length: float | None  # tokens per verification
+    streams: list[Stream]
+    num_drafts: float  # drafts verified, each of up to NUM_DRAFT_TOKENS tokens
+    num_accepted: float  # tokens of them
 
     @property
     def decode_tokens_per_s(self) -> float:
         """Of the whole batch, from its first token to its last; the first of each stream is prefill's."""
-        num_decoded = sum(stream.num_tokens - 1 for stream in self.batch)
-        return num_decoded / (max(s.last_s for s in self.batch) - min(s.first_s for s in self.batch))
+        num_decoded = sum(stream.num_tokens - 1 for stream in self.streams)
+        return num_decoded / (max(s.last_s for s in self.streams) - min(s.first_s for s in self.streams))
 
     @property
     def first_token_ms(self) -> float:
         """Mean over the batch, the prompts being in the prefix cache."""
-        return 1000 * sum(s.first_s - s.sent_s for s in self.batch) / len(self.batch)
+        return 1000 * sum(s.first_s - s.sent_s for s in self.streams) / len(self.streams)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What one server did with the same requests."""
+
+    chat: Stream
+    turns: list[Turn]
+
+    @property
+    def answers(self) -> list[Stream]:
+        """One per prompt."""
+        return [self.chat, *self.turns[0].streams]
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        return statistics.median(turn.decode_tokens_per_s for turn in self.turns)
+
+    @property
+    def first_token_ms(self) -> float:
+        return statistics.median(turn.first_token_ms for turn in self.turns)
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Tokens per verification; none without drafts."""
+        num_drafts = sum(turn.num_drafts for turn in self.turns)
+        return 1 + sum(turn.num_accepted for turn in self.turns) / num_drafts if num_drafts else None
+
+
+# ---- progress
+
+
+class Bars(Progress):
+    """Live bars on a terminal; elsewhere each bar's state as a plain line every few seconds."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=20),
+            TextColumn("{task.fields[detail]}"),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            refresh_per_second=4,
+            disable=not console.is_terminal or console.is_dumb_terminal,
+        )
+        self._stopped = threading.Event()
+
+    def start(self) -> None:
+        if self.disable:
+            threading.Thread(target=self._print_lines, daemon=True).start()
+        else:
+            super().start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        if not self.disable:
+            super().stop()
+
+    def _print_lines(self) -> None:
+        while not self._stopped.wait(LINE_INTERVAL_S):
+            states = [
+                f"{task.description}: {task.fields['detail'] or '...'} ({task.elapsed:.0f} s)"
+                for task in self.tasks
+            ]
+            if states:
+                console.print(f"  {'; '.join(states)}", markup=False)
+
+    @contextmanager
+    def bar(self, description: str, total: int | None = None) -> Iterator[Callable[..., None]]:
+        """A bar while the block runs; without `total` it only moves.
+
+        Yields:
+            `update(completed=..., advance=..., detail=...)`.
+        """
+        task = self.add_task(description, total=total, detail="")
+        try:
+            yield lambda **state: self.update(task, **state)
+        finally:
+            self.remove_task(task)
 
 
 # ---- prompts
@@ -176,7 +270,13 @@ def why_not_loaded(model: str, message: str) -> str:
 # ---- requests
 
 
-async def stream_completion(client: AsyncOpenAI, model: str, prompt: Prompt, max_tokens: int) -> Stream:
+async def stream_completion(
+    client: AsyncOpenAI,
+    model: str,
+    prompt: Prompt,
+    max_tokens: int,
+    show_tokens: Callable[[int], None] = lambda count: None,
+) -> Stream:
     request = client.completions.create(
         model=model,
         prompt=prompt.text,
@@ -184,9 +284,9 @@ async def stream_completion(client: AsyncOpenAI, model: str, prompt: Prompt, max
         temperature=0,
         stream=True,
         stream_options={"include_usage": True},
-        extra_body={"ignore_eos": True},
+        extra_body={"ignore_eos": True, "return_token_ids": True},
     )
-    return await collect(request, lambda choice: choice.text)
+    return await collect(request, lambda choice: choice.text, show_tokens)
 
 
 async def stream_chat(client: AsyncOpenAI, model: str, prompt: Prompt, max_tokens: int) -> Stream:
@@ -201,75 +301,161 @@ async def stream_chat(client: AsyncOpenAI, model: str, prompt: Prompt, max_token
     return await collect(request, lambda choice: choice.delta.content or "")
 
 
-async def collect(request, text_of: Callable) -> Stream:
-    """Read a stream to its end; the server's own count says how many tokens it had."""
+async def collect(
+    request, text_of: Callable, show_tokens: Callable[[int], None] = lambda count: None
+) -> Stream:
+    """Read a stream to its end; the server's own counts say how many tokens it had.
+
+    Args:
+        request: awaited for the stream.
+        text_of: the text of a chunk's choice.
+        show_tokens: called with the number of tokens of each chunk that lists them.
+    """
     sent_s = time.monotonic()
     first_s = last_s = sent_s
     pieces: list[str] = []
-    num_tokens = 0
+    num_prompt_tokens = num_tokens = 0
     async for chunk in await request:
         if chunk.usage:
-            num_tokens = chunk.usage.completion_tokens
+            num_prompt_tokens, num_tokens = chunk.usage.prompt_tokens, chunk.usage.completion_tokens
         for choice in chunk.choices:
+            show_tokens(len(choice.model_extra.get("token_ids") or ()))
             # A chat's first chunk carries the role and no token.
             if piece := text_of(choice):
                 last_s = time.monotonic()
                 first_s = first_s if pieces else last_s
                 pieces.append(piece)
-    return Stream("".join(pieces), num_tokens, sent_s, first_s, last_s)
+    return Stream("".join(pieces), num_prompt_tokens, num_tokens, sent_s, first_s, last_s)
 
 
-async def measure(server: Server, model: str, prompts: list[Prompt], max_tokens: int) -> Measurement:
-    """Fill the prefix cache, then time a chat and a batch of concurrent completions."""
-    client = AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=3600, max_retries=0)
-    chat_prompt, *batch = prompts
+@contextmanager
+def requests_to(server: Server) -> Iterator[None]:
+    """The block talks to this server.
+
+    Raises:
+        DemoError: the server did not answer a request; the end of its log has been printed.
+    """
+    try:
+        yield
+    except APIError as error:
+        console.print(server.log_tail(), markup=False)
+        raise DemoError(f"the server did not answer a request: {error}") from error
+
+
+async def read_prompts(
+    client: AsyncOpenAI, name: str, model: str, prompts: Sequence[Prompt], bars: Bars
+) -> None:
+    """Fill the server's prefix cache."""
     started = time.monotonic()
-    await stream_chat(client, model, chat_prompt, 1)
-    for prompt in batch:
-        await stream_completion(client, model, prompt, 1)
-    console.print(f"read {len(prompts)} prompts in {time.monotonic() - started:.1f} s")
+    num_tokens = 0
+    with bars.bar(f"{name}: reading prompts", total=len(prompts)) as update:
+        for done, prompt in enumerate(prompts):
+            update(completed=done, detail=f"{done} of {len(prompts)}, {num_tokens:,} tokens")
+            send = stream_completion if done else stream_chat
+            num_tokens += (await send(client, model, prompt, 1)).num_prompt_tokens
+    took_s = time.monotonic() - started
+    console.print(f"{name}: read {len(prompts)} prompts, {num_tokens:,} tokens, in {took_s:.1f} s")
 
-    chat = await stream_chat(client, model, chat_prompt, max_tokens)
+
+async def take_turn(
+    client: AsyncOpenAI,
+    server: Server,
+    model: str,
+    prompts: Sequence[Prompt],
+    max_tokens: int,
+    update: Callable[..., None],
+) -> Turn:
+    """Decode the batch once; `update` is a bar's."""
     before = server.metrics()
-    streams = await asyncio.gather(*(stream_completion(client, model, p, max_tokens) for p in batch))
+    total = len(prompts) * max_tokens
+    decoded = 0
+
+    def show_tokens(count: int) -> None:
+        nonlocal decoded
+        decoded += count
+        update(completed=decoded, detail=f"{decoded:,} of {total:,} tokens")
+
+    requests = (stream_completion(client, model, prompt, max_tokens, show_tokens) for prompt in prompts)
+    streams = await asyncio.gather(*requests)
     after = server.metrics()
     drafts, accepted = (
         after.get(name, 0) - before.get(name, 0)
         for name in ("vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_accepted_tokens_total")
     )
-    return Measurement(chat, list(streams), 1 + accepted / drafts if drafts else None)
+    return Turn(list(streams), drafts, accepted)
+
+
+async def measure(
+    servers: Mapping[str, Server], model: str, prompts: Sequence[Prompt], max_tokens: int, bars: Bars
+) -> dict[str, Measurement]:
+    """Fill the prefix caches, then time a chat and the batch; the servers take turns."""
+    chat_prompt, *batch = prompts
+    results: dict[str, Measurement] = {}
+    async with AsyncExitStack() as stack:
+        clients = {}
+        for name, server in servers.items():
+            client = AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=3600, max_retries=0)
+            clients[name] = await stack.enter_async_context(client)
+            with requests_to(server):
+                await read_prompts(client, name, model, prompts, bars)
+                with bars.bar(f"{name}: answering a chat"):
+                    results[name] = Measurement(
+                        await stream_chat(client, model, chat_prompt, max_tokens), []
+                    )
+        for turn in range(NUM_TURNS if len(servers) > 1 else 1):
+            for name, server in servers.items():
+                await asyncio.sleep(IDLE_SPIN_S)
+                total = len(batch) * max_tokens
+                with requests_to(server), bars.bar(f"{name}: decoding, turn {turn + 1}", total) as update:
+                    client = clients[name]
+                    results[name].turns.append(
+                        await take_turn(client, server, model, batch, max_tokens, update)
+                    )
+    return results
 
 
 # ---- report
 
 
-def show_answers(measurement: Measurement, prompts: list[Prompt]) -> None:
-    """The first lines of every answer, and whether it is right where that is known."""
-    kinds = ["chat", *("completion" for _ in measurement.batch)]
-    for kind, prompt, stream in zip(kinds, prompts, [measurement.chat, *measurement.batch], strict=True):
-        beginning = " / ".join(line.strip() for line in stream.text.strip().splitlines()[:2])
-        verdict = ""
-        if prompt.answer is not None:
-            right = stream.text.strip().startswith(prompt.answer)
-            verdict = f" (asked for {prompt.answer}: {'right' if right else 'wrong'})"
-        console.print(f"  {kind}: {beginning[:100]!r}{verdict}", markup=False)
+def show_answers(measurements: Mapping[str, Measurement], prompts: Sequence[Prompt]) -> None:
+    """The first lines of every answer, and whether it is right where that is known; equal answers once."""
+    kinds = ["chat", *("completion" for _ in prompts[1:])]
+    for index, (kind, prompt) in enumerate(zip(kinds, prompts, strict=True)):
+        texts = {name: result.answers[index].text for name, result in measurements.items()}
+        alike = len(set(texts.values())) == 1
+        for name, text in itertools.islice(texts.items(), 1 if alike else None):
+            beginning = " / ".join(line.strip() for line in text.strip().splitlines()[:2])
+            verdict = ""
+            if prompt.answer is not None:
+                right = text.strip().startswith(prompt.answer)
+                verdict = f" (asked for {prompt.answer}: {'right' if right else 'wrong'})"
+            who = "both" if alike else name
+            console.print(f"  {kind}, {who}: {beginning[:48]!r}{verdict}", markup=False)
 
 
-def show_comparison(plain: Measurement, magicdec: Measurement) -> None:
-    table = Table(title=f"{len(plain.batch)} concurrent streams, greedy, prompts in the prefix cache")
+def show_comparison(measurements: Mapping[str, Measurement]) -> None:
+    plain, magicdec = measurements["plain"], measurements["magicdec-self"]
+    streams = plain.turns[0].streams
+    length = round(statistics.mean(stream.num_prompt_tokens for stream in streams))
+    table = Table(
+        title=f"{len(streams)} concurrent streams, greedy, on cached prompts of {length:,} tokens"
+    )
     for column in ("server", "decode tokens/s", "time to first token", "acceptance length"):
         table.add_column(column, justify="left" if column == "server" else "right")
-    for name, result in (("plain", plain), ("magicdec-self", magicdec)):
+    for name, result in measurements.items():
         length = "-" if result.acceptance_length is None else f"{result.acceptance_length:.2f}"
         speed = f"{result.decode_tokens_per_s:.1f}"
         table.add_row(name, speed, f"{result.first_token_ms:.0f} ms", length)
     console.print(table)
+    for name, result in measurements.items():
+        if len(result.turns) > 1:
+            speeds = ", ".join(f"{turn.decode_tokens_per_s:.0f}" for turn in result.turns)
+            console.print(f"{name}: the median of {len(result.turns)} turns, {speeds} tokens/s.")
 
-    pairs = zip([plain.chat, *plain.batch], [magicdec.chat, *magicdec.batch], strict=True)
+    pairs = list(zip(plain.answers, magicdec.answers, strict=True))
     same = sum(a.text == b.text for a, b in pairs)
-    total = 1 + len(plain.batch)
-    remark = "" if same == total else "; the others part at a near-tie that rounding decides"
-    console.print(f"Greedy texts identical: {same} of {total}{remark}.")
+    remark = "" if same == len(pairs) else "; the others part at a near-tie that rounding decides"
+    console.print(f"Greedy texts identical: {same} of {len(pairs)}{remark}.")
 
     ratio = magicdec.decode_tokens_per_s / plain.decode_tokens_per_s
     console.print(f"Decoding with magicdec-self ran at [bold]{ratio:.2f} x[/bold] the plain speed.")
@@ -283,34 +469,61 @@ def show_comparison(plain: Measurement, magicdec: Measurement) -> None:
     )
 
 
-def run_server(model: str, options: Sequence[str], prompts: list[Prompt], max_tokens: int) -> Measurement:
-    """Start a server, measure it, stop it.
+# ---- servers
 
-    Raises:
-        DemoError: the server did not answer a request; the end of its log has been printed.
+
+def wait_until_healthy(servers: Mapping[str, Server], bars: Bars) -> None:
+    waiting = {name: bars.add_task(f"{name}: starting", total=None, detail="") for name in servers}
+    while waiting:
+        for name, task in list(waiting.items()):
+            server = servers[name]
+            if server.is_healthy():
+                bars.remove_task(waiting.pop(name))
+                console.print(f"{name}: healthy after {time.monotonic() - server.started_s:.0f} s")
+            else:
+                bars.update(task, detail=server.stage())
+        time.sleep(HEALTH_INTERVAL_S)
+
+
+def run_servers(
+    commands: Mapping[str, Sequence[str]], prompts: Sequence[Prompt], max_tokens: int, bars: Bars
+) -> dict[str, Measurement]:
+    """Start servers at the same time, measure them in turns, stop them.
+
+    Args:
+        commands: by name: the model and the options of `vllm serve`.
+        prompts: the chat's, then the batch's.
+        max_tokens: per answer.
+        bars: shows what goes on.
     """
-    console.print(f"$ vllm serve {shlex.join([model, *options])}", markup=False, style="bold")
+    with ExitStack() as stack:
+        servers = {}
+        for name, command in commands.items():
+            console.print(f"$ vllm serve {shlex.join(command)}", markup=False, style="bold")
+            servers[name] = stack.enter_context(launch(*command))
+        wait_until_healthy(servers, bars)
+        model = next(iter(commands.values()))[0]
+        return asyncio.run(measure(servers, model, prompts, max_tokens, bars))
+
+
+def fits_twice(model: str) -> bool:
+    """Whether two servers can be alive at the same time; while idle they leave the cores to each other."""
+    return (
+        is_embedded(model) and runs_on_cpu() and psutil.virtual_memory().available >= MEMORY_FOR_TWO_BYTES
+    )
+
+
+def run(arguments: argparse.Namespace, server_options: list[str], bars: Bars) -> None:
     started = time.monotonic()
-    with console.status("starting the server") as status:
-
-        def show_progress(seconds: float) -> None:
-            status.update(f"starting the server, {seconds:.0f} s")
-
-        with serve(model, *options, show_progress=show_progress) as server:
-            console.print(f"healthy after {time.monotonic() - started:.0f} s")
-            try:
-                result = asyncio.run(measure(server, model, prompts, max_tokens))
-            except APIError as error:
-                console.print(server.log_tail(), markup=False)
-                raise DemoError(f"the server did not answer a request: {error}") from error
-            status.update("stopping the server")
-    return result
-
-
-def run(arguments: argparse.Namespace, server_options: list[str]) -> None:
-    model, context, streams = arguments.model, arguments.context, arguments.streams
-    tokenizer = load_tokenizer(model)
-    prompts = make_prompts(model, tokenizer, 1 + streams, context, arguments.max_tokens)
+    model, streams = arguments.model, arguments.streams
+    context = arguments.context or (EMBEDDED_CONTEXT_TOKENS if is_embedded(model) else CONTEXT_TOKENS)
+    console.print(
+        f"{1 + streams} prompts for {Path(model).name}, each with its answer up to {context:,} tokens.",
+        markup=False,
+    )
+    with bars.bar("making prompts"):
+        tokenizer = load_tokenizer(model)
+        prompts = make_prompts(model, tokenizer, 1 + streams, context, arguments.max_tokens)
     options = ["--max-model-len", str(context), "--max-num-seqs", str(streams), *default_options()]
     if is_embedded(model):
         # Texts are compared letter by letter: in float32 rounding decides fewer near-ties.
@@ -320,13 +533,20 @@ def run(arguments: argparse.Namespace, server_options: list[str]) -> None:
         options += ["--chat-template", "{{ messages[0]['content'] }}"]
     options += server_options
 
-    results = []
-    for name, speculation in (("plain", ()), ("magicdec-self", SPECULATION)):
-        console.rule(name)
-        results.append(run_server(model, [*options, *speculation], prompts, arguments.max_tokens))
-        show_answers(results[-1], prompts)
+    plain = [model, *options]
+    commands = {"plain": plain, "magicdec-self": [*plain, *SPECULATION]}
+    console.rule("servers")
+    if fits_twice(model):
+        results = run_servers(commands, prompts, arguments.max_tokens, bars)
+    else:
+        results = {}
+        for name, command in commands.items():
+            results |= run_servers({name: command}, prompts, arguments.max_tokens, bars)
+    console.rule("answers")
+    show_answers(results, prompts)
     console.rule("comparison")
-    show_comparison(*results)
+    show_comparison(results)
+    console.print(f"The demo took {time.monotonic() - started:.0f} s.")
 
 
 def main() -> None:
@@ -338,14 +558,20 @@ def main() -> None:
     )
     parser.add_argument("--model", default=str(EMBEDDED_MODEL), help="folder or name on huggingface.co")
     parser.add_argument(
-        "--context", type=int, default=8192, help="tokens of prompt and answer (default 8192)"
+        "--context",
+        type=int,
+        help=f"tokens of prompt and answer (default {CONTEXT_TOKENS}, "
+        f"{EMBEDDED_CONTEXT_TOKENS} for the model that ships with the plugin)",
     )
     parser.add_argument("--streams", type=int, default=8, help="concurrent completions (default 8)")
     parser.add_argument("--max-tokens", type=int, default=128, help="tokens per answer (default 128)")
-    # A terminated demo must still end its server.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    arguments, server_options = parser.parse_known_args()
+    # A terminated demo must still end its servers, also one whose terminal was closed.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))
     try:
-        run(*parser.parse_known_args())
+        with Bars() as bars:
+            run(arguments, server_options, bars)
     except DemoError as error:
         sys.exit(f"demo: {error}")
     except KeyboardInterrupt:

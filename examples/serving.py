@@ -3,6 +3,7 @@
 
 import importlib.metadata
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -18,16 +19,63 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 STARTUP_TIMEOUT_S = 1800  # a first start may download the model
+HEALTH_INTERVAL_S = 0.5
 SHUTDOWN_TIMEOUT_S = 30
+LEFTOVER_TIMEOUT_S = 1
 LOG_LINES = 30  # shown of a server that failed
 
+# Lines of the log, and what the server does after them. The latest such line counts.
+STAGES = tuple(
+    (re.compile(line), stage)
+    for line, stage in (
+        (r"non-default args", "starting the engine"),
+        (r"Initializing a V1 LLM engine", "starting the worker"),
+        (r"Starting to load model", "loading weights"),
+        (r"Loading \S+ checkpoint shards: +(\d+%)", r"loading weights, \1"),
+        (r"Loading weights took|Model loading took", "profiling"),
+        (r"Compiling a graph|Dynamo bytecode transform", "compiling"),
+        (r"KV cache size", "allocating the KV cache, warming up"),
+        (r"Capturing CUDA graphs.*?(\d+%)", r"capturing CUDA graphs, \1"),
+        (r"init engine .* took", "starting the API"),
+    )
+)
 
-@dataclass(frozen=True)
+
+@dataclass
 class Server:
-    """A running server."""
+    """A server that runs or starts."""
 
     url: str
     log: Path
+    process: subprocess.Popen
+    started_s: float  # monotonic clock
+    has_started: bool = False
+
+    def is_healthy(self) -> bool:
+        """Whether it answers.
+
+        Raises:
+            SystemExit: it ended or takes too long; the end of its log is shown.
+        """
+        ended = self.process.poll() is not None
+        if ended or time.monotonic() - self.started_s > STARTUP_TIMEOUT_S:
+            print(self.log_tail(), file=sys.stderr)
+            what = "did not start" if ended else "did not become healthy in time"
+            sys.exit(f"error: the server {what}; the end of its log is above")
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=2):
+                self.has_started = True
+        except OSError:
+            return False
+        return True
+
+    def stage(self) -> str:
+        """What a starting server does, from its log."""
+        for line in reversed(self.log.read_text(errors="replace").splitlines()):
+            for pattern, stage in STAGES:
+                if match := pattern.search(line):
+                    return match.expand(stage)
+        return "importing vLLM"
 
     def metrics(self) -> dict[str, float]:
         """vLLM's counters and gauges by sample name, summed over labels."""
@@ -67,18 +115,12 @@ def default_options() -> list[str]:
 
 
 @contextmanager
-def serve(
-    model: str, *options: str, show_progress: Callable[[float], None] = lambda seconds: None
-) -> Iterator[Server]:
-    """Run `vllm serve MODEL OPTIONS` on a free local port until the block ends.
+def launch(model: str, *options: str) -> Iterator[Server]:
+    """Run `vllm serve MODEL OPTIONS` on a free local port until the block ends; do not wait for its health.
 
     Args:
         model: folder or name on huggingface.co.
         options: of `vllm serve`.
-        show_progress: called with the seconds since the start, until the server is healthy.
-
-    Raises:
-        SystemExit: the server ended or did not become healthy in time; the end of its log is shown.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -97,37 +139,68 @@ def serve(
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        server = Server(f"http://127.0.0.1:{port}", log)
+        server = Server(f"http://127.0.0.1:{port}", log, process, time.monotonic())
         try:
-            _wait_until_healthy(server, process, show_progress)
             yield server
         finally:
-            _stop(process)
+            _stop(server)
 
 
-def _wait_until_healthy(
-    server: Server, process: subprocess.Popen, show_progress: Callable[[float], None]
-) -> None:
-    started = time.monotonic()
-    while (elapsed_s := time.monotonic() - started) < STARTUP_TIMEOUT_S:
-        show_progress(elapsed_s)
-        if process.poll() is not None:
-            break
-        try:
-            with urllib.request.urlopen(f"{server.url}/health", timeout=2):
-                return
-        except OSError:
-            time.sleep(0.5)
-    print(server.log_tail(), file=sys.stderr)
-    what = "did not become healthy in time" if process.poll() is None else "did not start"
-    sys.exit(f"error: the server {what}; the end of its log is above")
+@contextmanager
+def serve(
+    model: str, *options: str, show_progress: Callable[[float], None] = lambda seconds: None
+) -> Iterator[Server]:
+    """Run `vllm serve MODEL OPTIONS` until the block ends; enter the block when it is healthy.
+
+    Args:
+        model: folder or name on huggingface.co.
+        options: of `vllm serve`.
+        show_progress: called with the seconds since the start, until the server is healthy.
+
+    Raises:
+        SystemExit: the server ended or did not become healthy in time; the end of its log is shown.
+    """
+    with launch(model, *options) as server:
+        while not server.is_healthy():
+            show_progress(time.monotonic() - server.started_s)
+            time.sleep(HEALTH_INTERVAL_S)
+        yield server
 
 
-def _stop(process: subprocess.Popen) -> None:
-    """Ask the server to end; end it with all its workers if it does not."""
-    process.terminate()
+def _stop(server: Server) -> None:
+    """Ask the server to end; then end it with whatever is left of its workers."""
+    process = server.process
     try:
-        process.wait(SHUTDOWN_TIMEOUT_S)
+        if server.has_started:
+            process.terminate()
+            process.wait(SHUTDOWN_TIMEOUT_S)
+        else:
+            # Until it is healthy it does not listen; its workers do.
+            _signal_group(process, signal.SIGTERM)
+            process.wait(LEFTOVER_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
+    finally:  # also when a second Ctrl-C ends the waiting
+        _end_group(process)
+
+
+def _end_group(process: subprocess.Popen) -> None:
+    """End the server's workers, with a moment for the last ones, which remove its shared memory."""
+    try:
+        deadline_s = time.monotonic() + LEFTOVER_TIMEOUT_S
+        while process.poll() is None or _signal_group(process, 0):
+            if time.monotonic() > deadline_s:
+                break
+            time.sleep(0.05)
+    finally:
+        _signal_group(process, signal.SIGKILL)
         process.wait()
+
+
+def _signal_group(process: subprocess.Popen, number: int) -> bool:
+    """Whether anyone of the server's session was there to get the signal."""
+    try:
+        os.killpg(process.pid, number)
+    except ProcessLookupError:
+        return False
+    return True

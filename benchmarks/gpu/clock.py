@@ -2,10 +2,11 @@
 """How long a function takes: CUDA events around a replayed graph, or a clock on the wall of a CPU."""
 
 import statistics
-import time
 from collections.abc import Callable
 
 import torch
+
+from benchmarks.common.clock import seconds
 
 MIN_FLUSH_BYTES = 256 * 2**20  # reading it takes longer than it takes to queue what is timed
 CPU_FLUSH_BYTES = 64 * 2**20
@@ -49,9 +50,7 @@ class Clock:
         for _ in range(repeats):
             if self._is_cuda:
                 torch.cuda.synchronize()
-            started = time.perf_counter()
-            function()
-            times.append(1e6 * (time.perf_counter() - started))
+            times.append(1e6 * seconds(function))
         return statistics.median(times)
 
     def _flush(self) -> None:
@@ -75,9 +74,7 @@ class Clock:
         times = []
         for _ in range(self._warmup + self._repeats):
             self._flush()
-            started = time.perf_counter()
-            function()
-            times.append(1e6 * (time.perf_counter() - started))
+            times.append(1e6 * seconds(function))
         return times
 
 

@@ -13,23 +13,22 @@ status is 1 if that fails or an engine does.
 
 import argparse
 import itertools
-import json
 import sys
 import tempfile
 import time
-from datetime import UTC, datetime
 from math import sqrt
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from benchmarks.common.options import add_out, make_parser, settings_of
+from benchmarks.common.policies import POLICIES
+from benchmarks.common.record import make_record, write
 from benchmarks.gpu import engine_report, lossless
 from benchmarks.gpu.engine_report import BASE, GOAL_BUDGET, GOAL_CELL, GOAL_GAMMA, GOAL_SHAPE, Result, ok
 from benchmarks.gpu.eq2 import paper_rows, this_deployment
 from benchmarks.gpu.lossless import engines  # processes with an engine, as in the tests
-from benchmarks.gpu.models import POLICIES, SHAPES, SMALL_SHAPE, write_model
-from benchmarks.machine import describe_machine
+from benchmarks.gpu.models import SHAPES, SMALL_SHAPE, write_model
+from benchmarks.gpu.options import add_device, settle
 from vllm_magicdec.planner.performance import ModelShape, tokens_per_round
 from vllm_magicdec.planner.profile import tokens_to_grow
 
@@ -178,7 +177,8 @@ class Engines:
                 [(scenario, {"cells": cells, **arguments})],
                 v2=args.runner == "v2",
                 env=env,
-                timeout_s=DAY_S,
+                own_process=True,
+                time_limit_s=DAY_S,
                 program=PROGRAM,
                 **settings,
             )
@@ -227,9 +227,7 @@ def say(sentence: str) -> None:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
 
     def choices(*names: str) -> dict[str, Any]:
         return {"nargs": "+", "choices": names, "metavar": "NAME", "help": " | ".join(names)}
@@ -237,8 +235,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     def number(text: str) -> dict[str, Any]:
         return {"type": int, "help": text}
 
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--small", action="store_true", help="a tiny model: does it all run?")
+    add_device(parser, small="a tiny model")
     parser.add_argument("--parts", **choices(*PARTS), default=list(PARTS))
     parser.add_argument("--shapes", **choices(*ALL_SHAPES))
     parser.add_argument("--policies", **choices(*POLICIES))
@@ -260,7 +257,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tours", **number("per cell, each with four of every kind of step"))
     parser.add_argument("--tokens", **number("generated per request for the decode speed"))
     parser.add_argument("--turns", **number("of the decode speed, whose median counts"))
-    parser.add_argument("--out", type=Path, help="JSON file for the result")
+    add_out(parser)
     args = parser.parse_args(argv)
     if bool(args.batch) != bool(args.context):
         parser.error("--batch and --context go together")
@@ -268,13 +265,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     of_cpu = {"lossless_runners": ["v1"], "page_size": 32}
     of_cuda = {"lossless_runners": ["v1", "v2"]}
     of_device = of_cuda if args.device == "cuda" else of_cpu
-    for name, value in {**(SMALL if args.small else WHOLE), **of_device}.items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-    if args.device == "cpu" and not args.small:
-        parser.error("on a CPU everything is slow: use --device cpu --small")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("no CUDA device here; use --device cpu --small to see that it runs")
+    settle(parser, args, {**(SMALL if args.small else WHOLE), **of_device})
     if not 1 <= args.gamma <= args.max_gamma:
         parser.error(f"--gamma must be between 1 and --max-gamma, {args.max_gamma}")
     if not all(0 < rate <= 1 for rate in args.acceptance):
@@ -310,30 +301,25 @@ def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     times, speed, checks = measure(args)
     # Only now: what this process takes of the device was the engines'.
-    machine = describe_machine()
-    gpu = str(machine.get("gpu", "")) if args.device == "cuda" else ""
+    record = make_record(
+        "gpu engine",
+        device=args.device,
+        settings=settings_of(args),
+        policies=POLICIES,
+        acceptance="synthetic in times and speed, the model's own in lossless",
+        budgets_differ=lossless.budgets_differ(checks),
+        times=times,
+        speed=speed,
+        lossless=checks,
+    )
+    gpu = str(record["machine"].get("gpu", "")) if args.device == "cuda" else ""
     deployments = {name: this_deployment(ALL_SHAPES[name], gpu) for name in args.shapes if ok(times)}
     for result in ok(times):
         engine_report.add_predictions(result, deployments[result["shape"]], args.acceptance)
     engine_report.add_speedups(speed, times)
-    record = {
-        "benchmark": "gpu engine",
-        "date": datetime.now(UTC).date().isoformat(),
-        "device": args.device,
-        "machine": machine,
-        "settings": {name: value for name, value in vars(args).items() if name != "out"},
-        "policies": POLICIES,
-        "acceptance": "synthetic in times and speed, the model's own in lossless",
-        "goals": engine_report.judge(times, speed, gpu),
-        "budgets_differ": lossless.budgets_differ(checks),
-        "times": times,
-        "speed": speed,
-        "lossless": checks,
-    }
+    record["goals"] = engine_report.judge(times, speed, gpu)
     print(engine_report.make_table(record))
-    if args.out:
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
-        print(f"wrote {args.out}")
+    write(record, args.out)
     failed = any(result["status"] in ("wrong", "failed") for result in [*times, *speed, *checks])
     if failed or (checks and not record["budgets_differ"]):
         sys.exit(1)

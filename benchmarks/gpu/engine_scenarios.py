@@ -1,23 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an engine of the engine layer does in a process of its own.
 
-`python -m benchmarks.gpu.engine_scenarios SPEC.json RESULT.json`: it is `tests/engine_process.py`, which
-has to be on the path, with scenarios that measure. A cell is a batch of requests of the same context.
+`python -m benchmarks.gpu.engine_scenarios` is `tests/engine_process.py`, which has to be on the path, with
+scenarios that measure. A cell is a batch of requests of the same context.
 """
 
 import statistics
-import sys
 from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 import engine_process
 import torch
 
+from benchmarks.common.decoding import decode, medians
 from benchmarks.gpu import stand_in
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # where scripts find each other by name
 WARMUP_TURNS = 1  # whatever is compiled at its first use is compiled in these
 
 
@@ -45,17 +44,14 @@ def step_times(llm: Any, cells: list[tuple[int, int]], tours: int) -> dict[str, 
 
 
 def decode_speed(llm: Any, cells: list[tuple[int, int]], tokens: int, turns: int) -> dict[str, Any]:
-    """Decoding with all requests of the batch, as served; the clock is that of benchmarks/decode.py."""
-    from decode import decode
-
+    """Decoding with all requests of the batch, as served."""
     from vllm_magicdec.planner.profile import fill_prefix_cache, make_prompts
 
     def measure(batch: int, context: int) -> dict[str, Any]:
         prompts = make_prompts(llm.llm_engine.model_config.get_vocab_size(), batch, context)
         fill_prefix_cache(llm, prompts)
-        decodings = [decode(llm, prompts, tokens, 0) for _ in range(WARMUP_TURNS + turns)][WARMUP_TURNS:]
-        names = ("tokens_per_s", "step_ms", "acceptance_length")
-        return {name: statistics.median(getattr(d, name) for d in decodings) for name in names}
+        decodings = [decode(llm, prompts, tokens) for _ in range(WARMUP_TURNS + turns)][WARMUP_TURNS:]
+        return asdict(medians(decodings))
 
     return {"cells": for_each_cell(llm, cells, tokens, measure)}
 
@@ -112,4 +108,4 @@ engine_process.SCENARIOS |= {scenario.__name__: scenario for scenario in (step_t
 if __name__ == "__main__":
     if not torch.cuda.is_available():
         stand_in.install_synthetic_acceptance()
-    engine_process.main(*sys.argv[1:])
+    engine_process.main()

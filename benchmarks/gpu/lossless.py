@@ -16,7 +16,7 @@ import engines
 import texts
 from greedy import assert_same_tokens
 
-from benchmarks.gpu.models import POLICIES
+from benchmarks.common.policies import POLICIES
 
 GAMMA = 4
 
@@ -33,7 +33,7 @@ CASES = (
     Case("streamingllm", 128),
     Case("snapkv", 128),
     Case("verify-topk", 192),
-    Case("verify-topk token", 128),
+    Case("verify-topk-token", 128),
     Case("streamingllm", engines.MODEL_LEN),  # a view of the whole context
 )
 
@@ -83,6 +83,7 @@ def _generate(runner: str, prompts: list[list[int]], sampling: Any, **engine: An
         sampling,
         v2=runner == "v2",
         env=env,
+        own_process=True,
         max_num_seqs=4,
         max_num_batched_tokens=1024,
         num_gpu_blocks_override=257,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engines are given: models of known shapes with random weights, and policies."""
+"""What the engines are given: models of known shapes with random weights."""
 
 import json
 from pathlib import Path
@@ -10,13 +10,6 @@ from vllm_magicdec.planner.plan import MODELS
 SHAPES = {name: MODELS[name] for name in ("llama-3.1-8b", "llama-2-7b", "qwen3-8b")}
 # Small enough for a CPU.
 SMALL_SHAPE = ModelShape("small llama", 2, 256, 4, 2, 64, 512, 1024)
-
-POLICIES: dict[str, dict[str, str]] = {
-    "streamingllm": {"draft_kv_policy": "streamingllm"},
-    "snapkv": {"draft_kv_policy": "snapkv"},
-    "verify-topk": {"draft_kv_policy": "verify-topk"},
-    "verify-topk token": {"draft_kv_policy": "verify-topk", "draft_kv_granularity": "token"},
-}
 
 
 def write_model(shape: ModelShape, max_context: int, folder: Path) -> None:

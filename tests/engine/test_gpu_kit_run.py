@@ -10,9 +10,10 @@ import engines
 import pytest
 from short_runs import CELLS
 
+from benchmarks.common.policies import POLICIES
 from benchmarks.gpu import engine, lossless
 from benchmarks.gpu.eq2 import CellTimes
-from benchmarks.gpu.models import POLICIES, SMALL_SHAPE
+from benchmarks.gpu.models import SMALL_SHAPE
 
 ROOT = engines.HERE.parent
 MAX_GAMMA = 3

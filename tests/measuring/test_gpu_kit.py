@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu import kernels
+from benchmarks.gpu import draft_attention, kernels
 from benchmarks.gpu.problem import Heads, Layer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -106,9 +106,9 @@ def in_process(monkeypatch):
 def test_a_wrong_kernel_is_reported_and_not_timed(in_process, tmp_path, monkeypatch, capsys):
     def one_token_less(layer, view):
         view.lens.sub_(1)
-        result = kernels.token_torch(layer, view).run()
+        result = draft_attention.token_torch(layer, view).run()
         view.lens.add_(1)
-        return kernels.Prepared(lambda: result)
+        return draft_attention.Prepared(lambda: result)
 
     monkeypatch.setitem(kernels.KERNELS, "token torch", one_token_less)
     status, (full, page, token) = in_process(tmp_path)

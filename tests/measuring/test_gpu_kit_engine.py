@@ -10,10 +10,11 @@ import pytest
 import torch
 from short_runs import CELLS
 
+from benchmarks.common.policies import POLICIES
 from benchmarks.gpu import engine, engine_report, lossless
 from benchmarks.gpu.engine_scenarios import why_not
 from benchmarks.gpu.eq2 import CellTimes, beside_roofline, paper_rows, speedups
-from benchmarks.gpu.models import POLICIES, SHAPES, SMALL_SHAPE, write_model
+from benchmarks.gpu.models import SHAPES, SMALL_SHAPE, write_model
 from benchmarks.gpu.stand_in import accept_synthetically
 from vllm_magicdec.planner import profile
 from vllm_magicdec.planner.hardware import HARDWARE
@@ -245,7 +246,7 @@ def test_output_that_changes_and_drafts_that_all_stand_end_in_status_1(
             "vllm:spec_decode_num_accepted_tokens": accepted,
             "vllm:magicdec_draft_failures": 0,
         }
-        return engines.EngineRun([[[{"completions": [completion]}]]], metrics, 1, 4, False, False, "")
+        return engines.EngineRun([[[{"completions": [completion]}]]], metrics, 1, 4, False, False, [], "")
 
     monkeypatch.setattr(lossless, "_generate", generate)
     with pytest.raises(SystemExit) as end:

@@ -11,6 +11,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import roofline
+import step_profile
 
 from vllm_magicdec.planner.hardware import HARDWARE, worker_threads
 from vllm_magicdec.planner.performance import Costs, Deployment, Hardware, ModelShape
@@ -78,14 +79,14 @@ def test_the_time_of_an_operation_goes_to_its_part_of_the_step():
         "rest of the step": ["gpu_model_runner: preprocess", "aten::slice"],
     }
     for part, path in parts.items():
-        assert roofline.part_of(path) == part
-    assert roofline.part_of(["aten::add"]) == "rest of the step"
+        assert step_profile.part_of(path) == part
+    assert step_profile.part_of(["aten::add"]) == "rest of the step"
 
 
 def test_what_attention_achieves():
     deployment = Deployment(SHAPE, replace(DEVICE, flops=4e9), costs=ONES)
     # 1,000 tokens: 128 kB in 0.512 ms, and 3 x 128 kFLOP.
-    achieved = roofline.Achieved.of(0.512, deployment, batch=1, queries=3, context=1000)
+    achieved = step_profile.Achieved.of(0.512, deployment, batch=1, queries=3, context=1000)
     assert (achieved.bytes_per_s, achieved.memory_share) == pytest.approx((0.25e9, 0.25))
     assert (achieved.flops, achieved.compute_share) == pytest.approx((0.75e9, 0.1875))
 
@@ -102,9 +103,9 @@ def test_costs_that_are_fitted_give_back_the_times_they_are_fitted_to():
     }
     steps = {}
     for name, queries in (("plain step", 1), ("round", gamma + 1)):
-        attention = roofline.Achieved.of(attention_ms[queries], deployment, batch, queries, context)
+        attention = step_profile.Achieved.of(attention_ms[queries], deployment, batch, queries, context)
         steps[name] = {"parts_ms": parts, "attention": vars(attention)}
-    costs = roofline.fit_costs(deployment, batch, gamma, steps)
+    costs = step_profile.fit_costs(deployment, batch, gamma, steps)
     fitted = replace(deployment, costs=replace(deployment.costs, **costs))
     assert fitted.plain_step_ms(batch, context) == pytest.approx(attention_ms[1] + rest_ms)
     more_tokens_ms = (

@@ -2,8 +2,14 @@
 """Long real text for prompts: the standard library's sources, or a folder of text files."""
 
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+
+def describe_documents(folder: Path | None) -> str:
+    """For a result's JSON."""
+    return folder.name if folder else "stdlib"
 
 
 def read_text(folder: Path | None) -> str:
@@ -17,14 +23,30 @@ def read_text(folder: Path | None) -> str:
     return "\n".join(path.read_text(encoding="utf-8", errors="replace") for path in paths)
 
 
-def excerpts(
-    encode: Callable[[str], list[int]], count: int, num_tokens: int, folder: Path | None = None
-) -> list[list[int]]:
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of the text alone."""
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def excerpts(tokenizer: Any, count: int, num_tokens: int, folder: Path | None = None) -> list[list[int]]:
     """`count` excerpts of `num_tokens` token ids each, spread evenly, overlapping if need be."""
     text = read_text(folder)
     # Text beyond what could be used costs only time.
-    tokens = encode(text[: 12 * count * num_tokens])
+    tokens = encode(tokenizer, text[: 12 * count * num_tokens])
     if len(tokens) < num_tokens:
         raise SystemExit(f"the text has {len(tokens)} tokens; {num_tokens} are needed")
     stride = (len(tokens) - num_tokens) // max(1, count - 1) if count > 1 else 0
     return [tokens[i * stride : i * stride + num_tokens] for i in range(count)]
+
+
+def prompts_of_cells(
+    tokenizer: Any, batches: list[int], contexts: list[int], folder: Path | None
+) -> Iterator[list[list[int]]]:
+    """Token ids for every cell.
+
+    Short contexts come first, and of these large batches: their prompts begin those of the others.
+    """
+    longest = excerpts(tokenizer, max(batches), max(contexts), folder)
+    for context in sorted(contexts):
+        for batch in sorted(batches, reverse=True):
+            yield [prompt[:context] for prompt in longest[:batch]]

@@ -4,8 +4,10 @@
 import os
 import platform
 import subprocess
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -32,6 +34,21 @@ def describe_machine() -> dict[str, str | int | float]:
         description["cuda"] = torch.version.cuda or ""
         description["driver"] = _driver()
     return description
+
+
+def device_of(machine: Mapping[str, Any]) -> str:
+    """The GPU or processor of a description, in words."""
+    return machine.get("gpu") or f"{machine['processor']}, {machine['cores']} cores"
+
+
+def same_machine(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two descriptions are of the same device."""
+    return all(one.get(name) == other.get(name) for name in ("processor", "cores", "gpu"))
+
+
+def vllm_environment() -> dict[str, str]:
+    """What this process tells vLLM by its environment."""
+    return {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}
 
 
 def _driver() -> str:

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's engines in Python: their settings, their start and end, and whose turn it is."""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+PAGE = 32  # tokens; the smallest of vLLM's CPU attention
+IDLE_SPIN_S = 1.5  # vLLM's idle workers poll for a second before they leave their core to others
+T = TypeVar("T")
+
+
+def set_environment(*, kv_cache_gib: int, **variables: str) -> None:
+    """Of the engines that this process starts.
+
+    Args:
+        kv_cache_gib: on a CPU, where the user has not said.
+        variables: that the benchmark needs, whatever the user has said.
+    """
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(kv_cache_gib))
+    os.environ.update(variables)
+
+
+def engine_settings(model: str, dtype: str, *, batch: int, model_len: int, **others: Any) -> dict[str, Any]:
+    """Arguments of `LLM`, the speculative configuration apart."""
+    return {
+        "model": model,
+        "dtype": dtype,
+        "block_size": PAGE,
+        "max_num_seqs": batch,
+        "max_model_len": model_len,
+        "max_num_batched_tokens": 4096,
+        "enforce_eager": True,
+        "disable_log_stats": False,
+        **others,
+    }
+
+
+@contextmanager
+def engine(settings: dict[str, Any], speculative_config: dict[str, Any] | None = None) -> Iterator[Any]:
+    """An engine (vLLM's `LLM`) until the block ends."""
+    from vllm import LLM
+
+    llm = LLM(**settings, speculative_config=speculative_config)
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+
+
+class Turn:
+    """Whose turn it is of engines that are alive at the same time."""
+
+    def __init__(self) -> None:
+        self._latest: Any = None
+
+    def of(self, llm: Any) -> Any:
+        """The engine, once another engine's workers have stopped polling."""
+        if llm is not self._latest:
+            time.sleep(IDLE_SPIN_S)
+        self._latest = llm
+        return llm
+
+
+def take_turns(contenders: dict[str, Callable[[], T]], turns: int) -> dict[str, list[T]]:
+    """What each returns, turn by turn; every other turn goes through them backwards."""
+    results: dict[str, list[T]] = {name: [] for name in contenders}
+    for turn in range(turns):
+        for name in list(contenders)[:: -1 if turn % 2 else 1]:
+            results[name].append(contenders[name]())
+    return results

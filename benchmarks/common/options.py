@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options that several command lines have."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from .documents import describe_documents
+
+
+def make_parser(description: str | None, **settings: Any) -> argparse.ArgumentParser:
+    """A parser whose help begins with a script's docstring."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=description, formatter_class=formatter, **settings)
+
+
+def add_model(parser: argparse.ArgumentParser, default: str) -> None:
+    parser.add_argument("--model", default=default, help="a folder, a name, or 'kv-heavy'")
+    parser.add_argument("--dtype", default="bfloat16")
+
+
+def add_documents(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--documents", type=Path, help="folder of .txt files for the prompts")
+
+
+def add_out(parser: argparse.ArgumentParser, beside: str = "") -> None:
+    """Where the record goes, and what goes beside it."""
+    parser.add_argument("--out", type=Path, help=f"JSON file for the result{beside}")
+
+
+def settings_of(args: argparse.Namespace, *left_out: str) -> dict[str, Any]:
+    """What the user could set, for a record."""
+    settings = {name: value for name, value in vars(args).items() if name not in ("out", *left_out)}
+    if "documents" in settings:
+        settings["documents"] = describe_documents(args.documents)
+    return settings

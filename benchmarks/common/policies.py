@@ -1,0 +1,9 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The policies that are measured, as fields of a speculative configuration."""
+
+POLICIES: dict[str, dict[str, str]] = {
+    "streamingllm": {"draft_kv_policy": "streamingllm"},
+    "snapkv": {"draft_kv_policy": "snapkv"},
+    "verify-topk": {"draft_kv_policy": "verify-topk"},
+    "verify-topk-token": {"draft_kv_policy": "verify-topk", "draft_kv_granularity": "token"},
+}

@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A result as a JSON file."""
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from .machine import describe_machine
+
+
+def make_record(benchmark: str, **fields: Any) -> dict[str, Any]:
+    """Which benchmark, when, on what machine, and its own fields."""
+    today = datetime.now(UTC).date().isoformat()
+    return {"benchmark": benchmark, "date": today, "machine": describe_machine(), **fields}
+
+
+def write(record: dict[str, Any], path: Path | None) -> None:
+    """Write a record and say so; without a path, do nothing."""
+    if path is not None:
+        path.write_text(json.dumps(record, indent=1) + "\n")
+        print(f"wrote {path}")
