@@ -36,10 +36,9 @@ sys.path.insert(0, str(TINY_LLAMA))
 from recall import is_answered, make_episode
 
 ORACLE = "oracle"  # chooses for itself, out of everything
-CONTENDERS = {**POLICIES, ORACLE: {"draft_kv_policy": "snapkv"}}
+CONTENDERS = {**POLICIES, ORACLE: POLICIES["snapkv-token"]}
 BASELINE = "streamingllm"
-PAGE_POLICIES = ("streamingllm", "verify-topk")
-LEAST_BUDGET = {"verify-topk": 192}  # else no page of 32 tokens is left to choose
+LEAST_BUDGET = {"snapkv": 128, "verify-topk": 192}  # else no page of 32 tokens is left to choose
 ANSWER_TOKENS = 4  # digits; the first comes out of the prefill, a line break follows
 
 
@@ -110,11 +109,16 @@ def install_oracle(worker: Any, budget: int) -> None:
 
 def viewed_tokens(vllm_config: Any, policy: str, budget: int) -> int:
     """Most tokens that a draft step sees: some policies round the budget up to whole pages."""
-    if policy not in PAGE_POLICIES:
+    if policy == ORACLE:
         return budget
-    from vllm_magicdec.config import page_budget
+    from vllm_magicdec.policies import find_policy
 
-    return page_budget(vllm_config, PAGE, budget).max_pages * PAGE
+    spec = vllm_config.speculative_config
+    return (
+        find_policy(spec.draft_kv_policy)
+        .parse_budget(spec, spec.limits(vllm_config, PAGE), budget)
+        .max_tokens
+    )
 
 
 def measure(policy: str, budget: int, args: argparse.Namespace) -> Result:

@@ -98,12 +98,9 @@ def install_timers(worker: Any) -> None:
         ):  # without types: a class body is sent without them
             return getattr(model, name)
 
-    core = drafter._drafter
-    if core._selector is not None:
-        core._selector.update = timed("select", core._selector.update)
-    elif hasattr(core._views, "_scores"):
-        core._views._scores.update = timed("select", core._views._scores.update)
-        core._views._choose = timed("select", core._views._choose)
+    selector = getattr(drafter._drafter._views, "_selector", None)
+    if selector is not None:
+        selector.update = timed("select", selector.update)
     drafter.propose = timed("propose", drafter.propose)
     drafter._sample_draft_tokens = timed("sample", drafter._sample_draft_tokens)
     drafter.model = TimedModel()

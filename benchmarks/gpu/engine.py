@@ -35,7 +35,7 @@ from vllm_magicdec.planner.profile import tokens_to_grow
 ALL_SHAPES = {**SHAPES, SMALL_SHAPE.name: SMALL_SHAPE}
 PARTS = ("times", "speed", "lossless")
 # So that T_select can be told from the rest of a round; as served, snapkv selects once per prompt.
-SELECTING_EVERY_ROUND = {"snapkv": {"draft_kv_refresh": 1}}
+SELECTING_EVERY_ROUND = {policy: {"draft_kv_refresh": 1} for policy in ("snapkv", "snapkv-token")}
 PROGRAM = ("-m", "benchmarks.gpu.engine_scenarios")
 DAY_S = 24 * 3600
 

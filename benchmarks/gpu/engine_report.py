@@ -52,7 +52,7 @@ def add_predictions(result: Result, deployment: Deployment, alphas: Sequence[flo
             deployment,
             alphas=alphas,
             # As served, snapkv selects once per prompt.
-            selects_every_round=result["policy"] != "snapkv",
+            selects_every_round=not result["policy"].startswith("snapkv"),
             **place,
         )
 

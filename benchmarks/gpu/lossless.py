@@ -32,6 +32,7 @@ class Case:
 CASES = (
     Case("streamingllm", 128),
     Case("snapkv", 128),
+    Case("snapkv-token", 128),
     Case("verify-topk", 192),
     Case("verify-topk-token", 128),
     Case("streamingllm", engines.MODEL_LEN),  # a view of the whole context

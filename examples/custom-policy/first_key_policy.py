@@ -5,7 +5,7 @@
     vllm serve MODEL --speculative-config '{"method": "magicdec-self", "draft_kv_policy": "first-key"}'
 
 After every verification each layer's draft sees the pages whose first token the verified queries attend to
-most. `verify-topk` reads two summaries of a page for this; here nothing has to be kept or brought up to date.
+most. `verify-topk` reads two summaries of a page for this; here nothing has to be kept.
 """
 
 import torch
