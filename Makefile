@@ -5,10 +5,12 @@ ARGS ?=
 OUT ?= .
 KERNELS ?=
 VENV := .venv/bin
+# Its theme announces its own end of life at every build. With --quiet it would not be strict.
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV)/mkdocs build --strict
 PYTEST := MAGICDEC_TEST_KERNELS="$(KERNELS)" $(VENV)/python -m pytest -n 2 --dist loadgroup --durations 10
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-fast lint test-gpu bench bench-decode bench-gpu clean
+.PHONY: help venv demo test test-fast lint docs test-gpu bench bench-decode bench-gpu clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -21,11 +23,15 @@ venv:  ## set up .venv with the right build of vLLM and the plugin
 demo: venv  ## serve a model with and without speculation and compare (MODEL=..., ARGS="--context 16384 ...")
 	@$(VENV)/python examples/demo.py --model "$(MODEL)" $(ARGS)
 
-lint: venv  ## ruff, mypy, and which module may import which
+lint: venv  ## ruff, mypy, which module may import which, and the links of the pages
 	$(VENV)/ruff check .
 	$(VENV)/ruff format --check .
 	$(VENV)/mypy
 	$(VENV)/lint-imports --no-cache --no-logo
+	$(MKDOCS)
+
+docs: venv  ## the pages of docs/ as a site, in build/docs
+	$(MKDOCS)
 
 test: lint  ## lint, then every test that this machine can run (KERNELS=avx2: as on a machine without AVX-512)
 	$(PYTEST) $(ARGS)

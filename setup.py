@@ -33,6 +33,7 @@ setup(
             "openai",
             "matplotlib",
             "rich",
+            "mkdocs-material",
         ],
         "bench": ["matplotlib", "rich", "pandas"],
     },
