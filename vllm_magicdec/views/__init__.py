@@ -2,6 +2,7 @@
 """KV views: where a draft step looks in a request's paged KV cache, and where it writes.
 
 `base.py` holds what all views share: the batch, the step, the slots written to. `pages.py` makes views of
-whole pages, `tokens.py` of slots per layer and KV head; `kernels.py` is the same by one kernel each, for a
+whole pages, `layer_pages.py` of every layer's own, `tokens.py` of slots per layer and KV head;
+`selections.py` keeps what was chosen for the last two. `kernels.py` is the same by one kernel each, for a
 GPU. Change one when the draft is to see something else than now, not for another way to choose it.
 """
