@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ def environment(*, v2: bool = False, **extra: str) -> dict[str, str]:
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
         "VLLM_MAGICDEC_STRICT": "1",
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # collective_rpc with functions
-        **_cores_of_this_worker(),
+        **({"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores))} if (cores := own_cores()) else {}),
         **extra,
     }
     if v2:
@@ -84,14 +85,14 @@ def environment(*, v2: bool = False, **extra: str) -> dict[str, str]:
     return env
 
 
-def _cores_of_this_worker() -> dict[str, str]:
-    """Tests that run side by side (pytest-xdist) keep their engines on cores of their own."""
+def own_cores() -> list[int]:
+    """Tests that run side by side (pytest-xdist) keep their engines on cores of their own; []: on all."""
     count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     cores = sorted(os.sched_getaffinity(0))
     if count == 1 or len(cores) < count:
-        return {}
+        return []
     index = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
-    return {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores[index::count]))}
+    return cores[index::count]
 
 
 class EngineProcess:
@@ -100,9 +101,10 @@ class EngineProcess:
     Args:
         env: its environment.
         program: what runs there.
+        cores: it may run on; (): all of this process's.
     """
 
-    def __init__(self, env: Mapping[str, str], program: Sequence[str]) -> None:
+    def __init__(self, env: Mapping[str, str], program: Sequence[str], cores: Sequence[int] = ()) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="engines-")
         self._log = Path(self._directory.name, "log")
         with self._log.open("w") as log:
@@ -115,6 +117,7 @@ class EngineProcess:
                 stderr=log,
                 text=True,
                 start_new_session=True,  # it ends with all of its children
+                preexec_fn=partial(os.sched_setaffinity, 0, cores) if cores else None,
             )
 
     def run(self, spec: Mapping[str, Any], time_limit_s: float) -> "EngineRun":
@@ -200,7 +203,8 @@ def run(
             process.end()
     full = environment(v2=v2, VLLM_ENABLE_V1_MULTIPROCESSING="0", **(env or {}))
     key = (frozenset(full.items()), tuple(program))
-    process = _processes.pop(key, None) or EngineProcess(full, program)
+    # vLLM binds the threads of processes that it starts; here it starts none.
+    process = _processes.pop(key, None) or EngineProcess(full, program, own_cores())
     result = process.run(spec, time_limit_s)
     _processes[key] = process
     end_processes(keep=MAX_PROCESSES)

@@ -46,7 +46,7 @@ def assert_budgets_were_obeyed(result, budgets):
 
 def test_output_is_unchanged_when_length_and_budget_change_on_the_v2_runner(prompts, plain):
     chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < 600][:6]
-    batch = {"prompts": [prompts[i] for i in chosen], "sampling": {**GREEDY, "max_tokens": 24}}
+    batch = {"prompts": [prompts[i] for i in chosen], "sampling": {**GREEDY, "max_tokens": 40}}
     run = engines.run(
         [
             ("generate_with_random_choices", {"batches": [batch], "seed": 0}),
@@ -64,7 +64,7 @@ def test_output_is_unchanged_when_length_and_budget_change_on_the_v2_runner(prom
     )
     assert run.v2_runner
     eager, _, replayed, replays = run.results
-    expected = [first_tokens(plain[i], 24) for i in chosen]
+    expected = [first_tokens(plain[i], 40) for i in chosen]
     for result, way in ((eager, "eager"), (replayed, "replayed")):
         assert set(result["lengths"]) == set(result["kept"]) == {0, 1, 2, 3, 4}
         # Not 64: sinks and drafted tokens may touch three pages.
