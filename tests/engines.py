@@ -201,7 +201,7 @@ def run(
             return process.run(spec, time_limit_s)
         finally:
             process.end()
-    full = environment(v2=v2, VLLM_ENABLE_V1_MULTIPROCESSING="0", **(env or {}))
+    full = environment(v2=v2, **{"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **(env or {})})
     key = (frozenset(full.items()), tuple(program))
     # vLLM binds the threads of processes that it starts; here it starts none.
     process = _processes.pop(key, None) or EngineProcess(full, program, own_cores())

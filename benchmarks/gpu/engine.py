@@ -177,7 +177,7 @@ class Engines:
                 [(scenario, {"cells": cells, **arguments})],
                 v2=args.runner == "v2",
                 env=env,
-                own_process=True,
+                own_process=args.device != "cpu",  # whose end frees the device's memory
                 time_limit_s=DAY_S,
                 program=PROGRAM,
                 **settings,

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
 import engines
 import texts
@@ -84,7 +86,7 @@ def _generate(runner: str, prompts: list[list[int]], sampling: Any, **engine: An
         sampling,
         v2=runner == "v2",
         env=env,
-        own_process=True,
+        own_process=torch.cuda.is_available(),  # whose end frees the device's memory
         max_num_seqs=4,
         max_num_batched_tokens=1024,
         num_gpu_blocks_override=257,

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(not LIBRARIES, reason="vLLM has one library of k
 def test_packed_caches_are_read_as_the_library_packs_them(library):
     layouts = engines.HERE / "attention" / "packed_layouts.py"
     child = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", "-q", str(layouts)],
+        [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "-q", str(layouts)],
         cwd=engines.HERE.parent,
         env=engines.environment(**kernel_libraries.environment(library)),
         capture_output=True,
