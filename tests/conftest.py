@@ -10,6 +10,9 @@ import pytest
 import texts
 import torch
 
+if forced := kernel_libraries.forced():
+    kernel_libraries.force(forced)
+
 GREEDY = {"temperature": 0, "max_tokens": 48, "ignore_eos": True, "logprobs": 2}
 
 

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import kernel_libraries
 import torch
 
 HERE = Path(__file__).parent
@@ -74,6 +75,7 @@ def environment(*, v2: bool = False, **extra: str) -> dict[str, str]:
         "VLLM_MAGICDEC_STRICT": "1",
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # collective_rpc with functions
         **({"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores))} if (cores := own_cores()) else {}),
+        **(kernel_libraries.environment(forced) if (forced := kernel_libraries.forced()) else {}),
         **extra,
     }
     if v2:
