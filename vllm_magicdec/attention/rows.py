@@ -96,7 +96,7 @@ class KVRows:
         head_size = content // 2
         if kv_cache.dtype not in CACHE_DTYPES:
             raise ValueError(
-                f"policies other than streamingllm read float32, bfloat16 and float16 KV caches, "
+                "policies other than streamingllm read float32, bfloat16 and float16 KV caches, "
                 f"not {kv_cache.dtype}; use --kv-cache-dtype auto or the streamingllm policy"
             )
         if backend_name == "CPU_ATTN":
@@ -105,7 +105,7 @@ class KVRows:
             keys, values = (_plain(half) for half in kv_cache.split(head_size, dim=-1))
         else:
             raise ValueError(
-                f"policies other than streamingllm do not know the KV cache of attention backend "
+                "policies other than streamingllm do not know the KV cache of attention backend "
                 f"{backend_name}; use one of {', '.join(KEY_VALUE_BACKENDS)} or the streamingllm policy"
             )
         return cls(RowTable.of(keys), RowTable.of(values), page_size, num_kv_heads, head_size)
@@ -139,8 +139,8 @@ def _cpu_cells(kv_cache: torch.Tensor, isa: str | None) -> tuple[torch.Tensor, t
     layout = _CPU_LAYOUTS.get(isa or "")
     if layout is None:
         raise ValueError(
-            f"policies other than streamingllm do not know how the CPU attention backend packs keys for {isa}; "
-            f"they know {', '.join(_CPU_LAYOUTS)}; use the streamingllm policy here"
+            "policies other than streamingllm do not know how the CPU attention backend packs keys for "
+            f"{isa}; they know {', '.join(_CPU_LAYOUTS)}; use the streamingllm policy here"
         )
     return layout(regions[:, :, 0], regions[:, :, 1])
 
