@@ -11,11 +11,19 @@ from typing import Any
 
 import torch
 
+# What decides how fast a CPU attends and multiplies.
+INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+
 
 def describe_machine() -> dict[str, str | int | float]:
     """Processor or GPU, memory and versions, for a result's JSON."""
+    cpu = _cpu()
+    kind = [cpu[name] for name in ("cpu family", "model", "stepping") if name in cpu]
+    flags = cpu.get("flags", "").split()
     description: dict[str, str | int | float] = {
-        "processor": _processor(),
+        "processor": cpu.get("model name", platform.machine()),
+        "family_model_stepping": "/".join(kind),
+        "instruction_sets": " ".join(name for name in INSTRUCTION_SETS if name in flags),
         "cores": os.cpu_count() or 0,
         "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
         "python": platform.python_version(),
@@ -60,8 +68,8 @@ def _driver() -> str:
         return ""
 
 
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.machine()
+def _cpu() -> dict[str, str]:
+    """What Linux says of its processors, by name; nothing elsewhere."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
