@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode speed, plain against magicdec-self, side by side: `make bench`, or see --help.
+"""Decode speed, plain against magicdec-self, side by side: `make bench-decode`, or see --help.
 
 Both engines are alive at the same time and take turns on every cell (batch x context), so that whatever
 else the machine does hits both. A cell's prompts are in the prefix cache before its clock starts, and the
@@ -232,7 +232,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96, help="generated per request and turn")
     parser.add_argument("--gamma", type=int, default=4, help="drafted tokens per round")
     parser.add_argument("--policy", default="streamingllm")
-    parser.add_argument("--granularity", default="page", choices=("page", "token"))
+    parser.add_argument("--granularity", choices=("page", "token"), help="default: the policy's own")
     parser.add_argument("--budget", type=float, default=512)
     parser.add_argument("--turns", type=int, default=3, help="per engine and cell")
     parser.add_argument("--compile", action="store_true", help="torch.compile instead of eager, both sides")

@@ -189,7 +189,7 @@ def _draft_of(worker: Any) -> Any:
 
 
 def _latest_selection(worker: Any) -> dict[str, Any]:
-    selections = _draft_of(worker)._drafter._selector._selections
+    selections = _draft_of(worker)._drafter._views._selections
     row = selections.rows([list(selections._made_at)[-1]])
     count = int(selections.counts[row])
     return {

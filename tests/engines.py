@@ -26,6 +26,15 @@ PAGE = 32  # tokens; the smallest page of vLLM's CPU attention
 
 SPEC_METRIC = "vllm:spec_decode_num_"
 
+# What chooses the views, as fields of a speculative config.
+POLICIES = {
+    "streamingllm": {},
+    "snapkv": {"draft_kv_policy": "snapkv"},  # by page on a CPU
+    "snapkv by token": {"draft_kv_policy": "snapkv", "draft_kv_granularity": "token"},
+    "verify-topk": {"draft_kv_policy": "verify-topk"},
+    "verify-topk by token": {"draft_kv_policy": "verify-topk", "draft_kv_granularity": "token"},
+}
+
 # Of one engine; the slowest takes a tenth of it on a machine with AVX2 alone.
 TIME_LIMIT_S = 1800
 MAX_PROCESSES = 2  # kept by each worker of pytest-xdist; one takes 0.8 GB

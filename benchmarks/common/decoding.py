@@ -88,6 +88,7 @@ def decode(
     """
     batch = Batch(llm, prompts, num_tokens)
     before_clock()
+    batch.step()  # what the engine may have finished meanwhile must not count as a step without time
     clock, generated = [time.perf_counter()], [batch.tokens]
     while batch.step():
         clock.append(time.perf_counter())

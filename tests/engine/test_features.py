@@ -5,7 +5,7 @@ import engines
 import pytest
 import texts
 from conftest import GREEDY
-from engines import magicdec
+from engines import POLICIES, magicdec
 from greedy import assert_same_tokens
 
 NUM_REQUESTS = 8
@@ -52,9 +52,9 @@ def plain_features(feature_prompts):
     return dict(zip(SAMPLING, run_all(feature_prompts).results[0], strict=True))
 
 
-@pytest.fixture(scope="module", params=["streamingllm", "snapkv", "verify-topk"])
+@pytest.fixture(scope="module", params=["streamingllm", "snapkv by token", "verify-topk"])
 def magicdec_features(feature_prompts, request):
-    spec = magicdec(4, draft_kv_budget=256, draft_kv_policy=request.param)
+    spec = magicdec(4, draft_kv_budget=256, **POLICIES[request.param])
     run = run_all(feature_prompts, speculative_config=spec)
     assert run.accepted > 0
     return dict(zip(SAMPLING, run.results[0], strict=True))

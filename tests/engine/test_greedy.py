@@ -5,16 +5,9 @@ import engines
 import pytest
 import texts
 from conftest import GREEDY, first_tokens
-from engines import MODEL_LEN, magicdec
+from engines import MODEL_LEN, POLICIES, magicdec
 from greedy import assert_same_tokens
 
-POLICIES = {
-    "streamingllm": {},
-    "snapkv": {"draft_kv_policy": "snapkv"},  # by page on a CPU
-    "snapkv by token": {"draft_kv_policy": "snapkv", "draft_kv_granularity": "token"},
-    "verify-topk": {"draft_kv_policy": "verify-topk"},
-    "verify-topk by token": {"draft_kv_policy": "verify-topk", "draft_kv_granularity": "token"},
-}
 WHOLE_LEN = 2048  # tokens; nothing of these prompts and answers is longer
 
 # Each budget meets each gamma, and each way of scheduling meets each budget and each gamma.

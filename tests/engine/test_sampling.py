@@ -28,7 +28,17 @@ PROMPT = [(7 * i * i + 3 * i) % 16 for i in range(200)]
 DRAFTS = {
     "greedy draft": {"draft_sample_method": "greedy"},
     "probabilistic draft": {"draft_sample_method": "probabilistic"},
-    "snapkv": {"draft_sample_method": "probabilistic", "draft_kv_policy": "snapkv"},
+    "snapkv by page": {
+        "draft_sample_method": "probabilistic",
+        "draft_kv_policy": "snapkv",
+        "draft_kv_granularity": "page",
+        "draft_kv_budget": 128,
+    },
+    "snapkv by token": {
+        "draft_sample_method": "probabilistic",
+        "draft_kv_policy": "snapkv",
+        "draft_kv_granularity": "token",
+    },
 }
 
 
@@ -100,7 +110,7 @@ def plain_samples(small_vocabulary_model) -> Counter:
 
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_sampled_continuations_have_the_targets_distribution(small_vocabulary_model, plain_samples, draft):
-    spec = magicdec(2, draft_kv_budget=64, **DRAFTS[draft])
+    spec = magicdec(2, **{"draft_kv_budget": 64, **DRAFTS[draft]})
     run = assert_same_distribution(plain_samples, small_vocabulary_model, (12, 22), speculative_config=spec)
     rate = run.accepted / run.drafted
     assert 0.1 < rate < 0.9, f"acceptance rate {rate:.2f}: the draft must agree often, and differ often"
@@ -112,7 +122,7 @@ def test_sampled_continuations_have_the_targets_distribution_on_the_v2_runner(
     small_vocabulary_model, plain_samples, draft
 ):
     """On a GPU alone: Triton's interpreter runs neither vLLM's top-p nor its rejection kernel."""
-    spec = magicdec(2, draft_kv_budget=64, **DRAFTS[draft])
+    spec = magicdec(2, **{"draft_kv_budget": 64, **DRAFTS[draft]})
     run = assert_same_distribution(
         plain_samples, small_vocabulary_model, (13, 23), v2=True, speculative_config=spec
     )

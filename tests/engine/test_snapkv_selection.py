@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import texts
 import torch
-from engines import magicdec
+from engines import PAGE, magicdec
 from reference import snapkv_scores
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
@@ -82,11 +82,29 @@ def attention_inputs(model: LlamaForCausalLM, tokens: list[int]) -> list[tuple[n
     return found
 
 
+# Entries are tokens, or pages of 32 of which the first holds the sinks and the last two are recent.
+GRANULARITIES = {"token": (1, SINK, WINDOW, NUM_SELECTED), "page": (PAGE, 1, 2, 2)}
+
+
+def scores_of_entries(granularity: str, scores: np.ndarray) -> np.ndarray:
+    """[heads that choose, entries] from the paper's scores [num_kv_heads, num_tokens before the window]."""
+    unit, sinks, _, _ = GRANULARITIES[granularity]
+    if granularity == "page":
+        pages = -(-scores.shape[1] // unit)
+        padded = np.pad(scores, ((0, 0), (0, pages * unit - scores.shape[1])))
+        scores = padded.reshape(len(scores), pages, unit).sum((0, 2))[None]
+    scores[:, :sinks] = -1
+    return scores
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("schedule", ENGINES)
-def test_the_engine_selects_what_the_reference_selects(model, prompts, schedule):
+def test_the_engine_selects_what_the_reference_selects(model, prompts, schedule, granularity):
+    unit, sinks, recent, num_selected = GRANULARITIES[granularity]
     spec = magicdec(
         3,
         draft_kv_policy="snapkv",
+        draft_kv_granularity=granularity,
         draft_kv_budget=BUDGET,
         draft_kv_sink=SINK,
         snapkv_kernel=KERNEL,
@@ -103,30 +121,36 @@ def test_the_engine_selects_what_the_reference_selects(model, prompts, schedule)
     reference = LlamaForCausalLM.from_pretrained(model, dtype=torch.float64)
     num_compared = 0
     for prompt, *selections in zip(prompts, *run.results, strict=True):
-        eligible = max(0, len(prompt) - WINDOW - SINK)
-        layers = attention_inputs(reference, prompt) if eligible > NUM_SELECTED else []
+        drafted = 3 if granularity == "page" else 0  # their pages are recent ones
+        end = max(0, -(-(len(prompt) + drafted) // unit) - recent)
+        eligible = max(0, end - sinks)
+        layers = attention_inputs(reference, prompt) if eligible > num_selected else []
         for selection in selections:
-            assert selection["end"] == max(0, len(prompt) - WINDOW)
+            assert selection["end"] == end
             positions = np.array(selection["positions"])  # [layers, heads, selected]
-            assert positions.shape[-1] == min(eligible, NUM_SELECTED)
-            if eligible <= NUM_SELECTED:
-                assert (np.sort(positions) == np.arange(SINK, SINK + eligible)).all()
+            assert positions.shape[-1] == min(eligible, num_selected)
+            if eligible <= num_selected:
+                assert (np.sort(positions) == np.arange(sinks, sinks + eligible)).all()
                 continue
             for layer, (queries, keys) in enumerate(layers):
                 scores = snapkv_scores(queries[:, -WINDOW:], keys, WINDOW, KERNEL, "max")
-                scores[:, :SINK] = -1
-                for head, own in enumerate(scores):
-                    last = np.sort(own)[-NUM_SELECTED]
-                    expected = set(np.argsort(-own, kind="stable")[:NUM_SELECTED].tolist())
+                for head, own in enumerate(scores_of_entries(granularity, scores)[:, :end]):
+                    last = np.sort(own)[-num_selected]
+                    expected = set(np.argsort(-own, kind="stable")[:num_selected].tolist())
                     for position in expected.symmetric_difference(positions[layer, head].tolist()):
                         assert abs(own[position] - last) <= TIE * last, (layer, head, position)
                     num_compared += 1
-    assert num_compared >= 2 * 4 * 2  # runs x long prompts x (layers x heads), at least
+    assert num_compared >= 2 * 4 * 2  # runs x long prompts x layers, at least
 
 
 def test_refreshing_selects_again(prompts):
     spec = magicdec(
-        3, draft_kv_policy="snapkv", draft_kv_budget=BUDGET, draft_kv_refresh=8, snapkv_recent=0
+        3,
+        draft_kv_policy="snapkv",
+        draft_kv_granularity="token",
+        draft_kv_budget=BUDGET,
+        draft_kv_refresh=8,
+        snapkv_recent=0,
     )
     run = engines.run(
         [("selections", {"prompts": [prompts[-1]], "max_tokens": 40})],

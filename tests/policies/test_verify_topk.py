@@ -182,10 +182,26 @@ def test_summaries_bound_every_logit_and_follow_a_page_to_its_next_owner():
                     logits = query[request] @ keys.transpose(1, 2)
                     assert (logits.amax(-1) <= bounds[request, ..., page] + 1e-4).all()
         # Other requests come to own the pages, with other keys in them.
-        scene.views._selector._decoding.clear()
+        scene.views._selector._known.clear()
         scene.cache.normal_(generator=scene.rng)
         scene.verify([0, 0])
         scene.steps()
+
+
+def test_summaries_know_tokens_that_came_in_steps_without_drafts():
+    scene = Scene(5, [60], 16)
+    scene.verify([0])
+    scene.steps()
+    scene.context_lens = [140]  # 80 tokens later, none of them drafted
+    scene.verify([0])
+    scene.steps()
+    query = torch.randn((1, NUM_KV_HEADS, 5, SIZE), generator=scene.rng)
+    num_pages = 140 // PAGE
+    for layer in range(NUM_LAYERS):
+        bounds = scene.policy.summaries.bounds(layer, query, scene.block_table[:, :num_pages].long())
+        for page in range(num_pages):
+            logits = query[0] @ scene.keys(layer, 0, page).transpose(1, 2)
+            assert (logits.amax(-1) <= bounds[0, ..., page] + 1e-4).all()
 
 
 def test_token_granularity_takes_the_best_tokens_of_the_best_pages():

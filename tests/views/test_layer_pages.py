@@ -43,7 +43,7 @@ def pages_in_view(
     if total <= allowed:
         return set(range(total))
     sinks = min(total, budget.sink_pages)
-    since = max(min(end, total), sinks)
+    since = max(min(end, total - least_recent), sinks)
     recent = min(max(total - since, least_recent), budget.recent_pages)
     best = selected[: max(0, allowed - sinks - recent)]
     first_recent = max(since, total - (allowed - sinks - len(best)))
@@ -89,8 +89,7 @@ def test_every_step_sees_what_was_selected_sinks_and_recent_pages(case, seed, da
         device=CPU,
     )
     views = LayerPageViews(selections, KeepsWhatIsThere(), budgets, slots)
-    # A request that comes back shorter than it was has its old selection for one round at most.
-    context_lens = [max(context_len, selected_at) for context_len, selected_at in requests]
+    context_lens = [context_len for context_len, _ in requests]
     batch = make_batch(req_ids, block_table, context_lens)
     allowed = budget.pages(batch.context_lens).tolist()
     for step in views.prepare(batch, num_steps, size):
@@ -100,7 +99,15 @@ def test_every_step_sees_what_was_selected_sinks_and_recent_pages(case, seed, da
             position = min(context_len + step.index, model_len - 1)
             assert int(step.positions[index]) == position
             length = int(step.view.lens[index])
+            assert 1 <= length <= position + 1
             for layer in range(NUM_LAYERS):
+                table = step.view.block_tables[layer, index].tolist()
+                seen = [slot_of(p, table, PAGE) for p in range(length)]
+                if context_len < requests[index][1]:
+                    # It came back shorter than it was when pages were selected; its drafts will be dropped.
+                    assert seen[-1] == slot_of(position, own, PAGE)
+                    assert {slot // PAGE for slot in seen} <= set(own)
+                    continue
                 expected = pages_in_view(
                     budget,
                     to_select.recent_pages,
@@ -110,8 +117,6 @@ def test_every_step_sees_what_was_selected_sinks_and_recent_pages(case, seed, da
                     allowed[index],
                 )
                 assert len(expected) <= budget.max_pages
-                table = step.view.block_tables[layer, index].tolist()
-                seen = [slot_of(p, table, PAGE) for p in range(length)]
                 wanted = {
                     slot_of(p, own, PAGE)
                     for page in expected

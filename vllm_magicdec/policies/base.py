@@ -6,8 +6,9 @@ it wants to: `PagePolicy` (pages by position), `observing.TokenPolicy` (by the a
 tokens), `verification.VerificationPolicy` (by that of verified tokens), or `Policy` itself.
 """
 
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -197,19 +198,41 @@ def parse_page_budget(fields: Any, limits: Limits, budget: float, recent_pages: 
 
 
 def parse_budget_of_selected_pages(
-    fields: Any, limits: Limits, budget: float, recent_pages: int
+    fields: Any,
+    limits: Limits,
+    budget: float,
+    recent_pages: Callable[[int], int],
+    *,
+    by_token: bool,
 ) -> PageBudget:
     """A budget in whole pages, some of which are selected.
+
+    Args:
+        fields: the speculative configuration.
+        limits: of the engine.
+        budget: tokens, or a fraction of the context when below 1.
+        recent_pages: least number of latest pages in view, by tokens in budget.
+        by_token: the policy can select single tokens instead.
 
     Raises:
         ValueError: it is below one page, or leaves nothing to select.
     """
-    pages = parse_page_budget(fields, limits, budget, recent_pages)
-    page, fixed = limits.page_size, pages.sink_pages + recent_pages
-    if fixed < pages.min_pages or pages.min_pages * page >= limits.max_model_len:
+    name, tokens = (
+        ("draft_kv_min_budget", fields.draft_kv_min_budget)
+        if budget < 1
+        else ("draft_kv_budget", int(budget))
+    )
+    pages = parse_page_budget(fields, limits, budget, recent_pages(tokens))
+    page, sinks = limits.page_size, pages.sink_pages
+
+    def leaves_some(count: int, recent: int) -> bool:
+        return sinks + recent < count or count * page >= limits.max_model_len
+
+    if leaves_some(pages.min_pages, pages.recent_pages):
         return pages
+    least = next(n for n in itertools.count(pages.min_pages) if leaves_some(n, recent_pages(n * page)))
+    others = ["a smaller --block-size", *(["draft_kv_granularity='token'"] if by_token else [])]
     raise ValueError(
-        f"draft_kv_budget={budget:g} leaves no page to choose beside {fixed} "
-        f"pages of {page} tokens for sinks and recent tokens; use at least {(fixed + 1) * page}, a "
-        "smaller --block-size, or draft_kv_granularity='token'"
+        f"{name}={tokens} leaves no page to choose beside {sinks + pages.recent_pages} pages of {page} "
+        f"tokens for sinks and recent tokens; use at least {least * page}, {', or '.join(others)}"
     )

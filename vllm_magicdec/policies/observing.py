@@ -83,13 +83,16 @@ class TokenPolicy(Policy):
                 num_speculative_tokens=gamma,
                 max_model_len=limits.max_model_len,
             )
-        tokens = fields.draft_kv_min_budget if budget < 1 else int(budget)
         window = max(policy.window, gamma)
-        recent = recent_tokens(tokens - fields.draft_kv_sink, window, policy.recent, budget=tokens)
-        # The drafted tokens may start anywhere in a page, so they may touch one page more.
-        drafted_pages = ceil_div(gamma - 1, limits.page_size) + 1
-        recent_pages = max(ceil_div(recent, limits.page_size), drafted_pages)
-        return parse_budget_of_selected_pages(fields, limits, budget, recent_pages)
+
+        def recent_pages(tokens: int) -> int:
+            recent = recent_tokens(tokens - fields.draft_kv_sink, window, policy.recent, budget=tokens)
+            # The window may start anywhere in a page, so it may touch one page more.
+            return max(ceil_div(recent, limits.page_size), ceil_div(window - 1, limits.page_size) + 1)
+
+        return parse_budget_of_selected_pages(
+            fields, limits, budget, recent_pages, by_token="token" in cls.granularities
+        )
 
     @classmethod
     def make_views(cls, fields: Any, engine: Engine, budgets: Sequence[Any]) -> Views:
@@ -147,10 +150,13 @@ class PromptSelector:
         self._observe = observe
         self._page_size = page_size
         self._max_reqs_per_pass = max(1, max_batched_tokens // policy.window)
+        self._num_drafted = 0  # tokens of this round that count as recent
 
     def update(self, batch: Batch, num_steps: int) -> None:
         """Select for the requests of the batch that are due. Launches nothing when none is."""
         self._selections.begin_round(batch.req_ids)
+        # Pages of the drafted tokens are recent ones; single tokens make room in the view as they come.
+        self._num_drafted = num_steps if self._budget.unit > 1 else 0
         due = [index for index in range(len(batch.req_ids)) if self._is_due(batch, index)]
         if not due:
             return
@@ -162,10 +168,8 @@ class PromptSelector:
         self._take_everything(batch, [i for i in due if i not in set(crowded)])
         lens, budget = batch.observable_lens[due], self._budget
         ends = self._end(lens).clamp(min=0)
-        counts = torch.minimum(
-            (ends - budget.num_sinks).clamp(min=0),
-            budget.entries(lens) - budget.num_sinks - budget.num_recent,
-        )
+        room = budget.entries(lens) - budget.num_sinks - budget.num_recent
+        counts = torch.minimum(ends - budget.num_sinks, room).clamp(min=0)
         self._selections.set(
             [batch.req_ids[i] for i in due], [int(batch.known_lens[i]) for i in due], counts, ends
         )
@@ -181,14 +185,14 @@ class PromptSelector:
     def _end(self, length: Any) -> Any:
         """The first entry that is not chosen from: a number or a tensor of them, as `length` in tokens."""
         unit = self._budget.unit
-        return (length + unit - 1) // unit - self._budget.num_recent
+        return (length + self._num_drafted + unit - 1) // unit - self._budget.num_recent
 
     def _num_eligible(self, length: int) -> int:
         return max(0, self._end(length) - self._budget.num_sinks)
 
     def _allowed(self, batch: Batch, index: int) -> int:
         entries = self._least_budget.entries(torch.tensor([batch.known_lens[index]]))
-        return int(entries) - self._budget.num_sinks - self._budget.num_recent
+        return max(0, int(entries) - self._budget.num_sinks - self._budget.num_recent)
 
     def _take_everything(self, batch: Batch, indices: Sequence[int]) -> None:
         if indices:

@@ -118,12 +118,13 @@ class VerificationPolicy(Policy):
             num_pages: most pages of a request.
         """
 
-    def update(self, batch: Batch, new: Sequence[int]) -> None:
-        """Called every round before anything is scored, to keep what the policy knows up to date.
+    def update(self, batch: Batch, unknown: Mapping[int, int]) -> None:
+        """Called before every round that drafts, to keep what the policy knows up to date.
 
         Args:
-            batch: the round's requests.
-            new: indices of those that have begun to decode, or come back, perhaps on other pages.
+            batch: the round's requests; each may have got as many tokens as the verification has queries.
+            unknown: indices of those that have got more, and from which token on: 0 if they have begun to
+                decode or come back, perhaps on other pages; later where steps went without drafts.
         """
 
     @property
@@ -135,7 +136,9 @@ class VerificationPolicy(Policy):
     def parse_budget(cls, fields: Any, limits: Limits, budget: float) -> Budget:
         """See `Policy`."""
         recent_pages = num_recent_pages(limits.page_size, limits.num_speculative_tokens)
-        return parse_budget_of_selected_pages(fields, limits, budget, recent_pages)
+        return parse_budget_of_selected_pages(
+            fields, limits, budget, lambda tokens: recent_pages, by_token="token" in cls.granularities
+        )
 
     @classmethod
     def make_views(cls, fields: Any, engine: Engine, budgets: Sequence[PageBudget]) -> Views:
@@ -183,7 +186,7 @@ class VerificationSelector(ABC):
         self._budget = budget
         self._selections = selections
         self._page_size = policy.engine.page_size
-        self._decoding: set[str] = set()  # requests of the last round
+        self._known: dict[str, int] = {}  # tokens of the last round's requests, as far as the host knew
         self._round = 0
 
     @property
@@ -194,21 +197,31 @@ class VerificationSelector(ABC):
     def update(self, batch: Batch, num_steps: int) -> None:
         """Select for all requests of the batch, if it is time or one is new."""
         self._selections.begin_round(batch.req_ids)
-        decoding = {
-            req_id
-            for req_id, is_prefilling in zip(batch.req_ids, batch.is_prefilling, strict=True)
-            if not is_prefilling
-        }
-        # Absent from the last round: new, or preempted and back, perhaps on other pages.
-        new = [i for i, req_id in enumerate(batch.req_ids) if req_id in decoding - self._decoding]
-        self._decoding = decoding
-        self._policy.update(batch, new)
-        is_due = bool(new) or self._round % self._policy.refresh == 0
+        unknown = self._find_unknown(batch)
+        self._policy.update(batch, unknown)
+        is_due = 0 in unknown.values() or self._round % self._policy.refresh == 0
         self._round += 1
         if is_due and self._budget.max_selected:
             counts, ends = self._select(batch, num_steps)
             known_lens = [int(length) for length in batch.known_lens]
             self._selections.set(batch.req_ids, known_lens, counts, ends)
+
+    def _find_unknown(self, batch: Batch) -> dict[int, int]:
+        """See `VerificationPolicy.update`."""
+        num_queries = self._policy.verification.num_queries
+        unknown, known = {}, {}
+        for index, req_id in enumerate(batch.req_ids):
+            if batch.is_prefilling[index]:
+                continue
+            length = known[req_id] = int(batch.known_lens[index])
+            before = self._known.get(req_id)
+            if before is None:  # new, or preempted and back, perhaps on other pages
+                unknown[index] = 0
+            elif length - before > num_queries:
+                # Of what the host knew, the last two rounds' drafts may have been rejected.
+                unknown[index] = max(0, before - 2 * num_queries)
+        self._known = known
+        return unknown
 
     @abstractmethod
     def _select(self, batch: Batch, num_steps: int) -> tuple[torch.Tensor, torch.Tensor]:

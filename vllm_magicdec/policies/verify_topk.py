@@ -153,7 +153,7 @@ class VerifyTopK(VerificationPolicy):
         """See `VerificationPolicy`."""
         return {"page summaries": self.summaries.num_bytes}
 
-    def update(self, batch: Batch, new: Sequence[int]) -> None:
+    def update(self, batch: Batch, unknown: Mapping[int, int]) -> None:
         """Bring the summaries up to date."""
         caches, page_size = self.verification.caches, self.engine.page_size
         if has_kernels(batch.context_lens.device):
@@ -161,10 +161,10 @@ class VerifyTopK(VerificationPolicy):
 
             if self._table is None or not self._table.holds(caches):
                 self._table = LayerTable(caches)
-        for index in new:
-            num_full = int(batch.known_lens[index]) // page_size
-            if num_full:
-                own = batch.block_table[index, :num_full].long()
+        for index, first in unknown.items():
+            full = slice(first // page_size, int(batch.known_lens[index]) // page_size)
+            own = batch.block_table[index, full].long()
+            if len(own):
                 self._summarise(own, torch.full_like(own, page_size))
         last = (batch.context_lens - 1) // page_size
         touched = torch.arange(-self._num_touched + 1, 1, device=last.device)

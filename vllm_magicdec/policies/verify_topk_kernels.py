@@ -270,7 +270,7 @@ def score_pages(
     num_pages: int,
     by_head: bool,
 ) -> torch.Tensor:
-    """See `verify_topk.PageScores.score`. No host synchronisation."""
+    """See `verify_topk.VerifyTopK.score`. No host synchronisation."""
     num_queries, num_heads, head_size = queries.shape[2:]
     num_kv_heads, page_size = table.keys.shape[1:3]
     group = num_heads // num_kv_heads

@@ -165,7 +165,7 @@ def _layer_page_round_kernel(  # type: ignore[no-untyped-def]
     total = last_page + 1
     budget = tl.load(pages + req)
     sinks = tl.minimum(total, sink_pages)
-    start = tl.maximum(tl.minimum(tl.load(ends + row), total), sinks)
+    start = tl.maximum(tl.minimum(tl.load(ends + row), total - least_recent), sinks)
     recent = tl.minimum(tl.maximum(total - start, least_recent), most_recent)
     count = tl.minimum(tl.load(num_selected + row), tl.maximum(budget - sinks - recent, 0))
     fits = total <= budget

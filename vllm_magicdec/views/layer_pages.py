@@ -76,10 +76,11 @@ class LayerPageViews:
         total = last_pages + 1
         sinks = total.clamp(max=budget.sink_pages)
         pages = budget.pages(batch.context_lens)
-        # Never beyond the verified tokens, should a request have come back shorter.
-        start = torch.maximum(torch.minimum(self._selections.ends[rows], total), sinks)
+        # The least number of recent pages stays, should a request have come back shorter.
+        least_recent = self._budgets[0].recent_pages
+        start = torch.maximum(torch.minimum(self._selections.ends[rows], total - least_recent), sinks)
         # Selected pages fill the budget until the recent ones have grown to its part.
-        recent = (total - start).clamp(self._budgets[0].recent_pages, budget.recent_pages)
+        recent = (total - start).clamp(least_recent, budget.recent_pages)
         counts = torch.minimum(self._selections.counts[rows], (pages - sinks - recent).clamp(min=0))
         fits = total <= pages
         counts = counts.masked_fill(fits, 0)

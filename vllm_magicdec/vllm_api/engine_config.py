@@ -70,6 +70,8 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
         for divisor in BUDGET_DIVISORS:
             with suppress(MagicDecConfigError):
                 tokens = max(1, self.draft_kv_budget // divisor)
+                # What a worker is given is the rounded budget, so that has to do as well.
+                tokens = self._effective_tokens(vllm_config, tokens)
                 budgets.add(self._effective_tokens(vllm_config, tokens))
         return tuple(sorted(budgets))
 

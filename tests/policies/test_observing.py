@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Choosing pages by a prompt's last tokens: which budgets it can have, and whom it looks at."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from batches import make_batch, make_engine
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_magicdec.config import MagicDecSpeculativeConfig
+from vllm_magicdec.policies.base import Limits
+from vllm_magicdec.policies.snapkv import SnapKV
+
+
+def fields_of(**fields: object) -> MagicDecSpeculativeConfig:
+    return MagicDecSpeculativeConfig(method="magicdec-self", draft_kv_policy="snapkv", **fields)
+
+
+budgets = given(
+    page=st.sampled_from([16, 32, 64, 128]),
+    gamma=st.integers(1, 16),
+    budget=st.integers(1, 3000),
+    recent=st.sampled_from([0, 0.375, 0.8, 100]),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@budgets
+def test_a_refused_budget_names_the_least_one_that_works(page, gamma, budget, recent):
+    limits = Limits(page, 8192, gamma, "cpu")
+    fields = fields_of(snapkv_recent=recent)
+    try:
+        parsed = SnapKV.parse_budget(fields, limits, budget)
+    except ValueError as error:
+        least = int(str(error).split("use at least ")[1].split(",")[0])
+        if "is below one KV page" in str(error):
+            return
+        parsed = SnapKV.parse_budget(fields, limits, least)
+        assert least > budget
+        with pytest.raises(ValueError, match="use at least"):
+            SnapKV.parse_budget(fields, limits, least - page)
+    assert parsed.max_selected >= 1
+    # Wherever in a page it starts, the window stays in view beside the drafted tokens.
+    assert parsed.recent_pages * page >= max(32, gamma) + page - 1 or page == 1
+
+
+def test_of_a_fraction_the_least_budget_is_named():
+    with pytest.raises(ValueError, match=r"draft_kv_min_budget=64 leaves no page.*use at least 128,"):
+        SnapKV.parse_budget(fields_of(draft_kv_min_budget=64), Limits(32, 8192, 4, "cpu"), 0.1)
+
+
+def test_prompts_shorter_than_the_window_are_not_looked_at():
+    """Also where the budget holds the whole model, so that nothing is left to select."""
+    observed = []
+    engine = make_engine(
+        page_size=128,
+        model_len=256,
+        num_steps=4,
+        num_layers=1,
+        num_kv_heads=1,
+        head_size=8,
+        num_blocks=2,
+        max_num_reqs=1,
+        observe=lambda indices, window, observer: observed.append(indices),
+    )
+    fields = fields_of()
+    views = SnapKV.make_views(fields, engine, [SnapKV.parse_budget(fields, engine.limits, 256)])
+    batch = make_batch(["a"], torch.tensor([[1, 0]], dtype=torch.int32), [10])
+    steps = list(views.prepare(replace(batch, is_first=[True]), 4))
+    assert not observed
+    assert [int(step.view.lens[0]) for step in steps] == [11, 12, 13, 14]
