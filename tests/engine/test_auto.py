@@ -29,9 +29,9 @@ def test_output_is_unchanged_when_length_and_budget_change_every_step(prompts, p
         async_scheduling=policy != "streamingllm",
         speculative_config=auto(draft_kv_policy=policy, draft_kv_budget="auto", draft_kv_max_budget=512),
     )
+    assert {length for result in run.results for length in result["lengths"]} == set(range(9))
+    assert {kept for result in run.results for kept in result["kept"]} > {0, 1, 2, 3, 4}
     for seed, result in enumerate(run.results):
-        assert result["lengths"] == list(range(9))
-        assert set(result["kept"]) > {0, 1, 2, 3, 4}
         assert_budgets_were_obeyed(result, BUDGETS[policy])
         assert_same_tokens(plain, result["batches"][0], f"random choices, {policy}, {seed}")
     assert run.draft_failures == 0
