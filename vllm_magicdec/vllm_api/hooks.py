@@ -4,8 +4,8 @@
 Three points make objects: where vLLM makes its own class for a `draft_model`, it gets our subclass instead
 if, and only if, `magicdec-self` was selected. The other two belong to the command line. Later, and
 only with the method selected, `attention/switch.py` stands before each layer's attention and
-`cpu_sampling.py` mends a function that is wrong on CPUs. No file of vLLM is edited. A vLLM that has a registry
-for out-of-tree speculators (see `patches/`) is asked through that, and none of these points is used.
+`cpu_sampling.py` mends a function that is wrong on CPUs. No file of vLLM is edited. A vLLM that has a
+registry for out-of-tree speculators (see `patches/`) is asked through that, and none of these is used.
 """
 
 import functools
