@@ -48,8 +48,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def prompts() -> list[list[int]]:
-    """16 prompts of 20 to 1,200 tokens."""
-    return texts.prompts(16, 20, 1200)
+    """24 prompts of 20 to 1,500 tokens."""
+    return texts.prompts(24, 20, 1500)
 
 
 @pytest.fixture(scope="session")

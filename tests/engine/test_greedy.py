@@ -14,8 +14,8 @@ WHOLE_LEN = 2048  # tokens; nothing of these prompts and answers is longer
 SCHEDULES = {
     "whole prompts": {"max_num_batched_tokens": WHOLE_LEN},
     "chunked prefill": {"max_num_batched_tokens": 256},
-    # 66 pages hold one longest request and little else.
-    "preemption": {"num_gpu_blocks_override": 66, "max_num_batched_tokens": WHOLE_LEN, "max_num_seqs": 24},
+    # 80 pages hold one longest request and little else.
+    "preemption": {"num_gpu_blocks_override": 80, "max_num_batched_tokens": WHOLE_LEN, "max_num_seqs": 24},
 }
 BUDGETS = [64, 256, WHOLE_LEN]
 GAMMAS = [1, 4, 8]
