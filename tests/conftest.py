@@ -24,7 +24,7 @@ def pytest_report_header() -> str:
     cpu = {name.strip(): value.strip() for name, value in fields.items()}
     flags = [flag for flag in cpu.get("flags", "").split() if flag.startswith(("avx", "amx"))]
     family = f"family {cpu.get('cpu family')} model {cpu.get('model')} stepping {cpu.get('stepping')}"
-    kernels = kernel_libraries.forced() or next(iter(kernel_libraries.executable()), "of this platform")
+    kernels = kernel_libraries.best() or "of this platform"
     return (
         f"machine: {cpu.get('model name')}, {family}, {os.cpu_count()} cores, {' '.join(flags)}\n"
         f"vLLM's kernels: {kernels}"

@@ -26,6 +26,11 @@ def executable() -> list[str]:
     return _RANKS[best:]
 
 
+def best() -> str:
+    """The one that vLLM loads, unless another is forced; "" where this is no x86."""
+    return forced() or next(iter(executable()), "")
+
+
 def loaded() -> str:
     """The library that vLLM has loaded into this process; "" where there is none."""
     maps = Path("/proc/self/maps").read_text()

@@ -25,7 +25,7 @@ def ops():
     current_platform.import_kernels()
     import vllm._custom_ops as ops
 
-    assert kernel_libraries.loaded() == (kernel_libraries.forced() or kernel_libraries.executable()[0])
+    assert kernel_libraries.loaded() == kernel_libraries.best()
     return ops
 
 
