@@ -2,8 +2,8 @@
 """Whether a vLLM has what the plugin hooks, subclasses and calls, judged by its source text alone.
 
 `python -m vllm_magicdec.vllm_api.compat 0.31.0 0.33.0` reads the Python files of those versions' wheels and
-prints a table. A test runs the same check on the installed vLLM. Most of this file's length is the list of what is
-needed, which is read as one.
+prints a table. A test runs the same check on the installed vLLM. Most of this file's length is the list of
+what is needed, which is read as one.
 """
 
 import ast
