@@ -15,7 +15,7 @@ import itertools
 import math
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
@@ -178,7 +178,18 @@ def read_counters(llm: Any) -> list[int]:
     ]
 
 
-def table_of(results: list[Result], gammas: list[int]) -> Table:
+def results_of(record: Mapping[str, Any]) -> list[Result]:
+    workloads = ("documents", "recall")
+    return [
+        Result(**{**result, **{name: Counts(**result[name]) for name in workloads}})
+        for result in record["results"]
+    ]
+
+
+def table_of(record: Mapping[str, Any]) -> Table:
+    """A record's policies and budgets."""
+    results = results_of(record)
+    gammas = sorted({1, 2, 4, record["settings"]["gamma"]})
     title = "acceptance length, by workload and drafted tokens (gamma); ± standard error"
     documents = (f"documents, {number}" for number in gammas)
     numbers = ("budget", *documents, f"minus {BASELINE}", f"recall, {ANSWER_TOKENS}")
@@ -254,6 +265,7 @@ def main() -> None:
     args = parser.parse_args()
     # The oracle is sent to the worker.
     set_environment(kv_cache_gib=1, VLLM_ALLOW_INSECURE_SERIALIZATION="1")
+    record = make_record("acceptance", settings=settings_of(args, "policies", "budgets"))
     results = []
     for policy in args.policies:
         for budget in args.budgets:
@@ -262,11 +274,9 @@ def main() -> None:
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
                 results.append(pool.submit(measure, policy, budget, args).result())
             console.print(f"{policy}, budget {budget}: done")
-    gammas = sorted({1, 2, 4, args.gamma})
-    console.print(table_of(results, gammas))
-    settings = settings_of(args, "policies", "budgets")
-    results_as_json = [asdict(result) for result in results]
-    write(make_record("acceptance", settings=settings, results=results_as_json), args.out)
+    record["results"] = [asdict(result) for result in results]
+    console.print(table_of(record))
+    write(record, args.out)
     if args.out:
         draw(results, args.gamma, args.out.with_suffix(".png"))
 

@@ -20,7 +20,7 @@ import itertools
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,6 +29,7 @@ from typing import Any
 from common.decoding import Batch, decode
 from common.documents import prompts_of_cells
 from common.engines import PAGE, Turn, engine, engine_settings, set_environment, take_turns
+from common.machine import device_of, vllm_environment
 from common.options import add_documents, add_model, add_out, make_parser
 from common.plots import draw_heat_map, norm_of, plt, save
 from common.record import make_record, write
@@ -209,23 +210,37 @@ def duel(rivals: dict[str, Contender], prompts: list[list[int]], pieces: int) ->
     return {name: tokens[name] / seconds[name] for name in rivals}
 
 
-def table_of(cells: list[Cell], title: str) -> Table:
+def cells_of(record: Mapping[str, Any]) -> list[Cell]:
+    return sorted((Cell(**cell) for cell in record["cells"]), key=lambda cell: (cell.context, cell.batch))
+
+
+def title_of(record: Mapping[str, Any]) -> str:
+    engine, spec = record["engine"], record["speculative_config"]
+    policy = f"budget {spec['draft_kv_budget']} ({spec['draft_kv_policy']})"
+    return f"{engine['model']}, {engine['dtype']}, auto (at most {max(FIXED)} drafts), {policy}"
+
+
+def table_of(record: Mapping[str, Any]) -> Table:
+    """A record's cells."""
+    cells = cells_of(record)
     fixed = (f"gamma {name}" for name in cells[0].fixed)
     others = ("auto", "drafts", "of plain", "of the best", "90 % interval")
+    title = f"tokens per second: {title_of(record)}"
     table = make_table(title, ("batch", "context", "plain", *fixed, *others))
     for cell in cells:
         table.add_row(
-            *(str(cell.batch), str(cell.context), f"{cell.plain:.1f}"),
-            *(f"{speed:.1f}" for speed in cell.fixed.values()),
-            *(f"{cell.auto:.1f}", f"{cell.mean_drafts:.1f}"),
+            *(str(cell.batch), f"{cell.context:,}", f"{cell.plain:.0f}"),
+            *(f"{speed:.0f}" for speed in cell.fixed.values()),
+            *(f"{cell.auto:.0f}", f"{cell.mean_drafts:.1f}"),
             *(f"{cell.auto / cell.plain:.2f}", f"{cell.of_best:.3f}"),
             "{:.3f} to {:.3f}".format(*cell.of_best_interval),
         )
     return table
 
 
-def draw(cells: list[Cell], title: str, path: Path) -> None:
+def draw(record: Mapping[str, Any], path: Path) -> None:
     """A heat map of the speed over plain decoding, with the share of the best in each cell."""
+    cells = cells_of(record)
     batches = sorted({cell.batch for cell in cells})
     contexts = sorted({cell.context for cell in cells})
     by_place = {(cell.batch, cell.context): cell for cell in cells}
@@ -240,7 +255,7 @@ def draw(cells: list[Cell], title: str, path: Path) -> None:
     image = draw_heat_map(axes, grid, norm, rows=batches, contexts=contexts, labels=labels)
     axes.set_xlabel("context, tokens")
     axes.set_ylabel("batch")
-    axes.set_title(title, fontsize=9)
+    axes.set_title(f"{title_of(record)}\n{device_of(record['machine'])}", fontsize=9)
     figure.colorbar(image, label="speed of auto over plain decoding")
     figure.tight_layout()
     save(figure, path)
@@ -255,7 +270,19 @@ def run(args: argparse.Namespace, model: str) -> None:
         **({"profile": str(args.profile)} if args.profile else {}),
     }
     model_len = max(args.context) + 2 * MAX_TOKENS + 2 * PAGE
-    settings = engine_settings(model, args.dtype, batch=max(args.batch), model_len=model_len)
+    # As served: the model computes in a process of its own, on the threads that vLLM gives it there.
+    settings = engine_settings(
+        model, args.dtype, batch=max(args.batch), model_len=model_len, distributed_executor_backend="mp"
+    )
+    record = make_record(
+        "auto",
+        environment=vllm_environment(),
+        engine={**settings, "model": Path(args.model).name},
+        speculative_config={**spec, "profile": bool(args.profile)},
+        seconds=args.seconds,
+        turns=args.turns,
+        pairs=args.pairs,
+    )
     cells, all_turns = [], []
     with engine(settings) as plain, engine(settings, spec) as magicdec:
         for prompts in prompts_of_cells(plain.get_tokenizer(), args.batch, args.context, args.documents):
@@ -263,23 +290,11 @@ def run(args: argparse.Namespace, model: str) -> None:
             console.print(f"batch {cell.batch}, context {cell.context}: {cell.of_best:.3f} of the best")
             cells.append(cell)
             all_turns.append({"batch": cell.batch, "context": cell.context, **speeds})
-    name = Path(args.model).name
-    title = f"{name}, {args.dtype}, auto (at most 8 drafts), budget {args.budget} ({args.policy})"
-    cells.sort(key=lambda cell: (cell.context, cell.batch))
-    console.print(table_of(cells, f"tokens per second: {title}"))
-    record = make_record(
-        "auto",
-        engine={**settings, "model": name},
-        speculative_config={**spec, "profile": bool(args.profile)},
-        seconds=args.seconds,
-        turns=args.turns,
-        pairs=args.pairs,
-        cells=[asdict(cell) for cell in cells],
-        all_turns=all_turns,
-    )
+    record |= {"cells": [asdict(cell) for cell in cells], "all_turns": all_turns}
+    console.print(table_of(record))
     write(record, args.out)
     if args.out:
-        draw(cells, title, args.out.with_suffix(".png"))
+        draw(record, args.out.with_suffix(".png"))
 
 
 def number_or_auto(text: str) -> float | str:

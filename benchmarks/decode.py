@@ -16,6 +16,7 @@ clock runs while all requests of the batch decode. Medians over the turns; one J
 
 import argparse
 import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
@@ -55,12 +56,18 @@ class Row:
     speedup: float  # median of the turns' ratios
     acceptance_length: float
     plain_step_ms: float
+    round_ms: float
     draft_step_ms: float
     verification_ms: float
     selection_share: float  # of a round
     overhead_share: float  # of a round
     prefill_s: float  # of magicdec, with what the prefix cache held already
     prefill_selection_share: float  # of that
+
+    @property
+    def round_steps(self) -> float:
+        """What a round costs, in plain steps: speculation pays where it accepts more tokens."""
+        return self.round_ms / self.plain_step_ms
 
 
 # ---- inside the worker
@@ -160,6 +167,7 @@ def measure_cell(
         speedup=statistics.median(m.tokens_per_s / p.tokens_per_s for p, m in pairs),
         acceptance_length=after.acceptance_length,
         plain_step_ms=before.step_ms,
+        round_ms=after.step_ms,
         draft_step_ms=after.draft_step_ms,
         verification_ms=statistics.median(m.step_ms - m.drafter_ms for m in turns["magicdec"]),
         selection_share=statistics.median(m.selection_ms / m.step_ms for m in turns["magicdec"]),
@@ -170,21 +178,34 @@ def measure_cell(
     return row, [{"plain": asdict(p), "magicdec": asdict(m)} for p, m in pairs]
 
 
-def table_of(rows: list[Row], title: str) -> Table:
+def table_of(records: Sequence[Mapping[str, Any]]) -> Table:
+    """The cells of one record, or of several that differ in their policies."""
     columns = (
         *("batch", "context", "plain tok/s", "magicdec tok/s", "speedup", "acceptance length"),
-        *("plain step ms", "draft step ms", "verification ms", "selection", "overhead"),
+        *("plain step ms", "draft step ms", "verification ms", "round", "selection", "overhead"),
     )
-    table = make_table(title, columns)
-    for row in sorted(rows, key=lambda row: (row.context, row.batch)):
-        table.add_row(
-            *(str(row.batch), str(row.context)),
-            *(f"{row.plain_tokens_per_s:.1f}", f"{row.magicdec_tokens_per_s:.1f}", f"{row.speedup:.2f}"),
-            *(f"{row.acceptance_length:.2f}", f"{row.plain_step_ms:.1f}", f"{row.draft_step_ms:.1f}"),
-            *(f"{row.verification_ms:.1f}", f"{100 * row.selection_share:.1f} %"),
-            f"{100 * row.overhead_share:.1f} %",
-        )
+    engine, spec = records[0]["engine"], records[0]["speculative_config"]
+    title = f"{engine['model']}, {engine['dtype']}, gamma {spec['num_speculative_tokens']}"
+    table = make_table(f"{title}, budget {spec['draft_kv_budget']:g}", columns, names=["policy"])
+    for record in records:
+        rows = sorted((Row(**row) for row in record["rows"]), key=lambda row: (row.context, row.batch))
+        for row in rows:
+            table.add_row(
+                name_of_policy(record["speculative_config"]),
+                *(str(row.batch), f"{row.context:,}"),
+                *(f"{row.plain_tokens_per_s:.0f}", f"{row.magicdec_tokens_per_s:.0f}"),
+                *(f"{row.speedup:.2f}", f"{row.acceptance_length:.2f}"),
+                *(f"{row.plain_step_ms:.1f}", f"{row.draft_step_ms:.1f}", f"{row.verification_ms:.1f}"),
+                f"{row.round_steps:.2f}",
+                *(f"{100 * row.selection_share:.1f} %", f"{100 * row.overhead_share:.1f} %"),
+            )
     return table
+
+
+def name_of_policy(speculative_config: Mapping[str, Any]) -> str:
+    """With its granularity, where that is not its default."""
+    granularity = speculative_config["draft_kv_granularity"]
+    return "-".join(filter(None, (speculative_config["draft_kv_policy"], granularity)))
 
 
 def run(args: argparse.Namespace, model: str) -> None:
@@ -199,6 +220,15 @@ def run(args: argparse.Namespace, model: str) -> None:
     settings = engine_settings(
         model, args.dtype, batch=max(args.batch), model_len=model_len, enforce_eager=not args.compile
     )
+    record = make_record(
+        "decode",
+        environment=vllm_environment(),
+        engine={**settings, "model": Path(args.model).name},
+        speculative_config=spec,
+        tokens=args.tokens,
+        turns=args.turns,
+        documents=describe_documents(args.documents),
+    )
     rows, turns = [], []
     with engine(settings) as plain, engine(settings, spec) as magicdec:
         magicdec.collective_rpc(install_timers)
@@ -207,20 +237,8 @@ def run(args: argparse.Namespace, model: str) -> None:
             console.print(f"batch {row.batch}, context {row.context}: {row.speedup:.2f} x")
             rows.append(row)
             turns += own_turns
-    name = Path(args.model).name
-    title = f"{name}, {args.dtype}, gamma {args.gamma}, budget {args.budget:g} ({args.policy})"
-    console.print(table_of(rows, title))
-    record = make_record(
-        "decode",
-        environment=vllm_environment(),
-        engine={**settings, "model": name},
-        speculative_config=spec,
-        tokens=args.tokens,
-        turns=args.turns,
-        documents=describe_documents(args.documents),
-        rows=[asdict(row) for row in rows],
-        all_turns=turns,
-    )
+    record |= {"rows": [asdict(row) for row in rows], "all_turns": turns}
+    console.print(table_of([record]))
     write(record, args.out)
 
 

@@ -290,6 +290,13 @@ def run_suite(args: argparse.Namespace, extra_options: list[str]) -> dict[str, A
         *(["--no-enable-prefix-caching"] if args.cold else []),
         *extra_options,
     ]
+    record = make_record(
+        "suite",
+        environment=vllm_environment(),
+        model=Path(args.model).name,
+        server_options=options,
+        settings=settings_of(args, "quick", "model", "model_path", "methods"),
+    )
     configs = speculations(args.drafts, args.budget, args.draft_model)
     methods: dict[str, dict[str, Any]] = {}
     runs: list[dict[str, Any]] = []
@@ -315,16 +322,7 @@ def run_suite(args: argparse.Namespace, extra_options: list[str]) -> dict[str, A
         rates = rates or [run["rate"] for run in measured if run["rate"]]
         entry["seconds"] = round(time.monotonic() - method_started)
         console.print(f"{method}: {entry['seconds']} s", markup=False)
-    return make_record(
-        "suite",
-        seconds=round(time.monotonic() - started),
-        environment=vllm_environment(),
-        model=Path(args.model).name,
-        server_options=options,
-        settings=settings_of(args, "quick", "model", "model_path", "methods"),
-        methods=methods,
-        runs=runs,
-    )
+    return {**record, "seconds": round(time.monotonic() - started), "methods": methods, "runs": runs}
 
 
 def parse_arguments(arguments: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]:

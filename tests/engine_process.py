@@ -55,11 +55,20 @@ def generate_with_random_choices(llm: Any, batches: list[dict[str, Any]], seed: 
 
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     budgets = scheduler._controller.budgets
-    rng, chosen, kept = random.Random(seed), [], []
+    rng, chosen, kept, is_plain = random.Random(seed), [], [], []
+    schedule = type(scheduler).schedule
 
     def choose(num_reqs: int, context_tokens: int) -> Choice:
-        chosen.append(Choice(rng.randint(0, scheduler.num_spec_tokens), rng.choice(budgets)))
+        # Often 0, so that steps without any drafts follow on one another.
+        drafts = rng.choice([0, rng.randint(0, scheduler.num_spec_tokens)])
+        chosen.append(Choice(drafts, rng.choice(budgets)))
         return chosen[-1]
+
+    def schedule_and_note(*args: Any, **kwargs: Any) -> Any:
+        output = schedule(scheduler, *args, **kwargs)
+        if output.num_scheduled_tokens:
+            is_plain.append(not (output.scheduled_spec_decode_tokens or output.num_spec_tokens_to_schedule))
+        return output
 
     def keep(req_id: str, drafted: int, least_chance: float) -> int:
         kept.append(rng.randint(0, drafted))
@@ -67,9 +76,14 @@ def generate_with_random_choices(llm: Any, batches: list[dict[str, Any]], seed: 
 
     scheduler._controller.choose = choose
     scheduler._request_lengths.keep = keep
+    scheduler.schedule = schedule_and_note
     llm.collective_rpc(_note_sizes)
+    llm.collective_rpc(_note_speculative_steps)
     results = generate(llm, batches)
     return {
+        "plain_steps": sum(is_plain),
+        "speculative_steps": len(is_plain) - sum(is_plain),
+        "sampled_as_speculative": llm.collective_rpc(_noted_speculative_steps)[0],
         "lengths": sorted({choice.drafts for choice in chosen}),
         "budgets": list(budgets),
         "sizes": [budgets.index(choice.budget) for choice in chosen if choice.drafts],
@@ -212,6 +226,22 @@ def _note_sizes(worker: Any) -> None:
 
 def _noted_sizes(worker: Any) -> list[int]:
     return _draft_of(worker)._drafter._views.noted
+
+
+def _note_speculative_steps(worker: Any) -> None:
+    """Count the steps that the V1 runner samples as those of speculation."""
+    sampler = worker.model_runner.rejection_sampler
+    sampler.noted, forward = 0, type(sampler).forward
+
+    def forward_and_note(*args, **kwargs):
+        sampler.noted += 1
+        return forward(sampler, *args, **kwargs)
+
+    sampler.forward = forward_and_note
+
+
+def _noted_speculative_steps(worker: Any) -> int:
+    return worker.model_runner.rejection_sampler.noted
 
 
 def _break_drafting(worker: Any) -> None:

@@ -3,7 +3,9 @@
 
 import os
 import platform
+import re
 import subprocess
+import sys
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -11,23 +13,57 @@ from typing import Any
 
 import torch
 
-# What decides how fast a CPU attends and multiplies.
+from vllm_magicdec.planner.hardware import copy_bytes_per_s, matmul_flops, worker_threads
+
+# What decides how fast a CPU attends and multiplies, the best last.
 INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+
+# Processors that are hired out under names like "AMD EPYC": vendor, family, models.
+_MICROARCHITECTURES = (
+    ("AuthenticAMD", 23, range(0x30), "Zen"),
+    ("AuthenticAMD", 23, range(0x30, 0x100), "Zen 2"),
+    ("AuthenticAMD", 25, (*range(0x10), *range(0x20, 0x60)), "Zen 3"),
+    ("AuthenticAMD", 25, (*range(0x10, 0x20), *range(0x60, 0x100)), "Zen 4"),
+    ("AuthenticAMD", 26, range(0x100), "Zen 5"),
+    ("GenuineIntel", 6, (0x55,), "Skylake or Cascade Lake"),
+    ("GenuineIntel", 6, (0x6A, 0x6C), "Ice Lake"),
+    ("GenuineIntel", 6, (0x8F,), "Sapphire Rapids"),
+    ("GenuineIntel", 6, (0xCF,), "Emerald Rapids"),
+    ("GenuineIntel", 6, (0xAD, 0xAE), "Granite Rapids"),
+)
+_CPUS = Path("/sys/devices/system/cpu/cpu0")
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+# In a process of its own: it loads vLLM's kernels, and a library is not unloaded.
+_PRINT_KERNELS = """
+import re
+from vllm.platforms import current_platform
+current_platform.import_kernels()
+print(*sorted(set(re.findall(r"/vllm/(_\\w+)[.\\w]*\\.so", open("/proc/self/maps").read()))))
+"""
 
 
 def describe_machine() -> dict[str, str | int | float]:
-    """Processor or GPU, memory and versions, for a result's JSON."""
+    """Processor or GPU, what it reaches, memory and versions, for a result's JSON.
+
+    Called before anything is measured, for it says how busy the machine is with other things. Takes some
+    seconds: bandwidth and matmul rates are measured, and vLLM is asked for its kernels.
+    """
     cpu = _cpu()
     kind = [cpu[name] for name in ("cpu family", "model", "stepping") if name in cpu]
-    flags = cpu.get("flags", "").split()
     description: dict[str, str | int | float] = {
+        "load_average": os.getloadavg()[0],
         "processor": cpu.get("model name", platform.machine()),
         "family_model_stepping": "/".join(kind),
-        "instruction_sets": " ".join(name for name in INSTRUCTION_SETS if name in flags),
+        "microarchitecture": microarchitecture(cpu),
+        "instruction_sets": " ".join(n for n in INSTRUCTION_SETS if n in cpu.get("flags", "").split()),
+        "l2": _cache(2),
+        "l3": _cache(3),
+        "transparent_huge_pages": _huge_pages(),
         "cores": os.cpu_count() or 0,
         "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
         "python": platform.python_version(),
         "torch": torch.__version__,
+        **_rates(),
     }
     # The GPU's kernel layer runs without vLLM, and CPUs have no FlashInfer.
     for package in ("vllm", "vllm-magicdec", "triton", "flashinfer-python"):
@@ -35,6 +71,8 @@ def describe_machine() -> dict[str, str | int | float]:
             description[package.replace("-", "_")] = version(package)
         except PackageNotFoundError:
             continue
+    if "vllm" in description:
+        description["vllm_kernels"] = _vllm_kernels()
     if torch.cuda.is_available():
         gpu = torch.cuda.get_device_properties()
         description["gpu"] = gpu.name
@@ -45,18 +83,55 @@ def describe_machine() -> dict[str, str | int | float]:
 
 
 def device_of(machine: Mapping[str, Any]) -> str:
-    """The GPU or processor of a description, in words."""
-    return machine.get("gpu") or f"{machine['processor']}, {machine['cores']} cores"
+    """The GPU or processor of a description, in words: 'Zen 3, AVX2, 2 cores'."""
+    if "gpu" in machine:
+        return machine["gpu"]
+    best = machine["instruction_sets"].upper().split()[-1:]
+    return ", ".join([machine["microarchitecture"], *best, f"{machine['cores']} cores"])
 
 
 def same_machine(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether two descriptions are of the same device."""
-    return all(one.get(name) == other.get(name) for name in ("processor", "cores", "gpu"))
+    names = ("processor", "family_model_stepping", "cores", "gpu")
+    return all(one.get(name) == other.get(name) for name in names)
+
+
+def microarchitecture(cpu: Mapping[str, str]) -> str:
+    """By the names that engineers use ('Zen 3'); an unknown one by its family and model.
+
+    Args:
+        cpu: what Linux says of a processor, by name.
+    """
+    if "cpu family" not in cpu or "model" not in cpu:
+        return platform.machine()
+    family, model = int(cpu["cpu family"]), int(cpu["model"])
+    for vendor, known_family, models, name in _MICROARCHITECTURES:
+        if cpu.get("vendor_id") == vendor and family == known_family and model in models:
+            return name
+    return f"{cpu.get('vendor_id', '')} family {family} model {model}".strip()
 
 
 def vllm_environment() -> dict[str, str]:
     """What this process tells vLLM by its environment."""
     return {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}
+
+
+def _rates() -> dict[str, int | float]:
+    """Of torch's current device; of a CPU with the threads that vLLM's worker computes on."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with worker_threads() as threads:
+        return {
+            "worker_threads": threads,
+            "copy_gb_per_s": round(copy_bytes_per_s(device) / 1e9, 1),
+            "bfloat16_gflops": round(matmul_flops(device, torch.bfloat16) / 1e9),
+            "float32_gflops": round(matmul_flops(device, torch.float32) / 1e9),
+        }
+
+
+def _vllm_kernels() -> str:
+    """Names of the libraries of kernels that vLLM loads here."""
+    command = [sys.executable, "-c", _PRINT_KERNELS]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1]
 
 
 def _driver() -> str:
@@ -73,3 +148,17 @@ def _cpu() -> dict[str, str]:
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
     return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+def _cache(level: int) -> str:
+    """Size of the first core's cache, as Linux writes it; empty where nobody says."""
+    for folder in _CPUS.glob("cache/index*"):
+        if (folder / "level").read_text().strip() == str(level):
+            return (folder / "size").read_text().strip()
+    return ""
+
+
+def _huge_pages() -> str:
+    """'always', 'madvise' or 'never'; empty where nobody says."""
+    chosen = re.search(r"\[(\w+)\]", _HUGE_PAGES.read_text()) if _HUGE_PAGES.exists() else None
+    return chosen[1] if chosen else ""

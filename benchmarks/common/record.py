@@ -10,7 +10,7 @@ from .machine import describe_machine
 
 
 def make_record(benchmark: str, **fields: Any) -> dict[str, Any]:
-    """Which benchmark, when, on what machine, and its own fields."""
+    """Which benchmark, when, on what machine, and what else is known before anything is measured."""
     today = datetime.now(UTC).date().isoformat()
     return {"benchmark": benchmark, "date": today, "machine": describe_machine(), **fields}
 

@@ -17,3 +17,13 @@ def make_table(title: str, numbers: Iterable[str], names: Iterable[str] = ()) ->
     for column in numbers:
         table.add_column(column, justify="right")
     return table
+
+
+def markdown(table: Table) -> str:
+    """The same table for a page, without its title."""
+    columns = table.columns
+    heads = [str(column.header).replace("\n", " ") for column in columns]
+    rules = ["--:" if column.justify == "right" else "---" for column in columns]
+    cells = [[str(cell).replace("\n", " ") for cell in column.cells] for column in columns]
+    lines = [heads, rules, *(list(row) for row in zip(*cells, strict=True))]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

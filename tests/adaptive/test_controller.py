@@ -171,6 +171,33 @@ def test_close_to_the_best_fixed_choice_on_a_machine_whose_pace_drifts(name: str
     assert mean(shares) > 0.97
 
 
+@dataclass
+class EngineThatDislikesChange(Engine):
+    """A step that does not do what the one before did takes ten times as long."""
+
+    latest: tuple[int, int] = (0, 0)
+
+    def seconds(self, step: Step) -> float:
+        return super().seconds(step) * (1 if self.latest == (step.verified, step.drafted) else 10)
+
+    def measure(self, step: Step, rng: random.Random) -> float:
+        measured = super().measure(step, rng)
+        self.latest = step.verified, step.drafted
+        return measured
+
+
+@pytest.mark.parametrize("name", ["short", "single", "long", "long-but-rejected"])
+def test_trials_cost_less_than_a_hundredth_of_the_time_as_measured(name: str) -> None:
+    """Whatever was predicted of them. The first steps, in which nothing is known, are left out."""
+    controller, trace = make_controller(), TRACES[name]
+    engine = EngineThatDislikesChange()
+    simulate(follow(controller), trace, 0, controller, num_tokens=2_000, engine=engine)
+    achieved = simulate(follow(controller), trace, 1, controller, num_tokens=200_000, engine=engine)
+    chosen = controller.forecast(trace(0).num_reqs, trace(0).context_tokens).choice
+    steady_rate = simulate(lambda moment: chosen, trace, 1, num_tokens=200_000)
+    assert achieved > 0.99 * steady_rate
+
+
 def test_a_slow_spell_of_the_machine_does_not_speak_against_what_it_ran() -> None:
     """Kinds of steps are measured at the usual pace, then while everything takes half as long again."""
     rng = random.Random(0)

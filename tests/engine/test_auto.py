@@ -34,6 +34,8 @@ def test_output_is_unchanged_when_length_and_budget_change_every_step(prompts, p
     for seed, result in enumerate(run.results):
         assert_budgets_were_obeyed(result, BUDGETS[policy])
         assert_same_tokens(plain, result["batches"][0], f"random choices, {policy}, {seed}")
+        assert result["plain_steps"] > 5
+        assert result["sampled_as_speculative"] == result["speculative_steps"], "the others were plain"
     assert run.draft_failures == 0
     assert 0 < run.accepted < run.drafted
 

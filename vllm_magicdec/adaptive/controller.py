@@ -22,8 +22,8 @@ from vllm_magicdec.adaptive.step_times import Step, StepTimes, TimedStep
 
 # A change must promise at least this much more, so that noise does not make the choice flap.
 _CLEAR_GAIN = 1.01
-# Share of the time that trying other lengths may cost, as predicted; measured, two to three times that.
-_TRIAL_SHARE = 0.0025
+# Share of the time that trying other lengths may cost, as measured.
+_TRIAL_SHARE = 0.005
 # Steps of one trial: the first sees the drafts made, the others see them verified too.
 _TRIAL_STEPS = 2
 # The choice is looked at again after so many steps, and whenever the batch changes.
@@ -144,6 +144,7 @@ class Controller:
         self._current = Choice(max(n for n in self.lengths if n <= 4 or n == self.lengths[0]), budgets[-1])
         self._plan: list[Choice] = []  # of the steps that come next, last first
         self._is_planned = False  # the latest choice was one of them
+        self._seconds_per_token = 0.0  # of the batch, with the latest choice that was no trial; 0: not known
         self._least_chance = 0.0
         self._has_tried = False  # a plan has ended: what it showed is to be learnt at once
         self._credit_seconds = 0.0
@@ -164,6 +165,7 @@ class Controller:
         if not self._plan:
             if self._is_unknown(num_reqs, context_tokens):
                 self._plan = self._calibration(num_reqs, context_tokens)
+                self._seconds_per_token = 0.0
             elif len(self.times) and self._is_due(num_reqs):
                 self._decide(num_reqs, context_tokens)
         self._is_planned = bool(self._plan)
@@ -179,6 +181,7 @@ class Controller:
         self._decided_at, self._decided_for = self._num_steps, num_reqs
         rates = self.rates(num_reqs, context_tokens)
         self._switch(rates)
+        self._seconds_per_token = 1.0 / rates[self._current]
         self._least_chance = rates[self._current] * self.times.position_seconds(num_reqs, context_tokens)
         self._consider_trial(rates, num_reqs, context_tokens)
 
@@ -204,10 +207,19 @@ class Controller:
             tried = Choice(timed.step.verified, budget) if timed.step.verified else PLAIN
             self._last_tried[tried] = self._num_steps
             self._account(rounds, timed)
+            self._credit_seconds += _TRIAL_SHARE * timed.seconds - self._lost_seconds(rounds, timed)
+
+    def _lost_seconds(self, rounds: Collection[tuple[int, int]], timed: TimedStep) -> float:
+        """What a step of a trial took longer than the present choice takes for the same tokens."""
+        step, current = timed.step, self._current
+        is_trial = step != _step(step.num_reqs, step.context_tokens, current, current)
+        if not is_trial or not self._seconds_per_token:
+            return 0.0
+        tokens = step.num_reqs + sum(accepted for _, accepted in rounds)
+        return timed.seconds - tokens * self._seconds_per_token * self.times.pace
 
     def _observe_time(self, timed: TimedStep) -> None:
         self._num_steps += 1
-        self._credit_seconds += _TRIAL_SHARE * timed.seconds
         is_first = len(self.times) == 0
         self.times.add(timed)
         if is_first or self._has_tried or self._num_steps % _STEPS_PER_FIT == 0:
@@ -280,7 +292,8 @@ class Controller:
     def _consider_trial(self, rates: dict[Choice, float], num_reqs: int, context_tokens: int) -> None:
         """Plan a trial of what was not tried for the longest time, if there is credit for it.
 
-        Tried are plain decoding and the most promising pairs of every length and of every budget.
+        Tried are plain decoding and the most promising pairs of every length and of every budget. What the
+        trial then costs is taken from the credit as it is measured.
         """
         by_length = [[pair for pair in self._pairs if pair.drafts == length] for length in self.lengths]
         by_budget = [[pair for pair in self._pairs if pair.budget == budget] for budget in self.budgets]
@@ -289,7 +302,6 @@ class Controller:
         stalest = min(others, key=lambda choice: self._last_tried[choice])
         cost = self._trial_cost(stalest, rates, num_reqs, context_tokens)
         if self._credit_seconds >= cost:
-            self._credit_seconds -= cost
             self._plan = [stalest] * _TRIAL_STEPS
             self._last_tried[stalest] = self._num_steps
 

@@ -9,8 +9,12 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from vllm_magicdec.planner.performance import GIB, Hardware
+
+if TYPE_CHECKING:
+    import torch
 
 _NVIDIA = "https://www.nvidia.com/en-us/data-center"
 _MI300X = "https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html"
@@ -56,6 +60,34 @@ def measure_this_machine() -> Hardware:
         return _measure(threads)
 
 
+def copy_bytes_per_s(device: str) -> float:
+    """Bytes that a copy reads and writes per second, well above any cache; the best of several runs.
+
+    Args:
+        device: "cpu", with as many threads as torch has now, or "cuda".
+    """
+    import torch
+
+    source = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * _COPY_BYTES / _best_s(device, lambda: target.copy_(source))
+
+
+def matmul_flops(device: str, dtype: "torch.dtype") -> float:
+    """FLOP/s of a large matrix product; the best of several runs.
+
+    Args:
+        device: "cpu", with as many threads as torch has now, or "cuda".
+        dtype: of the factors and the product.
+    """
+    import torch
+
+    size = _MATMUL_SIZE[device]
+    matrix = torch.randn(size, size, device=device).to(dtype)
+    product = torch.empty_like(matrix)
+    return 2 * size**3 / _best_s(device, lambda: torch.mm(matrix, matrix, out=product))
+
+
 def _measure(threads: int) -> Hardware:
     import torch
 
@@ -66,28 +98,26 @@ def _measure(threads: int) -> Hardware:
     else:
         name = f"CPU with {threads} thread{'s' if threads > 1 else ''}"
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-    def best_s(work: Callable[[], object]) -> float:
-        def run_s() -> float:
-            started = time.perf_counter()
-            work()
-            if device == "cuda":
-                torch.cuda.synchronize()
-            return time.perf_counter() - started
-
-        run_s()  # first touch, choice of kernels
-        return min(run_s() for _ in range(_REPEATS))
-
-    source = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    size = _MATMUL_SIZE[device]
-    matrix = torch.randn(size, size, device=device).bfloat16()
-    product = torch.empty_like(matrix)
     return Hardware(
         name=name,
         memory_gib=memory / GIB,
-        memory_bytes_per_s=2 * _COPY_BYTES / best_s(lambda: target.copy_(source)),  # read and written
-        flops=2 * size**3 / best_s(lambda: torch.mm(matrix, matrix, out=product)),
+        memory_bytes_per_s=copy_bytes_per_s(device),
+        flops=matmul_flops(device, torch.bfloat16),
         interconnect_bytes_per_s=0.0,
         source="measured here",
     )
+
+
+def _best_s(device: str, work: Callable[[], object]) -> float:
+    """The shortest of several runs, after one for first touch and the choice of kernels."""
+    import torch
+
+    def run_s() -> float:
+        started = time.perf_counter()
+        work()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - started
+
+    run_s()
+    return min(run_s() for _ in range(_REPEATS))

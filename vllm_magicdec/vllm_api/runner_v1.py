@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapter to vLLM's V1 model runner (`GPUModelRunner`, `CPUModelRunner`)."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,16 +12,41 @@ from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
 from vllm_magicdec.attention.metadata import draft_metadata, observed_metadata
 from vllm_magicdec.attention.observing import LayerObserver
+from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.drafting.drafter import Drafter
 from vllm_magicdec.views.base import PAD_SLOT, Batch, DraftStep, PageView
 from vllm_magicdec.vllm_api import cpu_sampling
 from vllm_magicdec.vllm_api.kv_cache import require_one_full_attention_group
+
+
+def make_plain_steps_plain(runner: Any) -> None:
+    """Let a V1 runner take a step without drafts for what it is.
+
+    Once speculation is configured, vLLM 0.32 sends every step through the rejection sampler and the padding
+    of rejected tokens, 7 to 10 % of a short step on a CPU, also where the scheduler planned no drafts. The
+    runner asks its `speculative_config` whether to; for such a step it is told that there is none.
+
+    Args:
+        runner: a `GPUModelRunner` (or `CPUModelRunner`) that is being made.
+    """
+    speculative_config, execute_model = runner.speculative_config, runner.execute_model
+
+    @functools.wraps(execute_model)
+    def execute(scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
+        verifies = bool(scheduler_output.scheduled_spec_decode_tokens)
+        drafts = scheduler_output.num_spec_tokens_to_schedule > 0
+        # It stays until the next step begins: the step's second half, `sample_tokens`, asks too.
+        runner.speculative_config = speculative_config if verifies or drafts else None
+        return execute_model(scheduler_output, *args, **kwargs)
+
+    runner.execute_model = execute
 
 
 class MagicDecProposer(DraftModelProposer):
@@ -34,6 +60,9 @@ class MagicDecProposer(DraftModelProposer):
         super().__init__(vllm_config=vllm_config, device=device, runner=runner)
         if device.type == "cpu":
             cpu_sampling.mend()
+        assert isinstance(self.speculative_config, MagicDecSpeculativeConfig)
+        if self.speculative_config.adaptive:
+            make_plain_steps_plain(runner)
         self._runner = runner
         self._drafter: Drafter | None = None  # made when the KV cache's page size is known
         self._common: CommonAttentionMetadata | None = None

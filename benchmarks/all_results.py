@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything that the documentation quotes, measured on one machine in one go: `make results`.
+
+The results lie in a folder that is named for the machine. A part whose file is there is not measured again,
+so that an interrupted run goes on; delete the file, or the folder, to measure anew. A part that fails does
+not keep the others from being measured. In the end the tables in docs/ are those of these files.
+"""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.machine import describe_machine, device_of
+from common.options import make_parser
+from common.tables import console, make_table
+from docs_tables import RESULTS, fill_tables
+
+HERE = Path(__file__).resolve().parent
+KV_HEAVY = "--model kv-heavy --gamma 8"
+POLICY = "--batch 4 --context 8000 --policy"
+
+
+@dataclass(frozen=True)
+class Part:
+    """One command. `{out}` in its options is where its result goes, `{folder}` where those before it lie."""
+
+    result: str  # file, or folder of a file that is named for the script
+    script: str
+    options: str
+    minutes: int  # that it took on two cores of a Zen 5
+
+
+PARTS = (
+    Part("suite", "suite.py", "--out {out}", 22),
+    Part("decode-tiny-llama.json", "decode.py", "--out {out}", 5),
+    Part("decode-tiny-llama-snapkv.json", "decode.py", f"{POLICY} snapkv --out {{out}}", 2),
+    Part(
+        "decode-tiny-llama-snapkv-token.json",
+        "decode.py",
+        f"{POLICY} snapkv --granularity token --out {{out}}",
+        2,
+    ),
+    Part("decode-tiny-llama-verify-topk.json", "decode.py", f"{POLICY} verify-topk --out {{out}}", 2),
+    Part(
+        "decode-kv-heavy-16k.json",
+        "decode.py",
+        f"{KV_HEAVY} --batch 1 4 8 --context 16000 --budget 1024 --out {{out}}",
+        10,
+    ),
+    Part(
+        "decode-kv-heavy-32k.json",
+        "decode.py",
+        f"{KV_HEAVY} --batch 1 2 --context 32000 --budget 1024 --out {{out}}",
+        6,
+    ),
+    Part("acceptance.json", "acceptance.py", "--requests 24 --out {out}", 20),
+    Part("auto-kv-heavy.json", "auto.py", "--out {out}", 20),
+    Part(
+        "auto-budget-kv-heavy.json",
+        "auto.py",
+        "--budget auto --batch 4 --context 2048 16000 --pairs 7 --out {out}",
+        6,
+    ),
+    Part(
+        "roofline.json",
+        "roofline.py",
+        "--profile --out {out} {folder}/decode-kv-heavy-16k.json {folder}/decode-tiny-llama.json",
+        3,
+    ),
+)
+
+
+def measure(part: Part, folder: Path, log: Path) -> int:
+    """Run one part; its result appears in the folder when it is whole. Returns the exit status."""
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".") as unfinished:
+        options = part.options.format(out=Path(unfinished) / part.result, folder=folder)
+        command = [sys.executable, part.script, *shlex.split(options)]
+        with log.open("w") as output:
+            status = subprocess.run(command, cwd=HERE, stdout=output, stderr=subprocess.STDOUT).returncode
+        if status == 0:
+            for made in Path(unfinished).iterdir():  # the result, and plots beside it
+                shutil.move(made, folder / made.name)
+    return status
+
+
+def measure_all(parts: tuple[Part, ...], folder: Path, logs: Path) -> Iterator[tuple[Part, str, float]]:
+    """Each part, what became of it, and its minutes."""
+    for part in parts:
+        if (folder / part.result).exists():
+            yield part, "there already", 0.0
+            continue
+        console.print(f"{part.result}: about {part.minutes} minutes")
+        began = time.monotonic()
+        log = logs / f"{Path(part.result).stem}.log"
+        status = measure(part, folder, log)
+        outcome = f"failed with status {status}, see {log}" if status else "measured"
+        yield part, outcome, (time.monotonic() - began) / 60
+
+
+def name_of(device: str) -> str:
+    """Of a machine's folder."""
+    return re.sub(r"[^a-z0-9_]+", "-", device.lower()).strip("-")
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--only", nargs="+", choices=[part.result for part in PARTS], help="of the parts")
+    parser.add_argument("--out", type=Path, help=f"folder (default: the machine's, in {RESULTS.name}/)")
+    args = parser.parse_args()
+    machine = describe_machine()
+    folder = (args.out or RESULTS / name_of(device_of(machine))).resolve()
+    logs = folder.parent / f".{folder.name}-logs"
+    for path in (folder, logs):
+        path.mkdir(parents=True, exist_ok=True)
+    parts = tuple(part for part in PARTS if not args.only or part.result in args.only)
+    console.print(f"{device_of(machine)}, load average {machine['load_average']:.1f}: to {folder}")
+    table = make_table("results", ["minutes"], names=["result", "outcome"])
+    failed = False
+    for part, outcome, minutes in measure_all(parts, folder, logs):
+        failed |= outcome.startswith("failed")
+        console.print(f"{part.result}: {outcome}, {minutes:.1f} minutes")
+        table.add_row(part.result, outcome, f"{minutes:.1f}")
+    console.print(table)
+    for page in fill_tables():
+        console.print(f"filled the tables of {os.path.relpath(page)}")
+    if failed:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

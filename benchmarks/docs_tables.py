@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tables of results in README and docs/: what a page quotes is what a committed file says.
+
+A table stands between `<!-- result: PATH ... -->` and `<!-- end -->`, where each PATH is a JSON file in results/
+and all are of one script; `python benchmarks/docs_tables.py` writes it anew.
+"""
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import acceptance
+import auto
+import decode
+import suite
+from common.tables import console, markdown
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results"
+PAGES = (HERE.parent / "README.md", *sorted((HERE.parent / "docs").glob("*.md")))
+_TABLE = re.compile(r"(<!-- result: (?P<paths>.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
+_TABLE_OF = {
+    "acceptance": lambda records: acceptance.table_of(*records),
+    "auto": lambda records: auto.table_of(*records),
+    "decode": decode.table_of,
+    "suite": lambda records: suite.tables_of(*records)[0],
+}
+
+
+def table_of(paths: Iterable[str]) -> str:
+    """In Markdown.
+
+    Args:
+        paths: of the records, within results/.
+    """
+    records: list[dict[str, Any]] = [json.loads((RESULTS / path).read_text()) for path in paths]
+    return markdown(_TABLE_OF[records[0]["benchmark"]](records))
+
+
+def filled(text: str) -> str:
+    """A page with the tables of its results."""
+    return _TABLE.sub(lambda found: f"{found[1]}{table_of(found['paths'].split())}\n{found[3]}", text)
+
+
+def fill_tables(pages: Iterable[Path] = PAGES) -> list[Path]:
+    """Write the tables of the pages anew; returns those that have changed."""
+    changed = []
+    for page in pages:
+        text = page.read_text()
+        if (new := filled(text)) != text:
+            page.write_text(new)
+            changed.append(page)
+    return changed
+
+
+if __name__ == "__main__":
+    for page in fill_tables():
+        console.print(f"filled the tables of {page}")
