@@ -30,7 +30,7 @@ POLICY = "--batch 4 --context 8000 --policy"
 
 @dataclass(frozen=True)
 class Part:
-    """One command. `{out}` in its options is where its result goes, `{folder}` where those before it lie."""
+    """One command; in its options `{out}` is where its result goes, `{folder}` where the others are."""
 
     result: str  # file, or folder of a file that is named for the script
     script: str

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tables of results in README and docs/: what a page quotes is what a committed file says.
 
-A table stands between `<!-- result: PATH ... -->` and `<!-- end -->`, where each PATH is a JSON file in results/
-and all are of one script; `python benchmarks/docs_tables.py` writes it anew.
+A table stands between `<!-- result: PATH ... -->` and `<!-- end -->`, where each PATH is a JSON file in
+results/ and all are of one script; `python benchmarks/docs_tables.py` writes it anew.
 """
 
 import json

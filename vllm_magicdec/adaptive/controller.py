@@ -144,7 +144,7 @@ class Controller:
         self._current = Choice(max(n for n in self.lengths if n <= 4 or n == self.lengths[0]), budgets[-1])
         self._plan: list[Choice] = []  # of the steps that come next, last first
         self._is_planned = False  # the latest choice was one of them
-        self._seconds_per_token = 0.0  # of the batch, with the latest choice that was no trial; 0: not known
+        self._seconds_per_token = 0.0  # of the batch, with the present choice; 0: not known
         self._least_chance = 0.0
         self._has_tried = False  # a plan has ended: what it showed is to be learnt at once
         self._credit_seconds = 0.0

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""benchmarks/decode.py in a small size: both engines, and a clock that agrees with itself."""
+
+import json
+import os
+import subprocess
+import sys
+
+import engines
+import pytest
+
+BATCH, GAMMA = 2, 2
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory):
+    out = tmp_path_factory.mktemp("decode") / "decode.json"
+    options = {"--context": 512, "--batch": BATCH, "--gamma": GAMMA, "--budget": 128, "--tokens": 64}
+    command = [sys.executable, "benchmarks/decode.py", "--turns", "1", "--out", str(out)]
+    command += [str(word) for option in options.items() for word in option]
+    env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}
+    run = subprocess.run(command, cwd=engines.HERE.parent, env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
+    return json.loads(out.read_text())
+
+
+def test_speeds_are_what_the_steps_took(record):
+    """Tokens by time, and tokens of a step by its time: two ways to the same number."""
+    (turn,) = record["all_turns"]
+    for engine in turn.values():
+        by_steps = 1000 * engine["acceptance_length"] * BATCH / engine["step_ms"]
+        # The mean against the median of the steps, on a machine that others use.
+        assert engine["tokens_per_s"] == pytest.approx(by_steps, rel=0.4)
+    assert turn["plain"]["acceptance_length"] == 1
+    assert 1 < turn["magicdec"]["acceptance_length"] <= GAMMA + 1
+
+
+def test_a_round_is_its_parts(record):
+    (row,) = record["rows"]
+    assert row["round_ms"] == pytest.approx(row["verification_ms"] + GAMMA * row["draft_step_ms"], rel=0.2)
+    assert row["batch"] == BATCH
+    assert record["machine"]["worker_threads"] >= 1

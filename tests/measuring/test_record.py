@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What benchmarks/ records of a machine, how it writes tables, and how everything is measured in one go."""
+
+import json
+import sys
+from pathlib import Path
+
+import engines
+import pytest
+
+sys.path.insert(0, str(engines.HERE.parent / "benchmarks"))
+import all_results
+import docs_tables
+from common import machine, tables
+
+AMD = {"vendor_id": "AuthenticAMD"}
+
+
+@pytest.mark.parametrize(
+    ("cpu", "name"),
+    [
+        ({**AMD, "cpu family": "25", "model": "1"}, "Zen 3"),
+        ({**AMD, "cpu family": "25", "model": "17"}, "Zen 4"),
+        ({**AMD, "cpu family": "26", "model": "2"}, "Zen 5"),
+        ({"vendor_id": "GenuineIntel", "cpu family": "6", "model": "143"}, "Sapphire Rapids"),
+        ({**AMD, "cpu family": "99", "model": "7"}, "AuthenticAMD family 99 model 7"),
+    ],
+)
+def test_processors_have_the_names_that_engineers_use(cpu, name):
+    assert machine.microarchitecture(cpu) == name
+
+
+def test_a_record_says_what_the_machine_reaches_and_how_busy_it_was():
+    described = machine.describe_machine()
+    assert described["vllm_kernels"].startswith("_C")
+    assert described["worker_threads"] >= 1
+    assert described["load_average"] >= 0
+    # A core copies 1 to 1,000 GB/s and multiplies faster than it copies single numbers.
+    assert 1 < described["copy_gb_per_s"] < 1000 * described["cores"]
+    assert min(described["bfloat16_gflops"], described["float32_gflops"]) > 1
+    assert {"l2", "l3", "transparent_huge_pages", "family_model_stepping"} <= described.keys()
+    assert machine.same_machine(described, json.loads(json.dumps(described)))
+    assert not machine.same_machine(described, {**described, "family_model_stepping": "1/2/3"})
+
+
+def test_machines_are_named_by_what_decides_their_speed():
+    described = {"microarchitecture": "Zen 3", "instruction_sets": "avx2", "cores": 2}
+    assert machine.device_of(described) == "Zen 3, AVX2, 2 cores"
+    described["instruction_sets"] = "avx2 avx512f avx512_bf16"
+    assert all_results.name_of(machine.device_of(described)) == "zen-3-avx512_bf16-2-cores"
+    assert machine.device_of({**described, "gpu": "NVIDIA H100"}) == "NVIDIA H100"
+
+
+def test_tables_in_markdown():
+    table = tables.make_table("not shown", ["batch\nsize"], names=["policy"])
+    table.add_row("snapkv", "8")
+    assert tables.markdown(table) == "| policy | batch size |\n| --- | --: |\n| snapkv | 8 |"
+
+
+@pytest.mark.parametrize("page", docs_tables.PAGES, ids=lambda page: page.name)
+def test_pages_quote_the_committed_results(page):
+    text = page.read_text()
+    assert docs_tables.filled(text) == text, "run python benchmarks/docs_tables.py"
+
+
+@pytest.fixture
+def folders(tmp_path):
+    for name in ("results", "logs"):
+        (tmp_path / name).mkdir()
+    return tmp_path / "results", tmp_path / "logs"
+
+
+def part(result: str, folder: Path, lines: str) -> all_results.Part:
+    script = folder / f"{result}.py"
+    script.write_text(f"import pathlib, sys\nout = pathlib.Path(sys.argv[1])\n{lines}\n")
+    return all_results.Part(result, str(script), "{out}", minutes=0)
+
+
+def test_measuring_everything_goes_on_where_it_was_interrupted(tmp_path, folders):
+    parts = (
+        part("one.json", tmp_path, "out.write_text('1'); out.with_suffix('.png').write_text('plot')"),
+        part("two.json", tmp_path, "out.write_text('half'); sys.exit('not today')"),
+        part("three.json", tmp_path, "out.write_text('3')"),
+    )
+    results, logs = folders
+    outcomes = [outcome for _, outcome, _ in all_results.measure_all(parts, results, logs)]
+    assert [outcome.split()[0] for outcome in outcomes] == ["measured", "failed", "measured"]
+    assert sorted(path.name for path in results.iterdir()) == ["one.json", "one.png", "three.json"]
+    assert "not today" in (logs / "two.log").read_text()
+
+    mended = part("two.json", tmp_path, "out.write_text('2')")
+    outcomes = [o for _, o, _ in all_results.measure_all((parts[0], mended, parts[2]), results, logs)]
+    assert outcomes == ["there already", "measured", "there already"]
+    assert (results / "two.json").read_text() == "2"
+
+
+def test_the_parts_are_commands_that_exist():
+    for each in all_results.PARTS:
+        assert (all_results.HERE / each.script).exists()
+    assert len({each.result for each in all_results.PARTS}) == len(all_results.PARTS)
