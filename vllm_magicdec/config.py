@@ -190,22 +190,21 @@ class MagicDecSpeculativeConfig(MagicDecFields):
                 "'auto' leaves no use for num_speculative_tokens_per_batch_size; remove one of them"
             )
         most = self.num_speculative_tokens
-        self.choose_among(nested_lengths(most, most + 1) if self.adaptive else (most,), most + 1)
+        self.choose_among(nested_lengths(most, most + 1) if self.adaptive else (most,))
 
-    def choose_among(self, lengths: tuple[int, ...], max_num_seqs: int) -> None:
+    def choose_among(self, lengths: tuple[int, ...]) -> None:
         """Let the controller choose among these numbers of drafts, and vLLM capture CUDA graphs for them.
 
         vLLM captures full graphs of the lengths that its table from batch size to drafts names for 1 to
-        `max_num_seqs` requests. Each length gets one of these sizes; where they do not suffice, the least
-        go without. 0 has the large batches, because vLLM adds sizes for those: its usual ones, then. The
-        scheduler's controller overrules the table.
+        `max_num_seqs` requests. Each length gets one of these sizes, the largest first, so that the least
+        go without where they do not suffice. 0 has all larger batches, because vLLM adds sizes of graphs
+        for those: its usual ones, then. The scheduler's controller overrules the table.
 
         Args:
             lengths: ascending. Plain decoding is tried now and then even where 0 is not among them.
-            max_num_seqs: the engine's.
         """
         self.lengths = lengths
-        *larger, least = sorted({0, *lengths}, reverse=True)[:max_num_seqs]
+        *larger, least = sorted({0, *lengths}, reverse=True)
         table = [(size, size, length) for size, length in enumerate(larger, start=1)]
         self.num_speculative_tokens_per_batch_size = [*table, (len(larger) + 1, 2**20, least)]
 

@@ -52,7 +52,7 @@ def test_other_lengths_make_more_graphs_and_leave_batches_without(configure, cap
     config = configure(AUTO, max_num_seqs=1024)
     nested = len(capture(config)._capture_descs[CUDAGraphMode.FULL])
     for lengths in (range(9), (0, 1, 2, 3, 4, 6, 8)):
-        config.speculative_config.choose_among(tuple(lengths), 1024)
+        config.speculative_config.choose_among(tuple(lengths))
         manager = capture(config)
         assert len(manager._capture_descs[CUDAGraphMode.FULL]) > 1.5 * nested
         assert len(without_graph(manager, lengths, 1024)) > 400

@@ -82,7 +82,9 @@ class _AdaptiveSpeculation(Scheduler):
         if spec.profile:
             self._say_what_will_happen(controller)
             return controller
-        choices = [f"{_either(spec.lengths)} drafts"] if spec.adaptive else []
+        every = range(spec.lengths[-1] + 1)
+        drafts = f"0 to {every[-1]}" if len(every) == len(spec.lengths) else _either(spec.lengths)
+        choices = [f"{drafts} drafts"] if spec.adaptive else []
         if spec.adaptive_budget:
             choices.append(f"a budget of {_either(budgets)} tokens")
         logger.info_once(

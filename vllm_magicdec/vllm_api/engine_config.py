@@ -107,13 +107,12 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
             )
         if self.profile is not None:
             self._check_profile(self.profile)
-        most, max_num_seqs = self.num_speculative_tokens, scheduler.max_num_seqs
-        if captures_by_length(vllm_config):
-            lengths = nested_lengths(most, max(2, max_num_seqs)) if self.adaptive else self.lengths
-            self.choose_among(lengths, max_num_seqs)
+        by_length, most = captures_by_length(vllm_config), self.num_speculative_tokens
+        if self.adaptive:
+            few = nested_lengths(most, max(2, scheduler.max_num_seqs))
+            self.choose_among(few if by_length else tuple(range(most + 1)))
+        if by_length:
             _capture_whole_batches(vllm_config)
-        elif self.adaptive:
-            self.choose_among(tuple(range(most + 1)), max_num_seqs)
         name = "MagicDecAsyncScheduler" if scheduler.async_scheduling else "MagicDecScheduler"
         scheduler.scheduler_cls = f"vllm_magicdec.adaptive.scheduler.{name}"
 

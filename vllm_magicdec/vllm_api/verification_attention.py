@@ -36,8 +36,8 @@ def say_if_slow(vllm_config: VllmConfig) -> None:
         logger.warning_once(
             "%s: vLLM's attention is FlashAttention 2 here, which verifies several tokens at several times "
             "the cost of one at long contexts. --attention-backend FLASHINFER has a kernel that does not, "
-            "but on Ampere and Ada vLLM captures no full CUDA graphs with it, and so none of draft steps. "
-            "Which is faster was not measured: try both with your load.",
+            "but on Ampere and Ada vLLM 0.32 captures no full CUDA graphs with it, and so none of draft "
+            "steps. Which is faster was not measured: try both with your load.",
             METHOD,
             scope="global",
         )
