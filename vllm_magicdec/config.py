@@ -8,7 +8,7 @@ and asynchronous scheduling without a change to the scheduler.
 """
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields as dataclass_fields
 from typing import Any, Literal
 
@@ -47,6 +47,7 @@ _ENGINE_FIELDS = frozenset(
         "adaptive",
         "adaptive_budget",
         "budgets",
+        "lengths",
     }
 )
 
@@ -106,6 +107,8 @@ class MagicDecFields(SpeculativeConfig):
     """Whether a controller sets the budget of every round; `draft_kv_budget` is the largest."""
     budgets: tuple[float, ...] = ()
     """Budgets to prepare for, ascending; each as `draft_kv_budget`."""
+    lengths: tuple[int, ...] = ()
+    """Numbers of drafts that a controller chooses among, ascending; () without one."""
     metrics_dir: str | None = None
     """Directory through which workers report counters to the front end (see adaptive/metrics.py)."""
 
@@ -180,16 +183,30 @@ class MagicDecSpeculativeConfig(MagicDecFields):
             raise ValueError(
                 "max_num_speculative_tokens belongs to num_speculative_tokens='auto'; add that or remove it"
             )
-        if not self.has_controller:
+        if not self.has_controller or self.lengths:  # a copy has the lengths, and the table of them
             return
-        most = self.num_speculative_tokens
-        # Plain decoding is tried now and then, whatever the choice is among.
-        table: Any = _batch_size_table(range(most + 1) if self.adaptive else (0, most))
-        if self.num_speculative_tokens_per_batch_size not in (None, table):  # type: ignore[has-type]
+        if self.num_speculative_tokens_per_batch_size is not None:
             raise ValueError(
                 "'auto' leaves no use for num_speculative_tokens_per_batch_size; remove one of them"
             )
-        self.num_speculative_tokens_per_batch_size = table
+        most = self.num_speculative_tokens
+        self.choose_among(nested_lengths(most, most + 1) if self.adaptive else (most,))
+
+    def choose_among(self, lengths: tuple[int, ...]) -> None:
+        """Let the controller choose among these numbers of drafts, and vLLM capture CUDA graphs for them.
+
+        vLLM captures full graphs of the lengths that its table from batch size to drafts names for 1 to
+        `max_num_seqs` requests. Each length gets one of these sizes, the largest first, so that the least
+        go without where they do not suffice. 0 has all larger batches, because vLLM adds sizes of graphs
+        for those: its usual ones, then. The scheduler's controller overrules the table.
+
+        Args:
+            lengths: ascending. Plain decoding is tried now and then even where 0 is not among them.
+        """
+        self.lengths = lengths
+        *larger, least = sorted({0, *lengths}, reverse=True)
+        table = [(size, size, length) for size, length in enumerate(larger, start=1)]
+        self.num_speculative_tokens_per_batch_size = [*table, (len(larger) + 1, 2**20, least)]
 
     def _resolve_adaptive_budget(self) -> None:
         if self.adaptive_budget:
@@ -281,14 +298,21 @@ def _resolve_auto(given: Mapping[str, Any]) -> dict[str, Any]:
     return {**numbers, **{flags[name]: True for name in automatic}}
 
 
-def _batch_size_table(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
-    """vLLM's table from batch size to drafts with each of these numbers in it.
+def nested_lengths(most: int, at_most: int) -> tuple[int, ...]:
+    """Numbers of drafts to choose among where each has CUDA graphs of its own: 0, 1, 3, 7, 15, ...
 
-    The scheduler's controller overrules the table; vLLM captures CUDA graphs for the numbers in it.
+    vLLM gives a batch the graphs of the next larger number of tokens that any was captured for, and none if
+    that one is of another number of drafts. A verification of these has 1, 2, 4, 8, ... tokens per request,
+    so that vLLM's sizes, multiples of 8, are graphs of all of them.
+
+    Args:
+        most: none is larger; at least 1.
+        at_most: how many, at least 2; some between the first and the last are left out for it, evenly.
     """
-    *first, last = lengths
-    table = [(size, size, length) for size, length in enumerate(first, start=1)]
-    return [*table, (len(lengths), 2**20, last)]
+    lengths = [2**power - 1 for power in range((most + 1).bit_length())]
+    at_most = min(at_most, len(lengths))
+    places = (round(i * (len(lengths) - 1) / (at_most - 1)) for i in range(at_most))
+    return tuple(lengths[place] for place in places)
 
 
 def _first_problem(error: ValidationError) -> str:

@@ -13,6 +13,7 @@ from imagined_engine import BUDGET, BUDGETS, Engine, alike, all_choices, make_co
 
 from vllm_magicdec.adaptive.controller import PLAIN, Acceptance, AcceptanceByBudget, Choice, Controller
 from vllm_magicdec.adaptive.step_times import Step, StepTimes, TimedStep
+from vllm_magicdec.config import nested_lengths
 
 
 def follow(controller: Controller) -> Callable[["Moment"], Choice]:
@@ -368,3 +369,28 @@ def test_profile_file_round_trip(tmp_path: object) -> None:
     path.write_text("{}")
     with pytest.raises(ValueError, match="magicdec profile"):
         StepTimes.load(path)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [(range(9), {0, 2, 4, 8}), ((0, 1, 3, 7), {0, 1, 3, 7}), ((0, 7), {0, 7}), ((0, 3, 7), {0, 3, 7})],
+)
+def test_the_first_steps_try_few_drafts_and_many_of_those_there_are(lengths, expected):
+    controller = Controller(lengths, (BUDGET,), StepTimes())
+    first = controller.choose(4, 64_000)
+    plan = [first, *(controller.choose(4, 64_000) for _ in range(len(controller._plan)))]
+    assert {choice.drafts for choice in plan} == expected
+
+
+def test_nested_lengths_promise_nearly_what_all_lengths_do():
+    """What `auto` gives up for graphs of every batch, on the imagined machine, by the paper's formula."""
+    engine, nested = Engine(), nested_lengths(7, 8)
+    shares = []
+    for acceptance in (0.4, 0.6, 0.7, 0.8, 0.9, 0.97):
+        for context in (1_000, 4_000, 16_000, 64_000):
+            rates = {}
+            for length in range(8):
+                step = alike(8, 8 * context, Choice(length, BUDGET))
+                rates[length] = sum(acceptance**place for place in range(length + 1)) / engine.seconds(step)
+            shares.append(max(rates[length] for length in nested) / max(rates.values()))
+    assert min(shares) > 0.97 and mean(shares) > 0.99

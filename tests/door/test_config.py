@@ -13,7 +13,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
 from vllm_magicdec.adaptive.step_times import Step, StepTimes, TimedStep
-from vllm_magicdec.config import MagicDecSpeculativeConfig
+from vllm_magicdec.config import MagicDecSpeculativeConfig, nested_lengths
 from vllm_magicdec.errors import METHOD, MagicDecConfigError
 from vllm_magicdec.plugin import register
 from vllm_magicdec.policies import find_policy
@@ -94,6 +94,22 @@ def test_auto_brings_a_scheduler_and_every_length_up_to_its_limit(model_dir, eng
     scheduler = config.scheduler_config.get_scheduler_cls()
     assert issubclass(scheduler, AsyncScheduler) == config.scheduler_config.async_scheduling
     assert repr(replace(spec)) == repr(pickle.loads(pickle.dumps(spec))) == repr(spec)
+
+
+@pytest.mark.parametrize(
+    ("most", "at_most", "lengths"),
+    [
+        (8, 9, (0, 1, 3, 7)),
+        (7, 9, (0, 1, 3, 7)),
+        (6, 9, (0, 1, 3)),
+        (128, 99, (0, 1, 3, 7, 15, 31, 63, 127)),
+        (128, 3, (0, 15, 127)),
+        (8, 2, (0, 7)),
+        (1, 2, (0, 1)),
+    ],
+)
+def test_nested_lengths(most, at_most, lengths):
+    assert nested_lengths(most, at_most) == lengths
 
 
 def test_auto_from_the_options_is_the_same(model_dir):

@@ -141,7 +141,7 @@ class Controller:
         self.budgets = tuple(budgets)
         self._pairs = [Choice(length, budget) for length in self.lengths for budget in self.budgets]
         self._choices = [PLAIN, *self._pairs] if 0 in lengths else self._pairs
-        self._current = Choice(max(n for n in self.lengths if n <= 4 or n == self.lengths[0]), budgets[-1])
+        self._current = Choice(self._length_up_to(4), budgets[-1])
         self._plan: list[Choice] = []  # of the steps that come next, last first
         self._is_planned = False  # the latest choice was one of them
         self._seconds_per_token = 0.0  # of the batch, with the present choice; 0: not known
@@ -318,6 +318,10 @@ class Controller:
         tokens = num_reqs * sum(expected[verified] for verified in choices[:-1])
         return max(0.0, seconds - tokens / rates[self._current])
 
+    def _length_up_to(self, limit: int) -> int:
+        """The largest number of drafts that is no larger, else the least."""
+        return max((n for n in self.lengths if n <= limit), default=self.lengths[0])
+
     def _is_unknown(self, num_reqs: int, context_tokens: int) -> bool:
         """Whether no batch of about this size and context has been met; it has now."""
         region = (num_reqs.bit_length(), context_tokens.bit_length())
@@ -332,7 +336,7 @@ class Controller:
     def _calibration(self, num_reqs: int, context_tokens: int) -> list[Choice]:
         """A few steps each of plain decoding, few drafts and many, and every budget below the context."""
         most = self.lengths[-1]
-        lengths = sorted({min(2, most), min(4, most), most} & {*self.lengths})
+        lengths = sorted({self._length_up_to(2), self._length_up_to(4), most})
         pairs = [Choice(length, self.budgets[-1]) for length in lengths]
         smaller = [budget for budget in self.budgets[:-1] if num_reqs * budget < context_tokens]
         pairs += [Choice(lengths[len(lengths) // 2], budget) for budget in smaller]

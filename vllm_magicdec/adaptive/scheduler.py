@@ -6,7 +6,7 @@ each `SchedulerOutput`, and both model runners follow. Here a controller sets it
 one request has verified of it may be less (`request_lengths.py`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -76,17 +76,17 @@ class _AdaptiveSpeculation(Scheduler):
         self._num_reports = 0
 
     def _make_controller(self, spec: MagicDecSpeculativeConfig) -> Controller:
-        most = spec.num_speculative_tokens
-        lengths = range(most + 1) if spec.adaptive else (most,)
         budgets = [spec.budget_tokens(budget, self.max_model_len) for budget in spec.budgets]
         times = StepTimes.load(Path(spec.profile)) if spec.profile else StepTimes()
-        controller = Controller(lengths, budgets, times)
+        controller = Controller(spec.lengths, budgets, times)
         if spec.profile:
             self._say_what_will_happen(controller)
             return controller
-        choices = [f"0 to {most} drafts"] if spec.adaptive else []
+        every = range(spec.lengths[-1] + 1)
+        drafts = f"0 to {every[-1]}" if len(every) == len(spec.lengths) else _either(spec.lengths)
+        choices = [f"{drafts} drafts"] if spec.adaptive else []
         if spec.adaptive_budget:
-            choices.append(f"a budget of {' or '.join(map(str, budgets))} tokens")
+            choices.append(f"a budget of {_either(budgets)} tokens")
         logger.info_once(
             "%s will try several choices in the first steps and then choose %s for every step. To start "
             "with measured times: 'magicdec profile', then the field 'profile'.",
@@ -219,6 +219,11 @@ class MagicDecScheduler(_AdaptiveSpeculation):
 
 class MagicDecAsyncScheduler(_AdaptiveSpeculation, AsyncScheduler):
     """For asynchronous scheduling: a step's drafts are chosen before the step before it has ended."""
+
+
+def _either(numbers: Sequence[int]) -> str:
+    *first, last = map(str, numbers)
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 def _uniform_drafts(drafts: Mapping[str, list[int]], scheduled: Mapping[str, int]) -> int | None:

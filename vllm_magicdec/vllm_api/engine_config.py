@@ -5,18 +5,21 @@
 length, the KV cache's pages, the scheduler and a profile is judged here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from vllm.config import VllmConfig
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.logger import init_logger
 
 from vllm_magicdec.adaptive.draft_plan import BUDGET_DIVISORS
 from vllm_magicdec.adaptive.metrics import open_metrics_dir
 from vllm_magicdec.adaptive.step_times import StepTimes
-from vllm_magicdec.config import MagicDecSpeculativeConfig
+from vllm_magicdec.config import MagicDecSpeculativeConfig, nested_lengths
 from vllm_magicdec.errors import METHOD, MagicDecConfigError
 from vllm_magicdec.policies import find_policy
+
+logger = init_logger(f"vllm.{__name__}")
 
 
 class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
@@ -50,6 +53,8 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
         self.budgets = self._find_budgets(vllm_config)
         if self.has_controller:
             self._adapt(vllm_config)
+        for sentence in find_missing_graphs(vllm_config):
+            logger.info_once("%s: %s", METHOD, sentence)
 
     def _find_budgets(self, vllm_config: VllmConfig) -> tuple[float, ...]:
         """The budgets to prepare for, ascending.
@@ -102,6 +107,12 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
             )
         if self.profile is not None:
             self._check_profile(self.profile)
+        by_length, most = captures_by_length(vllm_config), self.num_speculative_tokens
+        if self.adaptive:
+            few = nested_lengths(most, max(2, scheduler.max_num_seqs))
+            self.choose_among(few if by_length else tuple(range(most + 1)))
+        if by_length:
+            _capture_whole_batches(vllm_config)
         name = "MagicDecAsyncScheduler" if scheduler.async_scheduling else "MagicDecScheduler"
         scheduler.scheduler_cls = f"vllm_magicdec.adaptive.scheduler.{name}"
 
@@ -116,6 +127,56 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
                 f"{METHOD}: {path} was measured with draft_kv_budget={_and(measured)}, not "
                 f"{_and(self.budgets)}; use what was measured, or measure again with 'magicdec profile'"
             )
+
+
+def captures_by_length(vllm_config: VllmConfig) -> bool:
+    """Whether vLLM captures a full CUDA graph for every number of drafts and padded batch size.
+
+    Then each number costs start-up time and memory, and not all sets of numbers have graphs of every batch.
+    Elsewhere (CPUs, eager and piecewise engines, the V1 runner, for which vLLM turns full graphs off if
+    that number varies) a number costs nothing, and all are chosen among.
+    """
+    mode = vllm_config.compilation_config.cudagraph_mode
+    return bool(mode.decode_mode() == CUDAGraphMode.FULL and mode.separate_routine())
+
+
+def _capture_whole_batches(vllm_config: VllmConfig) -> None:
+    """Have graphs of `max_num_seqs` requests captured for every number of drafts, not for one alone.
+
+    vLLM captures none of more requests, as one of its usual sizes may be. Its largest size stays.
+    """
+    compilation, spec = vllm_config.compilation_config, vllm_config.speculative_config
+    assert isinstance(spec, MagicDecSpeculativeConfig)
+    max_num_seqs = vllm_config.scheduler_config.max_num_seqs
+    whole = {max_num_seqs * (length + 1) for length in (0, *spec.lengths)}
+    fitting = {size for size in whole if size <= compilation.max_cudagraph_capture_size}
+    compilation.cudagraph_capture_sizes = sorted({*compilation.cudagraph_capture_sizes, *fitting})
+
+
+def find_missing_graphs(vllm_config: VllmConfig) -> Iterator[str]:
+    """What runs without a full CUDA graph by vLLM's own limits, and what to set; a sentence for each."""
+    compilation, spec = vllm_config.compilation_config, vllm_config.speculative_config
+    assert isinstance(spec, MagicDecSpeculativeConfig)
+    if not captures_by_length(vllm_config):
+        return
+    max_num_seqs = vllm_config.scheduler_config.max_num_seqs
+    drafts = max(spec.lengths, default=spec.num_speculative_tokens)
+    if spec.has_controller and max_num_seqs == 1:
+        yield (
+            f"with --max-num-seqs 1 vLLM captures full CUDA graphs of one number of drafts, {drafts}; with "
+            "2 or more also of steps that draft nothing"
+        )
+    positions, most = drafts + 1, compilation.max_cudagraph_capture_size
+    # As vLLM makes the sizes of one number of drafts from those of all.
+    num_reqs = (-(-size // positions) for size in compilation.cudagraph_capture_sizes)
+    reach = max((n for n in num_reqs if n * positions <= most), default=0)
+    if max_num_seqs > reach:
+        yield (
+            f"vLLM's CUDA graphs end at {most} tokens, so verifications of {drafts} drafts of more than "
+            f"{reach} requests at a time run without, which is slower where the GPU waits for the host "
+            "(small models, tensor parallelism); if N requests decode at a time, N a multiple of 16, set "
+            f"--max-cudagraph-capture-size to {positions} x N; memory and start-up time grow with it"
+        )
 
 
 def check_refresh(async_scheduling: bool, v2_model_runner: bool) -> None:

@@ -24,6 +24,7 @@ from vllm_magicdec.drafting.drafter import Drafter
 from vllm_magicdec.views.base import PAD_SLOT, Batch, DraftStep, PageView
 from vllm_magicdec.vllm_api import cpu_sampling
 from vllm_magicdec.vllm_api.kv_cache import require_one_full_attention_group
+from vllm_magicdec.vllm_api.verification_attention import say_if_slow
 
 
 def make_plain_steps_plain(runner: Any) -> None:
@@ -83,6 +84,7 @@ class MagicDecProposer(DraftModelProposer):
     ) -> None:
         """Called once the KV cache is laid out."""
         require_one_full_attention_group(kv_cache_config)
+        say_if_slow(self.vllm_config)
         super().initialize_attn_backend(kv_cache_config, kernel_block_sizes)
         self._drafter = Drafter(self, self.vllm_config, kv_cache_config, self.block_size, self.device)
 

@@ -23,6 +23,7 @@ from vllm_magicdec.errors import METHOD
 from vllm_magicdec.views.base import PAD_SLOT, Batch, DraftStep, PageView, TokenView, View
 from vllm_magicdec.vllm_api.draft_graphs import DraftGraphs
 from vllm_magicdec.vllm_api.kv_cache import require_one_full_attention_group
+from vllm_magicdec.vllm_api.verification_attention import say_if_slow
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -58,6 +59,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
     ) -> None:
         """Called once the KV cache is laid out."""
         require_one_full_attention_group(kv_cache_config)
+        say_if_slow(self.vllm_config)
         super().set_attn(
             model_state, kv_cache_config, block_tables, target_input_buffers, target_attn_groups
         )

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engine configurations as on a CUDA device, made here by vLLM's own code."""
+
+import pytest
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+from vllm.v1.worker.gpu import cudagraph_utils
+
+
+@pytest.fixture
+def configure(tmp_path, monkeypatch):
+    """A function that builds the configuration of `vllm serve` with CUDA's graphs and the V2 runner."""
+    from transformers import LlamaConfig
+
+    LlamaConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        head_dim=32,
+        max_position_embeddings=4096,
+        architectures=["LlamaForCausalLM"],
+    ).save_pretrained(tmp_path)
+    platform = type(current_platform)
+    monkeypatch.setattr(platform, "support_static_graph_mode", classmethod(lambda cls: True))
+    monkeypatch.setattr(platform, "check_and_update_config", classmethod(lambda cls, config: None))
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
+
+    def make(speculative_config, **engine):
+        arguments = {"skip_tokenizer_init": True, "max_model_len": 4096, "block_size": 32, **engine}
+        return EngineArgs(
+            model=str(tmp_path), speculative_config=speculative_config, **arguments
+        ).create_engine_config()
+
+    return make
+
+
+@pytest.fixture
+def capture(monkeypatch):
+    """A function that lets vLLM's V2 runner list what it captures for a target; nothing is captured."""
+    rank = type("Rank", (), {"is_first_rank": True, "is_last_rank": True})
+    monkeypatch.setattr(cudagraph_utils, "get_pp_group", lambda: rank)
+    monkeypatch.setattr(type(current_platform), "get_global_graph_pool", lambda *_: None, raising=False)
+
+    def make(config):
+        manager = cudagraph_utils.CudaGraphManager(
+            config,
+            "cuda",
+            config.compilation_config.cudagraph_mode,
+            decode_query_len=config.num_speculative_tokens + 1,
+        )
+        manager._graphs_captured = True
+        return manager
+
+    return make

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which verifications have a full CUDA graph: by vLLM's own capture and dispatch, with CUDA's defaults."""
+
+import pickle
+
+import pytest
+from vllm.config import CUDAGraphMode
+from vllm.config.utils import replace
+
+from vllm_magicdec.errors import METHOD
+from vllm_magicdec.plugin import register
+from vllm_magicdec.vllm_api.engine_config import find_missing_graphs
+
+register()
+
+AUTO = {"method": METHOD, "num_speculative_tokens": "auto"}
+NESTED = (0, 1, 3, 7)
+
+
+def has_full_graph(manager, num_reqs, length):
+    num_tokens = num_reqs * (length + 1)
+    desc = manager.dispatch(num_reqs, num_tokens, length + 1, num_active_loras=0)
+    return desc.cg_mode == CUDAGraphMode.FULL
+
+
+def without_graph(manager, lengths, max_num_seqs):
+    """The batches up to vLLM's largest size whose verification has no full graph."""
+    return [
+        (num_reqs, length)
+        for length in lengths
+        for num_reqs in range(1, max_num_seqs + 1)
+        if num_reqs * (length + 1) <= manager.compilation_config.max_cudagraph_capture_size
+        and not has_full_graph(manager, num_reqs, length)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "lengths"),
+    [(1, (0, 7)), (2, (0, 7)), (3, (0, 3, 7)), *((n, NESTED) for n in (4, 8, 12, 100, 256, 1024))],
+)
+def test_every_verification_that_auto_chooses_has_a_full_graph(configure, capture, max_num_seqs, lengths):
+    config = configure(AUTO, max_num_seqs=max_num_seqs)
+    assert config.use_v2_model_runner
+    spec = config.speculative_config
+    for copied in (spec, replace(spec), pickle.loads(pickle.dumps(spec))):
+        assert copied.lengths == lengths
+    captured = lengths[-max_num_seqs:]  # vLLM captures no more lengths than requests
+    assert without_graph(capture(config), captured, max_num_seqs) == []
+
+
+def test_other_lengths_make_more_graphs_and_leave_batches_without(configure, capture):
+    config = configure(AUTO, max_num_seqs=1024)
+    nested = len(capture(config)._capture_descs[CUDAGraphMode.FULL])
+    for lengths in (range(9), (0, 1, 2, 3, 4, 6, 8)):
+        config.speculative_config.choose_among(tuple(lengths))
+        manager = capture(config)
+        assert len(manager._capture_descs[CUDAGraphMode.FULL]) > 1.5 * nested
+        assert len(without_graph(manager, lengths, 1024)) > 400
+
+
+def test_a_whole_batch_of_any_size_has_a_full_graph(configure, capture):
+    manager = capture(configure(AUTO, max_num_seqs=13))
+    assert all(has_full_graph(manager, 13, length) for length in NESTED)
+
+
+@pytest.mark.parametrize(
+    "engine", [{"enforce_eager": True}, {"compilation_config": {"cudagraph_mode": "PIECEWISE"}}]
+)
+def test_all_lengths_stay_where_a_length_costs_no_graphs(configure, engine):
+    assert configure(AUTO, **engine).speculative_config.lengths == tuple(range(9))
+
+
+def test_a_fixed_number_with_an_automatic_budget_stays(configure, capture):
+    fields = {"method": METHOD, "num_speculative_tokens": 5, "draft_kv_budget": "auto"}
+    config = configure(fields, max_num_seqs=8)
+    assert config.speculative_config.lengths == (5,)
+    manager = capture(config)
+    assert has_full_graph(manager, 8, 5) and has_full_graph(manager, 8, 0)
+
+
+def test_the_log_says_which_verifications_have_no_graph_and_what_to_set(configure, capture):
+    fields = {"method": METHOD, "num_speculative_tokens": 6}
+    config = configure(fields, max_num_seqs=128)
+    (sentence,) = find_missing_graphs(config)
+    assert "more than 72 requests" in sentence and "--max-cudagraph-capture-size to 7 x N" in sentence
+    manager = capture(config)
+    assert has_full_graph(manager, 72, 6) and not has_full_graph(manager, 73, 6)
+    config = configure(fields, max_num_seqs=128, max_cudagraph_capture_size=7 * 128)
+    assert not list(find_missing_graphs(config))
+    manager = capture(config)
+    assert all(has_full_graph(manager, num_reqs, 6) for num_reqs in range(1, 129))
+
+
+def test_the_log_says_that_one_request_leaves_no_graph_for_plain_steps(configure, capture):
+    config = configure(AUTO, max_num_seqs=1)
+    assert not has_full_graph(capture(config), 1, 0)
+    (sentence,) = find_missing_graphs(config)
+    assert "--max-num-seqs 1" in sentence
+    assert not list(find_missing_graphs(configure(AUTO, max_num_seqs=2)))
+    assert not list(find_missing_graphs(configure(AUTO, max_num_seqs=1, enforce_eager=True)))

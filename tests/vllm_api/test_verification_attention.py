@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The start-up log says where the target's attention verifies slowly, and only there."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from vllm_magicdec.vllm_api import verification_attention
+
+FA2 = {"vllm_flash_attn_version": 2, "num_heads": 8, "num_kv_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("device", "impl", "says"),
+    [
+        ("cuda", FA2, True),
+        ("cuda", {**FA2, "vllm_flash_attn_version": 3}, False),
+        ("cuda", {**FA2, "num_kv_heads": 8}, False),
+        ("cuda", {"num_heads": 8, "num_kv_heads": 2}, False),  # another backend
+        ("cpu", FA2, False),
+    ],
+)
+def test_only_flash_attention_2_with_grouped_queries_is_named(monkeypatch, device, impl, says):
+    layers = {"indexer": object(), "attn": SimpleNamespace(impl=SimpleNamespace(**impl))}
+    monkeypatch.setattr(verification_attention, "get_layers_from_vllm_config", lambda *_: layers)
+    said = []
+    logger = verification_attention.logger
+    monkeypatch.setattr(logger, "warning_once", lambda text, *_, **__: said.append(text))
+    verification_attention.say_if_slow(SimpleNamespace(device_config=SimpleNamespace(device_type=device)))
+    assert bool(said) == says
+    assert all("--attention-backend FLASHINFER" in text for text in said)

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether the target's attention backend verifies slowly, said once at start-up.
+
+The plugin does not choose a backend: the one that verifies faster there costs the full CUDA graphs, and
+which weighs more was not measured.
+"""
+
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+from vllm_magicdec.errors import METHOD
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+def say_if_slow(vllm_config: VllmConfig) -> None:
+    """Say what else to try where FlashAttention 2 verifies for a model with grouped queries.
+
+    FlashAttention 2 lets the query heads of a group share what it reads of the KV cache, and splits long
+    contexts over the GPU, for one query token per request only (flash-attention issues 176, 190, 193; vLLM
+    51320, 52879). FlashAttention 3 and 4 do so for several.
+
+    Args:
+        vllm_config: the engine's, its model loaded.
+    """
+    if vllm_config.device_config.device_type != "cuda":
+        return
+    layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase).values()
+    impls = [layer.impl for layer in layers if hasattr(layer, "impl")]
+    # What vLLM has chosen, for reasons of its own, rather than a guess from the GPU's name.
+    if any(
+        getattr(impl, "vllm_flash_attn_version", None) == 2 and impl.num_heads > impl.num_kv_heads
+        for impl in impls
+    ):
+        logger.warning_once(
+            "%s: vLLM's attention is FlashAttention 2 here, which verifies several tokens at several times "
+            "the cost of one at long contexts. --attention-backend FLASHINFER has a kernel that does not, "
+            "but on Ampere and Ada vLLM 0.32 captures no full CUDA graphs with it, and so none of draft "
+            "steps. Which is faster was not measured: try both with your load.",
+            METHOD,
+            scope="global",
+        )
