@@ -26,6 +26,13 @@ def check_compiles_for_hopper(
     kernel: Any, arguments: Mapping[str, str], constants: Mapping[str, Any]
 ) -> None:
     """`arguments`: Triton's types of those that are not 32-bit integers."""
+    assert compile_for(90, kernel, arguments, constants).asm["cubin"]
+
+
+def compile_for(
+    capability: int, kernel: Any, arguments: Mapping[str, str], constants: Mapping[str, Any]
+) -> Any:
+    """Triton's compiled kernel for a GPU of this compute capability, 90 for 9.0."""
     compiler = pytest.importorskip("triton.compiler")
     from triton.backends.compiler import GPUTarget
 
@@ -33,4 +40,4 @@ def check_compiles_for_hopper(
     types = {**dict.fromkeys(names, "i32"), **dict.fromkeys(constants, "constexpr"), **arguments}
     positions = {(names.index(name),): value for name, value in constants.items()}
     source = compiler.ASTSource(kernel, types, constexprs=positions)
-    assert compiler.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+    return compiler.compile(source, target=GPUTarget("cuda", capability, 32))
