@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from views_over_a_cache import CPU, Case, cases, filled, filled_cache, play_flashinfer
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from benchmarks.gpu import stand_in
 from vllm_magicdec.attention import flashinfer_attention, plans, switch
 from vllm_magicdec.attention.flashinfer_attention import Geometry
 from vllm_magicdec.attention.metadata import draft_metadata
@@ -86,6 +87,27 @@ def test_the_switch_reads_token_views_with_flashinfer(flashinfer_stand_in, case)
         case.check(draft(layer, case, cache))
         patch.setattr(switch, "attend", None)  # nobody else reads full ones
         full.check(draft(layer, full, filled_cache(KVCacheLayout.LBNHC, full)))
+
+
+def test_flashinfer_writes_where_vllm_reads(flashinfer_stand_in, monkeypatch):
+    """And not to memory of its own, to be copied from."""
+    monkeypatch.setattr(switch, "has_flashinfer", lambda: True)
+    case = small_case()
+    case = replace(case, query=torch.randn(1, 8, 64).bfloat16())
+    cache = filled_cache(KVCacheLayout.LBNHC, case)
+    layer = layer_of(case, cache)
+    installed = switch.Switch(0, layer, engine_config(case), CPU, None)
+    installed.plans = make_plans(installed.geometry)
+    installed.plans.reserve(3)
+    written, run = [], stand_in.StandInWrapper.run
+    monkeypatch.setattr(
+        stand_in.StandInWrapper,
+        "run",
+        lambda wrapper, q, kv, out: written.append(out.data_ptr()) or run(wrapper, q, kv, out),
+    )
+    output = draft(layer, case, cache)
+    case.check(output)
+    assert written == [output.data_ptr()]
 
 
 def test_a_layer_is_switched_once_and_what_the_first_switch_held_goes(flashinfer_stand_in, monkeypatch):

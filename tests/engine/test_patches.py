@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The upstream patches apply to vLLM 0.32.0; the plugin then uses its registry and mends nothing but memory."""
+"""The upstream patches apply to vLLM 0.32.0; the plugin then uses its registry and mends nothing."""
 
 import os
 import shutil

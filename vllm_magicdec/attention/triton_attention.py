@@ -8,8 +8,8 @@ import triton.language as tl
 from vllm_magicdec.attention.rows import KVRows
 
 MAX_BLOCK_TOKENS = 64
-# Of one block's keys, or values; Triton keeps both in shared memory, and more. A thread block has 99 KB of it
-# on Ada and on Ampere's smaller GPUs, which is too little for 64 tokens of 256 float32 elements.
+# Of one block's keys, or values; Triton keeps both in shared memory, and more. A thread block has 99 KB of
+# it on Ada and on Ampere's smaller GPUs, which is too little for 64 tokens of 256 float32 elements.
 MAX_BLOCK_BYTES = 32 * 2**10
 MIN_DOT_ROWS = 16  # tl.dot takes no fewer
 
