@@ -31,6 +31,7 @@ def make_engine(
     num_steps: int,
     num_layers: int,
     num_kv_heads: int,
+    group: int = 1,
     head_size: int,
     num_blocks: int,
     max_num_reqs: int,
@@ -41,8 +42,10 @@ def make_engine(
     return Engine(
         limits=Limits(page_size, model_len, num_steps, device.type),
         num_layers=num_layers,
+        num_heads=num_kv_heads * group,
         num_kv_heads=num_kv_heads,
         head_size=head_size,
+        query_dtype=torch.float32,
         cache_dtype=torch.float32,
         num_blocks=num_blocks,
         max_num_reqs=max_num_reqs,

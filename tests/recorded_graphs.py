@@ -121,7 +121,7 @@ def main() -> None:
     cudagraph_utils.get_pp_group = lambda: SimpleNamespace(is_first_rank=True, is_last_rank=True)
     cudagraph_utils.is_global_first_rank = lambda: False
     config = SimpleNamespace(
-        scheduler_config=SimpleNamespace(max_num_seqs=6),
+        scheduler_config=SimpleNamespace(max_num_seqs=5),
         compilation_config=SimpleNamespace(cudagraph_capture_sizes=[2, 4], max_cudagraph_capture_size=4),
         parallel_config=SimpleNamespace(tensor_parallel_size=1, data_parallel_size=1),
         cache_config=SimpleNamespace(use_kda_recoverssm=False),
@@ -152,8 +152,10 @@ def main() -> None:
 
     graphs = DraftGraphs(config, torch.device("cpu"), CUDAGraphMode.FULL_AND_PIECEWISE, Step(), (None, 8))
     graphs.capture_steps()
-    assert len(graphs.graphs) == 4
-    for round_, (num_reqs, common_len) in enumerate(itertools.product((4, 1, 3, 2), (None, 8, 5))):
+    # Of 5 requests too, the largest batch, which vLLM's own sizes leave out; its own stay as they are.
+    assert sorted({desc.num_reqs for desc in graphs.graphs}) == [2, 4, 5] and len(graphs.graphs) == 6
+    assert config.compilation_config.cudagraph_capture_sizes == [2, 4]
+    for round_, (num_reqs, common_len) in enumerate(itertools.product((4, 1, 5, 3, 2), (None, 8, 5))):
         tokens, lens = torch.randint(0, 100, (2, num_reqs), dtype=torch.int32)
         positions = torch.randint(0, 100, (num_reqs,))
         slots[:, :num_reqs] = torch.randint(0, 50, (1, num_reqs, 1, 8))
@@ -166,6 +168,11 @@ def main() -> None:
         assert torch.equal(sampled, tokens + 100 * positions + 10_000 * read + 1_000_000 * length)
         # Requests that pad the batch have written nothing.
         assert torch.equal(written[own], positions) and int((written[:63] >= 0).sum()) == num_reqs
+    # Nobody adds a graph of more than 512 requests.
+    config.scheduler_config.max_num_seqs = 600
+    graphs = DraftGraphs(config, torch.device("cpu"), CUDAGraphMode.FULL_AND_PIECEWISE, Step(), (None,))
+    graphs.capture_steps()
+    assert sorted(desc.num_reqs for desc in graphs.graphs) == [2, 4]
     view = TokenView(torch.ones(5, dtype=torch.int32), slots[:, :5], None)
     many = DraftStep(0, torch.zeros(5).long(), torch.arange(5), view)
     assert graphs.replay(torch.zeros(5, dtype=torch.int32), many) is None

@@ -4,7 +4,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,26 @@ def check_compiles_for_hopper(
     kernel: Any, arguments: Mapping[str, str], constants: Mapping[str, Any]
 ) -> None:
     """`arguments`: Triton's types of those that are not 32-bit integers."""
+    assert compile_for(90, kernel, arguments, constants).asm["cubin"]
+
+
+def compile_for(
+    capability: int,
+    kernel: Any,
+    arguments: Mapping[str, str],
+    constants: Mapping[str, Any],
+    divisible: Collection[str] = (),
+) -> Any:
+    """Triton's compiled kernel for a GPU of this compute capability, 90 for 9.0.
+
+    `divisible`: arguments that are multiples of 16, which a launch tells the compiler.
+    """
     compiler = pytest.importorskip("triton.compiler")
     from triton.backends.compiler import GPUTarget
 
     names = kernel.arg_names
     types = {**dict.fromkeys(names, "i32"), **dict.fromkeys(constants, "constexpr"), **arguments}
     positions = {(names.index(name),): value for name, value in constants.items()}
-    source = compiler.ASTSource(kernel, types, constexprs=positions)
-    assert compiler.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in divisible}
+    source = compiler.ASTSource(kernel, types, constexprs=positions, attrs=attributes)
+    return compiler.compile(source, target=GPUTarget("cuda", capability, 32))

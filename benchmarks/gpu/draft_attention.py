@@ -9,11 +9,13 @@ import torch
 from benchmarks.gpu.problem import Layer, View
 from vllm_magicdec.attention import Implementation, KVRows, attend
 from vllm_magicdec.attention.flashinfer_attention import (
-    WORKSPACE_BYTES,
     FlashInferDecode,
     Geometry,
     make_page_indices,
+    make_workspace,
 )
+
+WORKSPACE_BYTES = 128 * 2**20  # what FlashInfer recommends, for its own pages
 
 
 @dataclass(frozen=True)
@@ -113,10 +115,11 @@ def _planned(layer: Layer, view: View) -> tuple[FlashInferDecode, KVRows, torch.
     assert view.slots is not None
     batch, num_kv_heads, budget = view.slots.shape
     device = layer.query.device
+    geometry = _geometry(layer)
     decode = FlashInferDecode(
-        _geometry(layer),
+        geometry,
         num_reqs=batch,
-        workspace=_workspace(device),
+        workspace=make_workspace(geometry, batch, device),
         indices=make_page_indices(batch * num_kv_heads, budget, device),
     )
     decode.plan(view.lens.cpu())

@@ -63,6 +63,26 @@ def test_triton_compiles_for_hopper_without_one(dtype):
     triton_tools.check_compiles_for_hopper(_decode_kernel, arguments, constants)
 
 
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize(("dtype", "size"), [("bf16", 2), ("fp32", 4)])
+@pytest.mark.parametrize("head_size", [128, 256])
+def test_the_triton_kernel_fits_the_shared_memory_of_smaller_gpus(dtype, size, head_size):
+    """Ada, and Ampere but for the A100, give a thread block 99 KB."""
+    pytest.importorskip("triton")
+    from vllm_magicdec.attention import triton_attention
+
+    kernel = triton_attention._decode_kernel
+    constants = dict(PAGE_SIZE=16, GROUP=8, HEAD_SIZE=head_size, GROUP_PADDED=16, HEAD_PADDED=head_size)
+    constants |= dict(BLOCK=triton_attention.block_tokens(head_size, size), SOFT_CAP=False)
+    arguments = dict.fromkeys(["query", "keys", "values", "output"], f"*{dtype}")
+    arguments |= dict(slots="*i32", lens="*i32", scale="fp32", soft_cap="fp32")
+    # As a launch specialises it: elements of a row are neighbours, and rows are aligned.
+    constants |= dict.fromkeys(["query_dim", "key_dim", "value_dim", "slots_column"], 1)
+    aligned = set(kernel.arg_names) - set(constants) - {"scale", "soft_cap"}
+    compiled = triton_tools.compile_for(89, kernel, arguments, constants, aligned)
+    assert 0 < compiled.metadata.shared <= 99 * 1024
+
+
 def test_triton_compiles_the_row_numbers_for_hopper_without_one():
     pytest.importorskip("triton")
     from vllm_magicdec.attention.triton_indices import _fill_kernel

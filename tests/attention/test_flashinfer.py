@@ -20,7 +20,9 @@ from views_over_a_cache import (
     run,
 )
 
+from benchmarks.gpu import stand_in
 from vllm_magicdec.attention import KVRows, flashinfer_attention, plans
+from vllm_magicdec.attention.flashinfer_attention import Geometry
 
 flashinfer_stand_in = pytest.fixture(scope="module")(play_flashinfer)
 
@@ -44,7 +46,7 @@ def test_flashinfer_serves_all_layers_and_new_lengths_with_one_wrapper(
     decode = flashinfer_attention.FlashInferDecode(
         geometry_of(first),
         num_reqs=num_reqs,
-        workspace=torch.zeros(1, dtype=torch.uint8),
+        workspace=flashinfer_attention.make_workspace(geometry_of(first), num_reqs, CPU),
         indices=flashinfer_attention.make_page_indices(num_reqs * num_kv_heads, budget, CPU),
         cuda_graph=cuda_graph,
     )
@@ -60,11 +62,14 @@ def test_flashinfer_serves_all_layers_and_new_lengths_with_one_wrapper(
 
 @settings(max_examples=30, deadline=None)
 @given(st.data(), layouts, st.booleans())
-def test_full_views_are_planned_when_their_number_changes(flashinfer_stand_in, data, layout, captured):
+def test_full_views_are_planned_once_for_every_number_of_them(flashinfer_stand_in, data, layout, captured):
     drawn = filled(data.draw(cases()))
     width = drawn.slots.shape[-1]
-    made = plans.CommonLengthPlans(geometry_of(drawn), max_num_reqs=len(drawn.lens), device=CPU)
+    made = plans.CommonLengthPlans(
+        geometry_of(drawn), max_num_reqs=len(drawn.lens), max_graph_reqs=len(drawn.lens), device=CPU
+    )
     made.load_kernels()
+    made.reserve(width)
     planned = []
     with pytest.MonkeyPatch.context() as patch:
         plan = flashinfer_attention.FlashInferDecode.plan
@@ -73,15 +78,11 @@ def test_full_views_are_planned_when_their_number_changes(flashinfer_stand_in, d
             "plan",
             lambda decode, lens: planned.append((len(lens), lens.tolist()[0])) or plan(decode, lens),
         )
-        # What was captured is planned at once and then for good.
         smaller, all_reqs = max(1, width - 1), len(drawn.lens)  # as of a smaller budget
         steps = [(1, smaller), (all_reqs, width), (1, width), (1, smaller), (all_reqs, width)]
         if captured:
             for num_reqs, length in steps:
-                made.prepare_capture(num_reqs, length, length)
-        expected = (
-            list(dict.fromkeys(steps)) if captured else [step for step, _ in itertools.groupby(steps)]
-        )
+                made.prepare_capture(num_reqs, length)
         for num_reqs, length in steps:
             case = replace(
                 drawn,
@@ -92,8 +93,107 @@ def test_full_views_are_planned_when_their_number_changes(flashinfer_stand_in, d
             for layer in range(NUM_LAYERS):
                 own = replace(case, keys=case.keys + layer)
                 rows = KVRows.of(filled_cache(layout, own), "FLASHINFER")
-                own.check(made.decode(num_reqs, length, length).run(own.query, rows, own.slots))
-    assert planned == expected
+                own.check(made.decode(num_reqs, length).run(own.query, rows, own.slots))
+    assert planned == list(dict.fromkeys(steps))
+
+
+def test_the_latest_plans_are_kept(flashinfer_stand_in, monkeypatch):
+    geometry = Geometry(8, 1, 64, torch.bfloat16, torch.bfloat16, scale=1.0)
+    made = plans.CommonLengthPlans(geometry, max_num_reqs=4, max_graph_reqs=0, device=CPU)
+    made.reserve(8)
+    monkeypatch.setattr(plans, "MAX_RECENT", 2)
+    first, second = made.decode(1, 8), made.decode(2, 8)
+    assert made.decode(1, 8) is first
+    made.decode(3, 8)  # takes the place of what was not asked for since
+    assert made.decode(1, 8) is first
+    assert made.decode(2, 8) is not second
+
+
+def heads(num_heads: int, num_kv_heads: int, head_size: int = 128) -> Geometry:
+    return Geometry(num_heads, num_kv_heads, head_size, torch.bfloat16, torch.bfloat16, scale=1.0)
+
+
+SHAPES = {
+    "Llama-3.1-8B": heads(32, 8),
+    "Qwen3-8B": heads(32, 8),
+    "Qwen3-14B": heads(40, 8),
+    "64/8 heads": heads(64, 8),
+    "64/8 heads on 8 devices": heads(8, 1),
+    "Gemma's head size": heads(16, 8, 256),
+    "multi-head": heads(32, 32),
+    "multi-query": heads(71, 1, 64),
+    "a group of 32": heads(64, 2, 64),
+}
+
+
+@pytest.mark.parametrize("cuda_graph", [True, False])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_workspaces_hold_what_flashinfers_planning_allocates(shape, cuda_graph):
+    """Its arithmetic step by step, as in scheduler.cuh, for small and large GPUs, short and long lists."""
+    geometry = SHAPES[shape]
+    of_plan = stand_in.prefill_workspaces if geometry.use_tensor_cores else stand_in.decode_workspaces
+    for num_reqs, length, processors in itertools.product((1, 3, 40, 512), (1, 200, 4096), (58, 132, 188)):
+        kv_lens = [length] * num_reqs * geometry.num_kv_heads
+        wanted = of_plan(kv_lens, geometry.group, geometry.head_size, cuda_graph, processors)
+        has = flashinfer_attention.plan_bytes(geometry, num_reqs)
+        assert all(a >= b for a, b in zip(has, wanted, strict=True)), (num_reqs, length, processors)
+
+
+@pytest.mark.parametrize(
+    ("shape", "mebibytes"),
+    [("Llama-3.1-8B", 161), ("Qwen3-8B", 161), ("Qwen3-14B", 212), ("64/8 heads", 387)],
+)
+def test_the_largest_graph_of_an_engine_for_1024_requests_can_be_planned(
+    flashinfer_stand_in, shape, mebibytes
+):
+    """vLLM's default `max_num_seqs` on large GPUs; it captures no more than 512 requests."""
+    geometry = SHAPES[shape]
+    made = plans.CommonLengthPlans(geometry, max_num_reqs=1024, max_graph_reqs=512, device=CPU)
+    made.reserve(1)
+    for num_reqs in (512, 1):
+        made.prepare_capture(num_reqs, 1)
+        assert made.decode(num_reqs, 1) is not None
+    assert made.decode(1024, 1) is not None  # without a graph
+    num_bytes = flashinfer_attention.plan_bytes(geometry, 512)[0]
+    assert round(num_bytes / 2**20) == mebibytes
+    made.prepare_capture(1024, 1)
+    assert made.decode(1024, 1) is None  # the float workspace is not for so many
+
+
+def test_plans_take_kilobytes():
+    """Not the 8 MiB, on the device and pinned, that a wrapper brings."""
+    assert flashinfer_attention.plan_bytes(SHAPES["Llama-3.1-8B"], 512)[1] < 150e3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cuda_graph", [True, False])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_workspaces_hold_what_flashinfer_itself_asks_for(shape, cuda_graph):
+    """Of the installed FlashInfer, whose `workspace_size` needs its compiled kernels."""
+    flashinfer = pytest.importorskip("flashinfer")
+    geometry, device = SHAPES[shape], torch.device("cuda")
+    if geometry.refusal or geometry.group not in (1, 2, 4, 8):
+        pytest.skip("not every group has a kernel that comes with FlashInfer")
+    for num_reqs, length in itertools.product((1, 40, 512), (1, 200)):
+        num_lists = num_reqs * geometry.num_kv_heads
+        indptr = torch.arange(num_lists + 1, dtype=torch.int32) * length
+        ones = torch.ones(num_lists, dtype=torch.int32)
+        indices = torch.zeros(num_lists * length, dtype=torch.int32, device=device)
+        buffers = dict(
+            paged_kv_indptr_buffer=indptr.to(device),
+            paged_kv_indices_buffer=indices,
+            paged_kv_last_page_len_buffer=ones.to(device),
+        )
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            torch.zeros(1024, dtype=torch.uint8, device=device),
+            "NHD",
+            use_cuda_graph=cuda_graph,
+            use_tensor_cores=geometry.use_tensor_cores,
+            **(buffers if cuda_graph else {}),
+        )
+        wanted = wrapper.workspace_size(indptr, indices, ones, **geometry.plan_arguments())
+        has = flashinfer_attention.plan_bytes(geometry, num_reqs)
+        assert all(a >= b for a, b in zip(has, wanted, strict=True)), (num_reqs, length)
 
 
 @pytest.mark.gpu

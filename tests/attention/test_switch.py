@@ -2,6 +2,7 @@
 """Which draft attention reads the token views of an engine."""
 
 import types
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from views_over_a_cache import CPU, Case, cases, filled, filled_cache, play_flashinfer
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from benchmarks.gpu import stand_in
 from vllm_magicdec.attention import flashinfer_attention, plans, switch
 from vllm_magicdec.attention.flashinfer_attention import Geometry
 from vllm_magicdec.attention.metadata import draft_metadata
@@ -63,6 +65,10 @@ def draft(layer: types.SimpleNamespace, case: Case, cache: torch.Tensor) -> torc
     return output[: len(case.query)].view_as(case.query)
 
 
+def make_plans(geometry: Geometry) -> plans.CommonLengthPlans | None:
+    return switch.plan_with_flashinfer(geometry, max_num_reqs=4, max_graph_reqs=4, device=CPU)
+
+
 def engine_config(case: Case) -> types.SimpleNamespace:
     return types.SimpleNamespace(model_config=types.SimpleNamespace(dtype=case.query.dtype))
 
@@ -76,27 +82,104 @@ def test_the_switch_reads_token_views_with_flashinfer(flashinfer_stand_in, case)
     full = filled(case)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(switch, "has_flashinfer", lambda: True)
-        installed.plans = switch.plan_with_flashinfer(installed.geometry, 4, CPU)
+        installed.plans = make_plans(installed.geometry)
+        installed.plans.reserve(full.slots.shape[-1])
         case.check(draft(layer, case, cache))
         patch.setattr(switch, "attend", None)  # nobody else reads full ones
         full.check(draft(layer, full, filled_cache(KVCacheLayout.LBNHC, full)))
 
 
-def test_a_layer_is_switched_once(flashinfer_stand_in):
-    """vLLM lays out a small KV cache to measure memory, and then the real one."""
+def test_flashinfer_writes_where_vllm_reads(flashinfer_stand_in, monkeypatch):
+    """And not to memory of its own, to be copied from."""
+    monkeypatch.setattr(switch, "has_flashinfer", lambda: True)
     case = small_case()
+    case = replace(case, query=torch.randn(1, 8, 64).bfloat16())
     cache = filled_cache(KVCacheLayout.LBNHC, case)
     layer = layer_of(case, cache)
+    installed = switch.Switch(0, layer, engine_config(case), CPU, None)
+    installed.plans = make_plans(installed.geometry)
+    installed.plans.reserve(3)
+    written, run = [], stand_in.StandInWrapper.run
+    monkeypatch.setattr(
+        stand_in.StandInWrapper,
+        "run",
+        lambda wrapper, q, kv, out: written.append(out.data_ptr()) or run(wrapper, q, kv, out),
+    )
+    output = draft(layer, case, cache)
+    case.check(output)
+    assert written == [output.data_ptr()]
+
+
+def test_a_layer_is_switched_once_and_what_the_first_switch_held_goes(flashinfer_stand_in, monkeypatch):
+    """vLLM lays out a small KV cache to measure memory, and then the real one."""
+    case = small_case()
+    small, real = (filled_cache(KVCacheLayout.LBNHC, case) for _ in range(2))
+    layer = layer_of(case, small)
     own = layer.impl.forward = lambda *args, **kwargs: "the layer's own"
-    for _ in range(2):
-        switch.Switch(0, layer, engine_config(case), CPU, None)
+    monkeypatch.setattr(switch, "get_layers_from_vllm_config", lambda config, kind: {"layer": layer})
+    switch.install_switches(engine_config(case), ["layer"], CPU)
+    case.check(draft(layer, case, small))
+    first = weakref.ref(layer.impl.forward.__self__)
+    switch.install_switches(engine_config(case), ["layer"], CPU)
+    case.check(draft(layer, case, real))
     assert layer.impl.forward.__self__._target_forward is own
+    assert first() is None
+
+
+def test_the_rows_of_a_cache_are_numbered_once(flashinfer_stand_in, monkeypatch):
+    case = small_case()
+    caches = [filled_cache(layout, case) for layout in (KVCacheLayout.LBNHC, KVCacheLayout.LBHNC)]
+    layer = layer_of(case, caches[0])
+    switch.Switch(0, layer, engine_config(case), CPU, None)
+    numbered, number = [], switch.KVRows.of
+    monkeypatch.setattr(
+        switch.KVRows, "of", lambda cache, *args: numbered.append(cache) or number(cache, *args)
+    )
+    for cache in [caches[0], caches[0], caches[1], caches[1]]:
+        case.check(draft(layer, case, cache))
+    assert [id(cache) for cache in numbered] == [id(cache) for cache in caches]
+
+
+def test_a_size_that_flashinfer_cannot_plan_is_read_by_triton_alone(flashinfer_stand_in, monkeypatch):
+    """The others keep their plans, and so their CUDA graphs."""
+    monkeypatch.setattr(switch, "has_flashinfer", lambda: True)
+    case = filled(replace(small_case(), lens=torch.tensor([3, 3], dtype=torch.int32)))
+    case = replace(case, query=torch.randn(2, 8, 64).bfloat16(), slots=case.slots.expand(2, -1, -1))
+    cache = filled_cache(KVCacheLayout.LBNHC, case)
+    layer = layer_of(case, cache)
+    installed = switch.Switch(0, layer, engine_config(case), CPU, None)
+    installed.plans = make_plans(installed.geometry)
+    installed.plans.reserve(3)
+    plan = flashinfer_attention.FlashInferDecode.plan
+
+    def plan_one_at_most(decode, lens):
+        if len(lens) > 1:
+            raise RuntimeError("Buffer overflow")
+        plan(decode, lens)
+
+    monkeypatch.setattr(flashinfer_attention.FlashInferDecode, "plan", plan_one_at_most)
+    read, attend = [], switch.attend
+    monkeypatch.setattr(
+        switch, "attend", lambda *args, **kw: read.append(len(args[0])) or attend(*args, **kw)
+    )
+    logged = []
+    monkeypatch.setattr(plans.logger, "warning", lambda line, *args: logged.append(line % args))
+    for num_reqs in (2, 1):
+        installed.plans.prepare_capture(num_reqs, 3)
+    for num_reqs in (1, 2, 1, 2):
+        part = replace(
+            case, query=case.query[:num_reqs], slots=case.slots[:num_reqs], lens=case.lens[:num_reqs]
+        )
+        part.check(draft(layer, part, cache))
+    assert read == [2, 2]
+    (line,) = logged
+    assert line.startswith("Triton reads the token views of 2 requests, not FlashInfer")
 
 
 def reason_logged(monkeypatch, geometry: Geometry) -> str:
     logged = []
     monkeypatch.setattr(switch.logger, "warning_once", lambda line, *args: logged.append(line % args))
-    assert switch.plan_with_flashinfer(geometry, 4, CPU) is None
+    assert make_plans(geometry) is None
     (line,) = logged
     return line
 
@@ -146,7 +229,10 @@ def test_a_cache_that_flashinfer_cannot_read_goes_to_the_fallback(flashinfer_sta
     cache = torch.nn.functional.pad(filled_cache(KVCacheLayout.LBNHC, case), (0, 2))[..., :-2]
     layer = layer_of(case, cache)
     installed = switch.Switch(0, layer, engine_config(case), CPU, None)
-    installed.plans = plans.CommonLengthPlans(installed.geometry, max_num_reqs=1, device=CPU)
+    installed.plans = plans.CommonLengthPlans(
+        installed.geometry, max_num_reqs=1, max_graph_reqs=0, device=CPU
+    )
+    installed.plans.reserve(3)
     for _ in range(2):
         case.check(draft(layer, case, cache))
     (line,) = logged

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from benchmarks.gpu import stand_in
-from vllm_magicdec.attention import KVRows, attend, flashinfer_attention, plans
+from vllm_magicdec.attention import KVRows, attend
 from vllm_magicdec.attention.flashinfer_attention import Geometry
 
 # Largest error as a share of the largest result. bfloat16 rounds the result (2**-9) and, in kernels that
@@ -162,6 +162,4 @@ def play_flashinfer() -> Iterator[None]:
     """A fixture: FlashInfer's part is played by a stand-in that reads what it is told to read."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "flashinfer", stand_in.module())
-        for reader in (flashinfer_attention, plans):
-            patch.setattr(reader, "WORKSPACE_BYTES", 1)
         yield

@@ -51,7 +51,7 @@ def patched_tree(tmp_path_factory) -> Path:
     return root
 
 
-def test_the_plugin_registers_and_wraps_nothing(patched_tree):
+def test_the_plugin_registers_and_wraps_nothing_but_the_sizing_of_the_kv_cache(patched_tree):
     path = os.pathsep.join([str(patched_tree), os.environ.get("PYTHONPATH", "")])
     result = subprocess.run(
         [sys.executable, "-c", SHOW_WRAPS],
@@ -62,7 +62,13 @@ def test_the_plugin_registers_and_wraps_nothing(patched_tree):
     )
     assert result.returncode == 0, result.stderr[-3000:]
     shown = result.stdout.splitlines()[-4:]
-    assert shown == [str(patched_tree / "vllm" / "__init__.py"), "['magicdec-self']", "[]", "magicdec-self"]
+    wrapped = "['vllm.v1.engine.core.get_kv_cache_configs']"
+    assert shown == [
+        str(patched_tree / "vllm" / "__init__.py"),
+        "['magicdec-self']",
+        wrapped,
+        "magicdec-self",
+    ]
 
 
 @pytest.mark.parametrize("v2", [False, True], ids=["V1 runner", "V2 runner"])

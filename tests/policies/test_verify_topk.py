@@ -4,6 +4,7 @@
 import math
 from types import SimpleNamespace
 
+import pytest
 import torch
 from batches import make_batch, make_engine
 from hypothesis import given, settings
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from reference import slot_of
 
 from vllm_magicdec.attention import KVRows
+from vllm_magicdec.policies import verification
 from vllm_magicdec.policies.verification import (
     RECENT_TOKENS,
     PageSelector,
@@ -47,6 +49,7 @@ class Scene:
             num_steps=GAMMA,
             num_layers=NUM_LAYERS,
             num_kv_heads=NUM_KV_HEADS,
+            group=GROUP,
             head_size=SIZE,
             num_blocks=NUM_BLOCKS,
             max_num_reqs=num_reqs,
@@ -243,3 +246,35 @@ def test_token_granularity_takes_the_best_tokens_of_the_best_pages():
                 ]
                 weights = scene.token_scores(queries, layer, request, head, accepted, eligible)
                 assert set(chosen) == set(sorted(weights, key=lambda p: -weights[p])[:count])
+
+
+@pytest.mark.parametrize("kind", [PageSelector, TokenSelector])
+def test_requests_are_selected_for_in_parts_that_fit_the_scratch(monkeypatch, kind):
+    context_lens = [300, 77, 390]
+    scene = Scene(7, context_lens, 16)
+    scene.verify([2, 0, 1])
+    page_budget = PageBudget(
+        page_size=PAGE, sink_pages=1, min_pages=30, max_pages=30, recent_pages=scene.num_recent
+    )
+    token_budget = TokenBudget(sink=3, window=RECENT_TOKENS, min_tokens=64, max_tokens=64)
+    budget, num_heads = (page_budget, 1) if kind is PageSelector else (token_budget, NUM_KV_HEADS)
+
+    def select(at_once: int) -> tuple[list[int], Selections]:
+        selector = scene.selector(kind, budget, num_heads)
+        num_bytes = selector._scratch_bytes(-(-391 // PAGE))
+        monkeypatch.setattr(verification, "SCRATCH_BYTES", at_once * num_bytes + 1)
+        parts, select_part = [], selector._select
+        monkeypatch.setattr(
+            selector, "_select", lambda part, n: parts.append(len(part.req_ids)) or select_part(part, n)
+        )
+        selector.update(make_batch(list("abc"), scene.block_table, context_lens), GAMMA)
+        return parts, selector._selections
+
+    all_parts, together = select(3)
+    parts, apart = select(2)
+    assert (all_parts, parts) == ([3], [2, 1])
+    for name in ("counts", "ends"):
+        assert torch.equal(getattr(together, name), getattr(apart, name))
+    for row, count in enumerate(together.counts.tolist()):
+        chosen = (selections.positions[row, ..., :count] for selections in (together, apart))
+        assert torch.equal(*(positions.sort().values for positions in chosen))

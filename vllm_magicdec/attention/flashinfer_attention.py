@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from vllm_magicdec.attention.rows import KVRows
+from vllm_magicdec.views.base import ceil_div
 
 ALIGNMENT = 16  # bytes; FlashInfer's vectorised loads
 MAX_ROWS = 2**31  # page numbers are int32
-WORKSPACE_BYTES = 128 * 2**20  # what FlashInfer recommends
+MULTIPROCESSORS = 256  # no GPU has more; what a plan wants at least depends on them
 # From here on a group fills enough of a tensor core's tile; CUDA cores know no groups of 5, 7 or above 8.
 TENSOR_CORE_GROUP = 4
 HEAD_SIZES = (64, 128, 256)
@@ -116,6 +117,11 @@ class Geometry:
         return self.group >= TENSOR_CORE_GROUP
 
     @property
+    def max_tile(self) -> int:
+        """Most query rows that a thread block on tensor cores computes."""
+        return 128 if self.head_size < 256 else 64
+
+    @property
     def refusal(self) -> str | None:
         """Why FlashInfer has no kernel for this, or None."""
         if self.head_size not in HEAD_SIZES:
@@ -139,6 +145,42 @@ class Geometry:
         )
 
 
+def plan_bytes(geometry: Geometry, num_reqs: int) -> tuple[int, int]:
+    """What FlashInfer allocates in its two workspaces for a plan that a CUDA graph may keep.
+
+    That is the arithmetic of `PrefillPlan` (tensor cores) and `DecodePlan` in FlashInfer's scheduler.cuh,
+    for one query token and one KV head per list of rows, on Ampere or newer. In a graph lists are always
+    split into chunks: the results of each, a tile of query rows in float32, wait until they are merged. The
+    number of chunks is an upper bound from the number of lists and of processors. A plan without a graph
+    splits only what would leave processors idle, and wants no more.
+
+    Args:
+        geometry: of the layers.
+        num_reqs: of the plan.
+
+    Returns:
+        bytes of the float workspace, bytes of the int workspace.
+    """
+    group, num_lists = geometry.group, num_reqs * geometry.num_kv_heads
+    if geometry.use_tensor_cores:
+        # Query rows that a thread block computes.
+        tile = next(rows for rows in (16, 64, 128) if group <= rows or rows == geometry.max_tile)
+        num_chunks = max(2 * MULTIPROCESSORS, ceil_div(num_lists * group, tile) + num_lists - 1)
+    else:
+        tile = 1
+        num_chunks = max(16 * MULTIPROCESSORS, num_lists)  # 16 blocks of 128 threads are all that fit
+    num_floats = group * num_chunks * tile * (geometry.head_size + 1)  # results, and the sums they merge by
+    # By chunk three numbers and a flag, by list where it starts twice, and two numbers.
+    num_int_bytes = num_chunks * (3 * 4 + 1) + 2 * (num_lists + 1) * 4 + 2 * 4
+    # Each of FlashInfer's allocations is aligned.
+    return 4 * num_floats + 2 * ALIGNMENT, num_int_bytes + 8 * ALIGNMENT
+
+
+def make_workspace(geometry: Geometry, num_reqs: int, device: torch.device) -> torch.Tensor:
+    """Room for the floats of plans for so many requests; decodes that run in turn may share it."""
+    return torch.zeros(plan_bytes(geometry, num_reqs)[0], dtype=torch.uint8, device=device)
+
+
 class FlashInferDecode:
     """Planned decode attention; all layers share one plan.
 
@@ -148,7 +190,7 @@ class FlashInferDecode:
     Args:
         geometry: of the layers.
         num_reqs: most requests of a plan; with `cuda_graph`, all plans are for so many.
-        workspace: [WORKSPACE_BYTES] uint8, zeroed before its first use.
+        workspace: from `make_workspace`.
         indices: from `make_page_indices`. It and the workspace may be shared by decodes that run in turn.
         cuda_graph: whether `run` may be captured.
     """
@@ -182,6 +224,11 @@ class FlashInferDecode:
             use_tensor_cores=geometry.use_tensor_cores,
             **(buffers if cuda_graph else {}),
         )
+        # In the place of the 8 MiB, on the device and pinned, that every wrapper brings.
+        num_int_bytes = plan_bytes(geometry, num_reqs)[1]
+        self._wrapper.reset_workspace_buffer(
+            workspace, torch.empty(num_int_bytes, dtype=torch.uint8, device=device)
+        )
 
     def plan(self, lens_cpu: torch.Tensor) -> None:
         """Plan for these lengths. `lens_cpu` [num_reqs] int32 on the host. Not capturable."""
@@ -202,8 +249,9 @@ class FlashInferDecode:
         query: torch.Tensor,  # [num_reqs, num_heads, head_size]
         rows: KVRows,
         slots: torch.Tensor,  # [num_reqs, num_kv_heads, budget] int32
+        out: torch.Tensor | None = None,  # as `query`, contiguous
     ) -> torch.Tensor:
-        """Attend under the last plan. Returns [num_reqs, num_heads, head_size] in the query's dtype.
+        """Attend under the last plan. Returns [num_reqs, num_heads, head_size] in the query's dtype: `out`.
 
         Raises:
             UnreadableCacheError: see `row_pages`.
@@ -212,15 +260,18 @@ class FlashInferDecode:
         num_reqs = query.shape[0]
         indptr = self._indptr[: num_reqs * self._geometry.num_kv_heads + 1]
         _fill_page_indices(query.device)(self._indices, rows, slots, self._lens[:num_reqs], indptr)
-        return self._read(query, pages)
+        return self._read(query, pages, out)
 
     def run_again(self, query: torch.Tensor, rows: KVRows) -> torch.Tensor:
         """`run` for the slots of the last one, whose row numbers are still there."""
-        return self._read(query, row_pages(rows))
+        return self._read(query, row_pages(rows), None)
 
-    def _read(self, query: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        virtual_query = query.reshape(-1, self._geometry.group, query.shape[-1])
-        return self._wrapper.run(virtual_query, pages).view(query.shape)
+    def _read(
+        self, query: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor | None
+    ) -> torch.Tensor:
+        shape = (-1, self._geometry.group, query.shape[-1])
+        virtual_out = None if out is None else out.view(shape)
+        return self._wrapper.run(query.reshape(shape), pages, out=virtual_out).view(query.shape)
 
 
 def attend(
@@ -240,7 +291,7 @@ def attend(
     decode = FlashInferDecode(
         geometry,
         num_reqs=num_reqs,
-        workspace=torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=query.device),
+        workspace=make_workspace(geometry, num_reqs, query.device),
         indices=make_page_indices(num_reqs * rows.num_kv_heads, slots.shape[-1], query.device),
     )
     decode.plan(lens.cpu())

@@ -34,6 +34,7 @@ def install_switches(
     recorder: QueryRecorder | None = None,
     *,
     layer_pages: bool = False,
+    max_graph_reqs: int = 0,
 ) -> Sequence[CommonLengthPlans]:
     """Put a `Switch` into every layer; its number is its place in `layer_names`.
 
@@ -43,6 +44,7 @@ def install_switches(
         device: where they are.
         recorder: gets the target's queries.
         layer_pages: draft steps read pages of every layer's own, by vLLM's own attention.
+        max_graph_reqs: most requests of a draft step in a CUDA graph; 0: there is no graph.
 
     Returns:
         FlashInfer's plans; none where it is not used.
@@ -51,6 +53,9 @@ def install_switches(
         MagicDecConfigError: a layer's attention or KV cache is not known.
     """
     layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
+    # vLLM lays the KV cache out twice when it measures memory first: what the first switches hold goes.
+    for name in layer_names:
+        layers[name].impl.forward = _own_forward(layers[name].impl)
     plans: dict[Geometry, CommonLengthPlans | None] = {}
     for index, name in enumerate(layer_names):
         switch = Switch(index, layers[name], vllm_config, device, recorder)
@@ -58,20 +63,31 @@ def install_switches(
             switch.require_block_tables()
         if device.type == "cuda" and not layer_pages:
             if switch.geometry not in plans:
-                max_num_reqs = vllm_config.scheduler_config.max_num_seqs
-                plans[switch.geometry] = plan_with_flashinfer(switch.geometry, max_num_reqs, device)
+                plans[switch.geometry] = plan_with_flashinfer(
+                    switch.geometry,
+                    max_num_reqs=vllm_config.scheduler_config.max_num_seqs,
+                    max_graph_reqs=max_graph_reqs,
+                    device=device,
+                )
             switch.plans = plans[switch.geometry]
     return [found for found in plans.values() if found is not None]
 
 
+def flashinfer_refusal(geometry: Geometry) -> str | None:
+    """Why FlashInfer cannot read the token views of layers of this geometry, or None."""
+    return geometry.refusal if has_flashinfer() else "it is not installed, or its kernels are not"
+
+
 def plan_with_flashinfer(
-    geometry: Geometry, max_num_reqs: int, device: torch.device
+    geometry: Geometry, *, max_num_reqs: int, max_graph_reqs: int, device: torch.device
 ) -> CommonLengthPlans | None:
     """FlashInfer's plans for layers of this geometry, or None where Triton has to do; says which, once."""
-    reason = geometry.refusal if has_flashinfer() else "it is not installed, or its kernels are not"
+    reason = flashinfer_refusal(geometry)
     if reason is None:
         try:
-            plans = CommonLengthPlans(geometry, max_num_reqs=max_num_reqs, device=device)
+            plans = CommonLengthPlans(
+                geometry, max_num_reqs=max_num_reqs, max_graph_reqs=max_graph_reqs, device=device
+            )
             plans.load_kernels()
         except Exception as error:  # of whatever compiles and loads its kernels
             reason = f"its kernels do not load: {error}"
@@ -90,7 +106,7 @@ def _log_fallback(reason: str) -> None:
 
 
 def _own_forward(impl: Any) -> Any:
-    """The layer's own `forward`: vLLM lays the KV cache out twice when it measures memory first."""
+    """The layer's own `forward`."""
     holder = getattr(impl.forward, "__self__", None)
     return holder._target_forward if isinstance(holder, Switch) else impl.forward
 
@@ -117,11 +133,12 @@ class Switch:
             )
         self._index = index
         self._recorder = recorder
-        self._target_forward = _own_forward(impl)
+        self._target_forward = impl.forward
         self._backend = layer.attn_backend.get_name()
         self._isa = getattr(layer, "isa", None)
         self._scale = float(impl.scale)
         self._soft_cap = float(getattr(impl, "logits_soft_cap", None) or 0.0)
+        self._known: tuple[torch.Tensor, KVRows] | None = None  # a KV cache and its rows
         self.plans: CommonLengthPlans | None = None
         # Without FlashInfer: plain torch on a CPU; on a GPU the kernel that needs no planning.
         self._implementation: Implementation = "triton" if device.type == "cuda" else "torch"
@@ -138,7 +155,7 @@ class Switch:
         # Refuse a layout that cannot be read before the cache is filled.
         shape = (1, spec.num_kv_heads, spec.block_size, 2 * spec.head_size)
         try:
-            self._rows(torch.empty(shape, dtype=spec.dtype))
+            KVRows.of(torch.empty(shape, dtype=spec.dtype), self._backend, self._isa)
         except ValueError as error:
             raise MagicDecConfigError(f"{METHOD}: {error}") from None
         impl.forward = self.forward
@@ -170,8 +187,8 @@ class Switch:
         """vLLM's signature; `query` [num_tokens, num_heads, head_size]."""
         if isinstance(attn_metadata, TokenMetadata):
             num_reqs = attn_metadata.lens.shape[0]
-            attended = self._attend(query[:num_reqs], self._rows(kv_cache), attn_metadata)
-            output[:num_reqs] = attended.view_as(output[:num_reqs])
+            query = query[:num_reqs]
+            self._attend(query, self._rows(kv_cache), attn_metadata, output[:num_reqs].view(query.shape))
             return output
         if isinstance(attn_metadata, ObservedMetadata):
             self._target_forward(layer, query, key, value, kv_cache, attn_metadata.own, output, **scales)
@@ -185,16 +202,20 @@ class Switch:
             )
         return self._target_forward(layer, query, key, value, kv_cache, attn_metadata, output, **scales)
 
-    def _attend(self, query: torch.Tensor, rows: KVRows, metadata: TokenMetadata) -> torch.Tensor:
+    def _attend(
+        self, query: torch.Tensor, rows: KVRows, metadata: TokenMetadata, output: torch.Tensor
+    ) -> None:
+        """Write to `output`, shaped as `query` [num_reqs, num_heads, head_size]."""
         if self.plans is not None and metadata.common_len is not None:
-            num_reqs, _, width = metadata.slots.shape
+            decode = self.plans.decode(len(query), metadata.common_len)
             try:
-                decode = self.plans.decode(num_reqs, metadata.common_len, width)
-                return decode.run(query, rows, metadata.slots)
+                if decode is not None:
+                    decode.run(query, rows, metadata.slots, output)
+                    return
             except UnreadableCacheError as error:  # how the cache lies in memory shows only here
                 _log_fallback(str(error))
                 self.plans = None
-        return attend(
+        attended = attend(
             query,
             rows,
             metadata.slots,
@@ -203,6 +224,9 @@ class Switch:
             soft_cap=self._soft_cap,
             implementation=self._implementation,
         )
+        output.copy_(attended)
 
     def _rows(self, kv_cache: torch.Tensor) -> KVRows:
-        return KVRows.of(kv_cache, self._backend, self._isa)
+        if self._known is None or self._known[0] is not kv_cache:
+            self._known = kv_cache, KVRows.of(kv_cache, self._backend, self._isa)
+        return self._known[1]

@@ -7,7 +7,10 @@ import triton.language as tl
 
 from vllm_magicdec.attention.rows import KVRows
 
-BLOCK_TOKENS = 64
+MAX_BLOCK_TOKENS = 64
+# Of one block's keys, or values; Triton keeps both in shared memory, and more. A thread block has 99 KB of
+# it on Ada and on Ampere's smaller GPUs, which is too little for 64 tokens of 256 float32 elements.
+MAX_BLOCK_BYTES = 32 * 2**10
 MIN_DOT_ROWS = 16  # tl.dot takes no fewer
 
 
@@ -102,6 +105,11 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     )
 
 
+def block_tokens(head_padded: int, element_size: int) -> int:
+    """Tokens that the kernel reads at once; `element_size` in bytes."""
+    return max(MIN_DOT_ROWS, min(MAX_BLOCK_TOKENS, MAX_BLOCK_BYTES // (head_padded * element_size)))
+
+
 def attend(
     query: torch.Tensor,  # [num_reqs, num_heads, head_size]
     rows: KVRows,
@@ -121,6 +129,7 @@ def attend(
         raise ValueError("the Triton draft attention reads no packed KV cache; use the torch one")
     num_reqs, num_heads, head_size = query.shape
     group = num_heads // rows.num_kv_heads
+    head_padded = max(MIN_DOT_ROWS, triton.next_power_of_2(head_size))
     output = torch.empty((num_reqs, num_heads, head_size), dtype=query.dtype, device=query.device)
     query = query.to(torch.promote_types(query.dtype, keys.dtype))
     _decode_kernel[(num_reqs, rows.num_kv_heads)](
@@ -140,8 +149,8 @@ def attend(
         GROUP=group,
         HEAD_SIZE=head_size,
         GROUP_PADDED=max(MIN_DOT_ROWS, triton.next_power_of_2(group)),
-        HEAD_PADDED=max(MIN_DOT_ROWS, triton.next_power_of_2(head_size)),
-        BLOCK=BLOCK_TOKENS,
+        HEAD_PADDED=head_padded,
+        BLOCK=block_tokens(head_padded, query.element_size()),
         SOFT_CAP=soft_cap > 0,
     )
     return output

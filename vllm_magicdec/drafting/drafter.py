@@ -21,9 +21,9 @@ from vllm_magicdec.adaptive.metrics import DraftFailures
 from vllm_magicdec.attention.observing import LayerObserver
 from vllm_magicdec.attention.switch import install_switches
 from vllm_magicdec.config import MagicDecSpeculativeConfig
+from vllm_magicdec.drafting.sizing import make_views, max_graph_reqs
 from vllm_magicdec.errors import METHOD
 from vllm_magicdec.policies import find_policy
-from vllm_magicdec.policies.base import Engine
 from vllm_magicdec.views.base import Batch, DraftStep, View
 from vllm_magicdec.views.selections import Budget
 
@@ -79,30 +79,31 @@ class Drafter:
         assert isinstance(spec, MagicDecSpeculativeConfig)
         self._runner = runner
         self._spec = spec
-        scheduler = vllm_config.scheduler_config
+        max_num_reqs = vllm_config.scheduler_config.max_num_seqs
         self.draft_tokens = torch.zeros(
-            (scheduler.max_num_seqs, spec.num_speculative_tokens), dtype=torch.int64, device=device
+            (max_num_reqs, spec.num_speculative_tokens), dtype=torch.int64, device=device
         )
         (group,) = kv_cache_config.kv_cache_groups
         self.layer_names = group.layer_names
         cache = group.kv_cache_spec
-        engine = Engine(
-            limits=spec.limits(vllm_config, page_size),
+        self._views, budgets = make_views(
+            vllm_config,
+            cache,
             num_layers=len(group.layer_names),
-            num_kv_heads=cache.num_kv_heads,
-            head_size=cache.head_size,
-            cache_dtype=cache.dtype,
             # Block tables may count in smaller pages than the cache was allocated in.
             num_blocks=kv_cache_config.num_blocks * cache.block_size // page_size,
-            max_num_reqs=scheduler.max_num_seqs,
-            max_batched_tokens=scheduler.max_num_batched_tokens,
+            page_size=page_size,
             device=device,
             observe=runner.observe,
-            switch_attention=partial(install_switches, vllm_config, group.layer_names, device),
+            switch_attention=partial(
+                install_switches,
+                vllm_config,
+                group.layer_names,
+                device,
+                max_graph_reqs=max_graph_reqs(vllm_config),
+            ),
         )
         policy = find_policy(spec.draft_kv_policy)
-        budgets = [policy.parse_budget(spec, engine.limits, budget) for budget in spec.budgets]
-        self._views = policy.make_views(spec, engine, budgets)
         self._log(policy.granularity(spec, device.type), budgets)
         # Every tensor-parallel rank drafts the same round: one of them counts.
         self._failures = DraftFailures(spec.metrics_dir if get_tp_group().is_first_rank else None)

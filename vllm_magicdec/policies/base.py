@@ -61,8 +61,10 @@ class Engine:
 
     limits: Limits
     num_layers: int  # attention layers of the target
+    num_heads: int  # query heads of one worker
     num_kv_heads: int  # of one worker
     head_size: int
+    query_dtype: torch.dtype
     cache_dtype: torch.dtype
     num_blocks: int  # pages of the KV cache
     max_num_reqs: int
@@ -111,6 +113,9 @@ class Policy(ABC):
     @abstractmethod
     def make_views(cls, fields: Any, engine: Engine, budgets: Sequence[Any]) -> Views:
         """Everything that a worker drafts with.
+
+        It is also called when vLLM sizes the KV cache, with an engine on torch's device "meta", to learn
+        what the views' buffers will take (`Views.memory_bytes`).
 
         Args:
             fields: as for `parse_budget`.

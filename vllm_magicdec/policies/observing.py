@@ -64,6 +64,18 @@ class TokenPolicy(Policy):
         Scores of positions that are in view anyway, or not valid, are ignored.
         """
 
+    def scratch_bytes(self, engine: Engine) -> int:
+        """Device memory that scoring the longest request takes for the time being.
+
+        Of one layer: keys, twice while they are put in order, then those of a KV head in float32 with its
+        queries' logits, and scores of all heads.
+        """
+        num_tokens = ceil_div(engine.limits.max_model_len, engine.page_size) * engine.page_size
+        num_rows = self.window * engine.num_heads // engine.num_kv_heads
+        keys = num_tokens * engine.num_kv_heads * engine.head_size * engine.cache_dtype.itemsize
+        scoring = 4 * num_tokens * (engine.head_size + 3 * num_rows + 3 * engine.num_kv_heads)
+        return keys + max(keys, scoring)
+
     @classmethod
     def reads_generated_tokens(cls, fields: Any) -> bool:
         """See `Policy`."""
@@ -97,7 +109,7 @@ class TokenPolicy(Policy):
     @classmethod
     def make_views(cls, fields: Any, engine: Engine, budgets: Sequence[Any]) -> Views:
         """See `Policy`."""
-        by_page = cls.granularity(fields, engine.device.type) == "page"
+        by_page = cls.granularity(fields, engine.limits.device_type) == "page"
         selections = Selections(
             num_layers=engine.num_layers,
             num_heads=1 if by_page else engine.num_kv_heads,
@@ -105,13 +117,15 @@ class TokenPolicy(Policy):
             max_selected=budget_to_select(budgets).max_selected,
             device=engine.device,
         )
+        policy = cls(fields)
         selector = PromptSelector(
-            cls(fields),
+            policy,
             budgets,
             selections,
             engine.observe,
             page_size=engine.page_size,
             max_batched_tokens=engine.max_batched_tokens,
+            scratch_bytes=policy.scratch_bytes(engine),
         )
         plans = engine.switch_attention(layer_pages=by_page)
         if by_page:
@@ -129,9 +143,8 @@ class PromptSelector:
         observe: runs the target over last tokens.
         page_size: tokens per page of the block tables.
         max_batched_tokens: most query tokens of one forward pass.
+        scratch_bytes: what scoring takes for the time being, at most.
     """
-
-    memory_bytes: Mapping[str, int] = {}
 
     def __init__(
         self,
@@ -142,6 +155,7 @@ class PromptSelector:
         *,
         page_size: int,
         max_batched_tokens: int,
+        scratch_bytes: int = 0,
     ) -> None:
         self._policy = policy
         self._budget = budget_to_select(budgets)
@@ -150,6 +164,7 @@ class PromptSelector:
         self._observe = observe
         self._page_size = page_size
         self._max_reqs_per_pass = max(1, max_batched_tokens // policy.window)
+        self.memory_bytes: Mapping[str, int] = {"a selection's scratch": scratch_bytes}
         self._num_drafted = 0  # tokens of this round that count as recent
 
     def update(self, batch: Batch, num_steps: int) -> None:
@@ -207,10 +222,10 @@ class PromptSelector:
         def score(layer: int, queries: torch.Tensor, cache: KVRows, scale: float, soft_cap: float) -> None:
             for place, index in enumerate(indices):
                 num_pages = ceil_div(int(batch.known_lens[index]), self._page_size)
-                pages = cache.keys_by_page(batch.block_table[index, :num_pages])
+                blocks = batch.block_table[index, :num_pages]
                 observation = Observation(
                     queries=queries[place * window : (place + 1) * window],
-                    keys=pages.transpose(0, 1).flatten(1, 2),
+                    keys=cache.keys_by_page(blocks).transpose(0, 1).flatten(1, 2),
                     length=batch.observable_lens[index],
                     scale=scale,
                     soft_cap=soft_cap,

@@ -6,7 +6,8 @@ before the next drafts, where it looks.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -18,6 +19,8 @@ from vllm_magicdec.views.layer_pages import LayerPageViews
 from vllm_magicdec.views.pages import PageBudget
 from vllm_magicdec.views.selections import Budget, Selections, budget_to_select
 
+# A selection's temporary tensors are of as many requests as fit, one after the other.
+SCRATCH_BYTES = 512 * 2**20
 # Tokens before the drafted ones that stay in view whatever their score.
 RECENT_TOKENS = 32
 
@@ -29,19 +32,31 @@ class Verification:
         num_layers: attention layers of the target.
         max_num_reqs: most requests of a pass.
         num_queries: positions of each request that are kept.
+        num_heads: query heads.
+        head_size: elements of a query.
+        dtype: of the queries.
         device: where the target runs.
     """
 
     def __init__(
-        self, *, num_layers: int, max_num_reqs: int, num_queries: int, device: torch.device
+        self,
+        *,
+        num_layers: int,
+        max_num_reqs: int,
+        num_queries: int,
+        num_heads: int,
+        head_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self.num_queries = num_queries
-        self._num_layers = num_layers
         self._max_num_reqs = max_num_reqs
         self._from_end = torch.arange(-num_queries, 0, device=device)
-        self.positions = torch.zeros((max_num_reqs, num_queries), dtype=torch.int64, device=device)
+        self._positions = torch.zeros((max_num_reqs, num_queries), dtype=torch.int64, device=device)
         self._places: torch.Tensor | None = None  # [num_reqs, num_queries], rows of the pass's queries
-        self._queries: torch.Tensor | None = None
+        shape = (num_layers, max_num_reqs, num_queries, num_heads, head_size)
+        self._queries = torch.zeros(shape, dtype=dtype, device=device)
+        self._first = 0  # see `starting_at`
         self.caches: dict[int, tuple[KVRows, float, float]] = {}  # rows, scale and soft cap of each layer
 
     def record(
@@ -57,20 +72,35 @@ class Verification:
             # Of a request with fewer queries the first one is there several times; once is enough.
             wanted = metadata.seq_lens[:num_reqs].long().unsqueeze(1) + self._from_end
             is_new = (ends + self._from_end)[:num_reqs] == self._places
-            self.positions[:num_reqs] = torch.where(is_new, wanted, torch.iinfo(torch.int64).max)
+            self._positions[:num_reqs] = torch.where(is_new, wanted, torch.iinfo(torch.int64).max)
         assert self._places is not None
-        if self._queries is None:
-            shape = (self._num_layers, self._max_num_reqs, self.num_queries, *queries.shape[1:])
-            self._queries = torch.zeros(shape, dtype=queries.dtype, device=queries.device)
         kept = self._queries[layer, : self._places.shape[0]].flatten(0, 1)
         torch.index_select(queries, 0, self._places.flatten(), out=kept)
         self.caches[layer] = (cache, scale, soft_cap)
 
+    @contextmanager
+    def starting_at(self, first: int) -> Iterator[None]:
+        """Within it, `positions` and `queries` are those of the pass's requests from `first` on."""
+        self._first = first
+        try:
+            yield
+        finally:
+            self._first = 0
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """[max_num_reqs, num_queries] int64; the greatest int64 where a query is not one of its own."""
+        return self._positions[self._first :]
+
     @property
     def queries(self) -> torch.Tensor:
         """[num_layers, max_num_reqs, num_queries, num_heads, head_size], of the tokens at `positions`."""
-        assert self._queries is not None
-        return self._queries
+        return self._queries[:, self._first :]
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory of the queries."""
+        return self._queries.numel() * self._queries.element_size()
 
     def queries_by_head(self, layer: int, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """The verification's queries by KV head, and which of them count.
@@ -163,6 +193,9 @@ def make_verification(engine: Engine) -> Verification:
         num_layers=engine.num_layers,
         max_num_reqs=engine.max_num_reqs,
         num_queries=engine.limits.num_speculative_tokens + 1,
+        num_heads=engine.num_heads,
+        head_size=engine.head_size,
+        dtype=engine.query_dtype,
         device=engine.device,
     )
 
@@ -192,7 +225,14 @@ class VerificationSelector(ABC):
     @property
     def memory_bytes(self) -> Mapping[str, int]:
         """See `views.base.Selector`."""
-        return self._policy.memory_bytes
+        engine = self._policy.engine
+        longest = ceil_div(engine.limits.max_model_len, self._page_size)
+        scratch = min(SCRATCH_BYTES, engine.max_num_reqs * self._scratch_bytes(longest))
+        return {
+            "verified queries": self._policy.verification.num_bytes,
+            "a selection's scratch": scratch if self._budget.max_selected else 0,
+            **self._policy.memory_bytes,
+        }
 
     def update(self, batch: Batch, num_steps: int) -> None:
         """Select for all requests of the batch, if it is time or one is new."""
@@ -201,10 +241,16 @@ class VerificationSelector(ABC):
         self._policy.update(batch, unknown)
         is_due = 0 in unknown.values() or self._round % self._policy.refresh == 0
         self._round += 1
-        if is_due and self._budget.max_selected:
-            counts, ends = self._select(batch, num_steps)
-            known_lens = [int(length) for length in batch.known_lens]
-            self._selections.set(batch.req_ids, known_lens, counts, ends)
+        if not is_due or not self._budget.max_selected:
+            return
+        num_reqs = len(batch.req_ids)
+        at_once = max(1, SCRATCH_BYTES // self._scratch_bytes(self._num_pages(batch)))
+        for first in range(0, num_reqs, at_once):
+            part = batch.part(first, min(first + at_once, num_reqs))
+            with self._policy.verification.starting_at(first):
+                counts, ends = self._select(part, num_steps)
+            known_lens = [int(length) for length in part.known_lens]
+            self._selections.set(part.req_ids, known_lens, counts, ends)
 
     def _find_unknown(self, batch: Batch) -> dict[int, int]:
         """See `VerificationPolicy.update`."""
@@ -226,6 +272,10 @@ class VerificationSelector(ABC):
     @abstractmethod
     def _select(self, batch: Batch, num_steps: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Fill `Selections.positions` of the batch; returns `counts` and `ends` as for `Selections.set`."""
+
+    @abstractmethod
+    def _scratch_bytes(self, num_pages: int) -> int:
+        """What `_select` needs for the time being for a request of so many pages."""
 
     def _num_pages(self, batch: Batch) -> int:
         """Most pages of any request of the batch, as far as the host knows."""
@@ -249,3 +299,7 @@ class PageSelector(VerificationSelector):
         self._selections.positions[self._selections.rows(batch.req_ids), :, 0] = best.transpose(0, 1)
         ends = ends.clamp(min=0)
         return (ends - sinks).clamp(0, num_selected), ends
+
+    def _scratch_bytes(self, num_pages: int) -> int:
+        # Scores, the same with what is fixed masked, and what `topk` sorts.
+        return 3 * 4 * self._policy.engine.num_layers * num_pages

@@ -133,7 +133,7 @@ class VerifyTopK(VerificationPolicy):
     @classmethod
     def make_views(cls, fields: Any, engine: Engine, budgets: Sequence[Any]) -> Views:
         """See `Policy`."""
-        if cls.granularity(fields, engine.device.type) == "page":
+        if cls.granularity(fields, engine.limits.device_type) == "page":
             return super().make_views(fields, engine, budgets)
         policy = cls(fields, engine, make_verification(engine))
         plans = engine.switch_attention(policy.verification)
@@ -151,7 +151,12 @@ class VerifyTopK(VerificationPolicy):
     @property
     def memory_bytes(self) -> Mapping[str, int]:
         """See `VerificationPolicy`."""
-        return {"page summaries": self.summaries.num_bytes}
+        memory = {"page summaries": self.summaries.num_bytes}
+        if self.engine.limits.device_type == "cuda":
+            from vllm_magicdec.policies.verify_topk_kernels import SCRATCH_BYTES
+
+            memory["logits of pages"] = SCRATCH_BYTES
+        return memory
 
     def update(self, batch: Batch, unknown: Mapping[int, int]) -> None:
         """Bring the summaries up to date."""
@@ -234,6 +239,15 @@ class TokenSelector(VerificationSelector):
     """Selects tokens per layer and KV head, among those of its best pages."""
 
     _policy: VerifyTopK
+
+    def _scratch_bytes(self, num_pages: int) -> int:
+        engine, verification = self._policy.engine, self._policy.verification
+        num_candidates = min(ceil_div(2 * self._budget.max_selected, self._page_size) + 1, num_pages)
+        num_tokens = num_candidates * self._page_size
+        num_rows = verification.num_queries * engine.num_heads // engine.num_kv_heads
+        # Of a layer's candidates: their numbers, their keys and the same in float32, logits and weights.
+        keys = engine.head_size * (engine.cache_dtype.itemsize + 4)
+        return engine.num_kv_heads * (num_tokens * (8 * 8 + keys + 3 * 4 * num_rows) + 3 * 4 * num_pages)
 
     def _select(self, batch: Batch, num_steps: int) -> tuple[torch.Tensor, torch.Tensor]:
         page, sink, num_selected = self._page_size, self._budget.num_sinks, self._budget.max_selected

@@ -39,6 +39,10 @@ class Batch:
     is_prefilling: Sequence[bool]  # the prompt is not all in the cache yet: drafts will be dropped
     is_first: Sequence[bool]  # nothing was generated before `tokens`
 
+    def part(self, first: int, end: int) -> "Batch":
+        """The requests from `first` up to `end`."""
+        return Batch(**{name: values[first:end] for name, values in vars(self).items()})
+
 
 @dataclass(frozen=True)
 class PageView:

@@ -144,8 +144,17 @@ def recent_tokens(room: int, window: int, recent: float, *, budget: int) -> int:
 class PlannedAttention(Protocol):
     """Attention that is planned before a CUDA graph over it is captured."""
 
-    def prepare_capture(self, num_reqs: int, length: int, width: int) -> None:
-        """Make a plan that the graph may keep, for views of `length` columns out of `width`."""
+    @property
+    def num_bytes(self) -> int:
+        """Device memory."""
+        ...
+
+    def reserve(self, width: int) -> None:
+        """Make room for views of up to `width` columns; called once, before anything is planned."""
+        ...
+
+    def prepare_capture(self, num_reqs: int, length: int) -> None:
+        """Make a plan that the graph may keep, for views of `length` columns."""
         ...
 
 
@@ -190,12 +199,18 @@ class TokenViews:
         self._slots = torch.zeros(
             (num_layers, max_num_reqs, num_kv_heads, width), dtype=torch.int32, device=device
         )
+        for plan in plans:
+            plan.reserve(width)
 
     @property
     def memory_bytes(self) -> Mapping[str, int]:
         """See `Views`."""
         slots = self._slots.numel() * self._slots.element_size()
-        return {"lists of slots": slots + self._selections.num_bytes, **self._selector.memory_bytes}
+        return {
+            "lists of slots": slots + self._selections.num_bytes,
+            "planned attention": sum(plan.num_bytes for plan in self._plans),
+            **self._selector.memory_bytes,
+        }
 
     @property
     def common_lens(self) -> Sequence[int | None]:
@@ -282,7 +297,7 @@ class TokenViews:
         """See `Views`."""
         if common_len is not None:
             for plan in self._plans:
-                plan.prepare_capture(num_reqs, common_len, self._slots.shape[-1])
+                plan.prepare_capture(num_reqs, common_len)
         return TokenView(lens, self._slots[:, :num_reqs, :, :common_len], common_len)
 
     def _fill(

@@ -148,6 +148,13 @@ CALLED = (
         ),
     ),
     Needed("vllm.v1.kv_cache_interface", "FullAttentionSpec"),
+    Needed("vllm.v1.kv_cache_interface", "KVCacheSpec", ("block_size",)),
+    Needed("vllm.v1.kv_cache_interface", "AttentionSpec", ("num_kv_heads", "head_size", "dtype")),
+    Needed("vllm.v1.kv_cache_interface", "AttentionSpec.page_size_bytes", ("self",)),
+    Needed("vllm.config.cache", "CacheConfig", ("kv_cache_memory_bytes", "num_gpu_blocks_override")),
+    Needed("vllm.config.model", "ModelConfig.get_num_attention_heads", ("self", "parallel_config")),
+    Needed("vllm.config.vllm", "VllmConfig.use_v2_model_runner", ("self",)),
+    Needed("vllm.utils.mem_utils", "format_gib", ("b",)),
     Needed("vllm.v1.kv_cache_interface", "KVCacheConfig", ("num_blocks", "kv_cache_groups")),
     Needed("vllm.v1.kv_cache_interface", "KVCacheGroupSpec", ("layer_names", "kv_cache_spec")),
     Needed(
@@ -250,6 +257,7 @@ CALLED = (
         "CudaGraphManager.__init__",
         ("self", "vllm_config", "device", "cudagraph_mode", "decode_query_len"),
     ),
+    Needed(_GRAPHS, "CudaGraphManager._init_candidates", ("self",)),
     Needed(_GRAPHS, "CudaGraphManager.needs_capture", ("self",)),
     Needed(_GRAPHS, "CudaGraphManager.capture", ("self", "create_forward_fn", "progress_bar_desc")),
     Needed(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """CUDA graphs of draft steps for the V2 runner, captured and dispatched by vLLM's own manager."""
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -9,7 +10,28 @@ import torch
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
+from vllm_magicdec.drafting.sizing import draft_graph_sizes
 from vllm_magicdec.views.base import PAD_SLOT, DraftStep, TokenView, View
+
+
+def why_no_draft_graphs(cudagraph_mode: CUDAGraphMode, backend_name: str) -> str | None:
+    """Why draft steps have no CUDA graphs, with the way out, or None if they have.
+
+    Args:
+        cudagraph_mode: what the target's attention supports of what was asked for.
+        backend_name: of that attention.
+    """
+    if cudagraph_mode.decode_mode() == CUDAGraphMode.FULL:
+        return None
+    ways_out = "use --attention-backend FLASH_ATTN, and leave cudagraph_mode at vLLM's default"
+    if backend_name == "FLASHINFER":
+        ways_out += (
+            ", or, on Hopper and Blackwell, give FLASHINFER its kernels: pip install flashinfer-cubin"
+        )
+    return (
+        f"with attention backend {backend_name} vLLM captures no full graphs of verifications here "
+        f"(cudagraph_mode is {cudagraph_mode.name}); {ways_out}"
+    )
 
 
 class Capturable(Protocol):
@@ -83,8 +105,16 @@ class DraftGraphs(CudaGraphManager):
         self._lens = torch.ones(num_reqs, dtype=torch.int32, device=device)
         self._sampled = torch.zeros(num_reqs, dtype=torch.int64, device=device)
 
+    def _init_candidates(self) -> None:
+        """vLLM's own, for the sizes of draft steps."""
+        sizes = draft_graph_sizes(self.vllm_config)
+        self.compilation_config = copy.copy(self.vllm_config.compilation_config)
+        self.compilation_config.cudagraph_capture_sizes = sizes
+        self.compilation_config.max_cudagraph_capture_size = max(sizes, default=0)
+        super()._init_candidates()
+
     def capture_steps(self) -> None:
-        """Capture what `cudagraph_capture_sizes` asks for."""
+        """Capture what `draft_graph_sizes` says."""
         if self.needs_capture():
             self.capture(self._prepare_capture, progress_bar_desc="Capturing draft CUDA graphs")
 

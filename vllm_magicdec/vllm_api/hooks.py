@@ -2,10 +2,11 @@
 """Every point at which the plugin wraps vLLM when vLLM loads it, as data.
 
 Three points make objects: where vLLM makes its own class for a `draft_model`, it gets our subclass instead
-if, and only if, `magicdec-self` was selected. The other two belong to the command line. Later, and
-only with the method selected, `attention/switch.py` stands before each layer's attention and
-`cpu_sampling.py` mends a function that is wrong on CPUs. No file of vLLM is edited. A vLLM that has a
-registry for out-of-tree speculators (see `patches/`) is asked through that, and none of these is used.
+if, and only if, `magicdec-self` was selected. Two belong to the command line, and one leaves memory beside
+the KV cache. Later, and only with the method selected, `attention/switch.py` stands before each layer's
+attention and `cpu_sampling.py` mends a function that is wrong on CPUs. No file of vLLM is edited. A vLLM
+that has a registry for out-of-tree speculators (see `patches/`) is asked through that, and of these only
+the memory's is used.
 """
 
 import functools
@@ -123,6 +124,32 @@ def _check_configuration(owner: type, original: Callable[..., Any]) -> Callable[
     return create_engine_config
 
 
+def _leave_memory(owner: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def get_kv_cache_configs(
+        vllm_config: Any, kv_cache_specs: Any, available_memory: list[int], *args: Any
+    ) -> Any:
+        if _engine_selects({"vllm_config": vllm_config}):
+            from vllm_magicdec.vllm_api.kv_cache import leave_memory_for_drafting
+
+            available_memory = [
+                leave_memory_for_drafting(vllm_config, specs, available)
+                for specs, available in zip(kv_cache_specs, available_memory, strict=True)
+            ]
+        return original(vllm_config, kv_cache_specs, available_memory, *args)
+
+    return get_kv_cache_configs
+
+
+MEMORY_HOOK = Hook(
+    module="vllm.v1.engine.core",
+    owner="",
+    name="get_kv_cache_configs",
+    parameters=("vllm_config", "kv_cache_specs", "available_memory"),
+    reason="what drafting takes of a device's memory cannot be the KV cache's",
+    wrap=_leave_memory,
+)
+
 HOOKS = (
     Hook(
         module="vllm.config.speculative",
@@ -164,6 +191,7 @@ HOOKS = (
         reason="the command line takes --speculative-model and shows --help=magicdec",
         wrap=_add_options,
     ),
+    MEMORY_HOOK,
 )
 
 

@@ -86,6 +86,8 @@ class MagicDecProposer(DraftModelProposer):
         require_one_full_attention_group(kv_cache_config)
         say_if_slow(self.vllm_config)
         super().initialize_attn_backend(kv_cache_config, kernel_block_sizes)
+        # vLLM lays the KV cache out twice when it measures memory first: what the first drafter holds goes.
+        self._drafter = None
         self._drafter = Drafter(self, self.vllm_config, kv_cache_config, self.block_size, self.device)
 
     def dummy_run(self, *args: Any, **kwargs: Any) -> None:

@@ -21,7 +21,7 @@ from vllm_magicdec.attention.observing import LayerObserver
 from vllm_magicdec.drafting.drafter import Drafter
 from vllm_magicdec.errors import METHOD
 from vllm_magicdec.views.base import PAD_SLOT, Batch, DraftStep, PageView, TokenView, View
-from vllm_magicdec.vllm_api.draft_graphs import DraftGraphs
+from vllm_magicdec.vllm_api.draft_graphs import DraftGraphs, why_no_draft_graphs
 from vllm_magicdec.vllm_api.kv_cache import require_one_full_attention_group
 from vllm_magicdec.vllm_api.verification_attention import say_if_slow
 
@@ -70,6 +70,11 @@ class MagicDecSpeculator(StandaloneARSpeculator):
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         """Called after `set_attn` with what the target's attention supports."""
+        if self.device.type == "cuda" and not self.vllm_config.model_config.enforce_eager:
+            backend = self.target_attn_groups[0][0].backend.get_name()
+            reason = why_no_draft_graphs(cudagraph_mode, backend)
+            if reason is not None:
+                logger.warning_once("%s: draft steps run without CUDA graphs, slower: %s.", METHOD, reason)
         self._graphs = DraftGraphs(
             self.vllm_config, self.device, cudagraph_mode, self, self._drafter.common_lens
         )

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The KV cache and what drafting keeps beside it fit into the memory that vLLM found available."""
+
+import gc
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.engine import core
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+from vllm_magicdec.attention import switch
+from vllm_magicdec.attention.flashinfer_attention import Geometry, plan_bytes
+from vllm_magicdec.drafting import sizing
+from vllm_magicdec.errors import METHOD
+from vllm_magicdec.plugin import register
+from vllm_magicdec.vllm_api.kv_cache import leave_memory_for_drafting
+
+register()
+
+NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, PAGE = 4, 4, 2, 32, 16
+AVAILABLE = 2**30
+POLICIES = [
+    {"draft_kv_policy": "streamingllm"},
+    {"draft_kv_policy": "snapkv", "draft_kv_granularity": "page"},
+    {"draft_kv_policy": "snapkv", "draft_kv_granularity": "token"},
+    {"draft_kv_policy": "verify-topk", "draft_kv_granularity": "page"},
+    {"draft_kv_policy": "verify-topk", "draft_kv_granularity": "token"},
+]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=NUM_HEADS * HEAD_SIZE,
+        intermediate_size=64,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=NUM_HEADS,
+        num_key_value_heads=NUM_KV_HEADS,
+        head_dim=HEAD_SIZE,
+        max_position_embeddings=4096,
+        architectures=["LlamaForCausalLM"],
+    )
+    config.save_pretrained(path)
+    return str(path)
+
+
+def configure(model_dir, speculative_config=None):
+    config = EngineArgs(
+        model=model_dir,
+        speculative_config=speculative_config,
+        skip_tokenizer_init=True,
+        max_model_len=4096,
+        block_size=PAGE,
+        max_num_seqs=64,
+        dtype="bfloat16",
+    ).create_engine_config()
+    config.cache_config.kv_cache_memory_bytes = None  # which the environment of tests may give
+    config.cache_config.kv_cache_layout = "LBHNC"
+    return config
+
+
+def specs(kind=FullAttentionSpec, **more):
+    spec = kind(
+        block_size=PAGE, num_kv_heads=NUM_KV_HEADS, head_size=HEAD_SIZE, dtype=torch.bfloat16, **more
+    )
+    return {f"layer {index}": spec for index in range(NUM_LAYERS)}
+
+
+def num_blocks(config, available=AVAILABLE) -> int:
+    """Of the KV cache that vLLM lays out."""
+    (laid_out,) = core.get_kv_cache_configs(config, [specs()], [available])
+    return laid_out.num_blocks
+
+
+def tensor_bytes() -> int:
+    """Of all tensors that there are."""
+    gc.collect()
+    tensors = [value for value in gc.get_objects() if type(value) is torch.Tensor]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.is_cpu}
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: "-".join(policy.values()))
+def test_the_kv_cache_and_what_drafting_keeps_fit_into_what_is_available(model_dir, policy):
+    config = configure(model_dir, {"method": METHOD, **policy})
+    block_bytes = sum(spec.page_size_bytes for spec in specs().values())
+    blocks = num_blocks(config)
+    before = tensor_bytes()
+    views, _ = sizing.make_views(
+        config,
+        specs()["layer 0"],
+        num_layers=NUM_LAYERS,
+        num_blocks=blocks,
+        page_size=PAGE,
+        device=torch.device("cpu"),
+        observe=None,
+        switch_attention=lambda recorder=None, *, layer_pages=False: (),
+    )
+    kept = tensor_bytes() - before
+    scratch = views.memory_bytes.get("a selection's scratch", 0)
+    assert policy["draft_kv_policy"] == "streamingllm" or scratch > 0
+    # A few numbers for each request are not counted.
+    small = 2**20
+    assert blocks * block_bytes + kept + scratch <= AVAILABLE + small
+    assert (blocks + 1) * block_bytes + kept + scratch > AVAILABLE - small
+    if policy["draft_kv_policy"] == "verify-topk":
+        # Of every page of keys and values a least and a greatest key.
+        assert kept > blocks * block_bytes / PAGE
+
+
+def test_other_methods_get_all_of_it(model_dir):
+    block_bytes = sum(spec.page_size_bytes for spec in specs().values())
+    assert num_blocks(configure(model_dir)) == AVAILABLE // block_bytes
+
+
+def test_a_size_that_the_user_gave_is_left_as_it_is(model_dir):
+    config = configure(model_dir, {"method": METHOD, "draft_kv_policy": "verify-topk"})
+    less = num_blocks(config)
+    config.cache_config.kv_cache_memory_bytes = AVAILABLE
+    assert num_blocks(config) > less
+    config.cache_config.kv_cache_memory_bytes = None
+    config.cache_config.num_gpu_blocks_override = 300
+    assert num_blocks(config) == 300
+
+
+def test_other_caches_are_left_to_be_refused_when_they_are_laid_out(model_dir):
+    config = configure(model_dir, {"method": METHOD, "draft_kv_policy": "verify-topk"})
+    other = {"layer": SimpleNamespace(page_size_bytes=1)}
+    assert leave_memory_for_drafting(config, other, AVAILABLE) == AVAILABLE
+    windows = specs(SlidingWindowSpec, sliding_window=64)
+    assert leave_memory_for_drafting(config, windows, AVAILABLE) < AVAILABLE
+
+
+def test_what_flashinfer_wants_is_left_on_a_gpu(model_dir, monkeypatch):
+    config = configure(
+        model_dir, {"method": METHOD, "draft_kv_policy": "snapkv", "draft_kv_granularity": "token"}
+    )
+    left = []
+    for installed in (False, True):
+        monkeypatch.setattr(switch, "has_flashinfer", lambda installed=installed: installed)
+        monkeypatch.setattr(config.device_config, "device_type", "cuda")
+        left.append(leave_memory_for_drafting(config, specs(), AVAILABLE))
+    geometry = Geometry(NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, torch.bfloat16, torch.bfloat16, 1.0)
+    assert geometry.refusal is not None and left[0] == left[1]  # no kernel for such heads
+    larger = {
+        name: FullAttentionSpec(
+            block_size=PAGE, num_kv_heads=NUM_KV_HEADS, head_size=64, dtype=torch.bfloat16
+        )
+        for name in specs()
+    }
+    left = []
+    for installed in (False, True):
+        monkeypatch.setattr(switch, "has_flashinfer", lambda installed=installed: installed)
+        left.append(leave_memory_for_drafting(config, larger, AVAILABLE))
+    geometry = Geometry(NUM_HEADS, NUM_KV_HEADS, 64, torch.bfloat16, torch.bfloat16, 1.0)
+    assert left[0] - left[1] >= plan_bytes(geometry, sizing.max_graph_reqs(config))[0]
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "captured", "sizes"),
+    [
+        (12, [1, 2, 4, 8, 16], [1, 2, 4, 8, 12]),
+        (512, [1, 512], [1, 512]),
+        (1024, [1, 512], [1, 512]),
+        (1024, [1, 1024], [1, 1024]),
+        (8, [], []),
+    ],
+)
+def test_draft_graphs_are_of_vllms_sizes_and_of_the_largest_batch(max_num_seqs, captured, sizes):
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs),
+        compilation_config=SimpleNamespace(cudagraph_capture_sizes=captured),
+    )
+    assert sizing.draft_graph_sizes(config) == sizes

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What drafting needs of an engine: the facts that views are made for, and the memory that they will take.
+
+vLLM gives the KV cache what is left of the device's memory when it has run the model once. The views are
+made after that, so what they take has to be known before.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.v1.kv_cache_interface import AttentionSpec
+
+from vllm_magicdec.attention.flashinfer_attention import Geometry
+from vllm_magicdec.attention.observing import LayerObserver, QueryRecorder
+from vllm_magicdec.attention.plans import CommonLengthPlans
+from vllm_magicdec.attention.switch import flashinfer_refusal
+from vllm_magicdec.config import MagicDecSpeculativeConfig
+from vllm_magicdec.policies import find_policy
+from vllm_magicdec.policies.base import Engine, Observe, SwitchAttention
+from vllm_magicdec.views.base import Views
+from vllm_magicdec.views.selections import Budget
+
+# Up to here a draft step of as many requests as there can be has a CUDA graph, whatever vLLM captures.
+MAX_ADDED_GRAPH = 512
+
+
+def draft_graph_sizes(vllm_config: VllmConfig) -> list[int]:
+    """Requests of the draft steps that CUDA graphs are to be captured for, ascending.
+
+    Those of vLLM's own capture sizes that a batch can reach, and the largest batch there can be, which need
+    not be one of them.
+    """
+    max_num_reqs = vllm_config.scheduler_config.max_num_seqs
+    sizes = {n for n in vllm_config.compilation_config.cudagraph_capture_sizes or () if n <= max_num_reqs}
+    if sizes and max_num_reqs <= MAX_ADDED_GRAPH:
+        sizes.add(max_num_reqs)
+    return sorted(sizes)
+
+
+def max_graph_reqs(vllm_config: VllmConfig) -> int:
+    """Most requests of a draft step in a CUDA graph; 0: no draft step has one."""
+    has_graphs = vllm_config.compilation_config.cudagraph_mode not in (None, CUDAGraphMode.NONE)
+    if not (has_graphs and vllm_config.use_v2_model_runner):
+        return 0
+    return max(draft_graph_sizes(vllm_config), default=0)
+
+
+def make_views(
+    vllm_config: VllmConfig,
+    cache: AttentionSpec,
+    *,
+    num_layers: int,
+    num_blocks: int,
+    page_size: int,
+    device: torch.device,
+    observe: Observe,
+    switch_attention: SwitchAttention,
+) -> tuple[Views, Sequence[Budget]]:
+    """The views of the policy that the user chose, and the budgets that they are for.
+
+    Args:
+        vllm_config: the engine's; its speculative config is ours.
+        cache: what every layer's KV cache looks like.
+        num_layers: attention layers of the target.
+        num_blocks: pages of the KV cache.
+        page_size: tokens per page of the block tables.
+        device: where the views' buffers are.
+        observe: see `policies.base.Engine`.
+        switch_attention: see `policies.base.Engine`.
+    """
+    spec, model = vllm_config.speculative_config, vllm_config.model_config
+    assert isinstance(spec, MagicDecSpeculativeConfig)
+    scheduler = vllm_config.scheduler_config
+    engine = Engine(
+        limits=spec.limits(vllm_config, page_size),
+        num_layers=num_layers,
+        num_heads=model.get_num_attention_heads(vllm_config.parallel_config),
+        num_kv_heads=cache.num_kv_heads,
+        head_size=cache.head_size,
+        query_dtype=model.dtype,
+        cache_dtype=cache.dtype,
+        num_blocks=num_blocks,
+        max_num_reqs=scheduler.max_num_seqs,
+        max_batched_tokens=scheduler.max_num_batched_tokens,
+        device=device,
+        observe=observe,
+        switch_attention=switch_attention,
+    )
+    policy = find_policy(spec.draft_kv_policy)
+    budgets = [policy.parse_budget(spec, engine.limits, budget) for budget in spec.budgets]
+    return policy.make_views(spec, engine, budgets), budgets
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What drafting takes of a worker's device, in bytes."""
+
+    fixed: int
+    per_block: int  # of the KV cache, in all layers
+
+    def leave(self, available: int, block_bytes: int) -> int:
+        """What the KV cache may have of `available` bytes; `block_bytes`: a block in all layers."""
+        room = max(0, available - self.fixed)
+        return room * block_bytes // (block_bytes + self.per_block)
+
+
+def memory_of_drafting(vllm_config: VllmConfig, cache: AttentionSpec, num_layers: int) -> Memory:
+    """Learn what the views will take by making them where tensors have no memory, on torch's device "meta".
+
+    Args:
+        vllm_config: the engine's.
+        cache: what every layer's KV cache will look like.
+        num_layers: attention layers of the target.
+    """
+
+    def switch_attention(
+        recorder: QueryRecorder | None = None, *, layer_pages: bool = False
+    ) -> Sequence[CommonLengthPlans]:
+        if layer_pages or vllm_config.device_config.device_type != "cuda":
+            return []
+        geometry = Geometry(
+            num_heads=vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config),
+            num_kv_heads=cache.num_kv_heads,
+            head_size=cache.head_size,
+            query_dtype=vllm_config.model_config.dtype,
+            cache_dtype=cache.dtype,
+            scale=1.0,
+        )
+        if flashinfer_refusal(geometry) is not None:
+            return []
+        max_num_reqs = vllm_config.scheduler_config.max_num_seqs
+        graph_reqs = max_graph_reqs(vllm_config)
+        return [
+            CommonLengthPlans(geometry, max_num_reqs=max_num_reqs, max_graph_reqs=graph_reqs, device=meta)
+        ]
+
+    def observe(indices: Sequence[int], window: int, observer: LayerObserver) -> None:
+        raise AssertionError("views that are measured prepare no round")
+
+    def num_bytes(num_blocks: int) -> int:
+        views, _ = make_views(
+            vllm_config,
+            cache,
+            num_layers=num_layers,
+            num_blocks=num_blocks,
+            page_size=cache.block_size,
+            device=meta,
+            observe=observe,
+            switch_attention=switch_attention,
+        )
+        return sum(views.memory_bytes.values())
+
+    meta = torch.device("meta")
+    fixed = num_bytes(0)
+    return Memory(fixed, num_bytes(1) - fixed)
