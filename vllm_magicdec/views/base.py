@@ -20,6 +20,11 @@ def has_kernels(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+def on_device(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
+    """[len(numbers)] int64 there, sent without waiting for the device; indexing with a list waits."""
+    return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
+
+
 def ceil_div(numerator: int, denominator: int) -> int:
     return -(-numerator // denominator)
 
@@ -120,7 +125,7 @@ class Views(Protocol):
         ...
 
     def prepare(self, batch: Batch, num_steps: int, size: int = -1) -> Iterator[DraftStep]:
-        """The round's steps, in order; no host synchronisation but for requests that are new.
+        """The round's steps, in order. No host synchronisation.
 
         Args:
             batch: the round's requests.
