@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 
 # vLLM's cache-write kernels skip this slot.
@@ -20,7 +21,7 @@ def has_kernels(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def on_device(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
+def on_device(numbers: Sequence[int] | np.ndarray, device: torch.device) -> torch.Tensor:
     """[len(numbers)] int64 there, sent without waiting for the device; indexing with a list waits."""
     return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
 
