@@ -182,14 +182,13 @@ def test_a_failure_inside_drafting_loses_and_changes_nothing(prompts, plain, v2)
     reason="vLLM 0.32.0 is tensor-parallel with its AVX2 kernels neither with speculation nor without",
 )
 def test_a_failure_on_one_tensor_parallel_rank_ends_the_engine(prompts):
-    """The other rank waits for it in a collective; without an end nobody would ever be answered."""
+    """The other rank waits for it in a collective: requests would hang until vLLM's own limit of 300 s."""
     batch = {"prompts": prompts[:2], "sampling": {**GREEDY, "max_tokens": 12}}
-    with pytest.raises(RuntimeError, match="broken on purpose"):
+    with pytest.raises(RuntimeError, match=r"(?s)engine: failed.*broken on purpose.*died unexpectedly"):
         engines.run(
             [("generate_with_broken_drafting", {"batches": [batch], "rank": 1})],
             strict=False,
             own_process=True,
-            time_limit_s=400,
             env={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
             tensor_parallel_size=2,
             distributed_executor_backend="mp",

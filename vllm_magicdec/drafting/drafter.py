@@ -5,9 +5,10 @@ Drafted tokens write their K/V into the request's own lookahead slots. Verificat
 overwrites every one of them, so nothing approximate survives in the cache.
 """
 
+import os
 from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import torch
 from vllm.config import VllmConfig
@@ -30,11 +31,6 @@ from vllm_magicdec.views.selections import Budget
 logger = init_logger(f"vllm.{__name__}")
 
 MAX_FAILURES_IN_A_ROW = 5  # rounds; what fails so often will fail again, and every try delays a step
-
-
-def goes_on_after_failures(vllm_config: VllmConfig) -> bool:
-    """Whether drafting may fail: not where other tensor-parallel ranks wait in a collective."""
-    return vllm_config.parallel_config.tensor_parallel_size == 1 and not envs.strict()
 
 
 class Runner(Protocol):
@@ -113,7 +109,7 @@ class Drafter:
         self._log(policy.granularity(spec, device.type), budgets)
         # Every tensor-parallel rank drafts the same round: one of them counts.
         self._failures = DraftFailures(spec.metrics_dir if get_tp_group().is_first_rank else None)
-        self._goes_on_after_failures = goes_on_after_failures(vllm_config)
+        self._num_ranks = vllm_config.parallel_config.tensor_parallel_size
         self._num_failed_in_a_row = 0
 
     def _log(self, granularity: str | None, budgets: Sequence[Budget]) -> None:
@@ -151,13 +147,17 @@ class Drafter:
             False if drafting failed, now or in `MAX_FAILURES_IN_A_ROW` rounds before, after which it is not
             tried again. The failure is counted and logged, and the drafts are token 0 for every request:
             the caller must let the target verify them as drawn from a one-hot draft.
+
+        Under tensor parallelism a failure ends the process.
         """
         drafts = self.draft_tokens[: batch.tokens.shape[0], :num_steps]
         if self._num_failed_in_a_row < MAX_FAILURES_IN_A_ROW:
             try:
                 self._fill(drafts, batch, num_steps)
             except Exception:
-                if not self._goes_on_after_failures:
+                if self._num_ranks > 1:
+                    self._end_worker()
+                if envs.strict():
                     raise
                 self._note_failure()
             else:
@@ -173,6 +173,15 @@ class Drafter:
         for step in self._views.prepare(batch, num_steps, self._size_of(num_steps)):
             tokens = self._runner.draft_step(tokens.to(torch.int32), step)
             drafts[:, step.index] = tokens
+
+    def _end_worker(self) -> NoReturn:
+        """Other ranks may be waiting for this one in a collective, for good.
+
+        vLLM hears of exceptions of the first rank alone, but ends the engine when any worker is gone. It goes
+        at once, because closing its communicators in order would wait for the others as well.
+        """
+        logger.exception("Drafting failed on one of %d tensor-parallel ranks; it ends.", self._num_ranks)
+        os._exit(1)
 
     def _note_failure(self) -> None:
         """To be called where the exception is handled."""

@@ -16,9 +16,10 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 from vllm.v1.worker.gpu.states import RequestState
 
+from vllm_magicdec import envs
 from vllm_magicdec.attention.metadata import draft_metadata, observed_metadata
 from vllm_magicdec.attention.observing import LayerObserver
-from vllm_magicdec.drafting.drafter import Drafter, goes_on_after_failures
+from vllm_magicdec.drafting.drafter import Drafter
 from vllm_magicdec.errors import METHOD
 from vllm_magicdec.views.base import (
     PAD_SLOT,
@@ -93,7 +94,8 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         try:
             self._graphs.capture_steps()
         except Exception:
-            if not goes_on_after_failures(self.vllm_config):
+            # Other tensor-parallel ranks would capture on, and wait in a collective.
+            if envs.strict() or self.vllm_config.parallel_config.tensor_parallel_size > 1:
                 raise
             self._graphs = None
             logger.exception("%s: draft steps run without CUDA graphs, slower: capturing failed.", METHOD)
