@@ -177,8 +177,8 @@ class Drafter:
     def _end_worker(self) -> NoReturn:
         """Other ranks may be waiting for this one in a collective, for good.
 
-        vLLM hears of exceptions of the first rank alone, but ends the engine when any worker is gone. It goes
-        at once, because closing its communicators in order would wait for the others as well.
+        vLLM hears of exceptions of the first rank alone, but ends the engine when any worker is gone. This
+        one goes at once, because closing its communicators in order would wait for the others as well.
         """
         logger.exception("Drafting failed on one of %d tensor-parallel ranks; it ends.", self._num_ranks)
         os._exit(1)
