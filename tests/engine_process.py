@@ -34,10 +34,16 @@ def generate(llm: Any, batches: list[dict[str, Any]]) -> list[list[dict[str, Any
     return results
 
 
-def generate_with_broken_drafting(llm: Any, batches: list[dict[str, Any]]) -> Any:
-    """From now on the draft's policy raises in every worker."""
-    llm.collective_rpc(_break_drafting)
+def generate_with_broken_drafting(llm: Any, batches: list[dict[str, Any]], rank: int | None = None) -> Any:
+    """From now on the draft's policy raises, in one worker or in every one."""
+    llm.collective_rpc(_break_drafting, args=(rank,))
     return generate(llm, batches)
+
+
+def generate_and_note_inputs(llm: Any, batches: list[dict[str, Any]]) -> dict[str, Any]:
+    """`generate`, and what the target was given meanwhile, by vLLM and by the draft, and where it lay."""
+    llm.collective_rpc(_note_inputs)
+    return {"batches": generate(llm, batches), "inputs": llm.collective_rpc(_noted_inputs)[0]}
 
 
 def generate_with_broken_acceptance(llm: Any, batches: list[dict[str, Any]]) -> Any:
@@ -244,7 +250,24 @@ def _noted_speculative_steps(worker: Any) -> int:
     return worker.model_runner.rejection_sampler.noted
 
 
-def _break_drafting(worker: Any) -> None:
+def _note_inputs(worker: Any) -> None:
+    noted = worker.noted_inputs = set()
+
+    def note(model: Any, args: Any, inputs: dict[str, Any]) -> None:
+        given = {name: value for name, value in inputs.items() if value is not None}
+        noted.add(tuple(sorted((name, value.data_ptr()) for name, value in given.items())))
+
+    worker.model_runner.get_model().register_forward_pre_hook(note, with_kwargs=True)
+
+
+def _noted_inputs(worker: Any) -> list[list[tuple[str, int]]]:
+    return sorted(worker.noted_inputs)
+
+
+def _break_drafting(worker: Any, rank: int | None) -> None:
+    if rank not in (None, worker.rank):
+        return
+
     def choose_pages(context_lens, last_pages):
         raise RuntimeError("broken on purpose")
 
@@ -296,6 +319,7 @@ SCENARIOS = {
         generate_with_random_choices,
         generate_with_broken_controller,
         generate_and_count_drafts,
+        generate_and_note_inputs,
         record_graphs,
         count_replays,
         abort_half_while_decoding,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests do with Triton's kernels where there is no GPU: interpret them, and compile them for one."""
+"""Triton's kernels in tests where there is no GPU: interpreted, compiled, and what compiles them again."""
 
 import os
 import subprocess
@@ -49,3 +49,17 @@ def compile_for(
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in divisible}
     source = compiler.ASTSource(kernel, types, constexprs=positions, attrs=attributes)
     return compiler.compile(source, target=GPUTarget("cuda", capability, 32))
+
+
+def specialization(kernel: Any, **arguments: Any) -> list[Any]:
+    """What Triton compiles a kernel for by the values of its arguments; it compiles again for another.
+
+    `arguments`: those of interest; the others are taken to be 0.
+    """
+    jit = pytest.importorskip("triton.runtime.jit")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+    bind = jit.create_function_from_signature(kernel.signature, kernel.params, backend)
+    return bind(**{**dict.fromkeys(kernel.arg_names, 0), **arguments})[1]

@@ -340,6 +340,11 @@ def check_model(model: ModelConfig) -> None:
         )
     if model.uses_mrope:
         raise ValueError("M-RoPE multimodal models are not supported; serve it without speculation")
+    if model.requires_raw_input_tokens:
+        raise ValueError(
+            "models that take more than a token at every step (Voxtral realtime) are not supported; serve "
+            "it without speculation"
+        )
     if model.use_mla:
         raise ValueError("MLA models are not supported; use vLLM's 'mtp' method where the model has it")
 

@@ -2,9 +2,10 @@
 """Everything else that vLLM does with a request keeps working, with the outputs of plain decoding."""
 
 import engines
+import kernel_libraries
 import pytest
 import texts
-from conftest import GREEDY
+from conftest import GREEDY, first_tokens
 from engines import POLICIES, magicdec
 from greedy import assert_same_tokens
 
@@ -129,6 +130,32 @@ def test_drafting_adds_no_weights_no_layers_and_no_kv_cache(plain_run):
     assert (plain_run.num_lookahead_tokens, run.num_lookahead_tokens) == (0, 4)
 
 
+@pytest.mark.parametrize("takes_embeddings", [False, True], ids=["token ids", "embeddings"])
+@pytest.mark.parametrize("v2", [False, True], ids=["V1 runner", "V2 runner"])
+def test_the_draft_is_given_what_the_target_is_compiled_for(prompts, plain, v2, takes_embeddings):
+    """Multimodal targets take embeddings, and text-only ones with `--enable-prompt-embeds`.
+
+    The V1 runner's CUDA graphs, which draft steps replay, also want all inputs in the same places.
+    """
+    chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < 600][:6]
+    batch = {"prompts": [prompts[i] for i in chosen], "sampling": {**GREEDY, "max_tokens": 12}}
+    run = engines.run(
+        [("generate_and_note_inputs", {"batches": [batch]})],
+        v2=v2,
+        max_num_seqs=4,
+        num_gpu_blocks_override=257,
+        enable_prompt_embeds=takes_embeddings,
+        speculative_config=magicdec(4, draft_kv_budget=128, draft_kv_policy="snapkv"),
+    )
+    (result,) = run.results
+    assert_same_tokens([first_tokens(plain[i], 12) for i in chosen], result["batches"][0], "embeddings")
+    assert run.accepted > 0
+    names = {tuple(name for name, _ in inputs) for inputs in result["inputs"]}
+    assert names == {("inputs_embeds" if takes_embeddings else "input_ids", "positions")}
+    if not v2:
+        assert len(result["inputs"]) == 1
+
+
 @pytest.mark.parametrize("v2", [False, True], ids=["V1 runner", "V2 runner"])
 def test_a_failure_inside_drafting_loses_and_changes_nothing(prompts, plain, v2):
     chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < 400][:6]
@@ -147,6 +174,28 @@ def test_a_failure_inside_drafting_loses_and_changes_nothing(prompts, plain, v2)
             assert request["completions"][0]["tokens"] == plain[index]["completions"][0]["tokens"][:12]
     assert run.draft_failures > 3
     assert run.log.count("RuntimeError: broken on purpose") == 1, "logged once, with its trace"
+    assert run.log.count("is not tried again") == 1
+
+
+@pytest.mark.skipif(
+    kernel_libraries.best() == "avx2",
+    reason="vLLM 0.32.0 is tensor-parallel with its AVX2 kernels neither with speculation nor without",
+)
+def test_a_failure_on_one_tensor_parallel_rank_ends_the_engine(prompts):
+    """The other rank waits for it in a collective: requests would hang until vLLM's own limit of 300 s."""
+    batch = {"prompts": prompts[:2], "sampling": {**GREEDY, "max_tokens": 12}}
+    with pytest.raises(RuntimeError, match=r"(?s)engine: failed.*broken on purpose.*died unexpectedly"):
+        engines.run(
+            [("generate_with_broken_drafting", {"batches": [batch], "rank": 1})],
+            strict=False,
+            own_process=True,
+            env={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+            tensor_parallel_size=2,
+            distributed_executor_backend="mp",
+            max_num_seqs=4,
+            num_gpu_blocks_override=257,
+            speculative_config=SPEC,
+        )
 
 
 def test_strict_mode_raises(prompts):

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from batches import make_batch, make_engine
@@ -15,11 +16,16 @@ from vllm_magicdec.attention import KVRows
 from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.policies import find_policy
 from vllm_magicdec.policies.base import Engine
+from vllm_magicdec.views.base import Batch
 
 NUM_REQS, NUM_STEPS, NUM_LAYERS, NUM_KV_HEADS, HEAD_SIZE = 3, 4, 2, 2, 8
 PAGE, MODEL_LEN, NUM_BLOCKS = 16, 1024, 192
 CONTEXT_LENS = [900, 130, 40]
 READS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__")
+COPIES = (
+    "__getitem__",
+    "__setitem__",
+)  # by a list of places, which CUDA copies to the device and waits for
 
 DEVICES = [
     pytest.param("cpu"),
@@ -41,9 +47,19 @@ def no_host_reads(device: torch.device) -> Iterator[None]:
     def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError("a tensor's value is read on the host")
 
+    def refuse_lists(method: Callable[..., object]) -> Callable[..., object]:
+        def use(tensor: torch.Tensor, key: object, *value: object) -> object:
+            for part in key if isinstance(key, tuple) else (key,):
+                assert not isinstance(part, list | np.ndarray), "places of a list are copied to the device"
+            return method(tensor, key, *value)
+
+        return use
+
     with pytest.MonkeyPatch.context() as patch:
         for name in READS:
             patch.setattr(torch.Tensor, name, refuse)
+        for name in COPIES:
+            patch.setattr(torch.Tensor, name, refuse_lists(getattr(torch.Tensor, name)))
         patch.setattr(torch, "nonzero", refuse)
         yield
 
@@ -80,7 +96,7 @@ class Target:
             self._recorder.record(layer, queries, metadata, self._rows, 1.0, 0.0)
 
 
-def make_rounds(policy: str, granularity: str | None, device: torch.device) -> Callable[[object], None]:
+def make_rounds(policy: str, granularity: str | None, device: torch.device) -> Callable[[Batch], None]:
     """What prepares a round of a policy."""
     target = Target(device)
     engine: Engine = make_engine(
@@ -102,34 +118,55 @@ def make_rounds(policy: str, granularity: str | None, device: torch.device) -> C
     policy_class = find_policy(policy)
     views = policy_class.make_views(fields, engine, [policy_class.parse_budget(fields, engine.limits, 160)])
 
-    def prepare(batch: object) -> None:
+    def prepare(batch: Batch) -> None:
         target.verify()
         list(views.prepare(batch, NUM_STEPS))
 
     return prepare
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    ("policy", "granularity"),
-    [
-        ("streamingllm", None),
-        *itertools.product(("snapkv", "verify-topk"), ("page", "token")),
-    ],
-)
-def test_a_round_of_decoding_requests_reads_nothing_on_the_host(policy, granularity, device):
-    device = torch.device(device)
-    prepare = make_rounds(policy, granularity, device)
+POLICIES = [
+    ("streamingllm", None),
+    *itertools.product(("snapkv", "verify-topk"), ("page", "token")),
+]
+
+
+def make_decoding_batch(device: torch.device) -> Batch:
     pages = MODEL_LEN // PAGE
     block_table = torch.arange(NUM_REQS * pages, dtype=torch.int32, device=device).view(NUM_REQS, -1)
     batch = make_batch(["a", "b", "c"], block_table, CONTEXT_LENS)
     lens = batch.context_lens.to(device)
-    batch = replace(batch, context_lens=lens, observable_lens=lens)
-    prepare(batch)  # requests that are new may be looked at more closely
+    return replace(batch, context_lens=lens, observable_lens=lens)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("policy", "granularity"), POLICIES)
+def test_a_round_of_decoding_requests_reads_nothing_on_the_host(policy, granularity, device):
+    device = torch.device(device)
+    prepare = make_rounds(policy, granularity, device)
+    batch = make_decoding_batch(device)
+    prepare(batch)
     with no_host_reads(device):
         prepare(batch)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("num_ending", [1, NUM_REQS])
+@pytest.mark.parametrize(("policy", "granularity"), POLICIES)
+def test_a_round_in_which_prompts_end_reads_nothing_on_the_host(policy, granularity, num_ending, device):
+    """Everybody's step would wait for one request's selection."""
+    device = torch.device(device)
+    prepare = make_rounds(policy, granularity, device)
+    batch = make_decoding_batch(device)
+    prepare(batch)
+    new = [f"new {index}" for index in range(num_ending)]
+    with no_host_reads(device):
+        is_first = [index < num_ending for index in range(NUM_REQS)]
+        prepare(replace(batch, req_ids=[*new, *batch.req_ids[num_ending:]], is_first=is_first))
 
 
 def test_the_check_notices_a_read():
     with pytest.raises(AssertionError, match="on the host"), no_host_reads(torch.device("cpu")):
         int(torch.ones(1)[0])
+    with pytest.raises(AssertionError, match="places of a list"), no_host_reads(torch.device("cpu")):
+        torch.ones(2)[[0, 1]]

@@ -9,6 +9,7 @@ from batches import make_batch, make_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_magicdec.attention import KVRows
 from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.policies.base import Limits
 from vllm_magicdec.policies.snapkv import SnapKV
@@ -71,3 +72,38 @@ def test_prompts_shorter_than_the_window_are_not_looked_at():
     steps = list(views.prepare(replace(batch, is_first=[True]), 4))
     assert not observed
     assert [int(step.view.lens[0]) for step in steps] == [11, 12, 13, 14]
+
+
+@pytest.mark.parametrize("granularity", ["token", "page"])
+def test_a_backend_that_splits_pages_changes_no_choice(granularity):
+    """FLASHINFER has blocks of 16, 32 or 64 tokens where `--block-size 128` counts in pages of 128."""
+    page, parts, num_kv_heads, head_size, context_len = 64, 4, 2, 8, 500
+    rng = torch.Generator().manual_seed(0)
+    block_table = torch.randperm(20, generator=rng)[:8].to(torch.int32).unsqueeze(0)
+    whole = torch.randn((20, num_kv_heads, page, 2 * head_size), generator=rng)
+    # A page's blocks lie one after the other, each with all of its heads.
+    split = whole.unflatten(2, (parts, -1)).transpose(1, 2).flatten(0, 1).contiguous()
+    queries = torch.randn((32, 2 * num_kv_heads, head_size), generator=rng)
+
+    def choose(cache: torch.Tensor) -> torch.Tensor:
+        rows = KVRows.of(cache, "FLASHINFER")
+        engine = make_engine(
+            page_size=page,
+            model_len=1024,
+            num_steps=4,
+            num_layers=1,
+            num_kv_heads=num_kv_heads,
+            head_size=head_size,
+            num_blocks=20,
+            max_num_reqs=1,
+            observe=lambda indices, window, observer: observer(0, queries, rows, 1.0, 0.0),
+        )
+        fields = fields_of(draft_kv_granularity=granularity)
+        views = SnapKV.make_views(fields, engine, [SnapKV.parse_budget(fields, engine.limits, 320)])
+        batch = replace(make_batch(["a"], block_table, [context_len]), is_first=[True])
+        list(views.prepare(batch, 4))
+        count = int(views._selections.counts[0])
+        assert count
+        return views._selections.positions[0, ..., :count]
+
+    assert torch.equal(choose(split), choose(whole))

@@ -261,7 +261,7 @@ def test_requests_are_selected_for_in_parts_that_fit_the_scratch(monkeypatch, ki
 
     def select(at_once: int) -> tuple[list[int], Selections]:
         selector = scene.selector(kind, budget, num_heads)
-        num_bytes = selector._scratch_bytes(-(-391 // PAGE))
+        num_bytes = selector._min_layers * selector._scratch_bytes(-(-391 // PAGE))
         monkeypatch.setattr(verification, "SCRATCH_BYTES", at_once * num_bytes + 1)
         parts, select_part = [], selector._select
         monkeypatch.setattr(

@@ -1,17 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernels that summarise and score pages, against the definition in float64."""
+"""The Triton kernels that summarise and score pages and score tokens, against the definition in float64."""
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import test_verify_topk
 import torch
 import triton_tools
+from batches import make_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_magicdec.attention import KVRows
 from vllm_magicdec.policies import verify_topk
+from vllm_magicdec.policies.verification import RECENT_TOKENS
+from vllm_magicdec.views.tokens import TokenBudget
 
 NUM_LAYERS = 2
+KERNELS = ("summarise", "score_pages", "score_tokens")
 
 
 def check(
@@ -95,6 +104,61 @@ def check(
                     scores[:, : expected.shape[1]].double(), expected, atol=2e-5, rtol=2e-5
                 )
 
+    check_tokens(rng, table, caches, queries, positions, lens, block_table, device)
+
+
+def check_tokens(
+    rng: torch.Generator,
+    table: Any,
+    caches: Mapping[int, tuple[KVRows, float, float]],
+    queries: torch.Tensor,
+    positions: torch.Tensor,
+    lens: torch.Tensor,
+    block_table: torch.Tensor,
+    device: str,
+) -> None:
+    """Scores of the tokens of some pages, other pages for every KV head, some of them past the context."""
+    from vllm_magicdec.policies import verify_topk_kernels
+
+    num_kv_heads, page_size = caches[0][0].num_kv_heads, caches[0][0].page_size
+    num_reqs, num_pages = block_table.shape
+    num_candidates = int(torch.randint(1, num_pages + 1, (1,), generator=rng))
+    order = torch.rand((NUM_LAYERS, num_reqs, num_kv_heads, num_pages), generator=rng).argsort(-1)
+    pages = order[..., :num_candidates].contiguous()
+    sink, recent = torch.randint(0, 40, (2,), generator=rng).tolist()
+    ends = (lens - recent).clamp(min=0)
+    for layers in (range(NUM_LAYERS), range(1, 2)):
+        found = verify_topk_kernels.score_tokens(
+            table,
+            queries,
+            positions.to(device),
+            lens.to(device),
+            block_table.to(device),
+            pages[layers.start : layers.stop].to(device),
+            ends.to(device),
+            layers=layers,
+            sink=sink,
+        ).cpu()
+        for index, layer in enumerate(layers):
+            rows, scale, soft_cap = caches[layer]
+            for request in range(num_reqs):
+                accepted = queries[layer, request][positions[request] < lens[request]].cpu().double()
+                accepted = accepted.unflatten(1, (num_kv_heads, -1))
+                for head in range(num_kv_heads):
+                    chosen = pages[layer, request, head]
+                    blocks = block_table[request, chosen].long().to(device)
+                    keys = rows.keys.by_token[blocks, head].cpu().double().flatten(0, 1)
+                    logits = accepted[:, head].flatten(0, 1) @ keys.T * scale
+                    if soft_cap:
+                        logits = soft_cap * torch.tanh(logits / soft_cap)
+                    place = (chosen.unsqueeze(1) * page_size + torch.arange(page_size)).flatten()
+                    can = (place >= sink) & (place < ends[request])
+                    scores = found[index, request, head]
+                    assert (scores[~can] < 0).all()
+                    torch.testing.assert_close(
+                        scores[can].double(), logits[:, can].softmax(-1).sum(0), atol=2e-5, rtol=2e-5
+                    )
+
 
 def scores_of_request(
     cache: tuple[KVRows, float, float], queries: torch.Tensor, blocks: torch.Tensor, context_len: int
@@ -136,13 +200,56 @@ def check_cases(**case: object) -> None:
     check(**case)
 
 
+def check_far_heads() -> None:
+    """Where one head's keys are those of all blocks, the third head's lie more than 2^31 elements away."""
+    from vllm_magicdec.policies import verify_topk_kernels
+
+    head_size, keys_head = 16, 2**30 + 64
+    storage = torch.empty(2 * keys_head + head_size, dtype=torch.float16)  # memory only where it is written
+    keys = storage.as_strided((1, 3, 1, head_size), (head_size, keys_head, head_size, 1))
+    for head in range(3):
+        keys[0, head] = head + 1
+    offsets = torch.zeros(1, dtype=torch.int64)
+    least, greatest = torch.zeros((2, 1, 1, 3, head_size), dtype=torch.float16)
+    verify_topk_kernels.summarise(
+        SimpleNamespace(keys=keys, offsets=offsets), least, greatest, offsets, offsets + 1
+    )
+    assert torch.equal(least[0, 0], keys[0, :, 0]) and torch.equal(greatest, least)
+
+
+class CountedOperators(TorchDispatchMode):
+    """How many of torch's operators ran."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operators_of_a_round(num_layers: int) -> int:
+    """Torch's operators in choosing tokens, those of the interpreter's kernels included."""
+    test_verify_topk.NUM_LAYERS = num_layers
+    context_lens = [300, 77]
+    scene = test_verify_topk.Scene(1, context_lens, 16)
+    budget = TokenBudget(sink=4, window=RECENT_TOKENS, min_tokens=64, max_tokens=64)
+    selector = scene.selector(verify_topk.TokenSelector, budget, test_verify_topk.NUM_KV_HEADS)
+    batch = make_batch(["a", "b"], scene.block_table, context_lens)
+    for _ in range(2):  # requests of the first round are new
+        scene.verify([0, 0])
+        with CountedOperators() as counted:
+            selector.update(batch, test_verify_topk.GAMMA)
+    return counted.count
+
+
 def main() -> None:
     check_cases()
+    check_far_heads()
     # The policy's own tests, by the kernels.
     from vllm_magicdec.policies import verify_topk_kernels
 
     calls = []
-    for name in ("summarise", "score_pages"):
+    for name in KERNELS:
         kernel = getattr(verify_topk_kernels, name)
         setattr(
             verify_topk_kernels,
@@ -152,10 +259,14 @@ def main() -> None:
     verify_topk.has_kernels = lambda device: True
     test_verify_topk.test_summaries_bound_every_logit_and_follow_a_page_to_its_next_owner()
     test_verify_topk.test_token_granularity_takes_the_best_tokens_of_the_best_pages()
-    assert set(calls) == {"summarise", "score_pages"}
+    assert set(calls) == set(KERNELS)
+    verify_topk_kernels.SCRATCH_BYTES = 128 * 2**20
+    calls.clear()
+    assert operators_of_a_round(2) == operators_of_a_round(7)
+    assert calls.count("score_tokens") == 4, "one for all layers in each round"
 
 
-def test_pages_in_the_interpreter():
+def test_pages_and_tokens_in_the_interpreter():
     triton_tools.run_interpreted(__file__)
 
 
@@ -184,9 +295,16 @@ LOGITS = dict(logits="*fp32", peaks="*fp32", sums="*fp32", context_lens="*i64")
             dict(NUM_QUERIES=5, NUM_ROWS=20, GROUP=4, PAGE_SIZE=16, HEADS=8, NUM_ROW_BLOCKS=1)
             | dict(BLOCK_ROWS=32, SPLITS_PADDED=8, BLOCK=128),
         ),
+        (
+            "_token_scores_kernel",
+            dict(keys="*bf16", offsets="*i64", queries="*bf16", positions="*i64", context_lens="*i64")
+            | dict(block_table="*i32", pages="*i64", ends="*i64", scales="*fp32", scores="*fp32"),
+            dict(NUM_QUERIES=5, NUM_ROWS=20, GROUP=4, HEAD_SIZE=128, PAGE_SIZE=16, NUM_ROW_BLOCKS=1)
+            | dict(BLOCK_ROWS=32, HEAD_PADDED=128, BLOCK=64),
+        ),
     ],
 )
-def test_page_kernels_compile_for_hopper_without_one(kernel, pointers, constants):
+def test_kernels_compile_for_hopper_without_one(kernel, pointers, constants):
     pytest.importorskip("triton")
     from vllm_magicdec.policies import verify_topk_kernels
 
@@ -196,7 +314,7 @@ def test_page_kernels_compile_for_hopper_without_one(kernel, pointers, constants
 @pytest.mark.gpu
 @settings(max_examples=20, deadline=None)
 @cases
-def test_pages_compiled(**case: object) -> None:
+def test_pages_and_tokens_compiled(**case: object) -> None:
     check(**case, device="cuda")
 
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Token views against a naive reference: which positions a step sees, and through which slots."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from batches import KeepsWhatIsThere, make_batch
@@ -92,7 +94,7 @@ def test_every_step_sees_selection_sinks_and_recent_tokens(case, seed, data):
             length = int(step.view.lens[index])
             assert length == min(context_len + step.index + 1, budget.max_tokens, model_len)
             assert step.view.common_len in (None, length)
-            if all(context_len >= budget.max_tokens + num_steps for context_len, _ in requests):
+            if all(context_len >= budget.max_tokens + 2 * num_steps for context_len, _ in requests):
                 assert step.view.common_len == budget.max_tokens
             for layer in range(NUM_LAYERS):
                 for head in range(NUM_KV_HEADS):
@@ -120,6 +122,24 @@ def test_every_step_sees_selection_sinks_and_recent_tokens(case, seed, data):
             position = context_len + step.index
             is_inside = position < model_len
             assert int(step.slots[index]) == (slot_of(position, own, page_size) if is_inside else PAD_SLOT)
+
+
+@pytest.mark.parametrize("num_missing", range(10))
+def test_a_common_length_is_said_only_where_the_view_has_it(num_missing):
+    """Of what the host knows, all drafts of the last two rounds may have been rejected."""
+    budget, num_steps = TokenBudget(sink=4, window=16, min_tokens=64, max_tokens=64), 4
+    selections = Selections(
+        num_layers=1, num_heads=1, max_num_reqs=1, max_selected=budget.max_selected, device=CPU
+    )
+    selections.begin_round(["a"])
+    slots = DraftSlots(page_size=16, max_num_reqs=1, max_num_steps=num_steps, max_model_len=128, device=CPU)
+    views = TokenViews(selections, KeepsWhatIsThere(), [budget], slots, plans=())
+    block_table = torch.arange(8, dtype=torch.int32).unsqueeze(0)
+    batch = replace(make_batch(["a"], block_table, [64 - num_missing]), known_lens=[72 - num_missing])
+    for step in views.prepare(batch, num_steps):
+        assert step.view.common_len in (None, int(step.view.lens[0]))
+    full = replace(batch, context_lens=torch.tensor([80]), known_lens=[80])
+    assert [step.view.common_len for step in views.prepare(full, num_steps)] == [64] * num_steps
 
 
 @pytest.mark.parametrize("recent", [0, 0.375])

@@ -26,7 +26,7 @@ from vllm_magicdec.adaptive.controller import Forecast
 logger = init_logger(f"vllm.{__name__}")
 
 FAILURES_METRIC = "vllm:magicdec_draft_failures"
-_FAILURES_HELP = "Rounds in which drafting failed and the step went on without useful drafts."
+_FAILURES_HELP = "Rounds without useful drafts because drafting failed, or had failed too often."
 
 
 class _WorkerMetrics(Collector):
@@ -88,7 +88,7 @@ class _MetricsFile:
 
 
 class DraftFailures:
-    """Counts rounds whose drafting raised, and logs the first one with its trace.
+    """Counts rounds that failures left without useful drafts, and logs the first failure with its trace.
 
     Args:
         metrics_dir: a directory that the front end reads; None counts in this process alone.
@@ -100,15 +100,18 @@ class DraftFailures:
         self._write()
 
     def count(self) -> None:
-        """Record a failure; call it where the exception is handled."""
+        """Record a round without useful drafts."""
         self._total += 1
-        if self._total == 1:
+        self._write()
+
+    def log_first(self) -> None:
+        """Log the first failure; to be called where its exception is handled, before it is counted."""
+        if self._total == 0:
             logger.exception(
                 "Drafting failed; the step goes on without drafts and no request is lost. Further "
                 "failures are only counted, in %s_total.",
                 FAILURES_METRIC,
             )
-        self._write()
 
     def _write(self) -> None:
         self._file.write(FAILURES_METRIC, f"{FAILURES_METRIC}_total", float(self._total), _FAILURES_HELP)

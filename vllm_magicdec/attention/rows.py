@@ -75,7 +75,7 @@ class KVRows:
 
     keys: RowTable
     values: RowTable
-    page_size: int  # tokens
+    page_size: int  # tokens of the cache's own blocks
     num_kv_heads: int
     head_size: int
 
@@ -121,10 +121,21 @@ class KVRows:
         """
         return self.keys.gather(slots), self.values.gather(slots)
 
-    def keys_by_page(self, blocks: torch.Tensor) -> torch.Tensor:
-        """All keys of some pages, [len(blocks), num_kv_heads, page_size, head_size]; `blocks` [n] int."""
-        pages = self.keys.cells[blocks.long()]
-        return pages.reshape(len(blocks), self.num_kv_heads, self.page_size, self.head_size)
+    def keys_by_page(self, blocks: torch.Tensor, page_size: int) -> torch.Tensor:
+        """All keys of some pages of a block table.
+
+        Args:
+            blocks: [n] int, numbers of the table's pages.
+            page_size: tokens of each; the backend may have split them into smaller blocks of its own, which
+                lie one after the other.
+
+        Returns:
+            [n, num_kv_heads, page_size, head_size] in the cache's dtype.
+        """
+        parts = page_size // self.page_size
+        own = blocks.long().unsqueeze(1) * parts + torch.arange(parts, device=blocks.device)
+        keys = self.keys.cells[own].transpose(1, 2)  # [n, num_kv_heads, parts, ...]
+        return keys.reshape(len(blocks), self.num_kv_heads, page_size, self.head_size)
 
 
 def _plain(cells: torch.Tensor) -> torch.Tensor:

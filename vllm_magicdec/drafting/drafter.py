@@ -5,9 +5,10 @@ Drafted tokens write their K/V into the request's own lookahead slots. Verificat
 overwrites every one of them, so nothing approximate survives in the cache.
 """
 
+import os
 from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import torch
 from vllm.config import VllmConfig
@@ -28,6 +29,8 @@ from vllm_magicdec.views.base import Batch, DraftStep, View
 from vllm_magicdec.views.selections import Budget
 
 logger = init_logger(f"vllm.{__name__}")
+
+MAX_FAILURES_IN_A_ROW = 5  # rounds; what fails so often will fail again, and every try delays a step
 
 
 class Runner(Protocol):
@@ -107,6 +110,8 @@ class Drafter:
         self._log(policy.granularity(spec, device.type), budgets)
         # Every tensor-parallel rank drafts the same round: one of them counts.
         self._failures = DraftFailures(spec.metrics_dir if get_tp_group().is_first_rank else None)
+        self._num_ranks = vllm_config.parallel_config.tensor_parallel_size
+        self._num_failed_in_a_row = 0
 
     def _log(self, granularity: str | None, budgets: Sequence[Budget]) -> None:
         memory = self._views.memory_bytes.items()
@@ -140,22 +145,55 @@ class Drafter:
             num_steps: drafts of each; a `DraftPlan` says with which budget, else it is the largest.
 
         Returns:
-            False if drafting failed. The failure is counted and logged, and the drafts are token 0 for
-            every request: the caller must let the target verify them as drawn from a one-hot draft.
+            False if drafting failed, now or in `MAX_FAILURES_IN_A_ROW` rounds before, after which it is not
+            tried again. The failure is counted and logged, and the drafts are token 0 for every request:
+            the caller must let the target verify them as drawn from a one-hot draft.
+
+        Under tensor parallelism a failure ends the process.
         """
+        drafts = self.draft_tokens[: batch.tokens.shape[0], :num_steps]
+        if self._num_failed_in_a_row < MAX_FAILURES_IN_A_ROW:
+            try:
+                self._fill(drafts, batch, num_steps)
+            except Exception:
+                if self._num_ranks > 1:
+                    self._end_worker()
+                if envs.strict():
+                    raise
+                self._note_failure()
+            else:
+                self._num_failed_in_a_row = 0
+                return True
+        self._failures.count()
+        drafts.zero_()
+        return False
+
+    def _fill(self, drafts: torch.Tensor, batch: Batch, num_steps: int) -> None:
+        """`drafts` [num_reqs, num_steps] int64, written."""
         tokens = batch.tokens
-        drafts = self.draft_tokens[: tokens.shape[0], :num_steps]
-        try:
-            for step in self._views.prepare(batch, num_steps, self._size_of(num_steps)):
-                tokens = self._runner.draft_step(tokens.to(torch.int32), step)
-                drafts[:, step.index] = tokens
-        except Exception:
-            if envs.strict():
-                raise
-            self._failures.count()
-            drafts.zero_()
-            return False
-        return True
+        for step in self._views.prepare(batch, num_steps, self._size_of(num_steps)):
+            tokens = self._runner.draft_step(tokens.to(torch.int32), step)
+            drafts[:, step.index] = tokens
+
+    def _end_worker(self) -> NoReturn:
+        """Other ranks may be waiting for this one in a collective, for good.
+
+        vLLM hears of exceptions of the first rank alone, but ends the engine when any worker is gone. This
+        one goes at once, because closing its communicators in order would wait for the others as well.
+        """
+        logger.exception("Drafting failed on one of %d tensor-parallel ranks; it ends.", self._num_ranks)
+        os._exit(1)
+
+    def _note_failure(self) -> None:
+        """To be called where the exception is handled."""
+        self._num_failed_in_a_row += 1
+        self._failures.log_first()
+        if self._num_failed_in_a_row == MAX_FAILURES_IN_A_ROW:
+            logger.error(
+                "Drafting failed in %d rounds in a row and is not tried again: requests go on without "
+                "useful drafts until the engine is started anew. Every such round is counted.",
+                MAX_FAILURES_IN_A_ROW,
+            )
 
     def _size_of(self, num_steps: int) -> int:
         """Which budget to draft with."""

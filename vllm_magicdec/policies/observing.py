@@ -16,7 +16,7 @@ import torch
 from vllm_magicdec.attention import KVRows
 from vllm_magicdec.attention.observing import LayerObserver
 from vllm_magicdec.policies.base import Engine, Limits, Observe, Policy, parse_budget_of_selected_pages
-from vllm_magicdec.views.base import Batch, Views, ceil_div
+from vllm_magicdec.views.base import Batch, Views, ceil_div, on_device
 from vllm_magicdec.views.layer_pages import LayerPageViews
 from vllm_magicdec.views.selections import Budget, Selections, budget_to_select
 from vllm_magicdec.views.tokens import TokenBudget, TokenViews, recent_tokens
@@ -159,7 +159,8 @@ class PromptSelector:
     ) -> None:
         self._policy = policy
         self._budget = budget_to_select(budgets)
-        self._least_budget = budgets[0]
+        # Where all that could be chosen fits into every budget, nothing has to be scored.
+        self._room = max(0, budgets[0].min_entries - budgets[0].num_sinks - budgets[0].num_recent)
         self._selections = selections
         self._observe = observe
         self._page_size = page_size
@@ -168,20 +169,22 @@ class PromptSelector:
         self._num_drafted = 0  # tokens of this round that count as recent
 
     def update(self, batch: Batch, num_steps: int) -> None:
-        """Select for the requests of the batch that are due. Launches nothing when none is."""
+        """Select for the requests of the batch that are due. Launches nothing when none is.
+
+        No host synchronisation: prompts end all the time, and everybody's step would wait.
+        """
         self._selections.begin_round(batch.req_ids)
         # Pages of the drafted tokens are recent ones; single tokens make room in the view as they come.
         self._num_drafted = num_steps if self._budget.unit > 1 else 0
         due = [index for index in range(len(batch.req_ids)) if self._is_due(batch, index)]
         if not due:
             return
-        # Where all that could be chosen fits into every budget, nothing has to be scored.
-        crowded = [i for i in due if self._num_eligible(batch.known_lens[i]) > self._allowed(batch, i)]
+        crowded = [i for i in due if self._num_eligible(int(batch.known_lens[i])) > self._room]
         for first in range(0, len(crowded), self._max_reqs_per_pass):
             indices = crowded[first : first + self._max_reqs_per_pass]
             self._observe(indices, self._policy.window, self._score_layer(batch, indices))
         self._take_everything(batch, [i for i in due if i not in set(crowded)])
-        lens, budget = batch.observable_lens[due], self._budget
+        lens, budget = batch.observable_lens[on_device(due, batch.observable_lens.device)], self._budget
         ends = self._end(lens).clamp(min=0)
         room = budget.entries(lens) - budget.num_sinks - budget.num_recent
         counts = torch.minimum(ends - budget.num_sinks, room).clamp(min=0)
@@ -205,10 +208,6 @@ class PromptSelector:
     def _num_eligible(self, length: int) -> int:
         return max(0, self._end(length) - self._budget.num_sinks)
 
-    def _allowed(self, batch: Batch, index: int) -> int:
-        entries = self._least_budget.entries(torch.tensor([batch.known_lens[index]]))
-        return max(0, int(entries) - self._budget.num_sinks - self._budget.num_recent)
-
     def _take_everything(self, batch: Batch, indices: Sequence[int]) -> None:
         if indices:
             rows = self._selections.rows([batch.req_ids[i] for i in indices])
@@ -225,7 +224,7 @@ class PromptSelector:
                 blocks = batch.block_table[index, :num_pages]
                 observation = Observation(
                     queries=queries[place * window : (place + 1) * window],
-                    keys=cache.keys_by_page(blocks).transpose(0, 1).flatten(1, 2),
+                    keys=cache.keys_by_page(blocks, self._page_size).transpose(0, 1).flatten(1, 2),
                     length=batch.observable_lens[index],
                     scale=scale,
                     soft_cap=soft_cap,

@@ -227,7 +227,8 @@ class VerificationSelector(ABC):
         """See `views.base.Selector`."""
         engine = self._policy.engine
         longest = ceil_div(engine.limits.max_model_len, self._page_size)
-        scratch = min(SCRATCH_BYTES, engine.max_num_reqs * self._scratch_bytes(longest))
+        most = engine.num_layers * engine.max_num_reqs * self._scratch_bytes(longest)
+        scratch = min(SCRATCH_BYTES, most)
         return {
             "verified queries": self._policy.verification.num_bytes,
             "a selection's scratch": scratch if self._budget.max_selected else 0,
@@ -244,7 +245,8 @@ class VerificationSelector(ABC):
         if not is_due or not self._budget.max_selected:
             return
         num_reqs = len(batch.req_ids)
-        at_once = max(1, SCRATCH_BYTES // self._scratch_bytes(self._num_pages(batch)))
+        of_request = self._min_layers * self._scratch_bytes(self._num_pages(batch))
+        at_once = max(1, SCRATCH_BYTES // of_request)
         for first in range(0, num_reqs, at_once):
             part = batch.part(first, min(first + at_once, num_reqs))
             with self._policy.verification.starting_at(first):
@@ -275,7 +277,12 @@ class VerificationSelector(ABC):
 
     @abstractmethod
     def _scratch_bytes(self, num_pages: int) -> int:
-        """What `_select` needs for the time being for a request of so many pages."""
+        """What `_select` needs for the time being for a request of so many pages, in every layer."""
+
+    @property
+    @abstractmethod
+    def _min_layers(self) -> int:
+        """Layers that `_select` works on at once, at least."""
 
     def _num_pages(self, batch: Batch) -> int:
         """Most pages of any request of the batch, as far as the host knows."""
@@ -302,4 +309,8 @@ class PageSelector(VerificationSelector):
 
     def _scratch_bytes(self, num_pages: int) -> int:
         # Scores, the same with what is fixed masked, and what `topk` sorts.
-        return 3 * 4 * self._policy.engine.num_layers * num_pages
+        return 3 * 4 * num_pages
+
+    @property
+    def _min_layers(self) -> int:
+        return self._policy.engine.num_layers

@@ -17,7 +17,7 @@ whole context is summarised when its request starts to decode. Summaries take 1 
 cache's memory.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +26,7 @@ from vllm_magicdec.attention import KVRows
 from vllm_magicdec.policies.base import Engine, Limits
 from vllm_magicdec.policies.verification import (
     RECENT_TOKENS,
+    SCRATCH_BYTES,
     Verification,
     VerificationPolicy,
     VerificationSelector,
@@ -52,10 +53,12 @@ class PageSummaries:
         num_layers: int,
         num_blocks: int,
         num_kv_heads: int,
+        page_size: int,
         head_size: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        self._page_size = page_size
         shape = (num_layers, num_blocks, num_kv_heads, head_size)
         self.least = torch.zeros(shape, dtype=dtype, device=device)
         self.greatest = torch.zeros(shape, dtype=dtype, device=device)
@@ -72,7 +75,7 @@ class PageSummaries:
         num_verified: torch.Tensor,  # [n] int64, tokens of each page, at least 1
     ) -> None:
         """Summarise pages again."""
-        keys = rows.keys_by_page(blocks)
+        keys = rows.keys_by_page(blocks, self._page_size)
         places = torch.arange(keys.shape[2], device=blocks.device)
         # Tokens that are not verified count as their page's first.
         is_verified = (places < num_verified[:, None])[:, None, :, None]
@@ -108,6 +111,7 @@ class VerifyTopK(VerificationPolicy):
             num_layers=engine.num_layers,
             num_blocks=engine.num_blocks,
             num_kv_heads=engine.num_kv_heads,
+            page_size=engine.page_size,
             head_size=engine.head_size,
             dtype=engine.cache_dtype,
             device=engine.device,
@@ -227,6 +231,51 @@ class VerifyTopK(VerificationPolicy):
             scores.append(by_kv_head if by_head else by_kv_head.sum(1, keepdim=True))
         return torch.stack(scores)
 
+    def score_tokens(
+        self, layers: range, batch: Batch, pages: torch.Tensor, sink: int, ends: torch.Tensor
+    ) -> torch.Tensor:
+        """Attention weights of the tokens of some pages, summed as in `score`.
+
+        Args:
+            layers: which ones.
+            batch: the round's requests.
+            pages: [len(layers), num_reqs, num_kv_heads, num_candidates] int64, within the request.
+            sink: first position that can be chosen.
+            ends: [num_reqs] int64, first position that cannot.
+
+        Returns:
+            [len(layers), num_reqs, num_kv_heads, num_candidates * page_size] float32, in the pages' order;
+            below 0 for tokens that cannot be chosen.
+        """
+        page = self.engine.page_size
+        if self._table is not None:
+            from vllm_magicdec.policies.verify_topk_kernels import score_tokens
+
+            return score_tokens(
+                self._table,
+                self.verification.queries,
+                self.verification.positions,
+                batch.context_lens,
+                batch.block_table,
+                pages,
+                ends,
+                layers=layers,
+                sink=sink,
+            )
+        places = torch.arange(page, device=pages.device)
+        scores = []
+        for layer, chosen in zip(layers, pages, strict=True):
+            cache, scale, soft_cap = self.verification.caches[layer]
+            positions = (chosen.unsqueeze(-1) * page + places).flatten(2)
+            blocks = batch.block_table.gather(1, chosen.flatten(1)).view_as(chosen)
+            slots = (blocks.unsqueeze(-1) * page + places).flatten(2)
+            queries, is_accepted = self.verification.queries_by_head(layer, batch)
+            logits = queries @ cache.keys.gather(slots).float().transpose(2, 3) * scale
+            is_eligible = (positions >= sink) & (positions < ends[:, None, None])
+            weights = softmax(logits, soft_cap, is_eligible.unsqueeze(2)) * is_accepted
+            scores.append(weights.nan_to_num().sum(2).masked_fill_(~is_eligible, -1.0))
+        return torch.stack(scores)
+
 
 def softmax(logits: torch.Tensor, soft_cap: float, is_seen: torch.Tensor) -> torch.Tensor:
     """Attention weights over the last axis."""
@@ -243,11 +292,25 @@ class TokenSelector(VerificationSelector):
     def _scratch_bytes(self, num_pages: int) -> int:
         engine, verification = self._policy.engine, self._policy.verification
         num_candidates = min(ceil_div(2 * self._budget.max_selected, self._page_size) + 1, num_pages)
+        # Of a layer's pages and candidates: scores, the same with what is fixed masked, and what `topk` sorts.
+        by_token, by_page = 3 * 4, 3 * 4
+        if engine.limits.device_type != "cuda":
+            # Without kernels: slots, keys and the same in float32, logits and weights.
+            num_rows = verification.num_queries * engine.num_heads // engine.num_kv_heads
+            by_token += 8 * 8 + engine.head_size * (engine.cache_dtype.itemsize + 4) + 2 * 4 * num_rows
         num_tokens = num_candidates * self._page_size
-        num_rows = verification.num_queries * engine.num_heads // engine.num_kv_heads
-        # Of a layer's candidates: their numbers, their keys and the same in float32, logits and weights.
-        keys = engine.head_size * (engine.cache_dtype.itemsize + 4)
-        return engine.num_kv_heads * (num_tokens * (8 * 8 + keys + 3 * 4 * num_rows) + 3 * 4 * num_pages)
+        return engine.num_kv_heads * (num_tokens * by_token + num_pages * by_page)
+
+    @property
+    def _min_layers(self) -> int:
+        return 1
+
+    def _layers_at_once(self, num_reqs: int, num_pages: int) -> Iterator[range]:
+        """Parts of the layers whose scores fit into the scratch."""
+        num_layers = self._policy.engine.num_layers
+        size = max(1, SCRATCH_BYTES // (num_reqs * self._scratch_bytes(num_pages)))
+        for first in range(0, num_layers, size):
+            yield range(first, min(first + size, num_layers))
 
     def _select(self, batch: Batch, num_steps: int) -> tuple[torch.Tensor, torch.Tensor]:
         page, sink, num_selected = self._page_size, self._budget.num_sinks, self._budget.max_selected
@@ -257,23 +320,14 @@ class TokenSelector(VerificationSelector):
         places = torch.arange(num_pages, device=ends.device)
         is_open = ((places + 1) * page > sink) & (places * page < ends.unsqueeze(1))
         rows = self._selections.rows(batch.req_ids)
-        verification = self._policy.verification
-        for layer, (cache, scale, soft_cap) in verification.caches.items():
-            (scores,) = self._policy.score(range(layer, layer + 1), batch, num_pages, by_head=True)
+        for layers in self._layers_at_once(len(batch.req_ids), num_pages):
+            scores = self._policy.score(layers, batch, num_pages, by_head=True)
             scores.masked_fill_(~is_open[:, None], -1.0)
-            pages = scores.topk(num_candidates).indices  # [num_reqs, num_kv_heads, num_candidates]
-            positions = (pages.unsqueeze(-1) * page + torch.arange(page, device=ends.device)).flatten(2)
-            blocks = batch.block_table.gather(1, pages.flatten(1)).view_as(pages)
-            slots = (blocks.unsqueeze(-1) * page + torch.arange(page, device=ends.device)).flatten(2)
-            queries, is_accepted = verification.queries_by_head(layer, batch)
-            logits = queries @ cache.keys.gather(slots).float().transpose(2, 3) * scale
-            is_eligible = (positions >= sink) & (positions < ends[:, None, None])
-            weights = (
-                (softmax(logits, soft_cap, is_eligible.unsqueeze(2)) * is_accepted).nan_to_num().sum(2)
-            )
-            weights.masked_fill_(~is_eligible, -1.0)
+            pages = scores.topk(num_candidates).indices  # [layers, num_reqs, num_kv_heads, num_candidates]
+            weights = self._policy.score_tokens(layers, batch, pages, sink, ends)
             best = weights.topk(min(num_selected, weights.shape[-1])).indices
-            chosen = positions.gather(2, best).to(torch.int32)
-            self._selections.positions[rows, layer, :, : chosen.shape[-1]] = chosen
+            chosen = (pages.gather(3, best // page) * page + best % page).to(torch.int32)
+            part = self._selections.positions[:, layers.start : layers.stop, :, : chosen.shape[-1]]
+            part[rows] = chosen.transpose(0, 1)
         room = self._budget.entries(batch.context_lens) - sink - self._budget.num_recent
         return torch.minimum((ends - sink).clamp(min=0), room), ends

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 
 # vLLM's cache-write kernels skip this slot.
@@ -18,6 +19,11 @@ PAD_SLOT = -1
 def has_kernels(device: torch.device) -> bool:
     """Whether Triton's kernels prepare rounds there, and not many small operations."""
     return device.type == "cuda"
+
+
+def on_device(numbers: Sequence[int] | np.ndarray, device: torch.device) -> torch.Tensor:
+    """[len(numbers)] int64 there, sent without waiting for the device; indexing with a list waits."""
+    return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
 
 
 def ceil_div(numerator: int, denominator: int) -> int:
@@ -124,7 +130,7 @@ class Views(Protocol):
         ...
 
     def prepare(self, batch: Batch, num_steps: int, size: int = -1) -> Iterator[DraftStep]:
-        """The round's steps, in order; no host synchronisation but for requests that are new.
+        """The round's steps, in order. No host synchronisation.
 
         Args:
             batch: the round's requests.

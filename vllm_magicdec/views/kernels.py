@@ -10,6 +10,9 @@ import triton
 import triton.language as tl
 
 BLOCK_COLUMNS = 128
+# They differ from round to round: Triton would compile again, while requests wait, for 1 and for those that
+# 16 divides.
+VARYING = ["num_steps", "max_pages", "most_recent", "most_window", "max_tokens"]
 
 
 @triton.jit
@@ -39,7 +42,7 @@ def _write_steps(  # type: ignore[no-untyped-def]
     return position, slot
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _page_round_kernel(  # type: ignore[no-untyped-def]
     context_lens,  # [num_reqs] int64
     block_table,  # [num_reqs, max_blocks] int32
@@ -122,11 +125,11 @@ def write_page_round(
         max_pages,
         PAGE_SIZE=page_size,
         STEPS_PADDED=triton.next_power_of_2(max_num_steps),
-        PAGES_PADDED=triton.next_power_of_2(max_pages),
+        PAGES_PADDED=triton.next_power_of_2(view_table.shape[1]),
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _layer_page_round_kernel(  # type: ignore[no-untyped-def]
     context_lens,  # [num_reqs] int64
     block_table,  # [num_reqs, max_blocks] int32
@@ -249,11 +252,11 @@ def write_layer_page_round(
         max_pages,
         PAGE_SIZE=page_size,
         STEPS_PADDED=triton.next_power_of_2(max_num_steps),
-        PAGES_PADDED=triton.next_power_of_2(max_pages),
+        PAGES_PADDED=triton.next_power_of_2(view_tables.shape[2]),
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _token_round_kernel(  # type: ignore[no-untyped-def]
     context_lens,  # [num_reqs] int64
     block_table,  # [num_reqs, max_blocks] int32

@@ -90,6 +90,11 @@ class PageBudget:
         return self.max_pages * self.page_size
 
     @property
+    def min_entries(self) -> int:
+        """Pages in budget, whatever the context."""
+        return self.min_pages
+
+    @property
     def max_selected(self) -> int:
         """Most pages that can be selected between the sinks and the recent ones."""
         return max(0, self.max_pages - self.sink_pages - self.recent_pages)

@@ -6,6 +6,8 @@ from typing import Protocol, Self
 
 import torch
 
+from vllm_magicdec.views.base import on_device
+
 
 class Budget(Protocol):
     """What a draft step may read of a request, in entries: tokens or pages."""
@@ -28,6 +30,11 @@ class Budget(Protocol):
     @property
     def max_tokens(self) -> int:
         """K/V entries of the cache that a draft step reads of a request, at most."""
+        ...
+
+    @property
+    def min_entries(self) -> int:
+        """Entries in budget, whatever the context."""
         ...
 
     @property
@@ -77,8 +84,7 @@ class RequestRows:
 
     def of(self, req_ids: Sequence[str]) -> torch.Tensor:
         """Rows of requests that have one, [num_reqs] int64."""
-        rows = torch.tensor([self._rows[req_id] for req_id in req_ids], dtype=torch.int64)
-        return rows.to(self._device, non_blocking=True)
+        return on_device([self._rows[req_id] for req_id in req_ids], self._device)
 
 
 class Selections:

@@ -96,6 +96,11 @@ class TokenBudget:
         return self.window
 
     @property
+    def min_entries(self) -> int:
+        """Tokens in budget, whatever the context."""
+        return self.min_tokens
+
+    @property
     def max_selected(self) -> int:
         """Most tokens that can be selected between the sinks and the window."""
         return max(0, self.max_tokens - self.sink - self.window)
@@ -330,8 +335,8 @@ class TokenViews:
 
     def _common_len(self, budget: TokenBudget, batch: Batch) -> int | None:
         """The length of every view of the round, if the host knows that all are full."""
-        # As many tokens as one round may have drafted and lost are not certain to be there.
-        least_context = min(batch.known_lens) - self._max_num_steps
+        # With asynchronous scheduling the host has not heard of the last two rounds' rejected drafts.
+        least_context = min(batch.known_lens) - 2 * self._max_num_steps
         is_full = not budget.context_fraction and least_context >= budget.min_tokens
         return budget.min_tokens if is_full else None
 

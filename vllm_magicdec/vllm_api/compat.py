@@ -182,7 +182,25 @@ CALLED = (
             "prefill_len_np",
         ),
     ),
-    Needed("vllm.forward_context", "set_forward_context", ("attn_metadata", "vllm_config", "num_tokens")),
+    Needed(
+        "vllm.forward_context",
+        "set_forward_context",
+        (
+            "attn_metadata",
+            "vllm_config",
+            "num_tokens",
+            "cudagraph_runtime_mode",
+            "slot_mapping",
+            "batch_descriptor",
+        ),
+    ),
+    Needed("vllm.forward_context", "BatchDescriptor", ("num_tokens",)),
+    Needed("vllm.config.model", "ModelConfig", ("enable_prompt_embeds",)),
+    Needed("vllm.config.model", "ModelConfig.supports_multimodal_inputs", ("self",)),
+    Needed("vllm.config.model", "ModelConfig.requires_raw_input_tokens", ("self",)),
+    Needed(
+        "vllm.model_executor.models.interfaces_base", "VllmModel.embed_input_ids", ("self", "input_ids")
+    ),
     Needed(_STANDALONE, "StandaloneARSpeculator.__init__", ("self", "vllm_config", "device")),
     Needed(
         _STANDALONE,
@@ -225,11 +243,7 @@ CALLED = (
             "target_attn_groups",
         ),
     ),
-    Needed(
-        _STANDALONE,
-        "StandaloneARSpeculator._run_model",
-        ("self", "input_ids", "positions", "attn_metadata", "slot_mappings", "num_tokens_across_dp"),
-    ),
+    Needed(_SPECULATOR, "DraftModelSpeculator.load_model", ("self", "target_model")),
     Needed(
         _SPECULATOR,
         "DraftModelSpeculator.sample_draft",

@@ -21,8 +21,9 @@ from vllm_magicdec.attention.metadata import draft_metadata, observed_metadata
 from vllm_magicdec.attention.observing import LayerObserver
 from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.drafting.drafter import Drafter
-from vllm_magicdec.views.base import PAD_SLOT, Batch, DraftStep, PageView
+from vllm_magicdec.views.base import PAD_SLOT, Batch, DraftStep, PageView, on_device
 from vllm_magicdec.vllm_api import cpu_sampling
+from vllm_magicdec.vllm_api.embeddings import embed, takes_embeddings
 from vllm_magicdec.vllm_api.kv_cache import require_one_full_attention_group
 from vllm_magicdec.vllm_api.verification_attention import say_if_slow
 
@@ -65,6 +66,8 @@ class MagicDecProposer(DraftModelProposer):
         if self.speculative_config.adaptive:
             make_plain_steps_plain(runner)
         self._runner = runner
+        self._takes_embeddings = takes_embeddings(vllm_config.model_config)
+        self.supports_mm_inputs = False  # drafted tokens are text: no image has to be gathered for them
         self._drafter: Drafter | None = None  # made when the KV cache's page size is known
         self._common: CommonAttentionMetadata | None = None
         self._batch: Batch | None = None
@@ -186,22 +189,21 @@ class MagicDecProposer(DraftModelProposer):
         rows = np.repeat(indices, window)
         tokens = torch.from_numpy(self._runner.input_batch.token_ids_cpu[rows, positions])
         slots = torch.full((num_reqs * window,), PAD_SLOT, dtype=torch.int64, device=self.device)
-        starts = torch.arange(num_reqs + 1, dtype=torch.int32) * window
         common = self._common.replace(
-            query_start_loc=starts.to(self.device),
-            query_start_loc_cpu=starts,
+            query_start_loc=self.arange[: num_reqs + 1] * window,
+            query_start_loc_cpu=torch.arange(num_reqs + 1, dtype=torch.int32) * window,
             num_reqs=num_reqs,
             num_actual_tokens=num_reqs * window,
             max_query_len=window,
-            seq_lens=torch.from_numpy(lens).to(self.device, torch.int32),
+            seq_lens=on_device(lens, self.device).to(torch.int32),
             max_seq_len=int(lens.max()),
-            block_table_tensor=self._batch.block_table[indices],
+            block_table_tensor=self._batch.block_table[on_device(indices, self.device)],
             slot_mapping=slots,
         )
         _, attn_metadata = self.build_per_group_and_layer_attn_metadata(common)
         self._forward(
-            tokens.to(self.device),
-            torch.from_numpy(positions).to(self.device),
+            tokens.to(self.device, non_blocking=True),
+            on_device(positions, self.device),
             slots,
             observed_metadata(attn_metadata, observer),
         )
@@ -216,9 +218,17 @@ class MagicDecProposer(DraftModelProposer):
         """The target's hidden states, [num_tokens, hidden_size]."""
         num_tokens = tokens.shape[0]
         graph_mode, num_padded, num_across_dp = self._determine_batch_execution_and_padding(num_tokens)
-        # CUDA graphs read their inputs from these buffers.
-        self.input_ids[:num_tokens] = tokens
-        self.positions[:num_tokens] = positions
+        # The target's CUDA graphs read their inputs where its runner keeps them.
+        runner = self._runner
+        runner.positions[:num_tokens] = positions
+        inputs: dict[str, torch.Tensor | None]
+        if self._takes_embeddings:
+            embeddings = runner.inputs_embeds.gpu[:num_padded]
+            embeddings[:num_tokens] = embed(self.model, tokens, runner.model_config.get_vocab_size())
+            inputs = {"input_ids": None, "inputs_embeds": embeddings}
+        else:
+            runner.input_ids.gpu[:num_tokens] = tokens
+            inputs = {"input_ids": runner.input_ids.gpu[:num_padded], "inputs_embeds": None}
         with set_forward_context(
             attn_metadata,
             self.vllm_config,
@@ -227,9 +237,5 @@ class MagicDecProposer(DraftModelProposer):
             cudagraph_runtime_mode=graph_mode,
             slot_mapping=self._get_slot_mapping(num_padded, slots),
         ):
-            hidden_states = self.model(
-                input_ids=self.input_ids[:num_padded],
-                positions=self.positions[:num_padded],
-                inputs_embeds=None,
-            )
+            hidden_states = self.model(positions=runner.positions[:num_padded], **inputs)
         return hidden_states[:num_tokens]

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer
@@ -20,8 +21,17 @@ from vllm_magicdec.attention.metadata import draft_metadata, observed_metadata
 from vllm_magicdec.attention.observing import LayerObserver
 from vllm_magicdec.drafting.drafter import Drafter
 from vllm_magicdec.errors import METHOD
-from vllm_magicdec.views.base import PAD_SLOT, Batch, DraftStep, PageView, TokenView, View
+from vllm_magicdec.views.base import (
+    PAD_SLOT,
+    Batch,
+    DraftStep,
+    PageView,
+    TokenView,
+    View,
+    on_device,
+)
 from vllm_magicdec.vllm_api.draft_graphs import DraftGraphs, why_no_draft_graphs
+from vllm_magicdec.vllm_api.embeddings import embed, takes_embeddings
 from vllm_magicdec.vllm_api.kv_cache import require_one_full_attention_group
 from vllm_magicdec.vllm_api.verification_attention import say_if_slow
 
@@ -44,6 +54,12 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         self._req_states = req_states
         self._batch: Batch | None = None
         self._graphs: DraftGraphs | None = None
+        self._takes_embeddings = takes_embeddings(vllm_config.model_config)
+
+    def load_model(self, target_model: nn.Module) -> None:
+        """Called when the target has been loaded."""
+        super().load_model(target_model)
+        self.supports_mm_inputs = False  # drafted tokens are text: no image has to be gathered for them
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
         """The target itself; no attention layer is added."""
@@ -85,7 +101,8 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         try:
             self._graphs.capture_steps()
         except Exception:
-            if envs.strict():
+            # Other tensor-parallel ranks would capture on, and wait in a collective.
+            if envs.strict() or self.vllm_config.parallel_config.tensor_parallel_size > 1:
                 raise
             self._graphs = None
             logger.exception("%s: draft steps run without CUDA graphs, slower: capturing failed.", METHOD)
@@ -202,20 +219,21 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         """See `drafting.drafter.Runner`."""
         assert self._batch is not None
         num_reqs = len(indices)
-        lens = self._batch.observable_lens[indices]
+        chosen = on_device(indices, self.device)
+        lens = self._batch.observable_lens[chosen]
         places = torch.arange(window, device=self.device) - window
         positions = lens.unsqueeze(1) + places
-        rows = self.idx_mapping[indices].long().unsqueeze(1)
+        rows = self.idx_mapping[chosen].long().unsqueeze(1)
         tokens = self._req_states.all_token_ids.gpu[rows, positions].flatten().to(torch.int32)
         slots = torch.full((num_reqs * window,), PAD_SLOT, dtype=torch.int64, device=self.device)
         starts = torch.arange(num_reqs + 1, dtype=torch.int32) * window
         attn_metadata = self._page_metadata(
-            query_start_loc=starts.to(self.device),
+            query_start_loc=self.arange_gpu[: num_reqs + 1] * window,
             query_start_loc_cpu=starts,
             max_query_len=window,
             seq_lens=lens.to(torch.int32),
             max_seq_len=max(int(self._batch.known_lens[i]) for i in indices),
-            block_table=self._batch.block_table[indices],
+            block_table=self._batch.block_table[chosen],
             slots=slots,
             positions=positions.flatten(),
         )
@@ -261,8 +279,19 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         attn_metadata: Mapping[str, Any],
     ) -> torch.Tensor:
         """The target's hidden states, [num_tokens, hidden_size]."""
-        slot_mappings = build_slot_mappings_by_layer(slots.unsqueeze(0), self.kv_cache_config)
-        return self._run_model(tokens, positions, attn_metadata, slot_mappings, num_tokens_across_dp=None)
+        num_tokens = tokens.shape[0]
+        inputs: dict[str, torch.Tensor | None] = {"input_ids": tokens}
+        if self._takes_embeddings:
+            inputs = {"input_ids": None, "inputs_embeds": embed(self.model, tokens, self.vocab_size)}
+        with set_forward_context(
+            attn_metadata,
+            self.vllm_config,
+            num_tokens=num_tokens,
+            cudagraph_runtime_mode=CUDAGraphMode.NONE,
+            slot_mapping=build_slot_mappings_by_layer(slots.unsqueeze(0), self.kv_cache_config),
+            batch_descriptor=BatchDescriptor(num_tokens=num_tokens),
+        ):
+            return self.model(positions=positions, **inputs)
 
     def _make_drafts_one_hot(self, num_reqs: int) -> None:
         """Tell the rejection sampler that the drafts are token 0 with certainty."""

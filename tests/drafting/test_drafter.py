@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What becomes of a round whose drafting fails; tests/engine/ has failures in real engines."""
+
+import logging
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+from batches import make_batch
+
+from vllm_magicdec.config import MagicDecSpeculativeConfig
+from vllm_magicdec.drafting import drafter
+from vllm_magicdec.errors import METHOD
+
+GAMMA, PAGE = 3, 16
+
+
+class Target:
+    """Drafts token 7, or fails."""
+
+    is_broken = False
+    num_tries = 0
+
+    def draft_step(self, tokens, step):
+        self.num_tries += step.index == 0
+        if self.is_broken:
+            raise RuntimeError("broken on purpose")
+        return torch.full_like(tokens, 7)
+
+    def observe(self, indices, window, observer): ...
+
+
+@pytest.fixture
+def make_drafter(monkeypatch):
+    monkeypatch.delenv("VLLM_MAGICDEC_STRICT", raising=False)
+    monkeypatch.setattr(drafter, "get_tp_group", lambda: SimpleNamespace(is_first_rank=True))
+
+    def make(target: Target, tensor_parallel_size: int = 1) -> drafter.Drafter:
+        config = SimpleNamespace(
+            speculative_config=MagicDecSpeculativeConfig(
+                method=METHOD, num_speculative_tokens=GAMMA, draft_kv_budget=128
+            ),
+            scheduler_config=SimpleNamespace(max_num_seqs=2, max_num_batched_tokens=64),
+            model_config=SimpleNamespace(max_model_len=1024),
+            device_config=SimpleNamespace(device_type="cpu"),
+            parallel_config=SimpleNamespace(tensor_parallel_size=tensor_parallel_size),
+        )
+        cache = SimpleNamespace(num_kv_heads=1, head_size=8, dtype=torch.float32, block_size=PAGE)
+        group = SimpleNamespace(layer_names=["layer"], kv_cache_spec=cache)
+        kv_cache = SimpleNamespace(kv_cache_groups=[group], num_blocks=64)
+        return drafter.Drafter(target, config, kv_cache, PAGE, torch.device("cpu"))
+
+    return make
+
+
+def draft(made: drafter.Drafter) -> tuple[bool, list[int]]:
+    """A round of one request."""
+    batch = make_batch(["a"], torch.arange(64, dtype=torch.int32).unsqueeze(0), [500])
+    drafted = made.draft(batch, GAMMA)
+    return drafted, made.draft_tokens[0].tolist()
+
+
+def test_after_some_failures_in_a_row_drafting_is_not_tried_again(make_drafter, caplog, monkeypatch):
+    target = Target()
+    made = make_drafter(target)
+    counted = []
+    monkeypatch.setattr(made._failures, "_write", lambda: counted.append(made._failures._total))
+    assert draft(made) == (True, [7] * GAMMA)
+
+    target.is_broken = True
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    with caplog.at_level(logging.ERROR):
+        for _ in range(20):
+            assert draft(made) == (False, [0] * GAMMA)
+    assert target.num_tries == 1 + drafter.MAX_FAILURES_IN_A_ROW
+    assert counted == list(range(1, 21)), "rounds in which nothing was tried count as well"
+    assert caplog.text.count("is not tried again") == 1
+    assert caplog.text.count("RuntimeError: broken on purpose") == 1
+
+    target.is_broken = False
+    assert draft(made) == (False, [0] * GAMMA)
+
+
+def test_failures_with_successes_between_them_end_nothing(make_drafter):
+    target = Target()
+    made = make_drafter(target)
+    for _ in range(3):
+        target.is_broken = True
+        for _ in range(drafter.MAX_FAILURES_IN_A_ROW - 1):
+            assert draft(made) == (False, [0] * GAMMA)
+        target.is_broken = False
+        assert draft(made) == (True, [7] * GAMMA)
+
+
+def test_a_tensor_parallel_rank_ends_with_a_failure(make_drafter, monkeypatch):
+    """The others may wait for it in a collective, and vLLM hears of exceptions of the first rank alone."""
+    target = Target()
+    made = make_drafter(target, tensor_parallel_size=2)
+    target.is_broken = True
+
+    class Ended(BaseException):
+        pass
+
+    def end(status: int) -> None:
+        assert status == 1
+        raise Ended
+
+    monkeypatch.setattr(os, "_exit", end)
+    with pytest.raises(Ended):
+        draft(made)
