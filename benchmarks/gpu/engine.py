@@ -134,7 +134,10 @@ class Engines:
             attention_backend=first_backend(args),
             speculative_config=spec,
         )
-        problem = wrong_acceptance(run, args.gamma, alpha) if run and alpha is not None else None
+        problem = None
+        if run is not None and alpha is not None:
+            expected = tokens_per_round(args.gamma, alpha)
+            problem = wrong_tokens_per_round(run, args.gamma, expected)
         if problem is not None:
             for result in ok(results):
                 result |= {"status": "wrong", "reason": problem}
@@ -228,12 +231,12 @@ def run_cells(
     return [{**known, **used, **cell} for cell in run.results[0]["cells"]], run
 
 
-def wrong_acceptance(run: engines.EngineRun, gamma: int, alpha: float) -> str | None:
-    """Why the engine's own counters do not show the synthetic rate that was asked for; None if they do."""
+def wrong_tokens_per_round(run: engines.EngineRun, gamma: int, expected: float) -> str | None:
+    """Why the engine's own counters do not show the synthetic tokens per round; None if they do."""
     rounds = run.metrics.get(f"{engines.SPEC_METRIC}drafts", 0)
     if not rounds:
         return "no draft was verified"
-    found, expected = 1 + run.accepted / rounds, tokens_per_round(gamma, alpha)
+    found = 1 + run.accepted / rounds
     # Five standard errors; what a round accepts deviates by half of its range at most.
     if abs(found - expected) <= 5 * (gamma / 2) / sqrt(rounds):
         return None
