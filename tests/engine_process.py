@@ -181,7 +181,7 @@ def watch_draft_steps(llm: Any) -> None:
 
 
 def count_draft_steps(llm: Any) -> dict[str, int]:
-    """ "graph": replayed from a CUDA graph; "flashinfer": those of them in which FlashInfer reads; "eager"."""
+    """By how they ran: "graph", a CUDA graph; "flashinfer", those of them in which it reads; "eager"."""
     return llm.collective_rpc(_count_draft_steps)[0]
 
 

@@ -63,8 +63,8 @@ class Kit:
         here = device_of(self._machine)
         if self._state["device"] not in (None, here):
             raise SystemExit(
-                f"{self.folder} has results of {self._state['device']} and this is {here}; take another folder: "
-                "make bench-gpu OUT=..."
+                f"{self.folder} has results of {self._state['device']} and this is {here}; take another "
+                "folder: make bench-gpu OUT=..."
             )
         self._state["device"] = here
         return bool(record["is_ready"])
@@ -86,20 +86,18 @@ class Kit:
             if deadline is not None:
                 left_s = deadline - time.monotonic()
                 if left_s < 60 * part.minutes:
-                    say(
-                        f"{part.name}: left out, {part.minutes} minutes are planned and {left_s / 60:.0f} left"
-                    )
-                    if self._status(part) is None:
-                        self._entries[part.name] = {
-                            "status": "left out",
-                            "command": part.command(self.folder),
-                        }
-                        self._save()
+                    self._leave_out(part, left_s / 60)
                     continue
                 limit_s = min(limit_s, left_s)
             self._run(part, limit_s)
             page.write(self.folder, chosen, self._entries, self._device)
         page.write(self.folder, chosen, self._entries, self._device)
+
+    def _leave_out(self, part: Part, minutes_left: float) -> None:
+        say(f"{part.name}: left out, {part.minutes} minutes are planned and {minutes_left:.0f} left")
+        if self._status(part) is None:  # what it ended with before still stands
+            self._entries[part.name] = {"status": "left out", "command": part.command(self.folder)}
+            self._save()
 
     @property
     def has_problems(self) -> bool:

@@ -251,8 +251,8 @@ def sameness(check: Result) -> str:
         return "same tokens"
     tokens = check["requests"] * check["tokens"]
     return (
-        f"{check['near_ties']} of {tokens} tokens behind the target's best one, by {check['largest_margin']:.4f} "
-        f"at most where rounding explains {2 * check['rounding']:.4f}"
+        f"{check['near_ties']} of {tokens} tokens behind the target's best one, by at most "
+        f"{check['largest_margin']:.4f} where rounding explains {2 * check['rounding']:.4f}"
     )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of results that `make bench-gpu` ends in: Markdown, its plots, and the goals as JSON beside it."""
+"""The page of results that `make bench-gpu` ends in: Markdown, its plots, and the goals as JSON."""
 
 import json
 import xml.etree.ElementTree as ElementTree
@@ -40,7 +40,7 @@ def write(folder: Path, parts: Sequence[Part], entries: dict[str, Any], device: 
     lines += _section("Beside the strongest peer", _peer(folder, _of(records, "gpu peer")))
     lines += _section("Steps and speed", _steps(_of(records, "gpu engine")))
     lines += _section("Draft attention", _kernels(folder, _of(records, "gpu kernels")))
-    lines += _section("What was not measured or is wrong", _problems(records))
+    lines += _section("What was not measured or is wrong", _problems(records, parts, entries))
     (folder / NAME).write_text("\n".join(lines).rstrip() + "\n")
 
 
@@ -156,7 +156,6 @@ def _tests(path: Path) -> list[str]:
 def _peer(folder: Path, records: list[Record]) -> list[str]:
     rows, bars = [], []
     for record in records:
-        acceptance = record["acceptance"]
         for r in ok(record["results"]):
             peer = r.get("peer")
             beside = f"{peer['tokens_per_s']} ({peer['speedup']:.2f} x), {peer['gpus']}" if peer else ""
@@ -167,18 +166,27 @@ def _peer(folder: Path, records: list[Record]) -> list[str]:
                     r["policy"],
                     f"{r['batch']} of {r['requests']}",
                     str(r["budget"] or ""),
-                    f"{r['acceptance_length']:.2f}",
+                    f"{r['acceptance_length']:.2f}{' (synthetic)' * _is_synthetic(r)}",
                     f"{r['tokens_per_s']:.0f}{speedup}",
                     beside,
                 )
             )
             if "speedup" in r:
-                bars.append((f"{r['policy']}\n{r['context']:,}", r["speedup"], peer and peer["speedup"]))
-        source = f"Requests that fit decode together; acceptance is {acceptance}; peer: {record['peer']['source']}."
+                name = f"{r['policy']}\n{r['context']:,}{'' if _is_synthetic(r) else ', real weights'}"
+                bars.append((name, r["speedup"], peer and peer["speedup"]))
     if not rows:
         return []
+    notes = (
+        f"Of the requests, those that fit decode together. The peer: {records[0]['peer']['source']}. "
+        "Synthetic tokens per round are its own, so that such a row compares time alone."
+    )
     columns = ("context", "policy", "requests", "budget", "tokens per round", "tokens/s", "the peer's")
-    return [*_table(columns, rows), "", source, *_plot(folder, "peer.png", bars, _draw_bars)]
+    return [*_table(columns, rows), "", notes, *_plot(folder, "peer.png", bars, _draw_bars)]
+
+
+def _is_synthetic(result: Record) -> bool:
+    """Whether drafts of the peer's cells were accepted at a stated rate."""
+    return result["synthetic_tokens_per_round"] is not None
 
 
 def _draw_bars(bars: list[tuple[str, float, float | None]]) -> Any:
@@ -261,8 +269,9 @@ def _plot(folder: Path, name: str, points: list[Any], draw: Callable[[list[Any]]
     return ["", f"![{name}]({name})"]
 
 
-def _problems(records: dict[str, Record]) -> list[str]:
-    lines = []
+def _problems(records: dict[str, Record], parts: Sequence[Part], entries: dict[str, Any]) -> list[str]:
+    ended = {part.name: entries.get(part.name, {"status": "not run"})["status"] for part in parts}
+    lines = [f"- {status}: {name}" for name, status in ended.items() if status != "done"]
     for name, record in records.items():
         for key in ("times", "speed", "lossless", "results"):
             for r in record.get(key, []):

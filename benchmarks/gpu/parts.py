@@ -113,11 +113,11 @@ def small_parts(device: str) -> list[Part]:
     cell = ("--shapes", "small gqa", "--batch", "1", "--context", "64", "--budget", "16")
     tests = ("pytest", "-m", "gpu", "-p", "no:cacheprovider", "tests/attention/test_flashinfer.py")
     return [
-        Part("lossless", 3, "greedy output", (*engine, "lossless")),
-        Part("steps", 3, "step times and speed", (*engine, "times", "speed")),
-        Part("peer", 1, "a cell like the peer's", ("benchmarks.gpu.peer", *small)),
-        Part("tests", 1, "some of the tests marked gpu; a CPU skips them", tests, "xml"),
-        Part("kernels", 1, "draft attention, kernel by kernel", ("benchmarks.gpu.kernels", *small, *cell)),
+        Part("lossless", 10, "greedy output", (*engine, "lossless")),
+        Part("steps", 10, "step times and speed", (*engine, "times", "speed")),
+        Part("peer", 5, "a cell like the peer's", ("benchmarks.gpu.peer", *small)),
+        Part("tests", 5, "some of the tests marked gpu; a CPU skips them", tests, "xml"),
+        Part("kernels", 5, "draft attention, kernel by kernel", ("benchmarks.gpu.kernels", *small, *cell)),
     ]
 
 

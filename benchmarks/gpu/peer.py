@@ -23,8 +23,8 @@ from benchmarks.gpu.options import add_device, settle
 GAMMA = 6
 REQUESTS = 128
 MIN_BUDGET = 256  # tokens
-# Vegas' poster at ICML 2026: Qwen3-8B, 128 requests of AIME25, tokens/s over vLLM's plain decoding. The policy
-# nearest to its own is `verify-topk`; "streamingllm" is its measurement of MagicDec's.
+# Vegas' poster at ICML 2026: Qwen3-8B, 128 requests of AIME25, tokens/s. The policy nearest to its own is
+# `verify-topk`; "streamingllm" is its measurement of MagicDec's, "plain" of vLLM.
 SOURCE = "Vegas, arXiv 2602.07223, poster"
 FIGURES = {
     10_000: {"gpus": "1 x H100", "plain": 940, "streamingllm": 1576, "verify-topk": 1893},

@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent  # pip's programs
 FREE_SHARE = 0.92  # of the device's memory: what vLLM takes by default
 SPARE_GIB = 10  # on the disk, for kernels and graphs that vLLM, Triton and FlashInfer compile
+LOST = "Triton reads what drafts look at instead, slower"
 GIB = 2**30
 
 
@@ -70,8 +71,8 @@ def torch_with_cuda() -> Finding:
         missing = (
             f"CUDA_VISIBLE_DEVICES={hidden!r} leaves {found} no device; type unset CUDA_VISIBLE_DEVICES"
             if hidden is not None
-            else f"{found} finds no device; its CUDA {torch.version.cuda} needs a newer driver: type nvidia-smi "
-            "for the highest CUDA that yours knows"
+            else f"{found} finds no device; its CUDA {torch.version.cuda} needs a newer driver: type "
+            "nvidia-smi for the highest CUDA that yours knows"
         )
     else:
         return Finding("torch", f"{found}, CUDA {torch.version.cuda}, {torch.cuda.get_device_name()}")
@@ -116,14 +117,16 @@ def plugin() -> Finding:
     import vllm_magicdec
 
     here, installed = vllm_magicdec.__version__, _version("vllm-magicdec")
+    allowed = os.environ.get("VLLM_PLUGINS")
+    install = f"{BIN}/pip install --no-deps -e {ROOT}"
     missing = ""
     if not any(point.name == "magicdec" for point in entry_points(group="vllm.general_plugins")):
-        missing = f"vLLM cannot find the plugin; type {BIN}/pip install --no-deps -e {ROOT}"
+        missing = f"vLLM cannot find the plugin; type {install}"
     elif installed != here:
-        missing = f"vllm-magicdec {installed} is installed and this is {here}; type {BIN}/pip install --no-deps -e {ROOT}"
-    allowed = os.environ.get("VLLM_PLUGINS")
-    if allowed is not None and "magicdec" not in allowed.split(","):
-        missing = f"VLLM_PLUGINS keeps the plugin out; type export VLLM_PLUGINS={','.join(filter(None, [allowed, 'magicdec']))}"
+        missing = f"vllm-magicdec {installed} is installed and this is {here}; type {install}"
+    elif allowed is not None and "magicdec" not in allowed.split(","):
+        wanted = ",".join(filter(None, [allowed, "magicdec"]))
+        missing = f"VLLM_PLUGINS keeps the plugin out; type export VLLM_PLUGINS={wanted}"
     return Finding("plugin", f"vllm-magicdec {installed or here}", missing, is_fatal=bool(missing))
 
 
@@ -133,11 +136,10 @@ def flashinfer() -> Finding:
 
     installed = _version("flashinfer-python")
     found = f"flashinfer-python {installed}"
-    lost = "without it Triton reads what drafts look at, slower"
     if importlib.util.find_spec("flashinfer") is None:
         wanted = "flashinfer-python==0.7.0.post1"
         return Finding(
-            "FlashInfer", missing=f"FlashInfer is missing ({lost}); type {BIN}/pip install {wanted}"
+            "FlashInfer", missing=f"FlashInfer is missing ({LOST}); type {BIN}/pip install {wanted}"
         )
     if has_flashinfer():
         cubins = "with" if has_flashinfer_cubin() else "without"
@@ -151,8 +153,8 @@ def flashinfer() -> Finding:
     return Finding(
         "FlashInfer",
         found,
-        f"vLLM does not use FlashInfer: flashinfer-cubin is not installed and {' and '.join(absent)} cannot be "
-        f"found ({lost}); type {BIN}/vllm download-kernels, or {', and '.join(ways)}",
+        f"vLLM does not use FlashInfer: flashinfer-cubin is not installed and {' and '.join(absent)} "
+        f"cannot be found ({LOST}); type {BIN}/vllm download-kernels, or {', and '.join(ways)}",
     )
 
 
@@ -179,8 +181,8 @@ def flashinfer_kernels() -> Finding:
     except Exception as error:  # of whatever compiles, loads or launches it
         said = (str(error).strip().splitlines() or [type(error).__name__])[-1]
         missing = (
-            f"FlashInfer's kernels do not run ({said}; Triton reads what drafts look at, slower); type {BIN}/vllm "
-            "download-kernels, or install the CUDA toolkit and export CUDA_HOME"
+            f"FlashInfer's kernels do not run ({said}; {LOST}); type {BIN}/vllm download-kernels, or "
+            "install the CUDA toolkit and export CUDA_HOME"
         )
         return Finding("FlashInfer kernels", missing=missing)
     return Finding("FlashInfer kernels", "they run")
@@ -188,8 +190,16 @@ def flashinfer_kernels() -> Finding:
 
 def disk() -> Finding:
     """Room for what is compiled."""
-    home = Path(os.environ.get("VLLM_CACHE_ROOT", Path.home()))
-    return _room("disk", home, SPARE_GIB, "what vLLM, Triton and FlashInfer compile", "VLLM_CACHE_ROOT")
+    folder = Path.home() / ".cache"
+    free = shutil.disk_usage(_existing(folder)).free / GIB
+    found = f"{free:.0f} GiB free at {folder}"
+    missing = (
+        f"{found}, and what vLLM, Triton and FlashInfer compile may take {SPARE_GIB}; make room there, or "
+        "export HOME=/path/with/room"
+        if free < SPARE_GIB
+        else ""
+    )
+    return Finding("disk", found, missing)
 
 
 def model(name: str) -> Finding:
@@ -234,17 +244,6 @@ def _version(distribution: str) -> str | None:
         return version(distribution)
     except PackageNotFoundError:
         return None
-
-
-def _room(what: str, folder: Path, needed_gib: int, purpose: str, variable: str) -> Finding:
-    free = shutil.disk_usage(_existing(folder)).free / GIB
-    found = f"{free:.0f} GiB free at {folder}"
-    missing = (
-        f"{found}, and {purpose} may take {needed_gib}; make room, or export {variable}=/path"
-        if free < needed_gib
-        else ""
-    )
-    return Finding(what, found, missing)
 
 
 def _existing(folder: Path) -> Path:

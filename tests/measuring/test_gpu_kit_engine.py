@@ -272,7 +272,7 @@ def test_tokens_that_rounding_explains_are_near_ties():
 
 
 def test_a_token_that_the_target_would_not_have_chosen_is_found_behind_a_near_tie():
-    with pytest.raises(AssertionError, match="token 0 of request 1 is 0.0700 behind"):
+    with pytest.raises(AssertionError, match=r"token 0 of request 1 is 0\.0700 behind"):
         lossless.judge_near_ties(DECODED, PLAIN, [[(-0.55, -0.50), (-0.10, -0.10)], [(-0.27, -0.20)]])
 
 

@@ -318,7 +318,9 @@ def test_the_page_has_goals_and_what_is_missing(tmp_path):
         "| left out |  |",
         "1 passed, 1 failed, 1 skipped.",
         "- failed: a: b",
-        "| 10,000 | verify-topk | 37 of 128 | 600 | 6.20 | 1890 (2.10 x) | 1893 (2.01 x), 1 x H100 |",
+        "| 10,000 | verify-topk | 37 of 128 | 600 | 6.20 (synthetic) | 1890 (2.10 x) | 1893 (2.01 x), 1 x",
+        "- left out: kernels",
+        "- not run: peer-100k",
         "- wrong: lossless-graphs: graphs, snapkv, budget 128: request 3 differs at token 5",
     ):
         assert expected in text, expected
@@ -349,6 +351,7 @@ def peer_result(policy: str, speed: float, speedup: float | None) -> dict:
         "reason": "",
         "tokens_per_s": speed,
         "acceptance_length": 6.2,
+        "synthetic_tokens_per_round": None if policy == "plain" else 6.2,
     }
     peer.add_speedups([result])
     return result if speedup is None else {**result, "speedup": speedup}
