@@ -2,12 +2,14 @@
 PYTHON ?= python3
 MODEL ?= examples/tiny-llama
 ARGS ?=
-OUT ?= .
+OUT ?= benchmarks/runs/gpu
 KERNELS ?=
 VENV := .venv/bin
+# FlashInfer compiles with `ninja`, and vLLM uses it only where that is on the PATH; pip puts it here.
+RUN := PATH="$(CURDIR)/$(VENV):$$PATH" $(VENV)/python
 # Its theme announces its own end of life at every build. With --quiet it would not be strict.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV)/mkdocs build --strict
-PYTEST := MAGICDEC_TEST_KERNELS="$(KERNELS)" $(VENV)/python -m pytest -n 2 --dist loadgroup --durations 10
+PYTEST := MAGICDEC_TEST_KERNELS="$(KERNELS)" $(RUN) -m pytest -n 2 --dist loadgroup --durations 10
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-fast lint docs test-gpu bench bench-decode bench-gpu clean
@@ -21,7 +23,7 @@ venv:  ## set up .venv with the right build of vLLM and the plugin
 	@"$(PYTHON)" .ci/setup_venv.py
 
 demo: venv  ## serve a model with and without speculation and compare (MODEL=..., ARGS="--context 16384 ...")
-	@$(VENV)/python examples/demo.py --model "$(MODEL)" $(ARGS)
+	@$(RUN) examples/demo.py --model "$(MODEL)" $(ARGS)
 
 lint: venv  ## ruff, mypy, which module may import which, and the links of the pages
 	$(VENV)/ruff check .
@@ -40,20 +42,17 @@ test-fast: lint  ## lint, then every test that starts no engine
 	$(PYTEST) --ignore tests/engine $(ARGS)
 
 test-gpu: venv  ## the tests that need a CUDA device
-	$(VENV)/python -m pytest -m gpu $(ARGS)
+	$(RUN) -m pytest -m gpu $(ARGS)
 
 bench: venv  ## every speculative method of vLLM against magicdec, as servers (ARGS="--quick": two minutes)
 	@"$(PYTHON)" .ci/setup_venv.py --suffix-decoding
-	@$(VENV)/python benchmarks/suite.py $(ARGS)
+	@$(RUN) benchmarks/suite.py $(ARGS)
 
 bench-decode: venv  ## decode speed alone, plain against magicdec, without a server
-	$(VENV)/python benchmarks/decode.py $(ARGS)
+	$(RUN) benchmarks/decode.py $(ARGS)
 
-bench-gpu: venv  ## on a GPU: draft attention kernel by kernel, then the real engine (OUT=folder for the results)
-	@status=0; \
-	$(VENV)/python -m benchmarks.gpu.kernels --out "$(OUT)/gpu-kernels.json" $(ARGS) || status=1; \
-	$(VENV)/python -m benchmarks.gpu.engine --out "$(OUT)/gpu-engine.json" $(ARGS) || status=1; \
-	exit $$status
+bench-gpu: venv  ## on a GPU: all that it has to show, best first; goes on where it stopped (OUT=folder, ARGS="--hours 1")
+	@$(RUN) -m benchmarks.gpu --out "$(OUT)" $(ARGS)
 
 clean:  ## remove what the targets made
 	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis tests/.hypothesis

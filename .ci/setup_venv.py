@@ -154,6 +154,9 @@ def set_up() -> None:
         install_cpu_vllm()
     pip("tools for tests and benchmarks", "install", *extra_requirements())
     pip("the plugin", "install", "--no-deps", "--no-build-isolation", "-e", ROOT)
+    if gpu:
+        # Else FlashInfer compiles its kernels at its first use, for which it needs nvcc.
+        run("FlashInfer's kernels", [VENV / "bin" / "vllm", "download-kernels"], optional=True)
     run("vLLM finds the plugin", [PYTHON, "-c", "import vllm, vllm_magicdec.plugin as p; p.register()"])
     STAMP.write_text(wanted)
     print(f"{VENV.name} is ready")

@@ -174,6 +174,37 @@ def describe_draft(llm: Any) -> list[dict[str, Any]]:
     return llm.collective_rpc(_describe_draft)
 
 
+def score(llm: Any, texts: list[dict[str, Any]]) -> list[list[tuple[float, float]]]:
+    """Of every token that follows a prompt, its logprob and the best token's, from one pass over all of it.
+
+    `texts`: {"prompt": token ids, "tokens": those that follow}.
+    """
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, detokenize=False)
+    prompts = [{"prompt_token_ids": text["prompt"] + text["tokens"]} for text in texts]
+    scores = []
+    for text, output in zip(texts, llm.generate(prompts, params, use_tqdm=False), strict=True):
+        places = output.prompt_logprobs[len(text["prompt"]) :]
+        scores.append(
+            [
+                (place[token].logprob, max(entry.logprob for entry in place.values()))
+                for token, place in zip(text["tokens"], places, strict=True)
+            ]
+        )
+    return scores
+
+
+def watch_draft_steps(llm: Any) -> None:
+    """From now on the draft steps of the first worker are counted; V2 runner."""
+    llm.collective_rpc(_watch_draft_steps)
+
+
+def count_draft_steps(llm: Any) -> dict[str, int]:
+    """By how they ran: "graph", a CUDA graph; "flashinfer", those of them in which it reads; "eager"."""
+    return llm.collective_rpc(_count_draft_steps)[0]
+
+
 def _sampling_params(fields: dict[str, Any]) -> Any:
     """vLLM's object for what came through JSON."""
     from vllm import SamplingParams
@@ -287,6 +318,33 @@ def _count_replays(worker: Any) -> dict[int, int]:
     return recorded_graphs.num_replays(_draft_of(worker))
 
 
+def _watch_draft_steps(worker: Any) -> None:
+    draft = _draft_of(worker)
+    graphs, draft.steps_seen = draft._graphs, {"graph": 0, "flashinfer": 0, "eager": 0}
+    forward = draft.forward_and_sample
+
+    def forward_and_count(*args: Any) -> Any:
+        draft.steps_seen["eager"] += 1
+        return forward(*args)
+
+    draft.forward_and_sample = forward_and_count
+    if graphs is None:
+        return
+    run_fullgraph = graphs.run_fullgraph
+
+    def run_and_count(desc: Any) -> Any:
+        draft.steps_seen["graph"] += 1
+        # Where FlashInfer is not used, no graph is made for views of a common length.
+        draft.steps_seen["flashinfer"] += desc.common_len is not None
+        return run_fullgraph(desc)
+
+    graphs.run_fullgraph = run_and_count
+
+
+def _count_draft_steps(worker: Any) -> dict[str, int]:
+    return _draft_of(worker).steps_seen
+
+
 def _believe_in_uniform_drafts(worker: Any) -> None:
     runner = worker.model_runner
     true_probs = runner._get_spec_decode_draft_probs
@@ -325,6 +383,9 @@ SCENARIOS = {
         abort_half_while_decoding,
         chat,
         selections,
+        score,
+        watch_draft_steps,
+        count_draft_steps,
         describe_draft,
     )
 }

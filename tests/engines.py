@@ -37,6 +37,8 @@ POLICIES = {
 
 # Of one engine; the slowest takes a tenth of it on a machine with AVX2 alone.
 TIME_LIMIT_S = 1800
+# Triton's `tl.dot`, and with it vLLM's attention in float32 on a GPU, rounds to TF32 (10 bits) by default.
+IEEE_FLOAT32 = {"TRITON_F32_DEFAULT": "ieee"}
 MAX_PROCESSES = 2  # kept by each worker of pytest-xdist; one takes 0.8 GB
 
 
@@ -204,15 +206,16 @@ def run(
         "disable_log_stats": False,
         **engine,
     }
+    env = {**(IEEE_FLOAT32 if engine["dtype"] == "float32" else {}), **(env or {})}
     scenarios = [{"scenario": name, "arguments": args} for name, args in steps]
     spec = {"engine": engine, "steps": scenarios, "strict": strict}
     if own_process:
-        process = EngineProcess(environment(v2=v2, **(env or {})), program)
+        process = EngineProcess(environment(v2=v2, **env), program)
         try:
             return process.run(spec, time_limit_s)
         finally:
             process.end()
-    full = environment(v2=v2, **{"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **(env or {})})
+    full = environment(v2=v2, **{"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **env})
     key = (frozenset(full.items()), tuple(program))
     # vLLM binds the threads of processes that it starts; here it starts none.
     process = _processes.pop(key, None) or EngineProcess(full, program, own_cores())

@@ -134,7 +134,10 @@ class Engines:
             attention_backend=first_backend(args),
             speculative_config=spec,
         )
-        problem = wrong_acceptance(run, args.gamma, alpha) if run and alpha is not None else None
+        problem = None
+        if run is not None and alpha is not None:
+            expected = tokens_per_round(args.gamma, alpha)
+            problem = wrong_tokens_per_round(run, args.gamma, expected)
         if problem is not None:
             for result in ok(results):
                 result |= {"status": "wrong", "reason": problem}
@@ -153,50 +156,87 @@ class Engines:
         """A scenario of `engine_scenarios` over all cells of a shape; no run if the engine failed."""
         args = self._args
         cells = cells_of(shape.name, args)
-        known = {"shape": shape.name, **known}
-        scenario, arguments = step
         room = max(tokens_to_grow(args.max_gamma), args.tokens) + args.max_gamma
         write_model(shape, max(context for _, context in cells) + room, self._folder)
-        env = {} if args.runner is None else {"VLLM_USE_V2_MODEL_RUNNER": str(int(args.runner == "v2"))}
-        if in_one_process:
-            env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        settings = {
-            "model": str(self._folder),
-            "load_format": "dummy",
-            "skip_tokenizer_init": True,
-            "dtype": args.dtype,
-            "block_size": args.page_size,
-            "max_model_len": -1,  # as far as the memory goes
+        return run_cells(
+            what,
+            step,
+            cells,
+            {"shape": shape.name, **known},
+            args,
+            in_one_process=in_one_process,
             # vLLM captures graphs for numbers of drafts below this number of requests.
-            "max_num_seqs": max(args.max_gamma + 1, *(batch for batch, _ in cells)),
-            "enforce_eager": args.small,
-            **{name: value for name, value in engine.items() if value is not None},
-        }
-        try:
-            run = engines.run(
-                [(scenario, {"cells": cells, **arguments})],
-                v2=args.runner == "v2",
-                env=env,
-                own_process=args.device != "cpu",  # whose end frees the device's memory
-                time_limit_s=DAY_S,
-                program=PROGRAM,
-                **settings,
-            )
-        except RuntimeError as error:
-            say(f"{what}: the engine failed\n{error}")
-            lost: list[Result] = [{"batch": batch, "context": context} for batch, context in cells]
-            return [{**known, **cell, "status": "failed", "reason": str(error)} for cell in lost], None
-        say(f"{what}: done")
-        used = {"runner": "v2" if run.v2_runner else "v1", "async_scheduling": run.async_scheduling}
-        return [{**known, **used, **cell} for cell in run.results[0]["cells"]], run
+            max_num_seqs=max(args.max_gamma + 1, *(batch for batch, _ in cells)),
+            **random_model(self._folder),
+            **engine,
+        )
 
 
-def wrong_acceptance(run: engines.EngineRun, gamma: int, alpha: float) -> str | None:
-    """Why the engine's own counters do not show the synthetic rate that was asked for; None if they do."""
+def random_model(folder: Path) -> dict[str, Any]:
+    """Arguments of an engine for what `write_model` wrote."""
+    return {"model": str(folder), "load_format": "dummy", "skip_tokenizer_init": True}
+
+
+def run_cells(
+    what: str,
+    step: tuple[str, dict[str, Any]],
+    cells: list[tuple[int, int]],
+    known: Result,
+    args: argparse.Namespace,
+    *,
+    in_one_process: bool,
+    **engine: Any,
+) -> tuple[list[Result], engines.EngineRun | None]:
+    """A scenario of `engine_scenarios` over all cells, in an engine of its own.
+
+    Args:
+        what: for the progress.
+        step: the scenario and its arguments, `cells` apart.
+        cells: (batch, context) each.
+        known: what every result begins with.
+        args: `device`, `small`, `runner`, `dtype` and `page_size` count.
+        in_one_process: the engine's core is in the scenario's process.
+        engine: arguments of `LLM`; None: vLLM's default.
+
+    Returns:
+        A result for each cell, and the run; None if the engine failed.
+    """
+    scenario, arguments = step
+    env = {} if args.runner is None else {"VLLM_USE_V2_MODEL_RUNNER": str(int(args.runner == "v2"))}
+    if in_one_process:
+        env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    settings = {
+        "dtype": args.dtype,
+        "block_size": args.page_size,
+        "max_model_len": -1,  # as far as the memory goes
+        "enforce_eager": args.small,
+        **{name: value for name, value in engine.items() if value is not None},
+    }
+    try:
+        run = engines.run(
+            [(scenario, {"cells": cells, **arguments})],
+            v2=args.runner == "v2",
+            env=env,
+            own_process=args.device != "cpu",  # whose end frees the device's memory
+            time_limit_s=DAY_S,
+            program=PROGRAM,
+            **settings,
+        )
+    except RuntimeError as error:
+        say(f"{what}: the engine failed\n{error}")
+        lost: list[Result] = [{"batch": batch, "context": context} for batch, context in cells]
+        return [{**known, **cell, "status": "failed", "reason": str(error)} for cell in lost], None
+    say(f"{what}: done")
+    used = {"runner": "v2" if run.v2_runner else "v1", "async_scheduling": run.async_scheduling}
+    return [{**known, **used, **cell} for cell in run.results[0]["cells"]], run
+
+
+def wrong_tokens_per_round(run: engines.EngineRun, gamma: int, expected: float) -> str | None:
+    """Why the engine's own counters do not show the synthetic tokens per round; None if they do."""
     rounds = run.metrics.get(f"{engines.SPEC_METRIC}drafts", 0)
     if not rounds:
         return "no draft was verified"
-    found, expected = 1 + run.accepted / rounds, tokens_per_round(gamma, alpha)
+    found = 1 + run.accepted / rounds
     # Five standard errors; what a round accepts deviates by half of its range at most.
     if abs(found - expected) <= 5 * (gamma / 2) / sqrt(rounds):
         return None
@@ -249,7 +289,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--attention-backend", nargs="+", metavar="NAME", help="of vLLM; several are compared at verifying"
     )
     parser.add_argument("--runner", choices=("v1", "v2"), help="of vLLM, in the first two parts")
-    parser.add_argument("--lossless-runners", **choices("v1", "v2"))
+    parser.add_argument("--lossless-modes", **choices(*lossless.MODES))
     parser.add_argument("--lossless-requests", **number("of the last part"))
     parser.add_argument("--lossless-tokens", **number("generated for each of them"))
     parser.add_argument("--dtype", default="bfloat16", help="of the random models")
@@ -262,8 +302,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if bool(args.batch) != bool(args.context):
         parser.error("--batch and --context go together")
     # On a CPU the V2 runner needs Triton's interpreter, and minutes.
-    of_cpu = {"lossless_runners": ["v1"], "page_size": 32}
-    of_cuda = {"lossless_runners": ["v1", "v2"]}
+    of_cpu = {"lossless_modes": ["v1", "bfloat16-v1"], "page_size": 32}
+    of_cuda = {"lossless_modes": ["graphs", "bfloat16-graphs", "v2", "v1"]}
     of_device = of_cuda if args.device == "cuda" else of_cpu
     settle(parser, args, {**(SMALL if args.small else WHOLE), **of_device})
     if not 1 <= args.gamma <= args.max_gamma:
@@ -290,9 +330,11 @@ def measure(args: argparse.Namespace) -> tuple[list[Result], list[Result], list[
                 for alpha in (None, *args.acceptance):
                     speed += started.decode_speed(shape, alpha)
     if "lossless" in args.parts:
-        for runner in args.lossless_runners:
-            for result in lossless.check(runner, args.lossless_requests, args.lossless_tokens):
-                say(f"greedy output: {runner} runner, {result['policy']}: {result['status']}")
+        for mode in (lossless.MODES[name] for name in args.lossless_modes):
+            is_short = args.small and mode.dtype == "bfloat16"
+            cases = lossless.SMALL_CASES if is_short else lossless.CASES
+            for result in lossless.check(mode, args.lossless_requests, args.lossless_tokens, cases):
+                say(f"greedy output, {mode.name}: {result['policy']}: {result['status']}")
                 checks.append(result)
     return times, speed, checks
 

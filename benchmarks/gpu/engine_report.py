@@ -234,9 +234,36 @@ def _speed(speed: list[Result]) -> list[str]:
 def _checks(checks: list[Result]) -> list[str]:
     lines = []
     for r in ok(checks):
-        case = f"{r['runner']} runner, {r['policy']}, budget {r['budget']}"
-        lines.append(f"{case}: same tokens, {r['accepted']} of {r['drafted']} drafts accepted")
+        lines.append(
+            f"{check_name(r)}: {sameness(r)}, {r['accepted']} of {r['drafted']} drafts accepted{_steps(r)}"
+        )
     return ["greedy output against plain decoding, the shipped model", *lines, ""] if lines else []
+
+
+def check_name(check: Result) -> str:
+    """Of a result of `lossless.check`."""
+    return f"{check['mode']} ({check['dtype']}), {check['policy']}, budget {check['budget']}"
+
+
+def sameness(check: Result) -> str:
+    """What such a result has shown."""
+    if "rounding" not in check:
+        return "same tokens"
+    tokens = check["requests"] * check["tokens"]
+    return (
+        f"{check['near_ties']} of {tokens} tokens behind the target's best one, by at most "
+        f"{check['largest_margin']:.4f} where rounding explains {2 * check['rounding']:.4f}"
+    )
+
+
+def _steps(check: Result) -> str:
+    steps = check.get("draft_steps")
+    if steps is None:
+        return ""
+    return (
+        f", {steps['graph']} draft steps from CUDA graphs ({steps['flashinfer']} of them with FlashInfer), "
+        f"{steps['eager']} eager"
+    )
 
 
 def _problems(results: list[Result]) -> list[str]:
@@ -247,13 +274,13 @@ def _problems(results: list[Result]) -> list[str]:
             where = (
                 f"{r['shape']}, batch {r['batch']}, context {r['context']}"
                 if "shape" in r
-                else f"greedy output, {r['runner']} runner, {r['policy']}, budget {r['budget']}"
+                else f"greedy output, {check_name(r)}"
             )
-            lines.append(f"{r['status'].upper()}: {where}: {_telling_line(r['reason'])}")
+            lines.append(f"{r['status'].upper()}: {where}: {telling_line(r['reason'])}")
     return list(dict.fromkeys(lines))
 
 
-def _telling_line(reason: str) -> str:
+def telling_line(reason: str) -> str:
     """Of a reason that is an engine's log: the last error in it."""
     lines = reason.strip().splitlines()
     errors = [line for line in lines if re.search(r"\b\w*(Error|Exception): ", line)]

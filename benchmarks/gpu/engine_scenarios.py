@@ -15,6 +15,7 @@ import engine_process
 import torch
 
 from benchmarks.common.decoding import decode, medians
+from benchmarks.common.documents import excerpts
 from benchmarks.gpu import stand_in
 
 WARMUP_TURNS = 1  # whatever is compiled at its first use is compiled in these
@@ -43,16 +44,38 @@ def step_times(llm: Any, cells: list[tuple[int, int]], tours: int) -> dict[str, 
     }
 
 
-def decode_speed(llm: Any, cells: list[tuple[int, int]], tokens: int, turns: int) -> dict[str, Any]:
-    """Decoding with all requests of the batch, as served."""
+def decode_speed(
+    llm: Any,
+    cells: list[tuple[int, int]],
+    tokens: int,
+    turns: int,
+    *,
+    as_many_as_fit: bool = False,
+    text: bool = False,
+) -> dict[str, Any]:
+    """Decoding with all requests of the batch, as served.
+
+    Args:
+        llm: the engine.
+        cells: (batch, context) each.
+        tokens: to generate per request.
+        turns: whose medians count.
+        as_many_as_fit: of a batch that does not fit, measure the part that does.
+        text: prompts are real text, as acceptance has to be, and not just numbers.
+    """
     from vllm_magicdec.planner.profile import fill_prefix_cache, make_prompts
 
     def measure(batch: int, context: int) -> dict[str, Any]:
-        prompts = make_prompts(llm.llm_engine.model_config.get_vocab_size(), batch, context)
+        if text:
+            prompts = excerpts(llm.get_tokenizer(), batch, context)
+        else:
+            prompts = make_prompts(llm.llm_engine.model_config.get_vocab_size(), batch, context)
         fill_prefix_cache(llm, prompts)
         decodings = [decode(llm, prompts, tokens) for _ in range(WARMUP_TURNS + turns)][WARMUP_TURNS:]
         return asdict(medians(decodings))
 
+    if as_many_as_fit:
+        cells = [(min(batch, fitting(llm, context + tokens)), context) for batch, context in cells]
     return {"cells": for_each_cell(llm, cells, tokens, measure)}
 
 
@@ -73,7 +96,7 @@ def for_each_cell(
             batch,
             context + room + config.num_speculative_tokens,
             max_model_len=config.model_config.max_model_len,
-            num_pages=config.cache_config.num_gpu_blocks - 1,  # one is never given out
+            num_pages=num_pages(llm),
             page_size=config.cache_config.block_size,
         )
         if failed or reason:
@@ -85,6 +108,18 @@ def for_each_cell(
         except Exception as error:  # what was measured before is kept
             results.append({**cell, "status": "failed", "reason": f"{type(error).__name__}: {error}"})
     return results
+
+
+def num_pages(llm: Any) -> int:
+    """Of the KV cache that requests may have; vLLM never gives one out."""
+    return llm.llm_engine.vllm_config.cache_config.num_gpu_blocks - 1
+
+
+def fitting(llm: Any, tokens: int) -> int:
+    """How many requests of so many tokens, and the drafts of a round, the KV cache holds; at least 1."""
+    config = llm.llm_engine.vllm_config
+    pages = -(-(tokens + config.num_speculative_tokens) // config.cache_config.block_size)
+    return max(1, num_pages(llm) // pages)
 
 
 def why_not(batch: int, context: int, *, max_model_len: int, num_pages: int, page_size: int) -> str:

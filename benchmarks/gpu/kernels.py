@@ -22,7 +22,7 @@ from benchmarks.common.record import make_record, write
 from benchmarks.gpu import stand_in
 from benchmarks.gpu.clock import Clock
 from benchmarks.gpu.draft_attention import FULL, KERNELS, Prepared, page_flashinfer, runs_on
-from benchmarks.gpu.kernel_report import GOAL_BATCH, GOAL_BUDGET, GOALS, Result, make_table
+from benchmarks.gpu.kernel_report import GOAL_BATCH, GOAL_BUDGET, GOALS, Result, judge, make_table
 from benchmarks.gpu.options import add_device, settle
 from benchmarks.gpu.problem import Heads, Layer, View
 
@@ -227,6 +227,7 @@ def main(argv: list[str] | None = None) -> None:
         copy_bytes_per_s=bench.copy_bytes_per_s,
         empty_us=bench.empty_us,
         tolerance=TOLERANCE[dtype],
+        goals=judge(results),
         results=[asdict(result) for result in results],
     )
     write(record, args.out)

@@ -44,6 +44,7 @@ def make_drafter(monkeypatch):
             scheduler_config=SimpleNamespace(max_num_seqs=2, max_num_batched_tokens=64),
             model_config=SimpleNamespace(max_model_len=1024),
             device_config=SimpleNamespace(device_type="cpu"),
+            compilation_config=SimpleNamespace(cudagraph_mode=None),
             parallel_config=SimpleNamespace(tensor_parallel_size=tensor_parallel_size),
         )
         cache = SimpleNamespace(num_kv_heads=1, head_size=8, dtype=torch.float32, block_size=PAGE)

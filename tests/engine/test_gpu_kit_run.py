@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""benchmarks/gpu, the engine layer: the whole of it on a CPU with a tiny model."""
+"""benchmarks/gpu: `make bench-gpu` on a CPU with tiny models, all of its parts."""
 
 import json
 import os
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import engines
 import pytest
@@ -20,19 +22,63 @@ MAX_GAMMA = 3
 
 
 @pytest.fixture(scope="module")
-def small_run(tmp_path_factory) -> tuple[str, dict]:
-    """What the command prints and writes."""
-    out = tmp_path_factory.mktemp("kit") / "engine.json"
-    child = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu.engine", "--device", "cpu", "--small", "--out", str(out)],
+def folder(tmp_path_factory) -> Path:
+    """Of the whole kit's results."""
+    folder = tmp_path_factory.mktemp("kit")
+    child = run_kit(folder)
+    logs = "".join(f"\n{path}:\n{path.read_text()[-4000:]}" for path in folder.glob("*.log"))
+    assert child.returncode == 0, child.stdout[-4000:] + child.stderr[-4000:] + logs
+    return folder
+
+
+def run_kit(folder: Path) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--small", "--out", str(folder)],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])},
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=1800,
     )
-    assert child.returncode == 0, child.stdout[-4000:] + child.stderr[-8000:]
-    return child.stdout, json.loads(out.read_text())
+
+
+@pytest.fixture(scope="module")
+def small_run(folder) -> tuple[str, dict]:
+    """What the engine layer's two parts print and write."""
+    printed, record = "", {}
+    for part in ("lossless", "steps"):
+        printed += (folder / f"{part}.log").read_text()
+        written = json.loads((folder / f"{part}.json").read_text())
+        record = {**written, **{name: value for name, value in record.items() if value}}
+    return printed, record
+
+
+def test_every_part_ran_and_is_on_the_page(folder):
+    entries = json.loads((folder / "parts.json").read_text())["parts"]
+    assert {name: entry["status"] for name, entry in entries.items()} == dict.fromkeys(
+        ("lossless", "steps", "peer", "tests", "kernels"), "done"
+    )
+    page = (folder / "results.md").read_text()
+    assert "no time says anything" in page and "Not measured." not in page and "\nNothing.\n" in page
+    assert "| cases whose greedy output is plain decoding's | ≥ 7 | 7 | met |" in page
+    assert (folder / "kernels.png").exists() and (folder / "peer.png").exists()
+
+
+def test_what_is_done_is_not_done_again(folder):
+    before = (folder / "results.md").read_text()
+    started = time.monotonic()
+    child = run_kit(folder)
+    assert child.returncode == 0 and child.stdout.count("done before") == 5
+    assert time.monotonic() - started < 120 and (folder / "results.md").read_text() == before
+
+
+def test_the_peers_cell_was_decoded_at_the_peers_acceptance(folder):
+    results = json.loads((folder / "peer.json").read_text())["results"]
+    assert [result["policy"] for result in results] == ["verify-topk", "plain"]
+    assert {result["batch"] for result in results} == {2}
+    drafting, plain = results
+    assert plain["acceptance_length"] == 1 and 3 < drafting["acceptance_length"] <= 7
+    assert drafting["speedup"] == pytest.approx(drafting["tokens_per_s"] / plain["tokens_per_s"])
 
 
 def test_the_engine_layer_says_what_it_ran_on(small_run):
@@ -86,7 +132,7 @@ def test_decode_speed_is_that_of_the_synthetic_acceptance(small_run):
 
 def test_greedy_output_was_compared_where_views_lose_drafts(small_run):
     _, record = small_run
-    checks = record["lossless"]
+    checks = [check for check in record["lossless"] if check["dtype"] == "float32"]
     assert [(c["policy"], c["budget"]) for c in checks] == [(c.policy, c.budget) for c in lossless.CASES]
     assert {check["policy"] for check in checks} == POLICIES.keys()
     assert {check["status"] for check in checks} == {"ok"} and record["budgets_differ"]
@@ -94,6 +140,14 @@ def test_greedy_output_was_compared_where_views_lose_drafts(small_run):
     for check in checks:
         sees_everything = check["budget"] == engines.MODEL_LEN
         assert (check["accepted"] == check["drafted"]) == sees_everything
+
+
+def test_bfloat16_output_was_judged_by_the_targets_scores(small_run):
+    _, record = small_run
+    [check] = [check for check in record["lossless"] if check["dtype"] == "bfloat16"]
+    assert check["status"] == "ok" and check["mode"] == "bfloat16-v1"
+    assert check["rounding"] > 0 and check["largest_margin"] <= 2 * check["rounding"]
+    assert 0 < check["accepted"] < check["drafted"]
 
 
 @pytest.mark.gpu

@@ -119,8 +119,10 @@ def test_greedy_output_is_unchanged_on_the_v2_runner(prompts, plain, policy, bud
         [
             ("generate_and_count_drafts", {"batches": batches}),
             ("record_graphs", {"sizes": [2, 4]}),
+            ("watch_draft_steps", {}),
             ("generate_and_count_drafts", {"batches": batches}),
             ("count_replays", {}),
+            ("count_draft_steps", {}),
         ],
         v2=True,
         max_num_seqs=4,
@@ -131,7 +133,7 @@ def test_greedy_output_is_unchanged_on_the_v2_runner(prompts, plain, policy, bud
     )
     assert run.v2_runner
     expected = [first_tokens(plain[i], 24) for i in chosen]
-    eager, _, replayed, replays = run.results
+    eager, _, _, replayed, replays, steps = run.results
     for how, result in (("eager", eager), ("replayed", replayed)):
         what = f"V2 runner, {how}, {policy}, budget {budget}, gamma {gamma}"
         assert_same_tokens(expected, result["batches"][0], what)
@@ -140,6 +142,7 @@ def test_greedy_output_is_unchanged_on_the_v2_runner(prompts, plain, policy, bud
     assert replayed["accepted"] == eager["accepted"] and replayed["drafted"] == eager["drafted"]
     # 4, 3, 2 and 1 requests at a time, each in the smallest graph that holds them.
     assert set(replays) == {"2", "4"} and all(count > 0 for count in replays.values())
+    assert steps == {"graph": sum(replays.values()), "flashinfer": 0, "eager": 0}
     assert run.draft_failures == 0
 
 

@@ -2,13 +2,17 @@
 """benchmarks/gpu, the engine layer: Eq. 2, goals and problems, models and the stand-in."""
 
 import json
+import subprocess
+import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import engines
 import pytest
 import torch
 from short_runs import CELLS
+from vllm.v1.attention.ops import triton_unified_attention
 
 from benchmarks.common.policies import POLICIES
 from benchmarks.gpu import engine, engine_report, lossless
@@ -202,11 +206,11 @@ def test_cells_that_do_not_fit_say_why():
 def test_counters_that_do_not_show_the_synthetic_rate_are_found(accepted, is_wrong):
     # 0.8 + 0.64 + 0.512 = 1.952 accepted drafts per round.
     run = SimpleNamespace(metrics={"vllm:spec_decode_num_drafts": 1000}, accepted=accepted)
-    assert (engine.wrong_acceptance(run, 3, 0.8) is not None) == is_wrong
+    assert (engine.wrong_tokens_per_round(run, 3, 2.952) is not None) == is_wrong
 
 
 def test_without_a_verified_draft_the_synthetic_rate_was_not_met():
-    assert engine.wrong_acceptance(SimpleNamespace(metrics={}, accepted=0), 3, 0.8) is not None
+    assert engine.wrong_tokens_per_round(SimpleNamespace(metrics={}, accepted=0), 3, 2.952) is not None
 
 
 def test_an_engine_that_fails_is_reported(monkeypatch, tmp_path, capsys):
@@ -228,14 +232,14 @@ def test_an_engine_that_fails_is_reported(monkeypatch, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("tokens", "accepted", "sentence"),
     [
-        ([7, 9], 3, "WRONG: greedy output, v1 runner, snapkv, budget 128"),
+        ([7, 9], 3, "WRONG: greedy output, v1 (float32), snapkv, budget 128"),
         ([7, 8], 4, "LOSSLESS PROVED NOTHING"),
     ],
 )
 def test_output_that_changes_and_drafts_that_all_stand_end_in_status_1(
     monkeypatch, capsys, tokens, accepted, sentence
 ):
-    def generate(runner: str, prompts: object, sampling: object, **engine: object) -> engines.EngineRun:
+    def generate(mode: object, prompts: object, sampling: object, **engine: object) -> engines.EngineRun:
         completion = {
             "tokens": tokens if engine else [7, 8],
             "logprobs": [{"7": -0.1, "1": -3.0}, {"8": -0.1, "9": -3.0}],
@@ -250,9 +254,84 @@ def test_output_that_changes_and_drafts_that_all_stand_end_in_status_1(
 
     monkeypatch.setattr(lossless, "_generate", generate)
     with pytest.raises(SystemExit) as end:
-        engine.main(["--device", "cpu", "--small", "--parts", "lossless"])
+        engine.main(["--device", "cpu", "--small", "--parts", "lossless", "--lossless-modes", "v1"])
     assert end.value.code == 1
     assert sentence in capsys.readouterr().out
+
+
+# ---- bfloat16: every token against the target's own scores
+
+PLAIN = [[(-0.10, -0.10), (-0.52, -0.50)], [(-0.20, -0.20)]]  # (own, best) of one pass over the whole text
+DECODED = [[-0.10, -0.49], [-0.20]]  # what decoding had made of the same tokens: 0.03 of rounding
+
+
+def test_tokens_that_rounding_explains_are_near_ties():
+    found = lossless.judge_near_ties(DECODED, PLAIN, [[(-0.10, -0.10), (-0.55, -0.50)], [(-0.20, -0.20)]])
+    assert found["near_ties"] == 1
+    assert (found["rounding"], found["largest_margin"]) == pytest.approx((0.03, 0.05))
+
+
+def test_a_token_that_the_target_would_not_have_chosen_is_found_behind_a_near_tie():
+    with pytest.raises(AssertionError, match=r"token 0 of request 1 is 0\.0700 behind"):
+        lossless.judge_near_ties(DECODED, PLAIN, [[(-0.55, -0.50), (-0.10, -0.10)], [(-0.27, -0.20)]])
+
+
+def test_rounding_that_would_hide_a_wrong_token_proves_nothing():
+    with pytest.raises(AssertionError, match="nothing is proved"):
+        lossless.judge_near_ties([[-0.4, -0.5], [-0.2]], PLAIN, PLAIN)
+
+
+# ---- float32 on a GPU: vLLM's attention is Triton's `tl.dot`
+
+DOT = """
+import triton, triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+
+@triton.jit
+def dot(a, b, c):
+    i = tl.arange(0, 16)
+    places = i[:, None] * 16 + i[None, :]
+    tl.store(c + places, tl.dot(tl.load(a + places), tl.load(b + places)))
+
+source = ASTSource(dot, dict.fromkeys("abc", "*fp32"), constexprs={})
+print("tf32" in compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"])
+"""
+
+
+def test_float32_engines_multiply_in_float32(monkeypatch, tmp_path):
+    pytest.importorskip("triton")
+    seen = {}
+
+    class Process:
+        def __init__(self, env, program, cores=()) -> None:
+            seen.update(env)
+
+        def run(self, spec: dict, time_limit_s: float) -> None:
+            seen["dtype"] = spec["engine"]["dtype"]
+
+        def end(self) -> None:
+            pass
+
+    monkeypatch.setattr(engines, "EngineProcess", Process)
+    program = tmp_path / "dot.py"
+    program.write_text(DOT)
+    rounds = {}
+    for dtype in ("bfloat16", "float32"):
+        seen.clear()
+        engines.run([], own_process=True, dtype=dtype)
+        assert seen.pop("dtype") == dtype
+        env = {**seen, "TRITON_CACHE_DIR": str(tmp_path / "cache")}  # one for both, as on a user's machine
+        child = subprocess.run(
+            [sys.executable, str(program)], env=env, capture_output=True, text=True, check=True
+        )
+        rounds[dtype] = child.stdout.strip() == "True"
+    assert rounds == {"bfloat16": True, "float32": False}
+
+
+def test_vllms_attention_leaves_its_precision_to_the_environment():
+    source = Path(triton_unified_attention.__file__).read_text()
+    assert "tl.dot(" in source and "input_precision" not in source and "allow_tf32" not in source
 
 
 @pytest.mark.parametrize(

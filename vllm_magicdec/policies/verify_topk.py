@@ -292,7 +292,7 @@ class TokenSelector(VerificationSelector):
     def _scratch_bytes(self, num_pages: int) -> int:
         engine, verification = self._policy.engine, self._policy.verification
         num_candidates = min(ceil_div(2 * self._budget.max_selected, self._page_size) + 1, num_pages)
-        # Of a layer's pages and candidates: scores, the same with what is fixed masked, and what `topk` sorts.
+        # Of pages and candidates: scores, the same with what is fixed masked, and what `topk` sorts.
         by_token, by_page = 3 * 4, 3 * 4
         if engine.limits.device_type != "cuda":
             # Without kernels: slots, keys and the same in float32, logits and weights.
