@@ -42,7 +42,9 @@ def make_drafter(monkeypatch):
                 method=METHOD, num_speculative_tokens=GAMMA, draft_kv_budget=128
             ),
             scheduler_config=SimpleNamespace(max_num_seqs=2, max_num_batched_tokens=64),
-            model_config=SimpleNamespace(max_model_len=1024),
+            model_config=SimpleNamespace(
+                max_model_len=1024, dtype=torch.float32, get_num_attention_heads=lambda parallel: 1
+            ),
             device_config=SimpleNamespace(device_type="cpu"),
             compilation_config=SimpleNamespace(cudagraph_mode=None),
             parallel_config=SimpleNamespace(tensor_parallel_size=tensor_parallel_size),

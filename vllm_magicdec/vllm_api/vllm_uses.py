@@ -211,7 +211,9 @@ class _File:
             or any(name in _defined(one) for _, one in self._classes.values())
         ):
             return None
-        self._need(holder, name, names)
+        # What is called may be kept in an attribute: its parameters are not the attribute's.
+        is_kept = member is not None and not isinstance(member.node, ast.ClassDef | Function)
+        self._need(holder, name, () if is_kept else names)
         if member is None or isinstance(member.node, ast.ClassDef | ast.Module):
             return member
         is_property = isinstance(member.node, Function) and any(
