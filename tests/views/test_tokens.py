@@ -177,7 +177,13 @@ def test_a_smaller_budget_selects_what_it_would_alone(recent):
             device=CPU,
         )
         selector = PromptSelector(
-            SnapKV(fields), budgets, selections, observe, page_size=page_size, max_batched_tokens=4096
+            SnapKV(fields),
+            budgets,
+            selections,
+            observe,
+            page_size=page_size,
+            max_batched_tokens=4096,
+            num_speculative_tokens=4,
         )
         req_ids = list("abcd")
         selector.update(make_batch(req_ids, block_table, context_lens), num_steps=1)

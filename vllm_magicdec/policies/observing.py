@@ -29,6 +29,7 @@ class Observation:
     queries: torch.Tensor  # [window, num_heads, head_size], of the last `window` tokens, oldest first
     keys: torch.Tensor  # [num_kv_heads, num_tokens, head_size], position by position
     length: torch.Tensor  # [] int64, valid keys; the last query is at position length - 1
+    num_seen: int  # keys from the start that every query sees; the host does not know of more
     scale: float  # of the logits
     soft_cap: float  # of the logits, 0: none
 
@@ -67,13 +68,13 @@ class TokenPolicy(Policy):
     def scratch_bytes(self, engine: Engine) -> int:
         """Device memory that scoring the longest request takes for the time being.
 
-        Of one layer: keys, twice while they are put in order, then those of a KV head in float32 with its
-        queries' logits, and scores of all heads.
+        Of one layer: keys, twice while they are put in order, then the logits of a KV head's queries, and
+        scores of all heads.
         """
         num_tokens = ceil_div(engine.limits.max_model_len, engine.page_size) * engine.page_size
         num_rows = self.window * engine.num_heads // engine.num_kv_heads
         keys = num_tokens * engine.num_kv_heads * engine.head_size * engine.cache_dtype.itemsize
-        scoring = 4 * num_tokens * (engine.head_size + 3 * num_rows + 3 * engine.num_kv_heads)
+        scoring = 4 * num_tokens * (3 * num_rows + 3 * engine.num_kv_heads)
         return keys + max(keys, scoring)
 
     @classmethod
@@ -125,6 +126,7 @@ class TokenPolicy(Policy):
             engine.observe,
             page_size=engine.page_size,
             max_batched_tokens=engine.max_batched_tokens,
+            num_speculative_tokens=engine.limits.num_speculative_tokens,
             scratch_bytes=policy.scratch_bytes(engine),
         )
         plans = engine.switch_attention(layer_pages=by_page)
@@ -143,6 +145,7 @@ class PromptSelector:
         observe: runs the target over last tokens.
         page_size: tokens per page of the block tables.
         max_batched_tokens: most query tokens of one forward pass.
+        num_speculative_tokens: most drafts of a round.
         scratch_bytes: what scoring takes for the time being, at most.
     """
 
@@ -155,6 +158,7 @@ class PromptSelector:
         *,
         page_size: int,
         max_batched_tokens: int,
+        num_speculative_tokens: int,
         scratch_bytes: int = 0,
     ) -> None:
         self._policy = policy
@@ -164,6 +168,8 @@ class PromptSelector:
         self._selections = selections
         self._observe = observe
         self._page_size = page_size
+        # Of what the host knows of, the last two rounds' drafts may have been rejected.
+        self._unseen = policy.window + 2 * num_speculative_tokens
         self._max_reqs_per_pass = max(1, max_batched_tokens // policy.window)
         self.memory_bytes: Mapping[str, int] = {"a selection's scratch": scratch_bytes}
         self._num_drafted = 0  # tokens of this round that count as recent
@@ -226,6 +232,7 @@ class PromptSelector:
                     queries=queries[place * window : (place + 1) * window],
                     keys=cache.keys_by_page(blocks, self._page_size).transpose(0, 1).flatten(1, 2),
                     length=batch.observable_lens[index],
+                    num_seen=max(0, int(batch.known_lens[index]) - self._unseen),
                     scale=scale,
                     soft_cap=soft_cap,
                 )

@@ -32,20 +32,22 @@ class SnapKV(TokenPolicy):
     def score(self, observation: Observation) -> torch.Tensor:
         """Softmax over the whole context, causal in the window; summed over the window's queries and the
         query heads of each KV head; pooled over neighbours before the window."""
-        window = observation.window
+        window, first = observation.window, observation.num_seen
         num_kv_heads, num_tokens, size = observation.keys.shape
         places = torch.arange(num_tokens, device=observation.keys.device)
         own = observation.length - window + torch.arange(window, device=places.device)
-        hidden = places > own.unsqueeze(1)  # [window, num_tokens]
-        # [num_kv_heads, group, window, size]
-        queries = observation.queries.view(window, num_kv_heads, -1, size).permute(1, 2, 0, 3).float()
+        hidden = places[first:] > own.unsqueeze(1)  # [window, num_tokens - first]
+        # [num_kv_heads, group, window, size], in the cache's dtype: in float32 the product would be slow
+        queries = observation.queries.view(window, num_kv_heads, -1, size).permute(1, 2, 0, 3)
+        queries = queries.to(observation.keys.dtype).contiguous()
         scores = torch.empty((num_kv_heads, num_tokens), device=places.device)
         # Head by head: all heads at once would need heads x window x tokens floats.
         for head in range(num_kv_heads):
-            logits = queries[head] @ observation.keys[head].float().T * observation.scale
+            product = queries[head].flatten(0, 1) @ observation.keys[head].T
+            logits = product.float().mul_(observation.scale).unflatten(0, (-1, window))
             if observation.soft_cap:
                 logits = observation.soft_cap * torch.tanh(logits / observation.soft_cap)
-            attention = logits.masked_fill_(hidden, float("-inf")).softmax(-1)
-            scores[head] = attention.sum((0, 1))
+            logits[..., first:].masked_fill_(hidden, float("-inf"))
+            scores[head] = logits.softmax(-1).sum((0, 1))
         scores.masked_fill_(places >= observation.length - window, 0.0)
         return self._pool(scores, self._kernel, stride=1, padding=self._kernel // 2)
