@@ -91,7 +91,7 @@ class MagicDecFields(SpeculativeConfig):
     """What `snapkv` and `verify-topk` choose: `page`s, the same for all heads of a layer, which vLLM's own
     attention reads; or `token`s per KV head, which need attention of the plugin's own. Default: pages,
     but tokens for `snapkv` on a GPU."""
-    snapkv_window: int = Field(default=32, gt=0, le=1024)
+    snapkv_window: int = Field(default=16, gt=0, le=1024)
     """Last tokens of the prompt whose attention `snapkv` follows; they stay in view themselves."""
     snapkv_recent: float = Field(default=0.375, ge=0)
     """Latest tokens that `snapkv` keeps in view whatever their score: tokens, or a fraction of the budget
