@@ -12,7 +12,7 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV)/mkdocs build --strict
 PYTEST := MAGICDEC_TEST_KERNELS="$(KERNELS)" $(RUN) -m pytest -n 2 --dist loadgroup --durations 10
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-fast lint docs test-gpu bench bench-decode bench-gpu clean
+.PHONY: help venv demo test test-fast lint docs test-gpu bench bench-decode results bench-gpu clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -47,6 +47,10 @@ test-gpu: venv  ## the tests that need a CUDA device
 bench: venv  ## every speculative method of vLLM against magicdec, as servers (ARGS="--quick": two minutes)
 	@"$(PYTHON)" .ci/setup_venv.py --suffix-decoding
 	@$(RUN) benchmarks/suite.py $(ARGS)
+
+results: venv  ## all results that the documentation quotes, on this machine in one go (ARGS="--only ..." for some)
+	@"$(PYTHON)" .ci/setup_venv.py --suffix-decoding
+	@$(RUN) benchmarks/all_results.py $(ARGS)
 
 bench-decode: venv  ## decode speed alone, plain against magicdec, without a server
 	$(RUN) benchmarks/decode.py $(ARGS)

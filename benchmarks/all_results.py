@@ -61,6 +61,7 @@ PARTS = (
         f"{KV_HEAVY} --batch 1 2 --context 32000 --budget 1024 --out {{out}}",
         6,
     ),
+    Part("plain-steps.json", "plain_steps.py", "--out {out}", 4),
     Part("acceptance.json", "acceptance.py", "--requests 24 --out {out}", 20),
     Part("auto-kv-heavy.json", "auto.py", "--out {out}", 20),
     Part(

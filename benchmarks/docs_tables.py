@@ -14,6 +14,7 @@ from typing import Any
 import acceptance
 import auto
 import decode
+import plain_steps
 import suite
 from common.tables import console, markdown
 
@@ -25,6 +26,7 @@ _TABLE_OF = {
     "acceptance": lambda records: acceptance.table_of(*records),
     "auto": lambda records: auto.table_of(*records),
     "decode": decode.table_of,
+    "plain_steps": lambda records: plain_steps.table_of(*records),
     "suite": lambda records: suite.tables_of(*records)[0],
 }
 
