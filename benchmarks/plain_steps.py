@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What speculation costs where it is not used: `auto` that always chooses plain decoding, against plain vLLM.
+"""What speculation costs where it is not used: `auto` that never drafts, against plain vLLM.
 
 Two engines are alive at the same time and take turns. The controller of the second does all of its work,
 but what it chooses is replaced by no drafts. So the ratio of their speeds shows what the plugin, and what
-vLLM itself once speculation is configured, add to a step that neither drafts nor verifies. Each turn decodes
-the same texts; the ratios are of neighbouring turns, and every other pair is turned round.
+vLLM itself once speculation is configured, add to a step that neither drafts nor verifies. Each turn
+decodes the same texts; the ratios are of neighbouring turns, and every other pair is turned round.
 """
 
 import argparse
@@ -61,7 +61,8 @@ def measure_cell(
 
     contenders = {"plain": plain, "auto": magicdec}
     with made_plain(controller):
-        speeds = take_turns({n: functools.partial(run_turn, llm) for n, llm in contenders.items()}, args.pairs)
+        turns = {name: functools.partial(run_turn, llm) for name, llm in contenders.items()}
+        speeds = take_turns(turns, args.pairs)
     shares = [own / other for own, other in zip(speeds["auto"], speeds["plain"], strict=True)]
     return {
         "batch": len(prompts),
