@@ -17,6 +17,7 @@ class DraftPlan(int):
     """K/V entries that each draft step reads per request, at most."""
 
     def __new__(cls, drafts: int, budget: int) -> "DraftPlan":
+        """So many drafts per request, made with this budget in tokens."""
         plan = super().__new__(cls, drafts)
         plan.budget = budget
         return plan

@@ -110,10 +110,12 @@ class Geometry:
 
     @property
     def group(self) -> int:
+        """Query heads of a KV head."""
         return self.num_heads // self.num_kv_heads
 
     @property
     def use_tensor_cores(self) -> bool:
+        """Whether FlashInfer is asked for its kernels on tensor cores."""
         return self.group >= TENSOR_CORE_GROUP
 
     @property

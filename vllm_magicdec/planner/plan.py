@@ -70,6 +70,7 @@ class Plan:
 
     @property
     def title(self) -> str:
+        """Model and devices, for a table's head."""
         deployment = self.deployment
         return f"{deployment.shape.name} on {deployment.tensor_parallel} x {deployment.hardware.name}"
 

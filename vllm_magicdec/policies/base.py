@@ -34,7 +34,8 @@ class Limits:
 class Observe(Protocol):
     """Runs the target over the last tokens of some requests; see `drafting.drafter.Runner.observe`."""
 
-    def __call__(self, indices: Sequence[int], window: int, observer: LayerObserver) -> None: ...
+    def __call__(self, indices: Sequence[int], window: int, observer: LayerObserver) -> None:
+        """The last `window` tokens of the batch's requests at `indices`."""
 
 
 class SwitchAttention(Protocol):

@@ -65,6 +65,7 @@ class PageSummaries:
 
     @property
     def num_bytes(self) -> int:
+        """Device memory of the summaries."""
         return 2 * self.least.numel() * self.least.element_size()
 
     def update(

@@ -27,6 +27,7 @@ def on_device(numbers: Sequence[int] | np.ndarray, device: torch.device) -> torc
 
 
 def ceil_div(numerator: int, denominator: int) -> int:
+    """The quotient rounded up."""
     return -(-numerator // denominator)
 
 

@@ -138,14 +138,17 @@ class ChoosesPages(Protocol):
     budget: PageBudget
 
     @property
-    def is_sinks_and_latest(self) -> bool: ...
+    def is_sinks_and_latest(self) -> bool:
+        """See `policies.base.PagePolicy`."""
 
     @property
-    def max_pages(self) -> int: ...
+    def max_pages(self) -> int:
+        """See `policies.base.PagePolicy`."""
 
     def choose_pages(
         self, context_lens: torch.Tensor, last_pages: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `policies.base.PagePolicy`."""
 
 
 class PageViews:

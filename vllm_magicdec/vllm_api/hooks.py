@@ -47,6 +47,7 @@ class Hook:
 
     @property
     def target(self) -> str:
+        """With the module, for messages."""
         return f"{self.module}.{self.qualified_name}"
 
     def find_owner(self) -> Any:

@@ -23,6 +23,7 @@ class Found:
 
     @property
     def class_name(self) -> str | None:
+        """Of a class; None for everything else."""
         return self.node.name if isinstance(self.node, ast.ClassDef) else None
 
 

@@ -29,6 +29,7 @@ class Needed:
 
     @property
     def label(self) -> str:
+        """Short, for a report."""
         return f"{self.module.removeprefix('vllm.')}: {self.name}"
 
 
