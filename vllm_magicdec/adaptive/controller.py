@@ -166,16 +166,13 @@ class Controller:
             if self._is_unknown(num_reqs, context_tokens):
                 self._plan = self._calibration(num_reqs, context_tokens)
                 self._seconds_per_token = 0.0
-            elif len(self.times) and self._is_due(num_reqs):
+            elif len(self.times) and num_reqs != self._decided_for:
                 self._decide(num_reqs, context_tokens)
         self._is_planned = bool(self._plan)
         if not self._plan:
             return self._current
         self._has_tried = len(self._plan) == 1
         return self._plan.pop()
-
-    def _is_due(self, num_reqs: int) -> bool:
-        return self._num_steps - self._decided_at >= _STEPS_PER_CHOICE or num_reqs != self._decided_for
 
     def _decide(self, num_reqs: int, context_tokens: int) -> None:
         self._decided_at, self._decided_for = self._num_steps, num_reqs
@@ -208,6 +205,9 @@ class Controller:
             self._last_tried[tried] = self._num_steps
             self._account(rounds, timed)
             self._credit_seconds += _TRIAL_SHARE * timed.seconds - self._lost_seconds(rounds, timed)
+            # Not when it has to choose: that is before a step, this while one is computed.
+            if not self._plan and self._num_steps - self._decided_at >= _STEPS_PER_CHOICE:
+                self._decide(timed.step.num_reqs, timed.step.context_tokens)
 
     def _lost_seconds(self, rounds: Collection[tuple[int, int]], timed: TimedStep) -> float:
         """What a step of a trial took longer than the present choice takes for the same tokens."""

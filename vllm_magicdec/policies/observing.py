@@ -2,13 +2,15 @@
 """Policies that choose by what a prompt's last tokens attend to, and when and how they get to.
 
 The queries that a policy scores may have been computed in several chunks or, on a prefix-cache hit, not at
-all. So they are computed again, for all cases alike, when the prompt is whole: one forward pass of the
-target over the request's last tokens, which reads the KV cache and writes nothing.
+all. So they are computed again when the prompt is whole: one forward pass of the target over the request's
+last tokens, which reads the KV cache and writes nothing. On a CPU, where that pass costs several decode
+steps and lengths can be read for nothing, those that the target's own pass has just computed are kept.
 """
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -119,20 +121,69 @@ class TokenPolicy(Policy):
             device=engine.device,
         )
         policy = cls(fields)
+        recorder = WindowRecorder(policy.window) if engine.limits.device_type == "cpu" else None
         selector = PromptSelector(
             policy,
             budgets,
             selections,
             engine.observe,
+            recorder,
             page_size=engine.page_size,
             max_batched_tokens=engine.max_batched_tokens,
             num_speculative_tokens=engine.limits.num_speculative_tokens,
             scratch_bytes=policy.scratch_bytes(engine),
         )
-        plans = engine.switch_attention(layer_pages=by_page)
+        plans = engine.switch_attention(recorder, layer_pages=by_page)
         if by_page:
             return LayerPageViews(selections, selector, budgets, engine.make_draft_slots())
         return TokenViews(selections, selector, budgets, engine.make_draft_slots(), plans)
+
+
+class WindowRecorder:
+    """The last queries of those requests of which the target's latest pass has computed enough.
+
+    It reads lengths on the host.
+
+    Args:
+        window: last tokens of a request whose queries are wanted.
+    """
+
+    def __init__(self, window: int) -> None:
+        self._window = window
+        self._rows: dict[int, torch.Tensor] = {}  # [window] of the pass's queries, by place in the batch
+        self._lens: dict[int, int] = {}  # tokens of these requests, by place in the batch
+        self._layers: dict[int, tuple[dict[int, torch.Tensor], KVRows, float, float]] = {}
+
+    def record(
+        self, layer: int, queries: torch.Tensor, metadata: Any, cache: KVRows, scale: float, soft_cap: float
+    ) -> None:
+        """See `attention.observing.QueryRecorder`."""
+        if layer == 0:
+            self._begin(metadata)
+        if self._rows:
+            kept = {index: queries[rows] for index, rows in self._rows.items()}
+            self._layers[layer] = (kept, cache, scale, soft_cap)
+
+    def _begin(self, metadata: Any) -> None:
+        self._layers.clear()
+        self._rows.clear()
+        self._lens.clear()
+        if metadata.max_query_len < self._window:
+            return
+        starts, lens = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
+        for index, ((start, end), length) in enumerate(zip(pairwise(starts), lens, strict=False)):
+            if end - start >= self._window:
+                self._rows[index] = torch.arange(end - self._window, end)
+                self._lens[index] = length
+
+    def holds(self, index: int, length: int) -> bool:
+        """Whether the queries of the last tokens before `length` are there, of the request at `index`."""
+        return self._lens.get(index) == length
+
+    def show(self, indices: Sequence[int], observer: LayerObserver) -> None:
+        """What `drafting.drafter.Runner.observe` shows, of requests that are held."""
+        for layer, (kept, cache, scale, soft_cap) in self._layers.items():
+            observer(layer, torch.cat([kept[index] for index in indices]), cache, scale, soft_cap)
 
 
 class PromptSelector:
@@ -143,6 +194,7 @@ class PromptSelector:
         budgets: of a request, the smallest first, in the entries of `selections`.
         selections: where choices are kept.
         observe: runs the target over last tokens.
+        recorder: may have seen them in the target's own pass; None: nobody looked.
         page_size: tokens per page of the block tables.
         max_batched_tokens: most query tokens of one forward pass.
         num_speculative_tokens: most drafts of a round.
@@ -155,6 +207,7 @@ class PromptSelector:
         budgets: Sequence[Budget],
         selections: Selections,
         observe: Observe,
+        recorder: WindowRecorder | None = None,
         *,
         page_size: int,
         max_batched_tokens: int,
@@ -167,6 +220,7 @@ class PromptSelector:
         self._room = max(0, budgets[0].min_entries - budgets[0].num_sinks - budgets[0].num_recent)
         self._selections = selections
         self._observe = observe
+        self._recorder = recorder
         self._page_size = page_size
         # Of what the host knows of, the last two rounds' drafts may have been rejected.
         self._unseen = policy.window + 2 * num_speculative_tokens
@@ -186,9 +240,7 @@ class PromptSelector:
         if not due:
             return
         crowded = [i for i in due if self._num_eligible(int(batch.known_lens[i])) > self._room]
-        for first in range(0, len(crowded), self._max_reqs_per_pass):
-            indices = crowded[first : first + self._max_reqs_per_pass]
-            self._observe(indices, self._policy.window, self._score_layer(batch, indices))
+        self._score(batch, crowded)
         self._take_everything(batch, [i for i in due if i not in set(crowded)])
         lens, budget = batch.observable_lens[on_device(due, batch.observable_lens.device)], self._budget
         ends = self._end(lens).clamp(min=0)
@@ -197,6 +249,17 @@ class PromptSelector:
         self._selections.set(
             [batch.req_ids[i] for i in due], [int(batch.known_lens[i]) for i in due], counts, ends
         )
+
+    def _score(self, batch: Batch, indices: Sequence[int]) -> None:
+        """Let the policy score these requests' tokens in all layers."""
+        recorder = self._recorder
+        seen = [i for i in indices if recorder is not None and recorder.holds(i, int(batch.known_lens[i]))]
+        if recorder is not None and seen:
+            recorder.show(seen, self._score_layer(batch, seen))
+        unseen = [index for index in indices if index not in seen]
+        for first in range(0, len(unseen), self._max_reqs_per_pass):
+            part = unseen[first : first + self._max_reqs_per_pass]
+            self._observe(part, self._policy.window, self._score_layer(batch, part))
 
     def _is_due(self, batch: Batch, index: int) -> bool:
         if batch.is_prefilling[index]:
