@@ -3,6 +3,8 @@
 
 The torch versions in verify_topk.py say the same in some thirty small steps for every layer, and gather
 the summaries that they read. Here every summary is read once, in place.
+
+The file is long because pages and their tokens are scored by the same queries, from the same tables.
 """
 
 from collections.abc import Mapping
