@@ -118,7 +118,9 @@ def test_on_a_cpu_queries_that_the_target_has_just_computed_are_not_computed_aga
     lens, chunks = [700, 900, 400], [1, chunk, 64]
     rng = torch.Generator().manual_seed(0)
     block_table = torch.randperm(80, generator=rng)[:75].to(torch.int32).view(3, 25).repeat(1, 2)
-    caches = [torch.randn((80, num_kv_heads, page, 2 * head_size), generator=rng) for _ in range(num_layers)]
+    caches = [
+        torch.randn((80, num_kv_heads, page, 2 * head_size), generator=rng) for _ in range(num_layers)
+    ]
     rows = [KVRows.of(cache, "FLASHINFER") for cache in caches]
     starts = torch.tensor([0, *chunks]).cumsum(0)
     queries = torch.randn((num_layers, sum(chunks), 2 * num_kv_heads, head_size), generator=rng)
