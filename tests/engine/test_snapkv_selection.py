@@ -108,6 +108,7 @@ def test_the_engine_selects_what_the_reference_selects(model, prompts, schedule,
         draft_kv_budget=BUDGET,
         draft_kv_sink=SINK,
         snapkv_kernel=KERNEL,
+        snapkv_window=WINDOW,
         snapkv_recent=0,  # as published
     )
     run = engines.run(
@@ -150,6 +151,7 @@ def test_refreshing_selects_again(prompts):
         draft_kv_granularity="token",
         draft_kv_budget=BUDGET,
         draft_kv_refresh=8,
+        snapkv_window=WINDOW,
         snapkv_recent=0,
     )
     run = engines.run(
