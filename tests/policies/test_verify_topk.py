@@ -191,6 +191,21 @@ def test_summaries_bound_every_logit_and_follow_a_page_to_its_next_owner():
         scene.steps()
 
 
+def test_requests_that_pad_a_graph_of_any_batch_are_passed_over():
+    """With `cudagraph_mode` FULL vLLM pads the requests where no token pads the batch."""
+    scene = Scene(4, [120, 90], 16)
+    num_tokens = GAMMA + 1
+    starts = torch.tensor([0, num_tokens, num_tokens], dtype=torch.int32)
+    metadata = SimpleNamespace(query_start_loc=starts, seq_lens=torch.tensor([120, 0], dtype=torch.int32))
+    queries = torch.randn((num_tokens, NUM_KV_HEADS * GROUP, SIZE), generator=scene.rng)
+    rows = KVRows.of(scene.cache[0], "FLASH_ATTN")
+    scene.verification.record(0, queries, metadata, rows, SCALE, 0.0)
+    assert torch.equal(scene.verification.queries[0, 0], queries)
+    never = torch.full((num_tokens,), torch.iinfo(torch.int64).max)
+    own = torch.arange(120 - num_tokens, 120)
+    assert torch.equal(scene.verification.positions, torch.stack([own, never]))
+
+
 def test_summaries_know_tokens_that_came_in_steps_without_drafts():
     scene = Scene(5, [60], 16)
     scene.verify([0])

@@ -36,7 +36,12 @@ def without_graph(manager, lengths, max_num_seqs):
 
 @pytest.mark.parametrize(
     ("max_num_seqs", "lengths"),
-    [(1, (0, 7)), (2, (0, 7)), (3, (0, 3, 7)), *((n, NESTED) for n in (4, 8, 12, 100, 256, 1024))],
+    [
+        (1, (0, 7)),
+        (2, (0, 7)),
+        (3, (0, 3, 7)),
+        *((n, NESTED) for n in (4, 7, 8, 11, 12, 99, 100, 135, 256, 270, 511, 1024)),
+    ],
 )
 def test_every_verification_that_auto_chooses_has_a_full_graph(configure, capture, max_num_seqs, lengths):
     config = configure(AUTO, max_num_seqs=max_num_seqs)
@@ -70,12 +75,20 @@ def test_all_lengths_stay_where_a_length_costs_no_graphs(configure, engine):
     assert configure(AUTO, **engine).speculative_config.lengths == tuple(range(9))
 
 
-def test_a_fixed_number_with_an_automatic_budget_stays(configure, capture):
-    fields = {"method": METHOD, "num_speculative_tokens": 5, "draft_kv_budget": "auto"}
-    config = configure(fields, max_num_seqs=8)
-    assert config.speculative_config.lengths == (5,)
-    manager = capture(config)
-    assert has_full_graph(manager, 8, 5) and has_full_graph(manager, 8, 0)
+@pytest.mark.parametrize("drafts", [1, 2, 4, 5, 12])
+@pytest.mark.parametrize("max_num_seqs", [8, 11, 135, 1024])
+def test_a_fixed_number_with_an_automatic_budget_has_all_graphs(configure, capture, drafts, max_num_seqs):
+    fields = {"method": METHOD, "num_speculative_tokens": drafts, "draft_kv_budget": "auto"}
+    config = configure(fields, max_num_seqs=max_num_seqs)
+    assert config.speculative_config.lengths == (drafts,)
+    assert without_graph(capture(config), (0, drafts), max_num_seqs) == []
+
+
+def test_sizes_that_the_user_gave_have_graphs_of_every_number_of_drafts(configure, capture):
+    compilation = {"cudagraph_capture_sizes": [1, 2, 10, 36]}
+    config = configure(AUTO, max_num_seqs=10, compilation_config=compilation)
+    assert config.compilation_config.max_cudagraph_capture_size == 36
+    assert without_graph(capture(config), NESTED, 10) == []
 
 
 def test_the_log_says_which_verifications_have_no_graph_and_what_to_set(configure, capture):

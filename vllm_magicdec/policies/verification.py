@@ -67,12 +67,14 @@ class Verification:
             starts = metadata.query_start_loc.long()
             ends = starts[1:].unsqueeze(1)
             places = torch.maximum(ends + self._from_end, starts[:-1].unsqueeze(1))
-            self._places = places[: self._max_num_reqs]
-            num_reqs = self._places.shape[0]
+            places = places[: self._max_num_reqs]
+            num_reqs = places.shape[0]
             # Of a request with fewer queries the first one is there several times; once is enough.
             wanted = metadata.seq_lens[:num_reqs].long().unsqueeze(1) + self._from_end
-            is_new = (ends + self._from_end)[:num_reqs] == self._places
+            is_new = (ends + self._from_end)[:num_reqs] == places
             self._positions[:num_reqs] = torch.where(is_new, wanted, torch.iinfo(torch.int64).max)
+            # Requests that pad a CUDA graph begin where the tokens end.
+            self._places = places.clamp(max=len(queries) - 1)
         assert self._places is not None
         kept = self._queries[layer, : self._places.shape[0]].flatten(0, 1)
         torch.index_select(queries, 0, self._places.flatten(), out=kept)

@@ -5,6 +5,7 @@
 length, the KV cache's pages, the scheduler and a profile is judged here.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -112,7 +113,7 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
             few = nested_lengths(most, max(2, scheduler.max_num_seqs))
             self.choose_among(few if by_length else tuple(range(most + 1)))
         if by_length:
-            _capture_whole_batches(vllm_config)
+            _capture_every_length(vllm_config)
         name = "MagicDecAsyncScheduler" if scheduler.async_scheduling else "MagicDecScheduler"
         scheduler.scheduler_cls = f"vllm_magicdec.adaptive.scheduler.{name}"
 
@@ -140,17 +141,24 @@ def captures_by_length(vllm_config: VllmConfig) -> bool:
     return bool(mode.decode_mode() == CUDAGraphMode.FULL and mode.separate_routine())
 
 
-def _capture_whole_batches(vllm_config: VllmConfig) -> None:
-    """Have graphs of `max_num_seqs` requests captured for every number of drafts, not for one alone.
+def _capture_every_length(vllm_config: VllmConfig) -> None:
+    """Have full graphs captured for every number of drafts and every batch within vLLM's largest size.
 
-    vLLM captures none of more requests, as one of its usual sizes may be. Its largest size stays.
+    vLLM gives a verification the graphs of the next larger number of tokens that any was captured for, and
+    none if that one is of other numbers of drafts. So its sizes become, rounded down, multiples of what all
+    numbers verify per request. The largest size and those of `max_num_seqs` requests stay, and the nearest
+    sizes that each number can have go with them.
     """
     compilation, spec = vllm_config.compilation_config, vllm_config.speculative_config
     assert isinstance(spec, MagicDecSpeculativeConfig)
-    max_num_seqs = vllm_config.scheduler_config.max_num_seqs
-    whole = {max_num_seqs * (length + 1) for length in (0, *spec.lengths)}
-    fitting = {size for size in whole if size <= compilation.max_cudagraph_capture_size}
-    compilation.cudagraph_capture_sizes = sorted({*compilation.cudagraph_capture_sizes, *fitting})
+    positions = {length + 1 for length in (0, *spec.lengths)}
+    common, most = math.lcm(*positions), compilation.max_cudagraph_capture_size
+    sizes = set(compilation.cudagraph_capture_sizes)
+    sizes = {size - size % common if size > common else size for size in sizes}
+    sizes |= {most, *(vllm_config.scheduler_config.max_num_seqs * n for n in positions)}
+    for n in positions:
+        sizes |= {size - size % n for size in sizes} | {-(-size // n) * n for size in sizes}
+    compilation.cudagraph_capture_sizes = sorted(size for size in sizes if 0 < size <= most)
 
 
 def find_missing_graphs(vllm_config: VllmConfig) -> Iterator[str]:
