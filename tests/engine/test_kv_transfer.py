@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Beside a KV connector: what is saved is exact, and prompts that were computed elsewhere are drafted for."""
+"""Beside a KV connector: what is saved is exact, and prompts computed elsewhere are drafted for."""
 
 import engines
 import pytest
