@@ -29,7 +29,7 @@ def test_prompts_that_were_computed_elsewhere(prompts, plain, tmp_path, v2, poli
             "kv_role": "kv_both",
             "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
         },
-        speculative_config=magicdec(4, draft_kv_budget=128, **POLICIES[policy]),
+        speculative_config=magicdec(4, draft_kv_budget=256, **POLICIES[policy]),
     )
     (result,) = run.results
     computed, loaded = result["batches"]
