@@ -46,6 +46,14 @@ def generate_and_note_inputs(llm: Any, batches: list[dict[str, Any]]) -> dict[st
     return {"batches": generate(llm, batches), "inputs": llm.collective_rpc(_noted_inputs)[0]}
 
 
+def generate_and_note_saves(llm: Any, batches: list[dict[str, Any]]) -> dict[str, Any]:
+    """`generate`, and how often a KV connector was shown steps, and each layer to save, meanwhile."""
+    llm.collective_rpc(_note_saves)
+    results = generate(llm, batches)
+    steps, saves = llm.collective_rpc(_noted_saves)[0]
+    return {"batches": results, "steps": steps, "saves": saves}
+
+
 def generate_with_broken_acceptance(llm: Any, batches: list[dict[str, Any]]) -> Any:
     """From now on drafts sampled from q are verified as if they had been sampled uniformly."""
     llm.collective_rpc(_believe_in_uniform_drafts)
@@ -295,6 +303,30 @@ def _noted_inputs(worker: Any) -> list[list[tuple[str, int]]]:
     return sorted(worker.noted_inputs)
 
 
+def _note_saves(worker: Any) -> None:
+    from collections import Counter
+
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    connector = get_kv_transfer_group()
+    worker.noted_steps, worker.noted_saves = [], Counter()
+    bind, save = connector.bind_connector_metadata, connector.save_kv_layer
+
+    def bind_and_note(metadata: Any) -> None:
+        worker.noted_steps.append(metadata)
+        bind(metadata)
+
+    def save_and_note(layer_name: str, *args: Any, **kwargs: Any) -> None:
+        worker.noted_saves[layer_name] += 1
+        save(layer_name, *args, **kwargs)
+
+    connector.bind_connector_metadata, connector.save_kv_layer = bind_and_note, save_and_note
+
+
+def _noted_saves(worker: Any) -> tuple[int, list[int]]:
+    return len(worker.noted_steps), list(worker.noted_saves.values())
+
+
 def _break_drafting(worker: Any, rank: int | None) -> None:
     if rank not in (None, worker.rank):
         return
@@ -378,6 +410,7 @@ SCENARIOS = {
         generate_with_broken_controller,
         generate_and_count_drafts,
         generate_and_note_inputs,
+        generate_and_note_saves,
         record_graphs,
         count_replays,
         abort_half_while_decoding,

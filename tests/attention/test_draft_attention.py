@@ -121,7 +121,7 @@ def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
             zeros(2, 1, 32, 64, dtype=torch.uint8),
             "FLASH_ATTN",
             None,
-            "not torch.uint8; use --kv-cache-dtype",
+            "not torch.uint8 .fp8 and other quantised ones.; use --kv-cache-dtype bfloat16",
         ),
     ],
 )

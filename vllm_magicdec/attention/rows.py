@@ -97,7 +97,8 @@ class KVRows:
         if kv_cache.dtype not in CACHE_DTYPES:
             raise ValueError(
                 "policies other than streamingllm read float32, bfloat16 and float16 KV caches, "
-                f"not {kv_cache.dtype}; use --kv-cache-dtype auto or the streamingllm policy"
+                f"not {kv_cache.dtype} (fp8 and other quantised ones); use --kv-cache-dtype bfloat16 or "
+                "float16, as the model's, or the streamingllm policy"
             )
         if backend_name == "CPU_ATTN":
             keys, values = _cpu_cells(kv_cache, isa)

@@ -120,8 +120,13 @@ CALLED = (
         ("self", "common_attn_metadata", "draft_index"),
     ),
     Needed(
-        _PROPOSER, "SpecDecodeBaseProposer._determine_batch_execution_and_padding", ("self", "num_tokens")
+        _PROPOSER,
+        "SpecDecodeBaseProposer._determine_batch_execution_and_padding",
+        ("self", "num_tokens", "use_cudagraphs"),
     ),
+    Needed("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.num_prompt_logprobs"),
+    Needed("vllm.distributed.kv_transfer.kv_transfer_state", "_KV_CONNECTOR_AGENT"),
+    Needed("vllm.config.kv_transfer", "KVTransferConfig.is_kv_consumer", ("self",)),
     Needed(_PROPOSER, "SpecDecodeBaseProposer._get_slot_mapping", ("self", "num_tokens", "slot_mapping")),
     Needed(
         _PROPOSER,

@@ -25,6 +25,7 @@ from vllm_magicdec.views.base import PAD_SLOT, Batch, DraftStep, PageView, on_de
 from vllm_magicdec.vllm_api import cpu_sampling
 from vllm_magicdec.vllm_api.embeddings import embed, takes_embeddings
 from vllm_magicdec.vllm_api.kv_cache import require_one_full_attention_group
+from vllm_magicdec.vllm_api.kv_transfer import unseen_by_connector
 from vllm_magicdec.vllm_api.verification_attention import say_if_slow
 
 
@@ -216,10 +217,13 @@ class MagicDecProposer(DraftModelProposer):
         attn_metadata: Mapping[str, Any],
     ) -> torch.Tensor:
         """The target's hidden states, [num_tokens, hidden_size]."""
-        num_tokens = tokens.shape[0]
-        graph_mode, num_padded, num_across_dp = self._determine_batch_execution_and_padding(num_tokens)
+        num_tokens, runner = tokens.shape[0], self._runner
+        # Graphs share their memory, and the log probabilities of a prompt are made of the target's hidden
+        # states after the draft.
+        graph_mode, num_padded, num_across_dp = self._determine_batch_execution_and_padding(
+            num_tokens, use_cudagraphs=not runner.num_prompt_logprobs
+        )
         # The target's CUDA graphs read their inputs where its runner keeps them.
-        runner = self._runner
         runner.positions[:num_tokens] = positions
         inputs: dict[str, torch.Tensor | None]
         if self._takes_embeddings:
@@ -229,13 +233,16 @@ class MagicDecProposer(DraftModelProposer):
         else:
             runner.input_ids.gpu[:num_tokens] = tokens
             inputs = {"input_ids": runner.input_ids.gpu[:num_padded], "inputs_embeds": None}
-        with set_forward_context(
-            attn_metadata,
-            self.vllm_config,
-            num_tokens=num_padded,
-            num_tokens_across_dp=num_across_dp,
-            cudagraph_runtime_mode=graph_mode,
-            slot_mapping=self._get_slot_mapping(num_padded, slots),
+        with (
+            unseen_by_connector(),
+            set_forward_context(
+                attn_metadata,
+                self.vllm_config,
+                num_tokens=num_padded,
+                num_tokens_across_dp=num_across_dp,
+                cudagraph_runtime_mode=graph_mode,
+                slot_mapping=self._get_slot_mapping(num_padded, slots),
+            ),
         ):
             hidden_states = self.model(positions=runner.positions[:num_padded], **inputs)
         return hidden_states[:num_tokens]

@@ -33,6 +33,7 @@ from vllm_magicdec.views.base import (
 from vllm_magicdec.vllm_api.draft_graphs import DraftGraphs, why_no_draft_graphs
 from vllm_magicdec.vllm_api.embeddings import embed, takes_embeddings
 from vllm_magicdec.vllm_api.kv_cache import require_one_full_attention_group
+from vllm_magicdec.vllm_api.kv_transfer import fills_freed_blocks, unseen_by_connector
 from vllm_magicdec.vllm_api.verification_attention import say_if_slow
 
 logger = init_logger(f"vllm.{__name__}")
@@ -54,6 +55,9 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         self._req_states = req_states
         self._batch: Batch | None = None
         self._graphs: DraftGraphs | None = None
+        # This runner hands a step's tokens out before it drafts, so they do not say that the drafts' K/V is
+        # written, and vLLM would free their blocks.
+        self._drafts_are_awaited = device.type == "cuda" and fills_freed_blocks(vllm_config)
         self._takes_embeddings = takes_embeddings(vllm_config.model_config)
 
     def load_model(self, target_model: nn.Module) -> None:
@@ -83,6 +87,12 @@ class MagicDecSpeculator(StandaloneARSpeculator):
             self, self.vllm_config, kv_cache_config, block_tables.block_sizes[0], self.device
         )
         self._query_start_loc_cpu = torch.arange(self.max_num_reqs + 1, dtype=torch.int32)
+        if self._drafts_are_awaited:
+            logger.info_once(
+                "%s: every step waits for its drafts, because the KV connector may load into the blocks of "
+                "requests that have ended.",
+                METHOD,
+            )
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         """Called after `set_attn` with what the target's attention supports."""
@@ -139,6 +149,8 @@ class MagicDecSpeculator(StandaloneARSpeculator):
             drafted = self._drafter.draft(self._batch, num_steps)
             if not drafted:
                 self._make_drafts_one_hot(num_reqs)
+            if self._drafts_are_awaited:
+                torch.accelerator.current_stream().synchronize()
         return self._drafter.draft_tokens[:num_reqs]
 
     def _make_batch(
@@ -283,13 +295,16 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         inputs: dict[str, torch.Tensor | None] = {"input_ids": tokens}
         if self._takes_embeddings:
             inputs = {"input_ids": None, "inputs_embeds": embed(self.model, tokens, self.vocab_size)}
-        with set_forward_context(
-            attn_metadata,
-            self.vllm_config,
-            num_tokens=num_tokens,
-            cudagraph_runtime_mode=CUDAGraphMode.NONE,
-            slot_mapping=build_slot_mappings_by_layer(slots.unsqueeze(0), self.kv_cache_config),
-            batch_descriptor=BatchDescriptor(num_tokens=num_tokens),
+        with (
+            unseen_by_connector(),
+            set_forward_context(
+                attn_metadata,
+                self.vllm_config,
+                num_tokens=num_tokens,
+                cudagraph_runtime_mode=CUDAGraphMode.NONE,
+                slot_mapping=build_slot_mappings_by_layer(slots.unsqueeze(0), self.kv_cache_config),
+                batch_descriptor=BatchDescriptor(num_tokens=num_tokens),
+            ),
         ):
             return self.model(positions=positions, **inputs)
 
