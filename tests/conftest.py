@@ -9,11 +9,10 @@ import kernel_libraries
 import pytest
 import texts
 import torch
+from greedy import GREEDY
 
 if forced := kernel_libraries.forced():
     kernel_libraries.force(forced)
-
-GREEDY = {"temperature": 0, "max_tokens": 48, "ignore_eos": True, "logprobs": 2}
 
 
 def pytest_report_header() -> str:
@@ -61,14 +60,3 @@ def plain_run(prompts: list[list[int]]) -> engines.EngineRun:
 @pytest.fixture(scope="session")
 def plain(plain_run: engines.EngineRun) -> list[dict]:
     return plain_run.results[0][0]
-
-
-def first_tokens(request: dict, count: int) -> dict:
-    """A request's result as if it had ended after `count` tokens."""
-    completion = request["completions"][0]
-    shortened = {
-        **completion,
-        "tokens": completion["tokens"][:count],
-        "logprobs": completion["logprobs"][:count],
-    }
-    return {**request, "completions": [shortened]}

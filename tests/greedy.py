@@ -3,6 +3,8 @@
 
 from typing import Any
 
+# Sampling of what is compared.
+GREEDY = {"temperature": 0, "max_tokens": 48, "ignore_eos": True, "logprobs": 2}
 # Two logprobs closer than this may change order when the same sums are taken in another order (float32).
 ROUNDING = 1e-4
 MAX_ROUNDING_SHARE = 0.01
@@ -35,3 +37,14 @@ def assert_same_tokens(plain: list[dict[str, Any]], speculative: list[dict[str, 
     if rounded:
         print(f"{what}: {len(rounded)} of {len(plain)} requests differ by rounding: {rounded}")
     assert len(rounded) <= MAX_ROUNDING_SHARE * len(plain), f"{what}: rounding in requests {rounded}"
+
+
+def first_tokens(request: dict[str, Any], count: int) -> dict[str, Any]:
+    """A request's result as if it had ended after `count` tokens."""
+    completion = request["completions"][0]
+    shortened = {
+        **completion,
+        "tokens": completion["tokens"][:count],
+        "logprobs": completion["logprobs"][:count],
+    }
+    return {**request, "completions": [shortened]}

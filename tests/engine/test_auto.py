@@ -6,8 +6,7 @@ import re
 
 import engines
 import pytest
-from conftest import GREEDY, first_tokens
-from greedy import assert_same_tokens
+from greedy import GREEDY, assert_same_tokens, first_tokens
 
 
 def auto(**fields: object) -> dict[str, object]:

@@ -3,9 +3,8 @@
 
 import engines
 import pytest
-from conftest import GREEDY
 from engines import magicdec
-from greedy import assert_same_tokens
+from greedy import GREEDY, assert_same_tokens
 
 
 @pytest.mark.gpu

@@ -5,9 +5,8 @@ import engines
 import example_policy
 import pytest
 import texts
-from conftest import GREEDY
 from engines import magicdec
-from greedy import assert_same_tokens
+from greedy import GREEDY, assert_same_tokens
 
 
 @pytest.fixture

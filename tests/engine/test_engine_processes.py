@@ -8,7 +8,7 @@ import time
 import engines
 import psutil
 import pytest
-from conftest import GREEDY
+from greedy import GREEDY
 
 
 def processes_of(session: int) -> set[int]:

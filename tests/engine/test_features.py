@@ -5,9 +5,8 @@ import engines
 import kernel_libraries
 import pytest
 import texts
-from conftest import GREEDY, first_tokens
 from engines import POLICIES, magicdec
-from greedy import assert_same_tokens
+from greedy import GREEDY, assert_same_tokens, first_tokens
 
 NUM_REQUESTS = 8
 SPEC = magicdec(4, draft_kv_budget=128)

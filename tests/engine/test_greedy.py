@@ -5,9 +5,8 @@ import engines
 import kernel_libraries
 import pytest
 import texts
-from conftest import GREEDY, first_tokens
 from engines import MODEL_LEN, POLICIES, magicdec
-from greedy import assert_same_tokens
+from greedy import GREEDY, assert_same_tokens, first_tokens
 
 WHOLE_LEN = 2048  # tokens; nothing of these prompts and answers is longer
 

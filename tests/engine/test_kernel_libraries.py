@@ -10,9 +10,8 @@ import sys
 import engines
 import kernel_libraries
 import pytest
-from conftest import GREEDY
 from engines import POLICIES, magicdec
-from greedy import assert_same_tokens
+from greedy import GREEDY, assert_same_tokens
 
 LIBRARIES = kernel_libraries.executable()
 

@@ -3,9 +3,8 @@
 
 import engines
 import pytest
-from conftest import GREEDY, first_tokens
 from engines import POLICIES, magicdec
-from greedy import assert_same_tokens
+from greedy import GREEDY, assert_same_tokens, first_tokens
 
 
 @pytest.mark.parametrize("policy", ["snapkv by token", "verify-topk"])

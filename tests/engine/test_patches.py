@@ -10,9 +10,8 @@ from pathlib import Path
 import engines
 import pytest
 import vllm
-from conftest import GREEDY
 from engines import magicdec
-from greedy import assert_same_tokens
+from greedy import GREEDY, assert_same_tokens
 
 PATCHES = sorted((Path(__file__).parents[2] / "patches" / "vllm-0.32.0").glob("*.patch"))
 

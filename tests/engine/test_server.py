@@ -10,7 +10,7 @@ from pathlib import Path
 import engines
 import openai
 import pytest
-from conftest import GREEDY
+from greedy import GREEDY
 
 sys.path.insert(0, str(engines.MODEL.parent))
 from serving import Server, serve  # the demo's way to start one
