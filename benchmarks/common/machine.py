@@ -86,8 +86,10 @@ def device_of(machine: Mapping[str, Any]) -> str:
     """The GPU or processor of a description, in words: 'Zen 3, AVX2, 2 cores'."""
     if "gpu" in machine:
         return machine["gpu"]
-    best = machine["instruction_sets"].upper().split()[-1:]
-    return ", ".join([machine["microarchitecture"], *best, f"{machine['cores']} cores"])
+    # The first records name the processor alone.
+    name = machine.get("microarchitecture", machine["processor"])
+    best = machine.get("instruction_sets", "").upper().split()[-1:]
+    return ", ".join([name, *best, f"{machine['cores']} cores"])
 
 
 def same_machine(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

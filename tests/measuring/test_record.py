@@ -44,7 +44,9 @@ def test_a_record_says_what_the_machine_reaches_and_how_busy_it_was():
 
 
 def test_machines_are_named_by_what_decides_their_speed():
-    described = {"microarchitecture": "Zen 3", "instruction_sets": "avx2", "cores": 2}
+    described = {"processor": "AMD EPYC", "cores": 2}
+    assert machine.device_of(described) == "AMD EPYC, 2 cores"
+    described |= {"microarchitecture": "Zen 3", "instruction_sets": "avx2"}
     assert machine.device_of(described) == "Zen 3, AVX2, 2 cores"
     described["instruction_sets"] = "avx2 avx512f avx512_bf16"
     assert all_results.name_of(machine.device_of(described)) == "zen-3-avx512_bf16-2-cores"
