@@ -276,6 +276,9 @@ def _noted_sizes(worker: Any) -> list[int]:
 def _note_speculative_steps(worker: Any) -> None:
     """Count the steps that the V1 runner samples as those of speculation."""
     sampler = worker.model_runner.rejection_sampler
+    if worker.vllm_config.use_v2_model_runner:
+        sampler.noted = None
+        return
     sampler.noted, forward = 0, type(sampler).forward
 
     def forward_and_note(*args, **kwargs):
@@ -285,7 +288,7 @@ def _note_speculative_steps(worker: Any) -> None:
     sampler.forward = forward_and_note
 
 
-def _noted_speculative_steps(worker: Any) -> int:
+def _noted_speculative_steps(worker: Any) -> int | None:
     return worker.model_runner.rejection_sampler.noted
 
 

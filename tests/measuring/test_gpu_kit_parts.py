@@ -196,7 +196,7 @@ def test_make_puts_pips_programs_on_the_path():
     """FlashInfer's `ninja` is one of them."""
     for target in ("test-gpu", "bench-gpu", "demo", "bench-decode"):
         child = subprocess.run(
-            ["make", "-n", target, "OUT=somewhere", "VENV=/venv/bin"],
+            ["make", "-n", "--no-print-directory", target, "OUT=somewhere", "VENV=/venv/bin"],
             cwd=HERE.parent,
             capture_output=True,
             text=True,

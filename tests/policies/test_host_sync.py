@@ -112,6 +112,8 @@ def make_rounds(policy: str, granularity: str | None, device: torch.device) -> C
         observe=target.observe,
         switch_attention=target.switch_attention,
     )
+    # On a CPU too, as where reading waits for the device.
+    engine = replace(engine, limits=replace(engine.limits, device_type="cuda"))
     fields = MagicDecSpeculativeConfig(
         method="magicdec-self", draft_kv_policy=policy, draft_kv_granularity=granularity
     )
