@@ -3,7 +3,8 @@
 
 The results lie in a folder that is named for the machine. A part whose file is there is not measured again,
 so that an interrupted run goes on; delete the file, or the folder, to measure anew. A part that fails does
-not keep the others from being measured. In the end the tables in docs/ are those of these files.
+not keep the others from being measured; what it had made lies beside its log. In the end the tables of the
+pages are written anew from the files that they name.
 """
 
 import os
@@ -80,15 +81,20 @@ PARTS = (
 
 
 def measure(part: Part, folder: Path, log: Path) -> int:
-    """Run one part; its result appears in the folder when it is whole. Returns the exit status."""
+    """Run one part; its result appears in the folder when it is whole, else beside the log.
+
+    Returns:
+        The exit status.
+    """
     with tempfile.TemporaryDirectory(dir=folder, prefix=".") as unfinished:
         options = part.options.format(out=Path(unfinished) / part.result, folder=folder)
         command = [sys.executable, part.script, *shlex.split(options)]
         with log.open("w") as output:
             status = subprocess.run(command, cwd=HERE, stdout=output, stderr=subprocess.STDOUT).returncode
-        if status == 0:
-            for made in Path(unfinished).iterdir():  # the result, and plots beside it
-                shutil.move(made, folder / made.name)
+        target = folder if status == 0 else log.with_suffix("")
+        target.mkdir(exist_ok=True)
+        for made in Path(unfinished).iterdir():  # the result, and plots beside it
+            shutil.move(made, target / made.name)
     return status
 
 

@@ -89,6 +89,7 @@ def test_measuring_everything_goes_on_where_it_was_interrupted(tmp_path, folders
     assert [outcome.split()[0] for outcome in outcomes] == ["measured", "failed", "measured"]
     assert sorted(path.name for path in results.iterdir()) == ["one.json", "one.png", "three.json"]
     assert "not today" in (logs / "two.log").read_text()
+    assert (logs / "two" / "two.json").read_text() == "half"
 
     mended = part("two.json", tmp_path, "out.write_text('2')")
     outcomes = [o for _, o, _ in all_results.measure_all((parts[0], mended, parts[2]), results, logs)]

@@ -24,6 +24,8 @@ from vllm_magicdec.adaptive.step_times import Step, StepTimes, TimedStep
 _CLEAR_GAIN = 1.01
 # Share of the time that trying other lengths may cost, as measured.
 _TRIAL_SHARE = 0.005
+# A hiccup in a trial counts for at most so many times what its step was predicted to take.
+_MAX_MISS = 10
 # Steps of one trial: the first sees the drafts made, the others see them verified too.
 _TRIAL_STEPS = 2
 # The choice is looked at again after so many steps, and whenever the batch changes.
@@ -213,10 +215,12 @@ class Controller:
         """What a step of a trial took longer than the present choice takes for the same tokens."""
         step, current = timed.step, self._current
         is_trial = step != _step(step.num_reqs, step.context_tokens, current, current)
-        if not is_trial or not self._seconds_per_token:
+        # What a token takes was found for a batch of one size; a step in flight may be of the size before.
+        if not is_trial or not self._seconds_per_token or step.num_reqs != self._decided_for:
             return 0.0
         tokens = step.num_reqs + sum(accepted for _, accepted in rounds)
-        return timed.seconds - tokens * self._seconds_per_token * self.times.pace
+        seconds = min(timed.seconds, _MAX_MISS * self.times.pace * self.times.predict(step))
+        return seconds - tokens * self._seconds_per_token * self.times.pace
 
     def _observe_time(self, timed: TimedStep) -> None:
         self._num_steps += 1

@@ -253,7 +253,9 @@ class PromptSelector:
     def _score(self, batch: Batch, indices: Sequence[int]) -> None:
         """Let the policy score these requests' tokens in all layers."""
         recorder = self._recorder
-        seen = [i for i in indices if recorder is not None and recorder.holds(i, int(batch.known_lens[i]))]
+        seen = [
+            i for i in indices if recorder is not None and recorder.holds(i, int(batch.observable_lens[i]))
+        ]
         if recorder is not None and seen:
             recorder.show(seen, self._score_layer(batch, seen))
         unseen = [index for index in indices if index not in seen]

@@ -39,12 +39,13 @@ class SnapKV(TokenPolicy):
         hidden = places[first:] > own.unsqueeze(1)  # [window, num_tokens - first]
         # [num_kv_heads, group, window, size], in the cache's dtype: in float32 the product would be slow
         queries = observation.queries.view(window, num_kv_heads, -1, size).permute(1, 2, 0, 3)
-        queries = queries.to(observation.keys.dtype).contiguous()
+        # Scaled first: float16 ends at 65,504.
+        queries = (queries.float() * observation.scale).to(observation.keys.dtype)
         scores = torch.empty((num_kv_heads, num_tokens), device=places.device)
         # Head by head: all heads at once would need heads x window x tokens floats.
         for head in range(num_kv_heads):
             product = queries[head].flatten(0, 1) @ observation.keys[head].T
-            logits = product.float().mul_(observation.scale).unflatten(0, (-1, window))
+            logits = product.float().unflatten(0, (-1, window))
             if observation.soft_cap:
                 logits = observation.soft_cap * torch.tanh(logits / observation.soft_cap)
             logits[..., first:].masked_fill_(hidden, float("-inf"))

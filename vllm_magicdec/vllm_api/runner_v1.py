@@ -33,7 +33,7 @@ def make_plain_steps_plain(runner: Any) -> None:
     """Let a V1 runner take a step without drafts for what it is.
 
     Once speculation is configured, vLLM 0.32 sends every step through the rejection sampler and the padding
-    of rejected tokens, 7 to 10 % of a short step on a CPU, also where the scheduler planned no drafts. The
+    of rejected tokens, 7 to 11 % of a short step on a CPU, also where the scheduler planned no drafts. The
     runner asks its `speculative_config` whether to; for such a step it is told that there is none.
 
     Args:
@@ -188,7 +188,8 @@ class MagicDecProposer(DraftModelProposer):
         lens = np.asarray(self._batch.known_lens)[indices]
         positions = (lens[:, None] - window + np.arange(window)).ravel()
         rows = np.repeat(indices, window)
-        tokens = torch.from_numpy(self._runner.input_batch.token_ids_cpu[rows, positions])
+        # Under asynchronous scheduling the host has -1 for tokens that only the device knows yet.
+        tokens = torch.from_numpy(self._runner.input_batch.token_ids_cpu[rows, positions]).clamp(min=0)
         slots = torch.full((num_reqs * window,), PAD_SLOT, dtype=torch.int64, device=self.device)
         common = self._common.replace(
             query_start_loc=self.arange[: num_reqs + 1] * window,
