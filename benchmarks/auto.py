@@ -109,6 +109,11 @@ def name_of(choice: Choice, controller: Controller) -> str:
     return f"{choice.drafts}{budget}"
 
 
+def controller_of(llm: Any) -> Controller:
+    """Of an engine whose scheduler is in this process."""
+    return llm.llm_engine.engine_core.engine_core.scheduler._controller
+
+
 @contextmanager
 def pinned(controller: Controller, choice: Choice) -> Iterator[None]:
     """A controller that always chooses the same and learns nothing."""
@@ -142,7 +147,7 @@ def measure_cell(
     """All contenders, then the best and `auto`; the cell, and the speeds of all turns."""
     for llm in (plain, magicdec):
         fill_prefix_cache(llm, prompts)
-    controller = magicdec.llm_engine.engine_core.engine_core.scheduler._controller
+    controller = controller_of(magicdec)
     chosen: list[Choice] = []
     fixed = {
         name_of(choice, controller): Contender(magicdec, functools.partial(pinned, controller, choice))

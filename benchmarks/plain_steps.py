@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from auto import median_interval
+from auto import controller_of, median_interval
 from common.decoding import decode
 from common.documents import prompts_of_cells
 from common.engines import Turn, engine, engine_settings, set_environment, take_turns
@@ -54,13 +54,12 @@ def measure_cell(
         fill_prefix_cache(llm, prompts)
     turn = Turn()
     decode(turn.of(magicdec), prompts, args.tokens)  # the controller meets the cell
-    controller = magicdec.llm_engine.engine_core.engine_core.scheduler._controller
 
     def run_turn(llm: Any) -> float:
         return decode(turn.of(llm), prompts, args.tokens).tokens_per_s
 
     contenders = {"plain": plain, "auto": magicdec}
-    with made_plain(controller):
+    with made_plain(controller_of(magicdec)):
         turns = {name: functools.partial(run_turn, llm) for name, llm in contenders.items()}
         speeds = take_turns(turns, args.pairs)
     shares = [own / other for own, other in zip(speeds["auto"], speeds["plain"], strict=True)]

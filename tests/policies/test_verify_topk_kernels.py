@@ -118,7 +118,7 @@ def check_tokens(
     device: str,
 ) -> None:
     """Scores of the tokens of some pages, other pages for every KV head, some of them past the context."""
-    from vllm_magicdec.policies import verify_topk_kernels
+    from vllm_magicdec.policies import verify_topk_token_kernels
 
     num_kv_heads, page_size = caches[0][0].num_kv_heads, caches[0][0].page_size
     num_reqs, num_pages = block_table.shape
@@ -128,7 +128,7 @@ def check_tokens(
     sink, recent = torch.randint(0, 40, (2,), generator=rng).tolist()
     ends = (lens - recent).clamp(min=0)
     for layers in (range(NUM_LAYERS), range(1, 2)):
-        found = verify_topk_kernels.score_tokens(
+        found = verify_topk_token_kernels.score_tokens(
             table,
             queries,
             positions.to(device),
@@ -246,13 +246,14 @@ def main() -> None:
     check_cases()
     check_far_heads()
     # The policy's own tests, by the kernels.
-    from vllm_magicdec.policies import verify_topk_kernels
+    from vllm_magicdec.policies import verify_topk_kernels, verify_topk_token_kernels
 
     calls = []
     for name in KERNELS:
-        kernel = getattr(verify_topk_kernels, name)
+        module = verify_topk_token_kernels if name == "score_tokens" else verify_topk_kernels
+        kernel = getattr(module, name)
         setattr(
-            verify_topk_kernels,
+            module,
             name,
             lambda *args, name=name, kernel=kernel, **kwargs: calls.append(name) or kernel(*args, **kwargs),
         )
@@ -306,9 +307,10 @@ LOGITS = dict(logits="*fp32", peaks="*fp32", sums="*fp32", context_lens="*i64")
 )
 def test_kernels_compile_for_hopper_without_one(kernel, pointers, constants):
     pytest.importorskip("triton")
-    from vllm_magicdec.policies import verify_topk_kernels
+    from vllm_magicdec.policies import verify_topk_kernels, verify_topk_token_kernels
 
-    triton_tools.check_compiles_for_hopper(getattr(verify_topk_kernels, kernel), pointers, constants)
+    module = verify_topk_token_kernels if kernel == "_token_scores_kernel" else verify_topk_kernels
+    triton_tools.check_compiles_for_hopper(getattr(module, kernel), pointers, constants)
 
 
 @pytest.mark.gpu

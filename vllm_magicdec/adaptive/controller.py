@@ -22,7 +22,7 @@ from vllm_magicdec.adaptive.step_times import Step, StepTimes, TimedStep
 
 # A change must promise at least this much more, so that noise does not make the choice flap.
 _CLEAR_GAIN = 1.01
-# Share of the time that trying other lengths may cost, as measured.
+# Share of the time that trying other lengths may cost, as measured in steps that only decode.
 _TRIAL_SHARE = 0.005
 # A hiccup in a trial counts for at most so many times what its step was predicted to take.
 _MAX_MISS = 10

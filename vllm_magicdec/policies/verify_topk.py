@@ -250,7 +250,7 @@ class VerifyTopK(VerificationPolicy):
         """
         page = self.engine.page_size
         if self._table is not None:
-            from vllm_magicdec.policies.verify_topk_kernels import score_tokens
+            from vllm_magicdec.policies.verify_topk_token_kernels import score_tokens
 
             return score_tokens(
                 self._table,

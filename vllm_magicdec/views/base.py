@@ -23,7 +23,9 @@ def has_kernels(device: torch.device) -> bool:
 
 def on_device(numbers: Sequence[int] | np.ndarray, device: torch.device) -> torch.Tensor:
     """[len(numbers)] int64 there, sent without waiting for the device; indexing with a list waits."""
-    return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
+    # What is not pinned the driver may stage only when the stream has got there.
+    pinned = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return pinned.to(device, non_blocking=True)
 
 
 def ceil_div(numerator: int, denominator: int) -> int:

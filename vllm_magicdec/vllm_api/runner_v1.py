@@ -189,7 +189,7 @@ class MagicDecProposer(DraftModelProposer):
         positions = (lens[:, None] - window + np.arange(window)).ravel()
         rows = np.repeat(indices, window)
         # Under asynchronous scheduling the host has -1 for tokens that only the device knows yet.
-        tokens = torch.from_numpy(self._runner.input_batch.token_ids_cpu[rows, positions]).clamp(min=0)
+        tokens = self._runner.input_batch.token_ids_cpu[rows, positions].clip(min=0)
         slots = torch.full((num_reqs * window,), PAD_SLOT, dtype=torch.int64, device=self.device)
         common = self._common.replace(
             query_start_loc=self.arange[: num_reqs + 1] * window,
@@ -204,7 +204,7 @@ class MagicDecProposer(DraftModelProposer):
         )
         _, attn_metadata = self.build_per_group_and_layer_attn_metadata(common)
         self._forward(
-            tokens.to(self.device, non_blocking=True),
+            on_device(tokens, self.device),
             on_device(positions, self.device),
             slots,
             observed_metadata(attn_metadata, observer),
