@@ -40,7 +40,6 @@ class Part:
 
 
 PARTS = (
-    Part("suite", "suite.py", "--out {out}", 22),
     Part("decode-tiny-llama.json", "decode.py", "--out {out}", 5),
     Part("decode-tiny-llama-snapkv.json", "decode.py", f"{POLICY} snapkv --out {{out}}", 2),
     Part(
@@ -65,18 +64,19 @@ PARTS = (
     Part(
         "decode-kv-heavy-16k-verify-topk.json",
         "decode.py",
-        f"{KV_HEAVY} --batch 8 --context 16000 --budget 2048 --policy verify-topk --out {{out}}",
-        7,
+        f"{KV_HEAVY} --batch 4 --context 16000 --budget 1024 --policy verify-topk --out {{out}}",
+        4,
     ),
     Part("plain-steps.json", "plain_steps.py", "--out {out}", 4),
-    Part("acceptance.json", "acceptance.py", "--requests 24 --out {out}", 20),
-    Part("auto-kv-heavy.json", "auto.py", "--out {out}", 20),
+    Part("suite", "suite.py", "--rate-fractions 0.8 --out {out}", 20),
+    Part("auto-kv-heavy.json", "auto.py", "--batch 1 4 8 --pairs 7 --out {out}", 14),
     Part(
         "auto-budget-kv-heavy.json",
         "auto.py",
         "--budget auto --batch 4 --context 2048 16000 --pairs 7 --out {out}",
         6,
     ),
+    Part("acceptance.json", "acceptance.py", "--requests 16 --out {out}", 14),
     Part(
         "roofline.json",
         "roofline.py",
