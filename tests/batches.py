@@ -15,7 +15,7 @@ def make_batch(req_ids, block_table, context_lens) -> Batch:
     return Batch(
         req_ids=req_ids,
         tokens=torch.zeros(num_reqs, dtype=torch.int32),
-        block_table=block_table,
+        block_tables=[block_table],
         context_lens=lens,
         observable_lens=lens,
         known_lens=context_lens,

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
 
-from vllm_magicdec.views.base import DraftStep, TokenView
+from vllm_magicdec.views.base import DraftStep, PageView, TokenView, ViewStep
 from vllm_magicdec.vllm_api.draft_graphs import DraftGraphs
 
 # Reading a value during a capture is an error on CUDA.
@@ -128,27 +128,32 @@ def main() -> None:
         speculative_config=None,
     )
     slots = torch.zeros((1, 6, 1, 8), dtype=torch.int32)
-    written = torch.full((64,), -1)  # by slot
+    block_table = torch.zeros((6, 3), dtype=torch.int32)
+    written = torch.full((2, 64), -1)  # by group of layers and slot
 
     class Step:
-        """Samples what tells the inputs apart, and writes like an attention layer does."""
+        """Samples what tells the inputs apart, and writes like attention layers of two groups do."""
 
-        def capture_view(self, num_reqs, lens, common_len):
-            return TokenView(lens, slots[:, :num_reqs], common_len)
+        num_views = 2
+
+        def capture_view(self, index, num_reqs, lens, common_len):
+            if index == 0:
+                return TokenView(lens, slots[:, :num_reqs], common_len)
+            return PageView(lens, block_table[:num_reqs], 3)
 
         def step_metadata(self, step, *, for_capture=False):
-            return {"length": step.view.common_len or 0}
+            return {"length": step.parts[0].view.common_len or 0}
 
         def refresh_metadata(self, step):
             pass
 
         def forward_and_sample(self, tokens, step, attn_metadata):
-            kept = torch.where(step.slots < 0, 63, step.slots)
-            written.index_copy_(0, kept, step.positions)
-            read = step.view.slots[0, :, 0, 0].long() + step.view.lens
-            return (
-                tokens.long() + 100 * step.positions + 10_000 * read + 1_000_000 * attn_metadata["length"]
-            )
+            for own, part in zip(written, step.parts, strict=True):
+                own.index_copy_(0, torch.where(part.slots < 0, 63, part.slots), step.positions)
+            chosen, pages = (part.view for part in step.parts)
+            read = chosen.slots[0, :, 0, 0].long() + chosen.lens
+            read = read + 100 * (pages.block_table[:, 1].long() + pages.lens)
+            return tokens.long() + 100 * step.positions + 10_000 * read + 10**9 * attn_metadata["length"]
 
     graphs = DraftGraphs(config, torch.device("cpu"), CUDAGraphMode.FULL_AND_PIECEWISE, Step(), (None, 8))
     graphs.capture_steps()
@@ -156,26 +161,31 @@ def main() -> None:
     assert sorted({desc.num_reqs for desc in graphs.graphs}) == [2, 4, 5] and len(graphs.graphs) == 6
     assert config.compilation_config.cudagraph_capture_sizes == [2, 4]
     for round_, (num_reqs, common_len) in enumerate(itertools.product((4, 1, 5, 3, 2), (None, 8, 5))):
-        tokens, lens = torch.randint(0, 100, (2, num_reqs), dtype=torch.int32)
+        tokens, lens, page_lens = torch.randint(0, 100, (3, num_reqs), dtype=torch.int32)
         positions = torch.randint(0, 100, (num_reqs,))
         slots[:, :num_reqs] = torch.randint(0, 50, (1, num_reqs, 1, 8))
+        block_table[:num_reqs] = torch.randint(0, 50, (num_reqs, 3))
         written.fill_(-1)
-        own = torch.randperm(50)[:num_reqs]
+        own, other = torch.randperm(50)[:num_reqs], torch.randperm(50)[:num_reqs]
         view = TokenView(lens, slots[:, :num_reqs], common_len)
-        sampled = graphs.replay(tokens, DraftStep(round_, positions, own, view))
+        pages = PageView(page_lens, block_table[:num_reqs], 3)
+        parts = [ViewStep(round_, positions, own, view), ViewStep(round_, positions, other, pages)]
+        sampled = graphs.replay(tokens, DraftStep(parts))
         length = 8 if common_len == 8 else 0  # nothing was captured for 5
         read = slots[0, :num_reqs, 0, 0].long() + lens
-        assert torch.equal(sampled, tokens + 100 * positions + 10_000 * read + 1_000_000 * length)
+        read = read + 100 * (block_table[:num_reqs, 1].long() + page_lens)
+        assert torch.equal(sampled, tokens + 100 * positions + 10_000 * read + 10**9 * length)
         # Requests that pad the batch have written nothing.
-        assert torch.equal(written[own], positions) and int((written[:63] >= 0).sum()) == num_reqs
+        assert torch.equal(written[0, own], positions) and torch.equal(written[1, other], positions)
+        assert (written[:, :63] >= 0).sum(1).tolist() == [num_reqs, num_reqs]
     # Nobody adds a graph of more than 512 requests.
     config.scheduler_config.max_num_seqs = 600
     graphs = DraftGraphs(config, torch.device("cpu"), CUDAGraphMode.FULL_AND_PIECEWISE, Step(), (None,))
     graphs.capture_steps()
     assert sorted(desc.num_reqs for desc in graphs.graphs) == [2, 4]
     view = TokenView(torch.ones(5, dtype=torch.int32), slots[:, :5], None)
-    many = DraftStep(0, torch.zeros(5).long(), torch.arange(5), view)
-    assert graphs.replay(torch.zeros(5, dtype=torch.int32), many) is None
+    many = ViewStep(0, torch.zeros(5).long(), torch.arange(5), view)
+    assert graphs.replay(torch.zeros(5, dtype=torch.int32), DraftStep([many, many])) is None
 
 
 if __name__ == "__main__":

@@ -8,10 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from batches import make_batch
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.drafting import drafter
+from vllm_magicdec.drafting.layer_groups import LayerGroup
 from vllm_magicdec.errors import METHOD
+from vllm_magicdec.views.windows import SlidingWindow
 
 GAMMA, PAGE = 3, 16
 
@@ -28,7 +31,7 @@ class Target:
             raise RuntimeError("broken on purpose")
         return torch.full_like(tokens, 7)
 
-    def observe(self, indices, window, observer): ...
+    def observe(self, layer_names, indices, window, observer): ...
 
 
 @pytest.fixture
@@ -47,12 +50,12 @@ def make_drafter(monkeypatch):
             ),
             device_config=SimpleNamespace(device_type="cpu"),
             compilation_config=SimpleNamespace(cudagraph_mode=None),
+            cache_config=SimpleNamespace(block_size=PAGE),
             parallel_config=SimpleNamespace(tensor_parallel_size=tensor_parallel_size),
         )
-        cache = SimpleNamespace(num_kv_heads=1, head_size=8, dtype=torch.float32, block_size=PAGE)
-        group = SimpleNamespace(layer_names=["layer"], kv_cache_spec=cache)
-        kv_cache = SimpleNamespace(kv_cache_groups=[group], num_blocks=64)
-        return drafter.Drafter(target, config, kv_cache, PAGE, torch.device("cpu"))
+        cache = FullAttentionSpec(block_size=PAGE, num_kv_heads=1, head_size=8, dtype=torch.float32)
+        groups = [LayerGroup(("full",), 0, cache, None), LayerGroup(("near",), 0, cache, SlidingWindow(40))]
+        return drafter.Drafter(target, config, groups, SimpleNamespace(num_blocks=64), torch.device("cpu"))
 
     return make
 

@@ -9,12 +9,13 @@ import torch
 from transformers import LlamaConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine import core
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
 from vllm_magicdec.attention import switch
 from vllm_magicdec.attention.flashinfer_attention import Geometry, plan_bytes
 from vllm_magicdec.drafting import sizing
-from vllm_magicdec.errors import METHOD
+from vllm_magicdec.drafting.layer_groups import LayerGroup
+from vllm_magicdec.errors import METHOD, MagicDecConfigError
 from vllm_magicdec.plugin import register
 from vllm_magicdec.vllm_api.kv_cache import leave_memory_for_drafting
 
@@ -91,12 +92,10 @@ def test_the_kv_cache_and_what_drafting_keeps_fit_into_what_is_available(model_d
     block_bytes = sum(spec.page_size_bytes for spec in specs().values())
     blocks = num_blocks(config)
     before = tensor_bytes()
-    views, _ = sizing.make_views(
+    views = sizing.make_views(
         config,
-        specs()["layer 0"],
-        num_layers=NUM_LAYERS,
+        LayerGroup(tuple(specs()), 0, specs()["layer 0"], None),
         num_blocks=blocks,
-        page_size=PAGE,
         device=torch.device("cpu"),
         observe=None,
         switch_attention=lambda recorder=None, *, layer_pages=False: (),
@@ -128,12 +127,22 @@ def test_a_size_that_the_user_gave_is_left_as_it_is(model_dir):
     assert num_blocks(config) == 300
 
 
-def test_other_caches_are_left_to_be_refused_when_they_are_laid_out(model_dir):
+def test_layers_with_a_window_keep_nothing_of_what_a_policy_selects(model_dir):
+    """A block of vLLM's pool serves layers of one kind; there is a summary of each all the same."""
     config = configure(model_dir, {"method": METHOD, "draft_kv_policy": "verify-topk"})
-    other = {"layer": SimpleNamespace(page_size_bytes=1)}
-    assert leave_memory_for_drafting(config, other, AVAILABLE) == AVAILABLE
     windows = specs(SlidingWindowSpec, sliding_window=64)
-    assert leave_memory_for_drafting(config, windows, AVAILABLE) < AVAILABLE
+    assert AVAILABLE - leave_memory_for_drafting(config, windows, AVAILABLE) < 2**20
+    hybrid = {name: (specs() if index % 2 else windows)[name] for index, name in enumerate(specs())}
+    taken = [AVAILABLE - leave_memory_for_drafting(config, kind, AVAILABLE) for kind in (specs(), hybrid)]
+    # Half of the layers have summaries, and a block is half as large: it has as much beside it.
+    assert 0.4 * taken[0] < taken[1] < 1.05 * taken[0]
+
+
+def test_a_cache_that_no_view_knows_is_refused_with_its_layer(model_dir):
+    config = configure(model_dir, {"method": METHOD})
+    latent = specs(MLAAttentionSpec)
+    with pytest.raises(MagicDecConfigError, match=r"layer layer 0 \(MLAAttentionSpec\)"):
+        leave_memory_for_drafting(config, latent, AVAILABLE)
 
 
 def test_what_flashinfer_wants_is_left_on_a_gpu(model_dir, monkeypatch):

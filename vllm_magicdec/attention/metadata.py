@@ -46,8 +46,8 @@ def draft_metadata(
 
     Args:
         view: where the step looks.
-        layer_names: the target's attention layers, in the order of the view.
-        of_pages: makes vLLM's own metadata of a block table.
+        layer_names: the attention layers that it is for, in its order.
+        of_pages: makes vLLM's own metadata of a block table, for these layers.
     """
     if isinstance(view, TokenView):
         return {
@@ -63,6 +63,8 @@ def draft_metadata(
     return of_pages(view)
 
 
-def observed_metadata(own: Mapping[str, Any], observer: LayerObserver) -> dict[str, ObservedMetadata]:
-    """vLLM's metadata by layer, with an observer."""
-    return {name: ObservedMetadata(metadata, observer) for name, metadata in own.items()}
+def observed_metadata(
+    own: Mapping[str, Any], layer_names: Sequence[str], observer: LayerObserver
+) -> dict[str, Any]:
+    """vLLM's metadata by layer, with an observer of some of them."""
+    return {**own, **{name: ObservedMetadata(own[name], observer) for name in layer_names}}

@@ -6,6 +6,7 @@ overwrites every one of them, so nothing approximate survives in the cache.
 """
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import NoReturn, Protocol
@@ -22,11 +23,12 @@ from vllm_magicdec.adaptive.metrics import DraftFailures
 from vllm_magicdec.attention.observing import LayerObserver
 from vllm_magicdec.attention.switch import install_switches
 from vllm_magicdec.config import MagicDecSpeculativeConfig
+from vllm_magicdec.drafting.layer_groups import LayerGroup
 from vllm_magicdec.drafting.sizing import make_views, max_graph_reqs
 from vllm_magicdec.errors import METHOD
 from vllm_magicdec.policies import find_policy
-from vllm_magicdec.views.base import Batch, DraftStep, View
-from vllm_magicdec.views.selections import Budget
+from vllm_magicdec.views.base import Batch, DraftStep, View, Views
+from vllm_magicdec.views.windows import Reach
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -37,21 +39,24 @@ class Runner(Protocol):
     """What drafting needs from a vLLM model runner; implemented by the adapters in `vllm_api/`."""
 
     def draft_step(self, tokens: torch.Tensor, step: DraftStep) -> torch.Tensor:
-        """Run the target over the step's view and sample, as `draft_sample_method` says.
+        """Run the target over the step's views and sample, as `draft_sample_method` says.
 
         Args:
             tokens: [num_reqs] int32, the query tokens.
-            step: where they look and where their K/V goes.
+            step: where they look and where their K/V goes, by `Drafter.groups`.
 
         Returns:
             [num_reqs] int32 or int64, the next tokens; valid until the next step.
         """
         ...
 
-    def observe(self, indices: Sequence[int], window: int, observer: LayerObserver) -> None:
+    def observe(
+        self, layer_names: Sequence[str], indices: Sequence[int], window: int, observer: LayerObserver
+    ) -> None:
         """Run the target over the last `window` tokens before `Batch.observable_lens` of some requests.
 
         Args:
+            layer_names: of the layers to observe.
             indices: places in the batch that is being drafted for.
             window: tokens per request; none has fewer.
             observer: gets the queries of all requests, one after the other.
@@ -65,8 +70,8 @@ class Drafter:
     Args:
         runner: makes the passes.
         vllm_config: the engine's configuration; its speculative config is ours.
-        kv_cache_config: the target's attention layers, in one group, and what their KV cache looks like.
-        page_size: tokens per page of the block tables that `draft` will be given.
+        groups: the target's attention layers; steps have a part for each group.
+        kv_cache_config: of the KV cache that they share.
         device: where the target runs.
     """
 
@@ -74,8 +79,8 @@ class Drafter:
         self,
         runner: Runner,
         vllm_config: VllmConfig,
+        groups: Sequence[LayerGroup],
         kv_cache_config: KVCacheConfig,
-        page_size: int,
         device: torch.device,
     ) -> None:
         spec = vllm_config.speculative_config
@@ -86,56 +91,65 @@ class Drafter:
         self.draft_tokens = torch.zeros(
             (max_num_reqs, spec.num_speculative_tokens), dtype=torch.int64, device=device
         )
-        (group,) = kv_cache_config.kv_cache_groups
-        self.layer_names = group.layer_names
-        cache = group.kv_cache_spec
-        self._views, budgets = make_views(
-            vllm_config,
-            cache,
-            num_layers=len(group.layer_names),
-            # Block tables may count in smaller pages than the cache was allocated in.
-            num_blocks=kv_cache_config.num_blocks * cache.block_size // page_size,
-            page_size=page_size,
-            device=device,
-            observe=runner.observe,
-            switch_attention=partial(
-                install_switches,
+        self.groups = groups
+        self._views: list[Views] = []
+        for group in groups:
+            views = make_views(
                 vllm_config,
-                group.layer_names,
-                device,
-                max_graph_reqs=max_graph_reqs(vllm_config),
-            ),
-        )
-        policy = find_policy(spec.draft_kv_policy)
-        self._log(policy.granularity(spec, device.type), budgets)
+                group,
+                num_blocks=kv_cache_config.num_blocks,
+                device=device,
+                observe=partial(runner.observe, group.layer_names),
+                switch_attention=partial(
+                    install_switches,
+                    vllm_config,
+                    group.layer_names,
+                    device,
+                    max_graph_reqs=max_graph_reqs(vllm_config),
+                ),
+            )
+            self._views.append(views)
+        self._log(vllm_config)
         # Every tensor-parallel rank drafts the same round: one of them counts.
         self._failures = DraftFailures(spec.metrics_dir if get_tp_group().is_first_rank else None)
         self._num_ranks = vllm_config.parallel_config.tensor_parallel_size
         self._num_failed_in_a_row = 0
 
-    def _log(self, granularity: str | None, budgets: Sequence[Budget]) -> None:
-        memory = self._views.memory_bytes.items()
-        extra = ", ".join(f"{n / 2**20:.1f} MiB for {what}" for what, n in memory if n)
+    def _log(self, vllm_config: VllmConfig) -> None:
+        policy = find_policy(self._spec.draft_kv_policy)
+        limits = self._spec.limits(vllm_config, vllm_config.cache_config.block_size)
+        granularity = policy.granularity(self._spec, limits.device_type)
+        budgets = [policy.parse_budget(self._spec, limits, budget) for budget in self._spec.budgets]
+        near = Counter[Reach]()
+        memory = Counter[str]()
+        for group, views in zip(self.groups, self._views, strict=True):
+            memory.update(views.memory_bytes)
+            if group.reach is not None:
+                near[group.reach] += len(group.layer_names)
+        layers = " and ".join(f"{number} layers have {reach}" for reach, number in near.items())
+        extra = ", ".join(f"{n / 2**20:.1f} MiB for {what}" for what, n in memory.items() if n)
         logger.info_once(
             "%s drafts %s%d tokens a round with policy %s%s; each draft step reads at most %s of a "
-            "request's KV cache. No weights and no KV cache were added%s.",
+            "request's KV cache%s. No weights and no KV cache were added%s.",
             METHOD,
             "up to " if self._spec.adaptive else "",
             self._spec.num_speculative_tokens,
             self._spec.draft_kv_policy,
             f" by {granularity}" if granularity else "",
             " or ".join(map(str, budgets)),
+            f" ({layers}: of these it reads no more)" if layers else "",
             f"; {extra}" if extra else "",
         )
 
     @property
     def common_lens(self) -> Sequence[int | None]:
-        """See `views.base.Views`."""
-        return self._views.common_lens
+        """See `views.base.Views`. Views by token all have the same, others none."""
+        return max((views.common_lens for views in self._views), key=len)
 
-    def capture_view(self, num_reqs: int, lens: torch.Tensor, common_len: int | None) -> View:
-        """See `views.base.Views`."""
-        return self._views.capture_view(num_reqs, lens, common_len)
+    def capture_view(self, index: int, num_reqs: int, lens: torch.Tensor, common_len: int | None) -> View:
+        """See `views.base.Views`; `index`: of the group."""
+        views = self._views[index]
+        return views.capture_view(num_reqs, lens, common_len if common_len in views.common_lens else None)
 
     def draft(self, batch: Batch, num_steps: int) -> bool:
         """Fill `draft_tokens[:num_reqs, :num_steps]`.
@@ -170,8 +184,13 @@ class Drafter:
 
     def _fill(self, drafts: torch.Tensor, batch: Batch, num_steps: int) -> None:
         """`drafts` [num_reqs, num_steps] int64, written."""
-        tokens = batch.tokens
-        for step in self._views.prepare(batch, num_steps, self._size_of(num_steps)):
+        tokens, size = batch.tokens, self._size_of(num_steps)
+        prepared = [
+            views.prepare(batch.of_group(group.kv_cache_group), num_steps, size)
+            for group, views in zip(self.groups, self._views, strict=True)
+        ]
+        for parts in zip(*prepared, strict=True):
+            step = DraftStep(parts)
             tokens = self._runner.draft_step(tokens.to(torch.int32), step)
             drafts[:, step.index] = tokens
 

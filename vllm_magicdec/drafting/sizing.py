@@ -10,17 +10,17 @@ from dataclasses import dataclass
 
 import torch
 from vllm.config import CUDAGraphMode, VllmConfig
-from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_magicdec.attention.flashinfer_attention import Geometry
 from vllm_magicdec.attention.observing import LayerObserver, QueryRecorder
 from vllm_magicdec.attention.plans import CommonLengthPlans
 from vllm_magicdec.attention.switch import flashinfer_refusal
 from vllm_magicdec.config import MagicDecSpeculativeConfig
+from vllm_magicdec.drafting.layer_groups import LayerGroup
 from vllm_magicdec.policies import find_policy
 from vllm_magicdec.policies.base import Engine, Observe, SwitchAttention
 from vllm_magicdec.views.base import Views
-from vllm_magicdec.views.selections import Budget
+from vllm_magicdec.views.windows import make_reached_views
 
 # Up to here a draft step of as many requests as there can be has a CUDA graph, whatever vLLM captures.
 MAX_ADDED_GRAPH = 512
@@ -49,33 +49,32 @@ def max_graph_reqs(vllm_config: VllmConfig) -> int:
 
 def make_views(
     vllm_config: VllmConfig,
-    cache: AttentionSpec,
+    group: LayerGroup,
     *,
-    num_layers: int,
     num_blocks: int,
-    page_size: int,
     device: torch.device,
     observe: Observe,
     switch_attention: SwitchAttention,
-) -> tuple[Views, Sequence[Budget]]:
-    """The views of the policy that the user chose, and the budgets that they are for.
+) -> Views:
+    """The views of a group of layers.
+
+    Layers that see the whole context have those of the policy that the user chose; others what they reach,
+    within the same budgets.
 
     Args:
         vllm_config: the engine's; its speculative config is ours.
-        cache: what every layer's KV cache looks like.
-        num_layers: attention layers of the target.
+        group: of layers.
         num_blocks: pages of the KV cache.
-        page_size: tokens per page of the block tables.
         device: where the views' buffers are.
         observe: see `policies.base.Engine`.
         switch_attention: see `policies.base.Engine`.
     """
     spec, model = vllm_config.speculative_config, vllm_config.model_config
     assert isinstance(spec, MagicDecSpeculativeConfig)
-    scheduler = vllm_config.scheduler_config
+    scheduler, cache = vllm_config.scheduler_config, group.cache
     engine = Engine(
-        limits=spec.limits(vllm_config, page_size),
-        num_layers=num_layers,
+        limits=spec.limits(vllm_config, cache.block_size),
+        num_layers=len(group.layer_names),
         num_heads=model.get_num_attention_heads(vllm_config.parallel_config),
         num_kv_heads=cache.num_kv_heads,
         head_size=cache.head_size,
@@ -88,9 +87,16 @@ def make_views(
         observe=observe,
         switch_attention=switch_attention,
     )
+    if group.reach is not None:
+        return make_reached_views(
+            group.reach,
+            max_tokens=[spec.budget_tokens(budget, engine.limits.max_model_len) for budget in spec.budgets],
+            draft_slots=engine.make_draft_slots(),
+            device=device,
+        )
     policy = find_policy(spec.draft_kv_policy)
     budgets = [policy.parse_budget(spec, engine.limits, budget) for budget in spec.budgets]
-    return policy.make_views(spec, engine, budgets), budgets
+    return policy.make_views(spec, engine, budgets)
 
 
 @dataclass(frozen=True)
@@ -106,20 +112,45 @@ class Memory:
         return room * block_bytes // (block_bytes + self.per_block)
 
 
-def memory_of_drafting(vllm_config: VllmConfig, cache: AttentionSpec, num_layers: int) -> Memory:
+def memory_of_drafting(vllm_config: VllmConfig, groups: Sequence[LayerGroup]) -> Memory:
     """Learn what the views will take by making them where tensors have no memory, on torch's device "meta".
 
     Args:
         vllm_config: the engine's.
-        cache: what every layer's KV cache will look like.
-        num_layers: attention layers of the target.
+        groups: all layers of the target.
     """
+    meta = torch.device("meta")
+
+    def observe(indices: Sequence[int], window: int, observer: LayerObserver) -> None:
+        raise AssertionError("views that are measured prepare no round")
+
+    def num_bytes(num_blocks: int) -> int:
+        views = (
+            make_views(
+                vllm_config,
+                group,
+                num_blocks=num_blocks,
+                device=meta,
+                observe=observe,
+                switch_attention=_measure_attention(vllm_config, group, meta),
+            )
+            for group in groups
+        )
+        return sum(sum(made.memory_bytes.values()) for made in views)
+
+    fixed = num_bytes(0)
+    return Memory(fixed, num_bytes(1) - fixed)
+
+
+def _measure_attention(vllm_config: VllmConfig, group: LayerGroup, meta: torch.device) -> SwitchAttention:
+    """What takes the place of `attention.switch.install_switches` where only memory counts."""
 
     def switch_attention(
         recorder: QueryRecorder | None = None, *, layer_pages: bool = False
     ) -> Sequence[CommonLengthPlans]:
         if layer_pages or vllm_config.device_config.device_type != "cuda":
             return []
+        cache = group.cache
         geometry = Geometry(
             num_heads=vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config),
             num_kv_heads=cache.num_kv_heads,
@@ -136,22 +167,4 @@ def memory_of_drafting(vllm_config: VllmConfig, cache: AttentionSpec, num_layers
             CommonLengthPlans(geometry, max_num_reqs=max_num_reqs, max_graph_reqs=graph_reqs, device=meta)
         ]
 
-    def observe(indices: Sequence[int], window: int, observer: LayerObserver) -> None:
-        raise AssertionError("views that are measured prepare no round")
-
-    def num_bytes(num_blocks: int) -> int:
-        views, _ = make_views(
-            vllm_config,
-            cache,
-            num_layers=num_layers,
-            num_blocks=num_blocks,
-            page_size=cache.block_size,
-            device=meta,
-            observe=observe,
-            switch_attention=switch_attention,
-        )
-        return sum(views.memory_bytes.values())
-
-    meta = torch.device("meta")
-    fixed = num_bytes(0)
-    return Memory(fixed, num_bytes(1) - fixed)
+    return switch_attention

@@ -169,6 +169,15 @@ class PagePolicy(Policy):
         """Whether `choose_pages` takes the sinks and the latest pages; on a GPU a kernel then does it."""
         return False
 
+    def most_pages(self, context_lens: torch.Tensor, num_steps: int) -> torch.Tensor:
+        """Pages of a view of sinks and the latest ones, if the request has so many, [num_reqs] int64.
+
+        Args:
+            context_lens: [num_reqs] int64, verified tokens.
+            num_steps: drafts of the round.
+        """
+        return self.budget.pages(context_lens)
+
     @abstractmethod
     def choose_pages(
         self, context_lens: torch.Tensor, last_pages: torch.Tensor

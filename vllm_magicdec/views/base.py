@@ -6,7 +6,7 @@ attends to and nothing else: positions stay the true ones.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -39,7 +39,7 @@ class Batch:
 
     req_ids: Sequence[str]
     tokens: torch.Tensor  # [num_reqs], the last sampled token of each request
-    block_table: torch.Tensor  # [num_reqs, max_blocks] int32, the requests' own pages
+    block_tables: Sequence[torch.Tensor]  # [num_reqs, max_blocks] int32 each, by KV-cache group
     context_lens: torch.Tensor  # [num_reqs] int64, verified tokens before `tokens` = first drafted position
     # For token views. K/V and token ids of this many tokens are there, on the device and as the host
     # knows (an upper bound); with asynchronous scheduling they may lag behind `context_lens`.
@@ -47,10 +47,24 @@ class Batch:
     known_lens: Sequence[int]
     is_prefilling: Sequence[bool]  # the prompt is not all in the cache yet: drafts will be dropped
     is_first: Sequence[bool]  # nothing was generated before `tokens`
+    kv_cache_group: int = 0  # that `block_table` is of
+
+    @property
+    def block_table(self) -> torch.Tensor:
+        """[num_reqs, max_blocks] int32, the requests' own pages in one KV-cache group."""
+        return self.block_tables[self.kv_cache_group]
+
+    def of_group(self, kv_cache_group: int) -> "Batch":
+        """The same requests as another KV-cache group holds them."""
+        return replace(self, kv_cache_group=kv_cache_group)
 
     def part(self, first: int, end: int) -> "Batch":
         """The requests from `first` up to `end`."""
-        return Batch(**{name: values[first:end] for name, values in vars(self).items()})
+        requests = {name: values[first:end] for name, values in vars(self).items() if name not in _BY_GROUP}
+        return replace(self, **requests, block_tables=[table[first:end] for table in self.block_tables])
+
+
+_BY_GROUP = ("block_tables", "kv_cache_group")  # fields of `Batch` that are not lists of requests
 
 
 @dataclass(frozen=True)
@@ -92,13 +106,30 @@ View = PageView | LayerPageView | TokenView
 
 
 @dataclass(frozen=True)
-class DraftStep:
-    """What one draft step reads and writes: one query token per request."""
+class ViewStep:
+    """What one draft step reads and writes in the layers of a view: one query token per request."""
 
     index: int  # 0 .. gamma - 1
     positions: torch.Tensor  # [num_reqs] int64, true positions of the query tokens
     slots: torch.Tensor  # [num_reqs] int64, where the query's K/V goes; PAD_SLOT: nowhere
     view: View
+
+
+@dataclass(frozen=True)
+class DraftStep:
+    """What one draft step reads and writes in all layers."""
+
+    parts: Sequence[ViewStep]  # by group of layers
+
+    @property
+    def index(self) -> int:
+        """0 .. gamma - 1."""
+        return self.parts[0].index
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """[num_reqs] int64, true positions of the query tokens."""
+        return self.parts[0].positions
 
 
 class Selector(Protocol):
@@ -132,7 +163,7 @@ class Views(Protocol):
         """`TokenView.common_len`s for which a draft step runs other kernels; None is one."""
         ...
 
-    def prepare(self, batch: Batch, num_steps: int, size: int = -1) -> Iterator[DraftStep]:
+    def prepare(self, batch: Batch, num_steps: int, size: int = -1) -> Iterator[ViewStep]:
         """The round's steps, in order. No host synchronisation.
 
         Args:
@@ -188,6 +219,6 @@ class DraftSlots:
         self.slots[:num_steps, :num_reqs] = slots.masked_fill(wanted != positions, PAD_SLOT)
         return positions
 
-    def step(self, index: int, num_reqs: int, view: View) -> DraftStep:
+    def step(self, index: int, num_reqs: int, view: View) -> ViewStep:
         """A step of the round that was prepared, over a view."""
-        return DraftStep(index, self.positions[index, :num_reqs], self.slots[index, :num_reqs], view)
+        return ViewStep(index, self.positions[index, :num_reqs], self.slots[index, :num_reqs], view)

@@ -12,9 +12,9 @@ import torch
 from vllm_magicdec.views.base import (
     Batch,
     DraftSlots,
-    DraftStep,
     LayerPageView,
     Selector,
+    ViewStep,
     has_kernels,
 )
 from vllm_magicdec.views.pages import PageBudget
@@ -58,7 +58,7 @@ class LayerPageViews:
         tables = self._block_tables.numel() * self._block_tables.element_size()
         return {"lists of pages": tables + self._selections.num_bytes, **self._selector.memory_bytes}
 
-    def prepare(self, batch: Batch, num_steps: int, size: int = -1) -> Iterator[DraftStep]:
+    def prepare(self, batch: Batch, num_steps: int, size: int = -1) -> Iterator[ViewStep]:
         """See `Views`."""
         self._selector.update(batch, num_steps)
         num_reqs = batch.context_lens.shape[0]

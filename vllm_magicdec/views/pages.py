@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from vllm_magicdec.views.base import Batch, DraftSlots, DraftStep, PageView, ceil_div, has_kernels
+from vllm_magicdec.views.base import Batch, DraftSlots, PageView, ViewStep, ceil_div, has_kernels
 
 
 @dataclass(frozen=True)
@@ -145,6 +145,9 @@ class ChoosesPages(Protocol):
     def max_pages(self) -> int:
         """See `policies.base.PagePolicy`."""
 
+    def most_pages(self, context_lens: torch.Tensor, num_steps: int) -> torch.Tensor:
+        """See `policies.base.PagePolicy`."""
+
     def choose_pages(
         self, context_lens: torch.Tensor, last_pages: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -175,12 +178,12 @@ class PageViews:
         shape = (max_num_reqs, max(policy.max_pages for policy in policies))
         self._block_table = torch.zeros(shape, dtype=torch.int32, device=device)
 
-    def prepare(self, batch: Batch, num_steps: int, size: int = -1) -> Iterator[DraftStep]:
+    def prepare(self, batch: Batch, num_steps: int, size: int = -1) -> Iterator[ViewStep]:
         """See `Views`."""
         policy = self._policies[size]
         num_reqs = batch.context_lens.shape[0]
         if policy.is_sinks_and_latest and has_kernels(self._block_table.device):
-            self._write_with_kernel(policy.budget, batch, num_steps)
+            self._write_with_kernel(policy, batch, num_steps)
         else:
             self._write(policy, batch, num_steps)
         for index in range(num_steps):
@@ -198,21 +201,21 @@ class PageViews:
         self._block_table[:num_reqs, : policy.max_pages] = batch.block_table.gather(1, chosen)
         self._lens[:num_steps, :num_reqs] = positions + 1 - skipped_tokens
 
-    def _write_with_kernel(self, budget: PageBudget, batch: Batch, num_steps: int) -> None:
+    def _write_with_kernel(self, policy: ChoosesPages, batch: Batch, num_steps: int) -> None:
         from vllm_magicdec.views.kernels import write_page_round
 
         write_page_round(
             batch.context_lens,
             batch.block_table,
-            budget.pages(batch.context_lens),
+            policy.most_pages(batch.context_lens, num_steps),
             positions=self._draft_slots.positions,
             slots=self._draft_slots.slots,
             lens=self._lens,
             view_table=self._block_table,
             num_steps=num_steps,
             page_size=self._page_size,
-            sink_pages=budget.sink_pages,
-            max_pages=budget.max_pages,
+            sink_pages=policy.budget.sink_pages,
+            max_pages=policy.max_pages,
             max_model_len=self._draft_slots.max_model_len,
         )
 

@@ -19,7 +19,7 @@ from typing import Protocol
 
 import torch
 
-from vllm_magicdec.views.base import Batch, DraftSlots, DraftStep, Selector, TokenView, has_kernels
+from vllm_magicdec.views.base import Batch, DraftSlots, Selector, TokenView, ViewStep, has_kernels
 from vllm_magicdec.views.selections import Selections
 
 # A draft cannot do without what was just written: this share of a small budget's tokens are the latest
@@ -223,7 +223,7 @@ class TokenViews:
         full = [budget.min_tokens for budget in self._budgets if not budget.context_fraction]
         return (None, *full) if self._plans else (None,)
 
-    def prepare(self, batch: Batch, num_steps: int, size: int = -1) -> Iterator[DraftStep]:
+    def prepare(self, batch: Batch, num_steps: int, size: int = -1) -> Iterator[ViewStep]:
         """See `Views`."""
         self._selector.update(batch, num_steps)
         budget = self._budgets[size]

@@ -115,10 +115,20 @@ CALLED = (
         ("self", "kv_cache_config", "kernel_block_sizes"),
     ),
     Needed(
-        _PROPOSER,
-        "SpecDecodeBaseProposer.build_per_group_and_layer_attn_metadata",
+        "vllm.v1.worker.utils",
+        "AttentionGroup.create_metadata_builders",
+        ("self", "vllm_config", "device", "kernel_block_size"),
+    ),
+    Needed(
+        "vllm.v1.worker.utils",
+        "AttentionGroup.build_metadata_for_drafting",
         ("self", "common_attn_metadata", "draft_index"),
     ),
+    Needed("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.attn_groups"),
+    Needed("vllm.v1.worker.block_table", "BlockTable.get_device_tensor", ("self", "num_reqs")),
+    Needed("vllm.v1.core.kv_cache_utils", "get_kv_cache_groups", ("vllm_config", "kv_cache_spec")),
+    Needed("vllm.v1.kv_cache_interface", "SlidingWindowSpec", ("sliding_window",)),
+    Needed("vllm.v1.kv_cache_interface", "UniformTypeKVCacheSpecs", ("kv_cache_specs",)),
     Needed(
         _PROPOSER,
         "SpecDecodeBaseProposer._determine_batch_execution_and_padding",
@@ -127,7 +137,6 @@ CALLED = (
     Needed("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.num_prompt_logprobs"),
     Needed("vllm.distributed.kv_transfer.kv_transfer_state", "_KV_CONNECTOR_AGENT"),
     Needed("vllm.config.kv_transfer", "KVTransferConfig.is_kv_consumer", ("self",)),
-    Needed(_PROPOSER, "SpecDecodeBaseProposer._get_slot_mapping", ("self", "num_tokens", "slot_mapping")),
     Needed(
         _PROPOSER,
         "SpecDecodeBaseProposer._sample_draft_tokens",
@@ -303,7 +312,6 @@ CALLED = (
             "for_cudagraph_capture",
         ),
     ),
-    Needed(_ATTN_UTILS, "build_slot_mappings_by_layer", ("slot_mappings", "kv_cache_config")),
 )
 
 

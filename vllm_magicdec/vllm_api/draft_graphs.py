@@ -11,7 +11,7 @@ from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
 from vllm_magicdec.drafting.sizing import draft_graph_sizes
-from vllm_magicdec.views.base import PAD_SLOT, DraftStep, TokenView, View
+from vllm_magicdec.views.base import PAD_SLOT, DraftStep, TokenView, View, ViewStep
 
 
 def why_no_draft_graphs(cudagraph_mode: CUDAGraphMode, backend_name: str) -> str | None:
@@ -37,7 +37,12 @@ def why_no_draft_graphs(cudagraph_mode: CUDAGraphMode, backend_name: str) -> str
 class Capturable(Protocol):
     """What a step consists of; implemented by the V2 adapter."""
 
-    def capture_view(self, num_reqs: int, lens: torch.Tensor, common_len: int | None) -> View:
+    @property
+    def num_views(self) -> int:
+        """Parts of a step: groups of layers with a view of their own."""
+        ...
+
+    def capture_view(self, index: int, num_reqs: int, lens: torch.Tensor, common_len: int | None) -> View:
         """See `drafting.drafter.Drafter.capture_view`."""
         ...
 
@@ -98,11 +103,11 @@ class DraftGraphs(CudaGraphManager):
         for descs in self._capture_descs.values():
             descs[:] = [StepDescriptor(**vars(desc), common_len=n) for desc in descs for n in common_lens]
         self._captured: dict[StepDescriptor, DraftStep] = {}
-        num_reqs = self.max_num_reqs
+        num_views, num_reqs = step.num_views, self.max_num_reqs
         self._tokens = torch.zeros(num_reqs, dtype=torch.int32, device=device)
         self._positions = torch.zeros(num_reqs, dtype=torch.int64, device=device)
-        self._slots = torch.full((num_reqs,), PAD_SLOT, dtype=torch.int64, device=device)
-        self._lens = torch.ones(num_reqs, dtype=torch.int32, device=device)
+        self._slots = torch.full((num_views, num_reqs), PAD_SLOT, dtype=torch.int64, device=device)
+        self._lens = torch.ones((num_views, num_reqs), dtype=torch.int32, device=device)
         self._sampled = torch.zeros(num_reqs, dtype=torch.int64, device=device)
 
     def _init_candidates(self) -> None:
@@ -124,12 +129,16 @@ class DraftGraphs(CudaGraphManager):
         assert isinstance(desc, StepDescriptor) and desc.num_reqs is not None
         num_reqs = desc.num_reqs
         # The step that is at the places that the graph reads.
-        step = DraftStep(
-            index=0,
-            positions=self._positions[:num_reqs],
-            slots=self._slots[:num_reqs],
-            view=self._step.capture_view(num_reqs, self._lens[:num_reqs], desc.common_len),
-        )
+        parts = [
+            ViewStep(
+                index=0,
+                positions=self._positions[:num_reqs],
+                slots=slots[:num_reqs],
+                view=self._step.capture_view(index, num_reqs, lens[:num_reqs], desc.common_len),
+            )
+            for index, (slots, lens) in enumerate(zip(self._slots, self._lens, strict=True))
+        ]
+        step = DraftStep(parts)
         self._captured[desc] = step
         attn_metadata = self._step.step_metadata(step, for_capture=True)
 
@@ -149,16 +158,15 @@ class DraftGraphs(CudaGraphManager):
         desc = self.dispatch(num_reqs, num_reqs, uniform_token_count=1, num_active_loras=0)
         if desc.cg_mode != CUDAGraphMode.FULL:
             return None
-        view = step.view
-        common_len = view.common_len if isinstance(view, TokenView) else None
-        if common_len not in self._common_lens:
-            common_len = None
+        lens = [part.view.common_len for part in step.parts if isinstance(part.view, TokenView)]
+        common_len = lens[0] if lens and lens[0] in self._common_lens else None
         self._tokens[:num_reqs].copy_(tokens)
         self._positions[:num_reqs].copy_(step.positions)
-        self._lens[:num_reqs].copy_(view.lens)
-        self._lens[num_reqs:].fill_(1)
-        self._slots[:num_reqs].copy_(step.slots)
-        self._slots[num_reqs:].fill_(PAD_SLOT)
+        for part, slots, lens_in_view in zip(step.parts, self._slots, self._lens, strict=True):
+            lens_in_view[:num_reqs].copy_(part.view.lens)
+            slots[:num_reqs].copy_(part.slots)
+        self._lens[:, num_reqs:].fill_(1)
+        self._slots[:, num_reqs:].fill_(PAD_SLOT)
         own = StepDescriptor(**vars(desc), common_len=common_len)
         self._step.refresh_metadata(self._captured[own])
         self.run_fullgraph(own)

@@ -3,30 +3,33 @@
 
 from collections.abc import Mapping
 
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.logger import init_logger
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.utils.mem_utils import format_gib
-from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheConfig, KVCacheSpec
+from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, UniformTypeKVCacheSpecs
 
+from vllm_magicdec.drafting.layer_groups import LayerGroup, find_layer_groups, reaches_of
 from vllm_magicdec.drafting.sizing import memory_of_drafting
-from vllm_magicdec.errors import METHOD, MagicDecConfigError
+from vllm_magicdec.errors import METHOD
 
 logger = init_logger(f"vllm.{__name__}")
 
 
-def require_one_full_attention_group(kv_cache_config: KVCacheConfig) -> None:
-    """Refuse caches that free or share pages in a way that a view does not know.
+def layer_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[LayerGroup]:
+    """A worker's layers by what a view has to be made of.
+
+    Args:
+        vllm_config: the engine's, its model loaded.
+        kv_cache_config: how vLLM laid out the KV cache.
 
     Raises:
-        MagicDecConfigError: with the reason and the way out.
+        MagicDecConfigError: a KV cache frees or shares pages in a way that no view knows.
     """
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1 or type(groups[0].kv_cache_spec) is not FullAttentionSpec:
-        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
-        raise MagicDecConfigError(
-            f"{METHOD} needs every layer's KV cache in one group of full-attention pages, but this model "
-            f"has {len(groups)} group(s) ({kinds}); try --disable-hybrid-kv-cache-manager"
-        )
+    layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
+    specs = {name: layer.get_kv_cache_spec(vllm_config) for name, layer in layers.items()}
+    return find_layer_groups(kv_cache_config.kv_cache_groups, reaches_of(specs))
 
 
 def leave_memory_for_drafting(
@@ -43,12 +46,11 @@ def leave_memory_for_drafting(
     """
     cache_config = vllm_config.cache_config
     is_given = cache_config.kv_cache_memory_bytes or cache_config.num_gpu_blocks_override
-    specs = list(kv_cache_specs.values())
-    # Other caches are refused when they are laid out, with a sentence.
-    if is_given or not all(isinstance(spec, AttentionSpec) for spec in specs):
+    if is_given:
         return available
-    memory = memory_of_drafting(vllm_config, specs[0], len(specs))
-    left = memory.leave(available, sum(spec.page_size_bytes for spec in specs))
+    groups = get_kv_cache_groups(vllm_config, dict(kv_cache_specs))
+    memory = memory_of_drafting(vllm_config, find_layer_groups(groups, reaches_of(kv_cache_specs)))
+    left = memory.leave(available, max(map(_block_bytes, groups), default=0))
     logger.info_once(
         "%s: of %s GiB, %s GiB are for what drafting keeps and %s GiB for the KV cache.",
         METHOD,
@@ -57,3 +59,11 @@ def leave_memory_for_drafting(
         format_gib(left),
     )
     return left
+
+
+def _block_bytes(group: KVCacheGroupSpec) -> int:
+    """Memory of a block of a group; one block of vLLM's pool is as large as that of the largest group."""
+    spec = group.kv_cache_spec
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        return spec.page_size_bytes  # of all layers
+    return len(group.layer_names) * spec.page_size_bytes

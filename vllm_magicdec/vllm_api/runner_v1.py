@@ -21,10 +21,11 @@ from vllm_magicdec.attention.metadata import draft_metadata, observed_metadata
 from vllm_magicdec.attention.observing import LayerObserver
 from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.drafting.drafter import Drafter
-from vllm_magicdec.views.base import PAD_SLOT, Batch, DraftStep, PageView, on_device
+from vllm_magicdec.views.base import PAD_SLOT, Batch, DraftStep, PageView, ViewStep, on_device
 from vllm_magicdec.vllm_api import cpu_sampling
+from vllm_magicdec.vllm_api.attention_groups import attention_groups_of
 from vllm_magicdec.vllm_api.embeddings import embed, takes_embeddings
-from vllm_magicdec.vllm_api.kv_cache import require_one_full_attention_group
+from vllm_magicdec.vllm_api.kv_cache import layer_groups
 from vllm_magicdec.vllm_api.kv_transfer import unseen_by_connector
 from vllm_magicdec.vllm_api.verification_attention import say_if_slow
 
@@ -87,12 +88,21 @@ class MagicDecProposer(DraftModelProposer):
         self, kv_cache_config: KVCacheConfig, kernel_block_sizes: list[int] | None = None
     ) -> None:
         """Called once the KV cache is laid out."""
-        require_one_full_attention_group(kv_cache_config)
         say_if_slow(self.vllm_config)
-        super().initialize_attn_backend(kv_cache_config, kernel_block_sizes)
+        groups = layer_groups(self.vllm_config, kv_cache_config)
+        # vLLM's class makes one builder for all layers of a backend, whatever their windows and caches.
+        self._attention_groups = [
+            attention_groups_of(
+                group, self._runner.attn_groups, self.vllm_config, self.device, share_builders=False
+            )
+            for group in groups
+        ]
+        self.draft_attn_groups = [made for of_group in self._attention_groups for made in of_group]
+        num_groups, num_tokens = len(groups), self._slot_mapping_buffer.shape[0]
+        self._slots = self._slot_mapping_buffer.new_full((num_groups, num_tokens), PAD_SLOT)
         # vLLM lays the KV cache out twice when it measures memory first: what the first drafter holds goes.
         self._drafter = None
-        self._drafter = Drafter(self, self.vllm_config, kv_cache_config, self.block_size, self.device)
+        self._drafter = Drafter(self, self.vllm_config, groups, kv_cache_config, self.device)
 
     def dummy_run(self, *args: Any, **kwargs: Any) -> None:
         """Nothing to warm up or capture: the target's own dummy run has done this model's."""
@@ -135,16 +145,14 @@ class MagicDecProposer(DraftModelProposer):
             _num_computed_tokens_cache=None,
             _token_to_req_indices_cache=None,
         )
-        self._batch = self._make_batch(next_token_ids, common_attn_metadata, context_lens)
+        self._batch = self._make_batch(next_token_ids, context_lens)
         drafted = self._drafter.draft(self._batch, num_speculative_tokens)
         if drafted and self._draft_probs:
             self._last_draft_probs = torch.stack(self._draft_probs, dim=1).contiguous()
         # A copy: with asynchronous scheduling the next round may start before this one is read.
         return self._drafter.draft_tokens[:num_reqs, :num_speculative_tokens].clone()
 
-    def _make_batch(
-        self, tokens: torch.Tensor, common: CommonAttentionMetadata, context_lens: torch.Tensor
-    ) -> Batch:
+    def _make_batch(self, tokens: torch.Tensor, context_lens: torch.Tensor) -> Batch:
         num_reqs = tokens.shape[0]
         inputs = self._runner.input_batch
         # The tokens that this step sampled are not among these yet.
@@ -152,7 +160,7 @@ class MagicDecProposer(DraftModelProposer):
         return Batch(
             req_ids=inputs.req_ids[:num_reqs],
             tokens=tokens,
-            block_table=common.block_table_tensor[:num_reqs],
+            block_tables=[table.get_device_tensor(num_reqs) for table in inputs.block_table.block_tables],
             context_lens=context_lens,
             observable_lens=torch.from_numpy(known_lens).to(self.device, non_blocking=True),
             known_lens=known_lens,
@@ -163,27 +171,37 @@ class MagicDecProposer(DraftModelProposer):
     def draft_step(self, tokens: torch.Tensor, step: DraftStep) -> torch.Tensor:
         """See `drafting.drafter.Runner`."""
         assert self._drafter is not None and self._sampling is not None
-
-        def of_pages(view: PageView) -> dict[str, Any]:
-            assert self._common is not None
-            common = self._common.replace(
-                seq_lens=view.lens,
-                max_seq_len=view.max_len,
-                block_table_tensor=view.block_table,
-                slot_mapping=step.slots,
-            )
-            return self.build_per_group_and_layer_attn_metadata(common, draft_index=step.index)[1]
-
-        attn_metadata = draft_metadata(step.view, self._drafter.layer_names, of_pages)
-        hidden_states = self._forward(tokens, step.positions, step.slots, attn_metadata)
+        attn_metadata: dict[str, Any] = {}
+        for index, group in enumerate(self._drafter.groups):
+            of_pages = functools.partial(self._step_page_metadata, index, step.parts[index])
+            attn_metadata |= draft_metadata(step.parts[index].view, group.layer_names, of_pages)
+        slots = [part.slots for part in step.parts]
+        hidden_states = self._forward(tokens, step.positions, slots, attn_metadata)
         drafted, probs = self._sample_draft_tokens(hidden_states, self._sampling)
         if probs is not None:
             self._draft_probs.append(probs)
         return drafted
 
-    def observe(self, indices: Sequence[int], window: int, observer: LayerObserver) -> None:
+    def _step_page_metadata(self, index: int, step: ViewStep, view: PageView) -> dict[str, Any]:
+        """vLLM's metadata of a draft step in the layers of a group, by layer."""
+        assert self._common is not None
+        common = self._common.replace(
+            seq_lens=view.lens,
+            max_seq_len=view.max_len,
+            block_table_tensor=view.block_table,
+            slot_mapping=step.slots,
+        )
+        attn_metadata: dict[str, Any] = {}
+        for attention_group in self._attention_groups[index]:
+            built = attention_group.build_metadata_for_drafting(common, step.index)
+            attn_metadata |= dict.fromkeys(attention_group.layer_names, built)
+        return attn_metadata
+
+    def observe(
+        self, layer_names: Sequence[str], indices: Sequence[int], window: int, observer: LayerObserver
+    ) -> None:
         """See `drafting.drafter.Runner`."""
-        assert self._common is not None and self._batch is not None
+        assert self._drafter is not None and self._common is not None and self._batch is not None
         num_reqs = len(indices)
         lens = np.asarray(self._batch.known_lens)[indices]
         positions = (lens[:, None] - window + np.arange(window)).ravel()
@@ -199,22 +217,26 @@ class MagicDecProposer(DraftModelProposer):
             max_query_len=window,
             seq_lens=on_device(lens, self.device).to(torch.int32),
             max_seq_len=int(lens.max()),
-            block_table_tensor=self._batch.block_table[on_device(indices, self.device)],
             slot_mapping=slots,
         )
-        _, attn_metadata = self.build_per_group_and_layer_attn_metadata(common)
+        attn_metadata: dict[str, Any] = {}
+        for table, attention_groups in zip(self._batch.block_tables, self._runner.attn_groups, strict=True):
+            own = common.replace(block_table_tensor=table[on_device(indices, self.device)])
+            for attention_group in attention_groups:
+                built = attention_group.build_metadata(own)
+                attn_metadata |= dict.fromkeys(attention_group.layer_names, built)
         self._forward(
             on_device(tokens, self.device),
             on_device(positions, self.device),
-            slots,
-            observed_metadata(attn_metadata, observer),
+            [slots] * len(self._drafter.groups),
+            observed_metadata(attn_metadata, layer_names, observer),
         )
 
     def _forward(
         self,
         tokens: torch.Tensor,  # [num_tokens] int32
         positions: torch.Tensor,  # [num_tokens] int64
-        slots: torch.Tensor,  # [num_tokens] int64
+        slots: Sequence[torch.Tensor],  # [num_tokens] int64 each, by group of layers
         attn_metadata: Mapping[str, Any],
     ) -> torch.Tensor:
         """The target's hidden states, [num_tokens, hidden_size]."""
@@ -242,8 +264,18 @@ class MagicDecProposer(DraftModelProposer):
                 num_tokens=num_padded,
                 num_tokens_across_dp=num_across_dp,
                 cudagraph_runtime_mode=graph_mode,
-                slot_mapping=self._get_slot_mapping(num_padded, slots),
+                slot_mapping=self._pad_slots(num_padded, slots),
             ),
         ):
             hidden_states = self.model(positions=runner.positions[:num_padded], **inputs)
         return hidden_states[:num_tokens]
+
+    def _pad_slots(self, num_padded: int, slots: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Slots by layer, [num_padded] int64 each; `slots` [num_tokens] int64 each, by group of layers."""
+        assert self._drafter is not None
+        by_layer: dict[str, torch.Tensor] = {}
+        for buffer, own, group in zip(self._slots, slots, self._drafter.groups, strict=True):
+            buffer[: len(own)].copy_(own)
+            buffer[len(own) : num_padded].fill_(PAD_SLOT)
+            by_layer |= dict.fromkeys(group.layer_names, buffer[:num_padded])
+        return by_layer

@@ -2,6 +2,7 @@
 """Adapter to vLLM's V2 model runner (`vllm.v1.worker.gpu`)."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,11 +11,12 @@ from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer
+from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 from vllm.v1.worker.gpu.states import RequestState
+from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_magicdec import envs
 from vllm_magicdec.attention.metadata import draft_metadata, observed_metadata
@@ -28,11 +30,13 @@ from vllm_magicdec.views.base import (
     PageView,
     TokenView,
     View,
+    ViewStep,
     on_device,
 )
+from vllm_magicdec.vllm_api.attention_groups import attention_groups_of
 from vllm_magicdec.vllm_api.draft_graphs import DraftGraphs, why_no_draft_graphs
 from vllm_magicdec.vllm_api.embeddings import embed, takes_embeddings
-from vllm_magicdec.vllm_api.kv_cache import require_one_full_attention_group
+from vllm_magicdec.vllm_api.kv_cache import layer_groups
 from vllm_magicdec.vllm_api.kv_transfer import fills_freed_blocks, unseen_by_connector
 from vllm_magicdec.vllm_api.verification_attention import say_if_slow
 
@@ -78,14 +82,18 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         target_attn_groups: Any,
     ) -> None:
         """Called once the KV cache is laid out."""
-        require_one_full_attention_group(kv_cache_config)
         say_if_slow(self.vllm_config)
         super().set_attn(
             model_state, kv_cache_config, block_tables, target_input_buffers, target_attn_groups
         )
-        self._drafter = Drafter(
-            self, self.vllm_config, kv_cache_config, block_tables.block_sizes[0], self.device
-        )
+        groups = layer_groups(self.vllm_config, kv_cache_config)
+        self._attention_groups = [
+            attention_groups_of(
+                group, target_attn_groups, self.vllm_config, self.device, share_builders=True
+            )
+            for group in groups
+        ]
+        self._drafter = Drafter(self, self.vllm_config, groups, kv_cache_config, self.device)
         self._query_start_loc_cpu = torch.arange(self.max_num_reqs + 1, dtype=torch.int32)
         if self._drafts_are_awaited:
             logger.info_once(
@@ -163,7 +171,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         return Batch(
             req_ids=batch.req_ids[:num_reqs],
             tokens=last_sampled[batch.idx_mapping].view(-1),
-            block_table=self.block_tables.input_block_tables[0][:num_reqs],
+            block_tables=[table[:num_reqs] for table in self.block_tables.input_block_tables],
             context_lens=context_lens,
             observable_lens=context_lens,
             known_lens=known_lens,
@@ -179,34 +187,45 @@ class MagicDecSpeculator(StandaloneARSpeculator):
             sampled = self.forward_and_sample(tokens, step, self.step_metadata(step))
         return sampled
 
-    def capture_view(self, num_reqs: int, lens: torch.Tensor, common_len: int | None) -> View:
+    @property
+    def num_views(self) -> int:
         """See `draft_graphs.Capturable`."""
-        return self._drafter.capture_view(num_reqs, lens, common_len)
+        return len(self._drafter.groups)
+
+    def capture_view(self, index: int, num_reqs: int, lens: torch.Tensor, common_len: int | None) -> View:
+        """See `draft_graphs.Capturable`."""
+        return self._drafter.capture_view(index, num_reqs, lens, common_len)
 
     def step_metadata(self, step: DraftStep, *, for_capture: bool = False) -> Mapping[str, Any]:
         """See `draft_graphs.Capturable`."""
-
-        def of_pages(view: PageView) -> dict[str, Any]:
-            return self._step_page_metadata(step, view, for_capture=for_capture)
-
-        return draft_metadata(step.view, self._drafter.layer_names, of_pages)
+        attn_metadata: dict[str, Any] = {}
+        for index, (part, group) in enumerate(zip(step.parts, self._drafter.groups, strict=True)):
+            of_pages = partial(self._step_page_metadata, index, part, for_capture=for_capture)
+            attn_metadata |= draft_metadata(part.view, group.layer_names, of_pages)
+        return attn_metadata
 
     def refresh_metadata(self, step: DraftStep) -> None:
         """See `draft_graphs.Capturable`. No backend reads token views."""
-        if not isinstance(step.view, TokenView):
-            self._step_page_metadata(step, step.view.of_layer(0))
+        for index, part in enumerate(step.parts):
+            if not isinstance(part.view, TokenView):
+                self._step_page_metadata(index, part, part.view.of_layer(0))
 
     def _step_page_metadata(
-        self, step: DraftStep, view: PageView, *, for_capture: bool = False
+        self, index: int, step: ViewStep, view: PageView, *, for_capture: bool = False
     ) -> dict[str, Any]:
-        num_reqs = step.positions.shape[0]
+        """vLLM's metadata of a draft step in the layers of a group, by layer."""
+        num_reqs, num_kv_cache_groups = step.positions.shape[0], len(self.target_attn_groups)
+        # vLLM builds for all KV-cache groups alike; one without layers it leaves out.
+        attention_groups: list[list[AttentionGroup]] = [[] for _ in range(num_kv_cache_groups)]
+        attention_groups[self._drafter.groups[index].kv_cache_group] = self._attention_groups[index]
         return self._page_metadata(
+            attention_groups,
             query_start_loc=self.arange_gpu[: num_reqs + 1],
             query_start_loc_cpu=self._query_start_loc_cpu[: num_reqs + 1],
             max_query_len=1,
             seq_lens=view.lens,
             max_seq_len=view.max_len,
-            block_table=view.block_table,
+            block_tables=[view.block_table] * num_kv_cache_groups,
             slots=step.slots,
             positions=step.positions,
             for_capture=for_capture,
@@ -216,7 +235,8 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         self, tokens: torch.Tensor, step: DraftStep, attn_metadata: Mapping[str, Any]
     ) -> torch.Tensor:
         """See `draft_graphs.Capturable`."""
-        hidden_states = self._forward(tokens, step.positions, step.slots, attn_metadata)
+        slots = [part.slots for part in step.parts]
+        hidden_states = self._forward(tokens, step.positions, slots, attn_metadata)
         return self.sample_draft(
             hidden_states,
             step.positions,
@@ -227,7 +247,9 @@ class MagicDecSpeculator(StandaloneARSpeculator):
             self.draft_logits,
         )
 
-    def observe(self, indices: Sequence[int], window: int, observer: LayerObserver) -> None:
+    def observe(
+        self, layer_names: Sequence[str], indices: Sequence[int], window: int, observer: LayerObserver
+    ) -> None:
         """See `drafting.drafter.Runner`."""
         assert self._batch is not None
         num_reqs = len(indices)
@@ -240,34 +262,37 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         slots = torch.full((num_reqs * window,), PAD_SLOT, dtype=torch.int64, device=self.device)
         starts = torch.arange(num_reqs + 1, dtype=torch.int32) * window
         attn_metadata = self._page_metadata(
+            self.target_attn_groups,
             query_start_loc=self.arange_gpu[: num_reqs + 1] * window,
             query_start_loc_cpu=starts,
             max_query_len=window,
             seq_lens=lens.to(torch.int32),
             max_seq_len=max(int(self._batch.known_lens[i]) for i in indices),
-            block_table=self._batch.block_table[chosen],
+            block_tables=[table[chosen] for table in self._batch.block_tables],
             slots=slots,
             positions=positions.flatten(),
         )
-        observed = observed_metadata(attn_metadata, observer)
-        self._forward(tokens, positions.flatten(), slots, observed)
+        observed = observed_metadata(attn_metadata, layer_names, observer)
+        self._forward(tokens, positions.flatten(), [slots] * self.num_views, observed)
 
     def _page_metadata(
         self,
+        attention_groups: list[list[AttentionGroup]],
         *,
         query_start_loc: torch.Tensor,  # [num_reqs + 1] int32
         query_start_loc_cpu: torch.Tensor,
         max_query_len: int,
         seq_lens: torch.Tensor,  # [num_reqs] int32
         max_seq_len: int,
-        block_table: torch.Tensor,  # [num_reqs, num_pages] int32
+        block_tables: Sequence[torch.Tensor],  # [num_reqs, num_pages] int32 each, by KV-cache group
         slots: torch.Tensor,  # [num_tokens] int64
         positions: torch.Tensor,  # [num_tokens] int64
         for_capture: bool = False,
     ) -> dict[str, Any]:
+        """vLLM's metadata by layer, of the layers in `attention_groups`, which are by KV-cache group."""
         num_reqs = seq_lens.shape[0]
         return build_attn_metadata(
-            attn_groups=self.target_attn_groups,
+            attn_groups=attention_groups,
             num_reqs=num_reqs,
             num_tokens=positions.shape[0],
             query_start_loc_gpu=query_start_loc,
@@ -275,8 +300,8 @@ class MagicDecSpeculator(StandaloneARSpeculator):
             max_query_len=max_query_len,
             seq_lens=seq_lens,
             max_seq_len=max_seq_len,
-            block_tables=[block_table],
-            slot_mappings=slots.unsqueeze(0),  # one KV cache group
+            block_tables=block_tables,
+            slot_mappings=slots.expand(len(block_tables), -1),
             kv_cache_config=self.kv_cache_config,
             positions=positions,
             is_prefilling=self.draft_is_prefilling[:num_reqs],
@@ -287,11 +312,14 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         self,
         tokens: torch.Tensor,  # [num_tokens] int32
         positions: torch.Tensor,  # [num_tokens] int64
-        slots: torch.Tensor,  # [num_tokens] int64
+        slots: Sequence[torch.Tensor],  # [num_tokens] int64 each, by group of layers
         attn_metadata: Mapping[str, Any],
     ) -> torch.Tensor:
         """The target's hidden states, [num_tokens, hidden_size]."""
         num_tokens = tokens.shape[0]
+        slot_mapping: dict[str, torch.Tensor] = {}
+        for own, group in zip(slots, self._drafter.groups, strict=True):
+            slot_mapping |= dict.fromkeys(group.layer_names, own)
         inputs: dict[str, torch.Tensor | None] = {"input_ids": tokens}
         if self._takes_embeddings:
             inputs = {"input_ids": None, "inputs_embeds": embed(self.model, tokens, self.vocab_size)}
@@ -302,7 +330,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
                 self.vllm_config,
                 num_tokens=num_tokens,
                 cudagraph_runtime_mode=CUDAGraphMode.NONE,
-                slot_mapping=build_slot_mappings_by_layer(slots.unsqueeze(0), self.kv_cache_config),
+                slot_mapping=slot_mapping,
                 batch_descriptor=BatchDescriptor(num_tokens=num_tokens),
             ),
         ):

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's metadata builders for the layers of one view."""
+
+from collections.abc import Sequence
+
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.worker.utils import AttentionGroup
+
+from vllm_magicdec.drafting.layer_groups import LayerGroup
+from vllm_magicdec.views.windows import LocalChunk
+
+
+def attention_groups_of(
+    group: LayerGroup,
+    target_groups: Sequence[Sequence[AttentionGroup]],
+    vllm_config: VllmConfig,
+    device: torch.device,
+    *,
+    share_builders: bool,
+) -> list[AttentionGroup]:
+    """The target's attention groups, with the layers of a view alone, for metadata of that view.
+
+    Args:
+        group: the layers.
+        target_groups: by KV-cache group, with their builders.
+        vllm_config: the engine's, its model loaded.
+        device: where the target runs.
+        share_builders: use the target's builders where they are for no other layers. Without vLLM's hybrid
+            KV cache manager, layers with and without a window share one, and it keeps what a CUDA graph
+            over a view reads.
+    """
+    found = []
+    for target_group in target_groups[group.kv_cache_group]:
+        names = [name for name in target_group.layer_names if name in group.layer_names]
+        is_chunked = isinstance(group.reach, LocalChunk)
+        if share_builders and names == target_group.layer_names and not is_chunked:
+            found.append(target_group)
+        elif names:
+            found.append(_with_own_builder(group, target_group, names, vllm_config, device))
+    return found
+
+
+def _with_own_builder(
+    group: LayerGroup,
+    target_group: AttentionGroup,
+    names: list[str],
+    vllm_config: VllmConfig,
+    device: torch.device,
+) -> AttentionGroup:
+    """Some of the attention group's layers."""
+    spec, backend = target_group.kv_cache_spec, target_group.backend
+    if isinstance(group.reach, LocalChunk):
+        # vLLM's backend cuts the context into chunks, around another; a view is of one chunk already.
+        (backend,) = backend.__bases__
+    own = AttentionGroup(backend, names, spec, target_group.kv_cache_group_id)
+    own.create_metadata_builders(vllm_config, device, target_group.kernel_block_size or spec.block_size)
+    targets, builder = target_group.get_metadata_builder(), own.get_metadata_builder()
+    if hasattr(builder, "set_workspace_buffer"):  # FlashInfer's, hundreds of MiB; passes follow one another
+        builder.set_workspace_buffer(targets._get_workspace_buffer())
+    return own
