@@ -254,6 +254,7 @@ def test_shape_from_a_configuration():
         (dict(torch_dtype=None, dtype="float16"), 2),
         (dict(quantization_config={"quant_method": "fp8"}), 1),
         (dict(quantization_config={"quant_method": "gptq", "bits": 4}), 0.5),
+        (dict(quantization_config={"quant_method": "mxfp4"}), 4.25 / 8),
     ],
 )
 def test_bytes_per_weight_from_a_configuration(change, weight_bytes):
@@ -271,6 +272,52 @@ def test_bytes_per_weight_from_a_configuration(change, weight_bytes):
 def test_configurations_that_cannot_be_read(change, sentence):
     with pytest.raises(ValueError, match=sentence):
         ModelShape.from_config({**LLAMA_CONFIG, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "num_window_layers", "window"),
+    [
+        ({}, 0, 0),
+        (dict(sliding_window=4096), 32, 4096),  # Mistral's first
+        (dict(sliding_window=4096, use_sliding_window=False), 0, 0),  # Qwen2
+        (dict(sliding_window=1024, model_type="gemma3_text"), 27, 1024),
+        (dict(sliding_window=4096, model_type="gemma2"), 16, 4096),
+        (dict(sliding_window=4096, sliding_window_pattern=4, model_type="cohere2"), 24, 4096),
+        (dict(sliding_window=128, layer_types=["sliding_attention", "full_attention"] * 16), 16, 128),
+        (dict(attention_chunk_size=8192, layer_types=["chunked_attention"] * 32), 32, 8192),
+    ],
+)
+def test_windows_from_a_configuration(change, num_window_layers, window):
+    shape = ModelShape.from_config({**LLAMA_CONFIG, **change})
+    assert (shape.num_window_layers, shape.window) == (num_window_layers, window)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("gemma-3-12b", 11.8), ("gemma-3-27b", 27.0), ("gpt-oss-20b", 20.9), ("gpt-oss-120b", 116.8)],
+)
+def test_built_in_models_with_windows_have_the_parameters_that_are_published(name, billions):
+    assert MODELS[name].parameters == pytest.approx(billions * 1e9, rel=0.01)
+
+
+def test_layers_with_a_window_read_and_keep_no_more_than_that():
+    """So that speculation has less to gain: the fewer layers see the whole context, the less."""
+    hybrid = replace(LLAMA, num_window_layers=24, window=1024)
+    assert hybrid.kv_share(512) == hybrid.kv_share(1024) == 1
+    assert hybrid.kv_share(16 * 1024) == pytest.approx(1 / 4 + 3 / 4 / 16)
+    whole, part = (Deployment(shape, HARDWARE["H100"]) for shape in (LLAMA, hybrid))
+    for context in (1024, 16 * 1024):
+        share = hybrid.kv_share(context)
+        assert part.attention_ms(8, 1, context)[1] == pytest.approx(
+            share * whole.attention_ms(8, 1, context)[1]
+        )
+        assert part.kv_capacity_tokens(context) == pytest.approx(
+            whole.kv_capacity_tokens(context) / share, rel=1e-6
+        )
+    best = [deployment.best({512: 0.8}, 8, 64, 32_000).speedup for deployment in (whole, part)]
+    assert 1 < best[1] < best[0]
+    # A draft's budget within the window costs the same in both.
+    assert part.draft_step_ms(8, 32_000, 512) == whole.draft_step_ms(8, 32_000, 512)
 
 
 def test_deployments_that_cannot_be():

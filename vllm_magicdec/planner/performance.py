@@ -79,6 +79,8 @@ class ModelShape:
     num_experts: int = 1
     num_active_experts: int = 1  # per token
     tied_embeddings: bool = False
+    num_window_layers: int = 0  # of all layers; the others see the whole context
+    window: int = 0  # tokens that those reach (a sliding window, or a local chunk)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], name: str = "") -> "ModelShape":
@@ -106,7 +108,8 @@ class ModelShape:
                 weight_bytes=_weight_bytes(text),
                 num_experts=num_experts,
                 num_active_experts=text["num_experts_per_tok"] if num_experts > 1 else 1,
-                tied_embeddings=bool(text.get("tie_word_embeddings", False)),
+                tied_embeddings=bool(text.get("tie_word_embeddings", _is_tied(text))),
+                **_windows(text),
             )
         except KeyError as missing:
             raise ValueError(f"the model's configuration has no field {missing}") from None
@@ -148,13 +151,46 @@ class ModelShape:
         """K and V of one token in all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_size * self.kv_bytes
 
+    def kv_share(self, context: int) -> float:
+        """Of a context's tokens, what an average layer reads and, in vLLM's hybrid KV cache, keeps."""
+        if not self.num_window_layers:
+            return 1.0
+        near = self.num_window_layers / self.num_layers
+        return 1 - near + near * min(1.0, self.window / max(1, context))
+
 
 def _first(config: Mapping[str, Any], *names: str) -> int | None:
     return next((config[name] for name in names if config.get(name) is not None), None)
 
 
+def _is_tied(config: Mapping[str, Any]) -> bool:
+    """Whether the family's configurations leave out that embeddings are shared, because they always are."""
+    return str(config.get("model_type")).startswith(("gemma", "cohere"))
+
+
+# Families whose configurations say by number which layers see the whole context: every so many.
+_FULL_ATTENTION_EVERY = {"gemma2": 2, "gemma3_text": 6, "gemma3": 6, "cohere2": 4}
+
+
+def _windows(config: Mapping[str, Any]) -> dict[str, int]:
+    """`num_window_layers` and `window`."""
+    tokens = _first(config, "sliding_window", "attention_chunk_size")
+    if not tokens or config.get("use_sliding_window") is False:
+        return {}
+    layers = config["num_hidden_layers"]
+    usual = _FULL_ATTENTION_EVERY.get(str(config.get("model_type")))
+    every = _first(config, "sliding_window_pattern") or usual
+    if types := config.get("layer_types"):
+        near = sum(kind != "full_attention" for kind in types)
+    else:
+        near = layers - layers // every if every else layers
+    return {"num_window_layers": near, "window": tokens}
+
+
 def _weight_bytes(config: Mapping[str, Any]) -> float:
     quantization = config.get("quantization_config") or {}
+    if quantization.get("quant_method") == "mxfp4":
+        return 4.25 / 8  # of the experts, which are most of it
     if quantization.get("quant_method") == "fp8":
         return 1.0
     if "bits" in quantization:
@@ -253,9 +289,10 @@ class Deployment:
     def attention_ms(self, batch: int, queries: int, context: int) -> tuple[float, float]:
         """Compute and memory time of all attention in a pass with `queries` tokens per request."""
         shape = self.shape
-        flops = 4 * shape.num_layers * shape.num_heads * shape.head_size * batch * queries * context
+        tokens = batch * context * shape.kv_share(context)
+        flops = 4 * shape.num_layers * shape.num_heads * shape.head_size * queries * tokens
         compute_ms, memory_ms = self._roofline_ms(
-            flops / self.tensor_parallel, batch * context * self.kv_bytes_per_token
+            flops / self.tensor_parallel, tokens * self.kv_bytes_per_token
         )
         costs = self.costs
         return (
@@ -335,7 +372,8 @@ class Deployment:
         """S_inflection: the least context at which speculation pays; None: none up to `max_context`.
 
         Bisection. Below the budget a draft step costs as much as a plain one; above it T_T and T_V grow
-        linearly with the context and T_D stays, so the speedup crosses 1 at most once.
+        with the context, linearly from the longest window on, and T_D stays, so the speedup crosses 1 at
+        most once.
         """
 
         def pays(context: int) -> bool:
@@ -360,9 +398,13 @@ class Deployment:
         attention_compute, attention_memory = self.attention_ms(batch, 1, context)
         return int(min(linear_memory / linear_compute, attention_memory / attention_compute))
 
-    def kv_capacity_tokens(self) -> int:
-        """Tokens whose K/V fit beside the weights; 0 where not even the weights do."""
+    def kv_capacity_tokens(self, context: int = 1) -> int:
+        """Tokens whose K/V fit beside the weights; 0 where not even the weights do.
+
+        Args:
+            context: tokens of each request; layers with a window keep no more of it than that.
+        """
         costs = self.costs
         usable = (self.hardware.memory_gib * costs.memory_utilization - costs.reserved_gib) * GIB
         weights = self.shape.parameters * self.shape.weight_bytes / self.tensor_parallel
-        return max(0, int((usable - weights) / self.kv_bytes_per_token))
+        return max(0, int((usable - weights) / (self.kv_bytes_per_token * self.shape.kv_share(context))))

@@ -25,6 +25,27 @@ THIS_MACHINE = "this"
 DEFAULT_BUDGET = 512
 DEFAULT_ACCEPTANCE = 0.8
 
+
+def _gemma_3(name: str, num_layers: int, *sizes: int) -> ModelShape:
+    """Every sixth layer sees the whole context."""
+    near = num_layers - num_layers // 6
+    return ModelShape(
+        name, num_layers, *sizes, 262208, tied_embeddings=True, num_window_layers=near, window=1024
+    )
+
+
+def _gpt_oss(name: str, num_layers: int, *, num_experts: int, weight_bytes: float) -> ModelShape:
+    """Every second layer sees the whole context; experts are in MXFP4, the rest in bfloat16."""
+    return ModelShape(
+        *(name, num_layers, 2880, 64, 8, 64, 2880, 201088),
+        weight_bytes=weight_bytes,  # size of the checkpoint by its parameters
+        num_experts=num_experts,
+        num_active_experts=4,
+        num_window_layers=num_layers // 2,
+        window=128,
+    )
+
+
 MODELS = {
     shape.name: shape
     for shape in (
@@ -37,6 +58,10 @@ MODELS = {
             "qwen3-30b-a3b", 48, 2048, 32, 4, 128, 768, 151936, num_experts=128, num_active_experts=8
         ),
         ModelShape("tinyllama-1.1b", 22, 2048, 32, 4, 64, 5632, 32000),
+        _gemma_3("gemma-3-12b", 48, 3840, 16, 8, 256, 15360),
+        _gemma_3("gemma-3-27b", 62, 5376, 32, 16, 128, 21504),
+        _gpt_oss("gpt-oss-20b", 24, num_experts=32, weight_bytes=0.66),
+        _gpt_oss("gpt-oss-120b", 36, num_experts=128, weight_bytes=0.56),
     )
 }
 
@@ -64,7 +89,7 @@ class Plan:
     deployment: Deployment
     alphas: Mapping[int, float]  # acceptance rate of every budget
     max_gamma: int
-    kv_capacity_tokens: int
+    kv_capacity_tokens: int  # of requests with the longest context
     inflection_contexts: Mapping[int, int | None]  # batch -> least context at which speculation pays
     cells: tuple[Cell, ...]
 
@@ -102,7 +127,7 @@ def make_plan(
         alphas: acceptance rate of every budget (tokens) to consider.
     """
     batches, contexts = sorted(set(batches)), sorted(set(contexts))
-    capacity = deployment.kv_capacity_tokens()
+    capacity = deployment.kv_capacity_tokens(contexts[-1])
     cells = []
     for batch in batches:
         for context in contexts:
@@ -118,7 +143,7 @@ def make_plan(
                     gamma=choice.gamma,
                     budget=choice.budget,
                     free_queries=deployment.free_queries(batch, context),
-                    fits=batch * (context + choice.gamma + 1) <= capacity,
+                    fits=batch * (context + choice.gamma + 1) <= deployment.kv_capacity_tokens(context),
                 )
             )
     inflections = {b: deployment.inflection_context(alphas, max_gamma, b) for b in batches}
