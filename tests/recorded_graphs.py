@@ -126,6 +126,7 @@ def main() -> None:
         parallel_config=SimpleNamespace(tensor_parallel_size=1, data_parallel_size=1),
         cache_config=SimpleNamespace(use_kda_recoverssm=False),
         speculative_config=None,
+        lora_config=None,
     )
     slots = torch.zeros((1, 6, 1, 8), dtype=torch.int32)
     block_table = torch.zeros((6, 3), dtype=torch.int32)
@@ -146,6 +147,9 @@ def main() -> None:
 
         def refresh_metadata(self, step):
             pass
+
+        def select_adapters(self, num_active, num_reqs):
+            assert num_active == 0
 
         def forward_and_sample(self, tokens, step, attn_metadata):
             for own, part in zip(written, step.parts, strict=True):

@@ -325,6 +325,9 @@ def _first_problem(error: ValidationError) -> str:
     return f"{METHOD}: {name}={problem['input']!r} is not possible: {message[0].lower()}{message[1:]}"
 
 
+_SPARSE_MLA_FIELDS = ("index_topk", "compress_ratios")  # of a Hugging Face configuration
+
+
 def check_model(model: ModelConfig) -> None:
     """Refuse targets whose state a draft step would destroy or could not reach.
 
@@ -338,15 +341,16 @@ def check_model(model: ModelConfig) -> None:
             "models with recurrent state (Mamba, linear attention) are not supported because a draft "
             "step would overwrite that state; serve it without speculation"
         )
-    if model.uses_mrope:
-        raise ValueError("M-RoPE multimodal models are not supported; serve it without speculation")
     if model.requires_raw_input_tokens:
         raise ValueError(
             "models that take more than a token at every step (Voxtral realtime) are not supported; serve "
             "it without speculation"
         )
-    if model.use_mla:
-        raise ValueError("MLA models are not supported; use vLLM's 'mtp' method where the model has it")
+    if model.use_mla and any(hasattr(model.hf_text_config, name) for name in _SPARSE_MLA_FIELDS):
+        raise ValueError(
+            "sparse MLA models (DeepSeek-V3.2 and V4, GLM-5) are not supported because their attention "
+            "reads few tokens already, however long the context; use vLLM's 'mtp' method"
+        )
 
 
 def check_parallel(parallel: ParallelConfig, model: ModelConfig) -> None:
@@ -366,10 +370,14 @@ def check_parallel(parallel: ParallelConfig, model: ModelConfig) -> None:
         )
     if model.is_moe and parallel.data_parallel_size > 1:
         raise ValueError(
-            "data parallelism is not supported for mixture-of-experts models because their ranks must "
-            "draft in step; use --tensor-parallel-size instead"
+            "data parallelism is not supported for mixture-of-experts models because every draft step is a "
+            "collective that ranks without requests would have to join; use --tensor-parallel-size, with "
+            "--enable-expert-parallel if you like"
         )
     if parallel.enable_eplb:
-        raise ValueError("expert load balancing is not supported; remove --enable-eplb")
+        raise ValueError(
+            "expert load balancing is not supported because vLLM would balance the target a second time, "
+            "as its own draft; remove --enable-eplb"
+        )
     if parallel.use_ubatching:
         raise ValueError("dual batch overlap is not supported; remove --enable-dbo")

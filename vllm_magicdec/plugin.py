@@ -15,7 +15,7 @@ REGISTRY = "vllm.v1.spec_decode.registry"  # added to vLLM by patches/
 
 
 def register() -> None:
-    """Teach the installed vLLM the method `magicdec-self`: by its registry and a hook, or else by hooks.
+    """Teach the installed vLLM the method `magicdec-self`: by its registry and two hooks, or else by hooks.
 
     Raises:
         MagicDecConfigError: the installed vLLM lacks what the plugin needs.
@@ -32,7 +32,7 @@ def register() -> None:
         return
     from vllm.v1.spec_decode.registry import register_speculative_method
 
-    hooks.install((hooks.MEMORY_HOOK,))
+    hooks.install(hooks.BESIDE_REGISTRY)
     register_speculative_method(
         METHOD,
         config_cls="vllm_magicdec.vllm_api.engine_config:EngineSpeculativeConfig",

@@ -10,15 +10,13 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheGroupSpec,
     KVCacheSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 
 from vllm_magicdec.errors import METHOD, MagicDecConfigError
 from vllm_magicdec.views.windows import LocalChunk, Reach, SlidingWindow
-
-# Caches whose pages stay as long as a query reaches them.
-_READABLE = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
 
 
 @dataclass(frozen=True)
@@ -29,6 +27,13 @@ class LayerGroup:
     kv_cache_group: int  # whose block tables they read
     cache: AttentionSpec  # of each layer
     reach: Reach | None  # None: the whole context
+
+
+def _is_readable(spec: KVCacheSpec) -> bool:
+    """Whether its pages hold a state of every token and stay as long as a query reaches them."""
+    if type(spec) is MLAAttentionSpec:  # what sparse attention keeps are kinds of it
+        return spec.tokens_per_state == 1 and not spec.is_index_group_leader
+    return type(spec) in (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
 
 
 def reaches_of(kv_cache_specs: Mapping[str, KVCacheSpec | None]) -> dict[str, Reach]:
@@ -65,7 +70,7 @@ def find_layer_groups(
             spec = group.kv_cache_spec
             if isinstance(spec, UniformTypeKVCacheSpecs):
                 spec = spec.kv_cache_specs[name]
-            if type(spec) not in _READABLE:
+            if not _is_readable(spec):
                 raise MagicDecConfigError(
                     f"{METHOD} cannot draft over the KV cache of layer {name} ({type(spec).__name__}); "
                     "serve the model without speculation"

@@ -4,6 +4,7 @@
 A page view is a shorter block table, which any attention backend can run.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -11,6 +12,8 @@ from typing import Protocol
 import torch
 
 from vllm_magicdec.views.base import Batch, DraftSlots, PageView, ViewStep, ceil_div, has_kernels
+
+_TABLE_TOKENS = 128  # a block table is a multiple of these wide
 
 
 @dataclass(frozen=True)
@@ -175,7 +178,11 @@ class PageViews:
         max_num_steps, max_num_reqs = draft_slots.positions.shape
         device = draft_slots.positions.device
         self._lens = torch.zeros((max_num_steps, max_num_reqs), dtype=torch.int32, device=device)
-        shape = (max_num_reqs, max(policy.max_pages for policy in policies))
+        max_pages = max(policy.max_pages for policy in policies)
+        self._max_len = max_pages * self._page_size
+        # As wide as vLLM's own: some kernels (FlashInfer's for MLA) want whole multiples of 128 tokens.
+        unit = _TABLE_TOKENS // math.gcd(_TABLE_TOKENS, self._page_size)
+        shape = (max_num_reqs, ceil_div(max_pages, unit) * unit)
         self._block_table = torch.zeros(shape, dtype=torch.int32, device=device)
 
     def prepare(self, batch: Batch, num_steps: int, size: int = -1) -> Iterator[ViewStep]:
@@ -221,4 +228,4 @@ class PageViews:
 
     def capture_view(self, num_reqs: int, lens: torch.Tensor, common_len: int | None = None) -> PageView:
         """See `Views`."""
-        return PageView(lens, self._block_table[:num_reqs], self._block_table.shape[-1] * self._page_size)
+        return PageView(lens, self._block_table[:num_reqs], self._max_len)

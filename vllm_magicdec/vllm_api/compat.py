@@ -161,6 +161,19 @@ CALLED = (
             "_token_to_req_indices_cache",
         ),
     ),
+    Needed("vllm.lora.model_manager", "LoRAModelManager.set_adapter_mapping", ("self", "mapping")),
+    Needed("vllm.lora.model_manager", "LoRAModelManager.activate_adapter", ("self", "lora_id")),
+    Needed("vllm.lora.layers", "LoRAMapping", ("index_mapping", "prompt_mapping", "is_prefill")),
+    Needed("vllm.v1.worker.gpu_input_batch", "InputBatch.request_lora_mapping"),
+    Needed(
+        "vllm.v1.worker.gpu_input_batch", "CachedRequestState", ("mrope_positions", "mrope_position_delta")
+    ),
+    Needed("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.mrope_positions"),
+    Needed(_PROPOSER, "SpecDecodeBaseProposer._raise_if_mrope", ("self",)),
+    Needed("vllm.v1.worker.gpu.mm.rope", "RopeState.prefill_positions"),
+    Needed("vllm.v1.worker.gpu.mm.rope", "RopeState.prefill_delta"),
+    Needed("vllm.v1.worker.gpu.mm.rope", "RopeState.positions"),
+    Needed("vllm.v1.worker.gpu.model_states.default", "DefaultModelState.rope_state"),
     Needed("vllm.v1.kv_cache_interface", "FullAttentionSpec"),
     Needed("vllm.v1.kv_cache_interface", "KVCacheSpec", ("block_size",)),
     Needed("vllm.v1.kv_cache_interface", "AttentionSpec", ("num_kv_heads", "head_size", "dtype")),
@@ -194,6 +207,8 @@ CALLED = (
             "num_computed_tokens_np",
             "num_scheduled_tokens",
             "prefill_len_np",
+            "idx_mapping_np",
+            "cu_num_logits_np",
         ),
     ),
     Needed(

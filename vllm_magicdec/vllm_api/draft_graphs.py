@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
+from vllm.v1.worker.gpu.lora_utils import get_lora_capture_cases
 
 from vllm_magicdec.drafting.sizing import draft_graph_sizes
 from vllm_magicdec.views.base import PAD_SLOT, DraftStep, TokenView, View, ViewStep
@@ -23,7 +24,11 @@ def why_no_draft_graphs(cudagraph_mode: CUDAGraphMode, backend_name: str) -> str
     """
     if cudagraph_mode.decode_mode() == CUDAGraphMode.FULL:
         return None
-    ways_out = "use --attention-backend FLASH_ATTN, and leave cudagraph_mode at vLLM's default"
+    if "MLA" in backend_name:
+        better = "FLASH_ATTN_MLA on Hopper, FLASHINFER_MLA on Blackwell, or TRITON_MLA"
+    else:
+        better = "FLASH_ATTN"
+    ways_out = f"use --attention-backend {better}, and leave cudagraph_mode at vLLM's default"
     if backend_name == "FLASHINFER":
         ways_out += (
             ", or, on Hopper and Blackwell, give FLASHINFER its kernels: pip install flashinfer-cubin"
@@ -52,6 +57,10 @@ class Capturable(Protocol):
 
     def refresh_metadata(self, step: DraftStep) -> None:
         """Put what backends derive from the step's lengths where a graph over this step looks for it."""
+        ...
+
+    def select_adapters(self, num_active: int, num_reqs: int) -> None:
+        """Let the next pass be one of requests with so many LoRA adapters (`Adapters.apply_dummies`)."""
         ...
 
     def forward_and_sample(
@@ -97,7 +106,8 @@ class DraftGraphs(CudaGraphManager):
     ) -> None:
         has_full_graphs = cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
         mode = CUDAGraphMode.FULL_DECODE_ONLY if has_full_graphs else CUDAGraphMode.NONE
-        super().__init__(vllm_config, device, mode, decode_query_len=1)
+        cases = get_lora_capture_cases(vllm_config.lora_config, vllm_config.compilation_config)
+        super().__init__(vllm_config, device, mode, decode_query_len=1, lora_capture_cases=cases)
         self._step = step
         self._common_lens = common_lens
         for descs in self._capture_descs.values():
@@ -128,6 +138,7 @@ class DraftGraphs(CudaGraphManager):
     ) -> Callable[[CUDAGraphMode], None]:
         assert isinstance(desc, StepDescriptor) and desc.num_reqs is not None
         num_reqs = desc.num_reqs
+        self._step.select_adapters(desc.num_active_loras, num_reqs)
         # The step that is at the places that the graph reads.
         parts = [
             ViewStep(
@@ -148,14 +159,19 @@ class DraftGraphs(CudaGraphManager):
 
         return run
 
-    def replay(self, tokens: torch.Tensor, step: DraftStep) -> torch.Tensor | None:
+    def replay(self, tokens: torch.Tensor, step: DraftStep, num_adapters: int = 0) -> torch.Tensor | None:
         """The step's sampled tokens, [num_reqs] int64, valid until the next step.
+
+        Args:
+            tokens: [num_reqs] int32, the query tokens.
+            step: where they look and where their K/V goes.
+            num_adapters: `Adapters.num_active` of the round; they are applied.
 
         Returns:
             None if there is no graph for so many requests.
         """
         num_reqs = tokens.shape[0]
-        desc = self.dispatch(num_reqs, num_reqs, uniform_token_count=1, num_active_loras=0)
+        desc = self.dispatch(num_reqs, num_reqs, uniform_token_count=1, num_active_loras=num_adapters)
         if desc.cg_mode != CUDAGraphMode.FULL:
             return None
         lens = [part.view.common_len for part in step.parts if isinstance(part.view, TokenView)]

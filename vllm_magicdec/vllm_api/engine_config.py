@@ -19,6 +19,7 @@ from vllm_magicdec.adaptive.step_times import StepTimes
 from vllm_magicdec.config import MagicDecSpeculativeConfig, nested_lengths
 from vllm_magicdec.errors import METHOD, MagicDecConfigError
 from vllm_magicdec.policies import find_policy
+from vllm_magicdec.policies.base import PagePolicy
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -32,9 +33,12 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
         Raises:
             MagicDecConfigError: with the reason and the way out.
         """
-        if vllm_config.lora_config is not None:
+        if vllm_config.model_config.use_mla and not issubclass(
+            find_policy(self.draft_kv_policy), PagePolicy
+        ):
             raise MagicDecConfigError(
-                f"{METHOD} does not support LoRA adapters; remove --enable-lora or the speculative method"
+                f"{METHOD}: draft_kv_policy={self.draft_kv_policy!r} reads keys of KV heads, and MLA "
+                "models cache one latent vector per token instead; use draft_kv_policy='streamingllm'"
             )
         if vllm_config.cache_config.kv_sharing_fast_prefill:
             raise MagicDecConfigError(

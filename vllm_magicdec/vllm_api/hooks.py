@@ -2,11 +2,11 @@
 """Every point at which the plugin wraps vLLM when vLLM loads it, as data.
 
 Three points make objects: where vLLM makes its own class for a `draft_model`, it gets our subclass instead
-if, and only if, `magicdec-self` was selected. Two belong to the command line, and one leaves memory beside
-the KV cache. Later, and only with the method selected, `attention/switch.py` stands before each layer's
-attention and `cpu_sampling.py` mends a function that is wrong on CPUs. No file of vLLM is edited. A vLLM
-that has a registry for out-of-tree speculators (see `patches/`) is asked through that, and of these only
-the memory's is used.
+if, and only if, `magicdec-self` was selected. Two belong to the command line, one leaves memory beside the
+KV cache, and one brings the requests' LoRA adapters. Later, and only with the method selected,
+`attention/switch.py` stands before each layer's attention and `cpu_sampling.py` mends a function that is
+wrong on CPUs. No file of vLLM is edited. A vLLM that has a registry for out-of-tree speculators (see
+`patches/`) is asked through that, and of these only the last two are used.
 """
 
 import functools
@@ -142,6 +142,19 @@ def _leave_memory(owner: Any, original: Callable[..., Any]) -> Callable[..., Any
     return get_kv_cache_configs
 
 
+def _know_adapters(owner: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def prepare_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
+        batch = original(self, *args, **kwargs)
+        if self.lora_config is not None and _engine_selects({"vllm_config": self.vllm_config}):
+            from vllm_magicdec.vllm_api.adapters import know_adapters
+
+            know_adapters(self, batch)
+        return batch
+
+    return prepare_inputs
+
+
 MEMORY_HOOK = Hook(
     module="vllm.v1.engine.core",
     owner="",
@@ -150,6 +163,18 @@ MEMORY_HOOK = Hook(
     reason="what drafting takes of a device's memory cannot be the KV cache's",
     wrap=_leave_memory,
 )
+
+ADAPTERS_HOOK = Hook(
+    module="vllm.v1.worker.gpu.model_runner",
+    owner="GPUModelRunner",
+    name="prepare_inputs",
+    parameters=("self", "scheduler_output", "batch_req_state", "batch_desc", "num_active_loras"),
+    reason="the V2 runner's drafts need each request's LoRA adapter, and so does every verified position",
+    wrap=_know_adapters,
+)
+
+# Those of a vLLM that makes our objects itself.
+BESIDE_REGISTRY = (MEMORY_HOOK, ADAPTERS_HOOK)
 
 HOOKS = (
     Hook(
@@ -192,7 +217,7 @@ HOOKS = (
         reason="the command line takes --speculative-model and shows --help=magicdec",
         wrap=_add_options,
     ),
-    MEMORY_HOOK,
+    *BESIDE_REGISTRY,
 )
 
 

@@ -23,11 +23,12 @@ from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.drafting.drafter import Drafter
 from vllm_magicdec.views.base import PAD_SLOT, Batch, DraftStep, PageView, ViewStep, on_device
 from vllm_magicdec.vllm_api import cpu_sampling
+from vllm_magicdec.vllm_api.adapters import Adapters
 from vllm_magicdec.vllm_api.attention_groups import attention_groups_of
-from vllm_magicdec.vllm_api.embeddings import embed, takes_embeddings
+from vllm_magicdec.vllm_api.embeddings import embed, refuse_more_inputs, takes_embeddings
 from vllm_magicdec.vllm_api.kv_cache import layer_groups
 from vllm_magicdec.vllm_api.kv_transfer import unseen_by_connector
-from vllm_magicdec.vllm_api.verification_attention import say_if_slow
+from vllm_magicdec.vllm_api.verification_attention import refuse_if_inexact, say_if_slow
 
 
 def make_plain_steps_plain(runner: Any) -> None:
@@ -74,11 +75,21 @@ class MagicDecProposer(DraftModelProposer):
         self._common: CommonAttentionMetadata | None = None
         self._batch: Batch | None = None
         self._sampling: SamplingMetadata | None = None
+        self._adapters: Adapters | None = None
         self._draft_probs: list[torch.Tensor] = []  # gamma x [num_reqs, vocab_size]
+
+    def _raise_if_mrope(self) -> None:
+        """vLLM's draft models take plain positions; this one takes the target's."""
+
+    def _warn_if_multimodal(self) -> None:
+        """Nothing is lost: drafted tokens are text, and what the prompt shows is in the KV cache."""
 
     def load_model(self, target_model: nn.Module) -> None:
         """Take the target itself; its attention layers are the draft's."""
+        refuse_more_inputs(target_model)
         self.model = target_model
+        if self.vllm_config.lora_config is not None:
+            self._adapters = Adapters(target_model, self.vllm_config.lora_config)
         layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
         self._draft_attn_layer_names = {
             name for name, layer in layers.items() if layer.get_kv_cache_spec(self.vllm_config) is not None
@@ -88,12 +99,18 @@ class MagicDecProposer(DraftModelProposer):
         self, kv_cache_config: KVCacheConfig, kernel_block_sizes: list[int] | None = None
     ) -> None:
         """Called once the KV cache is laid out."""
+        refuse_if_inexact(self.vllm_config, self._runner.attn_groups)
         say_if_slow(self.vllm_config)
         groups = layer_groups(self.vllm_config, kv_cache_config)
         # vLLM's class makes one builder for all layers of a backend, whatever their windows and caches.
         self._attention_groups = [
             attention_groups_of(
-                group, self._runner.attn_groups, self.vllm_config, self.device, share_builders=False
+                group,
+                self._runner.attn_groups,
+                self.vllm_config,
+                self.device,
+                # vLLM's drafts have builders of their own; MLA's bring a workspace each.
+                share_builders=self.vllm_config.model_config.use_mla,
             )
             for group in groups
         ]
@@ -146,6 +163,13 @@ class MagicDecProposer(DraftModelProposer):
             _token_to_req_indices_cache=None,
         )
         self._batch = self._make_batch(next_token_ids, context_lens)
+        if self._adapters is not None:
+            self._adapters.take(self._runner.input_batch.request_lora_mapping[:num_reqs])
+        if self.uses_mrope:
+            self._rope_offsets = on_device(
+                [self._runner.requests[req_id].mrope_position_delta for req_id in self._batch.req_ids],
+                self.device,
+            )
         drafted = self._drafter.draft(self._batch, num_speculative_tokens)
         if drafted and self._draft_probs:
             self._last_draft_probs = torch.stack(self._draft_probs, dim=1).contiguous()
@@ -176,7 +200,11 @@ class MagicDecProposer(DraftModelProposer):
             of_pages = functools.partial(self._step_page_metadata, index, step.parts[index])
             attn_metadata |= draft_metadata(step.parts[index].view, group.layer_names, of_pages)
         slots = [part.slots for part in step.parts]
-        hidden_states = self._forward(tokens, step.positions, slots, attn_metadata)
+        # In all channels, drafted tokens are as far from their index as all generated text is.
+        positions = step.positions + self._rope_offsets if self.uses_mrope else step.positions
+        if self._adapters is not None:
+            self._adapters.apply()
+        hidden_states = self._forward(tokens, positions, slots, attn_metadata)
         drafted, probs = self._sample_draft_tokens(hidden_states, self._sampling)
         if probs is not None:
             self._draft_probs.append(probs)
@@ -204,8 +232,8 @@ class MagicDecProposer(DraftModelProposer):
         assert self._drafter is not None and self._common is not None and self._batch is not None
         num_reqs = len(indices)
         lens = np.asarray(self._batch.known_lens)[indices]
-        positions = (lens[:, None] - window + np.arange(window)).ravel()
-        rows = np.repeat(indices, window)
+        places = lens[:, None] - window + np.arange(window)
+        positions, rows = places.ravel(), np.repeat(indices, window)
         # Under asynchronous scheduling the host has -1 for tokens that only the device knows yet.
         tokens = self._runner.input_batch.token_ids_cpu[rows, positions].clip(min=0)
         slots = torch.full((num_reqs * window,), PAD_SLOT, dtype=torch.int64, device=self.device)
@@ -225,17 +253,36 @@ class MagicDecProposer(DraftModelProposer):
             for attention_group in attention_groups:
                 built = attention_group.build_metadata(own)
                 attn_metadata |= dict.fromkeys(attention_group.layer_names, built)
+        if self._adapters is not None:
+            self._adapters.apply(indices, window)
         self._forward(
             on_device(tokens, self.device),
-            on_device(positions, self.device),
+            self._observed_rope(indices, places) if self.uses_mrope else on_device(positions, self.device),
             [slots] * len(self._drafter.groups),
             observed_metadata(attn_metadata, layer_names, observer),
         )
 
+    def _observed_rope(self, indices: Sequence[int], places: np.ndarray) -> torch.Tensor:
+        """M-RoPE positions of some requests' tokens, [num_dims, places.size] int64.
+
+        Args:
+            indices: [num_reqs], of the requests in the batch.
+            places: [num_reqs, n] int, of the tokens in their requests.
+        """
+        assert self._batch is not None
+        parts = []
+        for index, of_request in zip(indices, places, strict=True):
+            request = self._runner.requests[self._batch.req_ids[index]]
+            num_known = request.mrope_positions.shape[1]  # the prompt's
+            known = request.mrope_positions[:, of_request[of_request < num_known]]
+            generated = torch.from_numpy(of_request[of_request >= num_known]) + request.mrope_position_delta
+            parts.append(torch.cat([known, generated.expand(len(known), -1)], dim=1))
+        return torch.cat(parts, dim=1).to(self.device)
+
     def _forward(
         self,
         tokens: torch.Tensor,  # [num_tokens] int32
-        positions: torch.Tensor,  # [num_tokens] int64
+        positions: torch.Tensor,  # [num_tokens] int64, or [num_dims, num_tokens] under M-RoPE
         slots: Sequence[torch.Tensor],  # [num_tokens] int64 each, by group of layers
         attn_metadata: Mapping[str, Any],
     ) -> torch.Tensor:
@@ -244,10 +291,13 @@ class MagicDecProposer(DraftModelProposer):
         # Graphs share their memory, and the log probabilities of a prompt are made of the target's hidden
         # states after the draft.
         graph_mode, num_padded, num_across_dp = self._determine_batch_execution_and_padding(
-            num_tokens, use_cudagraphs=not runner.num_prompt_logprobs
+            # Of the target's graphs of these sizes, vLLM's class would take those without adapters.
+            num_tokens,
+            use_cudagraphs=not runner.num_prompt_logprobs and self._adapters is None,
         )
         # The target's CUDA graphs read their inputs where its runner keeps them.
-        runner.positions[:num_tokens] = positions
+        target_positions = runner.mrope_positions.gpu if self.uses_mrope else runner.positions
+        target_positions[..., :num_tokens] = positions
         inputs: dict[str, torch.Tensor | None]
         if self._takes_embeddings:
             embeddings = runner.inputs_embeds.gpu[:num_padded]
@@ -267,7 +317,7 @@ class MagicDecProposer(DraftModelProposer):
                 slot_mapping=self._pad_slots(num_padded, slots),
             ),
         ):
-            hidden_states = self.model(positions=runner.positions[:num_padded], **inputs)
+            hidden_states = self.model(positions=target_positions[..., :num_padded], **inputs)
         return hidden_states[:num_tokens]
 
     def _pad_slots(self, num_padded: int, slots: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn as nn
 from vllm.config import CUDAGraphMode, VllmConfig
@@ -14,6 +15,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.mm.rope import RopeState
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import AttentionGroup
@@ -33,12 +35,13 @@ from vllm_magicdec.views.base import (
     ViewStep,
     on_device,
 )
+from vllm_magicdec.vllm_api.adapters import Adapters
 from vllm_magicdec.vllm_api.attention_groups import attention_groups_of
 from vllm_magicdec.vllm_api.draft_graphs import DraftGraphs, why_no_draft_graphs
-from vllm_magicdec.vllm_api.embeddings import embed, takes_embeddings
+from vllm_magicdec.vllm_api.embeddings import embed, refuse_more_inputs, takes_embeddings
 from vllm_magicdec.vllm_api.kv_cache import layer_groups
 from vllm_magicdec.vllm_api.kv_transfer import fills_freed_blocks, unseen_by_connector
-from vllm_magicdec.vllm_api.verification_attention import say_if_slow
+from vllm_magicdec.vllm_api.verification_attention import refuse_if_inexact, say_if_slow
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -59,6 +62,9 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         self._req_states = req_states
         self._batch: Batch | None = None
         self._graphs: DraftGraphs | None = None
+        self._adapters: Adapters | None = None
+        self._rope: RopeState | None = None  # of targets with M-RoPE
+        self._rope_offsets = torch.zeros(self.max_num_reqs, dtype=torch.int64, device=device)
         # This runner hands a step's tokens out before it drafts, so they do not say that the drafts' K/V is
         # written, and vLLM would free their blocks.
         self._drafts_are_awaited = device.type == "cuda" and fills_freed_blocks(vllm_config)
@@ -68,6 +74,13 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         """Called when the target has been loaded."""
         super().load_model(target_model)
         self.supports_mm_inputs = False  # drafted tokens are text: no image has to be gathered for them
+        if self.vllm_config.lora_config is not None:
+            self._adapters = Adapters(target_model, self.vllm_config.lora_config)
+
+    def take_adapters(self, ids: np.ndarray) -> None:
+        """See `Adapters.take`; called before each of the target's steps, because only its runner knows."""
+        assert self._adapters is not None
+        self._adapters.take(ids)
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
         """The target itself; no attention layer is added."""
@@ -82,7 +95,10 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         target_attn_groups: Any,
     ) -> None:
         """Called once the KV cache is laid out."""
+        refuse_if_inexact(self.vllm_config, target_attn_groups)
         say_if_slow(self.vllm_config)
+        refuse_more_inputs(self.model, model_state)
+        self._rope = model_state.rope_state
         super().set_attn(
             model_state, kv_cache_config, block_tables, target_input_buffers, target_attn_groups
         )
@@ -154,6 +170,10 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         self._copy_request_inputs(num_reqs, input_batch.idx_mapping, temperature, seeds)
         if num_steps > 0:
             self._batch = self._make_batch(input_batch, num_rejected, last_sampled)
+            if self._rope is not None:
+                # In all channels, drafted tokens are as far from their index as all generated text is.
+                self._rope_offsets.zero_()
+                self._rope_offsets[:num_reqs] = self._rope.prefill_delta.gpu[input_batch.idx_mapping]
             drafted = self._drafter.draft(self._batch, num_steps)
             if not drafted:
                 self._make_drafts_one_hot(num_reqs)
@@ -182,7 +202,11 @@ class MagicDecSpeculator(StandaloneARSpeculator):
     def draft_step(self, tokens: torch.Tensor, step: DraftStep) -> torch.Tensor:
         """See `drafting.drafter.Runner`."""
         self.current_draft_step.fill_(step.index)
-        sampled = self._graphs.replay(tokens, step) if self._graphs is not None else None
+        num_adapters = 0
+        if self._adapters is not None:
+            self._adapters.apply()
+            num_adapters = self._adapters.num_active
+        sampled = self._graphs.replay(tokens, step, num_adapters) if self._graphs is not None else None
         if sampled is None:
             sampled = self.forward_and_sample(tokens, step, self.step_metadata(step))
         return sampled
@@ -231,12 +255,19 @@ class MagicDecSpeculator(StandaloneARSpeculator):
             for_capture=for_capture,
         )
 
+    def select_adapters(self, num_active: int, num_reqs: int) -> None:
+        """See `draft_graphs.Capturable`."""
+        if self._adapters is not None:
+            self._adapters.apply_dummies(num_active, num_reqs)
+
     def forward_and_sample(
         self, tokens: torch.Tensor, step: DraftStep, attn_metadata: Mapping[str, Any]
     ) -> torch.Tensor:
         """See `draft_graphs.Capturable`."""
-        slots = [part.slots for part in step.parts]
-        hidden_states = self._forward(tokens, step.positions, slots, attn_metadata)
+        slots, positions = [part.slots for part in step.parts], step.positions
+        if self._rope is not None:
+            positions = positions + self._rope_offsets[: len(positions)]
+        hidden_states = self._forward(tokens, positions, slots, attn_metadata)
         return self.sample_draft(
             hidden_states,
             step.positions,
@@ -273,7 +304,24 @@ class MagicDecSpeculator(StandaloneARSpeculator):
             positions=positions.flatten(),
         )
         observed = observed_metadata(attn_metadata, layer_names, observer)
-        self._forward(tokens, positions.flatten(), [slots] * self.num_views, observed)
+        if self._adapters is not None:
+            self._adapters.apply(indices, window)
+        positions = positions.flatten() if self._rope is None else self._observed_rope(rows, positions)
+        self._forward(tokens, positions, [slots] * self.num_views, observed)
+
+    def _observed_rope(self, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """M-RoPE positions of some requests' tokens, [num_dims, places.numel()] int64.
+
+        Args:
+            rows: [num_reqs, 1] int64, of the requests in the runner's state.
+            places: [num_reqs, n] int64, of the tokens in their requests.
+        """
+        assert self._rope is not None
+        of_prompts = self._rope.prefill_positions.gpu.unflatten(0, (-1, self._rope.num_dims))
+        known = of_prompts[rows, :, places].long()  # [num_reqs, n, num_dims]
+        generated = (places + self._rope.prefill_delta.gpu[rows]).unsqueeze(-1)
+        is_known = (places < self._req_states.prefill_len.gpu[rows]).unsqueeze(-1)
+        return torch.where(is_known, known, generated).flatten(0, 1).T
 
     def _page_metadata(
         self,
@@ -311,7 +359,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
     def _forward(
         self,
         tokens: torch.Tensor,  # [num_tokens] int32
-        positions: torch.Tensor,  # [num_tokens] int64
+        positions: torch.Tensor,  # [num_tokens] int64, or [num_dims, num_tokens] under M-RoPE
         slots: Sequence[torch.Tensor],  # [num_tokens] int64 each, by group of layers
         attn_metadata: Mapping[str, Any],
     ) -> torch.Tensor:
@@ -320,6 +368,10 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         slot_mapping: dict[str, torch.Tensor] = {}
         for own, group in zip(slots, self._drafter.groups, strict=True):
             slot_mapping |= dict.fromkeys(group.layer_names, own)
+        if self._rope is not None:
+            # Compiled code has the strides of the runner's own buffer.
+            self._rope.positions[:, :num_tokens] = positions
+            positions = self._rope.positions[:, :num_tokens]
         inputs: dict[str, torch.Tensor | None] = {"input_ids": tokens}
         if self._takes_embeddings:
             inputs = {"input_ids": None, "inputs_embeds": embed(self.model, tokens, self.vocab_size)}

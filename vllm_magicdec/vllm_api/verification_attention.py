@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the target's attention backend verifies slowly, said once at start-up.
+"""How the target's attention backend verifies: wrongly (refused) or slowly (said once at start-up).
 
-The plugin does not choose a backend: the one that verifies faster there costs the full CUDA graphs, and
-which weighs more was not measured.
+The plugin does not choose a backend: of FlashAttention 2 and the one that verifies faster there, the latter
+costs the full CUDA graphs, and which weighs more was not measured.
 """
+
+from collections.abc import Sequence
 
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.logger import init_logger
+from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder, QueryLenSupport
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.worker.utils import AttentionGroup
 
-from vllm_magicdec.errors import METHOD
+from vllm_magicdec.errors import METHOD, MagicDecConfigError
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -41,3 +45,31 @@ def say_if_slow(vllm_config: VllmConfig) -> None:
             METHOD,
             scope="global",
         )
+
+
+def refuse_if_inexact(vllm_config: VllmConfig, target_groups: Sequence[Sequence[AttentionGroup]]) -> None:
+    """Refuse backends that verify by lengths which the host does not know yet.
+
+    Some backends for MLA decode one query token per request only and take several for a prompt's, whose
+    lengths they read on the host. Under asynchronous scheduling those are upper bounds.
+
+    Args:
+        vllm_config: the engine's.
+        target_groups: the target's attention groups, with their builders, by KV-cache group.
+
+    Raises:
+        MagicDecConfigError: with the way out.
+    """
+    if not vllm_config.scheduler_config.async_scheduling:
+        return
+    for group in (group for of_cache in target_groups for group in of_cache):
+        builder = group.get_metadata_builder()
+        if (
+            isinstance(builder, MLACommonMetadataBuilder)
+            and builder.query_len_support == QueryLenSupport.SINGLE_ONLY
+        ):
+            raise MagicDecConfigError(
+                f"{METHOD}: attention backend {group.backend.get_name()} verifies several tokens by "
+                "lengths that the host does not know under asynchronous scheduling; use --attention-backend "
+                "FLASHINFER_MLA or TRITON_MLA, or --no-async-scheduling"
+            )
