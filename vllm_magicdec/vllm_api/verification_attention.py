@@ -70,6 +70,6 @@ def refuse_if_inexact(vllm_config: VllmConfig, target_groups: Sequence[Sequence[
         ):
             raise MagicDecConfigError(
                 f"{METHOD}: attention backend {group.backend.get_name()} verifies several tokens by "
-                "lengths that the host does not know under asynchronous scheduling; use --attention-backend "
-                "FLASHINFER_MLA or TRITON_MLA, or --no-async-scheduling"
+                "lengths that the host does not know under asynchronous scheduling; use "
+                "--attention-backend FLASHINFER_MLA or TRITON_MLA, or --no-async-scheduling"
             )
