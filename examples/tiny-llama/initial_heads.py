@@ -14,7 +14,7 @@ it does after half a million. Training changes every weight afterwards.
 import math
 
 import torch
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, MinistralForCausalLM
 
 EMBEDDING_STD = 0.05
 CONSTANT = 0.15  # one embedding coordinate is the same for every token: a bias for Llama, which has none
@@ -28,7 +28,7 @@ COPY_GAIN = {0: 0.05, 1: 0.03, 2: 0.03}
 MATCHES = {1: ((0, 1), (1, 2)), 2: ((1, 2), (3, 4))}
 
 
-def plant_heads(model: LlamaForCausalLM, seed: int) -> None:
+def plant_heads(model: LlamaForCausalLM | MinistralForCausalLM, seed: int) -> None:
     """Overwrite the embedding and the attention of layers 0 to 2, as far as there are so many, in place.
 
     Expects four query heads on two key/value heads, so that heads 0, 1 and heads 2, 3 share values.

@@ -24,7 +24,13 @@ import transformers
 from initial_heads import plant_heads
 from recall import draw_facts, is_answered, make_episode
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MinistralConfig,
+    MinistralForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 VOCAB_SIZE = 2048
 MAX_POSITION = 32_768
@@ -197,31 +203,38 @@ def random_positions(rng: random.Random, length: int) -> list[int]:
     return positions
 
 
-def make_model(num_layers: int, hidden_size: int) -> LlamaForCausalLM:
-    """A Llama with grouped-query attention; 4.7 million parameters with 6 layers of 256."""
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCAB_SIZE,
-            hidden_size=hidden_size,
-            intermediate_size=hidden_size * 5 // 2,
-            num_hidden_layers=num_layers,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=64,
-            max_position_embeddings=MAX_POSITION,
-            rope_theta=10_000_000.0,
-            tie_word_embeddings=True,
-            bos_token_id=0,
-            eos_token_id=1,
-            pad_token_id=1,
-            attn_implementation="sdpa",
-        )
+Model = LlamaForCausalLM | MinistralForCausalLM
+
+
+def make_model(num_layers: int, hidden_size: int, window: int | None = None) -> Model:
+    """A Llama with grouped-query attention; 4.7 million parameters with 6 layers of 256.
+
+    With a window every second layer, the first among them, sees so many latest tokens only (Ministral is a
+    Llama otherwise).
+    """
+    shape = dict(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=hidden_size,
+        intermediate_size=hidden_size * 5 // 2,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=MAX_POSITION,
+        rope_theta=10_000_000.0,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=1,
+        attn_implementation="sdpa",
     )
+    if window is None:
+        return LlamaForCausalLM(LlamaConfig(**shape))
+    kinds = [("sliding_attention", "full_attention")[layer % 2] for layer in range(num_layers)]
+    return MinistralForCausalLM(MinistralConfig(**shape, sliding_window=window, layer_types=kinds))
 
 
-def sequence_loss(
-    model: LlamaForCausalLM, tokens: torch.Tensor, weights: torch.Tensor, positions: torch.Tensor
-):
+def sequence_loss(model: Model, tokens: torch.Tensor, weights: torch.Tensor, positions: torch.Tensor):
     """Weighted mean cross-entropy. `tokens`, `weights` [batch, length + 1]; `positions` [batch, length]."""
     inputs = tokens[:, :-1]
     # Without a mask, transformers takes a jump in positions for the start of another sequence.
@@ -237,7 +250,7 @@ def sequence_loss(
 
 
 @torch.no_grad()
-def validation_loss(model: LlamaForCausalLM, corpus: Corpus, documents: list[list[str]]) -> float:
+def validation_loss(model: Model, corpus: Corpus, documents: list[list[str]]) -> float:
     """Mean cross-entropy per token over held-out modules, windows of 1,024 tokens, no recall tasks."""
     total, count = 0.0, 0
     for lines in documents:
@@ -253,7 +266,7 @@ def validation_loss(model: LlamaForCausalLM, corpus: Corpus, documents: list[lis
 
 @torch.no_grad()
 def recall_accuracy(
-    model: LlamaForCausalLM, corpus: Corpus, lines: list[str], distance: int, count: int, seed: int
+    model: Model, corpus: Corpus, lines: list[str], distance: int, count: int, seed: int
 ) -> float:
     """Share of held-out questions whose four digits greedy decoding gets right."""
     rng = random.Random(seed)
@@ -270,7 +283,7 @@ def recall_accuracy(
     return right / count
 
 
-def export(model: LlamaForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
+def export(model: Model, tokenizer: Tokenizer, out: Path) -> None:
     """Write the model in bfloat16 with its tokenizer and chat template."""
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -282,12 +295,15 @@ def export(model: LlamaForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
         clean_up_tokenization_spaces=False,
     )
     wrapped.chat_template = CHAT_TEMPLATE
-    copy = LlamaForCausalLM(model.config)
+    copy = type(model)(model.config)
     copy.load_state_dict(model.state_dict())
     copy.tie_weights()
     with tempfile.TemporaryDirectory(dir=out) as directory:
         wrapped.save_pretrained(directory)
         copy.to(torch.bfloat16).save_pretrained(directory)
+        config = Path(directory) / "config.json"
+        # vLLM has no class by Ministral's name; its Llama knows layers with a window.
+        config.write_text(config.read_text().replace("MinistralForCausalLM", "LlamaForCausalLM"))
         for file in Path(directory).iterdir():  # readers never see half a file
             file.replace(out / file.name)
 
@@ -301,6 +317,7 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=6e-4)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--hidden", type=int, default=256, help="hidden size")
+    parser.add_argument("--window", type=int, help="tokens that every second layer sees; default: all")
     parser.add_argument(
         "--tokenizer", type=Path, help="a model's folder: take its tokenizer, so as to draft for that model"
     )
@@ -315,7 +332,7 @@ def main() -> None:
         tokenizer = Tokenizer.from_file(str(args.tokenizer / "tokenizer.json"))
     corpus = Corpus(training, tokenizer)
     held_out_lines = [line for lines in held_out for line in lines]
-    model = make_model(args.layers, args.hidden)
+    model = make_model(args.layers, args.hidden, args.window)
     plant_heads(model, args.seed)
     print(
         f"{sum(p.numel() for p in model.parameters()):,} parameters; {sum(corpus._sizes):,} tokens of text"
@@ -329,7 +346,7 @@ def main() -> None:
         betas=(0.9, 0.95),
         fused=True,
     )
-    shape = {"layers": args.layers, "hidden": args.hidden}
+    shape = {"layers": args.layers, "hidden": args.hidden, "window": args.window}
     log: dict = {"seed": args.seed, "minutes": args.minutes, **shape, "stages": [], "loss": []}
     args.out.mkdir(parents=True, exist_ok=True)
     started, step, seen = time.time(), 0, 0
