@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One round of drafts: `drafter.py` is the loop view -> forward -> sample, and what happens when it fails.
-`sizing.py` is what it needs of an engine: the facts that views are made for, CUDA graphs' sizes, memory.
+`layer_groups.py` says which layers draft over one view, `sizing.py` what the loop needs of an
+engine: the facts that views are made for, CUDA graphs' sizes, memory.
 
 It knows neither vLLM's model runners (they are given to it as a `Runner`) nor how many drafts are wise.
 Change it when a round gets another stage.

@@ -3,6 +3,7 @@
 
 `base.py` holds what all views share: the batch, the step, the slots written to. `pages.py` makes views of
 whole pages, `layer_pages.py` of every layer's own, `tokens.py` of slots per layer and KV head;
-`selections.py` keeps what was chosen for the last two. `kernels.py` is the same by one kernel each, for a
+`selections.py` keeps what was chosen for the last two. `windows.py` makes those of layers that do not see
+the whole context, for which nobody chooses. `kernels.py` is the same by one kernel each, for a
 GPU. Change one when the draft is to see something else than now, not for another way to choose it.
 """

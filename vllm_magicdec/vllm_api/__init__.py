@@ -5,7 +5,8 @@
 plugin's source and `vllm_source.py` in vLLM's. `options.py` extends the command line, `engine_config.py`
 refuses what only the whole engine shows and says what has no CUDA graph. `runner_v1.py` and
 `runner_v2.py` put the draft loop into vLLM's model runners, `draft_graphs.py` into CUDA graphs.
-`kv_cache.py` says which cache a view can read, `kv_transfer.py` keeps drafts from KV connectors,
-`verification_attention.py` says where verifying is slow, and `cpu_sampling.py` mends vLLM's rejection
-sampler on a CPU.
+`kv_cache.py` reads how vLLM laid out the cache and leaves memory beside it, `attention_groups.py` has
+vLLM's metadata builders for a view, `adapters.py` is LoRA, `embeddings.py` multimodal targets.
+`kv_transfer.py` keeps drafts from KV connectors, `verification_attention.py` says where verifying is wrong
+or slow, and `cpu_sampling.py` mends vLLM's rejection sampler on a CPU.
 """
