@@ -280,6 +280,8 @@ def test_configurations_that_cannot_be_read(change, sentence):
         ({}, 0, 0),
         (dict(sliding_window=4096), 32, 4096),  # Mistral's first
         (dict(sliding_window=4096, use_sliding_window=False), 0, 0),  # Qwen2
+        (dict(sliding_window=4096, use_sliding_window=True, max_window_layers=28), 4, 4096),
+        (dict(attention_chunk_size=8192, model_type="llama4_text"), 24, 8192),
         (dict(sliding_window=1024, model_type="gemma3_text"), 27, 1024),
         (dict(sliding_window=4096, model_type="gemma2"), 16, 4096),
         (dict(sliding_window=4096, sliding_window_pattern=4, model_type="cohere2"), 24, 4096),

@@ -7,7 +7,10 @@ from types import SimpleNamespace
 
 import engines
 import pytest
+import torch
 from vllm.config import CUDAGraphMode
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec
 
 from vllm_magicdec.vllm_api import runner_v2
 from vllm_magicdec.vllm_api.runner_v2 import MagicDecSpeculator
@@ -21,16 +24,36 @@ def test_a_graph_serves_every_step_of_no_more_requests_than_it_was_captured_for(
     assert ended.returncode == 0, ended.stderr
 
 
-def warnings_of(monkeypatch, mode: CUDAGraphMode, backend: str, enforce_eager: bool = False) -> list[str]:
-    """What is logged when vLLM tells a speculator on a GPU what the target's attention supports."""
+FULL = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
+CHUNKS = ChunkedLocalAttentionSpec(
+    block_size=16, num_kv_heads=1, head_size=64, dtype=torch.bfloat16, attention_chunk_size=8192
+)
+
+
+def warnings_of(
+    monkeypatch, mode: CUDAGraphMode, backend: str, enforce_eager: bool = False, spec=FULL
+) -> list[str]:
+    """What is logged when vLLM tells a speculator on a GPU what the target's attention supports.
+
+    One group of layers has all graphs; the other is of `backend` over a cache like `spec`.
+    """
     logged: list[str] = []
     monkeypatch.setattr(runner_v2.logger, "warning_once", lambda line, *args: logged.append(line % args))
     monkeypatch.setattr(runner_v2, "DraftGraphs", lambda *args: None)
     speculator = MagicDecSpeculator.__new__(MagicDecSpeculator)
     speculator.device = SimpleNamespace(type="cuda")
     speculator.vllm_config = SimpleNamespace(model_config=SimpleNamespace(enforce_eager=enforce_eager))
-    group = SimpleNamespace(backend=SimpleNamespace(get_name=lambda: backend))
-    speculator.target_attn_groups = [[group]]
+    groups = []
+    for name, support in (("FLASH_ATTN", AttentionCGSupport.ALWAYS), (backend, AttentionCGSupport.NEVER)):
+        builder = SimpleNamespace(get_cudagraph_support=lambda config, spec, support=support: support)
+        groups.append(
+            SimpleNamespace(
+                backend=SimpleNamespace(get_name=lambda name=name: name),
+                kv_cache_spec=spec,
+                get_metadata_builder=lambda builder=builder: builder,
+            )
+        )
+    speculator.target_attn_groups = [[group] for group in groups]
     speculator._drafter = SimpleNamespace(common_lens=(None,))
     speculator.init_cudagraph_manager(mode)
     return logged
@@ -44,6 +67,10 @@ def test_a_backend_that_leaves_draft_steps_without_graphs_is_named_with_the_way_
     assert "--attention-backend FLASH_ATTN" in line and "flashinfer-cubin" in line
     (line,) = warnings_of(monkeypatch, mode, "TRITON_ATTN")
     assert "TRITON_ATTN" in line and "flashinfer-cubin" not in line
+    (line,) = warnings_of(monkeypatch, mode, "CUTLASS_MLA")
+    assert "CUTLASS_MLA" in line and "FLASH_ATTN_MLA on Hopper" in line
+    (line,) = warnings_of(monkeypatch, mode, "FLASH_ATTN", spec=CHUNKS)
+    assert "local chunks" in line and "--attention-backend" not in line
 
 
 def test_where_draft_steps_have_graphs_or_none_were_wanted_nothing_is_said(monkeypatch):

@@ -64,9 +64,13 @@ class _AdaptiveSpeculation(Scheduler):
         self._drafts_come_late = on_gpu and self.vllm_config.use_v2_model_runner
         self._in_flight: dict[int, _InFlight] = {}  # by id() of their SchedulerOutput
         self._lessons: list[Callable[[], None]] = []  # to be learnt while the workers compute
-        # CUDA graphs of verifications are for one number of drafts.
+        # CUDA graphs of verifications are for one number of drafts. MLA's kernels want as many queries of
+        # each request, and take others for prompts', whose lengths the host does not know exactly.
         graphs = self.vllm_config.compilation_config.cudagraph_mode
-        self._lengths_differ = spec.adaptive and graphs.decode_mode() != CUDAGraphMode.FULL
+        has_graphs = graphs.decode_mode() == CUDAGraphMode.FULL
+        self._lengths_differ = (
+            spec.adaptive and not has_graphs and not self.vllm_config.model_config.use_mla
+        )
         self._request_lengths = RequestLengths()
         self._num_scheduled = 0
         self._is_whole = True

@@ -64,7 +64,18 @@ def draft_metadata(
 
 
 def observed_metadata(
-    own: Mapping[str, Any], layer_names: Sequence[str], observer: LayerObserver
+    own: Mapping[str, Any],
+    layer_names: Sequence[str],
+    switched: Sequence[str],
+    observer: LayerObserver,
 ) -> dict[str, Any]:
-    """vLLM's metadata by layer, with an observer of some of them."""
-    return {**own, **{name: ObservedMetadata(own[name], observer) for name in layer_names}}
+    """vLLM's metadata by layer, with an observer of some of them.
+
+    Args:
+        own: vLLM's.
+        layer_names: whom to observe.
+        switched: all layers with a switch, which would take the others' metadata for the target's.
+        observer: gets the queries.
+    """
+    metadata = {**own, **{name: DraftMetadata(own[name]) for name in switched}}
+    return metadata | {name: ObservedMetadata(own[name], observer) for name in layer_names}

@@ -28,6 +28,7 @@ from vllm_magicdec.drafting.sizing import make_views, max_graph_reqs
 from vllm_magicdec.errors import METHOD
 from vllm_magicdec.policies import find_policy
 from vllm_magicdec.views.base import Batch, DraftStep, View, Views
+from vllm_magicdec.views.layer_pages import LayerPageViews
 from vllm_magicdec.views.windows import Reach
 
 logger = init_logger(f"vllm.{__name__}")
@@ -117,7 +118,7 @@ class Drafter:
 
     def _log(self, vllm_config: VllmConfig) -> None:
         policy = find_policy(self._spec.draft_kv_policy)
-        limits = self._spec.limits(vllm_config, vllm_config.cache_config.block_size)
+        limits = self._spec.limits(vllm_config, self.groups[0].cache.block_size)
         granularity = policy.granularity(self._spec, limits.device_type)
         budgets = [policy.parse_budget(self._spec, limits, budget) for budget in self._spec.budgets]
         near = Counter[Reach]()
@@ -126,7 +127,10 @@ class Drafter:
             memory.update(views.memory_bytes)
             if group.reach is not None:
                 near[group.reach] += len(group.layer_names)
-        layers = " and ".join(f"{number} layers have {reach}" for reach, number in near.items())
+        near_layers = "".join(
+            f"; of {reach}, in {number} layers, no more than that in whole pages"
+            for reach, number in near.items()
+        )
         extra = ", ".join(f"{n / 2**20:.1f} MiB for {what}" for what, n in memory.items() if n)
         logger.info_once(
             "%s drafts %s%d tokens a round with policy %s%s; each draft step reads at most %s of a "
@@ -137,9 +141,25 @@ class Drafter:
             self._spec.draft_kv_policy,
             f" by {granularity}" if granularity else "",
             " or ".join(map(str, budgets)),
-            f" ({layers}: of these it reads no more)" if layers else "",
+            near_layers,
             f"; {extra}" if extra else "",
         )
+        if all(group.reach is not None for group in self.groups):
+            logger.warning_once(
+                "%s: no layer of this model sees the whole context, so a policy has nothing to choose: the "
+                "draft reads the latest tokens within the budget.",
+                METHOD,
+            )
+
+    @property
+    def switched_layers(self) -> Sequence[str]:
+        """Layers whose queries and attention a policy may have taken over (`install_switches`)."""
+        return [name for group in self.groups if group.reach is None for name in group.layer_names]
+
+    @property
+    def has_layer_pages(self) -> bool:
+        """Whether some layers have block tables of their own."""
+        return any(isinstance(views, LayerPageViews) for views in self._views)
 
     @property
     def common_lens(self) -> Sequence[int | None]:

@@ -66,7 +66,7 @@ def find_layer_groups(
     """
     layers: dict[tuple[int, AttentionSpec, Reach | None], list[str]] = {}
     for index, group in enumerate(kv_cache_groups):
-        for name in group.layer_names:
+        for name in dict.fromkeys(group.layer_names):  # vLLM may have added layers that share a cache twice
             spec = group.kv_cache_spec
             if isinstance(spec, UniformTypeKVCacheSpecs):
                 spec = spec.kv_cache_specs[name]

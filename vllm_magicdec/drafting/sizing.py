@@ -5,6 +5,7 @@ vLLM gives the KV cache what is left of the device's memory when it has run the 
 made after that, so what they take has to be known before.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from vllm_magicdec.attention.plans import CommonLengthPlans
 from vllm_magicdec.attention.switch import flashinfer_refusal
 from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.drafting.layer_groups import LayerGroup
+from vllm_magicdec.errors import METHOD, MagicDecConfigError
 from vllm_magicdec.policies import find_policy
 from vllm_magicdec.policies.base import Engine, Observe, SwitchAttention
 from vllm_magicdec.views.base import Views
@@ -95,7 +97,10 @@ def make_views(
             device=device,
         )
     policy = find_policy(spec.draft_kv_policy)
-    budgets = [policy.parse_budget(spec, engine.limits, budget) for budget in spec.budgets]
+    try:
+        budgets = [policy.parse_budget(spec, engine.limits, budget) for budget in spec.budgets]
+    except ValueError as error:  # vLLM may have made pages larger than the front end knew
+        raise MagicDecConfigError(f"{METHOD}: {error}") from None
     return policy.make_views(spec, engine, budgets)
 
 
@@ -105,6 +110,10 @@ class Memory:
 
     fixed: int
     per_block: int  # of the KV cache, in all layers
+
+    def scaled(self, factor: float) -> "Memory":
+        """So many times as much."""
+        return Memory(math.ceil(self.fixed * factor), math.ceil(self.per_block * factor))
 
     def leave(self, available: int, block_bytes: int) -> int:
         """What the KV cache may have of `available` bytes; `block_bytes`: a block in all layers."""

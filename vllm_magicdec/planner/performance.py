@@ -169,7 +169,7 @@ def _is_tied(config: Mapping[str, Any]) -> bool:
 
 
 # Families whose configurations say by number which layers see the whole context: every so many.
-_FULL_ATTENTION_EVERY = {"gemma2": 2, "gemma3_text": 6, "gemma3": 6, "cohere2": 4}
+_FULL_ATTENTION_EVERY = {"gemma2": 2, "gemma3_text": 6, "gemma3": 6, "cohere2": 4, "llama4_text": 4}
 
 
 def _windows(config: Mapping[str, Any]) -> dict[str, int]:
@@ -182,8 +182,10 @@ def _windows(config: Mapping[str, Any]) -> dict[str, int]:
     every = _first(config, "sliding_window_pattern") or usual
     if types := config.get("layer_types"):
         near = sum(kind != "full_attention" for kind in types)
+    elif every:
+        near = layers - layers // every
     else:
-        near = layers - layers // every if every else layers
+        near = layers - config.get("max_window_layers", 0)  # Qwen2's first ones see everything
     return {"num_window_layers": near, "window": tokens}
 
 

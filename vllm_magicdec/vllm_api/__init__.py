@@ -6,7 +6,8 @@ plugin's source and `vllm_source.py` in vLLM's. `options.py` extends the command
 refuses what only the whole engine shows and says what has no CUDA graph. `runner_v1.py` and
 `runner_v2.py` put the draft loop into vLLM's model runners, `draft_graphs.py` into CUDA graphs.
 `kv_cache.py` reads how vLLM laid out the cache and leaves memory beside it, `attention_groups.py` has
-vLLM's metadata builders for a view, `adapters.py` is LoRA, `embeddings.py` multimodal targets.
+vLLM's metadata builders for a view, `adapters.py` is LoRA, `embeddings.py` and `rope.py` are for
+multimodal targets.
 `kv_transfer.py` keeps drafts from KV connectors, `verification_attention.py` says where verifying is wrong
 or slow, and `cpu_sampling.py` mends vLLM's rejection sampler on a CPU.
 """

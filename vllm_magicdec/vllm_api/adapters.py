@@ -2,7 +2,8 @@
 """LoRA: a request drafts with its own adapter.
 
 vLLM maps tokens to adapters before every step of the target, and again if the next step's tokens differ, so
-a draft leaves nothing to put back. The adapters of a batch are loaded: the target's step has used them.
+a draft leaves nothing to put back. The adapters of a batch are loaded: the target's step has used them. On
+a GPU a new mapping makes vLLM wait for the device, so that a round with adapters waits twice.
 """
 
 from collections.abc import Sequence
@@ -56,10 +57,14 @@ class Adapters:
             num_active: as vLLM counts what a graph is for: adapters, and one more if it has tokens without.
             num_reqs: of the graph.
         """
-        for lora_id in range(1, self._max_loras + 1 if num_active else 1):
+        num_adapters = min(num_active, self._max_loras)
+        for lora_id in range(1, num_adapters + 1):
             self._manager.activate_adapter(lora_id)
-        first = 1 if 0 < num_active <= self._max_loras else 0
-        self._map(first + np.arange(num_reqs) % max(1, num_active), 1)
+        ids = 1 + np.arange(num_reqs) % num_adapters if num_adapters else np.zeros(num_reqs, dtype=np.int64)
+        # Without any adapter vLLM's kernels would not be in the graph at all.
+        if num_adapters < num_active <= num_reqs:
+            ids[-1] = 0
+        self._map(ids, 1)
 
     def _map(self, ids: np.ndarray, num_tokens: int) -> None:
         # As vLLM calls it for every step: of decodes too.

@@ -8,6 +8,7 @@ from vllm.config import VllmConfig
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_magicdec.drafting.layer_groups import LayerGroup
+from vllm_magicdec.errors import METHOD, MagicDecConfigError
 from vllm_magicdec.views.windows import LocalChunk
 
 
@@ -39,6 +40,39 @@ def attention_groups_of(
         elif names:
             found.append(_with_own_builder(group, target_group, names, vllm_config, device))
     return found
+
+
+def refuse_split_pages(attention_groups: Sequence[Sequence[AttentionGroup]]) -> None:
+    """Refuse block tables of every layer's own where a backend counts in smaller blocks than vLLM.
+
+    vLLM maps a group's block table to them in one place for all of its layers.
+
+    Args:
+        attention_groups: by group of layers.
+
+    Raises:
+        MagicDecConfigError: with the way out.
+    """
+    for group in (group for of_layers in attention_groups for group in of_layers):
+        if group.kernel_block_size is not None:
+            raise MagicDecConfigError(
+                f"{METHOD}: this draft_kv_policy chooses whole pages per layer, and attention backend "
+                f"{group.backend.get_name()} splits pages of {group.kv_cache_spec.block_size} tokens into "
+                f"{group.kernel_block_size}; use --block-size {group.kernel_block_size}, "
+                "draft_kv_granularity='token', or draft_kv_policy='streamingllm'"
+            )
+
+
+def find_weakest_graphs(
+    attention_groups: Sequence[Sequence[AttentionGroup]], vllm_config: VllmConfig
+) -> AttentionGroup:
+    """The one that has the fewest CUDA graphs; all groups have those that it has."""
+
+    def support(group: AttentionGroup) -> int:
+        builder = group.get_metadata_builder()
+        return builder.get_cudagraph_support(vllm_config, group.kv_cache_spec).value
+
+    return min((group for of_cache in attention_groups for group in of_cache), key=support)
 
 
 def _with_own_builder(

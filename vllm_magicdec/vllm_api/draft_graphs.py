@@ -8,22 +8,27 @@ from typing import Any, Protocol
 
 import torch
 from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 from vllm.v1.worker.gpu.lora_utils import get_lora_capture_cases
+from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_magicdec.drafting.sizing import draft_graph_sizes
 from vllm_magicdec.views.base import PAD_SLOT, DraftStep, TokenView, View, ViewStep
 
 
-def why_no_draft_graphs(cudagraph_mode: CUDAGraphMode, backend_name: str) -> str | None:
+def why_no_draft_graphs(cudagraph_mode: CUDAGraphMode, weakest: AttentionGroup) -> str | None:
     """Why draft steps have no CUDA graphs, with the way out, or None if they have.
 
     Args:
         cudagraph_mode: what the target's attention supports of what was asked for.
-        backend_name: of that attention.
+        weakest: of its groups, that with the fewest graphs.
     """
     if cudagraph_mode.decode_mode() == CUDAGraphMode.FULL:
         return None
+    if isinstance(weakest.kv_cache_spec, ChunkedLocalAttentionSpec):
+        return "vLLM captures no full graphs of layers with local chunks (Llama 4)"
+    backend_name = weakest.backend.get_name()
     if "MLA" in backend_name:
         better = "FLASH_ATTN_MLA on Hopper, FLASHINFER_MLA on Blackwell, or TRITON_MLA"
     else:

@@ -50,6 +50,9 @@ def leave_memory_for_drafting(
         return available
     groups = get_kv_cache_groups(vllm_config, dict(kv_cache_specs))
     memory = memory_of_drafting(vllm_config, find_layer_groups(groups, reaches_of(kv_cache_specs)))
+    # Layers that read another's cache have views of their own and no cache.
+    num_layers = vllm_config.model_config.get_num_layers(vllm_config.parallel_config)
+    memory = memory.scaled(max(1.0, num_layers / max(1, len(kv_cache_specs))))
     left = memory.leave(available, max(map(_block_bytes, groups), default=0))
     logger.info_once(
         "%s: of %s GiB, %s GiB are for what drafting keeps and %s GiB for the KV cache.",

@@ -24,10 +24,11 @@ from vllm_magicdec.drafting.drafter import Drafter
 from vllm_magicdec.views.base import PAD_SLOT, Batch, DraftStep, PageView, ViewStep, on_device
 from vllm_magicdec.vllm_api import cpu_sampling
 from vllm_magicdec.vllm_api.adapters import Adapters
-from vllm_magicdec.vllm_api.attention_groups import attention_groups_of
+from vllm_magicdec.vllm_api.attention_groups import attention_groups_of, refuse_split_pages
 from vllm_magicdec.vllm_api.embeddings import embed, refuse_more_inputs, takes_embeddings
 from vllm_magicdec.vllm_api.kv_cache import layer_groups
 from vllm_magicdec.vllm_api.kv_transfer import unseen_by_connector
+from vllm_magicdec.vllm_api.rope import positions_on_host
 from vllm_magicdec.vllm_api.verification_attention import refuse_if_inexact, say_if_slow
 
 
@@ -102,6 +103,8 @@ class MagicDecProposer(DraftModelProposer):
         refuse_if_inexact(self.vllm_config, self._runner.attn_groups)
         say_if_slow(self.vllm_config)
         groups = layer_groups(self.vllm_config, kv_cache_config)
+        # vLLM lays the KV cache out twice when it measures memory first: what the first drafter holds goes.
+        self._drafter, self._attention_groups, self.draft_attn_groups = None, [], []
         # vLLM's class makes one builder for all layers of a backend, whatever their windows and caches.
         self._attention_groups = [
             attention_groups_of(
@@ -117,9 +120,9 @@ class MagicDecProposer(DraftModelProposer):
         self.draft_attn_groups = [made for of_group in self._attention_groups for made in of_group]
         num_groups, num_tokens = len(groups), self._slot_mapping_buffer.shape[0]
         self._slots = self._slot_mapping_buffer.new_full((num_groups, num_tokens), PAD_SLOT)
-        # vLLM lays the KV cache out twice when it measures memory first: what the first drafter holds goes.
-        self._drafter = None
         self._drafter = Drafter(self, self.vllm_config, groups, kv_cache_config, self.device)
+        if self._drafter.has_layer_pages:
+            refuse_split_pages(self._attention_groups)
 
     def dummy_run(self, *args: Any, **kwargs: Any) -> None:
         """Nothing to warm up or capture: the target's own dummy run has done this model's."""
@@ -158,6 +161,8 @@ class MagicDecProposer(DraftModelProposer):
             num_actual_tokens=num_reqs,
             max_query_len=1,
             seq_lens_cpu_upper_bound=None,
+            mm_req_doc_ranges=None,
+            rswa_prefix_lens=None,
             is_prefilling=None,
             _num_computed_tokens_cache=None,
             _token_to_req_indices_cache=None,
@@ -255,29 +260,17 @@ class MagicDecProposer(DraftModelProposer):
                 attn_metadata |= dict.fromkeys(attention_group.layer_names, built)
         if self._adapters is not None:
             self._adapters.apply(indices, window)
+        if self.uses_mrope:
+            requests = [self._runner.requests[self._batch.req_ids[index]] for index in indices]
+            query_positions = positions_on_host(requests, places).to(self.device)
+        else:
+            query_positions = on_device(positions, self.device)
         self._forward(
             on_device(tokens, self.device),
-            self._observed_rope(indices, places) if self.uses_mrope else on_device(positions, self.device),
+            query_positions,
             [slots] * len(self._drafter.groups),
-            observed_metadata(attn_metadata, layer_names, observer),
+            observed_metadata(attn_metadata, layer_names, self._drafter.switched_layers, observer),
         )
-
-    def _observed_rope(self, indices: Sequence[int], places: np.ndarray) -> torch.Tensor:
-        """M-RoPE positions of some requests' tokens, [num_dims, places.size] int64.
-
-        Args:
-            indices: [num_reqs], of the requests in the batch.
-            places: [num_reqs, n] int, of the tokens in their requests.
-        """
-        assert self._batch is not None
-        parts = []
-        for index, of_request in zip(indices, places, strict=True):
-            request = self._runner.requests[self._batch.req_ids[index]]
-            num_known = request.mrope_positions.shape[1]  # the prompt's
-            known = request.mrope_positions[:, of_request[of_request < num_known]]
-            generated = torch.from_numpy(of_request[of_request >= num_known]) + request.mrope_position_delta
-            parts.append(torch.cat([known, generated.expand(len(known), -1)], dim=1))
-        return torch.cat(parts, dim=1).to(self.device)
 
     def _forward(
         self,

@@ -36,11 +36,16 @@ from vllm_magicdec.views.base import (
     on_device,
 )
 from vllm_magicdec.vllm_api.adapters import Adapters
-from vllm_magicdec.vllm_api.attention_groups import attention_groups_of
+from vllm_magicdec.vllm_api.attention_groups import (
+    attention_groups_of,
+    find_weakest_graphs,
+    refuse_split_pages,
+)
 from vllm_magicdec.vllm_api.draft_graphs import DraftGraphs, why_no_draft_graphs
 from vllm_magicdec.vllm_api.embeddings import embed, refuse_more_inputs, takes_embeddings
 from vllm_magicdec.vllm_api.kv_cache import layer_groups
 from vllm_magicdec.vllm_api.kv_transfer import fills_freed_blocks, unseen_by_connector
+from vllm_magicdec.vllm_api.rope import positions_on_device
 from vllm_magicdec.vllm_api.verification_attention import refuse_if_inexact, say_if_slow
 
 logger = init_logger(f"vllm.{__name__}")
@@ -103,6 +108,10 @@ class MagicDecSpeculator(StandaloneARSpeculator):
             model_state, kv_cache_config, block_tables, target_input_buffers, target_attn_groups
         )
         groups = layer_groups(self.vllm_config, kv_cache_config)
+        # vLLM lays the KV cache out twice when it measures memory first: what the first drafter holds goes.
+        self._attention_groups: list[list[AttentionGroup]] = []
+        if hasattr(self, "_drafter"):
+            del self._drafter
         self._attention_groups = [
             attention_groups_of(
                 group, target_attn_groups, self.vllm_config, self.device, share_builders=True
@@ -110,6 +119,8 @@ class MagicDecSpeculator(StandaloneARSpeculator):
             for group in groups
         ]
         self._drafter = Drafter(self, self.vllm_config, groups, kv_cache_config, self.device)
+        if self._drafter.has_layer_pages:
+            refuse_split_pages(self._attention_groups)
         self._query_start_loc_cpu = torch.arange(self.max_num_reqs + 1, dtype=torch.int32)
         if self._drafts_are_awaited:
             logger.info_once(
@@ -121,8 +132,8 @@ class MagicDecSpeculator(StandaloneARSpeculator):
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         """Called after `set_attn` with what the target's attention supports."""
         if self.device.type == "cuda" and not self.vllm_config.model_config.enforce_eager:
-            backend = self.target_attn_groups[0][0].backend.get_name()
-            reason = why_no_draft_graphs(cudagraph_mode, backend)
+            weakest = find_weakest_graphs(self.target_attn_groups, self.vllm_config)
+            reason = why_no_draft_graphs(cudagraph_mode, weakest)
             if reason is not None:
                 logger.warning_once("%s: draft steps run without CUDA graphs, slower: %s.", METHOD, reason)
         self._graphs = DraftGraphs(
@@ -303,25 +314,15 @@ class MagicDecSpeculator(StandaloneARSpeculator):
             slots=slots,
             positions=positions.flatten(),
         )
-        observed = observed_metadata(attn_metadata, layer_names, observer)
+        observed = observed_metadata(attn_metadata, layer_names, self._drafter.switched_layers, observer)
         if self._adapters is not None:
             self._adapters.apply(indices, window)
-        positions = positions.flatten() if self._rope is None else self._observed_rope(rows, positions)
+        if self._rope is None:
+            positions = positions.flatten()
+        else:
+            prompt_lens = self._req_states.prefill_len.gpu[rows]
+            positions = positions_on_device(self._rope, rows, positions, prompt_lens)
         self._forward(tokens, positions, [slots] * self.num_views, observed)
-
-    def _observed_rope(self, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """M-RoPE positions of some requests' tokens, [num_dims, places.numel()] int64.
-
-        Args:
-            rows: [num_reqs, 1] int64, of the requests in the runner's state.
-            places: [num_reqs, n] int64, of the tokens in their requests.
-        """
-        assert self._rope is not None
-        of_prompts = self._rope.prefill_positions.gpu.unflatten(0, (-1, self._rope.num_dims))
-        known = of_prompts[rows, :, places].long()  # [num_reqs, n, num_dims]
-        generated = (places + self._rope.prefill_delta.gpu[rows]).unsqueeze(-1)
-        is_known = (places < self._req_states.prefill_len.gpu[rows]).unsqueeze(-1)
-        return torch.where(is_known, known, generated).flatten(0, 1).T
 
     def _page_metadata(
         self,

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which LoRA adapter a drafting pass applies to which token; tests/engine/ drafts with real ones."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from vllm_magicdec.vllm_api.adapters import Adapters, know_adapters
+
+
+class Manager:
+    """Of vLLM's, what an `Adapters` calls."""
+
+    def __init__(self):
+        self.mappings, self.active = [], []
+
+    def activate_adapter(self, lora_id):
+        self.active.append(lora_id)
+
+    def set_adapter_mapping(self, mapping):
+        self.mappings.append((mapping.index_mapping, mapping.prompt_mapping))
+
+
+@pytest.fixture
+def manager():
+    return Manager()
+
+
+@pytest.fixture
+def adapters(manager):
+    return Adapters(SimpleNamespace(lora_manager=manager), SimpleNamespace(max_loras=2))
+
+
+def test_every_request_has_its_own(adapters, manager):
+    adapters.take(np.array([0, 7, 7, 3], dtype=np.int32))
+    assert adapters.num_active == 3  # none counts beside others
+    adapters.apply()
+    adapters.apply([1, 3], num_tokens=2)
+    assert manager.mappings == [((0, 7, 7, 3), (0, 7, 7, 3)), ((7, 7, 3, 3), (7, 3))]
+    adapters.take(np.zeros(2, dtype=np.int32))
+    assert adapters.num_active == 0
+    assert manager.active == []
+
+
+@pytest.mark.parametrize(
+    ("num_active", "num_reqs", "ids"),
+    [
+        (0, 3, (0, 0, 0)),
+        (1, 3, (1, 1, 1)),
+        (2, 3, (1, 2, 1)),
+        (3, 4, (1, 2, 1, 0)),  # two adapters, and tokens without
+        (3, 1, (1,)),  # with none vLLM would leave its kernels out of the graph
+    ],
+)
+def test_a_graph_is_captured_with_as_many_as_it_is_for(adapters, manager, num_active, num_reqs, ids):
+    adapters.apply_dummies(num_active, num_reqs)
+    assert manager.mappings == [(ids, ids)]
+    assert manager.active == list(range(1, min(num_active, 2) + 1))
+
+
+def test_every_logit_of_a_verification_has_its_requests_adapter():
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.worker.gpu.lora_utils import LoraState
+
+    state = LoraState(max_num_reqs=4)
+    request = LoRARequest("one", 5, "/nowhere")
+    state.add_request("a", 2, request)
+    state.add_request("b", 0, None)
+    taken = []
+    runner = SimpleNamespace(
+        lora_state=state, speculator=SimpleNamespace(take_adapters=lambda ids: taken.append(ids.tolist()))
+    )
+    for scheduled in ([4, 1], [1, 3]):
+        batch = SimpleNamespace(
+            idx_mapping_np=np.array([2, 0]), cu_num_logits_np=np.concatenate([[0], np.cumsum(scheduled)])
+        )
+        know_adapters(runner, batch)
+        logits, tokens, requests = state.make_lora_inputs(
+            ["a", "b"], batch.idx_mapping_np, np.array(scheduled)
+        )
+        assert logits == tokens == (5,) * scheduled[0] + (0,) * scheduled[1]
+        assert requests == {request}
+    assert taken == [[5, 0], [5, 0]]

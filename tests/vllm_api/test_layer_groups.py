@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which layers draft over one view, and which of vLLM's metadata builders are for them."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.model_executor.layers.attention.chunked_local_attention import (
+    create_chunked_local_attention_backend,
+)
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheGroupSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+from vllm.v1.worker.utils import AttentionGroup
+
+from vllm_magicdec.drafting.layer_groups import LayerGroup, find_layer_groups, reaches_of
+from vllm_magicdec.errors import MagicDecConfigError
+from vllm_magicdec.views.windows import LocalChunk, SlidingWindow
+from vllm_magicdec.vllm_api import attention_groups
+from vllm_magicdec.vllm_api.attention_groups import attention_groups_of, refuse_split_pages
+
+SHAPE = dict(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.float32)
+FULL = FullAttentionSpec(**SHAPE)
+WINDOW = SlidingWindowSpec(**SHAPE, sliding_window=96)
+CHUNKS = ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=64)
+
+
+def test_layers_that_see_everything_come_first_and_each_kind_is_a_group():
+    wanted = {"0": WINDOW, "1": FULL, "2": WINDOW, "3": FULL, "4": CHUNKS}
+    laid_out = [
+        KVCacheGroupSpec(["0", "2"], WINDOW),
+        KVCacheGroupSpec(["4"], CHUNKS),
+        KVCacheGroupSpec(["1", "3"], FULL),
+    ]
+    assert find_layer_groups(laid_out, reaches_of(wanted)) == [
+        LayerGroup(("1", "3"), 2, FULL, None),
+        LayerGroup(("0", "2"), 0, WINDOW, SlidingWindow(96)),
+        LayerGroup(("4",), 1, CHUNKS, LocalChunk(64)),
+    ]
+
+
+def test_without_vllms_hybrid_manager_windows_are_still_those_of_the_layers():
+    """One KV-cache group, whose spec says that some layer in it has a window."""
+    merged = FullAttentionSpec(**SHAPE, sliding_window=96)
+    groups = find_layer_groups([KVCacheGroupSpec(["0", "1"], merged)], reaches_of({"0": WINDOW, "1": FULL}))
+    assert [(group.layer_names, group.reach) for group in groups] == [
+        (("1",), None),
+        (("0",), SlidingWindow(96)),
+    ]
+
+
+def test_layers_of_other_shapes_in_a_group_are_told_apart_and_none_counts_twice():
+    wide = FullAttentionSpec(**{**SHAPE, "head_size": 128})
+    uniform = UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"0": FULL, "1": wide, "2": FULL})
+    # vLLM's V2 runner lists layers that read another's cache once for every speculator.
+    groups = find_layer_groups([KVCacheGroupSpec(["0", "1", "2", "2"], uniform)], {})
+    assert [(group.layer_names, group.cache) for group in groups] == [(("0", "2"), FULL), (("1",), wide)]
+
+
+def test_a_latent_cache_is_readable_but_not_what_sparse_attention_keeps():
+    latent = MLAAttentionSpec(**SHAPE)
+    assert find_layer_groups([KVCacheGroupSpec(["0"], latent)], {})[0].cache == latent
+    for other in (
+        MLAAttentionSpec(**SHAPE, tokens_per_state=4),
+        MLAAttentionSpec(**SHAPE, is_index_group_leader=True),
+    ):
+        with pytest.raises(MagicDecConfigError, match=r"layer 0 \(MLAAttentionSpec\)"):
+            find_layer_groups([KVCacheGroupSpec(["0"], other)], {})
+
+
+class Builder:
+    """Knows the layers that it was made for."""
+
+    requires_block_table_width = False
+
+    def __init__(self, spec, layer_names, vllm_config, device):
+        self.layer_names = layer_names
+
+
+class Backend(CPUAttentionBackend):
+    @staticmethod
+    def get_builder_cls():
+        return Builder
+
+
+def target_group(names, spec, backend=Backend) -> AttentionGroup:
+    made = AttentionGroup(backend, list(names), spec, 0)
+    made.create_metadata_builders(None, None, spec.block_size)
+    return made
+
+
+def test_builders_are_the_targets_where_they_are_for_no_other_layers():
+    whole = target_group("01", FULL)
+    group = LayerGroup(("0", "1"), 0, FULL, None)
+    assert attention_groups_of(group, [[whole]], None, None, share_builders=True) == [whole]
+    (own,) = attention_groups_of(group, [[whole]], None, None, share_builders=False)
+    assert own is not whole and own.get_metadata_builder().layer_names == ["0", "1"]
+    windows = LayerGroup(("1",), 0, FULL, SlidingWindow(96))
+    (own,) = attention_groups_of(windows, [[whole]], None, None, share_builders=True)
+    assert own.layer_names == own.get_metadata_builder().layer_names == ["1"]
+
+
+def test_a_view_of_one_chunk_is_not_cut_into_chunks(monkeypatch):
+    monkeypatch.setattr(attention_groups, "AttentionGroup", AttentionGroup)
+    chunked = create_chunked_local_attention_backend(CPUAttentionBackend, 64)
+    made = AttentionGroup(chunked, ["0"], CHUNKS, 0)
+    group = LayerGroup(("0",), 0, CHUNKS, LocalChunk(64))
+    backends = []
+    monkeypatch.setattr(
+        AttentionGroup, "create_metadata_builders", lambda self, *_: backends.append(self.backend)
+    )
+    monkeypatch.setattr(AttentionGroup, "get_metadata_builder", lambda self: SimpleNamespace())
+    attention_groups_of(group, [[made]], None, None, share_builders=True)
+    assert backends == [CPUAttentionBackend]
+    assert chunked.get_builder_cls() is not CPUAttentionBackend.get_builder_cls()
+
+
+def test_pages_that_a_backend_splits_are_refused_with_the_size_to_use():
+    group = target_group("0", FULL)
+    refuse_split_pages([[group]])
+    group.kernel_block_size = 16
+    with pytest.raises(MagicDecConfigError, match="pages of 32 tokens into 16; use --block-size 16"):
+        refuse_split_pages([[group]])
