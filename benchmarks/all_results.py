@@ -73,8 +73,8 @@ PARTS = (
     Part(
         "auto-budget-kv-heavy.json",
         "auto.py",
-        "--budget auto --batch 4 --context 2048 16000 --pairs 7 --out {out}",
-        6,
+        "--budget auto --batch 4 --context 2048 8000 --turns 1 --pairs 5 --out {out}",
+        8,
     ),
     Part("acceptance.json", "acceptance.py", "--requests 16 --out {out}", 14),
     Part(

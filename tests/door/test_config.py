@@ -273,7 +273,6 @@ REFUSED_ENGINES = {
         {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
         "context parallelism",
     ),
-    "LoRA": ({"enable_lora": True}, "does not support LoRA"),
 }
 
 

@@ -140,7 +140,7 @@ def test_layers_with_a_window_keep_nothing_of_what_a_policy_selects(model_dir):
 
 def test_a_cache_that_no_view_knows_is_refused_with_its_layer(model_dir):
     config = configure(model_dir, {"method": METHOD})
-    latent = specs(MLAAttentionSpec)
+    latent = specs(MLAAttentionSpec, is_index_group_leader=True)
     with pytest.raises(MagicDecConfigError, match=r"layer layer 0 \(MLAAttentionSpec\)"):
         leave_memory_for_drafting(config, latent, AVAILABLE)
 

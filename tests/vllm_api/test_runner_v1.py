@@ -31,7 +31,8 @@ def test_no_graph_runs_while_log_probabilities_of_a_prompt_are_due(monkeypatch, 
         positions=torch.zeros(4, dtype=torch.int64),
         input_ids=SimpleNamespace(gpu=torch.zeros(4, dtype=torch.int32)),
     )
-    proposer._get_slot_mapping = lambda *_: {}
+    proposer.uses_mrope, proposer._adapters = False, None
+    proposer._pad_slots = lambda *_: {}
     proposer._determine_batch_execution_and_padding = lambda num_tokens, use_cudagraphs=True: (
         GRAPHS if use_cudagraphs else CUDAGraphMode.NONE,
         num_tokens,

@@ -31,9 +31,14 @@ class LayerGroup:
 
 def _is_readable(spec: KVCacheSpec) -> bool:
     """Whether its pages hold a state of every token and stay as long as a query reaches them."""
-    if type(spec) is MLAAttentionSpec:  # what sparse attention keeps are kinds of it
-        return spec.tokens_per_state == 1 and not spec.is_index_group_leader
+    if isinstance(spec, MLAAttentionSpec):
+        return _is_dense(spec)
     return type(spec) in (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
+
+
+def _is_dense(spec: MLAAttentionSpec) -> bool:
+    """What sparse attention keeps are kinds of it."""
+    return type(spec) is MLAAttentionSpec and spec.tokens_per_state == 1 and not spec.is_index_group_leader
 
 
 def reaches_of(kv_cache_specs: Mapping[str, KVCacheSpec | None]) -> dict[str, Reach]:

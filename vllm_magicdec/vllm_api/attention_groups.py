@@ -2,6 +2,7 @@
 """vLLM's metadata builders for the layers of one view."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from vllm.config import VllmConfig
@@ -69,8 +70,8 @@ def find_weakest_graphs(
     """The one that has the fewest CUDA graphs; all groups have those that it has."""
 
     def support(group: AttentionGroup) -> int:
-        builder = group.get_metadata_builder()
-        return builder.get_cudagraph_support(vllm_config, group.kv_cache_spec).value
+        builder: Any = group.get_metadata_builder()
+        return int(builder.get_cudagraph_support(vllm_config, group.kv_cache_spec).value)
 
     return min((group for of_cache in attention_groups for group in of_cache), key=support)
 

@@ -69,7 +69,6 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         self._graphs: DraftGraphs | None = None
         self._adapters: Adapters | None = None
         self._rope: RopeState | None = None  # of targets with M-RoPE
-        self._rope_offsets = torch.zeros(self.max_num_reqs, dtype=torch.int64, device=device)
         # This runner hands a step's tokens out before it drafts, so they do not say that the drafts' K/V is
         # written, and vLLM would free their blocks.
         self._drafts_are_awaited = device.type == "cuda" and fills_freed_blocks(vllm_config)
@@ -104,6 +103,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         say_if_slow(self.vllm_config)
         refuse_more_inputs(self.model, model_state)
         self._rope = model_state.rope_state
+        self._rope_offsets = torch.zeros(self.max_num_reqs, dtype=torch.int64, device=self.device)
         super().set_attn(
             model_state, kv_cache_config, block_tables, target_input_buffers, target_attn_groups
         )
