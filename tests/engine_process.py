@@ -18,9 +18,15 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from vllm_magicdec.errors import MagicDecConfigError
+
 
 def generate(llm: Any, batches: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Each batch {"prompts": [token ids], "sampling": {...} or a list of them} is submitted at once."""
+    """Each batch {"prompts": [...], "sampling": {...} or a list of them} is submitted at once.
+
+    A prompt is token ids, or {"tokens": ids, "images": [{"width", "height", "seed"}, ...]} with noise for
+    pictures.
+    """
     results = []
     for batch in batches:
         sampling = batch["sampling"]
@@ -29,7 +35,7 @@ def generate(llm: Any, batches: list[dict[str, Any]]) -> list[list[dict[str, Any
             if isinstance(sampling, list)
             else _sampling_params(sampling)
         )
-        prompts = [{"prompt_token_ids": ids} for ids in batch["prompts"]]
+        prompts = [_prompt(given) for given in batch["prompts"]]
         results.append([_describe(output) for output in llm.generate(prompts, params, use_tqdm=False)])
     return results
 
@@ -211,6 +217,22 @@ def watch_draft_steps(llm: Any) -> None:
 def count_draft_steps(llm: Any) -> dict[str, int]:
     """By how they ran: "graph", a CUDA graph; "flashinfer", those of them in which it reads; "eager"."""
     return llm.collective_rpc(_count_draft_steps)[0]
+
+
+def _prompt(given: Any) -> dict[str, Any]:
+    """vLLM's form of a prompt that came through JSON."""
+    if isinstance(given, list):
+        return {"prompt_token_ids": given}
+    images = [_noise(**image) for image in given["images"]]
+    return {"prompt_token_ids": given["tokens"], "multi_modal_data": {"image": images}}
+
+
+def _noise(width: int, height: int, seed: int) -> Any:
+    import numpy as np
+    from PIL import Image
+
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
 
 
 def _sampling_params(fields: dict[str, Any]) -> Any:
@@ -492,6 +514,8 @@ def main() -> None:
         spec_path, result_path = json.loads(line)
         try:
             run = run_engine(json.loads(Path(spec_path).read_text()))
+        except MagicDecConfigError as error:  # a worker's, too: it is in this process
+            run = {"refusal": str(error)}
         except BaseException:
             traceback.print_exc()
             sys.stderr.flush()

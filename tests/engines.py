@@ -42,6 +42,10 @@ IEEE_FLOAT32 = {"TRITON_F32_DEFAULT": "ieee"}
 MAX_PROCESSES = 2  # kept by each worker of pytest-xdist; one takes 0.8 GB
 
 
+class RefusedError(RuntimeError):
+    """The plugin refused the engine's configuration; the message is its sentence."""
+
+
 @dataclass(frozen=True)
 class EngineRun:
     """What one engine process returned."""
@@ -137,6 +141,7 @@ class EngineProcess:
         """One engine from its start to its end.
 
         Raises:
+            RefusedError: the plugin refused its configuration; the process can go on.
             RuntimeError: it failed or took too long; the process has ended with all of its children.
         """
         spec_path, result_path = (Path(self._directory.name, name) for name in ("spec", "result"))
@@ -151,7 +156,10 @@ class EngineProcess:
         if answer != "done\n":
             status = self.end()
             raise RuntimeError(f"engine: {answer.strip() or status}\n{_telling_part(text)}")
-        return EngineRun(**json.loads(result_path.read_text()), log=text)
+        result = json.loads(result_path.read_text())
+        if "refusal" in result:
+            raise RefusedError(result["refusal"])
+        return EngineRun(**result, log=text)
 
     def end(self) -> int:
         """End the process and whatever it started; returns its exit status."""
@@ -219,10 +227,18 @@ def run(
     key = (frozenset(full.items()), tuple(program))
     # vLLM binds the threads of processes that it starts; here it starts none.
     process = _processes.pop(key, None) or EngineProcess(full, program, own_cores())
-    result = process.run(spec, time_limit_s)
+    try:
+        result = process.run(spec, time_limit_s)
+    except RefusedError:
+        _keep(key, process)
+        raise
+    _keep(key, process)
+    return result
+
+
+def _keep(key: Any, process: EngineProcess) -> None:
     _processes[key] = process
     end_processes(keep=MAX_PROCESSES)
-    return result
 
 
 def _telling_part(log: str) -> str:

@@ -13,3 +13,9 @@ if name := os.environ.get("MAGICDEC_TEST_KERNELS"):
     import kernel_libraries
 
     kernel_libraries.force(name)
+
+if "MAGICDEC_TEST_TORCHVISION" in os.environ:
+    sys.path.append(str(Path(__file__).parents[1]))
+    import torchvision_for_tests
+
+    torchvision_for_tests.make_importable()

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny models with random weights, written as `transformers` writes any model.
+
+The weights are such that a wrong view, position or slot shows: attention picks few tokens and moves the
+residual as much as the embedding does, and the best logit leads by far more than float32 rounds.
+"""
+
+import atexit
+import json
+import math
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from engines import MODEL
+from families import VISION_TOKENS, Family
+from torch import nn
+
+SEED = 0
+# Of a linear layer, how much larger its outputs are than its inputs, which norms make about 1.
+GAIN = 1.6
+HEAD_GAIN = 4.0  # of the output head: logits have about this standard deviation
+# Between a picture's sides that the image processor keeps, so that it is no more than 49 tokens.
+LEAST_PIXELS, MOST_PIXELS = 56 * 56, 196 * 196
+
+
+@cache
+def _directory() -> Path:
+    directory = tempfile.TemporaryDirectory(prefix="models-")
+    atexit.register(directory.cleanup)
+    return Path(directory.name)
+
+
+@cache
+def checkpoint(family: Family) -> Path:
+    """The folder of the family's model, made at the first call; it is gone when this process ends."""
+    import transformers
+
+    path = _directory() / family.name.replace(" ", "-").lower()
+    config = transformers.AutoConfig.for_model(family.model_type, **family.configuration)
+    model = getattr(transformers, family.architecture)(config)
+    fill(model, family.embedding_std)
+    model.save_pretrained(path)
+    if family.sees:
+        _save_processors(path)
+    return path
+
+
+@torch.no_grad()
+def fill(model: nn.Module, embedding_std: float) -> None:
+    """Random weights, always the same."""
+    generator = torch.Generator().manual_seed(SEED)
+
+    def normal(parameter: torch.Tensor, mean: float, std: float) -> None:
+        parameter.copy_(mean + std * torch.randn(parameter.shape, generator=generator))
+
+    filled: set[torch.Tensor] = set()
+    for name, module in model.named_modules():
+        for own_name, parameter in module.named_parameters(recurse=False):
+            if parameter in filled:  # a tied head is the embedding
+                continue
+            filled.add(parameter)
+            if isinstance(module, nn.Embedding):
+                normal(parameter, 0.0, embedding_std)
+            elif own_name == "sinks":
+                normal(parameter, 1.0, 1.0)
+            elif parameter.dim() == 1 and "Norm" in type(module).__name__ and own_name == "weight":
+                normal(parameter, _norm_weight(name, module), 0.2)
+            elif parameter.dim() == 1 or own_name.endswith("bias"):
+                normal(parameter, 0.0, 0.3)
+            else:
+                gain = HEAD_GAIN if name in ("lm_head", "embed_out") else GAIN
+                normal(parameter, 0.0, gain / math.sqrt(_num_inputs(parameter)))
+
+
+def _norm_weight(name: str, module: nn.Module) -> float:
+    """In the mean; Gemma's norms count from 1."""
+    is_gemma = type(module).__name__.startswith("Gemma")
+    mean = 1.0
+    if name.endswith(("q_norm", "k_norm")):
+        mean = GAIN  # else attention would hardly choose
+    elif is_gemma and name == "model.norm":
+        mean = HEAD_GAIN  # its embeddings, which are its head, are small
+    return mean - 1.0 if is_gemma else mean
+
+
+def _num_inputs(weight: torch.Tensor) -> int:
+    """Of a linear layer [outputs, inputs], a convolution [outputs, ...], or [experts, ..., ...]."""
+    return weight.shape[-1] if weight.dim() == 3 else weight[0].numel()
+
+
+def _save_processors(path: Path) -> None:
+    """What turns a request with pictures into tokens and patches."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    tokenizer.add_special_tokens({"extra_special_tokens": list(VISION_TOKENS)})
+    tokenizer.save_pretrained(path)
+    sizes: dict[str, Any] = {
+        "processor_class": "Qwen2VLProcessor",
+        "patch_size": 14,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        "size": {"shortest_edge": LEAST_PIXELS, "longest_edge": MOST_PIXELS},
+    }
+    for kind in ("image", "video"):
+        processor = {**sizes, f"{kind}_processor_type": f"Qwen2VL{kind.capitalize()}Processor"}
+        name = {"image": "preprocessor_config.json", "video": "video_preprocessor_config.json"}[kind]
+        (path / name).write_text(json.dumps(processor))

@@ -1,0 +1,332 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The families of models, each with a tiny configuration that has its peculiar settings, and what is
+expected of it: the one place to change when something new works.
+
+`test_matrix.py` proves it, and `models_page.py` writes docs/models.md from it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from engines import POLICIES
+
+RUNNERS = ("V1", "V2")
+
+VOCAB_SIZE = 512
+# Prompts are up to 640 tokens, so that every window below is much shorter.
+MAX_POSITIONS = 1024
+_SIZES = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_POSITIONS,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+# Of the vocabulary of a model that sees: the shipped model's tokenizer and four tokens more.
+VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+_TEXT_TOKENS = 2048
+VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD = range(_TEXT_TOKENS, _TEXT_TOKENS + len(VISION_TOKENS))
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """What ends at start-up in a sentence."""
+
+    sentence: str  # how it begins
+    policies: tuple[str, ...] = tuple(POLICIES)
+    runners: tuple[str, ...] = RUNNERS
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model as people know it, and how it is made small.
+
+    Attributes:
+        name: for people.
+        architecture: the class of `transformers` with its weights.
+        model_type: `transformers`' name for its configuration.
+        sizes: of the configuration, beside or instead of the common ones.
+        peculiar: what the small model shares with its large ones, for the page.
+        refusals: what is expected to be refused; all else works.
+        engine: arguments of every engine that runs it.
+        embedding_std: of its token embeddings.
+        caches_prefixes: whether vLLM's CPU build lets it cache prefixes and cut prompts into chunks.
+        is_reproducible: whether plain decoding is the truth. If not, that is `transformers` in float32, and
+            verification cannot be asked to accept every draft.
+        sees: prompts have images.
+    """
+
+    name: str
+    architecture: str
+    model_type: str
+    sizes: Mapping[str, Any]
+    peculiar: str
+    refusals: tuple[Refusal, ...] = ()
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    embedding_std: float = 1.0
+    caches_prefixes: bool = True
+    is_reproducible: bool = True
+    sees: bool = False
+
+    def refusal(self, runner: str, policy: str) -> str | None:
+        """How the sentence begins in which it ends, or None: it works."""
+        for refusal in self.refusals:
+            if runner in refusal.runners and policy in refusal.policies:
+                return refusal.sentence
+        return None
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        """The arguments of `transformers`' configuration class."""
+        return {**_SIZES, **self.sizes} if not self.sees else dict(self.sizes)
+
+
+_SEVERAL_GROUPS = Refusal("magicdec-self needs every layer's KV cache in one group of full-attention pages")
+_MLA = Refusal("magicdec-self: MLA models are not supported")
+_MROPE = Refusal("magicdec-self: M-RoPE multimodal models are not supported")
+
+
+def _alternating(*kinds: str, layers: int) -> list[str]:
+    return [f"{kinds[i % len(kinds)]}_attention" for i in range(layers)]
+
+
+FAMILIES = (
+    Family(
+        "Llama",
+        "LlamaForCausalLM",
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500000.0,
+                "factor": 4.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 256,
+            }
+        },
+        "grouped queries, Llama 3's scaled RoPE",
+    ),
+    Family("Qwen2", "Qwen2ForCausalLM", "qwen2", {"tie_word_embeddings": True}, "biases, tied head"),
+    Family(
+        "Qwen3",
+        "Qwen3ForCausalLM",
+        "qwen3",
+        {"head_dim": 64},
+        "norms of queries and keys, heads wider than the model",
+    ),
+    Family(
+        "Qwen3-MoE",
+        "Qwen3MoeForCausalLM",
+        "qwen3_moe",
+        {
+            "head_dim": 32,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "norm_topk_prob": True,
+        },
+        "8 experts, 2 per token, norms of queries and keys",
+    ),
+    Family(
+        "Mixtral",
+        "MixtralForCausalLM",
+        "mixtral",
+        {"num_local_experts": 4, "num_experts_per_tok": 2},
+        "4 experts, 2 per token",
+    ),
+    Family(
+        "Mistral",
+        "MistralForCausalLM",
+        "mistral",
+        {"sliding_window": 96},
+        "a window of 96 in every layer",
+        refusals=(_SEVERAL_GROUPS,),
+    ),
+    Family(
+        "Gemma 2",
+        "Gemma2ForCausalLM",
+        "gemma2",
+        {
+            "head_dim": 64,
+            "query_pre_attn_scalar": 48,
+            "sliding_window": 96,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 20.0,
+            "layer_types": _alternating("sliding", "full", layers=4),
+        },
+        "a window of 96 in every second layer, soft caps, attention scale, tied head",
+        refusals=(_SEVERAL_GROUPS,),
+        embedding_std=0.1,
+    ),
+    Family(
+        "Gemma 3",
+        "Gemma3ForCausalLM",
+        "gemma3_text",
+        {
+            "head_dim": 64,
+            "query_pre_attn_scalar": 64,
+            "sliding_window": 96,
+            # 5 with a window and 2 without: groups of two layers, the last one padded.
+            "num_hidden_layers": 7,
+            "layer_types": _alternating("sliding", "sliding", "full", layers=7),
+        },
+        "a window of 96 in two layers of three, another RoPE there, norms of queries and keys, tied head",
+        refusals=(_SEVERAL_GROUPS,),
+        embedding_std=0.1,
+    ),
+    Family(
+        "gpt-oss",
+        "GptOssForCausalLM",
+        "gpt_oss",
+        {
+            "head_dim": 32,
+            "intermediate_size": 128,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 64,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 4.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 256,
+            },
+        },
+        "learned sinks, a window of 64 in every second layer, 4 experts with biases, YaRN",
+        refusals=(_SEVERAL_GROUPS,),
+        is_reproducible=False,
+    ),
+    Family(
+        "Phi-3",
+        "Phi3ForCausalLM",
+        "phi3",
+        {
+            "hidden_size": 256,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.75,
+            },
+        },
+        "RoPE on three quarters of a head, merged projections",
+    ),
+    Family(
+        "OLMo 2",
+        "Olmo2ForCausalLM",
+        "olmo2",
+        {"num_key_value_heads": 4},
+        "norms behind the layers and of all queries and keys, vLLM's Transformers backend",
+    ),
+    Family(
+        "GPT-NeoX",
+        "GPTNeoXForCausalLM",
+        "gpt_neox",
+        {
+            "hidden_size": 256,
+            "num_key_value_heads": 4,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.25,
+            },
+        },
+        "RoPE on a quarter of a head, parallel residuals, biases, vLLM's Transformers backend",
+    ),
+    Family(
+        "OPT",
+        "OPTForCausalLM",
+        "opt",
+        {"ffn_dim": 192, "num_key_value_heads": 4},
+        "learned positions, biases, tied head",
+    ),
+    Family(
+        "Granite",
+        "GraniteForCausalLM",
+        "granite",
+        {
+            "embedding_multiplier": 2.0,
+            "residual_multiplier": 0.7,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 0.5,
+        },
+        "multipliers of embeddings, residuals, attention and logits",
+    ),
+    Family(
+        "Cohere 2",
+        "Cohere2ForCausalLM",
+        "cohere2",
+        {
+            "sliding_window": 64,
+            "layer_types": _alternating("sliding", "full", layers=4),
+            "logit_scale": 0.25,
+        },
+        "a window of 64 in every second layer, no RoPE in the others, parallel residuals, tied head",
+        refusals=(_SEVERAL_GROUPS,),
+    ),
+    Family(
+        "DeepSeek-V2",
+        "DeepseekV2ForCausalLM",
+        "deepseek_v2",
+        {
+            "num_key_value_heads": 4,
+            # The one size that vLLM's CPU kernel for MLA has: 512 + 64.
+            "kv_lora_rank": 512,
+            "qk_rope_head_dim": 64,
+            "q_lora_rank": 64,
+            "qk_nope_head_dim": 32,
+            "v_head_dim": 32,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+        "MLA, a dense layer, then 4 experts and a shared one",
+        refusals=(_MLA,),
+        engine={"block_size": 16},  # vLLM's CPU kernel for MLA has no other
+        caches_prefixes=False,
+    ),
+    Family(
+        "Qwen2-VL",
+        "Qwen2VLForConditionalGeneration",
+        "qwen2_vl",
+        {
+            "text_config": {
+                **_SIZES,
+                "vocab_size": _TEXT_TOKENS + 64,
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 1000000.0,
+                    "mrope_section": [4, 6, 6],
+                },
+            },
+            "vision_config": {
+                "depth": 2,
+                "embed_dim": 64,
+                "hidden_size": 128,
+                "num_heads": 2,
+                "mlp_ratio": 2,
+            },
+            "vision_start_token_id": VISION_START,
+            "vision_end_token_id": VISION_END,
+            "image_token_id": IMAGE_PAD,
+            "video_token_id": VIDEO_PAD,
+        },
+        "images of many sizes, M-RoPE",
+        refusals=(_MROPE,),
+        engine={"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 2, "video": 0}},
+        sees=True,
+    ),
+)
+

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every family of models, on both runners, with every policy: the same tokens, and drafts that stand.
+
+`make test` runs a few cells of each family, `make test-models` all of them.
+"""
+
+from typing import Any
+
+import cells
+import engines
+import pytest
+import transformers_truth
+from families import FAMILIES, Family
+from greedy import ROUNDING, assert_same_tokens, first_tokens
+
+CELLS = cells.cells()
+
+
+def _together(family: Family) -> pytest.MarkDecorator:
+    """In one pytest-xdist worker: they share a model and what plain decoding answers."""
+    return pytest.mark.xdist_group(f"models: {family.name}")
+
+
+of_every_family = pytest.mark.parametrize(
+    "family", [pytest.param(family, id=family.name, marks=_together(family)) for family in FAMILIES]
+)
+
+
+@of_every_family
+def test_what_a_model_answers_is_decided_and_varied(family):
+    """Else the tests below could not see a difference, or would see one that is rounding."""
+    for prompt_len, request in zip(cells.PROMPT_LENS, cells.plain(family), strict=True):
+        (completion,) = request["completions"]
+        leads = [best - second for best, second in map(_two_best, completion["logprobs"])]
+        assert min(leads) > 10 * ROUNDING, f"{prompt_len} tokens: {min(leads)}"
+        assert len(set(completion["tokens"])) > cells.MAX_TOKENS // 3, f"{prompt_len} tokens"
+
+
+def _two_best(logprobs: dict[str, float]) -> list[float]:
+    return sorted(logprobs.values(), reverse=True)[:2]
+
+
+@pytest.mark.parametrize(
+    "cell", [pytest.param(cell, id=str(cell), marks=_together(cell.family)) for cell in CELLS]
+)
+def test_the_same_tokens_and_drafts_that_stand(cell):
+    family = cell.family
+    sentence = family.refusal(cell.runner, cell.policy)
+    if sentence is not None:
+        with pytest.raises(engines.RefusedError) as refused:
+            cells.answer(cell)
+        assert str(refused.value).startswith(sentence)
+        return
+    answers = cells.answer(cell)
+    for when, got in (
+        ("first", answers.within),
+        ("all", answers.every),
+        ("prefix cached", answers.again),
+    ):
+        assert_true(family, got, f"{cell}, {when}")
+    assert answers.run.draft_failures == 0
+    assert answers.run.preemptions == 0
+    if family.is_reproducible:
+        assert answers.accepted_within == answers.drafted_within > 0, (
+            "a view of the whole context drafts what the target decodes"
+        )
+    if family.caches_prefixes:
+        for place in answers.within:
+            is_long = cells.PROMPT_LENS[place] > engines.PAGE
+            assert (answers.every[place]["cached_tokens"] > 0) == is_long
+        assert all(request["cached_tokens"] > 0 for request in answers.again.values())
+
+
+def assert_true(family: Family, got: dict[int, dict[str, Any]], what: str) -> None:
+    """The tokens are plain decoding's, or what `transformers` computes where that is not reproducible."""
+    if not family.is_reproducible:
+        prompts = cells.prompts(family)
+        answers = [(prompts[place], request) for place, request in got.items()]
+        transformers_truth.assert_best_tokens(family, answers, what)
+        return
+    lengths = {place: len(request["completions"][0]["tokens"]) for place, request in got.items()}
+    expected = [first_tokens(cells.plain(family)[place], lengths[place]) for place in got]
+    assert_same_tokens(expected, list(got.values()), what)
