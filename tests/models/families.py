@@ -43,7 +43,7 @@ class Refusal:
     runners: tuple[str, ...] = RUNNERS
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Family:
     """A model as people know it, and how it is made small.
 
@@ -87,9 +87,10 @@ class Family:
         return {**_SIZES, **self.sizes} if not self.sees else dict(self.sizes)
 
 
-_SEVERAL_GROUPS = Refusal("magicdec-self needs every layer's KV cache in one group of full-attention pages")
-_MLA = Refusal("magicdec-self: MLA models are not supported")
-_MROPE = Refusal("magicdec-self: M-RoPE multimodal models are not supported")
+_MLA = Refusal(
+    "magicdec-self: draft_kv_policy=",
+    policies=tuple(policy for policy in POLICIES if not policy.startswith("streamingllm")),
+)
 
 
 def _alternating(*kinds: str, layers: int) -> list[str]:
@@ -147,7 +148,6 @@ FAMILIES = (
         "mistral",
         {"sliding_window": 96},
         "a window of 96 in every layer",
-        refusals=(_SEVERAL_GROUPS,),
     ),
     Family(
         "Gemma 2",
@@ -162,7 +162,6 @@ FAMILIES = (
             "layer_types": _alternating("sliding", "full", layers=4),
         },
         "a window of 96 in every second layer, soft caps, attention scale, tied head",
-        refusals=(_SEVERAL_GROUPS,),
         embedding_std=0.1,
     ),
     Family(
@@ -178,7 +177,6 @@ FAMILIES = (
             "layer_types": _alternating("sliding", "sliding", "full", layers=7),
         },
         "a window of 96 in two layers of three, another RoPE there, norms of queries and keys, tied head",
-        refusals=(_SEVERAL_GROUPS,),
         embedding_std=0.1,
     ),
     Family(
@@ -202,7 +200,6 @@ FAMILIES = (
             },
         },
         "learned sinks, a window of 64 in every second layer, 4 experts with biases, YaRN",
-        refusals=(_SEVERAL_GROUPS,),
         is_reproducible=False,
     ),
     Family(
@@ -270,7 +267,6 @@ FAMILIES = (
             "logit_scale": 0.25,
         },
         "a window of 64 in every second layer, no RoPE in the others, parallel residuals, tied head",
-        refusals=(_SEVERAL_GROUPS,),
     ),
     Family(
         "DeepSeek-V2",
@@ -324,7 +320,6 @@ FAMILIES = (
             "video_token_id": VIDEO_PAD,
         },
         "images of many sizes, M-RoPE",
-        refusals=(_MROPE,),
         engine={"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 2, "video": 0}},
         sees=True,
     ),
