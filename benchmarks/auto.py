@@ -216,7 +216,11 @@ def duel(rivals: dict[str, Contender], prompts: list[list[int]], pieces: int) ->
 
 
 def cells_of(record: Mapping[str, Any]) -> list[Cell]:
-    return sorted((Cell(**cell) for cell in record["cells"]), key=lambda cell: (cell.context, cell.batch))
+    cells = []
+    for cell in record["cells"]:
+        chosen = {int(drafts): steps for drafts, steps in cell["chosen"].items()}  # strings in JSON
+        cells.append(Cell(**{**cell, "chosen": chosen}))
+    return sorted(cells, key=lambda cell: (cell.context, cell.batch))
 
 
 def title_of(record: Mapping[str, Any]) -> str:

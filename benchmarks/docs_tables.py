@@ -15,6 +15,7 @@ import acceptance
 import auto
 import decode
 import plain_steps
+import roofline
 import suite
 from common.tables import console, markdown
 
@@ -27,6 +28,7 @@ _TABLE_OF = {
     "auto": lambda records: auto.table_of(*records),
     "decode": decode.table_of,
     "plain_steps": lambda records: plain_steps.table_of(*records),
+    "roofline": lambda records: roofline.table_of(*records),
     "suite": lambda records: suite.tables_of(*records)[0],
 }
 

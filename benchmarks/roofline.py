@@ -106,6 +106,19 @@ def comparison_table(name: str, comparisons: Sequence[Comparison]) -> Table:
     return table
 
 
+def table_of(record: Mapping[str, Any]) -> Table:
+    """A record's comparisons, all results in one table; in brackets, measured over predicted."""
+    comparisons = record["comparisons"]
+    columns = ("batch", "context", "time", "measured ms", *comparisons[0]["costs"])
+    table = make_table("measured times beside the roofline's", columns, names=["result"])
+    for compared in comparisons:
+        for c in (Comparison(**time) for time in compared["times"]):
+            predicted = (f"{ms:.2f} ({c.measured_ms / ms:.2f})" for ms in c.roofline_ms.values())
+            cells = (str(c.batch), f"{c.context:,}", c.time, f"{c.measured_ms:.2f}", *predicted)
+            table.add_row(Path(compared["result"]).stem.removeprefix("decode-"), *cells)
+    return table
+
+
 def shape_of(model: str, dtype: str) -> ModelShape:
     """The shape of what decode.py calls `model`, with weights and K/V of `dtype`."""
     with model_folder(str(TINY_LLAMA) if model == TINY_LLAMA.name else model) as folder:
