@@ -105,7 +105,7 @@ def install_timers(worker: Any) -> None:
         ):  # without types: a class body is sent without them
             return getattr(model, name)
 
-    selector = getattr(drafter._drafter._views, "_selector", None)
+    selector = getattr(drafter._drafter._views[0], "_selector", None)
     if selector is not None:
         selector.update = timed("select", selector.update)
     drafter.propose = timed("propose", drafter.propose)

@@ -24,6 +24,7 @@ from vllm_magicdec.errors import MagicDecConfigError
 def generate(llm: Any, batches: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     """Each batch {"prompts": [...], "sampling": {...} or a list of them} is submitted at once.
 
+    "adapters": of each request a LoRA adapter's number and folder, or None; it is loaded when it first comes.
     A prompt is token ids, or {"tokens": ids, "images": [{"width", "height", "seed"}, ...]} with noise for
     pictures.
     """
@@ -36,8 +37,16 @@ def generate(llm: Any, batches: list[dict[str, Any]]) -> list[list[dict[str, Any
             else _sampling_params(sampling)
         )
         prompts = [_prompt(given) for given in batch["prompts"]]
-        results.append([_describe(output) for output in llm.generate(prompts, params, use_tqdm=False)])
+        adapters = [adapter and _adapter(*adapter) for adapter in batch.get("adapters", [])]
+        outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=adapters or None)
+        results.append([_describe(output) for output in outputs])
     return results
+
+
+def _adapter(number: int, folder: str) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(str(number), number, folder)
 
 
 def generate_with_broken_drafting(llm: Any, batches: list[dict[str, Any]], rank: int | None = None) -> Any:
@@ -270,7 +279,7 @@ def _draft_of(worker: Any) -> Any:
 
 
 def _latest_selection(worker: Any) -> dict[str, Any]:
-    selections = _draft_of(worker)._drafter._views._selections
+    selections = _draft_of(worker)._drafter._views[0]._selections
     row = selections.rows([list(selections._made_at)[-1]])
     count = int(selections.counts[row])
     return {
@@ -281,7 +290,7 @@ def _latest_selection(worker: Any) -> dict[str, Any]:
 
 def _note_sizes(worker: Any) -> None:
     """Note which budget each round of drafts is made with."""
-    views = _draft_of(worker)._drafter._views
+    views = _draft_of(worker)._drafter._views[0]
     views.noted, prepare = [], type(views).prepare
 
     def prepare_and_note(batch, num_steps, size=-1):
@@ -292,7 +301,7 @@ def _note_sizes(worker: Any) -> None:
 
 
 def _noted_sizes(worker: Any) -> list[int]:
-    return _draft_of(worker)._drafter._views.noted
+    return _draft_of(worker)._drafter._views[0].noted
 
 
 def _note_speculative_steps(worker: Any) -> None:
@@ -359,7 +368,7 @@ def _break_drafting(worker: Any, rank: int | None) -> None:
     def choose_pages(context_lens, last_pages):
         raise RuntimeError("broken on purpose")
 
-    for policy in _draft_of(worker)._drafter._views._policies:
+    for policy in _draft_of(worker)._drafter._views[0]._policies:
         policy.choose_pages = choose_pages
 
 

@@ -324,4 +324,3 @@ FAMILIES = (
         sees=True,
     ),
 )
-

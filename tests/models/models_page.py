@@ -60,7 +60,9 @@ def _cell(refusals: list[str | None], notes: list[str]) -> str:
     if not sentences:
         return "yes"
     works = [runner for runner, sentence in zip(RUNNERS, refusals, strict=True) if sentence is None]
-    return " ".join([f"{' and '.join(works)} only" if works else "no", *(_mark(s, notes) for s in sentences)])
+    return " ".join(
+        [f"{' and '.join(works)} only" if works else "no", *(_mark(s, notes) for s in sentences)]
+    )
 
 
 def _mark(note: str, notes: list[str]) -> str:

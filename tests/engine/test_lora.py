@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoRA: a request drafts with its own adapter, in batches with several adapters and none."""
+
+import json
+
+import engines
+import pytest
+import texts
+import torch
+from engines import POLICIES, magicdec
+from greedy import GREEDY, assert_same_tokens, first_tokens
+from safetensors.torch import save_file
+
+GAMMA, RANK, MODEL_LEN = 3, 8, 512
+NUM_ADAPTERS = 3
+SAMPLING = {**GREEDY, "max_tokens": 24}
+# vLLM's CPU kernels give tokens without an adapter the last slot's, so one slot stays empty.
+LORA = {"enable_lora": True, "max_loras": NUM_ADAPTERS + 1, "max_lora_rank": RANK}
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory):
+    """Numbers and folders of adapters that change what the shipped model says."""
+    model = json.loads((engines.TINY_LLAMA / "config.json").read_text())
+    hidden, head = model["hidden_size"], model["head_dim"]
+    outputs = {
+        "q_proj": model["num_attention_heads"] * head,
+        "v_proj": model["num_key_value_heads"] * head,
+    }
+    made = []
+    for number in range(1, NUM_ADAPTERS + 1):
+        generator = torch.Generator().manual_seed(number)
+        folder = tmp_path_factory.mktemp(f"adapter-{number}")
+        weights = {}
+        for layer in range(model["num_hidden_layers"]):
+            for name, size in outputs.items():
+                prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+                down = torch.randn((RANK, hidden), generator=generator) / hidden**0.5
+                weights[f"{prefix}.lora_A.weight"] = down
+                weights[f"{prefix}.lora_B.weight"] = 0.2 * torch.randn((size, RANK), generator=generator)
+        save_file(weights, folder / "adapter_model.safetensors")
+        config = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": str(engines.TINY_LLAMA),
+            "r": RANK,
+            "lora_alpha": RANK,
+            "target_modules": list(outputs),
+            "bias": "none",
+        }
+        (folder / "adapter_config.json").write_text(json.dumps(config))
+        made.append([number, str(folder)])
+    return made
+
+
+def batches(adapters):
+    """All kinds in one batch, then one that is loaded while the engine runs, then none at all."""
+    prompts = texts.prompts(6, 40, 400, seed=11)
+    first, second, late = adapters
+    mixed = [None, first, second, first, None, second]
+    return [
+        {"prompts": prompts, "sampling": SAMPLING, "adapters": mixed},
+        {"prompts": prompts[:4], "sampling": SAMPLING, "adapters": [late, None, first, late]},
+        {"prompts": prompts[:2], "sampling": SAMPLING, "adapters": [None, None]},
+    ]
+
+
+def run(adapters, *, v2: bool, **engine):
+    given = batches(adapters)
+    if v2:  # in Triton's interpreter
+        given = [{**given[0], "sampling": {**SAMPLING, "max_tokens": 8}}]
+    return engines.run(
+        [("generate", {"batches": given})], v2=v2, max_model_len=MODEL_LEN, max_num_seqs=4, **LORA, **engine
+    )
+
+
+@pytest.fixture(scope="module")
+def plain(adapters):
+    return run(adapters, v2=False).results[0]
+
+
+def test_adapters_say_something_of_their_own(adapters, plain):
+    """Else the tests below could not tell them apart."""
+    base = engines.run(
+        [("generate", {"batches": [{"prompts": batches(adapters)[0]["prompts"], "sampling": SAMPLING}]})],
+        max_model_len=MODEL_LEN,
+    ).results[0][0]
+    for adapter, alone, got in zip(batches(adapters)[0]["adapters"], base, plain[0], strict=True):
+        tokens = [request["completions"][0]["tokens"] for request in (alone, got)]
+        assert (tokens[0] == tokens[1]) == (adapter is None)
+
+
+@pytest.mark.parametrize(
+    ("policy", "v2"), [("streamingllm", False), ("snapkv", False), ("streamingllm", True)]
+)
+def test_every_request_drafts_with_its_own(adapters, plain, policy, v2):
+    spec = magicdec(GAMMA, draft_kv_budget=MODEL_LEN, **POLICIES[policy])
+    got = run(adapters, v2=v2, speculative_config=spec)
+    assert got.v2_runner == v2 and got.draft_failures == 0
+    for number, answers in enumerate(got.results[0]):
+        lengths = [len(answer["completions"][0]["tokens"]) for answer in answers]
+        expected = [first_tokens(*both) for both in zip(plain[number], lengths, strict=True)]
+        assert_same_tokens(expected, answers, f"{policy}, batch {number}")
+    assert got.accepted == got.drafted > 0, "a view of the whole context drafts what the target decodes"
