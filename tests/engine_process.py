@@ -24,7 +24,7 @@ from vllm_magicdec.errors import MagicDecConfigError
 def generate(llm: Any, batches: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     """Each batch {"prompts": [...], "sampling": {...} or a list of them} is submitted at once.
 
-    "adapters": of each request a LoRA adapter's number and folder, or None; it is loaded when it first comes.
+    "adapters": of each request a LoRA adapter's number and folder, or None; loaded when it first comes.
     A prompt is token ids, or {"tokens": ids, "images": [{"width", "height", "seed"}, ...]} with noise for
     pictures.
     """

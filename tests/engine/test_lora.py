@@ -21,7 +21,7 @@ LORA = {"enable_lora": True, "max_loras": NUM_ADAPTERS + 1, "max_lora_rank": RAN
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory):
     """Numbers and folders of adapters that change what the shipped model says."""
-    model = json.loads((engines.TINY_LLAMA / "config.json").read_text())
+    model = json.loads((engines.MODEL / "config.json").read_text())
     hidden, head = model["hidden_size"], model["head_dim"]
     outputs = {
         "q_proj": model["num_attention_heads"] * head,
@@ -42,7 +42,7 @@ def adapters(tmp_path_factory):
         config = {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": str(engines.TINY_LLAMA),
+            "base_model_name_or_path": str(engines.MODEL),
             "r": RANK,
             "lora_alpha": RANK,
             "target_modules": list(outputs),

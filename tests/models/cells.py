@@ -144,7 +144,10 @@ def answer(cell: Cell) -> Answers:
         **_engine(family),
     )
     assert run.v2_runner == v2
-    results = [dict(zip(part, got["batches"][0], strict=True)) for part, got in zip(parts, run.results)]
+    results = [
+        dict(zip(part, got["batches"][0], strict=True))
+        for part, got in zip(parts, run.results, strict=True)
+    ]
     return Answers(
         within=results[0],
         drafted_within=run.results[0]["drafted"],
