@@ -60,13 +60,13 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
         if vllm_config.device_config.device_type == "cpu":
             # Found with `ngram`: its greedy output is not plain decoding's either.
             raise MagicDecConfigError(
-                f"{METHOD}: on a CPU vLLM 0.32's attention for MLA verifies several tokens otherwise than it "
-                "decodes one, with every speculative method; serve the model without speculation there"
+                f"{METHOD}: on a CPU vLLM 0.32's attention for MLA verifies several tokens otherwise than "
+                "it decodes one, with every speculative method; serve the model without speculation there"
             )
         if not issubclass(find_policy(self.draft_kv_policy), PagePolicy):
             raise MagicDecConfigError(
-                f"{METHOD}: draft_kv_policy={self.draft_kv_policy!r} reads keys of KV heads, and MLA models "
-                "cache one latent vector per token instead; use draft_kv_policy='streamingllm'"
+                f"{METHOD}: draft_kv_policy={self.draft_kv_policy!r} reads keys of KV heads, and MLA "
+                "models cache one latent vector per token instead; use draft_kv_policy='streamingllm'"
             )
 
     def _find_budgets(self, vllm_config: VllmConfig) -> tuple[float, ...]:
