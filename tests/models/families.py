@@ -2,7 +2,7 @@
 """The families of models, each with a tiny configuration that has its peculiar settings, and what is
 expected of it: the one place to change when something new works.
 
-`test_matrix.py` proves it, and `models_page.py` writes docs/models.md from it.
+`test_matrix.py` proves it.
 """
 
 from collections.abc import Mapping
