@@ -70,7 +70,7 @@ PARTS = (
     Part("plain-steps.json", "plain_steps.py", "--out {out}", 3),
     Part("suite", "suite.py", "--rate-fractions 0.8 --out {out}", 20),
     Part("auto-kv-heavy.json", "auto.py", "--batch 1 4 8 --pairs 7 --out {out}", 30),
-    Part("acceptance.json", "acceptance.py", "--requests 16 --out {out}", 15),
+    Part("acceptance.json", "acceptance.py", "--requests 16 --out {out}", 20),
     Part(
         "roofline.json",
         "roofline.py",
