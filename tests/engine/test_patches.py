@@ -50,7 +50,7 @@ def patched_tree(tmp_path_factory) -> Path:
     return root
 
 
-def test_the_plugin_registers_and_wraps_nothing_but_the_sizing_of_the_kv_cache(patched_tree):
+def test_the_plugin_registers_and_wraps_nothing_but_what_the_registry_does_not_bring(patched_tree):
     path = os.pathsep.join([str(patched_tree), os.environ.get("PYTHONPATH", "")])
     result = subprocess.run(
         [sys.executable, "-c", SHOW_WRAPS],
@@ -61,11 +61,12 @@ def test_the_plugin_registers_and_wraps_nothing_but_the_sizing_of_the_kv_cache(p
     )
     assert result.returncode == 0, result.stderr[-3000:]
     shown = result.stdout.splitlines()[-4:]
-    wrapped = "['vllm.v1.engine.core.get_kv_cache_configs']"
+    wrapped = ["get_kv_cache_configs", "GPUModelRunner.prepare_inputs"]
+    modules = ["vllm.v1.engine.core", "vllm.v1.worker.gpu.model_runner"]
     assert shown == [
         str(patched_tree / "vllm" / "__init__.py"),
         "['magicdec-self']",
-        wrapped,
+        str([f"{module}.{name}" for module, name in zip(modules, wrapped, strict=True)]),
         "magicdec-self",
     ]
 
