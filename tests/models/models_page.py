@@ -13,14 +13,16 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 
 _HEAD = """# Models
 
-What was run with which policy, on vLLM 0.32.0's CPU build, on both of its model runners. This page is written by
-`make docs-models` from `tests/models/families.py`, and `make test-models` proves every cell: a tiny model of each family with
-random weights and the family's peculiar settings, windows shorter than the prompts, prompts of 7 to 640 tokens in chunks of
-256, float32. `make test` proves a few cells of each.
+What was run with which policy, on vLLM 0.32.0's CPU build, on both of its model runners. `make
+docs-models` writes this page from `tests/models/families.py`, and `make test-models` proves every cell: a
+tiny model of each family with random weights and the family's peculiar settings, windows shorter than the
+prompts, prompts of 7 to 640 tokens in chunks of 256, float32. `make test` proves a few cells of each
+family.
 
-**yes**: every token is plain decoding's, from a cold and from a warm prefix cache, with a view of part of the context and
-with one of all of it; and with a view of all of it every draft is accepted, which shows that the draft's positions, slots and
-attention are the target's, in every group of its KV cache. **no**: the engine ends at its start with the sentence below.
+**yes**: every token is plain decoding's, from a cold and from a warm prefix cache, with a view of part of
+the context and with one of all of it. With a view of all of it every draft is accepted, which shows that
+the draft's positions, slots and attention are the target's, in every group of its KV cache. **no**: the
+engine ends at its start with the sentence below.
 
 """
 _NOT_REPRODUCIBLE = (
