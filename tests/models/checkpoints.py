@@ -18,7 +18,6 @@ from engines import MODEL
 from families import VISION_TOKENS, Family
 from torch import nn
 
-SEED = 3
 # Of a linear layer, how much larger its outputs are than its inputs, which norms make about 1.
 GAIN = 2.0
 HEAD_GAIN = 4.0  # of the output head: logits have about this standard deviation

@@ -22,7 +22,11 @@ def _together(family: Family) -> pytest.MarkDecorator:
 
 
 of_every_family = pytest.mark.parametrize(
-    "family", [pytest.param(family, id=family.name, marks=_together(family)) for family in FAMILIES]
+    "family",
+    [
+        pytest.param(family, id=family.name, marks=_together(family))
+        for family in (FAMILIES if cells.IS_WHOLE else cells.QUICK)
+    ],
 )
 
 

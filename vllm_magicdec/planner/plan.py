@@ -26,11 +26,29 @@ DEFAULT_BUDGET = 512
 DEFAULT_ACCEPTANCE = 0.8
 
 
-def _gemma_3(name: str, num_layers: int, *sizes: int) -> ModelShape:
+def _gemma_3(
+    name: str,
+    num_layers: int,
+    *,
+    hidden_size: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    intermediate_size: int,
+) -> ModelShape:
     """Every sixth layer sees the whole context."""
-    near = num_layers - num_layers // 6
     return ModelShape(
-        name, num_layers, *sizes, 262208, tied_embeddings=True, num_window_layers=near, window=1024
+        name=name,
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        intermediate_size=intermediate_size,
+        vocab_size=262208,
+        tied_embeddings=True,
+        num_window_layers=num_layers - num_layers // 6,
+        window=1024,
     )
 
 
@@ -58,8 +76,24 @@ MODELS = {
             "qwen3-30b-a3b", 48, 2048, 32, 4, 128, 768, 151936, num_experts=128, num_active_experts=8
         ),
         ModelShape("tinyllama-1.1b", 22, 2048, 32, 4, 64, 5632, 32000),
-        _gemma_3("gemma-3-12b", 48, 3840, 16, 8, 256, 15360),
-        _gemma_3("gemma-3-27b", 62, 5376, 32, 16, 128, 21504),
+        _gemma_3(
+            "gemma-3-12b",
+            48,
+            hidden_size=3840,
+            num_heads=16,
+            num_kv_heads=8,
+            head_size=256,
+            intermediate_size=15360,
+        ),
+        _gemma_3(
+            "gemma-3-27b",
+            62,
+            hidden_size=5376,
+            num_heads=32,
+            num_kv_heads=16,
+            head_size=128,
+            intermediate_size=21504,
+        ),
         _gpt_oss("gpt-oss-20b", 24, num_experts=32, weight_bytes=0.66),
         _gpt_oss("gpt-oss-120b", 36, num_experts=128, weight_bytes=0.56),
     )

@@ -25,7 +25,7 @@ def refuse_more_inputs(model: nn.Module, model_state: Any = None) -> None:
         MagicDecConfigError: with the reason and the way out.
     """
     has_own_state = model_state is not None and type(model_state) is not DefaultModelState
-    if has_own_state or getattr(model, "token_lookback_depth", 0):
+    if has_own_state or getattr(model, "token_lookback_depth", False):
         raise MagicDecConfigError(
             f"{METHOD}: {type(model).__name__} takes more than tokens and positions at every step, which a "
             "draft step does not have; serve it without speculation"

@@ -33,13 +33,8 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
         Raises:
             MagicDecConfigError: with the reason and the way out.
         """
-        if vllm_config.model_config.use_mla and not issubclass(
-            find_policy(self.draft_kv_policy), PagePolicy
-        ):
-            raise MagicDecConfigError(
-                f"{METHOD}: draft_kv_policy={self.draft_kv_policy!r} reads keys of KV heads, and MLA "
-                "models cache one latent vector per token instead; use draft_kv_policy='streamingllm'"
-            )
+        if vllm_config.model_config.use_mla:
+            self._check_mla(vllm_config)
         if vllm_config.cache_config.kv_sharing_fast_prefill:
             raise MagicDecConfigError(
                 f"{METHOD} does not work with --kv-sharing-fast-prefill; remove that option"
@@ -60,6 +55,19 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
             self._adapt(vllm_config)
         for sentence in find_missing_graphs(vllm_config):
             logger.info_once("%s: %s", METHOD, sentence)
+
+    def _check_mla(self, vllm_config: VllmConfig) -> None:
+        if vllm_config.device_config.device_type == "cpu":
+            # Found with `ngram`: its greedy output is not plain decoding's either.
+            raise MagicDecConfigError(
+                f"{METHOD}: on a CPU vLLM 0.32's attention for MLA verifies several tokens otherwise than "
+                "it decodes one, with every speculative method; serve the model without speculation there"
+            )
+        if not issubclass(find_policy(self.draft_kv_policy), PagePolicy):
+            raise MagicDecConfigError(
+                f"{METHOD}: draft_kv_policy={self.draft_kv_policy!r} reads keys of KV heads, and MLA "
+                "models cache one latent vector per token instead; use draft_kv_policy='streamingllm'"
+            )
 
     def _find_budgets(self, vllm_config: VllmConfig) -> tuple[float, ...]:
         """The budgets to prepare for, ascending.

@@ -110,8 +110,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         groups = layer_groups(self.vllm_config, kv_cache_config)
         # vLLM lays the KV cache out twice when it measures memory first: what the first drafter holds goes.
         self._attention_groups: list[list[AttentionGroup]] = []
-        if hasattr(self, "_drafter"):
-            del self._drafter
+        self.__dict__.pop("_drafter", None)
         self._attention_groups = [
             attention_groups_of(
                 group, target_attn_groups, self.vllm_config, self.device, share_builders=True
