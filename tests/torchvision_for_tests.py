@@ -11,8 +11,12 @@ import os
 import sys
 from pathlib import Path
 
+import torch
+
 VARIABLE = "MAGICDEC_TEST_TORCHVISION"  # its folder, for processes that are to have it
 FOLDER = Path(sys.prefix, "torchvision")
+
+_operators = torch.library.Library("torchvision", "FRAGMENT")  # they go when it does
 
 
 def environment() -> dict[str, str]:
@@ -30,10 +34,7 @@ def environment() -> dict[str, str]:
 
 def make_importable() -> None:
     """In a process that `environment` was meant for, before anything imports it."""
-    import torch
-
     sys.path.append(os.environ[VARIABLE])
-    # Without its compiled part, torchvision fails where it describes this operator.
-    library = torch.library.Library("torchvision", "DEF")
-    library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    torch.library.magicdec_torchvision = library  # operators go with it
+    # Without its compiled part, torchvision fails where it describes two operators.
+    for name in ("nms", "qnms"):
+        _operators.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

@@ -18,9 +18,8 @@ from engines import MODEL
 from families import VISION_TOKENS, Family
 from torch import nn
 
-SEED = 0
 # Of a linear layer, how much larger its outputs are than its inputs, which norms make about 1.
-GAIN = 1.6
+GAIN = 2.0
 HEAD_GAIN = 4.0  # of the output head: logits have about this standard deviation
 # Between a picture's sides that the image processor keeps, so that it is no more than 49 tokens.
 LEAST_PIXELS, MOST_PIXELS = 56 * 56, 196 * 196
@@ -41,7 +40,7 @@ def checkpoint(family: Family) -> Path:
     path = _directory() / family.name.replace(" ", "-").lower()
     config = transformers.AutoConfig.for_model(family.model_type, **family.configuration)
     model = getattr(transformers, family.architecture)(config)
-    fill(model, family.embedding_std)
+    fill(model, family)
     model.save_pretrained(path)
     if family.sees:
         _save_processors(path)
@@ -49,9 +48,9 @@ def checkpoint(family: Family) -> Path:
 
 
 @torch.no_grad()
-def fill(model: nn.Module, embedding_std: float) -> None:
+def fill(model: nn.Module, family: Family) -> None:
     """Random weights, always the same."""
-    generator = torch.Generator().manual_seed(SEED)
+    generator = torch.Generator().manual_seed(family.seed)
 
     def normal(parameter: torch.Tensor, mean: float, std: float) -> None:
         parameter.copy_(mean + std * torch.randn(parameter.shape, generator=generator))
@@ -63,13 +62,13 @@ def fill(model: nn.Module, embedding_std: float) -> None:
                 continue
             filled.add(parameter)
             if isinstance(module, nn.Embedding):
-                normal(parameter, 0.0, embedding_std)
+                normal(parameter, 0.0, family.embedding_std)
             elif own_name == "sinks":
                 normal(parameter, 1.0, 1.0)
             elif parameter.dim() == 1 and "Norm" in type(module).__name__ and own_name == "weight":
                 normal(parameter, _norm_weight(name, module), 0.2)
             elif parameter.dim() == 1 or own_name.endswith("bias"):
-                normal(parameter, 0.0, 0.3)
+                normal(parameter, 0.0, 0.1)
             else:
                 gain = HEAD_GAIN if name in ("lm_head", "embed_out") else GAIN
                 normal(parameter, 0.0, gain / math.sqrt(_num_inputs(parameter)))
@@ -82,7 +81,7 @@ def _norm_weight(name: str, module: nn.Module) -> float:
     if name.endswith(("q_norm", "k_norm")):
         mean = GAIN  # else attention would hardly choose
     elif is_gemma and name == "model.norm":
-        mean = HEAD_GAIN  # its embeddings, which are its head, are small
+        mean = 3 * HEAD_GAIN  # its embeddings, which are its head, are small
     return mean - 1.0 if is_gemma else mean
 
 

@@ -55,7 +55,8 @@ class Family:
         peculiar: what the small model shares with its large ones, for the page.
         refusals: what is expected to be refused; all else works.
         engine: arguments of every engine that runs it.
-        embedding_std: of its token embeddings.
+        embedding_std: of its embeddings; a tied head would answer with the latest token, were they large.
+        seed: of its weights: one with which no two logits are close where it answers the matrix's prompts.
         caches_prefixes: whether vLLM's CPU build lets it cache prefixes and cut prompts into chunks.
         is_reproducible: whether plain decoding is the truth. If not, that is `transformers` in float32, and
             verification cannot be asked to accept every draft.
@@ -70,6 +71,7 @@ class Family:
     refusals: tuple[Refusal, ...] = ()
     engine: Mapping[str, Any] = field(default_factory=dict)
     embedding_std: float = 1.0
+    seed: int = 0
     caches_prefixes: bool = True
     is_reproducible: bool = True
     sees: bool = False
@@ -110,14 +112,24 @@ FAMILIES = (
             }
         },
         "grouped queries, Llama 3's scaled RoPE",
+        seed=11,
     ),
-    Family("Qwen2", "Qwen2ForCausalLM", "qwen2", {"tie_word_embeddings": True}, "biases, tied head"),
+    Family(
+        "Qwen2",
+        "Qwen2ForCausalLM",
+        "qwen2",
+        {"tie_word_embeddings": True},
+        "biases, tied head",
+        embedding_std=0.3,
+        seed=12,
+    ),
     Family(
         "Qwen3",
         "Qwen3ForCausalLM",
         "qwen3",
         {"head_dim": 64},
         "norms of queries and keys, heads wider than the model",
+        seed=12,
     ),
     Family(
         "Qwen3-MoE",
@@ -131,6 +143,7 @@ FAMILIES = (
             "norm_topk_prob": True,
         },
         "8 experts, 2 per token, norms of queries and keys",
+        seed=11,
     ),
     Family(
         "Mixtral",
@@ -138,6 +151,7 @@ FAMILIES = (
         "mixtral",
         {"num_local_experts": 4, "num_experts_per_tok": 2},
         "4 experts, 2 per token",
+        seed=13,
     ),
     Family(
         "Mistral",
@@ -145,6 +159,7 @@ FAMILIES = (
         "mistral",
         {"sliding_window": 96},
         "a window of 96 in every layer",
+        seed=8,
     ),
     Family(
         "Gemma 2",
@@ -152,14 +167,15 @@ FAMILIES = (
         "gemma2",
         {
             "head_dim": 64,
-            "query_pre_attn_scalar": 48,
+            "query_pre_attn_scalar": 24,
             "sliding_window": 96,
-            "attn_logit_softcapping": 5.0,
+            "attn_logit_softcapping": 8.0,
             "final_logit_softcapping": 20.0,
             "layer_types": _alternating("sliding", "full", layers=4),
         },
         "a window of 96 in every second layer, soft caps, attention scale, tied head",
-        embedding_std=0.1,
+        embedding_std=0.03,
+        seed=13,
     ),
     Family(
         "Gemma 3",
@@ -174,7 +190,8 @@ FAMILIES = (
             "layer_types": _alternating("sliding", "sliding", "full", layers=7),
         },
         "a window of 96 in two layers of three, another RoPE there, norms of queries and keys, tied head",
-        embedding_std=0.1,
+        embedding_std=0.03,
+        seed=11,
     ),
     Family(
         "gpt-oss",
@@ -198,6 +215,7 @@ FAMILIES = (
         },
         "learned sinks, a window of 64 in every second layer, 4 experts with biases, YaRN",
         is_reproducible=False,
+        seed=8,
     ),
     Family(
         "Phi-3",
@@ -212,6 +230,7 @@ FAMILIES = (
             },
         },
         "RoPE on three quarters of a head, merged projections",
+        seed=14,
     ),
     Family(
         "OLMo 2",
@@ -219,6 +238,7 @@ FAMILIES = (
         "olmo2",
         {"num_key_value_heads": 4},
         "norms behind the layers and of all queries and keys, vLLM's Transformers backend",
+        seed=14,
     ),
     Family(
         "GPT-NeoX",
@@ -234,6 +254,8 @@ FAMILIES = (
             },
         },
         "RoPE on a quarter of a head, parallel residuals, biases, vLLM's Transformers backend",
+        embedding_std=0.3,
+        seed=11,
     ),
     Family(
         "OPT",
@@ -241,6 +263,8 @@ FAMILIES = (
         "opt",
         {"ffn_dim": 192, "num_key_value_heads": 4},
         "learned positions, biases, tied head",
+        embedding_std=0.3,
+        seed=13,
     ),
     Family(
         "Granite",
@@ -253,6 +277,7 @@ FAMILIES = (
             "logits_scaling": 0.5,
         },
         "multipliers of embeddings, residuals, attention and logits",
+        seed=14,
     ),
     Family(
         "Cohere 2",
@@ -261,9 +286,11 @@ FAMILIES = (
         {
             "sliding_window": 64,
             "layer_types": _alternating("sliding", "full", layers=4),
-            "logit_scale": 0.25,
+            "logit_scale": 1.0,
         },
         "a window of 64 in every second layer, no RoPE in the others, parallel residuals, tied head",
+        embedding_std=0.3,
+        seed=9,
     ),
     Family(
         "DeepSeek-V2",
@@ -289,6 +316,7 @@ FAMILIES = (
         refusals=(_MLA,),
         engine={"block_size": 16},  # vLLM's CPU kernel for MLA has no other
         caches_prefixes=False,
+        seed=9,
     ),
     Family(
         "Qwen2-VL",
