@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""fp8 KV caches in an engine: drafts read them, and verifications overwrite what drafts wrote."""
+
+import engines
+import kernel_libraries
+import pytest
+import texts
+from engines import POLICIES, magicdec
+from greedy import GREEDY, assert_same_tokens
+
+pytestmark = pytest.mark.skipif(
+    kernel_libraries.best() == "avx2", reason="vLLM's CPU attention has fp8 caches with AVX-512 only"
+)
+
+ENGINE = {"kv_cache_dtype": "fp8", "max_num_seqs": 8}
+
+
+@pytest.fixture(scope="module")
+def short_prompts():
+    return texts.prompts(8, 60, 900, seed=5)
+
+
+@pytest.fixture(scope="module")
+def plain_fp8(short_prompts):
+    return engines.generate(short_prompts, GREEDY, **ENGINE).results[0][0]
+
+
+@pytest.mark.parametrize("budget", [256, engines.MODEL_LEN])
+@pytest.mark.parametrize("policy", ["snapkv by token", "verify-topk", "verify-topk by token"])
+def test_greedy_output_is_that_of_plain_decoding_over_the_same_cache(
+    policy, budget, short_prompts, plain_fp8
+):
+    spec = magicdec(4, draft_kv_budget=budget, **POLICIES[policy])
+    run = engines.generate(short_prompts, GREEDY, speculative_config=spec, **ENGINE)
+    assert_same_tokens(plain_fp8, run.results[0][0], f"fp8, {policy}, budget {budget}")
+    assert run.draft_failures == 0
+    if budget == engines.MODEL_LEN:
+        assert run.accepted == run.drafted > 0, "a view of everything drafts what the target decodes"
+    else:
+        assert run.accepted > 0.8 * run.drafted
