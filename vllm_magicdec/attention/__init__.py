@@ -5,6 +5,7 @@
 | --- | --- |
 | `rows.py` | a layer's paged cache, whatever its layout, as numbered rows |
 | `softmax.py` | how a layer makes weights of products: scale, soft cap, learned sinks |
+| `scales.py` | what quantised queries, keys and values are to be multiplied by |
 | `torch_attention.py` | gather and softmax in float32; the truth, and the CPU's implementation |
 | `triton_attention.py` | one kernel that reads through the cache's strides |
 | `flashinfer_attention.py` | FlashInfer's paged decode over rows, planned once for all layers |

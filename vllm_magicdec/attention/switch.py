@@ -157,7 +157,7 @@ class Switch:
     ) -> None:
         impl = layer.impl
         if getattr(impl, "alibi_slopes", None) is not None:
-            # Of tokens that were chosen one by one, or are scored, ALiBi wants the distances.
+            # It wants the distance of every token that is read or scored.
             raise MagicDecConfigError(
                 f"{METHOD}: models with ALiBi can draft with draft_kv_policy='streamingllm' only"
             )
