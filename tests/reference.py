@@ -106,9 +106,17 @@ def selection_in_view(
 
 
 def snapkv_scores(
-    queries: np.ndarray, keys: np.ndarray, window: int, kernel: int, pooling: str
+    queries: np.ndarray,
+    keys: np.ndarray,
+    window: int,
+    kernel: int,
+    pooling: str,
+    sinks: np.ndarray | None = None,
 ) -> np.ndarray:
-    """[num_kv_heads, num_tokens - window] float64; `queries` [num_heads, window, size], scaled logits."""
+    """[num_kv_heads, num_tokens - window] float64; `queries` [num_heads, window, size], scaled logits.
+
+    `sinks` [num_heads]: logits of the denominator alone.
+    """
     num_heads, num_kv_heads, num_tokens = len(queries), len(keys), keys.shape[1]
     scores = np.zeros((num_kv_heads, num_tokens))
     for head in range(num_heads):
@@ -116,8 +124,9 @@ def snapkv_scores(
         for index in range(window):
             visible = num_tokens - window + index + 1
             logits = own[:visible] @ queries[head, index] / math.sqrt(queries.shape[-1])
-            weights = np.exp(logits - logits.max())
-            scores[head * num_kv_heads // num_heads, :visible] += weights / weights.sum()
+            weights = np.exp(logits)
+            total = weights.sum() + (0 if sinks is None else np.exp(sinks[head]))
+            scores[head * num_kv_heads // num_heads, :visible] += weights / total
     scores = scores[:, :-window]
     padded = np.pad(scores, ((0, 0), (kernel // 2, kernel // 2)))
     neighbours = np.lib.stride_tricks.sliding_window_view(padded, kernel, axis=1)

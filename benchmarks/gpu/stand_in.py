@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What has no code for a CPU: FlashInfer, and the synthetic acceptance of vLLM's rejection sampler."""
 
+import math
 import sys
 import types
 from typing import Any
@@ -171,8 +172,12 @@ class StandInWrapper:
         self,
         q: torch.Tensor,
         paged_kv_cache: tuple[torch.Tensor, torch.Tensor],
+        *,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
         out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        return_lse: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         keys, values = paged_kv_cache
         num_heads, num_kv_heads, head_dim, page_size = self._shape
         assert keys.stride() == values.stride() and keys.stride(-1) == 1
@@ -182,15 +187,20 @@ class StandInWrapper:
         assert len(q) == len(indptr) - 1
         output = torch.empty_like(q) if out is None else out
         assert output.shape == q.shape and output.dtype == q.dtype
+        lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+        scale = self._scale * (1.0 if k_scale is None else k_scale)
         for request, query in enumerate(q.float()):
             pages = indices[indptr[request] : indptr[request + 1]].long()
             length = (len(pages) - 1) * page_size + int(last_page_len[request])
             k, v = (half[pages].flatten(0, 1)[:length].float().transpose(0, 1) for half in (keys, values))
-            logits = query.unflatten(0, (num_kv_heads, -1)) @ k.transpose(1, 2) * self._scale
+            logits = query.unflatten(0, (num_kv_heads, -1)) @ k.transpose(1, 2) * scale
             if self._soft_cap:
                 logits = self._soft_cap * torch.tanh(logits / self._soft_cap)
             output[request] = (logits.softmax(-1) @ v).flatten(0, 1)
-        return output
+            lse[request] = logits.logsumexp(-1).flatten() / math.log(2)  # to the base of 2
+        if v_scale is not None:
+            output *= v_scale
+        return (output, lse) if return_lse else output
 
 
 def module() -> types.ModuleType:

@@ -24,12 +24,10 @@ class FirstKey(VerificationPolicy):
         starts = torch.arange(num_pages, device=first_slots.device) * page_size
         is_beyond = starts >= batch.context_lens.unsqueeze(1)  # [num_reqs, pages]
         scores = []
-        for layer, (cache, scale, _) in self.verification.caches.items():
+        for layer, (cache, softmax) in self.verification.caches.items():
             # [num_reqs, num_kv_heads, n, head_size], and which of the n were accepted
             queries, is_accepted = self.verification.queries_by_head(layer, batch)
             keys = cache.keys.gather(first_slots.expand(-1, cache.num_kv_heads, -1)).float()
-            logits = (queries @ keys.transpose(2, 3) * scale).masked_fill(
-                is_beyond[:, None, None], float("-inf")
-            )
-            scores.append((logits.softmax(-1) * is_accepted).sum((1, 2)))
+            weights = softmax.weights(queries @ keys.transpose(2, 3), ~is_beyond[:, None, None])
+            scores.append((weights * is_accepted).sum((1, 2)))
         return torch.stack(scores)

@@ -11,11 +11,13 @@ import kernel_libraries
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from views_over_a_cache import TOLERANCE, Case, cases, empty_cache, run
 from vllm.platforms import CpuArchEnum, current_platform
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_magicdec.attention import KVRows
+from vllm_magicdec.attention.rows import read_dtype
 
 
 @pytest.fixture(scope="module")
@@ -35,20 +37,39 @@ def halves_of(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return cache.view(num_blocks, num_kv_heads, 2 * page_size, -1).chunk(2, dim=2)
 
 
-def write_packed(ops, case: Case, isa: str, tokens: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Write the tokens in a random order."""
+CACHE_NAMES = {torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8_e5m2"}
+
+
+def name_of(case: Case) -> str:
+    return CACHE_NAMES.get(case.keys.dtype, "auto")
+
+
+def write_packed(
+    ops, case: Case, isa: str, tokens: tuple[torch.Tensor, torch.Tensor], scale: float = 1.0
+) -> torch.Tensor:
+    """Write the tokens in a random order.
+
+    With a scale that is a power of two the kernel quantises them to just the numbers that they stand for.
+    Returns the cache as vLLM keeps it.
+    """
     cache = empty_cache(KVCacheLayout.LBHNC, case)
+    if cache.dtype in CACHE_NAMES:
+        cache = cache.view(torch.uint8)
     order = torch.randperm(case.keys.shape[0])
     ops.cpu_attn_reshape_and_cache(
-        *(half[order].contiguous() for half in tokens),
+        *((half.float() * scale).to(case.query.dtype)[order].contiguous() for half in tokens),
         *halves_of(cache),
         order,
         isa,
-        k_scale=1.0,
-        v_scale=1.0,
-        kv_cache_dtype="auto",
+        k_scale=scale,
+        v_scale=scale,
+        kv_cache_dtype=name_of(case),
     )
     return cache
+
+
+def rows_of(case: Case, cache: torch.Tensor, isa: str) -> KVRows:
+    return KVRows.of(cache, "CPU_ATTN", isa, case.keys.dtype)
 
 
 @pytest.fixture
@@ -59,25 +80,32 @@ def ops_for(ops, isa):
     return ops
 
 
+NO_FP8 = dict(fp8=()) if kernel_libraries.best() == "avx2" else {}  # vLLM's has no such kernels
+
 packed_cases = {
     # float16 and float32 are never packed for AMX by vLLM, but its kernel can.
-    "vec": cases(page_sizes=(32, 64, 128), head_sizes=(32, 64, 128)),
-    "vec16": cases(page_sizes=(16, 48), head_sizes=(32, 64, 80, 112)),
-    "amx": cases(page_sizes=(32, 64, 96), head_sizes=(32, 64, 80, 128)),
+    "vec": cases(page_sizes=(32, 64, 128), head_sizes=(32, 64, 128), **NO_FP8),
+    "vec16": cases(page_sizes=(16, 48), head_sizes=(32, 64, 80, 112), fp8=()),
+    "amx": st.one_of(
+        cases(page_sizes=(32, 64, 96), head_sizes=(32, 64, 80, 128), fp8=()),
+        cases(page_sizes=(32, 64, 96), head_sizes=(32, 64, 128)),
+    ),
 }
 
 
 @pytest.mark.parametrize("isa", packed_cases)
 def test_packed_caches_read_back_as_written(ops_for, isa):
     @settings(max_examples=25, deadline=None)
-    @given(packed_cases[isa])
-    def check(case):
+    @given(packed_cases[isa], st.sampled_from([1.0, 0.25]))
+    def check(case, scale):
         num_slots, num_kv_heads, _ = case.keys.shape
-        cache = write_packed(ops_for, case, isa, (case.keys, case.values))
-        rows = KVRows.of(cache, "CPU_ATTN", isa)
+        scale = scale if case.keys.dtype in CACHE_NAMES else 1.0
+        cache = write_packed(ops_for, case, isa, (case.keys, case.values), scale)
+        rows = rows_of(case, cache, isa)
         everywhere = torch.arange(num_slots).expand(num_kv_heads, num_slots)
         for read, written in zip(rows.gather(everywhere), (case.keys, case.values), strict=True):
-            assert torch.equal(read, written.transpose(0, 1))
+            assert read.dtype == read_dtype(written.dtype)
+            assert torch.equal(read.float(), written.float().transpose(0, 1))
         for table in (rows.keys, rows.values):
             assert table.rows.untyped_storage().data_ptr() == cache.untyped_storage().data_ptr()
 
@@ -89,7 +117,7 @@ def test_torch_attends_to_views_of_packed_caches(ops_for, isa):
     @settings(max_examples=25, deadline=None)
     @given(packed_cases[isa])
     def check(case):
-        rows = KVRows.of(write_packed(ops_for, case, isa, case.only_views()), "CPU_ATTN", isa)
+        rows = rows_of(case, write_packed(ops_for, case, isa, case.only_views()), isa)
         case.check(run(case, rows, "torch"))
 
     check()
@@ -121,8 +149,12 @@ def test_a_view_of_everything_is_what_vllm_computes_on_a_cpu(ops, isa):
             sliding_window_size=-1,
             isa=isa,
             enable_kv_split=False,
+            kv_cache_dtype=name_of(case),
         )
         output = torch.empty_like(case.query)
+        sinks = case.sinks
+        if sinks is not None and sinks.dtype == torch.float16:
+            sinks = sinks.float()  # as vLLM does
         key_cache, value_cache = halves_of(cache)
         ops.cpu_attention_with_kv_cache(
             query=case.query,
@@ -138,9 +170,12 @@ def test_a_view_of_everything_is_what_vllm_computes_on_a_cpu(ops, isa):
             block_table=blocks.int().unsqueeze(0),
             softcap=case.soft_cap,
             scheduler_metadata=plan,
-            s_aux=None,
+            s_aux=sinks,
+            k_scale=case.key_scale,
+            v_scale=case.value_scale,
+            kv_cache_dtype=name_of(case),
         )
-        ours = run(case, KVRows.of(cache, "CPU_ATTN", isa), "torch")
+        ours = run(case, rows_of(case, cache, isa), "torch")
         assert (ours - output).abs().max() <= 2 * TOLERANCE[output.dtype] * ours.abs().max()
 
     check()

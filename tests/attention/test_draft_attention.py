@@ -49,36 +49,52 @@ def test_triton_kernels_read_and_write_what_they_should_in_the_interpreter():
     triton_tools.run_interpreted(__file__)
 
 
+def pointers_of(dtype: str, cache: str) -> dict[str, str]:
+    """The kernel's arguments for a query and a cache of Triton's types."""
+    arguments = dict.fromkeys(["query", "output", "sinks"], f"*{dtype}")
+    arguments |= dict.fromkeys(["keys", "values"], f"*{cache}")
+    return arguments | dict(slots="*i32", lens="*i32", scale="fp32", soft_cap="fp32", value_scale="fp32")
+
+
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_triton_compiles_for_hopper_without_one(dtype):
+@pytest.mark.parametrize(
+    ("dtype", "cache"),
+    [("bf16", None), ("fp32", None), ("bf16", "fp8e4nv"), ("fp16", "fp8e5"), ("fp32", "fp8e4nv")],
+)
+def test_triton_compiles_for_hopper_without_one(dtype, cache):
     pytest.importorskip("triton")
     from vllm_magicdec.attention.triton_attention import _decode_kernel
 
     constants = dict(
-        PAGE_SIZE=16, GROUP=5, HEAD_SIZE=80, GROUP_PADDED=16, HEAD_PADDED=128, BLOCK=64, SOFT_CAP=True
+        PAGE_SIZE=16,
+        GROUP=5,
+        HEAD_SIZE=80,
+        GROUP_PADDED=16,
+        HEAD_PADDED=128,
+        BLOCK=64,
+        SOFT_CAP=True,
+        SINKS=True,
     )
-    arguments = dict.fromkeys(["query", "keys", "values", "output"], f"*{dtype}")
-    arguments |= dict(slots="*i32", lens="*i32", scale="fp32", soft_cap="fp32")
+    arguments = pointers_of(dtype, cache or dtype)
     triton_tools.check_compiles_for_hopper(_decode_kernel, arguments, constants)
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize(("dtype", "size"), [("bf16", 2), ("fp32", 4)])
+@pytest.mark.parametrize("cache", [None, "fp8e4nv"])
 @pytest.mark.parametrize("head_size", [128, 256])
-def test_the_triton_kernel_fits_the_shared_memory_of_smaller_gpus(dtype, size, head_size):
+def test_the_triton_kernel_fits_the_shared_memory_of_smaller_gpus(dtype, size, cache, head_size):
     """Ada, and Ampere but for the A100, give a thread block 99 KB."""
     pytest.importorskip("triton")
     from vllm_magicdec.attention import triton_attention
 
     kernel = triton_attention._decode_kernel
     constants = dict(PAGE_SIZE=16, GROUP=8, HEAD_SIZE=head_size, GROUP_PADDED=16, HEAD_PADDED=head_size)
-    constants |= dict(BLOCK=triton_attention.block_tokens(head_size, size), SOFT_CAP=False)
-    arguments = dict.fromkeys(["query", "keys", "values", "output"], f"*{dtype}")
-    arguments |= dict(slots="*i32", lens="*i32", scale="fp32", soft_cap="fp32")
+    constants |= dict(BLOCK=triton_attention.block_tokens(head_size, size), SOFT_CAP=False, SINKS=False)
+    arguments = pointers_of(dtype, cache or dtype)
     # As a launch specialises it: elements of a row are neighbours, and rows are aligned.
     constants |= dict.fromkeys(["query_dim", "key_dim", "value_dim", "slots_column"], 1)
-    aligned = set(kernel.arg_names) - set(constants) - {"scale", "soft_cap"}
+    aligned = set(kernel.arg_names) - set(constants) - {"scale", "soft_cap", "value_scale"}
     compiled = triton_tools.compile_for(89, kernel, arguments, constants, aligned)
     assert 0 < compiled.metadata.shared <= 99 * 1024
 
@@ -121,7 +137,7 @@ def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
             zeros(2, 1, 32, 64, dtype=torch.uint8),
             "FLASH_ATTN",
             None,
-            "not torch.uint8 .fp8 and other quantised ones.; use --kv-cache-dtype bfloat16",
+            "not torch.uint8 .scales by token, int8, nvfp4 and others.; use --kv-cache-dtype fp8, or",
         ),
     ],
 )

@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 from views_over_a_cache import (
     CPU,
     NUM_LAYERS,
+    Case,
     cases,
     filled,
     filled_cache,
     geometry_of,
     layouts,
+    moved,
     play_flashinfer,
     run,
 )
@@ -34,6 +36,14 @@ def test_flashinfer_is_told_to_read_the_view_and_nothing_else(
 ):
     rows = KVRows.of(filled_cache(layout, case, page_stride=page_stride), "FLASHINFER")
     case.check(run(case, rows, "flashinfer"))
+
+
+# What layers may differ in beside their caches.
+OTHERS = [{}, dict(key_scale=0.5, value_scale=3.0, sinks=None)]
+
+
+def options_of(case: Case) -> dict[str, object]:
+    return dict(sinks=case.sinks, key_scale=case.key_scale, value_scale=case.value_scale)
 
 
 @settings(max_examples=30, deadline=None)
@@ -55,9 +65,9 @@ def test_flashinfer_serves_all_layers_and_new_lengths_with_one_wrapper(
         decode.plan(lens)
         for layer in range(2):
             # Each layer has its own cache and its own views of the same lengths.
-            case = replace(first, lens=lens, slots=first.slots.flip(1), keys=first.keys + layer)
+            case = replace(moved(first, layer), lens=lens, slots=first.slots.flip(1), **OTHERS[layer])
             rows = KVRows.of(filled_cache(layout, case), "FLASHINFER")
-            case.check(decode.run(case.query, rows, case.slots))
+            case.check(decode.run(case.query, rows, case.slots, **options_of(case)))
 
 
 @settings(max_examples=30, deadline=None)
@@ -91,9 +101,10 @@ def test_full_views_are_planned_once_for_every_number_of_them(flashinfer_stand_i
                 lens=torch.full((num_reqs,), length, dtype=torch.int32),
             )
             for layer in range(NUM_LAYERS):
-                own = replace(case, keys=case.keys + layer)
+                own = moved(case, layer)
                 rows = KVRows.of(filled_cache(layout, own), "FLASHINFER")
-                own.check(made.decode(num_reqs, length).run(own.query, rows, own.slots))
+                decode = made.decode(num_reqs, length)
+                own.check(decode.run(own.query, rows, own.slots, **options_of(own)))
     assert planned == list(dict.fromkeys(steps))
 
 

@@ -3,39 +3,65 @@
 
 import types
 import weakref
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 from views_over_a_cache import CPU, Case, cases, filled, filled_cache, play_flashinfer
+from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
+from vllm.v1.kv_cache_interface import get_kv_quant_mode
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from benchmarks.gpu import stand_in
 from vllm_magicdec.attention import flashinfer_attention, plans, switch
 from vllm_magicdec.attention.flashinfer_attention import Geometry
-from vllm_magicdec.attention.metadata import draft_metadata
+from vllm_magicdec.attention.metadata import ObservedMetadata, draft_metadata
+from vllm_magicdec.errors import MagicDecConfigError
 from vllm_magicdec.views.base import TokenView
 
 flashinfer_stand_in = pytest.fixture(scope="module")(play_flashinfer)
 
 
-def layer_of(case: Case, cache: torch.Tensor) -> types.SimpleNamespace:
+CACHE_NAMES = {torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8_e5m2"}
+
+
+def layer_of(case: Case, cache: torch.Tensor, backend: str = "FLASH_ATTN") -> types.SimpleNamespace:
     """As much of vLLM's attention layer as a `Switch` looks at."""
     _, num_kv_heads, page_size, _ = cache.shape
+    name = CACHE_NAMES.get(cache.dtype, "auto")
     spec = types.SimpleNamespace(
         num_kv_heads=num_kv_heads,
         head_size=case.query.shape[2],
         block_size=page_size,
-        dtype=cache.dtype,
+        dtype=as_vllm_keeps(cache).dtype,
+        kv_quant_mode=get_kv_quant_mode(name),
     )
+    key_scale, value_scale = (torch.as_tensor(s).squeeze() for s in (case.key_scale, case.value_scale))
     return types.SimpleNamespace(
         impl=types.SimpleNamespace(
-            forward=None, num_heads=case.query.shape[1], scale=case.scale, logits_soft_cap=case.soft_cap
+            forward=None,
+            num_heads=case.query.shape[1],
+            scale=case.scale,
+            logits_soft_cap=case.soft_cap,
+            sinks=case.sinks,
         ),
-        attn_backend=types.SimpleNamespace(get_name=lambda: "FLASH_ATTN"),
+        attn_backend=types.SimpleNamespace(get_name=lambda: backend),
         get_kv_cache_spec=lambda config: spec,
+        kv_cache_dtype=name,
+        query_quant=None,
+        _k_scale=key_scale,
+        _v_scale=value_scale,
+        _k_scale_float=float(key_scale.max()),
+        _v_scale_float=float(value_scale.max()),
     )
+
+
+def as_vllm_keeps(cache: torch.Tensor) -> torch.Tensor:
+    """An fp8 cache is a tensor of bytes."""
+    return cache.view(torch.uint8) if cache.dtype in CACHE_NAMES else cache
 
 
 def small_case() -> Case:
@@ -53,15 +79,24 @@ def small_case() -> Case:
     )
 
 
-def draft(layer: types.SimpleNamespace, case: Case, cache: torch.Tensor) -> torch.Tensor:
-    """One layer's part of a draft step, the way vLLM calls it, padded by a token."""
+def in_fp8(case: Case, dtype: torch.dtype = torch.float8_e4m3fn) -> Case:
+    return replace(case, keys=case.keys.to(dtype), values=case.values.to(dtype))
+
+
+def draft(
+    layer: types.SimpleNamespace, case: Case, cache: torch.Tensor, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """One layer's part of a draft step, the way vLLM calls it, padded by a token.
+
+    `dtype`: of the model, where queries are quantised.
+    """
     query = torch.cat([case.query, case.query[:1]])
     lens = case.lens.tolist()
     common_len = lens[0] if len(set(lens)) == 1 else None
     view = TokenView(lens=case.lens, slots=case.slots.unsqueeze(0), common_len=common_len)
-    output = torch.full_like(query.flatten(1), torch.nan)
+    output = torch.full_like(query.flatten(1), torch.nan, dtype=dtype or query.dtype)
     metadata = draft_metadata(view, ["layer"], lambda pages: {})["layer"]
-    layer.impl.forward(layer, query, None, None, cache, metadata, output)
+    layer.impl.forward(layer, query, None, None, as_vllm_keeps(cache), metadata, output)
     return output[: len(case.query)].view_as(case.query)
 
 
@@ -77,8 +112,9 @@ def engine_config(case: Case) -> types.SimpleNamespace:
 @given(cases(dtypes=(torch.bfloat16,), head_sizes=(64, 128)))
 def test_the_switch_reads_token_views_with_flashinfer(flashinfer_stand_in, case):
     cache = filled_cache(KVCacheLayout.LBNHC, case)
-    layer = layer_of(case, cache)
+    layer = layer_of(case, cache, "FLASHINFER")
     installed = switch.Switch(0, layer, engine_config(case), CPU, None)
+    assume(installed.geometry.refusal is None)
     full = filled(case)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(switch, "has_flashinfer", lambda: True)
@@ -87,6 +123,53 @@ def test_the_switch_reads_token_views_with_flashinfer(flashinfer_stand_in, case)
         case.check(draft(layer, case, cache))
         patch.setattr(switch, "attend", None)  # nobody else reads full ones
         full.check(draft(layer, full, filled_cache(KVCacheLayout.LBNHC, full)))
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases(), st.booleans(), st.booleans())
+def test_the_switch_knows_a_layers_sinks_and_what_its_quantised_numbers_stand_for(
+    case, quantises_queries, by_head
+):
+    """A scale for all heads, or one for each KV head, as FlashAttention can; with queries, or without."""
+    dtype = case.query.dtype
+    num_kv_heads = case.keys.shape[1]
+    if case.keys.dtype in CACHE_NAMES and by_head:
+        share = torch.linspace(1, 0.3, num_kv_heads).unsqueeze(1)
+        case = replace(case, key_scale=case.key_scale * share, value_scale=case.value_scale * share.sqrt())
+    cache = filled_cache(KVCacheLayout.LBNHC, case)
+    layer = layer_of(case, cache)
+    handed = case
+    if case.keys.dtype in CACHE_NAMES and quantises_queries:
+        layer.query_quant = "any"
+        layer._q_scale = torch.full((num_kv_heads if by_head else 1,), 0.125)
+        handed = replace(case, query=(case.query.float() / 0.125).to(torch.float8_e4m3fn))
+        case = replace(case, query=(handed.query.float() * 0.125).to(dtype))
+    switch.Switch(0, layer, engine_config(case), CPU, None)
+    case.check(draft(layer, handed, cache, dtype))
+
+
+def test_policies_see_what_the_target_computes_with():
+    """Queries in the model's dtype, keys as they are stored, and what makes weights of their products."""
+    sinks = torch.tensor([0.5, -1.0]).bfloat16()
+    case = replace(in_fp8(small_case()), sinks=sinks, key_scale=0.5, soft_cap=7.0)
+    cache = filled_cache(KVCacheLayout.LBNHC, case)
+    layer = layer_of(case, cache)
+    layer.query_quant, layer._q_scale = "any", torch.tensor(0.25)
+    targets, seen = [], []
+    layer.impl.forward = lambda layer, query, *args, **kwargs: targets.append(query)
+    recorder = types.SimpleNamespace(record=lambda *args: seen.append((args[0], args[1], *args[3:])))
+    switch.Switch(3, layer, engine_config(case), CPU, recorder)
+    quantised = (case.query.float() / 0.25).to(torch.float8_e4m3fn)
+    observed = ObservedMetadata("vLLM's", lambda *args: seen.append(args))
+    for metadata in ("vLLM's", observed):
+        layer.impl.forward(layer, quantised, None, None, as_vllm_keeps(cache), metadata, None)
+    assert len(seen) == len(targets) == 2 and all(target is quantised for target in targets)
+    for index, query, rows, softmax in seen:
+        assert index == 3 and query.dtype == torch.bfloat16
+        assert torch.equal(query.float(), quantised.float() * 0.25)
+        assert torch.equal(rows.keys.gather(case.slots[0])[0], case.keys[case.slots[0, 0], 0].bfloat16())
+        assert (softmax.scale, softmax.soft_cap) == (case.scale * 0.5, 7.0)
+        assert torch.equal(softmax.sinks, case.sinks)
 
 
 def test_flashinfer_writes_where_vllm_reads(flashinfer_stand_in, monkeypatch):
@@ -103,7 +186,9 @@ def test_flashinfer_writes_where_vllm_reads(flashinfer_stand_in, monkeypatch):
     monkeypatch.setattr(
         stand_in.StandInWrapper,
         "run",
-        lambda wrapper, q, kv, out: written.append(out.data_ptr()) or run(wrapper, q, kv, out),
+        lambda wrapper, q, kv, out, **options: (
+            written.append(out.data_ptr()) or run(wrapper, q, kv, out=out, **options)
+        ),
     )
     output = draft(layer, case, cache)
     case.check(output)
@@ -196,6 +281,10 @@ GEOMETRY = Geometry(8, 2, 128, torch.bfloat16, torch.bfloat16, scale=1.0)
             "it has no kernel for torch.float32 queries and a torch.float32 cache",
         ),
         (replace(GEOMETRY, query_dtype=torch.float16), "torch.float16 queries and a torch.bfloat16 cache"),
+        (
+            replace(GEOMETRY, head_size=64, cache_dtype=torch.float8_e4m3fn),
+            "its kernels on tensor cores read no torch.float8_e4m3fn heads of 64",
+        ),
     ],
 )
 def test_shapes_without_a_flashinfer_kernel_go_to_triton(
@@ -237,3 +326,46 @@ def test_a_cache_that_flashinfer_cannot_read_goes_to_the_fallback(flashinfer_sta
         case.check(draft(layer, case, cache))
     (line,) = logged
     assert "rows are not aligned to 16 bytes" in line and installed.plans is None
+
+
+# What is refused, and the sentence that says so.
+
+
+def test_models_with_alibi_are_told_of_the_policy_that_works():
+    case = small_case()
+    layer = layer_of(case, filled_cache(KVCacheLayout.LBNHC, case))
+    layer.impl.alibi_slopes = torch.ones(2)
+    with pytest.raises(MagicDecConfigError, match="ALiBi can draft with draft_kv_policy='streamingllm'"):
+        switch.Switch(0, layer, engine_config(case), CPU, None)
+
+
+@pytest.mark.parametrize(
+    "name", ["fp8_per_token_head", "int8_per_token_head", "nvfp4", "turboquant_k8v4", "int4_per_token_head"]
+)
+def test_other_quantised_caches_are_refused(name):
+    case = small_case()
+    layer = layer_of(case, filled_cache(KVCacheLayout.LBNHC, case))
+    spec = layer.get_kv_cache_spec(None)
+    spec.dtype, spec.kv_quant_mode = STR_DTYPE_TO_TORCH_DTYPE[name], get_kv_quant_mode(name)
+    layer.kv_cache_dtype = name
+    with pytest.raises(MagicDecConfigError, match=f"not {spec.dtype} .*use --kv-cache-dtype fp8, or"):
+        switch.Switch(0, layer, engine_config(case), CPU, None)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "is_old", "is_refused"),
+    [
+        (torch.float8_e4m3fn, True, True),
+        (torch.float8_e4m3fn, False, False),
+        (torch.float8_e5m2, True, False),
+    ],
+)
+def test_gpus_that_triton_has_no_e4m3_for_are_told_what_to_use(monkeypatch, dtype, is_old, is_refused):
+    case = in_fp8(small_case(), dtype)
+    layer = layer_of(case, filled_cache(KVCacheLayout.LBNHC, case), "FLASHINFER")
+    monkeypatch.setattr(
+        switch.current_platform, "has_device_capability", lambda least: least <= (86 if is_old else 90)
+    )
+    refusal = pytest.raises(MagicDecConfigError, match=r"compute capability 8\.9 and newer; use --kv-cache")
+    with refusal if is_refused else nullcontext():
+        switch.Switch(0, layer, engine_config(case), torch.device("cuda"), None)

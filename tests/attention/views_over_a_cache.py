@@ -13,6 +13,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from benchmarks.gpu import stand_in
 from vllm_magicdec.attention import KVRows, attend
 from vllm_magicdec.attention.flashinfer_attention import Geometry
+from vllm_magicdec.attention.rows import FP8_DTYPES
 
 # Largest error as a share of the largest result that there were if no two values cancelled. bfloat16 rounds
 # the result (2**-9) and, in kernels that use tensor cores, the softmax weights as well.
@@ -28,14 +29,17 @@ layouts = st.sampled_from(KVCacheLayout)
 class Case:
     """A batch of views over one layer's cache."""
 
-    keys: torch.Tensor  # [num_slots, num_kv_heads, head_size]
-    values: torch.Tensor  # [num_slots, num_kv_heads, head_size]
+    keys: torch.Tensor  # [num_slots, num_kv_heads, head_size], as they are stored
+    values: torch.Tensor  # [num_slots, num_kv_heads, head_size], as they are stored
     page_size: int
     query: torch.Tensor  # [num_reqs, num_heads, head_size]
     slots: torch.Tensor  # [num_reqs, num_kv_heads, budget] int32, garbage after `lens`
     lens: torch.Tensor  # [num_reqs] int32
     scale: float
     soft_cap: float
+    sinks: torch.Tensor | None = None  # [num_heads]
+    key_scale: float | torch.Tensor = 1.0  # or [num_kv_heads, 1]
+    value_scale: float | torch.Tensor = 1.0  # likewise
 
     def only_views(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values with NaN wherever no view looks."""
@@ -43,29 +47,37 @@ class Case:
         for req, length in enumerate(self.lens):
             for head in range(self.keys.shape[1]):
                 seen[self.slots[req, head, :length].long(), head] = True
-        return tuple(t.masked_fill(~seen.unsqueeze(2), torch.nan) for t in (self.keys, self.values))
+        nan = torch.tensor(torch.nan)
+        return tuple(
+            torch.where(seen.unsqueeze(2), half.float(), nan).to(half.dtype)
+            for half in (self.keys, self.values)
+        )
 
     def expected(self) -> torch.Tensor:
         """Dense attention over all slots with a mask, request by request and head by head, in float64."""
         num_reqs, num_heads, _ = self.query.shape
         group = num_heads // self.keys.shape[1]
+        keys, values = self.keys.double() * self.key_scale, self.values.double() * self.value_scale
         result = torch.empty(self.query.shape, dtype=torch.float64)
         for req in range(num_reqs):
             for head in range(num_heads):
                 view = self.slots[req, head // group, : self.lens[req]].long()
                 hidden = torch.ones(self.keys.shape[0], dtype=torch.bool)
                 hidden[view] = False
-                logits = self.keys[:, head // group].double() @ self.query[req, head].double() * self.scale
+                logits = keys[:, head // group] @ self.query[req, head].double() * self.scale
                 if self.soft_cap:
                     logits = torch.tanh(logits / self.soft_cap) * self.soft_cap
-                weights = logits.masked_fill(hidden, -torch.inf).softmax(0)
-                result[req, head] = weights @ self.values[:, head // group].double()
+                logits = logits.masked_fill(hidden, -torch.inf)
+                if self.sinks is not None:
+                    logits = torch.cat([logits, self.sinks[head : head + 1].double()])
+                weights = logits.softmax(0)[: len(values)]
+                result[req, head] = weights @ values[:, head // group]
         return result
 
     def check(self, result: torch.Tensor) -> None:
         assert result.dtype == self.query.dtype and result.shape == self.query.shape
         expected = self.expected()
-        without_cancelling = replace(self, values=self.values.abs()).expected()
+        without_cancelling = replace(self, values=self.values.float().abs()).expected()
         error = (result.cpu().double() - expected).abs().max() / without_cancelling.max()
         assert error <= TOLERANCE[self.query.dtype], f"relative error {error:.2e}"
 
@@ -78,7 +90,9 @@ def cases(
     page_sizes=(1, 2, 16, 32, 48),
     head_sizes=(16, 32, 64, 80, 128),
     max_budget=150,
+    fp8=FP8_DTYPES,
 ):
+    """Views over caches in the query's dtype, or in one of `fp8`."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
     dtype = draw(st.sampled_from(dtypes))
     page_size = draw(st.sampled_from(page_sizes))
@@ -89,7 +103,10 @@ def cases(
     lens = draw(st.lists(st.integers(1, min(num_slots, max_budget)), min_size=1, max_size=3))
     budget = max(lens) + draw(st.integers(0, 5))
 
-    def normal(*shape):
+    cache_dtype = draw(st.sampled_from([dtype, *fp8]))
+    scales = st.sampled_from([1.0, 0.037, 2.5]) if cache_dtype in fp8 else st.just(1.0)
+
+    def normal(*shape, dtype=dtype):
         return torch.randn(shape, generator=generator).to(dtype)
 
     slots = GARBAGE[torch.randint(len(GARBAGE), (len(lens), num_kv_heads, budget), generator=generator)]
@@ -97,14 +114,17 @@ def cases(
         for head in range(num_kv_heads):
             slots[req, head, :length] = torch.randperm(num_slots, generator=generator)[:length]
     return Case(
-        keys=normal(num_slots, num_kv_heads, head_size),
-        values=normal(num_slots, num_kv_heads, head_size),
+        keys=normal(num_slots, num_kv_heads, head_size, dtype=cache_dtype),
+        values=normal(num_slots, num_kv_heads, head_size, dtype=cache_dtype),
         page_size=page_size,
         query=normal(len(lens), num_kv_heads * group, head_size),
         slots=slots,
         lens=torch.tensor(lens, dtype=torch.int32),
         scale=head_size**-0.5,
         soft_cap=draw(st.sampled_from([0.0, 0.5, 30.0])),
+        sinks=3 * normal(num_kv_heads * group) if draw(st.booleans()) else None,
+        key_scale=draw(scales),
+        value_scale=draw(scales),
     )
 
 
@@ -118,7 +138,7 @@ def empty_cache(layout: KVCacheLayout, case: Case, *, device: str = "cpu", page_
     num_blocks = num_slots // case.page_size
     logical = (NUM_LAYERS, num_blocks * page_stride, num_kv_heads, case.page_size, 2 * head_size)
     order = layout.stride_order
-    physical = torch.full([logical[dim] for dim in order], torch.nan, dtype=case.keys.dtype, device=device)
+    physical = torch.full([logical[dim] for dim in order], torch.nan, device=device).to(case.keys.dtype)
     return physical.permute([order.index(dim) for dim in range(5)])[1, ::page_stride]
 
 
@@ -135,8 +155,22 @@ def filled_cache(layout: KVCacheLayout, case: Case, **where) -> torch.Tensor:
 
 def run(case: Case, rows: KVRows, implementation: str, device: str = "cpu") -> torch.Tensor:
     query, slots, lens = (t.to(device) for t in (case.query, case.slots, case.lens))
-    options = dict(scale=case.scale, soft_cap=case.soft_cap, implementation=implementation)
-    return attend(query, rows, slots, lens, **options)
+    return attend(
+        query,
+        rows,
+        slots,
+        lens,
+        scale=case.scale * case.key_scale,
+        soft_cap=case.soft_cap,
+        sinks=None if case.sinks is None else case.sinks.to(device),
+        value_scale=case.value_scale,
+        implementation=implementation,
+    )
+
+
+def moved(case: Case, distance: float) -> Case:
+    """With other keys."""
+    return replace(case, keys=(case.keys.float() + distance).to(case.keys.dtype))
 
 
 def filled(case: Case) -> Case:

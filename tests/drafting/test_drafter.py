@@ -50,7 +50,7 @@ def make_drafter(monkeypatch):
             ),
             device_config=SimpleNamespace(device_type="cpu"),
             compilation_config=SimpleNamespace(cudagraph_mode=None),
-            cache_config=SimpleNamespace(block_size=PAGE),
+            cache_config=SimpleNamespace(block_size=PAGE, cache_dtype="auto"),
             parallel_config=SimpleNamespace(tensor_parallel_size=tensor_parallel_size),
         )
         cache = FullAttentionSpec(block_size=PAGE, num_kv_heads=1, head_size=8, dtype=torch.float32)

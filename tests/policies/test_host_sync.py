@@ -13,6 +13,7 @@ import torch
 from batches import make_batch, make_engine
 
 from vllm_magicdec.attention import KVRows
+from vllm_magicdec.attention.softmax import Softmax
 from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.policies import find_policy
 from vllm_magicdec.policies.base import Engine
@@ -79,7 +80,7 @@ class Target:
     def observe(self, indices: list[int], window: int, observer: Callable[..., None]) -> None:
         queries = self._queries(len(indices) * window)
         for layer in range(NUM_LAYERS):
-            observer(layer, queries, self._rows, 1.0, 0.0)
+            observer(layer, queries, self._rows, Softmax(1.0))
 
     def switch_attention(self, recorder=None, *, layer_pages=False) -> tuple:
         self._recorder = recorder
@@ -93,7 +94,7 @@ class Target:
         metadata = SimpleNamespace(query_start_loc=starts, seq_lens=lens)
         queries = self._queries(NUM_REQS * (NUM_STEPS + 1))
         for layer in range(NUM_LAYERS):
-            self._recorder.record(layer, queries, metadata, self._rows, 1.0, 0.0)
+            self._recorder.record(layer, queries, metadata, self._rows, Softmax(1.0))
 
 
 def make_rounds(policy: str, granularity: str | None, device: torch.device) -> Callable[[Batch], None]:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_magicdec.attention import KVRows
+from vllm_magicdec.attention.softmax import Softmax
 from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.policies.base import Limits
 from vllm_magicdec.policies.observing import WindowRecorder
@@ -98,7 +99,7 @@ def test_a_backend_that_splits_pages_changes_no_choice(granularity):
             head_size=head_size,
             num_blocks=20,
             max_num_reqs=1,
-            observe=lambda indices, window, observer: observer(0, queries, rows, 1.0, 0.0),
+            observe=lambda indices, window, observer: observer(0, queries, rows, Softmax(1.0)),
         )
         fields = fields_of(draft_kv_granularity=granularity)
         views = SnapKV.make_views(fields, engine, [SnapKV.parse_budget(fields, engine.limits, 320)])
@@ -140,7 +141,7 @@ def test_on_a_cpu_queries_that_the_target_has_just_computed_are_not_computed_aga
             for layer in range(num_layers):
                 # A window that begins before the chunk takes what lies there: the same in both runs.
                 own = torch.cat([queries[layer, end - window : end] for end in ends])
-                observer(layer, own, rows[layer], 1.0, 0.0)
+                observer(layer, own, rows[layer], Softmax(1.0))
 
         engine = make_engine(
             page_size=page,
@@ -158,7 +159,7 @@ def test_on_a_cpu_queries_that_the_target_has_just_computed_are_not_computed_aga
         views._selections.begin_round(list("abc"))
         if records:
             for layer in range(num_layers):
-                recorders[0].record(layer, queries[layer], metadata, rows[layer], 1.0, 0.0)
+                recorders[0].record(layer, queries[layer], metadata, rows[layer], Softmax(1.0))
         list(views.prepare(batch, 4))
         return observed, views._selections.positions.sort(-1).values
 
@@ -176,11 +177,11 @@ def test_queries_of_an_earlier_pass_are_forgotten():
     prefill = SimpleNamespace(
         max_query_len=8, query_start_loc=torch.tensor([0, 8]), seq_lens=torch.tensor([20])
     )
-    recorder.record(0, queries, prefill, cache, 1.0, 0.0)
+    recorder.record(0, queries, prefill, cache, Softmax(1.0))
     assert recorder.holds(0, 20)
     assert not recorder.holds(0, 21), "it has got longer"
     decode = SimpleNamespace(
         max_query_len=1, query_start_loc=torch.tensor([0, 1]), seq_lens=torch.tensor([20])
     )
-    recorder.record(0, queries[:1], decode, cache, 1.0, 0.0)
+    recorder.record(0, queries[:1], decode, cache, Softmax(1.0))
     assert not recorder.holds(0, 20)

@@ -22,14 +22,18 @@ from vllm_magicdec.policies.snapkv import SnapKV
     st.sampled_from([1, 3, 7]),
     st.sampled_from(["max", "avg"]),
     st.sampled_from([torch.float32, torch.bfloat16]),
+    st.booleans(),
     st.integers(0, 2**31),
 )
-def test_scores_equal_the_papers_formula(heads, window, before, garbage, kernel, pooling, dtype, seed):
+def test_scores_equal_the_papers_formula(
+    heads, window, before, garbage, kernel, pooling, dtype, has_sinks, seed
+):
     num_heads, num_kv_heads = heads
     length = window + before
     rng = np.random.default_rng(seed)
     queries = rng.normal(size=(num_heads, window, 8))
     keys = rng.normal(size=(num_kv_heads, length + garbage, 8))
+    sinks = 3 * rng.normal(size=num_heads) if has_sinks else None
     queries, keys = (torch.from_numpy(values).to(dtype) for values in (queries, keys))
     fields = SimpleNamespace(
         draft_kv_refresh=None,
@@ -45,10 +49,11 @@ def test_scores_equal_the_papers_formula(heads, window, before, garbage, kernel,
         num_seen=seed % (before + 1),
         scale=8**-0.5,
         soft_cap=0.0,
+        sinks=torch.from_numpy(sinks).float().view(num_kv_heads, -1) if has_sinks else None,
     )
     scores = SnapKV(fields).score(observation)
     expected = snapkv_scores(
-        queries.double().numpy(), keys[:, :length].double().numpy(), window, kernel, pooling
+        queries.double().numpy(), keys[:, :length].double().numpy(), window, kernel, pooling, sinks
     )
     # Logits are rounded to the cache's dtype: 2**-9 of up to 8 or so.
     rtol = 1e-4 if dtype == torch.float32 else 0.04

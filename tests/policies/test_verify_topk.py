@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from reference import slot_of
 
 from vllm_magicdec.attention import KVRows
+from vllm_magicdec.attention.softmax import Softmax
 from vllm_magicdec.policies import verification
 from vllm_magicdec.policies.verification import (
     RECENT_TOKENS,
@@ -43,6 +44,8 @@ class Scene:
         self.block_table = blocks.view(num_reqs, max_blocks).to(torch.int32)
         shape = (NUM_LAYERS, NUM_BLOCKS, NUM_KV_HEADS, PAGE, 2 * SIZE)
         self.cache = torch.randn(shape, generator=self.rng)
+        sinks = 3 * torch.randn((NUM_LAYERS, NUM_KV_HEADS, GROUP), generator=self.rng)
+        self.sinks = sinks if seed % 2 else None
         engine = make_engine(
             page_size=PAGE,
             model_len=MODEL_LEN,
@@ -86,7 +89,9 @@ class Scene:
         queries = 3 * torch.randn(shape, generator=self.rng)
         for layer in range(NUM_LAYERS):
             rows = KVRows.of(self.cache[layer], "FLASH_ATTN")
-            self.verification.record(layer, queries[layer], metadata, rows, SCALE, 0.0)
+            sinks = None if self.sinks is None else self.sinks[layer].flatten()
+            softmax = Softmax(SCALE, sinks=sinks)
+            self.verification.record(layer, queries[layer], metadata, rows, softmax)
         return queries.view(NUM_LAYERS, num_reqs, GAMMA + 1, NUM_KV_HEADS, GROUP, SIZE)
 
     def steps(self, size: int = -1) -> list:
@@ -100,17 +105,23 @@ class Scene:
         count = min(PAGE, self.context_lens[request] - page * PAGE)
         return self.cache[layer, block, :, :count, :SIZE]
 
+    def weights(self, logits: torch.Tensor, layer: int, head: int, member: int) -> torch.Tensor:
+        """Of one query of a query head; the last logit is that of its sink, if it has one."""
+        if self.sinks is None:
+            return logits.softmax(0)
+        return torch.cat([logits, self.sinks[layer, head, member].view(1)]).softmax(0)[:-1]
+
     def page_scores(
         self, queries: torch.Tensor, layer: int, request: int, head: int, accepted: int
     ) -> torch.Tensor:
         """A softmax over the pages' bounds, summed over accepted positions and the head's group."""
         scores = torch.zeros(math.ceil(self.context_lens[request] / PAGE))
-        for query in queries[layer, request, :accepted, head].flatten(0, 1):
+        for index, query in enumerate(queries[layer, request, :accepted, head].flatten(0, 1)):
             bounds = []
             for page in range(len(scores)):
                 keys = self.keys(layer, request, page)[head]
                 bounds.append(torch.maximum(query * keys.amin(0), query * keys.amax(0)).sum() * SCALE)
-            scores += torch.stack(bounds).softmax(0)
+            scores += self.weights(torch.stack(bounds), layer, head, index % GROUP)
         return scores
 
     def token_scores(
@@ -118,8 +129,10 @@ class Scene:
     ) -> dict[int, float]:
         """A softmax over these tokens' logits, summed over accepted positions and the head's group."""
         keys = torch.stack([self.keys(layer, request, p // PAGE)[head, p % PAGE] for p in eligible])
-        weights = (queries[layer, request, :accepted, head].flatten(0, 1) @ keys.T * SCALE).softmax(-1)
-        return dict(zip(eligible, weights.sum(0).tolist(), strict=True))
+        scores = torch.zeros(len(eligible))
+        for index, query in enumerate(queries[layer, request, :accepted, head].flatten(0, 1)):
+            scores += self.weights(keys @ query * SCALE, layer, head, index % GROUP)
+        return dict(zip(eligible, scores.tolist(), strict=True))
 
 
 ROUNDS = (
@@ -199,7 +212,7 @@ def test_requests_that_pad_a_graph_of_any_batch_are_passed_over():
     metadata = SimpleNamespace(query_start_loc=starts, seq_lens=torch.tensor([120, 0], dtype=torch.int32))
     queries = torch.randn((num_tokens, NUM_KV_HEADS * GROUP, SIZE), generator=scene.rng)
     rows = KVRows.of(scene.cache[0], "FLASH_ATTN")
-    scene.verification.record(0, queries, metadata, rows, SCALE, 0.0)
+    scene.verification.record(0, queries, metadata, rows, Softmax(SCALE))
     assert torch.equal(scene.verification.queries[0, 0], queries)
     never = torch.full((num_tokens,), torch.iinfo(torch.int64).max)
     own = torch.arange(120 - num_tokens, 120)

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_magicdec.attention import KVRows
+from vllm_magicdec.attention.rows import FP8_DTYPES, read_dtype
+from vllm_magicdec.attention.softmax import Softmax
 from vllm_magicdec.policies import verify_topk
 from vllm_magicdec.policies.verification import RECENT_TOKENS
 from vllm_magicdec.views.tokens import TokenBudget
@@ -35,6 +37,8 @@ def check(
     by_head: bool,
     pairs_at_once: int,
     dtype: torch.dtype,
+    fp8: torch.dtype | None,
+    sinks: list[bool],
     device: str = "cpu",
 ) -> None:
     """Every layer's summaries and scores, in caches of their own, for a part of the layers at a time."""
@@ -48,11 +52,18 @@ def check(
     block_table = block_table.view(num_reqs, num_pages).to(torch.int32)
 
     shape = (num_reqs * num_pages + 3, num_kv_heads, page_size, 2 * head_size)
+    cache_dtype = fp8 or dtype
     caches = {
         layer: (
-            KVRows.of(torch.randn(shape, generator=rng).to(dtype).to(device), "FLASH_ATTN"),
-            (1 + layer) * head_size**-0.5,
-            soft_cap,
+            KVRows.of(torch.randn(shape, generator=rng).to(cache_dtype).to(device), "FLASH_ATTN"),
+            Softmax(
+                (1 + layer) * head_size**-0.5,
+                soft_cap,
+                # Of any size beside the logits: a head may look at nothing but its sink.
+                8 * torch.randn(num_kv_heads * group, generator=rng).to(dtype).to(device)
+                if sinks[layer]
+                else None,
+            ),
         )
         for layer in range(NUM_LAYERS)
     }
@@ -63,7 +74,7 @@ def check(
     positions[:num_reqs] = (lens + num_rejected).unsqueeze(1) + torch.arange(-num_queries, 0)
 
     shape = (NUM_LAYERS, num_reqs * num_pages + 3, num_kv_heads, head_size)
-    least, greatest = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+    least, greatest = (torch.zeros(shape, dtype=read_dtype(cache_dtype), device=device) for _ in range(2))
     table = verify_topk_kernels.LayerTable(caches)
     assert table.holds(caches)
     num_verified = lens.unsqueeze(1) - torch.arange(num_pages) * page_size
@@ -110,7 +121,7 @@ def check(
 def check_tokens(
     rng: torch.Generator,
     table: Any,
-    caches: Mapping[int, tuple[KVRows, float, float]],
+    caches: Mapping[int, tuple[KVRows, Softmax]],
     queries: torch.Tensor,
     positions: torch.Tensor,
     lens: torch.Tensor,
@@ -140,43 +151,54 @@ def check_tokens(
             sink=sink,
         ).cpu()
         for index, layer in enumerate(layers):
-            rows, scale, soft_cap = caches[layer]
+            rows, softmax = caches[layer]
             for request in range(num_reqs):
                 accepted = queries[layer, request][positions[request] < lens[request]].cpu().double()
                 accepted = accepted.unflatten(1, (num_kv_heads, -1))
                 for head in range(num_kv_heads):
                     chosen = pages[layer, request, head]
                     blocks = block_table[request, chosen].long().to(device)
-                    keys = rows.keys.by_token[blocks, head].cpu().double().flatten(0, 1)
-                    logits = accepted[:, head].flatten(0, 1) @ keys.T * scale
-                    if soft_cap:
-                        logits = soft_cap * torch.tanh(logits / soft_cap)
+                    keys = rows.keys.by_token.float()[blocks, head].cpu().double().flatten(0, 1)
+                    products = accepted[:, head] @ keys.T  # [accepted, group, tokens]
                     place = (chosen.unsqueeze(1) * page_size + torch.arange(page_size)).flatten()
                     can = (place >= sink) & (place < ends[request])
                     scores = found[index, request, head]
                     assert (scores[~can] < 0).all()
-                    torch.testing.assert_close(
-                        scores[can].double(), logits[:, can].softmax(-1).sum(0), atol=2e-5, rtol=2e-5
-                    )
+                    expected = weights_of(softmax, products[..., can], head).sum((0, 1))
+                    torch.testing.assert_close(scores[can].double(), expected, atol=2e-5, rtol=2e-5)
+
+
+def weights_of(softmax: Softmax, products: torch.Tensor, kv_head: int) -> torch.Tensor:
+    """Attention weights of one KV head's products [n, group, keys], in float64."""
+    logits = products * softmax.scale
+    if softmax.soft_cap:
+        logits = softmax.soft_cap * torch.tanh(logits / softmax.soft_cap)
+    if softmax.sinks is None:
+        return logits.softmax(-1)
+    group = logits.shape[1]
+    sinks = softmax.sinks[kv_head * group : (kv_head + 1) * group].cpu().double()
+    own = sinks.view(1, group, 1).expand(len(logits), group, 1)
+    return torch.cat([logits, own], -1).softmax(-1)[..., :-1]
 
 
 def scores_of_request(
-    cache: tuple[KVRows, float, float], queries: torch.Tensor, blocks: torch.Tensor, context_len: int
+    cache: tuple[KVRows, Softmax], queries: torch.Tensor, blocks: torch.Tensor, context_len: int
 ) -> torch.Tensor:
     """[num_kv_heads, num_pages] float64: softmax over the pages' bounds, summed over accepted queries."""
-    rows, scale, soft_cap = cache
-    keys = rows.keys.cells[blocks.long().to(queries.device)].flatten(4).cpu().double().squeeze(3)
+    rows, softmax = cache
+    keys = rows.keys.by_token.float()[blocks.long().to(queries.device)].cpu().double()
     keys = keys.transpose(0, 1).flatten(1, 2)[:, :context_len]  # [num_kv_heads, context_len, head_size]
     by_page = keys.split(rows.page_size, 1)
     least, greatest = (
-        torch.stack([end(page, 1) for page in by_page], 1).unsqueeze(1) for end in (torch.amin, torch.amax)
+        torch.stack([end(page, 1) for page in by_page], 1) for end in (torch.amin, torch.amax)
     )
-    query = queries.cpu().double().unflatten(1, (rows.num_kv_heads, -1)).permute(1, 0, 2, 3)
-    query = query.flatten(1, 2).unsqueeze(2)  # [num_kv_heads, num_rows, 1, head_size]
-    logits = torch.maximum(query * least, query * greatest).sum(-1) * scale
-    if soft_cap:
-        logits = soft_cap * torch.tanh(logits / soft_cap)
-    return logits.softmax(-1).sum(1)
+    query = queries.cpu().double().unflatten(1, (rows.num_kv_heads, -1)).unsqueeze(3)
+    scores = []
+    for head in range(rows.num_kv_heads):
+        own = query[:, head]  # [n, group, 1, head_size]
+        bounds = torch.maximum(own * least[head], own * greatest[head]).sum(-1)
+        scores.append(weights_of(softmax, bounds, head).sum((0, 1)))
+    return torch.stack(scores)
 
 
 cases = given(
@@ -191,6 +213,8 @@ cases = given(
     by_head=st.booleans(),
     pairs_at_once=st.integers(1, 4),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    fp8=st.sampled_from([None, *FP8_DTYPES]),
+    sinks=st.lists(st.booleans(), min_size=NUM_LAYERS, max_size=NUM_LAYERS),
 )
 
 
@@ -273,6 +297,7 @@ def test_pages_and_tokens_in_the_interpreter():
 
 SUMMARIES = dict(least="*bf16", greatest="*bf16")
 LOGITS = dict(logits="*fp32", peaks="*fp32", sums="*fp32", context_lens="*i64")
+SINKS = dict(sinks="*fp32")
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
@@ -292,20 +317,26 @@ LOGITS = dict(logits="*fp32", peaks="*fp32", sums="*fp32", context_lens="*i64")
         ),
         (
             "_scores_kernel",
-            LOGITS | dict(positions="*i64", scores="*fp32"),
+            LOGITS | SINKS | dict(positions="*i64", scores="*fp32"),
             dict(NUM_QUERIES=5, NUM_ROWS=20, GROUP=4, PAGE_SIZE=16, HEADS=8, NUM_ROW_BLOCKS=1)
-            | dict(BLOCK_ROWS=32, SPLITS_PADDED=8, BLOCK=128),
+            | dict(BLOCK_ROWS=32, SPLITS_PADDED=8, BLOCK=128, SINKS=True),
         ),
         (
             "_token_scores_kernel",
             dict(keys="*bf16", offsets="*i64", queries="*bf16", positions="*i64", context_lens="*i64")
+            | SINKS
             | dict(block_table="*i32", pages="*i64", ends="*i64", scales="*fp32", scores="*fp32"),
             dict(NUM_QUERIES=5, NUM_ROWS=20, GROUP=4, HEAD_SIZE=128, PAGE_SIZE=16, NUM_ROW_BLOCKS=1)
-            | dict(BLOCK_ROWS=32, HEAD_PADDED=128, BLOCK=64),
+            | dict(BLOCK_ROWS=32, HEAD_PADDED=128, BLOCK=64, SINKS=True),
         ),
     ],
 )
-def test_kernels_compile_for_hopper_without_one(kernel, pointers, constants):
+@pytest.mark.parametrize("keys", ["bf16", "fp8e4nv", "fp8e5"])
+def test_kernels_compile_for_hopper_without_one(kernel, pointers, constants, keys):
+    if "keys" in pointers:
+        pointers = pointers | dict(keys=f"*{keys}")
+    elif keys != "bf16":
+        pytest.skip("reads no keys")
     pytest.importorskip("triton")
     from vllm_magicdec.policies import verify_topk_kernels, verify_topk_token_kernels
 

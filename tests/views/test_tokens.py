@@ -12,6 +12,7 @@ from reference import selection_in_view, slot_of, token_positions
 
 from vllm_magicdec.attention import KVRows
 from vllm_magicdec.attention.observing import LayerObserver
+from vllm_magicdec.attention.softmax import Softmax
 from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.policies.observing import PromptSelector
 from vllm_magicdec.policies.snapkv import SnapKV
@@ -165,7 +166,7 @@ def test_a_smaller_budget_selects_what_it_would_alone(recent):
 
     def observe(indices: list[int], window: int, observer: LayerObserver) -> None:
         for layer in range(NUM_LAYERS):
-            observer(layer, queries[indices].flatten(0, 1), KVRows.of(cache, "FLASH_ATTN"), 1.0, 0.0)
+            observer(layer, queries[indices].flatten(0, 1), KVRows.of(cache, "FLASH_ATTN"), Softmax(1.0))
 
     def select(budgets: list[TokenBudget]) -> tuple[Selections, list[int]]:
         to_select = budget_to_select(budgets)

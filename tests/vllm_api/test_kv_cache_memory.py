@@ -9,7 +9,12 @@ import torch
 from transformers import LlamaConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine import core
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVQuantMode,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
 
 from vllm_magicdec.attention import switch
 from vllm_magicdec.attention.flashinfer_attention import Geometry, plan_bytes
@@ -50,7 +55,7 @@ def model_dir(tmp_path_factory):
     return str(path)
 
 
-def configure(model_dir, speculative_config=None):
+def configure(model_dir, speculative_config=None, kv_cache_dtype="auto"):
     config = EngineArgs(
         model=model_dir,
         speculative_config=speculative_config,
@@ -59,22 +64,24 @@ def configure(model_dir, speculative_config=None):
         block_size=PAGE,
         max_num_seqs=64,
         dtype="bfloat16",
+        kv_cache_dtype=kv_cache_dtype,
     ).create_engine_config()
     config.cache_config.kv_cache_memory_bytes = None  # which the environment of tests may give
     config.cache_config.kv_cache_layout = "LBHNC"
     return config
 
 
-def specs(kind=FullAttentionSpec, **more):
-    spec = kind(
-        block_size=PAGE, num_kv_heads=NUM_KV_HEADS, head_size=HEAD_SIZE, dtype=torch.bfloat16, **more
-    )
+def specs(kind=FullAttentionSpec, dtype=torch.bfloat16, **more):
+    spec = kind(block_size=PAGE, num_kv_heads=NUM_KV_HEADS, head_size=HEAD_SIZE, dtype=dtype, **more)
     return {f"layer {index}": spec for index in range(NUM_LAYERS)}
 
 
-def num_blocks(config, available=AVAILABLE) -> int:
+IN_FP8 = dict(dtype=torch.uint8, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)
+
+
+def num_blocks(config, available=AVAILABLE, **of_specs) -> int:
     """Of the KV cache that vLLM lays out."""
-    (laid_out,) = core.get_kv_cache_configs(config, [specs()], [available])
+    (laid_out,) = core.get_kv_cache_configs(config, [specs(**of_specs)], [available])
     return laid_out.num_blocks
 
 
@@ -86,15 +93,17 @@ def tensor_bytes() -> int:
     return sum(storages.values())
 
 
+@pytest.mark.parametrize("cache", ["auto", "fp8"])
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: "-".join(policy.values()))
-def test_the_kv_cache_and_what_drafting_keeps_fit_into_what_is_available(model_dir, policy):
-    config = configure(model_dir, {"method": METHOD, **policy})
-    block_bytes = sum(spec.page_size_bytes for spec in specs().values())
-    blocks = num_blocks(config)
+def test_the_kv_cache_and_what_drafting_keeps_fit_into_what_is_available(model_dir, policy, cache):
+    config = configure(model_dir, {"method": METHOD, **policy}, cache)
+    of_specs = IN_FP8 if cache == "fp8" else {}
+    block_bytes = sum(spec.page_size_bytes for spec in specs(**of_specs).values())
+    blocks = num_blocks(config, **of_specs)
     before = tensor_bytes()
     views = sizing.make_views(
         config,
-        LayerGroup(tuple(specs()), 0, specs()["layer 0"], None),
+        LayerGroup(tuple(specs()), 0, specs(**of_specs)["layer 0"], None),
         num_blocks=blocks,
         device=torch.device("cpu"),
         observe=None,
@@ -108,8 +117,8 @@ def test_the_kv_cache_and_what_drafting_keeps_fit_into_what_is_available(model_d
     assert blocks * block_bytes + kept + scratch <= AVAILABLE + small
     assert (blocks + 1) * block_bytes + kept + scratch > AVAILABLE - small
     if policy["draft_kv_policy"] == "verify-topk":
-        # Of every page of keys and values a least and a greatest key.
-        assert kept > blocks * block_bytes / PAGE
+        # Of every page of keys and values a least and a greatest key, in bfloat16.
+        assert kept > blocks * block_bytes / PAGE * (2 if cache == "fp8" else 1)
 
 
 def test_other_methods_get_all_of_it(model_dir):

@@ -6,13 +6,14 @@ pages of one row each, with one KV head, and each (request, KV head) as a reques
 copied: keys and values are two strided views of the cache, and row numbers take the place of page numbers.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from vllm_magicdec.attention.rows import KVRows
+from vllm_magicdec.attention.rows import FP8_DTYPES, KVRows
 from vllm_magicdec.views.base import ceil_div
 
 ALIGNMENT = 16  # bytes; FlashInfer's vectorised loads
@@ -128,8 +129,12 @@ class Geometry:
         """Why FlashInfer has no kernel for this, or None."""
         if self.head_size not in HEAD_SIZES:
             return f"it has no kernel for heads of {self.head_size}"
-        if self.cache_dtype not in DTYPES or self.query_dtype != self.cache_dtype:
+        is_fp8 = self.cache_dtype in FP8_DTYPES
+        if self.query_dtype not in DTYPES or (self.query_dtype != self.cache_dtype and not is_fp8):
             return f"it has no kernel for {self.query_dtype} queries and a {self.cache_dtype} cache"
+        if is_fp8 and self.use_tensor_cores and self.head_size == 64:
+            # So its prefill.cuh says of the functions that load keys and values.
+            return f"its kernels on tensor cores read no {self.cache_dtype} heads of 64"
         return None
 
     def plan_arguments(self) -> dict[str, Any]:
@@ -252,8 +257,15 @@ class FlashInferDecode:
         rows: KVRows,
         slots: torch.Tensor,  # [num_reqs, num_kv_heads, budget] int32
         out: torch.Tensor | None = None,  # as `query`, contiguous
+        *,
+        sinks: torch.Tensor | None = None,  # [num_heads]
+        key_scale: float = 1.0,
+        value_scale: float = 1.0,
     ) -> torch.Tensor:
         """Attend under the last plan. Returns [num_reqs, num_heads, head_size] in the query's dtype: `out`.
+
+        What layers differ in is no part of the plan: see `attend` for sinks and scales; that of keys
+        multiplies the plan's.
 
         Raises:
             UnreadableCacheError: see `row_pages`.
@@ -262,18 +274,32 @@ class FlashInferDecode:
         num_reqs = query.shape[0]
         indptr = self._indptr[: num_reqs * self._geometry.num_kv_heads + 1]
         _fill_page_indices(query.device)(self._indices, rows, slots, self._lens[:num_reqs], indptr)
-        return self._read(query, pages, out)
+        return self._read(query, pages, out, sinks=sinks, key_scale=key_scale, value_scale=value_scale)
 
     def run_again(self, query: torch.Tensor, rows: KVRows) -> torch.Tensor:
         """`run` for the slots of the last one, whose row numbers are still there."""
         return self._read(query, row_pages(rows), None)
 
     def _read(
-        self, query: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor | None
+        self,
+        query: torch.Tensor,
+        pages: tuple[torch.Tensor, torch.Tensor],
+        out: torch.Tensor | None,
+        *,
+        sinks: torch.Tensor | None = None,
+        key_scale: float = 1.0,
+        value_scale: float = 1.0,
     ) -> torch.Tensor:
         shape = (-1, self._geometry.group, query.shape[-1])
         virtual_out = None if out is None else out.view(shape)
-        return self._wrapper.run(query.reshape(shape), pages, out=virtual_out).view(query.shape)
+        options = dict(out=virtual_out, k_scale=key_scale, v_scale=value_scale)
+        if sinks is None:
+            return self._wrapper.run(query.reshape(shape), pages, **options).view(query.shape)
+        # FlashInfer's own sinks are those of a request's heads, and every (request, KV head) is a request
+        # here. So its result is scaled to the share of the denominator that is not the sink's.
+        read, lse = self._wrapper.run(query.reshape(shape), pages, return_lse=True, **options)
+        share = torch.sigmoid(lse.view(query.shape[:2]) * math.log(2) - sinks)  # `lse` is to the base of 2
+        return read.view(query.shape).mul_(share.unsqueeze(-1))
 
 
 def attend(
@@ -284,6 +310,8 @@ def attend(
     *,
     scale: float,
     soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,  # [num_heads]
+    value_scale: float = 1.0,
 ) -> torch.Tensor:
     """See `vllm_magicdec.attention.attend`. Plans and runs once."""
     num_reqs, num_heads, head_size = query.shape
@@ -297,4 +325,4 @@ def attend(
         indices=make_page_indices(num_reqs * rows.num_kv_heads, slots.shape[-1], query.device),
     )
     decode.plan(lens.cpu())
-    return decode.run(query, rows, slots)
+    return decode.run(query, rows, slots, sinks=sinks, value_scale=value_scale)

@@ -7,17 +7,18 @@ from typing import Any, Protocol
 import torch
 
 from vllm_magicdec.attention import KVRows
+from vllm_magicdec.attention.softmax import Softmax
 
-# Called in every layer with the layer's number, its queries [num_tokens, num_heads, head_size], its KV
-# cache, and the scale and soft cap of its logits.
-LayerObserver = Callable[[int, torch.Tensor, KVRows, float, float], None]
+# Called in every layer with the layer's number, its queries [num_tokens, num_heads, head_size] in the
+# model's dtype, its KV cache, and what makes weights of their products.
+LayerObserver = Callable[[int, torch.Tensor, KVRows, Softmax], None]
 
 
 class QueryRecorder(Protocol):
     """Who wants the queries of every pass of the target."""
 
     def record(
-        self, layer: int, queries: torch.Tensor, metadata: Any, cache: KVRows, scale: float, soft_cap: float
+        self, layer: int, queries: torch.Tensor, metadata: Any, cache: KVRows, softmax: Softmax
     ) -> None:
         """Called in every layer of the target's pass; `queries` [num_tokens, num_heads, head_size].
 

@@ -15,8 +15,15 @@ import torch
 # These backends keep a token's value behind its key; the physical order shows in the strides.
 KEY_VALUE_BACKENDS = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
 CACHE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Backends keep these as bytes, and what they stand for times the layer's scales is a key or a value.
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 AMX_TILE = 16  # rows of an AMX tile, each of 16 words of 32 bits
+
+
+def read_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What the elements of a cache of this dtype are read as: bfloat16 holds every fp8 number exactly."""
+    return torch.bfloat16 if dtype in FP8_DTYPES else dtype
 
 
 @dataclass(frozen=True)
@@ -64,14 +71,19 @@ class RowTable:
         return numbers + places // tile_size * tile + places % tile_size * place
 
     def gather(self, slots: torch.Tensor) -> torch.Tensor:
-        """`slots` [..., num_kv_heads, n] int; returns [..., num_kv_heads, n, head_size]."""
+        """`slots` [..., num_kv_heads, n] int; returns [..., num_kv_heads, n, head_size] (`read_dtype`)."""
         numbers = self.numbers(slots)
-        return self.rows.index_select(0, numbers.flatten()).flatten(1).unflatten(0, numbers.shape)
+        taken = self.rows.index_select(0, numbers.flatten())
+        return taken.to(read_dtype(taken.dtype)).flatten(1).unflatten(0, numbers.shape)
 
 
 @dataclass(frozen=True)
 class KVRows:
-    """One layer's paged KV cache, readable token by token."""
+    """One layer's paged KV cache, readable token by token.
+
+    An fp8 cache is read as it is stored, without its scales: those of keys belong to the logits' scale,
+    those of values to the result.
+    """
 
     keys: RowTable
     values: RowTable
@@ -80,7 +92,13 @@ class KVRows:
     head_size: int
 
     @classmethod
-    def of(cls, kv_cache: torch.Tensor, backend_name: str, isa: str | None = None) -> "KVRows":
+    def of(
+        cls,
+        kv_cache: torch.Tensor,
+        backend_name: str,
+        isa: str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> "KVRows":
         """View a cache as its attention backend lays it out.
 
         Args:
@@ -88,17 +106,21 @@ class KVRows:
                 to `AttentionImpl.forward`.
             backend_name: `AttentionBackend.get_name()`.
             isa: the instruction set that the CPU backend packs for (`layer.isa`); only it needs one.
+            dtype: of the elements, where the tensor is one of bytes: one of `FP8_DTYPES`.
 
         Raises:
-            ValueError: the cache is quantised, or its layout is not known.
+            ValueError: the cache is quantised in another way than those, or its layout is not known.
         """
         _, num_kv_heads, page_size, content = kv_cache.shape
         head_size = content // 2
-        if kv_cache.dtype not in CACHE_DTYPES:
+        if dtype is not None:
+            kv_cache = kv_cache.view(dtype)
+        if kv_cache.dtype not in CACHE_DTYPES + FP8_DTYPES:
             raise ValueError(
-                "policies other than streamingllm read float32, bfloat16 and float16 KV caches, "
-                f"not {kv_cache.dtype} (fp8 and other quantised ones); use --kv-cache-dtype bfloat16 or "
-                "float16, as the model's, or the streamingllm policy"
+                "policies other than streamingllm read float32, bfloat16 and float16 KV caches, and fp8 "
+                f"ones with scales of a layer or of its KV heads, not {kv_cache.dtype} (scales by token, "
+                "int8, nvfp4 and others); use --kv-cache-dtype fp8, or bfloat16 or float16, as the "
+                "model's, or the streamingllm policy"
             )
         if backend_name == "CPU_ATTN":
             keys, values = _cpu_cells(kv_cache, isa)
@@ -118,7 +140,7 @@ class KVRows:
             slots: [..., num_kv_heads, n] int, block * page_size + place in the block.
 
         Returns:
-            keys and values, each [..., num_kv_heads, n, head_size] in the cache's dtype.
+            keys and values, each [..., num_kv_heads, n, head_size], see `read_dtype`.
         """
         return self.keys.gather(slots), self.values.gather(slots)
 
@@ -131,12 +153,13 @@ class KVRows:
                 lie one after the other.
 
         Returns:
-            [n, num_kv_heads, page_size, head_size] in the cache's dtype.
+            [n, num_kv_heads, page_size, head_size], see `read_dtype`.
         """
         parts = page_size // self.page_size
         own = blocks.long().unsqueeze(1) * parts + torch.arange(parts, device=blocks.device)
         keys = self.keys.cells[own].transpose(1, 2)  # [n, num_kv_heads, parts, ...]
-        return keys.reshape(len(blocks), self.num_kv_heads, page_size, self.head_size)
+        keys = keys.reshape(len(blocks), self.num_kv_heads, page_size, self.head_size)
+        return keys.to(read_dtype(keys.dtype))
 
 
 def _plain(cells: torch.Tensor) -> torch.Tensor:
@@ -177,7 +200,7 @@ def _amx_cells(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, 
     if head_size % 32:
         # vLLM's kernel has no tiles for such heads and falls back to vectors.
         return _vector_cells(keys, values)
-    word = 4 // keys.element_size()  # elements
+    word = 4 // max(2, keys.element_size())  # elements; the kernel multiplies fp8 as bfloat16
     key_tiles = keys.view(*outer, page_size // AMX_TILE, head_size // word, AMX_TILE, word)
     value_tiles = values.view(*outer, head_size // AMX_TILE, page_size // word, AMX_TILE, word)
     return key_tiles.permute(0, 1, 2, 4, 3, 5), value_tiles.permute(0, 1, 3, 5, 2, 4)

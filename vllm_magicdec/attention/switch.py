@@ -12,17 +12,23 @@ import torch
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.platforms import current_platform
 from vllm.utils.flashinfer import has_flashinfer
+from vllm.v1.kv_cache_interface import AttentionSpec, KVQuantMode
 
 from vllm_magicdec.attention import Implementation, KVRows, attend
 from vllm_magicdec.attention.flashinfer_attention import Geometry, UnreadableCacheError
 from vllm_magicdec.attention.metadata import DraftMetadata, ObservedMetadata, TokenMetadata
 from vllm_magicdec.attention.observing import QueryRecorder
 from vllm_magicdec.attention.plans import CommonLengthPlans
+from vllm_magicdec.attention.rows import FP8_DTYPES
+from vllm_magicdec.attention.scales import Scales
+from vllm_magicdec.attention.softmax import Softmax
 from vllm_magicdec.errors import METHOD, MagicDecConfigError
 
 # Backends whose metadata holds `block_table`, `query_start_loc` and `seq_lens`.
 BACKENDS_WITH_BLOCK_TABLES = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
+E4M3_CAPABILITY = 89  # Triton has no float8_e4m3fn on older GPUs
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -71,6 +77,30 @@ def install_switches(
                 )
             switch.plans = plans[switch.geometry]
     return [found for found in plans.values() if found is not None]
+
+
+def stored_dtype(spec: AttentionSpec, kv_cache_dtype: str) -> torch.dtype:
+    """What the elements of a layer's KV cache are; vLLM keeps fp8 caches as tensors of bytes.
+
+    Args:
+        spec: of the cache.
+        kv_cache_dtype: vLLM's name, of the layer or the engine.
+    """
+    if spec.kv_quant_mode != KVQuantMode.FP8_PER_TENSOR:
+        return spec.dtype
+    return torch.float8_e5m2 if kv_cache_dtype == "fp8_e5m2" else current_platform.fp8_dtype()
+
+
+def require_e4m3(dtype: torch.dtype, device: torch.device) -> None:
+    """Refuse caches that Triton cannot read on an older GPU; raises ValueError."""
+    if dtype != torch.float8_e4m3fn or device.type != "cuda":
+        return
+    if not current_platform.has_device_capability(E4M3_CAPABILITY):
+        raise ValueError(
+            "policies other than streamingllm read fp8_e4m3 KV caches on GPUs of compute capability 8.9 "
+            "and newer; use --kv-cache-dtype bfloat16 or float16, as the model's, or the streamingllm "
+            "policy"
+        )
 
 
 def flashinfer_refusal(geometry: Geometry) -> str | None:
@@ -126,36 +156,38 @@ class Switch:
         recorder: QueryRecorder | None,
     ) -> None:
         impl = layer.impl
-        if getattr(impl, "alibi_slopes", None) is not None or getattr(impl, "sinks", None) is not None:
+        if getattr(impl, "alibi_slopes", None) is not None:
+            # It wants the distance of every token that is read or scored.
             raise MagicDecConfigError(
-                f"{METHOD}: models with ALiBi or learned attention sinks can draft with "
-                "draft_kv_policy='streamingllm' only"
+                f"{METHOD}: models with ALiBi can draft with draft_kv_policy='streamingllm' only"
             )
         self._index = index
         self._recorder = recorder
+        self._impl = impl
         self._target_forward = impl.forward
         self._backend = layer.attn_backend.get_name()
         self._isa = getattr(layer, "isa", None)
-        self._scale = float(impl.scale)
-        self._soft_cap = float(getattr(impl, "logits_soft_cap", None) or 0.0)
+        spec = layer.get_kv_cache_spec(vllm_config)
+        self._cache_dtype = stored_dtype(spec, layer.kv_cache_dtype)
+        self._scales = Scales.of(layer, impl.num_heads) if self._cache_dtype in FP8_DTYPES else Scales()
         self._known: tuple[torch.Tensor, KVRows] | None = None  # a KV cache and its rows
         self.plans: CommonLengthPlans | None = None
         # Without FlashInfer: plain torch on a CPU; on a GPU the kernel that needs no planning.
         self._implementation: Implementation = "triton" if device.type == "cuda" else "torch"
-        spec = layer.get_kv_cache_spec(vllm_config)
         self.geometry = Geometry(
             num_heads=impl.num_heads,
             num_kv_heads=spec.num_kv_heads,
             head_size=spec.head_size,
             query_dtype=vllm_config.model_config.dtype,
-            cache_dtype=spec.dtype,
-            scale=self._scale,
-            soft_cap=self._soft_cap,
+            cache_dtype=self._cache_dtype,
+            scale=float(impl.scale),
+            soft_cap=float(getattr(impl, "logits_soft_cap", None) or 0.0),
         )
-        # Refuse a layout that cannot be read before the cache is filled.
+        # Refuse what cannot be read before the cache is filled.
         shape = (1, spec.num_kv_heads, spec.block_size, 2 * spec.head_size)
         try:
-            KVRows.of(torch.empty(shape, dtype=spec.dtype), self._backend, self._isa)
+            self._rows_of(torch.empty(shape, dtype=spec.dtype))
+            require_e4m3(self._cache_dtype, device)
         except ValueError as error:
             raise MagicDecConfigError(f"{METHOD}: {error}") from None
         impl.forward = self.forward
@@ -187,46 +219,79 @@ class Switch:
         """vLLM's signature; `query` [num_tokens, num_heads, head_size]."""
         if isinstance(attn_metadata, TokenMetadata):
             num_reqs = attn_metadata.lens.shape[0]
-            query = query[:num_reqs]
+            query = self._query(query[:num_reqs])
             self._attend(query, self._rows(kv_cache), attn_metadata, output[:num_reqs].view(query.shape))
             return output
         if isinstance(attn_metadata, ObservedMetadata):
             self._target_forward(layer, query, key, value, kv_cache, attn_metadata.own, output, **scales)
-            attn_metadata.observer(self._index, query, self._rows(kv_cache), self._scale, self._soft_cap)
+            attn_metadata.observer(self._index, self._query(query), self._rows(kv_cache), self._softmax)
             return output
         if isinstance(attn_metadata, DraftMetadata):
             attn_metadata = attn_metadata.own
         elif self._recorder is not None and attn_metadata is not None:
             self._recorder.record(
-                self._index, query, attn_metadata, self._rows(kv_cache), self._scale, self._soft_cap
+                self._index, self._query(query), attn_metadata, self._rows(kv_cache), self._softmax
             )
         return self._target_forward(layer, query, key, value, kv_cache, attn_metadata, output, **scales)
+
+    @property
+    def _softmax(self) -> Softmax:
+        sinks = getattr(self._impl, "sinks", None)  # now: implementations cast theirs when they first run
+        return Softmax(self.geometry.scale * self._scales.key, self.geometry.soft_cap, sinks)
+
+    def _query(self, query: torch.Tensor) -> torch.Tensor:
+        return self._scales.scale_query(query, self.geometry.query_dtype)
 
     def _attend(
         self, query: torch.Tensor, rows: KVRows, metadata: TokenMetadata, output: torch.Tensor
     ) -> None:
         """Write to `output`, shaped as `query` [num_reqs, num_heads, head_size]."""
-        if self.plans is not None and metadata.common_len is not None:
-            decode = self.plans.decode(len(query), metadata.common_len)
-            try:
-                if decode is not None:
-                    decode.run(query, rows, metadata.slots, output)
-                    return
-            except UnreadableCacheError as error:  # how the cache lies in memory shows only here
-                _log_fallback(str(error))
-                self.plans = None
-        attended = attend(
-            query,
-            rows,
-            metadata.slots,
-            metadata.lens,
-            scale=self._scale,
-            soft_cap=self._soft_cap,
-            implementation=self._implementation,
-        )
-        output.copy_(attended)
+        if not self._attend_as_planned(query, rows, metadata, output):
+            softmax = self._softmax
+            attended = attend(
+                query,
+                rows,
+                metadata.slots,
+                metadata.lens,
+                scale=softmax.scale,
+                soft_cap=softmax.soft_cap,
+                sinks=softmax.sinks,
+                value_scale=self._scales.value,
+                implementation=self._implementation,
+            )
+            output.copy_(attended)
+        if self._scales.value_factors is not None:
+            output.mul_(self._scales.value_factors)
+
+    def _attend_as_planned(
+        self, query: torch.Tensor, rows: KVRows, metadata: TokenMetadata, output: torch.Tensor
+    ) -> bool:
+        """Whether FlashInfer could do it."""
+        if self.plans is None or metadata.common_len is None:
+            return False
+        decode = self.plans.decode(len(query), metadata.common_len)
+        if decode is None:
+            return False
+        try:
+            decode.run(
+                query,
+                rows,
+                metadata.slots,
+                output,
+                sinks=self._softmax.sinks,
+                key_scale=self._scales.key,
+                value_scale=self._scales.value,
+            )
+        except UnreadableCacheError as error:  # how the cache lies in memory shows only here
+            _log_fallback(str(error))
+            self.plans = None
+            return False
+        return True
 
     def _rows(self, kv_cache: torch.Tensor) -> KVRows:
         if self._known is None or self._known[0] is not kv_cache:
-            self._known = kv_cache, KVRows.of(kv_cache, self._backend, self._isa)
+            self._known = kv_cache, self._rows_of(kv_cache)
         return self._known[1]
+
+    def _rows_of(self, kv_cache: torch.Tensor) -> KVRows:
+        return KVRows.of(kv_cache, self._backend, self._isa, self._cache_dtype)

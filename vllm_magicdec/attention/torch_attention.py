@@ -4,6 +4,7 @@
 import torch
 
 from vllm_magicdec.attention.rows import KVRows
+from vllm_magicdec.attention.softmax import weights_of
 
 
 def attend(
@@ -14,6 +15,8 @@ def attend(
     *,
     scale: float,
     soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,  # [num_heads]
+    value_scale: float = 1.0,
 ) -> torch.Tensor:
     """See `vllm_magicdec.attention.attend`. Gathers the rows, then computes in float32."""
     in_view = torch.arange(slots.shape[-1], device=slots.device) < lens.view(
@@ -29,4 +32,7 @@ def attend(
     if soft_cap:
         logits = soft_cap * torch.tanh(logits / soft_cap)
     logits = logits.masked_fill(~in_view.unsqueeze(1), -torch.inf)
-    return (logits.softmax(-1) @ values.float()).flatten(1, 2).to(query.dtype)
+    if sinks is not None:
+        sinks = sinks.float().view(1, *grouped.shape[1:3], 1)
+    attended = weights_of(logits, sinks) @ values.float() * value_scale
+    return attended.flatten(1, 2).to(query.dtype)

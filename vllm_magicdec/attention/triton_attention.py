@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_magicdec.attention.rows import KVRows
+from vllm_magicdec.attention.rows import FP8_DTYPES, KVRows
 
 MAX_BLOCK_TOKENS = 64
 # Of one block's keys, or values; Triton keeps both in shared memory, and more. A thread block has 99 KB of
@@ -21,9 +21,11 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     values,  # [num_blocks, num_kv_heads, PAGE_SIZE, HEAD_SIZE]
     slots,  # [num_reqs, num_kv_heads, budget] int32
     lens,  # [num_reqs] int32
+    sinks,  # [num_kv_heads * GROUP]
     output,  # [num_reqs, num_kv_heads * GROUP, HEAD_SIZE], contiguous
     scale,
     soft_cap,
+    value_scale,
     query_req,  # strides, in elements, named tensor_dimension
     query_head,
     query_dim,
@@ -45,6 +47,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     HEAD_PADDED: tl.constexpr,
     BLOCK: tl.constexpr,  # tokens read at once
     SOFT_CAP: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     """One request and KV head: walk the list of slots in blocks with an online softmax."""
     req = tl.program_id(0).to(tl.int64)
@@ -61,8 +64,13 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
 
     length = tl.load(lens + req)
     list_start = slots + req * slots_req + kv_head * slots_head
-    highest = tl.full([GROUP_PADDED], float("-inf"), tl.float32)
-    weight_sum = tl.zeros([GROUP_PADDED], tl.float32)
+    if SINKS:
+        # As a token whose value is 0.
+        highest = tl.load(sinks + heads, mask=members < GROUP, other=0.0).to(tl.float32)
+        weight_sum = tl.full([GROUP_PADDED], 1.0, tl.float32)
+    else:
+        highest = tl.full([GROUP_PADDED], float("-inf"), tl.float32)
+        weight_sum = tl.zeros([GROUP_PADDED], tl.float32)
     result = tl.zeros([GROUP_PADDED, HEAD_PADDED], tl.float32)
     for start in range(0, length, BLOCK):
         columns = start + tl.arange(0, BLOCK)
@@ -96,7 +104,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         weight_sum = weight_sum * rescale + tl.sum(weights, 1)
         highest = new_highest
 
-    result = result / weight_sum[:, None]
+    result = result * (value_scale / weight_sum)[:, None]
     row = req * tl.num_programs(1) * GROUP + heads
     tl.store(
         output + row[:, None] * HEAD_SIZE + dims[None, :],
@@ -118,6 +126,8 @@ def attend(
     *,
     scale: float,
     soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,  # [num_heads], contiguous
+    value_scale: float = 1.0,
 ) -> torch.Tensor:
     """See `vllm_magicdec.attention.attend`. No host synchronisation; may be captured in a CUDA graph.
 
@@ -131,16 +141,19 @@ def attend(
     group = num_heads // rows.num_kv_heads
     head_padded = max(MIN_DOT_ROWS, triton.next_power_of_2(head_size))
     output = torch.empty((num_reqs, num_heads, head_size), dtype=query.dtype, device=query.device)
-    query = query.to(torch.promote_types(query.dtype, keys.dtype))
+    if keys.dtype not in FP8_DTYPES:  # half precision holds what these stand for
+        query = query.to(torch.promote_types(query.dtype, keys.dtype))
     _decode_kernel[(num_reqs, rows.num_kv_heads)](
         query,
         keys,
         values,
         slots,
         lens,
+        lens if sinks is None else sinks,
         output,
         scale,
         soft_cap,
+        value_scale,
         *query.stride(),
         *keys.stride(),
         *values.stride(),
@@ -152,5 +165,6 @@ def attend(
         HEAD_PADDED=head_padded,
         BLOCK=block_tokens(head_padded, query.element_size()),
         SOFT_CAP=soft_cap > 0,
+        SINKS=sinks is not None,
     )
     return output

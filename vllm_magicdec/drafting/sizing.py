@@ -15,7 +15,8 @@ from vllm.config import CUDAGraphMode, VllmConfig
 from vllm_magicdec.attention.flashinfer_attention import Geometry
 from vllm_magicdec.attention.observing import LayerObserver, QueryRecorder
 from vllm_magicdec.attention.plans import CommonLengthPlans
-from vllm_magicdec.attention.switch import flashinfer_refusal
+from vllm_magicdec.attention.rows import read_dtype
+from vllm_magicdec.attention.switch import flashinfer_refusal, stored_dtype
 from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.drafting.layer_groups import LayerGroup
 from vllm_magicdec.errors import METHOD, MagicDecConfigError
@@ -81,7 +82,7 @@ def make_views(
         num_kv_heads=cache.num_kv_heads,
         head_size=cache.head_size,
         query_dtype=model.dtype,
-        cache_dtype=cache.dtype,
+        cache_dtype=read_dtype(stored_dtype(cache, vllm_config.cache_config.cache_dtype)),
         num_blocks=num_blocks,
         max_num_reqs=scheduler.max_num_seqs,
         max_batched_tokens=scheduler.max_num_batched_tokens,
@@ -165,7 +166,7 @@ def _measure_attention(vllm_config: VllmConfig, group: LayerGroup, meta: torch.d
             num_kv_heads=cache.num_kv_heads,
             head_size=cache.head_size,
             query_dtype=vllm_config.model_config.dtype,
-            cache_dtype=cache.dtype,
+            cache_dtype=stored_dtype(cache, vllm_config.cache_config.cache_dtype),
             scale=1.0,
         )
         if flashinfer_refusal(geometry) is not None:

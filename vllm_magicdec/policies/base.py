@@ -66,7 +66,7 @@ class Engine:
     num_kv_heads: int  # of one worker
     head_size: int
     query_dtype: torch.dtype
-    cache_dtype: torch.dtype
+    cache_dtype: torch.dtype  # that keys are read in (`attention.rows.read_dtype`)
     num_blocks: int  # pages of the KV cache
     max_num_reqs: int
     max_batched_tokens: int  # query tokens of one pass, at most

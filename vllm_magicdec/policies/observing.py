@@ -17,6 +17,7 @@ import torch
 
 from vllm_magicdec.attention import KVRows
 from vllm_magicdec.attention.observing import LayerObserver
+from vllm_magicdec.attention.softmax import Softmax
 from vllm_magicdec.policies.base import Engine, Limits, Observe, Policy, parse_budget_of_selected_pages
 from vllm_magicdec.views.base import Batch, Views, ceil_div, on_device
 from vllm_magicdec.views.layer_pages import LayerPageViews
@@ -29,11 +30,12 @@ class Observation:
     """What one request's latest tokens ask for, in one layer."""
 
     queries: torch.Tensor  # [window, num_heads, head_size], of the last `window` tokens, oldest first
-    keys: torch.Tensor  # [num_kv_heads, num_tokens, head_size], position by position
+    keys: torch.Tensor  # [num_kv_heads, num_tokens, head_size], position by position, as they are stored
     length: torch.Tensor  # [] int64, valid keys; the last query is at position length - 1
     num_seen: int  # keys from the start that every query sees; the host does not know of more
-    scale: float  # of the logits
+    scale: float  # of the logits, with that of an fp8 cache's keys
     soft_cap: float  # of the logits, 0: none
+    sinks: torch.Tensor | None = None  # [num_kv_heads, group] float32, logits of the denominator alone
 
     @property
     def window(self) -> int:
@@ -152,17 +154,17 @@ class WindowRecorder:
         self._window = window
         self._rows: dict[int, torch.Tensor] = {}  # [window] of the pass's queries, by place in the batch
         self._lens: dict[int, int] = {}  # tokens of these requests, by place in the batch
-        self._layers: dict[int, tuple[dict[int, torch.Tensor], KVRows, float, float]] = {}
+        self._layers: dict[int, tuple[dict[int, torch.Tensor], KVRows, Softmax]] = {}
 
     def record(
-        self, layer: int, queries: torch.Tensor, metadata: Any, cache: KVRows, scale: float, soft_cap: float
+        self, layer: int, queries: torch.Tensor, metadata: Any, cache: KVRows, softmax: Softmax
     ) -> None:
         """See `attention.observing.QueryRecorder`."""
         if layer == 0:
             self._begin(metadata)
         if self._rows:
             kept = {index: queries[rows] for index, rows in self._rows.items()}
-            self._layers[layer] = (kept, cache, scale, soft_cap)
+            self._layers[layer] = (kept, cache, softmax)
 
     def _begin(self, metadata: Any) -> None:
         self._layers.clear()
@@ -182,8 +184,8 @@ class WindowRecorder:
 
     def show(self, indices: Sequence[int], observer: LayerObserver) -> None:
         """What `drafting.drafter.Runner.observe` shows, of requests that are held."""
-        for layer, (kept, cache, scale, soft_cap) in self._layers.items():
-            observer(layer, torch.cat([kept[index] for index in indices]), cache, scale, soft_cap)
+        for layer, (kept, cache, softmax) in self._layers.items():
+            observer(layer, torch.cat([kept[index] for index in indices]), cache, softmax)
 
 
 class PromptSelector:
@@ -289,7 +291,7 @@ class PromptSelector:
     def _score_layer(self, batch: Batch, indices: Sequence[int]) -> LayerObserver:
         window = self._policy.window
 
-        def score(layer: int, queries: torch.Tensor, cache: KVRows, scale: float, soft_cap: float) -> None:
+        def score(layer: int, queries: torch.Tensor, cache: KVRows, softmax: Softmax) -> None:
             for place, index in enumerate(indices):
                 num_pages = ceil_div(int(batch.known_lens[index]), self._page_size)
                 blocks = batch.block_table[index, :num_pages]
@@ -298,8 +300,9 @@ class PromptSelector:
                     keys=cache.keys_by_page(blocks, self._page_size).transpose(0, 1).flatten(1, 2),
                     length=batch.observable_lens[index],
                     num_seen=max(0, int(batch.known_lens[index]) - self._unseen),
-                    scale=scale,
-                    soft_cap=soft_cap,
+                    scale=softmax.scale,
+                    soft_cap=softmax.soft_cap,
+                    sinks=softmax.sinks_by_kv_head(cache.num_kv_heads),
                 )
                 scores = self._policy.score(observation)
                 row = self._selections.row(batch.req_ids[index])

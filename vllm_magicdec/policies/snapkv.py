@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch.nn.functional import avg_pool1d, max_pool1d
 
+from vllm_magicdec.attention.softmax import weights_of
 from vllm_magicdec.policies.observing import Observation, TokenPolicy
 
 _POOLING = {"max": max_pool1d, "avg": avg_pool1d}
@@ -49,6 +50,7 @@ class SnapKV(TokenPolicy):
             if observation.soft_cap:
                 logits = observation.soft_cap * torch.tanh(logits / observation.soft_cap)
             logits[..., first:].masked_fill_(hidden, float("-inf"))
-            scores[head] = logits.softmax(-1).sum((0, 1))
+            sinks = None if observation.sinks is None else observation.sinks[head, :, None, None]
+            scores[head] = weights_of(logits, sinks).sum((0, 1))
         scores.masked_fill_(places >= observation.length - window, 0.0)
         return self._pool(scores, self._kernel, stride=1, padding=self._kernel // 2)

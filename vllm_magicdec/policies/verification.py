@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 
 from vllm_magicdec.attention import KVRows
+from vllm_magicdec.attention.softmax import Softmax
 from vllm_magicdec.policies.base import Engine, Limits, Policy, parse_budget_of_selected_pages
 from vllm_magicdec.views.base import Batch, Views, ceil_div
 from vllm_magicdec.views.layer_pages import LayerPageViews
@@ -57,10 +58,10 @@ class Verification:
         shape = (num_layers, max_num_reqs, num_queries, num_heads, head_size)
         self._queries = torch.zeros(shape, dtype=dtype, device=device)
         self._first = 0  # see `starting_at`
-        self.caches: dict[int, tuple[KVRows, float, float]] = {}  # rows, scale and soft cap of each layer
+        self.caches: dict[int, tuple[KVRows, Softmax]] = {}  # of each layer
 
     def record(
-        self, layer: int, queries: torch.Tensor, metadata: Any, cache: KVRows, scale: float, soft_cap: float
+        self, layer: int, queries: torch.Tensor, metadata: Any, cache: KVRows, softmax: Softmax
     ) -> None:
         """See `attention.observing.QueryRecorder`."""
         if layer == 0:
@@ -78,7 +79,7 @@ class Verification:
         assert self._places is not None
         kept = self._queries[layer, : self._places.shape[0]].flatten(0, 1)
         torch.index_select(queries, 0, self._places.flatten(), out=kept)
-        self.caches[layer] = (cache, scale, soft_cap)
+        self.caches[layer] = (cache, softmax)
 
     @contextmanager
     def starting_at(self, first: int) -> Iterator[None]:
@@ -129,7 +130,7 @@ class VerificationPolicy(Policy):
     Args:
         fields: the speculative configuration (`config.MagicDecFields`).
         engine: what views are made for.
-        verification: the queries, their KV caches by layer, with scales and soft caps.
+        verification: the queries, and by layer their KV caches and what makes weights of products.
     """
 
     granularities: ClassVar[tuple[str, ...]] = ("page",)

@@ -190,7 +190,7 @@ class VerifyTopK(VerificationPolicy):
 
             summarise(self._table, self.summaries.least, self.summaries.greatest, blocks, num_verified)
             return
-        for layer, (cache, _, _) in self.verification.caches.items():
+        for layer, (cache, _) in self.verification.caches.items():
             self.summaries.update(layer, cache, blocks, num_verified)
 
     def score_pages(self, batch: Batch, num_pages: int) -> torch.Tensor:
@@ -224,10 +224,10 @@ class VerifyTopK(VerificationPolicy):
         is_seen = torch.arange(num_pages, device=last.device) <= last.unsqueeze(1)
         scores = []
         for layer in layers:
-            _, scale, soft_cap = self.verification.caches[layer]
+            _, softmax = self.verification.caches[layer]
             queries, is_accepted = self.verification.queries_by_head(layer, batch)
             bounds = self.summaries.bounds(layer, queries, blocks)
-            weights = softmax(bounds * scale, soft_cap, is_seen[:, None, None])
+            weights = softmax.weights(bounds, is_seen[:, None, None])
             by_kv_head = (weights * is_accepted).sum(2)
             scores.append(by_kv_head if by_head else by_kv_head.sum(1, keepdim=True))
         return torch.stack(scores)
@@ -266,23 +266,16 @@ class VerifyTopK(VerificationPolicy):
         places = torch.arange(page, device=pages.device)
         scores = []
         for layer, chosen in zip(layers, pages, strict=True):
-            cache, scale, soft_cap = self.verification.caches[layer]
+            cache, softmax = self.verification.caches[layer]
             positions = (chosen.unsqueeze(-1) * page + places).flatten(2)
             blocks = batch.block_table.gather(1, chosen.flatten(1)).view_as(chosen)
             slots = (blocks.unsqueeze(-1) * page + places).flatten(2)
             queries, is_accepted = self.verification.queries_by_head(layer, batch)
-            logits = queries @ cache.keys.gather(slots).float().transpose(2, 3) * scale
+            products = queries @ cache.keys.gather(slots).float().transpose(2, 3)
             is_eligible = (positions >= sink) & (positions < ends[:, None, None])
-            weights = softmax(logits, soft_cap, is_eligible.unsqueeze(2)) * is_accepted
+            weights = softmax.weights(products, is_eligible.unsqueeze(2)) * is_accepted
             scores.append(weights.nan_to_num().sum(2).masked_fill_(~is_eligible, -1.0))
         return torch.stack(scores)
-
-
-def softmax(logits: torch.Tensor, soft_cap: float, is_seen: torch.Tensor) -> torch.Tensor:
-    """Attention weights over the last axis."""
-    if soft_cap:
-        logits = soft_cap * torch.tanh(logits / soft_cap)
-    return logits.masked_fill(~is_seen, float("-inf")).softmax(-1)
 
 
 class TokenSelector(VerificationSelector):

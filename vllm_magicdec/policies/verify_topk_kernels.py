@@ -5,26 +5,28 @@ The torch versions in verify_topk.py say the same in some thirty small steps for
 the summaries that they read. Here every summary is read once, in place.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import triton
 import triton.language as tl
 
 from vllm_magicdec.attention import KVRows
+from vllm_magicdec.attention.softmax import Softmax
 
 BLOCK_PAGES = 32  # per tile of logits
 SPLIT_PAGES = 256  # per program that bounds logits
 SCORE_PAGES = 128  # per program that sums weights
 MAX_BLOCK_ROWS = 64
 MIN_DOT_ROWS = 16  # of `tl.dot`
+NO_SINK = -1e38  # finite, and no logit is below it
 SCRATCH_BYTES = 128 * 2**20  # for logits of as many layers and requests as fit
 # They differ from round to round; Triton would compile again for those that 16 divides.
 VARYING = ["first_pair", "num_reqs", "num_pages", "num_splits"]
 
 
-# KV rows, scale and soft cap of every layer.
-Caches = Mapping[int, tuple[KVRows, float, float]]
+# Of every layer.
+Caches = Mapping[int, tuple[KVRows, Softmax]]
 
 
 class LayerTable:
@@ -40,12 +42,23 @@ class LayerTable:
         # Elements from the first layer's keys to each layer's.
         offsets = [(begin - self._begins[0]) // first.element_size() for begin in self._begins]
         self.offsets = torch.tensor(offsets, dtype=torch.int64, device=first.device)
-        scales = [caches[layer][1:] for layer in range(len(caches))]
+        layers = [caches[layer][1] for layer in range(len(caches))]
+        scales = [(layer.scale, layer.soft_cap) for layer in layers]
         self.scales = torch.tensor(scales, dtype=torch.float32, device=first.device)
+        self.sinks = _stacked([layer.sinks for layer in layers])  # [num_layers, num_heads] float32
 
     def holds(self, caches: Caches) -> bool:
         """Whether this table is of these caches, where they are now."""
         return self._begins == _begins(caches)
+
+
+def _stacked(sinks: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """By layer, also for those without; None: no layer has any."""
+    some = next((of_layer for of_layer in sinks if of_layer is not None), None)
+    if some is None:
+        return None
+    none = torch.full_like(some, NO_SINK)
+    return torch.stack([none if of_layer is None else of_layer for of_layer in sinks]).float()
 
 
 def _begins(caches: Caches) -> list[int]:
@@ -209,6 +222,7 @@ def _scores_kernel(  # type: ignore[no-untyped-def]
     sums,
     positions,  # [max_num_reqs, num_queries] int64
     context_lens,  # [num_reqs] int64
+    sinks,  # [num_layers, num_kv_heads * GROUP] float32
     scores,  # [num_layers * num_reqs, num_kv_heads / HEADS, num_pages] float32, written
     first_pair,
     num_reqs,
@@ -223,6 +237,7 @@ def _scores_kernel(  # type: ignore[no-untyped-def]
     BLOCK_ROWS: tl.constexpr,
     SPLITS_PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     """Of one layer and request: the attention weights of a block of pages, summed over HEADS KV heads."""
     pair = first_pair + tl.program_id(0).to(tl.int64)
@@ -245,7 +260,14 @@ def _scores_kernel(  # type: ignore[no-untyped-def]
         split_peaks = tl.load(peaks + places, mask=mask, other=-1e38)
         split_sums = tl.load(sums + places, mask=mask, other=0.0)
         peak = tl.max(split_peaks, 1)
+        if SINKS:
+            kv_head = tl.program_id(1) * HEADS + index // NUM_ROW_BLOCKS
+            place = (pair // num_reqs * tl.num_programs(1) * HEADS + kv_head) * GROUP + rows % GROUP
+            sink = tl.load(sinks + place, mask=is_accepted, other=float("-inf"))
+            peak = tl.maximum(peak, sink)
         total = tl.sum(split_sums * tl.exp(split_peaks - peak[:, None]), 1)
+        if SINKS:
+            total += tl.exp(sink - peak)
         logit = tl.load(
             logits + row_index[:, None] * num_pages + pages[None, :],
             mask=is_accepted[:, None] & is_seen[None, :],
@@ -326,6 +348,7 @@ def score_pages(
             sums,
             positions,
             context_lens,
+            table.scales if table.sinks is None else table.sinks[own_layers],
             scores,
             first,
             num_reqs,
@@ -340,6 +363,7 @@ def score_pages(
             BLOCK_ROWS=block_rows,
             SPLITS_PADDED=triton.next_power_of_2(triton.cdiv(block_table.shape[1], SPLIT_PAGES)),
             BLOCK=SCORE_PAGES,
+            SINKS=table.sinks is not None,
         )
     return scores
 

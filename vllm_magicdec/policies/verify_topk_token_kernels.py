@@ -67,6 +67,7 @@ def _token_scores_kernel(  # type: ignore[no-untyped-def]
     pages,  # [num_layers, num_reqs, num_kv_heads, num_candidates] int64, contiguous
     ends,  # [num_reqs] int64
     scales,  # [num_layers, 2] float32, scale and soft cap
+    sinks,  # [num_layers, num_kv_heads * GROUP] float32
     scores,  # [num_layers, num_reqs, num_kv_heads, NUM_ROW_BLOCKS, num_candidates * PAGE_SIZE], written
     num_reqs,
     num_candidates,
@@ -87,6 +88,7 @@ def _token_scores_kernel(  # type: ignore[no-untyped-def]
     BLOCK_ROWS: tl.constexpr,
     HEAD_PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     """Of one layer and request, one KV head's queries, or a block of them: weights of candidate tokens.
 
@@ -116,8 +118,13 @@ def _token_scores_kernel(  # type: ignore[no-untyped-def]
     soft_cap = tl.load(scales + 2 * layer + 1)
     num_tokens = num_candidates * PAGE_SIZE
 
-    peak = tl.full((BLOCK_ROWS,), -1e38, tl.float32)  # finite, also where nothing can be chosen
-    total = tl.zeros((BLOCK_ROWS,), tl.float32)
+    if SINKS:
+        place = (layer * tl.num_programs(1) + kv_head) * GROUP + rows % GROUP
+        peak = tl.load(sinks + place, mask=is_row, other=0.0)
+        total = tl.full((BLOCK_ROWS,), 1.0, tl.float32)
+    else:
+        peak = tl.full((BLOCK_ROWS,), -1e38, tl.float32)  # finite, also where nothing can be chosen
+        total = tl.zeros((BLOCK_ROWS,), tl.float32)
     for first in range(0, num_tokens, BLOCK):
         logit, _ = _load_logits(
             q,
@@ -200,6 +207,7 @@ def score_tokens(
         pages,
         ends,
         table.scales[own_layers],
+        table.scales if table.sinks is None else table.sinks[own_layers],
         scores,
         num_reqs,
         num_candidates,
@@ -216,5 +224,6 @@ def score_tokens(
         BLOCK_ROWS=block_rows,
         HEAD_PADDED=max(MIN_DOT_ROWS, triton.next_power_of_2(head_size)),
         BLOCK=BLOCK_TOKENS,
+        SINKS=table.sinks is not None,
     )
     return scores.squeeze(3) if num_row_blocks == 1 else scores.sum(3)

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""fp8 KV caches in an engine: drafts read them, and verifications overwrite what drafts wrote."""
+
+import engines
+import kernel_libraries
+import pytest
+import texts
+from engines import POLICIES, magicdec
+from greedy import GREEDY, assert_same_tokens
+
+pytestmark = pytest.mark.skipif(
+    kernel_libraries.best() == "avx2", reason="vLLM's CPU attention has fp8 caches with AVX-512 only"
+)
+
+WHOLE_LEN = 1024  # tokens
+ENGINE = {"kv_cache_dtype": "fp8", "max_num_seqs": 8, "max_model_len": WHOLE_LEN}
+
+
+@pytest.fixture(scope="module")
+def short_prompts():
+    return texts.prompts(8, 60, 900, seed=5)
+
+
+@pytest.fixture(scope="module")
+def plain_fp8(short_prompts):
+    return engines.generate(short_prompts, GREEDY, **ENGINE).results[0][0]
+
+
+@pytest.mark.parametrize(
+    ("policy", "budget"),
+    [("snapkv by token", WHOLE_LEN), ("verify-topk", 256), ("verify-topk by token", 256)],
+)
+def test_greedy_output_is_that_of_plain_decoding_over_the_same_cache(
+    policy, budget, short_prompts, plain_fp8
+):
+    spec = magicdec(4, draft_kv_budget=budget, **POLICIES[policy])
+    run = engines.generate(short_prompts, GREEDY, speculative_config=spec, **ENGINE)
+    assert_same_tokens(plain_fp8, run.results[0][0], f"fp8, {policy}, budget {budget}")
+    assert run.draft_failures == 0
+    if budget == WHOLE_LEN:
+        assert run.accepted == run.drafted > 0, "a view of everything drafts what the target decodes"
+    else:
+        assert run.accepted > 0.8 * run.drafted
