@@ -12,7 +12,7 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV)/mkdocs build --strict
 PYTEST := MAGICDEC_TEST_KERNELS="$(KERNELS)" $(RUN) -m pytest -n 2 --dist loadgroup --durations 10
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-fast test-models lint docs test-gpu bench bench-decode results bench-gpu clean
+.PHONY: help venv demo test test-fast test-models lint docs docs-models test-gpu bench bench-decode results bench-gpu clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -35,13 +35,16 @@ lint: venv  ## ruff, mypy, which module may import which, and the links of the p
 docs: venv  ## the pages of docs/ as a site, in build/docs
 	$(MKDOCS)
 
+docs-models: venv  ## docs/models.md, from what the tests expect of every family of models
+	PYTHONPATH=tests $(RUN) tests/models/models_page.py
+
 test: lint  ## lint, then every test that this machine can run (KERNELS=avx2: as on a machine without AVX-512)
 	$(PYTEST) $(ARGS)
 
 test-fast: lint  ## lint, then every test that starts no engine
 	$(PYTEST) --ignore tests/engine --ignore tests/models/test_matrix.py $(ARGS)
 
-test-models: venv  ## every family of models on both runners with every policy; `make test` runs one
+test-models: venv  ## every family of models on both runners with every policy; `make test` runs a few of each
 	MAGICDEC_TEST_MODELS=all $(PYTEST) tests/models $(ARGS)
 
 test-gpu: venv  ## the tests that need a CUDA device

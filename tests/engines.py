@@ -97,6 +97,8 @@ def environment(*, v2: bool = False, **extra: str) -> dict[str, str]:
         env["VLLM_USE_V2_MODEL_RUNNER"] = "1"
         if not torch.cuda.is_available():
             env["TRITON_INTERPRET"] = "1"
+            # Inductor asks Triton for its device; vLLM compiles Cohere's norms in eager engines, too.
+            env["TORCHDYNAMO_DISABLE"] = "1"
     path = [str(HERE / "at_start"), str(HERE)]
     env["PYTHONPATH"] = os.pathsep.join([*path, *filter(None, [os.environ.get("PYTHONPATH")])])
     return env

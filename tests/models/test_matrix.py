@@ -21,16 +21,10 @@ def _together(family: Family) -> pytest.MarkDecorator:
     return pytest.mark.xdist_group(f"models: {family.name}")
 
 
-of_every_family = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     "family",
-    [
-        pytest.param(family, id=family.name, marks=_together(family))
-        for family in (FAMILIES if cells.IS_WHOLE else cells.QUICK)
-    ],
+    [pytest.param(family, id=family.name, marks=_together(family)) for family in FAMILIES if family.works],
 )
-
-
-@of_every_family
 def test_what_a_model_answers_is_decided_and_varied(family):
     """Else the tests below could not see a difference, or would see one that is rounding."""
     for prompt_len, request in zip(cells.PROMPT_LENS, cells.plain(family), strict=True):
