@@ -68,14 +68,18 @@ class Layers:
             patch.setattr(cpu_attn, "get_current_vllm_config", lambda: self.config)
             self.layers = [self._layer(name, window) for name, window in zip(names, windows, strict=True)]
         self.windows = windows
-        spec = FullAttentionSpec(PAGE, NUM_KV_HEADS, HEAD_SIZE, torch.float32)
+        spec = FullAttentionSpec(
+            block_size=PAGE, num_kv_heads=NUM_KV_HEADS, head_size=HEAD_SIZE, dtype=torch.float32
+        )
         known = names[:1] if late else names
         builder = CPUAttentionMetadataBuilder(spec, known, self.config, torch.device("cpu"))
         known += names[len(known) :]
         for layer in self.layers:
             layer.isa = self.layers[0].isa
 
-        query_lens, self.lens = (torch.tensor(lens, dtype=torch.int32) for lens in zip(*requests, strict=True))
+        query_lens, self.lens = (
+            torch.tensor(lens, dtype=torch.int32) for lens in zip(*requests, strict=True)
+        )
         self.starts = torch.cat([torch.zeros(1), query_lens.cumsum(0)]).int()
         pages = -(-self.lens // PAGE)
         tables = torch.zeros(len(requests), int(pages.max()), dtype=torch.int32)
@@ -110,8 +114,20 @@ class Layers:
         self.config.compilation_config.static_forward_context[name] = layer
         return layer
 
-    def error(self, index: int, value_scale: float = 1.0) -> float:
-        """The largest one of a layer's output, for random queries, keys and values, in `value_scale`."""
+    def error(self, index: int) -> float:
+        """The largest one of a layer's output, for random queries, keys and values."""
+        *inputs, output = self._forward(index)
+        right = self._attend(*inputs, self.windows[index])
+        return (output - right).abs().max().nan_to_num(torch.inf).item()
+
+    def error_after_other_work(self, index: int, other: int) -> float:
+        """When another layer has left large values in the memory of both threads."""
+        for _ in range(4):
+            self._forward(other, value_scale=1e4)
+        return self.error(index)
+
+    def _forward(self, index: int, value_scale: float = 1.0) -> tuple[torch.Tensor, ...]:
+        """Random queries, keys and values, and a layer's output."""
         layer, num_tokens = self.layers[index], int(self.lens.sum())
         query = torch.randn(int(self.starts[-1]), NUM_HEADS, HEAD_SIZE)
         keys = torch.randn(num_tokens, NUM_KV_HEADS, HEAD_SIZE)
@@ -120,8 +136,7 @@ class Layers:
         layer.impl.do_kv_cache_update(layer, keys, values, cache, torch.cat(self._slots))
         output = torch.full_like(query, torch.nan)
         layer.impl.forward(layer, query, None, None, cache, self._metadata, output)
-        right = self._attend(query, keys, values, self.windows[index])
-        return ((output - right).abs().max() / value_scale).nan_to_num(torch.inf).item()
+        return query, keys, values, output
 
     def _attend(self, query, keys, values, window):
         """In float64, request by request, with all weights."""
@@ -145,20 +160,12 @@ class Layers:
             outputs.append(torch.einsum("hqk,khd->qhd", weights, v))
         return torch.cat(outputs)
 
-    def worst_error_after_other_work(self, index: int, other: int) -> float:
-        """Of a layer that finds what another one left in the threads' memory."""
-        worst = 0.0
-        for _ in range(20):
-            self.error(other, value_scale=1e4)
-            worst = max(worst, self.error(index))
-        return worst
-
 
 def test_vllm_itself_is_wrong_with_a_window_and_sinks_under_a_shared_plan():
     """If this fails, vLLM has mended it: `cpu_attention.py` and its patch can go."""
     layers = Layers([WINDOW, None], DECODE)
-    assert layers.worst_error_after_other_work(1, 1) < TOLERANCE
-    assert layers.worst_error_after_other_work(0, 1) > 1
+    assert layers.error_after_other_work(1, 1) < TOLERANCE
+    assert any(layers.error_after_other_work(0, 1) > 1 for _ in range(10))
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["all layers known", "layers added later"])
@@ -166,10 +173,10 @@ def test_vllm_itself_is_wrong_with_a_window_and_sinks_under_a_shared_plan():
 def test_layers_with_and_without_a_window_are_right_with_plans_of_their_own(mended, has_sinks, late):
     layers = Layers([WINDOW, None, 96], DECODE, has_sinks=has_sinks, late=late)
     for index in range(3):
-        assert layers.worst_error_after_other_work(index, 1) < TOLERANCE
+        assert max(layers.error_after_other_work(index, 1) for _ in range(3)) < TOLERANCE
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_any_batch_is_right_with_plans_by_window(data):
     with pytest.MonkeyPatch.context() as patch:
@@ -178,7 +185,8 @@ def test_any_batch_is_right_with_plans_by_window(data):
         cpu_attention.mend()
         lens = data.draw(st.lists(st.integers(1, 700), min_size=1, max_size=4), label="contexts")
         requests = [
-            (data.draw(st.one_of(st.just(1), st.integers(1, length)), label="query"), length) for length in lens
+            (data.draw(st.one_of(st.just(1), st.integers(1, length)), label="query"), length)
+            for length in lens
         ]
         windows = data.draw(
             st.lists(st.one_of(st.none(), st.integers(1, 200)), min_size=1, max_size=3), label="windows"
@@ -186,8 +194,7 @@ def test_any_batch_is_right_with_plans_by_window(data):
         torch.manual_seed(data.draw(st.integers(0, 1000), label="seed"))
         layers = Layers(windows, requests, has_sinks=data.draw(st.booleans(), label="sinks"))
         for index in range(len(windows)):
-            layers.error(index, value_scale=1e4)
-            assert layers.error(index) < TOLERANCE
+            assert layers.error_after_other_work(index, 0) < TOLERANCE
 
 
 def test_layers_with_one_window_are_planned_as_vllm_plans_them(mended):

@@ -4,9 +4,9 @@
 So it is in gpt-oss with `--disable-hybrid-kv-cache-manager`. Before a step vLLM's kernel plans which thread
 computes what; of a request with one token, threads may share the keys. All layers of a group use one plan,
 made for no window. In a layer that has one, the keys of some thread may all lie before it. That thread
-computes nothing, yet it hands on what its memory held from other work, as the values of its keys. They count
-as much as its part of the softmax's denominator does: nothing, unless the layer has learned sinks, which are
-in the first thread's part. Then the output is wrong by any amount.
+computes nothing, yet it hands on what its memory held from other work, as the values of its keys. They
+count as much as its part of the softmax's denominator does: nothing, unless the layer has learned sinks,
+which are in the first thread's part. Then the output is wrong by any amount.
 
 Here each layer has a plan for its own window. The same mend for vLLM itself is the third patch in
 `patches/vllm-0.32.0/`.
@@ -14,7 +14,8 @@ Here each layer has a plan for its own window. The same mend for vLLM itself is 
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -58,9 +59,9 @@ def _plan_by_window(original: Callable[..., CPUAttentionMetadata]) -> Callable[.
         if windows == {shared}:
             return original(self, *args, **kwargs)
         logger.info_once(
-            "Layers with windows of %s tokens (-1: none) share a KV cache group; each has a plan for its own, "
+            "Layers with windows of %s tokens (-1: none) share a KV cache group: each has its own plan, "
             "because vLLM's CPU attention errs with a shared one where there are learned sinks.",
-            sorted(windows),
+            ", ".join(map(str, sorted(windows))),
         )
         plans = {}
         for window in windows:
@@ -88,14 +89,15 @@ def _choose_plan(original: Callable[..., torch.Tensor]) -> Callable[..., torch.T
     ) -> torch.Tensor:
         if isinstance(attn_metadata, MetadataByWindow):
             plan = attn_metadata.plans[self.sliding_window]
-            attn_metadata = replace(attn_metadata, scheduler_metadata=plan)
+            attn_metadata = copy(attn_metadata)
+            attn_metadata.scheduler_metadata = plan
         return original(self, layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
 
     return forward
 
 
 def _windows_of(builder: Any) -> set[int]:
-    """Of the builder's layers, in tokens; -1: none. When it was made, vLLM may not have named all of them."""
+    """Of the builder's layers, in tokens; -1: none. vLLM may name layers after it has made the builder."""
     if _WINDOWS not in vars(builder):
         layers = get_layers_from_vllm_config(builder.vllm_config, Attention, builder.layer_names)
         impls = (layer.impl for layer in layers.values())
