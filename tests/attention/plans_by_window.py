@@ -21,10 +21,10 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm_magicdec.vllm_api import cpu_attention
 
 PAGE, NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE = 32, 4, 2, 32
-WINDOW = 64
+WINDOW = 512
 TOLERANCE = 2e-5
-# Lengths of query and context of each request: a decode step cuts the keys among threads.
-DECODE = [(1, 640)]
+# Lengths of query and context of each request: threads share the keys of one with a single token.
+DECODE = [(1, 2000)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -166,6 +166,12 @@ def test_vllm_itself_is_wrong_with_a_window_and_sinks_under_a_shared_plan():
     layers = Layers([WINDOW, None], DECODE)
     assert layers.error_after_other_work(1, 1) < TOLERANCE
     assert any(layers.error_after_other_work(0, 1) > 1 for _ in range(10))
+
+
+def test_vllm_itself_is_wrong_with_a_plan_for_a_smaller_window():
+    """A builder knows the windows of the layers that it was made with, in vLLM's drafts of one."""
+    layers = Layers([WINDOW, None], DECODE, has_sinks=False, late=True)
+    assert layers.error(1) > 1e-2
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["all layers known", "layers added later"])

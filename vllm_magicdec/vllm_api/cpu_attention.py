@@ -6,7 +6,8 @@ computes what; of a request with one token, threads may share the keys. All laye
 made for no window. In a layer that has one, the keys of some thread may all lie before it. That thread
 computes nothing, yet it hands on what its memory held from other work, as the values of its keys. They
 count as much as its part of the softmax's denominator does: nothing, unless the layer has learned sinks,
-which are in the first thread's part. Then the output is wrong by any amount.
+which are in the first thread's part. Then the output is wrong by any amount. (Where vLLM drafts, the plan
+may also be for the window of one layer, and those that see further miss keys.)
 
 Here each layer has a plan for its own window. The same mend for vLLM itself is the third patch in
 `patches/vllm-0.32.0/`.
