@@ -18,11 +18,13 @@ LIBRARIES = kernel_libraries.executable()
 pytestmark = pytest.mark.skipif(not LIBRARIES, reason="vLLM has one library of kernels here")
 
 
+@pytest.mark.parametrize("tests", ["packed_layouts", "plans_by_window"])
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_packed_caches_are_read_as_the_library_packs_them(library):
-    layouts = engines.HERE / "attention" / "packed_layouts.py"
+def test_attention_of_the_library(library, tests):
+    """Packed caches are read as it packs them, and layers that differ in their window are planned apart."""
+    path = engines.HERE / "attention" / f"{tests}.py"
     child = subprocess.run(
-        [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "-q", str(layouts)],
+        [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "-q", str(path)],
         cwd=engines.HERE.parent,
         env=engines.environment(**kernel_libraries.environment(library)),
         capture_output=True,

@@ -71,6 +71,22 @@ def test_the_plugin_registers_and_wraps_nothing_but_what_the_registry_does_not_b
     ]
 
 
+def test_attention_on_the_patched_tree_needs_no_mend(patched_tree, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(patched_tree))
+    patched = patched_tree / "vllm" / "v1" / "attention" / "backends" / "cpu_attn.py"
+    assert "_group_sliding_window" not in patched.read_text()  # so that `cpu_attention.mend` leaves it alone
+    path = str(engines.HERE / "attention" / "plans_by_window.py")
+    child = subprocess.run(
+        [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "-q", "-k", "right", path],
+        cwd=engines.HERE.parent,
+        env=engines.environment(),
+        capture_output=True,
+        text=True,
+        timeout=engines.TIME_LIMIT_S,
+    )
+    assert child.returncode == 0, child.stdout[-6000:] + child.stderr[-2000:]
+
+
 @pytest.mark.parametrize("v2", [False, True], ids=["V1 runner", "V2 runner"])
 def test_an_engine_on_the_patched_tree_drafts_losslessly(patched_tree, plain, prompts, monkeypatch, v2):
     monkeypatch.setenv("PYTHONPATH", str(patched_tree))

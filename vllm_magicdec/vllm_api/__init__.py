@@ -9,5 +9,5 @@ refuses what only the whole engine shows and says what has no CUDA graph. `runne
 vLLM's metadata builders for a view, `adapters.py` is LoRA, `embeddings.py` and `rope.py` are for
 multimodal targets.
 `kv_transfer.py` keeps drafts from KV connectors, `verification_attention.py` says where verifying is wrong
-or slow, and `cpu_sampling.py` mends vLLM's rejection sampler on a CPU.
+or slow. `cpu_sampling.py` mends vLLM's rejection sampler on a CPU, and `cpu_attention.py` its attention.
 """

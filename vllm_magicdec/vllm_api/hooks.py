@@ -4,9 +4,9 @@
 Three points make objects: where vLLM makes its own class for a `draft_model`, it gets our subclass instead
 if, and only if, `magicdec-self` was selected. Two belong to the command line, one leaves memory beside the
 KV cache, and one brings the requests' LoRA adapters. Later, and only with the method selected,
-`attention/switch.py` stands before each layer's attention and `cpu_sampling.py` mends a function that is
-wrong on CPUs. No file of vLLM is edited. A vLLM that has a registry for out-of-tree speculators (see
-`patches/`) is asked through that, and of these only the last two are used.
+`attention/switch.py` stands before each layer's attention, and `cpu_sampling.py` and `cpu_attention.py`
+mend what is wrong on CPUs. No file of vLLM is edited. A vLLM that has a registry for out-of-tree
+speculators (see `patches/`) is asked through that, and of these only the last two are used.
 """
 
 import functools

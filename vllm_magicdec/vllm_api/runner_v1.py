@@ -22,7 +22,7 @@ from vllm_magicdec.attention.observing import LayerObserver
 from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.drafting.drafter import Drafter
 from vllm_magicdec.views.base import PAD_SLOT, Batch, DraftStep, PageView, ViewStep, on_device
-from vllm_magicdec.vllm_api import cpu_sampling
+from vllm_magicdec.vllm_api import cpu_attention, cpu_sampling
 from vllm_magicdec.vllm_api.adapters import Adapters
 from vllm_magicdec.vllm_api.attention_groups import attention_groups_of, refuse_split_pages
 from vllm_magicdec.vllm_api.embeddings import embed, refuse_more_inputs, takes_embeddings
@@ -66,6 +66,7 @@ class MagicDecProposer(DraftModelProposer):
         super().__init__(vllm_config=vllm_config, device=device, runner=runner)
         if device.type == "cpu":
             cpu_sampling.mend()
+            cpu_attention.mend()
         assert isinstance(self.speculative_config, MagicDecSpeculativeConfig)
         if self.speculative_config.adaptive:
             make_plain_steps_plain(runner)

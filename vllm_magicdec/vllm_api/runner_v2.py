@@ -35,6 +35,7 @@ from vllm_magicdec.views.base import (
     ViewStep,
     on_device,
 )
+from vllm_magicdec.vllm_api import cpu_attention
 from vllm_magicdec.vllm_api.adapters import Adapters
 from vllm_magicdec.vllm_api.attention_groups import (
     attention_groups_of,
@@ -64,6 +65,8 @@ class MagicDecSpeculator(StandaloneARSpeculator):
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: RequestState) -> None:
         super().__init__(vllm_config, device)
+        if device.type == "cpu":
+            cpu_attention.mend()
         self._req_states = req_states
         self._batch: Batch | None = None
         self._graphs: DraftGraphs | None = None
