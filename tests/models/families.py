@@ -94,11 +94,6 @@ class Family:
         return {**_SIZES, **self.sizes} if not self.sees else dict(self.sizes)
 
 
-_SINKS = Refusal(
-    "magicdec-self: models with ALiBi or learned attention sinks can draft with "
-    "draft_kv_policy='streamingllm' only",
-    policies=tuple(policy for policy in POLICIES if policy != "streamingllm"),
-)
 _MLA = Refusal("magicdec-self: on a CPU vLLM 0.32's attention for MLA verifies several tokens otherwise")
 
 
@@ -224,7 +219,6 @@ FAMILIES = (
             },
         },
         "learned sinks, a window of 64 in every second layer, 4 experts with biases, YaRN",
-        refusals=(_SINKS,),
         is_reproducible=False,
         seed=8,
     ),
