@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much of its draft each policy gets accepted, by budget: `python benchmarks/acceptance.py --help`.
 
-Two workloads, greedy, on the shipped model: going on with long documents, and answering recall questions
-(tiny-llama/recall.py), whose answer is one fact thousands of tokens back. Every engine drafts `--gamma`
-tokens; acceptance by position comes from vLLM's own counters, and the acceptance length at a smaller gamma
-is 1 + the sum of the rates up to it. Requests run one after the other, so that each has its own counters:
-the noise is the standard error over documents, that of a difference from streamingllm over the same ones.
-The oracle is no policy: its drafts attend to the `budget` tokens of the whole context that each query
-itself weighs most, per layer and KV head.
+Two workloads, greedy, on the shipped model or another of its tokenizer: going on with long documents, and
+answering recall questions (tiny-llama/recall.py), whose answer is one fact thousands of tokens back. Every
+engine drafts `--gamma` tokens; acceptance by position comes from vLLM's own counters, and the acceptance
+length at a smaller gamma is 1 + the sum of the rates up to it. Requests run one after the other, so that
+each has its own counters: the noise is the standard error over documents, that of a difference from
+streamingllm over the same ones. The oracle is no policy: its drafts attend to the `budget` tokens of the
+whole context that each query itself weighs most, per layer and KV head.
 """
 
 import argparse
@@ -131,7 +131,7 @@ def measure(policy: str, budget: int, args: argparse.Namespace) -> Result:
         "draft_kv_budget": model_len if is_oracle else budget,
         **CONTENDERS[policy],
     }
-    with engine(engine_settings(str(TINY_LLAMA), "float32", batch=1, model_len=model_len), spec) as llm:
+    with engine(engine_settings(str(args.model), "float32", batch=1, model_len=model_len), spec) as llm:
         if is_oracle:
             llm.collective_rpc(install_oracle, args=(budget,))
         tokenizer = llm.get_tokenizer()
@@ -186,22 +186,31 @@ def results_of(record: Mapping[str, Any]) -> list[Result]:
     ]
 
 
-def table_of(record: Mapping[str, Any]) -> Table:
-    """A record's policies and budgets."""
-    results = results_of(record)
-    gammas = sorted({1, 2, 4, record["settings"]["gamma"]})
+def table_of(records: Sequence[Mapping[str, Any]]) -> Table:
+    """The policies and budgets of one record, or of several that differ in their models, side by side."""
+    measured = {name_of_model(record): results_of(record) for record in records}
+    gammas = sorted({1, 2, 4, records[0]["settings"]["gamma"]})
     title = "acceptance length, by workload and drafted tokens (gamma); ± standard error"
     documents = (f"documents, {number}" for number in gammas)
     numbers = ("budget", *documents, f"minus {BASELINE}", f"recall, {ANSWER_TOKENS}")
-    table = make_table(title, numbers, names=["policy"])
-    for result in results:
-        lengths = [f"{result.documents.acceptance_length(n):.2f}" for n in gammas]
-        lengths[-1] += f" ± {standard_error(result.documents.deviations):.2f}"
-        recall = f"{result.recall.acceptance_length(ANSWER_TOKENS):.2f}"
-        row = (*lengths, difference_from_baseline(result, results, gammas[-1]), recall)
-        budget = str(result.budget) + (f" ({result.view})" if result.view != result.budget else "")
-        table.add_row(result.policy, budget, *row)
+    names = ["policy", "model"] if len(records) > 1 else ["policy"]
+    table = make_table(title, numbers, names)
+    cells = dict.fromkeys((r.policy, r.budget) for results in measured.values() for r in results)
+    for cell in cells:
+        for model, results in measured.items():
+            for result in (r for r in results if (r.policy, r.budget) == cell):
+                lengths = [f"{result.documents.acceptance_length(n):.2f}" for n in gammas]
+                lengths[-1] += f" ± {standard_error(result.documents.deviations):.2f}"
+                recall = f"{result.recall.acceptance_length(ANSWER_TOKENS):.2f}"
+                row = (*lengths, difference_from_baseline(result, results, gammas[-1]), recall)
+                budget = str(result.budget) + (f" ({result.view})" if result.view != result.budget else "")
+                table.add_row(*(result.policy, model)[: len(names)], budget, *row)
     return table
+
+
+def name_of_model(record: Mapping[str, Any]) -> str:
+    """Of its folder; records from before there was a choice do not say it."""
+    return Path(record["settings"].get("model", TINY_LLAMA)).name
 
 
 def difference_from_baseline(result: Result, results: list[Result], gamma: int) -> str:
@@ -252,6 +261,7 @@ def draw(results: list[Result], gamma: int, path: Path) -> None:
 def main() -> None:
     parser = make_parser(__doc__)
     names = list(CONTENDERS)
+    parser.add_argument("--model", type=Path, default=TINY_LLAMA, help="its folder")
     parser.add_argument("--policies", nargs="+", default=names, choices=names)
     parser.add_argument("--budgets", type=int, nargs="+", default=[64, 128, 256, 512])
     parser.add_argument("--gamma", type=int, default=8)
@@ -265,7 +275,8 @@ def main() -> None:
     args = parser.parse_args()
     # The oracle is sent to the worker.
     set_environment(kv_cache_gib=1, VLLM_ALLOW_INSECURE_SERIALIZATION="1")
-    record = make_record("acceptance", settings=settings_of(args, "policies", "budgets"))
+    record = make_record("acceptance", settings=settings_of(args, "model", "policies", "budgets"))
+    record["settings"]["model"] = args.model.resolve().name
     results = []
     for policy in args.policies:
         for budget in args.budgets:
@@ -275,7 +286,7 @@ def main() -> None:
                 results.append(pool.submit(measure, policy, budget, args).result())
             console.print(f"{policy}, budget {budget}: done")
     record["results"] = [asdict(result) for result in results]
-    console.print(table_of(record))
+    console.print(table_of([record]))
     write(record, args.out)
     if args.out:
         draw(results, args.gamma, args.out.with_suffix(".png"))

@@ -23,6 +23,7 @@ from common.machine import describe_machine, device_of
 from common.options import make_parser
 from common.tables import console, make_table
 from docs_tables import RESULTS, fill_tables
+from kv_heavy import KV_HEAVY_HYBRIDS, TINY_HYBRID
 
 HERE = Path(__file__).resolve().parent
 KV_HEAVY = "--model kv-heavy --gamma 8"
@@ -67,14 +68,30 @@ PARTS = (
         f"{KV_HEAVY} --batch 4 --context 16000 --budget 1024 --policy verify-topk --out {{out}}",
         4,
     ),
+    *(
+        Part(
+            f"decode-{model}-16k.json",
+            "decode.py",
+            f"--model {model} --gamma 8 --batch 1 4 --context 16000 --budget 1024 --out {{out}}",
+            4,
+        )
+        for model in KV_HEAVY_HYBRIDS
+    ),
     Part("plain-steps.json", "plain_steps.py", "--out {out}", 3),
     Part("suite", "suite.py", "--rate-fractions 0.8 --out {out}", 20),
     Part("auto-kv-heavy.json", "auto.py", "--batch 1 4 8 --pairs 7 --out {out}", 30),
     Part("acceptance.json", "acceptance.py", "--requests 16 --out {out}", 20),
     Part(
+        "acceptance-tiny-hybrid.json",
+        "acceptance.py",
+        f"--model {TINY_HYBRID.name} --requests 16 --budgets 128 256 512 --out {{out}}",
+        10,
+    ),
+    Part(
         "roofline.json",
         "roofline.py",
-        "--profile --out {out} {folder}/decode-kv-heavy-16k.json {folder}/decode-tiny-llama.json",
+        "--profile --out {out} {folder}/decode-kv-heavy-16k.json {folder}/decode-tiny-llama.json "
+        + " ".join(f"{{folder}}/decode-{model}-16k.json" for model in KV_HEAVY_HYBRIDS),
         2,
     ),
 )

@@ -179,19 +179,22 @@ def measure_cell(
 
 
 def table_of(records: Sequence[Mapping[str, Any]]) -> Table:
-    """The cells of one record, or of several that differ in their policies."""
+    """The cells of one record, or of several that differ in their policies or models."""
     columns = (
         *("batch", "context", "plain tok/s", "magicdec tok/s", "speedup", "acceptance length"),
         *("plain step ms", "draft step ms", "verification ms", "round", "selection", "overhead"),
     )
     engine, spec = records[0]["engine"], records[0]["speculative_config"]
     title = f"{engine['model']}, {engine['dtype']}, gamma {spec['num_speculative_tokens']}"
-    table = make_table(f"{title}, budget {spec['draft_kv_budget']:g}", columns, names=["policy"])
+    models = {record["engine"]["model"] for record in records}
+    names = ["model", "policy"] if len(models) > 1 else ["policy"]
+    table = make_table(f"{title}, budget {spec['draft_kv_budget']:g}", columns, names)
     for record in records:
+        own_names = (record["engine"]["model"], name_of_policy(record["speculative_config"]))
         rows = sorted((Row(**row) for row in record["rows"]), key=lambda row: (row.context, row.batch))
         for row in rows:
             table.add_row(
-                name_of_policy(record["speculative_config"]),
+                *own_names[-len(names) :],
                 *(str(row.batch), f"{row.context:,}"),
                 *(f"{row.plain_tokens_per_s:.0f}", f"{row.magicdec_tokens_per_s:.0f}"),
                 *(f"{row.speedup:.2f}", f"{row.acceptance_length:.2f}"),

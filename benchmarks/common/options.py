@@ -15,7 +15,7 @@ def make_parser(description: str | None, **settings: Any) -> argparse.ArgumentPa
 
 
 def add_model(parser: argparse.ArgumentParser, default: str) -> None:
-    parser.add_argument("--model", default=default, help="a folder, a name, or 'kv-heavy'")
+    parser.add_argument("--model", default=default, help="a folder, a name, or one of kv_heavy.py's")
     parser.add_argument("--dtype", default="bfloat16")
 
 

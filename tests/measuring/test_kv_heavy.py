@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The KV-heavy copies compute what the models do that they are copies of, at the cost that they are for."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+import kv_heavy
+
+from vllm_magicdec.planner.plan import find_model
+
+SOURCES = {
+    kv_heavy.KV_HEAVY: kv_heavy.TINY_LLAMA,
+    **dict.fromkeys(kv_heavy.KV_HEAVY_HYBRIDS, kv_heavy.TINY_HYBRID),
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+@torch.inference_mode()
+def test_a_copy_computes_the_same_function(name):
+    tokens = torch.randint(8, 2048, (1, 700), generator=torch.Generator().manual_seed(0))
+    with kv_heavy.model_folder(name) as folder:
+        logits = [_load(path)(tokens).logits for path in (SOURCES[name], folder)]
+    assert (logits[0] - logits[1]).abs().max() < 1e-3
+
+
+def _load(path):
+    # The copy's architecture is named for vLLM; its type is what `transformers` goes by.
+    return AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="sdpa"
+    ).eval()
+
+
+@pytest.mark.parametrize(("name", "num_full"), {kv_heavy.KV_HEAVY: 8, **kv_heavy.KV_HEAVY_HYBRIDS}.items())
+def test_a_copy_reads_as_much_as_its_name_says(name, num_full):
+    with kv_heavy.model_folder(name) as folder:
+        shape, config = find_model(folder), AutoConfig.from_pretrained(folder)
+    assert shape.num_layers - shape.num_window_layers == num_full
+    assert shape.kv_bytes_per_token == 16 * 1024
+    assert config.architectures == ["LlamaForCausalLM"]
+
+
+def test_a_copy_keeps_the_layers_of_its_model(tmp_path):
+    with pytest.raises(ValueError, match="1 layers of 8"):
+        kv_heavy.write_kv_heavy(kv_heavy.TINY_HYBRID, tmp_path, 1)
