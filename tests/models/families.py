@@ -94,7 +94,13 @@ class Family:
         return {**_SIZES, **self.sizes} if not self.sees else dict(self.sizes)
 
 
-_MLA = Refusal("magicdec-self: on a CPU vLLM 0.32's attention for MLA verifies several tokens otherwise")
+_MLA = tuple(
+    Refusal(
+        f"magicdec-self: draft_kv_policy={name!r} reads keys of KV heads, and MLA models cache one latent",
+        policies=tuple(policy for policy in POLICIES if policy.startswith(name)),
+    )
+    for name in ("snapkv", "verify-topk")
+)
 
 
 def _alternating(*kinds: str, layers: int) -> list[str]:
@@ -316,10 +322,21 @@ FAMILIES = (
             "first_k_dense_replace": 1,
             "n_group": 1,
             "topk_group": 1,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "beta_fast": 32,
+                "beta_slow": 1,
+                "mscale": 0.707,
+                "mscale_all_dim": 0.707,
+                "original_max_position_embeddings": 256,
+            },
         },
-        "MLA, a dense layer, then 4 experts and a shared one",
-        refusals=(_MLA,),
-        engine={"block_size": 16},  # vLLM's CPU kernel for MLA has no other
+        "MLA, YaRN, a dense layer, then 4 experts and a shared one",
+        refusals=_MLA,
+        # vLLM's CPU kernel for MLA has no other; uncut prompts wait for ever for steps that hold them.
+        engine={"block_size": 16, "max_num_batched_tokens": MAX_POSITIONS},
         caches_prefixes=False,
         seed=9,
     ),

@@ -57,11 +57,14 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
             logger.info_once("%s: %s", METHOD, sentence)
 
     def _check_mla(self, vllm_config: VllmConfig) -> None:
-        if vllm_config.device_config.device_type == "cpu":
-            # Found with `ngram`: its greedy output is not plain decoding's either.
+        is_cpu = vllm_config.device_config.device_type == "cpu"
+        rope = getattr(vllm_config.model_config.hf_text_config, "rope_parameters", None) or {}
+        if is_cpu and rope.get("rope_type", "default") == "default":
+            # Its kernel takes [tokens, heads, size] for as many tokens of one head.
             raise MagicDecConfigError(
-                f"{METHOD}: on a CPU vLLM 0.32's attention for MLA verifies several tokens otherwise than "
-                "it decodes one, with every speculative method; serve the model without speculation there"
+                f"{METHOD}: on a CPU vLLM 0.32 turns the queries of MLA models whose RoPE is not scaled by "
+                "positions of other tokens, so that what they answer depends on the batch, with and without "
+                "speculation; serve the model on a GPU"
             )
         if not issubclass(find_policy(self.draft_kv_policy), PagePolicy):
             raise MagicDecConfigError(
