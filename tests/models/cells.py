@@ -26,8 +26,9 @@ V2_MAX_TOKENS = 12
 # Enough that none is preempted, with several KV cache groups, too.
 NUM_BLOCKS = 400
 
-# All of every context and little of most, or in one engine: all of some, half of others.
-BUDGETS = (MODEL_LEN, 128)
+# All of every context and little of most, as much as `verify-topk` needs to have pages to choose; or in one
+# engine: all of some, half of others.
+BUDGETS = (MODEL_LEN, 192)
 ONE_BUDGET = 320
 
 SAMPLING = {**GREEDY, "max_tokens": MAX_TOKENS, "detokenize": False}

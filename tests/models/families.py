@@ -58,8 +58,6 @@ class Family:
         embedding_std: of its embeddings; a tied head would answer with the latest token, were they large.
         seed: of its weights: one with which no two logits are close where it answers the matrix's prompts.
         caches_prefixes: whether vLLM's CPU build lets it cache prefixes and cut prompts into chunks.
-        is_reproducible: whether plain decoding is the truth. If not, that is `transformers` in float32, and
-            verification cannot be asked to accept every draft.
         sees: prompts have images.
     """
 
@@ -73,7 +71,6 @@ class Family:
     embedding_std: float = 1.0
     seed: int = 0
     caches_prefixes: bool = True
-    is_reproducible: bool = True
     sees: bool = False
 
     def refusal(self, runner: str, policy: str) -> str | None:
@@ -96,7 +93,8 @@ class Family:
 
 _MLA = tuple(
     Refusal(
-        f"magicdec-self: draft_kv_policy={name!r} reads keys of KV heads, and MLA models cache one latent",
+        f"magicdec-self: draft_kv_policy={name!r} reads keys of KV heads, and MLA models cache one latent "
+        "vector per token instead; use draft_kv_policy='streamingllm'",
         policies=tuple(policy for policy in POLICIES if policy.startswith(name)),
     )
     for name in ("snapkv", "verify-topk")
@@ -225,7 +223,6 @@ FAMILIES = (
             },
         },
         "learned sinks, a window of 64 in every second layer, 4 experts with biases, YaRN",
-        is_reproducible=False,
         seed=8,
     ),
     Family(

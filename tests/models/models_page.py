@@ -21,14 +21,11 @@ each.
 
 **yes**: every token is plain decoding's, from a cold and from a warm prefix cache, with a view of part of
 the context and with one of all of it. With a view of all of it every draft is accepted, which shows that
-positions, slots and attention of drafts are the target's, in every group of its KV cache. **no**: the
-engine ends at its start with the sentence below.
+positions, slots and attention of drafts are the target's, in every group of its KV cache. What plain
+decoding answers is compared with `transformers`. **no**: the engine ends at its start with the sentence
+below.
 
 """
-_NOT_REPRODUCIBLE = (
-    "Plain vLLM on a CPU answers differently when prompts are cut differently, so the truth is what "
-    "`transformers` computes in float32, and not every draft can be asked to stand."
-)
 _NO_PREFIXES = "vLLM's CPU build neither caches its prefixes nor cuts its prompts."
 
 
@@ -44,12 +41,7 @@ def page() -> str:
 
 
 def _name(family: Family, notes: list[str]) -> str:
-    marks = []
-    if not family.is_reproducible:
-        marks.append(_mark(_NOT_REPRODUCIBLE, notes))
-    if not family.caches_prefixes:
-        marks.append(_mark(_NO_PREFIXES, notes))
-    return " ".join([family.name, *marks])
+    return family.name if family.caches_prefixes else f"{family.name} {_mark(_NO_PREFIXES, notes)}"
 
 
 def _cells(family: Family, notes: list[str]) -> list[str]:

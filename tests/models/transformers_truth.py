@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `transformers` computes in float32: the truth where plain vLLM is not reproducible."""
+"""What `transformers` computes in float32: the truth of what plain vLLM decodes."""
 
 from functools import cache
 from typing import Any
