@@ -18,10 +18,11 @@ LIBRARIES = kernel_libraries.executable()
 pytestmark = pytest.mark.skipif(not LIBRARIES, reason="vLLM has one library of kernels here")
 
 
-@pytest.mark.parametrize("tests", ["packed_layouts", "plans_by_window"])
+@pytest.mark.parametrize("tests", ["packed_layouts", "plans_by_window", "rope_of_mla"])
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_attention_of_the_library(library, tests):
-    """Packed caches are read as it packs them, and layers that differ in their window are planned apart."""
+    """Packed caches are read as it packs them, layers that differ in their window are planned apart, and
+    what is refused for RoPE has its reason."""
     path = engines.HERE / "attention" / f"{tests}.py"
     child = subprocess.run(
         [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "-q", str(path)],

@@ -4,6 +4,7 @@
 `make test` runs a few cells of each family, `make test-models` all of them.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import cells
@@ -72,6 +73,15 @@ def test_the_same_tokens_and_drafts_that_stand(cell):
             is_long = cells.PROMPT_LENS[place] > engines.PAGE
             assert (answers.every[place]["cached_tokens"] > 0) == is_long
         assert all(request["cached_tokens"] > 0 for request in answers.again.values())
+
+
+def test_mla_without_scaled_rope_is_refused_on_cpus():
+    """What vLLM does there is in tests/attention/rope_of_mla.py."""
+    mla = next(family for family in FAMILIES if family.name == "DeepSeek-V2")
+    unscaled = {name: value for name, value in mla.sizes.items() if name != "rope_parameters"}
+    cell = cells.Cell(replace(mla, sizes=unscaled, name="unscaled"), "V1", "streamingllm", cells.ONE_BUDGET)
+    with pytest.raises(engines.RefusedError, match="turns queries of MLA models whose RoPE is not scaled"):
+        cells.answer(cell)
 
 
 def assert_true(family: Family, got: dict[int, dict[str, Any]], what: str) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import paper
 import pytest
+import window_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import least_squares
@@ -152,6 +153,14 @@ def test_documentation_has_what_is_computed():
     assert "\n".join(paper.documented()) in text, "run: python tests/paper.py"
     for field in fields(Costs):
         assert f"`{field.name}` | {field.default:g} |" in text
+
+
+def test_documentation_says_what_windows_leave_to_gain():
+    text = (ROOT / "docs" / "performance.md").read_text()
+    assert "\n".join(window_table.documented()) in text, "run: python tests/planner/window_table.py"
+    by_share = [window_table.speedups(shape) for shape in window_table.shapes()[:5]]
+    for speedups in zip(*by_share, strict=True):
+        assert sorted(speedups, reverse=True) == list(speedups)
 
 
 # ---- against counts by hand

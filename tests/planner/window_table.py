@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What speculation is predicted to bring where layers have windows; prints docs/performance.md's table."""
+
+from dataclasses import replace
+
+from vllm_magicdec.planner.hardware import HARDWARE
+from vllm_magicdec.planner.performance import Deployment, ModelShape
+from vllm_magicdec.planner.plan import MODELS
+
+CELLS = ((8, 32_768), (32, 16_384), (32, 32_768), (8, 131_072))  # batch, tokens per request
+WINDOW = 1024
+HYBRIDS = ("gemma-3-12b", "gemma-3-27b", "gpt-oss-20b", "gpt-oss-120b")
+
+
+def shapes() -> list[ModelShape]:
+    """Llama-3.1-8B with fewer and fewer layers that see the whole context, then real hybrids."""
+    llama = MODELS["llama-3.1-8b"]
+    fewer = [
+        replace(llama, name="the same with windows", num_window_layers=32 - full, window=WINDOW)
+        for full in (24, 16, 8, 4)
+    ]
+    return [llama, *fewer, *(MODELS[name] for name in HYBRIDS)]
+
+
+def speedups(shape: ModelShape) -> list[float]:
+    """With the best gamma up to 8, on one H100, by `CELLS`."""
+    deployment = Deployment(shape, HARDWARE["H100"])
+    return [deployment.best({512: 0.8}, 8, *cell).speedup for cell in CELLS]
+
+
+def documented() -> list[str]:
+    """The lines of the table."""
+    cells = (f"{batch} x {context:,}" for batch, context in CELLS)
+    lines = [
+        f"| model | layers that see everything | {' | '.join(cells)} |",
+        "| --- | --- |" + " --: |" * len(CELLS),
+    ]
+    for shape in shapes():
+        full = f"{shape.num_layers - shape.num_window_layers} of {shape.num_layers}"
+        predicted = " | ".join(f"{speedup:.2f}" for speedup in speedups(shape))
+        lines.append(f"| {shape.name} | {full} | {predicted} |")
+    return lines
+
+
+if __name__ == "__main__":
+    print("\n".join(documented()))
