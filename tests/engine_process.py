@@ -25,8 +25,8 @@ def generate(llm: Any, batches: list[dict[str, Any]]) -> list[list[dict[str, Any
     """Each batch {"prompts": [...], "sampling": {...} or a list of them} is submitted at once.
 
     "adapters": of each request a LoRA adapter's number and folder, or None; loaded when it first comes.
-    A prompt is token ids, or {"tokens": ids, "images": [{"width", "height", "seed"}, ...]} with noise for
-    pictures.
+    A prompt is token ids, or {"tokens": ids, "image": [{"width", "height", "seed"}, ...]} with noise for
+    pictures, or "video" with "frames" in addition.
     """
     results = []
     for batch in batches:
@@ -232,16 +232,18 @@ def _prompt(given: Any) -> dict[str, Any]:
     """vLLM's form of a prompt that came through JSON."""
     if isinstance(given, list):
         return {"prompt_token_ids": given}
-    images = [_noise(**image) for image in given["images"]]
-    return {"prompt_token_ids": given["tokens"], "multi_modal_data": {"image": images}}
+    seen = {kind: [_noise(**one) for one in given[kind]] for kind in ("image", "video") if kind in given}
+    return {"prompt_token_ids": given["tokens"], "multi_modal_data": seen}
 
 
-def _noise(width: int, height: int, seed: int) -> Any:
+def _noise(width: int, height: int, seed: int, frames: int = 0) -> Any:
+    """A picture, or as many frames of a film."""
     import numpy as np
     from PIL import Image
 
-    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    return Image.fromarray(pixels)
+    shape = (frames, height, width, 3) if frames else (height, width, 3)
+    pixels = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+    return pixels if frames else Image.fromarray(pixels)
 
 
 def _sampling_params(fields: dict[str, Any]) -> Any:

@@ -11,7 +11,7 @@ import engines
 import torchvision_for_tests
 from checkpoints import checkpoint
 from engines import POLICIES, magicdec
-from families import FAMILIES, IMAGE_PAD, RUNNERS, VISION_END, VISION_START, VOCAB_SIZE, Family
+from families import FAMILIES, IMAGE_PAD, RUNNERS, VIDEO_PAD, VISION_END, VISION_START, VOCAB_SIZE, Family
 from greedy import GREEDY
 
 MODEL_LEN = 704  # tokens
@@ -20,6 +20,7 @@ MAX_NUM_SEQS = 4
 MAX_TOKENS = 24
 GAMMA = 3
 PROMPT_LENS = (7, 40, 96, 150, 270, 640)
+FILM_LEN = 96  # the prompt of that many tokens has a film, where a family sees
 # Triton's interpreter, in which the V2 runner runs on a CPU, is slow by the step and by the request.
 V2_PROMPTS = (0, 2, 4, 5)
 V2_MAX_TOKENS = 12
@@ -76,7 +77,7 @@ def _few_cells() -> Iterator[Cell]:
 
 @cache
 def prompts(family: Family) -> list[Prompt]:
-    """Of `PROMPT_LENS` tokens in the same order; those of a family that sees have one or two pictures."""
+    """Of `PROMPT_LENS` tokens in the same order; those of a family that sees have pictures or a film."""
     rng = random.Random(family.name)
     made: list[Prompt] = []
     for length in PROMPT_LENS:
@@ -86,9 +87,15 @@ def prompts(family: Family) -> list[Prompt]:
 
 
 def _with_pictures(tokens: list[int], rng: random.Random) -> Prompt:
-    """Some tokens give way to pictures of as many: one of a picture's tokens is 28 x 28 pixels."""
+    """Some tokens give way to pictures of as many: one of a picture's tokens is 28 x 28 pixels, and one of
+    a film's is that in two frames."""
     if len(tokens) < 40:
         return tokens
+    if len(tokens) == FILM_LEN:
+        at = rng.randrange(len(tokens) - 26)
+        tokens[at : at + 26] = [VISION_START, VIDEO_PAD, VISION_END]
+        film = {"width": 28 * 4, "height": 28 * 3, "frames": 4, "seed": rng.randrange(2**16)}
+        return {"tokens": tokens, "video": [film]}
     num_pictures = 1 if len(tokens) < 200 else 2
     share = len(tokens) // num_pictures
     pictures: list[dict[str, int]] = []
@@ -98,7 +105,7 @@ def _with_pictures(tokens: list[int], rng: random.Random) -> Prompt:
         at = place * share + rng.randrange(share - taken + 1)
         tokens[at : at + taken] = [VISION_START, IMAGE_PAD, VISION_END]
         pictures.insert(0, {"width": 28 * wide, "height": 28 * high, "seed": rng.randrange(2**16)})
-    return {"tokens": tokens, "images": pictures}
+    return {"tokens": tokens, "image": pictures}
 
 
 def fits(length: int, budget: int) -> bool:

@@ -58,7 +58,7 @@ class Family:
         embedding_std: of its embeddings; a tied head would answer with the latest token, were they large.
         seed: of its weights: one with which no two logits are close where it answers the matrix's prompts.
         caches_prefixes: whether vLLM's CPU build lets it cache prefixes and cut prompts into chunks.
-        sees: prompts have images.
+        sees: prompts have images or video.
     """
 
     name: str
@@ -363,8 +363,8 @@ FAMILIES = (
             "image_token_id": IMAGE_PAD,
             "video_token_id": VIDEO_PAD,
         },
-        "images of many sizes, M-RoPE",
-        engine={"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 2, "video": 0}},
+        "images of many sizes, video, M-RoPE",
+        engine={"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 2, "video": 1}},
         sees=True,
     ),
 )
