@@ -63,8 +63,8 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
             # Its kernel takes [tokens, heads, size] for as many tokens of one head.
             raise MagicDecConfigError(
                 f"{METHOD}: on a CPU vLLM 0.32 turns the queries of MLA models whose RoPE is not scaled by "
-                "positions of other tokens, so that what they answer depends on the batch, with and without "
-                "speculation; serve the model on a GPU"
+                "positions of other tokens, so that what they answer depends on the batch, with and "
+                "without speculation; serve the model on a GPU"
             )
         if not issubclass(find_policy(self.draft_kv_policy), PagePolicy):
             raise MagicDecConfigError(
