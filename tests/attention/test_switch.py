@@ -12,6 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from views_over_a_cache import CPU, Case, cases, filled, filled_cache, play_flashinfer
 from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.kv_cache_interface import get_kv_quant_mode
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
@@ -28,7 +29,9 @@ flashinfer_stand_in = pytest.fixture(scope="module")(play_flashinfer)
 CACHE_NAMES = {torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8_e5m2"}
 
 
-def layer_of(case: Case, cache: torch.Tensor, backend: str = "FLASH_ATTN") -> types.SimpleNamespace:
+def layer_of(
+    case: Case, cache: torch.Tensor, backend: str = "FLASH_ATTN", *, reads_scales_by_head: bool = True
+) -> types.SimpleNamespace:
     """As much of vLLM's attention layer as a `Switch` looks at."""
     _, num_kv_heads, page_size, _ = cache.shape
     name = CACHE_NAMES.get(cache.dtype, "auto")
@@ -48,7 +51,9 @@ def layer_of(case: Case, cache: torch.Tensor, backend: str = "FLASH_ATTN") -> ty
             logits_soft_cap=case.soft_cap,
             sinks=case.sinks,
         ),
-        attn_backend=types.SimpleNamespace(get_name=lambda: backend),
+        attn_backend=types.SimpleNamespace(
+            get_name=lambda: backend, supports_per_head_quant_scales=lambda: reads_scales_by_head
+        ),
         get_kv_cache_spec=lambda config: spec,
         kv_cache_dtype=name,
         query_quant=None,
@@ -146,6 +151,28 @@ def test_the_switch_knows_a_layers_sinks_and_what_its_quantised_numbers_stand_fo
         case = replace(case, query=(handed.query.float() * 0.125).to(dtype))
     switch.Switch(0, layer, engine_config(case), CPU, None)
     case.check(draft(layer, handed, cache, dtype))
+
+
+@pytest.mark.parametrize("reads_scales_by_head", [False, True])
+def test_scales_by_head_count_where_the_backend_reads_them(reads_scales_by_head):
+    """vLLM's CPU backend stores and reads by the greatest of them, the layer's number."""
+    assert not CPUAttentionBackend.supports_per_head_quant_scales()
+    torch.manual_seed(0)
+    size, scales = 64, torch.tensor([[1.0], [0.3]])
+    case = replace(
+        in_fp8(small_case()),
+        keys=torch.randn(8, 2, size).to(torch.float8_e4m3fn),
+        values=torch.randn(8, 2, size).to(torch.float8_e4m3fn),
+        slots=torch.tensor([[[6, 1, 3], [0, 2, 5]]], dtype=torch.int32),
+        key_scale=2 * scales,
+        value_scale=scales,
+    )
+    cache = filled_cache(KVCacheLayout.LBNHC, case)
+    layer = layer_of(case, cache, reads_scales_by_head=reads_scales_by_head)
+    switch.Switch(0, layer, engine_config(case), CPU, None)
+    if not reads_scales_by_head:
+        case = replace(case, key_scale=2.0, value_scale=1.0)
+    case.check(draft(layer, case, cache))
 
 
 def test_policies_see_what_the_target_computes_with():
@@ -349,6 +376,16 @@ def test_other_quantised_caches_are_refused(name):
     spec.dtype, spec.kv_quant_mode = STR_DTYPE_TO_TORCH_DTYPE[name], get_kv_quant_mode(name)
     layer.kv_cache_dtype = name
     with pytest.raises(MagicDecConfigError, match=f"not {spec.dtype} .*use --kv-cache-dtype fp8, or"):
+        switch.Switch(0, layer, engine_config(case), CPU, None)
+
+
+def test_fp8_layers_of_other_kinds_are_refused_with_a_sentence():
+    """Some attention layers of vLLM have an fp8 cache, and no scales or quantised queries to speak of."""
+    case = in_fp8(small_case())
+    layer = layer_of(case, filled_cache(KVCacheLayout.LBNHC, case), "SPARSE_ATTN")
+    for name in ("query_quant", "_k_scale", "_v_scale", "_k_scale_float", "_v_scale_float"):
+        delattr(layer, name)
+    with pytest.raises(MagicDecConfigError, match="attention backend SPARSE_ATTN; use one of"):
         switch.Switch(0, layer, engine_config(case), CPU, None)
 
 

@@ -169,7 +169,6 @@ class Switch:
         self._isa = getattr(layer, "isa", None)
         spec = layer.get_kv_cache_spec(vllm_config)
         self._cache_dtype = stored_dtype(spec, layer.kv_cache_dtype)
-        self._scales = Scales.of(layer, impl.num_heads) if self._cache_dtype in FP8_DTYPES else Scales()
         self._known: tuple[torch.Tensor, KVRows] | None = None  # a KV cache and its rows
         self.plans: CommonLengthPlans | None = None
         # Without FlashInfer: plain torch on a CPU; on a GPU the kernel that needs no planning.
@@ -190,6 +189,8 @@ class Switch:
             require_e4m3(self._cache_dtype, device)
         except ValueError as error:
             raise MagicDecConfigError(f"{METHOD}: {error}") from None
+        # Not before: layers of the kinds that are refused need not have scales.
+        self._scales = Scales.of(layer, impl.num_heads) if self._cache_dtype in FP8_DTYPES else Scales()
         impl.forward = self.forward
 
     def require_block_tables(self) -> None:

@@ -189,6 +189,7 @@ CALLED = (
         "unified_attention_with_output",
         ("query", "key", "value", "output", "layer_name"),
     ),
+    Needed("vllm.v1.attention.backend", "AttentionBackend.supports_per_head_quant_scales", ("cls",)),
     Needed(_CPU_ATTENTION, "CPUAttentionBackendImpl.forward", _FORWARD),
     Needed(_CPU_ATTENTION, "CPUAttentionBackendImpl.sliding_window"),
     Needed(_CPU_ATTENTION, "CPUAttentionMetadata", (*_METADATA, "scheduler_metadata")),
