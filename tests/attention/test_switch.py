@@ -176,7 +176,7 @@ def test_scales_by_head_count_where_the_backend_reads_them(reads_scales_by_head)
 
 
 def test_policies_see_what_the_target_computes_with():
-    """Queries in the model's dtype, keys as they are stored, and what makes weights of their products."""
+    """Queries and what brings them to the model's dtype, keys as stored, what makes weights of products."""
     sinks = torch.tensor([0.5, -1.0]).bfloat16()
     case = replace(in_fp8(small_case()), sinks=sinks, key_scale=0.5, soft_cap=7.0)
     cache = filled_cache(KVCacheLayout.LBNHC, case)
@@ -184,7 +184,12 @@ def test_policies_see_what_the_target_computes_with():
     layer.query_quant, layer._q_scale = "any", torch.tensor(0.25)
     targets, seen = [], []
     layer.impl.forward = lambda layer, query, *args, **kwargs: targets.append(query)
-    recorder = types.SimpleNamespace(record=lambda *args: seen.append((args[0], args[1], *args[3:])))
+
+    def record(index, query, scales, metadata, rows, softmax):
+        assert metadata == "vLLM's" and query is quantised
+        seen.append((index, scales.scale_query(query, case.query.dtype), rows, softmax))
+
+    recorder = types.SimpleNamespace(record=record)
     switch.Switch(3, layer, engine_config(case), CPU, recorder)
     quantised = (case.query.float() / 0.25).to(torch.float8_e4m3fn)
     observed = ObservedMetadata("vLLM's", lambda *args: seen.append(args))

@@ -231,7 +231,7 @@ class Switch:
             attn_metadata = attn_metadata.own
         elif self._recorder is not None and attn_metadata is not None:
             self._recorder.record(
-                self._index, self._query(query), attn_metadata, self._rows(kv_cache), self._softmax
+                self._index, query, self._scales, attn_metadata, self._rows(kv_cache), self._softmax
             )
         return self._target_forward(layer, query, key, value, kv_cache, attn_metadata, output, **scales)
 
