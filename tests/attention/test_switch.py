@@ -12,6 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from views_over_a_cache import CPU, Case, cases, filled, filled_cache, play_flashinfer
 from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
+from vllm.v1.attention.backends import fa_utils
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.kv_cache_interface import get_kv_quant_mode
 from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -382,6 +383,29 @@ def test_other_quantised_caches_are_refused(name):
     layer.kv_cache_dtype = name
     with pytest.raises(MagicDecConfigError, match=f"not {spec.dtype} .*use --kv-cache-dtype fp8, or"):
         switch.Switch(0, layer, engine_config(case), CPU, None)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "flash_reads_fp8", "options"),
+    [
+        (torch.bfloat16, 80, False, "--attention-backend FLASH_ATTN"),
+        (torch.float8_e4m3fn, 100, True, "--attention-backend FLASH_ATTN --kv-cache-dtype fp8"),
+        (torch.float8_e4m3fn, 89, False, "--attention-backend TRITON_ATTN --kv-cache-dtype fp8"),
+        (torch.float8_e5m2, 120, False, "--attention-backend TRITON_ATTN --kv-cache-dtype fp8"),
+        (torch.float8_e5m2, 86, False, "--kv-cache-dtype bfloat16 or float16, as the model's"),
+    ],
+)
+def test_backends_without_block_tables_are_told_of_one_that_reads_the_cache(
+    monkeypatch, dtype, capability, flash_reads_fp8, options
+):
+    """vLLM gives FLASHINFER such caches where FLASH_ATTN does not take them."""
+    monkeypatch.setattr(switch.current_platform, "has_device_capability", lambda least: least <= capability)
+    monkeypatch.setattr(fa_utils, "flash_attn_supports_kv_cache_dtype", lambda: flash_reads_fp8)
+    case = small_case() if dtype == torch.bfloat16 else in_fp8(small_case(), dtype)
+    layer = layer_of(case, filled_cache(KVCacheLayout.LBNHC, case), "FLASHINFER")
+    installed = switch.Switch(0, layer, engine_config(case), CPU, None)
+    with pytest.raises(MagicDecConfigError, match=f"FLASHINFER; use {options}, or draft_kv_policy="):
+        installed.require_block_tables()
 
 
 def test_fp8_layers_of_other_kinds_are_refused_with_a_sentence():
