@@ -334,13 +334,16 @@ def test_without_flashinfer_token_views_go_to_triton(monkeypatch):
     assert "it is not installed" in reason_logged(monkeypatch, GEOMETRY)
 
 
-def test_kernels_that_do_not_load_go_to_triton(flashinfer_stand_in, monkeypatch):
-    def fail(self, lens_cpu):
-        raise RuntimeError("ninja exited with 1")
+@pytest.mark.parametrize("part", ["plan", "run"])
+def test_kernels_that_do_not_load_go_to_triton(flashinfer_stand_in, monkeypatch, part):
+    """Some shapes FlashInfer refuses when it compiles or plans, others when it launches a kernel."""
+
+    def fail(self, *args, **options):
+        raise RuntimeError("Invalid configuration")
 
     monkeypatch.setattr(switch, "has_flashinfer", lambda: True)
-    monkeypatch.setattr(flashinfer_attention.FlashInferDecode, "plan", fail)
-    assert "its kernels do not load: ninja exited with 1" in reason_logged(monkeypatch, GEOMETRY)
+    monkeypatch.setattr(stand_in.StandInWrapper, part, fail)
+    assert "its kernels do not work: Invalid configuration" in reason_logged(monkeypatch, GEOMETRY)
 
 
 def test_a_cache_that_flashinfer_cannot_read_goes_to_the_fallback(flashinfer_stand_in, monkeypatch):

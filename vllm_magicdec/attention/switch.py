@@ -137,7 +137,7 @@ def plan_with_flashinfer(
             )
             plans.load_kernels()
         except Exception as error:  # of whatever compiles and loads its kernels
-            reason = f"its kernels do not load: {error}"
+            reason = f"its kernels do not work: {error}"
         else:
             logger.info_once(
                 "%s: FlashInfer reads the token views of contexts that fill the budget, Triton others.",
