@@ -89,20 +89,19 @@ class Layers:
         places = [torch.arange(length) for length in self.lens]
         self._slots = [t[p // PAGE].long() * PAGE + p % PAGE for t, p in zip(tables, places, strict=True)]
         self._num_pages = len(order)
-        self._metadata = builder.build(
-            0,
-            SimpleNamespace(
-                num_reqs=len(requests),
-                num_actual_tokens=int(self.starts[-1]),
-                max_query_len=int(query_lens.max()),
-                max_seq_len=int(self.lens.max()),
-                query_start_loc=self.starts,
-                seq_lens=self.lens,
-                block_table_tensor=tables,
-                slot_mapping=None,
-                causal=True,
-            ),
+        self.builder = builder
+        self.batch = SimpleNamespace(
+            num_reqs=len(requests),
+            num_actual_tokens=int(self.starts[-1]),
+            max_query_len=int(query_lens.max()),
+            max_seq_len=int(self.lens.max()),
+            query_start_loc=self.starts,
+            seq_lens=self.lens,
+            block_table_tensor=tables,
+            slot_mapping=None,
+            causal=True,
         )
+        self._metadata = builder.build(0, self.batch)
 
     def _layer(self, name, window):
         layer = Attention.__new__(Attention)
@@ -208,6 +207,22 @@ def test_layers_with_one_window_are_planned_as_vllm_plans_them(mended):
         layers = Layers(windows, DECODE)
         assert type(layers._metadata) is cpu_attn.CPUAttentionMetadata
         assert layers.error(0) < TOLERANCE
+
+
+def test_a_plan_that_fails_leaves_the_builder_as_it_was(mended, monkeypatch):
+    layers = Layers([WINDOW, None, 96], DECODE)
+    shared = layers.builder.window_size
+    plan = cpu_attn.ops.cpu_attn_get_scheduler_metadata
+
+    def fail_with_a_window(*, sliding_window_size, **arguments):
+        if sliding_window_size != -1:
+            raise MemoryError
+        return plan(sliding_window_size=sliding_window_size, **arguments)
+
+    monkeypatch.setattr(cpu_attn.ops, "cpu_attn_get_scheduler_metadata", fail_with_a_window)
+    with pytest.raises(MemoryError):
+        layers.builder.build(0, layers.batch)
+    assert layers.builder.window_size == shared
 
 
 def test_it_is_mended_once(mended):

@@ -12,6 +12,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from views_over_a_cache import CPU, Case, cases, filled, filled_cache, play_flashinfer
 from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
+from vllm.v1.attention.backends import fa_utils
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.kv_cache_interface import get_kv_quant_mode
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
@@ -28,7 +30,9 @@ flashinfer_stand_in = pytest.fixture(scope="module")(play_flashinfer)
 CACHE_NAMES = {torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8_e5m2"}
 
 
-def layer_of(case: Case, cache: torch.Tensor, backend: str = "FLASH_ATTN") -> types.SimpleNamespace:
+def layer_of(
+    case: Case, cache: torch.Tensor, backend: str = "FLASH_ATTN", *, reads_scales_by_head: bool = True
+) -> types.SimpleNamespace:
     """As much of vLLM's attention layer as a `Switch` looks at."""
     _, num_kv_heads, page_size, _ = cache.shape
     name = CACHE_NAMES.get(cache.dtype, "auto")
@@ -48,7 +52,9 @@ def layer_of(case: Case, cache: torch.Tensor, backend: str = "FLASH_ATTN") -> ty
             logits_soft_cap=case.soft_cap,
             sinks=case.sinks,
         ),
-        attn_backend=types.SimpleNamespace(get_name=lambda: backend),
+        attn_backend=types.SimpleNamespace(
+            get_name=lambda: backend, supports_per_head_quant_scales=lambda: reads_scales_by_head
+        ),
         get_kv_cache_spec=lambda config: spec,
         kv_cache_dtype=name,
         query_quant=None,
@@ -148,8 +154,30 @@ def test_the_switch_knows_a_layers_sinks_and_what_its_quantised_numbers_stand_fo
     case.check(draft(layer, handed, cache, dtype))
 
 
+@pytest.mark.parametrize("reads_scales_by_head", [False, True])
+def test_scales_by_head_count_where_the_backend_reads_them(reads_scales_by_head):
+    """vLLM's CPU backend stores and reads by the greatest of them, the layer's number."""
+    assert not CPUAttentionBackend.supports_per_head_quant_scales()
+    torch.manual_seed(0)
+    size, scales = 64, torch.tensor([[1.0], [0.3]])
+    case = replace(
+        in_fp8(small_case()),
+        keys=torch.randn(8, 2, size).to(torch.float8_e4m3fn),
+        values=torch.randn(8, 2, size).to(torch.float8_e4m3fn),
+        slots=torch.tensor([[[6, 1, 3], [0, 2, 5]]], dtype=torch.int32),
+        key_scale=2 * scales,
+        value_scale=scales,
+    )
+    cache = filled_cache(KVCacheLayout.LBNHC, case)
+    layer = layer_of(case, cache, reads_scales_by_head=reads_scales_by_head)
+    switch.Switch(0, layer, engine_config(case), CPU, None)
+    if not reads_scales_by_head:
+        case = replace(case, key_scale=2.0, value_scale=1.0)
+    case.check(draft(layer, case, cache))
+
+
 def test_policies_see_what_the_target_computes_with():
-    """Queries in the model's dtype, keys as they are stored, and what makes weights of their products."""
+    """Queries and what brings them to the model's dtype, keys as stored, what makes weights of products."""
     sinks = torch.tensor([0.5, -1.0]).bfloat16()
     case = replace(in_fp8(small_case()), sinks=sinks, key_scale=0.5, soft_cap=7.0)
     cache = filled_cache(KVCacheLayout.LBNHC, case)
@@ -157,7 +185,12 @@ def test_policies_see_what_the_target_computes_with():
     layer.query_quant, layer._q_scale = "any", torch.tensor(0.25)
     targets, seen = [], []
     layer.impl.forward = lambda layer, query, *args, **kwargs: targets.append(query)
-    recorder = types.SimpleNamespace(record=lambda *args: seen.append((args[0], args[1], *args[3:])))
+
+    def record(index, query, scales, metadata, rows, softmax):
+        assert metadata == "vLLM's" and query is quantised
+        seen.append((index, scales.scale_query(query, case.query.dtype), rows, softmax))
+
+    recorder = types.SimpleNamespace(record=record)
     switch.Switch(3, layer, engine_config(case), CPU, recorder)
     quantised = (case.query.float() / 0.25).to(torch.float8_e4m3fn)
     observed = ObservedMetadata("vLLM's", lambda *args: seen.append(args))
@@ -301,13 +334,16 @@ def test_without_flashinfer_token_views_go_to_triton(monkeypatch):
     assert "it is not installed" in reason_logged(monkeypatch, GEOMETRY)
 
 
-def test_kernels_that_do_not_load_go_to_triton(flashinfer_stand_in, monkeypatch):
-    def fail(self, lens_cpu):
-        raise RuntimeError("ninja exited with 1")
+@pytest.mark.parametrize("part", ["plan", "run"])
+def test_kernels_that_do_not_load_go_to_triton(flashinfer_stand_in, monkeypatch, part):
+    """Some shapes FlashInfer refuses when it compiles or plans, others when it launches a kernel."""
+
+    def fail(self, *args, **options):
+        raise RuntimeError("Invalid configuration")
 
     monkeypatch.setattr(switch, "has_flashinfer", lambda: True)
-    monkeypatch.setattr(flashinfer_attention.FlashInferDecode, "plan", fail)
-    assert "its kernels do not load: ninja exited with 1" in reason_logged(monkeypatch, GEOMETRY)
+    monkeypatch.setattr(stand_in.StandInWrapper, part, fail)
+    assert "its kernels do not work: Invalid configuration" in reason_logged(monkeypatch, GEOMETRY)
 
 
 def test_a_cache_that_flashinfer_cannot_read_goes_to_the_fallback(flashinfer_stand_in, monkeypatch):
@@ -349,6 +385,39 @@ def test_other_quantised_caches_are_refused(name):
     spec.dtype, spec.kv_quant_mode = STR_DTYPE_TO_TORCH_DTYPE[name], get_kv_quant_mode(name)
     layer.kv_cache_dtype = name
     with pytest.raises(MagicDecConfigError, match=f"not {spec.dtype} .*use --kv-cache-dtype fp8, or"):
+        switch.Switch(0, layer, engine_config(case), CPU, None)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "flash_reads_fp8", "options"),
+    [
+        (torch.bfloat16, 80, False, "--attention-backend FLASH_ATTN"),
+        (torch.float8_e4m3fn, 100, True, "--attention-backend FLASH_ATTN --kv-cache-dtype fp8"),
+        (torch.float8_e4m3fn, 89, False, "--attention-backend TRITON_ATTN --kv-cache-dtype fp8"),
+        (torch.float8_e5m2, 120, False, "--attention-backend TRITON_ATTN --kv-cache-dtype fp8"),
+        (torch.float8_e5m2, 86, False, "--kv-cache-dtype bfloat16 or float16, as the model's"),
+    ],
+)
+def test_backends_without_block_tables_are_told_of_one_that_reads_the_cache(
+    monkeypatch, dtype, capability, flash_reads_fp8, options
+):
+    """vLLM gives FLASHINFER such caches where FLASH_ATTN does not take them."""
+    monkeypatch.setattr(switch.current_platform, "has_device_capability", lambda least: least <= capability)
+    monkeypatch.setattr(fa_utils, "flash_attn_supports_kv_cache_dtype", lambda: flash_reads_fp8)
+    case = small_case() if dtype == torch.bfloat16 else in_fp8(small_case(), dtype)
+    layer = layer_of(case, filled_cache(KVCacheLayout.LBNHC, case), "FLASHINFER")
+    installed = switch.Switch(0, layer, engine_config(case), CPU, None)
+    with pytest.raises(MagicDecConfigError, match=f"FLASHINFER; use {options}, or draft_kv_policy="):
+        installed.require_block_tables()
+
+
+def test_fp8_layers_of_other_kinds_are_refused_with_a_sentence():
+    """Some attention layers of vLLM have an fp8 cache, and no scales or quantised queries to speak of."""
+    case = in_fp8(small_case())
+    layer = layer_of(case, filled_cache(KVCacheLayout.LBNHC, case), "SPARSE_ATTN")
+    for name in ("query_quant", "_k_scale", "_v_scale", "_k_scale_float", "_v_scale_float"):
+        delattr(layer, name)
+    with pytest.raises(MagicDecConfigError, match="attention backend SPARSE_ATTN; use one of"):
         switch.Switch(0, layer, engine_config(case), CPU, None)
 
 

@@ -7,8 +7,10 @@ import pickle
 
 import pytest
 from transformers import LlamaConfig, MambaConfig, T5Config
+from vllm.config.compilation import CompilationConfig, PassConfig
 from vllm.config.utils import replace
 from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
@@ -315,6 +317,17 @@ def test_granularity_by_default(policy, on_cpu, on_gpu):
             method=METHOD, draft_kv_policy=policy, draft_kv_granularity=chosen
         )
         assert found.granularity(fields, "cpu") == found.granularity(fields, "cuda") == chosen
+
+
+def test_attention_to_single_tokens_refuses_to_quantise_its_output(model_dir):
+    fields = {"method": METHOD, "draft_kv_policy": "snapkv"}
+    fused = CompilationConfig(pass_config=PassConfig(fuse_attn_quant=True))
+    with pytest.raises(MagicDecConfigError, match=r"use -cc\.pass_config\.fuse_attn_quant=False, or"):
+        configure(model_dir, {**fields, "draft_kv_granularity": "token"}, compilation_config=fused)
+    configure(model_dir, {**fields, "draft_kv_granularity": "page"}, compilation_config=fused)
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    typed = parser.parse_args(["-cc.pass_config.fuse_attn_quant=False"]).compilation_config
+    configure(model_dir, {**fields, "draft_kv_granularity": "token"}, compilation_config=typed)
 
 
 @pytest.mark.parametrize("case", REFUSED_ENGINES)

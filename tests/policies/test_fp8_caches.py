@@ -11,6 +11,7 @@ from batches import make_batch, make_engine
 
 from vllm_magicdec.attention import KVRows
 from vllm_magicdec.attention.rows import FP8_DTYPES
+from vllm_magicdec.attention.scales import Scales
 from vllm_magicdec.attention.softmax import Softmax
 from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.policies import find_policy
@@ -61,7 +62,7 @@ def positions_chosen(
         metadata = SimpleNamespace(query_start_loc=starts, seq_lens=torch.tensor(CONTEXT_LENS))
         for layer, rows in enumerate(caches):
             latest = queries[layer, :, -num_queries:].flatten(0, 1)
-            recorders[0].record(layer, latest, metadata, rows, softmax)
+            recorders[0].record(layer, latest, Scales(), metadata, rows, softmax)
     pages = MODEL_LEN // PAGE
     block_table = torch.arange(len(CONTEXT_LENS) * pages, dtype=torch.int32).view(-1, pages)
     batch = replace(make_batch(["a", "b"], block_table, CONTEXT_LENS), is_first=[True, True])

@@ -13,6 +13,7 @@ import torch
 from batches import make_batch, make_engine
 
 from vllm_magicdec.attention import KVRows
+from vllm_magicdec.attention.scales import Scales
 from vllm_magicdec.attention.softmax import Softmax
 from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.policies import find_policy
@@ -94,7 +95,7 @@ class Target:
         metadata = SimpleNamespace(query_start_loc=starts, seq_lens=lens)
         queries = self._queries(NUM_REQS * (NUM_STEPS + 1))
         for layer in range(NUM_LAYERS):
-            self._recorder.record(layer, queries, metadata, self._rows, Softmax(1.0))
+            self._recorder.record(layer, queries, Scales(), metadata, self._rows, Softmax(1.0))
 
 
 def make_rounds(policy: str, granularity: str | None, device: torch.device) -> Callable[[Batch], None]:

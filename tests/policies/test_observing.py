@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_magicdec.attention import KVRows
+from vllm_magicdec.attention.scales import Scales
 from vllm_magicdec.attention.softmax import Softmax
 from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.policies.base import Limits
@@ -159,7 +160,7 @@ def test_on_a_cpu_queries_that_the_target_has_just_computed_are_not_computed_aga
         views._selections.begin_round(list("abc"))
         if records:
             for layer in range(num_layers):
-                recorders[0].record(layer, queries[layer], metadata, rows[layer], Softmax(1.0))
+                recorders[0].record(layer, queries[layer], Scales(), metadata, rows[layer], Softmax(1.0))
         list(views.prepare(batch, 4))
         return observed, views._selections.positions.sort(-1).values
 
@@ -171,17 +172,17 @@ def test_on_a_cpu_queries_that_the_target_has_just_computed_are_not_computed_aga
 
 
 def test_queries_of_an_earlier_pass_are_forgotten():
-    recorder = WindowRecorder(4)
+    recorder = WindowRecorder(4, torch.float32)
     queries = torch.zeros((8, 1, 8))
     cache = KVRows.of(torch.zeros((1, 1, 32, 16)), "FLASHINFER")
     prefill = SimpleNamespace(
         max_query_len=8, query_start_loc=torch.tensor([0, 8]), seq_lens=torch.tensor([20])
     )
-    recorder.record(0, queries, prefill, cache, Softmax(1.0))
+    recorder.record(0, queries, Scales(), prefill, cache, Softmax(1.0))
     assert recorder.holds(0, 20)
     assert not recorder.holds(0, 21), "it has got longer"
     decode = SimpleNamespace(
         max_query_len=1, query_start_loc=torch.tensor([0, 1]), seq_lens=torch.tensor([20])
     )
-    recorder.record(0, queries[:1], decode, cache, Softmax(1.0))
+    recorder.record(0, queries[:1], Scales(), decode, cache, Softmax(1.0))
     assert not recorder.holds(0, 20)

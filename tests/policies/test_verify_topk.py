@@ -10,8 +10,10 @@ from batches import make_batch, make_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import slot_of
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_magicdec.attention import KVRows
+from vllm_magicdec.attention.scales import Scales
 from vllm_magicdec.attention.softmax import Softmax
 from vllm_magicdec.policies import verification
 from vllm_magicdec.policies.verification import (
@@ -91,7 +93,7 @@ class Scene:
             rows = KVRows.of(self.cache[layer], "FLASH_ATTN")
             sinks = None if self.sinks is None else self.sinks[layer].flatten()
             softmax = Softmax(SCALE, sinks=sinks)
-            self.verification.record(layer, queries[layer], metadata, rows, softmax)
+            self.verification.record(layer, queries[layer], Scales(), metadata, rows, softmax)
         return queries.view(NUM_LAYERS, num_reqs, GAMMA + 1, NUM_KV_HEADS, GROUP, SIZE)
 
     def steps(self, size: int = -1) -> list:
@@ -212,11 +214,45 @@ def test_requests_that_pad_a_graph_of_any_batch_are_passed_over():
     metadata = SimpleNamespace(query_start_loc=starts, seq_lens=torch.tensor([120, 0], dtype=torch.int32))
     queries = torch.randn((num_tokens, NUM_KV_HEADS * GROUP, SIZE), generator=scene.rng)
     rows = KVRows.of(scene.cache[0], "FLASH_ATTN")
-    scene.verification.record(0, queries, metadata, rows, Softmax(SCALE))
+    scene.verification.record(0, queries, Scales(), metadata, rows, Softmax(SCALE))
     assert torch.equal(scene.verification.queries[0, 0], queries)
     never = torch.full((num_tokens,), torch.iinfo(torch.int64).max)
     own = torch.arange(120 - num_tokens, 120)
     assert torch.equal(scene.verification.positions, torch.stack([own, never]))
+
+
+def test_quantised_queries_are_taken_before_they_are_scaled():
+    """A prefill has thousands in every layer, and nobody keeps more than a few."""
+    scene = Scene(6, [120, 90], 16)
+    num_queries, dtype = GAMMA + 1, torch.float8_e4m3fn
+    lens = [500, 300]
+    starts = torch.tensor([0, *lens], dtype=torch.int32).cumsum(0).int()
+    metadata = SimpleNamespace(query_start_loc=starts, seq_lens=torch.tensor(lens, dtype=torch.int32))
+    shape = (sum(lens), NUM_KV_HEADS * GROUP, SIZE)
+    queries = torch.randn(shape, generator=scene.rng).to(dtype)
+    by_head = torch.linspace(0.1, 0.7, NUM_KV_HEADS * GROUP)
+    rows = KVRows.of(scene.cache[0], "FLASH_ATTN")
+    with LargestResult() as largest:
+        scales = Scales(query_factors=by_head.unsqueeze(1))
+        scene.verification.record(0, queries, scales, metadata, rows, Softmax(SCALE))
+    for request, end in enumerate(starts[1:].tolist()):
+        for index, row in enumerate(range(end - num_queries, end)):
+            for head, factor in enumerate(by_head):
+                meant = queries[row, head].float() * factor
+                assert torch.equal(scene.verification.queries[0, request, index, head], meant)
+    assert largest.num_elements <= scene.verification.queries[0].numel()
+
+
+class LargestResult(TorchDispatchMode):
+    """Elements of the largest tensor that anything within it makes."""
+
+    num_elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and not function.is_view:
+            self.num_elements = max(self.num_elements, made.numel())
+        return made
 
 
 def test_summaries_know_tokens_that_came_in_steps_without_drafts():

@@ -212,7 +212,7 @@ cases = given(
     soft_cap=st.sampled_from([0.0, 3.0]),
     by_head=st.booleans(),
     pairs_at_once=st.integers(1, 4),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     fp8=st.sampled_from([None, *FP8_DTYPES]),
     sinks=st.lists(st.booleans(), min_size=NUM_LAYERS, max_size=NUM_LAYERS),
 )
@@ -293,6 +293,20 @@ def main() -> None:
 
 def test_pages_and_tokens_in_the_interpreter():
     triton_tools.run_interpreted(__file__)
+
+
+def test_a_layer_without_sinks_has_one_that_takes_no_weight_from_it():
+    """In a model whose other layers have some, in float16."""
+    pytest.importorskip("triton")
+    from vllm_magicdec.policies import verify_topk_kernels
+
+    rows = KVRows.of(torch.zeros(1, 2, 16, 32, dtype=torch.float16), "FLASH_ATTN")
+    own = torch.tensor([0.5, -3.0, 70.0, -65504.0]).half()
+    layers = {0: (rows, Softmax(1.0, sinks=own)), 1: (rows, Softmax(1.0))}
+    with_sinks, without = verify_topk_kernels.LayerTable(layers).sinks
+    assert torch.equal(with_sinks, own.float())
+    lowest_logit = torch.tensor(-1e37)
+    assert (torch.exp(without - lowest_logit) == 0).all() and without.isfinite().all()
 
 
 SUMMARIES = dict(least="*bf16", greatest="*bf16")

@@ -3,6 +3,7 @@
 
 import ast
 import re
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -57,6 +58,21 @@ NAMED = [n for n in NEEDED if n.parameters and n.name != "CommonAttentionMetadat
 def test_a_parameter_that_is_gone_is_noticed(needed):
     more = replace(needed, parameters=(*needed.parameters, "not_a_parameter"))
     assert find_problem(more, INSTALLED) == "no longer has not_a_parameter"
+
+
+def test_a_patched_vllm_misses_nothing(tmp_path):
+    """The patch that mends CPU attention takes away what the plugin's own mend works with."""
+    module = "vllm.v1.attention.backends.cpu_attn"
+    copy = tmp_path / (module.replace(".", "/") + ".py")
+    copy.parent.mkdir(parents=True)
+    copy.write_text(read_installed(module))
+    (patch,) = (PLUGIN.parent / "patches" / "vllm-0.32.0").glob("0003-*.patch")
+    subprocess.run(["git", "apply", str(patch)], cwd=tmp_path, check=True)
+    patched = Source(lambda name: copy.read_text() if name == module else read_installed(name))
+    assert not [needed.label for needed in NEEDED if find_problem(needed, patched)]
+    for needed in compat.MENDED:
+        assert needed in NEEDED
+        assert compat.look_up(needed, patched) == "missing" != compat.look_up(needed, INSTALLED)
 
 
 def test_a_missing_module_and_a_new_constructor_are_noticed():

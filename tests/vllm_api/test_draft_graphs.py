@@ -3,6 +3,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import engines
@@ -10,8 +11,9 @@ import pytest
 import torch
 from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport
-from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, KVQuantMode
 
+from vllm_magicdec.attention import switch
 from vllm_magicdec.vllm_api import runner_v2
 from vllm_magicdec.vllm_api.runner_v2 import MagicDecSpeculator
 
@@ -71,6 +73,14 @@ def test_a_backend_that_leaves_draft_steps_without_graphs_is_named_with_the_way_
     assert "CUTLASS_MLA" in line and "FLASH_ATTN_MLA on Hopper" in line
     (line,) = warnings_of(monkeypatch, mode, "FLASH_ATTN", spec=CHUNKS)
     assert "local chunks" in line and "--attention-backend" not in line
+
+
+def test_for_an_fp8_cache_the_way_out_is_a_backend_that_reads_it(monkeypatch):
+    """On Ada vLLM's default for it is FLASHINFER, because FlashAttention 2 takes none."""
+    monkeypatch.setattr(switch.current_platform, "has_device_capability", lambda least: least <= 89)
+    spec = replace(FULL, dtype=torch.uint8, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)
+    (line,) = warnings_of(monkeypatch, CUDAGraphMode.PIECEWISE, "FLASHINFER", spec=spec)
+    assert "use --attention-backend TRITON_ATTN --kv-cache-dtype fp8, and leave cudagraph_mode" in line
 
 
 def test_where_draft_steps_have_graphs_or_none_were_wanted_nothing_is_said(monkeypatch):

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 
 from vllm_magicdec.attention import KVRows
+from vllm_magicdec.attention.scales import Scales
 from vllm_magicdec.attention.softmax import Softmax
 
 # Called in every layer with the layer's number, its queries [num_tokens, num_heads, head_size] in the
@@ -18,10 +19,25 @@ class QueryRecorder(Protocol):
     """Who wants the queries of every pass of the target."""
 
     def record(
-        self, layer: int, queries: torch.Tensor, metadata: Any, cache: KVRows, softmax: Softmax
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        scales: Scales,
+        metadata: Any,
+        cache: KVRows,
+        softmax: Softmax,
     ) -> None:
-        """Called in every layer of the target's pass; `queries` [num_tokens, num_heads, head_size].
+        """Called in every layer of the target's pass.
 
-        `metadata` is vLLM's, of one of `switch.BACKENDS_WITH_BLOCK_TABLES`.
+        A pass may have thousands of queries of which few are wanted: take those first, then scale them.
+
+        Args:
+            layer: its number.
+            queries: [num_tokens, num_heads, head_size], as the layer hands them to its backend: in the
+                model's dtype, or quantised.
+            scales: the layer's; `Scales.scale_query` brings queries to the model's dtype.
+            metadata: vLLM's, of one of `switch.BACKENDS_WITH_BLOCK_TABLES`.
+            cache: the layer's.
+            softmax: what makes weights of products of scaled queries and the cache's keys.
         """
         ...

@@ -5,6 +5,7 @@ import logging
 
 import torch
 
+from vllm_magicdec.attention import KVRows
 from vllm_magicdec.attention.flashinfer_attention import (
     FlashInferDecode,
     Geometry,
@@ -45,12 +46,21 @@ class CommonLengthPlans:
         self._of_graphs: dict[tuple[int, int], FlashInferDecode | None] = {}
 
     def load_kernels(self) -> None:
-        """Make FlashInfer load or compile its kernels now; raises whatever it raises."""
-        indices = make_page_indices(self._geometry.num_kv_heads, 1, self._workspace.device)
+        """Make FlashInfer load or compile its kernels now, and run once; raises whatever it raises."""
+        geometry, device = self._geometry, self._workspace.device
+        indices = make_page_indices(geometry.num_kv_heads, 1, device)
         decode = FlashInferDecode(
-            self._geometry, num_reqs=1, workspace=self._workspace, indices=indices, cuda_graph=False
+            geometry, num_reqs=1, workspace=self._workspace, indices=indices, cuda_graph=False
         )
         decode.plan(torch.ones(1, dtype=torch.int32))
+        # Some shapes are refused only by the kernels' launch.
+        shape = (1, geometry.num_kv_heads, 1, 2 * geometry.head_size)
+        cache = torch.zeros(shape, dtype=geometry.cache_dtype, device=device)
+        query = torch.zeros(
+            (1, geometry.num_heads, geometry.head_size), dtype=geometry.query_dtype, device=device
+        )
+        slots = torch.zeros((1, geometry.num_kv_heads, 1), dtype=torch.int32, device=device)
+        decode.run(query, KVRows.of(cache, "FLASHINFER"), slots)
 
     def reserve(self, width: int) -> None:
         """Make room for the row numbers of views of so many columns; before anything is planned."""

@@ -14,7 +14,7 @@ class Scales:
     """Of a layer whose KV cache is fp8; of others all is 1.
 
     Numbers are for a whole layer, so that kernels can take them along for nothing. Where every KV head has
-    a scale of its own they are the greatest, and the factors are what is left.
+    a scale of its own they are the greatest, and the factors are what is left, if the backend reads those.
     """
 
     key: float = 1.0
@@ -26,10 +26,12 @@ class Scales:
     def of(cls, layer: Any, num_heads: int) -> "Scales":
         """Those of one of vLLM's `Attention` layers with an fp8 cache, its weights loaded."""
         key, value = layer._k_scale_float, layer._v_scale_float
-        of_query = [layer._k_scale / key] if layer._k_scale.numel() > 1 else []
+        # A CPU's backend stores and reads by the number for the whole layer, whatever a checkpoint has.
+        by_head = layer.attn_backend.supports_per_head_quant_scales()
+        of_query = [layer._k_scale / key] if by_head and layer._k_scale.numel() > 1 else []
         if layer.query_quant is not None:  # the layer quantises queries before its backend gets them
             of_query.append(layer._q_scale)
-        of_values = [layer._v_scale / value] if layer._v_scale.numel() > 1 else []
+        of_values = [layer._v_scale / value] if by_head and layer._v_scale.numel() > 1 else []
         return cls(key, value, _by_query_head(of_query, num_heads), _by_query_head(of_values, num_heads))
 
     def scale_query(self, query: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -103,6 +103,23 @@ def require_e4m3(dtype: torch.dtype, device: torch.device) -> None:
         )
 
 
+def better_options(spec: AttentionSpec) -> str:
+    """What to type on a GPU for attention that reads pages by a block table and has full CUDA graphs.
+
+    Args:
+        spec: of the KV cache, which it is to read.
+    """
+    if spec.kv_quant_mode != KVQuantMode.FP8_PER_TENSOR:
+        return "--attention-backend FLASH_ATTN"
+    if not current_platform.has_device_capability(E4M3_CAPABILITY):
+        return "--kv-cache-dtype bfloat16 or float16, as the model's"
+    from vllm.v1.attention.backends.fa_utils import flash_attn_supports_kv_cache_dtype  # loads libraries
+
+    # FlashAttention 2 reads no fp8 cache, and neither backend an fp8_e5m2 one.
+    backend = "FLASH_ATTN" if flash_attn_supports_kv_cache_dtype() else "TRITON_ATTN"
+    return f"--attention-backend {backend} --kv-cache-dtype fp8"
+
+
 def flashinfer_refusal(geometry: Geometry) -> str | None:
     """Why FlashInfer cannot read the token views of layers of this geometry, or None."""
     return geometry.refusal if has_flashinfer() else "it is not installed, or its kernels are not"
@@ -120,7 +137,7 @@ def plan_with_flashinfer(
             )
             plans.load_kernels()
         except Exception as error:  # of whatever compiles and loads its kernels
-            reason = f"its kernels do not load: {error}"
+            reason = f"its kernels do not work: {error}"
         else:
             logger.info_once(
                 "%s: FlashInfer reads the token views of contexts that fill the budget, Triton others.",
@@ -167,9 +184,8 @@ class Switch:
         self._target_forward = impl.forward
         self._backend = layer.attn_backend.get_name()
         self._isa = getattr(layer, "isa", None)
-        spec = layer.get_kv_cache_spec(vllm_config)
+        self._spec = spec = layer.get_kv_cache_spec(vllm_config)
         self._cache_dtype = stored_dtype(spec, layer.kv_cache_dtype)
-        self._scales = Scales.of(layer, impl.num_heads) if self._cache_dtype in FP8_DTYPES else Scales()
         self._known: tuple[torch.Tensor, KVRows] | None = None  # a KV cache and its rows
         self.plans: CommonLengthPlans | None = None
         # Without FlashInfer: plain torch on a CPU; on a GPU the kernel that needs no planning.
@@ -190,6 +206,8 @@ class Switch:
             require_e4m3(self._cache_dtype, device)
         except ValueError as error:
             raise MagicDecConfigError(f"{METHOD}: {error}") from None
+        # Not before: layers of the kinds that are refused need not have scales.
+        self._scales = Scales.of(layer, impl.num_heads) if self._cache_dtype in FP8_DTYPES else Scales()
         impl.forward = self.forward
 
     def require_block_tables(self) -> None:
@@ -201,8 +219,8 @@ class Switch:
         if self._backend not in BACKENDS_WITH_BLOCK_TABLES:
             raise MagicDecConfigError(
                 f"{METHOD}: this draft_kv_policy does not know the metadata of attention backend "
-                f"{self._backend}; use --attention-backend FLASH_ATTN, or draft_kv_policy='snapkv' with "
-                "draft_kv_granularity='token'"
+                f"{self._backend}; use {better_options(self._spec)}, or "
+                "draft_kv_policy='snapkv' with draft_kv_granularity='token'"
             )
 
     def forward(
@@ -230,7 +248,7 @@ class Switch:
             attn_metadata = attn_metadata.own
         elif self._recorder is not None and attn_metadata is not None:
             self._recorder.record(
-                self._index, self._query(query), attn_metadata, self._rows(kv_cache), self._softmax
+                self._index, query, self._scales, attn_metadata, self._rows(kv_cache), self._softmax
             )
         return self._target_forward(layer, query, key, value, kv_cache, attn_metadata, output, **scales)
 

@@ -17,6 +17,7 @@ import torch
 
 from vllm_magicdec.attention import KVRows
 from vllm_magicdec.attention.observing import LayerObserver
+from vllm_magicdec.attention.scales import Scales
 from vllm_magicdec.attention.softmax import Softmax
 from vllm_magicdec.policies.base import Engine, Limits, Observe, Policy, parse_budget_of_selected_pages
 from vllm_magicdec.views.base import Batch, Views, ceil_div, on_device
@@ -123,7 +124,8 @@ class TokenPolicy(Policy):
             device=engine.device,
         )
         policy = cls(fields)
-        recorder = WindowRecorder(policy.window) if engine.limits.device_type == "cpu" else None
+        is_cpu = engine.limits.device_type == "cpu"
+        recorder = WindowRecorder(policy.window, engine.query_dtype) if is_cpu else None
         selector = PromptSelector(
             policy,
             budgets,
@@ -148,22 +150,30 @@ class WindowRecorder:
 
     Args:
         window: last tokens of a request whose queries are wanted.
+        dtype: of the model's queries.
     """
 
-    def __init__(self, window: int) -> None:
+    def __init__(self, window: int, dtype: torch.dtype) -> None:
         self._window = window
+        self._dtype = dtype
         self._rows: dict[int, torch.Tensor] = {}  # [window] of the pass's queries, by place in the batch
         self._lens: dict[int, int] = {}  # tokens of these requests, by place in the batch
         self._layers: dict[int, tuple[dict[int, torch.Tensor], KVRows, Softmax]] = {}
 
     def record(
-        self, layer: int, queries: torch.Tensor, metadata: Any, cache: KVRows, softmax: Softmax
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        scales: Scales,
+        metadata: Any,
+        cache: KVRows,
+        softmax: Softmax,
     ) -> None:
         """See `attention.observing.QueryRecorder`."""
         if layer == 0:
             self._begin(metadata)
         if self._rows:
-            kept = {index: queries[rows] for index, rows in self._rows.items()}
+            kept = {i: scales.scale_query(queries[rows], self._dtype) for i, rows in self._rows.items()}
             self._layers[layer] = (kept, cache, softmax)
 
     def _begin(self, metadata: Any) -> None:

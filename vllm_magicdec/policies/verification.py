@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 
 from vllm_magicdec.attention import KVRows
+from vllm_magicdec.attention.scales import Scales
 from vllm_magicdec.attention.softmax import Softmax
 from vllm_magicdec.policies.base import Engine, Limits, Policy, parse_budget_of_selected_pages
 from vllm_magicdec.views.base import Batch, Views, ceil_div
@@ -61,7 +62,13 @@ class Verification:
         self.caches: dict[int, tuple[KVRows, Softmax]] = {}  # of each layer
 
     def record(
-        self, layer: int, queries: torch.Tensor, metadata: Any, cache: KVRows, softmax: Softmax
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        scales: Scales,
+        metadata: Any,
+        cache: KVRows,
+        softmax: Softmax,
     ) -> None:
         """See `attention.observing.QueryRecorder`."""
         if layer == 0:
@@ -77,8 +84,8 @@ class Verification:
             # Requests that pad a CUDA graph begin where the tokens end.
             self._places = places.clamp(max=len(queries) - 1)
         assert self._places is not None
-        kept = self._queries[layer, : self._places.shape[0]].flatten(0, 1)
-        torch.index_select(queries, 0, self._places.flatten(), out=kept)
+        kept = self._queries[layer, : self._places.shape[0]]
+        kept.copy_(scales.scale_query(queries[self._places], kept.dtype))
         self.caches[layer] = (cache, softmax)
 
     @contextmanager

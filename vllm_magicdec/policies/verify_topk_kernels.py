@@ -57,8 +57,8 @@ def _stacked(sinks: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
     some = next((of_layer for of_layer in sinks if of_layer is not None), None)
     if some is None:
         return None
-    none = torch.full_like(some, NO_SINK)
-    return torch.stack([none if of_layer is None else of_layer for of_layer in sinks]).float()
+    none = torch.full_like(some, NO_SINK, dtype=torch.float32)  # float16 ends at 65,504
+    return torch.stack([none if of_layer is None else of_layer.float() for of_layer in sinks])
 
 
 def _begins(caches: Caches) -> list[int]:

@@ -65,11 +65,13 @@ def _plan_by_window(original: Callable[..., CPUAttentionMetadata]) -> Callable[.
             ", ".join(map(str, sorted(windows))),
         )
         plans = {}
-        for window in windows:
-            self.window_size = window
-            built = original(self, *args, **kwargs)
-            plans[window] = built.scheduler_metadata
-        self.window_size = shared
+        try:
+            for window in windows:
+                self.window_size = window
+                built = original(self, *args, **kwargs)
+                plans[window] = built.scheduler_metadata
+        finally:
+            self.window_size = shared
         return MetadataByWindow(**vars(built), plans=plans)
 
     return build

@@ -8,11 +8,12 @@ from typing import Any, Protocol
 
 import torch
 from vllm.config import CUDAGraphMode, VllmConfig
-from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, ChunkedLocalAttentionSpec
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 from vllm.v1.worker.gpu.lora_utils import get_lora_capture_cases
 from vllm.v1.worker.utils import AttentionGroup
 
+from vllm_magicdec.attention.switch import better_options
 from vllm_magicdec.drafting.sizing import draft_graph_sizes
 from vllm_magicdec.views.base import PAD_SLOT, DraftStep, TokenView, View, ViewStep
 
@@ -28,12 +29,13 @@ def why_no_draft_graphs(cudagraph_mode: CUDAGraphMode, weakest: AttentionGroup) 
         return None
     if isinstance(weakest.kv_cache_spec, ChunkedLocalAttentionSpec):
         return "vLLM captures no full graphs of layers with local chunks (Llama 4)"
-    backend_name = weakest.backend.get_name()
+    backend_name, spec = weakest.backend.get_name(), weakest.kv_cache_spec
     if "MLA" in backend_name:
-        better = "FLASH_ATTN_MLA on Hopper, FLASHINFER_MLA on Blackwell, or TRITON_MLA"
+        better = "--attention-backend FLASH_ATTN_MLA on Hopper, FLASHINFER_MLA on Blackwell, or TRITON_MLA"
     else:
-        better = "FLASH_ATTN"
-    ways_out = f"use --attention-backend {better}, and leave cudagraph_mode at vLLM's default"
+        assert isinstance(spec, AttentionSpec)  # others are refused
+        better = better_options(spec)
+    ways_out = f"use {better}, and leave cudagraph_mode at vLLM's default"
     if backend_name == "FLASHINFER":
         ways_out += (
             ", or, on Hopper and Blackwell, give FLASHINFER its kernels: pip install flashinfer-cubin"

@@ -39,6 +39,7 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
             raise MagicDecConfigError(
                 f"{METHOD} does not work with --kv-sharing-fast-prefill; remove that option"
             )
+        self._check_output_quantisation(vllm_config)
         max_model_len = vllm_config.model_config.max_model_len
         if self.adaptive_budget:
             self.draft_kv_budget = min(self.draft_kv_budget, max_model_len)
@@ -70,6 +71,18 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
             raise MagicDecConfigError(
                 f"{METHOD}: draft_kv_policy={self.draft_kv_policy!r} reads keys of KV heads, and MLA "
                 "models cache one latent vector per token instead; use draft_kv_policy='streamingllm'"
+            )
+
+    def _check_output_quantisation(self, vllm_config: VllmConfig) -> None:
+        policy, device_type = find_policy(self.draft_kv_policy), vllm_config.device_config.device_type
+        if policy.granularity(self, device_type) != "token":
+            return  # vLLM's own attention drafts
+        if vllm_config.compilation_config.pass_config.fuse_attn_quant:
+            # Layers then want their output in fp8 or fp4, by a scale of theirs.
+            raise MagicDecConfigError(
+                f"{METHOD}: attention to single tokens does not quantise its output, as vLLM's pass "
+                "fuse_attn_quant wants it to; use -cc.pass_config.fuse_attn_quant=False, or "
+                "draft_kv_granularity='page'"
             )
 
     def _find_budgets(self, vllm_config: VllmConfig) -> tuple[float, ...]:

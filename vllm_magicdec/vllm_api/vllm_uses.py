@@ -26,6 +26,7 @@ class Needed:
     parameters: tuple[str, ...] = ()
     absent: bool = False  # the plugin adds it, so vLLM must not have it
     accepted: tuple[str, ...] | None = None  # all that an override takes; None: vLLM calls nothing of ours
+    optional: bool = False  # the plugin does without it
 
     @property
     def label(self) -> str:
