@@ -90,7 +90,13 @@ PARTS = (
     Part(
         "roofline.json",
         "roofline.py",
-        "--profile --out {out} {folder}/decode-kv-heavy-16k.json {folder}/decode-tiny-llama.json "
+        "--profile --out {out} {folder}/decode-kv-heavy-16k.json {folder}/decode-tiny-llama.json",
+        2,
+    ),
+    Part(
+        "roofline-hybrids.json",
+        "roofline.py",
+        "--profile --out {out} "
         + " ".join(f"{{folder}}/decode-{model}-16k.json" for model in KV_HEAVY_HYBRIDS),
         2,
     ),
