@@ -7,7 +7,8 @@ engine drafts `--gamma` tokens; acceptance by position comes from vLLM's own cou
 length at a smaller gamma is 1 + the sum of the rates up to it. Requests run one after the other, so that
 each has its own counters: the noise is the standard error over documents, that of a difference from
 streamingllm over the same ones. The oracle is no policy: its drafts attend to the `budget` tokens of the
-whole context that each query itself weighs most, per layer and KV head.
+whole context that each query itself weighs most, per layer and KV head; layers with a window keep all of
+theirs, which policies cut to the budget.
 """
 
 import argparse
@@ -187,7 +188,8 @@ def results_of(record: Mapping[str, Any]) -> list[Result]:
 
 
 def table_of(records: Sequence[Mapping[str, Any]]) -> Table:
-    """The policies and budgets of one record, or of several that differ in their models, side by side."""
+    """The policies and budgets of one record, or of several that differ in their models, side by side: what
+    all of them have."""
     measured = {name_of_model(record): results_of(record) for record in records}
     gammas = sorted({1, 2, 4, records[0]["settings"]["gamma"]})
     title = "acceptance length, by workload and drafted tokens (gamma); ± standard error"
@@ -195,16 +197,19 @@ def table_of(records: Sequence[Mapping[str, Any]]) -> Table:
     numbers = ("budget", *documents, f"minus {BASELINE}", f"recall, {ANSWER_TOKENS}")
     names = ["policy", "model"] if len(records) > 1 else ["policy"]
     table = make_table(title, numbers, names)
-    cells = dict.fromkeys((r.policy, r.budget) for results in measured.values() for r in results)
-    for cell in cells:
+    by_cell = {model: {(r.policy, r.budget): r for r in results} for model, results in measured.items()}
+    first, *others = by_cell.values()
+    for cell in first:
+        if not all(cell in other for other in others):
+            continue
         for model, results in measured.items():
-            for result in (r for r in results if (r.policy, r.budget) == cell):
-                lengths = [f"{result.documents.acceptance_length(n):.2f}" for n in gammas]
-                lengths[-1] += f" ± {standard_error(result.documents.deviations):.2f}"
-                recall = f"{result.recall.acceptance_length(ANSWER_TOKENS):.2f}"
-                row = (*lengths, difference_from_baseline(result, results, gammas[-1]), recall)
-                budget = str(result.budget) + (f" ({result.view})" if result.view != result.budget else "")
-                table.add_row(*(result.policy, model)[: len(names)], budget, *row)
+            result = by_cell[model][cell]
+            lengths = [f"{result.documents.acceptance_length(n):.2f}" for n in gammas]
+            lengths[-1] += f" ± {standard_error(result.documents.deviations):.2f}"
+            recall = f"{result.recall.acceptance_length(ANSWER_TOKENS):.2f}"
+            row = (*lengths, difference_from_baseline(result, results, gammas[-1]), recall)
+            budget = str(result.budget) + (f" ({result.view})" if result.view != result.budget else "")
+            table.add_row(*(result.policy, model)[: len(names)], budget, *row)
     return table
 
 

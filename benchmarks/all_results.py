@@ -23,10 +23,11 @@ from common.machine import describe_machine, device_of
 from common.options import make_parser
 from common.tables import console, make_table
 from docs_tables import RESULTS, fill_tables
-from kv_heavy import KV_HEAVY_HYBRIDS, TINY_HYBRID
+from kv_heavy import KV_HEAVY, KV_HEAVY_HYBRIDS, TINY_HYBRID
 
 HERE = Path(__file__).resolve().parent
-KV_HEAVY = "--model kv-heavy --gamma 8"
+LONG = f"--model {KV_HEAVY} --gamma 8"
+SHARES = (*KV_HEAVY_HYBRIDS, KV_HEAVY)  # of layers that see the whole context, ascending
 POLICY = "--batch 4 --context 8000 --policy"
 
 
@@ -53,29 +54,29 @@ PARTS = (
     Part(
         "decode-kv-heavy-16k.json",
         "decode.py",
-        f"{KV_HEAVY} --batch 1 4 8 --context 16000 --budget 1024 --out {{out}}",
+        f"{LONG} --batch 1 4 8 --context 16000 --budget 1024 --out {{out}}",
         7,
     ),
     Part(
         "decode-kv-heavy-32k.json",
         "decode.py",
-        f"{KV_HEAVY} --batch 1 2 --context 32000 --budget 1024 --out {{out}}",
+        f"{LONG} --batch 1 2 --context 32000 --budget 1024 --out {{out}}",
         6,
     ),
     Part(
         "decode-kv-heavy-16k-verify-topk.json",
         "decode.py",
-        f"{KV_HEAVY} --batch 4 --context 16000 --budget 1024 --policy verify-topk --out {{out}}",
+        f"{LONG} --batch 4 --context 16000 --budget 1024 --policy verify-topk --out {{out}}",
         4,
     ),
     *(
         Part(
-            f"decode-{model}-16k.json",
+            f"decode-share-{model}.json",
             "decode.py",
-            f"--model {model} --gamma 8 --batch 1 4 --context 16000 --budget 1024 --out {{out}}",
-            4,
+            f"--model {model} --gamma 8 --batch 4 --context 16000 --budget 1024 --out {{out}}",
+            3,
         )
-        for model in KV_HEAVY_HYBRIDS
+        for model in SHARES
     ),
     Part("plain-steps.json", "plain_steps.py", "--out {out}", 3),
     Part("suite", "suite.py", "--rate-fractions 0.8 --out {out}", 20),
@@ -96,8 +97,7 @@ PARTS = (
     Part(
         "roofline-hybrids.json",
         "roofline.py",
-        "--profile --out {out} "
-        + " ".join(f"{{folder}}/decode-{model}-16k.json" for model in KV_HEAVY_HYBRIDS),
+        "--profile --out {out} " + " ".join(f"{{folder}}/decode-share-{model}.json" for model in SHARES),
         2,
     ),
 )

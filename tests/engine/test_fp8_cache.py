@@ -6,7 +6,7 @@ import kernel_libraries
 import pytest
 import texts
 from engines import POLICIES, magicdec
-from greedy import GREEDY, assert_same_tokens
+from greedy import GREEDY, assert_same_tokens, first_tokens
 
 pytestmark = pytest.mark.skipif(
     kernel_libraries.best() == "avx2", reason="vLLM's CPU attention has fp8 caches with AVX-512 only"
@@ -27,15 +27,26 @@ def plain_fp8(short_prompts):
 
 
 @pytest.mark.parametrize(
-    ("policy", "budget"),
-    [("snapkv by token", WHOLE_LEN), ("verify-topk", 256), ("verify-topk by token", 256)],
+    ("policy", "budget", "v2"),
+    [
+        ("streamingllm", 256, False),
+        ("snapkv by token", WHOLE_LEN, False),
+        ("verify-topk", 256, False),
+        ("verify-topk by token", 256, False),
+        ("snapkv by token", WHOLE_LEN, True),
+    ],
 )
 def test_greedy_output_is_that_of_plain_decoding_over_the_same_cache(
-    policy, budget, short_prompts, plain_fp8
+    policy, budget, v2, short_prompts, plain_fp8
 ):
     spec = magicdec(4, draft_kv_budget=budget, **POLICIES[policy])
-    run = engines.generate(short_prompts, GREEDY, speculative_config=spec, **ENGINE)
-    assert_same_tokens(plain_fp8, run.results[0][0], f"fp8, {policy}, budget {budget}")
+    chosen, sampling = short_prompts, GREEDY
+    if v2:  # in Triton's interpreter
+        chosen, sampling = short_prompts[:3], {**GREEDY, "max_tokens": 8}
+    run = engines.generate(chosen, sampling, v2=v2, speculative_config=spec, **ENGINE)
+    assert run.v2_runner == v2
+    expected = [first_tokens(answer, sampling["max_tokens"]) for answer in plain_fp8[: len(chosen)]]
+    assert_same_tokens(expected, run.results[0][0], f"fp8, {policy}, budget {budget}")
     assert run.draft_failures == 0
     if budget == WHOLE_LEN:
         assert run.accepted == run.drafted > 0, "a view of everything drafts what the target decodes"

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 GAMMA, RANK, MODEL_LEN = 3, 8, 512
 NUM_ADAPTERS = 3
 SAMPLING = {**GREEDY, "max_tokens": 24}
+V2_TOKENS = 8  # in Triton's interpreter
 # vLLM's CPU kernels give tokens without an adapter the last slot's, so one slot stays empty.
 LORA = {"enable_lora": True, "max_loras": NUM_ADAPTERS + 1, "max_lora_rank": RANK}
 
@@ -54,7 +55,8 @@ def adapters(tmp_path_factory):
 
 
 def batches(adapters):
-    """All kinds in one batch, then one that is loaded while the engine runs, then none at all."""
+    """All kinds in one batch, then one that is loaded while the engine runs, then none at all, then one
+    prompt for all."""
     prompts = texts.prompts(6, 40, 400, seed=11)
     first, second, late = adapters
     mixed = [None, first, second, first, None, second]
@@ -62,13 +64,14 @@ def batches(adapters):
         {"prompts": prompts, "sampling": SAMPLING, "adapters": mixed},
         {"prompts": prompts[:4], "sampling": SAMPLING, "adapters": [late, None, first, late]},
         {"prompts": prompts[:2], "sampling": SAMPLING, "adapters": [None, None]},
+        {"prompts": prompts[:1] * 4, "sampling": SAMPLING, "adapters": [None, *adapters]},
     ]
 
 
 def run(adapters, *, v2: bool, **engine):
     given = batches(adapters)
-    if v2:  # in Triton's interpreter
-        given = [{**given[0], "sampling": {**SAMPLING, "max_tokens": 8}}]
+    if v2:
+        given = [{**given[0], "sampling": {**SAMPLING, "max_tokens": V2_TOKENS}}]
     return engines.run(
         [("generate", {"batches": given})], v2=v2, max_model_len=MODEL_LEN, max_num_seqs=4, **LORA, **engine
     )
@@ -88,6 +91,7 @@ def test_adapters_say_something_of_their_own(adapters, plain):
     for adapter, alone, got in zip(batches(adapters)[0]["adapters"], base, plain[0], strict=True):
         tokens = [request["completions"][0]["tokens"] for request in (alone, got)]
         assert (tokens[0] == tokens[1]) == (adapter is None)
+    assert len({tuple(answer["completions"][0]["tokens"]) for answer in plain[3]}) == 1 + NUM_ADAPTERS
 
 
 @pytest.mark.parametrize(
@@ -98,7 +102,7 @@ def test_every_request_drafts_with_its_own(adapters, plain, policy, v2):
     got = run(adapters, v2=v2, speculative_config=spec)
     assert got.v2_runner == v2 and got.draft_failures == 0
     for number, answers in enumerate(got.results[0]):
-        lengths = [len(answer["completions"][0]["tokens"]) for answer in answers]
-        expected = [first_tokens(*both) for both in zip(plain[number], lengths, strict=True)]
+        length = V2_TOKENS if v2 else SAMPLING["max_tokens"]
+        expected = [first_tokens(answer, length) for answer in plain[number]]
         assert_same_tokens(expected, answers, f"{policy}, batch {number}")
     assert got.accepted == got.drafted > 0, "a view of the whole context drafts what the target decodes"

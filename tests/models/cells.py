@@ -37,6 +37,11 @@ SAMPLING = {**GREEDY, "max_tokens": MAX_TOKENS, "detokenize": False}
 Prompt = list[int] | dict[str, Any]
 
 
+def num_tokens(runner: str) -> int:
+    """What every request generates."""
+    return V2_MAX_TOKENS if runner == "V2" else MAX_TOKENS
+
+
 class Cell(NamedTuple):
     """What is run at once."""
 
@@ -138,7 +143,7 @@ def answer(cell: Cell) -> Answers:
     fitting = [i for i in chosen if fits(PROMPT_LENS[i], budget)]
     other = [i for i in chosen if i not in fitting]
     parts = [fitting, list(chosen), other] if other else [fitting, list(chosen)]
-    sampling = {**SAMPLING, "max_tokens": V2_MAX_TOKENS} if v2 else SAMPLING
+    sampling = {**SAMPLING, "max_tokens": num_tokens(runner)}
     run = engines.run(
         [
             (

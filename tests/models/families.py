@@ -58,6 +58,7 @@ class Family:
         embedding_std: of its embeddings; a tied head would answer with the latest token, were they large.
         seed: of its weights: one with which no two logits are close where it answers the matrix's prompts.
         caches_prefixes: whether vLLM's CPU build lets it cache prefixes and cut prompts into chunks.
+        is_local: every layer has a window, so that a view which holds that holds all that can be seen.
         sees: prompts have images or video.
     """
 
@@ -71,6 +72,7 @@ class Family:
     embedding_std: float = 1.0
     seed: int = 0
     caches_prefixes: bool = True
+    is_local: bool = False
     sees: bool = False
 
     def refusal(self, runner: str, policy: str) -> str | None:
@@ -168,6 +170,7 @@ FAMILIES = (
         "mistral",
         {"sliding_window": 96},
         "a window of 96 in every layer",
+        is_local=True,
         seed=8,
     ),
     Family(

@@ -22,10 +22,16 @@ each.
 **yes**: every token is plain decoding's, from a cold and from a warm prefix cache, with a view of part of
 the context and with one of all of it. With a view of all of it every draft is accepted, which shows that
 positions, slots and attention of drafts are the target's, in every group of its KV cache. What plain
-decoding answers is compared with `transformers`. **no**: the engine ends at its start with the sentence
+decoding answers is what `transformers` computes. **no**: the engine ends at its start with the sentence
 below.
 
+The small models are of the text classes (Gemma 3 without its vision tower), with weights in float32 (not
+in MXFP4, as gpt-oss is served) and without adapters; LoRA was tried on a small Llama. Larger relatives of
+them, as DeepSeek-V3, Kimi, Qwen2.5-VL and Qwen3-VL, share the code that was run, and were not run.
+
 """
+_LOCAL = "With a window in every layer there is nothing to choose: all policies draft alike."
+_SEES = "What plain decoding answers to images and video was not compared with `transformers`."
 _NO_PREFIXES = "vLLM's CPU build neither caches its prefixes nor cuts its prompts."
 
 
@@ -41,7 +47,14 @@ def page() -> str:
 
 
 def _name(family: Family, notes: list[str]) -> str:
-    return family.name if family.caches_prefixes else f"{family.name} {_mark(_NO_PREFIXES, notes)}"
+    marks = []
+    if not family.caches_prefixes:
+        marks.append(_mark(_NO_PREFIXES, notes))
+    if family.is_local:
+        marks.append(_mark(_LOCAL, notes))
+    if family.sees:
+        marks.append(_mark(_SEES, notes))
+    return " ".join([family.name, *marks])
 
 
 def _cells(family: Family, notes: list[str]) -> list[str]:

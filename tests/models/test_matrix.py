@@ -62,12 +62,14 @@ def test_the_same_tokens_and_drafts_that_stand(cell):
         ("all", answers.every),
         ("prefix cached", answers.again),
     ):
-        assert_true(family, got, f"{cell}, {when}")
+        assert_true(cell, got, when)
     assert answers.run.draft_failures == 0
     assert answers.run.preemptions == 0
     assert answers.accepted_within == answers.drafted_within > 0, (
         "a view of the whole context drafts what the target decodes"
     )
+    if family.is_local:
+        assert answers.accepted == answers.drafted, "a view that is longer than every window holds all"
     if family.caches_prefixes:
         for place in answers.within:
             is_long = cells.PROMPT_LENS[place] > engines.PAGE
@@ -84,8 +86,38 @@ def test_mla_without_scaled_rope_is_refused_on_cpus():
         cells.answer(cell)
 
 
-def assert_true(family: Family, got: dict[int, dict[str, Any]], what: str) -> None:
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, id=family.name, marks=_together(family))
+        for family in FAMILIES
+        if family.name in ("Gemma 3", "gpt-oss")
+    ],
+)
+def test_layers_with_and_without_a_window_in_one_group(family):
+    """So they are with --disable-hybrid-kv-cache-manager."""
+    together = replace(family, engine={**family.engine, "disable_hybrid_kv_cache_manager": True})
+    answers = cells.answer(cells.Cell(together, "V1", "streamingllm", cells.MODEL_LEN))
+    for got in (answers.within, answers.every):
+        assert_true(cells.Cell(family, "V1", "streamingllm", cells.MODEL_LEN), got, "one group")
+    assert answers.accepted == answers.drafted > 0
+    assert answers.run.draft_failures == 0
+
+
+@pytest.mark.xdist_group("models: Gemma 3")
+def test_a_budget_below_the_window_cuts_it():
+    family = next(family for family in FAMILIES if family.name == "Gemma 3")
+    budget = 64
+    assert budget < family.sizes["sliding_window"]
+    cell = cells.Cell(family, "V1", "streamingllm", budget)
+    answers = cells.answer(cell)
+    assert_true(cell, answers.every, "all")
+    assert answers.accepted_within == answers.drafted_within > 0
+    assert answers.run.draft_failures == 0
+
+
+def assert_true(cell: cells.Cell, got: dict[int, dict[str, Any]], when: str) -> None:
     """The tokens are plain decoding's."""
-    lengths = {place: len(request["completions"][0]["tokens"]) for place, request in got.items()}
-    expected = [first_tokens(cells.plain(family)[place], lengths[place]) for place in got]
-    assert_same_tokens(expected, list(got.values()), what)
+    plain, length = cells.plain(cell.family), cells.num_tokens(cell.runner)
+    expected = [first_tokens(plain[place], length) for place in got]
+    assert_same_tokens(expected, list(got.values()), f"{cell}, {when}")

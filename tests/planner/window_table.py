@@ -7,7 +7,7 @@ from vllm_magicdec.planner.hardware import HARDWARE
 from vllm_magicdec.planner.performance import Deployment, ModelShape
 from vllm_magicdec.planner.plan import MODELS
 
-CELLS = ((8, 32_768), (32, 16_384), (32, 32_768), (8, 131_072))  # batch, tokens per request
+CELLS = ((8, 32_768), (32, 16_384), (24, 32_768), (6, 131_072))  # batch, tokens per request
 WINDOW = 1024
 HYBRIDS = ("gemma-3-12b", "gemma-3-27b", "gpt-oss-20b", "gpt-oss-120b")
 
@@ -23,8 +23,10 @@ def shapes() -> list[ModelShape]:
 
 
 def speedups(shape: ModelShape) -> list[float]:
-    """With the best gamma up to 8, on one H100, by `CELLS`."""
-    deployment = Deployment(shape, HARDWARE["H100"])
+    """With the best gamma up to 8, on one H200, by `CELLS`."""
+    deployment = Deployment(shape, HARDWARE["H200"])
+    for batch, context in CELLS:
+        assert batch * context <= deployment.kv_capacity_tokens(context), f"{shape.name} does not fit"
     return [deployment.best({512: 0.8}, 8, *cell).speedup for cell in CELLS]
 
 
