@@ -58,6 +58,7 @@ class Family:
         embedding_std: of its embeddings; a tied head would answer with the latest token, were they large.
         seed: of its weights: one with which no two logits are close where it answers the matrix's prompts.
         caches_prefixes: whether vLLM's CPU build lets it cache prefixes and cut prompts into chunks.
+        window_excess: tokens by which vLLM's windows are longer than those of `transformers`.
         is_local: every layer has a window, so that a view which holds that holds all that can be seen.
         sees: prompts have images or video.
     """
@@ -72,6 +73,7 @@ class Family:
     embedding_std: float = 1.0
     seed: int = 0
     caches_prefixes: bool = True
+    window_excess: int = 0
     is_local: bool = False
     sees: bool = False
 
@@ -301,6 +303,7 @@ FAMILIES = (
         },
         "a window of 64 in every second layer, no RoPE in the others, parallel residuals, tied head",
         embedding_std=0.3,
+        window_excess=1,  # Cohere trained with the window and the token itself, as vLLM says
         seed=13,
     ),
     Family(

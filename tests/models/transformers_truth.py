@@ -17,9 +17,13 @@ MARGIN = 2e-3
 def _model(family: Family) -> torch.nn.Module:
     import transformers
 
-    kind = getattr(transformers, family.architecture)
+    path, kind = checkpoint(family), getattr(transformers, family.architecture)
+    config = transformers.AutoConfig.from_pretrained(path)
+    if family.window_excess:
+        config.sliding_window += family.window_excess
     # Plain torch, which knows windows, soft caps and sinks.
-    return kind.from_pretrained(checkpoint(family), dtype=torch.float32, attn_implementation="eager").eval()
+    attention = {"attn_implementation": "eager"}
+    return kind.from_pretrained(path, config=config, dtype=torch.float32, **attention).eval()
 
 
 @torch.inference_mode()
