@@ -147,10 +147,8 @@ def likeliest_continuation(
     whole = [*context, *ahead]
     lengths = {}  # by place of the last matched token, the latest first
     for place in reversed(range(len(context) - 1)):
-        length = 0
-        while (
-            length < min(max_match, place + 1, len(whole)) and context[place - length] == whole[-1 - length]
-        ):
+        length, most_alike = 0, min(max_match, place + 1, len(whole))
+        while length < most_alike and context[place - length] == whole[-1 - length]:
             length += 1
         lengths[place] = length
     longest = max(lengths.values(), default=0)

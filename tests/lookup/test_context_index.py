@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a context's index finds, against a naive reference."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -75,7 +77,7 @@ def test_nothing_is_found_where_nothing_was_there_before(context):
 def test_tokens_that_only_hash_alike_are_not_a_match(monkeypatch):
     context = list(range(200))  # no pair twice, in a table of 256 entries
     index = index_of(context)
-    keys = {int(context_index._hash(a, b, 256)) for a, b in zip(context, context[1:], strict=False)}
+    keys = {int(context_index._hash(a, b, 256)) for a, b in itertools.pairwise(context)}
     assert len(keys) < len(context) - 1
     assert all(found(index, [first, second], 1)[0] == 0 for first, second in [(3, 5), (7, 9), (11, 13)])
 

@@ -22,7 +22,7 @@ def history(tokens: list[int], num_latest: int = 1) -> History:
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.data())
 def test_it_knows_each_requests_tokens_however_they_came(tokens, data):
-    """The host writes down later what a step has verified, and a request may be out of a batch for a while."""
+    """The host writes down later what a step verified, and a request may miss some batches."""
     lookups = Lookups(4)
     end = 0
     while end < len(tokens):

@@ -56,7 +56,7 @@ class ContextIndex:
         begin, end = self._length, self._length + len(tokens)
         if end > len(self._tokens):
             known = self._tokens[:begin]
-            self._allocate(2 * end)
+            self._allocate(end)
             self._tokens[:begin] = known
             begin = 0
         self._tokens[self._length : end] = tokens
