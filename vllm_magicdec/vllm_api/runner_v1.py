@@ -26,7 +26,7 @@ from vllm_magicdec.drafting.drafter import Drafter
 from vllm_magicdec.lookup.history import History
 from vllm_magicdec.views.base import PAD_SLOT, Batch, DraftStep, PageView, ViewStep, on_device
 from vllm_magicdec.views.passes import DraftPass, ViewPass
-from vllm_magicdec.vllm_api import cpu_attention, cpu_sampling
+from vllm_magicdec.vllm_api import cpu_attention, cpu_llvmlite, cpu_sampling
 from vllm_magicdec.vllm_api.adapters import Adapters
 from vllm_magicdec.vllm_api.attention_groups import attention_groups_of, refuse_split_pages
 from vllm_magicdec.vllm_api.embeddings import embed, refuse_more_inputs, takes_embeddings
@@ -72,6 +72,8 @@ class MagicDecProposer(DraftModelProposer):
             cpu_sampling.mend()
             cpu_attention.mend()
         assert isinstance(self.speculative_config, MagicDecSpeculativeConfig)
+        if self.speculative_config.draft_lookup == "on":
+            cpu_llvmlite.mend()
         if self.speculative_config.adaptive:
             make_plain_steps_plain(runner)
         self._runner = runner
