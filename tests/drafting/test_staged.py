@@ -2,7 +2,7 @@
 """Passes with looked-up tokens draft what one pass per token does, and write nowhere else.
 
 The target here draws a token by a hash of all that it sees through a view: one entry too many, too few or
-out of date, and it draws another. tests/engine/test_lookups.py has real models.
+out of date, and it draws another. tests/engine/test_draft_lookup.py has real models.
 """
 
 import random

@@ -15,7 +15,7 @@ def with_lookups(gamma: int = 8, **fields):
 
 @pytest.mark.parametrize("policy", BY_PAGE)
 def test_passes_with_lookups_draft_what_one_pass_per_token_does(prompts, plain, policy):
-    """Of every round, over the same views and cache; half of what is looked up is wrong."""
+    """Of every round, over the same views and cache; with lookups of its own, then with random ones."""
     chosen = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))[-8:]
     batch = {"prompts": [prompts[i] for i in chosen], "sampling": GREEDY}
     spec = with_lookups(6, draft_kv_budget=192, **POLICIES[policy])

@@ -10,8 +10,8 @@ from vllm_magicdec.lookup.calibration import Calibration
 from vllm_magicdec.lookup.context_index import ContextIndex, Match
 from vllm_magicdec.lookup.history import History
 
-# A continuation ends where it is less likely than this to be right until there: a token that is read in vain
-# costs its part of a pass. The number is a guess until passes of several lengths have been timed.
+# A continuation ends where it is less likely than this to be right until there: a token that is read in
+# vain costs its part of a pass. The number is a guess until passes of several lengths have been timed.
 LEAST_CHANCE = 0.1
 
 
