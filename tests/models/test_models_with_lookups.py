@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lookups where some layers have a window; tests/engine/ has the rest."""
+"""Lookups where layers have a window, or tokens positions of their own; tests/engine/ has the rest."""
 
 import cells
 import engines
@@ -9,7 +9,7 @@ from families import FAMILIES
 from greedy import assert_same_tokens
 
 
-@pytest.mark.parametrize("name", ["Gemma 3"])
+@pytest.mark.parametrize("name", ["Gemma 3", "Qwen2-VL"])
 def test_passes_with_random_lookups_draft_what_the_target_decodes(name):
     (family,) = (family for family in FAMILIES if family.name == name)
     batch = {"prompts": cells.prompts(family), "sampling": cells.SAMPLING}
