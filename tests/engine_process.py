@@ -122,6 +122,27 @@ def generate_with_random_choices(llm: Any, batches: list[dict[str, Any]], seed: 
     }
 
 
+def generate_with_random_lookups(llm: Any, batches: list[dict[str, Any]], seed: int) -> Any:
+    """From now on lookups are of any length, and any of their tokens may be another one."""
+    llm.collective_rpc(_look_up_at_random, args=(seed,))
+    return generate(llm, batches)
+
+
+def generate_with_broken_lookups(llm: Any, batches: list[dict[str, Any]]) -> Any:
+    """From now on every lookup raises."""
+    llm.collective_rpc(_break_lookups)
+    return generate(llm, batches)
+
+
+def generate_and_draft_twice(llm: Any, batches: list[dict[str, Any]]) -> dict[str, Any]:
+    """From now on every round is drafted with lookups and then by one pass per token over the same views.
+
+    "drafts": those that are used; "different": requests' rounds in which the two differ, of "rounds".
+    """
+    llm.collective_rpc(_draft_twice)
+    return {"batches": generate(llm, batches), **llm.collective_rpc(_drafted_twice)[0]}
+
+
 def generate_with_broken_controller(llm: Any, batches: list[dict[str, Any]]) -> Any:
     """After a few choices the controller of `auto` raises; the engine core must be in this process."""
     controller = llm.llm_engine.engine_core.engine_core.scheduler._controller
@@ -325,6 +346,66 @@ def _noted_speculative_steps(worker: Any) -> int | None:
     return worker.model_runner.rejection_sampler.noted
 
 
+def _look_up_at_random(worker: Any, seed: int) -> None:
+    from vllm_magicdec.lookup.context_index import Match
+    from vllm_magicdec.lookup.lookups import Continuation
+
+    lookups, rng = _draft_of(worker)._drafter._staged._lookups, random.Random(seed)
+    own, vocab_size = lookups.look_up, worker.model_config.get_vocab_size()
+
+    def look_up(req_id: str, drafted: list[int], most: int) -> Continuation:
+        found = own(req_id, drafted, most).tokens
+        tokens = [
+            found[place] if place < len(found) and rng.random() < 0.8 else rng.randrange(vocab_size)
+            for place in range(rng.randint(0, max(0, most)))
+        ]
+        return Continuation(tokens, [0.5] * len(tokens), Match(2, tokens, [1.0] * len(tokens)))
+
+    lookups.look_up = look_up
+
+
+def _break_lookups(worker: Any) -> None:
+    def look_up(req_id: str, drafted: list[int], most: int) -> Any:
+        raise RuntimeError("broken on purpose")
+
+    _draft_of(worker)._drafter._staged._lookups.look_up = look_up
+
+
+def _draft_twice(worker: Any) -> None:
+    from collections import Counter
+
+    import torch
+
+    from vllm_magicdec.views.base import DraftStep
+    from vllm_magicdec.views.passes import RoundSteps
+
+    runner = _draft_of(worker)
+    drafter, compared = runner._drafter, Counter(drafts=0, rounds=0, different=0)
+
+    def fill_twice(drafts: torch.Tensor, batch: Any, num_steps: int) -> None:
+        prepared = [
+            list(views.prepare(batch.of_group(group.kv_cache_group), num_steps))
+            for group, views in zip(drafter.groups, drafter._views, strict=True)
+        ]
+        drafter._staged.fill(drafts, batch, [RoundSteps(steps) for steps in prepared])
+        tokens, one_by_one = batch.tokens, torch.zeros_like(drafts)
+        for parts in zip(*prepared, strict=True):
+            step = DraftStep(parts)
+            tokens = runner.draft_step(tokens.to(torch.int32), step)
+            one_by_one[:, step.index] = tokens
+        for index, context_len in enumerate(batch.context_lens.tolist()):
+            if not batch.is_prefilling[index]:
+                used = min(num_steps, runner.max_model_len - context_len)
+                same = torch.equal(drafts[index, :used], one_by_one[index, :used])
+                compared.update(drafts=used, rounds=1, different=not same)
+
+    drafter._fill, drafter.compared = fill_twice, compared
+
+
+def _drafted_twice(worker: Any) -> dict[str, int]:
+    return dict(_draft_of(worker)._drafter.compared)
+
+
 def _note_inputs(worker: Any) -> None:
     noted = worker.noted_inputs = set()
 
@@ -443,6 +524,9 @@ SCENARIOS = {
         generate_with_broken_drafting,
         generate_with_broken_acceptance,
         generate_with_random_choices,
+        generate_with_random_lookups,
+        generate_with_broken_lookups,
+        generate_and_draft_twice,
         generate_with_broken_controller,
         generate_and_count_drafts,
         generate_and_note_inputs,

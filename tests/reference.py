@@ -131,3 +131,36 @@ def snapkv_scores(
     padded = np.pad(scores, ((0, 0), (kernel // 2, kernel // 2)))
     neighbours = np.lib.stride_tricks.sliding_window_view(padded, kernel, axis=1)
     return neighbours.max(-1) if pooling == "max" else neighbours.mean(-1)
+
+
+def likeliest_continuation(
+    context: list[int], ahead: list[int], most: int, *, min_match: int, max_match: int
+) -> tuple[int, list[int], list[float]]:
+    """How the context went on after the longest earlier occurrences of the latest tokens.
+
+    Matched are the last tokens of `context + ahead`, with places of `context` after which it goes on. The
+    most frequent next token, of equals the one seen last, decides which of these places count for the next.
+    A place that reaches the context's end goes on with what is ahead of it.
+
+    Returns the length of the match, the tokens, and the share of the places that each of them had.
+    """
+    whole = [*context, *ahead]
+    lengths = {}  # by place of the last matched token, the latest first
+    for place in reversed(range(len(context) - 1)):
+        length, most_alike = 0, min(max_match, place + 1, len(whole))
+        while length < most_alike and context[place - length] == whole[-1 - length]:
+            length += 1
+        lengths[place] = length
+    longest = max(lengths.values(), default=0)
+    if longest < min_match:
+        return 0, [], []
+    places = [place for place, length in lengths.items() if length == longest]
+    tokens, shares = [], []
+    for step in range(most):
+        nexts = [whole[place + 1 + step] for place in places]
+        token = max(nexts, key=nexts.count)  # the first of equals
+        tokens.append(token)
+        shares.append(nexts.count(token) / len(nexts))
+        places = [place for place, following in zip(places, nexts, strict=True) if following == token]
+        whole.append(token)
+    return longest, tokens, shares

@@ -91,6 +91,9 @@ class MagicDecFields(SpeculativeConfig):
     """What `snapkv` and `verify-topk` choose: `page`s, the same for all heads of a layer, which vLLM's own
     attention reads; or `token`s per KV head, which need attention of the plugin's own. Default: pages,
     but tokens for `snapkv` on a GPU."""
+    draft_lookup: Literal["on", "off"] = "off"
+    """Whether a draft pass reads ahead what followed the request's latest tokens before, in its own prompt
+    and output, so that it makes several drafts where the draft agrees."""
     snapkv_window: int = Field(default=16, gt=0, le=1024)
     """Last tokens of the prompt whose attention `snapkv` follows; they stay in view themselves."""
     snapkv_recent: float = Field(default=0.375, ge=0)
@@ -237,7 +240,7 @@ class MagicDecSpeculativeConfig(MagicDecFields):
 
 def documented_fields() -> tuple[str, ...]:
     """The fields whose meaning or default is the plugin's own."""
-    prefixes = ("draft_kv_", "snapkv_")
+    prefixes = ("draft_kv_", "draft_lookup", "snapkv_")
     own = (f.name for f in dataclass_fields(MagicDecFields) if f.name.startswith(prefixes))
     return ("num_speculative_tokens", "max_num_speculative_tokens", "profile", *own)
 

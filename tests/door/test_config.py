@@ -251,6 +251,15 @@ WRONG_FIELDS = {
         {"num_speculative_tokens": "auto", "num_speculative_tokens_per_batch_size": [(1, 8, 2)]},
         "leaves no use for num_speculative_tokens_per_batch_size",
     ),
+    "lookups and drawn drafts": (
+        {"draft_lookup": "on", "draft_sample_method": "probabilistic"},
+        "works with greedy drafts alone so far; use draft_sample_method='greedy' or draft_lookup='off'",
+    ),
+    "lookups and views by token": (
+        {"draft_lookup": "on", "draft_kv_policy": "snapkv", "draft_kv_granularity": "token"},
+        "works with views of pages alone so far; use draft_kv_granularity='page' or draft_lookup='off'",
+    ),
+    "a lookup of another kind": ({"draft_lookup": "sometimes"}, "draft_lookup='sometimes' is not possible"),
     "synthetic without rates": ({"rejection_sample_method": "synthetic"}, "requires exactly one of"),
 }
 
@@ -262,6 +271,16 @@ def test_wrong_fields_get_one_sentence(model_dir, case):
         configure(model_dir, {"method": METHOD, **fields})
     assert sentence in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_lookups_are_refused_where_they_do_not_work_yet(model_dir, monkeypatch):
+    config = configure(model_dir, {"method": METHOD, "draft_lookup": "on"})
+    monkeypatch.setattr(config.device_config, "device_type", "cuda")
+    with pytest.raises(MagicDecConfigError, match="works on CPUs alone so far"):
+        config.speculative_config.verify_engine(config)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    with pytest.raises(MagicDecConfigError, match="does not work with the V2 model runner yet"):
+        config.speculative_config.verify_engine(config)
 
 
 def test_another_method_with_our_model_is_refused(model_dir):

@@ -3,8 +3,10 @@
 
 import logging
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from batches import make_batch
@@ -13,7 +15,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.drafting import drafter
 from vllm_magicdec.drafting.layer_groups import LayerGroup
-from vllm_magicdec.errors import METHOD
+from vllm_magicdec.errors import METHOD, MagicDecConfigError
+from vllm_magicdec.lookup.history import History
 from vllm_magicdec.views.windows import SlidingWindow
 
 GAMMA, PAGE = 3, 16
@@ -31,6 +34,12 @@ class Target:
             raise RuntimeError("broken on purpose")
         return torch.full_like(tokens, 7)
 
+    max_pass_tokens = 64
+
+    def draft_pass(self, tokens, draft_pass):
+        self.num_tries += 1
+        return torch.full_like(tokens, 7)
+
     def observe(self, layer_names, indices, window, observer): ...
 
 
@@ -39,10 +48,10 @@ def make_drafter(monkeypatch):
     monkeypatch.delenv("VLLM_MAGICDEC_STRICT", raising=False)
     monkeypatch.setattr(drafter, "get_tp_group", lambda: SimpleNamespace(is_first_rank=True))
 
-    def make(target: Target, tensor_parallel_size: int = 1) -> drafter.Drafter:
+    def make(target: Target, tensor_parallel_size: int = 1, **fields) -> drafter.Drafter:
         config = SimpleNamespace(
             speculative_config=MagicDecSpeculativeConfig(
-                method=METHOD, num_speculative_tokens=GAMMA, draft_kv_budget=128
+                method=METHOD, num_speculative_tokens=GAMMA, draft_kv_budget=128, **fields
             ),
             scheduler_config=SimpleNamespace(max_num_seqs=2, max_num_batched_tokens=64),
             model_config=SimpleNamespace(
@@ -55,7 +64,9 @@ def make_drafter(monkeypatch):
         )
         cache = FullAttentionSpec(block_size=PAGE, num_kv_heads=1, head_size=8, dtype=torch.float32)
         groups = [LayerGroup(("full",), 0, cache, None), LayerGroup(("near",), 0, cache, SlidingWindow(40))]
-        return drafter.Drafter(target, config, groups, SimpleNamespace(num_blocks=64), torch.device("cpu"))
+        return drafter.Drafter(
+            target, config, groups, SimpleNamespace(num_blocks=64), torch.device("cpu"), pass_runner=target
+        )
 
     return make
 
@@ -93,6 +104,22 @@ def test_after_some_failures_in_a_row_drafting_is_not_tried_again(make_drafter, 
 
     target.is_broken = False
     assert draft(made) == (False, [0] * GAMMA)
+
+
+def test_a_round_with_lookups_takes_one_pass_where_they_are_right(make_drafter):
+    target = Target()
+    made = make_drafter(target, draft_lookup="on")
+    table = torch.arange(64, dtype=torch.int32).unsqueeze(0)
+    history = History(np.array([1, 2, *[7] * 10, 1], dtype=np.int32), [2])
+    batch = replace(make_batch(["a"], table, [13]), histories=[history])
+    assert made.draft(batch, GAMMA) and made.draft_tokens[0].tolist() == [7] * GAMMA
+    assert target.num_tries == 1
+
+
+def test_lookups_are_refused_where_views_are_not_of_pages(make_drafter, monkeypatch):
+    monkeypatch.setattr(drafter, "make_views", lambda *_, **__: SimpleNamespace(memory_bytes={}))
+    with pytest.raises(MagicDecConfigError, match="draft_lookup='on' works with views of pages"):
+        make_drafter(Target(), draft_lookup="on")
 
 
 def test_failures_with_successes_between_them_end_nothing(make_drafter):

@@ -95,10 +95,16 @@ def test_adapters_say_something_of_their_own(adapters, plain):
 
 
 @pytest.mark.parametrize(
-    ("policy", "v2"), [("streamingllm", False), ("snapkv", False), ("streamingllm", True)]
+    ("policy", "lookup", "v2"),
+    [
+        ("streamingllm", "off", False),
+        ("streamingllm", "on", False),
+        ("snapkv", "off", False),
+        ("streamingllm", "off", True),
+    ],
 )
-def test_every_request_drafts_with_its_own(adapters, plain, policy, v2):
-    spec = magicdec(GAMMA, draft_kv_budget=MODEL_LEN, **POLICIES[policy])
+def test_every_request_drafts_with_its_own(adapters, plain, policy, lookup, v2):
+    spec = magicdec(GAMMA, draft_kv_budget=MODEL_LEN, draft_lookup=lookup, **POLICIES[policy])
     got = run(adapters, v2=v2, speculative_config=spec)
     assert got.v2_runner == v2 and got.draft_failures == 0
     for number, answers in enumerate(got.results[0]):

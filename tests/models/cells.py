@@ -159,7 +159,7 @@ def answer(cell: Cell) -> Answers:
         ],
         v2=v2,
         speculative_config=magicdec(GAMMA, draft_kv_budget=budget, **POLICIES[policy]),
-        **_engine(family),
+        **engine(family),
     )
     assert run.v2_runner == v2
     results = [
@@ -182,10 +182,11 @@ def answer(cell: Cell) -> Answers:
 def plain(family: Family) -> list[dict[str, Any]]:
     """Plain greedy decoding of `prompts` on the V1 runner."""
     batch = {"prompts": prompts(family), "sampling": SAMPLING}
-    return engines.run([("generate", {"batches": [batch]})], **_engine(family)).results[0][0]
+    return engines.run([("generate", {"batches": [batch]})], **engine(family)).results[0][0]
 
 
-def _engine(family: Family) -> dict[str, Any]:
+def engine(family: Family) -> dict[str, Any]:
+    """Arguments of every engine that runs it."""
     return {
         "model": str(checkpoint(family)),
         "skip_tokenizer_init": True,

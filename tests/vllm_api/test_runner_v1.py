@@ -4,10 +4,12 @@
 from contextlib import nullcontext
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from vllm.config import CUDAGraphMode
 
+from vllm_magicdec.views.base import Batch
 from vllm_magicdec.vllm_api import runner_v1
 from vllm_magicdec.vllm_api.runner_v1 import MagicDecProposer
 
@@ -42,3 +44,34 @@ def test_no_graph_runs_while_log_probabilities_of_a_prompt_are_due(monkeypatch, 
     numbers = torch.arange(2)
     assert proposer._forward(numbers.int(), numbers, numbers, {}).shape == (2, 8)
     assert modes == [expected]
+
+
+def test_a_history_is_what_the_host_has_the_accepted_drafts_and_what_was_sampled():
+    """A prompt that has just become whole, and two verifications of three drafts."""
+    recorded = np.array(
+        [[1, 2, 3, 4, 0, 0, 0, 0], [5, 6, 90, 91, 92, 0, 0, 0], [7, 8, 9, 93, 94, 95, 0, 0]]
+    )
+    proposer = MagicDecProposer.__new__(MagicDecProposer)
+    proposer._runner = SimpleNamespace(input_batch=SimpleNamespace(token_ids_cpu=recorded.astype(np.int32)))
+    target_token_ids = torch.tensor([3, 4, 6, 20, 21, 22, 9, 30, 31, 32], dtype=torch.int32)
+    common = SimpleNamespace(
+        seq_lens=torch.tensor([4, 5, 6], dtype=torch.int32),
+        query_start_loc_cpu=torch.tensor([0, 2, 6, 10], dtype=torch.int32),
+    )
+    context_lens = torch.tensor([4, 4, 3])  # two drafts accepted, and none
+    batch = Batch(
+        req_ids=["a", "b", "c"],
+        tokens=torch.tensor([40, 41, 42], dtype=torch.int32),
+        block_tables=[],
+        context_lens=context_lens,
+        observable_lens=context_lens,
+        known_lens=[4, 2, 3],
+        is_prefilling=[False] * 3,
+        is_first=[True, False, False],
+    )
+    found = proposer._with_histories(batch, common, target_token_ids).histories
+    assert [history.after(0).tolist() for history in found] == [
+        [1, 2, 3, 4, 40],
+        [5, 6, 20, 21, 41],
+        [7, 8, 9, 42],
+    ]

@@ -27,6 +27,12 @@ logger = init_logger(f"vllm.{__name__}")
 
 FAILURES_METRIC = "vllm:magicdec_draft_failures"
 _FAILURES_HELP = "Rounds without useful drafts because drafting failed, or had failed too often."
+_LOOKUP_COUNTERS = {
+    "lookup_rounds": "Rounds drafted with lookups.",
+    "lookup_passes": "Passes of the draft in these rounds.",
+    "lookup_tokens": "Tokens that were looked up and read by the draft.",
+    "lookup_accepted_tokens": "Looked-up tokens that the draft drew itself.",
+}
 
 
 class _WorkerMetrics(Collector):
@@ -115,6 +121,37 @@ class DraftFailures:
 
     def _write(self) -> None:
         self._file.write(FAILURES_METRIC, f"{FAILURES_METRIC}_total", float(self._total), _FAILURES_HELP)
+
+
+class LookupCounters:
+    """What lookups brought to the draft.
+
+    Args:
+        metrics_dir: as for `DraftFailures`.
+    """
+
+    def __init__(self, metrics_dir: str | None) -> None:
+        self._file = _MetricsFile(metrics_dir, "counter", "magicdec_lookup_")
+        self._totals = dict.fromkeys(_LOOKUP_COUNTERS, 0)
+        self._write()
+
+    def count_round(self, num_passes: int, num_looked_up: int, num_accepted: int) -> None:
+        """Record a round.
+
+        Args:
+            num_passes: of the draft over the batch.
+            num_looked_up: tokens of all requests that were read in them.
+            num_accepted: of these, those that the draft drew itself.
+        """
+        counts = (1, num_passes, num_looked_up, num_accepted)
+        for name, count in zip(_LOOKUP_COUNTERS, counts, strict=True):
+            self._totals[name] += count
+        self._write()
+
+    def _write(self) -> None:
+        for name, total in self._totals.items():
+            metric = f"vllm:magicdec_{name}"
+            self._file.write(metric, f"{metric}_total", float(total), _LOOKUP_COUNTERS[name])
 
 
 class SpeculationGauges:

@@ -19,16 +19,19 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from vllm_magicdec import envs
 from vllm_magicdec.adaptive.draft_plan import DraftPlan
-from vllm_magicdec.adaptive.metrics import DraftFailures
+from vllm_magicdec.adaptive.metrics import DraftFailures, LookupCounters
 from vllm_magicdec.attention.observing import LayerObserver
 from vllm_magicdec.attention.switch import install_switches
 from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.drafting.layer_groups import LayerGroup
 from vllm_magicdec.drafting.sizing import make_views, max_graph_reqs
-from vllm_magicdec.errors import METHOD
+from vllm_magicdec.drafting.staged import PassRunner, StagedDrafts
+from vllm_magicdec.errors import METHOD, MagicDecConfigError
 from vllm_magicdec.policies import find_policy
 from vllm_magicdec.views.base import Batch, DraftStep, View, Views
 from vllm_magicdec.views.layer_pages import LayerPageViews
+from vllm_magicdec.views.pages import PageViews
+from vllm_magicdec.views.passes import RoundSteps
 from vllm_magicdec.views.windows import Reach
 
 logger = init_logger(f"vllm.{__name__}")
@@ -74,6 +77,7 @@ class Drafter:
         groups: the target's attention layers; steps have a part for each group.
         kv_cache_config: of the KV cache that they share.
         device: where the target runs.
+        pass_runner: makes the passes of `draft_lookup`; None: the runner has none.
     """
 
     def __init__(
@@ -83,6 +87,7 @@ class Drafter:
         groups: Sequence[LayerGroup],
         kv_cache_config: KVCacheConfig,
         device: torch.device,
+        pass_runner: PassRunner | None = None,
     ) -> None:
         spec = vllm_config.speculative_config
         assert isinstance(spec, MagicDecSpeculativeConfig)
@@ -112,9 +117,29 @@ class Drafter:
             self._views.append(views)
         self._log(vllm_config)
         # Every tensor-parallel rank drafts the same round: one of them counts.
-        self._failures = DraftFailures(spec.metrics_dir if get_tp_group().is_first_rank else None)
+        metrics_dir = spec.metrics_dir if get_tp_group().is_first_rank else None
+        self._failures = DraftFailures(metrics_dir)
+        self._staged: StagedDrafts | None = None
+        if spec.draft_lookup == "on":
+            assert pass_runner is not None  # others are refused when the engine is configured
+            self._refuse_other_views()
+            from vllm_magicdec.lookup.lookups import Lookups  # and with it Numba
+
+            self._staged = StagedDrafts(
+                pass_runner,
+                Lookups(max_num_reqs),
+                LookupCounters(metrics_dir),
+                vllm_config.model_config.max_model_len,
+            )
         self._num_ranks = vllm_config.parallel_config.tensor_parallel_size
         self._num_failed_in_a_row = 0
+
+    def _refuse_other_views(self) -> None:
+        if not all(isinstance(views, PageViews | LayerPageViews) for views in self._views):
+            raise MagicDecConfigError(
+                f"{METHOD}: draft_lookup='on' works with views of pages, and draft_kv_policy="
+                f"{self._spec.draft_kv_policy!r} makes others; use draft_lookup='off'"
+            )
 
     def _log(self, vllm_config: VllmConfig) -> None:
         policy = find_policy(self._spec.draft_kv_policy)
@@ -209,6 +234,9 @@ class Drafter:
             views.prepare(batch.of_group(group.kv_cache_group), num_steps, size)
             for group, views in zip(self.groups, self._views, strict=True)
         ]
+        if self._staged is not None:
+            self._staged.fill(drafts, batch, [RoundSteps(list(steps)) for steps in prepared])
+            return
         for parts in zip(*prepared, strict=True):
             step = DraftStep(parts)
             tokens = self._runner.draft_step(tokens.to(torch.int32), step)

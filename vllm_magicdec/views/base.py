@@ -12,6 +12,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from vllm_magicdec.lookup.history import History
+
 # vLLM's cache-write kernels skip this slot.
 PAD_SLOT = -1
 
@@ -48,6 +50,7 @@ class Batch:
     is_prefilling: Sequence[bool]  # the prompt is not all in the cache yet: drafts will be dropped
     is_first: Sequence[bool]  # nothing was generated before `tokens`
     kv_cache_group: int = 0  # that `block_table` is of
+    histories: Sequence[History] = ()  # where drafts are looked up
 
     @property
     def block_table(self) -> torch.Tensor:

@@ -40,6 +40,8 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
                 f"{METHOD} does not work with --kv-sharing-fast-prefill; remove that option"
             )
         self._check_output_quantisation(vllm_config)
+        if self.draft_lookup == "on":
+            self._check_lookups(vllm_config)
         max_model_len = vllm_config.model_config.max_model_len
         if self.adaptive_budget:
             self.draft_kv_budget = min(self.draft_kv_budget, max_model_len)
@@ -83,6 +85,30 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
                 f"{METHOD}: attention to single tokens does not quantise its output, as vLLM's pass "
                 "fuse_attn_quant wants it to; use -cc.pass_config.fuse_attn_quant=False, or "
                 "draft_kv_granularity='page'"
+            )
+
+    def _check_lookups(self, vllm_config: VllmConfig) -> None:
+        name = f"{METHOD}: draft_lookup='on'"
+        if vllm_config.use_v2_model_runner:
+            raise MagicDecConfigError(
+                f"{name} does not work with the V2 model runner yet; set VLLM_USE_V2_MODEL_RUNNER=0 or "
+                "draft_lookup='off'"
+            )
+        device_type = vllm_config.device_config.device_type
+        if device_type != "cpu":
+            raise MagicDecConfigError(
+                f"{name} works on CPUs alone so far, where the host knows the latest tokens at once; use "
+                "draft_lookup='off'"
+            )
+        if self.draft_sample_method == "probabilistic":
+            raise MagicDecConfigError(
+                f"{name} works with greedy drafts alone so far; use draft_sample_method='greedy' or "
+                "draft_lookup='off'"
+            )
+        if find_policy(self.draft_kv_policy).granularity(self, device_type) == "token":
+            raise MagicDecConfigError(
+                f"{name} works with views of pages alone so far; use draft_kv_granularity='page' or "
+                "draft_lookup='off'"
             )
 
     def _find_budgets(self, vllm_config: VllmConfig) -> tuple[float, ...]:

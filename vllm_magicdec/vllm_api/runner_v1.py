@@ -3,6 +3,7 @@
 
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,13 +17,16 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
+from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_magicdec.attention.metadata import draft_metadata, observed_metadata
 from vllm_magicdec.attention.observing import LayerObserver
 from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.drafting.drafter import Drafter
+from vllm_magicdec.lookup.history import History
 from vllm_magicdec.views.base import PAD_SLOT, Batch, DraftStep, PageView, ViewStep, on_device
-from vllm_magicdec.vllm_api import cpu_attention, cpu_sampling
+from vllm_magicdec.views.passes import DraftPass, ViewPass
+from vllm_magicdec.vllm_api import cpu_attention, cpu_llvmlite, cpu_sampling
 from vllm_magicdec.vllm_api.adapters import Adapters
 from vllm_magicdec.vllm_api.attention_groups import attention_groups_of, refuse_split_pages
 from vllm_magicdec.vllm_api.embeddings import embed, refuse_more_inputs, takes_embeddings
@@ -68,6 +72,8 @@ class MagicDecProposer(DraftModelProposer):
             cpu_sampling.mend()
             cpu_attention.mend()
         assert isinstance(self.speculative_config, MagicDecSpeculativeConfig)
+        if self.speculative_config.draft_lookup == "on":
+            cpu_llvmlite.mend()
         if self.speculative_config.adaptive:
             make_plain_steps_plain(runner)
         self._runner = runner
@@ -121,7 +127,9 @@ class MagicDecProposer(DraftModelProposer):
         self.draft_attn_groups = [made for of_group in self._attention_groups for made in of_group]
         num_groups, num_tokens = len(groups), self._slot_mapping_buffer.shape[0]
         self._slots = self._slot_mapping_buffer.new_full((num_groups, num_tokens), PAD_SLOT)
-        self._drafter = Drafter(self, self.vllm_config, groups, kv_cache_config, self.device)
+        self._drafter = Drafter(
+            self, self.vllm_config, groups, kv_cache_config, self.device, pass_runner=self
+        )
         if self._drafter.has_layer_pages:
             refuse_split_pages(self._attention_groups)
 
@@ -169,6 +177,8 @@ class MagicDecProposer(DraftModelProposer):
             _token_to_req_indices_cache=None,
         )
         self._batch = self._make_batch(next_token_ids, context_lens)
+        if self.speculative_config.draft_lookup == "on":
+            self._batch = self._with_histories(self._batch, common_attn_metadata, target_token_ids)
         if self._adapters is not None:
             self._adapters.take(self._runner.input_batch.request_lora_mapping[:num_reqs])
         if self.uses_mrope:
@@ -198,38 +208,83 @@ class MagicDecProposer(DraftModelProposer):
             is_first=known_lens == inputs.num_prompt_tokens[:num_reqs],
         )
 
+    def _with_histories(
+        self,
+        batch: Batch,
+        common: CommonAttentionMetadata,  # of the target's step
+        target_token_ids: torch.Tensor,  # [num_tokens] int32, what the target's step took
+    ) -> Batch:
+        """The batch with its requests' tokens, some of which vLLM has not written down yet. On a CPU."""
+        inputs, ends = self._runner.input_batch, batch.context_lens.tolist()
+        # Among a step's tokens, the place of a position is the position less this.
+        offsets = (common.seq_lens[: len(ends)] - common.query_start_loc_cpu[1 : len(ends) + 1]).tolist()
+        histories = [
+            History(
+                inputs.token_ids_cpu[index, :known],
+                # The accepted drafts, and what was sampled after them.
+                [*target_token_ids[known - offset : end - offset].tolist(), token],
+            )
+            for index, (known, end, offset, token) in enumerate(
+                zip(batch.known_lens, ends, offsets, batch.tokens.tolist(), strict=True)
+            )
+        ]
+        return replace(batch, histories=histories)
+
     def draft_step(self, tokens: torch.Tensor, step: DraftStep) -> torch.Tensor:
         """See `drafting.drafter.Runner`."""
-        assert self._drafter is not None and self._sampling is not None
-        attn_metadata: dict[str, Any] = {}
-        for index, group in enumerate(self._drafter.groups):
-            of_pages = functools.partial(self._step_page_metadata, index, step.parts[index])
-            attn_metadata |= draft_metadata(step.parts[index].view, group.layer_names, of_pages)
-        slots = [part.slots for part in step.parts]
-        # In all channels, drafted tokens are as far from their index as all generated text is.
-        positions = step.positions + self._rope_offsets if self.uses_mrope else step.positions
+        assert self._common is not None
         if self._adapters is not None:
             self._adapters.apply()
-        hidden_states = self._forward(tokens, positions, slots, attn_metadata)
+        # In all channels, drafted tokens are as far from their index as all generated text is.
+        positions = step.positions + self._rope_offsets if self.uses_mrope else step.positions
+        return self._draft(tokens, positions, step.parts, self._common, step.index)
+
+    @property
+    def max_pass_tokens(self) -> int:
+        """See `drafting.staged.PassRunner`."""
+        return int(self._slots.shape[1])
+
+    def draft_pass(self, tokens: torch.Tensor, draft_pass: DraftPass) -> torch.Tensor:
+        """See `drafting.staged.PassRunner`."""
+        assert self._common is not None
+        queries = draft_pass.queries
+        starts = torch.from_numpy(queries.starts)
+        common = self._common.replace(
+            query_start_loc=starts.to(self.device),
+            query_start_loc_cpu=starts,
+            num_reqs=len(queries.requests),
+            num_actual_tokens=len(tokens),
+            max_query_len=int(queries.lens.max()),
+        )
+        positions, places = draft_pass.positions, queries.places
+        if self._adapters is not None:
+            self._adapters.apply(places.tolist())  # every token is drawn after
+        if self.uses_mrope:
+            positions = positions + self._rope_offsets[on_device(places, self.device)]
+        return self._draft(tokens, positions, draft_pass.parts, common)
+
+    def _draft(
+        self,
+        tokens: torch.Tensor,  # [num_tokens] int32
+        positions: torch.Tensor,  # [num_tokens] int64
+        parts: Sequence[ViewStep | ViewPass],  # by group of layers
+        common: CommonAttentionMetadata,
+        index: int = 0,  # of the step in its round
+    ) -> torch.Tensor:
+        """The tokens that are drawn after these, [num_tokens]."""
+        assert self._drafter is not None and self._sampling is not None
+        attn_metadata: dict[str, Any] = {}
+        for part, group, attention_groups in zip(
+            parts, self._drafter.groups, self._attention_groups, strict=True
+        ):
+            own = common.replace(slot_mapping=part.slots)
+            of_pages = functools.partial(_page_metadata, own, attention_groups, index)
+            attn_metadata |= draft_metadata(part.view, group.layer_names, of_pages)
+        hidden_states = self._forward(tokens, positions, [part.slots for part in parts], attn_metadata)
         drafted, probs = self._sample_draft_tokens(hidden_states, self._sampling)
         if probs is not None:
             self._draft_probs.append(probs)
         return drafted
-
-    def _step_page_metadata(self, index: int, step: ViewStep, view: PageView) -> dict[str, Any]:
-        """vLLM's metadata of a draft step in the layers of a group, by layer."""
-        assert self._common is not None
-        common = self._common.replace(
-            seq_lens=view.lens,
-            max_seq_len=view.max_len,
-            block_table_tensor=view.block_table,
-            slot_mapping=step.slots,
-        )
-        attn_metadata: dict[str, Any] = {}
-        for attention_group in self._attention_groups[index]:
-            built = attention_group.build_metadata_for_drafting(common, step.index)
-            attn_metadata |= dict.fromkeys(attention_group.layer_names, built)
-        return attn_metadata
 
     def observe(
         self, layer_names: Sequence[str], indices: Sequence[int], window: int, observer: LayerObserver
@@ -323,3 +378,21 @@ class MagicDecProposer(DraftModelProposer):
             buffer[len(own) : num_padded].fill_(PAD_SLOT)
             by_layer |= dict.fromkeys(group.layer_names, buffer[:num_padded])
         return by_layer
+
+
+def _page_metadata(
+    common: CommonAttentionMetadata, attention_groups: Sequence[AttentionGroup], index: int, view: PageView
+) -> dict[str, Any]:
+    """vLLM's metadata, by layer, of a draft step or pass in the layers of a view.
+
+    Args:
+        common: with the queries and slots of the view's layers.
+        attention_groups: of these layers.
+        index: of the step in its round.
+        view: where they look.
+    """
+    own = common.replace(seq_lens=view.lens, max_seq_len=view.max_len, block_table_tensor=view.block_table)
+    attn_metadata: dict[str, Any] = {}
+    for group in attention_groups:
+        attn_metadata |= dict.fromkeys(group.layer_names, group.build_metadata_for_drafting(own, index))
+    return attn_metadata

@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Passes with looked-up tokens draft what one pass per token does, and write nowhere else.
+
+The target here draws a token by a hash of all that it sees through a view: one entry too many, too few or
+out of date, and it draws another. tests/engine/test_draft_lookup.py has real models.
+"""
+
+import random
+from collections import Counter
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from batches import KeepsWhatIsThere, make_batch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_magicdec.drafting.staged import StagedDrafts
+from vllm_magicdec.lookup.context_index import Match
+from vllm_magicdec.lookup.history import History
+from vllm_magicdec.lookup.lookups import Continuation, Lookups
+from vllm_magicdec.policies.streamingllm import StreamingLLM
+from vllm_magicdec.views.base import PAD_SLOT, DraftSlots, DraftStep, LayerPageView
+from vllm_magicdec.views.layer_pages import LayerPageViews
+from vllm_magicdec.views.pages import PageBudget, PageViews
+from vllm_magicdec.views.passes import Queries, RoundSteps
+from vllm_magicdec.views.selections import Selections
+from vllm_magicdec.views.windows import SlidingWindow, make_reached_views
+
+CPU = torch.device("cpu")
+PAGE, WINDOW, NUM_LAYERS = 4, 6, 2
+
+
+class Target:
+    """Three groups of layers, by pages, within a window, and by pages of every layer's own.
+
+    Args:
+        cache: [num_groups] tokens by slot.
+        max_pass_tokens: see `PassRunner`.
+    """
+
+    def __init__(self, cache: list[dict[int, int]], max_pass_tokens: int = 10**6) -> None:
+        self.cache = cache
+        self.max_pass_tokens = max_pass_tokens
+        self.pass_lens: list[list[int]] = []
+        self.written: list[set[int]] = [set() for _ in cache]
+
+    def draft_step(self, tokens: torch.Tensor, step: DraftStep) -> torch.Tensor:
+        return self._run(tokens, step.parts, [1] * len(tokens))
+
+    def draft_pass(self, tokens, draft_pass):
+        assert tokens.dtype == torch.int32 and len(tokens) <= self.max_pass_tokens
+        self.pass_lens.append(draft_pass.queries.lens.tolist())
+        return self._run(tokens, draft_pass.parts, draft_pass.queries.lens.tolist())
+
+    def _run(self, tokens, parts, lens):
+        seen: list[list] = [[] for _ in tokens]
+        for cache, written, part in zip(self.cache, self.written, parts, strict=True):
+            slots = part.slots.tolist()
+            cache |= dict(zip(slots, tokens.tolist(), strict=True))
+            written |= set(slots) - {PAD_SLOT}
+            end = 0
+            for row, count in enumerate(lens):
+                end += count
+                for query in range(end - count, end):
+                    # Causal among the pass's tokens: the last one sees all of `lens`.
+                    view_len = int(part.view.lens[row]) - (end - 1 - query)
+                    assert view_len <= part.view.max_len
+                    seen[query].append(int(part.positions[query]))
+                    for layer in range(NUM_LAYERS if isinstance(part.view, LayerPageView) else 1):
+                        table = part.view.of_layer(layer).block_table[row].tolist()
+                        entries = [cache[table[p // PAGE] * PAGE + p % PAGE] for p in range(view_len)]
+                        seen[query].append(entries[-WINDOW:] if cache is self.cache[1] else entries)
+        return torch.tensor([draw(what) for what in seen], dtype=torch.int32)
+
+
+def draw(seen: list) -> int:
+    """Mostly what follows the last token in a cycle, so that lookups are sometimes right."""
+    chance = random.Random(str(seen))
+    return chance.randrange(5) if chance.random() < 0.3 else (seen[1][-1] + 1) % 5
+
+
+@dataclass
+class Round:
+    """A batch, its views, and a cache in which slots beyond the contexts hold what is out of date."""
+
+    batch: object
+    views: list
+    num_steps: int
+    model_len: int
+    tables: list[list[int]]
+    cache: list[dict[int, int]]
+
+    @property
+    def wanted(self) -> list[int]:
+        """Drafts of each request that can be used."""
+        lens, prefilling = self.batch.context_lens.tolist(), self.batch.is_prefilling
+        most = [min(self.num_steps, self.model_len - n) for n in lens]
+        return [0 if skip else n for n, skip in zip(most, prefilling, strict=True)]
+
+    def one_by_one(self) -> list[list[int]]:
+        """The drafts of one pass per token."""
+        target = Target([dict(cache) for cache in self.cache])
+        drafts, tokens = [], self.batch.tokens
+        for parts in zip(*(views.prepare(self.batch, self.num_steps) for views in self.views), strict=True):
+            tokens = target.draft_step(tokens, DraftStep(parts))
+            drafts.append(tokens.tolist())
+        return [list(own)[:n] for own, n in zip(zip(*drafts, strict=True), self.wanted, strict=True)]
+
+    def staged(self, lookups, max_pass_tokens: int = 10**6) -> tuple[list[list[int]], Target, Counter]:
+        """The drafts of staged passes; what they wrote; what was counted."""
+        target = Target([dict(cache) for cache in self.cache], max_pass_tokens)
+        counted = Counter()
+
+        def count_round(num_passes, num_looked_up, num_accepted):
+            counted.update(rounds=1, passes=num_passes, looked_up=num_looked_up, accepted=num_accepted)
+
+        drafts = torch.full((len(self.tables), self.num_steps), -7)
+        staged = StagedDrafts(target, lookups, SimpleNamespace(count_round=count_round), self.model_len)
+        rounds = [RoundSteps(list(views.prepare(self.batch, self.num_steps))) for views in self.views]
+        staged.fill(drafts, self.batch, rounds)
+        assert counted["passes"] == len(target.pass_lens)
+        for own, n in zip(drafts, self.wanted, strict=True):
+            assert not own[max(0, n) :].any(), "0 where a draft would not be used"
+        return [own[:n].tolist() for own, n in zip(drafts, self.wanted, strict=True)], target, counted
+
+
+@st.composite
+def rounds(draw_, max_steps: int = 9, model_len: int = 60):
+    num_steps = draw_(st.integers(1, max_steps))
+    num_reqs = draw_(st.integers(1, 4))
+    rng = random.Random(draw_(st.integers(0, 10**6)))
+    num_blocks = -(-model_len // PAGE)
+    blocks = list(range(num_reqs * num_blocks))
+    rng.shuffle(blocks)
+    tables = [blocks[i * num_blocks : (i + 1) * num_blocks] for i in range(num_reqs)]
+    lens = [rng.randint(2, model_len - 1) for _ in range(num_reqs)]
+    contexts = [[rng.randrange(2) * 3 + position % 3 for position in range(n)] for n in lens]
+    # Every entry of the caches that is not a context's is of another time.
+    cache = [{slot: 1000 + rng.randrange(9) for slot in range(len(blocks) * PAGE)} for _ in range(3)]
+    for context, table in zip(contexts, tables, strict=True):
+        for position, token in enumerate(context):
+            for own in cache:
+                own[table[position // PAGE] * PAGE + position % PAGE] = token
+    req_ids = [str(i) for i in range(num_reqs)]
+    batch = make_batch(req_ids, torch.tensor(tables, dtype=torch.int32), [len(c) for c in contexts])
+    last = [rng.randrange(5) for _ in contexts]
+    latest = [rng.randrange(len(context)) for context in contexts]
+    batch = replace(
+        batch,
+        tokens=torch.tensor(last, dtype=torch.int32),
+        is_prefilling=[draw_(st.sampled_from([False, False, False, True])) for _ in contexts],
+        histories=[
+            History(np.array(context[:n], dtype=np.int32), [*context[n:], token])
+            for context, n, token in zip(contexts, latest, last, strict=True)
+        ],
+    )
+
+    def slots() -> DraftSlots:
+        return DraftSlots(
+            page_size=PAGE,
+            max_num_reqs=num_reqs + 1,
+            max_num_steps=num_steps,
+            max_model_len=model_len,
+            device=CPU,
+        )
+
+    drafted_pages = -(-(num_steps - 1) // PAGE) + 1
+    pages = PageBudget(PAGE, 1, drafted_pages + 2, drafted_pages + 2)
+    selections = Selections(
+        num_layers=NUM_LAYERS, num_heads=1, max_num_reqs=num_reqs + 1, max_selected=2, device=CPU
+    )
+    selections.begin_round(req_ids)
+    for req_id, context in zip(req_ids, contexts, strict=True):
+        end = max(0, len(context) // PAGE - drafted_pages)
+        count = min(2, max(0, end - 1))
+        row = selections.row(req_id)
+        for layer in range(NUM_LAYERS):
+            chosen = torch.tensor(rng.sample(range(1, end), count) if count else [], dtype=torch.int32)
+            selections.positions[row, layer, 0, :count] = chosen
+        selections.set([req_id], [len(context)], torch.tensor([count]), torch.tensor([end]))
+    views = [
+        PageViews([StreamingLLM(None, pages, CPU)], slots()),
+        make_reached_views(SlidingWindow(WINDOW), max_tokens=[30], draft_slots=slots(), device=CPU),
+        LayerPageViews(
+            selections,
+            KeepsWhatIsThere(),
+            [PageBudget(PAGE, 1, drafted_pages + 3, drafted_pages + 3, 0.0, drafted_pages)],
+            slots(),
+        ),
+    ]
+    return Round(batch, views, num_steps, model_len, tables, cache)
+
+
+class RandomLookups:
+    """Any number of any tokens."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = random.Random(seed)
+        self.fates: list[tuple[int, int]] = []
+
+    def follow(self, req_ids, histories) -> None:
+        pass
+
+    def look_up(self, req_id, drafted, most) -> Continuation:
+        tokens = [self._rng.randrange(5) for _ in range(self._rng.randint(0, max(0, most)))]
+        return Continuation(tokens, [0.5] * len(tokens), Match(2, tokens, [1.0] * len(tokens)))
+
+    def learn(self, continuation, num_right) -> None:
+        self.fates.append((len(continuation.tokens), num_right))
+
+
+class KnownDrafts(RandomLookups):
+    """What will be drafted, by request; or nothing."""
+
+    def __init__(self, drafts: list[list[int]]) -> None:
+        super().__init__(0)
+        self._drafts = drafts
+
+    def look_up(self, req_id, drafted, most) -> Continuation:
+        own = self._drafts[int(req_id)] if self._drafts else []
+        tokens = own[len(drafted) : len(drafted) + most]
+        return Continuation(tokens, [1.0] * len(tokens), Match(2, tokens, [1.0] * len(tokens)))
+
+
+@settings(max_examples=200, deadline=None)
+@given(rounds(), st.integers(0, 100), st.sampled_from([4, 6, 10**6]))
+def test_the_drafts_are_those_of_one_pass_per_token_whatever_was_looked_up(drawn, seed, max_pass_tokens):
+    expected = drawn.one_by_one()
+    lookups = RandomLookups(seed)
+    drafts, target, counted = drawn.staged(lookups, max_pass_tokens)
+    assert drafts == expected
+    assert counted["looked_up"] == sum(found for found, _ in lookups.fates)
+    assert counted["accepted"] == sum(right for _, right in lookups.fates)
+    assert max(map(sum, target.pass_lens), default=0) <= max_pass_tokens
+    # A token that was looked up and stood spares a pass of its request.
+    assert sum(map(len, target.pass_lens)) == sum(drawn.wanted) - counted["accepted"]
+    assert_only_lookahead_was_written(drawn, target)
+
+
+def assert_only_lookahead_was_written(drawn: Round, target: Target) -> None:
+    own = set()
+    for table, context_len, wanted in zip(
+        drawn.tables, drawn.batch.context_lens.tolist(), drawn.wanted, strict=True
+    ):
+        positions = range(context_len, context_len + wanted)
+        own |= {table[position // PAGE] * PAGE + position % PAGE for position in positions}
+    assert all(written == own for written in target.written)
+
+
+@settings(max_examples=100, deadline=None)
+@given(rounds())
+def test_a_lookup_that_is_always_right_takes_one_pass_and_none_takes_one_per_draft(drawn):
+    expected = drawn.one_by_one()
+    drafts, _, counted = drawn.staged(KnownDrafts(expected))
+    assert drafts == expected and counted["passes"] == (1 if any(expected) else 0)
+    assert counted["accepted"] == counted["looked_up"] == sum(max(0, len(own) - 1) for own in expected)
+    drafts, _, counted = drawn.staged(KnownDrafts([]))
+    assert drafts == expected and counted["passes"] == max(drawn.wanted)
+    assert counted["looked_up"] == 0
+
+
+@settings(max_examples=100, deadline=None)
+@given(rounds())
+def test_the_requests_own_context_spares_passes(drawn):
+    lookups = Lookups(5)
+    for _ in range(2):  # what was learned in the first round changes nothing but the number of passes
+        drafts, target, _ = drawn.staged(lookups)
+        assert drafts == drawn.one_by_one()
+        assert_only_lookahead_was_written(drawn, target)
+
+
+@pytest.mark.parametrize(
+    ("lens", "firsts", "steps", "places"),
+    [([1, 1], [0, 3], [0, 3], [2, 5]), ([3, 1, 2], [0, 4, 2], [0, 1, 2, 4, 2, 3], [2, 2, 2, 5, 6, 6])],
+)
+def test_queries_of_a_pass_lie_one_request_after_the_other(lens, firsts, steps, places):
+    queries = Queries(np.array([2, 5, 6][: len(lens)]), np.array(firsts), np.array(lens))
+    assert queries.steps.tolist() == steps and queries.places.tolist() == places
+    assert queries.starts.tolist() == [0, *np.cumsum(lens)]

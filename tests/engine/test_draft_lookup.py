@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""With lookups the drafts are the same and fewer passes make them, whatever was looked up."""
+
+import engines
+import pytest
+from engines import POLICIES, magicdec
+from greedy import GREEDY, assert_same_tokens
+
+WHOLE_LEN = 2048  # tokens; nothing of the prompts and answers is longer
+BY_PAGE = ("streamingllm", "snapkv", "verify-topk")
+
+
+def with_lookups(gamma: int = 8, **fields):
+    return magicdec(gamma, draft_lookup="on", **fields)
+
+
+def lookup_metrics(run: engines.EngineRun) -> dict[str, int]:
+    names = ("rounds", "passes", "tokens", "accepted_tokens")
+    return {name: run.metrics[f"vllm:magicdec_lookup_{name}"] for name in names}
+
+
+@pytest.mark.parametrize(
+    ("policy", "budget", "engine"),
+    [
+        ("streamingllm", 64, {"max_num_batched_tokens": WHOLE_LEN}),
+        ("streamingllm", WHOLE_LEN, {"max_num_batched_tokens": 256}),
+        ("snapkv", 256, {"num_gpu_blocks_override": 80, "max_num_batched_tokens": WHOLE_LEN}),
+        ("verify-topk", WHOLE_LEN, {"max_num_batched_tokens": WHOLE_LEN}),
+    ],
+)
+def test_greedy_output_is_unchanged_and_passes_are_spared(prompts, plain, policy, budget, engine):
+    run = engines.generate(
+        prompts,
+        GREEDY,
+        speculative_config=with_lookups(draft_kv_budget=budget, **POLICIES[policy]),
+        max_model_len=WHOLE_LEN,
+        max_num_seqs=24,
+        **engine,
+    )
+    assert_same_tokens(plain, run.results[0][0], f"{policy}, budget {budget}, {engine}")
+    assert run.draft_failures == 0 and run.drafted > 0
+    assert (run.preemptions > 0) == ("num_gpu_blocks_override" in engine)
+    if budget == WHOLE_LEN:
+        assert run.accepted == run.drafted, "a view of the whole context drafts what the target decodes"
+    counted = lookup_metrics(run)
+    assert 0 < counted["accepted_tokens"] < counted["tokens"]
+    assert counted["rounds"] <= counted["passes"] < 8 * counted["rounds"]
+
+
+@pytest.mark.parametrize("policy", BY_PAGE)
+def test_passes_with_lookups_draft_what_one_pass_per_token_does(prompts, plain, policy):
+    """Of every round, over the same views and cache; with lookups of its own, then with random ones."""
+    chosen = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))[-8:]
+    batch = {"prompts": [prompts[i] for i in chosen], "sampling": GREEDY}
+    spec = with_lookups(6, draft_kv_budget=192, **POLICIES[policy])
+    run = engines.run(
+        [
+            ("generate_and_draft_twice", {"batches": [batch]}),
+            ("generate_with_random_lookups", {"batches": [batch], "seed": 3}),
+            ("generate_and_draft_twice", {"batches": [batch]}),
+        ],
+        max_num_seqs=4,
+        speculative_config=spec,
+    )
+    own, _, at_random = run.results
+    for result in (own, at_random):
+        assert result["rounds"] > 50
+        assert result["different"] <= 0.01 * result["rounds"], "more than rounding"
+    for result in (own["batches"], run.results[1], at_random["batches"]):
+        assert_same_tokens([plain[i] for i in chosen], result[0], policy)
+
+
+def test_random_lookups_change_no_output_however_many_drafts_a_step_makes(prompts, plain):
+    """Nor do numbers of drafts and budgets that change at random."""
+    batch = {"prompts": prompts, "sampling": GREEDY}
+    run = engines.run(
+        [
+            ("generate_with_random_lookups", {"batches": [batch], "seed": 1}),
+            ("generate_with_random_choices", {"batches": [batch], "seed": 2}),
+        ],
+        max_num_seqs=8,
+        # Less than all requests' drafts and lookups: a pass takes what it has room for.
+        max_num_batched_tokens=48,
+        speculative_config={
+            **with_lookups(draft_kv_budget="auto", draft_kv_max_budget=512),
+            "num_speculative_tokens": "auto",
+        },
+    )
+    first, second = run.results
+    assert_same_tokens(plain, first[0], "random lookups")
+    assert_same_tokens(plain, second["batches"][0], "random lookups and choices")
+    assert second["plain_steps"] > 5 and set(second["lengths"]) == set(range(9))
+    assert run.draft_failures == 0 and run.accepted > 0
+
+
+def test_requests_may_reach_the_model_length_in_the_middle_of_a_pass(prompts):
+    engine = {
+        "prompts": [prompt[:length] for prompt in prompts for length in (230, 250) if len(prompt) > 250],
+        "sampling": {**GREEDY, "max_tokens": 64},
+        "max_model_len": 256,
+        "max_num_seqs": 8,
+    }
+    truth = engines.generate(**engine).results[0][0]
+    run = engines.generate(speculative_config=with_lookups(16, draft_kv_budget=192), **engine)
+    assert_same_tokens(truth, run.results[0][0], "the model's end")
+    assert run.draft_failures == 0
+
+
+def test_a_failure_within_a_lookup_loses_no_request(prompts, plain):
+    batch = {"prompts": prompts[:4], "sampling": GREEDY}
+    run = engines.run(
+        [("generate_with_broken_lookups", {"batches": [batch]})],
+        strict=False,
+        speculative_config=with_lookups(4),
+    )
+    assert_same_tokens(plain[:4], run.results[0][0], "broken lookups")
+    assert run.draft_failures > 0

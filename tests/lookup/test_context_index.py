@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a context's index finds, against a naive reference."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import likeliest_continuation
+
+from vllm_magicdec.lookup import context_index
+from vllm_magicdec.lookup.context_index import MAX_CANDIDATES, MAX_MATCH, MIN_MATCH, ContextIndex
+
+
+def index_of(*parts: list[int]) -> ContextIndex:
+    index = ContextIndex()
+    for part in parts:
+        index.extend(np.array(part, dtype=np.int32))
+    return index
+
+
+def found(index: ContextIndex, ahead: list[int], most: int) -> tuple[int, list[int], list[float]]:
+    match = index.look_up(np.array(ahead, dtype=np.int32), most)
+    return match.length, match.tokens, match.shares
+
+
+def expected(context: list[int], ahead: list[int], most: int) -> tuple[int, list[int], list[float]]:
+    return likeliest_continuation(context, ahead, most, min_match=MIN_MATCH, max_match=MAX_MATCH)
+
+
+# Few different tokens, so that there is much to find; and vLLM's ids go up to 2^31.
+token_lists = st.sampled_from([2, 4, 30]).flatmap(lambda n: st.lists(st.integers(0, n - 1), max_size=300))
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    st.lists(token_lists, min_size=1, max_size=4),
+    st.lists(st.integers(0, 3), max_size=6),
+    st.integers(1, 12),
+    st.sampled_from([1, 2**24 + 1]),
+)
+def test_the_likeliest_continuation_is_the_references(parts, ahead, most, factor):
+    parts = [[token * factor for token in part] for part in parts]
+    ahead = [token * factor for token in ahead]
+    context = [token for part in parts for token in part]
+    index = index_of(*parts)
+    assert len(index) == len(context)
+    assert found(index, ahead, most) == expected(context, ahead, most)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.data())
+def test_matches_longer_than_the_longest_that_counts_are_alike(data):
+    phrase = data.draw(st.lists(st.integers(0, 50), min_size=MAX_MATCH + 5, max_size=MAX_MATCH + 5))
+    context = [*phrase, 7, *phrase, 8, *phrase, 8, *phrase]
+    length, tokens, shares = found(index_of(context), [], 1)
+    assert (length, tokens, shares) == expected(context, [], 1)
+    assert length == MAX_MATCH
+
+
+def test_a_text_that_repeats_itself_goes_on_beyond_its_end():
+    context = [9, 1, 2, 3, 1, 2, 3]
+    assert found(index_of(context), [], 8) == (3, [1, 2, 3, 1, 2, 3, 1, 2], [1.0] * 8)
+    assert found(index_of(context), [1, 2], 4) == (5, [3, 1, 2, 3], [1.0] * 4)
+
+
+def test_what_was_seen_more_often_is_likelier_and_of_equals_the_latest_is():
+    assert found(index_of([5, 6, 1, 0, 5, 6, 1, 4, 5, 6, 2, 5, 6]), [], 2) == (2, [1, 4], [2 / 3, 1 / 2])
+
+
+@pytest.mark.parametrize("context", [[], [1], [1, 1], [1, 2, 3, 4]])
+def test_nothing_is_found_where_nothing_was_there_before(context):
+    assert found(index_of(context), [], 3) == (0, [], [])
+
+
+def test_tokens_that_only_hash_alike_are_not_a_match(monkeypatch):
+    context = list(range(200))  # no pair twice, in a table of 256 entries
+    index = index_of(context)
+    keys = {int(context_index._hash(a, b, 256)) for a, b in itertools.pairwise(context)}
+    assert len(keys) < len(context) - 1
+    assert all(found(index, [first, second], 1)[0] == 0 for first, second in [(3, 5), (7, 9), (11, 13)])
+
+
+def test_a_context_that_is_all_alike_is_bounded():
+    index = index_of([1] * 4 * MAX_CANDIDATES)
+    assert found(index, [], 3) == (MAX_MATCH, [1, 1, 1], [1.0] * 3)

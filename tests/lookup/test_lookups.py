@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Continuations of several requests, and how likely they are said to be."""
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_magicdec.lookup.calibration import Calibration
+from vllm_magicdec.lookup.context_index import MAX_MATCH
+from vllm_magicdec.lookup.history import History
+from vllm_magicdec.lookup.lookups import LEAST_CHANCE, Lookups
+
+
+def history(tokens: list[int], num_latest: int = 1) -> History:
+    recorded = len(tokens) - num_latest
+    return History(np.array(tokens[:recorded], dtype=np.int32), tokens[recorded:])
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.data())
+def test_it_knows_each_requests_tokens_however_they_came(tokens, data):
+    """The host writes down later what a step verified, and a request may miss some batches."""
+    lookups = Lookups(4)
+    end = 0
+    while end < len(tokens):
+        end = data.draw(st.integers(end + 1, len(tokens)))
+        num_latest = data.draw(st.integers(0, end))
+        lookups.follow(["a", "b"], [history(tokens[:end], num_latest), history([1, 2, 1, 2])])
+        once = Lookups(4)
+        once.follow(["a"], [history(tokens[:end])])
+        assert lookups.look_up("a", [], 4) == once.look_up("a", [], 4)
+    assert lookups.look_up("b", [], 2).tokens[:1] == [1]
+
+
+def test_a_name_that_is_used_again_begins_anew():
+    lookups = Lookups(2)
+    lookups.follow(["a"], [history([1, 2, 3, 1, 2])])
+    assert lookups.look_up("a", [], 1).tokens == [3]
+    lookups.follow(["a"], [history([1, 2, 4])])
+    assert lookups.look_up("a", [1, 2], 1).tokens == [4]
+
+
+def test_no_more_requests_are_kept_than_there_can_be():
+    lookups = Lookups(3)
+    for number in range(20):
+        req_ids = [str(number), str(number + 1)]
+        lookups.follow(req_ids, [history([1, 2, 1, 2])] * 2)
+        assert set(req_ids) <= set(lookups._indexes) and len(lookups._indexes) <= 3
+
+
+def test_nothing_is_looked_up_where_nothing_is_asked_for():
+    lookups = Lookups(1)
+    lookups.follow(["a"], [history([1, 2, 1, 2])])
+    for most in (0, -1):
+        assert lookups.look_up("a", [], most).tokens == ()
+
+
+def test_a_continuation_ends_where_it_is_unlikely():
+    lookups = Lookups(1)
+    # After 1, 2 come twenty different tokens.
+    lookups.follow(["a"], [history([token for n in range(20) for token in (1, 2, 10 + n)] + [1, 2])])
+    assert lookups.look_up("a", [], 5).tokens == []
+
+    lookups.follow(["a"], [history([token for _ in range(21) for token in (1, 2, 10)] + [1, 2])])
+    whole = lookups.look_up("a", [], 8)
+    assert len(whole.tokens) == 8 and np.prod(whole.chances) >= LEAST_CHANCE
+    for _ in range(200):
+        lookups.learn(whole, 0)
+    assert len(lookups.look_up("a", [], 8).tokens) < 8
+
+
+@pytest.mark.parametrize("true_chance", [0.15, 0.6, 0.99])
+def test_chances_become_those_seen(true_chance):
+    calibration, rng = Calibration(), random.Random(5)
+    for _ in range(4000):
+        share = rng.choice([0.5, 1.0])
+        calibration.observe(6, share, rng.random() < true_chance * share)
+    assert calibration.chance(6, 1.0) == pytest.approx(true_chance, abs=0.06)
+    assert calibration.chance(6, 0.5) == pytest.approx(true_chance / 2, abs=0.03)
+    untouched = Calibration()
+    assert all(calibration.chance(n, 1.0) == untouched.chance(n, 1.0) for n in range(2, 6))
+
+
+def test_a_longer_match_is_likelier_at_first_and_no_chance_is_above_one():
+    calibration = Calibration()
+    chances = [calibration.chance(length, 1.0) for length in range(2, MAX_MATCH + 1)]
+    assert chances == sorted(chances) and chances[0] > 0.5
+    assert calibration.chance(10 * MAX_MATCH, 1.0) == chances[-1]
+    for _ in range(1000):
+        calibration.observe(4, 0.5, is_right=True)
+    assert calibration.chance(4, 1.0) == 1.0
+
+
+def test_only_tokens_whose_fate_was_seen_are_learned_from():
+    lookups, learned = Lookups(1), []
+    lookups.follow(["a"], [history([1, 2, 3, 4, 5, 1, 2])])
+    lookups._calibration.observe = lambda *seen: learned.append(seen)
+    found = lookups.look_up("a", [], 3)
+    assert found.tokens == [3, 4, 5]
+    for num_right in range(4):
+        lookups.learn(found, num_right)
+    assert learned == [
+        *[(2, 1.0, False)],
+        *[(2, 1.0, True), (3, 1.0, False)],
+        *[(2, 1.0, True), (3, 1.0, True), (4, 1.0, False)],
+        *[(2, 1.0, True), (3, 1.0, True), (4, 1.0, True)],
+    ]

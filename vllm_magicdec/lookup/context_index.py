@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the latest tokens of a context stood before, and what followed them there.
+
+Hash chains, as in LZ77 compressors: every position is linked to the latest one before it that ends with the
+same two tokens (or others of the same hash). Appending a token takes constant time, a lookup follows one
+chain. The loops are compiled by Numba, which vLLM requires and uses for its own n-gram lookups.
+
+The suffix trees of arctic-inference, which vLLM's `suffix` method uses, answer as fast. But they took 30 ms
+to build for a prompt of 16,000 tokens, and this 0.1; they end where the context ends, in the middle of a
+text that repeats itself; and they are not installed with vLLM.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numba import njit
+
+MIN_MATCH = 2  # tokens
+MAX_MATCH = 32  # tokens; longer ones count as this
+# Latest occurrences of the last two tokens that are compared; a bound for contexts that are all alike.
+MAX_CANDIDATES = 1024
+_MIN_CAPACITY = 256  # tokens; a power of two
+
+
+@dataclass(frozen=True)
+class Match:
+    """How the context went on after the longest earlier occurrences of its latest tokens."""
+
+    length: int  # tokens that are the same, from MIN_MATCH to MAX_MATCH; 0: none was found
+    tokens: list[int]  # that followed
+    shares: list[float]  # of the occurrences that went on with a token, of those that did so until there
+
+
+class ContextIndex:
+    """One request's tokens, in the order in which they came.
+
+    Args:
+        capacity: tokens to make room for at first; it grows.
+    """
+
+    def __init__(self, capacity: int = 0) -> None:
+        self._length = 0
+        self._allocate(max(_MIN_CAPACITY, capacity))
+
+    def __len__(self) -> int:
+        return self._length
+
+    def _allocate(self, capacity: int) -> None:
+        capacity = 1 << (capacity - 1).bit_length()
+        self._tokens = np.zeros(capacity, dtype=np.int32)
+        self._previous = np.zeros(capacity, dtype=np.int32)  # link of the chain by position
+        self._latest = np.full(capacity, -1, dtype=np.int32)  # where the chain of a hash begins
+
+    def extend(self, tokens: np.ndarray) -> None:
+        """Append tokens, [num_tokens] int32."""
+        begin, end = self._length, self._length + len(tokens)
+        if end > len(self._tokens):
+            known = self._tokens[:begin]
+            self._allocate(end)
+            self._tokens[:begin] = known
+            begin = 0
+        self._tokens[self._length : end] = tokens
+        self._length = end
+        _link(self._tokens, self._previous, self._latest, begin, end)
+
+    def look_up(self, ahead: np.ndarray, most: int) -> Match:
+        """The likeliest continuation after the longest match.
+
+        Args:
+            ahead: [num_ahead] int32, tokens that are supposed to follow the context: part of what is
+                matched, not of what it is matched with.
+            most: tokens to return, at most.
+        """
+        tokens = np.empty(most, dtype=np.int32)
+        shares = np.empty(most, dtype=np.float64)
+        length = _look_up(self._tokens[: self._length], self._previous, self._latest, ahead, tokens, shares)
+        if length == 0:
+            return Match(0, [], [])
+        return Match(length, tokens.tolist(), shares.tolist())
+
+
+@njit
+def _hash(first, second, size):  # type: ignore[no-untyped-def]
+    """Of two neighbouring tokens, within a table of `size`, a power of two."""
+    mixed = np.uint64(first) * np.uint64(0x9E3779B97F4A7C15)
+    mixed += np.uint64(second) * np.uint64(0xC2B2AE3D27D4EB4F)
+    return np.int64((mixed >> np.uint64(32)) & np.uint64(size - 1))
+
+
+@njit
+def _link(tokens, previous, latest, begin, end):  # type: ignore[no-untyped-def]
+    """Put the positions from `begin` up to `end` at the heads of their chains."""
+    for place in range(max(begin, 1), end):
+        key = _hash(tokens[place - 1], tokens[place], len(latest))
+        previous[place] = latest[key]
+        latest[key] = place
+
+
+@njit
+def _token(tokens, ahead, place):  # type: ignore[no-untyped-def]
+    """Of the context with what is ahead of it."""
+    return tokens[place] if place < len(tokens) else ahead[place - len(tokens)]
+
+
+@njit
+def _look_up(tokens, previous, latest, given, found, shares):  # type: ignore[no-untyped-def]
+    """See `ContextIndex.look_up`; fills `found` and `shares`, returns the match's length."""
+    num_tokens, most = len(tokens), len(found)
+    end = num_tokens + len(given)  # of what is matched
+    if end < MIN_MATCH or num_tokens < MIN_MATCH + 1:
+        return 0
+    # What is found is ahead of the context as well: an occurrence near its end goes on with it.
+    ahead = np.empty(len(given) + most, dtype=np.int32)
+    ahead[: len(given)] = given
+    last = _token(tokens, ahead, end - 1)
+    key = _hash(_token(tokens, ahead, end - 2), last, len(latest))
+
+    places = np.empty(MAX_CANDIDATES, dtype=np.int32)  # of the longest matches, the latest first
+    num_places, longest = 0, MIN_MATCH
+    place = latest[key]
+    for _ in range(MAX_CANDIDATES):
+        if place < 0:
+            break
+        length = 0
+        if place + 1 < num_tokens:
+            while (
+                length < MAX_MATCH
+                and length <= place
+                and tokens[place - length] == _token(tokens, ahead, end - 1 - length)
+            ):
+                length += 1
+        if length > longest:
+            num_places, longest = 0, length
+        if length == longest:
+            places[num_places] = place
+            num_places += 1
+        place = previous[place]
+    if num_places == 0:
+        return 0
+
+    choices = np.empty(num_places, dtype=np.int32)
+    counts = np.empty(num_places, dtype=np.int32)
+    for step in range(most):
+        num_choices, best = 0, 0
+        for index in range(num_places):
+            token = _token(tokens, ahead, places[index] + 1 + step)
+            choice = 0
+            while choice < num_choices and choices[choice] != token:
+                choice += 1
+            if choice == num_choices:
+                choices[choice], counts[choice] = token, 0
+                num_choices += 1
+            counts[choice] += 1
+        for choice in range(num_choices):
+            if counts[choice] > counts[best]:  # of equals, the one seen last
+                best = choice
+        token = choices[best]
+        found[step] = ahead[len(given) + step] = token
+        shares[step] = counts[best] / num_places
+        kept = 0
+        for index in range(num_places):
+            if _token(tokens, ahead, places[index] + 1 + step) == token:
+                places[kept] = places[index]
+                kept += 1
+        num_places = kept
+    return longest

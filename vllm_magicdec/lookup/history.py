@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is known of a request's text."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class History:
+    """The verified tokens of a request, on the host."""
+
+    recorded: np.ndarray  # [num_recorded] int32, from the first token on
+    latest: Sequence[int]  # those that follow
+
+    def __len__(self) -> int:
+        return len(self.recorded) + len(self.latest)
+
+    def after(self, count: int) -> np.ndarray:
+        """[len(self) - count] int32, all but the first `count` tokens."""
+        latest = self.latest[max(0, count - len(self.recorded)) :]
+        return np.concatenate([self.recorded[count:], np.array(latest, dtype=np.int32)])
