@@ -17,7 +17,8 @@ from vllm_magicdec.attention.rows import FP8_DTYPES
 
 # Largest error as a share of the largest result that there were if no two values cancelled. bfloat16 rounds
 # the result (2**-9) and, in kernels that use tensor cores, the softmax weights as well.
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+# Triton's interpreter cuts bfloat16 where devices round it: weights, products and results by 2^-8 each.
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2**-6}
 GARBAGE = torch.tensor([-1, 2**31 - 1, -(2**31), 12345678], dtype=torch.int32)
 NUM_LAYERS = 2
 CPU = torch.device("cpu")
