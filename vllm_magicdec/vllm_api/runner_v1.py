@@ -277,8 +277,7 @@ class MagicDecProposer(DraftModelProposer):
         for part, group, attention_groups in zip(
             parts, self._drafter.groups, self._attention_groups, strict=True
         ):
-            own = common.replace(slot_mapping=part.slots)
-            of_pages = functools.partial(_page_metadata, own, attention_groups, index)
+            of_pages = functools.partial(_page_metadata, common, part.slots, attention_groups, index)
             attn_metadata |= draft_metadata(part.view, group.layer_names, of_pages)
         hidden_states = self._forward(tokens, positions, [part.slots for part in parts], attn_metadata)
         drafted, probs = self._sample_draft_tokens(hidden_states, self._sampling)
@@ -381,17 +380,27 @@ class MagicDecProposer(DraftModelProposer):
 
 
 def _page_metadata(
-    common: CommonAttentionMetadata, attention_groups: Sequence[AttentionGroup], index: int, view: PageView
+    common: CommonAttentionMetadata,
+    slots: torch.Tensor,
+    attention_groups: Sequence[AttentionGroup],
+    index: int,
+    view: PageView,
 ) -> dict[str, Any]:
     """vLLM's metadata, by layer, of a draft step or pass in the layers of a view.
 
     Args:
-        common: with the queries and slots of the view's layers.
+        common: with the queries.
+        slots: [num_tokens] int64, where their K/V goes in the view's layers.
         attention_groups: of these layers.
         index: of the step in its round.
         view: where they look.
     """
-    own = common.replace(seq_lens=view.lens, max_seq_len=view.max_len, block_table_tensor=view.block_table)
+    own = common.replace(
+        seq_lens=view.lens,
+        max_seq_len=view.max_len,
+        block_table_tensor=view.block_table,
+        slot_mapping=slots,
+    )
     attn_metadata: dict[str, Any] = {}
     for group in attention_groups:
         attn_metadata |= dict.fromkeys(group.layer_names, group.build_metadata_for_drafting(own, index))
