@@ -347,25 +347,24 @@ def _noted_speculative_steps(worker: Any) -> int | None:
 
 
 def _look_up_at_random(worker: Any, seed: int) -> None:
-    from vllm_magicdec.lookup.context_index import Match
-    from vllm_magicdec.lookup.lookups import Continuation
+    from vllm_magicdec.lookup.continuation import Continuation
 
     lookups, rng = _draft_of(worker)._drafter._staged._lookups, random.Random(seed)
     own, vocab_size = lookups.look_up, worker.model_config.get_vocab_size()
 
-    def look_up(req_id: str, drafted: list[int], most: int) -> Continuation:
-        found = own(req_id, drafted, most).tokens
+    def look_up(req_id: str, drafted: list[int], most: int, *least_chance: float) -> Continuation:
+        found = own(req_id, drafted, most, *least_chance).tokens
         tokens = [
             found[place] if place < len(found) and rng.random() < 0.8 else rng.randrange(vocab_size)
             for place in range(rng.randint(0, max(0, most)))
         ]
-        return Continuation(tokens, [0.5] * len(tokens), Match(2, tokens, [1.0] * len(tokens)))
+        return Continuation(tokens, [0.5] * len(tokens))
 
     lookups.look_up = look_up
 
 
 def _break_lookups(worker: Any) -> None:
-    def look_up(req_id: str, drafted: list[int], most: int) -> Any:
+    def look_up(*args: Any) -> Any:
         raise RuntimeError("broken on purpose")
 
     _draft_of(worker)._drafter._staged._lookups.look_up = look_up
@@ -387,7 +386,8 @@ def _draft_twice(worker: Any) -> None:
             list(views.prepare(batch.of_group(group.kv_cache_group), num_steps))
             for group, views in zip(drafter.groups, drafter._views, strict=True)
         ]
-        drafter._staged.fill(drafts, batch, [RoundSteps(steps) for steps in prepared])
+        staged = drafter._staged.draft(batch, num_steps, lambda: [RoundSteps(steps) for steps in prepared])
+        drafter.draft_lists = staged
         tokens, one_by_one = batch.tokens, torch.zeros_like(drafts)
         for parts in zip(*prepared, strict=True):
             step = DraftStep(parts)
@@ -396,7 +396,7 @@ def _draft_twice(worker: Any) -> None:
         for index, context_len in enumerate(batch.context_lens.tolist()):
             if not batch.is_prefilling[index]:
                 used = min(num_steps, runner.max_model_len - context_len)
-                same = torch.equal(drafts[index, :used], one_by_one[index, :used])
+                same = staged[index] == one_by_one[index, :used].tolist()
                 compared.update(drafts=used, rounds=1, different=not same)
 
     drafter._fill, drafter.compared = fill_twice, compared

@@ -91,9 +91,11 @@ class MagicDecFields(SpeculativeConfig):
     """What `snapkv` and `verify-topk` choose: `page`s, the same for all heads of a layer, which vLLM's own
     attention reads; or `token`s per KV head, which need attention of the plugin's own. Default: pages,
     but tokens for `snapkv` on a GPU."""
-    draft_lookup: Literal["on", "off"] = "off"
-    """Whether a draft pass reads ahead what followed the request's latest tokens before, in its own prompt
-    and output, so that it makes several drafts where the draft agrees."""
+    draft_lookup: Literal["auto", "on", "off"] = "auto"
+    """Whether drafts are looked up: what followed the request's latest tokens before, in its own prompt
+    and output. A draft pass reads it ahead and makes several drafts where the draft agrees; under
+    `num_speculative_tokens: auto` it may also be verified unread, where that promises more. `auto`: with
+    that, where lookups work."""
     snapkv_window: int = Field(default=16, gt=0, le=1024)
     """Last tokens of the prompt whose attention `snapkv` follows; they stay in view themselves."""
     snapkv_recent: float = Field(default=0.375, ge=0)

@@ -137,7 +137,8 @@ def simulate(
         total_tokens += sum(1 + stood for _, stood in rounds)
         if controller is not None:
             timed = TimedStep(step, engine.measure(step, rng))
-            controller.observe(rounds if verified else [], previous.budget, timed)
+            made = previous if verified else PLAIN
+            controller.observe(rounds if verified else [], made, timed, choice)
         previous, previous_reqs = choice, moment.num_reqs
     return total_tokens / total_seconds
 

@@ -6,6 +6,7 @@ import random
 import pytest
 from imagined_engine import BUDGET, Engine, make_controller
 
+from vllm_magicdec.adaptive.controller import PLAIN, Choice
 from vllm_magicdec.adaptive.request_lengths import RequestLengths
 from vllm_magicdec.adaptive.step_times import Step, TimedStep
 
@@ -32,7 +33,8 @@ def speed(acceptances: list[float], seed: int, *, cuts: bool, steps: int = 3000)
     for index in range(steps):
         verified = [drafts] * n
         if cuts and index % 4:
-            verified = [lengths.keep(name, drafts, controller.least_chance) for name in names]
+            least_chance = 0.0 if controller.is_planned else controller.least_chance
+            verified = [lengths.keep(name, drafts, least_chance) for name in names]
         choice = controller.choose(n, n * CONTEXT)
         took = seconds(verified, choice.drafts) * rng.lognormvariate(0, 0.03)
         rounds = []
@@ -44,7 +46,8 @@ def speed(acceptances: list[float], seed: int, *, cuts: bool, steps: int = 3000)
         elapsed += took
         if verified == [drafts] * n:
             step = Step(n, n * CONTEXT, drafts, choice.drafts, choice.budget)
-            controller.observe(rounds if drafts else [], BUDGET, TimedStep(step, took))
+            chosen = Choice(drafts, BUDGET) if drafts else PLAIN
+            controller.observe(rounds if drafts else [], chosen, TimedStep(step, took), choice)
         drafts = choice.drafts
     return made / elapsed
 

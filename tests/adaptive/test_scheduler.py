@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_magicdec.adaptive.controller import PLAIN, Choice
+from vllm_magicdec.adaptive.draft_plan import DraftPlan
 from vllm_magicdec.adaptive.scheduler import MagicDecScheduler
 from vllm_magicdec.adaptive.step_times import Step
 
@@ -15,11 +16,17 @@ def test_the_drafts_in_a_steps_time_are_those_made_between_two_outputs(drafts_co
     choices = [Choice(4, 512), Choice(2, 256), PLAIN, Choice(3, 512)]
     scheduler = object.__new__(MagicDecScheduler)
     planned = iter(choices)
-    scheduler._controller = SimpleNamespace(choose=lambda num_reqs, context_tokens: next(planned))
-    scheduler._latest, scheduler._budget, scheduler._is_whole = PLAIN, 512, True
+    scheduler._controller = SimpleNamespace(
+        choose=lambda num_reqs, context_tokens: next(planned),
+        plan=lambda choice: DraftPlan(*choice),
+        is_planned=False,
+    )
+    scheduler._was_planned, scheduler._num_passes = False, 0
+    scheduler._latest, scheduler._made, scheduler._is_whole = PLAIN, PLAIN, True
+    scheduler._with_lookups = False
     scheduler._drafts_come_late = drafts_come_late
     scheduler._in_flight, scheduler.clock = {}, lambda: 0.0
-    request = SimpleNamespace(num_computed_tokens=1000, num_prompt_tokens=10)
+    request = SimpleNamespace(request_id="a", num_computed_tokens=1000, num_prompt_tokens=10)
     scheduler.requests = {"a": request, "b": request}
     outputs, verified = [], 0
     for choice in choices:

@@ -12,6 +12,7 @@ import torch
 from batches import make_batch
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from vllm_magicdec.adaptive.draft_plan import DraftPlan
 from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.drafting import drafter
 from vllm_magicdec.drafting.layer_groups import LayerGroup
@@ -38,7 +39,9 @@ class Target:
 
     def draft_pass(self, tokens, draft_pass):
         self.num_tries += 1
-        return torch.full_like(tokens, 7)
+        if self.is_broken:
+            raise RuntimeError("broken on purpose")
+        return torch.full_like(tokens, 7), torch.ones(len(tokens))
 
     def observe(self, layer_names, indices, window, observer): ...
 
@@ -112,8 +115,12 @@ def test_a_round_with_lookups_takes_one_pass_where_they_are_right(make_drafter):
     table = torch.arange(64, dtype=torch.int32).unsqueeze(0)
     history = History(np.array([1, 2, *[7] * 10, 1], dtype=np.int32), [2])
     batch = replace(make_batch(["a"], table, [13]), histories=[history])
-    assert made.draft(batch, GAMMA) and made.draft_tokens[0].tolist() == [7] * GAMMA
+    assert made.draft(batch, GAMMA) and made.draft_lists == [[7] * GAMMA]
     assert target.num_tries == 1
+    assert made.draft(batch, DraftPlan(GAMMA, budget=0)) and made.draft_lists == [[7] * GAMMA]
+    assert target.num_tries == 1, "nothing is read where the plan has no budget"
+    target.is_broken = True
+    assert not made.draft(batch, GAMMA) and made.draft_lists == [[]]
 
 
 def test_lookups_are_refused_where_views_are_not_of_pages(make_drafter, monkeypatch):

@@ -5,10 +5,9 @@ The target here draws a token by a hash of all that it sees through a view: one 
 out of date, and it draws another. tests/engine/test_draft_lookup.py has real models.
 """
 
+import itertools
 import random
-from collections import Counter
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,11 +15,16 @@ import torch
 from batches import KeepsWhatIsThere, make_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pytest import MonkeyPatch
 
+from vllm_magicdec import envs
+from vllm_magicdec.adaptive.draft_plan import DraftPlan
+from vllm_magicdec.adaptive.metrics import LookupCounters
+from vllm_magicdec.drafting.confidence import Confidence
 from vllm_magicdec.drafting.staged import StagedDrafts
-from vllm_magicdec.lookup.context_index import Match
+from vllm_magicdec.lookup.continuation import Continuation
 from vllm_magicdec.lookup.history import History
-from vllm_magicdec.lookup.lookups import Continuation, Lookups
+from vllm_magicdec.lookup.lookups import Lookups
 from vllm_magicdec.policies.streamingllm import StreamingLLM
 from vllm_magicdec.views.base import PAD_SLOT, DraftSlots, DraftStep, LayerPageView
 from vllm_magicdec.views.layer_pages import LayerPageViews
@@ -53,7 +57,8 @@ class Target:
     def draft_pass(self, tokens, draft_pass):
         assert tokens.dtype == torch.int32 and len(tokens) <= self.max_pass_tokens
         self.pass_lens.append(draft_pass.queries.lens.tolist())
-        return self._run(tokens, draft_pass.parts, draft_pass.queries.lens.tolist())
+        drawn = self._run(tokens, draft_pass.parts, draft_pass.queries.lens.tolist())
+        return drawn, torch.full((len(drawn),), 0.7)
 
     def _run(self, tokens, parts, lens):
         seen: list[list] = [[] for _ in tokens]
@@ -109,22 +114,25 @@ class Round:
             drafts.append(tokens.tolist())
         return [list(own)[:n] for own, n in zip(zip(*drafts, strict=True), self.wanted, strict=True)]
 
-    def staged(self, lookups, max_pass_tokens: int = 10**6) -> tuple[list[list[int]], Target, Counter]:
+    def staged(
+        self, lookups, max_pass_tokens: int = 10**6
+    ) -> tuple[list[list[int]], Target, dict[str, int]]:
         """The drafts of staged passes; what they wrote; what was counted."""
         target = Target([dict(cache) for cache in self.cache], max_pass_tokens)
-        counted = Counter()
-
-        def count_round(num_passes, num_looked_up, num_accepted):
-            counted.update(rounds=1, passes=num_passes, looked_up=num_looked_up, accepted=num_accepted)
-
-        drafts = torch.full((len(self.tables), self.num_steps), -7)
-        staged = StagedDrafts(target, lookups, SimpleNamespace(count_round=count_round), self.model_len)
-        rounds = [RoundSteps(list(views.prepare(self.batch, self.num_steps))) for views in self.views]
-        staged.fill(drafts, self.batch, rounds)
-        assert counted["passes"] == len(target.pass_lens)
-        for own, n in zip(drafts, self.wanted, strict=True):
-            assert not own[max(0, n) :].any(), "0 where a draft would not be used"
-        return [own[:n].tolist() for own, n in zip(drafts, self.wanted, strict=True)], target, counted
+        counters = LookupCounters(None)
+        staged = StagedDrafts(
+            target,
+            lookups,
+            counters,
+            max_num_reqs=len(self.tables),
+            max_drafts=self.num_steps,
+            max_model_len=self.model_len,
+        )
+        drafts = staged.draft(self.batch, self.num_steps, lambda: steps_of(self))
+        counted = {name.removeprefix("lookup_"): n for name, n in counters.totals.items()}
+        assert counted["passes"] == len(target.pass_lens) and not counted["cut_tokens"]
+        assert [len(own) for own in drafts] == [max(0, n) for n in self.wanted]
+        return drafts, target, counted
 
 
 @st.composite
@@ -199,17 +207,15 @@ class RandomLookups:
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
-        self.fates: list[tuple[int, int]] = []
+        self.num_tokens = 0
 
     def follow(self, req_ids, histories) -> None:
         pass
 
-    def look_up(self, req_id, drafted, most) -> Continuation:
+    def look_up(self, req_id, drafted, most, *least_chance) -> Continuation:
         tokens = [self._rng.randrange(5) for _ in range(self._rng.randint(0, max(0, most)))]
-        return Continuation(tokens, [0.5] * len(tokens), Match(2, tokens, [1.0] * len(tokens)))
-
-    def learn(self, continuation, num_right) -> None:
-        self.fates.append((len(continuation.tokens), num_right))
+        self.num_tokens += len(tokens)
+        return Continuation(tokens, [0.5] * len(tokens))
 
 
 class KnownDrafts(RandomLookups):
@@ -219,10 +225,10 @@ class KnownDrafts(RandomLookups):
         super().__init__(0)
         self._drafts = drafts
 
-    def look_up(self, req_id, drafted, most) -> Continuation:
+    def look_up(self, req_id, drafted, most, *least_chance) -> Continuation:
         own = self._drafts[int(req_id)] if self._drafts else []
         tokens = own[len(drafted) : len(drafted) + most]
-        return Continuation(tokens, [1.0] * len(tokens), Match(2, tokens, [1.0] * len(tokens)))
+        return Continuation(tokens, [1.0] * len(tokens))
 
 
 @settings(max_examples=200, deadline=None)
@@ -232,11 +238,10 @@ def test_the_drafts_are_those_of_one_pass_per_token_whatever_was_looked_up(drawn
     lookups = RandomLookups(seed)
     drafts, target, counted = drawn.staged(lookups, max_pass_tokens)
     assert drafts == expected
-    assert counted["looked_up"] == sum(found for found, _ in lookups.fates)
-    assert counted["accepted"] == sum(right for _, right in lookups.fates)
+    assert counted["tokens"] == lookups.num_tokens
     assert max(map(sum, target.pass_lens), default=0) <= max_pass_tokens
     # A token that was looked up and stood spares a pass of its request.
-    assert sum(map(len, target.pass_lens)) == sum(drawn.wanted) - counted["accepted"]
+    assert sum(map(len, target.pass_lens)) == sum(drawn.wanted) - counted["accepted_tokens"]
     assert_only_lookahead_was_written(drawn, target)
 
 
@@ -256,10 +261,10 @@ def test_a_lookup_that_is_always_right_takes_one_pass_and_none_takes_one_per_dra
     expected = drawn.one_by_one()
     drafts, _, counted = drawn.staged(KnownDrafts(expected))
     assert drafts == expected and counted["passes"] == (1 if any(expected) else 0)
-    assert counted["accepted"] == counted["looked_up"] == sum(max(0, len(own) - 1) for own in expected)
+    assert counted["accepted_tokens"] == counted["tokens"] == sum(max(0, len(own) - 1) for own in expected)
     drafts, _, counted = drawn.staged(KnownDrafts([]))
     assert drafts == expected and counted["passes"] == max(drawn.wanted)
-    assert counted["looked_up"] == 0
+    assert counted["tokens"] == 0
 
 
 @settings(max_examples=100, deadline=None)
@@ -270,6 +275,129 @@ def test_the_requests_own_context_spares_passes(drawn):
         drafts, target, _ = drawn.staged(lookups)
         assert drafts == drawn.one_by_one()
         assert_only_lookahead_was_written(drawn, target)
+
+
+def make_staged(drawn: Round, lookups, **others) -> tuple[StagedDrafts, Target]:
+    target = Target([dict(cache) for cache in drawn.cache])
+    sizes = {"max_num_reqs": len(drawn.tables), "max_drafts": drawn.num_steps}
+    staged = StagedDrafts(
+        target, lookups, LookupCounters(None), max_model_len=drawn.model_len, **sizes, **others
+    )
+    return staged, target
+
+
+def steps_of(drawn: Round) -> list[RoundSteps]:
+    return [RoundSteps(list(views.prepare(drawn.batch, drawn.num_steps))) for views in drawn.views]
+
+
+@settings(max_examples=100, deadline=None)
+@given(rounds(), st.floats(0.05, 0.9), st.floats(0.0, 3.0), st.integers(0, 9))
+def test_what_is_not_worth_its_cost_is_neither_drafted_nor_verified(drawn, least_chance, least_gain, seed):
+    expected = drawn.one_by_one()
+    staged, target = make_staged(drawn, RandomLookups(seed))
+    plan = DraftPlan(drawn.num_steps, 512, least_chance, least_gain)
+    drafts = staged.draft(drawn.batch, plan, lambda: steps_of(drawn))
+    assert drafts.num_passes == len(target.pass_lens)
+    chance = Confidence().chance(0.7)  # of every draft of this target, before anything is learned
+    worth = next(n for n in itertools.count() if chance ** (n + 1) < least_chance)
+    assert all(own == known[: len(own)] for own, known in zip(drafts, expected, strict=True))
+    assert all(len(own) <= worth for own in drafts)
+    if least_gain == 0.0:
+        assert [len(own) for own in drafts] == [min(worth, max(0, n)) for n in drawn.wanted]
+    # A pass more than those that could gain enough is not made.
+    running = sum(n > 0 for n in drawn.wanted)
+    assert len(target.pass_lens) <= 1 or running * (1 - least_chance) >= least_gain
+
+
+@settings(max_examples=50, deadline=None)
+@given(rounds())
+def test_drafts_that_are_looked_up_alone_take_no_pass(drawn):
+    expected = drawn.one_by_one()
+    staged, target = make_staged(drawn, KnownDrafts(expected))
+    for plan in (DraftPlan(drawn.num_steps, 0), DraftPlan(1, 512, 0.1, 0.1, -100.0)):
+        drafts = staged.draft(drawn.batch, plan, lambda: steps_of(drawn))
+        assert drafts == expected and not drafts.num_passes and not target.pass_lens
+    num_tokens = sum(map(len, expected))
+    for least_promise, is_read in [(0.9 * num_tokens + 0.1, True), (0.9 * num_tokens - 0.1, False)]:
+        plan = DraftPlan(drawn.num_steps, 512, 0.1, 0.0, least_promise)
+        drafts = staged.draft(drawn.batch, plan, lambda: steps_of(drawn))
+        assert bool(drafts.num_passes) == (is_read and num_tokens > 0)
+
+
+class BrokenLookups(RandomLookups):
+    """They work for a while."""
+
+    def __init__(self, num_good: int) -> None:
+        super().__init__(0)
+        self._left = num_good
+
+    def look_up(self, req_id, drafted, most, *least_chance) -> Continuation:
+        self._left -= 1
+        if self._left < 0:
+            raise RuntimeError("broken on purpose")
+        return super().look_up(req_id, drafted, most, *least_chance)
+
+
+@settings(max_examples=50, deadline=None)
+@given(rounds(), st.integers(0, 5))
+def test_lookups_that_fail_leave_the_drafts_as_they_are(drawn, num_good):
+    expected = drawn.one_by_one()
+    with MonkeyPatch.context() as patched:
+        patched.setattr(envs, "strict", lambda: False)
+        staged, _ = make_staged(drawn, BrokenLookups(num_good))
+        for _ in range(2):
+            assert staged.draft(drawn.batch, drawn.num_steps, lambda: steps_of(drawn)) == expected
+        unread = staged.draft(drawn.batch, DraftPlan(3, 0), lambda: steps_of(drawn))
+        assert unread == [[]] * len(expected) or num_good
+        # Another rank would go on with lookups.
+        staged, _ = make_staged(drawn, BrokenLookups(0), is_alone=False)
+        if max(drawn.wanted) > 0:
+            with pytest.raises(RuntimeError):
+                staged.draft(drawn.batch, drawn.num_steps, lambda: steps_of(drawn))
+
+
+@pytest.mark.parametrize("true_chance", [0.2, 0.7, 0.97])
+def test_confidence_becomes_the_acceptance_seen(true_chance):
+    confidence, rng = Confidence(), random.Random(1)
+    for _ in range(3000):
+        confidence.observe(0.4, rng.random() < true_chance)
+    assert confidence.chance(0.4) == pytest.approx(true_chance, abs=0.08)
+    assert confidence.chance(0.99) == Confidence().chance(0.99)
+
+
+def test_a_surer_draft_is_likelier_to_stand_at_first():
+    chances = [Confidence().chance(p) for p in (0.0, 1e-9, 0.05, 0.3, 0.5, 0.9, 0.999, 1.0)]
+    assert chances == sorted(chances) and chances[0] < 0.2 and chances[-1] > 0.99
+
+
+def test_confidence_is_learned_from_what_was_verified():
+    """Also of drafts that were cut, by what the target drew at their places."""
+    table = torch.arange(16, dtype=torch.int32).unsqueeze(0)
+    staged = StagedDrafts(
+        None, RandomLookups(0), LookupCounters(None), max_num_reqs=2, max_drafts=4, max_model_len=60
+    )
+    seen = []
+    staged._confidence.observe = lambda *args: seen.append(args)
+
+    def history_of(tokens: list[int]):
+        history = History(np.array(tokens[:-1], dtype=np.int32), tokens[-1:])
+        return replace(make_batch(["a"], table, [len(tokens) - 1]), histories=[history])
+
+    for verified, learned in [
+        ([9], [(0.9, True)]),
+        ([5], [(0.9, False)]),
+        ([9, 8, 4], [(0.9, True), (0.8, True), (0.7, False)]),
+        ([9, 8, 7, 6], [(0.9, True), (0.8, True), (0.7, True)]),
+        ([], []),
+    ]:
+        seen.clear()
+        staged._propose(history_of([1, 2]), 0, [9, 8, 7], [0.9, 0.8, 0.7])
+        staged._follow(history_of([1, 2, *verified]), [0])
+        assert seen == learned
+    staged._propose(history_of([1, 2]), 0, [9, 8, 7], None)
+    staged._follow(history_of([1, 2, 9, 8, 1]), [0])
+    counted = staged._counters.totals
+    assert (counted["lookup_unread_tokens"], counted["lookup_unread_accepted_tokens"]) == (3, 2)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from vllm_magicdec.lookup.calibration import Calibration
 from vllm_magicdec.lookup.context_index import MAX_MATCH
+from vllm_magicdec.lookup.continuation import LEAST_CHANCE
 from vllm_magicdec.lookup.history import History
-from vllm_magicdec.lookup.lookups import LEAST_CHANCE, Lookups
+from vllm_magicdec.lookup.lookups import Lookups
 
 
 def history(tokens: list[int], num_latest: int = 1) -> History:
@@ -31,7 +32,7 @@ def test_it_knows_each_requests_tokens_however_they_came(tokens, data):
         lookups.follow(["a", "b"], [history(tokens[:end], num_latest), history([1, 2, 1, 2])])
         once = Lookups(4)
         once.follow(["a"], [history(tokens[:end])])
-        assert lookups.look_up("a", [], 4) == once.look_up("a", [], 4)
+        assert lookups.look_up("a", [], 4, 0.0).tokens == once.look_up("a", [], 4, 0.0).tokens
     assert lookups.look_up("b", [], 2).tokens[:1] == [1]
 
 
@@ -64,11 +65,14 @@ def test_a_continuation_ends_where_it_is_unlikely():
     lookups.follow(["a"], [history([token for n in range(20) for token in (1, 2, 10 + n)] + [1, 2])])
     assert lookups.look_up("a", [], 5).tokens == []
 
-    lookups.follow(["a"], [history([token for _ in range(21) for token in (1, 2, 10)] + [1, 2])])
+    known = [token for _ in range(21) for token in (1, 2, 10)] + [1, 2]
+    lookups.follow(["a"], [history(known)])
     whole = lookups.look_up("a", [], 8)
     assert len(whole.tokens) == 8 and np.prod(whole.chances) >= LEAST_CHANCE
-    for _ in range(200):
-        lookups.learn(whole, 0)
+    assert len(lookups.look_up("a", [], 8, 0.95).tokens) < 8
+    for _ in range(200):  # they are always wrong
+        lookups.follow(["a"], [history([*known, 7])])
+        lookups.follow(["a"], [history(known)])
     assert len(lookups.look_up("a", [], 8).tokens) < 8
 
 
@@ -94,17 +98,18 @@ def test_a_longer_match_is_likelier_at_first_and_no_chance_is_above_one():
     assert calibration.chance(4, 1.0) == 1.0
 
 
-def test_only_tokens_whose_fate_was_seen_are_learned_from():
+def test_it_learns_from_what_was_verified_whoever_drafted_it():
     lookups, learned = Lookups(1), []
-    lookups.follow(["a"], [history([1, 2, 3, 4, 5, 1, 2])])
     lookups._calibration.observe = lambda *seen: learned.append(seen)
-    found = lookups.look_up("a", [], 3)
-    assert found.tokens == [3, 4, 5]
-    for num_right in range(4):
-        lookups.learn(found, num_right)
-    assert learned == [
-        *[(2, 1.0, False)],
-        *[(2, 1.0, True), (3, 1.0, False)],
-        *[(2, 1.0, True), (3, 1.0, True), (4, 1.0, False)],
-        *[(2, 1.0, True), (3, 1.0, True), (4, 1.0, True)],
-    ]
+    known = [1, 2, 3, 4, 5, 1, 2]
+    for verified, seen in [
+        ([3], [(2, 1.0, True)]),
+        ([7], [(2, 1.0, False)]),
+        ([3, 4, 9], [(2, 1.0, True), (3, 1.0, True), (4, 1.0, False)]),
+        ([3, 9, 5], [(2, 1.0, True), (3, 1.0, False)]),
+        ([6] * 33, []),  # no round of drafts
+    ]:
+        lookups.follow(["a"], [history(known)])
+        learned.clear()
+        lookups.follow(["a"], [history(known + verified)])
+        assert learned == seen

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
+from vllm_magicdec.adaptive.draft_plan import DraftPlan
 from vllm_magicdec.adaptive.step_times import Step, StepTimes, TimedStep
 
 # A change must promise at least this much more, so that noise does not make the choice flap.
@@ -41,7 +42,7 @@ class Choice(NamedTuple):
     """What the next step drafts."""
 
     drafts: int
-    """Per request; 0 is plain decoding."""
+    """Per request, at most; 0 is plain decoding."""
     budget: int
     """K/V entries that each draft step reads per request, at most; 0 where none is made."""
 
@@ -143,9 +144,11 @@ class Controller:
         self.budgets = tuple(budgets)
         self._pairs = [Choice(length, budget) for length in self.lengths for budget in self.budgets]
         self._choices = [PLAIN, *self._pairs] if 0 in lengths else self._pairs
+        self._only_tried = [PLAIN]  # to know what it brings, also where it is not chosen
         self._current = Choice(self._length_up_to(4), budgets[-1])
         self._plan: list[Choice] = []  # of the steps that come next, last first
-        self._is_planned = False  # the latest choice was one of them
+        self.is_planned = False
+        """Whether the latest choice is a trial, or made to learn times."""
         self._seconds_per_token = 0.0  # of the batch, with the present choice; 0: not known
         self._least_chance = 0.0
         self._has_tried = False  # a plan has ended: what it showed is to be learnt at once
@@ -170,7 +173,7 @@ class Controller:
                 self._seconds_per_token = 0.0
             elif len(self.times) and num_reqs != self._decided_for:
                 self._decide(num_reqs, context_tokens)
-        self._is_planned = bool(self._plan)
+        self.is_planned = bool(self._plan)
         if not self._plan:
             return self._current
         self._has_tried = len(self._plan) == 1
@@ -181,42 +184,73 @@ class Controller:
         rates = self.rates(num_reqs, context_tokens)
         self._switch(rates)
         self._seconds_per_token = 1.0 / rates[self._current]
-        self._least_chance = rates[self._current] * self.times.position_seconds(num_reqs, context_tokens)
+        self._weigh(rates, num_reqs, context_tokens)
         self._consider_trial(rates, num_reqs, context_tokens)
+
+    def _weigh(self, rates: dict[Choice, float], num_reqs: int, context_tokens: int) -> None:
+        """Find what a draft must promise."""
+        self._least_chance = rates[self._current] * self.times.position_seconds(num_reqs, context_tokens)
+
+    def plan(self, choice: Choice) -> DraftPlan:
+        """What the workers are told of the latest choice."""
+        return DraftPlan(*choice)
 
     @property
     def least_chance(self) -> float:
         """That a draft of the latest choice must have to stand, to be worth verifying; 0: all are."""
-        return 0.0 if self._is_planned else self._least_chance
+        return 0.0 if self.is_planned else self._least_chance
 
-    def observe(self, rounds: Collection[tuple[int, int]], budget: int, timed: TimedStep | None) -> None:
+    def observe(
+        self,
+        rounds: Collection[tuple[int, int]],
+        made: Choice,
+        timed: TimedStep | None,
+        drafted: Choice,
+        *,
+        num_passes: int = 0,
+        was_planned: bool = False,
+    ) -> None:
         """A step has been made.
 
         Args:
-            rounds: (drafted, accepted) of each request that verified drafts.
-            budget: with which they were drafted.
+            rounds: (verified, accepted) drafts of each request that had some.
+            made: how they were drafted; `PLAIN`: there were none.
             timed: what the step did and how long it took; None if it did not do the same for every
                 request, or prefilled some: such steps tell of acceptance only.
+            drafted: how the timed step drafted.
+            num_passes: draft steps that made the drafts which this step verified.
+            was_planned: `is_planned` of `made`.
         """
         # A large batch has few different outcomes.
-        for (drafted, accepted), count in Counter(rounds).items():
-            self.acceptance.observe(budget, drafted, accepted, count)
+        for (verified, accepted), count in Counter(rounds).items():
+            self._observe_round(
+                made, verified, accepted, count, num_passes=num_passes, was_planned=was_planned
+            )
         if timed is not None:
             self._observe_time(timed)
-            tried = Choice(timed.step.verified, budget) if timed.step.verified else PLAIN
-            self._last_tried[tried] = self._num_steps
+            self._last_tried[made] = self._num_steps
             self._account(rounds, timed)
-            self._credit_seconds += _TRIAL_SHARE * timed.seconds - self._lost_seconds(rounds, timed)
+            lost = self._lost_seconds(rounds, timed) if self._is_trial(made, drafted) else 0.0
+            self._credit_seconds += _TRIAL_SHARE * timed.seconds - lost
             # Not when it has to choose: that is before a step, this while one is computed.
             if not self._plan and self._num_steps - self._decided_at >= _STEPS_PER_CHOICE:
                 self._decide(timed.step.num_reqs, timed.step.context_tokens)
 
+    def _observe_round(
+        self, made: Choice, verified: int, accepted: int, count: int, *, num_passes: int, was_planned: bool
+    ) -> None:
+        """Of so many requests alike."""
+        self.acceptance.observe(made.budget, verified, accepted, count)
+
+    def _is_trial(self, made: Choice, drafted: Choice) -> bool:
+        """Whether a step verified or drafted otherwise than the present choice wants."""
+        return {made, drafted} != {self._current}
+
     def _lost_seconds(self, rounds: Collection[tuple[int, int]], timed: TimedStep) -> float:
         """What a step of a trial took longer than the present choice takes for the same tokens."""
-        step, current = timed.step, self._current
-        is_trial = step != _step(step.num_reqs, step.context_tokens, current, current)
+        step = timed.step
         # What a token takes was found for a batch of one size; a step in flight may be of the size before.
-        if not is_trial or not self._seconds_per_token or step.num_reqs != self._decided_for:
+        if not self._seconds_per_token or step.num_reqs != self._decided_for:
             return 0.0
         tokens = step.num_reqs + sum(accepted for _, accepted in rounds)
         seconds = min(timed.seconds, _MAX_MISS * self.times.pace * self.times.predict(step))
@@ -234,7 +268,7 @@ class Controller:
         """Compare with the time that plain decoding would have taken for the same tokens."""
         step = timed.step
         plain = self.times.pace * self.times.predict(
-            _step(step.num_reqs, step.context_tokens, PLAIN, PLAIN)
+            self._step(step.num_reqs, step.context_tokens, PLAIN, PLAIN)
         )
         tokens = 1.0 + sum(accepted for _, accepted in rounds) / step.num_reqs
         self._plain_seconds = _FORGET * self._plain_seconds + tokens * plain
@@ -251,7 +285,7 @@ class Controller:
         return {
             choice: num_reqs
             * expected
-            / self.times.predict(_step(num_reqs, context_tokens, choice, choice))
+            / self.times.predict(self._step(num_reqs, context_tokens, choice, choice))
             for choice, expected in tokens.items()
         }
 
@@ -259,12 +293,16 @@ class Controller:
         by_budget = {budget: self.acceptance.tokens_per_round(budget) for budget in self.budgets}
         return {PLAIN: 1.0, **{pair: by_budget[pair.budget][pair.drafts] for pair in self._pairs}}
 
+    def _step(self, num_reqs: int, context_tokens: int, verified: Choice, drafted: Choice) -> Step:
+        """That verifies the drafts of one choice and drafts as another."""
+        return Step(num_reqs, context_tokens, verified.drafts, drafted.drafts, drafted.budget)
+
     def forecast(self, num_reqs: int, context_tokens: int) -> Forecast:
         """What to expect of the current choice for such a batch."""
         rates = self.rates(num_reqs, context_tokens)
         choice = self._current
-        whole = self.times.predict(_step(num_reqs, context_tokens, choice, choice))
-        verification = self.times.predict(_step(num_reqs, context_tokens, choice, PLAIN))
+        whole = self.times.predict(self._step(num_reqs, context_tokens, choice, choice))
+        verification = self.times.predict(self._step(num_reqs, context_tokens, choice, PLAIN))
         share = max(0.0, 1.0 - verification / whole)
         return Forecast(choice, rates[choice] / rates[PLAIN], share)
 
@@ -302,7 +340,7 @@ class Controller:
         by_length = [[pair for pair in self._pairs if pair.drafts == length] for length in self.lengths]
         by_budget = [[pair for pair in self._pairs if pair.budget == budget] for budget in self.budgets]
         promising = [max(pairs, key=rates.__getitem__) for pairs in (*by_length, *by_budget)]
-        others = [choice for choice in (PLAIN, *promising) if choice != self._current]
+        others = [choice for choice in (*self._only_tried, *promising) if choice != self._current]
         stalest = min(others, key=lambda choice: self._last_tried[choice])
         cost = self._trial_cost(stalest, rates, num_reqs, context_tokens)
         if self._credit_seconds >= cost:
@@ -315,7 +353,7 @@ class Controller:
         """Seconds lost by a trial: its steps and the one after, which has the trial's drafts to verify."""
         choices = [self._current, *[trial] * _TRIAL_STEPS, self._current]
         seconds = sum(
-            self.times.predict(_step(num_reqs, context_tokens, verified, drafted))
+            self.times.predict(self._step(num_reqs, context_tokens, verified, drafted))
             for verified, drafted in pairwise(choices)
         )
         expected = self._tokens_per_round()
@@ -333,7 +371,7 @@ class Controller:
             return False
         self._regions.add(region)
         return not any(
-            self.times.count(_step(num_reqs, context_tokens, choice, choice))
+            self.times.count(self._step(num_reqs, context_tokens, choice, choice))
             for choice in (PLAIN, *self._pairs)
         )
 
@@ -344,8 +382,4 @@ class Controller:
         pairs = [Choice(length, self.budgets[-1]) for length in lengths]
         smaller = [budget for budget in self.budgets[:-1] if num_reqs * budget < context_tokens]
         pairs += [Choice(lengths[len(lengths) // 2], budget) for budget in smaller]
-        return [choice for choice in (PLAIN, *pairs) for _ in range(_CALIBRATION_STEPS)]
-
-
-def _step(num_reqs: int, context_tokens: int, verified: Choice, drafted: Choice) -> Step:
-    return Step(num_reqs, context_tokens, verified.drafts, drafted.drafts, drafted.budget)
+        return [choice for choice in (*self._only_tried, *pairs) for _ in range(_CALIBRATION_STEPS)]

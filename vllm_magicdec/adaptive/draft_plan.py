@@ -1,30 +1,59 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler tells the workers about the next drafts."""
+"""What the scheduler tells the workers about the next drafts, and what they tell it."""
+
+from collections.abc import Iterable
+from math import inf
 
 # `draft_kv_budget: auto` chooses among the largest budget divided by these.
 BUDGET_DIVISORS = (4, 2, 1)
 
 
 class DraftPlan(int):
-    """The number of drafts of a step, with the KV budget to draft them with.
+    """The number of drafts of a step, with what else there is to know for drafting.
 
     `SchedulerOutput.num_spec_tokens_to_schedule` is the one thing that both of vLLM's model runners hand
     from the scheduler to the drafter as it is. vLLM computes with it as a number of drafts; so this is one,
-    and the budget travels on it.
+    and the rest travels on it.
     """
 
     budget: int
-    """K/V entries that each draft step reads per request, at most."""
+    """K/V entries that each draft step reads per request, at most; 0: drafts are looked up and not read."""
+    least_chance: float
+    """That a draft must have to stand, to be worth verifying."""
+    least_gain: float
+    """Accepted tokens that one more draft of all requests must promise, to be worth its step."""
+    least_promise: float
+    """Accepted tokens, each draft less `least_chance` for its verification, that looked-up drafts of all
+    requests must promise, to be verified instead of others."""
 
-    def __new__(cls, drafts: int, budget: int) -> "DraftPlan":
+    def __new__(
+        cls,
+        drafts: int,
+        budget: int,
+        least_chance: float = 0.0,
+        least_gain: float = 0.0,
+        least_promise: float = inf,
+    ) -> "DraftPlan":
         """So many drafts per request, made with this budget in tokens."""
         plan = super().__new__(cls, drafts)
-        plan.budget = budget
+        plan.budget, plan.least_chance, plan.least_gain = budget, least_chance, least_gain
+        plan.least_promise = least_promise
         return plan
 
-    def __getnewargs__(self) -> tuple[int, int]:  # type: ignore[override]
+    def __getnewargs__(self) -> tuple[int, int, float, float, float]:  # type: ignore[override]
         """Pickled on its way to the workers."""
-        return int(self), self.budget
+        return int(self), self.budget, self.least_chance, self.least_gain, self.least_promise
 
     def __repr__(self) -> str:
         return f"DraftPlan({int(self)}, budget={self.budget})"
+
+
+class DraftLists(list[list[int]]):
+    """A round's drafts by request, on their way from a worker to the scheduler."""
+
+    num_passes: int
+    """Draft steps that made them; 0: they were looked up."""
+
+    def __init__(self, drafts: Iterable[list[int]] = (), num_passes: int = 0) -> None:
+        super().__init__(drafts)
+        self.num_passes = num_passes

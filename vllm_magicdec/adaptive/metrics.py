@@ -32,6 +32,10 @@ _LOOKUP_COUNTERS = {
     "lookup_passes": "Passes of the draft in these rounds.",
     "lookup_tokens": "Tokens that were looked up and read by the draft.",
     "lookup_accepted_tokens": "Looked-up tokens that the draft drew itself.",
+    "lookup_unread_tokens": "Looked-up tokens that were drafts without a pass.",
+    "lookup_unread_accepted_tokens": "Of these, those that the target accepted.",
+    "lookup_failures": "Failures that ended lookups until the engine is started anew.",
+    "cut_tokens": "Drafts that were too unlikely to be verified.",
 }
 
 
@@ -124,7 +128,7 @@ class DraftFailures:
 
 
 class LookupCounters:
-    """What lookups brought to the draft.
+    """What became of looked-up tokens, and of drafts that were not worth verifying.
 
     Args:
         metrics_dir: as for `DraftFailures`.
@@ -132,8 +136,9 @@ class LookupCounters:
 
     def __init__(self, metrics_dir: str | None) -> None:
         self._file = _MetricsFile(metrics_dir, "counter", "magicdec_lookup_")
-        self._totals = dict.fromkeys(_LOOKUP_COUNTERS, 0)
-        self._write()
+        self.totals = dict.fromkeys(_LOOKUP_COUNTERS, 0)
+        for name in _LOOKUP_COUNTERS:
+            self._show(name)
 
     def count_round(self, num_passes: int, num_looked_up: int, num_accepted: int) -> None:
         """Record a round.
@@ -143,15 +148,34 @@ class LookupCounters:
             num_looked_up: tokens of all requests that were read in them.
             num_accepted: of these, those that the draft drew itself.
         """
-        counts = (1, num_passes, num_looked_up, num_accepted)
-        for name, count in zip(_LOOKUP_COUNTERS, counts, strict=True):
-            self._totals[name] += count
-        self._write()
+        self._count(
+            lookup_rounds=1,
+            lookup_passes=num_passes,
+            lookup_tokens=num_looked_up,
+            lookup_accepted_tokens=num_accepted,
+        )
 
-    def _write(self) -> None:
-        for name, total in self._totals.items():
-            metric = f"vllm:magicdec_{name}"
-            self._file.write(metric, f"{metric}_total", float(total), _LOOKUP_COUNTERS[name])
+    def count_unread(self, num_tokens: int, num_accepted: int) -> None:
+        """Record a request's looked-up drafts that the draft had not read, once they are verified."""
+        self._count(lookup_unread_tokens=num_tokens, lookup_unread_accepted_tokens=num_accepted)
+
+    def count_cut(self, num_tokens: int) -> None:
+        """Record drafts of a request that are not verified."""
+        self._count(cut_tokens=num_tokens)
+
+    def count_failure(self) -> None:
+        """Record that lookups ended."""
+        self._count(lookup_failures=1)
+
+    def _count(self, **counts: int) -> None:
+        for name, count in counts.items():
+            if count:
+                self.totals[name] += count
+                self._show(name)
+
+    def _show(self, name: str) -> None:
+        metric = f"vllm:magicdec_{name}"
+        self._file.write(metric, f"{metric}_total", float(self.totals[name]), _LOOKUP_COUNTERS[name])
 
 
 class SpeculationGauges:

@@ -6,7 +6,7 @@ each `SchedulerOutput`, and both model runners follow. Here a controller sets it
 one request has verified of it may be less (`request_lengths.py`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,11 +19,12 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
 from vllm_magicdec import envs
-from vllm_magicdec.adaptive.controller import PLAIN, Controller
-from vllm_magicdec.adaptive.draft_plan import DraftPlan
+from vllm_magicdec.adaptive.controller import PLAIN, Choice, Controller
+from vllm_magicdec.adaptive.draft_plan import DraftLists
+from vllm_magicdec.adaptive.lookup_controller import NONE_FOUND, LookupController
 from vllm_magicdec.adaptive.metrics import SpeculationGauges
 from vllm_magicdec.adaptive.request_lengths import RequestLengths
 from vllm_magicdec.adaptive.step_times import Step, StepTimes, TimedStep
@@ -37,14 +38,28 @@ _STEPS_PER_REPORT = 32
 _STEPS_PER_WHOLE_STEP = 4
 
 
-@dataclass(frozen=True)
+@dataclass
 class _InFlight:
     """A step that was handed out."""
 
     began: float  # by the clock
-    budget: int  # of the drafts that it verifies
+    made: Choice  # how the drafts that it verifies were made
+    was_planned: bool  # whether that was a trial, or for learning times
+    num_passes_made: int  # draft steps that made them
+    drafted: Choice  # how it drafts
+    num_passes: int  # draft steps that it makes
     is_whole: bool  # all drafts are verified
-    step: Step | None  # None: it does not do the same for every request
+    decoding: Collection[str]  # requests that were drafted for
+    context_tokens: int
+    verified: float | None  # per request; None: it does not do the same for every request
+
+    @property
+    def step(self) -> Step | None:
+        """None: its time tells nothing."""
+        if self.verified is None:
+            return None
+        num_reqs, budget = len(self.decoding), self.drafted.budget
+        return Step(num_reqs, self.context_tokens, self.verified, self.num_passes, budget)
 
 
 class _AdaptiveSpeculation(Scheduler):
@@ -55,9 +70,13 @@ class _AdaptiveSpeculation(Scheduler):
         spec = self.vllm_config.speculative_config
         assert isinstance(spec, MagicDecSpeculativeConfig)
         self.clock: Callable[[], float] = perf_counter
+        self._with_lookups = spec.adaptive and spec.draft_lookup == "on"
         self._controller = self._make_controller(spec)
         self._latest = PLAIN  # what the step before drafted
-        self._budget = self._controller.budgets[-1]  # of the latest drafts
+        self._made = PLAIN  # how the latest drafts were made
+        self._was_planned = False  # the latest choice
+        self._num_passes = 0  # that made the latest drafts
+        self._newest: _InFlight | None = None
         # On a GPU the V2 runner hands out a step's tokens before it drafts. So what passes between two
         # outputs is the drafts of the step before and the verification of this one.
         on_gpu = self.vllm_config.device_config.device_type == "cuda"
@@ -69,12 +88,15 @@ class _AdaptiveSpeculation(Scheduler):
         graphs = self.vllm_config.compilation_config.cudagraph_mode
         has_graphs = graphs.decode_mode() == CUDAGraphMode.FULL
         self._lengths_differ = (
-            spec.adaptive and not has_graphs and not self.vllm_config.model_config.use_mla
+            spec.adaptive
+            and not has_graphs
+            and not self.vllm_config.model_config.use_mla
+            and not self._with_lookups  # the workers cut drafts themselves then, by the draft's certainty
         )
         self._request_lengths = RequestLengths()
         self._num_scheduled = 0
         self._is_whole = True
-        self._gauges = SpeculationGauges(spec.metrics_dir, self._budget)
+        self._gauges = SpeculationGauges(spec.metrics_dir, self._controller.budgets[-1])
         self._gave_up = False
         self._updated_at: float | None = None  # None: the engine has been idle since
         self._num_reports = 0
@@ -82,7 +104,10 @@ class _AdaptiveSpeculation(Scheduler):
     def _make_controller(self, spec: MagicDecSpeculativeConfig) -> Controller:
         budgets = [spec.budget_tokens(budget, self.max_model_len) for budget in spec.budgets]
         times = StepTimes.load(Path(spec.profile)) if spec.profile else StepTimes()
-        controller = Controller(spec.lengths, budgets, times)
+        if self._with_lookups:
+            controller: Controller = LookupController(spec.lengths[-1], budgets, times)
+        else:
+            controller = Controller(spec.lengths, budgets, times)
         if spec.profile:
             self._say_what_will_happen(controller)
             return controller
@@ -119,7 +144,7 @@ class _AdaptiveSpeculation(Scheduler):
         return super().schedule(*args, **kwargs)
 
     def _cut_drafts(self) -> None:
-        least_chance = self._controller.least_chance
+        least_chance = 0.0 if self._controller.is_planned else self._controller.least_chance
         for request in self.running:
             drafts = request.spec_token_ids
             kept = self._request_lengths.keep(request.request_id, len(drafts), least_chance)
@@ -149,17 +174,44 @@ class _AdaptiveSpeculation(Scheduler):
         requests = [self.requests[req_id] for req_id in scheduled]
         context_tokens = sum(request.num_computed_tokens for request in requests)
         choice = self._controller.choose(len(requests), context_tokens)
-        output.num_spec_tokens_to_schedule = DraftPlan(*choice)
-        verified = _uniform_drafts(output.scheduled_spec_decode_tokens, scheduled)
-        decodes = all(request.num_computed_tokens >= request.num_prompt_tokens for request in requests)
-        step = None
-        if verified is not None and decodes:
-            made = self._latest if self._drafts_come_late else choice
-            step = Step(len(requests), context_tokens, verified, made.drafts, made.budget)
-        self._in_flight[id(output)] = _InFlight(self.clock(), self._budget, self._is_whole, step)
-        self._latest = choice
-        if choice.drafts:
-            self._budget = choice.budget
+        output.num_spec_tokens_to_schedule = self._controller.plan(choice)
+        verified = self._verified_per_request(output)
+        decoding = [r.request_id for r in requests if r.num_computed_tokens >= r.num_prompt_tokens]
+        drafted = self._latest if self._drafts_come_late else choice
+        self._newest = self._in_flight[id(output)] = _InFlight(
+            began=self.clock(),
+            made=self._made,
+            was_planned=self._was_planned,
+            num_passes_made=self._num_passes,
+            drafted=drafted,
+            num_passes=drafted.drafts,
+            is_whole=self._is_whole,
+            decoding=decoding,
+            context_tokens=context_tokens,
+            verified=verified if len(decoding) == len(requests) else None,
+        )
+        self._latest, self._was_planned = choice, self._controller.is_planned
+        if choice.drafts or self._with_lookups:
+            self._made = choice
+
+    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
+        """vLLM's, after it was noted how the drafts were made."""
+        drafts, controller = draft_token_ids.draft_token_ids, self._controller
+        if isinstance(drafts, DraftLists) and isinstance(controller, LookupController) and self._newest:
+            self._newest.num_passes = self._num_passes = drafts.num_passes
+            if drafts.num_passes == 0:
+                self._newest.drafted = self._made = controller.unread
+        super().update_draft_token_ids(draft_token_ids)
+
+    def _verified_per_request(self, output: SchedulerOutput) -> float | None:
+        """Drafts that a pure decode step verifies; None if requests differ and are not to."""
+        drafts, scheduled = output.scheduled_spec_decode_tokens, output.num_scheduled_tokens
+        if not self._with_lookups:
+            return _uniform_drafts(drafts, scheduled)
+        if not all(number == 1 + len(drafts.get(req_id, ())) for req_id, number in scheduled.items()):
+            return None
+        number = sum(map(len, drafts.values())) / len(scheduled)
+        return max(number, NONE_FOUND) if self._made.drafts else number
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
         """vLLM's, asked for once the workers have begun: the time to learn from the steps before."""
@@ -195,19 +247,31 @@ class _AdaptiveSpeculation(Scheduler):
         known = self._in_flight.pop(id(output), None)
         if known is None:
             return
-        timed = None
-        if known.step is not None:
-            # A busy engine's step lasts from output to output, whatever overlaps within.
-            timed = TimedStep(known.step, now - (self._updated_at or known.began))
-        rounds = _accepted(output, result)
+        # A busy engine's step lasts from output to output, whatever overlaps within.
+        seconds = now - (self._updated_at or known.began)
+        may_have_none = self._with_lookups and known.made.drafts
+        rounds = _accepted(output, result, known.decoding if may_have_none else ())
         if self._lengths_differ:
             for req_id, (drafted, accepted) in rounds.items():
                 self._request_lengths.observe(req_id, drafted, accepted)
             self._request_lengths.forget(output.finished_req_ids)
+        self._lessons.append(partial(self._teach, known, rounds.values(), seconds))
+
+    def _teach(self, known: _InFlight, rounds: Collection[tuple[int, int]], seconds: float) -> None:
+        step = known.step
+        timed = None if step is None else TimedStep(step, seconds)
         if known.is_whole:
-            self._lessons.append(partial(self._controller.observe, rounds.values(), known.budget, timed))
+            made = known.made if rounds else PLAIN
+            self._controller.observe(
+                rounds,
+                made,
+                timed,
+                known.drafted,
+                num_passes=known.num_passes_made,
+                was_planned=known.was_planned,
+            )
         if timed is not None:
-            self._lessons.append(partial(self._report, timed.step))
+            self._report(timed.step)
 
     def _report(self, step: Step) -> None:
         self._num_reports += 1
@@ -239,11 +303,14 @@ def _uniform_drafts(drafts: Mapping[str, list[int]], scheduled: Mapping[str, int
     return number if set(scheduled.values()) == {number + 1} else None
 
 
-def _accepted(output: SchedulerOutput, result: ModelRunnerOutput) -> dict[str, tuple[int, int]]:
-    """(drafted, accepted) of each request that verified drafts."""
+def _accepted(
+    output: SchedulerOutput, result: ModelRunnerOutput, decoding: Collection[str]
+) -> dict[str, tuple[int, int]]:
+    """(verified, accepted) drafts of each request that has some, and of those named, which need not."""
     rounds = {}
-    for req_id, drafts in output.scheduled_spec_decode_tokens.items():
+    drafts = output.scheduled_spec_decode_tokens
+    for req_id in drafts.keys() | decoding:
         sampled = result.sampled_token_ids and result.sampled_token_ids[result.req_id_to_index[req_id]]
         if sampled:
-            rounds[req_id] = len(drafts), len(sampled) - 1
+            rounds[req_id] = len(drafts.get(req_id, ())), len(sampled) - 1
     return rounds

@@ -16,7 +16,7 @@ measured at the same time, so a measurement is kept as what it would have been a
 import json
 from collections import defaultdict, deque
 from collections.abc import Iterable
-from math import exp, log, log2
+from math import ceil, exp, log, log2
 from operator import mul
 from pathlib import Path
 from statistics import median
@@ -44,16 +44,16 @@ class Step(NamedTuple):
     num_reqs: int
     context_tokens: int
     """K/V entries that the target reads: over all requests."""
-    verified: int
-    """Drafts of each request that the target verified; 0 is a plain decode step."""
-    drafted: int
+    verified: float
+    """Drafts of each request that the target verified, on average; 0 is a plain decode step."""
+    drafted: float
     """Draft steps made for the next step."""
     budget: int = 0
     """K/V entries that each draft step reads per request, at most; 0 where none is made."""
 
 
 # What a step does, whatever its size: (verified, drafted, budget).
-Work = tuple[int, int, int]
+Work = tuple[float, float, int]
 
 
 class TimedStep(NamedTuple):
@@ -89,6 +89,7 @@ class StepTimes:
     def __init__(self) -> None:
         # By kinds of steps: their latest times, and the median of these at the latest step's size.
         self._measured: dict[Step, deque[float]] = defaultdict(lambda: deque(maxlen=_KEPT_PER_KIND))
+        self._verified: dict[Step, deque[float]] = defaultdict(lambda: deque(maxlen=_KEPT_PER_KIND))
         self._middles: dict[Step, TimedStep] = {}
         self._errors: dict[Step, float] = {}  # of the fit, logarithms
         # By the work of a step: the kinds that were measured, and what is expected of any.
@@ -115,7 +116,9 @@ class StepTimes:
         elif len(measured) >= _KNOWN and self._coefficients is not None:
             self._follow_pace(log(timed.seconds / self._fitted(timed.step)) - self._errors[kind])
         measured.append(timed.seconds / self.pace)
-        self._middles[kind] = TimedStep(timed.step, median(measured))
+        self._verified[kind].append(timed.step.verified)
+        step = timed.step._replace(verified=median(self._verified[kind]))
+        self._middles[kind] = TimedStep(step, median(measured))
         if self._coefficients is not None:
             self._judge(kind)
 
@@ -174,6 +177,11 @@ class StepTimes:
         more, fewer = (self._fitted(Step(num_reqs, context_tokens, verified, 0)) for verified in (2, 1))
         return (more - fewer) / num_reqs
 
+    def pass_seconds(self, num_reqs: int, context_tokens: int, budget: int) -> float:
+        """Seconds that one more draft of all requests of such a batch takes, before it is verified."""
+        more, fewer = (self._fitted(Step(num_reqs, context_tokens, 1, n, budget)) for n in (2, 1))
+        return more - fewer
+
     def _fitted(self, step: Step) -> float:
         assert self._coefficients is not None, "fit() comes first"
         return max(sum(map(mul, self._coefficients, _features(step))), 1e-9)
@@ -225,8 +233,8 @@ def _kind(step: Step) -> Step:
     return Step(
         num_reqs=_bucket(step.num_reqs),
         context_tokens=_bucket(step.context_tokens),
-        verified=step.verified,
-        drafted=step.drafted,
+        verified=ceil(step.verified),
+        drafted=ceil(step.drafted),
         budget=step.budget,
     )
 

@@ -7,7 +7,7 @@ overwrites every one of them, so nothing approximate survives in the cache.
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import NoReturn, Protocol
 
@@ -18,7 +18,7 @@ from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from vllm_magicdec import envs
-from vllm_magicdec.adaptive.draft_plan import DraftPlan
+from vllm_magicdec.adaptive.draft_plan import DraftLists, DraftPlan
 from vllm_magicdec.adaptive.metrics import DraftFailures, LookupCounters
 from vllm_magicdec.attention.observing import LayerObserver
 from vllm_magicdec.attention.switch import install_switches
@@ -28,7 +28,7 @@ from vllm_magicdec.drafting.sizing import make_views, max_graph_reqs
 from vllm_magicdec.drafting.staged import PassRunner, StagedDrafts
 from vllm_magicdec.errors import METHOD, MagicDecConfigError
 from vllm_magicdec.policies import find_policy
-from vllm_magicdec.views.base import Batch, DraftStep, View, Views
+from vllm_magicdec.views.base import Batch, DraftStep, View, Views, ViewStep
 from vllm_magicdec.views.layer_pages import LayerPageViews
 from vllm_magicdec.views.pages import PageViews
 from vllm_magicdec.views.passes import RoundSteps
@@ -119,7 +119,10 @@ class Drafter:
         # Every tensor-parallel rank drafts the same round: one of them counts.
         metrics_dir = spec.metrics_dir if get_tp_group().is_first_rank else None
         self._failures = DraftFailures(metrics_dir)
+        self._num_ranks = vllm_config.parallel_config.tensor_parallel_size
         self._staged: StagedDrafts | None = None
+        self.draft_lists: DraftLists | None = None
+        """The latest round's drafts of each request, where they differ in number; not in `draft_tokens`."""
         if spec.draft_lookup == "on":
             assert pass_runner is not None  # others are refused when the engine is configured
             self._refuse_other_views()
@@ -129,9 +132,11 @@ class Drafter:
                 pass_runner,
                 Lookups(max_num_reqs),
                 LookupCounters(metrics_dir),
-                vllm_config.model_config.max_model_len,
+                max_num_reqs=max_num_reqs,
+                max_drafts=spec.num_speculative_tokens,
+                max_model_len=vllm_config.model_config.max_model_len,
+                is_alone=self._num_ranks == 1,
             )
-        self._num_ranks = vllm_config.parallel_config.tensor_parallel_size
         self._num_failed_in_a_row = 0
 
     def _refuse_other_views(self) -> None:
@@ -197,7 +202,7 @@ class Drafter:
         return views.capture_view(num_reqs, lens, common_len if common_len in views.common_lens else None)
 
     def draft(self, batch: Batch, num_steps: int) -> bool:
-        """Fill `draft_tokens[:num_reqs, :num_steps]`.
+        """Fill `draft_tokens[:num_reqs, :num_steps]`, or `draft_lists` where there are lookups.
 
         Args:
             batch: the round's requests.
@@ -206,11 +211,13 @@ class Drafter:
         Returns:
             False if drafting failed, now or in `MAX_FAILURES_IN_A_ROW` rounds before, after which it is not
             tried again. The failure is counted and logged, and the drafts are token 0 for every request:
-            the caller must let the target verify them as drawn from a one-hot draft.
+            the caller must let the target verify them as drawn from a one-hot draft. Lists are empty then.
 
         Under tensor parallelism a failure ends the process.
         """
-        drafts = self.draft_tokens[: batch.tokens.shape[0], :num_steps]
+        num_reqs = batch.tokens.shape[0]
+        drafts = self.draft_tokens[:num_reqs, :num_steps]
+        self.draft_lists = None if self._staged is None else DraftLists([] for _ in range(num_reqs))
         if self._num_failed_in_a_row < MAX_FAILURES_IN_A_ROW:
             try:
                 self._fill(drafts, batch, num_steps)
@@ -228,19 +235,25 @@ class Drafter:
         return False
 
     def _fill(self, drafts: torch.Tensor, batch: Batch, num_steps: int) -> None:
-        """`drafts` [num_reqs, num_steps] int64, written."""
-        tokens, size = batch.tokens, self._size_of(num_steps)
-        prepared = [
-            views.prepare(batch.of_group(group.kv_cache_group), num_steps, size)
-            for group, views in zip(self.groups, self._views, strict=True)
-        ]
+        """`drafts` [num_reqs, num_steps] int64, written where there are no lists."""
         if self._staged is not None:
-            self._staged.fill(drafts, batch, [RoundSteps(list(steps)) for steps in prepared])
+            self.draft_lists = self._staged.draft(
+                batch, num_steps, lambda: [RoundSteps(list(s)) for s in self._prepare(batch, num_steps)]
+            )
             return
-        for parts in zip(*prepared, strict=True):
+        tokens = batch.tokens
+        for parts in zip(*self._prepare(batch, num_steps), strict=True):
             step = DraftStep(parts)
             tokens = self._runner.draft_step(tokens.to(torch.int32), step)
             drafts[:, step.index] = tokens
+
+    def _prepare(self, batch: Batch, num_steps: int) -> list[Iterator[ViewStep]]:
+        """The round's steps by group of layers."""
+        size = self._size_of(num_steps)
+        return [
+            views.prepare(batch.of_group(group.kv_cache_group), num_steps, size)
+            for group, views in zip(self.groups, self._views, strict=True)
+        ]
 
     def _end_worker(self) -> NoReturn:
         """Other ranks may be waiting for this one in a collective, for good.

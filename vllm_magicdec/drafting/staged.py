@@ -4,21 +4,38 @@
 A pass takes a request's last token and some looked-up ones over the same view, and so draws a token after
 each of them. Those that the looked-up tokens turn out to be are drafts, and the one after them is one more:
 TriForce's stages (arXiv 2404.11912), with a lookup for the smallest model. The drafts are those that one
-pass per token makes, whatever the lookups say; they only set how many passes it takes.
+pass per token makes, whatever the lookups say; they only set how many passes it takes. A looked-up token is
+proposed with certainty, so drawing and comparing is rejection sampling: where drafts are sampled, each is
+drawn from the draft's own distribution.
+
+Where a controller says what drafting is worth, a round ends when the drafts are too unlikely to stand, and
+those that are not worth verifying are left out.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
+from vllm.logger import init_logger
 
+from vllm_magicdec import envs
+from vllm_magicdec.adaptive.draft_plan import DraftLists, DraftPlan
 from vllm_magicdec.adaptive.metrics import LookupCounters
+from vllm_magicdec.drafting.confidence import Confidence
+from vllm_magicdec.lookup.continuation import LEAST_CHANCE, Continuation
+from vllm_magicdec.lookup.history import History
 from vllm_magicdec.views.base import Batch, on_device
 from vllm_magicdec.views.passes import DraftPass, Queries, RoundSteps
 
 if TYPE_CHECKING:  # Numba comes with them
-    from vllm_magicdec.lookup.lookups import Continuation, Lookups
+    from vllm_magicdec.lookup.lookups import Lookups
+
+logger = init_logger(f"vllm.{__name__}")
+
+_ALL = 1  # a budget, where no plan names one: the drafter's views have it
 
 
 class PassRunner(Protocol):
@@ -29,17 +46,43 @@ class PassRunner(Protocol):
         """Query tokens of a pass, at most; no fewer than requests in a batch."""
         ...
 
-    def draft_pass(self, tokens: torch.Tensor, draft_pass: DraftPass) -> torch.Tensor:
-        """Run the target over the pass's views and draw, greedily, the token after each of its own.
+    def draft_pass(self, tokens: torch.Tensor, draft_pass: DraftPass) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the target over the pass's views and draw the token after each of its own.
 
         Args:
             tokens: [num_tokens] int32, the query tokens.
             draft_pass: where they look and where their K/V goes, by `Drafter.groups`.
 
         Returns:
-            [num_tokens] int32 or int64.
+            [num_tokens] int32 or int64, drawn as `draft_sample_method` says, and [num_tokens] float32, the
+            probability of each.
         """
         ...
+
+
+@dataclass
+class _Making:
+    """A request's drafts of the round."""
+
+    wanted: int
+    tokens: list[int] = field(default_factory=list)
+    probabilities: list[float] = field(default_factory=list)
+    reached: list[float] = field(default_factory=list)
+    """The chance that each draft stands, with all before it."""
+
+    @property
+    def chance(self) -> float:
+        """That all stand."""
+        return self.reached[-1] if self.reached else 1.0
+
+
+@dataclass(frozen=True)
+class _Proposed:
+    """A request's latest drafts, until it is known what became of them."""
+
+    history_len: int  # tokens that had been verified
+    tokens: Sequence[int]
+    probabilities: Sequence[float] | None  # None: the draft has not read them
 
 
 class StagedDrafts:
@@ -49,82 +92,214 @@ class StagedDrafts:
         runner: makes the passes.
         lookups: of this worker's requests.
         counters: are shown in the metrics.
+        max_num_reqs: requests in a batch.
+        max_drafts: of a request's round, whoever makes them.
         max_model_len: tokens.
+        is_alone: no other rank has to draft the same, so this one may go on without lookups that fail.
     """
 
     def __init__(
-        self, runner: PassRunner, lookups: "Lookups", counters: LookupCounters, max_model_len: int
+        self,
+        runner: PassRunner,
+        lookups: "Lookups",
+        counters: LookupCounters,
+        *,
+        max_num_reqs: int,
+        max_drafts: int,
+        max_model_len: int,
+        is_alone: bool = True,
     ) -> None:
         self._runner = runner
-        self._lookups = lookups
+        self._lookups: Lookups | None = lookups
         self._counters = counters
         self._max_model_len = max_model_len
+        self._is_alone = is_alone
+        self._max_num_reqs = max_num_reqs
+        self._max_drafts = max_drafts
+        self._confidence = Confidence()
+        self._proposed: dict[str, _Proposed] = {}
 
-    def fill(self, drafts: torch.Tensor, batch: Batch, rounds: Sequence[RoundSteps]) -> None:
-        """Make all drafts of a round.
+    def draft(
+        self, batch: Batch, num_steps: int, prepare: Callable[[], Sequence[RoundSteps]]
+    ) -> DraftLists:
+        """The drafts of each request; none where they would not be used.
 
         Args:
-            drafts: [num_reqs, num_steps] int64, written; 0 where a draft would not be used.
             batch: the round's requests, with their histories.
-            rounds: the round's steps by group of layers.
+            num_steps: most drafts; a `DraftPlan` says what they are worth, and whether to look them up.
+            prepare: makes the round's steps by group of layers; called where some are taken.
         """
-        num_reqs, num_steps = drafts.shape
+        plan = num_steps if isinstance(num_steps, DraftPlan) else DraftPlan(num_steps, _ALL)
         room = (self._max_model_len - batch.context_lens).tolist()
         # What a request drafts before its prompt is whole, or beyond the model's length, is dropped.
-        wanted = [0 if batch.is_prefilling[i] else min(num_steps, room[i]) for i in range(num_reqs)]
-        drafting = [i for i in range(num_reqs) if wanted[i] > 0]
-        self._lookups.follow([batch.req_ids[i] for i in drafting], [batch.histories[i] for i in drafting])
-        tokens = batch.tokens.tolist()
-        drafted: list[list[int]] = [[] for _ in range(num_reqs)]
-        num_passes = num_looked_up = num_accepted = 0
-        while running := [i for i in range(num_reqs) if len(drafted[i]) < wanted[i]]:
-            found = self._look_up(running, batch.req_ids, drafted, wanted)
+        drafting = [
+            i for i, is_prefilling in enumerate(batch.is_prefilling) if not is_prefilling and room[i] > 0
+        ]
+        self._follow(batch, drafting)
+        if not plan.budget or plan.least_promise < inf:
+            unread = self._look_up_unread(batch, drafting, room, plan)
+            if unread is not None:
+                return unread
+        making = {i: _Making(min(int(plan), room[i])) for i in drafting}
+        return self._draft(batch, making, plan, prepare())
+
+    def _look_up_unread(
+        self, batch: Batch, drafting: Sequence[int], room: Sequence[int], plan: DraftPlan
+    ) -> DraftLists | None:
+        """Drafts that are looked up and not read by the draft: those worth verifying; None: others are."""
+        found = self._look_up(
+            [batch.req_ids[i] for i in drafting],
+            [()] * len(drafting),
+            [min(self._max_drafts, room[i]) + 1 for i in drafting],  # no draft of its own comes after them
+            max(plan.least_chance, LEAST_CHANCE),
+        )
+        promise = sum(chance - plan.least_chance for ahead in found for chance in ahead.reached)
+        if plan.budget and promise < plan.least_promise:
+            return None
+        drafts = DraftLists([] for _ in batch.req_ids)
+        for i, ahead in zip(drafting, found, strict=True):
+            drafts[i] = list(ahead.tokens)
+            self._propose(batch, i, ahead.tokens, None)
+        return drafts
+
+    def _draft(
+        self, batch: Batch, making: dict[int, _Making], plan: DraftPlan, rounds: Sequence[RoundSteps]
+    ) -> DraftLists:
+        """In as few passes as it takes."""
+        latest, num_passes, num_looked_up, num_accepted = batch.tokens.tolist(), 0, 0, 0
+        while running := _worth_going_on(making, plan):
+            drafted = [making[i].tokens for i in running]
+            found = self._look_up(
+                [batch.req_ids[i] for i in running],
+                drafted,
+                [making[i].wanted - len(making[i].tokens) for i in running],
+            )
+            if num_passes and _gain([making[i].chance for i in running], found, plan) < plan.least_gain:
+                break
             queries = Queries(
                 requests=np.array(running),
-                firsts=np.array([len(drafted[i]) for i in running]),
+                firsts=np.array([len(own) for own in drafted]),
                 lens=np.array([1 + len(ahead.tokens) for ahead in found]),
             )
             given = [
                 token
-                for i, ahead in zip(running, found, strict=True)
-                for token in (drafted[i][-1] if drafted[i] else tokens[i], *ahead.tokens)
+                for i, own, ahead in zip(running, drafted, found, strict=True)
+                for token in (own[-1] if own else latest[i], *ahead.tokens)
             ]
-            drawn = self._runner.draft_pass(
-                on_device(given, drafts.device).to(torch.int32),
+            drawn, probabilities = self._runner.draft_pass(
+                on_device(given, batch.tokens.device).to(torch.int32),
                 DraftPass(queries, [steps.take(queries) for steps in rounds]),
-            ).tolist()
+            )
+            drawn_tokens, drawn_probabilities = drawn.tolist(), probabilities.tolist()
             for i, ahead, start in zip(running, found, queries.starts.tolist(), strict=False):
-                num_right = _num_equal(ahead.tokens, drawn[start:])
-                drafted[i] += drawn[start : start + num_right + 1]
-                self._lookups.learn(ahead, num_right)
+                num_right = _num_equal(ahead.tokens, drawn_tokens[start:])
+                new = slice(start, start + num_right + 1)
+                self._add(making[i], drawn_tokens[new], drawn_probabilities[new])
                 num_looked_up += len(ahead.tokens)
                 num_accepted += num_right
             num_passes += 1
         if num_passes:
             self._counters.count_round(num_passes, num_looked_up, num_accepted)
-        padded = [own + [0] * (num_steps - len(own)) for own in drafted]
-        drafts.copy_(torch.tensor(padded, dtype=torch.int64))
+        drafts = DraftLists(([] for _ in latest), num_passes)
+        for i, own in making.items():
+            drafts[i] = _worth_verifying(own, plan)
+            self._counters.count_cut(len(own.tokens) - len(drafts[i]))
+            self._propose(batch, i, own.tokens, own.probabilities)
+        return drafts
+
+    def _propose(
+        self, batch: Batch, index: int, tokens: Sequence[int], probabilities: Sequence[float] | None
+    ) -> None:
+        """Remember drafts, also those that are not to be verified."""
+        self._proposed[batch.req_ids[index]] = _Proposed(len(batch.histories[index]), tokens, probabilities)
+
+    def _learn(self, req_ids: Sequence[str], histories: Sequence[History]) -> None:
+        """What became of the drafts."""
+        for req_id, history in zip(req_ids, histories, strict=True):
+            made = self._proposed.pop(req_id, None)
+            if made is None or len(history) <= made.history_len:  # another request of that name
+                continue
+            truth = history.after(made.history_len).tolist()
+            num_right = _num_equal(made.tokens, truth)
+            if made.probabilities is None:
+                self._counters.count_unread(len(made.tokens), num_right)
+                continue
+            for place, probability in enumerate(made.probabilities[: min(num_right + 1, len(truth))]):
+                self._confidence.observe(probability, place < num_right)
+        if len(self._proposed) > self._max_num_reqs:  # of requests that have ended
+            self._proposed.clear()
+
+    def _follow(self, batch: Batch, drafting: Sequence[int]) -> None:
+        """Learn what was verified since the last round."""
+        req_ids, histories = [batch.req_ids[i] for i in drafting], [batch.histories[i] for i in drafting]
+        self._learn(req_ids, histories)
+        if self._lookups is not None:
+            try:
+                self._lookups.follow(req_ids, histories)
+            except Exception:
+                self._give_lookups_up()
 
     def _look_up(
         self,
-        running: Sequence[int],
         req_ids: Sequence[str],
         drafted: Sequence[Sequence[int]],
-        wanted: Sequence[int],
-    ) -> list["Continuation"]:
-        """Of each request that runs, no more than its drafts still lack and than the pass has room for."""
-        room, found = self._runner.max_pass_tokens - len(running), []
-        for i in running:
-            # The token after the last looked-up one is a draft as well.
-            most = min(wanted[i] - len(drafted[i]) - 1, room)
-            found.append(self._lookups.look_up(req_ids[i], drafted[i], most))
-            room -= len(found[-1].tokens)
+        lacking: Sequence[int],  # drafts that each request may still make
+        least_chance: float = LEAST_CHANCE,
+    ) -> list[Continuation]:
+        """Of each request that runs, no more than its drafts still lack and than a pass has room for."""
+        room, found = self._runner.max_pass_tokens - len(req_ids), list[Continuation]()
+        for req_id, own, lack in zip(req_ids, drafted, lacking, strict=True):
+            ahead = Continuation()
+            if self._lookups is not None:
+                try:
+                    # The token after the last looked-up one is a draft as well.
+                    ahead = self._lookups.look_up(req_id, own, min(lack - 1, room), least_chance)
+                except Exception:
+                    self._give_lookups_up()
+            found.append(ahead)
+            room -= len(ahead.tokens)
         return found
 
+    def _give_lookups_up(self) -> None:
+        """To be called where the exception is handled."""
+        if envs.strict() or not self._is_alone:
+            raise
+        self._lookups = None
+        self._counters.count_failure()
+        logger.exception(
+            "A lookup failed; until the engine is started anew every draft takes a pass of its own, and no "
+            "request is lost."
+        )
 
-def _num_equal(guessed: Sequence[int], drawn: Sequence[int]) -> int:
+    def _add(self, own: _Making, tokens: Sequence[int], probabilities: Sequence[float]) -> None:
+        own.tokens += tokens
+        own.probabilities += probabilities
+        for probability in probabilities:
+            own.reached.append(own.chance * self._confidence.chance(probability))
+
+
+def _worth_going_on(making: dict[int, _Making], plan: DraftPlan) -> list[int]:
+    """The requests whose next draft is worth being verified."""
+    return [
+        i for i, own in making.items() if len(own.tokens) < own.wanted and own.chance >= plan.least_chance
+    ]
+
+
+def _gain(chances: Sequence[float], found: Sequence[Continuation], plan: DraftPlan) -> float:
+    """What a pass promises: of each request a draft, and one more for each looked-up token that is right."""
+    drafts = (1 + sum(ahead.reached) for ahead in found)
+    return sum(
+        (chance - plan.least_chance) * number for chance, number in zip(chances, drafts, strict=True)
+    )
+
+
+def _worth_verifying(own: _Making, plan: DraftPlan) -> list[int]:
+    return [
+        token for token, chance in zip(own.tokens, own.reached, strict=True) if chance >= plan.least_chance
+    ]
+
+
+def _num_equal(first: Sequence[int], second: Sequence[int]) -> int:
     """Tokens in which both begin alike."""
-    count = 0
-    while count < len(guessed) and guessed[count] == drawn[count]:
-        count += 1
-    return count
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((place for place, (one, other) in pairs if one != other), min(len(first), len(second)))

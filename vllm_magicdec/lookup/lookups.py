@@ -2,31 +2,16 @@
 """Likely continuations of the requests of a worker, from each one's own context."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from vllm_magicdec.lookup.calibration import Calibration
-from vllm_magicdec.lookup.context_index import ContextIndex, Match
+from vllm_magicdec.lookup.context_index import ContextIndex
+from vllm_magicdec.lookup.continuation import LEAST_CHANCE, Continuation
 from vllm_magicdec.lookup.history import History
 
-# A continuation ends where it is less likely than this to be right until there: a token that is read in
-# vain costs its part of a pass. The number is a guess until passes of several lengths have been timed.
-LEAST_CHANCE = 0.1
-
-
-@dataclass(frozen=True)
-class Continuation:
-    """What may follow, and how likely each token is if those before it were right."""
-
-    tokens: Sequence[int]
-    chances: Sequence[float]
-    match: Match
-
-    @classmethod
-    def none(cls) -> "Continuation":
-        """Nothing was found, or asked for."""
-        return cls((), (), Match(0, [], []))
+# Tokens of one step that lookups are judged by; a step that brings more was not a round of drafts.
+_MOST_JUDGED = 32
 
 
 class Lookups:
@@ -49,7 +34,7 @@ class Lookups:
         index.look_up(np.zeros(1, dtype=np.int32), 1)
 
     def follow(self, req_ids: Sequence[str], histories: Sequence[History]) -> None:
-        """Take note of what was verified since the last round.
+        """Take note of what was verified since the last round, and of what lookups would have said of it.
 
         Args:
             req_ids: of a batch.
@@ -61,31 +46,40 @@ class Lookups:
             index = self._indexes.get(req_id)
             if index is None or len(index) > len(history):  # another request of that name
                 index = self._indexes[req_id] = ContextIndex(len(history))
-            index.extend(history.after(len(index)))
+            verified = history.after(len(index))
+            if len(index) and len(verified) <= _MOST_JUDGED:
+                self._learn(index, verified)
+            index.extend(verified)
 
-    def look_up(self, req_id: str, drafted: Sequence[int], most: int) -> Continuation:
+    def _learn(self, index: ContextIndex, verified: np.ndarray) -> None:
+        """From the tokens, [num_verified] int32, that followed a context."""
+        match = index.look_up(verified[:0], len(verified))
+        for step, (token, share) in enumerate(zip(match.tokens, match.shares, strict=True)):
+            is_right = token == verified[step]
+            self._calibration.observe(match.length + step, share, is_right)
+            if not is_right:
+                break
+
+    def look_up(
+        self, req_id: str, drafted: Sequence[int], most: int, least_chance: float = LEAST_CHANCE
+    ) -> Continuation:
         """How a request is likely to go on.
 
         Args:
             req_id: it was in the latest `follow`.
             drafted: tokens that were drafted after what is verified.
             most: tokens to return.
+            least_chance: that all tokens up to the last one returned are right.
         """
         if most <= 0:
-            return Continuation.none()
+            return Continuation()
         match = self._indexes[req_id].look_up(np.array(drafted, dtype=np.int32), most)
         chances: list[float] = []
         reached = 1.0
         for step, share in enumerate(match.shares):
             chance = self._calibration.chance(match.length + step, share)
             reached *= chance
-            if reached < LEAST_CHANCE:
+            if reached < least_chance:
                 break
             chances.append(chance)
-        return Continuation(match.tokens[: len(chances)], chances, match)
-
-    def learn(self, continuation: Continuation, num_right: int) -> None:
-        """What became of a continuation: `num_right` tokens of it were right, and the next one was not."""
-        match = continuation.match
-        for step in range(min(num_right + 1, len(continuation.tokens))):
-            self._calibration.observe(match.length + step, match.shares[step], step < num_right)
+        return Continuation(match.tokens[: len(chances)], chances)

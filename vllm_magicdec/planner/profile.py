@@ -48,8 +48,15 @@ class _Tour(Controller):
     def choose(self, num_reqs: int, context_tokens: int) -> Choice:
         return next(self._choices_to_come)
 
-    def observe(self, rounds: Collection[tuple[int, int]], budget: int, timed: TimedStep | None) -> None:
-        super().observe(rounds, budget, timed)
+    def observe(
+        self,
+        rounds: Collection[tuple[int, int]],
+        made: Choice,
+        timed: TimedStep | None,
+        drafted: Choice,
+        **others: Any,
+    ) -> None:
+        super().observe(rounds, made, timed, drafted, **others)
         if timed is not None:
             self.timed_steps.append(timed)
 
@@ -152,6 +159,8 @@ def run(options: argparse.Namespace) -> None:
         "method": "magicdec-self",
         "num_speculative_tokens": "auto",
         **options.speculative_config,
+        # These prompts repeat themselves as no user's text does. What lookups spare is learnt in use.
+        "draft_lookup": "off",
     }
     drafts = spec["num_speculative_tokens"]
     most = int(spec.get("max_num_speculative_tokens", 8) if drafts == "auto" else drafts)

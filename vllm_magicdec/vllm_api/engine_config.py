@@ -40,8 +40,7 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
                 f"{METHOD} does not work with --kv-sharing-fast-prefill; remove that option"
             )
         self._check_output_quantisation(vllm_config)
-        if self.draft_lookup == "on":
-            self._check_lookups(vllm_config)
+        self._resolve_lookups(vllm_config)
         max_model_len = vllm_config.model_config.max_model_len
         if self.adaptive_budget:
             self.draft_kv_budget = min(self.draft_kv_budget, max_model_len)
@@ -87,6 +86,17 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
                 "draft_kv_granularity='page'"
             )
 
+    def _resolve_lookups(self, vllm_config: VllmConfig) -> None:
+        """Whether there are lookups, where `auto` leaves that to the engine."""
+        if self.draft_lookup == "on":
+            self._check_lookups(vllm_config)
+        elif self.draft_lookup == "auto":
+            self.draft_lookup = "off"
+            if self.adaptive:
+                with suppress(MagicDecConfigError):
+                    self._check_lookups(vllm_config)
+                    self.draft_lookup = "on"
+
     def _check_lookups(self, vllm_config: VllmConfig) -> None:
         name = f"{METHOD}: draft_lookup='on'"
         if vllm_config.use_v2_model_runner:
@@ -98,11 +108,6 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
         if device_type != "cpu":
             raise MagicDecConfigError(
                 f"{name} works on CPUs alone so far, where the host knows the latest tokens at once; use "
-                "draft_lookup='off'"
-            )
-        if self.draft_sample_method == "probabilistic":
-            raise MagicDecConfigError(
-                f"{name} works with greedy drafts alone so far; use draft_sample_method='greedy' or "
                 "draft_lookup='off'"
             )
         if find_policy(self.draft_kv_policy).granularity(self, device_type) == "token":

@@ -25,7 +25,7 @@ from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.drafting.drafter import Drafter
 from vllm_magicdec.lookup.history import History
 from vllm_magicdec.views.base import PAD_SLOT, Batch, DraftStep, PageView, ViewStep, on_device
-from vllm_magicdec.views.passes import DraftPass, ViewPass
+from vllm_magicdec.views.passes import DraftPass, Queries, ViewPass
 from vllm_magicdec.vllm_api import cpu_attention, cpu_llvmlite, cpu_sampling
 from vllm_magicdec.vllm_api.adapters import Adapters
 from vllm_magicdec.vllm_api.attention_groups import attention_groups_of, refuse_split_pages
@@ -150,8 +150,13 @@ class MagicDecProposer(DraftModelProposer):
         mm_embed_inputs: Any = None,
         num_rejected_tokens_gpu: torch.Tensor | None = None,  # [num_reqs] int32
         slot_mappings: Any = None,
-    ) -> torch.Tensor:
-        """Draft for every request of the batch. Returns [num_reqs, num_speculative_tokens] int64."""
+    ) -> torch.Tensor | list[list[int]]:
+        """Draft for every request of the batch.
+
+        Returns:
+            [num_reqs, num_speculative_tokens] int64, or, with lookups, each request's drafts: vLLM's runner
+            takes lists as well, where it schedules synchronously.
+        """
         assert self._drafter is not None
         num_reqs = next_token_ids.shape[0]
         context_lens = common_attn_metadata.seq_lens[:num_reqs].long()
@@ -189,6 +194,8 @@ class MagicDecProposer(DraftModelProposer):
         drafted = self._drafter.draft(self._batch, num_speculative_tokens)
         if drafted and self._draft_probs:
             self._last_draft_probs = torch.stack(self._draft_probs, dim=1).contiguous()
+        if self._drafter.draft_lists is not None:
+            return self._drafter.draft_lists
         # A copy: with asynchronous scheduling the next round may start before this one is read.
         return self._drafter.draft_tokens[:num_reqs, :num_speculative_tokens].clone()
 
@@ -232,21 +239,26 @@ class MagicDecProposer(DraftModelProposer):
 
     def draft_step(self, tokens: torch.Tensor, step: DraftStep) -> torch.Tensor:
         """See `drafting.drafter.Runner`."""
-        assert self._common is not None
+        assert self._common is not None and self._sampling is not None
         if self._adapters is not None:
             self._adapters.apply()
         # In all channels, drafted tokens are as far from their index as all generated text is.
         positions = step.positions + self._rope_offsets if self.uses_mrope else step.positions
-        return self._draft(tokens, positions, step.parts, self._common, step.index)
+        drafted, probs = self._sample_draft_tokens(
+            self._draft(tokens, positions, step.parts, self._common, step.index), self._sampling
+        )
+        if probs is not None:
+            self._draft_probs.append(probs)
+        return drafted
 
     @property
     def max_pass_tokens(self) -> int:
         """See `drafting.staged.PassRunner`."""
         return int(self._slots.shape[1])
 
-    def draft_pass(self, tokens: torch.Tensor, draft_pass: DraftPass) -> torch.Tensor:
+    def draft_pass(self, tokens: torch.Tensor, draft_pass: DraftPass) -> tuple[torch.Tensor, torch.Tensor]:
         """See `drafting.staged.PassRunner`."""
-        assert self._common is not None
+        assert self._common is not None and self._sampling is not None
         queries = draft_pass.queries
         starts = torch.from_numpy(queries.starts)
         common = self._common.replace(
@@ -261,7 +273,35 @@ class MagicDecProposer(DraftModelProposer):
             self._adapters.apply(places.tolist())  # every token is drawn after
         if self.uses_mrope:
             positions = positions + self._rope_offsets[on_device(places, self.device)]
-        return self._draft(tokens, positions, draft_pass.parts, common)
+        logits = self.model.compute_logits(self._draft(tokens, positions, draft_pass.parts, common))
+        drafted, probs = self._sample_from_logits(logits, self._sampling_of(places))
+        if probs is None:
+            probabilities = _probabilities(logits, drafted)
+        else:
+            self._note_probs(queries, probs)
+            probabilities = probs.gather(1, drafted.unsqueeze(1)).squeeze(1)
+        return drafted, probabilities
+
+    def _sampling_of(self, places: np.ndarray) -> SamplingMetadata:
+        """What vLLM's sampler of drafts reads, by query token; `places` [num_tokens], in the batch."""
+        assert self._sampling is not None
+        temperature = self._sampling.temperature
+        if temperature is None:
+            return self._sampling
+        return replace(self._sampling, temperature=temperature[on_device(places, self.device)])
+
+    def _note_probs(self, queries: Queries, probs: torch.Tensor) -> None:
+        """Of the steps that a pass takes, [num_tokens, vocab_size]; a later pass may take some again."""
+        assert self._batch is not None
+        num_steps = int(queries.steps.max()) + 1
+        num_reqs, vocab_size = len(self._batch.req_ids), probs.shape[1]
+        self._draft_probs += [
+            probs.new_zeros(num_reqs, vocab_size) for _ in range(num_steps - len(self._draft_probs))
+        ]
+        for step in np.unique(queries.steps).tolist():
+            taken = np.flatnonzero(queries.steps == step)
+            requests = on_device(queries.places[taken], self.device)
+            self._draft_probs[step][requests] = probs[on_device(taken, self.device)]
 
     def _draft(
         self,
@@ -271,19 +311,15 @@ class MagicDecProposer(DraftModelProposer):
         common: CommonAttentionMetadata,
         index: int = 0,  # of the step in its round
     ) -> torch.Tensor:
-        """The tokens that are drawn after these, [num_tokens]."""
-        assert self._drafter is not None and self._sampling is not None
+        """The target's hidden states over a view, [num_tokens, hidden_size]."""
+        assert self._drafter is not None
         attn_metadata: dict[str, Any] = {}
         for part, group, attention_groups in zip(
             parts, self._drafter.groups, self._attention_groups, strict=True
         ):
             of_pages = functools.partial(_page_metadata, common, part.slots, attention_groups, index)
             attn_metadata |= draft_metadata(part.view, group.layer_names, of_pages)
-        hidden_states = self._forward(tokens, positions, [part.slots for part in parts], attn_metadata)
-        drafted, probs = self._sample_draft_tokens(hidden_states, self._sampling)
-        if probs is not None:
-            self._draft_probs.append(probs)
-        return drafted
+        return self._forward(tokens, positions, [part.slots for part in parts], attn_metadata)
 
     def observe(
         self, layer_names: Sequence[str], indices: Sequence[int], window: int, observer: LayerObserver
@@ -377,6 +413,12 @@ class MagicDecProposer(DraftModelProposer):
             buffer[len(own) : num_padded].fill_(PAD_SLOT)
             by_layer |= dict.fromkeys(group.layer_names, buffer[:num_padded])
         return by_layer
+
+
+def _probabilities(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """[num_tokens] float32, of the tokens drawn from `logits` [num_tokens, vocab_size]."""
+    drawn = logits.gather(1, tokens.long().unsqueeze(1)).squeeze(1)
+    return (drawn.float() - logits.float().logsumexp(dim=1)).exp()
 
 
 def _page_metadata(
