@@ -1,0 +1,413 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a tree of drafts would bring over a chain, before anybody builds one.
+
+1. Acceptance by rank. The shipped model goes on greedily with long documents; its draft, the same model
+   over the first and the latest tokens, ranks its candidates at every place and every depth of a round.
+   Lookups rank what followed earlier occurrences of the latest tokens.
+2. The best tree of every size and depth, by Sequoia's dynamic programme for the acceptance by rank.
+3. The tokens per round of chains and trees, not as the programme expects them but as the same texts had
+   them, round after round.
+4. What rounds take: step times of the KV-heavy copy, measured in an engine here, and of Llama-3.1-8B on an
+   H200, predicted (`magicdec plan`). Attention that lets a tree's nodes see their ancestors alone, which
+   vLLM does not have, is free, and so is the choice of candidates. So this is what a tree gains at most.
+
+All trees are static, as Sequoia's are, and all rounds of a cell have the same one. Beside them, what makes
+a chain cheaper without a tree: staged passes, each of which reads tokens that a lookup proposes and keeps
+those that the draft would have drawn. How many passes a round takes is known up to its first rejected
+draft; the rest is supposed to take as many for each draft.
+"""
+
+import argparse
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common.documents import describe_documents, excerpts
+from common.engines import set_environment
+from common.options import add_documents, add_out, make_parser, settings_of
+from common.record import make_record
+from common.tables import console, make_table
+from draft_ranks import by_round, draft_ranks, generate, lookup_ranks
+from kv_heavy import TINY_LLAMA
+from rich.table import Table
+from token_trees import Node, SequoiaTrees, TokenTree, likeliest_tree, replay, rounds_of
+from tree_costs import MEASURED_DRAFTS, Cell, Costs, MeasuredCosts, PlannedCosts, measure
+
+from vllm_magicdec.adaptive.step_times import StepTimes
+from vllm_magicdec.planner.performance import Deployment
+from vllm_magicdec.planner.plan import find_hardware, find_model
+
+NUM_RANKS = 8  # candidates that a tree may have for one token
+SHOWN_RANKS, SHOWN_DEPTHS = 3, 8  # in the JSON file
+LOOKED_UP = 7  # tokens that a staged pass reads beside its own, at most
+SIZES = (4, 8, 16)  # at which trees are compared with chains, beside the best ones
+PLANNED_MODEL, PLANNED_DEVICE = "llama-3.1-8b", "H200"
+TEXTS = "all"  # documents of all kinds together
+ROUNDS = {False: "within documents", True: "after documents"}  # by whether they follow each other
+SPACING = 16  # tokens from one place within a document to the next
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Where rounds were tried, by documents of one kind and one length. Ranks as in draft_ranks.py, of each
+    document [num_starts, depth]."""
+
+    documents: str
+    context: int
+    follow: bool  # in what the target has written, one after the other; else at places of the document
+    drafted: list[np.ndarray]
+    looked_up: list[np.ndarray]
+
+    @classmethod
+    def together(cls, parts: Sequence["Texts"]) -> "Texts":
+        """Of documents of all kinds."""
+        drafted = [ranks for part in parts for ranks in part.drafted]
+        looked_up = [ranks for part in parts for ranks in part.looked_up]
+        return cls(TEXTS, parts[0].context, parts[0].follow, drafted, looked_up)
+
+
+@dataclass(frozen=True)
+class Round:
+    """One way to make rounds in a cell, and what it brings."""
+
+    drafts: int
+    passes: float
+    tokens: float  # per round
+    speedup: float  # over plain decoding
+
+
+# ---- acceptance by rank
+
+
+def collect(
+    model: Any, tokenizer: Any, documents: Path | None, context: int, args: argparse.Namespace
+) -> tuple[Texts, Texts]:
+    """Rank what the target says at places of documents, and in what it writes after them."""
+    from transformers import DynamicCache
+
+    within, after = [], []
+    for document in excerpts(tokenizer, args.requests, context, documents):
+        cache = DynamicCache()
+
+        def ranks(prompt: list[int], num_tokens: int, cache: Any = cache) -> list[np.ndarray]:
+            """After the last token of the prompt, and after those that follow."""
+            tokens, last = generate(model, prompt, num_tokens, cache), len(prompt) - 1
+            view = {"sinks": args.sinks, "window": args.window, "depth": args.depth}
+            drafted = draft_ranks(model, tokens, cache, last, **view)
+            return [drafted, by_round(lookup_ranks(tokens, last + 1), args.depth)]
+
+        after.append(ranks(document, args.tokens + args.depth - 1))
+        found = []
+        for place in range(context - 1, context - 1 - args.places * SPACING, -SPACING):
+            cache.crop(place - cache.get_seq_length())
+            found.append(ranks(document[: place + 1], args.depth))
+        within.append([np.concatenate(same) for same in zip(*found, strict=True)])
+    name = describe_documents(documents)
+    console.print(f"acceptance at {context} tokens of {name}: measured")
+    drafted, looked_up = zip(*within, strict=True)
+    places = Texts(name, context, False, list(drafted), list(looked_up))
+    drafted, looked_up = zip(*after, strict=True)
+    return places, Texts(name, context, True, list(drafted), list(looked_up))
+
+
+def acceptance_vector(texts: Sequence[np.ndarray]) -> list[float]:
+    """p_1, p_2, ...: how often the target's token is the candidate of that rank, at any depth."""
+    ranks = np.concatenate(texts)
+    return [float((ranks == rank).mean()) for rank in range(1, NUM_RANKS + 1)]
+
+
+def by_depth(texts: Sequence[np.ndarray]) -> dict[str, list[list[float] | None]]:
+    """The same at each depth, by what stood before: anything, first candidates alone, or others too.
+
+    Sequoia supposes that all of them are alike. None: nothing was there.
+    """
+    ranks = np.concatenate(texts)
+    firsts = np.cumprod(ranks == 1, axis=1)[:, :-1]  # up to each depth
+    only_firsts = np.hstack([np.ones((len(ranks), 1)), firsts]).astype(bool)
+    kinds = {
+        "any before": np.ones_like(only_firsts),
+        "first ranks before": only_firsts,
+        "other ranks before": ~only_firsts,
+    }
+    return {
+        name: [
+            [float((there == rank).mean()) for rank in range(1, SHOWN_RANKS + 1)] if there.size else None
+            for there in (
+                ranks[kept[:, depth], depth] for depth in range(min(SHOWN_DEPTHS, ranks.shape[1]))
+            )
+        ]
+        for name, kept in kinds.items()
+    }
+
+
+def paths_of(texts: Sequence[np.ndarray]) -> Counter[Node]:
+    """How often the target's tokens went along each path of ranks."""
+    rows = [tuple(row) for text in texts for row in text.tolist()]
+    paths = (row[:depth] for row in rows for depth in range(1, len(row) + 1))
+    return Counter(path for path in paths if all(1 <= rank <= NUM_RANKS for rank in path))
+
+
+def check_assumption(ranks: Sequence[np.ndarray], size: int, depth: int, follow: bool) -> dict[str, float]:
+    """Tokens per round of one size of chain and tree, as Sequoia expects them and as they were.
+
+    The last is that of trees which suppose nothing, each made from one half of the documents for the other.
+    """
+    acceptance = acceptance_vector(ranks)
+    chain = TokenTree.chain(min(size, depth))
+    tree = SequoiaTrees(acceptance, size, depth).tree(size, depth)
+    halves = (ranks[::2], ranks[1::2])
+    likeliest = [likeliest_tree(paths_of(half), size, depth) for half in halves]
+    crossed = zip(halves, likeliest[::-1], strict=True)
+    return {
+        "drafts": size,
+        "chain expected": chain.expected_tokens(acceptance),
+        "chain": replay(ranks, chain, follow=follow),
+        "tree expected": tree.expected_tokens(acceptance),
+        "tree": replay(ranks, tree, follow=follow),
+        "likeliest paths": float(np.mean([replay(half, tree, follow=follow) for half, tree in crossed])),
+    }
+
+
+def describe(texts: Texts, depth: int) -> dict[str, Any]:
+    """For the record."""
+    return {
+        "documents": texts.documents,
+        "context": texts.context,
+        "rounds": ROUNDS[texts.follow],
+        **{
+            source: {
+                "acceptance": acceptance_vector(ranks),
+                "by_depth": by_depth(ranks),
+                "tokens_per_round": [check_assumption(ranks, size, depth, texts.follow) for size in SIZES],
+            }
+            for source, ranks in (("draft", texts.drafted), ("lookup", texts.looked_up))
+        },
+    }
+
+
+# ---- rounds
+
+
+def staged_passes(drafted: Sequence[int], looked_up: Sequence[int], drafts: int) -> float:
+    """Passes of a round that drafts a chain, each pass reading what a lookup proposes.
+
+    Args:
+        drafted: ranks of the target's tokens among the draft's candidates, by depth.
+        looked_up: among what the lookup found.
+        drafts: of the round.
+    """
+    right = TokenTree.chain(drafts).accepted(drafted)  # there the draft's tokens are the target's
+    made = passes = 0
+    while made < drafts and made <= right:
+        passes += 1
+        proposed = looked_up[made : min(right, made + LOOKED_UP)]
+        made += TokenTree.chain(LOOKED_UP).accepted(proposed) + 1
+    return passes * drafts / min(made, drafts)
+
+
+def replay_staged(texts: Texts, drafts: int) -> tuple[float, float]:
+    """Tokens and passes per round of a chain with staged passes."""
+    rounds = [
+        (tokens, staged_passes(drafted[place].tolist(), looked_up[place].tolist(), drafts))
+        for drafted, looked_up in zip(texts.drafted, texts.looked_up, strict=True)
+        for place, tokens in rounds_of(drafted, TokenTree.chain(drafts), follow=texts.follow)
+    ]
+    tokens, passes = np.mean(rounds, axis=0).tolist()
+    return tokens, passes
+
+
+class Rounds:
+    """Every chain and tree for the texts of one context, with its tokens per round.
+
+    Args:
+        texts: the texts.
+        max_size: drafts of a tree.
+        max_depth: of a chain or a tree.
+    """
+
+    def __init__(self, texts: Texts, max_size: int, max_depth: int) -> None:
+        lengths = range(1, max_depth + 1)
+        chains = [TokenTree.chain(length) for length in lengths]
+        trees, lookup_trees = (
+            trees_for(ranks, max_size, max_depth) for ranks in (texts.drafted, texts.looked_up)
+        )
+        self.chains = tokens_of(chains, texts.drafted, texts.follow)
+        self.trees = tokens_of(trees, texts.drafted, texts.follow)
+        self.lookup_chains = tokens_of(chains, texts.looked_up, texts.follow)
+        self.lookup_trees = tokens_of(lookup_trees, texts.looked_up, texts.follow)
+        self.staged = {length: replay_staged(texts, length) for length in lengths}
+
+
+def trees_for(texts: Sequence[np.ndarray], max_size: int, max_depth: int) -> set[TokenTree]:
+    """The best tree of every size and depth."""
+    trees = SequoiaTrees(acceptance_vector(texts), max_size, max_depth)
+    return {trees.tree(s, d) for s in range(1, max_size + 1) for d in range(1, max_depth + 1)}
+
+
+def tokens_of(
+    trees: Iterable[TokenTree], texts: Sequence[np.ndarray], follow: bool
+) -> dict[TokenTree, float]:
+    """Tokens per round."""
+    rows = [text.tolist() for text in texts]
+    return {tree: replay(rows, tree, follow=follow) for tree in trees}
+
+
+def fastest(rounds: Iterable[Round], size: int | None = None) -> Round:
+    """Of all, or of those with so many drafts."""
+    return max((r for r in rounds if size in (None, r.drafts)), key=lambda r: r.speedup)
+
+
+def compare(cell: Cell, rounds: Rounds) -> dict[str, Any]:
+    """What a chain, a tree and their rivals bring in a cell."""
+
+    def made(tree: TokenTree, tokens: float) -> Round:
+        return Round(tree.size, tree.depth, tokens, cell.speedup(tree, tokens))
+
+    def found(tree: TokenTree, tokens: float) -> Round:
+        return Round(tree.size, 0, tokens, tokens * cell.plain_ms / cell.verify_ms(tree.size))
+
+    chains = [made(*item) for item in rounds.chains.items()]
+    trees = [made(*item) for item in rounds.trees.items()]
+    staged = [
+        Round(
+            drafts,
+            passes,
+            tokens,
+            tokens * cell.plain_ms / (passes * cell.draft_ms(LOOKED_UP + 1) + cell.verify_ms(drafts)),
+        )
+        for drafts, (tokens, passes) in rounds.staged.items()
+    ]
+    best = {
+        "chain": fastest(chains),
+        "tree": fastest(trees),
+        "tree, as many drafts": fastest(trees, fastest(chains).drafts),
+        "staged chain": fastest(staged),
+        "lookup chain": fastest(found(*item) for item in rounds.lookup_chains.items()),
+        "lookup tree": fastest(found(*item) for item in rounds.lookup_trees.items()),
+    }
+    return {
+        "costs": cell.costs.name,
+        "batch": cell.batch,
+        "context": cell.context,
+        "plain_ms": cell.plain_ms,
+        "draft_ms": {width: cell.draft_ms(width) for width in (1, 2, 4, 8)},
+        "verify_ms": {drafts: cell.verify_ms(drafts) for drafts in MEASURED_DRAFTS},
+        "best": {name: asdict(each) for name, each in best.items()},
+        "of_size": {
+            size: {
+                "chain": asdict(fastest(chains, size)),
+                "tree": asdict(fastest(trees, size)),
+            }
+            for size in SIZES
+            if size <= max(chain.drafts for chain in chains)
+        },
+    }
+
+
+# ---- the record
+
+
+def table_of(record: Mapping[str, Any]) -> Table:
+    """The best chain and the best trees of every cell, texts of all kinds together."""
+    numbers = (
+        *("batch", "context", "chain: drafts", "tokens", "speedup"),
+        *("tree of as many: passes", "tokens", "speedup"),
+        *("best tree: drafts", "passes", "tokens", "speedup", "over the chain"),
+        *("staged chain", "lookup chain", "lookup tree"),
+    )
+    title = "chains and trees: tokens per round, speedup over plain"
+    table = make_table(title, numbers, ["costs", "rounds"])
+    for cell in record["cells"]:
+        if cell["documents"] != TEXTS:
+            continue
+        best = {name: Round(**each) for name, each in cell["best"].items()}
+        chain, same, tree = best["chain"], best["tree, as many drafts"], best["tree"]
+        table.add_row(
+            *(cell["costs"], cell["rounds"], str(cell["batch"]), f"{cell['context']:,}"),
+            *(str(chain.drafts), f"{chain.tokens:.2f}", f"{chain.speedup:.2f}"),
+            *(str(same.passes), f"{same.tokens:.2f}", f"{same.speedup:.2f}"),
+            *(str(tree.drafts), str(tree.passes), f"{tree.tokens:.2f}", f"{tree.speedup:.2f}"),
+            f"{tree.speedup / chain.speedup - 1:+.0%}",
+            *(f"{best[name].speedup:.2f}" for name in ("staged chain", "lookup chain", "lookup tree")),
+        )
+    return table
+
+
+def load_model(folder: Path) -> tuple[Any, Any]:
+    """The model in float32, and its tokenizer."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+    return model.eval(), AutoTokenizer.from_pretrained(folder)
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--context", type=int, nargs="+", default=[1000, 4000, 16000])
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 8, 16])
+    parser.add_argument("--sinks", type=int, default=4, help="first tokens that the draft sees")
+    parser.add_argument("--window", type=int, default=252, help="latest tokens that it sees")
+    parser.add_argument("--requests", type=int, default=8, help="documents of each kind")
+    parser.add_argument("--tokens", type=int, default=96, help="written after each document")
+    parser.add_argument("--places", type=int, default=24, help="within each document where rounds begin")
+    parser.add_argument(
+        "--depth", type=int, default=16, help="drafts of a chain and levels of a tree, at most"
+    )
+    parser.add_argument(
+        "--profile", type=Path, help="step times: a result of this script, instead of measuring"
+    )
+    parser.add_argument(
+        "--most-tokens", type=int, default=64_000, help="of a batch whose step times are measured"
+    )
+    add_documents(parser)
+    add_out(parser)
+    args = parser.parse_args()
+    # The scheduler, which holds the times, must be within reach.
+    set_environment(kv_cache_gib=1, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    record = make_record("trees", settings=settings_of(args, "profile"))
+
+    model, tokenizer = load_model(TINY_LLAMA)
+    kinds = [None, args.documents] if args.documents else [None]
+    all_texts = []
+    for context in args.context:
+        parts = [collect(model, tokenizer, documents, context, args) for documents in kinds]
+        for same in zip(*parts, strict=True):
+            all_texts += [Texts.together(same), *same]
+    record["acceptance"] = [describe(texts, args.depth) for texts in all_texts]
+
+    budget = args.sinks + args.window
+    times = (
+        StepTimes.load(args.profile)
+        if args.profile
+        else measure(args.batch, args.context, budget, args.most_tokens)
+    )
+    shape, device = find_model(PLANNED_MODEL), find_hardware(PLANNED_DEVICE)
+    all_costs: tuple[Costs, ...] = (
+        MeasuredCosts("measured here", times, budget),
+        PlannedCosts(f"{shape.name}, {PLANNED_DEVICE}", Deployment(shape, device), budget),
+    )
+    record["cells"] = []
+    for texts in all_texts:
+        rounds = Rounds(texts, MEASURED_DRAFTS[-1], args.depth)
+        record["cells"] += [
+            {
+                "documents": texts.documents,
+                "rounds": ROUNDS[texts.follow],
+                **compare(Cell(costs, batch, texts.context), rounds),
+            }
+            for costs in all_costs
+            for batch in args.batch
+        ]
+    record["cells"].sort(key=lambda cell: (cell["documents"] != TEXTS, cell["costs"], cell["rounds"]))
+    console.print(table_of(record))
+    if args.out:  # a profile too, with the measured steps
+        times.save(args.out, record)
+        console.print(f"wrote {args.out}")
+
+
+if __name__ == "__main__":
+    main()
