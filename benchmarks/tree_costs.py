@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from unittest.mock import patch
 
 import numpy as np
+import torch
 from common.engines import PAGE, engine, engine_settings
 from kv_heavy import KV_HEAVY, model_folder
 from token_trees import TokenTree
@@ -116,8 +117,8 @@ class Cell:
 def measure(batches: Iterable[int], contexts: Iterable[int], budget: int, most_tokens: int) -> StepTimes:
     """Step times of the KV-heavy copy in an engine on this machine: the processor's, in this process.
 
-    So what else runs on the machine counts little. On a CPU vLLM computes with one thread here, and
-    the processor's time is that of the clock on the wall when nothing else runs.
+    So what else runs on the machine counts little: with one thread that is the time on the wall when
+    nothing else runs.
 
     Args:
         batches: requests.
@@ -125,6 +126,9 @@ def measure(batches: Iterable[int], contexts: Iterable[int], budget: int, most_t
             measured with shorter ones; its times at the whole contexts are those of the fit.
         budget: tokens per request that a draft step sees.
         most_tokens: see `contexts`.
+
+    Raises:
+        SystemExit: vLLM computes with several threads.
     """
     times = StepTimes()
     room = profile._Tour(MEASURED_DRAFTS, [budget]).max_tokens + 2 * PAGE
@@ -145,6 +149,10 @@ def measure(batches: Iterable[int], contexts: Iterable[int], budget: int, most_t
             "draft_kv_budget": budget,
         }
         with engine(settings, spec) as llm:
+            if (threads := torch.get_num_threads()) > 1:
+                raise SystemExit(
+                    f"vLLM computes with {threads} threads; begin the command with 'taskset -c 0'"
+                )
             for batch in batches[::-1]:
                 fits = min(capacity_of(llm) // batch - room, most_tokens // batch)
                 for context in sorted({min(context, fits) for context in contexts}):

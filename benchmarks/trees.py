@@ -18,7 +18,7 @@ draft; the rest is supposed to take as many for each draft.
 """
 
 import argparse
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -47,6 +47,9 @@ SIZES = (4, 8, 16)  # at which trees are compared with chains, beside the best o
 PLANNED_MODEL, PLANNED_DEVICE = "llama-3.1-8b", "H200"
 TEXTS = "all"  # documents of all kinds together
 ROUNDS = {False: "within documents", True: "after documents"}  # by whether they follow each other
+SUPPOSED_FIRST = 0.8  # MagicDec's acceptance, of larger models on text that repeats itself less
+SUPPOSED = f"supposed {SUPPOSED_FIRST:.0%}"
+MAX_SIZE = MEASURED_DRAFTS[-1]  # drafts of a tree
 SPACING = 16  # tokens from one place within a document to the next
 
 
@@ -177,6 +180,7 @@ def describe(texts: Texts, depth: int) -> dict[str, Any]:
         "documents": texts.documents,
         "context": texts.context,
         "rounds": ROUNDS[texts.follow],
+        "num_documents": len(texts.drafted),
         **{
             source: {
                 "acceptance": acceptance_vector(ranks),
@@ -219,32 +223,59 @@ def replay_staged(texts: Texts, drafts: int) -> tuple[float, float]:
     return tokens, passes
 
 
+@dataclass(frozen=True)
 class Rounds:
-    """Every chain and tree for the texts of one context, with its tokens per round.
+    """Every chain and tree for the texts of one context, with its tokens per round."""
 
-    Args:
-        texts: the texts.
-        max_size: drafts of a tree.
-        max_depth: of a chain or a tree.
-    """
+    name: str
+    chains: dict[TokenTree, float]
+    trees: dict[TokenTree, float]
+    lookup_chains: dict[TokenTree, float]
+    lookup_trees: dict[TokenTree, float]
+    staged: dict[int, tuple[float, float]]  # by drafts of a chain: tokens, passes
 
-    def __init__(self, texts: Texts, max_size: int, max_depth: int) -> None:
-        lengths = range(1, max_depth + 1)
-        chains = [TokenTree.chain(length) for length in lengths]
-        trees, lookup_trees = (
-            trees_for(ranks, max_size, max_depth) for ranks in (texts.drafted, texts.looked_up)
+    @classmethod
+    def replayed(cls, texts: Texts, max_depth: int) -> "Rounds":
+        """As the texts had them."""
+        drafted, looked_up = (
+            trees_for(acceptance_vector(ranks), max_depth) for ranks in (texts.drafted, texts.looked_up)
         )
-        self.chains = tokens_of(chains, texts.drafted, texts.follow)
-        self.trees = tokens_of(trees, texts.drafted, texts.follow)
-        self.lookup_chains = tokens_of(chains, texts.looked_up, texts.follow)
-        self.lookup_trees = tokens_of(lookup_trees, texts.looked_up, texts.follow)
-        self.staged = {length: replay_staged(texts, length) for length in lengths}
+        return cls(
+            ROUNDS[texts.follow],
+            tokens_of(chains_to(max_depth), texts.drafted, texts.follow),
+            tokens_of(drafted, texts.drafted, texts.follow),
+            tokens_of(chains_to(max_depth), texts.looked_up, texts.follow),
+            tokens_of(looked_up, texts.looked_up, texts.follow),
+            {chain.size: replay_staged(texts, chain.size) for chain in chains_to(max_depth)},
+        )
+
+    @classmethod
+    def supposed(cls, acceptance: Sequence[float], first: float, max_depth: int) -> "Rounds":
+        """As Sequoia expects them of a draft whose first candidates stand less often.
+
+        Args:
+            acceptance: measured; what the first candidates leave is divided among the others as here.
+            first: p_1.
+            max_depth: of a chain or a tree.
+        """
+        share = (1 - first) / (1 - acceptance[0])
+        vector = [first, *(share * chance for chance in acceptance[1:])]
+        chains, trees = (
+            {tree: tree.expected_tokens(vector) for tree in kind}
+            for kind in (chains_to(max_depth), trees_for(vector, max_depth))
+        )
+        return cls(SUPPOSED, chains, trees, {}, {}, {})
 
 
-def trees_for(texts: Sequence[np.ndarray], max_size: int, max_depth: int) -> set[TokenTree]:
+def chains_to(max_depth: int) -> list[TokenTree]:
+    """Of every length."""
+    return [TokenTree.chain(length) for length in range(1, max_depth + 1)]
+
+
+def trees_for(acceptance: Sequence[float], max_depth: int) -> set[TokenTree]:
     """The best tree of every size and depth."""
-    trees = SequoiaTrees(acceptance_vector(texts), max_size, max_depth)
-    return {trees.tree(s, d) for s in range(1, max_size + 1) for d in range(1, max_depth + 1)}
+    trees = SequoiaTrees(acceptance, MAX_SIZE, max_depth)
+    return {trees.tree(s, d) for s in range(1, MAX_SIZE + 1) for d in range(1, max_depth + 1)}
 
 
 def tokens_of(
@@ -280,15 +311,18 @@ def compare(cell: Cell, rounds: Rounds) -> dict[str, Any]:
         )
         for drafts, (tokens, passes) in rounds.staged.items()
     ]
+    looked_up = {
+        "lookup chain": [found(*item) for item in rounds.lookup_chains.items()],
+        "lookup tree": [found(*item) for item in rounds.lookup_trees.items()],
+    }
     best = {
         "chain": fastest(chains),
         "tree": fastest(trees),
         "tree, as many drafts": fastest(trees, fastest(chains).drafts),
-        "staged chain": fastest(staged),
-        "lookup chain": fastest(found(*item) for item in rounds.lookup_chains.items()),
-        "lookup tree": fastest(found(*item) for item in rounds.lookup_trees.items()),
+        **{name: fastest(each) for name, each in {"staged chain": staged, **looked_up}.items() if each},
     }
     return {
+        "rounds": rounds.name,
         "costs": cell.costs.name,
         "batch": cell.batch,
         "context": cell.context,
@@ -311,28 +345,30 @@ def compare(cell: Cell, rounds: Rounds) -> dict[str, Any]:
 
 
 def table_of(record: Mapping[str, Any]) -> Table:
-    """The best chain and the best trees of every cell, texts of all kinds together."""
-    numbers = (
-        *("batch", "context", "chain: drafts", "tokens", "speedup"),
-        *("tree of as many: passes", "tokens", "speedup"),
-        *("best tree: drafts", "passes", "tokens", "speedup", "over the chain"),
-        *("staged chain", "lookup chain", "lookup tree"),
-    )
-    title = "chains and trees: tokens per round, speedup over plain"
-    table = make_table(title, numbers, ["costs", "rounds"])
+    """The best chain and the best trees of every cell, documents of all kinds together."""
+    cells: dict[tuple[str, int, int], dict[str, dict[str, Round]]] = defaultdict(dict)
     for cell in record["cells"]:
-        if cell["documents"] != TEXTS:
-            continue
-        best = {name: Round(**each) for name, each in cell["best"].items()}
-        chain, same, tree = best["chain"], best["tree, as many drafts"], best["tree"]
-        table.add_row(
-            *(cell["costs"], cell["rounds"], str(cell["batch"]), f"{cell['context']:,}"),
-            *(str(chain.drafts), f"{chain.tokens:.2f}", f"{chain.speedup:.2f}"),
-            *(str(same.passes), f"{same.tokens:.2f}", f"{same.speedup:.2f}"),
-            *(str(tree.drafts), str(tree.passes), f"{tree.tokens:.2f}", f"{tree.speedup:.2f}"),
-            f"{tree.speedup / chain.speedup - 1:+.0%}",
-            *(f"{best[name].speedup:.2f}" for name in ("staged chain", "lookup chain", "lookup tree")),
-        )
+        if cell["documents"] == TEXTS:
+            best = {name: Round(**each) for name, each in cell["best"].items()}
+            cells[cell["costs"], cell["batch"], cell["context"]][cell["rounds"]] = best
+    measured = list(ROUNDS.values())
+    numbers = ["batch", "context"]
+    for kind in (*measured, SUPPOSED):
+        numbers += [f"{kind}: chain", "tree of as many", "best tree"]
+        numbers += ["staged chain"] if kind in measured else []
+    title = "speedup over plain (drafts; of trees: drafts in passes)"
+    table = make_table(title, numbers, ["costs"])
+    for (costs, batch, context), by_kind in sorted(
+        cells.items(), key=lambda item: (item[0][0] != next(iter(cells))[0], item[0][2], item[0][1])
+    ):
+        row = []
+        for kind in (*measured, SUPPOSED):
+            best = by_kind[kind]
+            chain, tree, same = best["chain"], best["tree"], best["tree, as many drafts"]
+            row += [f"{chain.speedup:.2f} ({chain.drafts})", f"{same.speedup:.2f} (in {same.passes})"]
+            row += [f"{tree.speedup:.2f} ({tree.drafts} in {tree.passes})"]
+            row += [f"{best['staged chain'].speedup:.2f}"] if kind in measured else []
+        table.add_row(costs, str(batch), f"{context:,}", *row)
     return table
 
 
@@ -387,22 +423,22 @@ def main() -> None:
     )
     shape, device = find_model(PLANNED_MODEL), find_hardware(PLANNED_DEVICE)
     all_costs: tuple[Costs, ...] = (
-        MeasuredCosts("measured here", times, budget),
+        MeasuredCosts(costs_here := "measured here", times, budget),
         PlannedCosts(f"{shape.name}, {PLANNED_DEVICE}", Deployment(shape, device), budget),
     )
     record["cells"] = []
     for texts in all_texts:
-        rounds = Rounds(texts, MEASURED_DRAFTS[-1], args.depth)
+        kinds_of_rounds = [Rounds.replayed(texts, args.depth)]
+        if texts.documents == TEXTS and not texts.follow:
+            vector = acceptance_vector(texts.drafted)
+            kinds_of_rounds.append(Rounds.supposed(vector, SUPPOSED_FIRST, args.depth))
         record["cells"] += [
-            {
-                "documents": texts.documents,
-                "rounds": ROUNDS[texts.follow],
-                **compare(Cell(costs, batch, texts.context), rounds),
-            }
+            {"documents": texts.documents, **compare(Cell(costs, batch, texts.context), rounds)}
+            for rounds in kinds_of_rounds
             for costs in all_costs
             for batch in args.batch
         ]
-    record["cells"].sort(key=lambda cell: (cell["documents"] != TEXTS, cell["costs"], cell["rounds"]))
+    record["cells"].sort(key=lambda cell: (cell["documents"] != TEXTS, cell["costs"] != costs_here))
     console.print(table_of(record))
     if args.out:  # a profile too, with the measured steps
         times.save(args.out, record)

@@ -261,7 +261,7 @@ def test_a_cell_has_the_fastest_of_each_kind():
     rng = np.random.default_rng(0)
     drafted = [rng.choice([1, 2, 3], p=[0.7, 0.2, 0.1], size=(60, 6)) for _ in range(4)]
     looked_up = [rng.choice([0, 1, 2], p=[0.5, 0.4, 0.1], size=(60, 6)) for _ in range(4)]
-    rounds = trees.Rounds(trees.Texts("all", 1000, True, drafted, looked_up), 10, 6)
+    rounds = trees.Rounds.replayed(trees.Texts("all", 1000, True, drafted, looked_up), 6)
     cell = tree_costs.Cell(tree_costs.MeasuredCosts("measured", LinearTimes(), 256), 4, 1000)
     compared = trees.compare(cell, rounds)
     best = {name: SimpleNamespace(**each) for name, each in compared["best"].items()}
@@ -270,6 +270,7 @@ def test_a_cell_has_the_fastest_of_each_kind():
     assert best["chain"].speedup == pytest.approx(max(speedups.values()))
     assert best["tree"].speedup >= best["tree, as many drafts"].speedup
     assert best["tree, as many drafts"].drafts == best["chain"].drafts
+    assert compared["rounds"] == "after documents"
     assert compared["of_size"][4]["chain"]["tokens"] == pytest.approx(tokens[4])
     assert all(best[name].passes == 0 for name in ("lookup chain", "lookup tree"))
 
@@ -277,3 +278,15 @@ def test_a_cell_has_the_fastest_of_each_kind():
 def test_expected_tokens_are_products_along_the_paths():
     tree = TokenTree(frozenset({(1,), (1, 2), (2,)}))
     assert tree.expected_tokens((0.6, 0.3)) == pytest.approx(1 + 0.6 + 0.6 * 0.3 + 0.3)
+
+
+def test_what_a_worse_draft_would_bring():
+    rounds = trees.Rounds.supposed([0.9, 0.06, 0.02], 0.8, 12)
+    assert rounds.chains[TokenTree.chain(6)] == pytest.approx(tokens_per_round(6, 0.8))
+    tree = TokenTree(frozenset({(1,), (2,), (1, 1)}))
+    # The second candidates get 60 % of what the first ones leave, as measured.
+    assert tree.expected_tokens((0.8, 0.12, 0.04)) == pytest.approx(1 + 0.8 + 0.64 + 0.12)
+    best = max(tokens for tree, tokens in rounds.trees.items() if tree.size == 12)
+    assert best == pytest.approx(SequoiaTrees((0.8, 0.12, 0.04), 12, 12).expected_tokens(12, 12))
+    cell = tree_costs.Cell(tree_costs.MeasuredCosts("measured", LinearTimes(), 256), 4, 1000)
+    assert trees.compare(cell, rounds)["best"].keys() == {"chain", "tree", "tree, as many drafts"}
