@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """For trees.py: what draft passes of any width and verifications of any size take."""
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -130,6 +131,7 @@ def measure(batches: Iterable[int], contexts: Iterable[int], budget: int, most_t
     Raises:
         SystemExit: vLLM computes with several threads.
     """
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # one core, one thread
     times = StepTimes()
     room = profile._Tour(MEASURED_DRAFTS, [budget]).max_tokens + 2 * PAGE
     batches, contexts = sorted(batches), sorted({budget, *contexts})

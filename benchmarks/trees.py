@@ -45,6 +45,7 @@ SHOWN_RANKS, SHOWN_DEPTHS = 3, 8  # in the JSON file
 LOOKED_UP = 7  # tokens that a staged pass reads beside its own, at most
 SIZES = (4, 8, 16)  # at which trees are compared with chains, beside the best ones
 PLANNED_MODEL, PLANNED_DEVICE = "llama-3.1-8b", "H200"
+PLANNED_BATCHES = (1, 8, 24, 48)  # as many contexts of 16,000 tokens fit into its memory
 TEXTS = "all"  # documents of all kinds together
 ROUNDS = {False: "within documents", True: "after documents"}  # by whether they follow each other
 SUPPOSED_FIRST = 0.8  # MagicDec's acceptance, of larger models on text that repeats itself less
@@ -273,9 +274,10 @@ def chains_to(max_depth: int) -> list[TokenTree]:
 
 
 def trees_for(acceptance: Sequence[float], max_depth: int) -> set[TokenTree]:
-    """The best tree of every size and depth."""
+    """The best tree of every size and depth, and chains, which are trees too."""
     trees = SequoiaTrees(acceptance, MAX_SIZE, max_depth)
-    return {trees.tree(s, d) for s in range(1, MAX_SIZE + 1) for d in range(1, max_depth + 1)}
+    best = {trees.tree(s, d) for s in range(1, MAX_SIZE + 1) for d in range(1, max_depth + 1)}
+    return best | set(chains_to(max_depth))
 
 
 def tokens_of(
@@ -345,12 +347,11 @@ def compare(cell: Cell, rounds: Rounds) -> dict[str, Any]:
 
 
 def table_of(record: Mapping[str, Any]) -> Table:
-    """The best chain and the best trees of every cell, documents of all kinds together."""
+    """The best chain and the best trees of every cell, by how rounds were tried."""
     cells: dict[tuple[str, int, int], dict[str, dict[str, Round]]] = defaultdict(dict)
-    for cell in record["cells"]:
-        if cell["documents"] == TEXTS:
-            best = {name: Round(**each) for name, each in cell["best"].items()}
-            cells[cell["costs"], cell["batch"], cell["context"]][cell["rounds"]] = best
+    for cell in sorted(record["cells"], key=lambda cell: (cell["context"], cell["batch"])):
+        best = {name: Round(**each) for name, each in cell["best"].items()}
+        cells[cell["costs"], cell["batch"], cell["context"]][cell["rounds"]] = best
     measured = list(ROUNDS.values())
     numbers = ["batch", "context"]
     for kind in (*measured, SUPPOSED):
@@ -358,9 +359,8 @@ def table_of(record: Mapping[str, Any]) -> Table:
         numbers += ["staged chain"] if kind in measured else []
     title = "speedup over plain (drafts; of trees: drafts in passes)"
     table = make_table(title, numbers, ["costs"])
-    for (costs, batch, context), by_kind in sorted(
-        cells.items(), key=lambda item: (item[0][0] != next(iter(cells))[0], item[0][2], item[0][1])
-    ):
+    names = list(dict.fromkeys(cell["costs"] for cell in record["cells"]))
+    for (costs, batch, context), by_kind in sorted(cells.items(), key=lambda item: names.index(item[0][0])):
         row = []
         for kind in (*measured, SUPPOSED):
             best = by_kind[kind]
@@ -422,23 +422,23 @@ def main() -> None:
         else measure(args.batch, args.context, budget, args.most_tokens)
     )
     shape, device = find_model(PLANNED_MODEL), find_hardware(PLANNED_DEVICE)
-    all_costs: tuple[Costs, ...] = (
-        MeasuredCosts(costs_here := "measured here", times, budget),
-        PlannedCosts(f"{shape.name}, {PLANNED_DEVICE}", Deployment(shape, device), budget),
-    )
+    here = MeasuredCosts("measured here", times, budget)
+    there = PlannedCosts(f"{shape.name}, {PLANNED_DEVICE}", Deployment(shape, device), budget)
+    cells: list[tuple[Costs, int]] = [
+        *((here, batch) for batch in args.batch),
+        *((there, batch) for batch in PLANNED_BATCHES),
+    ]
     record["cells"] = []
-    for texts in all_texts:
+    for texts in (texts for texts in all_texts if texts.documents == TEXTS):
         kinds_of_rounds = [Rounds.replayed(texts, args.depth)]
-        if texts.documents == TEXTS and not texts.follow:
+        if not texts.follow:
             vector = acceptance_vector(texts.drafted)
             kinds_of_rounds.append(Rounds.supposed(vector, SUPPOSED_FIRST, args.depth))
         record["cells"] += [
-            {"documents": texts.documents, **compare(Cell(costs, batch, texts.context), rounds)}
+            compare(Cell(costs, batch, texts.context), rounds)
             for rounds in kinds_of_rounds
-            for costs in all_costs
-            for batch in args.batch
+            for costs, batch in cells
         ]
-    record["cells"].sort(key=lambda cell: (cell["documents"] != TEXTS, cell["costs"] != costs_here))
     console.print(table_of(record))
     if args.out:  # a profile too, with the measured steps
         times.save(args.out, record)
