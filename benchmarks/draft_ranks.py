@@ -14,8 +14,6 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from vllm_magicdec.lookup.context_index import MAX_MATCH, MIN_MATCH
-
 STARTS_AT_ONCE = 32  # rounds that are drafted in one batch
 
 
@@ -94,6 +92,9 @@ def lookup_ranks(tokens: Sequence[int], first: int) -> np.ndarray:
     Returns:
         [len(tokens) - first] int64; 0 where a token is none of them.
     """
+    # Here, because it imports llvmlite (see vllm_api/cpu_llvmlite.py).
+    from vllm_magicdec.lookup.context_index import MAX_MATCH, MIN_MATCH
+
     text = np.asarray(tokens)
     # [place] tokens up to there that equal the latest ones; of every place that is followed by another.
     lengths = np.zeros(len(text), dtype=np.int64)

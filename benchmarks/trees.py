@@ -20,7 +20,9 @@ draft; the rest is supposed to take as many for each draft.
 import argparse
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +117,18 @@ def collect(
     places = Texts(name, context, False, list(drafted), list(looked_up))
     drafted, looked_up = zip(*after, strict=True)
     return places, Texts(name, context, True, list(drafted), list(looked_up))
+
+
+def collect_all(args: argparse.Namespace) -> list[Texts]:
+    """Of every length: documents of all kinds together, and of each kind."""
+    model, tokenizer = load_model(TINY_LLAMA)
+    kinds = [None, args.documents] if args.documents else [None]
+    all_texts = []
+    for context in args.context:
+        parts = [collect(model, tokenizer, documents, context, args) for documents in kinds]
+        for same in zip(*parts, strict=True):
+            all_texts += [Texts.together(same), *same]
+    return all_texts
 
 
 def acceptance_vector(texts: Sequence[np.ndarray]) -> list[float]:
@@ -259,7 +273,7 @@ class Rounds:
             first: p_1.
             max_depth: of a chain or a tree.
         """
-        share = (1 - first) / (1 - acceptance[0])
+        share = (1 - first) / (1 - acceptance[0]) if acceptance[0] < 1 else 0.0
         vector = [first, *(share * chance for chance in acceptance[1:])]
         chains, trees = (
             {tree: tree.expected_tokens(vector) for tree in kind}
@@ -402,17 +416,16 @@ def main() -> None:
     add_documents(parser)
     add_out(parser)
     args = parser.parse_args()
+    least = args.sinks + args.window + args.places * SPACING
+    if min(args.context) < least:
+        parser.error(f"{args.places} places and a view need {least} tokens of --context; raise it")
     # The scheduler, which holds the times, must be within reach.
     set_environment(kv_cache_gib=1, VLLM_ENABLE_V1_MULTIPROCESSING="0")
     record = make_record("trees", settings=settings_of(args, "profile"))
 
-    model, tokenizer = load_model(TINY_LLAMA)
-    kinds = [None, args.documents] if args.documents else [None]
-    all_texts = []
-    for context in args.context:
-        parts = [collect(model, tokenizer, documents, context, args) for documents in kinds]
-        for same in zip(*parts, strict=True):
-            all_texts += [Texts.together(same), *same]
+    # In a process of its own: lookups import llvmlite (see vllm_api/cpu_llvmlite.py).
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        all_texts = pool.submit(collect_all, args).result()
     record["acceptance"] = [describe(texts, args.depth) for texts in all_texts]
 
     budget = args.sinks + args.window
