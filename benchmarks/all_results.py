@@ -88,6 +88,7 @@ PARTS = (
         f"--model {TINY_HYBRID.name} --requests 16 --budgets 128 256 512 --out {{out}}",
         10,
     ),
+    Part("trees.json", "trees.py", "--out {out}", 15),
     Part(
         "roofline.json",
         "roofline.py",

@@ -17,6 +17,7 @@ import decode
 import plain_steps
 import roofline
 import suite
+import trees
 from common.tables import console, markdown
 
 HERE = Path(__file__).resolve().parent
@@ -30,6 +31,7 @@ _TABLE_OF = {
     "plain_steps": lambda records: plain_steps.table_of(*records),
     "roofline": lambda records: roofline.table_of(*records),
     "suite": lambda records: suite.tables_of(*records)[0],
+    "trees": lambda records: trees.table_of(*records),
 }
 
 
