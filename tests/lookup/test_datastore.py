@@ -18,7 +18,7 @@ from vllm_magicdec.errors import MagicDecConfigError
 from vllm_magicdec.lookup import datastore_files
 from vllm_magicdec.lookup.context_index import MAX_MATCH, MIN_MATCH, ContextIndex
 from vllm_magicdec.lookup.datastore import MAX_SAMPLES, Datastore
-from vllm_magicdec.lookup.datastore_files import Vocabulary
+from vllm_magicdec.lookup.datastore_files import UnfitDocumentsError, Vocabulary
 
 pytest.importorskip("pydivsufsort", reason="the extra 'index' is not installed")
 
@@ -132,7 +132,7 @@ def test_nothing_is_left_of_a_datastore_that_failed(path):
         ([[1], [2]], "no two tokens"),
         ([[1, 100]], "not below"),
     ):
-        with pytest.raises(ValueError, match=sentence):
+        with pytest.raises(UnfitDocumentsError, match=sentence):
             write(path, documents)
     assert list(path.parent.iterdir()) == []
     write(path, [[1, 2, 3]])

@@ -33,6 +33,10 @@ MAX_TOKENS = 2**32 - 1  # a place has four bytes
 _HEADER, _TOKENS, _SUFFIX_ARRAY = "header.json", "tokens.npy", "suffix_array.npy"
 
 
+class UnfitDocumentsError(ValueError):
+    """No datastore can be made of them."""
+
+
 @dataclass(frozen=True)
 class Vocabulary:
     """What token ids mean."""
@@ -84,8 +88,8 @@ def write(path: Path, documents: Iterable[np.ndarray], vocabulary: Vocabulary, m
     Raises:
         FileExistsError: there is something at `path`.
         ImportError: pydivsufsort is not installed.
-        ValueError: the documents have no two tokens in a row, more than MAX_TOKENS, or an id that is not of
-            the vocabulary.
+        UnfitDocumentsError: the documents have no two tokens in a row, more than MAX_TOKENS, or an id that
+            is not of the vocabulary.
     """
     import pydivsufsort
 
@@ -99,18 +103,18 @@ def write(path: Path, documents: Iterable[np.ndarray], vocabulary: Vocabulary, m
         if len(document) == 0:
             continue
         if document.min() < 0 or document.max() >= vocabulary.size:
-            raise ValueError(f"a document has a token that is not below {vocabulary.size}")
+            raise UnfitDocumentsError(f"a document has a token that is not below {vocabulary.size}")
         num_documents += 1
         num_tokens += len(document) + 1
         if num_tokens > MAX_TOKENS:
-            raise ValueError(f"the documents have more than {MAX_TOKENS} tokens")
+            raise UnfitDocumentsError(f"the documents have more than {MAX_TOKENS} tokens")
         parts += (document.astype(dtype), separator)
     tokens = np.concatenate([*parts, np.empty(0, dtype)])
     parts.clear()
     goes_on = np.zeros(num_tokens, dtype=bool)
     goes_on[:-1] = (tokens[:-1] != separator) & (tokens[1:] != separator)
     if not goes_on.any():
-        raise ValueError("the documents have no two tokens in a row")
+        raise UnfitDocumentsError("the documents have no two tokens in a row")
     suffixes = pydivsufsort.divsufsort(np.ascontiguousarray(tokens[::-1]))
     places = (num_tokens - 1 - suffixes).astype(np.uint32)
     places = places[goes_on[places]]
