@@ -34,7 +34,7 @@ class Datastore:
 
     @classmethod
     def open(cls, path: Path, vocab_size: int, vocabulary: Vocabulary | None = None) -> "Datastore":
-        """Open what `magicdec index` wrote, and compile the search (about a second).
+        """Open what `magicdec index` wrote, and compile the search (some seconds).
 
         Args:
             path: its folder.
