@@ -14,7 +14,7 @@ from numba import njit
 
 from vllm_magicdec.lookup import datastore_files
 from vllm_magicdec.lookup.context_index import MAX_MATCH, MIN_MATCH, Match
-from vllm_magicdec.lookup.datastore_files import Header, Vocabulary, refusal
+from vllm_magicdec.lookup.datastore_files import Header, Vocabulary
 
 # Of the places of the longest match, spread evenly over them. Each may wait for memory twice.
 MAX_SAMPLES = 64
@@ -37,17 +37,10 @@ class Datastore:
         """Open what `magicdec index` wrote, and compile the search (some seconds).
 
         Args:
-            path: its folder.
-            vocab_size: of the model that is served; padding included.
-            vocabulary: of its tokenizer; None if there is no tokenizer.
-
-        Raises:
-            MagicDecConfigError: there is none, it is damaged, or of another version or tokenizer.
+            path, vocab_size, vocabulary: as for `datastore_files.check`, which refuses as it does.
         """
+        datastore_files.check(path, vocab_size, vocabulary)
         header, tokens, suffix_array = datastore_files.read(path)
-        is_same = vocabulary is None or vocabulary.fingerprint == header.vocab_fingerprint
-        if not is_same or header.vocab_size > vocab_size:
-            raise refusal(path, f"was made with another tokenizer, that of {header.model!r}")
         opened = cls(header, tokens, suffix_array)
         opened.look_up(np.zeros(MIN_MATCH, dtype=np.int32), 1)
         return opened
@@ -60,6 +53,7 @@ class Datastore:
                 that are not of the vocabulary match nothing.
             most: tokens to return, at most.
         """
+        latest = np.ascontiguousarray(latest, dtype=np.int32)  # of another kind, it would compile again
         tokens = np.empty(most, dtype=np.int32)
         shares = np.empty(most, dtype=np.float64)
         length, num_found = _look_up(

@@ -156,7 +156,24 @@ def read(path: Path) -> tuple[Header, np.ndarray, np.ndarray]:
     return header, tokens, _map(path / _SUFFIX_ARRAY, np.dtype(np.uint32), header.num_places)
 
 
-def refusal(path: Path, reason: str) -> MagicDecConfigError:
+def check(path: Path, vocab_size: int, vocabulary: Vocabulary | None = None) -> None:
+    """Refuse a datastore that a server cannot look up in; loads no Numba, so that any process may ask.
+
+    Args:
+        path: its folder.
+        vocab_size: of the model that is served, padding included.
+        vocabulary: of its tokenizer; None if there is no tokenizer.
+
+    Raises:
+        MagicDecConfigError: there is none, it is damaged, or of another version or tokenizer.
+    """
+    header, _, _ = read(path)
+    is_same = vocabulary is None or vocabulary.fingerprint == header.vocab_fingerprint
+    if not is_same or header.vocab_size > vocab_size:
+        raise _refusal(path, f"was made with another tokenizer, that of {header.model!r}")
+
+
+def _refusal(path: Path, reason: str) -> MagicDecConfigError:
     """What is wrong with a datastore, with the way out."""
     return MagicDecConfigError(
         f"{METHOD}: {path} {reason}; make a datastore with: magicdec index FILES --model MODEL --out PATH"
@@ -167,15 +184,17 @@ def _read_header(path: Path) -> Header:
     try:
         fields = json.loads((path / _HEADER).read_text(encoding="utf-8"))
     except OSError:
-        raise refusal(path, f"is no datastore (it has no {_HEADER} that can be read)") from None
+        raise _refusal(path, f"is no datastore (it has no {_HEADER} that can be read)") from None
     except ValueError:
-        raise refusal(path, f"is a damaged datastore ({_HEADER} is no JSON)") from None
+        raise _refusal(path, f"is a damaged datastore ({_HEADER} is no JSON)") from None
     version = fields.get("version") if isinstance(fields, dict) else None
     if version != VERSION:
-        raise refusal(path, f"is a datastore of version {version}, and this plugin reads version {VERSION}")
+        raise _refusal(
+            path, f"is a datastore of version {version}, and this plugin reads version {VERSION}"
+        )
     types = Header.__annotations__
     if fields.keys() != types.keys() or any(type(fields[name]) is not types[name] for name in types):
-        raise refusal(path, f"is a damaged datastore ({_HEADER} has other fields than it should)")
+        raise _refusal(path, f"is a damaged datastore ({_HEADER} has other fields than it should)")
     return Header(**fields)
 
 
@@ -183,9 +202,9 @@ def _map(file: Path, dtype: np.dtype, length: int) -> np.ndarray:
     try:
         array = np.load(file, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError):
-        raise refusal(
+        raise _refusal(
             file.parent, f"is a damaged datastore ({file.name} is missing or cut short)"
         ) from None
     if array.dtype != dtype or array.shape != (length,):
-        raise refusal(file.parent, f"is a damaged datastore ({file.name} is not what its header says)")
+        raise _refusal(file.parent, f"is a damaged datastore ({file.name} is not what its header says)")
     return array.view(np.ndarray)  # what compiled loops take
