@@ -16,8 +16,9 @@ from vllm_magicdec.lookup import datastore_files
 from vllm_magicdec.lookup.context_index import MAX_MATCH, MIN_MATCH, Match
 from vllm_magicdec.lookup.datastore_files import Header, Vocabulary
 
-# Of the places of the longest match, spread evenly over them. Each may wait for memory twice.
-MAX_SAMPLES = 64
+# Of the places of the longest match, spread evenly over them: each may wait for memory twice, and twice as
+# many found no more tokens that were right.
+MAX_SAMPLES = 32
 
 
 class Datastore:
