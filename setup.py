@@ -36,6 +36,8 @@ setup(
             "mkdocs-material",
         ],
         "bench": ["matplotlib", "rich", "pandas"],
+        # What `magicdec index` needs; reading what it wrote needs neither.
+        "index": ["pydivsufsort>=0.0.20", "pyarrow"],
     },
     entry_points={
         "console_scripts": ["magicdec = vllm_magicdec.planner.console:main"],

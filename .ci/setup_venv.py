@@ -139,12 +139,11 @@ def install_suffix_decoding() -> None:
 
 
 def extra_requirements() -> list[str]:
-    """The packages of the extras `test` and `bench`, and the plugin's own."""
+    """The packages of the extras `test`, `bench` and `index`, and the plugin's own."""
     text = (ROOT / "setup.py").read_text()
-    lists = [
-        re.search(pattern, text, re.DOTALL)
-        for pattern in (r"install_requires=\[(.*?)\]", r'"test": \[(.*?)\]', r'"bench": \[(.*?)\]')
-    ]
+    extras = [rf'"{extra}": \[(.*?)\]' for extra in ("test", "bench", "index")]
+    patterns = (r"install_requires=\[(.*?)\]", *extras)
+    lists = [re.search(pattern, text, re.DOTALL) for pattern in patterns]
     return [name for found in lists if found for name in re.findall(r'"([^"]+)"', found.group(1))]
 
 

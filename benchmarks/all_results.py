@@ -81,6 +81,8 @@ PARTS = (
     Part("plain-steps.json", "plain_steps.py", "--out {out}", 3),
     Part("suite", "suite.py", "--rate-fractions 0.8 --out {out}", 20),
     Part("auto-kv-heavy.json", "auto.py", "--batch 1 4 8 --pairs 7 --out {out}", 30),
+    Part("datastore.json", "datastore.py", "--out {out}", 4),
+    Part("datastore-tekken.json", "datastore.py", "--model tekken --out {out}", 4),
     Part("acceptance.json", "acceptance.py", "--requests 16 --out {out}", 20),
     Part(
         "acceptance-tiny-hybrid.json",

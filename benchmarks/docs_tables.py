@@ -13,6 +13,7 @@ from typing import Any
 
 import acceptance
 import auto
+import datastore
 import decode
 import plain_steps
 import roofline
@@ -27,6 +28,7 @@ _TABLE = re.compile(r"(<!-- result: (?P<paths>.+?) -->\n).*?(<!-- end -->)", re.
 _TABLE_OF = {
     "acceptance": acceptance.table_of,
     "auto": lambda records: auto.table_of(*records),
+    "datastore": lambda records: datastore.table_of(*records),
     "decode": decode.table_of,
     "plain_steps": lambda records: plain_steps.table_of(*records),
     "roofline": lambda records: roofline.table_of(*records),

@@ -164,3 +164,38 @@ def likeliest_continuation(
         places = [place for place, following in zip(places, nexts, strict=True) if following == token]
         whole.append(token)
     return longest, tokens, shares
+
+
+def likeliest_in_documents(
+    documents: list[list[int]], latest: list[int], most: int, *, min_match: int, max_match: int
+) -> tuple[int, list[int], list[float]]:
+    """How documents went on after the longest occurrences of the latest tokens.
+
+    Places are those after which their document goes on. The most frequent next token, of equals the lowest,
+    decides which of them count for the next; a place whose document ends counts as none of the tokens.
+
+    Returns the length of the match, the tokens, and the share of the places that each of them had.
+    """
+    endings = {}  # length of the match, and what follows it, by document and place
+    for number, document in enumerate(documents):
+        for end in range(1, len(document)):
+            length = 0
+            while (
+                length < min(max_match, end, len(latest))
+                and document[end - 1 - length] == latest[-1 - length]
+            ):
+                length += 1
+            endings[number, end] = length, document[end:]
+    longest = max((length for length, _ in endings.values()), default=0)
+    if longest < min_match:
+        return 0, [], []
+    following = [rest for length, rest in endings.values() if length == longest]
+    tokens, shares = [], []
+    for step in range(most):
+        nexts = [rest[step] for rest in following if len(rest) > step]
+        if not nexts:
+            break
+        tokens.append(min(nexts, key=lambda token: (-nexts.count(token), token)))
+        shares.append(nexts.count(tokens[-1]) / len(following))
+        following = [rest for rest in following if rest[step : step + 1] == tokens[-1:]]
+    return longest, tokens, shares

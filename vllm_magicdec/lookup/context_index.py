@@ -63,6 +63,11 @@ class ContextIndex:
         self._length = end
         _link(self._tokens, self._previous, self._latest, begin, end)
 
+    def latest(self, ahead: np.ndarray) -> np.ndarray:
+        """[num] int32, the last tokens of the context and `ahead`: MAX_MATCH, or all if there are fewer."""
+        begin = max(0, self._length - max(0, MAX_MATCH - len(ahead)))
+        return np.concatenate([self._tokens[begin : self._length], ahead[-MAX_MATCH:]])
+
     def look_up(self, ahead: np.ndarray, most: int) -> Match:
         """The likeliest continuation after the longest match.
 

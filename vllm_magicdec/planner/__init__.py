@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `magicdec`: what speculation would bring here, before an engine serves and without one.
+"""The command `magicdec`: what is done before an engine serves.
 
-`console.py` finds the subcommands, `plan.py` and `profile.py` are one each. `performance.py` is the speedup
-model on a roofline, `hardware.py` the data sheets that it reads. `magicdec plan` imports neither vLLM nor
-torch. Change this room for another device, model or subcommand.
+`console.py` finds the subcommands. `plan.py` and `profile.py` say what speculation would bring here, and
+`index.py` reads the documents that drafts are looked up in. `performance.py` is the speedup model on a
+roofline, `hardware.py` the data sheets that it reads. `magicdec plan` imports neither vLLM nor torch.
+Change this room for another device, model or subcommand.
 """

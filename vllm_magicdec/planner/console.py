@@ -7,15 +7,15 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-COMMANDS = ("vllm_magicdec.planner.plan", "vllm_magicdec.planner.profile")
+COMMANDS = ("vllm_magicdec.planner.plan", "vllm_magicdec.planner.profile", "vllm_magicdec.planner.index")
 
 
 class UserError(ValueError):
     """What the user typed cannot work, in one sentence that says what to type instead."""
 
 
-def require(module: str) -> ModuleType:
-    """Import a module that only the extra `bench` brings.
+def require(module: str, extra: str = "bench") -> ModuleType:
+    """Import a module that only an extra brings.
 
     Raises:
         UserError: it is not installed.
@@ -24,7 +24,7 @@ def require(module: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError:
         package = module.split(".")[0]
-        raise UserError(f"this needs {package}; try: pip install 'vllm-magicdec[bench]'") from None
+        raise UserError(f"this needs {package}; try: pip install 'vllm-magicdec[{extra}]'") from None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

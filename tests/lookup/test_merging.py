@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which source is believed, and what all of them learn."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_magicdec.lookup.calibration import Calibration
+from vllm_magicdec.lookup.context_index import Match
+from vllm_magicdec.lookup.merging import choose, learn
+
+NONE = Match(0, [], [])
+
+
+def test_the_longer_match_is_believed_and_of_equals_the_first():
+    calibrations = [Calibration(), Calibration()]
+    short, long = Match(2, [1, 2], [1.0, 1.0]), Match(9, [3, 4], [1.0, 1.0])
+    assert choose([short, long], calibrations, 0.1).source == 1
+    assert choose([long, short], calibrations, 0.1).source == 0
+    assert choose([short, short], calibrations, 0.1).source == 0
+    assert choose([short, Match(2, [3, 4], [1.0, 0.9])], calibrations, 0.1).tokens == [1, 2]
+    assert choose([NONE, short], calibrations, 0.1).source == 1
+
+
+def test_nothing_is_chosen_where_nothing_was_found_or_is_likely():
+    unlikely = Match(2, [1, 2], [0.05, 1.0])
+    for matches in ([NONE, NONE], [unlikely, NONE]):
+        choice = choose(matches, [Calibration(), Calibration()], 0.1)
+        assert (choice.source, choice.tokens, choice.chances) == (0, [], [])
+
+
+shares = st.lists(st.floats(0.05, 1.0), max_size=6)
+
+
+@given(st.lists(st.tuples(st.integers(2, 32), shares), min_size=1, max_size=3), st.floats(0.01, 0.9))
+def test_no_other_source_promises_more(found, least_chance):
+    matches = [Match(length, list(range(len(parts))), parts) for length, parts in found]
+    calibration = Calibration()
+
+    def chances_of(match):
+        chances, reached = [], 1.0
+        for step, share in enumerate(match.shares):
+            reached *= calibration.chance(match.length + step, share)
+            if reached < least_chance:
+                break
+            chances.append(calibration.chance(match.length + step, share))
+        return chances
+
+    def expected(chances):
+        return sum(_product(chances[: step + 1]) for step in range(len(chances)))
+
+    choice = choose(matches, [calibration] * len(matches), least_chance)
+    assert choice.chances == chances_of(matches[choice.source])
+    assert choice.tokens == matches[choice.source].tokens[: len(choice.chances)]
+    most = max(expected(chances_of(match)) for match in matches)
+    assert expected(choice.chances) == pytest.approx(most)
+
+
+def _product(numbers):
+    product = 1.0
+    for number in numbers:
+        product *= number
+    return product
+
+
+def test_a_source_that_errs_is_left_and_heard_again_when_it_does_not():
+    """The one that is not chosen learns as well."""
+    calibrations = [Calibration(), Calibration()]
+    matches = [Match(8, [1, 2], [1.0, 1.0]), Match(8, [3, 4], [1.0, 1.0])]
+    for truth, source in (([3, 4], 1), ([1, 2], 0), ([3, 4], 1)):
+        for _ in range(2000):
+            learn(matches, calibrations, truth)
+        assert choose(matches, calibrations, 0.1).source == source
+
+
+def test_chances_become_those_seen_by_source():
+    calibrations, rng = [Calibration(), Calibration()], random.Random(1)
+    matches = [Match(5, [1], [1.0]), Match(7, [2], [1.0])]
+    for _ in range(4000):
+        learn(matches, calibrations, [1 if rng.random() < 0.2 else 2])
+    assert calibrations[0].chance(5, 1.0) == pytest.approx(0.2, abs=0.06)
+    assert calibrations[1].chance(7, 1.0) == pytest.approx(0.8, abs=0.06)
+
+
+def test_only_tokens_whose_fate_is_known_are_learned_from():
+    seen = []
+    calibration = Calibration()
+    calibration.observe = lambda *what: seen.append(what)
+    match = Match(4, [1, 2, 3], [1.0, 0.5, 0.25])
+    for followed in ([], [1], [1, 2, 9, 9], [7, 2, 3], [1, 2, 3, 4]):
+        learn([match, NONE], [calibration, calibration], followed)
+    assert seen == [
+        *[(4, 1.0, True)],
+        *[(4, 1.0, True), (5, 0.5, True), (6, 0.25, False)],
+        *[(4, 1.0, False)],
+        *[(4, 1.0, True), (5, 0.5, True), (6, 0.25, True)],
+    ]
