@@ -377,17 +377,16 @@ def _draft_twice(worker: Any) -> None:
     import torch
 
     from vllm_magicdec.views.base import DraftStep
-    from vllm_magicdec.views.passes import RoundSteps
 
     runner = _draft_of(worker)
     drafter, compared = runner._drafter, Counter(drafts=0, rounds=0, different=0)
 
     def fill_twice(drafts: torch.Tensor, batch: Any, num_steps: int) -> None:
         prepared = [
-            list(views.prepare(batch.of_group(group.kv_cache_group), num_steps))
+            views.prepare(batch.of_group(group.kv_cache_group), num_steps)
             for group, views in zip(drafter.groups, drafter._views, strict=True)
         ]
-        drafter._staged.fill(drafts, batch, [RoundSteps(steps) for steps in prepared])
+        drafter._staged.fill(drafts, batch, prepared)
         tokens, one_by_one = batch.tokens, torch.zeros_like(drafts)
         for parts in zip(*prepared, strict=True):
             step = DraftStep(parts)

@@ -15,7 +15,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.drafting import drafter
 from vllm_magicdec.drafting.layer_groups import LayerGroup
-from vllm_magicdec.errors import METHOD, MagicDecConfigError
+from vllm_magicdec.errors import METHOD
 from vllm_magicdec.lookup.history import History
 from vllm_magicdec.views.windows import SlidingWindow
 
@@ -114,12 +114,6 @@ def test_a_round_with_lookups_takes_one_pass_where_they_are_right(make_drafter):
     batch = replace(make_batch(["a"], table, [13]), histories=[history])
     assert made.draft(batch, GAMMA) and made.draft_tokens[0].tolist() == [7] * GAMMA
     assert target.num_tries == 1
-
-
-def test_lookups_are_refused_where_views_are_not_of_pages(make_drafter, monkeypatch):
-    monkeypatch.setattr(drafter, "make_views", lambda *_, **__: SimpleNamespace(memory_bytes={}))
-    with pytest.raises(MagicDecConfigError, match="draft_lookup='on' works with views of pages"):
-        make_drafter(Target(), draft_lookup="on")
 
 
 def test_failures_with_successes_between_them_end_nothing(make_drafter):

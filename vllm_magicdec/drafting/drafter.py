@@ -26,12 +26,10 @@ from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.drafting.layer_groups import LayerGroup
 from vllm_magicdec.drafting.sizing import make_views, max_graph_reqs
 from vllm_magicdec.drafting.staged import PassRunner, StagedDrafts
-from vllm_magicdec.errors import METHOD, MagicDecConfigError
+from vllm_magicdec.errors import METHOD
 from vllm_magicdec.policies import find_policy
 from vllm_magicdec.views.base import Batch, DraftStep, View, Views
 from vllm_magicdec.views.layer_pages import LayerPageViews
-from vllm_magicdec.views.pages import PageViews
-from vllm_magicdec.views.passes import RoundSteps
 from vllm_magicdec.views.windows import Reach
 
 logger = init_logger(f"vllm.{__name__}")
@@ -122,7 +120,6 @@ class Drafter:
         self._staged: StagedDrafts | None = None
         if spec.draft_lookup == "on":
             assert pass_runner is not None  # others are refused when the engine is configured
-            self._refuse_other_views()
             from vllm_magicdec.lookup.lookups import Lookups  # and with it Numba
 
             self._staged = StagedDrafts(
@@ -133,13 +130,6 @@ class Drafter:
             )
         self._num_ranks = vllm_config.parallel_config.tensor_parallel_size
         self._num_failed_in_a_row = 0
-
-    def _refuse_other_views(self) -> None:
-        if not all(isinstance(views, PageViews | LayerPageViews) for views in self._views):
-            raise MagicDecConfigError(
-                f"{METHOD}: draft_lookup='on' works with views of pages, and draft_kv_policy="
-                f"{self._spec.draft_kv_policy!r} makes others; use draft_lookup='off'"
-            )
 
     def _log(self, vllm_config: VllmConfig) -> None:
         policy = find_policy(self._spec.draft_kv_policy)
@@ -235,7 +225,7 @@ class Drafter:
             for group, views in zip(self.groups, self._views, strict=True)
         ]
         if self._staged is not None:
-            self._staged.fill(drafts, batch, [RoundSteps(list(steps)) for steps in prepared])
+            self._staged.fill(drafts, batch, prepared)
             return
         for parts in zip(*prepared, strict=True):
             step = DraftStep(parts)

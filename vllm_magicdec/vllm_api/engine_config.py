@@ -94,8 +94,7 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
                 f"{name} does not work with the V2 model runner yet; set VLLM_USE_V2_MODEL_RUNNER=0 or "
                 "draft_lookup='off'"
             )
-        device_type = vllm_config.device_config.device_type
-        if device_type != "cpu":
+        if vllm_config.device_config.device_type != "cpu":
             raise MagicDecConfigError(
                 f"{name} works on CPUs alone so far, where the host knows the latest tokens at once; use "
                 "draft_lookup='off'"
@@ -103,11 +102,6 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
         if self.draft_sample_method == "probabilistic":
             raise MagicDecConfigError(
                 f"{name} works with greedy drafts alone so far; use draft_sample_method='greedy' or "
-                "draft_lookup='off'"
-            )
-        if find_policy(self.draft_kv_policy).granularity(self, device_type) == "token":
-            raise MagicDecConfigError(
-                f"{name} works with views of pages alone so far; use draft_kv_granularity='page' or "
                 "draft_lookup='off'"
             )
 
