@@ -63,7 +63,7 @@ class TokenSteps(RoundSteps):
         is_seen = torch.cat(
             [steps < self._seen_until[requests].unsqueeze(1), steps >= on_device(later, device)], dim=-1
         )
-        # Nothing is written yet where a later pass will write: who sees fewer has his last slot again.
+        # Nothing is there yet of a request's later steps: the slot of its last one stands in for theirs.
         written = on_device(np.minimum(later, queries.lasts[:, None]), device)  # [num_running, later]
         drafted = self._query_slots[written, requests.unsqueeze(1)]
         all_run = np.array_equal(queries.requests, np.arange(self._num_reqs))
