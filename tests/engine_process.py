@@ -376,17 +376,16 @@ def _draft_twice(worker: Any) -> None:
     import torch
 
     from vllm_magicdec.views.base import DraftStep
-    from vllm_magicdec.views.passes import RoundSteps
 
     runner = _draft_of(worker)
     drafter, compared = runner._drafter, Counter(drafts=0, rounds=0, different=0)
 
     def fill_twice(drafts: torch.Tensor, batch: Any, num_steps: int) -> None:
         prepared = [
-            list(views.prepare(batch.of_group(group.kv_cache_group), num_steps))
+            views.prepare(batch.of_group(group.kv_cache_group), num_steps)
             for group, views in zip(drafter.groups, drafter._views, strict=True)
         ]
-        staged = drafter._staged.draft(batch, num_steps, lambda: [RoundSteps(steps) for steps in prepared])
+        staged = drafter._staged.draft(batch, num_steps, lambda: prepared)
         drafter.draft_lists = staged
         tokens, one_by_one = batch.tokens, torch.zeros_like(drafts)
         for parts in zip(*prepared, strict=True):

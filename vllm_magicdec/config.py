@@ -96,6 +96,10 @@ class MagicDecFields(SpeculativeConfig):
     and output. A draft pass reads it ahead and makes several drafts where the draft agrees; under
     `num_speculative_tokens: auto` it may also be verified unread, where that promises more. `auto`: with
     that, where lookups work."""
+    draft_lookup_sources: tuple[str, ...] = ("context",)
+    """Where drafts are looked up: `context`, the request's own prompt and output; `served`, what other
+    requests of this server were answered, which lets one user's text set how fast another's comes; or paths
+    of datastores that `magicdec index` wrote."""
     snapkv_window: int = Field(default=16, gt=0, le=1024)
     """Last tokens of the prompt whose attention `snapkv` follows; they stay in view themselves."""
     snapkv_recent: float = Field(default=0.375, ge=0)
@@ -135,6 +139,7 @@ class MagicDecSpeculativeConfig(MagicDecFields):
 
     def __post_init__(self) -> "MagicDecSpeculativeConfig":
         self._check_granularity()
+        self._check_sources()
         if self.snapkv_kernel % 2 == 0:
             raise ValueError(f"snapkv_kernel={self.snapkv_kernel} is even; use {self.snapkv_kernel + 1}")
         self._resolve_adaptive()
@@ -175,6 +180,20 @@ class MagicDecSpeculativeConfig(MagicDecFields):
             f"draft_kv_granularity={self.draft_kv_granularity!r} means nothing to "
             f"draft_kv_policy={self.draft_kv_policy!r}; {way_out}"
         )
+
+    def _check_sources(self) -> None:
+        if not self.draft_lookup_sources:
+            raise ValueError(
+                "draft_lookup_sources is empty; name 'context', 'served' or a datastore's path, or use "
+                "draft_lookup='off'"
+            )
+        if len(set(self.draft_lookup_sources)) < len(self.draft_lookup_sources):
+            raise ValueError("draft_lookup_sources names a source twice; remove one of them")
+
+    @property
+    def datastores(self) -> tuple[str, ...]:
+        """Paths of datastores that lookups read."""
+        return tuple(name for name in self.draft_lookup_sources if name not in ("context", "served"))
 
     def _resolve_adaptive(self) -> None:
         if self.profile is not None and not self.has_controller:

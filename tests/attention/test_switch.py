@@ -6,6 +6,7 @@ import weakref
 from contextlib import nullcontext
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -23,6 +24,7 @@ from vllm_magicdec.attention.flashinfer_attention import Geometry
 from vllm_magicdec.attention.metadata import ObservedMetadata, draft_metadata
 from vllm_magicdec.errors import MagicDecConfigError
 from vllm_magicdec.views.base import TokenView
+from vllm_magicdec.views.passes import Queries, TokenPassView
 
 flashinfer_stand_in = pytest.fixture(scope="module")(play_flashinfer)
 
@@ -152,6 +154,41 @@ def test_the_switch_knows_a_layers_sinks_and_what_its_quantised_numbers_stand_fo
         case = replace(case, query=(handed.query.float() * 0.125).to(dtype))
     switch.Switch(0, layer, engine_config(case), CPU, None)
     case.check(draft(layer, handed, cache, dtype))
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases(), st.data())
+def test_each_token_of_a_pass_attends_to_what_it_sees_of_its_requests_list(case, data):
+    num_reqs, _, width = case.slots.shape
+    lens = data.draw(st.lists(st.integers(1, 4), min_size=num_reqs, max_size=num_reqs))
+    queries = Queries(np.arange(num_reqs), np.zeros(num_reqs, dtype=np.int64), np.array(lens))
+    places = torch.from_numpy(queries.places)
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32)))
+    in_list = torch.arange(width) < case.lens.unsqueeze(1)  # [num_reqs, width]
+    is_seen = torch.rand((num_reqs, max(lens), width), generator=generator) < 0.5
+    is_seen[..., 0] = True  # a token at least
+    is_seen &= in_list.unsqueeze(1)
+    tokens = torch.randn((len(places), *case.query.shape[1:]), generator=generator).to(case.query.dtype)
+    table, cells = torch.from_numpy(queries.table), torch.from_numpy(queries.cells)
+    slots = torch.where(in_list.unsqueeze(1), case.slots, case.slots[..., :1])
+    view = TokenPassView(slots.unsqueeze(0), is_seen, table, cells)
+    cache = filled_cache(KVCacheLayout.LBNHC, case)
+    layer = layer_of(case, cache)
+    switch.Switch(0, layer, engine_config(case), CPU, None)
+    padded = torch.cat([tokens, tokens[:1]])
+    output = torch.full_like(padded.flatten(1), torch.nan)
+    metadata = draft_metadata(view, ["layer"], lambda pages: {})["layer"]
+    layer.impl.forward(layer, padded, None, None, as_vllm_keeps(cache), metadata, output)
+    assert output[-1].isnan().all()
+    for query, own in enumerate(is_seen.flatten(0, 1)[cells]):
+        place = int(places[query])
+        alone = replace(
+            case,
+            query=tokens[query : query + 1],
+            slots=case.slots[place : place + 1, :, own],
+            lens=own.sum().reshape(1),
+        )
+        alone.check(output[query : query + 1].view_as(alone.query))
 
 
 @pytest.mark.parametrize("reads_scales_by_head", [False, True])

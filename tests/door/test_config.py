@@ -255,10 +255,6 @@ WRONG_FIELDS = {
         {"draft_lookup": "on", "draft_sample_method": "probabilistic"},
         "works with greedy drafts alone so far; use draft_sample_method='greedy' or draft_lookup='off'",
     ),
-    "lookups and views by token": (
-        {"draft_lookup": "on", "draft_kv_policy": "snapkv", "draft_kv_granularity": "token"},
-        "works with views of pages alone so far; use draft_kv_granularity='page' or draft_lookup='off'",
-    ),
     "a lookup of another kind": ({"draft_lookup": "sometimes"}, "draft_lookup='sometimes' is not possible"),
     "synthetic without rates": ({"rejection_sample_method": "synthetic"}, "requires exactly one of"),
 }

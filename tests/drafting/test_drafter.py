@@ -16,7 +16,7 @@ from vllm_magicdec.adaptive.draft_plan import DraftPlan
 from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.drafting import drafter
 from vllm_magicdec.drafting.layer_groups import LayerGroup
-from vllm_magicdec.errors import METHOD, MagicDecConfigError
+from vllm_magicdec.errors import METHOD
 from vllm_magicdec.lookup.history import History
 from vllm_magicdec.views.windows import SlidingWindow
 
@@ -58,7 +58,10 @@ def make_drafter(monkeypatch):
             ),
             scheduler_config=SimpleNamespace(max_num_seqs=2, max_num_batched_tokens=64),
             model_config=SimpleNamespace(
-                max_model_len=1024, dtype=torch.float32, get_num_attention_heads=lambda parallel: 1
+                max_model_len=1024,
+                dtype=torch.float32,
+                get_num_attention_heads=lambda parallel: 1,
+                get_vocab_size=lambda: 100,
             ),
             device_config=SimpleNamespace(device_type="cpu"),
             compilation_config=SimpleNamespace(cudagraph_mode=None),
@@ -121,12 +124,6 @@ def test_a_round_with_lookups_takes_one_pass_where_they_are_right(make_drafter):
     assert target.num_tries == 1, "nothing is read where the plan has no budget"
     target.is_broken = True
     assert not made.draft(batch, GAMMA) and made.draft_lists == [[]]
-
-
-def test_lookups_are_refused_where_views_are_not_of_pages(make_drafter, monkeypatch):
-    monkeypatch.setattr(drafter, "make_views", lambda *_, **__: SimpleNamespace(memory_bytes={}))
-    with pytest.raises(MagicDecConfigError, match="draft_lookup='on' works with views of pages"):
-        make_drafter(Target(), draft_lookup="on")
 
 
 def test_failures_with_successes_between_them_end_nothing(make_drafter):

@@ -7,7 +7,6 @@ from engines import POLICIES, magicdec
 from greedy import GREEDY, assert_same_tokens
 
 WHOLE_LEN = 2048  # tokens; nothing of the prompts and answers is longer
-BY_PAGE = ("streamingllm", "snapkv", "verify-topk")
 
 
 def with_lookups(gamma: int = 8, **fields):
@@ -26,6 +25,9 @@ def lookup_metrics(run: engines.EngineRun) -> dict[str, int]:
         ("streamingllm", WHOLE_LEN, {"max_num_batched_tokens": 256}),
         ("snapkv", 256, {"num_gpu_blocks_override": 80, "max_num_batched_tokens": WHOLE_LEN}),
         ("verify-topk", WHOLE_LEN, {"max_num_batched_tokens": WHOLE_LEN}),
+        ("snapkv by token", WHOLE_LEN, {"max_num_batched_tokens": 256}),
+        ("verify-topk by token", WHOLE_LEN, {"max_num_batched_tokens": WHOLE_LEN}),
+        ("verify-topk by token", 128, {"num_gpu_blocks_override": 80, "max_num_batched_tokens": WHOLE_LEN}),
     ],
 )
 def test_greedy_output_is_unchanged_and_passes_are_spared(prompts, plain, policy, budget, engine):
@@ -47,7 +49,7 @@ def test_greedy_output_is_unchanged_and_passes_are_spared(prompts, plain, policy
     assert counted["rounds"] <= counted["passes"] < 8 * counted["rounds"]
 
 
-@pytest.mark.parametrize("policy", BY_PAGE)
+@pytest.mark.parametrize("policy", POLICIES)
 def test_passes_with_lookups_draft_what_one_pass_per_token_does(prompts, plain, policy):
     """Of every round, over the same views and cache; with lookups of its own, then with random ones."""
     chosen = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))[-8:]

@@ -8,11 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_magicdec.lookup import served as served_answers
 from vllm_magicdec.lookup.calibration import Calibration
-from vllm_magicdec.lookup.context_index import MAX_MATCH
+from vllm_magicdec.lookup.context_index import MAX_MATCH, Match
 from vllm_magicdec.lookup.continuation import LEAST_CHANCE
 from vllm_magicdec.lookup.history import History
 from vllm_magicdec.lookup.lookups import Lookups
+from vllm_magicdec.lookup.served import ServedAnswers
 
 
 def history(tokens: list[int], num_latest: int = 1) -> History:
@@ -100,7 +102,7 @@ def test_a_longer_match_is_likelier_at_first_and_no_chance_is_above_one():
 
 def test_it_learns_from_what_was_verified_whoever_drafted_it():
     lookups, learned = Lookups(1), []
-    lookups._calibration.observe = lambda *seen: learned.append(seen)
+    lookups._calibrations[0].observe = lambda *seen: learned.append(seen)
     known = [1, 2, 3, 4, 5, 1, 2]
     for verified, seen in [
         ([3], [(2, 1.0, True)]),
@@ -113,3 +115,55 @@ def test_it_learns_from_what_was_verified_whoever_drafted_it():
         learned.clear()
         lookups.follow(["a"], [history(known + verified)])
         assert learned == seen
+
+
+def test_answers_of_requests_that_have_ended_are_a_source_and_prompts_are_not():
+    served = ServedAnswers()
+    lookups = Lookups(4, [served], in_context=False)
+    prompt, answer = [50, 51, 52, 53], [1, 2, 3, 4, 5, 6]
+    lookups.follow(["a"], [history([*prompt, answer[0]])])
+    lookups.follow(["a"], [history([*prompt, *answer])])
+    lookups.follow(["a", "b"], [history([*prompt, *answer]), history([9, 1, 2, 3])])
+    assert lookups.look_up("b", [], 5).tokens == [], "that of a request that is answered still"
+    for _ in range(2):  # what other requests of the batch say changes nothing
+        lookups.follow(["b"], [history([9, 1, 2, 3])])
+        found = lookups.look_up("b", [], 5)
+        assert found.tokens == [4, 5, 6], "not beyond the answer's end"
+        assert lookups.look_up("b", [4], 5).tokens == [5, 6]
+    lookups.follow(["c"], [history([9, 50, 51])])
+    assert lookups.look_up("c", [], 5).tokens == []
+
+
+def test_the_oldest_answers_go(monkeypatch):
+    monkeypatch.setattr(served_answers, "MAX_TOKENS", 64)
+    served = ServedAnswers()
+    for number in range(100):
+        served.add(np.array([2 * number, 2 * number + 1, 7, 8, 9], dtype=np.int32))
+        assert served.look_up(np.array([2 * number, 2 * number + 1], dtype=np.int32), 2).tokens == [7, 8]
+        assert len(served._index) <= 64
+    assert served.look_up(np.array([0, 1], dtype=np.int32), 2).length == 0
+    served.add(np.arange(1000, dtype=np.int32))
+    assert served.look_up(np.array([997, 998], dtype=np.int32), 2).tokens == [999]
+
+
+class Fixed:
+    """A source that always says the same."""
+
+    def __init__(self, length: int, tokens: list[int]) -> None:
+        self._match = Match(length, tokens, [1.0] * len(tokens))
+
+    def look_up(self, latest, most):
+        return self._match
+
+    def add(self, tokens): ...
+
+
+def test_the_source_that_promises_more_is_believed_and_all_are_learned_from():
+    lookups = Lookups(2, [Fixed(8, [7, 7, 7, 7])])
+    known = [1, 2, 3, 4, 5, 1, 2]
+    lookups.follow(["a"], [history(known)])
+    assert lookups.look_up("a", [], 4).tokens == [7, 7, 7, 7]
+    for _ in range(100):
+        lookups.follow(["a"], [history([*known, 3, 4])])
+        lookups.follow(["a"], [history(known)])
+    assert lookups.look_up("a", [], 4).tokens == [3, 4, 5, 1]

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token views against a naive reference: which positions a step sees, and through which slots."""
+"""Token views against a naive reference: which positions a step sees, and through which slots.
+
+One by one, and as a pass takes them.
+"""
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from batches import KeepsWhatIsThere, make_batch
@@ -16,8 +20,10 @@ from vllm_magicdec.attention.softmax import Softmax
 from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.policies.observing import PromptSelector
 from vllm_magicdec.policies.snapkv import SnapKV
-from vllm_magicdec.views.base import PAD_SLOT, DraftSlots
+from vllm_magicdec.views.base import PAD_SLOT, Batch, DraftSlots
+from vllm_magicdec.views.passes import Queries
 from vllm_magicdec.views.selections import RequestRows, Selections, budget_to_select
+from vllm_magicdec.views.token_steps import TokenSteps
 from vllm_magicdec.views.tokens import TokenBudget, TokenViews
 
 CPU = torch.device("cpu")
@@ -55,7 +61,7 @@ def rounds(draw):
 
 @settings(max_examples=200, deadline=None)
 @given(rounds(), st.integers(0, 2**31), st.data())
-def test_every_step_sees_selection_sinks_and_recent_tokens(case, seed, data):
+def test_every_step_sees_selection_sinks_and_recent_tokens_also_in_a_pass(case, seed, data):
     page_size, model_len, num_steps, budgets, requests = case
     size = data.draw(st.integers(0, len(budgets) - 1))
     budget, to_select = budgets[size], budget_to_select(budgets)
@@ -88,7 +94,12 @@ def test_every_step_sees_selection_sinks_and_recent_tokens(case, seed, data):
     slots = DraftSlots(**geometry, max_model_len=model_len, device=CPU)
     views = TokenViews(selections, KeepsWhatIsThere(), budgets, slots)
     batch = make_batch(req_ids, block_table, [context_len for context_len, _ in requests])
-    for step in views.prepare(batch, num_steps, size):
+    steps = views.prepare(batch, num_steps, size)
+    passes = [
+        seen_in_a_pass(steps, queries, batch, page_size)
+        for queries in data.draw(st.lists(passes_within(model_len, num_steps, requests), max_size=3))
+    ]
+    for step in steps:
         assert step.view.slots.shape[-1] == budget.max_tokens
         for index, (context_len, selected_at) in enumerate(requests):
             own = block_table[index].tolist()
@@ -119,10 +130,53 @@ def test_every_step_sees_selection_sinks_and_recent_tokens(case, seed, data):
                         model_len=model_len,
                     )
                     seen = step.view.slots[layer, index, head, :length].tolist()
-                    assert sorted(seen) == sorted(slot_of(p, own, page_size) for p in expected)
+                    slots_seen = sorted(slot_of(p, own, page_size) for p in expected)
+                    assert sorted(seen) == slots_seen
+                    for taken in passes:
+                        if (index, step.index) in taken:
+                            assert taken[index, step.index][layer][head] == slots_seen
             position = context_len + step.index
             is_inside = position < model_len
             assert int(step.slots[index]) == (slot_of(position, own, page_size) if is_inside else PAD_SLOT)
+
+
+@st.composite
+def passes_within(draw, model_len: int, num_steps: int, requests: list[tuple[int, int]]) -> Queries | None:
+    """Of some of the requests some steps in a row, within the model's length; None: no request has any."""
+    most = [min(num_steps, model_len - context_len) for context_len, _ in requests]
+    running = [index for index, n in enumerate(most) if n and draw(st.integers(0, 3))]
+    firsts = [draw(st.integers(0, most[index] - 1)) for index in running]
+    lens = [draw(st.integers(1, most[index] - first)) for index, first in zip(running, firsts, strict=True)]
+    return Queries(np.array(running), np.array(firsts), np.array(lens)) if running else None
+
+
+def seen_in_a_pass(
+    steps: TokenSteps, queries: Queries | None, batch: Batch, page_size: int
+) -> dict[tuple[int, int], list[list[list[int]]]]:
+    """The slots that each token of a pass sees, by layer and KV head, by its request and step."""
+    if queries is None:
+        return {}
+    taken = steps.take(queries)
+    seen = {}
+    for row, (index, first, count) in enumerate(
+        zip(queries.requests.tolist(), queries.firsts.tolist(), queries.lens.tolist(), strict=True)
+    ):
+        table, context_len = batch.block_table[index].tolist(), int(batch.context_lens[index])
+        written = {slot_of(p, table, page_size) for p in range(context_len + first + count)}
+        assert set(taken.view.slots[:, row].flatten().tolist()) <= written, (
+            "what is read need not be a number"
+        )
+        for place in range(count):
+            query = int(queries.starts[row]) + place
+            assert taken.view.table.flatten()[taken.view.cells[query]] == query
+            position = context_len + first + place
+            assert taken.positions[query] == position
+            assert taken.slots[query] == slot_of(position, table, page_size)
+            columns = taken.view.is_seen[row, place]
+            seen[index, first + place] = [
+                [sorted(own[columns].tolist()) for own in by_head] for by_head in taken.view.slots[:, row]
+            ]
+    return seen
 
 
 @pytest.mark.parametrize("num_missing", range(10))

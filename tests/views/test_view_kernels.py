@@ -44,7 +44,7 @@ def main() -> None:
     )
     fewer_examples(
         40,
-        test_tokens.test_every_step_sees_selection_sinks_and_recent_tokens,
+        test_tokens.test_every_step_sees_selection_sinks_and_recent_tokens_also_in_a_pass,
         test_tokens.rounds(),
         st.integers(0, 2**31),
         st.data(),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A draft step's view as vLLM's forward context wants it: attention metadata by layer.
+"""A draft step's or pass's view as vLLM's forward context wants it: attention metadata by layer.
 
 vLLM's own metadata goes through where the view is a block table; else the type of ours tells `switch.py`
 what to do.
@@ -13,6 +13,7 @@ import torch
 
 from vllm_magicdec.attention.observing import LayerObserver
 from vllm_magicdec.views.base import LayerPageView, PageView, TokenView, View
+from vllm_magicdec.views.passes import PassView, TokenPassView
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,26 @@ class TokenMetadata:
     slots: torch.Tensor  # [num_reqs, num_kv_heads, budget] int32
     lens: torch.Tensor  # [num_reqs] int32
     common_len: int | None
+
+    @property
+    def num_queries(self) -> int:
+        """Query tokens: one per request."""
+        return self.lens.shape[0]
+
+
+@dataclass(frozen=True)
+class TokenPassMetadata:
+    """One layer's part of a `views.passes.TokenPassView`."""
+
+    slots: torch.Tensor  # [num_running, num_kv_heads, width] int32
+    is_seen: torch.Tensor  # [num_running, most, width] bool
+    table: torch.Tensor  # [num_running, most] int64
+    cells: torch.Tensor  # [num_queries] int64
+
+    @property
+    def num_queries(self) -> int:
+        """Query tokens: one or more per request."""
+        return self.cells.shape[0]
 
 
 @dataclass(frozen=True)
@@ -40,18 +61,23 @@ class ObservedMetadata:
 
 
 def draft_metadata(
-    view: View, layer_names: Sequence[str], of_pages: Callable[[PageView], Mapping[str, Any]]
+    view: View | PassView, layer_names: Sequence[str], of_pages: Callable[[PageView], Mapping[str, Any]]
 ) -> Mapping[str, Any]:
     """A view's metadata by layer.
 
     Args:
-        view: where the step looks.
+        view: where the step or pass looks.
         layer_names: the attention layers that it is for, in its order.
         of_pages: makes vLLM's own metadata of a block table, for these layers.
     """
     if isinstance(view, TokenView):
         return {
             name: TokenMetadata(view.slots[index], view.lens, view.common_len)
+            for index, name in enumerate(layer_names)
+        }
+    if isinstance(view, TokenPassView):
+        return {
+            name: TokenPassMetadata(view.slots[index], view.is_seen, view.table, view.cells)
             for index, name in enumerate(layer_names)
         }
     if isinstance(view, LayerPageView):

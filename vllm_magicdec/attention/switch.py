@@ -16,9 +16,14 @@ from vllm.platforms import current_platform
 from vllm.utils.flashinfer import has_flashinfer
 from vllm.v1.kv_cache_interface import AttentionSpec, KVQuantMode
 
-from vllm_magicdec.attention import Implementation, KVRows, attend
+from vllm_magicdec.attention import Implementation, KVRows, attend, torch_attention
 from vllm_magicdec.attention.flashinfer_attention import Geometry, UnreadableCacheError
-from vllm_magicdec.attention.metadata import DraftMetadata, ObservedMetadata, TokenMetadata
+from vllm_magicdec.attention.metadata import (
+    DraftMetadata,
+    ObservedMetadata,
+    TokenMetadata,
+    TokenPassMetadata,
+)
 from vllm_magicdec.attention.observing import QueryRecorder
 from vllm_magicdec.attention.plans import CommonLengthPlans
 from vllm_magicdec.attention.rows import FP8_DTYPES
@@ -235,10 +240,11 @@ class Switch:
         **scales: Any,
     ) -> torch.Tensor:
         """vLLM's signature; `query` [num_tokens, num_heads, head_size]."""
-        if isinstance(attn_metadata, TokenMetadata):
-            num_reqs = attn_metadata.lens.shape[0]
-            query = self._query(query[:num_reqs])
-            self._attend(query, self._rows(kv_cache), attn_metadata, output[:num_reqs].view(query.shape))
+        if isinstance(attn_metadata, TokenMetadata | TokenPassMetadata):
+            num_queries = attn_metadata.num_queries
+            query = self._query(query[:num_queries])
+            own_output = output[:num_queries].view(query.shape)
+            self._attend(query, self._rows(kv_cache), attn_metadata, own_output)
             return output
         if isinstance(attn_metadata, ObservedMetadata):
             self._target_forward(layer, query, key, value, kv_cache, attn_metadata.own, output, **scales)
@@ -257,24 +263,41 @@ class Switch:
         sinks = getattr(self._impl, "sinks", None)  # now: implementations cast theirs when they first run
         return Softmax(self.geometry.scale * self._scales.key, self.geometry.soft_cap, sinks)
 
+    @property
+    def _options(self) -> dict[str, Any]:
+        """What `attend` has to know of the layer."""
+        softmax = self._softmax
+        return dict(
+            scale=softmax.scale,
+            soft_cap=softmax.soft_cap,
+            sinks=softmax.sinks,
+            value_scale=self._scales.value,
+        )
+
     def _query(self, query: torch.Tensor) -> torch.Tensor:
         return self._scales.scale_query(query, self.geometry.query_dtype)
 
     def _attend(
-        self, query: torch.Tensor, rows: KVRows, metadata: TokenMetadata, output: torch.Tensor
+        self,
+        query: torch.Tensor,
+        rows: KVRows,
+        metadata: TokenMetadata | TokenPassMetadata,
+        output: torch.Tensor,
     ) -> None:
-        """Write to `output`, shaped as `query` [num_reqs, num_heads, head_size]."""
-        if not self._attend_as_planned(query, rows, metadata, output):
-            softmax = self._softmax
+        """Write to `output`, shaped as `query` [num_queries, num_heads, head_size]."""
+        if isinstance(metadata, TokenPassMetadata):
+            # Passes are made on CPUs alone so far.
+            attended = torch_attention.attend_where(
+                query[metadata.table], rows, metadata.slots, metadata.is_seen, **self._options
+            )
+            output.copy_(attended.flatten(0, 1)[metadata.cells])
+        elif not self._attend_as_planned(query, rows, metadata, output):
             attended = attend(
                 query,
                 rows,
                 metadata.slots,
                 metadata.lens,
-                scale=softmax.scale,
-                soft_cap=softmax.soft_cap,
-                sinks=softmax.sinks,
-                value_scale=self._scales.value,
+                **self._options,
                 implementation=self._implementation,
             )
             output.copy_(attended)

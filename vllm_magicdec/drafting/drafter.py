@@ -7,7 +7,7 @@ overwrites every one of them, so nothing approximate survives in the cache.
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import NoReturn, Protocol
 
@@ -26,11 +26,10 @@ from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.drafting.layer_groups import LayerGroup
 from vllm_magicdec.drafting.sizing import make_views, max_graph_reqs
 from vllm_magicdec.drafting.staged import PassRunner, StagedDrafts
-from vllm_magicdec.errors import METHOD, MagicDecConfigError
+from vllm_magicdec.errors import METHOD
 from vllm_magicdec.policies import find_policy
-from vllm_magicdec.views.base import Batch, DraftStep, View, Views, ViewStep
+from vllm_magicdec.views.base import Batch, DraftStep, View, Views
 from vllm_magicdec.views.layer_pages import LayerPageViews
-from vllm_magicdec.views.pages import PageViews
 from vllm_magicdec.views.passes import RoundSteps
 from vllm_magicdec.views.windows import Reach
 
@@ -125,12 +124,14 @@ class Drafter:
         """The latest round's drafts of each request, where they differ in number; not in `draft_tokens`."""
         if spec.draft_lookup == "on":
             assert pass_runner is not None  # others are refused when the engine is configured
-            self._refuse_other_views()
-            from vllm_magicdec.lookup.lookups import Lookups  # and with it Numba
+            # With it comes Numba.
+            from vllm_magicdec.lookup.open_sources import open_lookups
 
             self._staged = StagedDrafts(
                 pass_runner,
-                Lookups(max_num_reqs),
+                open_lookups(
+                    spec.draft_lookup_sources, max_num_reqs, vllm_config.model_config.get_vocab_size()
+                ),
                 LookupCounters(metrics_dir),
                 max_num_reqs=max_num_reqs,
                 max_drafts=spec.num_speculative_tokens,
@@ -138,13 +139,6 @@ class Drafter:
                 is_alone=self._num_ranks == 1,
             )
         self._num_failed_in_a_row = 0
-
-    def _refuse_other_views(self) -> None:
-        if not all(isinstance(views, PageViews | LayerPageViews) for views in self._views):
-            raise MagicDecConfigError(
-                f"{METHOD}: draft_lookup='on' works with views of pages, and draft_kv_policy="
-                f"{self._spec.draft_kv_policy!r} makes others; use draft_lookup='off'"
-            )
 
     def _log(self, vllm_config: VllmConfig) -> None:
         policy = find_policy(self._spec.draft_kv_policy)
@@ -237,9 +231,7 @@ class Drafter:
     def _fill(self, drafts: torch.Tensor, batch: Batch, num_steps: int) -> None:
         """`drafts` [num_reqs, num_steps] int64, written where there are no lists."""
         if self._staged is not None:
-            self.draft_lists = self._staged.draft(
-                batch, num_steps, lambda: [RoundSteps(list(s)) for s in self._prepare(batch, num_steps)]
-            )
+            self.draft_lists = self._staged.draft(batch, num_steps, lambda: self._prepare(batch, num_steps))
             return
         tokens = batch.tokens
         for parts in zip(*self._prepare(batch, num_steps), strict=True):
@@ -247,7 +239,7 @@ class Drafter:
             tokens = self._runner.draft_step(tokens.to(torch.int32), step)
             drafts[:, step.index] = tokens
 
-    def _prepare(self, batch: Batch, num_steps: int) -> list[Iterator[ViewStep]]:
+    def _prepare(self, batch: Batch, num_steps: int) -> list[RoundSteps]:
         """The round's steps by group of layers."""
         size = self._size_of(num_steps)
         return [

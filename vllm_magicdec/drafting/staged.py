@@ -286,7 +286,7 @@ def _worth_going_on(making: dict[int, _Making], plan: DraftPlan) -> list[int]:
 
 
 def _gain(chances: Sequence[float], found: Sequence[Continuation], plan: DraftPlan) -> float:
-    """What a pass promises: of each request a draft, and one more for each looked-up token that is right."""
+    """What a pass promises: of each request a draft, and another for each looked-up token that is right."""
     drafts = (1 + sum(ahead.reached) for ahead in found)
     return sum(
         (chance - plan.least_chance) * number for chance, number in zip(chances, drafts, strict=True)

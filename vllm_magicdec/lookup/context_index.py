@@ -63,6 +63,11 @@ class ContextIndex:
         self._length = end
         _link(self._tokens, self._previous, self._latest, begin, end)
 
+    @property
+    def tokens(self) -> np.ndarray:
+        """[len(self)] int32, all of them."""
+        return self._tokens[: self._length]
+
     def latest(self, ahead: np.ndarray) -> np.ndarray:
         """[num] int32, the last tokens of the context and `ahead`: MAX_MATCH, or all if there are fewer."""
         begin = max(0, self._length - max(0, MAX_MATCH - len(ahead)))

@@ -46,6 +46,9 @@ class Datastore:
         opened.look_up(np.zeros(MIN_MATCH, dtype=np.int32), 1)
         return opened
 
+    def add(self, tokens: np.ndarray) -> None:
+        """Nothing: it is read-only."""
+
     def look_up(self, latest: np.ndarray, most: int) -> Match:
         """The likeliest continuation after the longest match; it ends where a document does.
 

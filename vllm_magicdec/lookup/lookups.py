@@ -1,17 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Likely continuations of the requests of a worker, from each one's own context."""
+"""Likely continuations of the requests of a worker, from each one's own context and from other sources."""
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
 from vllm_magicdec.lookup.calibration import Calibration
-from vllm_magicdec.lookup.context_index import ContextIndex
+from vllm_magicdec.lookup.context_index import ContextIndex, Match
 from vllm_magicdec.lookup.continuation import LEAST_CHANCE, Continuation
 from vllm_magicdec.lookup.history import History
+from vllm_magicdec.lookup.merging import choose, learn
 
 # Tokens of one step that lookups are judged by; a step that brings more was not a round of drafts.
 _MOST_JUDGED = 32
+
+
+class Source(Protocol):
+    """Texts of others, by their tokens."""
+
+    def look_up(self, latest: np.ndarray, most: int) -> Match:
+        """How such texts went on after the longest occurrences of the latest tokens.
+
+        Args:
+            latest: [num] int32, tokens of a request, at least its last MAX_MATCH if it has as many.
+            most: tokens to return, at most.
+        """
+        ...
+
+    def add(self, tokens: np.ndarray) -> None:
+        """Take note of a request's output, [num] int32, when it has ended."""
+        ...
 
 
 class Lookups:
@@ -19,19 +38,26 @@ class Lookups:
 
     Args:
         max_num_reqs: requests whose contexts are kept, at most.
+        sources: beside each request's own context, which of equals is believed first.
+        in_context: whether a request's own context counts.
     """
 
-    def __init__(self, max_num_reqs: int) -> None:
+    def __init__(
+        self, max_num_reqs: int, sources: Sequence[Source] = (), *, in_context: bool = True
+    ) -> None:
         self._max_num_reqs = max_num_reqs
+        self._sources = sources
+        self._in_context = in_context
         self._indexes: dict[str, ContextIndex] = {}
-        self._calibration = Calibration()
+        self._prompt_lens: dict[str, int] = {}
+        self._calibrations = [Calibration() for _ in range(in_context + len(sources))]
         self._compile()
 
     def _compile(self) -> None:
         """Let Numba compile now what would delay the first request."""
         index = ContextIndex()
         index.extend(np.zeros(4, dtype=np.int32))
-        index.look_up(np.zeros(1, dtype=np.int32), 1)
+        self._matches(index, np.zeros(1, dtype=np.int32), 1)
 
     def follow(self, req_ids: Sequence[str], histories: Sequence[History]) -> None:
         """Take note of what was verified since the last round, and of what lookups would have said of it.
@@ -40,25 +66,32 @@ class Lookups:
             req_ids: of a batch.
             histories: theirs.
         """
-        if len(self._indexes.keys() | req_ids) > self._max_num_reqs:
-            self._indexes = {req_id: self._indexes[req_id] for req_id in req_ids if req_id in self._indexes}
+        if self._sources or len(self._indexes.keys() | req_ids) > self._max_num_reqs:
+            self._forget_all_but(req_ids)
         for req_id, history in zip(req_ids, histories, strict=True):
             index = self._indexes.get(req_id)
             if index is None or len(index) > len(history):  # another request of that name
                 index = self._indexes[req_id] = ContextIndex(len(history))
+                self._prompt_lens[req_id] = len(history) - 1
             verified = history.after(len(index))
             if len(index) and len(verified) <= _MOST_JUDGED:
-                self._learn(index, verified)
+                matches = self._matches(index, verified[:0], len(verified))
+                learn(matches, self._calibrations, verified.tolist())
             index.extend(verified)
 
-    def _learn(self, index: ContextIndex, verified: np.ndarray) -> None:
-        """From the tokens, [num_verified] int32, that followed a context."""
-        match = index.look_up(verified[:0], len(verified))
-        for step, (token, share) in enumerate(zip(match.tokens, match.shares, strict=True)):
-            is_right = token == verified[step]
-            self._calibration.observe(match.length + step, share, is_right)
-            if not is_right:
-                break
+    def _forget_all_but(self, req_ids: Sequence[str]) -> None:
+        for req_id in self._indexes.keys() - set(req_ids):
+            index, prompt_len = self._indexes.pop(req_id), self._prompt_lens.pop(req_id)
+            for source in self._sources:
+                source.add(index.tokens[prompt_len:])
+
+    def _matches(self, index: ContextIndex, ahead: np.ndarray, most: int) -> list[Match]:
+        """By source; `ahead` [num_ahead] int32 are supposed to follow the request's context."""
+        matches = [index.look_up(ahead, most)] if self._in_context else []
+        if self._sources:
+            latest = index.latest(ahead)
+            matches += [source.look_up(latest, most) for source in self._sources]
+        return matches
 
     def look_up(
         self, req_id: str, drafted: Sequence[int], most: int, least_chance: float = LEAST_CHANCE
@@ -73,13 +106,6 @@ class Lookups:
         """
         if most <= 0:
             return Continuation()
-        match = self._indexes[req_id].look_up(np.array(drafted, dtype=np.int32), most)
-        chances: list[float] = []
-        reached = 1.0
-        for step, share in enumerate(match.shares):
-            chance = self._calibration.chance(match.length + step, share)
-            reached *= chance
-            if reached < least_chance:
-                break
-            chances.append(chance)
-        return Continuation(match.tokens[: len(chances)], chances)
+        matches = self._matches(self._indexes[req_id], np.array(drafted, dtype=np.int32), most)
+        choice = choose(matches, self._calibrations, least_chance)
+        return Continuation(choice.tokens, choice.chances)

@@ -15,7 +15,7 @@ from vllm_magicdec.lookup.context_index import Match
 
 
 @dataclass(frozen=True)
-class Choice:
+class Best:
     """The continuation that promises the most."""
 
     source: int  # its place among the matches
@@ -23,7 +23,7 @@ class Choice:
     chances: list[float]  # that each is right if those before it were
 
 
-def choose(matches: Sequence[Match], calibrations: Sequence[Calibration], least_chance: float) -> Choice:
+def choose(matches: Sequence[Match], calibrations: Sequence[Calibration], least_chance: float) -> Best:
     """The match with the most expected tokens.
 
     Args:
@@ -31,7 +31,7 @@ def choose(matches: Sequence[Match], calibrations: Sequence[Calibration], least_
         calibrations: of each source.
         least_chance: a continuation ends where it is less likely than this to be right until there.
     """
-    best, most_expected = Choice(0, [], []), 0.0
+    best, most_expected = Best(0, [], []), 0.0
     for source, (match, calibration) in enumerate(zip(matches, calibrations, strict=True)):
         chances: list[float] = []
         reached, expected = 1.0, 0.0
@@ -43,7 +43,7 @@ def choose(matches: Sequence[Match], calibrations: Sequence[Calibration], least_
             expected += reached
             chances.append(chance)
         if expected > most_expected:
-            best, most_expected = Choice(source, match.tokens[: len(chances)], chances), expected
+            best, most_expected = Best(source, match.tokens[: len(chances)], chances), expected
     return best
 
 

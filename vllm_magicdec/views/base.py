@@ -5,14 +5,17 @@ Keys are cached with RoPE applied at their true positions, so leaving some out c
 attends to and nothing else: positions stay the true ones.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 
 from vllm_magicdec.lookup.history import History
+
+if TYPE_CHECKING:  # it is made of what is here
+    from vllm_magicdec.views.passes import RoundSteps
 
 # vLLM's cache-write kernels skip this slot.
 PAD_SLOT = -1
@@ -24,7 +27,7 @@ def has_kernels(device: torch.device) -> bool:
 
 
 def on_device(numbers: Sequence[int] | np.ndarray, device: torch.device) -> torch.Tensor:
-    """[len(numbers)] int64 there, sent without waiting for the device; indexing with a list waits."""
+    """The numbers there, int64, sent without waiting for the device; indexing with a list waits."""
     # What is not pinned the driver may stage only when the stream has got there.
     pinned = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
     return pinned.to(device, non_blocking=True)
@@ -166,8 +169,8 @@ class Views(Protocol):
         """`TokenView.common_len`s for which a draft step runs other kernels; None is one."""
         ...
 
-    def prepare(self, batch: Batch, num_steps: int, size: int = -1) -> Iterator[ViewStep]:
-        """The round's steps, in order. No host synchronisation.
+    def prepare(self, batch: Batch, num_steps: int, size: int = -1) -> "RoundSteps":
+        """The round's steps. No host synchronisation.
 
         Args:
             batch: the round's requests.

@@ -5,7 +5,8 @@ Columns of a block table: [selected | sinks | recent]. Any attention backend who
 table can run it, layer by layer. A context within the budget is seen whole.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -14,10 +15,10 @@ from vllm_magicdec.views.base import (
     DraftSlots,
     LayerPageView,
     Selector,
-    ViewStep,
     has_kernels,
 )
 from vllm_magicdec.views.pages import PageBudget
+from vllm_magicdec.views.passes import PageSteps
 from vllm_magicdec.views.selections import Selections
 
 
@@ -58,16 +59,15 @@ class LayerPageViews:
         tables = self._block_tables.numel() * self._block_tables.element_size()
         return {"lists of pages": tables + self._selections.num_bytes, **self._selector.memory_bytes}
 
-    def prepare(self, batch: Batch, num_steps: int, size: int = -1) -> Iterator[ViewStep]:
+    def prepare(self, batch: Batch, num_steps: int, size: int = -1) -> PageSteps:
         """See `Views`."""
         self._selector.update(batch, num_steps)
         num_reqs = batch.context_lens.shape[0]
         rows = self._selections.rows(batch.req_ids)
         write = self._write_with_kernel if has_kernels(rows.device) else self._write
         write(self._budgets[size], batch, rows, num_steps)
-        for index in range(num_steps):
-            view = self.capture_view(num_reqs, self._lens[index, :num_reqs])
-            yield self._draft_slots.step(index, num_reqs, view)
+        lens = self._lens[:num_steps, :num_reqs]
+        return PageSteps(self._draft_slots, lens, partial(self.capture_view, num_reqs))
 
     def _write(self, budget: PageBudget, batch: Batch, rows: torch.Tensor, num_steps: int) -> None:
         num_reqs = batch.context_lens.shape[0]

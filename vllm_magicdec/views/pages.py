@@ -5,13 +5,15 @@ A page view is a shorter block table, which any attention backend can run.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import torch
 
-from vllm_magicdec.views.base import Batch, DraftSlots, PageView, ViewStep, ceil_div, has_kernels
+from vllm_magicdec.views.base import Batch, DraftSlots, PageView, ceil_div, has_kernels
+from vllm_magicdec.views.passes import PageSteps
 
 _TABLE_TOKENS = 128  # a block table is a multiple of these wide
 
@@ -185,7 +187,7 @@ class PageViews:
         shape = (max_num_reqs, ceil_div(max_pages, unit) * unit)
         self._block_table = torch.zeros(shape, dtype=torch.int32, device=device)
 
-    def prepare(self, batch: Batch, num_steps: int, size: int = -1) -> Iterator[ViewStep]:
+    def prepare(self, batch: Batch, num_steps: int, size: int = -1) -> PageSteps:
         """See `Views`."""
         policy = self._policies[size]
         num_reqs = batch.context_lens.shape[0]
@@ -193,9 +195,8 @@ class PageViews:
             self._write_with_kernel(policy, batch, num_steps)
         else:
             self._write(policy, batch, num_steps)
-        for index in range(num_steps):
-            view = self.capture_view(num_reqs, self._lens[index, :num_reqs])
-            yield self._draft_slots.step(index, num_reqs, view)
+        lens = self._lens[:num_steps, :num_reqs]
+        return PageSteps(self._draft_slots, lens, partial(self.capture_view, num_reqs))
 
     def _write(self, policy: ChoosesPages, batch: Batch, num_steps: int) -> None:
         num_reqs = batch.context_lens.shape[0]

@@ -13,14 +13,15 @@ pages keeps its own. Once a round they become slots, for all layers at once. The
 smaller budget's selection is the beginning of a larger one's.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
-from vllm_magicdec.views.base import Batch, DraftSlots, Selector, TokenView, ViewStep, has_kernels
+from vllm_magicdec.views.base import Batch, DraftSlots, Selector, TokenView, has_kernels
 from vllm_magicdec.views.selections import Selections
+from vllm_magicdec.views.token_steps import TokenSteps
 
 # A draft cannot do without what was just written: this share of a small budget's tokens are the latest
 # ones, whatever the share for large budgets. Chosen with benchmarks/acceptance.py at a budget of 64.
@@ -223,7 +224,7 @@ class TokenViews:
         full = [budget.min_tokens for budget in self._budgets if not budget.context_fraction]
         return (None, *full) if self._plans else (None,)
 
-    def prepare(self, batch: Batch, num_steps: int, size: int = -1) -> Iterator[ViewStep]:
+    def prepare(self, batch: Batch, num_steps: int, size: int = -1) -> TokenSteps:
         """See `Views`."""
         self._selector.update(batch, num_steps)
         budget = self._budgets[size]
@@ -231,17 +232,14 @@ class TokenViews:
         rows = self._selections.rows(batch.req_ids)
         write = self._write_with_kernel if has_kernels(rows.device) else self._write
         write(budget, batch, rows, num_steps)
-        slots = self._slots[:, :num_reqs, :, : budget.max_tokens]
-        common_len = self._common_len(budget, batch)
-        for index in range(num_steps):
-            if index:
-                columns, query_slots = (
-                    values[index, :num_reqs].view(1, -1, 1, 1).expand(*slots.shape[:3], 1)
-                    for values in (self._query_columns, self._query_slots)
-                )
-                slots.scatter_(-1, columns, query_slots)
-            view = TokenView(self._lens[index, :num_reqs], slots, common_len)
-            yield self._draft_slots.step(index, num_reqs, view)
+        return TokenSteps(
+            self._draft_slots,
+            lens=self._lens[:num_steps, :num_reqs],
+            slots=self._slots[:, :num_reqs, :, : budget.max_tokens],
+            query_columns=self._query_columns[:num_steps, :num_reqs],
+            query_slots=self._query_slots[:num_steps, :num_reqs],
+            common_len=self._common_len(budget, batch),
+        )
 
     def _write(self, budget: TokenBudget, batch: Batch, rows: torch.Tensor, num_steps: int) -> None:
         """The first step's views, and where the queries of all steps go in them."""

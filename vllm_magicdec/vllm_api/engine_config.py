@@ -12,12 +12,15 @@ from pathlib import Path
 
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.logger import init_logger
+from vllm.tokenizers import cached_tokenizer_from_config
 
 from vllm_magicdec.adaptive.draft_plan import BUDGET_DIVISORS
 from vllm_magicdec.adaptive.metrics import open_metrics_dir
 from vllm_magicdec.adaptive.step_times import StepTimes
 from vllm_magicdec.config import MagicDecSpeculativeConfig, nested_lengths
 from vllm_magicdec.errors import METHOD, MagicDecConfigError
+from vllm_magicdec.lookup.datastore_files import Vocabulary
+from vllm_magicdec.lookup.datastore_files import check as check_datastore
 from vllm_magicdec.policies import find_policy
 from vllm_magicdec.policies.base import PagePolicy
 
@@ -96,6 +99,17 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
                 with suppress(MagicDecConfigError):
                     self._check_lookups(vllm_config)
                     self.draft_lookup = "on"
+        self._check_datastores(vllm_config)
+
+    def _check_datastores(self, vllm_config: VllmConfig) -> None:
+        model = vllm_config.model_config
+        if not self.datastores or self.draft_lookup == "off":
+            return
+        vocabulary = None
+        if not model.skip_tokenizer_init:
+            vocabulary = Vocabulary.of(cached_tokenizer_from_config(model).get_vocab())
+        for path in self.datastores:
+            check_datastore(Path(path), model.get_vocab_size(), vocabulary)
 
     def _check_lookups(self, vllm_config: VllmConfig) -> None:
         name = f"{METHOD}: draft_lookup='on'"
@@ -104,15 +118,9 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
                 f"{name} does not work with the V2 model runner yet; set VLLM_USE_V2_MODEL_RUNNER=0 or "
                 "draft_lookup='off'"
             )
-        device_type = vllm_config.device_config.device_type
-        if device_type != "cpu":
+        if vllm_config.device_config.device_type != "cpu":
             raise MagicDecConfigError(
                 f"{name} works on CPUs alone so far, where the host knows the latest tokens at once; use "
-                "draft_lookup='off'"
-            )
-        if find_policy(self.draft_kv_policy).granularity(self, device_type) == "token":
-            raise MagicDecConfigError(
-                f"{name} works with views of pages alone so far; use draft_kv_granularity='page' or "
                 "draft_lookup='off'"
             )
 

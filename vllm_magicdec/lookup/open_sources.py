@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The lookups that a user has asked for."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from vllm_magicdec.lookup.datastore import Datastore
+from vllm_magicdec.lookup.lookups import Lookups, Source
+from vllm_magicdec.lookup.served import ServedAnswers
+
+
+def open_lookups(names: Sequence[str], max_num_reqs: int, vocab_size: int) -> Lookups:
+    """Lookups in the sources named.
+
+    Args:
+        names: `context`, `served`, or paths of datastores.
+        max_num_reqs: as for `Lookups`.
+        vocab_size: of the model.
+
+    Raises:
+        MagicDecConfigError: a datastore cannot be read.
+    """
+    sources: list[Source] = []
+    for name in names:
+        if name == "served":
+            sources.append(ServedAnswers())
+        elif name != "context":
+            sources.append(Datastore.open(Path(name), vocab_size))
+    return Lookups(max_num_reqs, sources, in_context="context" in names)

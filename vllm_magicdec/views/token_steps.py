@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The steps of a round over views of tokens, one by one or by passes.
+
+The first step's lists are there. From one step to the next a list changes in one column: the query's slot
+goes behind what is in view or, where the budget is full, in the place of the oldest recent token. One by
+one the lists are changed in place. For a pass they stay as they are, and the slots of the later steps'
+queries follow them: so each request's tokens are gathered once, and each query is told which of them its
+own step sees.
+"""
+
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from vllm_magicdec.views.base import DraftSlots, TokenView, on_device
+from vllm_magicdec.views.passes import Queries, RoundSteps, TokenPassView
+
+
+class TokenSteps(RoundSteps):
+    """The steps of a round in the layers of a view of tokens.
+
+    Args:
+        draft_slots: prepared for the round.
+        lens: [num_steps, num_reqs] int32, entries in view.
+        slots: [num_layers, num_reqs, num_kv_heads, budget] int32, the first step's lists; written when the
+            steps are gone through one by one.
+        query_columns: [num_steps, num_reqs] int64, where each step's query goes in its list.
+        query_slots: [num_steps, num_reqs] int32, what goes there.
+        common_len: see `TokenView`.
+    """
+
+    def __init__(
+        self,
+        draft_slots: DraftSlots,
+        *,
+        lens: torch.Tensor,
+        slots: torch.Tensor,
+        query_columns: torch.Tensor,
+        query_slots: torch.Tensor,
+        common_len: int | None,
+    ) -> None:
+        super().__init__(draft_slots, *lens.shape)
+        self._lens = lens
+        self._slots = slots
+        self._query_columns = query_columns
+        self._query_slots = query_slots
+        self._common_len = common_len
+
+    def _view_of_step(self, index: int) -> TokenView:
+        if index:
+            columns, query_slots = (
+                values[index].view(1, -1, 1, 1).expand(*self._slots.shape[:3], 1)
+                for values in (self._query_columns, self._query_slots)
+            )
+            self._slots.scatter_(-1, columns, query_slots)
+        return TokenView(self._lens[index], self._slots, self._common_len)
+
+    def _view_of_pass(self, queries: Queries, requests: torch.Tensor) -> TokenPassView:
+        device = requests.device
+        steps = on_device(queries.steps[queries.table], device).unsqueeze(-1)  # [num_running, most, 1]
+        later = np.arange(1, queries.lasts.max() + 1)
+        is_seen = torch.cat(
+            [steps < self._seen_until[requests].unsqueeze(1), steps >= on_device(later, device)], dim=-1
+        )
+        # Nothing is there yet of a request's later steps: the slot of its last one stands in for theirs.
+        written = on_device(np.minimum(later, queries.lasts[:, None]), device)  # [num_running, later]
+        drafted = self._query_slots[written, requests.unsqueeze(1)]
+        all_run = np.array_equal(queries.requests, np.arange(self._num_reqs))
+        slots = self._slots if all_run else self._slots[:, requests]
+        drafted = drafted[:, None].expand(*slots.shape[:3], len(later))
+        return TokenPassView(
+            slots=torch.cat([slots, drafted], dim=-1),
+            is_seen=is_seen,
+            table=on_device(queries.table, device),
+            cells=on_device(queries.cells, device),
+        )
+
+    @cached_property
+    def _seen_until(self) -> torch.Tensor:
+        """[num_reqs, budget] int64: the first step that does not see what is in a column of the lists."""
+        columns = torch.arange(self._slots.shape[-1], device=self._slots.device)
+        seen_until = torch.where(columns < self._lens[0].unsqueeze(1), self._num_steps, 0)
+        steps = torch.arange(self._num_steps, device=columns.device).expand(self._num_reqs, -1)
+        # Steps beyond the model's length have the last token's column.
+        return seen_until.scatter_reduce_(1, self._query_columns[1:].T, steps[:, 1:], "amin")
