@@ -78,20 +78,31 @@ def generate_with_broken_acceptance(llm: Any, batches: list[dict[str, Any]]) -> 
 def generate_with_random_choices(llm: Any, batches: list[dict[str, Any]], seed: int) -> Any:
     """From now on the controller of `auto` chooses at random, and cuts each request's drafts at random.
 
-    The engine core must be in this process.
+    With lookups it also says at random what drafts are worth. The engine core must be in this process.
     """
-    from vllm_magicdec.adaptive.controller import Choice
+    from vllm_magicdec.adaptive.controller import PLAIN, Choice
+    from vllm_magicdec.adaptive.draft_plan import DraftPlan
+    from vllm_magicdec.adaptive.lookup_controller import LookupController
 
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    budgets = scheduler._controller.budgets
+    controller = scheduler._controller
+    budgets = controller.budgets
     rng, chosen, kept, is_plain = random.Random(seed), [], [], []
     schedule = type(scheduler).schedule
 
     def choose(num_reqs: int, context_tokens: int) -> Choice:
         # Often 0, so that steps without any drafts follow on one another.
-        drafts = rng.choice([0, rng.randint(0, scheduler.num_spec_tokens)])
-        chosen.append(Choice(drafts, rng.choice(budgets)))
+        if isinstance(controller, LookupController):
+            drafts = Choice(controller.lengths[-1], rng.choice([*budgets, 0]))
+            chosen.append(rng.choice([PLAIN, drafts]))
+        else:
+            drafts = rng.choice([0, rng.randint(0, scheduler.num_spec_tokens)])
+            chosen.append(Choice(drafts, rng.choice(budgets)))
         return chosen[-1]
+
+    def plan(choice: Choice) -> DraftPlan:
+        least_promise = rng.choice([0.0, 2.0, 8.0, float("inf")])
+        return DraftPlan(*choice, rng.uniform(0.0, 0.9), rng.uniform(0.0, 4.0), least_promise)
 
     def schedule_and_note(*args: Any, **kwargs: Any) -> Any:
         output = schedule(scheduler, *args, **kwargs)
@@ -103,7 +114,9 @@ def generate_with_random_choices(llm: Any, batches: list[dict[str, Any]], seed: 
         kept.append(rng.randint(0, drafted))
         return kept[-1]
 
-    scheduler._controller.choose = choose
+    controller.choose = choose
+    if isinstance(controller, LookupController):
+        controller.plan = plan
     scheduler._request_lengths.keep = keep
     scheduler.schedule = schedule_and_note
     llm.collective_rpc(_note_sizes)
@@ -115,7 +128,7 @@ def generate_with_random_choices(llm: Any, batches: list[dict[str, Any]], seed: 
         "sampled_as_speculative": llm.collective_rpc(_noted_speculative_steps)[0],
         "lengths": sorted({choice.drafts for choice in chosen}),
         "budgets": list(budgets),
-        "sizes": [budgets.index(choice.budget) for choice in chosen if choice.drafts],
+        "sizes": [budgets.index(choice.budget) for choice in chosen if choice.budget and choice.drafts],
         "sizes_drafted": llm.collective_rpc(_noted_sizes)[0],
         "kept": sorted(set(kept)),
         "batches": results,

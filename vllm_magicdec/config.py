@@ -64,8 +64,9 @@ class MagicDecFields(SpeculativeConfig):
     num_speculative_tokens: int = Field(default=4, gt=0, le=128)
     """Draft tokens per round (gamma), or `auto`: chosen for every step, 0 included, from the
     batch's size and contexts, the times measured and the acceptance seen."""
-    max_num_speculative_tokens: int = Field(default=_DEFAULT_MAX_TOKENS, gt=0, le=128)
-    """Most draft tokens per round when `num_speculative_tokens` is `auto`."""
+    max_num_speculative_tokens: int | None = Field(default=None, gt=0, le=128)
+    """Most draft tokens per round when `num_speculative_tokens` is `auto`. Default: 8; 16 where drafts are
+    looked up."""
     profile: str | None = None
     """Times to start `auto` with: a file written by `magicdec profile` for this model on this machine."""
     draft_kv_policy: str = "streamingllm"
@@ -187,6 +188,10 @@ class MagicDecSpeculativeConfig(MagicDecFields):
                 "draft_lookup_sources is empty; name 'context', 'served' or a datastore's path, or use "
                 "draft_lookup='off'"
             )
+        if self.draft_lookup == "off" and self.draft_lookup_sources != ("context",):
+            raise ValueError(
+                "draft_lookup_sources belongs to draft_lookup='on' or 'auto'; use one of them or remove it"
+            )
         if len(set(self.draft_lookup_sources)) < len(self.draft_lookup_sources):
             raise ValueError("draft_lookup_sources names a source twice; remove one of them")
 
@@ -202,8 +207,8 @@ class MagicDecSpeculativeConfig(MagicDecFields):
                 "them or remove it"
             )
         if self.adaptive:
-            self.num_speculative_tokens = self.max_num_speculative_tokens
-        elif self.max_num_speculative_tokens != _DEFAULT_MAX_TOKENS:
+            self.num_speculative_tokens = self.max_num_speculative_tokens or _DEFAULT_MAX_TOKENS
+        elif self.max_num_speculative_tokens is not None:
             raise ValueError(
                 "max_num_speculative_tokens belongs to num_speculative_tokens='auto'; add that or remove it"
             )

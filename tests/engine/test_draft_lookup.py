@@ -91,8 +91,13 @@ def test_random_lookups_change_no_output_however_many_drafts_a_step_makes(prompt
     first, second = run.results
     assert_same_tokens(plain, first[0], "random lookups")
     assert_same_tokens(plain, second["batches"][0], "random lookups and choices")
-    assert second["plain_steps"] > 5 and set(second["lengths"]) == set(range(9))
+    assert second["plain_steps"] > 5 and set(second["lengths"]) == {0, 16}
+    assert second["sampled_as_speculative"] == second["speculative_steps"], "the others were plain"
     assert run.draft_failures == 0 and run.accepted > 0
+    counted = {
+        name: run.metrics[f"vllm:magicdec_{name}"] for name in ("lookup_unread_tokens", "cut_tokens")
+    }
+    assert all(counted.values()), "some were looked up alone, and some not worth verifying"
 
 
 def test_requests_may_reach_the_model_length_in_the_middle_of_a_pass(prompts):
@@ -108,6 +113,21 @@ def test_requests_may_reach_the_model_length_in_the_middle_of_a_pass(prompts):
     assert run.draft_failures == 0
 
 
+@pytest.mark.parametrize("sources", [["served"], ["context", "served"]])
+def test_what_others_were_answered_changes_no_output(prompts, plain, sources):
+    batch = {"prompts": prompts, "sampling": GREEDY}
+    run = engines.run(
+        [("generate", {"batches": [batch, batch]})],
+        max_num_seqs=8,
+        speculative_config=with_lookups(draft_kv_budget=256, draft_lookup_sources=sources),
+    )
+    for answers in run.results[0]:
+        assert_same_tokens(plain, answers, f"sources {sources}")
+    counted = lookup_metrics(run)
+    # The second time, every answer has been served before.
+    assert counted["accepted_tokens"] > 0.4 * run.drafted and counted["passes"] < 6 * counted["rounds"]
+
+
 def test_a_failure_within_a_lookup_loses_no_request(prompts, plain):
     batch = {"prompts": prompts[:4], "sampling": GREEDY}
     run = engines.run(
@@ -116,4 +136,5 @@ def test_a_failure_within_a_lookup_loses_no_request(prompts, plain):
         speculative_config=with_lookups(4),
     )
     assert_same_tokens(plain[:4], run.results[0][0], "broken lookups")
-    assert run.draft_failures > 0
+    assert run.metrics["vllm:magicdec_lookup_failures"] == 1 and run.draft_failures == 0
+    assert run.log.count("A lookup failed") == 1

@@ -112,7 +112,8 @@ class _AdaptiveSpeculation(Scheduler):
             self._say_what_will_happen(controller)
             return controller
         every = range(spec.lengths[-1] + 1)
-        drafts = f"0 to {every[-1]}" if len(every) == len(spec.lengths) else _either(spec.lengths)
+        is_any = self._with_lookups or len(every) == len(spec.lengths)
+        drafts = f"0 to {every[-1]}" if is_any else _either(spec.lengths)
         choices = [f"{drafts} drafts"] if spec.adaptive else []
         if spec.adaptive_budget:
             choices.append(f"a budget of {_either(budgets)} tokens")

@@ -26,6 +26,9 @@ from vllm_magicdec.policies.base import PagePolicy
 
 logger = init_logger(f"vllm.{__name__}")
 
+# Of `auto`: passes that read ahead make long rounds cheap, and those that are not worth it end early.
+_MAX_TOKENS_WITH_LOOKUPS = 16
+
 
 class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
     """The speculative configuration that vLLM's engine holds: it can judge the rest of the engine too."""
@@ -99,6 +102,13 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
                 with suppress(MagicDecConfigError):
                     self._check_lookups(vllm_config)
                     self.draft_lookup = "on"
+            if self.draft_lookup == "off" and self.draft_lookup_sources != ("context",):
+                raise MagicDecConfigError(
+                    f"{METHOD}: draft_lookup_sources has no use, because 'auto' looks nothing up here; use "
+                    "draft_lookup='on', which says what it lacks, or remove it"
+                )
+        if self.draft_lookup == "on" and self.adaptive and self.max_num_speculative_tokens is None:
+            self.num_speculative_tokens = self.max_num_speculative_tokens = _MAX_TOKENS_WITH_LOOKUPS
         self._check_datastores(vllm_config)
 
     def _check_datastores(self, vllm_config: VllmConfig) -> None:
@@ -178,7 +188,8 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
         by_length, most = captures_by_length(vllm_config), self.num_speculative_tokens
         if self.adaptive:
             few = nested_lengths(most, max(2, scheduler.max_num_seqs))
-            self.choose_among(few if by_length else tuple(range(most + 1)))
+            every = (0, most) if self.draft_lookup == "on" else tuple(range(most + 1))
+            self.choose_among(few if by_length else every)
         if by_length:
             _capture_every_length(vllm_config)
         name = "MagicDecAsyncScheduler" if scheduler.async_scheduling else "MagicDecScheduler"

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What lookups bring: engines with and without them, side by side, cell by cell. See --help.
+
+All engines are alive at the same time and take turns on every cell (documents x batch x context); a cell's
+first turn only warms them up, because `auto` learns its times in it. Medians over the other turns, and
+ratios of turns of one pass over the contenders.
+
+- plain: vLLM without speculation.
+- fixed: `num_speculative_tokens` drafts with lookups; without them it would take as many draft passes.
+- auto-off, auto: `num_speculative_tokens: auto` without lookups and with them.
+- passes: of the draft per round that was read; "unread": drafts that were looked up alone, of all verified.
+"""
+
+import argparse
+import statistics
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from common.decoding import Decoding, decode, medians
+from common.documents import describe_documents, prompts_of_cells
+from common.engines import PAGE, Turn, engine, engine_settings, set_environment, take_turns
+from common.machine import vllm_environment
+from common.options import add_model, add_out, make_parser, settings_of
+from common.record import make_record, write
+from common.tables import console, make_table
+from kv_heavy import KV_HEAVY, model_folder
+from rich.table import Table
+
+from vllm_magicdec.planner.profile import fill_prefix_cache
+
+PLAIN, FIXED, BEFORE, AUTO = "plain", "fixed", "auto-off", "auto"
+_COUNTERS = {
+    "rounds": "vllm:magicdec_lookup_rounds",
+    "passes": "vllm:magicdec_lookup_passes",
+    "unread": "vllm:magicdec_lookup_unread_tokens",
+    "verified": "vllm:spec_decode_num_draft_tokens",
+    "accepted": "vllm:spec_decode_num_accepted_tokens",
+}
+
+
+@dataclass(frozen=True)
+class Counted(Decoding):
+    """A turn, and what was counted meanwhile."""
+
+    rounds: int  # that were read
+    passes: int
+    unread: int  # drafts that were looked up alone
+    verified: int
+    accepted: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contender in one cell; medians over the turns."""
+
+    documents: str
+    batch: int
+    context: int
+    contender: str
+    tokens_per_s: float
+    over_plain: float  # median of the turns' ratios
+    over_before: float | None  # the same, over auto without lookups
+    tokens_per_round: float
+    passes_per_round: float | None  # None: no round was read with lookups
+    unread_share: float  # of the drafts that were verified
+    verified_per_accepted: float | None
+
+
+def speculations(drafts: int, budget: float, policy: str) -> dict[str, dict[str, Any] | None]:
+    """Speculative configurations by contender."""
+    magicdec = {"method": "magicdec-self", "draft_kv_budget": budget, "draft_kv_policy": policy}
+    auto = {**magicdec, "num_speculative_tokens": "auto"}
+    return {
+        PLAIN: None,
+        FIXED: {**magicdec, "num_speculative_tokens": drafts, "draft_lookup": "on"},
+        BEFORE: {**auto, "draft_lookup": "off"},
+        AUTO: {**auto, "draft_lookup": "on"},
+    }
+
+
+def decode_and_count(llm: Any, prompts: list[list[int]], num_tokens: int) -> Counted:
+    """`decode`, with what the metrics count of it: those of all engines, of which only this one works."""
+
+    def count() -> dict[str, int]:
+        values = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
+        return {name: int(values.get(metric, 0)) for name, metric in _COUNTERS.items()}
+
+    before = count()
+    decoding, after = decode(llm, prompts, num_tokens), count()
+    return Counted(**asdict(decoding), **{name: after[name] - before[name] for name in _COUNTERS})
+
+
+def rows_of(documents: str, prompts: list[list[int]], turns: Mapping[str, list[Counted]]) -> list[Row]:
+    """Of one cell."""
+
+    def ratio(name: str, other: str) -> float | None:
+        pairs = zip(turns[name], turns.get(other, ()), strict=False)
+        ratios = [one.tokens_per_s / two.tokens_per_s for one, two in pairs]
+        return statistics.median(ratios) if ratios else None
+
+    rows = []
+    for name, own in turns.items():
+        middle = medians(own)
+        rounds, passes, unread, verified, accepted = (
+            sum(getattr(turn, counter) for turn in own) for counter in _COUNTERS
+        )
+        rows.append(
+            Row(
+                documents=documents,
+                batch=len(prompts),
+                context=len(prompts[0]),
+                contender=name,
+                tokens_per_s=middle.tokens_per_s,
+                over_plain=ratio(name, PLAIN) or 1.0,
+                over_before=ratio(name, BEFORE),
+                tokens_per_round=middle.acceptance_length,
+                passes_per_round=passes / rounds if rounds else None,
+                unread_share=unread / verified if verified else 0.0,
+                verified_per_accepted=verified / accepted if accepted else None,
+            )
+        )
+    return rows
+
+
+def table_of(records: Sequence[Mapping[str, Any]]) -> Table:
+    """A row per cell and contender, of one record or of several models."""
+    columns = ("tok/s", "over plain", "over auto-off", "tokens per round", "passes", "unread", "verified")
+    first = records[0]["engine"]
+    names = ["model", "documents", "batch", "context", "contender"]
+    table = make_table(f"lookups, {first['dtype']}", columns, names)
+    for record in records:
+        for row in (Row(**row) for row in record["rows"]):
+            table.add_row(
+                *(record["engine"]["model"], row.documents, str(row.batch), f"{row.context:,}"),
+                *(row.contender, f"{row.tokens_per_s:.0f}", f"{row.over_plain:.2f}"),
+                "-" if row.over_before is None or row.contender == BEFORE else f"{row.over_before:.2f}",
+                f"{row.tokens_per_round:.2f}",
+                "-" if row.passes_per_round is None else f"{row.passes_per_round:.1f}",
+                f"{100 * row.unread_share:.0f} %",
+                "-" if row.verified_per_accepted is None else f"{row.verified_per_accepted:.2f}",
+            )
+    return table
+
+
+def run(args: argparse.Namespace, model: str) -> None:
+    configs = speculations(args.drafts, args.budget, args.policy)
+    model_len = max(args.context) + args.tokens + 2 * PAGE
+    settings = engine_settings(model, args.dtype, batch=max(args.batch), model_len=model_len)
+    record = make_record(
+        "lookups",
+        environment=vllm_environment(),
+        engine={**settings, "model": Path(args.model).name},
+        settings=settings_of(args, "model", "documents"),
+        speculative_configs={name: configs[name] for name in args.contenders},
+    )
+    rows, all_turns = [], []
+    with ExitStack() as stack:
+        engines = {name: stack.enter_context(engine(settings, configs[name])) for name in args.contenders}
+        tokenizer, turn = next(iter(engines.values())).get_tokenizer(), Turn()
+        for folder in [None, *args.documents]:
+            documents = describe_documents(folder)
+            for prompts in prompts_of_cells(tokenizer, args.batch, args.context, folder):
+                for llm in engines.values():
+                    fill_prefix_cache(turn.of(llm), prompts)
+
+                def take(llm: Any, prompts: list[list[int]] = prompts) -> Counted:
+                    return decode_and_count(turn.of(llm), prompts, args.tokens)
+
+                contenders = {name: lambda llm=llm: take(llm) for name, llm in engines.items()}
+                take_turns(contenders, 1)
+                turns = take_turns(contenders, args.turns)
+                rows += rows_of(documents, prompts, turns)
+                all_turns += [
+                    {name: asdict(own) for name, own in zip(turns, each, strict=True)}
+                    for each in zip(*turns.values(), strict=True)
+                ]
+                for row in rows[-len(turns) :]:
+                    console.print(
+                        f"{documents} {row.batch} x {row.context} {row.contender}: {row.over_plain:.2f} x"
+                    )
+    record |= {"rows": [asdict(row) for row in rows], "all_turns": all_turns}
+    console.print(table_of([record]))
+    write(record, args.out)
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    add_model(parser, default=KV_HEAVY)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 8])
+    parser.add_argument("--context", type=int, nargs="+", default=[16_000], help="tokens")
+    parser.add_argument("--tokens", type=int, default=128, help="generated per request and turn")
+    parser.add_argument("--drafts", type=int, default=8, help="of the contender with a fixed number")
+    parser.add_argument("--policy", default="streamingllm")
+    parser.add_argument("--budget", type=float, default=1024)
+    parser.add_argument("--turns", type=int, default=3, help="per engine and cell, after one to warm up")
+    parser.add_argument("--contenders", nargs="+", default=[PLAIN, FIXED, BEFORE, AUTO])
+    parser.add_argument(
+        "--documents",
+        type=Path,
+        nargs="*",
+        default=[],
+        help="folders of .txt files, beside the standard library's sources",
+    )
+    add_out(parser)
+    args = parser.parse_args()
+    set_environment(kv_cache_gib=3)
+    with model_folder(args.model) as model:
+        run(args, model)
+
+
+if __name__ == "__main__":
+    main()

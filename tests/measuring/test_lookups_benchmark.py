@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What benchmarks/lookups.py says of turns that are known."""
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+import lookups as benchmark
+from common.tables import markdown
+
+PROMPTS = [[0] * 100] * 2
+
+
+def turn(tokens_per_s: float, *counts: int) -> benchmark.Counted:
+    return benchmark.Counted(tokens_per_s, 10.0, 2.0, *(counts or (0,) * 5))
+
+
+def test_ratios_are_of_turns_of_one_pass_and_counts_of_all_turns():
+    turns = {
+        "plain": [turn(10), turn(20), turn(10)],
+        "fixed": [turn(20, 10, 30, 0, 80, 60), turn(40, 10, 10, 0, 80, 40), turn(30, 5, 10, 0, 40, 20)],
+        "auto-off": [turn(20), turn(20), turn(20)],
+        "auto": [turn(30, 0, 0, 50, 50, 25), turn(50, 0, 0, 25, 50, 25), turn(20)],
+    }
+    plain, fixed, before, auto = benchmark.rows_of("stdlib", PROMPTS, turns)
+    assert (plain.over_plain, fixed.over_plain, auto.over_plain) == (1.0, 2.0, 2.5)
+    assert (before.over_before, auto.over_before) == (1.0, 1.5)
+    assert (fixed.passes_per_round, auto.passes_per_round) == (2.0, None)
+    assert (fixed.unread_share, auto.unread_share) == (0.0, 0.75)
+    assert fixed.verified_per_accepted == 200 / 120
+    assert (plain.batch, plain.context, plain.verified_per_accepted) == (2, 100, None)
+    record = {"engine": {"model": "m", "dtype": "d"}, "rows": [asdict(row) for row in (plain, fixed, auto)]}
+    assert markdown(benchmark.table_of([record])).count("| 2 | 100 |") == 3
+
+
+def test_without_auto_there_is_nothing_to_compare_it_with():
+    rows = benchmark.rows_of("stdlib", PROMPTS, {"plain": [turn(10)], "fixed": [turn(30)]})
+    assert [row.over_before for row in rows] == [None, None]
