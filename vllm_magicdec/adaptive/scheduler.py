@@ -250,8 +250,9 @@ class _AdaptiveSpeculation(Scheduler):
             return
         # A busy engine's step lasts from output to output, whatever overlaps within.
         seconds = now - (self._updated_at or known.began)
-        may_have_none = self._with_lookups and known.made.drafts
-        rounds = _accepted(output, result, known.decoding if may_have_none else ())
+        rounds = _accepted(output, result, known.decoding if self._with_lookups else ())
+        if not known.made.drafts:
+            rounds = {}  # those of a request that the step before left out are of an earlier choice
         if self._lengths_differ:
             for req_id, (drafted, accepted) in rounds.items():
                 self._request_lengths.observe(req_id, drafted, accepted)
