@@ -23,7 +23,7 @@ from common.machine import describe_machine, device_of
 from common.options import make_parser
 from common.tables import console, make_table
 from docs_tables import RESULTS, fill_tables
-from kv_heavy import KV_HEAVY, KV_HEAVY_HYBRIDS, TINY_HYBRID
+from kv_heavy import KV_HEAVY, KV_HEAVY_HYBRIDS, TINY_HYBRID, TINY_LLAMA
 
 HERE = Path(__file__).resolve().parent
 LONG = f"--model {KV_HEAVY} --gamma 8"
@@ -81,6 +81,14 @@ PARTS = (
     Part("plain-steps.json", "plain_steps.py", "--out {out}", 3),
     Part("suite", "suite.py", "--rate-fractions 0.8 --out {out}", 20),
     Part("auto-kv-heavy.json", "auto.py", "--batch 1 4 8 --pairs 7 --out {out}", 30),
+    Part(
+        "lookups-tiny-llama.json",
+        "lookups.py",
+        f"--model {TINY_LLAMA} --batch 4 --context 1000 7000 --budget 512 --out {{out}}",
+        5,
+    ),
+    Part("lookups-kv-heavy.json", "lookups.py", "--batch 1 4 --out {out}", 12),
+    Part("confidence.json", "confidence.py", "--out {out}", 4),
     Part("datastore.json", "datastore.py", "--out {out}", 4),
     Part("datastore-tekken.json", "datastore.py", "--model tekken --out {out}", 4),
     Part("acceptance.json", "acceptance.py", "--requests 16 --out {out}", 20),

@@ -13,8 +13,10 @@ from typing import Any
 
 import acceptance
 import auto
+import confidence
 import datastore
 import decode
+import lookups
 import plain_steps
 import roofline
 import suite
@@ -28,8 +30,10 @@ _TABLE = re.compile(r"(<!-- result: (?P<paths>.+?) -->\n).*?(<!-- end -->)", re.
 _TABLE_OF = {
     "acceptance": acceptance.table_of,
     "auto": lambda records: auto.table_of(*records),
+    "confidence": confidence.table_of,
     "datastore": lambda records: datastore.table_of(*records),
     "decode": decode.table_of,
+    "lookups": lookups.table_of,
     "plain_steps": lambda records: plain_steps.table_of(*records),
     "roofline": lambda records: roofline.table_of(*records),
     "suite": lambda records: suite.tables_of(*records)[0],

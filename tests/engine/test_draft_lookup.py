@@ -2,6 +2,7 @@
 """With lookups the drafts are the same and fewer passes make them, whatever was looked up."""
 
 import engines
+import kernel_libraries
 import pytest
 from engines import POLICIES, magicdec
 from greedy import GREEDY, assert_same_tokens
@@ -138,3 +139,29 @@ def test_a_failure_within_a_lookup_loses_no_request(prompts, plain):
     assert_same_tokens(plain[:4], run.results[0][0], "broken lookups")
     assert run.metrics["vllm:magicdec_lookup_failures"] == 1 and run.draft_failures == 0
     assert run.log.count("A lookup failed") == 1
+
+
+@pytest.mark.skipif(
+    kernel_libraries.best() == "avx2",
+    reason="vLLM 0.32.0 is tensor-parallel with its AVX2 kernels neither with speculation nor without",
+)
+def test_ranks_look_up_and_cut_alike(prompts, plain):
+    """Else they would wait for one another in passes of different tokens."""
+    chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < 1000][:16]
+    run = engines.generate(
+        [prompts[i] for i in chosen],
+        GREEDY,
+        own_process=True,
+        env={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+        tensor_parallel_size=2,
+        distributed_executor_backend="mp",
+        max_num_seqs=8,
+        speculative_config={
+            "method": "magicdec-self",
+            "num_speculative_tokens": "auto",
+            "draft_kv_budget": 128,
+            "draft_lookup_sources": ["context", "served"],
+        },
+    )
+    assert_same_tokens([plain[i] for i in chosen], run.results[0][0], "tensor parallel 2, lookups")
+    assert run.accepted > 0 and run.metrics["vllm:magicdec_lookup_unread_tokens"] > 0

@@ -5,7 +5,10 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+import confidence
 import lookups as benchmark
 from common.tables import markdown
 
@@ -37,3 +40,23 @@ def test_ratios_are_of_turns_of_one_pass_and_counts_of_all_turns():
 def test_without_auto_there_is_nothing_to_compare_it_with():
     rows = benchmark.rows_of("stdlib", PROMPTS, {"plain": [turn(10)], "fixed": [turn(30)]})
     assert [row.over_before for row in rows] == [None, None]
+
+
+def test_calibration_has_as_many_drafts_in_every_group_and_compares_means():
+    seen = [(place / 100, place >= 30) for place in range(100)]
+    points = confidence.calibration(seen[::-1])
+    assert [point["drafts"] for point in points] == [10] * 10
+    assert [point["seen"] for point in points] == [0.0] * 3 + [1.0] * 7
+    assert points[0]["predicted"] == pytest.approx(0.045)
+    assert confidence.calibration([]) == []
+
+
+def test_ratios_of_thresholds_are_to_the_turn_that_verified_all():
+    def of(tokens_per_s: float, tokens_per_round: float) -> confidence.Turn:
+        return confidence.Turn(tokens_per_s, tokens_per_round, 1.2)
+
+    turns = {0.0: [of(10, 4), of(20, 4)], 0.4: [of(15, 2), of(30, 3)]}
+    uncut, cut = confidence.rows_of("stdlib", 6000, turns)
+    assert (uncut.speed_of_uncut, cut.speed_of_uncut, cut.tokens_of_uncut) == (1.0, 1.5, 0.625)
+    record = {"engine": {"model": "m"}, "rows": [asdict(uncut), asdict(cut)]}
+    assert "| stdlib | 6,000 | 0.4 | 22 | 150 % |" in markdown(confidence.table_of([record]))
