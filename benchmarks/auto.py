@@ -274,6 +274,7 @@ def run(args: argparse.Namespace, model: str) -> None:
     spec = {
         "method": "magicdec-self",
         "num_speculative_tokens": "auto",
+        "draft_lookup": "off",  # else it would do what no fixed number does; lookups.py has that
         "draft_kv_policy": args.policy,
         "draft_kv_budget": args.budget,
         **({"profile": str(args.profile)} if args.profile else {}),

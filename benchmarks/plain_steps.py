@@ -86,7 +86,12 @@ def table_of(record: Mapping[str, Any]) -> Table:
 
 
 def run(args: argparse.Namespace, model: str) -> None:
-    spec = {"method": "magicdec-self", "num_speculative_tokens": "auto", "draft_kv_budget": args.budget}
+    spec = {
+        "method": "magicdec-self",
+        "num_speculative_tokens": "auto",
+        "draft_kv_budget": args.budget,
+        "draft_lookup": "off",
+    }
     settings = engine_settings(
         model,
         args.dtype,
