@@ -183,6 +183,8 @@ class MagicDecSpeculativeConfig(MagicDecFields):
         )
 
     def _check_sources(self) -> None:
+        if "" in self.draft_lookup_sources:
+            raise ValueError("draft_lookup_sources names an empty path; remove it")
         if not self.draft_lookup_sources:
             raise ValueError(
                 "draft_lookup_sources is empty; name 'context', 'served' or a datastore's path, or use "
@@ -320,10 +322,12 @@ def _check_method(given: Mapping[str, Any]) -> None:
 
 
 def _resolve_auto(given: Mapping[str, Any]) -> dict[str, Any]:
-    """vLLM wants a number where a user may type `auto`."""
+    """vLLM wants a number where a user may type `auto`, and a list where one name will do."""
     flags = {"num_speculative_tokens": "adaptive", "draft_kv_budget": "adaptive_budget"}
     automatic = {name for name in flags if given.get(name) == "auto"}
     numbers = {name: value for name, value in given.items() if name not in automatic}
+    if isinstance(given.get("draft_lookup_sources"), str):
+        numbers["draft_lookup_sources"] = (given["draft_lookup_sources"],)
     return {**numbers, **{flags[name]: True for name in automatic}}
 
 

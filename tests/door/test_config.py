@@ -85,9 +85,38 @@ def test_the_configuration_survives_the_ways_that_vllm_copies_it(model_dir):
         assert repr(copied) == repr(spec)
 
 
+def test_auto_looks_drafts_up_where_that_works(model_dir, monkeypatch):
+    auto = {"method": METHOD, "num_speculative_tokens": "auto"}
+
+    def spec_of(fields):
+        return configure(model_dir, fields).speculative_config
+
+    spec = spec_of(auto)
+    assert (spec.draft_lookup, spec.num_speculative_tokens, spec.lengths) == ("on", 16, (0, 16))
+    again = replace(spec)
+    assert (again.draft_lookup, again.num_speculative_tokens, again.lengths) == ("on", 16, (0, 16))
+    assert spec_of({**auto, "max_num_speculative_tokens": 6}).lengths == (0, 6)
+    assert spec_of({**auto, "draft_lookup": "off"}).num_speculative_tokens == 8
+    assert spec_of({"method": METHOD, "num_speculative_tokens": 4}).draft_lookup == "off"
+    synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 3}
+    assert spec_of({**auto, **synthetic}).num_speculative_tokens == 8
+    assert spec_of({**auto, "draft_lookup_sources": "served"}).draft_lookup_sources == ("served",)
+    with pytest.raises(MagicDecConfigError, match="/no/such/store"):
+        spec_of({**auto, "draft_lookup_sources": ["context", "/no/such/store"]})
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    assert spec_of(auto).draft_lookup == "off"
+    with pytest.raises(MagicDecConfigError, match="draft_lookup_sources has no use"):
+        spec_of({**auto, "draft_lookup_sources": ["served"]})
+
+
 @pytest.mark.parametrize("engine", [{}, {"async_scheduling": False}])
 def test_auto_brings_a_scheduler_and_every_length_up_to_its_limit(model_dir, engine):
-    fields = {"method": METHOD, "num_speculative_tokens": "auto", "max_num_speculative_tokens": 6}
+    fields = {
+        "method": METHOD,
+        "num_speculative_tokens": "auto",
+        "max_num_speculative_tokens": 6,
+        "draft_lookup": "off",
+    }
     config = configure(model_dir, fields, **engine)
     spec = config.speculative_config
     assert spec.num_speculative_tokens == config.num_lookahead_tokens == 6
@@ -154,6 +183,7 @@ def test_an_automatic_budget_prepares_sizes_that_the_policy_can_use(model_dir, c
         "num_speculative_tokens": drafts,
         "draft_kv_budget": "auto",
         "draft_kv_sink": 16,
+        "draft_lookup": "off",
         **fields,
     }
     config = configure(model_dir, fields, **engine)
@@ -251,9 +281,18 @@ WRONG_FIELDS = {
         {"num_speculative_tokens": "auto", "num_speculative_tokens_per_batch_size": [(1, 8, 2)]},
         "leaves no use for num_speculative_tokens_per_batch_size",
     ),
-    "lookups and drawn drafts": (
-        {"draft_lookup": "on", "draft_sample_method": "probabilistic"},
-        "works with greedy drafts alone so far; use draft_sample_method='greedy' or draft_lookup='off'",
+    "sources without lookups": (
+        {"draft_lookup": "off", "draft_lookup_sources": ["served"]},
+        "draft_lookup_sources belongs to draft_lookup='on' or 'auto'; use one of them or remove it",
+    ),
+    "no source": (
+        {"draft_lookup_sources": []},
+        "draft_lookup_sources is empty; name 'context', 'served' or",
+    ),
+    "a source without a name": ({"draft_lookup_sources": [""]}, "draft_lookup_sources names an empty path"),
+    "a source twice": (
+        {"draft_lookup_sources": ["context", "context"]},
+        "draft_lookup_sources names a source twice; remove one of them",
     ),
     "a lookup of another kind": ({"draft_lookup": "sometimes"}, "draft_lookup='sometimes' is not possible"),
     "synthetic without rates": ({"rejection_sample_method": "synthetic"}, "requires exactly one of"),

@@ -56,7 +56,7 @@ def written(monkeypatch) -> set[str]:
 
 
 def test_every_metric_is_explained_and_no_other(written):
-    assert len(written) == 11
+    assert len(written) == 15
     assert set(METRIC.findall(USAGE)) == written
 
 

@@ -303,7 +303,7 @@ def test_a_lookup_that_is_always_right_takes_one_pass_and_none_takes_one_per_dra
 @settings(max_examples=100, deadline=None)
 @given(rounds())
 def test_the_requests_own_context_spares_passes(drawn):
-    lookups = Lookups(5)
+    lookups = Lookups(5, 1000)
     for _ in range(2):  # what was learned in the first round changes nothing but the number of passes
         drafts, target, _ = drawn.staged(lookups)
         assert drafts == drawn.one_by_one()

@@ -230,7 +230,8 @@ class Controller:
             self._observe_time(timed)
             self._last_tried[made] = self._num_steps
             self._account(rounds, timed)
-            lost = self._lost_seconds(rounds, timed) if self._is_trial(made, drafted) else 0.0
+            is_trial = was_planned or self._is_trial(made, drafted)
+            lost = self._lost_seconds(rounds, timed) if is_trial else 0.0
             self._credit_seconds += _TRIAL_SHARE * timed.seconds - lost
             # Not when it has to choose: that is before a step, this while one is computed.
             if not self._plan and self._num_steps - self._decided_at >= _STEPS_PER_CHOICE:

@@ -70,6 +70,7 @@ class _AdaptiveSpeculation(Scheduler):
         spec = self.vllm_config.speculative_config
         assert isinstance(spec, MagicDecSpeculativeConfig)
         self.clock: Callable[[], float] = perf_counter
+        self._drafts_are_drawn = spec.draft_sample_method == "probabilistic"
         self._with_lookups = spec.adaptive and spec.draft_lookup == "on"
         self._controller = self._make_controller(spec)
         self._latest = PLAIN  # what the step before drafted
@@ -161,6 +162,12 @@ class _AdaptiveSpeculation(Scheduler):
                 self._choose(scheduler_output)
             except Exception:
                 self._give_up()
+        if self._drafts_are_drawn:
+            # vLLM keeps the drafts' probabilities for one step, and without them would verify the drafts of
+            # the whole batch as if each had been certain.
+            for request in self.running:
+                if request.request_id not in scheduler_output.num_scheduled_tokens:
+                    request.spec_token_ids = []
         super()._update_after_schedule(scheduler_output)
 
     def _give_up(self) -> None:
@@ -197,11 +204,16 @@ class _AdaptiveSpeculation(Scheduler):
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """vLLM's, after it was noted how the drafts were made."""
-        drafts, controller = draft_token_ids.draft_token_ids, self._controller
-        if isinstance(drafts, DraftLists) and isinstance(controller, LookupController) and self._newest:
-            self._newest.num_passes = self._num_passes = drafts.num_passes
-            if drafts.num_passes == 0:
-                self._newest.drafted = self._made = controller.unread
+        drafts, controller, newest = draft_token_ids.draft_token_ids, self._controller, self._newest
+        if isinstance(controller, LookupController) and newest is not None and newest.drafted.drafts:
+            if not isinstance(
+                drafts, DraftLists
+            ):  # drafting failed: neither drafts nor times tell anything
+                self._made, newest.verified = PLAIN, None
+            else:
+                newest.num_passes = self._num_passes = drafts.num_passes
+                if drafts.num_passes == 0:
+                    newest.drafted = self._made = controller.unread
         super().update_draft_token_ids(draft_token_ids)
 
     def _verified_per_request(self, output: SchedulerOutput) -> float | None:

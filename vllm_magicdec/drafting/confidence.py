@@ -41,5 +41,7 @@ class Confidence:
 
 def _place(probability: float) -> int:
     """Of a probability's log-odds among those that are told apart."""
+    if not probability > 0:  # nor is it a number, where the draft's logits overflowed
+        return 0
     odds = probability / max(1 - probability, 1e-9)
     return min(max(round(log(max(odds, _LEAST_ODDS))), _LOWEST), _HIGHEST) - _LOWEST

@@ -18,7 +18,7 @@ from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from vllm_magicdec import envs
-from vllm_magicdec.adaptive.draft_plan import DraftLists, DraftPlan
+from vllm_magicdec.adaptive.draft_plan import DraftPlan
 from vllm_magicdec.adaptive.metrics import DraftFailures, LookupCounters
 from vllm_magicdec.attention.observing import LayerObserver
 from vllm_magicdec.attention.switch import install_switches
@@ -120,7 +120,7 @@ class Drafter:
         self._failures = DraftFailures(metrics_dir)
         self._num_ranks = vllm_config.parallel_config.tensor_parallel_size
         self._staged: StagedDrafts | None = None
-        self.draft_lists: DraftLists | None = None
+        self.draft_lists: list[list[int]] | None = None
         """The latest round's drafts of each request, where they differ in number; not in `draft_tokens`."""
         if spec.draft_lookup == "on":
             assert pass_runner is not None  # others are refused when the engine is configured
@@ -211,7 +211,7 @@ class Drafter:
         """
         num_reqs = batch.tokens.shape[0]
         drafts = self.draft_tokens[:num_reqs, :num_steps]
-        self.draft_lists = None if self._staged is None else DraftLists([] for _ in range(num_reqs))
+        self.draft_lists = None if self._staged is None else [[] for _ in range(num_reqs)]
         if self._num_failed_in_a_row < MAX_FAILURES_IN_A_ROW:
             try:
                 self._fill(drafts, batch, num_steps)

@@ -17,6 +17,15 @@ class History:
     def __len__(self) -> int:
         return len(self.recorded) + len(self.latest)
 
+    def goes_on_after(self, tokens: np.ndarray) -> bool:
+        """Whether it may begin with these, [num] int32; the last one is compared."""
+        last = len(tokens) - 1
+        if last >= len(self):
+            return False
+        recorded = len(self.recorded)
+        own = self.recorded[last] if last < recorded else self.latest[last - recorded]
+        return bool(own == tokens[last])
+
     def after(self, count: int) -> np.ndarray:
         """[len(self) - count] int32, all but the first `count` tokens."""
         latest = self.latest[max(0, count - len(self.recorded)) :]

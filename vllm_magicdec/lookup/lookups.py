@@ -38,14 +38,21 @@ class Lookups:
 
     Args:
         max_num_reqs: requests whose contexts are kept, at most.
+        vocab_size: a continuation ends before what is no token of the vocabulary (an image's placeholder).
         sources: beside each request's own context, which of equals is believed first.
         in_context: whether a request's own context counts.
     """
 
     def __init__(
-        self, max_num_reqs: int, sources: Sequence[Source] = (), *, in_context: bool = True
+        self,
+        max_num_reqs: int,
+        vocab_size: int,
+        sources: Sequence[Source] = (),
+        *,
+        in_context: bool = True,
     ) -> None:
         self._max_num_reqs = max_num_reqs
+        self._vocab_size = vocab_size
         self._sources = sources
         self._in_context = in_context
         self._indexes: dict[str, ContextIndex] = {}
@@ -70,7 +77,7 @@ class Lookups:
             self._forget_all_but(req_ids)
         for req_id, history in zip(req_ids, histories, strict=True):
             index = self._indexes.get(req_id)
-            if index is None or len(index) > len(history):  # another request of that name
+            if index is None or not history.goes_on_after(index.tokens):  # another request of that name
                 index = self._indexes[req_id] = ContextIndex(len(history))
                 self._prompt_lens[req_id] = len(history) - 1
             verified = history.after(len(index))
@@ -108,4 +115,6 @@ class Lookups:
             return Continuation()
         matches = self._matches(self._indexes[req_id], np.array(drafted, dtype=np.int32), most)
         choice = choose(matches, self._calibrations, least_chance)
-        return Continuation(choice.tokens, choice.chances)
+        strange = (place for place, token in enumerate(choice.tokens) if not 0 <= token < self._vocab_size)
+        end = next(strange, len(choice.tokens))
+        return Continuation(choice.tokens[:end], choice.chances[:end])

@@ -26,4 +26,4 @@ def open_lookups(names: Sequence[str], max_num_reqs: int, vocab_size: int) -> Lo
             sources.append(ServedAnswers())
         elif name != "context":
             sources.append(Datastore.open(Path(name), vocab_size))
-    return Lookups(max_num_reqs, sources, in_context="context" in names)
+    return Lookups(max_num_reqs, vocab_size, sources, in_context="context" in names)

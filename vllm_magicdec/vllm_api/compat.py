@@ -135,6 +135,7 @@ CALLED = (
         ("self", "num_tokens", "use_cudagraphs"),
     ),
     Needed("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.num_prompt_logprobs"),
+    Needed("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.effective_drafter_max_model_len"),
     Needed("vllm.distributed.kv_transfer.kv_transfer_state", "_KV_CONNECTOR_AGENT"),
     Needed("vllm.config.kv_transfer", "KVTransferConfig.is_kv_consumer", ("self",)),
     Needed(

@@ -107,7 +107,9 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
                     f"{METHOD}: draft_lookup_sources has no use, because 'auto' looks nothing up here; use "
                     "draft_lookup='on', which says what it lacks, or remove it"
                 )
-        if self.draft_lookup == "on" and self.adaptive and self.max_num_speculative_tokens is None:
+        is_synthetic = self.rejection_sample_method == "synthetic"  # by rates for each of vLLM's number
+        may_be_more = self.adaptive and self.max_num_speculative_tokens is None and not is_synthetic
+        if self.draft_lookup == "on" and may_be_more:
             self.num_speculative_tokens = self.max_num_speculative_tokens = _MAX_TOKENS_WITH_LOOKUPS
         self._check_datastores(vllm_config)
 

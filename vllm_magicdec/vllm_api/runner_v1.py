@@ -132,6 +132,11 @@ class MagicDecProposer(DraftModelProposer):
         )
         if self._drafter.has_layer_pages:
             refuse_split_pages(self._attention_groups)
+        if self.speculative_config.draft_lookup == "on":
+            # vLLM's runner would give all requests token 0 as drafts where one is near the model's end. A
+            # round with lookups drafts for each what it has room for.
+            room = self.speculative_config.num_speculative_tokens
+            self._runner.effective_drafter_max_model_len = self._runner.max_model_len + room
 
     def dummy_run(self, *args: Any, **kwargs: Any) -> None:
         """Nothing to warm up or capture: the target's own dummy run has done this model's."""
@@ -193,7 +198,10 @@ class MagicDecProposer(DraftModelProposer):
             )
         drafted = self._drafter.draft(self._batch, num_speculative_tokens)
         if drafted and self._draft_probs:
-            self._last_draft_probs = torch.stack(self._draft_probs, dim=1).contiguous()
+            lists = self._drafter.draft_lists
+            used = len(self._draft_probs) if lists is None else max(map(len, lists))
+            if used:
+                self._last_draft_probs = torch.stack(self._draft_probs[:used], dim=1).contiguous()
         if self._drafter.draft_lists is not None:
             return self._drafter.draft_lists
         # A copy: with asynchronous scheduling the next round may start before this one is read.
