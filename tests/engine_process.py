@@ -122,9 +122,16 @@ def generate_with_random_choices(llm: Any, batches: list[dict[str, Any]], seed: 
     }
 
 
-def generate_with_random_lookups(llm: Any, batches: list[dict[str, Any]], seed: int) -> Any:
+def generate_with_random_lookups(llm: Any, batches: list[dict[str, Any]], seed: int = 0) -> Any:
     """From now on lookups are of any length, and any of their tokens may be another one."""
     llm.collective_rpc(_look_up_at_random, args=(seed,))
+    return generate(llm, batches)
+
+
+def generate_with_cut_drafts(llm: Any, batches: list[dict[str, Any]], least_chance: float = 0.5) -> Any:
+    """From now on lookups are random, and of what is drafted with them only the surest is verified."""
+    llm.collective_rpc(_look_up_at_random, args=(0,))
+    llm.collective_rpc(_cut_drafts, args=(least_chance,))
     return generate(llm, batches)
 
 
@@ -363,6 +370,19 @@ def _look_up_at_random(worker: Any, seed: int) -> None:
     lookups.look_up = look_up
 
 
+def _cut_drafts(worker: Any, least_chance: float) -> None:
+    """As a controller's plan does."""
+    from vllm_magicdec.adaptive.draft_plan import DraftPlan
+
+    staged = _draft_of(worker)._drafter._staged
+    draft = staged.draft
+
+    def draft_by_plan(batch: Any, num_steps: int, prepare: Any) -> Any:
+        return draft(batch, DraftPlan(num_steps, 1, least_chance), prepare)
+
+    staged.draft = draft_by_plan
+
+
 def _break_lookups(worker: Any) -> None:
     def look_up(*args: Any) -> Any:
         raise RuntimeError("broken on purpose")
@@ -524,6 +544,7 @@ SCENARIOS = {
         generate_with_broken_acceptance,
         generate_with_random_choices,
         generate_with_random_lookups,
+        generate_with_cut_drafts,
         generate_with_broken_lookups,
         generate_and_draft_twice,
         generate_with_broken_controller,
