@@ -144,7 +144,8 @@ def generate_with_broken_lookups(llm: Any, batches: list[dict[str, Any]]) -> Any
 def generate_and_draft_twice(llm: Any, batches: list[dict[str, Any]]) -> dict[str, Any]:
     """From now on every round is drafted with lookups and then by one pass per token over the same views.
 
-    "drafts": those that are used; "different": requests' rounds in which the two differ, of "rounds".
+    "drafts": those that are used; "different": requests' rounds in which the two differ, of "rounds";
+    "other_logits": those in which V2's rejection sampler would read others of the same drafts.
     """
     llm.collective_rpc(_draft_twice)
     return {"batches": generate(llm, batches), **llm.collective_rpc(_drafted_twice)[0]}
@@ -398,7 +399,11 @@ def _draft_twice(worker: Any) -> None:
     from vllm_magicdec.views.base import DraftStep
 
     runner = _draft_of(worker)
-    drafter, compared = runner._drafter, Counter(drafts=0, rounds=0, different=0)
+    drafter = runner._drafter
+    compared = Counter(drafts=0, rounds=0, different=0, other_logits=0)
+    read = (
+        runner.draft_logits if worker.vllm_config.use_v2_model_runner else None
+    )  # None also: greedy drafts
 
     def fill_twice(drafts: torch.Tensor, batch: Any, num_steps: int) -> None:
         prepared = [
@@ -407,6 +412,7 @@ def _draft_twice(worker: Any) -> None:
         ]
         staged = drafter._staged.draft(batch, num_steps, lambda: prepared)
         drafter.draft_lists = staged
+        logits = None if read is None else read.clone()
         tokens, one_by_one = batch.tokens, torch.zeros_like(drafts)
         for parts in zip(*prepared, strict=True):
             step = DraftStep(parts)
@@ -417,6 +423,10 @@ def _draft_twice(worker: Any) -> None:
                 used = min(num_steps, runner.max_model_len - context_len)
                 same = staged[index] == one_by_one[index, :used].tolist()
                 compared.update(drafts=used, rounds=1, different=not same)
+                if logits is not None and same:
+                    row = runner.idx_mapping[index]
+                    both = logits[row, :used], read[row, :used]
+                    compared.update(other_logits=not torch.allclose(*both, rtol=1e-4, atol=1e-4))
 
     drafter._fill, drafter.compared = fill_twice, compared
 
