@@ -135,9 +135,16 @@ def generate_with_random_choices(llm: Any, batches: list[dict[str, Any]], seed: 
     }
 
 
-def generate_with_random_lookups(llm: Any, batches: list[dict[str, Any]], seed: int) -> Any:
+def generate_with_random_lookups(llm: Any, batches: list[dict[str, Any]], seed: int = 0) -> Any:
     """From now on lookups are of any length, and any of their tokens may be another one."""
     llm.collective_rpc(_look_up_at_random, args=(seed,))
+    return generate(llm, batches)
+
+
+def generate_with_cut_drafts(llm: Any, batches: list[dict[str, Any]], least_chance: float = 0.5) -> Any:
+    """From now on lookups are random, and of what is drafted with them only the surest is verified."""
+    llm.collective_rpc(_look_up_at_random, args=(0,))
+    llm.collective_rpc(_cut_drafts, args=(least_chance,))
     return generate(llm, batches)
 
 
@@ -150,7 +157,8 @@ def generate_with_broken_lookups(llm: Any, batches: list[dict[str, Any]]) -> Any
 def generate_and_draft_twice(llm: Any, batches: list[dict[str, Any]]) -> dict[str, Any]:
     """From now on every round is drafted with lookups and then by one pass per token over the same views.
 
-    "drafts": those that are used; "different": requests' rounds in which the two differ, of "rounds".
+    "drafts": those that are used; "different": requests' rounds in which the two differ, of "rounds";
+    "other_logits": those in which V2's rejection sampler would read others of the same drafts.
     """
     llm.collective_rpc(_draft_twice)
     return {"batches": generate(llm, batches), **llm.collective_rpc(_drafted_twice)[0]}
@@ -376,6 +384,19 @@ def _look_up_at_random(worker: Any, seed: int) -> None:
     lookups.look_up = look_up
 
 
+def _cut_drafts(worker: Any, least_chance: float) -> None:
+    """As a controller's plan does."""
+    from vllm_magicdec.adaptive.draft_plan import DraftPlan
+
+    staged = _draft_of(worker)._drafter._staged
+    draft = staged.draft
+
+    def draft_by_plan(batch: Any, num_steps: int, prepare: Any) -> Any:
+        return draft(batch, DraftPlan(num_steps, 1, least_chance), prepare)
+
+    staged.draft = draft_by_plan
+
+
 def _break_lookups(worker: Any) -> None:
     def look_up(*args: Any) -> Any:
         raise RuntimeError("broken on purpose")
@@ -391,7 +412,11 @@ def _draft_twice(worker: Any) -> None:
     from vllm_magicdec.views.base import DraftStep
 
     runner = _draft_of(worker)
-    drafter, compared = runner._drafter, Counter(drafts=0, rounds=0, different=0)
+    drafter = runner._drafter
+    compared = Counter(drafts=0, rounds=0, different=0, other_logits=0)
+    read = (
+        runner.draft_logits if worker.vllm_config.use_v2_model_runner else None
+    )  # None also: greedy drafts
 
     def fill_twice(drafts: torch.Tensor, batch: Any, num_steps: int) -> None:
         prepared = [
@@ -400,6 +425,7 @@ def _draft_twice(worker: Any) -> None:
         ]
         staged = drafter._staged.draft(batch, num_steps, lambda: prepared)
         drafter.draft_lists = staged
+        logits = None if read is None else read.clone()
         tokens, one_by_one = batch.tokens, torch.zeros_like(drafts)
         for parts in zip(*prepared, strict=True):
             step = DraftStep(parts)
@@ -410,6 +436,10 @@ def _draft_twice(worker: Any) -> None:
                 used = min(num_steps, runner.max_model_len - context_len)
                 same = staged[index] == one_by_one[index, :used].tolist()
                 compared.update(drafts=used, rounds=1, different=not same)
+                if logits is not None and same:
+                    row = runner.idx_mapping[index]
+                    both = logits[row, :used], read[row, :used]
+                    compared.update(other_logits=not torch.allclose(*both, rtol=1e-4, atol=1e-4))
 
     drafter._fill, drafter.compared = fill_twice, compared
 
@@ -537,6 +567,7 @@ SCENARIOS = {
         generate_with_broken_acceptance,
         generate_with_random_choices,
         generate_with_random_lookups,
+        generate_with_cut_drafts,
         generate_with_broken_lookups,
         generate_and_draft_twice,
         generate_with_broken_controller,

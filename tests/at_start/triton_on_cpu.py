@@ -8,8 +8,10 @@ with TRITON_INTERPRET=1 no kernel is ever compiled for it.
 import types
 from typing import Any
 
+import numpy as np
 import triton.backends
 import triton.language as tl
+from triton.language.extra import libdevice
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 
@@ -43,3 +45,12 @@ def _dot_of_floats(self: Any, a: TensorHandle, b: TensorHandle, *args: Any) -> A
 
 
 InterpreterBuilder.create_dot = _dot_of_floats
+
+
+def _log1p(x: tl.tensor) -> tl.tensor:
+    """The interpreter has no device library; vLLM's rejection kernel asks for this of it."""
+    with np.errstate(divide="ignore", invalid="ignore"):  # tl.where drops what is not a number
+        return tl.tensor(TensorHandle(np.log1p(x.handle.data), x.handle.dtype), x.type)
+
+
+libdevice.log1p = _log1p

@@ -85,7 +85,7 @@ def test_the_configuration_survives_the_ways_that_vllm_copies_it(model_dir):
         assert repr(copied) == repr(spec)
 
 
-def test_auto_looks_drafts_up_where_that_works(model_dir, monkeypatch):
+def test_auto_looks_drafts_up_where_that_works(model_dir):
     auto = {"method": METHOD, "num_speculative_tokens": "auto"}
 
     def spec_of(fields):
@@ -103,10 +103,6 @@ def test_auto_looks_drafts_up_where_that_works(model_dir, monkeypatch):
     assert spec_of({**auto, "draft_lookup_sources": "served"}).draft_lookup_sources == ("served",)
     with pytest.raises(MagicDecConfigError, match="/no/such/store"):
         spec_of({**auto, "draft_lookup_sources": ["context", "/no/such/store"]})
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    assert spec_of(auto).draft_lookup == "off"
-    with pytest.raises(MagicDecConfigError, match="draft_lookup_sources has no use"):
-        spec_of({**auto, "draft_lookup_sources": ["served"]})
 
 
 @pytest.mark.parametrize("engine", [{}, {"async_scheduling": False}])
@@ -313,9 +309,17 @@ def test_lookups_are_refused_where_they_do_not_work_yet(model_dir, monkeypatch):
     monkeypatch.setattr(config.device_config, "device_type", "cuda")
     with pytest.raises(MagicDecConfigError, match="works on CPUs alone so far"):
         config.speculative_config.verify_engine(config)
+
+
+def test_on_the_v2_runner_lookups_take_a_number_of_drafts(model_dir, monkeypatch):
+    monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    with pytest.raises(MagicDecConfigError, match="does not work with the V2 model runner yet"):
-        config.speculative_config.verify_engine(config)
+    config = configure(model_dir, {"method": METHOD, "draft_lookup": "on"})
+    assert config.use_v2_model_runner and config.speculative_config.draft_lookup == "on"
+    auto = {"method": METHOD, "num_speculative_tokens": "auto"}
+    assert configure(model_dir, auto).speculative_config.draft_lookup == "off"
+    with pytest.raises(MagicDecConfigError, match="with num_speculative_tokens='auto' on the V2 model"):
+        configure(model_dir, {**auto, "draft_lookup": "on"})
 
 
 def test_another_method_with_our_model_is_refused(model_dir):

@@ -343,6 +343,19 @@ def test_what_is_not_worth_its_cost_is_neither_drafted_nor_verified(drawn, least
 
 
 @settings(max_examples=50, deadline=None)
+@given(rounds(), st.floats(0.05, 0.9), st.integers(0, 9))
+def test_no_drawn_draft_is_left_out_for_what_it_is(drawn, least_chance, seed):
+    """Only for those before it: else what is verified would not be drawn from the draft's distribution."""
+    staged, _ = make_staged(drawn, RandomLookups(seed), are_drawn=True)
+    drafts = staged.draft(
+        drawn.batch, DraftPlan(drawn.num_steps, 512, least_chance), lambda: steps_of(drawn)
+    )
+    chance = Confidence().chance(0.7)
+    worth = next(n for n in itertools.count(1) if chance**n < least_chance)
+    assert [len(own) for own in drafts] == [min(worth, max(0, n)) for n in drawn.wanted]
+
+
+@settings(max_examples=50, deadline=None)
 @given(rounds())
 def test_drafts_that_are_looked_up_alone_take_no_pass(drawn):
     expected = drawn.one_by_one()

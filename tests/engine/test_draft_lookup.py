@@ -4,8 +4,8 @@
 import engines
 import kernel_libraries
 import pytest
-from engines import POLICIES, magicdec
-from greedy import GREEDY, assert_same_tokens
+from engines import MODEL_LEN, POLICIES, magicdec
+from greedy import GREEDY, assert_same_tokens, first_tokens
 
 WHOLE_LEN = 2048  # tokens; nothing of the prompts and answers is longer
 
@@ -127,6 +127,117 @@ def test_what_others_were_answered_changes_no_output(prompts, plain, sources):
     counted = lookup_metrics(run)
     # The second time, every answer has been served before.
     assert counted["accepted_tokens"] > 0.4 * run.drafted and counted["passes"] < 6 * counted["rounds"]
+
+
+def on_v2(prompts, num_tokens: int) -> tuple[list[int], dict]:
+    """Of a few prompts, as vLLM's V2 runner is slow on a CPU, their places and an engine's arguments."""
+    chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < 600][:6]
+    batch = {
+        "prompts": [prompts[i] for i in chosen],
+        "sampling": {**GREEDY, "max_tokens": num_tokens},
+    }
+    engine = {"v2": True, "max_num_seqs": 4, "max_num_batched_tokens": 512, "num_gpu_blocks_override": 257}
+    return chosen, {"batches": [batch], **engine}
+
+
+@pytest.mark.parametrize(
+    ("policy", "budget"),
+    [
+        ("streamingllm", 64),
+        ("streamingllm", MODEL_LEN),
+        ("snapkv", 128),
+        ("snapkv by token", 128),
+        ("verify-topk", 256),
+        ("verify-topk by token", MODEL_LEN),
+    ],
+)
+def test_passes_with_lookups_draft_what_one_pass_per_token_does_on_the_v2_runner(
+    prompts, plain, policy, budget
+):
+    chosen, engine = on_v2(prompts, 24)
+    batches = {"batches": engine.pop("batches")}
+    run = engines.run(
+        [
+            ("generate_and_count_drafts", batches),
+            ("generate_and_draft_twice", batches),
+            ("generate_with_random_lookups", {**batches, "seed": 3}),
+            ("generate_and_draft_twice", batches),
+        ],
+        speculative_config=with_lookups(6, draft_kv_budget=budget, **POLICIES[policy]),
+        **engine,
+    )
+    assert run.v2_runner and run.draft_failures == 0
+    counted, own, _, at_random = run.results
+    if budget == MODEL_LEN:
+        assert counted["accepted"] == counted["drafted"] > 0
+    for result in (own, at_random):
+        assert result["rounds"] > 20
+        assert result["different"] <= 0.01 * result["rounds"], "more than rounding"
+    expected = [first_tokens(plain[i], 24) for i in chosen]
+    for result in (counted["batches"], own["batches"], run.results[2], at_random["batches"]):
+        assert_same_tokens(expected, result[0], f"V2 runner, {policy}, budget {budget}")
+    looked_up = lookup_metrics(run)
+    assert 0 < looked_up["accepted_tokens"] < looked_up["tokens"]
+
+
+def test_drawn_drafts_and_their_logits_are_those_of_one_pass_per_token_on_the_v2_runner(prompts):
+    """A token is drawn with the noise of its position, and verified as drawn from what was kept for it."""
+    _, engine = on_v2(prompts, 24)
+    (batch,) = engine.pop("batches")
+    drawn = {**batch["sampling"], "temperature": 0.8, "seed": 5}
+    sampling = [drawn, batch["sampling"]] * (len(batch["prompts"]) // 2)
+    batches = {"batches": [{**batch, "sampling": sampling}]}
+    run = engines.run(
+        [
+            ("generate_and_draft_twice", batches),
+            ("generate_with_random_lookups", {**batches, "seed": 3}),
+            ("generate_and_draft_twice", batches),
+        ],
+        speculative_config=with_lookups(6, draft_kv_budget=64, draft_sample_method="probabilistic"),
+        **engine,
+    )
+    assert run.v2_runner and run.draft_failures == 0
+    own, _, at_random = run.results
+    for result in (own, at_random):
+        assert result["rounds"] > 20
+        assert result["different"] <= 0.01 * result["rounds"], "more than rounding"
+        assert result["other_logits"] == 0
+    looked_up = lookup_metrics(run)
+    assert 0 < looked_up["accepted_tokens"] < looked_up["tokens"]
+
+
+def test_requests_may_reach_the_model_length_in_the_middle_of_a_pass_on_the_v2_runner(prompts):
+    """Their drafts are fewer than the tensor that vLLM's runner takes has room for."""
+    engine = {
+        "prompts": [prompt[:length] for prompt in prompts for length in (238, 250) if len(prompt) > 250][
+            :6
+        ],
+        "sampling": {**GREEDY, "max_tokens": 64},
+        "max_model_len": 256,
+        "max_num_seqs": 4,
+    }
+    truth = engines.generate(**engine).results[0][0]
+    for method in ("greedy", "probabilistic"):
+        spec = with_lookups(8, draft_kv_budget=192, draft_sample_method=method)
+        run = engines.generate(speculative_config=spec, v2=True, num_gpu_blocks_override=257, **engine)
+        assert_same_tokens(truth, run.results[0][0], f"the model's end, V2 runner, {method}")
+        assert run.v2_runner and run.draft_failures == 0
+
+
+@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
+@pytest.mark.parametrize("scenario", ["generate_with_broken_drafting", "generate_with_broken_lookups"])
+def test_what_fails_while_drafting_loses_no_request_on_the_v2_runner(prompts, plain, scenario, method):
+    chosen, engine = on_v2(prompts, 16)
+    run = engines.run(
+        [(scenario, {"batches": engine.pop("batches")})],
+        strict=False,
+        speculative_config=with_lookups(4, draft_kv_budget=64, draft_sample_method=method),
+        **engine,
+    )
+    expected = [first_tokens(plain[i], 16) for i in chosen]
+    assert_same_tokens(expected, run.results[0][0], f"V2 runner, {scenario}, {method}")
+    assert run.v2_runner
+    assert run.draft_failures > 0 or run.metrics["vllm:magicdec_lookup_failures"] > 0
 
 
 def test_a_failure_within_a_lookup_loses_no_request(prompts, plain):

@@ -116,6 +116,26 @@ def test_sampled_continuations_have_the_targets_distribution(small_vocabulary_mo
     assert 0.1 < rate < 0.9, f"acceptance rate {rate:.2f}: the draft must agree often, and differ often"
 
 
+def lookup_metrics(run: EngineRun) -> tuple[int, int]:
+    """Tokens that were looked up, and those that the draft drew as well."""
+    return tuple(run.metrics[f"vllm:magicdec_lookup_{name}"] for name in ("tokens", "accepted_tokens"))
+
+
+@pytest.mark.parametrize("scenario", ["generate_with_random_lookups", "generate_with_cut_drafts"])
+@pytest.mark.parametrize("draft", ["probabilistic draft", "snapkv by token"])
+def test_sampled_continuations_have_the_targets_distribution_with_lookups(
+    small_vocabulary_model, plain_samples, draft, scenario
+):
+    """A pass draws several tokens, and what was looked up is right by chance; all drafts or the surest."""
+    spec = magicdec(3, **{"draft_kv_budget": 64, **DRAFTS[draft]}, draft_lookup="on")
+    run = assert_same_distribution(
+        plain_samples, small_vocabulary_model, (15, 25), scenario, speculative_config=spec
+    )
+    assert 0.1 < run.accepted / run.drafted < 1.0
+    looked_up, accepted = lookup_metrics(run)
+    assert 0.05 < accepted / looked_up < 0.95
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_sampled_continuations_have_the_targets_distribution_on_the_v2_runner(

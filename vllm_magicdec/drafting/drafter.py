@@ -136,6 +136,7 @@ class Drafter:
                 max_num_reqs=max_num_reqs,
                 max_drafts=spec.num_speculative_tokens,
                 max_model_len=vllm_config.model_config.max_model_len,
+                are_drawn=spec.draft_sample_method == "probabilistic",
                 is_alone=self._num_ranks == 1,
             )
         self._num_failed_in_a_row = 0

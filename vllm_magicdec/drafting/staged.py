@@ -95,6 +95,7 @@ class StagedDrafts:
         max_num_reqs: requests in a batch.
         max_drafts: of a request's round, whoever makes them.
         max_model_len: tokens.
+        are_drawn: drafts are drawn from the draft's distribution, not its likeliest tokens.
         is_alone: no other rank has to draft the same, so this one may go on without lookups that fail.
     """
 
@@ -107,12 +108,14 @@ class StagedDrafts:
         max_num_reqs: int,
         max_drafts: int,
         max_model_len: int,
+        are_drawn: bool = False,
         is_alone: bool = True,
     ) -> None:
         self._runner = runner
         self._lookups: Lookups | None = lookups
         self._counters = counters
         self._max_model_len = max_model_len
+        self._are_drawn = are_drawn
         self._is_alone = is_alone
         self._max_num_reqs = max_num_reqs
         self._max_drafts = max_drafts
@@ -202,9 +205,12 @@ class StagedDrafts:
             self._counters.count_round(num_passes, num_looked_up, num_accepted)
         drafts = DraftLists(([] for _ in latest), num_passes)
         for i, own in making.items():
-            drafts[i] = _worth_verifying(own, plan)
+            drafts[i] = _worth_verifying(own, plan, self._are_drawn)
             self._counters.count_cut(len(own.tokens) - len(drafts[i]))
-            self._propose(batch, i, own.tokens, own.probabilities)
+            # Of a draft that was left out the text tells whether it would have stood, if it was the
+            # likeliest token; and nothing, if it was drawn.
+            known = len(drafts[i]) if self._are_drawn else len(own.tokens)
+            self._propose(batch, i, own.tokens[:known], own.probabilities[:known])
         return drafts
 
     def _propose(
@@ -293,10 +299,12 @@ def _gain(chances: Sequence[float], found: Sequence[Continuation], plan: DraftPl
     )
 
 
-def _worth_verifying(own: _Making, plan: DraftPlan) -> list[int]:
-    return [
-        token for token, chance in zip(own.tokens, own.reached, strict=True) if chance >= plan.least_chance
-    ]
+def _worth_verifying(own: _Making, plan: DraftPlan, are_drawn: bool) -> list[int]:
+    # The rejection sampler mends what is drawn from a whole distribution: leaving a token out because it is
+    # the one that it is would change the output's. So those before it decide.
+    chances = [1.0, *own.reached][: len(own.tokens)] if are_drawn else own.reached
+    pairs = zip(own.tokens, chances, strict=True)
+    return [token for token, chance in pairs if chance >= plan.least_chance]
 
 
 def _num_equal(first: Sequence[int], second: Sequence[int]) -> int:

@@ -125,10 +125,11 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
 
     def _check_lookups(self, vllm_config: VllmConfig) -> None:
         name = f"{METHOD}: draft_lookup='on'"
-        if vllm_config.use_v2_model_runner:
+        if vllm_config.use_v2_model_runner and self.adaptive:
+            # There all requests have as many drafts, and the scheduler does not hear which were worth it.
             raise MagicDecConfigError(
-                f"{name} does not work with the V2 model runner yet; set VLLM_USE_V2_MODEL_RUNNER=0 or "
-                "draft_lookup='off'"
+                f"{name} does not work with num_speculative_tokens='auto' on the V2 model runner; give a "
+                "number, set VLLM_USE_V2_MODEL_RUNNER=0, or use draft_lookup='off'"
             )
         if vllm_config.device_config.device_type != "cpu":
             raise MagicDecConfigError(

@@ -2,6 +2,7 @@
 """Adapter to vLLM's V2 model runner (`vllm.v1.worker.gpu`)."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.mm.rope import RopeState
+from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import AttentionGroup
@@ -25,6 +27,7 @@ from vllm_magicdec.attention.metadata import draft_metadata, observed_metadata
 from vllm_magicdec.attention.observing import LayerObserver
 from vllm_magicdec.drafting.drafter import Drafter
 from vllm_magicdec.errors import METHOD
+from vllm_magicdec.lookup.history import History
 from vllm_magicdec.views.base import (
     PAD_SLOT,
     Batch,
@@ -35,7 +38,8 @@ from vllm_magicdec.views.base import (
     ViewStep,
     on_device,
 )
-from vllm_magicdec.vllm_api import cpu_attention
+from vllm_magicdec.views.passes import DraftPass, Queries, ViewPass
+from vllm_magicdec.vllm_api import cpu_attention, cpu_llvmlite
 from vllm_magicdec.vllm_api.adapters import Adapters
 from vllm_magicdec.vllm_api.attention_groups import (
     attention_groups_of,
@@ -67,6 +71,8 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         super().__init__(vllm_config, device)
         if device.type == "cpu":
             cpu_attention.mend()
+        if self.speculative_config.draft_lookup == "on":
+            cpu_llvmlite.mend()
         self._req_states = req_states
         self._batch: Batch | None = None
         self._graphs: DraftGraphs | None = None
@@ -120,7 +126,9 @@ class MagicDecSpeculator(StandaloneARSpeculator):
             )
             for group in groups
         ]
-        self._drafter = Drafter(self, self.vllm_config, groups, kv_cache_config, self.device)
+        self._drafter = Drafter(
+            self, self.vllm_config, groups, kv_cache_config, self.device, pass_runner=self
+        )
         if self._drafter.has_layer_pages:
             refuse_split_pages(self._attention_groups)
         self._query_start_loc_cpu = torch.arange(self.max_num_reqs + 1, dtype=torch.int32)
@@ -183,6 +191,8 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         self._copy_request_inputs(num_reqs, input_batch.idx_mapping, temperature, seeds)
         if num_steps > 0:
             self._batch = self._make_batch(input_batch, num_rejected, last_sampled)
+            if self.speculative_config.draft_lookup == "on":
+                self._batch = self._with_histories(self._batch, input_batch.idx_mapping_np)
             if self._rope is not None:
                 # In all channels, drafted tokens are as far from their index as all generated text is.
                 self._rope_offsets.zero_()
@@ -190,6 +200,8 @@ class MagicDecSpeculator(StandaloneARSpeculator):
             drafted = self._drafter.draft(self._batch, num_steps)
             if not drafted:
                 self._make_drafts_one_hot(num_reqs)
+            elif self._drafter.draft_lists is not None:
+                self._fill_up(self._drafter.draft_lists, num_steps)
             if self._drafts_are_awaited:
                 torch.accelerator.current_stream().synchronize()
         return self._drafter.draft_tokens[:num_reqs]
@@ -212,6 +224,21 @@ class MagicDecSpeculator(StandaloneARSpeculator):
             is_first=known_lens == batch.prefill_len_np[:num_reqs],
         )
 
+    def _with_histories(self, batch: Batch, rows: np.ndarray) -> Batch:
+        """The batch with its requests' tokens; `rows` [num_reqs] int, among vLLM's. On a CPU."""
+        # With those that this step sampled.
+        token_ids = self._req_states.all_token_ids.gpu.numpy()
+        ends = (batch.context_lens + 1).tolist()
+        histories = [History(token_ids[row, :end], ()) for row, end in zip(rows, ends, strict=True)]
+        return replace(batch, histories=histories)
+
+    def _fill_up(self, lists: list[list[int]], num_steps: int) -> None:
+        """Hand on lists as vLLM's runner takes drafts: as many of each request, some of them never used."""
+        filled = [[*drafts, *[0] * (num_steps - len(drafts))] for drafts in lists]
+        self._drafter.draft_tokens[: len(lists), :num_steps] = torch.tensor(filled)
+        for index, drafts in enumerate(lists):
+            self._make_drafts_one_hot(index + 1, first=index, first_step=len(drafts))
+
     def draft_step(self, tokens: torch.Tensor, step: DraftStep) -> torch.Tensor:
         """See `drafting.drafter.Runner`."""
         self.current_draft_step.fill_(step.index)
@@ -223,6 +250,48 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         if sampled is None:
             sampled = self.forward_and_sample(tokens, step, self.step_metadata(step))
         return sampled
+
+    @property
+    def max_pass_tokens(self) -> int:
+        """See `drafting.staged.PassRunner`."""
+        return self.max_num_tokens
+
+    def draft_pass(self, tokens: torch.Tensor, draft_pass: DraftPass) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `drafting.staged.PassRunner`."""
+        queries = draft_pass.queries
+        places, steps = on_device(queries.places, self.device), on_device(queries.steps, self.device)
+        attn_metadata: dict[str, Any] = {}
+        for index, (part, group) in enumerate(zip(draft_pass.parts, self._drafter.groups, strict=True)):
+            of_pages = partial(self._pass_page_metadata, index, part, queries)
+            attn_metadata |= draft_metadata(part.view, group.layer_names, of_pages)
+        if self._adapters is not None:
+            self._adapters.apply(queries.places.tolist())  # every token is drawn after
+        positions = draft_pass.positions
+        if self._rope is not None:
+            positions = positions + self._rope_offsets[places]
+        slots = [part.slots for part in draft_pass.parts]
+        logits = self.compute_draft_logits(self._forward(tokens, positions, slots, attn_metadata), 0)
+        if self.draft_logits is None:
+            drawn, temperature = logits.argmax(dim=-1), 1.0
+        else:
+            # A token's noise and its place among the logits are those that its own step has.
+            rows = self.idx_mapping[places]
+            drawn = gumbel_sample(
+                logits,
+                rows,
+                self.temperature,
+                self.seeds,
+                draft_pass.positions,
+                apply_temperature=True,
+                is_drafting=True,
+                logits_cache=self.draft_logits,
+                logits_cache_col=steps,
+                use_fp64=self.use_fp64_gumbel,
+            )
+            temperature = self.temperature[rows].unsqueeze(1)
+            temperature = temperature.masked_fill(temperature == 0, 1.0)
+        log_probs = (logits.float() / temperature).log_softmax(dim=-1)
+        return drawn, log_probs.gather(1, drawn.unsqueeze(1)).squeeze(1).exp()
 
     @property
     def num_views(self) -> int:
@@ -251,22 +320,43 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         self, index: int, step: ViewStep, view: PageView, *, for_capture: bool = False
     ) -> dict[str, Any]:
         """vLLM's metadata of a draft step in the layers of a group, by layer."""
-        num_reqs, num_kv_cache_groups = step.positions.shape[0], len(self.target_attn_groups)
-        # vLLM builds for all KV-cache groups alike; one without layers it leaves out.
-        attention_groups: list[list[AttentionGroup]] = [[] for _ in range(num_kv_cache_groups)]
-        attention_groups[self._drafter.groups[index].kv_cache_group] = self._attention_groups[index]
+        num_reqs = step.positions.shape[0]
         return self._page_metadata(
-            attention_groups,
+            self._attention_groups_of(index),
             query_start_loc=self.arange_gpu[: num_reqs + 1],
             query_start_loc_cpu=self._query_start_loc_cpu[: num_reqs + 1],
             max_query_len=1,
             seq_lens=view.lens,
             max_seq_len=view.max_len,
-            block_tables=[view.block_table] * num_kv_cache_groups,
+            block_tables=[view.block_table] * len(self.target_attn_groups),
             slots=step.slots,
             positions=step.positions,
             for_capture=for_capture,
         )
+
+    def _pass_page_metadata(
+        self, index: int, part: ViewPass, queries: Queries, view: PageView
+    ) -> dict[str, Any]:
+        """vLLM's metadata of a draft pass in the layers of a group, by layer."""
+        starts = torch.from_numpy(queries.starts)
+        return self._page_metadata(
+            self._attention_groups_of(index),
+            query_start_loc=starts.to(self.device),
+            query_start_loc_cpu=starts,
+            max_query_len=int(queries.lens.max()),
+            seq_lens=view.lens,
+            max_seq_len=view.max_len,
+            block_tables=[view.block_table] * len(self.target_attn_groups),
+            slots=part.slots,
+            positions=part.positions,
+        )
+
+    def _attention_groups_of(self, index: int) -> list[list[AttentionGroup]]:
+        """Those of a group of layers, by KV-cache group."""
+        # vLLM builds for all KV-cache groups alike; one without layers it leaves out.
+        attention_groups: list[list[AttentionGroup]] = [[] for _ in self.target_attn_groups]
+        attention_groups[self._drafter.groups[index].kv_cache_group] = self._attention_groups[index]
+        return attention_groups
 
     def select_adapters(self, num_active: int, num_reqs: int) -> None:
         """See `draft_graphs.Capturable`."""
@@ -391,9 +481,15 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         ):
             return self.model(positions=positions, **inputs)
 
-    def _make_drafts_one_hot(self, num_reqs: int) -> None:
-        """Tell the rejection sampler that the drafts are token 0 with certainty."""
+    def _make_drafts_one_hot(self, end: int, *, first: int = 0, first_step: int = 0) -> None:
+        """Tell the rejection sampler that drafts are token 0 with certainty.
+
+        Args:
+            end: of the requests, places in the batch, from `first` on.
+            first: see there.
+            first_step: the first of each request's drafts.
+        """
         if self.draft_logits is not None:
-            rows = self.idx_mapping[:num_reqs]
-            self.draft_logits[rows] = float("-inf")
-            self.draft_logits[rows, :, 0] = 0.0
+            rows = self.idx_mapping[first:end]
+            self.draft_logits[rows, first_step:] = float("-inf")
+            self.draft_logits[rows, first_step:, 0] = 0.0
