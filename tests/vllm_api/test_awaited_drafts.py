@@ -16,7 +16,12 @@ def make_speculator(monkeypatch, device: str, role: str | None, happened: list[s
     """One that notes when it drafts and when it waits for the device."""
     stream = SimpleNamespace(synchronize=lambda: happened.append("waited"))
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda: stream)
-    monkeypatch.setattr(runner_v2.StandaloneARSpeculator, "__init__", lambda *_: None)
+    without_lookups = SimpleNamespace(draft_lookup="off")
+    monkeypatch.setattr(
+        runner_v2.StandaloneARSpeculator,
+        "__init__",
+        lambda self, *_: setattr(self, "speculative_config", without_lookups),
+    )
     monkeypatch.setattr(runner_v2, "takes_embeddings", lambda config: False)
     transfer = role and KVTransferConfig(kv_connector="NixlConnector", kv_role=role)
     config = SimpleNamespace(model_config=None, kv_transfer_config=transfer)
@@ -24,7 +29,9 @@ def make_speculator(monkeypatch, device: str, role: str | None, happened: list[s
     speculator._copy_request_inputs = lambda *_: None
     speculator._make_batch = lambda *_: None
     speculator._drafter = SimpleNamespace(
-        draft=lambda *_: happened.append("drafted") or True, draft_tokens=torch.zeros(1, 4)
+        draft=lambda *_: happened.append("drafted") or True,
+        draft_tokens=torch.zeros(1, 4),
+        draft_lists=None,
     )
     return speculator
 
