@@ -133,7 +133,7 @@ def test_sampled_continuations_have_the_targets_distribution_with_lookups(
     )
     assert 0.1 < run.accepted / run.drafted < 1.0
     looked_up, accepted = lookup_metrics(run)
-    assert 0.05 < accepted / looked_up < 0.95
+    assert 0.02 < accepted / looked_up < 0.9
 
 
 @pytest.mark.gpu
