@@ -101,6 +101,7 @@ def test_adapters_say_something_of_their_own(adapters, plain):
         ("streamingllm", "on", False),
         ("snapkv", "off", False),
         ("streamingllm", "off", True),
+        ("streamingllm", "on", True),
     ],
 )
 def test_every_request_drafts_with_its_own(adapters, plain, policy, lookup, v2):

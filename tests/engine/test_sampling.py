@@ -133,7 +133,7 @@ def test_sampled_continuations_have_the_targets_distribution_with_lookups(
     )
     assert 0.1 < run.accepted / run.drafted < 1.0
     looked_up, accepted = lookup_metrics(run)
-    assert 0.05 < accepted / looked_up < 0.95
+    assert 0.02 < accepted / looked_up < 0.9
 
 
 @pytest.mark.gpu
@@ -141,7 +141,7 @@ def test_sampled_continuations_have_the_targets_distribution_with_lookups(
 def test_sampled_continuations_have_the_targets_distribution_on_the_v2_runner(
     small_vocabulary_model, plain_samples, draft
 ):
-    """On a GPU alone: Triton's interpreter runs neither vLLM's top-p nor its rejection kernel."""
+    """On a GPU alone: Triton's interpreter does not run vLLM's top-p, and takes 0.15 s for a sample."""
     spec = magicdec(2, **{"draft_kv_budget": 64, **DRAFTS[draft]})
     run = assert_same_distribution(
         plain_samples, small_vocabulary_model, (13, 23), v2=True, speculative_config=spec
