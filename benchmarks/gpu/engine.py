@@ -98,6 +98,7 @@ class Engines:
                 "method": "magicdec-self",
                 "num_speculative_tokens": "auto",  # lets every step have a number of drafts of its own
                 "max_num_speculative_tokens": args.max_gamma,
+                "draft_lookup": "off",  # every number of drafts is timed
                 "draft_kv_budget": args.budget,
                 # No draft is accepted, so that contexts stay what they are while they are measured.
                 "rejection_sample_method": "synthetic",

@@ -206,9 +206,8 @@ class _AdaptiveSpeculation(Scheduler):
         """vLLM's, after it was noted how the drafts were made."""
         drafts, controller, newest = draft_token_ids.draft_token_ids, self._controller, self._newest
         if isinstance(controller, LookupController) and newest is not None and newest.drafted.drafts:
-            if not isinstance(
-                drafts, DraftLists
-            ):  # drafting failed: neither drafts nor times tell anything
+            if not isinstance(drafts, DraftLists):
+                # Drafting failed: neither drafts nor times tell anything.
                 self._made, newest.verified = PLAIN, None
             else:
                 newest.num_passes = self._num_passes = drafts.num_passes
