@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import kernel_libraries
+import pytest
 import torch
 
 HERE = Path(__file__).parent
@@ -27,6 +28,17 @@ PAGE = 32  # tokens; the smallest page of vLLM's CPU attention
 SPEC_METRIC = "vllm:spec_decode_num_"
 
 # What chooses the views, as fields of a speculative config.
+# Arguments of `run` for an engine of two tensor-parallel ranks, a core each.
+TENSOR_PARALLEL_2 = {
+    "own_process": True,
+    "env": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+    "tensor_parallel_size": 2,
+    "distributed_executor_backend": "mp",
+}
+needs_tensor_parallel = pytest.mark.skipif(
+    kernel_libraries.best() == "avx2",
+    reason="vLLM 0.32.0 is tensor-parallel with its AVX2 kernels neither with speculation nor without",
+)
 POLICIES = {
     "streamingllm": {},
     "snapkv": {"draft_kv_policy": "snapkv"},  # by page on a CPU

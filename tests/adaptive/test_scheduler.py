@@ -4,6 +4,7 @@
 from types import SimpleNamespace
 
 import pytest
+from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_magicdec.adaptive.controller import PLAIN, Choice
 from vllm_magicdec.adaptive.draft_plan import DraftPlan
@@ -45,4 +46,18 @@ def test_the_drafts_in_a_steps_time_are_those_made_between_two_outputs(drafts_co
     assert steps == [
         Step(2, 2000, previous.drafts, drafted.drafts, drafted.budget)
         for previous, drafted in zip(before, made, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("must_not_wait", [True, False])
+def test_drawn_drafts_of_a_request_that_a_step_leaves_out_are_forgotten(monkeypatch, must_not_wait):
+    """vLLM's V1 runner has their probabilities no longer in the step after."""
+    monkeypatch.setattr(Scheduler, "_update_after_schedule", lambda *_: None)
+    scheduler = object.__new__(MagicDecScheduler)
+    scheduler._gave_up, scheduler._drafts_must_not_wait = True, must_not_wait
+    scheduler.running = [SimpleNamespace(request_id=name, spec_token_ids=[1, 2]) for name in "ab"]
+    scheduler._update_after_schedule(SimpleNamespace(num_scheduled_tokens={"a": 3}))
+    assert [request.spec_token_ids for request in scheduler.running] == [
+        [1, 2],
+        [] if must_not_wait else [1, 2],
     ]

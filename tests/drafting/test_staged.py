@@ -59,7 +59,7 @@ class Target:
         assert tokens.dtype == torch.int32 and len(tokens) <= self.max_pass_tokens
         self.pass_lens.append(draft_pass.queries.lens.tolist())
         drawn = self._run(tokens, draft_pass.parts, draft_pass.queries.lens.tolist())
-        return drawn, torch.full((len(drawn),), 0.7)
+        return drawn, torch.full((len(drawn),), 0.7) if draft_pass.is_weighed else None
 
     def _run(self, tokens, parts, lens):
         seen: list[list] = [[] for _ in tokens]

@@ -2,7 +2,6 @@
 """With lookups the drafts are the same and fewer passes make them, whatever was looked up."""
 
 import engines
-import kernel_libraries
 import pytest
 from engines import MODEL_LEN, POLICIES, magicdec
 from greedy import GREEDY, assert_same_tokens, first_tokens
@@ -252,20 +251,14 @@ def test_a_failure_within_a_lookup_loses_no_request(prompts, plain):
     assert run.log.count("A lookup failed") == 1
 
 
-@pytest.mark.skipif(
-    kernel_libraries.best() == "avx2",
-    reason="vLLM 0.32.0 is tensor-parallel with its AVX2 kernels neither with speculation nor without",
-)
+@engines.needs_tensor_parallel
 def test_ranks_look_up_and_cut_alike(prompts, plain):
     """Else they would wait for one another in passes of different tokens."""
     chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < 1000][:16]
     run = engines.generate(
         [prompts[i] for i in chosen],
         GREEDY,
-        own_process=True,
-        env={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
-        tensor_parallel_size=2,
-        distributed_executor_backend="mp",
+        **engines.TENSOR_PARALLEL_2,
         max_num_seqs=8,
         speculative_config={
             "method": "magicdec-self",

@@ -2,7 +2,6 @@
 """Everything else that vLLM does with a request keeps working, with the outputs of plain decoding."""
 
 import engines
-import kernel_libraries
 import pytest
 import texts
 from engines import POLICIES, magicdec
@@ -176,10 +175,7 @@ def test_a_failure_inside_drafting_loses_and_changes_nothing(prompts, plain, v2)
     assert run.log.count("is not tried again") == 1
 
 
-@pytest.mark.skipif(
-    kernel_libraries.best() == "avx2",
-    reason="vLLM 0.32.0 is tensor-parallel with its AVX2 kernels neither with speculation nor without",
-)
+@engines.needs_tensor_parallel
 def test_a_failure_on_one_tensor_parallel_rank_ends_the_engine(prompts):
     """The other rank waits for it in a collective: requests would hang until vLLM's own limit of 300 s."""
     batch = {"prompts": prompts[:2], "sampling": {**GREEDY, "max_tokens": 12}}
@@ -187,10 +183,7 @@ def test_a_failure_on_one_tensor_parallel_rank_ends_the_engine(prompts):
         engines.run(
             [("generate_with_broken_drafting", {"batches": [batch], "rank": 1})],
             strict=False,
-            own_process=True,
-            env={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
-            tensor_parallel_size=2,
-            distributed_executor_backend="mp",
+            **engines.TENSOR_PARALLEL_2,
             max_num_seqs=4,
             num_gpu_blocks_override=257,
             speculative_config=SPEC,

@@ -2,7 +2,6 @@
 """Greedy output equals plain decoding's token by token, whatever the budget, gamma and schedule."""
 
 import engines
-import kernel_libraries
 import pytest
 import texts
 from engines import MODEL_LEN, POLICIES, magicdec
@@ -170,20 +169,14 @@ def test_requests_may_reach_the_model_length_in_the_middle_of_a_draft(plain_to_t
     assert {r["completions"][0]["finish_reason"] for r in run.results[0][0]} == {"length"}
 
 
-@pytest.mark.skipif(
-    kernel_libraries.best() == "avx2",
-    reason="vLLM 0.32.0 is tensor-parallel with its AVX2 kernels neither with speculation nor without",
-)
+@engines.needs_tensor_parallel
 @pytest.mark.parametrize("policy", ["streamingllm", "snapkv by token"])
 def test_greedy_output_is_unchanged_with_tensor_parallel_2(prompts, plain, policy):
     chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < 1000][:16]
     run = engines.generate(
         [prompts[i] for i in chosen],
         GREEDY,
-        own_process=True,
-        env={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
-        tensor_parallel_size=2,
-        distributed_executor_backend="mp",
+        **engines.TENSOR_PARALLEL_2,
         max_num_seqs=8,
         speculative_config=magicdec(4, draft_kv_budget=128, **POLICIES[policy]),
     )

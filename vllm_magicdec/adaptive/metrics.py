@@ -33,7 +33,7 @@ _LOOKUP_COUNTERS = {
     "lookup_tokens": "Tokens that were looked up and read by the draft.",
     "lookup_accepted_tokens": "Looked-up tokens that the draft drew itself.",
     "lookup_unread_tokens": "Looked-up tokens that were drafts without a pass.",
-    "lookup_unread_accepted_tokens": "Of these, those that the target accepted.",
+    "lookup_unread_accepted_tokens": "Of these, those that the text went on with.",
     "lookup_failures": "Failures that ended lookups until the engine is started anew.",
     "cut_tokens": "Drafts that were too unlikely to be verified.",
 }

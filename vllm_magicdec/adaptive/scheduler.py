@@ -70,8 +70,9 @@ class _AdaptiveSpeculation(Scheduler):
         spec = self.vllm_config.speculative_config
         assert isinstance(spec, MagicDecSpeculativeConfig)
         self.clock: Callable[[], float] = perf_counter
-        self._drafts_are_drawn = spec.draft_sample_method == "probabilistic"
         self._with_lookups = spec.adaptive and spec.draft_lookup == "on"
+        # With lookups a step may have more drafts than it can take, so that some requests wait.
+        self._drafts_must_not_wait = self._with_lookups and spec.draft_sample_method == "probabilistic"
         self._controller = self._make_controller(spec)
         self._latest = PLAIN  # what the step before drafted
         self._made = PLAIN  # how the latest drafts were made
@@ -162,9 +163,9 @@ class _AdaptiveSpeculation(Scheduler):
                 self._choose(scheduler_output)
             except Exception:
                 self._give_up()
-        if self._drafts_are_drawn:
-            # vLLM keeps the drafts' probabilities for one step, and without them would verify the drafts of
-            # the whole batch as if each had been certain.
+        if self._drafts_must_not_wait:
+            # The V1 runner keeps the drafts' probabilities for one step. Without them it would verify the
+            # drafts of the whole batch as if each had been certain.
             for request in self.running:
                 if request.request_id not in scheduler_output.num_scheduled_tokens:
                     request.spec_token_ids = []

@@ -19,9 +19,8 @@ def attend(
     value_scale: float = 1.0,
 ) -> torch.Tensor:
     """See `vllm_magicdec.attention.attend`. Gathers the rows, then computes in float32."""
-    in_view = torch.arange(slots.shape[-1], device=slots.device) < lens.view(
-        -1, 1, 1
-    )  # [num_reqs, 1, budget]
+    # [num_reqs, 1, budget]
+    in_view = torch.arange(slots.shape[-1], device=slots.device) < lens.view(-1, 1, 1)
     # What lies behind the view may be no slot at all; the first one is always read.
     slots = torch.where(in_view, slots, slots[..., :1])
     attended = attend_where(

@@ -46,7 +46,9 @@ class PassRunner(Protocol):
         """Query tokens of a pass, at most; no fewer than requests in a batch."""
         ...
 
-    def draft_pass(self, tokens: torch.Tensor, draft_pass: DraftPass) -> tuple[torch.Tensor, torch.Tensor]:
+    def draft_pass(
+        self, tokens: torch.Tensor, draft_pass: DraftPass
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run the target over the pass's views and draw the token after each of its own.
 
         Args:
@@ -55,7 +57,7 @@ class PassRunner(Protocol):
 
         Returns:
             [num_tokens] int32 or int64, drawn as `draft_sample_method` says, and [num_tokens] float32, the
-            probability of each.
+            probability of each; None where the pass does not ask for it.
         """
         ...
 
@@ -67,8 +69,9 @@ class _Making:
     wanted: int
     tokens: list[int] = field(default_factory=list)
     probabilities: list[float] = field(default_factory=list)
+    """That the draft gave them; none where nothing is weighed."""
     reached: list[float] = field(default_factory=list)
-    """The chance that each draft stands, with all before it."""
+    """The chance that each draft stands, with all before it; 1 where nothing is weighed."""
 
     @property
     def chance(self) -> float:
@@ -144,7 +147,7 @@ class StagedDrafts:
             if unread is not None:
                 return unread
         making = {i: _Making(min(int(plan), room[i])) for i in drafting}
-        return self._draft(batch, making, plan, prepare())
+        return self._draft(batch, making, plan, prepare(), is_weighed=plan is num_steps)
 
     def _look_up_unread(
         self, batch: Batch, drafting: Sequence[int], room: Sequence[int], plan: DraftPlan
@@ -166,7 +169,13 @@ class StagedDrafts:
         return drafts
 
     def _draft(
-        self, batch: Batch, making: dict[int, _Making], plan: DraftPlan, rounds: Sequence[RoundSteps]
+        self,
+        batch: Batch,
+        making: dict[int, _Making],
+        plan: DraftPlan,
+        rounds: Sequence[RoundSteps],
+        *,
+        is_weighed: bool,
     ) -> DraftLists:
         """In as few passes as it takes."""
         latest, num_passes, num_looked_up, num_accepted = batch.tokens.tolist(), 0, 0, 0
@@ -191,13 +200,14 @@ class StagedDrafts:
             ]
             drawn, probabilities = self._runner.draft_pass(
                 on_device(given, batch.tokens.device).to(torch.int32),
-                DraftPass(queries, [steps.take(queries) for steps in rounds]),
+                DraftPass(queries, [steps.take(queries) for steps in rounds], is_weighed),
             )
-            drawn_tokens, drawn_probabilities = drawn.tolist(), probabilities.tolist()
+            drawn_tokens = drawn.tolist()
+            given_probabilities = None if probabilities is None else probabilities.tolist()
             for i, ahead, start in zip(running, found, queries.starts.tolist(), strict=False):
                 num_right = _num_equal(ahead.tokens, drawn_tokens[start:])
                 new = slice(start, start + num_right + 1)
-                self._add(making[i], drawn_tokens[new], drawn_probabilities[new])
+                self._add(making[i], drawn_tokens[new], given_probabilities and given_probabilities[new])
                 num_looked_up += len(ahead.tokens)
                 num_accepted += num_right
             num_passes += 1
@@ -277,8 +287,11 @@ class StagedDrafts:
             "request is lost."
         )
 
-    def _add(self, own: _Making, tokens: Sequence[int], probabilities: Sequence[float]) -> None:
+    def _add(self, own: _Making, tokens: Sequence[int], probabilities: Sequence[float] | None) -> None:
         own.tokens += tokens
+        if probabilities is None:
+            own.reached += [1.0] * len(tokens)
+            return
         own.probabilities += probabilities
         for probability in probabilities:
             own.reached.append(own.chance * self._confidence.chance(probability))

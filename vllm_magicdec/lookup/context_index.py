@@ -113,6 +113,19 @@ def _token(tokens, ahead, place):  # type: ignore[no-untyped-def]
 
 
 @njit
+def tally(choices, counts, num_choices, token):  # type: ignore[no-untyped-def]
+    """Count a token, among the first `num_choices` of `choices` or as a new one; returns their number."""
+    choice = 0
+    while choice < num_choices and choices[choice] != token:
+        choice += 1
+    if choice == num_choices:
+        choices[choice], counts[choice] = token, 0
+        num_choices += 1
+    counts[choice] += 1
+    return num_choices
+
+
+@njit
 def _look_up(tokens, previous, latest, given, found, shares):  # type: ignore[no-untyped-def]
     """See `ContextIndex.look_up`; fills `found` and `shares`, returns the match's length."""
     num_tokens, most = len(tokens), len(found)
@@ -154,13 +167,7 @@ def _look_up(tokens, previous, latest, given, found, shares):  # type: ignore[no
         num_choices, best = 0, 0
         for index in range(num_places):
             token = _token(tokens, ahead, places[index] + 1 + step)
-            choice = 0
-            while choice < num_choices and choices[choice] != token:
-                choice += 1
-            if choice == num_choices:
-                choices[choice], counts[choice] = token, 0
-                num_choices += 1
-            counts[choice] += 1
+            num_choices = tally(choices, counts, num_choices, token)
         for choice in range(num_choices):
             if counts[choice] > counts[best]:  # of equals, the one seen last
                 best = choice

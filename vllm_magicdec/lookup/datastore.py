@@ -13,7 +13,7 @@ import numpy as np
 from numba import njit
 
 from vllm_magicdec.lookup import datastore_files
-from vllm_magicdec.lookup.context_index import MAX_MATCH, MIN_MATCH, Match
+from vllm_magicdec.lookup.context_index import MAX_MATCH, MIN_MATCH, Match, tally
 from vllm_magicdec.lookup.datastore_files import Header, Vocabulary
 
 # Of the places of the longest match, spread evenly over them: each may wait for memory twice, and twice as
@@ -152,15 +152,8 @@ def _look_up(tokens, suffix_array, separator, latest, found, shares):  # type: i
         for index in range(num_places):
             place = places[index] + 1 + step
             token = np.int64(tokens[place]) if place < len(tokens) else separator
-            if token == separator:
-                continue
-            choice = 0
-            while choice < num_choices and choices[choice] != token:
-                choice += 1
-            if choice == num_choices:
-                choices[choice], counts[choice] = token, 0
-                num_choices += 1
-            counts[choice] += 1
+            if token != separator:
+                num_choices = tally(choices, counts, num_choices, token)
         if num_choices == 0:
             return length, step
         for choice in range(num_choices):

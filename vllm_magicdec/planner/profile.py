@@ -149,10 +149,6 @@ def measure(llm: Any, batches: list[int], contexts: list[int]) -> StepTimes:
     return times
 
 
-def _is_of_lookups(field: str) -> bool:
-    return field.startswith("draft_lookup")
-
-
 def run(options: argparse.Namespace) -> None:
     """The subcommand."""
     # The scheduler, which holds the times, must be within reach.
@@ -162,7 +158,11 @@ def run(options: argparse.Namespace) -> None:
     spec = {
         "method": "magicdec-self",
         "num_speculative_tokens": "auto",
-        **{name: value for name, value in options.speculative_config.items() if not _is_of_lookups(name)},
+        **{
+            name: value
+            for name, value in options.speculative_config.items()
+            if not name.startswith("draft_lookup")
+        },
         # These prompts repeat themselves as no user's text does. What lookups spare is learnt in use.
         "draft_lookup": "off",
     }

@@ -91,6 +91,7 @@ class DraftPass:
 
     queries: Queries
     parts: Sequence[ViewPass]  # by group of layers
+    is_weighed: bool = False  # the probabilities of the drawn tokens are asked for
 
     @property
     def positions(self) -> torch.Tensor:

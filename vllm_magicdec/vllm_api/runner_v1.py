@@ -264,7 +264,9 @@ class MagicDecProposer(DraftModelProposer):
         """See `drafting.staged.PassRunner`."""
         return int(self._slots.shape[1])
 
-    def draft_pass(self, tokens: torch.Tensor, draft_pass: DraftPass) -> tuple[torch.Tensor, torch.Tensor]:
+    def draft_pass(
+        self, tokens: torch.Tensor, draft_pass: DraftPass
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `drafting.staged.PassRunner`."""
         assert self._common is not None and self._sampling is not None
         queries = draft_pass.queries
@@ -283,12 +285,13 @@ class MagicDecProposer(DraftModelProposer):
             positions = positions + self._rope_offsets[on_device(places, self.device)]
         logits = self.model.compute_logits(self._draft(tokens, positions, draft_pass.parts, common))
         drafted, probs = self._sample_from_logits(logits, self._sampling_of(places))
-        if probs is None:
-            probabilities = _probabilities(logits, drafted)
-        else:
+        if probs is not None:
             self._note_probs(queries, probs)
-            probabilities = probs.gather(1, drafted.unsqueeze(1)).squeeze(1)
-        return drafted, probabilities
+        if not draft_pass.is_weighed:
+            return drafted, None
+        if probs is None:
+            return drafted, _probabilities(logits, drafted)
+        return drafted, probs.gather(1, drafted.unsqueeze(1)).squeeze(1)
 
     def _sampling_of(self, places: np.ndarray) -> SamplingMetadata:
         """What vLLM's sampler of drafts reads, by query token; `places` [num_tokens], in the batch."""

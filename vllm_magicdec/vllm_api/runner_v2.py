@@ -256,7 +256,9 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         """See `drafting.staged.PassRunner`."""
         return self.max_num_tokens
 
-    def draft_pass(self, tokens: torch.Tensor, draft_pass: DraftPass) -> tuple[torch.Tensor, torch.Tensor]:
+    def draft_pass(
+        self, tokens: torch.Tensor, draft_pass: DraftPass
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `drafting.staged.PassRunner`."""
         queries = draft_pass.queries
         places, steps = on_device(queries.places, self.device), on_device(queries.steps, self.device)
@@ -290,6 +292,8 @@ class MagicDecSpeculator(StandaloneARSpeculator):
             )
             temperature = self.temperature[rows].unsqueeze(1)
             temperature = temperature.masked_fill(temperature == 0, 1.0)
+        if not draft_pass.is_weighed:
+            return drawn, None
         log_probs = (logits.float() / temperature).log_softmax(dim=-1)
         return drawn, log_probs.gather(1, drawn.unsqueeze(1)).squeeze(1).exp()
 
