@@ -69,7 +69,12 @@ def test_what_was_seen_more_often_is_likelier_and_of_equals_the_latest_is():
     assert found(index_of([5, 6, 1, 0, 5, 6, 1, 4, 5, 6, 2, 5, 6]), [], 2) == (2, [1, 4], [2 / 3, 1 / 2])
 
 
-@pytest.mark.parametrize("context", [[], [1], [1, 1], [1, 2, 3, 4]])
+def test_a_single_token_is_matched_where_no_pair_is():
+    assert found(index_of([5, 1, 7, 5, 2, 5, 1, 6, 5]), [], 2) == (1, [1, 6], [2 / 3, 1 / 2])
+    assert found(index_of([5, 1, 7, 5, 2, 5, 1, 6, 5]), [2], 1) == (2, [5], [1.0])
+
+
+@pytest.mark.parametrize("context", [[], [1], [1, 2, 3, 4]])
 def test_nothing_is_found_where_nothing_was_there_before(context):
     assert found(index_of(context), [], 3) == (0, [], [])
 
@@ -79,7 +84,8 @@ def test_tokens_that_only_hash_alike_are_not_a_match(monkeypatch):
     index = index_of(context)
     keys = {int(context_index._hash(a, b, 256)) for a, b in itertools.pairwise(context)}
     assert len(keys) < len(context) - 1
-    assert all(found(index, [first, second], 1)[0] == 0 for first, second in [(3, 5), (7, 9), (11, 13)])
+    for first, second in [(3, 5), (7, 9), (11, 13)]:
+        assert found(index, [first, second], 1) == (1, [second + 1], [1.0])
 
 
 def test_a_context_that_is_all_alike_is_bounded():

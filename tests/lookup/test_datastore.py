@@ -16,8 +16,8 @@ from reference import likeliest_in_documents
 
 from vllm_magicdec.errors import MagicDecConfigError
 from vllm_magicdec.lookup import datastore_files
-from vllm_magicdec.lookup.context_index import MAX_MATCH, MIN_MATCH, ContextIndex
-from vllm_magicdec.lookup.datastore import MAX_SAMPLES, Datastore
+from vllm_magicdec.lookup.context_index import MAX_MATCH, ContextIndex
+from vllm_magicdec.lookup.datastore import MAX_SAMPLES, MIN_MATCH, Datastore
 from vllm_magicdec.lookup.datastore_files import UnfitDocumentsError, Vocabulary
 
 pytest.importorskip("pydivsufsort", reason="the extra 'index' is not installed")

@@ -13,9 +13,10 @@ import numpy as np
 from numba import njit
 
 from vllm_magicdec.lookup import datastore_files
-from vllm_magicdec.lookup.context_index import MAX_MATCH, MIN_MATCH, Match, tally
+from vllm_magicdec.lookup.context_index import MAX_MATCH, Match, tally
 from vllm_magicdec.lookup.datastore_files import Header, Vocabulary
 
+MIN_MATCH = 2  # tokens; in texts of others a single one tells too little
 # Of the places of the longest match, spread evenly over them: each may wait for memory twice, and twice as
 # many found no more tokens that were right.
 MAX_SAMPLES = 32
