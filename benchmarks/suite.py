@@ -4,8 +4,9 @@
 Every method is a `vllm serve` of its own and gets the same greedy requests from `vllm bench serve`: all
 cells of context x requests in flight, each several times, then request rates at the longest context, as
 fractions of the rate that plain decoding could just serve. Plain decoding is served first and, as
-`plain-again`, last: what lies between those two is the machine's noise. Prompts are real text, answers have
-a fixed length.
+`plain-again`, last: what lies between those two is the machine's noise. With --in-turns all servers are
+there at once and take turns from run to run, so that a machine that is slower for some minutes is so for
+all of them. Prompts are real text, answers have a fixed length.
 
 OUT gets vLLM's own JSON, a folder per run; suite.json with the runs of median throughput, machine, versions
 and settings; and three plots.
@@ -18,15 +19,18 @@ import os
 import signal
 import sys
 import time
-from contextlib import redirect_stdout
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, redirect_stdout
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from common.documents import excerpts
-from common.engines import PAGE
+from common.engines import PAGE, take_turns
 from common.machine import vllm_environment
 from common.options import add_documents, add_model, make_parser, settings_of
 from common.record import make_record, write
@@ -201,42 +205,56 @@ def median_run(results: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+@dataclass
+class Contender:
+    """A method's server and the runs on it, whose folders are by load and number."""
+
+    method: str
+    server: Server
+    args: argparse.Namespace
+    requests: dict[int, Path]  # by context
+    counts: Counter[Load] = field(default_factory=Counter)
+
+    def run(self, load: Load) -> dict[str, Any]:
+        """The numbers of one run."""
+        self.counts[load] += 1
+        return summary(self._run(load, self.args.tokens, f"{load.name}/{self.counts[load]}"))
+
+    def warm_up(self) -> None:
+        """Nothing is measured: all prompts come once, few tokens are generated."""
+        load = Load(max(self.args.context), max(self.args.concurrency))
+        self._run(load, WARM_UP_TOKENS, "warm-up")
+
+    def _run(self, load: Load, num_tokens: int, name: str) -> dict[str, Any]:
+        args, folder = self.args, self.args.out / self.method / name
+        path = self.requests[load.context]
+        with self.server.only_now():
+            return run_load(self.server, args.model_path, load, path, args.requests, num_tokens, folder)
+
+
 def measure(
-    args: argparse.Namespace,
-    method: str,
-    server_options: list[str],
-    requests: dict[int, Path],
-    rates: list[float] | None,
+    args: argparse.Namespace, contenders: Sequence[Contender], rates: list[float] | None
 ) -> list[dict[str, Any]]:
-    """All loads on one server.
+    """All loads on these servers, which take turns.
 
     Args:
         args: the settings.
-        method: names the folder of the runs.
-        server_options: of `vllm serve`.
-        requests: files by context.
-        rates: requests per second; without them, fractions of what the server itself could serve.
+        contenders: one or more.
+        rates: requests per second; without them, fractions of what the first server itself could serve.
     """
+
+    def measure_load(load: Load, repeats: int = 1) -> list[dict[str, Any]]:
+        results = take_turns({one.method: partial(one.run, load) for one in contenders}, repeats)
+        return [{"method": method, **asdict(load), **median_run(own)} for method, own in results.items()]
+
     longest = max(args.context)
-    with serve(args.model_path, *server_options) as server:
-
-        def run(load: Load, num_tokens: int, name: str) -> dict[str, Any]:
-            folder = args.out / method / name
-            path = requests[load.context]
-            return run_load(server, args.model_path, load, path, args.requests, num_tokens, folder)
-
-        def measure_load(load: Load, repeats: int = 1) -> dict[str, Any]:
-            names = [f"{load.name}/{number}" for number in range(1, repeats + 1)]
-            results = [summary(run(load, args.tokens, name)) for name in names]
-            return {"method": method, **asdict(load), **median_run(results)}
-
-        run(Load(longest, max(args.concurrency)), WARM_UP_TOKENS, "warm-up")
-        cells = [Load(context, number) for context in args.context for number in args.concurrency]
-        runs = [measure_load(load, args.repeats) for load in cells]
-        if rates is None:
-            most = max(r["request_throughput"] for r in runs if r["context"] == longest)
-            rates = [float(f"{fraction * most:.2g}") for fraction in args.rate_fractions]
-        return runs + [measure_load(Load(longest, rate=rate)) for rate in rates]
+    cells = [Load(context, number) for context in args.context for number in args.concurrency]
+    runs = [run for load in cells for run in measure_load(load, args.repeats)]
+    if rates is None:
+        own = [run for run in runs if run["method"] == contenders[0].method]
+        most = max(r["request_throughput"] for r in own if r["context"] == longest)
+        rates = [float(f"{fraction * most:.2g}") for fraction in args.rate_fractions]
+    return runs + [run for rate in rates for run in measure_load(Load(longest, rate=rate))]
 
 
 # ---- report
@@ -298,30 +316,47 @@ def run_suite(args: argparse.Namespace, extra_options: list[str]) -> dict[str, A
         settings=settings_of(args, "quick", "model", "model_path", "methods"),
     )
     configs = speculations(args.drafts, args.budget, args.draft_model)
-    methods: dict[str, dict[str, Any]] = {}
-    runs: list[dict[str, Any]] = []
-    rates = None
-    for method in args.methods:
-        entry = methods[method] = {"speculative_config": configs[method]}
+    methods: dict[str, dict[str, Any]] = {m: {"speculative_config": configs[m]} for m in args.methods}
+    for method, entry in methods.items():
         if reason := why_skipped(method, args.draft_model):
             entry["skipped"] = reason
             console.print(f"{method}: skipped, {reason}", markup=False)
-            continue
-        method_started = time.monotonic()
-        speculation = ["--speculative-config", json.dumps(configs[method])] if configs[method] else []
-        try:
-            measured = measure(args, method, [*options, *speculation], requests, rates)
-        except SystemExit as stop:
-            # Without plain decoding there is nothing to compare with; a number is a signal's.
-            if method == PLAIN or not isinstance(stop.code, str):
-                raise
-            entry["failed"] = stop.code
-            console.print(f"{method}: failed, {stop.code}", markup=False, style="red")
-            continue
-        runs += measured
-        rates = rates or [run["rate"] for run in measured if run["rate"]]
-        entry["seconds"] = round(time.monotonic() - method_started)
-        console.print(f"{method}: {entry['seconds']} s", markup=False)
+
+    def start(method: str) -> AbstractContextManager[Server]:
+        own = ["--speculative-config", json.dumps(configs[method])] if configs[method] else []
+        return serve(args.model_path, *options, *own)
+
+    left = [method for method, entry in methods.items() if "skipped" not in entry]
+    if args.in_turns:
+        with ExitStack() as servers:
+            contenders = []
+            for method in left:
+                contender = Contender(method, servers.enter_context(start(method)), args, requests)
+                contenders.append(contender)
+                contender.warm_up()
+                console.print(f"{method}: started", markup=False)
+            runs = measure(args, contenders, None)
+    else:
+        runs, rates = [], None
+        for method in left:
+            method_started = time.monotonic()
+            try:
+                with start(method) as server:
+                    contender = Contender(method, server, args, requests)
+                    contender.warm_up()
+                    measured = measure(args, [contender], rates)
+            except SystemExit as stop:
+                # Without plain decoding there is nothing to compare with; a number is a signal's.
+                if method == PLAIN or not isinstance(stop.code, str):
+                    raise
+                methods[method]["failed"] = stop.code
+                console.print(f"{method}: failed, {stop.code}", markup=False, style="red")
+                continue
+            runs += measured
+            rates = rates or [run["rate"] for run in measured if run["rate"]]
+            methods[method]["seconds"] = round(time.monotonic() - method_started)
+            console.print(f"{method}: {methods[method]['seconds']} s", markup=False)
+    runs.sort(key=lambda run: args.methods.index(run["method"]))
     return {**record, "seconds": round(time.monotonic() - started), "methods": methods, "runs": runs}
 
 
@@ -348,6 +383,9 @@ def parse_arguments(arguments: list[str] | None = None) -> tuple[argparse.Namesp
     parser.add_argument("--tokens", type=int, default=128, help="generated per request")
     parser.add_argument("--drafts", type=int, default=4, help="drafted tokens per round, where fixed")
     parser.add_argument("--budget", type=float, default=512, help="draft_kv_budget of magicdec-self")
+    parser.add_argument(
+        "--in-turns", action="store_true", help="all servers at once, in memory for all of them"
+    )
     parser.add_argument("--cold", action="store_true", help="no prefix cache: every load reads its prompts")
     add_documents(parser)
     parser.add_argument("--out", type=Path, help="a new folder (default: benchmarks/runs/TIME)")

@@ -87,6 +87,15 @@ class Server:
                 values[sample.name] = values.get(sample.name, 0.0) + sample.value
         return values
 
+    @contextmanager
+    def only_now(self) -> Iterator[None]:
+        """Let the server run until the block ends; it then stands still until the next such block."""
+        _signal_group(self.process, signal.SIGCONT)
+        try:
+            yield
+        finally:
+            _signal_group(self.process, signal.SIGSTOP)
+
     def log_tail(self) -> str:
         """The end of the log, for a person who wants to know what went wrong."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-LOG_LINES:])
@@ -170,6 +179,7 @@ def serve(
 def _stop(server: Server) -> None:
     """Ask the server to end; then end it with whatever is left of its workers."""
     process = server.process
+    _signal_group(process, signal.SIGCONT)
     try:
         if server.has_started:
             process.terminate()

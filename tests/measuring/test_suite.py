@@ -3,6 +3,7 @@
 
 import json
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import engines
@@ -88,12 +89,19 @@ def test_what_is_missing_is_skipped_with_a_reason(monkeypatch):
 
 @pytest.mark.parametrize("failing", ["ngram", "plain"])
 def test_a_method_that_fails_is_reported_and_the_others_go_on(monkeypatch, tmp_path, failing):
-    def measure(args, method, *_):
-        if method == failing:
+    @contextmanager
+    def serve(_model, *options):
+        if any('"ngram"' in option for option in options) or failing == "plain":
             sys.exit("the server did not start")
+        yield
+
+    def measure(_args, contenders, _rates):
+        (method,) = [contender.method for contender in contenders]
         return [make_run(method, 100.0, concurrency=1), make_run(method, 50.0, rate=2.0)]
 
     monkeypatch.setattr(suite, "measure", measure)
+    monkeypatch.setattr(suite, "serve", serve)
+    monkeypatch.setattr(suite.Contender, "warm_up", lambda _: None)
     methods = ("--methods", "ngram", "plain", "magicdec-snapkv", "--concurrency", "1")
     args, options = suite.parse_arguments(
         [*methods, "--context", "1000", "--out", str(tmp_path / "out"), "--seed", "3"]
@@ -110,6 +118,49 @@ def test_a_method_that_fails_is_reported_and_the_others_go_on(monkeypatch, tmp_p
     assert record["server_options"][-2:] == ["--seed", "3"]
     suite_plots.draw(record, tmp_path / "out")
     assert all((tmp_path / "out" / name).exists() for name in PLOTS)
+
+
+def test_servers_take_turns(monkeypatch, tmp_path):
+    begun = []
+
+    class Standing:
+        @contextmanager
+        def only_now(self):
+            begun.append("goes on")
+            yield
+            begun.append("stands still")
+
+    @contextmanager
+    def serve(_model, *options):
+        yield Standing()
+
+    def run_load(_server, _model, load, _requests, count, num_tokens, folder):
+        begun.append(str(folder.relative_to(tmp_path / "out")))
+        return {"output_throughput": float(len(begun)), "request_throughput": 10.0}
+
+    monkeypatch.setattr(suite, "serve", serve)
+    monkeypatch.setattr(suite, "run_load", run_load)
+    options = ("--methods", "plain", "ngram", "--context", "1000", "--concurrency", "4", "--in-turns")
+    args, _ = suite.parse_arguments(
+        [*options, "--repeats", "3", "--rate-fractions", "0.5", "--out", str(tmp_path / "out")]
+    )
+    args.model_path = args.model
+    record = suite.run_suite(args, [])
+    load = "context-1000-concurrency-4"
+    turns = [f"{load}/1", f"{load}/2", f"{load}/3", "context-1000-rate-5/1"]
+    folders = [f"{m}/warm-up" for m in ("plain", "ngram")]
+    for number, turn in enumerate(turns[:3]):
+        folders += [f"{m}/{turn}" for m in (("ngram", "plain") if number % 2 else ("plain", "ngram"))]
+    folders += [f"{m}/{turns[3]}" for m in ("plain", "ngram")]
+    assert begun == [event for folder in folders for event in ("goes on", folder, "stands still")]
+    assert [(run["method"], run["rate"]) for run in record["runs"]] == [
+        ("plain", None),
+        ("plain", 5.0),
+        ("ngram", None),
+        ("ngram", 5.0),
+    ]
+    # The median of three.
+    assert record["runs"][0]["output_throughput"] == 17.0
 
 
 def test_a_run_with_unanswered_requests_ends_in_an_error(monkeypatch, tmp_path):
