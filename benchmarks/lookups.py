@@ -8,6 +8,7 @@ ratios of turns of one pass over the contenders.
 - plain: vLLM without speculation.
 - fixed: `num_speculative_tokens` drafts with lookups; without them it would take as many draft passes.
 - auto-off, auto: `num_speculative_tokens: auto` without lookups and with them.
+- datastore: auto whose lookups look into a datastore, too (--datastore, made by `magicdec index`).
 - passes: of the draft per round that was read; "unread": drafts that were looked up alone, of all verified.
 """
 
@@ -31,7 +32,7 @@ from rich.table import Table
 
 from vllm_magicdec.planner.profile import fill_prefix_cache
 
-PLAIN, FIXED, BEFORE, AUTO = "plain", "fixed", "auto-off", "auto"
+PLAIN, FIXED, BEFORE, AUTO, DATASTORE = "plain", "fixed", "auto-off", "auto", "datastore"
 _COUNTERS = {
     "rounds": "vllm:magicdec_lookup_rounds",
     "passes": "vllm:magicdec_lookup_passes",
@@ -69,7 +70,9 @@ class Row:
     verified_per_accepted: float | None
 
 
-def speculations(drafts: int, budget: float, policy: str) -> dict[str, dict[str, Any] | None]:
+def speculations(
+    drafts: int, budget: float, policy: str, datastore: Path | None
+) -> dict[str, dict[str, Any] | None]:
     """Speculative configurations by contender."""
     magicdec = {"method": "magicdec-self", "draft_kv_budget": budget, "draft_kv_policy": policy}
     auto = {**magicdec, "num_speculative_tokens": "auto"}
@@ -78,10 +81,11 @@ def speculations(drafts: int, budget: float, policy: str) -> dict[str, dict[str,
         FIXED: {**magicdec, "num_speculative_tokens": drafts, "draft_lookup": "on"},
         BEFORE: {**auto, "draft_lookup": "off"},
         AUTO: {**auto, "draft_lookup": "on"},
+        DATASTORE: {**auto, "draft_lookup": "on", "draft_lookup_sources": ["context", str(datastore)]},
     }
 
 
-def decode_and_count(llm: Any, prompts: list[list[int]], num_tokens: int) -> Counted:
+def decode_and_count(llm: Any, prompts: list[list[int]], num_tokens: int, temperature: float) -> Counted:
     """`decode`, with what the metrics count of it: those of all engines, of which only this one works."""
 
     def count() -> dict[str, int]:
@@ -89,7 +93,8 @@ def decode_and_count(llm: Any, prompts: list[list[int]], num_tokens: int) -> Cou
         return {name: int(values.get(metric, 0)) for name, metric in _COUNTERS.items()}
 
     before = count()
-    decoding, after = decode(llm, prompts, num_tokens), count()
+    decoding = decode(llm, prompts, num_tokens, temperature=temperature)
+    after = count()
     return Counted(**asdict(decoding), **{name: after[name] - before[name] for name in _COUNTERS})
 
 
@@ -146,14 +151,14 @@ def table_of(records: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def run(args: argparse.Namespace, model: str) -> None:
-    configs = speculations(args.drafts, args.budget, args.policy)
+    configs = speculations(args.drafts, args.budget, args.policy, args.datastore)
     model_len = max(args.context) + args.tokens + 2 * PAGE
     settings = engine_settings(model, args.dtype, batch=max(args.batch), model_len=model_len)
     record = make_record(
         "lookups",
         environment=vllm_environment(),
         engine={**settings, "model": Path(args.model).name},
-        settings=settings_of(args, "model", "documents"),
+        settings=settings_of(args, "model", "documents", "datastore"),
         speculative_configs={name: configs[name] for name in args.contenders},
     )
     rows, all_turns = [], []
@@ -167,7 +172,7 @@ def run(args: argparse.Namespace, model: str) -> None:
                     fill_prefix_cache(turn.of(llm), prompts)
 
                 def take(llm: Any, prompts: list[list[int]] = prompts) -> Counted:
-                    return decode_and_count(turn.of(llm), prompts, args.tokens)
+                    return decode_and_count(turn.of(llm), prompts, args.tokens, args.temperature)
 
                 contenders = {name: lambda llm=llm: take(llm) for name, llm in engines.items()}
                 take_turns(contenders, 1)
@@ -192,6 +197,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--context", type=int, nargs="+", default=[16_000], help="tokens")
     parser.add_argument("--tokens", type=int, default=128, help="generated per request and turn")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    parser.add_argument("--datastore", type=Path, help=f"for the contender {DATASTORE!r}, which it adds")
     parser.add_argument("--drafts", type=int, default=8, help="of the contender with a fixed number")
     parser.add_argument("--policy", default="streamingllm")
     parser.add_argument("--budget", type=float, default=1024)
@@ -206,6 +213,7 @@ def main() -> None:
     )
     add_out(parser)
     args = parser.parse_args()
+    args.contenders += [DATASTORE] if args.datastore else []
     set_environment(kv_cache_gib=3)
     with model_folder(args.model) as model:
         run(args, model)

@@ -22,20 +22,25 @@ class Decoding:
 
 
 class Batch:
-    """Requests that one engine decodes together, greedily; made once all of them decode.
+    """Requests that one engine decodes together; made once all of them decode.
 
     Args:
         llm: the engine.
         prompts: token ids.
         max_tokens: to generate per request; None: as far as the engine goes.
+        temperature: 0 is greedy.
     """
 
-    def __init__(self, llm: Any, prompts: list[list[int]], max_tokens: int | None) -> None:
+    def __init__(
+        self, llm: Any, prompts: list[list[int]], max_tokens: int | None, temperature: float = 0.0
+    ) -> None:
         from vllm import SamplingParams
 
         self._engine = llm.llm_engine
         self.has_ended = False  # a request
-        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+        params = SamplingParams(
+            temperature=temperature, max_tokens=max_tokens, ignore_eos=True, detokenize=False
+        )
         self._tokens = dict.fromkeys((f"{i}-{time.monotonic_ns()}" for i in range(len(prompts))), 0)
         for request_id, prompt in zip(self._tokens, prompts, strict=True):
             self._engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
@@ -76,6 +81,7 @@ def decode(
     prompts: list[list[int]],
     num_tokens: int,
     *,
+    temperature: float = 0.0,
     before_clock: Callable[[], object] = lambda: None,
 ) -> Decoding:
     """Decode all prompts as one batch, until the first of them ends.
@@ -84,9 +90,10 @@ def decode(
         llm: the engine.
         prompts: token ids, in the prefix cache already.
         num_tokens: to generate per request.
+        temperature: 0 is greedy.
         before_clock: called when all requests decode.
     """
-    batch = Batch(llm, prompts, num_tokens)
+    batch = Batch(llm, prompts, num_tokens, temperature)
     before_clock()
     batch.step()  # what the engine may have finished meanwhile must not count as a step without time
     clock, generated = [time.perf_counter()], [batch.tokens]
