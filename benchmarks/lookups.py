@@ -62,11 +62,12 @@ class Row:
     context: int
     contender: str
     tokens_per_s: float
-    over_plain: float  # median of the turns' ratios
+    over_plain: float | None  # median of the turns' ratios; None: plain decoding is no contender
     over_before: float | None  # the same, over auto without lookups
     tokens_per_round: float
     passes_per_round: float | None  # None: no round was read with lookups
-    unread_share: float  # of the drafts that were verified
+    # Of the drafts that were verified. None: vLLM counts those of the engine that was started last.
+    unread_share: float | None
     verified_per_accepted: float | None
 
 
@@ -119,11 +120,11 @@ def rows_of(documents: str, prompts: list[list[int]], turns: Mapping[str, list[C
                 context=len(prompts[0]),
                 contender=name,
                 tokens_per_s=middle.tokens_per_s,
-                over_plain=ratio(name, PLAIN) or 1.0,
+                over_plain=ratio(name, PLAIN),
                 over_before=ratio(name, BEFORE),
                 tokens_per_round=middle.acceptance_length,
                 passes_per_round=passes / rounds if rounds else None,
-                unread_share=unread / verified if verified else 0.0,
+                unread_share=unread / verified if verified else None,
                 verified_per_accepted=verified / accepted if accepted else None,
             )
         )
@@ -140,14 +141,19 @@ def table_of(records: Sequence[Mapping[str, Any]]) -> Table:
         for row in (Row(**row) for row in record["rows"]):
             table.add_row(
                 *(record["engine"]["model"], row.documents, str(row.batch), f"{row.context:,}"),
-                *(row.contender, f"{row.tokens_per_s:.0f}", f"{row.over_plain:.2f}"),
-                "-" if row.over_before is None or row.contender == BEFORE else f"{row.over_before:.2f}",
-                f"{row.tokens_per_round:.2f}",
-                "-" if row.passes_per_round is None else f"{row.passes_per_round:.1f}",
-                f"{100 * row.unread_share:.0f} %",
-                "-" if row.verified_per_accepted is None else f"{row.verified_per_accepted:.2f}",
+                *(row.contender, f"{row.tokens_per_s:.0f}", _shown(row.over_plain)),
+                "-" if row.contender == BEFORE else _shown(row.over_before),
+                *(f"{row.tokens_per_round:.2f}", _shown(row.passes_per_round, ".1f")),
+                *(
+                    "-" if row.unread_share is None else f"{100 * row.unread_share:.0f} %",
+                    _shown(row.verified_per_accepted),
+                ),
             )
     return table
+
+
+def _shown(value: float | None, how: str = ".2f") -> str:
+    return "-" if value is None else format(value, how)
 
 
 def run(args: argparse.Namespace, model: str) -> None:
@@ -183,9 +189,9 @@ def run(args: argparse.Namespace, model: str) -> None:
                     for each in zip(*turns.values(), strict=True)
                 ]
                 for row in rows[-len(turns) :]:
-                    console.print(
-                        f"{documents} {row.batch} x {row.context} {row.contender}: {row.over_plain:.2f} x"
-                    )
+                    cell = f"{documents} {row.batch} x {row.context} {row.contender}"
+                    over = f"{_shown(row.over_plain)} over plain, {_shown(row.over_before)} over {BEFORE}"
+                    console.print(f"{cell}: {over}")
     record |= {"rows": [asdict(row) for row in rows], "all_turns": all_turns}
     console.print(table_of([record]))
     write(record, args.out)
