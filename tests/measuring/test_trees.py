@@ -179,11 +179,11 @@ def test_places_of_a_document_are_as_if_it_had_ended_there(generated, monkeypatc
 def slow_lookup(text):
     """What followed the latest tokens before, the best first."""
     found = {}
-    for place in range(1, len(text) - 1):
+    for place in range(len(text) - 1):
         length = 0
         while length < min(place + 1, 32) and text[place - length] == text[-1 - length]:
             length += 1
-        if length >= 2:
+        if length:
             longest, number, _ = found.get(text[place + 1], (0, 0, 0))
             if length >= longest:
                 found[text[place + 1]] = (length, number + 1 if length == longest else 1, place)
