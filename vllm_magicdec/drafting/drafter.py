@@ -18,7 +18,7 @@ from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from vllm_magicdec import envs
-from vllm_magicdec.adaptive.draft_plan import DraftPlan
+from vllm_magicdec.adaptive.draft_plan import DraftLists, DraftPlan
 from vllm_magicdec.adaptive.metrics import DraftFailures, LookupCounters
 from vllm_magicdec.attention.observing import LayerObserver
 from vllm_magicdec.attention.switch import install_switches
@@ -30,6 +30,7 @@ from vllm_magicdec.errors import METHOD
 from vllm_magicdec.policies import find_policy
 from vllm_magicdec.views.base import Batch, DraftStep, View, Views
 from vllm_magicdec.views.layer_pages import LayerPageViews
+from vllm_magicdec.views.pages import PageViews
 from vllm_magicdec.views.passes import RoundSteps
 from vllm_magicdec.views.windows import Reach
 
@@ -53,6 +54,15 @@ class Runner(Protocol):
         """
         ...
 
+    def catch_up(self, batch: Batch, num_steps: int) -> None:
+        """Bring the draft's KV cache up to date with what was verified, or have the first pass do it.
+
+        Args:
+            batch: the round's requests.
+            num_steps: drafts of each; 0: no pass follows.
+        """
+        ...
+
     def observe(
         self, layer_names: Sequence[str], indices: Sequence[int], window: int, observer: LayerObserver
     ) -> None:
@@ -73,9 +83,9 @@ class Drafter:
     Args:
         runner: makes the passes.
         vllm_config: the engine's configuration; its speculative config is ours.
-        groups: the target's attention layers; steps have a part for each group.
+        groups: the draft's attention layers; steps have a part for each group.
         kv_cache_config: of the KV cache that they share.
-        device: where the target runs.
+        device: where the draft runs.
         pass_runner: makes the passes of `draft_lookup`; None: the runner has none.
     """
 
@@ -159,14 +169,17 @@ class Drafter:
         extra = ", ".join(f"{n / 2**20:.1f} MiB for {what}" for what, n in memory.items() if n)
         logger.info_once(
             "%s drafts %s%d tokens a round with policy %s%s; each draft step reads at most %s of a "
-            "request's KV cache%s. No weights and no KV cache were added%s.",
-            METHOD,
+            "request's KV cache%s. %s%s.",
+            self._spec.name,
             "up to " if self._spec.adaptive else "",
             self._spec.num_speculative_tokens,
             self._spec.draft_kv_policy,
             f" by {granularity}" if granularity else "",
             " or ".join(map(str, budgets)),
             near_layers,
+            f"{self._spec.model} drafts, over a KV cache of its own"
+            if self._spec.has_draft_model
+            else "No weights and no KV cache were added",
             f"; {extra}" if extra else "",
         )
         if all(group.reach is not None for group in self.groups):
@@ -195,6 +208,19 @@ class Drafter:
         """See `views.base.Views`; `index`: of the group."""
         views = self._views[index]
         return views.capture_view(num_reqs, lens, common_len if common_len in views.common_lens else None)
+
+    def num_latest(self, num_steps: int) -> int:
+        """Tokens right before a round's first draft that the round's views of all layers show, at least."""
+        return min(
+            views.num_latest(num_steps) if isinstance(views, PageViews) else 0 for views in self._views
+        )
+
+    def made_by_passes(self, num_reqs: int, num_steps: int) -> Sequence[Sequence[int]]:
+        """The latest round's drafts of each request, none where they were looked up alone. Waits for them."""
+        if self.draft_lists is None:
+            return self.draft_tokens[:num_reqs, :num_steps].tolist()
+        is_read = isinstance(self.draft_lists, DraftLists) and self.draft_lists.num_passes > 0
+        return self.draft_lists if is_read else [[]] * num_reqs
 
     def draft(self, batch: Batch, num_steps: int) -> bool:
         """Fill `draft_tokens[:num_reqs, :num_steps]`, or `draft_lists` where there are lookups.
@@ -231,8 +257,13 @@ class Drafter:
 
     def _fill(self, drafts: torch.Tensor, batch: Batch, num_steps: int) -> None:
         """`drafts` [num_reqs, num_steps] int64, written where there are no lists."""
-        if self._staged is not None:
+        if self._staged is not None and num_steps:
             self.draft_lists = self._staged.draft(batch, num_steps, lambda: self._prepare(batch, num_steps))
+            return
+        # What is drafted before a prompt is whole is dropped; a draft model need not run for that alone.
+        if num_steps == 0 or (self._spec.has_draft_model and all(batch.is_prefilling)):
+            self._runner.catch_up(batch, 0)
+            drafts.zero_()
             return
         tokens = batch.tokens
         for parts in zip(*self._prepare(batch, num_steps), strict=True):
@@ -242,6 +273,7 @@ class Drafter:
 
     def _prepare(self, batch: Batch, num_steps: int) -> list[RoundSteps]:
         """The round's steps by group of layers."""
+        self._runner.catch_up(batch, num_steps)
         size = self._size_of(num_steps)
         return [
             views.prepare(batch.of_group(group.kv_cache_group), num_steps, size)
