@@ -451,8 +451,8 @@ def check_draft_model(draft: ModelConfig, target: ModelConfig) -> None:
         if model.supports_multimodal_inputs or model.enable_prompt_embeds:
             raise ValueError(
                 f"the {kind} takes more than text, which a draft model would not see; draft with the "
-                f"target itself ({METHOD}), or serve text alone (--limit-mm-per-prompt with 0 of everything, "
-                "without --enable-prompt-embeds)"
+                f"target itself ({METHOD}), or serve text alone (--limit-mm-per-prompt with 0 of "
+                "everything, without --enable-prompt-embeds)"
             )
     check_model(draft)
     if draft.max_model_len < target.max_model_len:

@@ -216,7 +216,10 @@ class Drafter:
         )
 
     def made_by_passes(self, num_reqs: int, num_steps: int) -> Sequence[Sequence[int]]:
-        """The latest round's drafts of each request, none where they were looked up alone. Waits for them."""
+        """The latest round's drafts of each request, none where they were looked up alone.
+
+        Waits for the device.
+        """
         if self.draft_lists is None:
             return self.draft_tokens[:num_reqs, :num_steps].tolist()
         is_read = isinstance(self.draft_lists, DraftLists) and self.draft_lists.num_passes > 0

@@ -102,6 +102,7 @@ class Draft(ABC):
             attn_metadata: by layer.
         """
 
+    @abstractmethod
     def begin_round(
         self, batch: Batch, common: CommonAttentionMetadata, target_token_ids: torch.Tensor
     ) -> None:
@@ -113,9 +114,11 @@ class Draft(ABC):
             target_token_ids: [num_tokens] int32, what it took.
         """
 
+    @abstractmethod
     def catch_up(self, batch: Batch, num_steps: int) -> None:
         """See `drafting.drafter.Runner`."""
 
+    @abstractmethod
     def end_round(self, batch: Batch, drafts: Sequence[Sequence[int]]) -> None:
         """Learn what was drafted.
 
@@ -125,18 +128,19 @@ class Draft(ABC):
         """
 
     @property
+    @abstractmethod
     def num_leading(self) -> int:
-        """Tokens that the round's first pass takes beside those that it is asked for, at most."""
-        return 0
+        """Tokens that the round's next passes take beside those that they are asked for, at most."""
 
+    @abstractmethod
     def lead(self, queries: Queries) -> Leading | None:
         """What a pass has to take before its own tokens.
 
         Args:
             queries: its own.
         """
-        return None
 
+    @abstractmethod
     def note_led(self, queries: Queries) -> None:
         """The pass has run."""
 
@@ -205,6 +209,29 @@ class TargetDraft(Draft):
         ):
             hidden_states = proposer.model(positions=target_positions[..., :num_padded], **inputs)
         return hidden_states[:num_tokens]
+
+    def begin_round(
+        self, batch: Batch, common: CommonAttentionMetadata, target_token_ids: torch.Tensor
+    ) -> None:
+        """See `Draft`; all that was accepted is in the cache."""
+
+    def catch_up(self, batch: Batch, num_steps: int) -> None:
+        """See `drafting.drafter.Runner`; there is nothing to do."""
+
+    def end_round(self, batch: Batch, drafts: Sequence[Sequence[int]]) -> None:
+        """See `Draft`; the verification writes over what was drafted."""
+
+    @property
+    def num_leading(self) -> int:
+        """See `Draft`."""
+        return 0
+
+    def lead(self, queries: Queries) -> Leading | None:
+        """See `Draft`."""
+        return None
+
+    def note_led(self, queries: Queries) -> None:
+        """See `Draft`; no pass has led."""
 
 
 @dataclass(frozen=True)

@@ -70,19 +70,19 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
         instead = f"draft with the target itself ({METHOD})"
         if vllm_config.use_v2_model_runner:
             raise MagicDecConfigError(
-                f"{MODEL_METHOD} works on the V1 model runner alone so far; set VLLM_USE_V2_MODEL_RUNNER=0, or "
-                f"{instead}"
+                f"{MODEL_METHOD} works on the V1 model runner alone so far; set "
+                f"VLLM_USE_V2_MODEL_RUNNER=0, or {instead}"
             )
         if vllm_config.kv_transfer_config is not None:
             raise MagicDecConfigError(
-                f"{MODEL_METHOD} does not work with a KV connector, which would not bring the draft model's "
-                f"KV cache; remove --kv-transfer-config and --kv-offloading-size, or {instead}"
+                f"{MODEL_METHOD} does not work with a KV connector, which would not bring the draft "
+                f"model's KV cache; remove --kv-transfer-config and --kv-offloading-size, or {instead}"
             )
         if not issubclass(find_policy(self.draft_kv_policy), PagePolicy):
             raise MagicDecConfigError(
                 f"{MODEL_METHOD}: draft_kv_policy={self.draft_kv_policy!r} follows the attention of the "
-                "target's prompts and verifications, and a draft model has layers and a cache of its own; use "
-                f"draft_kv_policy='streamingllm', or {instead}"
+                "target's prompts and verifications, and a draft model has layers and a cache of its own; "
+                f"use draft_kv_policy='streamingllm', or {instead}"
             )
         self._check_tokenizers(vllm_config.model_config, self.draft_model_config)
 
@@ -104,9 +104,9 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
         differing = sum(own.get(token, index) != index for token, index in theirs.items())
         if differing or not own.keys() & theirs.keys():
             raise MagicDecConfigError(
-                f"{MODEL_METHOD}: the tokenizer of model={draft.model!r} gives {differing} tokens other ids "
-                "than the target's; use a draft with the target's tokenizer, or vLLM's method 'draft_model' "
-                "with use_heterogeneous_vocab"
+                f"{MODEL_METHOD}: the tokenizer of model={draft.model!r} gives {differing} tokens other "
+                "ids than the target's; use a draft with the target's tokenizer, or vLLM's method "
+                "'draft_model' with use_heterogeneous_vocab"
             )
 
     def _check_mla(self, vllm_config: VllmConfig) -> None:
