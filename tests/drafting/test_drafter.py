@@ -43,8 +43,6 @@ class Target:
             raise RuntimeError("broken on purpose")
         return torch.full_like(tokens, 7), torch.ones(len(tokens))
 
-    def catch_up(self, batch, num_steps): ...
-
     def observe(self, layer_names, indices, window, observer): ...
 
 

@@ -52,8 +52,6 @@ class Target:
         self.pass_lens: list[list[int]] = []
         self.written: list[set[int]] = [set() for _ in cache]
 
-    def catch_up(self, batch, num_steps): ...
-
     def draft_step(self, tokens: torch.Tensor, step: DraftStep) -> torch.Tensor:
         return self._run(tokens, step.parts, [1] * len(tokens))
 

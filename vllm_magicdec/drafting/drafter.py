@@ -54,15 +54,6 @@ class Runner(Protocol):
         """
         ...
 
-    def catch_up(self, batch: Batch, num_steps: int) -> None:
-        """Bring the draft's KV cache up to date with what was verified, or have the first pass do it.
-
-        Args:
-            batch: the round's requests.
-            num_steps: drafts of each; 0: no pass follows.
-        """
-        ...
-
     def observe(
         self, layer_names: Sequence[str], indices: Sequence[int], window: int, observer: LayerObserver
     ) -> None:
@@ -77,6 +68,30 @@ class Runner(Protocol):
         ...
 
 
+class OwnCache(Protocol):
+    """A KV cache that a draft does not share with the target: it lacks what was verified until it is told.
+
+    Called in the order of its methods, once a round each but for `catch_up`, which a round may do without.
+    """
+
+    def begin_round(self, batch: Batch) -> None:
+        """Learn what the target's step took, and what was accepted of it."""
+        ...
+
+    def catch_up(self, batch: Batch, num_steps: int) -> None:
+        """Bring the cache up to date with what was verified, or have the round's first pass do it.
+
+        Args:
+            batch: the round's requests.
+            num_steps: drafts of each; 0: no pass follows.
+        """
+        ...
+
+    def end_round(self, batch: Batch, drafts: Sequence[Sequence[int]]) -> None:
+        """Learn what was drafted of each request by passes; none where none has run."""
+        ...
+
+
 class Drafter:
     """Drafts gamma tokens per request; one per worker, shared by both model runners.
 
@@ -87,6 +102,8 @@ class Drafter:
         kv_cache_config: of the KV cache that they share.
         device: where the draft runs.
         pass_runner: makes the passes of `draft_lookup`; None: the runner has none.
+        own_cache: of a draft that is not the target; None: the target's verification writes all that its
+            own drafts read.
     """
 
     def __init__(
@@ -97,10 +114,12 @@ class Drafter:
         kv_cache_config: KVCacheConfig,
         device: torch.device,
         pass_runner: PassRunner | None = None,
+        own_cache: OwnCache | None = None,
     ) -> None:
         spec = vllm_config.speculative_config
         assert isinstance(spec, MagicDecSpeculativeConfig)
         self._runner = runner
+        self._own_cache = own_cache
         self._spec = spec
         max_num_reqs = vllm_config.scheduler_config.max_num_seqs
         self.draft_tokens = torch.zeros(
@@ -215,16 +234,6 @@ class Drafter:
             views.num_latest(num_steps) if isinstance(views, PageViews) else 0 for views in self._views
         )
 
-    def made_by_passes(self, num_reqs: int, num_steps: int) -> Sequence[Sequence[int]]:
-        """The latest round's drafts of each request, none where they were looked up alone.
-
-        Waits for the device.
-        """
-        if self.draft_lists is None:
-            return self.draft_tokens[:num_reqs, :num_steps].tolist()
-        is_read = isinstance(self.draft_lists, DraftLists) and self.draft_lists.num_passes > 0
-        return self.draft_lists if is_read else [[]] * num_reqs
-
     def draft(self, batch: Batch, num_steps: int) -> bool:
         """Fill `draft_tokens[:num_reqs, :num_steps]`, or `draft_lists` where there are lookups.
 
@@ -260,13 +269,24 @@ class Drafter:
 
     def _fill(self, drafts: torch.Tensor, batch: Batch, num_steps: int) -> None:
         """`drafts` [num_reqs, num_steps] int64, written where there are no lists."""
-        if self._staged is not None and num_steps:
-            self.draft_lists = self._staged.draft(batch, num_steps, lambda: self._prepare(batch, num_steps))
+        if self._own_cache is None:
+            self._make(drafts, batch, num_steps)
             return
-        # What is drafted before a prompt is whole is dropped; a draft model need not run for that alone.
-        if num_steps == 0 or (self._spec.has_draft_model and all(batch.is_prefilling)):
-            self._runner.catch_up(batch, 0)
+        self._own_cache.begin_round(batch)
+        if num_steps == 0 or all(batch.is_prefilling):  # what is drafted of a prompt's part is dropped
+            self._own_cache.catch_up(batch, 0)
             drafts.zero_()
+            return
+        self._make(drafts, batch, num_steps)
+        made: Sequence[Sequence[int]] = drafts.tolist() if self.draft_lists is None else self.draft_lists
+        if isinstance(made, DraftLists) and not made.num_passes:
+            made = [()] * len(made)
+        self._own_cache.end_round(batch, made)
+
+    def _make(self, drafts: torch.Tensor, batch: Batch, num_steps: int) -> None:
+        """See `_fill`."""
+        if self._staged is not None:
+            self.draft_lists = self._staged.draft(batch, num_steps, lambda: self._prepare(batch, num_steps))
             return
         tokens = batch.tokens
         for parts in zip(*self._prepare(batch, num_steps), strict=True):
@@ -276,7 +296,8 @@ class Drafter:
 
     def _prepare(self, batch: Batch, num_steps: int) -> list[RoundSteps]:
         """The round's steps by group of layers."""
-        self._runner.catch_up(batch, num_steps)
+        if self._own_cache is not None:
+            self._own_cache.catch_up(batch, num_steps)
         size = self._size_of(num_steps)
         return [
             views.prepare(batch.of_group(group.kv_cache_group), num_steps, size)

@@ -6,7 +6,7 @@ weights run a pass, over whose layers' KV cache, and what that cache lacks after
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
+from vllm_magicdec.drafting.drafter import OwnCache
 from vllm_magicdec.drafting.held_tokens import HeldTokens
 from vllm_magicdec.drafting.layer_groups import LayerGroup
 from vllm_magicdec.errors import MODEL_METHOD, MagicDecConfigError
@@ -56,17 +57,29 @@ class Leading:
 
 
 class Draft(ABC):
-    """Who drafts. `begin_round`, `catch_up` and `end_round` are called in this order, in every round.
+    """Who drafts.
 
     Args:
         proposer: makes its passes.
     """
 
-    lags: bool
-    """Whether its KV cache lacks what the target has verified until it has caught up."""
-
     def __init__(self, proposer: "MagicDecProposer") -> None:
         self._proposer = proposer
+
+    @property
+    def own_cache(self) -> OwnCache | None:
+        """See `drafting.drafter.Drafter`."""
+        return None
+
+    @property
+    def may_lag(self) -> bool:
+        """Whether steps after which nothing is drafted may do without the draft altogether."""
+        return True
+
+    @property
+    def note_plain_step(self) -> Callable[[SchedulerOutput], None] | None:
+        """Is shown such a step of the target, when it has been made."""
+        return None
 
     @abstractmethod
     def load(self, target: nn.Module) -> set[str]:
@@ -102,53 +115,31 @@ class Draft(ABC):
             attn_metadata: by layer.
         """
 
-    @abstractmethod
-    def begin_round(
-        self, batch: Batch, common: CommonAttentionMetadata, target_token_ids: torch.Tensor
-    ) -> None:
-        """Learn what the target's step took and what was accepted of it.
+    def note_step(self, common: CommonAttentionMetadata, target_token_ids: torch.Tensor) -> None:
+        """What the target's step took, before a round.
 
         Args:
-            batch: the round's requests.
-            common: of the target's step.
-            target_token_ids: [num_tokens] int32, what it took.
+            common: of the step.
+            target_token_ids: [num_tokens] int32.
         """
-
-    @abstractmethod
-    def catch_up(self, batch: Batch, num_steps: int) -> None:
-        """See `drafting.drafter.Runner`."""
-
-    @abstractmethod
-    def end_round(self, batch: Batch, drafts: Sequence[Sequence[int]]) -> None:
-        """Learn what was drafted.
-
-        Args:
-            batch: the round's requests.
-            drafts: of each; none where the draft has not run.
-        """
+        self._target_common, self._target_token_ids = common, target_token_ids
 
     @property
-    @abstractmethod
     def num_leading(self) -> int:
         """Tokens that the round's next passes take beside those that they are asked for, at most."""
+        return 0
 
-    @abstractmethod
     def lead(self, queries: Queries) -> Leading | None:
-        """What a pass has to take before its own tokens.
+        """What a pass has to take before its own tokens, `queries`."""
+        return None
 
-        Args:
-            queries: its own.
-        """
-
-    @abstractmethod
     def note_led(self, queries: Queries) -> None:
-        """The pass has run."""
+        """Such a pass has run."""
+        raise AssertionError("no pass has taken other tokens than its own")
 
 
 class TargetDraft(Draft):
     """The target itself: its verification writes all that the cache has to hold."""
-
-    lags = False
 
     def load(self, target: nn.Module) -> set[str]:
         """See `Draft`; nothing is loaded, its attention layers are the draft's."""
@@ -210,29 +201,6 @@ class TargetDraft(Draft):
             hidden_states = proposer.model(positions=target_positions[..., :num_padded], **inputs)
         return hidden_states[:num_tokens]
 
-    def begin_round(
-        self, batch: Batch, common: CommonAttentionMetadata, target_token_ids: torch.Tensor
-    ) -> None:
-        """See `Draft`; all that was accepted is in the cache."""
-
-    def catch_up(self, batch: Batch, num_steps: int) -> None:
-        """See `drafting.drafter.Runner`; there is nothing to do."""
-
-    def end_round(self, batch: Batch, drafts: Sequence[Sequence[int]]) -> None:
-        """See `Draft`; the verification writes over what was drafted."""
-
-    @property
-    def num_leading(self) -> int:
-        """See `Draft`."""
-        return 0
-
-    def lead(self, queries: Queries) -> Leading | None:
-        """See `Draft`."""
-        return None
-
-    def note_led(self, queries: Queries) -> None:
-        """See `Draft`; no pass has led."""
-
 
 @dataclass(frozen=True)
 class _Written:
@@ -254,8 +222,6 @@ class ModelDraft(Draft):
     Args:
         proposer: makes its passes.
     """
-
-    lags = True
 
     def __init__(self, proposer: "MagicDecProposer") -> None:
         super().__init__(proposer)
@@ -322,16 +288,29 @@ class ModelDraft(Draft):
             )
         return hidden_states[:num_tokens]
 
-    def begin_round(
-        self, batch: Batch, common: CommonAttentionMetadata, target_token_ids: torch.Tensor
-    ) -> None:
+    @property
+    def own_cache(self) -> OwnCache:
         """See `Draft`."""
+        return self
+
+    @property
+    def may_lag(self) -> bool:
+        """See `Draft`; asynchronously, the host does not know the tokens that are to be read later."""
+        return not self._proposer.vllm_config.scheduler_config.async_scheduling
+
+    @property
+    def note_plain_step(self) -> Callable[[SchedulerOutput], None]:
+        """See `Draft`."""
+        return self._note_plain_step
+
+    def begin_round(self, batch: Batch) -> None:
+        """See `drafting.drafter.OwnCache`."""
+        common = self._target_common
         num_reqs = len(batch.req_ids)
         self._ends = batch.context_lens.tolist()
         ends_of_step = common.seq_lens[:num_reqs].tolist()
         query_starts = common.query_start_loc_cpu[: num_reqs + 1]
         self._query_starts = query_starts[:-1].tolist()
-        self._target_token_ids = target_token_ids
         # First positions of what the target's step took.
         self._starts = (torch.tensor(ends_of_step) - query_starts.diff()).tolist()
         self._leading = {}
@@ -352,7 +331,9 @@ class ModelDraft(Draft):
         self._written = {}
 
     def catch_up(self, batch: Batch, num_steps: int) -> None:
-        """See `drafting.drafter.Runner`."""
+        """See `drafting.drafter.OwnCache`; without a pass to follow, what plain steps decode can wait."""
+        if not num_steps and self.may_lag and not (any(batch.is_prefilling) or any(batch.is_first)):
+            return
         proposer = self._proposer
         most_leading = min(proposer.num_latest(num_steps), _MOST_LEADING * max(1, num_steps))
         room, pieces = proposer.max_num_tokens - len(batch.req_ids), []
@@ -370,7 +351,7 @@ class ModelDraft(Draft):
             self._read(batch, of_pass)
 
     def end_round(self, batch: Batch, drafts: Sequence[Sequence[int]]) -> None:
-        """See `Draft`."""
+        """See `drafting.drafter.OwnCache`."""
         room, latest = self._proposer.max_model_len, batch.tokens.tolist()
         for index, (req_id, end, own) in enumerate(zip(batch.req_ids, self._ends, drafts, strict=True)):
             # A pass writes what it takes, and the last draft is what the last pass gives.
@@ -380,8 +361,7 @@ class ModelDraft(Draft):
                     page = int(self._pages(index)[end // self._page_size])
                     self._written[req_id] = _Written(end, page, tokens)
 
-    def note_plain_step(self, scheduler_output: SchedulerOutput) -> None:
-        """The target has made a step after which nothing is drafted, and this was not asked to follow."""
+    def _note_plain_step(self, scheduler_output: SchedulerOutput) -> None:
         inputs = self._proposer.target_runner.input_batch
         for index, req_id in enumerate(inputs.req_ids):
             first = int(inputs.num_computed_tokens_cpu[index])

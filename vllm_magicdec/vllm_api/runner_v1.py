@@ -51,10 +51,10 @@ def make_plain_steps_plain(runner: Any, follow: Callable[[SchedulerOutput], None
     def execute(scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         verifies = bool(scheduler_output.scheduled_spec_decode_tokens)
         drafts = scheduler_output.num_spec_tokens_to_schedule > 0
-        # It stays until the next step begins: the step's second half, `sample_tokens`, asks too.
-        num_tokens = scheduler_output.num_scheduled_tokens
-        has_prompt = follow is not None and scheduler_output.total_num_scheduled_tokens > len(num_tokens)
+        num_reqs = len(scheduler_output.num_scheduled_tokens)
+        has_prompt = follow is not None and scheduler_output.total_num_scheduled_tokens > num_reqs
         is_plain = not (verifies or drafts or has_prompt)
+        # It stays until the next step begins: the step's second half, `sample_tokens`, asks too.
         runner.speculative_config = None if is_plain else speculative_config
         output = execute_model(scheduler_output, *args, **kwargs)
         if is_plain and follow is not None:
@@ -85,12 +85,7 @@ class MagicDecProposer(DraftModelProposer):
             self._drafting = ModelDraft(self)
         else:
             self._drafting = TargetDraft(self)
-        # Asynchronously, the host does not know the tokens that a draft model would have to read later.
-        self._may_lag = not vllm_config.scheduler_config.async_scheduling
-        if self.speculative_config.adaptive and isinstance(self._drafting, TargetDraft):
-            make_plain_steps_plain(runner)
-        elif self.speculative_config.adaptive and self._may_lag:
-            assert isinstance(self._drafting, ModelDraft)
+        if self.speculative_config.adaptive and self._drafting.may_lag:
             make_plain_steps_plain(runner, self._drafting.note_plain_step)
         self.supports_mm_inputs = False  # drafted tokens are text: no image has to be gathered for them
         self._drafter: Drafter | None = None  # made when the KV cache's page size is known
@@ -166,7 +161,13 @@ class MagicDecProposer(DraftModelProposer):
         num_groups, num_tokens = len(groups), self._slot_mapping_buffer.shape[0]
         self._slots = self._slot_mapping_buffer.new_full((num_groups, num_tokens), PAD_SLOT)
         self._drafter = Drafter(
-            self, self.vllm_config, groups, kv_cache_config, self.device, pass_runner=self
+            self,
+            self.vllm_config,
+            groups,
+            kv_cache_config,
+            self.device,
+            pass_runner=self,
+            own_cache=self._drafting.own_cache,
         )
         if self._drafter.has_layer_pages:
             refuse_split_pages(self._attention_groups)
@@ -208,7 +209,7 @@ class MagicDecProposer(DraftModelProposer):
             context_lens -= num_rejected_tokens_gpu[:num_reqs]
         self._last_draft_probs = None
         self._draft_probs.clear()
-        if num_speculative_tokens == 0 and not self._drafting.lags:
+        if num_speculative_tokens == 0 and self._drafting.own_cache is None:
             return self._drafter.draft_tokens[:num_reqs, :0]
 
         self._sampling = sampling_metadata
@@ -228,9 +229,7 @@ class MagicDecProposer(DraftModelProposer):
         self._batch = self._make_batch(next_token_ids, context_lens)
         if self.speculative_config.draft_lookup == "on":
             self._batch = self._with_histories(self._batch, common_attn_metadata, target_token_ids)
-        self._drafting.begin_round(self._batch, common_attn_metadata, target_token_ids)
-        if num_speculative_tokens == 0 and self._may_lag and not _has_prompt(self._batch):
-            return self._drafter.draft_tokens[:num_reqs, :0]
+        self._drafting.note_step(common_attn_metadata, target_token_ids)
         if self._adapters is not None:
             self._adapters.take(self._runner.input_batch.request_lora_mapping[:num_reqs])
         if self.uses_mrope:
@@ -244,18 +243,10 @@ class MagicDecProposer(DraftModelProposer):
             used = len(self._draft_probs) if lists is None else max(map(len, lists))
             if used:
                 self._last_draft_probs = torch.stack(self._draft_probs[:used], dim=1).contiguous()
-        if drafted and self._drafting.lags:
-            self._drafting.end_round(
-                self._batch, self._drafter.made_by_passes(num_reqs, num_speculative_tokens)
-            )
         if num_speculative_tokens and self._drafter.draft_lists is not None:
             return self._drafter.draft_lists
         # A copy: with asynchronous scheduling the next round may start before this one is read.
         return self._drafter.draft_tokens[:num_reqs, :num_speculative_tokens].clone()
-
-    def catch_up(self, batch: Batch, num_steps: int) -> None:
-        """See `drafting.drafter.Runner`."""
-        self._drafting.catch_up(batch, num_steps)
 
     def _make_batch(self, tokens: torch.Tensor, context_lens: torch.Tensor) -> Batch:
         num_reqs = tokens.shape[0]
@@ -479,11 +470,6 @@ class MagicDecProposer(DraftModelProposer):
             buffer[len(own) : num_padded].fill_(PAD_SLOT)
             by_layer |= dict.fromkeys(group.layer_names, buffer[:num_padded])
         return by_layer
-
-
-def _has_prompt(batch: Batch) -> bool:
-    """Whether the target's step took a part of a prompt."""
-    return any(batch.is_prefilling) or any(batch.is_first)
 
 
 def _probabilities(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

@@ -385,9 +385,6 @@ class MagicDecSpeculator(StandaloneARSpeculator):
             self.draft_logits,
         )
 
-    def catch_up(self, batch: Batch, num_steps: int) -> None:
-        """See `drafting.drafter.Runner`: the target has written all that its own drafts read."""
-
     def observe(
         self, layer_names: Sequence[str], indices: Sequence[int], window: int, observer: LayerObserver
     ) -> None:
