@@ -47,8 +47,6 @@ _ENGINE_FIELDS = frozenset(
         "draft_model_config",
         "draft_parallel_config",
         "draft_tensor_parallel_size",
-        "prompt_lookup_max",
-        "prompt_lookup_min",
         "has_draft_model",
         "metrics_dir",
         "adaptive",
@@ -170,6 +168,7 @@ class MagicDecSpeculativeConfig(MagicDecFields):
     def _configure_draft_model(self) -> None:
         """As vLLM does for `draft_model`; it may find that the model is a draft of another kind."""
         SpeculativeConfig.__post_init__(self)
+        self.prompt_lookup_max = self.prompt_lookup_min = None  # vLLM's 0 is none that a copy may have
         if self.method != "draft_model":
             raise ValueError(
                 f"model={self.model!r} drafts by vLLM's method {self.method!r}; use that method, or name a "
