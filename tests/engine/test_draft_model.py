@@ -172,6 +172,8 @@ def test_a_draft_model_compiles_and_runs_in_processes_of_its_own(prompts, plain)
     assert_same_tokens(plain, run.results[0][0], "as users run it")
     assert run.draft_failures == 0 and run.accepted > 0
     assert "drafts, over a KV cache of its own" in run.log
+    # 2 layers beside 6, of equally many heads.
+    assert "the draft model's layers take 25 % of the KV cache" in run.log
 
 
 @engines.needs_tensor_parallel

@@ -15,10 +15,11 @@ import torch
 import torch.nn as nn
 from vllm.config import get_layers_from_vllm_config
 from vllm.forward_context import set_forward_context
+from vllm.logger import init_logger
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig, UniformTypeKVCacheSpecs
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
 from vllm_magicdec.drafting.drafter import OwnCache
@@ -32,6 +33,8 @@ from vllm_magicdec.vllm_api.kv_transfer import unseen_by_connector
 
 if TYPE_CHECKING:  # it makes what is here
     from vllm_magicdec.vllm_api.runner_v1 import MagicDecProposer
+
+logger = init_logger(f"vllm.{__name__}")
 
 # Tokens that a round's first pass takes of a request beside its last one, in multiples of a round's drafts.
 # They see no more than the view of the round; where more are lacking, a pass over all pages is better.
@@ -248,6 +251,7 @@ class ModelDraft(Draft):
             )
         self._page_size, self._cache_group = group.cache.block_size, group.kv_cache_group
         self._held = HeldTokens(kv_cache_config.num_blocks, self._page_size)
+        _say_what_it_takes(kv_cache_config, groups)
         # vLLM's runner drafts nothing for any request where one is near the model's end. Then the others'
         # caches would lack what the step verified; what is drafted beyond the end is dropped.
         runner = self._proposer.target_runner
@@ -464,6 +468,27 @@ class ModelDraft(Draft):
         """[max_pages] int32, of a request, on the host."""
         tables = self._proposer.target_runner.input_batch.block_table.block_tables
         return tables[self._cache_group].block_table.np[index]
+
+
+def _say_what_it_takes(kv_cache_config: KVCacheConfig, groups: Sequence[LayerGroup]) -> None:
+    if len(kv_cache_config.kv_cache_groups) != 1:  # else tokens of several groups share the blocks
+        return
+    (cache,) = kv_cache_config.kv_cache_groups
+    spec, names = cache.kv_cache_spec, dict.fromkeys(cache.layer_names)
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        all_bytes = spec.page_size_bytes
+    else:
+        all_bytes = len(names) * spec.page_size_bytes
+    own_bytes = sum(len(group.layer_names) * group.cache.page_size_bytes for group in groups)
+    num_tokens = kv_cache_config.num_blocks * groups[0].cache.block_size
+    logger.info_once(
+        "%s: the draft model's layers take %.0f %% of the KV cache, which has room for %s tokens of both "
+        "models; it would have for %s of the target alone.",
+        MODEL_METHOD,
+        100 * own_bytes / all_bytes,
+        f"{num_tokens:,}",
+        f"{int(num_tokens * all_bytes / (all_bytes - own_bytes)):,}",
+    )
 
 
 def _split(pieces: Sequence[tuple[int, int, int]], most: int) -> list[list[tuple[int, int, int]]]:
