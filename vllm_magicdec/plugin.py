@@ -15,7 +15,7 @@ REGISTRY = "vllm.v1.spec_decode.registry"  # added to vLLM by patches/
 
 
 def register() -> None:
-    """Teach the installed vLLM `magicdec-self` and `magicdec`: by its registry and two hooks, or else by hooks.
+    """Teach the installed vLLM our methods: by its registry and two hooks, or else by hooks.
 
     Raises:
         MagicDecConfigError: the installed vLLM lacks what the plugin needs.
