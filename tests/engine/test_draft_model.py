@@ -15,6 +15,7 @@ from greedy import GREEDY, assert_same_tokens
 
 WHOLE_LEN = 2048  # tokens; nothing of the prompts and answers is longer
 TINY_DRAFT = Path(__file__).parents[2] / "benchmarks" / "tiny-draft"
+HYBRID = TINY_DRAFT.parent / "tiny-hybrid"
 SCHEDULES = {
     "whole prompts": {"max_num_batched_tokens": WHOLE_LEN},
     "chunked prefill": {"max_num_batched_tokens": 256},
@@ -174,6 +175,20 @@ def test_a_draft_model_compiles_and_runs_in_processes_of_its_own(prompts, plain)
     assert "drafts, over a KV cache of its own" in run.log
     # 2 layers beside 6, of equally many heads.
     assert "the draft model's layers take 25 % of the KV cache" in run.log
+
+
+@pytest.mark.parametrize("draft", [TINY_DRAFT, HYBRID])
+def test_targets_and_drafts_may_have_layers_with_a_window(prompts, draft):
+    """Then the KV cache has groups of layers with block tables of their own, the draft's among them."""
+    chosen = [prompts[i] for i in longest(prompts)] + prompts[:6]
+    settings = {"model": str(HYBRID), "max_num_seqs": 4, "max_model_len": WHOLE_LEN}
+    truth = engines.generate(chosen, GREEDY, **settings).results[0][0]
+    spec = drafting_with(draft, draft_kv_budget=WHOLE_LEN)
+    run = engines.generate(chosen, GREEDY, speculative_config=spec, **settings)
+    assert_same_tokens(truth, run.results[0][0], f"windows, {draft.name}")
+    assert run.draft_failures == 0 and 0 < run.accepted <= run.drafted
+    if draft == HYBRID:
+        assert run.accepted == run.drafted
 
 
 @engines.needs_tensor_parallel
