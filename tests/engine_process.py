@@ -217,6 +217,19 @@ def abort_half_while_decoding(llm: Any, batch: dict[str, Any], steps_before_abor
     return tokens
 
 
+def watch_draft_cache(llm: Any) -> None:
+    """From now on compare, in every round, what a draft model's cache holds with the target's.
+
+    Only where the target itself is the draft model, over a view of the whole context.
+    """
+    llm.collective_rpc(_watch_draft_cache)
+
+
+def watched_draft_cache(llm: Any) -> dict[str, float]:
+    """Tokens compared and the largest difference; most tokens that a round's first pass had to read."""
+    return llm.collective_rpc(_watched_draft_cache)[0]
+
+
 def chat(llm: Any, conversations: list[Any], sampling: dict[str, Any]) -> list[str]:
     outputs = llm.chat(conversations, _sampling_params(sampling), use_tqdm=False)
     return [output.outputs[0].text for output in outputs]
@@ -486,6 +499,48 @@ def _noted_saves(worker: Any) -> tuple[int, list[int]]:
     return len(worker.noted_steps), list(worker.noted_saves.values())
 
 
+def _watch_draft_cache(worker: Any) -> None:
+    import numpy as np
+    import torch
+
+    from vllm_magicdec.attention.rows import KVRows
+
+    proposer = _draft_of(worker)
+    cache, layers = proposer._drafting, worker.model_runner.compilation_config.static_forward_context
+    seen = worker._draft_cache = {"tokens": 0, "difference": 0.0, "rounds": 0, "leading": 0}
+    catch_up = cache.catch_up
+
+    def rows_of(name: str) -> Any:
+        layer = layers[name]
+        isa = getattr(layer.impl, "isa", None) or getattr(layer, "isa", None)
+        return KVRows.of(layer.kv_cache, layer.get_attn_backend().get_name(), isa)
+
+    def catch_up_and_compare(batch: Any, num_steps: int) -> None:
+        catch_up(batch, num_steps)
+        seen["rounds"] += 1
+        seen["leading"] = max(seen["leading"], cache.num_leading)
+        for index, end in enumerate(cache._ends):
+            pages = cache._pages(index)
+            places = np.arange(cache._held.first_lacking(pages, end))
+            if not len(places):
+                continue
+            size = cache._page_size
+            slots = torch.from_numpy(pages[places // size].astype(np.int64) * size + places % size)
+            for name in cache._proposer._draft_attn_layer_names:
+                own, theirs = rows_of(name), rows_of(name.removeprefix("draft_model."))
+                slots_by_head = slots.expand(own.num_kv_heads, -1)
+                for one, other in ((own.keys, theirs.keys), (own.values, theirs.values)):
+                    difference = one.gather(slots_by_head) - other.gather(slots_by_head)
+                    seen["difference"] = max(seen["difference"], float(difference.abs().max()))
+            seen["tokens"] += len(places)
+
+    cache.catch_up = catch_up_and_compare
+
+
+def _watched_draft_cache(worker: Any) -> dict[str, float]:
+    return worker._draft_cache
+
+
 def _break_drafting(worker: Any, rank: int | None) -> None:
     if rank not in (None, worker.rank):
         return
@@ -577,6 +632,8 @@ SCENARIOS = {
         record_graphs,
         count_replays,
         abort_half_while_decoding,
+        watch_draft_cache,
+        watched_draft_cache,
         chat,
         selections,
         score,

@@ -4,7 +4,8 @@
 `MagicDecSpeculativeConfig` *is* vLLM's `SpeculativeConfig` for the method `magicdec-self`: vLLM's own
 fields that mean something for a draft that is the target, plus the `draft_kv_*` fields. To the rest of
 vLLM it is a `draft_model` whose draft is the target itself, which brings lookahead slots, padded batches
-and asynchronous scheduling without a change to the scheduler.
+and asynchronous scheduling without a change to the scheduler. With the method `magicdec` the draft is a
+model of its own (`has_draft_model`), which vLLM loads as it does for `draft_model`.
 """
 
 import difflib
@@ -16,7 +17,7 @@ from pydantic import Field, ValidationError
 from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig, VllmConfig
 from vllm.config.utils import config
 
-from vllm_magicdec.errors import METHOD, MagicDecConfigError
+from vllm_magicdec.errors import METHOD, MODEL_METHOD, MagicDecConfigError
 from vllm_magicdec.policies import find_policy
 from vllm_magicdec.policies.base import Limits
 
@@ -36,6 +37,8 @@ _SHARED_FIELDS = frozenset(
         "synthetic_acceptance_length",
     }
 )
+# And those that say which model drafts, where it is another one.
+_MODEL_FIELDS = frozenset({"quantization", "revision", "code_revision", "attention_backend"})
 # Fields that vLLM fills in, not the user.
 _ENGINE_FIELDS = frozenset(
     {
@@ -43,6 +46,8 @@ _ENGINE_FIELDS = frozenset(
         "target_parallel_config",
         "draft_model_config",
         "draft_parallel_config",
+        "draft_tensor_parallel_size",
+        "has_draft_model",
         "metrics_dir",
         "adaptive",
         "adaptive_budget",
@@ -54,7 +59,8 @@ _ENGINE_FIELDS = frozenset(
 
 def selects_magicdec(speculative_fields: Mapping[str, Any]) -> bool:
     """Whether the keyword arguments of a `SpeculativeConfig` ask for this plugin."""
-    return METHOD in (speculative_fields.get("method"), speculative_fields.get("model"))
+    method, model = speculative_fields.get("method"), speculative_fields.get("model")
+    return METHOD in (method, model) or method == MODEL_METHOD
 
 
 @config
@@ -111,6 +117,8 @@ class MagicDecFields(SpeculativeConfig):
     """Neighbouring tokens over which `snapkv` pools its scores; odd."""
     snapkv_pooling: Literal["max", "avg"] = "max"
     """How it pools."""
+    has_draft_model: bool = False
+    """Whether `model` drafts, over a KV cache of its own, and not the target over the target's."""
     adaptive: bool = False
     """Whether a controller sets the draft tokens of every round; `num_speculative_tokens` is the most."""
     adaptive_budget: bool = False
@@ -124,7 +132,7 @@ class MagicDecFields(SpeculativeConfig):
 
 
 class MagicDecSpeculativeConfig(MagicDecFields):
-    """vLLM's speculative configuration for the method `magicdec-self`.
+    """vLLM's speculative configuration for the methods `magicdec-self` and `magicdec`.
 
     Raises:
         MagicDecConfigError: a field is unknown, has no meaning here, or its value is impossible.
@@ -132,9 +140,10 @@ class MagicDecSpeculativeConfig(MagicDecFields):
 
     def __init__(self, **user_fields: Any) -> None:
         check_field_names(user_fields)
-        _check_method(user_fields)
+        has_draft_model = _check_method(user_fields)
+        fields = {**_resolve_auto(user_fields), "has_draft_model": has_draft_model}
         try:
-            super().__init__(**{**_resolve_auto(user_fields), "method": "draft_model"})
+            super().__init__(**{**fields, "method": "draft_model"})
         except ValidationError as error:
             raise MagicDecConfigError(_first_problem(error)) from None
 
@@ -145,13 +154,28 @@ class MagicDecSpeculativeConfig(MagicDecFields):
             raise ValueError(f"snapkv_kernel={self.snapkv_kernel} is even; use {self.snapkv_kernel + 1}")
         self._resolve_adaptive()
         self._resolve_adaptive_budget()
-        self.model = self.target_model_config.model if self.target_model_config else METHOD
-        self.draft_model_config = self.target_model_config
-        self.draft_parallel_config = self.target_parallel_config
+        if not self.has_draft_model:
+            self.model = self.target_model_config.model if self.target_model_config else METHOD
+            self.draft_model_config = self.target_model_config
+            self.draft_parallel_config = self.target_parallel_config
         if self.target_model_config is not None:
             check_model(self.target_model_config)
             check_parallel(self.target_parallel_config, self.target_model_config)
+            if self.has_draft_model:
+                self._configure_draft_model()
         return self
+
+    def _configure_draft_model(self) -> None:
+        """As vLLM does for `draft_model`; it may find that the model is a draft of another kind."""
+        SpeculativeConfig.__post_init__(self)
+        self.prompt_lookup_max = self.prompt_lookup_min = None  # vLLM's 0 is none that a copy may have
+        if self.method != "draft_model":
+            raise ValueError(
+                f"model={self.model!r} drafts by vLLM's method {self.method!r}; use that method, or name a "
+                "language model"
+            )
+        check_draft_model(self.draft_model_config, self.target_model_config)
+        check_parallel(self.target_parallel_config, self.draft_model_config)
 
     def limits(self, vllm_config: VllmConfig, page_size: int) -> Limits:
         """What budgets are judged by.
@@ -253,12 +277,22 @@ class MagicDecSpeculativeConfig(MagicDecFields):
 
     @property
     def max_num_new_slots_for_drafting(self) -> int:
-        """0: the draft reuses the target's own K/V, so it never re-reads a verified token."""
+        """0: no pass of a draft has more tokens than vLLM's scheduler gives the target.
+
+        A draft that is the target never re-reads a verified token, and a draft model reads them in passes
+        of their own where they are many.
+        """
         return 0
+
+    @property
+    def name(self) -> str:
+        """The method, as users call it."""
+        return MODEL_METHOD if self.has_draft_model else METHOD
 
     def __repr__(self) -> str:
         return (
-            f"SpeculativeConfig(method={METHOD!r}, num_spec_tokens="
+            f"SpeculativeConfig(method={self.name!r}, "
+            f"{f'model={self.model!r}, ' if self.has_draft_model else ''}num_spec_tokens="
             f"{'auto, at most ' if self.adaptive else ''}{self.num_speculative_tokens}, "
             f"draft_kv_policy={self.draft_kv_policy!r}, draft_kv_budget="
             f"{'auto, at most ' if self.adaptive_budget else ''}{self.draft_kv_budget:g}, "
@@ -286,6 +320,8 @@ def check_field_names(given: Mapping[str, Any]) -> None:
         MagicDecConfigError: with the nearest name, or the names there are.
     """
     allowed = user_fields()
+    if given.get("method") == MODEL_METHOD or given.get("has_draft_model"):
+        allowed = (*allowed, *sorted(_MODEL_FIELDS))
     known_to_vllm = {f.name for f in dataclass_fields(SpeculativeConfig)}
     defaults = {f.name: f.default for f in dataclass_fields(SpeculativeConfig)}
     for name, value in given.items():
@@ -299,6 +335,8 @@ def check_field_names(given: Mapping[str, Any]) -> None:
             raise MagicDecConfigError(
                 f"{METHOD} has no use for '{name}' because the draft is the target model itself; "
                 "remove it from the speculative config"
+                if given.get("method") != MODEL_METHOD
+                else f"{MODEL_METHOD} does not take '{name}'; remove it from the speculative config"
             )
         close = difflib.get_close_matches(name, allowed, n=1)
         hint = f"did you mean '{close[0]}'? " if close else ""
@@ -307,8 +345,18 @@ def check_field_names(given: Mapping[str, Any]) -> None:
         )
 
 
-def _check_method(given: Mapping[str, Any]) -> None:
+def _check_method(given: Mapping[str, Any]) -> bool:
+    """Whether another model than the target drafts."""
     method, model = given.get("method"), given.get("model")
+    if given.get("has_draft_model"):  # a copy
+        return True
+    if method == MODEL_METHOD:
+        if model in (None, METHOD):
+            raise MagicDecConfigError(
+                f"method={MODEL_METHOD!r} drafts with a model of its own; name one in 'model' "
+                f"(--speculative-model), or use method={METHOD!r} to draft with the target itself"
+            )
+        return True
     if method not in (None, METHOD, "draft_model"):
         raise MagicDecConfigError(
             f"model={METHOD!r} drafts with the target itself; remove method={method!r}"
@@ -316,9 +364,10 @@ def _check_method(given: Mapping[str, Any]) -> None:
     target = given.get("target_model_config")
     if model not in (None, METHOD, target and target.model):
         raise MagicDecConfigError(
-            f"method={METHOD!r} drafts with the target itself; remove model={model!r}, or remove the "
-            "method to draft with that model"
+            f"method={METHOD!r} drafts with the target itself; remove model={model!r}, or use "
+            f"method={MODEL_METHOD!r} to draft with that model"
         )
+    return False
 
 
 def _resolve_auto(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -383,6 +432,32 @@ def check_model(model: ModelConfig) -> None:
         raise ValueError(
             "sparse MLA models (DeepSeek-V3.2 and V4, GLM-5) are not supported because their attention "
             "reads few tokens already, however long the context; use vLLM's 'mtp' method"
+        )
+
+
+def check_draft_model(draft: ModelConfig, target: ModelConfig) -> None:
+    """Refuse drafts that could not follow their target.
+
+    Raises:
+        ValueError: with the reason and the way out.
+    """
+    if target.use_mla or draft.use_mla:
+        raise ValueError(
+            "MLA models are not supported beside or as a draft model; draft with the target itself "
+            f"({METHOD})"
+        )
+    for kind, model in (("target", target), ("draft", draft)):
+        if model.supports_multimodal_inputs or model.enable_prompt_embeds:
+            raise ValueError(
+                f"the {kind} takes more than text, which a draft model would not see; draft with the "
+                f"target itself ({METHOD}), or serve text alone (--limit-mm-per-prompt with 0 of "
+                "everything, without --enable-prompt-embeds)"
+            )
+    check_model(draft)
+    if draft.max_model_len < target.max_model_len:
+        raise ValueError(
+            f"model={draft.model!r} reads at most {draft.max_model_len} tokens; use --max-model-len "
+            f"{draft.max_model_len} or another draft"
         )
 
 

@@ -5,6 +5,7 @@ The ground floor: any module may refuse a setting, so this one imports nothing.
 """
 
 METHOD = "magicdec-self"
+MODEL_METHOD = "magicdec"  # the same with a draft model of its own
 
 
 class MagicDecConfigError(ValueError):

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 import vllm
 from vllm.logger import init_logger
 
-from vllm_magicdec.errors import METHOD
+from vllm_magicdec.errors import METHOD, MODEL_METHOD
 from vllm_magicdec.vllm_api import hooks
 
 logger = init_logger(f"vllm.{__name__}")
@@ -15,7 +15,7 @@ REGISTRY = "vllm.v1.spec_decode.registry"  # added to vLLM by patches/
 
 
 def register() -> None:
-    """Teach the installed vLLM the method `magicdec-self`: by its registry and two hooks, or else by hooks.
+    """Teach the installed vLLM our methods: by its registry and two hooks, or else by hooks.
 
     Raises:
         MagicDecConfigError: the installed vLLM lacks what the plugin needs.
@@ -33,10 +33,11 @@ def register() -> None:
     from vllm.v1.spec_decode.registry import register_speculative_method
 
     hooks.install(hooks.BESIDE_REGISTRY)
-    register_speculative_method(
-        METHOD,
-        config_cls="vllm_magicdec.vllm_api.engine_config:EngineSpeculativeConfig",
-        proposer_cls="vllm_magicdec.vllm_api.runner_v1:MagicDecProposer",
-        speculator_cls="vllm_magicdec.vllm_api.runner_v2:MagicDecSpeculator",
-        add_cli_args="vllm_magicdec.vllm_api.options:add_options",
-    )
+    for method in (METHOD, MODEL_METHOD):
+        register_speculative_method(
+            method,
+            config_cls="vllm_magicdec.vllm_api.engine_config:EngineSpeculativeConfig",
+            proposer_cls="vllm_magicdec.vllm_api.runner_v1:MagicDecProposer",
+            speculator_cls="vllm_magicdec.vllm_api.runner_v2:MagicDecSpeculator",
+            add_cli_args="vllm_magicdec.vllm_api.options:add_options",
+        )

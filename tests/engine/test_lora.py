@@ -113,3 +113,12 @@ def test_every_request_drafts_with_its_own(adapters, plain, policy, lookup, v2):
         expected = [first_tokens(answer, length) for answer in plain[number]]
         assert_same_tokens(expected, answers, f"{policy}, batch {number}")
     assert got.accepted == got.drafted > 0, "a view of the whole context drafts what the target decodes"
+
+
+def test_a_draft_model_drafts_without_adapters_for_requests_with_them(adapters, plain):
+    """Output is theirs all the same."""
+    spec = {**magicdec(GAMMA, draft_kv_budget=64), "method": "magicdec", "model": str(engines.MODEL)}
+    got = run(adapters, v2=False, speculative_config=spec)
+    for expected, answers in zip(plain, got.results[0], strict=True):
+        assert_same_tokens(expected, answers, "a draft model, adapters")
+    assert got.draft_failures == 0 and 0 < got.accepted < got.drafted

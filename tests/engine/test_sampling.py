@@ -116,6 +116,33 @@ def test_sampled_continuations_have_the_targets_distribution(small_vocabulary_mo
     assert 0.1 < rate < 0.9, f"acceptance rate {rate:.2f}: the draft must agree often, and differ often"
 
 
+@pytest.fixture(scope="module")
+def similar_model(small_vocabulary_model, tmp_path_factory) -> Path:
+    """A draft model of its own: the target's weights with noise."""
+    torch.manual_seed(1)
+    model = LlamaForCausalLM.from_pretrained(small_vocabulary_model)
+    for weight in model.parameters():
+        weight.data.add_(0.25 * weight.std() * torch.randn_like(weight))
+    path = tmp_path_factory.mktemp("models") / "similar"
+    model.save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("lookup", ["off", "on"])
+@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
+def test_sampled_continuations_have_the_targets_distribution_with_a_draft_model(
+    small_vocabulary_model, similar_model, plain_samples, method, lookup
+):
+    spec = {
+        **magicdec(2, draft_kv_budget=64, draft_sample_method=method, draft_lookup=lookup),
+        "method": "magicdec",
+        "model": str(similar_model),
+    }
+    run = assert_same_distribution(plain_samples, small_vocabulary_model, (16, 26), speculative_config=spec)
+    rate = run.accepted / run.drafted
+    assert 0.1 < rate < 0.9, f"acceptance rate {rate:.2f}: the draft must agree often, and differ often"
+
+
 def lookup_metrics(run: EngineRun) -> tuple[int, int]:
     """Tokens that were looked up, and those that the draft drew as well."""
     return tuple(run.metrics[f"vllm:magicdec_lookup_{name}"] for name in ("tokens", "accepted_tokens"))

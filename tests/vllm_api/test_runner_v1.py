@@ -10,7 +10,8 @@ import torch
 from vllm.config import CUDAGraphMode
 
 from vllm_magicdec.views.base import Batch
-from vllm_magicdec.vllm_api import runner_v1
+from vllm_magicdec.vllm_api import drafts_v1
+from vllm_magicdec.vllm_api.drafts_v1 import TargetDraft
 from vllm_magicdec.vllm_api.runner_v1 import MagicDecProposer
 
 GRAPHS = CUDAGraphMode.PIECEWISE
@@ -25,16 +26,17 @@ def test_no_graph_runs_while_log_probabilities_of_a_prompt_are_due(monkeypatch, 
         modes.append(cudagraph_runtime_mode)
         return nullcontext()
 
-    monkeypatch.setattr(runner_v1, "set_forward_context", note_mode)
+    monkeypatch.setattr(drafts_v1, "set_forward_context", note_mode)
     proposer = MagicDecProposer.__new__(MagicDecProposer)
-    proposer.vllm_config, proposer._takes_embeddings = None, False
+    proposer.vllm_config = None
     proposer._runner = SimpleNamespace(
         num_prompt_logprobs=due,
+        model_config=SimpleNamespace(supports_multimodal_inputs=False, enable_prompt_embeds=False),
         positions=torch.zeros(4, dtype=torch.int64),
         input_ids=SimpleNamespace(gpu=torch.zeros(4, dtype=torch.int32)),
     )
     proposer.uses_mrope, proposer._adapters = False, None
-    proposer._pad_slots = lambda *_: {}
+    proposer.pad_slots = lambda *_: {}
     proposer._determine_batch_execution_and_padding = lambda num_tokens, use_cudagraphs=True: (
         GRAPHS if use_cudagraphs else CUDAGraphMode.NONE,
         num_tokens,
@@ -42,7 +44,7 @@ def test_no_graph_runs_while_log_probabilities_of_a_prompt_are_due(monkeypatch, 
     )
     proposer.model = lambda positions, input_ids, inputs_embeds: torch.zeros(len(positions), 8)
     numbers = torch.arange(2)
-    assert proposer._forward(numbers.int(), numbers, numbers, {}).shape == (2, 8)
+    assert TargetDraft(proposer).forward(numbers.int(), numbers, [numbers], {}).shape == (2, 8)
     assert modes == [expected]
 
 

@@ -18,7 +18,7 @@ from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from vllm_magicdec import envs
-from vllm_magicdec.adaptive.draft_plan import DraftPlan
+from vllm_magicdec.adaptive.draft_plan import DraftLists, DraftPlan
 from vllm_magicdec.adaptive.metrics import DraftFailures, LookupCounters
 from vllm_magicdec.attention.observing import LayerObserver
 from vllm_magicdec.attention.switch import install_switches
@@ -30,6 +30,7 @@ from vllm_magicdec.errors import METHOD
 from vllm_magicdec.policies import find_policy
 from vllm_magicdec.views.base import Batch, DraftStep, View, Views
 from vllm_magicdec.views.layer_pages import LayerPageViews
+from vllm_magicdec.views.pages import PageViews
 from vllm_magicdec.views.passes import RoundSteps
 from vllm_magicdec.views.windows import Reach
 
@@ -67,16 +68,42 @@ class Runner(Protocol):
         ...
 
 
+class OwnCache(Protocol):
+    """A KV cache that a draft does not share with the target: it lacks what was verified until it is told.
+
+    Called in the order of its methods, once a round each but for `catch_up`, which a round may do without.
+    """
+
+    def begin_round(self, batch: Batch) -> None:
+        """Learn what the target's step took, and what was accepted of it."""
+        ...
+
+    def catch_up(self, batch: Batch, num_steps: int) -> None:
+        """Bring the cache up to date with what was verified, or have the round's first pass do it.
+
+        Args:
+            batch: the round's requests.
+            num_steps: drafts of each; 0: no pass follows.
+        """
+        ...
+
+    def end_round(self, batch: Batch, drafts: Sequence[Sequence[int]]) -> None:
+        """Learn what was drafted of each request by passes; none where none has run."""
+        ...
+
+
 class Drafter:
     """Drafts gamma tokens per request; one per worker, shared by both model runners.
 
     Args:
         runner: makes the passes.
         vllm_config: the engine's configuration; its speculative config is ours.
-        groups: the target's attention layers; steps have a part for each group.
+        groups: the draft's attention layers; steps have a part for each group.
         kv_cache_config: of the KV cache that they share.
-        device: where the target runs.
+        device: where the draft runs.
         pass_runner: makes the passes of `draft_lookup`; None: the runner has none.
+        own_cache: of a draft that is not the target; None: the target's verification writes all that its
+            own drafts read.
     """
 
     def __init__(
@@ -87,10 +114,12 @@ class Drafter:
         kv_cache_config: KVCacheConfig,
         device: torch.device,
         pass_runner: PassRunner | None = None,
+        own_cache: OwnCache | None = None,
     ) -> None:
         spec = vllm_config.speculative_config
         assert isinstance(spec, MagicDecSpeculativeConfig)
         self._runner = runner
+        self._own_cache = own_cache
         self._spec = spec
         max_num_reqs = vllm_config.scheduler_config.max_num_seqs
         self.draft_tokens = torch.zeros(
@@ -159,14 +188,17 @@ class Drafter:
         extra = ", ".join(f"{n / 2**20:.1f} MiB for {what}" for what, n in memory.items() if n)
         logger.info_once(
             "%s drafts %s%d tokens a round with policy %s%s; each draft step reads at most %s of a "
-            "request's KV cache%s. No weights and no KV cache were added%s.",
-            METHOD,
+            "request's KV cache%s. %s%s.",
+            self._spec.name,
             "up to " if self._spec.adaptive else "",
             self._spec.num_speculative_tokens,
             self._spec.draft_kv_policy,
             f" by {granularity}" if granularity else "",
             " or ".join(map(str, budgets)),
             near_layers,
+            f"{self._spec.model} drafts, over a KV cache of its own"
+            if self._spec.has_draft_model
+            else "No weights and no KV cache were added",
             f"; {extra}" if extra else "",
         )
         if all(group.reach is not None for group in self.groups):
@@ -195,6 +227,12 @@ class Drafter:
         """See `views.base.Views`; `index`: of the group."""
         views = self._views[index]
         return views.capture_view(num_reqs, lens, common_len if common_len in views.common_lens else None)
+
+    def num_latest(self, num_steps: int) -> int:
+        """Tokens right before a round's first draft that the round's views of all layers show, at least."""
+        return min(
+            views.num_latest(num_steps) if isinstance(views, PageViews) else 0 for views in self._views
+        )
 
     def draft(self, batch: Batch, num_steps: int) -> bool:
         """Fill `draft_tokens[:num_reqs, :num_steps]`, or `draft_lists` where there are lookups.
@@ -231,6 +269,22 @@ class Drafter:
 
     def _fill(self, drafts: torch.Tensor, batch: Batch, num_steps: int) -> None:
         """`drafts` [num_reqs, num_steps] int64, written where there are no lists."""
+        if self._own_cache is None:
+            self._make(drafts, batch, num_steps)
+            return
+        self._own_cache.begin_round(batch)
+        if num_steps == 0 or all(batch.is_prefilling):  # what is drafted of a prompt's part is dropped
+            self._own_cache.catch_up(batch, 0)
+            drafts.zero_()
+            return
+        self._make(drafts, batch, num_steps)
+        made: Sequence[Sequence[int]] = drafts.tolist() if self.draft_lists is None else self.draft_lists
+        if isinstance(made, DraftLists) and not made.num_passes:
+            made = [()] * len(made)
+        self._own_cache.end_round(batch, made)
+
+    def _make(self, drafts: torch.Tensor, batch: Batch, num_steps: int) -> None:
+        """See `_fill`."""
         if self._staged is not None:
             self.draft_lists = self._staged.draft(batch, num_steps, lambda: self._prepare(batch, num_steps))
             return
@@ -242,6 +296,8 @@ class Drafter:
 
     def _prepare(self, batch: Batch, num_steps: int) -> list[RoundSteps]:
         """The round's steps by group of layers."""
+        if self._own_cache is not None:
+            self._own_cache.catch_up(batch, num_steps)
         size = self._size_of(num_steps)
         return [
             views.prepare(batch.of_group(group.kv_cache_group), num_steps, size)

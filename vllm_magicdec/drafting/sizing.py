@@ -72,8 +72,9 @@ def make_views(
         observe: see `policies.base.Engine`.
         switch_attention: see `policies.base.Engine`.
     """
-    spec, model = vllm_config.speculative_config, vllm_config.model_config
+    spec = vllm_config.speculative_config
     assert isinstance(spec, MagicDecSpeculativeConfig)
+    model = spec.draft_model_config if spec.has_draft_model else vllm_config.model_config
     scheduler, cache = vllm_config.scheduler_config, group.cache
     engine = Engine(
         limits=spec.limits(vllm_config, cache.block_size),

@@ -198,6 +198,19 @@ class PageViews:
         lens = self._lens[:num_steps, :num_reqs]
         return PageSteps(self._draft_slots, lens, partial(self.capture_view, num_reqs))
 
+    def num_latest(self, num_steps: int) -> int:
+        """Tokens right before a round's first draft that are in its view, one after the other, at least.
+
+        Args:
+            num_steps: drafts of the round.
+        """
+        policy = self._policies[0]  # of the least budget
+        if not policy.is_sinks_and_latest:
+            return 0
+        window = policy.budget.min_pages - policy.budget.sink_pages
+        # The last draft may be the first token of the last page.
+        return max(0, (window - 1) * self._page_size + 1 - num_steps)
+
     def _write(self, policy: ChoosesPages, batch: Batch, num_steps: int) -> None:
         num_reqs = batch.context_lens.shape[0]
         positions = self._draft_slots.prepare(batch, num_steps)

@@ -10,15 +10,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.config import CUDAGraphMode, ModelConfig, VllmConfig
 from vllm.logger import init_logger
-from vllm.tokenizers import cached_tokenizer_from_config
+from vllm.tokenizers import cached_tokenizer_from_config, get_tokenizer
 
 from vllm_magicdec.adaptive.draft_plan import BUDGET_DIVISORS
 from vllm_magicdec.adaptive.metrics import open_metrics_dir
 from vllm_magicdec.adaptive.step_times import StepTimes
 from vllm_magicdec.config import MagicDecSpeculativeConfig, nested_lengths
-from vllm_magicdec.errors import METHOD, MagicDecConfigError
+from vllm_magicdec.errors import METHOD, MODEL_METHOD, MagicDecConfigError
 from vllm_magicdec.lookup.datastore_files import Vocabulary
 from vllm_magicdec.lookup.datastore_files import check as check_datastore
 from vllm_magicdec.policies import find_policy
@@ -41,6 +41,8 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
         """
         if vllm_config.model_config.use_mla:
             self._check_mla(vllm_config)
+        if self.has_draft_model:
+            self._check_draft_model(vllm_config)
         if vllm_config.cache_config.kv_sharing_fast_prefill:
             raise MagicDecConfigError(
                 f"{METHOD} does not work with --kv-sharing-fast-prefill; remove that option"
@@ -63,6 +65,49 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
             self._adapt(vllm_config)
         for sentence in find_missing_graphs(vllm_config):
             logger.info_once("%s: %s", METHOD, sentence)
+
+    def _check_draft_model(self, vllm_config: VllmConfig) -> None:
+        instead = f"draft with the target itself ({METHOD})"
+        if vllm_config.use_v2_model_runner:
+            raise MagicDecConfigError(
+                f"{MODEL_METHOD} works on the V1 model runner alone so far; set "
+                f"VLLM_USE_V2_MODEL_RUNNER=0, or {instead}"
+            )
+        if vllm_config.kv_transfer_config is not None:
+            raise MagicDecConfigError(
+                f"{MODEL_METHOD} does not work with a KV connector, which would not bring the draft "
+                f"model's KV cache; remove --kv-transfer-config and --kv-offloading-size, or {instead}"
+            )
+        if not issubclass(find_policy(self.draft_kv_policy), PagePolicy):
+            raise MagicDecConfigError(
+                f"{MODEL_METHOD}: draft_kv_policy={self.draft_kv_policy!r} follows the attention of the "
+                "target's prompts and verifications, and a draft model has layers and a cache of its own; "
+                f"use draft_kv_policy='streamingllm', or {instead}"
+            )
+        self._check_tokenizers(vllm_config.model_config, self.draft_model_config)
+
+    def _check_tokenizers(self, target: ModelConfig, draft: ModelConfig) -> None:
+        if target.skip_tokenizer_init:
+            return
+        try:
+            tokenizer = get_tokenizer(
+                draft.model, trust_remote_code=draft.trust_remote_code, revision=draft.revision
+            )
+        except (OSError, ValueError):
+            logger.warning(
+                "%s: %s has no tokenizer that vLLM can read; its tokens are taken for the target's.",
+                MODEL_METHOD,
+                draft.model,
+            )
+            return
+        theirs, own = cached_tokenizer_from_config(target).get_vocab(), tokenizer.get_vocab()
+        differing = sum(own.get(token, index) != index for token, index in theirs.items())
+        if differing or not own.keys() & theirs.keys():
+            raise MagicDecConfigError(
+                f"{MODEL_METHOD}: the tokenizer of model={draft.model!r} gives {differing} tokens other "
+                "ids than the target's; use a draft with the target's tokenizer, or vLLM's method "
+                "'draft_model' with use_heterogeneous_vocab"
+            )
 
     def _check_mla(self, vllm_config: VllmConfig) -> None:
         is_cpu = vllm_config.device_config.device_type == "cpu"

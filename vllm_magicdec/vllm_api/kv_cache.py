@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the KV cache must look like for a view to be valid, and how large it may be beside the views."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
+from dataclasses import replace
 
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.logger import init_logger
@@ -10,6 +11,7 @@ from vllm.utils.mem_utils import format_gib
 from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, UniformTypeKVCacheSpecs
 
+from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.drafting.layer_groups import LayerGroup, find_layer_groups, reaches_of
 from vllm_magicdec.drafting.sizing import memory_of_drafting
 from vllm_magicdec.errors import METHOD
@@ -17,19 +19,28 @@ from vllm_magicdec.errors import METHOD
 logger = init_logger(f"vllm.{__name__}")
 
 
-def layer_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[LayerGroup]:
+def layer_groups(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, names: Container[str] | None = None
+) -> list[LayerGroup]:
     """A worker's layers by what a view has to be made of.
 
     Args:
-        vllm_config: the engine's, its model loaded.
+        vllm_config: the engine's, its models loaded.
         kv_cache_config: how vLLM laid out the KV cache.
+        names: of the layers that draft; None: all.
 
     Raises:
         MagicDecConfigError: a KV cache frees or shares pages in a way that no view knows.
     """
     layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
     specs = {name: layer.get_kv_cache_spec(vllm_config) for name, layer in layers.items()}
-    return find_layer_groups(kv_cache_config.kv_cache_groups, reaches_of(specs))
+    groups = kv_cache_config.kv_cache_groups
+    if names is not None:
+        groups = [
+            replace(group, layer_names=[name for name in group.layer_names if name in names])
+            for group in groups
+        ]
+    return find_layer_groups(groups, reaches_of(specs))
 
 
 def leave_memory_for_drafting(
@@ -44,7 +55,10 @@ def leave_memory_for_drafting(
         kv_cache_specs: of the worker's layers, by name.
         available: bytes.
     """
-    cache_config = vllm_config.cache_config
+    cache_config, spec = vllm_config.cache_config, vllm_config.speculative_config
+    assert isinstance(spec, MagicDecSpeculativeConfig)
+    if spec.has_draft_model:
+        return available  # its views are block tables, as small as vLLM's own
     is_given = cache_config.kv_cache_memory_bytes or cache_config.num_gpu_blocks_override
     if is_given:
         return available

@@ -19,7 +19,7 @@ from vllm_magicdec.config import (
     selects_magicdec,
     user_fields,
 )
-from vllm_magicdec.errors import METHOD, MagicDecConfigError
+from vllm_magicdec.errors import METHOD, MODEL_METHOD, MagicDecConfigError
 
 
 def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -33,7 +33,7 @@ def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         return parser
     method = options["--spec-method"]
     if method.choices is not None:
-        method.choices = [*method.choices, METHOD]
+        method.choices = [*method.choices, METHOD, MODEL_METHOD]
     fields_option = options["--speculative-config"]
     fields_option.type = _checked_fields(fields_option.type)
 
@@ -42,7 +42,8 @@ def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--speculative-model",
         dest="spec_model",
         default=argparse.SUPPRESS,
-        help=f"The same as --spec-model: a draft model, or {METHOD} to draft with the served model itself.",
+        help=f"The same as --spec-model: a draft model, or {METHOD} to draft with the served model itself. "
+        f"With --spec-method {MODEL_METHOD} the draft model reads a sparse view of its own KV cache.",
     )
     group.add_argument(
         "--num-speculative-tokens",

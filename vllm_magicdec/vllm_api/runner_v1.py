@@ -2,16 +2,14 @@
 """Adapter to vLLM's V1 model runner (`GPUModelRunner`, `CPUModelRunner`)."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn as nn
-from vllm.config import VllmConfig, get_layers_from_vllm_config
-from vllm.forward_context import set_forward_context
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.config import VllmConfig
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -23,20 +21,20 @@ from vllm_magicdec.attention.metadata import draft_metadata, observed_metadata
 from vllm_magicdec.attention.observing import LayerObserver
 from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.drafting.drafter import Drafter
+from vllm_magicdec.drafting.layer_groups import LayerGroup
 from vllm_magicdec.lookup.history import History
 from vllm_magicdec.views.base import PAD_SLOT, Batch, DraftStep, PageView, ViewStep, on_device
 from vllm_magicdec.views.passes import DraftPass, Queries, ViewPass
 from vllm_magicdec.vllm_api import cpu_attention, cpu_llvmlite, cpu_sampling
 from vllm_magicdec.vllm_api.adapters import Adapters
 from vllm_magicdec.vllm_api.attention_groups import attention_groups_of, refuse_split_pages
-from vllm_magicdec.vllm_api.embeddings import embed, refuse_more_inputs, takes_embeddings
+from vllm_magicdec.vllm_api.drafts_v1 import Draft, ModelDraft, TargetDraft
 from vllm_magicdec.vllm_api.kv_cache import layer_groups
-from vllm_magicdec.vllm_api.kv_transfer import unseen_by_connector
 from vllm_magicdec.vllm_api.rope import positions_on_host
 from vllm_magicdec.vllm_api.verification_attention import refuse_if_inexact, say_if_slow
 
 
-def make_plain_steps_plain(runner: Any) -> None:
+def make_plain_steps_plain(runner: Any, follow: Callable[[SchedulerOutput], None] | None = None) -> None:
     """Let a V1 runner take a step without drafts for what it is.
 
     Once speculation is configured, vLLM 0.32 sends every step through the rejection sampler and the padding
@@ -45,6 +43,7 @@ def make_plain_steps_plain(runner: Any) -> None:
 
     Args:
         runner: a `GPUModelRunner` (or `CPUModelRunner`) that is being made.
+        follow: is shown such a step, when it has been made. A prompt's is none, then: the proposer sees it.
     """
     speculative_config, execute_model = runner.speculative_config, runner.execute_model
 
@@ -52,18 +51,24 @@ def make_plain_steps_plain(runner: Any) -> None:
     def execute(scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         verifies = bool(scheduler_output.scheduled_spec_decode_tokens)
         drafts = scheduler_output.num_spec_tokens_to_schedule > 0
+        num_reqs = len(scheduler_output.num_scheduled_tokens)
+        has_prompt = follow is not None and scheduler_output.total_num_scheduled_tokens > num_reqs
+        is_plain = not (verifies or drafts or has_prompt)
         # It stays until the next step begins: the step's second half, `sample_tokens`, asks too.
-        runner.speculative_config = speculative_config if verifies or drafts else None
-        return execute_model(scheduler_output, *args, **kwargs)
+        runner.speculative_config = None if is_plain else speculative_config
+        output = execute_model(scheduler_output, *args, **kwargs)
+        if is_plain and follow is not None:
+            follow(scheduler_output)
+        return output
 
     runner.execute_model = execute
 
 
 class MagicDecProposer(DraftModelProposer):
-    """A draft-model proposer whose draft model is the target, over a view of the target's KV cache.
+    """A draft-model proposer whose draft looks at a view of its KV cache: the target's, or its own.
 
     Kept from the base class: the padded-batch bookkeeping of rejected tokens, draft sampling, attention
-    groups and CUDA-graph dispatch. Replaced: loading (nothing is loaded) and the draft loop.
+    groups and CUDA-graph dispatch. Replaced: the draft loop, and for the target as its own draft loading.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, runner: Any = None) -> None:
@@ -74,10 +79,14 @@ class MagicDecProposer(DraftModelProposer):
         assert isinstance(self.speculative_config, MagicDecSpeculativeConfig)
         if self.speculative_config.draft_lookup == "on":
             cpu_llvmlite.mend()
-        if self.speculative_config.adaptive:
-            make_plain_steps_plain(runner)
         self._runner = runner
-        self._takes_embeddings = takes_embeddings(vllm_config.model_config)
+        self._drafting: Draft
+        if self.speculative_config.has_draft_model:
+            self._drafting = ModelDraft(self)
+        else:
+            self._drafting = TargetDraft(self)
+        if self.speculative_config.adaptive and self._drafting.may_lag:
+            make_plain_steps_plain(runner, self._drafting.note_plain_step)
         self.supports_mm_inputs = False  # drafted tokens are text: no image has to be gathered for them
         self._drafter: Drafter | None = None  # made when the KV cache's page size is known
         self._common: CommonAttentionMetadata | None = None
@@ -92,16 +101,39 @@ class MagicDecProposer(DraftModelProposer):
     def _warn_if_multimodal(self) -> None:
         """Nothing is lost: drafted tokens are text, and what the prompt shows is in the KV cache."""
 
+    @property
+    def target_runner(self) -> Any:
+        """vLLM's, of the target."""
+        return self._runner
+
+    @property
+    def groups(self) -> Sequence[LayerGroup]:
+        """The draft's attention layers."""
+        assert self._drafter is not None
+        return self._drafter.groups
+
+    @property
+    def common(self) -> CommonAttentionMetadata:
+        """What is the same in all of a round's passes."""
+        assert self._common is not None
+        return self._common
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether the draft applies requests' LoRA adapters."""
+        return self._adapters is not None
+
+    def num_latest(self, num_steps: int) -> int:
+        """See `drafting.drafter.Drafter`."""
+        assert self._drafter is not None
+        return self._drafter.num_latest(num_steps)
+
     def load_model(self, target_model: nn.Module) -> None:
-        """Take the target itself; its attention layers are the draft's."""
-        refuse_more_inputs(target_model)
-        self.model = target_model
-        if self.vllm_config.lora_config is not None:
+        """Load what drafts, unless that is the target itself."""
+        self._draft_attn_layer_names = self._drafting.load(target_model)
+        # A draft model has none: vLLM's adapters are the target's.
+        if self.vllm_config.lora_config is not None and self.model is target_model:
             self._adapters = Adapters(target_model, self.vllm_config.lora_config)
-        layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
-        self._draft_attn_layer_names = {
-            name for name, layer in layers.items() if layer.get_kv_cache_spec(self.vllm_config) is not None
-        }
 
     def initialize_attn_backend(
         self, kv_cache_config: KVCacheConfig, kernel_block_sizes: list[int] | None = None
@@ -109,7 +141,7 @@ class MagicDecProposer(DraftModelProposer):
         """Called once the KV cache is laid out."""
         refuse_if_inexact(self.vllm_config, self._runner.attn_groups)
         say_if_slow(self.vllm_config)
-        groups = layer_groups(self.vllm_config, kv_cache_config)
+        groups = layer_groups(self.vllm_config, kv_cache_config, self._draft_attn_layer_names)
         # vLLM lays the KV cache out twice when it measures memory first: what the first drafter holds goes.
         self._drafter, self._attention_groups, self.draft_attn_groups = None, [], []
         # vLLM's class makes one builder for all layers of a backend, whatever their windows and caches.
@@ -124,11 +156,18 @@ class MagicDecProposer(DraftModelProposer):
             )
             for group in groups
         ]
+        self._drafting.lay_out(kv_cache_config, groups)
         self.draft_attn_groups = [made for of_group in self._attention_groups for made in of_group]
         num_groups, num_tokens = len(groups), self._slot_mapping_buffer.shape[0]
         self._slots = self._slot_mapping_buffer.new_full((num_groups, num_tokens), PAD_SLOT)
         self._drafter = Drafter(
-            self, self.vllm_config, groups, kv_cache_config, self.device, pass_runner=self
+            self,
+            self.vllm_config,
+            groups,
+            kv_cache_config,
+            self.device,
+            pass_runner=self,
+            own_cache=self._drafting.own_cache,
         )
         if self._drafter.has_layer_pages:
             refuse_split_pages(self._attention_groups)
@@ -139,7 +178,8 @@ class MagicDecProposer(DraftModelProposer):
             self._runner.effective_drafter_max_model_len = self._runner.max_model_len + room
 
     def dummy_run(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to warm up or capture: the target's own dummy run has done this model's."""
+        """Warm up or capture what the target's own dummy run has not."""
+        self._drafting.warm_up(*args, **kwargs)
 
     @torch.inference_mode()
     def propose(
@@ -169,7 +209,7 @@ class MagicDecProposer(DraftModelProposer):
             context_lens -= num_rejected_tokens_gpu[:num_reqs]
         self._last_draft_probs = None
         self._draft_probs.clear()
-        if num_speculative_tokens == 0:
+        if num_speculative_tokens == 0 and self._drafting.own_cache is None:
             return self._drafter.draft_tokens[:num_reqs, :0]
 
         self._sampling = sampling_metadata
@@ -189,6 +229,7 @@ class MagicDecProposer(DraftModelProposer):
         self._batch = self._make_batch(next_token_ids, context_lens)
         if self.speculative_config.draft_lookup == "on":
             self._batch = self._with_histories(self._batch, common_attn_metadata, target_token_ids)
+        self._drafting.note_step(common_attn_metadata, target_token_ids)
         if self._adapters is not None:
             self._adapters.take(self._runner.input_batch.request_lora_mapping[:num_reqs])
         if self.uses_mrope:
@@ -202,7 +243,7 @@ class MagicDecProposer(DraftModelProposer):
             used = len(self._draft_probs) if lists is None else max(map(len, lists))
             if used:
                 self._last_draft_probs = torch.stack(self._draft_probs[:used], dim=1).contiguous()
-        if self._drafter.draft_lists is not None:
+        if num_speculative_tokens and self._drafter.draft_lists is not None:
             return self._drafter.draft_lists
         # A copy: with asynchronous scheduling the next round may start before this one is read.
         return self._drafter.draft_tokens[:num_reqs, :num_speculative_tokens].clone()
@@ -252,8 +293,12 @@ class MagicDecProposer(DraftModelProposer):
             self._adapters.apply()
         # In all channels, drafted tokens are as far from their index as all generated text is.
         positions = step.positions + self._rope_offsets if self.uses_mrope else step.positions
+        queries = None
+        if step.index == 0 and self._drafting.num_leading:
+            ones = np.ones(len(tokens), dtype=np.int64)
+            queries = Queries(np.arange(len(tokens)), np.zeros_like(ones), ones)
         drafted, probs = self._sample_draft_tokens(
-            self._draft(tokens, positions, step.parts, self._common, step.index), self._sampling
+            self._draft(tokens, positions, step.parts, self._common, step.index, queries), self._sampling
         )
         if probs is not None:
             self._draft_probs.append(probs)
@@ -262,7 +307,7 @@ class MagicDecProposer(DraftModelProposer):
     @property
     def max_pass_tokens(self) -> int:
         """See `drafting.staged.PassRunner`."""
-        return int(self._slots.shape[1])
+        return int(self._slots.shape[1]) - self._drafting.num_leading
 
     def draft_pass(
         self, tokens: torch.Tensor, draft_pass: DraftPass
@@ -283,7 +328,8 @@ class MagicDecProposer(DraftModelProposer):
             self._adapters.apply(places.tolist())  # every token is drawn after
         if self.uses_mrope:
             positions = positions + self._rope_offsets[on_device(places, self.device)]
-        logits = self.model.compute_logits(self._draft(tokens, positions, draft_pass.parts, common))
+        hidden_states = self._draft(tokens, positions, draft_pass.parts, common, queries=queries)
+        logits = self.model.compute_logits(hidden_states)
         drafted, probs = self._sample_from_logits(logits, self._sampling_of(places))
         if probs is not None:
             self._note_probs(queries, probs)
@@ -321,16 +367,57 @@ class MagicDecProposer(DraftModelProposer):
         parts: Sequence[ViewStep | ViewPass],  # by group of layers
         common: CommonAttentionMetadata,
         index: int = 0,  # of the step in its round
+        queries: Queries | None = None,  # of a pass that may have to take more than these tokens
     ) -> torch.Tensor:
-        """The target's hidden states over a view, [num_tokens, hidden_size]."""
-        assert self._drafter is not None
+        """The draft's hidden states over a view, [num_tokens, hidden_size]."""
+        slots = [part.slots for part in parts]
+        leading = None if queries is None else self._drafting.lead(queries)
+        if leading is not None:
+            tokens = leading.before(tokens, leading.tokens)
+            positions = leading.before(positions, leading.positions)
+            slots = [leading.before(*both) for both in zip(slots, leading.slots, strict=True)]
+            starts = torch.from_numpy(leading.starts)
+            common = common.replace(
+                query_start_loc=starts.to(self.device),
+                query_start_loc_cpu=starts,
+                num_actual_tokens=len(tokens),
+                max_query_len=int(np.diff(leading.starts).max()),
+            )
         attn_metadata: dict[str, Any] = {}
-        for part, group, attention_groups in zip(
-            parts, self._drafter.groups, self._attention_groups, strict=True
+        for part, own, group, attention_groups in zip(
+            parts, slots, self.groups, self._attention_groups, strict=True
         ):
-            of_pages = functools.partial(_page_metadata, common, part.slots, attention_groups, index)
+            of_pages = functools.partial(_page_metadata, common, own, attention_groups, index)
             attn_metadata |= draft_metadata(part.view, group.layer_names, of_pages)
-        return self._forward(tokens, positions, [part.slots for part in parts], attn_metadata)
+        hidden_states = self._drafting.forward(tokens, positions, slots, attn_metadata)
+        if leading is None or queries is None:
+            return hidden_states
+        self._drafting.note_led(queries)
+        return hidden_states[leading.kept]
+
+    def whole_metadata(
+        self,
+        batch: Batch,
+        common: CommonAttentionMetadata,
+        places: torch.Tensor,
+        slots: Sequence[torch.Tensor],
+    ) -> dict[str, Any]:
+        """vLLM's metadata, by layer, of a draft's pass over all pages of some requests.
+
+        Args:
+            batch: the round's requests.
+            common: with the queries.
+            places: [num_reqs] int64, of the requests in the batch.
+            slots: [num_tokens] int64 each, by group of layers.
+        """
+        attn_metadata: dict[str, Any] = {}
+        for group, own, attention_groups in zip(self.groups, slots, self._attention_groups, strict=True):
+            table = batch.block_tables[group.kv_cache_group][places]
+            of_group = common.replace(block_table_tensor=table, slot_mapping=own)
+            for attention_group in attention_groups:
+                built = attention_group.build_metadata(of_group)
+                attn_metadata |= dict.fromkeys(attention_group.layer_names, built)
+        return attn_metadata
 
     def observe(
         self, layer_names: Sequence[str], indices: Sequence[int], window: int, observer: LayerObserver
@@ -367,55 +454,14 @@ class MagicDecProposer(DraftModelProposer):
             query_positions = positions_on_host(requests, places).to(self.device)
         else:
             query_positions = on_device(positions, self.device)
-        self._forward(
+        self._drafting.forward(
             on_device(tokens, self.device),
             query_positions,
             [slots] * len(self._drafter.groups),
             observed_metadata(attn_metadata, layer_names, self._drafter.switched_layers, observer),
         )
 
-    def _forward(
-        self,
-        tokens: torch.Tensor,  # [num_tokens] int32
-        positions: torch.Tensor,  # [num_tokens] int64, or [num_dims, num_tokens] under M-RoPE
-        slots: Sequence[torch.Tensor],  # [num_tokens] int64 each, by group of layers
-        attn_metadata: Mapping[str, Any],
-    ) -> torch.Tensor:
-        """The target's hidden states, [num_tokens, hidden_size]."""
-        num_tokens, runner = tokens.shape[0], self._runner
-        # Graphs share their memory, and the log probabilities of a prompt are made of the target's hidden
-        # states after the draft.
-        graph_mode, num_padded, num_across_dp = self._determine_batch_execution_and_padding(
-            # Of the target's graphs of these sizes, vLLM's class would take those without adapters.
-            num_tokens,
-            use_cudagraphs=not runner.num_prompt_logprobs and self._adapters is None,
-        )
-        # The target's CUDA graphs read their inputs where its runner keeps them.
-        target_positions = runner.mrope_positions.gpu if self.uses_mrope else runner.positions
-        target_positions[..., :num_tokens] = positions
-        inputs: dict[str, torch.Tensor | None]
-        if self._takes_embeddings:
-            embeddings = runner.inputs_embeds.gpu[:num_padded]
-            embeddings[:num_tokens] = embed(self.model, tokens, runner.model_config.get_vocab_size())
-            inputs = {"input_ids": None, "inputs_embeds": embeddings}
-        else:
-            runner.input_ids.gpu[:num_tokens] = tokens
-            inputs = {"input_ids": runner.input_ids.gpu[:num_padded], "inputs_embeds": None}
-        with (
-            unseen_by_connector(),
-            set_forward_context(
-                attn_metadata,
-                self.vllm_config,
-                num_tokens=num_padded,
-                num_tokens_across_dp=num_across_dp,
-                cudagraph_runtime_mode=graph_mode,
-                slot_mapping=self._pad_slots(num_padded, slots),
-            ),
-        ):
-            hidden_states = self.model(positions=target_positions[..., :num_padded], **inputs)
-        return hidden_states[:num_tokens]
-
-    def _pad_slots(self, num_padded: int, slots: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    def pad_slots(self, num_padded: int, slots: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Slots by layer, [num_padded] int64 each; `slots` [num_tokens] int64 each, by group of layers."""
         assert self._drafter is not None
         by_layer: dict[str, torch.Tensor] = {}

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`method: magicdec`: what it makes of a configuration, and what it refuses in a sentence."""
+
+import copy
+import json
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import LlamaConfig, PreTrainedTokenizerFast
+from vllm.config.utils import replace
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from vllm_magicdec.errors import METHOD, MODEL_METHOD, MagicDecConfigError
+from vllm_magicdec.plugin import register
+from vllm_magicdec.vllm_api.engine_config import EngineSpeculativeConfig
+
+register()
+
+
+def write_model(path: Path, **fields) -> str:
+    """A model's config.json; no weights are needed to configure an engine."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "head_dim": 32}
+    given = {"vocab_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 4096, **sizes, **fields}
+    LlamaConfig(architectures=["LlamaForCausalLM"], **given).save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("draft"), num_hidden_layers=1)
+
+
+def configure(target, speculative_config, **engine):
+    args = {"skip_tokenizer_init": True, "max_model_len": 4096, "block_size": 32, **engine}
+    return EngineArgs(model=target, speculative_config=speculative_config, **args).create_engine_config()
+
+
+def test_the_model_is_vllms_draft_model_and_the_fields_are_ours(target, draft):
+    config = configure(target, {"method": MODEL_METHOD, "model": draft, "draft_kv_budget": 256})
+    spec = config.speculative_config
+    assert type(spec) is EngineSpeculativeConfig and spec.uses_draft_model() and spec.has_draft_model
+    assert (spec.model, spec.draft_model_config.model) == (draft, draft)
+    assert spec.draft_model_config.get_num_layers(config.parallel_config) == 1
+    assert spec.draft_kv_budget == 256 and config.num_lookahead_tokens == 4
+    assert repr(spec).startswith(f"SpeculativeConfig(method='magicdec', model={draft!r}")
+
+
+def test_the_command_line_says_the_same(target, draft):
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    typed = ["--spec-method", "magicdec", "--speculative-model", draft, "--num-speculative-tokens", "6"]
+    args = ["--model", target, "--skip-tokenizer-init", "--block-size", "32", *typed]
+    from_options = EngineArgs.from_cli_args(parser.parse_args(args)).create_engine_config()
+    fields = json.dumps({"method": "magicdec", "model": draft, "num_speculative_tokens": 6})
+    args = [
+        "--model",
+        target,
+        "--skip-tokenizer-init",
+        "--block-size",
+        "32",
+        "--speculative-config",
+        fields,
+    ]
+    from_dictionary = EngineArgs.from_cli_args(parser.parse_args(args)).create_engine_config()
+    assert repr(from_options.speculative_config) == repr(from_dictionary.speculative_config)
+
+
+def test_it_survives_the_ways_that_vllm_copies_it(target, draft):
+    config = configure(target, {"method": MODEL_METHOD, "model": draft, "num_speculative_tokens": "auto"})
+    spec = config.speculative_config
+    for copied in (pickle.loads(pickle.dumps(config)).speculative_config, copy.copy(spec), replace(spec)):
+        assert type(copied) is EngineSpeculativeConfig
+        assert repr(copied) == repr(spec) and copied.has_draft_model
+        assert copied.draft_model_config.model == draft
+
+
+WRONG = {
+    "no model": ({"model": None}, "name one in 'model'"),
+    "the target by our name": ({"model": METHOD}, f"or use method='{METHOD}'"),
+    "another policy": ({"draft_kv_policy": "snapkv"}, "use draft_kv_policy='streamingllm'"),
+    "a field of vLLM's": ({"parallel_drafting": True}, "magicdec does not take 'parallel_drafting'"),
+    "an unknown field": ({"draft_kv_bugdet": 1}, "did you mean 'draft_kv_budget'?"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_fields_get_one_sentence(target, draft, case):
+    fields, sentence = WRONG[case]
+    with pytest.raises(MagicDecConfigError) as error:
+        configure(target, {"method": MODEL_METHOD, "model": draft, **fields})
+    assert sentence in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_model_beside_self_speculation_names_the_other_method(target, draft):
+    with pytest.raises(MagicDecConfigError, match="use method='magicdec' to draft with that model"):
+        configure(target, {"method": METHOD, "model": draft})
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"vocab_size": 128}, "should have the same vocabulary size"),
+        ({"max_position_embeddings": 2048}, "reads at most 2048 tokens; use --max-model-len 2048"),
+    ],
+)
+def test_drafts_that_do_not_fit_the_target_are_refused(target, tmp_path, fields, sentence):
+    with pytest.raises(MagicDecConfigError, match=sentence):
+        configure(target, {"method": MODEL_METHOD, "model": write_model(tmp_path, **fields)})
+
+
+@pytest.mark.parametrize(
+    ("engine", "sentence"),
+    [
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 is not supported"),
+        ({"enable_prompt_embeds": True}, "the target takes more than text"),
+    ],
+)
+def test_engines_that_cannot_work_are_refused(target, draft, engine, sentence):
+    with pytest.raises(MagicDecConfigError, match=sentence):
+        configure(target, {"method": MODEL_METHOD, "model": draft}, **engine)
+
+
+def test_the_v2_runner_is_refused_with_what_to_set(target, draft, monkeypatch):
+    monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    with pytest.raises(MagicDecConfigError, match="set VLLM_USE_V2_MODEL_RUNNER=0"):
+        configure(target, {"method": MODEL_METHOD, "model": draft})
+
+
+def write_tokenizer(path: str, words: list[str]) -> None:
+    vocabulary = {word: index for index, word in enumerate(words)}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token=words[0]))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=words[0]).save_pretrained(path)
+
+
+def test_tokenizers_that_differ_are_refused(target, draft, tmp_path):
+    own, theirs = (shutil.copytree(model, tmp_path / name) for model, name in ((target, "t"), (draft, "d")))
+    words = [f"word{index}" for index in range(64)]
+    write_tokenizer(own, words)
+    fields = {"method": MODEL_METHOD, "model": str(theirs)}
+    configure(
+        str(own), fields, skip_tokenizer_init=False
+    )  # it has none: taken for the target's, with a warning
+    write_tokenizer(theirs, words)
+    configure(str(own), fields, skip_tokenizer_init=False)
+    write_tokenizer(theirs, [*words[:60], *words[:59:-1]])
+    with pytest.raises(MagicDecConfigError, match="gives 4 tokens other ids than the target's"):
+        configure(str(own), fields, skip_tokenizer_init=False)

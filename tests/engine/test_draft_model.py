@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""With a draft model over a sparse view of its own KV cache (`method: magicdec`) output is unchanged.
+
+And its cache holds what was verified, whatever becomes of requests: with the target itself as the draft
+model and a view of the whole context, both caches are the same and every draft is accepted.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import engines
+import pytest
+from engines import MODEL, MODEL_LEN
+from greedy import GREEDY, assert_same_tokens
+
+WHOLE_LEN = 2048  # tokens; nothing of the prompts and answers is longer
+TINY_DRAFT = Path(__file__).parents[2] / "benchmarks" / "tiny-draft"
+HYBRID = TINY_DRAFT.parent / "tiny-hybrid"
+SCHEDULES = {
+    "whole prompts": {"max_num_batched_tokens": WHOLE_LEN},
+    "chunked prefill": {"max_num_batched_tokens": 256},
+    # 80 pages hold one longest request and little else.
+    "preemption": {"num_gpu_blocks_override": 80, "max_num_batched_tokens": WHOLE_LEN, "max_num_seqs": 24},
+}
+
+
+def drafting_with(model: Path, num_speculative_tokens: int | str = 4, **fields: Any) -> dict[str, Any]:
+    own = {"method": "magicdec", "model": str(model), "num_speculative_tokens": num_speculative_tokens}
+    return {**own, **fields}
+
+
+def longest(prompts: list[list[int]]) -> list[int]:
+    """Places of the longest prompts."""
+    return sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))[:4]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("budget", "gamma"), [(64, 4), (256, 1), (WHOLE_LEN, 8)])
+def test_greedy_output_is_unchanged(prompts, plain, budget, gamma, schedule):
+    batches = [prompts, [prompts[i] for i in longest(prompts)]]
+    run = engines.run(
+        [("generate", {"batches": [{"prompts": batch, "sampling": GREEDY} for batch in batches]})],
+        speculative_config=drafting_with(TINY_DRAFT, gamma, draft_kv_budget=budget),
+        **{"max_model_len": WHOLE_LEN, "max_num_seqs": 16, **SCHEDULES[schedule]},
+    )
+    first, again = run.results[0]
+    what = f"budget {budget}, gamma {gamma}, {schedule}"
+    assert_same_tokens(plain, first, what)
+    assert_same_tokens([plain[i] for i in longest(prompts)], again, f"{what}, prefix cached")
+    assert run.draft_failures == 0 and 0.3 < run.accepted / run.drafted < 0.95
+    assert (run.preemptions > 0) == (schedule == "preemption")
+
+
+@pytest.mark.parametrize("lookup", ["off", "on"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_cache_holds_what_was_verified_and_the_target_accepts_itself(prompts, plain, schedule, lookup):
+    batches = [prompts, [prompts[i] for i in longest(prompts)]]
+    run = engines.run(
+        [
+            ("watch_draft_cache", {}),
+            ("generate", {"batches": [{"prompts": batch, "sampling": GREEDY} for batch in batches]}),
+            ("watched_draft_cache", {}),
+        ],
+        speculative_config=drafting_with(MODEL, draft_kv_budget=WHOLE_LEN, draft_lookup=lookup),
+        **{"max_model_len": WHOLE_LEN, "max_num_seqs": 16, **SCHEDULES[schedule]},
+    )
+    _, (first, again), watched = run.results
+    assert_same_tokens(plain, first, schedule)
+    assert_same_tokens([plain[i] for i in longest(prompts)], again, f"{schedule}, prefix cached")
+    assert run.accepted == run.drafted > 0 and run.draft_failures == 0
+    if schedule != "preemption":
+        assert all(request["cached_tokens"] > 0 for request in again)
+    assert watched["tokens"] > 10_000 and watched["difference"] < 1e-3, watched
+    # All drafts stood, so that a round lacks the last one, of each request.
+    assert 0 < watched["leading"] <= 24
+    assert (run.preemptions > 0) == (schedule == "preemption")
+
+
+@pytest.mark.parametrize("lookup", ["off", "on"])
+def test_the_cache_catches_up_with_plain_steps(prompts, plain, lookup):
+    """Numbers of drafts change at random, 0 among them, and drafts are cut."""
+    run = engines.run(
+        [
+            ("watch_draft_cache", {}),
+            (
+                "generate_with_random_choices",
+                {"batches": [{"prompts": prompts, "sampling": GREEDY}], "seed": 2},
+            ),
+            ("watched_draft_cache", {}),
+        ],
+        max_num_seqs=8,
+        max_num_batched_tokens=256,
+        speculative_config=drafting_with(MODEL, "auto", draft_kv_budget=MODEL_LEN, draft_lookup=lookup),
+    )
+    _, result, watched = run.results
+    assert_same_tokens(plain, result["batches"][0], "random choices")
+    assert result["plain_steps"] > 5 and run.draft_failures == 0
+    assert result["sampled_as_speculative"] < result["speculative_steps"] + result["plain_steps"]
+    assert watched["tokens"] > 10_000 and watched["difference"] < 1e-3, watched
+    assert watched["leading"] > 0
+
+
+def test_a_sparse_view_changes_drafts_and_not_output(prompts, plain):
+    """Of the target as its own draft model, with lookups in passes of 48 tokens at most."""
+    run = engines.generate(
+        prompts,
+        GREEDY,
+        max_num_seqs=8,
+        max_num_batched_tokens=48,
+        speculative_config=drafting_with(MODEL, 8, draft_kv_budget=64, draft_lookup="on"),
+    )
+    assert_same_tokens(plain, run.results[0][0], "a sparse view, lookups")
+    assert 0.3 < run.accepted / run.drafted < 1.0 and run.draft_failures == 0
+    assert run.metrics["vllm:magicdec_lookup_passes"] < 8 * run.metrics["vllm:magicdec_lookup_rounds"]
+
+
+def test_requests_may_reach_the_model_length_in_the_middle_of_a_draft(prompts):
+    engine = {
+        "prompts": [prompt[:length] for prompt in prompts for length in (230, 250) if len(prompt) > 250],
+        "sampling": {**GREEDY, "max_tokens": 64},
+        "max_model_len": 256,
+        "max_num_seqs": 8,
+    }
+    truth = engines.generate(**engine).results[0][0]
+    run = engines.generate(speculative_config=drafting_with(MODEL, 16, draft_kv_budget=256), **engine)
+    assert_same_tokens(truth, run.results[0][0], "the model's end")
+    assert run.draft_failures == 0 and run.accepted == run.drafted > 0
+
+
+def test_aborted_requests_leave_the_others_as_they_are(prompts, plain):
+    """And their pages to later ones."""
+    batch = {"prompts": prompts, "sampling": GREEDY}
+    run = engines.run(
+        [
+            ("watch_draft_cache", {}),
+            ("abort_half_while_decoding", {"batch": batch, "steps_before_abort": 4}),
+            ("generate", {"batches": [batch]}),
+            ("watched_draft_cache", {}),
+        ],
+        max_num_seqs=8,
+        max_model_len=WHOLE_LEN,
+        num_gpu_blocks_override=160,
+        speculative_config=drafting_with(MODEL, draft_kv_budget=WHOLE_LEN),
+    )
+    _, others, (after,), watched = run.results
+    for index in range(1, len(prompts), 2):
+        assert others[str(index)] == plain[index]["completions"][0]["tokens"]
+    assert_same_tokens(plain, after, "after aborts")
+    assert run.draft_failures == 0 and watched["difference"] < 1e-3
+
+
+@pytest.mark.parametrize("lookup", ["off", "on"])
+def test_failed_drafting_loses_no_request(prompts, plain, lookup):
+    run = engines.run(
+        [("generate_with_broken_drafting", {"batches": [{"prompts": prompts[:6], "sampling": GREEDY}]})],
+        strict=False,
+        speculative_config=drafting_with(TINY_DRAFT, draft_lookup=lookup),
+    )
+    assert_same_tokens(plain[:6], run.results[0][0], "broken drafting")
+    assert run.draft_failures > 5
+
+
+def test_a_draft_model_compiles_and_runs_in_processes_of_its_own(prompts, plain):
+    """As users run it: nothing is eager, engine core and worker are processes."""
+    run = engines.generate(
+        prompts,
+        GREEDY,
+        own_process=True,
+        enforce_eager=False,
+        max_num_seqs=8,
+        speculative_config=drafting_with(TINY_DRAFT),
+    )
+    assert_same_tokens(plain, run.results[0][0], "as users run it")
+    assert run.draft_failures == 0 and run.accepted > 0
+    assert "drafts, over a KV cache of its own" in run.log
+    # 2 layers beside 6, of equally many heads.
+    assert "the draft model's layers take 25 % of the KV cache" in run.log
+
+
+@pytest.mark.parametrize("draft", [TINY_DRAFT, HYBRID])
+def test_targets_and_drafts_may_have_layers_with_a_window(prompts, draft):
+    """Then the KV cache has groups of layers with block tables of their own, the draft's among them."""
+    chosen = [prompts[i] for i in longest(prompts)] + prompts[:6]
+    settings = {"model": str(HYBRID), "max_num_seqs": 4, "max_model_len": WHOLE_LEN}
+    truth = engines.generate(chosen, GREEDY, **settings).results[0][0]
+    spec = drafting_with(draft, draft_kv_budget=WHOLE_LEN)
+    run = engines.generate(chosen, GREEDY, speculative_config=spec, **settings)
+    assert_same_tokens(truth, run.results[0][0], f"windows, {draft.name}")
+    assert run.draft_failures == 0 and 0 < run.accepted <= run.drafted
+    if draft == HYBRID:
+        assert run.accepted == run.drafted
+
+
+@engines.needs_tensor_parallel
+def test_greedy_output_is_unchanged_with_tensor_parallel_2(prompts, plain):
+    chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < 1000][:16]
+    run = engines.generate(
+        [prompts[i] for i in chosen],
+        GREEDY,
+        **engines.TENSOR_PARALLEL_2,
+        max_num_seqs=8,
+        speculative_config=drafting_with(TINY_DRAFT, draft_kv_budget=128),
+    )
+    assert_same_tokens([plain[i] for i in chosen], run.results[0][0], "tensor parallel 2")
+    assert run.accepted > 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "engine", "sentence"),
+    [
+        ({}, {"v2": True}, "works on the V1 model runner alone so far; set VLLM_USE_V2_MODEL_RUNNER=0"),
+        ({"draft_kv_policy": "snapkv"}, {}, "use draft_kv_policy='streamingllm'"),
+        ({"draft_kv_policy": "verify-topk"}, {}, "use draft_kv_policy='streamingllm'"),
+        (
+            {},
+            {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
+            "does not work with a KV connector",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_in_a_sentence(fields, engine, sentence):
+    with pytest.raises(engines.RefusedError, match=sentence):
+        engines.generate(
+            [[1, 2, 3]], GREEDY, speculative_config=drafting_with(TINY_DRAFT, **fields), **engine
+        )

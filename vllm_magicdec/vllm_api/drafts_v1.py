@@ -1,0 +1,506 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who drafts on the V1 runner: the target itself, or a model with a KV cache of its own.
+
+The loop, its views and what becomes of the drafts are the same. What differs is behind `Draft`: whose
+weights run a pass, over whose layers' KV cache, and what that cache lacks after a verification.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.nn as nn
+from vllm.config import get_layers_from_vllm_config
+from vllm.forward_context import set_forward_context
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig, UniformTypeKVCacheSpecs
+from vllm.v1.spec_decode.draft_model import DraftModelProposer
+
+from vllm_magicdec.drafting.drafter import OwnCache
+from vllm_magicdec.drafting.held_tokens import HeldTokens
+from vllm_magicdec.drafting.layer_groups import LayerGroup
+from vllm_magicdec.errors import MODEL_METHOD, MagicDecConfigError
+from vllm_magicdec.views.base import Batch, on_device
+from vllm_magicdec.views.passes import Queries
+from vllm_magicdec.vllm_api.embeddings import embed, refuse_more_inputs, takes_embeddings
+from vllm_magicdec.vllm_api.kv_transfer import unseen_by_connector
+
+if TYPE_CHECKING:  # it makes what is here
+    from vllm_magicdec.vllm_api.runner_v1 import MagicDecProposer
+
+logger = init_logger(f"vllm.{__name__}")
+
+# Tokens that a round's first pass takes of a request beside its last one, in multiples of a round's drafts.
+# They see no more than the view of the round; where more are lacking, a pass over all pages is better.
+_MOST_LEADING = 2
+
+
+@dataclass(frozen=True)
+class Leading:
+    """Tokens that a pass takes before its own, because the draft's cache lacks them."""
+
+    starts: np.ndarray  # [num_running + 1] int32, where each request's tokens begin, both kinds
+    kept: torch.Tensor  # [num_tokens] int64, places of the pass's own tokens
+    places: torch.Tensor  # [num_leading] int64, of the others
+    tokens: torch.Tensor  # [num_leading] int32
+    positions: torch.Tensor  # [num_leading] int64
+    slots: Sequence[torch.Tensor]  # [num_leading] int64 each, by group of layers
+
+    def before(self, own: torch.Tensor, leading: torch.Tensor) -> torch.Tensor:
+        """[num_leading + num_tokens], of both kinds in the pass's order."""
+        both = own.new_empty(len(own) + len(leading))
+        both[self.kept], both[self.places] = own, leading.to(own.dtype)
+        return both
+
+
+class Draft(ABC):
+    """Who drafts.
+
+    Args:
+        proposer: makes its passes.
+    """
+
+    def __init__(self, proposer: "MagicDecProposer") -> None:
+        self._proposer = proposer
+
+    @property
+    def own_cache(self) -> OwnCache | None:
+        """See `drafting.drafter.Drafter`."""
+        return None
+
+    @property
+    def may_lag(self) -> bool:
+        """Whether steps after which nothing is drafted may do without the draft altogether."""
+        return True
+
+    @property
+    def note_plain_step(self) -> Callable[[SchedulerOutput], None] | None:
+        """Is shown such a step of the target, when it has been made."""
+        return None
+
+    @abstractmethod
+    def load(self, target: nn.Module) -> set[str]:
+        """Make `proposer.model` what drafts; returns the names of its attention layers."""
+
+    @abstractmethod
+    def lay_out(self, kv_cache_config: KVCacheConfig, groups: Sequence[LayerGroup]) -> None:
+        """The KV cache is there.
+
+        Args:
+            kv_cache_config: of all layers.
+            groups: the draft's layers.
+        """
+
+    @abstractmethod
+    def warm_up(self, *args: Any, **kwargs: Any) -> None:
+        """vLLM's dummy run of a draft model."""
+
+    @abstractmethod
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        slots: Sequence[torch.Tensor],
+        attn_metadata: Mapping[str, Any],
+    ) -> torch.Tensor:
+        """Hidden states of a pass, [num_tokens, hidden_size].
+
+        Args:
+            tokens: [num_tokens] int32.
+            positions: [num_tokens] int64, or [num_dims, num_tokens] under M-RoPE.
+            slots: [num_tokens] int64 each, where their K/V goes, by group of layers.
+            attn_metadata: by layer.
+        """
+
+    def note_step(self, common: CommonAttentionMetadata, target_token_ids: torch.Tensor) -> None:
+        """What the target's step took, before a round.
+
+        Args:
+            common: of the step.
+            target_token_ids: [num_tokens] int32.
+        """
+        self._target_common, self._target_token_ids = common, target_token_ids
+
+    @property
+    def num_leading(self) -> int:
+        """Tokens that the round's next passes take beside those that they are asked for, at most."""
+        return 0
+
+    def lead(self, queries: Queries) -> Leading | None:
+        """What a pass has to take before its own tokens, `queries`."""
+        return None
+
+    def note_led(self, queries: Queries) -> None:
+        """Such a pass has run."""
+        raise AssertionError("no pass has taken other tokens than its own")
+
+
+class TargetDraft(Draft):
+    """The target itself: its verification writes all that the cache has to hold."""
+
+    def load(self, target: nn.Module) -> set[str]:
+        """See `Draft`; nothing is loaded, its attention layers are the draft's."""
+        refuse_more_inputs(target)
+        proposer = self._proposer
+        proposer.model = target
+        layers = get_layers_from_vllm_config(proposer.vllm_config, AttentionLayerBase)
+        return {
+            name
+            for name, layer in layers.items()
+            if layer.get_kv_cache_spec(proposer.vllm_config) is not None
+        }
+
+    def lay_out(self, kv_cache_config: KVCacheConfig, groups: Sequence[LayerGroup]) -> None:
+        """See `Draft`; nothing is kept of it."""
+
+    def warm_up(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to warm up or capture: the target's own dummy run has done this model's."""
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        slots: Sequence[torch.Tensor],
+        attn_metadata: Mapping[str, Any],
+    ) -> torch.Tensor:
+        """See `Draft`."""
+        proposer = self._proposer
+        num_tokens, runner = tokens.shape[0], proposer.target_runner
+        # Graphs share their memory, and the log probabilities of a prompt are made of the target's hidden
+        # states after the draft.
+        graph_mode, num_padded, num_across_dp = proposer._determine_batch_execution_and_padding(
+            # Of the target's graphs of these sizes, vLLM's class would take those without adapters.
+            num_tokens,
+            use_cudagraphs=not runner.num_prompt_logprobs and not proposer.has_adapters,
+        )
+        # The target's CUDA graphs read their inputs where its runner keeps them.
+        target_positions = runner.mrope_positions.gpu if proposer.uses_mrope else runner.positions
+        target_positions[..., :num_tokens] = positions
+        inputs: dict[str, torch.Tensor | None]
+        if takes_embeddings(runner.model_config):
+            embeddings = runner.inputs_embeds.gpu[:num_padded]
+            embeddings[:num_tokens] = embed(proposer.model, tokens, runner.model_config.get_vocab_size())
+            inputs = {"input_ids": None, "inputs_embeds": embeddings}
+        else:
+            runner.input_ids.gpu[:num_tokens] = tokens
+            inputs = {"input_ids": runner.input_ids.gpu[:num_padded], "inputs_embeds": None}
+        with (
+            unseen_by_connector(),
+            set_forward_context(
+                attn_metadata,
+                proposer.vllm_config,
+                num_tokens=num_padded,
+                num_tokens_across_dp=num_across_dp,
+                cudagraph_runtime_mode=graph_mode,
+                slot_mapping=proposer.pad_slots(num_padded, slots),
+            ),
+        ):
+            hidden_states = proposer.model(positions=target_positions[..., :num_padded], **inputs)
+        return hidden_states[:num_tokens]
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What a round's passes wrote of a request into the draft's cache."""
+
+    first: int  # position
+    page: int  # of that position, in the KV cache
+    tokens: Sequence[int]
+
+
+class ModelDraft(Draft):
+    """A model that vLLM loads as it does for `draft_model`, with layers in the KV cache's groups.
+
+    A round's passes write the K/V of what they take: the last verified token and all drafts but the last.
+    What was rejected of them is written over. What the cache then lacks of the verified tokens (the last
+    draft, if all stood; a prompt's chunk; what plain steps decoded) the draft reads before or in the next
+    round's first pass. Waits for the device once a round.
+
+    Args:
+        proposer: makes its passes.
+    """
+
+    def __init__(self, proposer: "MagicDecProposer") -> None:
+        super().__init__(proposer)
+        self._written: dict[str, _Written] = {}  # by request, of the latest round
+        self._leading: dict[int, int] = {}  # by place in the batch, the first position
+
+    def load(self, target: nn.Module) -> set[str]:
+        """See `Draft`."""
+        DraftModelProposer.load_model(self._proposer, target)
+        refuse_more_inputs(self._proposer.model)
+        return set(self._proposer._draft_attn_layer_names)
+
+    def lay_out(self, kv_cache_config: KVCacheConfig, groups: Sequence[LayerGroup]) -> None:
+        """See `Draft`.
+
+        Raises:
+            MagicDecConfigError: no layer keeps the whole context.
+        """
+        group = groups[0]  # those that see the whole context come first
+        if group.reach is not None:
+            raise MagicDecConfigError(
+                f"{MODEL_METHOD}: no layer of this draft model sees the whole context, and vLLM frees the "
+                "pages that its others leave behind; use vLLM's method 'draft_model' with it"
+            )
+        self._page_size, self._cache_group = group.cache.block_size, group.kv_cache_group
+        self._held = HeldTokens(kv_cache_config.num_blocks, self._page_size)
+        _say_what_it_takes(kv_cache_config, groups)
+        # vLLM's runner drafts nothing for any request where one is near the model's end. Then the others'
+        # caches would lack what the step verified; what is drafted beyond the end is dropped.
+        runner = self._proposer.target_runner
+        room = self._proposer.speculative_config.num_speculative_tokens
+        runner.effective_drafter_max_model_len = runner.max_model_len + room
+
+    def warm_up(self, *args: Any, **kwargs: Any) -> None:
+        """See `Draft`."""
+        DraftModelProposer.dummy_run(self._proposer, *args, **kwargs)
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        slots: Sequence[torch.Tensor],
+        attn_metadata: Mapping[str, Any],
+    ) -> torch.Tensor:
+        """See `Draft`; its CUDA graphs read their inputs from vLLM's buffers of a draft model."""
+        proposer, num_tokens = self._proposer, tokens.shape[0]
+        graph_mode, num_padded, num_across_dp = proposer._determine_batch_execution_and_padding(num_tokens)
+        proposer.input_ids[:num_tokens] = tokens
+        proposer.positions[:num_tokens] = positions
+        with (
+            unseen_by_connector(),
+            set_forward_context(
+                attn_metadata,
+                proposer.vllm_config,
+                num_tokens=num_padded,
+                num_tokens_across_dp=num_across_dp,
+                cudagraph_runtime_mode=graph_mode,
+                slot_mapping=proposer.pad_slots(num_padded, slots),
+            ),
+        ):
+            hidden_states = proposer.model(
+                input_ids=proposer.input_ids[:num_padded],
+                positions=proposer.positions[:num_padded],
+                inputs_embeds=None,
+            )
+        return hidden_states[:num_tokens]
+
+    @property
+    def own_cache(self) -> OwnCache:
+        """See `Draft`."""
+        return self
+
+    @property
+    def may_lag(self) -> bool:
+        """See `Draft`; asynchronously, the host does not know the tokens that are to be read later."""
+        return not self._proposer.vllm_config.scheduler_config.async_scheduling
+
+    @property
+    def note_plain_step(self) -> Callable[[SchedulerOutput], None]:
+        """See `Draft`."""
+        return self._note_plain_step
+
+    def begin_round(self, batch: Batch) -> None:
+        """See `drafting.drafter.OwnCache`."""
+        common = self._target_common
+        num_reqs = len(batch.req_ids)
+        self._ends = batch.context_lens.tolist()
+        ends_of_step = common.seq_lens[:num_reqs].tolist()
+        query_starts = common.query_start_loc_cpu[: num_reqs + 1]
+        self._query_starts = query_starts[:-1].tolist()
+        # First positions of what the target's step took.
+        self._starts = (torch.tensor(ends_of_step) - query_starts.diff()).tolist()
+        self._leading = {}
+        for index, (req_id, start, end, end_of_step) in enumerate(
+            zip(batch.req_ids, self._starts, self._ends, ends_of_step, strict=True)
+        ):
+            pages, written = self._pages(index), self._written.get(req_id)
+            self._held.forget(pages, start, end_of_step)
+            if written is None or written.first != start or written.page != pages[start // self._page_size]:
+                continue
+            truth = self._tokens_of(index, start, end).tolist()
+            pairs = zip(truth, written.tokens, strict=False)
+            equal = next(
+                (i for i, (one, other) in enumerate(pairs) if one != other),
+                min(len(truth), len(written.tokens)),
+            )
+            self._held.add(pages, start, start + equal)
+        self._written = {}
+
+    def catch_up(self, batch: Batch, num_steps: int) -> None:
+        """See `drafting.drafter.OwnCache`; without a pass to follow, what plain steps decode can wait."""
+        if not num_steps and self.may_lag and not (any(batch.is_prefilling) or any(batch.is_first)):
+            return
+        proposer = self._proposer
+        most_leading = min(proposer.num_latest(num_steps), _MOST_LEADING * max(1, num_steps))
+        room, pieces = proposer.max_num_tokens - len(batch.req_ids), []
+        for index, end in enumerate(self._ends):
+            first = self._held.first_lacking(self._pages(index), end)
+            lacking = end - first
+            if not lacking:
+                continue
+            if num_steps and not batch.is_prefilling[index] and lacking <= min(most_leading, room):
+                self._leading[index] = first
+                room -= lacking
+            else:
+                pieces.append((index, first, end))
+        for of_pass in _split(pieces, proposer.max_num_tokens):
+            self._read(batch, of_pass)
+
+    def end_round(self, batch: Batch, drafts: Sequence[Sequence[int]]) -> None:
+        """See `drafting.drafter.OwnCache`."""
+        room, latest = self._proposer.max_model_len, batch.tokens.tolist()
+        for index, (req_id, end, own) in enumerate(zip(batch.req_ids, self._ends, drafts, strict=True)):
+            # A pass writes what it takes, and the last draft is what the last pass gives.
+            if len(own) and not batch.is_prefilling[index] and index not in self._leading:
+                tokens = [latest[index], *own[:-1]][: room - end]
+                if tokens:
+                    page = int(self._pages(index)[end // self._page_size])
+                    self._written[req_id] = _Written(end, page, tokens)
+
+    def _note_plain_step(self, scheduler_output: SchedulerOutput) -> None:
+        inputs = self._proposer.target_runner.input_batch
+        for index, req_id in enumerate(inputs.req_ids):
+            first = int(inputs.num_computed_tokens_cpu[index])
+            number = scheduler_output.num_scheduled_tokens.get(req_id, 0)
+            self._held.forget(self._pages(index), first, first + number)
+        self._written = {}
+
+    @property
+    def num_leading(self) -> int:
+        """See `Draft`."""
+        return sum(self._ends[index] - first for index, first in self._leading.items())
+
+    def lead(self, queries: Queries) -> Leading | None:
+        """See `Draft`; it is the first of the round that takes a request's tokens."""
+        requests = queries.requests.tolist()
+        firsts = [self._leading.get(index, self._ends[index]) for index in requests]
+        lens = np.array([self._ends[index] - first for index, first in zip(requests, firsts, strict=True)])
+        if not lens.any():
+            return None
+        starts = np.concatenate([[0], (lens + queries.lens).cumsum()]).astype(np.int32)
+        is_leading = np.zeros(starts[-1], dtype=bool)
+        for start, number in zip(starts.tolist(), lens.tolist(), strict=False):
+            is_leading[start : start + number] = True
+        proposer = self._proposer
+        pieces = [
+            (index, first, self._ends[index])
+            for index, first in zip(requests, firsts, strict=True)
+            if first < self._ends[index]
+        ]
+        tokens, positions, slots = self._inputs_of(pieces)
+        return Leading(
+            starts,
+            on_device(np.flatnonzero(~is_leading), proposer.device),
+            on_device(np.flatnonzero(is_leading), proposer.device),
+            tokens,
+            positions,
+            slots,
+        )
+
+    def note_led(self, queries: Queries) -> None:
+        """See `Draft`."""
+        for index in queries.requests.tolist():
+            if index in self._leading:
+                self._held.add(self._pages(index), self._leading.pop(index), self._ends[index])
+
+    def _read(self, batch: Batch, pieces: Sequence[tuple[int, int, int]]) -> None:
+        """A pass over all pages before its tokens: `pieces` are places in the batch with positions.
+
+        The pages are all there. What is far from the end is read once, so that its K/V may as well know of
+        all before, as in a draft model's cache of vLLM's own; and pages that the prefix cache hands on are
+        the same whoever filled them.
+        """
+        proposer = self._proposer
+        tokens, positions, slots = self._inputs_of(pieces)
+        lens = [end - first for _, first, end in pieces]
+        starts = torch.tensor([0, *np.cumsum(lens).tolist()], dtype=torch.int32)
+        ends = [end for _, _, end in pieces]
+        common = proposer.common.replace(
+            query_start_loc=starts.to(proposer.device),
+            query_start_loc_cpu=starts,
+            num_reqs=len(pieces),
+            num_actual_tokens=len(tokens),
+            max_query_len=max(lens),
+            seq_lens=on_device(ends, proposer.device).to(torch.int32),
+            max_seq_len=max(ends),
+        )
+        places = on_device([index for index, _, _ in pieces], proposer.device)
+        self.forward(tokens, positions, slots, proposer.whole_metadata(batch, common, places, slots))
+        for index, first, end in pieces:
+            self._held.add(self._pages(index), first, end)
+
+    def _inputs_of(
+        self, pieces: Sequence[tuple[int, int, int]]
+    ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        """Tokens [num_tokens] int32, positions [num_tokens] int64, and slots by group of layers."""
+        proposer = self._proposer
+        tokens = torch.cat([self._tokens_of(*piece) for piece in pieces])
+        positions = np.concatenate([np.arange(first, end) for _, first, end in pieces])
+        places = np.repeat([index for index, _, _ in pieces], [end - first for _, first, end in pieces])
+        slots = []
+        tables = proposer.target_runner.input_batch.block_table.block_tables
+        for group in proposer.groups:
+            size, table = group.cache.block_size, tables[group.kv_cache_group].block_table.np
+            pages = table[places, positions // size].astype(np.int64)
+            slots.append(on_device(pages * size + positions % size, proposer.device))
+        return tokens, on_device(positions, proposer.device), slots
+
+    def _tokens_of(self, index: int, first: int, end: int) -> torch.Tensor:
+        """[end - first] int32, verified tokens of a request: those of the target's step, or older ones."""
+        start = self._starts[index]
+        of_step = slice(max(first, start) - start, max(end, start) - start)
+        latest = self._target_token_ids[self._query_starts[index] :][of_step].to(torch.int32)
+        if first >= start:
+            return latest
+        # Under asynchronous scheduling the host has -1 for tokens that it never got to know in time.
+        known = self._proposer.target_runner.input_batch.token_ids_cpu[index, first : min(end, start)]
+        return torch.cat([on_device(known.clip(min=0), latest.device).to(torch.int32), latest])
+
+    def _pages(self, index: int) -> np.ndarray:
+        """[max_pages] int32, of a request, on the host."""
+        tables = self._proposer.target_runner.input_batch.block_table.block_tables
+        return tables[self._cache_group].block_table.np[index]
+
+
+def _say_what_it_takes(kv_cache_config: KVCacheConfig, groups: Sequence[LayerGroup]) -> None:
+    if len(kv_cache_config.kv_cache_groups) != 1:  # else tokens of several groups share the blocks
+        return
+    (cache,) = kv_cache_config.kv_cache_groups
+    spec, names = cache.kv_cache_spec, dict.fromkeys(cache.layer_names)
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        all_bytes = spec.page_size_bytes
+    else:
+        all_bytes = len(names) * spec.page_size_bytes
+    own_bytes = sum(len(group.layer_names) * group.cache.page_size_bytes for group in groups)
+    num_tokens = kv_cache_config.num_blocks * groups[0].cache.block_size
+    logger.info_once(
+        "%s: the draft model's layers take %.0f %% of the KV cache, which has room for %s tokens of both "
+        "models; it would have for %s of the target alone.",
+        MODEL_METHOD,
+        100 * own_bytes / all_bytes,
+        f"{num_tokens:,}",
+        f"{int(num_tokens * all_bytes / (all_bytes - own_bytes)):,}",
+    )
+
+
+def _split(pieces: Sequence[tuple[int, int, int]], most: int) -> list[list[tuple[int, int, int]]]:
+    """Places with positions in passes of at most so many tokens, each request's in order."""
+    passes: list[list[tuple[int, int, int]]] = []
+    room = 0
+    for index, first, end in pieces:
+        while first < end:
+            if not room:
+                passes.append([])
+                room = most
+            number = min(room, end - first)
+            passes[-1].append((index, first, first + number))
+            first, room = first + number, room - number
+    return passes
