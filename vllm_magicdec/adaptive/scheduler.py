@@ -206,11 +206,12 @@ class _AdaptiveSpeculation(Scheduler):
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """vLLM's, after it was noted how the drafts were made."""
         drafts, controller, newest = draft_token_ids.draft_token_ids, self._controller, self._newest
-        if isinstance(controller, LookupController) and newest is not None and newest.drafted.drafts:
-            if not isinstance(drafts, DraftLists):
-                # Drafting failed: neither drafts nor times tell anything.
+        if newest is not None and newest.drafted.drafts:
+            has_failed = not isinstance(drafts, DraftLists) if self._with_lookups else not any(drafts)
+            if has_failed:
+                # Neither drafts nor times tell anything.
                 self._made, newest.verified = PLAIN, None
-            else:
+            elif isinstance(controller, LookupController):
                 newest.num_passes = self._num_passes = drafts.num_passes
                 if drafts.num_passes == 0:
                     newest.drafted = self._made = controller.unread

@@ -159,8 +159,8 @@ class MagicDecProposer(DraftModelProposer):
         """Draft for every request of the batch.
 
         Returns:
-            [num_reqs, num_speculative_tokens] int64, or, with lookups, each request's drafts: vLLM's runner
-            takes lists as well, where it schedules synchronously.
+            [num_reqs, num_speculative_tokens] int64, or, with lookups or where drafting failed, each
+            request's drafts: vLLM's runner takes lists as well, where it schedules synchronously.
         """
         assert self._drafter is not None
         num_reqs = next_token_ids.shape[0]
@@ -186,9 +186,7 @@ class MagicDecProposer(DraftModelProposer):
             _num_computed_tokens_cache=None,
             _token_to_req_indices_cache=None,
         )
-        self._batch = self._make_batch(next_token_ids, context_lens)
-        if self.speculative_config.draft_lookup == "on":
-            self._batch = self._with_histories(self._batch, common_attn_metadata, target_token_ids)
+        self._batch = batch = self._make_batch(next_token_ids, context_lens)
         if self._adapters is not None:
             self._adapters.take(self._runner.input_batch.request_lora_mapping[:num_reqs])
         if self.uses_mrope:
@@ -196,7 +194,11 @@ class MagicDecProposer(DraftModelProposer):
                 [self._runner.requests[req_id].mrope_position_delta for req_id in self._batch.req_ids],
                 self.device,
             )
-        drafted = self._drafter.draft(self._batch, num_speculative_tokens)
+        drafted = self._drafter.draft(
+            batch,
+            num_speculative_tokens,
+            lambda: self._histories(batch, common_attn_metadata, target_token_ids),
+        )
         if drafted and self._draft_probs:
             lists = self._drafter.draft_lists
             used = len(self._draft_probs) if lists is None else max(map(len, lists))
@@ -204,6 +206,8 @@ class MagicDecProposer(DraftModelProposer):
                 self._last_draft_probs = torch.stack(self._draft_probs[:used], dim=1).contiguous()
         if self._drafter.draft_lists is not None:
             return self._drafter.draft_lists
+        if not drafted and not self._runner.use_async_scheduling:
+            return [[] for _ in range(num_reqs)]  # nothing to verify
         # A copy: with asynchronous scheduling the next round may start before this one is read.
         return self._drafter.draft_tokens[:num_reqs, :num_speculative_tokens].clone()
 
@@ -223,17 +227,17 @@ class MagicDecProposer(DraftModelProposer):
             is_first=known_lens == inputs.num_prompt_tokens[:num_reqs],
         )
 
-    def _with_histories(
+    def _histories(
         self,
         batch: Batch,
         common: CommonAttentionMetadata,  # of the target's step
         target_token_ids: torch.Tensor,  # [num_tokens] int32, what the target's step took
-    ) -> Batch:
-        """The batch with its requests' tokens, some of which vLLM has not written down yet. On a CPU."""
+    ) -> list[History]:
+        """The requests' tokens, some of which vLLM has not written down yet. On a CPU."""
         inputs, ends = self._runner.input_batch, batch.context_lens.tolist()
         # Among a step's tokens, the place of a position is the position less this.
         offsets = (common.seq_lens[: len(ends)] - common.query_start_loc_cpu[1 : len(ends) + 1]).tolist()
-        histories = [
+        return [
             History(
                 inputs.token_ids_cpu[index, :known],
                 # The accepted drafts, and what was sampled after them.
@@ -243,7 +247,6 @@ class MagicDecProposer(DraftModelProposer):
                 zip(batch.known_lens, ends, offsets, batch.tokens.tolist(), strict=True)
             )
         ]
-        return replace(batch, histories=histories)
 
     def draft_step(self, tokens: torch.Tensor, step: DraftStep) -> torch.Tensor:
         """See `drafting.drafter.Runner`."""

@@ -2,7 +2,6 @@
 """Adapter to vLLM's V2 model runner (`vllm.v1.worker.gpu`)."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -190,14 +189,14 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         num_steps = self.num_speculative_steps if num_speculative_tokens is None else num_speculative_tokens
         self._copy_request_inputs(num_reqs, input_batch.idx_mapping, temperature, seeds)
         if num_steps > 0:
-            self._batch = self._make_batch(input_batch, num_rejected, last_sampled)
-            if self.speculative_config.draft_lookup == "on":
-                self._batch = self._with_histories(self._batch, input_batch.idx_mapping_np)
+            self._batch = batch = self._make_batch(input_batch, num_rejected, last_sampled)
             if self._rope is not None:
                 # In all channels, drafted tokens are as far from their index as all generated text is.
                 self._rope_offsets.zero_()
                 self._rope_offsets[:num_reqs] = self._rope.prefill_delta.gpu[input_batch.idx_mapping]
-            drafted = self._drafter.draft(self._batch, num_steps)
+            drafted = self._drafter.draft(
+                batch, num_steps, lambda: self._histories(batch, input_batch.idx_mapping_np)
+            )
             if not drafted:
                 self._make_drafts_one_hot(num_reqs)
             elif self._drafter.draft_lists is not None:
@@ -224,13 +223,12 @@ class MagicDecSpeculator(StandaloneARSpeculator):
             is_first=known_lens == batch.prefill_len_np[:num_reqs],
         )
 
-    def _with_histories(self, batch: Batch, rows: np.ndarray) -> Batch:
-        """The batch with its requests' tokens; `rows` [num_reqs] int, among vLLM's. On a CPU."""
+    def _histories(self, batch: Batch, rows: np.ndarray) -> list[History]:
+        """The requests' tokens; `rows` [num_reqs] int, among vLLM's. On a CPU."""
         # With those that this step sampled.
         token_ids = self._req_states.all_token_ids.gpu.numpy()
         ends = (batch.context_lens + 1).tolist()
-        histories = [History(token_ids[row, :end], ()) for row, end in zip(rows, ends, strict=True)]
-        return replace(batch, histories=histories)
+        return [History(token_ids[row, :end], ()) for row, end in zip(rows, ends, strict=True)]
 
     def _fill_up(self, lists: list[list[int]], num_steps: int) -> None:
         """Hand on lists as vLLM's runner takes drafts: as many of each request, some of them never used."""
