@@ -25,7 +25,7 @@ from vllm_magicdec import envs
 from vllm_magicdec.adaptive.controller import PLAIN, Choice, Controller
 from vllm_magicdec.adaptive.draft_plan import DraftLists
 from vllm_magicdec.adaptive.lookup_controller import NONE_FOUND, LookupController
-from vllm_magicdec.adaptive.metrics import SpeculationGauges
+from vllm_magicdec.adaptive.metrics import Failures, SpeculationGauges
 from vllm_magicdec.adaptive.request_lengths import RequestLengths
 from vllm_magicdec.adaptive.step_times import Step, StepTimes, TimedStep
 from vllm_magicdec.config import MagicDecSpeculativeConfig
@@ -99,6 +99,7 @@ class _AdaptiveSpeculation(Scheduler):
         self._num_scheduled = 0
         self._is_whole = True
         self._gauges = SpeculationGauges(spec.metrics_dir, self._controller.budgets[-1])
+        self._failures = Failures(spec.metrics_dir, "controller")
         self._gave_up = False
         self._updated_at: float | None = None  # None: the engine has been idle since
         self._num_reports = 0
@@ -176,6 +177,7 @@ class _AdaptiveSpeculation(Scheduler):
         if envs.strict():
             raise
         self._gave_up = True
+        self._failures.count("controller")
         logger.exception("The controller of %s failed; from now on decoding is plain.", METHOD)
 
     def _choose(self, output: SchedulerOutput) -> None:
