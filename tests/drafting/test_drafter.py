@@ -52,7 +52,9 @@ class Target:
 @pytest.fixture
 def make_drafter(monkeypatch):
     monkeypatch.delenv("VLLM_MAGICDEC_STRICT", raising=False)
-    monkeypatch.setattr(drafter, "get_tp_group", lambda: SimpleNamespace(is_first_rank=True))
+    monkeypatch.setattr(
+        drafter, "get_tp_group", lambda: SimpleNamespace(is_first_rank=True, rank_in_group=0)
+    )
 
     def make(target: Target, tensor_parallel_size: int = 1, **fields) -> drafter.Drafter:
         config = SimpleNamespace(

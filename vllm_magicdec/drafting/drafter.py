@@ -18,7 +18,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from vllm_magicdec import envs
+from vllm_magicdec import envs, faults
 from vllm_magicdec.adaptive.draft_plan import DraftPlan
 from vllm_magicdec.adaptive.metrics import DraftFailures, LookupCounters
 from vllm_magicdec.attention.observing import LayerObserver
@@ -142,6 +142,7 @@ class Drafter:
             )
         self._pauses = Pauses("Drafting", "steps go on without useful drafts")
         self._stage = ""  # of the round, for the metrics
+        faults.inject_into_drafter(self, get_tp_group().rank_in_group)
 
     def _log(self, vllm_config: VllmConfig) -> None:
         policy = find_policy(self._spec.draft_kv_policy)
@@ -226,6 +227,7 @@ class Drafter:
                 if self._staged is not None and read_histories is not None:
                     self._stage = "histories"
                     batch = replace(batch, histories=read_histories())
+                self._stage = "selection"  # then the steps: see `_prepare`
                 self._fill(drafts, batch, num_steps)
             except Exception:
                 if self._num_ranks > 1:
@@ -246,7 +248,6 @@ class Drafter:
     def _fill(self, drafts: torch.Tensor, batch: Batch, num_steps: int) -> None:
         """`drafts` [num_reqs, num_steps] int64, written where there are no lists."""
         if self._staged is not None:
-            self._stage = "draft_step"
             self.draft_lists = self._staged.draft(batch, num_steps, lambda: self._prepare(batch, num_steps))
             return
         tokens = batch.tokens
@@ -257,7 +258,6 @@ class Drafter:
 
     def _prepare(self, batch: Batch, num_steps: int) -> list[RoundSteps]:
         """The round's steps by group of layers."""
-        self._stage = "selection"
         size = self._size_of(num_steps)
         steps = [
             views.prepare(batch.of_group(group.kv_cache_group), num_steps, size)

@@ -23,6 +23,7 @@ from vllm_magicdec.attention.metadata import draft_metadata, observed_metadata
 from vllm_magicdec.attention.observing import LayerObserver
 from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.drafting.drafter import Drafter
+from vllm_magicdec.drafting.finite import make_finite
 from vllm_magicdec.lookup.history import History
 from vllm_magicdec.views.base import PAD_SLOT, Batch, DraftStep, PageView, ViewStep, on_device
 from vllm_magicdec.views.passes import DraftPass, Queries, ViewPass
@@ -295,6 +296,14 @@ class MagicDecProposer(DraftModelProposer):
         if probs is None:
             return drafted, _probabilities(logits, drafted)
         return drafted, probs.gather(1, drafted.unsqueeze(1)).squeeze(1)
+
+    def _sample_from_logits(
+        self, logits: torch.Tensor, sampling_metadata: SamplingMetadata
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """vLLM's, of logits that make a distribution: the rejection sampler would reckon with NaN."""
+        if self._enable_probabilistic_draft_probs:
+            make_finite(logits)
+        return super()._sample_from_logits(logits, sampling_metadata)
 
     def _sampling_of(self, places: np.ndarray) -> SamplingMetadata:
         """What vLLM's sampler of drafts reads, by query token; `places` [num_tokens], in the batch."""

@@ -25,6 +25,7 @@ from vllm_magicdec import envs
 from vllm_magicdec.attention.metadata import draft_metadata, observed_metadata
 from vllm_magicdec.attention.observing import LayerObserver
 from vllm_magicdec.drafting.drafter import Drafter
+from vllm_magicdec.drafting.finite import make_finite
 from vllm_magicdec.errors import METHOD
 from vllm_magicdec.lookup.history import History
 from vllm_magicdec.views.base import (
@@ -236,6 +237,11 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         self._drafter.draft_tokens[: len(lists), :num_steps] = torch.tensor(filled)
         for index, drafts in enumerate(lists):
             self._make_drafts_one_hot(index + 1, first=index, first_step=len(drafts))
+
+    def compute_draft_logits(self, hidden_states: torch.Tensor, spec_step_idx: int) -> torch.Tensor:
+        """vLLM's, of which the rejection sampler can make a distribution."""
+        logits = super().compute_draft_logits(hidden_states, spec_step_idx)
+        return logits if self.draft_logits is None else make_finite(logits)
 
     def draft_step(self, tokens: torch.Tensor, step: DraftStep) -> torch.Tensor:
         """See `drafting.drafter.Runner`."""
