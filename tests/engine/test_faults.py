@@ -14,9 +14,9 @@ FAILURES = "vllm:magicdec_failures:"
 FIXED = {
     "": ({}, True),
     "selection:last=2": ({"selection": 3}, True),
-    "selection": ({"selection": 3}, False),
+    "selection": ({"selection": 4}, False),  # the fourth after the first pause
     "third_step:last=2": ({"draft_step": 3}, True),
-    "third_step": ({"draft_step": 3}, False),
+    "third_step": ({"draft_step": 4}, False),
     "nan": ({}, False),
     "slow:last=10": ({}, True),
     "summaries": ({}, True),
