@@ -154,6 +154,32 @@ def generate_with_broken_lookups(llm: Any, batches: list[dict[str, Any]]) -> Any
     return generate(llm, batches)
 
 
+def generate_under_faults(llm: Any, batches: list[dict[str, Any]], faults: list[str], file: str) -> Any:
+    """`generate` under one fault after the other, and what it added to the plugin's counters.
+
+    `file` is what VLLM_MAGICDEC_FAULT names. Pauses after failures do not last from one fault to the next.
+    """
+    results = []
+    for fault in faults:
+        llm.collective_rpc(_forget_failures)
+        Path(file).write_text(fault)
+        before = _metrics_of(llm)
+        results.append({"batches": generate(llm, batches)})
+        after = _metrics_of(llm)
+        results[-1]["counted"] = {
+            name: value - before.get(name, 0)
+            for name, value in after.items()
+            if name.startswith(("vllm:magicdec", "vllm:spec")) and isinstance(value, int | float)
+        }
+    return results
+
+
+def generate_with_a_cut_file(llm: Any, batches: list[dict[str, Any]], path: str) -> Any:
+    """A file is cut to half its size under the engine."""
+    os.truncate(path, os.path.getsize(path) // 2)
+    return generate(llm, batches)
+
+
 def generate_and_draft_twice(llm: Any, batches: list[dict[str, Any]]) -> dict[str, Any]:
     """From now on every round is drafted with lookups and then by one pass per token over the same views.
 
@@ -417,6 +443,15 @@ def _break_lookups(worker: Any) -> None:
     _draft_of(worker)._drafter._staged._lookups.look_up = look_up
 
 
+def _forget_failures(worker: Any) -> None:
+    from vllm_magicdec.drafting.pauses import Pauses
+
+    drafter = _draft_of(worker)._drafter
+    drafter._pauses = Pauses("Drafting", "steps go on without useful drafts")
+    if drafter._staged is not None:
+        drafter._staged._lookup_pauses = Pauses("A lookup", "every draft takes a pass of its own")
+
+
 def _draft_twice(worker: Any) -> None:
     from collections import Counter
 
@@ -624,6 +659,8 @@ SCENARIOS = {
         generate_with_random_lookups,
         generate_with_cut_drafts,
         generate_with_broken_lookups,
+        generate_under_faults,
+        generate_with_a_cut_file,
         generate_and_draft_twice,
         generate_with_broken_controller,
         generate_and_count_drafts,
@@ -652,10 +689,7 @@ def run_engine(spec: dict[str, Any]) -> dict[str, Any]:
     _forget_metrics_of_engines_before()
     llm = LLM(**spec["engine"])
     results = [SCENARIOS[step["scenario"]](llm, **step["arguments"]) for step in spec["steps"]]
-    metrics = {
-        metric.name: getattr(metric, "value", getattr(metric, "values", None))
-        for metric in llm.get_metrics()
-    }
+    metrics = _metrics_of(llm)
     config = llm.llm_engine.vllm_config
     run = {
         "results": results,
@@ -668,6 +702,16 @@ def run_engine(spec: dict[str, Any]) -> dict[str, Any]:
     }
     llm.llm_engine.engine_core.shutdown()
     return run
+
+
+def _metrics_of(llm: Any) -> dict[str, Any]:
+    """By name, and by what they count where they say that."""
+    return {
+        f"{metric.name}:{metric.labels['what']}" if "what" in metric.labels else metric.name: getattr(
+            metric, "value", getattr(metric, "values", None)
+        )
+        for metric in llm.get_metrics()
+    }
 
 
 def _kernel_library(worker: Any) -> str:

@@ -17,12 +17,13 @@ from pydantic import Field, ValidationError
 from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig, VllmConfig
 from vllm.config.utils import config
 
-from vllm_magicdec.errors import METHOD, MODEL_METHOD, MagicDecConfigError
+from vllm_magicdec.errors import METHOD, MODEL_METHOD, MagicDecConfigError, quoted
 from vllm_magicdec.policies import find_policy
 from vllm_magicdec.policies.base import Limits
 
 _DEFAULT_MAX_TOKENS = 8
 _DEFAULT_MAX_BUDGET = 1024
+_MOST_TOKENS = 2**31 - 1  # positions are int32
 
 # Fields of vLLM's SpeculativeConfig that keep their meaning when the draft is the target.
 _SHARED_FIELDS = frozenset(
@@ -57,10 +58,31 @@ _ENGINE_FIELDS = frozenset(
 )
 
 
+# Of these, what the plugin itself fills in: only a copy has them, and it has all.
+_PRIVATE_FIELDS = _ENGINE_FIELDS - {"target_model_config", "target_parallel_config"}
+
+
 def selects_magicdec(speculative_fields: Mapping[str, Any]) -> bool:
     """Whether the keyword arguments of a `SpeculativeConfig` ask for this plugin."""
     method, model = speculative_fields.get("method"), speculative_fields.get("model")
     return METHOD in (method, model) or method == MODEL_METHOD
+
+
+def refuse_misspelt_method(speculative_fields: Mapping[str, Any]) -> None:
+    """vLLM would look for a model of that name.
+
+    Raises:
+        MagicDecConfigError: with the right name.
+    """
+    for name in ("method", "model"):
+        value = speculative_fields.get(name)
+        if not isinstance(value, str) or value == METHOD or len(value) > 2 * len(METHOD):
+            continue
+        if name == "method" and value == MODEL_METHOD:
+            continue
+        letters = "".join(filter(str.isalnum, value.lower()))
+        if letters == "magicdec" or difflib.get_close_matches(letters, ["magicdecself"], cutoff=0.85):
+            raise MagicDecConfigError(f"{name}={value!r} is unknown; did you mean {METHOD!r}?")
 
 
 @config
@@ -80,18 +102,18 @@ class MagicDecFields(SpeculativeConfig):
     the tokens that the prompt's last ones attend to, per layer and KV head; `verify-topk` adds, every
     round, the pages that the verification attended to, per layer. Other packages may add more
     (entry-point group `vllm_magicdec.policies`)."""
-    draft_kv_budget: float = Field(default=512, gt=0)
+    draft_kv_budget: float = Field(default=512, gt=0, le=_MOST_TOKENS)
     """K/V entries that a draft step may read per request: tokens, or a fraction of the context
     when below 1. Rounded up to whole KV pages; drafted tokens count. `auto`: chosen for every step."""
-    draft_kv_max_budget: int = Field(default=_DEFAULT_MAX_BUDGET, gt=0)
+    draft_kv_max_budget: int = Field(default=_DEFAULT_MAX_BUDGET, gt=0, le=_MOST_TOKENS)
     """Largest budget in tokens when `draft_kv_budget` is `auto`, at most the model length; the others are
     a half and a quarter of it, where the policy can work with them."""
-    draft_kv_min_budget: int = Field(default=256, gt=0)
+    draft_kv_min_budget: int = Field(default=256, gt=0, le=_MOST_TOKENS)
     """Least budget in tokens when `draft_kv_budget` is a fraction."""
-    draft_kv_sink: int = Field(default=4, ge=0)
+    draft_kv_sink: int = Field(default=4, ge=0, le=_MOST_TOKENS)
     """Tokens at the start of the context that stay in view (attention sinks), within the budget; 4 are
     StreamingLLM's. Rounded up to whole KV pages where the policy chooses pages."""
-    draft_kv_refresh: int | None = Field(default=None, ge=0)
+    draft_kv_refresh: int | None = Field(default=None, ge=0, le=_MOST_TOKENS)
     """When to select again. `snapkv`: after so many generated tokens (default 0: once per prompt);
     `verify-topk`: after so many verifications (default 1)."""
     draft_kv_granularity: Literal["page", "token"] | None = None
@@ -109,12 +131,12 @@ class MagicDecFields(SpeculativeConfig):
     of datastores that `magicdec index` wrote."""
     snapkv_window: int = Field(default=16, gt=0, le=1024)
     """Last tokens of the prompt whose attention `snapkv` follows; they stay in view themselves."""
-    snapkv_recent: float = Field(default=0.375, ge=0)
+    snapkv_recent: float = Field(default=0.375, ge=0, le=_MOST_TOKENS)
     """Latest tokens that `snapkv` keeps in view whatever their score: tokens, or a fraction of the budget
     when below 1, then at least three quarters of its first 64 tokens; at least `snapkv_window`. 0 is SnapKV
     as published."""
-    snapkv_kernel: int = Field(default=7, gt=0)
-    """Neighbouring tokens over which `snapkv` pools its scores; odd."""
+    snapkv_kernel: int = Field(default=7, gt=0, lt=1024)
+    """Neighbouring tokens over which `snapkv` pools its scores; odd, below 1024."""
     snapkv_pooling: Literal["max", "avg"] = "max"
     """How it pools."""
     has_draft_model: bool = False
@@ -313,6 +335,36 @@ def user_fields() -> tuple[str, ...]:
     return (*own, *sorted(_SHARED_FIELDS - set(own)))
 
 
+def check_given(given: object, options: Mapping[str, object]) -> None:
+    """Refuse what vLLM would not even look into.
+
+    Args:
+        given: for `speculative_config`.
+        options: the same fields from options of the command line, by field; None where not given.
+
+    Raises:
+        MagicDecConfigError: with what to type instead.
+    """
+    if given is None:
+        return
+    example = f"{{'method': {METHOD!r}}}"
+    if not isinstance(given, dict):
+        raise MagicDecConfigError(
+            f"speculative_config={quoted(given)} is no dictionary of fields; for {METHOD} use {example}"
+        )
+    named = {name: value for name, value in options.items() if value is not None}
+    if not selects_magicdec({**given, **named}):
+        return
+    for name in given:
+        if not isinstance(name, str):
+            raise MagicDecConfigError(f"{METHOD}: the name of a field is text, not {quoted(name)}")
+        if name in named:
+            raise MagicDecConfigError(
+                f"{METHOD}: {name} is given twice, as {quoted(named[name])} by an option and as "
+                f"{quoted(given[name])} in the speculative config; remove one of them"
+            )
+
+
 def check_field_names(given: Mapping[str, Any]) -> None:
     """Refuse fields that are unknown or that mean nothing when the draft is the target.
 
@@ -324,8 +376,13 @@ def check_field_names(given: Mapping[str, Any]) -> None:
         allowed = (*allowed, *sorted(_MODEL_FIELDS))
     known_to_vllm = {f.name for f in dataclass_fields(SpeculativeConfig)}
     defaults = {f.name: f.default for f in dataclass_fields(SpeculativeConfig)}
+    is_copy = given.keys() >= _PRIVATE_FIELDS
     for name, value in given.items():
-        if name in allowed or name in _ENGINE_FIELDS:
+        if name in allowed and isinstance(value, bool):
+            raise MagicDecConfigError(
+                f"{METHOD}: {name}={value} is not possible: it takes no true or false"
+            )
+        if name in allowed or (name in _ENGINE_FIELDS and (is_copy or name not in _PRIVATE_FIELDS)):
             continue
         if name in known_to_vllm:
             default = getattr(defaults[name], "default", defaults[name])
@@ -359,12 +416,12 @@ def _check_method(given: Mapping[str, Any]) -> bool:
         return True
     if method not in (None, METHOD, "draft_model"):
         raise MagicDecConfigError(
-            f"model={METHOD!r} drafts with the target itself; remove method={method!r}"
+            f"model={METHOD!r} drafts with the target itself; remove method={quoted(method)}"
         )
     target = given.get("target_model_config")
     if model not in (None, METHOD, target and target.model):
         raise MagicDecConfigError(
-            f"method={METHOD!r} drafts with the target itself; remove model={model!r}, or use "
+            f"method={METHOD!r} drafts with the target itself; remove model={quoted(model)}, or use "
             f"method={MODEL_METHOD!r} to draft with that model"
         )
     return False
@@ -404,7 +461,8 @@ def _first_problem(error: ValidationError) -> str:
     if not problem["loc"]:
         return f"{METHOD}: {message}"
     name = problem["loc"][0]
-    return f"{METHOD}: {name}={problem['input']!r} is not possible: {message[0].lower()}{message[1:]}"
+    value = quoted(problem["input"])
+    return f"{METHOD}: {name}={value} is not possible: {message[0].lower()}{message[1:]}"
 
 
 _SPARSE_MLA_FIELDS = ("index_topk", "compress_ratios")  # of a Hugging Face configuration

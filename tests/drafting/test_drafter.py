@@ -3,6 +3,8 @@
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -16,6 +18,7 @@ from vllm_magicdec.adaptive.draft_plan import DraftPlan
 from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.drafting import drafter
 from vllm_magicdec.drafting.layer_groups import LayerGroup
+from vllm_magicdec.drafting.pauses import FAILURES_BEFORE_A_PAUSE, FIRST_PAUSE
 from vllm_magicdec.errors import METHOD
 from vllm_magicdec.lookup.history import History
 from vllm_magicdec.views.windows import SlidingWindow
@@ -49,7 +52,9 @@ class Target:
 @pytest.fixture
 def make_drafter(monkeypatch):
     monkeypatch.delenv("VLLM_MAGICDEC_STRICT", raising=False)
-    monkeypatch.setattr(drafter, "get_tp_group", lambda: SimpleNamespace(is_first_rank=True))
+    monkeypatch.setattr(
+        drafter, "get_tp_group", lambda: SimpleNamespace(is_first_rank=True, rank_in_group=0)
+    )
 
     def make(target: Target, tensor_parallel_size: int = 1, **fields) -> drafter.Drafter:
         config = SimpleNamespace(
@@ -84,32 +89,68 @@ def draft(made: drafter.Drafter) -> tuple[bool, list[int]]:
     return drafted, made.draft_tokens[0].tolist()
 
 
-def test_after_some_failures_in_a_row_drafting_is_not_tried_again(make_drafter, monkeypatch):
-    target = Target()
-    made = make_drafter(target)
-    counted = []
-    monkeypatch.setattr(made._failures, "_write", lambda: counted.append(made._failures._total))
-    assert draft(made) == (True, [7] * GAMMA)
-
-    target.is_broken = True
-    # Not `caplog`: it listens at two loggers when one of them passes records on to the other.
+@contextmanager
+def listening() -> Iterator[list[str]]:
+    """What vLLM's loggers say. Not `caplog`: it hears a record twice where one passes it to another."""
     said = []
     logger = logging.getLogger("vllm")
     listener = logging.Handler()
     listener.emit = lambda record: said.append(logging.Formatter().format(record))
+    level = logger.level
     logger.addHandler(listener)
+    logger.setLevel(logging.INFO)
     try:
-        for _ in range(20):
-            assert draft(made) == (False, [0] * GAMMA)
+        yield said
     finally:
         logger.removeHandler(listener)
-    assert target.num_tries == 1 + drafter.MAX_FAILURES_IN_A_ROW
-    assert counted == list(range(1, 21)), "rounds in which nothing was tried count as well"
-    assert "\n".join(said).count("is not tried again") == 1
+        logger.setLevel(level)
+
+
+def test_a_broken_draft_is_tried_seldom_and_used_again_when_it_works(make_drafter):
+    target = Target()
+    made = make_drafter(target)
+    assert draft(made) == (True, [7] * GAMMA)
+
+    target.is_broken = True
+    with listening() as said:
+        for _ in range(100):
+            assert draft(made) == (False, [0] * GAMMA)
+    num_failures = FAILURES_BEFORE_A_PAUSE + 1
+    assert target.num_tries == 1 + num_failures
+    assert made._failures.totals == {
+        "draft_failures": num_failures,
+        "draft_pauses": 2,
+        "paused_rounds": 100 - num_failures,
+    }
+    assert made._failures.by_stage.totals == {"draft_step": num_failures}
     assert "\n".join(said).count("RuntimeError: broken on purpose") == 1
+    assert len(said) == 3, "a trace, and a line for each pause"
 
     target.is_broken = False
+    with listening() as said:
+        drafted = [draft(made)[0] for _ in range(200)]
+    assert drafted[-1] and drafted == sorted(drafted)
+    assert len(said) == 1 and "Drafting works again" in said[0]
+
+
+def test_histories_that_cannot_be_read_cost_speed_alone(make_drafter):
+    made = make_drafter(Target(), draft_lookup="on")
+    batch = make_batch(["a"], torch.arange(64, dtype=torch.int32).unsqueeze(0), [13])
+
+    def read_histories():
+        raise IndexError("broken on purpose")
+
+    assert not made.draft(batch, GAMMA, read_histories) and made.draft_lists == [[]]
+    assert made._failures.by_stage.totals == {"histories": 1}
+    history = History(np.array([1, 2, *[7] * 10, 1], dtype=np.int32), [2])
+    assert made.draft(batch, GAMMA, lambda: [history]) and made.draft_lists == [[7] * GAMMA]
+
+
+def test_a_policy_that_fails_is_counted_as_such(make_drafter, monkeypatch):
+    made = make_drafter(Target())
+    monkeypatch.setattr(made._views[1], "prepare", lambda *args: 1 / 0)
     assert draft(made) == (False, [0] * GAMMA)
+    assert made._failures.by_stage.totals == {"selection": 1}
 
 
 def test_a_round_with_lookups_takes_one_pass_where_they_are_right(make_drafter):
@@ -131,10 +172,11 @@ def test_failures_with_successes_between_them_end_nothing(make_drafter):
     made = make_drafter(target)
     for _ in range(3):
         target.is_broken = True
-        for _ in range(drafter.MAX_FAILURES_IN_A_ROW - 1):
+        for _ in range(FAILURES_BEFORE_A_PAUSE - 1):
             assert draft(made) == (False, [0] * GAMMA)
         target.is_broken = False
-        assert draft(made) == (True, [7] * GAMMA)
+        for _ in range(FIRST_PAUSE):
+            assert draft(made) == (True, [7] * GAMMA)
 
 
 def test_a_tensor_parallel_rank_ends_with_a_failure(make_drafter, monkeypatch):

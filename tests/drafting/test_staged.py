@@ -245,6 +245,8 @@ class RandomLookups:
     def follow(self, req_ids, histories) -> None:
         pass
 
+    def forget(self) -> None: ...
+
     def look_up(self, req_id, drafted, most, *least_chance) -> Continuation:
         tokens = [self._rng.randrange(5) for _ in range(self._rng.randint(0, max(0, most)))]
         self.num_tokens += len(tokens)

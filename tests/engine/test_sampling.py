@@ -196,6 +196,19 @@ def test_vllms_own_expansion_of_sampling_parameters_is_mended_on_cpu():
     assert torch.equal(expanded, torch.tensor([1.0, 1.0, 0.5, 0.5, 0.5, 2.0]))
 
 
+def test_drafts_of_nan_do_not_change_the_distribution(small_vocabulary_model, plain_samples):
+    """Unmended, the rejection sampler would take from the target's distribution one that is NaN."""
+    run = assert_same_distribution(
+        plain_samples,
+        small_vocabulary_model,
+        (15, 25),
+        strict=False,
+        env={"VLLM_MAGICDEC_FAULT": "nan"},
+        speculative_config=magicdec(2, draft_kv_budget=64, draft_sample_method="probabilistic"),
+    )
+    assert run.draft_failures == 0 and run.drafted > 0
+
+
 def test_failed_drafting_does_not_change_the_distribution(small_vocabulary_model, plain_samples):
     """With drafts of no meaning the rejection sampler alone must restore the target's distribution."""
     spec = magicdec(2, draft_kv_budget=64, draft_sample_method="probabilistic")

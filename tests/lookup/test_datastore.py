@@ -175,16 +175,16 @@ DAMAGES = {
     "a field of another type": (set_field(num_tokens="7"), "other fields than it should"),
     "another length": (set_field(num_tokens=7), "tokens.npy is not what its header says"),
     "another vocabulary": (set_field(vocab_size=90_000), "tokens.npy is not what its header says"),
-    "no tokens": (lambda path: (path / "tokens.npy").unlink(), "tokens.npy is missing or cut short"),
-    "tokens cut": (lambda path: cut(path / "tokens.npy"), "tokens.npy is missing or cut short"),
+    "no tokens": (lambda path: (path / "tokens.npy").unlink(), "tokens.npy: No such file or directory"),
+    "tokens cut": (lambda path: cut(path / "tokens.npy"), "tokens.npy is cut or no array"),
     "empty tokens": (
         lambda path: (path / "tokens.npy").write_bytes(b""),
-        "tokens.npy is missing or cut short",
+        "tokens.npy is cut or no array",
     ),
-    "array cut": (lambda path: cut(path / "suffix_array.npy"), "suffix_array.npy is missing or cut short"),
+    "array cut": (lambda path: cut(path / "suffix_array.npy"), "suffix_array.npy is cut or no array"),
     "array of objects": (
         lambda path: np.save(path / "suffix_array.npy", np.array([{}]), allow_pickle=True),
-        "suffix_array.npy is missing or cut short",
+        "suffix_array.npy is cut or no array",
     ),
 }
 
@@ -198,6 +198,18 @@ def test_damage_is_one_sentence_when_it_is_opened(path, damage):
         Datastore.open(path, 100_000)
     assert str(path) in str(raised.value) and "magicdec index FILES" in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("name", FILES[1:])
+def test_a_file_that_is_cut_under_the_server_ends_lookups_not_the_process(path, name):
+    """Reading a mapped page that its file has lost would be a SIGBUS."""
+    write(path, [list(range(100)) * 1000])
+    store = Datastore.open(path, 100)
+    assert found(store, [5, 6], 2) == (2, [7, 8], [1.0, 1.0])
+    with (path / name).open("r+b") as file:
+        file.truncate(100)
+    with pytest.raises(OSError, match=f"{name} was cut"):
+        found(store, [5, 6], 2)
 
 
 def test_another_tokenizer_is_refused(path):

@@ -71,7 +71,7 @@ def test_a_history_is_what_the_host_has_the_accepted_drafts_and_what_was_sampled
         is_prefilling=[False] * 3,
         is_first=[True, False, False],
     )
-    found = proposer._with_histories(batch, common, target_token_ids).histories
+    found = proposer._histories(batch, common, target_token_ids)
     assert [history.after(0).tolist() for history in found] == [
         [1, 2, 3, 4, 40],
         [5, 6, 20, 21, 41],

@@ -37,7 +37,7 @@ def test_a_history_is_what_was_verified_and_what_was_sampled_after_it():
         is_prefilling=[False, False],
         is_first=[True, False],
     )
-    found = speculator._with_histories(batch, np.array([2, 1])).histories
+    found = speculator._histories(batch, np.array([2, 1]))
     assert [history.after(0).tolist() for history in found] == [[1, 2, 3, 4, 40], [5, 6, 20, 21]]
 
 

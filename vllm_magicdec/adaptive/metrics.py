@@ -12,8 +12,10 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from prometheus_client import REGISTRY, Metric
 from prometheus_client.mmap_dict import MmapedDict, mmap_key
@@ -25,8 +27,13 @@ from vllm_magicdec.adaptive.controller import Forecast
 
 logger = init_logger(f"vllm.{__name__}")
 
-FAILURES_METRIC = "vllm:magicdec_draft_failures"
-_FAILURES_HELP = "Rounds without useful drafts because drafting failed, or had failed too often."
+_DRAFT_COUNTERS = {
+    "draft_failures": "Rounds whose drafting failed.",
+    "draft_pauses": "Pauses of drafting because it had failed several times.",
+    "paused_rounds": "Rounds without drafts in these pauses.",
+}
+_FAILURES_METRIC = "vllm:magicdec_failures"
+_FAILURES_HELP = "Failures that cost speed alone, by what failed."
 _LOOKUP_COUNTERS = {
     "lookup_rounds": "Rounds drafted with lookups.",
     "lookup_passes": "Passes of the draft in these rounds.",
@@ -34,7 +41,8 @@ _LOOKUP_COUNTERS = {
     "lookup_accepted_tokens": "Looked-up tokens that the draft drew itself.",
     "lookup_unread_tokens": "Looked-up tokens that were drafts without a pass.",
     "lookup_unread_accepted_tokens": "Of these, those that the text went on with.",
-    "lookup_failures": "Failures that ended lookups until the engine is started anew.",
+    "lookup_failures": "Rounds in which a lookup failed.",
+    "lookup_pauses": "Pauses of lookups because they had failed several times.",
     "cut_tokens": "Drafts that were too unlikely to be verified.",
 }
 
@@ -91,50 +99,84 @@ class _MetricsFile:
         if directory and Path(directory).is_dir():
             self._file = MmapedDict(str(Path(directory) / f"{kind}_{name}{os.getpid()}.db"))
 
-    def write(self, metric: str, sample: str, value: float, help_text: str) -> None:
-        """Set the value of one sample of a metric without labels."""
+    def write(
+        self,
+        metric: str,
+        sample: str,
+        value: float,
+        help_text: str,
+        labels: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """Set the value of one sample of a metric."""
         if self._file is not None:
-            self._file.write_value(mmap_key(metric, sample, [], [], help_text), value, time.time())
+            key = mmap_key(metric, sample, list(labels), list(labels.values()), help_text)
+            self._file.write_value(key, value, time.time())
 
 
-class DraftFailures:
-    """Counts rounds that failures left without useful drafts, and logs the first failure with its trace.
+class Failures:
+    """Counts what failed in a part of the plugin, by what it was; none of it costs more than speed.
 
     Args:
         metrics_dir: a directory that the front end reads; None counts in this process alone.
+        part: tells counters of one process apart.
+    """
+
+    def __init__(self, metrics_dir: str | None, part: str) -> None:
+        self.totals = Counter[str]()
+        self._file = _MetricsFile(metrics_dir, "counter", f"magicdec_{part}_failures_")
+
+    def count(self, what: str) -> None:
+        """Record a failure."""
+        self.totals[what] += 1
+        sample = f"{_FAILURES_METRIC}_total"
+        self._file.write(_FAILURES_METRIC, sample, self.totals[what], _FAILURES_HELP, {"what": what})
+
+
+class DraftFailures:
+    """Counts rounds that failures left without useful drafts.
+
+    Args:
+        metrics_dir: as for `Failures`.
     """
 
     def __init__(self, metrics_dir: str | None) -> None:
-        self._total = 0
+        self.by_stage = Failures(metrics_dir, "draft")
         self._file = _MetricsFile(metrics_dir, "counter", "magicdec_")
-        self._write()
+        self.totals = dict.fromkeys(_DRAFT_COUNTERS, 0)
+        for name in _DRAFT_COUNTERS:
+            self._show(name)
 
-    def count(self) -> None:
-        """Record a round without useful drafts."""
-        self._total += 1
-        self._write()
+    def count(self, stage: str) -> None:
+        """Record a round whose drafting failed, and at which stage."""
+        self.by_stage.count(stage)
+        self._count("draft_failures")
 
-    def log_first(self) -> None:
-        """Log the first failure; to be called where its exception is handled, before it is counted."""
-        if self._total == 0:
-            logger.exception(
-                "Drafting failed; the step goes on without drafts and no request is lost. Further "
-                "failures are only counted, in %s_total.",
-                FAILURES_METRIC,
-            )
+    def count_pause(self) -> None:
+        """Record that drafting pauses."""
+        self._count("draft_pauses")
 
-    def _write(self) -> None:
-        self._file.write(FAILURES_METRIC, f"{FAILURES_METRIC}_total", float(self._total), _FAILURES_HELP)
+    def count_paused_round(self) -> None:
+        """Record a round of a pause."""
+        self._count("paused_rounds")
+
+    def _count(self, name: str) -> None:
+        self.totals[name] += 1
+        self._show(name)
+
+    def _show(self, name: str) -> None:
+        metric = f"vllm:magicdec_{name}"
+        self._file.write(metric, f"{metric}_total", float(self.totals[name]), _DRAFT_COUNTERS[name])
 
 
 class LookupCounters:
     """What became of looked-up tokens, and of drafts that were not worth verifying.
 
     Args:
-        metrics_dir: as for `DraftFailures`.
+        metrics_dir: as for `Failures`.
     """
 
     def __init__(self, metrics_dir: str | None) -> None:
+        self._failures = Failures(metrics_dir, "lookup")
         self._file = _MetricsFile(metrics_dir, "counter", "magicdec_lookup_")
         self.totals = dict.fromkeys(_LOOKUP_COUNTERS, 0)
         for name in _LOOKUP_COUNTERS:
@@ -164,8 +206,13 @@ class LookupCounters:
         self._count(cut_tokens=num_tokens)
 
     def count_failure(self) -> None:
-        """Record that lookups ended."""
+        """Record a round in which a lookup failed."""
+        self._failures.count("lookup")
         self._count(lookup_failures=1)
+
+    def count_pause(self) -> None:
+        """Record that lookups pause."""
+        self._count(lookup_pauses=1)
 
     def _count(self, **counts: int) -> None:
         for name, count in counts.items():
@@ -182,7 +229,7 @@ class SpeculationGauges:
     """What the controller of `auto` is doing.
 
     Args:
-        metrics_dir: as for `DraftFailures`.
+        metrics_dir: as for `Failures`.
         budget: K/V entries that a draft step reads per request at first, at most.
     """
 

@@ -21,11 +21,11 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
-from vllm_magicdec import envs
+from vllm_magicdec import envs, faults
 from vllm_magicdec.adaptive.controller import PLAIN, Choice, Controller
 from vllm_magicdec.adaptive.draft_plan import DraftLists
 from vllm_magicdec.adaptive.lookup_controller import NONE_FOUND, LookupController
-from vllm_magicdec.adaptive.metrics import SpeculationGauges
+from vllm_magicdec.adaptive.metrics import Failures, SpeculationGauges
 from vllm_magicdec.adaptive.request_lengths import RequestLengths
 from vllm_magicdec.adaptive.step_times import Step, StepTimes, TimedStep
 from vllm_magicdec.config import MagicDecSpeculativeConfig
@@ -74,6 +74,7 @@ class _AdaptiveSpeculation(Scheduler):
         # With lookups a step may have more drafts than it can take, so that some requests wait.
         self._drafts_must_not_wait = self._with_lookups and spec.draft_sample_method == "probabilistic"
         self._controller = self._make_controller(spec)
+        faults.inject_into_controller(self._controller)
         self._latest = PLAIN  # what the step before drafted
         self._made = PLAIN  # how the latest drafts were made
         self._was_planned = False  # the latest choice
@@ -99,6 +100,7 @@ class _AdaptiveSpeculation(Scheduler):
         self._num_scheduled = 0
         self._is_whole = True
         self._gauges = SpeculationGauges(spec.metrics_dir, self._controller.budgets[-1])
+        self._failures = Failures(spec.metrics_dir, "controller")
         self._gave_up = False
         self._updated_at: float | None = None  # None: the engine has been idle since
         self._num_reports = 0
@@ -176,6 +178,7 @@ class _AdaptiveSpeculation(Scheduler):
         if envs.strict():
             raise
         self._gave_up = True
+        self._failures.count("controller")
         logger.exception("The controller of %s failed; from now on decoding is plain.", METHOD)
 
     def _choose(self, output: SchedulerOutput) -> None:
@@ -206,11 +209,12 @@ class _AdaptiveSpeculation(Scheduler):
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """vLLM's, after it was noted how the drafts were made."""
         drafts, controller, newest = draft_token_ids.draft_token_ids, self._controller, self._newest
-        if isinstance(controller, LookupController) and newest is not None and newest.drafted.drafts:
-            if not isinstance(drafts, DraftLists):
-                # Drafting failed: neither drafts nor times tell anything.
+        if newest is not None and newest.drafted.drafts:
+            has_failed = not isinstance(drafts, DraftLists) if self._with_lookups else not any(drafts)
+            if has_failed:
+                # Neither drafts nor times tell anything.
                 self._made, newest.verified = PLAIN, None
-            else:
+            elif isinstance(controller, LookupController):
                 newest.num_passes = self._num_passes = drafts.num_passes
                 if drafts.num_passes == 0:
                     newest.drafted = self._made = controller.unread

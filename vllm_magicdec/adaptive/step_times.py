@@ -20,13 +20,20 @@ from math import ceil, exp, log, log2
 from operator import mul
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.optimize import nnls
 
+from vllm_magicdec import files
+from vllm_magicdec.errors import quoted
+
 # The latest measurements of a kind of step, whose median counts.
 _KEPT_PER_KIND = 64
+# What a profile may say, and no measurement will: what follows stays within floating point.
+_MAX_PROFILE_BYTES = 2**26
+_MOST, _LEAST_SECONDS, _MOST_SECONDS = 2**40, 1e-7, 1e5
+_MEANS = ("verified", "drafted")  # over a step's requests
 # Measurements after which a kind of step is trusted as much as the fit, and what one of the next smaller or
 # larger kind counts for.
 _DOUBT, _KINSHIP = 8, 0.7
@@ -206,16 +213,20 @@ class StepTimes:
         Raises:
             ValueError: it is none.
         """
+        times = cls()
         try:
-            profile = json.loads(path.read_text())
-            times = cls()
-            for row in profile["steps"]:
-                seconds, count = float(row.pop("seconds")), int(row.pop("count", 1))
-                for _ in range(min(count, _KEPT_PER_KIND)):  # a median is trusted as much as it was
-                    times.add(TimedStep(Step(**row), seconds))
+            profile = json.loads(files.read(path, _MAX_PROFILE_BYTES))
+            for row in _dictionary(profile)["steps"]:
+                timed, count = _timed_step(_dictionary(row))
+                for _ in range(count):  # a median is trusted as much as it was
+                    times.add(timed)
+            if not times:
+                raise ValueError("it has no steps")
             times.fit()
-        except (OSError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} is not a profile written by 'magicdec profile' ({error})") from None
+        except KeyError as error:
+            raise _no_profile(path, f"it has no {error}") from None
+        except (OSError, TypeError, ValueError, RecursionError) as error:
+            raise _no_profile(path, files.reason(error)) from None
         return times
 
     @classmethod
@@ -226,6 +237,39 @@ class StepTimes:
             times.add(timed)
         times.fit()
         return times
+
+
+def _no_profile(path: Path, why: str) -> ValueError:
+    return ValueError(f"{path} is not a profile written by 'magicdec profile' ({why})")
+
+
+def _dictionary(given: object) -> dict[str, Any]:
+    if not isinstance(given, dict):
+        raise ValueError(f"{quoted(given)} is no object with fields")
+    return given
+
+
+def _timed_step(row: dict[str, Any]) -> tuple[TimedStep, int]:
+    """A step of a profile, and how often to count it.
+
+    Raises:
+        KeyError, ValueError: a field is missing, unknown or impossible.
+    """
+    if unknown := row.keys() - {*Step._fields, "seconds", "count"}:
+        raise ValueError(f"it has an unknown field {quoted(min(unknown))}")
+    given = [name for name in Step._fields if name in row or name not in Step._field_defaults]
+    step = {name: _number(name, row[name], 0, _MOST, is_whole=name not in _MEANS) for name in given}
+    seconds = _number("seconds", row["seconds"], _LEAST_SECONDS, _MOST_SECONDS)
+    count = _number("count", row.get("count", 1), 1, _MOST, is_whole=True)
+    return TimedStep(Step(**step), seconds), min(count, _KEPT_PER_KIND)
+
+
+def _number(name: str, value: Any, least: float, most: float, *, is_whole: bool = False) -> Any:
+    is_number = isinstance(value, int if is_whole else int | float) and not isinstance(value, bool)
+    if not is_number or not least <= value <= most:
+        what = "whole number" if is_whole else "number"
+        raise ValueError(f"{name}={quoted(value)} is no {what} from {least:g} to {most:g}")
+    return value
 
 
 def _kind(step: Step) -> Step:

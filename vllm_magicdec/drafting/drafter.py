@@ -7,7 +7,8 @@ overwrites every one of them, so nothing approximate survives in the cache.
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NoReturn, Protocol
 
@@ -17,16 +18,18 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from vllm_magicdec import envs
+from vllm_magicdec import envs, faults
 from vllm_magicdec.adaptive.draft_plan import DraftLists, DraftPlan
 from vllm_magicdec.adaptive.metrics import DraftFailures, LookupCounters
 from vllm_magicdec.attention.observing import LayerObserver
 from vllm_magicdec.attention.switch import install_switches
 from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.drafting.layer_groups import LayerGroup
+from vllm_magicdec.drafting.pauses import Pauses
 from vllm_magicdec.drafting.sizing import make_views, max_graph_reqs
 from vllm_magicdec.drafting.staged import PassRunner, StagedDrafts
 from vllm_magicdec.errors import METHOD
+from vllm_magicdec.lookup.history import History
 from vllm_magicdec.policies import find_policy
 from vllm_magicdec.views.base import Batch, DraftStep, View, Views
 from vllm_magicdec.views.layer_pages import LayerPageViews
@@ -35,8 +38,6 @@ from vllm_magicdec.views.passes import RoundSteps
 from vllm_magicdec.views.windows import Reach
 
 logger = init_logger(f"vllm.{__name__}")
-
-MAX_FAILURES_IN_A_ROW = 5  # rounds; what fails so often will fail again, and every try delays a step
 
 
 class Runner(Protocol):
@@ -168,7 +169,9 @@ class Drafter:
                 are_drawn=spec.draft_sample_method == "probabilistic",
                 is_alone=self._num_ranks == 1,
             )
-        self._num_failed_in_a_row = 0
+        self._pauses = Pauses("Drafting", "steps go on without useful drafts")
+        self._stage = ""  # of the round, for the metrics
+        faults.inject_into_drafter(self, get_tp_group().rank_in_group)
 
     def _log(self, vllm_config: VllmConfig) -> None:
         policy = find_policy(self._spec.draft_kv_policy)
@@ -234,36 +237,53 @@ class Drafter:
             views.num_latest(num_steps) if isinstance(views, PageViews) else 0 for views in self._views
         )
 
-    def draft(self, batch: Batch, num_steps: int) -> bool:
+    def draft(
+        self,
+        batch: Batch,
+        num_steps: int,
+        read_histories: Callable[[], Sequence[History]] | None = None,
+    ) -> bool:
         """Fill `draft_tokens[:num_reqs, :num_steps]`, or `draft_lists` where there are lookups.
 
         Args:
             batch: the round's requests.
             num_steps: drafts of each; a `DraftPlan` says with which budget, else it is the largest.
+            read_histories: where there are lookups, the requests' tokens; None: the batch has them.
 
         Returns:
-            False if drafting failed, now or in `MAX_FAILURES_IN_A_ROW` rounds before, after which it is not
-            tried again. The failure is counted and logged, and the drafts are token 0 for every request:
-            the caller must let the target verify them as drawn from a one-hot draft. Lists are empty then.
+            False if drafting failed, or pauses because it failed before (`pauses.py`). That is counted, and
+            the drafts are token 0 for every request: the caller must let the target verify them as drawn
+            from a one-hot draft, or none. Lists are empty then.
 
         Under tensor parallelism a failure ends the process.
         """
         num_reqs = batch.tokens.shape[0]
         drafts = self.draft_tokens[:num_reqs, :num_steps]
         self.draft_lists = None if self._staged is None else [[] for _ in range(num_reqs)]
-        if self._num_failed_in_a_row < MAX_FAILURES_IN_A_ROW:
-            try:
-                self._fill(drafts, batch, num_steps)
-            except Exception:
-                if self._num_ranks > 1:
-                    self._end_worker()
-                if envs.strict():
-                    raise
-                self._note_failure()
+        is_paused = not self._pauses.is_over()
+        try:
+            if self._own_cache is not None:  # in a pause as well: its pages go on to be written
+                self._stage = "own_cache"
+                self._own_cache.begin_round(batch)
+            if is_paused:
+                self._failures.count_paused_round()
             else:
-                self._num_failed_in_a_row = 0
+                if self._staged is not None and read_histories is not None:
+                    self._stage = "histories"
+                    batch = replace(batch, histories=read_histories())
+                self._stage = "selection"  # then the steps: see `_prepare`
+                self._fill(drafts, batch, num_steps)
+                self._pauses.note_success()
                 return True
-        self._failures.count()
+        except Exception:
+            if self._num_ranks > 1:
+                self._end_worker()
+            if envs.strict():
+                raise
+            self._failures.count(self._stage)
+            if self._pauses.note_failure():
+                self._failures.count_pause()
+            self.draft_lists = self.draft_lists and [[] for _ in range(num_reqs)]
         drafts.zero_()
         return False
 
@@ -272,7 +292,6 @@ class Drafter:
         if self._own_cache is None:
             self._make(drafts, batch, num_steps)
             return
-        self._own_cache.begin_round(batch)
         if num_steps == 0 or all(batch.is_prefilling):  # what is drafted of a prompt's part is dropped
             self._own_cache.catch_up(batch, 0)
             drafts.zero_()
@@ -299,10 +318,12 @@ class Drafter:
         if self._own_cache is not None:
             self._own_cache.catch_up(batch, num_steps)
         size = self._size_of(num_steps)
-        return [
+        steps = [
             views.prepare(batch.of_group(group.kv_cache_group), num_steps, size)
             for group, views in zip(self.groups, self._views, strict=True)
         ]
+        self._stage = "draft_step"
+        return steps
 
     def _end_worker(self) -> NoReturn:
         """Other ranks may be waiting for this one in a collective, for good.
@@ -312,17 +333,6 @@ class Drafter:
         """
         logger.exception("Drafting failed on one of %d tensor-parallel ranks; it ends.", self._num_ranks)
         os._exit(1)
-
-    def _note_failure(self) -> None:
-        """To be called where the exception is handled."""
-        self._num_failed_in_a_row += 1
-        self._failures.log_first()
-        if self._num_failed_in_a_row == MAX_FAILURES_IN_A_ROW:
-            logger.error(
-                "Drafting failed in %d rounds in a row and is not tried again: requests go on without "
-                "useful drafts until the engine is started anew. Every such round is counted.",
-                MAX_FAILURES_IN_A_ROW,
-            )
 
     def _size_of(self, num_steps: int) -> int:
         """Which budget to draft with."""

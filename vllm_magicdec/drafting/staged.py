@@ -25,6 +25,7 @@ from vllm_magicdec import envs
 from vllm_magicdec.adaptive.draft_plan import DraftLists, DraftPlan
 from vllm_magicdec.adaptive.metrics import LookupCounters
 from vllm_magicdec.drafting.confidence import Confidence
+from vllm_magicdec.drafting.pauses import Pauses
 from vllm_magicdec.lookup.continuation import LEAST_CHANCE, Continuation
 from vllm_magicdec.lookup.history import History
 from vllm_magicdec.views.base import Batch, on_device
@@ -115,7 +116,9 @@ class StagedDrafts:
         is_alone: bool = True,
     ) -> None:
         self._runner = runner
-        self._lookups: Lookups | None = lookups
+        self._lookups = lookups
+        self._lookup_pauses = Pauses("A lookup", "every draft takes a pass of its own")
+        self._looks_up = True  # in this round
         self._counters = counters
         self._max_model_len = max_model_len
         self._are_drawn = are_drawn
@@ -135,6 +138,16 @@ class StagedDrafts:
             num_steps: most drafts; a `DraftPlan` says what they are worth, and whether to look them up.
             prepare: makes the round's steps by group of layers; called where some are taken.
         """
+        self._looks_up = self._lookup_pauses.is_over()
+        drafts = self._draft_round(batch, num_steps, prepare)
+        if self._looks_up:
+            self._lookup_pauses.note_success()
+        return drafts
+
+    def _draft_round(
+        self, batch: Batch, num_steps: int, prepare: Callable[[], Sequence[RoundSteps]]
+    ) -> DraftLists:
+        """See `draft`."""
         plan = num_steps if isinstance(num_steps, DraftPlan) else DraftPlan(num_steps, _ALL)
         room = (self._max_model_len - batch.context_lens).tolist()
         # What a request drafts before its prompt is whole, or beyond the model's length, is dropped.
@@ -249,11 +262,11 @@ class StagedDrafts:
         """Learn what was verified since the last round."""
         req_ids, histories = [batch.req_ids[i] for i in drafting], [batch.histories[i] for i in drafting]
         self._learn(req_ids, histories)
-        if self._lookups is not None:
+        if self._looks_up:
             try:
                 self._lookups.follow(req_ids, histories)
             except Exception:
-                self._give_lookups_up()
+                self._go_on_without_lookups()
 
     def _look_up(
         self,
@@ -266,26 +279,25 @@ class StagedDrafts:
         room, found = self._runner.max_pass_tokens - len(req_ids), list[Continuation]()
         for req_id, own, lack in zip(req_ids, drafted, lacking, strict=True):
             ahead = Continuation()
-            if self._lookups is not None:
+            if self._looks_up:
                 try:
                     # The token after the last looked-up one is a draft as well.
                     ahead = self._lookups.look_up(req_id, own, min(lack - 1, room), least_chance)
                 except Exception:
-                    self._give_lookups_up()
+                    self._go_on_without_lookups()
             found.append(ahead)
             room -= len(ahead.tokens)
         return found
 
-    def _give_lookups_up(self) -> None:
-        """To be called where the exception is handled."""
+    def _go_on_without_lookups(self) -> None:
+        """For this round; to be called where the exception is handled."""
         if envs.strict() or not self._is_alone:
             raise
-        self._lookups = None
+        self._looks_up = False
+        self._lookups.forget()
         self._counters.count_failure()
-        logger.exception(
-            "A lookup failed; until the engine is started anew every draft takes a pass of its own, and no "
-            "request is lost."
-        )
+        if self._lookup_pauses.note_failure():
+            self._counters.count_pause()
 
     def _add(self, own: _Making, tokens: Sequence[int], probabilities: Sequence[float] | None) -> None:
         own.tokens += tokens

@@ -14,7 +14,7 @@ from numba import njit
 
 from vllm_magicdec.lookup import datastore_files
 from vllm_magicdec.lookup.context_index import MAX_MATCH, Match, tally
-from vllm_magicdec.lookup.datastore_files import Header, Vocabulary
+from vllm_magicdec.lookup.datastore_files import Header, OpenSizes, Vocabulary
 
 MIN_MATCH = 2  # tokens; in texts of others a single one tells too little
 # Of the places of the longest match, spread evenly over them: each may wait for memory twice, and twice as
@@ -27,9 +27,13 @@ class Datastore:
 
     Args:
         header: of `tokens` and `suffix_array`, see `datastore_files`.
+        sizes: of their files.
     """
 
-    def __init__(self, header: Header, tokens: np.ndarray, suffix_array: np.ndarray) -> None:
+    def __init__(
+        self, header: Header, tokens: np.ndarray, suffix_array: np.ndarray, sizes: OpenSizes
+    ) -> None:
+        self._sizes = sizes
         self.header = header
         self._tokens = tokens
         self._suffix_array = suffix_array
@@ -43,7 +47,7 @@ class Datastore:
         """
         datastore_files.check(path, vocab_size, vocabulary)
         header, tokens, suffix_array = datastore_files.read(path)
-        opened = cls(header, tokens, suffix_array)
+        opened = cls(header, tokens, suffix_array, datastore_files.OpenSizes(path))
         opened.look_up(np.zeros(MIN_MATCH, dtype=np.int32), 1)
         return opened
 
@@ -57,7 +61,11 @@ class Datastore:
             latest: [num] int32, tokens of a text, at least its last MAX_MATCH if it has as many; ids
                 that are not of the vocabulary match nothing.
             most: tokens to return, at most.
+
+        Raises:
+            OSError: its files were cut.
         """
+        self._sizes.check()
         latest = np.ascontiguousarray(latest, dtype=np.int32)  # of another kind, it would compile again
         tokens = np.empty(most, dtype=np.int32)
         shares = np.empty(most, dtype=np.float64)

@@ -26,10 +26,12 @@ from pathlib import Path
 
 import numpy as np
 
-from vllm_magicdec.errors import METHOD, MagicDecConfigError
+from vllm_magicdec import files
+from vllm_magicdec.errors import METHOD, MagicDecConfigError, quoted
 
 VERSION = 1
 MAX_TOKENS = 2**32 - 1  # a place has four bytes
+MAX_HEADER_BYTES = 2**20
 _HEADER, _TOKENS, _SUFFIX_ARRAY = "header.json", "tokens.npy", "suffix_array.npy"
 
 
@@ -156,6 +158,36 @@ def read(path: Path) -> tuple[Header, np.ndarray, np.ndarray]:
     return header, tokens, _map(path / _SUFFIX_ARRAY, np.dtype(np.uint32), header.num_places)
 
 
+class OpenSizes:
+    """Tells when the files of a datastore that is mapped into memory are cut.
+
+    Their lost pages must not be read: the operating system ends a process that does (SIGBUS).
+
+    Args:
+        path: its folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._files = [
+            (name, os.open(path / name, os.O_RDONLY | os.O_CLOEXEC), (path / name).stat().st_size)
+            for name in (_TOKENS, _SUFFIX_ARRAY)
+        ]
+
+    def check(self) -> None:
+        """Takes about a microsecond.
+
+        Raises:
+            OSError: a file is shorter than it was.
+        """
+        for name, descriptor, size in self._files:
+            if os.fstat(descriptor).st_size < size:
+                raise OSError(f"{name} was cut while it was in use")
+
+    def __del__(self) -> None:
+        for _, descriptor, _ in self._files:
+            os.close(descriptor)
+
+
 def check(path: Path, vocab_size: int, vocabulary: Vocabulary | None = None) -> None:
     """Refuse a datastore that a server cannot look up in; loads no Numba, so that any process may ask.
 
@@ -182,15 +214,18 @@ def _refusal(path: Path, reason: str) -> MagicDecConfigError:
 
 def _read_header(path: Path) -> Header:
     try:
-        fields = json.loads((path / _HEADER).read_text(encoding="utf-8"))
-    except OSError:
-        raise _refusal(path, f"is no datastore (it has no {_HEADER} that can be read)") from None
-    except ValueError:
+        text = files.read(path / _HEADER, MAX_HEADER_BYTES)
+    except (OSError, ValueError) as error:
+        why = f"{_HEADER}: {files.reason(error)}"
+        raise _refusal(path, f"is no datastore that can be read ({why})") from None
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError):
         raise _refusal(path, f"is a damaged datastore ({_HEADER} is no JSON)") from None
     version = fields.get("version") if isinstance(fields, dict) else None
     if version != VERSION:
         raise _refusal(
-            path, f"is a datastore of version {version}, and this plugin reads version {VERSION}"
+            path, f"is a datastore of version {quoted(version)}, and this plugin reads version {VERSION}"
         )
     types = Header.__annotations__
     if fields.keys() != types.keys() or any(type(fields[name]) is not types[name] for name in types):
@@ -200,11 +235,16 @@ def _read_header(path: Path) -> Header:
 
 def _map(file: Path, dtype: np.dtype, length: int) -> np.ndarray:
     try:
-        array = np.load(file, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError):
+        files.refuse_untrusted(file)
+        is_regular = file.is_file()
+    except (OSError, ValueError) as error:
         raise _refusal(
-            file.parent, f"is a damaged datastore ({file.name} is missing or cut short)"
+            file.parent, f"is no datastore that can be read ({file.name}: {files.reason(error)})"
         ) from None
-    if array.dtype != dtype or array.shape != (length,):
+    try:
+        array = np.load(file, mmap_mode="r", allow_pickle=False) if is_regular else None
+    except Exception:  # whatever NumPy makes of a damaged header
+        raise _refusal(file.parent, f"is a damaged datastore ({file.name} is cut or no array)") from None
+    if not isinstance(array, np.memmap) or array.dtype != dtype or array.shape != (length,):
         raise _refusal(file.parent, f"is a damaged datastore ({file.name} is not what its header says)")
     return array.view(np.ndarray)  # what compiled loops take

@@ -92,6 +92,11 @@ class Lookups:
             for source in self._sources:
                 source.add(index.tokens[prompt_len:])
 
+    def forget(self) -> None:
+        """Begin anew with every request, whatever a failure has left of them."""
+        self._indexes.clear()
+        self._prompt_lens.clear()
+
     def _matches(self, index: ContextIndex, ahead: np.ndarray, most: int) -> list[Match]:
         """By source; `ahead` [num_ahead] int32 are supposed to follow the request's context."""
         matches = [index.look_up(ahead, most)] if self._in_context else []

@@ -166,7 +166,11 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
         if not model.skip_tokenizer_init:
             vocabulary = Vocabulary.of(cached_tokenizer_from_config(model).get_vocab())
         for path in self.datastores:
-            check_datastore(Path(path), model.get_vocab_size(), vocabulary)
+            try:
+                check_datastore(Path(path), model.get_vocab_size(), vocabulary)
+            except MagicDecConfigError as error:
+                sentence = str(error).removeprefix(f"{METHOD}: ")
+                raise MagicDecConfigError(f"{METHOD}: draft_lookup_sources: {sentence}") from None
 
     def _check_lookups(self, vllm_config: VllmConfig) -> None:
         name = f"{METHOD}: draft_lookup='on'"
@@ -247,11 +251,11 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
         try:
             measured = StepTimes.load(Path(path)).budgets
         except ValueError as error:
-            raise MagicDecConfigError(f"{METHOD}: {error}") from None
+            raise MagicDecConfigError(f"{METHOD}: profile: {error}") from None
         # A fraction is of this engine's model length, which may differ from the profile's.
         if self.draft_kv_budget >= 1 and not set(self.budgets) <= set(measured):
             raise MagicDecConfigError(
-                f"{METHOD}: {path} was measured with draft_kv_budget={_and(measured)}, not "
+                f"{METHOD}: profile: {path} was measured with draft_kv_budget={_and(measured)}, not "
                 f"{_and(self.budgets)}; use what was measured, or measure again with 'magicdec profile'"
             )
 

@@ -16,7 +16,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_magicdec.config import MagicDecSpeculativeConfig, selects_magicdec
+from vllm_magicdec.config import (
+    MagicDecSpeculativeConfig,
+    check_given,
+    refuse_misspelt_method,
+    selects_magicdec,
+)
 from vllm_magicdec.errors import MagicDecConfigError
 from vllm_magicdec.vllm_api.engine_config import EngineSpeculativeConfig
 
@@ -81,6 +86,11 @@ def _constructs(subclass: Callable[[], type], selected: Callable[[dict[str, Any]
     return wrap
 
 
+def _fields_select(fields: dict[str, Any]) -> bool:
+    refuse_misspelt_method(fields)
+    return selects_magicdec(fields)
+
+
 def _engine_selects(arguments: dict[str, Any]) -> bool:
     vllm_config = arguments.get("vllm_config")
     return isinstance(getattr(vllm_config, "speculative_config", None), MagicDecSpeculativeConfig)
@@ -116,6 +126,14 @@ def _add_options(owner: type, original: Callable[..., Any]) -> Callable[..., Any
 def _check_configuration(owner: type, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        check_given(
+            self.speculative_config,
+            {
+                "method": self.spec_method,
+                "model": self.spec_model,
+                "num_speculative_tokens": self.spec_tokens,
+            },
+        )
         vllm_config = original(self, *args, **kwargs)
         spec = vllm_config.speculative_config
         if isinstance(spec, EngineSpeculativeConfig):
@@ -183,7 +201,7 @@ HOOKS = (
         name="__new__",
         parameters=(),
         reason="the user's draft_kv_* fields need a place, and the method needs a name",
-        wrap=_constructs(lambda: EngineSpeculativeConfig, selects_magicdec),
+        wrap=_constructs(lambda: EngineSpeculativeConfig, _fields_select),
     ),
     Hook(
         module="vllm.v1.spec_decode.draft_model",

@@ -16,10 +16,11 @@ from vllm_magicdec.config import (
     MagicDecFields,
     check_field_names,
     documented_fields,
+    refuse_misspelt_method,
     selects_magicdec,
     user_fields,
 )
-from vllm_magicdec.errors import METHOD, MODEL_METHOD, MagicDecConfigError
+from vllm_magicdec.errors import METHOD, MODEL_METHOD, MagicDecConfigError, quoted
 
 
 def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -71,14 +72,22 @@ def _checked_fields(parse: Any) -> Callable[[str], Any]:
     """Check the names in --speculative-config while the command line is read."""
 
     def parse_and_check(text: str) -> Any:
-        value = parse(text) if callable(parse) else json.loads(text)
-        if isinstance(value, dict):
-            names = {name.replace("-", "_"): v for name, v in value.items()}
+        example = f'write it as \'{{"method": "{METHOD}"}}\''
+        try:
+            value = parse(text) if callable(parse) else json.loads(text)
+        except (argparse.ArgumentTypeError, ValueError, RecursionError):
+            raise argparse.ArgumentTypeError(f"{quoted(text)} is no JSON; {example}") from None
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise argparse.ArgumentTypeError(f"{quoted(value)} is no JSON object; {example}")
+        names = {name.replace("-", "_"): v for name, v in value.items()}
+        try:
+            refuse_misspelt_method(names)
             if selects_magicdec(names):
-                try:
-                    check_field_names(names)
-                except MagicDecConfigError as error:
-                    raise argparse.ArgumentTypeError(str(error)) from None
+                check_field_names(names)
+        except MagicDecConfigError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
         return value
 
     return parse_and_check

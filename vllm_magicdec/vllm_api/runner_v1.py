@@ -21,6 +21,7 @@ from vllm_magicdec.attention.metadata import draft_metadata, observed_metadata
 from vllm_magicdec.attention.observing import LayerObserver
 from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.drafting.drafter import Drafter
+from vllm_magicdec.drafting.finite import make_finite
 from vllm_magicdec.drafting.layer_groups import LayerGroup
 from vllm_magicdec.lookup.history import History
 from vllm_magicdec.views.base import PAD_SLOT, Batch, DraftStep, PageView, ViewStep, on_device
@@ -199,8 +200,8 @@ class MagicDecProposer(DraftModelProposer):
         """Draft for every request of the batch.
 
         Returns:
-            [num_reqs, num_speculative_tokens] int64, or, with lookups, each request's drafts: vLLM's runner
-            takes lists as well, where it schedules synchronously.
+            [num_reqs, num_speculative_tokens] int64, or, with lookups or where drafting failed, each
+            request's drafts: vLLM's runner takes lists as well, where it schedules synchronously.
         """
         assert self._drafter is not None
         num_reqs = next_token_ids.shape[0]
@@ -226,9 +227,7 @@ class MagicDecProposer(DraftModelProposer):
             _num_computed_tokens_cache=None,
             _token_to_req_indices_cache=None,
         )
-        self._batch = self._make_batch(next_token_ids, context_lens)
-        if self.speculative_config.draft_lookup == "on":
-            self._batch = self._with_histories(self._batch, common_attn_metadata, target_token_ids)
+        self._batch = batch = self._make_batch(next_token_ids, context_lens)
         self._drafting.note_step(common_attn_metadata, target_token_ids)
         if self._adapters is not None:
             self._adapters.take(self._runner.input_batch.request_lora_mapping[:num_reqs])
@@ -237,7 +236,11 @@ class MagicDecProposer(DraftModelProposer):
                 [self._runner.requests[req_id].mrope_position_delta for req_id in self._batch.req_ids],
                 self.device,
             )
-        drafted = self._drafter.draft(self._batch, num_speculative_tokens)
+        drafted = self._drafter.draft(
+            batch,
+            num_speculative_tokens,
+            lambda: self._histories(batch, common_attn_metadata, target_token_ids),
+        )
         if drafted and self._draft_probs:
             lists = self._drafter.draft_lists
             used = len(self._draft_probs) if lists is None else max(map(len, lists))
@@ -245,6 +248,8 @@ class MagicDecProposer(DraftModelProposer):
                 self._last_draft_probs = torch.stack(self._draft_probs[:used], dim=1).contiguous()
         if num_speculative_tokens and self._drafter.draft_lists is not None:
             return self._drafter.draft_lists
+        if not drafted and not self._runner.use_async_scheduling:
+            return [[] for _ in range(num_reqs)]  # nothing to verify
         # A copy: with asynchronous scheduling the next round may start before this one is read.
         return self._drafter.draft_tokens[:num_reqs, :num_speculative_tokens].clone()
 
@@ -264,17 +269,17 @@ class MagicDecProposer(DraftModelProposer):
             is_first=known_lens == inputs.num_prompt_tokens[:num_reqs],
         )
 
-    def _with_histories(
+    def _histories(
         self,
         batch: Batch,
         common: CommonAttentionMetadata,  # of the target's step
         target_token_ids: torch.Tensor,  # [num_tokens] int32, what the target's step took
-    ) -> Batch:
-        """The batch with its requests' tokens, some of which vLLM has not written down yet. On a CPU."""
+    ) -> list[History]:
+        """The requests' tokens, some of which vLLM has not written down yet. On a CPU."""
         inputs, ends = self._runner.input_batch, batch.context_lens.tolist()
         # Among a step's tokens, the place of a position is the position less this.
         offsets = (common.seq_lens[: len(ends)] - common.query_start_loc_cpu[1 : len(ends) + 1]).tolist()
-        histories = [
+        return [
             History(
                 inputs.token_ids_cpu[index, :known],
                 # The accepted drafts, and what was sampled after them.
@@ -284,7 +289,6 @@ class MagicDecProposer(DraftModelProposer):
                 zip(batch.known_lens, ends, offsets, batch.tokens.tolist(), strict=True)
             )
         ]
-        return replace(batch, histories=histories)
 
     def draft_step(self, tokens: torch.Tensor, step: DraftStep) -> torch.Tensor:
         """See `drafting.drafter.Runner`."""
@@ -338,6 +342,14 @@ class MagicDecProposer(DraftModelProposer):
         if probs is None:
             return drafted, _probabilities(logits, drafted)
         return drafted, probs.gather(1, drafted.unsqueeze(1)).squeeze(1)
+
+    def _sample_from_logits(
+        self, logits: torch.Tensor, sampling_metadata: SamplingMetadata
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """vLLM's, of logits that make a distribution: the rejection sampler would reckon with NaN."""
+        if self._enable_probabilistic_draft_probs:
+            make_finite(logits)
+        return super()._sample_from_logits(logits, sampling_metadata)
 
     def _sampling_of(self, places: np.ndarray) -> SamplingMetadata:
         """What vLLM's sampler of drafts reads, by query token; `places` [num_tokens], in the batch."""

@@ -2,7 +2,6 @@
 """Adapter to vLLM's V2 model runner (`vllm.v1.worker.gpu`)."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,6 +25,7 @@ from vllm_magicdec import envs
 from vllm_magicdec.attention.metadata import draft_metadata, observed_metadata
 from vllm_magicdec.attention.observing import LayerObserver
 from vllm_magicdec.drafting.drafter import Drafter
+from vllm_magicdec.drafting.finite import make_finite
 from vllm_magicdec.errors import METHOD
 from vllm_magicdec.lookup.history import History
 from vllm_magicdec.views.base import (
@@ -190,14 +190,14 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         num_steps = self.num_speculative_steps if num_speculative_tokens is None else num_speculative_tokens
         self._copy_request_inputs(num_reqs, input_batch.idx_mapping, temperature, seeds)
         if num_steps > 0:
-            self._batch = self._make_batch(input_batch, num_rejected, last_sampled)
-            if self.speculative_config.draft_lookup == "on":
-                self._batch = self._with_histories(self._batch, input_batch.idx_mapping_np)
+            self._batch = batch = self._make_batch(input_batch, num_rejected, last_sampled)
             if self._rope is not None:
                 # In all channels, drafted tokens are as far from their index as all generated text is.
                 self._rope_offsets.zero_()
                 self._rope_offsets[:num_reqs] = self._rope.prefill_delta.gpu[input_batch.idx_mapping]
-            drafted = self._drafter.draft(self._batch, num_steps)
+            drafted = self._drafter.draft(
+                batch, num_steps, lambda: self._histories(batch, input_batch.idx_mapping_np)
+            )
             if not drafted:
                 self._make_drafts_one_hot(num_reqs)
             elif self._drafter.draft_lists is not None:
@@ -224,13 +224,12 @@ class MagicDecSpeculator(StandaloneARSpeculator):
             is_first=known_lens == batch.prefill_len_np[:num_reqs],
         )
 
-    def _with_histories(self, batch: Batch, rows: np.ndarray) -> Batch:
-        """The batch with its requests' tokens; `rows` [num_reqs] int, among vLLM's. On a CPU."""
+    def _histories(self, batch: Batch, rows: np.ndarray) -> list[History]:
+        """The requests' tokens; `rows` [num_reqs] int, among vLLM's. On a CPU."""
         # With those that this step sampled.
         token_ids = self._req_states.all_token_ids.gpu.numpy()
         ends = (batch.context_lens + 1).tolist()
-        histories = [History(token_ids[row, :end], ()) for row, end in zip(rows, ends, strict=True)]
-        return replace(batch, histories=histories)
+        return [History(token_ids[row, :end], ()) for row, end in zip(rows, ends, strict=True)]
 
     def _fill_up(self, lists: list[list[int]], num_steps: int) -> None:
         """Hand on lists as vLLM's runner takes drafts: as many of each request, some of them never used."""
@@ -238,6 +237,11 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         self._drafter.draft_tokens[: len(lists), :num_steps] = torch.tensor(filled)
         for index, drafts in enumerate(lists):
             self._make_drafts_one_hot(index + 1, first=index, first_step=len(drafts))
+
+    def compute_draft_logits(self, hidden_states: torch.Tensor, spec_step_idx: int) -> torch.Tensor:
+        """vLLM's, of which the rejection sampler can make a distribution."""
+        logits = super().compute_draft_logits(hidden_states, spec_step_idx)
+        return logits if self.draft_logits is None else make_finite(logits)
 
     def draft_step(self, tokens: torch.Tensor, step: DraftStep) -> torch.Tensor:
         """See `drafting.drafter.Runner`."""

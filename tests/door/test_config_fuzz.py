@@ -1,0 +1,429 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever is given as a configuration is accepted, or refused in one sentence that names the field.
+
+That is before any weight is read (the model here has none), within seconds, and never with a trace.
+"""
+
+import contextlib
+import io
+import json
+import math
+import os
+import shutil
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from test_config import configure, model_dir  # noqa: F401
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from vllm_magicdec.adaptive.step_times import Step, StepTimes, TimedStep
+from vllm_magicdec.config import user_fields
+from vllm_magicdec.errors import METHOD, MagicDecConfigError
+from vllm_magicdec.lookup import datastore_files
+from vllm_magicdec.lookup.datastore_files import Header
+from vllm_magicdec.plugin import register
+
+register()
+
+TIME_LIMIT_S = 5.0
+LONGEST_SENTENCE = 900  # characters
+PRIVATE = ("metrics_dir", "adaptive", "adaptive_budget", "budgets", "lengths")
+
+
+def cases(number: int):
+    return settings(
+        max_examples=number,
+        deadline=TIME_LIMIT_S * 1000,
+        database=None,
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    )
+
+
+PATHS = [
+    *(
+        "/",
+        "/dev/null",
+        "/dev/zero",
+        "/dev/full",
+        "/dev/stdin",
+        "/etc/passwd",
+        "/proc/self/mem",
+        "/nowhere",
+    ),
+    *("~", ".", "..", "", "\0", "a\nb", "é\ud800", "x" * 5000, "context", "served", "file:///etc/passwd"),
+]
+WORDS = [
+    *(
+        "auto",
+        "on",
+        "off",
+        "page",
+        "token",
+        "max",
+        "avg",
+        "greedy",
+        "probabilistic",
+        "standard",
+        "synthetic",
+    ),
+    *("streamingllm", "snapkv", "verify-topk", "h2o", "AUTO", "None", "null", "1", "-1", "1e9", "0x10"),
+]
+NUMBERS = [
+    *(-1, 0, 1, 2, 128, 129, 2**31, 2**63, 2**64, 10**30, 10**400, -(10**400)),
+    *(0.5, 1 - 1e-9, 1.5, 5e-324, 1e308, math.nan, math.inf, -math.inf),
+]
+scalars = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=20),
+    *map(st.sampled_from, (PATHS, WORDS, NUMBERS)),
+)
+junk = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+tokens = st.integers(1, 5000)
+budgets = st.one_of(st.sampled_from(["auto", 0.1, 0.5, 32, 512, 4096]), st.floats(0, 5000), tokens)
+# What each field might take, so that cases get beyond its type.
+PLAUSIBLE = {
+    "num_speculative_tokens": st.sampled_from([1, 4, 16, 128, "auto", "4", 4.0]),
+    "max_num_speculative_tokens": st.sampled_from([1, 6, 16, 128, None]),
+    "profile": st.sampled_from([*PATHS, None]),
+    "draft_kv_policy": st.sampled_from(["streamingllm", "snapkv", "verify-topk"]),
+    "draft_kv_budget": st.one_of(
+        st.sampled_from(["auto", 0.1, 0.5, 32, 512, 4096]), st.floats(0, 5000), tokens
+    ),
+    "draft_kv_max_budget": tokens,
+    "draft_kv_min_budget": tokens,
+    "draft_kv_sink": tokens,
+    "draft_kv_refresh": tokens,
+    "draft_kv_granularity": st.sampled_from(["page", "token", None]),
+    "draft_lookup": st.sampled_from(["auto", "on", "off"]),
+    "draft_lookup_sources": st.one_of(st.lists(st.sampled_from(PATHS), max_size=3), st.sampled_from(PATHS)),
+    "snapkv_window": st.integers(1, 1024),
+    "snapkv_recent": st.floats(0, 5000),
+    "snapkv_kernel": st.integers(1, 1024),
+    "snapkv_pooling": st.sampled_from(["max", "avg"]),
+    "draft_sample_method": st.sampled_from(["greedy", "probabilistic"]),
+    "rejection_sample_method": st.sampled_from(["standard", "synthetic"]),
+    "synthetic_acceptance_length": st.floats(),
+    "synthetic_acceptance_rates": st.lists(st.floats(), max_size=8),
+    "num_speculative_tokens_per_batch_size": st.lists(
+        st.tuples(st.integers(-1, 9), st.integers(-1, 2**21), st.integers(-1, 9)), max_size=3
+    ),
+}
+
+
+def test_every_field_is_tried():
+    assert {*PLAUSIBLE, "method", "model"} == set(user_fields())
+
+
+@st.composite
+def misspelt(draw) -> str:
+    name = draw(st.sampled_from(user_fields()))
+    place = draw(st.integers(0, len(name) - 1))
+    wrong = [
+        f"{name[:place]}x{name[place + 1 :]}",
+        name[:place] + name[place + 1 :],
+        f"{name[:place]}{name[place:] * 2}",
+        name.upper(),
+        name.replace("_", "-"),
+    ]
+    return draw(st.sampled_from(wrong))
+
+
+plausible_field = st.one_of(*(st.tuples(st.just(name), values) for name, values in PLAUSIBLE.items()))
+wild_field = st.tuples(
+    st.one_of(
+        st.sampled_from([*PLAUSIBLE]),
+        misspelt(),
+        st.sampled_from([*PRIVATE, "quantization", "revision", "enforce_eager"]),
+        st.text(max_size=8),
+    ),
+    junk,
+).filter(lambda field: field[0] not in ("method", "model"))
+objects = st.tuples(
+    st.sampled_from([{"method": METHOD}, {"model": METHOD}]),
+    st.lists(plausible_field, max_size=4),
+    st.one_of(st.just([]), st.lists(wild_field, min_size=1, max_size=2)),
+).map(lambda parts: {**parts[0], **dict(parts[1]), **dict(parts[2])})
+
+
+def assert_one_sentence(sentence: str, fields=()) -> None:
+    """It is one line that names a field, of the method's or of those given."""
+    assert sentence.isprintable() and len(sentence) < LONGEST_SENTENCE, sentence
+    given_names = (name.encode("unicode_escape").decode() for name in map(str, fields))
+    assert any(name in sentence for name in (*user_fields(), *given_names)), sentence
+
+
+def accepted_or_refused(model_dir, fields, **engine) -> None:  # noqa: F811
+    try:
+        configure(model_dir, fields, **engine)
+    except MagicDecConfigError as error:
+        assert_one_sentence(str(error), fields)
+
+
+@cases(1500)
+@given(objects)
+@example({"method": METHOD, "num_speculative_tokens": "auto", "profile": "/dev/zero"})
+@example({"method": METHOD, "num_speculative_tokens": "auto", "profile": "/dev/full"})
+@example({"method": METHOD, "draft_lookup": "on", "draft_lookup_sources": ["a\nb"]})
+def test_objects(model_dir, fields):  # noqa: F811
+    accepted_or_refused(model_dir, fields)
+
+
+@pytest.mark.parametrize("name", PRIVATE)
+@pytest.mark.parametrize("value", [True, None, "on", [1], {}])
+def test_what_the_plugin_fills_in_is_not_the_users(model_dir, name, value):  # noqa: F811
+    with pytest.raises(MagicDecConfigError, match=f"does not know the field '{name}'"):
+        configure(model_dir, {"method": METHOD, name: value})
+
+
+NONSENSE = {
+    "huge": 10**30,
+    "negative": -(10**30),
+    "thousands of digits": 10**5000,
+    "not a number": math.nan,
+    "a switch": True,
+    "an object": {"a": [1]},
+    "bytes": b"x",
+    "no text": "\ud800\n",
+}
+
+
+@pytest.mark.parametrize("name", sorted({*PLAUSIBLE} - {"num_speculative_tokens_per_batch_size"}))
+@pytest.mark.parametrize("kind", NONSENSE)
+def test_no_field_takes_nonsense(model_dir, name, kind):  # noqa: F811
+    value = NONSENSE[kind]
+    with pytest.raises(MagicDecConfigError) as raised:
+        configure(model_dir, {"method": METHOD, "draft_lookup": "on", name: value})
+    assert_one_sentence(str(raised.value), [name])
+
+
+@pytest.mark.parametrize("given", [METHOD, [METHOD], 5, {"method": METHOD, 5: 6}])
+def test_what_is_no_object_of_fields(model_dir, given):  # noqa: F811
+    with pytest.raises(MagicDecConfigError, match=f"{METHOD}") as raised:
+        configure(model_dir, given)
+    assert str(raised.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    "name", ["magicdec", "magicdec_self", "MagicDec-Self", "magic-dec-self", "magicdecself"]
+)
+@pytest.mark.parametrize("field", ["method", "model"])
+def test_a_misspelt_method(model_dir, name, field):  # noqa: F811
+    with pytest.raises(MagicDecConfigError, match=f"did you mean '{METHOD}'"):
+        configure(model_dir, {field: name, "num_speculative_tokens": 2})
+
+
+def test_a_field_given_twice(model_dir):  # noqa: F811
+    for engine, fields in (
+        ({"spec_tokens": 4}, {"method": METHOD, "num_speculative_tokens": 5}),
+        ({"spec_method": METHOD}, {"method": METHOD}),
+        ({"spec_model": METHOD}, {"model": "org/model"}),
+    ):
+        with pytest.raises(MagicDecConfigError, match="is given twice"):
+            configure(model_dir, fields, **engine)
+
+
+def is_read_by_vllm(text: str) -> bool:
+    """vLLM's own parser looks for a value behind `-0.5`, and raises where there is none."""
+    return "\0" not in text and not (text.startswith("-") and "." in text)
+
+
+as_text = st.one_of(
+    st.sampled_from([*WORDS, *PATHS]),
+    scalars.map(lambda value: text_of(value)),
+    st.text(max_size=10),
+).filter(is_read_by_vllm)
+option = st.one_of(
+    st.tuples(st.sampled_from(["--num-speculative-tokens", "--spec-tokens"]), as_text),
+    plausible_field.map(lambda field: (f"--speculative-config.{field[0]}", text_of(field[1]))).filter(
+        lambda pair: is_read_by_vllm(pair[1])
+    ),
+    st.tuples(misspelt().map("--speculative-config.{}".format), as_text),
+)
+commands = st.one_of(
+    st.tuples(
+        st.sampled_from(["--speculative-model", "--spec-model", "--spec-method"]).map(
+            lambda o: [o, METHOD]
+        ),
+        st.lists(option, max_size=3).map(lambda options: [word for pair in options for word in pair]),
+    ).map(lambda parts: parts[0] + parts[1]),
+    objects.map(lambda fields: ["--speculative-config", text_of(fields)]),
+    # Damaged, but the method is still named.
+    st.tuples(objects.map(lambda fields: text_of(fields)), st.integers(0, 200), st.text(max_size=2)).map(
+        lambda parts: ["--speculative-config", parts[0][: parts[1]] + parts[2] + parts[0][parts[1] + 1 :]]
+    ),
+)
+
+
+def text_of(value) -> str:
+    try:
+        return json.dumps(value)
+    except ValueError:  # integers of thousands of digits
+        return "9" * 5000
+
+
+@pytest.fixture(scope="module")
+def parser():
+    return EngineArgs.add_cli_args(FlexibleArgumentParser())
+
+
+@cases(500)
+@given(commands)
+@example(["--speculative-config", f'"{METHOD}"'])
+@example(["--speculative-config", f'{{"method": "{METHOD}", "draft_kv_sink": {"9" * 5000}}}'])
+def test_command_lines(parser, model_dir, arguments):  # noqa: F811
+    """As `vllm serve` reads them."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            args = parser.parse_args(["--model", model_dir, "--max-model-len", "4096", *arguments])
+    except SystemExit as end:
+        assert end.code == 2
+        last = said.getvalue().splitlines()[-1]
+        assert "error: " in last and last.isprintable() and "Traceback" not in said.getvalue()
+        return
+    args.skip_tokenizer_init = True
+    fields = args.speculative_config or {}
+    if METHOD not in (args.spec_model, args.spec_method, fields.get("method"), fields.get("model")):
+        return  # vLLM's own affair
+    try:
+        EngineArgs.from_cli_args(args).create_engine_config()
+    except MagicDecConfigError as error:
+        assert_one_sentence(str(error), fields)
+
+
+def write_profile(path: Path) -> None:
+    steps = [Step(1, 100, 0, 0), Step(1, 100, 0, 2, 512), Step(1, 100, 2, 2, 512), Step(4, 9000, 2, 0)]
+    StepTimes.of([TimedStep(step, 0.01 * (1 + step.num_reqs)) for step in steps]).save(path, {"model": "m"})
+
+
+OTHER_FORMATS = [
+    b"[" * 100_000,
+    b"PK\x03\x04" + b"\0" * 60,
+    b"\x93NUMPY\x01\0\xff\xff",
+    b"\x80\x04K.",
+    b"{}",
+]
+damage = st.one_of(
+    st.tuples(st.just("cut"), st.floats(0, 1), st.just(b"")),
+    st.tuples(st.just("put"), st.floats(0, 1), st.binary(min_size=1, max_size=12)),
+    st.tuples(st.just("new"), st.just(0.0), st.binary(max_size=200)),
+    st.tuples(st.just("new"), st.just(0.0), st.sampled_from(OTHER_FORMATS)),
+)
+
+
+def do_damage(path: Path, kind: str, place: float, content: bytes) -> None:
+    whole = path.read_bytes()
+    at = int(place * len(whole))
+    new = {"cut": whole[:at], "put": whole[:at] + content + whole[at + len(content) :], "new": content}
+    path.write_bytes(new[kind])
+
+
+@cases(300)
+@given(st.one_of(damage, st.tuples(st.just("json"), st.integers(0, 5), junk)))
+def test_damaged_profiles(model_dir, tmp_path, what):  # noqa: F811
+    path = tmp_path / "profile.json"
+    write_profile(path)
+    if what[0] == "json":
+        profile, (_, place, value) = json.loads(path.read_text()), what
+        name = [*Step._fields, "seconds"][place]
+        profile["steps"][place % len(profile["steps"])][name] = value
+        path.write_text(text_of(profile))
+    else:
+        do_damage(path, *what)
+    try:
+        configure(model_dir, {"method": METHOD, "num_speculative_tokens": "auto", "profile": str(path)})
+    except MagicDecConfigError as error:
+        assert_one_sentence(str(error))
+        assert "profile: " in str(error)
+        return
+    times = StepTimes.load(path)
+    for context in (1, 10**6):
+        assert times.predict(Step(3, context, 2, 2, 512)) > 0
+
+
+def write_datastore(path: Path) -> None:
+    """What `magicdec index` would write, without its sorter."""
+    tokens = np.array([1, 2, 3, 1, 2, 4, 64], dtype=np.uint8)
+    places = np.array([0, 3, 1, 4, 2], dtype=np.uint32)
+    header = Header(datastore_files.VERSION, "m", 64, "f", 1, len(tokens), len(places))
+    path.mkdir()
+    np.save(path / "tokens.npy", tokens)
+    np.save(path / "suffix_array.npy", places)
+    (path / "header.json").write_text(json.dumps(vars(header)))
+
+
+def test_the_datastore_is_good_before_it_is_damaged(model_dir, tmp_path):  # noqa: F811
+    write_datastore(tmp_path / "store")
+    fields = {"method": METHOD, "draft_lookup": "on", "draft_lookup_sources": [str(tmp_path / "store")]}
+    configure(model_dir, fields)
+
+
+@cases(400)
+@given(
+    st.one_of(
+        st.tuples(st.sampled_from(["header.json", "tokens.npy", "suffix_array.npy"]), damage),
+        st.tuples(st.sampled_from([*Header.__annotations__, "more"]), junk),
+    )
+)
+def test_damaged_datastores(model_dir, tmp_path, what):  # noqa: F811
+    path = tmp_path / "store"
+    shutil.rmtree(path, ignore_errors=True)
+    write_datastore(path)
+    place, change = what
+    if "." in place:
+        do_damage(path / place, *change)
+    else:
+        header = json.loads((path / "header.json").read_text())
+        (path / "header.json").write_text(text_of({**header, place: change}))
+    fields = {"method": METHOD, "draft_lookup": "on", "draft_lookup_sources": [str(path)]}
+    accepted_or_refused(model_dir, fields)
+
+
+@pytest.mark.parametrize("name", ["header.json", "tokens.npy", "suffix_array.npy"])
+@pytest.mark.parametrize("kind", ["pipe", "folder", "link to a device", "link to nothing", "any user's"])
+def test_files_that_are_no_files(model_dir, tmp_path, name, kind):  # noqa: F811
+    path = tmp_path / "store"
+    write_datastore(path)
+    file = path / name
+    if kind == "any user's":
+        file.chmod(0o666)
+    else:
+        file.unlink()
+        make = {
+            "pipe": lambda: os.mkfifo(file),
+            "folder": file.mkdir,
+            "link to a device": lambda: file.symlink_to("/dev/zero"),
+            "link to nothing": lambda: file.symlink_to("/nowhere"),
+        }
+        make[kind]()
+    begin = time.perf_counter()
+    fields = {"method": METHOD, "draft_lookup": "on", "draft_lookup_sources": [str(path)]}
+    with pytest.raises(MagicDecConfigError, match="draft_lookup_sources: ") as raised:
+        configure(model_dir, fields)
+    assert_one_sentence(str(raised.value))
+    assert time.perf_counter() - begin < TIME_LIMIT_S
+
+
+def test_a_folder_that_any_user_may_write_is_not_trusted(model_dir, tmp_path):  # noqa: F811
+    path = tmp_path / "shared"
+    path.mkdir()
+    write_profile(path / "profile.json")
+    fields = {"method": METHOD, "num_speculative_tokens": "auto", "profile": str(path / "profile.json")}
+    configure(model_dir, fields)
+    path.chmod(0o777)
+    with pytest.raises(MagicDecConfigError, match=f"any user may replace .*chmod o-w {path}"):
+        configure(model_dir, fields)
+    path.chmod(0o1777)  # as /tmp is
+    configure(model_dir, fields)

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Faults injected into drafting (`vllm_magicdec/faults.py`): they cost speed and are counted by name."""
+
+import time
+
+import engines
+import numpy as np
+import pytest
+from engines import MODEL, magicdec
+from greedy import GREEDY, assert_same_tokens
+
+FAILURES = "vllm:magicdec_failures:"
+# By fault: what is counted, and whether some drafts are accepted all the same.
+FIXED = {
+    "": ({}, True),
+    "selection:last=2": ({"selection": 3}, True),
+    "selection": ({"selection": 4}, False),  # the fourth after the first pause
+    "third_step:last=2": ({"draft_step": 3}, True),
+    "third_step": ({"draft_step": 4}, False),
+    "nan": ({}, False),
+    "slow:last=10": ({}, True),
+    "summaries": ({}, True),
+}
+LOOKUPS = {
+    "selection:last=2": ({"selection": 3}, True),
+    "third_step:last=2": ({"draft_step": 3}, True),
+    "lookup:last=2": ({"lookup": 3}, True),
+    "lookup": ({"lookup": 3}, True),
+    "nan": ({}, None),
+    "slow:last=10": ({}, True),
+}
+# V2's greedy drafts of NaN are tokens as good as any; its failed rounds verify token 0, which may be right.
+V2 = {
+    "selection:last=2": ({"selection": 3}, True),
+    "third_step:last=2": ({"draft_step": 3}, True),
+    "nan": ({}, None),
+}
+
+
+def run_under(faults, batch, tmp_path, spec, **engine):
+    file = tmp_path / "fault"
+    file.write_text("")
+    arguments = {"batches": [batch], "faults": list(faults), "file": str(file)}
+    return engines.run(
+        [("generate_under_faults", arguments)],
+        strict=False,
+        env={"VLLM_MAGICDEC_FAULT": str(file)},
+        speculative_config=spec,
+        **engine,
+    )
+
+
+def assert_counted(run, faults, expected, what):
+    for result, (fault, (failures, accepts)) in zip(run.results[0], faults.items(), strict=True):
+        assert_same_tokens(expected, result["batches"][0], f"{what}, {fault or 'no fault'}")
+        counted = {
+            name.removeprefix(FAILURES): number
+            for name, number in result["counted"].items()
+            if name.startswith(FAILURES) and number
+        }
+        assert counted == failures, fault
+        accepted = result["counted"]["vllm:spec_decode_num_accepted_tokens"]
+        assert accepts is None or (accepted > 0) == accepts, (fault, accepted)
+
+
+@pytest.mark.parametrize(
+    ("faults", "spec"),
+    [
+        (FIXED, magicdec(4, draft_kv_budget=192, draft_kv_policy="verify-topk")),
+        (LOOKUPS, magicdec(4, draft_kv_budget=192, draft_lookup="on", draft_sample_method="probabilistic")),
+    ],
+    ids=["verify-topk", "lookups"],
+)
+def test_faults_change_no_answer_and_are_counted_by_name(prompts, plain, tmp_path, faults, spec):
+    chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < 700][:6]
+    batch = {"prompts": [prompts[i] for i in chosen], "sampling": GREEDY}
+    run = run_under(faults, batch, tmp_path, spec, max_num_seqs=8)
+    assert_counted(run, faults, [plain[i] for i in chosen], "V1 runner")
+
+
+def test_faults_on_the_v2_runner(prompts, plain, tmp_path):
+    chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < 300][:3]
+    batch = {"prompts": [prompts[i] for i in chosen], "sampling": GREEDY}
+    spec = magicdec(4, draft_kv_budget=128)
+    run = run_under(V2, batch, tmp_path, spec, v2=True, max_num_seqs=4, num_gpu_blocks_override=257)
+    assert run.v2_runner
+    assert_counted(run, V2, [plain[i] for i in chosen], "V2 runner")
+
+
+def test_a_fault_in_the_controller_leaves_plain_decoding(prompts, plain, tmp_path):
+    chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < 700][:6]
+    batch = {"prompts": [prompts[i] for i in chosen], "sampling": GREEDY}
+    spec = {"method": "magicdec-self", "num_speculative_tokens": "auto"}
+    faults = {"": ({}, None), "slow:last=20": ({}, None), "controller": ({"controller": 1}, None)}
+    run = run_under(faults, batch, tmp_path, spec, max_num_seqs=8)
+    assert_counted(run, faults, [plain[i] for i in chosen], "auto")
+
+
+def test_a_datastore_that_is_cut_under_the_engine_costs_its_lookups(prompts, plain, tmp_path):
+    """Not the process: reading beyond the end of a mapped file is a SIGBUS."""
+    pytest.importorskip("pydivsufsort", reason="the extra 'index' is not installed")
+    from vllm.tokenizers import get_tokenizer
+
+    from vllm_magicdec.lookup import datastore_files
+
+    store = tmp_path / "store"
+    vocabulary = datastore_files.Vocabulary.of(get_tokenizer(str(MODEL)).get_vocab())
+    texts = [
+        [*prompt, *request["completions"][0]["tokens"]]
+        for prompt, request in zip(prompts, plain, strict=True)
+    ]
+    datastore_files.write(store, map(np.array, texts), vocabulary, "tiny-llama")
+    batch = {"prompts": prompts[:6], "sampling": GREEDY}
+    run = engines.run(
+        [
+            ("generate", {"batches": [batch]}),
+            ("generate_with_a_cut_file", {"batches": [batch], "path": str(store / "tokens.npy")}),
+        ],
+        strict=False,
+        speculative_config=magicdec(4, draft_lookup="on", draft_lookup_sources=[str(store)]),
+    )
+    for (results,) in run.results:
+        assert_same_tokens(plain[:6], results, "a datastore")
+    assert run.metrics["vllm:magicdec_lookup_accepted_tokens"] > 0
+    assert run.metrics[FAILURES + "lookup"] == 3 and run.draft_failures == 0
+    assert "tokens.npy was cut while it was in use" in run.log
+
+
+@engines.needs_tensor_parallel
+@pytest.mark.parametrize("fault", ["selection", "third_step"])
+def test_a_fault_on_one_tensor_parallel_rank_ends_the_engine_in_time(prompts, fault):
+    batch = {"prompts": prompts[:2], "sampling": GREEDY}
+    parallel = engines.TENSOR_PARALLEL_2
+    began = time.perf_counter()
+    with pytest.raises(RuntimeError, match=rf"(?s)engine: failed.*{fault}, on purpose.*died unexpectedly"):
+        engines.run(
+            [("generate", {"batches": [batch]})],
+            strict=False,
+            **{**parallel, "env": {**parallel["env"], "VLLM_MAGICDEC_FAULT": f"{fault}:first=3,rank=1"}},
+            max_num_seqs=4,
+            num_gpu_blocks_override=257,
+            speculative_config=magicdec(4),
+            time_limit_s=240,
+        )
+    assert time.perf_counter() - began < 240

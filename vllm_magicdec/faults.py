@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Faults that tests inject into drafting: whatever breaks in it may cost speed, and never an answer.
+
+`VLLM_MAGICDEC_FAULT` names one, with what limits it, as in `third_step:first=10,last=60,rank=1`: the
+occasions on which it happens, counted from 0, and the tensor-parallel rank. A path instead names a file
+that holds such a text, or none, and is read again whenever it has changed.
+
+| name | what happens |
+| --- | --- |
+| `selection` | the policy raises |
+| `third_step` | a pass that makes a round's third draft raises |
+| `lookup` | a lookup raises |
+| `controller` | the controller of `auto` raises |
+| `slow` | a draft pass takes 20 times as long |
+| `nan` | a draft pass has logits that are not numbers |
+| `summaries` | `verify-topk`'s summaries of pages are garbage before it selects |
+
+Nothing is wrapped, and nothing asked on the way, unless the variable is set when an engine starts.
+"""
+
+import functools
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_magicdec import envs
+
+NAMES = ("selection", "third_step", "lookup", "controller", "slow", "nan", "summaries")
+_SLOWER = 20
+_NEVER = 2**63
+
+
+class InjectedError(RuntimeError):
+    """What a fault raises."""
+
+
+class Fault:
+    """The fault that is injected at present.
+
+    Args:
+        setting: see the module.
+        rank: this worker's.
+    """
+
+    def __init__(self, setting: str, rank: int) -> None:
+        self._file = Path(setting) if setting.startswith("/") else None
+        self._rank = rank
+        self._changed_at = -1.0
+        self._set("" if self._file else setting)
+
+    def _set(self, text: str) -> None:
+        self._name, _, limits = text.strip().partition(":")
+        if self._name and self._name not in NAMES:
+            raise ValueError(f"VLLM_MAGICDEC_FAULT names {self._name!r}; use one of {', '.join(NAMES)}")
+        given = dict(limit.split("=") for limit in limits.split(",") if limit)
+        self._first, self._last = int(given.get("first", 0)), int(given.get("last", _NEVER))
+        self._is_here = int(given.get("rank", self._rank)) == self._rank
+        self._occasions = Counter[str]()
+
+    def happens(self, name: str) -> bool:
+        """Whether this fault happens now; to be asked once on each of its occasions."""
+        if self._file is not None and self._file.exists():
+            changed_at = self._file.stat().st_mtime
+            if changed_at != self._changed_at:
+                self._changed_at = changed_at
+                self._set(self._file.read_text())
+        if name != self._name or not self._is_here:
+            return False
+        self._occasions[name] += 1
+        return self._first <= self._occasions[name] - 1 <= self._last
+
+    def raise_if(self, name: str) -> None:
+        """Raise if this fault happens now."""
+        if self.happens(name):
+            raise InjectedError(f"{name}, on purpose")
+
+
+def inject_into_drafter(drafter: Any, rank: int) -> None:
+    """Wrap what a `drafting.drafter.Drafter` calls, if a fault is set."""
+    if not envs.fault():
+        return
+    fault, runner = Fault(envs.fault(), rank), drafter._runner
+    drafter._prepare = _before(drafter._prepare, lambda: fault.raise_if("selection"))
+    summaries = [found for views in drafter._views if (found := _summaries_of(views)) is not None]
+    if summaries:
+        drafter._prepare = _before(drafter._prepare, lambda: _spoil(summaries, fault))
+    for name in ("draft_step", "draft_pass"):
+        run = getattr(runner, name)
+        # A runner outlives its first drafter where vLLM lays the KV cache out twice.
+        setattr(runner, name, _faulty_pass(getattr(run, "__wrapped__", run), runner, fault))
+    if drafter._staged is not None:
+        lookups = drafter._staged._lookups
+        lookups.look_up = _before(lookups.look_up, lambda: fault.raise_if("lookup"))
+
+
+def inject_into_controller(controller: Any) -> None:
+    """Wrap what the scheduler of `auto` asks its `adaptive.controller.Controller`, if a fault is set."""
+    if envs.fault():
+        fault = Fault(envs.fault(), rank=0)
+        controller.choose = _before(controller.choose, lambda: fault.raise_if("controller"))
+
+
+def _before(function: Callable[..., Any], do: Callable[[], None]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def do_and_call(*args: Any) -> Any:
+        do()
+        return function(*args)
+
+    return do_and_call
+
+
+def _faulty_pass(run: Callable[..., Any], runner: Any, fault: Fault) -> Callable[..., Any]:
+    @functools.wraps(run)
+    def run_faultily(tokens: torch.Tensor, taken: Any) -> Any:
+        queries = getattr(taken, "queries", None)
+        makes = taken.index + 1 if queries is None else int((queries.firsts + queries.lens).max())
+        if makes >= 3:
+            fault.raise_if("third_step")
+        began = time.perf_counter()
+        if fault.happens("nan"):
+            with _NoNumbers(runner.model):
+                return run(tokens, taken)
+        drawn = run(tokens, taken)
+        if fault.happens("slow"):
+            time.sleep((_SLOWER - 1) * (time.perf_counter() - began))
+        return drawn
+
+    return run_faultily
+
+
+class _NoNumbers:
+    """While it lasts, a model's logits are NaN."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __enter__(self) -> None:
+        compute_logits = self._model.compute_logits
+        self._model.compute_logits = lambda *args, **kwargs: compute_logits(*args, **kwargs).fill_(
+            torch.nan
+        )
+
+    def __exit__(self, *_: object) -> None:
+        del self._model.compute_logits
+
+
+def _summaries_of(views: Any) -> Any:
+    return getattr(getattr(getattr(views, "_selector", None), "_policy", None), "summaries", None)
+
+
+def _spoil(summaries: list[Any], fault: Fault) -> None:
+    for of_views in summaries if fault.happens("summaries") else ():
+        of_views.least.normal_().mul_(1e4)
+        of_views.greatest.fill_(torch.nan)

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files that a user names are read as data, and only where nobody else can have put or can change them.
+
+Nothing that this package reads from files (profiles, datastores) runs as code. Yet what anybody may write
+decides how fast answers come, and what is cut under a memory map ends the process.
+"""
+
+import os
+import stat
+from pathlib import Path
+
+
+def refuse_untrusted(path: Path) -> None:
+    """Refuse what users beside the owner's group may change or replace, links followed.
+
+    Raises:
+        OSError, ValueError: it cannot be looked at; or, in a few words, who may change it.
+    """
+    resolved = path.resolve(strict=True)
+    if resolved.stat().st_mode & stat.S_IWOTH:
+        raise ValueError(f"any user may write {resolved}: chmod o-w {resolved}")
+    for child in (resolved, *resolved.parents):
+        folder, own = child.parent.stat(), child.lstat()
+        is_kept = folder.st_mode & stat.S_ISVTX and own.st_uid in (os.geteuid(), 0, folder.st_uid)
+        if folder.st_mode & stat.S_IWOTH and not is_kept:
+            raise ValueError(f"any user may replace {child}: chmod o-w {child.parent}")
+
+
+def read(path: Path, max_bytes: int) -> bytes:
+    """What a trusted regular file holds.
+
+    Raises:
+        OSError, ValueError: in a few words, why not: it is a device or a pipe, too large, or not trusted.
+    """
+    refuse_untrusted(path)
+    # Opening a pipe would wait for its writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError("it is no regular file")
+        if status.st_size > max_bytes:
+            raise ValueError(f"it has more than {max_bytes} bytes")
+        return file.read(max_bytes)
+
+
+def reason(error: Exception) -> str:
+    """Of an `OSError` or another one, in a few words."""
+    return (error.strerror or type(error).__name__) if isinstance(error, OSError) else str(error)
