@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 NATIVE = Path("vllm_magicdec", "native")
 VERSION = re.search(r'__version__ = "(.+)"', (HERE / "vllm_magicdec" / "__init__.py").read_text()).group(1)
 
-# The attention of vllm_magicdec/native by instruction set (`VARIANTS` of its library.py): what the compiler may use.
+# What the compiler may use for vllm_magicdec/native, by variant (`VARIANTS` of its library.py).
 VARIANTS = {"portable": []}
 if platform.machine() == "x86_64":
     VARIANTS |= {

@@ -165,8 +165,8 @@ class Kernel:
         Args:
             query: [num_tokens, num_heads, head_size], of the cache's dtype; the heads of one KV head are
                 neighbours.
-            kv_cache: [num_blocks, num_kv_heads, page_size, 2 * head_size] as vLLM's CPU backend keeps it in its
-                layouts `vec` and `vec16`; any strides of blocks and heads.
+            kv_cache: [num_blocks, num_kv_heads, page_size, 2 * head_size] as vLLM's CPU backend keeps it
+                in its layouts `vec` and `vec16`; any strides of blocks and heads.
             output: as `query`, written.
             query_starts: [num_reqs + 1] int32, where each request's tokens begin, and where the last one's
                 end; at most `MAX_QUERY_LEN` of each.
