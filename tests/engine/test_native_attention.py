@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel for CPUs inside the engine: its log, its switch, and the target's own tokens with and without."""
+"""The kernel for CPUs inside the engine: its log, its switch, and plain decoding's tokens either way."""
 
 import engines
 import pytest

@@ -166,10 +166,10 @@ class NativeAttention:
         num_reqs, _, width = metadata.slots.shape
         if isinstance(metadata, TokenMetadata):
             starts, lens, is_seen = self._starts_of_single_tokens(num_reqs), metadata.lens, None
-        else:
-            starts = torch.cat([metadata.table[:, 0], metadata.table[-1, -1:] + 1]).to(torch.int32)
+        else:  # the last column is each request's last token
+            starts = torch.cat([metadata.table[:, 0], metadata.table[-1, -1:] + 1])
             lens = torch.full((num_reqs,), width, dtype=torch.int32)
-            is_seen = metadata.is_seen.contiguous()
+            is_seen = metadata.is_seen
         self._kernel.attend_slots(
             query,
             kv_cache,

@@ -120,6 +120,13 @@ def check_cache(page_size: int, head_size: int, dtype: torch.dtype) -> None:
         )
 
 
+def _as_int32(numbers: torch.Tensor) -> torch.Tensor:
+    """The kernel reads memory as it is told to: so of this type, and neighbours in the last dimension."""
+    if numbers.dtype == torch.int32 and numbers.stride(-1) == 1:
+        return numbers
+    return numbers.to(torch.int32).contiguous()
+
+
 @functools.cache
 def load(variant: Variant) -> "Kernel":
     """The kernel of a variant that was built and runs here; once per process.
@@ -180,6 +187,7 @@ class Kernel:
         Raises:
             UnreadableError: the kernel has not this shape.
         """
+        query_starts, block_table, context_lens = map(_as_int32, (query_starts, block_table, context_lens))
         call = self._call(query, kv_cache, output, query_starts, scale, soft_cap)
         call.block_table, call.context_lens = block_table.data_ptr(), context_lens.data_ptr()
         call.block_table_stride = block_table.stride(0)
@@ -218,10 +226,12 @@ class Kernel:
         Raises:
             UnreadableError: the kernel has not this shape.
         """
+        query_starts, slots, slot_lens = map(_as_int32, (query_starts, slots, slot_lens))
         call = self._call(query, kv_cache, output, query_starts, scale, soft_cap)
         call.slots, call.slot_lens = slots.data_ptr(), slot_lens.data_ptr()
         call.slots_request_stride, call.slots_head_stride = slots.stride(0), slots.stride(1)
         if is_seen is not None:
+            is_seen = is_seen.contiguous()
             call.is_seen = is_seen.data_ptr()
             call.is_seen_request_stride, call.is_seen_token_stride = is_seen.stride(0), is_seen.stride(1)
         self._run(call, sinks)
