@@ -8,7 +8,6 @@ writes) and of the rate of a large matrix product in bfloat16 (AVX512_BF16) or f
 
 import argparse
 import functools
-import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -98,13 +97,19 @@ def contenders_of(
 
 
 def measure(contenders: Mapping[str, Callable[[], None]], turns: int) -> dict[str, float]:
-    """Median of each one's milliseconds, in turns, after a first one that does not count."""
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for turn, (name, run) in itertools.product(range(turns + 1), contenders.items()):
-        start = time.perf_counter()
-        run()
-        if turn:
-            times[name].append((time.perf_counter() - start) * 1e3)
+    """Median of each one's milliseconds, in turns, after a first one that does not count.
+
+    Each turn begins with another, because what ran before leaves the caches in its own way.
+    """
+    names = list(contenders)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(turns + 1):
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            start = time.perf_counter()
+            contenders[name]()
+            if turn:
+                times[name].append((time.perf_counter() - start) * 1e3)
     return {name: statistics.median(of_name) for name, of_name in times.items()}
 
 
