@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel for CPUs inside the engine: its log, its switch, and plain decoding's tokens either way."""
+"""The kernel for CPUs inside the engine: its switch, and plain decoding's tokens either way."""
 
 import engines
 import pytest
@@ -13,7 +13,6 @@ pytestmark = pytest.mark.skipif(
     not current_platform.is_cpu() or best_variant() is None, reason="needs a CPU, and the compiled kernel"
 )
 NUM_TOKENS = 16
-IT_ATTENDS = "the plugin's own kernel"
 
 
 @pytest.mark.parametrize("v2", [False, True])
@@ -29,4 +28,3 @@ def test_output_is_plain_decodings_with_the_kernel_and_without(prompts, plain, p
     )
     expected = [first_tokens(tokens, NUM_TOKENS) for tokens in plain[:6]]
     assert_same_tokens(expected, run.results[0][0], f"{policy}, kernel {native}")
-    assert (IT_ATTENDS in run.log) is native
