@@ -1,12 +1,59 @@
 """Install vllm-magicdec. vLLM itself is an extra: its CUDA and CPU builds are different distributions."""
 
+import os
+import platform
 import re
+import subprocess
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
 
 HERE = Path(__file__).parent
+NATIVE = Path("vllm_magicdec", "native")
 VERSION = re.search(r'__version__ = "(.+)"', (HERE / "vllm_magicdec" / "__init__.py").read_text()).group(1)
+
+# What the compiler may use for vllm_magicdec/native, by variant (`VARIANTS` of its library.py).
+VARIANTS = {"portable": []}
+if platform.machine() == "x86_64":
+    VARIANTS |= {
+        "avx2": ["-march=x86-64-v3"],
+        "avx512": ["-march=x86-64-v4"],
+        "avx512_bf16": ["-march=x86-64-v4", "-mavx512bf16"],
+    }
+FLAGS = ["-std=c++17", "-O3", "-fopenmp", "-fPIC", "-shared", "-fvisibility=hidden", "-Wno-psabi"]
+
+
+class BuildLibraries(build_ext):
+    """Shared libraries that know nothing of Python: one source, compiled for every instruction set.
+
+    Optional: without a compiler the plugin installs, and vLLM's own attention runs.
+    """
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return str(Path(*fullname.split("."))) + ".so"
+
+    def build_extension(self, ext: Extension) -> None:
+        target = Path(self.get_ext_fullpath(ext.name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        compiler = os.environ.get("CXX", "c++").split()
+        command = [*compiler, *FLAGS, *ext.extra_compile_args, *ext.sources, "-o", str(target)]
+        try:
+            built = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
+        except OSError as error:
+            raise CompileError(f"no compiler for C++: {error}") from None
+        if built.returncode:
+            raise CompileError(f"{' '.join(command)}: {built.stderr.strip()[-1000:]}")
+
+
+class WheelOfAnyPython(bdist_wheel):
+    """The libraries are of a platform, not of a version of Python."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return ("py3", "none", super().get_tag()[2])
+
 
 setup(
     name="vllm-magicdec",
@@ -16,7 +63,18 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["vllm_magicdec", "vllm_magicdec.*"]),
-    package_data={"vllm_magicdec": ["py.typed"]},
+    package_data={"vllm_magicdec": ["py.typed", "native/*.cpp", "native/*.h"]},
+    ext_modules=[
+        Extension(
+            f"vllm_magicdec.native.attention_{name}",
+            [str(NATIVE / "attention.cpp")],
+            depends=[str(NATIVE / header) for header in ("attention.h", "product.h", "vectors.h")],
+            extra_compile_args=flags,
+            optional=True,
+        )
+        for name, flags in VARIANTS.items()
+    ],
+    cmdclass={"build_ext": BuildLibraries, "bdist_wheel": WheelOfAnyPython},
     python_requires=">=3.11",
     install_requires=["prometheus_client", "scipy"],
     extras_require={

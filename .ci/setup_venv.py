@@ -149,7 +149,9 @@ def extra_requirements() -> list[str]:
 
 def set_up() -> None:
     gpu = has_nvidia_driver()
-    inputs = [Path(__file__).read_bytes(), (ROOT / "setup.py").read_bytes(), bytes([gpu])]
+    native = sorted((ROOT / "vllm_magicdec" / "native").glob("*.[ch]*"))  # what setup.py compiles
+    sources = [Path(__file__), ROOT / "setup.py", *native]
+    inputs = [*(source.read_bytes() for source in sources), bytes([gpu])]
     wanted = hashlib.sha256(b"".join(inputs)).hexdigest()
     if STAMP.exists() and STAMP.read_text() == wanted and PYTHON.exists():
         return

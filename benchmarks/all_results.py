@@ -78,6 +78,7 @@ PARTS = (
         )
         for model in SHARES
     ),
+    Part("native-attention.json", "native_attention.py", "--out {out}", 4),
     Part("plain-steps.json", "plain_steps.py", "--out {out}", 3),
     Part("suite", "suite.py", "--rate-fractions 0.8 --out {out}", 20),
     Part("auto-kv-heavy.json", "auto.py", "--batch 1 4 8 --pairs 7 --out {out}", 30),

@@ -218,6 +218,7 @@ def run(args: argparse.Namespace, model: str) -> None:
         "draft_kv_policy": args.policy,
         "draft_kv_budget": args.budget,
         "draft_kv_granularity": args.granularity,
+        "native_attention": not args.vllm_attention,
     }
     model_len = max(args.context) + args.tokens + 2 * PAGE
     settings = engine_settings(
@@ -257,6 +258,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=512)
     parser.add_argument("--turns", type=int, default=3, help="per engine and cell")
     parser.add_argument("--compile", action="store_true", help="torch.compile instead of eager, both sides")
+    parser.add_argument("--vllm-attention", action="store_true", help="on a CPU: not the plugin's kernel")
     add_documents(parser)
     add_out(parser)
     args = parser.parse_args()

@@ -129,6 +129,9 @@ class MagicDecFields(SpeculativeConfig):
     """Where drafts are looked up: `context`, the request's own prompt and output; `served`, what other
     requests of this server were answered, which lets one user's text set how fast another's comes; or paths
     of datastores that `magicdec index` wrote."""
+    native_attention: bool = True
+    """On a CPU: whether the plugin's own kernel attends where no request has more than 32 tokens in a step,
+    where it was built and knows the layout of the KV cache. Off, vLLM's own does."""
     snapkv_window: int = Field(default=16, gt=0, le=1024)
     """Last tokens of the prompt whose attention `snapkv` follows; they stay in view themselves."""
     snapkv_recent: float = Field(default=0.375, ge=0, le=_MOST_TOKENS)
@@ -326,7 +329,7 @@ def documented_fields() -> tuple[str, ...]:
     """The fields whose meaning or default is the plugin's own."""
     prefixes = ("draft_kv_", "draft_lookup", "snapkv_")
     own = (f.name for f in dataclass_fields(MagicDecFields) if f.name.startswith(prefixes))
-    return ("num_speculative_tokens", "max_num_speculative_tokens", "profile", *own)
+    return ("num_speculative_tokens", "max_num_speculative_tokens", "profile", *own, "native_attention")
 
 
 def user_fields() -> tuple[str, ...]:

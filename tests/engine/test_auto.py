@@ -62,7 +62,10 @@ def test_output_is_unchanged_when_length_and_budget_change_on_the_v2_runner(prom
         max_num_batched_tokens=512,
         num_gpu_blocks_override=257,
         speculative_config=auto(
-            max_num_speculative_tokens=4, draft_kv_budget="auto", draft_kv_max_budget=256
+            max_num_speculative_tokens=4,
+            draft_kv_budget="auto",
+            draft_kv_max_budget=256,
+            native_attention=False,  # recorded graphs do not see it
         ),
     )
     assert run.v2_runner

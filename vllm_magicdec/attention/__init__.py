@@ -12,8 +12,9 @@
 | `triton_indices.py` | the row numbers that it reads, written by one kernel |
 | `plans.py` | its plans for views whose length the host knows |
 | `metadata.py` | a view as the forward context wants it, layer by layer |
+| `native_attention.py` | the kernel of `native/` inside vLLM's layers, on CPUs |
 | `observing.py` | who looks at the target's queries |
-| `switch.py` | draft attention inside vLLM's layers; the only file here that imports vLLM |
+| `switch.py` | draft attention inside vLLM's layers |
 """
 
 from typing import Any, Literal

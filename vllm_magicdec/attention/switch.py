@@ -24,6 +24,7 @@ from vllm_magicdec.attention.metadata import (
     TokenMetadata,
     TokenPassMetadata,
 )
+from vllm_magicdec.attention.native_attention import native_of
 from vllm_magicdec.attention.observing import QueryRecorder
 from vllm_magicdec.attention.plans import CommonLengthPlans
 from vllm_magicdec.attention.rows import FP8_DTYPES
@@ -187,6 +188,7 @@ class Switch:
         self._recorder = recorder
         self._impl = impl
         self._target_forward = impl.forward
+        self._native = native_of(impl)
         self._backend = layer.attn_backend.get_name()
         self._isa = getattr(layer, "isa", None)
         self._spec = spec = layer.get_kv_cache_spec(vllm_config)
@@ -244,7 +246,10 @@ class Switch:
             num_queries = attn_metadata.num_queries
             query = self._query(query[:num_queries])
             own_output = output[:num_queries].view(query.shape)
-            self._attend(query, self._rows(kv_cache), attn_metadata, own_output)
+            if self._native is not None:
+                self._native.attend_view(query, kv_cache, attn_metadata, self._softmax, own_output)
+            else:
+                self._attend(query, self._rows(kv_cache), attn_metadata, own_output)
             return output
         if isinstance(attn_metadata, ObservedMetadata):
             self._target_forward(layer, query, key, value, kv_cache, attn_metadata.own, output, **scales)

@@ -21,6 +21,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm_magicdec import envs, faults
 from vllm_magicdec.adaptive.draft_plan import DraftLists, DraftPlan
 from vllm_magicdec.adaptive.metrics import DraftFailures, LookupCounters
+from vllm_magicdec.attention.native_attention import use_native_attention
 from vllm_magicdec.attention.observing import LayerObserver
 from vllm_magicdec.attention.switch import install_switches
 from vllm_magicdec.config import MagicDecSpeculativeConfig
@@ -127,6 +128,8 @@ class Drafter:
             (max_num_reqs, spec.num_speculative_tokens), dtype=torch.int64, device=device
         )
         self.groups = groups
+        if device.type == "cpu" and spec.native_attention:
+            use_native_attention(vllm_config, [name for group in groups for name in group.layer_names])
         self._views: list[Views] = []
         for group in groups:
             views = make_views(

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plugin's own attention on CPUs against vLLM's, kernel alone, in one process and in turns.
+
+Each cell is one layer's attention of a batch of equal requests over a bfloat16 KV cache in random pages, in
+every variant that this machine runs. Shares are of the copy bandwidth (bytes read, of what a copy reads and
+writes) and of the rate of a large matrix product in bfloat16 (AVX512_BF16) or float32 (others).
+"""
+
+import argparse
+import functools
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from common.options import add_out, make_parser, settings_of
+from common.plots import plt
+from common.record import make_record, write
+from common.tables import console, make_table
+from rich.table import Table
+
+from vllm_magicdec.native.library import VARIANTS, load, runs_here
+
+PAGE = 32  # tokens
+SHAPES = {"kv-heavy": (8, 8, 64), "llama-3.1-8b": (32, 8, 128)}  # heads, KV heads, head size
+CELLS = ((1, 1024), (32, 1024), (8, 4096), (1, 16384), (8, 16384), (1, 65536))
+QUERY_LENS = (1, 2, 4, 8, 9, 16)
+
+
+def make_cell(shape: str, batch: int, context: int) -> dict[str, torch.Tensor]:
+    """A cache in random pages and its block table; the numbers repeat, the pages do not."""
+    _, num_kv_heads, head_size = SHAPES[shape]
+    pages = -(-context // PAGE)
+    cache = torch.empty(batch * pages, num_kv_heads, PAGE, 2 * head_size, dtype=torch.bfloat16)
+    cache[:] = torch.randn(1, *cache.shape[1:])
+    return {
+        "cache": cache,
+        "block_table": torch.randperm(batch * pages).view(batch, pages).int(),
+        "context_lens": torch.full((batch,), context, dtype=torch.int32),
+    }
+
+
+def contenders_of(
+    shape: str, cell: Mapping[str, torch.Tensor], query_len: int
+) -> dict[str, Callable[[], None]]:
+    """vLLM's kernel as its backend calls it, and the plugin's variants, on the same tensors."""
+    import vllm._custom_ops as ops
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    num_heads, num_kv_heads, head_size = SHAPES[shape]
+    cache, lens = cell["cache"], cell["context_lens"]
+    batch, scale = len(lens), head_size**-0.5
+    starts = torch.arange(0, batch * query_len + 1, query_len, dtype=torch.int32)
+    query = torch.randn(batch * query_len, num_heads, head_size).bfloat16()
+    output = torch.empty_like(query)
+    keys, values = cache.view(len(cache), num_kv_heads, 2 * PAGE, head_size).chunk(2, dim=2)
+    plan = ops.cpu_attn_get_scheduler_metadata(
+        num_reqs=batch,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_size,
+        seq_lens=lens,
+        dtype=torch.bfloat16,
+        query_start_loc=starts,
+        causal=True,
+        sliding_window_size=-1,
+        isa=_get_attn_isa(torch.bfloat16, PAGE, head_size),
+        enable_kv_split=True,
+    )
+    vllm = functools.partial(
+        ops.cpu_attention_with_kv_cache,
+        query=query,
+        key_cache=keys,
+        value_cache=values,
+        output=output,
+        query_start_loc=starts,
+        seq_lens=lens,
+        scale=scale,
+        causal=True,
+        alibi_slopes=None,
+        sliding_window=-1,
+        block_table=cell["block_table"],
+        softcap=0.0,
+        scheduler_metadata=plan,
+        s_aux=None,
+    )
+    where = dict(query_starts=starts, block_table=cell["block_table"], context_lens=lens, scale=scale)
+    own = {
+        variant.name: functools.partial(
+            load(variant).attend_pages, query, cache, torch.empty_like(query), **where
+        )
+        for variant in VARIANTS
+        if runs_here(variant) and variant.path.exists() and variant.name != "portable"
+    }
+    return {"vllm": vllm, **own}
+
+
+def measure(contenders: Mapping[str, Callable[[], None]], turns: int) -> dict[str, float]:
+    """Median of each one's milliseconds, in turns, after a first one that does not count.
+
+    Each turn begins with another, because what ran before leaves the caches in its own way.
+    """
+    names = list(contenders)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(turns + 1):
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            start = time.perf_counter()
+            contenders[name]()
+            if turn:
+                times[name].append((time.perf_counter() - start) * 1e3)
+    return {name: statistics.median(of_name) for name, of_name in times.items()}
+
+
+def measure_shape(shape: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """All cells of a shape."""
+    num_heads, _, head_size = SHAPES[shape]
+    rows = []
+    for batch, context in CELLS:
+        cell = make_cell(shape, batch, context)
+        for query_len in args.query_lens:
+            row = {
+                "shape": shape,
+                "batch": batch,
+                "context": context,
+                "query_len": query_len,
+                "cache_bytes": cell["cache"].nbytes,
+                "flop": 4 * batch * context * query_len * num_heads * head_size,
+                "ms": measure(contenders_of(shape, cell, query_len), args.turns),
+            }
+            console.print(shape, f"{batch} x {context}", query_len, row["ms"])
+            rows.append(row)
+    return rows
+
+
+def peak_gflops(machine: Mapping[str, Any], variant: str) -> float:
+    """The matrix product that a variant is compared with."""
+    return machine["bfloat16_gflops" if variant == "avx512_bf16" else "float32_gflops"]
+
+
+def table_of(record: Mapping[str, Any]) -> Table:
+    """A line for each cell and variant."""
+    times = ("vLLM ms", "variant", "ms", "faster", "of q = 1", "of copy", "of matmul")
+    columns = ("heads", "batch x context", "q", *times)
+    table = make_table("Attention of one layer", columns)
+    machine = record["machine"]
+    first: dict[tuple[Any, ...], float] = {}
+    for row in record["rows"]:
+        for name, ms in row["ms"].items():
+            base = first.setdefault((row["shape"], row["batch"], row["context"], name), ms)
+            if name == "vllm":
+                continue
+            table.add_row(
+                row["shape"],
+                f"{row['batch']} x {row['context']:,}",
+                str(row["query_len"]),
+                f"{row['ms']['vllm']:.2f}",
+                name,
+                f"{ms:.2f}",
+                f"{row['ms']['vllm'] / ms:.2f}",
+                f"{ms / base:.2f}",
+                f"{row['cache_bytes'] / ms / 1e6 / machine['copy_gb_per_s']:.0%}",
+                f"{row['flop'] / ms / 1e6 / peak_gflops(machine, name):.0%}",
+            )
+    return table
+
+
+def plot(record: Mapping[str, Any], path: Any) -> None:
+    """Roofline: FLOP/s by FLOP per byte of the KV cache."""
+    machine = record["machine"]
+    figure, axes = plt.subplots(figsize=(7, 4.5))
+    names = list(record["rows"][0]["ms"])
+    for color, name in enumerate(names):
+        for marker, shape in zip("os", SHAPES, strict=True):
+            rows = [row for row in record["rows"] if row["shape"] == shape]
+            axes.scatter(
+                [row["flop"] / row["cache_bytes"] for row in rows],
+                [row["flop"] / row["ms"][name] / 1e6 for row in rows],
+                s=14,
+                marker=marker,
+                color=f"C{color}",
+                label=f"{'vLLM' if name == 'vllm' else name}, {shape}",
+            )
+    intensities = [2**power for power in range(9)]
+    for dtype in ("float32", "bfloat16"):
+        peak = machine[f"{dtype}_gflops"]
+        roof = [min(peak, machine["copy_gb_per_s"] * intensity) for intensity in intensities]
+        axes.plot(
+            intensities, roof, color="black", linewidth=0.8, linestyle=":" if dtype == "float32" else "-"
+        )
+        axes.annotate(f"matmul in {dtype}", (intensities[-1], peak), ha="right", va="bottom", fontsize=8)
+    axes.set(
+        xscale="log", yscale="log", xlabel="FLOP per byte of KV cache", ylabel="GFLOP/s", ylim=(5, None)
+    )
+    axes.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    print(f"wrote {path}")
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--query-lens", nargs="+", type=int, default=list(QUERY_LENS))
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    add_out(parser, "; a roofline plot goes beside it")
+    args = parser.parse_args()
+
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+    torch.set_num_threads(args.threads)
+    record = make_record("native_attention", settings=settings_of(args))
+    record["rows"] = [row for shape in args.shapes for row in measure_shape(shape, args)]
+    console.print(table_of(record))
+    write(record, args.out)
+    if args.out is not None:
+        plot(record, args.out.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

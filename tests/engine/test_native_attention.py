@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel for CPUs inside the engine: its switch, and plain decoding's tokens either way."""
+
+import engines
+import pytest
+from engines import POLICIES, magicdec
+from greedy import GREEDY, assert_same_tokens, first_tokens
+from vllm.platforms import current_platform
+
+from vllm_magicdec.native.library import best_variant
+
+pytestmark = pytest.mark.skipif(
+    not current_platform.is_cpu() or best_variant() is None, reason="needs a CPU, and the compiled kernel"
+)
+NUM_TOKENS = 16
+
+
+@pytest.mark.parametrize("v2", [False, True])
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("policy", ["streamingllm", "snapkv by token"])
+def test_output_is_plain_decodings_with_the_kernel_and_without(prompts, plain, policy, native, v2):
+    run = engines.generate(
+        prompts[:6],
+        {**GREEDY, "max_tokens": NUM_TOKENS},
+        v2=v2,
+        max_num_seqs=8,
+        speculative_config=magicdec(4, draft_kv_budget=256, native_attention=native, **POLICIES[policy]),
+    )
+    expected = [first_tokens(tokens, NUM_TOKENS) for tokens in plain[:6]]
+    assert_same_tokens(expected, run.results[0][0], f"{policy}, kernel {native}")

@@ -1,0 +1,139 @@
+// SPDX-License-Identifier: Apache-2.0
+// The kernel without Python, for the sanitizers: random shapes in buffers without a spare byte, against plain loops
+// in float64. Its output is the number of shapes; it ends with 1 where a result is wrong.
+
+#include <cmath>
+#include <cstdio>
+#include <limits>
+#include <random>
+#include <vector>
+
+#include "attention.h"
+
+namespace {
+
+std::mt19937 random_bits(7);
+
+int between(int least, int most) { return std::uniform_int_distribution<int>(least, most)(random_bits); }
+float normal() { return std::normal_distribution<float>()(random_bits); }
+
+struct Shape {
+  int num_reqs = between(1, 4), num_kv_heads = between(1, 3), group = between(1, 8);
+  int head_size = 16 * between(1, 9), page_size = 32 * between(1, 3);
+  int window = between(0, 2) ? 0 : between(1, 90);
+  float soft_cap = between(0, 1) ? 0.0f : 5.0f;
+  bool has_slots = between(0, 1), has_sinks = between(0, 1);
+};
+
+// One shape; the largest error as a share of the largest value.
+double run(const Shape& s) {
+  std::vector<int32_t> starts{0}, contexts, slot_lens;
+  int widest = 1, most = 1, width = 1;
+  for (int i = 0; i < s.num_reqs; ++i) {
+    const int length = between(0, 32);
+    contexts.push_back(length + between(0, 200));
+    starts.push_back(starts.back() + length);
+    slot_lens.push_back(contexts.back() ? between(1, contexts.back()) : 0);
+    widest = std::max(widest, (contexts.back() + s.page_size - 1) / s.page_size);
+    most = std::max(most, length);
+    width = std::max(width, slot_lens.back());
+  }
+  const int pages = s.num_reqs * widest, heads = s.num_kv_heads * s.group, half = s.page_size * s.head_size;
+  std::vector<float> cache(static_cast<size_t>(pages) * s.num_kv_heads * 2 * half);
+  std::vector<float> query(static_cast<size_t>(starts.back()) * heads * s.head_size), output(query.size());
+  std::vector<float> sinks(heads);
+  for (auto* numbers : {&cache, &query, &sinks})
+    for (float& x : *numbers) x = normal();
+  std::vector<int32_t> table(pages);
+  for (int i = 0; i < pages; ++i) table[i] = pages - 1 - i;
+  std::vector<int32_t> slots(static_cast<size_t>(s.num_reqs) * s.num_kv_heads * width, -1);
+  std::vector<uint8_t> is_seen(static_cast<size_t>(s.num_reqs) * most * width);
+  for (int i = 0; i < s.num_reqs; ++i) {
+    for (int h = 0; h < s.num_kv_heads; ++h)
+      for (int j = 0; j < slot_lens[i]; ++j) {
+        const int position = between(0, contexts[i] - 1);
+        slots[(i * s.num_kv_heads + h) * width + j] =
+            table[i * widest + position / s.page_size] * s.page_size + position % s.page_size;
+      }
+    for (int t = 0; t < most; ++t)
+      for (int j = 0; j < width; ++j) is_seen[(i * most + t) * width + j] = j == 0 || between(0, 1);
+  }
+
+  MagicdecCall call{};
+  call.cache = cache.data();
+  call.page_stride = int64_t{2} * half * s.num_kv_heads;
+  call.cache_head_stride = 2 * half;
+  call.query = query.data();
+  call.output = output.data();
+  call.query_token_stride = call.output_token_stride = heads * s.head_size;
+  call.query_head_stride = call.output_head_stride = s.head_size;
+  call.query_starts = starts.data();
+  if (s.has_slots) {
+    call.slots = slots.data();
+    call.slots_request_stride = s.num_kv_heads * width;
+    call.slots_head_stride = width;
+    call.slot_lens = slot_lens.data();
+    call.is_seen = is_seen.data();
+    call.is_seen_request_stride = most * width;
+    call.is_seen_token_stride = width;
+  } else {
+    call.block_table = table.data();
+    call.block_table_stride = widest;
+    call.context_lens = contexts.data();
+    call.window = s.window;
+  }
+  call.sinks = s.has_sinks ? sinks.data() : nullptr;
+  call.scale = 1 / std::sqrt(static_cast<float>(s.head_size));
+  call.soft_cap = s.soft_cap;
+  call.type = MAGICDEC_FLOAT32;
+  call.num_reqs = s.num_reqs;
+  call.num_heads = heads;
+  call.num_kv_heads = s.num_kv_heads;
+  call.head_size = s.head_size;
+  call.page_size = s.page_size;
+  if (magicdec_attend(&call)) return std::numeric_limits<double>::infinity();
+
+  double worst = 0;
+  for (int i = 0; i < s.num_reqs; ++i)
+    for (int token = starts[i]; token < starts[i + 1]; ++token)
+      for (int head = 0; head < heads; ++head) {
+        const int kv_head = head / s.group, nth = token - starts[i];
+        const int position = contexts[i] - (starts[i + 1] - starts[i]) + nth;
+        const float* q = &query[(static_cast<size_t>(token) * heads + head) * s.head_size];
+        std::vector<double> sums(s.head_size);
+        double total = s.has_sinks ? std::exp(static_cast<double>(sinks[head])) : 0;
+        const int count = s.has_slots ? slot_lens[i] : position + 1;
+        for (int j = 0; j < count; ++j) {
+          if (s.has_slots ? !is_seen[(i * most + nth) * width + j] : s.window && j <= position - s.window) continue;
+          const int slot = s.has_slots ? slots[(i * s.num_kv_heads + kv_head) * width + j]
+                                       : table[i * widest + j / s.page_size] * s.page_size + j % s.page_size;
+          const float* keys = &cache[(static_cast<size_t>(slot / s.page_size) * s.num_kv_heads + kv_head) * 2 * half];
+          const int place = slot % s.page_size;
+          double logit = 0;
+          for (int d = 0; d < s.head_size; ++d) logit += double{q[d]} * keys[d * s.page_size + place];
+          logit *= call.scale;
+          if (s.soft_cap > 0) logit = s.soft_cap * std::tanh(logit / s.soft_cap);
+          total += std::exp(logit);
+          for (int d = 0; d < s.head_size; ++d)
+            sums[d] += std::exp(logit) * keys[half + place * s.head_size + d];
+        }
+        for (int d = 0; d < s.head_size; ++d) {
+          const float found = output[(static_cast<size_t>(token) * heads + head) * s.head_size + d];
+          const double error = std::abs(found - sums[d] / total);
+          if (!(error <= worst)) worst = error;  // NaN, too
+        }
+      }
+  return worst;
+}
+
+}  // namespace
+
+int main() {
+  constexpr int SHAPES = 40;
+  for (int i = 0; i < SHAPES; ++i)
+    if (const double error = run(Shape()); !(error < 2e-5)) {
+      std::printf("shape %d: wrong by %g\n", i, error);
+      return 1;
+    }
+  std::printf("%d shapes\n", SHAPES);
+}

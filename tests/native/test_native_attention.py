@@ -1,0 +1,312 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The native kernel, in every variant that this machine runs, against attention in float64."""
+
+from dataclasses import dataclass
+
+import kernel_libraries
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vllm.platforms import current_platform
+
+from vllm_magicdec.attention import KVRows
+from vllm_magicdec.attention.torch_attention import attend_where
+from vllm_magicdec.native.library import VARIANTS, Kernel, UnreadableError, load, runs_here
+
+# Largest error as a share of the largest result that there were if no two values cancelled. A bfloat16
+# result is rounded (2^-8), and with AVX512_BF16 the weights of values are as well.
+BOUND = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-11 + 4e-6}
+GARBAGE = 2**31 - 1
+
+here = [variant for variant in VARIANTS if runs_here(variant)]
+variants = pytest.mark.parametrize("variant", here, ids=[variant.name for variant in here])
+
+
+def kernel_of(variant) -> Kernel:
+    if not variant.path.exists():
+        pytest.skip(f"{variant.name} was not built: python setup.py build_ext --inplace")
+    return load(variant)
+
+
+@dataclass
+class Batch:
+    """Requests over one layer's cache; what none of them has is NaN."""
+
+    query: torch.Tensor  # [num_tokens, num_heads, head_size]
+    keys: torch.Tensor  # [num_reqs, max_context, num_kv_heads, head_size]
+    values: torch.Tensor
+    cache: torch.Tensor  # [num_blocks, num_kv_heads, page_size, 2 * head_size]
+    block_table: torch.Tensor  # [num_reqs, n] int32, garbage behind a context's end
+    context_lens: list[int]
+    query_lens: list[int]
+    options: dict
+
+    @property
+    def starts(self) -> torch.Tensor:
+        return torch.tensor([0, *self.query_lens]).cumsum(0).to(torch.int32)
+
+    def slots_of(self, request: int, positions: torch.Tensor) -> torch.Tensor:
+        page_size = self.cache.shape[2]
+        pages = self.block_table[request, positions // page_size].long()
+        return (pages * page_size + positions % page_size).int()
+
+
+@st.composite
+def batches(draw, max_query_len=32, windows=(0, 1, 7, 33, 100)) -> Batch:
+    torch.manual_seed(draw(st.integers(0, 2**16)))
+    dtype = draw(st.sampled_from(list(BOUND)))
+    head_size = draw(st.sampled_from([32, 64, 80, 96, 112, 128, 256]))
+    page_size = draw(st.sampled_from([32, 64, 96]))
+    num_kv_heads, group = draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 3, 4, 7, 8]))
+    query_lens = draw(st.lists(st.integers(0, max_query_len), min_size=1, max_size=4))
+    context_lens = [length + draw(st.integers(0, 300)) for length in query_lens]
+    widest = max(1, -(-max(context_lens) // page_size))
+    num_blocks = len(query_lens) * widest + 1
+    # Pages and heads at any distance, as where layers or groups share memory.
+    gaps = draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    memory = torch.full((num_blocks * gaps[0], num_kv_heads * gaps[1], page_size, 2 * head_size), torch.nan)
+    cache = memory.to(dtype)[:: gaps[0], :: gaps[1]]
+    table = torch.randperm(num_blocks)[: len(query_lens) * widest].view(-1, widest).int()
+    shape = (len(query_lens), max(context_lens), num_kv_heads, head_size)
+    keys, values = (torch.randn(shape).to(dtype) for _ in range(2))
+    halves = cache.view(*cache.shape[:2], 2, page_size * head_size)
+    by_dimension = halves[:, :, 0].view(*cache.shape[:2], head_size, page_size)
+    by_token = halves[:, :, 1].view(*cache.shape[:2], page_size, head_size)
+    for request, context in enumerate(context_lens):
+        positions = torch.arange(context)
+        pages, places = table[request, positions // page_size].long(), positions % page_size
+        by_dimension[pages, :, :, places] = keys[request, :context]
+        by_token[pages, :, places] = values[request, :context]
+        table[request, -(-context // page_size) :] = GARBAGE
+    num_heads = num_kv_heads * group
+    # Of a wider tensor, as a layer's queries are.
+    query = torch.randn(sum(query_lens), num_heads + 2 * num_kv_heads, head_size).to(dtype)[:, :num_heads]
+    options = dict(
+        scale=head_size**-0.5,
+        soft_cap=draw(st.sampled_from([0.0, 0.5, 30.0])),
+        sinks=3 * torch.randn(num_heads) if draw(st.booleans()) else None,
+    )
+    if windows:
+        options["window"] = draw(st.sampled_from(windows))
+    return Batch(query, keys, values, cache, table, context_lens, query_lens, options)
+
+
+def truth(query, keys, values, is_seen, *, scale, soft_cap=0.0, sinks=None) -> tuple[torch.Tensor, float]:
+    """In float64, of one request; and the largest result there were if no two values cancelled.
+
+    `keys`, `values` [n, num_heads, head_size]; `is_seen` [num_queries, n] or [num_heads, num_queries, n].
+    """
+    logits = torch.einsum("qhd,khd->hqk", query.double(), keys.double()) * scale
+    if soft_cap:
+        logits = soft_cap * torch.tanh(logits / soft_cap)
+    logits = logits.masked_fill(~is_seen, -torch.inf)
+    if sinks is not None:
+        logits = torch.cat([logits, sinks.double().view(-1, 1, 1).expand(-1, len(query), 1)], dim=-1)
+    weights = logits.softmax(-1)[..., : len(keys)]
+    result = torch.einsum("hqk,khd->qhd", weights, values.double())
+    return result, torch.einsum("hqk,khd->qhd", weights, values.double().abs()).amax().item()
+
+
+def check(output: torch.Tensor, expected: torch.Tensor, size: float) -> None:
+    error = (output.double() - expected).abs().max().item()
+    assert error <= BOUND[output.dtype] * size, f"{error / size:.2e} of {size:.3f}"
+
+
+def with_threads(number: int) -> None:
+    torch.set_num_threads(number)
+
+
+@pytest.fixture(autouse=True)
+def threads():
+    number = torch.get_num_threads()
+    yield
+    torch.set_num_threads(number)
+
+
+@variants
+@settings(max_examples=60, deadline=None)
+@given(batches(), st.integers(1, 5))
+def test_pages_are_attended_to_as_in_float64(variant, batch, threads):
+    kernel = kernel_of(variant)
+    with_threads(threads)
+    output = torch.full(batch.query.shape, torch.nan).to(batch.query.dtype)
+    kernel.attend_pages(
+        batch.query,
+        batch.cache,
+        output,
+        query_starts=batch.starts,
+        block_table=batch.block_table,
+        context_lens=torch.tensor(batch.context_lens, dtype=torch.int32),
+        **batch.options,
+    )
+    window = batch.options.pop("window")
+    group = batch.query.shape[1] // batch.keys.shape[2]
+    for request, (context, length) in enumerate(zip(batch.context_lens, batch.query_lens, strict=True)):
+        if not length:
+            continue
+        positions = torch.arange(context - length, context).unsqueeze(1)
+        tokens = torch.arange(context)
+        is_seen = (tokens <= positions) & (tokens > positions - (window or context))
+        keys, values = (
+            half[request, :context].repeat_interleave(group, 1) for half in (batch.keys, batch.values)
+        )
+        part = slice(*batch.starts[request : request + 2].tolist())
+        check(output[part], *truth(batch.query[part], keys, values, is_seen, **batch.options))
+
+
+@variants
+@settings(max_examples=60, deadline=None)
+@given(batches(max_query_len=6, windows=()), st.integers(1, 5), st.booleans(), st.booleans())
+def test_chosen_slots_are_attended_to_as_in_float64(variant, batch, threads, is_sorted, sees_all):
+    kernel = kernel_of(variant)
+    with_threads(threads)
+    num_reqs, _, num_kv_heads, _ = batch.keys.shape
+    group = batch.query.shape[1] // num_kv_heads
+    lens = [int(torch.randint(1, context + 1, ())) if context else 0 for context in batch.context_lens]
+    width = max(1, *lens) + 2 if lens else 1
+    slots = torch.full((num_reqs, num_kv_heads, width), GARBAGE, dtype=torch.int32)
+    is_seen = torch.rand(num_reqs, max(1, *batch.query_lens, 1), width) < 0.7
+    is_seen[..., 0] = True
+    expected = []
+    for request, (context, count) in enumerate(zip(batch.context_lens, lens, strict=True)):
+        part = slice(*batch.starts[request : request + 2].tolist())
+        for head in range(num_kv_heads):
+            chosen = torch.randperm(context)[:count]
+            chosen = chosen.sort().values if is_sorted else chosen
+            slots[request, head, :count] = batch.slots_of(request, chosen)
+            heads = slice(head * group, (head + 1) * group)
+            if not batch.query_lens[request]:
+                continue
+            seen = is_seen[request, : batch.query_lens[request], :count]
+            options = dict(batch.options)
+            if options["sinks"] is not None:
+                options["sinks"] = options["sinks"][heads]
+            keys, values = (
+                half[request, chosen, head].unsqueeze(1).expand(-1, group, -1)
+                for half in (batch.keys, batch.values)
+            )
+            seen = torch.ones_like(seen) if sees_all else seen
+            expected.append((part, heads, *truth(batch.query[part, heads], keys, values, seen, **options)))
+    output = torch.full(batch.query.shape, torch.nan).to(batch.query.dtype)
+    kernel.attend_slots(
+        batch.query,
+        batch.cache,
+        output,
+        query_starts=batch.starts,
+        slots=slots,
+        slot_lens=torch.tensor(lens, dtype=torch.int32),
+        is_seen=None if sees_all else is_seen,
+        **batch.options,
+    )
+    for part, heads, result, size in expected:
+        check(output[part, heads], result, size)
+
+
+def shared_batch(dtype: torch.dtype, *, num_reqs=3, context=700, query_len=5, heads=(8, 2), head_size=64):
+    """Equal requests: query, cache, block table, lengths."""
+    torch.manual_seed(1)
+    num_heads, num_kv_heads = heads
+    pages = -(-context // 32)
+    cache = torch.randn(num_reqs * pages, num_kv_heads, 32, 2 * head_size).to(dtype)
+    table = torch.randperm(num_reqs * pages).view(num_reqs, pages).int()
+    query = torch.randn(num_reqs * query_len, num_heads, head_size).to(dtype)
+    starts = torch.arange(0, num_reqs * query_len + 1, query_len, dtype=torch.int32)
+    lens = torch.full((num_reqs,), context, dtype=torch.int32)
+    return (
+        query,
+        cache,
+        dict(query_starts=starts, block_table=table, context_lens=lens, scale=head_size**-0.5),
+    )
+
+
+@variants
+@pytest.mark.parametrize("threads", [2, 3, 7, 16])
+def test_threads_change_no_more_than_the_order_of_sums(variant, threads):
+    kernel = kernel_of(variant)
+    query, cache, where = shared_batch(torch.float32)
+    alone, together = torch.empty_like(query), torch.empty_like(query)
+    with_threads(1)
+    kernel.attend_pages(query, cache, alone, **where)
+    with_threads(threads)
+    kernel.attend_pages(query, cache, together, **where)
+    torch.testing.assert_close(together, alone, rtol=0, atol=1e-6)
+
+
+@variants
+@pytest.mark.parametrize("window", [-1, 1, 33, 500])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_it_agrees_with_vllms_kernel(variant, window, dtype):
+    """The meaning of a window, of a soft cap and of sinks, and the layout, are vLLM's."""
+    if not current_platform.is_cpu() or not kernel_libraries.best():
+        pytest.skip("needs vLLM's kernels for x86 CPUs")
+    kernel = kernel_of(variant)
+    current_platform.import_kernels()
+    import vllm._custom_ops as ops
+
+    query, cache, where = shared_batch(dtype)
+    num_blocks, num_kv_heads, page_size, content = cache.shape
+    ours, theirs = torch.empty_like(query), torch.empty_like(query)
+    sinks = torch.randn(query.shape[1])
+    common = dict(query_start_loc=where["query_starts"], seq_lens=where["context_lens"], causal=True)
+    plan = ops.cpu_attn_get_scheduler_metadata(
+        num_reqs=len(where["context_lens"]),
+        num_heads=query.shape[1],
+        num_kv_heads=num_kv_heads,
+        head_dim=query.shape[2],
+        dtype=dtype,
+        sliding_window_size=window,
+        isa="vec",
+        enable_kv_split=True,
+        **common,
+    )
+    keys, values = cache.view(num_blocks, num_kv_heads, 2 * page_size, content // 2).chunk(2, dim=2)
+    ops.cpu_attention_with_kv_cache(
+        query=query,
+        key_cache=keys,
+        value_cache=values,
+        output=theirs,
+        scale=where["scale"],
+        alibi_slopes=None,
+        sliding_window=window,
+        block_table=where["block_table"],
+        softcap=20.0,
+        scheduler_metadata=plan,
+        s_aux=sinks,
+        **common,
+    )
+    kernel.attend_pages(query, cache, ours, window=window, soft_cap=20.0, sinks=sinks, **where)
+    tolerance = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}[dtype]
+    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance * theirs.abs().max().item())
+
+
+@variants
+def test_it_agrees_with_plain_torch_over_token_views(variant):
+    kernel = kernel_of(variant)
+    query, cache, where = shared_batch(torch.bfloat16, query_len=1)
+    num_slots = cache.shape[0] * cache.shape[2]
+    slots = torch.stack([torch.randperm(num_slots)[:100] for _ in range(3 * 2)]).view(3, 2, 100).int()
+    output = torch.empty_like(query)
+    lens = torch.full((3,), 100, dtype=torch.int32)
+    kernel.attend_slots(
+        query, cache, output, query_starts=where["query_starts"], slots=slots, slot_lens=lens, scale=0.125
+    )
+    rows = KVRows.of(cache, "CPU_ATTN", "vec")
+    expected = attend_where(
+        query.unsqueeze(1), rows, slots, torch.ones(3, 1, 100, dtype=torch.bool), scale=0.125
+    )
+    torch.testing.assert_close(output, expected.squeeze(1), rtol=2**-7, atol=2**-8)
+
+
+@variants
+def test_shapes_that_it_has_not_are_refused(variant):
+    kernel = kernel_of(variant)
+    query, cache, where = shared_batch(torch.float32, query_len=33)
+    with pytest.raises(UnreadableError, match="at most 32 query tokens"):
+        kernel.attend_pages(query, cache, torch.empty_like(query), **where)
+    with pytest.raises(UnreadableError, match="float64"):
+        kernel.attend_pages(query.double(), cache.double(), query.double(), **where)
+    with pytest.raises(UnreadableError, match="queries are"):
+        kernel.attend_pages(query.bfloat16(), cache, query.bfloat16(), **where)
+    with pytest.raises(UnreadableError, match="multiple of 16"):
+        kernel.attend_pages(query[..., :24], cache[..., :48].contiguous(), query[..., :24], **where)

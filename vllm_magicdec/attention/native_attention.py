@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel of `vllm_magicdec.native` inside vLLM's layers on CPUs: decoding, verification, drafting.
+
+It takes every step in which no request has more than `MAX_QUERY_LEN` tokens; prefills, and steps that are
+mixed with them, stay vLLM's own.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.attention.backend import AttentionType
+
+from vllm_magicdec.attention.metadata import TokenMetadata, TokenPassMetadata
+from vllm_magicdec.attention.softmax import Softmax
+from vllm_magicdec.errors import METHOD
+from vllm_magicdec.native.library import (
+    MAX_QUERY_LEN,
+    Kernel,
+    UnreadableError,
+    best_variant,
+    check_cache,
+    load,
+)
+
+# By the names in vLLM's `layer.isa`. Its kernel for AMX has tiles of its own, and was not measured against.
+_LAYOUTS = ("vec", "vec16")
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+def use_native_attention(vllm_config: VllmConfig, layer_names: Sequence[str]) -> None:
+    """Let the kernel stand before each layer's own attention, on a CPU, and say once whether it does.
+
+    Args:
+        vllm_config: the engine's; the KV cache is laid out.
+        layer_names: attention layers of the target.
+    """
+    layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
+    try:
+        kernel = find_kernel()
+    except UnreadableError as error:
+        _log_own(error)
+        return
+    for name in layer_names:
+        layer = layers[name]
+        if native_of(layer.impl) is not None:  # vLLM lays the KV cache out twice when it measures memory
+            continue
+        try:
+            NativeAttention(layer, layer.get_kv_cache_spec(vllm_config), kernel)
+        except UnreadableError as error:
+            _log_own(error)
+        else:
+            logger.info_once(
+                "%s: the plugin's own kernel (%s) attends in steps of at most %d tokens per request.",
+                METHOD,
+                kernel.variant.description,
+                MAX_QUERY_LEN,
+            )
+
+
+def _log_own(reason: UnreadableError) -> None:
+    logger.info_once("%s: attention is vLLM's own: %s.", METHOD, reason)
+
+
+def find_kernel() -> Kernel:
+    """The best that was built and that this machine runs.
+
+    Raises:
+        UnreadableError: there is none.
+    """
+    variant = best_variant()
+    if variant is None:
+        raise UnreadableError(
+            "the plugin's own kernel was not built, because there was no C++ compiler when it was installed"
+        )
+    try:
+        return load(variant)
+    except OSError as error:
+        raise UnreadableError(f"the plugin's own kernel cannot be loaded ({error})") from None
+
+
+def native_of(impl: Any) -> "NativeAttention | None":
+    """What stands before a layer's own attention, under whatever stands before that."""
+    holder = getattr(impl.forward, "__self__", None)
+    while holder is not None and not isinstance(holder, NativeAttention):
+        holder = getattr(getattr(holder, "_target_forward", None), "__self__", None)
+    return holder
+
+
+class NativeAttention:
+    """Takes the place of one layer's `impl.forward`.
+
+    Raises:
+        UnreadableError: the layer is not one that the kernel was written for.
+    """
+
+    def __init__(self, layer: Any, spec: Any, kernel: Kernel) -> None:
+        impl = layer.impl
+        backend, isa = layer.attn_backend.get_name(), getattr(layer, "isa", None)
+        if backend != "CPU_ATTN" or impl.attn_type != AttentionType.DECODER:
+            raise UnreadableError(f"the plugin's own kernel does not know the layers of {backend}")
+        if isa not in _LAYOUTS:
+            raise UnreadableError(
+                f"the plugin's own kernel reads caches in the layouts {', '.join(_LAYOUTS)}, not {isa}"
+            )
+        if impl.alibi_slopes is not None:
+            raise UnreadableError("the plugin's own kernel has no ALiBi")
+        check_cache(spec.block_size, spec.head_size, spec.dtype)
+        self._impl = impl
+        self._kernel = kernel
+        self._own_forward = impl.forward
+        self._starts = torch.empty(0, dtype=torch.int32)
+        impl.forward = self.forward
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        **scales: Any,
+    ) -> torch.Tensor:
+        """vLLM's signature; `query` [num_tokens, num_heads, head_size]."""
+        if not _takes(attn_metadata) or any(scale is not None for scale in scales.values()):
+            return self._own_forward(layer, query, key, value, kv_cache, attn_metadata, output, **scales)
+        num_tokens, impl = attn_metadata.num_actual_tokens, self._impl
+        query = query[:num_tokens]
+        self._kernel.attend_pages(
+            query,
+            kv_cache,
+            output[:num_tokens].view(query.shape),
+            query_starts=attn_metadata.query_start_loc,
+            block_table=attn_metadata.block_table,
+            context_lens=attn_metadata.seq_lens,
+            scale=impl.scale,
+            soft_cap=impl.logits_soft_cap,
+            window=impl.sliding_window,
+            sinks=impl.sinks,
+        )
+        return output
+
+    def attend_view(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: TokenMetadata | TokenPassMetadata,
+        softmax: Softmax,
+        output: torch.Tensor,
+    ) -> None:
+        """Attend to a token view.
+
+        Args:
+            query: [num_queries, num_heads, head_size].
+            kv_cache: [num_blocks, num_kv_heads, page_size, 2 * head_size].
+            metadata: the view.
+            softmax: the layer's.
+            output: as `query`, written.
+        """
+        num_reqs, _, width = metadata.slots.shape
+        if isinstance(metadata, TokenMetadata):
+            starts, lens, is_seen = self._starts_of_single_tokens(num_reqs), metadata.lens, None
+        else:  # the last column is each request's last token
+            starts = torch.cat([metadata.table[:, 0], metadata.table[-1, -1:] + 1])
+            lens = torch.full((num_reqs,), width, dtype=torch.int32)
+            is_seen = metadata.is_seen
+        self._kernel.attend_slots(
+            query,
+            kv_cache,
+            output,
+            query_starts=starts,
+            slots=metadata.slots,
+            slot_lens=lens,
+            is_seen=is_seen,
+            scale=softmax.scale,
+            soft_cap=softmax.soft_cap,
+            sinks=softmax.sinks,
+        )
+
+    def _starts_of_single_tokens(self, num_reqs: int) -> torch.Tensor:
+        """[num_reqs + 1] int32."""
+        if len(self._starts) <= num_reqs:
+            self._starts = torch.arange(2 * num_reqs + 1, dtype=torch.int32)
+        return self._starts[: num_reqs + 1]
+
+
+def _takes(metadata: Any) -> bool:
+    """Whether vLLM's metadata is of causal attention of few tokens per request."""
+    return (
+        getattr(metadata, "causal", False) is True
+        and getattr(metadata, "dynamic_causal", None) is None
+        and metadata.max_query_len <= MAX_QUERY_LEN
+    )

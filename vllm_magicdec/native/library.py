@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The compiled kernel: which of its variants this machine runs, and a call of it."""
+
+import ctypes
+import functools
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+FOLDER = Path(__file__).parent
+MAX_QUERY_LEN = 32  # query tokens of a request
+BLOCK = 32  # tokens; pages hold a multiple of them
+MAX_HEAD_SIZE = 512
+_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The kernel for one instruction set."""
+
+    name: str
+    description: str
+    machine: str  # `platform.machine()`; "": any
+
+    @property
+    def file_name(self) -> str:
+        """Of the shared library."""
+        return f"attention_{self.name}.so"
+
+    @property
+    def path(self) -> Path:
+        """Where the build puts it."""
+        return FOLDER / self.file_name
+
+
+# The best first; setup.py compiles them.
+VARIANTS = (
+    Variant("avx512_bf16", "AVX512_BF16", "x86_64"),
+    Variant("avx512", "AVX-512", "x86_64"),
+    Variant("avx2", "AVX2", "x86_64"),
+    Variant("portable", "vectors of 128 bits", ""),
+)
+
+
+def runs_here(variant: Variant) -> bool:
+    """Whether this machine has the instructions, as torch sees it."""
+    if variant.machine not in ("", platform.machine()):
+        return False
+    if variant.name == "portable":
+        return True
+    avx512 = torch.cpu._is_avx512_supported()
+    return {
+        "avx512_bf16": avx512 and torch.cpu._is_avx512_bf16_supported(),
+        "avx512": avx512,
+        "avx2": torch.cpu._is_avx2_supported(),
+    }[variant.name]
+
+
+def best_variant() -> Variant | None:
+    """The first that was built and that this machine runs."""
+    return next((variant for variant in VARIANTS if runs_here(variant) and variant.path.exists()), None)
+
+
+class Call(ctypes.Structure):
+    """`MagicdecCall` of attention.h."""
+
+    _fields_ = [
+        ("cache", ctypes.c_void_p),
+        ("page_stride", ctypes.c_int64),
+        ("cache_head_stride", ctypes.c_int64),
+        ("query", ctypes.c_void_p),
+        ("query_token_stride", ctypes.c_int64),
+        ("query_head_stride", ctypes.c_int64),
+        ("output", ctypes.c_void_p),
+        ("output_token_stride", ctypes.c_int64),
+        ("output_head_stride", ctypes.c_int64),
+        ("query_starts", ctypes.c_void_p),
+        ("block_table", ctypes.c_void_p),
+        ("block_table_stride", ctypes.c_int64),
+        ("context_lens", ctypes.c_void_p),
+        ("slots", ctypes.c_void_p),
+        ("slots_request_stride", ctypes.c_int64),
+        ("slots_head_stride", ctypes.c_int64),
+        ("slot_lens", ctypes.c_void_p),
+        ("is_seen", ctypes.c_void_p),
+        ("is_seen_request_stride", ctypes.c_int64),
+        ("is_seen_token_stride", ctypes.c_int64),
+        ("sinks", ctypes.c_void_p),
+        ("scale", ctypes.c_float),
+        ("soft_cap", ctypes.c_float),
+        ("window", ctypes.c_int32),
+        ("type", ctypes.c_int32),
+        ("num_reqs", ctypes.c_int32),
+        ("num_heads", ctypes.c_int32),
+        ("num_kv_heads", ctypes.c_int32),
+        ("head_size", ctypes.c_int32),
+        ("page_size", ctypes.c_int32),
+    ]
+
+
+class UnreadableError(ValueError):
+    """The kernel does not read such a cache; the message says why."""
+
+
+def check_cache(page_size: int, head_size: int, dtype: torch.dtype) -> None:
+    """Refuse what the kernel was not written for.
+
+    Raises:
+        UnreadableError: with the reason.
+    """
+    if dtype not in _TYPES:
+        raise UnreadableError(f"it reads caches of float32, bfloat16 and float16, not {dtype}")
+    if page_size % BLOCK:
+        raise UnreadableError(f"its pages hold a multiple of {BLOCK} tokens, not {page_size}")
+    if head_size % 16 or head_size > MAX_HEAD_SIZE:
+        raise UnreadableError(
+            f"its heads have a multiple of 16 numbers, {MAX_HEAD_SIZE} at most, not {head_size}"
+        )
+
+
+def _as_int32(numbers: torch.Tensor) -> torch.Tensor:
+    """The kernel reads memory as it is told to: so of this type, and neighbours in the last dimension."""
+    if numbers.dtype == torch.int32 and numbers.stride(-1) == 1:
+        return numbers
+    return numbers.to(torch.int32).contiguous()
+
+
+@functools.cache
+def load(variant: Variant) -> "Kernel":
+    """The kernel of a variant that was built and runs here; once per process.
+
+    Raises:
+        OSError: it cannot be loaded.
+    """
+    return Kernel(variant)
+
+
+class Kernel:
+    """Attention of a few query tokens per request over vLLM's paged KV cache on CPUs.
+
+    Sums are float32, in whatever order the threads share the work out. Against exact arithmetic on the same
+    inputs, a float32 result is off by at most 2e-6 of the largest value that is weighed. With AVX512_BF16 a
+    bfloat16 cache's weights are rounded to bfloat16 before they multiply values: a result is then off by
+    2^-8 of the largest value at most, in other variants by as little as in float32; then it is rounded to
+    its own dtype. tests/native measures both.
+    """
+
+    def __init__(self, variant: Variant) -> None:
+        self.variant = variant
+        # Its OpenMP is the one that torch brought: one pool of threads for everything.
+        self._attend = ctypes.CDLL(str(variant.path)).magicdec_attend
+        self._attend.argtypes = [ctypes.POINTER(Call)]
+
+    def attend_pages(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        output: torch.Tensor,
+        *,
+        query_starts: torch.Tensor,
+        block_table: torch.Tensor,
+        context_lens: torch.Tensor,
+        scale: float,
+        soft_cap: float = 0.0,
+        window: int = 0,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        """Attend to each request's own context, causally.
+
+        Args:
+            query: [num_tokens, num_heads, head_size], of the cache's dtype; the heads of one KV head are
+                neighbours.
+            kv_cache: [num_blocks, num_kv_heads, page_size, 2 * head_size] as vLLM's CPU backend keeps it
+                in its layouts `vec` and `vec16`; any strides of blocks and heads.
+            output: as `query`, written.
+            query_starts: [num_reqs + 1] int32, where each request's tokens begin, and where the last one's
+                end; at most `MAX_QUERY_LEN` of each.
+            block_table: [num_reqs, n] int32.
+            context_lens: [num_reqs] int32, tokens with the request's query tokens, which are the last.
+            scale: of the logits.
+            soft_cap: above 0, logits become `soft_cap * tanh(logits / soft_cap)`.
+            window: above 0, a token sees so many, itself included.
+            sinks: [num_heads], logits that take part in the softmax's denominator and have no value.
+
+        Raises:
+            UnreadableError: the kernel has not this shape.
+        """
+        query_starts, block_table, context_lens = map(_as_int32, (query_starts, block_table, context_lens))
+        call = self._call(query, kv_cache, output, query_starts, scale, soft_cap)
+        call.block_table, call.context_lens = block_table.data_ptr(), context_lens.data_ptr()
+        call.block_table_stride = block_table.stride(0)
+        call.window = max(0, window)
+        self._run(call, sinks)
+
+    def attend_slots(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        output: torch.Tensor,
+        *,
+        query_starts: torch.Tensor,
+        slots: torch.Tensor,
+        slot_lens: torch.Tensor,
+        is_seen: torch.Tensor | None = None,
+        scale: float,
+        soft_cap: float = 0.0,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        """Attend to chosen tokens of each KV head.
+
+        Args:
+            query: this and the arguments that are not below: see `attend_pages`.
+            kv_cache: see there.
+            output: see there.
+            query_starts: see there.
+            slots: [num_reqs, num_kv_heads, width] int32, cache slots.
+            slot_lens: [num_reqs] int32, the first so many columns are read.
+            is_seen: [num_reqs, most, width] bool, which of them each query token of a request sees, at
+                least one; without it, all see all.
+            scale: see there.
+            soft_cap: see there.
+            sinks: see there.
+
+        Raises:
+            UnreadableError: the kernel has not this shape.
+        """
+        query_starts, slots, slot_lens = map(_as_int32, (query_starts, slots, slot_lens))
+        call = self._call(query, kv_cache, output, query_starts, scale, soft_cap)
+        call.slots, call.slot_lens = slots.data_ptr(), slot_lens.data_ptr()
+        call.slots_request_stride, call.slots_head_stride = slots.stride(0), slots.stride(1)
+        if is_seen is not None:
+            is_seen = is_seen.contiguous()
+            call.is_seen = is_seen.data_ptr()
+            call.is_seen_request_stride, call.is_seen_token_stride = is_seen.stride(0), is_seen.stride(1)
+        self._run(call, sinks)
+
+    def _call(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        output: torch.Tensor,
+        query_starts: torch.Tensor,
+        scale: float,
+        soft_cap: float,
+    ) -> Call:
+        _, num_heads, head_size = query.shape
+        _, num_kv_heads, page_size, _ = kv_cache.shape
+        check_cache(page_size, head_size, kv_cache.dtype)
+        if not query.dtype == output.dtype == kv_cache.dtype:
+            raise UnreadableError(f"queries are {query.dtype}, its cache is {kv_cache.dtype}")
+        return Call(
+            cache=kv_cache.data_ptr(),
+            page_stride=kv_cache.stride(0),
+            cache_head_stride=kv_cache.stride(1),
+            query=query.data_ptr(),
+            query_token_stride=query.stride(0),
+            query_head_stride=query.stride(1),
+            output=output.data_ptr(),
+            output_token_stride=output.stride(0),
+            output_head_stride=output.stride(1),
+            query_starts=query_starts.data_ptr(),
+            scale=scale,
+            soft_cap=soft_cap,
+            type=_TYPES[kv_cache.dtype],
+            num_reqs=len(query_starts) - 1,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_size=head_size,
+            page_size=page_size,
+        )
+
+    def _run(self, call: Call, sinks: torch.Tensor | None) -> None:
+        if sinks is not None:
+            sinks = sinks.float().contiguous()
+            call.sinks = sinks.data_ptr()
+        if self._attend(ctypes.byref(call)):
+            raise UnreadableError(f"it takes at most {MAX_QUERY_LEN} query tokens of a request")

@@ -1,0 +1,169 @@
+// SPDX-License-Identifier: Apache-2.0
+// The one product that attention is made of: a few rows, kept in registers, times numbers of the KV cache, which
+// are read where they lie and converted in registers on the way.
+#pragma once
+
+#include "vectors.h"
+
+namespace magicdec {
+
+constexpr int VECTORS = 2;  // columns of a tile of results, in vectors
+
+// How the cache's numbers enter a product: `Left` is what the other factor's numbers are stored as, `DEPTH` how many
+// neighbours of the dimension that is summed over go into one instruction.
+template <typename T>
+struct Factor {
+  using Left = float;
+  static constexpr int DEPTH = 1;
+  using Right = Floats;
+  using Broadcast = Floats;
+
+  static Broadcast broadcast(const Left* from) { return all(*from); }
+  static Floats add_product(Floats sum, Broadcast left, Right right) { return sum + left * right; }
+
+  template <int Vectors>
+  static void load_columns(const T* const (&rows)[DEPTH], Right (&right)[Vectors]) {
+    for (int v = 0; v < Vectors; ++v) right[v] = load(rows[0] + v * LANES);
+  }
+};
+
+#if defined(__AVX512BF16__)
+// vdpbf16ps adds the products of two pairs to each sum, so two rows of the cache are interleaved on the way.
+template <>
+struct Factor<Bfloat16> {
+  using Left = Bfloat16;
+  static constexpr int DEPTH = 2;
+  using Right = __m512bh;
+  using Broadcast = __m512bh;
+
+  static Broadcast broadcast(const Left* from) {
+    int32_t pair;
+    std::memcpy(&pair, from, sizeof pair);
+    return (__m512bh)_mm512_set1_epi32(pair);
+  }
+  static Floats add_product(Floats sum, Broadcast left, Right right) {
+    return (Floats)_mm512_dpbf16_ps((__m512)sum, left, right);
+  }
+
+  static void load_columns(const Bfloat16* const (&rows)[2], Right (&right)[1]) {
+    const __m512i low = widened(rows[0]), high = widened(rows[1]);
+    right[0] = (__m512bh)_mm512_or_si512(low, _mm512_slli_epi32(high, 16));
+  }
+  static void load_columns(const Bfloat16* const (&rows)[2], Right (&right)[2]) {
+    __m512i first = _mm512_loadu_si512(rows[0]), second = _mm512_loadu_si512(rows[1]);
+    asm("" : "+v"(first), "+v"(second));  // else GCC reads both twice
+    right[0] = (__m512bh)_mm512_permutex2var_epi16(first, interleaved(0), second);
+    right[1] = (__m512bh)_mm512_permutex2var_epi16(first, interleaved(16), second);
+  }
+
+ private:
+  static __m512i widened(const Bfloat16* row) {
+    return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(row)));
+  }
+  // Columns `from` to `from + 15`, each of the first row (0 to 31) and of the second (32 to 63).
+  static __m512i interleaved(int from) {
+    const __m512i columns = _mm512_add_epi32(
+        _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0), _mm512_set1_epi32(from));
+    return _mm512_or_si512(columns, _mm512_slli_epi32(_mm512_add_epi32(columns, _mm512_set1_epi32(32)), 16));
+  }
+};
+#endif
+
+// Rows of the cache's factor at equal distances: the keys of a block, one row for each dimension of the head.
+template <typename T>
+struct Strided {
+  const T* first;
+  int64_t stride;
+  const T* operator()(int index) const { return first + index * stride; }
+};
+
+// Rows anywhere: the values of chosen tokens.
+template <typename T>
+struct Listed {
+  const T* const* rows;
+  int column;
+  const T* operator()(int index) const { return rows[index] + column; }
+};
+
+// What is read next is asked for while this is read, a row with every row: memory is slow to begin and quick then.
+constexpr int BLOCK = 32;  // tokens; also the columns of a row of what is asked for
+
+template <typename T>
+inline void ask_for(const T* row) {
+  const char* line = reinterpret_cast<const char*>(row);
+  for (int byte = 0; byte < BLOCK * static_cast<int>(sizeof(T)); byte += 64) __builtin_prefetch(line + byte);
+}
+
+struct Nothing {
+  void operator()(int) const {}
+};
+
+// A block's values, while its keys are read.
+template <typename T>
+struct UpcomingValues {
+  const T* block;
+  void operator()(int at) const { ask_for(block + at * BLOCK); }
+};
+
+// The next tile's keys, while this one's values are read: of each block the rows from `row` on.
+template <typename T>
+struct UpcomingKeys {
+  const T* const* blocks;
+  int64_t row_stride;
+  int row;
+  void operator()(int at) const { ask_for(blocks[at / BLOCK] + (row + at % BLOCK) * row_stride); }
+};
+
+// sums[Rows][Vectors * LANES] (+)= left[Rows][depth] * right[depth][Vectors * LANES].
+//
+// `PITCH`: from one row of `left` to the next, known here so that addresses need no registers. `depth` is a multiple
+// of `Factor<T>::DEPTH`.
+template <typename T, int Rows, int Vectors, int PITCH, bool ADDS, typename RightRows, typename Upcoming>
+inline void multiply(const typename Factor<T>::Left* left, RightRows right_rows, int depth, float* sums,
+                     int64_t sums_pitch, Upcoming upcoming) {
+  using F = Factor<T>;
+  // Few rows leave few sums, and each waits for the last instruction on it: so more sums, of every n-th step.
+  constexpr int CHAINS = Rows == 1 ? 4 : Rows <= 3 ? 2 : 1;
+  Floats sum[CHAINS][Rows][Vectors];
+#pragma GCC unroll 16
+  for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < Vectors; ++v) {
+      sum[0][r][v] = ADDS ? load(sums + r * sums_pitch + v * LANES) : Floats{};
+#pragma GCC unroll 4
+      for (int c = 1; c < CHAINS; ++c) sum[c][r][v] = Floats{};
+    }
+  const auto step = [&](int at, int chain) __attribute__((always_inline)) {
+    const T* rows[F::DEPTH];
+#pragma GCC unroll 2
+    for (int i = 0; i < F::DEPTH; ++i) rows[i] = right_rows(at + i);
+    typename F::Right right[Vectors];
+    F::load_columns(rows, right);
+#pragma GCC unroll 16
+    for (int r = 0; r < Rows; ++r) {
+      const auto factor = F::broadcast(left + r * PITCH + at);
+#pragma GCC unroll 4
+      for (int v = 0; v < Vectors; ++v)
+        sum[chain][r][v] = F::add_product(sum[chain][r][v], factor, right[v]);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < F::DEPTH; ++i) upcoming(at + i);
+  };
+  int at = 0;
+  for (; at + CHAINS * F::DEPTH <= depth; at += CHAINS * F::DEPTH)
+#pragma GCC unroll 4
+    for (int c = 0; c < CHAINS; ++c) step(at + c * F::DEPTH, c);
+  if constexpr (CHAINS > 1)
+    for (; at < depth; at += F::DEPTH) step(at, 0);
+#pragma GCC unroll 16
+  for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < Vectors; ++v) {
+      Floats total = sum[0][r][v];
+#pragma GCC unroll 4
+      for (int c = 1; c < CHAINS; ++c) total += sum[c][r][v];
+      store(sums + r * sums_pitch + v * LANES, total);
+    }
+}
+
+}  // namespace magicdec

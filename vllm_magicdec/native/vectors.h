@@ -1,0 +1,151 @@
+// SPDX-License-Identifier: Apache-2.0
+// Vectors of float32 as wide as the instruction set that this file is compiled for, and how numbers of a KV
+// cache become them. Written with the compiler's vector extensions; intrinsics only for what those lack.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace magicdec {
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+constexpr int MAX_ROWS = 12;  // 24 accumulators of 32 registers
+#elif defined(__AVX2__)
+constexpr int LANES = 8;
+constexpr int MAX_ROWS = 6;  // 12 of 16
+#elif defined(__aarch64__)
+constexpr int LANES = 4;
+constexpr int MAX_ROWS = 12;  // 24 of 32
+#else
+constexpr int LANES = 4;
+constexpr int MAX_ROWS = 6;
+#endif
+
+using Floats = float __attribute__((vector_size(LANES * 4)));
+using Ints = int32_t __attribute__((vector_size(LANES * 4)));
+using Words = uint32_t __attribute__((vector_size(LANES * 4)));
+using Halfwords = uint16_t __attribute__((vector_size(LANES * 2)));
+
+struct Bfloat16 {
+  uint16_t bits;
+};
+using Float16 = _Float16;
+
+inline Floats all(float x) { return x - Floats{}; }
+
+inline Floats load(const float* from) {
+  Floats x;
+  std::memcpy(&x, from, sizeof x);
+  return x;
+}
+
+inline Floats load(const Bfloat16* from) {
+  // GCC 12 takes a conversion of vectors to pieces.
+#if defined(__AVX512F__)
+  const Words wide = (Words)_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+#elif defined(__AVX2__)
+  const Words wide = (Words)_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#else
+  Halfwords bits;
+  std::memcpy(&bits, from, sizeof bits);
+  const Words wide = __builtin_convertvector(bits, Words);
+#endif
+  return (Floats)(wide << 16);
+}
+
+inline Floats load(const Float16* from) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+#elif defined(__F16C__)
+  return (Floats)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#else
+  Floats x;
+  for (int i = 0; i < LANES; ++i) x[i] = static_cast<float>(from[i]);
+  return x;
+#endif
+}
+
+inline void store(float* to, Floats x) { std::memcpy(to, &x, sizeof x); }
+
+inline float as_float(float x) { return x; }
+inline float as_float(Float16 x) { return static_cast<float>(x); }
+inline float as_float(Bfloat16 x) {
+  const uint32_t bits = uint32_t{x.bits} << 16;
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+inline void assign(float& to, float x) { to = x; }
+inline void assign(Float16& to, float x) { to = static_cast<Float16>(x); }
+inline void assign(Bfloat16& to, float x) {  // to the nearest, ties to even
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  to.bits = static_cast<uint16_t>(x != x ? 0x7fc0 : rounded);
+}
+
+// GCC 12 does not make one instruction of a comparison and a choice.
+inline Floats larger(Floats x, Floats y) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_max_ps((__m512)x, (__m512)y);
+#elif defined(__AVX2__)
+  return (Floats)_mm256_max_ps((__m256)x, (__m256)y);
+#else
+  return x > y ? x : y;
+#endif
+}
+
+inline float largest(Floats x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)x);
+#else
+  float most = x[0];
+  for (int i = 1; i < LANES; ++i) most = x[i] > most ? x[i] : most;
+  return most;
+#endif
+}
+
+inline float sum(Floats x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)x);
+#else
+  float total = 0;
+  for (int i = 0; i < LANES; ++i) total += x[i];
+  return total;
+#endif
+}
+
+// 2^x for x <= 0 within 3e-7 of itself; 2^-126 for all below, float32's smallest number of full precision.
+inline Floats exp2_of_negative(Floats x) {
+  // Adding 1.5 * 2^23 rounds to whole numbers, and leaves them in the lowest bits.
+  const Floats shift = all(12582912.0f);
+  const Floats clamped = larger(x, all(-126.0f));
+  const Floats shifted = clamped + shift;
+  const Floats rest = clamped - (shifted - shift);  // in [-0.5, 0.5]
+  // The polynomial of degree 5 that is nearest to 2^rest there, relatively.
+  Floats power = all(1.326472668e-03f);
+  power = power * rest + all(9.671512677e-03f);
+  power = power * rest + all(5.550733745e-02f);
+  power = power * rest + all(2.402224208e-01f);
+  power = power * rest + all(6.931469776e-01f);
+  power = power * rest + all(1.0f);
+  return (Floats)((Ints)power + ((Ints)shifted << 23));
+}
+
+// tanh within 2e-7, absolutely.
+inline Floats tanh_of(Floats x) {
+  constexpr float TWO_LOG2_E = 2.8853900817779268f;
+  const Floats size = larger(x, -x);
+  const Floats decay = exp2_of_negative(-TWO_LOG2_E * size);
+  const Floats result = (1.0f - decay) / (1.0f + decay);
+  return x < 0.0f ? -result : result;
+}
+
+}  // namespace magicdec
