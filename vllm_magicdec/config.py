@@ -40,6 +40,8 @@ _SHARED_FIELDS = frozenset(
 )
 # And those that say which model drafts, where it is another one.
 _MODEL_FIELDS = frozenset({"quantization", "revision", "code_revision", "attention_backend"})
+# Those that take true or false.
+_SWITCHES = ("native_attention",)
 # Fields that vLLM fills in, not the user.
 _ENGINE_FIELDS = frozenset(
     {
@@ -329,7 +331,7 @@ def documented_fields() -> tuple[str, ...]:
     """The fields whose meaning or default is the plugin's own."""
     prefixes = ("draft_kv_", "draft_lookup", "snapkv_")
     own = (f.name for f in dataclass_fields(MagicDecFields) if f.name.startswith(prefixes))
-    return ("num_speculative_tokens", "max_num_speculative_tokens", "profile", *own, "native_attention")
+    return ("num_speculative_tokens", "max_num_speculative_tokens", "profile", *own, *_SWITCHES)
 
 
 def user_fields() -> tuple[str, ...]:
@@ -381,7 +383,7 @@ def check_field_names(given: Mapping[str, Any]) -> None:
     defaults = {f.name: f.default for f in dataclass_fields(SpeculativeConfig)}
     is_copy = given.keys() >= _PRIVATE_FIELDS
     for name, value in given.items():
-        if name in allowed and isinstance(value, bool):
+        if name in allowed and name not in _SWITCHES and isinstance(value, bool):
             raise MagicDecConfigError(
                 f"{METHOD}: {name}={value} is not possible: it takes no true or false"
             )

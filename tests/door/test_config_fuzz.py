@@ -6,6 +6,7 @@ That is before any weight is read (the model here has none), within seconds, and
 
 import contextlib
 import io
+import itertools
 import json
 import math
 import os
@@ -105,6 +106,7 @@ PLAUSIBLE = {
     "draft_kv_min_budget": tokens,
     "draft_kv_sink": tokens,
     "draft_kv_refresh": tokens,
+    "native_attention": st.booleans(),
     "draft_kv_granularity": st.sampled_from(["page", "token", None]),
     "draft_lookup": st.sampled_from(["auto", "on", "off"]),
     "draft_lookup_sources": st.one_of(st.lists(st.sampled_from(PATHS), max_size=3), st.sampled_from(PATHS)),
@@ -199,8 +201,15 @@ NONSENSE = {
 }
 
 
-@pytest.mark.parametrize("name", sorted({*PLAUSIBLE} - {"num_speculative_tokens_per_batch_size"}))
-@pytest.mark.parametrize("kind", NONSENSE)
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (kind, name)
+        for kind, name in itertools.product(NONSENSE, sorted(PLAUSIBLE))
+        if name != "num_speculative_tokens_per_batch_size"
+        and (kind, name) != ("a switch", "native_attention")
+    ],
+)
 def test_no_field_takes_nonsense(model_dir, name, kind):  # noqa: F811
     value = NONSENSE[kind]
     with pytest.raises(MagicDecConfigError) as raised:
@@ -216,9 +225,14 @@ def test_what_is_no_object_of_fields(model_dir, given):  # noqa: F811
 
 
 @pytest.mark.parametrize(
-    "name", ["magicdec", "magicdec_self", "MagicDec-Self", "magic-dec-self", "magicdecself"]
+    ("field", "name"),
+    [
+        *itertools.product(
+            ("method", "model"), ("magicdec_self", "MagicDec-Self", "magic-dec-self", "MagicDec")
+        ),
+        ("model", "magicdec"),
+    ],
 )
-@pytest.mark.parametrize("field", ["method", "model"])
 def test_a_misspelt_method(model_dir, name, field):  # noqa: F811
     with pytest.raises(MagicDecConfigError, match=f"did you mean '{METHOD}'"):
         configure(model_dir, {field: name, "num_speculative_tokens": 2})

@@ -59,7 +59,11 @@ def make_drafter(monkeypatch):
     def make(target: Target, tensor_parallel_size: int = 1, **fields) -> drafter.Drafter:
         config = SimpleNamespace(
             speculative_config=MagicDecSpeculativeConfig(
-                method=METHOD, num_speculative_tokens=GAMMA, draft_kv_budget=128, **fields
+                method=METHOD,
+                num_speculative_tokens=GAMMA,
+                draft_kv_budget=128,
+                native_attention=False,  # there are no layers
+                **fields,
             ),
             scheduler_config=SimpleNamespace(max_num_seqs=2, max_num_batched_tokens=64),
             model_config=SimpleNamespace(

@@ -37,7 +37,7 @@ def use_native_attention(vllm_config: VllmConfig, layer_names: Sequence[str]) ->
 
     Args:
         vllm_config: the engine's; the KV cache is laid out.
-        layer_names: attention layers of the target.
+        layer_names: attention layers of the target, and of a draft model.
     """
     layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
     try:

@@ -129,7 +129,8 @@ class Drafter:
         )
         self.groups = groups
         if device.type == "cpu" and spec.native_attention:
-            use_native_attention(vllm_config, [name for group in groups for name in group.layer_names])
+            every = [name for group in kv_cache_config.kv_cache_groups for name in group.layer_names]
+            use_native_attention(vllm_config, every)
         self._views: list[Views] = []
         for group in groups:
             views = make_views(
