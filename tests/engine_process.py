@@ -243,6 +243,12 @@ def abort_half_while_decoding(llm: Any, batch: dict[str, Any], steps_before_abor
     return tokens
 
 
+def generate_with_late_prompts(llm: Any, batches: list[dict[str, Any]]) -> Any:
+    """From now on a draft model reads no prompt before its request decodes."""
+    llm.collective_rpc(_read_prompts_late)
+    return generate(llm, batches)
+
+
 def watch_draft_cache(llm: Any) -> None:
     """From now on compare, in every round, what a draft model's cache holds with the target's.
 
@@ -572,6 +578,17 @@ def _watch_draft_cache(worker: Any) -> None:
     cache.catch_up = catch_up_and_compare
 
 
+def _read_prompts_late(worker: Any) -> None:
+    cache = _draft_of(worker)._drafting
+    catch_up = cache.catch_up
+
+    def catch_up_late(batch: Any, num_steps: int) -> None:
+        if not any(batch.is_prefilling):
+            catch_up(batch, num_steps)
+
+    cache.catch_up = catch_up_late
+
+
 def _watched_draft_cache(worker: Any) -> dict[str, float]:
     return worker._draft_cache
 
@@ -654,6 +671,7 @@ SCENARIOS = {
     for scenario in (
         generate,
         generate_with_broken_drafting,
+        generate_with_late_prompts,
         generate_with_broken_acceptance,
         generate_with_random_choices,
         generate_with_random_lookups,

@@ -172,7 +172,7 @@ class MagicDecSpeculativeConfig(MagicDecFields):
         try:
             super().__init__(**{**fields, "method": "draft_model"})
         except ValidationError as error:
-            raise MagicDecConfigError(_first_problem(error)) from None
+            raise MagicDecConfigError(_first_problem(error, _name_of(user_fields))) from None
 
     def __post_init__(self) -> "MagicDecSpeculativeConfig":
         self._check_granularity()
@@ -403,7 +403,7 @@ def check_field_names(given: Mapping[str, Any]) -> None:
         close = difflib.get_close_matches(name, allowed, n=1)
         hint = f"did you mean '{close[0]}'? " if close else ""
         raise MagicDecConfigError(
-            f"{METHOD} does not know the field '{name}'; {hint}It takes {', '.join(allowed)}"
+            f"{_name_of(given)} does not know the field '{name}'; {hint}It takes {', '.join(allowed)}"
         )
 
 
@@ -459,15 +459,20 @@ def nested_lengths(most: int, at_most: int) -> tuple[int, ...]:
     return tuple(lengths[place] for place in places)
 
 
-def _first_problem(error: ValidationError) -> str:
+def _name_of(given: Mapping[str, Any]) -> str:
+    """The method's, as users know it."""
+    return MODEL_METHOD if given.get("method") == MODEL_METHOD else METHOD
+
+
+def _first_problem(error: ValidationError, method: str) -> str:
     """One sentence for the first problem that pydantic found."""
     problem = error.errors(include_url=False)[0]
     message = problem["msg"].removeprefix("Value error, ")
     if not problem["loc"]:
-        return f"{METHOD}: {message}"
+        return f"{method}: {message}"
     name = problem["loc"][0]
     value = quoted(problem["input"])
-    return f"{METHOD}: {name}={value} is not possible: {message[0].lower()}{message[1:]}"
+    return f"{method}: {name}={value} is not possible: {message[0].lower()}{message[1:]}"
 
 
 _SPARSE_MLA_FIELDS = ("index_topk", "compress_ratios")  # of a Hugging Face configuration

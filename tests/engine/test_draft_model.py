@@ -157,7 +157,7 @@ def test_failed_drafting_loses_no_request(prompts, plain, lookup):
         speculative_config=drafting_with(TINY_DRAFT, draft_lookup=lookup),
     )
     assert_same_tokens(plain[:6], run.results[0][0], "broken drafting")
-    assert run.draft_failures > 5
+    assert run.draft_failures > 3  # then it pauses
 
 
 def test_a_draft_model_compiles_and_runs_in_processes_of_its_own(prompts, plain):
@@ -189,6 +189,22 @@ def test_targets_and_drafts_may_have_layers_with_a_window(prompts, draft):
     assert run.draft_failures == 0 and 0 < run.accepted <= run.drafted
     if draft == HYBRID:
         assert run.accepted == run.drafted
+
+
+def test_what_is_read_late_is_written_to_no_page_that_a_window_has_left(prompts, plain):
+    """Such pages are others' by then: of another group of layers, which shares their memory."""
+    chosen = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))[:12]
+    batch = {"prompts": [prompts[i] for i in chosen], "sampling": GREEDY}
+    run = engines.run(
+        [("generate_with_late_prompts", {"batches": [batch]})],
+        max_model_len=WHOLE_LEN,
+        max_num_seqs=4,
+        max_num_batched_tokens=128,
+        num_gpu_blocks_override=300,
+        speculative_config=drafting_with(HYBRID, draft_kv_budget=WHOLE_LEN),
+    )
+    assert_same_tokens([plain[i] for i in chosen], run.results[0][0], "late prompts")
+    assert run.draft_failures == 0 and run.accepted > 0
 
 
 @engines.needs_tensor_parallel

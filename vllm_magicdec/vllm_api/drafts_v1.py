@@ -26,7 +26,7 @@ from vllm_magicdec.drafting.drafter import OwnCache
 from vllm_magicdec.drafting.held_tokens import HeldTokens
 from vllm_magicdec.drafting.layer_groups import LayerGroup
 from vllm_magicdec.errors import MODEL_METHOD, MagicDecConfigError
-from vllm_magicdec.views.base import Batch, on_device
+from vllm_magicdec.views.base import PAD_SLOT, Batch, on_device
 from vllm_magicdec.views.passes import Queries
 from vllm_magicdec.vllm_api.embeddings import embed, refuse_more_inputs, takes_embeddings
 from vllm_magicdec.vllm_api.kv_transfer import unseen_by_connector
@@ -220,7 +220,7 @@ class ModelDraft(Draft):
     A round's passes write the K/V of what they take: the last verified token and all drafts but the last.
     What was rejected of them is written over. What the cache then lacks of the verified tokens (the last
     draft, if all stood; a prompt's chunk; what plain steps decoded) the draft reads before or in the next
-    round's first pass. Waits for the device once a round.
+    round's first pass. Waits for the device a few times a round.
 
     Args:
         proposer: makes its passes.
@@ -271,7 +271,11 @@ class ModelDraft(Draft):
     ) -> torch.Tensor:
         """See `Draft`; its CUDA graphs read their inputs from vLLM's buffers of a draft model."""
         proposer, num_tokens = self._proposer, tokens.shape[0]
-        graph_mode, num_padded, num_across_dp = proposer._determine_batch_execution_and_padding(num_tokens)
+        graph_mode, num_padded, num_across_dp = proposer._determine_batch_execution_and_padding(
+            # As for the target: its hidden states may lie in the memory that all graphs share.
+            num_tokens,
+            use_cudagraphs=not proposer.target_runner.num_prompt_logprobs,
+        )
         proposer.input_ids[:num_tokens] = tokens
         proposer.positions[:num_tokens] = positions
         with (
@@ -299,8 +303,16 @@ class ModelDraft(Draft):
 
     @property
     def may_lag(self) -> bool:
-        """See `Draft`; asynchronously, the host does not know the tokens that are to be read later."""
-        return not self._proposer.vllm_config.scheduler_config.async_scheduling
+        """See `Draft`.
+
+        Asynchronously, the host does not know the tokens that are to be read later. And what layers with a
+        window would need for them may have been freed by then.
+        """
+        config = self._proposer.speculative_config.draft_model_config.hf_text_config
+        has_windows = any(
+            getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")
+        )
+        return not has_windows and not self._proposer.vllm_config.scheduler_config.async_scheduling
 
     @property
     def note_plain_step(self) -> Callable[[SchedulerOutput], None]:
@@ -318,6 +330,8 @@ class ModelDraft(Draft):
         # First positions of what the target's step took.
         self._starts = (torch.tensor(ends_of_step) - query_starts.diff()).tolist()
         self._leading = {}
+        # To the host at once: every request's are compared.
+        target_token_ids = self._target_token_ids.cpu()
         for index, (req_id, start, end, end_of_step) in enumerate(
             zip(batch.req_ids, self._starts, self._ends, ends_of_step, strict=True)
         ):
@@ -325,7 +339,8 @@ class ModelDraft(Draft):
             self._held.forget(pages, start, end_of_step)
             if written is None or written.first != start or written.page != pages[start // self._page_size]:
                 continue
-            truth = self._tokens_of(index, start, end).tolist()
+            first_token = self._query_starts[index]
+            truth = target_token_ids[first_token : first_token + end - start].tolist()
             pairs = zip(truth, written.tokens, strict=False)
             equal = next(
                 (i for i, (one, other) in enumerate(pairs) if one != other),
@@ -450,7 +465,13 @@ class ModelDraft(Draft):
         for group in proposer.groups:
             size, table = group.cache.block_size, tables[group.kv_cache_group].block_table.np
             pages = table[places, positions // size].astype(np.int64)
-            slots.append(on_device(pages * size + positions % size, proposer.device))
+            own = pages * size + positions % size
+            if group.reach is not None:
+                # Pages that the latest step no longer reached may be others' by now (`views/windows.py`).
+                latest = torch.tensor(self._starts)[places]
+                first_kept = group.reach.first_seen(latest).numpy() // size * size
+                own[positions < first_kept] = PAD_SLOT
+            slots.append(on_device(own, proposer.device))
         return tokens, on_device(positions, proposer.device), slots
 
     def _tokens_of(self, index: int, first: int, end: int) -> torch.Tensor:

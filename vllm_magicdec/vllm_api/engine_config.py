@@ -91,9 +91,12 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
             return
         try:
             tokenizer = get_tokenizer(
-                draft.model, trust_remote_code=draft.trust_remote_code, revision=draft.revision
+                draft.model,
+                tokenizer_mode=target.tokenizer_mode,
+                trust_remote_code=draft.trust_remote_code,
+                revision=draft.revision,
             )
-        except (OSError, ValueError):
+        except Exception:  # of whatever library reads it
             logger.warning(
                 "%s: %s has no tokenizer that vLLM can read; its tokens are taken for the target's.",
                 MODEL_METHOD,
