@@ -38,6 +38,7 @@ class BuildLibraries(build_ext):
     def build_extension(self, ext: Extension) -> None:
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
+        target.unlink(missing_ok=True)  # a compilation that fails must not leave an older one
         compiler = os.environ.get("CXX", "c++").split()
         command = [*compiler, *FLAGS, *ext.extra_compile_args, *ext.sources, "-o", str(target)]
         try:

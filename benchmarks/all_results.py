@@ -81,6 +81,20 @@ PARTS = (
     Part("native-attention.json", "native_attention.py", "--out {out}", 4),
     Part("plain-steps.json", "plain_steps.py", "--out {out}", 3),
     Part("suite", "suite.py", "--rate-fractions 0.8 --out {out}", 20),
+    Part(
+        "suite-in-turns-1000",
+        "suite.py",
+        "--in-turns --context 1000 --repeats 5 --rate-fractions 0.8 "
+        "--num-gpu-blocks-override 900 --out {out}",
+        10,
+    ),
+    Part(
+        "suite-in-turns-7000",
+        "suite.py",
+        "--in-turns --methods plain suffix magicdec-streamingllm magicdec-auto --context 7000 "
+        "--rate-fractions 0.8 --num-gpu-blocks-override 3800 --out {out}",
+        9,
+    ),
     Part("auto-kv-heavy.json", "auto.py", "--batch 1 4 8 --pairs 7 --out {out}", 30),
     Part(
         "lookups-tiny-llama.json",
@@ -89,6 +103,13 @@ PARTS = (
         5,
     ),
     Part("lookups-kv-heavy.json", "lookups.py", "--batch 1 4 --out {out}", 12),
+    Part(
+        "lookups-sampled.json",
+        "lookups.py",
+        f"--model {TINY_LLAMA} --batch 8 --context 1000 7000 --tokens 192 --turns 7 --temperature 1 "
+        "--contenders plain auto-off auto --out {out}",
+        4,
+    ),
     Part("confidence.json", "confidence.py", "--out {out}", 4),
     Part("datastore.json", "datastore.py", "--out {out}", 4),
     Part("datastore-tekken.json", "datastore.py", "--model tekken --out {out}", 4),

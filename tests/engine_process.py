@@ -658,8 +658,14 @@ def _describe_draft(worker: Any) -> dict[str, Any]:
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
+    from vllm_magicdec.attention.native_attention import native_of
+
     draft = _draft_of(worker)
+    context = worker.vllm_config.compilation_config.static_forward_context
     return {
+        "native_layers": sum(
+            native_of(layer.impl) is not None for layer in context.values() if hasattr(layer, "impl")
+        ),
         "class": type(draft).__name__,
         "model_is_target": draft.model is worker.model_runner.get_model(),
         "attention_layers": len(get_layers_from_vllm_config(worker.vllm_config, AttentionLayerBase)),

@@ -19,12 +19,14 @@ NUM_TOKENS = 16
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("policy", ["streamingllm", "snapkv by token"])
 def test_output_is_plain_decodings_with_the_kernel_and_without(prompts, plain, policy, native, v2):
-    run = engines.generate(
-        prompts[:6],
-        {**GREEDY, "max_tokens": NUM_TOKENS},
+    batch = {"prompts": prompts[:6], "sampling": {**GREEDY, "max_tokens": NUM_TOKENS}}
+    run = engines.run(
+        [("generate", {"batches": [batch]}), ("describe_draft", {})],
         v2=v2,
         max_num_seqs=8,
         speculative_config=magicdec(4, draft_kv_budget=256, native_attention=native, **POLICIES[policy]),
     )
+    (described,) = run.results[1]
+    assert described["native_layers"] == (described["attention_layers"] if native else 0)
     expected = [first_tokens(tokens, NUM_TOKENS) for tokens in plain[:6]]
     assert_same_tokens(expected, run.results[0][0], f"{policy}, kernel {native}")

@@ -3,7 +3,9 @@
 // in float64. Its output is the number of shapes; it ends with 1 where a result is wrong.
 
 #include <cmath>
+#include <cstdint>
 #include <cstdio>
+#include <cstring>
 #include <limits>
 #include <random>
 #include <vector>
@@ -17,15 +19,28 @@ std::mt19937 random_bits(7);
 int between(int least, int most) { return std::uniform_int_distribution<int>(least, most)(random_bits); }
 float normal() { return std::normal_distribution<float>()(random_bits); }
 
+// bfloat16: a float32's first half, rounded.
+uint16_t shortened(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+float lengthened(uint16_t x) {
+  const uint32_t bits = uint32_t{x} << 16;
+  float result;
+  std::memcpy(&result, &bits, sizeof result);
+  return result;
+}
+
 struct Shape {
   int num_reqs = between(1, 4), num_kv_heads = between(1, 3), group = between(1, 8);
   int head_size = 16 * between(1, 9), page_size = 32 * between(1, 3);
   int window = between(0, 2) ? 0 : between(1, 90);
   float soft_cap = between(0, 1) ? 0.0f : 5.0f;
-  bool has_slots = between(0, 1), has_sinks = between(0, 1);
+  bool has_slots = between(0, 1), has_sinks = between(0, 1), is_short = between(0, 1);
 };
 
-// One shape; the largest error as a share of the largest value.
+// One shape; the largest error.
 double run(const Shape& s) {
   std::vector<int32_t> starts{0}, contexts, slot_lens;
   int widest = 1, most = 1, width = 1;
@@ -44,6 +59,15 @@ double run(const Shape& s) {
   std::vector<float> sinks(heads);
   for (auto* numbers : {&cache, &query, &sinks})
     for (float& x : *numbers) x = normal();
+  std::vector<uint16_t> short_cache, short_query, short_output(s.is_short ? output.size() : 0);
+  if (s.is_short) {
+    for (float x : cache) short_cache.push_back(shortened(x));
+    for (float x : query) short_query.push_back(shortened(x));
+    for (float& x : cache) x = lengthened(shortened(x));
+    for (float& x : query) x = lengthened(shortened(x));
+    short_cache.shrink_to_fit();
+    short_query.shrink_to_fit();
+  }
   std::vector<int32_t> table(pages);
   for (int i = 0; i < pages; ++i) table[i] = pages - 1 - i;
   std::vector<int32_t> slots(static_cast<size_t>(s.num_reqs) * s.num_kv_heads * width, -1);
@@ -60,11 +84,11 @@ double run(const Shape& s) {
   }
 
   MagicdecCall call{};
-  call.cache = cache.data();
+  call.cache = s.is_short ? static_cast<const void*>(short_cache.data()) : cache.data();
   call.page_stride = int64_t{2} * half * s.num_kv_heads;
   call.cache_head_stride = 2 * half;
-  call.query = query.data();
-  call.output = output.data();
+  call.query = s.is_short ? static_cast<const void*>(short_query.data()) : query.data();
+  call.output = s.is_short ? static_cast<void*>(short_output.data()) : output.data();
   call.query_token_stride = call.output_token_stride = heads * s.head_size;
   call.query_head_stride = call.output_head_stride = s.head_size;
   call.query_starts = starts.data();
@@ -85,13 +109,15 @@ double run(const Shape& s) {
   call.sinks = s.has_sinks ? sinks.data() : nullptr;
   call.scale = 1 / std::sqrt(static_cast<float>(s.head_size));
   call.soft_cap = s.soft_cap;
-  call.type = MAGICDEC_FLOAT32;
+  call.type = s.is_short ? MAGICDEC_BFLOAT16 : MAGICDEC_FLOAT32;
   call.num_reqs = s.num_reqs;
   call.num_heads = heads;
   call.num_kv_heads = s.num_kv_heads;
   call.head_size = s.head_size;
   call.page_size = s.page_size;
   if (magicdec_attend(&call)) return std::numeric_limits<double>::infinity();
+
+  for (size_t i = 0; i < short_output.size(); ++i) output[i] = lengthened(short_output[i]);
 
   double worst = 0;
   for (int i = 0; i < s.num_reqs; ++i)
@@ -130,10 +156,12 @@ double run(const Shape& s) {
 
 int main() {
   constexpr int SHAPES = 40;
-  for (int i = 0; i < SHAPES; ++i)
-    if (const double error = run(Shape()); !(error < 2e-5)) {
+  for (int i = 0; i < SHAPES; ++i) {
+    const Shape shape;
+    if (const double error = run(shape); !(error < (shape.is_short ? 4e-2 : 2e-5))) {
       std::printf("shape %d: wrong by %g\n", i, error);
       return 1;
     }
+  }
   std::printf("%d shapes\n", SHAPES);
 }

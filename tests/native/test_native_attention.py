@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The native kernel, in every variant that this machine runs, against attention in float64."""
 
+import ctypes
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import kernel_libraries
 import pytest
@@ -11,6 +13,8 @@ from hypothesis import strategies as st
 from vllm.platforms import current_platform
 
 from vllm_magicdec.attention import KVRows
+from vllm_magicdec.attention.metadata import TokenPassMetadata
+from vllm_magicdec.attention.native_attention import native_of, takes_view
 from vllm_magicdec.attention.torch_attention import attend_where
 from vllm_magicdec.native.library import VARIANTS, Kernel, UnreadableError, load, runs_here
 
@@ -299,11 +303,52 @@ def test_it_agrees_with_plain_torch_over_token_views(variant):
 
 
 @variants
+@pytest.mark.parametrize("what", [torch.nan, torch.inf])
+def test_what_is_no_number_stays_none(variant, what):
+    """Else a broken cache would be answered as if it were a sound one."""
+    kernel = kernel_of(variant)
+    query, cache, where = shared_batch(torch.float32)
+    clean, output = torch.empty_like(query), torch.empty_like(query)
+    kernel.attend_pages(query, cache, clean, **where)
+    query[0, 0, 0] = what
+    kernel.attend_pages(query, cache, output, **where)
+    assert output[0, 0].isnan().all()
+    output[0, 0] = clean[0, 0]
+    torch.testing.assert_close(output, clean, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("most", [1, 32, 33])
+def test_passes_of_more_tokens_are_left_to_torch(most):
+    metadata = TokenPassMetadata(
+        slots=torch.zeros(2, 1, 64, dtype=torch.int32),
+        is_seen=torch.ones(2, most, 64, dtype=torch.bool),
+        table=torch.arange(2 * most).view(2, most),
+        cells=torch.arange(2 * most),
+    )
+    assert takes_view(metadata) == (most <= 32)
+
+
+def test_layers_without_one_forward_are_left_alone():
+    assert native_of(SimpleNamespace(forward_mha=None)) is None
+
+
+@pytest.mark.parametrize("size", [None, 4])
+def test_a_library_of_other_sources_is_not_called(monkeypatch, size):
+    functions = {} if size is None else {"magicdec_call_size": lambda: size}
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: SimpleNamespace(**functions))
+    with pytest.raises(OSError, match="of other sources; run"):
+        Kernel(VARIANTS[0])
+
+
+@variants
 def test_shapes_that_it_has_not_are_refused(variant):
     kernel = kernel_of(variant)
     query, cache, where = shared_batch(torch.float32, query_len=33)
     with pytest.raises(UnreadableError, match="at most 32 query tokens"):
         kernel.attend_pages(query, cache, torch.empty_like(query), **where)
+    few = shared_batch(torch.float32)
+    with pytest.raises(UnreadableError, match="neighbouring numbers"):
+        kernel.attend_pages(few[0].mT.contiguous().mT, few[1], torch.empty_like(few[0]), **few[2])
     with pytest.raises(UnreadableError, match="float64"):
         kernel.attend_pages(query.double(), cache.double(), query.double(), **where)
     with pytest.raises(UnreadableError, match="queries are"):

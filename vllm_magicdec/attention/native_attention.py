@@ -75,7 +75,8 @@ def find_kernel() -> Kernel:
     variant = best_variant()
     if variant is None:
         raise UnreadableError(
-            "the plugin's own kernel was not built, because there was no C++ compiler when it was installed"
+            "the plugin's own kernel was not built, as there was no C++ compiler (GCC 12 or newer) when "
+            "it was installed"
         )
     try:
         return load(variant)
@@ -85,7 +86,7 @@ def find_kernel() -> Kernel:
 
 def native_of(impl: Any) -> "NativeAttention | None":
     """What stands before a layer's own attention, under whatever stands before that."""
-    holder = getattr(impl.forward, "__self__", None)
+    holder = getattr(getattr(impl, "forward", None), "__self__", None)  # MLA has several of other names
     while holder is not None and not isinstance(holder, NativeAttention):
         holder = getattr(getattr(holder, "_target_forward", None), "__self__", None)
     return holder
@@ -154,7 +155,7 @@ class NativeAttention:
         softmax: Softmax,
         output: torch.Tensor,
     ) -> None:
-        """Attend to a token view.
+        """Attend to a token view of which `takes_view` is true.
 
         Args:
             query: [num_queries, num_heads, head_size].
@@ -188,6 +189,11 @@ class NativeAttention:
         if len(self._starts) <= num_reqs:
             self._starts = torch.arange(2 * num_reqs + 1, dtype=torch.int32)
         return self._starts[: num_reqs + 1]
+
+
+def takes_view(metadata: TokenMetadata | TokenPassMetadata) -> bool:
+    """Whether the kernel has room for the query tokens of each request."""
+    return isinstance(metadata, TokenMetadata) or metadata.table.shape[1] <= MAX_QUERY_LEN
 
 
 def _takes(metadata: Any) -> bool:

@@ -24,7 +24,7 @@ from vllm_magicdec.attention.metadata import (
     TokenMetadata,
     TokenPassMetadata,
 )
-from vllm_magicdec.attention.native_attention import native_of
+from vllm_magicdec.attention.native_attention import native_of, takes_view
 from vllm_magicdec.attention.observing import QueryRecorder
 from vllm_magicdec.attention.plans import CommonLengthPlans
 from vllm_magicdec.attention.rows import FP8_DTYPES
@@ -246,7 +246,7 @@ class Switch:
             num_queries = attn_metadata.num_queries
             query = self._query(query[:num_queries])
             own_output = output[:num_queries].view(query.shape)
-            if self._native is not None:
+            if self._native is not None and takes_view(attn_metadata):
                 self._native.attend_view(query, kv_cache, attn_metadata, self._softmax, own_output)
             else:
                 self._attend(query, self._rows(kv_cache), attn_metadata, own_output)

@@ -69,6 +69,14 @@ inline int num_threads() {
 #endif
 }
 
+inline int team_size() {
+#ifdef _OPENMP
+  return omp_get_num_threads();
+#else
+  return 1;
+#endif
+}
+
 inline int thread_number() {
 #ifdef _OPENMP
   return omp_get_thread_num();
@@ -125,9 +133,12 @@ class Attention {
     partial_pitch_ = (call.head_size + 2 + 15) / 16 * 16;
     slot_size_ = max_rows * partial_pitch_;
     if (threads_ > 1) {
-      partials_.resize(2 * threads_ * slot_size_ + 16);
-      const auto address = reinterpret_cast<uintptr_t>(partials_.data());
-      partial_base_ = partials_.data() + (64 - address % 64) % 64 / sizeof(float);
+      // The caller keeps it: as large as it gets with many threads, filling it every time would take long.
+      thread_local std::vector<float> partials;
+      const size_t size = 2 * threads_ * slot_size_ + 16;
+      if (partials.size() < size) partials.resize(size);
+      const auto address = reinterpret_cast<uintptr_t>(partials.data());
+      partial_base_ = partials.data() + (64 - address % 64) % 64 / sizeof(float);
       parts_.resize(2 * threads_, Part{-1, 0, {0, 0}, true, 0});
     }
   }
@@ -137,11 +148,13 @@ class Attention {
       share(0);
       return;
     }
+    // OpenMP may give fewer threads than it is asked for: each then does the work of several.
 #pragma omp parallel num_threads(threads_)
     {
-      share(thread_number());
+      const int team = team_size();
+      for (int thread = thread_number(); thread < threads_; thread += team) share(thread);
 #pragma omp barrier
-      combine(thread_number());
+      for (int thread = thread_number(); thread < threads_; thread += team) combine(thread);
     }
   }
 
@@ -441,8 +454,9 @@ class Attention {
     // What is not seen weighs 2^-126, which is nothing beside the largest weight, 1.
     Floats added = all(0);
     for (int t = 0; t < end; t += LANES) {
-      const Floats weight = exp2_of_negative(load(scores + t) * to_logits - now);
-      added += weight;
+      const Floats power = load(scores + t) * to_logits - now;
+      const Floats weight = exp2_of_negative(power);
+      added += power == power ? weight : power;  // what is no number makes the row none
       keep(weights + t, weight);
     }
     total += sum(added);
@@ -495,7 +509,7 @@ class Attention {
 
   void write(const Part& part, int row, const float* sums, float most, float total) const {
     if (call_.sinks != nullptr) total += std::exp2(call_.sinks[part.head * group_ + row % group_] * LOG2_E - most);
-    const float share = total > 0 ? 1 / total : 0;
+    const float share = total == 0 ? 0 : 1 / total;
     T* to = output(part.request, part.head, row);
     for (int d = 0; d < call_.head_size; ++d) assign(to[d], sums[d] * share);
   }
@@ -514,7 +528,6 @@ class Attention {
   int64_t cost_ = 0;
   std::vector<Work> works_;
   std::vector<Part> parts_;  // that are not whole: by thread, one that began before it and one that begins in it
-  std::vector<float> partials_;
   float* partial_base_ = nullptr;
   int64_t partial_pitch_ = 0, slot_size_ = 0;
 };
@@ -523,13 +536,17 @@ bool fits(const MagicdecCall& call) {
   if (call.num_kv_heads <= 0 || call.num_heads % call.num_kv_heads || call.page_size % BLOCK ||
       call.head_size % 16 || call.head_size > MAX_HEAD_SIZE || !(call.scale > 0))
     return false;
-  for (int request = 0; request < call.num_reqs; ++request)
-    if (call.query_starts[request + 1] - call.query_starts[request] > MAX_POSITIONS) return false;
+  for (int request = 0; request < call.num_reqs; ++request) {
+    const int num_positions = call.query_starts[request + 1] - call.query_starts[request];
+    if (num_positions < 0 || num_positions > MAX_POSITIONS) return false;
+  }
   return true;
 }
 
 }  // namespace
 }  // namespace magicdec
+
+extern "C" __attribute__((visibility("default"))) int magicdec_call_size() { return sizeof(MagicdecCall); }
 
 extern "C" __attribute__((visibility("default"))) int magicdec_attend(const MagicdecCall* call) {
   using namespace magicdec;

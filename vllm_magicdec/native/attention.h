@@ -39,6 +39,9 @@ struct MagicdecCall {
   int32_t type, num_reqs, num_heads, num_kv_heads, head_size, page_size;
 };
 
+// Bytes of `MagicdecCall`: a library that was compiled from other sources is told by it.
+int magicdec_call_size();
+
 // 0, or 1: the shape or type is not one of those that this kernel has.
 int magicdec_attend(const MagicdecCall* call);
 }

@@ -150,7 +150,14 @@ class Kernel:
     def __init__(self, variant: Variant) -> None:
         self.variant = variant
         # Its OpenMP is the one that torch brought: one pool of threads for everything.
-        self._attend = ctypes.CDLL(str(variant.path)).magicdec_attend
+        library = ctypes.CDLL(str(variant.path))
+        try:
+            is_current = library.magicdec_call_size() == ctypes.sizeof(Call)
+        except AttributeError:
+            is_current = False
+        if not is_current:
+            raise OSError(f"{variant.path.name} is of other sources; run 'pip install -e .' once more")
+        self._attend = library.magicdec_attend
         self._attend.argtypes = [ctypes.POINTER(Call)]
 
     def attend_pages(
@@ -250,6 +257,8 @@ class Kernel:
         check_cache(page_size, head_size, kv_cache.dtype)
         if not query.dtype == output.dtype == kv_cache.dtype:
             raise UnreadableError(f"queries are {query.dtype}, its cache is {kv_cache.dtype}")
+        if not query.stride(-1) == output.stride(-1) == kv_cache.stride(-1) == 1:
+            raise UnreadableError("it reads and writes neighbouring numbers")
         return Call(
             cache=kv_cache.data_ptr(),
             page_stride=kv_cache.stride(0),
@@ -276,4 +285,7 @@ class Kernel:
             sinks = sinks.float().contiguous()
             call.sinks = sinks.data_ptr()
         if self._attend(ctypes.byref(call)):
-            raise UnreadableError(f"it takes at most {MAX_QUERY_LEN} query tokens of a request")
+            raise UnreadableError(
+                f"it takes at most {MAX_QUERY_LEN} query tokens of a request, as many heads for each KV "
+                "head, and a scale above 0"
+            )
