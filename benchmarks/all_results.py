@@ -54,8 +54,14 @@ PARTS = (
     Part(
         "decode-kv-heavy-16k.json",
         "decode.py",
-        f"{LONG} --batch 1 4 8 --context 16000 --budget 1024 --out {{out}}",
+        f"{LONG} --batch 1 4 8 --context 16000 --budget 1024 --vllm-attention --out {{out}}",
         7,
+    ),
+    Part(
+        "decode-kv-heavy-16k-native.json",
+        "decode.py",
+        f"{LONG} --batch 8 --context 16000 --budget 1024 --out {{out}}",
+        5,
     ),
     Part(
         "decode-kv-heavy-32k.json",
