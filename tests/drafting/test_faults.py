@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When faults happen; tests/engine/test_faults.py has what becomes of them."""
+"""When faults happen; tests/engine/test_injected_faults.py has what becomes of them."""
 
 from types import SimpleNamespace
 

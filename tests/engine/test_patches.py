@@ -65,7 +65,7 @@ def test_the_plugin_registers_and_wraps_nothing_but_what_the_registry_does_not_b
     modules = ["vllm.v1.engine.core", "vllm.v1.worker.gpu.model_runner"]
     assert shown == [
         str(patched_tree / "vllm" / "__init__.py"),
-        "['magicdec-self']",
+        "['magicdec-self', 'magicdec']",
         str([f"{module}.{name}" for module, name in zip(modules, wrapped, strict=True)]),
         "magicdec-self",
     ]
