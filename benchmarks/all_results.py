@@ -90,9 +90,9 @@ PARTS = (
     Part(
         "suite-in-turns-1000",
         "suite.py",
-        "--in-turns --context 1000 --repeats 5 --rate-fractions 0.8 "
-        "--num-gpu-blocks-override 900 --out {out}",
-        10,
+        "--in-turns --methods plain suffix magicdec-streamingllm magicdec-auto --context 1000 "
+        "--rate-fractions 0.8 --num-gpu-blocks-override 900 --out {out}",
+        4,
     ),
     Part(
         "suite-in-turns-7000",
