@@ -385,7 +385,7 @@ def check_field_names(given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         if name in allowed and name not in _SWITCHES and isinstance(value, bool):
             raise MagicDecConfigError(
-                f"{METHOD}: {name}={value} is not possible: it takes no true or false"
+                f"{_name_of(given)}: {name}={value} is not possible: it takes no true or false"
             )
         if name in allowed or (name in _ENGINE_FIELDS and (is_copy or name not in _PRIVATE_FIELDS)):
             continue
@@ -467,7 +467,8 @@ def _name_of(given: Mapping[str, Any]) -> str:
 def _first_problem(error: ValidationError, method: str) -> str:
     """One sentence for the first problem that pydantic found."""
     problem = error.errors(include_url=False)[0]
-    message = problem["msg"].removeprefix("Value error, ")
+    # Where there is no such draft model, vLLM goes on with a page of advice.
+    message = problem["msg"].removeprefix("Value error, ").split("\n")[0]
     if not problem["loc"]:
         return f"{method}: {message}"
     name = problem["loc"][0]
@@ -518,8 +519,13 @@ def check_draft_model(draft: ModelConfig, target: ModelConfig) -> None:
         if model.supports_multimodal_inputs or model.enable_prompt_embeds:
             raise ValueError(
                 f"the {kind} takes more than text, which a draft model would not see; draft with the "
-                f"target itself ({METHOD}), or serve text alone (--limit-mm-per-prompt with 0 of "
-                "everything, without --enable-prompt-embeds)"
+                f"target itself ({METHOD}), or "
+                + (
+                    "serve text alone (--limit-mm-per-prompt with 0 of everything, without "
+                    "--enable-prompt-embeds)"
+                    if model is target
+                    else "with a model that takes text alone"
+                )
             )
     check_model(draft)
     if draft.max_model_len < target.max_model_len:

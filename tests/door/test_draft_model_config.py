@@ -100,6 +100,13 @@ def test_wrong_fields_get_one_sentence(target, draft, case):
     assert sentence in str(error.value) and "\n" not in str(error.value)
 
 
+def test_a_draft_that_is_nowhere_gets_one_sentence(target):
+    with pytest.raises(MagicDecConfigError) as error:
+        configure(target, {"method": MODEL_METHOD, "model": "/no/such/draft"})
+    assert str(error.value).startswith("magicdec: ") and "'/no/such/draft'" in str(error.value)
+    assert len(str(error.value)) < 150
+
+
 def test_a_model_beside_self_speculation_names_the_other_method(target, draft):
     with pytest.raises(MagicDecConfigError, match="use method='magicdec' to draft with that model"):
         configure(target, {"method": METHOD, "model": draft})

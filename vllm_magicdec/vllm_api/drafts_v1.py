@@ -6,7 +6,8 @@ weights run a pass, over whose layers' KV cache, and what that cache lacks after
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -118,6 +119,38 @@ class Draft(ABC):
             attn_metadata: by layer.
         """
 
+    @contextmanager
+    def _in_pass(
+        self, num_tokens: int, slots: Sequence[torch.Tensor], attn_metadata: Mapping[str, Any]
+    ) -> Iterator[int]:
+        """vLLM's context of a forward pass, whose number of tokens, as its graphs want it, this yields.
+
+        Args:
+            num_tokens: of the pass.
+            slots: as for `forward`.
+            attn_metadata: as for `forward`.
+        """
+        proposer = self._proposer
+        # Graphs share their memory, and the log probabilities of a prompt are made of the target's hidden
+        # states after the draft.
+        graph_mode, num_padded, num_across_dp = proposer._determine_batch_execution_and_padding(
+            # Of the target's graphs of these sizes, vLLM's class would take those without adapters.
+            num_tokens,
+            use_cudagraphs=not proposer.target_runner.num_prompt_logprobs and not proposer.has_adapters,
+        )
+        with (
+            unseen_by_connector(),
+            set_forward_context(
+                attn_metadata,
+                proposer.vllm_config,
+                num_tokens=num_padded,
+                num_tokens_across_dp=num_across_dp,
+                cudagraph_runtime_mode=graph_mode,
+                slot_mapping=proposer.pad_slots(num_padded, slots),
+            ),
+        ):
+            yield num_padded
+
     def note_step(self, common: CommonAttentionMetadata, target_token_ids: torch.Tensor) -> None:
         """What the target's step took, before a round.
 
@@ -172,35 +205,19 @@ class TargetDraft(Draft):
         """See `Draft`."""
         proposer = self._proposer
         num_tokens, runner = tokens.shape[0], proposer.target_runner
-        # Graphs share their memory, and the log probabilities of a prompt are made of the target's hidden
-        # states after the draft.
-        graph_mode, num_padded, num_across_dp = proposer._determine_batch_execution_and_padding(
-            # Of the target's graphs of these sizes, vLLM's class would take those without adapters.
-            num_tokens,
-            use_cudagraphs=not runner.num_prompt_logprobs and not proposer.has_adapters,
-        )
-        # The target's CUDA graphs read their inputs where its runner keeps them.
-        target_positions = runner.mrope_positions.gpu if proposer.uses_mrope else runner.positions
-        target_positions[..., :num_tokens] = positions
-        inputs: dict[str, torch.Tensor | None]
-        if takes_embeddings(runner.model_config):
-            embeddings = runner.inputs_embeds.gpu[:num_padded]
-            embeddings[:num_tokens] = embed(proposer.model, tokens, runner.model_config.get_vocab_size())
-            inputs = {"input_ids": None, "inputs_embeds": embeddings}
-        else:
-            runner.input_ids.gpu[:num_tokens] = tokens
-            inputs = {"input_ids": runner.input_ids.gpu[:num_padded], "inputs_embeds": None}
-        with (
-            unseen_by_connector(),
-            set_forward_context(
-                attn_metadata,
-                proposer.vllm_config,
-                num_tokens=num_padded,
-                num_tokens_across_dp=num_across_dp,
-                cudagraph_runtime_mode=graph_mode,
-                slot_mapping=proposer.pad_slots(num_padded, slots),
-            ),
-        ):
+        with self._in_pass(num_tokens, slots, attn_metadata) as num_padded:
+            # The target's CUDA graphs read their inputs where its runner keeps them.
+            target_positions = runner.mrope_positions.gpu if proposer.uses_mrope else runner.positions
+            target_positions[..., :num_tokens] = positions
+            inputs: dict[str, torch.Tensor | None]
+            if takes_embeddings(runner.model_config):
+                embeddings = runner.inputs_embeds.gpu[:num_padded]
+                vocab_size = runner.model_config.get_vocab_size()
+                embeddings[:num_tokens] = embed(proposer.model, tokens, vocab_size)
+                inputs = {"input_ids": None, "inputs_embeds": embeddings}
+            else:
+                runner.input_ids.gpu[:num_tokens] = tokens
+                inputs = {"input_ids": runner.input_ids.gpu[:num_padded], "inputs_embeds": None}
             hidden_states = proposer.model(positions=target_positions[..., :num_padded], **inputs)
         return hidden_states[:num_tokens]
 
@@ -271,24 +288,9 @@ class ModelDraft(Draft):
     ) -> torch.Tensor:
         """See `Draft`; its CUDA graphs read their inputs from vLLM's buffers of a draft model."""
         proposer, num_tokens = self._proposer, tokens.shape[0]
-        graph_mode, num_padded, num_across_dp = proposer._determine_batch_execution_and_padding(
-            # As for the target: its hidden states may lie in the memory that all graphs share.
-            num_tokens,
-            use_cudagraphs=not proposer.target_runner.num_prompt_logprobs,
-        )
-        proposer.input_ids[:num_tokens] = tokens
-        proposer.positions[:num_tokens] = positions
-        with (
-            unseen_by_connector(),
-            set_forward_context(
-                attn_metadata,
-                proposer.vllm_config,
-                num_tokens=num_padded,
-                num_tokens_across_dp=num_across_dp,
-                cudagraph_runtime_mode=graph_mode,
-                slot_mapping=proposer.pad_slots(num_padded, slots),
-            ),
-        ):
+        with self._in_pass(num_tokens, slots, attn_metadata) as num_padded:
+            proposer.input_ids[:num_tokens] = tokens
+            proposer.positions[:num_tokens] = positions
             hidden_states = proposer.model(
                 input_ids=proposer.input_ids[:num_padded],
                 positions=proposer.positions[:num_padded],
