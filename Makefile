@@ -12,7 +12,7 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV)/mkdocs build --strict
 PYTEST := MAGICDEC_TEST_KERNELS="$(KERNELS)" $(RUN) -m pytest -n 2 --dist loadgroup --durations 10
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-fast test-models lint docs docs-models test-gpu bench bench-decode results bench-gpu clean
+.PHONY: help venv demo demo-ray test test-fast test-models lint docs docs-models test-gpu soak bench bench-decode results bench-gpu clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -24,6 +24,10 @@ venv:  ## set up .venv with the right build of vLLM and the plugin
 
 demo: venv  ## serve a model with and without speculation and compare (MODEL=..., ARGS="--context 16384 ...")
 	@$(RUN) examples/demo.py --model "$(MODEL)" $(ARGS)
+
+demo-ray: venv  ## answers about many documents, from two engines on Ray (ARGS="DOCUMENTS... --out FOLDER")
+	@$(RUN) examples/ray_batch.py $(or $(ARGS),docs benchmarks/README.md --out build/ray-answers \
+	    --replicas 2 --max-tokens 64)
 
 lint: venv  ## ruff, mypy, which module may import which, and the links of the pages
 	$(VENV)/ruff check .
@@ -49,6 +53,9 @@ test-models: venv  ## every family of models on both runners with every policy; 
 
 test-gpu: venv  ## the tests that need a CUDA device
 	$(RUN) -m pytest -m gpu $(ARGS)
+
+soak: venv  ## a bad day: an hour of traffic, bad input, faults and kills (ARGS="--minutes 4 --out soak.json")
+	@$(RUN) benchmarks/soak.py $(ARGS)
 
 bench: venv  ## every speculative method of vLLM against magicdec, as servers (ARGS="--quick": two minutes)
 	@"$(PYTHON)" .ci/setup_venv.py --suffix-decoding

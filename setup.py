@@ -69,7 +69,9 @@ setup(
         Extension(
             f"vllm_magicdec.native.attention_{name}",
             [str(NATIVE / "attention.cpp")],
-            depends=[str(NATIVE / header) for header in ("attention.h", "product.h", "vectors.h")],
+            depends=[
+                str(NATIVE / header) for header in ("attention.h", "product.h", "shares.h", "vectors.h")
+            ],
             extra_compile_args=flags,
             optional=True,
         )
@@ -94,9 +96,13 @@ setup(
             "rich",
             "mkdocs-material",
         ],
-        "bench": ["matplotlib", "rich", "pandas"],
+        "bench": ["matplotlib", "rich", "pandas", "simpy"],
+        # `examples/ray_batch.py` and `ray_serve.py`.
+        "ray": ["ray[data,serve]==2.60.0", "pyarrow"],
         # What `magicdec index` needs; reading what it wrote needs neither.
         "index": ["pydivsufsort>=0.0.20", "pyarrow"],
+        # What `magicdec train-draft` needs beside what vLLM brings.
+        "train": ["transformers", "safetensors", "rich", "pyarrow"],
     },
     entry_points={
         "console_scripts": ["magicdec = vllm_magicdec.planner.console:main"],

@@ -139,10 +139,10 @@ def install_suffix_decoding() -> None:
 
 
 def extra_requirements() -> list[str]:
-    """The packages of the extras `test`, `bench` and `index`, and the plugin's own."""
+    """The packages of the extras `test`, `bench`, `index` and `ray`, and the plugin's own."""
     text = (ROOT / "setup.py").read_text()
-    extras = [rf'"{extra}": \[(.*?)\]' for extra in ("test", "bench", "index")]
-    patterns = (r"install_requires=\[(.*?)\]", *extras)
+    extras = [rf'"{extra}": \[(.*?)\],\n' for extra in ("test", "bench", "index", "ray")]
+    patterns = (r"install_requires=\[(.*?)\],\n", *extras)
     lists = [re.search(pattern, text, re.DOTALL) for pattern in patterns]
     return [name for found in lists if found for name in re.findall(r'"([^"]+)"', found.group(1))]
 

@@ -85,6 +85,7 @@ PARTS = (
         for model in SHARES
     ),
     Part("native-attention.json", "native_attention.py", "--out {out}", 4),
+    Part("kv-tokens.json", "kv_tokens.py", "--out {out}", 1),
     Part("plain-steps.json", "plain_steps.py", "--out {out}", 3),
     Part("suite", "suite.py", "--rate-fractions 0.8 --out {out}", 20),
     Part(
@@ -101,6 +102,7 @@ PARTS = (
         "--rate-fractions 0.8 --num-gpu-blocks-override 3800 --out {out}",
         9,
     ),
+    Part("simulation.json", "simulation.py", "--out {out}", 5),
     Part("auto-kv-heavy.json", "auto.py", "--batch 1 4 8 --pairs 7 --out {out}", 30),
     Part(
         "lookups-tiny-llama.json",
@@ -109,6 +111,12 @@ PARTS = (
         5,
     ),
     Part("lookups-kv-heavy.json", "lookups.py", "--batch 1 4 --out {out}", 12),
+    Part(
+        "lookups-kv-heavy-batch-8.json",
+        "lookups.py",
+        "--batch 8 --contenders fixed auto-off auto --out {out}",
+        14,
+    ),
     Part(
         "lookups-sampled.json",
         "lookups.py",

@@ -16,9 +16,13 @@ import auto
 import confidence
 import datastore
 import decode
+import kv_tokens
 import lookups
 import plain_steps
 import roofline
+import simulation
+import soak
+import spire
 import suite
 import trees
 from common.tables import console, markdown
@@ -33,9 +37,13 @@ _TABLE_OF = {
     "confidence": confidence.table_of,
     "datastore": lambda records: datastore.table_of(*records),
     "decode": decode.table_of,
+    "kv_tokens": lambda records: kv_tokens.table_of(*records),
     "lookups": lookups.table_of,
     "plain_steps": lambda records: plain_steps.table_of(*records),
     "roofline": lambda records: roofline.table_of(*records),
+    "simulation": lambda records: simulation.table_of(*records),
+    "soak": lambda records: soak.table_of(*records),
+    "spire": lambda records: spire.table_of(*records),
     "suite": lambda records: suite.tables_of(*records)[0],
     "trees": lambda records: trees.table_of(*records),
 }

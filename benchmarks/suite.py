@@ -151,9 +151,18 @@ def write_requests(
 
 
 def run_load(
-    server: Server, model: str, load: Load, requests: Path, count: int, num_tokens: int, folder: Path
+    server: Server,
+    model: str,
+    load: Load,
+    requests: Path,
+    count: int,
+    num_tokens: int,
+    folder: Path,
+    *more_options: str,
 ) -> dict[str, Any]:
     """`vllm bench serve` in this process: importing vLLM once more takes longer than most loads.
+
+    Its JSON, too, is in the folder: `result.json`.
 
     Raises:
         SystemExit: a request failed, or the server generated another number of tokens than asked for.
@@ -172,6 +181,7 @@ def run_load(
         *("--custom-output-len", str(num_tokens), "--ignore-eos", "--temperature", "0"),
         *("--percentile-metrics", "ttft,tpot,itl,e2el", "--metric-percentiles", "99"),
         *("--save-result", "--result-dir", str(folder), "--result-filename", "result.json"),
+        *more_options,
     ]
     with (folder / "output.txt").open("w") as output, redirect_stdout(output):
         result = bench_serve(parser.parse_args(options))

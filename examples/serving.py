@@ -11,12 +11,14 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 STARTUP_TIMEOUT_S = 1800  # a first start may download the model
 HEALTH_INTERVAL_S = 0.5
@@ -79,13 +81,19 @@ class Server:
 
     def metrics(self) -> dict[str, float]:
         """vLLM's counters and gauges by sample name, summed over labels."""
+        values: dict[str, float] = {}
+        for sample in self._samples():
+            values[sample.name] = values.get(sample.name, 0.0) + sample.value
+        return values
+
+    def metric_by_engine(self, name: str) -> dict[str, float]:
+        """A counter's or gauge's value of each data-parallel rank."""
+        return {sample.labels["engine"]: sample.value for sample in self._samples() if sample.name == name}
+
+    def _samples(self) -> list[Sample]:
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as response:
             text = response.read().decode()
-        values: dict[str, float] = {}
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                values[sample.name] = values.get(sample.name, 0.0) + sample.value
-        return values
+        return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
 
     @contextmanager
     def only_now(self) -> Iterator[None]:
@@ -124,12 +132,15 @@ def default_options() -> list[str]:
 
 
 @contextmanager
-def launch(model: str, *options: str) -> Iterator[Server]:
+def launch(
+    model: str, *options: str, environment: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[Server]:
     """Run `vllm serve MODEL OPTIONS` on a free local port until the block ends; do not wait for its health.
 
     Args:
         model: folder or name on huggingface.co.
         options: of `vllm serve`.
+        environment: variables beside this process's.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -142,7 +153,7 @@ def launch(model: str, *options: str) -> Iterator[Server]:
             # A session of its own: Ctrl-C reaches this process alone, which ends the server in order.
             process = subprocess.Popen(
                 command,
-                env=default_environment(model),
+                env={**default_environment(model), **environment},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -157,19 +168,23 @@ def launch(model: str, *options: str) -> Iterator[Server]:
 
 @contextmanager
 def serve(
-    model: str, *options: str, show_progress: Callable[[float], None] = lambda seconds: None
+    model: str,
+    *options: str,
+    environment: Mapping[str, str] = MappingProxyType({}),
+    show_progress: Callable[[float], None] = lambda seconds: None,
 ) -> Iterator[Server]:
     """Run `vllm serve MODEL OPTIONS` until the block ends; enter the block when it is healthy.
 
     Args:
         model: folder or name on huggingface.co.
         options: of `vllm serve`.
+        environment: variables beside this process's.
         show_progress: called with the seconds since the start, until the server is healthy.
 
     Raises:
         SystemExit: the server ended or did not become healthy in time; the end of its log is shown.
     """
-    with launch(model, *options) as server:
+    with launch(model, *options, environment=environment) as server:
         while not server.is_healthy():
             show_progress(time.monotonic() - server.started_s)
             time.sleep(HEALTH_INTERVAL_S)

@@ -222,7 +222,7 @@ def record_graphs(llm: Any, sizes: list[int]) -> None:
 
 
 def count_replays(llm: Any) -> dict[int, int]:
-    """Replays of recorded graphs by padded batch size."""
+    """Replays of recorded graphs by padded batch size, and of those of a draft model's first steps."""
     return llm.collective_rpc(_count_replays)[0]
 
 
@@ -260,6 +260,39 @@ def watch_draft_cache(llm: Any) -> None:
 def watched_draft_cache(llm: Any) -> dict[str, float]:
     """Tokens compared and the largest difference; most tokens that a round's first pass had to read."""
     return llm.collective_rpc(_watched_draft_cache)[0]
+
+
+def watch_spire_cache(llm: Any) -> None:
+    """As `watch_draft_cache`, of a SPIRe draft; see spire_scenarios.py."""
+    import spire_scenarios
+
+    llm.collective_rpc(spire_scenarios.watch_cache)
+
+
+def watched_spire_cache(llm: Any) -> dict[str, float]:
+    """As `watched_draft_cache`."""
+    import spire_scenarios
+
+    return llm.collective_rpc(spire_scenarios.watched_cache)[0]
+
+
+def generate_with_broken_memory(llm: Any, batches: list[dict[str, Any]]) -> Any:
+    """`generate`, while a SPIRe draft's memory cannot be written."""
+    import spire_scenarios
+
+    llm.collective_rpc(spire_scenarios.break_memory)
+    return generate(llm, batches)
+
+
+def generate_and_note_spire_drafts(llm: Any, batches: list[dict[str, Any]], path: str) -> Any:
+    """`generate`; what a SPIRe draft computed goes to a file."""
+    import spire_scenarios
+
+    llm.collective_rpc(spire_scenarios.write_norms_in_place)
+    llm.collective_rpc(spire_scenarios.note_drafts)
+    results = generate(llm, batches)
+    llm.collective_rpc(spire_scenarios.save_drafts, args=(path,))
+    return results
 
 
 def chat(llm: Any, conversations: list[Any], sampling: dict[str, Any]) -> list[str]:
@@ -556,18 +589,33 @@ def _watch_draft_cache(worker: Any) -> None:
         isa = getattr(layer.impl, "isa", None) or getattr(layer, "isa", None)
         return KVRows.of(layer.kv_cache, layer.get_attn_backend().get_name(), isa)
 
+    def held_on_v1(batch: Any) -> list[tuple[Any, int]]:
+        seen["leading"] = max(seen["leading"], cache.num_leading)
+        pages_of = [cache._pages(index) for index in range(len(cache._ends))]
+        ends = zip(pages_of, cache._ends, strict=True)
+        return [(own, cache._held.first_lacking(own, end)) for own, end in ends]
+
+    def held_on_v2(batch: Any) -> list[tuple[Any, int]]:
+        leads, lacking = cache._leads, cache._lacking[cache._rows]
+        seen["leading"] = max(seen["leading"], 0 if leads is None else int(leads.sum()))
+        seen["lag"] = max(seen.get("lag", 0), int(lacking.max()))
+        table = batch.block_tables[cache._speculator.groups[0].kv_cache_group].numpy()
+        ends = (batch.context_lens.numpy() - lacking).tolist()
+        return list(zip(table, ends, strict=False))
+
+    is_v2 = worker.vllm_config.use_v2_model_runner
+    names = cache.layer_names if is_v2 else proposer._draft_attn_layer_names
+
     def catch_up_and_compare(batch: Any, num_steps: int) -> None:
         catch_up(batch, num_steps)
         seen["rounds"] += 1
-        seen["leading"] = max(seen["leading"], cache.num_leading)
-        for index, end in enumerate(cache._ends):
-            pages = cache._pages(index)
-            places = np.arange(cache._held.first_lacking(pages, end))
+        for pages, end in held_on_v2(batch) if is_v2 else held_on_v1(batch):
+            places = np.arange(end)
             if not len(places):
                 continue
             size = cache._page_size
             slots = torch.from_numpy(pages[places // size].astype(np.int64) * size + places % size)
-            for name in cache._proposer._draft_attn_layer_names:
+            for name in names:
                 own, theirs = rows_of(name), rows_of(name.removeprefix("draft_model."))
                 slots_by_head = slots.expand(own.num_kv_heads, -1)
                 for one, other in ((own.keys, theirs.keys), (own.values, theirs.values)):
@@ -618,7 +666,7 @@ def _count_replays(worker: Any) -> dict[int, int]:
 
 def _watch_draft_steps(worker: Any) -> None:
     draft = _draft_of(worker)
-    graphs, draft.steps_seen = draft._graphs, {"graph": 0, "flashinfer": 0, "eager": 0}
+    draft.steps_seen = {"graph": 0, "flashinfer": 0, "eager": 0}
     forward = draft.forward_and_sample
 
     def forward_and_count(*args: Any) -> Any:
@@ -626,17 +674,20 @@ def _watch_draft_steps(worker: Any) -> None:
         return forward(*args)
 
     draft.forward_and_sample = forward_and_count
-    if graphs is None:
-        return
-    run_fullgraph = graphs.run_fullgraph
 
-    def run_and_count(desc: Any) -> Any:
-        draft.steps_seen["graph"] += 1
-        # Where FlashInfer is not used, no graph is made for views of a common length.
-        draft.steps_seen["flashinfer"] += desc.common_len is not None
-        return run_fullgraph(desc)
+    def count_graphs_of(graphs: Any) -> None:
+        run_fullgraph = graphs.run_fullgraph
 
-    graphs.run_fullgraph = run_and_count
+        def run_and_count(desc: Any) -> Any:
+            draft.steps_seen["graph"] += 1
+            # Where FlashInfer is not used, no graph is made for views of a common length.
+            draft.steps_seen["flashinfer"] += desc.common_len is not None
+            return run_fullgraph(desc)
+
+        graphs.run_fullgraph = run_and_count
+
+    for graphs in draft._graphs.values():
+        count_graphs_of(graphs)
 
 
 def _count_draft_steps(worker: Any) -> dict[str, int]:
@@ -695,6 +746,10 @@ SCENARIOS = {
         abort_half_while_decoding,
         watch_draft_cache,
         watched_draft_cache,
+        watch_spire_cache,
+        watched_spire_cache,
+        generate_and_note_spire_drafts,
+        generate_with_broken_memory,
         chat,
         selections,
         score,
@@ -710,7 +765,6 @@ def run_engine(spec: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM
 
     os.environ["VLLM_MAGICDEC_STRICT"] = "1" if spec["strict"] else "0"
-    _forget_metrics_of_engines_before()
     llm = LLM(**spec["engine"])
     results = [SCENARIOS[step["scenario"]](llm, **step["arguments"]) for step in spec["steps"]]
     metrics = _metrics_of(llm)
@@ -742,13 +796,6 @@ def _kernel_library(worker: Any) -> str:
     import kernel_libraries
 
     return kernel_libraries.loaded()
-
-
-def _forget_metrics_of_engines_before() -> None:
-    """The plugin's collector shows the files of all engines of a process, until it ends."""
-    from vllm_magicdec.adaptive.metrics import _worker_metrics
-
-    _worker_metrics._dirs.clear()
 
 
 def _clean_up() -> None:

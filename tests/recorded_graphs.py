@@ -109,9 +109,13 @@ def capture(speculator: Any, sizes: list[int]) -> None:
     speculator.capture()
 
 
-def num_replays(speculator: Any) -> dict[int, int]:
-    """Replays by padded batch size."""
-    return {desc.num_reqs: graph.num_replays for desc, graph in speculator._graphs.graphs.items()}
+def num_replays(speculator: Any) -> dict[str, int]:
+    """Replays by padded batch size; with "x 2" behind it those of two query tokens per request."""
+    return {
+        f"{desc.num_reqs}{'' if num_queries == 1 else f' x {num_queries}'}": graph.num_replays
+        for num_queries, graphs in speculator._graphs.items()
+        for desc, graph in graphs.graphs.items()
+    }
 
 
 @torch.inference_mode()
@@ -121,7 +125,7 @@ def main() -> None:
     cudagraph_utils.get_pp_group = lambda: SimpleNamespace(is_first_rank=True, is_last_rank=True)
     cudagraph_utils.is_global_first_rank = lambda: False
     config = SimpleNamespace(
-        scheduler_config=SimpleNamespace(max_num_seqs=5),
+        scheduler_config=SimpleNamespace(max_num_seqs=5, max_num_batched_tokens=9),
         compilation_config=SimpleNamespace(cudagraph_capture_sizes=[2, 4], max_cudagraph_capture_size=4),
         parallel_config=SimpleNamespace(tensor_parallel_size=1, data_parallel_size=1),
         cache_config=SimpleNamespace(use_kda_recoverssm=False),
@@ -182,7 +186,19 @@ def main() -> None:
         # Requests that pad the batch have written nothing.
         assert torch.equal(written[0, own], positions) and torch.equal(written[1, other], positions)
         assert (written[:, :63] >= 0).sum(1).tolist() == [num_reqs, num_reqs]
+
+    class StepOfTwo(Step):
+        """Takes two tokens of each request."""
+
+        def forward_and_sample(self, tokens, step, attn_metadata):
+            return tokens[1::2].long()
+
+    # Nobody captures more tokens than fit a step: models are compiled for no more.
+    graphs = DraftGraphs(config, torch.device("cpu"), CUDAGraphMode.FULL, StepOfTwo(), (None,), 2)
+    graphs.capture_steps()
+    assert sorted(desc.num_reqs for desc in graphs.graphs) == [2, 4]
     # Nobody adds a graph of more than 512 requests.
+    config.scheduler_config.max_num_batched_tokens = 2048
     config.scheduler_config.max_num_seqs = 600
     graphs = DraftGraphs(config, torch.device("cpu"), CUDAGraphMode.FULL_AND_PIECEWISE, Step(), (None,))
     graphs.capture_steps()

@@ -19,7 +19,10 @@ from vllm.config.utils import config
 
 from vllm_magicdec.errors import METHOD, MODEL_METHOD, MagicDecConfigError, quoted
 from vllm_magicdec.policies import find_policy
-from vllm_magicdec.policies.base import Limits
+from vllm_magicdec.policies.base import Limits, Policy
+from vllm_magicdec.policies.sinks_and_window import SinksAndWindow
+from vllm_magicdec.spire.serving import served_settings
+from vllm_magicdec.spire.settings import SpireError, SpireSettings
 
 _DEFAULT_MAX_TOKENS = 8
 _DEFAULT_MAX_BUDGET = 1024
@@ -51,7 +54,6 @@ _ENGINE_FIELDS = frozenset(
         "draft_parallel_config",
         "draft_tensor_parallel_size",
         "has_draft_model",
-        "metrics_dir",
         "adaptive",
         "adaptive_budget",
         "budgets",
@@ -154,8 +156,6 @@ class MagicDecFields(SpeculativeConfig):
     """Budgets to prepare for, ascending; each as `draft_kv_budget`."""
     lengths: tuple[int, ...] = ()
     """Numbers of drafts that a controller chooses among, ascending; () without one."""
-    metrics_dir: str | None = None
-    """Directory through which workers report counters to the front end (see adaptive/metrics.py)."""
 
 
 class MagicDecSpeculativeConfig(MagicDecFields):
@@ -202,7 +202,57 @@ class MagicDecSpeculativeConfig(MagicDecFields):
                 "language model"
             )
         check_draft_model(self.draft_model_config, self.target_model_config)
+        self._take_what_it_was_trained_for()
         check_parallel(self.target_parallel_config, self.draft_model_config)
+
+    @property
+    def spire(self) -> SpireSettings | None:
+        """What a SPIRe draft says of itself; None: no such draft drafts."""
+        if not self.has_draft_model or self.draft_model_config is None:
+            return None
+        return served_settings(self.draft_model_config.hf_config)
+
+    @property
+    def policy(self) -> type[Policy]:
+        """Who chooses where the draft looks."""
+        return find_policy(self.draft_kv_policy) if self.spire is None else SinksAndWindow
+
+    def _take_what_it_was_trained_for(self) -> None:
+        """A SPIRe draft has one target, and one view.
+
+        Raises:
+            ValueError: with the reason and the way out.
+        """
+        try:
+            fields = self.spire
+        except SpireError as error:
+            raise ValueError(f"model={self.model!r}: {error}") from None
+        if fields is None:
+            return
+        check_spire(self.draft_model_config, self.target_model_config, fields)
+        if self.quantization is not None:
+            raise ValueError(
+                f"quantization={self.quantization!r} is not possible with a SPIRe draft; remove it"
+            )
+        tokens = fields.sinks + fields.window
+        budget = min(tokens, self.target_model_config.max_model_len)
+        defaults = {field.name: field.default for field in dataclass_fields(MagicDecFields)}
+        taken = {
+            "draft_kv_policy": "streamingllm",
+            "draft_kv_budget": budget,
+            "draft_kv_sink": fields.sinks,
+        }
+        for name, value in taken.items():
+            default = getattr(defaults[name], "default", defaults[name])
+            given = "auto" if name == "draft_kv_budget" and self.adaptive_budget else getattr(self, name)
+            if given not in (value, default):
+                raise ValueError(
+                    f"{name}={given!r} is not possible: model={self.model!r} was trained with "
+                    f"{fields.sinks} sinks and a window of {fields.window} tokens (a budget of {tokens}), "
+                    f"and drafts with these; remove {name}"
+                )
+            setattr(self, name, value)
+        self.budgets = (budget,)
 
     def limits(self, vllm_config: VllmConfig, page_size: int) -> Limits:
         """What budgets are judged by.
@@ -528,11 +578,38 @@ def check_draft_model(draft: ModelConfig, target: ModelConfig) -> None:
                 )
             )
     check_model(draft)
+    if getattr(draft.hf_text_config, "attention_chunk_size", None):
+        raise ValueError(
+            "draft models with local chunks (Llama 4) are not supported because a view begins with its "
+            "chunk, and what the draft has not read yet may lie before; use another draft, or draft with "
+            f"the target itself ({METHOD})"
+        )
     if draft.max_model_len < target.max_model_len:
         raise ValueError(
             f"model={draft.model!r} reads at most {draft.max_model_len} tokens; use --max-model-len "
             f"{draft.max_model_len} or another draft"
         )
+
+
+def check_spire(draft: ModelConfig, target: ModelConfig, fields: SpireSettings) -> None:
+    """Refuse a SPIRe draft beside a target whose activations are not those that it was trained with.
+
+    Raises:
+        ValueError: with the reason and the way out.
+    """
+    theirs, own = target.hf_text_config, draft.hf_text_config
+    needed = {
+        "num_hidden_layers": (fields.target_num_hidden_layers, theirs.num_hidden_layers),
+        "hidden_size": (own.hidden_size, theirs.hidden_size),
+        "vocab_size": (own.vocab_size, theirs.vocab_size),
+    }
+    for name, (trained, served) in needed.items():
+        if trained != served:
+            raise ValueError(
+                f"model={draft.model!r} is a SPIRe draft of a target ({fields.target}) with {name}="
+                f"{trained}, and {target.model!r} has {served}; name the draft of this one, or train it "
+                "with 'magicdec train-draft'"
+            )
 
 
 def check_parallel(parallel: ParallelConfig, model: ModelConfig) -> None:

@@ -3,7 +3,8 @@
 
 `VLLM_MAGICDEC_FAULT` names one, with what limits it, as in `third_step:first=10,last=60,rank=1`: the
 occasions on which it happens, counted from 0, and the tensor-parallel rank. A path instead names a file
-that holds such a text, or none, and is read again whenever it has changed.
+that holds such a text, or none, and is read again whenever it has changed: so faults come and go in a
+server that runs. The first time that one happens is a line of the log.
 
 | name | what happens |
 | --- | --- |
@@ -11,6 +12,7 @@ that holds such a text, or none, and is read again whenever it has changed.
 | `third_step` | a pass that makes a round's third draft raises |
 | `lookup` | a lookup raises |
 | `controller` | the controller of `auto` raises |
+| `capture` | capturing a CUDA graph of draft steps raises |
 | `slow` | a draft pass takes 20 times as long |
 | `nan` | a draft pass has logits that are not numbers |
 | `summaries` | `verify-topk`'s summaries of pages are garbage before it selects |
@@ -26,10 +28,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from vllm.distributed.parallel_state import get_tp_group
+from vllm.logger import init_logger
 
 from vllm_magicdec import envs
 
-NAMES = ("selection", "third_step", "lookup", "controller", "slow", "nan", "summaries")
+logger = init_logger(f"vllm.{__name__}")
+
+NAMES = ("selection", "third_step", "lookup", "controller", "capture", "slow", "nan", "summaries")
 _SLOWER = 20
 _NEVER = 2**63
 
@@ -70,8 +76,11 @@ class Fault:
                 self._set(self._file.read_text())
         if name != self._name or not self._is_here:
             return False
+        occasion = self._occasions[name]
         self._occasions[name] += 1
-        return self._first <= self._occasions[name] - 1 <= self._last
+        if occasion == self._first <= self._last:
+            logger.warning("The fault %s happens, on purpose.", name)
+        return self._first <= occasion <= self._last
 
     def raise_if(self, name: str) -> None:
         """Raise if this fault happens now."""
@@ -79,11 +88,11 @@ class Fault:
             raise InjectedError(f"{name}, on purpose")
 
 
-def inject_into_drafter(drafter: Any, rank: int) -> None:
+def inject_into_drafter(drafter: Any) -> None:
     """Wrap what a `drafting.drafter.Drafter` calls, if a fault is set."""
     if not envs.fault():
         return
-    fault, runner = Fault(envs.fault(), rank), drafter._runner
+    fault, runner = Fault(envs.fault(), get_tp_group().rank_in_group), drafter._runner
     drafter._prepare = _before(drafter._prepare, lambda: fault.raise_if("selection"))
     summaries = [found for views in drafter._views if (found := _summaries_of(views)) is not None]
     if summaries:
@@ -104,11 +113,18 @@ def inject_into_controller(controller: Any) -> None:
         controller.choose = _before(controller.choose, lambda: fault.raise_if("controller"))
 
 
+def inject_into_graphs(graphs: Any) -> None:
+    """Wrap what `vllm_api.draft_graphs.DraftGraphs` calls before every capture, if a fault is set."""
+    if envs.fault():
+        fault = Fault(envs.fault(), get_tp_group().rank_in_group)
+        graphs._prepare_capture = _before(graphs._prepare_capture, lambda: fault.raise_if("capture"))
+
+
 def _before(function: Callable[..., Any], do: Callable[[], None]) -> Callable[..., Any]:
     @functools.wraps(function)
-    def do_and_call(*args: Any) -> Any:
+    def do_and_call(*args: Any, **kwargs: Any) -> Any:
         do()
-        return function(*args)
+        return function(*args, **kwargs)
 
     return do_and_call
 

@@ -5,8 +5,10 @@ from importlib.util import find_spec
 
 import vllm
 from vllm.logger import init_logger
+from vllm.model_executor.models.registry import ModelRegistry
 
 from vllm_magicdec.errors import METHOD, MODEL_METHOD
+from vllm_magicdec.spire.settings import ARCHITECTURE
 from vllm_magicdec.vllm_api import hooks
 
 logger = init_logger(f"vllm.{__name__}")
@@ -15,7 +17,7 @@ REGISTRY = "vllm.v1.spec_decode.registry"  # added to vLLM by patches/
 
 
 def register() -> None:
-    """Teach the installed vLLM our methods: by its registry and two hooks, or else by hooks.
+    """Teach the installed vLLM our methods: by its registry and few hooks, or else by hooks.
 
     Raises:
         MagicDecConfigError: the installed vLLM lacks what the plugin needs.
@@ -27,6 +29,10 @@ def register() -> None:
             ", ".join(hooks.TESTED_VLLM_VERSIONS),
             vllm.__version__,
         )
+    # By name: who serves nothing of the kind need not load it.
+    ModelRegistry.register_model(
+        ARCHITECTURE, "vllm_magicdec.vllm_api.spire_model:MagicDecSpireForCausalLM"
+    )
     if find_spec(REGISTRY) is None:
         hooks.install()
         return

@@ -6,7 +6,7 @@ import json
 import pickle
 
 import pytest
-from transformers import LlamaConfig, MambaConfig, T5Config
+from transformers import LlamaConfig, MambaConfig, MixtralConfig, T5Config
 from vllm.config.compilation import CompilationConfig, PassConfig
 from vllm.config.utils import replace
 from vllm.engine.arg_utils import EngineArgs
@@ -216,12 +216,57 @@ def test_a_profile_of_another_budget_is_refused(model_dir, tmp_path):
         configure(model_dir, {**fields, "draft_kv_budget": budget})
 
 
-def test_auto_with_another_scheduler_or_data_parallelism_is_refused(model_dir):
+def test_auto_with_another_scheduler_is_refused(model_dir):
     fields = {"method": METHOD, "num_speculative_tokens": "auto"}
     with pytest.raises(MagicDecConfigError, match="remove --scheduler-cls"):
         configure(model_dir, fields, scheduler_cls="some.Scheduler")
-    with pytest.raises(MagicDecConfigError, match="data parallelism"):
-        configure(model_dir, fields, data_parallel_size=2)
+
+
+def test_auto_where_ranks_have_to_choose_alike_is_refused(model_dir, tmp_path, monkeypatch):
+    fields = {"method": METHOD, "num_speculative_tokens": "auto"}
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")  # vLLM sets it, for the whole process
+    monkeypatch.setenv("RANK", "0")
+    for sizes in ({"tensor_parallel_size": 2}, {"data_parallel_size": 2}):
+        with pytest.raises(MagicDecConfigError, match="'external_launcher' all have to choose alike"):
+            configure(model_dir, fields, distributed_executor_backend="external_launcher", **sizes)
+    configure(model_dir, fields, distributed_executor_backend="external_launcher")
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2}
+    experts = MixtralConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        **sizes,
+    )
+    experts.architectures = ["MixtralForCausalLM"]
+    experts.save_pretrained(tmp_path)
+    with pytest.raises(MagicDecConfigError, match="data parallelism is not supported for mixture-of"):
+        configure(str(tmp_path), fields, data_parallel_size=2)
+
+
+def test_the_same_arguments_are_resolved_again(model_dir):
+    """As each of several API servers does, and Ray; vLLM adds the options to the speculative config."""
+    engine = {"skip_tokenizer_init": True, "max_model_len": 4096, "block_size": 32}
+    fields = {"draft_kv_budget": 256}
+    given = {"speculative_config": fields, "spec_model": METHOD, "spec_tokens": "auto"}
+    args = EngineArgs(model=model_dir, **given, **engine)
+    again = EngineArgs(model=model_dir, **given, **engine)
+    for arguments in (args, args, again):
+        spec = arguments.create_engine_config().speculative_config
+        assert type(spec) is EngineSpeculativeConfig
+        assert (spec.adaptive, spec.draft_kv_budget) == (True, 256)
+
+
+def test_dense_data_parallel_ranks_choose_for_themselves(model_dir):
+    fields = {"method": METHOD, "num_speculative_tokens": "auto"}
+    config = configure(model_dir, fields, data_parallel_size=2)
+    assert config.scheduler_config.scheduler_cls.endswith("MagicDecScheduler")
+    # What vLLM makes of it in the engine core of a rank.
+    config.parallel_config.reconfigure_for_independent_dp_rank()
+    assert config.parallel_config.data_parallel_size == 1
+    assert config.scheduler_config.get_scheduler_cls().__name__ == "MagicDecScheduler"
 
 
 def test_other_methods_are_vllms_own(model_dir):

@@ -33,7 +33,7 @@ register()
 
 TIME_LIMIT_S = 5.0
 LONGEST_SENTENCE = 900  # characters
-PRIVATE = ("metrics_dir", "adaptive", "adaptive_budget", "budgets", "lengths")
+PRIVATE = ("adaptive", "adaptive_budget", "budgets", "lengths")
 
 
 def cases(number: int):

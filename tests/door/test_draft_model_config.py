@@ -5,6 +5,7 @@ import copy
 import json
 import pickle
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,7 @@ def test_a_model_beside_self_speculation_names_the_other_method(target, draft):
     [
         ({"vocab_size": 128}, "should have the same vocabulary size"),
         ({"max_position_embeddings": 2048}, "reads at most 2048 tokens; use --max-model-len 2048"),
+        ({"attention_chunk_size": 512}, "draft models with local chunks .* are not supported"),
     ],
 )
 def test_drafts_that_do_not_fit_the_target_are_refused(target, tmp_path, fields, sentence):
@@ -136,17 +138,19 @@ def test_engines_that_cannot_work_are_refused(target, draft, engine, sentence):
         configure(target, {"method": MODEL_METHOD, "model": draft}, **engine)
 
 
-def test_the_v2_runner_is_refused_with_what_to_set(target, draft, monkeypatch):
+def test_the_v2_runner_takes_it_too(target, draft, monkeypatch):
     monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    with pytest.raises(MagicDecConfigError, match="set VLLM_USE_V2_MODEL_RUNNER=0"):
-        configure(target, {"method": MODEL_METHOD, "model": draft})
+    config = configure(target, {"method": MODEL_METHOD, "model": draft})
+    assert config.use_v2_model_runner and config.speculative_config.has_draft_model
 
 
-def write_tokenizer(path: str, words: list[str]) -> None:
+def write_tokenizer(path: str, words: list[str], added: Sequence[str] = ()) -> None:
     vocabulary = {word: index for index, word in enumerate(words)}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token=words[0]))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=words[0]).save_pretrained(path)
+    whole = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=words[0])
+    whole.add_tokens(list(added))
+    whole.save_pretrained(path)
 
 
 def test_tokenizers_that_differ_are_refused(target, draft, tmp_path):
@@ -161,4 +165,17 @@ def test_tokenizers_that_differ_are_refused(target, draft, tmp_path):
     configure(str(own), fields, skip_tokenizer_init=False)
     write_tokenizer(theirs, [*words[:60], *words[:59:-1]])
     with pytest.raises(MagicDecConfigError, match="gives 4 tokens other ids than the target's"):
+        configure(str(own), fields, skip_tokenizer_init=False)
+
+
+def test_tokenizers_may_differ_in_what_they_use_of_reserved_ids(target, draft, tmp_path):
+    own, theirs = (shutil.copytree(model, tmp_path / name) for model, name in ((target, "t"), (draft, "d")))
+    words = [f"word{index}" for index in range(60)]
+    fields = {"method": MODEL_METHOD, "model": str(theirs)}
+    write_tokenizer(own, words, added=["<think>", "<end>"])
+    for added in ([], ["<reserved 0>"], ["<reserved 0>", "<end>"]):
+        write_tokenizer(theirs, words, added)
+        configure(str(own), fields, skip_tokenizer_init=False)
+    write_tokenizer(theirs, words, added=["<end>", "<think>"])
+    with pytest.raises(MagicDecConfigError, match="gives 2 tokens other ids than the target's"):
         configure(str(own), fields, skip_tokenizer_init=False)

@@ -38,7 +38,7 @@ class Target:
             raise RuntimeError("broken on purpose")
         return torch.full_like(tokens, 7)
 
-    max_pass_tokens = 64
+    max_pass_tokens, reads_ahead = 64, True
 
     def draft_pass(self, tokens, draft_pass):
         self.num_tries += 1
@@ -52,9 +52,6 @@ class Target:
 @pytest.fixture
 def make_drafter(monkeypatch):
     monkeypatch.delenv("VLLM_MAGICDEC_STRICT", raising=False)
-    monkeypatch.setattr(
-        drafter, "get_tp_group", lambda: SimpleNamespace(is_first_rank=True, rank_in_group=0)
-    )
 
     def make(target: Target, tensor_parallel_size: int = 1, **fields) -> drafter.Drafter:
         config = SimpleNamespace(

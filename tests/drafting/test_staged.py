@@ -19,7 +19,7 @@ from pytest import MonkeyPatch
 
 from vllm_magicdec import envs
 from vllm_magicdec.adaptive.draft_plan import DraftPlan
-from vllm_magicdec.adaptive.metrics import LookupCounters
+from vllm_magicdec.adaptive.metrics import Counts, LookupCounters
 from vllm_magicdec.drafting.confidence import Confidence
 from vllm_magicdec.drafting.staged import StagedDrafts
 from vllm_magicdec.lookup.continuation import Continuation
@@ -44,10 +44,14 @@ class Target:
     Args:
         cache: [num_groups] tokens by slot.
         max_pass_tokens: see `PassRunner`.
+        reads_ahead: see `PassRunner`.
     """
 
-    def __init__(self, cache: list[dict[int, int]], max_pass_tokens: int = 10**6) -> None:
+    def __init__(
+        self, cache: list[dict[int, int]], max_pass_tokens: int = 10**6, reads_ahead: bool = True
+    ) -> None:
         self.cache = cache
+        self.reads_ahead = reads_ahead
         self.max_pass_tokens = max_pass_tokens
         self.pass_lens: list[list[int]] = []
         self.written: list[set[int]] = [set() for _ in cache]
@@ -132,11 +136,11 @@ class Round:
         return [list(own)[:n] for own, n in zip(zip(*drafts, strict=True), self.wanted, strict=True)]
 
     def staged(
-        self, lookups, max_pass_tokens: int = 10**6
+        self, lookups, max_pass_tokens: int = 10**6, reads_ahead: bool = True
     ) -> tuple[list[list[int]], Target, dict[str, int]]:
         """The drafts of staged passes; what they wrote; what was counted."""
-        target = Target([dict(cache) for cache in self.cache], max_pass_tokens)
-        counters = LookupCounters(None)
+        target = Target([dict(cache) for cache in self.cache], max_pass_tokens, reads_ahead)
+        counters = LookupCounters(Counts())
         staged = StagedDrafts(
             target,
             lookups,
@@ -280,6 +284,14 @@ def test_the_drafts_are_those_of_one_pass_per_token_whatever_was_looked_up(drawn
     assert_only_lookahead_was_written(drawn, target)
 
 
+@settings(max_examples=50, deadline=None)
+@given(rounds(), st.integers(0, 100))
+def test_a_draft_that_cannot_read_ahead_takes_a_token_at_a_time(drawn, seed):
+    drafts, target, counted = drawn.staged(RandomLookups(seed), reads_ahead=False)
+    assert drafts == drawn.one_by_one() and not counted["tokens"]
+    assert {number for lens in target.pass_lens for number in lens} <= {1}
+
+
 def assert_only_lookahead_was_written(drawn: Round, target: Target) -> None:
     own = set()
     for table, context_len, wanted in zip(
@@ -316,7 +328,7 @@ def make_staged(drawn: Round, lookups, **others) -> tuple[StagedDrafts, Target]:
     target = Target([dict(cache) for cache in drawn.cache])
     sizes = {"max_num_reqs": len(drawn.tables), "max_drafts": drawn.num_steps}
     staged = StagedDrafts(
-        target, lookups, LookupCounters(None), max_model_len=drawn.model_len, **sizes, **others
+        target, lookups, LookupCounters(Counts()), max_model_len=drawn.model_len, **sizes, **others
     )
     return staged, target
 
@@ -422,7 +434,7 @@ def test_confidence_is_learned_from_what_was_verified():
     """Also of drafts that were cut, by what the target drew at their places."""
     table = torch.arange(16, dtype=torch.int32).unsqueeze(0)
     staged = StagedDrafts(
-        None, RandomLookups(0), LookupCounters(None), max_num_reqs=2, max_drafts=4, max_model_len=60
+        None, RandomLookups(0), LookupCounters(Counts()), max_num_reqs=2, max_drafts=4, max_model_len=60
     )
     seen = []
     staged._confidence.observe = lambda *args: seen.append(args)

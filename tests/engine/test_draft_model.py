@@ -11,7 +11,7 @@ from typing import Any
 import engines
 import pytest
 from engines import MODEL, MODEL_LEN
-from greedy import GREEDY, assert_same_tokens
+from greedy import GREEDY, assert_same_tokens, first_tokens
 
 WHOLE_LEN = 2048  # tokens; nothing of the prompts and answers is longer
 TINY_DRAFT = Path(__file__).parents[2] / "benchmarks" / "tiny-draft"
@@ -34,9 +34,10 @@ def longest(prompts: list[list[int]]) -> list[int]:
     return sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))[:4]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize(("budget", "gamma"), [(64, 4), (256, 1), (WHOLE_LEN, 8)])
-def test_greedy_output_is_unchanged(prompts, plain, budget, gamma, schedule):
+@pytest.mark.parametrize(
+    ("schedule", "budget", "gamma"), zip(SCHEDULES, (256, 64, WHOLE_LEN), (1, 4, 8), strict=True)
+)
+def test_greedy_output_is_unchanged(prompts, plain, schedule, budget, gamma):
     batches = [prompts, [prompts[i] for i in longest(prompts)]]
     run = engines.run(
         [("generate", {"batches": [{"prompts": batch, "sampling": GREEDY} for batch in batches]})],
@@ -221,10 +222,137 @@ def test_greedy_output_is_unchanged_with_tensor_parallel_2(prompts, plain):
     assert run.accepted > 0
 
 
+# vLLM's V2 runner is slow on a CPU, in Triton's interpreter: a few prompts, and engines of few requests.
+V2_TOKENS = 24
+V2_ENGINE = {
+    "v2": True,
+    "max_model_len": 1024,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 512,
+    "num_gpu_blocks_override": 257,
+}
+V2_SCHEDULES = {
+    "whole prompts": {},
+    "chunked prefill": {"max_num_batched_tokens": 64},
+    # The longest prompt with its answer, and little else.
+    "preemption": {"num_gpu_blocks_override": 24, "max_model_len": 640},
+}
+
+
+def on_v2(prompts: list[list[int]]) -> tuple[list[int], dict[str, Any]]:
+    """Places of a few prompts, and a batch of them."""
+    chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < 600][:8]
+    sampling = {**GREEDY, "max_tokens": V2_TOKENS}
+    return chosen, {"prompts": [prompts[i] for i in chosen], "sampling": sampling}
+
+
+@pytest.mark.parametrize(("budget", "gamma"), [(64, 4), (1024, 1)])
+def test_greedy_output_is_unchanged_on_the_v2_runner(prompts, plain, budget, gamma):
+    """Draft steps run eagerly first, then from CUDA graphs (recorded ones, see recorded_graphs.py)."""
+    chosen, batch = on_v2(prompts)
+    run = engines.run(
+        [
+            ("generate_and_count_drafts", {"batches": [batch]}),
+            ("record_graphs", {"sizes": [2, 4]}),
+            ("generate_and_count_drafts", {"batches": [batch]}),
+            ("count_replays", {}),
+        ],
+        **V2_ENGINE,
+        enable_prefix_caching=False,
+        # Recorded graphs replay torch's operators, which the kernel for CPUs is not.
+        speculative_config=drafting_with(TINY_DRAFT, gamma, draft_kv_budget=budget, native_attention=False),
+    )
+    assert run.v2_runner and run.draft_failures == 0
+    eager, _, replayed, replays = run.results
+    expected = [first_tokens(plain[i], V2_TOKENS) for i in chosen]
+    for how, result in (("eager", eager), ("replayed", replayed)):
+        assert_same_tokens(
+            expected, result["batches"][0], f"V2 runner, {how}, budget {budget}, gamma {gamma}"
+        )
+    assert 0.3 < eager["accepted"] / eager["drafted"] < 0.95
+    assert (replayed["accepted"], replayed["drafted"]) == (eager["accepted"], eager["drafted"])
+    # Of 4, 3, 2 and 1 requests; first steps have two tokens of each.
+    assert set(replays) == {"2", "4", "2 x 2", "4 x 2"}
+    assert replays["2 x 2"] > 0 < replays["4 x 2"] and (gamma == 1 or replays["2"] > 0 < replays["4"])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "lookup"), [*((schedule, "off") for schedule in V2_SCHEDULES), ("chunked prefill", "on")]
+)
+def test_the_cache_holds_what_was_verified_on_the_v2_runner(prompts, plain, schedule, lookup):
+    chosen, batch = on_v2(prompts)
+    run = engines.run(
+        [
+            ("watch_draft_cache", {}),
+            ("generate", {"batches": [batch, batch]}),
+            ("watched_draft_cache", {}),
+        ],
+        speculative_config=drafting_with(MODEL, draft_kv_budget=640, draft_lookup=lookup),
+        **{**V2_ENGINE, **V2_SCHEDULES[schedule]},
+    )
+    assert run.v2_runner and run.draft_failures == 0
+    _, (first, again), watched = run.results
+    expected = [first_tokens(plain[i], V2_TOKENS) for i in chosen]
+    assert_same_tokens(expected, first, f"V2 runner, {schedule}")
+    assert_same_tokens(expected, again, f"V2 runner, {schedule}, prefix cached")
+    assert run.accepted == run.drafted > 0
+    assert watched["tokens"] > 5000 and watched["difference"] < 1e-3, watched
+    # A pass for what a round lacks where tokens are looked up.
+    assert watched["leading"] == (4 if lookup == "off" else 0) and watched["lag"] <= 1
+    assert (run.preemptions > 0) == (schedule == "preemption")
+    if schedule != "preemption":
+        assert any(request["cached_tokens"] > 0 for request in again)
+
+
+def test_the_cache_catches_up_with_plain_steps_on_the_v2_runner(prompts, plain):
+    """At the latest when a page is full: the prefix cache hands on none that the draft has not read."""
+    chosen, batch = on_v2(prompts)
+    run = engines.run(
+        [
+            ("watch_draft_cache", {}),
+            ("generate_with_random_choices", {"batches": [batch, batch], "seed": 3}),
+            ("watched_draft_cache", {}),
+        ],
+        **V2_ENGINE,
+        speculative_config=drafting_with(MODEL, "auto", draft_kv_budget=1024, draft_lookup="off"),
+    )
+    assert run.v2_runner and run.draft_failures == 0
+    _, result, watched = run.results
+    expected = [first_tokens(plain[i], V2_TOKENS) for i in chosen]
+    for tokens, what in zip(result["batches"], ("random choices", "prefix cached"), strict=True):
+        assert_same_tokens(expected, tokens, f"V2 runner, {what}")
+    assert result["plain_steps"] > 5
+    assert watched["tokens"] > 5000 and watched["difference"] < 1e-3, watched
+    assert watched["lag"] > 1 and watched["leading"] > 0
+
+
+@pytest.mark.parametrize("lookup", ["off", "on"])
+def test_failed_drafting_loses_no_request_on_the_v2_runner(prompts, plain, lookup):
+    chosen, batch = on_v2(prompts)
+    run = engines.run(
+        [("generate_with_broken_drafting", {"batches": [batch]})],
+        **V2_ENGINE,
+        strict=False,
+        speculative_config=drafting_with(TINY_DRAFT, draft_lookup=lookup),
+    )
+    expected = [first_tokens(plain[i], V2_TOKENS) for i in chosen]
+    assert_same_tokens(expected, run.results[0][0], "V2 runner, broken drafting")
+    assert run.v2_runner and run.draft_failures > 3  # then it pauses
+
+
+def test_drafts_may_have_layers_with_a_window_on_the_v2_runner(prompts):
+    _, batch = on_v2(prompts)
+    settings = {**V2_ENGINE, "model": str(HYBRID)}
+    truth = engines.run([("generate", {"batches": [batch]})], **{**settings, "v2": False}).results[0][0]
+    spec = drafting_with(HYBRID, draft_kv_budget=1024)
+    run = engines.run([("generate", {"batches": [batch]})], speculative_config=spec, **settings)
+    assert_same_tokens(truth, run.results[0][0], "V2 runner, windows")
+    assert run.v2_runner and run.draft_failures == 0 and run.accepted == run.drafted > 0
+
+
 @pytest.mark.parametrize(
     ("fields", "engine", "sentence"),
     [
-        ({}, {"v2": True}, "works on the V1 model runner alone so far; set VLLM_USE_V2_MODEL_RUNNER=0"),
         ({"draft_kv_policy": "snapkv"}, {}, "use draft_kv_policy='streamingllm'"),
         ({"draft_kv_policy": "verify-topk"}, {}, "use draft_kv_policy='streamingllm'"),
         (

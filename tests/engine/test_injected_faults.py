@@ -87,6 +87,32 @@ def test_faults_on_the_v2_runner(prompts, plain, tmp_path):
     assert_counted(run, V2, [plain[i] for i in chosen], "V2 runner")
 
 
+def test_a_fault_in_capture_leaves_eager_draft_steps(prompts, plain, tmp_path):
+    """In the second of two graphs, recorded ones (recorded_graphs.py)."""
+    chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < 300][:3]
+    batches = [{"prompts": [prompts[i] for i in chosen], "sampling": GREEDY}]
+    run = engines.run(
+        [
+            ("record_graphs", {"sizes": [2, 4]}),
+            ("watch_draft_steps", {}),
+            ("generate", {"batches": batches}),
+            ("count_draft_steps", {}),
+        ],
+        v2=True,
+        strict=False,
+        env={"VLLM_MAGICDEC_FAULT": "capture:first=1"},
+        max_num_seqs=4,
+        num_gpu_blocks_override=257,
+        speculative_config=magicdec(4, draft_kv_budget=128, native_attention=False),
+    )
+    assert "draft steps run without CUDA graphs, slower: capturing failed" in run.log
+    assert "capture, on purpose" in run.log
+    assert_same_tokens([plain[i] for i in chosen], run.results[2][0], "after a capture that failed")
+    steps = run.results[3]
+    assert steps["eager"] > 0 and steps["graph"] == 0
+    assert run.accepted > 0 and run.draft_failures == 0
+
+
 def test_a_fault_in_the_controller_leaves_plain_decoding(prompts, plain, tmp_path):
     chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < 700][:6]
     batch = {"prompts": [prompts[i] for i in chosen], "sampling": GREEDY}

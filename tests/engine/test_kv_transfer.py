@@ -3,36 +3,119 @@
 
 import engines
 import pytest
-from engines import POLICIES, magicdec
+from engines import PAGE, POLICIES, magicdec
 from greedy import GREEDY, assert_same_tokens, first_tokens
 
+NUM_TOKENS = 12
+BUDGET = 256
+ENGINE = {
+    "own_process": True,
+    "max_num_seqs": 4,
+    "num_gpu_blocks_override": 257,
+    "enable_prefix_caching": False,
+}
 
-@pytest.mark.parametrize("policy", ["snapkv by token", "verify-topk"])
-@pytest.mark.parametrize("v2", [False, True], ids=["V1 runner", "V2 runner"])
-def test_prompts_that_were_computed_elsewhere(prompts, plain, tmp_path, v2, policy):
-    """The first batch is saved, and the second one's prompts are loaded, by vLLM's example of a connector.
 
-    It saves a layer's K/V whenever it is shown one: by the target's passes alone, a layer per step.
+def connector(role, path):
+    """vLLM's example of one, which saves and loads files; arguments of an engine."""
+    extra = {"shared_storage_path": str(path)}
+    config = {"kv_connector": "ExampleConnector", "kv_role": role, "kv_connector_extra_config": extra}
+    return {"kv_transfer_config": config}
+
+
+@pytest.fixture(scope="module")
+def chosen(prompts):
+    """Indices of prompts."""
+    return [i for i, prompt in enumerate(prompts) if 100 < len(prompt) < 900][:6]
+
+
+@pytest.fixture(scope="module")
+def batch(prompts, chosen):
+    return {"prompts": [prompts[i] for i in chosen], "sampling": {**GREEDY, "max_tokens": NUM_TOKENS}}
+
+
+@pytest.fixture(scope="module")
+def truth(plain, chosen):
+    return [first_tokens(plain[i], NUM_TOKENS) for i in chosen]
+
+
+@pytest.fixture(scope="module")
+def last_parts(prompts):
+    """Prompts of whose last 16 tokens, those that SnapKV follows, none to all are on pages sent by another.
+
+    A connector sends whole pages, so at least the last token is computed where the request decodes.
     """
-    chosen = [i for i, prompt in enumerate(prompts) if 100 < len(prompt) < 900][:6]
-    batch = {"prompts": [prompts[i] for i in chosen], "sampling": {**GREEDY, "max_tokens": 12}}
+    long = max(prompts, key=len)
+    return [long[start : start + 20 * PAGE + rest] for start, rest in enumerate((1, 5, 15, 16, 31, 0))]
+
+
+@pytest.fixture(scope="module")
+def prefilled(batch, truth, last_parts, tmp_path_factory):
+    """Prompts computed by another server, which drafts nothing."""
+    path = tmp_path_factory.mktemp("prefilled")
+    one = {"temperature": 0, "max_tokens": 1, "ignore_eos": True}
+    batches = [{**batch, "sampling": one}, {"prompts": last_parts, "sampling": one}]
+    run = engines.run([("generate", {"batches": batches})], **ENGINE, **connector("kv_producer", path))
+    first = [request["completions"][0]["tokens"] for request in run.results[0][0]]
+    assert first == [request["completions"][0]["tokens"][:1] for request in truth]
+    return path
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_prompts_that_another_server_has_computed(batch, truth, last_parts, prefilled, policy):
+    """They are drafted for as if they had been computed here, from what SnapKV selects on."""
+    speculative = magicdec(4, draft_kv_budget=BUDGET, **POLICIES[policy])
+    steps = [("generate", {"batches": [batch]})]
+    if policy.startswith("snapkv"):
+        steps.append(("selections", {"prompts": last_parts}))
+    run = engines.run(
+        steps, **ENGINE, **connector("kv_consumer", prefilled), speculative_config=speculative
+    )
+    loaded = run.results[0][0]
+    assert_same_tokens(truth, loaded, policy)
+    pages = [(len(prompt) - 1) // PAGE * PAGE for prompt in batch["prompts"]]
+    assert [request["cached_tokens"] for request in loaded] == pages
+    assert run.accepted > 0 and run.draft_failures == 0
+    if policy.startswith("snapkv"):
+        here = engines.run(
+            [("selections", {"prompts": last_parts})],
+            max_num_seqs=4,
+            enable_prefix_caching=False,
+            speculative_config=speculative,
+        )
+        for there, expected in zip(run.results[1], here.results[0], strict=True):
+            assert_same_selection(there, expected)
+
+
+def assert_same_selection(got, expected):
+    """Ties apart: the queries may be computed once more in a pass of their own."""
+    assert got["end"] == expected["end"]
+    for layer, expected_layer in zip(got["positions"], expected["positions"], strict=True):
+        for head, expected_head in zip(layer, expected_layer, strict=True):
+            assert len(head) == len(expected_head)
+            assert len(set(head) & set(expected_head)) >= 0.98 * len(expected_head)
+
+
+@pytest.mark.parametrize(
+    ("v2", "policy"),
+    [(False, "snapkv by token"), (True, "snapkv by token"), (True, "verify-topk")],
+    ids=["V1 runner, snapkv by token", "V2 runner, snapkv by token", "V2 runner, verify-topk"],
+)
+def test_prompts_that_the_same_server_has_saved(batch, truth, tmp_path, v2, policy):
+    """The first batch is saved, and the second one's prompts are loaded.
+
+    The connector saves a layer's K/V whenever it is shown one: by the target's passes alone, a layer per
+    step.
+    """
     run = engines.run(
         [("generate_and_note_saves", {"batches": [batch, batch]})],
         v2=v2,
-        own_process=True,
-        max_num_seqs=4,
-        num_gpu_blocks_override=257,
-        enable_prefix_caching=False,
-        kv_transfer_config={
-            "kv_connector": "ExampleConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
-        },
-        speculative_config=magicdec(4, draft_kv_budget=256, **POLICIES[policy]),
+        **ENGINE,
+        **connector("kv_both", tmp_path),
+        speculative_config=magicdec(4, draft_kv_budget=BUDGET, **POLICIES[policy]),
     )
     (result,) = run.results
     computed, loaded = result["batches"]
-    truth = [first_tokens(plain[i], 12) for i in chosen]
     assert_same_tokens(truth, computed, "saved")
     assert_same_tokens(truth, loaded, "loaded")
     assert not any(request["cached_tokens"] for request in computed)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import engines
 import pytest
+import spire_drafts
 import torch
 from engines import EngineRun, magicdec
 from scipy.stats import chi2_contingency
@@ -143,6 +144,29 @@ def test_sampled_continuations_have_the_targets_distribution_with_a_draft_model(
     assert 0.1 < rate < 0.9, f"acceptance rate {rate:.2f}: the draft must agree often, and differ often"
 
 
+@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
+def test_sampled_continuations_have_the_targets_distribution_with_a_spire_draft(
+    small_vocabulary_model, plain_samples, tmp_path, method
+):
+    draft = spire_drafts.write(  # as many layers as the target's, which remember little beside their inputs
+        tmp_path / "draft",
+        small_vocabulary_model,
+        num_layers=2,
+        sinks=2,
+        window=62,
+        noise=0.1,
+        memory=5 * torch.eye(2, 3),
+    )
+    spec = {
+        **magicdec(2, draft_sample_method=method),
+        "method": "magicdec",
+        "model": str(draft),
+    }
+    run = assert_same_distribution(plain_samples, small_vocabulary_model, (17, 27), speculative_config=spec)
+    rate = run.accepted / run.drafted
+    assert 0.05 < rate < 0.9, f"acceptance rate {rate:.2f}: the draft must agree now and then, and differ"
+
+
 def lookup_metrics(run: EngineRun) -> tuple[int, int]:
     """Tokens that were looked up, and those that the draft drew as well."""
     return tuple(run.metrics[f"vllm:magicdec_lookup_{name}"] for name in ("tokens", "accepted_tokens"))
@@ -194,6 +218,22 @@ def test_vllms_own_expansion_of_sampling_parameters_is_mended_on_cpu():
     """See cpu_sampling.py; the mended function against the definition in vLLM's docstring."""
     expanded = expand_batch_to_tokens(torch.tensor([0.0, 0.5, 2.0]), torch.tensor([2, 5, 6]), 6, 0, 1)
     assert torch.equal(expanded, torch.tensor([1.0, 1.0, 0.5, 0.5, 0.5, 2.0]))
+
+
+def test_steps_without_drafts_take_every_limit_of_sampling(small_vocabulary_model):
+    """vLLM's own rejection sampler ends the engine where top-k is limited alone; see cpu_sampling.py."""
+    limits = [{"top_k": 2}, {"top_p": 0.9}, {"top_k": 2, "top_p": 0.9}]
+    sampling = {"temperature": 1.0, "max_tokens": 4, "ignore_eos": True, "detokenize": False}
+    batches = [{"prompts": [PROMPT], "sampling": {**sampling, **limit}} for limit in limits]
+    run = engines.run(
+        [("generate", {"batches": batches})],
+        skip_tokenizer_init=True,
+        max_model_len=256,
+        model=str(small_vocabulary_model),
+        speculative_config=magicdec(2, draft_kv_budget=64),
+    )
+    for (answer,) in run.results[0]:
+        assert len(answer["completions"][0]["tokens"]) == 4
 
 
 def test_drafts_of_nan_do_not_change_the_distribution(small_vocabulary_model, plain_samples):

@@ -13,7 +13,7 @@ from texts import MODEL, tokenizer
 
 from vllm_magicdec.lookup import datastore_files
 from vllm_magicdec.lookup.datastore_files import Vocabulary
-from vllm_magicdec.planner import index as index_module
+from vllm_magicdec.planner import documents as documents_module
 from vllm_magicdec.planner.console import main
 
 pytest.importorskip("pydivsufsort", reason="the extra 'index' is not installed")
@@ -97,8 +97,8 @@ def test_of_folders_the_files_that_fit_are_taken(tmp_path, out):
 
 def test_a_long_document_stays_one(tmp_path, out, monkeypatch):
     """Encoded in pieces that end where lines do; one without lines too."""
-    monkeypatch.setattr(index_module, "_PIECE_CHARACTERS", 50)
-    monkeypatch.setattr(index_module, "_BATCH_CHARACTERS", 70)
+    monkeypatch.setattr(documents_module, "_PIECE_CHARACTERS", 50)
+    monkeypatch.setattr(documents_module, "_BATCH_CHARACTERS", 70)
     texts = ["x = 1\n" * 40, TEXTS[0], "y" * 130, TEXTS[1]]
     write_json_lines(tmp_path / "some.jsonl", [{"text": text} for text in texts])
     assert index(tmp_path / "some.jsonl", "--model", MODEL, "--out", out) == 0

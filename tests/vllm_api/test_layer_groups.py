@@ -23,7 +23,11 @@ from vllm_magicdec.drafting.layer_groups import LayerGroup, find_layer_groups, r
 from vllm_magicdec.errors import MagicDecConfigError
 from vllm_magicdec.views.windows import LocalChunk, SlidingWindow
 from vllm_magicdec.vllm_api import attention_groups
-from vllm_magicdec.vllm_api.attention_groups import attention_groups_of, refuse_split_pages
+from vllm_magicdec.vllm_api.attention_groups import (
+    attention_groups_of,
+    refuse_small_buffers,
+    refuse_split_pages,
+)
 
 SHAPE = dict(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.float32)
 FULL = FullAttentionSpec(**SHAPE)
@@ -127,3 +131,19 @@ def test_pages_that_a_backend_splits_are_refused_with_the_size_to_use():
     group.kernel_block_size = 16
     with pytest.raises(MagicDecConfigError, match="pages of 32 tokens into 16; use --block-size 16"):
         refuse_split_pages([[group]])
+
+
+@pytest.mark.parametrize(("room", "is_refused"), [(32, True), (64, False), (48, False), (None, False)])
+def test_heads_that_vllms_triton_attention_has_no_room_for_are_refused(room, is_refused):
+    """Its builder makes room for the target's; a power of 2 holds both."""
+    builder = SimpleNamespace() if room is None else SimpleNamespace(headdim=room)
+    group = SimpleNamespace(
+        backend=SimpleNamespace(get_name=lambda: "TRITON_ATTN"),
+        kv_cache_spec=FULL,
+        get_metadata_builder=lambda: builder,
+    )
+    if not is_refused:
+        refuse_small_buffers([[group]])
+        return
+    with pytest.raises(MagicDecConfigError, match="heads of 32, and the draft model's have 64"):
+        refuse_small_buffers([[group]])

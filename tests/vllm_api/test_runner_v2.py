@@ -24,7 +24,7 @@ def test_a_history_is_what_was_verified_and_what_was_sampled_after_it():
     """Rejected drafts and what an earlier request left in the row are no part of it."""
     token_ids = torch.tensor([[7, 8, 9, 0, 0], [5, 6, 20, 21, 99], [1, 2, 3, 4, 40]], dtype=torch.int32)
     speculator = make_speculator(
-        _req_states=SimpleNamespace(all_token_ids=SimpleNamespace(gpu=token_ids)),
+        req_states=SimpleNamespace(all_token_ids=SimpleNamespace(gpu=token_ids)),
     )
     context_lens = torch.tensor([4, 3])
     batch = Batch(

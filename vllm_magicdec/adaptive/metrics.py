@@ -1,39 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counters that workers raise and the front end's Prometheus endpoint shows.
+"""What the plugin counts, on its way to the Prometheus endpoint of the front end.
 
-Workers and the HTTP server are different processes. `prometheus_client` has a file format for exactly
-that (one memory-mapped file per process, merged when scraped). vLLM uses it only when it starts several
-API servers; otherwise the plugin opens a directory of its own and names it in the configuration that
-vLLM hands to its workers. Workers on another host (Ray) log their failures but are not counted.
+Worker, scheduler and front end are processes of their own, perhaps on different hosts. So a process
+keeps its latest changes only (`Counts`), and these travel with what is returned anyway: a worker's with
+the tokens of a step, all of the engine's with vLLM's statistics of that step (`vllm_api/counts.py`).
+`CountsLogger` adds them up in the front end, beside vLLM's own metrics and with the same labels. Like
+those they are there where vLLM logs statistics.
 """
 
-import atexit
-import os
-import shutil
-import tempfile
-import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from pathlib import Path
-from types import MappingProxyType
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
-from prometheus_client import REGISTRY, Metric
-from prometheus_client.mmap_dict import MmapedDict, mmap_key
-from prometheus_client.multiprocess import MultiProcessCollector
-from prometheus_client.registry import Collector
+from vllm.config import VllmConfig
 from vllm.logger import init_logger
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.metrics.loggers import AggregateStatLoggerBase, PrometheusStatLogger
+from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
 
+from vllm_magicdec import envs
 from vllm_magicdec.adaptive.controller import Forecast
+from vllm_magicdec.config import MagicDecSpeculativeConfig
+from vllm_magicdec.errors import METHOD
 
 logger = init_logger(f"vllm.{__name__}")
+
+# In `SchedulerStats.ec_connector_stats`, a field for any names, which only an encoder-cache connector uses.
+_KEY = "vllm_magicdec"
+_COUNTS = "_magicdec_counts"  # on a scheduler
 
 _DRAFT_COUNTERS = {
     "draft_failures": "Rounds whose drafting failed.",
     "draft_pauses": "Pauses of drafting because it had failed several times.",
     "paused_rounds": "Rounds without drafts in these pauses.",
 }
-_FAILURES_METRIC = "vllm:magicdec_failures"
-_FAILURES_HELP = "Failures that cost speed alone, by what failed."
 _LOOKUP_COUNTERS = {
     "lookup_rounds": "Rounds drafted with lookups.",
     "lookup_passes": "Passes of the draft in these rounds.",
@@ -45,106 +45,85 @@ _LOOKUP_COUNTERS = {
     "lookup_pauses": "Pauses of lookups because they had failed several times.",
     "cut_tokens": "Drafts that were too unlikely to be verified.",
 }
+_CONTROLLER_COUNTERS = {"switches": "Changes of the choice."}
+_CONTROLLER_GAUGES = {
+    "num_speculative_tokens": "Drafts per round chosen at present.",
+    "draft_kv_budget": "K/V entries that a draft step reads per request, at most.",
+    "draft_share": "Draft steps' share of a round's time.",
+    "predicted_speedup": "Expected speed over plain decoding.",
+    "achieved_speedup": "Speed over plain decoding of the latest steps.",
+}
+_FAILURES = "failures"
+_FAILURES_HELP = "Failures that cost speed alone, by what failed."
 
 
-class _WorkerMetrics(Collector):
-    """Merges the files of all workers of all engines that this process started."""
+class Changes(NamedTuple):
+    """Of counters and gauges, by name (`failures`: with ":" and what failed), for any serialisation."""
+
+    added: dict[str, float]
+    values: dict[str, float]
+
+
+class Counts:
+    """What has changed in one process since it was last asked for."""
 
     def __init__(self) -> None:
-        self._dirs: list[Path] = []
-        self._owner = os.getpid()
+        self._added = Counter[str]()
+        self._values: dict[str, float] = {}
 
-    def open_dir(self) -> str:
-        if not self._dirs:
-            REGISTRY.register(self)
-            atexit.register(self._remove_dirs)
-        directory = tempfile.mkdtemp(prefix="vllm-magicdec-")
-        self._dirs.append(Path(directory))
-        return directory
+    def add(self, name: str, number: float = 1) -> None:
+        """Raise a counter."""
+        # NumPy's numbers would do for `pickle`, but end the engine where msgpack takes the statistics.
+        self._added[name] += float(number)  # type: ignore[assignment]
 
-    def describe(self) -> Iterable[Metric]:
-        return []
+    def set(self, name: str, value: float) -> None:
+        """Set a gauge."""
+        self._values[name] = float(value)
 
-    def collect(self) -> Iterable[Metric]:
-        files = [str(file) for directory in self._dirs for file in directory.glob("*.db")]
-        return MultiProcessCollector.merge(files)
+    def join(self, changes: Changes) -> None:
+        """Take in those of another process."""
+        for name, number in changes.added.items():
+            self.add(name, number)
+        for name, value in changes.values.items():
+            self.set(name, value)
 
-    def _remove_dirs(self) -> None:
-        if os.getpid() == self._owner:  # not in a forked worker
-            for directory in self._dirs:
-                shutil.rmtree(directory, ignore_errors=True)
-
-
-_worker_metrics = _WorkerMetrics()
-
-
-def open_metrics_dir() -> str:
-    """A new directory whose counters this process's default Prometheus registry shows until it ends."""
-    return _worker_metrics.open_dir()
+    def take(self) -> Changes | None:
+        """The changes, once; None: there are none."""
+        if not self._added and not self._values:
+            return None
+        changes = Changes(dict(self._added), self._values)
+        self._added, self._values = Counter(), {}
+        return changes
 
 
-class _MetricsFile:
-    """This process's values of some metrics, for the front end to read.
-
-    Args:
-        metrics_dir: a directory that the front end reads; None keeps the values in this process.
-        kind: how `prometheus_client` merges the files of several processes.
-        name: of the file, which must be the process's own.
-    """
-
-    def __init__(self, metrics_dir: str | None, kind: str, name: str) -> None:
-        self._file: MmapedDict | None = None
-        # vLLM's own directory, if it opened one: then its endpoint reads nothing else.
-        directory = os.environ.get("PROMETHEUS_MULTIPROC_DIR", metrics_dir) if metrics_dir else None
-        if directory and Path(directory).is_dir():
-            self._file = MmapedDict(str(Path(directory) / f"{kind}_{name}{os.getpid()}.db"))
-
-    def write(
-        self,
-        metric: str,
-        sample: str,
-        value: float,
-        help_text: str,
-        labels: Mapping[str, str] = MappingProxyType({}),
-    ) -> None:
-        """Set the value of one sample of a metric."""
-        if self._file is not None:
-            key = mmap_key(metric, sample, list(labels), list(labels.values()), help_text)
-            self._file.write_value(key, value, time.time())
+def counts_of(scheduler: Scheduler) -> Counts:
+    """Those of a scheduler's engine core, its own and its workers', that the front end lacks."""
+    if not hasattr(scheduler, _COUNTS):
+        setattr(scheduler, _COUNTS, Counts())
+    counts: Counts = getattr(scheduler, _COUNTS)
+    return counts
 
 
 class Failures:
-    """Counts what failed in a part of the plugin, by what it was; none of it costs more than speed.
+    """Counts what failed in a part of the plugin, by what it was; none of it costs more than speed."""
 
-    Args:
-        metrics_dir: a directory that the front end reads; None counts in this process alone.
-        part: tells counters of one process apart.
-    """
-
-    def __init__(self, metrics_dir: str | None, part: str) -> None:
+    def __init__(self, counts: Counts) -> None:
         self.totals = Counter[str]()
-        self._file = _MetricsFile(metrics_dir, "counter", f"magicdec_{part}_failures_")
+        self._counts = counts
 
     def count(self, what: str) -> None:
         """Record a failure."""
         self.totals[what] += 1
-        sample = f"{_FAILURES_METRIC}_total"
-        self._file.write(_FAILURES_METRIC, sample, self.totals[what], _FAILURES_HELP, {"what": what})
+        self._counts.add(f"{_FAILURES}:{what}")
 
 
 class DraftFailures:
-    """Counts rounds that failures left without useful drafts.
+    """Counts rounds that failures left without useful drafts."""
 
-    Args:
-        metrics_dir: as for `Failures`.
-    """
-
-    def __init__(self, metrics_dir: str | None) -> None:
-        self.by_stage = Failures(metrics_dir, "draft")
-        self._file = _MetricsFile(metrics_dir, "counter", "magicdec_")
+    def __init__(self, counts: Counts) -> None:
+        self.by_stage = Failures(counts)
         self.totals = dict.fromkeys(_DRAFT_COUNTERS, 0)
-        for name in _DRAFT_COUNTERS:
-            self._show(name)
+        self._counts = counts
 
     def count(self, stage: str) -> None:
         """Record a round whose drafting failed, and at which stage."""
@@ -161,26 +140,16 @@ class DraftFailures:
 
     def _count(self, name: str) -> None:
         self.totals[name] += 1
-        self._show(name)
-
-    def _show(self, name: str) -> None:
-        metric = f"vllm:magicdec_{name}"
-        self._file.write(metric, f"{metric}_total", float(self.totals[name]), _DRAFT_COUNTERS[name])
+        self._counts.add(name)
 
 
 class LookupCounters:
-    """What became of looked-up tokens, and of drafts that were not worth verifying.
+    """What became of looked-up tokens, and of drafts that were not worth verifying."""
 
-    Args:
-        metrics_dir: as for `Failures`.
-    """
-
-    def __init__(self, metrics_dir: str | None) -> None:
-        self._failures = Failures(metrics_dir, "lookup")
-        self._file = _MetricsFile(metrics_dir, "counter", "magicdec_lookup_")
+    def __init__(self, counts: Counts) -> None:
+        self._failures = Failures(counts)
         self.totals = dict.fromkeys(_LOOKUP_COUNTERS, 0)
-        for name in _LOOKUP_COUNTERS:
-            self._show(name)
+        self._counts = counts
 
     def count_round(self, num_passes: int, num_looked_up: int, num_accepted: int) -> None:
         """Record a round.
@@ -214,45 +183,136 @@ class LookupCounters:
         """Record that lookups pause."""
         self._count(lookup_pauses=1)
 
-    def _count(self, **counts: int) -> None:
-        for name, count in counts.items():
-            if count:
-                self.totals[name] += count
-                self._show(name)
-
-    def _show(self, name: str) -> None:
-        metric = f"vllm:magicdec_{name}"
-        self._file.write(metric, f"{metric}_total", float(self.totals[name]), _LOOKUP_COUNTERS[name])
+    def _count(self, **numbers: int) -> None:
+        for name, number in numbers.items():
+            if number:
+                self.totals[name] += number
+                self._counts.add(name, number)
 
 
 class SpeculationGauges:
     """What the controller of `auto` is doing.
 
     Args:
-        metrics_dir: as for `Failures`.
+        counts: of the engine core's process.
         budget: K/V entries that a draft step reads per request at first, at most.
     """
 
-    def __init__(self, metrics_dir: str | None, budget: int) -> None:
-        self._gauges = _MetricsFile(metrics_dir, "gauge_mostrecent", "magicdec_")
-        self._counters = _MetricsFile(metrics_dir, "counter", "magicdec_controller_")
-        self._set_budget(budget)
+    def __init__(self, counts: Counts, budget: int) -> None:
+        self._counts = counts
+        self._num_switches = 0
+        counts.set("draft_kv_budget", budget)
 
     def set(self, forecast: Forecast, achieved_speedup: float, num_switches: int) -> None:
         """Show the present choice."""
         drafts, budget = forecast.choice
-        self._set("num_speculative_tokens", drafts, "Drafts per round chosen at present.")
+        self._counts.set("num_speculative_tokens", drafts)
         if drafts:
-            self._set_budget(budget)
-        self._set("draft_share", forecast.draft_share, "Draft steps' share of a round's time.")
-        self._set("predicted_speedup", forecast.speedup, "Expected speed over plain decoding.")
-        self._set("achieved_speedup", achieved_speedup, "Speed over plain decoding of the latest steps.")
-        name = "vllm:magicdec_switches"
-        self._counters.write(name, f"{name}_total", num_switches, "Changes of the choice.")
+            self._counts.set("draft_kv_budget", budget)
+        self._counts.set("draft_share", forecast.draft_share)
+        self._counts.set("predicted_speedup", forecast.speedup)
+        self._counts.set("achieved_speedup", achieved_speedup)
+        self._counts.add("switches", num_switches - self._num_switches)
+        self._num_switches = num_switches
 
-    def _set_budget(self, budget: int) -> None:
-        self._set("draft_kv_budget", budget, "K/V entries that a draft step reads per request, at most.")
 
-    def _set(self, name: str, value: float, help_text: str) -> None:
-        metric = f"vllm:magicdec_{name}"
-        self._gauges.write(metric, metric, value, help_text)
+def attach(stats: SchedulerStats, changes: Changes) -> None:
+    """Let changes travel to the front end with vLLM's statistics of a step."""
+    stats.ec_connector_stats = {**(stats.ec_connector_stats or {}), _KEY: list(changes)}
+
+
+def detach(stats: SchedulerStats) -> Changes | None:
+    """Take them out again, so that no other logger meets them."""
+    found = (stats.ec_connector_stats or {}).pop(_KEY, None)
+    if not stats.ec_connector_stats:
+        stats.ec_connector_stats = None
+    return found and Changes(*found)
+
+
+def shown_metrics(spec: MagicDecSpeculativeConfig) -> tuple[dict[str, str], dict[str, str]]:
+    """Counters and gauges of an engine, with what they mean."""
+    counters = dict(_DRAFT_COUNTERS)
+    if spec.draft_lookup == "on":
+        counters |= _LOOKUP_COUNTERS
+    if not spec.has_controller:
+        return counters, {}
+    return counters | _CONTROLLER_COUNTERS, _CONTROLLER_GAUGES
+
+
+class CountsLogger(AggregateStatLoggerBase):
+    """Shows the plugin's metrics of all engines of a front end; for vLLM's `StatLoggerManager`.
+
+    Args:
+        vllm_config: whose speculative configuration is the plugin's.
+        engine_indexes: of the data-parallel ranks.
+        prometheus: vLLM's own logger, of whose kind the metrics are: Prometheus's or Ray's.
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, engine_indexes: Sequence[int], prometheus: type[PrometheusStatLogger]
+    ) -> None:
+        spec = vllm_config.speculative_config
+        assert isinstance(spec, MagicDecSpeculativeConfig)
+        labels = ["model_name", "engine"]
+        model = vllm_config.model_config.served_model_name
+        counters, gauges = shown_metrics(spec)
+        counter, gauge = prometheus._counter_cls, prometheus._gauge_cls
+
+        def by_engine(metric: Any) -> dict[int, Any]:
+            return {index: metric.labels(model, str(index)) for index in engine_indexes}
+
+        self._counters: Mapping[str, dict[int, Any]] = {
+            name: by_engine(counter(name=_full_name(name), documentation=meaning, labelnames=labels))
+            for name, meaning in counters.items()
+        }
+        self._gauges: Mapping[str, dict[int, Any]] = {
+            name: by_engine(
+                gauge(
+                    name=_full_name(name),
+                    documentation=meaning,
+                    labelnames=labels,
+                    multiprocess_mode="mostrecent",
+                )
+            )
+            for name, meaning in gauges.items()
+        }
+        self._model = model
+        self._failures = counter(
+            name=_full_name(_FAILURES), documentation=_FAILURES_HELP, labelnames=[*labels, "what"]
+        )
+
+    def record(
+        self,
+        scheduler_stats: SchedulerStats | None,
+        iteration_stats: IterationStats | None,
+        mm_cache_stats: MultiModalCacheStats | None = None,
+        engine_idx: int = 0,
+    ) -> None:
+        """Add up what has come with a step's statistics."""
+        if scheduler_stats is None:
+            return
+        try:
+            changes = detach(scheduler_stats)
+            if changes is not None:
+                self._show(changes, engine_idx)
+        except Exception as error:  # which would end all requests of this front end
+            if envs.strict():
+                raise
+            logger.warning_once("Metrics of %s could not be shown: %r", METHOD, error)
+
+    def _show(self, changes: Changes, engine_idx: int) -> None:
+        for name, number in changes.added.items():
+            name, _, what = name.partition(":")
+            if what:
+                self._failures.labels(self._model, str(engine_idx), what).inc(number)
+            else:
+                self._counters[name][engine_idx].inc(number)
+        for name, value in changes.values.items():
+            self._gauges[name][engine_idx].set(value)
+
+    def log_engine_initialized(self) -> None:
+        """Nothing is to be said."""
+
+
+def _full_name(name: str) -> str:
+    return f"vllm:magicdec_{name}"

@@ -25,7 +25,7 @@ from vllm_magicdec import envs, faults
 from vllm_magicdec.adaptive.controller import PLAIN, Choice, Controller
 from vllm_magicdec.adaptive.draft_plan import DraftLists
 from vllm_magicdec.adaptive.lookup_controller import NONE_FOUND, LookupController
-from vllm_magicdec.adaptive.metrics import Failures, SpeculationGauges
+from vllm_magicdec.adaptive.metrics import Failures, SpeculationGauges, counts_of
 from vllm_magicdec.adaptive.request_lengths import RequestLengths
 from vllm_magicdec.adaptive.step_times import Step, StepTimes, TimedStep
 from vllm_magicdec.config import MagicDecSpeculativeConfig
@@ -99,8 +99,9 @@ class _AdaptiveSpeculation(Scheduler):
         self._request_lengths = RequestLengths()
         self._num_scheduled = 0
         self._is_whole = True
-        self._gauges = SpeculationGauges(spec.metrics_dir, self._controller.budgets[-1])
-        self._failures = Failures(spec.metrics_dir, "controller")
+        counts = counts_of(self)
+        self._gauges = SpeculationGauges(counts, self._controller.budgets[-1])
+        self._failures = Failures(counts)
         self._gave_up = False
         self._updated_at: float | None = None  # None: the engine has been idle since
         self._num_reports = 0

@@ -14,13 +14,12 @@ from typing import NoReturn, Protocol
 
 import torch
 from vllm.config import VllmConfig
-from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from vllm_magicdec import envs, faults
 from vllm_magicdec.adaptive.draft_plan import DraftLists, DraftPlan
-from vllm_magicdec.adaptive.metrics import DraftFailures, LookupCounters
+from vllm_magicdec.adaptive.metrics import Counts, DraftFailures, LookupCounters
 from vllm_magicdec.attention.native_attention import use_native_attention
 from vllm_magicdec.attention.observing import LayerObserver
 from vllm_magicdec.attention.switch import install_switches
@@ -31,7 +30,6 @@ from vllm_magicdec.drafting.sizing import make_views, max_graph_reqs
 from vllm_magicdec.drafting.staged import PassRunner, StagedDrafts
 from vllm_magicdec.errors import METHOD
 from vllm_magicdec.lookup.history import History
-from vllm_magicdec.policies import find_policy
 from vllm_magicdec.views.base import Batch, DraftStep, View, Views
 from vllm_magicdec.views.layer_pages import LayerPageViews
 from vllm_magicdec.views.pages import PageViews
@@ -89,8 +87,13 @@ class OwnCache(Protocol):
         """
         ...
 
-    def end_round(self, batch: Batch, drafts: Sequence[Sequence[int]]) -> None:
-        """Learn what was drafted of each request by passes; none where none has run."""
+    def end_round(self, batch: Batch, drafts: torch.Tensor | Sequence[Sequence[int]]) -> None:
+        """Learn what was drafted of each request by passes; none where none has run.
+
+        Args:
+            batch: the round's requests.
+            drafts: [num_reqs, num_steps] int64, or lists.
+        """
         ...
 
 
@@ -149,9 +152,9 @@ class Drafter:
             )
             self._views.append(views)
         self._log(vllm_config)
-        # Every tensor-parallel rank drafts the same round: one of them counts.
-        metrics_dir = spec.metrics_dir if get_tp_group().is_first_rank else None
-        self._failures = DraftFailures(metrics_dir)
+        self.counts = Counts()
+        """Of this rank; tensor-parallel ranks draft alike, and vLLM takes the first one's output."""
+        self._failures = DraftFailures(self.counts)
         self._num_ranks = vllm_config.parallel_config.tensor_parallel_size
         self._staged: StagedDrafts | None = None
         self.draft_lists: list[list[int]] | None = None
@@ -166,7 +169,7 @@ class Drafter:
                 open_lookups(
                     spec.draft_lookup_sources, max_num_reqs, vllm_config.model_config.get_vocab_size()
                 ),
-                LookupCounters(metrics_dir),
+                LookupCounters(self.counts),
                 max_num_reqs=max_num_reqs,
                 max_drafts=spec.num_speculative_tokens,
                 max_model_len=vllm_config.model_config.max_model_len,
@@ -175,10 +178,10 @@ class Drafter:
             )
         self._pauses = Pauses("Drafting", "steps go on without useful drafts")
         self._stage = ""  # of the round, for the metrics
-        faults.inject_into_drafter(self, get_tp_group().rank_in_group)
+        faults.inject_into_drafter(self)
 
     def _log(self, vllm_config: VllmConfig) -> None:
-        policy = find_policy(self._spec.draft_kv_policy)
+        policy = self._spec.policy
         limits = self._spec.limits(vllm_config, self.groups[0].cache.block_size)
         granularity = policy.granularity(self._spec, limits.device_type)
         budgets = [policy.parse_budget(self._spec, limits, budget) for budget in self._spec.budgets]
@@ -301,7 +304,8 @@ class Drafter:
             drafts.zero_()
             return
         self._make(drafts, batch, num_steps)
-        made: Sequence[Sequence[int]] = drafts.tolist() if self.draft_lists is None else self.draft_lists
+        made: torch.Tensor | Sequence[Sequence[int]]
+        made = drafts if self.draft_lists is None else self.draft_lists
         if isinstance(made, DraftLists) and not made.num_passes:
             made = [()] * len(made)
         self._own_cache.end_round(batch, made)

@@ -20,7 +20,6 @@ from vllm_magicdec.attention.switch import flashinfer_refusal, stored_dtype
 from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.drafting.layer_groups import LayerGroup
 from vllm_magicdec.errors import METHOD, MagicDecConfigError
-from vllm_magicdec.policies import find_policy
 from vllm_magicdec.policies.base import Engine, Observe, SwitchAttention
 from vllm_magicdec.views.base import Views
 from vllm_magicdec.views.windows import make_reached_views
@@ -98,7 +97,7 @@ def make_views(
             draft_slots=engine.make_draft_slots(),
             device=device,
         )
-    policy = find_policy(spec.draft_kv_policy)
+    policy = spec.policy
     try:
         budgets = [policy.parse_budget(spec, engine.limits, budget) for budget in spec.budgets]
     except ValueError as error:  # vLLM may have made pages larger than the front end knew

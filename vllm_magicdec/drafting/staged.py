@@ -47,6 +47,11 @@ class PassRunner(Protocol):
         """Query tokens of a pass, at most; no fewer than requests in a batch."""
         ...
 
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether a pass may take looked-up tokens after a request's last one; else they stay unread."""
+        ...
+
     def draft_pass(
         self, tokens: torch.Tensor, draft_pass: DraftPass
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -197,7 +202,10 @@ class StagedDrafts:
             found = self._look_up(
                 [batch.req_ids[i] for i in running],
                 drafted,
-                [making[i].wanted - len(making[i].tokens) for i in running],
+                [
+                    making[i].wanted - len(making[i].tokens) if self._runner.reads_ahead else 1
+                    for i in running
+                ],
             )
             if num_passes and _gain([making[i].chance for i in running], found, plan) < plan.least_gain:
                 break

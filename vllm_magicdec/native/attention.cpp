@@ -18,6 +18,7 @@
 #endif
 
 #include "product.h"
+#include "shares.h"
 
 namespace magicdec {
 namespace {
@@ -35,31 +36,8 @@ constexpr float NOTHING_SEEN = -1e30f;  // less than any logit, and finite: diff
 constexpr int FEW_ROWS = 8;
 constexpr int FEW_ROWS_TILE_BYTES = 16384;
 
-// What threads have to share: a block costs its reading, worth the products of so many rows, and its rows' products.
-constexpr int64_t READING = 4;
-
 template <int N>
 using Count = std::integral_constant<int, N>;
-
-struct Range {
-  int first, last;  // last: the first one outside
-  bool empty() const { return first >= last; }
-};
-
-// One thread's part of one request's KV head.
-struct Part {
-  int request, head;
-  Range blocks;
-  bool is_whole;
-  int slot;  // where its result waits for the other parts
-};
-
-// A request as the threads share it out.
-struct Work {
-  Range blocks;
-  int64_t cost;    // of a block
-  int64_t before;  // cost of the requests before it
-};
 
 inline int num_threads() {
 #ifdef _OPENMP
@@ -118,50 +96,44 @@ template <typename T>
 class Attention {
  public:
   explicit Attention(const MagicdecCall& call)
-      : call_(call), group_(call.num_heads / call.num_kv_heads), threads_(num_threads()) {
-    works_.resize(call.num_reqs);
+      : call_(call), group_(call.num_heads / call.num_kv_heads), shares_(call.num_kv_heads) {
     int max_rows = 0;
     for (int request = 0; request < call.num_reqs; ++request) {
-      const Range blocks = blocks_of(request);
       const int rows = num_positions(request) * group_;
       max_rows = std::max(max_rows, rows);
-      works_[request] = {blocks, READING + rows, cost_};
-      cost_ += works_[request].cost * std::max(0, blocks.last - blocks.first) * call.num_kv_heads;
+      shares_.add(blocks_of(request), rows);
     }
-    threads_ = static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(threads_, cost_ / MIN_COST)));
+    shares_.divide(num_threads());
     // Of each waiting row: sums, the largest logit, the denominator; a cache line is no two threads'.
     partial_pitch_ = (call.head_size + 2 + 15) / 16 * 16;
     slot_size_ = max_rows * partial_pitch_;
-    if (threads_ > 1) {
+    if (shares_.threads() > 1) {
       // The caller keeps it: as large as it gets with many threads, filling it every time would take long.
       thread_local std::vector<float> partials;
-      const size_t size = 2 * threads_ * slot_size_ + 16;
+      const size_t size = 2 * shares_.threads() * slot_size_ + 16;
       if (partials.size() < size) partials.resize(size);
       const auto address = reinterpret_cast<uintptr_t>(partials.data());
       partial_base_ = partials.data() + (64 - address % 64) % 64 / sizeof(float);
-      parts_.resize(2 * threads_, Part{-1, 0, {0, 0}, true, 0});
+      parts_.resize(2 * shares_.threads(), Part{-1, 0, {0, 0}, true, 0});
     }
   }
 
   void run() {
-    if (threads_ == 1) {
+    if (shares_.threads() == 1) {
       share(0);
       return;
     }
     // OpenMP may give fewer threads than it is asked for: each then does the work of several.
-#pragma omp parallel num_threads(threads_)
+#pragma omp parallel num_threads(shares_.threads())
     {
       const int team = team_size();
-      for (int thread = thread_number(); thread < threads_; thread += team) share(thread);
+      for (int thread = thread_number(); thread < shares_.threads(); thread += team) share(thread);
 #pragma omp barrier
-      for (int thread = thread_number(); thread < threads_; thread += team) combine(thread);
+      for (int thread = thread_number(); thread < shares_.threads(); thread += team) combine(thread);
     }
   }
 
  private:
-  // Below this much work a thread more costs more than it does.
-  static constexpr int64_t MIN_COST = 64 * READING;
-
   int num_positions(int request) const { return call_.query_starts[request + 1] - call_.query_starts[request]; }
 
   // Blocks that some token of the request sees; of chosen slots, each `BLOCK` of them.
@@ -173,34 +145,12 @@ class Attention {
     return {first / BLOCK, (context + BLOCK - 1) / BLOCK};
   }
 
-  // The parts of a thread: from its share of the whole cost to the next thread's, each cut at a block.
   void share(int thread) {
-    const int64_t from = cost_ * thread / threads_, to = cost_ * (thread + 1) / threads_;
-    for (int request = 0; request < call_.num_reqs; ++request) {
-      const Work& work = works_[request];
-      const int num_blocks = work.blocks.last - work.blocks.first;
-      if (num_blocks <= 0) {
-        if (thread == 0) see_nothing(request);
-        continue;
-      }
-      const int64_t head_cost = work.cost * num_blocks;
-      const int64_t end = work.before + head_cost * call_.num_kv_heads;
-      if (end <= from || work.before >= to) continue;
-      const int first_head = static_cast<int>(std::max<int64_t>(0, from - work.before) / head_cost);
-      for (int head = first_head; head < call_.num_kv_heads; ++head) {
-        const int64_t start = work.before + head * head_cost;
-        if (start >= to) break;
-        const auto cut = [&](int64_t at) {
-          return static_cast<int>(std::clamp<int64_t>((at - start + work.cost - 1) / work.cost, 0, num_blocks));
-        };
-        const int first = from <= start ? 0 : cut(from), last = to >= start + head_cost ? num_blocks : cut(to);
-        if (first >= last) continue;
-        Part part{request, head, {work.blocks.first + first, work.blocks.first + last},
-                  first == 0 && last == num_blocks, 2 * thread + (first == 0)};
-        if (!part.is_whole) parts_[part.slot] = part;
-        attend(part);
-      }
-    }
+    const auto attend_part = [&](const Part& part) {
+      if (!part.is_whole) parts_[part.slot] = part;
+      attend(part);
+    };
+    shares_.take(thread, attend_part, [&](int request) { see_nothing(request); });
   }
 
   void attend(const Part& part) {
@@ -475,12 +425,12 @@ class Attention {
   // Where a KV head was cut between threads: all rows of all such, one thread each.
   void combine(int thread) {
     int turn = 0;
-    for (int owner = 0; owner < threads_; ++owner) {
+    for (int owner = 0; owner < shares_.threads(); ++owner) {
       const Part& first = parts_[2 * owner + 1];
       if (first.request < 0) continue;
       const int rows = num_positions(first.request) * group_;
       for (int row = 0; row < rows; ++row)
-        if (turn++ % threads_ == thread) combine_row(owner, first, row);
+        if (turn++ % shares_.threads() == thread) combine_row(owner, first, row);
     }
   }
 
@@ -488,7 +438,7 @@ class Attention {
     const int head_size = call_.head_size;
     float* sums = partial(first.slot, row);
     float &most = sums[head_size], &total = sums[head_size + 1];
-    for (int other = owner + 1; other < threads_; ++other) {
+    for (int other = owner + 1; other < shares_.threads(); ++other) {
       const Part& part = parts_[2 * other];
       if (part.request != first.request || part.head != first.head) continue;
       const float* more = partial(part.slot, row);
@@ -524,9 +474,7 @@ class Attention {
 
   const MagicdecCall& call_;
   const int group_;
-  int threads_;
-  int64_t cost_ = 0;
-  std::vector<Work> works_;
+  Shares shares_;
   std::vector<Part> parts_;  // that are not whole: by thread, one that began before it and one that begins in it
   float* partial_base_ = nullptr;
   int64_t partial_pitch_ = 0, slot_size_ = 0;

@@ -7,7 +7,9 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-COMMANDS = ("vllm_magicdec.planner.plan", "vllm_magicdec.planner.profile", "vllm_magicdec.planner.index")
+COMMANDS = tuple(
+    f"vllm_magicdec.planner.{name}" for name in ("plan", "simulate", "profile", "index", "train_draft")
+)
 
 
 class UserError(ValueError):

@@ -6,74 +6,14 @@ Texts are read a few at a time, encoded as the server's tokenizer does, and writ
 """
 
 import argparse
-import itertools
-import json
-from collections.abc import Callable, Iterable, Iterator
-from fnmatch import fnmatch
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import numpy as np
-
 from vllm_magicdec.lookup import datastore_files
 from vllm_magicdec.lookup.datastore_files import Vocabulary
 from vllm_magicdec.planner.console import UserError, require
-
-EXTRA = "index"
-FORMATS = "JSON lines (.jsonl, .ndjson), Parquet (.parquet), anything else as text"
-_BATCH_CHARACTERS = 2**21  # read before they are encoded
-# A longer document is encoded in pieces, for an encoding takes far more memory than its tokens.
-_PIECE_CHARACTERS = 2**20
-
-
-def find_files(paths: Iterable[Path], patterns: list[str]) -> list[Path]:
-    """The files that are named, and of folders those beneath them whose names fit one of the patterns.
-
-    Raises:
-        UserError: a path is not there, or there are no files.
-    """
-    files: list[Path] = []
-    for path in paths:
-        if not path.exists():
-            raise UserError(f"there is no {path}; name files or folders of documents")
-        if path.is_dir():
-            beneath = sorted(file for file in path.rglob("*") if file.is_file())
-            files += [file for file in beneath if any(fnmatch(file.name, each) for each in patterns)]
-        else:
-            files.append(path)
-    if not files:
-        raise UserError(f"no file fits {' '.join(patterns)}; say which do with --include, as in '*.py'")
-    return files
-
-
-def read_texts(files: Iterable[Path], field: str) -> Iterator[str]:
-    """The documents of all files, one after the other.
-
-    Args:
-        files: in one of the FORMATS.
-        field: of a JSON line, or column of a Parquet file, that holds the text.
-
-    Raises:
-        UserError: a file cannot be read, or has no such field.
-    """
-    for file in files:
-        reader = _READERS.get(file.suffix.lower(), _read_text)
-        try:
-            yield from reader(file, field)
-        except OSError as error:
-            raise UserError(f"{file} cannot be read: {error.strerror or error}") from None
-
-
-def encode(texts: Iterable[str], tokenizer: Any) -> Iterator[np.ndarray]:
-    """The tokens of each text, `[num_tokens]`; without those that begin or end a prompt."""
-    texts = iter(texts)
-    while batch := list(_until(texts, _BATCH_CHARACTERS)):
-        pieces = [list(_pieces(text)) for text in batch]
-        ids = iter(tokenizer(list(itertools.chain(*pieces)), add_special_tokens=False)["input_ids"])
-        for parts in pieces:
-            tokens = list(itertools.chain.from_iterable(itertools.islice(ids, len(parts))))
-            yield np.array(tokens, dtype=np.int64)
+from vllm_magicdec.planner.documents import EXTRA, FORMATS, add_options, encode, find_files, read_texts
 
 
 def run(options: argparse.Namespace) -> None:
@@ -112,18 +52,7 @@ def add_command(subparsers: Any) -> None:
         "--model", required=True, help="what 'vllm serve' would be given, for its tokenizer"
     )
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
-    parser.add_argument(
-        "--include",
-        nargs="+",
-        metavar="PATTERN",
-        default="*.txt *.md *.jsonl *.ndjson *.parquet".split(),
-        help="names of files that are taken from folders (default: *.txt *.md *.jsonl *.ndjson *.parquet)",
-    )
-    parser.add_argument(
-        "--field",
-        default="text",
-        help="of JSON lines and Parquet files, with the text (default: %(default)s)",
-    )
+    add_options(parser)
     parser.add_argument(
         "--tokenizer-mode", default="auto", help="as of 'vllm serve' (default: %(default)s)"
     )
@@ -142,65 +71,3 @@ def _load_tokenizer(model: str, mode: str, trust_remote_code: bool) -> Any:
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"--model {model} has no tokenizer that can be loaded: {reason}") from None
-
-
-def _until(texts: Iterator[str], num_characters: int) -> Iterator[str]:
-    """Texts up to the one that makes it so many characters."""
-    for text in texts:
-        yield text
-        num_characters -= len(text)
-        if num_characters <= 0:
-            return
-
-
-def _pieces(text: str) -> Iterator[str]:
-    """A text, cut after line breaks where it is very long."""
-    begin = 0
-    while len(text) - begin > _PIECE_CHARACTERS:
-        end = text.rfind("\n", begin, begin + _PIECE_CHARACTERS) + 1 or begin + _PIECE_CHARACTERS
-        yield text[begin:end]
-        begin = end
-    yield text[begin:]
-
-
-def _read_text(file: Path, field: str) -> Iterator[str]:
-    yield file.read_text(encoding="utf-8", errors="replace")
-
-
-def _read_json_lines(file: Path, field: str) -> Iterator[str]:
-    with file.open(encoding="utf-8", errors="replace") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except ValueError:
-                raise UserError(f"line {number} of {file} is no JSON; every line has to be") from None
-            text = record.get(field) if isinstance(record, dict) else None
-            if not isinstance(text, str):
-                raise UserError(f"line {number} of {file} has no text {field!r}; say which with --field")
-            yield text
-
-
-def _read_parquet(file: Path, field: str) -> Iterator[str]:
-    parquet = require("pyarrow.parquet", EXTRA)
-    arrow = require("pyarrow", EXTRA)
-    try:
-        with parquet.ParquetFile(file) as opened:
-            columns = opened.schema_arrow.names
-            if field not in columns:
-                raise UserError(f"{file} has no column {field!r}, it has {', '.join(columns)}; try --field")
-            for batch in opened.iter_batches(columns=[field]):
-                for text in batch.column(0).to_pylist():
-                    if not isinstance(text, str | None):
-                        raise UserError(f"column {field!r} of {file} is no text; say which is with --field")
-                    yield text or ""
-    except arrow.ArrowInvalid:
-        raise UserError(f"{file} is no Parquet file; name another") from None
-
-
-_READERS: dict[str, Callable[[Path, str], Iterator[str]]] = {
-    ".jsonl": _read_json_lines,
-    ".ndjson": _read_json_lines,
-    ".parquet": _read_parquet,
-}

@@ -7,10 +7,12 @@ device's data sheet. Times are milliseconds per pass, contexts are tokens per re
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 GIB = 2**30
+SPIRE = "MagicDecSpireForCausalLM"  # what `magicdec train-draft` writes as the architecture of its drafts
 _DTYPE_BYTES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0}
 
 
@@ -81,6 +83,7 @@ class ModelShape:
     tied_embeddings: bool = False
     num_window_layers: int = 0  # of all layers; the others see the whole context
     window: int = 0  # tokens that those reach (a sliding window, or a local chunk)
+    is_spire: bool = False  # a draft whose keys and values are made of memory vectors (arXiv 2504.06419)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], name: str = "") -> "ModelShape":
@@ -110,14 +113,32 @@ class ModelShape:
                 num_active_experts=text["num_experts_per_tok"] if num_experts > 1 else 1,
                 tied_embeddings=bool(text.get("tie_word_embeddings", _is_tied(text))),
                 **_windows(text),
+                is_spire=SPIRE in text.get("architectures", ()),
             )
         except KeyError as missing:
             raise ValueError(f"the model's configuration has no field {missing}") from None
+
+    def spire_draft(self) -> "ModelShape":
+        """The draft that SPIRe makes of this target: a quarter of its layers, all else alike."""
+        layers = max(1, (self.num_layers + 2) // 4)  # a half rounds up
+        near = round(self.num_window_layers / self.num_layers * layers)
+        return replace(
+            self,
+            name=f"SPIRe draft of {self.name}",
+            num_layers=layers,
+            num_window_layers=near,
+            is_spire=True,
+        )
 
     @property
     def attention_parameters(self) -> int:
         """Of the four projections of one layer."""
         return 2 * self.hidden_size * self.head_size * (self.num_heads + self.num_kv_heads)
+
+    @property
+    def key_value_parameters(self) -> int:
+        """Of the two projections of one layer to keys and values."""
+        return 2 * self.hidden_size * self.head_size * self.num_kv_heads
 
     @property
     def expert_parameters(self) -> int:
@@ -133,7 +154,7 @@ class ModelShape:
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
         return self.num_layers * layer + embeddings + self.hidden_size
 
-    def parameters_read(self, query_tokens: int) -> float:
+    def parameters_read(self, query_tokens: float) -> float:
         """Parameters that a pass over `query_tokens` reads: all but the input embedding, whose rows it
         looks up; of experts the expected number that uniform routing hits."""
         missed = (1 - self.num_active_experts / self.num_experts) ** query_tokens
@@ -142,8 +163,13 @@ class ModelShape:
 
     @property
     def linear_flops_per_token(self) -> int:
-        """2 per parameter that a token is multiplied with."""
+        """2 per parameter that a token is multiplied with.
+
+        A SPIRe draft projects a second time to keys and values, of the memory vector, with weights that the
+        pass has read already.
+        """
         layer = self.attention_parameters + self.num_active_experts * self.expert_parameters
+        layer += self.key_value_parameters if self.is_spire else 0
         return 2 * (self.num_layers * layer + self.vocab_size * self.hidden_size)
 
     @property
@@ -151,7 +177,7 @@ class ModelShape:
         """K and V of one token in all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_size * self.kv_bytes
 
-    def kv_share(self, context: int) -> float:
+    def kv_share(self, context: float) -> float:
         """Of a context's tokens, what an average layer reads and, in vLLM's hybrid KV cache, keeps."""
         if not self.num_window_layers:
             return 1.0
@@ -243,6 +269,23 @@ class Costs:
     # vLLM's own default, and what activations and CUDA graphs of its share take; fixed.
     memory_utilization: float = 0.92
     reserved_gib: float = 2.0
+    # Whether a pass computes, reads and communicates at the same time, as SPIRe's model has it, or linear
+    # layers and attention one after the other, each computing while it reads.
+    overlapped: bool = False
+
+    @classmethod
+    def ideal(cls) -> "Costs":
+        """SPIRe's model of a pass: all that a data sheet promises, one roofline, nothing on top."""
+        return cls(
+            memory_efficiency=1.0,
+            compute_efficiency=1.0,
+            interconnect_efficiency=1.0,
+            layer_overhead_us=0.0,
+            token_overhead_us=0.0,
+            all_reduce_step_us=0.0,
+            round_overhead_ms=0.0,
+            overlapped=True,
+        )
 
 
 @dataclass(frozen=True)
@@ -256,7 +299,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Deployment:
-    """A model on `tensor_parallel` devices.
+    """A model on `tensor_parallel` devices, and what drafts for it there.
 
     Raises:
         ValueError: the heads cannot be divided, or the devices are not connected.
@@ -266,6 +309,7 @@ class Deployment:
     hardware: Hardware
     tensor_parallel: int = 1
     costs: Costs = field(default_factory=Costs)
+    draft: ModelShape | None = None  # None: the model itself drafts
 
     def __post_init__(self) -> None:
         tp, shape = self.tensor_parallel, self.shape
@@ -275,6 +319,21 @@ class Deployment:
             )
         if tp > 1 and not self.hardware.interconnect_bytes_per_s:
             raise ValueError(f"{self.hardware.name} has no interconnect; use a tensor parallel size of 1")
+        if self.draft is not None and self.draft.num_heads % tp:
+            raise ValueError(
+                f"the draft's {self.draft.num_heads} attention heads cannot be divided over {tp} devices; "
+                "use a divisor"
+            )
+
+    @cached_property
+    def drafting(self) -> "Deployment":
+        """What runs the draft passes: the draft model on the same devices, or this deployment."""
+        return self if self.draft is None else replace(self, shape=self.draft, draft=None)
+
+    @property
+    def without_draft(self) -> "Deployment":
+        """The same without a draft model, as plain decoding runs."""
+        return replace(self, draft=None)
 
     @property
     def kv_bytes_per_token(self) -> float:
@@ -282,13 +341,18 @@ class Deployment:
         heads = max(1.0, self.shape.num_kv_heads / self.tensor_parallel)
         return self.shape.kv_bytes_per_token / self.shape.num_kv_heads * heads
 
-    def linear_ms(self, query_tokens: int) -> tuple[float, float]:
-        """Compute and memory time of all linear layers in a pass over `query_tokens`."""
+    def linear_ms(self, query_tokens: float, prompt_tokens: float = 0.0) -> tuple[float, float]:
+        """Compute and memory time of all linear layers in a pass over `query_tokens`.
+
+        Args:
+            prompt_tokens: of these, which the output layer does not see.
+        """
         flops = self.shape.linear_flops_per_token * query_tokens
+        flops -= 2 * self.shape.vocab_size * self.shape.hidden_size * prompt_tokens
         weights = self.shape.parameters_read(query_tokens) * self.shape.weight_bytes
         return self._roofline_ms(flops / self.tensor_parallel, weights / self.tensor_parallel)
 
-    def attention_ms(self, batch: int, queries: int, context: int) -> tuple[float, float]:
+    def attention_ms(self, batch: int, queries: float, context: float) -> tuple[float, float]:
         """Compute and memory time of all attention in a pass with `queries` tokens per request."""
         shape = self.shape
         tokens = batch * context * shape.kv_share(context)
@@ -307,7 +371,7 @@ class Deployment:
         memory_s = num_bytes / (self.hardware.memory_bytes_per_s * self.costs.memory_efficiency)
         return compute_s * 1e3, memory_s * 1e3
 
-    def all_reduce_ms(self, query_tokens: int) -> float:
+    def all_reduce_ms(self, query_tokens: float) -> float:
         """The two ring all-reduces of every layer: 2 (tp - 1) steps, each latency plus 1/tp of the data
         (Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH")."""
         tp, shape = self.tensor_parallel, self.shape
@@ -324,38 +388,112 @@ class Deployment:
 
         Roofline: the larger of compute and memory time, as in SPIRe (arXiv 2504.06419), but for linear
         layers and attention apart, because their kernels run one after the other and do not overlap.
+        `Costs.overlapped` is SPIRe's own.
         """
         query_tokens = batch * queries
+        return self.pass_ms(query_tokens, self.attention_ms(batch, queries, context))
+
+    def pass_ms(
+        self, query_tokens: float, attention_ms: tuple[float, float], prompt_tokens: float = 0.0
+    ) -> float:
+        """One pass over `query_tokens`, whose attention computes and reads as long as that."""
+        linear = self.linear_ms(query_tokens, prompt_tokens)
+        all_reduce = self.all_reduce_ms(query_tokens)
+        if self.costs.overlapped:
+            work = max(linear[0] + attention_ms[0], linear[1] + attention_ms[1], all_reduce)
+        else:
+            work = max(linear) + max(attention_ms) + all_reduce
         overhead_us = self.costs.layer_overhead_us + self.costs.token_overhead_us * query_tokens
-        return (
-            max(self.linear_ms(query_tokens))
-            + max(self.attention_ms(batch, queries, context))
-            + self.all_reduce_ms(query_tokens)
-            + self.shape.num_layers * overhead_us * 1e-3
-        )
+        return work + self.shape.num_layers * overhead_us * 1e-3
+
+    def prompt_attention_ms(self, tokens: int, pairs: float) -> float:
+        """Attention of chunks of prompts, by query-key pairs. It computes; what it reads is little.
+
+        Layers with a window see its share of what a token sees on average.
+        """
+        if not tokens:
+            return 0.0
+        shape = self.shape
+        pairs *= shape.kv_share(pairs / tokens)
+        flops = 4 * shape.num_layers * shape.num_heads * shape.head_size * pairs / self.tensor_parallel
+        return self._roofline_ms(flops, 0.0)[0] / self.costs.attention_compute_efficiency
+
+    def step_ms(
+        self, decoding: int, verified: float, context_tokens: int, prompt_tokens: int, pairs: float
+    ) -> float:
+        """A pass over requests that decode and chunks of prompts together, as continuous batching has it.
+
+        Args:
+            decoding: requests, of which each verifies `verified` drafts on average, over `context_tokens`
+                of K/V in all.
+            prompt_tokens: of all chunks, with as many query-key `pairs`.
+        """
+        compute = self.prompt_attention_ms(prompt_tokens, pairs)
+        read = 0.0
+        if decoding:
+            more, read = self.attention_ms(decoding, verified + 1, context_tokens / decoding)
+            compute += more
+        tokens = decoding * (verified + 1) + prompt_tokens
+        return self.pass_ms(tokens, (compute, read), prompt_tokens)
+
+    def draft_prompt_ms(self, prompt_tokens: int, pairs: float) -> float:
+        """What the draft does with chunks of prompts: a pass of its own, where it is another model.
+
+        A SPIRe draft takes its keys and values from the target's activations.
+        """
+        if self.draft is None:
+            return 0.0
+        if self.draft.is_spire:
+            return self.catch_up_ms(prompt_tokens - 1, 1)
+        return self.drafting.step_ms(0, 0.0, 0, prompt_tokens, pairs)
+
+    def prompt_ms(self, tokens: int) -> float:
+        """A whole prompt, alone in its pass; its half square is attended to."""
+        pairs = tokens * (tokens + 1) / 2
+        return self.step_ms(0, 0.0, 0, tokens, pairs)
 
     def plain_step_ms(self, batch: int, context: int) -> float:
         """T_T."""
         return self.forward_ms(batch, 1, context)
 
     def draft_step_ms(self, batch: int, context: int, budget: int) -> float:
-        """T_D of self-speculation: a plain step over the view alone."""
-        return self.forward_ms(batch, 1, min(context, budget))
+        """T_D: a plain step of the draft over its view alone."""
+        return self.drafting.forward_ms(batch, 1, min(context, budget))
 
     def verify_ms(self, gamma: int, batch: int, context: int) -> float:
         """T_V(gamma): one pass over the drafted tokens and the last verified one."""
         return self.forward_ms(batch, gamma + 1, context)
 
-    def speedup(self, alpha: float, gamma: int, batch: int, context: int, budget: int) -> float:
-        """Predicted speedup of self-speculation over plain decoding."""
+    def catch_up_ms(self, gamma: int, batch: int) -> float:
+        """What brings the draft's K/V up to date with a verification, per round.
+
+        Nothing in self-speculation. A draft model lacks the last draft where all stood, which its first
+        pass reads as well: not counted. A SPIRe draft projects the target's activations of all tokens to
+        keys and values, in one call.
+        """
+        if self.draft is None or not self.draft.is_spire:
+            return 0.0
+        shape, costs, tokens = self.draft, self.costs, batch * (gamma + 1)
+        parameters = shape.num_layers * shape.key_value_parameters / self.tensor_parallel
+        roofline = self._roofline_ms(2 * parameters * tokens, parameters * shape.weight_bytes)
+        overhead_us = costs.layer_overhead_us + shape.num_layers * costs.token_overhead_us * tokens
+        return max(roofline) + overhead_us * 1e-3
+
+    def round_ms(self, gamma: int, batch: int, context: int, budget: int) -> float:
+        """A round of `gamma` drafts, from the first draft step to what comes after the verification."""
+        extra_ms = self.costs.round_overhead_ms + self.catch_up_ms(gamma, batch)
         draft_ms = self.draft_step_ms(batch, context, budget)
-        one_round_ms = round_ms(
-            gamma, draft_ms, self.verify_ms(gamma, batch, context), self.costs.round_overhead_ms
-        )
+        return round_ms(gamma, draft_ms, self.verify_ms(gamma, batch, context), extra_ms)
+
+    def speedup(self, alpha: float, gamma: int, batch: int, context: int, budget: int) -> float:
+        """Predicted speedup of speculation over plain decoding."""
+        one_round_ms = self.round_ms(gamma, batch, context, budget)
         return speedup(self.plain_step_ms(batch, context), tokens_per_round(gamma, alpha), one_round_ms)
 
-    def best(self, alphas: Mapping[int, float], max_gamma: int, batch: int, context: int) -> Choice:
-        """The fastest gamma in [1, max_gamma] and budget; below 1 plain decoding is faster.
+    def best(
+        self, alphas: Mapping[int, float], max_gamma: int, batch: int, context: int, min_gamma: int = 1
+    ) -> Choice:
+        """The fastest gamma in [min_gamma, max_gamma] and budget; below 1 plain decoding is faster.
 
         Args:
             alphas: acceptance rate of every budget (tokens) to consider. It has to differ: at equal
@@ -364,26 +502,36 @@ class Deployment:
         choices = (
             Choice(gamma, budget, self.speedup(alpha, gamma, batch, context, budget))
             for budget, alpha in alphas.items()
-            for gamma in range(1, max_gamma + 1)
+            for gamma in range(min_gamma, max_gamma + 1)
         )
         return max(choices, key=lambda choice: choice.speedup)
 
     def inflection_context(
-        self, alphas: Mapping[int, float], max_gamma: int, batch: int, max_context: int = 2**20
+        self,
+        alphas: Mapping[int, float],
+        max_gamma: int,
+        batch: int,
+        max_context: int = 2**20,
+        min_gamma: int = 1,
     ) -> int | None:
-        """S_inflection: the least context at which speculation pays; None: none up to `max_context`.
+        """S_inflection: the least context from which on speculation pays; None: none up to `max_context`.
 
-        Bisection. Below the budget a draft step costs as much as a plain one; above it T_T and T_V grow
-        with the context, linearly from the longest window on, and T_D stays, so the speedup crosses 1 at
-        most once.
+        Bisection. In self-speculation a draft step costs as much as a plain one below the budget; above
+        it T_T and T_V grow with the context, linearly from the longest window on, and T_D stays, so the
+        speedup crosses 1 at most once. A draft model may pay at the shortest contexts, then not, then
+        again, so the search begins at the last power of two where it does not pay.
         """
 
         def pays(context: int) -> bool:
-            return self.best(alphas, max_gamma, batch, context).speedup >= 1
+            return self.best(alphas, max_gamma, batch, context, min_gamma).speedup >= 1
 
-        low, high = 0, max_context
-        if not pays(high):
+        if not pays(max_context):
             return None
+        low, high = 0, max_context
+        if self.draft is not None:
+            while (half := high // 2) and pays(half):
+                high = half
+            low = high // 2
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (low, middle) if pays(middle) else (middle, high)
@@ -400,6 +548,15 @@ class Deployment:
         attention_compute, attention_memory = self.attention_ms(batch, 1, context)
         return int(min(linear_memory / linear_compute, attention_memory / attention_compute))
 
+    def kv_bytes_per_context_token(self, context: int) -> float:
+        """What a token of a context takes of one device's memory, a draft model's K/V of it included.
+
+        A draft model keeps all of a context's pages, although it reads sinks and window alone: vLLM's pages
+        are those of both models.
+        """
+        own = self.kv_bytes_per_token * self.shape.kv_share(context)
+        return own if self.draft is None else own + self.drafting.kv_bytes_per_context_token(context)
+
     def kv_capacity_tokens(self, context: int = 1) -> int:
         """Tokens whose K/V fit beside the weights; 0 where not even the weights do.
 
@@ -408,5 +565,6 @@ class Deployment:
         """
         costs = self.costs
         usable = (self.hardware.memory_gib * costs.memory_utilization - costs.reserved_gib) * GIB
-        weights = self.shape.parameters * self.shape.weight_bytes / self.tensor_parallel
-        return max(0, int((usable - weights) / (self.kv_bytes_per_token * self.shape.kv_share(context))))
+        models = (self.shape,) if self.draft is None else (self.shape, self.draft)
+        weights = sum(model.parameters * model.weight_bytes for model in models) / self.tensor_parallel
+        return max(0, int((usable - weights) / self.kv_bytes_per_context_token(context)))

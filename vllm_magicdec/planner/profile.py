@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`magicdec profile`: step times of a model on this machine, in the real engine, written to a file.
 
-The file is what `auto` starts from (its field `profile`).
+The file is what `auto` starts from (its field `profile`) and what `magicdec simulate` goes by.
 """
 
 import argparse
@@ -9,8 +9,10 @@ import itertools
 import json
 import os
 import platform
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -149,6 +151,49 @@ def measure(llm: Any, batches: list[int], contexts: list[int]) -> StepTimes:
     return times
 
 
+class _Plainly(Controller):
+    """Decodes plainly."""
+
+    def choose(self, num_reqs: int, context_tokens: int) -> Choice:
+        return PLAIN
+
+
+def measure_prompts(llm: Any, contexts: list[int]) -> list[dict[str, float]]:
+    """What chunks of prompts take, alone in their steps.
+
+    Args:
+        llm: as for `measure_cell`.
+        contexts: tokens of prompts; one longer than `max_num_batched_tokens` comes in several chunks.
+
+    Returns:
+        For every chunk the median of its times: `prompt_tokens`, `context_tokens` before it, `seconds`.
+    """
+    from vllm import SamplingParams
+
+    engine = llm.llm_engine
+    scheduler = engine.engine_core.engine_core.scheduler
+    most = engine.vllm_config.scheduler_config.max_num_batched_tokens
+    controller = scheduler._controller
+    scheduler._controller = _Plainly(controller.lengths, controller.budgets, StepTimes())
+    seconds: dict[tuple[int, int], list[float]] = defaultdict(list)
+    only_one = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
+    (prompt,) = make_prompts(engine.model_config.get_vocab_size(), 1, max(contexts))
+    for context, _ in itertools.product(sorted(set(contexts)), range(_REPEATS + 1)):
+        engine.reset_prefix_cache()
+        engine.add_request("prompt", {"prompt_token_ids": prompt[:context]}, only_one)
+        for before in range(0, context, most):
+            started = _when_idle()
+            engine.step()
+            seconds[min(most, context - before), before].append(_when_idle() - started)
+        while engine.has_unfinished_requests():
+            engine.step()
+    scheduler._controller = controller
+    return [
+        {"prompt_tokens": tokens, "context_tokens": before, "seconds": median(times[1:] or times)}
+        for (tokens, before), times in seconds.items()
+    ]
+
+
 def run(options: argparse.Namespace) -> None:
     """The subcommand."""
     # The scheduler, which holds the times, must be within reach.
@@ -182,11 +227,13 @@ def run(options: argparse.Namespace) -> None:
         }
     )
     times = measure(llm, options.batch, options.context)
+    prompts = measure_prompts(llm, options.context)
     description = {
         "model": options.model,
         "machine": platform.processor() or platform.machine(),
         "engine": options.engine,
         "speculative_config": spec,
+        "prompts": prompts,
     }
     times.save(options.out, description)
     print(f'wrote {options.out}; use it with the field "profile": "{options.out}"')

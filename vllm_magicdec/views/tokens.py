@@ -15,7 +15,7 @@ smaller budget's selection is the beginning of a larger one's.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 
@@ -110,7 +110,7 @@ class TokenBudget:
         """`tokens`, by the name that budgets of all units have."""
         return self.tokens(context_lens)
 
-    def keeping_recent(self, count: int) -> "TokenBudget":
+    def keeping_recent(self, count: int) -> Self:
         """The same with another number of recent tokens."""
         return replace(self, window=count)
 

@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.utils.math_utils import next_power_of_2
+from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_magicdec.drafting.layer_groups import LayerGroup
-from vllm_magicdec.errors import METHOD, MagicDecConfigError
+from vllm_magicdec.errors import METHOD, MODEL_METHOD, MagicDecConfigError
 from vllm_magicdec.views.windows import LocalChunk
 
 
@@ -61,6 +63,32 @@ def refuse_split_pages(attention_groups: Sequence[Sequence[AttentionGroup]]) -> 
                 f"{group.backend.get_name()} splits pages of {group.kv_cache_spec.block_size} tokens into "
                 f"{group.kernel_block_size}; use --block-size {group.kernel_block_size}, "
                 "draft_kv_granularity='token', or draft_kv_policy='streamingllm'"
+            )
+
+
+def refuse_small_buffers(attention_groups: Sequence[Sequence[AttentionGroup]]) -> None:
+    """Refuse a draft model whose heads are larger than its attention has room for.
+
+    vLLM's Triton attention makes room for partial results by the target's head size (its builder's
+    `headdim`), and its kernel writes as much as a head of the layer has.
+
+    Args:
+        attention_groups: of the draft's layers, by KV-cache group.
+
+    Raises:
+        MagicDecConfigError: with the way out.
+    """
+    for group in (group for of_cache in attention_groups for group in of_cache):
+        room = getattr(group.get_metadata_builder(), "headdim", None)
+        spec = group.kv_cache_spec
+        if room is None or not isinstance(spec, AttentionSpec):
+            continue
+        if next_power_of_2(spec.head_size) > next_power_of_2(room):
+            raise MagicDecConfigError(
+                f"{MODEL_METHOD}: attention backend {group.backend.get_name()} has room for the target's "
+                f"heads of {room}, and the draft model's have {spec.head_size}; give the draft another "
+                "one, attention_backend='FLASH_ATTN' in the speculative config, or draft with the target "
+                f"itself ({METHOD})"
             )
 
 

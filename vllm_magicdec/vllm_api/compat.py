@@ -144,6 +144,21 @@ CALLED = (
     Needed(_PROPOSER, "SpecDecodeBaseProposer.positions"),
     Needed(_PROPOSER, "SpecDecodeBaseProposer.max_num_tokens"),
     Needed(_PROPOSER, "SpecDecodeBaseProposer.max_model_len"),
+    # What a SPIRe draft takes of the target's passes, and where it writes.
+    Needed("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.use_aux_hidden_state_outputs"),
+    Needed("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.execute_model_state"),
+    Needed("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._get_positions", ("self", "num_tokens")),
+    Needed("vllm.v1.worker.gpu_model_runner", "ExecuteModelState", ("aux_hidden_states", "slot_mappings")),
+    Needed(
+        "vllm.model_executor.models.interfaces",
+        "EagleModelMixin._set_aux_hidden_state_layers",
+        ("self", "layers"),
+    ),
+    Needed(
+        _CPU_ATTENTION,
+        "CPUAttentionBackendImpl.do_kv_cache_update",
+        ("self", "layer", "key", "value", "kv_cache", "slot_mapping"),
+    ),
     Needed("vllm.distributed.kv_transfer.kv_transfer_state", "_KV_CONNECTOR_AGENT"),
     Needed("vllm.config.kv_transfer", "KVTransferConfig.is_kv_consumer", ("self",)),
     Needed(

@@ -73,7 +73,13 @@ class Capturable(Protocol):
     def forward_and_sample(
         self, tokens: torch.Tensor, step: DraftStep, attn_metadata: Mapping[str, Any]
     ) -> torch.Tensor:
-        """The next tokens, [num_reqs] int64, from `tokens` [num_reqs] int32."""
+        """The tokens after each request's last one, [num_reqs] int64.
+
+        Args:
+            tokens: [num_tokens] int32, as many of each request.
+            step: where they look and where their K/V goes; `lens` are of each request's last token.
+            attn_metadata: by layer.
+        """
         ...
 
 
@@ -87,9 +93,12 @@ class StepDescriptor(BatchExecutionDescriptor):
 class DraftGraphs(CudaGraphManager):
     """One graph per padded number of requests: the forward pass and the sampling of one draft step.
 
+    A step has one query token per request, or the same number of them for all, of which the last is drawn
+    after.
+
     It serves all steps of a round and rounds of any length, as they differ only in what lies at the places
     that the graph reads: tokens, positions, slots and lengths are copied there, and views have their own.
-    Requests that pad a batch see one token and write nothing.
+    Requests that pad a batch see a token per query and write nothing.
 
     A backend's metadata is made anew before every replay, as vLLM does for its own draft models: backends
     keep what they derive from lengths in buffers that their kernels were captured with.
@@ -101,6 +110,7 @@ class DraftGraphs(CudaGraphManager):
             nothing to capture, and every step runs eagerly.
         step: what is captured.
         common_lens: `views.base.TokenView.common_len`s for which the step runs other kernels; None is one.
+        num_queries: per request.
     """
 
     def __init__(
@@ -110,26 +120,35 @@ class DraftGraphs(CudaGraphManager):
         cudagraph_mode: CUDAGraphMode,
         step: Capturable,
         common_lens: Sequence[int | None],
+        num_queries: int = 1,
     ) -> None:
         has_full_graphs = cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
         mode = CUDAGraphMode.FULL_DECODE_ONLY if has_full_graphs else CUDAGraphMode.NONE
         cases = get_lora_capture_cases(vllm_config.lora_config, vllm_config.compilation_config)
-        super().__init__(vllm_config, device, mode, decode_query_len=1, lora_capture_cases=cases)
+        super().__init__(vllm_config, device, mode, decode_query_len=num_queries, lora_capture_cases=cases)
         self._step = step
         self._common_lens = common_lens
         for descs in self._capture_descs.values():
-            descs[:] = [StepDescriptor(**vars(desc), common_len=n) for desc in descs for n in common_lens]
+            descs[:] = [
+                StepDescriptor(**vars(desc), common_len=n)
+                for desc in descs
+                if desc.uniform_token_count == num_queries  # vLLM may add verifications of fewer drafts
+                for n in common_lens
+            ]
         self._captured: dict[StepDescriptor, DraftStep] = {}
         num_views, num_reqs = step.num_views, self.max_num_reqs
-        self._tokens = torch.zeros(num_reqs, dtype=torch.int32, device=device)
-        self._positions = torch.zeros(num_reqs, dtype=torch.int64, device=device)
-        self._slots = torch.full((num_views, num_reqs), PAD_SLOT, dtype=torch.int64, device=device)
-        self._lens = torch.ones((num_views, num_reqs), dtype=torch.int32, device=device)
+        num_tokens = num_reqs * num_queries
+        self._tokens = torch.zeros(num_tokens, dtype=torch.int32, device=device)
+        self._positions = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+        self._slots = torch.full((num_views, num_tokens), PAD_SLOT, dtype=torch.int64, device=device)
+        self._lens = torch.full((num_views, num_reqs), num_queries, dtype=torch.int32, device=device)
         self._sampled = torch.zeros(num_reqs, dtype=torch.int64, device=device)
 
     def _init_candidates(self) -> None:
-        """vLLM's own, for the sizes of draft steps."""
-        sizes = draft_graph_sizes(self.vllm_config)
+        """vLLM's own, for sizes of draft steps; models are compiled for no more tokens than fit a step."""
+        most = self.vllm_config.scheduler_config.max_num_batched_tokens
+        sizes = [size * self.decode_query_len for size in draft_graph_sizes(self.vllm_config)]
+        sizes = [size for size in sizes if size <= most]
         self.compilation_config = copy.copy(self.vllm_config.compilation_config)
         self.compilation_config.cudagraph_capture_sizes = sizes
         self.compilation_config.max_cudagraph_capture_size = max(sizes, default=0)
@@ -145,13 +164,14 @@ class DraftGraphs(CudaGraphManager):
     ) -> Callable[[CUDAGraphMode], None]:
         assert isinstance(desc, StepDescriptor) and desc.num_reqs is not None
         num_reqs = desc.num_reqs
+        num_tokens = num_reqs * self.decode_query_len
         self._step.select_adapters(desc.num_active_loras, num_reqs)
         # The step that is at the places that the graph reads.
         parts = [
             ViewStep(
                 index=0,
-                positions=self._positions[:num_reqs],
-                slots=slots[:num_reqs],
+                positions=self._positions[:num_tokens],
+                slots=slots[:num_tokens],
                 view=self._step.capture_view(index, num_reqs, lens[:num_reqs], desc.common_len),
             )
             for index, (slots, lens) in enumerate(zip(self._slots, self._lens, strict=True))
@@ -161,7 +181,7 @@ class DraftGraphs(CudaGraphManager):
         attn_metadata = self._step.step_metadata(step, for_capture=True)
 
         def run(cudagraph_mode: CUDAGraphMode) -> None:
-            sampled = self._step.forward_and_sample(self._tokens[:num_reqs], step, attn_metadata)
+            sampled = self._step.forward_and_sample(self._tokens[:num_tokens], step, attn_metadata)
             self._sampled[:num_reqs].copy_(sampled)
 
         return run
@@ -170,26 +190,29 @@ class DraftGraphs(CudaGraphManager):
         """The step's sampled tokens, [num_reqs] int64, valid until the next step.
 
         Args:
-            tokens: [num_reqs] int32, the query tokens.
+            tokens: [num_reqs x num_queries] int32, the query tokens.
             step: where they look and where their K/V goes.
             num_adapters: `Adapters.num_active` of the round; they are applied.
 
         Returns:
             None if there is no graph for so many requests.
         """
-        num_reqs = tokens.shape[0]
-        desc = self.dispatch(num_reqs, num_reqs, uniform_token_count=1, num_active_loras=num_adapters)
+        num_tokens, num_queries = tokens.shape[0], self.decode_query_len
+        num_reqs = num_tokens // num_queries
+        desc = self.dispatch(
+            num_reqs, num_tokens, uniform_token_count=num_queries, num_active_loras=num_adapters
+        )
         if desc.cg_mode != CUDAGraphMode.FULL:
             return None
         lens = [part.view.common_len for part in step.parts if isinstance(part.view, TokenView)]
         common_len = lens[0] if lens and lens[0] in self._common_lens else None
-        self._tokens[:num_reqs].copy_(tokens)
-        self._positions[:num_reqs].copy_(step.positions)
+        self._tokens[:num_tokens].copy_(tokens)
+        self._positions[:num_tokens].copy_(step.positions)
         for part, slots, lens_in_view in zip(step.parts, self._slots, self._lens, strict=True):
             lens_in_view[:num_reqs].copy_(part.view.lens)
-            slots[:num_reqs].copy_(part.slots)
-        self._lens[:, num_reqs:].fill_(1)
-        self._slots[:, num_reqs:].fill_(PAD_SLOT)
+            slots[:num_tokens].copy_(part.slots)
+        self._lens[:, num_reqs:].fill_(num_queries)
+        self._slots[:, num_tokens:].fill_(PAD_SLOT)
         own = StepDescriptor(**vars(desc), common_len=common_len)
         self._step.refresh_metadata(self._captured[own])
         self.run_fullgraph(own)

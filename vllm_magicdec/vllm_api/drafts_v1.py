@@ -16,26 +16,24 @@ import torch
 import torch.nn as nn
 from vllm.config import get_layers_from_vllm_config
 from vllm.forward_context import set_forward_context
-from vllm.logger import init_logger
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import KVCacheConfig, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
 from vllm_magicdec.drafting.drafter import OwnCache
 from vllm_magicdec.drafting.held_tokens import HeldTokens
 from vllm_magicdec.drafting.layer_groups import LayerGroup
-from vllm_magicdec.errors import MODEL_METHOD, MagicDecConfigError
 from vllm_magicdec.views.base import PAD_SLOT, Batch, on_device
 from vllm_magicdec.views.passes import Queries
+from vllm_magicdec.vllm_api.attention_groups import refuse_small_buffers
 from vllm_magicdec.vllm_api.embeddings import embed, refuse_more_inputs, takes_embeddings
+from vllm_magicdec.vllm_api.kv_cache import refuse_draft_without_whole_context, say_what_draft_takes
 from vllm_magicdec.vllm_api.kv_transfer import unseen_by_connector
 
 if TYPE_CHECKING:  # it makes what is here
     from vllm_magicdec.vllm_api.runner_v1 import MagicDecProposer
-
-logger = init_logger(f"vllm.{__name__}")
 
 # Tokens that a round's first pass takes of a request beside its last one, in multiples of a round's drafts.
 # They see no more than the view of the round; where more are lacking, a pass over all pages is better.
@@ -160,6 +158,23 @@ class Draft(ABC):
         """
         self._target_common, self._target_token_ids = common, target_token_ids
 
+    def note_activations(  # noqa: B027
+        self, positions: torch.Tensor, activations: torch.Tensor, slots: Mapping[str, torch.Tensor]
+    ) -> None:
+        """What that step's tokens left in the target; a draft that makes nothing of it need not look.
+
+        Args:
+            positions: [num_tokens] int64, or [num_dims, num_tokens] under M-RoPE.
+            activations: [num_tokens, hidden_size], of the last layer; or vLLM's auxiliary hidden states, if
+                they were asked for, one layer's after the other's.
+            slots: [num_tokens or more] int64, where their K/V is, by layer, the draft's among them.
+        """
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether a pass may take several tokens of a request that were not verified."""
+        return True
+
     @property
     def num_leading(self) -> int:
         """Tokens that the round's next passes take beside those that they are asked for, at most."""
@@ -231,8 +246,42 @@ class _Written:
     tokens: Sequence[int]
 
 
-class ModelDraft(Draft):
+class LoadedDraft(Draft):
     """A model that vLLM loads as it does for `draft_model`, with layers in the KV cache's groups.
+
+    Args:
+        proposer: makes its passes.
+    """
+
+    def load(self, target: nn.Module) -> set[str]:
+        """See `Draft`."""
+        DraftModelProposer.load_model(self._proposer, target)
+        return set(self._proposer._draft_attn_layer_names)
+
+    def warm_up(self, *args: Any, **kwargs: Any) -> None:
+        """See `Draft`."""
+        DraftModelProposer.dummy_run(self._proposer, *args, **kwargs)
+
+    def _run(self, tokens: torch.Tensor, positions: torch.Tensor, num_padded: int) -> Any:
+        """What the model gives for a pass; its CUDA graphs read their inputs from vLLM's buffers.
+
+        Args:
+            tokens: as for `forward`.
+            positions: as for `forward`.
+            num_padded: tokens of the pass as its graphs want them.
+        """
+        proposer, num_tokens = self._proposer, tokens.shape[0]
+        proposer.input_ids[:num_tokens] = tokens
+        proposer.positions[:num_tokens] = positions
+        return proposer.model(
+            input_ids=proposer.input_ids[:num_padded],
+            positions=proposer.positions[:num_padded],
+            inputs_embeds=None,
+        )
+
+
+class ModelDraft(LoadedDraft):
+    """A model that reads its own tokens.
 
     A round's passes write the K/V of what they take: the last verified token and all drafts but the last.
     What was rejected of them is written over. What the cache then lacks of the verified tokens (the last
@@ -250,34 +299,23 @@ class ModelDraft(Draft):
 
     def load(self, target: nn.Module) -> set[str]:
         """See `Draft`."""
-        DraftModelProposer.load_model(self._proposer, target)
+        layer_names = super().load(target)
         refuse_more_inputs(self._proposer.model)
-        return set(self._proposer._draft_attn_layer_names)
+        return layer_names
 
     def lay_out(self, kv_cache_config: KVCacheConfig, groups: Sequence[LayerGroup]) -> None:
         """See `Draft`.
 
         Raises:
-            MagicDecConfigError: no layer keeps the whole context.
+            MagicDecConfigError: no layer keeps the whole context, or its attention has no room.
         """
+        refuse_draft_without_whole_context(groups)
+        refuse_small_buffers(self._proposer.attention_groups)
         group = groups[0]  # those that see the whole context come first
-        if group.reach is not None:
-            raise MagicDecConfigError(
-                f"{MODEL_METHOD}: no layer of this draft model sees the whole context, and vLLM frees the "
-                "pages that its others leave behind; use vLLM's method 'draft_model' with it"
-            )
         self._page_size, self._cache_group = group.cache.block_size, group.kv_cache_group
         self._held = HeldTokens(kv_cache_config.num_blocks, self._page_size)
-        _say_what_it_takes(kv_cache_config, groups)
-        # vLLM's runner drafts nothing for any request where one is near the model's end. Then the others'
-        # caches would lack what the step verified; what is drafted beyond the end is dropped.
-        runner = self._proposer.target_runner
-        room = self._proposer.speculative_config.num_speculative_tokens
-        runner.effective_drafter_max_model_len = runner.max_model_len + room
-
-    def warm_up(self, *args: Any, **kwargs: Any) -> None:
-        """See `Draft`."""
-        DraftModelProposer.dummy_run(self._proposer, *args, **kwargs)
+        say_what_draft_takes(kv_cache_config, groups)
+        draft_beyond_the_end(self._proposer)
 
     def forward(
         self,
@@ -286,16 +324,10 @@ class ModelDraft(Draft):
         slots: Sequence[torch.Tensor],
         attn_metadata: Mapping[str, Any],
     ) -> torch.Tensor:
-        """See `Draft`; its CUDA graphs read their inputs from vLLM's buffers of a draft model."""
-        proposer, num_tokens = self._proposer, tokens.shape[0]
+        """See `Draft`."""
+        num_tokens = tokens.shape[0]
         with self._in_pass(num_tokens, slots, attn_metadata) as num_padded:
-            proposer.input_ids[:num_tokens] = tokens
-            proposer.positions[:num_tokens] = positions
-            hidden_states = proposer.model(
-                input_ids=proposer.input_ids[:num_padded],
-                positions=proposer.positions[:num_padded],
-                inputs_embeds=None,
-            )
+            hidden_states = self._run(tokens, positions, num_padded)
         return hidden_states[:num_tokens]
 
     @property
@@ -371,10 +403,11 @@ class ModelDraft(Draft):
         for of_pass in _split(pieces, proposer.max_num_tokens):
             self._read(batch, of_pass)
 
-    def end_round(self, batch: Batch, drafts: Sequence[Sequence[int]]) -> None:
+    def end_round(self, batch: Batch, drafts: torch.Tensor | Sequence[Sequence[int]]) -> None:
         """See `drafting.drafter.OwnCache`."""
         room, latest = self._proposer.max_model_len, batch.tokens.tolist()
-        for index, (req_id, end, own) in enumerate(zip(batch.req_ids, self._ends, drafts, strict=True)):
+        lists = drafts.tolist() if isinstance(drafts, torch.Tensor) else drafts
+        for index, (req_id, end, own) in enumerate(zip(batch.req_ids, self._ends, lists, strict=True)):
             # A pass writes what it takes, and the last draft is what the last pass gives.
             if len(own) and not batch.is_prefilling[index] and index not in self._leading:
                 tokens = [latest[index], *own[:-1]][: room - end]
@@ -493,25 +526,14 @@ class ModelDraft(Draft):
         return tables[self._cache_group].block_table.np[index]
 
 
-def _say_what_it_takes(kv_cache_config: KVCacheConfig, groups: Sequence[LayerGroup]) -> None:
-    if len(kv_cache_config.kv_cache_groups) != 1:  # else tokens of several groups share the blocks
-        return
-    (cache,) = kv_cache_config.kv_cache_groups
-    spec, names = cache.kv_cache_spec, dict.fromkeys(cache.layer_names)
-    if isinstance(spec, UniformTypeKVCacheSpecs):
-        all_bytes = spec.page_size_bytes
-    else:
-        all_bytes = len(names) * spec.page_size_bytes
-    own_bytes = sum(len(group.layer_names) * group.cache.page_size_bytes for group in groups)
-    num_tokens = kv_cache_config.num_blocks * groups[0].cache.block_size
-    logger.info_once(
-        "%s: the draft model's layers take %.0f %% of the KV cache, which has room for %s tokens of both "
-        "models; it would have for %s of the target alone.",
-        MODEL_METHOD,
-        100 * own_bytes / all_bytes,
-        f"{num_tokens:,}",
-        f"{int(num_tokens * all_bytes / (all_bytes - own_bytes)):,}",
-    )
+def draft_beyond_the_end(proposer: "MagicDecProposer") -> None:
+    """Have rounds made for all requests where one is near the model's end; what is beyond it is dropped.
+
+    vLLM's runner drafts nothing for any request then, and the others' caches would lack what was verified.
+    """
+    runner = proposer.target_runner
+    room = proposer.speculative_config.num_speculative_tokens
+    runner.effective_drafter_max_model_len = runner.max_model_len + room
 
 
 def _split(pieces: Sequence[tuple[int, int, int]], most: int) -> list[list[tuple[int, int, int]]]:

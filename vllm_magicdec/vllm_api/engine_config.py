@@ -15,14 +15,14 @@ from vllm.logger import init_logger
 from vllm.tokenizers import cached_tokenizer_from_config, get_tokenizer
 
 from vllm_magicdec.adaptive.draft_plan import BUDGET_DIVISORS
-from vllm_magicdec.adaptive.metrics import open_metrics_dir
 from vllm_magicdec.adaptive.step_times import StepTimes
 from vllm_magicdec.config import MagicDecSpeculativeConfig, nested_lengths
 from vllm_magicdec.errors import METHOD, MODEL_METHOD, MagicDecConfigError
 from vllm_magicdec.lookup.datastore_files import Vocabulary
 from vllm_magicdec.lookup.datastore_files import check as check_datastore
-from vllm_magicdec.policies import find_policy
 from vllm_magicdec.policies.base import PagePolicy
+from vllm_magicdec.policies.sinks_and_window import SinksAndWindow
+from vllm_magicdec.spire.settings import SpireSettings
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -57,8 +57,7 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
                 f"{METHOD}: draft_kv_budget={self.draft_kv_budget:g} is above the model length; "
                 f"use at most {max_model_len} (the whole context)"
             )
-        self.metrics_dir = open_metrics_dir()
-        if find_policy(self.draft_kv_policy).reads_generated_tokens(self):
+        if self.policy.reads_generated_tokens(self):
             check_refresh(vllm_config.scheduler_config.async_scheduling, vllm_config.use_v2_model_runner)
         self.budgets = self._find_budgets(vllm_config)
         if self.has_controller:
@@ -68,23 +67,34 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
 
     def _check_draft_model(self, vllm_config: VllmConfig) -> None:
         instead = f"draft with the target itself ({METHOD})"
-        if vllm_config.use_v2_model_runner:
-            raise MagicDecConfigError(
-                f"{MODEL_METHOD} works on the V1 model runner alone so far; set "
-                f"VLLM_USE_V2_MODEL_RUNNER=0, or {instead}"
-            )
+        if self.spire is not None:
+            self._check_spire(vllm_config, self.spire)
         if vllm_config.kv_transfer_config is not None:
             raise MagicDecConfigError(
                 f"{MODEL_METHOD} does not work with a KV connector, which would not bring the draft "
                 f"model's KV cache; remove --kv-transfer-config and --kv-offloading-size, or {instead}"
             )
-        if not issubclass(find_policy(self.draft_kv_policy), PagePolicy):
+        if not issubclass(self.policy, PagePolicy | SinksAndWindow):
             raise MagicDecConfigError(
                 f"{MODEL_METHOD}: draft_kv_policy={self.draft_kv_policy!r} follows the attention of the "
                 "target's prompts and verifications, and a draft model has layers and a cache of its own; "
                 f"use draft_kv_policy='streamingllm', or {instead}"
             )
         self._check_tokenizers(vllm_config.model_config, self.draft_model_config)
+
+    def _check_spire(self, vllm_config: VllmConfig, fields: SpireSettings) -> None:
+        """What a SPIRe draft cannot do."""
+        if vllm_config.use_v2_model_runner:
+            raise MagicDecConfigError(
+                f"{MODEL_METHOD}: a SPIRe draft works on the V1 model runner alone so far; set "
+                f"VLLM_USE_V2_MODEL_RUNNER=0, or draft with the target itself ({METHOD})"
+            )
+        if self.draft_lookup == "on" and not self.adaptive and fields.feedback_memory:
+            raise MagicDecConfigError(
+                f"{MODEL_METHOD}: draft_lookup='on' makes no pass of a SPIRe draft longer, because every "
+                "token needs the memory of the one before; use draft_lookup='off', or "
+                "num_speculative_tokens='auto', which may have looked-up tokens verified unread"
+            )
 
     def _check_tokenizers(self, target: ModelConfig, draft: ModelConfig) -> None:
         if target.skip_tokenizer_init:
@@ -103,8 +113,14 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
                 draft.model,
             )
             return
-        theirs, own = cached_tokenizer_from_config(target).get_vocab(), tokenizer.get_vocab()
-        differing = sum(own.get(token, index) != index for token, index in theirs.items())
+        targets = cached_tokenizer_from_config(target)
+        theirs, own = targets.get_vocab(), tokenizer.get_vocab()
+        # Of families whose models differ in what they use of the reserved ids, one may lack the other's: a
+        # draft that does not know a token is wrong where it comes, no more.
+        added: dict[str, int] = getattr(targets, "get_added_vocab", dict)()
+        differing = sum(
+            own.get(token) != index for token, index in theirs.items() if token in own or token not in added
+        )
         if differing or not own.keys() & theirs.keys():
             raise MagicDecConfigError(
                 f"{MODEL_METHOD}: the tokenizer of model={draft.model!r} gives {differing} tokens other "
@@ -122,14 +138,14 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
                 "positions of other tokens, so that their answers depend on the batch, with and without "
                 "speculation; serve the model on a GPU"
             )
-        if not issubclass(find_policy(self.draft_kv_policy), PagePolicy):
+        if not issubclass(self.policy, PagePolicy):
             raise MagicDecConfigError(
                 f"{METHOD}: draft_kv_policy={self.draft_kv_policy!r} reads keys of KV heads, and MLA "
                 "models cache one latent vector per token instead; use draft_kv_policy='streamingllm'"
             )
 
     def _check_output_quantisation(self, vllm_config: VllmConfig) -> None:
-        policy, device_type = find_policy(self.draft_kv_policy), vllm_config.device_config.device_type
+        policy, device_type = self.policy, vllm_config.device_config.device_type
         if policy.granularity(self, device_type) != "token":
             return  # vLLM's own attention drafts
         if vllm_config.compilation_config.pass_config.fuse_attn_quant:
@@ -221,7 +237,7 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
         """
         limits = self.limits(vllm_config, vllm_config.cache_config.block_size)
         try:
-            parsed = find_policy(self.draft_kv_policy).parse_budget(self, limits, budget)
+            parsed = self.policy.parse_budget(self, limits, budget)
         except ValueError as error:
             raise MagicDecConfigError(f"{METHOD}: {error}") from None
         return min(parsed.max_tokens, limits.max_model_len)
@@ -233,10 +249,15 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
             raise MagicDecConfigError(
                 f"{METHOD}: 'auto' brings its own scheduler; remove --scheduler-cls or give a number"
             )
-        if vllm_config.parallel_config.data_parallel_size > 1:
+        parallel = vllm_config.parallel_config
+        if (
+            parallel.distributed_executor_backend == "external_launcher"
+            and parallel.world_size_across_dp > 1
+        ):
+            # Every process has a scheduler of its own then, and all of them have to schedule alike.
             raise MagicDecConfigError(
-                f"{METHOD}: 'auto' does not work with data parallelism in one engine; give a number, or "
-                "start one server per rank"
+                f"{METHOD}: 'auto' chooses by times that each process measures for itself, and with the "
+                "executor 'external_launcher' all have to choose alike; give a number"
             )
         if self.profile is not None:
             self._check_profile(self.profile)

@@ -3,10 +3,10 @@
 
 Three points make objects: where vLLM makes its own class for a `draft_model`, it gets our subclass instead
 if, and only if, `magicdec-self` was selected. Two belong to the command line, one leaves memory beside the
-KV cache, and one brings the requests' LoRA adapters. Later, and only with the method selected,
-`attention/switch.py` stands before each layer's attention, and `cpu_sampling.py` and `cpu_attention.py`
-mend what is wrong on CPUs. No file of vLLM is edited. A vLLM that has a registry for out-of-tree
-speculators (see `patches/`) is asked through that, and of these only the last two are used.
+KV cache, one brings the requests' LoRA adapters, and four bring counts to the front end. Later, and only
+with the method selected, `attention/switch.py` stands before each layer's attention, and `cpu_sampling.py`
+and `cpu_attention.py` mend what is wrong on CPUs. No file of vLLM is edited. A vLLM that has a registry for
+out-of-tree speculators (see `patches/`) is asked through that, and of these only the last six are used.
 """
 
 import functools
@@ -126,15 +126,22 @@ def _add_options(owner: type, original: Callable[..., Any]) -> Callable[..., Any
 def _check_configuration(owner: type, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = self.speculative_config
         check_given(
-            self.speculative_config,
+            given,
             {
                 "method": self.spec_method,
                 "model": self.spec_model,
                 "num_speculative_tokens": self.spec_tokens,
             },
         )
-        vllm_config = original(self, *args, **kwargs)
+        # vLLM adds the options to it, and refuses them as given twice where the same arguments are resolved
+        # again: by each of several API servers, and by Ray.
+        self.speculative_config = dict(given) if isinstance(given, dict) else given
+        try:
+            vllm_config = original(self, *args, **kwargs)
+        finally:
+            self.speculative_config = given
         spec = vllm_config.speculative_config
         if isinstance(spec, EngineSpeculativeConfig):
             spec.verify_engine(vllm_config)
@@ -173,6 +180,45 @@ def _know_adapters(owner: Any, original: Callable[..., Any]) -> Callable[..., An
     return prepare_inputs
 
 
+def _send_counts(owner: type, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = original(self, *args, **kwargs)
+        if not _engine_selects({"vllm_config": self.vllm_config}):
+            return output
+        from vllm_magicdec.vllm_api.counts import send
+
+        draft = getattr(self, "drafter", None) or self.speculator
+        return send(draft.counts, output)
+
+    return sample_tokens
+
+
+def _pass_counts_on(owner: type, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+        outputs = original(self, scheduler_output, model_runner_output)
+        if _engine_selects({"vllm_config": self.vllm_config}):
+            from vllm_magicdec.vllm_api.counts import pass_on
+
+            pass_on(self, model_runner_output, outputs.values())
+        return outputs
+
+    return update_from_output
+
+
+def _show_counts(owner: type, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, vllm_config, *args, **kwargs)
+        if _engine_selects({"vllm_config": vllm_config}):
+            from vllm_magicdec.vllm_api.counts import add_logger
+
+            add_logger(self, vllm_config)
+
+    return __init__
+
+
 MEMORY_HOOK = Hook(
     module="vllm.v1.engine.core",
     owner="",
@@ -191,8 +237,38 @@ ADAPTERS_HOOK = Hook(
     wrap=_know_adapters,
 )
 
+COUNTS_HOOKS = (
+    *(
+        Hook(
+            module=module,
+            owner="GPUModelRunner",
+            name="sample_tokens",
+            parameters=("self", "grammar_output"),
+            reason="what a worker has counted goes with the output of its step, to whatever host",
+            wrap=_send_counts,
+        )
+        for module in ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
+    ),
+    Hook(
+        module="vllm.v1.core.sched.scheduler",
+        owner="Scheduler",
+        name="update_from_output",
+        parameters=("self", "scheduler_output", "model_runner_output"),
+        reason="from there it goes to the front end with the step's statistics",
+        wrap=_pass_counts_on,
+    ),
+    Hook(
+        module="vllm.v1.metrics.loggers",
+        owner="StatLoggerManager",
+        name="__init__",
+        parameters=("self", "vllm_config"),
+        reason="the front end shows it beside vLLM's own metrics",
+        wrap=_show_counts,
+    ),
+)
+
 # Those of a vLLM that makes our objects itself.
-BESIDE_REGISTRY = (MEMORY_HOOK, ADAPTERS_HOOK)
+BESIDE_REGISTRY = (MEMORY_HOOK, ADAPTERS_HOOK, *COUNTS_HOOKS)
 
 HOOKS = (
     Hook(

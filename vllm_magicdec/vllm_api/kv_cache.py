@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the KV cache must look like for a view to be valid, and how large it may be beside the views."""
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 
 from vllm.config import VllmConfig, get_layers_from_vllm_config
@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheS
 from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.drafting.layer_groups import LayerGroup, find_layer_groups, reaches_of
 from vllm_magicdec.drafting.sizing import memory_of_drafting
-from vllm_magicdec.errors import METHOD
+from vllm_magicdec.errors import METHOD, MODEL_METHOD, MagicDecConfigError
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -41,6 +41,49 @@ def layer_groups(
             for group in groups
         ]
     return find_layer_groups(groups, reaches_of(specs))
+
+
+def refuse_draft_without_whole_context(groups: Sequence[LayerGroup]) -> None:
+    """Refuse draft models all of whose layers have a window.
+
+    Args:
+        groups: the draft's layers.
+
+    Raises:
+        MagicDecConfigError: with the way out.
+    """
+    if groups[0].reach is not None:  # those that see the whole context come first
+        raise MagicDecConfigError(
+            f"{MODEL_METHOD}: no layer of this draft model sees the whole context, and vLLM frees the "
+            "pages that its others leave behind; use vLLM's method 'draft_model' with it"
+        )
+
+
+def say_what_draft_takes(kv_cache_config: KVCacheConfig, groups: Sequence[LayerGroup]) -> None:
+    """Say at start-up how much of the KV cache a draft model's layers have.
+
+    Args:
+        kv_cache_config: of all layers.
+        groups: the draft's layers.
+    """
+    if len(kv_cache_config.kv_cache_groups) != 1:  # else tokens of several groups share the blocks
+        return
+    (cache,) = kv_cache_config.kv_cache_groups
+    spec, names = cache.kv_cache_spec, dict.fromkeys(cache.layer_names)
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        all_bytes = spec.page_size_bytes
+    else:
+        all_bytes = len(names) * spec.page_size_bytes
+    own_bytes = sum(len(group.layer_names) * group.cache.page_size_bytes for group in groups)
+    num_tokens = kv_cache_config.num_blocks * groups[0].cache.block_size
+    logger.info_once(
+        "%s: the draft model's layers take %.0f %% of the KV cache, which has room for %s tokens of both "
+        "models; it would have for %s of the target alone.",
+        MODEL_METHOD,
+        100 * own_bytes / all_bytes,
+        f"{num_tokens:,}",
+        f"{int(num_tokens * all_bytes / (all_bytes - own_bytes)):,}",
+    )
 
 
 def leave_memory_for_drafting(

@@ -17,6 +17,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 from vllm.v1.worker.utils import AttentionGroup
 
+from vllm_magicdec.adaptive.metrics import Counts
 from vllm_magicdec.attention.metadata import draft_metadata, observed_metadata
 from vllm_magicdec.attention.observing import LayerObserver
 from vllm_magicdec.config import MagicDecSpeculativeConfig
@@ -32,6 +33,7 @@ from vllm_magicdec.vllm_api.attention_groups import attention_groups_of, refuse_
 from vllm_magicdec.vllm_api.drafts_v1 import Draft, ModelDraft, TargetDraft
 from vllm_magicdec.vllm_api.kv_cache import layer_groups
 from vllm_magicdec.vllm_api.rope import positions_on_host
+from vllm_magicdec.vllm_api.spire_draft import SpireDraft
 from vllm_magicdec.vllm_api.verification_attention import refuse_if_inexact, say_if_slow
 
 
@@ -82,7 +84,9 @@ class MagicDecProposer(DraftModelProposer):
             cpu_llvmlite.mend()
         self._runner = runner
         self._drafting: Draft
-        if self.speculative_config.has_draft_model:
+        if self.speculative_config.spire is not None:
+            self._drafting = SpireDraft(self)
+        elif self.speculative_config.has_draft_model:
             self._drafting = ModelDraft(self)
         else:
             self._drafting = TargetDraft(self)
@@ -108,10 +112,21 @@ class MagicDecProposer(DraftModelProposer):
         return self._runner
 
     @property
+    def counts(self) -> Counts:
+        """What this worker has counted since it last told."""
+        assert self._drafter is not None
+        return self._drafter.counts
+
+    @property
     def groups(self) -> Sequence[LayerGroup]:
         """The draft's attention layers."""
         assert self._drafter is not None
         return self._drafter.groups
+
+    @property
+    def attention_groups(self) -> Sequence[Sequence[AttentionGroup]]:
+        """vLLM's, with their builders, by group of the draft's layers."""
+        return self._attention_groups
 
     @property
     def common(self) -> CommonAttentionMetadata:
@@ -229,6 +244,7 @@ class MagicDecProposer(DraftModelProposer):
         )
         self._batch = batch = self._make_batch(next_token_ids, context_lens)
         self._drafting.note_step(common_attn_metadata, target_token_ids)
+        self._drafting.note_activations(target_positions, target_hidden_states, slot_mappings)
         if self._adapters is not None:
             self._adapters.take(self._runner.input_batch.request_lora_mapping[:num_reqs])
         if self.uses_mrope:
@@ -312,6 +328,11 @@ class MagicDecProposer(DraftModelProposer):
     def max_pass_tokens(self) -> int:
         """See `drafting.staged.PassRunner`."""
         return int(self._slots.shape[1]) - self._drafting.num_leading
+
+    @property
+    def reads_ahead(self) -> bool:
+        """See `drafting.staged.PassRunner`."""
+        return self._drafting.reads_ahead
 
     def draft_pass(
         self, tokens: torch.Tensor, draft_pass: DraftPass

@@ -21,11 +21,13 @@ from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneAR
 from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import AttentionGroup
 
-from vllm_magicdec import envs
+from vllm_magicdec import envs, faults
+from vllm_magicdec.adaptive.metrics import Counts
 from vllm_magicdec.attention.metadata import draft_metadata, observed_metadata
 from vllm_magicdec.attention.observing import LayerObserver
 from vllm_magicdec.drafting.drafter import Drafter
 from vllm_magicdec.drafting.finite import make_finite
+from vllm_magicdec.drafting.layer_groups import LayerGroup
 from vllm_magicdec.errors import METHOD
 from vllm_magicdec.lookup.history import History
 from vllm_magicdec.views.base import (
@@ -47,7 +49,8 @@ from vllm_magicdec.vllm_api.attention_groups import (
     refuse_split_pages,
 )
 from vllm_magicdec.vllm_api.draft_graphs import DraftGraphs, why_no_draft_graphs
-from vllm_magicdec.vllm_api.embeddings import embed, refuse_more_inputs, takes_embeddings
+from vllm_magicdec.vllm_api.drafts_v2 import Draft, ModelDraft, TargetDraft
+from vllm_magicdec.vllm_api.embeddings import embed, takes_embeddings
 from vllm_magicdec.vllm_api.kv_cache import layer_groups
 from vllm_magicdec.vllm_api.kv_transfer import fills_freed_blocks, unseen_by_connector
 from vllm_magicdec.vllm_api.rope import positions_on_device
@@ -57,14 +60,16 @@ logger = init_logger(f"vllm.{__name__}")
 
 
 class MagicDecSpeculator(StandaloneARSpeculator):
-    """A draft-model speculator whose draft model is the target, over a view of the target's KV cache.
+    """A draft-model speculator whose draft looks at a view of its KV cache: the target's, or its own.
 
-    Kept from the base class: request buffers, draft sampling and the forward call. Replaced: loading
-    (nothing is loaded), attention metadata (the target's groups over the view), the draft loop, and CUDA
-    graphs, which the base class does not have.
+    Kept from the base class: request buffers, draft sampling, and how a draft model is loaded. Replaced:
+    attention metadata (of groups of layers over the view), the draft loop, and CUDA graphs, which the base
+    class does not have.
     """
 
-    # The draft never re-reads a verified token, so it needs no query slot beyond the target's.
+    # See `drafting.staged.PassRunner`.
+    reads_ahead = True
+    # No pass of a draft has more tokens than the target's step.
     num_extra_query_per_req = 0
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: RequestState) -> None:
@@ -73,31 +78,39 @@ class MagicDecSpeculator(StandaloneARSpeculator):
             cpu_attention.mend()
         if self.speculative_config.draft_lookup == "on":
             cpu_llvmlite.mend()
-        self._req_states = req_states
+        self.req_states = req_states
+        self._drafting: Draft
+        if self.speculative_config.has_draft_model:
+            self._drafting = ModelDraft(self)
+        else:
+            self._drafting = TargetDraft(self)
         self._batch: Batch | None = None
-        self._graphs: DraftGraphs | None = None
+        self._graphs: dict[int, DraftGraphs] = {}  # by query tokens per request
         self._adapters: Adapters | None = None
         self._rope: RopeState | None = None  # of targets with M-RoPE
         # This runner hands a step's tokens out before it drafts, so they do not say that the drafts' K/V is
         # written, and vLLM would free their blocks.
         self._drafts_are_awaited = device.type == "cuda" and fills_freed_blocks(vllm_config)
-        self._takes_embeddings = takes_embeddings(vllm_config.model_config)
+        # A draft model takes text alone, and so does its target then.
+        is_target = not self.speculative_config.has_draft_model
+        self._takes_embeddings = is_target and takes_embeddings(vllm_config.model_config)
 
     def load_model(self, target_model: nn.Module) -> None:
         """Called when the target has been loaded."""
         super().load_model(target_model)
         self.supports_mm_inputs = False  # drafted tokens are text: no image has to be gathered for them
-        if self.vllm_config.lora_config is not None:
+        # A draft model has none: vLLM's adapters are the target's.
+        if self.vllm_config.lora_config is not None and self.model is target_model:
             self._adapters = Adapters(target_model, self.vllm_config.lora_config)
 
     def take_adapters(self, ids: np.ndarray) -> None:
         """See `Adapters.take`; called before each of the target's steps, because only its runner knows."""
-        assert self._adapters is not None
-        self._adapters.take(ids)
+        if self._adapters is not None:
+            self._adapters.take(ids)
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
-        """The target itself; no attention layer is added."""
-        return target_model
+        """What drafts."""
+        return self._drafting.load(target_model, target_attn_layer_names)
 
     def set_attn(
         self,
@@ -110,28 +123,39 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         """Called once the KV cache is laid out."""
         refuse_if_inexact(self.vllm_config, target_attn_groups)
         say_if_slow(self.vllm_config)
-        refuse_more_inputs(self.model, model_state)
-        self._rope = model_state.rope_state
+        self._drafting.refuse_inputs(model_state)
+        if self._drafting.layer_names is None:
+            self._rope = model_state.rope_state
         self._rope_offsets = torch.zeros(self.max_num_reqs, dtype=torch.int64, device=self.device)
         super().set_attn(
             model_state, kv_cache_config, block_tables, target_input_buffers, target_attn_groups
         )
-        groups = layer_groups(self.vllm_config, kv_cache_config)
+        groups = layer_groups(self.vllm_config, kv_cache_config, self._drafting.layer_names)
         # vLLM lays the KV cache out twice when it measures memory first: what the first drafter holds goes.
         self._attention_groups: list[list[AttentionGroup]] = []
         self.__dict__.pop("_drafter", None)
         self._attention_groups = [
             attention_groups_of(
-                group, target_attn_groups, self.vllm_config, self.device, share_builders=True
+                group, self._drafting.attention_groups, self.vllm_config, self.device, share_builders=True
             )
             for group in groups
         ]
+        self._drafting.lay_out(kv_cache_config, groups)
         self._drafter = Drafter(
-            self, self.vllm_config, groups, kv_cache_config, self.device, pass_runner=self
+            self,
+            self.vllm_config,
+            groups,
+            kv_cache_config,
+            self.device,
+            pass_runner=self,
+            own_cache=self._drafting.own_cache,
         )
         if self._drafter.has_layer_pages:
             refuse_split_pages(self._attention_groups)
-        self._query_start_loc_cpu = torch.arange(self.max_num_reqs + 1, dtype=torch.int32)
+        # By query tokens per request, where CUDA graphs read them.
+        self._query_start_locs = {n: self.arange_gpu * n for n in self._drafting.queries_of_steps}
+        starts = torch.arange(self.max_num_reqs + 1, dtype=torch.int32)
+        self._query_start_locs_cpu = {n: starts * n for n in self._drafting.queries_of_steps}
         if self._drafts_are_awaited:
             logger.info_once(
                 "%s: every step waits for its drafts, because the KV connector may load into the blocks of "
@@ -146,20 +170,30 @@ class MagicDecSpeculator(StandaloneARSpeculator):
             reason = why_no_draft_graphs(cudagraph_mode, weakest)
             if reason is not None:
                 logger.warning_once("%s: draft steps run without CUDA graphs, slower: %s.", METHOD, reason)
-        self._graphs = DraftGraphs(
-            self.vllm_config, self.device, cudagraph_mode, self, self._drafter.common_lens
-        )
+        self._graphs = {
+            num_queries: DraftGraphs(
+                self.vllm_config, self.device, cudagraph_mode, self, self._drafter.common_lens, num_queries
+            )
+            for num_queries in self._drafting.queries_of_steps
+        }
+        for graphs in self._graphs.values():
+            faults.inject_into_graphs(graphs)
+
+    @property
+    def counts(self) -> Counts:
+        """What this worker has counted since it last told."""
+        return self._drafter.counts
 
     def capture(self) -> None:
         """Called when the target's own graphs have been captured."""
-        assert self._graphs is not None
         try:
-            self._graphs.capture_steps()
+            for graphs in self._graphs.values():
+                graphs.capture_steps()
         except Exception:
             # Other tensor-parallel ranks would capture on, and wait in a collective.
             if envs.strict() or self.vllm_config.parallel_config.tensor_parallel_size > 1:
                 raise
-            self._graphs = None
+            self._graphs = {}
             logger.exception("%s: draft steps run without CUDA graphs, slower: capturing failed.", METHOD)
 
     @torch.inference_mode()
@@ -185,12 +219,15 @@ class MagicDecSpeculator(StandaloneARSpeculator):
     ) -> torch.Tensor:
         """Draft for every request of the batch. Returns [num_reqs, gamma] int64."""
         num_reqs = input_batch.num_reqs
-        if dummy_run:  # the target's own dummy run has warmed this model up
+        if dummy_run:
+            if skip_attn_for_dummy_run:
+                self._drafting.warm_up(input_batch)
             return self.draft_tokens[:num_reqs]
         num_steps = self.num_speculative_steps if num_speculative_tokens is None else num_speculative_tokens
         self._copy_request_inputs(num_reqs, input_batch.idx_mapping, temperature, seeds)
-        if num_steps > 0:
+        if num_steps > 0 or self._drafting.own_cache is not None:
             self._batch = batch = self._make_batch(input_batch, num_rejected, last_sampled)
+            self._drafting.note_step(input_batch)
             if self._rope is not None:
                 # In all channels, drafted tokens are as far from their index as all generated text is.
                 self._rope_offsets.zero_()
@@ -200,7 +237,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
             )
             if not drafted:
                 self._make_drafts_one_hot(num_reqs)
-            elif self._drafter.draft_lists is not None:
+            elif self._drafter.draft_lists is not None and num_steps > 0:
                 self._fill_up(self._drafter.draft_lists, num_steps)
             if self._drafts_are_awaited:
                 torch.accelerator.current_stream().synchronize()
@@ -227,7 +264,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
     def _histories(self, batch: Batch, rows: np.ndarray) -> list[History]:
         """The requests' tokens; `rows` [num_reqs] int, among vLLM's. On a CPU."""
         # With those that this step sampled.
-        token_ids = self._req_states.all_token_ids.gpu.numpy()
+        token_ids = self.req_states.all_token_ids.gpu.numpy()
         ends = (batch.context_lens + 1).tolist()
         return [History(token_ids[row, :end], ()) for row, end in zip(rows, ends, strict=True)]
 
@@ -250,7 +287,10 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         if self._adapters is not None:
             self._adapters.apply()
             num_adapters = self._adapters.num_active
-        sampled = self._graphs.replay(tokens, step, num_adapters) if self._graphs is not None else None
+        num_reqs = len(tokens)
+        tokens, step = self._drafting.lead(tokens, step)
+        graphs = self._graphs.get(len(tokens) // num_reqs)
+        sampled = graphs.replay(tokens, step, num_adapters) if graphs is not None else None
         if sampled is None:
             sampled = self.forward_and_sample(tokens, step, self.step_metadata(step))
         return sampled
@@ -276,7 +316,8 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         if self._rope is not None:
             positions = positions + self._rope_offsets[places]
         slots = [part.slots for part in draft_pass.parts]
-        logits = self.compute_draft_logits(self._forward(tokens, positions, slots, attn_metadata), 0)
+        hidden_states = self.forward(tokens, positions, self.slots_by_layer(slots), attn_metadata)
+        logits = self.compute_draft_logits(hidden_states, 0)
         if self.draft_logits is None:
             drawn, temperature = logits.argmax(dim=-1), 1.0
         else:
@@ -300,6 +341,21 @@ class MagicDecSpeculator(StandaloneARSpeculator):
             return drawn, None
         log_probs = (logits.float() / temperature).log_softmax(dim=-1)
         return drawn, log_probs.gather(1, drawn.unsqueeze(1)).squeeze(1).exp()
+
+    @property
+    def batch(self) -> Batch:
+        """Of the round."""
+        assert self._batch is not None
+        return self._batch
+
+    @property
+    def groups(self) -> Sequence[LayerGroup]:
+        """The draft's attention layers."""
+        return self._drafter.groups
+
+    def num_latest(self, num_steps: int) -> int:
+        """See `drafting.drafter.Drafter`."""
+        return self._drafter.num_latest(num_steps)
 
     @property
     def num_views(self) -> int:
@@ -328,12 +384,13 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         self, index: int, step: ViewStep, view: PageView, *, for_capture: bool = False
     ) -> dict[str, Any]:
         """vLLM's metadata of a draft step in the layers of a group, by layer."""
-        num_reqs = step.positions.shape[0]
+        num_reqs = view.lens.shape[0]
+        num_queries = step.positions.shape[0] // num_reqs
         return self._page_metadata(
             self._attention_groups_of(index),
-            query_start_loc=self.arange_gpu[: num_reqs + 1],
-            query_start_loc_cpu=self._query_start_loc_cpu[: num_reqs + 1],
-            max_query_len=1,
+            query_start_loc=self._query_start_locs[num_queries][: num_reqs + 1],
+            query_start_loc_cpu=self._query_start_locs_cpu[num_queries][: num_reqs + 1],
+            max_query_len=num_queries,
             seq_lens=view.lens,
             max_seq_len=view.max_len,
             block_tables=[view.block_table] * len(self.target_attn_groups),
@@ -376,13 +433,15 @@ class MagicDecSpeculator(StandaloneARSpeculator):
     ) -> torch.Tensor:
         """See `draft_graphs.Capturable`."""
         slots, positions = [part.slots for part in step.parts], step.positions
+        num_reqs = step.parts[0].view.lens.shape[0]
         if self._rope is not None:
             positions = positions + self._rope_offsets[: len(positions)]
-        hidden_states = self._forward(tokens, positions, slots, attn_metadata)
+        hidden_states = self.forward(tokens, positions, self.slots_by_layer(slots), attn_metadata)
+        last = slice(len(tokens) // num_reqs - 1, None, len(tokens) // num_reqs)
         return self.sample_draft(
-            hidden_states,
-            step.positions,
-            self.idx_mapping[: tokens.shape[0]],
+            hidden_states[last].contiguous(),  # kernels of quantised heads take no other
+            step.positions[last],
+            self.idx_mapping[:num_reqs],
             self.temperature,
             self.seeds,
             self.current_draft_step,
@@ -400,7 +459,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         places = torch.arange(window, device=self.device) - window
         positions = lens.unsqueeze(1) + places
         rows = self.idx_mapping[chosen].long().unsqueeze(1)
-        tokens = self._req_states.all_token_ids.gpu[rows, positions].flatten().to(torch.int32)
+        tokens = self.req_states.all_token_ids.gpu[rows, positions].flatten().to(torch.int32)
         slots = torch.full((num_reqs * window,), PAD_SLOT, dtype=torch.int64, device=self.device)
         starts = torch.arange(num_reqs + 1, dtype=torch.int32) * window
         attn_metadata = self._page_metadata(
@@ -420,9 +479,25 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         if self._rope is None:
             positions = positions.flatten()
         else:
-            prompt_lens = self._req_states.prefill_len.gpu[rows]
+            prompt_lens = self.req_states.prefill_len.gpu[rows]
             positions = positions_on_device(self._rope, rows, positions, prompt_lens)
-        self._forward(tokens, positions, [slots] * self.num_views, observed)
+        self.forward(tokens, positions, self.slots_by_layer([slots] * self.num_views), observed)
+
+    def whole_metadata(
+        self, *, block_tables: Sequence[torch.Tensor], slots: Sequence[torch.Tensor], **common: Any
+    ) -> dict[str, Any]:
+        """vLLM's metadata, by layer, of a draft's pass over all pages of some requests.
+
+        Args:
+            block_tables: [num_reqs, num_pages] int32 each, of these requests, by KV-cache group.
+            slots: [num_tokens] int64 each, by group of layers.
+            common: as for `_page_metadata`.
+        """
+        attn_metadata: dict[str, Any] = {}
+        for index, own in enumerate(slots):
+            groups = self._attention_groups_of(index)
+            attn_metadata |= self._page_metadata(groups, block_tables=block_tables, slots=own, **common)
+        return attn_metadata
 
     def _page_metadata(
         self,
@@ -457,18 +532,29 @@ class MagicDecSpeculator(StandaloneARSpeculator):
             for_cudagraph_capture=for_capture,
         )
 
-    def _forward(
-        self,
-        tokens: torch.Tensor,  # [num_tokens] int32
-        positions: torch.Tensor,  # [num_tokens] int64, or [num_dims, num_tokens] under M-RoPE
-        slots: Sequence[torch.Tensor],  # [num_tokens] int64 each, by group of layers
-        attn_metadata: Mapping[str, Any],
-    ) -> torch.Tensor:
-        """The target's hidden states, [num_tokens, hidden_size]."""
-        num_tokens = tokens.shape[0]
-        slot_mapping: dict[str, torch.Tensor] = {}
+    def slots_by_layer(self, slots: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """[num_tokens] int64 each; `slots` by group of layers."""
+        by_layer: dict[str, torch.Tensor] = {}
         for own, group in zip(slots, self._drafter.groups, strict=True):
-            slot_mapping |= dict.fromkeys(group.layer_names, own)
+            by_layer |= dict.fromkeys(group.layer_names, own)
+        return by_layer
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        slot_mapping: dict[str, torch.Tensor],
+        attn_metadata: Mapping[str, Any] | None,
+    ) -> torch.Tensor:
+        """The draft's hidden states, [num_tokens, hidden_size].
+
+        Args:
+            tokens: [num_tokens] int32.
+            positions: [num_tokens] int64, or [num_dims, num_tokens] under M-RoPE.
+            slot_mapping: [num_tokens] int64 each, where their K/V goes, by layer.
+            attn_metadata: by layer; None: there is no KV cache yet.
+        """
+        num_tokens = tokens.shape[0]
         if self._rope is not None:
             # Compiled code has the strides of the runner's own buffer.
             self._rope.positions[:, :num_tokens] = positions

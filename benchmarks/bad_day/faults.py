@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Faults that come and go in a server that runs, by `VLLM_MAGICDEC_FAULT` (`vllm_magicdec/faults.py`)."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+# What each is and how often it happens; "" stands for a datastore that is cut and made whole again.
+# Drafting is tried again soon after so many failures, so that the next fault finds it at work.
+FAULTS = {
+    "selection": "selection:last={last}",
+    "third_step": "third_step:last={last}",
+    "lookup": "lookup:last={last}",
+    "datastore": "",
+    "slow": "slow",
+    "nan": "nan",
+    "summaries": "summaries",
+    "controller": "controller:last=0",
+}
+# What counts them in the plugin's metrics; the others break nothing that could be counted.
+COUNTED = {
+    "selection": "failures:selection",
+    "third_step": "failures:draft_step",
+    "lookup": "failures:lookup",
+    "datastore": "failures:lookup",
+    "controller": "failures:controller",
+}
+_LAST_OF_ALL = "controller"  # decoding is plain from then on
+# For minutes on a slow machine; tests/engine/test_injected_faults.py has all of them.
+FEW = ("selection", "datastore", "nan", _LAST_OF_ALL)
+_HAPPENS = "The fault {} happens, on purpose"
+_PATIENCE = 4  # windows, for a fault that has not happened yet
+_LOOKUP_FAILED = "A lookup failed"
+
+
+@dataclass(frozen=True)
+class Window:
+    """When a fault was on, in seconds since the run began."""
+
+    name: str
+    begin_s: float
+    end_s: float
+    happened: bool
+    failures: dict[str, float]
+    """What the plugin counted meanwhile, by what failed."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """When faults come, in seconds since the run began."""
+
+    begin_s: float
+    """Of the first one."""
+    window_s: float
+    """For which one is on, at least; longer where it has not happened yet."""
+    gap_s: float
+    """Between two."""
+    latest_s: float
+    """At which the last but one is off, whatever has happened."""
+    controller_s: float
+    """From which decoding is plain; before that, it is quiet."""
+    end_s: float
+
+    @classmethod
+    def of(cls, minutes: float, num_faults: int = len(FAULTS)) -> "Plan":
+        """Of so many faults, the controller's among them."""
+        seconds = 60 * minutes
+        every = 0.5 * seconds / (num_faults - 1)
+        return cls(0.2 * seconds, 0.6 * every, 0.4 * every, 0.85 * seconds, 0.92 * seconds, seconds)
+
+
+class Conductor:
+    """Switches faults on and off.
+
+    Args:
+        file: that the server reads the fault from.
+        log: of the server, which says when a fault happens first.
+        store: a datastore of the server, to be cut; None: it has none.
+        read_failures: the plugin's counters of failures at present.
+        minutes: of the run.
+        names: of `FAULTS`, `controller` the last.
+    """
+
+    def __init__(
+        self,
+        file: Path,
+        log: Path,
+        store: Path | None,
+        read_failures: Callable[[], dict[str, float]],
+        minutes: float,
+        names: Sequence[str] = tuple(FAULTS),
+    ) -> None:
+        self._names = names
+        self._file = file
+        self._log = log
+        self._store = store
+        self._read_failures = read_failures
+        self._last = 2 if minutes < 20 else 4
+        self._plan = Plan.of(minutes, len(names))
+        self.windows: list[Window] = []
+
+    async def conduct(self, now_s: Callable[[], float]) -> None:
+        """Every fault in a window of its own, the controller's last.
+
+        Args:
+            now_s: seconds since the run began.
+        """
+        plan = self._plan
+        await asyncio.sleep(plan.begin_s - now_s())
+        for name in self._names:
+            if name == _LAST_OF_ALL or (name == "datastore" and self._store is None):
+                continue
+            latest_s = min(now_s() + _PATIENCE * plan.window_s, plan.latest_s)
+            await self._have(name, now_s, now_s() + plan.window_s, latest_s)
+            await asyncio.sleep(plan.gap_s)
+        await asyncio.sleep(max(0.0, plan.controller_s - now_s()))
+        await self._have(_LAST_OF_ALL, now_s, plan.end_s, plan.end_s)
+
+    async def _have(self, name: str, now_s: Callable[[], float], until_s: float, latest_s: float) -> None:
+        """A fault on until a time, or until it has happened, or the latest time."""
+        began_s, seen = now_s(), len(self._log.read_text(errors="replace"))
+        before = await asyncio.to_thread(self._read_failures)
+        self._switch_on(name)
+        while now_s() < until_s or (not self._has_happened(name, seen) and now_s() < latest_s):
+            await asyncio.sleep(0.2)
+        self._switch_off(name)
+        after = await asyncio.to_thread(self._read_failures)
+        grown = {what: after[what] - before.get(what, 0) for what in after}
+        counted = {what: number for what, number in grown.items() if number}
+        self.windows.append(Window(name, began_s, now_s(), self._has_happened(name, seen), counted))
+
+    def _switch_on(self, name: str) -> None:
+        if name == "datastore":
+            assert self._store is not None
+            tokens = self._store / "tokens.npy"
+            self._kept = tokens.read_bytes()
+            with tokens.open("r+b") as file:
+                file.truncate(len(self._kept) // 2)
+        else:
+            self._write(FAULTS[name].format(last=self._last))
+
+    def _switch_off(self, name: str) -> None:
+        if name == "datastore":
+            assert self._store is not None
+            with (self._store / "tokens.npy").open("r+b") as file:  # the same file, which is mapped
+                file.write(self._kept)
+        else:
+            self._write("")
+
+    def _write(self, text: str) -> None:
+        """At once: a server that read a file still empty would not see it change again in the same tick."""
+        new = self._file.with_suffix(".new")
+        new.write_text(text)
+        new.replace(self._file)
+
+    def _has_happened(self, name: str, seen: int) -> bool:
+        """Whether the log says so after its first `seen` characters."""
+        said = self._log.read_text(errors="replace")[seen:]
+        return (_LOOKUP_FAILED if name == "datastore" else _HAPPENS.format(name)) in said

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Servers that are ended in the middle of their answers, each a server of its own."""
+
+import asyncio
+import os
+import re
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from common.documents import encode
+from kv_heavy import TINY_LLAMA
+from transformers import AutoTokenizer
+
+from .requests import Request
+from .servers import MODEL, Footprint, Server, serve_tiny, speculation
+from .traffic import client_of
+from .watching import named_processes
+
+_PROMPT = "import argparse\nimport sys\n\n\ndef main():\n    parser = argparse.ArgumentParser("
+_STREAMS = 6
+_TOKENS = 2000  # of each stream, so that none ends before the server is struck
+_MOST_S = 120  # until a server has gone, or a client sees its end
+_SETTLE_S = 30  # for what lives a moment longer than the server
+
+
+@dataclass(frozen=True)
+class Kill:
+    """What is done to a server, and how it says so."""
+
+    name: str
+    strike: Callable[[Server], None]
+    sentence: str
+    """A pattern of the log's line."""
+    options: Sequence[str]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    strikes_by_itself: bool = False
+
+
+def _terminate(server: Server) -> None:
+    server.process.terminate()
+
+
+def _kill(role: str) -> Callable[[Server], None]:
+    def kill(server: Server) -> None:
+        named_processes(server)[role].kill()
+
+    return kill
+
+
+def _wait_for_the_fault(server: Server) -> None:
+    """It strikes by itself."""
+
+
+# A SIGTERM lets answers go on to their end for so many seconds. Without it vLLM 0.32.0 may leave them open:
+# `AsyncLLM.shutdown` can cancel what hands on the engine's last outputs before it has done so.
+_ONE_RANK = (*speculation(), "--shutdown-timeout", "60")
+# A fixed number of drafts, so that both ranks are drafting when the fault comes.
+_TWO_RANKS = (
+    *speculation(num_speculative_tokens=4),
+    *("--tensor-parallel-size", "2", "--distributed-executor-backend", "mp"),
+)
+_FAULT = "selection:first=150,rank=1"  # after the answer that is known
+
+
+def all_kills() -> list[Kill]:
+    """In this order; a SIGTERM comes after a SIGKILL, so that it ends the server of the restart."""
+    cores = sorted(os.sched_getaffinity(0))
+    of_each = {"VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"}
+    died = r"(?:EngineDeadError|died unexpectedly|Engine core proc \S+ died)[^\n]*"
+    return [
+        Kill("SIGKILL of the engine core", _kill("engine core"), died, _ONE_RANK),
+        Kill("SIGTERM in mid-stream", _terminate, r"\[shutdown\] API server: [^\n]*", _ONE_RANK),
+        Kill("SIGKILL of one of two ranks", _kill("worker 2"), died, _TWO_RANKS, of_each),
+        Kill(
+            "fault on one of two ranks",
+            _wait_for_the_fault,
+            r"Drafting failed on one of 2 tensor-parallel ranks; it ends\.",
+            _TWO_RANKS,
+            {**of_each, "VLLM_MAGICDEC_FAULT": _FAULT},
+            strikes_by_itself=True,
+        ),
+    ]
+
+
+def run_kills(say: Callable[[str], None], *, short: bool = False) -> list[dict[str, Any]]:
+    """Serve, stream, strike, and see what is left; then serve again.
+
+    Args:
+        say: tells what goes on.
+        short: on one rank only.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(str(TINY_LLAMA))
+    known = Request("greedy", encode(tokenizer, _PROMPT), max_tokens=64)
+    kills: list[dict[str, Any]] = []
+    answers: dict[Sequence[str], str] = {}  # by options
+    for kill in (kill for kill in all_kills() if not short or kill.options is _ONE_RANK):
+        say(f"{kill.name} ...")
+        with serve_tiny(*kill.options, environment=kill.environment) as (server, footprint):
+            answer = asyncio.run(_answer(server, known))
+            if kill.options in answers:  # the server before this one was killed
+                kills[-1]["restarted"] = answer == answers[kill.options]
+            answers[kill.options] = answer
+            kills.append(asyncio.run(_strike(server, footprint, kill, known)))
+        say(
+            f"{kill.name}: ended after {kills[-1]['exit_s']} s, {kills[-1]['streams_ended']} of {_STREAMS} "
+            f"streams ended, left: {kills[-1]['left'] or 'nothing'}"
+        )
+    return kills
+
+
+async def _answer(server: Server, known: Request) -> str:
+    async with client_of(server.url) as client:
+        body = known.body(MODEL)
+        asked = {name: body[name] for name in ("model", "prompt", "max_tokens", "temperature")}
+        return (await client.completions.create(**asked)).choices[0].text
+
+
+async def _strike(server: Server, footprint: Footprint, kill: Kill, known: Request) -> dict[str, Any]:
+    streams = [_Stream() for _ in range(_STREAMS)]
+    tasks = [asyncio.create_task(stream.read(server, known, i)) for i, stream in enumerate(streams)]
+    await _until(lambda: all(one.has_begun or one.how for one in streams), _MOST_S)
+    too_early = [bool(one.how) and not kill.strikes_by_itself for one in streams]
+    footprint.note(server)
+    began = time.monotonic()
+    kill.strike(server)
+    exit_s = None
+    with suppress(subprocess.TimeoutExpired):
+        await asyncio.to_thread(server.process.wait, _MOST_S)
+        exit_s = round(time.monotonic() - began, 1)
+    await asyncio.wait(tasks, timeout=_SETTLE_S)
+    ended = [
+        task.done() and stream.has_begun and not early
+        for task, stream, early in zip(tasks, streams, too_early, strict=True)
+    ]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    found = re.findall(kill.sentence, server.log.read_text(errors="replace"))
+    return {
+        "name": kill.name,
+        "exit_s": exit_s,
+        "exit_code": server.process.poll(),
+        "streams": len(streams),
+        "streams_ended": sum(ended),
+        "how_streams_ended": sorted({stream.how for stream in streams}),
+        "sentence": found[-1] if found else "",
+        "shared_memory_segments": footprint.num_shared,
+        "left": await asyncio.to_thread(footprint.wait_until_gone, _SETTLE_S),
+    }
+
+
+class _Stream:
+    """A client that reads a long answer to its end, whatever that is."""
+
+    def __init__(self) -> None:
+        self.num_chunks = 0
+        self.how = ""
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it is in the middle of its answer; a request that was refused never is."""
+        return self.num_chunks > 2
+
+    async def read(self, server: Server, known: Request, index: int) -> None:
+        try:
+            async with client_of(server.url) as client:
+                chunks = await client.completions.create(
+                    model=MODEL,
+                    prompt=[*known.prompt[index:]],
+                    max_tokens=_TOKENS,
+                    temperature=0,
+                    stream=True,
+                    extra_body={"ignore_eos": True},
+                )
+                reason = None
+                async for chunk in chunks:
+                    self.num_chunks += 1
+                    reason = chunk.choices[0].finish_reason if chunk.choices else reason
+                self.how = f"finish_reason {reason}"
+        except Exception as error:
+            self.how = f"{type(error).__name__}: {error}"[:200]
+
+
+async def _until(holds: Callable[[], bool], most_s: float) -> None:
+    deadline_s = time.monotonic() + most_s
+    while not holds() and time.monotonic() < deadline_s:
+        await asyncio.sleep(0.1)

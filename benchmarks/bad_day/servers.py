@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The servers of a bad day, and what is left of them when they have gone."""
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import psutil
+from kv_heavy import TINY_LLAMA
+
+from .requests import MAX_MODEL_LEN
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+from serving import Server, serve
+
+PAGE = 32  # tokens
+# Float32, so that the same sums in another order change next to no answer.
+OPTIONS = (
+    *("--dtype", "float32", "--enforce-eager", "--block-size", str(PAGE)),
+    *("--max-model-len", str(MAX_MODEL_LEN), "--max-num-batched-tokens", "1024"),
+    *("--max-num-seqs", "24", "--scheduling-policy", "priority"),
+    *("--served-model-name", "tiny", "--uvicorn-log-level", "warning"),
+)
+MODEL = "tiny"
+# A failure of drafting is counted, as it is where people serve; tests set this to 1.
+_ENVIRONMENT = {"VLLM_MAGICDEC_STRICT": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+_SHARED_MEMORY = "/dev/shm/"
+
+
+def speculation(**fields: Any) -> list[str]:
+    """Options of `vllm serve` for `auto`."""
+    config = {"method": "magicdec-self", "num_speculative_tokens": "auto", **fields}
+    return ["--speculative-config", json.dumps(config)]
+
+
+class Footprint:
+    """What a server has beside memory of its own: processes, shared memory, files in its folder.
+
+    Args:
+        folder: where the server makes its temporary files, and nobody else.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._processes: set[psutil.Process] = set()
+        self._shared: set[Path] = set()
+
+    def note(self, server: Server) -> None:
+        """Add what the server has now."""
+        for process in processes_of(server):
+            self._processes.add(process)
+            with suppress(OSError):  # it has just ended
+                maps = Path("/proc", str(process.pid), "maps").read_text()
+                paths = (line.partition(_SHARED_MEMORY)[2].strip() for line in maps.splitlines())
+                self._shared |= {Path(_SHARED_MEMORY, path) for path in paths if path}
+
+    @property
+    def num_shared(self) -> int:
+        """Segments of shared memory that it was seen with."""
+        return len(self._shared)
+
+    def left(self) -> list[str]:
+        """What of it is still there; for sockets and caches, only what the plugin made counts."""
+        processes = [f"process {one.pid}" for one in self._processes if _lives(one)]
+        segments = [str(path) for path in sorted(self._shared) if path.exists()]
+        return processes + segments + [path.name for path in sorted(self.folder.glob("vllm-magicdec-*"))]
+
+    def wait_until_gone(self, timeout_s: float) -> list[str]:
+        """What is left when nothing is, or the time is over."""
+        deadline_s = time.monotonic() + timeout_s
+        while (left := self.left()) and time.monotonic() < deadline_s:
+            time.sleep(0.1)
+        return left
+
+
+def processes_of(server: Server) -> list[psutil.Process]:
+    """All of the server's session, itself among them."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(OSError, psutil.Error):
+            if os.getsid(process.pid) == server.process.pid and _lives(process):
+                found.append(process)
+    return found
+
+
+def _lives(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+@contextmanager
+def serve_tiny(
+    *options: str, environment: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[tuple[Server, Footprint]]:
+    """A server of the shipped model with a folder of its own for temporary files; healthy."""
+    with tempfile.TemporaryDirectory(prefix="bad-day-") as folder:
+        variables = {**_ENVIRONMENT, "TMPDIR": folder, **environment}
+        with serve(str(TINY_LLAMA), *OPTIONS, *options, environment=variables) as server:
+            footprint = Footprint(Path(folder))
+            footprint.note(server)
+            yield server, footprint

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`magicdec simulate` against the real server: the same requests at the same times, plain and magicdec.
+
+`magicdec profile` measures the engine. The simulation alone then says what a plain server can serve, and
+three Poisson loads are shares of that. `vllm serve` and `vllm bench serve` run each of them; the simulation
+replays when the requests really began. It is told how many drafts stood, which no profile can know, and
+nothing else that was measured on the server. Prefix caching is off.
+"""
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from common.engines import PAGE
+from common.machine import vllm_environment
+from common.options import add_documents, add_model, add_out, make_parser, settings_of
+from common.record import make_record, write
+from common.tables import console, make_table
+from kv_heavy import TINY_LLAMA, model_folder
+from rich.table import Table
+from suite import Load, run_load, write_requests
+from suite_plots import PER_POSITION, PLAIN
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+from serving import default_options, serve
+
+from vllm_magicdec.planner import traces
+from vllm_magicdec.planner.engine_times import ProfiledTimes
+from vllm_magicdec.planner.simulate import summary
+from vllm_magicdec.planner.simulation import PLAIN as NO_DRAFTS
+from vllm_magicdec.planner.simulation import Limits, Speculation, simulate
+from vllm_magicdec.planner.traces import Arrival, Lengths
+
+MAGICDEC = "magicdec"
+# What `vllm bench serve` and the simulation call the same.
+COMPARED = {
+    "output tokens/s": ("output_throughput", "output_throughput"),
+    "TTFT": ("median_ttft_ms", "p50_ttft_ms"),
+    "TPOT": ("median_tpot_ms", "p50_tpot_ms"),
+    "end to end": ("median_e2el_ms", "p50_e2e_ms"),
+}
+
+
+def compare(served: dict[str, Any], simulated: dict[str, float]) -> dict[str, dict[str, float]]:
+    """By quantity: served, simulated, and the relative error of the latter."""
+    pairs = {name: (served[one], simulated[other]) for name, (one, other) in COMPARED.items()}
+    return {
+        name: {"served": real, "simulated": said, "error": said / real - 1}
+        for name, (real, said) in pairs.items()
+    }
+
+
+def replay(
+    result: dict[str, Any], context: int, num_tokens: int, times: ProfiledTimes, limits: Limits
+) -> dict[str, float]:
+    """Simulate what `vllm bench serve` asked for, when it did.
+
+    Args:
+        result: its JSON, with what there is of every request.
+    """
+    begin = min(result["start_times"])
+    arrivals = sorted(Arrival(at - begin, context, num_tokens) for at in result["start_times"])
+    speculation = NO_DRAFTS
+    if rates := result.get(PER_POSITION):
+        speculation = Speculation(tuple(rates))
+    return summary(simulate(arrivals, times, limits, speculation), 1)
+
+
+def capacity(args: argparse.Namespace, times: ProfiledTimes, limits: Limits) -> float:
+    """Requests per second that the simulation serves plainly when all come at once."""
+    at_once = traces.poisson(math.inf, 100, Lengths(str(args.context)), Lengths(str(args.tokens)), 0)
+    return summary(simulate(at_once, times, limits), 1)["request_throughput"]
+
+
+def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Profile, serve, simulate."""
+    from transformers import AutoTokenizer
+
+    engine = {"dtype": args.dtype, "block_size": PAGE, "enforce_eager": True, "disable_log_stats": False}
+    engine["max_num_batched_tokens"] = args.batched_tokens
+    drafting = {"draft_kv_budget": args.budget, "draft_lookup": "off"}
+    record = make_record(
+        "simulation",
+        environment=vllm_environment(),
+        model=Path(args.model).name,
+        settings=settings_of(args, "model", "model_path", "again", "profile"),
+    )
+    profile = folder / "profile.json"
+    batches = sorted({1, max(1, args.seqs // 2), args.seqs})
+    contexts = sorted({args.context // 4, args.context, args.context + args.tokens, args.batched_tokens})
+    command = [sys.executable, "-m", "vllm_magicdec", "profile", "--model", args.model_path]
+    command += ["--batch", *map(str, batches), "--context", *map(str, contexts)]
+    command += ["--engine", json.dumps(engine), "--out", str(profile)]
+    config = {**drafting, "max_num_speculative_tokens": args.drafts}
+    subprocess.run([*command, "--speculative-config", json.dumps(config)], check=True, stdout=sys.stderr)
+    record["profile"] = {**json.loads(profile.read_text()), "model": record["model"]}
+    times = ProfiledTimes.load(profile)
+    limits = limits_of(args.seqs, args.context, args.tokens, args.batched_tokens)
+    record["capacity"] = capacity(args, times, limits)
+    rates = [float(f"{share * record['capacity']:.3g}") for share in args.shares]
+
+    tokenizer = AutoTokenizer.from_pretrained(args.model_path)
+    most = max(math.ceil(rate * args.seconds) for rate in rates)
+    requests = write_requests(tokenizer, [args.context], most, folder, args.documents)[args.context]
+    options = [
+        *("--dtype", args.dtype, "--max-model-len", str(args.context + args.tokens + 2 * PAGE)),
+        *("--max-num-seqs", str(args.seqs), "--max-num-batched-tokens", str(args.batched_tokens)),
+        *("--no-enable-prefix-caching", *default_options()),
+    ]
+    magicdec = {"method": "magicdec-self", "num_speculative_tokens": args.drafts, **drafting}
+    record |= {"server_options": options, "speculative_config": magicdec, "runs": []}
+    for method, config in ((PLAIN, {}), (MAGICDEC, magicdec)):
+        own = ["--speculative-config", json.dumps(config)] if config else []
+        with serve(args.model_path, *options, *own) as server:
+            common = (server, args.model_path)
+            run_load(
+                *common, Load(args.context, args.seqs), requests, args.seqs, 8, folder / method / "warm"
+            )
+            for rate in rates:
+                where = folder / method / f"{rate:g}"
+                count = math.ceil(rate * args.seconds)
+                load = Load(args.context, rate=rate)
+                result = run_load(*common, load, requests, count, args.tokens, where, "--save-detailed")
+                prompt = round(result["total_input_tokens"] / count)
+                simulated = replay(result, prompt, args.tokens, times, limits)
+                kept = {name: result[name] for name in ("start_times", "ttfts")}
+                record["runs"].append(
+                    {
+                        "method": method,
+                        "rate": rate,
+                        "requests": count,
+                        PER_POSITION: result.get(PER_POSITION),
+                        "compared": compare(result, simulated),
+                        "simulated": simulated,
+                        **kept,
+                    }
+                )
+    return record
+
+
+def measure_again(record: dict[str, Any], profile: Path) -> dict[str, Any]:
+    """The servers' runs of an earlier record, simulated by another profile."""
+    times, settings = ProfiledTimes.load(profile), record["settings"]
+    limits = limits_of(
+        settings["seqs"], settings["context"], settings["tokens"], settings["batched_tokens"]
+    )
+    runs = []
+    for run in record["runs"]:
+        simulated = replay(run, settings["context"], settings["tokens"], times, limits)
+        served = {COMPARED[name][0]: cell["served"] for name, cell in run["compared"].items()}
+        runs.append({**run, "compared": compare(served, simulated), "simulated": simulated})
+    later = {**json.loads(profile.read_text()), "model": record["model"]}
+    return {**record, "profile": later, "profile_is_later": True, "runs": runs}
+
+
+def limits_of(seqs: int, context: int, tokens: int, batched_tokens: int) -> Limits:
+    """Of an engine whose memory holds all that is in flight."""
+    return Limits(seqs * (context + tokens + 2 * PAGE), seqs, batched_tokens, PAGE)
+
+
+def table_of(record: dict[str, Any]) -> Table:
+    """Served, simulated and the error, by load."""
+    names = [name if "/s" in name else f"{name}, median ms" for name in COMPARED]
+    table = make_table("served, simulated, error", names, names=["method", "requests/s"])
+    for run in record["runs"]:
+        cells = (
+            f"{cell['served']:.1f} {cell['simulated']:.1f} {cell['error']:+.0%}"
+            for cell in run["compared"].values()
+        )
+        table.add_row(run["method"], f"{run['rate']:g}", *cells)
+    return table
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    add_model(parser, str(TINY_LLAMA))
+    add_documents(parser)
+    add_out(parser)
+    parser.add_argument("--context", type=int, default=1000, help="tokens of prompts")
+    parser.add_argument("--tokens", type=int, default=64, help="of every answer")
+    parser.add_argument("--seqs", type=int, default=8, help="requests that an engine serves at a time")
+    parser.add_argument("--batched-tokens", type=int, default=2048, help="of a step, at most")
+    parser.add_argument("--drafts", type=int, default=4, help="per round")
+    parser.add_argument("--budget", type=int, default=256, help="tokens that a draft step reads")
+    parser.add_argument("--shares", type=float, nargs=3, default=[0.3, 0.6, 0.85], help="of the capacity")
+    parser.add_argument("--seconds", type=float, default=20, help="that requests come, at each load")
+    parser.add_argument(
+        "--again", type=Path, help="an earlier result, whose servers' runs are simulated again"
+    )
+    parser.add_argument("--profile", type=Path, help="with --again: by these times")
+    args = parser.parse_args()
+    if args.again:
+        record = measure_again(json.loads(args.again.read_text()), args.profile)
+        console.print(table_of(record))
+        write(record, args.out)
+        return
+    with model_folder(args.model) as args.model_path, TemporaryDirectory() as folder:
+        record = measure(args, Path(folder))
+    console.print(table_of(record))
+    write(record, args.out)
+
+
+if __name__ == "__main__":
+    main()

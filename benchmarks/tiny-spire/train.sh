@@ -1,0 +1,12 @@
+#!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
+# tiny-spire again: one core, 40 minutes where nothing else runs on it. In the project's folder:
+#   sh benchmarks/tiny-spire/train.sh FOLDER
+# With an ablation's options after the folder (--steps 400 --no-feedback-memory, say) it trains that one.
+set -e
+out=$1
+shift
+mkdir -p "$out"
+test -e "$out.jsonl" || python benchmarks/tiny-spire/make_data.py --out "$out.jsonl"
+OMP_NUM_THREADS=1 python -m vllm_magicdec train-draft --model examples/tiny-llama --data "$out.jsonl" --out "$out" \
+    --batch 1 --learning-rate 2e-3 --steps 4600 "$@"

@@ -1,0 +1,424 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ask a model about many long documents, with any number of engines on Ray.
+
+    python examples/ray_batch.py DOCUMENTS... --out ANSWERS --replicas 2
+
+DOCUMENTS are files or folders: text (one document each), JSON lines and Parquet (one per row, in the
+column `--field`). ANSWERS becomes a folder of Parquet files with one row per document: the answer, and what
+became of its drafts. The same command goes on with what is not answered yet. A replica that dies is started
+again.
+"""
+
+import argparse
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import ray_cluster
+
+ROWS_FORMATS = (".jsonl", ".ndjson", ".parquet")
+SCHEMA = pa.schema(
+    [
+        ("document", pa.string()),  # path, and # with the row's number
+        ("answer", pa.string()),
+        ("error", pa.string()),  # "": none
+        ("prompt_tokens", pa.int32()),
+        ("output_tokens", pa.int32()),
+        ("rounds", pa.int32()),  # steps that verified drafts
+        ("drafted", pa.int32()),
+        ("accepted", pa.int32()),
+        ("acceptance_length", pa.float32()),  # tokens per such step, 1 without any
+        ("seconds", pa.float32()),  # from its first token to its last
+    ]
+)
+PROGRESS_INTERVAL_S = 5.0
+TABLE_ROWS = 20
+
+
+# --- documents in -----------------------------------------------------------------------------------------
+
+
+def find_files(given: list[str], out: str) -> list[str]:
+    """Files, and those of folders, in order, each once; without those of answers in `out`.
+
+    Raises:
+        SystemExit: one is not there.
+    """
+    files: list[str] = []
+    for path in map(Path, given):
+        if path.is_dir():
+            files += [str(file) for file in sorted(path.rglob("*")) if file.is_file()]
+        elif path.is_file():
+            files.append(str(path))
+        else:
+            sys.exit(f"error: {path} is neither a file nor a folder; name what holds the documents")
+    answers = Path(out).resolve()
+    return [file for file in dict.fromkeys(files) if answers not in Path(file).resolve().parents]
+
+
+def count_documents(file: str) -> int:
+    """How many documents a file has.
+
+    Raises:
+        SystemExit: it cannot be read.
+    """
+    if file.endswith(".parquet"):
+        try:
+            return pq.read_metadata(file).num_rows
+        except pa.ArrowException as error:
+            sys.exit(f"error: {file} is no Parquet file ({error}); mend it or leave it out")
+    if file.endswith(ROWS_FORMATS):
+        with open(file, "rb") as lines:
+            return sum(1 for line in lines if line.strip())
+    return 1
+
+
+def read_documents(file: str, field: str) -> Iterator[dict[str, str]]:
+    """Each document of a file, with its name; an `error` where it cannot be read."""
+    if not file.endswith(ROWS_FORMATS):
+        yield {"document": file, "text": Path(file).read_text(errors="replace"), "unreadable": ""}
+        return
+    for index, row in enumerate(_rows(file, field)):
+        text = row.get(field)
+        is_text = isinstance(text, str) and bool(text)
+        why = "" if is_text else f"it has no text in {field!r}; name the column with --field"
+        yield {"document": f"{file}#{index}", "text": text if is_text else "", "unreadable": why}
+
+
+def _rows(file: str, field: str) -> Iterator[dict[str, Any]]:
+    if file.endswith(".parquet"):
+        parquet = pq.ParquetFile(file)
+        columns = [field] if field in parquet.schema_arrow.names else []
+        for batch in parquet.iter_batches(batch_size=64, columns=columns):
+            yield from batch.to_pylist() if columns else ({} for _ in range(batch.num_rows))
+        return
+    with open(file, errors="replace") as lines:
+        for line in lines:
+            if line.strip():
+                try:
+                    row = json.loads(line)
+                except ValueError:
+                    row = None
+                yield row if isinstance(row, dict) else {}
+
+
+# --- answers out ------------------------------------------------------------------------------------------
+
+
+class Answers:
+    """A folder of Parquet files that appear whole or not at all, so that a job can go on.
+
+    Args:
+        folder: made where it is not there.
+        job: what all of its answers have in common.
+        rows_per_file: and `seconds_per_file`: what an interrupted job may lose.
+
+    Raises:
+        SystemExit: it holds answers of another job.
+    """
+
+    def __init__(
+        self, folder: Path, job: dict[str, Any], rows_per_file: int = 256, seconds_per_file: float = 30.0
+    ) -> None:
+        self._folder, self._rows_per_file, self._seconds_per_file = folder, rows_per_file, seconds_per_file
+        folder.mkdir(parents=True, exist_ok=True)
+        self._check_job(folder / "job.json", job)
+        for torn in folder.glob(".*.parquet"):
+            torn.unlink()
+        files = sorted(folder.glob("answers-*.parquet"))
+        self._next_file = 1 + max((int(file.stem.split("-")[1]) for file in files), default=-1)
+        self.done: set[str] = {
+            name
+            for file in files
+            for name in pq.read_table(file, columns=["document"])["document"].to_pylist()
+        }
+        self.num_repeated = 0
+        self._rows: list[dict[str, Any]] = []
+        self._saved_at = time.monotonic()
+
+    def _check_job(self, path: Path, job: dict[str, Any]) -> None:
+        if not path.exists():
+            path.write_text(json.dumps(job, indent=1) + "\n")
+            return
+        before = json.loads(path.read_text())
+        for name in job.keys() | before.keys():
+            if before.get(name) != job.get(name):
+                sys.exit(
+                    f"error: {self._folder} has answers with {name} {json.dumps(before.get(name))}, not "
+                    f"{json.dumps(job.get(name))}; use that, or another folder for --out"
+                )
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Take a document's answer, once."""
+        if row["document"] in self.done:
+            self.num_repeated += 1  # by a replica that had died after it was passed on
+            return
+        self.done.add(row["document"])
+        self._rows.append(row)
+        is_late = time.monotonic() - self._saved_at > self._seconds_per_file
+        if len(self._rows) >= self._rows_per_file or is_late:
+            self.save()
+
+    def save(self) -> None:
+        """Write what is not written yet."""
+        if self._rows:
+            name = f"answers-{self._next_file:06}.parquet"
+            torn = self._folder / f".{name}"
+            pq.write_table(pa.Table.from_pylist(self._rows, schema=SCHEMA), torn)
+            os.replace(torn, self._folder / name)
+            self._next_file += 1
+            self._rows = []
+        self._saved_at = time.monotonic()
+
+    def table(self) -> pa.Table:
+        """All answers that are written."""
+        files = sorted(self._folder.glob("answers-*.parquet"))
+        return pa.concat_tables([pq.read_table(file) for file in files]) if files else SCHEMA.empty_table()
+
+
+# --- from one to the other --------------------------------------------------------------------------------
+
+
+def note_acceptance(engine_stage: type) -> type:
+    """Ray's stage around vLLM's engine, which keeps what the engine tells of each request's drafts.
+
+    Of a request's result Ray hands on the text and the fields of `metrics`; so acceptance goes with these.
+    """
+
+    class NotesAcceptance(engine_stage):  # type: ignore[misc, valid-type]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            engine = self.llm.engine
+            generate = engine.generate
+
+            async def generate_and_note(*args: Any, **kwargs: Any) -> Any:
+                from dataclasses import asdict, make_dataclass
+
+                async for output in generate(*args, **kwargs):
+                    if output.finished:
+                        known = asdict(output.metrics) if output.metrics else {}
+                        drafts = output.outputs[0].spec_decode_metrics
+                        known["drafts"] = json.dumps(drafts.to_dict()) if drafts else ""
+                        output.metrics = make_dataclass("Metrics", known)(**known)
+                    yield output
+
+            engine.generate = generate_and_note
+
+    NotesAcceptance.__name__ = engine_stage.__name__
+    return NotesAcceptance
+
+
+def answer_row(row: dict[str, Any]) -> dict[str, Any]:
+    """A document's row of `SCHEMA` from what Ray's processor made of it."""
+    error = row.get("unreadable") or row.get("__inference_error__") or ""
+    if error:
+        return {"document": row["document"], "answer": "", "error": error}
+    metrics = row["metrics"] or {}
+    drafts = json.loads(metrics.get("drafts") or "{}")
+    return {
+        "document": row["document"],
+        "answer": row["generated_text"],
+        "error": "",
+        "prompt_tokens": row["num_input_tokens"],
+        "output_tokens": row["num_generated_tokens"],
+        "rounds": drafts.get("num_spec_steps", 0),
+        "drafted": drafts.get("num_draft_tokens", 0),
+        "accepted": drafts.get("num_accepted_draft_tokens", 0),
+        "acceptance_length": drafts.get("mean_acceptance_length", 1.0),
+        "seconds": metrics.get("last_token_ts", 0.0) - metrics.get("first_token_ts", 0.0),
+    }
+
+
+def answers_of(args: argparse.Namespace, files: list[str], done: set[str]) -> Iterator[dict[str, Any]]:
+    """Answers of the documents that are not done, as they come."""
+    import ray
+    from ray.data.llm import build_processor, vLLMEngineProcessorConfig
+
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False
+    logging.getLogger("ray.data").setLevel(logging.WARNING)
+    environment = ray_cluster.environment(args.model, args.replicas)
+    config = vLLMEngineProcessorConfig(
+        model_source=ray_cluster.model_source(args.model),
+        engine_kwargs=ray_cluster.engine_kwargs(args.engine_kwargs),
+        placement_group_config=ray_cluster.placement(args.replicas, args.cpus),
+        runtime_env={"env_vars": environment},
+        concurrency=(args.replicas, args.replicas),
+        batch_size=args.batch_size,
+        # One document that is too long must not end the job.
+        should_continue_on_error=True,
+        chat_template_stage={"enabled": args.chat, "concurrency": 1, "num_cpus": 0.5},
+        tokenize_stage=False,  # the engine does
+        detokenize_stage=False,
+        log_engine_metrics=False,
+    )
+    prompt, sampling, chat, field = args.prompt, sampling_params(args), args.chat, args.field
+
+    def ask(row: dict[str, Any]) -> dict[str, Any]:
+        # vLLM takes no empty prompt.
+        text = prompt.replace("{document}", row["text"]) or " "
+        asked = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
+        return {**asked, "sampling_params": sampling}
+
+    few_cpus = {"num_cpus": 0.25}
+    processor = build_processor(
+        config,
+        preprocess=ask,
+        postprocess=lambda row: row,
+        preprocess_map_kwargs=few_cpus,
+        postprocess_map_kwargs=few_cpus,
+    )
+    name = "vLLMEngineStage"
+    stage = processor.get_stage_by_name(name)
+    # Assigned, `fn` would have the stage reckon its resources anew, and take a GPU.
+    processor.stages[name] = stage.model_copy(update={"fn": note_acceptance(stage.fn)})
+    is_done = ray.put(done)
+
+    def read(item: dict[str, Any]) -> Iterator[dict[str, str]]:
+        known = ray.get(is_done)
+        for document in read_documents(item["file"], field):
+            if document["document"] not in known:
+                yield document
+
+    # Documents are read as they are asked about, a file per task.
+    items = ray.data.from_items([{"file": file} for file in files], override_num_blocks=len(files))
+    documents = items.flat_map(read, **few_cpus)
+    for batch in processor(documents).iter_batches(
+        batch_size=None, prefetch_batches=0, batch_format="pyarrow"
+    ):
+        for row in batch.to_pylist():
+            yield answer_row(row)
+
+
+def sampling_params(args: argparse.Namespace) -> dict[str, Any]:
+    return {"max_tokens": args.max_tokens, "temperature": args.temperature, **args.sampling}
+
+
+def run(args: argparse.Namespace, report: Callable[[str], None]) -> int:
+    """The whole job; returns how many documents have no answer."""
+    files = find_files(args.documents, args.out)
+    if not files:
+        sys.exit("error: no files are there; name those with the documents, or their folder")
+    counts = {file: count_documents(file) for file in files}
+    total = sum(counts.values())
+    job = {"model": args.model, "prompt": args.prompt, "chat": args.chat, "field": args.field}
+    answers = Answers(Path(args.out), {**job, "sampling": sampling_params(args)}, args.rows_per_file)
+    before = len(answers.done)
+    report(f"{total:,} documents in {len(files):,} files, of which {before:,} are answered")
+    if before < total:
+        ray_cluster.connect(args.address, args.replicas, args.cpus)
+        report(f"{args.replicas} replicas start ...")
+        _collect(args, files, answers, total, report)
+    if answers.num_repeated:
+        report(f"{answers.num_repeated:,} answers came twice, after a replica had died, and count once")
+    show_table(answers.table(), report)
+    return total - len(answers.done)
+
+
+def _collect(
+    args: argparse.Namespace, files: list[str], answers: Answers, total: int, report: Callable[[str], None]
+) -> None:
+    started = reported = time.monotonic()
+    count = errors = tokens = rounds = accepted = 0
+    try:
+        for row in answers_of(args, files, frozenset(answers.done)):
+            answers.add(row)
+            now = time.monotonic()
+            count += 1
+            errors += bool(row["error"])
+            tokens += row.get("output_tokens", 0)
+            rounds += row.get("rounds", 0)
+            accepted += row.get("accepted", 0)
+            if now - reported >= PROGRESS_INTERVAL_S or len(answers.done) == total:
+                reported, seconds = now, now - started
+                report(
+                    f"{len(answers.done):,} of {total:,} documents after {seconds:.0f} s with the start, "
+                    f"{count / seconds:.2f} documents/s, "
+                    f"{tokens / seconds:,.0f} tokens/s, "
+                    f"{1 + accepted / max(1, rounds):.2f} tokens per round, {errors} errors"
+                )
+    finally:  # also when Ctrl-C ends it
+        answers.save()
+
+
+def show_table(table: pa.Table, report: Callable[[str], None]) -> None:
+    """Acceptance by document: those with the least and the most tokens per round."""
+    rows = [row for row in table.to_pylist() if not row["error"]]
+    for row in table.to_pylist():
+        if row["error"]:
+            report(f"no answer: {row['document']}: {row['error']}")
+    if not rows:
+        return
+    rows.sort(key=lambda row: row["acceptance_length"])
+    half = TABLE_ROWS // 2
+    shown = rows if len(rows) <= TABLE_ROWS else [*rows[:half], None, *rows[-half:]]
+    report(
+        f"\n{'tokens per round':>16}  {'accepted of drafted':>20}  {'prompt':>7}  {'output':>6}  document"
+    )
+    for row in shown:
+        if row is None:
+            report(f"{'...':>16}  ({len(rows) - TABLE_ROWS:,} more)")
+            continue
+        drafts = f"{row['accepted']:,} of {row['drafted']:,}"
+        report(
+            f"{row['acceptance_length']:16.2f}  {drafts:>20}  {row['prompt_tokens']:7,}  "
+            f"{row['output_tokens']:6,}  {row['document']}"
+        )
+    accepted, rounds = (sum(row[name] for row in rows) for name in ("accepted", "rounds"))
+    report(f"{1 + accepted / max(1, rounds):16.2f}  all {len(rows):,} documents")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("documents", nargs="+", help="files or folders: text, JSON lines, Parquet")
+    parser.add_argument("--out", required=True, help="folder for the answers; an interrupted job goes on")
+    parser.add_argument(
+        "--field", default="text", help="column with the document, of JSON lines and Parquet"
+    )
+    parser.add_argument(
+        "--prompt", default="{document}", help="what is asked; {document} stands for the text"
+    )
+    parser.add_argument("--chat", action="store_true", help="ask by the model's chat template")
+    parser.add_argument(
+        "--max-tokens", type=ray_cluster.positive, default=128, help="of each answer (default 128)"
+    )
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument(
+        "--sampling", type=ray_cluster.json_object, default={}, metavar="JSON", help="others"
+    )
+    parser.add_argument("--replicas", type=ray_cluster.positive, default=1, help="engines (default 1)")
+    parser.add_argument(
+        "--batch-size", type=ray_cluster.positive, default=16, help="documents given to an engine at a time"
+    )
+    parser.add_argument(
+        "--rows-per-file", type=ray_cluster.positive, default=256, help="of the answers (default 256)"
+    )
+    ray_cluster.add_options(parser)
+    return parser
+
+
+def main() -> None:
+    args = make_parser().parse_args()
+    if "{document}" not in args.prompt:
+        sys.exit("error: --prompt has no {document}, which stands for each document's text")
+    try:
+        missing = run(args, lambda line: print(line, flush=True))
+    except KeyboardInterrupt:
+        sys.exit(f"interrupted; the same command goes on from what {args.out} has")
+    except Exception as error:
+        if not ray_cluster.is_of_ray(error):
+            raise
+        sys.exit(f"error: {ray_cluster.reason(error)}")
+    if missing:
+        sys.exit(f"error: {missing:,} documents have no answer; the same command tries them again")
+
+
+if __name__ == "__main__":
+    main()

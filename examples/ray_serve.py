@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ray Serve's OpenAI application: as many engines with magicdec-self as there are requests for.
+
+    python examples/ray_serve.py --min-replicas 1 --max-replicas 2
+
+Then, for instance: `python examples/openai_client.py --base-url http://127.0.0.1:8000/v1`.
+"""
+
+import argparse
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import ray_cluster
+
+TARGET_REQUESTS = 4
+
+
+def application(args: argparse.Namespace) -> Any:
+    """Ray Serve's application."""
+    from ray.serve.llm import LLMConfig, build_openai_app
+
+    replicas = args.max_replicas
+    config = LLMConfig(
+        model_loading_config={
+            "model_id": args.name or Path(args.model).name,
+            "model_source": ray_cluster.model_source(args.model),
+        },
+        engine_kwargs=ray_cluster.engine_kwargs(args.engine_kwargs),
+        placement_group_config=ray_cluster.placement(replicas, args.cpus),
+        runtime_env={"env_vars": ray_cluster.environment(args.model, replicas)},
+        deployment_config={
+            "autoscaling_config": {
+                "min_replicas": args.min_replicas,
+                "max_replicas": replicas,
+                "target_ongoing_requests": args.target_requests,
+                "upscale_delay_s": args.upscale_delay,
+            },
+            # A replica that cannot start would be tried for ever.
+            "max_constructor_retry_count": 2,
+        },
+        # Beside vLLM's own, the plugin's metrics then are at Ray's endpoint.
+        log_engine_metrics=True,
+    )
+    return build_openai_app({"llm_configs": [config], "ingress_deployment_config": {"num_replicas": 1}})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--name", help="of the model in requests (default: the last part of --model)")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--min-replicas", type=int, default=1)
+    parser.add_argument("--max-replicas", type=ray_cluster.positive, default=1)
+    parser.add_argument(
+        "--target-requests",
+        type=int,
+        default=TARGET_REQUESTS,
+        help=f"requests per replica above which another one starts (default {TARGET_REQUESTS})",
+    )
+    parser.add_argument("--upscale-delay", type=float, default=30.0, help="seconds that must be so before")
+    ray_cluster.add_options(parser)
+    args = parser.parse_args()
+    if not 0 <= args.min_replicas <= args.max_replicas:
+        sys.exit("error: --min-replicas is from 0 to --max-replicas")
+    ray_cluster.connect(args.address, args.max_replicas, args.cpus)
+    from ray import serve
+
+    serve.start(http_options={"host": args.host, "port": args.port})
+    try:
+        serve.run(application(args), name="magicdec", route_prefix="/")
+    except RuntimeError as error:
+        sys.exit(f"error: {error}")
+    print(f"ready: http://{args.host}:{args.port}/v1 (Ctrl-C ends it)", flush=True)
+    ended = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: ended.set())
+    ended.wait()
+    serve.shutdown()
+
+
+if __name__ == "__main__":
+    main()

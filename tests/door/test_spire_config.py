@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A SPIRe draft as `model`: what its config.json makes of a configuration, and what is refused."""
+
+import copy
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig
+from vllm.config.utils import replace
+from vllm.engine.arg_utils import EngineArgs
+
+from vllm_magicdec.errors import MODEL_METHOD, MagicDecConfigError
+from vllm_magicdec.plugin import register
+from vllm_magicdec.spire.settings import SpireSettings
+
+register()
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 4096,
+}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("target")
+    config = LlamaConfig(architectures=["LlamaForCausalLM"], num_hidden_layers=6, **SIZES)
+    config.save_pretrained(path)
+    return str(path)
+
+
+def write_draft(path: Path, changes: dict | None = None, **fields) -> str:
+    """A draft's config.json; no weights are needed to configure an engine."""
+    described = {
+        "version": 1,
+        "target": "small",
+        "target_num_hidden_layers": 6,
+        "target_layers": [4, 5],
+        "sinks": 4,
+        "window": 252,
+        "num_draft_steps": 4,
+        "feedback_memory": True,
+        "target_activations": True,
+        **(changes or {}),
+    }
+    config = {
+        "architectures": ["MagicDecSpireForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": 2,
+        "eagle_aux_hidden_state_layer_ids": [4, 5, 6],
+        "spire": {name: value for name, value in described.items() if value is not None},
+        **SIZES,
+        **fields,
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory) -> str:
+    return write_draft(tmp_path_factory.mktemp("draft"))
+
+
+def configure(target: str, draft: str, engine: dict | None = None, **fields):
+    spec = {"method": MODEL_METHOD, "model": draft, **fields}
+    given = {"skip_tokenizer_init": True, "max_model_len": 4096, "block_size": 32, **(engine or {})}
+    return EngineArgs(model=target, speculative_config=spec, **given).create_engine_config()
+
+
+def test_the_view_is_what_it_was_trained_with(target, draft):
+    spec = configure(target, draft).speculative_config
+    assert (spec.draft_kv_budget, spec.draft_kv_sink, spec.budgets) == (256, 4, (256,))
+    assert spec.spire.window == 252 and spec.spire.aux_layers == (4, 5, 6)
+    budget = spec.policy.parse_budget(spec, spec.limits(configure(target, draft), 32), 256)
+    assert str(budget) == "256 tokens (4 sinks, the 252 latest)"
+
+
+def test_what_training_writes_is_what_serving_reads(target, tmp_path):
+    settings = SpireSettings.pruned("small", 6, None, sinks=2, window=30)
+    spec = configure(target, write_draft(tmp_path, **settings.config_fields())).speculative_config
+    assert spec.spire == settings and spec.budgets == (32,)
+
+
+def test_a_model_shorter_than_the_window_is_seen_whole(target, draft):
+    spec = configure(target, draft, {"max_model_len": 128}).speculative_config
+    assert spec.budgets == (128,)
+
+
+def test_its_own_view_may_be_named(target, draft):
+    fields = {"draft_kv_budget": 256, "draft_kv_sink": 4, "draft_kv_policy": "streamingllm"}
+    assert configure(target, draft, **fields).speculative_config.budgets == (256,)
+
+
+@pytest.mark.parametrize("number", [4, "auto"])
+def test_it_survives_the_ways_that_vllm_copies_it(target, draft, number):
+    config = configure(target, draft, num_speculative_tokens=number)
+    spec = config.speculative_config
+    for copied in (pickle.loads(pickle.dumps(config)).speculative_config, copy.copy(spec), replace(spec)):
+        assert repr(copied) == repr(spec) and copied.spire == spec.spire
+        assert copied.policy is spec.policy and copied.budgets == spec.budgets
+
+
+TRAINED = "was trained with 4 sinks and a window of 252 tokens"
+WRONG_FIELDS = {
+    "another budget": ({"draft_kv_budget": 128}, TRAINED),
+    "a budget to choose": ({"draft_kv_budget": "auto"}, TRAINED),
+    "other sinks": ({"draft_kv_sink": 8}, TRAINED),
+    "another policy": ({"draft_kv_policy": "snapkv"}, TRAINED),
+    "lookups to read": ({"draft_lookup": "on"}, "makes no pass of a SPIRe draft longer"),
+    "quantised": ({"quantization": "fp8"}, "quantization='fp8' is not possible with a SPIRe draft"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_FIELDS)
+def test_wrong_fields_get_one_sentence(target, draft, case):
+    fields, sentence = WRONG_FIELDS[case]
+    with pytest.raises(MagicDecConfigError) as error:
+        configure(target, draft, **fields)
+    assert sentence in str(error.value) and "\n" not in str(error.value)
+
+
+WRONG_DRAFTS = {
+    "of a deeper target": ({"target_num_hidden_layers": 12}, {}, "with num_hidden_layers=12, and"),
+    "of a wider target": ({}, {"hidden_size": 128, "head_dim": 64}, "with hidden_size=128, and"),
+    "of another format": ({"version": 2}, {}, "this is no SPIRe draft of version 1"),
+    "with a key less": ({"window": None}, {}, "this is no SPIRe draft of version 1"),
+    "without a window": ({"window": 0}, {}, "contradicts itself"),
+    "of more layers": ({}, {"num_hidden_layers": 3}, "contradicts itself"),
+    "of its own activations": (
+        {"target_activations": False},
+        {},
+        "trained without its target's activations",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_DRAFTS)
+def test_drafts_that_cannot_be_served_are_refused(target, tmp_path, case):
+    spire, fields, sentence = WRONG_DRAFTS[case]
+    with pytest.raises(MagicDecConfigError) as error:
+        configure(target, write_draft(tmp_path, spire, **fields))
+    assert sentence in str(error.value) and "\n" not in str(error.value)
+
+
+def test_lookups_may_wait_unread(target, draft):
+    """Under `auto`, which may have them verified as they are."""
+    spec = configure(target, draft, num_speculative_tokens="auto", draft_lookup="on").speculative_config
+    assert spec.draft_lookup == "on"
+
+
+def test_without_memory_lookups_are_read(target, tmp_path):
+    spec = configure(target, write_draft(tmp_path, {"feedback_memory": False}), draft_lookup="on")
+    assert spec.speculative_config.draft_lookup == "on"

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A SPIRe draft (`model`: what `magicdec train-draft` writes) drafts what its equations say, losslessly.
+
+Nobody has trained the drafts here: they are the target's last blocks, with noise or without.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import engines
+import pytest
+import spire_drafts
+import texts
+import torch
+from engines import MODEL
+from greedy import GREEDY, assert_same_tokens
+
+WHOLE_LEN = 2048  # tokens; nothing of the prompts and answers is longer
+SCHEDULES = {
+    "whole prompts": {"max_num_batched_tokens": WHOLE_LEN},
+    "chunked prefill": {"max_num_batched_tokens": 256},
+    # 80 pages hold one longest request and little else.
+    "preemption": {"num_gpu_blocks_override": 80, "max_num_batched_tokens": WHOLE_LEN, "max_num_seqs": 24},
+}
+REMEMBERS_INPUTS = 1e4  # a logit far above the others
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory) -> Path:
+    return spire_drafts.write(
+        tmp_path_factory.mktemp("spire"), MODEL, num_layers=2, sinks=3, window=37, noise=0.05
+    )
+
+
+@pytest.fixture(scope="module")
+def copying_draft(tmp_path_factory) -> Path:
+    """Of which each block is the target's, and remembers what enters it."""
+    path = tmp_path_factory.mktemp("copying")
+    return spire_drafts.write(
+        path, MODEL, num_layers=2, sinks=4, window=60, noise=0, memory=REMEMBERS_INPUTS * torch.eye(2, 3)
+    )
+
+
+def drafting_with(model: Path, num_speculative_tokens: int | str = 4, **fields: Any) -> dict[str, Any]:
+    own = {"method": "magicdec", "model": str(model), "num_speculative_tokens": num_speculative_tokens}
+    return {**own, **fields}
+
+
+def longest(prompts: list[list[int]]) -> list[int]:
+    """Places of the longest prompts."""
+    return sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))[:4]
+
+
+def assert_drafts_as_the_reference(path: Path, draft: Path, *, least: int) -> None:
+    reference = spire_drafts.SpireReference(draft, MODEL)
+    made = torch.load(path)
+    assert len(made) >= least
+    activations: dict[str, torch.Tensor] = {}
+    for own in sorted(made, key=lambda own: -len(own["verified"])):  # the longest first: others begin alike
+        verified = own["verified"]
+        if own["request"] not in activations:
+            activations[own["request"]] = reference.activations(verified)
+        truth = reference.logits(activations[own["request"]][: len(verified)], own["tokens"])
+        difference = (truth - torch.stack(own["logits"])).abs().max() / truth.abs().max()
+        assert difference < 1e-5, (own["request"], len(verified), len(own["tokens"]), float(difference))
+
+
+@pytest.mark.parametrize(("num_layers", "feedback_memory"), [(2, True), (2, False), (6, True)])
+def test_it_drafts_what_its_equations_say(tmp_path, num_layers, feedback_memory):
+    """Several steps, whose memories are the draft's own; contexts within the window, and beyond it."""
+    draft = spire_drafts.write(
+        tmp_path / "draft",
+        MODEL,
+        num_layers=num_layers,
+        sinks=3,
+        window=37,
+        noise=0.05,
+        feedback_memory=feedback_memory,
+    )
+    noted = str(tmp_path / "noted.pt")
+    batch = {"prompts": texts.prompts(4, 4, 150, seed=3), "sampling": {**GREEDY, "max_tokens": 14}}
+    run = engines.run(
+        [("generate_and_note_spire_drafts", {"batches": [batch], "path": noted})],
+        max_num_batched_tokens=64,
+        max_num_seqs=3,
+        speculative_config=drafting_with(draft),
+    )
+    assert run.draft_failures == 0
+    assert_drafts_as_the_reference(Path(noted), draft, least=30)
+
+
+def test_it_drafts_token_by_token_where_lookups_wait_unread(tmp_path, draft):
+    noted = str(tmp_path / "noted.pt")
+    batch = {"prompts": texts.prompts(3, 30, 120, seed=4), "sampling": {**GREEDY, "max_tokens": 24}}
+    run = engines.run(
+        [("generate_and_note_spire_drafts", {"batches": [batch], "path": noted})],
+        max_num_seqs=3,
+        speculative_config=drafting_with(draft, "auto", draft_lookup="on"),
+    )
+    assert run.draft_failures == 0
+    assert_drafts_as_the_reference(Path(noted), draft, least=1)
+
+
+@pytest.mark.parametrize(("schedule", "gamma"), zip(SCHEDULES, (8, 4, 1), strict=True))
+def test_greedy_output_is_unchanged(prompts, plain, draft, schedule, gamma):
+    batches = [prompts, [prompts[i] for i in longest(prompts)]]
+    run = engines.run(
+        [("generate", {"batches": [{"prompts": batch, "sampling": GREEDY} for batch in batches]})],
+        speculative_config=drafting_with(draft, gamma),
+        **{"max_model_len": WHOLE_LEN, "max_num_seqs": 16, **SCHEDULES[schedule]},
+    )
+    first, again = run.results[0]
+    assert_same_tokens(plain, first, f"gamma {gamma}, {schedule}")
+    assert_same_tokens([plain[i] for i in longest(prompts)], again, f"{schedule}, prefix cached")
+    assert run.draft_failures == 0 and 0 < run.accepted < run.drafted
+    assert (run.preemptions > 0) == (schedule == "preemption")
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_cache_holds_the_memory_of_what_was_verified(prompts, plain, copying_draft, schedule):
+    batches = [prompts, [prompts[i] for i in longest(prompts)]]
+    run = engines.run(
+        [
+            ("watch_spire_cache", {}),
+            ("generate", {"batches": [{"prompts": batch, "sampling": GREEDY} for batch in batches]}),
+            ("watched_spire_cache", {}),
+        ],
+        speculative_config=drafting_with(copying_draft),
+        **{"max_model_len": WHOLE_LEN, "max_num_seqs": 16, **SCHEDULES[schedule]},
+    )
+    _, (first, again), watched = run.results
+    assert_same_tokens(plain, first, schedule)
+    if schedule != "preemption":
+        assert all(request["cached_tokens"] > 0 for request in again)
+    assert run.draft_failures == 0
+    assert watched["tokens"] > 10_000 and watched["difference"] < 1e-3, watched
+    assert (run.preemptions > 0) == (schedule == "preemption")
+
+
+@pytest.mark.parametrize("lookup", ["off", "on"])
+def test_the_cache_follows_plain_steps(prompts, plain, copying_draft, lookup):
+    """Numbers of drafts change at random, 0 among them."""
+    run = engines.run(
+        [
+            ("watch_spire_cache", {}),
+            (
+                "generate_with_random_choices",
+                {"batches": [{"prompts": prompts, "sampling": GREEDY}], "seed": 2},
+            ),
+            ("watched_spire_cache", {}),
+        ],
+        max_num_seqs=8,
+        max_num_batched_tokens=256,
+        speculative_config=drafting_with(copying_draft, "auto", draft_lookup=lookup),
+    )
+    _, result, watched = run.results
+    assert_same_tokens(plain, result["batches"][0], "random choices")
+    assert result["plain_steps"] > 5 and run.draft_failures == 0
+    assert result["sampled_as_speculative"] < result["speculative_steps"] + result["plain_steps"]
+    assert watched["tokens"] > 10_000 and watched["difference"] < 1e-3, watched
+
+
+def test_aborted_requests_leave_the_others_as_they_are(prompts, plain, copying_draft):
+    """And their pages to later ones."""
+    batch = {"prompts": prompts, "sampling": GREEDY}
+    run = engines.run(
+        [
+            ("watch_spire_cache", {}),
+            ("abort_half_while_decoding", {"batch": batch, "steps_before_abort": 4}),
+            ("generate", {"batches": [batch]}),
+            ("watched_spire_cache", {}),
+        ],
+        max_num_seqs=8,
+        max_model_len=WHOLE_LEN,
+        num_gpu_blocks_override=160,
+        speculative_config=drafting_with(copying_draft),
+    )
+    _, others, (after,), watched = run.results
+    for index in range(1, len(prompts), 2):
+        assert others[str(index)] == plain[index]["completions"][0]["tokens"]
+    assert_same_tokens(plain, after, "after aborts")
+    assert run.draft_failures == 0 and watched["difference"] < 1e-3
+
+
+def test_requests_may_reach_the_model_length_in_the_middle_of_a_draft(prompts, draft):
+    engine = {
+        "prompts": [prompt[:length] for prompt in prompts for length in (230, 250) if len(prompt) > 250],
+        "sampling": {**GREEDY, "max_tokens": 64},
+        "max_model_len": 256,
+        "max_num_seqs": 8,
+    }
+    truth = engines.generate(**engine).results[0][0]
+    run = engines.generate(speculative_config=drafting_with(draft, 16), **engine)
+    assert_same_tokens(truth, run.results[0][0], "the model's end")
+    assert run.draft_failures == 0 and run.accepted > 0
+
+
+@pytest.mark.parametrize("number", [4, "auto"])
+def test_failed_memory_loses_no_request(prompts, plain, draft, number):
+    run = engines.run(
+        [("generate_with_broken_memory", {"batches": [{"prompts": prompts[:6], "sampling": GREEDY}]})],
+        strict=False,
+        speculative_config=drafting_with(draft, number),
+    )
+    assert_same_tokens(plain[:6], run.results[0][0], "broken memory")
+    assert run.draft_failures > 0
+
+
+def test_it_compiles_and_runs_in_processes_of_its_own(prompts, plain, draft):
+    """As users run it: nothing is eager, engine core and worker are processes."""
+    run = engines.generate(
+        prompts,
+        GREEDY,
+        own_process=True,
+        enforce_eager=False,
+        max_num_seqs=8,
+        speculative_config=drafting_with(draft),
+    )
+    assert_same_tokens(plain, run.results[0][0], "as users run it")
+    assert run.draft_failures == 0 and run.accepted > 0
+    assert "40 tokens (3 sinks, the 37 latest)" in run.log
+
+
+@pytest.mark.parametrize(
+    ("engine", "sentence"),
+    [
+        ({"v2": True}, "V1 model runner alone so far; set VLLM_USE_V2_MODEL_RUNNER=0"),
+        (
+            {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
+            "does not work with a KV connector",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_in_a_sentence(draft, engine, sentence):
+    with pytest.raises(engines.RefusedError, match=sentence):
+        engines.generate([[1, 2, 3]], GREEDY, speculative_config=drafting_with(draft), **engine)
+
+
+def test_it_is_not_served_by_itself(draft):
+    with pytest.raises(engines.RefusedError, match="serve its target with --spec-method magicdec"):
+        engines.generate([[1, 2, 3]], GREEDY, model=str(draft))

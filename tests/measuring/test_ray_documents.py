@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Documents in and answers out, of the example for Ray; `tests/engine/test_ray.py` runs it."""
+
+import json
+import sys
+
+import engines
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+sys.path.insert(0, str(engines.MODEL.parent))
+import ray_batch
+import ray_cluster
+
+JOB = {"model": "m", "prompt": "{document}"}
+
+
+def read(*paths, field="text"):
+    return [
+        (document["document"], document["text"], document["unreadable"])
+        for path in paths
+        for document in ray_batch.read_documents(str(path), field)
+    ]
+
+
+def row(name, **values):
+    return {"document": name, "answer": "a", "error": "", "acceptance_length": 2.0, **values}
+
+
+def test_every_kind_of_file_is_read_and_counted(tmp_path):
+    (tmp_path / "a").mkdir()
+    text, lines, table = tmp_path / "a" / "one.txt", tmp_path / "b.jsonl", tmp_path / "c.parquet"
+    text.write_bytes("grün\nzwei".encode() + b"\xff")
+    lines.write_text('{"text": "first"}\n\n{"text": "second", "other": 1}\n')
+    pq.write_table(pa.table({"text": [f"row {i}" for i in range(100)], "n": range(100)}), table)
+    (tmp_path / "answers").mkdir()
+    (tmp_path / "answers" / "answers-000000.parquet").write_text("of an earlier start")
+    files = ray_batch.find_files([str(tmp_path), str(lines)], str(tmp_path / "answers"))
+    assert files == [str(text), str(lines), str(table)]
+    documents = read(*files)
+    assert documents[:3] == [
+        (str(text), "grün\nzwei�", ""),
+        (f"{lines}#0", "first", ""),
+        (f"{lines}#1", "second", ""),
+    ]
+    assert documents[3:] == [(f"{table}#{i}", f"row {i}", "") for i in range(100)]
+    assert sum(map(ray_batch.count_documents, files)) == len(documents)
+
+
+def test_rows_without_text_are_named_and_none_is_left_out(tmp_path):
+    lines, table = tmp_path / "b.jsonl", tmp_path / "c.parquet"
+    lines.write_text('{"text": "first"}\nnot json\n{"text": 5}\n["text"]\n{"text": ""}\n{"text": "last"}')
+    pq.write_table(pa.table({"other": [1, 2]}), table)
+    assert [text for _, text, _ in read(lines)] == ["first", "", "", "", "", "last"]
+    assert [bool(why) for _, _, why in read(lines)] == [False, True, True, True, True, False]
+    for path in (lines, table):
+        assert ray_batch.count_documents(str(path)) == len(read(path))
+    assert all("no text in 'text'; name the column with --field" in why for _, _, why in read(table))
+    assert read(table, field="other")[0][2], "numbers are no documents"
+
+
+def test_a_path_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(SystemExit, match="neither a file nor a folder"):
+        ray_batch.find_files([str(tmp_path / "missing")], "out")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--engine-kwargs", "{'seed': 1}"), "is no JSON object, such as"),
+        (("--sampling", "[1]"), "is no JSON object, such as"),
+        (("--replicas", "0"), "'0' is no whole number from 1"),
+        (("--cpus", "two"), "'two' is no whole number from 1"),
+    ],
+)
+def test_options_of_a_wrong_kind_are_refused_in_a_sentence(options, says, capsys):
+    with pytest.raises(SystemExit):
+        ray_batch.make_parser().parse_args(["d", "--out", "o", *options])
+    assert says in capsys.readouterr().err
+
+
+def test_a_torn_file_or_an_empty_folder_is_refused_before_anything_starts(tmp_path):
+    parse = ray_batch.make_parser().parse_args
+    args = parse([str(tmp_path), "--out", str(tmp_path / "answers")])
+    with pytest.raises(SystemExit, match="no files are there"):
+        ray_batch.run(args, print)
+    (tmp_path / "b.parquet").write_bytes(b"PAR1 torn")
+    with pytest.raises(SystemExit, match=r"b.parquet is no Parquet file"):
+        ray_batch.run(args, print)
+    assert not (tmp_path / "answers").exists()
+
+
+def test_answers_are_kept_once_and_a_job_goes_on(tmp_path):
+    answers = ray_batch.Answers(tmp_path, JOB, rows_per_file=3)
+    for name in "abcda":
+        answers.add(row(name))
+    assert answers.num_repeated == 1
+    assert answers.table().num_rows == 3, "the fourth is not written yet"
+    # Whoever is killed now leaves a file that is not whole, and loses what was not written.
+    (tmp_path / ".answers-000001.parquet").write_bytes(b"PAR1 torn")
+    again = ray_batch.Answers(tmp_path, JOB, rows_per_file=3)
+    assert again.done == {"a", "b", "c"}
+    for name in "cde":
+        again.add(row(name))
+    again.save()
+    assert sorted(again.table()["document"].to_pylist()) == list("abcde")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "answers-000000.parquet",
+        "answers-000001.parquet",
+        "job.json",
+    ]
+
+
+def test_another_jobs_answers_are_not_mixed_in(tmp_path):
+    ray_batch.Answers(tmp_path, JOB)
+    with pytest.raises(SystemExit) as refused:
+        ray_batch.Answers(tmp_path, {**JOB, "prompt": "Sum up: {document}"})
+    assert 'has answers with prompt "{document}", not "Sum up: {document}"' in str(refused.value)
+
+
+def test_a_documents_row_says_what_became_of_its_drafts():
+    drafts = {
+        "num_spec_steps": 4,
+        "num_draft_tokens": 16,
+        "num_accepted_draft_tokens": 8,
+        "mean_acceptance_length": 3.0,
+    }
+    made = {
+        "document": "a",
+        "unreadable": "",
+        "generated_text": "text",
+        "num_input_tokens": 10,
+        "num_generated_tokens": 12,
+        "metrics": {"drafts": json.dumps(drafts), "first_token_ts": 1.0, "last_token_ts": 3.5},
+    }
+    assert ray_batch.answer_row(made) == {
+        "document": "a",
+        "answer": "text",
+        "error": "",
+        "prompt_tokens": 10,
+        "output_tokens": 12,
+        "rounds": 4,
+        "drafted": 16,
+        "accepted": 8,
+        "acceptance_length": 3.0,
+        "seconds": 2.5,
+    }
+    plain = ray_batch.answer_row({**made, "metrics": {"drafts": ""}})
+    assert (plain["rounds"], plain["acceptance_length"]) == (0, 1.0)
+    failed = ray_batch.answer_row({**made, "__inference_error__": "too long"})
+    assert failed == {"document": "a", "answer": "", "error": "too long"}
+    pa.Table.from_pylist([failed, plain], schema=ray_batch.SCHEMA)
+
+
+def test_the_table_shows_extremes_failures_and_all():
+    rows = [
+        row(
+            f"d{i}",
+            acceptance_length=1 + i / 10,
+            rounds=10,
+            accepted=i,
+            drafted=40,
+            prompt_tokens=9,
+            output_tokens=5,
+        )
+        for i in range(40)
+    ]
+    shown = []
+    ray_batch.show_table(
+        pa.Table.from_pylist([*rows, row("bad", error="too long")], schema=ray_batch.SCHEMA), shown.append
+    )
+    text = "\n".join(shown)
+    assert "no answer: bad: too long" in text
+    names = [
+        line.split()[-1] for line in shown if line.strip().endswith(tuple("0123456789")) and " d" in line
+    ]
+    assert names == [f"d{i}" for i in (*range(10), *range(30, 40))]
+    assert "(20 more)" in text
+    assert f"{1 + sum(range(40)) / 400:.2f}  all 40 documents" in text
+
+
+def test_engines_get_what_the_user_gave_above_the_defaults():
+    kwargs = ray_cluster.engine_kwargs({"block_size": 64, "max_model_len": 100})
+    assert (kwargs["block_size"], kwargs["max_model_len"]) == (64, 100)
+    assert kwargs["speculative_config"]["method"] == "magicdec-self"
+    assert kwargs["per_request_spec_decode_metrics"] == "summary"
+    plain = ray_cluster.engine_kwargs({"speculative_config": None})
+    assert "speculative_config" not in plain and "per_request_spec_decode_metrics" not in plain
+
+
+def test_replicas_get_this_shells_variables_but_no_secrets(monkeypatch):
+    monkeypatch.setenv("VLLM_MAGICDEC_STRICT", "1")
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    variables = ray_cluster.environment(str(engines.MODEL), 2)
+    assert variables["VLLM_MAGICDEC_STRICT"] == variables["HF_HUB_OFFLINE"] == "1"
+    assert "secret" not in variables.values()
+
+
+def test_of_a_failure_in_a_replica_the_last_line_is_said():
+    trace = "The actor died ...\n  File x.py\nvllm_magicdec.errors.MagicDecConfigError: 'p' is unknown\n"
+    assert ray_cluster.reason(RuntimeError(trace)) == "'p' is unknown"
+    assert ray_cluster.reason(RuntimeError("The actor died: its node is gone.")).startswith(
+        "The actor died"
+    )
+    assert ray_cluster.reason(RuntimeError()) == "RuntimeError"
+
+
+def test_the_object_store_fits_into_shared_memory(monkeypatch):
+    for free, wanted in ((2**26, 100 * 2**20), (2**29, int(0.6 * 2**29)), (2**40, 2**29)):
+        usage = lambda path, free=free: type("Usage", (), {"free": free})  # noqa: E731
+        monkeypatch.setattr(ray_cluster.shutil, "disk_usage", usage)
+        assert ray_cluster._object_store_bytes() == wanted

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""benchmarks/simulation.py: what it compares, without a server."""
+
+import sys
+
+import engines
+import pytest
+
+pytest.importorskip("simpy")
+sys.path.insert(0, str(engines.HERE.parent / "benchmarks"))
+import simulation
+from common import tables
+from suite_plots import PER_POSITION
+
+from vllm_magicdec.planner.simulation import Limits
+
+LIMITS = Limits(10_000, max_num_seqs=4, max_num_batched_tokens=1000)
+
+
+class Seconds:
+    """A second per step."""
+
+    def seconds(self, work):
+        return 1.0
+
+
+def test_requests_are_replayed_when_they_began():
+    result = {"start_times": [105.0, 100.0]}
+    simulated = simulation.replay(result, 10, 3, Seconds(), LIMITS)
+    # Each alone: its prompt, then two steps.
+    assert (simulated["requests"], simulated["p50_ttft_ms"], simulated["p50_e2e_ms"]) == (2, 1000, 3000)
+    assert simulated["duration_s"] == 8
+
+
+def test_as_many_drafts_stand_as_on_the_server():
+    result = {"start_times": [0.0], PER_POSITION: [1.0, 1.0]}
+    assert simulation.replay(result, 10, 7, Seconds(), LIMITS)["p50_e2e_ms"] == 3000
+
+
+def test_errors_are_relative_to_the_server():
+    served = {
+        "output_throughput": 50.0,
+        "median_ttft_ms": 10.0,
+        "median_tpot_ms": 4.0,
+        "median_e2el_ms": 90.0,
+    }
+    said = {"output_throughput": 55.0, "p50_ttft_ms": 9.0, "p50_tpot_ms": 4.0, "p50_e2e_ms": 99.0}
+    compared = simulation.compare(served, said)
+    assert [cell["error"] for cell in compared.values()] == pytest.approx([0.1, -0.1, 0.0, 0.1])
+    record = {"runs": [{"method": "plain", "rate": 2.5, "compared": compared}]}
+    row = tables.markdown(simulation.table_of(record)).splitlines()[-1]
+    assert row == "| plain | 2.5 | 50.0 55.0 +10% | 10.0 9.0 -10% | 4.0 4.0 +0% | 90.0 99.0 +10% |"

@@ -1,0 +1,387 @@
+# SPDX-License-Identifier: Apache-2.0
+"""benchmarks/soak.py: each of its bounds can be broken, on records that were made up."""
+
+import asyncio
+import copy
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from contextlib import suppress
+from types import SimpleNamespace
+
+import engines
+import pytest
+
+sys.path.insert(0, str(engines.HERE.parent / "benchmarks"))
+import soak
+from bad_day import faults, judging, kills, requests, servers, traffic
+from bad_day.asking import Answer, Outcome, ask_and_hang_up, compare, why_incomplete
+from bad_day.bad_input import CLOSED, KINDS, Rejection
+from bad_day.faults import Window
+from bad_day.requests import Request
+from bad_day.watching import Sample
+from transformers import AutoTokenizer
+
+PLAIN = Answer([[5, 6, 7]], ["abc"], ["length"], [[-0.1, -3.0], [-0.7, -0.70005], [-0.2, -2.0]])
+
+
+def answer(tokens, text="abc", reason="length"):
+    return Answer([tokens], [text], [reason])
+
+
+@pytest.mark.parametrize(
+    ("got", "how"),
+    [
+        (answer([5, 6, 7]), "same"),
+        (answer([5, 6, 7], text="abd"), "differs"),
+        (answer([5, 6, 7], reason="stop"), "differs"),
+        (answer([5, 9, 7], text="a"), "rounding"),
+        (answer([5, 6, 9], text="a"), "differs"),
+        (answer([5, 6], text="ab"), "differs"),
+        (answer([5, 6, 7, 8], text="abcd"), "differs"),
+    ],
+)
+def test_greedy_answers_are_compared_token_by_token(got, how):
+    assert compare(PLAIN, got) == how
+
+
+@pytest.mark.parametrize(
+    ("options", "got", "complete"),
+    [
+        ({}, answer([5, 6, 7]), True),
+        ({}, answer([5, 6], reason="stop"), True),
+        ({}, answer([5, 6]), False),
+        ({}, answer([5, 6, 7], reason=None), False),
+        ({}, answer([5, 6, 7, 8]), False),
+        ({}, answer([], reason="stop"), False),
+        ({"logprobs": 1}, answer([5, 6, 7]), False),
+        ({"logprobs": 1}, Answer([[5, 6, 7]], ["abc"], ["length"], [[-1.0]] * 3), True),
+        ({"n": 2}, Answer([[5, 6, 7], [5]], ["abc", "a"], ["length", "stop"]), True),
+        ({"n": 2}, Answer([[5, 6, 7], []], ["abc", ""], ["length", None]), False),
+    ],
+)
+def test_an_answer_has_all_that_was_asked_for(options, got, complete):
+    assert (why_incomplete(Request("greedy", [1], 3, options), got) == "") == complete
+
+
+def outcome(request, sent_s, ended_s, got=None, **more):
+    return Outcome(request, sent_s, ended_s, first_s=sent_s + 0.1 if got else None, answer=got, **more)
+
+
+REQUESTS = [Request("greedy", [1], 3), Request("sampled", [1], 3, {"temperature": 1.0})]
+
+
+def test_every_request_is_counted_once():
+    outcomes = [
+        outcome(0, 0, 1, answer([5, 6, 7])),
+        outcome(0, 0, 1, answer([5, 6, 8])),
+        outcome(0, 0, 1, answer([5, 9, 7])),
+        outcome(0, 0, 1, hung_up=True),
+        outcome(1, 0, 1, answer([9, 9, 9])),
+        outcome(1, 0, 1, answer([9, 9, 9], reason=None)),
+        outcome(1, 0, 1, error="APIError: 500"),
+    ]
+    counts = judging.judge_answers(REQUESTS, [PLAIN, None], outcomes)
+    expected = dict(sent=7, hung_up=1, lost=1, incomplete=1, same=1, rounding=1, differs=1)
+    assert counts.items() >= expected.items()
+    assert len(counts["reasons"]) == 3 and "APIError: 500" in counts["reasons"][2]
+
+
+def test_latencies_belong_to_the_faults_that_were_on():
+    windows = [Window("nan", 10, 20, True, {}), Window("controller", 30, 40, True, {})]
+    outcomes = [
+        outcome(0, 1, 2, answer([5])),
+        outcome(0, 2, 4, answer([5])),
+        outcome(0, 9, 11, answer([5])),
+        outcome(0, 12, 13, error="lost"),
+        outcome(0, 19, 21, answer([5])),
+        outcome(0, 21, 25, answer([5])),
+        outcome(0, 31, 32, answer([5])),
+    ]
+    rows = {row["phase"]: row for row in judging.latencies(outcomes, windows)}
+    assert {name: row["answers"] for name, row in rows.items()} == {
+        "before": 2,
+        "nan": 2,
+        "controller": 1,
+        "after": 1,
+    }
+    assert rows["nan"]["lost"] == 1
+    assert rows["before"]["p50_answer_ms"] == 1500 and rows["before"]["p50_first_token_ms"] == 100
+    assert rows["after"]["p50_answer_ms"] is None  # of one answer there is no median
+
+
+def sample(at_s, answered, **pss_mb):
+    return Sample(at_s, answered, {}, pss_mb, pss_mb, {}, {})
+
+
+def test_memory_is_judged_after_the_warm_up():
+    samples = [
+        sample(s, 10 * s, worker=500 + 0.02 * s + (100 if s < 25 else 200), core=50) for s in range(101)
+    ]
+    assert judging.slopes(samples, 100) == {"core": 0, "worker": 2.0}
+
+
+GOOD_TRAFFIC = {
+    "minutes": 60,
+    "answers": {"sent": 11_000, "hung_up": 5, "lost": 0, "incomplete": 0}
+    | {"same": 5000, "rounding": 2, "differs": 0},
+    "latencies": [{"phase": name, "lost": 0} for name in ("before", "nan", "lookup", "after")],
+    "faults": [
+        {"name": "nan", "happened": True, "failures": {}},
+        {"name": "lookup", "happened": True, "failures": {"failures:lookup": 3}},
+    ],
+    "bad_input": {"sent": 9, "improper": []},
+    "slopes": {"worker": 0.4, "server": -1.0},
+    "answered_after_warm_up": 8000,
+    "end": {"preemptions": 7, "kv_usage": 0, "running": 0, "waiting": 0, "more_fds": 1, "left": []},
+}
+GOOD_KILL = {
+    "name": "SIGKILL of the engine core",
+    "exit_s": 3.0,
+    "streams": 6,
+    "streams_ended": 6,
+    "sentence": "EngineDeadError",
+    "left": [],
+    "restarted": True,
+}
+BROKEN = [
+    ("requests lost", ("answers", "lost"), 1),
+    ("answers that lack something", ("answers", "incomplete"), 1),
+    ("greedy answers that differ from plain decoding", ("answers", "differs"), 1),
+    ("greedy answers that differ by rounding", ("answers", "rounding"), 60),
+    ("answers lost during faults", ("latencies", 1, "lost"), 1),
+    ("faults that never happened", ("faults", 0, "happened"), False),
+    ("faults that were not counted by name", ("faults", 1, "failures"), {"failures:selection": 3}),
+    ("bad input with another answer than 4xx", ("bad_input", "improper"), ["broken JSON: 500"]),
+    ("bad input with another answer than 4xx", ("bad_input", "sent"), 0),
+    ("preemptions", ("end", "preemptions"), 0),
+    ("growth of memory per 1,000 requests", ("slopes", "worker"), 1.1),
+    ("KV blocks in use at the end", ("end", "kv_usage"), 0.01),
+    ("requests running or waiting at the end", ("end", "waiting"), 1),
+    ("more file descriptors at the end", ("end", "more_fds"), 5),
+    ("left behind by the server", ("end", "left"), ["process 7"]),
+    ("requests", ("answers", "sent"), 9_999),
+]
+BROKEN_KILLS = [
+    ("the server has ended", "exit_s", None),
+    ("the server has ended", "exit_s", 61.0),
+    ("every stream has ended", "streams_ended", 5),
+    ("its log says why", "sentence", ""),
+    ("left behind", "left", ["/dev/shm/psm_1"]),
+    ("the next server answers as before", "restarted", False),
+]
+
+
+def broken(record):
+    return [check.name for check in judging.checks_of(record) if check.holds is False]
+
+
+def test_a_good_record_holds_and_is_shown():
+    record = {"traffic": GOOD_TRAFFIC, "kills": [GOOD_KILL]}
+    checks = judging.checks_of(record)
+    assert all(check.holds for check in checks)
+    assert soak.table_of(record).row_count == len(checks)
+    assert {name for name, _, _ in BROKEN} == {
+        check.name for check in judging.checks_of_traffic(GOOD_TRAFFIC)
+    }
+    assert len({name for name, _, _ in BROKEN_KILLS}) == len(judging.checks_of_kill(GOOD_KILL))
+
+
+@pytest.mark.parametrize(("name", "path", "value"), BROKEN)
+def test_every_bound_can_be_broken(name, path, value):
+    record = copy.deepcopy(GOOD_TRAFFIC)
+    *folders, last = path
+    place = record
+    for folder in folders:
+        place = place[folder]
+    place[last] = value
+    assert broken({"traffic": record}) == [name]
+
+
+@pytest.mark.parametrize(("name", "field", "value"), BROKEN_KILLS)
+def test_every_bound_of_a_kill_can_be_broken(name, field, value):
+    (found,) = broken({"kills": [{**GOOD_KILL, field: value}]})
+    assert found.endswith(name)
+
+
+def test_short_runs_say_nothing_of_memory_and_of_the_hour():
+    few = {
+        "answers": {**GOOD_TRAFFIC["answers"], "sent": 300},
+        "end": {**GOOD_TRAFFIC["end"], "preemptions": 0},
+    }
+    record = GOOD_TRAFFIC | {"minutes": 4, "answered_after_warm_up": 200, **few}
+    unjudged = [check.name for check in judging.checks_of({"traffic": record}) if check.holds is None]
+    assert unjudged == ["preemptions", "growth of memory per 1,000 requests", "requests"]
+
+
+@pytest.mark.parametrize(
+    ("answered", "proper"),
+    [
+        ("400", True),
+        ("413", True),
+        (CLOSED, True),
+        ("500", False),
+        ("200", False),
+        ("nothing in 9 s", False),
+    ],
+)
+def test_bad_input_gets_4xx_or_is_closed(answered, proper):
+    judged = judging.judge_bad_input([Rejection("broken JSON", answered, 0.1)])
+    assert (judged["improper"] == []) == proper
+
+
+def test_faults_come_one_after_the_other_and_wait_until_they_have_happened(tmp_path):
+    log, file, store = tmp_path / "log", tmp_path / "fault", tmp_path / "store"
+    store.mkdir()
+    (store / "tokens.npy").write_bytes(bytes(100))
+    log.write_text("")
+    seen = []
+
+    async def serve():
+        """A server in which every fault happens, NaN late and the third step never."""
+        since = time.monotonic()
+        while True:
+            await asyncio.sleep(0.02)
+            is_cut = (store / "tokens.npy").stat().st_size < 100
+            name = "datastore" if is_cut else file.read_text().partition(":")[0] if file.exists() else ""
+            if name and name not in seen:
+                seen.append(name)
+                since = time.monotonic()
+            if name == "third_step" or (name == "nan" and time.monotonic() < since + 0.6) or not name:
+                continue
+            line = "A lookup failed" if is_cut else f"The fault {name} happens, on purpose."
+            log.write_text(f"{log.read_text()}{line}\n")
+
+    async def conduct():
+        server = asyncio.create_task(serve())
+        began = time.monotonic()
+        await conductor.conduct(lambda: time.monotonic() - began)
+        server.cancel()
+
+    conductor = faults.Conductor(file, log, store, lambda: {"failures:lookup": float(len(seen))}, 0.1)
+    conductor._plan = faults.Plan(0.1, 0.3, 0.05, 4.5, 5.0, 5.5)
+    conductor._last = 0
+    asyncio.run(conduct())
+    windows = {window.name: window for window in conductor.windows}
+    assert list(windows) == seen == list(faults.FAULTS)
+    for earlier, later in itertools.pairwise(conductor.windows):
+        assert earlier.end_s < later.begin_s
+    assert [name for name, window in windows.items() if not window.happened] == ["third_step"]
+    assert windows["controller"].begin_s >= 5.0
+    assert (store / "tokens.npy").stat().st_size == 100 and file.read_text() == ""
+
+
+def test_a_fault_file_is_never_half_written(tmp_path):
+    """Its time of change has ticks of milliseconds: what was read too early would not be read again."""
+    file = tmp_path / "fault"
+    file.write_text("")
+    conductor = faults.Conductor(file, tmp_path / "log", None, dict, 1.0)
+    with file.open() as before:
+        conductor._switch_on("nan")
+        assert before.read() == ""  # another file
+    assert file.read_text() == "nan" and os.listdir(tmp_path) == ["fault"]
+
+
+class Completions:
+    """Of a client: every request fails, or gets so many chunks before it does."""
+
+    def __init__(self, num_chunks=None):
+        self.completions = self
+        self.num_chunks = num_chunks
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *error):
+        pass
+
+    async def create(self, **body):
+        if self.num_chunks is None:
+            raise RuntimeError("500")
+        return self._chunks()
+
+    async def _chunks(self):
+        for _ in range(self.num_chunks):
+            yield SimpleNamespace(choices=[])
+        await asyncio.sleep(0.5)
+        raise RuntimeError("the connection is gone")
+
+
+@pytest.mark.parametrize("seed", [1, 2])  # before the first chunk, and after some
+def test_an_error_before_a_client_hangs_up_is_an_error(seed):
+    with pytest.raises(RuntimeError, match="500"):
+        asyncio.run(ask_and_hang_up(Completions(), "tiny", REQUESTS[0], seed))
+
+
+@pytest.mark.parametrize(("num_chunks", "ended"), [(None, 0), (1, 0), (5, 6)])
+def test_only_streams_that_were_running_count_as_ended(num_chunks, ended, monkeypatch, tmp_path):
+    monkeypatch.setattr(kills, "client_of", lambda url: Completions(num_chunks))
+    monkeypatch.setattr(kills, "_MOST_S", 1)
+    process = SimpleNamespace(wait=lambda timeout: 0, poll=lambda: 0)
+    server = SimpleNamespace(url="", log=tmp_path / "log", process=process)
+    server.log.write_text("died")
+    footprint = SimpleNamespace(note=lambda server: None, num_shared=0, wait_until_gone=lambda seconds: [])
+    kill = kills.Kill("a kill", lambda server: None, "died", ())
+    struck = asyncio.run(kills._strike(server, footprint, kill, REQUESTS[0]))
+    assert struck["streams_ended"] == ended
+
+
+def test_what_a_server_leaves_is_found(tmp_path):
+    """A process of its session that outlives it, its shared memory, and a folder of the plugin."""
+    code = (
+        "import os, sys, time; from multiprocessing import shared_memory as s;"
+        "one = s.SharedMemory(create=True, size=99); one.buf[0] = 1;"
+        "os.fork() and print(one.name, flush=True); time.sleep(60)"
+    )
+    pipe = subprocess.PIPE
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=pipe, text=True, start_new_session=True)
+    server = SimpleNamespace(process=child)
+    footprint = servers.Footprint(tmp_path)
+    (tmp_path / "vllm-magicdec-x").mkdir()
+    (tmp_path / "somebody-else-s").mkdir()
+    name = child.stdout.readline().strip()
+    try:
+        footprint.note(server)
+        child.kill()
+        child.wait()
+        assert footprint.num_shared >= 1
+        left = footprint.left()
+        assert f"/dev/shm/{name}" in left and "vllm-magicdec-x" in left
+        assert any(one.startswith("process ") for one in left)
+        assert f"process {child.pid}" not in left and "somebody-else-s" not in left
+    finally:
+        os.killpg(child.pid, signal.SIGKILL)
+        child.stdout.close()
+        with suppress(FileNotFoundError):
+            os.unlink(f"/dev/shm/{name}")
+    (tmp_path / "vllm-magicdec-x").rmdir()
+    assert footprint.wait_until_gone(10) == []
+
+
+def test_requests_are_of_every_kind_and_length():
+    made = requests.make_requests(AutoTokenizer.from_pretrained(str(engines.MODEL)), 2000)
+    lengths = sorted(len(request.prompt) for request in made)
+    assert lengths[0] == 5 and lengths[-1] == 7000
+    assert 150 < lengths[1000] < 300
+    kinds = Counter(request.kind for request in made)
+    assert set(kinds) == {*requests.GREEDY_KINDS, *requests.SAMPLED_KINDS} and min(kinds.values()) > 100
+    assert all(len(one.prompt) + one.max_tokens <= requests.MAX_MODEL_LEN for one in made)
+    firsts = Counter(tuple(one.prompt[:48]) for one in made if len(one.prompt) >= 48)
+    assert sum(sorted(firsts.values())[-4:]) > 200  # shared prefixes
+    again = requests.make_requests(AutoTokenizer.from_pretrained(str(engines.MODEL)), 2000)
+    assert again == made
+
+
+def test_bursts_and_lulls_have_the_rate_that_was_asked_for():
+    sent = list(itertools.takewhile(lambda at: at < 600, traffic.arrivals(3.0, seed=1)))
+    assert len(sent) == 1800 and sent == sorted(sent)
+    assert Counter(sent).most_common(1)[0][1] >= 20
+    assert max(later - earlier for earlier, later in itertools.pairwise(sent)) >= 5
+
+
+def test_bad_input_is_of_many_kinds():
+    assert len(set(KINDS)) == len(KINDS) > 25

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How threads share a batch out, counted: all of it, none of it twice, as much for each."""
+
+import os
+import random
+import shutil
+import subprocess
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from vllm_magicdec.native.library import FOLDER
+
+COMPILER = os.environ.get("CXX", "c++").split()
+READING = 4  # rows whose products cost what a block's reading does: shares.h
+BLOCK = 32  # tokens
+
+pytestmark = pytest.mark.skipif(shutil.which(COMPILER[0]) is None, reason="needs a compiler for C++")
+
+
+@dataclass
+class Shape:
+    threads: int
+    num_kv_heads: int
+    requests: list[tuple[int, int, int]]  # first block, the first one behind, rows
+
+    def blocks(self) -> Counter:
+        """Each block of each KV head, once."""
+        return Counter(
+            (request, head, block)
+            for request, (first, last, _) in enumerate(self.requests)
+            for head in range(self.num_kv_heads)
+            for block in range(first, last)
+        )
+
+    def cost(self, request: int) -> int:
+        """Of a block."""
+        return READING + self.requests[request][2]
+
+
+@pytest.fixture(scope="module")
+def shared_out(tmp_path_factory):
+    """Blocks by thread of each of some shapes, as the kernel's own code shares them out."""
+    program = tmp_path_factory.mktemp("shares") / "shares"
+    source = Path(__file__).with_name("shares.cpp")
+    subprocess.run([*COMPILER, "-std=c++17", f"-I{FOLDER}", source, "-o", program], check=True)
+
+    def run(shapes: list[Shape]) -> list[list[Counter]]:
+        lines = []
+        for shape in shapes:
+            lines.append(f"{shape.threads} {shape.num_kv_heads} {len(shape.requests)}")
+            lines += [" ".join(map(str, request)) for request in shape.requests]
+        given = subprocess.run(
+            [program], input="\n".join(lines), capture_output=True, text=True, check=True
+        )
+        shared, parts = [], []
+        for line in given.stdout.splitlines():
+            if line.startswith("end"):
+                threads = int(line.split()[1])
+                shared.append([Counter() for _ in range(threads)])
+                for thread, request, head, first, last in parts:
+                    shared[-1][thread].update((request, head, block) for block in range(first, last))
+                parts = []
+            else:
+                parts.append(tuple(map(int, line.split())))
+        return shared
+
+    return run
+
+
+def test_every_block_is_one_threads_and_no_share_is_a_block_larger_than_another(shared_out):
+    rng = random.Random(1)
+
+    def request() -> tuple[int, int, int]:
+        first = rng.randrange(50)
+        return first, first + rng.choice([0, 1, 2, 30, 500]), rng.choice([1, 4, 9, 36, 128])
+
+    shapes = [
+        Shape(
+            rng.choice([1, 2, 3, 7, 16, 64, 192]), rng.choice([1, 2, 8]), [request() for _ in range(n % 9)]
+        )
+        for n in range(200)
+    ]
+    shared = shared_out(shapes)
+    assert len(shared) == len(shapes)
+    for shape, threads in zip(shapes, shared, strict=True):
+        assert len(threads) <= shape.threads
+        assert sum(threads, Counter()) == shape.blocks()
+        costs = [sum(shape.cost(request) * n for (request, _, _), n in own.items()) for own in threads]
+        largest = max((shape.cost(i) for i in range(len(shape.requests))), default=0)
+        assert max(costs) <= sum(costs) / len(costs) + largest
+
+
+@pytest.mark.parametrize("num_kv_heads, group", [(8, 1), (8, 4), (2, 2)])
+@pytest.mark.parametrize("batch, context", [(1, 16_384), (8, 16_384), (32, 1024), (32, 4096)])
+def test_threads_of_a_server_work_alike(shared_out, batch, context, num_kv_heads, group):
+    """Within 10 %, verifying 9 tokens of requests of different lengths, with up to 96 threads."""
+    rng = random.Random(batch + context)
+    lengths = [rng.randint(context // 2, context) for _ in range(batch)]
+    requests = [(0, -(-length // BLOCK), 9 * group) for length in lengths]
+    shapes = [Shape(threads, num_kv_heads, requests) for threads in (2, 4, 8, 16, 32, 64, 96)]
+    for shape, threads in zip(shapes, shared_out(shapes), strict=True):
+        if sum(shape.blocks().values()) < 10 * shape.threads:
+            continue  # a tenth of a share is less than a block, where shares are cut
+        assert len(threads) == shape.threads
+        blocks = [own.total() for own in threads]
+        assert max(blocks) <= 1.1 * sum(blocks) / len(blocks)

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`magicdec plan --draft`: what a draft model costs, against SPIRe's own numbers and counts by hand."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from vllm_magicdec.planner.console import main
+from vllm_magicdec.planner.hardware import HARDWARE
+from vllm_magicdec.planner.performance import GIB, Costs, Deployment, ModelShape, speedup
+from vllm_magicdec.planner.plan import MODELS
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY_LLAMA = ROOT / "examples" / "tiny-llama"
+H100 = HARDWARE["H100"]
+LLAMA = MODELS["llama-3.1-8b"]
+SMALL = MODELS["llama-3.2-1b"]
+
+
+# ---- against SPIRe (arXiv 2504.06419)
+
+# Tokens per round of 4 drafts, its Table 1 at 512 tokens of context.
+TAU = {"self": 3.891, "spire": 3.401}
+# Throughput multipliers of its cost analysis, with the numbers that its appendix computes them from: one
+# byte a value, no embeddings, no attention FLOPs, and a window of an eighth of the context with one sink.
+# (target, devices, batch, context) -> entries that a draft reads, MagicDec's, SPIRe's.
+PUBLISHED = {
+    ("spire-67m", 1, 64, 512): (65, 2.05, 2.78),
+    ("llama-3.1-70b", 8, 64, 65536): (8193, 2.14, 2.82),
+}
+
+
+def multiplier(target, devices, draft, batch, context, budget):
+    shape = replace(MODELS[target], weight_bytes=1.0, kv_bytes=1.0)
+    drafts = shape.spire_draft() if draft == "spire" else None
+    deployment = Deployment(shape, H100, devices, Costs.ideal(), drafts)
+    one_round = deployment.round_ms(4, batch, context, budget)
+    return speedup(deployment.plain_step_ms(batch, context), TAU[draft], one_round)
+
+
+@pytest.mark.parametrize("where", PUBLISHED)
+def test_throughput_multipliers_of_spire(where):
+    target, devices, *at = where
+    budget, magicdec, spire = PUBLISHED[where]
+    assert multiplier(target, devices, "self", *at, budget) == pytest.approx(magicdec, rel=0.01)
+    assert multiplier(target, devices, "spire", *at, budget) == pytest.approx(spire, rel=0.01)
+
+
+def test_a_window_of_64_tokens_is_not_what_spire_counts_at_long_contexts():
+    """Its Figure 6 lets the window grow with the context; with the trained one of 64 both gain more."""
+    at = ("llama-3.1-70b", 8)
+    assert multiplier(*at, "self", 64, 65536, 65) == pytest.approx(2.84, abs=0.01)
+    assert multiplier(*at, "spire", 64, 65536, 65) == pytest.approx(3.10, abs=0.01)
+
+
+def test_body_parameters_of_spire():
+    """As that paper prints them, less two norms per layer."""
+    target = MODELS["spire-67m"]
+    assert target.parameters - target.hidden_size == 67_117_056
+    assert target.spire_draft().parameters - target.hidden_size == 16_779_264
+
+
+def test_command_gives_a_multiplier_of_spire(tmp_path):
+    file = tmp_path / "plan.json"
+    model = ("--model", "spire-67m", "--draft", "spire", "--weight-bytes", "1", "--kv-bytes", "1")
+    cell = ("--batch", "64", "--context", "512", "--budget", "65")
+    rounds = ("--gamma", "4", "--acceptance-length", "3.401")
+    assert main(["plan", *model, "--gpu", "H100", "--ideal", *cell, *rounds, "--json", str(file)]) == 0
+    written = json.loads(file.read_text())
+    assert written["cells"][0]["speedup"] == pytest.approx(2.78, rel=0.01)
+    assert written["cells"][0]["gamma"] == 4
+    assert written["draft"]["is_spire"]
+
+
+# ---- counts by hand
+
+
+def test_a_draft_pass_costs_the_draft_alone():
+    deployment = Deployment(LLAMA, H100, 4, draft=SMALL)
+    alone = Deployment(SMALL, H100, 4)
+    assert deployment.draft_step_ms(8, 32000, 512) == alone.forward_ms(8, 1, 512)
+    assert deployment.draft_step_ms(8, 100, 512) == alone.forward_ms(8, 1, 100)
+    assert deployment.plain_step_ms(8, 32000) == Deployment(LLAMA, H100, 4).plain_step_ms(8, 32000)
+    assert deployment.catch_up_ms(4, 8) == 0
+
+
+def test_a_spire_pass_projects_to_keys_and_values_twice():
+    plain = replace(LLAMA, num_layers=8)
+    spire = LLAMA.spire_draft()
+    assert (spire.num_layers, spire.hidden_size) == (8, 4096)
+    again = 2 * 8 * 2 * 4096 * 8 * 128  # 2 FLOP, layers, K and V, hidden size, heads
+    assert spire.linear_flops_per_token == plain.linear_flops_per_token + again
+    assert spire.parameters_read(1) == plain.parameters_read(1)
+
+
+def test_a_spire_draft_catches_up_in_one_call():
+    costs = replace(Costs.ideal(), layer_overhead_us=10.0, token_overhead_us=0.5)
+    deployment = Deployment(LLAMA, H100, 1, costs, LLAMA.spire_draft())
+    parameters = 8 * 2 * 4096 * 8 * 128
+    reading_ms = parameters * 2 / 3.35e12 * 1e3
+    assert deployment.catch_up_ms(4, 2) == pytest.approx(reading_ms + 0.010 + 8 * 0.5e-3 * 10)
+    computing_ms = 2 * parameters * 5 * 400 / 989e12 * 1e3
+    assert deployment.catch_up_ms(4, 400) == pytest.approx(computing_ms + 0.010 + 8 * 0.5e-3 * 2000)
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"), [(1, 1), (2, 1), (5, 1), (6, 2), (8, 2), (32, 8), (80, 20)]
+)
+def test_a_quarter_of_the_layers(layers, expected):
+    assert replace(LLAMA, num_layers=layers).spire_draft().num_layers == expected
+
+
+def test_memory_holds_both_models_and_all_pages_of_both():
+    deployment = Deployment(LLAMA, H100, 2, draft=SMALL)
+    usable = (80 * 0.92 - 2) * GIB
+    weights = (LLAMA.parameters + SMALL.parameters) * 2 / 2
+    per_token = (32 * 2 * 4 * 128 + 16 * 2 * 4 * 64) * 2  # layers, K and V, heads of a device, size, bytes
+    assert deployment.kv_capacity_tokens() == int((usable - weights) / per_token)
+
+
+def test_speculation_pays_from_there_on():
+    """A small draft pays at once where steps are bound by weights, before it pays by the context again."""
+    for draft in (SMALL, LLAMA.spire_draft()):
+        for batch in (1, 16, 64, 256):
+            for alpha in (0.5, 0.7, 0.9):
+                deployment = Deployment(LLAMA, H100, 1, draft=draft)
+                at = deployment.inflection_context({512: alpha}, 4, batch)
+                contexts = [2**power for power in range(21)]
+                pays = [deployment.best({512: alpha}, 4, batch, c).speedup >= 1 for c in contexts]
+                if at is None:
+                    assert not pays[-1]
+                    continue
+                assert all(pay for context, pay in zip(contexts, pays, strict=True) if context >= at)
+                assert at == 1 or deployment.best({512: alpha}, 4, batch, at - 1).speedup < 1
+
+
+def test_a_spire_draft_is_known_by_its_configuration():
+    config = json.loads((TINY_LLAMA / "config.json").read_text())
+    draft = {**config, "architectures": ["MagicDecSpireForCausalLM"], "num_hidden_layers": 2}
+    target = ModelShape.from_config(config)
+    assert not target.is_spire
+    assert ModelShape.from_config(draft, name="x") == replace(target.spire_draft(), name="x")
+
+
+def test_the_acceptance_that_is_usual(tmp_path):
+    usual = {}
+    for draft in ("self", "spire", "llama-3.2-1b"):
+        file = tmp_path / "plan.json"
+        command = ("--model", "llama-3.1-8b", "--draft", draft, "--gpu", "H100", "--json", str(file))
+        assert main(["plan", *command, "--batch", "1", "--context", "4096"]) == 0
+        usual[draft] = json.loads(file.read_text())["acceptance"]
+    assert usual == {"self": {"512": 0.8}, "spire": {"512": 0.8}, "llama-3.2-1b": {"512": 0.7}}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--draft", "llama-3.2-1"), "there is no model 'llama-3.2-1'; did you mean 'llama-3.2-1b'?"),
+        (
+            ("--draft", str(TINY_LLAMA), "--tp", "8"),
+            "the draft's 4 attention heads cannot be divided over 8",
+        ),
+        (("--acceptance-length", "3"), "--acceptance-length needs --gamma"),
+        (("--acceptance-length", "6", "--gamma", "4"), "say an --acceptance-length from 1 to 5"),
+        (
+            ("--acceptance-length", "3", "--gamma", "4", "--acceptance", "0.8"),
+            "--acceptance and --acceptance-length say the same; use one of them",
+        ),
+    ],
+)
+def test_what_cannot_work_ends_in_one_sentence(arguments, sentence, capsys):
+    assert main(["plan", "--model", "llama-3.1-8b", "--gpu", "H100", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert sentence in error

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training: its loss, its order, several processes, and what an interruption leaves."""
+
+import os
+import socket
+from multiprocessing import get_context
+
+import numpy as np
+import pytest
+import torch
+from tiny_targets import write_target
+
+from vllm_magicdec.spire.loss import mixed_loss
+from vllm_magicdec.spire.sequences import Sequences
+from vllm_magicdec.spire.settings import SpireError, SpireSettings
+from vllm_magicdec.spire.target import Target, make_draft
+from vllm_magicdec.spire.training import Plan, Processes, Trainer
+
+PLAN = Plan(num_steps=6, batch=4, sequence=32, learning_rate=1e-2, seed=5, bfloat16=False)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_target(tmp_path_factory.mktemp("target"))
+
+
+def trainer_of(folder: str, plan: Plan = PLAN, **fields) -> Trainer:
+    target = Target(folder, torch.float32, torch.device("cpu"))
+    settings = SpireSettings.pruned("tiny", 4, None, **{"sinks": 2, "window": 8, **fields})
+    tokens = np.random.default_rng(0).integers(4, 60, 2000).astype(np.uint16)
+    sequences = Sequences(tokens, plan.sequence, plan.seed)
+    torch.manual_seed(plan.seed)
+    return Trainer(make_draft(target, settings), target, sequences, plan, Processes())
+
+
+def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: weight.detach().clone() for name, weight in trainer.draft.named_parameters()}
+
+
+def test_loss_by_hand():
+    draft = torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.1, 0.8]]).log()
+    target = (
+        torch.tensor([[0.25, 0.5, 0.25], [0.2, 0.2, 0.6]]).log() + 7
+    )  # logits are known up to a constant
+    divergences = [0.25 * np.log(0.5) + 0.5 * np.log(2), 0.4 * np.log(2) + 0.6 * np.log(0.75)]
+    acceptances = [0.25 + 0.25 + 0.25, 0.1 + 0.1 + 0.6]
+    for omega in (0.0, 0.3, 1.0):
+        loss, acceptance = mixed_loss(draft, target, omega)
+        expected = omega * np.mean(divergences) + (1 - omega) * (1 - np.mean(acceptances))
+        assert loss.item() == pytest.approx(expected, abs=1e-6)
+        assert acceptance.item() == pytest.approx(np.mean(acceptances), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"feedback_memory": False}, {"target_activations": False}, {"num_draft_steps": 3}]
+)
+def test_a_draft_learns(folder, fields):
+    trainer = trainer_of(folder, Plan(40, 4, 32, 3e-3, bfloat16=False), **fields)
+    losses = [trainer.train_step()[0] for _ in range(40)]
+    assert np.mean(losses[-5:]) < 0.8 * np.mean(losses[:5])
+    assert trainer.log[-1]["step"] == 40
+    assert len(trainer.evaluate()) == trainer.draft.settings.num_draft_steps
+
+
+def test_every_weight_is_trained(folder):
+    trainer = trainer_of(folder)
+    before = weights_of(trainer)
+    trainer.train_step()
+    assert [n for n, weight in weights_of(trainer).items() if torch.equal(weight, before[n])] == []
+
+
+def test_a_resumed_training_is_the_uninterrupted_one(folder, tmp_path):
+    whole = trainer_of(folder)
+    figures = [whole.train_step() for _ in range(6)]
+    begun = trainer_of(folder)
+    first = [begun.train_step() for _ in range(3)]
+    begun.save(tmp_path / "checkpoint.pt")
+    resumed = trainer_of(folder)
+    resumed.resume(tmp_path / "checkpoint.pt")
+    assert first + [resumed.train_step() for _ in range(3)] == figures
+    for name, weight in weights_of(resumed).items():
+        assert torch.equal(weight, weights_of(whole)[name]), name
+    assert [{**each, "minutes": 0} for each in resumed.log] == [
+        {**each, "minutes": 0} for each in whole.log
+    ]
+
+
+def test_a_checkpoint_of_other_options_is_refused(folder, tmp_path):
+    trainer_of(folder).save(tmp_path / "checkpoint.pt")
+    with pytest.raises(SpireError, match="begun with other options; give the same ones, or another --out"):
+        trainer_of(folder, window=9).resume(tmp_path / "checkpoint.pt")
+
+
+def _train_one_of_two(folder: str, rank: int, port: int, results) -> None:
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    torch.set_num_threads(1)
+    trainer = trainer_of(folder)
+    figures = [trainer.train_step() for _ in range(3)]
+    results.put((rank, figures, {name: weight.numpy() for name, weight in weights_of(trainer).items()}))
+    Processes.leave(trainer._processes)
+
+
+def test_two_processes_train_as_one_does(folder):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = get_context("spawn")
+    results = context.Queue()
+    workers = [
+        context.Process(target=_train_one_of_two, args=(folder, rank, port, results)) for rank in range(2)
+    ]
+    for worker in workers:
+        worker.start()
+    got = sorted((results.get(timeout=120) for _ in workers), key=lambda each: each[0])
+    for worker in workers:
+        worker.join()
+    alone = trainer_of(folder)
+    figures = [alone.train_step() for _ in range(3)]
+    for _, theirs, weights in got:
+        np.testing.assert_allclose(theirs, figures, rtol=1e-4)
+        for name, weight in weights_of(alone).items():
+            # Adam divides tiny gradients by their size, so their rounding shows.
+            np.testing.assert_allclose(weights[name], weight.numpy(), atol=2e-4, err_msg=name)
+
+
+def test_a_batch_that_cannot_be_split_is_refused(folder):
+    processes = Processes()
+    processes.count = 3
+    trainer = trainer_of(folder)
+    with pytest.raises(SpireError, match="--batch 4 cannot be split over 3 processes; give a multiple"):
+        Trainer(trainer.draft, trainer._target, trainer._sequences, PLAN, processes)
+
+
+def test_an_epoch_has_every_sequence_once():
+    sequences = Sequences(np.arange(1000, dtype=np.uint16), 10, seed=3)
+    assert (sequences.num_training, sequences.num_held_out) == (98, 2)
+    epochs = [sequences.batch(98 * epoch, 98)[:, 0].tolist() for epoch in range(2)]
+    assert epochs[0] != epochs[1]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(0, 980, 10))
+    assert [row[0, 0].item() for row in sequences.held_out()] == [980, 990]

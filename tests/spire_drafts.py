@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SPIRe drafts that nobody has trained, and what one computes, token by token, in float64.
+
+Both are written from the file format's description alone. A draft has a target's embedding, last blocks and
+unembedding with noise, so that it agrees with it now and then.
+"""
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+
+def write(
+    path: Path,
+    target: Path,
+    *,
+    num_layers: int,
+    sinks: int,
+    window: int,
+    noise: float = 0.1,
+    feedback_memory: bool = True,
+    memory: torch.Tensor | None = None,
+    seed: int = 0,
+    **fields: Any,
+) -> Path:
+    """A draft's folder.
+
+    Args:
+        path: the folder.
+        target: of the target.
+        num_layers: the target's last ones.
+        sinks: tokens.
+        window: tokens.
+        noise: standard deviation, in those of each weight.
+        feedback_memory: whether there is memory.
+        memory: [num_layers, num_layers + 1], its logits; None: at random.
+        seed: of what is random.
+        fields: in config.json, under the key `spire` or outside.
+    """
+    torch.manual_seed(seed)
+    path.mkdir(parents=True, exist_ok=True)
+    config, given = json.loads((target / "config.json").read_text()), load_weights(target)
+    num_target_layers = config["num_hidden_layers"]
+    first = num_target_layers - num_layers
+    names = {f"model.layers.{first + i}.": f"model.layers.{i}." for i in range(num_layers)}
+    weights = {"model.embed_tokens.weight": given["model.embed_tokens.weight"]}
+    weights |= {name: given[name] for name in ("model.norm.weight", "lm_head.weight") if name in given}
+    for name, weight in given.items():
+        for theirs, own in names.items():
+            if name.startswith(theirs):
+                weights[own + name.removeprefix(theirs)] = weight
+    weights = {
+        name: (weight if "norm" in name else weight + noise * weight.std() * torch.randn_like(weight))
+        for name, weight in weights.items()
+    }
+    if feedback_memory:
+        weights["model.memory_logits"] = (
+            torch.randn(num_layers, num_layers + 1) if memory is None else memory
+        )
+    save_file({name: weight.contiguous() for name, weight in weights.items()}, path / "model.safetensors")
+    spire = {
+        "version": 1,
+        "target": target.name,
+        "target_num_hidden_layers": num_target_layers,
+        "target_layers": list(range(first, num_target_layers)),
+        "sinks": sinks,
+        "window": window,
+        "num_draft_steps": 4,
+        "feedback_memory": feedback_memory,
+        "target_activations": True,
+    }
+    config |= {
+        "architectures": ["MagicDecSpireForCausalLM"],
+        "num_hidden_layers": num_layers,
+        "eagle_aux_hidden_state_layer_ids": list(range(first, num_target_layers + 1)),
+        "dtype": "float32",
+        "spire": spire | {name: value for name, value in fields.items() if name in spire},
+    }
+    config |= {name: value for name, value in fields.items() if name not in spire}
+    (path / "config.json").write_text(json.dumps(config))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if (target / name).exists():
+            shutil.copy(target / name, path / name)
+    return path
+
+
+def load_weights(path: Path) -> dict[str, torch.Tensor]:
+    """[...] float32, by name."""
+    return {name: weight.float() for name, weight in load_file(path / "model.safetensors").items()}
+
+
+class Llama:
+    """A Llama in float64, one token after the other."""
+
+    def __init__(self, path: Path) -> None:
+        self.config = json.loads((path / "config.json").read_text())
+        self.weights = {name: weight.double() for name, weight in load_weights(path).items()}
+        self.num_layers = self.config["num_hidden_layers"]
+        self.num_heads = self.config["num_attention_heads"]
+        self.num_kv_heads = self.config["num_key_value_heads"]
+        self.head_size = self.config["head_dim"]
+
+    def embed(self, token: int) -> torch.Tensor:
+        """[hidden_size]."""
+        return self.weights["model.embed_tokens.weight"][token]
+
+    def normed(self, hidden: torch.Tensor, name: str) -> torch.Tensor:
+        """RMSNorm of [..., hidden_size]."""
+        variance = hidden.square().mean(-1, keepdim=True)
+        return (
+            hidden
+            / torch.sqrt(variance + self.config["rms_norm_eps"])
+            * self.weights[f"model.{name}.weight"]
+        )
+
+    def project(
+        self, layer: int, what: str, normed: torch.Tensor, position: int | None = None
+    ) -> torch.Tensor:
+        """Heads of queries, keys or values, [heads, head_size]; with RoPE where there is a position."""
+        heads = (self.weights[f"model.layers.{layer}.self_attn.{what}_proj.weight"] @ normed).view(
+            -1, self.head_size
+        )
+        if position is None:
+            return heads
+        half = self.head_size // 2
+        theta = self.config["rope_parameters"]["rope_theta"]
+        angles = position * theta ** (-torch.arange(half, dtype=torch.float64) / half)
+        one, other = heads[:, :half], heads[:, half:]
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat([one * cos - other * sin, other * cos + one * sin], dim=1)
+
+    def block(
+        self, layer: int, hidden: torch.Tensor, position: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        """What leaves a block, [hidden_size]; keys and values [tokens, kv_heads, head_size] of what it sees
+        beside its own."""
+        normed = self.normed(hidden, f"layers.{layer}.input_layernorm")
+        queries = self.project(layer, "q", normed, position)
+        keys = torch.cat([keys, self.project(layer, "k", normed, position)[None]])
+        values = torch.cat([values, self.project(layer, "v", normed)[None]])
+        attended = []
+        for head, query in enumerate(queries):
+            own = head * self.num_kv_heads // self.num_heads
+            weights = (keys[:, own] @ query / math.sqrt(self.head_size)).softmax(0)
+            attended.append(weights @ values[:, own])
+        layers = f"model.layers.{layer}"
+        hidden = hidden + self.weights[f"{layers}.self_attn.o_proj.weight"] @ torch.cat(attended)
+        normed = self.normed(hidden, f"layers.{layer}.post_attention_layernorm")
+        gate = self.weights[f"{layers}.mlp.gate_proj.weight"] @ normed
+        up = self.weights[f"{layers}.mlp.up_proj.weight"] @ normed
+        return hidden + self.weights[f"{layers}.mlp.down_proj.weight"] @ (gate * gate.sigmoid() * up)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[vocab_size]."""
+        head = self.weights.get("lm_head.weight", self.weights["model.embed_tokens.weight"])
+        return head @ self.normed(hidden, "norm")
+
+    def residual_streams(self, tokens: list[int]) -> torch.Tensor:
+        """[num_tokens, num_layers + 1, hidden_size], before each block and after the last."""
+        shape = (self.num_layers, len(tokens), self.num_kv_heads, self.head_size)
+        keys, values = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
+        streams = []
+        for position, token in enumerate(tokens):
+            hidden = [self.embed(token)]
+            for layer in range(self.num_layers):
+                normed = self.normed(hidden[-1], f"layers.{layer}.input_layernorm")
+                before = keys[layer, :position], values[layer, :position]
+                hidden.append(self.block(layer, hidden[-1], position, *before))
+                keys[layer, position] = self.project(layer, "k", normed, position)
+                values[layer, position] = self.project(layer, "v", normed)
+            streams.append(torch.stack(hidden))
+        return torch.stack(streams)
+
+
+class SpireReference:
+    """What a SPIRe draft draws after verified tokens and drafted ones.
+
+    Args:
+        draft: its folder.
+        target: the target's.
+    """
+
+    def __init__(self, draft: Path, target: Path) -> None:
+        self._draft, self._target = Llama(draft), Llama(target)
+        self._fields = self._draft.config["spire"]
+        num_layers = self._draft.num_layers
+        if self._fields["feedback_memory"]:
+            self._weights = self._draft.weights["model.memory_logits"].softmax(1)
+        else:
+            self._weights = torch.eye(num_layers, num_layers + 1, dtype=torch.float64)
+
+    def activations(self, verified: list[int]) -> torch.Tensor:
+        """[num_tokens, num_layers + 1, hidden_size], the target's."""
+        chosen = self._draft.config["eagle_aux_hidden_state_layer_ids"]
+        return self._target.residual_streams(verified)[:, chosen]
+
+    def memory(
+        self, layer: int, activations: torch.Tensor, position: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A token's key and value in a block, [num_kv_heads, head_size] each, of its activations."""
+        summed = sum(weight * own for weight, own in zip(self._weights[layer], activations, strict=True))
+        normed = self._draft.normed(summed, f"layers.{layer}.input_layernorm")
+        return self._draft.project(layer, "k", normed, position), self._draft.project(layer, "v", normed)
+
+    def logits(self, activations: torch.Tensor, drafted: list[int]) -> torch.Tensor:
+        """[len(drafted), vocab_size], after each of the tokens that follow verified ones.
+
+        Args:
+            activations: of the verified tokens.
+            drafted: the token that the target sampled last, and the drafts after it.
+        """
+        model, first = self._draft, len(activations)
+        held = [  # by block and position: keys and values
+            [self.memory(layer, own, position) for position, own in enumerate(activations)]
+            for layer in range(model.num_layers)
+        ]
+        drawn = []
+        for position, token in enumerate(drafted, start=first):
+            seen = [
+                p
+                for p in range(position)
+                if p < self._fields["sinks"] or p > position - self._fields["window"]
+            ]
+            hidden = [model.embed(token)]
+            own = []
+            for layer in range(model.num_layers):
+                normed = model.normed(hidden[-1], f"layers.{layer}.input_layernorm")
+                own.append((model.project(layer, "k", normed, position), model.project(layer, "v", normed)))
+                shape = (0, model.num_kv_heads, model.head_size)
+                nothing = torch.zeros(shape, dtype=torch.float64)
+                keys, values = (
+                    torch.stack([held[layer][p][kind] for p in seen]) if seen else nothing
+                    for kind in (0, 1)
+                )
+                hidden.append(model.block(layer, hidden[-1], position, keys, values))
+            drawn.append(model.logits(hidden[-1]))
+            for layer in range(model.num_layers):
+                kept = own[layer]
+                if self._fields["feedback_memory"]:
+                    kept = self.memory(layer, torch.stack(hidden), position)
+                held[layer].append(kept)
+        return torch.stack(drawn)

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tests see of a SPIRe draft inside a worker; the scenarios of engine_process.py call this."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.model_executor.layers.layernorm import RMSNorm
+
+from vllm_magicdec.attention.rows import KVRows
+
+DRAFT_PREFIX = "draft_model.model.layers."
+
+
+def watch_cache(worker: Any) -> None:
+    """In every round compare the draft's keys and values of all verified tokens with the target's.
+
+    Of a draft of which each block is the target's, and remembers what enters it: then they are the same.
+    """
+    proposer, layers = (
+        worker.model_runner.drafter,
+        worker.vllm_config.compilation_config.static_forward_context,
+    )
+    first = proposer.model.fields.aux_layers[0]
+    seen = worker._spire_cache = {"tokens": 0, "difference": 0.0, "rounds": 0}
+
+    def rows_of(name: str) -> KVRows:
+        layer = layers[name]
+        return KVRows.of(layer.kv_cache, layer.get_attn_backend().get_name(), getattr(layer, "isa", None))
+
+    def compare(req_tables: np.ndarray, ends: list[int]) -> None:
+        size = proposer.groups[0].cache.block_size
+        for pages, end in zip(req_tables, ends, strict=True):
+            places = np.arange(end)
+            slots = torch.from_numpy(pages[places // size].astype(np.int64) * size + places % size)
+            for name in proposer._draft_attn_layer_names:
+                index, rest = name.removeprefix(DRAFT_PREFIX).split(".", 1)
+                own, theirs = rows_of(name), rows_of(f"model.layers.{first + int(index)}.{rest}")
+                by_head = slots.expand(own.num_kv_heads, -1)
+                for one, other in ((own.keys, theirs.keys), (own.values, theirs.values)):
+                    difference = float((one.gather(by_head) - other.gather(by_head)).abs().max())
+                    seen["difference"] = max(seen["difference"], difference)
+            seen["tokens"] += end
+        seen["rounds"] += 1
+
+    begin_round = proposer._drafting.begin_round
+
+    def begin_and_compare(batch: Any) -> None:
+        begin_round(batch)
+        tables = worker.model_runner.input_batch.block_table.block_tables
+        table = tables[proposer.groups[0].kv_cache_group].block_table.np
+        compare(table[: len(batch.req_ids)], batch.context_lens.tolist())
+
+    proposer._drafting.begin_round = begin_and_compare
+
+
+def watched_cache(worker: Any) -> dict[str, float]:
+    """Tokens compared, and the largest difference."""
+    return worker._spire_cache
+
+
+def break_memory(worker: Any) -> None:
+    """From now on no memory can be written."""
+
+    def memorise(*args: Any) -> None:
+        raise RuntimeError("broken on purpose")
+
+    worker.model_runner.drafter.model.memorise = memorise
+
+
+def write_norms_in_place(worker: Any) -> None:
+    """As vLLM's fused kernels of GPUs do, which may write over what they are given."""
+
+    def in_place(norm: Any) -> Any:
+        def forward(x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+            if residual is None:
+                return norm.forward_native(x)
+            normed, summed = norm.forward_native(x, residual)
+            return x.copy_(normed), residual.copy_(summed)
+
+        return forward
+
+    runner = worker.model_runner
+    for model in (runner.model, runner.drafter.model):
+        for module in model.modules():
+            if isinstance(module, RMSNorm):
+                module._forward_method = in_place(module)
+
+
+def note_drafts(worker: Any) -> None:
+    """From now on keep, of every round, what was verified and what the draft computed after it."""
+    proposer = worker.model_runner.drafter
+    rounds = worker._spire_rounds = []
+    draft, forward = proposer._drafter.draft, proposer._drafting.forward
+    step, take = proposer.draft_step, proposer.draft_pass
+    places: list[int] = []
+
+    def note_step(tokens: torch.Tensor, draft_step: Any) -> Any:
+        places[:] = range(len(tokens))
+        return step(tokens, draft_step)
+
+    def note_pass(tokens: torch.Tensor, draft_pass: Any) -> Any:
+        places[:] = draft_pass.queries.places.tolist()
+        return take(tokens, draft_pass)
+
+    def note_forward(tokens: torch.Tensor, *others: Any) -> torch.Tensor:
+        hidden_states = forward(tokens, *others)
+        logits = proposer.model.compute_logits(hidden_states)
+        for place, token, own in zip(places, tokens.tolist(), logits, strict=True):
+            rounds[-1][place]["tokens"].append(token)
+            rounds[-1][place]["logits"].append(own.clone())
+        return hidden_states
+
+    def note_round(batch: Any, num_steps: int, read_histories: Any) -> Any:
+        histories = [history.after(0).tolist() for history in read_histories()]
+        rounds.append(
+            [
+                {
+                    "request": req_id,
+                    "verified": history[:-1],
+                    "is_prefilling": bool(is_prefilling),
+                    "tokens": [],
+                    "logits": [],
+                }
+                for req_id, history, is_prefilling in zip(
+                    batch.req_ids, histories, batch.is_prefilling, strict=True
+                )
+            ]
+        )
+        return draft(batch, num_steps, read_histories)
+
+    proposer._drafter.draft, proposer._drafting.forward = note_round, note_forward
+    proposer.draft_step, proposer.draft_pass = note_step, note_pass
+
+
+def save_drafts(worker: Any, path: str) -> None:
+    """What was noted, of requests that have drafted."""
+    made = [own for of_round in worker._spire_rounds for own in of_round if own["tokens"]]
+    torch.save([own for own in made if not own["is_prefilling"]], path)

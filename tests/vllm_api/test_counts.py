@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is counted in a worker arrives in the front end once, whatever lies between."""
+
+import gc
+import os
+import pickle
+import sys
+import weakref
+from importlib.util import find_spec
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from prometheus_client import REGISTRY
+from vllm.engine.arg_utils import EngineArgs
+from vllm.ray.ray_env import get_env_vars_to_copy
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.metrics.loggers import StatLoggerManager
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from vllm_magicdec.adaptive.controller import Choice, Forecast
+from vllm_magicdec.adaptive.draft_plan import DraftPlan
+from vllm_magicdec.adaptive.metrics import (
+    Changes,
+    Counts,
+    DraftFailures,
+    LookupCounters,
+    SpeculationGauges,
+    attach,
+    counts_of,
+)
+from vllm_magicdec.errors import METHOD
+from vllm_magicdec.plugin import register
+from vllm_magicdec.vllm_api.counts import pass_on, send
+
+register()
+
+
+class Late(AsyncModelRunnerOutput):
+    """An output that waits for the device."""
+
+    def get_output(self):
+        return step_output()
+
+
+def step_output():
+    return ModelRunnerOutput(req_ids=["a"], req_id_to_index={"a": 0}, sampled_token_ids=[[1]])
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    from transformers import LlamaConfig
+
+    path = tmp_path_factory.mktemp("model")
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    LlamaConfig(vocab_size=64, architectures=["LlamaForCausalLM"], **sizes).save_pretrained(path)
+    spec = {"method": METHOD, "num_speculative_tokens": "auto", "draft_kv_budget": "auto"}
+    engine = {"skip_tokenizer_init": True, "max_model_len": 2048, "block_size": 32}
+    return EngineArgs(model=str(path), speculative_config=spec, **engine).create_engine_config()
+
+
+@pytest.fixture
+def front_end(config):
+    return StatLoggerManager(config, engine_idxs=[0, 1], enable_default_loggers=False)
+
+
+def shown(name, engine, **labels):
+    """A sample of the endpoint."""
+    labels |= {"engine": str(engine)}
+    for metric in REGISTRY.collect():
+        for sample in metric.samples:
+            if sample.name == f"vllm:magicdec_{name}" and labels.items() <= sample.labels.items():
+                return sample.value
+    return None
+
+
+def through_the_core(scheduler, output, stats):
+    """What the front end gets of a step, by the serialisations that vLLM uses."""
+    outputs = {0: EngineCoreOutputs(scheduler_stats=stats)}
+    pass_on(scheduler, pickle.loads(pickle.dumps(output)), outputs.values())
+    decoded = MsgpackDecoder(EngineCoreOutputs).decode(MsgpackEncoder().encode(outputs[0]))
+    return decoded.scheduler_stats
+
+
+def test_counts_of_every_rank_are_added_up(front_end):
+    schedulers = [SimpleNamespace(), SimpleNamespace()]
+    for scheduler in schedulers:
+        SpeculationGauges(counts_of(scheduler), 512).set(Forecast(Choice(3, 256), 2.0, 0.25), 1.5, 4)
+    assert shown("draft_failures_total", 0) == shown("draft_failures_total", 1) == 0, "from the start"
+    for engine, failures in ((0, 2), (1, 1), (0, 3)):
+        counts = Counts()
+        drafts, lookups = DraftFailures(counts), LookupCounters(counts)
+        for _ in range(failures):
+            drafts.count("selection")
+        lookups.count_round(2, 5, 3)
+        stats = through_the_core(schedulers[engine], send(counts, step_output()), SchedulerStats())
+        front_end.record(stats, None, engine_idx=engine)
+        assert stats.ec_connector_stats is None, "other loggers do not meet it"
+        assert counts.take() is None
+    for engine, failures, rounds in ((0, 5, 2), (1, 1, 1)):
+        assert shown("draft_failures_total", engine) == failures
+        assert shown("failures_total", engine, what="selection") == failures
+        assert shown("lookup_tokens_total", engine) == 5 * rounds
+        assert shown("num_speculative_tokens", engine) == 3
+        assert shown("draft_kv_budget", engine) == 256
+        assert shown("switches_total", engine) == 4
+    assert shown("lookup_failures_total", 0) == 0
+
+
+def test_nothing_is_lost_in_steps_without_statistics(front_end):
+    scheduler, counts = SimpleNamespace(), Counts()
+    failures = DraftFailures(counts)
+    for stats in (None, None, SchedulerStats()):
+        failures.count("draft_step")
+        outputs = EngineCoreOutputs(scheduler_stats=stats)
+        pass_on(scheduler, send(counts, step_output()), [outputs])
+    front_end.record(outputs.scheduler_stats, None, engine_idx=0)
+    assert shown("draft_failures_total", 0) == 3
+
+
+def test_outputs_that_come_late_or_are_everybodys_or_are_none():
+    counts, scheduler = Counts(), SimpleNamespace()
+    counts.add("draft_failures")
+    assert send(counts, None) is None
+    empty = send(counts, EMPTY_MODEL_RUNNER_OUTPUT)
+    assert empty is not EMPTY_MODEL_RUNNER_OUTPUT, "which must not carry what was counted once"
+    counts.add("draft_failures", 2)
+    late = send(counts, Late())
+    for output in (empty, late.get_output(), step_output()):
+        pass_on(scheduler, output, [])
+    assert counts_of(scheduler).take().added == {"draft_failures": 3}
+
+
+def test_an_output_that_came_late_is_kept_by_nobody():
+    counts, output = Counts(), Late()
+    counts.add("draft_failures")
+    gc.disable()
+    try:
+        kept = weakref.ref(output)
+        send(counts, output).get_output()
+        del output
+        assert kept() is None, "and not its buffers either, which are on the device"
+    finally:
+        gc.enable()
+
+
+def test_numbers_of_numpy_do_not_end_the_engine(front_end):
+    scheduler, counts = SimpleNamespace(), Counts()
+    counts.add("lookup_tokens", np.int64(3))
+    counts.set("draft_share", np.float64(0.5))
+    stats = through_the_core(scheduler, send(counts, step_output()), SchedulerStats())
+    front_end.record(stats, None, engine_idx=0)
+    assert shown("lookup_tokens_total", 0) == 3
+    assert shown("draft_share", 0) == 0.5
+
+
+@pytest.mark.parametrize("changes", [Changes({"of_another_version": 1}, {}), Changes({}, {"unknown": 1})])
+def test_what_cannot_be_shown_ends_no_request(front_end, changes, monkeypatch):
+    stats = SchedulerStats()
+    attach(stats, changes)
+    monkeypatch.setenv("VLLM_MAGICDEC_STRICT", "0")
+    front_end.record(stats, None, engine_idx=0)
+    assert stats.ec_connector_stats is None, "other loggers do not meet it"
+    attach(stats, changes)
+    monkeypatch.setenv("VLLM_MAGICDEC_STRICT", "1")
+    with pytest.raises(KeyError):
+        front_end.record(stats, None, engine_idx=0)
+
+
+def test_an_encoder_cache_connectors_statistics_stay_its_own(front_end):
+    scheduler = SimpleNamespace()
+    counts_of(scheduler).add("draft_failures")
+    stats = through_the_core(scheduler, step_output(), SchedulerStats(ec_connector_stats={"saved": 1}))
+    front_end.stat_loggers[0].record(stats, None, engine_idx=1)
+    assert stats.ec_connector_stats == {"saved": 1}
+    assert shown("draft_failures_total", 1) == 1
+
+
+@pytest.fixture(scope="module")
+def ray():
+    if find_spec("ray") is None:
+        pytest.skip("Ray is not installed: pip install 'vllm-magicdec[ray]'")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    import ray
+
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # actors do not find this file
+    store = 100 * 2**20  # bytes
+    ray.init(num_cpus=1, include_dashboard=False, object_store_memory=store, log_to_driver=False)
+    yield ray
+    ray.shutdown()
+
+
+def test_what_crosses_hosts_under_ray(ray, config, monkeypatch):
+    """Configuration, the next drafts and counts, between this process and an actor in a worker's place."""
+
+    class Worker:
+        def __init__(self, config):
+            spec = config.speculative_config
+            self.known = type(spec).__name__, spec.budgets, spec.lengths, spec.draft_kv_policy
+            self.counts = Counts()
+
+        def step(self, scheduled):
+            plan = scheduled.num_spec_tokens_to_schedule
+            DraftFailures(self.counts).count("selection")
+            output = send(self.counts, step_output())
+            prices = plan.least_chance, plan.least_gain, plan.least_promise
+            return output, (int(plan), plan.budget, *prices)
+
+        def ask(self):
+            return self.known
+
+    worker = ray.remote(Worker).options(num_cpus=1).remote(config)
+    spec = config.speculative_config
+    known = ray.get(worker.ask.remote())
+    assert known == ("EngineSpeculativeConfig", spec.budgets, spec.lengths, "streamingllm")
+    assert len(spec.budgets) == 3
+    scheduled = SchedulerOutput.make_empty()
+    scheduled.num_spec_tokens_to_schedule = DraftPlan(3, 256, 0.1, 0.2, 4.0)
+    scheduler = SimpleNamespace()
+    for _ in range(2):
+        output, plan = ray.get(worker.step.remote(scheduled))
+        assert plan == (3, 256, 0.1, 0.2, 4.0)
+        pass_on(scheduler, output, [])
+    assert counts_of(scheduler).take().added == {"draft_failures": 2, "failures:selection": 2}
+    monkeypatch.setenv("VLLM_MAGICDEC_STRICT", "1")
+    assert "VLLM_MAGICDEC_STRICT" in get_env_vars_to_copy()
+    assert not torch.cuda.is_initialized()

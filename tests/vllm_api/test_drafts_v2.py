@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a draft model's cache holds on the V2 runner, where the host knows no more than upper bounds.
+
+Engines are imagined here, step by step; tests/engine/ has real ones.
+"""
+
+import random
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from policies.test_host_sync import no_host_reads
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from vllm_magicdec.drafting.layer_groups import LayerGroup
+from vllm_magicdec.views.base import PAD_SLOT, Batch, DraftSlots, DraftStep, PageView
+from vllm_magicdec.vllm_api.drafts_v2 import ModelDraft
+
+PAGE, MODEL_LEN, NUM_ROWS, MAX_DRAFTS = 4, 96, 3, 4
+PAGES_OF_ROW = MODEL_LEN // PAGE
+SPEC = FullAttentionSpec(block_size=PAGE, num_kv_heads=1, head_size=32, dtype=torch.float32)
+
+
+@dataclass
+class Request:
+    name: str
+    row: int
+    prompt_len: int
+    tokens: list[int]  # known: the prompt, then what was verified and the latest one, which is not computed
+    computed: int = 0  # of them, whose K/V the target has
+    prefill_len: int = 0
+    drafts: list[int] = field(default_factory=list)  # of the latest round
+    unknown: int = 0  # drafts that the step before rejected, of which the host has not heard
+
+    @property
+    def is_prefilling(self) -> bool:
+        return self.computed < self.prefill_len
+
+
+class ImaginedEngine:
+    """A V2 runner with one draft model, whose cache is a dictionary from slot to token and position."""
+
+    def __init__(self, seed: int, *, is_async: bool, max_num_tokens: int = 24, lookup: str = "off") -> None:
+        self._rng = random.Random(seed)
+        self._is_async = is_async
+        self._all_token_ids = torch.zeros(NUM_ROWS, MODEL_LEN, dtype=torch.int32)
+        self._table = 1 + torch.arange(NUM_ROWS * PAGES_OF_ROW, dtype=torch.int32).view(NUM_ROWS, -1)
+        self._cache: dict[int, tuple[int, int]] = {}
+        self.read_tokens = self.num_led = self.most_lacking = 0
+        self._draft_slots = DraftSlots(
+            page_size=PAGE,
+            max_num_reqs=NUM_ROWS,
+            max_num_steps=MAX_DRAFTS,
+            max_model_len=MODEL_LEN,
+            device=torch.device("cpu"),
+        )
+        self._speculator = SimpleNamespace(
+            max_num_reqs=NUM_ROWS,
+            max_num_tokens=max_num_tokens,
+            max_model_len=MODEL_LEN,
+            groups=[LayerGroup(("draft",), 0, SPEC, None)],
+            attn_groups=[],
+            speculative_config=SimpleNamespace(draft_lookup=lookup),
+            num_latest=lambda num_steps: 1,
+            req_states=SimpleNamespace(all_token_ids=SimpleNamespace(gpu=self._all_token_ids)),
+            slots_by_layer=lambda slots: slots,
+            whole_metadata=lambda **metadata: metadata,
+            forward=self._forward,
+        )
+        self.draft = ModelDraft(self._speculator)
+        self.draft._page_size, self.draft._may_lag = PAGE, True
+        self.draft._has_lookups = lookup == "on"
+        self.requests = [self._arriving(row) for row in range(NUM_ROWS)]
+
+    def _arriving(self, row: int) -> Request:
+        self._cache = {slot: held for slot, held in self._cache.items() if not self._is_of(slot, row)}
+        length = self._rng.randint(1, 30)
+        tokens = [self._rng.randrange(1000) for _ in range(length)]
+        self._all_token_ids[row, :length] = torch.tensor(tokens)
+        name = f"{row} {self._rng.random()}"
+        return Request(name, row, length, tokens, prefill_len=length)
+
+    def _is_of(self, slot: int, row: int) -> bool:
+        return slot // PAGE in self._table[row].tolist()
+
+    def _slot(self, request: Request, position: int) -> int:
+        return int(self._table[request.row, position // PAGE]) * PAGE + position % PAGE
+
+    def _forward(self, tokens, positions, slots, metadata) -> None:
+        """A pass of all pages: each request's queries are the last of what it sees."""
+        assert len(tokens) <= self._speculator.max_num_tokens
+        starts = metadata["query_start_loc"].tolist()
+        for index, seq_len in enumerate(metadata["seq_lens"].tolist()):
+            own = positions[starts[index] : starts[index + 1]].tolist()
+            assert own == list(range(seq_len - len(own), seq_len))
+            assert len(own) <= metadata["max_query_len"] and seq_len <= metadata["max_seq_len"]
+        self.read_tokens += len(tokens)
+        self._write(tokens, positions, slots[0])
+
+    def _write(self, tokens, positions, slots) -> None:
+        for token, position, slot in zip(tokens.tolist(), positions.tolist(), slots.tolist(), strict=True):
+            if slot != PAD_SLOT:
+                self._cache[slot] = (token, position)
+
+    def _held(self, request: Request, end: int) -> bool:
+        return all(
+            self._cache.get(self._slot(request, position)) == (request.tokens[position], position)
+            for position in range(end)
+        )
+
+    def step(self, num_steps: int, batch_size: int = NUM_ROWS) -> None:
+        """The target's step of some requests, then a round of so many drafts."""
+        batch = self._rng.sample(self.requests, batch_size)
+        befores, taken, given, rejected = [], [], [], []
+        for request in batch:
+            befores.append(request.computed)
+            if request.is_prefilling:
+                number = self._rng.randint(1, request.prefill_len - request.computed)
+                given.append(0)
+                request.computed += number
+                if request.computed == len(request.tokens):
+                    self._sample(request)
+                rejected.append(0)
+            else:
+                drafts = request.drafts[: self._rng.randint(0, len(request.drafts))]
+                accepted = self._rng.randint(0, len(drafts))
+                number = 1 + len(drafts)
+                given.append(len(drafts))
+                for token in drafts[:accepted]:
+                    self._append(request, token)
+                self._sample(request)
+                request.computed += 1 + accepted
+                rejected.append(len(drafts) - accepted)
+            taken.append(number)
+            request.drafts = []
+        self._draft(
+            batch, np.array(befores), np.array(taken), np.array(given), np.array(rejected), num_steps
+        )
+        for request, unheard in zip(batch, rejected, strict=True):
+            request.unknown = unheard if self._is_async else 0
+        for request in batch:
+            if len(request.tokens) > MODEL_LEN - 12:
+                self.requests[request.row] = self._arriving(request.row)
+            elif self._rng.random() < 0.05:  # preempted: what is cached are whole pages
+                request.computed = min(request.computed, len(request.tokens) - 1) // PAGE * PAGE
+                request.prefill_len, request.drafts, request.unknown = len(request.tokens), [], 0
+
+    def _append(self, request: Request, token: int) -> None:
+        self._all_token_ids[request.row, len(request.tokens)] = token
+        request.tokens.append(token)
+
+    def _sample(self, request: Request) -> None:
+        self._append(request, self._rng.randrange(1000))
+
+    def _draft(self, requests, befores, taken, given, rejected, num_steps) -> None:
+        rows = np.array([request.row for request in requests])
+        # As if all that the step before verified had been accepted.
+        known = befores + np.array([request.unknown for request in requests]) + taken
+        starts = np.concatenate([[0], taken.cumsum()])
+        prefill_lens = np.array([request.prefill_len for request in requests])
+        had_prompt = befores < prefill_lens
+        inputs = SimpleNamespace(
+            num_reqs=len(requests),
+            idx_mapping_np=rows,
+            num_scheduled_tokens=taken,
+            is_prefilling_np=had_prompt,
+            num_draft_tokens_per_req=given if given.any() else None,
+            query_start_loc=torch.from_numpy(starts),
+            seq_lens=torch.from_numpy(befores + taken),
+        )
+        lens = torch.from_numpy(befores + taken - rejected)
+        batch = Batch(
+            req_ids=[request.name for request in requests],
+            tokens=torch.tensor([request.tokens[-1] for request in requests], dtype=torch.int32),
+            block_tables=[self._table[torch.from_numpy(rows)]],
+            context_lens=lens,
+            observable_lens=lens,
+            known_lens=known,
+            is_prefilling=known < prefill_lens,
+            is_first=known == prefill_lens,
+        )
+        self._speculator.batch = batch
+        self._speculator.idx_mapping = torch.from_numpy(rows)
+        self.draft.note_step(inputs)
+        self.draft.begin_round(batch)
+        assert (self.draft._lacking[rows] <= known).all()
+        if num_steps == 0 or all(batch.is_prefilling):
+            self.draft.catch_up(batch, 0)
+            for request in requests:
+                # What the prefix cache may hand on.
+                assert self._held(request, request.computed // PAGE * PAGE), request
+                self.most_lacking = max(self.most_lacking, int(self.draft._lacking[rows].max()))
+            return
+        self.draft.catch_up(batch, num_steps)
+        self._draft_slots.prepare(batch, num_steps)
+        tokens, drafted = batch.tokens, []
+        for index in range(num_steps):
+            view = PageView(lens.int() + index + 1, batch.block_table, MODEL_LEN)
+            step = DraftStep([self._draft_slots.step(index, len(requests), view)])
+            own, led = self.draft.lead(tokens, step)
+            self.num_led += len(own) > len(tokens)
+            assert len(own) in (len(tokens), 2 * len(tokens)) and torch.equal(
+                own[len(own) // len(tokens) - 1 :: len(own) // len(tokens)], tokens
+            )
+            self._write(own, led.positions, led.parts[0].slots)
+            for request in requests:
+                assert self._held(request, request.computed), request
+            tokens = torch.tensor([self._rng.randrange(1000) for _ in requests], dtype=torch.int32)
+            drafted.append(tokens)
+        drafts = torch.stack(drafted, dim=1).long()
+        self.draft.end_round(batch, drafts)
+        for request, own in zip(requests, drafts.tolist(), strict=True):
+            request.drafts = [] if request.is_prefilling else own
+
+
+@pytest.mark.parametrize("lookup", ["off", "on"])
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("seed", range(12))
+def test_every_verified_token_is_read_before_it_is_looked_at(seed, is_async, lookup):
+    """Through chunks, rejections, plain steps, steps without some requests, preemption and new requests."""
+    engine = ImaginedEngine(seed, is_async=is_async, lookup=lookup)
+    rng = random.Random(seed)
+    for _ in range(60):
+        # Often 0, so that plain steps follow on one another.
+        engine.step(rng.choice([0, 0, 0, 1, 2, MAX_DRAFTS]), batch_size=rng.choice([1, NUM_ROWS, NUM_ROWS]))
+    assert engine.most_lacking > 1  # what plain steps decode waits
+    assert (engine.num_led > 0) == (lookup == "off")
+
+
+def test_where_drafts_follow_on_drafts_only_prompts_take_a_pass_of_their_own():
+    engine = ImaginedEngine(0, is_async=True)
+    for request in engine.requests:
+        request.prompt_len = request.prefill_len = len(request.tokens)
+    while any(request.is_prefilling for request in engine.requests):
+        engine.step(MAX_DRAFTS)
+    engine._rng = SimpleNamespace(  # nobody is preempted
+        random=lambda: 1.0,
+        **{name: getattr(random.Random(1), name) for name in ("randint", "randrange", "sample")},
+    )
+    before = engine.read_tokens
+    for _ in range(5):
+        engine.step(MAX_DRAFTS)
+    assert engine.read_tokens == before
+
+
+def test_passes_are_no_larger_than_the_targets():
+    engine = ImaginedEngine(1, is_async=False, max_num_tokens=5)
+    rng = random.Random(1)
+    for _ in range(40):
+        engine.step(rng.choice([0, MAX_DRAFTS]))
+    assert engine.read_tokens > 0 and engine.num_led == 0  # of 3 requests there is no room for 6 tokens
+
+
+def test_a_round_reads_nothing_on_the_host():
+    """Neither does it where prompts are read, or what plain steps decoded."""
+    engine = ImaginedEngine(2, is_async=True)
+    rng = random.Random(2)
+    speculator, rounds = engine._speculator, 0
+    engine._forward = lambda *args: None
+    speculator.forward = lambda *args: None
+    for name in ("begin_round", "catch_up", "lead"):
+        method = getattr(engine.draft, name)
+
+        def without_reads(*args, method=method):
+            nonlocal rounds
+            rounds += 1
+            with no_host_reads(torch.device("cpu")):
+                return method(*args)
+
+        setattr(engine.draft, name, without_reads)
+    engine._held = lambda *args: True
+    for _ in range(30):
+        engine.step(rng.choice([0, 1, MAX_DRAFTS]))
+    assert rounds > 90

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model card of a trained draft."""
+
+import json
+from typing import Any
+
+
+def make_card(name: str, command: str, log: dict[str, Any]) -> str:
+    """Markdown.
+
+    Args:
+        name: of the draft.
+        command: that trained it.
+        log: as in `training_log.json`.
+    """
+    shape, plan, data = log["draft"], log["plan"], log["data"]
+    off = [
+        text
+        for is_on, text in (
+            (shape["feedback_memory"], "without feedback memory"),
+            (shape["target_activations"], "without the target's activations"),
+            (plan["distillation"], "without distillation"),
+            (log["pruned"], "from random weights"),
+        )
+        if not is_on
+    ]
+    variant = ", ".join(off) or "as in the paper"
+    by_position = ", ".join(f"{share:.3f}" for share in log["held_out_acceptance"])
+    rows = [
+        ("drafts for", shape["target"]),
+        (
+            "architecture",
+            f"Llama, {shape['num_layers']} layers, begun as the target's last ones, with its embedding "
+            f"and unembedding; keys and values are made of memory vectors ({variant})",
+        ),
+        ("size", f"{log['num_parameters']:,} parameters, {log['megabytes']:.1f} MB in bfloat16"),
+        ("sees", f"{shape['sinks']} sinks and a window of {shape['window']} tokens"),
+        ("data", f"{data['num_tokens']:,} tokens of {', '.join(data['files'])}"),
+        (
+            "training",
+            f"{plan['num_steps']:,} steps of {plan['batch']} x {plan['sequence']:,} tokens, "
+            f"{shape['num_draft_steps']} passes, omega {plan['omega']}, "
+            f"learning rate {plan['learning_rate']}, seed {plan['seed']}; "
+            f"{log['minutes']:.0f} minutes on {log['machine']}",
+        ),
+        (
+            "expected acceptance",
+            f"{by_position} (drafts 1 to {shape['num_draft_steps']}, temperature 1, held-out sequences)",
+        ),
+    ]
+    table = "\n".join(f"| {head} | {text} |" for head, text in rows)
+    serve = json.dumps({"method": "magicdec", "model": name})
+    return (
+        f"# {name}\n\nA SPIRe draft (arXiv 2504.06419): a model for speculative decoding that was trained "
+        f"from its\ntarget and takes the target's activations. It is of no use alone.\n\n"
+        f"| | |\n| --- | --- |\n{table}\n\n"
+        f"Trained by:\n\n```\n{command}\n```\n\n"
+        f"Served by:\n\n```\nvllm serve TARGET --speculative-config '{serve}'\n```\n"
+    )

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training data: one long row of tokens on disk, cut into sequences whose order a seed decides."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_magicdec.spire.settings import SpireError
+
+_MOST_HELD_OUT = 64  # sequences
+
+
+def write_tokens(path: Path, documents: Iterable[np.ndarray], vocab_size: int, begin: Any, end: Any) -> int:
+    """Write documents one after the other; returns the number of tokens.
+
+    Args:
+        path: of a file of `np.min_scalar_type(vocab_size)`, beside it `path.json`, written last.
+        documents: `[num_tokens]` integers each.
+        vocab_size: every id is below.
+        begin, end: ids put before and after each document; None for none.
+    """
+    dtype = np.min_scalar_type(vocab_size)
+    count = 0
+    with path.open("wb") as file:
+        for document in documents:
+            ends = ([] if each is None else [each] for each in (begin, end))
+            parts = [np.array(part, dtype=np.int64) for part in (next(ends), document, next(ends))]
+            tokens = np.concatenate(parts).astype(dtype)
+            count += len(tokens)
+            tokens.tofile(file)
+    path.with_suffix(".json").write_text(json.dumps({"dtype": dtype.name, "num_tokens": count}))
+    return count
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Sequences of equal length; the last ones are held out.
+
+    Args:
+        tokens: `[num_tokens]` unsigned.
+        length: of a sequence.
+        seed: of the order.
+    """
+
+    tokens: np.ndarray
+    length: int
+    seed: int
+
+    @classmethod
+    def read(cls, path: Path, length: int, seed: int) -> "Sequences":
+        """Map what `write_tokens` wrote.
+
+        Raises:
+            SpireError: it is too short for two sequences.
+        """
+        dtype = json.loads(path.with_suffix(".json").read_text())["dtype"]
+        tokens = np.fromfile(path, dtype) if path.stat().st_size < 2**20 else np.memmap(path, dtype, "r")
+        if len(tokens) < 2 * length:
+            raise SpireError(
+                f"--data has {len(tokens):,} tokens, which make no two sequences of {length:,}; "
+                "give more of it, or a smaller --sequence"
+            )
+        return cls(tokens, length, seed)
+
+    @property
+    def num_held_out(self) -> int:
+        """2 % of all, at least one."""
+        return min(_MOST_HELD_OUT, max(1, len(self.tokens) // self.length // 50))
+
+    @property
+    def num_training(self) -> int:
+        """Sequences of an epoch."""
+        return len(self.tokens) // self.length - self.num_held_out
+
+    def batch(self, first: int, count: int) -> Tensor:
+        """Training sequences number `first` to `first + count - 1` of an endless row of epochs.
+
+        Returns:
+            `[count, length]` int64.
+        """
+        rows = []
+        for number in range(first, first + count):
+            epoch, index = divmod(number, self.num_training)
+            order = np.random.default_rng([self.seed, epoch]).permutation(self.num_training)
+            rows.append(self._row(int(order[index])))
+        return torch.stack(rows)
+
+    def held_out(self) -> Iterable[Tensor]:
+        """`[1, length]` int64 each."""
+        for index in range(self.num_training, self.num_training + self.num_held_out):
+            yield self._row(index)[None]
+
+    def _row(self, index: int) -> Tensor:
+        begin = index * self.length
+        return torch.from_numpy(self.tokens[begin : begin + self.length].astype(np.int64))

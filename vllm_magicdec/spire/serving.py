@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which drafts can be served, by their `config.json` as vLLM has read it."""
+
+from typing import Any
+
+from vllm_magicdec.spire.settings import ARCHITECTURE, SpireError, SpireSettings
+
+
+def served_settings(hf_config: Any) -> SpireSettings | None:
+    """Those of a Hugging Face configuration; None: it is no SPIRe draft.
+
+    Raises:
+        SpireError: it is one that cannot be served.
+    """
+    if ARCHITECTURE not in (getattr(hf_config, "architectures", None) or ()):
+        return None
+    settings = SpireSettings.of({"spire": getattr(hf_config, "spire", None)})
+    taken = list(getattr(hf_config, "eagle_aux_hidden_state_layer_ids", None) or ())
+    num_layers, last = hf_config.num_hidden_layers, settings.target_num_hidden_layers
+    is_consistent = (
+        0 < num_layers == settings.num_layers
+        and taken == list(settings.aux_layers) == sorted(set(taken))
+        and taken[0] >= 0
+        and taken[-1] <= last
+        and settings.sinks >= 0
+        and settings.window > 0
+    )
+    if not is_consistent:
+        raise SpireError(
+            f"config.json contradicts itself: {num_layers} layers, made from the target's "
+            f"{list(settings.target_layers)}, with its activations after {taken} of {last} blocks, "
+            f"{settings.sinks} sinks and a window of {settings.window}; write it again with: "
+            "magicdec train-draft"
+        )
+    if not settings.target_activations:
+        raise SpireError(
+            "the draft was trained without its target's activations, to measure what they bring, and is "
+            "not served; train one with them"
+        )
+    return settings

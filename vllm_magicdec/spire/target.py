@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The target of a draft in training: its activations and logits, and the weights a draft begins with."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+
+from vllm_magicdec.spire.model import SpireDraft
+from vllm_magicdec.spire.settings import SpireError, SpireSettings
+
+_LLAMA_LIKE = ("llama",)
+
+
+class Target:
+    """A frozen Llama.
+
+    Args:
+        model: a name or a folder, as transformers takes it.
+        dtype: of its weights.
+        device: where it runs.
+
+    Raises:
+        SpireError: there is none, or it is no Llama.
+    """
+
+    def __init__(self, model: str, dtype: torch.dtype, device: torch.device) -> None:
+        try:
+            config = AutoConfig.from_pretrained(model)
+        except (OSError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise SpireError(f"--model {model} cannot be loaded: {reason}; name another") from None
+        if config.model_type not in _LLAMA_LIKE:
+            raise SpireError(
+                f"--model {model} is a {config.model_type}, and drafts come of Llamas only; name one"
+            )
+        self.config: LlamaConfig = config
+        loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+        self.model = loaded.to(device).eval().requires_grad_(False)
+
+    @torch.no_grad()
+    def run(self, tokens: Tensor, layers: tuple[int, ...], cache: Any = None) -> tuple[Tensor, Tensor]:
+        """The residual stream and the logits of sequences.
+
+        Args:
+            tokens: `[batch, length]` int64.
+            layers: after how many blocks.
+            cache: of the tokens before, in the form of transformers; it takes these ones too.
+
+        Returns:
+            Activations `[batch, length, len(layers), hidden_size]`, logits `[batch, length, vocab_size]`.
+        """
+        body = self.model.model
+        taken: dict[int, Tensor] = {}
+
+        def take(layer: int) -> Any:
+            def hook(module: Any, arguments: tuple, keywords: dict) -> None:
+                taken[layer] = arguments[0] if arguments else keywords["hidden_states"]
+
+            return hook
+
+        # What enters the final norm leaves the last block.
+        modules = [*body.layers, body.norm]
+        hooks = [
+            modules[layer].register_forward_pre_hook(take(layer), with_kwargs=True) for layer in layers
+        ]
+        try:
+            logits = self.model(tokens, past_key_values=cache, use_cache=cache is not None).logits
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return torch.stack([taken[layer] for layer in layers], dim=2), logits
+
+
+def make_draft(target: Target, settings: SpireSettings, *, pruned: bool = True) -> SpireDraft:
+    """A draft before training, float32, on the target's device.
+
+    Args:
+        target: what it drafts for.
+        settings: its shape.
+        pruned: whether it begins with the target's embedding, last blocks, norm and unembedding.
+    """
+    fields = {**target.config.to_dict(), "num_hidden_layers": settings.num_layers, "dtype": "float32"}
+    if fields.get("head_dim") is None:
+        fields["head_dim"] = target.config.hidden_size // target.config.num_attention_heads
+    draft = SpireDraft(LlamaConfig(**fields), settings).float()
+    if pruned:
+        source = target.model.state_dict()
+        taken = {}
+        for name in draft.state_dict():
+            if name == "model.memory_logits":
+                continue
+            origin = name
+            if name.startswith("model.layers."):
+                index, rest = name.removeprefix("model.layers.").split(".", 1)
+                origin = f"model.layers.{settings.target_layers[int(index)]}.{rest}"
+            taken[name] = source[origin].float()
+        draft.load_state_dict(taken, strict=False)
+    draft.tie_weights()
+    return draft.to(target.model.device)

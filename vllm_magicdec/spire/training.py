@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training of a draft: steps that a seed decides, on one process or several, resumed if interrupted."""
+
+import json
+import math
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from vllm_magicdec.spire.loss import mixed_loss
+from vllm_magicdec.spire.model import SpireDraft
+from vllm_magicdec.spire.sequences import Sequences
+from vllm_magicdec.spire.settings import SpireError
+from vllm_magicdec.spire.target import Target
+
+_LAST_RATE = 0.05  # of the highest learning rate
+# Gradients of the few logits are small beside the way they have to go.
+_MEMORY_RATE = 10.0
+_LOGGED_STEPS = 20  # between entries of the log
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What decides a training, beside the draft's shape and the data."""
+
+    num_steps: int
+    batch: int  # sequences of a step, of all processes
+    sequence: int  # tokens
+    learning_rate: float
+    omega: float = 0.5
+    distillation: bool = True  # else the loss is the cross-entropy of the text
+    seed: int = 0
+    bfloat16: bool = True  # whether products are in bfloat16; weights and optimizer are float32
+
+
+class Processes:
+    """The processes that `torchrun` started, or this one alone."""
+
+    def __init__(self) -> None:
+        self.count = int(os.environ.get("WORLD_SIZE", 1))
+        self.rank = int(os.environ.get("RANK", 0))
+        if self.count > 1 and not torch.distributed.is_initialized():
+            torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+
+    @property
+    def device(self) -> torch.device:
+        """What this process computes on."""
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        return torch.device("cuda", torch.cuda.current_device())
+
+    def average(self, tensors: list[Tensor]) -> None:
+        """Make each the mean over processes, in place."""
+        if self.count == 1 or not tensors:
+            return
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        torch.distributed.all_reduce(flat)
+        flat /= self.count
+        for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+    def wait(self) -> None:
+        """Until all are here."""
+        if self.count > 1:
+            torch.distributed.barrier()
+
+    def leave(self) -> None:
+        """Leave the group."""
+        if self.count > 1:
+            torch.distributed.destroy_process_group()
+
+
+class Trainer:
+    """One training.
+
+    Args:
+        draft: trained in place, float32.
+        target: frozen.
+        sequences: of the plan's length.
+        plan: what to do.
+        processes: which of them this is.
+    """
+
+    def __init__(
+        self, draft: SpireDraft, target: Target, sequences: Sequences, plan: Plan, processes: Processes
+    ) -> None:
+        if plan.batch % processes.count:
+            raise SpireError(
+                f"--batch {plan.batch} cannot be split over {processes.count} processes; give a multiple"
+            )
+        self.draft, self._target, self._sequences = draft, target, sequences
+        self.plan, self._processes = plan, processes
+        self._device = next(draft.parameters()).device
+        self.step = 0
+        self.seconds = 0.0
+        self.log: list[dict[str, float]] = []
+        self._recent: list[tuple[float, float]] = []
+        named = list(draft.named_parameters())
+        memory = [weight for name, weight in named if name.endswith("memory_logits")]
+        vectors = [w for n, w in named if w.ndim < 2]
+        matrices = [w for n, w in named if w.ndim >= 2 and not n.endswith("memory_logits")]
+        self._optimizer = torch.optim.AdamW(
+            [
+                {"params": matrices, "weight_decay": 0.1, "scale": 1.0},
+                {"params": vectors, "weight_decay": 0.0, "scale": 1.0},
+                *([{"params": memory, "weight_decay": 0.0, "scale": _MEMORY_RATE}] if memory else []),
+            ],
+            lr=plan.learning_rate,
+            betas=(0.9, 0.95),
+        )
+
+    def train_step(self) -> tuple[float, float]:
+        """One step; returns the loss and the expected acceptance at temperature 1, means over processes."""
+        plan, started = self.plan, perf_counter()
+        share = plan.batch // self._processes.count
+        begin = self.step * plan.batch + self._processes.rank * share
+        tokens = self._sequences.batch(begin, share).to(self._device)
+        # Chunks begin elsewhere in every step, the same in all processes.
+        first = int(np.random.default_rng([plan.seed, 1, self.step]).integers(self._chunk))
+        self._optimizer.zero_grad(set_to_none=True)
+        figures = torch.zeros(2, device=self._device)
+        for row in tokens.split(1):  # logits of all of them at once may be more than a GPU holds
+            loss, acceptances = self._losses(row, first)
+            (loss / share).backward()
+            figures += torch.stack([loss.detach(), acceptances.mean()]) / share
+        weights = [weight for weight in self.draft.parameters() if weight.grad is not None]
+        self._processes.average([*(weight.grad for weight in weights), figures])
+        torch.nn.utils.clip_grad_norm_(weights, 1.0)
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._rate() * group["scale"]
+        self._optimizer.step()
+        self.step += 1
+        mean_loss, acceptance = figures.tolist()
+        self.seconds += perf_counter() - started
+        self._recent.append((mean_loss, acceptance))
+        if self.step % _LOGGED_STEPS == 0 or self.step == plan.num_steps:
+            means = [
+                round(sum(column) / len(self._recent), 4) for column in zip(*self._recent, strict=True)
+            ]
+            entry = {"step": self.step, "loss": means[0], "acceptance": means[1]}
+            self.log.append({**entry, "minutes": round(self.seconds / 60, 2)})
+            self._recent.clear()
+        return mean_loss, acceptance
+
+    @torch.no_grad()
+    def evaluate(self) -> list[float]:
+        """Expected acceptance at temperature 1 of each draft of a round, on held-out sequences."""
+        rows = [self._losses(tokens.to(self._device), 0)[1] for tokens in self._sequences.held_out()]
+        return torch.stack(rows).mean(0).tolist()
+
+    def save(self, path: Path) -> None:
+        """Write a checkpoint, whole or not at all."""
+        held = {
+            "draft": self.draft.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "step": self.step,
+            "seconds": self.seconds,
+            "log": json.dumps(self.log),
+            "recent": json.dumps(self._recent),
+            "plan": json.dumps(asdict(self.plan)),
+            "settings": json.dumps(asdict(self.draft.settings)),
+        }
+        partial = path.with_suffix(".part")
+        torch.save(held, partial)
+        partial.replace(path)
+
+    def resume(self, path: Path) -> None:
+        """Go on where a checkpoint was written.
+
+        Raises:
+            SpireError: it belongs to another training.
+        """
+        held = torch.load(path, map_location=self._device, weights_only=True)
+        same = held["plan"] == json.dumps(asdict(self.plan))
+        if not same or held["settings"] != json.dumps(asdict(self.draft.settings)):
+            raise SpireError(
+                f"{path.parent} holds a training that was begun with other options; "
+                "give the same ones, or another --out"
+            )
+        self.draft.load_state_dict(held["draft"])
+        self._optimizer.load_state_dict(held["optimizer"])
+        self.step, self.seconds = held["step"], held["seconds"]
+        self.log, self._recent = (
+            json.loads(held["log"]),
+            [tuple(each) for each in json.loads(held["recent"])],
+        )
+
+    @property
+    def _chunk(self) -> int:
+        return self.draft.settings.num_draft_steps
+
+    def _losses(self, tokens: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        """The loss of a batch `[batch, length]`, and the acceptance of each draft `[num_draft_steps]`."""
+        settings, plan = self.draft.settings, self.plan
+        activations, target_logits = self._target.run(tokens, settings.aux_layers)
+        with self._autocast():
+            given = activations.float() if settings.target_activations else None
+            logits = self.draft(tokens, given, first)
+        count = logits.shape[2]
+        losses, acceptances = [], []
+        for step, draft_logits in enumerate(logits):
+            at = first + step + self._chunk * torch.arange(count, device=tokens.device)
+            loss, acceptance = mixed_loss(draft_logits, target_logits[:, at], plan.omega)
+            if not plan.distillation:
+                follows = at[at + 1 < tokens.shape[1]] + 1
+                loss = cross_entropy(
+                    draft_logits[:, : len(follows)].float().flatten(0, 1), tokens[:, follows].flatten()
+                )
+            losses.append(loss)
+            acceptances.append(acceptance)
+        return torch.stack(losses).mean(), torch.stack(acceptances)
+
+    def _autocast(self) -> AbstractContextManager:
+        return torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self.plan.bfloat16)
+
+    def _rate(self) -> float:
+        """Of this step: a rise over the first 5 %, at most 200 steps, then a cosine."""
+        plan = self.plan
+        rise = max(1, min(200, plan.num_steps // 20))
+        done = min(1.0, self.step / plan.num_steps)
+        cosine = _LAST_RATE + (1 - _LAST_RATE) * 0.5 * (1 + math.cos(math.pi * done))
+        return plan.learning_rate * min(1.0, (self.step + 1) / rise) * cosine
+
+
+def run(
+    trainer: Trainer,
+    checkpoint: Path,
+    *,
+    seconds_between: float,
+    is_writer: bool,
+    should_end: Callable[[], bool],
+    report: Callable[[int, float, float], Any],
+) -> bool:
+    """Train to the end of the plan, with a checkpoint now and then.
+
+    Args:
+        trainer: goes on at its step.
+        checkpoint: path.
+        seconds_between: checkpoints.
+        is_writer: whether this process writes them.
+        should_end: whether to stop early, after a checkpoint; the same in all processes.
+        report: is given step, loss and acceptance after every step.
+
+    Returns:
+        Whether the plan is done.
+    """
+    written = perf_counter()
+    while trainer.step < trainer.plan.num_steps:
+        report(trainer.step + 1, *trainer.train_step())
+        ends = should_end()
+        if is_writer and (ends or perf_counter() - written >= seconds_between):
+            trainer.save(checkpoint)
+            written = perf_counter()
+        if ends:
+            return trainer.step >= trainer.plan.num_steps
+    return True

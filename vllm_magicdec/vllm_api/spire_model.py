@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A SPIRe draft as a model of vLLM (arXiv 2504.06419): a Llama whose cache is to hold memory.
+
+A pass is a Llama's. What differs is what the cache holds of tokens *before* the pass's own: keys and values
+of their memory, a weighted sum of the token's activations before and after every block, weights per block.
+`memorise` writes it: of verified tokens from the target's activations, of drafted ones from this model's.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.nn as nn
+from torch.nn.functional import linear
+from vllm.config import VllmConfig
+from vllm.model_executor.models.llama import LlamaForCausalLM
+
+from vllm_magicdec.config import MagicDecSpeculativeConfig
+from vllm_magicdec.errors import METHOD, MODEL_METHOD, MagicDecConfigError
+from vllm_magicdec.spire.serving import served_settings
+
+# Tokens whose activations are in float32 at a time.
+_MOST_AT_ONCE = 1024
+
+
+class MagicDecSpireForCausalLM(LlamaForCausalLM):
+    """The draft that `magicdec train-draft` writes.
+
+    Args:
+        vllm_config: the engine's, with this model's configuration in the place of the target's.
+        prefix: of the names of its layers; "": it is served itself.
+
+    Raises:
+        MagicDecConfigError: it is not to draft for its target.
+    """
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        spec = vllm_config.speculative_config
+        if not (prefix and isinstance(spec, MagicDecSpeculativeConfig) and spec.has_draft_model):
+            raise MagicDecConfigError(
+                f"{METHOD}: a SPIRe draft does nothing by itself; serve its target with --spec-method "
+                f"{MODEL_METHOD} --speculative-model {vllm_config.model_config.model}"
+            )
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        fields = served_settings(vllm_config.model_config.hf_config)
+        assert fields is not None
+        self.fields = fields
+        num_layers = len(self.model.layers)
+        # Llama's code for EAGLE-3 hands out what leaves each block. What enters the first, the embedding,
+        # its fused norms may write over.
+        self.model._set_aux_hidden_state_layers(tuple(range(1, num_layers + 1)))
+        logits = torch.full((num_layers, num_layers + 1), -torch.inf, dtype=torch.float32)
+        logits.fill_diagonal_(0.0)  # without memory: what enters the block, as in any Llama
+        if fields.feedback_memory:
+            self.model.memory_logits = nn.Parameter(logits, requires_grad=False)
+        self.register_buffer("memory_weights", logits.softmax(dim=1), persistent=False)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """See vLLM; keeps the keys' and values' half of each block's projection as it is.
+
+        vLLM packs linear layers for CPUs and keeps no others.
+        """
+        loaded = super().load_weights(weights)
+        if self.fields.feedback_memory:
+            self.memory_weights.copy_(self.model.memory_logits.softmax(dim=1))
+        for index, layer in enumerate(self.model.layers):
+            own, attention = layer.self_attn.qkv_proj, layer.self_attn
+            self.register_buffer(
+                _kv_weight(index), own.weight[attention.q_size :].clone(), persistent=False
+            )
+            bias = None if own.bias is None else own.bias[attention.q_size :].clone()
+            self.register_buffer(_kv_bias(index), bias, persistent=False)
+        return loaded
+
+    def memorise(
+        self, activations: torch.Tensor, positions: torch.Tensor, slots: Sequence[torch.Tensor]
+    ) -> None:
+        """Write the memory of tokens into the cache.
+
+        Args:
+            activations: [num_layers + 1, num_tokens, hidden_size] in the model's dtype, the residual stream
+                before each block and after the last one: the target's of the blocks that these were made
+                from, or this model's own.
+            positions: [num_tokens] int64.
+            slots: [num_tokens] int64 each, where they go, by layer; `views.base.PAD_SLOT`: nowhere.
+        """
+        for first in range(0, len(positions), _MOST_AT_ONCE):
+            part = slice(first, first + _MOST_AT_ONCE)
+            self._memorise(activations[:, part], positions[part], [own[part] for own in slots])
+
+    def _memorise(
+        self, activations: torch.Tensor, positions: torch.Tensor, slots: Sequence[torch.Tensor]
+    ) -> None:
+        """See `memorise`."""
+        summed = self.memory_weights @ activations.float().flatten(1)
+        memories = summed.to(activations.dtype).view(-1, *activations.shape[1:])
+        for index, (layer, own_slots) in enumerate(zip(self.model.layers, slots, strict=True)):
+            attention = layer.self_attn
+            projected = linear(
+                layer.input_layernorm(memories[index]),
+                getattr(self, _kv_weight(index)),
+                getattr(self, _kv_bias(index)),
+            )
+            keys, values = projected.split(attention.kv_size, dim=1)
+            # Some implementations rotate in place, and none needs keys beside queries.
+            keys, _ = attention.rotary_emb(positions, keys.contiguous(), None)
+            heads = (-1, attention.num_kv_heads, attention.head_dim)
+            cache = attention.attn
+            cache.impl.do_kv_cache_update(
+                cache, keys.view(heads), values.contiguous().view(heads), cache.kv_cache, own_slots
+            )
+
+
+def _kv_weight(index: int) -> str:
+    return f"kv_weight_{index}"
+
+
+def _kv_bias(index: int) -> str:
+    return f"kv_bias_{index}"
