@@ -29,7 +29,7 @@ import numpy as np
 import openai
 from bad_day.asking import Answer
 from bad_day.bad_input import Rejection, send_bad_until
-from bad_day.faults import FAULTS, FEW, Conductor
+from bad_day.faults import FAULTS, FEW, FEW_DRAFTS, Conductor
 from bad_day.judging import WARM_UP_SHARE, checks_of, judge_answers, judge_bad_input, latencies, slopes
 from bad_day.kills import run_kills
 from bad_day.plotting import draw
@@ -45,7 +45,7 @@ from rich.table import Table
 
 # Pages of 32 tokens: the longest request fits, a burst does not.
 _KV_BLOCKS = 232
-_REQUESTS_PER_MINUTE = 60  # that differ; each comes about three times
+_REQUESTS_PER_MINUTE = 40  # that differ; each comes about five times
 _SETTLE_S = 60
 
 
@@ -76,7 +76,9 @@ def run_traffic(args: argparse.Namespace) -> dict[str, Any]:
         store = make_store(folder, requests, tokenizer)
         fault = folder / "fault"
         fault.write_text("")
-        fields = {} if store is None else {"draft_lookup_sources": ["context", str(store)]}
+        fields: dict[str, Any] = {"draft_lookup_sources": ["context", *([str(store)] if store else [])]}
+        if args.short:
+            fields |= {"num_speculative_tokens": FEW_DRAFTS, "draft_lookup": "on"}
         with serve_tiny(
             *speculation(draft_kv_policy="verify-topk", **fields),
             *("--num-gpu-blocks-override", str(_KV_BLOCKS)),
@@ -218,7 +220,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument(
         "--short",
         action="store_true",
-        help="four faults, and kills on one rank only, as 'make test' has it",
+        help="three faults of a fixed number of drafts, and kills on one rank only, as 'make test' has it",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(

@@ -29,8 +29,15 @@ OPTIONS = (
     *("--served-model-name", "tiny", "--uvicorn-log-level", "warning"),
 )
 MODEL = "tiny"
-# A failure of drafting is counted, as it is where people serve; tests set this to 1.
-_ENVIRONMENT = {"VLLM_MAGICDEC_STRICT": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+_ENVIRONMENT = {
+    # A failure of drafting is counted, as it is where people serve; tests set this to 1.
+    "VLLM_MAGICDEC_STRICT": "0",
+    # The client gives up an idle connection after 5 s; a server that does so too may close one that was just
+    # chosen for a request.
+    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "HF_HUB_OFFLINE": "1",
+}
 _SHARED_MEMORY = "/dev/shm/"
 
 
