@@ -32,7 +32,7 @@ MODEL = "tiny"
 _ENVIRONMENT = {
     # A failure of drafting is counted, as it is where people serve; tests set this to 1.
     "VLLM_MAGICDEC_STRICT": "0",
-    # The client gives up an idle connection after 5 s; a server that does so too may close one that was just
+    # The client gives up an idle connection after 5 s; a server that does so too may close one that is just
     # chosen for a request.
     "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60",
     "VLLM_CPU_KVCACHE_SPACE": "1",
