@@ -26,8 +26,9 @@ from kv_heavy import KV_HEAVY, TINY_LLAMA, model_folder
 from rich.table import Table
 from step_profile import achieved_table, profile_engine, profile_table
 
-from vllm_magicdec.planner.performance import Deployment, ModelShape
-from vllm_magicdec.planner.plan import find_model
+from vllm_magicdec.planner.models import find_model
+from vllm_magicdec.planner.performance import Deployment
+from vllm_magicdec.planner.shapes import ModelShape
 
 ITEM_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
 

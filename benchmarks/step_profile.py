@@ -15,8 +15,9 @@ from common.tables import make_table
 from rich.table import Table
 
 from vllm_magicdec.planner.hardware import worker_threads
-from vllm_magicdec.planner.performance import Deployment, ModelShape
+from vllm_magicdec.planner.performance import Deployment
 from vllm_magicdec.planner.profile import fill_prefix_cache, make_prompts
+from vllm_magicdec.planner.shapes import ModelShape
 
 SCOPE = "gpu_model_runner: "  # vLLM's names for the parts of a step begin with it
 DRAFTING = "drafting: "

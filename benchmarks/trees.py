@@ -39,8 +39,9 @@ from token_trees import Node, SequoiaTrees, TokenTree, likeliest_tree, replay, r
 from tree_costs import MEASURED_DRAFTS, Cell, Costs, MeasuredCosts, PlannedCosts, measure
 
 from vllm_magicdec.adaptive.step_times import StepTimes
+from vllm_magicdec.planner.hardware import find_hardware
+from vllm_magicdec.planner.models import find_model
 from vllm_magicdec.planner.performance import Deployment
-from vllm_magicdec.planner.plan import find_hardware, find_model
 
 NUM_RANKS = 8  # candidates that a tree may have for one token
 SHOWN_RANKS, SHOWN_DEPTHS = 3, 8  # in the JSON file

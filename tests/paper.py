@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_magicdec.planner.hardware import HARDWARE
+from vllm_magicdec.planner.models import MODELS
 from vllm_magicdec.planner.performance import Costs, Deployment, round_ms, speedup
-from vllm_magicdec.planner.plan import MODELS
 
 DATA = json.loads((Path(__file__).parent / "data" / "magicdec_tables.json").read_text())
 

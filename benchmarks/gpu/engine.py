@@ -29,8 +29,9 @@ from benchmarks.gpu.eq2 import paper_rows, this_deployment
 from benchmarks.gpu.lossless import engines  # processes with an engine, as in the tests
 from benchmarks.gpu.models import SHAPES, SMALL_SHAPE, write_model
 from benchmarks.gpu.options import add_device, settle
-from vllm_magicdec.planner.performance import ModelShape, tokens_per_round
+from vllm_magicdec.planner.performance import tokens_per_round
 from vllm_magicdec.planner.profile import tokens_to_grow
+from vllm_magicdec.planner.shapes import ModelShape
 
 ALL_SHAPES = {**SHAPES, SMALL_SHAPE.name: SMALL_SHAPE}
 PARTS = ("times", "speed", "lossless")

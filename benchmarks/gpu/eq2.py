@@ -17,12 +17,12 @@ from vllm_magicdec.planner.hardware import HARDWARE, measure_this_machine
 from vllm_magicdec.planner.performance import (
     Costs,
     Deployment,
-    ModelShape,
     acceptance_rate,
     round_ms,
     speedup,
     tokens_per_round,
 )
+from vllm_magicdec.planner.shapes import ModelShape
 
 PAPER_FILE = Path(__file__).resolve().parents[2] / "tests" / "data" / "magicdec_tables.json"
 PAPER_NAMES = {

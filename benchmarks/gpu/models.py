@@ -4,8 +4,8 @@
 import json
 from pathlib import Path
 
-from vllm_magicdec.planner.performance import ModelShape
-from vllm_magicdec.planner.plan import MODELS
+from vllm_magicdec.planner.models import MODELS
+from vllm_magicdec.planner.shapes import ModelShape
 
 SHAPES = {name: MODELS[name] for name in ("llama-3.1-8b", "llama-2-7b", "qwen3-8b")}
 # Small enough for a CPU.

@@ -22,7 +22,8 @@ from benchmarks.gpu.models import SHAPES, SMALL_SHAPE, write_model
 from benchmarks.gpu.stand_in import accept_synthetically
 from vllm_magicdec.planner import profile
 from vllm_magicdec.planner.hardware import HARDWARE
-from vllm_magicdec.planner.performance import Deployment, ModelShape
+from vllm_magicdec.planner.performance import Deployment
+from vllm_magicdec.planner.shapes import ModelShape
 
 # ---- Eq. 2
 

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import kv_heavy
 
-from vllm_magicdec.planner.plan import find_model
+from vllm_magicdec.planner.models import find_model
 
 SOURCES = {
     kv_heavy.KV_HEAVY: kv_heavy.TINY_LLAMA,

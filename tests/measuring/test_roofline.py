@@ -14,7 +14,8 @@ import roofline
 import step_profile
 
 from vllm_magicdec.planner.hardware import HARDWARE, worker_threads
-from vllm_magicdec.planner.performance import Costs, Deployment, Hardware, ModelShape
+from vllm_magicdec.planner.performance import Costs, Deployment, Hardware
+from vllm_magicdec.planner.shapes import ModelShape
 
 RESULTS = Path(roofline.__file__).parent / "results" / "zen-5-avx512_bf16-2-cores"
 

@@ -22,8 +22,9 @@ from token_trees import SequoiaTrees, TokenTree, likeliest_tree, replay, rounds_
 from transformers import DynamicCache
 
 from vllm_magicdec.lookup.context_index import ContextIndex
+from vllm_magicdec.planner.hardware import find_hardware
+from vllm_magicdec.planner.models import find_model
 from vllm_magicdec.planner.performance import Deployment, tokens_per_round
-from vllm_magicdec.planner.plan import find_hardware, find_model
 
 VECTORS = [(0.8, 0.1, 0.05), (0.4, 0.3, 0.25), (0.5, 0.0, 0.3), (0.9,), (1.0, 0.0)]
 

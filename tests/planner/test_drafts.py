@@ -9,8 +9,9 @@ import pytest
 
 from vllm_magicdec.planner.console import main
 from vllm_magicdec.planner.hardware import HARDWARE
-from vllm_magicdec.planner.performance import GIB, Costs, Deployment, ModelShape, speedup
-from vllm_magicdec.planner.plan import MODELS
+from vllm_magicdec.planner.models import MODELS
+from vllm_magicdec.planner.performance import GIB, Costs, Deployment, speedup
+from vllm_magicdec.planner.shapes import ModelShape
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY_LLAMA = ROOT / "examples" / "tiny-llama"

@@ -13,8 +13,8 @@ from vllm_magicdec.planner.console import main
 from vllm_magicdec.planner.engine_times import PredictedTimes
 from vllm_magicdec.planner.hardware import HARDWARE
 from vllm_magicdec.planner.load import Replica, plan_load
+from vllm_magicdec.planner.models import MODELS
 from vllm_magicdec.planner.performance import Deployment, tokens_per_round
-from vllm_magicdec.planner.plan import MODELS
 from vllm_magicdec.planner.simulation import PLAIN, Limits, Speculation, simulate
 from vllm_magicdec.planner.traces import Lengths
 

@@ -17,18 +17,18 @@ from scipy.optimize import least_squares
 from scipy.stats import spearmanr
 
 from vllm_magicdec.planner.hardware import HARDWARE, measure_this_machine
+from vllm_magicdec.planner.models import MODELS
 from vllm_magicdec.planner.performance import (
     GIB,
     Costs,
     Deployment,
-    ModelShape,
     acceptance_rate,
     round_ms,
     speedup,
     time_per_token_ms,
     tokens_per_round,
 )
-from vllm_magicdec.planner.plan import MODELS
+from vllm_magicdec.planner.shapes import ModelShape
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY_LLAMA = ROOT / "examples" / "tiny-llama"

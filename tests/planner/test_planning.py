@@ -12,8 +12,8 @@ import pytest
 
 from vllm_magicdec.planner.console import main
 from vllm_magicdec.planner.hardware import HARDWARE
+from vllm_magicdec.planner.models import MODELS
 from vllm_magicdec.planner.performance import Costs, Deployment
-from vllm_magicdec.planner.plan import MODELS
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY_LLAMA = ROOT / "examples" / "tiny-llama"

@@ -19,8 +19,8 @@ from vllm_magicdec.planner.engine_times import (
     pairs_of,
 )
 from vllm_magicdec.planner.hardware import HARDWARE
+from vllm_magicdec.planner.models import MODELS
 from vllm_magicdec.planner.performance import Deployment
-from vllm_magicdec.planner.plan import MODELS
 from vllm_magicdec.planner.simulate import percentile
 
 pytest.importorskip("simpy")

@@ -4,8 +4,9 @@
 from dataclasses import replace
 
 from vllm_magicdec.planner.hardware import HARDWARE
-from vllm_magicdec.planner.performance import Deployment, ModelShape
-from vllm_magicdec.planner.plan import MODELS
+from vllm_magicdec.planner.models import MODELS
+from vllm_magicdec.planner.performance import Deployment
+from vllm_magicdec.planner.shapes import ModelShape
 
 CELLS = ((8, 32_768), (32, 16_384), (24, 32_768), (6, 131_072))  # batch, tokens per request
 WINDOW = 1024

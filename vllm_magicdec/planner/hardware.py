@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from vllm_magicdec.planner.console import look_up
 from vllm_magicdec.planner.performance import GIB, Hardware
 
 if TYPE_CHECKING:
     import torch
 
+THIS_MACHINE = "this"
 _NVIDIA = "https://www.nvidia.com/en-us/data-center"
 _MI300X = "https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html"
 _COPY_BYTES = 2**29  # well above any cache
@@ -121,3 +123,14 @@ def _best_s(device: str, work: Callable[[], object]) -> float:
 
     run_s()
     return min(run_s() for _ in range(_REPEATS))
+
+
+def find_hardware(name: str) -> Hardware:
+    """The device of that name, or this machine measured.
+
+    Raises:
+        UserError: there is none.
+    """
+    if name.lower() == THIS_MACHINE:
+        return measure_this_machine()
+    return look_up(name, HARDWARE, "GPU", [*HARDWARE, f"'{THIS_MACHINE}' for this machine"])

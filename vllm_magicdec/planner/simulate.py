@@ -2,26 +2,22 @@
 """`magicdec simulate`: what a trace of requests would meet, plain against magicdec, without a server."""
 
 import argparse
-import json
 import math
 import statistics
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from vllm_magicdec.planner import traces
-from vllm_magicdec.planner.console import UserError, require
-from vllm_magicdec.planner.engine_times import EngineTimes, PredictedTimes, ProfiledTimes
-from vllm_magicdec.planner.plan import (
+from vllm_magicdec.planner.arguments import (
     DEFAULT_BUDGET,
     add_deployment,
     find_deployment,
     positive,
-    title_of,
     usual_acceptance,
-    without_nan,
 )
+from vllm_magicdec.planner.console import UserError, require, screen, write_json
+from vllm_magicdec.planner.engine_times import EngineTimes, PredictedTimes, ProfiledTimes
 from vllm_magicdec.planner.simulation import PLAIN, Limits, Outcome, Speculation, simulate
 from vllm_magicdec.planner.traces import Arrival, Lengths
 
@@ -174,7 +170,7 @@ def engines_of(options: argparse.Namespace) -> tuple[str, EngineTimes, int, int,
     times = PredictedTimes(deployment, options.budget or DEFAULT_BUDGET)
     drafting = options.kv_tokens or deployment.kv_capacity_tokens()
     plain = options.kv_tokens or deployment.without_draft.kv_capacity_tokens()
-    return title_of(deployment), times, plain, drafting, usual_acceptance(deployment.draft)
+    return deployment.title, times, plain, drafting, usual_acceptance(deployment.draft)
 
 
 def loads_of(options: argparse.Namespace) -> Iterable[tuple[str, list[Arrival]]]:
@@ -218,12 +214,9 @@ def run(options: argparse.Namespace) -> None:
             "standing": speculation.standing,
             "kv_tokens": kv_tokens,
             "seed": options.seed,
-            "runs": [without_nan(one) for one in runs],
+            "runs": runs,
         }
-        try:
-            options.json.write_text(json.dumps(record, indent=1) + "\n")
-        except OSError as error:
-            raise UserError(f"cannot write {options.json}: {error.strerror}") from None
+        write_json(record, options.json)
     print_table(f"{options.replicas} x {title}", speculation, runs)
 
 
@@ -233,9 +226,7 @@ def print_table(title: str, speculation: Speculation, runs: list[dict[str, Any]]
     Raises:
         UserError: rich is not installed.
     """
-    console = require("rich.console").Console(
-        highlight=False, width=None if sys.stdout.isatty() else 160, soft_wrap=True
-    )
+    console = screen(width=160)
     table = require("rich.table").Table(title=title)
     for heading in ("load", "method", "requests/s", "tokens/s", "in flight", "busy", "preempted"):
         table.add_column(heading, justify="left" if heading in ("load", "method") else "right")
