@@ -53,6 +53,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from serving import Server, default_options, serve
 
 TINY_DRAFT = Path(__file__).resolve().parent / "tiny-draft"
+TINY_SPIRE = Path(__file__).resolve().parent / "tiny-spire"
 POLICIES = ("streamingllm", "snapkv", "verify-topk")
 METHODS = (
     PLAIN,
@@ -61,6 +62,9 @@ METHODS = (
     "draft_model",
     *(f"magicdec-{p}" for p in POLICIES),
     "magicdec-auto",
+    "magicdec-draft_model",
+    "magicdec-draft_model-auto",
+    "magicdec-spire",
     AGAIN,
 )
 WARM_UP_TOKENS = 8  # per request, generated before the first clock starts
@@ -99,10 +103,20 @@ class Load:
 # ---- methods
 
 
-def speculations(drafts: int, budget: float, draft_model: str | None) -> dict[str, dict[str, Any]]:
-    """Every method's speculative configuration; plain decoding has none."""
+def speculations(
+    drafts: int, budget: float, draft_model: str | None, spire: str | None = None
+) -> dict[str, dict[str, Any]]:
+    """Every method's speculative configuration; plain decoding has none.
+
+    Args:
+        drafts: of a round, where their number is fixed.
+        budget: `draft_kv_budget`, but for the trained draft, which knows its own.
+        draft_model: a small model's folder or name.
+        spire: the folder of a draft that 'magicdec train-draft' has made.
+    """
     number = {"num_speculative_tokens": drafts}
     magicdec = {"method": "magicdec-self", "draft_kv_budget": budget}
+    sparse = {"method": "magicdec", "model": draft_model, "draft_kv_budget": budget}
     return {
         PLAIN: {},
         "ngram": {"method": "ngram", **number, "prompt_lookup_min": 2, "prompt_lookup_max": 5},
@@ -112,16 +126,21 @@ def speculations(drafts: int, budget: float, draft_model: str | None) -> dict[st
         "draft_model": {"method": "draft_model", **number, "model": draft_model},
         **{f"magicdec-{p}": {**magicdec, **number, "draft_kv_policy": p} for p in POLICIES},
         "magicdec-auto": {**magicdec, "num_speculative_tokens": "auto"},
+        "magicdec-draft_model": {**sparse, **number},
+        "magicdec-draft_model-auto": {**sparse, "num_speculative_tokens": "auto"},
+        "magicdec-spire": {"method": "magicdec", **number, "model": spire},
         AGAIN: {},
     }
 
 
-def why_skipped(method: str, draft_model: str | None) -> str | None:
+def why_skipped(method: str, draft_model: str | None, spire: str | None = None) -> str | None:
     """One sentence on what a method lacks on this machine, if it lacks something."""
     if method == "suffix" and find_spec("arctic_inference") is None:
         return "arctic-inference is not installed; 'make bench' builds it if it finds a C++ compiler"
-    if method == "draft_model" and draft_model is None:
+    if "draft_model" in method and draft_model is None:
         return "there is no draft model for this model; name one with --draft-model"
+    if method == "magicdec-spire" and spire is None:
+        return "there is no trained draft for this model; 'magicdec train-draft' makes one for --spire"
     return None
 
 
@@ -325,10 +344,10 @@ def run_suite(args: argparse.Namespace, extra_options: list[str]) -> dict[str, A
         server_options=options,
         settings=settings_of(args, "quick", "model", "model_path", "methods"),
     )
-    configs = speculations(args.drafts, args.budget, args.draft_model)
+    configs = speculations(args.drafts, args.budget, args.draft_model, args.spire)
     methods: dict[str, dict[str, Any]] = {m: {"speculative_config": configs[m]} for m in args.methods}
     for method, entry in methods.items():
-        if reason := why_skipped(method, args.draft_model):
+        if reason := why_skipped(method, args.draft_model, args.spire):
             entry["skipped"] = reason
             console.print(f"{method}: skipped, {reason}", markup=False)
 
@@ -377,7 +396,10 @@ def parse_arguments(arguments: list[str] | None = None) -> tuple[argparse.Namesp
     )
     parser.add_argument("--quick", action="store_true", help="two methods and short loads: two minutes")
     add_model(parser, default=str(TINY_LLAMA))
-    parser.add_argument("--draft-model", help="for the method draft_model; the shipped model has one")
+    parser.add_argument("--draft-model", help="for draft_model, vLLM's and ours; the shipped model has one")
+    parser.add_argument(
+        "--spire", help="folder of a trained draft, for magicdec-spire; the shipped model has one"
+    )
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--context", type=int, nargs="+", default=[1000, 7000], help="tokens of prompt")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 8], help="requests in flight")
@@ -407,8 +429,10 @@ def parse_arguments(arguments: list[str] | None = None) -> tuple[argparse.Namesp
     args.methods.sort(key=METHODS.index)
     args.context.sort()
     args.concurrency.sort()
-    if args.draft_model is None and is_shipped(args.model) and (TINY_DRAFT / "config.json").exists():
-        args.draft_model = os.path.relpath(TINY_DRAFT)
+    if is_shipped(args.model):
+        args.draft_model = args.draft_model or os.path.relpath(TINY_DRAFT)
+    if Path(args.model).resolve() == TINY_LLAMA:
+        args.spire = args.spire or os.path.relpath(TINY_SPIRE)
     now = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     args.out = args.out or Path(__file__).resolve().parent / "runs" / now
     return args, extra_options

@@ -11,6 +11,8 @@ import pytest
 from short_runs import PLOTS, REQUESTS, TOKENS
 from transformers import AutoTokenizer
 
+from vllm_magicdec.planner.shapes import SPIRE
+
 sys.path.insert(0, str(engines.HERE.parent / "benchmarks"))
 import suite
 import suite_plots
@@ -83,7 +85,10 @@ def test_what_is_missing_is_skipped_with_a_reason(monkeypatch):
     monkeypatch.setattr(suite, "find_spec", lambda name: None)
     assert "arctic-inference" in suite.why_skipped("suffix", None)
     assert "--draft-model" in suite.why_skipped("draft_model", None)
+    assert "--draft-model" in suite.why_skipped("magicdec-draft_model-auto", None)
+    assert "train-draft" in suite.why_skipped("magicdec-spire", "folder")
     assert suite.why_skipped("draft_model", "folder") is None
+    assert suite.why_skipped("magicdec-spire", None, "folder") is None
     assert suite.why_skipped("ngram", None) is None
 
 
@@ -188,7 +193,15 @@ def test_the_shipped_draft_model_speaks_the_shipped_models_tokens():
     assert (draft / "tokenizer.json").read_bytes() == (target / "tokenizer.json").read_bytes()
     sizes = [json.loads((folder / "config.json").read_text())["vocab_size"] for folder in (target, draft)]
     assert sizes[0] == sizes[1]
-    assert suite.parse_arguments(["--model", "another/model"])[0].draft_model is None
+    others, _ = suite.parse_arguments(["--model", "another/model"])
+    assert others.draft_model is None and others.spire is None
+
+
+def test_the_shipped_models_trained_draft_is_its_own():
+    args, _ = suite.parse_arguments(["--model", str(engines.MODEL)])
+    assert json.loads(Path(args.spire, "config.json").read_text())["architectures"] == [SPIRE]
+    copy, _ = suite.parse_arguments(["--model", suite.KV_HEAVY])
+    assert copy.draft_model and copy.spire is None
 
 
 def test_plain_decoding_is_always_measured(capsys):
