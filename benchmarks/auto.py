@@ -118,7 +118,7 @@ def controller_of(llm: Any) -> Controller:
 def pinned(controller: Controller, choice: Choice) -> Iterator[None]:
     """A controller that always chooses the same and learns nothing."""
     controller.choose = lambda num_reqs, context_tokens: choice
-    controller.observe = lambda rounds, budget, timed: None
+    controller.observe = lambda *_, **__: None
     try:
         yield
     finally:

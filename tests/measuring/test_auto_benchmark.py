@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What benchmarks/auto.py makes of its turns."""
 
+import inspect
 import math
 import random
 import sys
@@ -16,7 +17,7 @@ import auto
 import plain_steps
 from common.tables import markdown
 
-from vllm_magicdec.adaptive.controller import PLAIN, Controller
+from vllm_magicdec.adaptive.controller import PLAIN, Choice, Controller
 from vllm_magicdec.adaptive.step_times import StepTimes
 
 
@@ -29,6 +30,16 @@ def test_the_interval_holds_the_median_as_often_as_it_says(count):
         return low <= 1.0 <= high
 
     assert mean(holds() for _ in range(4000)) > 0.9 - 0.015  # 3 standard errors
+
+
+def test_a_pinned_controller_takes_every_lesson_and_learns_nothing():
+    controller = Controller(range(5), [256], StepTimes())
+    before = vars(controller).copy()
+    lesson = dict.fromkeys(inspect.signature(controller.observe).parameters)
+    with auto.pinned(controller, Choice(3, 256)):
+        controller.observe(**lesson)
+        assert controller.choose(8, 64_000) == Choice(3, 256)
+    assert vars(controller) == before
 
 
 def test_turns_change_direction_so_that_a_drift_favours_nobody():
