@@ -103,6 +103,9 @@ def environment(model: str, replicas: int) -> dict[str, str]:
         variables["VLLM_CPU_KVCACHE_SPACE"] = str(min(4, max(1, int(free_gib / 4 / replicas))))
         # Several engines would all bind their threads to the same cores; Ray limits their number.
         variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        # A worker has a process of its own on CPUs so that its threads can be bound: without, an engine
+        # starts sooner and takes 0.5 GB less. Ray Serve asks for that process all the same.
+        variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     # The user's own come first. Ray shows these to whoever sees its jobs: no secrets.
     is_secret = re.compile("KEY|TOKEN|SECRET|PASSWORD").search
     own = {
@@ -152,6 +155,13 @@ def connect(address: str | None, replicas: int, cpus: int | None) -> None:
         logging_level=logging.WARNING,
         object_store_memory=_object_store_bytes(),
     )
+
+
+def address_to_join() -> str:
+    """What others give as `--address` to join this Ray."""
+    import ray
+
+    return str(ray.get_runtime_context().gcs_address)
 
 
 def _object_store_bytes() -> int:
