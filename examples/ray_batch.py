@@ -269,8 +269,8 @@ def answers_of(args: argparse.Namespace, files: list[str], done: set[str]) -> It
         asked = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
         return {**asked, "sampling_params": sampling}
 
-    # Each of Ray's processes takes seconds to start and 0.2 GB; two keep many engines busy.
-    few_cpus = {"num_cpus": 0.5, "concurrency": 2}
+    # Each of Ray's processes takes seconds to start and 0.2 GB, so there are few.
+    few_cpus = {"num_cpus": 0.5, "compute": ray.data.TaskPoolStrategy(size=max(2, args.replicas))}
     processor = build_processor(
         config,
         preprocess=ask,
