@@ -152,7 +152,8 @@ def lose_a_replica(job: Job) -> dict[str, float]:
 
 def run_jobs(command: Sequence[str], answers: Path, total: int) -> dict[str, Any]:
     """The job until it is interrupted, and once more until it ends."""
-    env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": str(KV_CACHE_GIB)}
+    # Ray's processes would stand back behind all others of the machine.
+    env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": str(KV_CACHE_GIB), "RAY_worker_niceness": "0"}
     log = answers.with_suffix(".log")
     with started(command, log, env) as process:
         job = Job(process, log, answers)

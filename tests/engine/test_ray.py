@@ -42,7 +42,8 @@ def command(script, kwargs, *options):
 
 
 def environment():
-    env = engines.environment(VLLM_CPU_OMP_THREADS_BIND="nobind")
+    # Ray's processes would stand back behind those of a test beside them, and hardly get on.
+    env = engines.environment(VLLM_CPU_OMP_THREADS_BIND="nobind", RAY_worker_niceness="0")
     env.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
     return env
 
