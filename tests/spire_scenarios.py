@@ -57,20 +57,22 @@ def watch_cache(worker: Any) -> None:
 
     cache.begin_round = begin_and_compare
     if worker.vllm_config.use_v2_model_runner:
-        _never_wait(draft)
+        _never_wait(cache)
 
 
-def _never_wait(draft: Any) -> None:
-    """From now on an error, as it would be a pause on a GPU: to read a value of what is written."""
+def _never_wait(cache: Any) -> None:
+    """From now on it is an error to read a value while memory is written: a GPU's host would wait."""
     from policies.test_host_sync import no_host_reads
 
-    memorise = draft.model.memorise
+    def without_reads(write: Any) -> Any:
+        def write_without_reads(*args: Any) -> None:
+            with no_host_reads(torch.device("cpu")):
+                write(*args)
 
-    def without_reads(*args: Any) -> None:
-        with no_host_reads(torch.device("cpu")):
-            memorise(*args)
+        return write_without_reads
 
-    draft.model.memorise = without_reads
+    cache.write_verified = without_reads(cache.write_verified)
+    cache.write_drafted = without_reads(cache.write_drafted)
 
 
 def watched_cache(worker: Any) -> dict[str, float]:
