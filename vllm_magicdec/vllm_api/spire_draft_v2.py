@@ -2,7 +2,7 @@
 """A SPIRe draft on the V2 runner."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn as nn
@@ -14,6 +14,9 @@ from vllm_magicdec.drafting.layer_groups import LayerGroup
 from vllm_magicdec.vllm_api.drafts_v2 import LoadedDraft
 from vllm_magicdec.vllm_api.kv_cache import say_what_draft_takes
 from vllm_magicdec.vllm_api.spire_cache import SpireCache, TargetStep, refuse_target_without_activations
+
+if TYPE_CHECKING:  # it makes what is here
+    from vllm_magicdec.vllm_api.runner_v2 import MagicDecSpeculator
 
 
 class SpireDraft(LoadedDraft):
@@ -29,7 +32,7 @@ class SpireDraft(LoadedDraft):
         MagicDecConfigError: the target shows no activations.
     """
 
-    def __init__(self, speculator: Any) -> None:
+    def __init__(self, speculator: "MagicDecSpeculator") -> None:
         super().__init__(speculator)
         refuse_target_without_activations(speculator.vllm_config)
 
