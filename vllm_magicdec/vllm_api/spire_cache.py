@@ -9,8 +9,9 @@ back has both written again. What was rejected is behind the verified tokens, wh
 has written there itself. So nothing has to be known about what was accepted, and nobody waits for it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,6 +65,7 @@ class SpireCache:
         self._target: Any = target
         self._attentions = [layer.self_attn.attn for layer in model.model.layers]
         self._step: TargetStep | None = None
+        self._write_latest: Callable[[], None] | None = None
 
     def lay_out(self, groups: Sequence[LayerGroup]) -> None:
         """The KV cache is there.
@@ -101,6 +103,7 @@ class SpireCache:
 
     def begin_round(self, batch: Batch) -> None:
         """See `drafting.drafter.OwnCache`; what was rejected of the step is written as well, unread."""
+        self._write_latest = None  # of a round that failed
         # Not kept, as it is large.
         step, self._step = self._step, None
         assert step is not None
@@ -110,7 +113,8 @@ class SpireCache:
         """See `drafting.drafter.OwnCache`; the round began with it."""
 
     def end_round(self, batch: Batch, drafts: torch.Tensor | Sequence[Sequence[int]]) -> None:
-        """See `drafting.drafter.OwnCache`; every pass has written its own."""
+        """See `drafting.drafter.OwnCache`; nobody reads what the last pass has left."""
+        self._write_latest = None
 
     def write_verified(self, step: TargetStep) -> None:
         """The memory of what the target's step took."""
@@ -122,6 +126,16 @@ class SpireCache:
             positions = positions[0]
         slots = [step.slots[attention.layer_name][:num_tokens] for attention in self._attentions]
         self._model.memorise(activations, positions, slots)
+
+    def begin_pass(self) -> None:
+        """Another pass of the round follows: write what the one before has left."""
+        write, self._write_latest = self._write_latest, None
+        if write is not None:
+            write()
+
+    def end_pass(self, *left: Any) -> None:
+        """Keep what a pass has left until another follows; `left` are arguments of `write_drafted`."""
+        self._write_latest = partial(self.write_drafted, *left)
 
     def write_drafted(
         self,

@@ -85,9 +85,10 @@ class SpireDraft(LoadedDraft):
     ) -> torch.Tensor:
         """See `Draft`."""
         num_tokens = tokens.shape[0]
+        self._cache.begin_pass()
         with self._in_pass(num_tokens, slots, attn_metadata) as num_padded:
             hidden_states, activations = self._run(tokens, positions, num_padded)
-        self._cache.write_drafted(tokens, positions, activations, slots)
+        self._cache.end_pass(tokens, positions, activations, slots)
         return hidden_states[:num_tokens]
 
     @property
