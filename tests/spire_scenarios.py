@@ -12,16 +12,20 @@ from vllm_magicdec.attention.rows import KVRows
 DRAFT_PREFIX = "draft_model.model.layers."
 
 
+def draft_of(worker: Any) -> Any:
+    """What vLLM's runner asks for drafts: the V1 runner's, or the V2 runner's."""
+    runner = worker.model_runner
+    return getattr(runner, "drafter", None) or runner.speculator
+
+
 def watch_cache(worker: Any) -> None:
     """In every round compare the draft's keys and values of all verified tokens with the target's.
 
     Of a draft of which each block is the target's, and remembers what enters it: then they are the same.
     """
-    proposer, layers = (
-        worker.model_runner.drafter,
-        worker.vllm_config.compilation_config.static_forward_context,
-    )
-    first = proposer.model.fields.aux_layers[0]
+    draft, layers = draft_of(worker), worker.vllm_config.compilation_config.static_forward_context
+    first = draft.model.fields.aux_layers[0]
+    names = [name for group in draft.groups for name in group.layer_names]
     seen = worker._spire_cache = {"tokens": 0, "difference": 0.0, "rounds": 0}
 
     def rows_of(name: str) -> KVRows:
@@ -29,11 +33,11 @@ def watch_cache(worker: Any) -> None:
         return KVRows.of(layer.kv_cache, layer.get_attn_backend().get_name(), getattr(layer, "isa", None))
 
     def compare(req_tables: np.ndarray, ends: list[int]) -> None:
-        size = proposer.groups[0].cache.block_size
+        size = draft.groups[0].cache.block_size
         for pages, end in zip(req_tables, ends, strict=True):
             places = np.arange(end)
             slots = torch.from_numpy(pages[places // size].astype(np.int64) * size + places % size)
-            for name in proposer._draft_attn_layer_names:
+            for name in names:
                 index, rest = name.removeprefix(DRAFT_PREFIX).split(".", 1)
                 own, theirs = rows_of(name), rows_of(f"model.layers.{first + int(index)}.{rest}")
                 by_head = slots.expand(own.num_kv_heads, -1)
@@ -43,15 +47,32 @@ def watch_cache(worker: Any) -> None:
             seen["tokens"] += end
         seen["rounds"] += 1
 
-    begin_round = proposer._drafting.begin_round
+    cache = draft._drafting.own_cache
+    begin_round = cache.begin_round
 
     def begin_and_compare(batch: Any) -> None:
         begin_round(batch)
-        tables = worker.model_runner.input_batch.block_table.block_tables
-        table = tables[proposer.groups[0].kv_cache_group].block_table.np
-        compare(table[: len(batch.req_ids)], batch.context_lens.tolist())
+        table = batch.block_tables[draft.groups[0].kv_cache_group]
+        compare(table.numpy(), batch.context_lens.tolist())
 
-    proposer._drafting.begin_round = begin_and_compare
+    cache.begin_round = begin_and_compare
+    if worker.vllm_config.use_v2_model_runner:
+        _never_wait(cache)
+
+
+def _never_wait(cache: Any) -> None:
+    """From now on it is an error to read a value while memory is written: a GPU's host would wait."""
+    from policies.test_host_sync import no_host_reads
+
+    def without_reads(write: Any) -> Any:
+        def write_without_reads(*args: Any) -> None:
+            with no_host_reads(torch.device("cpu")):
+                write(*args)
+
+        return write_without_reads
+
+    cache.write_verified = without_reads(cache.write_verified)
+    cache.write_drafted = without_reads(cache.write_drafted)
 
 
 def watched_cache(worker: Any) -> dict[str, float]:
@@ -65,7 +86,7 @@ def break_memory(worker: Any) -> None:
     def memorise(*args: Any) -> None:
         raise RuntimeError("broken on purpose")
 
-    worker.model_runner.drafter.model.memorise = memorise
+    draft_of(worker).model.memorise = memorise
 
 
 def write_norms_in_place(worker: Any) -> None:
@@ -81,7 +102,7 @@ def write_norms_in_place(worker: Any) -> None:
         return forward
 
     runner = worker.model_runner
-    for model in (runner.model, runner.drafter.model):
+    for model in (runner.model, draft_of(worker).model):
         for module in model.modules():
             if isinstance(module, RMSNorm):
                 module._forward_method = in_place(module)
@@ -89,7 +110,7 @@ def write_norms_in_place(worker: Any) -> None:
 
 def note_drafts(worker: Any) -> None:
     """From now on keep, of every round, what was verified and what the draft computed after it."""
-    proposer = worker.model_runner.drafter
+    proposer = draft_of(worker)
     rounds = worker._spire_rounds = []
     draft, forward = proposer._drafter.draft, proposer._drafting.forward
     step, take = proposer.draft_step, proposer.draft_pass

@@ -6,32 +6,24 @@ model and a view of the whole context, both caches are the same and every draft 
 """
 
 from pathlib import Path
-from typing import Any
 
 import engines
 import pytest
+from draft_engines import (
+    SCHEDULES,
+    V2_ENGINE,
+    V2_SCHEDULES,
+    V2_TOKENS,
+    WHOLE_LEN,
+    drafting_with,
+    longest,
+    on_v2,
+)
 from engines import MODEL, MODEL_LEN
 from greedy import GREEDY, assert_same_tokens, first_tokens
 
-WHOLE_LEN = 2048  # tokens; nothing of the prompts and answers is longer
 TINY_DRAFT = Path(__file__).parents[2] / "benchmarks" / "tiny-draft"
 HYBRID = TINY_DRAFT.parent / "tiny-hybrid"
-SCHEDULES = {
-    "whole prompts": {"max_num_batched_tokens": WHOLE_LEN},
-    "chunked prefill": {"max_num_batched_tokens": 256},
-    # 80 pages hold one longest request and little else.
-    "preemption": {"num_gpu_blocks_override": 80, "max_num_batched_tokens": WHOLE_LEN, "max_num_seqs": 24},
-}
-
-
-def drafting_with(model: Path, num_speculative_tokens: int | str = 4, **fields: Any) -> dict[str, Any]:
-    own = {"method": "magicdec", "model": str(model), "num_speculative_tokens": num_speculative_tokens}
-    return {**own, **fields}
-
-
-def longest(prompts: list[list[int]]) -> list[int]:
-    """Places of the longest prompts."""
-    return sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))[:4]
 
 
 @pytest.mark.parametrize(
@@ -220,30 +212,6 @@ def test_greedy_output_is_unchanged_with_tensor_parallel_2(prompts, plain):
     )
     assert_same_tokens([plain[i] for i in chosen], run.results[0][0], "tensor parallel 2")
     assert run.accepted > 0
-
-
-# vLLM's V2 runner is slow on a CPU, in Triton's interpreter: a few prompts, and engines of few requests.
-V2_TOKENS = 24
-V2_ENGINE = {
-    "v2": True,
-    "max_model_len": 1024,
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 512,
-    "num_gpu_blocks_override": 257,
-}
-V2_SCHEDULES = {
-    "whole prompts": {},
-    "chunked prefill": {"max_num_batched_tokens": 64},
-    # The longest prompt with its answer, and little else.
-    "preemption": {"num_gpu_blocks_override": 24, "max_model_len": 640},
-}
-
-
-def on_v2(prompts: list[list[int]]) -> tuple[list[int], dict[str, Any]]:
-    """Places of a few prompts, and a batch of them."""
-    chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < 600][:8]
-    sampling = {**GREEDY, "max_tokens": V2_TOKENS}
-    return chosen, {"prompts": [prompts[i] for i in chosen], "sampling": sampling}
 
 
 @pytest.mark.parametrize(("budget", "gamma"), [(64, 4), (1024, 1)])

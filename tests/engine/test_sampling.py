@@ -144,9 +144,10 @@ def test_sampled_continuations_have_the_targets_distribution_with_a_draft_model(
     assert 0.1 < rate < 0.9, f"acceptance rate {rate:.2f}: the draft must agree often, and differ often"
 
 
+@pytest.mark.parametrize("v2", [False, pytest.param(True, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("method", ["greedy", "probabilistic"])
 def test_sampled_continuations_have_the_targets_distribution_with_a_spire_draft(
-    small_vocabulary_model, plain_samples, tmp_path, method
+    small_vocabulary_model, plain_samples, tmp_path, method, v2
 ):
     draft = spire_drafts.write(  # as many layers as the target's, which remember little beside their inputs
         tmp_path / "draft",
@@ -162,7 +163,10 @@ def test_sampled_continuations_have_the_targets_distribution_with_a_spire_draft(
         "method": "magicdec",
         "model": str(draft),
     }
-    run = assert_same_distribution(plain_samples, small_vocabulary_model, (17, 27), speculative_config=spec)
+    run = assert_same_distribution(
+        plain_samples, small_vocabulary_model, (17, 27), v2=v2, speculative_config=spec
+    )
+    assert run.v2_runner == v2
     rate = run.accepted / run.drafted
     assert 0.05 < rate < 0.9, f"acceptance rate {rate:.2f}: the draft must agree now and then, and differ"
 

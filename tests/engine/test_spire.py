@@ -5,23 +5,25 @@ Nobody has trained the drafts here: they are the target's last blocks, with nois
 """
 
 from pathlib import Path
-from typing import Any
 
 import engines
 import pytest
 import spire_drafts
 import texts
 import torch
+from draft_engines import (
+    SCHEDULES,
+    V2_ENGINE,
+    V2_SCHEDULES,
+    V2_TOKENS,
+    WHOLE_LEN,
+    drafting_with,
+    longest,
+    on_v2,
+)
 from engines import MODEL
-from greedy import GREEDY, assert_same_tokens
+from greedy import GREEDY, assert_same_tokens, first_tokens
 
-WHOLE_LEN = 2048  # tokens; nothing of the prompts and answers is longer
-SCHEDULES = {
-    "whole prompts": {"max_num_batched_tokens": WHOLE_LEN},
-    "chunked prefill": {"max_num_batched_tokens": 256},
-    # 80 pages hold one longest request and little else.
-    "preemption": {"num_gpu_blocks_override": 80, "max_num_batched_tokens": WHOLE_LEN, "max_num_seqs": 24},
-}
 REMEMBERS_INPUTS = 1e4  # a logit far above the others
 
 
@@ -41,16 +43,6 @@ def copying_draft(tmp_path_factory) -> Path:
     )
 
 
-def drafting_with(model: Path, num_speculative_tokens: int | str = 4, **fields: Any) -> dict[str, Any]:
-    own = {"method": "magicdec", "model": str(model), "num_speculative_tokens": num_speculative_tokens}
-    return {**own, **fields}
-
-
-def longest(prompts: list[list[int]]) -> list[int]:
-    """Places of the longest prompts."""
-    return sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))[:4]
-
-
 def assert_drafts_as_the_reference(path: Path, draft: Path, *, least: int) -> None:
     reference = spire_drafts.SpireReference(draft, MODEL)
     made = torch.load(path)
@@ -65,8 +57,11 @@ def assert_drafts_as_the_reference(path: Path, draft: Path, *, least: int) -> No
         assert difference < 1e-5, (own["request"], len(verified), len(own["tokens"]), float(difference))
 
 
-@pytest.mark.parametrize(("num_layers", "feedback_memory"), [(2, True), (2, False), (6, True)])
-def test_it_drafts_what_its_equations_say(tmp_path, num_layers, feedback_memory):
+@pytest.mark.parametrize(
+    ("num_layers", "feedback_memory", "v2"),
+    [(2, True, False), (2, False, False), (6, True, False), (6, True, True)],
+)
+def test_it_drafts_what_its_equations_say(tmp_path, num_layers, feedback_memory, v2):
     """Several steps, whose memories are the draft's own; contexts within the window, and beyond it."""
     draft = spire_drafts.write(
         tmp_path / "draft",
@@ -81,11 +76,13 @@ def test_it_drafts_what_its_equations_say(tmp_path, num_layers, feedback_memory)
     batch = {"prompts": texts.prompts(4, 4, 150, seed=3), "sampling": {**GREEDY, "max_tokens": 14}}
     run = engines.run(
         [("generate_and_note_spire_drafts", {"batches": [batch], "path": noted})],
+        v2=v2,
+        max_model_len=WHOLE_LEN,
         max_num_batched_tokens=64,
         max_num_seqs=3,
         speculative_config=drafting_with(draft),
     )
-    assert run.draft_failures == 0
+    assert run.draft_failures == 0 and run.v2_runner == v2
     assert_drafts_as_the_reference(Path(noted), draft, least=30)
 
 
@@ -221,19 +218,100 @@ def test_it_compiles_and_runs_in_processes_of_its_own(prompts, plain, draft):
     assert "40 tokens (3 sinks, the 37 latest)" in run.log
 
 
-@pytest.mark.parametrize(
-    ("engine", "sentence"),
-    [
-        ({"v2": True}, "V1 model runner alone so far; set VLLM_USE_V2_MODEL_RUNNER=0"),
-        (
-            {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
-            "does not work with a KV connector",
-        ),
-    ],
-)
-def test_what_cannot_work_is_refused_in_a_sentence(draft, engine, sentence):
-    with pytest.raises(engines.RefusedError, match=sentence):
-        engines.generate([[1, 2, 3]], GREEDY, speculative_config=drafting_with(draft), **engine)
+def test_greedy_output_is_unchanged_on_the_v2_runner(prompts, plain, draft):
+    """Draft steps run eagerly first, then from CUDA graphs (recorded ones, see recorded_graphs.py)."""
+    chosen, batch = on_v2(prompts)
+    count = ("generate_and_count_drafts", {"batches": [batch]})
+    engine = {
+        **V2_ENGINE,
+        "enable_prefix_caching": False,
+        # Recorded graphs replay torch's operators, which the kernel for CPUs is not.
+        "speculative_config": drafting_with(draft, native_attention=False),
+    }
+    graphs = [("record_graphs", {"sizes": [2, 4]}), count, ("count_replays", {})]
+    run = engines.run([count, *graphs], **engine)
+    on_v1 = engines.run([count], **{**engine, "v2": False})
+    assert run.v2_runner and not on_v1.v2_runner and run.draft_failures == on_v1.draft_failures == 0
+    eager, _, replayed, replays = run.results
+    expected = [first_tokens(plain[i], V2_TOKENS) for i in chosen]
+    for how, result in (("eager", eager), ("replayed", replayed)):
+        assert_same_tokens(expected, result["batches"][0], f"V2 runner, {how}")
+        assert (result["accepted"], result["drafted"]) == (eager["accepted"], eager["drafted"])
+    assert 0 < eager["accepted"] < eager["drafted"]
+    assert eager["accepted"] == on_v1.results[0]["accepted"]
+    assert replays["2"] > 0 < replays["4"]  # of 4, 3, 2 and 1 requests
+
+
+@pytest.mark.parametrize("schedule", ["chunked prefill", "preemption"])
+def test_the_cache_holds_the_memory_of_what_was_verified_on_the_v2_runner(
+    prompts, plain, copying_draft, schedule
+):
+    """And aborted requests leave theirs to others; no writing waits for the device.
+
+    With preemption prompts are read whole.
+    """
+    chosen, batch = on_v2(prompts)
+    run = engines.run(
+        [
+            ("watch_spire_cache", {}),
+            ("generate", {"batches": [batch, batch]}),
+            ("abort_half_while_decoding", {"batch": batch, "steps_before_abort": 4}),
+            ("generate", {"batches": [batch]}),
+            ("watched_spire_cache", {}),
+        ],
+        speculative_config=drafting_with(copying_draft),
+        **{**V2_ENGINE, **V2_SCHEDULES[schedule]},
+    )
+    assert run.v2_runner and run.draft_failures == 0
+    _, (first, again), others, (after,), watched = run.results
+    expected = [first_tokens(plain[i], V2_TOKENS) for i in chosen]
+    for result, what in ((first, "first"), (again, "prefix cached"), (after, "after aborts")):
+        assert_same_tokens(expected, result, f"V2 runner, {schedule}, {what}")
+    for index in range(1, len(expected), 2):
+        assert others[str(index)] == expected[index]["completions"][0]["tokens"]
+    assert watched["tokens"] > 10_000 and watched["difference"] < 1e-3, watched
+    assert (run.preemptions > 0) == (schedule == "preemption")
+    if schedule != "preemption":
+        assert any(request["cached_tokens"] > 0 for request in again)
+
+
+def test_the_cache_follows_plain_steps_on_the_v2_runner(prompts, plain, copying_draft):
+    chosen, batch = on_v2(prompts)
+    run = engines.run(
+        [
+            ("watch_spire_cache", {}),
+            ("generate_with_random_choices", {"batches": [batch], "seed": 3}),
+            ("watched_spire_cache", {}),
+        ],
+        **V2_ENGINE,
+        speculative_config=drafting_with(copying_draft, "auto", draft_lookup="off"),
+    )
+    _, result, watched = run.results
+    expected = [first_tokens(plain[i], V2_TOKENS) for i in chosen]
+    assert_same_tokens(expected, result["batches"][0], "V2 runner, random choices")
+    assert result["plain_steps"] > 5 and run.v2_runner and run.draft_failures == 0
+    assert watched["tokens"] > 5_000 and watched["difference"] < 1e-3, watched
+
+
+def test_failed_memory_loses_no_request_on_the_v2_runner(prompts, plain, draft):
+    chosen, batch = on_v2(prompts)
+    run = engines.run(
+        [("generate_with_broken_memory", {"batches": [batch]})],
+        **V2_ENGINE,
+        strict=False,
+        speculative_config=drafting_with(draft),
+    )
+    expected = [first_tokens(plain[i], V2_TOKENS) for i in chosen]
+    assert_same_tokens(expected, run.results[0][0], "V2 runner, broken memory")
+    assert run.v2_runner and run.draft_failures > 0
+
+
+def test_what_cannot_work_is_refused_in_a_sentence(draft):
+    connector = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+    with pytest.raises(engines.RefusedError, match="does not work with a KV connector"):
+        engines.generate(
+            [[1, 2, 3]], GREEDY, speculative_config=drafting_with(draft), kv_transfer_config=connector
+        )
 
 
 def test_it_is_not_served_by_itself(draft):

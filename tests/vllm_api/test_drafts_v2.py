@@ -183,7 +183,7 @@ class ImaginedEngine:
         )
         self._speculator.batch = batch
         self._speculator.idx_mapping = torch.from_numpy(rows)
-        self.draft.note_step(inputs)
+        self.draft.note_step(inputs, {}, None)
         self.draft.begin_round(batch)
         assert (self.draft._lacking[rows] <= known).all()
         if num_steps == 0 or all(batch.is_prefilling):

@@ -146,6 +146,7 @@ CALLED = (
     Needed(_PROPOSER, "SpecDecodeBaseProposer.max_model_len"),
     # What a SPIRe draft takes of the target's passes, and where it writes.
     Needed("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.use_aux_hidden_state_outputs"),
+    Needed("vllm.v1.worker.gpu.model_runner", "GPUModelRunner.use_aux_hidden_state_outputs"),
     Needed("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.execute_model_state"),
     Needed("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._get_positions", ("self", "num_tokens")),
     Needed("vllm.v1.worker.gpu_model_runner", "ExecuteModelState", ("aux_hidden_states", "slot_mappings")),

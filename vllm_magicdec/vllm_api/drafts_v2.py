@@ -6,7 +6,7 @@ of what was verified and no more.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -85,9 +85,44 @@ class Draft(ABC):
     def warm_up(self, inputs: InputBatch) -> None:
         """vLLM measures what a step of `inputs` takes of the device's memory; there is no KV cache yet."""
 
-    def note_step(self, inputs: InputBatch) -> None:
-        """What the target's step took, before a round."""
+    def note_step(
+        self,
+        inputs: InputBatch,
+        slots: Mapping[str, torch.Tensor],
+        activations: Sequence[torch.Tensor] | None,
+    ) -> None:
+        """What the target's step took, before a round.
+
+        Args:
+            inputs: of the step.
+            slots: [num_tokens or more] int64, where their K/V is, by layer, the draft's among them.
+            activations: vLLM's auxiliary hidden states, [num_tokens or more, hidden_size] each, if they
+                were asked for.
+        """
         self._inputs = inputs
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether a pass may take several tokens of a request that were not verified."""
+        return True
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        slots: Sequence[torch.Tensor],
+        attn_metadata: Mapping[str, Any],
+    ) -> torch.Tensor:
+        """Hidden states of a step or pass, [num_tokens, hidden_size].
+
+        Args:
+            tokens: [num_tokens] int32.
+            positions: [num_tokens] int64, or [num_dims, num_tokens] under M-RoPE.
+            slots: [num_tokens] int64 each, where their K/V goes, by group of layers.
+            attn_metadata: by layer.
+        """
+        speculator = self._speculator
+        return speculator.forward(tokens, positions, speculator.slots_by_layer(slots), attn_metadata)
 
     def lead(self, tokens: torch.Tensor, step: DraftStep) -> tuple[torch.Tensor, DraftStep]:
         """A round's step with the tokens before its own that the draft's cache lacks.
@@ -117,8 +152,30 @@ class TargetDraft(Draft):
         """Nothing to warm up: the target's own dummy run has done this model's."""
 
 
-class ModelDraft(Draft):
-    """A model that vLLM loads as it does for `draft_model`, with layers in the KV cache's groups.
+class LoadedDraft(Draft):
+    """A model that vLLM loads as it does for `draft_model`, with layers in the KV cache's groups."""
+
+    @property
+    def layer_names(self) -> set[str]:
+        """See `Draft`."""
+        return self._speculator.draft_attn_layer_names
+
+    def load(self, target: nn.Module, target_layer_names: set[str]) -> nn.Module:
+        """See `Draft`."""
+        return StandaloneARSpeculator.load_draft_model(self._speculator, target, target_layer_names)
+
+    def refuse_inputs(self, model_state: Any) -> None:
+        """See `Draft`; the target's are its own affair."""
+        refuse_more_inputs(self._speculator.model)
+
+    @property
+    def attention_groups(self) -> Sequence[Sequence[AttentionGroup]]:
+        """See `Draft`; those that vLLM makes for draft models."""
+        return self._speculator.attn_groups
+
+
+class ModelDraft(LoadedDraft):
+    """A model that reads its own tokens.
 
     A round's steps write the K/V of what they take: the last verified token and all drafts but the last.
     What was rejected of them is written over. If all stood, the cache lacks the token before the next
@@ -154,24 +211,6 @@ class ModelDraft(Draft):
     def own_cache(self) -> OwnCache:
         """See `Draft`."""
         return self
-
-    @property
-    def layer_names(self) -> set[str]:
-        """See `Draft`."""
-        return self._speculator.draft_attn_layer_names
-
-    def load(self, target: nn.Module, target_layer_names: set[str]) -> nn.Module:
-        """See `Draft`."""
-        return StandaloneARSpeculator.load_draft_model(self._speculator, target, target_layer_names)
-
-    def refuse_inputs(self, model_state: Any) -> None:
-        """See `Draft`; the target's are its own affair."""
-        refuse_more_inputs(self._speculator.model)
-
-    @property
-    def attention_groups(self) -> Sequence[Sequence[AttentionGroup]]:
-        """See `Draft`; those that vLLM makes for draft models."""
-        return self._speculator.attn_groups
 
     def lay_out(self, kv_cache_config: KVCacheConfig, groups: Sequence[LayerGroup]) -> None:
         """See `Draft`.

@@ -68,7 +68,7 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
     def _check_draft_model(self, vllm_config: VllmConfig) -> None:
         instead = f"draft with the target itself ({METHOD})"
         if self.spire is not None:
-            self._check_spire(vllm_config, self.spire)
+            self._check_spire(self.spire)
         if vllm_config.kv_transfer_config is not None:
             raise MagicDecConfigError(
                 f"{MODEL_METHOD} does not work with a KV connector, which would not bring the draft "
@@ -82,13 +82,8 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
             )
         self._check_tokenizers(vllm_config.model_config, self.draft_model_config)
 
-    def _check_spire(self, vllm_config: VllmConfig, fields: SpireSettings) -> None:
+    def _check_spire(self, fields: SpireSettings) -> None:
         """What a SPIRe draft cannot do."""
-        if vllm_config.use_v2_model_runner:
-            raise MagicDecConfigError(
-                f"{MODEL_METHOD}: a SPIRe draft works on the V1 model runner alone so far; set "
-                f"VLLM_USE_V2_MODEL_RUNNER=0, or draft with the target itself ({METHOD})"
-            )
         if self.draft_lookup == "on" and not self.adaptive and fields.feedback_memory:
             raise MagicDecConfigError(
                 f"{MODEL_METHOD}: draft_lookup='on' makes no pass of a SPIRe draft longer, because every "

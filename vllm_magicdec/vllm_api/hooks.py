@@ -2,8 +2,7 @@
 """Every point at which the plugin wraps vLLM when vLLM loads it, as data.
 
 Three points make objects: where vLLM makes its own class for a `draft_model`, it gets our subclass instead
-if, and only if, `magicdec-self` was selected. Two belong to the command line, one leaves memory beside the
-KV cache, one brings the requests' LoRA adapters, and four bring counts to the front end. Later, and only
+if, and only if, `magicdec-self` was X to the front end. Later, and only
 with the method selected, `attention/switch.py` stands before each layer's attention, and `cpu_sampling.py`
 and `cpu_attention.py` mend what is wrong on CPUs. No file of vLLM is edited. A vLLM that has a registry for
 out-of-tree speculators (see `patches/`) is asked through that, and of these only the last six are used.
@@ -180,6 +179,17 @@ def _know_adapters(owner: Any, original: Callable[..., Any]) -> Callable[..., An
     return prepare_inputs
 
 
+def _hand_out_activations(owner: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        spec = self.vllm_config.speculative_config
+        if isinstance(spec, MagicDecSpeculativeConfig) and spec.spire is not None:
+            self.use_aux_hidden_state_outputs = True
+        return original(self, *args, **kwargs)
+
+    return load_model
+
+
 def _send_counts(owner: type, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -237,6 +247,15 @@ ADAPTERS_HOOK = Hook(
     wrap=_know_adapters,
 )
 
+ACTIVATIONS_HOOK = Hook(
+    module="vllm.v1.worker.gpu.model_runner",
+    owner="GPUModelRunner",
+    name="load_model",
+    parameters=("self", "load_dummy_weights"),
+    reason="a SPIRe draft reads the target's activations, which the V2 runner hands out for few methods",
+    wrap=_hand_out_activations,
+)
+
 COUNTS_HOOKS = (
     *(
         Hook(
@@ -268,7 +287,7 @@ COUNTS_HOOKS = (
 )
 
 # Those of a vLLM that makes our objects itself.
-BESIDE_REGISTRY = (MEMORY_HOOK, ADAPTERS_HOOK, *COUNTS_HOOKS)
+BESIDE_REGISTRY = (MEMORY_HOOK, ADAPTERS_HOOK, ACTIVATIONS_HOOK, *COUNTS_HOOKS)
 
 HOOKS = (
     Hook(

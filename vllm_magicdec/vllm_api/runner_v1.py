@@ -33,7 +33,7 @@ from vllm_magicdec.vllm_api.attention_groups import attention_groups_of, refuse_
 from vllm_magicdec.vllm_api.drafts_v1 import Draft, ModelDraft, TargetDraft
 from vllm_magicdec.vllm_api.kv_cache import layer_groups
 from vllm_magicdec.vllm_api.rope import positions_on_host
-from vllm_magicdec.vllm_api.spire_draft import SpireDraft
+from vllm_magicdec.vllm_api.spire_draft_v1 import SpireDraft
 from vllm_magicdec.vllm_api.verification_attention import refuse_if_inexact, say_if_slow
 
 

@@ -54,6 +54,7 @@ from vllm_magicdec.vllm_api.embeddings import embed, takes_embeddings
 from vllm_magicdec.vllm_api.kv_cache import layer_groups
 from vllm_magicdec.vllm_api.kv_transfer import fills_freed_blocks, unseen_by_connector
 from vllm_magicdec.vllm_api.rope import positions_on_device
+from vllm_magicdec.vllm_api.spire_draft_v2 import SpireDraft
 from vllm_magicdec.vllm_api.verification_attention import refuse_if_inexact, say_if_slow
 
 logger = init_logger(f"vllm.{__name__}")
@@ -67,8 +68,6 @@ class MagicDecSpeculator(StandaloneARSpeculator):
     class does not have.
     """
 
-    # See `drafting.staged.PassRunner`.
-    reads_ahead = True
     # No pass of a draft has more tokens than the target's step.
     num_extra_query_per_req = 0
 
@@ -80,7 +79,9 @@ class MagicDecSpeculator(StandaloneARSpeculator):
             cpu_llvmlite.mend()
         self.req_states = req_states
         self._drafting: Draft
-        if self.speculative_config.has_draft_model:
+        if self.speculative_config.spire is not None:
+            self._drafting = SpireDraft(self)
+        elif self.speculative_config.has_draft_model:
             self._drafting = ModelDraft(self)
         else:
             self._drafting = TargetDraft(self)
@@ -227,7 +228,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         self._copy_request_inputs(num_reqs, input_batch.idx_mapping, temperature, seeds)
         if num_steps > 0 or self._drafting.own_cache is not None:
             self._batch = batch = self._make_batch(input_batch, num_rejected, last_sampled)
-            self._drafting.note_step(input_batch)
+            self._drafting.note_step(input_batch, slot_mappings, aux_hidden_states)
             if self._rope is not None:
                 # In all channels, drafted tokens are as far from their index as all generated text is.
                 self._rope_offsets.zero_()
@@ -296,6 +297,11 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         return sampled
 
     @property
+    def reads_ahead(self) -> bool:
+        """See `drafting.staged.PassRunner`."""
+        return self._drafting.reads_ahead
+
+    @property
     def max_pass_tokens(self) -> int:
         """See `drafting.staged.PassRunner`."""
         return self.max_num_tokens
@@ -316,7 +322,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         if self._rope is not None:
             positions = positions + self._rope_offsets[places]
         slots = [part.slots for part in draft_pass.parts]
-        hidden_states = self.forward(tokens, positions, self.slots_by_layer(slots), attn_metadata)
+        hidden_states = self._drafting.forward(tokens, positions, slots, attn_metadata)
         logits = self.compute_draft_logits(hidden_states, 0)
         if self.draft_logits is None:
             drawn, temperature = logits.argmax(dim=-1), 1.0
@@ -436,7 +442,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         num_reqs = step.parts[0].view.lens.shape[0]
         if self._rope is not None:
             positions = positions + self._rope_offsets[: len(positions)]
-        hidden_states = self.forward(tokens, positions, self.slots_by_layer(slots), attn_metadata)
+        hidden_states = self._drafting.forward(tokens, positions, slots, attn_metadata)
         last = slice(len(tokens) // num_reqs - 1, None, len(tokens) // num_reqs)
         return self.sample_draft(
             hidden_states[last].contiguous(),  # kernels of quantised heads take no other
@@ -545,8 +551,8 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         positions: torch.Tensor,
         slot_mapping: dict[str, torch.Tensor],
         attn_metadata: Mapping[str, Any] | None,
-    ) -> torch.Tensor:
-        """The draft's hidden states, [num_tokens, hidden_size].
+    ) -> Any:
+        """What the model that drafts gives: hidden states, [num_tokens, hidden_size], or more.
 
         Args:
             tokens: [num_tokens] int32.

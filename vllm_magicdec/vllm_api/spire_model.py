@@ -72,25 +72,33 @@ class MagicDecSpireForCausalLM(LlamaForCausalLM):
         return loaded
 
     def memorise(
-        self, activations: torch.Tensor, positions: torch.Tensor, slots: Sequence[torch.Tensor]
+        self,
+        activations: Sequence[torch.Tensor],
+        positions: torch.Tensor,
+        slots: Sequence[torch.Tensor] | None,
     ) -> None:
         """Write the memory of tokens into the cache.
 
         Args:
-            activations: [num_layers + 1, num_tokens, hidden_size] in the model's dtype, the residual stream
-                before each block and after the last one: the target's of the blocks that these were made
-                from, or this model's own.
+            activations: num_layers + 1 of [num_tokens, hidden_size] in the model's dtype, the residual
+                stream before each block and after the last one: the target's of the blocks that these were
+                made from, or this model's own.
             positions: [num_tokens] int64.
-            slots: [num_tokens] int64 each, where they go, by layer; `views.base.PAD_SLOT`: nowhere.
+            slots: [num_tokens] int64 each, where they go, by layer; `views.base.PAD_SLOT`: nowhere. None:
+                all go nowhere, because there is no KV cache yet.
         """
         for first in range(0, len(positions), _MOST_AT_ONCE):
             part = slice(first, first + _MOST_AT_ONCE)
-            self._memorise(activations[:, part], positions[part], [own[part] for own in slots])
+            self._memorise(
+                torch.stack([own[part] for own in activations]),
+                positions[part],
+                [None if slots is None else slots[index][part] for index in range(len(self.model.layers))],
+            )
 
     def _memorise(
-        self, activations: torch.Tensor, positions: torch.Tensor, slots: Sequence[torch.Tensor]
+        self, activations: torch.Tensor, positions: torch.Tensor, slots: Sequence[torch.Tensor | None]
     ) -> None:
-        """See `memorise`."""
+        """See `memorise`; `activations` [num_layers + 1, num_tokens, hidden_size]."""
         summed = self.memory_weights @ activations.float().flatten(1)
         memories = summed.to(activations.dtype).view(-1, *activations.shape[1:])
         for index, (layer, own_slots) in enumerate(zip(self.model.layers, slots, strict=True)):
@@ -105,9 +113,9 @@ class MagicDecSpireForCausalLM(LlamaForCausalLM):
             keys, _ = attention.rotary_emb(positions, keys.contiguous(), None)
             heads = (-1, attention.num_kv_heads, attention.head_dim)
             cache = attention.attn
-            cache.impl.do_kv_cache_update(
-                cache, keys.view(heads), values.contiguous().view(heads), cache.kv_cache, own_slots
-            )
+            keys, values = keys.view(heads), values.contiguous().view(heads)
+            if own_slots is not None:
+                cache.impl.do_kv_cache_update(cache, keys, values, cache.kv_cache, own_slots)
 
 
 def _kv_weight(index: int) -> str:

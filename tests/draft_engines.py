@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines with a draft that has a KV cache of its own (`method: magicdec`), for tests of all its kinds."""
+
+from pathlib import Path
+from typing import Any
+
+from greedy import GREEDY
+
+WHOLE_LEN = 2048  # tokens; nothing of the prompts and answers is longer
+SCHEDULES = {
+    "whole prompts": {"max_num_batched_tokens": WHOLE_LEN},
+    "chunked prefill": {"max_num_batched_tokens": 256},
+    # 80 pages hold one longest request and little else.
+    "preemption": {"num_gpu_blocks_override": 80, "max_num_batched_tokens": WHOLE_LEN, "max_num_seqs": 24},
+}
+
+# vLLM's V2 runner is slow on a CPU, in Triton's interpreter: a few prompts, and engines of few requests.
+V2_TOKENS = 24
+V2_ENGINE = {
+    "v2": True,
+    "max_model_len": 1024,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 512,
+    "num_gpu_blocks_override": 257,
+}
+V2_SCHEDULES = {
+    "whole prompts": {},
+    "chunked prefill": {"max_num_batched_tokens": 64},
+    # The longest prompt with its answer, and little else.
+    "preemption": {"num_gpu_blocks_override": 24, "max_model_len": 640},
+}
+
+
+def drafting_with(model: Path, num_speculative_tokens: int | str = 4, **fields: Any) -> dict[str, Any]:
+    """A speculative config."""
+    own = {"method": "magicdec", "model": str(model), "num_speculative_tokens": num_speculative_tokens}
+    return {**own, **fields}
+
+
+def longest(prompts: list[list[int]]) -> list[int]:
+    """Places of the longest prompts."""
+    return sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))[:4]
+
+
+def on_v2(prompts: list[list[int]]) -> tuple[list[int], dict[str, Any]]:
+    """Places of a few prompts, and a batch of them."""
+    chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < 600][:8]
+    sampling = {**GREEDY, "max_tokens": V2_TOKENS}
+    return chosen, {"prompts": [prompts[i] for i in chosen], "sampling": sampling}

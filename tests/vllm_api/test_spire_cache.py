@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whose activations a SPIRe draft's cache can be made from, and what it keeps of them.
+
+What it writes is in tests/engine/test_spire.py.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn as nn
+from vllm.model_executor.models.llama import LlamaForCausalLM
+
+from vllm_magicdec.errors import MagicDecConfigError
+from vllm_magicdec.vllm_api import spire_cache
+from vllm_magicdec.vllm_api.spire_cache import SpireCache, TargetStep, refuse_target_without_activations
+
+
+def test_targets_without_auxiliary_hidden_states_are_refused_in_a_sentence(monkeypatch):
+    monkeypatch.setattr(spire_cache, "get_model_cls", lambda model_config: nn.Linear)
+    with pytest.raises(MagicDecConfigError, match="the activations of Linear, which a SPIRe draft reads"):
+        refuse_target_without_activations(SimpleNamespace(model_config=None))
+    monkeypatch.setattr(spire_cache, "get_model_cls", lambda model_config: LlamaForCausalLM)
+    refuse_target_without_activations(SimpleNamespace(model_config=None))
+
+
+def imagined_cache(aux_layers: tuple[int, ...]) -> tuple[SpireCache, list[tuple]]:
+    """Of a draft with one layer, which notes what is to be written."""
+    written: list[tuple] = []
+    layer = SimpleNamespace(self_attn=SimpleNamespace(attn=SimpleNamespace(layer_name="draft")))
+    model = SimpleNamespace(
+        model=SimpleNamespace(layers=[layer]),
+        fields=SimpleNamespace(aux_layers=aux_layers),
+        memorise=lambda *args: written.append(args),
+    )
+    target = SimpleNamespace(embed_input_ids=lambda tokens: tokens[:, None] * 100)
+    return SpireCache(model, target), written
+
+
+@pytest.mark.parametrize("first", [0, 3])
+def test_a_step_is_written_once_and_the_first_blocks_input_is_looked_up_again(first):
+    cache, written = imagined_cache((first, first + 1))
+    activations = [torch.tensor([[1], [2], [3]]), torch.tensor([[4], [5], [6]])]
+    step = TargetStep(
+        tokens=torch.tensor([7, 8, 9]),
+        positions=torch.tensor([[4, 5, 6]] * 3),
+        activations=activations,
+        slots={"target": torch.arange(4), "draft": torch.arange(10, 14)},  # one of them pads a graph
+    )
+    cache.note_step(step)
+    cache.begin_round(None)
+    ((own, positions, slots),) = written
+    assert own[0].flatten().tolist() == ([700, 800, 900] if first == 0 else [1, 2, 3])
+    assert own[1] is activations[1]
+    assert positions.tolist() == [4, 5, 6] and slots[0].tolist() == [10, 11, 12]
+    # A prompt's activations are large: nothing of them is kept until the next step.
+    assert cache._step is None
