@@ -84,6 +84,7 @@ PARTS = (
         )
         for model in SHARES
     ),
+    Part("kernel-share.json", "kernel_share.py", "--out {out}", 12),
     Part("native-attention.json", "native_attention.py", "--out {out}", 4),
     Part("kv-tokens.json", "kv_tokens.py", "--out {out}", 1),
     Part("plain-steps.json", "plain_steps.py", "--out {out}", 3),

@@ -16,6 +16,7 @@ import auto
 import confidence
 import datastore
 import decode
+import kernel_share
 import kv_tokens
 import lookups
 import plain_steps
@@ -37,6 +38,7 @@ _TABLE_OF = {
     "confidence": confidence.table_of,
     "datastore": lambda records: datastore.table_of(*records),
     "decode": decode.table_of,
+    "kernel_share": lambda records: kernel_share.table_of(*records),
     "kv_tokens": lambda records: kv_tokens.table_of(*records),
     "lookups": lookups.table_of,
     "plain_steps": lambda records: plain_steps.table_of(*records),
