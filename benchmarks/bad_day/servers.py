@@ -39,6 +39,9 @@ _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 _SHARED_MEMORY = "/dev/shm/"
+# What tensor-parallel ranks on CPUs exchange tensors through: plain vLLM leaves it behind as well where a
+# rank is killed.
+_LEFT_BY_VLLM = "-cpushm_"
 
 
 def speculation(**fields: Any) -> list[str]:
@@ -66,7 +69,9 @@ class Footprint:
             with suppress(OSError):  # it has just ended
                 maps = Path("/proc", str(process.pid), "maps").read_text()
                 paths = (line.partition(_SHARED_MEMORY)[2].strip() for line in maps.splitlines())
-                self._shared |= {Path(_SHARED_MEMORY, path) for path in paths if path}
+                self._shared |= {
+                    Path(_SHARED_MEMORY, path) for path in paths if path and _LEFT_BY_VLLM not in path
+                }
 
     @property
     def num_shared(self) -> int:
