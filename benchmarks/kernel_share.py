@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from auto import controller_of, pinned
+from auto import MIN_TOKENS, controller_of, pinned
 from common.decoding import Decoding, decode, medians
 from common.documents import describe_documents, prompts_of_cells
 from common.engines import PAGE, Turn, engine, engine_settings, set_environment, take_turns
@@ -50,6 +50,8 @@ def measure_cell(
     for llm in (plain, with_kernel, without):
         fill_prefix_cache(llm, prompts)
     turn = Turn()
+    for llm in (with_kernel, without):  # its controller must know what steps cost before it is pinned
+        decode(turn.of(llm), prompts, MIN_TOKENS)
 
     def run_pinned(llm: Any, gamma: int) -> Decoding:
         controller = controller_of(turn.of(llm))
@@ -107,7 +109,7 @@ def run(args: argparse.Namespace, model: str) -> None:
         model,
         args.dtype,
         batch=max(args.batch),
-        model_len=max(args.context) + args.tokens + 2 * PAGE,
+        model_len=max(args.context) + max(args.tokens, MIN_TOKENS) + 2 * PAGE,
     )
     record = make_record(
         "kernel_share",
