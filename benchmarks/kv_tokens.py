@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many tokens of the target the KV cache has room for beside a draft model, of the same bytes.
 
-Engines one after the other: plain vLLM, vLLM's `draft_model`, `magicdec` with the same draft, and, to show
-what a window would give back, vLLM's `draft_model` with a copy of that draft all of whose layers have one
-(`--window` tokens; the text that it drafts is of no account here). What vLLM reports at start-up is noted:
+Engines one after the other: plain vLLM, vLLM's `draft_model`, `magicdec` with the same draft and a cache of
+every token, the same with a ring for sinks and window (`--window` tokens in all), and, to show what vLLM
+makes of a window, its `draft_model` with a copy of that draft all of whose layers have one (the text that
+it drafts is of no account here). What vLLM reports at start-up is noted:
 blocks, groups of layers, and tokens of requests of the model's length.
 """
 
@@ -66,7 +67,9 @@ def table_of(record: Mapping[str, Any]) -> Table:
     names = {
         "plain": "none",
         "draft_model": "`draft_model`",
-        "magicdec": "`magicdec`",
+        "magicdec": "`magicdec`",  # of records from before there were rings
+        "whole": "`magicdec`, `draft_kv_cache: whole`",
+        "ring": f"`magicdec`, a ring for {window}",
         "window": f"`draft_model`, layers with a window of {window}",
     }
     plain = record["engines"]["plain"]["tokens"]
@@ -93,11 +96,13 @@ def run(args: argparse.Namespace, model: str) -> None:
         kv_cache_gib=1,
     )
     draft = {"model": str(args.draft), "num_speculative_tokens": 4}
+    sparse = {"method": "magicdec", "draft_kv_budget": args.window, **draft}
     with with_window(args.draft, args.window) as windowed:
         specs = {
             "plain": None,
             "draft_model": {"method": "draft_model", **draft},
-            "magicdec": {"method": "magicdec", "draft_kv_budget": args.window, **draft},
+            "whole": sparse,
+            "ring": {**sparse, "draft_kv_cache": "ring"},
             "window": {"method": "draft_model", **draft, "model": windowed},
         }
         record["engines"] = {name: measure(settings, spec) for name, spec in specs.items()}

@@ -252,7 +252,8 @@ def generate_with_late_prompts(llm: Any, batches: list[dict[str, Any]]) -> Any:
 def watch_draft_cache(llm: Any) -> None:
     """From now on compare, in every round, what a draft model's cache holds with the target's.
 
-    Only where the target itself is the draft model, over a view of the whole context.
+    Only where the target itself is the draft model. Over a view of the whole context in all layers, of the
+    tokens that a ring holds of a longer one in the first.
     """
     llm.collective_rpc(_watch_draft_cache)
 
@@ -589,39 +590,52 @@ def _watch_draft_cache(worker: Any) -> None:
         isa = getattr(layer.impl, "isa", None) or getattr(layer, "isa", None)
         return KVRows.of(layer.kv_cache, layer.get_attn_backend().get_name(), isa)
 
-    def held_on_v1(batch: Any) -> list[tuple[Any, int]]:
+    def held_on_v1(batch: Any) -> list[tuple[Any, Any, Any]]:
         seen["leading"] = max(seen["leading"], cache.num_leading)
-        pages_of = [cache._pages(index) for index in range(len(cache._ends))]
-        ends = zip(pages_of, cache._ends, strict=True)
-        return [(own, cache._held.first_lacking(own, end)) for own, end in ends]
+        table = worker.model_runner.input_batch.block_table.block_tables[0].block_table.np
+        held = []
+        for index, end in enumerate(cache._ends):
+            entries = cache.pages.entries(end)
+            entries = entries[: len(entries) - len(cache.pages.lacking(index, end))]
+            own = cache.pages.pages(index, entries // cache.pages.page_size, proposer.groups[0])
+            held.append((entries, own, table[index, entries // cache.pages.page_size]))
+        return held
 
-    def held_on_v2(batch: Any) -> list[tuple[Any, int]]:
+    def held_on_v2(batch: Any) -> list[tuple[Any, Any, Any]]:
         leads, lacking = cache._leads, cache._lacking[cache._rows]
         seen["leading"] = max(seen["leading"], 0 if leads is None else int(leads.sum()))
         seen["lag"] = max(seen.get("lag", 0), int(lacking.max()))
         table = batch.block_tables[cache._speculator.groups[0].kv_cache_group].numpy()
-        ends = (batch.context_lens.numpy() - lacking).tolist()
-        return list(zip(table, ends, strict=False))
+        held = []
+        for row, end in zip(table, (batch.context_lens.numpy() - lacking).tolist(), strict=False):
+            entries = np.arange(end)
+            pages = row[entries // cache._page_size]
+            held.append((entries, pages, pages))
+        return held
 
     is_v2 = worker.vllm_config.use_v2_model_runner
-    names = cache.layer_names if is_v2 else proposer._draft_attn_layer_names
+    names = sorted(cache.layer_names if is_v2 else proposer._draft_attn_layer_names)
+    size = cache._page_size if is_v2 else cache.pages.page_size
 
     def catch_up_and_compare(batch: Any, num_steps: int) -> None:
         catch_up(batch, num_steps)
         seen["rounds"] += 1
-        for pages, end in held_on_v2(batch) if is_v2 else held_on_v1(batch):
-            places = np.arange(end)
+        for places, *pages in held_on_v2(batch) if is_v2 else held_on_v1(batch):
             if not len(places):
                 continue
-            size = cache._page_size
-            slots = torch.from_numpy(pages[places // size].astype(np.int64) * size + places % size)
-            for name in names:
-                own, theirs = rows_of(name), rows_of(name.removeprefix("draft_model."))
-                slots_by_head = slots.expand(own.num_kv_heads, -1)
-                for one, other in ((own.keys, theirs.keys), (own.values, theirs.values)):
-                    difference = one.gather(slots_by_head) - other.gather(slots_by_head)
-                    seen["difference"] = max(seen["difference"], float(difference.abs().max()))
+            slots = [torch.from_numpy(own.astype(np.int64) * size + places % size) for own in pages]
+            is_whole = places[-1] + 1 == len(places)
+            # What the first layer writes depends on a token and its position, whatever is in view.
+            for name in names if is_whole else [next(name for name in names if "layers.0." in name)]:
+                caches = [rows_of(name), rows_of(name.removeprefix("draft_model."))]
+                by_head = [own.expand(caches[0].num_kv_heads, -1) for own in slots]
+                for part in ("keys", "values"):
+                    own, theirs = (
+                        getattr(rows, part).gather(at) for rows, at in zip(caches, by_head, strict=True)
+                    )
+                    seen["difference"] = max(seen["difference"], float((own - theirs).abs().max()))
             seen["tokens"] += len(places)
+            seen["sparse"] = seen.get("sparse", 0) + (0 if is_whole else len(places))
 
     cache.catch_up = catch_up_and_compare
 

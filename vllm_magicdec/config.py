@@ -117,6 +117,10 @@ class MagicDecFields(SpeculativeConfig):
     draft_kv_sink: int = Field(default=4, ge=0, le=_MOST_TOKENS)
     """Tokens at the start of the context that stay in view (attention sinks), within the budget; 4 are
     StreamingLLM's. Rounded up to whole KV pages where the policy chooses pages."""
+    draft_kv_cache: Literal["whole", "ring"] = "whole"
+    """What the KV cache of a draft model (`magicdec`) holds: `whole`, every token of a request, as the
+    target's does; `ring`: sinks and window alone, where the policy reads no more and the target gets room
+    for more tokens of requests that are as long as they may be."""
     draft_kv_refresh: int | None = Field(default=None, ge=0, le=_MOST_TOKENS)
     """When to select again. `snapkv`: after so many generated tokens (default 0: once per prompt);
     `verify-topk`: after so many verifications (default 1)."""
@@ -177,6 +181,11 @@ class MagicDecSpeculativeConfig(MagicDecFields):
     def __post_init__(self) -> "MagicDecSpeculativeConfig":
         self._check_granularity()
         self._check_sources()
+        if self.draft_kv_cache != "whole" and not self.has_draft_model:
+            raise ValueError(
+                f"draft_kv_cache={self.draft_kv_cache!r} belongs to method={MODEL_METHOD!r}; a draft that "
+                "is the target has no KV cache of its own: remove it"
+            )
         if self.snapkv_kernel % 2 == 0:
             raise ValueError(f"snapkv_kernel={self.snapkv_kernel} is even; use {self.snapkv_kernel + 1}")
         self._resolve_adaptive()

@@ -106,6 +106,7 @@ PLAUSIBLE = {
     "draft_kv_min_budget": tokens,
     "draft_kv_sink": tokens,
     "draft_kv_refresh": tokens,
+    "draft_kv_cache": st.sampled_from(["whole", "ring"]),
     "native_attention": st.booleans(),
     "draft_kv_granularity": st.sampled_from(["page", "token", None]),
     "draft_lookup": st.sampled_from(["auto", "on", "off"]),

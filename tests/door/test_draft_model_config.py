@@ -19,6 +19,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm_magicdec.errors import METHOD, MODEL_METHOD, MagicDecConfigError
 from vllm_magicdec.plugin import register
 from vllm_magicdec.vllm_api.engine_config import EngineSpeculativeConfig
+from vllm_magicdec.vllm_api.ring_cache import find_ring, why_no_ring
 
 register()
 
@@ -106,6 +107,29 @@ def test_a_draft_that_is_nowhere_gets_one_sentence(target):
         configure(target, {"method": MODEL_METHOD, "model": "/no/such/draft"})
     assert str(error.value).startswith("magicdec: ") and "'/no/such/draft'" in str(error.value)
     assert len(str(error.value)) < 150
+
+
+def test_the_cache_of_a_draft_that_is_the_target_is_no_choice(target):
+    with pytest.raises(MagicDecConfigError, match="draft_kv_cache='ring' belongs to method='magicdec'"):
+        configure(target, {"method": METHOD, "draft_kv_cache": "ring"})
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"draft_kv_cache": "ring"}, None),
+        ({"draft_kv_cache": "ring", "draft_kv_budget": "auto"}, None),
+        ({}, "draft_kv_cache is 'whole'"),
+    ],
+)
+def test_a_drafts_cache_holds_sinks_and_window_where_told(target, draft, monkeypatch, fields, reason):
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    config = configure(target, {"method": MODEL_METHOD, "model": draft, **fields})
+    assert why_no_ring(config) == reason
+    monkeypatch.setattr(type(config), "use_v2_model_runner", True)
+    assert why_no_ring(config) == (reason or "rings are made for vLLM's V1 runner only")
+    ring = find_ring(config, 32)
+    assert (ring.sink_pages, ring.num_pages) == (1, (33 if "draft_kv_budget" in fields else 17))
 
 
 def test_a_model_beside_self_speculation_names_the_other_method(target, draft):

@@ -153,23 +153,6 @@ def test_failed_drafting_loses_no_request(prompts, plain, lookup):
     assert run.draft_failures > 3  # then it pauses
 
 
-def test_a_draft_model_compiles_and_runs_in_processes_of_its_own(prompts, plain):
-    """As users run it: nothing is eager, engine core and worker are processes."""
-    run = engines.generate(
-        prompts,
-        GREEDY,
-        own_process=True,
-        enforce_eager=False,
-        max_num_seqs=8,
-        speculative_config=drafting_with(TINY_DRAFT),
-    )
-    assert_same_tokens(plain, run.results[0][0], "as users run it")
-    assert run.draft_failures == 0 and run.accepted > 0
-    assert "drafts, over a KV cache of its own" in run.log
-    # 2 layers beside 6, of equally many heads.
-    assert "the draft model's layers take 25 % of the KV cache" in run.log
-
-
 @pytest.mark.parametrize("draft", [TINY_DRAFT, HYBRID])
 def test_targets_and_drafts_may_have_layers_with_a_window(prompts, draft):
     """Then the KV cache has groups of layers with block tables of their own, the draft's among them."""

@@ -14,16 +14,22 @@ from common.tables import markdown
 
 def test_the_table_says_what_is_left_of_plain_vllms_room():
     full, window = ({"layers": n, "spec": spec} for n, spec in ((8, "FullAttentionSpec"), (2, "Sliding")))
-    found = {"plain": (1000, [full]), "draft_model": (750, [full]), "window": (900, [window] * 4)}
+    found = {
+        "plain": (1000, [full]),
+        "draft_model": (750, [full]),
+        "ring": (950, [full, window]),
+        "window": (900, [window] * 4),
+    }
     record = {
         "engine": {"model": "tiny-llama"},
         "window": 512,
         "kv_cache_gib": 1,
         "engines": {name: {"tokens": tokens, "groups": groups} for name, (tokens, groups) in found.items()},
     }
-    assert markdown(kv_tokens.table_of(record)).splitlines()[-3:] == [
+    assert markdown(kv_tokens.table_of(record)).splitlines()[-4:] == [
         "| none | 1,000 | 1.000 | 8 |",
         "| `draft_model` | 750 | 0.750 | 8 |",
+        "| `magicdec`, a ring for 512 | 950 | 0.950 | 8 + 2 |",
         "| `draft_model`, layers with a window of 512 | 900 | 0.900 | 2 + 2 + 2 + 2 |",
     ]
 

@@ -20,8 +20,9 @@ from vllm_magicdec.attention.switch import flashinfer_refusal, stored_dtype
 from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.drafting.layer_groups import LayerGroup
 from vllm_magicdec.errors import METHOD, MagicDecConfigError
-from vllm_magicdec.policies.base import Engine, Observe, SwitchAttention
+from vllm_magicdec.policies.base import Engine, Limits, Observe, SwitchAttention
 from vllm_magicdec.views.base import Views
+from vllm_magicdec.views.selections import Budget
 from vllm_magicdec.views.windows import make_reached_views
 
 # Up to here a draft step of as many requests as there can be has a CUDA graph, whatever vLLM captures.
@@ -97,12 +98,23 @@ def make_views(
             draft_slots=engine.make_draft_slots(),
             device=device,
         )
-    policy = spec.policy
+    return spec.policy.make_views(spec, engine, parse_budgets(spec, engine.limits))
+
+
+def parse_budgets(spec: MagicDecSpeculativeConfig, limits: Limits) -> list[Budget]:
+    """The budgets to prepare for, in the policy's own units.
+
+    Args:
+        spec: the engine's.
+        limits: that they are judged by.
+
+    Raises:
+        MagicDecConfigError: the policy cannot work with one.
+    """
     try:
-        budgets = [policy.parse_budget(spec, engine.limits, budget) for budget in spec.budgets]
+        return [spec.policy.parse_budget(spec, limits, budget) for budget in spec.budgets]
     except ValueError as error:  # vLLM may have made pages larger than the front end knew
         raise MagicDecConfigError(f"{METHOD}: {error}") from None
-    return policy.make_views(spec, engine, budgets)
 
 
 @dataclass(frozen=True)

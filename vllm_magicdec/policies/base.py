@@ -17,6 +17,7 @@ import torch
 from vllm_magicdec.attention.observing import LayerObserver, QueryRecorder
 from vllm_magicdec.views.base import DraftSlots, Views
 from vllm_magicdec.views.pages import PageBudget, PageViews
+from vllm_magicdec.views.rings import Ring
 from vllm_magicdec.views.selections import Budget
 from vllm_magicdec.views.tokens import PlannedAttention
 
@@ -128,6 +129,16 @@ class Policy(ABC):
     def granularity(cls, fields: Any, device_type: str) -> str | None:
         """What is chosen on a kind of device; None where there is nothing for a user to say."""
         return fields.draft_kv_granularity or next(iter(cls.granularities), None)
+
+    @classmethod
+    def ring(cls, budgets: Sequence[Any], limits: Limits) -> Ring | None:
+        """What a cache that is read by these views alone has to keep of a request; None: everything.
+
+        Args:
+            budgets: what `parse_budget` made of them, the smallest first.
+            limits: of the engine.
+        """
+        return None
 
     @classmethod
     def reads_generated_tokens(cls, fields: Any) -> bool:

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention sinks and a recent window (StreamingLLM, Xiao et al. 2023; MagicDec, arXiv 2408.11049)."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from vllm_magicdec.policies.base import PagePolicy
+from vllm_magicdec.policies.base import Limits, PagePolicy
 from vllm_magicdec.views.pages import PageBudget
+from vllm_magicdec.views.rings import Ring
 
 
 class StreamingLLM(PagePolicy):
@@ -21,6 +23,13 @@ class StreamingLLM(PagePolicy):
     def is_sinks_and_latest(self) -> bool:
         """See `PagePolicy`; a subclass may choose otherwise."""
         return type(self).choose_pages is StreamingLLM.choose_pages
+
+    @classmethod
+    def ring(cls, budgets: Sequence[PageBudget], limits: Limits) -> Ring | None:
+        """See `Policy`."""
+        if cls.choose_pages is not StreamingLLM.choose_pages:
+            return None
+        return Ring.of(budgets, limits.num_speculative_tokens)
 
     def choose_pages(
         self, context_lens: torch.Tensor, last_pages: torch.Tensor

@@ -112,7 +112,7 @@ def _with_own_builder(
     device: torch.device,
 ) -> AttentionGroup:
     """Some of the attention group's layers."""
-    spec, backend = target_group.kv_cache_spec, target_group.backend
+    spec, backend = group.cache, target_group.backend
     if isinstance(group.reach, LocalChunk):
         # vLLM's backend cuts the context into chunks, around another; a view is of one chunk already.
         (backend,) = backend.__bases__

@@ -23,14 +23,15 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
 from vllm_magicdec.drafting.drafter import OwnCache
-from vllm_magicdec.drafting.held_tokens import HeldTokens
 from vllm_magicdec.drafting.layer_groups import LayerGroup
 from vllm_magicdec.views.base import PAD_SLOT, Batch, on_device
 from vllm_magicdec.views.passes import Queries
 from vllm_magicdec.vllm_api.attention_groups import refuse_small_buffers
+from vllm_magicdec.vllm_api.draft_pages import find_pages
 from vllm_magicdec.vllm_api.embeddings import embed, refuse_more_inputs, takes_embeddings
 from vllm_magicdec.vllm_api.kv_cache import refuse_draft_without_whole_context, say_what_draft_takes
 from vllm_magicdec.vllm_api.kv_transfer import unseen_by_connector
+from vllm_magicdec.vllm_api.ring_cache import offer_rings
 
 if TYPE_CHECKING:  # it makes what is here
     from vllm_magicdec.vllm_api.runner_v1 import MagicDecProposer
@@ -170,6 +171,14 @@ class Draft(ABC):
             slots: [num_tokens or more] int64, where their K/V is, by layer, the draft's among them.
         """
 
+    def tables(self, block_tables: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """[num_reqs, max_pages] int32 each by KV-cache group, the pages of the draft's layers.
+
+        Args:
+            block_tables: vLLM's, [num_reqs, max_blocks] int32 each.
+        """
+        return list(block_tables)
+
     @property
     def reads_ahead(self) -> bool:
         """Whether a pass may take several tokens of a request that were not verified."""
@@ -301,6 +310,7 @@ class ModelDraft(LoadedDraft):
         """See `Draft`."""
         layer_names = super().load(target)
         refuse_more_inputs(self._proposer.model)
+        offer_rings(self._proposer.vllm_config, layer_names)
         return layer_names
 
     def lay_out(self, kv_cache_config: KVCacheConfig, groups: Sequence[LayerGroup]) -> None:
@@ -310,12 +320,13 @@ class ModelDraft(LoadedDraft):
             MagicDecConfigError: no layer keeps the whole context, or its attention has no room.
         """
         refuse_draft_without_whole_context(groups)
-        refuse_small_buffers(self._proposer.attention_groups)
-        group = groups[0]  # those that see the whole context come first
-        self._page_size, self._cache_group = group.cache.block_size, group.kv_cache_group
-        self._held = HeldTokens(kv_cache_config.num_blocks, self._page_size)
+        proposer = self._proposer
+        refuse_small_buffers(proposer.attention_groups)
+        self.pages = find_pages(
+            proposer.vllm_config, kv_cache_config, proposer.target_runner, groups, proposer.device
+        )
         say_what_draft_takes(kv_cache_config, groups)
-        draft_beyond_the_end(self._proposer)
+        draft_beyond_the_end(proposer)
 
     def forward(
         self,
@@ -364,14 +375,19 @@ class ModelDraft(LoadedDraft):
         # First positions of what the target's step took.
         self._starts = (torch.tensor(ends_of_step) - query_starts.diff()).tolist()
         self._leading = {}
+        self.pages.begin_step(batch.req_ids)
         # To the host at once: every request's are compared.
         target_token_ids = self._target_token_ids.cpu()
         for index, (req_id, start, end, end_of_step) in enumerate(
             zip(batch.req_ids, self._starts, self._ends, ends_of_step, strict=True)
         ):
-            pages, written = self._pages(index), self._written.get(req_id)
-            self._held.forget(pages, start, end_of_step)
-            if written is None or written.first != start or written.page != pages[start // self._page_size]:
+            written = self._written.get(req_id)
+            self.pages.forget(index, start, end_of_step)
+            if (
+                written is None
+                or written.first != start
+                or written.page != self.pages.page_of(index, start)
+            ):
                 continue
             first_token = self._query_starts[index]
             truth = target_token_ids[first_token : first_token + end - start].tolist()
@@ -380,28 +396,40 @@ class ModelDraft(LoadedDraft):
                 (i for i, (one, other) in enumerate(pairs) if one != other),
                 min(len(truth), len(written.tokens)),
             )
-            self._held.add(pages, start, start + equal)
+            self.pages.add(index, start, start + equal)
         self._written = {}
 
     def catch_up(self, batch: Batch, num_steps: int) -> None:
         """See `drafting.drafter.OwnCache`; without a pass to follow, what plain steps decode can wait."""
-        if not num_steps and self.may_lag and not (any(batch.is_prefilling) or any(batch.is_first)):
+        has_prompt = any(batch.is_prefilling) or any(batch.is_first)
+        if not num_steps and self.may_lag and not (has_prompt and self.pages.reads_whole_prompts):
             return
         proposer = self._proposer
         most_leading = min(proposer.num_latest(num_steps), _MOST_LEADING * max(1, num_steps))
         room, pieces = proposer.max_num_tokens - len(batch.req_ids), []
         for index, end in enumerate(self._ends):
-            first = self._held.first_lacking(self._pages(index), end)
-            lacking = end - first
-            if not lacking:
+            if batch.is_prefilling[index] and not self.pages.reads_whole_prompts:
                 continue
-            if num_steps and not batch.is_prefilling[index] and lacking <= min(most_leading, room):
-                self._leading[index] = first
-                room -= lacking
+            lacking = self.pages.lacking(index, end)
+            number = len(lacking)
+            if not number:
+                continue
+            is_run = lacking[0] == end - number
+            if (
+                num_steps
+                and not batch.is_prefilling[index]
+                and is_run
+                and number <= min(most_leading, room)
+            ):
+                self._leading[index] = end - number
+                room -= number
             else:
-                pieces.append((index, first, end))
+                pieces.append((index, lacking))
         for of_pass in _split(pieces, proposer.max_num_tokens):
             self._read(batch, of_pass)
+        if num_steps:
+            for index, end in enumerate(self._ends):
+                self.pages.write_over(index, end + proposer.num_speculative_tokens)
 
     def end_round(self, batch: Batch, drafts: torch.Tensor | Sequence[Sequence[int]]) -> None:
         """See `drafting.drafter.OwnCache`."""
@@ -412,16 +440,20 @@ class ModelDraft(LoadedDraft):
             if len(own) and not batch.is_prefilling[index] and index not in self._leading:
                 tokens = [latest[index], *own[:-1]][: room - end]
                 if tokens:
-                    page = int(self._pages(index)[end // self._page_size])
-                    self._written[req_id] = _Written(end, page, tokens)
+                    self._written[req_id] = _Written(end, self.pages.page_of(index, end), tokens)
 
     def _note_plain_step(self, scheduler_output: SchedulerOutput) -> None:
         inputs = self._proposer.target_runner.input_batch
+        self.pages.begin_step(inputs.req_ids)
         for index, req_id in enumerate(inputs.req_ids):
             first = int(inputs.num_computed_tokens_cpu[index])
             number = scheduler_output.num_scheduled_tokens.get(req_id, 0)
-            self._held.forget(self._pages(index), first, first + number)
+            self.pages.forget(index, first, first + number)
         self._written = {}
+
+    def tables(self, block_tables: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """See `Draft`."""
+        return self.pages.tables(block_tables)
 
     @property
     def num_leading(self) -> int:
@@ -441,7 +473,7 @@ class ModelDraft(LoadedDraft):
             is_leading[start : start + number] = True
         proposer = self._proposer
         pieces = [
-            (index, first, self._ends[index])
+            (index, np.arange(first, self._ends[index]))
             for index, first in zip(requests, firsts, strict=True)
             if first < self._ends[index]
         ]
@@ -459,20 +491,28 @@ class ModelDraft(LoadedDraft):
         """See `Draft`."""
         for index in queries.requests.tolist():
             if index in self._leading:
-                self._held.add(self._pages(index), self._leading.pop(index), self._ends[index])
+                end = self._ends[index]
+                self.pages.add_read(index, self._leading.pop(index), end, end)
 
-    def _read(self, batch: Batch, pieces: Sequence[tuple[int, int, int]]) -> None:
-        """A pass over all pages before its tokens: `pieces` are places in the batch with positions.
+    def _read(self, batch: Batch, pieces: Sequence[tuple[int, np.ndarray]]) -> None:
+        """A pass over all that the cache keeps before its tokens: `pieces` are places in the batch with
+        positions.
 
-        The pages are all there. What is far from the end is read once, so that its K/V may as well know of
-        all before, as in a draft model's cache of vLLM's own; and pages that the prefix cache hands on are
-        the same whoever filled them.
+        Where every page is there, what is far from the end is read once, so that its K/V may as well know
+        of all before, as in a draft model's cache of vLLM's own; and pages that the prefix cache hands on
+        are the same whoever filled them.
         """
         proposer = self._proposer
         tokens, positions, slots = self._inputs_of(pieces)
-        lens = [end - first for _, first, end in pieces]
+        lens = [len(own) for _, own in pieces]
         starts = torch.tensor([0, *np.cumsum(lens).tolist()], dtype=torch.int32)
-        ends = [end for _, _, end in pieces]
+        indices = [index for index, _ in pieces]
+        num_tokens = [self._ends[index] for index in indices]
+        # Entries of the cache up to each one's last token.
+        ends = [
+            int(np.searchsorted(self.pages.entries(number), own[-1])) + 1
+            for (_, own), number in zip(pieces, num_tokens, strict=True)
+        ]
         common = proposer.common.replace(
             query_start_loc=starts.to(proposer.device),
             query_start_loc_cpu=starts,
@@ -482,25 +522,23 @@ class ModelDraft(LoadedDraft):
             seq_lens=on_device(ends, proposer.device).to(torch.int32),
             max_seq_len=max(ends),
         )
-        places = on_device([index for index, _, _ in pieces], proposer.device)
-        self.forward(tokens, positions, slots, proposer.whole_metadata(batch, common, places, slots))
-        for index, first, end in pieces:
-            self._held.add(self._pages(index), first, end)
+        tables = self.pages.tables_of(batch, indices, num_tokens)
+        self.forward(tokens, positions, slots, proposer.whole_metadata(tables, common, slots))
+        for (index, own), number in zip(pieces, num_tokens, strict=True):
+            self.pages.add_read(index, int(own[0]), int(own[-1]) + 1, number)
 
     def _inputs_of(
-        self, pieces: Sequence[tuple[int, int, int]]
+        self, pieces: Sequence[tuple[int, np.ndarray]]
     ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
         """Tokens [num_tokens] int32, positions [num_tokens] int64, and slots by group of layers."""
         proposer = self._proposer
         tokens = torch.cat([self._tokens_of(*piece) for piece in pieces])
-        positions = np.concatenate([np.arange(first, end) for _, first, end in pieces])
-        places = np.repeat([index for index, _, _ in pieces], [end - first for _, first, end in pieces])
+        positions = np.concatenate([own for _, own in pieces])
+        places = np.repeat([index for index, _ in pieces], [len(own) for _, own in pieces])
         slots = []
-        tables = proposer.target_runner.input_batch.block_table.block_tables
         for group in proposer.groups:
-            size, table = group.cache.block_size, tables[group.kv_cache_group].block_table.np
-            pages = table[places, positions // size].astype(np.int64)
-            own = pages * size + positions % size
+            size = group.cache.block_size
+            own = self.pages.pages(places, positions // size, group) * size + positions % size
             if group.reach is not None:
                 # Pages that the latest step no longer reached may be others' by now (`views/windows.py`).
                 latest = torch.tensor(self._starts)[places]
@@ -509,21 +547,22 @@ class ModelDraft(LoadedDraft):
             slots.append(on_device(own, proposer.device))
         return tokens, on_device(positions, proposer.device), slots
 
-    def _tokens_of(self, index: int, first: int, end: int) -> torch.Tensor:
-        """[end - first] int32, verified tokens of a request: those of the target's step, or older ones."""
-        start = self._starts[index]
-        of_step = slice(max(first, start) - start, max(end, start) - start)
-        latest = self._target_token_ids[self._query_starts[index] :][of_step].to(torch.int32)
-        if first >= start:
-            return latest
-        # Under asynchronous scheduling the host has -1 for tokens that it never got to know in time.
-        known = self._proposer.target_runner.input_batch.token_ids_cpu[index, first : min(end, start)]
-        return torch.cat([on_device(known.clip(min=0), latest.device).to(torch.int32), latest])
+    def _tokens_of(self, index: int, positions: np.ndarray) -> torch.Tensor:
+        """[num_tokens] int32, verified tokens of a request: those of the target's step, or older ones.
 
-    def _pages(self, index: int) -> np.ndarray:
-        """[max_pages] int32, of a request, on the host."""
-        tables = self._proposer.target_runner.input_batch.block_table.block_tables
-        return tables[self._cache_group].block_table.np[index]
+        Args:
+            index: of the request in the batch.
+            positions: [num_tokens] int64, ascending.
+        """
+        start = self._starts[index]
+        older, latest = positions[positions < start], positions[positions >= start]
+        of_step = on_device(latest - start + self._query_starts[index], self._target_token_ids.device)
+        tokens = self._target_token_ids[of_step].to(torch.int32)
+        if not len(older):
+            return tokens
+        # Under asynchronous scheduling the host has -1 for tokens that it never got to know in time.
+        known = self._proposer.target_runner.input_batch.token_ids_cpu[index, older]
+        return torch.cat([on_device(known.clip(min=0), tokens.device).to(torch.int32), tokens])
 
 
 def draft_beyond_the_end(proposer: "MagicDecProposer") -> None:
@@ -536,16 +575,16 @@ def draft_beyond_the_end(proposer: "MagicDecProposer") -> None:
     runner.effective_drafter_max_model_len = runner.max_model_len + room
 
 
-def _split(pieces: Sequence[tuple[int, int, int]], most: int) -> list[list[tuple[int, int, int]]]:
+def _split(pieces: Sequence[tuple[int, np.ndarray]], most: int) -> list[list[tuple[int, np.ndarray]]]:
     """Places with positions in passes of at most so many tokens, each request's in order."""
-    passes: list[list[tuple[int, int, int]]] = []
+    passes: list[list[tuple[int, np.ndarray]]] = []
     room = 0
-    for index, first, end in pieces:
-        while first < end:
+    for index, positions in pieces:
+        while len(positions):
             if not room:
                 passes.append([])
                 room = most
-            number = min(room, end - first)
-            passes[-1].append((index, first, first + number))
-            first, room = first + number, room - number
+            taken, positions = positions[:room], positions[room:]
+            passes[-1].append((index, taken))
+            room -= len(taken)
     return passes

@@ -2,10 +2,12 @@
 """Every point at which the plugin wraps vLLM when vLLM loads it, as data.
 
 Three points make objects: where vLLM makes its own class for a `draft_model`, it gets our subclass instead
-if, and only if, `magicdec-self` was X to the front end. Later, and only
-with the method selected, `attention/switch.py` stands before each layer's attention, and `cpu_sampling.py`
-and `cpu_attention.py` mend what is wrong on CPUs. No file of vLLM is edited. A vLLM that has a registry for
-out-of-tree speculators (see `patches/`) is asked through that, and of these only the last six are used.
+if, and only if, `magicdec-self` was selected. Two belong to the command line, one leaves memory beside the
+KV cache, one makes a draft model's smaller, one brings the requests' LoRA adapters, one a target's
+activations, and four bring counts to the front end. Later, and only with the method selected,
+`attention/switch.py` stands before each layer's attention, and `cpu_sampling.py` and `cpu_attention.py`
+mend what is wrong on CPUs. No file of vLLM is edited. A vLLM that has a registry for out-of-tree
+speculators (see `patches/`) is asked through that, and of these only the last eight are used.
 """
 
 import functools
@@ -154,16 +156,32 @@ def _leave_memory(owner: Any, original: Callable[..., Any]) -> Callable[..., Any
     def get_kv_cache_configs(
         vllm_config: Any, kv_cache_specs: Any, available_memory: list[int], *args: Any
     ) -> Any:
-        if _engine_selects({"vllm_config": vllm_config}):
-            from vllm_magicdec.vllm_api.kv_cache import leave_memory_for_drafting
+        if not _engine_selects({"vllm_config": vllm_config}):
+            return original(vllm_config, kv_cache_specs, available_memory, *args)
+        from vllm_magicdec.vllm_api.kv_cache import leave_memory_for_drafting
+        from vllm_magicdec.vllm_api.ring_cache import say_what_rings_gain
 
-            available_memory = [
-                leave_memory_for_drafting(vllm_config, specs, available)
-                for specs, available in zip(kv_cache_specs, available_memory, strict=True)
-            ]
-        return original(vllm_config, kv_cache_specs, available_memory, *args)
+        available_memory = [
+            leave_memory_for_drafting(vllm_config, specs, available)
+            for specs, available in zip(kv_cache_specs, available_memory, strict=True)
+        ]
+        configs = original(vllm_config, kv_cache_specs, available_memory, *args)
+        say_what_rings_gain(vllm_config, kv_cache_specs, configs[0])
+        return configs
 
     return get_kv_cache_configs
+
+
+def _make_rings(owner: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def get_kv_cache_groups(vllm_config: Any, kv_cache_spec: Any) -> Any:
+        if not _engine_selects({"vllm_config": vllm_config}):
+            return original(vllm_config, kv_cache_spec)
+        from vllm_magicdec.vllm_api.ring_cache import plan_groups
+
+        return plan_groups(vllm_config, kv_cache_spec, original).groups
+
+    return get_kv_cache_groups
 
 
 def _know_adapters(owner: Any, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -238,6 +256,15 @@ MEMORY_HOOK = Hook(
     wrap=_leave_memory,
 )
 
+RINGS_HOOK = Hook(
+    module="vllm.v1.core.kv_cache_utils",
+    owner="",
+    name="get_kv_cache_groups",
+    parameters=("vllm_config", "kv_cache_spec"),
+    reason="a draft model that reads sinks and a window needs no more of the KV cache than these",
+    wrap=_make_rings,
+)
+
 ADAPTERS_HOOK = Hook(
     module="vllm.v1.worker.gpu.model_runner",
     owner="GPUModelRunner",
@@ -287,7 +314,7 @@ COUNTS_HOOKS = (
 )
 
 # Those of a vLLM that makes our objects itself.
-BESIDE_REGISTRY = (MEMORY_HOOK, ADAPTERS_HOOK, ACTIVATIONS_HOOK, *COUNTS_HOOKS)
+BESIDE_REGISTRY = (MEMORY_HOOK, RINGS_HOOK, ADAPTERS_HOOK, ACTIVATIONS_HOOK, *COUNTS_HOOKS)
 
 HOOKS = (
     Hook(

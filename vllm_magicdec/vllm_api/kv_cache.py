@@ -15,6 +15,7 @@ from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.drafting.layer_groups import LayerGroup, find_layer_groups, reaches_of
 from vllm_magicdec.drafting.sizing import memory_of_drafting
 from vllm_magicdec.errors import METHOD, MODEL_METHOD, MagicDecConfigError
+from vllm_magicdec.vllm_api.ring_cache import RingSpec
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -34,7 +35,12 @@ def layer_groups(
     """
     layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
     specs = {name: layer.get_kv_cache_spec(vllm_config) for name, layer in layers.items()}
-    groups = kv_cache_config.kv_cache_groups
+    groups = [
+        replace(group, kv_cache_spec=group.kv_cache_spec.layer)
+        if isinstance(group.kv_cache_spec, RingSpec)
+        else group
+        for group in kv_cache_config.kv_cache_groups
+    ]
     if names is not None:
         groups = [
             replace(group, layer_names=[name for name in group.layer_names if name in names])

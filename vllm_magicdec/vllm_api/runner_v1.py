@@ -277,7 +277,9 @@ class MagicDecProposer(DraftModelProposer):
         return Batch(
             req_ids=inputs.req_ids[:num_reqs],
             tokens=tokens,
-            block_tables=[table.get_device_tensor(num_reqs) for table in inputs.block_table.block_tables],
+            block_tables=self._drafting.tables(
+                [table.get_device_tensor(num_reqs) for table in inputs.block_table.block_tables]
+            ),
             context_lens=context_lens,
             observable_lens=torch.from_numpy(known_lens).to(self.device, non_blocking=True),
             known_lens=known_lens,
@@ -430,22 +432,19 @@ class MagicDecProposer(DraftModelProposer):
 
     def whole_metadata(
         self,
-        batch: Batch,
+        tables: Sequence[torch.Tensor],
         common: CommonAttentionMetadata,
-        places: torch.Tensor,
         slots: Sequence[torch.Tensor],
     ) -> dict[str, Any]:
-        """vLLM's metadata, by layer, of a draft's pass over all pages of some requests.
+        """vLLM's metadata, by layer, of a draft's pass over all pages that its cache has of some requests.
 
         Args:
-            batch: the round's requests.
+            tables: [num_reqs, max_pages] int32 each, their pages by group of layers.
             common: with the queries.
-            places: [num_reqs] int64, of the requests in the batch.
             slots: [num_tokens] int64 each, by group of layers.
         """
         attn_metadata: dict[str, Any] = {}
-        for group, own, attention_groups in zip(self.groups, slots, self._attention_groups, strict=True):
-            table = batch.block_tables[group.kv_cache_group][places]
+        for table, own, attention_groups in zip(tables, slots, self._attention_groups, strict=True):
             of_group = common.replace(block_table_tensor=table, slot_mapping=own)
             for attention_group in attention_groups:
                 built = attention_group.build_metadata(of_group)

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A draft model's KV cache of sinks and window: output is unchanged, and it holds what was verified.
+
+With the target itself as the draft model, what both caches have of a token can be compared: in all layers
+where the view is of the whole context, so that all drafts are accepted; else in the first one.
+"""
+
+import engines
+import pytest
+from engines import MODEL
+from greedy import GREEDY, assert_same_tokens
+from test_draft_model import SCHEDULES as OF_WHOLE_CACHES
+from test_draft_model import TINY_DRAFT, WHOLE_LEN, drafting_with, longest
+
+BUDGET = 512  # of 2,048 tokens; contexts are shorter and longer
+# A longest request and its ring need 82 blocks.
+SCHEDULES = {
+    **OF_WHOLE_CACHES,
+    "preemption": {**OF_WHOLE_CACHES["preemption"], "num_gpu_blocks_override": 84},
+}
+
+
+def short(prompts: list[list[int]]) -> list[int]:
+    """Places of prompts that are seen whole, with their answers."""
+    return [i for i, prompt in enumerate(prompts) if len(prompt) + GREEDY["max_tokens"] < BUDGET - 64]
+
+
+@pytest.mark.parametrize("lookup", ["off", "on"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_ring_holds_what_was_verified(prompts, plain, schedule, lookup):
+    batches = [prompts, [prompts[i] for i in longest(prompts)]]
+    whole = {"prompts": [prompts[i] for i in short(prompts)], "sampling": GREEDY}
+    run = engines.run(
+        [
+            ("watch_draft_cache", {}),
+            ("generate_and_count_drafts", {"batches": [whole]}),
+            ("generate", {"batches": [{"prompts": batch, "sampling": GREEDY} for batch in batches]}),
+            ("watched_draft_cache", {}),
+        ],
+        speculative_config=drafting_with(
+            MODEL, draft_kv_budget=BUDGET, draft_lookup=lookup, draft_kv_cache="ring"
+        ),
+        **{"max_model_len": WHOLE_LEN, "max_num_seqs": 16, **SCHEDULES[schedule]},
+    )
+    _, counted, (first, again), watched = run.results
+    assert run.draft_failures == 0
+    assert counted["accepted"] == counted["drafted"] > 0
+    assert_same_tokens([plain[i] for i in short(prompts)], counted["batches"][0], "seen whole")
+    assert_same_tokens(plain, first, schedule)
+    assert_same_tokens([plain[i] for i in longest(prompts)], again, f"{schedule}, prefix cached")
+    assert watched["tokens"] - watched["sparse"] > 10_000 and watched["sparse"] > 10_000
+    assert watched["difference"] < 1e-3, watched
+    assert (run.preemptions > 0) == (schedule == "preemption")
+    if schedule != "preemption":
+        assert all(request["cached_tokens"] > 0 for request in again)
+
+
+def test_the_ring_catches_up_with_plain_steps_and_aborts(prompts, plain):
+    """Numbers of drafts change at random, 0 among them; what aborted requests leave is others'."""
+    batch = {"prompts": prompts, "sampling": GREEDY}
+    run = engines.run(
+        [
+            ("watch_draft_cache", {}),
+            ("abort_half_while_decoding", {"batch": batch, "steps_before_abort": 4}),
+            ("generate_with_random_choices", {"batches": [batch], "seed": 2}),
+            ("watched_draft_cache", {}),
+        ],
+        max_num_seqs=8,
+        max_model_len=WHOLE_LEN,
+        max_num_batched_tokens=256,
+        num_gpu_blocks_override=160,
+        speculative_config=drafting_with(
+            MODEL, "auto", draft_kv_budget=BUDGET, draft_lookup="off", draft_kv_cache="ring"
+        ),
+    )
+    _, others, result, watched = run.results
+    for index in range(1, len(prompts), 2):
+        assert others[str(index)] == plain[index]["completions"][0]["tokens"]
+    assert_same_tokens(plain, result["batches"][0], "random choices")
+    assert result["plain_steps"] > 5 and run.draft_failures == 0
+    assert watched["sparse"] > 10_000 and watched["difference"] < 1e-3, watched
+
+
+def test_a_small_draft_compiles_and_the_target_gets_the_room(prompts, plain):
+    """As users run it, beside the same engine with a cache of everything."""
+    runs = {
+        cache: engines.generate(
+            prompts,
+            GREEDY,
+            own_process=True,
+            enforce_eager=False,
+            max_num_seqs=8,
+            speculative_config=drafting_with(TINY_DRAFT, draft_kv_budget=BUDGET, draft_kv_cache=cache),
+        )
+        for cache in ("ring", "whole")
+    }
+    for cache, run in runs.items():
+        assert_same_tokens(plain, run.results[0][0], cache)
+        assert run.draft_failures == 0 and 0.3 < run.accepted / run.drafted < 0.95
+        assert "drafts, over a KV cache of its own" in run.log
+    assert "the draft model's layers take 25 % of the KV cache" in runs["whole"].log
+    # Of 6 layers and 2 of the same page, 6 are left.
+    assert runs["ring"].num_kv_blocks == pytest.approx(runs["whole"].num_kv_blocks * 8 / 6, rel=0.01)
+    assert "holds 576 tokens of a request, in a ring of 18 pages" in runs["ring"].log
+    assert "holds every token, as the target's does: draft_kv_cache is 'whole'" in runs["whole"].log

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A draft's rings in vLLM's own pool of blocks: its groups, its scheduler's cache manager, its memory."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from vllm.config import VllmConfig
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.request import Request
+from vllm.v1.worker.utils import allocate_kv_cache
+
+from vllm_magicdec.views.rings import Ring
+from vllm_magicdec.vllm_api.ring_cache import RingLayout, RingOfferSpec, RingSpec, plan_groups
+
+PAGE = 16
+MODEL_LEN = 1024
+SHAPE = dict(block_size=PAGE, num_kv_heads=2, head_size=64, dtype=torch.float32)
+SMALL = {**SHAPE, "head_size": 32}
+RING = Ring(PAGE, sink_pages=1, window_pages=7, spare_pages=1)
+GROUP_LAYERS = getattr(kv_cache_utils.get_kv_cache_groups, "_vllm_magicdec_original", None)
+GROUP_LAYERS = GROUP_LAYERS or kv_cache_utils.get_kv_cache_groups
+
+
+def config(layout: str = "LBHNC") -> VllmConfig:
+    made = VllmConfig()
+    made.model_config = SimpleNamespace(max_model_len=MODEL_LEN, original_max_model_len=MODEL_LEN)
+    made.cache_config.kv_cache_layout = layout
+    made.cache_config.block_size = PAGE
+    return made
+
+
+def layers(num_targets: int, num_drafts: int, shape: dict = SHAPE, **target) -> dict:
+    own = {f"model.layers.{i}.attn": FullAttentionSpec(**{**SHAPE, **target}) for i in range(num_targets)}
+    drafts = {f"draft_model.layers.{i}.attn": RingOfferSpec(**shape, ring=RING) for i in range(num_drafts)}
+    return {**own, **drafts}
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BLHNC", "BLNHC"])
+@pytest.mark.parametrize(
+    ("targets", "drafts", "shape", "pages_per_block"),
+    [(6, 2, SHAPE, 3), (6, 2, SMALL, 6), (5, 2, SHAPE, 2), (6, 6, SHAPE, 1), (1, 1, SMALL, 2)],
+)
+def test_the_target_keeps_its_group_and_a_block_holds_as_many_pages_as_fit(
+    layout, targets, drafts, shape, pages_per_block
+):
+    specs = layers(targets, drafts, shape)
+    plan = plan_groups(config(layout), specs, GROUP_LAYERS)
+    alone = {name: spec for name, spec in specs.items() if not name.startswith("draft")}
+    assert plan.reason == "" and plan.groups[:-1] == GROUP_LAYERS(config(layout), alone)
+    spec = plan.groups[-1].kv_cache_spec
+    assert isinstance(spec, RingSpec) and spec.layer == FullAttentionSpec(**shape)
+    assert spec.pages_per_block == pages_per_block and spec.block_size == PAGE
+    (both,) = plan.shared
+    assert sorted(both.layer_names) == sorted(specs)
+
+
+def in_turn(memory: dict[str, torch.Tensor], names: list[str], pages: list[int], value: float) -> None:
+    for name in names:
+        for page in pages:
+            assert not memory[name][page].any(), "another's"
+            memory[name][page] = value
+            value += 1
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BLHNC", "BLNHC"])
+@pytest.mark.parametrize(
+    ("targets", "drafts", "shape"),
+    [(6, 2, SHAPE), (6, 2, SMALL), (5, 2, SHAPE), (3, 3, SMALL), (1, 1, SMALL)],
+)
+def test_no_page_of_a_ring_is_where_another_is_or_a_block_of_the_targets(layout, targets, drafts, shape):
+    """In vLLM's own memory, with its own views for the target."""
+    specs, num_blocks = layers(targets, drafts, shape), 7
+    vllm_config = config(layout)
+    plan = plan_groups(vllm_config, specs, GROUP_LAYERS)
+    block_bytes = kv_cache_utils._pool_bytes_per_block(vllm_config, plan.groups)
+    made = kv_cache_utils.get_kv_cache_config_from_groups(
+        vllm_config, plan.groups, num_blocks * block_bytes + 100
+    )
+    assert made.num_blocks == num_blocks
+    order = KVCacheLayout[layout]
+    caches = allocate_kv_cache(made, torch.device("cpu"), order, [PAGE, PAGE])
+    where = RingLayout.of(made, 1, order)
+
+    class Layer:
+        def __init__(self, name: str) -> None:
+            self.layer_name = name
+
+        def bind_kv_cache(self, cache: torch.Tensor) -> None:
+            self.kv_cache = cache
+
+    own = {name: Layer(name) for name in where.names}
+    where.bind(own)
+    for name, layer in own.items():
+        layer.bind_kv_cache(caches[name])
+    rings = {name: layer.kv_cache for name, layer in own.items()}
+    assert {cache.shape[1:] for cache in rings.values()} == {(2, PAGE, 2 * shape["head_size"])}
+    theirs = {name: caches[name] for name in specs if name not in rings}
+    in_turn(theirs, list(theirs), [0, 2, 6], 1000)
+    before = {name: cache.clone() for name, cache in theirs.items()}
+    in_turn(rings, list(rings), [block * where.step + row for block in (1, 3, 5) for row in where.rows], 1)
+    for name, cache in theirs.items():
+        assert torch.equal(cache[[0, 2, 6]], before[name][[0, 2, 6]])
+    values = [
+        float(rings[name][block * where.step + row].unique())
+        for name in rings
+        for block in (1, 3, 5)
+        for row in where.rows
+    ]
+    assert values == list(np.arange(1, 1 + len(values)))
+
+
+@pytest.mark.parametrize(
+    ("specs", "layout", "reason"),
+    [
+        (layers(2, 4), "LBHNC", "no room for a page"),
+        (layers(6, 2, {**SHAPE, "head_size": 48}), "LBHNC", "no multiple of the"),
+        (layers(6, 2), "LHBNC", "in several places"),
+        (layers(6, 2) | layers(0, 1, SMALL), "LBHNC", "differ in their KV heads"),
+        (
+            layers(6, 2) | {"model.layers.9.attn": FullAttentionSpec(**SMALL)},
+            "LBHNC",
+            "pages of several sizes",
+        ),
+        (layers(6, 0), "LBHNC", "has a window"),
+    ],
+)
+def test_where_it_cannot_be_the_cache_stays_as_it_is(specs, layout, reason):
+    plan = plan_groups(config(layout), specs, GROUP_LAYERS)
+    assert reason in plan.reason and plan.groups is plan.shared
+    whole = {
+        name: spec.whole() if isinstance(spec, RingOfferSpec) else spec for name, spec in specs.items()
+    }
+    assert plan.groups == GROUP_LAYERS(config(layout), whole)
+
+
+def test_a_view_of_the_whole_context_gains_nothing():
+    everything = Ring(PAGE, sink_pages=1, window_pages=MODEL_LEN // PAGE - 1, spare_pages=1)
+    specs = layers(6, 0) | {
+        f"draft_model.layers.{i}.attn": RingOfferSpec(**SHAPE, ring=everything) for i in range(2)
+    }
+    plan = plan_groups(config(), specs, GROUP_LAYERS)
+    assert "bytes with a ring and takes" in plan.reason and plan.groups is plan.shared
+
+
+def test_targets_with_windows_keep_their_groups_too():
+    windows = {
+        f"model.layers.{i}.attn": SlidingWindowSpec(**SHAPE, sliding_window=64) for i in range(10, 16)
+    }
+    specs = layers(2, 2) | windows
+    plan = plan_groups(config(), specs, GROUP_LAYERS)
+    alone = {name: spec for name, spec in specs.items() if not name.startswith("draft")}
+    assert plan.reason == "" and plan.groups[:-1] == GROUP_LAYERS(config(), alone)
+    assert plan.groups[-1].kv_cache_spec.pages_per_block == 1
+
+
+def request(name: str, tokens: list[int]) -> Request:
+    sampling = SamplingParams(max_tokens=8)
+    sampling.update_from_generation_config({}, eos_token_id=2)
+    return Request(name, tokens, sampling, None, block_hasher=get_request_block_hasher(PAGE, sha256))
+
+
+def manager(groups: list[KVCacheGroupSpec], num_blocks: int) -> KVCacheManager:
+    init_none_hash(sha256)
+    return KVCacheManager(
+        KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups),
+        max_model_len=MODEL_LEN,
+        max_in_flight_tokens=MODEL_LEN,
+        scheduler_block_size=PAGE,
+        hash_block_size=PAGE,
+        enable_caching=True,
+    )
+
+
+def test_a_request_claims_its_ring_once_and_gives_it_back():
+    plan = plan_groups(config(), layers(6, 2), GROUP_LAYERS)  # rings of 9 pages, 3 in a block
+    cache = manager(plan.groups, 100)
+    free = cache.block_pool.get_num_free_blocks()
+    asked = request("a", list(range(1000)))
+    claimed = []
+    for start in range(0, 320, 32):
+        assert cache.allocate_slots(asked, 32, num_lookahead_tokens=4) is not None
+        asked.num_computed_tokens = start + 32
+        target, ring = cache.get_block_ids("a")
+        assert len(target) == -(-(start + 36) // PAGE)
+        claimed.append(len(ring))
+    assert claimed == [1, 2, 3, 3, 3, 3, 3, 3, 3, 3]
+    assert cache.block_pool.get_num_free_blocks() == free - len(target) - 3
+    cache.free(asked)
+    assert cache.block_pool.get_num_free_blocks() == free
+
+
+def test_the_prefix_cache_gives_what_it_gives_without_a_draft():
+    plan = plan_groups(config(), layers(6, 2), GROUP_LAYERS)
+    tokens = list(range(500))
+    hits = []
+    for groups in (plan.groups, plan.groups[:-1]):
+        cache = manager(groups, 200)
+        first = request("first", tokens)
+        cache.allocate_slots(first, 500)
+        first.num_computed_tokens = 500
+        cache.free(first)
+        again = request("again", [*tokens[:300], *range(900, 1000)])
+        blocks, number = cache.get_computed_blocks(again)[:2]
+        assert cache.allocate_slots(again, 100, number, blocks) is not None
+        hits.append(number)
+        if len(groups) == 2:
+            assert len(cache.get_block_ids("again")[1]) == 3
+    assert hits == [288, 288]
+
+
+def test_too_few_blocks_for_a_ring_admit_no_request():
+    plan = plan_groups(config(), layers(6, 2), GROUP_LAYERS)
+    cache = manager(plan.groups, 1 + 12)
+    assert cache.allocate_slots(request("a", list(range(160))), 160) is None  # 10 and 3
+    cache = manager(plan.groups, 1 + 13)
+    assert cache.allocate_slots(request("a", list(range(160))), 160) is not None
