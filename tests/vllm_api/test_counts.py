@@ -78,6 +78,16 @@ def shown(name, engine, **labels):
     return None
 
 
+def test_switches_never_fall_when_another_controller_counts_anew():
+    counts = Counts()
+    gauges = SpeculationGauges(counts, budget=512)
+    taken = []
+    for num_switches in (2, 3, 1, 1):
+        gauges.set(Forecast(Choice(4, 512), 1.2, 0.3), 1.1, num_switches)
+        taken.append(counts.take().added.get("switches", 0))
+    assert taken == [2, 1, 1, 0]
+
+
 def through_the_core(scheduler, output, stats):
     """What the front end gets of a step, by the serialisations that vLLM uses."""
     outputs = {0: EngineCoreOutputs(scheduler_stats=stats)}

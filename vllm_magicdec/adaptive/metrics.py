@@ -212,7 +212,9 @@ class SpeculationGauges:
         self._counts.set("draft_share", forecast.draft_share)
         self._counts.set("predicted_speedup", forecast.speedup)
         self._counts.set("achieved_speedup", achieved_speedup)
-        self._counts.add("switches", num_switches - self._num_switches)
+        # Another controller, such as that of `magicdec profile`, counts anew; a counter must not fall.
+        before = self._num_switches if num_switches >= self._num_switches else 0
+        self._counts.add("switches", num_switches - before)
         self._num_switches = num_switches
 
 
