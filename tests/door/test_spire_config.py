@@ -5,6 +5,7 @@ import copy
 import json
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from transformers import LlamaConfig
@@ -152,6 +153,17 @@ def test_lookups_may_wait_unread(target, draft):
     """Under `auto`, which may have them verified as they are."""
     spec = configure(target, draft, num_speculative_tokens="auto", draft_lookup="on").speculative_config
     assert spec.draft_lookup == "on"
+
+
+@pytest.mark.parametrize("v2", [False, True])
+def test_a_sentence_about_lookups_offers_what_works(target, draft, v2):
+    config = configure(target, draft)
+    spec = config.speculative_config
+    spec.draft_lookup = "on"
+    runner = SimpleNamespace(use_v2_model_runner=v2, device_config=config.device_config)
+    with pytest.raises(MagicDecConfigError, match="use draft_lookup='off'") as error:
+        spec._check_spire(spec.spire, runner)
+    assert ("num_speculative_tokens='auto'" in str(error.value)) == (not v2)
 
 
 def test_without_memory_lookups_are_read(target, tmp_path):

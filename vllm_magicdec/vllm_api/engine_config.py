@@ -68,7 +68,7 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
     def _check_draft_model(self, vllm_config: VllmConfig) -> None:
         instead = f"draft with the target itself ({METHOD})"
         if self.spire is not None:
-            self._check_spire(self.spire)
+            self._check_spire(self.spire, vllm_config)
         if vllm_config.kv_transfer_config is not None:
             raise MagicDecConfigError(
                 f"{MODEL_METHOD} does not work with a KV connector, which would not bring the draft "
@@ -82,13 +82,17 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
             )
         self._check_tokenizers(vllm_config.model_config, self.draft_model_config)
 
-    def _check_spire(self, fields: SpireSettings) -> None:
+    def _check_spire(self, fields: SpireSettings, vllm_config: VllmConfig) -> None:
         """What a SPIRe draft cannot do."""
         if self.draft_lookup == "on" and not self.adaptive and fields.feedback_memory:
+            is_cpu = vllm_config.device_config.device_type == "cpu"
+            with_auto = (
+                ", or num_speculative_tokens='auto', which may have looked-up tokens verified unread"
+            )
+            instead = with_auto if is_cpu and not vllm_config.use_v2_model_runner else ""
             raise MagicDecConfigError(
                 f"{MODEL_METHOD}: draft_lookup='on' makes no pass of a SPIRe draft longer, because every "
-                "token needs the memory of the one before; use draft_lookup='off', or "
-                "num_speculative_tokens='auto', which may have looked-up tokens verified unread"
+                f"token needs the memory of the one before; use draft_lookup='off'{instead}"
             )
 
     def _check_tokenizers(self, target: ModelConfig, draft: ModelConfig) -> None:
