@@ -16,7 +16,7 @@ def make_speculator(monkeypatch, device: str, role: str | None, happened: list[s
     """One that notes when it drafts and when it waits for the device."""
     stream = SimpleNamespace(synchronize=lambda: happened.append("waited"))
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda: stream)
-    without_lookups = SimpleNamespace(draft_lookup="off", has_draft_model=False)
+    without_lookups = SimpleNamespace(draft_lookup="off", has_draft_model=False, spire=None)
     monkeypatch.setattr(
         runner_v2.StandaloneARSpeculator,
         "__init__",
