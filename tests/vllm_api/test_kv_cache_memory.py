@@ -2,9 +2,11 @@
 """The KV cache and what drafting keeps beside it fit into the memory that vLLM found available."""
 
 import gc
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import spire_drafts
 import torch
 from transformers import LlamaConfig
 from vllm.engine.arg_utils import EngineArgs
@@ -20,7 +22,7 @@ from vllm_magicdec.attention import switch
 from vllm_magicdec.attention.flashinfer_attention import Geometry, plan_bytes
 from vllm_magicdec.drafting import sizing
 from vllm_magicdec.drafting.layer_groups import LayerGroup
-from vllm_magicdec.errors import METHOD, MagicDecConfigError
+from vllm_magicdec.errors import METHOD, MODEL_METHOD, MagicDecConfigError
 from vllm_magicdec.plugin import register
 from vllm_magicdec.vllm_api.kv_cache import leave_memory_for_drafting
 
@@ -71,8 +73,8 @@ def configure(model_dir, speculative_config=None, kv_cache_dtype="auto"):
     return config
 
 
-def specs(kind=FullAttentionSpec, dtype=torch.bfloat16, **more):
-    spec = kind(block_size=PAGE, num_kv_heads=NUM_KV_HEADS, head_size=HEAD_SIZE, dtype=dtype, **more)
+def specs(kind=FullAttentionSpec, dtype=torch.bfloat16, head_size=HEAD_SIZE, **more):
+    spec = kind(block_size=PAGE, num_kv_heads=NUM_KV_HEADS, head_size=head_size, dtype=dtype, **more)
     return {f"layer {index}": spec for index in range(NUM_LAYERS)}
 
 
@@ -165,18 +167,33 @@ def test_what_flashinfer_wants_is_left_on_a_gpu(model_dir, monkeypatch):
         left.append(leave_memory_for_drafting(config, specs(), AVAILABLE))
     geometry = Geometry(NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, torch.bfloat16, torch.bfloat16, 1.0)
     assert geometry.refusal is not None and left[0] == left[1]  # no kernel for such heads
-    larger = {
-        name: FullAttentionSpec(
-            block_size=PAGE, num_kv_heads=NUM_KV_HEADS, head_size=64, dtype=torch.bfloat16
-        )
-        for name in specs()
-    }
+    larger = specs(head_size=64)
     left = []
     for installed in (False, True):
         monkeypatch.setattr(switch, "has_flashinfer", lambda installed=installed: installed)
         left.append(leave_memory_for_drafting(config, larger, AVAILABLE))
     geometry = Geometry(NUM_HEADS, NUM_KV_HEADS, 64, torch.bfloat16, torch.bfloat16, 1.0)
     assert left[0] - left[1] >= plan_bytes(geometry, sizing.max_graph_reqs(config))[0]
+
+
+def test_a_spire_draft_leaves_what_its_own_layers_take(tmp_path, monkeypatch):
+    """A draft model of another kind reads by block tables, which take next to nothing."""
+    target = Path(__file__).parents[2] / "examples" / "tiny-llama"
+    spire = spire_drafts.write(tmp_path / "spire", target, num_layers=2, sinks=3, window=37)
+    left = {}
+    for draft in (spire, target.parents[1] / "benchmarks" / "tiny-draft"):
+        config = configure(str(target), {"method": MODEL_METHOD, "model": str(draft)})
+        monkeypatch.setattr(config.device_config, "device_type", "cuda")
+        own = specs(head_size=64)
+        layers = {f"model.{name}": spec for name, spec in own.items()}
+        layers |= {f"draft_model.model.{name}": own[name] for name in list(own)[:2]}
+        for installed in (False, True):
+            monkeypatch.setattr(switch, "has_flashinfer", lambda installed=installed: installed)
+            left[draft.name, installed] = leave_memory_for_drafting(config, layers, AVAILABLE)
+    geometry = Geometry(NUM_HEADS, NUM_KV_HEADS, 64, torch.bfloat16, torch.bfloat16, 1.0)
+    of_plans = plan_bytes(geometry, 0)[0]
+    assert AVAILABLE > left["spire", False] >= left["spire", True] + of_plans
+    assert left["tiny-draft", True] == left["tiny-draft", False] == AVAILABLE
 
 
 @pytest.mark.parametrize(

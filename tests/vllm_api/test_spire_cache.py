@@ -27,13 +27,17 @@ def test_targets_without_auxiliary_hidden_states_are_refused_in_a_sentence(monke
 def imagined_cache(aux_layers: tuple[int, ...]) -> tuple[SpireCache, list[tuple]]:
     """Of a draft with one layer, which notes what is to be written."""
     written: list[tuple] = []
-    layer = SimpleNamespace(self_attn=SimpleNamespace(attn=SimpleNamespace(layer_name="draft")))
+    attention = SimpleNamespace(layer_name="draft", impl=SimpleNamespace(do_kv_cache_update=None))
+    layer = SimpleNamespace(self_attn=SimpleNamespace(attn=attention))
     model = SimpleNamespace(
         model=SimpleNamespace(layers=[layer]),
         fields=SimpleNamespace(aux_layers=aux_layers),
         memorise=lambda *args: written.append(args),
     )
-    target = SimpleNamespace(embed_input_ids=lambda tokens: tokens[:, None] * 100)
+    target = SimpleNamespace(
+        embed_input_ids=lambda tokens: tokens[:, None] * 100,
+        model=SimpleNamespace(aux_hidden_state_layers=(3, 4)),
+    )
     return SpireCache(model, target), written
 
 
@@ -55,3 +59,17 @@ def test_a_step_is_written_once_and_the_first_blocks_input_is_looked_up_again(fi
     assert positions.tolist() == [4, 5, 6] and slots[0].tolist() == [10, 11, 12]
     # A prompt's activations are large: nothing of them is kept until the next step.
     assert cache._step is None
+
+
+def test_activations_of_other_layers_are_refused_in_a_sentence():
+    """They would make poor drafts, and nobody would know why."""
+    groups = [SimpleNamespace(layer_names=["draft"])]
+    imagined_cache((3, 4))[0].lay_out(groups)
+    with pytest.raises(MagicDecConfigError, match=r"blocks \(0, 1\), and .* those before \(3, 4\)"):
+        imagined_cache((0, 1))[0].lay_out(groups)
+
+
+def test_a_round_after_a_step_that_was_not_seen_fails():
+    """Where the drafter counts it."""
+    with pytest.raises(AssertionError):
+        imagined_cache((3, 4))[0].begin_round(None)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.config import CUDAGraphMode, ModelConfig, VllmConfig
 
 from vllm_magicdec.attention.flashinfer_attention import Geometry
 from vllm_magicdec.attention.observing import LayerObserver, QueryRecorder
@@ -74,7 +74,7 @@ def make_views(
     """
     spec = vllm_config.speculative_config
     assert isinstance(spec, MagicDecSpeculativeConfig)
-    model = spec.draft_model_config if spec.has_draft_model else vllm_config.model_config
+    model = _drafting_model(vllm_config)
     scheduler, cache = vllm_config.scheduler_config, group.cache
     engine = Engine(
         limits=spec.limits(vllm_config, cache.block_size),
@@ -99,6 +99,13 @@ def make_views(
             device=device,
         )
     return spec.policy.make_views(spec, engine, parse_budgets(spec, engine.limits))
+
+
+def _drafting_model(vllm_config: VllmConfig) -> ModelConfig:
+    """Of the target itself, or of a draft model."""
+    spec = vllm_config.speculative_config
+    assert isinstance(spec, MagicDecSpeculativeConfig)
+    return spec.draft_model_config if spec.has_draft_model else vllm_config.model_config
 
 
 def parse_budgets(spec: MagicDecSpeculativeConfig, limits: Limits) -> list[Budget]:
@@ -139,7 +146,7 @@ def memory_of_drafting(vllm_config: VllmConfig, groups: Sequence[LayerGroup]) ->
 
     Args:
         vllm_config: the engine's.
-        groups: all layers of the target.
+        groups: all layers that draft.
     """
     meta = torch.device("meta")
 
@@ -172,12 +179,12 @@ def _measure_attention(vllm_config: VllmConfig, group: LayerGroup, meta: torch.d
     ) -> Sequence[CommonLengthPlans]:
         if layer_pages or vllm_config.device_config.device_type != "cuda":
             return []
-        cache = group.cache
+        cache, model = group.cache, _drafting_model(vllm_config)
         geometry = Geometry(
-            num_heads=vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config),
+            num_heads=model.get_num_attention_heads(vllm_config.parallel_config),
             num_kv_heads=cache.num_kv_heads,
             head_size=cache.head_size,
-            query_dtype=vllm_config.model_config.dtype,
+            query_dtype=model.dtype,
             cache_dtype=stored_dtype(cache, vllm_config.cache_config.cache_dtype),
             scale=1.0,
         )

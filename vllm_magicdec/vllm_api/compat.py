@@ -155,6 +155,7 @@ CALLED = (
         "EagleModelMixin._set_aux_hidden_state_layers",
         ("self", "layers"),
     ),
+    Needed("vllm.model_executor.models.interfaces", "EagleModelMixin.aux_hidden_state_layers"),
     Needed(
         _CPU_ATTENTION,
         "CPUAttentionBackendImpl.do_kv_cache_update",

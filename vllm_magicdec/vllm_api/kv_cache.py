@@ -19,6 +19,9 @@ from vllm_magicdec.vllm_api.ring_cache import RingSpec
 
 logger = init_logger(f"vllm.{__name__}")
 
+# How vLLM has the names of their layers begin.
+_OF_DRAFT_MODELS = "draft_model."
+
 
 def layer_groups(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, names: Container[str] | None = None
@@ -106,13 +109,17 @@ def leave_memory_for_drafting(
     """
     cache_config, spec = vllm_config.cache_config, vllm_config.speculative_config
     assert isinstance(spec, MagicDecSpeculativeConfig)
-    if spec.has_draft_model:
+    if spec.has_draft_model and spec.spire is None:
         return available  # its views are block tables, as small as vLLM's own
     is_given = cache_config.kv_cache_memory_bytes or cache_config.num_gpu_blocks_override
     if is_given:
         return available
     groups = get_kv_cache_groups(vllm_config, dict(kv_cache_specs))
-    memory = memory_of_drafting(vllm_config, find_layer_groups(groups, reaches_of(kv_cache_specs)))
+    drafting = [
+        replace(group, layer_names=[name for name in group.layer_names if _drafts(name, spec)])
+        for group in groups
+    ]
+    memory = memory_of_drafting(vllm_config, find_layer_groups(drafting, reaches_of(kv_cache_specs)))
     # Layers that read another's cache have views of their own and no cache.
     num_layers = vllm_config.model_config.get_num_layers(vllm_config.parallel_config)
     memory = memory.scaled(max(1.0, num_layers / max(1, len(kv_cache_specs))))
@@ -125,6 +132,10 @@ def leave_memory_for_drafting(
         format_gib(left),
     )
     return left
+
+
+def _drafts(layer_name: str, spec: MagicDecSpeculativeConfig) -> bool:
+    return not spec.has_draft_model or layer_name.startswith(_OF_DRAFT_MODELS)
 
 
 def _block_bytes(group: KVCacheGroupSpec) -> int:

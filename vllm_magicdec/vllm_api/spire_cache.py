@@ -64,7 +64,7 @@ class SpireCache:
         self._model = model
         self._target: Any = target
         self._attentions = [layer.self_attn.attn for layer in model.model.layers]
-        self._step: TargetStep | None = None
+        self._step: TargetStep | None = None  # None: it was not seen, and the round fails
         self._write_latest: Callable[[], None] | None = None
 
     def lay_out(self, groups: Sequence[LayerGroup]) -> None:
@@ -74,8 +74,15 @@ class SpireCache:
             groups: the draft's layers.
 
         Raises:
-            MagicDecConfigError: their attention has no way to write keys and values alone.
+            MagicDecConfigError: the target hands out other activations than the draft was trained with, or
+                their attention has no way to write keys and values alone.
         """
+        wanted, handed = self._model.fields.aux_layers, self._target.model.aux_hidden_state_layers
+        if tuple(handed) != tuple(wanted):
+            raise MagicDecConfigError(
+                f"{MODEL_METHOD}: this SPIRe draft was trained with the target's activations before its "
+                f"blocks {wanted}, and this vLLM hands out those before {handed}; use another draft model"
+            )
         for attention in self._attentions:
             if not hasattr(attention.impl, "do_kv_cache_update"):
                 raise MagicDecConfigError(
