@@ -44,8 +44,8 @@ def test_greedy_output_is_unchanged(prompts, plain, schedule, budget, gamma):
     assert (run.preemptions > 0) == (schedule == "preemption")
 
 
-@pytest.mark.parametrize("lookup", ["off", "on"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+# The other half of the pairs is that of rings, in test_draft_ring.py.
+@pytest.mark.parametrize(("schedule", "lookup"), zip(SCHEDULES, ("off", "on", "off"), strict=True))
 def test_the_cache_holds_what_was_verified_and_the_target_accepts_itself(prompts, plain, schedule, lookup):
     batches = [prompts, [prompts[i] for i in longest(prompts)]]
     run = engines.run(
