@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import ray_cluster
 
@@ -39,6 +40,9 @@ SCHEMA = pa.schema(
     ]
 )
 PROGRESS_INTERVAL_S = 5.0
+# Ray hands documents out, and answers back, in blocks. Its own of 128 MiB would leave a whole file to one
+# replica, and keep the answers until the last of them is there.
+BLOCK_BYTES = 1024
 TABLE_ROWS = 20
 
 
@@ -178,9 +182,10 @@ class Answers:
         self._saved_at = time.monotonic()
 
     def table(self) -> pa.Table:
-        """All answers that are written."""
-        files = sorted(self._folder.glob("answers-*.parquet"))
-        return pa.concat_tables([pq.read_table(file) for file in files]) if files else SCHEMA.empty_table()
+        """What is written of every document but the answers, which may be large."""
+        columns = [name for name in SCHEMA.names if name != "answer"]
+        tables = [pq.read_table(file, columns=columns) for file in self._folder.glob("answers-*.parquet")]
+        return pa.concat_tables(tables) if tables else SCHEMA.empty_table().select(columns)
 
 
 # --- from one to the other --------------------------------------------------------------------------------
@@ -243,6 +248,7 @@ def answers_of(args: argparse.Namespace, files: list[str], done: set[str]) -> It
 
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
+    context.target_max_block_size = BLOCK_BYTES
     logging.getLogger("ray.data").setLevel(logging.WARNING)
     environment = ray_cluster.environment(args.model, args.replicas)
     config = vLLMEngineProcessorConfig(
@@ -267,7 +273,8 @@ def answers_of(args: argparse.Namespace, files: list[str], done: set[str]) -> It
         asked = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
         return {**asked, "sampling_params": sampling}
 
-    few_cpus = {"num_cpus": 0.25}
+    # Each of Ray's processes takes seconds to start and 0.2 GB, so there are few.
+    few_cpus = {"num_cpus": 0.5, "compute": ray.data.TaskPoolStrategy(size=max(2, args.replicas))}
     processor = build_processor(
         config,
         preprocess=ask,
@@ -350,29 +357,28 @@ def _collect(
 
 def show_table(table: pa.Table, report: Callable[[str], None]) -> None:
     """Acceptance by document: those with the least and the most tokens per round."""
-    rows = [row for row in table.to_pylist() if not row["error"]]
-    for row in table.to_pylist():
-        if row["error"]:
-            report(f"no answer: {row['document']}: {row['error']}")
-    if not rows:
+    for row in table.filter(pc.not_equal(table["error"], "")).to_pylist():
+        report(f"no answer: {row['document']}: {row['error']}")
+    table = table.filter(pc.equal(table["error"], ""))
+    if not table.num_rows:
         return
-    rows.sort(key=lambda row: row["acceptance_length"])
+    order = pc.sort_indices(table["acceptance_length"]).to_pylist()
     half = TABLE_ROWS // 2
-    shown = rows if len(rows) <= TABLE_ROWS else [*rows[:half], None, *rows[-half:]]
+    is_short = len(order) <= TABLE_ROWS
+    shown = table.take(order if is_short else order[:half] + order[-half:]).to_pylist()
     report(
         f"\n{'tokens per round':>16}  {'accepted of drafted':>20}  {'prompt':>7}  {'output':>6}  document"
     )
-    for row in shown:
-        if row is None:
-            report(f"{'...':>16}  ({len(rows) - TABLE_ROWS:,} more)")
-            continue
+    for index, row in enumerate(shown):
+        if index == half and not is_short:
+            report(f"{'...':>16}  ({len(order) - TABLE_ROWS:,} more)")
         drafts = f"{row['accepted']:,} of {row['drafted']:,}"
         report(
             f"{row['acceptance_length']:16.2f}  {drafts:>20}  {row['prompt_tokens']:7,}  "
             f"{row['output_tokens']:6,}  {row['document']}"
         )
-    accepted, rounds = (sum(row[name] for row in rows) for name in ("accepted", "rounds"))
-    report(f"{1 + accepted / max(1, rounds):16.2f}  all {len(rows):,} documents")
+    accepted, rounds = (pc.sum(table[name]).as_py() for name in ("accepted", "rounds"))
+    report(f"{1 + accepted / max(1, rounds):16.2f}  all {len(order):,} documents")
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -18,6 +18,19 @@ import ray_cluster
 TARGET_REQUESTS = 4
 
 
+def callback(model: str) -> dict[str, Any]:
+    """What keeps Ray from starting a process for each replica to download a model that is a folder here."""
+    if not Path(model).exists():
+        return {}
+    from ray.llm._internal.common.callbacks.base import CallbackBase
+
+    class WithoutDownload(CallbackBase):  # type: ignore[misc]
+        async def on_before_node_init(self) -> None:
+            self.ctx.run_init_node = False
+
+    return {"callback_class": WithoutDownload}
+
+
 def application(args: argparse.Namespace) -> Any:
     """Ray Serve's application."""
     from ray.serve.llm import LLMConfig, build_openai_app
@@ -37,12 +50,14 @@ def application(args: argparse.Namespace) -> Any:
                 "max_replicas": replicas,
                 "target_ongoing_requests": args.target_requests,
                 "upscale_delay_s": args.upscale_delay,
+                "downscale_delay_s": args.downscale_delay,
             },
             # A replica that cannot start would be tried for ever.
             "max_constructor_retry_count": 2,
         },
         # Beside vLLM's own, the plugin's metrics then are at Ray's endpoint.
         log_engine_metrics=True,
+        callback_config=callback(args.model),
     )
     return build_openai_app({"llm_configs": [config], "ingress_deployment_config": {"num_replicas": 1}})
 
@@ -60,7 +75,12 @@ def main() -> None:
         default=TARGET_REQUESTS,
         help=f"requests per replica above which another one starts (default {TARGET_REQUESTS})",
     )
-    parser.add_argument("--upscale-delay", type=float, default=30.0, help="seconds that must be so before")
+    parser.add_argument(
+        "--upscale-delay", type=float, default=30.0, help="seconds that must be so before (default 30)"
+    )
+    parser.add_argument(
+        "--downscale-delay", type=float, default=600.0, help="and before one ends again (default 600)"
+    )
     ray_cluster.add_options(parser)
     args = parser.parse_args()
     if not 0 <= args.min_replicas <= args.max_replicas:
@@ -73,7 +93,8 @@ def main() -> None:
         serve.run(application(args), name="magicdec", route_prefix="/")
     except RuntimeError as error:
         sys.exit(f"error: {error}")
-    print(f"ready: http://{args.host}:{args.port}/v1 (Ctrl-C ends it)", flush=True)
+    joined = ray_cluster.address_to_join()
+    print(f"ready: http://{args.host}:{args.port}/v1, Ray at {joined} (Ctrl-C ends it)", flush=True)
     ended = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())

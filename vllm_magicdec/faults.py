@@ -14,6 +14,7 @@ server that runs. The first time that one happens is a line of the log.
 | `controller` | the controller of `auto` raises |
 | `capture` | capturing a CUDA graph of draft steps raises |
 | `slow` | a draft pass takes 20 times as long |
+| `stuck` | a draft pass does not come back, until the fault is over (an occasion every 50 ms) |
 | `nan` | a draft pass has logits that are not numbers |
 | `summaries` | `verify-topk`'s summaries of pages are garbage before it selects |
 
@@ -35,8 +36,9 @@ from vllm_magicdec import envs
 
 logger = init_logger(f"vllm.{__name__}")
 
-NAMES = ("selection", "third_step", "lookup", "controller", "capture", "slow", "nan", "summaries")
+NAMES = ("selection", "third_step", "lookup", "controller", "capture", "slow", "stuck", "nan", "summaries")
 _SLOWER = 20
+_STUCK_S = 0.05
 _NEVER = 2**63
 
 
@@ -143,6 +145,8 @@ def _faulty_pass(run: Callable[..., Any], runner: Any, fault: Fault) -> Callable
         drawn = run(tokens, taken)
         if fault.happens("slow"):
             time.sleep((_SLOWER - 1) * (time.perf_counter() - began))
+        while fault.happens("stuck"):
+            time.sleep(_STUCK_S)
         return drawn
 
     return run_faultily

@@ -19,6 +19,7 @@ FIXED = {
     "third_step": ({"draft_step": 4}, False),
     "nan": ({}, False),
     "slow:last=10": ({}, True),
+    "stuck:last=20": ({}, True),
     "summaries": ({}, True),
 }
 LOOKUPS = {

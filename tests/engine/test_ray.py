@@ -1,110 +1,119 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The examples for Ray: a job that is interrupted and goes on, a replica that dies, and Ray Serve."""
+"""The examples for Ray: Ray Serve, and jobs in the same Ray that are interrupted or lose a replica."""
 
 import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
-from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 
 import engines
 import openai
 import psutil
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import texts
 from greedy import GREEDY
+
+from benchmarks.common.processes import batch_replicas, below, started, with_engines
 
 pytestmark = pytest.mark.skipif(
     find_spec("ray") is None, reason="Ray is not installed: pip install 'vllm-magicdec[ray]'"
 )
 
 EXAMPLES = engines.MODEL.parent
-NUM_DOCUMENTS, NUM_TOKENS = 36, 64
-KWARGS = {"dtype": "float32", "max_model_len": 4096, "max_num_seqs": 4, "max_num_batched_tokens": 1024}
+NUM_DOCUMENTS, NUM_TOKENS = 64, 32
+# Of an engine, four a round: enough for its first answers whatever is accepted, and too few for those of a
+# third of the documents even if all is.
+PASSES_TO_BE_STUCK = 160
+KWARGS = {"dtype": "float32", "max_model_len": 2048, "max_num_seqs": 4, "max_num_batched_tokens": 1024}
+# Without lookups, of which the server's engine has some: Numba compiles them for five seconds per engine.
+OF_JOBS = {**KWARGS, "speculative_config": engines.magicdec(4, draft_lookup="off")}
 # Of a start of Ray and its engines, or a restart, on a busy machine.
-TIME_LIMIT_S = 240
+TIME_LIMIT_S = 600
+
+
+def command(script, kwargs, *options):
+    # A core each, so that the jobs' replicas have room beside the server's on machines of any size.
+    options = (*options, "--cpus", "1", "--engine-kwargs", json.dumps(kwargs))
+    return [sys.executable, str(EXAMPLES / script), *options]
 
 
 def environment():
-    env = engines.environment(VLLM_CPU_OMP_THREADS_BIND="nobind")
+    # Ray's processes would stand back behind those of a test beside them, and hardly get on.
+    env = engines.environment(VLLM_CPU_OMP_THREADS_BIND="nobind", RAY_worker_niceness="0")
     env.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
     return env
 
 
-def _as_a_user_starts_it():
-    os.sched_setaffinity(0, engines.own_cores() or os.sched_getaffinity(0))
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it, and their children
+@pytest.fixture(scope="module", autouse=True)
+def on_own_cores():
+    """What these tests start stays on this pytest worker's cores."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, engines.own_cores() or before)
+    yield
+    os.sched_setaffinity(0, before)
 
 
-@contextmanager
-def started(script, *options):
-    """An example as its user starts it; ends with all of its processes."""
-    command = [sys.executable, str(EXAMPLES / script), *options, "--engine-kwargs", json.dumps(KWARGS)]
-    process = subprocess.Popen(
-        command,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        preexec_fn=_as_a_user_starts_it,
-    )
-    try:
-        yield process
-    finally:
-        left = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
-        for one in (process, *left):
-            with suppress(psutil.NoSuchProcess):
-                one.kill()
-        process.wait()
-        process.stdout.close()
-
-
-def wait_for(what, process):
+def wait_for(what, process, log):
     deadline = time.monotonic() + TIME_LIMIT_S
     while not (found := what()):
-        assert process.poll() is None, process.stdout.read()
-        assert time.monotonic() < deadline
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < deadline, log.read_text()
         time.sleep(0.1)
     return found
 
 
-def descendants(process):
-    return psutil.Process(process.pid).children(recursive=True)
+def assert_gone(processes):
+    _, alive = psutil.wait_procs(processes, timeout=TIME_LIMIT_S)
+    assert not alive
 
 
-def replicas(process):
-    """Ray's processes that hold an engine."""
-    found = []
-    for one in descendants(process):
-        try:
-            if "vLLMEngineStage" in " ".join(one.cmdline()) and one.children():
-                found.append(one)
-        except psutil.NoSuchProcess:
-            continue
-    return found
+@dataclass
+class Server:
+    """`ray_serve.py` with a Ray of its own."""
+
+    pid: int
+    port: int
+    ray: str  # address
+
+
+@pytest.fixture(scope="module")
+def server(on_own_cores, tmp_path_factory):
+    log = tmp_path_factory.mktemp("server") / "log"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    # Its Ray has room for another replica, and that is where the jobs' replicas go.
+    options = ("--port", str(port), "--max-replicas", "2")
+    with started(command("ray_serve.py", KWARGS, *options), log, environment()) as process:
+        wait_for(lambda: "\nready" in log.read_text(), process, log)
+        address = log.read_text().split(", Ray at ")[1].split()[0]
+        yield Server(process.pid, port, address)
+        processes = below(process.pid)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(TIME_LIMIT_S) == 0, log.read_text()
+        assert_gone(processes)
 
 
 @pytest.fixture(scope="module")
 def documents(tmp_path_factory):
     """Texts in files of all three kinds; returns the folder and every document's text by its name."""
     folder = tmp_path_factory.mktemp("documents")
-    lengths = [texts.tokenizer().decode(ids) for ids in texts.prompts(NUM_DOCUMENTS, 200, 1200, seed=7)]
+    rows = [texts.tokenizer().decode(ids) for ids in texts.prompts(NUM_DOCUMENTS, 200, 1200, seed=7)]
     by_name = {}
-    for index, text in enumerate(lengths[:4]):
+    for index, text in enumerate(rows[:4]):
         (folder / f"{index}.txt").write_text(text)
         by_name[f"{folder}/{index}.txt"] = text
-    rows = lengths[4:]
-    (folder / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in rows[:16]))
-    by_name |= {f"{folder}/rows.jsonl#{index}": text for index, text in enumerate(rows[:16])}
-    import pyarrow as pa
-
-    pq.write_table(pa.table({"text": rows[16:]}), folder / "table.parquet")
-    by_name |= {f"{folder}/table.parquet#{index}": text for index, text in enumerate(rows[16:])}
+    (folder / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in rows[4:20]))
+    by_name |= {f"{folder}/rows.jsonl#{index}": text for index, text in enumerate(rows[4:20])}
+    pq.write_table(pa.table({"text": rows[20:]}), folder / "table.parquet")
+    by_name |= {f"{folder}/table.parquet#{index}": text for index, text in enumerate(rows[20:])}
     return folder, by_name
 
 
@@ -122,38 +131,83 @@ def plain_answers(documents):
     }
 
 
+def test_ray_serve_answers_as_plain_vllm(documents, plain_answers, server):
+    _, by_name = documents
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none") as client:
+        assert [model.id for model in client.models.list()] == ["tiny-llama"]
+        names = list(by_name)[:4]
+        answers = [
+            client.completions.create(
+                model="tiny-llama", prompt=by_name[name], temperature=0, max_tokens=NUM_TOKENS
+            )
+            for name in names
+        ]
+    assert [answer.choices[0].text for answer in answers] == [plain_answers[name] for name in names]
+
+
+@dataclass
+class Jobs:
+    """The same `ray_batch.py` again and again."""
+
+    server: Server
+    folder: Path
+    answers: Path
+    fault: Path
+
+    def get_stuck(self):
+        """From now on, every engine answers a few documents and waits: no job ends too soon to be seen."""
+        self.fault.write_text(f"stuck:first={PASSES_TO_BE_STUCK}")
+
+    def go_on(self):
+        self.fault.write_text("")
+
+    def start(self, log, *options):
+        options = (str(self.folder), "--out", str(self.answers), "--max-tokens", str(NUM_TOKENS), *options)
+        options = (*options, "--batch-size", "1", "--rows-per-file", "2", "--address", self.server.ray)
+        variables = {**environment(), "VLLM_MAGICDEC_FAULT": str(self.fault)}
+        return started(command("ray_batch.py", OF_JOBS, *options), log, variables)
+
+    def answered(self):
+        return sum(pq.read_metadata(file).num_rows for file in self.answers.glob("answers-*.parquet"))
+
+    def replicas(self):
+        return batch_replicas(self.server.pid)
+
+
 def test_an_interrupted_job_goes_on_and_a_replica_that_dies_loses_nothing(
-    documents, plain_answers, tmp_path
+    documents, plain_answers, server, tmp_path
 ):
     folder, by_name = documents
-    options = (str(folder), "--out", str(tmp_path), "--max-tokens", str(NUM_TOKENS))
-    options = (*options, "--batch-size", "2", "--rows-per-file", "2")
-
-    def answered():
-        return sum(pq.read_metadata(file).num_rows for file in tmp_path.glob("answers-*.parquet"))
-
-    with started("ray_batch.py", *options) as job:
-        wait_for(answered, job)
+    jobs = Jobs(server, folder, tmp_path / "answers", tmp_path / "fault")
+    log = tmp_path / "log"
+    jobs.get_stuck()
+    with jobs.start(log) as job:
+        wait_for(jobs.answered, job, log)
+        its_processes = [one for replica in jobs.replicas() for one in below(replica.pid)]
         job.send_signal(signal.SIGINT)
-        log, _ = job.communicate(timeout=TIME_LIMIT_S)
-    assert job.returncode == 1 and "interrupted; the same command goes on" in log, log
-    before = answered()
+        job.wait(TIME_LIMIT_S)
+    assert job.returncode == 1 and "interrupted; the same command goes on" in log.read_text()
+    assert its_processes
+    assert_gone(its_processes)
+    before = jobs.answered()
     assert 0 < before < NUM_DOCUMENTS
 
-    with started("ray_batch.py", *options, "--replicas", "2") as job:
-        wait_for(lambda: answered() > before and len(replicas(job)) == 2, job)
-        victim, other = replicas(job)
-        its_engine = victim.children(recursive=True)
+    with jobs.start(log, "--replicas", "2") as job:
+        wait_for(lambda: jobs.answered() > before and len(with_engines(jobs.replicas())) == 2, job, log)
+        victim, other = jobs.replicas()
+        its_engine = below(victim.pid)
         victim.kill()
-        # A third one takes its place, unless the other has answered all that was left by then.
         ever = {victim.pid, other.pid}
-        wait_for(lambda: job.poll() is not None or len(ever | {one.pid for one in replicas(job)}) == 3, job)
-        _, alive = psutil.wait_procs(its_engine, timeout=60)
-        assert not alive
-        log, _ = job.communicate(timeout=TIME_LIMIT_S)
-    assert job.returncode == 0, log
-    assert f"{NUM_DOCUMENTS} documents in 6 files, of which {before} are answered" in log
-    rows = [row for file in sorted(tmp_path.glob("*.parquet")) for row in pq.read_table(file).to_pylist()]
+        wait_for(lambda: len(ever | {one.pid for one in jobs.replicas()}) == 3, job, log)
+        assert_gone(its_engine)
+        assert jobs.answered() < NUM_DOCUMENTS
+        jobs.go_on()
+        job.wait(TIME_LIMIT_S)
+    said = log.read_text()
+    assert job.returncode == 0, said
+    assert f"{NUM_DOCUMENTS} documents in 6 files, of which {before} are answered" in said
+    files = sorted(jobs.answers.glob("*.parquet"))
+    rows = [row for file in files for row in pq.read_table(file).to_pylist()]
     assert sorted(row["document"] for row in rows) == sorted(by_name), "each one once"
     assert not any(row["error"] for row in rows)
     same = sum(row["answer"] == plain_answers[row["document"]] for row in rows)
@@ -161,30 +215,4 @@ def test_an_interrupted_job_goes_on_and_a_replica_that_dies_loses_nothing(
     for row in rows:
         assert row["rounds"] > 0 and row["drafted"] >= row["accepted"] >= 0
         assert row["acceptance_length"] == pytest.approx(1 + row["accepted"] / row["rounds"], rel=1e-5)
-    assert f"all {NUM_DOCUMENTS} documents" in log
-
-
-def test_ray_serve_answers_as_plain_vllm(documents, plain_answers):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    _, by_name = documents
-    with started("ray_serve.py", "--port", str(port), "--max-replicas", "2") as server:
-        for line in server.stdout:
-            if line.startswith("ready"):
-                break
-        else:
-            pytest.fail("Ray Serve did not start")
-        with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none") as client:
-            assert [model.id for model in client.models.list()] == ["tiny-llama"]
-            names = list(by_name)[:4]
-            answers = [
-                client.completions.create(
-                    model="tiny-llama", prompt=by_name[name], temperature=0, max_tokens=NUM_TOKENS
-                )
-                for name in names
-            ]
-        assert [answer.choices[0].text for answer in answers] == [plain_answers[name] for name in names]
-        server.send_signal(signal.SIGINT)
-        server.communicate(timeout=TIME_LIMIT_S)
-    assert server.returncode == 0
+    assert f"all {NUM_DOCUMENTS} documents" in said

@@ -2,6 +2,7 @@
 """Documents in and answers out, of the example for Ray; `tests/engine/test_ray.py` runs it."""
 
 import json
+import os
 import sys
 
 import engines
@@ -196,6 +197,21 @@ def test_replicas_get_this_shells_variables_but_no_secrets(monkeypatch):
     variables = ray_cluster.environment(str(engines.MODEL), 2)
     assert variables["VLLM_MAGICDEC_STRICT"] == variables["HF_HUB_OFFLINE"] == "1"
     assert "secret" not in variables.values()
+
+
+def test_the_users_token_is_brought_to_a_cluster_unless_he_says_otherwise(monkeypatch, tmp_path):
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
+    ray_cluster._bring_token()
+    assert "RAY_AUTH_MODE" not in os.environ, "there is none"
+    (tmp_path / "token").write_text("secret")
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    ray_cluster._bring_token()
+    assert os.environ["RAY_AUTH_MODE"] == "disabled"
+    monkeypatch.delenv("RAY_AUTH_MODE")
+    ray_cluster._bring_token()
+    assert os.environ["RAY_AUTH_MODE"] == "token"
 
 
 def test_of_a_failure_in_a_replica_the_last_line_is_said():
