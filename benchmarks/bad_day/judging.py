@@ -14,7 +14,7 @@ from .requests import Request
 from .watching import Sample
 
 MOST_MB_PER_1000 = 1.0  # that a process may grow after the warm-up
-WARM_UP_SHARE = 0.25  # of a run
+WARM_UP_SHARE = 0.5  # of a run
 # With fewer after the warm-up, what an allocator happens to keep looks like growth.
 LEAST_REQUESTS_FOR_A_SLOPE = 3000
 MOST_ROUNDED_SHARE = 0.01
@@ -96,14 +96,18 @@ def _percentiles(first_ms: Sequence[float], whole_ms: Sequence[float]) -> dict[s
 
 
 def slopes(samples: Sequence[Sample], seconds: float) -> dict[str, float]:
-    """MB that each process's share of memory grows per 1,000 answers, after the warm-up (least squares)."""
+    """MB that each process's resident memory grows per 1,000 answers, after the warm-up (least squares).
+
+    Not its share of what is resident (PSS): that moves with whatever else on the machine has mapped the
+    same libraries.
+    """
     warm = [sample for sample in samples if sample.at_s >= WARM_UP_SHARE * seconds]
-    names = {name for sample in warm for name in sample.pss_mb}
+    names = {name for sample in warm for name in sample.rss_mb}
     return {
         name: round(
             1000
             * _slope(
-                [(float(sample.answered), sample.pss_mb[name]) for sample in warm if name in sample.pss_mb]
+                [(float(sample.answered), sample.rss_mb[name]) for sample in warm if name in sample.rss_mb]
             ),
             3,
         )

@@ -14,12 +14,12 @@ def draw(record: dict[str, Any], path: Path) -> None:
     samples = traffic["samples"]
     minutes = [sample["at_s"] / 60 for sample in samples]
     figure, axes = plt.subplots(3, 1, figsize=(10, 9), sharex=True, layout="constrained")
-    for name in sorted({name for sample in samples for name in sample["pss_mb"]}):
-        memory = [sample["pss_mb"].get(name, float("nan")) for sample in samples]
+    for name in sorted({name for sample in samples for name in sample["rss_mb"]}):
+        memory = [sample["rss_mb"].get(name, float("nan")) for sample in samples]
         axes[0].plot(
             minutes, [one - memory[0] for one in memory], label=f"{name}, from {memory[0]:,.0f} MB"
         )
-    axes[0].set_ylabel("memory since the start (PSS), MB")
+    axes[0].set_ylabel("memory since the start (resident), MB")
     axes[0].legend(loc="upper left", fontsize=8)
     axes[1].plot(minutes, [sample["running"] for sample in samples], label="running")
     axes[1].plot(minutes, [sample["waiting"] for sample in samples], label="waiting")

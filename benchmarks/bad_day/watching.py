@@ -5,7 +5,6 @@ import asyncio
 import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -29,8 +28,7 @@ class Sample:
     at_s: float  # since the run began
     answered: int  # requests
     gauges: dict[str, float]
-    rss_mb: dict[str, float]  # by process
-    pss_mb: dict[str, float]
+    rss_mb: dict[str, float]  # by process, in units of 10^6 bytes
     num_fds: dict[str, int]
     failures: dict[str, float]  # of the plugin's counters, those that count failures and pauses
 
@@ -71,7 +69,6 @@ class Watch:
             answered=self._count(),
             gauges={name: metrics[metric] for name, metric in GAUGES.items()},
             rss_mb={name: one.rss_mb for name, one in known.items()},
-            pss_mb={name: one.pss_mb for name, one in known.items()},
             num_fds={name: one.num_fds for name, one in known.items()},
             failures=await asyncio.to_thread(failures_of, self._server),
         )
@@ -125,17 +122,14 @@ class _Memory:
     """In units of 10^6 bytes."""
 
     rss_mb: float
-    pss_mb: float  # its share of what is resident
     num_fds: int
 
 
 def _memory(process: psutil.Process) -> _Memory | None:
     """None: the process has ended."""
     try:
-        lines = Path("/proc", str(process.pid), "smaps_rollup").read_text().splitlines()[1:]
-        kb = {name: int(value.split()[0]) for name, value in (line.split(":") for line in lines)}
-        return _Memory(kb["Rss"] * 1024 / 1e6, kb["Pss"] * 1024 / 1e6, process.num_fds())
-    except (OSError, psutil.Error):
+        return _Memory(process.memory_info().rss / 1e6, process.num_fds())
+    except psutil.Error:
         return None
 
 
@@ -149,7 +143,6 @@ def as_rows(samples: list[Sample], most: int = 120) -> list[dict[str, Any]]:
             "answered": sample.answered,
             **sample.gauges,
             "rss_mb": {name: round(value, 2) for name, value in sample.rss_mb.items()},
-            "pss_mb": {name: round(value, 2) for name, value in sample.pss_mb.items()},
             "num_fds": sample.num_fds,
         }
         for sample in chosen

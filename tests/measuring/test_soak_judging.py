@@ -114,13 +114,13 @@ def test_latencies_belong_to_the_faults_that_were_on():
     assert rows["after"]["p50_answer_ms"] is None  # of one answer there is no median
 
 
-def sample(at_s, answered, **pss_mb):
-    return Sample(at_s, answered, {}, pss_mb, pss_mb, {}, {})
+def sample(at_s, answered, **rss_mb):
+    return Sample(at_s, answered, {}, rss_mb, {}, {})
 
 
 def test_memory_is_judged_after_the_warm_up():
     samples = [
-        sample(s, 10 * s, worker=500 + 0.02 * s + (100 if s < 25 else 200), core=50) for s in range(101)
+        sample(s, 10 * s, worker=500 + 0.02 * s + (100 if s < 50 else 200), core=50) for s in range(101)
     ]
     assert judging.slopes(samples, 100) == {"core": 0, "worker": 2.0}
 
