@@ -40,8 +40,7 @@ SCHEMA = pa.schema(
     ]
 )
 PROGRESS_INTERVAL_S = 5.0
-# Ray hands documents out, and answers back, in blocks. Its own of 128 MiB would leave a whole file to one
-# replica, and keep the answers until the last of them is there.
+# Ray hands documents out in blocks, and its own of 128 MiB would leave a whole file to one replica.
 BLOCK_BYTES = 1024
 TABLE_ROWS = 20
 

@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import shutil
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ OBJECT_STORE_BYTES = 2**29  # documents on their way to engines; Ray spills what
 LEAST_OBJECT_STORE_BYTES = 100 * 2**20  # Ray's own is 75 MiB
 # CPUs of Ray's own reckoning, for reading and writing beside the engines.
 HELPER_CPUS = 2
+LEAST_HELPER_CPUS = 1
 
 
 def json_object(text: str) -> dict[str, Any]:
@@ -140,17 +142,21 @@ def connect(address: str | None, replicas: int, cpus: int | None) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # An engine's processes would outlive a replica that is killed.
     os.environ.setdefault("RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper", "1")
-    if address is not None:
+    if address is not None and _is_of_this_machine(address):
         _bring_token()  # before Ray reads its variables
     import ray
+    from ray.exceptions import AuthenticationError
 
     if address is not None:
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
-        except ConnectionError as error:
+        except (ConnectionError, AuthenticationError) as error:
             sys.exit(
-                f"error: {error}; is it running, and its token in RAY_AUTH_TOKEN or ~/.ray/auth_token?"
+                f"error: {error}; is it running, and does this user have its token (RAY_AUTH_MODE=token, "
+                "with RAY_AUTH_TOKEN or ~/.ray/auth_token)?"
             )
+        if runs_on_cpu():
+            _say_if_it_waits(replicas * cpus_of_a_replica(replicas, cpus))
         return
     # Of Ray Serve each replica takes one more.
     of_engines = replicas * (cpus_of_a_replica(replicas, cpus) + 1)
@@ -162,6 +168,32 @@ def connect(address: str | None, replicas: int, cpus: int | None) -> None:
         logging_level=logging.WARNING,
         object_store_memory=_object_store_bytes(),
     )
+
+
+def _say_if_it_waits(wanted: int) -> None:
+    """Ray would wait for CPUs without a word, for ever where others keep them."""
+    import ray
+
+    free = ray.available_resources().get("CPU", 0.0)
+    if free < wanted + LEAST_HELPER_CPUS:
+        print(
+            f"The cluster has {free:g} CPUs free now. The engines want {wanted}, and what is beside them "
+            f"{LEAST_HELPER_CPUS}; this waits until there are as many. Fewer: --cpus, --replicas",
+            flush=True,
+        )
+
+
+def _is_of_this_machine(address: str) -> bool:
+    """No other gets this user's token unasked."""
+    host = address.rpartition(":")[0]
+    if not host:  # "auto": Ray finds the cluster itself
+        return False
+    with socket.socket() as probe:
+        try:
+            probe.bind((host, 0))
+        except OSError:
+            return False
+    return True
 
 
 def _bring_token() -> None:

@@ -49,10 +49,12 @@ def batch_replicas(pid: int) -> list[psutil.Process]:
 
 
 def with_engines(replicas: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """Those whose engine has a process."""
-    holding = []
+    """Those whose engine has started: until then, Ray names a replica by its `__init__`."""
+    started_ones = []
     for one in replicas:
         with suppress(psutil.NoSuchProcess):
-            if one.children():
-                holding.append(one)
-    return holding
+            names = ["".join(child.cmdline()) for child in one.children()]
+            is_starting = "__init__" in "".join(one.cmdline())
+            if not is_starting and any("EngineCore" in name for name in names):
+                started_ones.append(one)
+    return started_ones

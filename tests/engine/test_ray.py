@@ -173,6 +173,10 @@ class Jobs:
     def replicas(self):
         return batch_replicas(self.server.pid)
 
+    def two_with_engines(self):
+        found = with_engines(self.replicas())
+        return found if len(found) == 2 else None
+
 
 def test_an_interrupted_job_goes_on_and_a_replica_that_dies_loses_nothing(
     documents, plain_answers, server, tmp_path
@@ -193,8 +197,8 @@ def test_an_interrupted_job_goes_on_and_a_replica_that_dies_loses_nothing(
     assert 0 < before < NUM_DOCUMENTS
 
     with jobs.start(log, "--replicas", "2") as job:
-        wait_for(lambda: jobs.answered() > before and len(with_engines(jobs.replicas())) == 2, job, log)
-        victim, other = jobs.replicas()
+        victim, other = wait_for(jobs.two_with_engines, job, log)
+        wait_for(lambda: jobs.answered() > before, job, log)
         its_engine = below(victim.pid)
         victim.kill()
         ever = {victim.pid, other.pid}

@@ -214,6 +214,26 @@ def test_the_users_token_is_brought_to_a_cluster_unless_he_says_otherwise(monkey
     assert os.environ["RAY_AUTH_MODE"] == "token"
 
 
+def test_no_other_machine_gets_the_users_token_unasked():
+    for address, is_here in {
+        "127.0.0.1:6379": True,
+        "localhost:6379": True,
+        "203.0.113.9:6379": False,
+        "ray://head.invalid:10001": False,
+        "auto": False,  # Ray brings it itself
+    }.items():
+        assert ray_cluster._is_of_this_machine(address) == is_here, address
+
+
+def test_a_job_that_waits_for_cpus_of_a_cluster_says_so(monkeypatch, capsys):
+    ray = pytest.importorskip("ray")
+    monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": 3.0})
+    ray_cluster._say_if_it_waits(2)
+    assert not capsys.readouterr().out
+    ray_cluster._say_if_it_waits(3)
+    assert "has 3 CPUs free now. The engines want 3," in capsys.readouterr().out
+
+
 def test_of_a_failure_in_a_replica_the_last_line_is_said():
     trace = "The actor died ...\n  File x.py\nvllm_magicdec.errors.MagicDecConfigError: 'p' is unknown\n"
     assert ray_cluster.reason(RuntimeError(trace)) == "'p' is unknown"

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn as nn
+from vllm.model_executor.models.interfaces import EagleModelMixin
 from vllm.model_executor.models.llama import LlamaForCausalLM
 
 from vllm_magicdec.errors import MagicDecConfigError
@@ -24,6 +25,22 @@ def test_targets_without_auxiliary_hidden_states_are_refused_in_a_sentence(monke
     refuse_target_without_activations(SimpleNamespace(model_config=None))
 
 
+class Blocks(nn.Module, EagleModelMixin):
+    aux_hidden_state_layers = (3, 4)
+
+
+class ImaginedTarget(nn.Module):
+    """As vLLM wraps them for images: the language model is somewhere below."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.language_model = nn.Module()
+        self.language_model.model = Blocks()
+
+    def embed_input_ids(self, tokens: torch.Tensor) -> torch.Tensor:
+        return tokens[:, None] * 100
+
+
 def imagined_cache(aux_layers: tuple[int, ...]) -> tuple[SpireCache, list[tuple]]:
     """Of a draft with one layer, which notes what is to be written."""
     written: list[tuple] = []
@@ -34,11 +51,7 @@ def imagined_cache(aux_layers: tuple[int, ...]) -> tuple[SpireCache, list[tuple]
         fields=SimpleNamespace(aux_layers=aux_layers),
         memorise=lambda *args: written.append(args),
     )
-    target = SimpleNamespace(
-        embed_input_ids=lambda tokens: tokens[:, None] * 100,
-        model=SimpleNamespace(aux_hidden_state_layers=(3, 4)),
-    )
-    return SpireCache(model, target), written
+    return SpireCache(model, ImaginedTarget()), written
 
 
 @pytest.mark.parametrize("first", [0, 3])
@@ -65,6 +78,8 @@ def test_activations_of_other_layers_are_refused_in_a_sentence():
     """They would make poor drafts, and nobody would know why."""
     groups = [SimpleNamespace(layer_names=["draft"])]
     imagined_cache((3, 4))[0].lay_out(groups)
+    of_others = SpireCache(imagined_cache((0, 1))[0]._model, nn.Module())
+    of_others.lay_out(groups)  # what a target does not say is not judged
     with pytest.raises(MagicDecConfigError, match=r"blocks \(0, 1\), and .* those before \(3, 4\)"):
         imagined_cache((0, 1))[0].lay_out(groups)
 

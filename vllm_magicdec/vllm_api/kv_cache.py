@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheS
 from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.drafting.layer_groups import LayerGroup, find_layer_groups, reaches_of
 from vllm_magicdec.drafting.sizing import memory_of_drafting
-from vllm_magicdec.errors import METHOD, MODEL_METHOD, MagicDecConfigError
+from vllm_magicdec.errors import MODEL_METHOD, MagicDecConfigError
 from vllm_magicdec.vllm_api.ring_cache import RingSpec
 
 logger = init_logger(f"vllm.{__name__}")
@@ -126,7 +126,7 @@ def leave_memory_for_drafting(
     left = memory.leave(available, max(map(_block_bytes, groups), default=0))
     logger.info_once(
         "%s: of %s GiB, %s GiB are for what drafting keeps and %s GiB for the KV cache.",
-        METHOD,
+        spec.name,
         format_gib(available),
         format_gib(available - left),
         format_gib(left),

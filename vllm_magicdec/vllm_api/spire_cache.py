@@ -18,7 +18,7 @@ import torch
 import torch.nn as nn
 from vllm.config import VllmConfig
 from vllm.model_executor.model_loader.utils import get_model_cls
-from vllm.model_executor.models.interfaces import supports_eagle3
+from vllm.model_executor.models.interfaces import EagleModelMixin, supports_eagle3
 
 from vllm_magicdec.drafting.layer_groups import LayerGroup
 from vllm_magicdec.errors import MODEL_METHOD, MagicDecConfigError
@@ -52,6 +52,12 @@ def refuse_target_without_activations(vllm_config: VllmConfig) -> None:
         )
 
 
+def handed_out(target: nn.Module) -> tuple[int, ...]:
+    """Before which blocks a target hands out its activations; (): it does not say."""
+    layers = (one.aux_hidden_state_layers for one in target.modules() if isinstance(one, EagleModelMixin))
+    return next(filter(None, layers), ())
+
+
 class SpireCache:
     """Keys and values of verified and of drafted tokens; see `drafting.drafter.OwnCache`.
 
@@ -77,8 +83,8 @@ class SpireCache:
             MagicDecConfigError: the target hands out other activations than the draft was trained with, or
                 their attention has no way to write keys and values alone.
         """
-        wanted, handed = self._model.fields.aux_layers, self._target.model.aux_hidden_state_layers
-        if tuple(handed) != tuple(wanted):
+        wanted, handed = self._model.fields.aux_layers, handed_out(self._target)
+        if handed and tuple(handed) != tuple(wanted):
             raise MagicDecConfigError(
                 f"{MODEL_METHOD}: this SPIRe draft was trained with the target's activations before its "
                 f"blocks {wanted}, and this vLLM hands out those before {handed}; use another draft model"

@@ -104,9 +104,9 @@ class SpireDraft(LoadedDraft):
         state, num_tokens = runner.execute_model_state, scheduler_output.total_num_scheduled_tokens
         if state is None:  # nothing was scheduled
             return
-        activations = [each[:num_tokens] for each in state.aux_hidden_states]
-        tokens, positions = runner.input_ids.gpu[:num_tokens], runner._get_positions(num_tokens)
         try:
+            activations = [each[:num_tokens] for each in state.aux_hidden_states]
+            tokens, positions = runner.input_ids.gpu[:num_tokens], runner._get_positions(num_tokens)
             with torch.inference_mode():
                 self._cache.write_verified(TargetStep(tokens, positions, activations, state.slot_mappings))
         except Exception:
