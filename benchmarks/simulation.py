@@ -16,7 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from common.engines import PAGE
+from common.engines import PAGE, set_environment
 from common.machine import vllm_environment
 from common.options import add_documents, add_model, add_out, make_parser, settings_of
 from common.record import make_record, write
@@ -199,6 +199,7 @@ def main() -> None:
         console.print(table_of(record))
         write(record, args.out)
         return
+    set_environment(kv_cache_gib=2)
     with model_folder(args.model) as args.model_path, TemporaryDirectory() as folder:
         record = measure(args, Path(folder))
     console.print(table_of(record))
