@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the KV cache must look like for a view to be valid, and how large it may be beside the views."""
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 
 from vllm.config import VllmConfig, get_layers_from_vllm_config
@@ -45,11 +45,13 @@ def layer_groups(
         for group in kv_cache_config.kv_cache_groups
     ]
     if names is not None:
-        groups = [
-            replace(group, layer_names=[name for name in group.layer_names if name in names])
-            for group in groups
-        ]
+        groups = _restrict(groups, lambda name: name in names)
     return find_layer_groups(groups, reaches_of(specs))
+
+
+def _restrict(groups: Sequence[KVCacheGroupSpec], keep: Callable[[str], bool]) -> list[KVCacheGroupSpec]:
+    """The groups with those of their layers whose names are to be kept."""
+    return [replace(group, layer_names=list(filter(keep, group.layer_names))) for group in groups]
 
 
 def refuse_draft_without_whole_context(groups: Sequence[LayerGroup]) -> None:
@@ -115,10 +117,9 @@ def leave_memory_for_drafting(
     if is_given:
         return available
     groups = get_kv_cache_groups(vllm_config, dict(kv_cache_specs))
-    drafting = [
-        replace(group, layer_names=[name for name in group.layer_names if _drafts(name, spec)])
-        for group in groups
-    ]
+    drafting = groups
+    if spec.has_draft_model:
+        drafting = _restrict(groups, lambda name: name.startswith(_OF_DRAFT_MODELS))
     memory = memory_of_drafting(vllm_config, find_layer_groups(drafting, reaches_of(kv_cache_specs)))
     # Layers that read another's cache have views of their own and no cache.
     num_layers = vllm_config.model_config.get_num_layers(vllm_config.parallel_config)
@@ -132,10 +133,6 @@ def leave_memory_for_drafting(
         format_gib(left),
     )
     return left
-
-
-def _drafts(layer_name: str, spec: MagicDecSpeculativeConfig) -> bool:
-    return not spec.has_draft_model or layer_name.startswith(_OF_DRAFT_MODELS)
 
 
 def _block_bytes(group: KVCacheGroupSpec) -> int:
