@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plugin's own attention on CPUs against vLLM's, kernel alone, in one process and in turns.
 
-Each cell is one layer's attention of a batch of equal requests over a bfloat16 KV cache in random pages, in
-every variant that this machine runs. Shares are of the copy bandwidth (bytes read, of what a copy reads and
-writes) and of the rate of a large matrix product in bfloat16 (AVX512_BF16) or float32 (others).
+Each cell is one layer's attention of a batch of equal requests in bfloat16, over a KV cache in random
+pages, in every variant that this machine runs. Shares are of the copy bandwidth (bytes read, of what a copy
+reads and writes) and of the rate of a large matrix product, in bfloat16 (AVX512_BF16) or float32 (others,
+and all with an fp8 cache).
 """
 
 import argparse
@@ -26,13 +27,15 @@ PAGE = 32  # tokens
 SHAPES = {"kv-heavy": (8, 8, 64), "llama-3.1-8b": (32, 8, 128)}  # heads, KV heads, head size
 CELLS = ((1, 1024), (32, 1024), (8, 4096), (1, 16384), (8, 16384), (1, 65536))
 QUERY_LENS = (1, 2, 4, 8, 9, 16)
+# By vLLM's names.
+CACHE_DTYPES = {"auto": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
-def make_cell(shape: str, batch: int, context: int) -> dict[str, torch.Tensor]:
+def make_cell(shape: str, batch: int, context: int, cache_dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """A cache in random pages and its block table; the numbers repeat, the pages do not."""
     _, num_kv_heads, head_size = SHAPES[shape]
     pages = -(-context // PAGE)
-    cache = torch.empty(batch * pages, num_kv_heads, PAGE, 2 * head_size, dtype=torch.bfloat16)
+    cache = torch.empty(batch * pages, num_kv_heads, PAGE, 2 * head_size, dtype=cache_dtype)
     cache[:] = torch.randn(1, *cache.shape[1:])
     return {
         "cache": cache,
@@ -42,7 +45,7 @@ def make_cell(shape: str, batch: int, context: int) -> dict[str, torch.Tensor]:
 
 
 def contenders_of(
-    shape: str, cell: Mapping[str, torch.Tensor], query_len: int
+    shape: str, cell: Mapping[str, torch.Tensor], query_len: int, kv_cache_dtype: str
 ) -> dict[str, Callable[[], None]]:
     """vLLM's kernel as its backend calls it, and the plugin's variants, on the same tensors."""
     import vllm._custom_ops as ops
@@ -54,7 +57,8 @@ def contenders_of(
     starts = torch.arange(0, batch * query_len + 1, query_len, dtype=torch.int32)
     query = torch.randn(batch * query_len, num_heads, head_size).bfloat16()
     output = torch.empty_like(query)
-    keys, values = cache.view(len(cache), num_kv_heads, 2 * PAGE, head_size).chunk(2, dim=2)
+    stored = cache if kv_cache_dtype == "auto" else cache.view(torch.uint8)
+    keys, values = stored.view(len(cache), num_kv_heads, 2 * PAGE, head_size).chunk(2, dim=2)
     plan = ops.cpu_attn_get_scheduler_metadata(
         num_reqs=batch,
         num_heads=num_heads,
@@ -65,8 +69,9 @@ def contenders_of(
         query_start_loc=starts,
         causal=True,
         sliding_window_size=-1,
-        isa=_get_attn_isa(torch.bfloat16, PAGE, head_size),
+        isa=_get_attn_isa(torch.bfloat16, PAGE, head_size, kv_cache_dtype),
         enable_kv_split=True,
+        kv_cache_dtype=kv_cache_dtype,
     )
     vllm = functools.partial(
         ops.cpu_attention_with_kv_cache,
@@ -84,6 +89,7 @@ def contenders_of(
         softcap=0.0,
         scheduler_metadata=plan,
         s_aux=None,
+        kv_cache_dtype=kv_cache_dtype,
     )
     where = dict(query_starts=starts, block_table=cell["block_table"], context_lens=lens, scale=scale)
     own = {
@@ -118,7 +124,7 @@ def measure_shape(shape: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     num_heads, _, head_size = SHAPES[shape]
     rows = []
     for batch, context in CELLS:
-        cell = make_cell(shape, batch, context)
+        cell = make_cell(shape, batch, context, CACHE_DTYPES[args.kv_cache_dtype])
         for query_len in args.query_lens:
             row = {
                 "shape": shape,
@@ -127,23 +133,25 @@ def measure_shape(shape: str, args: argparse.Namespace) -> list[dict[str, Any]]:
                 "query_len": query_len,
                 "cache_bytes": cell["cache"].nbytes,
                 "flop": 4 * batch * context * query_len * num_heads * head_size,
-                "ms": measure(contenders_of(shape, cell, query_len), args.turns),
+                "ms": measure(contenders_of(shape, cell, query_len, args.kv_cache_dtype), args.turns),
             }
             console.print(shape, f"{batch} x {context}", query_len, row["ms"])
             rows.append(row)
     return rows
 
 
-def peak_gflops(machine: Mapping[str, Any], variant: str) -> float:
-    """The matrix product that a variant is compared with."""
-    return machine["bfloat16_gflops" if variant == "avx512_bf16" else "float32_gflops"]
+def peak_gflops(record: Mapping[str, Any], variant: str) -> float:
+    """The matrix product that a variant is compared with; those with an fp8 cache are in float32."""
+    is_bfloat16 = variant == "avx512_bf16" and record["settings"].get("kv_cache_dtype", "auto") == "auto"
+    return record["machine"]["bfloat16_gflops" if is_bfloat16 else "float32_gflops"]
 
 
 def table_of(record: Mapping[str, Any]) -> Table:
     """A line for each cell and variant."""
     times = ("vLLM ms", "variant", "ms", "faster", "of q = 1", "of copy", "of matmul")
     columns = ("heads", "batch x context", "q", *times)
-    table = make_table("Attention of one layer", columns)
+    cache = record["settings"].get("kv_cache_dtype", "auto")
+    table = make_table(f"Attention of one layer, KV cache: {cache}", columns)
     machine = record["machine"]
     first: dict[tuple[Any, ...], float] = {}
     for row in record["rows"]:
@@ -161,7 +169,7 @@ def table_of(record: Mapping[str, Any]) -> Table:
                 f"{row['ms']['vllm'] / ms:.2f}",
                 f"{ms / base:.2f}",
                 f"{row['cache_bytes'] / ms / 1e6 / machine['copy_gb_per_s']:.0%}",
-                f"{row['flop'] / ms / 1e6 / peak_gflops(machine, name):.0%}",
+                f"{row['flop'] / ms / 1e6 / peak_gflops(record, name):.0%}",
             )
     return table
 
@@ -203,6 +211,7 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--query-lens", nargs="+", type=int, default=list(QUERY_LENS))
+    parser.add_argument("--kv-cache-dtype", choices=CACHE_DTYPES, default="auto", help="auto: bfloat16")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     add_out(parser, "; a roofline plot goes beside it")

@@ -7,7 +7,12 @@ import pytest
 import texts
 from engines import POLICIES, magicdec
 from greedy import GREEDY, assert_same_tokens, first_tokens
+from vllm.platforms import current_platform
 
+from vllm_magicdec.native.library import best_variant
+
+# Log probabilities that one fp8 number more or less may change; the best two are seldom that near.
+OF_AN_FP8_NUMBER = 0.05
 pytestmark = pytest.mark.skipif(
     kernel_libraries.best() == "avx2", reason="vLLM's CPU attention has fp8 caches with AVX-512 only"
 )
@@ -39,7 +44,8 @@ def plain_fp8(short_prompts):
 def test_greedy_output_is_that_of_plain_decoding_over_the_same_cache(
     policy, budget, v2, short_prompts, plain_fp8
 ):
-    spec = magicdec(4, draft_kv_budget=budget, **POLICIES[policy])
+    # The same attention on both sides: another's rounding may fall on either side of an fp8 number's.
+    spec = magicdec(4, draft_kv_budget=budget, native_attention=False, **POLICIES[policy])
     chosen, sampling = short_prompts, GREEDY
     if v2:  # in Triton's interpreter
         chosen, sampling = short_prompts[:3], {**GREEDY, "max_tokens": 8}
@@ -52,3 +58,28 @@ def test_greedy_output_is_that_of_plain_decoding_over_the_same_cache(
         assert run.accepted == run.drafted > 0, "a view of everything drafts what the target decodes"
     else:
         assert run.accepted > 0.8 * run.drafted
+
+
+@pytest.mark.skipif(
+    not current_platform.is_cpu() or best_variant() is None, reason="needs a CPU, and the compiled kernel"
+)
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "fp8_e5m2"])
+@pytest.mark.parametrize("policy", ["streamingllm", "snapkv by token"])
+def test_with_the_plugins_kernel_every_token_is_vllms_best(policy, kv_cache_dtype, short_prompts):
+    """Or as good; scored by vLLM's attention over the same kind of cache, without speculation."""
+    engine = {**ENGINE, "kv_cache_dtype": kv_cache_dtype}
+    batch = {"prompts": short_prompts, "sampling": GREEDY}
+    run = engines.run(
+        [("generate", {"batches": [batch]}), ("describe_draft", {})],
+        speculative_config=magicdec(4, draft_kv_budget=256, **POLICIES[policy]),
+        **engine,
+    )
+    (answers,), (described,) = run.results
+    assert described["native_layers"] == described["attention_layers"]
+    assert run.draft_failures == 0 and run.accepted > 0.8 * run.drafted
+    texts_of = [
+        {"prompt": prompt, "tokens": tokens}
+        for prompt, tokens in zip(short_prompts, engines.tokens_of(answers), strict=True)
+    ]
+    scores = engines.run([("score", {"texts": texts_of})], **engine).results[0]
+    assert max(best - own for places in scores for own, best in places) < OF_AN_FP8_NUMBER

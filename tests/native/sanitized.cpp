@@ -32,12 +32,24 @@ float lengthened(uint16_t x) {
   return result;
 }
 
+// fp8 numbers between 2^-2 and 2^2: sign, exponent, and a significand of 3 (E4M3) or 2 bits (E5M2).
+uint8_t random_byte(int bits) {
+  const int bias = (1 << (6 - bits)) - 1;
+  return between(0, 1) << 7 | (bias + between(-2, 1)) << bits | between(0, (1 << bits) - 1);
+}
+float lengthened(uint8_t x, int bits) {
+  const int bias = (1 << (6 - bits)) - 1, exponent = (x & 0x7f) >> bits, significand = x & ((1 << bits) - 1);
+  const float size = std::ldexp(1 + significand / static_cast<float>(1 << bits), exponent - bias);
+  return x & 0x80 ? -size : size;
+}
+
 struct Shape {
   int num_reqs = between(1, 4), num_kv_heads = between(1, 3), group = between(1, 8);
   int head_size = 16 * between(1, 9), page_size = 32 * between(1, 3);
   int window = between(0, 2) ? 0 : between(1, 90);
   float soft_cap = between(0, 1) ? 0.0f : 5.0f;
   bool has_slots = between(0, 1), has_sinks = between(0, 1), is_short = between(0, 1);
+  int fp8_bits = between(0, 1) ? 0 : between(2, 3);  // of a significand; 0: no fp8 cache
 };
 
 // One shape; the largest error.
@@ -59,6 +71,7 @@ double run(const Shape& s) {
   std::vector<float> sinks(heads);
   for (auto* numbers : {&cache, &query, &sinks})
     for (float& x : *numbers) x = normal();
+  std::vector<uint8_t> bytes;
   std::vector<uint16_t> short_cache, short_query, short_output(s.is_short ? output.size() : 0);
   if (s.is_short) {
     for (float x : cache) short_cache.push_back(shortened(x));
@@ -68,6 +81,12 @@ double run(const Shape& s) {
     short_cache.shrink_to_fit();
     short_query.shrink_to_fit();
   }
+  if (s.fp8_bits)
+    for (float& x : cache) {
+      bytes.push_back(random_byte(s.fp8_bits));
+      x = lengthened(bytes.back(), s.fp8_bits);
+    }
+  bytes.shrink_to_fit();
   std::vector<int32_t> table(pages);
   for (int i = 0; i < pages; ++i) table[i] = pages - 1 - i;
   std::vector<int32_t> slots(static_cast<size_t>(s.num_reqs) * s.num_kv_heads * width, -1);
@@ -84,7 +103,9 @@ double run(const Shape& s) {
   }
 
   MagicdecCall call{};
-  call.cache = s.is_short ? static_cast<const void*>(short_cache.data()) : cache.data();
+  call.cache = cache.data();
+  if (s.is_short) call.cache = short_cache.data();
+  if (s.fp8_bits) call.cache = bytes.data();
   call.page_stride = int64_t{2} * half * s.num_kv_heads;
   call.cache_head_stride = 2 * half;
   call.query = s.is_short ? static_cast<const void*>(short_query.data()) : query.data();
@@ -109,7 +130,9 @@ double run(const Shape& s) {
   call.sinks = s.has_sinks ? sinks.data() : nullptr;
   call.scale = 1 / std::sqrt(static_cast<float>(s.head_size));
   call.soft_cap = s.soft_cap;
-  call.type = s.is_short ? MAGICDEC_BFLOAT16 : MAGICDEC_FLOAT32;
+  call.value_scale = s.fp8_bits ? 0.5f : 1.0f;
+  call.query_type = s.is_short ? MAGICDEC_BFLOAT16 : MAGICDEC_FLOAT32;
+  call.cache_type = s.fp8_bits == 3 ? MAGICDEC_E4M3 : s.fp8_bits ? MAGICDEC_E5M2 : call.query_type;
   call.num_reqs = s.num_reqs;
   call.num_heads = heads;
   call.num_kv_heads = s.num_kv_heads;
@@ -145,8 +168,8 @@ double run(const Shape& s) {
         }
         for (int d = 0; d < s.head_size; ++d) {
           const float found = output[(static_cast<size_t>(token) * heads + head) * s.head_size + d];
-          const double error = std::abs(found - sums[d] / total);
-          if (!(error <= worst)) worst = error;  // NaN, too
+          const double error = std::abs(found - call.value_scale * sums[d] / total);
+          if (!(error <= worst)) worst = error == error ? error : std::numeric_limits<double>::infinity();
         }
       }
   return worst;

@@ -21,6 +21,7 @@ from vllm_magicdec.native.library import VARIANTS, Kernel, UnreadableError, load
 # Largest error as a share of the largest result that there were if no two values cancelled. A bfloat16
 # result is rounded (2^-8), and with AVX512_BF16 the weights of values are as well.
 BOUND = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-11 + 4e-6}
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 GARBAGE = 2**31 - 1
 
 here = [variant for variant in VARIANTS if runs_here(variant)]
@@ -60,6 +61,7 @@ class Batch:
 def batches(draw, max_query_len=32, windows=(0, 1, 7, 33, 100)) -> Batch:
     torch.manual_seed(draw(st.integers(0, 2**16)))
     dtype = draw(st.sampled_from(list(BOUND)))
+    cache_dtype = draw(st.sampled_from([dtype, *FP8]))
     head_size = draw(st.sampled_from([32, 64, 80, 96, 112, 128, 256]))
     page_size = draw(st.sampled_from([32, 64, 96]))
     num_kv_heads, group = draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 3, 4, 7, 8]))
@@ -70,18 +72,20 @@ def batches(draw, max_query_len=32, windows=(0, 1, 7, 33, 100)) -> Batch:
     # Pages and heads at any distance, as where layers or groups share memory.
     gaps = draw(st.integers(1, 2)), draw(st.integers(1, 2))
     memory = torch.full((num_blocks * gaps[0], num_kv_heads * gaps[1], page_size, 2 * head_size), torch.nan)
-    cache = memory.to(dtype)[:: gaps[0], :: gaps[1]]
+    cache = memory.to(cache_dtype)[:: gaps[0], :: gaps[1]]
     table = torch.randperm(num_blocks)[: len(query_lens) * widest].view(-1, widest).int()
     shape = (len(query_lens), max(context_lens), num_kv_heads, head_size)
-    keys, values = (torch.randn(shape).to(dtype) for _ in range(2))
-    halves = cache.view(*cache.shape[:2], 2, page_size * head_size)
+    # Of an fp8 cache some are subnormal.
+    keys, values = (torch.randn(shape).to(cache_dtype) for _ in range(2))
+    bits = cache.view(torch.uint8) if cache_dtype in FP8 else cache  # torch writes no chosen fp8 numbers
+    halves = bits.view(*cache.shape[:2], 2, page_size * head_size)
     by_dimension = halves[:, :, 0].view(*cache.shape[:2], head_size, page_size)
     by_token = halves[:, :, 1].view(*cache.shape[:2], page_size, head_size)
     for request, context in enumerate(context_lens):
         positions = torch.arange(context)
         pages, places = table[request, positions // page_size].long(), positions % page_size
-        by_dimension[pages, :, :, places] = keys[request, :context]
-        by_token[pages, :, places] = values[request, :context]
+        by_dimension[pages, :, :, places] = keys[request, :context].view(bits.dtype)
+        by_token[pages, :, places] = values[request, :context].view(bits.dtype)
         table[request, -(-context // page_size) :] = GARBAGE
     num_heads = num_kv_heads * group
     # Of a wider tensor, as a layer's queries are.
@@ -90,13 +94,16 @@ def batches(draw, max_query_len=32, windows=(0, 1, 7, 33, 100)) -> Batch:
         scale=head_size**-0.5,
         soft_cap=draw(st.sampled_from([0.0, 0.5, 30.0])),
         sinks=3 * torch.randn(num_heads) if draw(st.booleans()) else None,
+        value_scale=draw(st.sampled_from([0.3, 2.0])) if cache_dtype in FP8 else 1.0,
     )
     if windows:
         options["window"] = draw(st.sampled_from(windows))
     return Batch(query, keys, values, cache, table, context_lens, query_lens, options)
 
 
-def truth(query, keys, values, is_seen, *, scale, soft_cap=0.0, sinks=None) -> tuple[torch.Tensor, float]:
+def truth(
+    query, keys, values, is_seen, *, scale, value_scale=1.0, soft_cap=0.0, sinks=None
+) -> tuple[torch.Tensor, float]:
     """In float64, of one request; and the largest result there were if no two values cancelled.
 
     `keys`, `values` [n, num_heads, head_size]; `is_seen` [num_queries, n] or [num_heads, num_queries, n].
@@ -108,8 +115,9 @@ def truth(query, keys, values, is_seen, *, scale, soft_cap=0.0, sinks=None) -> t
     if sinks is not None:
         logits = torch.cat([logits, sinks.double().view(-1, 1, 1).expand(-1, len(query), 1)], dim=-1)
     weights = logits.softmax(-1)[..., : len(keys)]
-    result = torch.einsum("hqk,khd->qhd", weights, values.double())
-    return result, torch.einsum("hqk,khd->qhd", weights, values.double().abs()).amax().item()
+    values = values.double() * value_scale
+    result = torch.einsum("hqk,khd->qhd", weights, values)
+    return result, torch.einsum("hqk,khd->qhd", weights, values.abs()).amax().item()
 
 
 def check(output: torch.Tensor, expected: torch.Tensor, size: float) -> None:
@@ -129,7 +137,7 @@ def threads():
 
 
 @variants
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(batches(), st.integers(1, 5))
 def test_pages_are_attended_to_as_in_float64(variant, batch, threads):
     kernel = kernel_of(variant)
@@ -153,14 +161,15 @@ def test_pages_are_attended_to_as_in_float64(variant, batch, threads):
         tokens = torch.arange(context)
         is_seen = (tokens <= positions) & (tokens > positions - (window or context))
         keys, values = (
-            half[request, :context].repeat_interleave(group, 1) for half in (batch.keys, batch.values)
+            half[request, :context].double().repeat_interleave(group, 1)
+            for half in (batch.keys, batch.values)
         )
         part = slice(*batch.starts[request : request + 2].tolist())
         check(output[part], *truth(batch.query[part], keys, values, is_seen, **batch.options))
 
 
 @variants
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(batches(max_query_len=6, windows=()), st.integers(1, 5), st.booleans(), st.booleans())
 def test_chosen_slots_are_attended_to_as_in_float64(variant, batch, threads, is_sorted, sees_all):
     kernel = kernel_of(variant)
@@ -187,7 +196,7 @@ def test_chosen_slots_are_attended_to_as_in_float64(variant, batch, threads, is_
             if options["sinks"] is not None:
                 options["sinks"] = options["sinks"][heads]
             keys, values = (
-                half[request, chosen, head].unsqueeze(1).expand(-1, group, -1)
+                half[request].double()[chosen, head].unsqueeze(1).expand(-1, group, -1)
                 for half in (batch.keys, batch.values)
             )
             seen = torch.ones_like(seen) if sees_all else seen
@@ -207,12 +216,14 @@ def test_chosen_slots_are_attended_to_as_in_float64(variant, batch, threads, is_
         check(output[part, heads], result, size)
 
 
-def shared_batch(dtype: torch.dtype, *, num_reqs=3, context=700, query_len=5, heads=(8, 2), head_size=64):
-    """Equal requests: query, cache, block table, lengths."""
+def shared_batch(
+    dtype: torch.dtype, *, cache=None, num_reqs=3, context=700, query_len=5, heads=(8, 2), head_size=64
+):
+    """Equal requests: query, cache of that or another dtype, block table, lengths."""
     torch.manual_seed(1)
     num_heads, num_kv_heads = heads
     pages = -(-context // 32)
-    cache = torch.randn(num_reqs * pages, num_kv_heads, 32, 2 * head_size).to(dtype)
+    cache = torch.randn(num_reqs * pages, num_kv_heads, 32, 2 * head_size).to(cache or dtype)
     table = torch.randperm(num_reqs * pages).view(num_reqs, pages).int()
     query = torch.randn(num_reqs * query_len, num_heads, head_size).to(dtype)
     starts = torch.arange(0, num_reqs * query_len + 1, query_len, dtype=torch.int32)
@@ -240,19 +251,29 @@ def test_threads_change_no_more_than_the_order_of_sums(variant, threads):
 @variants
 @pytest.mark.parametrize("window", [-1, 1, 33, 500])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_it_agrees_with_vllms_kernel(variant, window, dtype):
-    """The meaning of a window, of a soft cap and of sinks, and the layout, are vLLM's."""
+@pytest.mark.parametrize("fp8", [None, *FP8])
+def test_it_agrees_with_vllms_kernel(variant, window, dtype, fp8):
+    """The meaning of a window, of a soft cap, of scales and of sinks, and the layout, are vLLM's."""
     if not current_platform.is_cpu() or not kernel_libraries.best():
         pytest.skip("needs vLLM's kernels for x86 CPUs")
+    if fp8 and kernel_libraries.best() == "avx2":
+        pytest.skip("vLLM's CPU attention has fp8 caches with AVX-512 only")
     kernel = kernel_of(variant)
     current_platform.import_kernels()
     import vllm._custom_ops as ops
 
-    query, cache, where = shared_batch(dtype)
+    query, cache, where = shared_batch(dtype, cache=fp8)
     num_blocks, num_kv_heads, page_size, content = cache.shape
+    key_scale, value_scale = (0.7, 1.3) if fp8 else (1.0, 1.0)
+    name = {None: "auto", torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}[fp8]
     ours, theirs = torch.empty_like(query), torch.empty_like(query)
     sinks = torch.randn(query.shape[1])
-    common = dict(query_start_loc=where["query_starts"], seq_lens=where["context_lens"], causal=True)
+    common = dict(
+        query_start_loc=where["query_starts"],
+        seq_lens=where["context_lens"],
+        causal=True,
+        kv_cache_dtype=name,
+    )
     plan = ops.cpu_attn_get_scheduler_metadata(
         num_reqs=len(where["context_lens"]),
         num_heads=query.shape[1],
@@ -264,7 +285,8 @@ def test_it_agrees_with_vllms_kernel(variant, window, dtype):
         enable_kv_split=True,
         **common,
     )
-    keys, values = cache.view(num_blocks, num_kv_heads, 2 * page_size, content // 2).chunk(2, dim=2)
+    stored = cache.view(torch.uint8) if fp8 else cache
+    keys, values = stored.view(num_blocks, num_kv_heads, 2 * page_size, content // 2).chunk(2, dim=2)
     ops.cpu_attention_with_kv_cache(
         query=query,
         key_cache=keys,
@@ -277,9 +299,13 @@ def test_it_agrees_with_vllms_kernel(variant, window, dtype):
         softcap=20.0,
         scheduler_metadata=plan,
         s_aux=sinks,
+        k_scale=key_scale,
+        v_scale=value_scale,
         **common,
     )
-    kernel.attend_pages(query, cache, ours, window=window, soft_cap=20.0, sinks=sinks, **where)
+    where["scale"] *= key_scale
+    options = dict(window=window, soft_cap=20.0, sinks=sinks, value_scale=value_scale)
+    kernel.attend_pages(query, cache, ours, **options, **where)
     tolerance = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}[dtype]
     torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance * theirs.abs().max().item())
 
@@ -303,11 +329,15 @@ def test_it_agrees_with_plain_torch_over_token_views(variant):
 
 
 @variants
+@pytest.mark.parametrize("soft_cap", [0.0, 20.0])
 @pytest.mark.parametrize("what", [torch.nan, torch.inf])
-def test_what_is_no_number_stays_none(variant, what):
+def test_what_is_no_number_stays_none(variant, what, soft_cap):
     """Else a broken cache would be answered as if it were a sound one."""
+    if soft_cap and what == torch.inf:
+        pytest.skip("a cap makes a number of it")
     kernel = kernel_of(variant)
     query, cache, where = shared_batch(torch.float32)
+    where["soft_cap"] = soft_cap
     clean, output = torch.empty_like(query), torch.empty_like(query)
     kernel.attend_pages(query, cache, clean, **where)
     query[0, 0, 0] = what
@@ -315,6 +345,22 @@ def test_what_is_no_number_stays_none(variant, what):
     assert output[0, 0].isnan().all()
     output[0, 0] = clean[0, 0]
     torch.testing.assert_close(output, clean, rtol=0, atol=1e-6)
+
+
+@variants
+@pytest.mark.parametrize("fp8", FP8)
+def test_every_fp8_number_is_read_as_torch_reads_it(variant, fp8):
+    """A lone token's value is the output; the NaNs and infinities of both formats are among them."""
+    kernel = kernel_of(variant)
+    numbers = torch.arange(256, dtype=torch.uint8).view(fp8)
+    cache = torch.zeros(1, 1, 32, 512, dtype=torch.uint8)
+    cache.view(2, -1)[1, :256] = numbers.view(torch.uint8)
+    query, output = torch.zeros(1, 1, 256), torch.zeros(1, 1, 256)
+    where = dict(
+        query_starts=torch.tensor([0, 1]), block_table=torch.zeros(1, 1), context_lens=torch.tensor([1])
+    )
+    kernel.attend_pages(query, cache.view(fp8), output, scale=1.0, **where)
+    torch.testing.assert_close(output[0, 0], numbers.float(), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("most", [1, 32, 33])
@@ -353,5 +399,10 @@ def test_shapes_that_it_has_not_are_refused(variant):
         kernel.attend_pages(query.double(), cache.double(), query.double(), **where)
     with pytest.raises(UnreadableError, match="queries are"):
         kernel.attend_pages(query.bfloat16(), cache, query.bfloat16(), **where)
+    fp8 = cache.to(torch.float8_e4m3fn)
+    with pytest.raises(UnreadableError, match="queries are"):
+        kernel.attend_pages(query.double(), fp8, query.double(), **where)
+    with pytest.raises(UnreadableError, match="queries are"):
+        kernel.attend_pages(query.bfloat16(), fp8, torch.empty_like(query), **where)
     with pytest.raises(UnreadableError, match="multiple of 16"):
         kernel.attend_pages(query[..., :24], cache[..., :48].contiguous(), query[..., :24], **where)

@@ -15,6 +15,8 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionType
 
 from vllm_magicdec.attention.metadata import TokenMetadata, TokenPassMetadata
+from vllm_magicdec.attention.rows import FP8_DTYPES
+from vllm_magicdec.attention.scales import stored_dtype
 from vllm_magicdec.attention.softmax import Softmax
 from vllm_magicdec.errors import METHOD
 from vllm_magicdec.native.library import (
@@ -110,7 +112,8 @@ class NativeAttention:
             )
         if impl.alibi_slopes is not None:
             raise UnreadableError("the plugin's own kernel has no ALiBi")
-        check_cache(spec.block_size, spec.head_size, spec.dtype)
+        self._cache_dtype = stored_dtype(spec, layer.kv_cache_dtype)
+        check_cache(spec.block_size, spec.head_size, self._cache_dtype)
         self._impl = impl
         self._kernel = kernel
         self._own_forward = impl.forward
@@ -133,14 +136,16 @@ class NativeAttention:
             return self._own_forward(layer, query, key, value, kv_cache, attn_metadata, output, **scales)
         num_tokens, impl = attn_metadata.num_actual_tokens, self._impl
         query = query[:num_tokens]
+        is_fp8 = self._cache_dtype in FP8_DTYPES
         self._kernel.attend_pages(
             query,
-            kv_cache,
+            kv_cache.view(self._cache_dtype),
             output[:num_tokens].view(query.shape),
             query_starts=attn_metadata.query_start_loc,
             block_table=attn_metadata.block_table,
             context_lens=attn_metadata.seq_lens,
-            scale=impl.scale,
+            scale=impl.scale * layer._k_scale_float if is_fp8 else impl.scale,
+            value_scale=layer._v_scale_float if is_fp8 else 1.0,
             soft_cap=impl.logits_soft_cap,
             window=impl.sliding_window,
             sinks=impl.sinks,
@@ -153,6 +158,7 @@ class NativeAttention:
         kv_cache: torch.Tensor,
         metadata: TokenMetadata | TokenPassMetadata,
         softmax: Softmax,
+        value_scale: float,
         output: torch.Tensor,
     ) -> None:
         """Attend to a token view of which `takes_view` is true.
@@ -162,6 +168,7 @@ class NativeAttention:
             kv_cache: [num_blocks, num_kv_heads, page_size, 2 * head_size].
             metadata: the view.
             softmax: the layer's.
+            value_scale: of an fp8 cache; of others 1.
             output: as `query`, written.
         """
         num_reqs, _, width = metadata.slots.shape
@@ -173,13 +180,14 @@ class NativeAttention:
             is_seen = metadata.is_seen
         self._kernel.attend_slots(
             query,
-            kv_cache,
+            kv_cache.view(self._cache_dtype),
             output,
             query_starts=starts,
             slots=metadata.slots,
             slot_lens=lens,
             is_seen=is_seen,
             scale=softmax.scale,
+            value_scale=value_scale,
             soft_cap=softmax.soft_cap,
             sinks=softmax.sinks,
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a layer's quantised queries, keys and values are to be multiplied by."""
+"""What a layer's quantised queries, keys and values are stored as, and are to be multiplied by."""
 
 import math
 from collections.abc import Sequence
@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import AttentionSpec, KVQuantMode
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,18 @@ class Scales:
     def scale_query(self, query: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Queries [..., num_heads, head_size] in the model's dtype, from what a layer hands its backend."""
         return query if self.query_factors is None else (query.float() * self.query_factors).to(dtype)
+
+
+def stored_dtype(spec: AttentionSpec, kv_cache_dtype: str) -> torch.dtype:
+    """What the elements of a layer's KV cache are; vLLM keeps fp8 caches as tensors of bytes.
+
+    Args:
+        spec: of the cache.
+        kv_cache_dtype: vLLM's name, of the layer or the engine.
+    """
+    if spec.kv_quant_mode != KVQuantMode.FP8_PER_TENSOR:
+        return spec.dtype
+    return torch.float8_e5m2 if kv_cache_dtype == "fp8_e5m2" else current_platform.fp8_dtype()
 
 
 def _by_query_head(factors: Sequence[torch.Tensor], num_heads: int) -> torch.Tensor | None:

@@ -28,7 +28,7 @@ from vllm_magicdec.attention.native_attention import native_of, takes_view
 from vllm_magicdec.attention.observing import QueryRecorder
 from vllm_magicdec.attention.plans import CommonLengthPlans
 from vllm_magicdec.attention.rows import FP8_DTYPES
-from vllm_magicdec.attention.scales import Scales
+from vllm_magicdec.attention.scales import Scales, stored_dtype
 from vllm_magicdec.attention.softmax import Softmax
 from vllm_magicdec.errors import METHOD, MagicDecConfigError
 
@@ -83,18 +83,6 @@ def install_switches(
                 )
             switch.plans = plans[switch.geometry]
     return [found for found in plans.values() if found is not None]
-
-
-def stored_dtype(spec: AttentionSpec, kv_cache_dtype: str) -> torch.dtype:
-    """What the elements of a layer's KV cache are; vLLM keeps fp8 caches as tensors of bytes.
-
-    Args:
-        spec: of the cache.
-        kv_cache_dtype: vLLM's name, of the layer or the engine.
-    """
-    if spec.kv_quant_mode != KVQuantMode.FP8_PER_TENSOR:
-        return spec.dtype
-    return torch.float8_e5m2 if kv_cache_dtype == "fp8_e5m2" else current_platform.fp8_dtype()
 
 
 def require_e4m3(dtype: torch.dtype, device: torch.device) -> None:
@@ -247,7 +235,9 @@ class Switch:
             query = self._query(query[:num_queries])
             own_output = output[:num_queries].view(query.shape)
             if self._native is not None and takes_view(attn_metadata):
-                self._native.attend_view(query, kv_cache, attn_metadata, self._softmax, own_output)
+                self._native.attend_view(
+                    query, kv_cache, attn_metadata, self._softmax, self._scales.value, own_output
+                )
             else:
                 self._attend(query, self._rows(kv_cache), attn_metadata, own_output)
             return output

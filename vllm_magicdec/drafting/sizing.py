@@ -16,7 +16,8 @@ from vllm_magicdec.attention.flashinfer_attention import Geometry
 from vllm_magicdec.attention.observing import LayerObserver, QueryRecorder
 from vllm_magicdec.attention.plans import CommonLengthPlans
 from vllm_magicdec.attention.rows import read_dtype
-from vllm_magicdec.attention.switch import flashinfer_refusal, stored_dtype
+from vllm_magicdec.attention.scales import stored_dtype
+from vllm_magicdec.attention.switch import flashinfer_refusal
 from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.drafting.layer_groups import LayerGroup
 from vllm_magicdec.errors import METHOD, MagicDecConfigError

@@ -39,6 +39,11 @@ constexpr int FEW_ROWS_TILE_BYTES = 16384;
 template <int N>
 using Count = std::integral_constant<int, N>;
 
+template <typename T>
+struct Type {
+  using Own = T;
+};
+
 inline int num_threads() {
 #ifdef _OPENMP
   return omp_get_max_threads();
@@ -96,7 +101,10 @@ template <typename T>
 class Attention {
  public:
   explicit Attention(const MagicdecCall& call)
-      : call_(call), group_(call.num_heads / call.num_kv_heads), shares_(call.num_kv_heads) {
+      : call_(call),
+        group_(call.num_heads / call.num_kv_heads),
+        scale_(call.scale * UNIT<T>),
+        shares_(call.num_kv_heads) {
     int max_rows = 0;
     for (int request = 0; request < call.num_reqs; ++request) {
       const int rows = num_positions(request) * group_;
@@ -203,17 +211,29 @@ class Attention {
     return call_.slots != nullptr ? call_.slot_lens[request] : call_.context_lens[request];
   }
 
+  // Does something that depends on the type of queries and output.
+  template <typename Action>
+  void of_query_type(Action action) const {
+    switch (call_.query_type) {
+      case MAGICDEC_FLOAT32: return action(Type<float>());
+      case MAGICDEC_BFLOAT16: return action(Type<Bfloat16>());
+      case MAGICDEC_FLOAT16: return action(Type<Float16>());
+    }
+  }
+
   // Row r is the request's token r / group, and of it the KV head's query head r % group.
   void take_query(const Part& part, Scratch<T>& scratch) const {
     const int rows = num_positions(part.request) * group_;
-    const T* query = static_cast<const T*>(call_.query) +
-                     call_.query_starts[part.request] * call_.query_token_stride +
-                     part.head * group_ * call_.query_head_stride;
-    for (int row = 0; row < rows; ++row) {
-      const T* from = query + row / group_ * call_.query_token_stride + row % group_ * call_.query_head_stride;
-      auto* to = &scratch.query[row * QUERY_PITCH];
-      for (int d = 0; d < call_.head_size; ++d) assign(to[d], as_float(from[d]));
-    }
+    of_query_type([&](auto type) {
+      const auto* query = static_cast<const typename decltype(type)::Own*>(call_.query) +
+                          call_.query_starts[part.request] * call_.query_token_stride +
+                          part.head * group_ * call_.query_head_stride;
+      for (int row = 0; row < rows; ++row) {
+        const auto* from = query + row / group_ * call_.query_token_stride + row % group_ * call_.query_head_stride;
+        auto* to = &scratch.query[row * QUERY_PITCH];
+        for (int d = 0; d < call_.head_size; ++d) assign(to[d], as_float(from[d]));
+      }
+    });
   }
 
   const T* page(int number, int head) const {
@@ -387,11 +407,11 @@ class Attention {
     if (call_.soft_cap > 0)
       for (int t = 0; t < end; t += LANES) {
         const Floats product = load(scores + t);
-        const Floats capped = tanh_of(product * (call_.scale / call_.soft_cap)) * call_.soft_cap;
-        store(scores + t, product == -INFINITY ? product : capped);
+        const Floats capped = tanh_of(product * (scale_ / call_.soft_cap)) * call_.soft_cap;
+        store(scores + t, product > -INFINITY ? capped : product);  // and not what is no number
       }
     // To the base of 2, because powers of 2 are cheap.
-    const float to_logits = (call_.soft_cap > 0 ? 1 : call_.scale) * LOG2_E;
+    const float to_logits = (call_.soft_cap > 0 ? 1 : scale_) * LOG2_E;
     Floats largest_yet = load(scores);
     for (int t = LANES; t < end; t += LANES) largest_yet = larger(largest_yet, load(scores + t));
     const float now = std::max(most, largest(largest_yet) * to_logits);
@@ -451,29 +471,31 @@ class Attention {
     write(first, row, sums, most, total);
   }
 
-  T* output(int request, int head, int row) const {
-    const int token = call_.query_starts[request] + row / group_;
-    return static_cast<T*>(call_.output) + token * call_.output_token_stride +
-           (head * group_ + row % group_) * call_.output_head_stride;
-  }
-
   void write(const Part& part, int row, const float* sums, float most, float total) const {
     if (call_.sinks != nullptr) total += std::exp2(call_.sinks[part.head * group_ + row % group_] * LOG2_E - most);
-    const float share = total == 0 ? 0 : 1 / total;
-    T* to = output(part.request, part.head, row);
-    for (int d = 0; d < call_.head_size; ++d) assign(to[d], sums[d] * share);
+    const float share = total == 0 ? 0 : call_.value_scale * UNIT<T> / total;
+    write_row(part.request, part.head, row, [&](int d) { return sums[d] * share; });
   }
 
   void see_nothing(int request) const {
     for (int head = 0; head < call_.num_kv_heads; ++head)
-      for (int row = 0; row < num_positions(request) * group_; ++row) {
-        T* to = output(request, head, row);
-        for (int d = 0; d < call_.head_size; ++d) assign(to[d], 0);
-      }
+      for (int row = 0; row < num_positions(request) * group_; ++row)
+        write_row(request, head, row, [](int) { return 0.0f; });
+  }
+
+  template <typename Numbers>
+  void write_row(int request, int head, int row, Numbers number) const {
+    const int64_t at = (call_.query_starts[request] + row / group_) * call_.output_token_stride +
+                       (head * group_ + row % group_) * call_.output_head_stride;
+    of_query_type([&](auto type) {
+      auto* to = static_cast<typename decltype(type)::Own*>(call_.output) + at;
+      for (int d = 0; d < call_.head_size; ++d) assign(to[d], number(d));
+    });
   }
 
   const MagicdecCall& call_;
   const int group_;
+  const float scale_;  // of products as they are loaded
   Shares shares_;
   std::vector<Part> parts_;  // that are not whole: by thread, one that began before it and one that begins in it
   float* partial_base_ = nullptr;
@@ -484,6 +506,8 @@ bool fits(const MagicdecCall& call) {
   if (call.num_kv_heads <= 0 || call.num_heads % call.num_kv_heads || call.page_size % BLOCK ||
       call.head_size % 16 || call.head_size > MAX_HEAD_SIZE || !(call.scale > 0))
     return false;
+  const bool is_fp8 = call.cache_type == MAGICDEC_E4M3 || call.cache_type == MAGICDEC_E5M2;
+  if (call.query_type > MAGICDEC_FLOAT16 || (!is_fp8 && call.query_type != call.cache_type)) return false;
   for (int request = 0; request < call.num_reqs; ++request) {
     const int num_positions = call.query_starts[request + 1] - call.query_starts[request];
     if (num_positions < 0 || num_positions > MAX_POSITIONS) return false;
@@ -499,7 +523,7 @@ extern "C" __attribute__((visibility("default"))) int magicdec_call_size() { ret
 extern "C" __attribute__((visibility("default"))) int magicdec_attend(const MagicdecCall* call) {
   using namespace magicdec;
   if (!fits(*call)) return 1;
-  switch (call->type) {
+  switch (call->cache_type) {
     case MAGICDEC_FLOAT32:
       Attention<float>(*call).run();
       return 0;
@@ -508,6 +532,12 @@ extern "C" __attribute__((visibility("default"))) int magicdec_attend(const Magi
       return 0;
     case MAGICDEC_FLOAT16:
       Attention<Float16>(*call).run();
+      return 0;
+    case MAGICDEC_E4M3:
+      Attention<E4m3>(*call).run();
+      return 0;
+    case MAGICDEC_E5M2:
+      Attention<E5m2>(*call).run();
       return 0;
   }
   return 1;

@@ -6,7 +6,13 @@
 
 extern "C" {
 
-enum MagicdecType : int32_t { MAGICDEC_FLOAT32 = 0, MAGICDEC_BFLOAT16 = 1, MAGICDEC_FLOAT16 = 2 };
+enum MagicdecType : int32_t {
+  MAGICDEC_FLOAT32 = 0,
+  MAGICDEC_BFLOAT16 = 1,
+  MAGICDEC_FLOAT16 = 2,
+  MAGICDEC_E4M3 = 3,
+  MAGICDEC_E5M2 = 4
+};
 
 // Attention of a layer's query tokens over its paged KV cache. Strides count elements; the innermost are 1.
 struct MagicdecCall {
@@ -14,7 +20,8 @@ struct MagicdecCall {
   // values as [page_size, head_size].
   const void* cache;
   int64_t page_stride, cache_head_stride;
-  // [num_tokens, num_heads, head_size], of the cache's type; the heads of a KV head are neighbours.
+  // [num_tokens, num_heads, head_size], of the cache's type, and with a cache of 8 bits of any other; the heads of a KV
+  // head are neighbours. The output, too.
   const void* query;
   int64_t query_token_stride, query_head_stride;
   void* output;
@@ -35,8 +42,9 @@ struct MagicdecCall {
 
   const float* sinks;  // [num_heads]: learned logits in the denominator; null: none
   float scale, soft_cap;  // of the logits; a cap of 0 is none
+  float value_scale;      // of the output
   int32_t window;         // each token sees so many, itself included; 0: all. Of pages alone
-  int32_t type, num_reqs, num_heads, num_kv_heads, head_size, page_size;
+  int32_t query_type, cache_type, num_reqs, num_heads, num_kv_heads, head_size, page_size;
 };
 
 // Bytes of `MagicdecCall`: a library that was compiled from other sources is told by it.

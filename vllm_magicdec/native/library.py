@@ -13,7 +13,9 @@ FOLDER = Path(__file__).parent
 MAX_QUERY_LEN = 32  # query tokens of a request
 BLOCK = 32  # tokens; pages hold a multiple of them
 MAX_HEAD_SIZE = 512
-_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_QUERY_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_FP8_TYPES = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 4}
+_CACHE_TYPES = {**_QUERY_TYPES, **_FP8_TYPES}
 
 
 @dataclass(frozen=True)
@@ -90,8 +92,10 @@ class Call(ctypes.Structure):
         ("sinks", ctypes.c_void_p),
         ("scale", ctypes.c_float),
         ("soft_cap", ctypes.c_float),
+        ("value_scale", ctypes.c_float),
         ("window", ctypes.c_int32),
-        ("type", ctypes.c_int32),
+        ("query_type", ctypes.c_int32),
+        ("cache_type", ctypes.c_int32),
         ("num_reqs", ctypes.c_int32),
         ("num_heads", ctypes.c_int32),
         ("num_kv_heads", ctypes.c_int32),
@@ -110,8 +114,8 @@ def check_cache(page_size: int, head_size: int, dtype: torch.dtype) -> None:
     Raises:
         UnreadableError: with the reason.
     """
-    if dtype not in _TYPES:
-        raise UnreadableError(f"it reads caches of float32, bfloat16 and float16, not {dtype}")
+    if dtype not in _CACHE_TYPES:
+        raise UnreadableError(f"it reads caches of float32, bfloat16, float16 and fp8, not {dtype}")
     if page_size % BLOCK:
         raise UnreadableError(f"its pages hold a multiple of {BLOCK} tokens, not {page_size}")
     if head_size % 16 or head_size > MAX_HEAD_SIZE:
@@ -144,7 +148,7 @@ class Kernel:
     inputs, a float32 result is off by at most 2e-6 of the largest value that is weighed. With AVX512_BF16 a
     bfloat16 cache's weights are rounded to bfloat16 before they multiply values: a result is then off by
     2^-8 of the largest value at most, in other variants by as little as in float32; then it is rounded to
-    its own dtype. tests/native measures both.
+    its own dtype. Products with an fp8 cache are float32 in all variants. tests/native measures all of it.
     """
 
     def __init__(self, variant: Variant) -> None:
@@ -170,6 +174,7 @@ class Kernel:
         block_table: torch.Tensor,
         context_lens: torch.Tensor,
         scale: float,
+        value_scale: float = 1.0,
         soft_cap: float = 0.0,
         window: int = 0,
         sinks: torch.Tensor | None = None,
@@ -177,8 +182,8 @@ class Kernel:
         """Attend to each request's own context, causally.
 
         Args:
-            query: [num_tokens, num_heads, head_size], of the cache's dtype; the heads of one KV head are
-                neighbours.
+            query: [num_tokens, num_heads, head_size], of the cache's dtype, and of any beside an fp8 cache;
+                the heads of one KV head are neighbours.
             kv_cache: [num_blocks, num_kv_heads, page_size, 2 * head_size] as vLLM's CPU backend keeps it
                 in its layouts `vec` and `vec16`; any strides of blocks and heads.
             output: as `query`, written.
@@ -186,7 +191,8 @@ class Kernel:
                 end; at most `MAX_QUERY_LEN` of each.
             block_table: [num_reqs, n] int32.
             context_lens: [num_reqs] int32, tokens with the request's query tokens, which are the last.
-            scale: of the logits.
+            scale: of the logits; of an fp8 cache, times its keys'.
+            value_scale: of the output: an fp8 cache's values'.
             soft_cap: above 0, logits become `soft_cap * tanh(logits / soft_cap)`.
             window: above 0, a token sees so many, itself included.
             sinks: [num_heads], logits that take part in the softmax's denominator and have no value.
@@ -195,7 +201,7 @@ class Kernel:
             UnreadableError: the kernel has not this shape.
         """
         query_starts, block_table, context_lens = map(_as_int32, (query_starts, block_table, context_lens))
-        call = self._call(query, kv_cache, output, query_starts, scale, soft_cap)
+        call = self._call(query, kv_cache, output, query_starts, scale, value_scale, soft_cap)
         call.block_table, call.context_lens = block_table.data_ptr(), context_lens.data_ptr()
         call.block_table_stride = block_table.stride(0)
         call.window = max(0, window)
@@ -212,6 +218,7 @@ class Kernel:
         slot_lens: torch.Tensor,
         is_seen: torch.Tensor | None = None,
         scale: float,
+        value_scale: float = 1.0,
         soft_cap: float = 0.0,
         sinks: torch.Tensor | None = None,
     ) -> None:
@@ -227,6 +234,7 @@ class Kernel:
             is_seen: [num_reqs, most, width] bool, which of them each query token of a request sees, at
                 least one; without it, all see all.
             scale: see there.
+            value_scale: see there.
             soft_cap: see there.
             sinks: see there.
 
@@ -234,7 +242,7 @@ class Kernel:
             UnreadableError: the kernel has not this shape.
         """
         query_starts, slots, slot_lens = map(_as_int32, (query_starts, slots, slot_lens))
-        call = self._call(query, kv_cache, output, query_starts, scale, soft_cap)
+        call = self._call(query, kv_cache, output, query_starts, scale, value_scale, soft_cap)
         call.slots, call.slot_lens = slots.data_ptr(), slot_lens.data_ptr()
         call.slots_request_stride, call.slots_head_stride = slots.stride(0), slots.stride(1)
         if is_seen is not None:
@@ -250,12 +258,14 @@ class Kernel:
         output: torch.Tensor,
         query_starts: torch.Tensor,
         scale: float,
+        value_scale: float,
         soft_cap: float,
     ) -> Call:
         _, num_heads, head_size = query.shape
         _, num_kv_heads, page_size, _ = kv_cache.shape
         check_cache(page_size, head_size, kv_cache.dtype)
-        if not query.dtype == output.dtype == kv_cache.dtype:
+        of_queries = _QUERY_TYPES if kv_cache.dtype in _FP8_TYPES else {kv_cache.dtype}
+        if query.dtype not in of_queries or query.dtype != output.dtype:
             raise UnreadableError(f"queries are {query.dtype}, its cache is {kv_cache.dtype}")
         if not query.stride(-1) == output.stride(-1) == kv_cache.stride(-1) == 1:
             raise UnreadableError("it reads and writes neighbouring numbers")
@@ -272,7 +282,9 @@ class Kernel:
             query_starts=query_starts.data_ptr(),
             scale=scale,
             soft_cap=soft_cap,
-            type=_TYPES[kv_cache.dtype],
+            value_scale=value_scale,
+            query_type=_QUERY_TYPES[query.dtype],
+            cache_type=_CACHE_TYPES[kv_cache.dtype],
             num_reqs=len(query_starts) - 1,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,

@@ -36,6 +36,19 @@ struct Bfloat16 {
   uint16_t bits;
 };
 using Float16 = _Float16;
+// Of an fp8 cache: sign, exponent and significand of 1, 4, 3 and of 1, 5, 2 bits.
+struct E4m3 {
+  uint8_t bits;
+};
+struct E5m2 {
+  uint8_t bits;
+};
+
+// What a number that `load` returns stands for, in units of it.
+template <typename T>
+constexpr float UNIT = 1.0f;
+template <>
+constexpr float UNIT<E4m3> = 256.0f;  // float16's smallest exponent is so much smaller
 
 inline Floats all(float x) { return x - Floats{}; }
 
@@ -59,16 +72,51 @@ inline Floats load(const Bfloat16* from) {
   return (Floats)(wide << 16);
 }
 
-inline Floats load(const Float16* from) {
+// Bits of float16.
+inline Floats from_float16(Halfwords bits) {
 #if defined(__AVX512F__)
-  return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+  return (Floats)_mm512_cvtph_ps((__m256i)bits);
 #elif defined(__F16C__)
-  return (Floats)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  return (Floats)_mm256_cvtph_ps((__m128i)bits);
 #else
   Floats x;
-  for (int i = 0; i < LANES; ++i) x[i] = static_cast<float>(from[i]);
+  for (int i = 0; i < LANES; ++i) {
+    const uint16_t own = bits[i];
+    Float16 number;
+    std::memcpy(&number, &own, sizeof number);
+    x[i] = static_cast<float>(number);
+  }
   return x;
 #endif
+}
+
+inline Floats load(const Float16* from) {
+  Halfwords bits;
+  std::memcpy(&bits, from, sizeof bits);
+  return from_float16(bits);
+}
+
+// Bytes, each with its highest bit in all of the upper byte.
+inline Halfwords widened(const uint8_t* from) {
+#if defined(__AVX512F__)
+  return (Halfwords)_mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#elif defined(__AVX2__)
+  return (Halfwords)_mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+#else
+  Halfwords bits;
+  for (int i = 0; i < LANES; ++i) bits[i] = static_cast<uint16_t>(static_cast<int8_t>(from[i]));
+  return bits;
+#endif
+}
+
+// It is float16's upper byte.
+inline Floats load(const E5m2* from) { return from_float16(widened(&from->bits) << 8); }
+
+// Under another exponent it is float16 as well, but for its one NaN, which would be 480.
+inline Floats load(const E4m3* from) {
+  const Halfwords bits = widened(&from->bits);
+  const auto is_nan = (bits & 0x7f) == 0x7f;
+  return from_float16(((bits << 7) & 0xbf80) | ((Halfwords)is_nan & 0x7fff));
 }
 
 inline void store(float* to, Floats x) { std::memcpy(to, &x, sizeof x); }

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel for CPUs in the place of a layer's attention: what of the layer it takes along."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from views_over_a_cache import CPU, Case
+from vllm.v1.attention.backend import AttentionType
+from vllm.v1.kv_cache_interface import get_kv_quant_mode
+
+from vllm_magicdec.attention.metadata import TokenMetadata, TokenPassMetadata
+from vllm_magicdec.attention.native_attention import NativeAttention
+from vllm_magicdec.attention.switch import Switch
+from vllm_magicdec.native.library import best_variant, load
+
+pytestmark = pytest.mark.skipif(best_variant() is None, reason="needs the compiled kernel")
+PAGE, HEADS, KV_HEADS, HEAD_SIZE, CONTEXT = 32, 4, 2, 64, 90
+# By vLLM's names.
+DTYPES = {
+    "auto": torch.float32,
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+KEY_SCALE, VALUE_SCALE = 0.7, 1.3
+
+
+def whole_context(name: str) -> Case:
+    """One request with one query token, over all of its context."""
+    torch.manual_seed(0)
+    num_slots = -(-CONTEXT // PAGE) * PAGE
+    halves = (torch.randn(num_slots, KV_HEADS, HEAD_SIZE).to(DTYPES[name]) for _ in range(2))
+    return Case(
+        *halves,
+        page_size=PAGE,
+        query=torch.randn(1, HEADS, HEAD_SIZE),
+        slots=torch.arange(CONTEXT, dtype=torch.int32).expand(1, KV_HEADS, -1),
+        lens=torch.tensor([CONTEXT], dtype=torch.int32),
+        scale=0.2,
+        soft_cap=5.0,
+        # A layer has scales whatever its cache is.
+        key_scale=1.0 if name == "auto" else KEY_SCALE,
+        value_scale=1.0 if name == "auto" else VALUE_SCALE,
+    )
+
+
+def cache_of(case: Case) -> torch.Tensor:
+    """In vLLM's layout `vec`; an fp8 cache is one of bytes."""
+    halves = (case.keys, case.values)
+    stored = [half if half.dtype == torch.float32 else half.view(torch.uint8) for half in halves]
+    keys, values = (half.unflatten(0, (-1, PAGE)).transpose(1, 2) for half in stored)
+    both = torch.stack([keys.transpose(2, 3).reshape(values.shape), values], dim=2)
+    return both.view(len(both), KV_HEADS, PAGE, 2 * HEAD_SIZE)
+
+
+def layer_of(case: Case, name: str) -> SimpleNamespace:
+    """As much of a layer of vLLM's on CPUs as is looked at, with the kernel before its own attention."""
+    spec = SimpleNamespace(
+        num_kv_heads=KV_HEADS,
+        head_size=HEAD_SIZE,
+        block_size=PAGE,
+        dtype=torch.float32 if name == "auto" else torch.uint8,
+        kv_quant_mode=get_kv_quant_mode(name),
+    )
+    layer = SimpleNamespace(
+        impl=SimpleNamespace(
+            forward=None,
+            attn_type=AttentionType.DECODER,
+            alibi_slopes=None,
+            num_heads=HEADS,
+            scale=case.scale,
+            logits_soft_cap=case.soft_cap,
+            sliding_window=-1,
+            sinks=None,
+        ),
+        attn_backend=SimpleNamespace(
+            get_name=lambda: "CPU_ATTN", supports_per_head_quant_scales=lambda: False
+        ),
+        isa="vec",
+        kv_cache_dtype=name,
+        get_kv_cache_spec=lambda config: spec,
+        query_quant=None,
+        _k_scale_float=KEY_SCALE,
+        _v_scale_float=VALUE_SCALE,
+    )
+    NativeAttention(layer, spec, load(best_variant()))
+    return layer
+
+
+def attended(layer: SimpleNamespace, case: Case, metadata: object) -> torch.Tensor:
+    output = torch.full_like(case.query.flatten(1), torch.nan)
+    layer.impl.forward(layer, case.query, None, None, cache_of(case), metadata, output)
+    return output.view_as(case.query)
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_verification_takes_the_layers_scales(name):
+    case = whole_context(name)
+    num_pages = len(case.keys) // PAGE
+    metadata = SimpleNamespace(
+        causal=True,
+        max_query_len=1,
+        num_actual_tokens=1,
+        query_start_loc=torch.tensor([0, 1], dtype=torch.int32),
+        block_table=torch.arange(num_pages, dtype=torch.int32).unsqueeze(0),
+        seq_lens=case.lens,
+    )
+    case.check(attended(layer_of(case, name), case, metadata))
+
+
+@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("takes_passes", [False, True])
+def test_drafts_over_token_views_take_the_layers_scales(name, takes_passes):
+    case = whole_context(name)
+    chosen = torch.stack([torch.randperm(CONTEXT)[:40] for _ in range(KV_HEADS)]).int()
+    case = replace(case, slots=chosen.unsqueeze(0), lens=torch.tensor([40], dtype=torch.int32))
+    layer = layer_of(case, name)
+    config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float32))
+    Switch(0, layer, config, CPU, None)
+    metadata = TokenMetadata(case.slots, case.lens, common_len=None)
+    if takes_passes:
+        first = torch.zeros(1, 1, dtype=torch.int64)
+        metadata = TokenPassMetadata(case.slots, torch.ones(1, 1, 40, dtype=torch.bool), first, first[0])
+    case.check(attended(layer, case, metadata))
