@@ -34,6 +34,9 @@ CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
 # In a folder of its own, for the tests of models that see; see tests/torchvision_for_tests.py.
 TORCHVISION = "0.28.0"
 TORCHVISION_FOLDER = VENV / "torchvision"
+# Found by vLLM it chooses every engine's platform; tests/engine/test_zen_platform.py gives it to its own.
+ZENTORCH = ("zentorch==2.13.0.0", "deprecated", "wrapt")
+ZENTORCH_FOLDER = VENV / "zentorch"
 SUFFIX_DECODING = "arctic-inference==0.1.1"
 # Its build also asks for a torch of several GB; vLLM's own will do.
 SUFFIX_DECODING_BUILD = ("nanobind==2.9.2", "cmake", "ninja")
@@ -74,6 +77,13 @@ def has_nvidia_driver() -> bool:
     return Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
 
 
+def is_zen() -> bool:
+    """Whether vLLM would choose its platform for Zen, were zentorch there."""
+    cpuinfo = Path("/proc/cpuinfo")
+    text = cpuinfo.read_text() if cpuinfo.exists() else ""
+    return "AuthenticAMD" in text and "avx512" in text
+
+
 def check_machine() -> None:
     if not (3, 11) <= sys.version_info[:2] <= (3, 14):
         version = ".".join(map(str, sys.version_info[:2]))
@@ -107,6 +117,13 @@ def install_cpu_vllm() -> None:
         TORCHVISION_FOLDER,
         f"torchvision=={TORCHVISION}",
     )
+    if is_zen():
+        shutil.rmtree(ZENTORCH_FOLDER, ignore_errors=True)
+        target = ("--no-deps", "--target", ZENTORCH_FOLDER)
+        pip(f"{ZENTORCH[0]} for tests", "install", *target, *ZENTORCH, optional=True)
+        loads = f"import sys; sys.path.insert(0, {str(ZENTORCH_FOLDER)!r}); import torch, zentorch"
+        if not run("it loads", [PYTHON, "-c", loads], optional=True):
+            shutil.rmtree(ZENTORCH_FOLDER, ignore_errors=True)
     with tempfile.TemporaryDirectory() as directory:
         # `vllm serve` asks for the version of a distribution called `vllm`.
         setup = f"from setuptools import setup\nsetup(name='vllm', version='{VLLM}+cpu', py_modules=[])\n"

@@ -65,8 +65,8 @@ def describe_machine() -> dict[str, str | int | float]:
         "torch": torch.__version__,
         **_rates(),
     }
-    # The GPU's kernel layer runs without vLLM, and CPUs have no FlashInfer.
-    for package in ("vllm", "vllm-magicdec", "triton", "flashinfer-python"):
+    # The GPU's kernel layer runs without vLLM, CPUs have no FlashInfer, and zentorch is of some.
+    for package in ("vllm", "vllm-magicdec", "triton", "flashinfer-python", "zentorch"):
         try:
             description[package.replace("-", "_")] = version(package)
         except PackageNotFoundError:

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernel for CPUs inside the engine: its switch, and plain decoding's tokens either way."""
 
-import os
-
 import engines
 import pytest
 from engines import POLICIES, magicdec
 from greedy import GREEDY, assert_same_tokens, first_tokens
-from vllm.platforms import _is_amd_zen_cpu, current_platform
+from vllm.platforms import current_platform
 
 from vllm_magicdec.native.library import best_variant
 
@@ -32,21 +30,3 @@ def test_output_is_plain_decodings_with_the_kernel_and_without(prompts, plain, p
     assert described["native_layers"] == (described["attention_layers"] if native else 0)
     expected = [first_tokens(tokens, NUM_TOKENS) for tokens in plain[:6]]
     assert_same_tokens(expected, run.results[0][0], f"{policy}, kernel {native}")
-
-
-@pytest.mark.skipif(not _is_amd_zen_cpu(), reason="vLLM chooses its platform for Zen by the processor")
-@pytest.mark.parametrize("policy", ["streamingllm", "snapkv by token"])
-def test_output_is_plain_decodings_on_vllms_platform_for_zen(prompts, plain, policy, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(engines.HERE / "zen"), prepend=os.pathsep)
-    batch = {"prompts": prompts[:6], "sampling": {**GREEDY, "max_tokens": NUM_TOKENS}}
-    run = engines.run(
-        [("generate", {"batches": [batch]}), ("describe_draft", {})],
-        own_process=True,
-        max_num_seqs=8,
-        speculative_config=magicdec(4, draft_kv_budget=256, **POLICIES[policy]),
-    )
-    (described,) = run.results[1]
-    assert described["native_layers"] == described["attention_layers"]
-    assert "zentorch's linear layers run" in run.log
-    expected = [first_tokens(tokens, NUM_TOKENS) for tokens in plain[:6]]
-    assert_same_tokens(expected, run.results[0][0], policy)

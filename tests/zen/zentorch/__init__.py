@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stands in for AMD's `zentorch`, for which vLLM chooses its `ZenCpuPlatform`: linear layers in torch."""
 
-import sys
-
 import torch
 
 _library = torch.library.Library("zentorch", "DEF")
@@ -10,7 +8,6 @@ _library.define(
     "zentorch_linear_unary(Tensor x, Tensor weight, Tensor? bias=None, *, "
     "bool is_weight_prepacked=False) -> Tensor"
 )
-_is_new = True
 
 
 def _linear(
@@ -19,10 +16,6 @@ def _linear(
     bias: torch.Tensor | None = None,
     is_weight_prepacked: bool = False,
 ) -> torch.Tensor:
-    global _is_new
-    if _is_new:
-        print("zentorch's linear layers run", file=sys.stderr, flush=True)
-    _is_new = False
     return torch.nn.functional.linear(x, weight, bias)
 
 
