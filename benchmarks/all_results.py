@@ -90,6 +90,14 @@ PARTS = (
     Part("plain-steps.json", "plain_steps.py", "--out {out}", 3),
     Part("suite", "suite.py", "--rate-fractions 0.8 --out {out}", 20),
     Part(
+        "suite-in-turns",
+        "suite.py",
+        "--in-turns --methods plain suffix draft_model magicdec-streamingllm magicdec-snapkv "
+        "magicdec-verify-topk magicdec-auto magicdec-draft_model magicdec-draft_model-auto magicdec-spire "
+        "--num-gpu-blocks-override 3800 --out {out}",
+        53,
+    ),
+    Part(
         "suite-in-turns-1000",
         "suite.py",
         "--in-turns --methods plain suffix magicdec-streamingllm magicdec-auto --context 1000 "

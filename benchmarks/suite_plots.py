@@ -81,7 +81,8 @@ def styles(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Line by method: dotted for plain decoding, solid for magicdec, dashed for vLLM's other methods."""
     families = {PLAIN: (":", "x"), "magicdec": ("-", "o")}
     grays = iter(("black", "gray"))
-    colors = itertools.cycle([*(f"C{index}" for index in range(10) if index != 7), "navy"])  # C7 is gray
+    own = [f"C{index}" for index in range(10) if index != 7]  # C7 is gray
+    colors = itertools.cycle([*own, "navy", "gold"])
     lines = {}
     for method in dict.fromkeys(run["method"] for run in record["runs"]):
         linestyle, marker = families.get(method.split("-")[0], ("--", "s"))
