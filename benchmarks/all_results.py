@@ -86,6 +86,12 @@ PARTS = (
     ),
     Part("kernel-share.json", "kernel_share.py", "--out {out}", 12),
     Part("native-attention.json", "native_attention.py", "--out {out}", 4),
+    Part(
+        "native-attention-fp8.json",
+        "native_attention.py",
+        "--kv-cache-dtype fp8_e4m3 --query-lens 1 4 9 --out {out}",
+        1,
+    ),
     Part("kv-tokens.json", "kv_tokens.py", "--out {out}", 1),
     Part("plain-steps.json", "plain_steps.py", "--out {out}", 3),
     Part("suite", "suite.py", "--rate-fractions 0.8 --out {out}", 20),
@@ -110,6 +116,13 @@ PARTS = (
         "--in-turns --methods plain suffix magicdec-streamingllm magicdec-auto --context 7000 "
         "--rate-fractions 0.8 --num-gpu-blocks-override 3800 --out {out}",
         9,
+    ),
+    Part(
+        "suite-in-turns-snapkv",
+        "suite.py",
+        "--in-turns --methods plain magicdec-streamingllm magicdec-snapkv magicdec-snapkv-token "
+        "--context 7000 --rate-fractions 0.8 --num-gpu-blocks-override 3800 --out {out}",
+        13,
     ),
     Part("simulation.json", "simulation.py", "--out {out}", 5),
     Part("auto-kv-heavy.json", "auto.py", "--batch 1 4 8 --pairs 7 --out {out}", 30),
