@@ -243,6 +243,11 @@ class MagicDecSpeculativeConfig(MagicDecFields):
             raise ValueError(
                 f"quantization={self.quantization!r} is not possible with a SPIRe draft; remove it"
             )
+        if (own := self.draft_model_config.quantization) is not None:
+            raise ValueError(
+                f"model={self.model!r}: a quantised SPIRe draft ({own}) is not possible; take the one that "
+                "'magicdec train-draft' wrote"
+            )
         tokens = fields.sinks + fields.window
         budget = min(tokens, self.target_model_config.max_model_len)
         defaults = {field.name: field.default for field in dataclass_fields(MagicDecFields)}

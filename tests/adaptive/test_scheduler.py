@@ -8,6 +8,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_magicdec.adaptive.controller import PLAIN, Choice
 from vllm_magicdec.adaptive.draft_plan import DraftPlan
+from vllm_magicdec.adaptive.request_lengths import RequestLengths
 from vllm_magicdec.adaptive.scheduler import MagicDecScheduler
 from vllm_magicdec.adaptive.step_times import Step
 
@@ -61,3 +62,12 @@ def test_drawn_drafts_of_a_request_that_a_step_leaves_out_are_forgotten(monkeypa
         [1, 2],
         [] if must_not_wait else [1, 2],
     ]
+
+
+def test_the_last_requests_are_forgotten_in_the_step_without_any():
+    scheduler = object.__new__(MagicDecScheduler)
+    scheduler._in_flight, scheduler._lengths_differ = {}, True
+    scheduler._request_lengths = RequestLengths()
+    scheduler._request_lengths.observe("a", 4, 2)
+    scheduler._observe(SimpleNamespace(finished_req_ids={"a"}), None, 0.0)
+    assert not scheduler._request_lengths._records

@@ -133,6 +133,11 @@ WRONG_DRAFTS = {
     "with a key less": ({"window": None}, {}, "this is no SPIRe draft of version 1"),
     "without a window": ({"window": 0}, {}, "contradicts itself"),
     "of more layers": ({}, {"num_hidden_layers": 3}, "contradicts itself"),
+    "that is quantised": (
+        {},
+        {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}},
+        "a quantised SPIRe draft (fp8) is not possible",
+    ),
     "of its own activations": (
         {"target_activations": False},
         {},

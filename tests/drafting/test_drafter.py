@@ -134,6 +134,21 @@ def test_a_broken_draft_is_tried_seldom_and_used_again_when_it_works(make_drafte
     assert len(said) == 1 and "Drafting works again" in said[0]
 
 
+def test_an_own_cache_that_fails_in_pauses_as_well_makes_them_no_longer(make_drafter):
+    made = make_drafter(Target())
+
+    def begin_round(batch):
+        raise RuntimeError("broken on purpose")
+
+    made._own_cache = SimpleNamespace(begin_round=begin_round)
+    with listening() as said:
+        for _ in range(100):
+            assert draft(made) == (False, [0] * GAMMA)
+    assert made._failures.totals["draft_pauses"] == 2
+    assert made._failures.by_stage.totals == {"own_cache": 100}
+    assert len(said) == 3, "a trace, and a line for each pause"
+
+
 def test_histories_that_cannot_be_read_cost_speed_alone(make_drafter):
     made = make_drafter(Target(), draft_lookup="on")
     batch = make_batch(["a"], torch.arange(64, dtype=torch.int32).unsqueeze(0), [13])

@@ -262,6 +262,8 @@ class _AdaptiveSpeculation(Scheduler):
         return outputs
 
     def _observe(self, output: SchedulerOutput, result: ModelRunnerOutput, now: float) -> None:
+        if self._lengths_differ:  # also in the empty step with which vLLM ends its last requests
+            self._request_lengths.forget(output.finished_req_ids)
         known = self._in_flight.pop(id(output), None)
         if known is None:
             return
@@ -273,7 +275,6 @@ class _AdaptiveSpeculation(Scheduler):
         if self._lengths_differ:
             for req_id, (drafted, accepted) in rounds.items():
                 self._request_lengths.observe(req_id, drafted, accepted)
-            self._request_lengths.forget(output.finished_req_ids)
         self._lessons.append(partial(self._teach, known, rounds.values(), seconds))
 
     def _teach(self, known: _InFlight, rounds: Collection[tuple[int, int]], seconds: float) -> None:

@@ -288,7 +288,8 @@ class Drafter:
             if envs.strict():
                 raise
             self._failures.count(self._stage)
-            if self._pauses.note_failure():
+            # What fails in a pause as well was not tried again, and is no reason for a longer one.
+            if not is_paused and self._pauses.note_failure():
                 self._failures.count_pause()
             self.draft_lists = self.draft_lists and [[] for _ in range(num_reqs)]
         drafts.zero_()
