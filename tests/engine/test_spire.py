@@ -306,6 +306,15 @@ def test_failed_memory_loses_no_request_on_the_v2_runner(prompts, plain, draft):
     assert run.v2_runner and run.draft_failures > 0
 
 
+def test_it_starts_without_weights(prompts, draft):
+    """As benchmarks of nothing but speed do it."""
+    spec = drafting_with(draft)
+    run = engines.generate(
+        prompts[:2], {**GREEDY, "max_tokens": 4}, load_format="dummy", speculative_config=spec
+    )
+    assert run.draft_failures == 0 and run.drafted > 0
+
+
 def test_what_cannot_work_is_refused_in_a_sentence(draft):
     connector = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
     with pytest.raises(engines.RefusedError, match="does not work with a KV connector"):

@@ -53,22 +53,24 @@ class MagicDecSpireForCausalLM(LlamaForCausalLM):
         if fields.feedback_memory:
             self.model.memory_logits = nn.Parameter(logits, requires_grad=False)
         self.register_buffer("memory_weights", logits.softmax(dim=1), persistent=False)
+        # vLLM packs linear layers for CPUs and keeps no others.
+        for index, layer in enumerate(self.model.layers):
+            weight, bias = _keys_and_values(layer)
+            self.register_buffer(_kv_weight(index), torch.zeros_like(weight), persistent=False)
+            self.register_buffer(
+                _kv_bias(index), None if bias is None else torch.zeros_like(bias), persistent=False
+            )
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """See vLLM; keeps the keys' and values' half of each block's projection as it is.
-
-        vLLM packs linear layers for CPUs and keeps no others.
-        """
+        """See vLLM; keeps the keys' and values' part of each block's projection as it is."""
         loaded = super().load_weights(weights)
         if self.fields.feedback_memory:
             self.memory_weights.copy_(self.model.memory_logits.softmax(dim=1))
         for index, layer in enumerate(self.model.layers):
-            own, attention = layer.self_attn.qkv_proj, layer.self_attn
-            self.register_buffer(
-                _kv_weight(index), own.weight[attention.q_size :].clone(), persistent=False
-            )
-            bias = None if own.bias is None else own.bias[attention.q_size :].clone()
-            self.register_buffer(_kv_bias(index), bias, persistent=False)
+            weight, bias = _keys_and_values(layer)
+            getattr(self, _kv_weight(index)).copy_(weight)
+            if bias is not None:
+                getattr(self, _kv_bias(index)).copy_(bias)
         return loaded
 
     def memorise(
@@ -116,6 +118,12 @@ class MagicDecSpireForCausalLM(LlamaForCausalLM):
             keys, values = keys.view(heads), values.contiguous().view(heads)
             if own_slots is not None:
                 cache.impl.do_kv_cache_update(cache, keys, values, cache.kv_cache, own_slots)
+
+
+def _keys_and_values(layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Weight [2 * kv_size, hidden_size] and bias [2 * kv_size] of a block's projection, views."""
+    own, first = layer.self_attn.qkv_proj, layer.self_attn.q_size
+    return own.weight[first:], None if own.bias is None else own.bias[first:]
 
 
 def _kv_weight(index: int) -> str:
