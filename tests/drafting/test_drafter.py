@@ -149,6 +149,20 @@ def test_an_own_cache_that_fails_in_pauses_as_well_makes_them_no_longer(make_dra
     assert len(said) == 3, "a trace, and a line for each pause"
 
 
+def test_plain_steps_that_cannot_be_followed_are_counted_and_said_once(make_drafter):
+    made = make_drafter(Target())
+
+    def follow():
+        raise RuntimeError("broken on purpose")
+
+    with listening() as said:
+        for _ in range(100):
+            made.follow_plain_step(follow)
+    assert made._failures.by_stage.totals == {"own_cache": 100}
+    assert made._failures.totals["draft_pauses"] == 1
+    assert len(said) == 2, "a trace, and a line for the pause"
+
+
 def test_histories_that_cannot_be_read_cost_speed_alone(make_drafter):
     made = make_drafter(Target(), draft_lookup="on")
     batch = make_batch(["a"], torch.arange(64, dtype=torch.int32).unsqueeze(0), [13])

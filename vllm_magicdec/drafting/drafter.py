@@ -283,17 +283,36 @@ class Drafter:
                 self._pauses.note_success()
                 return True
         except Exception:
-            if self._num_ranks > 1:
-                self._end_worker()
+            self._take_failure(self._stage)
             if envs.strict():
                 raise
-            self._failures.count(self._stage)
-            # What fails in a pause as well was not tried again, and is no reason for a longer one.
-            if not is_paused and self._pauses.note_failure():
-                self._failures.count_pause()
             self.draft_lists = self.draft_lists and [[] for _ in range(num_reqs)]
         drafts.zero_()
         return False
+
+    def follow_plain_step(self, follow: Callable[[], None]) -> None:
+        """Have a draft follow a step of the target that is no round; it may fail as `draft` may.
+
+        Args:
+            follow: brings its cache up to date.
+        """
+        try:
+            follow()
+        except Exception:
+            self._take_failure("own_cache")
+            if envs.strict():
+                raise
+
+    def _take_failure(self, stage: str) -> None:
+        """To be called where the exception is handled."""
+        if self._num_ranks > 1:
+            self._end_worker()
+        if envs.strict():
+            return
+        self._failures.count(stage)
+        # What fails in a pause as well was not tried again, and is no reason for a longer one.
+        if not self._pauses.is_on and self._pauses.note_failure():
+            self._failures.count_pause()
 
     def _fill(self, drafts: torch.Tensor, batch: Batch, num_steps: int) -> None:
         """`drafts` [num_reqs, num_steps] int64, written where there are no lists."""

@@ -32,6 +32,11 @@ class Pauses:
         self._rounds_left -= self._rounds_left > 0
         return self._rounds_left == 0
 
+    @property
+    def is_on(self) -> bool:
+        """Whether one lasts; unlike `is_over`, any number of times in a round."""
+        return self._rounds_left > 0
+
     def note_success(self) -> None:
         """After a round in which it was tried."""
         if self._num_failures == 0:

@@ -91,7 +91,8 @@ class MagicDecProposer(DraftModelProposer):
         else:
             self._drafting = TargetDraft(self)
         if self.speculative_config.adaptive and self._drafting.may_lag:
-            make_plain_steps_plain(runner, self._drafting.note_plain_step)
+            follows = self._drafting.note_plain_step is not None
+            make_plain_steps_plain(runner, self._follow_plain_step if follows else None)
         self.supports_mm_inputs = False  # drafted tokens are text: no image has to be gathered for them
         self._drafter: Drafter | None = None  # made when the KV cache's page size is known
         self._common: CommonAttentionMetadata | None = None
@@ -99,6 +100,10 @@ class MagicDecProposer(DraftModelProposer):
         self._sampling: SamplingMetadata | None = None
         self._adapters: Adapters | None = None
         self._draft_probs: list[torch.Tensor] = []  # gamma x [num_reqs, vocab_size]
+
+    def _follow_plain_step(self, scheduler_output: SchedulerOutput) -> None:
+        assert self._drafter is not None and self._drafting.note_plain_step is not None
+        self._drafter.follow_plain_step(functools.partial(self._drafting.note_plain_step, scheduler_output))
 
     def _raise_if_mrope(self) -> None:
         """vLLM's draft models take plain positions; this one takes the target's."""

@@ -6,20 +6,15 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from vllm_magicdec import envs
 from vllm_magicdec.drafting.drafter import OwnCache
 from vllm_magicdec.drafting.layer_groups import LayerGroup
-from vllm_magicdec.errors import MODEL_METHOD
 from vllm_magicdec.vllm_api.drafts_v1 import LoadedDraft, draft_beyond_the_end
 from vllm_magicdec.vllm_api.kv_cache import say_what_draft_takes
 from vllm_magicdec.vllm_api.spire_cache import SpireCache, TargetStep, refuse_target_without_activations
 from vllm_magicdec.vllm_api.spire_model import MagicDecSpireForCausalLM
-
-logger = init_logger(f"vllm.{__name__}")
 
 
 class SpireDraft(LoadedDraft):
@@ -96,20 +91,12 @@ class SpireDraft(LoadedDraft):
         return self._proposer.model
 
     def _note_plain_step(self, scheduler_output: SchedulerOutput) -> None:
-        """The runner asks no proposer about such a step, but keeps what the target has left behind.
-
-        This is in the middle of the target's step, which is not to fail with it.
-        """
+        """The runner asks no proposer about such a step, but keeps what the target has left behind."""
         runner = self._proposer.target_runner
         state, num_tokens = runner.execute_model_state, scheduler_output.total_num_scheduled_tokens
         if state is None:  # nothing was scheduled
             return
-        try:
-            activations = [each[:num_tokens] for each in state.aux_hidden_states]
-            tokens, positions = runner.input_ids.gpu[:num_tokens], runner._get_positions(num_tokens)
-            with torch.inference_mode():
-                self._cache.write_verified(TargetStep(tokens, positions, activations, state.slot_mappings))
-        except Exception:
-            if envs.strict():
-                raise
-            logger.exception("%s: a plain step left no memory, which later drafts lack.", MODEL_METHOD)
+        activations = [each[:num_tokens] for each in state.aux_hidden_states]
+        tokens, positions = runner.input_ids.gpu[:num_tokens], runner._get_positions(num_tokens)
+        with torch.inference_mode():
+            self._cache.write_verified(TargetStep(tokens, positions, activations, state.slot_mappings))
