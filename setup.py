@@ -22,6 +22,7 @@ if platform.machine() == "x86_64":
         "avx2": ["-march=x86-64-v3"],
         "avx512": ["-march=x86-64-v4"],
         "avx512_bf16": ["-march=x86-64-v4", "-mavx512bf16"],
+        "amx": ["-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
     }
 FLAGS = ["-std=c++17", "-O3", "-fopenmp", "-fPIC", "-shared", "-fvisibility=hidden", "-Wno-psabi"]
 
@@ -69,9 +70,7 @@ setup(
         Extension(
             f"vllm_magicdec.native.attention_{name}",
             [str(NATIVE / "attention.cpp")],
-            depends=[
-                str(NATIVE / header) for header in ("attention.h", "product.h", "shares.h", "vectors.h")
-            ],
+            depends=[str(header) for header in sorted(NATIVE.glob("*.h"))],
             extra_compile_args=flags,
             optional=True,
         )

@@ -59,6 +59,7 @@ def contenders_of(
     output = torch.empty_like(query)
     stored = cache if kv_cache_dtype == "auto" else cache.view(torch.uint8)
     keys, values = stored.view(len(cache), num_kv_heads, 2 * PAGE, head_size).chunk(2, dim=2)
+    isa = _get_attn_isa(torch.bfloat16, PAGE, head_size, kv_cache_dtype)
     plan = ops.cpu_attn_get_scheduler_metadata(
         num_reqs=batch,
         num_heads=num_heads,
@@ -69,7 +70,7 @@ def contenders_of(
         query_start_loc=starts,
         causal=True,
         sliding_window_size=-1,
-        isa=_get_attn_isa(torch.bfloat16, PAGE, head_size, kv_cache_dtype),
+        isa=isa,
         enable_kv_split=True,
         kv_cache_dtype=kv_cache_dtype,
     )
@@ -94,7 +95,12 @@ def contenders_of(
     where = dict(query_starts=starts, block_table=cell["block_table"], context_lens=lens, scale=scale)
     own = {
         variant.name: functools.partial(
-            load(variant).attend_pages, query, cache, torch.empty_like(query), **where
+            load(variant).attend_pages,
+            query,
+            cache,
+            torch.empty_like(query),
+            layout=isa if variant.name == isa else "vec",
+            **where,
         )
         for variant in VARIANTS
         if runs_here(variant) and variant.path.exists() and variant.name != "portable"
@@ -141,8 +147,9 @@ def measure_shape(shape: str, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def peak_gflops(record: Mapping[str, Any], variant: str) -> float:
-    """The matrix product that a variant is compared with; those with an fp8 cache are in float32."""
-    is_bfloat16 = variant == "avx512_bf16" and record["settings"].get("kv_cache_dtype", "auto") == "auto"
+    """The matrix product that a variant is compared with; those with an fp8 cache are in float32, but for AMX's."""
+    is_fp8 = record["settings"].get("kv_cache_dtype", "auto") != "auto"
+    is_bfloat16 = variant == "amx" or (variant == "avx512_bf16" and not is_fp8)
     return record["machine"]["bfloat16_gflops" if is_bfloat16 else "float32_gflops"]
 
 

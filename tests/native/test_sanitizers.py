@@ -16,6 +16,7 @@ FLAGS = {
     "avx2": ["-march=x86-64-v3"],
     "avx512": ["-march=x86-64-v4"],
     "avx512_bf16": ["-march=x86-64-v4", "-mavx512bf16"],
+    "amx": ["-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
 }
 COMPILER = os.environ.get("CXX", "c++").split()
 # Four threads share the work, so that what they put together is seen as well; or fewer do it.

@@ -24,12 +24,8 @@ from vllm_magicdec.native.library import (
     Kernel,
     UnreadableError,
     best_variant,
-    check_cache,
     load,
 )
-
-# By the names in vLLM's `layer.isa`. Its kernel for AMX has tiles of its own, and was not measured against.
-_LAYOUTS = ("vec", "vec16")
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -106,15 +102,12 @@ class NativeAttention:
         backend, isa = layer.attn_backend.get_name(), getattr(layer, "isa", None)
         if backend != "CPU_ATTN" or impl.attn_type != AttentionType.DECODER:
             raise UnreadableError(f"the plugin's own kernel does not know the layers of {backend}")
-        if isa not in _LAYOUTS:
-            raise UnreadableError(
-                f"the plugin's own kernel reads caches in the layouts {', '.join(_LAYOUTS)}, not {isa}"
-            )
         if impl.alibi_slopes is not None:
             raise UnreadableError("the plugin's own kernel has no ALiBi")
         self._cache_dtype = stored_dtype(spec, layer.kv_cache_dtype)
-        check_cache(spec.block_size, spec.head_size, self._cache_dtype)
+        kernel.check_cache(spec.block_size, spec.head_size, self._cache_dtype, isa)
         self._impl = impl
+        self._layout = isa
         self._kernel = kernel
         self._own_forward = impl.forward
         self._starts = torch.empty(0, dtype=torch.int32)
@@ -141,6 +134,7 @@ class NativeAttention:
             query,
             kv_cache.view(self._cache_dtype),
             output[:num_tokens].view(query.shape),
+            layout=self._layout,
             query_starts=attn_metadata.query_start_loc,
             block_table=attn_metadata.block_table,
             context_lens=attn_metadata.seq_lens,
@@ -182,6 +176,7 @@ class NativeAttention:
             query,
             kv_cache.view(self._cache_dtype),
             output,
+            layout=self._layout,
             query_starts=starts,
             slots=metadata.slots,
             slot_lens=lens,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention of a few query tokens per request over a paged KV cache, for CPUs.
+// Attention of a few query tokens per request over a paged KV cache, for CPUs, whatever the layout of the cache.
 //
 // A tile's rows are a request's query tokens times the heads that share a KV head, so that verifying several tokens
 // reads keys and values once, as decoding one does. Rows go through in groups that fit the registers; the softmax is
@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstddef>
 #include <type_traits>
 #include <vector>
 
@@ -17,27 +18,19 @@
 #include <omp.h>
 #endif
 
-#include "product.h"
+#include "cache.h"
 #include "shares.h"
+#include "softmax.h"
+#include "vector_cache.h"
+
+#if defined(__AMX_BF16__)
+#include "amx_cache.h"
+#endif
 
 namespace magicdec {
 namespace {
 
-constexpr int TILE = 128;                 // most tokens between two looks at the softmax
-constexpr int SCORES_PITCH = TILE + 16;   // rows of equal place in a cache line would push each other out
-constexpr int MAX_HEAD_SIZE = 512;
-constexpr int QUERY_PITCH = MAX_HEAD_SIZE + 32;
-constexpr int COLUMNS = VECTORS * LANES;  // of a product
 constexpr int MAX_POSITIONS = 32;         // query tokens of a request
-constexpr float LOG2_E = 1.4426950408889634f;
-constexpr float NOTHING_SEEN = -1e30f;  // less than any logit, and finite: differences of it are numbers
-
-// Few rows wait for memory: what is read and what is asked for ahead should fit the first cache, with room to spare.
-constexpr int FEW_ROWS = 8;
-constexpr int FEW_ROWS_TILE_BYTES = 16384;
-
-template <int N>
-using Count = std::integral_constant<int, N>;
 
 template <typename T>
 struct Type {
@@ -68,42 +61,37 @@ inline int thread_number() {
 #endif
 }
 
-// The tokens of a tile: whose keys are where, and the rows of values.
-template <typename T>
-struct Tile {
-  int num_tokens;
-  int num_blocks;
-  const T* keys[TILE];          // of each block, its first token's
-  int firsts[TILE + 1];         // the tile's tokens that are of each block begin here
-  uint8_t places[TILE];         // of each token in its block
-  const T* values[TILE + 1];    // of each token; one more where the number of tokens is odd
-  const T* block_values[TILE];  // of each block
-};
-
 // What a thread keeps between calls; it grows and never shrinks.
-template <typename T>
+template <typename Cache>
 struct Scratch {
-  std::vector<typename Factor<T>::Left> query;  // [rows, QUERY_PITCH]
-  std::vector<float> sums, most, total;         // [rows, head_size], [rows], [rows]
-  Tile<T> tiles[2];
+  using Left = typename Cache::Left;
+
+  alignas(64) float scores[Cache::MAX_ROWS * SCORES_PITCH];
+  alignas(64) Left weights[Cache::MAX_ROWS * SCORES_PITCH];
+  std::vector<Left> query;               // [rows, QUERY_PITCH]
+  std::vector<float> sums, most, total;  // [rows, head_size], [rows], [rows]
+  typename Cache::Tile tiles[2];
 
   void reserve(int rows, int head_size) {
+    rows += Cache::SPARE_ROWS;
     if (query.size() < static_cast<size_t>(rows) * QUERY_PITCH) query.resize(static_cast<size_t>(rows) * QUERY_PITCH);
     if (sums.size() < static_cast<size_t>(rows) * head_size) sums.resize(static_cast<size_t>(rows) * head_size);
     if (most.size() < static_cast<size_t>(rows)) {
       most.resize(rows);
       total.resize(rows);
     }
+    for (auto& tile : tiles) tile.reserve(head_size);
   }
 };
 
-template <typename T>
+// `Cache<T>` reads a layout of the KV cache.
+template <template <typename> typename Cache, typename T>
 class Attention {
  public:
   explicit Attention(const MagicdecCall& call)
       : call_(call),
         group_(call.num_heads / call.num_kv_heads),
-        scale_(call.scale * UNIT<T>),
+        logits_{call.scale * UNIT<T>, call.soft_cap},
         shares_(call.num_kv_heads) {
     int max_rows = 0;
     for (int request = 0; request < call.num_reqs; ++request) {
@@ -142,6 +130,8 @@ class Attention {
   }
 
  private:
+  using Tile = typename Cache<T>::Tile;
+
   int num_positions(int request) const { return call_.query_starts[request + 1] - call_.query_starts[request]; }
 
   // Blocks that some token of the request sees; of chosen slots, each `BLOCK` of them.
@@ -159,10 +149,11 @@ class Attention {
       attend(part);
     };
     shares_.take(thread, attend_part, [&](int request) { see_nothing(request); });
+    Cache<T>::release();
   }
 
   void attend(const Part& part) {
-    thread_local Scratch<T> scratch;
+    thread_local Scratch<Cache<T>> scratch;
     const int rows = num_positions(part.request) * group_;
     scratch.reserve(rows, call_.head_size);
     take_query(part, scratch);
@@ -171,21 +162,16 @@ class Attention {
     std::fill_n(scratch.sums.begin(), static_cast<size_t>(rows) * call_.head_size, 0.0f);
     const int first = part.blocks.first * BLOCK;
     const int last = std::min(part.blocks.last * BLOCK, num_tokens(part.request));
-    const int length = tile_length(rows);
-    Tile<T>*tile = &scratch.tiles[0], *next = &scratch.tiles[1];
-    lay_out(part, {first, std::min(first + length, last)}, *tile);
+    const int together = Cache<T>::rows_together(rows);
+    const int length = Cache<T>::tile_length(rows, call_.head_size);
+    const HeadPages<T> head(call_, part.request, part.head);
+    Tile *tile = &scratch.tiles[0], *next = &scratch.tiles[1];
+    Cache<T>::lay_out(head, {first, std::min(first + length, last)}, *tile);
     for (int start = first; start < last; start += length) {
       const bool is_last = start + length >= last;
-      if (!is_last) lay_out(part, {start + length, std::min(start + 2 * length, last)}, *next);
-      // As few groups of rows as fit the registers, as equal as can be.
-      const int groups = (rows + MAX_ROWS - 1) / MAX_ROWS;
-      for (int g = 0; g < groups; ++g) {
-        const Range of_group = {rows * g / groups, rows * (g + 1) / groups};
-        if (g == 0)
-          advance<true>(part, start, *tile, is_last ? *tile : *next, of_group, scratch);
-        else
-          advance<false>(part, start, *tile, *tile, of_group, scratch);
-      }
+      if (!is_last) Cache<T>::lay_out(head, {start + length, std::min(start + 2 * length, last)}, *next);
+      for (int row = 0; row < rows; row += together)
+        advance(part, head, start, *tile, {row, std::min(row + together, rows)}, is_last ? nullptr : next, scratch);
       std::swap(tile, next);
     }
     if (part.is_whole) {
@@ -199,12 +185,6 @@ class Attention {
       kept[call_.head_size] = scratch.most[row];
       kept[call_.head_size + 1] = scratch.total[row];
     }
-  }
-
-  int tile_length(int rows) const {
-    if (rows >= FEW_ROWS) return TILE;
-    const int token_bytes = 2 * call_.head_size * static_cast<int>(sizeof(T));
-    return std::clamp(FEW_ROWS_TILE_BYTES / token_bytes / BLOCK * BLOCK, BLOCK, TILE);
   }
 
   int num_tokens(int request) const {
@@ -222,7 +202,7 @@ class Attention {
   }
 
   // Row r is the request's token r / group, and of it the KV head's query head r % group.
-  void take_query(const Part& part, Scratch<T>& scratch) const {
+  void take_query(const Part& part, Scratch<Cache<T>>& scratch) const {
     const int rows = num_positions(part.request) * group_;
     of_query_type([&](auto type) {
       const auto* query = static_cast<const typename decltype(type)::Own*>(call_.query) +
@@ -236,59 +216,6 @@ class Attention {
     });
   }
 
-  const T* page(int number, int head) const {
-    return static_cast<const T*>(call_.cache) + number * call_.page_stride + head * call_.cache_head_stride;
-  }
-
-  void lay_out(const Part& part, Range tokens, Tile<T>& tile) const {
-    tile.num_tokens = tokens.last - tokens.first;
-    tile.num_blocks = 0;
-    if (call_.slots != nullptr)
-      lay_out_slots(part, tokens.first, tile);
-    else
-      lay_out_pages(part, tokens.first, tile);
-    tile.firsts[tile.num_blocks] = tile.num_tokens;
-    // A tile that asks for this one's keys may have more blocks.
-    for (int b = tile.num_blocks; b < TILE / BLOCK; ++b) tile.keys[b] = tile.keys[0];
-    // A pair that has no second token: weighed by nothing, and a number.
-    tile.values[tile.num_tokens] = tile.values[tile.num_tokens - 1];
-  }
-
-  void lay_out_pages(const Part& part, int start, Tile<T>& tile) const {
-    const int32_t* table = call_.block_table + part.request * call_.block_table_stride;
-    for (int t = 0; t < tile.num_tokens; t += BLOCK) {
-      const int token = start + t, place = token % call_.page_size;
-      const T* keys = page(table[token / call_.page_size], part.head);
-      const T* values = keys + call_.page_size * call_.head_size + place * call_.head_size;
-      tile.keys[tile.num_blocks] = keys + place;
-      tile.block_values[tile.num_blocks] = values;
-      tile.firsts[tile.num_blocks++] = t;
-      for (int i = 0; i < std::min(BLOCK, tile.num_tokens - t); ++i) {
-        tile.places[t + i] = static_cast<uint8_t>(i);
-        tile.values[t + i] = values + i * call_.head_size;
-      }
-    }
-  }
-
-  // Neighbours in the list that are of one block share its products: a token's key is spread over all lines of it.
-  void lay_out_slots(const Part& part, int start, Tile<T>& tile) const {
-    const int32_t* slots = call_.slots + part.request * call_.slots_request_stride +
-                           part.head * call_.slots_head_stride + start;
-    for (int t = 0; t < tile.num_tokens; ++t) {
-      const int place = slots[t] % call_.page_size, in_block = place % BLOCK;
-      const T* first = page(slots[t] / call_.page_size, part.head);
-      const T* keys = first + place - in_block;
-      if (tile.num_blocks == 0 || tile.keys[tile.num_blocks - 1] != keys) {
-        tile.keys[tile.num_blocks] = keys;
-        // Most values are of tokens that were not chosen: instead, what is there already.
-        tile.block_values[tile.num_blocks] = keys;
-        tile.firsts[tile.num_blocks++] = t;
-      }
-      tile.places[t] = static_cast<uint8_t>(in_block);
-      tile.values[t] = first + (call_.page_size + place) * call_.head_size;
-    }
-  }
-
   // Which of the tile's tokens, from `start` on, a row sees; of pages.
   Range seen(const Part& part, int row, int start, int count) const {
     const int position = call_.context_lens[part.request] - num_positions(part.request) + row / group_;
@@ -296,85 +223,23 @@ class Attention {
     return {std::clamp(first, 0, count), std::clamp(position + 1 - start, 0, count)};
   }
 
-  // A tile of tokens for some rows; the first of them to read it ask for what is read next.
-  template <bool ASKS>
-  void advance(const Part& part, int start, const Tile<T>& tile, const Tile<T>& next, Range rows,
-               Scratch<T>& scratch) const {
-    const auto advance_by = [&](auto count) {
-      constexpr int ROWS = decltype(count)::value;
-      if constexpr (ROWS <= MAX_ROWS) advance_rows<ROWS, ASKS>(part, start, tile, next, rows.first, scratch);
-    };
-    switch (rows.last - rows.first) {
-      case 1: return advance_by(Count<1>());
-      case 2: return advance_by(Count<2>());
-      case 3: return advance_by(Count<3>());
-      case 4: return advance_by(Count<4>());
-      case 5: return advance_by(Count<5>());
-      case 6: return advance_by(Count<6>());
-      case 7: return advance_by(Count<7>());
-      case 8: return advance_by(Count<8>());
-      case 9: return advance_by(Count<9>());
-      case 10: return advance_by(Count<10>());
-      case 11: return advance_by(Count<11>());
-      case 12: return advance_by(Count<12>());
-    }
-  }
-
-  // Logits, weights, and the values so weighted.
-  template <int Rows, bool ASKS>
-  void advance_rows(const Part& part, int start, const Tile<T>& tile, const Tile<T>& next, int first_row,
-                    Scratch<T>& scratch) const {
-    using F = Factor<T>;
-    alignas(64) float scores[Rows * SCORES_PITCH];
-    alignas(64) typename F::Left weights[Rows * SCORES_PITCH];
-    score<Rows, ASKS>(tile, &scratch.query[first_row * QUERY_PITCH], scores);
+  // A tile of tokens for some rows: logits, weights, and the values so weighted. The first rows to read the tile ask for
+  // what is read next, in it and in the `next` one.
+  void advance(const Part& part, const HeadPages<T>& head, int start, Tile& tile, Range rows, const Tile* next,
+               Scratch<Cache<T>>& scratch) const {
+    const int num_rows = rows.last - rows.first;
+    typename Cache<T>::Upcoming upcoming(head, tile, next, num_rows, rows.first == 0);
+    Cache<T>::score(head, tile, &scratch.query[rows.first * QUERY_PITCH], num_rows, scratch.scores, upcoming);
     const bool is_clear = all_see(part, start, tile.num_tokens);
-    for (int r = 0; r < Rows; ++r) {
-      const int row = first_row + r;
-      if (!is_clear) hide(part, row, start, tile.num_tokens, scores + r * SCORES_PITCH);
-      weigh(scores + r * SCORES_PITCH, tile.num_tokens, scratch.most[row], scratch.total[row],
-            &scratch.sums[row * call_.head_size], weights + r * SCORES_PITCH);
+    for (int r = 0; r < num_rows; ++r) {
+      const int row = rows.first + r;
+      upcoming.ask();
+      float* scores = scratch.scores + r * SCORES_PITCH;
+      if (!is_clear) hide(part, row, start, tile.num_tokens, scores);
+      weigh<Cache<T>::UNIT>(logits_, scores, tile.num_tokens, scratch.most[row], scratch.total[row],
+                            &scratch.sums[row * call_.head_size], call_.head_size, scratch.weights + r * SCORES_PITCH);
     }
-    const int depth = (tile.num_tokens + F::DEPTH - 1) / F::DEPTH * F::DEPTH;
-    float* sums = &scratch.sums[first_row * call_.head_size];
-    int column = 0;
-    for (; column + COLUMNS <= call_.head_size; column += COLUMNS) {
-      const Listed<T> values{tile.values, column};
-      if (ASKS && column % BLOCK == 0)
-        multiply<T, Rows, VECTORS, SCORES_PITCH, true>(weights, values, depth, sums + column, call_.head_size,
-                                                       UpcomingKeys<T>{next.keys, call_.page_size, column});
-      else
-        multiply<T, Rows, VECTORS, SCORES_PITCH, true>(weights, values, depth, sums + column, call_.head_size,
-                                                       Nothing());
-    }
-    for (; column < call_.head_size; column += LANES)
-      multiply<T, Rows, 1, SCORES_PITCH, true>(weights, Listed<T>{tile.values, column}, depth, sums + column,
-                                               call_.head_size, Nothing());
-  }
-
-  template <int Rows, bool ASKS>
-  void score(const Tile<T>& tile, const typename Factor<T>::Left* query, float* scores) const {
-    for (int b = 0; b < tile.num_blocks; ++b) {
-      const int first = tile.firsts[b], count = tile.firsts[b + 1] - first;
-      const bool is_whole = count == BLOCK && tile.places[first] == 0 && tile.places[first + BLOCK - 1] == BLOCK - 1;
-      const bool in_place = is_whole || call_.slots == nullptr;  // a last block has room behind it
-      alignas(64) float apart[Rows * BLOCK];
-      float* to = in_place ? scores + first : apart;
-      const int pitch = in_place ? SCORES_PITCH : BLOCK;
-      for (int column = 0; column < BLOCK; column += COLUMNS) {
-        const Strided<T> keys{tile.keys[b] + column, call_.page_size};
-        if (ASKS && column == 0)
-          multiply<T, Rows, VECTORS, QUERY_PITCH, false>(query, keys, call_.head_size, to + column, pitch,
-                                                         UpcomingValues<T>{tile.block_values[b]});
-        else
-          multiply<T, Rows, VECTORS, QUERY_PITCH, false>(query, keys, call_.head_size, to + column, pitch,
-                                                         Nothing());
-      }
-      if (in_place) continue;
-      for (int r = 0; r < Rows; ++r)
-        for (int t = first; t < first + count; ++t)
-          scores[r * SCORES_PITCH + t] = apart[r * BLOCK + tile.places[t]];
-    }
+    Cache<T>::add_values(head, tile, scratch.weights, num_rows, &scratch.sums[rows.first * call_.head_size], upcoming);
   }
 
   // Whether every row sees all of the tile's tokens.
@@ -397,48 +262,6 @@ class Attention {
     for (int t = 0; t < count; ++t)
       if (!sees[t]) scores[t] = -INFINITY;
   }
-
-  // One step of the softmax on line: products become weights relative to the largest logit so far.
-  void weigh(float* scores, int count, float& most, float& total, float* sums,
-             typename Factor<T>::Left* weights) const {
-    // Up to the next whole vector there is nothing.
-    const int end = (count + LANES - 1) / LANES * LANES;
-    std::fill(scores + count, scores + end, -INFINITY);
-    if (call_.soft_cap > 0)
-      for (int t = 0; t < end; t += LANES) {
-        const Floats product = load(scores + t);
-        const Floats capped = tanh_of(product * (scale_ / call_.soft_cap)) * call_.soft_cap;
-        store(scores + t, product > -INFINITY ? capped : product);  // and not what is no number
-      }
-    // To the base of 2, because powers of 2 are cheap.
-    const float to_logits = (call_.soft_cap > 0 ? 1 : scale_) * LOG2_E;
-    Floats largest_yet = load(scores);
-    for (int t = LANES; t < end; t += LANES) largest_yet = larger(largest_yet, load(scores + t));
-    const float now = std::max(most, largest(largest_yet) * to_logits);
-    if (now > most) {
-      const float fade = std::exp2(most - now);
-      total *= fade;
-      for (int d = 0; d < call_.head_size; d += LANES) store(sums + d, load(sums + d) * fade);
-      most = now;
-    }
-    // What is not seen weighs 2^-126, which is nothing beside the largest weight, 1.
-    Floats added = all(0);
-    for (int t = 0; t < end; t += LANES) {
-      const Floats power = load(scores + t) * to_logits - now;
-      const Floats weight = exp2_of_negative(power);
-      added += power == power ? weight : power;  // what is no number makes the row none
-      keep(weights + t, weight);
-    }
-    total += sum(added);
-  }
-
-  static void keep(float* to, Floats x) { store(to, x); }
-#if defined(__AVX512BF16__)
-  static void keep(Bfloat16* to, Floats x) {
-    const __m256bh rounded = _mm512_cvtneps_pbh((__m512)x);
-    std::memcpy(to, &rounded, sizeof rounded);
-  }
-#endif
 
   float* partial(int slot, int row) { return partial_base_ + slot * slot_size_ + row * partial_pitch_; }
 
@@ -495,7 +318,7 @@ class Attention {
 
   const MagicdecCall& call_;
   const int group_;
-  const float scale_;  // of products as they are loaded
+  const Logits logits_;  // of products as they are loaded
   Shares shares_;
   std::vector<Part> parts_;  // that are not whole: by thread, one that began before it and one that begins in it
   float* partial_base_ = nullptr;
@@ -508,6 +331,7 @@ bool fits(const MagicdecCall& call) {
     return false;
   const bool is_fp8 = call.cache_type == MAGICDEC_E4M3 || call.cache_type == MAGICDEC_E5M2;
   if (call.query_type > MAGICDEC_FLOAT16 || (!is_fp8 && call.query_type != call.cache_type)) return false;
+  if (call.layout == MAGICDEC_AMX && (call.query_type != MAGICDEC_BFLOAT16 || call.head_size % 32)) return false;
   for (int request = 0; request < call.num_reqs; ++request) {
     const int num_positions = call.query_starts[request + 1] - call.query_starts[request];
     if (num_positions < 0 || num_positions > MAX_POSITIONS) return false;
@@ -515,30 +339,38 @@ bool fits(const MagicdecCall& call) {
   return true;
 }
 
+template <template <typename> typename Cache, typename T>
+int attend(const MagicdecCall& call) {
+  Attention<Cache, T>(call).run();
+  return 0;
+}
+
 }  // namespace
 }  // namespace magicdec
 
-extern "C" __attribute__((visibility("default"))) int magicdec_call_size() { return sizeof(MagicdecCall); }
+extern "C" __attribute__((visibility("default"))) int magicdec_call_size() {
+  return offsetof(MagicdecCall, page_size) + sizeof(int32_t);
+}
 
 extern "C" __attribute__((visibility("default"))) int magicdec_attend(const MagicdecCall* call) {
   using namespace magicdec;
   if (!fits(*call)) return 1;
+  if (call->layout == MAGICDEC_AMX) {
+#if defined(__AMX_BF16__)
+    switch (call->cache_type) {
+      case MAGICDEC_BFLOAT16: return attend<AmxCache, Bfloat16>(*call);
+      case MAGICDEC_E4M3: return attend<AmxCache, E4m3>(*call);
+      case MAGICDEC_E5M2: return attend<AmxCache, E5m2>(*call);
+    }
+#endif
+    return 1;
+  }
   switch (call->cache_type) {
-    case MAGICDEC_FLOAT32:
-      Attention<float>(*call).run();
-      return 0;
-    case MAGICDEC_BFLOAT16:
-      Attention<Bfloat16>(*call).run();
-      return 0;
-    case MAGICDEC_FLOAT16:
-      Attention<Float16>(*call).run();
-      return 0;
-    case MAGICDEC_E4M3:
-      Attention<E4m3>(*call).run();
-      return 0;
-    case MAGICDEC_E5M2:
-      Attention<E5m2>(*call).run();
-      return 0;
+    case MAGICDEC_FLOAT32: return attend<VectorCache, float>(*call);
+    case MAGICDEC_BFLOAT16: return attend<VectorCache, Bfloat16>(*call);
+    case MAGICDEC_FLOAT16: return attend<VectorCache, Float16>(*call);
+    case MAGICDEC_E4M3: return attend<VectorCache, E4m3>(*call);
+    case MAGICDEC_E5M2: return attend<VectorCache, E5m2>(*call);
   }
   return 1;
 }

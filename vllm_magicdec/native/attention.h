@@ -14,10 +14,12 @@ enum MagicdecType : int32_t {
   MAGICDEC_E5M2 = 4
 };
 
+// How a page's keys and values lie, by vLLM's names; see vector_cache.h (`vec` and `vec16`) and amx_cache.h.
+enum MagicdecLayout : int32_t { MAGICDEC_VEC = 0, MAGICDEC_AMX = 1 };
+
 // Attention of a layer's query tokens over its paged KV cache. Strides count elements; the innermost are 1.
 struct MagicdecCall {
-  // [num_pages, num_kv_heads, 2 * page_size * head_size]: of each head its keys as [head_size, page_size], then its
-  // values as [page_size, head_size].
+  // [num_pages, num_kv_heads, 2 * page_size * head_size]: of each head its keys, then its values.
   const void* cache;
   int64_t page_stride, cache_head_stride;
   // [num_tokens, num_heads, head_size], of the cache's type, and with a cache of 8 bits of any other; the heads of a KV
@@ -44,10 +46,10 @@ struct MagicdecCall {
   float scale, soft_cap;  // of the logits; a cap of 0 is none
   float value_scale;      // of the output
   int32_t window;         // each token sees so many, itself included; 0: all. Of pages alone
-  int32_t query_type, cache_type, num_reqs, num_heads, num_kv_heads, head_size, page_size;
+  int32_t layout, query_type, cache_type, num_reqs, num_heads, num_kv_heads, head_size, page_size;
 };
 
-// Bytes of `MagicdecCall`: a library that was compiled from other sources is told by it.
+// Bytes of `MagicdecCall` up to its last member's end: a library that was compiled from other sources is told by it.
 int magicdec_call_size();
 
 // 0, or 1: the shape or type is not one of those that this kernel has.

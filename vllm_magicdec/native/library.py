@@ -16,6 +16,8 @@ MAX_HEAD_SIZE = 512
 _QUERY_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _FP8_TYPES = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 4}
 _CACHE_TYPES = {**_QUERY_TYPES, **_FP8_TYPES}
+# By the names in vLLM's `layer.isa`.
+_LAYOUTS = {"vec": 0, "vec16": 0, "amx": 1}
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class Variant:
 
 # The best first; setup.py compiles them.
 VARIANTS = (
+    Variant("amx", "AMX", "x86_64"),
     Variant("avx512_bf16", "AVX512_BF16", "x86_64"),
     Variant("avx512", "AVX-512", "x86_64"),
     Variant("avx2", "AVX2", "x86_64"),
@@ -54,6 +57,8 @@ def runs_here(variant: Variant) -> bool:
         return True
     avx512 = torch.cpu._is_avx512_supported()
     return {
+        # The kernel of the operating system asks whoever uses AMX to ask it.
+        "amx": avx512 and torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx(),
         "avx512_bf16": avx512 and torch.cpu._is_avx512_bf16_supported(),
         "avx512": avx512,
         "avx2": torch.cpu._is_avx2_supported(),
@@ -94,6 +99,7 @@ class Call(ctypes.Structure):
         ("soft_cap", ctypes.c_float),
         ("value_scale", ctypes.c_float),
         ("window", ctypes.c_int32),
+        ("layout", ctypes.c_int32),
         ("query_type", ctypes.c_int32),
         ("cache_type", ctypes.c_int32),
         ("num_reqs", ctypes.c_int32),
@@ -106,22 +112,6 @@ class Call(ctypes.Structure):
 
 class UnreadableError(ValueError):
     """The kernel does not read such a cache; the message says why."""
-
-
-def check_cache(page_size: int, head_size: int, dtype: torch.dtype) -> None:
-    """Refuse what the kernel was not written for.
-
-    Raises:
-        UnreadableError: with the reason.
-    """
-    if dtype not in _CACHE_TYPES:
-        raise UnreadableError(f"it reads caches of float32, bfloat16, float16 and fp8, not {dtype}")
-    if page_size % BLOCK:
-        raise UnreadableError(f"its pages hold a multiple of {BLOCK} tokens, not {page_size}")
-    if head_size % 16 or head_size > MAX_HEAD_SIZE:
-        raise UnreadableError(
-            f"its heads have a multiple of 16 numbers, {MAX_HEAD_SIZE} at most, not {head_size}"
-        )
 
 
 def _as_int32(numbers: torch.Tensor) -> torch.Tensor:
@@ -146,9 +136,9 @@ class Kernel:
 
     Sums are float32, in whatever order the threads share the work out. Against exact arithmetic on the same
     inputs, a float32 result is off by at most 2e-6 of the largest value that is weighed. With AVX512_BF16 a
-    bfloat16 cache's weights are rounded to bfloat16 before they multiply values: a result is then off by
-    2^-8 of the largest value at most, in other variants by as little as in float32; then it is rounded to
-    its own dtype. Products with an fp8 cache are float32 in all variants. tests/native measures all of it.
+    bfloat16 cache's weights are rounded to bfloat16 before they multiply values, and in the layout `amx`
+    those of an fp8 cache, too: a result is then off by 2^-8 of the largest value at most, elsewhere by as
+    little as in float32; then it is rounded to its own dtype. tests/native measures all of it.
     """
 
     def __init__(self, variant: Variant) -> None:
@@ -156,7 +146,7 @@ class Kernel:
         # Its OpenMP is the one that torch brought: one pool of threads for everything.
         library = ctypes.CDLL(str(variant.path))
         try:
-            is_current = library.magicdec_call_size() == ctypes.sizeof(Call)
+            is_current = library.magicdec_call_size() == Call.page_size.offset + Call.page_size.size
         except AttributeError:
             is_current = False
         if not is_current:
@@ -164,12 +154,38 @@ class Kernel:
         self._attend = library.magicdec_attend
         self._attend.argtypes = [ctypes.POINTER(Call)]
 
+    def check_cache(self, page_size: int, head_size: int, dtype: torch.dtype, layout: str) -> None:
+        """Refuse what the kernel was not written for.
+
+        Args:
+            page_size: tokens.
+            head_size: numbers.
+            dtype: of the cache.
+            layout: of it, as vLLM's `layer.isa` names it.
+
+        Raises:
+            UnreadableError: with the reason.
+        """
+        if dtype not in _CACHE_TYPES:
+            raise UnreadableError(f"it reads caches of float32, bfloat16, float16 and fp8, not {dtype}")
+        known = [name for name in _LAYOUTS if name != "amx" or self.variant.name == "amx"]
+        if layout not in known:
+            raise UnreadableError(f"it reads caches in the layouts {', '.join(known)}, not {layout}")
+        if page_size % BLOCK:
+            raise UnreadableError(f"its pages hold a multiple of {BLOCK} tokens, not {page_size}")
+        unit = 32 if layout == "amx" else 16
+        if head_size % unit or head_size > MAX_HEAD_SIZE:
+            raise UnreadableError(
+                f"its heads have a multiple of {unit} numbers, {MAX_HEAD_SIZE} at most, not {head_size}"
+            )
+
     def attend_pages(
         self,
         query: torch.Tensor,
         kv_cache: torch.Tensor,
         output: torch.Tensor,
         *,
+        layout: str,
         query_starts: torch.Tensor,
         block_table: torch.Tensor,
         context_lens: torch.Tensor,
@@ -184,9 +200,10 @@ class Kernel:
         Args:
             query: [num_tokens, num_heads, head_size], of the cache's dtype, and of any beside an fp8 cache;
                 the heads of one KV head are neighbours.
-            kv_cache: [num_blocks, num_kv_heads, page_size, 2 * head_size] as vLLM's CPU backend keeps it
-                in its layouts `vec` and `vec16`; any strides of blocks and heads.
+            kv_cache: [num_blocks, num_kv_heads, page_size, 2 * head_size] as vLLM's CPU backend keeps it;
+                any strides of blocks and heads.
             output: as `query`, written.
+            layout: of a page, as vLLM's `layer.isa` names it.
             query_starts: [num_reqs + 1] int32, where each request's tokens begin, and where the last one's
                 end; at most `MAX_QUERY_LEN` of each.
             block_table: [num_reqs, n] int32.
@@ -201,7 +218,7 @@ class Kernel:
             UnreadableError: the kernel has not this shape.
         """
         query_starts, block_table, context_lens = map(_as_int32, (query_starts, block_table, context_lens))
-        call = self._call(query, kv_cache, output, query_starts, scale, value_scale, soft_cap)
+        call = self._call(query, kv_cache, output, layout, query_starts, scale, value_scale, soft_cap)
         call.block_table, call.context_lens = block_table.data_ptr(), context_lens.data_ptr()
         call.block_table_stride = block_table.stride(0)
         call.window = max(0, window)
@@ -213,6 +230,7 @@ class Kernel:
         kv_cache: torch.Tensor,
         output: torch.Tensor,
         *,
+        layout: str,
         query_starts: torch.Tensor,
         slots: torch.Tensor,
         slot_lens: torch.Tensor,
@@ -228,6 +246,7 @@ class Kernel:
             query: this and the arguments that are not below: see `attend_pages`.
             kv_cache: see there.
             output: see there.
+            layout: see there.
             query_starts: see there.
             slots: [num_reqs, num_kv_heads, width] int32, cache slots.
             slot_lens: [num_reqs] int32, the first so many columns are read.
@@ -242,7 +261,7 @@ class Kernel:
             UnreadableError: the kernel has not this shape.
         """
         query_starts, slots, slot_lens = map(_as_int32, (query_starts, slots, slot_lens))
-        call = self._call(query, kv_cache, output, query_starts, scale, value_scale, soft_cap)
+        call = self._call(query, kv_cache, output, layout, query_starts, scale, value_scale, soft_cap)
         call.slots, call.slot_lens = slots.data_ptr(), slot_lens.data_ptr()
         call.slots_request_stride, call.slots_head_stride = slots.stride(0), slots.stride(1)
         if is_seen is not None:
@@ -256,6 +275,7 @@ class Kernel:
         query: torch.Tensor,
         kv_cache: torch.Tensor,
         output: torch.Tensor,
+        layout: str,
         query_starts: torch.Tensor,
         scale: float,
         value_scale: float,
@@ -263,8 +283,10 @@ class Kernel:
     ) -> Call:
         _, num_heads, head_size = query.shape
         _, num_kv_heads, page_size, _ = kv_cache.shape
-        check_cache(page_size, head_size, kv_cache.dtype)
+        self.check_cache(page_size, head_size, kv_cache.dtype, layout)
         of_queries = _QUERY_TYPES if kv_cache.dtype in _FP8_TYPES else {kv_cache.dtype}
+        if layout == "amx":
+            of_queries = {torch.bfloat16}
         if query.dtype not in of_queries or query.dtype != output.dtype:
             raise UnreadableError(f"queries are {query.dtype}, its cache is {kv_cache.dtype}")
         if not query.stride(-1) == output.stride(-1) == kv_cache.stride(-1) == 1:
@@ -283,6 +305,7 @@ class Kernel:
             scale=scale,
             soft_cap=soft_cap,
             value_scale=value_scale,
+            layout=_LAYOUTS[layout],
             query_type=_QUERY_TYPES[query.dtype],
             cache_type=_CACHE_TYPES[kv_cache.dtype],
             num_reqs=len(query_starts) - 1,

@@ -3,6 +3,7 @@
 // are read where they lie and converted in registers on the way.
 #pragma once
 
+#include "cache.h"
 #include "vectors.h"
 
 namespace magicdec {
@@ -85,8 +86,8 @@ struct Listed {
   const T* operator()(int index) const { return rows[index] + column; }
 };
 
-// What is read next is asked for while this is read, a row with every row: memory is slow to begin and quick then.
-constexpr int BLOCK = 32;  // tokens; also the columns of a row of what is asked for
+// What is read next is asked for while this is read, a row of BLOCK columns with every row: memory is slow to begin and
+// quick then.
 
 template <typename T>
 inline void ask_for(const T* row) {

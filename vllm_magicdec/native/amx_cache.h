@@ -1,0 +1,351 @@
+// SPDX-License-Identifier: Apache-2.0
+// vLLM's layout `amx`: keys and values lie as the right factors of AMX's products, tiles of 16 rows of 64 bytes (32 of a
+// cache of 8 bits), in which two neighbours of the dimension that is summed over lie side by side. A head's keys in a
+// page are [page_size / 16, head_size / 2, 16 tokens, 2], its values [head_size / 16, page_size / 2, 16 dimensions, 2].
+//
+// A product of tiles is far quicker than memory brings the next one, so even one row goes this way.
+#pragma once
+
+#include <type_traits>
+#include <vector>
+
+#include "cache.h"
+#include "product.h"
+
+namespace magicdec {
+
+constexpr int AMX_ROWS = 16;     // most rows of a left factor's tile
+constexpr int AMX_COLUMNS = 16;  // of a right factor's: tokens of keys, dimensions of values
+constexpr int AMX_DEPTH = 32;    // numbers that one product sums over
+constexpr int AMX_NUMBERS = AMX_DEPTH * AMX_COLUMNS;  // of a right factor's tile
+
+// The rows of a product in as few tiles as can be, of one height; behind the last row there may be others that nobody
+// looks at.
+struct AmxRows {
+  explicit AmxRows(int rows) : tiles((rows + AMX_ROWS - 1) / AMX_ROWS), height((rows + tiles - 1) / tiles) {}
+  int tiles, height;
+};
+
+// A thread's registers of tiles, as long as it needs them: results are 0 to 3, left factors 4 and 5, right ones 6 and 7.
+class AmxRegisters {
+ public:
+  void release() {
+    if (height_ > 0) _tile_release();
+    height_ = 0;
+  }
+
+  void configure(int height) {
+    if (height == height_) return;
+    height_ = height;
+    alignas(64) struct {
+      uint8_t palette = 1, start_row = 0, reserved[14] = {};
+      uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+      uint8_t rows[16] = {0, 0, 0, 0, 0, 0, AMX_DEPTH / 2, AMX_DEPTH / 2};
+    } shapes;
+    std::fill_n(shapes.rows, 6, static_cast<uint8_t>(height));
+    _tile_loadconfig(&shapes);
+  }
+
+ private:
+  int height_ = 0;
+};
+
+// sums[rows][2 * AMX_COLUMNS] (+)= left[rows][steps * AMX_DEPTH] * the tiles right(column, step).
+template <bool ADDS, typename Right, typename Upcoming>
+inline void multiply_tiles(AmxRows rows, const Bfloat16* left, int64_t left_pitch, Right right, int steps, float* sums,
+                           int64_t sums_pitch, Upcoming& upcoming) {
+  const int64_t left_bytes = left_pitch * sizeof(Bfloat16), sums_bytes = sums_pitch * sizeof(float);
+  asm volatile("" ::: "memory");  // GCC does not know that a tile's load reads what was written before
+  for (int tile = 0; tile < rows.tiles; tile += 2) {
+    const bool has_lower = tile + 1 < rows.tiles;
+    const Bfloat16* upper = left + tile * rows.height * left_pitch;
+    const Bfloat16* lower = upper + rows.height * left_pitch;
+    float* upper_sums = sums + tile * rows.height * sums_pitch;
+    float* lower_sums = upper_sums + rows.height * sums_pitch;
+    if constexpr (ADDS) {
+      _tile_loadd(0, upper_sums, sums_bytes);
+      _tile_loadd(1, upper_sums + AMX_COLUMNS, sums_bytes);
+      if (has_lower) {
+        _tile_loadd(2, lower_sums, sums_bytes);
+        _tile_loadd(3, lower_sums + AMX_COLUMNS, sums_bytes);
+      }
+    } else {
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
+    }
+    for (int step = 0; step < steps; ++step) {
+      _tile_loadd(4, upper + step * AMX_DEPTH, left_bytes);
+      _tile_loadd(6, right(0, step), 64);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_loadd(7, right(1, step), 64);
+      _tile_dpbf16ps(1, 4, 7);
+      if (has_lower) {
+        _tile_loadd(5, lower + step * AMX_DEPTH, left_bytes);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+      }
+      upcoming.ask();
+    }
+    _tile_stored(0, upper_sums, sums_bytes);
+    _tile_stored(1, upper_sums + AMX_COLUMNS, sums_bytes);
+    if (has_lower) {
+      _tile_stored(2, lower_sums, sums_bytes);
+      _tile_stored(3, lower_sums + AMX_COLUMNS, sums_bytes);
+    }
+  }
+}
+
+// A row of a tile: pairs of neighbours as bfloat16, which holds every fp8 number.
+inline __m512i load_pairs(const Bfloat16* from) { return _mm512_loadu_si512(from); }
+template <typename T>
+inline __m512i load_pairs(const T* from) {
+  const __m512i upper_halves = _mm512_set_epi16(
+      63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7,
+      5, 3, 1);
+  return _mm512_permutex2var_epi16((__m512i)load(from), upper_halves, (__m512i)load(from + LANES));
+}
+
+// T: bfloat16, which is multiplied where it lies, or of 8 bits.
+template <typename T>
+class AmxCache {
+ public:
+  using Left = Bfloat16;
+  static constexpr int MAX_ROWS = 4 * AMX_ROWS;
+  static constexpr int SPARE_ROWS = AMX_ROWS - 1;
+  static constexpr int UNIT = AMX_DEPTH;
+
+  struct Tile {
+    int start, num_tokens;
+    // Where neighbours of the tile are neighbours in the cache as well: there; else null.
+    const T* keys[TILE / AMX_COLUMNS];
+    const T* values[TILE / BLOCK];
+    // As they are multiplied: of each 16 tokens, of each block.
+    const Bfloat16* key_tiles[TILE / AMX_COLUMNS];
+    const Bfloat16* value_tiles[TILE / BLOCK];
+    int64_t value_strides[TILE / BLOCK];  // from the tile of 16 dimensions to the next ones'
+    // Of what cannot be multiplied where it lies; laid out as in a page of one block.
+    std::vector<Bfloat16> own_keys, own_values;
+
+    void reserve(int head_size) {
+      const auto size = static_cast<size_t>(TILE) * head_size;
+      if (own_keys.size() < size) own_keys.resize(size);
+      if (own_values.size() < size) own_values.resize(size);
+    }
+    int num_blocks() const { return (num_tokens + BLOCK - 1) / BLOCK; }
+  };
+
+  // What is read of the next tile, asked for bit by bit while this one is computed with: memory is as slow as that.
+  class Upcoming {
+   public:
+    // `next` may be null.
+    Upcoming(const HeadPages<T>& head, const Tile& tile, const Tile* next, int rows, bool is_first)
+        : is_first(is_first) {
+      if (next == nullptr || !is_first) return;
+      const int depth = head.head_size() / AMX_DEPTH;
+      for (int b = 0; b < next->num_blocks(); ++b) {
+        for (int group : {2 * b, 2 * b + 1})
+          if (next->keys[group] != nullptr)
+            for (int i = 0; i < depth; ++i) tiles_[num_tiles_++] = next->keys[group] + i * AMX_NUMBERS;
+        if (next->values[b] != nullptr)
+          for (int i = 0; i < 2 * depth; ++i) tiles_[num_tiles_++] = next->values[b] + i * values_stride(head);
+      }
+      const int turns = 2 * depth * tile.num_blocks() * ((AmxRows(rows).tiles + 1) / 2) + rows;
+      pieces_a_turn_ = (static_cast<int64_t>(num_tiles_) * PIECES << FRACTION) / turns + 1;
+    }
+
+    // At each step of a product, and once for each row between the two.
+    void ask() {
+      due_ += pieces_a_turn_;
+      for (const int64_t end = std::min<int64_t>(num_tiles_ * PIECES, due_ >> FRACTION); asked_ < end; ++asked_) {
+        const char* piece = reinterpret_cast<const char*>(tiles_[asked_ / PIECES]) + asked_ % PIECES * PIECE_BYTES;
+#pragma GCC unroll 4
+        for (int byte = 0; byte < PIECE_BYTES; byte += 64) __builtin_prefetch(piece + byte, 0, 2);
+      }
+    }
+
+    const bool is_first;  // no other rows had this tile yet
+
+   private:
+    static constexpr int PIECES = 4;  // of a tile
+    static constexpr int PIECE_BYTES = AMX_NUMBERS * sizeof(T) / PIECES;
+    static constexpr int FRACTION = 16;  // bits
+    const T* tiles_[2 * TILE / BLOCK * 2 * MAX_HEAD_SIZE / AMX_DEPTH];
+    int num_tiles_ = 0;
+    int64_t pieces_a_turn_ = 0, due_ = 0, asked_ = 0;
+  };
+
+  // Tokens of a tile.
+  static int tile_length(int, int) { return TILE; }
+
+  static void lay_out(const HeadPages<T>& head, Range tokens, Tile& tile) {
+    tile.start = tokens.first;
+    tile.num_tokens = tokens.last - tokens.first;
+    for (int b = 0; b < tile.num_blocks(); ++b) {
+      const int token = tile.start + b * BLOCK;
+      const auto place = head.place(token);
+      for (int half : {0, 1}) {
+        const int first = token + half * AMX_COLUMNS;
+        const T*& keys = tile.keys[2 * b + half];
+        // What lies behind a context's end is multiplied, and not looked at.
+        if (!head.has_slots())
+          keys = head.keys(place.page) + (place.in_page + half * AMX_COLUMNS) * int64_t{head.head_size()};
+        else if (are_neighbours(head, {first, first + AMX_COLUMNS}, tokens.last))
+          keys = head.keys(head.place(first).page) + head.place(first).in_page * int64_t{head.head_size()};
+        else
+          keys = nullptr;
+      }
+      // Of values it is not even multiplied: nothing times what is no number is none.
+      const bool in_place = are_neighbours(head, {token, token + BLOCK}, tokens.last);
+      tile.values[b] = in_place ? head.values(place.page) + place.in_page * AMX_COLUMNS : nullptr;
+    }
+  }
+
+  // Whole tiles, but for the last of a request's rows.
+  static int rows_together(int rows) { return std::min(rows, MAX_ROWS); }
+
+  // scores[rows][SCORES_PITCH] = query[rows][QUERY_PITCH] * the tile's keys.
+  static void score(const HeadPages<T>& head, Tile& tile, const Left* query, int rows, float* scores,
+                    Upcoming& upcoming) {
+    const AmxRows in_tiles(rows);
+    registers().configure(in_tiles.height);
+    if (upcoming.is_first) find_keys(head, tile);
+    for (int b = 0; b < tile.num_blocks(); ++b) {
+      const auto keys = [&](int column, int step) { return tile.key_tiles[2 * b + column] + step * AMX_NUMBERS; };
+      multiply_tiles<false>(in_tiles, query, QUERY_PITCH, keys, head.head_size() / AMX_DEPTH, scores + b * BLOCK,
+                            SCORES_PITCH, upcoming);
+    }
+  }
+
+  // sums[rows][head_size] += weights[rows][SCORES_PITCH] * the tile's values.
+  static void add_values(const HeadPages<T>& head, Tile& tile, const Left* weights, int rows, float* sums,
+                         Upcoming& upcoming) {
+    if (upcoming.is_first) find_values(head, tile);
+    for (int pair = 0; pair < head.head_size() / AMX_DEPTH; ++pair) {
+      const auto values = [&](int column, int block) {
+        return tile.value_tiles[block] + (2 * pair + column) * tile.value_strides[block];
+      };
+      multiply_tiles<true>(AmxRows(rows), weights, SCORES_PITCH, values, tile.num_blocks(), sums + pair * AMX_DEPTH,
+                           head.head_size(), upcoming);
+    }
+  }
+
+  // Whoever uses tiles after this thread configures them anew, as vLLM and oneDNN do.
+  static void release() { registers().release(); }
+
+ private:
+  static constexpr bool IN_PLACE = std::is_same_v<T, Bfloat16>;
+  using Place = typename HeadPages<T>::Place;
+
+  static AmxRegisters& registers() {
+    thread_local AmxRegisters registers;
+    return registers;
+  }
+
+  static int64_t values_stride(const HeadPages<T>& head) { return int64_t{head.page_size()} * AMX_COLUMNS; }
+
+  // Whether tokens, all before `end`, lie in the cache one after the other from a multiple of their number on.
+  static bool are_neighbours(const HeadPages<T>& head, Range tokens, int end) {
+    if (tokens.last > end) return false;
+    if (!head.has_slots()) return true;
+    const Place first = head.place(tokens.first);
+    if (first.in_page % (tokens.last - tokens.first)) return false;
+    for (int token = tokens.first + 1; token < tokens.last; ++token) {
+      const Place place = head.place(token);
+      if (place.page != first.page || place.in_page != first.in_page + token - tokens.first) return false;
+    }
+    return true;
+  }
+
+  // The tile's keys as tiles.
+  static void find_keys(const HeadPages<T>& head, Tile& tile) {
+    const int size = AMX_COLUMNS * head.head_size();
+    for (int group = 0; group < 2 * tile.num_blocks(); ++group) {
+      const T* keys = tile.keys[group];
+      Bfloat16* own = &tile.own_keys[group * size];
+      alignas(64) T chosen[IN_PLACE ? 1 : AMX_COLUMNS * MAX_HEAD_SIZE];
+      if (keys == nullptr) {
+        const int first = tile.start + group * AMX_COLUMNS;
+        const Range tokens = {first, std::min(first + AMX_COLUMNS, tile.start + tile.num_tokens)};
+        if constexpr (IN_PLACE)
+          gather_keys(head, tokens, own);
+        else
+          gather_keys(head, tokens, chosen), keys = chosen;
+      }
+      if constexpr (IN_PLACE) {
+        tile.key_tiles[group] = keys == nullptr ? own : keys;
+      } else {
+        for (int at = 0; at < size; at += AMX_DEPTH) _mm512_storeu_si512(own + at, load_pairs(keys + at));
+        tile.key_tiles[group] = own;
+      }
+    }
+  }
+
+  // A token's key is spread over all lines of its 16 tokens, a pair in each.
+  static void gather_keys(const HeadPages<T>& head, Range tokens, T* to) {
+    const auto key_of = [&](int token) {
+      const Place place = head.place(token);
+      const int in_group = place.in_page % AMX_COLUMNS;
+      return head.keys(place.page) + (place.in_page - in_group) * int64_t{head.head_size()} + 2 * in_group;
+    };
+    for (int token = tokens.first; token < tokens.last; ++token) {
+      const T *key = key_of(token), *next = key_of(std::min(token + 1, tokens.last - 1));
+      for (int at = 0; at < AMX_COLUMNS * head.head_size(); at += AMX_DEPTH) {
+        __builtin_prefetch(next + at);
+        std::memcpy(to + at, key + at, 2 * sizeof(T));
+      }
+      to += 2;
+    }
+  }
+
+  // The tile's values as tiles.
+  static void find_values(const HeadPages<T>& head, Tile& tile) {
+    const int end = tile.start + tile.num_tokens;
+    for (int b = 0; b < tile.num_blocks(); ++b) {
+      if (IN_PLACE && tile.values[b] != nullptr) {
+        tile.value_tiles[b] = reinterpret_cast<const Bfloat16*>(tile.values[b]);
+        tile.value_strides[b] = values_stride(head);
+        continue;
+      }
+      Bfloat16* own = &tile.own_values[b * BLOCK * head.head_size()];
+      tile.value_tiles[b] = own;
+      tile.value_strides[b] = AMX_NUMBERS;
+      if (tile.values[b] != nullptr) {
+        for (int from = 0; from < head.head_size(); from += AMX_COLUMNS, own += AMX_NUMBERS)
+          for (int at = 0; at < AMX_NUMBERS; at += AMX_DEPTH)
+            _mm512_storeu_si512(own + at, load_pairs(tile.values[b] + from * int64_t{head.page_size()} + at));
+        continue;
+      }
+      for (int token = tile.start + b * BLOCK, pair = 0; pair < BLOCK / 2; token += 2, ++pair)
+        gather_pair(head, token, end, own + pair * AMX_DEPTH);
+    }
+  }
+
+  // Two tokens' values beside each other; zero, which is a number, of what is not before `end`.
+  static void gather_pair(const HeadPages<T>& head, int token, int end, Bfloat16* to) {
+    const auto values_of = [&](int token) {
+      const Place place = head.place(token);
+      return head.values(place.page) + place.in_page / 2 * AMX_DEPTH;
+    };
+    // Each line has a pair of neighbours of which one was chosen: where it is, in bits.
+    const auto bits_of = [&](int token) { return _mm_cvtsi32_si128(head.place(token).in_page % 2 * 16); };
+    const bool has_first = token < end, has_second = token + 1 < end;
+    const T* first = has_first ? values_of(token) : nullptr;
+    const T* second = has_second ? values_of(token + 1) : nullptr;
+    const T* later[2] = {values_of(std::min(token + 4, end - 1)), values_of(std::min(token + 5, end - 1))};
+    const __m128i first_bits = has_first ? bits_of(token) : _mm_setzero_si128();
+    const __m128i second_bits = has_second ? bits_of(token + 1) : _mm_setzero_si128();
+    const __m512i lower_halves = _mm512_set1_epi32(0xffff);
+    for (int64_t at = 0; at < head.head_size() / AMX_COLUMNS * values_stride(head); at += values_stride(head)) {
+      __m512i low = _mm512_setzero_si512(), high = low;
+      if (has_first) low = _mm512_and_si512(_mm512_srl_epi32(load_pairs(first + at), first_bits), lower_halves);
+      if (has_second) high = _mm512_slli_epi32(_mm512_srl_epi32(load_pairs(second + at), second_bits), 16);
+      for (const T* values : later) __builtin_prefetch(values + at);
+      _mm512_storeu_si512(to, _mm512_or_si512(low, high));
+      to += AMX_NUMBERS;
+    }
+  }
+};
+
+}  // namespace magicdec

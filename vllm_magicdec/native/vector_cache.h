@@ -1,0 +1,201 @@
+// SPDX-License-Identifier: Apache-2.0
+// vLLM's layouts `vec` and `vec16`: a head's keys in a page are [head_size, page_size], its values
+// [page_size, head_size].
+#pragma once
+
+#include <type_traits>
+
+#include "cache.h"
+#include "product.h"
+
+namespace magicdec {
+
+// Few rows wait for memory: what is read and what is asked for ahead should fit the first cache, with room to spare.
+constexpr int FEW_ROWS = 8;
+constexpr int FEW_ROWS_TILE_BYTES = 16384;
+
+template <int N>
+using Count = std::integral_constant<int, N>;
+
+template <typename T>
+class VectorCache {
+ public:
+  using Left = typename Factor<T>::Left;  // what queries and weights are stored as
+  static constexpr int MAX_ROWS = magicdec::MAX_ROWS;
+  static constexpr int SPARE_ROWS = 0;  // behind a request's last one, that may be written
+  static constexpr int UNIT = LANES;  // weights are written up to a multiple of so many tokens
+
+  struct Tile {
+    int num_tokens;
+    int num_blocks;
+    const T* keys[TILE];          // of each block, its first token's
+    int firsts[TILE + 1];         // the tile's tokens that are of each block begin here
+    uint8_t places[TILE];         // of each token in its block
+    const T* values[TILE + 1];    // of each token; one more where the number of tokens is odd
+    const T* block_values[TILE];  // of each block
+
+    void reserve(int) {}
+  };
+
+  // Tokens of a tile.
+  static int tile_length(int rows, int head_size) {
+    if (rows >= FEW_ROWS) return TILE;
+    const int token_bytes = 2 * head_size * static_cast<int>(sizeof(T));
+    return std::clamp(FEW_ROWS_TILE_BYTES / token_bytes / BLOCK * BLOCK, BLOCK, TILE);
+  }
+
+  // The first rows of a tile ask for what is read next, in it and in the next one, which may be null.
+  struct Upcoming {
+    Upcoming(const HeadPages<T>&, const Tile&, const Tile* next, int, bool is_first) : is_first(is_first), next(next) {}
+    void ask() {}
+    const bool is_first;
+    const Tile* const next;
+  };
+
+  // As few groups of rows as fit the registers, as equal as can be.
+  static int rows_together(int rows) {
+    const int groups = (rows + MAX_ROWS - 1) / MAX_ROWS;
+    return (rows + groups - 1) / groups;
+  }
+
+  static void lay_out(const HeadPages<T>& head, Range tokens, Tile& tile) {
+    tile.num_tokens = tokens.last - tokens.first;
+    tile.num_blocks = 0;
+    if (head.has_slots())
+      lay_out_slots(head, tokens.first, tile);
+    else
+      lay_out_pages(head, tokens.first, tile);
+    tile.firsts[tile.num_blocks] = tile.num_tokens;
+    // A tile that asks for this one's keys may have more blocks.
+    for (int b = tile.num_blocks; b < TILE / BLOCK; ++b) tile.keys[b] = tile.keys[0];
+    // A pair that has no second token: weighed by nothing, and a number.
+    tile.values[tile.num_tokens] = tile.values[tile.num_tokens - 1];
+  }
+
+  // scores[rows][SCORES_PITCH] = query[rows][QUERY_PITCH] * the tile's keys.
+  static void score(const HeadPages<T>& head, const Tile& tile, const Left* query, int rows, float* scores,
+                    const Upcoming& upcoming) {
+    by_rows(rows, [&](auto count) {
+      constexpr int ROWS = decltype(count)::value;
+      upcoming.is_first ? score_rows<ROWS, true>(head, tile, query, scores) : score_rows<ROWS, false>(head, tile, query, scores);
+    });
+  }
+
+  // sums[rows][head_size] += weights[rows][SCORES_PITCH] * the tile's values.
+  static void add_values(const HeadPages<T>& head, const Tile& tile, const Left* weights, int rows, float* sums,
+                         const Upcoming& upcoming) {
+    by_rows(rows, [&](auto count) {
+      constexpr int ROWS = decltype(count)::value;
+      upcoming.is_first && upcoming.next != nullptr ? add_rows<ROWS, true>(head, tile, weights, sums, upcoming.next)
+                                                    : add_rows<ROWS, false>(head, tile, weights, sums, nullptr);
+    });
+  }
+
+  static void release() {}
+
+ private:
+  static constexpr int COLUMNS = VECTORS * LANES;  // of a product
+
+  static void lay_out_pages(const HeadPages<T>& head, int start, Tile& tile) {
+    for (int t = 0; t < tile.num_tokens; t += BLOCK) {
+      const auto place = head.place(start + t);
+      const T* values = head.values(place.page) + place.in_page * head.head_size();
+      tile.keys[tile.num_blocks] = head.keys(place.page) + place.in_page;
+      tile.block_values[tile.num_blocks] = values;
+      tile.firsts[tile.num_blocks++] = t;
+      for (int i = 0; i < std::min(BLOCK, tile.num_tokens - t); ++i) {
+        tile.places[t + i] = static_cast<uint8_t>(i);
+        tile.values[t + i] = values + i * head.head_size();
+      }
+    }
+  }
+
+  // Neighbours in the list that are of one block share its products: a token's key is spread over all lines of it.
+  static void lay_out_slots(const HeadPages<T>& head, int start, Tile& tile) {
+    for (int t = 0; t < tile.num_tokens; ++t) {
+      const auto place = head.place(start + t);
+      const int in_block = place.in_page % BLOCK;
+      const T* keys = head.keys(place.page) + place.in_page - in_block;
+      if (tile.num_blocks == 0 || tile.keys[tile.num_blocks - 1] != keys) {
+        tile.keys[tile.num_blocks] = keys;
+        // Most values are of tokens that were not chosen: instead, what is there already.
+        tile.block_values[tile.num_blocks] = keys;
+        tile.firsts[tile.num_blocks++] = t;
+      }
+      tile.places[t] = static_cast<uint8_t>(in_block);
+      tile.values[t] = head.values(place.page) + place.in_page * head.head_size();
+    }
+  }
+
+  static bool is_block(const uint8_t* places, int count) {
+    for (int i = 0; i < count; ++i)
+      if (places[i] != i) return false;
+    return count == BLOCK;
+  }
+
+  template <typename Action>
+  static void by_rows(int rows, Action action) {
+    const auto act = [&](auto count) {
+      if constexpr (decltype(count)::value <= MAX_ROWS) action(count);
+    };
+    switch (rows) {
+      case 1: return act(Count<1>());
+      case 2: return act(Count<2>());
+      case 3: return act(Count<3>());
+      case 4: return act(Count<4>());
+      case 5: return act(Count<5>());
+      case 6: return act(Count<6>());
+      case 7: return act(Count<7>());
+      case 8: return act(Count<8>());
+      case 9: return act(Count<9>());
+      case 10: return act(Count<10>());
+      case 11: return act(Count<11>());
+      case 12: return act(Count<12>());
+    }
+  }
+
+  template <int Rows, bool ASKS>
+  static void score_rows(const HeadPages<T>& head, const Tile& tile, const Left* query, float* scores) {
+    for (int b = 0; b < tile.num_blocks; ++b) {
+      const int first = tile.firsts[b], count = tile.firsts[b + 1] - first;
+      const bool in_place = !head.has_slots() || is_block(tile.places + first, count);  // a last block has room behind it
+      alignas(64) float apart[Rows * BLOCK];
+      float* to = in_place ? scores + first : apart;
+      const int pitch = in_place ? SCORES_PITCH : BLOCK;
+      for (int column = 0; column < BLOCK; column += COLUMNS) {
+        const Strided<T> keys{tile.keys[b] + column, head.page_size()};
+        if (ASKS && column == 0)
+          multiply<T, Rows, VECTORS, QUERY_PITCH, false>(query, keys, head.head_size(), to + column, pitch,
+                                                         UpcomingValues<T>{tile.block_values[b]});
+        else
+          multiply<T, Rows, VECTORS, QUERY_PITCH, false>(query, keys, head.head_size(), to + column, pitch,
+                                                         Nothing());
+      }
+      if (in_place) continue;
+      for (int r = 0; r < Rows; ++r)
+        for (int t = first; t < first + count; ++t)
+          scores[r * SCORES_PITCH + t] = apart[r * BLOCK + tile.places[t]];
+    }
+  }
+
+  template <int Rows, bool ASKS>
+  static void add_rows(const HeadPages<T>& head, const Tile& tile, const Left* weights, float* sums,
+                       const Tile* next) {
+    constexpr int DEPTH = Factor<T>::DEPTH;
+    const int depth = (tile.num_tokens + DEPTH - 1) / DEPTH * DEPTH, head_size = head.head_size();
+    int column = 0;
+    for (; column + COLUMNS <= head_size; column += COLUMNS) {
+      const Listed<T> values{tile.values, column};
+      if (ASKS && column % BLOCK == 0)
+        multiply<T, Rows, VECTORS, SCORES_PITCH, true>(weights, values, depth, sums + column, head_size,
+                                                       UpcomingKeys<T>{next->keys, head.page_size(), column});
+      else
+        multiply<T, Rows, VECTORS, SCORES_PITCH, true>(weights, values, depth, sums + column, head_size, Nothing());
+    }
+    for (; column < head_size; column += LANES)
+      multiply<T, Rows, 1, SCORES_PITCH, true>(weights, Listed<T>{tile.values, column}, depth, sums + column,
+                                               head_size, Nothing());
+  }
+};
+
+}  // namespace magicdec
