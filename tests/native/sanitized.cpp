@@ -10,6 +10,11 @@
 #include <random>
 #include <vector>
 
+#if defined(__AMX_BF16__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include "attention.h"
 
 namespace {
@@ -50,6 +55,20 @@ struct Shape {
   float soft_cap = between(0, 1) ? 0.0f : 5.0f;
   bool has_slots = between(0, 1), has_sinks = between(0, 1), is_short = between(0, 1);
   int fp8_bits = between(0, 1) ? 0 : between(2, 3);  // of a significand; 0: no fp8 cache
+#if defined(__AMX_BF16__)
+  bool is_amx = is_short && head_size % 32 == 0;
+#else
+  static constexpr bool is_amx = false;
+#endif
+
+  // Where a head's page has a number: of keys, and of values behind them.
+  int key_at(int place, int d) const {
+    return is_amx ? (place / 16 * (head_size / 2) + d / 2) * 32 + place % 16 * 2 + d % 2 : d * page_size + place;
+  }
+  int value_at(int place, int d) const {
+    const int behind = page_size * head_size;
+    return behind + (is_amx ? (d / 16 * (page_size / 2) + place / 2) * 32 + d % 16 * 2 + place % 2 : place * head_size + d);
+  }
 };
 
 // One shape; the largest error.
@@ -133,6 +152,7 @@ double run(const Shape& s) {
   call.value_scale = s.fp8_bits ? 0.5f : 1.0f;
   call.query_type = s.is_short ? MAGICDEC_BFLOAT16 : MAGICDEC_FLOAT32;
   call.cache_type = s.fp8_bits == 3 ? MAGICDEC_E4M3 : s.fp8_bits ? MAGICDEC_E5M2 : call.query_type;
+  call.layout = s.is_amx ? MAGICDEC_AMX : MAGICDEC_VEC;
   call.num_reqs = s.num_reqs;
   call.num_heads = heads;
   call.num_kv_heads = s.num_kv_heads;
@@ -159,12 +179,12 @@ double run(const Shape& s) {
           const float* keys = &cache[(static_cast<size_t>(slot / s.page_size) * s.num_kv_heads + kv_head) * 2 * half];
           const int place = slot % s.page_size;
           double logit = 0;
-          for (int d = 0; d < s.head_size; ++d) logit += double{q[d]} * keys[d * s.page_size + place];
+          for (int d = 0; d < s.head_size; ++d) logit += double{q[d]} * keys[s.key_at(place, d)];
           logit *= call.scale;
           if (s.soft_cap > 0) logit = s.soft_cap * std::tanh(logit / s.soft_cap);
           total += std::exp(logit);
           for (int d = 0; d < s.head_size; ++d)
-            sums[d] += std::exp(logit) * keys[half + place * s.head_size + d];
+            sums[d] += std::exp(logit) * keys[s.value_at(place, d)];
         }
         for (int d = 0; d < s.head_size; ++d) {
           const float found = output[(static_cast<size_t>(token) * heads + head) * s.head_size + d];
@@ -178,6 +198,10 @@ double run(const Shape& s) {
 }  // namespace
 
 int main() {
+#if defined(__AMX_BF16__)
+  constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, TILES = 18;
+  if (syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, TILES)) return 2;
+#endif
   constexpr int SHAPES = 40;
   for (int i = 0; i < SHAPES; ++i) {
     const Shape shape;

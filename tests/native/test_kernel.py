@@ -26,6 +26,11 @@ GARBAGE = 2**31 - 1
 
 here = [variant for variant in VARIANTS if runs_here(variant)]
 variants = pytest.mark.parametrize("variant", here, ids=[variant.name for variant in here])
+# Every variant reads vLLM's layout for vectors, and AMX's its own as well.
+readings = [(variant, "vec") for variant in here] + [(v, "amx") for v in here if v.name == "amx"]
+variants_and_layouts = pytest.mark.parametrize(
+    ("variant", "layout"), readings, ids=[f"{variant.name}-{layout}" for variant, layout in readings]
+)
 
 
 def kernel_of(variant) -> Kernel:
@@ -57,12 +62,39 @@ class Batch:
         return (pages * page_size + positions % page_size).int()
 
 
+def write(bits, layout, pages, places, keys, values) -> None:
+    """Put tokens into a cache.
+
+    Args:
+        bits: [num_blocks, num_kv_heads, page_size, 2 * head_size], any strides of the first two.
+        layout: of a page, by vLLM's name.
+        pages: [n], and `places` in them.
+        places: [n].
+        keys: [n, num_kv_heads, head_size], and `values`.
+        values: as `keys`.
+    """
+    *outer, page_size, content = bits.shape
+    count, num_kv_heads, head_size = keys.shape
+    all_keys, all_values = bits.view(*outer, 2, page_size * content // 2).unbind(2)
+    if layout == "vec":
+        all_keys.view(*outer, head_size, page_size)[pages, :, :, places] = keys
+        all_values.view(*outer, page_size, head_size)[pages, :, places] = values
+        return
+    key_pairs = keys.reshape(count, num_kv_heads, head_size // 2, 2)
+    key_tiles = all_keys.view(*outer, page_size // 16, head_size // 2, 16, 2)
+    key_tiles[pages, :, places // 16, :, places % 16] = key_pairs
+    value_parts = values.reshape(count, num_kv_heads, head_size // 16, 16)
+    value_tiles = all_values.view(*outer, head_size // 16, page_size // 2, 16, 2)
+    value_tiles[pages, :, :, places // 2, :, places % 2] = value_parts
+
+
 @st.composite
-def batches(draw, max_query_len=32, windows=(0, 1, 7, 33, 100)) -> Batch:
+def batches(draw, layout, max_query_len=32, windows=(0, 1, 7, 33, 100)) -> Batch:
     torch.manual_seed(draw(st.integers(0, 2**16)))
-    dtype = draw(st.sampled_from(list(BOUND)))
+    is_amx = layout == "amx"  # vLLM has it for models in bfloat16 and heads of whole tiles
+    dtype = torch.bfloat16 if is_amx else draw(st.sampled_from(list(BOUND)))
     cache_dtype = draw(st.sampled_from([dtype, *FP8]))
-    head_size = draw(st.sampled_from([32, 64, 80, 96, 112, 128, 256]))
+    head_size = draw(st.sampled_from([32, 64, 96, 128, 256] if is_amx else [32, 64, 80, 96, 112, 128, 256]))
     page_size = draw(st.sampled_from([32, 64, 96]))
     num_kv_heads, group = draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 3, 4, 7, 8]))
     query_lens = draw(st.lists(st.integers(0, max_query_len), min_size=1, max_size=4))
@@ -78,14 +110,11 @@ def batches(draw, max_query_len=32, windows=(0, 1, 7, 33, 100)) -> Batch:
     # Of an fp8 cache some are subnormal.
     keys, values = (torch.randn(shape).to(cache_dtype) for _ in range(2))
     bits = cache.view(torch.uint8) if cache_dtype in FP8 else cache  # torch writes no chosen fp8 numbers
-    halves = bits.view(*cache.shape[:2], 2, page_size * head_size)
-    by_dimension = halves[:, :, 0].view(*cache.shape[:2], head_size, page_size)
-    by_token = halves[:, :, 1].view(*cache.shape[:2], page_size, head_size)
     for request, context in enumerate(context_lens):
         positions = torch.arange(context)
         pages, places = table[request, positions // page_size].long(), positions % page_size
-        by_dimension[pages, :, :, places] = keys[request, :context].view(bits.dtype)
-        by_token[pages, :, places] = values[request, :context].view(bits.dtype)
+        tokens = (half[request, :context].view(bits.dtype) for half in (keys, values))
+        write(bits, layout, pages, places, *tokens)
         table[request, -(-context // page_size) :] = GARBAGE
     num_heads = num_kv_heads * group
     # Of a wider tensor, as a layer's queries are.
@@ -136,10 +165,11 @@ def threads():
     torch.set_num_threads(number)
 
 
-@variants
+@variants_and_layouts
 @settings(max_examples=120, deadline=None)
-@given(batches(), st.integers(1, 5))
-def test_pages_are_attended_to_as_in_float64(variant, batch, threads):
+@given(st.data(), st.integers(1, 5))
+def test_pages_are_attended_to_as_in_float64(variant, layout, data, threads):
+    batch = data.draw(batches(layout))
     kernel = kernel_of(variant)
     with_threads(threads)
     output = torch.full(batch.query.shape, torch.nan).to(batch.query.dtype)
@@ -147,6 +177,7 @@ def test_pages_are_attended_to_as_in_float64(variant, batch, threads):
         batch.query,
         batch.cache,
         output,
+        layout=layout,
         query_starts=batch.starts,
         block_table=batch.block_table,
         context_lens=torch.tensor(batch.context_lens, dtype=torch.int32),
@@ -168,10 +199,11 @@ def test_pages_are_attended_to_as_in_float64(variant, batch, threads):
         check(output[part], *truth(batch.query[part], keys, values, is_seen, **batch.options))
 
 
-@variants
+@variants_and_layouts
 @settings(max_examples=120, deadline=None)
-@given(batches(max_query_len=6, windows=()), st.integers(1, 5), st.booleans(), st.booleans())
-def test_chosen_slots_are_attended_to_as_in_float64(variant, batch, threads, is_sorted, sees_all):
+@given(st.data(), st.integers(1, 5), st.sampled_from(["in order", "runs", "as it comes"]), st.booleans())
+def test_chosen_slots_are_attended_to_as_in_float64(variant, layout, data, threads, order, sees_all):
+    batch = data.draw(batches(layout, max_query_len=6, windows=()))
     kernel = kernel_of(variant)
     with_threads(threads)
     num_reqs, _, num_kv_heads, _ = batch.keys.shape
@@ -186,7 +218,11 @@ def test_chosen_slots_are_attended_to_as_in_float64(variant, batch, threads, is_
         part = slice(*batch.starts[request : request + 2].tolist())
         for head in range(num_kv_heads):
             chosen = torch.randperm(context)[:count]
-            chosen = chosen.sort().values if is_sorted else chosen
+            if order != "as it comes":
+                chosen = chosen.sort().values
+            if order == "runs":  # as sinks and a window are, of which whole blocks are read in place
+                first = int(torch.randint(0, context - count + 1, ())) // 32 * 32
+                chosen = torch.arange(first, first + count)
             slots[request, head, :count] = batch.slots_of(request, chosen)
             heads = slice(head * group, (head + 1) * group)
             if not batch.query_lens[request]:
@@ -206,6 +242,7 @@ def test_chosen_slots_are_attended_to_as_in_float64(variant, batch, threads, is_
         batch.query,
         batch.cache,
         output,
+        layout=layout,
         query_starts=batch.starts,
         slots=slots,
         slot_lens=torch.tensor(lens, dtype=torch.int32),
@@ -231,7 +268,7 @@ def shared_batch(
     return (
         query,
         cache,
-        dict(query_starts=starts, block_table=table, context_lens=lens, scale=head_size**-0.5),
+        dict(layout="vec", query_starts=starts, block_table=table, context_lens=lens, scale=head_size**-0.5),
     )
 
 
@@ -248,16 +285,18 @@ def test_threads_change_no_more_than_the_order_of_sums(variant, threads):
     torch.testing.assert_close(together, alone, rtol=0, atol=1e-6)
 
 
-@variants
+@variants_and_layouts
 @pytest.mark.parametrize("window", [-1, 1, 33, 500])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("fp8", [None, *FP8])
-def test_it_agrees_with_vllms_kernel(variant, window, dtype, fp8):
+def test_it_agrees_with_vllms_kernel(variant, layout, window, dtype, fp8):
     """The meaning of a window, of a soft cap, of scales and of sinks, and the layout, are vLLM's."""
     if not current_platform.is_cpu() or not kernel_libraries.best():
         pytest.skip("needs vLLM's kernels for x86 CPUs")
     if fp8 and kernel_libraries.best() == "avx2":
         pytest.skip("vLLM's CPU attention has fp8 caches with AVX-512 only")
+    if layout == "amx" and (dtype != torch.bfloat16 or kernel_libraries.best() != "avx512_bf16"):
+        pytest.skip("vLLM has it for models in bfloat16, in one of its libraries")
     kernel = kernel_of(variant)
     current_platform.import_kernels()
     import vllm._custom_ops as ops
@@ -281,7 +320,7 @@ def test_it_agrees_with_vllms_kernel(variant, window, dtype, fp8):
         head_dim=query.shape[2],
         dtype=dtype,
         sliding_window_size=window,
-        isa="vec",
+        isa=layout,
         enable_kv_split=True,
         **common,
     )
@@ -303,15 +342,15 @@ def test_it_agrees_with_vllms_kernel(variant, window, dtype, fp8):
         v_scale=value_scale,
         **common,
     )
-    where["scale"] *= key_scale
+    where |= dict(layout=layout, scale=where["scale"] * key_scale)
     options = dict(window=window, soft_cap=20.0, sinks=sinks, value_scale=value_scale)
     kernel.attend_pages(query, cache, ours, **options, **where)
     tolerance = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}[dtype]
     torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance * theirs.abs().max().item())
 
 
-@variants
-def test_it_agrees_with_plain_torch_over_token_views(variant):
+@variants_and_layouts
+def test_it_agrees_with_plain_torch_over_token_views(variant, layout):
     kernel = kernel_of(variant)
     query, cache, where = shared_batch(torch.bfloat16, query_len=1)
     num_slots = cache.shape[0] * cache.shape[2]
@@ -319,9 +358,16 @@ def test_it_agrees_with_plain_torch_over_token_views(variant):
     output = torch.empty_like(query)
     lens = torch.full((3,), 100, dtype=torch.int32)
     kernel.attend_slots(
-        query, cache, output, query_starts=where["query_starts"], slots=slots, slot_lens=lens, scale=0.125
+        query,
+        cache,
+        output,
+        layout=layout,
+        query_starts=where["query_starts"],
+        slots=slots,
+        slot_lens=lens,
+        scale=0.125,
     )
-    rows = KVRows.of(cache, "CPU_ATTN", "vec")
+    rows = KVRows.of(cache, "CPU_ATTN", layout)
     expected = attend_where(
         query.unsqueeze(1), rows, slots, torch.ones(3, 1, 100, dtype=torch.bool), scale=0.125
     )
@@ -347,20 +393,23 @@ def test_what_is_no_number_stays_none(variant, what, soft_cap):
     torch.testing.assert_close(output, clean, rtol=0, atol=1e-6)
 
 
-@variants
+@variants_and_layouts
 @pytest.mark.parametrize("fp8", FP8)
-def test_every_fp8_number_is_read_as_torch_reads_it(variant, fp8):
+def test_every_fp8_number_is_read_as_torch_reads_it(variant, layout, fp8):
     """A lone token's value is the output; the NaNs and infinities of both formats are among them."""
     kernel = kernel_of(variant)
-    numbers = torch.arange(256, dtype=torch.uint8).view(fp8)
+    numbers = torch.arange(256, dtype=torch.uint8)
     cache = torch.zeros(1, 1, 32, 512, dtype=torch.uint8)
-    cache.view(2, -1)[1, :256] = numbers.view(torch.uint8)
-    query, output = torch.zeros(1, 1, 256), torch.zeros(1, 1, 256)
+    first = torch.zeros(1, dtype=torch.int64)
+    write(cache, layout, first, first, torch.zeros(1, 1, 256, dtype=torch.uint8), numbers.view(1, 1, 256))
+    dtype = torch.bfloat16 if layout == "amx" else torch.float32  # which holds each of them
+    query, output = torch.zeros(1, 1, 256, dtype=dtype), torch.zeros(1, 1, 256, dtype=dtype)
     where = dict(
         query_starts=torch.tensor([0, 1]), block_table=torch.zeros(1, 1), context_lens=torch.tensor([1])
     )
-    kernel.attend_pages(query, cache.view(fp8), output, scale=1.0, **where)
-    torch.testing.assert_close(output[0, 0], numbers.float(), rtol=0, atol=0, equal_nan=True)
+    kernel.attend_pages(query, cache.view(fp8), output, layout=layout, scale=1.0, **where)
+    expected = numbers.view(fp8).to(dtype)
+    torch.testing.assert_close(output[0, 0], expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("most", [1, 32, 33])

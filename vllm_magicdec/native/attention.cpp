@@ -136,9 +136,9 @@ class Attention {
 
   // Blocks that some token of the request sees; of chosen slots, each `BLOCK` of them.
   Range blocks_of(int request) const {
+    if (num_positions(request) == 0) return {0, 0};
     if (call_.slots != nullptr) return {0, (call_.slot_lens[request] + BLOCK - 1) / BLOCK};
     const int context = call_.context_lens[request];
-    if (num_positions(request) == 0) return {0, 0};
     const int first = call_.window > 0 ? std::max(0, context - num_positions(request) + 1 - call_.window) : 0;
     return {first / BLOCK, (context + BLOCK - 1) / BLOCK};
   }
