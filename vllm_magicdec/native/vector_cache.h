@@ -154,8 +154,9 @@ class VectorCache {
     }
   }
 
+  // Flat: one call in the loops of a product, and its sums are registers no more.
   template <int Rows, bool ASKS>
-  static void score_rows(const HeadPages<T>& head, const Tile& tile, const Left* query, float* scores) {
+  [[gnu::flatten, gnu::noinline]] static void score_rows(const HeadPages<T>& head, const Tile& tile, const Left* query, float* scores) {
     for (int b = 0; b < tile.num_blocks; ++b) {
       const int first = tile.firsts[b], count = tile.firsts[b + 1] - first;
       const bool in_place = !head.has_slots() || is_block(tile.places + first, count);  // a last block has room behind it
@@ -179,7 +180,7 @@ class VectorCache {
   }
 
   template <int Rows, bool ASKS>
-  static void add_rows(const HeadPages<T>& head, const Tile& tile, const Left* weights, float* sums,
+  [[gnu::flatten, gnu::noinline]] static void add_rows(const HeadPages<T>& head, const Tile& tile, const Left* weights, float* sums,
                        const Tile* next) {
     constexpr int DEPTH = Factor<T>::DEPTH;
     const int depth = (tile.num_tokens + DEPTH - 1) / DEPTH * DEPTH, head_size = head.head_size();
