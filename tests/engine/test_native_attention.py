@@ -2,6 +2,7 @@
 """The kernel for CPUs inside the engine: its switch, and plain decoding's tokens either way."""
 
 import engines
+import kernel_libraries
 import pytest
 from engines import POLICIES, magicdec
 from greedy import GREEDY, assert_same_tokens, first_tokens
@@ -13,6 +14,8 @@ pytestmark = pytest.mark.skipif(
     not current_platform.is_cpu() or best_variant() is None, reason="needs a CPU, and the compiled kernel"
 )
 NUM_TOKENS = 16
+# Log probabilities that a last digit of bfloat16 more or less may change.
+OF_BFLOAT16 = 0.2
 
 
 @pytest.mark.parametrize("v2", [False, True])
@@ -30,3 +33,26 @@ def test_output_is_plain_decodings_with_the_kernel_and_without(prompts, plain, p
     assert described["native_layers"] == (described["attention_layers"] if native else 0)
     expected = [first_tokens(tokens, NUM_TOKENS) for tokens in plain[:6]]
     assert_same_tokens(expected, run.results[0][0], f"{policy}, kernel {native}")
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+@pytest.mark.parametrize("policy", ["streamingllm", "snapkv by token"])
+def test_in_bfloat16_every_token_is_vllms_best(prompts, policy, kv_cache_dtype):
+    """Or as good; scored by vLLM's attention. Where there is AMX, vLLM packs this cache for it."""
+    if kv_cache_dtype == "fp8" and kernel_libraries.best() == "avx2":
+        pytest.skip("vLLM's CPU attention has fp8 caches with AVX-512 only")
+    chosen = prompts[:6]
+    engine = {"dtype": "bfloat16", "kv_cache_dtype": kv_cache_dtype, "max_num_seqs": 8}
+    batch = {"prompts": chosen, "sampling": {**GREEDY, "max_tokens": NUM_TOKENS}}
+    run = engines.run(
+        [("generate", {"batches": [batch]}), ("describe_draft", {})],
+        speculative_config=magicdec(4, draft_kv_budget=256, **POLICIES[policy]),
+        **engine,
+    )
+    (answers,), (described,) = run.results
+    assert described["native_layers"] == described["attention_layers"]
+    assert run.draft_failures == 0 and run.accepted > 0.7 * run.drafted
+    answered = zip(chosen, engines.tokens_of(answers), strict=True)
+    texts = [{"prompt": prompt, "tokens": tokens} for prompt, tokens in answered]
+    scores = engines.run([("score", {"texts": texts})], **engine).results[0]
+    assert max(best - own for places in scores for own, best in places) < OF_BFLOAT16
