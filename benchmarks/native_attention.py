@@ -3,8 +3,9 @@
 
 Each cell is one layer's attention of a batch of equal requests in bfloat16, over a KV cache in random
 pages, in every variant that this machine runs. Shares are of the copy bandwidth (bytes read, of what a copy
-reads and writes) and of the rate of a large matrix product, in bfloat16 (AVX512_BF16) or float32 (others,
-and all with an fp8 cache).
+reads and writes) and of the rate of a large matrix product, in bfloat16 (AMX, AVX512_BF16) or float32
+(others, and AVX512_BF16 with an fp8 cache). Where vLLM packs the cache for AMX, the variant for AMX reads
+it in that layout, and the others read as much in the one for vectors.
 """
 
 import argparse
@@ -147,7 +148,7 @@ def measure_shape(shape: str, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def peak_gflops(record: Mapping[str, Any], variant: str) -> float:
-    """The matrix product that a variant is compared with; those with an fp8 cache are in float32, but for AMX's."""
+    """The matrix product that a variant is compared with: in float32 with an fp8 cache, but for AMX's."""
     is_fp8 = record["settings"].get("kv_cache_dtype", "auto") != "auto"
     is_bfloat16 = variant == "amx" or (variant == "avx512_bf16" and not is_fp8)
     return record["machine"]["bfloat16_gflops" if is_bfloat16 else "float32_gflops"]

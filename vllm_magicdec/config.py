@@ -647,6 +647,11 @@ def check_parallel(parallel: ParallelConfig, model: ModelConfig) -> None:
             "collective that ranks without requests would have to join; use --tensor-parallel-size, with "
             "--enable-expert-parallel if you like"
         )
+    if parallel.data_parallel_size > 1 and parallel.distributed_executor_backend == "external_launcher":
+        raise ValueError(
+            "data parallelism with the executor 'external_launcher' is not supported because its ranks meet "
+            "in every pass, and each drafts as many as its own requests take; start one engine per rank"
+        )
     if parallel.enable_eplb:
         raise ValueError(
             "expert load balancing is not supported because vLLM would balance the target a second time, "

@@ -226,10 +226,15 @@ def test_auto_where_ranks_have_to_choose_alike_is_refused(model_dir, tmp_path, m
     fields = {"method": METHOD, "num_speculative_tokens": "auto"}
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")  # vLLM sets it, for the whole process
     monkeypatch.setenv("RANK", "0")
-    for sizes in ({"tensor_parallel_size": 2}, {"data_parallel_size": 2}):
-        with pytest.raises(MagicDecConfigError, match="'external_launcher' all have to choose alike"):
-            configure(model_dir, fields, distributed_executor_backend="external_launcher", **sizes)
-    configure(model_dir, fields, distributed_executor_backend="external_launcher")
+    launcher = {"distributed_executor_backend": "external_launcher"}
+    with pytest.raises(MagicDecConfigError, match="'external_launcher' all have to choose alike"):
+        configure(model_dir, fields, **launcher, tensor_parallel_size=2)
+    configure(model_dir, fields, **launcher)
+    for drafts in ("auto", 4):
+        with pytest.raises(MagicDecConfigError, match="its ranks meet in every pass"):
+            configure(
+                model_dir, {**fields, "num_speculative_tokens": drafts}, **launcher, data_parallel_size=2
+            )
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2}
     experts = MixtralConfig(

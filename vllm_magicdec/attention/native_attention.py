@@ -99,7 +99,7 @@ class NativeAttention:
 
     def __init__(self, layer: Any, spec: Any, kernel: Kernel) -> None:
         impl = layer.impl
-        backend, isa = layer.attn_backend.get_name(), getattr(layer, "isa", None)
+        backend, isa = layer.attn_backend.get_name(), getattr(layer, "isa", "")
         if backend != "CPU_ATTN" or impl.attn_type != AttentionType.DECODER:
             raise UnreadableError(f"the plugin's own kernel does not know the layers of {backend}")
         if impl.alibi_slopes is not None:

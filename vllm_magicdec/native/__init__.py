@@ -3,10 +3,13 @@
 
 | file | what it is |
 | --- | --- |
-| `vectors.h` | vectors as wide as the instruction set; conversions, exponential |
-| `product.h` | rows in registers times numbers of the cache, the one product of it all |
-| `shares.h` | which blocks are whose, among threads |
-| `attention.cpp` | tiles, softmax on line, what was cut put together |
 | `attention.h` | what a call is given |
+| `attention.cpp` | a request's rows over tiles of tokens; what was cut put together |
+| `shares.h` | which blocks are whose, among threads |
+| `softmax.h` | products become weights, on line |
+| `cache.h` | where a head's tokens are; what the readers of layouts have in common |
+| `vector_cache.h`, `product.h` | layouts `vec` and `vec16`: rows in registers times numbers of the cache |
+| `amx_cache.h` | layout `amx`: products of AMX's tiles |
+| `vectors.h` | vectors as wide as the instruction set; conversions, exponential |
 | `library.py` | the same for Python; which variant this machine runs |
 """

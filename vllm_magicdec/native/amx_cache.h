@@ -97,14 +97,55 @@ inline void multiply_tiles(AmxRows rows, const Bfloat16* left, int64_t left_pitc
   }
 }
 
-// A row of a tile: pairs of neighbours as bfloat16, which holds every fp8 number.
+// How numbers of 8 bits become bfloat16, which holds each of them: as integers, because products take a bfloat16 that is
+// subnormal for zero, and that is what shifting alone would make of their own subnormal ones.
+template <typename T>
+struct Widening;
+template <>
+struct Widening<E4m3> {
+  static constexpr int SIGNIFICAND = 3, BIAS = 7, FIRST_SPECIAL = 0x7f;
+  static constexpr uint16_t SPECIAL[] = {0x7fc0};  // no number
+};
+template <>
+struct Widening<E5m2> {
+  static constexpr int SIGNIFICAND = 2, BIAS = 15, FIRST_SPECIAL = 0x7c;
+  static constexpr uint16_t SPECIAL[] = {0x7f80, 0x7fc0, 0x7fc0, 0x7fc0};  // the first is infinite
+};
+
+// By the lowest 5 bits without a sign: subnormal numbers, which are the first, and special ones, which are the last.
+template <typename T>
+struct Exceptions {
+  alignas(64) uint16_t bits[32] = {};
+  Exceptions() {
+    using W = Widening<T>;
+    for (int i = 0; i < 1 << W::SIGNIFICAND; ++i) {
+      Bfloat16 number;
+      assign(number, std::ldexp(static_cast<float>(i), 1 - W::BIAS - W::SIGNIFICAND));
+      bits[i] = number.bits;
+    }
+    for (int i = W::FIRST_SPECIAL; i < 0x80; ++i) bits[i % 32] = W::SPECIAL[i - W::FIRST_SPECIAL];
+  }
+};
+
+// A row of a tile: 16 pairs of neighbours, as bfloat16.
 inline __m512i load_pairs(const Bfloat16* from) { return _mm512_loadu_si512(from); }
 template <typename T>
 inline __m512i load_pairs(const T* from) {
-  const __m512i upper_halves = _mm512_set_epi16(
-      63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7,
-      5, 3, 1);
-  return _mm512_permutex2var_epi16((__m512i)load(from), upper_halves, (__m512i)load(from + LANES));
+  using W = Widening<T>;
+  static const Exceptions<T> exceptions;
+  constexpr int FIRST_NORMAL = 1 << W::SIGNIFICAND;
+  const auto all_words = [](int word) { return _mm512_set1_epi16(static_cast<short>(word)); };
+  const __m512i signed_bits = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+  const __m512i bits = _mm512_and_si512(signed_bits, all_words(0x7f));
+  const __m512i normal =
+      _mm512_add_epi16(_mm512_slli_epi16(bits, 7 - W::SIGNIFICAND), all_words((127 - W::BIAS) << 7));
+  // Below the first normal number differences are negative, and so larger than all others without a sign.
+  const __mmask32 is_exception = _mm512_cmpge_epu16_mask(_mm512_sub_epi16(bits, all_words(FIRST_NORMAL)),
+                                                         all_words(W::FIRST_SPECIAL - FIRST_NORMAL));
+  const __m512i size =
+      _mm512_mask_permutexvar_epi16(normal, is_exception, bits, _mm512_load_si512(exceptions.bits));
+  constexpr int SIGN_OF_FIRST = 0xe4;  // by the third's bits the first's, else the second's
+  return _mm512_ternarylogic_epi32(signed_bits, size, all_words(0x8000 - 0x10000), SIGN_OF_FIRST);
 }
 
 // T: bfloat16, which is multiplied where it lies, or of 8 bits.
@@ -115,6 +156,7 @@ class AmxCache {
   static constexpr int MAX_ROWS = 4 * AMX_ROWS;
   static constexpr int SPARE_ROWS = AMX_ROWS - 1;
   static constexpr int UNIT = AMX_DEPTH;
+  static constexpr float NUMBER = 1;
 
   struct Tile {
     int start, num_tokens;
@@ -151,11 +193,12 @@ class AmxCache {
         if (next->values[b] != nullptr)
           for (int i = 0; i < 2 * depth; ++i) tiles_[num_tiles_++] = next->values[b] + i * values_stride(head);
       }
-      const int turns = 2 * depth * tile.num_blocks() * ((AmxRows(rows).tiles + 1) / 2) + rows;
+      const int passes = (AmxRows(rows).tiles + 1) / 2 + (IN_PLACE ? 0 : 2);
+      const int turns = 2 * depth * tile.num_blocks() * passes + rows;
       pieces_a_turn_ = (static_cast<int64_t>(num_tiles_) * PIECES << FRACTION) / turns + 1;
     }
 
-    // At each step of a product, and once for each row between the two.
+    // At each step of a product, once for each row between the two, and for each tile that is widened.
     void ask() {
       due_ += pieces_a_turn_;
       for (const int64_t end = std::min<int64_t>(num_tiles_ * PIECES, due_ >> FRACTION); asked_ < end; ++asked_) {
@@ -210,7 +253,7 @@ class AmxCache {
                     Upcoming& upcoming) {
     const AmxRows in_tiles(rows);
     registers().configure(in_tiles.height);
-    if (upcoming.is_first) find_keys(head, tile);
+    if (upcoming.is_first) find_keys(head, tile, upcoming);
     for (int b = 0; b < tile.num_blocks(); ++b) {
       const auto keys = [&](int column, int step) { return tile.key_tiles[2 * b + column] + step * AMX_NUMBERS; };
       multiply_tiles<false>(in_tiles, query, QUERY_PITCH, keys, head.head_size() / AMX_DEPTH, scores + b * BLOCK,
@@ -221,7 +264,7 @@ class AmxCache {
   // sums[rows][head_size] += weights[rows][SCORES_PITCH] * the tile's values.
   static void add_values(const HeadPages<T>& head, Tile& tile, const Left* weights, int rows, float* sums,
                          Upcoming& upcoming) {
-    if (upcoming.is_first) find_values(head, tile);
+    if (upcoming.is_first) find_values(head, tile, upcoming);
     for (int pair = 0; pair < head.head_size() / AMX_DEPTH; ++pair) {
       const auto values = [&](int column, int block) {
         return tile.value_tiles[block] + (2 * pair + column) * tile.value_strides[block];
@@ -259,7 +302,7 @@ class AmxCache {
   }
 
   // The tile's keys as tiles.
-  static void find_keys(const HeadPages<T>& head, Tile& tile) {
+  static void find_keys(const HeadPages<T>& head, Tile& tile, Upcoming& upcoming) {
     const int size = AMX_COLUMNS * head.head_size();
     for (int group = 0; group < 2 * tile.num_blocks(); ++group) {
       const T* keys = tile.keys[group];
@@ -276,10 +319,16 @@ class AmxCache {
       if constexpr (IN_PLACE) {
         tile.key_tiles[group] = keys == nullptr ? own : keys;
       } else {
-        for (int at = 0; at < size; at += AMX_DEPTH) _mm512_storeu_si512(own + at, load_pairs(keys + at));
+        for (int at = 0; at < size; at += AMX_NUMBERS) widen_tile(keys + at, own + at, upcoming);
         tile.key_tiles[group] = own;
       }
     }
+  }
+
+  static void widen_tile(const T* from, Bfloat16* to, Upcoming& upcoming) {
+#pragma GCC unroll 4
+    for (int at = 0; at < AMX_NUMBERS; at += AMX_DEPTH) _mm512_storeu_si512(to + at, load_pairs(from + at));
+    upcoming.ask();
   }
 
   // A token's key is spread over all lines of its 16 tokens, a pair in each.
@@ -300,7 +349,7 @@ class AmxCache {
   }
 
   // The tile's values as tiles.
-  static void find_values(const HeadPages<T>& head, Tile& tile) {
+  static void find_values(const HeadPages<T>& head, Tile& tile, Upcoming& upcoming) {
     const int end = tile.start + tile.num_tokens;
     for (int b = 0; b < tile.num_blocks(); ++b) {
       if (IN_PLACE && tile.values[b] != nullptr) {
@@ -313,8 +362,7 @@ class AmxCache {
       tile.value_strides[b] = AMX_NUMBERS;
       if (tile.values[b] != nullptr) {
         for (int from = 0; from < head.head_size(); from += AMX_COLUMNS, own += AMX_NUMBERS)
-          for (int at = 0; at < AMX_NUMBERS; at += AMX_DEPTH)
-            _mm512_storeu_si512(own + at, load_pairs(tile.values[b] + from * int64_t{head.page_size()} + at));
+          widen_tile(tile.values[b] + from * int64_t{head.page_size()}, own, upcoming);
         continue;
       }
       for (int token = tile.start + b * BLOCK, pair = 0; pair < BLOCK / 2; token += 2, ++pair)

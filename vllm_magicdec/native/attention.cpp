@@ -91,7 +91,7 @@ class Attention {
   explicit Attention(const MagicdecCall& call)
       : call_(call),
         group_(call.num_heads / call.num_kv_heads),
-        logits_{call.scale * UNIT<T>, call.soft_cap},
+        logits_{call.scale * Cache<T>::NUMBER, call.soft_cap},
         shares_(call.num_kv_heads) {
     int max_rows = 0;
     for (int request = 0; request < call.num_reqs; ++request) {
@@ -296,7 +296,7 @@ class Attention {
 
   void write(const Part& part, int row, const float* sums, float most, float total) const {
     if (call_.sinks != nullptr) total += std::exp2(call_.sinks[part.head * group_ + row % group_] * LOG2_E - most);
-    const float share = total == 0 ? 0 : call_.value_scale * UNIT<T> / total;
+    const float share = total == 0 ? 0 : call_.value_scale * Cache<T>::NUMBER / total;
     write_row(part.request, part.head, row, [&](int d) { return sums[d] * share; });
   }
 

@@ -23,6 +23,7 @@ class VectorCache {
   using Left = typename Factor<T>::Left;  // what queries and weights are stored as
   static constexpr int MAX_ROWS = magicdec::MAX_ROWS;
   static constexpr int SPARE_ROWS = 0;  // behind a request's last one, that may be written
+  static constexpr float NUMBER = magicdec::UNIT<T>;  // what a number that is multiplied stands for, in units of it
   static constexpr int UNIT = LANES;  // weights are written up to a multiple of so many tokens
 
   struct Tile {

@@ -401,13 +401,16 @@ class ModelDraft(LoadedDraft):
 
     def catch_up(self, batch: Batch, num_steps: int) -> None:
         """See `drafting.drafter.OwnCache`; without a pass to follow, what plain steps decode can wait."""
-        has_prompt = any(batch.is_prefilling) or any(batch.is_first)
-        if not num_steps and self.may_lag and not (has_prompt and self.pages.reads_whole_prompts):
+        arriving = np.logical_or(batch.is_prefilling, batch.is_first)
+        can_wait = not num_steps and self.may_lag
+        if can_wait and not (arriving.any() and self.pages.reads_whole_prompts):
             return
         proposer = self._proposer
         most_leading = min(proposer.num_latest(num_steps), _MOST_LEADING * max(1, num_steps))
         room, pieces = proposer.max_num_tokens - len(batch.req_ids), []
         for index, end in enumerate(self._ends):
+            if can_wait and not arriving[index]:
+                continue
             if batch.is_prefilling[index] and not self.pages.reads_whole_prompts:
                 continue
             lacking = self.pages.lacking(index, end)
