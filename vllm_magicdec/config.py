@@ -649,8 +649,9 @@ def check_parallel(parallel: ParallelConfig, model: ModelConfig) -> None:
         )
     if parallel.data_parallel_size > 1 and parallel.distributed_executor_backend == "external_launcher":
         raise ValueError(
-            "data parallelism with the executor 'external_launcher' is not supported because its ranks meet "
-            "in every pass, and each drafts as many as its own requests take; start one engine per rank"
+            "data parallelism with the executor 'external_launcher' is not supported because its "
+            "ranks meet in every pass, and each drafts as many as its own requests take; start one engine "
+            "per rank"
         )
     if parallel.enable_eplb:
         raise ValueError(

@@ -163,17 +163,12 @@ class AmxCache {
     // Where neighbours of the tile are neighbours in the cache as well: there; else null.
     const T* keys[TILE / AMX_COLUMNS];
     const T* values[TILE / BLOCK];
-    // As they are multiplied: of each 16 tokens, of each block.
-    const Bfloat16* key_tiles[TILE / AMX_COLUMNS];
-    const Bfloat16* value_tiles[TILE / BLOCK];
-    int64_t value_strides[TILE / BLOCK];  // from the tile of 16 dimensions to the next ones'
-    // Of what cannot be multiplied where it lies; laid out as in a page of one block.
+    // As tiles, what cannot be multiplied where it lies: keys of two groups at a time, values of blocks.
     std::vector<Bfloat16> own_keys, own_values;
 
     void reserve(int head_size) {
-      const auto size = static_cast<size_t>(TILE) * head_size;
-      if (own_keys.size() < size) own_keys.resize(size);
-      if (own_values.size() < size) own_values.resize(size);
+      if (own_keys.size() < static_cast<size_t>(BLOCK) * head_size) own_keys.resize(BLOCK * head_size);
+      if (own_values.size() < static_cast<size_t>(TILE) * head_size) own_values.resize(TILE * head_size);
     }
     int num_blocks() const { return (num_tokens + BLOCK - 1) / BLOCK; }
   };
@@ -253,9 +248,9 @@ class AmxCache {
                     Upcoming& upcoming) {
     const AmxRows in_tiles(rows);
     registers().configure(in_tiles.height);
-    if (upcoming.is_first) find_keys(head, tile, upcoming);
     for (int b = 0; b < tile.num_blocks(); ++b) {
-      const auto keys = [&](int column, int step) { return tile.key_tiles[2 * b + column] + step * AMX_NUMBERS; };
+      const Bfloat16* const groups[2] = {keys_of(head, tile, 2 * b, upcoming), keys_of(head, tile, 2 * b + 1, upcoming)};
+      const auto keys = [&](int column, int step) { return groups[column] + step * AMX_NUMBERS; };
       multiply_tiles<false>(in_tiles, query, QUERY_PITCH, keys, head.head_size() / AMX_DEPTH, scores + b * BLOCK,
                             SCORES_PITCH, upcoming);
     }
@@ -264,11 +259,15 @@ class AmxCache {
   // sums[rows][head_size] += weights[rows][SCORES_PITCH] * the tile's values.
   static void add_values(const HeadPages<T>& head, Tile& tile, const Left* weights, int rows, float* sums,
                          Upcoming& upcoming) {
-    if (upcoming.is_first) find_values(head, tile, upcoming);
+    if (upcoming.is_first) gather_values(head, tile);
     for (int pair = 0; pair < head.head_size() / AMX_DEPTH; ++pair) {
-      const auto values = [&](int column, int block) {
-        return tile.value_tiles[block] + (2 * pair + column) * tile.value_strides[block];
-      };
+      alignas(64) Bfloat16 widened[IN_PLACE ? 1 : TILE / BLOCK][2][IN_PLACE ? 1 : AMX_NUMBERS];
+      const Bfloat16* tiles[TILE / BLOCK][2];
+      for (int b = 0; b < tile.num_blocks(); ++b)
+        for (int column : {0, 1})
+          tiles[b][column] =
+              values_of(head, tile, b, 2 * pair + column, IN_PLACE ? nullptr : widened[b][column], upcoming);
+      const auto values = [&](int column, int block) { return tiles[block][column]; };
       multiply_tiles<true>(AmxRows(rows), weights, SCORES_PITCH, values, tile.num_blocks(), sums + pair * AMX_DEPTH,
                            head.head_size(), upcoming);
     }
@@ -301,28 +300,23 @@ class AmxCache {
     return true;
   }
 
-  // The tile's keys as tiles.
-  static void find_keys(const HeadPages<T>& head, Tile& tile, Upcoming& upcoming) {
+  // Of 16 tokens, as tiles: there, or in a place of the thread's own until the next but one are asked for.
+  static const Bfloat16* keys_of(const HeadPages<T>& head, Tile& tile, int group, Upcoming& upcoming) {
     const int size = AMX_COLUMNS * head.head_size();
-    for (int group = 0; group < 2 * tile.num_blocks(); ++group) {
-      const T* keys = tile.keys[group];
-      Bfloat16* own = &tile.own_keys[group * size];
-      alignas(64) T chosen[IN_PLACE ? 1 : AMX_COLUMNS * MAX_HEAD_SIZE];
-      if (keys == nullptr) {
-        const int first = tile.start + group * AMX_COLUMNS;
-        const Range tokens = {first, std::min(first + AMX_COLUMNS, tile.start + tile.num_tokens)};
-        if constexpr (IN_PLACE)
-          gather_keys(head, tokens, own);
-        else
-          gather_keys(head, tokens, chosen), keys = chosen;
-      }
-      if constexpr (IN_PLACE) {
-        tile.key_tiles[group] = keys == nullptr ? own : keys;
-      } else {
-        for (int at = 0; at < size; at += AMX_NUMBERS) widen_tile(keys + at, own + at, upcoming);
-        tile.key_tiles[group] = own;
-      }
+    const T* keys = tile.keys[group];
+    Bfloat16* own = &tile.own_keys[group % 2 * size];
+    const int first = tile.start + group * AMX_COLUMNS;
+    const Range tokens = {first, std::min(first + AMX_COLUMNS, tile.start + tile.num_tokens)};
+    if constexpr (IN_PLACE) {
+      if (keys != nullptr) return keys;
+      gather_keys(head, tokens, own);
+    } else {
+      alignas(64) T chosen[AMX_COLUMNS * MAX_HEAD_SIZE];
+      if (keys == nullptr) gather_keys(head, tokens, chosen);
+      for (int at = 0; at < size; at += AMX_NUMBERS)
+        widen_tile((keys == nullptr ? chosen : keys) + at, own + at, upcoming);
     }
+    return own;
   }
 
   static void widen_tile(const T* from, Bfloat16* to, Upcoming& upcoming) {
@@ -348,25 +342,28 @@ class AmxCache {
     }
   }
 
-  // The tile's values as tiles.
-  static void find_values(const HeadPages<T>& head, Tile& tile, Upcoming& upcoming) {
+  // Values that are no neighbours in the cache, as tiles, [blocks, head_size / 16].
+  static void gather_values(const HeadPages<T>& head, Tile& tile) {
     const int end = tile.start + tile.num_tokens;
     for (int b = 0; b < tile.num_blocks(); ++b) {
-      if (IN_PLACE && tile.values[b] != nullptr) {
-        tile.value_tiles[b] = reinterpret_cast<const Bfloat16*>(tile.values[b]);
-        tile.value_strides[b] = values_stride(head);
-        continue;
-      }
+      if (tile.values[b] != nullptr) continue;
       Bfloat16* own = &tile.own_values[b * BLOCK * head.head_size()];
-      tile.value_tiles[b] = own;
-      tile.value_strides[b] = AMX_NUMBERS;
-      if (tile.values[b] != nullptr) {
-        for (int from = 0; from < head.head_size(); from += AMX_COLUMNS, own += AMX_NUMBERS)
-          widen_tile(tile.values[b] + from * int64_t{head.page_size()}, own, upcoming);
-        continue;
-      }
       for (int token = tile.start + b * BLOCK, pair = 0; pair < BLOCK / 2; token += 2, ++pair)
         gather_pair(head, token, end, own + pair * AMX_DEPTH);
+    }
+  }
+
+  // A block's values, of 16 dimensions.
+  static const Bfloat16* values_of(const HeadPages<T>& head, const Tile& tile, int block, int dimensions,
+                                   Bfloat16* widened, Upcoming& upcoming) {
+    if (tile.values[block] == nullptr)
+      return &tile.own_values[block * BLOCK * head.head_size() + dimensions * AMX_NUMBERS];
+    const T* values = tile.values[block] + dimensions * values_stride(head);
+    if constexpr (IN_PLACE) {
+      return values;
+    } else {
+      widen_tile(values, widened, upcoming);
+      return widened;
     }
   }
 

@@ -136,10 +136,10 @@ class Kernel:
 
     Sums are float32, in whatever order the threads share the work out. Against exact arithmetic on the same
     inputs, a float32 result is off by at most 2e-6 of the largest value that is weighed, and by 2e-7 times
-    a soft cap more. With AVX512_BF16 a bfloat16 cache's weights are rounded to bfloat16 before they multiply
-    values, and in the layout `amx` those of an fp8 cache, too: a result is then off by 2^-8 of the largest
-    value at most, elsewhere by as little as in float32; then it is rounded to its own dtype. tests/native
-    measures all of it.
+    a soft cap more. With AVX512_BF16 a bfloat16 cache's weights are rounded to bfloat16 before they
+    multiply values, and in the layout `amx` those of an fp8 cache, too: a result is then off by 2^-8 of the
+    largest value at most, elsewhere by as little as in float32; then it is rounded to its own dtype.
+    tests/native measures all of it.
     """
 
     def __init__(self, variant: Variant) -> None:
