@@ -94,7 +94,9 @@ def batches(draw, layout, max_query_len=32, windows=(0, 1, 7, 33, 100)) -> Batch
     is_amx = layout == "amx"  # vLLM has it for models in bfloat16 and heads of whole tiles
     dtype = torch.bfloat16 if is_amx else draw(st.sampled_from(list(BOUND)))
     cache_dtype = draw(st.sampled_from([dtype, *FP8]))
-    head_size = draw(st.sampled_from([32, 64, 96, 128, 256] if is_amx else [32, 64, 80, 96, 112, 128, 256]))
+    head_size = draw(
+        st.sampled_from([32, 64, 96, 128, 160, 256, 512] if is_amx else [32, 64, 80, 96, 112, 128, 256])
+    )
     page_size = draw(st.sampled_from([32, 64, 96]))
     num_kv_heads, group = draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 3, 4, 7, 8]))
     query_lens = draw(st.lists(st.integers(0, max_query_len), min_size=1, max_size=4))
@@ -205,7 +207,7 @@ def test_pages_are_attended_to_as_in_float64(variant, layout, data, threads):
 @settings(max_examples=120, deadline=None)
 @given(st.data(), st.integers(1, 5), st.sampled_from(["in order", "runs", "as it comes"]), st.booleans())
 def test_chosen_slots_are_attended_to_as_in_float64(variant, layout, data, threads, order, sees_all):
-    batch = data.draw(batches(layout, max_query_len=6, windows=()))
+    batch = data.draw(batches(layout, max_query_len=12, windows=()))
     kernel = kernel_of(variant)
     with_threads(threads)
     num_reqs, _, num_kv_heads, _ = batch.keys.shape
@@ -256,13 +258,21 @@ def test_chosen_slots_are_attended_to_as_in_float64(variant, layout, data, threa
 
 
 def shared_batch(
-    dtype: torch.dtype, *, cache=None, num_reqs=3, context=700, query_len=5, heads=(8, 2), head_size=64
+    dtype: torch.dtype,
+    *,
+    cache=None,
+    page=32,
+    num_reqs=3,
+    context=700,
+    query_len=5,
+    heads=(8, 2),
+    head_size=64,
 ):
     """Equal requests: query, cache of that or another dtype, block table, lengths."""
     torch.manual_seed(1)
     num_heads, num_kv_heads = heads
-    pages = -(-context // 32)
-    cache = torch.randn(num_reqs * pages, num_kv_heads, 32, 2 * head_size).to(cache or dtype)
+    pages = -(-context // page)
+    cache = torch.randn(num_reqs * pages, num_kv_heads, page, 2 * head_size).to(cache or dtype)
     table = torch.randperm(num_reqs * pages).view(num_reqs, pages).int()
     query = torch.randn(num_reqs * query_len, num_heads, head_size).to(dtype)
     starts = torch.arange(0, num_reqs * query_len + 1, query_len, dtype=torch.int32)
@@ -293,7 +303,8 @@ def test_threads_change_no_more_than_the_order_of_sums(variant, threads):
 @pytest.mark.parametrize("window", [-1, 1, 33, 500])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("fp8", [None, *FP8])
-def test_it_agrees_with_vllms_kernel(variant, layout, window, dtype, fp8):
+@pytest.mark.parametrize("page", [32, 64])
+def test_it_agrees_with_vllms_kernel(variant, layout, window, dtype, fp8, page):
     """The meaning of a window, of a soft cap, of scales and of sinks, and the layout, are vLLM's."""
     if not current_platform.is_cpu() or not kernel_libraries.best():
         pytest.skip("needs vLLM's kernels for x86 CPUs")
@@ -305,7 +316,7 @@ def test_it_agrees_with_vllms_kernel(variant, layout, window, dtype, fp8):
     current_platform.import_kernels()
     import vllm._custom_ops as ops
 
-    query, cache, where = shared_batch(dtype, cache=fp8)
+    query, cache, where = shared_batch(dtype, cache=fp8, page=page)
     num_blocks, num_kv_heads, page_size, content = cache.shape
     key_scale, value_scale = (0.7, 1.3) if fp8 else (1.0, 1.0)
     name = {None: "auto", torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}[fp8]
@@ -378,16 +389,16 @@ def test_it_agrees_with_plain_torch_over_token_views(variant, layout):
     torch.testing.assert_close(output, expected.squeeze(1), rtol=2**-7, atol=2**-8)
 
 
-@variants
+@variants_and_layouts
 @pytest.mark.parametrize("soft_cap", [0.0, 20.0])
 @pytest.mark.parametrize("what", [torch.nan, torch.inf])
-def test_what_is_no_number_stays_none(variant, what, soft_cap):
+def test_what_is_no_number_stays_none(variant, layout, what, soft_cap):
     """Else a broken cache would be answered as if it were a sound one."""
     if soft_cap and what == torch.inf:
         pytest.skip("a cap makes a number of it")
     kernel = kernel_of(variant)
-    query, cache, where = shared_batch(torch.float32)
-    where["soft_cap"] = soft_cap
+    query, cache, where = shared_batch(torch.bfloat16 if layout == "amx" else torch.float32)
+    where |= dict(soft_cap=soft_cap, layout=layout)
     clean, output = torch.empty_like(query), torch.empty_like(query)
     kernel.attend_pages(query, cache, clean, **where)
     query[0, 0, 0] = what
@@ -433,7 +444,7 @@ def test_layers_without_one_forward_are_left_alone():
 
 @pytest.mark.parametrize("size", [None, 4])
 def test_a_library_of_other_sources_is_not_called(monkeypatch, size):
-    functions = {} if size is None else {"magicdec_call_size": lambda: size}
+    functions = {} if size is None else {"magicdec_call_end": lambda: size}
     monkeypatch.setattr(ctypes, "CDLL", lambda path: SimpleNamespace(**functions))
     with pytest.raises(OSError, match="of other sources; run"):
         Kernel(VARIANTS[0])
@@ -457,5 +468,20 @@ def test_shapes_that_it_has_not_are_refused(variant):
         kernel.attend_pages(query.double(), fp8, query.double(), **where)
     with pytest.raises(UnreadableError, match="queries are"):
         kernel.attend_pages(query.bfloat16(), fp8, torch.empty_like(query), **where)
+    with pytest.raises(UnreadableError, match="not neon"):
+        kernel.attend_pages(query, cache, query, **{**where, "layout": "neon"})
+    where["layout"] = "amx"
+    of_amx = (
+        "bfloat16 and fp8, not torch.float32" if variant.name == "amx" else "own kernel for AMX was not"
+    )
+    with pytest.raises(UnreadableError, match=of_amx):
+        kernel.attend_pages(query, cache, query, **where)
+    if variant.name == "amx":
+        with pytest.raises(UnreadableError, match="queries are"):
+            kernel.attend_pages(query, fp8, query, **where)
+        with pytest.raises(UnreadableError, match="multiple of 32"):
+            few = shared_batch(torch.bfloat16, head_size=48)
+            kernel.attend_pages(few[0], few[1], few[0], **{**few[2], "layout": "amx"})
+    where["layout"] = "vec"
     with pytest.raises(UnreadableError, match="multiple of 16"):
         kernel.attend_pages(query[..., :24], cache[..., :48].contiguous(), query[..., :24], **where)

@@ -53,9 +53,11 @@ def use_native_attention(vllm_config: VllmConfig, layer_names: Sequence[str]) ->
             _log_own(error)
         else:
             logger.info_once(
-                "%s: the plugin's own kernel (%s) attends in steps of at most %d tokens per request.",
+                "%s: the plugin's own kernel (%s, layout %s) attends in steps of up to %d tokens of a "
+                "request.",
                 METHOD,
                 kernel.variant.description,
+                layer.isa,
                 MAX_QUERY_LEN,
             )
 

@@ -43,12 +43,26 @@ class AmxRegisters {
       uint8_t rows[16] = {0, 0, 0, 0, 0, 0, AMX_DEPTH / 2, AMX_DEPTH / 2};
     } shapes;
     std::fill_n(shapes.rows, 6, static_cast<uint8_t>(height));
+    asm volatile("" : : "r"(&shapes) : "memory");  // GCC 12 believes that 8 of its bytes are read
     _tile_loadconfig(&shapes);
   }
 
  private:
   int height_ = 0;
 };
+
+// Sanitizers do not see what the instructions for tiles read and write.
+#if defined(__SANITIZE_ADDRESS__)
+extern "C" void* __asan_region_is_poisoned(void* first, size_t size);
+inline void check_tile(const void* first, int64_t row_bytes, int rows) {
+  for (int row = 0; row < rows; ++row) {
+    const char* at = static_cast<const char*>(first) + row * row_bytes;
+    if (__asan_region_is_poisoned(const_cast<char*>(at), 64) != nullptr) __builtin_trap();
+  }
+}
+#else
+inline void check_tile(const void*, int64_t, int) {}
+#endif
 
 // sums[rows][2 * AMX_COLUMNS] (+)= left[rows][steps * AMX_DEPTH] * the tiles right(column, step).
 template <bool ADDS, typename Right, typename Upcoming>
@@ -62,6 +76,10 @@ inline void multiply_tiles(AmxRows rows, const Bfloat16* left, int64_t left_pitc
     const Bfloat16* lower = upper + rows.height * left_pitch;
     float* upper_sums = sums + tile * rows.height * sums_pitch;
     float* lower_sums = upper_sums + rows.height * sums_pitch;
+    for (const float* from : {upper_sums, upper_sums + AMX_COLUMNS}) {
+      check_tile(from, sums_bytes, rows.height);
+      if (has_lower) check_tile(from + rows.height * sums_pitch, sums_bytes, rows.height);
+    }
     if constexpr (ADDS) {
       _tile_loadd(0, upper_sums, sums_bytes);
       _tile_loadd(1, upper_sums + AMX_COLUMNS, sums_bytes);
@@ -76,6 +94,9 @@ inline void multiply_tiles(AmxRows rows, const Bfloat16* left, int64_t left_pitc
       _tile_zero(3);
     }
     for (int step = 0; step < steps; ++step) {
+      check_tile(upper + step * AMX_DEPTH, left_bytes, rows.height);
+      if (has_lower) check_tile(lower + step * AMX_DEPTH, left_bytes, rows.height);
+      for (int column : {0, 1}) check_tile(right(column, step), 64, AMX_DEPTH / 2);
       _tile_loadd(4, upper + step * AMX_DEPTH, left_bytes);
       _tile_loadd(6, right(0, step), 64);
       _tile_dpbf16ps(0, 4, 6);

@@ -348,7 +348,7 @@ int attend(const MagicdecCall& call) {
 }  // namespace
 }  // namespace magicdec
 
-extern "C" __attribute__((visibility("default"))) int magicdec_call_size() {
+extern "C" __attribute__((visibility("default"))) int magicdec_call_end() {
   return offsetof(MagicdecCall, page_size) + sizeof(int32_t);
 }
 

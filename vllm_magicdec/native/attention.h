@@ -50,7 +50,7 @@ struct MagicdecCall {
 };
 
 // Bytes of `MagicdecCall` up to its last member's end: a library that was compiled from other sources is told by it.
-int magicdec_call_size();
+int magicdec_call_end();
 
 // 0, or 1: the shape or type is not one of those that this kernel has.
 int magicdec_attend(const MagicdecCall* call);

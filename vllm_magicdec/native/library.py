@@ -56,9 +56,10 @@ def runs_here(variant: Variant) -> bool:
     if variant.name == "portable":
         return True
     avx512 = torch.cpu._is_avx512_supported()
+    if variant.name == "amx":  # which the operating system permits to those who ask
+        amx = torch.cpu._is_avx512_bf16_supported() and torch.cpu._is_amx_tile_supported()
+        return avx512 and amx and torch.cpu._init_amx()
     return {
-        # The kernel of the operating system asks whoever uses AMX to ask it.
-        "amx": avx512 and torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx(),
         "avx512_bf16": avx512 and torch.cpu._is_avx512_bf16_supported(),
         "avx512": avx512,
         "avx2": torch.cpu._is_avx2_supported(),
@@ -147,7 +148,7 @@ class Kernel:
         # Its OpenMP is the one that torch brought: one pool of threads for everything.
         library = ctypes.CDLL(str(variant.path))
         try:
-            is_current = library.magicdec_call_size() == Call.page_size.offset + Call.page_size.size
+            is_current = library.magicdec_call_end() == Call.page_size.offset + Call.page_size.size
         except AttributeError:
             is_current = False
         if not is_current:
@@ -167,17 +168,27 @@ class Kernel:
         Raises:
             UnreadableError: with the reason.
         """
-        if dtype not in _CACHE_TYPES:
-            raise UnreadableError(f"it reads caches of float32, bfloat16, float16 and fp8, not {dtype}")
-        known = [name for name in _LAYOUTS if name != "amx" or self.variant.name == "amx"]
-        if layout not in known:
-            raise UnreadableError(f"it reads caches in the layouts {', '.join(known)}, not {layout}")
+        is_amx = layout == "amx"
+        if layout not in _LAYOUTS:
+            raise UnreadableError(
+                f"the plugin's own kernel reads caches in the layouts {', '.join(_LAYOUTS)}, not {layout}"
+            )
+        if is_amx and self.variant.name != "amx":
+            raise UnreadableError(
+                "the plugin's own kernel for AMX was not built when it was installed, or may not run here"
+            )
+        if dtype not in _CACHE_TYPES or (is_amx and dtype in _QUERY_TYPES and dtype != torch.bfloat16):
+            known = "bfloat16 and fp8" if is_amx else "float32, bfloat16, float16 and fp8"
+            raise UnreadableError(f"the plugin's own kernel reads caches of {known}, not {dtype}")
         if page_size % BLOCK:
-            raise UnreadableError(f"its pages hold a multiple of {BLOCK} tokens, not {page_size}")
-        unit = 32 if layout == "amx" else 16
+            raise UnreadableError(
+                f"pages of the plugin's own kernel hold a multiple of {BLOCK} tokens, not {page_size}"
+            )
+        unit = 32 if is_amx else 16
         if head_size % unit or head_size > MAX_HEAD_SIZE:
             raise UnreadableError(
-                f"its heads have a multiple of {unit} numbers, {MAX_HEAD_SIZE} at most, not {head_size}"
+                f"heads of the plugin's own kernel have a multiple of {unit} numbers, {MAX_HEAD_SIZE} at "
+                f"most, not {head_size}"
             )
 
     def attend_pages(
