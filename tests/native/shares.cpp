@@ -7,9 +7,9 @@
 #include <iostream>
 
 int main() {
-  int threads, num_kv_heads, num_reqs;
-  while (std::cin >> threads >> num_kv_heads >> num_reqs) {
-    magicdec::Shares shares(num_kv_heads);
+  int threads, num_kv_heads, reading, num_reqs;
+  while (std::cin >> threads >> num_kv_heads >> reading >> num_reqs) {
+    magicdec::Shares shares(num_kv_heads, reading);
     for (int request = 0; request < num_reqs; ++request) {
       magicdec::Range blocks;
       int rows;

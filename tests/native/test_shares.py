@@ -14,7 +14,6 @@ import pytest
 from vllm_magicdec.native.library import FOLDER
 
 COMPILER = os.environ.get("CXX", "c++").split()
-READING = 4  # rows whose products cost what a block's reading does: shares.h
 BLOCK = 32  # tokens
 
 pytestmark = pytest.mark.skipif(shutil.which(COMPILER[0]) is None, reason="needs a compiler for C++")
@@ -25,6 +24,7 @@ class Shape:
     threads: int
     num_kv_heads: int
     requests: list[tuple[int, int, int]]  # first block, the first one behind, rows
+    reading: int = 4  # rows that cost what a block's reading does
 
     def blocks(self) -> Counter:
         """Each block of each KV head, once."""
@@ -37,7 +37,7 @@ class Shape:
 
     def cost(self, request: int) -> int:
         """Of a block."""
-        return READING + self.requests[request][2]
+        return self.reading + self.requests[request][2]
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def shared_out(tmp_path_factory):
     def run(shapes: list[Shape]) -> list[list[Counter]]:
         lines = []
         for shape in shapes:
-            lines.append(f"{shape.threads} {shape.num_kv_heads} {len(shape.requests)}")
+            lines.append(f"{shape.threads} {shape.num_kv_heads} {shape.reading} {len(shape.requests)}")
             lines += [" ".join(map(str, request)) for request in shape.requests]
         given = subprocess.run(
             [program], input="\n".join(lines), capture_output=True, text=True, check=True
@@ -79,7 +79,10 @@ def test_every_block_is_one_threads_and_no_share_is_a_block_larger_than_another(
 
     shapes = [
         Shape(
-            rng.choice([1, 2, 3, 7, 16, 64, 192]), rng.choice([1, 2, 8]), [request() for _ in range(n % 9)]
+            rng.choice([1, 2, 3, 7, 16, 64, 192]),
+            rng.choice([1, 2, 8]),
+            [request() for _ in range(n % 9)],
+            rng.choice([4, 64]),
         )
         for n in range(200)
     ]

@@ -9,7 +9,7 @@
 | `softmax.h` | products become weights, on line |
 | `cache.h` | where a head's tokens are; what the readers of layouts have in common |
 | `vector_cache.h`, `product.h` | layouts `vec` and `vec16`: rows in registers times numbers of the cache |
-| `amx_cache.h` | layout `amx`: products of AMX's tiles |
+| `amx_cache.h`, `amx_product.h` | layout `amx`: products of AMX's tiles |
 | `vectors.h` | vectors as wide as the instruction set; conversions, exponential |
 | `library.py` | the same for Python; which variant this machine runs |
 """

@@ -6,117 +6,13 @@
 // A product of tiles is far quicker than memory brings the next one, so even one row goes this way.
 #pragma once
 
+#include <cmath>
 #include <type_traits>
-#include <vector>
 
+#include "amx_product.h"
 #include "cache.h"
-#include "product.h"
 
 namespace magicdec {
-
-constexpr int AMX_ROWS = 16;     // most rows of a left factor's tile
-constexpr int AMX_COLUMNS = 16;  // of a right factor's: tokens of keys, dimensions of values
-constexpr int AMX_DEPTH = 32;    // numbers that one product sums over
-constexpr int AMX_NUMBERS = AMX_DEPTH * AMX_COLUMNS;  // of a right factor's tile
-
-// The rows of a product in as few tiles as can be, of one height; behind the last row there may be others that nobody
-// looks at.
-struct AmxRows {
-  explicit AmxRows(int rows) : tiles((rows + AMX_ROWS - 1) / AMX_ROWS), height((rows + tiles - 1) / tiles) {}
-  int tiles, height;
-};
-
-// A thread's registers of tiles, as long as it needs them: results are 0 to 3, left factors 4 and 5, right ones 6 and 7.
-class AmxRegisters {
- public:
-  void release() {
-    if (height_ > 0) _tile_release();
-    height_ = 0;
-  }
-
-  void configure(int height) {
-    if (height == height_) return;
-    height_ = height;
-    alignas(64) struct {
-      uint8_t palette = 1, start_row = 0, reserved[14] = {};
-      uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-      uint8_t rows[16] = {0, 0, 0, 0, 0, 0, AMX_DEPTH / 2, AMX_DEPTH / 2};
-    } shapes;
-    std::fill_n(shapes.rows, 6, static_cast<uint8_t>(height));
-    asm volatile("" : : "r"(&shapes) : "memory");  // GCC 12 believes that 8 of its bytes are read
-    _tile_loadconfig(&shapes);
-  }
-
- private:
-  int height_ = 0;
-};
-
-// Sanitizers do not see what the instructions for tiles read and write.
-#if defined(__SANITIZE_ADDRESS__)
-extern "C" void* __asan_region_is_poisoned(void* first, size_t size);
-inline void check_tile(const void* first, int64_t row_bytes, int rows) {
-  for (int row = 0; row < rows; ++row) {
-    const char* at = static_cast<const char*>(first) + row * row_bytes;
-    if (__asan_region_is_poisoned(const_cast<char*>(at), 64) != nullptr) __builtin_trap();
-  }
-}
-#else
-inline void check_tile(const void*, int64_t, int) {}
-#endif
-
-// sums[rows][2 * AMX_COLUMNS] (+)= left[rows][steps * AMX_DEPTH] * the tiles right(column, step).
-template <bool ADDS, typename Right, typename Upcoming>
-inline void multiply_tiles(AmxRows rows, const Bfloat16* left, int64_t left_pitch, Right right, int steps, float* sums,
-                           int64_t sums_pitch, Upcoming& upcoming) {
-  const int64_t left_bytes = left_pitch * sizeof(Bfloat16), sums_bytes = sums_pitch * sizeof(float);
-  asm volatile("" ::: "memory");  // GCC does not know that a tile's load reads what was written before
-  for (int tile = 0; tile < rows.tiles; tile += 2) {
-    const bool has_lower = tile + 1 < rows.tiles;
-    const Bfloat16* upper = left + tile * rows.height * left_pitch;
-    const Bfloat16* lower = upper + rows.height * left_pitch;
-    float* upper_sums = sums + tile * rows.height * sums_pitch;
-    float* lower_sums = upper_sums + rows.height * sums_pitch;
-    for (const float* from : {upper_sums, upper_sums + AMX_COLUMNS}) {
-      check_tile(from, sums_bytes, rows.height);
-      if (has_lower) check_tile(from + rows.height * sums_pitch, sums_bytes, rows.height);
-    }
-    if constexpr (ADDS) {
-      _tile_loadd(0, upper_sums, sums_bytes);
-      _tile_loadd(1, upper_sums + AMX_COLUMNS, sums_bytes);
-      if (has_lower) {
-        _tile_loadd(2, lower_sums, sums_bytes);
-        _tile_loadd(3, lower_sums + AMX_COLUMNS, sums_bytes);
-      }
-    } else {
-      _tile_zero(0);
-      _tile_zero(1);
-      _tile_zero(2);
-      _tile_zero(3);
-    }
-    for (int step = 0; step < steps; ++step) {
-      check_tile(upper + step * AMX_DEPTH, left_bytes, rows.height);
-      if (has_lower) check_tile(lower + step * AMX_DEPTH, left_bytes, rows.height);
-      for (int column : {0, 1}) check_tile(right(column, step), 64, AMX_DEPTH / 2);
-      _tile_loadd(4, upper + step * AMX_DEPTH, left_bytes);
-      _tile_loadd(6, right(0, step), 64);
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_loadd(7, right(1, step), 64);
-      _tile_dpbf16ps(1, 4, 7);
-      if (has_lower) {
-        _tile_loadd(5, lower + step * AMX_DEPTH, left_bytes);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
-      }
-      upcoming.ask();
-    }
-    _tile_stored(0, upper_sums, sums_bytes);
-    _tile_stored(1, upper_sums + AMX_COLUMNS, sums_bytes);
-    if (has_lower) {
-      _tile_stored(2, lower_sums, sums_bytes);
-      _tile_stored(3, lower_sums + AMX_COLUMNS, sums_bytes);
-    }
-  }
-}
 
 // How numbers of 8 bits become bfloat16, which holds each of them: as integers, because products take a bfloat16 that is
 // subnormal for zero, and that is what shifting alone would make of their own subnormal ones.
@@ -176,8 +72,9 @@ class AmxCache {
   using Left = Bfloat16;
   static constexpr int MAX_ROWS = 4 * AMX_ROWS;
   static constexpr int SPARE_ROWS = AMX_ROWS - 1;
-  static constexpr int UNIT = AMX_DEPTH;
+  static constexpr int WEIGHTS_STEP = AMX_DEPTH;
   static constexpr float NUMBER = 1;
+  static constexpr int64_t READING = 64;
 
   struct Tile {
     int start, num_tokens;
@@ -185,7 +82,7 @@ class AmxCache {
     const T* keys[TILE / AMX_COLUMNS];
     const T* values[TILE / BLOCK];
     // As tiles, what cannot be multiplied where it lies: keys of two groups at a time, values of blocks.
-    std::vector<Bfloat16> own_keys, own_values;
+    Numbers<Bfloat16> own_keys, own_values;
 
     void reserve(int head_size) {
       if (own_keys.size() < static_cast<size_t>(BLOCK) * head_size) own_keys.resize(BLOCK * head_size);
@@ -235,7 +132,6 @@ class AmxCache {
     int64_t pieces_a_turn_ = 0, due_ = 0, asked_ = 0;
   };
 
-  // Tokens of a tile.
   static int tile_length(int, int) { return TILE; }
 
   static void lay_out(const HeadPages<T>& head, Range tokens, Tile& tile) {
@@ -390,16 +286,16 @@ class AmxCache {
 
   // Two tokens' values beside each other; zero, which is a number, of what is not before `end`.
   static void gather_pair(const HeadPages<T>& head, int token, int end, Bfloat16* to) {
-    const auto values_of = [&](int token) {
+    const auto lines_of = [&](int token) {
       const Place place = head.place(token);
       return head.values(place.page) + place.in_page / 2 * AMX_DEPTH;
     };
     // Each line has a pair of neighbours of which one was chosen: where it is, in bits.
     const auto bits_of = [&](int token) { return _mm_cvtsi32_si128(head.place(token).in_page % 2 * 16); };
     const bool has_first = token < end, has_second = token + 1 < end;
-    const T* first = has_first ? values_of(token) : nullptr;
-    const T* second = has_second ? values_of(token + 1) : nullptr;
-    const T* later[2] = {values_of(std::min(token + 4, end - 1)), values_of(std::min(token + 5, end - 1))};
+    const T* first = has_first ? lines_of(token) : nullptr;
+    const T* second = has_second ? lines_of(token + 1) : nullptr;
+    const T* later[2] = {lines_of(std::min(token + 4, end - 1)), lines_of(std::min(token + 5, end - 1))};
     const __m128i first_bits = has_first ? bits_of(token) : _mm_setzero_si128();
     const __m128i second_bits = has_second ? bits_of(token + 1) : _mm_setzero_si128();
     const __m512i lower_halves = _mm512_set1_epi32(0xffff);
@@ -407,7 +303,7 @@ class AmxCache {
       __m512i low = _mm512_setzero_si512(), high = low;
       if (has_first) low = _mm512_and_si512(_mm512_srl_epi32(load_pairs(first + at), first_bits), lower_halves);
       if (has_second) high = _mm512_slli_epi32(_mm512_srl_epi32(load_pairs(second + at), second_bits), 16);
-      for (const T* values : later) __builtin_prefetch(values + at);
+      for (const T* lines : later) __builtin_prefetch(lines + at);
       _mm512_storeu_si512(to, _mm512_or_si512(low, high));
       to += AMX_NUMBERS;
     }

@@ -68,8 +68,9 @@ struct Scratch {
 
   alignas(64) float scores[Cache::MAX_ROWS * SCORES_PITCH];
   alignas(64) Left weights[Cache::MAX_ROWS * SCORES_PITCH];
-  std::vector<Left> query;               // [rows, QUERY_PITCH]
-  std::vector<float> sums, most, total;  // [rows, head_size], [rows], [rows]
+  Numbers<Left> query;         // [rows, QUERY_PITCH]
+  Numbers<float> sums;         // [rows, head_size]
+  Numbers<float> most, total;  // [rows]
   typename Cache::Tile tiles[2];
 
   void reserve(int rows, int head_size) {
@@ -92,7 +93,7 @@ class Attention {
       : call_(call),
         group_(call.num_heads / call.num_kv_heads),
         logits_{call.scale * Cache<T>::NUMBER, call.soft_cap},
-        shares_(call.num_kv_heads) {
+        shares_(call.num_kv_heads, Cache<T>::READING) {
     int max_rows = 0;
     for (int request = 0; request < call.num_reqs; ++request) {
       const int rows = num_positions(request) * group_;
@@ -236,7 +237,7 @@ class Attention {
       upcoming.ask();
       float* scores = scratch.scores + r * SCORES_PITCH;
       if (!is_clear) hide(part, row, start, tile.num_tokens, scores);
-      weigh<Cache<T>::UNIT>(logits_, scores, tile.num_tokens, scratch.most[row], scratch.total[row],
+      weigh<Cache<T>::WEIGHTS_STEP>(logits_, scores, tile.num_tokens, scratch.most[row], scratch.total[row],
                             &scratch.sums[row * call_.head_size], call_.head_size, scratch.weights + r * SCORES_PITCH);
     }
     Cache<T>::add_values(head, tile, scratch.weights, num_rows, &scratch.sums[rows.first * call_.head_size], upcoming);

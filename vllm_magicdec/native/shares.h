@@ -24,20 +24,18 @@ struct Part {
 
 class Shares {
  public:
-  // A block costs its reading, worth the products of so many rows, and its rows' products.
-  static constexpr int64_t READING = 4;
-
-  explicit Shares(int num_kv_heads) : num_kv_heads_(num_kv_heads) {}
+  // A block costs its reading, worth what so many rows cost, and its rows.
+  Shares(int num_kv_heads, int64_t reading) : num_kv_heads_(num_kv_heads), reading_(reading) {}
 
   // The next request: what it reads of each KV head, and for how many rows.
   void add(Range blocks, int rows) {
-    works_.push_back({blocks, READING + rows, cost_});
+    works_.push_back({blocks, reading_ + rows, cost_});
     cost_ += works_.back().cost * std::max(0, blocks.last - blocks.first) * num_kv_heads_;
   }
 
   // Among so many threads, or fewer.
   void divide(int threads) {
-    threads_ = static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(threads, cost_ / MIN_COST)));
+    threads_ = static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(threads, cost_ / (MIN_BLOCKS * reading_))));
   }
 
   int threads() const { return threads_; }
@@ -79,10 +77,11 @@ class Shares {
     int64_t before;  // cost of the requests before it
   };
 
-  // Below this much work a thread more costs more than it does.
-  static constexpr int64_t MIN_COST = 64 * READING;
+  // Below the reading of so many a thread more costs more than it does.
+  static constexpr int64_t MIN_BLOCKS = 64;
 
   const int num_kv_heads_;
+  const int64_t reading_;
   int threads_ = 1;
   int64_t cost_ = 0;
   std::vector<Work> works_;

@@ -27,12 +27,12 @@ inline void keep(Bfloat16* to, Floats x) {
 #endif
 
 // One step for one row: its largest logit so far (to the base of 2) and its denominator move on, its sums fade where
-// that grew, and `scores` become `weights`. Both are written up to the next multiple of UNIT tokens, where there is nothing.
-template <int UNIT, typename Left>
+// that grew, and `scores` become `weights`. Both are written up to the next multiple of STEP tokens, where there is nothing.
+template <int STEP, typename Left>
 inline void weigh(const Logits& logits, float* scores, int count, float& most, float& total, float* sums,
                   int head_size, Left* weights) {
-  static_assert(UNIT % LANES == 0);
-  const int end = (count + UNIT - 1) / UNIT * UNIT;
+  static_assert(STEP % LANES == 0);
+  const int end = (count + STEP - 1) / STEP * STEP;
   std::fill(scores + count, scores + end, -INFINITY);
   if (logits.soft_cap > 0)
     for (int t = 0; t < end; t += LANES) {

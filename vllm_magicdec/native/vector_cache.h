@@ -20,11 +20,12 @@ using Count = std::integral_constant<int, N>;
 template <typename T>
 class VectorCache {
  public:
-  using Left = typename Factor<T>::Left;  // what queries and weights are stored as
+  using Left = typename Factor<T>::Left;
   static constexpr int MAX_ROWS = magicdec::MAX_ROWS;
-  static constexpr int SPARE_ROWS = 0;  // behind a request's last one, that may be written
-  static constexpr float NUMBER = magicdec::UNIT<T>;  // what a number that is multiplied stands for, in units of it
-  static constexpr int UNIT = LANES;  // weights are written up to a multiple of so many tokens
+  static constexpr int SPARE_ROWS = 0;
+  static constexpr int64_t READING = 4;
+  static constexpr float NUMBER = magicdec::UNIT<T>;
+  static constexpr int WEIGHTS_STEP = LANES;
 
   struct Tile {
     int num_tokens;
@@ -38,7 +39,6 @@ class VectorCache {
     void reserve(int) {}
   };
 
-  // Tokens of a tile.
   static int tile_length(int rows, int head_size) {
     if (rows >= FEW_ROWS) return TILE;
     const int token_bytes = 2 * head_size * static_cast<int>(sizeof(T));
