@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tour of `magicdec profile`, on an imagined machine."""
 
+import argparse
+from types import SimpleNamespace
+
 import pytest
+import vllm
 from imagined_engine import BUDGETS, MAX_TOKENS, Engine, alike, all_choices
 
 from vllm_magicdec.adaptive.controller import PLAIN, Choice
 from vllm_magicdec.adaptive.step_times import Step, StepTimes, TimedStep
+from vllm_magicdec.planner import profile
 from vllm_magicdec.planner.profile import _Tour, tokens_to_grow
 
 LENGTHS = range(MAX_TOKENS + 1)
@@ -36,3 +41,24 @@ def test_times_of_lengths_and_budgets_that_did_not_meet_are_predicted():
         for choice in all_choices(BUDGETS):
             step = alike(8, 8 * context, choice)
             assert times.predict(step) == pytest.approx(engine.seconds(step), rel=0.05)
+
+
+@pytest.mark.parametrize(("is_cpu", "executor"), [(True, "mp"), (False, None)])
+def test_on_a_cpu_the_worker_has_a_servers_threads(monkeypatch, tmp_path, is_cpu, executor):
+    """vLLM binds those of a worker with a process of its own; one in the engine's process takes all cores."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")  # it is changed
+
+    class Made(Exception):
+        """An engine, with these arguments."""
+
+    def make(**arguments):
+        raise Made(arguments)
+
+    monkeypatch.setattr(vllm, "LLM", make)
+    monkeypatch.setattr("vllm.platforms.current_platform", SimpleNamespace(is_cpu=lambda: is_cpu))
+    parser = argparse.ArgumentParser()
+    profile.add_command(parser.add_subparsers())
+    options = parser.parse_args(["profile", "--model", "m", "--out", str(tmp_path / "profile.json")])
+    with pytest.raises(Made) as made:
+        options.run(options)
+    assert made.value.args[0].get("distributed_executor_backend") == executor

@@ -199,6 +199,7 @@ def run(options: argparse.Namespace) -> None:
     # The scheduler, which holds the times, must be within reach.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
+    from vllm.platforms import current_platform
 
     spec = {
         "method": "magicdec-self",
@@ -222,6 +223,8 @@ def run(options: argparse.Namespace) -> None:
             "max_model_len": max(options.context) + room,
             "disable_log_stats": True,
             "async_scheduling": False,
+            # In this process, the worker would compute with all cores; a server's leaves one to others.
+            **({"distributed_executor_backend": "mp"} if current_platform.is_cpu() else {}),
             **options.engine,
             "speculative_config": spec,
         }
