@@ -105,11 +105,13 @@ def run(args: argparse.Namespace, model: str) -> None:
         "draft_kv_policy": args.policy,
         "draft_kv_budget": args.budget,
     }
+    # As served: the model computes in a process of its own, on the threads that vLLM gives it there.
     settings = engine_settings(
         model,
         args.dtype,
         batch=max(args.batch),
         model_len=max(args.context) + max(args.tokens, MIN_TOKENS) + 2 * PAGE,
+        distributed_executor_backend="mp",
     )
     record = make_record(
         "kernel_share",

@@ -12,6 +12,7 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -77,85 +78,99 @@ def capacity(args: argparse.Namespace, times: ProfiledTimes, limits: Limits) -> 
     return summary(simulate(at_once, times, limits), 1)["request_throughput"]
 
 
-def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Profile, serve, simulate."""
-    from transformers import AutoTokenizer
-
+def profile_engine(args: argparse.Namespace, config: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Have `magicdec profile` write a profile; its content."""
     engine = {"dtype": args.dtype, "block_size": PAGE, "enforce_eager": True, "disable_log_stats": False}
     engine["max_num_batched_tokens"] = args.batched_tokens
-    drafting = {"draft_kv_budget": args.budget, "draft_lookup": "off"}
-    record = make_record(
-        "simulation",
-        environment=vllm_environment(),
-        model=Path(args.model).name,
-        settings=settings_of(args, "model", "model_path", "again", "profile"),
-    )
-    profile = folder / "profile.json"
     batches = sorted({1, max(1, args.seqs // 2), args.seqs})
     contexts = sorted({args.context // 4, args.context, args.context + args.tokens, args.batched_tokens})
     command = [sys.executable, "-m", "vllm_magicdec", "profile", "--model", args.model_path]
     command += ["--batch", *map(str, batches), "--context", *map(str, contexts)]
-    command += ["--engine", json.dumps(engine), "--out", str(profile)]
-    config = {**drafting, "max_num_speculative_tokens": args.drafts}
-    subprocess.run([*command, "--speculative-config", json.dumps(config)], check=True, stdout=sys.stderr)
-    record["profile"] = {**json.loads(profile.read_text()), "model": record["model"]}
-    times = ProfiledTimes.load(profile)
-    limits = limits_of(args.seqs, args.context, args.tokens, args.batched_tokens)
-    record["capacity"] = capacity(args, times, limits)
-    rates = [float(f"{share * record['capacity']:.3g}") for share in args.shares]
+    command += ["--engine", json.dumps(engine), "--speculative-config", json.dumps(config)]
+    subprocess.run([*command, "--out", str(path)], check=True, stdout=sys.stderr)
+    return json.loads(path.read_text())
+
+
+def pooled(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """Both profiles' steps and prompts as if they were of one."""
+    return {**before, **{rows: before[rows] + after[rows] for rows in ("steps", "prompts")}}
+
+
+def run_servers(
+    args: argparse.Namespace,
+    rates: list[float],
+    options: list[str],
+    configs: dict[str, dict[str, Any]],
+    folder: Path,
+) -> Iterator[tuple[str, float, int, dict[str, Any]]]:
+    """Method, request rate, number of requests and `vllm bench serve`'s JSON of every run.
+
+    Args:
+        configs: speculative configurations by method, empty for plain decoding.
+    """
+    from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(args.model_path)
     most = max(math.ceil(rate * args.seconds) for rate in rates)
     requests = write_requests(tokenizer, [args.context], most, folder, args.documents)[args.context]
+    warm_up = Load(args.context, args.seqs)
+    for method, config in configs.items():
+        own = ["--speculative-config", json.dumps(config)] if config else []
+        with serve(args.model_path, *options, *own) as server:
+            common = (server, args.model_path)
+            run_load(*common, warm_up, requests, args.seqs, 8, folder / method / "warm")
+            for rate in rates:
+                where, count = folder / method / f"{rate:g}", math.ceil(rate * args.seconds)
+                load = Load(args.context, rate=rate)
+                result = run_load(*common, load, requests, count, args.tokens, where, "--save-detailed")
+                yield method, rate, count, result
+
+
+def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Profile, serve, profile again, simulate."""
+    # One profile serves both methods, and a plain server's attention is vLLM's.
+    drafting = {"draft_kv_budget": args.budget, "draft_lookup": "off", "native_attention": False}
+    record = make_record(
+        "simulation",
+        environment=vllm_environment(),
+        model=Path(args.model).name,
+        settings=settings_of(args, "model", "model_path"),
+    )
+    limits = limits_of(args.seqs, args.context, args.tokens, args.batched_tokens)
+    of_profile = {**drafting, "max_num_speculative_tokens": args.drafts}
+    before = profile_engine(args, of_profile, folder / "before.json")
+    record["capacity"] = capacity(args, ProfiledTimes.load(folder / "before.json"), limits)
+    rates = [float(f"{share * record['capacity']:.3g}") for share in args.shares]
     options = [
         *("--dtype", args.dtype, "--max-model-len", str(args.context + args.tokens + 2 * PAGE)),
         *("--max-num-seqs", str(args.seqs), "--max-num-batched-tokens", str(args.batched_tokens)),
         *("--no-enable-prefix-caching", *default_options()),
     ]
     magicdec = {"method": "magicdec-self", "num_speculative_tokens": args.drafts, **drafting}
-    record |= {"server_options": options, "speculative_config": magicdec, "runs": []}
-    for method, config in ((PLAIN, {}), (MAGICDEC, magicdec)):
-        own = ["--speculative-config", json.dumps(config)] if config else []
-        with serve(args.model_path, *options, *own) as server:
-            common = (server, args.model_path)
-            run_load(
-                *common, Load(args.context, args.seqs), requests, args.seqs, 8, folder / method / "warm"
-            )
-            for rate in rates:
-                where = folder / method / f"{rate:g}"
-                count = math.ceil(rate * args.seconds)
-                load = Load(args.context, rate=rate)
-                result = run_load(*common, load, requests, count, args.tokens, where, "--save-detailed")
-                prompt = round(result["total_input_tokens"] / count)
-                simulated = replay(result, prompt, args.tokens, times, limits)
-                kept = {name: result[name] for name in ("start_times", "ttfts")}
-                record["runs"].append(
-                    {
-                        "method": method,
-                        "rate": rate,
-                        "requests": count,
-                        PER_POSITION: result.get(PER_POSITION),
-                        "compared": compare(result, simulated),
-                        "simulated": simulated,
-                        **kept,
-                    }
-                )
+    record |= {"server_options": options, "speculative_config": magicdec}
+    served = list(run_servers(args, rates, options, {PLAIN: {}, MAGICDEC: magicdec}, folder))
+    after = profile_engine(args, of_profile, folder / "after.json")
+
+    (folder / "profile.json").write_text(json.dumps(pooled(before, after)))
+    times = ProfiledTimes.load(folder / "profile.json")
+    record["profiles"] = [{**each, "model": record["model"]} for each in (before, after)]
+    record["runs"] = []
+    for method, rate, count, result in served:
+        prompt = round(result["total_input_tokens"] / count)
+        simulated = replay(result, prompt, args.tokens, times, limits)
+        record["runs"].append(
+            {
+                "method": method,
+                "rate": rate,
+                "requests": count,
+                PER_POSITION: result.get(PER_POSITION),
+                "compared": compare(result, simulated),
+                "simulated": simulated,
+                "start_times": result["start_times"],
+                "ttfts": result["ttfts"],
+            }
+        )
     return record
-
-
-def measure_again(record: dict[str, Any], profile: Path) -> dict[str, Any]:
-    """The servers' runs of an earlier record, simulated by another profile."""
-    times, settings = ProfiledTimes.load(profile), record["settings"]
-    limits = limits_of(
-        settings["seqs"], settings["context"], settings["tokens"], settings["batched_tokens"]
-    )
-    runs = []
-    for run in record["runs"]:
-        simulated = replay(run, settings["context"], settings["tokens"], times, limits)
-        served = {COMPARED[name][0]: cell["served"] for name, cell in run["compared"].items()}
-        runs.append({**run, "compared": compare(served, simulated), "simulated": simulated})
-    later = {**json.loads(profile.read_text()), "model": record["model"]}
-    return {**record, "profile": later, "profile_is_later": True, "runs": runs}
 
 
 def limits_of(seqs: int, context: int, tokens: int, batched_tokens: int) -> Limits:
@@ -189,16 +204,7 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=256, help="tokens that a draft step reads")
     parser.add_argument("--shares", type=float, nargs=3, default=[0.3, 0.6, 0.85], help="of the capacity")
     parser.add_argument("--seconds", type=float, default=20, help="that requests come, at each load")
-    parser.add_argument(
-        "--again", type=Path, help="an earlier result, whose servers' runs are simulated again"
-    )
-    parser.add_argument("--profile", type=Path, help="with --again: by these times")
     args = parser.parse_args()
-    if args.again:
-        record = measure_again(json.loads(args.again.read_text()), args.profile)
-        console.print(table_of(record))
-        write(record, args.out)
-        return
     set_environment(kv_cache_gib=2)
     with model_folder(args.model) as args.model_path, TemporaryDirectory() as folder:
         record = measure(args, Path(folder))
