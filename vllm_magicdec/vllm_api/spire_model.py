@@ -48,11 +48,10 @@ class MagicDecSpireForCausalLM(LlamaForCausalLM):
         # Llama's code for EAGLE-3 hands out what leaves each block. What enters the first, the embedding,
         # its fused norms may write over.
         self.model._set_aux_hidden_state_layers(tuple(range(1, num_layers + 1)))
-        logits = torch.full((num_layers, num_layers + 1), -torch.inf, dtype=torch.float32)
-        logits.fill_diagonal_(0.0)  # without memory: what enters the block, as in any Llama
         if fields.feedback_memory:
+            logits = torch.zeros(num_layers, num_layers + 1, dtype=torch.float32)
             self.model.memory_logits = nn.Parameter(logits, requires_grad=False)
-        self.register_buffer("memory_weights", logits.softmax(dim=1), persistent=False)
+            self.register_buffer("memory_weights", logits.softmax(dim=1), persistent=False)
         # vLLM packs linear layers for CPUs and keeps no others.
         for index, layer in enumerate(self.model.layers):
             weight, bias = _keys_and_values(layer)
@@ -101,8 +100,10 @@ class MagicDecSpireForCausalLM(LlamaForCausalLM):
         self, activations: torch.Tensor, positions: torch.Tensor, slots: Sequence[torch.Tensor | None]
     ) -> None:
         """See `memorise`; `activations` [num_layers + 1, num_tokens, hidden_size]."""
-        summed = self.memory_weights @ activations.float().flatten(1)
-        memories = summed.to(activations.dtype).view(-1, *activations.shape[1:])
+        memories = activations  # without memory vectors: what enters each block, as in any Llama
+        if self.fields.feedback_memory:
+            summed = self.memory_weights @ activations.float().flatten(1)
+            memories = summed.to(activations.dtype).view(-1, *activations.shape[1:])
         for index, (layer, own_slots) in enumerate(zip(self.model.layers, slots, strict=True)):
             attention = layer.self_attn
             projected = linear(
