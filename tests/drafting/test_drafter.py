@@ -86,7 +86,7 @@ def make_drafter(monkeypatch):
 def draft(made: drafter.Drafter) -> tuple[bool, list[int]]:
     """A round of one request."""
     batch = make_batch(["a"], torch.arange(64, dtype=torch.int32).unsqueeze(0), [500])
-    drafted = made.draft(batch, GAMMA)
+    drafted = made.draft(1, GAMMA, lambda: batch)
     return drafted, made.draft_tokens[0].tolist()
 
 
@@ -167,13 +167,25 @@ def test_histories_that_cannot_be_read_cost_speed_alone(make_drafter):
     made = make_drafter(Target(), draft_lookup="on")
     batch = make_batch(["a"], torch.arange(64, dtype=torch.int32).unsqueeze(0), [13])
 
-    def read_histories():
+    def read_histories(batch):
         raise IndexError("broken on purpose")
 
-    assert not made.draft(batch, GAMMA, read_histories) and made.draft_lists == [[]]
+    assert not made.draft(1, GAMMA, lambda: batch, read_histories) and made.draft_lists == [[]]
     assert made._failures.by_stage.totals == {"histories": 1}
     history = History(np.array([1, 2, *[7] * 10, 1], dtype=np.int32), [2])
-    assert made.draft(batch, GAMMA, lambda: [history]) and made.draft_lists == [[7] * GAMMA]
+    assert made.draft(1, GAMMA, lambda: batch, lambda batch: [history]) and made.draft_lists == [[7] * GAMMA]
+
+
+def test_a_batch_that_cannot_be_read_costs_speed_alone(make_drafter):
+    made = make_drafter(Target(), draft_lookup="on")
+
+    def read_batch():
+        raise AttributeError("broken on purpose")
+
+    made.draft_tokens.fill_(7)
+    assert not made.draft(2, GAMMA, read_batch)
+    assert made.draft_lists == [[], []] and not made.draft_tokens[:2].any()
+    assert made._failures.by_stage.totals == {"batch": 1}
 
 
 def test_a_policy_that_fails_is_counted_as_such(make_drafter, monkeypatch):
@@ -189,12 +201,12 @@ def test_a_round_with_lookups_takes_one_pass_where_they_are_right(make_drafter):
     table = torch.arange(64, dtype=torch.int32).unsqueeze(0)
     history = History(np.array([1, 2, *[7] * 10, 1], dtype=np.int32), [2])
     batch = replace(make_batch(["a"], table, [13]), histories=[history])
-    assert made.draft(batch, GAMMA) and made.draft_lists == [[7] * GAMMA]
+    assert made.draft(1, GAMMA, lambda: batch) and made.draft_lists == [[7] * GAMMA]
     assert target.num_tries == 1
-    assert made.draft(batch, DraftPlan(GAMMA, budget=0)) and made.draft_lists == [[7] * GAMMA]
+    assert made.draft(1, DraftPlan(GAMMA, budget=0), lambda: batch) and made.draft_lists == [[7] * GAMMA]
     assert target.num_tries == 1, "nothing is read where the plan has no budget"
     target.is_broken = True
-    assert not made.draft(batch, GAMMA) and made.draft_lists == [[]]
+    assert not made.draft(1, GAMMA, lambda: batch) and made.draft_lists == [[]]
 
 
 def test_failures_with_successes_between_them_end_nothing(make_drafter):

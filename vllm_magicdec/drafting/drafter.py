@@ -246,16 +246,18 @@ class Drafter:
 
     def draft(
         self,
-        batch: Batch,
+        num_reqs: int,
         num_steps: int,
-        read_histories: Callable[[], Sequence[History]] | None = None,
+        read_batch: Callable[[], Batch],
+        read_histories: Callable[[Batch], Sequence[History]] | None = None,
     ) -> bool:
         """Fill `draft_tokens[:num_reqs, :num_steps]`, or `draft_lists` where there are lookups.
 
         Args:
-            batch: the round's requests.
+            num_reqs: of the round.
             num_steps: drafts of each; a `DraftPlan` says with which budget, else it is the largest.
-            read_histories: where there are lookups, the requests' tokens; None: the batch has them.
+            read_batch: the round's requests; it may fail as drafting may.
+            read_histories: where there are lookups, their tokens; None: the batch has them.
 
         Returns:
             False if drafting failed, or pauses because it failed before (`pauses.py`). That is counted, and
@@ -264,11 +266,12 @@ class Drafter:
 
         Under tensor parallelism a failure ends the process.
         """
-        num_reqs = batch.tokens.shape[0]
         drafts = self.draft_tokens[:num_reqs, :num_steps]
         self.draft_lists = None if self._staged is None else [[] for _ in range(num_reqs)]
         is_paused = not self._pauses.is_over()
         try:
+            self._stage = "batch"
+            batch = read_batch()
             if self._own_cache is not None:  # in a pause as well: its pages go on to be written
                 self._stage = "own_cache"
                 self._own_cache.begin_round(batch)
@@ -277,15 +280,13 @@ class Drafter:
             else:
                 if self._staged is not None and read_histories is not None:
                     self._stage = "histories"
-                    batch = replace(batch, histories=read_histories())
+                    batch = replace(batch, histories=read_histories(batch))
                 self._stage = "selection"  # then the steps: see `_prepare`
                 self._fill(drafts, batch, num_steps)
                 self._pauses.note_success()
                 return True
         except Exception:
             self._take_failure(self._stage)
-            if envs.strict():
-                raise
             self.draft_lists = self.draft_lists and [[] for _ in range(num_reqs)]
         drafts.zero_()
         return False
@@ -300,15 +301,13 @@ class Drafter:
             follow()
         except Exception:
             self._take_failure("own_cache")
-            if envs.strict():
-                raise
 
     def _take_failure(self, stage: str) -> None:
-        """To be called where the exception is handled."""
+        """To be called where the exception is handled; raises it again in strict mode."""
         if self._num_ranks > 1:
             self._end_worker()
         if envs.strict():
-            return
+            raise
         self._failures.count(stage)
         # What fails in a pause as well was not tried again, and is no reason for a longer one.
         if not self._pauses.is_on and self._pauses.note_failure():

@@ -225,42 +225,35 @@ class MagicDecProposer(DraftModelProposer):
         """
         assert self._drafter is not None
         num_reqs = next_token_ids.shape[0]
-        context_lens = common_attn_metadata.seq_lens[:num_reqs].long()
-        if num_rejected_tokens_gpu is not None:
-            context_lens -= num_rejected_tokens_gpu[:num_reqs]
         self._last_draft_probs = None
         self._draft_probs.clear()
         if num_speculative_tokens == 0 and self._drafting.own_cache is None:
             return self._drafter.draft_tokens[:num_reqs, :0]
 
         self._sampling = sampling_metadata
-        self._common = common_attn_metadata.replace(
-            query_start_loc=self.arange[: num_reqs + 1],
-            query_start_loc_cpu=torch.from_numpy(self.token_arange_np[: num_reqs + 1]),
-            num_reqs=num_reqs,
-            num_actual_tokens=num_reqs,
-            max_query_len=1,
-            seq_lens_cpu_upper_bound=None,
-            mm_req_doc_ranges=None,
-            rswa_prefix_lens=None,
-            is_prefilling=None,
-            _num_computed_tokens_cache=None,
-            _token_to_req_indices_cache=None,
-        )
-        self._batch = batch = self._make_batch(next_token_ids, context_lens)
-        self._drafting.note_step(common_attn_metadata, target_token_ids)
-        self._drafting.note_activations(target_positions, target_hidden_states, slot_mappings)
-        if self._adapters is not None:
-            self._adapters.take(self._runner.input_batch.request_lora_mapping[:num_reqs])
-        if self.uses_mrope:
-            self._rope_offsets = on_device(
-                [self._runner.requests[req_id].mrope_position_delta for req_id in self._batch.req_ids],
-                self.device,
-            )
+
+        def read_batch() -> Batch:
+            self._common = self._of_one_query(common_attn_metadata, num_reqs)
+            context_lens = common_attn_metadata.seq_lens[:num_reqs].long()
+            if num_rejected_tokens_gpu is not None:
+                context_lens -= num_rejected_tokens_gpu[:num_reqs]
+            self._batch = self._make_batch(next_token_ids, context_lens)
+            self._drafting.note_step(common_attn_metadata, target_token_ids)
+            self._drafting.note_activations(target_positions, target_hidden_states, slot_mappings)
+            if self._adapters is not None:
+                self._adapters.take(self._runner.input_batch.request_lora_mapping[:num_reqs])
+            if self.uses_mrope:
+                self._rope_offsets = on_device(
+                    [self._runner.requests[req_id].mrope_position_delta for req_id in self._batch.req_ids],
+                    self.device,
+                )
+            return self._batch
+
         drafted = self._drafter.draft(
-            batch,
+            num_reqs,
             num_speculative_tokens,
-            lambda: self._histories(batch, common_attn_metadata, target_token_ids),
+            read_batch,
+            lambda batch: self._histories(batch, common_attn_metadata, target_token_ids),
         )
         if drafted and self._draft_probs:
             lists = self._drafter.draft_lists
@@ -273,6 +266,22 @@ class MagicDecProposer(DraftModelProposer):
             return [[] for _ in range(num_reqs)]  # nothing to verify
         # A copy: with asynchronous scheduling the next round may start before this one is read.
         return self._drafter.draft_tokens[:num_reqs, :num_speculative_tokens].clone()
+
+    def _of_one_query(self, common: CommonAttentionMetadata, num_reqs: int) -> CommonAttentionMetadata:
+        """The target's step's, as if each request had one token in it."""
+        return common.replace(
+            query_start_loc=self.arange[: num_reqs + 1],
+            query_start_loc_cpu=torch.from_numpy(self.token_arange_np[: num_reqs + 1]),
+            num_reqs=num_reqs,
+            num_actual_tokens=num_reqs,
+            max_query_len=1,
+            seq_lens_cpu_upper_bound=None,
+            mm_req_doc_ranges=None,
+            rswa_prefix_lens=None,
+            is_prefilling=None,
+            _num_computed_tokens_cache=None,
+            _token_to_req_indices_cache=None,
+        )
 
     def _make_batch(self, tokens: torch.Tensor, context_lens: torch.Tensor) -> Batch:
         num_reqs = tokens.shape[0]

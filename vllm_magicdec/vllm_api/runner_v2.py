@@ -227,14 +227,21 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         num_steps = self.num_speculative_steps if num_speculative_tokens is None else num_speculative_tokens
         self._copy_request_inputs(num_reqs, input_batch.idx_mapping, temperature, seeds)
         if num_steps > 0 or self._drafting.own_cache is not None:
-            self._batch = batch = self._make_batch(input_batch, num_rejected, last_sampled)
-            self._drafting.note_step(input_batch, slot_mappings, aux_hidden_states)
-            if self._rope is not None:
-                # In all channels, drafted tokens are as far from their index as all generated text is.
-                self._rope_offsets.zero_()
-                self._rope_offsets[:num_reqs] = self._rope.prefill_delta.gpu[input_batch.idx_mapping]
+
+            def read_batch() -> Batch:
+                self._batch = self._make_batch(input_batch, num_rejected, last_sampled)
+                self._drafting.note_step(input_batch, slot_mappings, aux_hidden_states)
+                if self._rope is not None:
+                    # In all channels, drafted tokens are as far from their index as all generated text is.
+                    self._rope_offsets.zero_()
+                    self._rope_offsets[:num_reqs] = self._rope.prefill_delta.gpu[input_batch.idx_mapping]
+                return self._batch
+
             drafted = self._drafter.draft(
-                batch, num_steps, lambda: self._histories(batch, input_batch.idx_mapping_np)
+                num_reqs,
+                num_steps,
+                read_batch,
+                lambda batch: self._histories(batch, input_batch.idx_mapping_np),
             )
             if not drafted:
                 self._make_drafts_one_hot(num_reqs)
