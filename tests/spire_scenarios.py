@@ -132,23 +132,27 @@ def note_drafts(worker: Any) -> None:
             rounds[-1][place]["logits"].append(own.clone())
         return hidden_states
 
-    def note_round(batch: Any, num_steps: int, read_histories: Any) -> Any:
-        histories = [history.after(0).tolist() for history in read_histories()]
-        rounds.append(
-            [
-                {
-                    "request": req_id,
-                    "verified": history[:-1],
-                    "is_prefilling": bool(is_prefilling),
-                    "tokens": [],
-                    "logits": [],
-                }
-                for req_id, history, is_prefilling in zip(
-                    batch.req_ids, histories, batch.is_prefilling, strict=True
-                )
-            ]
-        )
-        return draft(batch, num_steps, read_histories)
+    def note_round(num_reqs: int, num_steps: int, read_batch: Any, read_histories: Any) -> Any:
+        def read_and_note() -> Any:
+            batch = read_batch()
+            histories = [history.after(0).tolist() for history in read_histories(batch)]
+            rounds.append(
+                [
+                    {
+                        "request": req_id,
+                        "verified": history[:-1],
+                        "is_prefilling": bool(is_prefilling),
+                        "tokens": [],
+                        "logits": [],
+                    }
+                    for req_id, history, is_prefilling in zip(
+                        batch.req_ids, histories, batch.is_prefilling, strict=True
+                    )
+                ]
+            )
+            return batch
+
+        return draft(num_reqs, num_steps, read_and_note, read_histories)
 
     proposer._drafter.draft, proposer._drafting.forward = note_round, note_forward
     proposer.draft_step, proposer.draft_pass = note_step, note_pass

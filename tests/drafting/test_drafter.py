@@ -173,7 +173,8 @@ def test_histories_that_cannot_be_read_cost_speed_alone(make_drafter):
     assert not made.draft(1, GAMMA, lambda: batch, read_histories) and made.draft_lists == [[]]
     assert made._failures.by_stage.totals == {"histories": 1}
     history = History(np.array([1, 2, *[7] * 10, 1], dtype=np.int32), [2])
-    assert made.draft(1, GAMMA, lambda: batch, lambda batch: [history]) and made.draft_lists == [[7] * GAMMA]
+    assert made.draft(1, GAMMA, lambda: batch, lambda batch: [history])
+    assert made.draft_lists == [[7] * GAMMA]
 
 
 def test_a_batch_that_cannot_be_read_costs_speed_alone(make_drafter):

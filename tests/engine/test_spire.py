@@ -59,7 +59,7 @@ def assert_drafts_as_the_reference(path: Path, draft: Path, *, least: int) -> No
 
 @pytest.mark.parametrize(
     ("num_layers", "feedback_memory", "v2"),
-    [(2, True, False), (2, False, False), (6, True, False), (6, True, True)],
+    [(2, True, False), (2, False, False), (6, True, False), (2, False, True), (6, True, True)],
 )
 def test_it_drafts_what_its_equations_say(tmp_path, num_layers, feedback_memory, v2):
     """Several steps, whose memories are the draft's own; contexts within the window, and beyond it."""

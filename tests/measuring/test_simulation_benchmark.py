@@ -44,9 +44,9 @@ def test_profiles_before_and_after_count_alike(tmp_path):
     profiles = []
     for pace in (1.0, 3.0):
         times = StepTimes.of(
-            TimedStep(Step(reqs, reqs * 1000, verified, drafted, 256 * drafted), pace * reqs * (1 + verified))
+            TimedStep(Step(reqs, reqs * 1000, drafts, drafts, 256 * drafts), pace * reqs * (1 + drafts))
             for reqs in (1, 2, 4)
-            for verified, drafted in ((0, 0), (1, 1))
+            for drafts in (0, 1)
         )
         path = tmp_path / f"{pace}.json"
         times.save(path, {"prompts": [{"prompt_tokens": 100, "context_tokens": 0, "seconds": pace}]})

@@ -45,7 +45,7 @@ def test_times_of_lengths_and_budgets_that_did_not_meet_are_predicted():
 
 @pytest.mark.parametrize(("is_cpu", "executor"), [(True, "mp"), (False, None)])
 def test_on_a_cpu_the_worker_has_a_servers_threads(monkeypatch, tmp_path, is_cpu, executor):
-    """vLLM binds those of a worker with a process of its own; one in the engine's process takes all cores."""
+    """vLLM binds those of a worker that has a process; one in the engine's process takes all cores."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")  # it is changed
 
     class Made(Exception):
