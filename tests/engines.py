@@ -271,3 +271,17 @@ def generate(prompts: list[list[int]], sampling: Any, **engine: Any) -> EngineRu
 def tokens_of(batch: list[dict[str, Any]]) -> list[list[int]]:
     """The first completion's tokens of every request of a batch."""
     return [request["completions"][0]["tokens"] for request in batch]
+
+
+def farthest_from_best(prompts: list[list[int]], answers: list[dict[str, Any]], **engine: Any) -> float:
+    """By how much vLLM's best token is likelier than the one that was chosen, at most; in nats.
+
+    Args:
+        prompts: token ids.
+        answers: what a batch of `engine_process.generate` said to them.
+        engine: settings of the one that scores, with vLLM's attention and without speculation.
+    """
+    answered = zip(prompts, tokens_of(answers), strict=True)
+    texts = [{"prompt": prompt, "tokens": tokens} for prompt, tokens in answered]
+    scores = run([("score", {"texts": texts})], **engine).results[0]
+    return max(best - own for places in scores for own, best in places)
