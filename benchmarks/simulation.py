@@ -13,6 +13,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -31,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from serving import default_options, serve
 
 from vllm_magicdec.planner import traces
-from vllm_magicdec.planner.engine_times import ProfiledTimes
+from vllm_magicdec.planner.engine_times import EngineTimes, ProfiledTimes, Work
 from vllm_magicdec.planner.simulate import summary
 from vllm_magicdec.planner.simulation import PLAIN as NO_DRAFTS
 from vllm_magicdec.planner.simulation import Limits, Speculation, simulate
@@ -57,7 +58,7 @@ def compare(served: dict[str, Any], simulated: dict[str, float]) -> dict[str, di
 
 
 def replay(
-    result: dict[str, Any], context: int, num_tokens: int, times: ProfiledTimes, limits: Limits
+    result: dict[str, Any], context: int, num_tokens: int, times: EngineTimes, limits: Limits
 ) -> dict[str, float]:
     """Simulate what `vllm bench serve` asked for, when it did.
 
@@ -72,7 +73,7 @@ def replay(
     return summary(simulate(arrivals, times, limits, speculation), 1)
 
 
-def capacity(args: argparse.Namespace, times: ProfiledTimes, limits: Limits) -> float:
+def capacity(args: argparse.Namespace, times: EngineTimes, limits: Limits) -> float:
     """Requests per second that the simulation serves plainly when all come at once."""
     at_once = traces.poisson(math.inf, 100, Lengths(str(args.context)), Lengths(str(args.tokens)), 0)
     return summary(simulate(at_once, times, limits), 1)["request_throughput"]
@@ -91,9 +92,16 @@ def profile_engine(args: argparse.Namespace, config: dict[str, Any], path: Path)
     return json.loads(path.read_text())
 
 
-def pooled(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """Both profiles' steps and prompts as if they were of one."""
-    return {**before, **{rows: before[rows] + after[rows] for rows in ("steps", "prompts")}}
+@dataclass(frozen=True)
+class BeforeAndAfter:
+    """The mean of what two profiles say; see `EngineTimes`."""
+
+    before: EngineTimes
+    after: EngineTimes
+
+    def seconds(self, work: Work) -> float:
+        """How long a step takes."""
+        return (self.before.seconds(work) + self.after.seconds(work)) / 2
 
 
 def run_servers(
@@ -151,8 +159,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     served = list(run_servers(args, rates, options, {PLAIN: {}, MAGICDEC: magicdec}, folder))
     after = profile_engine(args, of_profile, folder / "after.json")
 
-    (folder / "profile.json").write_text(json.dumps(pooled(before, after)))
-    times = ProfiledTimes.load(folder / "profile.json")
+    times = BeforeAndAfter(*(ProfiledTimes.load(folder / f"{when}.json") for when in ("before", "after")))
     record["profiles"] = [{**each, "model": record["model"]} for each in (before, after)]
     record["runs"] = []
     for method, rate, count, result in served:

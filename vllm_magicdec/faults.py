@@ -8,6 +8,7 @@ server that runs. The first time that one happens is a line of the log.
 
 | name | what happens |
 | --- | --- |
+| `batch` | reading a round's requests raises |
 | `selection` | the policy raises |
 | `third_step` | a pass that makes a round's third draft raises |
 | `lookup` | a lookup raises |
@@ -22,6 +23,7 @@ Nothing is wrapped, and nothing asked on the way, unless the variable is set whe
 """
 
 import functools
+import inspect
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -36,7 +38,10 @@ from vllm_magicdec import envs
 
 logger = init_logger(f"vllm.{__name__}")
 
-NAMES = ("selection", "third_step", "lookup", "controller", "capture", "slow", "stuck", "nan", "summaries")
+NAMES = (
+    *("batch", "selection", "third_step", "lookup", "controller", "capture", "slow", "stuck", "nan"),
+    "summaries",
+)
 _SLOWER = 20
 _STUCK_S = 0.05
 _NEVER = 2**63
@@ -99,10 +104,10 @@ def inject_into_drafter(drafter: Any) -> None:
     summaries = [found for views in drafter._views if (found := _summaries_of(views)) is not None]
     if summaries:
         drafter._prepare = _before(drafter._prepare, lambda: _spoil(summaries, fault))
+    # A runner outlives its first drafter where vLLM lays the KV cache out twice.
     for name in ("draft_step", "draft_pass"):
-        run = getattr(runner, name)
-        # A runner outlives its first drafter where vLLM lays the KV cache out twice.
-        setattr(runner, name, _faulty_pass(getattr(run, "__wrapped__", run), runner, fault))
+        setattr(runner, name, _faulty_pass(inspect.unwrap(getattr(runner, name)), runner, fault))
+    runner._make_batch = _before(inspect.unwrap(runner._make_batch), lambda: fault.raise_if("batch"))
     if drafter._staged is not None:
         lookups = drafter._staged._lookups
         lookups.look_up = _before(lookups.look_up, lambda: fault.raise_if("lookup"))

@@ -13,6 +13,7 @@ FAILURES = "vllm:magicdec_failures:"
 # By fault: what is counted, and whether some drafts are accepted all the same.
 FIXED = {
     "": ({}, True),
+    "batch:last=2": ({"batch": 3}, True),
     "selection:last=2": ({"selection": 3}, True),
     "selection": ({"selection": 4}, False),  # the fourth after the first pause
     "third_step:last=2": ({"draft_step": 3}, True),
@@ -23,6 +24,7 @@ FIXED = {
     "summaries": ({}, True),
 }
 LOOKUPS = {
+    "batch:last=2": ({"batch": 3}, True),
     "selection:last=2": ({"selection": 3}, True),
     "third_step:last=2": ({"draft_step": 3}, True),
     "lookup:last=2": ({"lookup": 3}, True),
@@ -32,6 +34,7 @@ LOOKUPS = {
 }
 # V2's greedy drafts of NaN are tokens as good as any; its failed rounds verify token 0, which may be right.
 V2 = {
+    "batch:last=2": ({"batch": 3}, True),
     "selection:last=2": ({"selection": 3}, True),
     "third_step:last=2": ({"draft_step": 3}, True),
     "nan": ({}, None),

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """benchmarks/simulation.py: what it compares, without a server."""
 
-import json
 import sys
 
 import engines
@@ -13,8 +12,6 @@ import simulation
 from common import tables
 from suite_plots import PER_POSITION
 
-from vllm_magicdec.adaptive.step_times import Step, StepTimes, TimedStep
-from vllm_magicdec.planner.engine_times import ProfiledTimes
 from vllm_magicdec.planner.simulation import Limits
 
 LIMITS = Limits(10_000, max_num_seqs=4, max_num_batched_tokens=1000)
@@ -40,22 +37,13 @@ def test_as_many_drafts_stand_as_on_the_server():
     assert simulation.replay(result, 10, 7, Seconds(), LIMITS)["p50_e2e_ms"] == 3000
 
 
-def test_profiles_before_and_after_count_alike(tmp_path):
-    profiles = []
-    for pace in (1.0, 3.0):
-        times = StepTimes.of(
-            TimedStep(Step(reqs, reqs * 1000, drafts, drafts, 256 * drafts), pace * reqs * (1 + drafts))
-            for reqs in (1, 2, 4)
-            for drafts in (0, 1)
-        )
-        path = tmp_path / f"{pace}.json"
-        times.save(path, {"prompts": [{"prompt_tokens": 100, "context_tokens": 0, "seconds": pace}]})
-        profiles.append(json.loads(path.read_text()))
-    path = tmp_path / "pooled.json"
-    path.write_text(json.dumps(simulation.pooled(*profiles)))
-    pooled = ProfiledTimes.load(path)
-    assert pooled.steps.predict(Step(2, 2000, 0, 0)) == pytest.approx(2 * 2, rel=0.1)
-    assert 1 < pooled.prompts.seconds(100, 5050, is_alone=True) < 3
+def test_profiles_before_and_after_count_alike():
+    class Never:
+        def seconds(self, work):
+            return 0.0
+
+    times = simulation.BeforeAndAfter(Never(), Seconds())
+    assert simulation.replay({"start_times": [0.0]}, 10, 3, times, LIMITS)["p50_e2e_ms"] == 1500
 
 
 def test_errors_are_relative_to_the_server():

@@ -27,7 +27,6 @@ def make_speculator(monkeypatch, device: str, role: str | None, happened: list[s
     config = SimpleNamespace(model_config=None, kv_transfer_config=transfer)
     speculator = MagicDecSpeculator(config, torch.device(device), None)
     speculator._copy_request_inputs = lambda *_: None
-    speculator._make_batch = lambda *_: None
     speculator._drafter = SimpleNamespace(
         draft=lambda *_: happened.append("drafted") or True,
         draft_tokens=torch.zeros(1, 4),

@@ -72,6 +72,7 @@ class OwnCache(Protocol):
     """A KV cache that a draft does not share with the target: it lacks what was verified until it is told.
 
     Called in the order of its methods, once a round each but for `catch_up`, which a round may do without.
+    Of a round whose requests could not be read it hears nothing: what it misses then costs acceptance.
     """
 
     def begin_round(self, batch: Batch) -> None:
@@ -270,11 +271,8 @@ class Drafter:
         self.draft_lists = None if self._staged is None else [[] for _ in range(num_reqs)]
         is_paused = not self._pauses.is_over()
         try:
-            self._stage = "batch"
-            batch = read_batch()
-            if self._own_cache is not None:  # in a pause as well: its pages go on to be written
-                self._stage = "own_cache"
-                self._own_cache.begin_round(batch)
+            if not is_paused or self._own_cache is not None:  # whose pages go on to be written in a pause
+                batch = self._begin_round(read_batch)
             if is_paused:
                 self._failures.count_paused_round()
             else:
@@ -290,6 +288,15 @@ class Drafter:
             self.draft_lists = self.draft_lists and [[] for _ in range(num_reqs)]
         drafts.zero_()
         return False
+
+    def _begin_round(self, read_batch: Callable[[], Batch]) -> Batch:
+        """See `draft`."""
+        self._stage = "batch"
+        batch = read_batch()
+        if self._own_cache is not None:
+            self._stage = "own_cache"
+            self._own_cache.begin_round(batch)
+        return batch
 
     def follow_plain_step(self, follow: Callable[[], None]) -> None:
         """Have a draft follow a step of the target that is no round; it may fail as `draft` may.

@@ -229,8 +229,11 @@ def run(options: argparse.Namespace) -> None:
             "speculative_config": spec,
         }
     )
-    times = measure(llm, options.batch, options.context)
-    prompts = measure_prompts(llm, options.context)
+    try:
+        times = measure(llm, options.batch, options.context)
+        prompts = measure_prompts(llm, options.context)
+    finally:
+        llm.llm_engine.engine_core.shutdown()
     description = {
         "model": options.model,
         "machine": platform.processor() or platform.machine(),
