@@ -35,7 +35,7 @@ def test_a_file_says_what_happens_now(tmp_path):
 
 
 def test_an_unknown_fault_is_refused():
-    with pytest.raises(ValueError, match="names 'nam'; use one of selection, "):
+    with pytest.raises(ValueError, match="names 'nam'; use one of batch, selection, "):
         Fault("nam", rank=0)
 
 
