@@ -275,6 +275,21 @@ def test_faults_come_one_after_the_other_and_wait_until_they_have_happened(tmp_p
     assert (store / "tokens.npy").stat().st_size == 100 and file.read_text() == ""
 
 
+def test_waiting_for_a_fault_takes_no_other_ones_time(tmp_path):
+    log = tmp_path / "log"
+    log.write_text("")  # nothing ever happens
+    conductor = faults.Conductor(tmp_path / "fault", log, None, dict, 0.1)
+    conductor._plan = plan = faults.Plan(0.0, 0.2, 0.05, 2.0, 2.1, 2.6)
+    began = time.monotonic()
+    asyncio.run(conductor.conduct(lambda: time.monotonic() - began))
+    *others, last = conductor.windows
+    assert [window.name for window in others] == [
+        name for name in faults.FAULTS if name not in ("datastore", "controller")
+    ]
+    assert all(window.end_s - window.begin_s >= plan.window_s for window in others)
+    assert last.name == "controller" and last.begin_s < plan.controller_s + 0.4 < last.end_s
+
+
 def test_a_fault_file_is_never_half_written(tmp_path):
     """Its time of change has ticks of milliseconds: what was read too early would not be read again."""
     file = tmp_path / "fault"
