@@ -104,18 +104,11 @@ PARTS = (
         53,
     ),
     Part(
-        "suite-in-turns-1000",
+        "suite-in-turns-ngram",
         "suite.py",
-        "--in-turns --methods plain suffix magicdec-streamingllm magicdec-auto --context 1000 "
-        "--rate-fractions 0.8 --num-gpu-blocks-override 900 --out {out}",
-        4,
-    ),
-    Part(
-        "suite-in-turns-7000",
-        "suite.py",
-        "--in-turns --methods plain suffix magicdec-streamingllm magicdec-auto --context 7000 "
+        "--in-turns --methods plain ngram suffix magicdec-streamingllm magicdec-snapkv-token magicdec-auto "
         "--rate-fractions 0.8 --num-gpu-blocks-override 3800 --out {out}",
-        9,
+        16,
     ),
     Part(
         "suite-in-turns-snapkv",

@@ -118,7 +118,9 @@ class Conductor:
         plan = self._plan
         await asyncio.sleep(plan.begin_s - now_s())
         has_store = self._store is not None
-        names = [name for name in self._names if name != _LAST_OF_ALL and (has_store or name != "datastore")]
+        names = [
+            name for name in self._names if name != _LAST_OF_ALL and (has_store or name != "datastore")
+        ]
         for place, name in enumerate(names, 1):
             of_others = (len(names) - place) * (plan.window_s + plan.gap_s)
             latest_s = min(now_s() + _PATIENCE * plan.window_s, plan.latest_s - of_others)
