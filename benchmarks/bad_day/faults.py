@@ -29,8 +29,9 @@ COUNTED = {
     "controller": "failures:controller",
 }
 _LAST_OF_ALL = "controller"  # decoding is plain from then on
-# What can be waited for, by what drafts. With short prompts and lookups `auto` soon finds that passes do not
-# pay, least of all such as are slow or NaN; a fixed number is drafted in every round, and has no controller.
+# What can be waited for, by what drafts. With short prompts and lookups `auto` soon finds that passes do
+# not pay, least of all such as are slow or NaN; a fixed number is drafted in every round, and has no
+# controller.
 OF_DRAFTS = {
     "auto": ("batch", "selection", "third_step", "lookup", "datastore", "controller"),
     "fixed": tuple(name for name in FAULTS if name != _LAST_OF_ALL),
