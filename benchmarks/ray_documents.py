@@ -165,7 +165,8 @@ def run_jobs(command: Sequence[str], answers: Path, total: int) -> dict[str, Any
         status = job.wait()
         first = {"killed": killed, "interrupted_at_s": at_s, "seconds": round(job.seconds, 1)}
         first |= {"status": status, "answered": job.answered(), "driver_memory": job.driver_memory}
-        first |= {"replicas_ever": len(job.pids), "end_of_log": job.log().splitlines()[-1]}
+        said = [line for line in job.log().splitlines() if "(raylet)" not in line]
+        first |= {"replicas_ever": len(job.pids), "end_of_log": said[-1]}
     print(f"interrupted: {first['answered']:,} of {total:,} documents are answered", flush=True)
     with started(command, log, env) as process:
         job = Job(process, log, answers)
