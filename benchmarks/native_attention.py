@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from common.machine import measured_rates
 from common.options import add_out, make_parser, settings_of
 from common.plots import plt
 from common.record import make_record, write
@@ -235,6 +236,8 @@ def main() -> None:
     current_platform.import_kernels()
     torch.set_num_threads(args.threads)
     record = make_record("native_attention", settings=settings_of(args))
+    # What the threads reach together that compute here, which need not be those of vLLM's worker.
+    record["machine"] |= {"worker_threads": args.threads, **measured_rates()}
     record["rows"] = [row for shape in args.shapes for row in measure_shape(shape, args)]
     console.print(table_of(record))
     write(record, args.out)
