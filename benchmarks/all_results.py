@@ -92,6 +92,15 @@ PARTS = (
         "--kv-cache-dtype fp8_e4m3 --query-lens 1 4 9 --out {out}",
         1,
     ),
+    *(
+        Part(
+            f"native-attention-threads-{threads}.json",
+            "native_attention.py",
+            f"--threads {threads} --out {{out}}",
+            1,
+        )
+        for threads in (1, 2)
+    ),
     Part("kv-tokens.json", "kv_tokens.py", "--out {out}", 1),
     Part("plain-steps.json", "plain_steps.py", "--out {out}", 3),
     Part("suite", "suite.py", "--rate-fractions 0.8 --out {out}", 20),
@@ -118,6 +127,7 @@ PARTS = (
         13,
     ),
     Part("simulation.json", "simulation.py", "--out {out}", 5),
+    Part("ray-documents.json", "ray_documents.py", "--out {out}", 4),
     Part("auto-kv-heavy.json", "auto.py", "--batch 1 4 8 --pairs 7 --out {out}", 30),
     Part(
         "lookups-tiny-llama.json",

@@ -39,7 +39,15 @@ from vllm_magicdec import envs
 logger = init_logger(f"vllm.{__name__}")
 
 NAMES = (
-    *("batch", "selection", "third_step", "lookup", "controller", "capture", "slow", "stuck", "nan"),
+    "batch",
+    "selection",
+    "third_step",
+    "lookup",
+    "controller",
+    "capture",
+    "slow",
+    "stuck",
+    "nan",
     "summaries",
 )
 _SLOWER = 20
