@@ -349,7 +349,7 @@ def test_every_device_has_a_data_sheet():
 def test_this_machine_measured():
     machine = measure_this_machine()
     assert 1e9 < machine.memory_bytes_per_s < 1e13
-    assert 1e9 < machine.flops < 1e16
+    assert 1e8 < machine.flops < 1e16
     assert 0.5 < machine.memory_gib < 10_000
 
 

@@ -22,6 +22,8 @@ _NVIDIA = "https://www.nvidia.com/en-us/data-center"
 _MI300X = "https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html"
 _COPY_BYTES = 2**29  # well above any cache
 _MATMUL_SIZE = {"cuda": 8192, "cpu": 2048}
+_LEAST_MATMUL_SIZE = 512
+_LONG_MATMUL_S = 0.1  # says the rate as well as a larger one
 _REPEATS = 5
 
 HARDWARE = {
@@ -78,16 +80,23 @@ def copy_bytes_per_s(device: str) -> float:
 def matmul_flops(device: str, dtype: "torch.dtype") -> float:
     """FLOP/s of a large matrix product; the best of several runs.
 
+    The size doubles until a product takes long enough: where a CPU has no instructions for bfloat16, torch
+    multiplies at 1 GFLOP/s, and the full size would take a minute.
+
     Args:
         device: "cpu", with as many threads as torch has now, or "cuda".
         dtype: of the factors and the product.
     """
     import torch
 
-    size = _MATMUL_SIZE[device]
-    matrix = torch.randn(size, size, device=device).to(dtype)
-    product = torch.empty_like(matrix)
-    return 2 * size**3 / _best_s(device, lambda: torch.mm(matrix, matrix, out=product))
+    size = _LEAST_MATMUL_SIZE
+    while True:
+        matrix = torch.randn(size, size, device=device).to(dtype)
+        product = torch.empty_like(matrix)
+        seconds = _best_s(device, lambda: torch.mm(matrix, matrix, out=product))  # noqa: B023
+        if size >= _MATMUL_SIZE[device] or seconds >= _LONG_MATMUL_S:
+            return 2 * size**3 / seconds
+        size *= 2
 
 
 def _measure(threads: int) -> Hardware:
