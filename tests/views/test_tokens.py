@@ -150,6 +150,26 @@ def passes_within(draw, model_len: int, num_steps: int, requests: list[tuple[int
     return Queries(np.array(running), np.array(firsts), np.array(lens)) if running else None
 
 
+def test_chosen_tokens_of_one_block_are_neighbours_in_a_list():
+    page_size, model_len, chosen = 32, 512, 40
+    budget = TokenBudget(sink=4, window=8, min_tokens=4 + 8 + chosen, max_tokens=4 + 8 + chosen)
+    selections = Selections(
+        num_layers=NUM_LAYERS, num_heads=NUM_KV_HEADS, max_num_reqs=1, max_selected=chosen, device=CPU
+    )
+    selections.begin_round(["a"])
+    best_first = torch.randperm(400)[:chosen] + 4
+    selections.positions[0] = best_first.to(torch.int32)
+    selections.set(["a"], [480], torch.tensor([chosen]), torch.tensor([404]))
+    slots = DraftSlots(
+        page_size=page_size, max_num_reqs=1, max_num_steps=1, max_model_len=model_len, device=CPU
+    )
+    block_table = torch.randperm(model_len // page_size).view(1, -1).to(torch.int32)
+    views = TokenViews(selections, KeepsWhatIsThere(), [budget], slots)
+    [step] = views.prepare(make_batch(["a"], block_table, [480]), 1)
+    of_list = step.view.slots[0, 0, 0, :chosen] // page_size
+    assert len(of_list.unique_consecutive()) == len((best_first // page_size).unique())
+
+
 def seen_in_a_pass(
     steps: TokenSteps, queries: Queries | None, batch: Batch, page_size: int
 ) -> dict[tuple[int, int], list[list[list[int]]]]:

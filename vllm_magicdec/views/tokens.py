@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, Self
 
+import numpy as np
 import torch
 
 from vllm_magicdec.views.base import Batch, DraftSlots, Selector, TokenView, has_kernels
@@ -27,6 +28,7 @@ from vllm_magicdec.views.token_steps import TokenSteps
 # ones, whatever the share for large budgets. Chosen with benchmarks/acceptance.py at a budget of 64.
 SMALL_BUDGET = 64
 SMALL_RECENT = 0.75
+_NO_SLOT = torch.iinfo(torch.int32).max
 
 
 @dataclass(frozen=True)
@@ -326,6 +328,9 @@ class TokenViews:
         chosen = torch.minimum(chosen.flatten(1).long(), last.unsqueeze(1)).view_as(chosen)
         selected = self._slots_of(block_table, chosen.flatten(1)).view_as(chosen)
         is_selected = (column[:, :num_selected] < 0)[:, None, None]
+        # Chosen best first, they were cut to what the budget has room for. In the order of slots those of
+        # one block are neighbours, and a CPU reads its keys once for all of them (`native/vector_cache.h`).
+        selected = _in_order(selected.masked_fill(~is_selected, _NO_SLOT))
         slots[..., :num_selected] = torch.where(
             is_selected, selected, common[:, None, None, :num_selected]
         ).transpose(0, 1)
@@ -342,3 +347,12 @@ class TokenViews:
         """Slots of [num_reqs, n] positions, int32."""
         pages = block_table.gather(1, positions // self._page_size)
         return (pages * self._page_size + positions % self._page_size).to(torch.int32)
+
+
+def _in_order(slots: torch.Tensor) -> torch.Tensor:
+    """Sorted along the last dimension, int32, on a CPU: numpy takes a tenth of torch's time."""
+    numbers = np.empty(slots.shape, dtype=np.int32)
+    in_order = torch.from_numpy(numbers)
+    in_order.copy_(slots)
+    numbers.sort(axis=-1)
+    return in_order
