@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plugin's own attention on CPUs against vLLM's, kernel alone, in one process and in turns.
 
-Each cell is one layer's attention of a batch of equal requests in bfloat16, over a KV cache in random
+Each cell is one layer's attention of a batch of equal requests, over a KV cache in random
 pages, in every variant that this machine runs. Shares are of the copy bandwidth (bytes read, of what a copy
 reads and writes) and of the rate of a large matrix product, in bfloat16 (AMX, AVX512_BF16) or float32
 (others, and AVX512_BF16 with an fp8 cache). Where vLLM packs the cache for AMX, the variant for AMX reads
@@ -30,7 +30,8 @@ SHAPES = {"kv-heavy": (8, 8, 64), "llama-3.1-8b": (32, 8, 128)}  # heads, KV hea
 CELLS = ((1, 1024), (32, 1024), (8, 4096), (1, 16384), (8, 16384), (1, 65536))
 QUERY_LENS = (1, 2, 4, 8, 9, 16)
 # By vLLM's names.
-CACHE_DTYPES = {"auto": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+FP8_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
 def make_cell(shape: str, batch: int, context: int, cache_dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -47,7 +48,11 @@ def make_cell(shape: str, batch: int, context: int, cache_dtype: torch.dtype) ->
 
 
 def contenders_of(
-    shape: str, cell: Mapping[str, torch.Tensor], query_len: int, kv_cache_dtype: str
+    shape: str,
+    cell: Mapping[str, torch.Tensor],
+    query_len: int,
+    dtype: torch.dtype,
+    kv_cache_dtype: str,
 ) -> dict[str, Callable[[], None]]:
     """vLLM's kernel as its backend calls it, and the plugin's variants, on the same tensors."""
     import vllm._custom_ops as ops
@@ -57,18 +62,18 @@ def contenders_of(
     cache, lens = cell["cache"], cell["context_lens"]
     batch, scale = len(lens), head_size**-0.5
     starts = torch.arange(0, batch * query_len + 1, query_len, dtype=torch.int32)
-    query = torch.randn(batch * query_len, num_heads, head_size).bfloat16()
+    query = torch.randn(batch * query_len, num_heads, head_size).to(dtype)
     output = torch.empty_like(query)
     stored = cache if kv_cache_dtype == "auto" else cache.view(torch.uint8)
     keys, values = stored.view(len(cache), num_kv_heads, 2 * PAGE, head_size).chunk(2, dim=2)
-    isa = _get_attn_isa(torch.bfloat16, PAGE, head_size, kv_cache_dtype)
+    isa = _get_attn_isa(dtype, PAGE, head_size, kv_cache_dtype)
     plan = ops.cpu_attn_get_scheduler_metadata(
         num_reqs=batch,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_size,
         seq_lens=lens,
-        dtype=torch.bfloat16,
+        dtype=dtype,
         query_start_loc=starts,
         causal=True,
         sliding_window_size=-1,
@@ -130,9 +135,10 @@ def measure(contenders: Mapping[str, Callable[[], None]], turns: int) -> dict[st
 def measure_shape(shape: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     """All cells of a shape."""
     num_heads, _, head_size = SHAPES[shape]
+    dtype, stored_as = DTYPES[args.dtype], args.kv_cache_dtype
     rows = []
     for batch, context in CELLS:
-        cell = make_cell(shape, batch, context, CACHE_DTYPES[args.kv_cache_dtype])
+        cell = make_cell(shape, batch, context, FP8_DTYPES.get(stored_as, dtype))
         for query_len in args.query_lens:
             row = {
                 "shape": shape,
@@ -141,22 +147,28 @@ def measure_shape(shape: str, args: argparse.Namespace) -> list[dict[str, Any]]:
                 "query_len": query_len,
                 "cache_bytes": cell["cache"].nbytes,
                 "flop": 4 * batch * context * query_len * num_heads * head_size,
-                "ms": measure(contenders_of(shape, cell, query_len, args.kv_cache_dtype), args.turns),
+                "ms": measure(
+                    contenders_of(shape, cell, query_len, dtype, args.kv_cache_dtype), args.turns
+                ),
             }
             console.print(shape, f"{batch} x {context}", query_len, row["ms"])
+            console.file.flush()
             rows.append(row)
     return rows
 
 
 def peak_gflops(record: Mapping[str, Any], variant: str) -> float:
-    """The matrix product that a variant is compared with: in float32 with an fp8 cache, but for AMX's.
+    """The matrix product that a variant is compared with, in bfloat16 or, where it has none, in float32.
 
     Where a machine has AMX, its product in bfloat16 is AMX's, and nothing that AVX512_BF16 could reach.
     """
     machine = record["machine"]
     has_amx = "amx_bf16" in machine.get("instruction_sets", "")
-    is_fp8 = record["settings"].get("kv_cache_dtype", "auto") != "auto"
-    is_bfloat16 = variant == "amx" or (variant == "avx512_bf16" and not is_fp8 and not has_amx)
+    settings = record["settings"]
+    dtypes = settings.get("dtype", "bfloat16"), settings.get("kv_cache_dtype", "auto")
+    is_bfloat16 = variant == "amx" or (
+        variant == "avx512_bf16" and dtypes == ("bfloat16", "auto") and not has_amx
+    )
     return machine["bfloat16_gflops" if is_bfloat16 else "float32_gflops"]
 
 
@@ -164,8 +176,9 @@ def table_of(record: Mapping[str, Any]) -> Table:
     """A line for each cell and variant."""
     times = ("vLLM ms", "variant", "ms", "faster", "of q = 1", "of copy", "of matmul")
     columns = ("heads", "batch x context", "q", *times)
-    cache = record["settings"].get("kv_cache_dtype", "auto")
-    table = make_table(f"Attention of one layer, KV cache: {cache}", columns)
+    settings = record["settings"]
+    dtype, cache = settings.get("dtype", "bfloat16"), settings.get("kv_cache_dtype", "auto")
+    table = make_table(f"Attention of one layer in {dtype}, KV cache: {cache}", columns)
     machine = record["machine"]
     first: dict[tuple[Any, ...], float] = {}
     for row in record["rows"]:
@@ -225,7 +238,10 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--query-lens", nargs="+", type=int, default=list(QUERY_LENS))
-    parser.add_argument("--kv-cache-dtype", choices=CACHE_DTYPES, default="auto", help="auto: bfloat16")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the model")
+    parser.add_argument(
+        "--kv-cache-dtype", choices=("auto", *FP8_DTYPES), default="auto", help="auto: the model's"
+    )
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     add_out(parser, "; a roofline plot goes beside it")

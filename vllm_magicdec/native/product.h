@@ -10,10 +10,23 @@ namespace magicdec {
 
 constexpr int VECTORS = 2;  // columns of a tile of results, in vectors
 
+// Sums of a row's columns, in vectors in the order of the columns.
+struct InOrder {
+  template <int Vectors>
+  static void load_sums(const float* from, Floats (&sums)[Vectors]) {
+    for (int v = 0; v < Vectors; ++v) sums[v] = load(from + v * LANES);
+  }
+  template <int Vectors>
+  static void store_sums(float* to, const Floats (&sums)[Vectors]) {
+    for (int v = 0; v < Vectors; ++v) store(to + v * LANES, sums[v]);
+  }
+};
+
 // How the cache's numbers enter a product: `Left` is what the other factor's numbers are stored as, `DEPTH` how many
-// neighbours of the dimension that is summed over go into one instruction.
+// neighbours of the dimension that is summed over go into one instruction. Sums lie in vectors as `load_columns` puts
+// their columns there.
 template <typename T>
-struct Factor {
+struct Factor : InOrder {
   using Left = float;
   static constexpr int DEPTH = 1;
   using Right = Floats;
@@ -31,7 +44,7 @@ struct Factor {
 #if defined(__AVX512BF16__)
 // vdpbf16ps adds the products of two pairs to each sum, so two rows of the cache are interleaved on the way.
 template <>
-struct Factor<Bfloat16> {
+struct Factor<Bfloat16> : InOrder {
   using Left = Bfloat16;
   static constexpr int DEPTH = 2;
   using Right = __m512bh;
@@ -66,6 +79,30 @@ struct Factor<Bfloat16> {
     const __m512i columns = _mm512_add_epi32(
         _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0), _mm512_set1_epi32(from));
     return _mm512_or_si512(columns, _mm512_slli_epi32(_mm512_add_epi32(columns, _mm512_set1_epi32(32)), 16));
+  }
+};
+#else
+// Two vectors are read as one of pairs, and become float32 by an instruction each: the even columns and the odd ones.
+template <>
+struct Factor<Bfloat16> : Factor<float> {
+  static void load_columns(const Bfloat16* const (&rows)[1], Right (&right)[1]) { right[0] = load(rows[0]); }
+  static void load_columns(const Bfloat16* const (&rows)[1], Right (&right)[2]) {
+    Words pairs;
+    std::memcpy(&pairs, rows[0], sizeof pairs);
+    right[0] = (Floats)(pairs << 16);
+    right[1] = (Floats)(pairs & 0xffff0000u);
+  }
+
+  static void load_sums(const float* from, Floats (&sums)[1]) { sums[0] = load(from); }
+  static void load_sums(const float* from, Floats (&sums)[2]) {
+    const Floats first = load(from), second = load(from + LANES);
+    sums[0] = every_second<0>(first, second, Lanes());
+    sums[1] = every_second<1>(first, second, Lanes());
+  }
+  static void store_sums(float* to, const Floats (&sums)[1]) { store(to, sums[0]); }
+  static void store_sums(float* to, const Floats (&sums)[2]) {
+    store(to, in_turns<0>(sums[0], sums[1], Lanes()));
+    store(to + LANES, in_turns<LANES / 2>(sums[0], sums[1], Lanes()));
   }
 };
 #endif
@@ -127,13 +164,13 @@ inline void multiply(const typename Factor<T>::Left* left, RightRows right_rows,
   constexpr int CHAINS = Rows == 1 ? 4 : Rows <= 3 ? 2 : 1;
   Floats sum[CHAINS][Rows][Vectors];
 #pragma GCC unroll 16
-  for (int r = 0; r < Rows; ++r)
+  for (int r = 0; r < Rows; ++r) {
 #pragma GCC unroll 4
-    for (int v = 0; v < Vectors; ++v) {
-      sum[0][r][v] = ADDS ? load(sums + r * sums_pitch + v * LANES) : Floats{};
+    for (int v = 0; v < Vectors; ++v)
 #pragma GCC unroll 4
-      for (int c = 1; c < CHAINS; ++c) sum[c][r][v] = Floats{};
-    }
+      for (int c = 0; c < CHAINS; ++c) sum[c][r][v] = Floats{};
+    if constexpr (ADDS) F::load_sums(sums + r * sums_pitch, sum[0][r]);
+  }
   const auto step = [&](int at, int chain) __attribute__((always_inline)) {
     const T* rows[F::DEPTH];
 #pragma GCC unroll 2
@@ -157,14 +194,13 @@ inline void multiply(const typename Factor<T>::Left* left, RightRows right_rows,
   if constexpr (CHAINS > 1)
     for (; at < depth; at += F::DEPTH) step(at, 0);
 #pragma GCC unroll 16
-  for (int r = 0; r < Rows; ++r)
+  for (int r = 0; r < Rows; ++r) {
 #pragma GCC unroll 4
-    for (int v = 0; v < Vectors; ++v) {
-      Floats total = sum[0][r][v];
+    for (int v = 0; v < Vectors; ++v)
 #pragma GCC unroll 4
-      for (int c = 1; c < CHAINS; ++c) total += sum[c][r][v];
-      store(sums + r * sums_pitch + v * LANES, total);
-    }
+      for (int c = 1; c < CHAINS; ++c) sum[0][r][v] += sum[c][r][v];
+    F::store_sums(sums + r * sums_pitch, sum[0][r]);
+  }
 }
 
 }  // namespace magicdec

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -120,6 +121,20 @@ inline Floats load(const E4m3* from) {
 }
 
 inline void store(float* to, Floats x) { std::memcpy(to, &x, sizeof x); }
+
+using Lanes = std::make_integer_sequence<int, LANES>;
+
+// Of x's and y's numbers, one after the other, every second from the `FIRST` on.
+template <int FIRST, int... I>
+inline Floats every_second(Floats x, Floats y, std::integer_sequence<int, I...>) {
+  return __builtin_shufflevector(x, y, (FIRST + 2 * I)...);
+}
+
+// One of x and one of y in turns, from the `FIRST` of each on.
+template <int FIRST, int... I>
+inline Floats in_turns(Floats x, Floats y, std::integer_sequence<int, I...>) {
+  return __builtin_shufflevector(x, y, (FIRST + I / 2 + I % 2 * LANES)...);
+}
 
 inline float as_float(float x) { return x; }
 inline float as_float(Float16 x) { return static_cast<float>(x); }

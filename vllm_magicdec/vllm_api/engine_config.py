@@ -23,6 +23,7 @@ from vllm_magicdec.lookup.datastore_files import check as check_datastore
 from vllm_magicdec.policies.base import PagePolicy
 from vllm_magicdec.policies.sinks_and_window import SinksAndWindow
 from vllm_magicdec.spire.settings import SpireSettings
+from vllm_magicdec.vllm_api.cpu_products import why_products_are_slow
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -64,6 +65,8 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
             self._adapt(vllm_config)
         for sentence in find_missing_graphs(vllm_config):
             logger.info_once("%s: %s", METHOD, sentence)
+        if (sentence := why_products_are_slow(vllm_config)) is not None:
+            logger.warning_once("%s: %s.", METHOD, sentence)
 
     def _check_draft_model(self, vllm_config: VllmConfig) -> None:
         instead = f"draft with the target itself ({METHOD})"
