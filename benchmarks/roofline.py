@@ -18,7 +18,7 @@ from typing import Any
 
 from common.engines import set_environment
 from common.machine import device_of, same_machine
-from common.options import add_out, make_parser
+from common.options import add_out, make_parser, served_dtype
 from common.record import make_record, write
 from common.tables import console, make_table
 from gpu.eq2 import MAX_DIFFERENCE, differs, this_deployment
@@ -166,7 +166,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=4096, help="to profile, in tokens")
     parser.add_argument("--gamma", type=int, default=8, help="to profile, drafted tokens per round")
     parser.add_argument("--budget", type=int, default=512, help="to profile, in tokens")
-    parser.add_argument("--dtype", default="bfloat16", help="to profile")
+    parser.add_argument("--dtype", default=served_dtype(), help="to profile")
     add_out(parser)
     args = parser.parse_args()
     if not args.results and not args.profile:

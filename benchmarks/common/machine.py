@@ -118,17 +118,17 @@ def vllm_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}
 
 
-def measured_rates() -> dict[str, int | float]:
+def measured_rates() -> dict[str, float]:
     """Copy bandwidth and matrix products of torch's device; of a CPU with the threads torch has now."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return {
         "copy_gb_per_s": round(copy_bytes_per_s(device) / 1e9, 1),
-        "bfloat16_gflops": round(matmul_flops(device, torch.bfloat16) / 1e9),
-        "float32_gflops": round(matmul_flops(device, torch.float32) / 1e9),
+        "bfloat16_gflops": round(matmul_flops(device, torch.bfloat16) / 1e9, 1),
+        "float32_gflops": round(matmul_flops(device, torch.float32) / 1e9, 1),
     }
 
 
-def _rates() -> dict[str, int | float]:
+def _rates() -> dict[str, float]:
     """Of a CPU with the threads that vLLM's worker computes on."""
     with worker_threads() as threads:
         return {"worker_threads": threads, **measured_rates()}

@@ -14,9 +14,18 @@ def make_parser(description: str | None, **settings: Any) -> argparse.ArgumentPa
     return argparse.ArgumentParser(description=description, formatter_class=formatter, **settings)
 
 
+def served_dtype() -> str:
+    """What a model should be served in here: vLLM multiplies bfloat16 token by token without AVX-512."""
+    import torch
+
+    from vllm_magicdec.vllm_api.cpu_products import multiplies_half_precision  # with vLLM, which some lack
+
+    return "bfloat16" if torch.cuda.is_available() or multiplies_half_precision() else "float32"
+
+
 def add_model(parser: argparse.ArgumentParser, default: str) -> None:
     parser.add_argument("--model", default=default, help="a folder, a name, or one of kv_heavy.py's")
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--dtype", default=served_dtype(), help="%(default)s on this machine")
 
 
 def add_documents(parser: argparse.ArgumentParser) -> None:

@@ -65,8 +65,8 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
             self._adapt(vllm_config)
         for sentence in find_missing_graphs(vllm_config):
             logger.info_once("%s: %s", METHOD, sentence)
-        if (sentence := why_products_are_slow(vllm_config)) is not None:
-            logger.warning_once("%s: %s.", METHOD, sentence)
+        if (reason := why_products_are_slow(vllm_config)) is not None:
+            logger.warning_once("%s: %s.", METHOD, reason)
 
     def _check_draft_model(self, vllm_config: VllmConfig) -> None:
         instead = f"draft with the target itself ({METHOD})"
