@@ -29,6 +29,10 @@ from vllm_magicdec.native.library import (
 
 logger = init_logger(f"vllm.{__name__}")
 
+# Below both of these, rows (query tokens times heads of a KV head) and tokens of all requests, vLLM's
+# kernel for AMX is faster. Here fp8 numbers are widened exactly, subnormal ones included.
+_AMX_BEGINS = {"bfloat16": (4, 2_048), "fp8": (16, 32_768)}
+
 
 def use_native_attention(vllm_config: VllmConfig, layer_names: Sequence[str]) -> None:
     """Let the kernel stand before each layer's own attention, on a CPU, and say once whether it does.
@@ -110,6 +114,7 @@ class NativeAttention:
         kernel.check_cache(spec.block_size, spec.head_size, self._cache_dtype, isa)
         self._impl = impl
         self._layout = isa
+        self._group = impl.num_heads // spec.num_kv_heads
         self._kernel = kernel
         self._own_forward = impl.forward
         self._starts = torch.empty(0, dtype=torch.int32)
@@ -129,9 +134,12 @@ class NativeAttention:
         """vLLM's signature; `query` [num_tokens, num_heads, head_size]."""
         if not _takes(attn_metadata) or any(scale is not None for scale in scales.values()):
             return self._own_forward(layer, query, key, value, kv_cache, attn_metadata, output, **scales)
+        is_fp8 = self._cache_dtype in FP8_DTYPES
+        num_rows, lens = attn_metadata.max_query_len * self._group, attn_metadata.seq_lens
+        if not is_faster(self._layout, num_rows, lens, is_fp8=is_fp8):
+            return self._own_forward(layer, query, key, value, kv_cache, attn_metadata, output, **scales)
         num_tokens, impl = attn_metadata.num_actual_tokens, self._impl
         query = query[:num_tokens]
-        is_fp8 = self._cache_dtype in FP8_DTYPES
         self._kernel.attend_pages(
             query,
             kv_cache.view(self._cache_dtype),
@@ -194,6 +202,21 @@ class NativeAttention:
         if len(self._starts) <= num_reqs:
             self._starts = torch.arange(2 * num_reqs + 1, dtype=torch.int32)
         return self._starts[: num_reqs + 1]
+
+
+def is_faster(layout: str, num_rows: int, lens: torch.Tensor, *, is_fp8: bool) -> bool:
+    """Whether the kernel takes less time over pages than vLLM's own; in layouts but AMX's it always does.
+
+    Args:
+        layout: of the KV cache, as vLLM's `layer.isa` names it.
+        num_rows: query tokens of a request times query heads of a KV head.
+        lens: [num_reqs] int32, tokens of each request's context, on the host.
+        is_fp8: what the cache holds; else bfloat16.
+    """
+    if layout != "amx":
+        return True
+    rows, tokens = _AMX_BEGINS["fp8" if is_fp8 else "bfloat16"]
+    return num_rows >= rows or int(lens.sum()) >= tokens
 
 
 def takes_view(metadata: TokenMetadata | TokenPassMetadata) -> bool:
