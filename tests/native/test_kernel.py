@@ -205,6 +205,38 @@ def test_pages_are_attended_to_as_in_float64(variant, layout, data, threads):
 
 @variants_and_layouts
 @settings(max_examples=120, deadline=None)
+@given(st.data(), st.integers(1, 5))
+def test_tokens_are_weighed_as_in_float64(variant, layout, data, threads):
+    batch = data.draw(batches(layout, windows=None))
+    kernel = kernel_of(variant)
+    with_threads(threads)
+    group = batch.query.shape[1] // batch.keys.shape[2]
+    del batch.options["value_scale"]
+    for request, (context, length) in enumerate(zip(batch.context_lens, batch.query_lens, strict=True)):
+        part = slice(*batch.starts[request : request + 2].tolist())
+        weights = kernel.weigh_tokens(
+            batch.query[part],
+            batch.cache,
+            layout=layout,
+            pages=batch.block_table[request],
+            context_len=context,
+            **batch.options,
+        )
+        if not length:
+            assert weights.shape == (batch.keys.shape[2], context) and not weights.any()
+            continue
+        is_seen = torch.arange(context) <= torch.arange(context - length, context).unsqueeze(1)
+        keys = batch.keys[request, :context].double().repeat_interleave(group, 1)
+        # Of values that are 1 for one token each: its weights. [num_queries, num_heads, context].
+        ones = torch.eye(context).unsqueeze(1).expand(-1, keys.shape[1], -1)
+        of_queries, _ = truth(batch.query[part], keys, ones, is_seen, **batch.options)
+        expected = of_queries.unflatten(1, (-1, group)).sum((0, 2))
+        bound = (2e-6 + 4e-7 * batch.options["soft_cap"]) * max(1, length * group)
+        torch.testing.assert_close(weights.double(), expected, rtol=0, atol=bound)
+
+
+@variants_and_layouts
+@settings(max_examples=120, deadline=None)
 @given(st.data(), st.integers(1, 5), st.sampled_from(["in order", "runs", "as it comes"]), st.booleans())
 def test_chosen_slots_are_attended_to_as_in_float64(variant, layout, data, threads, order, sees_all):
     batch = data.draw(batches(layout, max_query_len=12, windows=()))

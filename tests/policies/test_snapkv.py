@@ -44,7 +44,7 @@ def test_scores_equal_the_papers_formula(
     )
     observation = Observation(
         queries=queries.transpose(0, 1),
-        keys=keys,
+        read_keys=lambda: keys,
         length=torch.tensor(length),
         num_seen=seed % (before + 1),
         scale=8**-0.5,

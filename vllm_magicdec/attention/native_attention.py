@@ -197,6 +197,28 @@ class NativeAttention:
             sinks=softmax.sinks,
         )
 
+    def weigh_tokens(
+        self,
+        kv_cache: torch.Tensor,
+        queries: torch.Tensor,
+        pages: torch.Tensor,
+        length: int,
+        softmax: Softmax,
+    ) -> torch.Tensor | None:
+        """See `attention.rows.WeighTokens`; `kv_cache` as in `attend_view`."""
+        if len(queries) > MAX_QUERY_LEN:
+            return None
+        return self._kernel.weigh_tokens(
+            queries,
+            kv_cache.view(self._cache_dtype),
+            layout=self._layout,
+            pages=pages,
+            context_len=length,
+            scale=softmax.scale,
+            soft_cap=softmax.soft_cap,
+            sinks=softmax.sinks,
+        )
+
     def _starts_of_single_tokens(self, num_reqs: int) -> torch.Tensor:
         """[num_reqs + 1] int32."""
         if len(self._starts) <= num_reqs:

@@ -9,8 +9,11 @@ per head, and reading chosen tokens is reading numbered rows: nothing is copied 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
+
+from vllm_magicdec.attention.softmax import Softmax
 
 # These backends keep a token's value behind its key; the physical order shows in the strides.
 KEY_VALUE_BACKENDS = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
@@ -77,6 +80,26 @@ class RowTable:
         return taken.to(read_dtype(taken.dtype)).flatten(1).unflatten(0, numbers.shape)
 
 
+class WeighTokens(Protocol):
+    """What a request's tokens weigh for its last ones; by a kernel that reads the cache where it lies."""
+
+    def __call__(
+        self, queries: torch.Tensor, pages: torch.Tensor, length: int, softmax: Softmax
+    ) -> torch.Tensor | None:
+        """Add up the softmax's weights over queries and over the query heads of each KV head.
+
+        Args:
+            queries: [num_tokens, num_heads, head_size] of the request's last tokens, in the model's dtype.
+            pages: [n] int, the request's.
+            length: its tokens.
+            softmax: what makes weights of products.
+
+        Returns:
+            [num_kv_heads, length] float32; None: the kernel does not take so many queries.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class KVRows:
     """One layer's paged KV cache, readable token by token.
@@ -90,6 +113,7 @@ class KVRows:
     page_size: int  # tokens of the cache's own blocks
     num_kv_heads: int
     head_size: int
+    weigh: WeighTokens | None = None  # where there is such a kernel
 
     @classmethod
     def of(

@@ -6,6 +6,8 @@ own types goes to vLLM's own implementation, so the target's path is untouched.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -326,7 +328,10 @@ class Switch:
 
     def _rows(self, kv_cache: torch.Tensor) -> KVRows:
         if self._known is None or self._known[0] is not kv_cache:
-            self._known = kv_cache, self._rows_of(kv_cache)
+            rows = self._rows_of(kv_cache)
+            if self._native is not None:
+                rows = replace(rows, weigh=partial(self._native.weigh_tokens, kv_cache))
+            self._known = kv_cache, rows
         return self._known[1]
 
     def _rows_of(self, kv_cache: torch.Tensor) -> KVRows:

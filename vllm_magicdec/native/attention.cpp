@@ -130,6 +130,15 @@ class Attention {
     }
   }
 
+  // See `magicdec_weigh`: a KV head is one thread's.
+  void weigh_tokens() {
+#pragma omp parallel for schedule(dynamic)
+    for (int head = 0; head < call_.num_kv_heads; ++head) {
+      weigh_tokens(head);
+      Cache<T>::release();
+    }
+  }
+
  private:
   using Tile = typename Cache<T>::Tile;
 
@@ -185,6 +194,44 @@ class Attention {
       std::copy_n(&scratch.sums[row * call_.head_size], call_.head_size, kept);
       kept[call_.head_size] = scratch.most[row];
       kept[call_.head_size + 1] = scratch.total[row];
+    }
+  }
+
+  void weigh_tokens(int head) const {
+    thread_local Scratch<Cache<T>> scratch;
+    thread_local Numbers<float> products;  // [rows, pitch]
+    const Part part{0, head, blocks_of(0), true, 0};
+    const int rows = num_positions(0) * group_, count = num_tokens(0);
+    float* output = static_cast<float*>(call_.output) + head * call_.output_head_stride;
+    std::fill_n(output, count, 0.0f);
+    if (rows == 0) return;
+    const int64_t pitch = (count + TILE - 1) / TILE * TILE;
+    if (products.size() < static_cast<size_t>(rows) * pitch) products.resize(rows * pitch);
+    scratch.reserve(rows, call_.head_size);
+    take_query(part, scratch);
+    const int together = Cache<T>::rows_together(rows);
+    const HeadPages<T> head_pages(call_, 0, head);
+    Tile& tile = scratch.tiles[0];
+    for (int start = 0; start < count; start += TILE) {
+      Cache<T>::lay_out(head_pages, {start, std::min(start + TILE, count)}, tile);
+      const bool is_clear = all_see(part, start, tile.num_tokens);
+      for (int row = 0; row < rows; row += together) {
+        const int num_rows = std::min(together, rows - row);
+        typename Cache<T>::Upcoming nothing(head_pages, tile, nullptr, num_rows, false);
+        Cache<T>::score(head_pages, tile, &scratch.query[row * QUERY_PITCH], num_rows, scratch.scores, nothing);
+        for (int r = 0; r < num_rows; ++r) {
+          float* scores = scratch.scores + r * SCORES_PITCH;
+          if (!is_clear) hide(part, row + r, start, tile.num_tokens, scores);
+          std::copy_n(scores, tile.num_tokens, &products[(row + r) * pitch + start]);
+        }
+      }
+    }
+    for (int row = 0; row < rows; ++row) {
+      float most = NOTHING_SEEN, total = 0;
+      float* weights = &products[row * pitch];
+      weigh<LANES>(logits_, weights, count, most, total, nullptr, 0, weights);
+      const float share = 1 / with_sink(part, row, most, total);
+      for (int t = 0; t < count; ++t) output[t] += weights[t] * share;
     }
   }
 
@@ -296,9 +343,15 @@ class Attention {
   }
 
   void write(const Part& part, int row, const float* sums, float most, float total) const {
-    if (call_.sinks != nullptr) total += std::exp2(call_.sinks[part.head * group_ + row % group_] * LOG2_E - most);
+    total = with_sink(part, row, most, total);
     const float share = total == 0 ? 0 : call_.value_scale * Cache<T>::NUMBER / total;
     write_row(part.request, part.head, row, [&](int d) { return sums[d] * share; });
+  }
+
+  // The denominator of a row, relative to its largest logit.
+  float with_sink(const Part& part, int row, float most, float total) const {
+    if (call_.sinks == nullptr) return total;
+    return total + std::exp2(call_.sinks[part.head * group_ + row % group_] * LOG2_E - most);
   }
 
   void see_nothing(int request) const {
@@ -340,10 +393,28 @@ bool fits(const MagicdecCall& call) {
   return true;
 }
 
-template <template <typename> typename Cache, typename T>
-int attend(const MagicdecCall& call) {
-  Attention<Cache, T>(call).run();
-  return 0;
+// Does something with the attention that reads such a cache; 0, or 1 where there is none.
+template <typename Action>
+int of_cache_type(const MagicdecCall& call, Action action) {
+  if (!fits(call)) return 1;
+  if (call.layout == MAGICDEC_AMX) {
+#if defined(__AMX_BF16__)
+    switch (call.cache_type) {
+      case MAGICDEC_BFLOAT16: return action(Attention<AmxCache, Bfloat16>(call)), 0;
+      case MAGICDEC_E4M3: return action(Attention<AmxCache, E4m3>(call)), 0;
+      case MAGICDEC_E5M2: return action(Attention<AmxCache, E5m2>(call)), 0;
+    }
+#endif
+    return 1;
+  }
+  switch (call.cache_type) {
+    case MAGICDEC_FLOAT32: return action(Attention<VectorCache, float>(call)), 0;
+    case MAGICDEC_BFLOAT16: return action(Attention<VectorCache, Bfloat16>(call)), 0;
+    case MAGICDEC_FLOAT16: return action(Attention<VectorCache, Float16>(call)), 0;
+    case MAGICDEC_E4M3: return action(Attention<VectorCache, E4m3>(call)), 0;
+    case MAGICDEC_E5M2: return action(Attention<VectorCache, E5m2>(call)), 0;
+  }
+  return 1;
 }
 
 }  // namespace
@@ -354,24 +425,10 @@ extern "C" __attribute__((visibility("default"))) int magicdec_call_end() {
 }
 
 extern "C" __attribute__((visibility("default"))) int magicdec_attend(const MagicdecCall* call) {
-  using namespace magicdec;
-  if (!fits(*call)) return 1;
-  if (call->layout == MAGICDEC_AMX) {
-#if defined(__AMX_BF16__)
-    switch (call->cache_type) {
-      case MAGICDEC_BFLOAT16: return attend<AmxCache, Bfloat16>(*call);
-      case MAGICDEC_E4M3: return attend<AmxCache, E4m3>(*call);
-      case MAGICDEC_E5M2: return attend<AmxCache, E5m2>(*call);
-    }
-#endif
-    return 1;
-  }
-  switch (call->cache_type) {
-    case MAGICDEC_FLOAT32: return attend<VectorCache, float>(*call);
-    case MAGICDEC_BFLOAT16: return attend<VectorCache, Bfloat16>(*call);
-    case MAGICDEC_FLOAT16: return attend<VectorCache, Float16>(*call);
-    case MAGICDEC_E4M3: return attend<VectorCache, E4m3>(*call);
-    case MAGICDEC_E5M2: return attend<VectorCache, E5m2>(*call);
-  }
-  return 1;
+  return magicdec::of_cache_type(*call, [](auto attention) { attention.run(); });
+}
+
+extern "C" __attribute__((visibility("default"))) int magicdec_weigh(const MagicdecCall* call) {
+  if (call->num_reqs != 1 || call->slots != nullptr) return 1;
+  return magicdec::of_cache_type(*call, [](auto attention) { attention.weigh_tokens(); });
 }

@@ -54,4 +54,9 @@ int magicdec_call_end();
 
 // 0, or 1: the shape or type is not one of those that this kernel has.
 int magicdec_attend(const MagicdecCall* call);
+
+// What each token of one request's context weighs in the softmax of its query tokens, added up over these and over the
+// query heads of each KV head; values are not read. The output is float32, [num_kv_heads, context], each head's row
+// `output_head_stride` after the one before. 0, or 1 as above.
+int magicdec_weigh(const MagicdecCall* call);
 }

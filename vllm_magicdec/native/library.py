@@ -4,8 +4,10 @@
 import ctypes
 import functools
 import platform
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -149,12 +151,13 @@ class Kernel:
         library = ctypes.CDLL(str(variant.path))
         try:
             is_current = library.magicdec_call_end() == Call.page_size.offset + Call.page_size.size
+            self._attend, self._weigh = library.magicdec_attend, library.magicdec_weigh
         except AttributeError:
             is_current = False
         if not is_current:
             raise OSError(f"{variant.path.name} is of other sources; run 'pip install -e .' once more")
-        self._attend = library.magicdec_attend
-        self._attend.argtypes = [ctypes.POINTER(Call)]
+        for function in (self._attend, self._weigh):
+            function.argtypes = [ctypes.POINTER(Call)]
 
     def check_cache(self, page_size: int, head_size: int, dtype: torch.dtype, layout: str) -> None:
         """Refuse what the kernel was not written for.
@@ -234,7 +237,7 @@ class Kernel:
         call.block_table, call.context_lens = block_table.data_ptr(), context_lens.data_ptr()
         call.block_table_stride = block_table.stride(0)
         call.window = max(0, window)
-        self._run(call, sinks)
+        self._run(self._attend, call, sinks)
 
     def attend_slots(
         self,
@@ -280,7 +283,49 @@ class Kernel:
             is_seen = is_seen.contiguous()
             call.is_seen = is_seen.data_ptr()
             call.is_seen_request_stride, call.is_seen_token_stride = is_seen.stride(0), is_seen.stride(1)
-        self._run(call, sinks)
+        self._run(self._attend, call, sinks)
+
+    def weigh_tokens(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        *,
+        layout: str,
+        pages: torch.Tensor,
+        context_len: int,
+        scale: float,
+        soft_cap: float = 0.0,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """What a request's tokens weigh in the softmax of its last ones, added up over these and heads.
+
+        Args:
+            query: [num_tokens, num_heads, head_size], the queries of the last tokens; see `attend_pages`.
+            kv_cache: see there.
+            layout: see there.
+            pages: [n] int, the request's.
+            context_len: tokens of the request.
+            scale: this and the rest: see there.
+            soft_cap: see there.
+            sinks: see there.
+
+        Returns:
+            [num_kv_heads, context_len] float32, of a sum of query tokens times heads of a KV head, less the
+            sinks' share.
+
+        Raises:
+            UnreadableError: the kernel has not this shape.
+        """
+        num_kv_heads = kv_cache.shape[1]
+        weights = torch.empty((num_kv_heads, context_len), dtype=torch.float32)
+        starts = torch.tensor([0, len(query)], dtype=torch.int32)
+        lens = torch.tensor([context_len], dtype=torch.int32)
+        table = _as_int32(pages.unsqueeze(0))
+        call = self._call(query, kv_cache, query, layout, starts, scale, 1.0, soft_cap)
+        call.output, call.output_head_stride = weights.data_ptr(), weights.stride(0)
+        call.block_table, call.context_lens = table.data_ptr(), lens.data_ptr()
+        self._run(self._weigh, call, sinks)
+        return weights
 
     def _call(
         self,
@@ -327,11 +372,11 @@ class Kernel:
             page_size=page_size,
         )
 
-    def _run(self, call: Call, sinks: torch.Tensor | None) -> None:
+    def _run(self, function: Callable[[Any], int], call: Call, sinks: torch.Tensor | None) -> None:
         if sinks is not None:
             sinks = sinks.float().contiguous()
             call.sinks = sinks.data_ptr()
-        if self._attend(ctypes.byref(call)):
+        if function(ctypes.byref(call)):
             raise UnreadableError(
                 f"it takes at most {MAX_QUERY_LEN} query tokens of a request, as many heads for each KV "
                 "head, and a scale above 0"

@@ -8,17 +8,20 @@ steps and lengths can be read for nothing, those that the target's own pass has 
 """
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
 from vllm_magicdec.attention import KVRows
 from vllm_magicdec.attention.observing import LayerObserver
+from vllm_magicdec.attention.rows import WeighTokens
 from vllm_magicdec.attention.scales import Scales
-from vllm_magicdec.attention.softmax import Softmax
+from vllm_magicdec.attention.softmax import Softmax, weights_of
 from vllm_magicdec.policies.base import Engine, Limits, Observe, Policy, parse_budget_of_selected_pages
 from vllm_magicdec.views.base import Batch, Views, ceil_div, on_device
 from vllm_magicdec.views.layer_pages import LayerPageViews
@@ -31,17 +34,54 @@ class Observation:
     """What one request's latest tokens ask for, in one layer."""
 
     queries: torch.Tensor  # [window, num_heads, head_size], of the last `window` tokens, oldest first
-    keys: torch.Tensor  # [num_kv_heads, num_tokens, head_size], position by position, as they are stored
+    read_keys: Callable[[], torch.Tensor]  # see `keys`
     length: torch.Tensor  # [] int64, valid keys; the last query is at position length - 1
     num_seen: int  # keys from the start that every query sees; the host does not know of more
     scale: float  # of the logits, with that of an fp8 cache's keys
     soft_cap: float  # of the logits, 0: none
     sinks: torch.Tensor | None = None  # [num_kv_heads, group] float32, logits of the denominator alone
+    weigh: Callable[[], torch.Tensor | None] | None = None  # `weights` by a kernel, where there is one
+
+    @cached_property
+    def keys(self) -> torch.Tensor:
+        """[num_kv_heads, num_tokens, head_size], position by position, as they are stored."""
+        return self.read_keys()
 
     @property
     def window(self) -> int:
         """Queries."""
         return self.queries.shape[0]
+
+    def weights(self) -> torch.Tensor:
+        """What each token weighs, [num_kv_heads, num_tokens] float32.
+
+        That is the softmax over the whole context, causal in the window, summed over the window's queries
+        and the query heads of each KV head. Of positions that are not valid it is 0.
+        """
+        by_kernel = None if self.weigh is None else self.weigh()
+        return self._weights_by_torch() if by_kernel is None else by_kernel
+
+    def _weights_by_torch(self) -> torch.Tensor:
+        window, first, keys = self.window, self.num_seen, self.keys
+        num_kv_heads, num_tokens, size = keys.shape
+        places = torch.arange(num_tokens, device=keys.device)
+        own = self.length - window + torch.arange(window, device=places.device)
+        hidden = places[first:] > own.unsqueeze(1)  # [window, num_tokens - first]
+        # [num_kv_heads, group, window, size], in the cache's dtype: in float32 the product would be slow
+        queries = self.queries.view(window, num_kv_heads, -1, size).permute(1, 2, 0, 3)
+        # Scaled first: float16 ends at 65,504.
+        queries = (queries.float() * self.scale).to(keys.dtype)
+        weights = torch.empty((num_kv_heads, num_tokens), device=places.device)
+        # Head by head: all heads at once would need heads x window x tokens floats.
+        for head in range(num_kv_heads):
+            product = queries[head].flatten(0, 1) @ keys[head].T
+            logits = product.float().unflatten(0, (-1, window))
+            if self.soft_cap:
+                logits = self.soft_cap * torch.tanh(logits / self.soft_cap)
+            logits[..., first:].masked_fill_(hidden, float("-inf"))
+            sinks = None if self.sinks is None else self.sinks[head, :, None, None]
+            weights[head] = weights_of(logits, sinks).sum((0, 1))
+        return weights
 
 
 class TokenPolicy(Policy):
@@ -304,15 +344,14 @@ class PromptSelector:
         def score(layer: int, queries: torch.Tensor, cache: KVRows, softmax: Softmax) -> None:
             for place, index in enumerate(indices):
                 num_pages = ceil_div(int(batch.known_lens[index]), self._page_size)
-                blocks = batch.block_table[index, :num_pages]
-                observation = Observation(
-                    queries=queries[place * window : (place + 1) * window],
-                    keys=cache.keys_by_page(blocks, self._page_size).transpose(0, 1).flatten(1, 2),
+                observation = _observe_request(
+                    queries[place * window : (place + 1) * window],
+                    cache,
+                    batch.block_table[index, :num_pages],
+                    self._page_size,
                     length=batch.observable_lens[index],
                     num_seen=max(0, int(batch.known_lens[index]) - self._unseen),
-                    scale=softmax.scale,
-                    soft_cap=softmax.soft_cap,
-                    sinks=softmax.sinks_by_kv_head(cache.num_kv_heads),
+                    softmax=softmax,
                 )
                 scores = self._policy.score(observation)
                 row = self._selections.row(batch.req_ids[index])
@@ -332,3 +371,32 @@ class PromptSelector:
         selected = self._selections.positions[row, layer]
         count = min(selected.shape[-1], scores.shape[-1])
         selected[:, :count] = scores.topk(count).indices.to(torch.int32)
+
+
+def _observe_request(
+    queries: torch.Tensor,
+    cache: KVRows,
+    blocks: torch.Tensor,
+    page_size: int,
+    *,
+    length: torch.Tensor,
+    num_seen: int,
+    softmax: Softmax,
+) -> Observation:
+    """Of a request with so many `blocks` [n] int; the rest as in `Observation`."""
+
+    def weigh(by_kernel: WeighTokens) -> torch.Tensor | None:
+        own_length = int(length)
+        weights = by_kernel(queries, blocks, own_length, softmax)
+        return weights if weights is None else pad(weights, (0, len(blocks) * page_size - own_length))
+
+    return Observation(
+        queries=queries,
+        read_keys=lambda: cache.keys_by_page(blocks, page_size).transpose(0, 1).flatten(1, 2),
+        length=length,
+        num_seen=num_seen,
+        scale=softmax.scale,
+        soft_cap=softmax.soft_cap,
+        sinks=softmax.sinks_by_kv_head(cache.num_kv_heads),
+        weigh=None if cache.weigh is None else partial(weigh, cache.weigh),
+    )
