@@ -15,12 +15,13 @@ def make_parser(description: str | None, **settings: Any) -> argparse.ArgumentPa
 
 
 def served_dtype() -> str:
-    """What a model should be served in here: vLLM multiplies bfloat16 token by token without AVX-512."""
+    """What a model should be served in here: some CPUs multiply bfloat16 token by token."""
     import torch
 
-    from vllm_magicdec.vllm_api.cpu_products import multiplies_half_precision  # with vLLM, which some lack
+    from vllm_magicdec.vllm_api.cpu_products import multiplies_many_at_once
 
-    return "bfloat16" if torch.cuda.is_available() or multiplies_half_precision() else "float32"
+    is_fast = torch.cuda.is_available() or multiplies_many_at_once(torch.bfloat16)
+    return "bfloat16" if is_fast else "float32"
 
 
 def add_model(parser: argparse.ArgumentParser, default: str) -> None:

@@ -129,21 +129,48 @@ def test_drafts_over_token_views_take_the_layers_scales(name, takes_passes):
 
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-SHAPES = {"kv-heavy": 1, "llama-3.1-8b": 4}  # query heads of a KV head
+GROUPS = {"kv-heavy": 1, "llama-3.1-8b": 4}  # query heads of a KV head
+CALL_MS = 0.021  # what the call from Python takes, of small cells
 
 
 @pytest.mark.parametrize(
-    "path", sorted(RESULTS.glob("*/native-attention*.json")), ids=lambda p: str(p.parent.name) + p.stem
+    "path", sorted(RESULTS.glob("*/native-attention*.json")), ids=lambda p: f"{p.parent.name} {p.stem}"
 )
-def test_where_it_was_measured_slower_than_vllms_kernel_that_runs(path):
+def test_the_faster_of_two_kernels_runs_as_they_were_measured(path):
     record = json.loads(path.read_text())
     names = record["rows"][0]["ms"].keys()
     best = next(variant.name for variant in VARIANTS if variant.name in names)
     is_fp8 = record["settings"].get("kv_cache_dtype", "auto") != "auto"
-    layout = "amx" if best == "amx" else "vec"
     for row in record["rows"]:
         lens = torch.full((row["batch"],), row["context"], dtype=torch.int32)
-        num_rows = SHAPES[row["shape"]] * row["query_len"]
-        if is_faster(layout, num_rows, lens, is_fp8=is_fp8):
-            # What Python takes for a call is not the kernel's: 0.02 ms; 2 % is noise.
-            assert row["ms"][best] <= 1.02 * row["ms"]["vllm"] + 0.02, row
+        num_rows = GROUPS[row["shape"]] * row["query_len"]
+        own, vllm = row["ms"][best], row["ms"]["vllm"]
+        if is_faster("amx" if best == "amx" else "vec", num_rows, lens, is_fp8=is_fp8):
+            assert own <= 1.02 * vllm + CALL_MS, row
+        else:
+            assert own > 0.95 * vllm, row
+
+
+@pytest.mark.parametrize(("tokens", "is_own"), [(32_000, False), (33_000, True)])
+def test_vllms_kernel_reads_few_fp8_tokens_with_amx(tokens, is_own):
+    calls = []
+    kernel = SimpleNamespace(
+        check_cache=lambda *args: None,
+        variant=SimpleNamespace(description=""),
+        attend_pages=lambda *args, **options: calls.append("own"),
+    )
+    layer = layer_of(whole_context("fp8"), "fp8")
+    layer.isa, layer.impl.forward = "amx", lambda *args, **scales: calls.append("vLLM's")
+    NativeAttention(layer, layer.get_kv_cache_spec(None), kernel)
+    metadata = SimpleNamespace(
+        causal=True,
+        max_query_len=1,
+        num_actual_tokens=1,
+        query_start_loc=torch.tensor([0, 1]),
+        seq_lens=torch.tensor([tokens], dtype=torch.int32),
+        block_table=torch.zeros(1, 1, dtype=torch.int32),
+    )
+    query = torch.zeros(1, HEADS, HEAD_SIZE, dtype=torch.bfloat16)
+    cache = torch.zeros(1, KV_HEADS, PAGE, 2 * HEAD_SIZE, dtype=torch.uint8)
+    layer.impl.forward(layer, query, query, query, cache, metadata, torch.empty_like(query))
+    assert calls == ["own" if is_own else "vLLM's"]

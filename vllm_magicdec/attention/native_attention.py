@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernel of `vllm_magicdec.native` inside vLLM's layers on CPUs: decoding, verification, drafting.
 
-It takes every step in which no request has more than `MAX_QUERY_LEN` tokens; prefills, and steps that are
-mixed with them, stay vLLM's own.
+It takes every step in which no request has more than `MAX_QUERY_LEN` tokens (but for `is_faster`); prefills, and steps that are mixed with them, stay vLLM's own.
 """
 
 from collections.abc import Sequence
@@ -29,9 +28,11 @@ from vllm_magicdec.native.library import (
 
 logger = init_logger(f"vllm.{__name__}")
 
-# Below both of these, rows (query tokens times heads of a KV head) and tokens of all requests, vLLM's
-# kernel for AMX is faster. Here fp8 numbers are widened exactly, subnormal ones included.
-_AMX_BEGINS = {"bfloat16": (4, 2_048), "fp8": (16, 32_768)}
+# Over fp8 caches in the layout `amx` vLLM's own kernel is faster below both of these: rows (query tokens
+# times heads of a KV head) and tokens of all requests. Numbers are widened exactly here, which few rows do not
+# earn.
+# From one core of one processor: benchmarks/results/genuineintel-*/native-attention-fp8.json.
+_AMX_FP8_ROWS, _AMX_FP8_TOKENS = 16, 32_768
 
 
 def use_native_attention(vllm_config: VllmConfig, layer_names: Sequence[str]) -> None:
@@ -227,18 +228,17 @@ class NativeAttention:
 
 
 def is_faster(layout: str, num_rows: int, lens: torch.Tensor, *, is_fp8: bool) -> bool:
-    """Whether the kernel takes less time over pages than vLLM's own; in layouts but AMX's it always does.
+    """Whether the kernel takes less time over pages than vLLM's own; but for fp8 with AMX it always does.
 
     Args:
         layout: of the KV cache, as vLLM's `layer.isa` names it.
         num_rows: query tokens of a request times query heads of a KV head.
         lens: [num_reqs] int32, tokens of each request's context, on the host.
-        is_fp8: what the cache holds; else bfloat16.
+        is_fp8: what the cache holds.
     """
-    if layout != "amx":
+    if layout != "amx" or not is_fp8 or num_rows >= _AMX_FP8_ROWS:
         return True
-    rows, tokens = _AMX_BEGINS["fp8" if is_fp8 else "bfloat16"]
-    return num_rows >= rows or int(lens.sum()) >= tokens
+    return int(lens.sum()) >= _AMX_FP8_TOKENS
 
 
 def takes_view(metadata: TokenMetadata | TokenPassMetadata) -> bool:

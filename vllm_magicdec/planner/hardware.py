@@ -78,10 +78,10 @@ def copy_bytes_per_s(device: str) -> float:
 
 
 def matmul_flops(device: str, dtype: "torch.dtype") -> float:
-    """FLOP/s of a large matrix product; the best of several runs.
+    """FLOP/s of a large matrix product, as of a layer: by the rows of a weight; the best of several runs.
 
-    The size doubles until a product takes long enough: where a CPU has no instructions for bfloat16, torch
-    multiplies at 1 GFLOP/s, and the full size would take a minute.
+    The size doubles until a product takes long enough: the full size takes seconds where a CPU has no
+    instructions for the dtype.
 
     Args:
         device: "cpu", with as many threads as torch has now, or "cuda".
@@ -93,7 +93,7 @@ def matmul_flops(device: str, dtype: "torch.dtype") -> float:
     while True:
         matrix = torch.randn(size, size, device=device).to(dtype)
         product = torch.empty_like(matrix)
-        seconds = _best_s(device, lambda: torch.mm(matrix, matrix, out=product))  # noqa: B023
+        seconds = _best_s(device, lambda: torch.mm(matrix, matrix.T, out=product))  # noqa: B023
         if size >= _MATMUL_SIZE[device] or seconds >= _LONG_MATMUL_S:
             return 2 * size**3 / seconds
         size *= 2
