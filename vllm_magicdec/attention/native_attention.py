@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernel of `vllm_magicdec.native` inside vLLM's layers on CPUs: decoding, verification, drafting.
 
-It takes every step in which no request has more than `MAX_QUERY_LEN` tokens (but for `is_faster`); prefills, and steps that are mixed with them, stay vLLM's own.
+It takes every step in which no request has more than `MAX_QUERY_LEN` tokens, but for what `is_faster`
+leaves to vLLM's; prefills, and steps that are mixed with them, stay vLLM's own.
 """
 
 from collections.abc import Sequence
@@ -29,9 +30,8 @@ from vllm_magicdec.native.library import (
 logger = init_logger(f"vllm.{__name__}")
 
 # Over fp8 caches in the layout `amx` vLLM's own kernel is faster below both of these: rows (query tokens
-# times heads of a KV head) and tokens of all requests. Numbers are widened exactly here, which few rows do not
-# earn.
-# From one core of one processor: benchmarks/results/genuineintel-*/native-attention-fp8.json.
+# times heads of a KV head) and tokens of all requests. Numbers are widened exactly here, at a price. From
+# one core of one processor: benchmarks/results/genuineintel-*/native-attention-fp8.json.
 _AMX_FP8_ROWS, _AMX_FP8_TOKENS = 16, 32_768
 
 
