@@ -4,12 +4,13 @@ MODEL ?= examples/tiny-llama
 ARGS ?=
 OUT ?= benchmarks/runs/gpu
 KERNELS ?=
+CASES ?=
 VENV := .venv/bin
 # FlashInfer compiles with `ninja`, and vLLM uses it only where that is on the PATH; pip puts it here.
 RUN := PATH="$(CURDIR)/$(VENV):$$PATH" $(VENV)/python
 # Its theme announces its own end of life at every build. With --quiet it would not be strict.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV)/mkdocs build --strict
-PYTEST := MAGICDEC_TEST_KERNELS="$(KERNELS)" $(RUN) -m pytest -n 2 --dist loadgroup --durations 10
+PYTEST := MAGICDEC_TEST_KERNELS="$(KERNELS)" MAGICDEC_TEST_CASES="$(CASES)" $(RUN) -m pytest -n 2 --dist loadgroup --durations 10
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo demo-ray test test-fast test-models lint docs docs-models test-gpu soak bench bench-decode results bench-gpu clean
@@ -42,7 +43,7 @@ docs: venv  ## the pages of docs/ as a site, in build/docs
 docs-models: venv  ## docs/models.md, from what the tests expect of every family of models
 	PYTHONPATH=tests $(RUN) tests/models/models_page.py
 
-test: lint  ## lint, then every test that this machine can run (KERNELS=avx2: as on a machine without AVX-512)
+test: lint  ## lint, then every test that this machine can run (KERNELS=avx2: as without AVX-512; CASES=all: where that is missing)
 	$(PYTEST) $(ARGS)
 
 test-fast: lint  ## lint, then every test that starts no engine
