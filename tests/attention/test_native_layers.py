@@ -16,6 +16,7 @@ from vllm_magicdec.attention.metadata import TokenMetadata, TokenPassMetadata
 from vllm_magicdec.attention.native_attention import NativeAttention, is_faster
 from vllm_magicdec.attention.switch import Switch
 from vllm_magicdec.native.library import VARIANTS, best_variant, load
+from vllm_magicdec.policies.observing import observe_request
 
 pytestmark = pytest.mark.skipif(best_variant() is None, reason="needs the compiled kernel")
 PAGE, HEADS, KV_HEADS, HEAD_SIZE, CONTEXT = 32, 4, 2, 64, 90
@@ -126,6 +127,36 @@ def test_drafts_over_token_views_take_the_layers_scales(name, takes_passes):
         first = torch.zeros(1, 1, dtype=torch.int64)
         metadata = TokenPassMetadata(case.slots, torch.ones(1, 1, 40, dtype=torch.bool), first, first[0])
     case.check(attended(layer, case, metadata))
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_policies_are_given_the_kernels_weights(name):
+    case = whole_context(name)
+    layer = layer_of(case, name)
+    layer.impl.sinks = torch.randn(HEADS)
+    seen = []
+    recorder = SimpleNamespace(record=lambda *args: seen.append(args))
+    Switch(0, layer, SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float32)), CPU, recorder)
+    pages = torch.arange(len(case.keys) // PAGE, dtype=torch.int32)
+    metadata = SimpleNamespace(
+        causal=True,
+        max_query_len=1,
+        num_actual_tokens=1,
+        query_start_loc=torch.tensor([0, 1], dtype=torch.int32),
+        block_table=pages.unsqueeze(0),
+        seq_lens=case.lens,
+    )
+    attended(layer, case, metadata)
+    [(_, queries, _, _, rows, softmax)] = seen
+    observation = observe_request(
+        queries, rows, pages, PAGE, length=case.lens[0].long(), num_seen=0, softmax=softmax
+    )
+    own = observation.weights()
+    assert observation.weigh is not None and own.shape == (KV_HEADS, len(pages) * PAGE)
+    by_torch = replace(observation, weigh=None, queries=queries.float()).weights()
+    # In bfloat16, as torch multiplies with an fp8 cache's keys.
+    tolerance = 1e-5 if name == "auto" else 2e-2
+    torch.testing.assert_close(own, by_torch, rtol=tolerance, atol=tolerance)
 
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"

@@ -36,6 +36,12 @@ LONGEST_SENTENCE = 900  # characters
 PRIVATE = ("adaptive", "adaptive_budget", "budgets", "lengths")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def known_model(model_dir) -> None:  # noqa: F811
+    """What vLLM does once per model, of which it inspects the class in another process, is not timed."""
+    configure(model_dir, {"method": METHOD})
+
+
 def cases(number: int):
     return settings(
         max_examples=number,

@@ -71,6 +71,25 @@ struct Shape {
   }
 };
 
+// What the tokens of one request weigh; the largest difference to what is expected, by KV head and token.
+double weigh(MagicdecCall call, const int32_t* query_starts, int request, const std::vector<double>& expected) {
+  const int32_t first = query_starts[request], own_starts[2] = {0, query_starts[request + 1] - first};
+  const int count = call.context_lens[request], bytes = call.query_type == MAGICDEC_FLOAT32 ? 4 : 2;
+  std::vector<float> weights(expected.size());
+  call.query = static_cast<const char*>(call.query) + first * call.query_token_stride * bytes;
+  call.query_starts = own_starts;
+  call.block_table += request * call.block_table_stride;
+  call.context_lens += request;
+  call.num_reqs = 1;
+  call.output = weights.data();
+  call.output_head_stride = count;
+  if (magicdec_weigh(&call)) return std::numeric_limits<double>::infinity();
+  double worst = 0;
+  for (size_t i = 0; i < weights.size(); ++i)
+    if (const double error = std::abs(weights[i] - expected[i]); !(error <= worst)) worst = error;
+  return worst;
+}
+
 // One shape; the largest error.
 double run(const Shape& s) {
   std::vector<int32_t> starts{0}, contexts, slot_lens;
@@ -163,13 +182,14 @@ double run(const Shape& s) {
   for (size_t i = 0; i < short_output.size(); ++i) output[i] = lengthened(short_output[i]);
 
   double worst = 0;
-  for (int i = 0; i < s.num_reqs; ++i)
+  for (int i = 0; i < s.num_reqs; ++i) {
+    std::vector<double> weights(static_cast<size_t>(s.num_kv_heads) * contexts[i]);  // of the request's tokens
     for (int token = starts[i]; token < starts[i + 1]; ++token)
       for (int head = 0; head < heads; ++head) {
         const int kv_head = head / s.group, nth = token - starts[i];
         const int position = contexts[i] - (starts[i + 1] - starts[i]) + nth;
         const float* q = &query[(static_cast<size_t>(token) * heads + head) * s.head_size];
-        std::vector<double> sums(s.head_size);
+        std::vector<double> sums(s.head_size), powers(contexts[i]);
         double total = s.has_sinks ? std::exp(static_cast<double>(sinks[head])) : 0;
         const int count = s.has_slots ? slot_lens[i] : position + 1;
         for (int j = 0; j < count; ++j) {
@@ -183,15 +203,19 @@ double run(const Shape& s) {
           logit *= call.scale;
           if (s.soft_cap > 0) logit = s.soft_cap * std::tanh(logit / s.soft_cap);
           total += std::exp(logit);
+          if (!s.has_slots) powers[j] = std::exp(logit);
           for (int d = 0; d < s.head_size; ++d)
             sums[d] += std::exp(logit) * keys[s.value_at(place, d)];
         }
+        for (int j = 0; j < contexts[i]; ++j) weights[kv_head * contexts[i] + j] += powers[j] / total;
         for (int d = 0; d < s.head_size; ++d) {
           const float found = output[(static_cast<size_t>(token) * heads + head) * s.head_size + d];
           const double error = std::abs(found - call.value_scale * sums[d] / total);
           if (!(error <= worst)) worst = error == error ? error : std::numeric_limits<double>::infinity();
         }
       }
+    if (!s.has_slots && !s.window) worst = std::max(worst, weigh(call, starts.data(), i, weights));
+  }
   return worst;
 }
 

@@ -132,7 +132,7 @@ class Attention {
 
   // See `magicdec_weigh`: a KV head is one thread's.
   void weigh_tokens() {
-#pragma omp parallel for schedule(dynamic)
+#pragma omp parallel for schedule(static)  // so that no more threads keep a buffer than have a head
     for (int head = 0; head < call_.num_kv_heads; ++head) {
       weigh_tokens(head);
       Cache<T>::release();
@@ -206,7 +206,10 @@ class Attention {
     std::fill_n(output, count, 0.0f);
     if (rows == 0) return;
     const int64_t pitch = (count + TILE - 1) / TILE * TILE;
-    if (products.size() < static_cast<size_t>(rows) * pitch) products.resize(rows * pitch);
+    if (products.size() < static_cast<size_t>(rows) * pitch) {
+      Numbers<float>().swap(products);
+      products.resize(rows * pitch);
+    }
     scratch.reserve(rows, call_.head_size);
     take_query(part, scratch);
     const int together = Cache<T>::rows_together(rows);
@@ -430,5 +433,6 @@ extern "C" __attribute__((visibility("default"))) int magicdec_attend(const Magi
 
 extern "C" __attribute__((visibility("default"))) int magicdec_weigh(const MagicdecCall* call) {
   if (call->num_reqs != 1 || call->slots != nullptr) return 1;
+  if (call->context_lens[0] < call->query_starts[1] - call->query_starts[0]) return 1;
   return magicdec::of_cache_type(*call, [](auto attention) { attention.weigh_tokens(); });
 }

@@ -114,13 +114,15 @@ class TokenPolicy(Policy):
         """Device memory that scoring the longest request takes for the time being.
 
         Of one layer: keys, twice while they are put in order, then the logits of a KV head's queries, and
-        scores of all heads.
+        scores of all heads. A CPU's kernel keeps the logits of the heads that it computes at a time.
         """
         num_tokens = ceil_div(engine.limits.max_model_len, engine.page_size) * engine.page_size
         num_rows = self.window * engine.num_heads // engine.num_kv_heads
         keys = num_tokens * engine.num_kv_heads * engine.head_size * engine.cache_dtype.itemsize
         scoring = 4 * num_tokens * (3 * num_rows + 3 * engine.num_kv_heads)
-        return keys + max(keys, scoring)
+        by_kernel = 4 * num_tokens * self.window * engine.num_heads
+        is_cpu = engine.limits.device_type == "cpu"
+        return max(keys + max(keys, scoring), by_kernel if is_cpu else 0)
 
     @classmethod
     def reads_generated_tokens(cls, fields: Any) -> bool:
@@ -344,7 +346,7 @@ class PromptSelector:
         def score(layer: int, queries: torch.Tensor, cache: KVRows, softmax: Softmax) -> None:
             for place, index in enumerate(indices):
                 num_pages = ceil_div(int(batch.known_lens[index]), self._page_size)
-                observation = _observe_request(
+                observation = observe_request(
                     queries[place * window : (place + 1) * window],
                     cache,
                     batch.block_table[index, :num_pages],
@@ -373,7 +375,7 @@ class PromptSelector:
         selected[:, :count] = scores.topk(count).indices.to(torch.int32)
 
 
-def _observe_request(
+def observe_request(
     queries: torch.Tensor,
     cache: KVRows,
     blocks: torch.Tensor,
@@ -390,6 +392,7 @@ def _observe_request(
         weights = by_kernel(queries, blocks, own_length, softmax)
         return weights if weights is None else pad(weights, (0, len(blocks) * page_size - own_length))
 
+    is_own_page = page_size == cache.page_size  # a kernel takes the cache's own blocks
     return Observation(
         queries=queries,
         read_keys=lambda: cache.keys_by_page(blocks, page_size).transpose(0, 1).flatten(1, 2),
@@ -398,5 +401,5 @@ def _observe_request(
         scale=softmax.scale,
         soft_cap=softmax.soft_cap,
         sinks=softmax.sinks_by_kv_head(cache.num_kv_heads),
-        weigh=None if cache.weigh is None else partial(weigh, cache.weigh),
+        weigh=partial(weigh, cache.weigh) if cache.weigh is not None and is_own_page else None,
     )

@@ -16,6 +16,8 @@ def multiplies_many_at_once(dtype: torch.dtype) -> bool:
     takes torch's, which takes one token after another: 10 GFLOP/s of a Zen 3 core for 1 token and for 72,
     where oneDNN's product in float32 reaches 16 and 76.
     """
+    if not torch.backends.mkldnn.is_available():
+        return True  # nothing is known
     if dtype == torch.bfloat16:
         return torch.ops.mkldnn._is_mkldnn_bf16_supported()
     if dtype == torch.float16:
