@@ -169,7 +169,7 @@ class MagicDecSpeculativeConfig(MagicDecFields):
         MagicDecConfigError: a field is unknown, has no meaning here, or its value is impossible.
     """
 
-    def __init__(self, **user_fields: Any) -> None:
+    def __init__(self, /, **user_fields: Any) -> None:  # whatever their names, `self` among them
         check_field_names(user_fields)
         has_draft_model = _check_method(user_fields)
         fields = {**_resolve_auto(user_fields), "has_draft_model": has_draft_model}

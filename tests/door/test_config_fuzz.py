@@ -185,6 +185,8 @@ def accepted_or_refused(model_dir, fields, **engine) -> None:  # noqa: F811
 @example({"method": METHOD, "num_speculative_tokens": "auto", "profile": "/dev/zero"})
 @example({"method": METHOD, "num_speculative_tokens": "auto", "profile": "/dev/full"})
 @example({"method": METHOD, "draft_lookup": "on", "draft_lookup_sources": ["a\nb"]})
+@example({"method": METHOD, "self": 1})
+@example({"method": METHOD, "cls": 1})
 def test_objects(model_dir, fields):  # noqa: F811
     accepted_or_refused(model_dir, fields)
 

@@ -75,7 +75,7 @@ def _constructs(subclass: Callable[[], type], selected: Callable[[dict[str, Any]
     def wrap(owner: type, original: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(owner)
 
-        def __new__(cls: type, *args: Any, **kwargs: Any) -> Any:
+        def __new__(cls: type, /, *args: Any, **kwargs: Any) -> Any:
             # Keywords that vLLM's class does not have are for the subclass to judge.
             positional = dict(zip(signature.parameters, args, strict=False))
             if cls is owner and selected({**positional, **kwargs}):
