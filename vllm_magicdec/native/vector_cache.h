@@ -134,6 +134,11 @@ class VectorCache {
     return count == BLOCK;
   }
 
+  // Whether a product's columns from `column` on are of a chosen token.
+  static bool has_chosen(const uint8_t* places, int count, int column) {
+    return std::any_of(places, places + count, [&](int place) { return place / COLUMNS == column / COLUMNS; });
+  }
+
   template <typename Action>
   static void by_rows(int rows, Action action) {
     const auto act = [&](auto count) {
@@ -165,6 +170,7 @@ class VectorCache {
       float* to = in_place ? scores + first : apart;
       const int pitch = in_place ? SCORES_PITCH : BLOCK;
       for (int column = 0; column < BLOCK; column += COLUMNS) {
+        if (!in_place && !has_chosen(tile.places + first, count, column)) continue;
         const Strided<T> keys{tile.keys[b] + column, head.page_size()};
         if (ASKS && column == 0)
           multiply<T, Rows, VECTORS, QUERY_PITCH, false>(query, keys, head.head_size(), to + column, pitch,
