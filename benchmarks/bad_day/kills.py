@@ -5,6 +5,7 @@ import asyncio
 import os
 import re
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -24,6 +25,7 @@ _PROMPT = "import argparse\nimport sys\n\n\ndef main():\n    parser = argparse.A
 _STREAMS = 6
 _TOKENS = 2000  # of each stream, so that none ends before the server is struck
 _MOST_S = 120  # until a server has gone, or a client sees its end
+_LOG_CHARS = 8000  # shown of a server whose streams did not end as they had to
 _SETTLE_S = 30  # for what lives a moment longer than the server
 
 
@@ -86,18 +88,18 @@ def all_kills() -> list[Kill]:
     ]
 
 
-def run_kills(say: Callable[[str], None], *, short: bool = False) -> list[dict[str, Any]]:
+def run_kills(say: Callable[[str], None], *, with_two_ranks: bool) -> list[dict[str, Any]]:
     """Serve, stream, strike, and see what is left; then serve again.
 
     Args:
         say: tells what goes on.
-        short: on one rank only.
+        with_two_ranks: also servers that are tensor-parallel.
     """
     tokenizer = AutoTokenizer.from_pretrained(str(TINY_LLAMA))
     known = Request("greedy", encode(tokenizer, _PROMPT), max_tokens=64)
     kills: list[dict[str, Any]] = []
     answers: dict[Sequence[str], str] = {}  # by options
-    for kill in (kill for kill in all_kills() if not short or kill.options is _ONE_RANK):
+    for kill in (kill for kill in all_kills() if with_two_ranks or kill.options is _ONE_RANK):
         say(f"{kill.name} ...")
         with serve_tiny(*kill.options, environment=kill.environment) as (server, footprint):
             answer = asyncio.run(_answer(server, known))
@@ -105,9 +107,10 @@ def run_kills(say: Callable[[str], None], *, short: bool = False) -> list[dict[s
                 kills[-1]["restarted"] = answer == answers[kill.options]
             answers[kill.options] = answer
             kills.append(asyncio.run(_strike(server, footprint, kill, known)))
+        last = kills[-1]
         say(
-            f"{kill.name}: ended after {kills[-1]['exit_s']} s, {kills[-1]['streams_ended']} of {_STREAMS} "
-            f"streams ended, left: {kills[-1]['left'] or 'nothing'}"
+            f"{kill.name}: ended after {last['exit_s']} s, {last['streams_ended']} of {_STREAMS} streams "
+            f"ended ({'; '.join(last['how_streams_ended'])}), left: {last['left'] or 'nothing'}"
         )
     return kills
 
@@ -139,6 +142,8 @@ async def _strike(server: Server, footprint: Footprint, kill: Kill, known: Reque
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+    if not all(ended):  # before the strike, or never
+        print(server.log.read_text(errors="replace")[-_LOG_CHARS:], file=sys.stderr)
     found = re.findall(kill.sentence, server.log.read_text(errors="replace"))
     return {
         "name": kill.name,
@@ -146,6 +151,7 @@ async def _strike(server: Server, footprint: Footprint, kill: Kill, known: Reque
         "exit_code": server.process.poll(),
         "streams": len(streams),
         "streams_ended": sum(ended),
+        "streams_ended_too_early": sum(too_early),
         "how_streams_ended": sorted({stream.how for stream in streams}),
         "sentence": found[-1] if found else "",
         "shared_memory_segments": footprint.num_shared,

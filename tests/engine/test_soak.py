@@ -21,7 +21,7 @@ def run_soak(out, *options):
         except BaseException:
             child.terminate()  # so that its servers end with it
             raise
-    assert child.returncode == 0, output[-8000:] + errors[-4000:]
+    assert child.returncode == 0, output[-8000:] + errors[-12000:]
     return json.loads(out.read_text())
 
 
