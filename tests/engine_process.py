@@ -277,6 +277,21 @@ def watched_spire_cache(llm: Any) -> dict[str, float]:
     return llm.collective_rpc(spire_scenarios.watched_cache)[0]
 
 
+def generate_with_adaptive_verification(llm: Any, batches: list[dict[str, Any]]) -> dict[str, Any]:
+    """`generate`, while vLLM leaves out drafts that are not worth verifying; V2 runner."""
+    import adaptive_verification
+
+    llm.collective_rpc(adaptive_verification.verify_adaptively)
+    results = generate(llm, batches)
+    return {"batches": results, **llm.collective_rpc(adaptive_verification.verified)[0]}
+
+
+def generate_adaptively_with_broken_drafting(llm: Any, batches: list[dict[str, Any]]) -> dict[str, Any]:
+    """`generate_with_adaptive_verification`, while the draft's policy raises."""
+    llm.collective_rpc(_break_drafting, args=(None,))
+    return generate_with_adaptive_verification(llm, batches)
+
+
 def generate_with_broken_memory(llm: Any, batches: list[dict[str, Any]]) -> Any:
     """`generate`, while a SPIRe draft's memory cannot be written."""
     import spire_scenarios
@@ -763,6 +778,8 @@ SCENARIOS = {
         watch_spire_cache,
         watched_spire_cache,
         generate_and_note_spire_drafts,
+        generate_with_adaptive_verification,
+        generate_adaptively_with_broken_drafting,
         generate_with_broken_memory,
         chat,
         selections,

@@ -14,13 +14,20 @@ from dataclasses import fields as dataclass_fields
 from typing import Any, Literal
 
 from pydantic import Field, ValidationError
-from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig, VllmConfig
+from vllm.config import SpeculativeConfig, VllmConfig
 from vllm.config.utils import config
 
 from vllm_magicdec.errors import METHOD, MODEL_METHOD, MagicDecConfigError, quoted
 from vllm_magicdec.policies import find_policy
 from vllm_magicdec.policies.base import Limits, Policy
 from vllm_magicdec.policies.sinks_and_window import SinksAndWindow
+from vllm_magicdec.refusals import (
+    check_adaptive_verification,
+    check_draft_model,
+    check_model,
+    check_parallel,
+    check_spire,
+)
 from vllm_magicdec.spire.serving import served_settings
 from vllm_magicdec.spire.settings import SpireError, SpireSettings
 
@@ -36,6 +43,7 @@ _SHARED_FIELDS = frozenset(
         "num_speculative_tokens",
         "num_speculative_tokens_per_batch_size",
         "draft_sample_method",
+        "enable_adaptive_verification",
         "rejection_sample_method",
         "synthetic_acceptance_rates",
         "synthetic_acceptance_length",
@@ -43,8 +51,9 @@ _SHARED_FIELDS = frozenset(
 )
 # And those that say which model drafts, where it is another one.
 _MODEL_FIELDS = frozenset({"quantization", "revision", "code_revision", "attention_backend"})
-# Those that take true or false.
-_SWITCHES = ("native_attention",)
+# The plugin's own that take true or false, and all that do.
+_OWN_SWITCHES = ("native_attention",)
+_SWITCHES = (*_OWN_SWITCHES, "enable_adaptive_verification")
 # Fields that vLLM fills in, not the user.
 _ENGINE_FIELDS = frozenset(
     {
@@ -197,6 +206,8 @@ class MagicDecSpeculativeConfig(MagicDecFields):
         if self.target_model_config is not None:
             check_model(self.target_model_config)
             check_parallel(self.target_parallel_config, self.target_model_config)
+            if self.enable_adaptive_verification:
+                check_adaptive_verification(self.target_model_config)
             if self.has_draft_model:
                 self._configure_draft_model()
         return self
@@ -395,7 +406,7 @@ def documented_fields() -> tuple[str, ...]:
     """The fields whose meaning or default is the plugin's own."""
     prefixes = ("draft_kv_", "draft_lookup", "snapkv_")
     own = (f.name for f in dataclass_fields(MagicDecFields) if f.name.startswith(prefixes))
-    return ("num_speculative_tokens", "max_num_speculative_tokens", "profile", *own, *_SWITCHES)
+    return ("num_speculative_tokens", "max_num_speculative_tokens", "profile", *own, *_OWN_SWITCHES)
 
 
 def user_fields() -> tuple[str, ...]:
@@ -538,125 +549,3 @@ def _first_problem(error: ValidationError, method: str) -> str:
     name = problem["loc"][0]
     value = quoted(problem["input"])
     return f"{method}: {name}={value} is not possible: {message[0].lower()}{message[1:]}"
-
-
-_SPARSE_MLA_FIELDS = ("index_topk", "compress_ratios")  # of a Hugging Face configuration
-
-
-def check_model(model: ModelConfig) -> None:
-    """Refuse targets whose state a draft step would destroy or could not reach.
-
-    Raises:
-        ValueError: with the reason and the way out.
-    """
-    if model.is_encoder_decoder:
-        raise ValueError("encoder-decoder models are not supported; serve it without speculation")
-    if model.is_attention_free or model.is_hybrid or model.has_inner_state:
-        raise ValueError(
-            "models with recurrent state (Mamba, linear attention) are not supported because a draft "
-            "step would overwrite that state; serve it without speculation"
-        )
-    if model.requires_raw_input_tokens:
-        raise ValueError(
-            "models that take more than a token at every step (Voxtral realtime) are not supported; serve "
-            "it without speculation"
-        )
-    if model.use_mla and any(hasattr(model.hf_text_config, name) for name in _SPARSE_MLA_FIELDS):
-        raise ValueError(
-            "sparse MLA models (DeepSeek-V3.2 and V4, GLM-5) are not supported because their attention "
-            "reads few tokens already, however long the context; use vLLM's 'mtp' method"
-        )
-
-
-def check_draft_model(draft: ModelConfig, target: ModelConfig) -> None:
-    """Refuse drafts that could not follow their target.
-
-    Raises:
-        ValueError: with the reason and the way out.
-    """
-    if target.use_mla or draft.use_mla:
-        raise ValueError(
-            "MLA models are not supported beside or as a draft model; draft with the target itself "
-            f"({METHOD})"
-        )
-    for kind, model in (("target", target), ("draft", draft)):
-        if model.supports_multimodal_inputs or model.enable_prompt_embeds:
-            raise ValueError(
-                f"the {kind} takes more than text, which a draft model would not see; draft with the "
-                f"target itself ({METHOD}), or "
-                + (
-                    "serve text alone (--limit-mm-per-prompt with 0 of everything, without "
-                    "--enable-prompt-embeds)"
-                    if model is target
-                    else "with a model that takes text alone"
-                )
-            )
-    check_model(draft)
-    if getattr(draft.hf_text_config, "attention_chunk_size", None):
-        raise ValueError(
-            "draft models with local chunks (Llama 4) are not supported because a view begins with its "
-            "chunk, and what the draft has not read yet may lie before; use another draft, or draft with "
-            f"the target itself ({METHOD})"
-        )
-    if draft.max_model_len < target.max_model_len:
-        raise ValueError(
-            f"model={draft.model!r} reads at most {draft.max_model_len} tokens; use --max-model-len "
-            f"{draft.max_model_len} or another draft"
-        )
-
-
-def check_spire(draft: ModelConfig, target: ModelConfig, fields: SpireSettings) -> None:
-    """Refuse a SPIRe draft beside a target whose activations are not those that it was trained with.
-
-    Raises:
-        ValueError: with the reason and the way out.
-    """
-    theirs, own = target.hf_text_config, draft.hf_text_config
-    needed = {
-        "num_hidden_layers": (fields.target_num_hidden_layers, theirs.num_hidden_layers),
-        "hidden_size": (own.hidden_size, theirs.hidden_size),
-        "vocab_size": (own.vocab_size, theirs.vocab_size),
-    }
-    for name, (trained, served) in needed.items():
-        if trained != served:
-            raise ValueError(
-                f"model={draft.model!r} is a SPIRe draft of a target ({fields.target}) with {name}="
-                f"{trained}, and {target.model!r} has {served}; name the draft of this one, or train it "
-                "with 'magicdec train-draft'"
-            )
-
-
-def check_parallel(parallel: ParallelConfig, model: ModelConfig) -> None:
-    """Refuse layouts in which one worker does not hold a whole request in all layers.
-
-    Raises:
-        ValueError: with the reason and the way out.
-    """
-    if parallel.pipeline_parallel_size > 1:
-        raise ValueError(
-            f"pipeline_parallel_size={parallel.pipeline_parallel_size} is not supported because a draft "
-            "step needs all layers in one place; use --tensor-parallel-size instead"
-        )
-    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
-        raise ValueError(
-            "context parallelism (DCP, PCP) is not supported; set both context parallel sizes to 1"
-        )
-    if model.is_moe and parallel.data_parallel_size > 1:
-        raise ValueError(
-            "data parallelism is not supported for mixture-of-experts models because every draft step is a "
-            "collective that ranks without requests would have to join; use --tensor-parallel-size, with "
-            "--enable-expert-parallel if you like"
-        )
-    if parallel.data_parallel_size > 1 and parallel.distributed_executor_backend == "external_launcher":
-        raise ValueError(
-            "data parallelism with the executor 'external_launcher' is not supported because its "
-            "ranks meet in every pass, and each drafts as many as its own requests take; start one engine "
-            "per rank"
-        )
-    if parallel.enable_eplb:
-        raise ValueError(
-            "expert load balancing is not supported because vLLM would balance the target a second time, "
-            "as its own draft; remove --enable-eplb"
-        )
-    if parallel.use_ubatching:
-        raise ValueError("dual batch overlap is not supported; remove --enable-dbo")

@@ -7,9 +7,11 @@ import pickle
 
 import pytest
 from transformers import LlamaConfig, MambaConfig, MixtralConfig, T5Config
+from vllm.config import ParallelConfig
 from vllm.config.compilation import CompilationConfig, PassConfig
 from vllm.config.utils import replace
 from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
@@ -370,6 +372,22 @@ def test_on_the_v2_runner_lookups_take_a_number_of_drafts(model_dir, monkeypatch
     assert configure(model_dir, auto).speculative_config.draft_lookup == "off"
     with pytest.raises(MagicDecConfigError, match="with num_speculative_tokens='auto' on the V2 model"):
         configure(model_dir, {**auto, "draft_lookup": "on"})
+
+
+def test_adaptive_verification_is_taken_where_vllm_has_it(model_dir, monkeypatch):
+    adaptive = {"method": METHOD, "enable_adaptive_verification": True}
+    with pytest.raises(MagicDecConfigError, match="enable_adaptive_verification needs a GPU; remove it"):
+        configure(model_dir, adaptive)
+    configure(model_dir, {**adaptive, "enable_adaptive_verification": False})
+    monkeypatch.setattr(type(current_platform), "is_cuda_alike", lambda self: True)
+    with pytest.raises(MagicDecConfigError, match="needs CUDA graphs; remove --enforce-eager, or this"):
+        configure(model_dir, adaptive, enforce_eager=True)
+    target = configure(model_dir, {"method": METHOD}).speculative_config.target_model_config
+    parallel = ParallelConfig()
+    spec = MagicDecSpeculativeConfig(
+        **adaptive, target_model_config=target, target_parallel_config=parallel
+    )
+    assert spec.enable_adaptive_verification and replace(spec).enable_adaptive_verification
 
 
 def test_another_method_with_our_model_is_refused(model_dir):

@@ -122,6 +122,7 @@ PLAUSIBLE = {
     "snapkv_kernel": st.integers(1, 1024),
     "snapkv_pooling": st.sampled_from(["max", "avg"]),
     "draft_sample_method": st.sampled_from(["greedy", "probabilistic"]),
+    "enable_adaptive_verification": st.booleans(),
     "rejection_sample_method": st.sampled_from(["standard", "synthetic"]),
     "synthetic_acceptance_length": st.floats(),
     "synthetic_acceptance_rates": st.lists(st.floats(), max_size=8),

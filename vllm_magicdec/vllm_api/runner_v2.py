@@ -245,6 +245,8 @@ class MagicDecSpeculator(StandaloneARSpeculator):
             )
             if not drafted:
                 self._make_drafts_one_hot(num_reqs)
+                # For vLLM's adaptive verification, which leaves out what will not stand.
+                self.draft_token_confidence_probs[:num_reqs] = 0.0
             elif self._drafter.draft_lists is not None and num_steps > 0:
                 self._fill_up(self._drafter.draft_lists, num_steps)
             if self._drafts_are_awaited:
