@@ -4,6 +4,7 @@
 One by one, and as a pass takes them.
 """
 
+import random
 from dataclasses import replace
 
 import numpy as np
@@ -20,6 +21,7 @@ from vllm_magicdec.attention.softmax import Softmax
 from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.policies.observing import PromptSelector
 from vllm_magicdec.policies.snapkv import SnapKV
+from vllm_magicdec.views import tokens
 from vllm_magicdec.views.base import PAD_SLOT, Batch, DraftSlots
 from vllm_magicdec.views.passes import Queries
 from vllm_magicdec.views.selections import RequestRows, Selections, budget_to_select
@@ -168,6 +170,98 @@ def test_chosen_tokens_of_one_block_are_neighbours_in_a_list():
     [step] = views.prepare(make_batch(["a"], block_table, [480]), 1)
     of_list = step.view.slots[0, 0, 0, :chosen] // page_size
     assert len(of_list.unique_consecutive()) == len((best_first // page_size).unique())
+
+
+CHANGES = ("nothing", "tokens", "pages", "selection", "budget", "requests", "order", "shorter")
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.sampled_from(CHANGES), min_size=2, max_size=12), st.integers(0, 2**31))
+def test_lists_that_are_kept_are_those_that_are_made_anew(changes, seed):
+    """Whatever changes from round to round; in between, steps write their own slots into the lists."""
+    rng = random.Random(seed)
+    page_size, model_len, num_steps, max_reqs, chosen = 16, 256, 3, 4, 28
+    budgets = [TokenBudget(2, 6, 20, 20), TokenBudget(2, 10, 36, 36)]
+    selections = Selections(
+        num_layers=NUM_LAYERS,
+        num_heads=NUM_KV_HEADS,
+        max_num_reqs=max_reqs,
+        max_selected=chosen,
+        device=CPU,
+    )
+    geometry = dict(page_size=page_size, max_num_reqs=max_reqs, max_num_steps=num_steps)
+
+    def make_views() -> TokenViews:
+        slots = DraftSlots(**geometry, max_model_len=model_len, device=CPU)
+        return TokenViews(selections, KeepsWhatIsThere(), budgets, slots)
+
+    def select(req_id: str) -> None:
+        row, end = selections.row(req_id), lens[req_id] - 6
+        count = min(chosen, end - 2)
+        for layer in range(NUM_LAYERS):
+            for head in range(NUM_KV_HEADS):
+                order = torch.tensor(rng.sample(range(2, end), count), dtype=torch.int32)
+                selections.positions[row, layer, head, :count] = order
+        selections.set([req_id], [lens[req_id]], torch.tensor([count]), torch.tensor([end]))
+
+    def new_pages() -> torch.Tensor:
+        return torch.tensor(rng.sample(range(99), model_len // page_size), dtype=torch.int32)
+
+    names, lens, pages, size, views = ["0", "1"], {}, {}, 1, make_views()
+    for number, change in enumerate(["requests", *changes]):
+        one = rng.choice(names)
+        if change == "requests":
+            names = rng.sample([f"{number}", *names, f"{number}'"], rng.randint(1, 3))
+        elif change == "order":
+            names = names[::-1]
+        for name in names:
+            lens.setdefault(name, rng.randint(60, 120))
+            pages.setdefault(name, rng.choice([new_pages(), *pages.values()]))  # prefixes are shared
+        selections.begin_round(names)
+        for name in names:
+            if selections.made_at(name) is None and rng.random() < 0.8:
+                select(name)
+        if one in names and change == "tokens":
+            lens[one] += rng.randint(1, 5)
+        elif one in names and change == "pages":
+            pages[one] = new_pages()
+        elif one in names and change == "selection":
+            select(one)
+        elif one in names and change == "shorter":
+            lens[one] = rng.randint(30, lens[one])
+        elif change == "budget":
+            size = 1 - size
+        table = torch.stack([pages[name] for name in names])
+        batch = make_batch(names, table, [lens[name] for name in names])
+        pairs = zip(
+            views.prepare(batch, num_steps, size),
+            make_views().prepare(batch, num_steps, size),
+            strict=True,
+        )
+        for kept, anew in pairs:
+            assert torch.equal(kept.view.lens, anew.view.lens)
+            for index, length in enumerate(kept.view.lens.tolist()):
+                own, fresh = (step.view.slots[:, index, :, :length] for step in (kept, anew))
+                assert torch.equal(own, fresh)
+
+
+def test_lists_of_a_batch_that_goes_on_are_kept(monkeypatch):
+    """The point of keeping them: nothing is sorted again until something changes."""
+    selections = Selections(
+        num_layers=NUM_LAYERS, num_heads=NUM_KV_HEADS, max_num_reqs=1, max_selected=8, device=CPU
+    )
+    selections.begin_round(["a"])
+    selections.positions[0, ..., :8] = torch.arange(10, 18, dtype=torch.int32)
+    selections.set(["a"], [100], torch.tensor([8]), torch.tensor([90]))
+    slots = DraftSlots(page_size=16, max_num_reqs=1, max_num_steps=2, max_model_len=256, device=CPU)
+    views = TokenViews(selections, KeepsWhatIsThere(), [TokenBudget(2, 6, 16, 16)], slots)
+    table = torch.arange(16, dtype=torch.int32).unsqueeze(0)
+    views.prepare(make_batch(["a"], table, [100]), 2)
+    with monkeypatch.context() as patched:
+        patched.setattr(tokens, "_in_order", None)
+        views.prepare(make_batch(["a"], table, [103]), 2)
+        with pytest.raises(TypeError):
+            views.prepare(make_batch(["a"], table.flip(1), [104]), 2)
 
 
 def seen_in_a_pass(

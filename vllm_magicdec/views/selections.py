@@ -116,6 +116,7 @@ class Selections:
         self.counts = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)
         # First entry after the region that was chosen from.
         self.ends = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)
+        self.num_made = 0  # times that some were made
         self._rows = RequestRows(max_num_reqs, device)
         self._made_at: dict[str, int] = {}  # context length, in tokens
 
@@ -157,4 +158,5 @@ class Selections:
         rows = self.rows(req_ids)
         self.counts[rows] = counts
         self.ends[rows] = ends
+        self.num_made += 1
         self._made_at.update(zip(req_ids, context_lens, strict=True))

@@ -207,6 +207,7 @@ class TokenViews:
         self._slots = torch.zeros(
             (num_layers, max_num_reqs, num_kv_heads, width), dtype=torch.int32, device=device
         )
+        self._latest: _SelectedPart | None = None  # of the lists that are there
         for plan in plans:
             plan.reserve(width)
 
@@ -323,18 +324,50 @@ class TokenViews:
         place = torch.minimum(place.clamp(min=0), last.unsqueeze(1))
         common = self._slots_of(block_table, place)
 
-        chosen = self._selections.positions[rows, ..., :width]  # [num_reqs, layers, heads, selected]
-        num_selected = chosen.shape[-1]
-        chosen = torch.minimum(chosen.flatten(1).long(), last.unsqueeze(1)).view_as(chosen)
-        selected = self._slots_of(block_table, chosen.flatten(1)).view_as(chosen)
-        is_selected = (column[:, :num_selected] < 0)[:, None, None]
-        # Chosen best first, they were cut to what the budget has room for. In the order of slots those of
-        # one block are neighbours, and a CPU reads its keys once for all of them (`native/vector_cache.h`).
-        selected = _in_order(selected.masked_fill(~is_selected, _NO_SLOT))
+        is_selected = (column < 0)[:, None, None, : self._selections.positions.shape[-1]]
+        num_selected = is_selected.shape[-1]
+        part = self._selected_part(width, block_table, rows, counts, last)
+        if self._latest is not None and part is not None and part.is_as(self._latest):
+            selected = slots[..., :num_selected].transpose(0, 1)
+        else:
+            selected = self._selected_slots(block_table, rows, last, is_selected)
         slots[..., :num_selected] = torch.where(
             is_selected, selected, common[:, None, None, :num_selected]
         ).transpose(0, 1)
         slots[..., num_selected:] = common[:, None, num_selected:]
+        self._latest = part
+
+    def _selected_part(
+        self,
+        width: int,
+        block_table: torch.Tensor,
+        rows: torch.Tensor,  # this and the rest: [num_reqs] int64
+        counts: torch.Tensor,
+        last: torch.Tensor,
+    ) -> "_SelectedPart | None":
+        """What it follows from; None: also from how far a context, which has become shorter, goes."""
+        ends = self._selections.ends[rows]
+        if bool((last + 1 < ends).any()):
+            return None
+        num_pages = -(-int(ends.max()) // self._page_size)
+        return _SelectedPart(
+            width, self._selections.num_made, rows, counts, block_table[:, :num_pages].clone()
+        )
+
+    def _selected_slots(
+        self,
+        block_table: torch.Tensor,
+        rows: torch.Tensor,  # [num_reqs] int64
+        last: torch.Tensor,  # [num_reqs] int64
+        is_selected: torch.Tensor,  # [num_reqs, 1, 1, num_selected] bool
+    ) -> torch.Tensor:
+        """[num_reqs, num_layers, num_kv_heads, num_selected] int32."""
+        chosen = self._selections.positions[rows, ..., : is_selected.shape[-1]]
+        places = torch.minimum(chosen.flatten(1).long(), last.unsqueeze(1))
+        selected = self._slots_of(block_table, places).view_as(chosen)
+        # Chosen best first, they were cut to what the budget has room for. In the order of slots those of
+        # one block are neighbours, and a CPU reads its keys once for all of them (`native/vector_cache.h`).
+        return _in_order(selected.masked_fill(~is_selected, _NO_SLOT))
 
     def _common_len(self, budget: TokenBudget, batch: Batch) -> int | None:
         """The length of every view of the round, if the host knows that all are full."""
@@ -347,6 +380,28 @@ class TokenViews:
         """Slots of [num_reqs, n] positions, int32."""
         pages = block_table.gather(1, positions // self._page_size)
         return (pages * self._page_size + positions % self._page_size).to(torch.int32)
+
+
+@dataclass(frozen=True, eq=False)
+class _SelectedPart:
+    """What the selected slots of a batch's lists follow from: from round to round it is mostly the same."""
+
+    width: int  # of the lists
+    num_made: int  # of the selections, see there
+    rows: torch.Tensor  # [num_reqs] int64, of the selections
+    counts: torch.Tensor  # [num_reqs] int64, selected tokens in view
+    pages: torch.Tensor  # [num_reqs, n] int32, of the block tables, up to where all regions end
+
+    def is_as(self, other: "_SelectedPart") -> bool:
+        """Whether the slots are the same."""
+        return (self.width, self.num_made) == (other.width, other.num_made) and all(
+            torch.equal(own, theirs)
+            for own, theirs in (
+                (self.rows, other.rows),
+                (self.counts, other.counts),
+                (self.pages, other.pages),
+            )
+        )
 
 
 def _in_order(slots: torch.Tensor) -> torch.Tensor:
