@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-# Verifying a token more takes a twentieth of a step, so that drafts that will hardly stand are left out.
-_STEP, _TOKEN = 1.0, 0.05
+# What a step takes whatever it verifies, and what drafting takes.
+_STEP, _DRAFTING = 1.0, 0.5
 
 
 class _Torch:
@@ -30,8 +30,24 @@ class _Torch:
         return getattr(torch, name)
 
 
-def verify_adaptively(worker: Any) -> None:
-    """From now on vLLM leaves out drafts that are not worth verifying, and what it does is noted."""
+def verify_adaptively(worker: Any, token_cost: float) -> None:
+    """From now on vLLM leaves out drafts that are not worth verifying, and what it does is noted.
+
+    Args:
+        worker: the engine's.
+        token_cost: of a verified token, in steps; 0: all are verified.
+    """
+    runner = worker.model_runner
+    if runner.adaptive_verification is None:
+        _install(runner)
+        runner.timed = _timed_steps(runner)
+    manager, costs = runner.adaptive_verification, np.arange(runner.max_num_tokens + 1)
+    manager.cost_tables = np.full(runner.max_num_reqs + 1, _DRAFTING), _STEP + token_cost * costs
+    noted = runner.noted
+    noted.update(dict.fromkeys(("drafts", "verified", "accepted", "uneven", "predicted", "difference"), 0))
+
+
+def _install(runner: Any) -> None:
     from vllm.v1.worker.gpu.spec_decode import adaptive_verification
     from vllm.v1.worker.gpu.spec_decode.acceptance_estimator import OnlineAcceptanceEstimator
 
@@ -40,30 +56,40 @@ def verify_adaptively(worker: Any) -> None:
     assign = adaptive_verification._assign_draft_token_budget
     adaptive_verification._assign_draft_token_budget_compiled = assign
 
-    runner = worker.model_runner
-    draft, states = runner.speculator, runner.req_states
+    draft = runner.speculator
+    draft.enable_adaptive_verification = True
+    draft.draft_token_confidence_probs.fill_(1.0)  # so that what is not predicted is verified
     draft.acceptance_estimator = OnlineAcceptanceEstimator(
         runner.max_num_reqs, runner.num_speculative_steps, runner.device
     )
-    manager = adaptive_verification.AdaptiveVerificationManager(
-        states, runner.input_buffers.query_start_loc, 1, max_total_logits=10**6
+    runner.adaptive_verification = adaptive_verification.AdaptiveVerificationManager(
+        runner.req_states, runner.input_buffers.query_start_loc, 1, max_total_logits=10**6
     )
-    costs = _STEP + _TOKEN * np.arange(runner.max_num_tokens + 1)
-    manager.cost_tables = np.zeros(runner.max_num_reqs + 1), costs
-    runner.adaptive_verification = manager
     runner.rejection_sampler.enable_adaptive_verification = True
+    runner.noted = {}
+    _note_lengths(runner.adaptive_verification, runner.noted)
+    _note_drafts(draft, runner.noted)
 
-    noted = worker.verified = {"drafts": 0, "verified": 0, "uneven": 0, "predicted": 0, "difference": 0.0}
-    _note_lengths(manager, noted)
-    _note_predictions(draft, noted)
+
+def _timed_steps(runner: Any) -> int:
+    """Draft steps that vLLM times at start-up to learn what drafting takes, of a batch of 4."""
+    draft, steps = runner.speculator, []
+    draft_step = draft.draft_step
+    draft.draft_step = lambda tokens, step: steps.append(len(tokens)) or draft_step(tokens, step)
+    draft.capture()
+    runner._dummy_run(num_tokens=4, context_len=64)
+    del draft.draft_step
+    assert set(steps) <= {4}
+    return len(steps)
 
 
 def verified(worker: Any) -> dict[str, float]:
-    """Drafts scheduled and verified; steps that verified more of one request than of another.
+    """Drafts scheduled, verified and accepted; steps that verified more of one request than of another.
 
-    Also how many predictions there were, and by how much they differ from a plain computation, at most.
+    Also how many predictions there were, and by how much they differ from a plain computation, at most; and
+    how many draft steps vLLM would have timed.
     """
-    return dict(worker.verified)
+    return {**worker.model_runner.noted, "timed": worker.model_runner.timed}
 
 
 def _note_lengths(manager: Any, noted: dict[str, float]) -> None:
@@ -82,8 +108,8 @@ def _note_lengths(manager: Any, noted: dict[str, float]) -> None:
     manager.reallocate_drafts = reallocate_and_note
 
 
-def _note_predictions(draft: Any, noted: dict[str, float]) -> None:
-    """Compare them with what vLLM's estimator says it computes, of the logits of the draft's steps."""
+def _note_drafts(draft: Any, noted: dict[str, float]) -> None:
+    """Count those that stood, and compare predictions with what vLLM's estimator says it computes."""
     compute, propose = draft.compute_draft_logits, draft.propose
     logits: list[torch.Tensor] = []
 
@@ -91,9 +117,13 @@ def _note_predictions(draft: Any, noted: dict[str, float]) -> None:
         logits.append(compute(hidden_states, step).clone())
         return logits[-1]
 
-    def propose_and_compare(batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def propose_and_compare(*args: Any, **kwargs: Any) -> torch.Tensor:
         logits.clear()
-        drafts = propose(batch, *args, **kwargs)
+        drafts = propose(*args, **kwargs)
+        if kwargs.get("dummy_run"):
+            return drafts
+        batch, num_sampled = args[0], args[5]
+        noted["accepted"] += int((num_sampled - 1).clamp(min=0).sum())
         estimator, rows = draft.acceptance_estimator, draft.idx_mapping[: batch.num_reqs]
         temperature = draft.temperature[rows].double()
         temperature = temperature.masked_fill(temperature == 0, 1.0).unsqueeze(1)

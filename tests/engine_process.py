@@ -278,18 +278,29 @@ def watched_spire_cache(llm: Any) -> dict[str, float]:
 
 
 def generate_with_adaptive_verification(llm: Any, batches: list[dict[str, Any]]) -> dict[str, Any]:
-    """`generate`, while vLLM leaves out drafts that are not worth verifying; V2 runner."""
+    """`generate` while verifying is free, and while vLLM leaves out what is not worth it; V2 runner."""
     import adaptive_verification
 
-    llm.collective_rpc(adaptive_verification.verify_adaptively)
-    results = generate(llm, batches)
-    return {"batches": results, **llm.collective_rpc(adaptive_verification.verified)[0]}
+    results = {}
+    for name, token_cost in (("free", 0.0), ("dear", 0.1)):
+        llm.collective_rpc(adaptive_verification.verify_adaptively, args=(token_cost,))
+        answers = generate(llm, batches)
+        results[name] = {"batches": answers, **llm.collective_rpc(adaptive_verification.verified)[0]}
+    return results
 
 
 def generate_adaptively_with_broken_drafting(llm: Any, batches: list[dict[str, Any]]) -> dict[str, Any]:
-    """`generate_with_adaptive_verification`, while the draft's policy raises."""
+    """`generate` while vLLM leaves out what is not worth it, and the draft's policy raises."""
+    import adaptive_verification
+
+    llm.collective_rpc(adaptive_verification.verify_adaptively, args=(0.1,))
     llm.collective_rpc(_break_drafting, args=(None,))
-    return generate_with_adaptive_verification(llm, batches)
+    return {"batches": generate(llm, batches), **llm.collective_rpc(adaptive_verification.verified)[0]}
+
+
+def adaptive_costs(llm: Any) -> tuple[float, float]:
+    """What vLLM measured: milliseconds of a request's drafts, and of verifying a token."""
+    return llm.collective_rpc(_adaptive_costs)[0]
 
 
 def generate_with_broken_memory(llm: Any, batches: list[dict[str, Any]]) -> Any:
@@ -670,6 +681,11 @@ def _watched_draft_cache(worker: Any) -> dict[str, float]:
     return worker._draft_cache
 
 
+def _adaptive_costs(worker: Any) -> tuple[float, float]:
+    of_drafts, of_verification = worker.model_runner.adaptive_verification.cost_tables
+    return float(of_drafts[1]), float(of_verification[1])
+
+
 def _break_drafting(worker: Any, rank: int | None) -> None:
     if rank not in (None, worker.rank):
         return
@@ -780,6 +796,7 @@ SCENARIOS = {
         generate_and_note_spire_drafts,
         generate_with_adaptive_verification,
         generate_adaptively_with_broken_drafting,
+        adaptive_costs,
         generate_with_broken_memory,
         chat,
         selections,

@@ -207,7 +207,7 @@ class MagicDecSpeculativeConfig(MagicDecFields):
             check_model(self.target_model_config)
             check_parallel(self.target_parallel_config, self.target_model_config)
             if self.enable_adaptive_verification:
-                check_adaptive_verification(self.target_model_config)
+                check_adaptive_verification(self.target_model_config, has_controller=self.has_controller)
             if self.has_draft_model:
                 self._configure_draft_model()
         return self

@@ -378,6 +378,9 @@ def test_adaptive_verification_is_taken_where_vllm_has_it(model_dir, monkeypatch
     adaptive = {"method": METHOD, "enable_adaptive_verification": True}
     with pytest.raises(MagicDecConfigError, match="enable_adaptive_verification needs a GPU; remove it"):
         configure(model_dir, adaptive)
+    for auto in ({"num_speculative_tokens": "auto"}, {"draft_kv_budget": "auto"}):
+        with pytest.raises(MagicDecConfigError, match="needs a fixed num_speculative_tokens and draft_kv"):
+            configure(model_dir, {**adaptive, **auto})
     configure(model_dir, {**adaptive, "enable_adaptive_verification": False})
     monkeypatch.setattr(type(current_platform), "is_cuda_alike", lambda self: True)
     with pytest.raises(MagicDecConfigError, match="needs CUDA graphs; remove --enforce-eager, or this"):

@@ -23,13 +23,6 @@ def few_plain(few_prompts) -> list[dict]:
     return engines.generate(few_prompts, SHORT, **ENGINE).results[0][0]
 
 
-def run_adaptively(prompts: list[list[int]], spec: dict, scenario: str, **engine) -> tuple:
-    batches = [{"prompts": prompts, "sampling": SHORT}]
-    run = engines.run([(scenario, {"batches": batches})], speculative_config=spec, **{**ENGINE, **engine})
-    noted = run.results[0]
-    return run, noted.pop("batches")[0], noted
-
-
 @pytest.mark.parametrize("draft", ["streamingllm", "snapkv by token", "verify-topk", "a model", "SPIRe"])
 def test_what_is_left_out_changes_no_output(few_prompts, few_plain, draft):
     if draft == "SPIRe":
@@ -38,20 +31,28 @@ def test_what_is_left_out_changes_no_output(few_prompts, few_plain, draft):
         spec = drafting_with(MODEL, draft_kv_budget=64)
     else:
         spec = magicdec(4, draft_kv_budget=192, **POLICIES[draft])
-    run, answers, noted = run_adaptively(few_prompts, spec, "generate_with_adaptive_verification")
+    batches = [{"prompts": few_prompts, "sampling": SHORT}]
+    steps = [("generate_with_adaptive_verification", {"batches": batches})]
+    run = engines.run(steps, speculative_config=spec, **ENGINE)
     assert run.v2_runner and run.draft_failures == 0
-    assert_same_tokens(few_plain, answers, draft)
-    assert noted["predicted"] > 100 and noted["difference"] < 1e-4
-    # Of what is verified more stands than of what is drafted.
-    assert 0 < noted["verified"] < noted["drafts"] and noted["uneven"] > 0
-    assert run.accepted / noted["verified"] > 1.2 * run.accepted / noted["drafts"]
+    free, dear = (run.results[0][name] for name in ("free", "dear"))
+    for noted in (free, dear):
+        assert_same_tokens(few_plain, noted["batches"][0], draft)
+        assert noted["predicted"] > 100 and noted["difference"] < 1e-4
+        assert noted["timed"] == 4, "vLLM times as many draft steps as a round has"
+    assert free["verified"] == free["drafts"]
+    assert 0 < dear["verified"] < dear["drafts"] and dear["uneven"] > 0
+    # What is left out stands more seldom than the rest, where not all of it does.
+    rate_of_all = free["accepted"] / free["verified"]
+    assert rate_of_all > 0.95 or dear["accepted"] / dear["verified"] > rate_of_all
 
 
 def test_drafts_that_failed_are_not_verified(few_prompts, few_plain):
-    run, answers, noted = run_adaptively(
-        few_prompts, magicdec(4), "generate_adaptively_with_broken_drafting", strict=False
-    )
-    assert_same_tokens(few_plain, answers, "broken drafting")
+    batches = [{"prompts": few_prompts, "sampling": SHORT}]
+    steps = [("generate_adaptively_with_broken_drafting", {"batches": batches})]
+    run = engines.run(steps, strict=False, speculative_config=magicdec(4), **ENGINE)
+    (noted,) = run.results
+    assert_same_tokens(few_plain, noted["batches"][0], "broken drafting")
     assert run.draft_failures > 0 and run.accepted == 0
     # Budgets are of what the draft promised two steps before.
     assert noted["verified"] <= 3 * 4 * len(few_prompts) < noted["drafts"]
@@ -61,7 +62,16 @@ def test_drafts_that_failed_are_not_verified(few_prompts, few_plain):
 @pytest.mark.parametrize("policy", ["streamingllm", "snapkv", "verify-topk"])
 def test_what_is_left_out_changes_no_output_with_cuda_graphs(prompts, plain, policy):
     spec = magicdec(4, draft_kv_policy=policy, draft_kv_budget=256, enable_adaptive_verification=True)
-    engine = {"v2": True, "enforce_eager": False, "max_num_seqs": 16}
-    run = engines.generate(prompts, GREEDY, speculative_config=spec, **engine)
-    assert_same_tokens(plain, run.results[0][0], f"{policy}, adaptive verification")
+    batches = [{"prompts": prompts, "sampling": GREEDY}]
+    run = engines.run(
+        [("adaptive_costs", {}), ("generate", {"batches": batches})],
+        v2=True,
+        enforce_eager=False,
+        max_num_seqs=16,
+        attention_backend="TRITON_ATTN",  # has varlen graphs on every GPU
+        speculative_config=spec,
+    )
+    (drafts_ms, token_ms), answers = run.results
+    assert drafts_ms > token_ms, "four draft steps read the weights four times"
+    assert_same_tokens(plain, answers[0], f"{policy}, adaptive verification")
     assert run.draft_failures == 0 and run.accepted > 0

@@ -83,6 +83,26 @@ class Capturable(Protocol):
         ...
 
 
+def step_of_nobody(step: Capturable, num_reqs: int, index: int, device: torch.device) -> DraftStep:
+    """A step over full views that writes nothing: it takes as long as another one.
+
+    Args:
+        step: what is run.
+        num_reqs: of it.
+        index: see `ViewStep`.
+        device: where it runs.
+    """
+    positions = torch.zeros(num_reqs, dtype=torch.int64, device=device)
+    parts = []
+    for group in range(step.num_views):
+        view = step.capture_view(
+            group, num_reqs, torch.empty(num_reqs, dtype=torch.int32, device=device), None
+        )
+        view.lens.fill_(view.slots.shape[-1] if isinstance(view, TokenView) else view.max_len)
+        parts.append(ViewStep(index, positions, torch.full_like(positions, PAD_SLOT), view))
+    return DraftStep(parts)
+
+
 @dataclass(frozen=True)
 class StepDescriptor(BatchExecutionDescriptor):
     """Tells the graphs of one padded batch size apart."""

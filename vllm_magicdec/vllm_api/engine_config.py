@@ -63,8 +63,9 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
         self.budgets = self._find_budgets(vllm_config)
         if self.has_controller:
             self._adapt(vllm_config)
-        for sentence in find_missing_graphs(vllm_config):
-            logger.info_once("%s: %s", METHOD, sentence)
+        if not self.enable_adaptive_verification:  # whose graphs serve every length
+            for sentence in find_missing_graphs(vllm_config):
+                logger.info_once("%s: %s", METHOD, sentence)
         if (reason := why_products_are_slow(vllm_config)) is not None:
             logger.warning_once("%s: %s.", METHOD, reason)
 

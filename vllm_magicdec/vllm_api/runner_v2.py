@@ -48,7 +48,7 @@ from vllm_magicdec.vllm_api.attention_groups import (
     find_weakest_graphs,
     refuse_split_pages,
 )
-from vllm_magicdec.vllm_api.draft_graphs import DraftGraphs, why_no_draft_graphs
+from vllm_magicdec.vllm_api.draft_graphs import DraftGraphs, step_of_nobody, why_no_draft_graphs
 from vllm_magicdec.vllm_api.drafts_v2 import Draft, ModelDraft, TargetDraft
 from vllm_magicdec.vllm_api.embeddings import embed, takes_embeddings
 from vllm_magicdec.vllm_api.kv_cache import layer_groups
@@ -87,6 +87,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
             self._drafting = TargetDraft(self)
         self._batch: Batch | None = None
         self._graphs: dict[int, DraftGraphs] = {}  # by query tokens per request
+        self._is_timed = False  # vLLM wants to know what drafting takes
         self._adapters: Adapters | None = None
         self._rope: RopeState | None = None  # of targets with M-RoPE
         # This runner hands a step's tokens out before it drafts, so they do not say that the drafts' K/V is
@@ -196,6 +197,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
                 raise
             self._graphs = {}
             logger.exception("%s: draft steps run without CUDA graphs, slower: capturing failed.", METHOD)
+        self._is_timed = self.enable_adaptive_verification  # by dummy steps, which come next
 
     @torch.inference_mode()
     def propose(
@@ -223,7 +225,13 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         if dummy_run:
             if skip_attn_for_dummy_run:
                 self._drafting.warm_up(input_batch)
+            elif self._is_timed:
+                self._copy_request_inputs(
+                    num_reqs, input_batch.idx_mapping, temperature, seeds, dummy_run=True
+                )
+                self._draft_for_nobody(num_reqs)
             return self.draft_tokens[:num_reqs]
+        self._is_timed = False
         num_steps = self.num_speculative_steps if num_speculative_tokens is None else num_speculative_tokens
         self._copy_request_inputs(num_reqs, input_batch.idx_mapping, temperature, seeds)
         if num_steps > 0 or self._drafting.own_cache is not None:
@@ -252,6 +260,12 @@ class MagicDecSpeculator(StandaloneARSpeculator):
             if self._drafts_are_awaited:
                 torch.accelerator.current_stream().synchronize()
         return self._drafter.draft_tokens[:num_reqs]
+
+    def _draft_for_nobody(self, num_reqs: int) -> None:
+        """What the steps of a round take, over full views of as many requests."""
+        tokens = torch.zeros(num_reqs, dtype=torch.int32, device=self.device)
+        for index in range(self.num_speculative_steps):
+            self.draft_step(tokens, step_of_nobody(self, num_reqs, index, self.device))
 
     def _make_batch(
         self, batch: InputBatch, num_rejected: torch.Tensor, last_sampled: torch.Tensor
