@@ -164,6 +164,7 @@ def _record(
         "slopes": slopes(watch.samples, seconds),
         "answered_after_warm_up": last.answered - warm.answered,
         "end": {**last.gauges, "more_fds": max(more_fds.values()), "left": left},
+        "samples_missed": watch.num_missed,
         "samples": as_rows(watch.samples),
     }
 

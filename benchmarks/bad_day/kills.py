@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from common.documents import encode
@@ -23,6 +24,8 @@ from .watching import named_processes
 
 _PROMPT = "import argparse\nimport sys\n\n\ndef main():\n    parser = argparse.ArgumentParser("
 _STREAMS = 6
+_ATTEMPTS = 3
+_WHOLE = "finish_reason"  # begins what is said of a stream that came to its own end
 _TOKENS = 2000  # of each stream, so that none ends before the server is struck
 _MOST_S = 120  # until a server has gone, or a client sees its end
 _LOG_CHARS = 8000  # shown of a server whose streams did not end as they had to
@@ -123,9 +126,7 @@ async def _answer(server: Server, known: Request) -> str:
 
 
 async def _strike(server: Server, footprint: Footprint, kill: Kill, known: Request) -> dict[str, Any]:
-    streams = [_Stream() for _ in range(_STREAMS)]
-    tasks = [asyncio.create_task(stream.read(server, known, i)) for i, stream in enumerate(streams)]
-    await _until(lambda: all(one.has_begun or one.how for one in streams), _MOST_S)
+    streams, tasks = await _begin_streams(server, known)
     too_early = [bool(one.how) and not kill.strikes_by_itself for one in streams]
     footprint.note(server)
     began = time.monotonic()
@@ -159,6 +160,25 @@ async def _strike(server: Server, footprint: Footprint, kill: Kill, known: Reque
     }
 
 
+async def _begin_streams(server: Server, known: Request) -> tuple[list["_Stream"], list[asyncio.Task]]:
+    """Streams in the middle of their answers, or what became of them.
+
+    A machine may let this process wait for longer than an answer takes; then others are begun.
+    """
+    for _ in range(_ATTEMPTS):
+        streams = [_Stream() for _ in range(_STREAMS)]
+        tasks = [asyncio.create_task(stream.read(server, known, i)) for i, stream in enumerate(streams)]
+        await _until(partial(_have_begun, streams), _MOST_S)
+        if not any(one.has_whole_answer for one in streams):
+            break
+        await asyncio.wait(tasks, timeout=_MOST_S)
+    return streams, tasks
+
+
+def _have_begun(streams: Sequence["_Stream"]) -> bool:
+    return all(one.has_begun or one.how for one in streams)
+
+
 class _Stream:
     """A client that reads a long answer to its end, whatever that is."""
 
@@ -170,6 +190,11 @@ class _Stream:
     def has_begun(self) -> bool:
         """Whether it is in the middle of its answer; a request that was refused never is."""
         return self.num_chunks > 2
+
+    @property
+    def has_whole_answer(self) -> bool:
+        """Whether it ended as it does when nobody strikes."""
+        return self.how.startswith(_WHOLE)
 
     async def read(self, server: Server, known: Request, index: int) -> None:
         try:
@@ -186,7 +211,7 @@ class _Stream:
                 async for chunk in chunks:
                     self.num_chunks += 1
                     reason = chunk.choices[0].finish_reason if chunk.choices else reason
-                self.how = f"finish_reason {reason}"
+                self.how = f"{_WHOLE} {reason}"
         except Exception as error:
             self.how = f"{type(error).__name__}: {error}"[:200]
 

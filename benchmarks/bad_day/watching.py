@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
+from .asking import TIMEOUT_S
 from .servers import Footprint, Server, processes_of
 
 GAUGES = {
@@ -51,11 +52,15 @@ class Watch:
         self._count = count
         self._now_s = now_s
         self.samples: list[Sample] = []
+        self.num_missed = 0
 
     async def watch(self, every_s: float) -> None:
-        """Until it is cancelled."""
+        """Until it is cancelled; requests that are lost say what a sample that does not come would say."""
         while True:
-            await self.take()
+            try:
+                await self.take()
+            except OSError:  # in time; virtual machines may stand still for a minute
+                self.num_missed += 1
             await asyncio.sleep(every_s)
 
     async def take(self) -> Sample:
@@ -78,7 +83,7 @@ class Watch:
 
 def failures_of(server: Server) -> dict[str, float]:
     """What the plugin counts of failures, by what failed (`failures:lookup`), and of pauses."""
-    with urllib.request.urlopen(f"{server.url}/metrics", timeout=60) as response:
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=TIMEOUT_S) as response:
         text = response.read().decode()
     found: dict[str, float] = {}
     for family in text_string_to_metric_families(text):

@@ -17,7 +17,7 @@ import pytest
 
 sys.path.insert(0, str(engines.HERE.parent / "benchmarks"))
 import soak
-from bad_day import faults, judging, kills, requests, servers, traffic
+from bad_day import faults, judging, kills, requests, servers, traffic, watching
 from bad_day.asking import Answer, Outcome, ask_and_hang_up, compare, why_incomplete
 from bad_day.bad_input import CLOSED, KINDS, Rejection
 from bad_day.faults import Window
@@ -385,6 +385,47 @@ def test_only_streams_that_were_running_count_as_ended(num_chunks, ended, monkey
     kill = kills.Kill("a kill", lambda server: None, "died", ())
     struck = asyncio.run(kills._strike(server, footprint, kill, REQUESTS[0]))
     assert struck["streams_ended"] == ended
+
+
+def test_streams_that_ended_before_the_strike_are_begun_again(monkeypatch):
+    """As where the client's process had to wait for longer than the answers took."""
+    begun = []
+
+    class Ending(Completions):
+        async def create(self, **body):
+            begun.append(body["prompt"])
+            self.num_chunks = 5
+            return self._end() if len(begun) <= kills._STREAMS else self._chunks()
+
+        async def _end(self):
+            for _ in range(5):
+                yield SimpleNamespace(choices=[SimpleNamespace(finish_reason="length")])
+
+    monkeypatch.setattr(kills, "client_of", lambda url: Ending())
+
+    async def begin():
+        streams, tasks = await kills._begin_streams(SimpleNamespace(url=""), REQUESTS[0])
+        running = [stream.has_begun and not stream.how for stream in streams]
+        await asyncio.gather(*tasks)
+        return running
+
+    assert asyncio.run(begin()) == [True] * kills._STREAMS
+    assert len(begun) == 2 * kills._STREAMS
+
+
+def test_samples_that_do_not_come_are_counted(monkeypatch):
+    watch = watching.Watch(None, None, lambda: 0, lambda: 0.0)
+    outcomes = iter([TimeoutError("timed out"), None, OSError("reset")])
+
+    async def take():
+        outcome = next(outcomes, KeyError("another fault"))
+        if outcome is not None:
+            raise outcome
+
+    monkeypatch.setattr(watch, "take", take)
+    with pytest.raises(KeyError):
+        asyncio.run(watch.watch(0.0))
+    assert watch.num_missed == 2
 
 
 def test_what_a_server_leaves_is_found(tmp_path):
