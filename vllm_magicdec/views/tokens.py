@@ -9,8 +9,9 @@ A view has three parts, all of them positions of the request's own context:
                 is full, the query's own slot takes the place of the oldest one
 
 Selections are kept by position, not by slot, so that a request that was preempted and comes back on other
-pages keeps its own. Once a round they become slots, for all layers at once. They are kept best first: a
-smaller budget's selection is the beginning of a larger one's.
+pages keeps its own. They become slots for all layers at once, on a CPU once for as long as nothing changes
+that they follow from. They are kept best first: a smaller budget's selection is the beginning of a larger
+one's.
 """
 
 from collections.abc import Mapping, Sequence
