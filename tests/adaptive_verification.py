@@ -40,7 +40,7 @@ def verify_adaptively(worker: Any, token_cost: float) -> None:
     runner = worker.model_runner
     if runner.adaptive_verification is None:
         _install(runner)
-        runner.timed = _timed_steps(runner)
+    runner.timed = _timed_steps(runner)  # after rounds, too: vLLM warms up before it times
     manager, costs = runner.adaptive_verification, np.arange(runner.max_num_tokens + 1)
     manager.cost_tables = np.full(runner.max_num_reqs + 1, _DRAFTING), _STEP + token_cost * costs
     noted = runner.noted

@@ -19,6 +19,7 @@ WARM_UP_SHARE = 0.5  # of a run
 LEAST_REQUESTS_FOR_A_SLOPE = 3000
 MOST_ROUNDED_SHARE = 0.01
 REQUESTS_OF_AN_HOUR = 10_000
+MOST_MISSED_SAMPLES = 5  # a virtual machine may stand still for a minute
 LEAST_REQUESTS_FOR_PREEMPTIONS = 500  # in fewer, bursts may happen to fit
 MOST_MORE_FDS = 4  # at the end, of a process, than when nothing had been asked yet
 _MOST_TO_END_S = {"SIGTERM in mid-stream": 30.0}
@@ -151,6 +152,7 @@ def checks_of_traffic(record: Mapping[str, Any], instruction_sets: str) -> list[
         if (counter := COUNTED.get(window["name"])) and not window["failures"].get(counter, 0)
     ]
     silent = [window["name"] for window in windows if not window["happened"]]
+    missed = record.get("samples_missed", 0)  # the first records did not count them
     is_fast_hour = record["minutes"] >= 60 and "avx512f" in instruction_sets
     return [
         _none("requests lost", answers["lost"]),
@@ -182,6 +184,12 @@ def checks_of_traffic(record: Mapping[str, Any], instruction_sets: str) -> list[
             f"below {MOST_MB_PER_1000:g} MB",
             f"{steepest[1]:.2f} MB ({steepest[0]})",
             steepest[1] < MOST_MB_PER_1000 if warm >= LEAST_REQUESTS_FOR_A_SLOPE else None,
+        ),
+        Check(
+            "samples of the server that did not come",
+            f"at most {MOST_MISSED_SAMPLES}",
+            f"{missed}",
+            missed <= MOST_MISSED_SAMPLES,
         ),
         Check("KV blocks in use at the end", "none", f"{end['kv_usage']:.2%}", end["kv_usage"] == 0),
         _none("requests running or waiting at the end", round(end["running"] + end["waiting"])),

@@ -25,7 +25,7 @@ from .watching import named_processes
 _PROMPT = "import argparse\nimport sys\n\n\ndef main():\n    parser = argparse.ArgumentParser("
 _STREAMS = 6
 _ATTEMPTS = 3
-_WHOLE = "finish_reason"  # begins what is said of a stream that came to its own end
+_WHOLE = "finish_reason length"  # said of a stream that came to its own end
 _TOKENS = 2000  # of each stream, so that none ends before the server is struck
 _MOST_S = 120  # until a server has gone, or a client sees its end
 _LOG_CHARS = 8000  # shown of a server whose streams did not end as they had to
@@ -171,7 +171,9 @@ async def _begin_streams(server: Server, known: Request) -> tuple[list["_Stream"
         await _until(partial(_have_begun, streams), _MOST_S)
         if not any(one.has_whole_answer for one in streams):
             break
-        await asyncio.wait(tasks, timeout=_MOST_S)
+        _, pending = await asyncio.wait(tasks, timeout=_MOST_S)
+        if pending:
+            break
     return streams, tasks
 
 
@@ -194,7 +196,7 @@ class _Stream:
     @property
     def has_whole_answer(self) -> bool:
         """Whether it ended as it does when nobody strikes."""
-        return self.how.startswith(_WHOLE)
+        return self.how == _WHOLE
 
     async def read(self, server: Server, known: Request, index: int) -> None:
         try:
@@ -211,7 +213,7 @@ class _Stream:
                 async for chunk in chunks:
                     self.num_chunks += 1
                     reason = chunk.choices[0].finish_reason if chunk.choices else reason
-                self.how = f"{_WHOLE} {reason}"
+                self.how = f"finish_reason {reason}"
         except Exception as error:
             self.how = f"{type(error).__name__}: {error}"[:200]
 

@@ -2,6 +2,7 @@
 """A server's memory, file descriptors and gauges over time."""
 
 import asyncio
+import urllib.error
 import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -55,10 +56,12 @@ class Watch:
         self.num_missed = 0
 
     async def watch(self, every_s: float) -> None:
-        """Until it is cancelled; requests that are lost say what a sample that does not come would say."""
+        """Until it is cancelled; samples that do not come are counted."""
         while True:
             try:
                 await self.take()
+            except urllib.error.HTTPError:
+                raise
             except OSError:  # in time; virtual machines may stand still for a minute
                 self.num_missed += 1
             await asyncio.sleep(every_s)

@@ -59,19 +59,23 @@ def test_drafts_that_failed_are_not_verified(few_prompts, few_plain):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("policy", ["streamingllm", "snapkv", "verify-topk"])
-def test_what_is_left_out_changes_no_output_with_cuda_graphs(prompts, plain, policy):
-    spec = magicdec(4, draft_kv_policy=policy, draft_kv_budget=256, enable_adaptive_verification=True)
+@pytest.mark.parametrize("draft", ["streamingllm", "snapkv", "verify-topk", "a model"])
+def test_what_is_left_out_changes_no_output_with_cuda_graphs(prompts, plain, draft):
+    fields = {"draft_kv_budget": 256, "enable_adaptive_verification": True}
+    if draft == "a model":
+        spec = drafting_with(MODEL, **fields)
+    else:
+        spec = magicdec(4, draft_kv_policy=draft, **fields)
     batches = [{"prompts": prompts, "sampling": GREEDY}]
     run = engines.run(
         [("adaptive_costs", {}), ("generate", {"batches": batches})],
         v2=True,
         enforce_eager=False,
         max_num_seqs=16,
-        attention_backend="TRITON_ATTN",  # has varlen graphs on every GPU
+        attention_backend="TRITON_ATTN",  # has graphs for requests of any length on every GPU
         speculative_config=spec,
     )
     (drafts_ms, token_ms), answers = run.results
     assert drafts_ms > token_ms, "four draft steps read the weights four times"
-    assert_same_tokens(plain, answers[0], f"{policy}, adaptive verification")
+    assert_same_tokens(plain, answers[0], f"{draft}, adaptive verification")
     assert run.draft_failures == 0 and run.accepted > 0

@@ -208,6 +208,7 @@ def test_lists_that_are_kept_are_those_that_are_made_anew(changes, seed):
         return torch.tensor(rng.sample(range(99), model_len // page_size), dtype=torch.int32)
 
     names, lens, pages, size, views = ["0", "1"], {}, {}, 1, make_views()
+    table = torch.zeros(max_reqs, model_len // page_size, dtype=torch.int32)
     for number, change in enumerate(["requests", *changes]):
         one = rng.choice(names)
         if change == "requests":
@@ -224,15 +225,17 @@ def test_lists_that_are_kept_are_those_that_are_made_anew(changes, seed):
         if one in names and change == "tokens":
             lens[one] += rng.randint(1, 5)
         elif one in names and change == "pages":
-            pages[one] = new_pages()
+            pages[one] = pages[one].clone()
+            pages[one][rng.randrange(lens[one] // page_size)] = 99
         elif one in names and change == "selection":
             select(one)
         elif one in names and change == "shorter":
             lens[one] = rng.randint(30, lens[one])
         elif change == "budget":
             size = 1 - size
-        table = torch.stack([pages[name] for name in names])
-        batch = make_batch(names, table, [lens[name] for name in names])
+        for index, name in enumerate(names):
+            table[index] = pages[name]  # in place, as vLLM does
+        batch = make_batch(names, table[: len(names)], [lens[name] for name in names])
         pairs = zip(
             views.prepare(batch, num_steps, size),
             make_views().prepare(batch, num_steps, size),

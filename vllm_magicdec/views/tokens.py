@@ -332,6 +332,7 @@ class TokenViews:
             selected = slots[..., :num_selected].transpose(0, 1)
         else:
             selected = self._selected_slots(block_table, rows, last, is_selected)
+        self._latest = None  # until all is written
         slots[..., :num_selected] = torch.where(
             is_selected, selected, common[:, None, None, :num_selected]
         ).transpose(0, 1)

@@ -3,7 +3,7 @@
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +15,7 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_magicdec.attention.switch import better_options
 from vllm_magicdec.drafting.sizing import draft_graph_sizes
-from vllm_magicdec.views.base import PAD_SLOT, DraftStep, TokenView, View, ViewStep
+from vllm_magicdec.views.base import PAD_SLOT, DraftStep, LayerPageView, TokenView, View, ViewStep
 
 
 def why_no_draft_graphs(cudagraph_mode: CUDAGraphMode, weakest: AttentionGroup) -> str | None:
@@ -83,22 +83,44 @@ class Capturable(Protocol):
         ...
 
 
-def step_of_nobody(step: Capturable, num_reqs: int, index: int, device: torch.device) -> DraftStep:
-    """A step over full views that writes nothing: it takes as long as another one.
+def step_of_nobody(
+    step: Capturable,
+    num_reqs: int,
+    index: int,
+    *,
+    num_blocks: int,
+    page_sizes: Sequence[int],
+    common_lens: Sequence[int | None],
+    device: torch.device,
+) -> DraftStep:
+    """A step over full views, which writes nothing and takes as long as another one.
+
+    The views' buffers are written, as every round does: so what is read lies all over the KV cache.
 
     Args:
         step: what is run.
         num_reqs: of it.
         index: see `ViewStep`.
+        num_blocks: of the KV cache.
+        page_sizes: tokens, by view.
+        common_lens: see `DraftGraphs`.
         device: where it runs.
     """
     positions = torch.zeros(num_reqs, dtype=torch.int64, device=device)
     parts = []
-    for group in range(step.num_views):
-        view = step.capture_view(
-            group, num_reqs, torch.empty(num_reqs, dtype=torch.int32, device=device), None
-        )
-        view.lens.fill_(view.slots.shape[-1] if isinstance(view, TokenView) else view.max_len)
+    for group, page_size in enumerate(page_sizes):
+        lens = torch.empty_like(positions, dtype=torch.int32)
+        view = step.capture_view(group, num_reqs, lens, None)
+        if isinstance(view, TokenView):
+            places, most, width = view.slots, num_blocks * page_size, view.slots.shape[-1]
+            if width in common_lens:  # other kernels read such views
+                view = replace(view, common_len=width)
+        else:
+            places = view.block_tables if isinstance(view, LayerPageView) else view.block_table
+            most, width = num_blocks, view.max_len
+        numbers = torch.arange(places.numel(), device=device) % most
+        places.copy_(numbers.view(places.shape))
+        lens.fill_(width)
         parts.append(ViewStep(index, positions, torch.full_like(positions, PAD_SLOT), view))
     return DraftStep(parts)
 

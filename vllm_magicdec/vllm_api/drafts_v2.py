@@ -290,6 +290,7 @@ class ModelDraft(LoadedDraft):
         self._written[self._rows] = np.where(batch.is_prefilling, 0, number)
         if self._leads is not None:
             self._lacking[self._rows[self._leads]] = 0
+        self._leads = None  # steps that follow are of no round
 
     def lead(self, tokens: torch.Tensor, step: DraftStep) -> tuple[torch.Tensor, DraftStep]:
         """See `Draft`."""

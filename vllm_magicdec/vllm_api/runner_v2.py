@@ -265,7 +265,16 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         """What the steps of a round take, over full views of as many requests."""
         tokens = torch.zeros(num_reqs, dtype=torch.int32, device=self.device)
         for index in range(self.num_speculative_steps):
-            self.draft_step(tokens, step_of_nobody(self, num_reqs, index, self.device))
+            step = step_of_nobody(
+                self,
+                num_reqs,
+                index,
+                num_blocks=self.kv_cache_config.num_blocks,
+                page_sizes=[group.cache.block_size for group in self.groups],
+                common_lens=self._drafter.common_lens,
+                device=self.device,
+            )
+            self.draft_step(tokens, step)
 
     def _make_batch(
         self, batch: InputBatch, num_rejected: torch.Tensor, last_sampled: torch.Tensor
