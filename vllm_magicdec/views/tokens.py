@@ -21,7 +21,7 @@ from typing import Protocol, Self
 import numpy as np
 import torch
 
-from vllm_magicdec.views.base import Batch, DraftSlots, Selector, TokenView, has_kernels
+from vllm_magicdec.views.base import Batch, DraftSlots, Selector, TokenView, ceil_div, has_kernels
 from vllm_magicdec.views.selections import Selections
 from vllm_magicdec.views.token_steps import TokenSteps
 
@@ -347,13 +347,17 @@ class TokenViews:
         counts: torch.Tensor,
         last: torch.Tensor,
     ) -> "_SelectedPart | None":
-        """What it follows from; None: also from how far a context, which has become shorter, goes."""
-        ends = self._selections.ends[rows]
-        if bool((last + 1 < ends).any()):
+        """What it follows from, on a CPU; None: also from where a context, which has got shorter, ends."""
+        ends = _copied(self._selections.ends[rows], np.int64)
+        if (_copied(last, np.int64) + 1 < ends).any():
             return None
-        num_pages = -(-int(ends.max()) // self._page_size)
+        num_pages = ceil_div(ends.max(), self._page_size)
         return _SelectedPart(
-            width, self._selections.num_made, rows, counts, block_table[:, :num_pages].clone()
+            width,
+            self._selections.num_made,
+            rows=_copied(rows, np.int64),
+            counts=_copied(counts, np.int64),
+            pages=_copied(block_table[:, :num_pages], np.int32),
         )
 
     def _selected_slots(
@@ -390,26 +394,29 @@ class _SelectedPart:
 
     width: int  # of the lists
     num_made: int  # of the selections, see there
-    rows: torch.Tensor  # [num_reqs] int64, of the selections
-    counts: torch.Tensor  # [num_reqs] int64, selected tokens in view
-    pages: torch.Tensor  # [num_reqs, n] int32, of the block tables, up to where all regions end
+    rows: np.ndarray  # [num_reqs] int64, of the selections
+    counts: np.ndarray  # [num_reqs] int64, selected tokens in view
+    pages: np.ndarray  # [num_reqs, n] int32, of the block tables, up to where all regions end
 
     def is_as(self, other: "_SelectedPart") -> bool:
         """Whether the slots are the same."""
-        return (self.width, self.num_made) == (other.width, other.num_made) and all(
-            torch.equal(own, theirs)
-            for own, theirs in (
-                (self.rows, other.rows),
-                (self.counts, other.counts),
-                (self.pages, other.pages),
-            )
+        return (
+            (self.width, self.num_made) == (other.width, other.num_made)
+            and np.array_equal(self.rows, other.rows)
+            and np.array_equal(self.counts, other.counts)
+            and np.array_equal(self.pages, other.pages)
         )
 
 
 def _in_order(slots: torch.Tensor) -> torch.Tensor:
     """Sorted along the last dimension, int32, on a CPU: numpy takes a tenth of torch's time."""
-    numbers = np.empty(slots.shape, dtype=np.int32)
-    in_order = torch.from_numpy(numbers)
-    in_order.copy_(slots)
+    numbers = _copied(slots, np.int32)
     numbers.sort(axis=-1)
-    return in_order
+    return torch.from_numpy(numbers)
+
+
+def _copied(numbers: torch.Tensor, dtype: type[np.integer]) -> np.ndarray:
+    """A copy for numpy, on a CPU."""
+    copy = np.empty(numbers.shape, dtype=dtype)
+    torch.from_numpy(copy).copy_(numbers)
+    return copy
