@@ -86,7 +86,6 @@ class Capturable(Protocol):
 def step_of_nobody(
     step: Capturable,
     num_reqs: int,
-    index: int,
     *,
     num_blocks: int,
     page_sizes: Sequence[int],
@@ -100,7 +99,6 @@ def step_of_nobody(
     Args:
         step: what is run.
         num_reqs: of it.
-        index: see `ViewStep`.
         num_blocks: of the KV cache.
         page_sizes: tokens, by view.
         common_lens: see `DraftGraphs`.
@@ -121,7 +119,7 @@ def step_of_nobody(
         numbers = torch.arange(places.numel(), device=device) % most
         places.copy_(numbers.view(places.shape))
         lens.fill_(width)
-        parts.append(ViewStep(index, positions, torch.full_like(positions, PAD_SLOT), view))
+        parts.append(ViewStep(0, positions, torch.full_like(positions, PAD_SLOT), view))
     return DraftStep(parts)
 
 

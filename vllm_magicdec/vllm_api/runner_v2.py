@@ -263,17 +263,16 @@ class MagicDecSpeculator(StandaloneARSpeculator):
 
     def _draft_for_nobody(self, num_reqs: int) -> None:
         """What the steps of a round take, over full views of as many requests."""
+        step = step_of_nobody(
+            self,
+            num_reqs,
+            num_blocks=self.kv_cache_config.num_blocks,
+            page_sizes=[group.cache.block_size for group in self.groups],
+            common_lens=self._drafter.common_lens,
+            device=self.device,
+        )
         tokens = torch.zeros(num_reqs, dtype=torch.int32, device=self.device)
-        for index in range(self.num_speculative_steps):
-            step = step_of_nobody(
-                self,
-                num_reqs,
-                index,
-                num_blocks=self.kv_cache_config.num_blocks,
-                page_sizes=[group.cache.block_size for group in self.groups],
-                common_lens=self._drafter.common_lens,
-                device=self.device,
-            )
+        for _ in range(self.num_speculative_steps):
             self.draft_step(tokens, step)
 
     def _make_batch(
