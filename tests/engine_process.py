@@ -475,7 +475,11 @@ def _noted_speculative_steps(worker: Any) -> int | None:
 def _look_up_at_random(worker: Any, seed: int) -> None:
     from vllm_magicdec.lookup.continuation import Continuation
 
-    lookups, rng = _draft_of(worker)._drafter._staged._lookups, random.Random(seed)
+    drafter, rng = _draft_of(worker)._drafter, random.Random(seed)
+    if drafter._wide is not None:
+        _look_up_on_device_at_random(drafter._wide, rng, worker.model_config.get_vocab_size())
+        return
+    lookups = drafter._staged._lookups
     own, vocab_size = lookups.look_up, worker.model_config.get_vocab_size()
 
     def look_up(req_id: str, drafted: list[int], most: int, *least_chance: float) -> Continuation:
@@ -487,6 +491,26 @@ def _look_up_at_random(worker: Any, seed: int) -> None:
         return Continuation(tokens, [0.5] * len(tokens))
 
     lookups.look_up = look_up
+
+
+def _look_up_on_device_at_random(wide: Any, rng: random.Random, vocab_size: int) -> None:
+    """And any number of passes, none included."""
+    import torch
+
+    own, generator = wide._lookups.fill, torch.Generator().manual_seed(rng.randrange(2**31))
+    most = wide._num_steps
+
+    def fill(given: Any, made: Any, texts: Any) -> Any:
+        is_found = own(given, made, texts)
+        other = torch.randint(0, vocab_size, given.shape, dtype=torch.int32, generator=generator)
+        is_other = torch.rand(given.shape, generator=generator) > 0.8
+        is_other &= torch.arange(given.shape[1]) > made.unsqueeze(1)
+        given.copy_(torch.where(is_other, other, given))
+        return is_found
+
+    wide._lookups.fill = fill
+    wide._gains.next = lambda: rng.randint(0, most)
+    wide._gains.learn = lambda gained: None
 
 
 def _cut_drafts(worker: Any, least_chance: float) -> None:
@@ -506,7 +530,11 @@ def _break_lookups(worker: Any) -> None:
     def look_up(*args: Any) -> Any:
         raise RuntimeError("broken on purpose")
 
-    _draft_of(worker)._drafter._staged._lookups.look_up = look_up
+    drafter = _draft_of(worker)._drafter
+    if drafter._wide is not None:
+        drafter._wide._lookups.fill = look_up
+    else:
+        drafter._staged._lookups.look_up = look_up
 
 
 def _forget_failures(worker: Any) -> None:
@@ -555,7 +583,34 @@ def _draft_twice(worker: Any) -> None:
                     both = logits[row, :used], read[row, :used]
                     compared.update(other_logits=not torch.allclose(*both, rtol=1e-4, atol=1e-4))
 
-    drafter._fill, drafter.compared = fill_twice, compared
+    def fill_widely_twice(drafts: torch.Tensor, batch: Any, num_steps: int) -> None:
+        prepared = drafter._prepare(batch, num_steps)
+        num_passes = drafter._wide.draft(drafts, batch, prepared)
+        logits = None if read is None else read.clone()
+        tokens, one_by_one = batch.tokens, torch.zeros_like(drafts)
+        for parts in zip(*prepared, strict=True):
+            step = DraftStep(parts)
+            tokens = runner.draft_step(tokens.to(torch.int32), step)
+            one_by_one[:, step.index] = tokens
+        if drafter._own_cache is not None:
+            drafter._own_cache.end_round(batch, one_by_one)
+        if not num_passes:
+            drafts.copy_(one_by_one)
+            return
+        for index in range(len(drafts)):
+            if batch.is_prefilling[index]:
+                continue
+            same = torch.equal(drafts[index, :num_passes], one_by_one[index, :num_passes])
+            compared.update(drafts=num_passes, rounds=1, different=not same, passes=num_passes)
+            if logits is not None and same:
+                row = runner.idx_mapping[index]
+                both = logits[row, :num_passes], read[row, :num_passes]
+                compared.update(other_logits=not torch.allclose(*both, rtol=1e-4, atol=1e-4))
+        if logits is not None:
+            read.copy_(logits)
+
+    drafter._fill = fill_twice if drafter._wide is None else fill_widely_twice
+    drafter.compared = compared
 
 
 def _drafted_twice(worker: Any) -> dict[str, int]:
@@ -813,6 +868,11 @@ def run_engine(spec: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM
 
     os.environ["VLLM_MAGICDEC_STRICT"] = "1" if spec["strict"] else "0"
+    if os.environ.get("MAGICDEC_TEST_TOKENS_ON_DEVICE"):
+        from vllm_magicdec.vllm_api import engine_config
+
+        # As on a GPU.
+        engine_config.are_tokens_on_device_alone = lambda config: config.use_v2_model_runner
     llm = LLM(**spec["engine"])
     results = [SCENARIOS[step["scenario"]](llm, **step["arguments"]) for step in spec["steps"]]
     metrics = _metrics_of(llm)

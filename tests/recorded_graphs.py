@@ -111,11 +111,15 @@ def capture(speculator: Any, sizes: list[int]) -> None:
 
 def num_replays(speculator: Any) -> dict[str, int]:
     """Replays by padded batch size; with "x 2" behind it those of two query tokens per request."""
-    return {
+    numbers = {
         f"{desc.num_reqs}{'' if num_queries == 1 else f' x {num_queries}'}": graph.num_replays
         for num_queries, graphs in speculator._graphs.items()
         for desc, graph in graphs.graphs.items()
     }
+    if (passes := speculator._pass_graphs) is not None:
+        for desc, graph in passes.graphs.items():
+            numbers[f"{desc.num_reqs} x {passes.decode_query_len}, a pass"] = graph.num_replays
+    return numbers
 
 
 @torch.inference_mode()

@@ -63,6 +63,7 @@ _ENGINE_FIELDS = frozenset(
         "draft_parallel_config",
         "draft_tensor_parallel_size",
         "has_draft_model",
+        "looks_up_on_device",
         "adaptive",
         "adaptive_budget",
         "budgets",
@@ -161,6 +162,8 @@ class MagicDecFields(SpeculativeConfig):
     """How it pools."""
     has_draft_model: bool = False
     """Whether `model` drafts, over a KV cache of its own, and not the target over the target's."""
+    looks_up_on_device: bool = False
+    """Whether lookups search where the latest tokens are, and the host does not know them."""
     adaptive: bool = False
     """Whether a controller sets the draft tokens of every round; `num_speculative_tokens` is the most."""
     adaptive_budget: bool = False
@@ -322,6 +325,13 @@ class MagicDecSpeculativeConfig(MagicDecFields):
             )
         if len(set(self.draft_lookup_sources)) < len(self.draft_lookup_sources):
             raise ValueError("draft_lookup_sources names a source twice; remove one of them")
+
+    def use_ngram(self) -> bool:
+        """Whether vLLM's V2 runner keeps the requests' tokens in the device's memory, and not the host's.
+
+        It asks nothing else by that name where a speculator of the plugin's drafts.
+        """
+        return self.looks_up_on_device
 
     @property
     def datastores(self) -> tuple[str, ...]:

@@ -356,11 +356,53 @@ def test_wrong_fields_get_one_sentence(model_dir, case):
     assert "\n" not in str(error.value)
 
 
-def test_lookups_are_refused_where_they_do_not_work_yet(model_dir, monkeypatch):
-    config = configure(model_dir, {"method": METHOD, "draft_lookup": "on"})
+def on_a_gpu(model_dir, monkeypatch, fields, *, v2: bool):
+    """The speculative configuration that an engine there would get."""
+    monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(v2)))
+    config = configure(model_dir, {"method": METHOD})
+    spec = EngineSpeculativeConfig(
+        **{"method": METHOD, "num_speculative_tokens": 6, **fields},
+        target_model_config=config.model_config,
+        target_parallel_config=config.parallel_config,
+    )
     monkeypatch.setattr(config.device_config, "device_type", "cuda")
-    with pytest.raises(MagicDecConfigError, match="works on CPUs alone so far"):
-        config.speculative_config.verify_engine(config)
+    config.speculative_config = spec
+    spec.verify_engine(config)
+    return spec
+
+
+ON = {"draft_lookup": "on"}
+
+
+def test_on_a_gpu_lookups_search_where_the_latest_tokens_are(model_dir, monkeypatch):
+    spec = on_a_gpu(model_dir, monkeypatch, ON, v2=True)
+    assert spec.draft_lookup == "on" and spec.looks_up_on_device
+    # So vLLM's V2 runner keeps all tokens in the device's memory.
+    assert spec.use_ngram()
+    plain = on_a_gpu(model_dir, monkeypatch, {}, v2=True)
+    assert plain.draft_lookup == "off" and not plain.use_ngram()
+    auto = on_a_gpu(model_dir, monkeypatch, {"num_speculative_tokens": "auto"}, v2=True)
+    assert auto.draft_lookup == "off" and not auto.looks_up_on_device
+
+
+def test_on_a_cpu_the_host_looks_up(model_dir):
+    spec = configure(model_dir, {"method": METHOD, **ON}).speculative_config
+    assert not spec.looks_up_on_device and not spec.use_ngram()
+
+
+@pytest.mark.parametrize(
+    ("fields", "v2", "sentence"),
+    [
+        (ON, False, "works on GPUs with the V2 model runner alone; remove VLLM_USE_V2_MODEL_RUNNER=0"),
+        ({**ON, "draft_lookup_sources": ["context", "served"]}, True, "use ['context'], or remove"),
+        ({**ON, "num_speculative_tokens": "auto"}, True, "'auto' on the V2 model runner; give a number"),
+    ],
+)
+def test_what_lookups_on_a_gpu_cannot_do_is_refused(model_dir, monkeypatch, fields, v2, sentence):
+    with pytest.raises(MagicDecConfigError) as error:
+        on_a_gpu(model_dir, monkeypatch, fields, v2=v2)
+    assert sentence in str(error.value) and "\n" not in str(error.value)
 
 
 def test_on_the_v2_runner_lookups_take_a_number_of_drafts(model_dir, monkeypatch):

@@ -5,7 +5,7 @@ import engines
 import pytest
 import spire_drafts
 from draft_engines import drafting_with
-from engines import MODEL, magicdec
+from engines import MODEL, POLICIES, magicdec
 from greedy import GREEDY, assert_same_tokens
 
 
@@ -22,6 +22,7 @@ def assert_graphs_draft_losslessly(prompts, plain, speculative_config, what):
     assert_same_tokens(plain, run.results[0][0], f"{what}, CUDA graphs")
     assert "Capturing draft CUDA graphs" in run.log
     assert run.draft_failures == 0 and run.accepted > 0
+    return run
 
 
 @pytest.mark.gpu
@@ -29,6 +30,15 @@ def assert_graphs_draft_losslessly(prompts, plain, speculative_config, what):
 def test_greedy_output_is_unchanged_with_cuda_graphs(prompts, plain, policy):
     spec = magicdec(4, draft_kv_policy=policy, draft_kv_budget=256)
     assert_graphs_draft_losslessly(prompts, plain, spec, policy)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", ["streamingllm", "snapkv", "snapkv by token"])
+def test_greedy_output_is_unchanged_with_lookups_on_the_device(prompts, plain, policy):
+    spec = magicdec(6, draft_kv_budget=256, draft_lookup="on", **POLICIES[policy])
+    run = assert_graphs_draft_losslessly(prompts, plain, spec, f"lookups, {policy}")
+    counted = {name: run.metrics[f"vllm:magicdec_lookup_{name}"] for name in ("rounds", "passes", "tokens")}
+    assert counted["tokens"] > 0 and counted["rounds"] <= counted["passes"] < 6 * counted["rounds"]
 
 
 @pytest.mark.gpu

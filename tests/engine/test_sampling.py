@@ -192,12 +192,13 @@ def test_sampled_continuations_have_the_targets_distribution_with_lookups(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("lookup", ["off", "on"])
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_sampled_continuations_have_the_targets_distribution_on_the_v2_runner(
-    small_vocabulary_model, plain_samples, draft
+    small_vocabulary_model, plain_samples, draft, lookup
 ):
     """On a GPU alone: Triton's interpreter does not run vLLM's top-p, and takes 0.15 s for a sample."""
-    spec = magicdec(2, **{"draft_kv_budget": 64, **DRAFTS[draft]})
+    spec = magicdec(2, **{"draft_kv_budget": 64, "draft_lookup": lookup, **DRAFTS[draft]})
     run = assert_same_distribution(
         plain_samples, small_vocabulary_model, (13, 23), v2=True, speculative_config=spec
     )

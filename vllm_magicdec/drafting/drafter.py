@@ -28,12 +28,15 @@ from vllm_magicdec.drafting.layer_groups import LayerGroup
 from vllm_magicdec.drafting.pauses import Pauses
 from vllm_magicdec.drafting.sizing import make_views, max_graph_reqs
 from vllm_magicdec.drafting.staged import PassRunner, StagedDrafts
+from vllm_magicdec.drafting.wide_passes import WidePasses, WidePassRunner
 from vllm_magicdec.errors import METHOD
+from vllm_magicdec.lookup.device_lookups import DeviceLookups
 from vllm_magicdec.lookup.history import History
-from vllm_magicdec.views.base import Batch, DraftStep, View, Views
+from vllm_magicdec.views.base import Batch, DraftStep, View, Views, has_kernels
 from vllm_magicdec.views.layer_pages import LayerPageViews
 from vllm_magicdec.views.pages import PageViews
 from vllm_magicdec.views.passes import RoundSteps
+from vllm_magicdec.views.tokens import TokenViews
 from vllm_magicdec.views.windows import Reach
 
 logger = init_logger(f"vllm.{__name__}")
@@ -108,6 +111,7 @@ class Drafter:
         kv_cache_config: of the KV cache that they share.
         device: where the draft runs.
         pass_runner: makes the passes of `draft_lookup`; None: the runner has none.
+        wide_pass_runner: makes those of lookups on the device; None: the runner has none.
         own_cache: of a draft that is not the target; None: the target's verification writes all that its
             own drafts read.
     """
@@ -120,6 +124,7 @@ class Drafter:
         kv_cache_config: KVCacheConfig,
         device: torch.device,
         pass_runner: PassRunner | None = None,
+        wide_pass_runner: WidePassRunner | None = None,
         own_cache: OwnCache | None = None,
     ) -> None:
         spec = vllm_config.speculative_config
@@ -160,26 +165,52 @@ class Drafter:
         self._staged: StagedDrafts | None = None
         self.draft_lists: list[list[int]] | None = None
         """The latest round's drafts of each request, where they differ in number; not in `draft_tokens`."""
+        self._wide: WidePasses | None = None
         if spec.draft_lookup == "on":
-            assert pass_runner is not None  # others are refused when the engine is configured
-            # With it comes Numba.
-            from vllm_magicdec.lookup.open_sources import open_lookups
-
-            self._staged = StagedDrafts(
-                pass_runner,
-                open_lookups(
-                    spec.draft_lookup_sources, max_num_reqs, vllm_config.model_config.get_vocab_size()
-                ),
-                LookupCounters(self.counts),
-                max_num_reqs=max_num_reqs,
-                max_drafts=spec.num_speculative_tokens,
-                max_model_len=vllm_config.model_config.max_model_len,
-                are_drawn=spec.draft_sample_method == "probabilistic",
-                is_alone=self._num_ranks == 1,
-            )
+            self._open_lookups(vllm_config, pass_runner, wide_pass_runner)
         self._pauses = Pauses("Drafting", "steps go on without useful drafts")
         self._stage = ""  # of the round, for the metrics
         faults.inject_into_drafter(self)
+
+    def _open_lookups(
+        self,
+        vllm_config: VllmConfig,
+        pass_runner: PassRunner | None,
+        wide_pass_runner: WidePassRunner | None,
+    ) -> None:
+        spec, model = self._spec, vllm_config.model_config
+        max_num_reqs, vocab_size = len(self.draft_tokens), model.get_vocab_size()
+        counters, is_alone = LookupCounters(self.counts), self._num_ranks == 1
+        # Runners without such passes are refused when the engine is configured.
+        if spec.looks_up_on_device:
+            assert wide_pass_runner is not None
+            device = self.draft_tokens.device
+            lookups = DeviceLookups(
+                max_num_reqs, model.max_model_len, vocab_size, device, has_kernels=has_kernels(device)
+            )
+            self._wide = WidePasses(
+                wide_pass_runner,
+                lookups,
+                counters,
+                num_steps=spec.num_speculative_tokens,
+                max_model_len=model.max_model_len,
+                is_alone=is_alone,
+            )
+            return
+        assert pass_runner is not None
+        # With it comes Numba.
+        from vllm_magicdec.lookup.open_sources import open_lookups
+
+        self._staged = StagedDrafts(
+            pass_runner,
+            open_lookups(spec.draft_lookup_sources, max_num_reqs, vocab_size),
+            counters,
+            max_num_reqs=max_num_reqs,
+            max_drafts=spec.num_speculative_tokens,
+            max_model_len=model.max_model_len,
+            are_drawn=spec.draft_sample_method == "probabilistic",
+            is_alone=is_alone,
+        )
 
     def _log(self, vllm_config: VllmConfig) -> None:
         policy = self._spec.policy
@@ -228,6 +259,11 @@ class Drafter:
     def has_layer_pages(self) -> bool:
         """Whether some layers have block tables of their own."""
         return any(isinstance(views, LayerPageViews) for views in self._views)
+
+    @property
+    def has_token_views(self) -> bool:
+        """Whether some layers' views are lists of tokens, which no block table holds."""
+        return any(isinstance(views, TokenViews) for views in self._views)
 
     @property
     def common_lens(self) -> Sequence[int | None]:
@@ -329,23 +365,27 @@ class Drafter:
             self._own_cache.catch_up(batch, 0)
             drafts.zero_()
             return
-        self._make(drafts, batch, num_steps)
-        made: torch.Tensor | Sequence[Sequence[int]]
-        made = drafts if self.draft_lists is None else self.draft_lists
+        made = self._make(drafts, batch, num_steps)
         if isinstance(made, DraftLists) and not made.num_passes:
             made = [()] * len(made)
         self._own_cache.end_round(batch, made)
 
-    def _make(self, drafts: torch.Tensor, batch: Batch, num_steps: int) -> None:
-        """See `_fill`."""
+    def _make(
+        self, drafts: torch.Tensor, batch: Batch, num_steps: int
+    ) -> torch.Tensor | Sequence[Sequence[int]]:
+        """See `_fill`; returns the drafts that passes have read or drawn, as far as the host can say."""
         if self._staged is not None:
             self.draft_lists = self._staged.draft(batch, num_steps, lambda: self._prepare(batch, num_steps))
-            return
+            return self.draft_lists
+        rounds = self._prepare(batch, num_steps)
+        if self._wide is not None and (num_passes := self._wide.draft(drafts, batch, rounds)):
+            return drafts[:, :num_passes]
         tokens = batch.tokens
-        for parts in zip(*self._prepare(batch, num_steps), strict=True):
+        for parts in zip(*rounds, strict=True):
             step = DraftStep(parts)
             tokens = self._runner.draft_step(tokens.to(torch.int32), step)
             drafts[:, step.index] = tokens
+        return drafts
 
     def _prepare(self, batch: Batch, num_steps: int) -> list[RoundSteps]:
         """The round's steps by group of layers."""

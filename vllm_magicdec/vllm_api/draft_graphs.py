@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA graphs of draft steps for the V2 runner, captured and dispatched by vLLM's own manager."""
+"""CUDA graphs of draft steps and passes for the V2 runner, captured and dispatched by vLLM's manager."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +15,7 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_magicdec.attention.switch import better_options
 from vllm_magicdec.drafting.sizing import draft_graph_sizes
+from vllm_magicdec.drafting.wide_passes import MOST_TOKENS
 from vllm_magicdec.views.base import PAD_SLOT, DraftStep, LayerPageView, TokenView, View, ViewStep
 
 
@@ -80,6 +81,12 @@ class Capturable(Protocol):
             step: where they look and where their K/V goes; `lens` are of each request's last token.
             attn_metadata: by layer.
         """
+        ...
+
+    def forward_and_draw(
+        self, tokens: torch.Tensor, step: DraftStep, attn_metadata: Mapping[str, Any]
+    ) -> torch.Tensor:
+        """The tokens after each of `tokens`, [num_tokens] int64; arguments as for `forward_and_sample`."""
         ...
 
 
@@ -182,13 +189,27 @@ class DraftGraphs(CudaGraphManager):
         self._positions = torch.zeros(num_tokens, dtype=torch.int64, device=device)
         self._slots = torch.full((num_views, num_tokens), PAD_SLOT, dtype=torch.int64, device=device)
         self._lens = torch.full((num_views, num_reqs), num_queries, dtype=torch.int32, device=device)
-        self._sampled = torch.zeros(num_reqs, dtype=torch.int64, device=device)
+        self._sampled = torch.zeros(self._num_sampled(num_reqs), dtype=torch.int64, device=device)
+
+    @property
+    def _most_tokens(self) -> int:
+        """No graph is for more query tokens."""
+        return self.vllm_config.scheduler_config.max_num_batched_tokens
+
+    def _num_sampled(self, num_reqs: int) -> int:
+        """Tokens that are drawn."""
+        return num_reqs
+
+    def _sample(
+        self, tokens: torch.Tensor, step: DraftStep, attn_metadata: Mapping[str, Any]
+    ) -> torch.Tensor:
+        """[_num_sampled] int64; arguments as for `Capturable.forward_and_sample`."""
+        return self._step.forward_and_sample(tokens, step, attn_metadata)
 
     def _init_candidates(self) -> None:
         """vLLM's own, for sizes of draft steps; models are compiled for no more tokens than fit a step."""
-        most = self.vllm_config.scheduler_config.max_num_batched_tokens
         sizes = [size * self.decode_query_len for size in draft_graph_sizes(self.vllm_config)]
-        sizes = [size for size in sizes if size <= most]
+        sizes = [size for size in sizes if size <= self._most_tokens]
         self.compilation_config = copy.copy(self.vllm_config.compilation_config)
         self.compilation_config.cudagraph_capture_sizes = sizes
         self.compilation_config.max_cudagraph_capture_size = max(sizes, default=0)
@@ -204,8 +225,8 @@ class DraftGraphs(CudaGraphManager):
     ) -> Callable[[CUDAGraphMode], None]:
         assert isinstance(desc, StepDescriptor) and desc.num_reqs is not None
         num_reqs = desc.num_reqs
-        num_tokens = num_reqs * self.decode_query_len
-        self._step.select_adapters(desc.num_active_loras, num_reqs)
+        num_tokens, num_sampled = num_reqs * self.decode_query_len, self._num_sampled(num_reqs)
+        self._step.select_adapters(desc.num_active_loras, num_sampled)
         # The step that is at the places that the graph reads.
         parts = [
             ViewStep(
@@ -221,13 +242,12 @@ class DraftGraphs(CudaGraphManager):
         attn_metadata = self._step.step_metadata(step, for_capture=True)
 
         def run(cudagraph_mode: CUDAGraphMode) -> None:
-            sampled = self._step.forward_and_sample(self._tokens[:num_tokens], step, attn_metadata)
-            self._sampled[:num_reqs].copy_(sampled)
+            self._sampled[:num_sampled].copy_(self._sample(self._tokens[:num_tokens], step, attn_metadata))
 
         return run
 
     def replay(self, tokens: torch.Tensor, step: DraftStep, num_adapters: int = 0) -> torch.Tensor | None:
-        """The step's sampled tokens, [num_reqs] int64, valid until the next step.
+        """The step's sampled tokens, [num_reqs] int64 (of a pass [num_tokens]), valid until the next step.
 
         Args:
             tokens: [num_reqs x num_queries] int32, the query tokens.
@@ -256,4 +276,27 @@ class DraftGraphs(CudaGraphManager):
         own = StepDescriptor(**vars(desc), common_len=common_len)
         self._step.refresh_metadata(self._captured[own])
         self.run_fullgraph(own)
-        return self._sampled[:num_reqs]
+        return self._sampled[: self._num_sampled(num_reqs)]
+
+
+class PassGraphs(DraftGraphs):
+    """One graph per padded number of requests: a pass of all of a round's tokens, each of which is drawn
+    after (`drafting/wide_passes.py`).
+    """
+
+    @property
+    def max_captured_reqs(self) -> int:
+        """Requests of the largest graph; 0: none was captured."""
+        return max((desc.num_reqs or 0 for desc in self.graphs), default=0)
+
+    @property
+    def _most_tokens(self) -> int:
+        return min(super()._most_tokens, MOST_TOKENS)
+
+    def _num_sampled(self, num_reqs: int) -> int:
+        return num_reqs * self.decode_query_len
+
+    def _sample(
+        self, tokens: torch.Tensor, step: DraftStep, attn_metadata: Mapping[str, Any]
+    ) -> torch.Tensor:
+        return self._step.forward_and_draw(tokens, step, attn_metadata)

@@ -31,6 +31,11 @@ logger = init_logger(f"vllm.{__name__}")
 _MAX_TOKENS_WITH_LOOKUPS = 16
 
 
+def are_tokens_on_device_alone(vllm_config: VllmConfig) -> bool:
+    """Whether the host does not know the requests' latest tokens when drafting begins."""
+    return vllm_config.use_v2_model_runner and vllm_config.device_config.device_type != "cpu"
+
+
 class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
     """The speculative configuration that vLLM's engine holds: it can judge the rest of the engine too."""
 
@@ -202,11 +207,29 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
                 f"{name} does not work with num_speculative_tokens='auto' on the V2 model runner; give a "
                 "number, set VLLM_USE_V2_MODEL_RUNNER=0, or use draft_lookup='off'"
             )
-        if vllm_config.device_config.device_type != "cpu":
+        if not are_tokens_on_device_alone(vllm_config):
+            if vllm_config.device_config.device_type != "cpu":
+                raise MagicDecConfigError(
+                    f"{name} works on GPUs with the V2 model runner alone; remove "
+                    "VLLM_USE_V2_MODEL_RUNNER=0 where it is set, or use draft_lookup='off'"
+                )
+            return
+        if self.draft_lookup_sources != ("context",):
             raise MagicDecConfigError(
-                f"{name} works on CPUs alone so far, where the host knows the latest tokens at once; use "
-                "draft_lookup='off'"
+                f"{METHOD}: draft_lookup_sources: on GPUs lookups search a request's own text "
+                "alone, as its latest tokens are not on the host; use ['context'], or remove "
+                "draft_lookup_sources"
             )
+        if vllm_config.model_config.use_mla:
+            raise MagicDecConfigError(
+                f"{name} does not work with MLA models on GPUs; use draft_lookup='off'"
+            )
+        if self.enable_adaptive_verification:
+            raise MagicDecConfigError(
+                f"{name} does not work with enable_adaptive_verification, which hears of passes of one "
+                "token alone; remove one of them"
+            )
+        self.looks_up_on_device = True
 
     def _find_budgets(self, vllm_config: VllmConfig) -> tuple[float, ...]:
         """The budgets to prepare for, ascending.

@@ -28,7 +28,9 @@ from vllm_magicdec.attention.observing import LayerObserver
 from vllm_magicdec.drafting.drafter import Drafter
 from vllm_magicdec.drafting.finite import make_finite
 from vllm_magicdec.drafting.layer_groups import LayerGroup
+from vllm_magicdec.drafting.wide_passes import MOST_TOKENS
 from vllm_magicdec.errors import METHOD
+from vllm_magicdec.lookup.device_lookups import Texts
 from vllm_magicdec.lookup.history import History
 from vllm_magicdec.views.base import (
     PAD_SLOT,
@@ -40,7 +42,7 @@ from vllm_magicdec.views.base import (
     ViewStep,
     on_device,
 )
-from vllm_magicdec.views.passes import DraftPass, Queries, ViewPass
+from vllm_magicdec.views.passes import DraftPass, Queries, TokenPassView, ViewPass
 from vllm_magicdec.vllm_api import cpu_attention, cpu_llvmlite
 from vllm_magicdec.vllm_api.adapters import Adapters
 from vllm_magicdec.vllm_api.attention_groups import (
@@ -48,7 +50,12 @@ from vllm_magicdec.vllm_api.attention_groups import (
     find_weakest_graphs,
     refuse_split_pages,
 )
-from vllm_magicdec.vllm_api.draft_graphs import DraftGraphs, step_of_nobody, why_no_draft_graphs
+from vllm_magicdec.vllm_api.draft_graphs import (
+    DraftGraphs,
+    PassGraphs,
+    step_of_nobody,
+    why_no_draft_graphs,
+)
 from vllm_magicdec.vllm_api.drafts_v2 import Draft, ModelDraft, TargetDraft
 from vllm_magicdec.vllm_api.embeddings import embed, takes_embeddings
 from vllm_magicdec.vllm_api.kv_cache import layer_groups
@@ -75,7 +82,8 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         super().__init__(vllm_config, device)
         if device.type == "cpu":
             cpu_attention.mend()
-        if self.speculative_config.draft_lookup == "on":
+        spec = self.speculative_config
+        if spec.draft_lookup == "on" and not spec.looks_up_on_device:
             cpu_llvmlite.mend()
         self.req_states = req_states
         self._drafting: Draft
@@ -86,7 +94,8 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         else:
             self._drafting = TargetDraft(self)
         self._batch: Batch | None = None
-        self._graphs: dict[int, DraftGraphs] = {}  # by query tokens per request
+        self._graphs: dict[int, DraftGraphs] = {}  # of steps, by query tokens per request
+        self._pass_graphs: PassGraphs | None = None
         self._is_timed = False  # vLLM wants to know what drafting takes
         self._adapters: Adapters | None = None
         self._rope: RopeState | None = None  # of targets with M-RoPE
@@ -150,14 +159,16 @@ class MagicDecSpeculator(StandaloneARSpeculator):
             kv_cache_config,
             self.device,
             pass_runner=self,
+            wide_pass_runner=self,
             own_cache=self._drafting.own_cache,
         )
         if self._drafter.has_layer_pages:
             refuse_split_pages(self._attention_groups)
         # By query tokens per request, where CUDA graphs read them.
-        self._query_start_locs = {n: self.arange_gpu * n for n in self._drafting.queries_of_steps}
+        numbers = {*self._drafting.queries_of_steps, self.num_speculative_steps}
+        self._query_start_locs = {n: self.arange_gpu * n for n in numbers}
         starts = torch.arange(self.max_num_reqs + 1, dtype=torch.int32)
-        self._query_start_locs_cpu = {n: starts * n for n in self._drafting.queries_of_steps}
+        self._query_start_locs_cpu = {n: starts * n for n in numbers}
         if self._drafts_are_awaited:
             logger.info_once(
                 "%s: every step waits for its drafts, because the KV connector may load into the blocks of "
@@ -172,14 +183,25 @@ class MagicDecSpeculator(StandaloneARSpeculator):
             reason = why_no_draft_graphs(cudagraph_mode, weakest)
             if reason is not None:
                 logger.warning_once("%s: draft steps run without CUDA graphs, slower: %s.", METHOD, reason)
-        self._graphs = {
-            num_queries: DraftGraphs(
-                self.vllm_config, self.device, cudagraph_mode, self, self._drafter.common_lens, num_queries
-            )
-            for num_queries in self._drafting.queries_of_steps
-        }
-        for graphs in self._graphs.values():
+        of_device = (self.vllm_config, self.device, cudagraph_mode, self, self._drafter.common_lens)
+        self._graphs = {n: DraftGraphs(*of_device, n) for n in self._drafting.queries_of_steps}
+        self._pass_graphs = None
+        if self.speculative_config.looks_up_on_device:
+            if not self._drafter.has_token_views:
+                self._pass_graphs = PassGraphs(*of_device, self.num_speculative_steps)
+            elif cudagraph_mode.decode_mode() == CUDAGraphMode.FULL:
+                logger.info_once(
+                    "%s: passes with looked-up tokens run without CUDA graphs, because their views are of "
+                    "single tokens; draft_kv_granularity='page' has graphs of them.",
+                    METHOD,
+                )
+        for graphs in self._every_graphs:
             faults.inject_into_graphs(graphs)
+
+    @property
+    def _every_graphs(self) -> Sequence[DraftGraphs]:
+        of_passes = [] if self._pass_graphs is None else [self._pass_graphs]
+        return [*self._graphs.values(), *of_passes]
 
     @property
     def counts(self) -> Counts:
@@ -189,13 +211,13 @@ class MagicDecSpeculator(StandaloneARSpeculator):
     def capture(self) -> None:
         """Called when the target's own graphs have been captured."""
         try:
-            for graphs in self._graphs.values():
+            for graphs in self._every_graphs:
                 graphs.capture_steps()
         except Exception:
             # Other tensor-parallel ranks would capture on, and wait in a collective.
             if envs.strict() or self.vllm_config.parallel_config.tensor_parallel_size > 1:
                 raise
-            self._graphs = {}
+            self._graphs, self._pass_graphs = {}, None
             logger.exception("%s: draft steps run without CUDA graphs, slower: capturing failed.", METHOD)
         self._is_timed = self.enable_adaptive_verification  # by dummy steps, which come next
 
@@ -300,6 +322,23 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         ends = (batch.context_lens + 1).tolist()
         return [History(token_ids[row, :end], ()) for row, end in zip(rows, ends, strict=True)]
 
+    @property
+    def max_wide_reqs(self) -> int:
+        """See `drafting.wide_passes.WidePassRunner`."""
+        if not self._drafting.reads_ahead:
+            return 0
+        if self._pass_graphs is not None and self._pass_graphs.graphs:
+            return self._pass_graphs.max_captured_reqs
+        return min(self.max_num_tokens, MOST_TOKENS) // self.num_speculative_steps
+
+    def texts(self, batch: Batch) -> Texts:
+        """See `drafting.wide_passes.WidePassRunner`."""
+        token_ids = self.req_states.all_token_ids.gpu
+        most = min(int(max(batch.known_lens)) + 1, token_ids.shape[1])
+        # What this step sampled is among them.
+        lens = (batch.context_lens + 1).clamp(max=most)
+        return Texts(token_ids, self.idx_mapping[: len(batch.req_ids)], lens, most)
+
     def _fill_up(self, lists: list[list[int]], num_steps: int) -> None:
         """Hand on lists as vLLM's runner takes drafts: as many of each request, some of them never used."""
         filled = [[*drafts, *[0] * (num_steps - len(drafts))] for drafts in lists]
@@ -342,42 +381,86 @@ class MagicDecSpeculator(StandaloneARSpeculator):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `drafting.staged.PassRunner`."""
         queries = draft_pass.queries
+        if self._adapters is not None:
+            self._adapters.apply(queries.places.tolist())  # every token is drawn after
+        if (drawn := self._replay_pass(tokens, draft_pass)) is not None:
+            return drawn, None
         places, steps = on_device(queries.places, self.device), on_device(queries.steps, self.device)
         attn_metadata: dict[str, Any] = {}
         for index, (part, group) in enumerate(zip(draft_pass.parts, self._drafter.groups, strict=True)):
             of_pages = partial(self._pass_page_metadata, index, part, queries)
             attn_metadata |= draft_metadata(part.view, group.layer_names, of_pages)
-        if self._adapters is not None:
-            self._adapters.apply(queries.places.tolist())  # every token is drawn after
-        positions = draft_pass.positions
-        if self._rope is not None:
-            positions = positions + self._rope_offsets[places]
-        slots = [part.slots for part in draft_pass.parts]
-        hidden_states = self._drafting.forward(tokens, positions, slots, attn_metadata)
-        logits = self.compute_draft_logits(hidden_states, 0)
-        if self.draft_logits is None:
-            drawn, temperature = logits.argmax(dim=-1), 1.0
-        else:
-            # A token's noise and its place among the logits are those that its own step has.
-            rows = self.idx_mapping[places]
-            drawn = gumbel_sample(
-                logits,
-                rows,
-                self.temperature,
-                self.seeds,
-                draft_pass.positions,
-                apply_temperature=True,
-                is_drafting=True,
-                logits_cache=self.draft_logits,
-                logits_cache_col=steps,
-                use_fp64=self.use_fp64_gumbel,
-            )
-            temperature = self.temperature[rows].unsqueeze(1)
-            temperature = temperature.masked_fill(temperature == 0, 1.0)
+        hidden_states = self._forward_at(
+            tokens, draft_pass.positions, places, [part.slots for part in draft_pass.parts], attn_metadata
+        )
+        rows = self.idx_mapping[places]
+        drawn, logits = self._draw_after_all(hidden_states, draft_pass.positions, rows, steps)
         if not draft_pass.is_weighed:
             return drawn, None
+        temperature: torch.Tensor | float = 1.0
+        if self.draft_logits is not None:
+            temperature = self.temperature[rows].unsqueeze(1)
+            temperature = temperature.masked_fill(temperature == 0, 1.0)
         log_probs = (logits.float() / temperature).log_softmax(dim=-1)
         return drawn, log_probs.gather(1, drawn.unsqueeze(1)).squeeze(1).exp()
+
+    def _replay_pass(self, tokens: torch.Tensor, draft_pass: DraftPass) -> torch.Tensor | None:
+        """[num_tokens] int64, where there is a graph of such a pass."""
+        if self._pass_graphs is None or draft_pass.is_weighed:
+            return None
+        parts = []
+        for part in draft_pass.parts:
+            if isinstance(part.view, TokenPassView):
+                return None
+            parts.append(ViewStep(0, part.positions, part.slots, part.view))
+        num_adapters = 0 if self._adapters is None else self._adapters.num_active
+        return self._pass_graphs.replay(tokens, DraftStep(parts), num_adapters)
+
+    def _forward_at(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        places: torch.Tensor,
+        slots: Sequence[torch.Tensor],
+        attn_metadata: Mapping[str, Any],
+    ) -> torch.Tensor:
+        """See `Draft.forward`; `places` [num_tokens] int64, of each token's request in the batch."""
+        if self._rope is not None:
+            positions = positions + self._rope_offsets[places]
+        return self._drafting.forward(tokens, positions, slots, attn_metadata)
+
+    def _draw_after_all(
+        self,
+        hidden_states: torch.Tensor,
+        positions: torch.Tensor,
+        rows: torch.Tensor,
+        steps: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The token after each, and the logits that it was drawn from.
+
+        Args:
+            hidden_states: [num_tokens, hidden_size].
+            positions: [num_tokens] int64.
+            rows: [num_tokens] int, of each token's request among vLLM's.
+            steps: [num_tokens] int64, the step of the round that each token is.
+        """
+        logits = self.compute_draft_logits(hidden_states, 0)
+        if self.draft_logits is None:
+            return logits.argmax(dim=-1), logits
+        # A token's noise and its place among the logits are those that its own step has.
+        drawn = gumbel_sample(
+            logits,
+            rows,
+            self.temperature,
+            self.seeds,
+            positions,
+            apply_temperature=True,
+            is_drafting=True,
+            logits_cache=self.draft_logits,
+            logits_cache_col=steps,
+            use_fp64=self.use_fp64_gumbel,
+        )
+        return drawn, logits
 
     @property
     def batch(self) -> Batch:
@@ -443,7 +526,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         starts = torch.from_numpy(queries.starts)
         return self._page_metadata(
             self._attention_groups_of(index),
-            query_start_loc=starts.to(self.device),
+            query_start_loc=on_device(queries.starts, self.device).to(torch.int32),
             query_start_loc_cpu=starts,
             max_query_len=int(queries.lens.max()),
             seq_lens=view.lens,
@@ -484,6 +567,20 @@ class MagicDecSpeculator(StandaloneARSpeculator):
             self.current_draft_step,
             self.draft_logits,
         )
+
+    def forward_and_draw(
+        self, tokens: torch.Tensor, step: DraftStep, attn_metadata: Mapping[str, Any]
+    ) -> torch.Tensor:
+        """See `draft_graphs.Capturable`."""
+        num_reqs = step.parts[0].view.lens.shape[0]
+        num_queries = len(tokens) // num_reqs
+        places = self.arange_gpu[:num_reqs].long().repeat_interleave(num_queries)
+        steps = self.arange_gpu[:num_queries].long().repeat(num_reqs)
+        hidden_states = self._forward_at(
+            tokens, step.positions, places, [part.slots for part in step.parts], attn_metadata
+        )
+        drawn, _ = self._draw_after_all(hidden_states, step.positions, self.idx_mapping[places], steps)
+        return drawn
 
     def observe(
         self, layer_names: Sequence[str], indices: Sequence[int], window: int, observer: LayerObserver

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lookups where the latest tokens are, as on a GPU; here V2 does so on a CPU, and the host knows them.
+
+Neither output nor drafts change, however many passes a round gets and whatever was looked up.
+"""
+
+import engines
+import pytest
+from engines import MODEL_LEN, POLICIES
+from greedy import assert_same_tokens, first_tokens
+from test_draft_lookup import lookup_metrics, on_v2, with_lookups
+
+ON_DEVICE = {"MAGICDEC_TEST_TOKENS_ON_DEVICE": "1"}
+NUM_TOKENS = 24
+
+
+def run_on_device(steps, **engine) -> engines.EngineRun:
+    run = engines.run(steps, env=ON_DEVICE, **engine)
+    assert run.v2_runner and run.draft_failures == 0
+    return run
+
+
+@pytest.mark.parametrize(
+    ("policy", "budget"),
+    [
+        ("streamingllm", 64),
+        ("streamingllm", MODEL_LEN),
+        ("snapkv", 128),
+        ("snapkv by token", 128),
+        ("verify-topk by token", MODEL_LEN),
+    ],
+)
+def test_wide_passes_draft_what_one_pass_per_token_does(prompts, plain, policy, budget):
+    chosen, engine = on_v2(prompts, NUM_TOKENS)
+    batches = {"batches": engine.pop("batches")}
+    run = run_on_device(
+        [
+            ("generate_and_count_drafts", batches),
+            ("generate_with_random_lookups", {**batches, "seed": 3}),
+            ("generate_and_draft_twice", batches),
+        ],
+        speculative_config=with_lookups(6, draft_kv_budget=budget, **POLICIES[policy]),
+        **engine,
+    )
+    counted, at_random, twice = run.results
+    assert twice["rounds"] > 20 and twice["passes"] > 20
+    assert twice["different"] <= 0.01 * twice["rounds"], "more than rounding"
+    expected = [first_tokens(plain[i], NUM_TOKENS) for i in chosen]
+    for results in (counted["batches"], twice["batches"], at_random):
+        assert_same_tokens(expected, results[0], f"{policy}, budget {budget}")
+    looked_up = lookup_metrics(run)
+    assert 0 < looked_up["accepted_tokens"] < looked_up["tokens"]
+    assert looked_up["rounds"] <= looked_up["passes"] < 6 * looked_up["rounds"]
+
+
+def test_drawn_drafts_and_their_logits_are_those_of_one_pass_per_token(prompts, plain):
+    """As many as there were passes; the others are verified as drawn from what was kept for them."""
+    chosen, engine = on_v2(prompts, NUM_TOKENS)
+    (batch,) = engine.pop("batches")
+    drawn = {**batch["sampling"], "temperature": 0.8, "seed": 5}
+    sampling = [drawn, batch["sampling"]] * (len(batch["prompts"]) // 2)
+    batches = {"batches": [{**batch, "sampling": sampling}]}
+    run = run_on_device(
+        [
+            ("generate_with_random_lookups", {**batches, "seed": 3}),
+            ("generate_and_draft_twice", batches),
+        ],
+        speculative_config=with_lookups(6, draft_kv_budget=64, draft_sample_method="probabilistic"),
+        **engine,
+    )
+    at_random, twice = run.results
+    assert twice["rounds"] > 20
+    assert twice["different"] <= 0.01 * twice["rounds"], "more than rounding"
+    assert twice["other_logits"] == 0
+    expected = [first_tokens(plain[i], NUM_TOKENS) for i in chosen]
+    for results in (at_random, twice["batches"]):
+        assert_same_tokens(expected[1::2], results[0][1::2], "beside sampled requests")
+
+
+def test_a_draft_model_reads_its_tokens_again_where_passes_were_too_few(prompts, plain):
+    """The K/V of stand-ins may be of other tokens: its cache is mended before the next round."""
+    chosen, engine = on_v2(prompts, NUM_TOKENS)
+    batches = {"batches": engine.pop("batches")}
+    spec = with_lookups(6, draft_kv_budget=MODEL_LEN)
+    spec |= {"method": "magicdec", "model": str(engines.MODEL)}
+    run = run_on_device(
+        [
+            ("generate_and_count_drafts", batches),
+            ("generate_with_random_lookups", {**batches, "seed": 3}),
+            ("generate_and_draft_twice", batches),
+        ],
+        speculative_config=spec,
+        **engine,
+    )
+    expected = [first_tokens(plain[i], NUM_TOKENS) for i in chosen]
+    counted, at_random, twice = run.results
+    for results in (counted["batches"], at_random, twice["batches"]):
+        assert_same_tokens(expected, results[0], "a draft model")
+    # It is the target with a view of all: what one pass per token drafts stands.
+    assert twice["different"] == 0
+
+
+@pytest.mark.parametrize("policy", ["streamingllm", "snapkv"])
+def test_wide_passes_are_replayed_from_recorded_graphs(prompts, plain, policy):
+    chosen, engine = on_v2(prompts, NUM_TOKENS)
+    batches = {"batches": engine.pop("batches")}
+    run = run_on_device(
+        [
+            ("record_graphs", {"sizes": [2, 4]}),
+            ("generate_with_random_lookups", {**batches, "seed": 3}),
+            ("generate_and_draft_twice", batches),
+            ("count_replays", {}),
+        ],
+        # Recorded graphs replay torch's operators, which the kernel for CPUs is not.
+        speculative_config=with_lookups(6, draft_kv_budget=128, native_attention=False, **POLICIES[policy]),
+        **engine,
+    )
+    _, at_random, twice, replays = run.results
+    expected = [first_tokens(plain[i], NUM_TOKENS) for i in chosen]
+    for results in (at_random, twice["batches"]):
+        assert_same_tokens(expected, results[0], f"recorded graphs, {policy}")
+    assert twice["different"] <= 0.01 * twice["rounds"], "more than rounding"
+    # 4, 3, 2 and 1 requests at a time, each in the smallest graph that holds them.
+    assert replays["2 x 6, a pass"] > 0 < replays["4 x 6, a pass"]
+
+
+def test_lookups_that_fail_lose_no_request(prompts, plain):
+    chosen, engine = on_v2(prompts, 16)
+    run = run_on_device(
+        [("generate_with_broken_lookups", {"batches": engine.pop("batches")})],
+        strict=False,
+        speculative_config=with_lookups(4, draft_kv_budget=64),
+        **engine,
+    )
+    expected = [first_tokens(plain[i], 16) for i in chosen]
+    assert_same_tokens(expected, run.results[0][0], "broken lookups")
+    assert run.metrics["vllm:magicdec_lookup_failures"] > 0
+
+
+def test_a_request_comes_to_the_models_length(prompts):
+    lengths = (238, 250)
+    long = [prompt for prompt in prompts if len(prompt) > 250]
+    engine = {
+        "prompts": [prompt[:length] for prompt in long for length in lengths][:6],
+        "sampling": {"temperature": 0.0, "max_tokens": 64, "ignore_eos": True},
+        "max_model_len": 256,
+        "max_num_seqs": 4,
+    }
+    truth = engines.generate(**engine).results[0][0]
+    run = engines.generate(
+        speculative_config=with_lookups(8, draft_kv_budget=192),
+        v2=True,
+        env=ON_DEVICE,
+        num_gpu_blocks_override=257,
+        **engine,
+    )
+    assert_same_tokens(truth, run.results[0][0], "the model's end")
+    assert run.v2_runner and run.draft_failures == 0

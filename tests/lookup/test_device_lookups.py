@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What follows the longest earlier occurrence of a text's end, against a search word by word."""
+
+import os
+import random
+
+import pytest
+import torch
+import triton_tools
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_magicdec.lookup.device_lookups import MAX_MATCH, DeviceLookups, Texts
+
+CPU, MODEL_LEN, VOCAB = torch.device("cpu"), 70, 5
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def continuation(text: list[int], drafted: list[int], most: int) -> list[int] | None:
+    """By the definition: the longest match of which a verified token follows, of equals the latest."""
+    whole, best, follows = text + drafted, 0, 0
+    for end in range(1, len(text)):
+        length = 0
+        while length < min(end, MAX_MATCH) and whole[end - 1 - length] == whole[-1 - length]:
+            length += 1
+        if length and length >= best:
+            best, follows = length, end
+    if not best:
+        return None
+    for _ in range(most):  # what was found may be found again
+        whole.append(whole[follows])
+        follows += 1
+    return [token if token < VOCAB else 0 for token in whole[len(whole) - most :]]
+
+
+@st.composite
+def batches(draw):
+    """Texts in rows of any order, what was drafted of each, and how many drafts a round makes."""
+    rng = random.Random(draw(st.integers(0, 10**6)))
+    num_reqs, num_steps = draw(st.integers(1, 4)), draw(st.integers(2, 9))
+    # Of one token, of few, and of so many that hardly one comes twice; some are not in the vocabulary.
+    letters = draw(st.sampled_from([1, 2, VOCAB, VOCAB + 1, 1000]))
+    texts = [[rng.randrange(letters) for _ in range(rng.randint(1, MODEL_LEN))] for _ in range(num_reqs)]
+    drafted = [[rng.randrange(letters) for _ in range(rng.randrange(num_steps))] for _ in texts]
+    return rng, texts, drafted, num_steps
+
+
+@settings(max_examples=300, deadline=None)
+@given(batches())
+def test_texts_go_on_as_after_the_longest_match(drawn):
+    rng, texts, drafted, num_steps = drawn
+    rows = rng.sample(range(6), len(texts))
+    # What lies behind a text in its row is another one's.
+    token_ids = torch.randint(0, 3, (6, MODEL_LEN), dtype=torch.int32)
+    given_ = torch.full((len(texts), num_steps), 77, dtype=torch.int32)
+    for index, (row, text, own) in enumerate(zip(rows, texts, drafted, strict=True)):
+        token_ids[row, : len(text)] = torch.tensor(text, dtype=torch.int32)
+        given_[index, : 1 + len(own)] = torch.tensor([text[-1], *own], dtype=torch.int32)
+    made = torch.tensor([len(own) for own in drafted])
+    lens = torch.tensor([len(text) for text in texts])
+    most = min(MODEL_LEN, max(map(len, texts)) + rng.randrange(9))
+    lookups = DeviceLookups(4, MODEL_LEN, VOCAB, CPU, has_kernels=IS_INTERPRETED)
+    is_found = lookups.fill(
+        given_, made, Texts(token_ids, torch.tensor(rows, dtype=torch.int32), lens, most)
+    )
+    for index, (text, own) in enumerate(zip(texts, drafted, strict=True)):
+        expected = continuation(text, own, num_steps - 1 - len(own))
+        assert bool(is_found[index]) == (expected is not None)
+        nothing = [0] * (num_steps - 1 - len(own))
+        assert given_[index].tolist() == [text[-1], *own, *(nothing if expected is None else expected)]
+
+
+def test_a_placeholder_of_the_text_is_never_given_to_a_model():
+    text = [1, 2, VOCAB + 3, 4, 1, 2]
+    token_ids = torch.tensor([text], dtype=torch.int32)
+    given_ = torch.zeros((1, 4), dtype=torch.int32)
+    given_[0, 0] = text[-1]
+    none = torch.zeros(1, dtype=torch.int64)
+    texts = Texts(token_ids, none, torch.tensor([len(text)]), len(text))
+    DeviceLookups(1, MODEL_LEN, VOCAB, CPU, has_kernels=False).fill(given_, none, texts)
+    assert given_[0].tolist() == [2, 0, 4, 1]
+
+
+def test_the_kernels_find_what_torch_does():
+    triton_tools.run_interpreted(__file__)
+
+
+def test_the_kernels_compile_for_a_gpu():
+    kernels = pytest.importorskip("vllm_magicdec.lookup.device_kernels")
+    texts = {"token_ids": "*i32", "rows": "*i32", "lens": "*i64", "given": "*i32", "made": "*i64"}
+    scanned = {"scores": "*i64"}
+    constants = {"SCALE": 1 << 18, "MATCH": MAX_MATCH, "BLOCK_SIZE": kernels.BLOCK}
+    triton_tools.check_compiles_for_hopper(kernels._scan_kernel, texts | scanned, constants)
+    constants = {"SCALE": 1 << 18, "BLOCKS_PADDED": 128, "STEPS_PADDED": 8}
+    triton_tools.check_compiles_for_hopper(
+        kernels._write_kernel, texts | scanned | {"is_found": "*i1"}, constants
+    )
+
+
+def main() -> None:
+    from vllm_magicdec.lookup import device_kernels
+
+    device_kernels.BLOCK = 16  # so that texts have several
+    calls = []
+    fill = device_kernels.Scan.fill
+    device_kernels.Scan.fill = lambda *args: calls.append(args) or fill(*args)
+    inner = test_texts_go_on_as_after_the_longest_match.hypothesis.inner_test
+    settings(max_examples=60, deadline=None)(given(batches())(inner))()
+    assert calls
+
+
+if __name__ == "__main__":
+    main()
