@@ -226,6 +226,11 @@ def count_replays(llm: Any) -> dict[int, int]:
     return llm.collective_rpc(_count_replays)[0]
 
 
+def run_passes_as_captured(llm: Any) -> None:
+    """From now on wide passes run what a CUDA graph of them would be captured of; V2 runner."""
+    llm.collective_rpc(_run_passes_as_captured)
+
+
 def abort_half_while_decoding(llm: Any, batch: dict[str, Any], steps_before_abort: int) -> Any:
     """Abort every second request after some engine steps; return the others' tokens by index."""
     engine = llm.llm_engine
@@ -530,11 +535,7 @@ def _break_lookups(worker: Any) -> None:
     def look_up(*args: Any) -> Any:
         raise RuntimeError("broken on purpose")
 
-    drafter = _draft_of(worker)._drafter
-    if drafter._wide is not None:
-        drafter._wide._lookups.fill = look_up
-    else:
-        drafter._staged._lookups.look_up = look_up
+    _draft_of(worker)._drafter._staged._lookups.look_up = look_up
 
 
 def _forget_failures(worker: Any) -> None:
@@ -544,6 +545,8 @@ def _forget_failures(worker: Any) -> None:
     drafter._pauses = Pauses("Drafting", "steps go on without useful drafts")
     if drafter._staged is not None:
         drafter._staged._lookup_pauses = Pauses("A lookup", "every draft takes a pass of its own")
+    if drafter._wide is not None:
+        drafter._wide._pauses = Pauses("A lookup", "every draft takes a pass of its own")
 
 
 def _draft_twice(worker: Any) -> None:
@@ -555,7 +558,7 @@ def _draft_twice(worker: Any) -> None:
 
     runner = _draft_of(worker)
     drafter = runner._drafter
-    compared = Counter(drafts=0, rounds=0, different=0, other_logits=0)
+    compared = Counter(drafts=0, rounds=0, different=0, other_logits=0, not_kept=0, passes=0)
     read = (
         runner.draft_logits if worker.vllm_config.use_v2_model_runner else None
     )  # None also: greedy drafts
@@ -583,10 +586,29 @@ def _draft_twice(worker: Any) -> None:
                     both = logits[row, :used], read[row, :used]
                     compared.update(other_logits=not torch.allclose(*both, rtol=1e-4, atol=1e-4))
 
+    latest: list[torch.Tensor] = []
+    if read is not None:
+        compute = runner.compute_draft_logits
+
+        def compute_and_note(*args: Any) -> torch.Tensor:
+            latest[:] = [compute(*args)]
+            return latest[0]
+
+        runner.compute_draft_logits = compute_and_note
+
     def fill_widely_twice(drafts: torch.Tensor, batch: Any, num_steps: int) -> None:
+        num_passes = drafter._wide.begin_round(batch, num_steps)
+        drafter.takes_passes = num_passes > 0
         prepared = drafter._prepare(batch, num_steps)
-        num_passes = drafter._wide.draft(drafts, batch, prepared)
+        num_passes = drafter._wide.draft(drafts, batch, prepared, num_passes)
         logits = None if read is None else read.clone()
+        if num_passes and logits is not None:
+            # Of every place what its token was drawn from, the stand-ins' as well.
+            of_drafts = latest[-1].view(*drafts.shape, -1)
+            for index, is_prefilling in enumerate(batch.is_prefilling):
+                if not is_prefilling:
+                    kept = logits[runner.idx_mapping[index], :num_steps]
+                    compared.update(not_kept=not torch.equal(kept, of_drafts[index]))
         tokens, one_by_one = batch.tokens, torch.zeros_like(drafts)
         for parts in zip(*prepared, strict=True):
             step = DraftStep(parts)
@@ -758,6 +780,17 @@ def _record_graphs(worker: Any, sizes: list[int]) -> None:
     recorded_graphs.capture(_draft_of(worker), sizes)
 
 
+def _run_passes_as_captured(worker: Any) -> None:
+    from types import SimpleNamespace
+
+    runner = _draft_of(worker)
+
+    def replay(tokens: Any, step: Any, num_adapters: int) -> Any:
+        return runner.forward_and_draw(tokens, step, runner.step_metadata(step))
+
+    runner._pass_graphs = SimpleNamespace(replay=replay, graphs={None: None}, max_captured_reqs=4)
+
+
 def _count_replays(worker: Any) -> dict[int, int]:
     import recorded_graphs
 
@@ -774,6 +807,13 @@ def _watch_draft_steps(worker: Any) -> None:
         return forward(*args)
 
     draft.forward_and_sample = forward_and_count
+    draw = draft.forward_and_draw
+
+    def draw_and_count(*args: Any) -> Any:
+        draft.steps_seen["eager"] += 1
+        return draw(*args)
+
+    draft.forward_and_draw = draw_and_count
 
     def count_graphs_of(graphs: Any) -> None:
         run_fullgraph = graphs.run_fullgraph
@@ -786,7 +826,7 @@ def _watch_draft_steps(worker: Any) -> None:
 
         graphs.run_fullgraph = run_and_count
 
-    for graphs in draft._graphs.values():
+    for graphs in draft._every_graphs:
         count_graphs_of(graphs)
 
 
@@ -843,6 +883,7 @@ SCENARIOS = {
         generate_and_note_saves,
         record_graphs,
         count_replays,
+        run_passes_as_captured,
         abort_half_while_decoding,
         watch_draft_cache,
         watched_draft_cache,

@@ -119,6 +119,9 @@ def inject_into_drafter(drafter: Any) -> None:
     if drafter._staged is not None:
         lookups = drafter._staged._lookups
         lookups.look_up = _before(lookups.look_up, lambda: fault.raise_if("lookup"))
+    if drafter._wide is not None:
+        wide = drafter._wide
+        wide._look_up = _before(wide._look_up, lambda: fault.raise_if("lookup"))
 
 
 def inject_into_controller(controller: Any) -> None:

@@ -242,7 +242,8 @@ def _checks(checks: list[Result]) -> list[str]:
 
 def check_name(check: Result) -> str:
     """Of a result of `lossless.check`."""
-    return f"{check['mode']} ({check['dtype']}), {check['policy']}, budget {check['budget']}"
+    lookups = ", lookups" if check.get("draft_lookup", "off") == "on" else ""
+    return f"{check['mode']} ({check['dtype']}), {check['policy']}, budget {check['budget']}{lookups}"
 
 
 def sameness(check: Result) -> str:

@@ -34,6 +34,11 @@ class Case:
 
     policy: str  # of `POLICIES`
     budget: int  # tokens
+    draft_lookup: str = "off"
+
+    def suits(self, mode: "Mode") -> bool:
+        """On a GPU V2 alone has lookups."""
+        return self.draft_lookup == "off" or mode.runner == "v2"
 
 
 CASES = (
@@ -43,6 +48,8 @@ CASES = (
     Case("verify-topk", 192),
     Case("verify-topk-token", 128),
     Case("streamingllm", engines.MODEL_LEN),  # a view of the whole context
+    Case("streamingllm", 128, "on"),
+    Case("snapkv", 128, "on"),
 )
 SMALL_CASES = CASES[:1]  # in bfloat16, where a CPU has nothing to show but that it runs
 
@@ -88,6 +95,7 @@ def check(
     Yields:
         A result for each case; its `status` is "ok", "wrong" or "failed".
     """
+    cases = [case for case in cases if case.suits(mode)]
     prompts = texts.prompts(num_prompts, 300, 1500)
     sampling = {"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True, "logprobs": 2}
     sizes = {"requests": num_prompts, "tokens": max_tokens}
@@ -100,7 +108,12 @@ def check(
     results: dict[Case, dict[str, Any]] = {}
     for case in cases:
         result = results[case] = {**_about(mode, case), **sizes}
-        spec = engines.magicdec(GAMMA, draft_kv_budget=case.budget, **POLICIES[case.policy])
+        spec = engines.magicdec(
+            GAMMA,
+            draft_kv_budget=case.budget,
+            draft_lookup=case.draft_lookup,
+            **POLICIES[case.policy],
+        )
         try:
             run = _generate(mode, prompts, sampling, speculative_config=spec)
             result |= {"drafted": run.drafted, "accepted": run.accepted}

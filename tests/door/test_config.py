@@ -396,6 +396,11 @@ def test_on_a_cpu_the_host_looks_up(model_dir):
     [
         (ON, False, "works on GPUs with the V2 model runner alone; remove VLLM_USE_V2_MODEL_RUNNER=0"),
         ({**ON, "draft_lookup_sources": ["context", "served"]}, True, "use ['context'], or remove"),
+        (
+            {**ON, "draft_kv_policy": "snapkv"},
+            True,
+            "use draft_kv_granularity='page', or draft_lookup='off'",
+        ),
         ({**ON, "num_speculative_tokens": "auto"}, True, "'auto' on the V2 model runner; give a number"),
     ],
 )

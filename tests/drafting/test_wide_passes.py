@@ -17,7 +17,7 @@ from scipy.stats import chisquare
 from test_staged import CPU, Target, assert_only_lookahead_was_written, rounds, steps_of
 
 from vllm_magicdec.adaptive.metrics import Counts, LookupCounters
-from vllm_magicdec.drafting.wide_passes import _DELAY, _PROBE_EVERY, Gains, WidePasses
+from vllm_magicdec.drafting.wide_passes import _PROBE_EVERY, Gains, WidePasses
 from vllm_magicdec.lookup.device_lookups import DeviceLookups, Texts
 
 
@@ -77,9 +77,15 @@ def wide_passes(target, drawn, lookups, num_passes: int | None = None, **others)
     return wide, counters
 
 
+def draft_round(wide, drafts, batch, rounds_) -> int:
+    """As the drafter does; returns the number of passes."""
+    return wide.draft(drafts, batch, rounds_, wide.begin_round(batch, drafts.shape[1]))
+
+
 def all_fit(drawn) -> bool:
-    """No request comes to the end of the model's length, and there is a draft to look up."""
-    return drawn.num_steps > 1 and max(drawn.batch.known_lens) + drawn.num_steps <= drawn.model_len
+    """No request comes to the end of the model's length, one drafts, and there is a draft to look up."""
+    fit = max(drawn.batch.known_lens) + drawn.num_steps <= drawn.model_len
+    return fit and drawn.num_steps > 1 and not all(drawn.batch.is_prefilling)
 
 
 def one_by_one(drawn) -> torch.Tensor:
@@ -97,7 +103,7 @@ def test_as_many_drafts_as_passes_are_those_of_one_pass_per_token_whatever_was_l
     target = WideTarget(drawn)
     num_passes = min(num_passes, drawn.num_steps)
     wide, _ = wide_passes(target, drawn, RandomLookups(seed), num_passes)
-    made = wide.draft(drafts, drawn.batch, steps_of(drawn))
+    made = draft_round(wide, drafts, drawn.batch, steps_of(drawn))
     if not all_fit(drawn):
         assert made == 0 and (drafts == -1).all() and not target.pass_lens
         return
@@ -118,12 +124,11 @@ def test_a_lookup_that_is_right_makes_all_drafts_in_one_pass(drawn):
         return
     expected, target = one_by_one(drawn), WideTarget(drawn)
     wide, counters = wide_passes(target, drawn, KnownDrafts(expected), 1)
-    for _ in range(_DELAY + 1):
+    for _ in range(wide._delay + 1):
         drafts = torch.zeros_like(expected)
-        assert wide.draft(drafts, drawn.batch, steps_of(drawn)) == 1
+        assert draft_round(wide, drafts, drawn.batch, steps_of(drawn)) == 1
         assert torch.equal(drafts, expected)
-    # The first of these rounds has been heard of in the last one.
-    wide._hear()
+    # The first of these rounds was heard of in the last one.
     num_drafting = len(drafts) - sum(drawn.batch.is_prefilling)
     expected_counts = {"rounds": 1, "passes": 1}
     looked_up = num_drafting * (drawn.num_steps - 1)
@@ -134,20 +139,41 @@ def test_a_lookup_that_is_right_makes_all_drafts_in_one_pass(drawn):
 
 @settings(max_examples=60, deadline=None)
 @given(rounds())
-def test_the_requests_own_texts_spare_passes_and_change_no_draft(drawn):
+def test_the_requests_own_texts_change_no_draft(drawn):
     if not all_fit(drawn):
         return
     expected, target = one_by_one(drawn), WideTarget(drawn)
     lookups = DeviceLookups(len(expected), drawn.model_len, 1000, CPU, has_kernels=False)
     wide, _ = wide_passes(target, drawn, lookups)
     rounds_made = []
-    for _ in range(2 * _DELAY + 2):
+    for _ in range(2 * wide._delay + 2):
         drafts = torch.zeros_like(expected)
-        num_passes = wide.draft(drafts, drawn.batch, steps_of(drawn))
+        num_passes = draft_round(wide, drafts, drawn.batch, steps_of(drawn))
         assert torch.equal(drafts[:, :num_passes], expected[:, :num_passes])
         rounds_made.append(num_passes)
-    # All passes, to see; then passes of one token until the host has heard, and what it has learned.
-    assert rounds_made[: _DELAY + 1] == [drawn.num_steps] + [0] * _DELAY
+    # All passes, to see; then passes of one token until the host has heard.
+    assert rounds_made[: wide._delay] == [drawn.num_steps] + [0] * (wide._delay - 1)
+
+
+def test_lookups_that_are_right_soon_spare_passes():
+    drawn = _a_round(lambda drawn: all_fit(drawn) and drawn.num_steps > 4)
+    expected, target = one_by_one(drawn), WideTarget(drawn)
+    wide, _ = wide_passes(target, drawn, KnownDrafts(expected))
+    made = []
+    for _ in range(wide._delay + 3):
+        drafts = torch.zeros_like(expected)
+        made.append(draft_round(wide, drafts, drawn.batch, steps_of(drawn)))
+        assert torch.equal(drafts, expected) or not made[-1]
+    assert made[0] == drawn.num_steps and made[wide._delay :] == [1, 1, 1]
+
+
+def test_prompts_alone_are_no_round():
+    drawn = _a_round(all_fit)
+    drafts = torch.zeros((len(drawn.tables), drawn.num_steps), dtype=torch.int64)
+    wide, _ = wide_passes(WideTarget(drawn), drawn, RandomLookups(0))
+    prompts = replace(drawn.batch, is_prefilling=[True] * len(drafts))
+    assert draft_round(wide, drafts, prompts, steps_of(drawn)) == 0
+    assert draft_round(wide, drafts, drawn.batch, steps_of(drawn)) == drawn.num_steps, "the first look"
 
 
 def test_rounds_that_wide_passes_do_not_suit_take_passes_of_one_token():
@@ -155,13 +181,13 @@ def test_rounds_that_wide_passes_do_not_suit_take_passes_of_one_token():
     drafts = torch.zeros((3, drawn.num_steps), dtype=torch.int64)
     target = WideTarget(drawn, max_wide_reqs=2)
     wide, counters = wide_passes(target, drawn, RandomLookups(0), 2)
-    assert wide.draft(drafts, drawn.batch, steps_of(drawn)) == 0, "too many requests"
+    assert draft_round(wide, drafts, drawn.batch, steps_of(drawn)) == 0, "too many requests"
     target.max_wide_reqs = 3
     fewer = drafts[:, : drawn.num_steps - 1]
-    assert wide.draft(fewer, drawn.batch, steps_of(drawn)) == 0, "fewer drafts than usual"
+    assert draft_round(wide, fewer, drawn.batch, steps_of(drawn)) == 0, "fewer drafts than usual"
     assert not target.pass_lens
     assert counters.totals["lookup_passes"] == 2 * drawn.num_steps - 1
-    assert wide.draft(drafts, drawn.batch, steps_of(drawn)) == 2
+    assert draft_round(wide, drafts, drawn.batch, steps_of(drawn)) == 2
 
 
 def test_lookups_that_fail_leave_the_round_to_passes_of_one_token(monkeypatch):
@@ -170,12 +196,12 @@ def test_lookups_that_fail_leave_the_round_to_passes_of_one_token(monkeypatch):
     drafts = torch.zeros((len(drawn.tables), drawn.num_steps), dtype=torch.int64)
     wide, counters = wide_passes(WideTarget(drawn), drawn, BrokenLookups(), 2)
     for _ in range(5):
-        assert wide.draft(drafts, drawn.batch, steps_of(drawn)) == 0
+        assert draft_round(wide, drafts, drawn.batch, steps_of(drawn)) == 0
     # After the third one they pause.
     assert counters.totals["lookup_failures"] == 3 and counters.totals["lookup_pauses"] == 1
     wide, _ = wide_passes(WideTarget(drawn), drawn, BrokenLookups(), 2, is_alone=False)
     with pytest.raises(RuntimeError, match="on purpose"):
-        wide.draft(drafts, drawn.batch, steps_of(drawn))
+        draft_round(wide, drafts, drawn.batch, steps_of(drawn))
 
 
 NUM_SAMPLES, VOCAB = 200_000, 3
@@ -257,13 +283,14 @@ def test_sampled_drafts_that_are_lacking_are_verified_as_drawn_from_what_was_kep
     wide = WidePasses(runner, GuessesFromDrafts(), LookupCounters(Counts()), **sizes)
     wide._gains = SimpleNamespace(next=lambda: num_passes, learn=lambda gained: None)
     batch = SimpleNamespace(
+        req_ids=range(NUM_SAMPLES),
         tokens=torch.zeros(NUM_SAMPLES, dtype=torch.int64),
         known_lens=[1] * NUM_SAMPLES,
         is_prefilling=[False] * NUM_SAMPLES,
     )
     drafts = torch.zeros((NUM_SAMPLES, num_steps), dtype=torch.int64)
     steps = SimpleNamespace(take=lambda queries: SimpleNamespace(positions=None))
-    assert wide.draft(drafts, batch, [steps]) == num_passes
+    assert draft_round(wide, drafts, batch, [steps]) == num_passes
     kept = runner.logits if keeps == "what was drawn from" else draft[prefixes_of(drafts[:, :-1])]
     outputs = verified(drafts, kept, target, generator)
     counts = torch.bincount(VOCAB * outputs[:, 0] + outputs[:, 1], minlength=VOCAB**2)

@@ -5,7 +5,7 @@ import engines
 import pytest
 import spire_drafts
 from draft_engines import drafting_with
-from engines import MODEL, POLICIES, magicdec
+from engines import MODEL, magicdec
 from greedy import GREEDY, assert_same_tokens
 
 
@@ -33,9 +33,10 @@ def test_greedy_output_is_unchanged_with_cuda_graphs(prompts, plain, policy):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("policy", ["streamingllm", "snapkv", "snapkv by token"])
+@pytest.mark.parametrize("policy", ["streamingllm", "snapkv", "verify-topk"])
 def test_greedy_output_is_unchanged_with_lookups_on_the_device(prompts, plain, policy):
-    spec = magicdec(6, draft_kv_budget=256, draft_lookup="on", **POLICIES[policy])
+    by_page = {"draft_kv_granularity": "page"} if policy != "streamingllm" else {}
+    spec = magicdec(6, draft_kv_policy=policy, draft_kv_budget=256, draft_lookup="on", **by_page)
     run = assert_graphs_draft_losslessly(prompts, plain, spec, f"lookups, {policy}")
     counted = {name: run.metrics[f"vllm:magicdec_lookup_{name}"] for name in ("rounds", "passes", "tokens")}
     assert counted["tokens"] > 0 and counted["rounds"] <= counted["passes"] < 6 * counted["rounds"]

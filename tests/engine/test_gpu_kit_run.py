@@ -133,7 +133,9 @@ def test_decode_speed_is_that_of_the_synthetic_acceptance(small_run):
 def test_greedy_output_was_compared_where_views_lose_drafts(small_run):
     _, record = small_run
     checks = [check for check in record["lossless"] if check["dtype"] == "float32"]
-    assert [(c["policy"], c["budget"]) for c in checks] == [(c.policy, c.budget) for c in lossless.CASES]
+    (mode,) = {check["mode"] for check in checks}
+    cases = [case for case in lossless.CASES if case.suits(lossless.MODES[mode])]
+    assert [(c["policy"], c["budget"]) for c in checks] == [(c.policy, c.budget) for c in cases]
     assert {check["policy"] for check in checks} == POLICIES.keys()
     assert {check["status"] for check in checks} == {"ok"} and record["budgets_differ"]
     assert all(0 < check["accepted"] <= check["drafted"] for check in checks)

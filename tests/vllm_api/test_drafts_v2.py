@@ -62,7 +62,7 @@ class ImaginedEngine:
             max_model_len=MODEL_LEN,
             groups=[LayerGroup(("draft",), 0, SPEC, None)],
             attn_groups=[],
-            speculative_config=SimpleNamespace(draft_lookup=lookup),
+            takes_passes=False,
             num_latest=lambda num_steps: 1,
             req_states=SimpleNamespace(all_token_ids=SimpleNamespace(gpu=self._all_token_ids)),
             slots_by_layer=lambda slots: slots,
@@ -71,7 +71,7 @@ class ImaginedEngine:
         )
         self.draft = ModelDraft(self._speculator)
         self.draft._page_size, self.draft._may_lag = PAGE, True
-        self.draft._has_lookups = lookup == "on"
+        self._lookup = lookup
         self.requests = [self._arriving(row) for row in range(NUM_ROWS)]
 
     def _arriving(self, row: int) -> Request:
@@ -193,9 +193,33 @@ class ImaginedEngine:
                 assert self._held(request, request.computed // PAGE * PAGE), request
                 self.most_lacking = max(self.most_lacking, int(self.draft._lacking[rows].max()))
             return
+        takes_some = self._lookup == "sometimes" and self._rng.random() < 0.5
+        self._speculator.takes_passes = self._lookup == "on" or takes_some
         self.draft.catch_up(batch, num_steps)
         self._draft_slots.prepare(batch, num_steps)
-        tokens, drafted = batch.tokens, []
+        if takes_some:
+            drafts = self._draft_by_wide_passes(requests, batch, num_steps)
+        else:
+            drafts = self._draft_by_steps(requests, batch, num_steps)
+        for request, own in zip(requests, drafts.tolist(), strict=True):
+            request.drafts = [] if request.is_prefilling else own
+
+    def _draft_by_wide_passes(self, requests, batch, num_steps) -> torch.Tensor:
+        """The K/V of as many drafts as there were passes is right; behind them is that of other tokens."""
+        for request in requests:
+            assert self._held(request, request.computed), request
+        num_passes = self._rng.randint(1, num_steps)
+        drafts = torch.tensor([[self._rng.randrange(1000) for _ in range(num_steps)] for _ in requests])
+        read = torch.cat([batch.tokens.long().unsqueeze(1), drafts[:, :-1]], dim=1)
+        read[:, num_passes:] = 1000 + read[:, num_passes:]
+        for index in range(num_steps):
+            step = self._draft_slots.step(index, len(requests), None)
+            self._write(read[:, index], step.positions, step.slots)
+        self.draft.end_round(batch, drafts[:, :num_passes])
+        return drafts
+
+    def _draft_by_steps(self, requests, batch, num_steps) -> torch.Tensor:
+        tokens, drafted, lens = batch.tokens, [], batch.context_lens
         for index in range(num_steps):
             view = PageView(lens.int() + index + 1, batch.block_table, MODEL_LEN)
             step = DraftStep([self._draft_slots.step(index, len(requests), view)])
@@ -211,11 +235,10 @@ class ImaginedEngine:
             drafted.append(tokens)
         drafts = torch.stack(drafted, dim=1).long()
         self.draft.end_round(batch, drafts)
-        for request, own in zip(requests, drafts.tolist(), strict=True):
-            request.drafts = [] if request.is_prefilling else own
+        return drafts
 
 
-@pytest.mark.parametrize("lookup", ["off", "on"])
+@pytest.mark.parametrize("lookup", ["off", "on", "sometimes"])
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("seed", range(12))
 def test_every_verified_token_is_read_before_it_is_looked_at(seed, is_async, lookup):
@@ -226,7 +249,7 @@ def test_every_verified_token_is_read_before_it_is_looked_at(seed, is_async, loo
         # Often 0, so that plain steps follow on one another.
         engine.step(rng.choice([0, 0, 0, 1, 2, MAX_DRAFTS]), batch_size=rng.choice([1, NUM_ROWS, NUM_ROWS]))
     assert engine.most_lacking > 1  # what plain steps decode waits
-    assert (engine.num_led > 0) == (lookup == "off")
+    assert (engine.num_led > 0) == (lookup != "on")
 
 
 def test_where_drafts_follow_on_drafts_only_prompts_take_a_pass_of_their_own():

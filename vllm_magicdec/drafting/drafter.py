@@ -30,13 +30,12 @@ from vllm_magicdec.drafting.sizing import make_views, max_graph_reqs
 from vllm_magicdec.drafting.staged import PassRunner, StagedDrafts
 from vllm_magicdec.drafting.wide_passes import WidePasses, WidePassRunner
 from vllm_magicdec.errors import METHOD
-from vllm_magicdec.lookup.device_lookups import DeviceLookups
+from vllm_magicdec.lookup.device_lookups import DeviceLookups, Texts
 from vllm_magicdec.lookup.history import History
 from vllm_magicdec.views.base import Batch, DraftStep, View, Views, has_kernels
 from vllm_magicdec.views.layer_pages import LayerPageViews
 from vllm_magicdec.views.pages import PageViews
 from vllm_magicdec.views.passes import RoundSteps
-from vllm_magicdec.views.tokens import TokenViews
 from vllm_magicdec.views.windows import Reach
 
 logger = init_logger(f"vllm.{__name__}")
@@ -166,6 +165,8 @@ class Drafter:
         self.draft_lists: list[list[int]] | None = None
         """The latest round's drafts of each request, where they differ in number; not in `draft_tokens`."""
         self._wide: WidePasses | None = None
+        self.takes_passes = spec.draft_lookup == "on"
+        """Whether the round is drafted by passes of several tokens, and not step by step."""
         if spec.draft_lookup == "on":
             self._open_lookups(vllm_config, pass_runner, wide_pass_runner)
         self._pauses = Pauses("Drafting", "steps go on without useful drafts")
@@ -261,11 +262,6 @@ class Drafter:
         return any(isinstance(views, LayerPageViews) for views in self._views)
 
     @property
-    def has_token_views(self) -> bool:
-        """Whether some layers' views are lists of tokens, which no block table holds."""
-        return any(isinstance(views, TokenViews) for views in self._views)
-
-    @property
     def common_lens(self) -> Sequence[int | None]:
         """See `views.base.Views`. Views by token all have the same, others none."""
         return max((views.common_lens for views in self._views), key=len)
@@ -280,6 +276,11 @@ class Drafter:
         return min(
             views.num_latest(num_steps) if isinstance(views, PageViews) else 0 for views in self._views
         )
+
+    def warm_up_lookups(self, texts: Texts) -> None:
+        """See `WidePasses.warm_up`; to be called where lookups search on the device."""
+        assert self._wide is not None
+        self._wide.warm_up(texts)
 
     def draft(
         self,
@@ -377,8 +378,12 @@ class Drafter:
         if self._staged is not None:
             self.draft_lists = self._staged.draft(batch, num_steps, lambda: self._prepare(batch, num_steps))
             return self.draft_lists
+        num_passes = 0 if self._wide is None else self._wide.begin_round(batch, num_steps)
+        self.takes_passes = num_passes > 0
         rounds = self._prepare(batch, num_steps)
-        if self._wide is not None and (num_passes := self._wide.draft(drafts, batch, rounds)):
+        if self._wide is not None:
+            num_passes = self._wide.draft(drafts, batch, rounds, num_passes)
+        if num_passes:
             return drafts[:, :num_passes]
         tokens = batch.tokens
         for parts in zip(*rounds, strict=True):

@@ -41,9 +41,8 @@ LEAST_GAIN = 0.5
 # Shares of what a round shows in what is expected: of a pass that it made, and of one that it left out.
 _LEARNING, _FORGETTING = 0.25, 0.02
 _PROBE_EVERY = 32  # rounds in which passes of one token do as well
-# Rounds until the host reads what passes gained: as many as vLLM may be ahead of the device. All
-# tensor-parallel ranks have to make as many passes, so they hear it in the same round.
-_DELAY = 2
+# Rounds until the host reads what passes gained, at least: as many as vLLM may be ahead of the device.
+_LEAST_DELAY = 2
 
 
 class WidePassRunner(PassRunner, Protocol):
@@ -105,6 +104,7 @@ class _Sent:
     sums: torch.Tensor  # [num_passes, 3] int64: drafts, tokens looked up and those of them that are right
     arrived: torch.cuda.Event | None  # None: it is there
     num_reqs: int  # that can draft
+    round_: int
 
 
 class WidePasses:
@@ -138,33 +138,59 @@ class WidePasses:
         self._max_model_len = max_model_len
         self._gains = Gains(num_steps)
         self._sent: deque[_Sent] = deque()
+        self._round = 0
+        # All tensor-parallel ranks have to make as many passes, so they hear in the same round. By then no
+        # position of the round's drafts comes again, and so no noise: what came of it must not decide
+        # whether a token that is drawn with the same noise is a stand-in.
+        self._delay = max(_LEAST_DELAY, num_steps)
 
-    def draft(self, drafts: torch.Tensor, batch: Batch, rounds: Sequence[RoundSteps]) -> int:
-        """Draft for a round, unless passes of one token each do as well.
+    def warm_up(self, texts: Texts) -> None:
+        """Let what searches be compiled now, and not while requests wait.
+
+        Args:
+            texts: of any one request, where they will be.
+        """
+        given = torch.zeros((1, self._num_steps), dtype=torch.int32, device=texts.lens.device)
+        self._lookups.fill(given, torch.zeros_like(texts.lens), texts)
+
+    def begin_round(self, batch: Batch, num_steps: int) -> int:
+        """How many passes to draft with; 0: passes of one token do as well, or are all that is possible.
+
+        Args:
+            batch: the round's requests.
+            num_steps: drafts of each.
+        """
+        self._round += 1
+        self._hear()
+        is_possible = (
+            1 < num_steps == self._num_steps
+            and len(batch.req_ids) <= self._runner.max_wide_reqs
+            and max(batch.known_lens) + num_steps <= self._max_model_len
+            and not all(batch.is_prefilling)
+        )
+        return self._gains.next() if self._pauses.is_over() and is_possible else 0
+
+    def draft(
+        self, drafts: torch.Tensor, batch: Batch, rounds: Sequence[RoundSteps], num_passes: int
+    ) -> int:
+        """Draft for a round.
 
         Args:
             drafts: [num_reqs, num_steps] int64, written.
             batch: the round's requests.
             rounds: its steps, by group of layers.
+            num_passes: what `begin_round` has said.
 
         Returns:
             How many passes it took; of every request's drafts at least as many are those of one token a
             pass, and their K/V is there. 0: nothing was drafted, and the round's steps can be gone through.
         """
-        num_reqs, num_steps = drafts.shape
-        self._hear()
-        is_possible = (
-            1 < num_steps == self._num_steps
-            and num_reqs <= self._runner.max_wide_reqs
-            and max(batch.known_lens) + num_steps <= self._max_model_len
-        )
-        num_passes = self._gains.next() if self._pauses.is_over() and is_possible else 0
         sums = self._draft(drafts, batch, rounds, num_passes) if num_passes else None
         if sums is None:
-            self._counters.count_round(num_steps, 0, 0)
+            self._counters.count_round(drafts.shape[1], 0, 0)
             return 0
         self._pauses.note_success()
-        self._send(sums, num_reqs - sum(batch.is_prefilling))
+        self._send(sums, len(drafts) - sum(batch.is_prefilling))
         return num_passes
 
     def _draft(
@@ -186,7 +212,7 @@ class WidePasses:
         sums = []
         for _ in range(num_passes):
             try:
-                is_found = self._lookups.fill(given, made.clamp(max=num_steps - 1), texts)
+                is_found = self._look_up(given, made.clamp(max=num_steps - 1), texts)
             except Exception:
                 self._go_on_without_lookups()
                 return None
@@ -200,6 +226,10 @@ class WidePasses:
             made = right + 1
             given[:, 1:] = drafts[:, :-1]
         return torch.stack(sums)
+
+    def _look_up(self, given: torch.Tensor, made: torch.Tensor, texts: Texts) -> torch.Tensor:
+        """See `DeviceLookups.fill`."""
+        return self._lookups.fill(given, made, texts)
 
     def _go_on_without_lookups(self) -> None:
         """For this round; to be called where the exception is handled."""
@@ -217,15 +247,14 @@ class WidePasses:
             sums = pinned.copy_(sums, non_blocking=True)
             arrived = torch.cuda.Event()
             arrived.record()
-        self._sent.append(_Sent(sums, arrived, num_reqs))
+        self._sent.append(_Sent(sums, arrived, num_reqs, self._round))
 
     def _hear(self) -> None:
         """Learn what the passes of an earlier round have gained."""
-        while len(self._sent) > _DELAY:
+        while self._sent and self._sent[0].round_ + self._delay <= self._round:
             sent = self._sent.popleft()
             if sent.arrived is not None:
                 sent.arrived.synchronize()
             gained, looked_up, accepted = zip(*sent.sums.tolist(), strict=True)
             self._counters.count_round(len(gained), sum(looked_up), sum(accepted))
-            if sent.num_reqs:
-                self._gains.learn([number / sent.num_reqs for number in gained])
+            self._gains.learn([number / sent.num_reqs for number in gained])

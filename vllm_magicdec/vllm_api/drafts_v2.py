@@ -224,7 +224,6 @@ class ModelDraft(LoadedDraft):
         self._page_size = groups[0].cache.block_size
         # What layers with a window would need for tokens that are read late may have been freed by then.
         self._may_lag = all(group.reach is None for group in groups)
-        self._has_lookups = self._speculator.speculative_config.draft_lookup == "on"
 
     def warm_up(self, inputs: InputBatch) -> None:
         """See `Draft`."""
@@ -268,7 +267,7 @@ class ModelDraft(LoadedDraft):
                 ends = np.asarray(batch.known_lens) // self._page_size
                 is_due &= self._has_prompt | (ends > (self._bounds - lacking) // self._page_size)
         elif (
-            not self._has_lookups
+            not speculator.takes_passes
             and speculator.num_latest(num_steps) > 0
             and 2 * num_reqs <= speculator.max_num_tokens
         ):

@@ -229,6 +229,11 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
                 f"{name} does not work with enable_adaptive_verification, which hears of passes of one "
                 "token alone; remove one of them"
             )
+        if self.policy.granularity(self, vllm_config.device_config.device_type) == "token":
+            raise MagicDecConfigError(
+                f"{name} reads pages on GPUs, and draft_kv_policy={self.draft_kv_policy!r} chooses single "
+                "tokens here; use draft_kv_granularity='page', or draft_lookup='off'"
+            )
         self.looks_up_on_device = True
 
     def _find_budgets(self, vllm_config: VllmConfig) -> tuple[float, ...]:

@@ -137,6 +137,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         self._drafting.refuse_inputs(model_state)
         if self._drafting.layer_names is None:
             self._rope = model_state.rope_state
+        self._steps = torch.arange(self.num_speculative_steps, device=self.device)
         self._rope_offsets = torch.zeros(self.max_num_reqs, dtype=torch.int64, device=self.device)
         super().set_attn(
             model_state, kv_cache_config, block_tables, target_input_buffers, target_attn_groups
@@ -162,6 +163,11 @@ class MagicDecSpeculator(StandaloneARSpeculator):
             wide_pass_runner=self,
             own_cache=self._drafting.own_cache,
         )
+        if self.speculative_config.looks_up_on_device:
+            ones = torch.ones(1, dtype=torch.int64, device=self.device)
+            self._drafter.warm_up_lookups(
+                Texts(self.req_states.all_token_ids.gpu, self.idx_mapping[:1], ones, most=1)
+            )
         if self._drafter.has_layer_pages:
             refuse_split_pages(self._attention_groups)
         # By query tokens per request, where CUDA graphs read them.
@@ -186,15 +192,8 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         of_device = (self.vllm_config, self.device, cudagraph_mode, self, self._drafter.common_lens)
         self._graphs = {n: DraftGraphs(*of_device, n) for n in self._drafting.queries_of_steps}
         self._pass_graphs = None
-        if self.speculative_config.looks_up_on_device:
-            if not self._drafter.has_token_views:
-                self._pass_graphs = PassGraphs(*of_device, self.num_speculative_steps)
-            elif cudagraph_mode.decode_mode() == CUDAGraphMode.FULL:
-                logger.info_once(
-                    "%s: passes with looked-up tokens run without CUDA graphs, because their views are of "
-                    "single tokens; draft_kv_granularity='page' has graphs of them.",
-                    METHOD,
-                )
+        if self.speculative_config.looks_up_on_device and self.num_speculative_steps > 1:
+            self._pass_graphs = PassGraphs(*of_device, self.num_speculative_steps)
         for graphs in self._every_graphs:
             faults.inject_into_graphs(graphs)
 
@@ -327,8 +326,9 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         """See `drafting.wide_passes.WidePassRunner`."""
         if not self._drafting.reads_ahead:
             return 0
-        if self._pass_graphs is not None and self._pass_graphs.graphs:
-            return self._pass_graphs.max_captured_reqs
+        if any(graphs.graphs for graphs in self._every_graphs):
+            # Beside steps with graphs, passes without are slower.
+            return 0 if self._pass_graphs is None else self._pass_graphs.max_captured_reqs
         return min(self.max_num_tokens, MOST_TOKENS) // self.num_speculative_steps
 
     def texts(self, batch: Batch) -> Texts:
@@ -410,8 +410,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
             return None
         parts = []
         for part in draft_pass.parts:
-            if isinstance(part.view, TokenPassView):
-                return None
+            assert not isinstance(part.view, TokenPassView)  # refused where passes have graphs
             parts.append(ViewStep(0, part.positions, part.slots, part.view))
         num_adapters = 0 if self._adapters is None else self._adapters.num_active
         return self._pass_graphs.replay(tokens, DraftStep(parts), num_adapters)
@@ -472,6 +471,11 @@ class MagicDecSpeculator(StandaloneARSpeculator):
     def groups(self) -> Sequence[LayerGroup]:
         """The draft's attention layers."""
         return self._drafter.groups
+
+    @property
+    def takes_passes(self) -> bool:
+        """See `drafting.drafter.Drafter`."""
+        return self._drafter.takes_passes
 
     def num_latest(self, num_steps: int) -> int:
         """See `drafting.drafter.Drafter`."""
@@ -575,7 +579,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         num_reqs = step.parts[0].view.lens.shape[0]
         num_queries = len(tokens) // num_reqs
         places = self.arange_gpu[:num_reqs].long().repeat_interleave(num_queries)
-        steps = self.arange_gpu[:num_queries].long().repeat(num_reqs)
+        steps = self._steps[:num_queries].repeat(num_reqs)
         hidden_states = self._forward_at(
             tokens, step.positions, places, [part.slots for part in step.parts], attn_metadata
         )
