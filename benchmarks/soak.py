@@ -37,7 +37,7 @@ from bad_day.requests import Request, make_requests
 from bad_day.servers import serve_tiny, speculation
 from bad_day.traffic import Traffic, answers_of
 from bad_day.watching import Watch, as_rows, failures_of
-from common.options import add_out, make_parser, settings_of
+from common.options import add_out, make_parser, settings_of, writable
 from common.record import make_record, write
 from common.tables import console, make_table
 from kv_heavy import TINY_LLAMA
@@ -231,7 +231,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--log", type=Path, help="file for the log of the server that is asked all the while"
+        "--log", type=writable, help="file for the log of the server that is asked all the while"
     )
     add_out(parser, beside=", with a plot beside it")
     args = parser.parse_args(arguments)

@@ -35,7 +35,23 @@ def add_documents(parser: argparse.ArgumentParser) -> None:
 
 def add_out(parser: argparse.ArgumentParser, beside: str = "") -> None:
     """Where the record goes, and what goes beside it."""
-    parser.add_argument("--out", type=Path, help=f"JSON file for the result{beside}")
+    parser.add_argument("--out", type=writable, help=f"JSON file for the result{beside}")
+
+
+def writable(text: str) -> Path:
+    """A file's path, its folder made: what has been measured for an hour must have a place.
+
+    Raises:
+        argparse.ArgumentTypeError: it is a folder, or there can be none above it.
+    """
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{path} is a folder; name a file")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{path} cannot be written: {error.strerror}") from None
+    return path
 
 
 def settings_of(args: argparse.Namespace, *left_out: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import pytest
 sys.path.insert(0, str(engines.HERE.parent / "benchmarks"))
 import all_results
 import docs_tables
-from common import machine, tables
+from common import machine, options, tables
 
 AMD = {"vendor_id": "AuthenticAMD"}
 
@@ -28,6 +28,18 @@ AMD = {"vendor_id": "AuthenticAMD"}
 )
 def test_processors_have_the_names_that_engineers_use(cpu, name):
     assert machine.microarchitecture(cpu) == name
+
+
+def test_where_a_record_goes_is_made_before_anything_is_measured(tmp_path, capsys):
+    parser = options.make_parser("measure")
+    options.add_out(parser)
+    out = tmp_path / "new" / "deep" / "record.json"
+    assert parser.parse_args(["--out", str(out)]).out == out
+    out.write_text("there is a folder now")
+    for wrong in (out / "below a file.json", tmp_path):
+        with pytest.raises(SystemExit):
+            parser.parse_args(["--out", str(wrong)])
+        assert str(wrong) in capsys.readouterr().err
 
 
 def test_a_record_says_what_the_machine_reaches_and_how_busy_it_was():

@@ -20,7 +20,6 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from vllm.logger import init_logger
 
 from vllm_magicdec import envs
 from vllm_magicdec.adaptive.metrics import LookupCounters
@@ -29,8 +28,6 @@ from vllm_magicdec.drafting.staged import PassRunner
 from vllm_magicdec.lookup.device_lookups import DeviceLookups, Texts
 from vllm_magicdec.views.base import Batch, on_device
 from vllm_magicdec.views.passes import DraftPass, Queries, RoundSteps
-
-logger = init_logger(f"vllm.{__name__}")
 
 # An H100 multiplies by its weights for so many tokens while it reads them: 990 TFLOP/s in bfloat16 over
 # 3.35 TB/s is 296.
