@@ -149,6 +149,7 @@ PARTS = (
         "--contenders plain auto-off auto --out {out}",
         4,
     ),
+    Part("wide-passes.json", "wide_passes.py", "--out {out}", 10),
     Part("confidence.json", "confidence.py", "--out {out}", 4),
     Part("datastore.json", "datastore.py", "--out {out}", 4),
     Part("datastore-tekken.json", "datastore.py", "--model tekken --out {out}", 4),

@@ -26,6 +26,7 @@ import soak
 import spire
 import suite
 import trees
+import wide_passes
 from common.tables import console, markdown
 
 HERE = Path(__file__).resolve().parent
@@ -48,6 +49,7 @@ _TABLE_OF = {
     "spire": lambda records: spire.table_of(*records),
     "suite": lambda records: suite.tables_of(*records)[0],
     "trees": lambda records: trees.table_of(*records),
+    "wide passes": lambda records: wide_passes.table_of(*records),
 }
 
 

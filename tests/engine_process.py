@@ -503,7 +503,6 @@ def _look_up_on_device_at_random(wide: Any, rng: random.Random, vocab_size: int)
     import torch
 
     own, generator = wide._lookups.fill, torch.Generator().manual_seed(rng.randrange(2**31))
-    most = wide._num_steps
 
     def fill(given: Any, made: Any, texts: Any) -> Any:
         is_found = own(given, made, texts)
@@ -514,8 +513,9 @@ def _look_up_on_device_at_random(wide: Any, rng: random.Random, vocab_size: int)
         return is_found
 
     wide._lookups.fill = fill
-    wide._gains.next = lambda: rng.randint(0, most)
-    wide._gains.learn = lambda gained: None
+    for num_steps, gains in wide._gains.items():
+        gains.next = lambda most=num_steps: rng.randint(0, most)
+        gains.learn = gains.look = lambda *told: None
 
 
 def _cut_drafts(worker: Any, least_chance: float) -> None:
@@ -788,7 +788,8 @@ def _run_passes_as_captured(worker: Any) -> None:
     def replay(tokens: Any, step: Any, num_adapters: int) -> Any:
         return runner.forward_and_draw(tokens, step, runner.step_metadata(step))
 
-    runner._pass_graphs = SimpleNamespace(replay=replay, graphs={None: None}, max_captured_reqs=4)
+    as_captured = SimpleNamespace(replay=replay, graphs={None: None}, max_captured_reqs=4)
+    runner._pass_graphs = dict.fromkeys(runner.speculative_config.round_lengths, as_captured)
 
 
 def _count_replays(worker: Any) -> dict[int, int]:

@@ -116,9 +116,9 @@ def num_replays(speculator: Any) -> dict[str, int]:
         for num_queries, graphs in speculator._graphs.items()
         for desc, graph in graphs.graphs.items()
     }
-    if (passes := speculator._pass_graphs) is not None:
+    for num_drafts, passes in speculator._pass_graphs.items():
         for desc, graph in passes.graphs.items():
-            numbers[f"{desc.num_reqs} x {passes.decode_query_len}, a pass"] = graph.num_replays
+            numbers[f"{desc.num_reqs} x {num_drafts}, a pass"] = graph.num_replays
     return numbers
 
 

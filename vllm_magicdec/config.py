@@ -326,6 +326,11 @@ class MagicDecSpeculativeConfig(MagicDecFields):
         if len(set(self.draft_lookup_sources)) < len(self.draft_lookup_sources):
             raise ValueError("draft_lookup_sources names a source twice; remove one of them")
 
+    @property
+    def round_lengths(self) -> tuple[int, ...]:
+        """Numbers of drafts that rounds have, none apart, but for a table of vLLM's that says fewer."""
+        return tuple(length for length in self.lengths if length) or (self.num_speculative_tokens,)
+
     def use_ngram(self) -> bool:
         """Whether vLLM's V2 runner keeps the requests' tokens in the device's memory, and not the host's.
 

@@ -382,8 +382,11 @@ def test_on_a_gpu_lookups_search_where_the_latest_tokens_are(model_dir, monkeypa
     assert spec.use_ngram()
     plain = on_a_gpu(model_dir, monkeypatch, {}, v2=True)
     assert plain.draft_lookup == "off" and not plain.use_ngram()
-    auto = on_a_gpu(model_dir, monkeypatch, {"num_speculative_tokens": "auto"}, v2=True)
-    assert auto.draft_lookup == "off" and not auto.looks_up_on_device
+    auto = {"num_speculative_tokens": "auto"}
+    unasked = on_a_gpu(model_dir, monkeypatch, auto, v2=True)
+    assert unasked.draft_lookup == "off" and not unasked.looks_up_on_device
+    asked = on_a_gpu(model_dir, monkeypatch, {**auto, **ON}, v2=True)
+    assert asked.looks_up_on_device and len(asked.round_lengths) > 3
 
 
 def test_on_a_cpu_the_host_looks_up(model_dir):
@@ -401,7 +404,6 @@ def test_on_a_cpu_the_host_looks_up(model_dir):
             True,
             "use draft_kv_granularity='page', or draft_lookup='off'",
         ),
-        ({**ON, "num_speculative_tokens": "auto"}, True, "'auto' on the V2 model runner; give a number"),
     ],
 )
 def test_what_lookups_on_a_gpu_cannot_do_is_refused(model_dir, monkeypatch, fields, v2, sentence):

@@ -17,7 +17,8 @@ from scipy.stats import chisquare
 from test_staged import CPU, Target, assert_only_lookahead_was_written, rounds, steps_of
 
 from vllm_magicdec.adaptive.metrics import Counts, LookupCounters
-from vllm_magicdec.drafting.wide_passes import _PROBE_EVERY, Gains, WidePasses
+from vllm_magicdec.drafting.pass_gains import Gains
+from vllm_magicdec.drafting.wide_passes import _LOOK_EVERY, WidePasses
 from vllm_magicdec.lookup.device_lookups import DeviceLookups, Texts
 
 
@@ -26,12 +27,15 @@ class WideTarget(Target):
 
     def __init__(self, drawn, max_wide_reqs: int = 10**6) -> None:
         super().__init__([dict(cache) for cache in drawn.cache])
-        self.max_wide_reqs = max_wide_reqs
+        self.most_reqs = max_wide_reqs
         texts = [history.after(0) for history in drawn.batch.histories]
         self._token_ids = torch.zeros((len(texts), drawn.model_len + 1), dtype=torch.int32)
         for own, text in zip(self._token_ids, texts, strict=True):
             own[: len(text)] = torch.from_numpy(text)
         self._lens = torch.tensor([len(text) for text in texts])
+
+    def max_wide_reqs(self, num_steps: int) -> int:
+        return self.most_reqs
 
     def texts(self, batch) -> Texts:
         rows = torch.arange(len(self._lens))
@@ -67,13 +71,19 @@ class BrokenLookups:
         raise RuntimeError("broken on purpose")
 
 
+def force(wide, num_passes: int) -> None:
+    """So many passes in every round."""
+    for gains in wide._gains.values():
+        gains.next, gains.learn = lambda: num_passes, lambda *told: None
+
+
 def wide_passes(target, drawn, lookups, num_passes: int | None = None, **others):
     """As many as there are steps, or `num_passes` in every round."""
     counters = LookupCounters(Counts())
-    sizes = {"num_steps": drawn.num_steps, "max_model_len": drawn.model_len}
+    sizes = {"lengths": [drawn.num_steps], "max_model_len": drawn.model_len}
     wide = WidePasses(target, lookups, counters, **{**sizes, **others})
     if num_passes is not None:
-        wide._gains = SimpleNamespace(next=lambda: num_passes, learn=lambda gained: None)
+        force(wide, num_passes)
     return wide, counters
 
 
@@ -144,36 +154,38 @@ def test_the_requests_own_texts_change_no_draft(drawn):
         return
     expected, target = one_by_one(drawn), WideTarget(drawn)
     lookups = DeviceLookups(len(expected), drawn.model_len, 1000, CPU, has_kernels=False)
-    wide, _ = wide_passes(target, drawn, lookups)
-    rounds_made = []
-    for _ in range(2 * wide._delay + 2):
+    wide, _ = wide_passes(target, drawn, lookups, drawn.num_steps)
+    for _ in range(3):
         drafts = torch.zeros_like(expected)
         num_passes = draft_round(wide, drafts, drawn.batch, steps_of(drawn))
-        assert torch.equal(drafts[:, :num_passes], expected[:, :num_passes])
-        rounds_made.append(num_passes)
-    # All passes, to see; then passes of one token until the host has heard.
-    assert rounds_made[: wide._delay] == [drawn.num_steps] + [0] * (wide._delay - 1)
+        assert num_passes == drawn.num_steps and torch.equal(drafts, expected)
 
 
-def test_lookups_that_are_right_soon_spare_passes():
+def test_lookups_that_are_right_spare_passes_as_soon_as_the_host_has_heard():
     drawn = _a_round(lambda drawn: all_fit(drawn) and drawn.num_steps > 4)
     expected, target = one_by_one(drawn), WideTarget(drawn)
-    wide, _ = wide_passes(target, drawn, KnownDrafts(expected))
+    wide, counters = wide_passes(target, drawn, KnownDrafts(expected))
     made = []
-    for _ in range(wide._delay + 3):
-        drafts = torch.zeros_like(expected)
+    for _ in range(wide._delay + _LOOK_EVERY + 3):
+        drafts = expected.clone()  # of passes of one token
         made.append(draft_round(wide, drafts, drawn.batch, steps_of(drawn)))
-        assert torch.equal(drafts, expected) or not made[-1]
-    assert made[0] == drawn.num_steps and made[wide._delay :] == [1, 1, 1]
+        assert torch.equal(drafts, expected)
+        if not made[-1]:
+            wide.look_back(drafts, drawn.batch)
+    # The host hears of the first look as many rounds later as the longest round has drafts.
+    heard_at = _LOOK_EVERY - 1 + wide._delay
+    assert made == [0] * heard_at + [1] * (len(made) - heard_at)
+    assert counters.totals["lookup_passes"] == heard_at * drawn.num_steps
 
 
 def test_prompts_alone_are_no_round():
     drawn = _a_round(all_fit)
     drafts = torch.zeros((len(drawn.tables), drawn.num_steps), dtype=torch.int64)
     wide, _ = wide_passes(WideTarget(drawn), drawn, RandomLookups(0))
+    force(wide, 1)
     prompts = replace(drawn.batch, is_prefilling=[True] * len(drafts))
     assert draft_round(wide, drafts, prompts, steps_of(drawn)) == 0
-    assert draft_round(wide, drafts, drawn.batch, steps_of(drawn)) == drawn.num_steps, "the first look"
+    assert draft_round(wide, drafts, drawn.batch, steps_of(drawn)) == 1
 
 
 def test_rounds_that_wide_passes_do_not_suit_take_passes_of_one_token():
@@ -182,10 +194,12 @@ def test_rounds_that_wide_passes_do_not_suit_take_passes_of_one_token():
     target = WideTarget(drawn, max_wide_reqs=2)
     wide, counters = wide_passes(target, drawn, RandomLookups(0), 2)
     assert draft_round(wide, drafts, drawn.batch, steps_of(drawn)) == 0, "too many requests"
-    target.max_wide_reqs = 3
+    target.most_reqs = 3
     fewer = drafts[:, : drawn.num_steps - 1]
     assert draft_round(wide, fewer, drawn.batch, steps_of(drawn)) == 0, "fewer drafts than usual"
     assert not target.pass_lens
+    for drawn_ in (drafts, fewer):
+        wide.look_back(drawn_, drawn.batch)
     assert counters.totals["lookup_passes"] == 2 * drawn.num_steps - 1
     assert draft_round(wide, drafts, drawn.batch, steps_of(drawn)) == 2
 
@@ -214,13 +228,14 @@ class DrawsWithNoise:
     Its steps are all of a round; `logits` has what was kept for each, as vLLM's rejection sampler reads it.
     """
 
-    max_wide_reqs = NUM_SAMPLES
-
     def __init__(self, table: torch.Tensor, num_steps: int, generator: torch.Generator) -> None:
         self._table = table  # [num_prefixes, VOCAB] log-probabilities
         uniform = torch.rand((NUM_SAMPLES, num_steps, VOCAB), generator=generator, dtype=torch.float64)
         self._noise = -(-uniform.log()).log()
         self.logits = torch.empty_like(self._noise)
+
+    def max_wide_reqs(self, num_steps: int) -> int:
+        return NUM_SAMPLES
 
     def draft_pass(self, tokens, draft_pass):
         given_ = tokens.view(NUM_SAMPLES, -1)
@@ -279,9 +294,9 @@ def test_sampled_drafts_that_are_lacking_are_verified_as_drawn_from_what_was_kep
     tables = torch.randn((2, 60, VOCAB), generator=generator, dtype=torch.float64).log_softmax(dim=-1)
     draft, target = tables
     runner = DrawsWithNoise(draft, num_steps, generator)
-    sizes = {"num_steps": num_steps, "max_model_len": 10}
+    sizes = {"lengths": [num_steps], "max_model_len": 10}
     wide = WidePasses(runner, GuessesFromDrafts(), LookupCounters(Counts()), **sizes)
-    wide._gains = SimpleNamespace(next=lambda: num_passes, learn=lambda gained: None)
+    force(wide, num_passes)
     batch = SimpleNamespace(
         req_ids=range(NUM_SAMPLES),
         tokens=torch.zeros(NUM_SAMPLES, dtype=torch.int64),
@@ -315,44 +330,57 @@ def _a_round(is_wanted):
     return found[0]
 
 
-def run_gains(gains: Gains, gain_of_pass, num_rounds: int) -> list[int]:
+def run_gains(gains: Gains, gain_of_pass, num_rounds: int, num_reqs: int = 8) -> list[int]:
     """Passes by round, where each pass's gain is told at once."""
     numbers = []
     for _ in range(num_rounds):
         number = gains.next()
         numbers.append(number)
         if number:
-            gains.learn([gain_of_pass(index) for index in range(number)])
+            gains.learn([gain_of_pass(index) for index in range(number)], num_reqs)
+        else:
+            gains.look(gain_of_pass(0), num_reqs)
     return numbers
 
 
 def test_passes_that_gain_little_are_left_out():
-    gains = Gains(8)
-    numbers = run_gains(gains, lambda index: (5.0, 2.0, 0.6, 0.3, 0.1, 0, 0, 0)[index], 400)
-    assert numbers[0] == 8 and numbers[1] == 3
-    # Now and then one more is tried.
-    assert set(numbers[1:]) <= {3, 4} and 3.0 <= sum(numbers[1:]) / 399 < 3.3
+    numbers = run_gains(Gains(8), lambda index: (5.0, 2.0, 0.6, 0.3, 0.1, 0, 0, 0)[index], 400)
+    assert numbers[0] == 0, "nothing is known"
+    assert set(numbers[50:]) == {3}
+    # One that would bring little more than nothing is tried now and then.
+    numbers = run_gains(Gains(8), lambda index: (5.0, 1.0, 0.3, 0, 0, 0, 0, 0)[index], 400)
+    assert 2 in numbers[50:] and max(numbers) <= 4 and 2.0 < sum(numbers[50:]) / 350 < 2.3
 
 
-def test_without_lookups_that_help_passes_take_one_token_but_for_probes():
-    numbers = run_gains(Gains(6), lambda index: 1.0, 3 * _PROBE_EVERY)
-    assert [index for index, number in enumerate(numbers) if number] == [0, _PROBE_EVERY, 2 * _PROBE_EVERY]
-    assert set(numbers) == {0, 6}
+def test_without_lookups_that_help_passes_take_one_token():
+    assert not any(run_gains(Gains(6), lambda index: 1.05, 200))
 
 
-def test_what_passes_gain_is_learned_anew_when_the_text_changes():
-    gains, kind = Gains(8), "repetitive"
-    random_ = random.Random(0)
+@pytest.mark.parametrize("num_reqs", [1, 8])
+def test_what_passes_gain_is_learned_anew_when_the_text_changes(num_reqs):
+    gains, random_ = Gains(8), random.Random(0)
 
-    def gain_of_pass(index: int) -> float:
-        noise = random_.uniform(-0.1, 0.1)
-        if kind == "repetitive":
-            return max(0.0, (6.5, 1.5, 0, 0, 0, 0, 0, 0)[index] + noise)
+    def repetitive(index: int) -> float:
+        return max(0.0, (6.5, 1.5, 0, 0, 0, 0, 0, 0)[index] + random_.uniform(-0.1, 0.1))
+
+    def new(index: int) -> float:
         return 1.0
 
-    assert run_gains(gains, gain_of_pass, 50)[-1] == 2
-    kind = "new"
-    numbers = run_gains(gains, gain_of_pass, 400)
-    assert numbers[-1] == 0, "passes of one token do as well"
-    kind = "repetitive"
-    assert run_gains(gains, gain_of_pass, 2 * _PROBE_EVERY)[-1] == 2
+    assert run_gains(gains, repetitive, 50, num_reqs)[-1] == 2
+    assert run_gains(gains, new, 200, num_reqs)[-1] == 0, "passes of one token do as well"
+    assert run_gains(gains, repetitive, 100, num_reqs)[-1] == 2
+
+
+def test_rounds_of_another_number_of_drafts_begin_with_what_is_known():
+    known, more, fewer = Gains(7), Gains(15), Gains(3)
+    more.begin_as([known, fewer])
+    assert more.next() == 0, "nothing is known"
+    run_gains(known, lambda index: (4.0, 2.0, 0.7, 0.3, 0, 0, 0)[index], 50)
+    fewer.begin_as([known])
+    assert fewer.next() == 1, "the first pass makes all three"
+    longest = Gains(15)
+    longest.begin_as([more, known])
+    assert 0 < longest.next() <= 4
+    # Its passes have more room: what is lacking after the last one has another tried.
+    numbers = run_gains(longest, lambda index: (6.0, 4.0, 2.0, 1.5, 0.2, *[0] * 10)[index], 200)
+    assert numbers[-1] in (4, 5)

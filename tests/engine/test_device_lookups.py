@@ -130,6 +130,29 @@ def test_wide_passes_are_replayed_from_recorded_graphs(prompts, plain, policy):
     assert replays["2 x 6, a pass"] > 0 < replays["4 x 6, a pass"]
 
 
+def test_output_is_unchanged_when_auto_changes_number_and_budget(prompts, plain):
+    """At random, and as many passes at random, of any tokens; then as the controller chooses."""
+    chosen, engine = on_v2(prompts, 40)
+    batches = {"batches": engine.pop("batches")}
+    spec = with_lookups(draft_kv_budget="auto", draft_kv_max_budget=256, max_num_speculative_tokens=4)
+    run = run_on_device(
+        [
+            ("generate", batches),
+            ("generate_with_random_lookups", {**batches, "seed": 3}),
+            ("generate_with_random_choices", {**batches, "seed": 0}),
+        ],
+        speculative_config={**spec, "num_speculative_tokens": "auto"},
+        **engine,
+    )
+    own, at_random, result = run.results
+    assert set(result["lengths"]) == {0, 1, 2, 3, 4}
+    expected = [first_tokens(plain[i], 40) for i in chosen]
+    for answers in (own[0], at_random[0], result["batches"][0]):
+        assert_same_tokens(expected, answers, "auto, lookups on the device")
+    looked_up = lookup_metrics(run)
+    assert looked_up["accepted_tokens"] > 0 and looked_up["passes"] < 4 * looked_up["rounds"]
+
+
 def test_lookups_that_fail_lose_no_request(prompts, plain):
     chosen, engine = on_v2(prompts, 16)
     run = run_on_device(

@@ -70,7 +70,8 @@ class _AdaptiveSpeculation(Scheduler):
         spec = self.vllm_config.speculative_config
         assert isinstance(spec, MagicDecSpeculativeConfig)
         self.clock: Callable[[], float] = perf_counter
-        self._with_lookups = spec.adaptive and spec.draft_lookup == "on"
+        # On the device they change what passes take, and nothing that the scheduler hears of.
+        self._with_lookups = spec.adaptive and spec.draft_lookup == "on" and not spec.looks_up_on_device
         # With lookups a step may have more drafts than it can take, so that some requests wait.
         self._drafts_must_not_wait = self._with_lookups and spec.draft_sample_method == "probabilistic"
         self._controller = self._make_controller(spec)

@@ -193,7 +193,7 @@ class Drafter:
                 wide_pass_runner,
                 lookups,
                 counters,
-                num_steps=spec.num_speculative_tokens,
+                lengths=spec.round_lengths,
                 max_model_len=model.max_model_len,
                 is_alone=is_alone,
             )
@@ -390,6 +390,8 @@ class Drafter:
             step = DraftStep(parts)
             tokens = self._runner.draft_step(tokens.to(torch.int32), step)
             drafts[:, step.index] = tokens
+        if self._wide is not None:
+            self._wide.look_back(drafts, batch)
         return drafts
 
     def _prepare(self, batch: Batch, num_steps: int) -> list[RoundSteps]:

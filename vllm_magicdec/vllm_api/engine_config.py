@@ -170,7 +170,8 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
             self._check_lookups(vllm_config)
         elif self.draft_lookup == "auto":
             self.draft_lookup = "off"
-            if self.adaptive:
+            # On GPUs it was not measured yet, so they look nothing up that they were not asked to.
+            if self.adaptive and not are_tokens_on_device_alone(vllm_config):
                 with suppress(MagicDecConfigError):
                     self._check_lookups(vllm_config)
                     self.draft_lookup = "on"
@@ -201,13 +202,14 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
 
     def _check_lookups(self, vllm_config: VllmConfig) -> None:
         name = f"{METHOD}: draft_lookup='on'"
-        if vllm_config.use_v2_model_runner and self.adaptive:
+        on_device = are_tokens_on_device_alone(vllm_config)
+        if vllm_config.use_v2_model_runner and self.adaptive and not on_device:
             # There all requests have as many drafts, and the scheduler does not hear which were worth it.
             raise MagicDecConfigError(
                 f"{name} does not work with num_speculative_tokens='auto' on the V2 model runner; give a "
                 "number, set VLLM_USE_V2_MODEL_RUNNER=0, or use draft_lookup='off'"
             )
-        if not are_tokens_on_device_alone(vllm_config):
+        if not on_device:
             if vllm_config.device_config.device_type != "cpu":
                 raise MagicDecConfigError(
                     f"{name} works on GPUs with the V2 model runner alone; remove "
@@ -295,7 +297,8 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
         by_length, most = captures_by_length(vllm_config), self.num_speculative_tokens
         if self.adaptive:
             few = nested_lengths(most, max(2, scheduler.max_num_seqs))
-            every = (0, most) if self.draft_lookup == "on" else tuple(range(most + 1))
+            cuts = self.draft_lookup == "on" and not self.looks_up_on_device
+            every = (0, most) if cuts else tuple(range(most + 1))
             self.choose_among(few if by_length else every)
         if by_length:
             _capture_every_length(vllm_config)

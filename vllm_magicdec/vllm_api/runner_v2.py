@@ -95,7 +95,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
             self._drafting = TargetDraft(self)
         self._batch: Batch | None = None
         self._graphs: dict[int, DraftGraphs] = {}  # of steps, by query tokens per request
-        self._pass_graphs: PassGraphs | None = None
+        self._pass_graphs: dict[int, PassGraphs] = {}  # by drafts of a round
         self._is_timed = False  # vLLM wants to know what drafting takes
         self._adapters: Adapters | None = None
         self._rope: RopeState | None = None  # of targets with M-RoPE
@@ -171,7 +171,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         if self._drafter.has_layer_pages:
             refuse_split_pages(self._attention_groups)
         # By query tokens per request, where CUDA graphs read them.
-        numbers = {*self._drafting.queries_of_steps, self.num_speculative_steps}
+        numbers = {*self._drafting.queries_of_steps, *self.speculative_config.round_lengths}
         self._query_start_locs = {n: self.arange_gpu * n for n in numbers}
         starts = torch.arange(self.max_num_reqs + 1, dtype=torch.int32)
         self._query_start_locs_cpu = {n: starts * n for n in numbers}
@@ -191,16 +191,15 @@ class MagicDecSpeculator(StandaloneARSpeculator):
                 logger.warning_once("%s: draft steps run without CUDA graphs, slower: %s.", METHOD, reason)
         of_device = (self.vllm_config, self.device, cudagraph_mode, self, self._drafter.common_lens)
         self._graphs = {n: DraftGraphs(*of_device, n) for n in self._drafting.queries_of_steps}
-        self._pass_graphs = None
-        if self.speculative_config.looks_up_on_device and self.num_speculative_steps > 1:
-            self._pass_graphs = PassGraphs(*of_device, self.num_speculative_steps)
+        spec = self.speculative_config
+        lengths = [n for n in spec.round_lengths if n > 1] if spec.looks_up_on_device else []
+        self._pass_graphs = {n: PassGraphs(*of_device, n) for n in lengths}
         for graphs in self._every_graphs:
             faults.inject_into_graphs(graphs)
 
     @property
     def _every_graphs(self) -> Sequence[DraftGraphs]:
-        of_passes = [] if self._pass_graphs is None else [self._pass_graphs]
-        return [*self._graphs.values(), *of_passes]
+        return [*self._graphs.values(), *self._pass_graphs.values()]
 
     @property
     def counts(self) -> Counts:
@@ -216,7 +215,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
             # Other tensor-parallel ranks would capture on, and wait in a collective.
             if envs.strict() or self.vllm_config.parallel_config.tensor_parallel_size > 1:
                 raise
-            self._graphs, self._pass_graphs = {}, None
+            self._graphs, self._pass_graphs = {}, {}
             logger.exception("%s: draft steps run without CUDA graphs, slower: capturing failed.", METHOD)
         self._is_timed = self.enable_adaptive_verification  # by dummy steps, which come next
 
@@ -321,15 +320,14 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         ends = (batch.context_lens + 1).tolist()
         return [History(token_ids[row, :end], ()) for row, end in zip(rows, ends, strict=True)]
 
-    @property
-    def max_wide_reqs(self) -> int:
+    def max_wide_reqs(self, num_steps: int) -> int:
         """See `drafting.wide_passes.WidePassRunner`."""
         if not self._drafting.reads_ahead:
             return 0
         if any(graphs.graphs for graphs in self._every_graphs):
             # Beside steps with graphs, passes without are slower.
-            return 0 if self._pass_graphs is None else self._pass_graphs.max_captured_reqs
-        return min(self.max_num_tokens, MOST_TOKENS) // self.num_speculative_steps
+            return self._pass_graphs[num_steps].max_captured_reqs
+        return min(self.max_num_tokens, MOST_TOKENS) // num_steps
 
     def texts(self, batch: Batch) -> Texts:
         """See `drafting.wide_passes.WidePassRunner`."""
@@ -406,14 +404,15 @@ class MagicDecSpeculator(StandaloneARSpeculator):
 
     def _replay_pass(self, tokens: torch.Tensor, draft_pass: DraftPass) -> torch.Tensor | None:
         """[num_tokens] int64, where there is a graph of such a pass."""
-        if self._pass_graphs is None or draft_pass.is_weighed:
+        graphs = self._pass_graphs.get(len(tokens) // len(draft_pass.queries.lens))
+        if graphs is None:
             return None
         parts = []
         for part in draft_pass.parts:
             assert not isinstance(part.view, TokenPassView)  # refused where passes have graphs
             parts.append(ViewStep(0, part.positions, part.slots, part.view))
         num_adapters = 0 if self._adapters is None else self._adapters.num_active
-        return self._pass_graphs.replay(tokens, DraftStep(parts), num_adapters)
+        return graphs.replay(tokens, DraftStep(parts), num_adapters)
 
     def _forward_at(
         self,

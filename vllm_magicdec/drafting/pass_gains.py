@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many wide passes a round gets (`wide_passes.py`): as many as gain enough.
+
+Times are not measured here. That a pass for one draft of every request is worth it, the user's number of
+drafts says; so a pass that gains far less is left out.
+"""
+
+from collections.abc import Iterable, Sequence
+
+# Drafts of a request that a pass has to gain in the mean. With 1 it does what a pass of one token does,
+# which the user's number of drafts says is worth it; at half of that it is left out.
+LEAST_GAIN = 0.5
+# Wide passes take a little longer than those of one token, and so have to be fewer, by this share.
+_MOST_PASSES = 0.75
+# Requests' rounds after which what a pass gained has lost 63 % of its weight, and rounds after which what
+# one that was left out is supposed to gain has replaced as much of what was expected of it.
+_MEMORY, _DOUBT = 32, 50
+# What the next pass of a round gains of what the one before did, but for the draft that every pass makes of
+# a request that lacks some: a guess, until more passes than one were made.
+_FADING = 0.7
+
+
+class Gains:
+    """Drafts that each pass of a round adds to a request's, in the mean; learned, and slowly forgotten.
+
+    Args:
+        num_steps: drafts of each request.
+    """
+
+    def __init__(self, num_steps: int) -> None:
+        self._num_steps = num_steps
+        self._expected = [1.0] * num_steps  # until something is known, no more than passes of one token
+        self._num_seen = 0  # requests' rounds
+
+    def begin_as(self, others: Iterable["Gains"]) -> None:
+        """Expect what rounds of another number of drafts have shown, unless rounds of this one have."""
+        known = next((other._expected for other in others if other._num_seen), None)
+        if known is not None and not self._num_seen:
+            first = known[: self._num_steps]
+            self._expected = self._suppose([*first, *[first[-1]] * (self._num_steps - len(first))])
+
+    def _suppose(self, gains: Sequence[float]) -> list[float]:
+        """These, as far as drafts are lacking."""
+        lacking, supposed = float(self._num_steps), []
+        for gain in gains:
+            supposed.append(min(gain, lacking))
+            lacking -= supposed[-1]
+        return supposed
+
+    def next(self) -> int:
+        """Passes of a round; 0: `num_steps` of one token do as well."""
+        too_little = (index for index, gain in enumerate(self._expected) if gain < LEAST_GAIN)
+        number = max(1, next(too_little, self._num_steps))
+        return number if number <= _MOST_PASSES * self._num_steps else 0
+
+    def learn(self, gained: Sequence[float], num_reqs: int) -> None:
+        """What the passes of a round have gained; of those that it left out something is supposed.
+
+        Args:
+            gained: drafts of a request, in the mean, by pass.
+            num_reqs: of the round.
+        """
+        weight = self._weigh(num_reqs)
+        supposed = self._suppose([*gained, *[gained[-1]] * (self._num_steps - len(gained))])
+        for index, gain in enumerate(supposed):
+            own_weight = weight if index < len(gained) else 1 / _DOUBT
+            self._expected[index] += own_weight * (gain - self._expected[index])
+
+    def look(self, gained: float, num_reqs: int) -> None:
+        """What the first pass of a round would have gained; of the others something is supposed."""
+        first = self._expected[0] + self._weigh(num_reqs) * (gained - self._expected[0])
+        gains = (max(1.0, first * _FADING**index) for index in range(1, self._num_steps))
+        self._expected = self._suppose([first, *gains])
+
+    def _weigh(self, num_reqs: int) -> float:
+        """Of a round of so many requests, beside what is known."""
+        self._num_seen += num_reqs
+        return max(1 - (1 - 1 / _MEMORY) ** num_reqs, num_reqs / self._num_seen)
