@@ -249,6 +249,8 @@ def _how_it_drafted(
         raise RuntimeError(f"vLLM took another model runner than {mode.runner}")
     if run.draft_failures:
         raise RuntimeError(f"drafting failed {run.draft_failures} times")
+    if case.draft_lookup == "on" and not run.metrics["vllm:magicdec_lookup_tokens"]:
+        raise RuntimeError("no pass took a token that was looked up")
     if not mode.graphs:
         return {}
     steps = run.results[1]

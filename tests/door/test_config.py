@@ -398,6 +398,7 @@ def test_on_a_cpu_the_host_looks_up(model_dir):
     ("fields", "v2", "sentence"),
     [
         (ON, False, "works on GPUs with the V2 model runner alone; remove VLLM_USE_V2_MODEL_RUNNER=0"),
+        ({**ON, "num_speculative_tokens": 1}, True, "use num_speculative_tokens of 2 or more"),
         ({**ON, "draft_lookup_sources": ["context", "served"]}, True, "use ['context'], or remove"),
         (
             {**ON, "draft_kv_policy": "snapkv"},

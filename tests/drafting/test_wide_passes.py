@@ -20,6 +20,7 @@ from vllm_magicdec.adaptive.metrics import Counts, LookupCounters
 from vllm_magicdec.drafting.pass_gains import Gains
 from vllm_magicdec.drafting.wide_passes import _LOOK_EVERY, WidePasses
 from vllm_magicdec.lookup.device_lookups import DeviceLookups, Texts
+from vllm_magicdec.views.base import DraftStep
 
 
 class WideTarget(Target):
@@ -66,9 +67,18 @@ class KnownDrafts:
         return torch.ones(len(given_), dtype=torch.bool)
 
 
-class BrokenLookups:
+class BrokenLookups(RandomLookups):
+    """After some."""
+
+    def __init__(self, num_good: int) -> None:
+        super().__init__(0)
+        self._num_good = num_good
+
     def fill(self, given_, made, texts):
-        raise RuntimeError("broken on purpose")
+        self._num_good -= 1
+        if self._num_good < 0:
+            raise RuntimeError("broken on purpose")
+        return super().fill(given_, made, texts)
 
 
 def force(wide, num_passes: int) -> None:
@@ -208,12 +218,22 @@ def test_lookups_that_fail_leave_the_round_to_passes_of_one_token(monkeypatch):
     monkeypatch.setenv("VLLM_MAGICDEC_STRICT", "0")
     drawn = _a_round(all_fit)
     drafts = torch.zeros((len(drawn.tables), drawn.num_steps), dtype=torch.int64)
-    wide, counters = wide_passes(WideTarget(drawn), drawn, BrokenLookups(), 2)
-    for _ in range(5):
+    # Also after the first of two passes, whose drafts the steps then make anew.
+    target = WideTarget(drawn)
+    wide, counters = wide_passes(target, drawn, BrokenLookups(1), 2)
+    steps = steps_of(drawn)
+    assert draft_round(wide, drafts, drawn.batch, steps) == 0 and len(target.pass_lens) == 1
+    tokens = drawn.batch.tokens
+    for parts in zip(*steps, strict=True):
+        step = DraftStep(parts)
+        tokens = target.draft_step(tokens, step)
+        drafts[:, step.index] = tokens
+    assert torch.equal(drafts, one_by_one(drawn))
+    for _ in range(4):
         assert draft_round(wide, drafts, drawn.batch, steps_of(drawn)) == 0
     # After the third one they pause.
     assert counters.totals["lookup_failures"] == 3 and counters.totals["lookup_pauses"] == 1
-    wide, _ = wide_passes(WideTarget(drawn), drawn, BrokenLookups(), 2, is_alone=False)
+    wide, _ = wide_passes(WideTarget(drawn), drawn, BrokenLookups(0), 2, is_alone=False)
     with pytest.raises(RuntimeError, match="on purpose"):
         draft_round(wide, drafts, drawn.batch, steps_of(drawn))
 
@@ -330,16 +350,18 @@ def _a_round(is_wanted):
     return found[0]
 
 
-def run_gains(gains: Gains, gain_of_pass, num_rounds: int, num_reqs: int = 8) -> list[int]:
+def run_gains(
+    gains: Gains, gain_of_pass, num_rounds: int, num_reqs: int = 8, first_round: int = 1
+) -> list[int]:
     """Passes by round, where each pass's gain is told at once."""
     numbers = []
-    for _ in range(num_rounds):
+    for round_ in range(first_round, first_round + num_rounds):
         number = gains.next()
         numbers.append(number)
         if number:
-            gains.learn([gain_of_pass(index) for index in range(number)], num_reqs)
+            gains.learn([gain_of_pass(index) for index in range(number)], num_reqs, round_)
         else:
-            gains.look(gain_of_pass(0), num_reqs)
+            gains.look(gain_of_pass(0), num_reqs, round_)
     return numbers
 
 
@@ -381,6 +403,16 @@ def test_rounds_of_another_number_of_drafts_begin_with_what_is_known():
     longest = Gains(15)
     longest.begin_as([more, known])
     assert 0 < longest.next() <= 4
+
     # Its passes have more room: what is lacking after the last one has another tried.
-    numbers = run_gains(longest, lambda index: (6.0, 4.0, 2.0, 1.5, 0.2, *[0] * 10)[index], 200)
-    assert numbers[-1] in (4, 5)
+    def of_longest(index: int) -> float:
+        return (6.0, 4.0, 2.0, 1.5, 0.2, *[0] * 10)[index]
+
+    assert run_gains(longest, of_longest, 200, first_round=51)[-1] in (4, 5)
+    # What it knows it keeps, until others have known better for a while.
+    run_gains(known, lambda index: 1.0, 60, first_round=251)
+    longest.begin_as([more, known])
+    assert longest.next() in (4, 5)
+    run_gains(known, lambda index: 1.0, 60, first_round=311)
+    longest.begin_as([more, known])
+    assert longest.next() == 0

@@ -191,23 +191,40 @@ def test_sampled_continuations_have_the_targets_distribution_with_lookups(
     assert 0.02 < accepted / looked_up < 0.9
 
 
-# With lookups views are of pages there.
-OF_PAGES = [draft for draft in DRAFTS if "token" not in draft]
-ON_V2 = [*((draft, "off") for draft in DRAFTS), *((draft, "on") for draft in OF_PAGES)]
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize(("draft", "lookup"), ON_V2)
+@pytest.mark.parametrize("draft", DRAFTS)
 def test_sampled_continuations_have_the_targets_distribution_on_the_v2_runner(
-    small_vocabulary_model, plain_samples, draft, lookup
+    small_vocabulary_model, plain_samples, draft
 ):
     """On a GPU alone: Triton's interpreter does not run vLLM's top-p, and takes 0.15 s for a sample."""
-    spec = magicdec(2, **{"draft_kv_budget": 64, "draft_lookup": lookup, **DRAFTS[draft]})
+    spec = magicdec(2, **{"draft_kv_budget": 64, **DRAFTS[draft]})
     run = assert_same_distribution(
         plain_samples, small_vocabulary_model, (13, 23), v2=True, speculative_config=spec
     )
     assert run.v2_runner
     assert 0.1 < run.accepted / run.drafted < 0.9
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("draft", [draft for draft in DRAFTS if "token" not in draft])
+def test_sampled_continuations_have_the_targets_distribution_with_lookups_on_the_device(
+    small_vocabulary_model, plain_samples, draft
+):
+    """With any number of passes, none included, of tokens that are right by chance."""
+    spec = magicdec(3, **{"draft_kv_budget": 64, **DRAFTS[draft]}, draft_lookup="on")
+    run = assert_same_distribution(
+        plain_samples,
+        small_vocabulary_model,
+        (17, 27),
+        "generate_with_random_lookups",
+        v2=True,
+        max_num_seqs=64,  # a wide pass takes 256 tokens
+        speculative_config=spec,
+    )
+    assert run.v2_runner
+    assert 0.1 < run.accepted / run.drafted < 0.9
+    looked_up, accepted = lookup_metrics(run)
+    assert 0 < accepted < looked_up
 
 
 def test_the_test_catches_a_broken_acceptance_rule(small_vocabulary_model, plain_samples):

@@ -18,6 +18,8 @@ _MEMORY, _DOUBT = 32, 50
 # What the next pass of a round gains of what the one before did, but for the draft that every pass makes of
 # a request that lacks some: a guess, until more passes than one were made.
 _FADING = 0.7
+# Rounds after which rounds of another number of drafts know better what lookups bring.
+_STALE = 64
 
 
 class Gains:
@@ -31,13 +33,14 @@ class Gains:
         self._num_steps = num_steps
         self._expected = [1.0] * num_steps  # until something is known, no more than passes of one token
         self._num_seen = 0  # requests' rounds
+        self._heard_at = -_STALE  # a round
 
     def begin_as(self, others: Iterable["Gains"]) -> None:
-        """Expect what rounds of another number of drafts have shown, unless rounds of this one have."""
-        known = next((other._expected for other in others if other._num_seen), None)
-        if known is not None and not self._num_seen:
-            first = known[: self._num_steps]
-            self._expected = self._suppose([*first, *[first[-1]] * (self._num_steps - len(first))])
+        """Expect what rounds of another number of drafts show, unless those of this one did so lately."""
+        freshest = max(others, key=lambda gains: gains._heard_at)
+        if freshest._num_seen and freshest._heard_at - self._heard_at >= _STALE:
+            known, self._heard_at = freshest._expected[: self._num_steps], freshest._heard_at
+            self._expected = self._suppose([*known, *[known[-1]] * (self._num_steps - len(known))])
 
     def _suppose(self, gains: Sequence[float]) -> list[float]:
         """These, as far as drafts are lacking."""
@@ -53,26 +56,28 @@ class Gains:
         number = max(1, next(too_little, self._num_steps))
         return number if number <= _MOST_PASSES * self._num_steps else 0
 
-    def learn(self, gained: Sequence[float], num_reqs: int) -> None:
+    def learn(self, gained: Sequence[float], num_reqs: int, round_: int) -> None:
         """What the passes of a round have gained; of those that it left out something is supposed.
 
         Args:
             gained: drafts of a request, in the mean, by pass.
             num_reqs: of the round.
+            round_: at which this is heard.
         """
-        weight = self._weigh(num_reqs)
+        weight = self._weigh(num_reqs, round_)
         supposed = self._suppose([*gained, *[gained[-1]] * (self._num_steps - len(gained))])
         for index, gain in enumerate(supposed):
             own_weight = weight if index < len(gained) else 1 / _DOUBT
             self._expected[index] += own_weight * (gain - self._expected[index])
 
-    def look(self, gained: float, num_reqs: int) -> None:
+    def look(self, gained: float, num_reqs: int, round_: int) -> None:
         """What the first pass of a round would have gained; of the others something is supposed."""
-        first = self._expected[0] + self._weigh(num_reqs) * (gained - self._expected[0])
+        first = self._expected[0] + self._weigh(num_reqs, round_) * (gained - self._expected[0])
         gains = (max(1.0, first * _FADING**index) for index in range(1, self._num_steps))
         self._expected = self._suppose([first, *gains])
 
-    def _weigh(self, num_reqs: int) -> float:
+    def _weigh(self, num_reqs: int, round_: int) -> float:
         """Of a round of so many requests, beside what is known."""
         self._num_seen += num_reqs
+        self._heard_at = round_
         return max(1 - (1 - 1 / _MEMORY) ** num_reqs, num_reqs / self._num_seen)

@@ -95,9 +95,9 @@ class WidePasses:
         self._sent: deque[_Sent] = deque()
         self._round = 0
         self._may_look = False  # in this round
-        # All tensor-parallel ranks have to make as many passes, so they hear in the same round. By then no
-        # position of the round's drafts comes again, and so no noise: what came of it must not decide
-        # whether a token that is drawn with the same noise is a stand-in.
+        # All tensor-parallel ranks have to make as many passes, so they hear in the same round. By then a
+        # request that decodes in every round is past the positions of the round's drafts, and so past their
+        # noise: what came of it is not to decide whether a token drawn with the same noise is a stand-in.
         self._delay = max(_LEAST_DELAY, *lengths)
 
     def warm_up(self, texts: Texts) -> None:
@@ -228,9 +228,9 @@ class WidePasses:
             gained = [number / sent.num_reqs for number in drafted]
             if sent.num_passes:
                 self._counters.count_round(sent.num_passes, sum(looked_up), sum(accepted))
-                self._gains[sent.num_steps].learn(gained, sent.num_reqs)
+                self._gains[sent.num_steps].learn(gained, sent.num_reqs, self._round)
             else:
-                self._gains[sent.num_steps].look(gained[0], sent.num_reqs)
+                self._gains[sent.num_steps].look(gained[0], sent.num_reqs, self._round)
 
 
 class _Reading:

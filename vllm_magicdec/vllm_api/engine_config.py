@@ -93,7 +93,9 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
 
     def _check_spire(self, fields: SpireSettings, vllm_config: VllmConfig) -> None:
         """What a SPIRe draft cannot do."""
-        if self.draft_lookup == "on" and not self.adaptive and fields.feedback_memory:
+        # Only where the host looks up may looked-up tokens go to the target unread.
+        goes_unread = self.adaptive and not are_tokens_on_device_alone(vllm_config)
+        if self.draft_lookup == "on" and not goes_unread and fields.feedback_memory:
             is_cpu = vllm_config.device_config.device_type == "cpu"
             with_auto = (
                 ", or num_speculative_tokens='auto', which may have looked-up tokens verified unread"
@@ -216,6 +218,10 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
                     "VLLM_USE_V2_MODEL_RUNNER=0 where it is set, or use draft_lookup='off'"
                 )
             return
+        if self.num_speculative_tokens == 1:
+            raise MagicDecConfigError(
+                f"{name} makes several drafts of a pass; use num_speculative_tokens of 2 or more"
+            )
         if self.draft_lookup_sources != ("context",):
             raise MagicDecConfigError(
                 f"{METHOD}: draft_lookup_sources: on GPUs lookups search a request's own text "
@@ -297,9 +303,9 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
         by_length, most = captures_by_length(vllm_config), self.num_speculative_tokens
         if self.adaptive:
             few = nested_lengths(most, max(2, scheduler.max_num_seqs))
-            cuts = self.draft_lookup == "on" and not self.looks_up_on_device
-            every = (0, most) if cuts else tuple(range(most + 1))
-            self.choose_among(few if by_length else every)
+            every = (0, most) if self.draft_lookup == "on" else tuple(range(most + 1))
+            # Lookups on the device have graphs of their own for each.
+            self.choose_among(few if by_length or self.looks_up_on_device else every)
         if by_length:
             _capture_every_length(vllm_config)
         name = "MagicDecAsyncScheduler" if scheduler.async_scheduling else "MagicDecScheduler"
