@@ -56,6 +56,7 @@ def warnings_of(
             )
         )
     speculator.target_attn_groups = [[group] for group in groups]
+    speculator.speculative_config = SimpleNamespace(looks_up_on_device=False)
     speculator._drafter = SimpleNamespace(common_lens=(None,))
     speculator._drafting = SimpleNamespace(queries_of_steps=(1,))
     speculator.init_cudagraph_manager(mode)
