@@ -168,11 +168,11 @@ def test_lookups_that_fail_lose_no_request(prompts, plain):
 
 
 def test_a_request_comes_to_the_models_length(prompts):
-    lengths = (238, 250)
+    lengths = (180, 250)
     long = [prompt for prompt in prompts if len(prompt) > 250]
     engine = {
         "prompts": [prompt[:length] for prompt in long for length in lengths][:6],
-        "sampling": {"temperature": 0.0, "max_tokens": 64, "ignore_eos": True},
+        "sampling": {"temperature": 0.0, "max_tokens": 128, "ignore_eos": True},
         "max_model_len": 256,
         "max_num_seqs": 4,
     }
@@ -180,7 +180,8 @@ def test_a_request_comes_to_the_models_length(prompts):
     batch = {"prompts": engine.pop("prompts"), "sampling": engine.pop("sampling")}
     run = run_on_device(
         [("generate_with_random_lookups", {"batches": [batch], "seed": 3})],
-        speculative_config=with_lookups(8, draft_kv_budget=192),
+        speculative_config=with_lookups(8, draft_kv_budget=64),
+        v2=True,
         num_gpu_blocks_override=257,
         **engine,
     )
