@@ -233,6 +233,10 @@ def test_lookups_that_fail_leave_the_round_to_passes_of_one_token(monkeypatch):
         assert draft_round(wide, drafts, drawn.batch, steps_of(drawn)) == 0
     # After the third one they pause.
     assert counters.totals["lookup_failures"] == 3 and counters.totals["lookup_pauses"] == 1
+    # What does not compile at start-up costs speed as well, and not the engine.
+    wide, counters = wide_passes(target, drawn, BrokenLookups(0), 2)
+    wide.warm_up(target.texts(drawn.batch))
+    assert counters.totals["lookup_failures"] == 1
     wide, _ = wide_passes(WideTarget(drawn), drawn, BrokenLookups(0), 2, is_alone=False)
     with pytest.raises(RuntimeError, match="on purpose"):
         draft_round(wide, drafts, drawn.batch, steps_of(drawn))

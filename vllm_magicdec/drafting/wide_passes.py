@@ -108,7 +108,10 @@ class WidePasses:
         """
         for num_steps in self._gains:
             given = torch.zeros((1, num_steps), dtype=torch.int32, device=texts.lens.device)
-            self._lookups.fill(given, torch.zeros_like(texts.lens), texts)
+            try:
+                self._lookups.fill(given, torch.zeros_like(texts.lens), texts)
+            except Exception:
+                self._go_on_without_lookups()
 
     def begin_round(self, batch: Batch, num_steps: int) -> int:
         """How many passes to draft with; 0: passes of one token do as well, or are all that is possible.
