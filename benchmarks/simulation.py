@@ -3,15 +3,19 @@
 
 `magicdec profile` measures the engine. The simulation alone then says what a plain server can serve, and
 three Poisson loads are shares of that. `vllm serve` and `vllm bench serve` run each of them; the simulation
-replays when the requests really began. It is told how many drafts stood, which no profile can know, and
+replays when the requests really began. It is told how many drafts stood, which no profile can know, what
+the server's front end takes (`/tokenize` of the same prompts while nothing else runs, to and fro), and
 nothing else that was measured on the server. Prefix caching is off.
 """
 
 import argparse
 import json
 import math
+import statistics
 import subprocess
 import sys
+import time
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +33,7 @@ from suite import Load, run_load, write_requests
 from suite_plots import PER_POSITION, PLAIN
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
-from serving import default_options, serve
+from serving import Server, default_options, serve
 
 from vllm_magicdec.planner import traces
 from vllm_magicdec.planner.engine_times import EngineTimes, ProfiledTimes, Work
@@ -39,6 +43,7 @@ from vllm_magicdec.planner.simulation import Limits, Speculation, simulate
 from vllm_magicdec.planner.traces import Arrival, Lengths
 
 MAGICDEC = "magicdec"
+FRONTEND_REQUESTS = 20  # that are tokenised for its time
 # What `vllm bench serve` and the simulation call the same.
 COMPARED = {
     "output tokens/s": ("output_throughput", "output_throughput"),
@@ -58,19 +63,25 @@ def compare(served: dict[str, Any], simulated: dict[str, float]) -> dict[str, di
 
 
 def replay(
-    result: dict[str, Any], context: int, num_tokens: int, times: EngineTimes, limits: Limits
+    result: dict[str, Any],
+    context: int,
+    num_tokens: int,
+    times: EngineTimes,
+    limits: Limits,
+    frontend_s: float = 0.0,
 ) -> dict[str, float]:
     """Simulate what `vllm bench serve` asked for, when it did.
 
     Args:
         result: its JSON, with what there is of every request.
+        frontend_s: see `simulate`.
     """
     begin = min(result["start_times"])
     arrivals = sorted(Arrival(at - begin, context, num_tokens) for at in result["start_times"])
     speculation = NO_DRAFTS
     if rates := result.get(PER_POSITION):
         speculation = Speculation(tuple(rates))
-    return summary(simulate(arrivals, times, limits, speculation), 1)
+    return summary(simulate(arrivals, times, limits, speculation, frontend_s=frontend_s), 1)
 
 
 def capacity(args: argparse.Namespace, times: EngineTimes, limits: Limits) -> float:
@@ -104,14 +115,30 @@ class BeforeAndAfter:
         return (self.before.seconds(work) + self.after.seconds(work)) / 2
 
 
+def frontend_seconds(server: Server, model: str, requests: Path) -> float:
+    """What an idle server takes to read a request and its prompt, to tokenise it and to answer; median."""
+    taken = []
+    for line in requests.read_text().splitlines()[:FRONTEND_REQUESTS]:
+        body = json.dumps({"model": model, "prompt": json.loads(line)["prompt"]}).encode()
+        headers = {"Content-Type": "application/json"}
+        began_s = time.perf_counter()
+        with urllib.request.urlopen(
+            urllib.request.Request(f"{server.url}/tokenize", body, headers)
+        ) as answer:
+            answer.read()
+        taken.append(time.perf_counter() - began_s)
+    return statistics.median(taken)
+
+
 def run_servers(
     args: argparse.Namespace,
     rates: list[float],
     options: list[str],
     configs: dict[str, dict[str, Any]],
     folder: Path,
-) -> Iterator[tuple[str, float, int, dict[str, Any]]]:
-    """Method, request rate, number of requests and `vllm bench serve`'s JSON of every run.
+) -> Iterator[tuple[str, float, int, dict[str, Any], float]]:
+    """Method, request rate, number of requests, `vllm bench serve`'s JSON and `frontend_seconds` of every
+    run.
 
     Args:
         configs: speculative configurations by method, empty for plain decoding.
@@ -127,11 +154,12 @@ def run_servers(
         with serve(args.model_path, *options, *own) as server:
             common = (server, args.model_path)
             run_load(*common, warm_up, requests, args.seqs, 8, folder / method / "warm")
+            frontend_s = frontend_seconds(*common, requests)
             for rate in rates:
                 where, count = folder / method / f"{rate:g}", math.ceil(rate * args.seconds)
                 load = Load(args.context, rate=rate)
                 result = run_load(*common, load, requests, count, args.tokens, where, "--save-detailed")
-                yield method, rate, count, result
+                yield method, rate, count, result, frontend_s
 
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -162,15 +190,16 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     times = BeforeAndAfter(*(ProfiledTimes.load(folder / f"{when}.json") for when in ("before", "after")))
     record["profiles"] = [{**each, "model": record["model"]} for each in (before, after)]
     record["runs"] = []
-    for method, rate, count, result in served:
+    for method, rate, count, result, frontend_s in served:
         prompt = round(result["total_input_tokens"] / count)
-        simulated = replay(result, prompt, args.tokens, times, limits)
+        simulated = replay(result, prompt, args.tokens, times, limits, frontend_s)
         record["runs"].append(
             {
                 "method": method,
                 "rate": rate,
                 "requests": count,
                 PER_POSITION: result.get(PER_POSITION),
+                "frontend_ms": 1e3 * frontend_s,
                 "compared": compare(result, simulated),
                 "simulated": simulated,
                 "start_times": result["start_times"],

@@ -37,6 +37,11 @@ def test_as_many_drafts_stand_as_on_the_server():
     assert simulation.replay(result, 10, 7, Seconds(), LIMITS)["p50_e2e_ms"] == 3000
 
 
+def test_a_front_end_comes_before_the_engine():
+    simulated = simulation.replay({"start_times": [0.0]}, 10, 3, Seconds(), LIMITS, frontend_s=0.25)
+    assert (simulated["p50_ttft_ms"], simulated["p50_e2e_ms"]) == (1250, 3250)
+
+
 def test_profiles_before_and_after_count_alike():
     class Never:
         def seconds(self, work):

@@ -255,7 +255,17 @@ def test_an_older_profile_and_another_budget(profile, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "option", [("--rate", "0"), ("--rate", "x"), ("--standing", "0.5,0.6"), ("--prompt", "many")]
+    "option",
+    [
+        ("--rate", "0"),
+        ("--rate", "x"),
+        ("--standing", "0.5,0.6"),
+        ("--prompt", "many"),
+        ("--frontend-ms", "-1"),
+        ("--frontend-ms", "nan"),
+        ("--frontend-ms", "inf"),
+        ("--frontend-ms", "soon"),
+    ],
 )
 def test_values_that_cannot_be_are_refused(option, capsys):
     with pytest.raises(SystemExit):
@@ -267,6 +277,14 @@ def test_simpy_is_named_where_it_is_missing(monkeypatch, capsys):
     monkeypatch.setitem(__import__("sys").modules, "simpy", None)
     assert main(["simulate", "--model", "llama-3.1-8b", "--gpu", "H200", "--rate", "1"]) == 2
     assert "this needs simpy; try: pip install 'vllm-magicdec[bench]'" in capsys.readouterr().err
+
+
+def test_a_front_end_is_added_to_first_tokens(tmp_path):
+    common = ("--model", "llama-3.1-8b", "--gpu", "H200", "--rate", 0.1, "--requests", 5)
+    without, with_it = (run(tmp_path, *common, *more)["runs"] for more in ((), ("--frontend-ms", "25")))
+    for one, other in zip(without, with_it, strict=True):
+        assert other["p50_ttft_ms"] == pytest.approx(one["p50_ttft_ms"] + 25)
+        assert other["p50_tpot_ms"] == pytest.approx(one["p50_tpot_ms"])
 
 
 def test_what_is_not_known_is_null(tmp_path):

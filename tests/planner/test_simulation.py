@@ -108,6 +108,16 @@ def test_rounds_by_hand():
     assert outcome.gap_s(50) == pytest.approx(3.2, rel=0.01)
 
 
+def test_a_front_end_delays_each_request_alone():
+    """Before the engine, and beside one another: the second comes to the engine while the first runs."""
+    arrivals = [Arrival(0.0, 4, 2), Arrival(1.0, 4, 2)]
+    outcome = simulate(arrivals, PerToken(), ROOMY, frontend_s=10.0)
+    # First: in the engine at 10, its prompt to 14. Then it decodes beside the second's prompt, to 19, and
+    # the second alone, to 20.
+    assert ends(outcome) == [(4, 14, 19), (4, 19, 20)]
+    assert [request.ttft_s for request in outcome.finished] == [14, 18]
+
+
 def test_preemption_by_hand():
     """Room for 8 tokens: two requests of 3 + 3 tokens outgrow it, and the later one begins again."""
     limits = Limits(kv_tokens=8, max_num_seqs=4, max_num_batched_tokens=100, block_size=1)

@@ -75,12 +75,23 @@ def test_the_same_command_goes_on(target, data, tmp_path, capsys, monkeypatch):
     assert "stopped at step 3 of 6; the same command goes on" in capsys.readouterr().out
     assert train(target, data, out, "--omega", 0.7) == 2
     assert "begun with other options" in capsys.readouterr().err
+    assert train(target, data, out, "--no-float32") == 2
+    assert "where the default of --float32 is another" in capsys.readouterr().err
     assert train(target, data[:1], out) == 2
     assert "a training on other data" in capsys.readouterr().err
     assert train(target, data, out) == 0
     assert "goes on at step 3 of 6" in capsys.readouterr().out
     whole = load(tmp_path / "whole").state_dict()
     assert all(torch.equal(weight, whole[name]) for name, weight in load(out).state_dict().items())
+
+
+@pytest.mark.parametrize("is_fast", [True, False])
+def test_products_are_in_what_the_machine_multiplies_fast(target, data, tmp_path, monkeypatch, is_fast):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: is_fast)
+    command = ["train-draft", "--model", target, "--data", str(data[0]), "--out", str(tmp_path / "draft")]
+    assert main([*command, "--sequence", "32", "--batch", "2", "--steps", "2", "--window", "8"]) == 0
+    log = json.loads((tmp_path / "draft" / "training_log.json").read_text())
+    assert log["plan"]["bfloat16"] is (is_fast or torch.cuda.is_available())
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,16 @@ def _rate(text: str) -> float:
     return rate
 
 
+def _milliseconds(text: str) -> float:
+    try:
+        milliseconds = float(text)
+    except ValueError:
+        milliseconds = math.nan
+    if not 0 <= milliseconds < math.inf:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number of milliseconds, 0 or more")
+    return milliseconds
+
+
 def _chances(text: str) -> tuple[float, ...]:
     try:
         return Speculation(tuple(float(part) for part in text.split(","))).standing
@@ -117,6 +127,12 @@ def add_command(subparsers: Any) -> None:
     engine.add_argument("--max-num-seqs", type=positive, default=256, help="as of 'vllm serve'")
     engine.add_argument("--max-num-batched-tokens", type=positive, default=2048, help="as of 'vllm serve'")
     engine.add_argument("--block-size", type=positive, default=16, help="as of 'vllm serve'")
+    engine.add_argument(
+        "--frontend-ms",
+        type=_milliseconds,
+        default=0.0,
+        help="from a request's arrival until an engine has it: what the server's /tokenize takes, say",
+    )
 
     drafting = parser.add_argument_group("drafts")
     drafting.add_argument("--gamma", type=positive, default=4, help="per round")
@@ -205,7 +221,8 @@ def run(options: argparse.Namespace) -> None:
             limits = Limits(
                 tokens, options.max_num_seqs, options.max_num_batched_tokens, options.block_size
             )
-            outcome = simulate(arrivals, times, limits, drafts, options.replicas, options.seed)
+            frontend_s = options.frontend_ms / 1e3
+            outcome = simulate(arrivals, times, limits, drafts, options.replicas, options.seed, frontend_s)
             runs.append({"load": load, "method": method, **summary(outcome, options.replicas)})
     if options.json is not None:
         record = {
@@ -213,6 +230,7 @@ def run(options: argparse.Namespace) -> None:
             "replicas": options.replicas,
             "standing": speculation.standing,
             "kv_tokens": kv_tokens,
+            "frontend_ms": options.frontend_ms,
             "seed": options.seed,
             "runs": runs,
         }

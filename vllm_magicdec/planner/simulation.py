@@ -5,7 +5,8 @@ Each replica schedules as vLLM's V1 scheduler does (0.32, first come first serve
 their tokens first, in the order they came; what is left of `max_num_batched_tokens` goes to waiting
 prompts, chunk by chunk; a request is admitted once blocks for its whole prompt are free; where no block is
 left, the latest request is preempted and begins again, without its K/V. A step takes as long as
-`EngineTimes` say and all replicas are alike. What is left out: prefix caching, the API server, the network.
+`EngineTimes` say and all replicas are alike. An API server is a delay before the engine. What is left out:
+prefix caching, the network.
 """
 
 import itertools
@@ -345,12 +346,14 @@ def simulate(
     speculation: Speculation = PLAIN,
     replicas: int = 1,
     seed: int = 0,
+    frontend_s: float = 0.0,
 ) -> Outcome:
     """Serve a trace to its end. Every request goes to the replica that has the fewest in flight.
 
     Args:
         arrivals: ordered by arrival.
         seed: of what is accepted.
+        frontend_s: from a request's arrival until an engine has it: HTTP, tokenisation.
 
     Raises:
         UserError: a request would never fit, or simpy is not installed.
@@ -369,7 +372,7 @@ def simulate(
         Replica(environment, n, times, limits, speculation, random.Random(f"{seed} {n}"), outcome)
         for n in range(replicas)
     ]
-    environment.process(_arrive(environment, arrivals, engines))
+    environment.process(_arrive(environment, arrivals, engines, frontend_s))
     environment.run()
     outcome.events = outcome.steps + len(arrivals)
     outcome.wall_s = time.perf_counter() - started_s
@@ -377,9 +380,10 @@ def simulate(
 
 
 def _arrive(
-    environment: Any, arrivals: Iterable[Arrival], engines: Sequence[Replica]
+    environment: Any, arrivals: Iterable[Arrival], engines: Sequence[Replica], frontend_s: float
 ) -> Generator[Any, Any, None]:
     for arrival in arrivals:
-        if arrival.arrival_s > environment.now:
-            yield environment.timeout(arrival.arrival_s - environment.now)
+        in_engine_s = arrival.arrival_s + frontend_s
+        if in_engine_s > environment.now:
+            yield environment.timeout(in_engine_s - environment.now)
         min(engines, key=_in_flight).add(arrival)

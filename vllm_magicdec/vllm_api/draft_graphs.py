@@ -13,10 +13,12 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGra
 from vllm.v1.worker.gpu.lora_utils import get_lora_capture_cases
 from vllm.v1.worker.utils import AttentionGroup
 
+from vllm_magicdec import faults
 from vllm_magicdec.attention.switch import better_options
 from vllm_magicdec.drafting.sizing import draft_graph_sizes
 from vllm_magicdec.drafting.wide_passes import MOST_TOKENS
 from vllm_magicdec.views.base import PAD_SLOT, DraftStep, LayerPageView, TokenView, View, ViewStep
+from vllm_magicdec.views.passes import DraftPass, TokenPassView
 
 
 def why_no_draft_graphs(cudagraph_mode: CUDAGraphMode, weakest: AttentionGroup) -> str | None:
@@ -190,6 +192,7 @@ class DraftGraphs(CudaGraphManager):
         self._slots = torch.full((num_views, num_tokens), PAD_SLOT, dtype=torch.int64, device=device)
         self._lens = torch.full((num_views, num_reqs), num_queries, dtype=torch.int32, device=device)
         self._sampled = torch.zeros(self._num_sampled(num_reqs), dtype=torch.int64, device=device)
+        faults.inject_into_graphs(self)
 
     @property
     def _most_tokens(self) -> int:
@@ -300,3 +303,51 @@ class PassGraphs(DraftGraphs):
         self, tokens: torch.Tensor, step: DraftStep, attn_metadata: Mapping[str, Any]
     ) -> torch.Tensor:
         return self._step.forward_and_draw(tokens, step, attn_metadata)
+
+
+class RoundGraphs:
+    """All graphs that draft: those of steps and those of wide passes. Without any, everything runs eagerly.
+
+    Args:
+        steps: by query tokens per request.
+        passes: by drafts of a round.
+    """
+
+    def __init__(
+        self, steps: Mapping[int, DraftGraphs] | None = None, passes: Mapping[int, PassGraphs] | None = None
+    ) -> None:
+        self._steps, self._passes = steps or {}, passes or {}
+
+    @property
+    def _every(self) -> Sequence[DraftGraphs]:
+        return [*self._steps.values(), *self._passes.values()]
+
+    def capture(self) -> None:
+        """Capture all of them; once it has failed, they are to be used no more."""
+        for graphs in self._every:
+            graphs.capture_steps()
+
+    def max_wide_reqs(self, num_steps: int) -> int | None:
+        """Requests of the largest wide pass for so many drafts; None: nothing was captured at all."""
+        # Beside steps with graphs, passes without are slower.
+        return self._passes[num_steps].max_captured_reqs if any(g.graphs for g in self._every) else None
+
+    def replay_step(
+        self, tokens: torch.Tensor, step: DraftStep, num_reqs: int, num_adapters: int
+    ) -> torch.Tensor | None:
+        """See `DraftGraphs.replay`; `tokens` [num_reqs x queries of the step]."""
+        graphs = self._steps.get(len(tokens) // num_reqs)
+        return None if graphs is None else graphs.replay(tokens, step, num_adapters)
+
+    def replay_pass(
+        self, tokens: torch.Tensor, draft_pass: DraftPass, num_adapters: int
+    ) -> torch.Tensor | None:
+        """[num_tokens] int64, where there is a graph of such a pass."""
+        graphs = self._passes.get(len(tokens) // len(draft_pass.queries.lens))
+        if graphs is None:
+            return None
+        parts = []
+        for part in draft_pass.parts:
+            assert not isinstance(part.view, TokenPassView)  # refused where passes have graphs
+            parts.append(ViewStep(0, part.positions, part.slots, part.view))
+        return graphs.replay(tokens, DraftStep(parts), num_adapters)

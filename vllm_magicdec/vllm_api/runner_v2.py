@@ -21,7 +21,7 @@ from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneAR
 from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import AttentionGroup
 
-from vllm_magicdec import envs, faults
+from vllm_magicdec import envs
 from vllm_magicdec.adaptive.metrics import Counts
 from vllm_magicdec.attention.metadata import draft_metadata, observed_metadata
 from vllm_magicdec.attention.observing import LayerObserver
@@ -42,7 +42,7 @@ from vllm_magicdec.views.base import (
     ViewStep,
     on_device,
 )
-from vllm_magicdec.views.passes import DraftPass, Queries, TokenPassView, ViewPass
+from vllm_magicdec.views.passes import DraftPass, Queries, ViewPass
 from vllm_magicdec.vllm_api import cpu_attention, cpu_llvmlite
 from vllm_magicdec.vllm_api.adapters import Adapters
 from vllm_magicdec.vllm_api.attention_groups import (
@@ -53,6 +53,7 @@ from vllm_magicdec.vllm_api.attention_groups import (
 from vllm_magicdec.vllm_api.draft_graphs import (
     DraftGraphs,
     PassGraphs,
+    RoundGraphs,
     step_of_nobody,
     why_no_draft_graphs,
 )
@@ -94,8 +95,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         else:
             self._drafting = TargetDraft(self)
         self._batch: Batch | None = None
-        self._graphs: dict[int, DraftGraphs] = {}  # of steps, by query tokens per request
-        self._pass_graphs: dict[int, PassGraphs] = {}  # by drafts of a round
+        self._graphs = RoundGraphs()
         self._is_timed = False  # vLLM wants to know what drafting takes
         self._adapters: Adapters | None = None
         self._rope: RopeState | None = None  # of targets with M-RoPE
@@ -190,16 +190,12 @@ class MagicDecSpeculator(StandaloneARSpeculator):
             if reason is not None:
                 logger.warning_once("%s: draft steps run without CUDA graphs, slower: %s.", METHOD, reason)
         of_device = (self.vllm_config, self.device, cudagraph_mode, self, self._drafter.common_lens)
-        self._graphs = {n: DraftGraphs(*of_device, n) for n in self._drafting.queries_of_steps}
         spec = self.speculative_config
         lengths = [n for n in spec.round_lengths if n > 1] if spec.looks_up_on_device else []
-        self._pass_graphs = {n: PassGraphs(*of_device, n) for n in lengths}
-        for graphs in self._every_graphs:
-            faults.inject_into_graphs(graphs)
-
-    @property
-    def _every_graphs(self) -> Sequence[DraftGraphs]:
-        return [*self._graphs.values(), *self._pass_graphs.values()]
+        self._graphs = RoundGraphs(
+            {n: DraftGraphs(*of_device, n) for n in self._drafting.queries_of_steps},
+            {n: PassGraphs(*of_device, n) for n in lengths},
+        )
 
     @property
     def counts(self) -> Counts:
@@ -209,13 +205,12 @@ class MagicDecSpeculator(StandaloneARSpeculator):
     def capture(self) -> None:
         """Called when the target's own graphs have been captured."""
         try:
-            for graphs in self._every_graphs:
-                graphs.capture_steps()
+            self._graphs.capture()
         except Exception:
             # Other tensor-parallel ranks would capture on, and wait in a collective.
             if envs.strict() or self.vllm_config.parallel_config.tensor_parallel_size > 1:
                 raise
-            self._graphs, self._pass_graphs = {}, {}
+            self._graphs = RoundGraphs()
             logger.exception("%s: draft steps run without CUDA graphs, slower: capturing failed.", METHOD)
         self._is_timed = self.enable_adaptive_verification  # by dummy steps, which come next
 
@@ -324,10 +319,8 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         """See `drafting.wide_passes.WidePassRunner`."""
         if not self._drafting.reads_ahead:
             return 0
-        if any(graphs.graphs for graphs in self._every_graphs):
-            # Beside steps with graphs, passes without are slower.
-            return self._pass_graphs[num_steps].max_captured_reqs
-        return min(self.max_num_tokens, MOST_TOKENS) // num_steps
+        captured = self._graphs.max_wide_reqs(num_steps)
+        return min(self.max_num_tokens, MOST_TOKENS) // num_steps if captured is None else captured
 
     def texts(self, batch: Batch) -> Texts:
         """See `drafting.wide_passes.WidePassRunner`."""
@@ -352,14 +345,11 @@ class MagicDecSpeculator(StandaloneARSpeculator):
     def draft_step(self, tokens: torch.Tensor, step: DraftStep) -> torch.Tensor:
         """See `drafting.drafter.Runner`."""
         self.current_draft_step.fill_(step.index)
-        num_adapters = 0
         if self._adapters is not None:
             self._adapters.apply()
-            num_adapters = self._adapters.num_active
         num_reqs = len(tokens)
         tokens, step = self._drafting.lead(tokens, step)
-        graphs = self._graphs.get(len(tokens) // num_reqs)
-        sampled = graphs.replay(tokens, step, num_adapters) if graphs is not None else None
+        sampled = self._graphs.replay_step(tokens, step, num_reqs, self._num_adapters)
         if sampled is None:
             sampled = self.forward_and_sample(tokens, step, self.step_metadata(step))
         return sampled
@@ -381,7 +371,8 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         queries = draft_pass.queries
         if self._adapters is not None:
             self._adapters.apply(queries.places.tolist())  # every token is drawn after
-        if (drawn := self._replay_pass(tokens, draft_pass)) is not None:
+        drawn = self._graphs.replay_pass(tokens, draft_pass, self._num_adapters)
+        if drawn is not None:
             return drawn, None
         places, steps = on_device(queries.places, self.device), on_device(queries.steps, self.device)
         attn_metadata: dict[str, Any] = {}
@@ -402,17 +393,10 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         log_probs = (logits.float() / temperature).log_softmax(dim=-1)
         return drawn, log_probs.gather(1, drawn.unsqueeze(1)).squeeze(1).exp()
 
-    def _replay_pass(self, tokens: torch.Tensor, draft_pass: DraftPass) -> torch.Tensor | None:
-        """[num_tokens] int64, where there is a graph of such a pass."""
-        graphs = self._pass_graphs.get(len(tokens) // len(draft_pass.queries.lens))
-        if graphs is None:
-            return None
-        parts = []
-        for part in draft_pass.parts:
-            assert not isinstance(part.view, TokenPassView)  # refused where passes have graphs
-            parts.append(ViewStep(0, part.positions, part.slots, part.view))
-        num_adapters = 0 if self._adapters is None else self._adapters.num_active
-        return graphs.replay(tokens, DraftStep(parts), num_adapters)
+    @property
+    def _num_adapters(self) -> int:
+        """Of the round, when they have been applied."""
+        return 0 if self._adapters is None else self._adapters.num_active
 
     def _forward_at(
         self,
