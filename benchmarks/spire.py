@@ -13,6 +13,7 @@ rounds start at every few of its tokens:
   over i < j of min(1, p_i / q_i).
 
 The acceptance length is one more. So nothing is left to chance but the texts and the paths.
+`benchmarks/tiny-spire/ablations.sh` trains SPIRe's ablations and measures them by this.
 """
 
 import argparse
@@ -35,7 +36,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from vllm_magicdec.spire.files import load
-from vllm_magicdec.spire.model import DraftState
+from vllm_magicdec.spire.model import DraftState, SpireDraft
 from vllm_magicdec.spire.target import Target
 
 sys.path.insert(0, str(TINY_LLAMA))
@@ -99,13 +100,15 @@ class LlamaDraft:
 
 
 class TrainedDraft:
-    """A SPIRe draft."""
+    """A SPIRe draft, or one of its ablations."""
 
-    def __init__(self, draft: Any) -> None:
+    def __init__(self, draft: SpireDraft) -> None:
         self._draft = draft
 
     def read(self, text: "Text") -> None:
         self._state, self._activations = DraftState(self._draft, len(text.tokens) + 1), text.activations
+        if not self._draft.settings.target_activations:
+            (self._activations,) = self._draft.own_activations(text.tokens[None])
 
     def start(self, num_verified: int) -> Callable[[int], Tensor]:
         self._state.verify(self._activations[self._state.num_verified : num_verified])

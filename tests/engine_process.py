@@ -579,6 +579,7 @@ def _draft_twice(worker: Any) -> None:
         for index, context_len in enumerate(batch.context_lens.tolist()):
             if not batch.is_prefilling[index]:
                 used = min(num_steps, runner.max_model_len - context_len)
+                used = min(used, len(staged[index]))  # passes that gain too little are left out
                 same = staged[index] == one_by_one[index, :used].tolist()
                 compared.update(drafts=used, rounds=1, different=not same)
                 if logits is not None and same:

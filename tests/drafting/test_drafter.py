@@ -73,6 +73,7 @@ def make_drafter(monkeypatch):
             compilation_config=SimpleNamespace(cudagraph_mode=None),
             cache_config=SimpleNamespace(block_size=PAGE, cache_dtype="auto"),
             parallel_config=SimpleNamespace(tensor_parallel_size=tensor_parallel_size),
+            use_v2_model_runner=False,
         )
         cache = FullAttentionSpec(block_size=PAGE, num_kv_heads=1, head_size=8, dtype=torch.float32)
         groups = [LayerGroup(("full",), 0, cache, None), LayerGroup(("near",), 0, cache, SlidingWindow(40))]

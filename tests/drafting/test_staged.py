@@ -315,6 +315,35 @@ def test_a_lookup_that_is_always_right_takes_one_pass_and_none_takes_one_per_dra
 
 
 @settings(max_examples=100, deadline=None)
+@given(rounds(), st.integers(0, 2**4 - 1))
+def test_a_pass_for_less_than_half_of_the_batch_is_left_out(drawn, known_to):
+    """Where some requests' drafts are known, the others are gone on with if they are half of all."""
+    expected = drawn.one_by_one()
+    known = [own if known_to >> i & 1 else [] for i, own in enumerate(expected)]
+    staged, target = make_staged(drawn, KnownDrafts(known), least_gain=0.5)
+    drafts = staged.draft(drawn.batch, drawn.num_steps, lambda: steps_of(drawn))
+    drafting = [i for i, wanted in enumerate(drawn.wanted) if wanted > 0]
+    numbers = [len(known[i]) or min(1, len(expected[i])) for i in range(len(expected))]  # after a pass
+    while running := [i for i in drafting if numbers[i] < drawn.wanted[i]]:
+        if len(running) < 0.5 * len(drafting):
+            break
+        for i in running:
+            numbers[i] += 1
+    assert drafts == [own[:n] for own, n in zip(expected, numbers, strict=True)]
+    assert drafts.num_passes == len(target.pass_lens)
+
+
+@settings(max_examples=100, deadline=None)
+@given(rounds(), st.integers(0, 100))
+def test_where_passes_are_left_out_the_drafts_begin_what_a_pass_per_token_drafts(drawn, seed):
+    expected = drawn.one_by_one()
+    staged, _ = make_staged(drawn, RandomLookups(seed), least_gain=0.5)
+    drafts = staged.draft(drawn.batch, drawn.num_steps, lambda: steps_of(drawn))
+    assert all(own == known[: len(own)] for own, known in zip(drafts, expected, strict=True))
+    assert all(bool(own) == bool(known) for own, known in zip(drafts, expected, strict=True))
+
+
+@settings(max_examples=100, deadline=None)
 @given(rounds())
 def test_the_requests_own_context_spares_passes(drawn):
     lookups = Lookups(5, 1000)

@@ -25,6 +25,7 @@ from vllm_magicdec.attention.observing import LayerObserver
 from vllm_magicdec.attention.switch import install_switches
 from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.drafting.layer_groups import LayerGroup
+from vllm_magicdec.drafting.pass_gains import LEAST_GAIN
 from vllm_magicdec.drafting.pauses import Pauses
 from vllm_magicdec.drafting.sizing import make_views, max_graph_reqs
 from vllm_magicdec.drafting.staged import PassRunner, StagedDrafts
@@ -211,6 +212,8 @@ class Drafter:
             max_model_len=model.max_model_len,
             are_drawn=spec.draft_sample_method == "probabilistic",
             is_alone=is_alone,
+            # The V2 runner verifies as many tokens of every request, whether they were drafted or not.
+            least_gain=0.0 if vllm_config.use_v2_model_runner else LEAST_GAIN,
         )
 
     def _log(self, vllm_config: VllmConfig) -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many wide passes a round gets (`wide_passes.py`): as many as gain enough.
+"""How many passes a round of a fixed number of drafts gets: as many as gain enough.
 
+The host knows what a staged pass promises (`staged.py`); what wide ones gain (`wide_passes.py`) is learned.
 Times are not measured here. That a pass for one draft of every request is worth it, the user's number of
 drafts says; so a pass that gains far less is left out.
 """

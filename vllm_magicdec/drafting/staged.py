@@ -8,8 +8,9 @@ pass per token makes, whatever the lookups say; they only set how many passes it
 proposed with certainty, so drawing and comparing is rejection sampling: where drafts are sampled, each is
 drawn from the draft's own distribution.
 
-Where a controller says what drafting is worth, a round ends when the drafts are too unlikely to stand, and
-those that are not worth verifying are left out.
+A round of a fixed number of drafts may end when a pass would gain too few for the batch: some requests then
+have fewer. Where a controller says what drafting is worth, a round ends when the drafts are too unlikely to
+stand, and those that are not worth verifying are left out.
 """
 
 from collections.abc import Callable, Sequence
@@ -106,6 +107,8 @@ class StagedDrafts:
         max_model_len: tokens.
         are_drawn: drafts are drawn from the draft's distribution, not its likeliest tokens.
         is_alone: no other rank has to draft the same, so this one may go on without lookups that fail.
+        least_gain: drafts of each request, in the mean, that a pass of a fixed number of drafts has to
+            promise; else it is left out.
     """
 
     def __init__(
@@ -119,6 +122,7 @@ class StagedDrafts:
         max_model_len: int,
         are_drawn: bool = False,
         is_alone: bool = True,
+        least_gain: float = 0.0,
     ) -> None:
         self._runner = runner
         self._lookups = lookups
@@ -128,6 +132,7 @@ class StagedDrafts:
         self._max_model_len = max_model_len
         self._are_drawn = are_drawn
         self._is_alone = is_alone
+        self._least_gain = least_gain
         self._max_num_reqs = max_num_reqs
         self._max_drafts = max_drafts
         self._confidence = Confidence()
@@ -153,13 +158,15 @@ class StagedDrafts:
         self, batch: Batch, num_steps: int, prepare: Callable[[], Sequence[RoundSteps]]
     ) -> DraftLists:
         """See `draft`."""
-        plan = num_steps if isinstance(num_steps, DraftPlan) else DraftPlan(num_steps, _ALL)
         room = (self._max_model_len - batch.context_lens).tolist()
         # What a request drafts before its prompt is whole, or beyond the model's length, is dropped.
         drafting = [
             i for i, is_prefilling in enumerate(batch.is_prefilling) if not is_prefilling and room[i] > 0
         ]
         self._follow(batch, drafting)
+        least_gain = self._least_gain * len(drafting)
+        fixed = DraftPlan(num_steps, _ALL, least_gain=least_gain)
+        plan = num_steps if isinstance(num_steps, DraftPlan) else fixed
         if not plan.budget or plan.least_promise < inf:
             unread = self._look_up_unread(batch, drafting, room, plan)
             if unread is not None:

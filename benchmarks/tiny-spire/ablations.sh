@@ -1,0 +1,24 @@
+#!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
+# The ablations of SPIRe's paper (Figure 5), a draft each, as tiny-spire but for 1,000 steps; then their
+# acceptance. Two at a time, each on one core: 1.5 hours on two. In the project's folder:
+#   sh benchmarks/tiny-spire/ablations.sh FOLDER
+# Run again after an interruption, it goes on.
+set -e
+mkdir -p "$1"
+export OUT="$1"
+test -e "$OUT/data.jsonl" || python benchmarks/tiny-spire/make_data.py --out "$OUT/data.jsonl"
+xargs -P 2 -L 1 sh -c 'name=$1; shift
+    test -e "$OUT/$name/config.json" || OMP_NUM_THREADS=1 python -m vllm_magicdec train-draft \
+        --model examples/tiny-llama --data "$OUT/data.jsonl" --out "$OUT/$name" --batch 1 \
+        --learning-rate 2e-3 --steps 1000 "$@" > "$OUT/$name.log" 2>&1' train <<END
+no-target-activations --no-target-activations
+whole
+no-sparse-kv --no-sparse-kv
+no-distillation --no-distillation
+random-init --random-init
+no-feedback-memory --no-feedback-memory
+omega-1 --omega 1
+END
+python benchmarks/spire.py --only-spire --out "$OUT/spire-ablations.json" --spire "$OUT/whole" "$OUT/no-sparse-kv" \
+    "$OUT/no-target-activations" "$OUT/no-distillation" "$OUT/random-init" "$OUT/no-feedback-memory" "$OUT/omega-1"
