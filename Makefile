@@ -10,7 +10,7 @@ VENV := .venv/bin
 RUN := PATH="$(CURDIR)/$(VENV):$$PATH" $(VENV)/python
 # Its theme announces its own end of life at every build. With --quiet it would not be strict.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV)/mkdocs build --strict
-# Two workers that compute with two threads each would wait for one another on two cores; engines have their own.
+# Two workers that compute with two threads each would wait for one another on two cores.
 PYTEST := OMP_NUM_THREADS=1 MAGICDEC_TEST_KERNELS="$(KERNELS)" MAGICDEC_TEST_CASES="$(CASES)" $(RUN) -m pytest -n 2 --dist loadgroup --durations 10
 
 .DEFAULT_GOAL := help

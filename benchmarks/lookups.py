@@ -6,7 +6,8 @@ first turn only warms them up, because `auto` learns its times in it. Medians ov
 ratios of turns of one pass over the contenders.
 
 - plain: vLLM without speculation.
-- fixed: `num_speculative_tokens` drafts with lookups; without them it would take as many draft passes.
+- fixed: `num_speculative_tokens` drafts with lookups, less where a pass would gain too few; without lookups
+  it would take as many draft passes.
 - auto-off, auto: `num_speculative_tokens: auto` without lookups and with them.
 - datastore: auto whose lookups look into a datastore, too (--datastore, made by `magicdec index`).
 - passes: of the draft per round that was read; "unread": drafts that were looked up alone, of all verified.

@@ -44,6 +44,7 @@ from vllm_magicdec.planner.traces import Arrival, Lengths
 
 MAGICDEC = "magicdec"
 FRONTEND_REQUESTS = 20  # that are tokenised for its time
+TIMEOUT_S = 60  # of one
 # What `vllm bench serve` and the simulation call the same.
 COMPARED = {
     "output tokens/s": ("output_throughput", "output_throughput"),
@@ -121,10 +122,9 @@ def frontend_seconds(server: Server, model: str, requests: Path) -> float:
     for line in requests.read_text().splitlines()[:FRONTEND_REQUESTS]:
         body = json.dumps({"model": model, "prompt": json.loads(line)["prompt"]}).encode()
         headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{server.url}/tokenize", body, headers)
         began_s = time.perf_counter()
-        with urllib.request.urlopen(
-            urllib.request.Request(f"{server.url}/tokenize", body, headers)
-        ) as answer:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
             answer.read()
         taken.append(time.perf_counter() - began_s)
     return statistics.median(taken)

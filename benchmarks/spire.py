@@ -20,7 +20,7 @@ import argparse
 import random
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, Protocol
@@ -301,6 +301,7 @@ def main() -> None:
             "gamma": args.gamma,
             "sinks": settings.sinks,
             "window": settings.window,
+            "spire": {name: asdict(draft.settings) for name, draft in trained.items()},
             "texts": args.texts,
             "tokens": args.tokens,
             "stride": args.stride,

@@ -579,7 +579,9 @@ def _draft_twice(worker: Any) -> None:
         for index, context_len in enumerate(batch.context_lens.tolist()):
             if not batch.is_prefilling[index]:
                 used = min(num_steps, runner.max_model_len - context_len)
-                used = min(used, len(staged[index]))  # passes that gain too little are left out
+                if not worker.vllm_config.use_v2_model_runner:
+                    assert staged[index]
+                    used = min(used, len(staged[index]))  # passes that gain too little are left out
                 same = staged[index] == one_by_one[index, :used].tolist()
                 compared.update(drafts=used, rounds=1, different=not same)
                 if logits is not None and same:
@@ -784,13 +786,15 @@ def _record_graphs(worker: Any, sizes: list[int]) -> None:
 def _run_passes_as_captured(worker: Any) -> None:
     from types import SimpleNamespace
 
+    from vllm_magicdec.vllm_api.draft_graphs import RoundGraphs
+
     runner = _draft_of(worker)
 
     def replay(tokens: Any, step: Any, num_adapters: int) -> Any:
         return runner.forward_and_draw(tokens, step, runner.step_metadata(step))
 
     as_captured = SimpleNamespace(replay=replay, graphs={None: None}, max_captured_reqs=4)
-    runner._pass_graphs = dict.fromkeys(runner.speculative_config.round_lengths, as_captured)
+    runner._graphs = RoundGraphs(passes=dict.fromkeys(runner.speculative_config.round_lengths, as_captured))
 
 
 def _count_replays(worker: Any) -> dict[int, int]:
@@ -828,7 +832,7 @@ def _watch_draft_steps(worker: Any) -> None:
 
         graphs.run_fullgraph = run_and_count
 
-    for graphs in draft._every_graphs:
+    for graphs in draft._graphs._every:
         count_graphs_of(graphs)
 
 

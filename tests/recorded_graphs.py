@@ -113,10 +113,10 @@ def num_replays(speculator: Any) -> dict[str, int]:
     """Replays by padded batch size; with "x 2" behind it those of two query tokens per request."""
     numbers = {
         f"{desc.num_reqs}{'' if num_queries == 1 else f' x {num_queries}'}": graph.num_replays
-        for num_queries, graphs in speculator._graphs.items()
+        for num_queries, graphs in speculator._graphs._steps.items()
         for desc, graph in graphs.graphs.items()
     }
-    for num_drafts, passes in speculator._pass_graphs.items():
+    for num_drafts, passes in speculator._graphs._passes.items():
         for desc, graph in passes.graphs.items():
             numbers[f"{desc.num_reqs} x {num_drafts}, a pass"] = graph.num_replays
     return numbers

@@ -163,7 +163,9 @@ def with_threads(number: int) -> None:
 
 @pytest.fixture(autouse=True)
 def threads():
+    """Two, where a test does not say: the suite's processes have one each."""
     number = torch.get_num_threads()
+    torch.set_num_threads(2)
     yield
     torch.set_num_threads(number)
 

@@ -4,9 +4,8 @@
 A pass takes a request's last token and some looked-up ones over the same view, and so draws a token after
 each of them. Those that the looked-up tokens turn out to be are drafts, and the one after them is one more:
 TriForce's stages (arXiv 2404.11912), with a lookup for the smallest model. The drafts are those that one
-pass per token makes, whatever the lookups say; they only set how many passes it takes. A looked-up token is
-proposed with certainty, so drawing and comparing is rejection sampling: where drafts are sampled, each is
-drawn from the draft's own distribution.
+pass per token makes, whatever the lookups say. A looked-up token is proposed with certainty, so drawing and
+comparing is rejection sampling: where drafts are sampled, each is drawn from the draft's own distribution.
 
 A round of a fixed number of drafts may end when a pass would gain too few for the batch: some requests then
 have fewer. Where a controller says what drafting is worth, a round ends when the drafts are too unlikely to
@@ -164,6 +163,7 @@ class StagedDrafts:
             i for i, is_prefilling in enumerate(batch.is_prefilling) if not is_prefilling and room[i] > 0
         ]
         self._follow(batch, drafting)
+        # A plan says itself what a pass has to gain; with a fixed number and budgets of `auto`: nothing.
         least_gain = self._least_gain * len(drafting)
         fixed = DraftPlan(num_steps, _ALL, least_gain=least_gain)
         plan = num_steps if isinstance(num_steps, DraftPlan) else fixed
