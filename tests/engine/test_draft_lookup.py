@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""With lookups the drafts are the same and fewer passes make them, whatever was looked up."""
+"""With lookups fewer passes make the same drafts, or the first of them, whatever was looked up."""
 
 import engines
 import pytest
