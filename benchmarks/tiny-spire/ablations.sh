@@ -4,7 +4,8 @@
 # acceptance. Two at a time, a core each: 25 minutes a pair on a Zen 3, but an hour for those without sparse
 # KV and without target activations. In the project's folder:
 #   sh benchmarks/tiny-spire/ablations.sh FOLDER
-# Run again after an interruption, it goes on.
+# Run again after an interruption, it goes on. The draft without sparse KV sees more than it was trained on
+# (2,048 tokens) at 4,000 and 7,000 tokens of context.
 set -e
 mkdir -p "$1"
 export OUT="$1"
