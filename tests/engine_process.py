@@ -712,11 +712,14 @@ def _watch_draft_cache(worker: Any) -> None:
         seen["leading"] = max(seen["leading"], 0 if leads is None else int(leads.sum()))
         seen["lag"] = max(seen.get("lag", 0), int(lacking.max()))
         table = batch.block_tables[cache._speculator.groups[0].kv_cache_group].numpy()
+        targets = proposer.block_tables.input_block_tables[0].numpy()
+        gaps = cache.pages.gaps(batch.context_lens)
+        ends = ((batch.context_lens - gaps).numpy() - lacking).clip(min=0)
         held = []
-        for row, end in zip(table, (batch.context_lens.numpy() - lacking).tolist(), strict=False):
-            entries = np.arange(end)
-            pages = row[entries // cache._page_size]
-            held.append((entries, pages, pages))
+        for own, target, gap, end in zip(table, targets, gaps, ends.tolist(), strict=False):
+            entries = cache.pages.positions(torch.arange(end), gap.expand(end)).numpy()
+            pages = entries // cache._page_size
+            held.append((entries, own[pages], target[pages]))
         return held
 
     is_v2 = worker.vllm_config.use_v2_model_runner

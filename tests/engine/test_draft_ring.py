@@ -7,12 +7,15 @@ where the view is of the whole context, so that all drafts are accepted; else in
 
 import engines
 import pytest
+from draft_engines import SCHEDULES as OF_WHOLE_CACHES
+from draft_engines import V2_ENGINE, V2_SCHEDULES, V2_TOKENS, WHOLE_LEN, drafting_with, longest, on_v2
 from engines import MODEL
-from greedy import GREEDY, assert_same_tokens
-from test_draft_model import SCHEDULES as OF_WHOLE_CACHES
-from test_draft_model import TINY_DRAFT, WHOLE_LEN, drafting_with, longest
+from greedy import GREEDY, assert_same_tokens, first_tokens
+from test_draft_model import TINY_DRAFT
 
 BUDGET = 512  # of 2,048 tokens; contexts are shorter and longer
+V2_BUDGET = 192  # of 1,024
+OF_V2 = {**V2_SCHEDULES, "preemption": {**V2_SCHEDULES["preemption"], "num_gpu_blocks_override": 30}}
 # A longest request and its ring need 82 blocks.
 SCHEDULES = {
     **OF_WHOLE_CACHES,
@@ -104,3 +107,83 @@ def test_a_small_draft_compiles_and_the_target_gets_the_room(prompts, plain):
     assert ring.num_kv_blocks == pytest.approx(whole.num_kv_blocks * 8 / 6, rel=0.01)
     assert "holds 544 tokens of a request, in a ring of 17 pages" in ring.log
     assert "holds every token, as the target's does: draft_kv_cache is 'whole'" in whole.log
+
+
+@pytest.mark.parametrize(
+    ("schedule", "lookup"), [("whole prompts", "off"), ("chunked prefill", "on"), ("preemption", "off")]
+)
+def test_the_ring_holds_what_was_verified_on_the_v2_runner(prompts, plain, schedule, lookup):
+    chosen, batch = on_v2(prompts)
+    run = engines.run(
+        [
+            ("watch_draft_cache", {}),
+            ("generate", {"batches": [batch, batch]}),
+            ("watched_draft_cache", {}),
+        ],
+        speculative_config=drafting_with(
+            MODEL, draft_kv_budget=V2_BUDGET, draft_lookup=lookup, draft_kv_cache="ring"
+        ),
+        **{**V2_ENGINE, **OF_V2[schedule]},
+    )
+    assert run.v2_runner and run.draft_failures == 0
+    _, (first, again), watched = run.results
+    expected = [first_tokens(plain[i], V2_TOKENS) for i in chosen]
+    assert_same_tokens(expected, first, f"V2 runner, {schedule}")
+    assert_same_tokens(expected, again, f"V2 runner, {schedule}, prefix cached")
+    assert watched["tokens"] - watched["sparse"] > 1000 and watched["sparse"] > 1000
+    assert watched["difference"] < 1e-3, watched
+    assert (run.preemptions > 0) == (schedule == "preemption")
+    if schedule != "preemption":
+        assert any(request["cached_tokens"] > 0 for request in again)
+
+
+def test_the_ring_catches_up_with_plain_steps_on_the_v2_runner(prompts, plain):
+    """Whatever was decoded in between: a ring has no page that must be whole before another may have it."""
+    chosen, batch = on_v2(prompts)
+    run = engines.run(
+        [
+            ("watch_draft_cache", {}),
+            ("generate_with_random_choices", {"batches": [batch, batch], "seed": 3}),
+            ("watched_draft_cache", {}),
+        ],
+        **V2_ENGINE,
+        speculative_config=drafting_with(
+            MODEL, "auto", draft_kv_budget=V2_BUDGET, draft_lookup="off", draft_kv_cache="ring"
+        ),
+    )
+    assert run.v2_runner and run.draft_failures == 0
+    _, result, watched = run.results
+    expected = [first_tokens(plain[i], V2_TOKENS) for i in chosen]
+    for tokens, what in zip(result["batches"], ("random choices", "prefix cached"), strict=True):
+        assert_same_tokens(expected, tokens, f"V2 runner, {what}")
+    assert result["plain_steps"] > 5
+    assert watched["sparse"] > 1000 and watched["difference"] < 1e-3, watched
+    assert watched["lag"] > 1 and watched["leading"] > 0
+
+
+def test_graphs_over_rings_draft_what_eager_steps_do(prompts, plain):
+    """Recorded ones, see recorded_graphs.py; a ring's tables are made anew for every round."""
+    chosen, batch = on_v2(prompts)
+    run = engines.run(
+        [
+            ("generate_and_count_drafts", {"batches": [batch]}),
+            ("record_graphs", {"sizes": [2, 4]}),
+            ("generate_and_count_drafts", {"batches": [batch]}),
+            ("count_replays", {}),
+        ],
+        **V2_ENGINE,
+        own_process=True,
+        enable_prefix_caching=False,
+        speculative_config=drafting_with(
+            TINY_DRAFT, draft_kv_budget=V2_BUDGET, draft_kv_cache="ring", native_attention=False
+        ),
+    )
+    assert run.v2_runner and run.draft_failures == 0
+    eager, _, replayed, replays = run.results
+    expected = [first_tokens(plain[i], V2_TOKENS) for i in chosen]
+    for how, result in (("eager", eager), ("replayed", replayed)):
+        assert_same_tokens(expected, result["batches"][0], f"V2 runner, {how}")
+    assert 0.3 < eager["accepted"] / eager["drafted"] < 0.95
+    assert (replayed["accepted"], replayed["drafted"]) == (eager["accepted"], eager["drafted"])
+    assert set(replays) == {"2", "4", "2 x 2", "4 x 2"} and all(replays.values())
+    assert "in a ring of 7 pages" in run.log

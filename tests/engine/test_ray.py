@@ -2,7 +2,6 @@
 """The examples for Ray: Ray Serve, and jobs in the same Ray that are interrupted or lose a replica."""
 
 import json
-import os
 import signal
 import socket
 import sys
@@ -45,19 +44,11 @@ def command(script, kwargs, *options):
 
 
 def environment():
-    # Ray's processes would stand back behind those of a test beside them, and hardly get on.
+    # Ray's processes would stand back behind those of a test beside them, and hardly get on. They take what
+    # there is of all cores: almost all of these tests is two dozen processes that start.
     env = engines.environment(VLLM_CPU_OMP_THREADS_BIND="nobind", RAY_worker_niceness="0")
     env.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
     return env
-
-
-@pytest.fixture(scope="module", autouse=True)
-def on_own_cores():
-    """What these tests start stays on this pytest worker's cores."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, engines.own_cores() or before)
-    yield
-    os.sched_setaffinity(0, before)
 
 
 def wait_for(what, process, log):
@@ -84,7 +75,7 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def server(on_own_cores, tmp_path_factory):
+def server(tmp_path_factory):
     log = tmp_path_factory.mktemp("server") / "log"
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

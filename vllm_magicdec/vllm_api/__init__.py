@@ -7,7 +7,8 @@ refuses what only the whole engine shows and says what has no CUDA graph. `runne
 `runner_v2.py` put the draft loop into vLLM's model runners, `draft_graphs.py` into CUDA graphs;
 `drafts_v1.py` and `drafts_v2.py` know who drafts, the target or another model; a trained one is
 `spire_model.py`, its cache `spire_cache.py`, and `spire_draft_v1.py` and `spire_draft_v2.py` bring both to
-a runner. `draft_pages.py` says where another model's KV cache is, and `ring_cache.py` makes it small.
+a runner. `draft_pages_v1.py` and `draft_pages_v2.py` say where another model's KV cache is, and
+`ring_cache.py` makes it small.
 `kv_cache.py` reads how vLLM laid out the cache and leaves memory beside it, `attention_groups.py` has
 vLLM's metadata builders for a view, `adapters.py` is LoRA, `embeddings.py` and `rope.py` are for
 multimodal targets.

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.utils.math_utils import next_power_of_2
 from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.worker.utils import AttentionGroup
@@ -43,6 +44,27 @@ def attention_groups_of(
         elif names:
             found.append(_with_own_builder(group, target_group, names, vllm_config, device))
     return found
+
+
+def make_attention_groups(
+    group: LayerGroup, vllm_config: VllmConfig, device: torch.device
+) -> list[AttentionGroup]:
+    """The attention groups of layers for which vLLM has made none.
+
+    Args:
+        group: the layers.
+        vllm_config: the engine's, its models loaded.
+        device: where they run.
+    """
+    layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, list(group.layer_names))
+    by_backend: dict[str, AttentionGroup] = {}
+    for name, layer in layers.items():
+        backend = layer.get_attn_backend()
+        own = AttentionGroup(backend, [], group.cache, group.kv_cache_group)
+        by_backend.setdefault(backend.full_cls_name(), own).layer_names.append(name)
+    for own in by_backend.values():
+        own.create_metadata_builders(vllm_config, device, group.cache.block_size)
+    return list(by_backend.values())
 
 
 def refuse_split_pages(attention_groups: Sequence[Sequence[AttentionGroup]]) -> None:

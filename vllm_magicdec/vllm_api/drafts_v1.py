@@ -27,7 +27,7 @@ from vllm_magicdec.drafting.layer_groups import LayerGroup
 from vllm_magicdec.views.base import PAD_SLOT, Batch, on_device
 from vllm_magicdec.views.passes import Queries
 from vllm_magicdec.vllm_api.attention_groups import refuse_small_buffers
-from vllm_magicdec.vllm_api.draft_pages import find_pages
+from vllm_magicdec.vllm_api.draft_pages_v1 import find_pages
 from vllm_magicdec.vllm_api.embeddings import embed, refuse_more_inputs, takes_embeddings
 from vllm_magicdec.vllm_api.kv_cache import refuse_draft_without_whole_context, say_what_draft_takes
 from vllm_magicdec.vllm_api.kv_transfer import unseen_by_connector

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.nn as nn
+from vllm.config import get_layers_from_vllm_config
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
@@ -22,8 +24,10 @@ from vllm_magicdec.drafting.drafter import OwnCache
 from vllm_magicdec.drafting.layer_groups import LayerGroup
 from vllm_magicdec.views.base import PAD_SLOT, Batch, DraftStep, on_device
 from vllm_magicdec.vllm_api.attention_groups import refuse_small_buffers
+from vllm_magicdec.vllm_api.draft_pages_v2 import find_pages
 from vllm_magicdec.vllm_api.embeddings import refuse_more_inputs
 from vllm_magicdec.vllm_api.kv_cache import refuse_draft_without_whole_context, say_what_draft_takes
+from vllm_magicdec.vllm_api.ring_cache import offer_rings
 
 if TYPE_CHECKING:  # it makes what is here
     from vllm_magicdec.vllm_api.runner_v2 import MagicDecSpeculator
@@ -100,6 +104,14 @@ class Draft(ABC):
                 were asked for.
         """
         self._inputs = inputs
+
+    def tables(self, block_tables: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """[num_reqs, max_pages] int32 each by KV-cache group, the pages of the draft's layers.
+
+        Args:
+            block_tables: vLLM's, [num_reqs, max_blocks] int32 each.
+        """
+        return list(block_tables)
 
     @property
     def reads_ahead(self) -> bool:
@@ -187,8 +199,10 @@ class ModelDraft(LoadedDraft):
     enough: a token too many is read again. Where there are too few of them, the pass's last tokens are
     nobody's and write nowhere.
 
-    A page is complete in both models' layers when vLLM takes it for the prefix cache: what plain steps
-    decode is read at the latest when a page may be full, so that pages need no record of their own.
+    A page that is shared with the target is complete in both models' layers when vLLM takes it for the
+    prefix cache: what plain steps decode is read at the latest when a page may be full, so that pages need
+    no record of their own. Of a ring all that a round shows is read in the round after its prompt, and what
+    plain steps decode waits for the next round.
 
     Args:
         speculator: makes its passes.
@@ -201,7 +215,7 @@ class ModelDraft(LoadedDraft):
         # By row of vLLM's request states.
         num_rows = speculator.max_num_reqs
         self._owners: list[str | None] = [None] * num_rows
-        self._lacking = np.zeros(num_rows, dtype=np.int64)  # latest verified tokens, at most
+        self._lacking = np.zeros(num_rows, dtype=np.int64)  # latest entries of the cache, at most
         self._written = np.zeros(num_rows, dtype=np.int64)  # tokens, by the latest round's steps
         self._ends = np.zeros(num_rows, dtype=np.int64)  # verified tokens after the latest step, at most
         self._unsure = np.zeros(num_rows, dtype=np.int64)  # drafts that the latest step verified
@@ -212,6 +226,23 @@ class ModelDraft(LoadedDraft):
         """See `Draft`."""
         return self
 
+    def load(self, target: nn.Module, target_layer_names: set[str]) -> nn.Module:
+        """See `Draft`."""
+        model = super().load(target, target_layer_names)
+        vllm_config = self._speculator.vllm_config
+        layer_names = get_layers_from_vllm_config(vllm_config, AttentionLayerBase).keys()
+        offer_rings(vllm_config, layer_names - target_layer_names)
+        return model
+
+    @property
+    def attention_groups(self) -> Sequence[Sequence[AttentionGroup]]:
+        """See `Draft`."""
+        return self.pages.attention_groups
+
+    def tables(self, block_tables: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """See `Draft`."""
+        return self.pages.tables(block_tables)
+
     def lay_out(self, kv_cache_config: KVCacheConfig, groups: Sequence[LayerGroup]) -> None:
         """See `Draft`.
 
@@ -219,6 +250,10 @@ class ModelDraft(LoadedDraft):
             MagicDecConfigError: no layer keeps the whole context, or its attention has no room.
         """
         refuse_draft_without_whole_context(groups)
+        speculator = self._speculator
+        self.pages = find_pages(
+            speculator.vllm_config, kv_cache_config, groups, speculator.attn_groups, speculator.device
+        )
         refuse_small_buffers(self.attention_groups)
         say_what_draft_takes(kv_cache_config, groups)
         self._page_size = groups[0].cache.block_size
@@ -247,7 +282,10 @@ class ModelDraft(LoadedDraft):
         # After the round's steps, a verification adds tokens that they have written and one that they
         # may have not.
         decoded = np.maximum(1, lacking + taken - self._written[rows])
-        self._lacking[rows] = np.minimum(np.where(self._has_prompt, lacking + taken, decoded), known_lens)
+        prompts = lacking + taken if self.pages.reads_whole_prompts else known_lens
+        self._lacking[rows] = np.minimum(
+            np.where(self._has_prompt, prompts, decoded), self.pages.most_entries(known_lens)
+        )
         drafts = inputs.num_draft_tokens_per_req
         verified = np.zeros_like(taken) if drafts is None else drafts[:num_reqs].astype(np.int64)
         # The scheduler may not have heard of the step before either.
@@ -260,8 +298,13 @@ class ModelDraft(LoadedDraft):
     def catch_up(self, batch: Batch, num_steps: int) -> None:
         """See `drafting.drafter.OwnCache`; without a step to follow, what plain steps decode can wait."""
         speculator, num_reqs = self._speculator, len(batch.req_ids)
+        whole = self.pages.reads_whole_prompts
+        if not whole and not num_steps:
+            return
         lacking = self._lacking[self._rows]
         is_due = lacking > 0
+        if not whole:
+            is_due &= ~np.asarray(batch.is_prefilling)
         if not num_steps:
             if self._may_lag:
                 ends = np.asarray(batch.known_lens) // self._page_size
@@ -312,27 +355,28 @@ class ModelDraft(LoadedDraft):
         return torch.stack([leading, tokens], dim=1).flatten(), DraftStep(parts)
 
     def _read(self, batch: Batch, lacking: np.ndarray, pieces: Sequence[tuple[int, int, int]]) -> None:
-        """A pass over all pages before its tokens.
+        """A pass over all that the cache keeps before its tokens.
 
-        The pages are all there. What is far from the end is read once, so that its K/V may as well know of
-        all before, as in a draft model's cache of vLLM's own; and pages that the prefix cache hands on are
-        the same whoever filled them.
+        Where every page is there, what is far from the end is read once, so that its K/V may as well know
+        of all before, as in a draft model's cache of vLLM's own; and pages that the prefix cache hands on
+        are the same whoever filled them.
 
         Args:
             batch: the round's requests.
-            lacking: [num_reqs] int64, tokens that each lacks, at most.
-            pieces: places in the batch, with the first and the end of those of the lacking tokens.
+            lacking: [num_reqs] int64, latest entries that each lacks, at most.
+            pieces: places in the batch, with the first and the end of those of the lacking entries.
         """
         speculator, device = self._speculator, batch.context_lens.device
         lens = [end - first for _, first, end in pieces]
         requests = [index for index, _, _ in pieces]
         rows = on_device(np.repeat(requests, lens), device)
         within = on_device(np.concatenate([np.arange(first, end) for _, first, end in pieces]), device)
-        # [num_reqs], of the first lacking one.
-        firsts = (batch.context_lens - on_device(lacking, device)).clamp(min=0)
-        positions = firsts[rows] + within
-        is_there = positions < batch.context_lens[rows]
-        positions = positions.clamp(max=speculator.max_model_len - 1)
+        gaps = self.pages.gaps(batch.context_lens)  # this and the next two: [num_reqs]
+        num_entries = batch.context_lens - gaps
+        firsts = (num_entries - on_device(lacking, device)).clamp(min=0)  # lacking ones
+        entries = firsts[rows] + within
+        is_there = entries < num_entries[rows]
+        positions = self.pages.positions(entries, gaps[rows]).clamp(max=speculator.max_model_len - 1)
         slots = self._slots_of(batch, rows, positions, is_there)
         starts = np.concatenate([[0], np.cumsum(lens)]).astype(np.int32)
         places = on_device(requests, device)
@@ -341,8 +385,8 @@ class ModelDraft(LoadedDraft):
             query_start_loc_cpu=torch.from_numpy(starts),
             max_query_len=max(lens),
             seq_lens=(firsts[places] + on_device([end for _, _, end in pieces], device)).to(torch.int32),
-            max_seq_len=max(int(batch.known_lens[index]) for index in requests),
-            block_tables=[table[places] for table in batch.block_tables],
+            max_seq_len=int(self.pages.most_entries(np.asarray(batch.known_lens)[requests]).max()),
+            block_tables=self.pages.tables_of_entries(batch.block_tables, places, gaps[places]),
             slots=slots,
             positions=positions,
         )

@@ -165,8 +165,6 @@ def why_no_ring(vllm_config: VllmConfig) -> str | None:
             "a SPIRe draft's memory of a token can be made only when the target reads it, and the target "
             "does not read again what the prefix cache hands on"
         )
-    if vllm_config.use_v2_model_runner:
-        return "rings are made for vLLM's V1 runner only"
     if find_ring(vllm_config, vllm_config.cache_config.block_size) is None:
         return f"draft_kv_policy={spec.draft_kv_policy!r} reads more than sinks and a window"
     return None
@@ -403,6 +401,25 @@ class RingLayout:
         assert len(rows) == spec.pages_per_block
         last = (num_blocks - 1) * step + max(rows)
         return cls(spec, names, layout, rows, step, layer_step, last + 1)
+
+    @classmethod
+    def bound(
+        cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_cache_group: int
+    ) -> "RingLayout | None":
+        """The layout of a group of rings, whose layers will take their views; None: it is another's.
+
+        Args:
+            vllm_config: the engine's.
+            kv_cache_config: as vLLM laid out the KV cache.
+            kv_cache_group: of the draft's layers.
+        """
+        if not isinstance(kv_cache_config.kv_cache_groups[kv_cache_group].kv_cache_spec, RingSpec):
+            return None
+        layout = cls.of(
+            kv_cache_config, kv_cache_group, vllm_config.cache_config.get_resolved_kv_cache_layout()
+        )
+        layout.bind(get_layers_from_vllm_config(vllm_config, AttentionLayerBase, layout.names))
+        return layout
 
     def bind(self, layers: Mapping[str, Any]) -> None:
         """Have the layers take their views when vLLM gives them the memory.

@@ -146,13 +146,13 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         # vLLM lays the KV cache out twice when it measures memory first: what the first drafter holds goes.
         self._attention_groups: list[list[AttentionGroup]] = []
         self.__dict__.pop("_drafter", None)
+        self._drafting.lay_out(kv_cache_config, groups)
         self._attention_groups = [
             attention_groups_of(
                 group, self._drafting.attention_groups, self.vllm_config, self.device, share_builders=True
             )
             for group in groups
         ]
-        self._drafting.lay_out(kv_cache_config, groups)
         self._drafter = Drafter(
             self,
             self.vllm_config,
@@ -185,7 +185,8 @@ class MagicDecSpeculator(StandaloneARSpeculator):
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         """Called after `set_attn` with what the target's attention supports."""
         if self.device.type == "cuda" and not self.vllm_config.model_config.enforce_eager:
-            weakest = find_weakest_graphs(self.target_attn_groups, self.vllm_config)
+            groups = [*self.target_attn_groups, *self._attention_groups]
+            weakest = find_weakest_graphs(groups, self.vllm_config)
             reason = why_no_draft_graphs(cudagraph_mode, weakest)
             if reason is not None:
                 logger.warning_once("%s: draft steps run without CUDA graphs, slower: %s.", METHOD, reason)
@@ -300,7 +301,9 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         return Batch(
             req_ids=batch.req_ids[:num_reqs],
             tokens=last_sampled[batch.idx_mapping].view(-1),
-            block_tables=[table[:num_reqs] for table in self.block_tables.input_block_tables],
+            block_tables=self._drafting.tables(
+                [table[:num_reqs] for table in self.block_tables.input_block_tables]
+            ),
             context_lens=context_lens,
             observable_lens=context_lens,
             known_lens=known_lens,

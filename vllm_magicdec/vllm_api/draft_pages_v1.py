@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.config import VllmConfig, get_layers_from_vllm_config
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from vllm_magicdec.drafting.held_rings import HeldRings
@@ -19,7 +18,7 @@ from vllm_magicdec.drafting.held_tokens import HeldTokens
 from vllm_magicdec.drafting.layer_groups import LayerGroup
 from vllm_magicdec.views.base import Batch, ceil_div, on_device
 from vllm_magicdec.views.rings import RingTable
-from vllm_magicdec.vllm_api.ring_cache import RingLayout, RingSpec
+from vllm_magicdec.vllm_api.ring_cache import RingLayout
 
 
 class DraftPages(ABC):
@@ -258,11 +257,9 @@ def find_pages(
         device: where the draft runs.
     """
     number = groups[0].kv_cache_group
-    if not isinstance(kv_cache_config.kv_cache_groups[number].kv_cache_spec, RingSpec):
+    layout = RingLayout.bound(vllm_config, kv_cache_config, number)
+    if layout is None:
         return SharedPages(runner, groups, kv_cache_config.num_blocks)
-    cache_layout = vllm_config.cache_config.get_resolved_kv_cache_layout()
-    layout = RingLayout.of(kv_cache_config, number, cache_layout)
-    layout.bind(get_layers_from_vllm_config(vllm_config, AttentionLayerBase, layout.names))
     # It would make metadata of that group in every step of the target's.
     runner.attn_groups[number] = []
     return RingPages(runner, groups, layout, vllm_config.model_config.max_model_len, device)
