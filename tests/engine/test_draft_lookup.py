@@ -253,7 +253,8 @@ def test_a_failure_within_a_lookup_loses_no_request(prompts, plain):
 
 
 @engines.needs_tensor_parallel
-def test_ranks_look_up_and_cut_alike(prompts, plain):
+@pytest.mark.parametrize("gamma", ["auto", 8])
+def test_ranks_look_up_and_cut_alike(prompts, plain, gamma):
     """Else they would wait for one another in passes of different tokens."""
     chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < 1000][:16]
     run = engines.generate(
@@ -263,10 +264,16 @@ def test_ranks_look_up_and_cut_alike(prompts, plain):
         max_num_seqs=8,
         speculative_config={
             "method": "magicdec-self",
-            "num_speculative_tokens": "auto",
+            "num_speculative_tokens": gamma,
             "draft_kv_budget": 128,
+            "draft_lookup": "on",
             "draft_lookup_sources": ["context", "served"],
         },
     )
     assert_same_tokens([plain[i] for i in chosen], run.results[0][0], "tensor parallel 2, lookups")
-    assert run.accepted > 0 and run.metrics["vllm:magicdec_lookup_unread_tokens"] > 0
+    metrics = run.metrics
+    assert run.accepted > 0
+    if gamma == "auto":  # a fixed number is of what the draft has read
+        assert metrics["vllm:magicdec_lookup_unread_tokens"] > 0
+    else:
+        assert metrics["vllm:magicdec_lookup_passes"] < 8 * metrics["vllm:magicdec_lookup_rounds"]

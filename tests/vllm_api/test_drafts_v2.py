@@ -15,12 +15,18 @@ from policies.test_host_sync import no_host_reads
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_magicdec.drafting.layer_groups import LayerGroup
-from vllm_magicdec.views.base import PAD_SLOT, Batch, DraftSlots, DraftStep, PageView
+from vllm_magicdec.views.base import PAD_SLOT, Batch, DraftSlots, DraftStep, PageView, ceil_div
+from vllm_magicdec.views.rings import Ring
+from vllm_magicdec.vllm_api.draft_pages_v2 import RingPages, SharedPages
 from vllm_magicdec.vllm_api.drafts_v2 import ModelDraft
 
 PAGE, MODEL_LEN, NUM_ROWS, MAX_DRAFTS = 4, 96, 3, 4
 PAGES_OF_ROW = MODEL_LEN // PAGE
 SPEC = FullAttentionSpec(block_size=PAGE, num_kv_heads=1, head_size=32, dtype=torch.float32)
+CPU = torch.device("cpu")
+RING = Ring(PAGE, sink_pages=1, window_pages=3, spare_pages=1)
+# Two of a ring's pages share a block, apart from one another.
+RING_ROWS, RING_STEP = (0, 3), 5
 
 
 @dataclass
@@ -42,11 +48,21 @@ class Request:
 class ImaginedEngine:
     """A V2 runner with one draft model, whose cache is a dictionary from slot to token and position."""
 
-    def __init__(self, seed: int, *, is_async: bool, max_num_tokens: int = 24, lookup: str = "off") -> None:
+    def __init__(
+        self,
+        seed: int,
+        *,
+        is_async: bool,
+        max_num_tokens: int = 24,
+        lookup: str = "off",
+        ring: Ring | None = None,
+    ) -> None:
         self._rng = random.Random(seed)
         self._is_async = is_async
         self._all_token_ids = torch.zeros(NUM_ROWS, MODEL_LEN, dtype=torch.int32)
-        self._table = 1 + torch.arange(NUM_ROWS * PAGES_OF_ROW, dtype=torch.int32).view(NUM_ROWS, -1)
+        self._ring = ring
+        num_blocks = ceil_div(ring.num_pages, len(RING_ROWS)) if ring else PAGES_OF_ROW
+        self._table = 1 + torch.arange(NUM_ROWS * num_blocks, dtype=torch.int32).view(NUM_ROWS, -1)
         self._cache: dict[int, tuple[int, int]] = {}
         self.read_tokens = self.num_led = self.most_lacking = 0
         self._draft_slots = DraftSlots(
@@ -54,7 +70,7 @@ class ImaginedEngine:
             max_num_reqs=NUM_ROWS,
             max_num_steps=MAX_DRAFTS,
             max_model_len=MODEL_LEN,
-            device=torch.device("cpu"),
+            device=CPU,
         )
         self._speculator = SimpleNamespace(
             max_num_reqs=NUM_ROWS,
@@ -71,33 +87,48 @@ class ImaginedEngine:
         )
         self.draft = ModelDraft(self._speculator)
         self.draft._page_size, self.draft._may_lag = PAGE, True
+        self.draft.pages = SharedPages()
+        if ring:
+            layout = SimpleNamespace(spec=SimpleNamespace(ring=ring), rows=RING_ROWS, step=RING_STEP)
+            self.draft.pages = RingPages(0, layout, MODEL_LEN, CPU)
+        (self._pages,) = self.draft.tables([self._table])
         self._lookup = lookup
         self.requests = [self._arriving(row) for row in range(NUM_ROWS)]
 
     def _arriving(self, row: int) -> Request:
-        self._cache = {slot: held for slot, held in self._cache.items() if not self._is_of(slot, row)}
+        self._lose_cache(row)
         length = self._rng.randint(1, 30)
         tokens = [self._rng.randrange(1000) for _ in range(length)]
         self._all_token_ids[row, :length] = torch.tensor(tokens)
         name = f"{row} {self._rng.random()}"
         return Request(name, row, length, tokens, prefill_len=length)
 
-    def _is_of(self, slot: int, row: int) -> bool:
-        return slot // PAGE in self._table[row].tolist()
+    def _lose_cache(self, row: int) -> None:
+        pages = self._pages[row].tolist()
+        self._cache = {slot: held for slot, held in self._cache.items() if slot // PAGE not in pages}
 
     def _slot(self, request: Request, position: int) -> int:
-        return int(self._table[request.row, position // PAGE]) * PAGE + position % PAGE
+        return int(self._pages[request.row, position // PAGE]) * PAGE + position % PAGE
 
     def _forward(self, tokens, positions, slots, metadata) -> None:
-        """A pass of all pages: each request's queries are the last of what it sees."""
+        """A pass of all entries: each request's queries are the last of what it sees."""
         assert len(tokens) <= self._speculator.max_num_tokens
-        starts = metadata["query_start_loc"].tolist()
-        for index, seq_len in enumerate(metadata["seq_lens"].tolist()):
-            own = positions[starts[index] : starts[index + 1]].tolist()
-            assert own == list(range(seq_len - len(own), seq_len))
-            assert len(own) <= metadata["max_query_len"] and seq_len <= metadata["max_seq_len"]
         self.read_tokens += len(tokens)
         self._write(tokens, positions, slots[0])
+        starts = metadata["query_start_loc"].tolist()
+        for index, seq_len in enumerate(metadata["seq_lens"].tolist()):
+            own = range(starts[index], starts[index + 1])
+            assert len(own) <= metadata["max_query_len"] and seq_len <= metadata["max_seq_len"]
+            pages = metadata["block_tables"][0][index].tolist()
+            seen = [pages[entry // PAGE] * PAGE + entry % PAGE for entry in range(seq_len)]
+            real = [at for at in own if slots[0][at] != PAD_SLOT]  # the others are nobody's
+            if not real:
+                continue
+            end = seq_len - len(own) + len(real)
+            assert seen[end - len(real) : end] == slots[0][real].tolist()
+            positions_seen = [self._cache[slot][1] for slot in seen[:end]]
+            assert positions_seen == sorted(set(positions_seen))
+            assert self._ring is not None or positions_seen == list(range(end))
 
     def _write(self, tokens, positions, slots) -> None:
         for token, position, slot in zip(tokens.tolist(), positions.tolist(), slots.tolist(), strict=True):
@@ -107,8 +138,14 @@ class ImaginedEngine:
     def _held(self, request: Request, end: int) -> bool:
         return all(
             self._cache.get(self._slot(request, position)) == (request.tokens[position], position)
-            for position in range(end)
+            for position in (range(end) if self._ring is None else self._ring.entries(end).tolist())
         )
+
+    def _assert_held(self, requests: list[Request]) -> None:
+        """What a round shows; of a ring only when a prompt is whole."""
+        for request in requests:
+            is_read = self._ring is None or not request.is_prefilling
+            assert not is_read or self._held(request, request.computed), request
 
     def step(self, num_steps: int, batch_size: int = NUM_ROWS) -> None:
         """The target's step of some requests, then a round of so many drafts."""
@@ -146,6 +183,8 @@ class ImaginedEngine:
             elif self._rng.random() < 0.05:  # preempted: what is cached are whole pages
                 request.computed = min(request.computed, len(request.tokens) - 1) // PAGE * PAGE
                 request.prefill_len, request.drafts, request.unknown = len(request.tokens), [], 0
+                if self._ring is not None:
+                    self._lose_cache(request.row)
 
     def _append(self, request: Request, token: int) -> None:
         self._all_token_ids[request.row, len(request.tokens)] = token
@@ -174,7 +213,7 @@ class ImaginedEngine:
         batch = Batch(
             req_ids=[request.name for request in requests],
             tokens=torch.tensor([request.tokens[-1] for request in requests], dtype=torch.int32),
-            block_tables=[self._table[torch.from_numpy(rows)]],
+            block_tables=self.draft.tables([self._table[torch.from_numpy(rows)]]),
             context_lens=lens,
             observable_lens=lens,
             known_lens=known,
@@ -190,7 +229,8 @@ class ImaginedEngine:
             self.draft.catch_up(batch, 0)
             for request in requests:
                 # What the prefix cache may hand on.
-                assert self._held(request, request.computed // PAGE * PAGE), request
+                is_shared = self._ring is None
+                assert not is_shared or self._held(request, request.computed // PAGE * PAGE), request
                 self.most_lacking = max(self.most_lacking, int(self.draft._lacking[rows].max()))
             return
         takes_some = self._lookup == "sometimes" and self._rng.random() < 0.5
@@ -206,8 +246,7 @@ class ImaginedEngine:
 
     def _draft_by_wide_passes(self, requests, batch, num_steps) -> torch.Tensor:
         """The K/V of as many drafts as there were passes is right; behind them is that of other tokens."""
-        for request in requests:
-            assert self._held(request, request.computed), request
+        self._assert_held(requests)
         num_passes = self._rng.randint(1, num_steps)
         drafts = torch.tensor([[self._rng.randrange(1000) for _ in range(num_steps)] for _ in requests])
         read = torch.cat([batch.tokens.long().unsqueeze(1), drafts[:, :-1]], dim=1)
@@ -229,8 +268,7 @@ class ImaginedEngine:
                 own[len(own) // len(tokens) - 1 :: len(own) // len(tokens)], tokens
             )
             self._write(own, led.positions, led.parts[0].slots)
-            for request in requests:
-                assert self._held(request, request.computed), request
+            self._assert_held(requests)
             tokens = torch.tensor([self._rng.randrange(1000) for _ in requests], dtype=torch.int32)
             drafted.append(tokens)
         drafts = torch.stack(drafted, dim=1).long()
@@ -238,12 +276,13 @@ class ImaginedEngine:
         return drafts
 
 
+@pytest.mark.parametrize("ring", [None, RING], ids=["whole", "ring"])
 @pytest.mark.parametrize("lookup", ["off", "on", "sometimes"])
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("seed", range(12))
-def test_every_verified_token_is_read_before_it_is_looked_at(seed, is_async, lookup):
+def test_every_verified_token_is_read_before_it_is_looked_at(seed, is_async, lookup, ring):
     """Through chunks, rejections, plain steps, steps without some requests, preemption and new requests."""
-    engine = ImaginedEngine(seed, is_async=is_async, lookup=lookup)
+    engine = ImaginedEngine(seed, is_async=is_async, lookup=lookup, ring=ring)
     rng = random.Random(seed)
     for _ in range(60):
         # Often 0, so that plain steps follow on one another.
@@ -276,9 +315,10 @@ def test_passes_are_no_larger_than_the_targets():
     assert engine.read_tokens > 0 and engine.num_led == 0  # of 3 requests there is no room for 6 tokens
 
 
-def test_a_round_reads_nothing_on_the_host():
+@pytest.mark.parametrize("ring", [None, RING], ids=["whole", "ring"])
+def test_a_round_reads_nothing_on_the_host(ring):
     """Neither does it where prompts are read, or what plain steps decoded."""
-    engine = ImaginedEngine(2, is_async=True)
+    engine = ImaginedEngine(2, is_async=True, ring=ring)
     rng = random.Random(2)
     speculator, rounds = engine._speculator, 0
     engine._forward = lambda *args: None
@@ -289,7 +329,7 @@ def test_a_round_reads_nothing_on_the_host():
         def without_reads(*args, method=method):
             nonlocal rounds
             rounds += 1
-            with no_host_reads(torch.device("cpu")):
+            with no_host_reads(CPU):
                 return method(*args)
 
         setattr(engine.draft, name, without_reads)
@@ -297,3 +337,25 @@ def test_a_round_reads_nothing_on_the_host():
     for _ in range(30):
         engine.step(rng.choice([0, 1, MAX_DRAFTS]))
     assert rounds > 90
+
+
+def test_a_ring_heals_when_the_round_after_a_prompt_was_missed():
+    """The drafter counts it as failed, and the cache never hears of it."""
+    engine = ImaginedEngine(3, is_async=False, ring=RING)
+    begin_round, failed = engine.draft.begin_round, set()
+
+    def begin_round_unless_it_fails(batch):
+        due = [name for name, first in zip(batch.req_ids, batch.is_first, strict=True) if first]
+        if due and due[0] not in failed:
+            failed.add(due[0])
+            raise RuntimeError
+        begin_round(batch)
+
+    engine.draft.begin_round = begin_round_unless_it_fails
+    for _ in range(200):
+        try:
+            engine.step(MAX_DRAFTS, batch_size=1)
+        except RuntimeError:
+            for request in engine.requests:
+                request.drafts, request.unknown = [], 0
+    assert len(failed) > NUM_ROWS

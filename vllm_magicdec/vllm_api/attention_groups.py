@@ -8,6 +8,7 @@ import torch
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.utils.math_utils import next_power_of_2
+from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.worker.utils import AttentionGroup
 
@@ -47,24 +48,32 @@ def attention_groups_of(
 
 
 def make_attention_groups(
-    group: LayerGroup, vllm_config: VllmConfig, device: torch.device
+    group: LayerGroup,
+    target_groups: Sequence[Sequence[AttentionGroup]],
+    vllm_config: VllmConfig,
+    device: torch.device,
 ) -> list[AttentionGroup]:
     """The attention groups of layers for which vLLM has made none.
 
     Args:
         group: the layers.
+        target_groups: by KV-cache group, with their builders.
         vllm_config: the engine's, its models loaded.
         device: where they run.
     """
     layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, list(group.layer_names))
-    by_backend: dict[str, AttentionGroup] = {}
+    found: dict[tuple[str, int], AttentionGroup] = {}
     for name, layer in layers.items():
         backend = layer.get_attn_backend()
         own = AttentionGroup(backend, [], group.cache, group.kv_cache_group)
-        by_backend.setdefault(backend.full_cls_name(), own).layer_names.append(name)
-    for own in by_backend.values():
+        # A builder is for one number of query heads.
+        found.setdefault((backend.full_cls_name(), layer.num_heads), own).layer_names.append(name)
+    others = {other.backend: other for of_cache in target_groups for other in of_cache}
+    for own in found.values():
         own.create_metadata_builders(vllm_config, device, group.cache.block_size)
-    return list(by_backend.values())
+        if own.backend in others:
+            _share_workspace(own, others[own.backend])
+    return list(found.values())
 
 
 def refuse_split_pages(attention_groups: Sequence[Sequence[AttentionGroup]]) -> None:
@@ -116,14 +125,15 @@ def refuse_small_buffers(attention_groups: Sequence[Sequence[AttentionGroup]]) -
 
 def find_weakest_graphs(
     attention_groups: Sequence[Sequence[AttentionGroup]], vllm_config: VllmConfig
-) -> AttentionGroup:
-    """The one that has the fewest CUDA graphs; all groups have those that it has."""
+) -> tuple[AttentionGroup, AttentionCGSupport]:
+    """The one that has the fewest CUDA graphs, and which; all groups have those."""
 
-    def support(group: AttentionGroup) -> int:
+    def support(group: AttentionGroup) -> AttentionCGSupport:
         builder: Any = group.get_metadata_builder()
-        return int(builder.get_cudagraph_support(vllm_config, group.kv_cache_spec).value)
+        return builder.get_cudagraph_support(vllm_config, group.kv_cache_spec)
 
-    return min((group for of_cache in attention_groups for group in of_cache), key=support)
+    every = [(group, support(group)) for of_cache in attention_groups for group in of_cache]
+    return min(every, key=lambda pair: pair[1].value)
 
 
 def _with_own_builder(
@@ -140,7 +150,12 @@ def _with_own_builder(
         (backend,) = backend.__bases__
     own = AttentionGroup(backend, names, spec, target_group.kv_cache_group_id)
     own.create_metadata_builders(vllm_config, device, target_group.kernel_block_size or spec.block_size)
-    targets, builder = target_group.get_metadata_builder(), own.get_metadata_builder()
-    if hasattr(builder, "set_workspace_buffer"):  # FlashInfer's, hundreds of MiB; passes follow one another
-        builder.set_workspace_buffer(targets._get_workspace_buffer())
+    _share_workspace(own, target_group)
     return own
+
+
+def _share_workspace(own: AttentionGroup, other: AttentionGroup) -> None:
+    """Have builders of a backend use one: FlashInfer's has hundreds of MiB, and passes come in turn."""
+    theirs, builder = other.get_metadata_builder(), own.get_metadata_builder()
+    if hasattr(builder, "set_workspace_buffer"):
+        builder.set_workspace_buffer(theirs._get_workspace_buffer())

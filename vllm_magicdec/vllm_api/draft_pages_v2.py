@@ -13,12 +13,9 @@ import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.worker.utils import AttentionGroup
 
-from vllm_magicdec.drafting.layer_groups import LayerGroup
 from vllm_magicdec.views.base import ceil_div
 from vllm_magicdec.views.rings import RingTable
-from vllm_magicdec.vllm_api.attention_groups import make_attention_groups
 from vllm_magicdec.vllm_api.ring_cache import RingLayout
 
 
@@ -27,11 +24,6 @@ class DraftPages(ABC):
 
     reads_whole_prompts: bool
     """Whether every token of a prompt is read, when the target has."""
-
-    @property
-    @abstractmethod
-    def attention_groups(self) -> Sequence[Sequence[AttentionGroup]]:
-        """vLLM's, with the builders that the draft's layers may use, by KV-cache group."""
 
     def tables(self, block_tables: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """[num_reqs, max_pages] int32 each by KV-cache group, the draft's pages where it has layers there.
@@ -67,21 +59,9 @@ class DraftPages(ABC):
 
 
 class SharedPages(DraftPages):
-    """Pages of the target's own block tables, which outlive requests in the prefix cache.
-
-    Args:
-        attention_groups: see `DraftPages`; those that vLLM makes for draft models.
-    """
+    """Pages of the target's own block tables, which outlive requests in the prefix cache."""
 
     reads_whole_prompts = True
-
-    def __init__(self, attention_groups: Sequence[Sequence[AttentionGroup]]) -> None:
-        self._attention_groups = attention_groups
-
-    @property
-    def attention_groups(self) -> Sequence[Sequence[AttentionGroup]]:
-        """See `DraftPages`."""
-        return self._attention_groups
 
     def most_entries(self, num_tokens: np.ndarray) -> np.ndarray:
         """See `DraftPages`; all of them."""
@@ -109,35 +89,21 @@ class RingPages(DraftPages):
     when it is whole. So neither its chunks nor what came from the prefix cache have to be followed.
 
     Args:
-        group: the draft's layers.
+        kv_cache_group: of the draft's layers.
         layout: where the rings' pages are.
-        vllm_config: the engine's.
-        num_groups: of the KV cache.
+        max_model_len: tokens.
         device: where the draft runs.
     """
 
     reads_whole_prompts = False
 
     def __init__(
-        self,
-        group: LayerGroup,
-        layout: RingLayout,
-        vllm_config: VllmConfig,
-        num_groups: int,
-        device: torch.device,
+        self, kv_cache_group: int, layout: RingLayout, max_model_len: int, device: torch.device
     ) -> None:
-        self._number, self._ring = group.kv_cache_group, layout.spec.ring
-        max_pages = ceil_div(vllm_config.model_config.max_model_len, self._ring.page_size)
+        self._number, self._ring = kv_cache_group, layout.spec.ring
+        max_pages = ceil_div(max_model_len, self._ring.page_size)
         self._table = RingTable.of(self._ring, max_pages, layout.rows, layout.step, device)
         self._pages_kept = self._ring.sink_pages + self._ring.window_pages
-        # vLLM makes none for layers whose memory it does not lay out.
-        self._attention_groups: list[list[AttentionGroup]] = [[] for _ in range(num_groups)]
-        self._attention_groups[self._number] = make_attention_groups(group, vllm_config, device)
-
-    @property
-    def attention_groups(self) -> Sequence[Sequence[AttentionGroup]]:
-        """See `DraftPages`."""
-        return self._attention_groups
 
     def tables(self, block_tables: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """See `DraftPages`."""
@@ -173,23 +139,17 @@ class RingPages(DraftPages):
 
 
 def find_pages(
-    vllm_config: VllmConfig,
-    kv_cache_config: KVCacheConfig,
-    groups: Sequence[LayerGroup],
-    attention_groups: Sequence[Sequence[AttentionGroup]],
-    device: torch.device,
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_cache_group: int, device: torch.device
 ) -> DraftPages:
     """The pages of the draft's layers.
 
     Args:
         vllm_config: the engine's.
         kv_cache_config: of all layers.
-        groups: the draft's layers, those first that see the whole context.
-        attention_groups: that vLLM made for them.
+        kv_cache_group: of those of the draft's that see the whole context.
         device: where the draft runs.
     """
-    layout = RingLayout.bound(vllm_config, kv_cache_config, groups[0].kv_cache_group)
+    layout = RingLayout.bound(vllm_config, kv_cache_config, kv_cache_group)
     if layout is None:
-        return SharedPages(attention_groups)
-    (group,) = groups
-    return RingPages(group, layout, vllm_config, len(kv_cache_config.kv_cache_groups), device)
+        return SharedPages()
+    return RingPages(kv_cache_group, layout, vllm_config.model_config.max_model_len, device)

@@ -23,7 +23,7 @@ from vllm.v1.worker.utils import AttentionGroup
 from vllm_magicdec.drafting.drafter import OwnCache
 from vllm_magicdec.drafting.layer_groups import LayerGroup
 from vllm_magicdec.views.base import PAD_SLOT, Batch, DraftStep, on_device
-from vllm_magicdec.vllm_api.attention_groups import refuse_small_buffers
+from vllm_magicdec.vllm_api.attention_groups import make_attention_groups, refuse_small_buffers
 from vllm_magicdec.vllm_api.draft_pages_v2 import find_pages
 from vllm_magicdec.vllm_api.embeddings import refuse_more_inputs
 from vllm_magicdec.vllm_api.kv_cache import refuse_draft_without_whole_context, say_what_draft_takes
@@ -195,7 +195,7 @@ class ModelDraft(LoadedDraft):
     step, of two queries per request; where its K/V is there, the same is written again. What is more (a
     prompt's chunk, what plain steps decoded) a pass of its own reads over all of the draft's pages.
 
-    Of each request the host knows how many of its latest verified tokens the cache lacks, at most. That is
+    Of each request the host knows how many of the latest entries of its cache are lacking, at most. That is
     enough: a token too many is read again. Where there are too few of them, the pass's last tokens are
     nobody's and write nowhere.
 
@@ -216,6 +216,7 @@ class ModelDraft(LoadedDraft):
         num_rows = speculator.max_num_reqs
         self._owners: list[str | None] = [None] * num_rows
         self._lacking = np.zeros(num_rows, dtype=np.int64)  # latest entries of the cache, at most
+        self._is_read = np.zeros(num_rows, dtype=bool)  # whether its ring holds anything
         self._written = np.zeros(num_rows, dtype=np.int64)  # tokens, by the latest round's steps
         self._ends = np.zeros(num_rows, dtype=np.int64)  # verified tokens after the latest step, at most
         self._unsure = np.zeros(num_rows, dtype=np.int64)  # drafts that the latest step verified
@@ -237,7 +238,7 @@ class ModelDraft(LoadedDraft):
     @property
     def attention_groups(self) -> Sequence[Sequence[AttentionGroup]]:
         """See `Draft`."""
-        return self.pages.attention_groups
+        return self._attention_groups
 
     def tables(self, block_tables: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """See `Draft`."""
@@ -250,10 +251,14 @@ class ModelDraft(LoadedDraft):
             MagicDecConfigError: no layer keeps the whole context, or its attention has no room.
         """
         refuse_draft_without_whole_context(groups)
-        speculator = self._speculator
-        self.pages = find_pages(
-            speculator.vllm_config, kv_cache_config, groups, speculator.attn_groups, speculator.device
-        )
+        speculator, number = self._speculator, groups[0].kv_cache_group
+        vllm_config, device = speculator.vllm_config, speculator.device
+        self.pages = find_pages(vllm_config, kv_cache_config, number, device)
+        self._attention_groups = list(speculator.attn_groups)
+        if not self._attention_groups[number]:  # vLLM makes none where it does not lay out the memory
+            self._attention_groups[number] = make_attention_groups(
+                groups[0], speculator.target_attn_groups, vllm_config, device
+            )
         refuse_small_buffers(self.attention_groups)
         say_what_draft_takes(kv_cache_config, groups)
         self._page_size = groups[0].cache.block_size
@@ -282,10 +287,12 @@ class ModelDraft(LoadedDraft):
         # After the round's steps, a verification adds tokens that they have written and one that they
         # may have not.
         decoded = np.maximum(1, lacking + taken - self._written[rows])
-        prompts = lacking + taken if self.pages.reads_whole_prompts else known_lens
-        self._lacking[rows] = np.minimum(
-            np.where(self._has_prompt, prompts, decoded), self.pages.most_entries(known_lens)
-        )
+        if self.pages.reads_whole_prompts:
+            lacking = np.where(self._has_prompt, lacking + taken, decoded)
+        else:
+            self._is_read[rows] &= is_same & ~self._has_prompt
+            lacking = np.where(self._is_read[rows], decoded, known_lens)
+        self._lacking[rows] = np.minimum(lacking, self.pages.most_entries(known_lens))
         drafts = inputs.num_draft_tokens_per_req
         verified = np.zeros_like(taken) if drafts is None else drafts[:num_reqs].astype(np.int64)
         # The scheduler may not have heard of the step before either.
@@ -321,6 +328,7 @@ class ModelDraft(LoadedDraft):
         for of_pass in _split([(index, int(lacking[index])) for index in due], speculator.max_num_tokens):
             self._read(batch, lacking, of_pass)
         self._lacking[self._rows[is_due]] = 0
+        self._is_read[self._rows[~np.asarray(batch.is_prefilling)]] = True
 
     def end_round(self, batch: Batch, drafts: torch.Tensor | Sequence[Sequence[int]]) -> None:
         """See `drafting.drafter.OwnCache`; how many drafts there are of each request says enough."""

@@ -11,6 +11,7 @@ import torch.nn as nn
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.logger import init_logger
+from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
 from vllm.v1.worker.gpu.block_table import BlockTables
@@ -185,8 +186,12 @@ class MagicDecSpeculator(StandaloneARSpeculator):
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         """Called after `set_attn` with what the target's attention supports."""
         if self.device.type == "cuda" and not self.vllm_config.model_config.enforce_eager:
-            groups = [*self.target_attn_groups, *self._attention_groups]
-            weakest = find_weakest_graphs(groups, self.vllm_config)
+            weakest, _ = find_weakest_graphs(self.target_attn_groups, self.vllm_config)
+            if cudagraph_mode.decode_mode() == CUDAGraphMode.FULL:
+                # vLLM has not asked the layers that have rings.
+                own, support = find_weakest_graphs(self._attention_groups, self.vllm_config)
+                if support.value < AttentionCGSupport.UNIFORM_BATCH.value:
+                    weakest, cudagraph_mode = own, CUDAGraphMode.NONE
             reason = why_no_draft_graphs(cudagraph_mode, weakest)
             if reason is not None:
                 logger.warning_once("%s: draft steps run without CUDA graphs, slower: %s.", METHOD, reason)
