@@ -331,6 +331,8 @@ def test_a_pass_for_less_than_half_of_the_batch_is_left_out(drawn, known_to):
             numbers[i] += 1
     assert drafts == [own[:n] for own, n in zip(expected, numbers, strict=True)]
     assert drafts.num_passes == len(target.pass_lens)
+    left_out = sum(len(own) - n for own, n in zip(expected, numbers, strict=True))
+    assert staged._counters.totals["left_out_tokens"] == left_out
 
 
 @settings(max_examples=100, deadline=None)

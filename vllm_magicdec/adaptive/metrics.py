@@ -44,6 +44,7 @@ _LOOKUP_COUNTERS = {
     "lookup_failures": "Rounds in which a lookup failed.",
     "lookup_pauses": "Pauses of lookups because they had failed several times.",
     "cut_tokens": "Drafts that were too unlikely to be verified.",
+    "left_out_tokens": "Drafts of a fixed number that were not made, because a pass gained too few.",
 }
 _CONTROLLER_COUNTERS = {"switches": "Changes of the choice."}
 _CONTROLLER_GAUGES = {
@@ -173,6 +174,10 @@ class LookupCounters:
     def count_cut(self, num_tokens: int) -> None:
         """Record drafts of a request that are not verified."""
         self._count(cut_tokens=num_tokens)
+
+    def count_left_out(self, num_tokens: int) -> None:
+        """Record drafts of all requests that another pass would have made, and that it was not worth."""
+        self._count(left_out_tokens=num_tokens)
 
     def count_failure(self) -> None:
         """Record a round in which a lookup failed."""

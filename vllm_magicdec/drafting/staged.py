@@ -215,6 +215,10 @@ class StagedDrafts:
                 ],
             )
             if num_passes and _gain([making[i].chance for i in running], found, plan) < plan.least_gain:
+                if not is_weighed:  # else nobody asked for a number
+                    self._counters.count_left_out(
+                        sum(making[i].wanted - len(making[i].tokens) for i in running)
+                    )
                 break
             queries = Queries(
                 requests=np.array(running),
