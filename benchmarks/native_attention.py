@@ -23,6 +23,7 @@ from common.record import make_record, write
 from common.tables import console, make_table
 from rich.table import Table
 
+from vllm_magicdec.native import huge_pages
 from vllm_magicdec.native.library import VARIANTS, load, runs_here
 
 PAGE = 32  # tokens
@@ -34,11 +35,15 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 FP8_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
-def make_cell(shape: str, batch: int, context: int, cache_dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def make_cell(
+    shape: str, batch: int, context: int, cache_dtype: torch.dtype, *, small_pages: bool = False
+) -> dict[str, torch.Tensor]:
     """A cache in random pages and its block table; the numbers repeat, the pages do not."""
     _, num_kv_heads, head_size = SHAPES[shape]
     pages = -(-context // PAGE)
-    cache = torch.empty(batch * pages, num_kv_heads, PAGE, 2 * head_size, dtype=cache_dtype)
+    cache = torch.zeros(batch * pages, num_kv_heads, PAGE, 2 * head_size, dtype=cache_dtype)
+    if huge_pages.on_demand() and not small_pages:
+        huge_pages.move_to_huge_pages(cache)
     cache[:] = torch.randn(1, *cache.shape[1:])
     return {
         "cache": cache,
@@ -138,7 +143,8 @@ def measure_shape(shape: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     dtype, stored_as = DTYPES[args.dtype], args.kv_cache_dtype
     rows = []
     for batch, context in CELLS:
-        cell = make_cell(shape, batch, context, FP8_DTYPES.get(stored_as, dtype))
+        cache_dtype = FP8_DTYPES.get(stored_as, dtype)
+        cell = make_cell(shape, batch, context, cache_dtype, small_pages=args.small_pages)
         for query_len in args.query_lens:
             row = {
                 "shape": shape,
@@ -241,6 +247,11 @@ def main() -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the model")
     parser.add_argument(
         "--kv-cache-dtype", choices=("auto", *FP8_DTYPES), default="auto", help="auto: the model's"
+    )
+    parser.add_argument(
+        "--small-pages",
+        action="store_true",
+        help="the cache as vLLM alone has it, where the plugin moves it to huge pages of the system",
     )
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)

@@ -855,6 +855,7 @@ def _believe_in_uniform_drafts(worker: Any) -> None:
 
 
 def _describe_draft(worker: Any) -> dict[str, Any]:
+    import huge_memory
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
@@ -862,7 +863,11 @@ def _describe_draft(worker: Any) -> dict[str, Any]:
 
     draft = _draft_of(worker)
     context = worker.vllm_config.compilation_config.static_forward_context
+    kv_cache = next(layer.kv_cache for layer in context.values() if hasattr(layer, "kv_cache"))
+    is_on_cpu = kv_cache.device.type == "cpu"
+    in_huge_pages = huge_memory.bytes_in_huge_pages(kv_cache) if is_on_cpu else 0
     return {
+        "in_huge_pages": in_huge_pages / kv_cache.untyped_storage().nbytes(),
         "native_layers": sum(
             native_of(layer.impl) is not None for layer in context.values() if hasattr(layer, "impl")
         ),

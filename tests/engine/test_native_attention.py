@@ -8,6 +8,7 @@ from engines import POLICIES, magicdec
 from greedy import GREEDY, assert_same_tokens, first_tokens
 from vllm.platforms import current_platform
 
+from vllm_magicdec.native import huge_pages
 from vllm_magicdec.native.library import best_variant
 
 pytestmark = pytest.mark.skipif(
@@ -31,6 +32,8 @@ def test_output_is_plain_decodings_with_the_kernel_and_without(prompts, plain, p
     )
     (described,) = run.results[1]
     assert described["native_layers"] == (described["attention_layers"] if native else 0)
+    if huge_pages.on_demand():
+        assert described["in_huge_pages"] > 0.9 if native else described["in_huge_pages"] == 0
     expected = [first_tokens(tokens, NUM_TOKENS) for tokens in plain[:6]]
     assert_same_tokens(expected, run.results[0][0], f"{policy}, kernel {native}")
 

@@ -5,7 +5,8 @@ It takes every step in which no request has more than `MAX_QUERY_LEN` tokens, bu
 leaves to vLLM's; prefills, and steps that are mixed with them, stay vLLM's own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from vllm_magicdec.attention.rows import FP8_DTYPES
 from vllm_magicdec.attention.scales import stored_dtype
 from vllm_magicdec.attention.softmax import Softmax
 from vllm_magicdec.errors import METHOD
+from vllm_magicdec.native import huge_pages
 from vllm_magicdec.native.library import (
     MAX_QUERY_LEN,
     Kernel,
@@ -48,6 +50,7 @@ def use_native_attention(vllm_config: VllmConfig, layer_names: Sequence[str]) ->
     except UnreadableError as error:
         _log_own(error)
         return
+    _lie_in_huge_pages(layers[layer_names[0]])
     for name in layer_names:
         layer = layers[name]
         if native_of(layer.impl) is not None:  # vLLM lays the KV cache out twice when it measures memory
@@ -65,6 +68,25 @@ def use_native_attention(vllm_config: VllmConfig, layer_names: Sequence[str]) ->
                 layer.isa,
                 MAX_QUERY_LEN,
             )
+
+
+def _lie_in_huge_pages(layer: Any) -> None:
+    """Move the KV cache there when vLLM gives it to this layer, which is before anybody writes to it."""
+    if not huge_pages.on_demand() or isinstance(layer.bind_kv_cache, _BindInHugePages):
+        return
+    layer.bind_kv_cache = _BindInHugePages(layer.bind_kv_cache)
+
+
+@dataclass(frozen=True)
+class _BindInHugePages:
+    """A layer's `bind_kv_cache`; vLLM 0.32 has one piece of memory for all layers."""
+
+    bind: Callable[[torch.Tensor], None]
+
+    def __call__(self, kv_cache: torch.Tensor) -> None:
+        if huge_pages.move_to_huge_pages(kv_cache):
+            logger.info_once("%s: the KV cache lies in huge pages, as far as the system has them.", METHOD)
+        self.bind(kv_cache)
 
 
 def _log_own(reason: UnreadableError) -> None:

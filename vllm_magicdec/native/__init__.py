@@ -12,4 +12,5 @@
 | `amx_cache.h`, `amx_product.h` | layout `amx`: products of AMX's tiles |
 | `vectors.h` | vectors as wide as the instruction set; conversions, exponential |
 | `library.py` | the same for Python; which variant this machine runs |
+| `huge_pages.py` | the KV cache in huge pages, where walks through page tables are what a block waits for |
 """
