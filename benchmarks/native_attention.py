@@ -37,16 +37,16 @@ FP8_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 def make_cell(
     shape: str, batch: int, context: int, cache_dtype: torch.dtype, *, small_pages: bool = False
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Any]:
     """A cache in random pages and its block table; the numbers repeat, the pages do not."""
     _, num_kv_heads, head_size = SHAPES[shape]
     pages = -(-context // PAGE)
     cache = torch.zeros(batch * pages, num_kv_heads, PAGE, 2 * head_size, dtype=cache_dtype)
-    if huge_pages.on_demand() and not small_pages:
-        huge_pages.move_to_huge_pages(cache)
+    in_huge_pages = not small_pages and huge_pages.on_demand() and huge_pages.move_to_huge_pages(cache)
     cache[:] = torch.randn(1, *cache.shape[1:])
     return {
         "cache": cache,
+        "in_huge_pages": in_huge_pages,
         "block_table": torch.randperm(batch * pages).view(batch, pages).int(),
         "context_lens": torch.full((batch,), context, dtype=torch.int32),
     }
@@ -54,7 +54,7 @@ def make_cell(
 
 def contenders_of(
     shape: str,
-    cell: Mapping[str, torch.Tensor],
+    cell: Mapping[str, Any],
     query_len: int,
     dtype: torch.dtype,
     kv_cache_dtype: str,
@@ -152,6 +152,7 @@ def measure_shape(shape: str, args: argparse.Namespace) -> list[dict[str, Any]]:
                 "context": context,
                 "query_len": query_len,
                 "cache_bytes": cell["cache"].nbytes,
+                "in_huge_pages": cell["in_huge_pages"],
                 "flop": 4 * batch * context * query_len * num_heads * head_size,
                 "ms": measure(
                     contenders_of(shape, cell, query_len, dtype, args.kv_cache_dtype), args.turns

@@ -856,6 +856,7 @@ def _believe_in_uniform_drafts(worker: Any) -> None:
 
 def _describe_draft(worker: Any) -> dict[str, Any]:
     import huge_memory
+    import torch
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
@@ -863,11 +864,12 @@ def _describe_draft(worker: Any) -> dict[str, Any]:
 
     draft = _draft_of(worker)
     context = worker.vllm_config.compilation_config.static_forward_context
-    kv_cache = next(layer.kv_cache for layer in context.values() if hasattr(layer, "kv_cache"))
-    is_on_cpu = kv_cache.device.type == "cpu"
-    in_huge_pages = huge_memory.bytes_in_huge_pages(kv_cache) if is_on_cpu else 0
+    caches = [getattr(layer, "kv_cache", None) for layer in context.values()]
+    on_cpu = [
+        cache for cache in caches if isinstance(cache, torch.Tensor) and cache.is_cpu and cache.numel()
+    ]
     return {
-        "in_huge_pages": in_huge_pages / kv_cache.untyped_storage().nbytes(),
+        "in_huge_pages": huge_memory.share_in_huge_pages(on_cpu[0]) if on_cpu else 0.0,
         "native_layers": sum(
             native_of(layer.impl) is not None for layer in context.values() if hasattr(layer, "impl")
         ),

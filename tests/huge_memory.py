@@ -1,24 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of this process's memory lies in huge pages."""
+"""What of this process's memory may lie in huge pages."""
 
 import re
 from pathlib import Path
 
 import torch
 
-_MAPPING = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) .*?^AnonHugePages: +(\d+) kB", re.DOTALL | re.MULTILINE)
+_MAPPING = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) .*?^VmFlags: ([a-z0-9 ]+)$", re.DOTALL | re.MULTILINE)
 
 
-def bytes_in_huge_pages(memory: torch.Tensor) -> int:
-    """Of the mappings that hold the tensor's storage, as Linux counts them."""
-    first = memory.untyped_storage().data_ptr()
-    end = first + memory.untyped_storage().nbytes()
-    return sum(
-        1024 * int(kib)
-        for start, stop, kib in (found.groups() for found in _MAPPING.finditer(_mappings()))
-        if int(start, 16) < end and int(stop, 16) > first
+def share_in_huge_pages(memory: torch.Tensor) -> float:
+    """Of the tensor's storage: that of which Linux knows the advice; how many pages it found is luck."""
+    first, size = memory.untyped_storage().data_ptr(), memory.untyped_storage().nbytes()
+    mappings = (found.groups() for found in _MAPPING.finditer(Path("/proc/self/smaps").read_text()))
+    advised = (
+        min(int(stop, 16), first + size) - max(int(start, 16), first)
+        for start, stop, flags in mappings
+        if "hg" in flags.split()
     )
-
-
-def _mappings() -> str:
-    return Path("/proc/self/smaps").read_text()
+    return sum(max(0, length) for length in advised) / size

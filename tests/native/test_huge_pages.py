@@ -3,8 +3,9 @@
 
 import pytest
 import torch
-from huge_memory import bytes_in_huge_pages
+from huge_memory import share_in_huge_pages
 
+from vllm_magicdec.attention import native_attention
 from vllm_magicdec.native import huge_pages
 
 needs_huge_pages = pytest.mark.skipif(
@@ -14,10 +15,9 @@ needs_huge_pages = pytest.mark.skipif(
 
 @needs_huge_pages
 def test_all_memory_behind_a_view_lies_in_huge_pages_and_is_zero():
-    memory = torch.zeros(64 * 2**20, dtype=torch.int8)
-    assert bytes_in_huge_pages(memory) == 0
+    memory = torch.zeros(16 * huge_pages._size(), dtype=torch.int8)
     assert huge_pages.move_to_huge_pages(memory.view(torch.bfloat16).view(8, -1)[3])
-    assert bytes_in_huge_pages(memory) >= 60 * 2**20  # but for what is left at both ends
+    assert share_in_huge_pages(memory) > 0.85  # but for what is left at both ends
     assert not memory.any()
     memory[-1] = 1
     assert memory.sum() == 1
@@ -25,9 +25,17 @@ def test_all_memory_behind_a_view_lies_in_huge_pages_and_is_zero():
 
 @needs_huge_pages
 def test_memory_that_fills_none_stays_where_it_is():
-    memory = torch.zeros(2**19, dtype=torch.int8)
+    memory = torch.zeros(huge_pages._size() // 4, dtype=torch.int8)
     assert not huge_pages.move_to_huge_pages(memory)
-    assert not memory.any()
+    assert share_in_huge_pages(memory) == 0 and not memory.any()
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_a_layer_is_bound_whether_its_memory_moves_or_not(monkeypatch, moves):
+    monkeypatch.setattr(huge_pages, "move_to_huge_pages", lambda memory: moves)
+    bound, memory = [], torch.zeros(4)
+    native_attention._BindInHugePages(bound.append)(memory)
+    assert len(bound) == 1 and bound[0] is memory
 
 
 @pytest.mark.parametrize(
@@ -40,10 +48,14 @@ def test_memory_that_fills_none_stays_where_it_is():
 )
 def test_who_gets_huge_pages_anyway_or_never_is_not_moved(tmp_path, monkeypatch, setting, expected):
     (tmp_path / "enabled").write_text(setting + "\n")
+    (tmp_path / "hpage_pmd_size").write_text("2097152\n")
     monkeypatch.setattr(huge_pages, "_SETTINGS", tmp_path)
     assert huge_pages.on_demand() is expected
 
 
-def test_a_system_without_them_has_none(tmp_path, monkeypatch):
-    monkeypatch.setattr(huge_pages, "_SETTINGS", tmp_path / "nowhere")
+@pytest.mark.parametrize("known", [[], ["enabled"]])
+def test_a_system_that_does_not_say_how_large_they_are_has_none(tmp_path, monkeypatch, known):
+    for name in known:
+        (tmp_path / name).write_text("always [madvise] never\n")
+    monkeypatch.setattr(huge_pages, "_SETTINGS", tmp_path)
     assert not huge_pages.on_demand()

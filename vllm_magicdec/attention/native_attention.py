@@ -50,7 +50,7 @@ def use_native_attention(vllm_config: VllmConfig, layer_names: Sequence[str]) ->
     except UnreadableError as error:
         _log_own(error)
         return
-    _lie_in_huge_pages(layers[layer_names[0]])
+    taken = []
     for name in layer_names:
         layer = layers[name]
         if native_of(layer.impl) is not None:  # vLLM lays the KV cache out twice when it measures memory
@@ -60,6 +60,7 @@ def use_native_attention(vllm_config: VllmConfig, layer_names: Sequence[str]) ->
         except UnreadableError as error:
             _log_own(error)
         else:
+            taken.append(layer)
             logger.info_once(
                 "%s: the plugin's own kernel (%s, layout %s) attends in steps of up to %d tokens of a "
                 "request.",
@@ -68,18 +69,16 @@ def use_native_attention(vllm_config: VllmConfig, layer_names: Sequence[str]) ->
                 layer.isa,
                 MAX_QUERY_LEN,
             )
-
-
-def _lie_in_huge_pages(layer: Any) -> None:
-    """Move the KV cache there when vLLM gives it to this layer, which is before anybody writes to it."""
-    if not huge_pages.on_demand() or isinstance(layer.bind_kv_cache, _BindInHugePages):
-        return
-    layer.bind_kv_cache = _BindInHugePages(layer.bind_kv_cache)
+    if taken and huge_pages.on_demand():
+        taken[0].bind_kv_cache = _BindInHugePages(taken[0].bind_kv_cache)
 
 
 @dataclass(frozen=True)
 class _BindInHugePages:
-    """A layer's `bind_kv_cache`; vLLM 0.32 has one piece of memory for all layers."""
+    """A layer's `bind_kv_cache`, which moves the KV cache there before anybody writes to it.
+
+    One layer's is enough: vLLM 0.32 has one piece of memory for all.
+    """
 
     bind: Callable[[torch.Tensor], None]
 

@@ -17,28 +17,31 @@ _SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
 def on_demand() -> bool:
     """Whether this machine gives huge pages to those that ask, and to nobody else."""
     try:
-        return "[madvise]" in (_SETTINGS / "enabled").read_text()
-    except OSError:
+        return "[madvise]" in (_SETTINGS / "enabled").read_text() and _size() > 0
+    except (OSError, ValueError):
         return False
+
+
+def _size() -> int:
+    return int((_SETTINGS / "hpage_pmd_size").read_text())
 
 
 def move_to_huge_pages(memory: torch.Tensor) -> bool:
     """Have zeros lie in huge pages, as far as they fill them; returns whether the system takes the advice.
 
     Args:
-        memory: on a CPU, new and all zeros: its pages are given back, and made anew.
+        memory: on a CPU where they are `on_demand`, new and all zeros: its pages are given back, and made
+            anew.
     """
-    storage = memory.untyped_storage()
-    size = int((_SETTINGS / "hpage_pmd_size").read_text())
+    storage, size = memory.untyped_storage(), _size()
     first = -(-storage.data_ptr() // size) * size
     length = (storage.data_ptr() + storage.nbytes()) // size * size - first
     if length <= 0:
         return False
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTNEED):
-        if madvise(first, length, advice):
-            return False
+    if any(madvise(first, length, advice) for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTNEED)):
+        return False
     # As before, memory that is not there is missed now and not in the middle of a request.
     memory.new_empty(0, dtype=torch.uint8).set_(storage).zero_()
     return True

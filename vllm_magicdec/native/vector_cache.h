@@ -10,7 +10,7 @@
 
 namespace magicdec {
 
-// Few rows wait for memory: what is read and what is asked for ahead should fit the first cache, with room to spare.
+// Few rows wait for memory: what is read should fit the first cache, with room to spare.
 constexpr int FEW_ROWS = 8;
 constexpr int FEW_ROWS_TILE_BYTES = 16384;
 
