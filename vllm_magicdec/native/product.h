@@ -145,6 +145,14 @@ struct UpcomingValues {
   void operator()(int at) const { ask_for(block + at * BLOCK); }
 };
 
+// Another block's keys, while a block's are read.
+template <typename T>
+struct NextKeys {
+  const T* block;
+  int64_t row_stride;
+  void operator()(int at) const { ask_for(block + at * row_stride); }
+};
+
 // The next tile's keys, while this one's values are read: of each block the rows from `row` on.
 template <typename T>
 struct UpcomingKeys {

@@ -34,7 +34,7 @@ class VectorCache {
     int firsts[TILE + 1];         // the tile's tokens that are of each block begin here
     uint8_t places[TILE];         // of each token in its block
     const T* values[TILE + 1];    // of each token; one more where the number of tokens is odd
-    const T* block_values[TILE];  // of each block
+    const T* block_values[TILE];  // of each block of pages
 
     void reserve(int) {}
   };
@@ -119,8 +119,6 @@ class VectorCache {
       const T* keys = head.keys(place.page) + place.in_page - in_block;
       if (tile.num_blocks == 0 || tile.keys[tile.num_blocks - 1] != keys) {
         tile.keys[tile.num_blocks] = keys;
-        // Most values are of tokens that were not chosen: instead, what is there already.
-        tile.block_values[tile.num_blocks] = keys;
         tile.firsts[tile.num_blocks++] = t;
       }
       tile.places[t] = static_cast<uint8_t>(in_block);
@@ -165,6 +163,10 @@ class VectorCache {
   [[gnu::flatten, gnu::noinline]] static void score_rows(const HeadPages<T>& head, const Tile& tile, const Left* query, float* scores) {
     for (int b = 0; b < tile.num_blocks; ++b) {
       const int first = tile.firsts[b], count = tile.firsts[b + 1] - first;
+      // Chosen tokens are of many blocks: of each the values that are read, and while its keys are, the next one's.
+      if (ASKS && head.has_slots())
+        for (int t = first; t < first + count; ++t)
+          for (int column = 0; column < head.head_size(); column += BLOCK) ask_for(tile.values[t] + column);
       const bool in_place = !head.has_slots() || is_block(tile.places + first, count);  // a last block has room behind it
       alignas(64) float apart[Rows * BLOCK];
       float* to = in_place ? scores + first : apart;
@@ -172,7 +174,11 @@ class VectorCache {
       for (int column = 0; column < BLOCK; column += COLUMNS) {
         if (!in_place && !has_chosen(tile.places + first, count, column)) continue;
         const Strided<T> keys{tile.keys[b] + column, head.page_size()};
-        if (ASKS && column == 0)
+        if (ASKS && column == 0 && head.has_slots())
+          multiply<T, Rows, VECTORS, QUERY_PITCH, false>(
+              query, keys, head.head_size(), to + column, pitch,
+              NextKeys<T>{tile.keys[std::min(b + 1, tile.num_blocks - 1)], head.page_size()});
+        else if (ASKS && column == 0)
           multiply<T, Rows, VECTORS, QUERY_PITCH, false>(query, keys, head.head_size(), to + column, pitch,
                                                          UpcomingValues<T>{tile.block_values[b]});
         else
