@@ -33,15 +33,22 @@ CHUNKS = ChunkedLocalAttentionSpec(
 
 
 def warnings_of(
-    monkeypatch, mode: CUDAGraphMode, backend: str, enforce_eager: bool = False, spec=FULL
+    monkeypatch,
+    mode: CUDAGraphMode,
+    backend: str,
+    enforce_eager: bool = False,
+    spec=FULL,
+    is_of_rings: bool = False,
 ) -> list[str]:
     """What is logged when vLLM tells a speculator on a GPU what the target's attention supports.
 
-    One group of layers has all graphs; the other is of `backend` over a cache like `spec`.
+    One group of layers has all graphs; the other is of `backend` over a cache like `spec`. That one is the
+    target's, or of a draft model whose cache has rings, of which vLLM knows no layers.
     """
     logged: list[str] = []
     monkeypatch.setattr(runner_v2.logger, "warning_once", lambda line, *args: logged.append(line % args))
-    monkeypatch.setattr(runner_v2, "DraftGraphs", lambda *args: None)
+    modes: list[CUDAGraphMode] = []
+    monkeypatch.setattr(runner_v2, "DraftGraphs", lambda *args: modes.append(args[2]))
     speculator = MagicDecSpeculator.__new__(MagicDecSpeculator)
     speculator.device = SimpleNamespace(type="cuda")
     speculator.vllm_config = SimpleNamespace(model_config=SimpleNamespace(enforce_eager=enforce_eager))
@@ -55,11 +62,14 @@ def warnings_of(
                 get_metadata_builder=lambda builder=builder: builder,
             )
         )
-    speculator.target_attn_groups = [[group] for group in groups]
+    targets = groups[:1] if is_of_rings else groups
+    speculator.target_attn_groups = [[group] for group in targets]
+    speculator._attention_groups = [groups[1:]] if is_of_rings else [groups[:1]]
     speculator.speculative_config = SimpleNamespace(looks_up_on_device=False)
     speculator._drafter = SimpleNamespace(common_lens=(None,))
     speculator._drafting = SimpleNamespace(queries_of_steps=(1,))
     speculator.init_cudagraph_manager(mode)
+    assert modes == [CUDAGraphMode.NONE if is_of_rings else mode]
     return logged
 
 
@@ -83,6 +93,12 @@ def test_for_an_fp8_cache_the_way_out_is_a_backend_that_reads_it(monkeypatch):
     spec = replace(FULL, dtype=torch.uint8, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)
     (line,) = warnings_of(monkeypatch, CUDAGraphMode.PIECEWISE, "FLASHINFER", spec=spec)
     assert "use --attention-backend TRITON_ATTN --kv-cache-dtype fp8, and leave cudagraph_mode" in line
+
+
+def test_layers_with_rings_are_asked_for_their_graphs(monkeypatch):
+    """vLLM has asked the target's alone, and captures full graphs of those."""
+    (line,) = warnings_of(monkeypatch, CUDAGraphMode.FULL_AND_PIECEWISE, "FLASHINFER", is_of_rings=True)
+    assert "draft steps run without CUDA graphs" in line and "with attention backend FLASHINFER" in line
 
 
 def test_where_draft_steps_have_graphs_or_none_were_wanted_nothing_is_said(monkeypatch):

@@ -171,19 +171,21 @@ class VectorCache {
       alignas(64) float apart[Rows * BLOCK];
       float* to = in_place ? scores + first : apart;
       const int pitch = in_place ? SCORES_PITCH : BLOCK;
+      bool has_asked = false;  // the first product does, of which chosen tokens may leave out some
       for (int column = 0; column < BLOCK; column += COLUMNS) {
         if (!in_place && !has_chosen(tile.places + first, count, column)) continue;
         const Strided<T> keys{tile.keys[b] + column, head.page_size()};
-        if (ASKS && column == 0 && head.has_slots())
+        if (ASKS && !has_asked && head.has_slots())
           multiply<T, Rows, VECTORS, QUERY_PITCH, false>(
               query, keys, head.head_size(), to + column, pitch,
               NextKeys<T>{tile.keys[std::min(b + 1, tile.num_blocks - 1)], head.page_size()});
-        else if (ASKS && column == 0)
+        else if (ASKS && !has_asked)
           multiply<T, Rows, VECTORS, QUERY_PITCH, false>(query, keys, head.head_size(), to + column, pitch,
                                                          UpcomingValues<T>{tile.block_values[b]});
         else
           multiply<T, Rows, VECTORS, QUERY_PITCH, false>(query, keys, head.head_size(), to + column, pitch,
                                                          Nothing());
+        has_asked = true;
       }
       if (in_place) continue;
       for (int r = 0; r < Rows; ++r)
