@@ -29,7 +29,7 @@ import numpy as np
 import openai
 from bad_day.asking import Answer
 from bad_day.bad_input import Rejection, send_bad_until
-from bad_day.faults import FEW, NUM_FIXED, OF_DRAFTS, Conductor
+from bad_day.faults import FAULTS, FEW, Conductor
 from bad_day.judging import WARM_UP_SHARE, checks_of, judge_answers, judge_bad_input, latencies, slopes
 from bad_day.kills import run_kills
 from bad_day.plotting import draw
@@ -76,11 +76,9 @@ def run_traffic(args: argparse.Namespace) -> dict[str, Any]:
         store = make_store(folder, requests, tokenizer)
         fault = folder / "fault"
         fault.write_text("")
-        fields: dict[str, Any] = {"draft_lookup_sources": ["context", *([str(store)] if store else [])]}
-        if args.drafts == "fixed":
-            fields |= {"num_speculative_tokens": NUM_FIXED, "draft_lookup": "on"}
+        sources = ["context", *([str(store)] if store else [])]
         with serve_tiny(
-            *speculation(draft_kv_policy="verify-topk", **fields),
+            *speculation(draft_kv_policy="verify-topk", draft_lookup_sources=sources),
             *("--num-gpu-blocks-override", str(_KV_BLOCKS)),
             environment={"VLLM_MAGICDEC_FAULT": str(fault)},
         ) as (server, footprint):
@@ -88,7 +86,7 @@ def run_traffic(args: argparse.Namespace) -> dict[str, Any]:
             began_s = time.monotonic()
             traffic = Traffic(server.url, requests, began_s)
             watch = Watch(server, footprint, lambda: len(traffic.outcomes), lambda: traffic.now_s)
-            names = FEW if args.short else OF_DRAFTS[args.drafts]
+            names = FEW if args.short else tuple(FAULTS)
             conductor = Conductor(
                 fault, server.log, store, lambda: failures_of(server), args.minutes, names
             )
@@ -215,29 +213,20 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument(
         "--minutes", type=float, default=60, help="of traffic; start-up and kills come on top"
     )
-    parser.add_argument("--rate", type=float, default=3.1, help="requests per second in the mean")
+    parser.add_argument("--rate", type=float, default=3.5, help="requests per second in the mean")
     parser.add_argument("--bad-input-every", type=float, default=1.5, help="seconds")
-    parser.add_argument(
-        "--drafts",
-        choices=tuple(OF_DRAFTS),
-        default="auto",
-        help=f"'fixed': {NUM_FIXED} in every round, so that faults of passes are sure to happen",
-    )
     parser.add_argument("--only", choices=("traffic", "kills"), help="a part alone")
     parser.add_argument(
         "--short",
         action="store_true",
-        help="three faults of fixed drafts, and kills on one rank only, as 'make test' has it",
+        help="three faults, and kills on one rank only, as 'make test' has it",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--log", type=writable, help="file for the log of the server that is asked all the while"
     )
     add_out(parser, beside=", with a plot beside it")
-    args = parser.parse_args(arguments)
-    if args.short:
-        args.drafts = "fixed"
-    return args
+    return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

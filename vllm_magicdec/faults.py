@@ -2,9 +2,11 @@
 """Faults that tests inject into drafting: whatever breaks in it may cost speed, and never an answer.
 
 `VLLM_MAGICDEC_FAULT` names one, with what limits it, as in `third_step:first=10,last=60,rank=1`: the
-occasions on which it happens, counted from 0, and the tensor-parallel rank. A path instead names a file
-that holds such a text, or none, and is read again whenever it has changed: so faults come and go in a
-server that runs. The first time that one happens is a line of the log.
+occasions on which it happens, counted from 0, and the tensor-parallel rank. With `drafts=4` `auto` lets
+every round draft so many by passes meanwhile: where lookups bring all that pays, it would make no pass for
+a fault to happen in. A path instead names a file that holds such a text, or none, and is read again
+whenever it has changed: so faults come and go in a server that runs. The first time that one happens is a
+line of the log.
 
 | name | what happens |
 | --- | --- |
@@ -80,15 +82,25 @@ class Fault:
         given = dict(limit.split("=") for limit in limits.split(",") if limit)
         self._first, self._last = int(given.get("first", 0)), int(given.get("last", _NEVER))
         self._is_here = int(given.get("rank", self._rank)) == self._rank
+        self._drafts = int(given.get("drafts", 0))
         self._occasions = Counter[str]()
 
-    def happens(self, name: str) -> bool:
-        """Whether this fault happens now; to be asked once on each of its occasions."""
+    def _read_again(self) -> None:
         if self._file is not None and self._file.exists():
             changed_at = self._file.stat().st_mtime
             if changed_at != self._changed_at:
                 self._changed_at = changed_at
                 self._set(self._file.read_text())
+
+    @property
+    def drafts(self) -> int:
+        """That `auto` lets every round make by passes now; 0: as many as it likes."""
+        self._read_again()
+        return self._drafts
+
+    def happens(self, name: str) -> bool:
+        """Whether this fault happens now; to be asked once on each of its occasions."""
+        self._read_again()
         if name != self._name or not self._is_here:
             return False
         occasion = self._occasions[name]
@@ -128,7 +140,9 @@ def inject_into_controller(controller: Any) -> None:
     """Wrap what the scheduler of `auto` asks its `adaptive.controller.Controller`, if a fault is set."""
     if envs.fault():
         fault = Fault(envs.fault(), rank=0)
-        controller.choose = _before(controller.choose, lambda: fault.raise_if("controller"))
+        controller.choose = _before(
+            _drafting_as_told(controller, fault), lambda: fault.raise_if("controller")
+        )
 
 
 def inject_into_graphs(graphs: Any) -> None:
@@ -145,6 +159,28 @@ def _before(function: Callable[..., Any], do: Callable[[], None]) -> Callable[..
         return function(*args, **kwargs)
 
     return do_and_call
+
+
+def _drafting_as_told(controller: Any, fault: Fault) -> Callable[..., Any]:
+    """`choose` of a controller; with `drafts` a trial of about so many, as the workers are told."""
+    choose, plan = controller.choose, controller.plan
+
+    @functools.wraps(choose)
+    def choose_as_told(*args: Any, **kwargs: Any) -> Any:
+        drafts = fault.drafts
+        if not drafts:
+            controller.plan = plan
+            return choose(*args, **kwargs)
+        controller.plan = lambda choice: _cut(plan(choice), drafts)
+        controller.is_planned = True
+        return min(controller._pairs, key=lambda pair: (abs(pair.drafts - drafts), -pair.budget))
+
+    return choose_as_told
+
+
+def _cut(plan: Any, drafts: int) -> Any:
+    """A `DraftPlan` of so many drafts at most, none of which is weighed."""
+    return type(plan)(min(plan, drafts), plan.budget)
 
 
 def _faulty_pass(run: Callable[..., Any], runner: Any, fault: Fault) -> Callable[..., Any]:

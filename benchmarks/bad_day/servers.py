@@ -36,6 +36,10 @@ _ENVIRONMENT = {
     # chosen for a request.
     "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60",
     "VLLM_CPU_KVCACHE_SPACE": "1",
+    # oneDNN keeps a kernel for each number of tokens of a step, a thousand of them, and glibc comes to keep
+    # blocks of many megabytes in a heap with holes: for an hour both look like a leak, in plain vLLM, too.
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8",
+    "MALLOC_MMAP_THRESHOLD_": "131072",
     "HF_HUB_OFFLINE": "1",
 }
 _SHARED_MEMORY = "/dev/shm/"

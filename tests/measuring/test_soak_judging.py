@@ -342,7 +342,7 @@ def test_a_fault_file_is_never_half_written(tmp_path):
     with file.open() as before:
         conductor._switch_on("nan")
         assert before.read() == ""  # another file
-    assert file.read_text() == "nan" and os.listdir(tmp_path) == ["fault"]
+    assert file.read_text() == "nan:drafts=4" and os.listdir(tmp_path) == ["fault"]
 
 
 class Completions:
