@@ -30,7 +30,15 @@ import openai
 from bad_day.asking import Answer
 from bad_day.bad_input import Rejection, send_bad_until
 from bad_day.faults import FAULTS, FEW, Conductor
-from bad_day.judging import WARM_UP_SHARE, checks_of, judge_answers, judge_bad_input, latencies, slopes
+from bad_day.judging import (
+    WARM_UP_SHARE,
+    accepted_unasked,
+    checks_of,
+    judge_answers,
+    judge_bad_input,
+    latencies,
+    slopes,
+)
 from bad_day.kills import run_kills
 from bad_day.plotting import draw
 from bad_day.requests import Request, make_requests
@@ -158,6 +166,7 @@ def _record(
         "faults": [asdict(window) for window in conductor.windows],
         "failures": last.failures,
         "tokens": drafts,
+        "accepted_unasked": accepted_unasked(watch.samples, conductor.windows),
         "bad_input": judge_bad_input(rejections),
         "slopes": slopes(watch.samples, seconds),
         "answered_after_warm_up": last.answered - warm.answered,

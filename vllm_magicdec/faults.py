@@ -3,10 +3,10 @@
 
 `VLLM_MAGICDEC_FAULT` names one, with what limits it, as in `third_step:first=10,last=60,rank=1`: the
 occasions on which it happens, counted from 0, and the tensor-parallel rank. With `drafts=4` `auto` lets
-every round draft so many by passes meanwhile: where lookups bring all that pays, it would make no pass for
-a fault to happen in. A path instead names a file that holds such a text, or none, and is read again
-whenever it has changed: so faults come and go in a server that runs. The first time that one happens is a
-line of the log.
+every round draft by passes meanwhile, so many at most: where lookups bring all that pays, it would make no
+pass for a fault to happen in. A path instead names a file that holds such a text, or none, and is read
+again whenever it has changed: so faults come and go in a server that runs. The first time that one happens
+is a line of the log.
 
 | name | what happens |
 | --- | --- |
@@ -52,8 +52,11 @@ NAMES = (
     "nan",
     "summaries",
 )
+LIMITS = ("first", "last", "rank", "drafts")
 _SLOWER = 20
 _STUCK_S = 0.05
+# Whose drafts may be verified after the last choice that was told.
+_STEPS_IN_FLIGHT = 4
 _NEVER = 2**63
 
 
@@ -80,6 +83,8 @@ class Fault:
         if self._name and self._name not in NAMES:
             raise ValueError(f"VLLM_MAGICDEC_FAULT names {self._name!r}; use one of {', '.join(NAMES)}")
         given = dict(limit.split("=") for limit in limits.split(",") if limit)
+        if unknown := given.keys() - LIMITS:
+            raise ValueError(f"VLLM_MAGICDEC_FAULT limits by {min(unknown)!r}; use {', '.join(LIMITS)}")
         self._first, self._last = int(given.get("first", 0)), int(given.get("last", _NEVER))
         self._is_here = int(given.get("rank", self._rank)) == self._rank
         self._drafts = int(given.get("drafts", 0))
@@ -140,9 +145,8 @@ def inject_into_controller(controller: Any) -> None:
     """Wrap what the scheduler of `auto` asks its `adaptive.controller.Controller`, if a fault is set."""
     if envs.fault():
         fault = Fault(envs.fault(), rank=0)
-        controller.choose = _before(
-            _drafting_as_told(controller, fault), lambda: fault.raise_if("controller")
-        )
+        _let_it_draft(controller, fault)
+        controller.choose = _before(controller.choose, lambda: fault.raise_if("controller"))
 
 
 def inject_into_graphs(graphs: Any) -> None:
@@ -161,21 +165,28 @@ def _before(function: Callable[..., Any], do: Callable[[], None]) -> Callable[..
     return do_and_call
 
 
-def _drafting_as_told(controller: Any, fault: Fault) -> Callable[..., Any]:
-    """`choose` of a controller; with `drafts` a trial of about so many, as the workers are told."""
-    choose, plan = controller.choose, controller.plan
+def _let_it_draft(controller: Any, fault: Fault) -> None:
+    """While a fault wants drafts, choose a trial of as many; it is not the controller that pays for it."""
+    choose, plan, lost_seconds = controller.choose, controller.plan, controller._lost_seconds
+    unpaid = 0  # steps
 
     @functools.wraps(choose)
     def choose_as_told(*args: Any, **kwargs: Any) -> Any:
+        nonlocal unpaid
         drafts = fault.drafts
         if not drafts:
             controller.plan = plan
+            unpaid = max(0, unpaid - 1)
             return choose(*args, **kwargs)
+        unpaid = _STEPS_IN_FLIGHT
         controller.plan = lambda choice: _cut(plan(choice), drafts)
         controller.is_planned = True
-        return min(controller._pairs, key=lambda pair: (abs(pair.drafts - drafts), -pair.budget))
+        lengths = [length for length in controller.lengths if length <= drafts]
+        length = max(lengths, default=controller.lengths[0])
+        return next(pair for pair in controller._pairs if pair == (length, controller.budgets[-1]))
 
-    return choose_as_told
+    controller.choose = choose_as_told
+    controller._lost_seconds = lambda *args: 0.0 if unpaid else lost_seconds(*args)
 
 
 def _cut(plan: Any, drafts: int) -> Any:

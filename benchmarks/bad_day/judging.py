@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a record of `soak.py` has to show. Everything here is arithmetic on what was written down."""
 
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,9 +22,11 @@ MOST_ROUNDED_SHARE = 0.01
 REQUESTS_OF_AN_HOUR = 10_000
 MOST_MISSED_SAMPLES = 5  # a virtual machine may stand still for a minute
 LEAST_REQUESTS_FOR_PREEMPTIONS = 500  # in fewer, bursts may happen to fit
+LEAST_MINUTES_FOR_OWN_DRAFTS = 20  # in fewer, plain decoding may happen to be best all the while
 MOST_MORE_FDS = 4  # at the end, of a process, than when nothing had been asked yet
 _MOST_TO_END_S = {"SIGTERM in mid-stream": 30.0}
 _MOST_TO_EXIT_S = 60.0
+_SETTLE_S = 2.0  # after a fault, until what it brought has been verified
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,23 @@ def _slope(points: Sequence[tuple[float, float]]) -> float:
     return sum((x - mean_x) * (y - mean_y) for x, y in points) / spread if spread else 0.0
 
 
+def accepted_unasked(samples: Sequence[Sample], windows: Sequence[Window]) -> dict[str, float]:
+    """Drafts that stood before the first fault, and after those that let `auto` make some."""
+    faults = [window for window in windows if window.name != "controller"]
+    begins = {"before": 0.0, "after": max((window.end_s for window in faults), default=0.0) + _SETTLE_S}
+    ends = {
+        "before": min((window.begin_s for window in faults), default=0.0),
+        "after": min(
+            (window.begin_s for window in windows if window.name == "controller"), default=math.inf
+        ),
+    }
+    accepted = {}
+    for when, begin_s in begins.items():
+        quiet = [one.gauges["accepted"] for one in samples if begin_s <= one.at_s < ends[when]]
+        accepted[when] = quiet[-1] - quiet[0] if quiet else 0.0
+    return accepted
+
+
 def judge_bad_input(rejections: Sequence[Rejection]) -> dict[str, Any]:
     """How bad input was answered, by kind."""
     answers: dict[str, Counter[str]] = {}
@@ -152,7 +172,7 @@ def checks_of_traffic(record: Mapping[str, Any], instruction_sets: str) -> list[
         if (counter := COUNTED.get(window["name"])) and not window["failures"].get(counter, 0)
     ]
     silent = [window["name"] for window in windows if not window["happened"]]
-    missed = record.get("samples_missed", 0)  # the first records did not count them
+    missed, unasked = record.get("samples_missed", 0), record.get("accepted_unasked", {})  # older records
     is_fast_hour = record["minutes"] >= 60 and "avx512f" in instruction_sets
     return [
         _none("requests lost", answers["lost"]),
@@ -167,6 +187,14 @@ def checks_of_traffic(record: Mapping[str, Any], instruction_sets: str) -> list[
         _none("answers lost during faults", sum(row["lost"] for row in by_phase)),
         Check("faults that never happened", "none", _names(silent), not silent and bool(windows)),
         Check("faults that were not counted by name", "none", _names(uncounted), not uncounted),
+        Check(
+            "drafts of auto's own that stood, before and after the faults",
+            "some each",
+            " and ".join(f"{number:,.0f}" for number in unasked.values()) or "not counted",
+            all(unasked.values())
+            if unasked and record["minutes"] >= LEAST_MINUTES_FOR_OWN_DRAFTS
+            else None,
+        ),
         Check(
             "bad input with another answer than 4xx",
             "none",

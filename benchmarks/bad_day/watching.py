@@ -19,6 +19,7 @@ GAUGES = {
     "waiting": "vllm:num_requests_waiting",
     "kv_usage": "vllm:kv_cache_usage_perc",
     "preemptions": "vllm:num_preemptions_total",
+    "accepted": "vllm:spec_decode_num_accepted_tokens_total",
 }
 _PLUGIN = "vllm:magicdec_"
 

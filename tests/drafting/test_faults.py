@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """When faults happen; tests/engine/test_injected_faults.py has what becomes of them."""
 
+import os
 from math import inf
 from types import SimpleNamespace
 
@@ -8,7 +9,7 @@ import pytest
 
 from vllm_magicdec.adaptive.controller import Choice, Controller
 from vllm_magicdec.adaptive.lookup_controller import LookupController
-from vllm_magicdec.adaptive.step_times import StepTimes
+from vllm_magicdec.adaptive.step_times import Step, StepTimes, TimedStep
 from vllm_magicdec.faults import Fault, InjectedError, inject_into_controller
 
 
@@ -38,13 +39,8 @@ def test_a_file_says_what_happens_now(tmp_path):
     assert not fault.happens("nan")
 
 
-def test_an_unknown_fault_is_refused():
-    with pytest.raises(ValueError, match="names 'nam'; use one of batch, selection, "):
-        Fault("nam", rank=0)
-
-
 def test_nothing_is_wrapped_unless_a_fault_is_set(monkeypatch):
-    controller = SimpleNamespace(choose=lambda: 1, plan=int)
+    controller = SimpleNamespace(choose=lambda: 1, plan=int, _lost_seconds=float)
     choose = controller.choose
     monkeypatch.delenv("VLLM_MAGICDEC_FAULT", raising=False)
     inject_into_controller(controller)
@@ -57,9 +53,25 @@ def test_nothing_is_wrapped_unless_a_fault_is_set(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("setting", "message"),
+    [("nam", "names 'nam'; use"), ("slow:draft=4", "limits by 'draft'; use first, ")],
+)
+def test_what_is_unknown_is_refused(setting, message):
+    with pytest.raises(ValueError, match=message):
+        Fault(setting, rank=0)
+
+
+def say(file, text):
+    """Later than before, whatever the clock's ticks are."""
+    later = file.stat().st_mtime + 1 if file.exists() else 1
+    file.write_text(text)
+    os.utime(file, (later, later))
+
+
+@pytest.mark.parametrize(
     ("controller", "chosen"),
     [
-        (Controller((0, 2, 5), (128, 512), StepTimes()), Choice(5, 512)),
+        (Controller((0, 2, 5), (128, 512), StepTimes()), Choice(2, 512)),
         (LookupController(16, (128, 512), StepTimes()), Choice(16, 512)),
     ],
     ids=["without lookups", "with lookups"],
@@ -67,15 +79,49 @@ def test_nothing_is_wrapped_unless_a_fault_is_set(monkeypatch):
 def test_auto_makes_the_drafts_that_a_fault_wants(monkeypatch, tmp_path, controller, chosen):
     """Until it is off; all of them by passes, and none is weighed."""
     file = tmp_path / "fault"
-    file.write_text("")
+    say(file, "")
     monkeypatch.setenv("VLLM_MAGICDEC_FAULT", str(file))
     inject_into_controller(controller)
     tried = controller.choose(1, 1000)
-    assert tried == Choice(chosen.drafts, 128) and controller.plan(tried) == tried.drafts
-    file.write_text("nan:drafts=4")
+    assert tried.budget == 128 and controller.plan(tried) == tried.drafts
+    say(file, "nan:drafts=4")
     assert controller.choose(1, 1000) == chosen and controller.is_planned
     plan = controller.plan(chosen)
-    assert plan == 4 and plan.budget == 512
+    assert plan == min(4, chosen.drafts) and plan.budget == 512
     assert (plan.least_chance, plan.least_gain, plan.least_promise) == (0.0, 0.0, inf)
-    file.write_text("")
+    say(file, "")
     assert controller.choose(1, 1000) == tried and controller.plan(tried) == tried.drafts
+
+
+def test_drafts_that_a_fault_wants_cost_no_trials(monkeypatch, tmp_path):
+    """Which are what a controller may lose time by: it would make none for hours."""
+    file = tmp_path / "fault"
+    say(file, "")
+    monkeypatch.setenv("VLLM_MAGICDEC_FAULT", str(file))
+    controller = LookupController(16, (512,), StepTimes())
+    inject_into_controller(controller)
+
+    def serve(steps):
+        tried = 0
+        for _ in range(steps):
+            choice = controller.choose(4, 4000)
+            num_passes = int(controller.plan(choice)) if choice.budget else 0
+            tried += controller.is_planned
+            step = Step(4, 4000, 0.5, num_passes, choice.budget)
+            seconds = 0.005 + 0.001 * num_passes  # so that passes never pay
+            controller.observe(
+                [(1, 0)] * 4 if choice.drafts else [],
+                choice,
+                TimedStep(step, seconds),
+                choice,
+                num_passes=num_passes,
+                was_planned=controller.is_planned,
+            )
+        return tried
+
+    serve(10_000)
+    usual = serve(10_000)
+    say(file, "nan:drafts=4")
+    assert serve(2000) == 2000
+    say(file, "")
+    assert serve(10_000) > usual / 2 > 0

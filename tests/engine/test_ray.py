@@ -35,6 +35,8 @@ KWARGS = {"dtype": "float32", "max_model_len": 2048, "max_num_seqs": 4, "max_num
 OF_JOBS = {**KWARGS, "speculative_config": engines.magicdec(4, draft_lookup="off")}
 # Of a start of Ray and its engines, or a restart, on a busy machine.
 TIME_LIMIT_S = 600
+# To look through all processes takes a tenth of it.
+POLL_INTERVAL_S = 0.5
 
 
 def command(script, kwargs, *options):
@@ -56,7 +58,7 @@ def wait_for(what, process, log):
     while not (found := what()):
         assert process.poll() is None, log.read_text()
         assert time.monotonic() < deadline, log.read_text()
-        time.sleep(0.1)
+        time.sleep(POLL_INTERVAL_S)
     return found
 
 
@@ -96,7 +98,7 @@ def server(tmp_path_factory):
 def documents(tmp_path_factory):
     """Texts in files of all three kinds; returns the folder and every document's text by its name."""
     folder = tmp_path_factory.mktemp("documents")
-    rows = [texts.tokenizer().decode(ids) for ids in texts.prompts(NUM_DOCUMENTS, 200, 1200, seed=7)]
+    rows = [texts.tokenizer().decode(ids) for ids in texts.prompts(NUM_DOCUMENTS, 50, 400, seed=7)]
     by_name = {}
     for index, text in enumerate(rows[:4]):
         (folder / f"{index}.txt").write_text(text)

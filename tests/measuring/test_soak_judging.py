@@ -26,6 +26,8 @@ from bad_day.requests import Request
 from bad_day.watching import Sample
 from transformers import AutoTokenizer
 
+from vllm_magicdec.faults import Fault
+
 PLAIN = Answer([[5, 6, 7]], ["abc"], ["length"], [[-0.1, -3.0], [-0.7, -0.70005], [-0.2, -2.0]])
 
 
@@ -125,6 +127,20 @@ def test_memory_is_judged_after_the_warm_up():
     assert judging.slopes(samples, 100) == {"core": 0, "worker": 2.0}
 
 
+def test_drafts_that_a_fault_lets_auto_make_are_not_its_own():
+    windows = [Window("nan", 10, 20, True, {}), Window("slow", 30, 40, True, {})]
+    windows.append(Window("controller", 50, 60, True, {}))
+    samples = [Sample(s, 0, {"accepted": float(s)}, {}, {}, {}) for s in range(61)]
+    assert judging.accepted_unasked(samples, windows) == {"before": 9, "after": 7}
+    assert judging.accepted_unasked(samples, windows[:2]) == {"before": 9, "after": 18}
+    assert judging.accepted_unasked(samples[:1], windows) == {"before": 0, "after": 0}
+
+
+@pytest.mark.parametrize("text", faults.FAULTS.values())
+def test_a_server_understands_its_faults(text):
+    assert Fault(text.format(last=2), rank=0).drafts == (0 if "controller" in text else 4)
+
+
 GOOD_TRAFFIC = {
     "minutes": 60,
     "answers": {"sent": 11_000, "hung_up": 5, "lost": 0, "incomplete": 0}
@@ -134,6 +150,7 @@ GOOD_TRAFFIC = {
         {"name": "nan", "happened": True, "failures": {}},
         {"name": "lookup", "happened": True, "failures": {"failures:lookup": 3}},
     ],
+    "accepted_unasked": {"before": 30, "after": 7},
     "bad_input": {"sent": 9, "improper": []},
     "slopes": {"worker": 0.4, "server": -1.0},
     "answered_after_warm_up": 8000,
@@ -156,6 +173,7 @@ BROKEN = [
     ("answers lost during faults", ("latencies", 1, "lost"), 1),
     ("faults that never happened", ("faults", 0, "happened"), False),
     ("faults that were not counted by name", ("faults", 1, "failures"), {"failures:selection": 3}),
+    ("drafts of auto's own that stood, before and after the faults", ("accepted_unasked", "after"), 0),
     ("bad input with another answer than 4xx", ("bad_input", "improper"), ["broken JSON: 500"]),
     ("bad input with another answer than 4xx", ("bad_input", "sent"), 0),
     ("preemptions", ("end", "preemptions"), 0),
@@ -224,6 +242,7 @@ def test_short_runs_say_nothing_of_memory_and_of_the_hour():
     }
     record = GOOD_TRAFFIC | {"minutes": 4, "answered_after_warm_up": 200, **few}
     assert unjudged(record_of(traffic=record)) == [
+        "drafts of auto's own that stood, before and after the faults",
         "preemptions",
         "growth of memory per 1,000 requests",
         "requests",
