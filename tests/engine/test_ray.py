@@ -35,7 +35,7 @@ KWARGS = {"dtype": "float32", "max_model_len": 2048, "max_num_seqs": 4, "max_num
 OF_JOBS = {**KWARGS, "speculative_config": engines.magicdec(4, draft_lookup="off")}
 # Of a start of Ray and its engines, or a restart, on a busy machine.
 TIME_LIMIT_S = 600
-# To look through all processes takes a tenth of it.
+# To look through Ray's processes takes tens of milliseconds.
 POLL_INTERVAL_S = 0.5
 
 
