@@ -171,6 +171,15 @@ def test_a_sentence_about_lookups_offers_what_works(target, draft, v2):
     assert ("num_speculative_tokens='auto'" in str(error.value)) == (not v2)
 
 
-def test_without_memory_lookups_are_read(target, tmp_path):
-    spec = configure(target, write_draft(tmp_path, {"feedback_memory": False}), draft_lookup="on")
-    assert spec.speculative_config.draft_lookup == "on"
+def test_without_memory_lookups_are_read(target, tmp_path, monkeypatch):
+    config = configure(target, write_draft(tmp_path, {"feedback_memory": False}), draft_lookup="on")
+    assert config.speculative_config.draft_lookup == "on"
+    # On a GPU passes of several tokens have graphs, and those of single tokens none.
+    monkeypatch.setattr(config.device_config, "device_type", "cuda")
+    runner = SimpleNamespace(
+        **{name: getattr(config, name) for name in ("device_config", "model_config")},
+        use_v2_model_runner=True,
+        scheduler_config=config.scheduler_config,
+    )
+    with pytest.raises(MagicDecConfigError, match="a SPIRe draft's view is of single tokens; use draft_lo"):
+        config.speculative_config._check_lookups(runner)

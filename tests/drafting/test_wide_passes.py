@@ -378,6 +378,15 @@ def test_passes_that_gain_little_are_left_out():
     assert 2 in numbers[50:] and max(numbers) <= 4 and 2.0 < sum(numbers[50:]) / 350 < 2.3
 
 
+def test_passes_that_a_round_takes_beside_them_are_counted():
+    def gain_of_pass(index):
+        return (3.0, 2.0, 1.0, 0, 0, 0)[index]
+
+    assert run_gains(Gains(6), gain_of_pass, 100)[-1] == 3
+    assert run_gains(Gains(6, num_others=1), gain_of_pass, 100)[-1] == 3
+    assert run_gains(Gains(6, num_others=2), gain_of_pass, 100)[-1] == 0
+
+
 def test_without_lookups_that_help_passes_take_one_token():
     assert not any(run_gains(Gains(6), lambda index: 1.05, 200))
 

@@ -8,6 +8,7 @@ import torch
 from vllm.model_executor.layers.attention.chunked_local_attention import (
     create_chunked_local_attention_backend,
 )
+from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -25,6 +26,7 @@ from vllm_magicdec.views.windows import LocalChunk, SlidingWindow
 from vllm_magicdec.vllm_api import attention_groups
 from vllm_magicdec.vllm_api.attention_groups import (
     attention_groups_of,
+    find_weakest_graphs,
     refuse_small_buffers,
     refuse_split_pages,
 )
@@ -127,10 +129,33 @@ def test_a_view_of_one_chunk_is_not_cut_into_chunks(monkeypatch):
 
 def test_pages_that_a_backend_splits_are_refused_with_the_size_to_use():
     group = target_group("0", FULL)
-    refuse_split_pages([[group]])
+    refuse_split_pages([[group]], are_of_layers=True)
     group.kernel_block_size = 16
-    with pytest.raises(MagicDecConfigError, match="pages of 32 tokens into 16; use --block-size 16"):
-        refuse_split_pages([[group]])
+    with pytest.raises(MagicDecConfigError, match="into 16; use --block-size 16, draft_kv_granularity="):
+        refuse_split_pages([[group]], are_of_layers=True)
+
+
+@pytest.mark.parametrize(("name", "is_refused"), [("FLASHINFER", True), ("FLASH_ATTN", False)])
+def test_a_views_table_is_narrower_than_what_pages_are_split_into(name, is_refused):
+    """FlashInfer's kernels take the table's rows one after the other, and vLLM's buffer has gaps then."""
+    group = SimpleNamespace(
+        backend=SimpleNamespace(get_name=lambda: name), kv_cache_spec=FULL, kernel_block_size=16
+    )
+    if not is_refused:
+        refuse_split_pages([[group]], are_of_layers=False)
+        return
+    with pytest.raises(MagicDecConfigError, match=r"pages of 32 tokens into 16; use --block-size 16$"):
+        refuse_split_pages([[group]], are_of_layers=False)
+
+
+def test_flex_attention_has_no_graphs_of_draft_steps():
+    builder = SimpleNamespace(get_cudagraph_support=lambda *_: AttentionCGSupport.ALWAYS)
+    group = SimpleNamespace(
+        backend=SimpleNamespace(get_name=lambda: "FLEX_ATTENTION"),
+        kv_cache_spec=FULL,
+        get_metadata_builder=lambda: builder,
+    )
+    assert find_weakest_graphs([[group]], None) == (group, AttentionCGSupport.NEVER)
 
 
 @pytest.mark.parametrize(("room", "is_refused"), [(32, True), (64, False), (48, False), (None, False)])

@@ -197,6 +197,7 @@ class Drafter:
                 lengths=spec.round_lengths,
                 max_model_len=model.max_model_len,
                 is_alone=is_alone,
+                num_others=int(self._own_cache is not None),
             )
             return
         assert pass_runner is not None
@@ -263,6 +264,11 @@ class Drafter:
     def has_layer_pages(self) -> bool:
         """Whether some layers have block tables of their own."""
         return any(isinstance(views, LayerPageViews) for views in self._views)
+
+    @property
+    def has_pages(self) -> bool:
+        """Whether some layers are read by a view's block table."""
+        return any(isinstance(views, PageViews | LayerPageViews) for views in self._views)
 
     @property
     def common_lens(self) -> Sequence[int | None]:

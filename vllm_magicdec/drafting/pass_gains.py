@@ -28,10 +28,12 @@ class Gains:
 
     Args:
         num_steps: drafts of each request.
+        num_others: passes that a round of wide ones takes beside them.
     """
 
-    def __init__(self, num_steps: int) -> None:
+    def __init__(self, num_steps: int, num_others: int = 0) -> None:
         self._num_steps = num_steps
+        self._num_others = num_others
         self._expected = [1.0] * num_steps  # until something is known, no more than passes of one token
         self._num_seen = 0  # requests' rounds
         self._heard_at = -_STALE  # a round
@@ -55,7 +57,7 @@ class Gains:
         """Passes of a round; 0: `num_steps` of one token do as well."""
         too_little = (index for index, gain in enumerate(self._expected) if gain < LEAST_GAIN)
         number = max(1, next(too_little, self._num_steps))
-        return number if number <= _MOST_PASSES * self._num_steps else 0
+        return number if number + self._num_others <= _MOST_PASSES * self._num_steps else 0
 
     def learn(self, gained: Sequence[float], num_reqs: int, round_: int) -> None:
         """What the passes of a round have gained; of those that it left out something is supposed.

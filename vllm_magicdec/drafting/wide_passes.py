@@ -73,6 +73,8 @@ class WidePasses:
         lengths: numbers of drafts that rounds may have; rounds of others get passes of one token.
         max_model_len: tokens; where a request may come to the end, rounds get passes of one token as well.
         is_alone: no other rank has to draft the same, so this one may go on without lookups that fail.
+        num_others: passes that a round takes beside wide ones, and not beside those of one token: a draft
+            of its own cache reads there first what the cache lacks.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class WidePasses:
         lengths: Collection[int],
         max_model_len: int,
         is_alone: bool = True,
+        num_others: int = 0,
     ) -> None:
         self._runner = runner
         self._lookups = lookups
@@ -91,7 +94,7 @@ class WidePasses:
         self._is_alone = is_alone
         self._pauses = Pauses("A lookup", "every draft takes a pass of its own")
         self._max_model_len = max_model_len
-        self._gains = {length: Gains(length) for length in lengths if length > 1}
+        self._gains = {length: Gains(length, num_others) for length in lengths if length > 1}
         self._sent: deque[_Sent] = deque()
         self._round = 0
         self._may_look = False  # in this round

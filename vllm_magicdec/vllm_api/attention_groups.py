@@ -76,25 +76,32 @@ def make_attention_groups(
     return list(found.values())
 
 
-def refuse_split_pages(attention_groups: Sequence[Sequence[AttentionGroup]]) -> None:
-    """Refuse block tables of every layer's own where a backend counts in smaller blocks than vLLM.
+def refuse_split_pages(
+    attention_groups: Sequence[Sequence[AttentionGroup]], *, are_of_layers: bool
+) -> None:
+    """Refuse block tables that vLLM cannot map where a backend counts in smaller blocks than vLLM.
 
-    vLLM maps a group's block table to them in one place for all of its layers.
+    It maps a group's block table in one place for all of its layers, into a buffer as wide as its own block
+    tables, and FlashInfer's kernels for Hopper and Blackwell want tables without gaps between rows.
 
     Args:
         attention_groups: by group of layers.
+        are_of_layers: each layer has a block table of its own; else views have one, which is narrow.
 
     Raises:
         MagicDecConfigError: with the way out.
     """
     for group in (group for of_layers in attention_groups for group in of_layers):
-        if group.kernel_block_size is not None:
-            raise MagicDecConfigError(
-                f"{METHOD}: this draft_kv_policy chooses whole pages per layer, and attention backend "
-                f"{group.backend.get_name()} splits pages of {group.kv_cache_spec.block_size} tokens into "
-                f"{group.kernel_block_size}; use --block-size {group.kernel_block_size}, "
-                "draft_kv_granularity='token', or draft_kv_policy='streamingllm'"
-            )
+        name = group.backend.get_name()
+        if group.kernel_block_size is None or not (are_of_layers or name == "FLASHINFER"):
+            continue
+        own = "whole pages per layer" if are_of_layers else "few of a request's pages"
+        others = ", draft_kv_granularity='token', or draft_kv_policy='streamingllm'"
+        raise MagicDecConfigError(
+            f"{METHOD}: this draft_kv_policy chooses {own}, and attention backend {name} splits pages of "
+            f"{group.kv_cache_spec.block_size} tokens into {group.kernel_block_size}; use --block-size "
+            f"{group.kernel_block_size}{others if are_of_layers else ''}"
+        )
 
 
 def refuse_small_buffers(attention_groups: Sequence[Sequence[AttentionGroup]]) -> None:
@@ -129,6 +136,10 @@ def find_weakest_graphs(
     """The one that has the fewest CUDA graphs, and which; all groups have those."""
 
     def support(group: AttentionGroup) -> AttentionCGSupport:
+        if group.backend.get_name() == "FLEX_ATTENTION":
+            return (
+                AttentionCGSupport.NEVER
+            )  # its captures want lengths on the host, which draft steps have not
         builder: Any = group.get_metadata_builder()
         return builder.get_cudagraph_support(vllm_config, group.kv_cache_spec)
 

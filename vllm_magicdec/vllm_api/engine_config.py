@@ -237,7 +237,13 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
                 f"{name} does not work with enable_adaptive_verification, which hears of passes of one "
                 "token alone; remove one of them"
             )
-        if self.policy.granularity(self, vllm_config.device_config.device_type) == "token":
+        if self.spire is not None:
+            raise MagicDecConfigError(
+                f"{name} reads pages on GPUs, and a SPIRe draft's view is of single tokens; use "
+                "draft_lookup='off'"
+            )
+        granularity = self.policy.granularity(self, vllm_config.device_config.device_type)
+        if granularity != "page" and not issubclass(self.policy, PagePolicy):
             raise MagicDecConfigError(
                 f"{name} reads pages on GPUs, and draft_kv_policy={self.draft_kv_policy!r} chooses single "
                 "tokens here; use draft_kv_granularity='page', or draft_lookup='off'"

@@ -42,6 +42,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.worker.utils import select_common_block_size
 
+from vllm_magicdec.attention.rows import KEY_VALUE_BACKENDS
 from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.drafting.sizing import parse_budgets
 from vllm_magicdec.errors import MODEL_METHOD
@@ -193,6 +194,8 @@ def offer_rings(vllm_config: VllmConfig, layer_names: Iterable[str]) -> None:
         if type(spec) is not FullAttentionSpec:
             return  # a layer with a window keeps what it reaches already
         backend = layer.get_attn_backend()
+        if backend.get_name() not in (*KEY_VALUE_BACKENDS, "CPU_ATTN"):
+            return  # FlexAttention counts its pages by the numbers of vLLM's
         if select_common_block_size(spec.block_size, [backend], [spec]) != spec.block_size:
             return  # a page of vLLM's would be several of the backend's
     for layer in layers.values():

@@ -190,8 +190,8 @@ class MagicDecProposer(DraftModelProposer):
             pass_runner=self,
             own_cache=self._drafting.own_cache,
         )
-        if self._drafter.has_layer_pages:
-            refuse_split_pages(self._attention_groups)
+        if self._drafter.has_pages:
+            refuse_split_pages(self._attention_groups, are_of_layers=self._drafter.has_layer_pages)
         if self.speculative_config.draft_lookup == "on":
             # vLLM's runner would give all requests token 0 as drafts where one is near the model's end. A
             # round with lookups drafts for each what it has room for.

@@ -169,8 +169,8 @@ class MagicDecSpeculator(StandaloneARSpeculator):
             self._drafter.warm_up_lookups(
                 Texts(self.req_states.all_token_ids.gpu, self.idx_mapping[:1], ones, most=1)
             )
-        if self._drafter.has_layer_pages:
-            refuse_split_pages(self._attention_groups)
+        if self._drafter.has_pages:
+            refuse_split_pages(self._attention_groups, are_of_layers=self._drafter.has_layer_pages)
         # By query tokens per request, where CUDA graphs read them.
         numbers = {*self._drafting.queries_of_steps, *self.speculative_config.round_lengths}
         self._query_start_locs = {n: self.arange_gpu * n for n in numbers}
