@@ -137,9 +137,8 @@ def find_weakest_graphs(
 
     def support(group: AttentionGroup) -> AttentionCGSupport:
         if group.backend.get_name() == "FLEX_ATTENTION":
-            return (
-                AttentionCGSupport.NEVER
-            )  # its captures want lengths on the host, which draft steps have not
+            # Its captures want lengths on the host, which no draft step has.
+            return AttentionCGSupport.NEVER
         builder: Any = group.get_metadata_builder()
         return builder.get_cudagraph_support(vllm_config, group.kv_cache_spec)
 
