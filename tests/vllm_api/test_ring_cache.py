@@ -23,6 +23,7 @@ from vllm.v1.request import Request
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from vllm_magicdec.views.rings import Ring
+from vllm_magicdec.vllm_api import ring_cache
 from vllm_magicdec.vllm_api.ring_cache import RingLayout, RingOfferSpec, RingSpec, plan_groups
 
 PAGE = 16
@@ -227,3 +228,18 @@ def test_too_few_blocks_for_a_ring_admit_no_request():
     assert cache.allocate_slots(request("a", list(range(160))), 160) is None  # 10 and 3
     cache = manager(plan.groups, 1 + 13)
     assert cache.allocate_slots(request("a", list(range(160))), 160) is not None
+
+
+@pytest.mark.parametrize(("backend", "is_offered"), [("FLASH_ATTN", True), ("FLEX_ATTENTION", False)])
+def test_rings_are_for_attention_that_takes_pages_as_they_are_named(monkeypatch, backend, is_offered):
+    """FlexAttention has a table of vLLM's pages, and a ring's are numbered beyond its end."""
+    spec = FullAttentionSpec(**SHAPE)
+    layer = SimpleNamespace(
+        get_kv_cache_spec=lambda _: spec, get_attn_backend=lambda: SimpleNamespace(get_name=lambda: backend)
+    )
+    asked = layer.get_kv_cache_spec
+    monkeypatch.setattr(ring_cache, "why_no_ring", lambda _: None)
+    monkeypatch.setattr(ring_cache, "get_layers_from_vllm_config", lambda *_: {"0": layer})
+    monkeypatch.setattr(ring_cache, "select_common_block_size", lambda size, *_: size)
+    ring_cache.offer_rings(None, ["0"])
+    assert (layer.get_kv_cache_spec is not asked) == is_offered
