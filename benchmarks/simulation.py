@@ -5,23 +5,27 @@
 three Poisson loads are shares of that. `vllm serve` and `vllm bench serve` run each of them; the simulation
 replays when the requests really began. It is told how many drafts stood, which no profile can know, what
 the server's front end takes (`/tokenize` of the same prompts while nothing else runs, to and fro), and
-nothing else that was measured on the server. Prefix caching is off.
+nothing else that was measured on the server. Prefix caching is off. On a CPU the server's worker has its
+cores for itself, as far as there are others for the rest.
 """
 
 import argparse
 import json
 import math
+import os
 import statistics
 import subprocess
 import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from bad_day.watching import named_processes
 from common.engines import PAGE, set_environment
 from common.machine import vllm_environment
 from common.options import add_documents, add_model, add_out, make_parser, settings_of
@@ -130,6 +134,28 @@ def frontend_seconds(server: Server, model: str, requests: Path) -> float:
     return statistics.median(taken)
 
 
+@contextmanager
+def worker_alone(server: Server) -> Iterator[None]:
+    """Until the block ends, only the server's worker runs on the cores that it computes on.
+
+    On few cores its other processes, and this one, which asks, would take turns with it there. Where it
+    computes on all cores, they do.
+    """
+    workers, others = [], []
+    for name, process in named_processes(server).items():
+        (workers if name.startswith("worker") else others).append(process)
+    mine = os.sched_getaffinity(0)
+    free = mine - {core for worker in workers for core in worker.cpu_affinity()}
+    if free:
+        for thread in (thread for process in others for thread in process.threads()):
+            os.sched_setaffinity(thread.id, free)
+        os.sched_setaffinity(0, free)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, mine)
+
+
 def run_servers(
     args: argparse.Namespace,
     rates: list[float],
@@ -151,7 +177,7 @@ def run_servers(
     warm_up = Load(args.context, args.seqs)
     for method, config in configs.items():
         own = ["--speculative-config", json.dumps(config)] if config else []
-        with serve(args.model_path, *options, *own) as server:
+        with serve(args.model_path, *options, *own) as server, worker_alone(server):
             common = (server, args.model_path)
             run_load(*common, warm_up, requests, args.seqs, 8, folder / method / "warm")
             frontend_s = frontend_seconds(*common, requests)

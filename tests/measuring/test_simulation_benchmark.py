@@ -1,7 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """benchmarks/simulation.py: what it compares, without a server."""
 
+import os
+import shutil
+import signal
+import subprocess
 import sys
+import time
+from types import SimpleNamespace
 
 import engines
 import pytest
@@ -9,6 +15,7 @@ import pytest
 pytest.importorskip("simpy")
 sys.path.insert(0, str(engines.HERE.parent / "benchmarks"))
 import simulation
+from bad_day.watching import named_processes
 from common import tables
 from suite_plots import PER_POSITION
 
@@ -40,6 +47,25 @@ def test_as_many_drafts_stand_as_on_the_server():
 def test_a_front_end_comes_before_the_engine():
     simulated = simulation.replay({"start_times": [0.0]}, 10, 3, Seconds(), LIMITS, frontend_s=0.25)
     assert (simulated["p50_ttft_ms"], simulated["p50_e2e_ms"]) == (1250, 3250)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
+def test_a_worker_has_its_core_for_itself(tmp_path):
+    mine = os.sched_getaffinity(0)
+    core = min(mine)
+    worker = shutil.copy(shutil.which("sleep"), tmp_path / "VLLM__Worker")
+    command = f"taskset -c {core} {worker} 60 & sleep 60"
+    with subprocess.Popen(["bash", "-c", command], start_new_session=True) as process:
+        server = SimpleNamespace(process=process)
+        try:
+            while "worker" not in (found := named_processes(server)):
+                time.sleep(0.05)
+            with simulation.worker_alone(server):
+                assert found["worker"].cpu_affinity() == [core]
+                assert set(found["server"].cpu_affinity()) == os.sched_getaffinity(0) == mine - {core}
+            assert os.sched_getaffinity(0) == mine
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def test_profiles_before_and_after_count_alike():
