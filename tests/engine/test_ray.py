@@ -77,7 +77,8 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
+def starting_server(tmp_path_factory):
+    """Its process, port and log."""
     log = tmp_path_factory.mktemp("server") / "log"
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -85,13 +86,7 @@ def server(tmp_path_factory):
     # Its Ray has room for another replica, and that is where the jobs' replicas go.
     options = ("--port", str(port), "--max-replicas", "2")
     with started(command("ray_serve.py", KWARGS, *options), log, environment()) as process:
-        wait_for(lambda: "\nready" in log.read_text(), process, log)
-        address = log.read_text().split(", Ray at ")[1].split()[0]
-        yield Server(process.pid, port, address)
-        processes = below(process.pid)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(TIME_LIMIT_S) == 0, log.read_text()
-        assert_gone(processes)
+        yield process, port, log
 
 
 @pytest.fixture(scope="module")
@@ -111,8 +106,8 @@ def documents(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def plain_answers(documents):
-    """Plain vLLM's, by document."""
+def plain_answers(documents, starting_server):
+    """Plain vLLM's, by document, while the server starts."""
     _, by_name = documents
     prompts = [texts.tokenizer().encode(text).ids for text in by_name.values()]
     run = engines.generate(
@@ -122,6 +117,18 @@ def plain_answers(documents):
         name: request["completions"][0]["text"]
         for name, request in zip(by_name, run.results[0][0], strict=True)
     }
+
+
+@pytest.fixture(scope="module")
+def server(starting_server, plain_answers):
+    process, port, log = starting_server
+    wait_for(lambda: "\nready" in log.read_text(), process, log)
+    address = log.read_text().split(", Ray at ")[1].split()[0]
+    yield Server(process.pid, port, address)
+    processes = below(process.pid)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(TIME_LIMIT_S) == 0, log.read_text()
+    assert_gone(processes)
 
 
 def test_ray_serve_answers_as_plain_vllm(documents, plain_answers, server):
