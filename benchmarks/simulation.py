@@ -19,7 +19,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -148,7 +148,8 @@ def worker_alone(server: Server) -> Iterator[None]:
     free = mine - {core for worker in workers for core in worker.cpu_affinity()}
     if free:
         for thread in (thread for process in others for thread in process.threads()):
-            os.sched_setaffinity(thread.id, free)
+            with suppress(ProcessLookupError):  # it has just ended
+                os.sched_setaffinity(thread.id, free)
         os.sched_setaffinity(0, free)
     try:
         yield

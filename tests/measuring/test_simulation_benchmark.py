@@ -54,11 +54,13 @@ def test_a_worker_has_its_core_for_itself(tmp_path):
     mine = os.sched_getaffinity(0)
     core = min(mine)
     worker = shutil.copy(shutil.which("sleep"), tmp_path / "VLLM__Worker")
-    command = f"taskset -c {core} {worker} 60 & sleep 60"
+    command = f"taskset -c {core} {worker} 600 & sleep 600"
     with subprocess.Popen(["bash", "-c", command], start_new_session=True) as process:
         server = SimpleNamespace(process=process)
         try:
+            deadline = time.monotonic() + 60
             while "worker" not in (found := named_processes(server)):
+                assert time.monotonic() < deadline
                 time.sleep(0.05)
             with simulation.worker_alone(server):
                 assert found["worker"].cpu_affinity() == [core]
