@@ -170,12 +170,12 @@ template <typename T, int Rows, int Vectors, int PITCH, bool ADDS, typename Righ
 inline void multiply(const typename Factor<T>::Left* left, RightRows right_rows, int depth, float* sums,
                      int64_t sums_pitch, Upcoming upcoming) {
   using F = Factor<T>;
+  // A few rows of pairs would run through what is in the first cache, and wait there for what was asked into the second:
+  // their sums stay in memory, which makes them slower and the reading faster (one row and two on a Zen 4: 18 GB/s
+  // instead of 16, and 16.5 instead of 15; four on a Zen 5: 28 instead of 21).
+  constexpr bool PACED = Rows <= 4 && F::DEPTH > 1;
   // Few rows leave few sums, and each waits for the last instruction on it: so more sums, of every n-th step.
-  constexpr int CHAINS = Rows == 1 ? 4 : Rows <= 3 ? 2 : 1;
-  // One row of pairs, or two, would run through what is in the first cache, and wait there for what was asked into the
-  // second: their sums stay in memory, which makes them slower and the reading faster (Zen 4: 18 GB/s instead of 16, and
-  // 16.5 instead of 15).
-  constexpr bool PACED = Rows <= 2 && F::DEPTH > 1;
+  constexpr int CHAINS = Rows == 1 ? 4 : Rows <= 3 || PACED ? 2 : 1;
   Floats sum[CHAINS][Rows][Vectors];
 #pragma GCC unroll 16
   for (int r = 0; r < Rows; ++r) {
