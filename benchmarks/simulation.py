@@ -4,12 +4,15 @@
 `magicdec profile` measures the engine. The simulation alone then says what a plain server can serve, and
 three Poisson loads are shares of that. `vllm serve` and `vllm bench serve` run each of them; the simulation
 replays when the requests really began. It is told how many drafts stood, which no profile can know, what
-the server's front end takes (`/tokenize` of the same prompts while nothing else runs, to and fro), and
-nothing else that was measured on the server. Prefix caching is off. On a CPU the server's worker has its
-cores for itself, as far as there are others for the rest.
+the server's front end takes (of single requests, what their first token takes beside the engine's steps),
+and nothing else that was measured on the server. Machines change their speed: the engine is profiled again
+after every run, while the servers stand still, and a run is simulated by the profiles beside it. Prefix
+caching is off. On a CPU the server's worker has its cores for itself, as far as there are others for the
+rest.
 """
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -19,7 +22,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -47,8 +50,9 @@ from vllm_magicdec.planner.simulation import Limits, Speculation, simulate
 from vllm_magicdec.planner.traces import Arrival, Lengths
 
 MAGICDEC = "magicdec"
-FRONTEND_REQUESTS = 20  # that are tokenised for its time
+FRONTEND_REQUESTS = 20  # one after the other, for its time
 TIMEOUT_S = 60  # of one
+ENGINE_SECONDS = ("vllm:request_queue_time_seconds_sum", "vllm:request_prefill_time_seconds_sum")
 # What `vllm bench serve` and the simulation call the same.
 COMPARED = {
     "output tokens/s": ("output_throughput", "output_throughput"),
@@ -121,17 +125,26 @@ class BeforeAndAfter:
 
 
 def frontend_seconds(server: Server, model: str, requests: Path) -> float:
-    """What an idle server takes to read a request and its prompt, to tokenise it and to answer; median."""
+    """What an idle server takes for a request beside the engine's steps, to and fro; median."""
     taken = []
     for line in requests.read_text().splitlines()[:FRONTEND_REQUESTS]:
-        body = json.dumps({"model": model, "prompt": json.loads(line)["prompt"]}).encode()
+        prompt = json.loads(line)["prompt"]
+        body = json.dumps({"model": model, "prompt": prompt, "temperature": 0, "max_tokens": 1}).encode()
         headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(f"{server.url}/tokenize", body, headers)
+        request = urllib.request.Request(f"{server.url}/v1/completions", body, headers)
+        before_s = engine_seconds(server)
         began_s = time.perf_counter()
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
             answer.read()
-        taken.append(time.perf_counter() - began_s)
+        ended_s = time.perf_counter()
+        taken.append(ended_s - began_s - (engine_seconds(server) - before_s))
     return statistics.median(taken)
+
+
+def engine_seconds(server: Server) -> float:
+    """What the engine took for the first tokens of all requests that have ended, by its own clock."""
+    metrics = server.metrics()
+    return sum(metrics[name] for name in ENGINE_SECONDS)
 
 
 @contextmanager
@@ -157,40 +170,38 @@ def worker_alone(server: Server) -> Iterator[None]:
         os.sched_setaffinity(0, mine)
 
 
-def run_servers(
-    args: argparse.Namespace,
-    rates: list[float],
-    options: list[str],
-    configs: dict[str, dict[str, Any]],
-    folder: Path,
-) -> Iterator[tuple[str, float, int, dict[str, Any], float]]:
-    """Method, request rate, number of requests, `vllm bench serve`'s JSON and `frontend_seconds` of every
-    run.
+@dataclass
+class Contender:
+    """A method's server, which stands still unless it is its turn, and the runs on it."""
 
-    Args:
-        configs: speculative configurations by method, empty for plain decoding.
-    """
-    from transformers import AutoTokenizer
+    method: str
+    server: Server
+    args: argparse.Namespace
+    requests: Path
+    folder: Path
 
-    tokenizer = AutoTokenizer.from_pretrained(args.model_path)
-    most = max(math.ceil(rate * args.seconds) for rate in rates)
-    requests = write_requests(tokenizer, [args.context], most, folder, args.documents)[args.context]
-    warm_up = Load(args.context, args.seqs)
-    for method, config in configs.items():
-        own = ["--speculative-config", json.dumps(config)] if config else []
-        with serve(args.model_path, *options, *own) as server, worker_alone(server):
-            common = (server, args.model_path)
-            run_load(*common, warm_up, requests, args.seqs, 8, folder / method / "warm")
-            frontend_s = frontend_seconds(*common, requests)
-            for rate in rates:
-                where, count = folder / method / f"{rate:g}", math.ceil(rate * args.seconds)
-                load = Load(args.context, rate=rate)
-                result = run_load(*common, load, requests, count, args.tokens, where, "--save-detailed")
-                yield method, rate, count, result, frontend_s
+    def warm_up(self) -> None:
+        """Nothing is measured."""
+        load = Load(self.args.context, self.args.seqs)
+        with self.server.only_now():
+            self._run(load, self.args.seqs, 8, "warm")
+
+    def run(self, rate: float) -> tuple[dict[str, Any], float]:
+        """`vllm bench serve`'s JSON of requests that come at that rate, and `frontend_seconds`."""
+        count = math.ceil(rate * self.args.seconds)
+        with self.server.only_now(), worker_alone(self.server):
+            frontend_s = frontend_seconds(self.server, self.args.model_path, self.requests)
+            load = Load(self.args.context, rate=rate)
+            return self._run(load, count, self.args.tokens, f"{rate:g}", "--save-detailed"), frontend_s
+
+    def _run(self, load: Load, count: int, num_tokens: int, name: str, *options: str) -> dict[str, Any]:
+        where = self.folder / self.method / name
+        common = (self.server, self.args.model_path, load, self.requests)
+        return run_load(*common, count, num_tokens, where, *options)
 
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Profile, serve, profile again, simulate."""
+    """Serve every load and profile after each, then simulate."""
     # One profile serves both methods, and a plain server's attention is vLLM's.
     drafting = {"draft_kv_budget": args.budget, "draft_lookup": "off", "native_attention": False}
     record = make_record(
@@ -200,40 +211,75 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         settings=settings_of(args, "model", "model_path"),
     )
     limits = limits_of(args.seqs, args.context, args.tokens, args.batched_tokens)
-    of_profile = {**drafting, "max_num_speculative_tokens": args.drafts}
-    before = profile_engine(args, of_profile, folder / "before.json")
-    record["capacity"] = capacity(args, ProfiledTimes.load(folder / "before.json"), limits)
-    rates = [float(f"{share * record['capacity']:.3g}") for share in args.shares]
     options = [
         *("--dtype", args.dtype, "--max-model-len", str(args.context + args.tokens + 2 * PAGE)),
         *("--max-num-seqs", str(args.seqs), "--max-num-batched-tokens", str(args.batched_tokens)),
         *("--no-enable-prefix-caching", *default_options()),
     ]
     magicdec = {"method": "magicdec-self", "num_speculative_tokens": args.drafts, **drafting}
-    record |= {"server_options": options, "speculative_config": magicdec}
-    served = list(run_servers(args, rates, options, {PLAIN: {}, MAGICDEC: magicdec}, folder))
-    after = profile_engine(args, of_profile, folder / "after.json")
+    record |= {"server_options": options, "speculative_config": magicdec, "profiles": [], "runs": []}
+    profiled: list[ProfiledTimes] = []
 
-    times = BeforeAndAfter(*(ProfiledTimes.load(folder / f"{when}.json") for when in ("before", "after")))
-    record["profiles"] = [{**each, "model": record["model"]} for each in (before, after)]
-    record["runs"] = []
-    for method, rate, count, result, frontend_s in served:
-        prompt = round(result["total_input_tokens"] / count)
-        simulated = replay(result, prompt, args.tokens, times, limits, frontend_s)
-        record["runs"].append(
-            {
-                "method": method,
-                "rate": rate,
-                "requests": count,
-                PER_POSITION: result.get(PER_POSITION),
-                "frontend_ms": 1e3 * frontend_s,
-                "compared": compare(result, simulated),
-                "simulated": simulated,
-                "start_times": result["start_times"],
-                "ttfts": result["ttfts"],
-            }
-        )
+    def profile() -> None:
+        path = folder / f"profile-{len(profiled)}.json"
+        content = profile_engine(args, {**drafting, "max_num_speculative_tokens": args.drafts}, path)
+        record["profiles"].append({**content, "model": record["model"]})
+        profiled.append(ProfiledTimes.load(path))
+
+    profile()
+    record["capacity"] = capacity(args, profiled[0], limits)
+    rates = [float(f"{share * record['capacity']:.3g}") for share in args.shares]
+    requests = prompts_of(args, math.ceil(max(rates) * args.seconds), folder)
+    with ExitStack() as servers:
+        contenders = []
+        for method, config in {PLAIN: {}, MAGICDEC: magicdec}.items():
+            own = ["--speculative-config", json.dumps(config)] if config else []
+            server = servers.enter_context(serve(args.model_path, *options, *own))
+            contenders.append(Contender(method, server, args, requests, folder))
+            contenders[-1].warm_up()
+        profile()
+        for rate, contender in itertools.product(rates, contenders):
+            result, frontend_s = contender.run(rate)
+            profile()
+            times = BeforeAndAfter(*profiled[-2:])
+            record["runs"].append(
+                compare_run(args, contender.method, rate, result, times, limits, frontend_s)
+            )
     return record
+
+
+def prompts_of(args: argparse.Namespace, count: int, folder: Path) -> Path:
+    """`vllm bench serve`'s file of so many prompts."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(args.model_path)
+    return write_requests(tokenizer, [args.context], count, folder, args.documents)[args.context]
+
+
+def compare_run(
+    args: argparse.Namespace,
+    method: str,
+    rate: float,
+    result: dict[str, Any],
+    times: EngineTimes,
+    limits: Limits,
+    frontend_s: float,
+) -> dict[str, Any]:
+    """What is recorded of a run: what was served and what the simulation says."""
+    count = len(result["start_times"])
+    prompt = round(result["total_input_tokens"] / count)
+    simulated = replay(result, prompt, args.tokens, times, limits, frontend_s)
+    return {
+        "method": method,
+        "rate": rate,
+        "requests": count,
+        PER_POSITION: result.get(PER_POSITION),
+        "frontend_ms": 1e3 * frontend_s,
+        "compared": compare(result, simulated),
+        "simulated": simulated,
+        "start_times": result["start_times"],
+        "ttfts": result["ttfts"],
+    }
 
 
 def limits_of(seqs: int, context: int, tokens: int, batched_tokens: int) -> Limits:

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """benchmarks/simulation.py: what it compares, without a server."""
 
+import http.server
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
@@ -17,6 +20,7 @@ sys.path.insert(0, str(engines.HERE.parent / "benchmarks"))
 import simulation
 from bad_day.watching import named_processes
 from common import tables
+from serving import Server
 from suite_plots import PER_POSITION
 
 from vllm_magicdec.planner.simulation import Limits
@@ -47,6 +51,51 @@ def test_as_many_drafts_stand_as_on_the_server():
 def test_a_front_end_comes_before_the_engine():
     simulated = simulation.replay({"start_times": [0.0]}, 10, 3, Seconds(), LIMITS, frontend_s=0.25)
     assert (simulated["p50_ttft_ms"], simulated["p50_e2e_ms"]) == (1250, 3250)
+
+
+class Answering(http.server.BaseHTTPRequestHandler):
+    """Takes 0.3 s for every request, 0.2 of which its engine says were its own."""
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert (asked["max_tokens"], asked["prompt"]) == (1, "Once")
+        time.sleep(0.3)
+        self.server.engine_s += 0.2
+        self._answer("{}")
+
+    def do_GET(self):
+        assert self.path == "/metrics"
+        time.sleep(0.2)  # is not part of it
+        queued, computed = self.server.engine_s / 3, self.server.engine_s * 2 / 3
+        self._answer(
+            f"vllm:request_queue_time_seconds_sum {queued}\n"
+            f"vllm:request_prefill_time_seconds_sum {computed}\n"
+            "vllm:request_decode_time_seconds_sum 77.0\n"
+        )
+
+    def _answer(self, text):
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *_):
+        pass
+
+
+def test_what_a_request_takes_beside_the_engine(tmp_path):
+    requests = tmp_path / "requests.jsonl"
+    requests.write_text('{"prompt": "Once"}\n' * 3)
+    with http.server.HTTPServer(("127.0.0.1", 0), Answering) as listener:
+        listener.engine_s = 100.0
+        thread = threading.Thread(target=listener.serve_forever)
+        thread.start()
+        server = Server(f"http://127.0.0.1:{listener.server_port}", tmp_path, None, 0.0)
+        taken = simulation.frontend_seconds(server, "small", requests)
+        listener.shutdown()
+        thread.join()
+    assert listener.engine_s == pytest.approx(100.6)
+    assert 0.1 <= taken < 0.25  # room for a busy machine; with the metrics it would be 0.3
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")

@@ -131,7 +131,7 @@ def add_command(subparsers: Any) -> None:
         "--frontend-ms",
         type=_milliseconds,
         default=0.0,
-        help="from a request's arrival until an engine has it; about what the server's /tokenize takes",
+        help="that a request takes outside of the engine: HTTP, tokenisation",
     )
 
     drafting = parser.add_argument_group("drafts")
