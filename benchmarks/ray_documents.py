@@ -236,7 +236,8 @@ def main() -> None:
     )
     kwargs = {"dtype": args.dtype, "max_model_len": args.model_len, "max_num_seqs": args.seqs}
     with TemporaryDirectory(prefix="ray-documents-") as name:
-        documents, answers = Path(name, "documents"), Path(name, "answers")
+        # Resolved, as ray_batch.py names them.
+        documents, answers = Path(name, "documents").resolve(), Path(name, "answers")
         documents.mkdir()
         texts = excerpts(read_text(args.documents), args.count, *args.characters)
         by_name = write_documents(documents, texts)

@@ -5,17 +5,19 @@
 
 DOCUMENTS are files or folders: text (one document each), JSON lines and Parquet (one per row, in the
 column `--field`). ANSWERS becomes a folder of Parquet files with one row per document: the answer, and what
-became of its drafts. The same command goes on with what is not answered yet. A replica that dies is started
-again.
+became of its drafts. The same command goes on with what has no answer yet: new documents, changed ones, and
+those with an error. A replica that dies is started again.
 """
 
 import argparse
+import fcntl
+import hashlib
 import json
 import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,8 @@ import ray_cluster
 ROWS_FORMATS = (".jsonl", ".ndjson", ".parquet")
 SCHEMA = pa.schema(
     [
-        ("document", pa.string()),  # path, and # with the row's number
+        ("document", pa.string()),  # absolute path, and # with the row's number
+        ("text_sha256", pa.string()),  # the first 16 digits
         ("answer", pa.string()),
         ("error", pa.string()),  # "": none
         ("prompt_tokens", pa.int32()),
@@ -49,7 +52,7 @@ TABLE_ROWS = 20
 
 
 def find_files(given: list[str], out: str) -> list[str]:
-    """Files, and those of folders, in order, each once; without those of answers in `out`.
+    """Absolute paths of files, and those of folders, in order, each once; without answers in `out`.
 
     Raises:
         SystemExit: one is not there.
@@ -57,42 +60,46 @@ def find_files(given: list[str], out: str) -> list[str]:
     files: list[str] = []
     for path in map(Path, given):
         if path.is_dir():
-            files += [str(file) for file in sorted(path.rglob("*")) if file.is_file()]
+            files += [str(file) for file in sorted(path.resolve().rglob("*")) if file.is_file()]
         elif path.is_file():
-            files.append(str(path))
+            # A link keeps its own name: that of what it points to may not say what kind of file it is.
+            files.append(str(path.parent.resolve() / path.name))
         else:
             sys.exit(f"error: {path} is neither a file nor a folder; name what holds the documents")
     answers = Path(out).resolve()
     return [file for file in dict.fromkeys(files) if answers not in Path(file).resolve().parents]
 
 
-def count_documents(file: str) -> int:
-    """How many documents a file has.
+def find_documents(files: list[str], field: str) -> dict[str, str]:
+    """The hash of each document's text, by the document's name.
 
     Raises:
-        SystemExit: it cannot be read.
+        SystemExit: a file cannot be read.
     """
-    if file.endswith(".parquet"):
+    texts: dict[str, str] = {}
+    for file in files:
         try:
-            return pq.read_metadata(file).num_rows
+            texts |= {found["document"]: found["text_sha256"] for found in read_documents(file, field)}
         except pa.ArrowException as error:
             sys.exit(f"error: {file} is no Parquet file ({error}); mend it or leave it out")
-    if file.endswith(ROWS_FORMATS):
-        with open(file, "rb") as lines:
-            return sum(1 for line in lines if line.strip())
-    return 1
+    return texts
 
 
 def read_documents(file: str, field: str) -> Iterator[dict[str, str]]:
-    """Each document of a file, with its name; an `error` where it cannot be read."""
+    """Each document of a file, with its name and hash; why it is `unreadable` where it is."""
     if not file.endswith(ROWS_FORMATS):
-        yield {"document": file, "text": Path(file).read_text(errors="replace"), "unreadable": ""}
+        yield _document(file, Path(file).read_text(errors="replace"))
         return
     for index, row in enumerate(_rows(file, field)):
         text = row.get(field)
         is_text = isinstance(text, str) and bool(text)
         why = "" if is_text else f"it has no text in {field!r}; name the column with --field"
-        yield {"document": f"{file}#{index}", "text": text if is_text else "", "unreadable": why}
+        yield _document(f"{file}#{index}", text if is_text else "", why)
+
+
+def _document(name: str, text: str, unreadable: str = "") -> dict[str, str]:
+    digest = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]
+    return {"document": name, "text": text, "text_sha256": digest, "unreadable": unreadable}
 
 
 def _rows(file: str, field: str) -> Iterator[dict[str, Any]]:
@@ -118,13 +125,15 @@ def _rows(file: str, field: str) -> Iterator[dict[str, Any]]:
 class Answers:
     """A folder of Parquet files that appear whole or not at all, so that a job can go on.
 
+    Locked until it is closed: two jobs would write files of the same names.
+
     Args:
         folder: made where it is not there.
         job: what all of its answers have in common.
         rows_per_file: and `seconds_per_file`: what an interrupted job may lose.
 
     Raises:
-        SystemExit: it holds answers of another job.
+        SystemExit: it holds answers of another job, or one writes to it now.
     """
 
     def __init__(
@@ -132,19 +141,38 @@ class Answers:
     ) -> None:
         self._folder, self._rows_per_file, self._seconds_per_file = folder, rows_per_file, seconds_per_file
         folder.mkdir(parents=True, exist_ok=True)
+        self._lock = open(folder / ".lock", "w")  # noqa: SIM115  # until it is closed
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            sys.exit(f"error: another job writes to {folder}; wait for its end, or use another --out")
         self._check_job(folder / "job.json", job)
         for torn in folder.glob(".*.parquet"):
             torn.unlink()
-        files = sorted(folder.glob("answers-*.parquet"))
+        files = self._files()
         self._next_file = 1 + max((int(file.stem.split("-")[1]) for file in files), default=-1)
-        self.done: set[str] = {
-            name
-            for file in files
-            for name in pq.read_table(file, columns=["document"])["document"].to_pylist()
+        table = self._read(["document", "text_sha256", "error"])
+        self._named: set[str] = set(table["document"].to_pylist())  # with a row, be it an error
+        # Rows of before there were hashes have none, and answer nothing.
+        self._answered: dict[str, str | None] = {
+            row["document"]: row["text_sha256"] for row in table.to_pylist() if not row["error"]
         }
         self.num_repeated = 0
         self._rows: list[dict[str, Any]] = []
         self._saved_at = time.monotonic()
+
+    def __enter__(self) -> "Answers":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.close()
+
+    def _files(self) -> list[Path]:
+        return sorted(self._folder.glob("answers-*.parquet"))
+
+    def _read(self, columns: list[str]) -> pa.Table:
+        tables = [pq.read_table(file, schema=SCHEMA, columns=columns) for file in self._files()]
+        return pa.concat_tables([SCHEMA.empty_table().select(columns), *tables])
 
     def _check_job(self, path: Path, job: dict[str, Any]) -> None:
         if not path.exists():
@@ -158,33 +186,59 @@ class Answers:
                     f"{json.dumps(job.get(name))}; use that, or another folder for --out"
                 )
 
-    def add(self, row: dict[str, Any]) -> None:
-        """Take a document's answer, once."""
-        if row["document"] in self.done:
+    def missing(self, texts: dict[str, str]) -> set[str]:
+        """Those of the documents, given as hashes by name, whose text has no answer."""
+        return {name for name, text in texts.items() if self._answered.get(name) != text}
+
+    def make_room(self, documents: set[str]) -> None:
+        """Drop the rows of documents that are asked about again, and all that hold no answer."""
+        kept = {name for name, text in self._answered.items() if text and name not in documents}
+        for file in self._files():
+            table = pq.read_table(file, schema=SCHEMA)
+            left = _rows_of(table, kept)
+            if not left.num_rows:
+                file.unlink()
+            elif left.num_rows < table.num_rows:
+                self._write(left, file.name)
+        self._named = kept
+        self._answered = {name: self._answered[name] for name in kept}
+
+    def add(self, row: dict[str, Any]) -> bool:
+        """Take a document's row, once; returns whether it is the first."""
+        name = row["document"]
+        if name in self._named:
             self.num_repeated += 1  # by a replica that had died after it was passed on
-            return
-        self.done.add(row["document"])
+            return False
+        self._named.add(name)
+        if not row["error"]:
+            self._answered[name] = row["text_sha256"]
         self._rows.append(row)
         is_late = time.monotonic() - self._saved_at > self._seconds_per_file
         if len(self._rows) >= self._rows_per_file or is_late:
             self.save()
+        return True
 
     def save(self) -> None:
         """Write what is not written yet."""
         if self._rows:
-            name = f"answers-{self._next_file:06}.parquet"
-            torn = self._folder / f".{name}"
-            pq.write_table(pa.Table.from_pylist(self._rows, schema=SCHEMA), torn)
-            os.replace(torn, self._folder / name)
+            table = pa.Table.from_pylist(self._rows, schema=SCHEMA)
+            self._write(table, f"answers-{self._next_file:06}.parquet")
             self._next_file += 1
             self._rows = []
         self._saved_at = time.monotonic()
 
-    def table(self) -> pa.Table:
-        """What is written of every document but the answers, which may be large."""
-        columns = [name for name in SCHEMA.names if name != "answer"]
-        tables = [pq.read_table(file, columns=columns) for file in self._folder.glob("answers-*.parquet")]
-        return pa.concat_tables(tables) if tables else SCHEMA.empty_table().select(columns)
+    def _write(self, table: pa.Table, name: str) -> None:
+        torn = self._folder / f".{name}"
+        pq.write_table(table, torn)
+        os.replace(torn, self._folder / name)
+
+    def table(self, documents: Collection[str]) -> pa.Table:
+        """What is written of the documents but the answers, which may be large."""
+        return _rows_of(self._read([name for name in SCHEMA.names if name != "answer"]), documents)
+
+
+def _rows_of(table: pa.Table, documents: Collection[str]) -> pa.Table:
+    return table.filter(pc.is_in(table["document"], value_set=pa.array(list(documents), pa.string())))
 
 
 # --- from one to the other --------------------------------------------------------------------------------
@@ -222,12 +276,13 @@ def note_acceptance(engine_stage: type) -> type:
 def answer_row(row: dict[str, Any]) -> dict[str, Any]:
     """A document's row of `SCHEMA` from what Ray's processor made of it."""
     error = row.get("unreadable") or row.get("__inference_error__") or ""
+    document = {name: row[name] for name in ("document", "text_sha256")}
     if error:
-        return {"document": row["document"], "answer": "", "error": error}
+        return {**document, "answer": "", "error": error}
     metrics = row["metrics"] or {}
     drafts = json.loads(metrics.get("drafts") or "{}")
     return {
-        "document": row["document"],
+        **document,
         "answer": row["generated_text"],
         "error": "",
         "prompt_tokens": row["num_input_tokens"],
@@ -240,8 +295,8 @@ def answer_row(row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def answers_of(args: argparse.Namespace, files: list[str], done: set[str]) -> Iterator[dict[str, Any]]:
-    """Answers of the documents that are not done, as they come."""
+def answers_of(args: argparse.Namespace, files: list[str], wanted: set[str]) -> Iterator[dict[str, Any]]:
+    """Rows of `SCHEMA` of the wanted documents of files, as they come."""
     import ray
     from ray.data.llm import build_processor, vLLMEngineProcessorConfig
 
@@ -285,12 +340,12 @@ def answers_of(args: argparse.Namespace, files: list[str], done: set[str]) -> It
     stage = processor.get_stage_by_name(name)
     # Assigned, `fn` would have the stage reckon its resources anew, and take a GPU.
     processor.stages[name] = stage.model_copy(update={"fn": note_acceptance(stage.fn)})
-    is_done = ray.put(done)
+    put_wanted = ray.put(wanted)
 
     def read(item: dict[str, Any]) -> Iterator[dict[str, str]]:
-        known = ray.get(is_done)
+        wanted = ray.get(put_wanted)
         for document in read_documents(item["file"], field):
-            if document["document"] not in known:
+            if document["document"] in wanted:
                 yield document
 
     # Documents are read as they are asked about, a file per task.
@@ -312,40 +367,49 @@ def run(args: argparse.Namespace, report: Callable[[str], None]) -> int:
     files = find_files(args.documents, args.out)
     if not files:
         sys.exit("error: no files are there; name those with the documents, or their folder")
-    counts = {file: count_documents(file) for file in files}
-    total = sum(counts.values())
+    texts = find_documents(files, args.field)
     job = {"model": args.model, "prompt": args.prompt, "chat": args.chat, "field": args.field}
-    answers = Answers(Path(args.out), {**job, "sampling": sampling_params(args)}, args.rows_per_file)
-    before = len(answers.done)
-    report(f"{total:,} documents in {len(files):,} files, of which {before:,} are answered")
-    if before < total:
-        ray_cluster.connect(args.address, args.replicas, args.cpus)
-        report(f"{args.replicas} replicas start ...")
-        _collect(args, files, answers, total, report)
-    if answers.num_repeated:
-        report(f"{answers.num_repeated:,} answers came twice, after a replica had died, and count once")
-    show_table(answers.table(), report)
-    return total - len(answers.done)
+    job |= {"sampling": sampling_params(args)}
+    with Answers(Path(args.out), job, args.rows_per_file) as answers:
+        wanted = answers.missing(texts)
+        before = len(texts) - len(wanted)
+        report(f"{len(texts):,} documents in {len(files):,} files, of which {before:,} are answered")
+        if wanted:
+            ray_cluster.connect(args.address, args.replicas, args.cpus)
+            report(f"{args.replicas} replicas start ...")
+            answers.make_room(wanted)
+            _collect(args, files, answers, wanted, before, report)
+        if answers.num_repeated:
+            report(f"{answers.num_repeated:,} answers came twice, after a replica had died, and count once")
+        show_table(answers.table(texts), report)
+        return len(answers.missing(texts))
 
 
 def _collect(
-    args: argparse.Namespace, files: list[str], answers: Answers, total: int, report: Callable[[str], None]
+    args: argparse.Namespace,
+    files: list[str],
+    answers: Answers,
+    wanted: set[str],
+    before: int,
+    report: Callable[[str], None],
 ) -> None:
     started = reported = time.monotonic()
     count = errors = tokens = rounds = accepted = 0
     try:
-        for row in answers_of(args, files, frozenset(answers.done)):
-            answers.add(row)
+        for row in answers_of(args, files, wanted):
+            if not answers.add(row):
+                continue
             now = time.monotonic()
             count += 1
             errors += bool(row["error"])
             tokens += row.get("output_tokens", 0)
             rounds += row.get("rounds", 0)
             accepted += row.get("accepted", 0)
-            if now - reported >= PROGRESS_INTERVAL_S or len(answers.done) == total:
+            if now - reported >= PROGRESS_INTERVAL_S or count == len(wanted):
                 reported, seconds = now, now - started
                 report(
-                    f"{len(answers.done):,} of {total:,} documents after {seconds:.0f} s with the start, "
+                    f"{before + count - errors:,} of {before + len(wanted):,} documents "
+                    f"after {seconds:.0f} s with the start, "
                     f"{count / seconds:.2f} documents/s, "
                     f"{tokens / seconds:,.0f} tokens/s, "
                     f"{1 + accepted / max(1, rounds):.2f} tokens per round, {errors} errors"

@@ -26,7 +26,51 @@ def read(*paths, field="text"):
 
 
 def row(name, **values):
-    return {"document": name, "answer": "a", "error": "", "acceptance_length": 2.0, **values}
+    return {
+        "document": name,
+        "text_sha256": "0" * 16,
+        "answer": "a",
+        "error": "",
+        "acceptance_length": 2.0,
+        **values,
+    }
+
+
+def written(folder):
+    files = sorted(folder.glob("answers-*.parquet"))
+    return [one for file in files for one in pq.read_table(file).to_pylist()]
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    """Runs the example on `tmp_path / "in"` with answers in upper case, and errors for the `failing` texts.
+
+    Returns:
+        what was asked about, what was said, and how many documents have no answer.
+    """
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ray_cluster, "connect", lambda *_: None)
+    (tmp_path / "in").mkdir()
+
+    def run(given="in", failing=()):
+        asked, said = [], []
+
+        def answers_of(args, files, wanted):
+            for file in files:
+                for found in ray_batch.read_documents(file, args.field):
+                    if found["document"] in wanted:
+                        asked.append(found["text"])
+                        error = "too long" if found["text"] in failing else ""
+                        result = {"__inference_error__": error, "generated_text": found["text"].upper()}
+                        counts = {"num_input_tokens": 1, "num_generated_tokens": 1, "metrics": None}
+                        yield ray_batch.answer_row({**found, **result, **counts})
+
+        monkeypatch.setattr(ray_batch, "answers_of", answers_of)
+        args = ray_batch.make_parser().parse_args([str(given), "--out", "out"])
+        missing = ray_batch.run(args, said.append)
+        return asked, "\n".join(said), missing
+
+    return run
 
 
 def test_every_kind_of_file_is_read_and_counted(tmp_path):
@@ -40,13 +84,13 @@ def test_every_kind_of_file_is_read_and_counted(tmp_path):
     files = ray_batch.find_files([str(tmp_path), str(lines)], str(tmp_path / "answers"))
     assert files == [str(text), str(lines), str(table)]
     documents = read(*files)
+    assert list(ray_batch.find_documents(files, "text")) == [name for name, _, _ in documents]
     assert documents[:3] == [
         (str(text), "grün\nzwei�", ""),
         (f"{lines}#0", "first", ""),
         (f"{lines}#1", "second", ""),
     ]
     assert documents[3:] == [(f"{table}#{i}", f"row {i}", "") for i in range(100)]
-    assert sum(map(ray_batch.count_documents, files)) == len(documents)
 
 
 def test_rows_without_text_are_named_and_none_is_left_out(tmp_path):
@@ -55,8 +99,7 @@ def test_rows_without_text_are_named_and_none_is_left_out(tmp_path):
     pq.write_table(pa.table({"other": [1, 2]}), table)
     assert [text for _, text, _ in read(lines)] == ["first", "", "", "", "", "last"]
     assert [bool(why) for _, _, why in read(lines)] == [False, True, True, True, True, False]
-    for path in (lines, table):
-        assert ray_batch.count_documents(str(path)) == len(read(path))
+    assert len(read(table)) == 2
     assert all("no text in 'text'; name the column with --field" in why for _, _, why in read(table))
     assert read(table, field="other")[0][2], "numbers are no documents"
 
@@ -93,20 +136,21 @@ def test_a_torn_file_or_an_empty_folder_is_refused_before_anything_starts(tmp_pa
 
 
 def test_answers_are_kept_once_and_a_job_goes_on(tmp_path):
-    answers = ray_batch.Answers(tmp_path, JOB, rows_per_file=3)
-    for name in "abcda":
-        answers.add(row(name))
-    assert answers.num_repeated == 1
-    assert answers.table().num_rows == 3, "the fourth is not written yet"
+    texts = dict.fromkeys("abcde", "0" * 16)
+    with ray_batch.Answers(tmp_path, JOB, rows_per_file=3) as answers:
+        assert [answers.add(row(name)) for name in "abcda"] == [True] * 4 + [False]
+        assert answers.num_repeated == 1
+        assert answers.table(texts).num_rows == 3, "the fourth is not written yet"
     # Whoever is killed now leaves a file that is not whole, and loses what was not written.
     (tmp_path / ".answers-000001.parquet").write_bytes(b"PAR1 torn")
-    again = ray_batch.Answers(tmp_path, JOB, rows_per_file=3)
-    assert again.done == {"a", "b", "c"}
-    for name in "cde":
-        again.add(row(name))
-    again.save()
-    assert sorted(again.table()["document"].to_pylist()) == list("abcde")
+    with ray_batch.Answers(tmp_path, JOB, rows_per_file=3) as again:
+        assert again.missing(texts) == {"d", "e"}
+        for name in "cde":
+            again.add(row(name))
+        again.save()
+        assert sorted(again.table(texts)["document"].to_pylist()) == list("abcde")
     assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".lock",
         "answers-000000.parquet",
         "answers-000001.parquet",
         "job.json",
@@ -114,10 +158,91 @@ def test_answers_are_kept_once_and_a_job_goes_on(tmp_path):
 
 
 def test_another_jobs_answers_are_not_mixed_in(tmp_path):
-    ray_batch.Answers(tmp_path, JOB)
+    with ray_batch.Answers(tmp_path, JOB):
+        pass
     with pytest.raises(SystemExit) as refused:
         ray_batch.Answers(tmp_path, {**JOB, "prompt": "Sum up: {document}"})
     assert 'has answers with prompt "{document}", not "Sum up: {document}"' in str(refused.value)
+
+
+def test_a_second_job_at_the_same_time_is_refused_and_touches_nothing(tmp_path):
+    with ray_batch.Answers(tmp_path, JOB) as answers:
+        answers.add(row("a"))
+        (tmp_path / ".answers-000000.parquet").write_bytes(b"being written")
+        with pytest.raises(SystemExit, match="another job writes to"):
+            ray_batch.Answers(tmp_path, JOB)
+        assert (tmp_path / ".answers-000000.parquet").exists()
+        answers.save()
+    with ray_batch.Answers(tmp_path, JOB) as later:
+        assert not later.missing({"a": "0" * 16})
+
+
+def test_documents_come_and_go_between_starts(job, tmp_path):
+    for name in "abc":
+        (tmp_path / "in" / name).write_text(name)
+    assert job()[0] == ["a", "b", "c"]
+    (tmp_path / "in" / "a").unlink()
+    (tmp_path / "in" / "d").write_text("d")
+    asked, said, missing = job()
+    assert (asked, missing) == (["d"], 0)
+    assert "3 documents in 3 files, of which 2 are answered" in said
+    assert "3 of 3 documents after" in said and "all 3 documents" in said
+    for name in "bcd":
+        (tmp_path / "in" / name).unlink()
+    (tmp_path / "in" / "a").write_text("a")
+    asked, said, missing = job()
+    assert (asked, missing) == ([], 0), "its answer is still there"
+    assert "replicas start" not in said and "all 1 documents" in said
+
+
+def test_a_document_with_an_error_has_no_answer_and_is_tried_again(job, tmp_path):
+    (tmp_path / "in" / "a").write_text("good")
+    (tmp_path / "in" / "b").write_text("bad")
+    for asked_for in (["good", "bad"], ["bad"]):
+        asked, said, missing = job(failing=["bad"])
+        assert (asked, missing) == (asked_for, 1)
+        assert "1 of 2 documents after" in said and f"no answer: {tmp_path}/in/b: too long" in said
+        assert [one["error"] for one in written(tmp_path / "out")] == ["", "too long"]
+    asked, said, missing = job()
+    assert (asked, missing) == (["bad"], 0)
+    assert "of which 1 are answered" in said and "no answer" not in said
+    assert [(one["answer"], one["error"]) for one in written(tmp_path / "out")] == [
+        ("GOOD", ""),
+        ("BAD", ""),
+    ]
+
+
+def test_a_text_is_answered_once_however_its_path_is_typed_and_again_when_it_changes(job, tmp_path):
+    lines = tmp_path / "in" / "rows.jsonl"
+    rows = [json.dumps({"text": text}) + "\n" for text in ("one", "two", "two")]
+    lines.write_text("".join(rows))
+    assert job("in/rows.jsonl")[0] == ["one", "two", "two"]
+    (tmp_path / "link").symlink_to(tmp_path / "in")
+    for typed in ("in", lines, "in/../in/rows.jsonl", "link/rows.jsonl", "link"):
+        assert job(typed)[0] == []
+    lines.write_text("".join([rows[0], '{"text": "new"}\n', *rows[1:]]))
+    assert job()[0] == ["new", "two"], "the second and the fourth; the third is as it was"
+    answers = {one["document"]: one["answer"] for one in written(tmp_path / "out")}
+    assert len(written(tmp_path / "out")) == len(answers) == 4
+    assert [answers[f"{lines}#{index}"] for index in range(4)] == ["ONE", "NEW", "TWO", "TWO"]
+
+
+def test_answers_of_before_there_were_hashes_are_asked_for_again(job, tmp_path):
+    (tmp_path / "in" / "a").write_text("a")
+    assert job()[0] == ["a"]
+    (file,) = (tmp_path / "out").glob("answers-*.parquet")
+    table = pq.read_table(file).drop_columns(["text_sha256"])
+    table = table.set_column(0, "document", pa.array(["in/a"]))
+    pq.write_table(table, file)
+    asked, _, missing = job()
+    assert (asked, missing) == (["a"], 0)
+    assert [one["document"] for one in written(tmp_path / "out")] == [f"{tmp_path}/in/a"]
+
+
+def test_a_link_is_of_the_kind_that_its_own_name_says(tmp_path):
+    (tmp_path / "blob").write_text('{"text": "first"}\n')
+    (tmp_path / "rows.jsonl").symlink_to(tmp_path / "blob")
+    assert ray_batch.find_files([str(tmp_path / "rows.jsonl")], "out") == [f"{tmp_path}/rows.jsonl"]
 
 
 def test_a_documents_row_says_what_became_of_its_drafts():
@@ -129,6 +254,7 @@ def test_a_documents_row_says_what_became_of_its_drafts():
     }
     made = {
         "document": "a",
+        "text_sha256": "0" * 16,
         "unreadable": "",
         "generated_text": "text",
         "num_input_tokens": 10,
@@ -137,6 +263,7 @@ def test_a_documents_row_says_what_became_of_its_drafts():
     }
     assert ray_batch.answer_row(made) == {
         "document": "a",
+        "text_sha256": "0" * 16,
         "answer": "text",
         "error": "",
         "prompt_tokens": 10,
@@ -150,7 +277,7 @@ def test_a_documents_row_says_what_became_of_its_drafts():
     plain = ray_batch.answer_row({**made, "metrics": {"drafts": ""}})
     assert (plain["rounds"], plain["acceptance_length"]) == (0, 1.0)
     failed = ray_batch.answer_row({**made, "__inference_error__": "too long"})
-    assert failed == {"document": "a", "answer": "", "error": "too long"}
+    assert failed == {"document": "a", "text_sha256": "0" * 16, "answer": "", "error": "too long"}
     pa.Table.from_pylist([failed, plain], schema=ray_batch.SCHEMA)
 
 
