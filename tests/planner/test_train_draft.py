@@ -2,6 +2,7 @@
 """`magicdec train-draft`: from documents to a folder, again after an interruption, and what it refuses."""
 
 import json
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from texts import MODEL
 sys.path.insert(0, str(Path(__file__).parents[1] / "spire"))
 from tiny_targets import write_target
 
+from vllm_magicdec.planner import train_draft
 from vllm_magicdec.planner.console import main
 from vllm_magicdec.spire import training
 from vllm_magicdec.spire.files import load
@@ -77,12 +79,40 @@ def test_the_same_command_goes_on(target, data, tmp_path, capsys, monkeypatch):
     assert "begun with other options" in capsys.readouterr().err
     assert train(target, data, out, "--no-float32") == 2
     assert "where the default of --float32 is another" in capsys.readouterr().err
+    assert train(target, data, out, "--random-init") == 2
+    assert "begun with other options" in capsys.readouterr().err
     assert train(target, data[:1], out) == 2
     assert "a training on other data" in capsys.readouterr().err
     assert train(target, data, out) == 0
     assert "goes on at step 3 of 6" in capsys.readouterr().out
     whole = load(tmp_path / "whole").state_dict()
     assert all(torch.equal(weight, whole[name]) for name, weight in load(out).state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [
+        "vllm_magicdec.spire.files.save",
+        "vllm_magicdec.spire.training.Trainer.evaluate",
+        "vllm_magicdec.spire.card.make_card",
+    ],
+)
+def test_an_interruption_after_the_last_step_loses_nothing(
+    target, data, tmp_path, capsys, monkeypatch, stage
+):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    out = tmp_path / "draft"
+    with monkeypatch.context() as patched:
+        patched.setattr(stage, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            train(target, data, out)
+    assert not (out / "config.json").exists()
+    monkeypatch.setattr(training.Trainer, "train_step", interrupted)
+    assert train(target, data, out) == 0
+    assert "goes on at step 6 of 6" in capsys.readouterr().out
+    assert load(out).settings.num_layers == 1 and not (out / "training").exists()
 
 
 @pytest.mark.parametrize("is_fast", [True, False])
@@ -121,6 +151,39 @@ def test_other_targets_are_refused(data, tmp_path, capsys):
     folder = tmp_path / "other"
     folder.mkdir()
     config = json.loads((Path(MODEL) / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "model_type": "opt"}))
+    for fields, sentence in (
+        ({"model_type": "opt"}, "is a opt, and drafts come of Llamas only; name one"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "is quantised, and a draft begins with weights"),
+        ({}, "cannot be loaded: Error no file named model.safetensors"),
+    ):
+        (folder / "config.json").write_text(json.dumps({**config, **fields}))
+        assert train(str(folder), data, tmp_path / "draft") == 2
+        error = capsys.readouterr().err
+        assert sentence in error and error.count("\n") == 1
+
+
+def test_damaged_weights_are_refused(target, data, tmp_path, capsys):
+    folder = shutil.copytree(target, tmp_path / "damaged")
+    (folder / "model.safetensors").write_bytes(b"")
     assert train(str(folder), data, tmp_path / "draft") == 2
-    assert "is a opt, and drafts come of Llamas only; name one" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "damaged cannot be loaded: Error while deserializing header" in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("file", ["draft", "draft/training"])
+def test_an_out_that_cannot_be_written_is_refused_first(data, tmp_path, capsys, file):
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).touch()
+    assert train("nowhere", data, tmp_path / "draft") == 2
+    error = capsys.readouterr().err
+    assert "draft cannot be written: " in error and error.count("\n") == 1
+
+
+def test_a_read_only_out_is_refused_first(data, tmp_path, capsys, monkeypatch):
+    def refused(**_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(train_draft.tempfile, "TemporaryFile", refused)
+    assert train("nowhere", data, tmp_path / "draft") == 2
+    assert "draft cannot be written: Permission denied; name another" in capsys.readouterr().err

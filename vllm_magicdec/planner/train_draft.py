@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`magicdec train-draft`: a SPIRe draft of a Llama, trained on documents.
 
-`DIR/training` holds the encoded documents and a checkpoint until the training is done, so that the same
-command goes on where one was interrupted.
+`DIR/training` holds the encoded documents and a checkpoint until the draft is written, `config.json` last,
+so that the same command goes on where one was interrupted.
 """
 
 import argparse
@@ -14,11 +14,13 @@ import shlex
 import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from vllm_magicdec.files import reason
 from vllm_magicdec.planner.console import UserError, require
 from vllm_magicdec.planner.documents import FORMATS, add_options, encode, find_files, read_texts
 
@@ -37,8 +39,6 @@ def run(options: argparse.Namespace) -> None:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    if (options.out / "config.json").exists():
-        raise UserError(f"{options.out} holds a model already; remove it, or give --out another path")
     if not 0 <= options.omega <= 1:
         raise UserError(f"--omega is a number from 0 to 1, not {options.omega}")
     for name in ("batch", "sequence", "steps", "learning_rate"):
@@ -48,6 +48,7 @@ def run(options: argparse.Namespace) -> None:
     processes = Processes()
     torch.manual_seed(options.seed)
     try:
+        processes.of_first(lambda: _make_work(options.out))
         _train(options, processes)
     except SpireError as error:
         raise UserError(str(error)) from None
@@ -130,7 +131,9 @@ def _train(options: argparse.Namespace, processes: Any) -> None:
 
     is_first = processes.rank == 0
     device = processes.device
-    in_float32 = not has_fast_bfloat16(device) if options.float32 is None else options.float32
+    in_float32 = options.float32
+    if in_float32 is None:
+        in_float32 = processes.of_first(lambda: not has_fast_bfloat16(device))
     target = Target(options.model, torch.float32 if in_float32 else torch.bfloat16, device)
     settings = SpireSettings.pruned(
         Path(options.model).name,
@@ -152,9 +155,11 @@ def _train(options: argparse.Namespace, processes: Any) -> None:
         )
     tokenizer = _load_tokenizer(options.model)
     work = options.out / "training"
-    work.mkdir(parents=True, exist_ok=True)
-    data = _encode_once(options, tokenizer, target.config.vocab_size, work, is_first)
-    processes.wait()
+    checkpoint = work / "checkpoint.pt"
+    data = processes.of_first(lambda: _encode_once(options, tokenizer, target.config.vocab_size, work))
+    held = processes.of_first(lambda: _stamps(work))
+    if processes.any(_stamps(work) != held):
+        raise UserError(f"--out {options.out} has to be in a folder that all processes share; name one")
     sequences = Sequences.read(work / "tokens.bin", options.sequence, options.seed)
     plan = Plan(
         num_steps=options.steps or max(1, sequences.num_training // options.batch),
@@ -165,10 +170,10 @@ def _train(options: argparse.Namespace, processes: Any) -> None:
         distillation=not options.no_distillation,
         seed=options.seed,
         bfloat16=not in_float32,
+        pruned=not options.random_init,
     )
-    draft = make_draft(target, settings, pruned=not options.random_init)
+    draft = make_draft(target, settings, pruned=plan.pruned)
     trainer = Trainer(draft, target, sequences, plan, processes)
-    checkpoint = work / "checkpoint.pt"
     if checkpoint.exists():
         trainer.resume(checkpoint)
         if is_first:
@@ -188,13 +193,14 @@ def _train(options: argparse.Namespace, processes: Any) -> None:
         return
     if not is_first:
         return
-    draft_files.save(draft, options.out)
+    draft_files.save(draft, work)
+    (work / "model.safetensors").replace(options.out / "model.safetensors")
     tokenizer.save_pretrained(options.out)
     size = (options.out / "model.safetensors").stat().st_size
     log = {
         "draft": {**asdict(settings), "num_layers": settings.num_layers},
         "plan": asdict(plan),
-        "pruned": not options.random_init,
+        "pruned": plan.pruned,
         "data": data,
         "processes": processes.count,
         "num_parameters": sum(weight.numel() for weight in draft.parameters()),
@@ -214,8 +220,36 @@ def _train(options: argparse.Namespace, processes: Any) -> None:
     (options.out / "training_log.json").write_text(json.dumps(log, indent=1) + "\n")
     command = "magicdec " + shlex.join(sys.argv[1:])
     (options.out / "README.md").write_text(make_card(options.out.resolve().name, command, log))
-    shutil.rmtree(work)
+    # It marks the folder as a model, so all else is there before.
+    (work / "config.json").replace(options.out / "config.json")
+    shutil.rmtree(work, ignore_errors=True)  # network file systems keep files that are still mapped
     print(f"wrote {options.out}: {size / 1e6:.1f} MB; expected acceptance {log['held_out_acceptance']}")
+
+
+def _make_work(out: Path) -> None:
+    """Make `out/training`, if it is not there."""
+    try:
+        if (out / "config.json").exists():
+            raise UserError(f"{out} holds a model already; remove it, or give --out another path")
+        work = out / "training"
+        work.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=work).close()  # it may be there, and yet be read-only
+    except OSError as error:
+        raise UserError(f"--out {out} cannot be written: {reason(error)}; name another") from None
+
+
+def _stamps(work: Path) -> list[tuple[int, int] | None]:
+    """Sizes and times of the files in `work` that every process reads; None for one that it cannot open."""
+    stamps: list[tuple[int, int] | None] = []
+    for name in ("tokens.bin", "checkpoint.pt"):
+        try:
+            # Network file systems may know old attributes of a file until it is opened.
+            with (work / name).open("rb") as file:
+                status = os.fstat(file.fileno())
+            stamps.append((status.st_size, status.st_mtime_ns))
+        except OSError:
+            stamps.append(None)
+    return stamps
 
 
 def _load_tokenizer(model: str) -> Any:
@@ -229,7 +263,7 @@ def _load_tokenizer(model: str) -> Any:
 
 
 def _encode_once(
-    options: argparse.Namespace, tokenizer: Any, vocab_size: int, work: Path, is_first: bool
+    options: argparse.Namespace, tokenizer: Any, vocab_size: int, work: Path
 ) -> dict[str, Any]:
     """Write `work/tokens.bin`, if it is not there; returns what it was made of."""
     from vllm_magicdec.spire.sequences import write_tokens
@@ -247,38 +281,30 @@ def _encode_once(
         return held["data"]
     names = sorted({file.name for file in files})
     data: dict[str, Any] = {"files": [*names[:5], *(["..."] if len(names) > 5 else [])]}
-    if is_first:
-        data["num_tokens"] = write_tokens(
-            work / "tokens.bin",
-            encode(read_texts(files, options.field), tokenizer),
-            vocab_size,
-            tokenizer.bos_token_id,
-            tokenizer.eos_token_id,
-        )
-        partial = source.with_suffix(".part")
-        partial.write_text(json.dumps({"made_of": made_of, "data": data}))
-        partial.replace(source)
+    data["num_tokens"] = write_tokens(
+        work / "tokens.bin",
+        encode(read_texts(files, options.field), tokenizer),
+        vocab_size,
+        tokenizer.bos_token_id,
+        tokenizer.eos_token_id,
+    )
+    partial = source.with_suffix(".part")
+    partial.write_text(json.dumps({"made_of": made_of, "data": data}))
+    partial.replace(source)
     return data
 
 
 @contextlib.contextmanager
 def _ended_by_signals(processes: Any) -> Iterator[Callable[[], bool]]:
     """Ctrl-C and SIGTERM end a training after its step, in all processes together."""
-    import torch
-
     received: list[int] = []
     before = {
         number: signal.signal(number, lambda number, _: received.append(number))
         for number in (signal.SIGINT, signal.SIGTERM)
     }
 
-    def should_end() -> bool:
-        told = torch.tensor([float(bool(received))], device=processes.device)
-        processes.average([told])
-        return bool(told.item() > 0)
-
     try:
-        yield should_end
+        yield lambda: processes.any(bool(received))
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -4,6 +4,7 @@
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
@@ -22,21 +23,28 @@ class Target:
         device: where it runs.
 
     Raises:
-        SpireError: there is none, or it is no Llama.
+        SpireError: there is none, it is no Llama, or it is quantised.
     """
 
     def __init__(self, model: str, dtype: torch.dtype, device: torch.device) -> None:
         try:
             config = AutoConfig.from_pretrained(model)
         except (OSError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0]
-            raise SpireError(f"--model {model} cannot be loaded: {reason}; name another") from None
+            raise _cannot_be_loaded(model, error) from None
         if config.model_type not in _LLAMA_LIKE:
             raise SpireError(
                 f"--model {model} is a {config.model_type}, and drafts come of Llamas only; name one"
             )
+        if getattr(config, "quantization_config", None) is not None:
+            raise SpireError(
+                f"--model {model} is quantised, and a draft begins with weights that are not; "
+                "name the model that it was made of"
+            )
         self.config: LlamaConfig = config
-        loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+        try:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            raise _cannot_be_loaded(model, error) from None
         self.model = loaded.to(device).eval().requires_grad_(False)
 
     @torch.no_grad()
@@ -71,6 +79,11 @@ class Target:
             for hook in hooks:
                 hook.remove()
         return torch.stack([taken[layer] for layer in layers], dim=2), logits
+
+
+def _cannot_be_loaded(model: str, error: Exception) -> SpireError:
+    reason = str(error).strip().splitlines()[0].rstrip(".")
+    return SpireError(f"--model {model} cannot be loaded: {reason}; name another")
 
 
 def make_draft(target: Target, settings: SpireSettings, *, pruned: bool = True) -> SpireDraft:

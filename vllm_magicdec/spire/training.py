@@ -4,12 +4,13 @@
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +28,10 @@ _LAST_RATE = 0.05  # of the highest learning rate
 # Gradients of the few logits are small beside the way they have to go.
 _MEMORY_RATE = 10.0
 _LOGGED_STEPS = 20  # between entries of the log
+# The others wait while rank 0 encodes documents, however long; torchrun ends them where one has failed.
+_LONGEST_WAIT = timedelta(days=1)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,7 @@ class Plan:
     distillation: bool = True  # else the loss is the cross-entropy of the text
     seed: int = 0
     bfloat16: bool = True  # whether products are in bfloat16; weights and optimizer are float32
+    pruned: bool = True  # whether the draft begins with the target's weights
 
 
 def has_fast_bfloat16(device: torch.device) -> bool:
@@ -55,7 +61,8 @@ class Processes:
         self.count = int(os.environ.get("WORLD_SIZE", 1))
         self.rank = int(os.environ.get("RANK", 0))
         if self.count > 1 and not torch.distributed.is_initialized():
-            torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+            backend = "nccl" if torch.cuda.is_available() else "gloo"
+            torch.distributed.init_process_group(backend, timeout=_LONGEST_WAIT)
 
     @property
     def device(self) -> torch.device:
@@ -75,10 +82,32 @@ class Processes:
         for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(part.view_as(tensor))
 
-    def wait(self) -> None:
-        """Until all are here."""
+    def any(self, told: bool) -> bool:
+        """Whether it is true in one of them."""
+        share = torch.tensor([float(told)], device=self.device)
+        self.average([share])
+        return bool(share.item() > 0)
+
+    def of_first(self, make: Callable[[], T]) -> T:
+        """What rank 0 makes, in all of them; a `ValueError` is raised in all of them too."""
+        if self.count == 1:
+            return make()
+        made: list[Any] = [None, None]
+        if self.rank == 0:
+            try:
+                made[0] = make()
+            except ValueError as error:
+                made[1] = error
+        torch.distributed.broadcast_object_list(made, src=0, device=self.device)
+        if made[1] is not None:
+            raise made[1] from None
+        return made[0]
+
+    def copy_first(self, tensors: Iterable[Tensor]) -> None:
+        """Make each what it is in rank 0, in place."""
         if self.count > 1:
-            torch.distributed.barrier()
+            for tensor in tensors:
+                torch.distributed.broadcast(tensor, src=0)
 
     def leave(self) -> None:
         """Leave the group."""
@@ -106,6 +135,7 @@ class Trainer:
             )
         self.draft, self._target, self._sequences = draft, target, sequences
         self.plan, self._processes = plan, processes
+        processes.copy_first(weight.detach() for weight in draft.parameters())
         self._device = next(draft.parameters()).device
         self.step = 0
         self.seconds = 0.0
@@ -187,7 +217,9 @@ class Trainer:
             SpireError: it belongs to another training.
         """
         held = torch.load(path, map_location=self._device, weights_only=True)
-        same = held["plan"] == json.dumps(asdict(self.plan))
+        plan = asdict(self.plan)
+        # Checkpoints of an older version lack the fields that are new.
+        same = {**plan, **json.loads(held["plan"])} == plan
         if not same or held["settings"] != json.dumps(asdict(self.draft.settings)):
             raise SpireError(
                 f"{path.parent} holds a training that was begun with other options, or where the default "
@@ -247,7 +279,7 @@ def run(
     should_end: Callable[[], bool],
     report: Callable[[int, float, float], Any],
 ) -> bool:
-    """Train to the end of the plan, with a checkpoint now and then.
+    """Train to the end of the plan, with a checkpoint now and then and at the end.
 
     Args:
         trainer: goes on at its step.
@@ -263,10 +295,10 @@ def run(
     written = perf_counter()
     while trainer.step < trainer.plan.num_steps:
         report(trainer.step + 1, *trainer.train_step())
-        ends = should_end()
+        ends = should_end() or trainer.step >= trainer.plan.num_steps
         if is_writer and (ends or perf_counter() - written >= seconds_between):
             trainer.save(checkpoint)
             written = perf_counter()
         if ends:
-            return trainer.step >= trainer.plan.num_steps
-    return True
+            break
+    return trainer.step >= trainer.plan.num_steps
