@@ -217,7 +217,14 @@ class MagicDecSpeculativeConfig(MagicDecFields):
 
     def _configure_draft_model(self) -> None:
         """As vLLM does for `draft_model`; it may find that the model is a draft of another kind."""
-        SpeculativeConfig.__post_init__(self)
+        try:
+            SpeculativeConfig.__post_init__(self)
+        except (OSError, AttributeError, LookupError, TypeError) as error:  # of whatever reads config.json
+            reason = str(error).partition("\n")[0]
+            raise ValueError(
+                f"model={self.model!r} has no configuration that can be read ({reason}); name a "
+                "folder with a whole config.json, or a model on huggingface.co"
+            ) from None
         self.prompt_lookup_max = self.prompt_lookup_min = None  # vLLM's 0 is none that a copy may have
         if self.method != "draft_model":
             raise ValueError(
@@ -227,6 +234,18 @@ class MagicDecSpeculativeConfig(MagicDecFields):
         check_draft_model(self.draft_model_config, self.target_model_config)
         self._take_what_it_was_trained_for()
         check_parallel(self.target_parallel_config, self.draft_model_config)
+
+    def verify_equal_vocab_size_if_draft_model(self) -> None:
+        """vLLM's check, in a sentence that says what to do; raises ValueError."""
+        if not self.has_draft_model or None in (self.target_model_config, self.draft_model_config):
+            return
+        targets, own = self.target_model_config.get_vocab_size(), self.draft_model_config.get_vocab_size()
+        if targets != own:
+            raise ValueError(
+                f"model={self.model!r} has a vocab_size of {own} and the target one of {targets} (padding "
+                "counts), and the probabilities of both are compared token by token; name a model of the "
+                "target's vocab_size"
+            )
 
     @property
     def spire(self) -> SpireSettings | None:

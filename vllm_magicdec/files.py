@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def refuse_untrusted(path: Path) -> None:
-    """Refuse what users beside the owner's group may change or replace, links followed.
+    """Refuse what users beside the owner's group may change or replace: the file or a link to it.
 
     Raises:
         OSError, ValueError: it cannot be looked at; or, in a few words, who may change it.
@@ -19,7 +19,8 @@ def refuse_untrusted(path: Path) -> None:
     resolved = path.resolve(strict=True)
     if resolved.stat().st_mode & stat.S_IWOTH:
         raise ValueError(f"any user may write {resolved}: chmod o-w {resolved}")
-    for child in (resolved, *resolved.parents):
+    named = Path(os.path.abspath(path))
+    for child in dict.fromkeys((resolved, *resolved.parents, named, *named.parents)):
         folder, own = child.parent.stat(), child.lstat()
         is_kept = folder.st_mode & stat.S_ISVTX and own.st_uid in (os.geteuid(), 0, folder.st_uid)
         if folder.st_mode & stat.S_IWOTH and not is_kept:

@@ -451,3 +451,16 @@ def test_a_folder_that_any_user_may_write_is_not_trusted(model_dir, tmp_path):  
         configure(model_dir, fields)
     path.chmod(0o1777)  # as /tmp is
     configure(model_dir, fields)
+
+
+def test_a_link_that_any_user_may_replace_is_not_trusted(model_dir, tmp_path):  # noqa: F811
+    write_profile(tmp_path / "profile.json")
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    link = shared / "profile.json"
+    link.symlink_to(tmp_path / "profile.json")
+    fields = {"method": METHOD, "num_speculative_tokens": "auto", "profile": str(link)}
+    configure(model_dir, fields)
+    shared.chmod(0o777)
+    with pytest.raises(MagicDecConfigError, match=f"any user may replace .*chmod o-w {shared}"):
+        configure(model_dir, fields)

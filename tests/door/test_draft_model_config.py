@@ -140,7 +140,10 @@ def test_a_model_beside_self_speculation_names_the_other_method(target, draft):
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"vocab_size": 128}, "should have the same vocabulary size"),
+        (
+            {"vocab_size": 128},
+            "has a vocab_size of 128 and the target one of 64 .*; name a model of the target",
+        ),
         ({"max_position_embeddings": 2048}, "reads at most 2048 tokens; use --max-model-len 2048"),
         ({"attention_chunk_size": 512}, "draft models with local chunks .* are not supported"),
     ],
@@ -148,6 +151,14 @@ def test_a_model_beside_self_speculation_names_the_other_method(target, draft):
 def test_drafts_that_do_not_fit_the_target_are_refused(target, tmp_path, fields, sentence):
     with pytest.raises(MagicDecConfigError, match=sentence):
         configure(target, {"method": MODEL_METHOD, "model": write_model(tmp_path, **fields)})
+
+
+@pytest.mark.parametrize("content", ["{", "", "[]"])
+def test_a_folder_without_a_configuration_is_refused(target, tmp_path, content):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(MagicDecConfigError, match="model=") as error:
+        configure(target, {"method": MODEL_METHOD, "model": str(tmp_path)})
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(

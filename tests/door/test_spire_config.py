@@ -146,6 +146,27 @@ WRONG_DRAFTS = {
 }
 
 
+WRONG_VALUES = [
+    ("target_layers", 5),
+    ("target_layers", ["a", "b"]),
+    ("target_num_hidden_layers", "6"),
+    ("sinks", "4"),
+    ("sinks", True),
+    ("window", 1e9),
+    ("window", [252]),
+    ("num_draft_steps", "x"),
+    ("feedback_memory", "x"),
+    ("target", 1),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG_VALUES)
+def test_values_of_other_types_are_refused(target, tmp_path, name, value):
+    with pytest.raises(MagicDecConfigError) as error:
+        configure(target, write_draft(tmp_path, {name: value}))
+    assert f"spire.{name}" in str(error.value) and "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize("case", WRONG_DRAFTS)
 def test_drafts_that_cannot_be_served_are_refused(target, tmp_path, case):
     spire, fields, sentence = WRONG_DRAFTS[case]

@@ -21,6 +21,10 @@ CACHE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Backends keep these as bytes, and what they stand for times the layer's scales is a key or a value.
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
+# Which drafts read rows of the cache, in messages, and which leave that to the backend.
+READERS = "snapkv, verify-topk and SPIRe drafts"
+NO_READER = "draft_kv_policy='streamingllm' without a SPIRe draft"
+
 AMX_TILE = 16  # rows of an AMX tile, each of 16 words of 32 bits
 
 
@@ -141,10 +145,9 @@ class KVRows:
             kv_cache = kv_cache.view(dtype)
         if kv_cache.dtype not in CACHE_DTYPES + FP8_DTYPES:
             raise ValueError(
-                "policies other than streamingllm read float32, bfloat16 and float16 KV caches, and fp8 "
-                f"ones with scales of a layer or of its KV heads, not {kv_cache.dtype} (scales by token, "
-                "int8, nvfp4 and others); use --kv-cache-dtype fp8, or bfloat16 or float16, as the "
-                "model's, or the streamingllm policy"
+                f"{READERS} read float32, bfloat16 and float16 KV caches, and fp8 ones with scales of "
+                f"a layer or of its KV heads, not {kv_cache.dtype} (scales by token, int8, nvfp4 and "
+                f"others); use --kv-cache-dtype fp8, or bfloat16 or float16, as the model's, or {NO_READER}"
             )
         if backend_name == "CPU_ATTN":
             keys, values = _cpu_cells(kv_cache, isa)
@@ -152,8 +155,8 @@ class KVRows:
             keys, values = (_plain(half) for half in kv_cache.split(head_size, dim=-1))
         else:
             raise ValueError(
-                "policies other than streamingllm do not know the KV cache of attention backend "
-                f"{backend_name}; use one of {', '.join(KEY_VALUE_BACKENDS)} or the streamingllm policy"
+                f"{READERS} do not know the KV cache of attention backend {backend_name}; use one of "
+                f"{', '.join(KEY_VALUE_BACKENDS)}, or {NO_READER}"
             )
         return cls(RowTable.of(keys), RowTable.of(values), page_size, num_kv_heads, head_size)
 
@@ -198,8 +201,8 @@ def _cpu_cells(kv_cache: torch.Tensor, isa: str | None) -> tuple[torch.Tensor, t
     layout = _CPU_LAYOUTS.get(isa or "")
     if layout is None:
         raise ValueError(
-            "policies other than streamingllm do not know how the CPU attention backend packs keys for "
-            f"{isa}; they know {', '.join(_CPU_LAYOUTS)}; use the streamingllm policy here"
+            f"{READERS} do not know how the CPU attention backend packs keys for {isa}; they know "
+            f"{', '.join(_CPU_LAYOUTS)}; use {NO_READER} here"
         )
     return layout(regions[:, :, 0], regions[:, :, 1])
 

@@ -29,7 +29,7 @@ from vllm_magicdec.attention.metadata import (
 from vllm_magicdec.attention.native_attention import native_of, takes_view
 from vllm_magicdec.attention.observing import QueryRecorder
 from vllm_magicdec.attention.plans import CommonLengthPlans
-from vllm_magicdec.attention.rows import FP8_DTYPES
+from vllm_magicdec.attention.rows import FP8_DTYPES, NO_READER, READERS
 from vllm_magicdec.attention.scales import Scales, stored_dtype
 from vllm_magicdec.attention.softmax import Softmax
 from vllm_magicdec.errors import METHOD, MagicDecConfigError
@@ -93,9 +93,8 @@ def require_e4m3(dtype: torch.dtype, device: torch.device) -> None:
         return
     if not current_platform.has_device_capability(E4M3_CAPABILITY):
         raise ValueError(
-            "policies other than streamingllm read fp8_e4m3 KV caches on GPUs of compute capability 8.9 "
-            "and newer; use --kv-cache-dtype bfloat16 or float16, as the model's, or the streamingllm "
-            "policy"
+            f"{READERS} read fp8_e4m3 KV caches on GPUs of compute capability 8.9 and newer; use "
+            f"--kv-cache-dtype bfloat16 or float16, as the model's, or {NO_READER}"
         )
 
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The draft loop: view -> forward -> sample, gamma times, with the target's own weights and KV cache.
+"""The draft loop: view -> forward -> sample, gamma times, by the target or by a draft model.
 
-Drafted tokens write their K/V into the request's own lookahead slots. Verification recomputes and
-overwrites every one of them, so nothing approximate survives in the cache.
+The target drafts over its own KV cache: drafted tokens write their K/V into the request's own lookahead
+slots. Verification recomputes and overwrites every one of them, so nothing approximate survives in the
+cache. A draft model's cache is brought up to date with what was verified before each round.
 """
 
 import os
@@ -358,7 +359,7 @@ class Drafter:
     def _take_failure(self, stage: str) -> None:
         """To be called where the exception is handled; raises it again in strict mode."""
         if self._num_ranks > 1:
-            self._end_worker()
+            self.end_worker()
         if envs.strict():
             raise
         self._failures.count(stage)
@@ -415,7 +416,7 @@ class Drafter:
         self._stage = "draft_step"
         return steps
 
-    def _end_worker(self) -> NoReturn:
+    def end_worker(self) -> NoReturn:
         """Other ranks may be waiting for this one in a collective, for good.
 
         vLLM hears of exceptions of the first rank alone, but ends the engine when any worker is gone. This

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a SPIRe draft's `config.json` says beside a Llama's fields."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 ARCHITECTURE = "MagicDecSpireForCausalLM"
 VERSION = 1
@@ -64,7 +67,7 @@ class SpireSettings:
         """What the field `spire` of a `config.json` says.
 
         Raises:
-            SpireError: it is missing, of another version, or has other fields.
+            SpireError: it is missing, of another version, has other fields or values of other types.
         """
         given = config.get("spire")
         fields = dict(given) if isinstance(given, Mapping) else {}
@@ -72,7 +75,17 @@ class SpireSettings:
             raise SpireError(
                 f"this is no SPIRe draft of version {VERSION}; train one with: magicdec train-draft"
             )
-        return cls(**{**fields, "target_layers": tuple(fields["target_layers"])})
+        try:  # as JSON, where a tuple is a list and nothing else is taken for something else
+            return TypeAdapter(cls).validate_json(json.dumps(fields), strict=True)
+        except (ValidationError, TypeError) as error:
+            name, reason = "spire", str(error)
+            if isinstance(error, ValidationError):
+                problem = error.errors()[0]
+                name, reason = ".".join(map(str, ("spire", *problem["loc"]))), problem["msg"]
+            raise SpireError(
+                f"config.json's field {name} is damaged ({reason}); write it again with: "
+                "magicdec train-draft"
+            ) from None
 
     @property
     def num_layers(self) -> int:

@@ -214,7 +214,9 @@ class MagicDecSpeculator(StandaloneARSpeculator):
             self._graphs.capture()
         except Exception:
             # Other tensor-parallel ranks would capture on, and wait in a collective.
-            if envs.strict() or self.vllm_config.parallel_config.tensor_parallel_size > 1:
+            if self.vllm_config.parallel_config.tensor_parallel_size > 1:
+                self._drafter.end_worker()
+            if envs.strict():
                 raise
             self._graphs = RoundGraphs()
             logger.exception("%s: draft steps run without CUDA graphs, slower: capturing failed.", METHOD)
