@@ -7,6 +7,7 @@ from pathlib import Path
 from zlib import crc32
 
 import engines
+import hypothesis_profiles  # noqa: F401 - its import chooses one
 import kernel_libraries
 import pytest
 import texts
@@ -15,7 +16,6 @@ from greedy import GREEDY
 
 if forced := kernel_libraries.forced():
     kernel_libraries.force(forced)
-
 
 CPUINFO = Path("/proc/cpuinfo").read_text()
 # On x86 without AVX-512 engines are several times slower, and of an engine test's many cases some run.

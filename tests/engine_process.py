@@ -49,6 +49,16 @@ def _adapter(number: int, folder: str) -> Any:
     return LoRARequest(str(number), number, folder)
 
 
+def generate_without_asking_for_drafts(llm: Any, batches: list[dict[str, Any]]) -> Any:
+    """The engine core must not call its workers for drafts: these come with the outputs."""
+
+    def ask() -> None:
+        raise AssertionError("the workers were asked for drafts")
+
+    llm.llm_engine.engine_core.engine_core.model_executor.take_draft_token_ids = ask
+    return generate(llm, batches)
+
+
 def generate_with_broken_drafting(llm: Any, batches: list[dict[str, Any]], rank: int | None = None) -> Any:
     """From now on the draft's policy raises, in one worker or in every one."""
     llm.collective_rpc(_break_drafting, args=(rank,))
@@ -280,6 +290,18 @@ def watched_spire_cache(llm: Any) -> dict[str, float]:
     import spire_scenarios
 
     return llm.collective_rpc(spire_scenarios.watched_cache)[0]
+
+
+def measure_prompts(llm: Any, contexts: list[int]) -> dict[str, Any]:
+    """Rows of `magicdec profile`; of every round that could draft, is it of parts of prompts, and passes.
+
+    The engine core must be in this process.
+    """
+    from vllm_magicdec.planner import profile
+
+    llm.collective_rpc(_note_passes)
+    rows = profile.measure_prompts(llm, contexts)
+    return {"rows": rows, "rounds": llm.collective_rpc(_noted_passes)[0]}
 
 
 def generate_with_adaptive_verification(llm: Any, batches: list[dict[str, Any]]) -> dict[str, Any]:
@@ -749,6 +771,27 @@ def _watch_draft_cache(worker: Any) -> None:
     cache.catch_up = catch_up_and_compare
 
 
+def _note_passes(worker: Any) -> None:
+    runner = _draft_of(worker)
+    fill, draft_step = runner._drafter._fill, runner.draft_step
+    worker._rounds = []
+
+    def fill_and_note(drafts: Any, batch: Any, num_steps: int) -> bool:
+        if num_steps:
+            worker._rounds.append([all(batch.is_prefilling), 0])
+        return fill(drafts, batch, num_steps)
+
+    def step_and_note(*args: Any) -> Any:
+        worker._rounds[-1][1] += 1
+        return draft_step(*args)
+
+    runner._drafter._fill, runner.draft_step = fill_and_note, step_and_note
+
+
+def _noted_passes(worker: Any) -> list[tuple[bool, int]]:
+    return [(bool(is_part), passes) for is_part, passes in worker._rounds]
+
+
 def _read_prompts_late(worker: Any) -> None:
     cache = _draft_of(worker)._drafting
     catch_up = cache.catch_up
@@ -883,6 +926,8 @@ SCENARIOS = {
     scenario.__name__: scenario
     for scenario in (
         generate,
+        measure_prompts,
+        generate_without_asking_for_drafts,
         generate_with_broken_drafting,
         generate_with_late_prompts,
         generate_with_broken_acceptance,

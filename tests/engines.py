@@ -27,7 +27,6 @@ PAGE = 32  # tokens; the smallest page of vLLM's CPU attention
 
 SPEC_METRIC = "vllm:spec_decode_num_"
 
-# What chooses the views, as fields of a speculative config.
 # Arguments of `run` for an engine of two tensor-parallel ranks, a core each.
 TENSOR_PARALLEL_2 = {
     "own_process": True,
@@ -39,6 +38,7 @@ needs_tensor_parallel = pytest.mark.skipif(
     kernel_libraries.best() == "avx2",
     reason="vLLM 0.32.0 is tensor-parallel with its AVX2 kernels neither with speculation nor without",
 )
+# What chooses the views, as fields of a speculative config.
 POLICIES = {
     "streamingllm": {},
     "snapkv": {"draft_kv_policy": "snapkv"},  # by page on a CPU

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import hypothesis_profiles  # noqa: F401 - also of what `run_interpreted` runs
 import pytest
 
 HERE = Path(__file__).parent
@@ -18,7 +19,7 @@ def run_interpreted(program: str) -> None:
     # `sitecustomize` mends its interpreter.
     path = [str(HERE / "at_start"), *sys.path]
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(path)}
-    child = subprocess.run([sys.executable, program], env=env, capture_output=True, text=True, timeout=400)
+    child = subprocess.run([sys.executable, program], env=env, capture_output=True, text=True, timeout=1800)
     assert child.returncode == 0, child.stderr[-4000:]
 
 

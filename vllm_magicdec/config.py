@@ -9,14 +9,19 @@ model of its own (`has_draft_model`), which vLLM loads as it does for `draft_mod
 """
 
 import difflib
+import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import fields as dataclass_fields
+from pathlib import Path
+from traceback import walk_tb
 from typing import Any, Literal
 
 from pydantic import Field, ValidationError
-from vllm.config import SpeculativeConfig, VllmConfig
+from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
 from vllm.config.utils import config
 
+from vllm_magicdec import files
 from vllm_magicdec.errors import METHOD, MODEL_METHOD, MagicDecConfigError, quoted
 from vllm_magicdec.policies import find_policy
 from vllm_magicdec.policies.base import Limits, Policy
@@ -31,9 +36,10 @@ from vllm_magicdec.refusals import (
 from vllm_magicdec.spire.serving import served_settings
 from vllm_magicdec.spire.settings import SpireError, SpireSettings
 
-_DEFAULT_MAX_TOKENS = 8
+DEFAULT_MAX_TOKENS = 8  # of `auto`
 _DEFAULT_MAX_BUDGET = 1024
 _MOST_TOKENS = 2**31 - 1  # positions are int32
+_LONGEST_REASON = 240  # characters of a library's
 
 # Fields of vLLM's SpeculativeConfig that keep their meaning when the draft is the target.
 _SHARED_FIELDS = frozenset(
@@ -50,10 +56,12 @@ _SHARED_FIELDS = frozenset(
     }
 )
 # And those that say which model drafts, where it is another one.
-_MODEL_FIELDS = frozenset({"quantization", "revision", "code_revision", "attention_backend"})
+MODEL_FIELDS = frozenset({"quantization", "revision", "code_revision", "attention_backend"})
 # The plugin's own that take true or false, and all that do.
 _OWN_SWITCHES = ("native_attention",)
 _SWITCHES = (*_OWN_SWITCHES, "enable_adaptive_verification")
+# What a SPIRe draft brings with it: it sees what it was trained to see.
+_VIEW_FIELDS = ("draft_kv_policy", "draft_kv_budget", "draft_kv_sink")
 # Fields that vLLM fills in, not the user.
 _ENGINE_FIELDS = frozenset(
     {
@@ -189,6 +197,11 @@ class MagicDecSpeculativeConfig(MagicDecFields):
             super().__init__(**{**fields, "method": "draft_model"})
         except ValidationError as error:
             raise MagicDecConfigError(_first_problem(error, _name_of(user_fields))) from None
+        if self.spire is not None:
+            # The fields themselves have the draft's own values by now, and not what was given: the default.
+            for name in (name for name in _VIEW_FIELDS if user_fields.get(name) == default_of(name)):
+                if problem := self._differs_from(self.spire, name, default_of(name)):
+                    raise MagicDecConfigError(f"{MODEL_METHOD}: {problem}")
 
     def __post_init__(self) -> "MagicDecSpeculativeConfig":
         self._check_granularity()
@@ -217,13 +230,21 @@ class MagicDecSpeculativeConfig(MagicDecFields):
 
     def _configure_draft_model(self) -> None:
         """As vLLM does for `draft_model`; it may find that the model is a draft of another kind."""
+        self._refuse_untrusted_folder()
         try:
             SpeculativeConfig.__post_init__(self)
-        except (OSError, AttributeError, LookupError, TypeError) as error:  # of whatever reads config.json
-            reason = str(error).partition("\n")[0]
+        except Exception as error:  # of whatever reads config.json
+            if not _is_of_reading(error):
+                raise
+            names = ("quantization", "revision", "code_revision")
+            given = [name for name in names if getattr(self, name) is not None]
+            beside = "".join(f", {name}={quoted(getattr(self, name))}," for name in given)
+            # It may be damaged, or whole and nothing that this vLLM serves here: the reason says which.
             raise ValueError(
-                f"model={self.model!r} has no configuration that can be read ({reason}); name a "
-                "folder with a whole config.json, or a model on huggingface.co"
+                f"vLLM cannot use model={self.model!r}{beside} as a draft ({_in_a_line(error)}); use "
+                "another draft, or a folder with a whole config.json"
+                f"{''.join(f', or remove {name}' for name in given)}"
+                f"{', or add --trust-remote-code' if 'trust_remote_code' in str(error) else ''}"
             ) from None
         self.prompt_lookup_max = self.prompt_lookup_min = None  # vLLM's 0 is none that a copy may have
         if self.method != "draft_model":
@@ -234,6 +255,18 @@ class MagicDecSpeculativeConfig(MagicDecFields):
         check_draft_model(self.draft_model_config, self.target_model_config)
         self._take_what_it_was_trained_for()
         check_parallel(self.target_parallel_config, self.draft_model_config)
+
+    def _refuse_untrusted_folder(self) -> None:
+        """Raises ValueError: the draft is a folder that any user may change, or holds such a file."""
+        paths = [Path(self.model)] if os.path.isdir(self.model) else []
+        with suppress(OSError):  # vLLM says what it cannot read
+            paths += [file for folder in paths for file in folder.iterdir()]
+        for path in paths:
+            try:
+                with suppress(OSError):
+                    files.refuse_untrusted(path)
+            except ValueError as error:
+                raise ValueError(f"model={self.model!r} is not trusted: {error}") from None
 
     def verify_equal_vocab_size_if_draft_model(self) -> None:
         """vLLM's check, in a sentence that says what to do; raises ValueError."""
@@ -281,25 +314,25 @@ class MagicDecSpeculativeConfig(MagicDecFields):
                 f"model={self.model!r}: a quantised SPIRe draft ({own}) is not possible; take the one that "
                 "'magicdec train-draft' wrote"
             )
-        tokens = fields.sinks + fields.window
-        budget = min(tokens, self.target_model_config.max_model_len)
-        defaults = {field.name: field.default for field in dataclass_fields(MagicDecFields)}
-        taken = {
-            "draft_kv_policy": "streamingllm",
-            "draft_kv_budget": budget,
-            "draft_kv_sink": fields.sinks,
-        }
-        for name, value in taken.items():
-            default = getattr(defaults[name], "default", defaults[name])
+        budget = min(fields.sinks + fields.window, self.target_model_config.max_model_len)
+        for name, value in zip(_VIEW_FIELDS, ("streamingllm", budget, fields.sinks), strict=True):
             given = "auto" if name == "draft_kv_budget" and self.adaptive_budget else getattr(self, name)
-            if given not in (value, default):
-                raise ValueError(
-                    f"{name}={given!r} is not possible: model={self.model!r} was trained with "
-                    f"{fields.sinks} sinks and a window of {fields.window} tokens (a budget of {tokens}), "
-                    f"and drafts with these; remove {name}"
-                )
             setattr(self, name, value)
+            if given != default_of(name) and (problem := self._differs_from(fields, name, given)):
+                raise ValueError(problem)
         self.budgets = (budget,)
+
+    def _differs_from(self, draft: SpireSettings, name: str, given: object) -> str | None:
+        """What is wrong with a field that says otherwise than the draft was trained for; None: nothing."""
+        trained = draft.sinks + draft.window
+        # Of a model shorter than its view the draft sees less.
+        if given == getattr(self, name) or (name == "draft_kv_budget" and given == trained):
+            return None
+        return (
+            f"{name}={given!r} is not possible: model={self.model!r} was trained with {draft.sinks} sinks "
+            f"and a window of {draft.window} tokens (a budget of {trained}), and drafts with these; remove "
+            f"{name}"
+        )
 
     def limits(self, vllm_config: VllmConfig, page_size: int) -> Limits:
         """What budgets are judged by.
@@ -369,7 +402,7 @@ class MagicDecSpeculativeConfig(MagicDecFields):
                 "them or remove it"
             )
         if self.adaptive:
-            self.num_speculative_tokens = self.max_num_speculative_tokens or _DEFAULT_MAX_TOKENS
+            self.num_speculative_tokens = self.max_num_speculative_tokens or DEFAULT_MAX_TOKENS
         elif self.max_num_speculative_tokens is not None:
             raise ValueError(
                 "max_num_speculative_tokens belongs to num_speculative_tokens='auto'; add that or remove it"
@@ -443,6 +476,12 @@ def documented_fields() -> tuple[str, ...]:
     return ("num_speculative_tokens", "max_num_speculative_tokens", "profile", *own, *_OWN_SWITCHES)
 
 
+def default_of(name: str) -> Any:
+    """What a field is where the user does not give it."""
+    (default,) = (field.default for field in dataclass_fields(MagicDecFields) if field.name == name)
+    return getattr(default, "default", default)  # of pydantic's Field
+
+
 def user_fields() -> tuple[str, ...]:
     """Every field that a user may give: the plugin's own first, then vLLM's."""
     own = documented_fields()
@@ -480,14 +519,14 @@ def check_given(given: object, options: Mapping[str, object]) -> None:
 
 
 def check_field_names(given: Mapping[str, Any]) -> None:
-    """Refuse fields that are unknown or that mean nothing when the draft is the target.
+    """Refuse fields that are unknown or that mean nothing to the method.
 
     Raises:
         MagicDecConfigError: with the nearest name, or the names there are.
     """
     allowed = user_fields()
     if given.get("method") == MODEL_METHOD or given.get("has_draft_model"):
-        allowed = (*allowed, *sorted(_MODEL_FIELDS))
+        allowed = (*allowed, *sorted(MODEL_FIELDS))
     known_to_vllm = {f.name for f in dataclass_fields(SpeculativeConfig)}
     defaults = {f.name: f.default for f in dataclass_fields(SpeculativeConfig)}
     is_copy = given.keys() >= _PRIVATE_FIELDS
@@ -571,6 +610,27 @@ def nested_lengths(most: int, at_most: int) -> tuple[int, ...]:
 def _name_of(given: Mapping[str, Any]) -> str:
     """The method's, as users know it."""
     return MODEL_METHOD if given.get("method") == MODEL_METHOD else METHOD
+
+
+def _is_of_reading(error: Exception) -> bool:
+    """Whether vLLM raised it while it made a model's configuration, not while it used what it had made."""
+    if isinstance(error, ValidationError):
+        return error.title == ModelConfig.__name__
+    reading = ModelConfig.__post_init__.__code__
+    return any(frame.f_code is reading for frame, _ in walk_tb(error.__traceback__))
+
+
+def _in_a_line(error: Exception) -> str:
+    """What a library's error says, without the page of advice that may follow."""
+    if isinstance(error, ValidationError):
+        problem = error.errors(include_url=False)[0]
+        name = "".join(f"{part}: " for part in problem["loc"])
+        text = name + problem["msg"].removeprefix("Value error, ")
+    else:
+        text = repr(error) if isinstance(error, LookupError) else str(error) or type(error).__name__
+    first, *more = (line.strip() for line in text.splitlines())
+    line = f"{first} {more[0]}" if more and first.endswith(":") else first
+    return line.rstrip(" .") if len(line) <= _LONGEST_REASON else f"{line[:_LONGEST_REASON]}..."
 
 
 def _first_problem(error: ValidationError, method: str) -> str:

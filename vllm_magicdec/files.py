@@ -2,7 +2,8 @@
 """Files that a user names are read as data, and only where nobody else can have put or can change them.
 
 Nothing that this package reads from files (profiles, datastores) runs as code. Yet what anybody may write
-decides how fast answers come, and what is cut under a memory map ends the process.
+decides how fast answers come, and what is cut under a memory map ends the process. A draft model is read
+by vLLM, which may run code that lies beside it.
 """
 
 import os
@@ -16,7 +17,10 @@ def refuse_untrusted(path: Path) -> None:
     Raises:
         OSError, ValueError: it cannot be looked at; or, in a few words, who may change it.
     """
-    resolved = path.resolve(strict=True)
+    try:
+        resolved = path.resolve(strict=True)
+    except RuntimeError:  # Python 3.11 and 3.12
+        raise ValueError("it is a link that leads to itself") from None
     if resolved.stat().st_mode & stat.S_IWOTH:
         raise ValueError(f"any user may write {resolved}: chmod o-w {resolved}")
     named = Path(os.path.abspath(path))

@@ -14,23 +14,27 @@ from vllm_magicdec.spire.settings import SpireSettings
 _SPARSE_MLA_FIELDS = ("index_topk", "compress_ratios")  # of a Hugging Face configuration
 
 
-def check_model(model: ModelConfig) -> None:
+def check_model(model: ModelConfig, instead: str = "serve it without speculation") -> None:
     """Refuse targets whose state a draft step would destroy or could not reach.
+
+    Args:
+        model: the target, or a draft model.
+        instead: what to do.
 
     Raises:
         ValueError: with the reason and the way out.
     """
     if model.is_encoder_decoder:
-        raise ValueError("encoder-decoder models are not supported; serve it without speculation")
+        raise ValueError(f"encoder-decoder models are not supported; {instead}")
     if model.is_attention_free or model.is_hybrid or model.has_inner_state:
         raise ValueError(
             "models with recurrent state (Mamba, linear attention) are not supported because a draft "
-            "step would overwrite that state; serve it without speculation"
+            f"step would overwrite that state; {instead}"
         )
     if model.requires_raw_input_tokens:
         raise ValueError(
-            "models that take more than a token at every step (Voxtral realtime) are not supported; serve "
-            "it without speculation"
+            "models that take more than a token at every step (Voxtral realtime) are not supported; "
+            f"{instead}"
         )
     if model.use_mla and any(hasattr(model.hf_text_config, name) for name in _SPARSE_MLA_FIELDS):
         raise ValueError(
@@ -45,16 +49,17 @@ def check_draft_model(draft: ModelConfig, target: ModelConfig) -> None:
     Raises:
         ValueError: with the reason and the way out.
     """
+    name = f"model={draft.model!r}"
     if target.use_mla or draft.use_mla:
         raise ValueError(
-            "MLA models are not supported beside or as a draft model; draft with the target itself "
-            f"({METHOD})"
+            f"{name}: MLA models are not supported beside or as a draft model; draft with the target "
+            f"itself ({METHOD})"
         )
     for kind, model in (("target", target), ("draft", draft)):
         if model.supports_multimodal_inputs or model.enable_prompt_embeds:
             raise ValueError(
-                f"the {kind} takes more than text, which a draft model would not see; draft with the "
-                f"target itself ({METHOD}), or "
+                f"{name}: the {kind} takes more than text, which a draft model would not see; draft with "
+                f"the target itself ({METHOD}), or "
                 + (
                     "serve text alone (--limit-mm-per-prompt with 0 of everything, without "
                     "--enable-prompt-embeds)"
@@ -62,16 +67,19 @@ def check_draft_model(draft: ModelConfig, target: ModelConfig) -> None:
                     else "with a model that takes text alone"
                 )
             )
-    check_model(draft)
+    try:
+        check_model(draft, instead="use another draft")
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
     if getattr(draft.hf_text_config, "attention_chunk_size", None):
         raise ValueError(
-            "draft models with local chunks (Llama 4) are not supported because a view begins with its "
-            "chunk, and what the draft has not read yet may lie before; use another draft, or draft with "
-            f"the target itself ({METHOD})"
+            f"{name}: draft models with local chunks (Llama 4) are not supported because a view begins "
+            "with its chunk, and what the draft has not read yet may lie before; use another draft, or "
+            f"draft with the target itself ({METHOD})"
         )
     if draft.max_model_len < target.max_model_len:
         raise ValueError(
-            f"model={draft.model!r} reads at most {draft.max_model_len} tokens; use --max-model-len "
+            f"{name} reads at most {draft.max_model_len} tokens; use --max-model-len "
             f"{draft.max_model_len} or another draft"
         )
 

@@ -18,7 +18,7 @@ def vllm(*arguments: str) -> subprocess.CompletedProcess:
         env=engines.environment(),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=engines.TIME_LIMIT_S,
         check=False,
     )
 

@@ -282,6 +282,40 @@ def test_other_methods_are_vllms_own(model_dir):
 
 
 WRONG_FIELDS = {
+    "a window that leaves nothing to choose": (
+        {"draft_kv_policy": "snapkv", "snapkv_window": 1000},
+        "draft_kv_granularity='token', or less than snapkv_window=1000",
+    ),
+    "sinks beside which nothing can be chosen": (
+        {"draft_kv_policy": "verify-topk", "draft_kv_budget": "auto", "draft_kv_sink": 2000},
+        "draft_kv_granularity='token', or less than draft_kv_sink=2000",
+    ),
+    "a window that leaves nothing beside whatever sinks": (
+        {"draft_kv_policy": "snapkv", "snapkv_window": 1000, "draft_kv_sink": 64},
+        "draft_kv_granularity='token', or less than snapkv_window=1000!",
+    ),
+    "a window and sinks, either of which leaves nothing": (
+        {"draft_kv_policy": "snapkv", "snapkv_window": 1000, "draft_kv_sink": 1000},
+        "draft_kv_granularity='token', or less than draft_kv_sink=1000 and snapkv_window=1000!",
+    ),
+    "a window and sinks that are too much together": (
+        {"draft_kv_policy": "snapkv", "snapkv_window": 300, "draft_kv_sink": 200},
+        "draft_kv_granularity='token', or less than draft_kv_sink=200, or less than snapkv_window=300!",
+    ),
+    "sinks beside what auto drafts by itself": (
+        {"draft_kv_policy": "verify-topk", "num_speculative_tokens": "auto", "draft_kv_sink": 2000},
+        "draft_kv_granularity='token', or less than draft_kv_sink=2000!",
+    ),
+    "more drafts than auto's own": (
+        {
+            "draft_kv_policy": "verify-topk",
+            "draft_kv_budget": 160,
+            "num_speculative_tokens": "auto",
+            "max_num_speculative_tokens": 128,
+        },
+        "draft_kv_granularity='token', or less than max_num_speculative_tokens=128!",
+    ),
+    "a field without a name": ({"": 1}, "does not know the field ''; It takes"),
     "a misspelt field": ({"draft_kv_bugdet": 512}, "did you mean 'draft_kv_budget'?"),
     "an unknown field": ({"colour": 1}, "does not know the field 'colour'; It takes"),
     "a wrong type": (
@@ -352,8 +386,20 @@ def test_wrong_fields_get_one_sentence(model_dir, case):
     fields, sentence = WRONG_FIELDS[case]
     with pytest.raises(MagicDecConfigError) as error:
         configure(model_dir, {"method": METHOD, **fields})
-    assert sentence in str(error.value)
+    assert sentence in f"{error.value}!"  # which says where a sentence has to end
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("lookup", ["on", "off"])
+def test_what_auto_drafts_by_itself_is_not_the_users_to_lessen(model_dir, lookup):
+    """Beside 4 drafts this budget would do, and beside its 8 or 16 it does not."""
+    fields = {"method": METHOD, "draft_kv_policy": "snapkv", "draft_kv_granularity": "token"}
+    fields |= {"snapkv_window": 1, "snapkv_recent": 0, "draft_kv_budget": 12}
+    configure(model_dir, {**fields, "num_speculative_tokens": 4})
+    auto = {**fields, "num_speculative_tokens": "auto", "draft_lookup": lookup}
+    with pytest.raises(MagicDecConfigError, match="draft_kv_budget=12 cannot hold") as error:
+        configure(model_dir, auto)
+    assert "num_speculative_tokens" not in str(error.value)
 
 
 def on_a_gpu(model_dir, monkeypatch, fields, *, v2: bool):

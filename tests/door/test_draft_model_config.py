@@ -4,9 +4,11 @@
 import copy
 import json
 import pickle
+import shlex
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tokenizers import Tokenizer
@@ -16,8 +18,10 @@ from vllm.config.utils import replace
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from vllm_magicdec.adaptive.step_times import Step, StepTimes, TimedStep
 from vllm_magicdec.errors import METHOD, MODEL_METHOD, MagicDecConfigError
 from vllm_magicdec.plugin import register
+from vllm_magicdec.vllm_api import profiles
 from vllm_magicdec.vllm_api.engine_config import EngineSpeculativeConfig
 from vllm_magicdec.vllm_api.ring_cache import find_ring, why_no_ring
 
@@ -106,7 +110,7 @@ def test_a_draft_that_is_nowhere_gets_one_sentence(target):
     with pytest.raises(MagicDecConfigError) as error:
         configure(target, {"method": MODEL_METHOD, "model": "/no/such/draft"})
     assert str(error.value).startswith("magicdec: ") and "'/no/such/draft'" in str(error.value)
-    assert len(str(error.value)) < 150
+    assert len(str(error.value)) < 220
 
 
 def test_the_cache_of_a_draft_that_is_the_target_is_no_choice(target):
@@ -214,3 +218,150 @@ def test_tokenizers_may_differ_in_what_they_use_of_reserved_ids(target, draft, t
     write_tokenizer(theirs, words, added=["<end>", "<think>"])
     with pytest.raises(MagicDecConfigError, match="gives 2 tokens other ids than the target's"):
         configure(str(own), fields, skip_tokenizer_init=False)
+
+
+@pytest.fixture
+def profile(tmp_path):
+    """Writes a profile that was measured with these fields."""
+
+    def write(description: dict, budgets: Sequence[int] = (512,)) -> str:
+        path = tmp_path / "profile.json"
+        steps = [TimedStep(Step(1, 100, 0, 2, budget), 0.01) for budget in budgets]
+        StepTimes.of(steps).save(path, description)
+        return str(path)
+
+    return write
+
+
+def auto_with(profile: str, draft: str | None = None) -> dict:
+    fields = {"method": METHOD} if draft is None else {"method": MODEL_METHOD, "model": draft}
+    return {**fields, "num_speculative_tokens": "auto", "profile": profile}
+
+
+@pytest.fixture
+def warned(monkeypatch):
+    """What the profile's check warns of."""
+    said = []
+    monkeypatch.setattr(profiles.logger, "warning_once", lambda text, *values: said.append(text % values))
+    return lambda: [line for line in said if "profile: " in line]
+
+
+def test_a_profile_of_what_drafts_is_taken(target, draft, profile, warned, monkeypatch):
+    monkeypatch.chdir(Path(draft).parent)
+    name = Path(draft).name
+    for model in (
+        *(draft, f"{draft}/", name, f"publisher/{name}", f"/elsewhere/{name.upper()}"),
+        f"/cache/models--publisher--{name}/snapshots/0f",
+    ):
+        measured = {"speculative_config": {"method": MODEL_METHOD, "model": model}}
+        configure(target, auto_with(profile(measured), draft))
+    monkeypatch.chdir(draft)
+    configure(target, auto_with(profile(measured), "."))
+    for measured in ({"method": METHOD}, {"model": METHOD}):
+        path = profile({"model": f"publisher/{Path(target).name}", "speculative_config": measured})
+        configure(target, auto_with(path))
+    assert not warned()
+
+
+def command_to_measure(sentence: str) -> tuple[str, dict]:
+    """The model and the fields of the command that a sentence ends with."""
+    words = shlex.split(sentence.partition("measure again with: ")[2].removesuffix(", or remove 'profile'"))
+    assert words[:3] == ["magicdec", "profile", "--model"] and words[4] == "--speculative-config"
+    return words[3], json.loads(words[5])
+
+
+@pytest.mark.parametrize(
+    ("measured", "drafts"),
+    [
+        ({"method": METHOD}, True),
+        ({"method": MODEL_METHOD, "model": "org/other"}, False),
+        ({"method": MODEL_METHOD}, False),
+    ],
+)
+def test_a_profile_of_the_other_method_is_refused(target, draft, profile, measured, drafts):
+    path = profile({"model": target, "speculative_config": measured})
+    with pytest.raises(MagicDecConfigError) as error:
+        configure(target, auto_with(path, draft if drafts else None))
+    assert f"profile: {path} was measured with method='{measured['method']}', with" in str(error.value)
+    typed = {"method": MODEL_METHOD, "model": draft} if drafts else {"method": METHOD}
+    assert command_to_measure(str(error.value)) == (target, typed)
+
+
+@pytest.mark.parametrize("drafts", [True, False])
+def test_a_profile_of_another_name_is_taken_with_a_warning(target, draft, profile, warned, drafts):
+    """The folder may be mounted under another name, or be a link."""
+    measured = {"method": MODEL_METHOD, "model": "org/other"} if drafts else {"method": METHOD}
+    path = profile({"model": "org/other", "speculative_config": measured})
+    configure(target, auto_with(path, draft if drafts else None))
+    (line,) = warned()
+    own = draft if drafts else target
+    assert f"{path} was measured with drafts of 'org/other', not '{own}'; if these are not the" in line
+    typed = {"method": MODEL_METHOD, "model": draft} if drafts else {"method": METHOD}
+    assert command_to_measure(line) == (target, typed)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"draft_kv_budget": 256, "max_num_speculative_tokens": 6},
+        {"draft_kv_budget": "auto", "draft_kv_max_budget": 512},
+        {"draft_kv_budget": "auto", "num_speculative_tokens": 6},
+        {"draft_kv_budget": 0.25, "draft_kv_sink": 32, "revision": "main"},
+        {"quantization": "fp8", "attention_backend": "CPU_ATTN"},
+    ],
+)
+def test_the_command_to_measure_again_has_the_users_own_fields(target, draft, profile, warned, fields):
+    """Without its budgets the new profile would be refused."""
+    lookups = {"draft_lookup": "on", "draft_lookup_sources": ["context", "served"]}
+    path = profile({}, budgets=(128, 256, 512, 1024))
+    configure(target, {**auto_with(path, draft), **fields, **lookups})
+    (line,) = warned()
+    assert command_to_measure(line) == (target, {"method": MODEL_METHOD, "model": draft, **fields})
+
+
+@pytest.mark.parametrize(
+    "description",
+    [
+        {},
+        {"speculative_config": 5},
+        {"speculative_config": {"method": 5}},
+        {"speculative_config": {"method": MODEL_METHOD, "model": 5}},
+    ],
+)
+def test_a_profile_that_does_not_say_what_drafted_is_taken(target, draft, profile, warned, description):
+    path = profile(description)
+    configure(target, auto_with(path, draft))
+    (line,) = warned()
+    assert f"{path} does not say what drafted" in line and draft in line
+
+
+@pytest.mark.parametrize(
+    ("damaged", "fields", "reason"),
+    [
+        ({"architectures": ["NoSuchForCausalLM"]}, {}, "NoSuchForCausalLM"),
+        ({"dtype": "float8"}, {}, "float8"),
+        ({"quantization_config": {"quant_method": "none such"}}, {}, "none such"),
+        ({}, {"quantization": "none such"}, "none such"),
+        ({"auto_map": {"AutoConfig": "own.Config"}, "model_type": "own"}, {}, "custom code"),
+    ],
+)
+def test_a_whole_draft_that_vllm_does_not_serve_is_not_called_damaged(
+    target, draft, tmp_path, monkeypatch, damaged, fields, reason
+):
+    # vLLM waits for two seconds before it reads again what it could not.
+    monkeypatch.setattr(
+        "vllm.transformers_utils.repo_utils.time", SimpleNamespace(sleep=lambda seconds: None)
+    )
+    path = shutil.copytree(draft, tmp_path / "draft")
+    whole = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**whole, **damaged}))
+    with pytest.raises(MagicDecConfigError) as error:
+        configure(target, {"method": MODEL_METHOD, "model": str(path), **fields})
+    sentence = str(error.value)
+    beside = "".join(f", {name}='{value}'," for name, value in fields.items())
+    assert f"vLLM cannot use model='{path}'{beside} as a draft (" in sentence and reason in sentence
+    advice = "); use another draft, or a folder with a whole config.json"
+    more = [f", or remove {name}" for name in fields]
+    if reason == "custom code":
+        more = [", or add --trust-remote-code"]
+    assert sentence.endswith(advice + "".join(more))

@@ -15,6 +15,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm_magicdec.errors import MODEL_METHOD, MagicDecConfigError
 from vllm_magicdec.plugin import register
 from vllm_magicdec.spire.settings import SpireSettings
+from vllm_magicdec.vllm_api.ring_cache import why_no_ring
 
 register()
 
@@ -93,9 +94,11 @@ def test_a_model_shorter_than_the_window_is_seen_whole(target, draft):
     assert spec.budgets == (128,)
 
 
-def test_its_own_view_may_be_named(target, draft):
+@pytest.mark.parametrize("max_model_len", [128, 4096])
+def test_its_own_view_may_be_named(target, draft, max_model_len):
     fields = {"draft_kv_budget": 256, "draft_kv_sink": 4, "draft_kv_policy": "streamingllm"}
-    assert configure(target, draft, **fields).speculative_config.budgets == (256,)
+    config = configure(target, draft, {"max_model_len": max_model_len}, **fields)
+    assert config.speculative_config.budgets == (min(256, max_model_len),)
 
 
 @pytest.mark.parametrize("number", [4, "auto"])
@@ -107,9 +110,18 @@ def test_it_survives_the_ways_that_vllm_copies_it(target, draft, number):
         assert copied.policy is spec.policy and copied.budgets == spec.budgets
 
 
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_its_cache_is_no_ring(target, draft, prefix_caching):
+    """Memory goes where the target's step writes; a chunk of a prompt would go around a ring."""
+    engine = {"enable_prefix_caching": prefix_caching}
+    config = configure(target, draft, engine, draft_kv_cache="ring")
+    assert "with or without prefix caching; use draft_kv_cache='whole'" in why_no_ring(config)
+
+
 TRAINED = "was trained with 4 sinks and a window of 252 tokens"
 WRONG_FIELDS = {
     "another budget": ({"draft_kv_budget": 128}, TRAINED),
+    "the budget that other drafts have": ({"draft_kv_budget": 512}, TRAINED),
     "a budget to choose": ({"draft_kv_budget": "auto"}, TRAINED),
     "other sinks": ({"draft_kv_sink": 8}, TRAINED),
     "another policy": ({"draft_kv_policy": "snapkv"}, TRAINED),
@@ -173,6 +185,28 @@ def test_drafts_that_cannot_be_served_are_refused(target, tmp_path, case):
     with pytest.raises(MagicDecConfigError) as error:
         configure(target, write_draft(tmp_path, spire, **fields))
     assert sentence in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_sinks_that_other_drafts_have_are_not_its_own(target, tmp_path):
+    with pytest.raises(MagicDecConfigError, match=r"draft_kv_sink=4 is not possible.* with 8 sinks"):
+        configure(target, write_draft(tmp_path, {"sinks": 8}), draft_kv_sink=4)
+
+
+@pytest.mark.parametrize("name", [".", "config.json"])
+def test_a_draft_that_any_user_may_change_is_not_trusted(target, tmp_path, name):
+    draft = write_draft(tmp_path)
+    configure(target, draft)
+    changed = tmp_path / name
+    changed.chmod(0o777)
+    with pytest.raises(MagicDecConfigError, match=f"model='{draft}' is not trusted: any user .*chmod o-w"):
+        configure(target, draft)
+
+
+def test_a_draft_that_leads_to_itself_is_refused_in_a_sentence(target, tmp_path):
+    draft = write_draft(tmp_path)
+    (tmp_path / "tokenizer.json").symlink_to(tmp_path / "tokenizer.json")
+    with pytest.raises(MagicDecConfigError, match="is not trusted: it is a link that leads to itself"):
+        configure(target, draft)
 
 
 def test_lookups_may_wait_unread(target, draft):

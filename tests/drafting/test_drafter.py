@@ -135,6 +135,46 @@ def test_a_broken_draft_is_tried_seldom_and_used_again_when_it_works(make_drafte
     assert len(said) == 1 and "Drafting works again" in said[0]
 
 
+def test_a_part_of_a_prompt_alone_takes_no_pass(make_drafter, monkeypatch):
+    target = Target()
+    made = make_drafter(target)
+    prepared = []
+    for views in made._views:
+        prepare = views.prepare
+
+        def note(batch, *others, prepare=prepare):
+            prepared.append(batch.req_ids)
+            return prepare(batch, *others)
+
+        monkeypatch.setattr(views, "prepare", note)
+    batch = make_batch(["a", "b"], torch.arange(128, dtype=torch.int32).view(2, 64), [500, 500])
+    for is_prefilling, passes in (([True, True], 0), ([True, False], 1), ([False, False], 1)):
+        target.num_tries = 0
+        made.draft_tokens.fill_(9)
+        part = replace(batch, is_prefilling=is_prefilling)
+        assert made.draft(2, GAMMA, lambda part=part: part)
+        assert target.num_tries == passes
+        assert made.draft_tokens[:, :GAMMA].tolist() == [[7 * passes] * GAMMA] * 2
+    # A policy hears of every round: who is new, and who is gone.
+    assert prepared == [["a", "b"]] * 3 * len(made._views)
+
+
+def test_parts_of_prompts_do_not_show_that_drafting_works(make_drafter):
+    target = Target()
+    made = make_drafter(target)
+    target.is_broken = True
+    batch = make_batch(["a"], torch.arange(64, dtype=torch.int32).unsqueeze(0), [500])
+    part = replace(batch, is_prefilling=[True])
+    with listening() as said:
+        for _ in range(FAILURES_BEFORE_A_PAUSE):
+            draft(made)
+        for _ in range(3 * FIRST_PAUSE):
+            made.draft(1, GAMMA, lambda: part)
+        assert draft(made) == (False, [0] * GAMMA)
+    assert not any("works again" in line for line in said)
+    assert made._failures.totals["draft_pauses"] == 2, "one failure more, and a longer pause"
+
+
 def test_an_own_cache_that_fails_in_pauses_as_well_makes_them_no_longer(make_drafter):
     made = make_drafter(Target())
 

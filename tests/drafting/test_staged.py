@@ -482,13 +482,43 @@ def test_confidence_is_learned_from_what_was_verified():
         ([], []),
     ]:
         seen.clear()
-        staged._propose(history_of([1, 2]), 0, [9, 8, 7], [0.9, 0.8, 0.7])
+        staged._propose(history_of([1, 2]), 0, [9, 8, 7], [0.9, 0.8, 0.7], 3)
         staged._follow(history_of([1, 2, *verified]), [0])
         assert seen == learned
-    staged._propose(history_of([1, 2]), 0, [9, 8, 7], None)
+    assert staged._counters.totals["pass_accepted_tokens"] == 5  # of the third and the fourth
+    staged._propose(history_of([1, 2]), 0, [9, 8, 7], None, 3)
     staged._follow(history_of([1, 2, 9, 8, 1]), [0])
     counted = staged._counters.totals
     assert (counted["lookup_unread_tokens"], counted["lookup_unread_accepted_tokens"]) == (3, 2)
+    assert counted["pass_accepted_tokens"] == 5
+
+
+@pytest.mark.parametrize(
+    ("num_kept", "verified", "num_stood"),
+    [
+        (3, [9, 8, 7, 6], 3),
+        (3, [9, 8, 4], 2),
+        (3, [5], 0),
+        (1, [9, 8], 1),  # the second one was cut, and the target drew it
+        (0, [9], 0),
+        (3, [9], 0),  # of a request that was preempted before they were verified
+        (3, [5, 9, 8], 0),
+        (3, [9, 4, 1, 1], 0),  # rounds without drafts came between: of them nobody knows
+    ],
+)
+def test_drafts_of_passes_that_stood_are_counted(num_kept, verified, num_stood):
+    table = torch.arange(16, dtype=torch.int32).unsqueeze(0)
+    staged = StagedDrafts(
+        None, RandomLookups(0), LookupCounters(Counts()), max_num_reqs=2, max_drafts=4, max_model_len=60
+    )
+
+    def history_of(tokens: list[int]):
+        history = History(np.array(tokens[:-1], dtype=np.int32), tokens[-1:])
+        return replace(make_batch(["a"], table, [len(tokens) - 1]), histories=[history])
+
+    staged._propose(history_of([1, 2]), 0, [9, 8, 7], [0.9, 0.8, 0.7], num_kept)
+    staged._follow(history_of([1, 2, *verified]), [0])
+    assert staged._counters.totals["pass_accepted_tokens"] == num_stood
 
 
 @pytest.mark.parametrize(

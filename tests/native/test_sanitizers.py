@@ -43,3 +43,19 @@ def test_no_sanitizer_complains(name, tmp_path):
         env.pop("LD_PRELOAD", None)
         run = subprocess.run([program], capture_output=True, text=True, env=env)
         assert run.returncode == 0, f"threads {how}: {run.stdout}{run.stderr}"
+
+
+@pytest.mark.skipif(
+    shutil.which("aarch64-linux-gnu-g++") is None or shutil.which("qemu-aarch64") is None,
+    reason="needs Debian's g++-aarch64-linux-gnu and qemu-user",
+)
+def test_it_is_right_on_aarch64(tmp_path):
+    """Without the sanitizers, which do not run in an emulator."""
+    program = tmp_path / "emulated"
+    sources = [HERE / "sanitized.cpp", FOLDER / "attention.cpp"]
+    compiler = ["aarch64-linux-gnu-g++", "-std=c++17", "-w", "-fopenmp", "-O2", f"-I{FOLDER}"]
+    subprocess.run([*compiler, *sources, "-o", program], check=True)
+    for how, variables in THREADS.items():
+        env = {**os.environ, **variables, "QEMU_LD_PREFIX": "/usr/aarch64-linux-gnu"}
+        run = subprocess.run(["qemu-aarch64", program], capture_output=True, text=True, env=env)
+        assert run.returncode == 0, f"threads {how}: {run.stdout}{run.stderr}"

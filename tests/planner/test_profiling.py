@@ -8,7 +8,7 @@ import pytest
 import vllm
 from imagined_engine import BUDGETS, MAX_TOKENS, Engine, alike, all_choices
 
-from vllm_magicdec.adaptive.controller import PLAIN, Choice
+from vllm_magicdec.adaptive.controller import PLAIN, Choice, Controller
 from vllm_magicdec.adaptive.step_times import Step, StepTimes, TimedStep
 from vllm_magicdec.planner import profile
 from vllm_magicdec.planner.profile import _Tour, tokens_to_grow
@@ -62,3 +62,80 @@ def test_on_a_cpu_the_worker_has_a_servers_threads(monkeypatch, tmp_path, is_cpu
     with pytest.raises(Made) as made:
         options.run(options)
     assert made.value.args[0].get("distributed_executor_backend") == executor
+
+
+class PromptEngine:
+    """An engine on the imagined machine, for one prompt at a time; it is slow at first.
+
+    A step's drafts take their time in it, or (`come_late`) in the next one.
+    """
+
+    CHUNK, SLOW, PER_DRAFT = 100, 7.0, 10.0
+
+    def __init__(self, come_late):
+        self.now, self.left, self.before, self.late = 0.0, 0, 0, 0.0
+        self.reads = []  # tokens of prompts, choice of their steps
+        self.scheduler = SimpleNamespace(
+            _controller=Controller(LENGTHS, BUDGETS, StepTimes()),
+            _drafts_come_late=come_late,
+            max_num_scheduled_tokens=self.CHUNK,
+        )
+        self.engine_core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=self.scheduler))
+        self.vllm_config = SimpleNamespace(
+            parallel_config=SimpleNamespace(distributed_executor_backend="mp" if come_late else "uni"),
+        )
+        self.model_config = SimpleNamespace(get_vocab_size=lambda: 50)
+
+    def reset_prefix_cache(self):
+        self.before = 0
+
+    def add_request(self, name, prompt, limit):
+        assert limit.max_tokens == 1
+        self.left = len(prompt["prompt_token_ids"])
+
+    def has_unfinished_requests(self):
+        return self.left > 0
+
+    def step(self):
+        choice = self.scheduler._controller.choose(1, self.before)
+        tokens = min(self.left, self.CHUNK)
+        self.now += self.late + reading(tokens, self.before, choice)
+        self.now += self.SLOW * ((tokens, choice) not in self.reads)
+        self.reads.append((tokens, choice))
+        self.left, self.before, self.late = self.left - tokens, self.before + tokens, 0.0
+        drafting = 0.0 if self.left else self.PER_DRAFT * choice.drafts
+        if self.scheduler._drafts_come_late:
+            self.late = drafting
+        else:
+            self.now += drafting
+
+
+def reading(tokens, before, choice):
+    return 1.0 + 0.1 * tokens + 0.01 * before + 0.5 * (choice.drafts > 0)
+
+
+@pytest.mark.parametrize("come_late", [False, True])
+def test_prompts_are_measured_plainly_and_with_drafts_behind_them(monkeypatch, come_late):
+    engine = PromptEngine(come_late)
+    monkeypatch.setattr(profile, "_when_idle", lambda: engine.now)
+    monkeypatch.setattr(profile, "_REPEATS", 1)  # only the first time is slow
+    own = engine.scheduler._controller
+    found = profile.measure_prompts(SimpleNamespace(llm_engine=engine), [40, 130, 200, 40])
+    assert engine.scheduler._controller is own
+    most = Choice(MAX_TOKENS, BUDGETS[-1])
+    assert set(engine.reads) == {(n, c) for n in (40, 100, 30) for c in (PLAIN, most)} | {(1, PLAIN)}
+    last, others = {(40, 0), (30, 100), (100, 100)}, {(100, 0)}
+
+    def rows(choice, made_behind):
+        return {
+            (n, before, *(choice if (n, before) in made_behind else PLAIN)): pytest.approx(
+                reading(n, before, choice) + engine.PER_DRAFT * choice.drafts * ((n, before) in made_behind)
+            )
+            for n, before in last | others
+        }
+
+    wanted = {"prompts": rows(PLAIN, ()), "drafting_prompts": rows(most, () if come_late else last)}
+    fields = ("prompt_tokens", "context_tokens", "drafts", "budget")
+    for name, measured in wanted.items():
+        assert {tuple(row[f] for f in fields): row["seconds"] for row in found[name]} == measured
+        assert len(found[name]) == len(measured)

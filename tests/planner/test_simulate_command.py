@@ -15,6 +15,7 @@ from vllm_magicdec.planner.engine_times import (
     PredictedTimes,
     ProfiledTimes,
     PromptTimes,
+    TimedChunk,
     Work,
     pairs_of,
 )
@@ -27,6 +28,7 @@ pytest.importorskip("simpy")
 pytest.importorskip("rich")
 
 PER_PASS, PER_TOKEN, PER_PAIR = 2e-3, 5e-5, 1e-8
+SLOWER = 1.25  # to be read by an engine that drafts
 NOTHING = Work(0, 0, 0.0, 0, 0.0, 0, 0, 0)
 
 
@@ -44,14 +46,31 @@ def profile(tmp_path) -> Path:
                 for drafted in (0, 2, 4):
                     step = Step(num_reqs, num_reqs * context, verified, drafted, BUDGET if drafted else 0)
                     times.add(TimedStep(step, engine.seconds(step)))
-    chunks = [(256, 0), (2048, 0), (2048, 2048), (500, 4096)]
-    rows = [
-        {"prompt_tokens": tokens, "context_tokens": before, "seconds": prompt_seconds(tokens, before)}
-        for tokens, before in chunks
-    ]
     times.fit()
+    chunks = [
+        (256, 0, 4, BUDGET),
+        (2048, 0, 0, 0),
+        (2048, 0, 4, BUDGET),
+        (2048, 2048, 2, 64),
+        (500, 4096, 0, 0),
+    ]
+    rows = [
+        {
+            "prompt_tokens": tokens,
+            "context_tokens": before,
+            "drafts": drafts,
+            "budget": budget,
+            "seconds": SLOWER * prompt_seconds(tokens, before)
+            + drafts * times.pass_seconds(1, tokens + before, budget),
+        }
+        for tokens, before, drafts, budget in chunks
+    ]
+    plain = [
+        {"prompt_tokens": n, "context_tokens": before, "seconds": prompt_seconds(n, before)}
+        for n, before, _, _ in chunks
+    ]
     path = tmp_path / "profile.json"
-    times.save(path, {"prompts": rows})
+    times.save(path, {"prompts": plain, "drafting_prompts": rows})
     return path
 
 
@@ -64,38 +83,61 @@ def test_pairs_are_counted():
 
 
 def test_prompts_are_fitted():
-    chunks = [(100, 0), (1000, 0), (1000, 3000)]
-    rows = [
-        {"prompt_tokens": tokens, "context_tokens": before, "seconds": prompt_seconds(tokens, before)}
-        for tokens, before in chunks
-    ]
-    fitted = PromptTimes.of(rows)
+    fitted = PromptTimes.of(
+        [
+            TimedChunk(prompt_tokens=tokens, context_tokens=before, seconds=prompt_seconds(tokens, before))
+            for tokens, before in [(100, 0), (1000, 0), (1000, 3000)]
+        ]
+    )
     assert (fitted.per_pass, fitted.per_token, fitted.per_pair) == pytest.approx(
         (PER_PASS, PER_TOKEN, PER_PAIR), rel=1e-3
     )
-    alone = fitted.seconds(700, pairs_of(700, 100), is_alone=True)
-    assert alone == pytest.approx(prompt_seconds(700, 100), rel=1e-3)
-    beside = fitted.seconds(700, pairs_of(700, 100), is_alone=False)
-    assert beside == pytest.approx(prompt_seconds(700, 100) - PER_PASS, rel=1e-3)
+    assert fitted.seconds(700, pairs_of(700, 100)) == pytest.approx(prompt_seconds(700, 100), rel=1e-3)
 
 
-def test_a_profile_s_steps(profile):
-    times, engine = ProfiledTimes.load(profile), Engine()
+ROUND = NOTHING._replace(
+    decoding=4, context_tokens=4 * 2048, verified=4, drafting=4, drafts=4, drafting_tokens=4 * 2048
+)
+PROMPT = NOTHING._replace(prompt_tokens=512, prompt_pairs=pairs_of(512, 0))
+
+
+@pytest.mark.parametrize("verified", [0, 4])
+def test_a_profile_s_rounds(profile, verified):
+    times = ProfiledTimes.load(profile)
     assert times.budget == BUDGET
-    for verified in (0, 4):
-        step = Step(4, 4 * 2048, verified, 4, BUDGET)
-        work = NOTHING._replace(
-            decoding=4, context_tokens=4 * 2048, verified=verified, drafting=4, drafts=4, drafting_tokens=1
-        )
-        assert times.seconds(work) == pytest.approx(engine.seconds(step), rel=0.1)
-        with_prompt = work._replace(prompt_tokens=512, prompt_pairs=pairs_of(512, 0))
-        more = times.seconds(with_prompt) - times.seconds(work)
-        assert more == pytest.approx(prompt_seconds(512, 0) - PER_PASS, rel=0.02)
-    alone = NOTHING._replace(prompt_tokens=512, prompt_pairs=pairs_of(512, 0))
-    assert times.seconds(alone) == pytest.approx(prompt_seconds(512, 0), rel=0.02)
-    drafting = alone._replace(drafting=1, drafts=4, drafting_tokens=512)
-    plain, drafts = (engine.seconds(Step(1, 512, 0, n, BUDGET)) for n in (0, 4))
-    assert times.seconds(drafting) - times.seconds(alone) == pytest.approx(drafts - plain, rel=0.15)
+    step = Step(4, 4 * 2048, verified, 4, BUDGET)
+    assert times.seconds(ROUND._replace(verified=verified)) == pytest.approx(
+        Engine().seconds(step), rel=0.1
+    )
+
+
+def test_a_profile_s_prompts(profile):
+    times, plain = ProfiledTimes.load(profile), prompt_seconds(512, 0)
+    assert times.seconds(PROMPT) == pytest.approx(plain, rel=0.02)
+    beside = ROUND._replace(drafting=0, drafts=0, drafting_tokens=0, verified=0)
+    both = beside._replace(prompt_tokens=512, prompt_pairs=pairs_of(512, 0))
+    assert times.seconds(both) - times.seconds(beside) == pytest.approx(plain - PER_PASS, rel=0.02)
+    # An engine that drafts is slower to read them. Behind a piece that is not the last it drafts nothing.
+    piece = PROMPT._replace(drafts=4)
+    assert times.seconds(piece) == pytest.approx(SLOWER * plain, rel=0.02)
+    both = ROUND._replace(prompt_tokens=512, prompt_pairs=pairs_of(512, 0))
+    assert times.seconds(both) - times.seconds(ROUND) == pytest.approx(SLOWER * plain - PER_PASS, rel=0.02)
+
+
+@pytest.mark.parametrize("ending", [1, 2])
+def test_a_profile_s_drafts_behind_prompts(profile, ending):
+    times = ProfiledTimes.load(profile)
+
+    def passes(num_reqs, context):
+        return 4 * times.steps.pass_seconds(num_reqs, context, BUDGET) if num_reqs else 0.0
+
+    for others, other_tokens in ((NOTHING._replace(drafts=4), 0), (ROUND, 4 * 2048)):
+        piece = others._replace(prompt_tokens=512, prompt_pairs=pairs_of(512, 0))
+        drafting, tokens = others.decoding + ending, other_tokens + ending * 512
+        last = piece._replace(drafting=drafting, drafting_tokens=tokens)
+        more = passes(drafting, tokens) - passes(others.decoding, other_tokens)
+        assert more > 0
+        assert times.seconds(last) - times.seconds(piece) == pytest.approx(more)
 
 
 def test_predicted_steps_are_those_of_the_plan():
@@ -247,11 +289,40 @@ def test_what_cannot_work_ends_in_one_sentence(arguments, sentence, capsys):
 def test_an_older_profile_and_another_budget(profile, tmp_path):
     with pytest.raises(UserError, match="has no draft steps of a budget of 100"):
         ProfiledTimes.load(profile, 100)
-    older = json.loads(profile.read_text())
-    del older["prompts"]
-    profile.write_text(json.dumps(older))
-    with pytest.raises(UserError, match="has no times of prompts; measure it again"):
+    profile.write_text(
+        json.dumps(
+            {n: rows for n, rows in json.loads(profile.read_text()).items() if n != "drafting_prompts"}
+        )
+    )
+    with pytest.raises(
+        UserError, match="has no times of prompts with and without drafts; measure it again"
+    ):
         ProfiledTimes.load(profile)
+
+
+DAMAGES = {
+    "prompt_tokens": (0, -5, 0.5, 1e400, 10**200, None, "4", True),
+    "context_tokens": (-1, 0.5, math.nan),
+    "drafts": (-3, 0.5, "4"),
+    "budget": (-5, math.inf),
+    "seconds": (0.0, -1.0, math.nan, math.inf, 1e308, "1", None, []),
+    "else": (1,),
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", ["prompts", "drafting_prompts"])
+def test_prompts_that_cannot_have_been_measured(profile, name):
+    content = json.loads(profile.read_text())
+    rows = content[name]
+    damaged = [{**rows[0], field: value} for field, values in DAMAGES.items() for value in values]
+    damaged += [{n: value for n, value in rows[0].items() if n != "seconds"}, None, 3, [], "row"]
+    for wrong in (None, [], {}, 3, "rows", rows[0], *([*rows, row] for row in damaged)):
+        profile.write_text(json.dumps({**content, name: wrong}))
+        with pytest.raises(
+            UserError, match="has no times of prompts with and without drafts; measure it again"
+        ):
+            ProfiledTimes.load(profile)
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,19 @@ def ends(outcome):
     return [(request.arrival.prompt_tokens, request.first_s, request.end_s) for request in outcome.finished]
 
 
+def test_of_a_thousand_replicas_half_are_busy():
+    """Each serves one request at a time, at half its rate: an idle one is always found."""
+    service_s, rate = 0.5, 1000.0
+    arrivals = traces.poisson(rate, 6_000, Lengths("10"), Lengths("1"), seed=7)
+    limits = Limits(kv_tokens=10**6, max_num_seqs=1, max_num_batched_tokens=16)
+    outcome = simulate(arrivals, Always(service_s), limits, replicas=1000)
+    assert [request.e2e_s for request in outcome.finished] == pytest.approx([service_s] * 6_000)
+    # Little's law.
+    in_flight = outcome.busy_s / max(request.end_s for request in outcome.finished)
+    assert in_flight == pytest.approx(rate * service_s, rel=0.1)
+    assert 480 < len({request.replica for request in outcome.finished}) < 600
+
+
 def test_a_short_trace_by_hand():
     """A prompt in chunks, another beside it, decoding together: a second per token."""
     limits = Limits(kv_tokens=1000, max_num_seqs=2, max_num_batched_tokens=4, block_size=1)

@@ -37,6 +37,7 @@ _DRAFT_COUNTERS = {
 _LOOKUP_COUNTERS = {
     "lookup_rounds": "Rounds drafted with lookups.",
     "lookup_passes": "Passes of the draft in these rounds.",
+    "pass_accepted_tokens": "Drafts of passes that stood, of requests that drafted in the next round, too.",
     "lookup_tokens": "Tokens that were looked up and read by the draft.",
     "lookup_accepted_tokens": "Looked-up tokens that the draft drew itself.",
     "lookup_unread_tokens": "Looked-up tokens that were drafts without a pass.",
@@ -166,6 +167,10 @@ class LookupCounters:
             lookup_tokens=num_looked_up,
             lookup_accepted_tokens=num_accepted,
         )
+
+    def count_stood(self, num_tokens: int) -> None:
+        """Record a request's drafts of passes that stood, once its next round knows it."""
+        self._count(pass_accepted_tokens=num_tokens)
 
     def count_unread(self, num_tokens: int, num_accepted: int) -> None:
         """Record a request's looked-up drafts that the draft had not read, once they are verified."""

@@ -15,7 +15,7 @@ measured at the same time, so a measurement is kept as what it would have been a
 
 import json
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from math import ceil, exp, log, log2
 from operator import mul
 from pathlib import Path
@@ -94,6 +94,8 @@ class StepTimes:
     """Predicts step times from measured ones."""
 
     def __init__(self) -> None:
+        self.description: Mapping[str, Any] = {}
+        """Of a profile, what was measured, on what."""
         # By kinds of steps: their latest times, and the median of these at the latest step's size.
         self._measured: dict[Step, deque[float]] = defaultdict(lambda: deque(maxlen=_KEPT_PER_KIND))
         self._verified: dict[Step, deque[float]] = defaultdict(lambda: deque(maxlen=_KEPT_PER_KIND))
@@ -215,8 +217,9 @@ class StepTimes:
         """
         times = cls()
         try:
-            profile = json.loads(files.read(path, _MAX_PROFILE_BYTES))
-            for row in _dictionary(profile)["steps"]:
+            profile = _dictionary(json.loads(files.read(path, _MAX_PROFILE_BYTES)))
+            times.description = {name: value for name, value in profile.items() if name != "steps"}
+            for row in profile["steps"]:
                 timed, count = _timed_step(_dictionary(row))
                 for _ in range(count):  # a median is trusted as much as it was
                     times.add(timed)

@@ -327,8 +327,8 @@ class Drafter:
                     self._stage = "histories"
                     batch = replace(batch, histories=read_histories(batch))
                 self._stage = "selection"  # then the steps: see `_prepare`
-                self._fill(drafts, batch, num_steps)
-                self._pauses.note_success()
+                if self._fill(drafts, batch, num_steps):
+                    self._pauses.note_success()
                 return True
         except Exception:
             self._take_failure(self._stage)
@@ -367,19 +367,22 @@ class Drafter:
         if not self._pauses.is_on and self._pauses.note_failure():
             self._failures.count_pause()
 
-    def _fill(self, drafts: torch.Tensor, batch: Batch, num_steps: int) -> None:
-        """`drafts` [num_reqs, num_steps] int64, written where there are no lists."""
-        if self._own_cache is None:
-            self._make(drafts, batch, num_steps)
-            return
-        if num_steps == 0 or all(batch.is_prefilling):  # what is drafted of a prompt's part is dropped
+    def _fill(self, drafts: torch.Tensor, batch: Batch, num_steps: int) -> bool:
+        """`drafts` [num_reqs, num_steps] int64, written where there are no lists.
+
+        Returns:
+            Whether there was a pass: without one, nothing shows that drafting works.
+        """
+        is_due = num_steps > 0 and not all(batch.is_prefilling)  # else what is drafted is dropped
+        if self._own_cache is not None and not is_due:
             self._own_cache.catch_up(batch, 0)
             drafts.zero_()
-            return
+            return False
         made = self._make(drafts, batch, num_steps)
-        if isinstance(made, DraftLists) and not made.num_passes:
-            made = [()] * len(made)
-        self._own_cache.end_round(batch, made)
+        has_read = is_due and not (isinstance(made, DraftLists) and not made.num_passes)
+        if self._own_cache is not None:
+            self._own_cache.end_round(batch, made if has_read else [()] * len(made))
+        return has_read
 
     def _make(
         self, drafts: torch.Tensor, batch: Batch, num_steps: int
@@ -395,6 +398,8 @@ class Drafter:
             num_passes = self._wide.draft(drafts, batch, rounds, num_passes)
         if num_passes:
             return drafts[:, :num_passes]
+        if all(batch.is_prefilling):  # what is drafted of a prompt's part is dropped
+            return drafts.zero_()
         tokens = batch.tokens
         for parts in zip(*rounds, strict=True):
             step = DraftStep(parts)

@@ -92,6 +92,7 @@ class _Proposed:
     history_len: int  # tokens that had been verified
     tokens: Sequence[int]
     probabilities: Sequence[float] | None  # None: the draft has not read them
+    num_kept: int  # that are to be verified
 
 
 class StagedDrafts:
@@ -190,7 +191,7 @@ class StagedDrafts:
         drafts = DraftLists([] for _ in batch.req_ids)
         for i, ahead in zip(drafting, found, strict=True):
             drafts[i] = list(ahead.tokens)
-            self._propose(batch, i, ahead.tokens, None)
+            self._propose(batch, i, ahead.tokens, None, len(ahead.tokens))
         return drafts
 
     def _draft(
@@ -252,14 +253,20 @@ class StagedDrafts:
             # Of a draft that was left out the text tells whether it would have stood, if it was the
             # likeliest token; and nothing, if it was drawn.
             known = len(drafts[i]) if self._are_drawn else len(own.tokens)
-            self._propose(batch, i, own.tokens[:known], own.probabilities[:known])
+            self._propose(batch, i, own.tokens[:known], own.probabilities[:known], len(drafts[i]))
         return drafts
 
     def _propose(
-        self, batch: Batch, index: int, tokens: Sequence[int], probabilities: Sequence[float] | None
+        self,
+        batch: Batch,
+        index: int,
+        tokens: Sequence[int],
+        probabilities: Sequence[float] | None,
+        num_kept: int,
     ) -> None:
         """Remember drafts, also those that are not to be verified."""
-        self._proposed[batch.req_ids[index]] = _Proposed(len(batch.histories[index]), tokens, probabilities)
+        history_len = len(batch.histories[index])
+        self._proposed[batch.req_ids[index]] = _Proposed(history_len, tokens, probabilities, num_kept)
 
     def _learn(self, req_ids: Sequence[str], histories: Sequence[History]) -> None:
         """What became of the drafts."""
@@ -272,6 +279,9 @@ class StagedDrafts:
             if made.probabilities is None:
                 self._counters.count_unread(len(made.tokens), num_right)
                 continue
+            num_stood = min(num_right, made.num_kept)
+            if len(truth) == num_stood + 1:  # what verifying them adds; else more rounds have passed
+                self._counters.count_stood(num_stood)
             for place, probability in enumerate(made.probabilities[: min(num_right + 1, len(truth))]):
                 self._confidence.observe(probability, place < num_right)
         if len(self._proposed) > self._max_num_reqs:  # of requests that have ended

@@ -9,7 +9,7 @@ import numpy as np
 
 from vllm_magicdec.lookup.context_index import MAX_MATCH, ContextIndex, Match
 
-MAX_TOKENS = 2**20  # that are kept, at most: 12 MiB
+MAX_TOKENS = 2**20  # that are kept, at most: 20 MiB
 _SEPARATOR = -1  # between answers; no token
 
 

@@ -138,10 +138,11 @@ class Kernel:
     """Attention of a few query tokens per request over vLLM's paged KV cache on CPUs.
 
     Sums are float32, in whatever order the threads share the work out. Against exact arithmetic on the same
-    inputs, a float32 result is off by at most 2e-6 of the largest value that is weighed, and by 2e-7 times
-    a soft cap more. With AVX512_BF16 a bfloat16 cache's weights are rounded to bfloat16 before they
-    multiply values, and in the layout `amx` those of an fp8 cache, too: a result is then off by 2^-8 of the
-    largest value at most, elsewhere by as little as in float32; then it is rounded to its own dtype.
+    inputs, a float32 result is off by at most 2e-6 of the largest value that is weighed, by 2e-7 times a
+    soft cap more, and by 2e-10 for each token of the context, if no error cancels another. With AVX512_BF16
+    a bfloat16 cache's weights are rounded to bfloat16 before they multiply values, and in the layout `amx`
+    those of an fp8 cache, too: a result is then off by 2^-8 of the largest value at most, elsewhere by as
+    little as in float32; then it is rounded to its own dtype.
     tests/native measures all of it.
     """
 

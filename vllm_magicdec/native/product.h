@@ -164,6 +164,8 @@ struct UpcomingKeys {
 
 // sums[Rows][Vectors * LANES] (+)= left[Rows][depth] * right[depth][Vectors * LANES].
 //
+// What is added to is added last: in one sum over all of a long context a token would lose its last digits.
+//
 // `PITCH`: from one row of `left` to the next, known here so that addresses need no registers. `depth` is a multiple
 // of `Factor<T>::DEPTH`.
 template <typename T, int Rows, int Vectors, int PITCH, bool ADDS, typename RightRows, typename Upcoming>
@@ -183,7 +185,6 @@ inline void multiply(const typename Factor<T>::Left* left, RightRows right_rows,
     for (int v = 0; v < Vectors; ++v)
 #pragma GCC unroll 4
       for (int c = 0; c < CHAINS; ++c) sum[c][r][v] = Floats{};
-    if constexpr (ADDS) F::load_sums(sums + r * sums_pitch, sum[0][r]);
   }
   const auto step = [&](int at, int chain) __attribute__((always_inline)) {
     const T* rows[F::DEPTH];
@@ -219,6 +220,12 @@ inline void multiply(const typename Factor<T>::Left* left, RightRows right_rows,
     for (int v = 0; v < Vectors; ++v)
 #pragma GCC unroll 4
       for (int c = 1; c < CHAINS; ++c) sum[0][r][v] += sum[c][r][v];
+    if constexpr (ADDS) {
+      Floats before[Vectors];
+      F::load_sums(sums + r * sums_pitch, before);
+#pragma GCC unroll 4
+      for (int v = 0; v < Vectors; ++v) sum[0][r][v] += before[v];
+    }
     F::store_sums(sums + r * sums_pitch, sum[0][r]);
   }
 }

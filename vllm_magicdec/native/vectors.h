@@ -36,7 +36,11 @@ using Halfwords = uint16_t __attribute__((vector_size(LANES * 2)));
 struct Bfloat16 {
   uint16_t bits;
 };
+#if defined(__aarch64__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ < 13
+using Float16 = __fp16;  // the same numbers; C++ has no other name for them there
+#else
 using Float16 = _Float16;
+#endif
 // Of an fp8 cache: sign, exponent and significand of 1, 4, 3 and of 1, 5, 2 bits.
 struct E4m3 {
   uint8_t bits;

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long a simulated engine's step takes: by a profile of this machine, or by the roofline."""
 
-import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-from vllm_magicdec import files
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
 from vllm_magicdec.adaptive.step_times import Step, StepTimes
 from vllm_magicdec.planner.console import UserError
 from vllm_magicdec.planner.performance import Deployment
@@ -28,7 +29,7 @@ class Work(NamedTuple):
     drafting: int
     """Requests that draft afterwards: all that have produced a token."""
     drafts: int
-    """Of each of them; 0: plain decoding, even where a prompt's chunk is not its last."""
+    """Of each of them, if there are any; 0: the engine decodes plainly."""
     drafting_tokens: int
     """Tokens of their contexts, over all of them."""
 
@@ -41,42 +42,50 @@ class EngineTimes(Protocol):
         ...
 
 
+class TimedChunk(BaseModel):
+    """A chunk of a prompt, alone in its step, and how long that took, as profiles have it."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
+
+    prompt_tokens: int = Field(ge=1, le=2**40)
+    context_tokens: int = Field(ge=0, le=2**40)
+    """Of the prompt, before the chunk."""
+    drafts: int = Field(default=0, ge=0, le=2**40)
+    """That the step made behind it."""
+    budget: int = Field(default=0, ge=0, le=2**40)
+    """K/V entries that each of these read, at most."""
+    seconds: float = Field(ge=1e-7, le=1e5)
+
+
 @dataclass(frozen=True)
 class PromptTimes:
-    """Seconds of computing prompts: a pass, more for every token and for every pair of query and key.
-
-    Where a chunk goes along with requests that decode, the pass is theirs already.
-    """
+    """Seconds of a step that reads a prompt: a pass, more for every token and pair of query and key."""
 
     per_pass: float
     per_token: float
     per_pair: float
 
     @classmethod
-    def of(cls, rows: list[dict[str, Any]]) -> "PromptTimes":
-        """Fitted to relative errors of measured chunks (non-negative least squares).
-
-        Args:
-            rows: `prompt_tokens` of a chunk, `context_tokens` before it, `seconds` of its step.
+    def of(cls, chunks: Sequence[TimedChunk]) -> "PromptTimes":
+        """Fitted to relative errors (non-negative least squares), whatever was drafted.
 
         Raises:
-            ValueError, TypeError, KeyError: they are something else.
+            ValueError: there are none.
         """
         import numpy as np
         from scipy.optimize import nnls
 
-        seconds = np.array([float(row["seconds"]) for row in rows])
-        chunks = ((int(row["prompt_tokens"]), int(row["context_tokens"])) for row in rows)
-        features = np.array([[1.0, tokens, pairs_of(tokens, before)] for tokens, before in chunks])
-        if len(rows) < 1 or not (seconds > 0).all() or not (features > 0).all():
-            raise ValueError("its prompts were measured in no time")
-        scale = (features / seconds[:, None]).max(axis=0)
-        solution, _ = nnls(features / seconds[:, None] / scale, np.ones(len(rows)))
+        if not chunks:
+            raise ValueError("no prompts were measured")
+        rows = [(1.0, one.prompt_tokens, pairs_of(one.prompt_tokens, one.context_tokens)) for one in chunks]
+        features = np.array(rows) / np.array([[one.seconds] for one in chunks])
+        scale = features.max(axis=0)
+        solution, _ = nnls(features / scale, np.ones(len(chunks)))
         return cls(*(solution / scale).tolist())
 
-    def seconds(self, tokens: int, pairs: float, *, is_alone: bool) -> float:
+    def seconds(self, tokens: int, pairs: float) -> float:
         """Of a step's chunks."""
-        return self.per_pass * is_alone + self.per_token * tokens + self.per_pair * pairs
+        return self.per_pass + self.per_token * tokens + self.per_pair * pairs
 
 
 def pairs_of(tokens: int, before: int) -> float:
@@ -89,11 +98,15 @@ class ProfiledTimes:
     """By `magicdec profile`.
 
     Attributes:
+        prompts: read by an engine that decodes plainly.
+        drafting_prompts: read by one that drafts, without the drafts: it takes longer in reading them, and
+            a model of its own has to read them too.
         budget: tokens that a draft step reads; one that the profile has.
     """
 
     steps: StepTimes
     prompts: PromptTimes
+    drafting_prompts: PromptTimes
     budget: int
 
     @classmethod
@@ -114,31 +127,49 @@ class ProfiledTimes:
         if budget not in steps.budgets:
             raise UserError(f"{path} has no draft steps of a budget of {budget}; it has {steps.budgets}")
         try:
-            prompts = PromptTimes.of(json.loads(files.read(path, 2**26))["prompts"])
-        except (KeyError, TypeError, ValueError):
+            prompts = PromptTimes.of(_chunks(steps.description["prompts"]))
+            drafting = _chunks(steps.description["drafting_prompts"])
+            drafting_prompts = PromptTimes.of([_without_drafts(chunk, steps) for chunk in drafting])
+        except (KeyError, ValueError):
             raise UserError(
-                f"{path} has no times of prompts; measure it again with this version's 'magicdec profile'"
+                f"{path} has no times of prompts with and without drafts; measure it again with this "
+                "version's 'magicdec profile'"
             ) from None
-        return cls(steps, prompts, budget)
+        return cls(steps, prompts, drafting_prompts, budget)
 
     def seconds(self, work: Work) -> float:
         """See `EngineTimes`."""
         seconds = 0.0
         drafts = work.drafts if work.drafting else 0
-        budget = self.budget if drafts else 0
         if work.decoding:
-            step = Step(work.decoding, work.context_tokens, work.verified, 0)
-            seconds += self.steps.predict(step._replace(drafted=drafts, budget=budget))
-        elif drafts:
-            # Nobody has decoded: what drafting adds to a step of those that draft.
-            alone = Step(work.drafting, work.drafting_tokens, 0, drafts, budget)
-            seconds += max(
-                0.0, self.steps.predict(alone) - self.steps.predict(alone._replace(drafted=0, budget=0))
-            )
+            budget = self.budget if drafts else 0
+            step = Step(work.decoding, work.context_tokens, work.verified, drafts, budget)
+            seconds += self.steps.predict(step)
         if work.prompt_tokens:
-            is_alone = not work.decoding
-            seconds += self.prompts.seconds(work.prompt_tokens, work.prompt_pairs, is_alone=is_alone)
+            prompts = self.drafting_prompts if work.drafts else self.prompts
+            reading = prompts.seconds(work.prompt_tokens, work.prompt_pairs)
+            # Beside requests that decode, a plain pass is theirs already.
+            seconds += max(0.0, reading - self.prompts.per_pass) if work.decoding else reading
+        if drafts and work.drafting > work.decoding:  # some prompts end in this step
+            seconds += drafts * self._pass_seconds(work.drafting, work.drafting_tokens)
+            seconds -= drafts * self._pass_seconds(work.decoding, work.context_tokens)
         return seconds
+
+    def _pass_seconds(self, num_reqs: int, context_tokens: int) -> float:
+        return self.steps.pass_seconds(num_reqs, context_tokens, self.budget) if num_reqs else 0.0
+
+
+def _chunks(rows: object) -> list[TimedChunk]:
+    """Of a profile; raises ValueError (pydantic's): they are something else."""
+    return TypeAdapter(list[TimedChunk]).validate_python(rows)
+
+
+def _without_drafts(chunk: TimedChunk, steps: StepTimes) -> TimedChunk:
+    """What reading it took of its step."""
+    context = chunk.context_tokens + chunk.prompt_tokens
+    drafting = chunk.drafts * steps.pass_seconds(1, context, chunk.budget)
+    # Drafts of another hour may be said to take longer than all of the step.
+    return chunk.model_copy(update={"seconds": max(chunk.seconds - drafting, chunk.seconds / 10)})
 
 
 @dataclass(frozen=True)

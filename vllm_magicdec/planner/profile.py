@@ -94,6 +94,16 @@ def _when_idle() -> float:
     return perf_counter()
 
 
+def _come_late(engine: Any) -> bool:
+    """Whether a step's drafts fall into the time of the next one.
+
+    By `_when_idle` they do not, unless the device belongs to another process, as under tensor parallelism.
+    """
+    scheduler = engine.engine_core.engine_core.scheduler
+    backend = engine.vllm_config.parallel_config.distributed_executor_backend
+    return scheduler._drafts_come_late and backend != "uni"
+
+
 def measure_cell(llm: Any, batch: int, context: int) -> list[TimedStep]:
     """Every kind of step of `batch` requests with `context` tokens each, several times.
 
@@ -116,6 +126,8 @@ def measure_cell(llm: Any, batch: int, context: int) -> list[TimedStep]:
     fill_prefix_cache(llm, prompts)
     controller, clock = scheduler._controller, scheduler.clock
     tour = _Tour(controller.lengths, controller.budgets)
+    come_late = scheduler._drafts_come_late
+    scheduler._drafts_come_late = _come_late(engine)
     scheduler._controller, scheduler.clock = tour, _when_idle
     # Room for every step to accept everything it drafts.
     limit = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=None)
@@ -129,6 +141,7 @@ def measure_cell(llm: Any, batch: int, context: int) -> list[TimedStep]:
         decoding |= {output.request_id for output in engine.step()}
         steps += len(decoding) == batch
     engine.abort_request(ids, internal=True)
+    scheduler._drafts_come_late = come_late
     scheduler._controller, scheduler.clock = controller, clock
     return [timed for timed in tour.timed_steps if timed.step.num_reqs == batch]
 
@@ -151,47 +164,75 @@ def measure(llm: Any, batches: list[int], contexts: list[int]) -> StepTimes:
     return times
 
 
-class _Plainly(Controller):
-    """Decodes plainly."""
+class _Always(Controller):
+    """Chooses the same for every step."""
+
+    def __init__(self, other: Controller, choice: Choice) -> None:
+        super().__init__(other.lengths, other.budgets, StepTimes())
+        self._choice = choice
 
     def choose(self, num_reqs: int, context_tokens: int) -> Choice:
-        return PLAIN
+        return self._choice
 
 
-def measure_prompts(llm: Any, contexts: list[int]) -> list[dict[str, float]]:
-    """What chunks of prompts take, alone in their steps.
+def measure_prompts(llm: Any, contexts: list[int]) -> dict[str, list[dict[str, float]]]:
+    """What chunks of prompts take alone in their steps, while the engine decodes plainly and drafts.
 
     Args:
         llm: as for `measure_cell`.
         contexts: tokens of prompts; one longer than `max_num_batched_tokens` comes in several chunks.
 
     Returns:
-        For every chunk the median of its times: `prompt_tokens`, `context_tokens` before it, `seconds`.
+        `prompts` and `drafting_prompts`: of every chunk its `prompt_tokens`, the `context_tokens` before
+        it, the median of its `seconds`, and how many `drafts` of what `budget` are in that time (behind a
+        prompt's last chunk, if it drafts; 0: none, or they come late: then what a draft model takes to
+        read the chunk is not in it either).
     """
     from vllm import SamplingParams
 
     engine = llm.llm_engine
     scheduler = engine.engine_core.engine_core.scheduler
-    most = engine.vllm_config.scheduler_config.max_num_batched_tokens
-    controller = scheduler._controller
-    scheduler._controller = _Plainly(controller.lengths, controller.budgets, StepTimes())
-    seconds: dict[tuple[int, int], list[float]] = defaultdict(list)
+    most = scheduler.max_num_scheduled_tokens
+    controller, come_late = scheduler._controller, _come_late(engine)
     only_one = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
-    (prompt,) = make_prompts(engine.model_config.get_vocab_size(), 1, max(contexts))
-    for context, _ in itertools.product(sorted(set(contexts)), range(_REPEATS + 1)):
+
+    def read(prompt: list[int], choice: Choice) -> list[float]:
+        """Seconds of every step until its first token."""
+        scheduler._controller = _Always(controller, choice)
         engine.reset_prefix_cache()
-        engine.add_request("prompt", {"prompt_token_ids": prompt[:context]}, only_one)
-        for before in range(0, context, most):
+        engine.add_request("prompt", {"prompt_token_ids": prompt}, only_one)
+        seconds = []
+        while engine.has_unfinished_requests():
             started = _when_idle()
             engine.step()
-            seconds[min(most, context - before), before].append(_when_idle() - started)
-        while engine.has_unfinished_requests():
-            engine.step()
+            seconds.append(_when_idle() - started)
+        return seconds
+
+    (prompt,) = make_prompts(engine.model_config.get_vocab_size(), 1, max(contexts))
+    choices = {"prompts": PLAIN, "drafting_prompts": Choice(controller.lengths[-1], controller.budgets[-1])}
+    measured: dict[tuple[str, int, int, Choice], list[float]] = defaultdict(list)
+    for context, _ in itertools.product(sorted(set(contexts)), range(_REPEATS + 1)):
+        for name, choice in choices.items():
+            read(prompt[:1], PLAIN)  # after it, nothing is left of the one before
+            chunks = range(0, context, most)
+            for before, seconds in zip(chunks, read(prompt[:context], choice), strict=True):
+                is_last = before + most >= context
+                made = choice if is_last and not come_late else PLAIN
+                measured[name, min(most, context - before), before, made].append(seconds)
     scheduler._controller = controller
-    return [
-        {"prompt_tokens": tokens, "context_tokens": before, "seconds": median(times[1:] or times)}
-        for (tokens, before), times in seconds.items()
-    ]
+    return {
+        name: [
+            {
+                "prompt_tokens": tokens,
+                "context_tokens": before,
+                **made._asdict(),
+                "seconds": median(times[1:]),
+            }
+            for (of, tokens, before, made), times in measured.items()
+            if of == name
+        ]
+        for name in choices
+    }
 
 
 def run(options: argparse.Namespace) -> None:
@@ -239,7 +280,7 @@ def run(options: argparse.Namespace) -> None:
         "machine": platform.processor() or platform.machine(),
         "engine": options.engine,
         "speculative_config": spec,
-        "prompts": prompts,
+        **prompts,
     }
     times.save(options.out, description)
     print(f'wrote {options.out}; use it with the field "profile": "{options.out}"')

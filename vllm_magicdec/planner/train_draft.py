@@ -136,7 +136,7 @@ def _train(options: argparse.Namespace, processes: Any) -> None:
         in_float32 = processes.of_first(lambda: not has_fast_bfloat16(device))
     target = Target(options.model, torch.float32 if in_float32 else torch.bfloat16, device)
     settings = SpireSettings.pruned(
-        Path(options.model).name,
+        os.path.basename(os.path.abspath(options.model)),
         target.config.num_hidden_layers,
         options.layers,
         sinks=options.sinks,

@@ -49,11 +49,13 @@ def make_card(name: str, command: str, log: dict[str, Any]) -> str:
         ),
     ]
     table = "\n".join(f"| {head} | {text} |" for head, text in rows)
-    serve = json.dumps({"method": "magicdec", "model": name})
+    # A name without a slash would be looked for on Hugging Face.
+    serve = json.dumps({"method": "magicdec", "model": f"./{name}"})
     return (
         f"# {name}\n\nA SPIRe draft (arXiv 2504.06419): a model for speculative decoding that was trained "
         f"from its\ntarget and takes the target's activations. It is of no use alone.\n\n"
         f"| | |\n| --- | --- |\n{table}\n\n"
         f"Trained by:\n\n```\n{command}\n```\n\n"
-        f"Served by:\n\n```\nvllm serve TARGET --speculative-config '{serve}'\n```\n"
+        f"Served by, in the folder that holds this one, with the path or name of {shape['target']}:\n\n"
+        f"```\nvllm serve TARGET --speculative-config '{serve}'\n```\n"
     )

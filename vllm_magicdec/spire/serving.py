@@ -15,13 +15,13 @@ def served_settings(hf_config: Any) -> SpireSettings | None:
     if ARCHITECTURE not in (getattr(hf_config, "architectures", None) or ()):
         return None
     settings = SpireSettings.of({"spire": getattr(hf_config, "spire", None)})
-    taken = list(getattr(hf_config, "eagle_aux_hidden_state_layer_ids", None) or ())
+    taken = getattr(hf_config, "eagle_aux_hidden_state_layer_ids", None)
     num_layers, last = hf_config.num_hidden_layers, settings.target_num_hidden_layers
     is_consistent = (
         0 < num_layers == settings.num_layers
-        and taken == list(settings.aux_layers) == sorted(set(taken))
-        and taken[0] >= 0
-        and taken[-1] <= last
+        and taken == list(settings.aux_layers) == sorted(set(settings.aux_layers))
+        and settings.aux_layers[0] >= 0
+        and settings.aux_layers[-1] <= last
         and settings.sinks >= 0
         and settings.window > 0
     )

@@ -3,7 +3,8 @@
 
 `hooks.py` lists what is wrapped and `compat.py` checks what is relied on, which `vllm_uses.py` finds in the
 plugin's source and `vllm_source.py` in vLLM's. `options.py` extends the command line, `engine_config.py`
-refuses what only the whole engine shows and says what has no CUDA graph. `runner_v1.py` and
+refuses what only the whole engine shows, `profiles.py` a profile of something else, and `graph_sizes.py`
+says what has no CUDA graph. `runner_v1.py` and
 `runner_v2.py` put the draft loop into vLLM's model runners, `draft_graphs.py` into CUDA graphs;
 `drafts_v1.py` and `drafts_v2.py` know who drafts, the target or another model; a trained one is
 `spire_model.py`, its cache `spire_cache.py`, and `spire_draft_v1.py` and `spire_draft_v2.py` bring both to

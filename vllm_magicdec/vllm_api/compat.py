@@ -82,6 +82,12 @@ CALLED = (
         ("num_scheduled_tokens", "scheduled_spec_decode_tokens", "num_spec_tokens_to_schedule"),
     ),
     Needed("vllm.v1.outputs", "ModelRunnerOutput", ("req_id_to_index", "sampled_token_ids")),
+    *(
+        Needed(module, "GPUModelRunner.take_draft_token_ids", ("self",))
+        for module in ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
+    ),
+    Needed(_SCHEDULER, "Scheduler.update_draft_token_ids", ("self", "draft_token_ids")),
+    Needed("vllm.v1.engine.core", "EngineCore.scheduler"),
     Needed("vllm.config.speculative", "SpeculativeConfig.uses_draft_model", ("self",)),
     Needed("vllm.config.speculative", "SpeculativeConfig.max_num_new_slots_for_drafting", ("self",)),
     Needed("vllm.config.vllm", "VllmConfig.num_lookahead_tokens", ("self",)),

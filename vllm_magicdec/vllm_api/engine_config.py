@@ -5,18 +5,23 @@
 length, the KV cache's pages, the scheduler and a profile is judged here.
 """
 
-import math
-from collections.abc import Iterator, Sequence
+import copy
+from collections.abc import Sequence
 from contextlib import suppress
+from itertools import combinations
 from pathlib import Path
 
-from vllm.config import CUDAGraphMode, ModelConfig, VllmConfig
+from vllm.config import ModelConfig, VllmConfig
 from vllm.logger import init_logger
 from vllm.tokenizers import cached_tokenizer_from_config, get_tokenizer
 
 from vllm_magicdec.adaptive.draft_plan import BUDGET_DIVISORS
-from vllm_magicdec.adaptive.step_times import StepTimes
-from vllm_magicdec.config import MagicDecSpeculativeConfig, nested_lengths
+from vllm_magicdec.config import (
+    DEFAULT_MAX_TOKENS,
+    MagicDecSpeculativeConfig,
+    default_of,
+    nested_lengths,
+)
 from vllm_magicdec.errors import METHOD, MODEL_METHOD, MagicDecConfigError
 from vllm_magicdec.lookup.datastore_files import Vocabulary
 from vllm_magicdec.lookup.datastore_files import check as check_datastore
@@ -24,6 +29,12 @@ from vllm_magicdec.policies.base import PagePolicy
 from vllm_magicdec.policies.sinks_and_window import SinksAndWindow
 from vllm_magicdec.spire.settings import SpireSettings
 from vllm_magicdec.vllm_api.cpu_products import why_products_are_slow
+from vllm_magicdec.vllm_api.graph_sizes import (
+    capture_every_length,
+    captures_by_length,
+    find_missing_graphs,
+)
+from vllm_magicdec.vllm_api.profiles import check_profile
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -182,11 +193,19 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
                     f"{METHOD}: draft_lookup_sources has no use, because 'auto' looks nothing up here; use "
                     "draft_lookup='on', which says what it lacks, or remove it"
                 )
-        is_synthetic = self.rejection_sample_method == "synthetic"  # by rates for each of vLLM's number
-        may_be_more = self.adaptive and self.max_num_speculative_tokens is None and not is_synthetic
-        if self.draft_lookup == "on" and may_be_more:
-            self.num_speculative_tokens = self.max_num_speculative_tokens = _MAX_TOKENS_WITH_LOOKUPS
+        most = self._default_most
+        if self.adaptive and self.max_num_speculative_tokens is None and most > self.num_speculative_tokens:
+            self.num_speculative_tokens = self.max_num_speculative_tokens = most
         self._check_datastores(vllm_config)
+
+    @property
+    def _default_most(self) -> int:
+        """Drafts of a round, at most, where the user does not say."""
+        if not self.adaptive:
+            return int(default_of("num_speculative_tokens"))
+        is_synthetic = self.rejection_sample_method == "synthetic"  # by rates for each of vLLM's number
+        looks_up = self.draft_lookup == "on" and not is_synthetic
+        return _MAX_TOKENS_WITH_LOOKUPS if looks_up else DEFAULT_MAX_TOKENS
 
     def _check_datastores(self, vllm_config: VllmConfig) -> None:
         model = vllm_config.model_config
@@ -284,8 +303,41 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
         try:
             parsed = self.policy.parse_budget(self, limits, budget)
         except ValueError as error:
-            raise MagicDecConfigError(f"{METHOD}: {error}") from None
+            others = self._find_room_takers(vllm_config, budget)
+            raise MagicDecConfigError(f"{METHOD}: {error}{others}") from None
         return min(parsed.max_tokens, limits.max_model_len)
+
+    def _find_room_takers(self, vllm_config: VllmConfig, budget: float) -> str:
+        """What else leaves too little of a budget: the fewest fields at whose defaults it would do.
+
+        Args:
+            vllm_config: the engine's.
+            budget: that the policy cannot work with.
+        """
+        names = ("draft_kv_sink", "snapkv_window", "snapkv_recent")
+        defaults = {name: default_of(name) for name in names}
+        defaults["num_speculative_tokens"] = self._default_most
+        larger = [name for name, default in defaults.items() if getattr(self, name) > default]
+
+        def would_do(at_default: Sequence[str]) -> bool:
+            other = copy.copy(self)
+            for name in at_default:
+                setattr(other, name, defaults[name])
+            limits = other.limits(vllm_config, vllm_config.cache_config.block_size)
+            try:
+                self.policy.parse_budget(other, limits, budget)
+            except ValueError:
+                return False
+            return True
+
+        def typed(name: str) -> str:
+            is_most = self.adaptive and name == "num_speculative_tokens"
+            return f"{'max_' if is_most else ''}{name}={getattr(self, name)}"
+
+        for count in range(1, len(larger) + 1):
+            if takers := [group for group in combinations(larger, count) if would_do(group)]:
+                return "".join(f", or less than {' and '.join(map(typed, group))}" for group in takers)
+        return ""
 
     def _adapt(self, vllm_config: VllmConfig) -> None:
         """Let a scheduler with a controller choose for every step."""
@@ -305,7 +357,7 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
                 "executor 'external_launcher' all have to choose alike; give a number"
             )
         if self.profile is not None:
-            self._check_profile(self.profile)
+            check_profile(self.profile, self, self._default_most)
         by_length, most = captures_by_length(vllm_config), self.num_speculative_tokens
         if self.adaptive:
             few = nested_lengths(most, max(2, scheduler.max_num_seqs))
@@ -313,78 +365,9 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
             # Lookups on the device have graphs of their own for each.
             self.choose_among(few if by_length or self.looks_up_on_device else every)
         if by_length:
-            _capture_every_length(vllm_config)
+            capture_every_length(vllm_config)
         name = "MagicDecAsyncScheduler" if scheduler.async_scheduling else "MagicDecScheduler"
         scheduler.scheduler_cls = f"vllm_magicdec.adaptive.scheduler.{name}"
-
-    def _check_profile(self, path: str) -> None:
-        try:
-            measured = StepTimes.load(Path(path)).budgets
-        except ValueError as error:
-            raise MagicDecConfigError(f"{METHOD}: profile: {error}") from None
-        # A fraction is of this engine's model length, which may differ from the profile's.
-        if self.draft_kv_budget >= 1 and not set(self.budgets) <= set(measured):
-            raise MagicDecConfigError(
-                f"{METHOD}: profile: {path} was measured with draft_kv_budget={_and(measured)}, not "
-                f"{_and(self.budgets)}; use what was measured, or measure again with 'magicdec profile'"
-            )
-
-
-def captures_by_length(vllm_config: VllmConfig) -> bool:
-    """Whether vLLM captures a full CUDA graph for every number of drafts and padded batch size.
-
-    Then each number costs start-up time and memory, and not all sets of numbers have graphs of every batch.
-    Elsewhere (CPUs, eager and piecewise engines, the V1 runner, for which vLLM turns full graphs off if
-    that number varies) a number costs nothing, and all are chosen among.
-    """
-    mode = vllm_config.compilation_config.cudagraph_mode
-    return bool(mode.decode_mode() == CUDAGraphMode.FULL and mode.separate_routine())
-
-
-def _capture_every_length(vllm_config: VllmConfig) -> None:
-    """Have full graphs captured for every number of drafts and every batch within vLLM's largest size.
-
-    vLLM gives a verification the graphs of the next larger number of tokens that any was captured for, and
-    none if that one is of other numbers of drafts. So its sizes become, rounded down, multiples of what all
-    numbers verify per request. The largest size and those of `max_num_seqs` requests stay, and the nearest
-    sizes that each number can have go with them.
-    """
-    compilation, spec = vllm_config.compilation_config, vllm_config.speculative_config
-    assert isinstance(spec, MagicDecSpeculativeConfig)
-    positions = {length + 1 for length in (0, *spec.lengths)}
-    common, most = math.lcm(*positions), compilation.max_cudagraph_capture_size
-    sizes = set(compilation.cudagraph_capture_sizes)
-    sizes = {size - size % common if size > common else size for size in sizes}
-    sizes |= {most, *(vllm_config.scheduler_config.max_num_seqs * n for n in positions)}
-    for n in positions:
-        sizes |= {size - size % n for size in sizes} | {-(-size // n) * n for size in sizes}
-    compilation.cudagraph_capture_sizes = sorted(size for size in sizes if 0 < size <= most)
-
-
-def find_missing_graphs(vllm_config: VllmConfig) -> Iterator[str]:
-    """What runs without a full CUDA graph by vLLM's own limits, and what to set; a sentence for each."""
-    compilation, spec = vllm_config.compilation_config, vllm_config.speculative_config
-    assert isinstance(spec, MagicDecSpeculativeConfig)
-    if not captures_by_length(vllm_config):
-        return
-    max_num_seqs = vllm_config.scheduler_config.max_num_seqs
-    drafts = max(spec.lengths, default=spec.num_speculative_tokens)
-    if spec.has_controller and max_num_seqs == 1:
-        yield (
-            f"with --max-num-seqs 1 vLLM captures full CUDA graphs of one number of drafts, {drafts}; with "
-            "2 or more also of steps that draft nothing"
-        )
-    positions, most = drafts + 1, compilation.max_cudagraph_capture_size
-    # As vLLM makes the sizes of one number of drafts from those of all.
-    num_reqs = (-(-size // positions) for size in compilation.cudagraph_capture_sizes)
-    reach = max((n for n in num_reqs if n * positions <= most), default=0)
-    if max_num_seqs > reach:
-        yield (
-            f"vLLM's CUDA graphs end at {most} tokens, so verifications of {drafts} drafts of more than "
-            f"{reach} requests at a time run without, which is slower where the GPU waits for the host "
-            "(small models, tensor parallelism); if N requests decode at a time, N a multiple of 16, set "
-            f"--max-cudagraph-capture-size to {positions} x N; memory and start-up time grow with it"
-        )
 
 
 def check_refresh(async_scheduling: bool, v2_model_runner: bool) -> None:
@@ -398,8 +381,3 @@ def check_refresh(async_scheduling: bool, v2_model_runner: bool) -> None:
             f"{METHOD}: draft_kv_refresh needs the V2 model runner under asynchronous scheduling; use "
             "--no-async-scheduling or draft_kv_refresh=0"
         )
-
-
-def _and(budgets: Sequence[float]) -> str:
-    *first, last = (f"{budget:g}" for budget in budgets)
-    return f"{', '.join(first)} and {last}" if first else last

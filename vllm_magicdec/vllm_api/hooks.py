@@ -2,12 +2,13 @@
 """Every point at which the plugin wraps vLLM when vLLM loads it, as data.
 
 Three points make objects: where vLLM makes its own class for a `draft_model`, it gets our subclass instead
-if, and only if, `magicdec-self` was selected. Two belong to the command line, one leaves memory beside the
-KV cache, one makes a draft model's smaller, one brings the requests' LoRA adapters, one a target's
-activations, and four bring counts to the front end. Later, and only with the method selected,
-`attention/switch.py` stands before each layer's attention, and `cpu_sampling.py` and `cpu_attention.py`
-mend what is wrong on CPUs. No file of vLLM is edited. A vLLM that has a registry for out-of-tree
-speculators (see `patches/`) is asked through that, and of these only the last eight are used.
+if, and only if, a method of the plugin was selected. Two belong to the command line, one leaves memory
+beside the KV cache, one makes a draft model's smaller, one brings the requests' LoRA adapters, one a
+target's activations, four bring counts to the front end, and with these and one more drafts reach the
+engine core. Later, and only with such a method, `attention/switch.py` stands before each layer's attention,
+and `cpu_sampling.py` and `cpu_attention.py` mend what is wrong on CPUs. No file of vLLM is edited. A vLLM
+that has a registry for out-of-tree speculators (see `patches/`) is asked through that, and of these only
+the last nine are used.
 """
 
 import functools
@@ -208,31 +209,48 @@ def _hand_out_activations(owner: Any, original: Callable[..., Any]) -> Callable[
     return load_model
 
 
-def _send_counts(owner: type, original: Callable[..., Any]) -> Callable[..., Any]:
+def _send_with_output(owner: type, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = original(self, *args, **kwargs)
         if not _engine_selects({"vllm_config": self.vllm_config}):
             return output
         from vllm_magicdec.vllm_api.counts import send
+        from vllm_magicdec.vllm_api.drafts_with_output import send_drafts
 
         draft = getattr(self, "drafter", None) or self.speculator
-        return send(draft.counts, output)
+        return send_drafts(self, send(draft.counts, output))
 
     return sample_tokens
 
 
-def _pass_counts_on(owner: type, original: Callable[..., Any]) -> Callable[..., Any]:
+def _receive_with_output(owner: type, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
         outputs = original(self, scheduler_output, model_runner_output)
         if _engine_selects({"vllm_config": self.vllm_config}):
             from vllm_magicdec.vllm_api.counts import pass_on
+            from vllm_magicdec.vllm_api.drafts_with_output import keep_drafts
 
             pass_on(self, model_runner_output, outputs.values())
+            keep_drafts(self, model_runner_output)
         return outputs
 
     return update_from_output
+
+
+def _take_received_drafts(owner: type, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def post_step(self: Any, model_executed: bool) -> None:
+        # vLLM 0.32's does nothing but ask for drafts.
+        if model_executed and _engine_selects({"vllm_config": self.vllm_config}):
+            from vllm_magicdec.vllm_api.drafts_with_output import update_drafts
+
+            if update_drafts(self.scheduler):
+                return
+        original(self, model_executed)
+
+    return post_step
 
 
 def _show_counts(owner: type, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -290,8 +308,8 @@ COUNTS_HOOKS = (
             owner="GPUModelRunner",
             name="sample_tokens",
             parameters=("self", "grammar_output"),
-            reason="what a worker has counted goes with the output of its step, to whatever host",
-            wrap=_send_counts,
+            reason="what a worker counted goes with the output of its step, to whatever host; so do drafts",
+            wrap=_send_with_output,
         )
         for module in ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
     ),
@@ -300,8 +318,8 @@ COUNTS_HOOKS = (
         owner="Scheduler",
         name="update_from_output",
         parameters=("self", "scheduler_output", "model_runner_output"),
-        reason="from there it goes to the front end with the step's statistics",
-        wrap=_pass_counts_on,
+        reason="from there it goes to the front end with the step's statistics; drafts wait there",
+        wrap=_receive_with_output,
     ),
     Hook(
         module="vllm.v1.metrics.loggers",
@@ -313,8 +331,17 @@ COUNTS_HOOKS = (
     ),
 )
 
+DRAFTS_HOOK = Hook(
+    module="vllm.v1.engine.core",
+    owner="EngineCore",
+    name="post_step",
+    parameters=("self", "model_executed"),
+    reason="drafts that came with the output need not be asked for, while the workers would stand still",
+    wrap=_take_received_drafts,
+)
+
 # Those of a vLLM that makes our objects itself.
-BESIDE_REGISTRY = (MEMORY_HOOK, RINGS_HOOK, ADAPTERS_HOOK, ACTIVATIONS_HOOK, *COUNTS_HOOKS)
+BESIDE_REGISTRY = (MEMORY_HOOK, RINGS_HOOK, ADAPTERS_HOOK, ACTIVATIONS_HOOK, *COUNTS_HOOKS, DRAFTS_HOOK)
 
 HOOKS = (
     Hook(

@@ -162,9 +162,12 @@ def why_no_ring(vllm_config: VllmConfig) -> str | None:
     if spec.draft_kv_cache == "whole":
         return "draft_kv_cache is 'whole'"
     if spec.spire is not None:
+        # What the prefix cache hands on makes no memory, as the target does not read it; without prefix
+        # caching the chunks are still in the way.
         return (
-            "a SPIRe draft's memory of a token can be made only when the target reads it, and the target "
-            "does not read again what the prefix cache hands on"
+            "a SPIRe draft's memory is written where the target's step writes, a chunk of a prompt at "
+            "once, which no ring has a place for, with or without prefix caching; use "
+            "draft_kv_cache='whole'"
         )
     if find_ring(vllm_config, vllm_config.cache_config.block_size) is None:
         return f"draft_kv_policy={spec.draft_kv_policy!r} reads more than sinks and a window"

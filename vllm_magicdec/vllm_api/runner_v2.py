@@ -280,6 +280,9 @@ class MagicDecSpeculator(StandaloneARSpeculator):
                 self.draft_token_confidence_probs[:num_reqs] = 0.0
             elif self._drafter.draft_lists is not None and num_steps > 0:
                 self._fill_up(self._drafter.draft_lists, num_steps)
+            if drafted and self._batch is not None and all(self._batch.is_prefilling):
+                # No pass has told any. As vLLM has it of new requests.
+                self.draft_token_confidence_probs[:num_reqs] = 1.0
             if self._drafts_are_awaited:
                 torch.accelerator.current_stream().synchronize()
         return self._drafter.draft_tokens[:num_reqs]

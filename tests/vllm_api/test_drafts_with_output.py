@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafts come with their step's output where they are there by then; elsewhere vLLM asks for them."""
+
+import pickle
+from types import SimpleNamespace
+
+import pytest
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.outputs import (
+    EMPTY_MODEL_RUNNER_OUTPUT,
+    AsyncModelRunnerOutput,
+    DraftTokenIds,
+    ModelRunnerOutput,
+)
+
+from vllm_magicdec.adaptive.draft_plan import DraftLists
+from vllm_magicdec.adaptive.metrics import Counts, counts_of
+from vllm_magicdec.errors import METHOD
+from vllm_magicdec.plugin import register
+from vllm_magicdec.vllm_api.counts import pass_on
+from vllm_magicdec.vllm_api.hooks import _MARK, HOOKS
+
+register()
+ASKED = DraftTokenIds(["a"], [[5]])
+
+
+@pytest.fixture
+def config(tmp_path):
+    from transformers import LlamaConfig
+
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    LlamaConfig(vocab_size=64, architectures=["LlamaForCausalLM"], **sizes).save_pretrained(tmp_path)
+    spec = {"method": METHOD, "num_speculative_tokens": 2}
+    engine = {"skip_tokenizer_init": True, "max_model_len": 512, "block_size": 32}
+    return EngineArgs(model=str(tmp_path), speculative_config=spec, **engine).create_engine_config()
+
+
+def step_output():
+    return ModelRunnerOutput(req_ids=["a"], req_id_to_index={"a": 0}, sampled_token_ids=[[1]])
+
+
+class Late(AsyncModelRunnerOutput):
+    """As the V2 runner's, on a CPU too."""
+
+    def get_output(self):
+        return step_output()
+
+
+def wrapped(module, name, original):
+    """The plugin's function around that one in place of vLLM's."""
+    (hook,) = (hook for hook in HOOKS if (hook.module, hook.name) == (module, name))
+    return hook.wrap(hook.find_owner(), original)
+
+
+def given_after_a_step(config, output, drafts, runner="vllm.v1.worker.gpu_model_runner"):
+    """What comes to the scheduler of a step, and whether the workers were asked for it."""
+    counts = Counts()
+    counts.add("draft_failures")
+    drafter = SimpleNamespace(counts=counts)
+    worker = SimpleNamespace(vllm_config=config, drafter=drafter, take_draft_token_ids=lambda: drafts)
+    sample = wrapped(runner, "sample_tokens", lambda runner, grammar_output: output)
+    sent = sample(worker, None)
+    if isinstance(sent, AsyncModelRunnerOutput):
+        sent = sent.get_output()
+    sent = pickle.loads(pickle.dumps(sent))
+    pass_on(telling := SimpleNamespace(), sent, [])
+    assert counts_of(telling).take().added == {"draft_failures": 1}, "counts travel beside them"
+    given: list[DraftTokenIds] = []
+    questions = []
+
+    def ask():
+        questions.append(1)
+        return ASKED
+
+    scheduler = SimpleNamespace(vllm_config=config, update_draft_token_ids=given.append)
+    update = wrapped(
+        "vllm.v1.core.sched.scheduler", "update_from_output", lambda scheduler, scheduled, output: {}
+    )
+    update(scheduler, None, sent)
+    assert not given, "not before the outputs have been handed on"
+    core = SimpleNamespace(
+        vllm_config=config,
+        scheduler=scheduler,
+        model_executor=SimpleNamespace(take_draft_token_ids=ask),
+        check_for_draft_tokens=True,
+        async_scheduling=config.scheduler_config.async_scheduling,
+    )
+    post_step = wrapped("vllm.v1.engine.core", "post_step", getattr(EngineCore.post_step, _MARK))
+    post_step(core, True)
+    first, was_asked = list(given), bool(questions)
+    post_step(core, False)
+    assert given == first
+    if not core.async_scheduling:
+        post_step(core, True)
+        assert given == [*first, ASKED], "each step's once"
+    return first, was_asked
+
+
+@pytest.mark.parametrize(
+    ("runner", "output"),
+    [
+        ("vllm.v1.worker.gpu_model_runner", step_output()),
+        ("vllm.v1.worker.gpu.model_runner", Late()),
+    ],
+)
+def test_drafts_come_with_the_output_and_nobody_is_asked(config, runner, output):
+    drafts = DraftTokenIds(["a"], DraftLists([[3, 4]], num_passes=1))
+    (got,), was_asked = given_after_a_step(config, output, drafts, runner)
+    assert not was_asked
+    assert got.req_ids == ["a"] and got.draft_token_ids == [[3, 4]]
+    assert got.draft_token_ids.num_passes == 1, "what the controller learns from"
+
+
+def test_a_step_without_drafts_asks_nobody_either(config):
+    assert given_after_a_step(config, step_output(), None) == ([], False)
+
+
+def test_everybodys_empty_output_carries_nothing(config):
+    given, was_asked = given_after_a_step(config, EMPTY_MODEL_RUNNER_OUTPUT, ASKED)
+    assert given == [ASKED] and was_asked
+    assert not any("magicdec" in name for name in vars(EMPTY_MODEL_RUNNER_OUTPUT))
+
+
+@pytest.mark.parametrize("where", ["on a device", "in a pipeline", "asynchronously"])
+def test_where_drafts_come_later_vllm_asks(config, where):
+    if where == "on a device":
+        config.device_config.device_type = "cuda"
+    elif where == "in a pipeline":
+        config.parallel_config.pipeline_parallel_size = 2
+    else:
+        config.scheduler_config.async_scheduling = True
+    drafts = DraftTokenIds(["a"], [[3, 4]])
+    expected = ([], False) if where == "asynchronously" else ([ASKED], True)
+    assert given_after_a_step(config, step_output(), drafts) == expected
