@@ -126,7 +126,7 @@ PARTS = (
         "--context 7000 --rate-fractions 0.8 --num-gpu-blocks-override 3800 --out {out}",
         13,
     ),
-    Part("simulation.json", "simulation.py", "--out {out}", 9),
+    Part("simulation.json", "simulation.py", "--out {out}", 27),
     Part("ray-documents.json", "ray_documents.py", "--out {out}", 4),
     Part("auto-kv-heavy.json", "auto.py", "--batch 1 4 8 --pairs 7 --out {out}", 30),
     Part(

@@ -2,7 +2,8 @@
 """The tables of results in README and docs/: what a page quotes is what a committed file says.
 
 A table stands between `<!-- result: PATH ... -->` and `<!-- end -->`, where each PATH is a JSON file in
-results/ and all are of one script; `python benchmarks/docs_tables.py` writes it anew.
+results/ and all are of one script; `<!-- latencies: PATH -->` begins a soak's other table. `python
+benchmarks/docs_tables.py` writes them anew.
 """
 
 import json
@@ -32,7 +33,9 @@ from common.tables import console, markdown
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 PAGES = (HERE.parent / "README.md", *sorted((HERE.parent / "docs").glob("*.md")))
-_TABLE = re.compile(r"(<!-- result: (?P<paths>.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
+_TABLE = re.compile(
+    r"(?P<begin><!-- (?P<what>result|latencies): (?P<paths>.+?) -->\n).*?(?P<end><!-- end -->)", re.DOTALL
+)
 _TABLE_OF = {
     "acceptance": acceptance.table_of,
     "auto": lambda records: auto.table_of(*records),
@@ -46,26 +49,33 @@ _TABLE_OF = {
     "roofline": lambda records: roofline.table_of(*records),
     "simulation": lambda records: simulation.table_of(*records),
     "soak": lambda records: soak.table_of(*records),
-    "spire": lambda records: spire.table_of(*records),
+    "spire": spire.table_of,
     "suite": lambda records: suite.tables_of(*records)[0],
     "trees": lambda records: trees.table_of(*records),
     "wide passes": lambda records: wide_passes.table_of(*records),
 }
 
 
-def table_of(paths: Iterable[str]) -> str:
+def table_of(what: str, paths: Iterable[str]) -> str:
     """In Markdown.
 
     Args:
+        what: "result", or "latencies" of a soak.
         paths: of the records, within results/.
     """
     records: list[dict[str, Any]] = [json.loads((RESULTS / path).read_text()) for path in paths]
+    if what == "latencies":
+        return markdown(soak.latency_table_of(*records))
     return markdown(_TABLE_OF[records[0]["benchmark"]](records))
 
 
 def filled(text: str) -> str:
     """A page with the tables of its results."""
-    return _TABLE.sub(lambda found: f"{found[1]}{table_of(found['paths'].split())}\n{found[3]}", text)
+
+    def fill(found: re.Match[str]) -> str:
+        return f"{found['begin']}{table_of(found['what'], found['paths'].split())}\n{found['end']}"
+
+    return _TABLE.sub(fill, text)
 
 
 def fill_tables(pages: Iterable[Path] = PAGES) -> list[Path]:

@@ -61,9 +61,9 @@ def measure(settings: dict[str, Any], spec: dict[str, Any] | None) -> dict[str, 
 
 def table_of(record: Mapping[str, Any]) -> Table:
     """A record's engines."""
-    columns = ("draft", "tokens of the target", "of plain", "groups of layers")
+    columns = ("tokens of the target", "of plain", "groups of layers")
     model, window = record["engine"]["model"], record["window"]
-    table = make_table(f"{model}: room in {record['kv_cache_gib']} GiB", columns)
+    table = make_table(f"{model}: room in {record['kv_cache_gib']} GiB", columns, ["draft"])
     names = {
         "plain": "none",
         "draft_model": "`draft_model`",

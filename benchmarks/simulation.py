@@ -6,9 +6,9 @@ three Poisson loads are shares of that. `vllm serve` and `vllm bench serve` run 
 replays when the requests really began. It is told how many drafts stood, which no profile can know, what
 the server's front end takes (of single requests, what their first token takes beside the engine's steps),
 and nothing else that was measured on the server. Machines change their speed: the engine is profiled again
-after every run, while the servers stand still, and a run is simulated by the profiles beside it. Prefix
-caching is off. On a CPU the server's worker has its cores for itself, as far as there are others for the
-rest.
+after every run, while the servers stand still, a run is simulated by the profiles beside it, and of several
+turns of each load the medians count. Prefix caching is off. On a CPU the server's worker has its cores for
+itself, as far as there are others for the rest.
 """
 
 import argparse
@@ -24,12 +24,13 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from bad_day.watching import named_processes
-from common.engines import PAGE, set_environment
+from common.engines import PAGE, set_environment, take_turns
 from common.machine import vllm_environment
 from common.options import add_documents, add_model, add_out, make_parser, settings_of
 from common.record import make_record, write
@@ -186,13 +187,18 @@ class Contender:
         with self.server.only_now():
             self._run(load, self.args.seqs, 8, "warm")
 
-    def run(self, rate: float) -> tuple[dict[str, Any], float]:
-        """`vllm bench serve`'s JSON of requests that come at that rate, and `frontend_seconds`."""
+    def run(self, rate: float, name: str) -> tuple[dict[str, Any], float]:
+        """`vllm bench serve`'s JSON of requests that come at that rate, and `frontend_seconds`.
+
+        Args:
+            rate: requests per second.
+            name: of this run alone.
+        """
         count = math.ceil(rate * self.args.seconds)
         with self.server.only_now(), worker_alone(self.server):
             frontend_s = frontend_seconds(self.server, self.args.model_path, self.requests)
             load = Load(self.args.context, rate=rate)
-            return self._run(load, count, self.args.tokens, f"{rate:g}", "--save-detailed"), frontend_s
+            return self._run(load, count, self.args.tokens, name, "--save-detailed"), frontend_s
 
     def _run(self, load: Load, count: int, num_tokens: int, name: str, *options: str) -> dict[str, Any]:
         where = self.folder / self.method / name
@@ -238,13 +244,17 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             contenders.append(Contender(method, server, args, requests, folder))
             contenders[-1].warm_up()
         profile()
-        for rate, contender in itertools.product(rates, contenders):
-            result, frontend_s = contender.run(rate)
+
+        def run(rate: float, contender: Contender) -> None:
+            result, frontend_s = contender.run(rate, f"run-{len(record['runs'])}")
             profile()
             times = BeforeAndAfter(*profiled[-2:])
             record["runs"].append(
                 compare_run(args, contender.method, rate, result, times, limits, frontend_s)
             )
+
+        loads = itertools.product(rates, contenders)
+        take_turns({f"{rate:g} {one.method}": partial(run, rate, one) for rate, one in loads}, args.turns)
     return record
 
 
@@ -288,15 +298,20 @@ def limits_of(seqs: int, context: int, tokens: int, batched_tokens: int) -> Limi
 
 
 def table_of(record: dict[str, Any]) -> Table:
-    """Served, simulated and the error, by load."""
+    """Served and simulated, the medians of the turns, and the error of the one to the other, by load."""
     names = [name if "/s" in name else f"{name}, median ms" for name in COMPARED]
     table = make_table("served, simulated, error", names, names=["method", "requests/s"])
+    loads: dict[tuple[str, float], list[dict[str, Any]]] = {}
     for run in record["runs"]:
-        cells = (
-            f"{cell['served']:.1f} {cell['simulated']:.1f} {cell['error']:+.0%}"
-            for cell in run["compared"].values()
-        )
-        table.add_row(run["method"], f"{run['rate']:g}", *cells)
+        loads.setdefault((run["method"], run["rate"]), []).append(run["compared"])
+    for (method, rate), turns in loads.items():
+        cells = []
+        for name in COMPARED:
+            served, simulated = (
+                statistics.median(turn[name][whose] for turn in turns) for whose in ("served", "simulated")
+            )
+            cells.append(f"{served:.1f} {simulated:.1f} {simulated / served - 1:+.0%}")
+        table.add_row(method, f"{rate:g}", *cells)
     return table
 
 
@@ -311,8 +326,9 @@ def main() -> None:
     parser.add_argument("--batched-tokens", type=int, default=2048, help="of a step, at most")
     parser.add_argument("--drafts", type=int, default=4, help="per round")
     parser.add_argument("--budget", type=int, default=256, help="tokens that a draft step reads")
-    parser.add_argument("--shares", type=float, nargs=3, default=[0.3, 0.6, 0.85], help="of the capacity")
-    parser.add_argument("--seconds", type=float, default=20, help="that requests come, at each load")
+    parser.add_argument("--shares", type=float, nargs=3, default=[0.25, 0.5, 0.75], help="of the capacity")
+    parser.add_argument("--seconds", type=float, default=30, help="that requests come, at each load")
+    parser.add_argument("--turns", type=int, default=3, help="of every load and method")
     args = parser.parse_args()
     set_environment(kv_cache_gib=2)
     with model_folder(args.model) as args.model_path, TemporaryDirectory() as folder:

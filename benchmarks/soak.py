@@ -29,17 +29,18 @@ import numpy as np
 import openai
 from bad_day.asking import Answer
 from bad_day.bad_input import Rejection, send_bad_until
-from bad_day.faults import FAULTS, FEW, Conductor
+from bad_day.clock import Clock
+from bad_day.faults import SHORT_MINUTES, Conductor
 from bad_day.judging import (
     WARM_UP_SHARE,
-    accepted_unasked,
     checks_of,
     judge_answers,
     judge_bad_input,
     latencies,
+    own_passes,
     slopes,
 )
-from bad_day.kills import run_kills
+from bad_day.kills import chosen_kills, run_kills
 from bad_day.plotting import draw
 from bad_day.requests import Request, make_requests
 from bad_day.servers import serve_tiny, speculation
@@ -51,10 +52,14 @@ from common.tables import console, make_table
 from kv_heavy import TINY_LLAMA
 from rich.table import Table
 
-# Pages of 32 tokens: the longest request fits, a burst does not.
-_KV_BLOCKS = 232
+# Of pages of 32 tokens the longest request fits, a burst does not. Prompts are let in by their first piece:
+# where all of one has to fit, only answers preempt as they grow, and seldom.
+_KV_CACHE = ("--num-gpu-blocks-override", "232", "--no-scheduler-reserve-full-isl")
 _REQUESTS_PER_MINUTE = 40  # that differ; each comes about five times
-_SETTLE_S = 60
+# Of plain decoding's requests per second, while `auto` tries, fails and is forced to draft. More would only
+# pile up, until those of low priority have waited for too long.
+_SHARE_OF_PLAIN = 0.7
+_SETTLE_S = 180  # of which a virtual machine may stand still for a minute
 
 
 def make_store(folder: Path, requests: list[Request], tokenizer: Any) -> Path | None:
@@ -70,15 +75,25 @@ def make_store(folder: Path, requests: list[Request], tokenizer: Any) -> Path | 
     return None
 
 
+def rate_of(asked: float, plain: float) -> float:
+    """Requests per second that are sent; `plain` are those that plain decoding answers."""
+    return min(asked, round(_SHARE_OF_PLAIN * plain, 2))
+
+
 def run_traffic(args: argparse.Namespace) -> dict[str, Any]:
     """The server that is asked all the while."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(str(TINY_LLAMA))
     requests = make_requests(tokenizer, max(60, round(_REQUESTS_PER_MINUTE * args.minutes)), args.seed)
-    say(f"plain decoding answers {sum(request.is_greedy for request in requests)} requests ...")
+    num_greedy = sum(request.is_greedy for request in requests)
+    say(f"plain decoding answers {num_greedy} requests ...")
     with serve_tiny() as (server, _):
+        began_s = time.monotonic()
         plain = asyncio.run(answers_of(server.url, requests))
+        plain_rate = num_greedy / (time.monotonic() - began_s)
+    # Whoever wants an hour says what a slow machine is asked for.
+    rate = rate_of(args.rate, plain_rate) if args.minutes < SHORT_MINUTES else args.rate
     with tempfile.TemporaryDirectory(prefix="soak-") as name:
         folder = Path(name)
         store = make_store(folder, requests, tokenizer)
@@ -87,19 +102,20 @@ def run_traffic(args: argparse.Namespace) -> dict[str, Any]:
         sources = ["context", *([str(store)] if store else [])]
         with serve_tiny(
             *speculation(draft_kv_policy="verify-topk", draft_lookup_sources=sources),
-            *("--num-gpu-blocks-override", str(_KV_BLOCKS)),
+            *_KV_CACHE,
             environment={"VLLM_MAGICDEC_FAULT": str(fault)},
         ) as (server, footprint):
-            say(f"{args.minutes:g} minutes of traffic ...")
-            began_s = time.monotonic()
-            traffic = Traffic(server.url, requests, began_s)
-            watch = Watch(server, footprint, lambda: len(traffic.outcomes), lambda: traffic.now_s)
-            names = FEW if args.short else tuple(FAULTS)
-            conductor = Conductor(
-                fault, server.log, store, lambda: failures_of(server), args.minutes, names
-            )
+            say(f"{args.minutes:g} minutes of traffic, {rate:g} requests per second ...")
+            if store is None:
+                say("no datastore is cut: the extra 'index' is not installed")
+            clock = Clock()
+            traffic = Traffic(server.url, requests, clock.now_s)
+            watch = Watch(server, footprint, lambda: len(traffic.outcomes), clock.now_s)
+            conductor = Conductor(fault, server.log, store, lambda: failures_of(server), args.minutes)
             try:
-                rejections = asyncio.run(_all_at_once(args, traffic, watch, conductor, server.url))
+                rejections = asyncio.run(
+                    _all_at_once(args, rate, clock, traffic, watch, conductor, server.url)
+                )
                 drafts = {
                     name: round(value)
                     for name, value in server.metrics().items()
@@ -114,33 +130,41 @@ def run_traffic(args: argparse.Namespace) -> dict[str, Any]:
                 if args.log:
                     args.log.write_text(server.log.read_text(errors="replace"))
             left = footprint.wait_until_gone(_SETTLE_S)
-    return _record(args, requests, plain, traffic, watch, conductor, rejections, drafts, left)
+    record = _record(args, requests, plain, traffic, watch, conductor, rejections, drafts, left)
+    return {"asked_rate": args.rate, "rate": rate, **record}
 
 
 async def _all_at_once(
-    args: argparse.Namespace, traffic: Traffic, watch: Watch, conductor: Conductor, url: str
+    args: argparse.Namespace,
+    rate: float,
+    clock: Clock,
+    traffic: Traffic,
+    watch: Watch,
+    conductor: Conductor,
+    url: str,
 ) -> list[Rejection]:
     seconds = 60 * args.minutes
+    ticking = asyncio.create_task(clock.tick())
     await watch.take()
     watching = asyncio.create_task(watch.watch(max(1.0, seconds / 500)))
-    until_s = time.monotonic() + seconds
     _, rejections, _ = await asyncio.gather(
-        traffic.send(seconds, args.rate, args.seed),
-        send_bad_until(url, args.bad_input_every, until_s),
-        conductor.conduct(lambda: traffic.now_s),
+        traffic.send(seconds, rate, args.seed),
+        send_bad_until(url, args.bad_input_every, seconds, clock.now_s),
+        conductor.conduct(clock.now_s),
     )
     watching.cancel()
     with suppress(asyncio.CancelledError):
         await watching
-    deadline_s = time.monotonic() + _SETTLE_S
+    deadline_s = clock.now_s() + _SETTLE_S
     while True:  # requests of clients that hung up
         await traffic.ask_for_a_token()
         last = await watch.take()
-        if not last.gauges["running"] + last.gauges["waiting"] or time.monotonic() > deadline_s:
+        if not last.gauges["running"] + last.gauges["waiting"] or clock.now_s() > deadline_s:
             break
         await asyncio.sleep(1)
     await traffic.close()
     await watch.take()
+    ticking.cancel()
     return rejections
 
 
@@ -166,7 +190,7 @@ def _record(
         "faults": [asdict(window) for window in conductor.windows],
         "failures": last.failures,
         "tokens": drafts,
-        "accepted_unasked": accepted_unasked(watch.samples, conductor.windows),
+        "own_passes": own_passes(watch.samples, conductor.windows),
         "bad_input": judge_bad_input(rejections),
         "slopes": slopes(watch.samples, seconds),
         "answered_after_warm_up": last.answered - warm.answered,
@@ -222,13 +246,19 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument(
         "--minutes", type=float, default=60, help="of traffic; start-up and kills come on top"
     )
-    parser.add_argument("--rate", type=float, default=3.5, help="requests per second in the mean")
+    parser.add_argument(
+        "--rate",
+        type=float,
+        default=3.5,
+        help=f"requests per second in the mean; in less than {SHORT_MINUTES} minutes at most "
+        f"{_SHARE_OF_PLAIN:g} of what plain decoding answers",
+    )
     parser.add_argument("--bad-input-every", type=float, default=1.5, help="seconds")
     parser.add_argument("--only", choices=("traffic", "kills"), help="a part alone")
     parser.add_argument(
-        "--short",
+        "--one-rank",
         action="store_true",
-        help="three faults, and kills on one rank only, as 'make test' has it",
+        help="no kills of tensor-parallel ranks and of the engine core, as 'make test' has it",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
@@ -248,7 +278,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         is_parallel = record["machine"]["vllm_kernels"] != "_C_AVX2"
         if not is_parallel:
             say("no kills of two ranks: with its AVX2 kernels vLLM 0.32.0 is not tensor-parallel")
-        record["kills"] = run_kills(say, with_two_ranks=is_parallel and not args.short)
+        with_two_ranks = is_parallel and not args.one_rank
+        record["kills"] = run_kills(say, chosen_kills(with_two_ranks=with_two_ranks, few=args.one_rank))
     write(record, args.out)
     if args.out is not None and "traffic" in record:
         draw(record, args.out.with_suffix(".png"))

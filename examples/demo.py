@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serve a model without and with magicdec-self and compare: `make demo`, or `make demo MODEL=...`.
+"""Serve a model without and with speculation and compare: `make demo`, or `make demo MODEL=...`.
+
+The model drafts for itself (magicdec-self), or another one does: `make demo ARGS="--draft FOLDER"`.
 
 Each server gets the same greedy requests through the official `openai` client: one chat, then a batch of
 concurrent completions, all streaming. The prompts are long excerpts of Python's standard library, which is
@@ -37,7 +39,7 @@ from serving import HEALTH_INTERVAL_S, Server, default_options, launch, runs_on_
 HERE = Path(__file__).resolve().parent
 EMBEDDED_MODEL = HERE / "tiny-llama"
 NUM_DRAFT_TOKENS = 4
-SPECULATION = ("--speculative-model", "magicdec-self", "--num-speculative-tokens", str(NUM_DRAFT_TOKENS))
+SELF = "magicdec-self"
 PREAMBLE_TOKENS = 64  # room for the chat template and the question
 CONTEXT_TOKENS = 8192
 EMBEDDED_CONTEXT_TOKENS = 6144  # reading takes time that grows with the square
@@ -434,7 +436,7 @@ def show_answers(measurements: Mapping[str, Measurement], prompts: Sequence[Prom
 
 
 def show_comparison(measurements: Mapping[str, Measurement]) -> None:
-    plain, magicdec = measurements["plain"], measurements["magicdec-self"]
+    (_, plain), (method, magicdec) = measurements.items()
     streams = plain.turns[0].streams
     length = round(statistics.mean(stream.num_prompt_tokens for stream in streams))
     table = Table(
@@ -458,7 +460,7 @@ def show_comparison(measurements: Mapping[str, Measurement]) -> None:
     console.print(f"Greedy texts identical: {same} of {len(pairs)}{remark}.")
 
     ratio = magicdec.decode_tokens_per_s / plain.decode_tokens_per_s
-    console.print(f"Decoding with magicdec-self ran at [bold]{ratio:.2f} x[/bold] the plain speed.")
+    console.print(f"Decoding with {method} ran at [bold]{ratio:.2f} x[/bold] the plain speed.")
     if magicdec.acceptance_length is None:
         raise DemoError("the speculative server verified no draft")
     cost = magicdec.acceptance_length / ratio
@@ -513,6 +515,14 @@ def fits_twice(model: str) -> bool:
     )
 
 
+def speculation_with(draft: str | None) -> list[str]:
+    """The method by which a model drafts (None: the target), and the options of `vllm serve` for it."""
+    options = ["--num-speculative-tokens", str(NUM_DRAFT_TOKENS)]
+    if draft is None:
+        return [SELF, "--speculative-model", SELF, *options]
+    return ["magicdec", "--spec-method", "magicdec", "--speculative-model", draft, *options]
+
+
 def run(arguments: argparse.Namespace, server_options: list[str], bars: Bars) -> None:
     started = time.monotonic()
     model, streams = arguments.model, arguments.streams
@@ -534,7 +544,8 @@ def run(arguments: argparse.Namespace, server_options: list[str], bars: Bars) ->
     options += server_options
 
     plain = [model, *options]
-    commands = {"plain": plain, "magicdec-self": [*plain, *SPECULATION]}
+    method, *speculation = speculation_with(arguments.draft)
+    commands = {"plain": plain, method: [*plain, *speculation]}
     console.rule("servers")
     if fits_twice(model):
         results = run_servers(commands, prompts, arguments.max_tokens, bars)
@@ -557,6 +568,7 @@ def main() -> None:
         allow_abbrev=False,
     )
     parser.add_argument("--model", default=str(EMBEDDED_MODEL), help="folder or name on huggingface.co")
+    parser.add_argument("--draft", help="folder of a model that drafts (default: the model itself)")
     parser.add_argument(
         "--context",
         type=int,

@@ -138,7 +138,7 @@ def connect(address: str | None, replicas: int, cpus: int | None) -> None:
         SystemExit: Ray is not installed, or the cluster cannot be joined.
     """
     if importlib.util.find_spec("ray") is None:
-        sys.exit("error: Ray is not installed; try: pip install 'vllm-magicdec[ray]'")
+        sys.exit("error: Ray is not installed; try, in the checkout: pip install '.[ray]'")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # An engine's processes would outlive a replica that is killed.
     os.environ.setdefault("RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper", "1")

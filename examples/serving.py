@@ -91,7 +91,7 @@ class Server:
         return {sample.labels["engine"]: sample.value for sample in self._samples() if sample.name == name}
 
     def _samples(self) -> list[Sample]:
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as response:
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=120) as response:
             text = response.read().decode()
         return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
 

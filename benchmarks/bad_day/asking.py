@@ -4,7 +4,7 @@
 import asyncio
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,15 +49,22 @@ class Outcome:
 
 
 async def ask(
-    client: openai.AsyncOpenAI, model: str, request: Request, *, stream: bool, **more: Any
+    client: openai.AsyncOpenAI,
+    model: str,
+    request: Request,
+    *,
+    stream: bool,
+    now_s: Callable[[], float] = time.monotonic,
+    **more: Any,
 ) -> tuple[Answer, float | None]:
-    """The whole answer, and when its first token came, by the monotonic clock.
+    """The whole answer, and when its first token came.
 
     Args:
         client: of the server.
         model: its name there.
         request: what is asked.
         stream: the answer comes token by token.
+        now_s: tells when the first one came.
         more: fields of the body.
     """
     body = request.body(model, **more)
@@ -66,7 +73,7 @@ async def ask(
     first_s = None
     if stream:
         async for chunk in await client.completions.create(**known, stream=True, extra_body=body):
-            first_s = first_s or time.monotonic()
+            first_s = first_s or now_s()
             chunks.append(chunk)
     else:
         chunks.append(await client.completions.create(**known, extra_body=body))

@@ -5,6 +5,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -61,7 +62,9 @@ BODIES: Mapping[str, Callable[[], bytes]] = {
     "10 MB of tokens": lambda: _body(prompt=[5] * (_MEGABYTES * 10**6 // 3)),
     "10 MB of nothing": lambda: b"\x00" * (_MEGABYTES * 10**6),
 }
-KINDS = (*BODIES, "not HTTP", "unknown path", "wrong method", "body that never comes", "slow sender")
+_NO_BODY = "body that never comes"
+_GOOD = "health"  # what others ask meanwhile
+KINDS = (*BODIES, "not HTTP", "unknown path", "wrong method", _NO_BODY, "slow sender")
 
 
 async def send_bad(url: str, kind: str) -> Rejection:
@@ -83,12 +86,28 @@ async def _send(url: str, kind: str) -> str:
         async for part in _parts(kind):
             writer.write(part)
             await writer.drain()
-        if kind == "body that never comes":
-            return CLOSED  # by the client: the server waits for a body as long as it takes
-        line = (await reader.readline()).decode(errors="replace").split()
-        return line[1] if len(line) > 1 else CLOSED
+        return await (_give_up(url, reader, writer) if kind == _NO_BODY else _status(reader))
     finally:
         writer.close()
+
+
+async def _status(reader: asyncio.StreamReader) -> str:
+    line = (await reader.readline()).decode(errors="replace").split()
+    return line[1] if len(line) > 1 else CLOSED
+
+
+async def _give_up(url: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
+    """After a while. Others have to get theirs meanwhile, and the server has to let go."""
+    with suppress(TimeoutError):  # uvicorn waits for a body as long as it takes
+        return await asyncio.wait_for(_status(reader), _SLOW_S)
+    others = await _send(url, _GOOD)
+    if others != "200":
+        return f"others got {others}"
+    try:
+        writer.write_eof()
+    except OSError:  # there is no connection any more
+        return CLOSED
+    return await _status(reader)
 
 
 async def _parts(kind: str) -> AsyncIterator[bytes]:
@@ -99,9 +118,10 @@ async def _parts(kind: str) -> AsyncIterator[bytes]:
         yield b"GET /v1/secrets HTTP/1.1\r\nHost: here\r\n\r\n"
     elif kind == "wrong method":
         yield b"DELETE /v1/completions HTTP/1.1\r\nHost: here\r\n\r\n"
-    elif kind == "body that never comes":
+    elif kind == _GOOD:
+        yield b"GET /health HTTP/1.1\r\nHost: here\r\n\r\n"
+    elif kind == _NO_BODY:
         yield _head(1000)
-        await asyncio.sleep(_SLOW_S)
     elif kind == "slow sender":
         body = _body(temperature="cold")
         yield _head(len(body))
@@ -123,10 +143,12 @@ def _head(num_bytes: int) -> bytes:
     return ("\r\n".join(lines) + "\r\n\r\n").encode()
 
 
-async def send_bad_until(url: str, every_s: float, until_s: float) -> list[Rejection]:
-    """All kinds in turn, one every so many seconds, until a time of the monotonic clock."""
+async def send_bad_until(
+    url: str, every_s: float, until_s: float, now_s: Callable[[], float]
+) -> list[Rejection]:
+    """All kinds in turn, one every so many seconds, until a time of that clock."""
     sent: list[asyncio.Task[Rejection]] = []
-    while time.monotonic() < until_s:
+    while now_s() < until_s:
         sent.append(asyncio.create_task(send_bad(url, KINDS[len(sent) % len(KINDS)])))
         await asyncio.sleep(every_s)
     return list(await asyncio.gather(*sent))

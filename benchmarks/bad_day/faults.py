@@ -2,14 +2,17 @@
 """Faults that come and go in a server that runs, by `VLLM_MAGICDEC_FAULT` (`vllm_magicdec/faults.py`)."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+from .clock import sleep_until
 
 # What each is, how often it happens, and how many drafts `auto` lets every round make for it: by itself it
 # soon finds that passes do not pay where prompts are short and lookups are right, least of all such as are
 # slow or NaN. Of a datastore that is cut and made whole again, the file says nothing else.
-# Drafting is tried again soon after so many failures, so that the next fault finds it at work.
+# Drafting is tried again soon after so many failures, so that the next fault finds it at work: in a run of
+# minutes it is a single one, for a pause of many rounds would outlast a window on a slow machine.
 FAULTS = {
     "batch": "batch:last={last},drafts=4",
     "selection": "selection:last={last},drafts=4",
@@ -31,9 +34,10 @@ COUNTED = {
     "controller": "failures:controller",
 }
 _LAST_OF_ALL = "controller"  # decoding is plain from then on
-# For minutes on a slow machine; tests/engine/test_injected_faults.py has all of them.
-FEW = ("selection", "datastore", "nan")
+SHORT_MINUTES = 20  # a run of fewer
+FIRST_SHARE = 0.2  # of a run, after which the first one comes
 _HAPPENS = "The fault {} happens, on purpose"
+_COUNTED_S = 10.0  # until what has happened is counted
 _PATIENCE = 6  # windows, for a fault that has not happened yet
 _LOOKUP_FAILED = "A lookup failed"
 
@@ -67,11 +71,12 @@ class Plan:
     end_s: float
 
     @classmethod
-    def of(cls, minutes: float, num_faults: int) -> "Plan":
-        """Of so many faults before the controller's."""
+    def of(cls, minutes: float) -> "Plan":
+        """Of all faults."""
         seconds = 60 * minutes
-        every = 0.5 * seconds / num_faults
-        return cls(0.2 * seconds, 0.3 * every, 0.7 * every, 0.85 * seconds, 0.92 * seconds, seconds)
+        every = 0.5 * seconds / (len(FAULTS) - 1)
+        begin_s = FIRST_SHARE * seconds
+        return cls(begin_s, 0.3 * every, 0.7 * every, 0.85 * seconds, 0.92 * seconds, seconds)
 
 
 class Conductor:
@@ -83,7 +88,6 @@ class Conductor:
         store: a datastore of the server, to be cut; None: it has none.
         read_failures: the plugin's counters of failures at present.
         minutes: of the run.
-        names: of `FAULTS`; `controller` comes last.
     """
 
     def __init__(
@@ -93,37 +97,32 @@ class Conductor:
         store: Path | None,
         read_failures: Callable[[], dict[str, float]],
         minutes: float,
-        names: Sequence[str] = tuple(FAULTS),
     ) -> None:
-        self._names = names
         self._file = file
         self._log = log
         self._store = store
         self._read_failures = read_failures
-        self._last = 2 if minutes < 20 else 4
-        self._plan = Plan.of(minutes, len(set(names) - {_LAST_OF_ALL}))
+        self._last = 0 if minutes < SHORT_MINUTES else 4
+        self._plan = Plan.of(minutes)
         self.windows: list[Window] = []
 
     async def conduct(self, now_s: Callable[[], float]) -> None:
         """Every fault in a window of its own, the controller's last.
 
         Args:
-            now_s: seconds since the run began.
+            now_s: seconds since the run began; see `Clock`.
         """
         plan = self._plan
-        await asyncio.sleep(plan.begin_s - now_s())
+        await sleep_until(plan.begin_s, now_s)
         has_store = self._store is not None
-        names = [
-            name for name in self._names if name != _LAST_OF_ALL and (has_store or name != "datastore")
-        ]
+        names = [name for name in FAULTS if name != _LAST_OF_ALL and (has_store or name != "datastore")]
         for place, name in enumerate(names, 1):
             of_others = (len(names) - place) * (plan.window_s + plan.gap_s)
             latest_s = min(now_s() + _PATIENCE * plan.window_s, plan.latest_s - of_others)
             await self._have(name, now_s, now_s() + plan.window_s, latest_s)
-            await asyncio.sleep(plan.gap_s)
-        if _LAST_OF_ALL in self._names:
-            await asyncio.sleep(max(0.0, plan.controller_s - now_s()))
-            await self._have(_LAST_OF_ALL, now_s, plan.end_s, plan.end_s)
+            await sleep_until(now_s() + plan.gap_s, now_s)
+        await sleep_until(plan.controller_s, now_s)
+        await self._have(_LAST_OF_ALL, now_s, plan.end_s, plan.end_s)
 
     async def _have(self, name: str, now_s: Callable[[], float], until_s: float, latest_s: float) -> None:
         """A fault on until a time, or until it has happened, or the latest time."""
@@ -133,10 +132,20 @@ class Conductor:
         while now_s() < until_s or (not self._has_happened(name, seen) and now_s() < latest_s):
             await asyncio.sleep(0.2)
         self._switch_off(name)
+        ended_s = now_s()
+        happened = self._has_happened(name, seen)
+        counted = await self._failures_since(before)
+        # Counters travel with the output of a step, whose line in the log is earlier.
+        while happened and COUNTED.get(name, "") not in {"", *counted} and now_s() < ended_s + _COUNTED_S:
+            await asyncio.sleep(0.2)
+            counted = await self._failures_since(before)
+        self.windows.append(Window(name, began_s, ended_s, happened, counted))
+
+    async def _failures_since(self, before: dict[str, float]) -> dict[str, float]:
+        """Those that were counted, by what failed."""
         after = await asyncio.to_thread(self._read_failures)
         grown = {what: after[what] - before.get(what, 0) for what in after}
-        counted = {what: number for what, number in grown.items() if number}
-        self.windows.append(Window(name, began_s, now_s(), self._has_happened(name, seen), counted))
+        return {what: number for what, number in grown.items() if number}
 
     def _switch_on(self, name: str) -> None:
         if name == "datastore":

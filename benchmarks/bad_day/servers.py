@@ -43,6 +43,16 @@ _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 _SHARED_MEMORY = "/dev/shm/"
+# What plain vLLM leaves in its folder for temporary files, however it ends: sockets between its processes,
+# the file in which ranks find each other, caches of torch and libxsmm. While it serves the plugin makes no
+# files, sockets or shared memory (metrics travel with a step's outputs), so it has no name to look for: all
+# else counts, such as the `tmp*` that several API servers would share their metrics in.
+_FILES_LEFT_BY_VLLM = (
+    "????????-????-????-????-????????????",
+    "vllm_dist_*",
+    "torchinductor_*",
+    ".libxsmm.*",
+)
 # What tensor-parallel ranks on CPUs exchange tensors through: plain vLLM leaves it behind as well where a
 # rank is killed.
 _LEFT_BY_VLLM = "-cpushm_"
@@ -83,10 +93,11 @@ class Footprint:
         return len(self._shared)
 
     def left(self) -> list[str]:
-        """What of it is still there; for sockets and caches, only what the plugin made counts."""
+        """What of it is still there, but for what plain vLLM leaves as well."""
         processes = [f"process {one.pid}" for one in self._processes if _lives(one)]
         segments = [str(path) for path in sorted(self._shared) if path.exists()]
-        return processes + segments + [path.name for path in sorted(self.folder.glob("vllm-magicdec-*"))]
+        files = [path.name for path in sorted(self.folder.iterdir()) if not _is_left_by_vllm(path)]
+        return processes + segments + files
 
     def wait_until_gone(self, timeout_s: float) -> list[str]:
         """What is left when nothing is, or the time is over."""
@@ -94,6 +105,10 @@ class Footprint:
         while (left := self.left()) and time.monotonic() < deadline_s:
             time.sleep(0.1)
         return left
+
+
+def _is_left_by_vllm(path: Path) -> bool:
+    return any(path.match(pattern) for pattern in _FILES_LEFT_BY_VLLM)
 
 
 def processes_of(server: Server) -> list[psutil.Process]:

@@ -3,12 +3,12 @@
 
 import asyncio
 import random
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import openai
 
 from .asking import TIMEOUT_S, Answer, Outcome, ask, ask_and_hang_up
+from .clock import sleep_until
 from .requests import Request
 from .servers import MODEL
 
@@ -24,7 +24,7 @@ def arrivals(requests_per_s: float, seed: int) -> Iterator[float]:
     rng = random.Random(seed)
     begin_s = 0.0
     while True:
-        count = round(CYCLE_S * requests_per_s)
+        count = max(1, round(CYCLE_S * requests_per_s))  # a cycle of none would follow the other for good
         burst = round(_BURST_SHARE * count)
         yield from [begin_s] * burst
         yield from sorted(begin_s + rng.uniform(0, CYCLE_S - _LULL_S) for _ in range(count - burst))
@@ -37,21 +37,16 @@ class Traffic:
     Args:
         url: of the server.
         requests: that are asked, in any order and each any number of times.
-        began_s: of the run, by the monotonic clock.
+        now_s: seconds since the run began; see `Clock`.
     """
 
-    def __init__(self, url: str, requests: Sequence[Request], began_s: float) -> None:
+    def __init__(self, url: str, requests: Sequence[Request], now_s: Callable[[], float]) -> None:
         self._client = client_of(url)
         self._requests = requests
-        self._began_s = began_s
+        self._now_s = now_s
         self._tasks: set[asyncio.Task[None]] = set()
         self._slots = asyncio.Semaphore(MOST_IN_FLIGHT)
         self.outcomes: list[Outcome] = []
-
-    @property
-    def now_s(self) -> float:
-        """Since the run began."""
-        return time.monotonic() - self._began_s
 
     async def send(self, until_s: float, requests_per_s: float, seed: int = 0) -> None:
         """Send until that time, then wait for all answers."""
@@ -59,11 +54,11 @@ class Traffic:
         order: list[int] = []
         delay_s = 0.0  # of a server that is behind
         for arrival_s in arrivals(requests_per_s, seed):
-            await asyncio.sleep(max(0.0, arrival_s + delay_s - self.now_s))
+            await sleep_until(arrival_s + delay_s, self._now_s)
             await self._slots.acquire()
-            if self.now_s > until_s:
+            if self._now_s() > until_s:
                 break
-            delay_s = max(delay_s, self.now_s - arrival_s)
+            delay_s = max(delay_s, self._now_s() - arrival_s)
             if not order:
                 order = rng.sample(range(len(self._requests)), len(self._requests))
             task = asyncio.create_task(self._send(order.pop(), rng.getrandbits(32)))
@@ -83,23 +78,23 @@ class Traffic:
     async def _send(self, index: int, seed: int) -> None:
         request = self._requests[index]
         rng = random.Random(seed)
-        outcome = Outcome(index, sent_s=self.now_s, ended_s=0)
+        outcome = Outcome(index, sent_s=self._now_s(), ended_s=0)
         try:
             if request.kind == "hangs up" and rng.random() < 0.8:
                 await ask_and_hang_up(self._client, MODEL, request, seed)
                 outcome.hung_up = True
             else:
-                outcome.answer, first_s = await ask(
+                outcome.answer, outcome.first_s = await ask(
                     self._client,
                     MODEL,
                     request,
                     stream=rng.random() < 0.6,
+                    now_s=self._now_s,
                     priority=rng.randint(0, _LOWEST_PRIORITY),
                 )
-                outcome.first_s = first_s and first_s - self._began_s
         except Exception as error:
             outcome.error = f"{type(error).__name__}: {error}"[:500]
-        outcome.ended_s = self.now_s
+        outcome.ended_s = self._now_s()
         self.outcomes.append(outcome)
         self._slots.release()
 

@@ -19,7 +19,11 @@ GAUGES = {
     "waiting": "vllm:num_requests_waiting",
     "kv_usage": "vllm:kv_cache_usage_perc",
     "preemptions": "vllm:num_preemptions_total",
-    "accepted": "vllm:spec_decode_num_accepted_tokens_total",
+}
+# There where the plugin looks up, which 'auto' does where it can.
+GAUGES_OF_PASSES = {
+    "passes": "vllm:magicdec_lookup_passes_total",
+    "stood": "vllm:magicdec_pass_accepted_tokens_total",
 }
 _PLUGIN = "vllm:magicdec_"
 
@@ -76,7 +80,10 @@ class Watch:
         sample = Sample(
             at_s=self._now_s(),
             answered=self._count(),
-            gauges={name: metrics[metric] for name, metric in GAUGES.items()},
+            gauges={
+                **{name: metrics[metric] for name, metric in GAUGES.items()},
+                **{name: metrics.get(metric, 0.0) for name, metric in GAUGES_OF_PASSES.items()},
+            },
             rss_mb={name: one.rss_mb for name, one in known.items()},
             num_fds={name: one.num_fds for name, one in known.items()},
             failures=await asyncio.to_thread(failures_of, self._server),

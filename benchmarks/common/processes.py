@@ -10,25 +10,42 @@ from pathlib import Path
 import psutil
 
 
-def _with_a_shells_signals() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it, and their children
+@contextmanager
+def ends_held_back() -> Iterator[None]:
+    """Handlers of SIGINT and SIGTERM run at the block's end. In the main thread alone.
+
+    One that raises in the middle of `subprocess.Popen` leaves a process that nobody knows of. What is
+    started within has a shell's own handlers, also of what that shell lets its background jobs ignore.
+    """
+    arrived: list[int] = []
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: handler for number, handler in handlers.items() if handler is not None}
+    try:
+        for number in before:
+            signal.signal(number, lambda number, _: arrived.append(number))
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in arrived:
+            signal.raise_signal(number)
 
 
 @contextmanager
 def started(command: Sequence[str], log: Path, env: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
     """A command until the block ends, which ends all that it has started; what it prints goes to `log`."""
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, env=env, stdout=output, stderr=subprocess.STDOUT, preexec_fn=_with_a_shells_signals
-        )
+    process = None
     try:
+        with ends_held_back(), log.open("wb") as output:
+            process = subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT)
         yield process
     finally:
-        left = below(process.pid) if process.poll() is None else []
-        for one in (process, *left):
-            with suppress(psutil.NoSuchProcess):
-                one.kill()
-        process.wait()
+        if process is not None:
+            left = below(process.pid) if process.poll() is None else []
+            for one in (process, *left):
+                with suppress(psutil.NoSuchProcess):
+                    one.kill()
+            process.wait()
 
 
 def below(pid: int) -> list[psutil.Process]:

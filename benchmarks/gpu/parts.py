@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.common.processes import ends_held_back
 from benchmarks.gpu.engine_report import GOAL_CELL, GOAL_SHAPE
 from benchmarks.gpu.models import SHAPES
 from vllm_magicdec.planner.performance import Deployment, Hardware
@@ -147,15 +148,21 @@ def run(part: Part, folder: Path, limit_s: float) -> Outcome:
     part.result(folder).unlink(missing_ok=True)  # an older one
     started = time.monotonic()
     with part.log(folder).open("w") as log:
-        child = subprocess.Popen(
-            part.command(folder), cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        child = None
         try:
+            with ends_held_back():
+                child = subprocess.Popen(
+                    part.command(folder),
+                    cwd=ROOT,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
             status = "done" if child.wait(limit_s) == 0 else "problems"
         except subprocess.TimeoutExpired:
             status = "stopped"
         finally:
-            if child.poll() is None:
+            if child is not None and child.poll() is None:
                 os.killpg(child.pid, signal.SIGKILL)  # engines end with the process that started them
                 child.wait()
     return Outcome(status, (time.monotonic() - started) / 60)

@@ -1,8 +1,8 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# The ablations of SPIRe's paper (Figure 5), a draft each, as tiny-spire but for 1,000 steps; then their
-# acceptance. Two at a time, a core each: 25 minutes a pair on a Zen 3, but an hour for those without sparse
-# KV and without target activations. In the project's folder:
+# The ablations of SPIRe's paper (Figure 5), a draft each, as tiny-spire but in float32 and for 1,000 steps;
+# then their acceptance. Two at a time, a core each: 25 minutes a pair on a Zen 3, but an hour for those
+# without sparse KV and without target activations. In the project's folder:
 #   sh benchmarks/tiny-spire/ablations.sh FOLDER
 # Run again after an interruption, it goes on. The draft without sparse KV sees more than it was trained on
 # (2,048 tokens) at 4,000 and 7,000 tokens of context.
@@ -16,7 +16,7 @@ fi
 xargs -P 2 -L 1 sh -c 'name=$1; shift
     test -e "$OUT/$name/config.json" || OMP_NUM_THREADS=1 python -m vllm_magicdec train-draft \
         --model examples/tiny-llama --data "$OUT/data.jsonl" --out "$OUT/$name" --batch 1 \
-        --learning-rate 2e-3 --steps 1000 "$@" > "$OUT/$name.log" 2>&1
+        --learning-rate 2e-3 --float32 --steps 1000 "$@" > "$OUT/$name.log" 2>&1
     test -e "$OUT/$name/config.json"' train <<END
 no-target-activations --no-target-activations
 no-sparse-kv --no-sparse-kv

@@ -3,10 +3,14 @@
 
 import json
 import re
+import subprocess
+import sys
 
 import engines
 import pytest
 from greedy import GREEDY, assert_same_tokens, first_tokens
+
+TINY_DRAFT = engines.HERE.parent / "benchmarks" / "tiny-draft"
 
 
 def auto(**fields: object) -> dict[str, object]:
@@ -111,6 +115,67 @@ def test_the_dashboard_shows_metrics_that_exist(auto_run):
     expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     named = {name for text in expressions for name in re.findall(r"vllm:[a-z_]+", text)}
     assert {re.sub("_(total|bucket)$", "", name) for name in named} <= set(auto_run.metrics)
+
+
+@pytest.mark.parametrize("v2", [False, True], ids=["V1", "V2"])
+def test_prompts_are_profiled_with_the_passes_behind_them(v2):
+    most = 3
+    run = engines.run(
+        [("measure_prompts", {"contexts": [40, 100]})],
+        v2=v2,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        async_scheduling=False,
+        speculative_config=auto(max_num_speculative_tokens=most, draft_kv_budget=128, draft_lookup="off"),
+    )
+    (result,) = run.results
+    rounds = [tuple(of) for of in result["rounds"]]
+    # Behind a part of a prompt nothing is drafted, so that it costs no pass.
+    times, first = 5, rounds.index((True, 0))
+    assert rounds[:first] == [(False, most)] * times
+    assert rounds[first:] == [(True, 0), (False, most)] * times
+    drafts = {name: [row["drafts"] for row in rows] for name, rows in result["rows"].items()}
+    assert drafts == {"prompts": [0, 0, 0], "drafting_prompts": [most, 0, most]}
+
+
+@pytest.mark.parametrize(
+    "draft", [{}, {"method": "magicdec", "model": str(TINY_DRAFT)}], ids=["the target", "a draft model"]
+)
+def test_the_machine_is_profiled_and_simulated(tmp_path, draft):
+    speculation = {"draft_kv_budget": 128, "max_num_speculative_tokens": 2, **draft}
+    profile, simulated = tmp_path / "profile.json", tmp_path / "simulated.json"
+    engine = {"dtype": "float32", "block_size": engines.PAGE, "enforce_eager": True}
+    commands = [
+        [
+            *("profile", "--model", str(engines.MODEL), "--batch", "1", "2", "--context", "100", "300"),
+            *("--engine", json.dumps({**engine, "max_num_batched_tokens": 256})),
+            *("--speculative-config", json.dumps(speculation)),
+            *("--out", str(profile)),
+        ],
+        [
+            *("simulate", "--profile", str(profile), "--kv-tokens", "4000", "--rate", "1"),
+            *("--prompt", "300", "--output", "20", "--requests", "20", "--standing", "0.8,0.6"),
+            *("--json", str(simulated)),
+        ],
+    ]
+    for command in commands:
+        child = subprocess.run(
+            [sys.executable, "-m", "vllm_magicdec", *command],
+            env=engines.environment(),
+            capture_output=True,
+            text=True,
+            timeout=engines.TIME_LIMIT_S,
+        )
+        assert child.returncode == 0, child.stdout + child.stderr
+    content = json.loads(profile.read_text())
+    chunks = {(100, 0), (256, 0), (44, 256)}
+    for name, drafted in (("prompts", ()), ("drafting_prompts", {(100, 0), (44, 256)})):
+        rows = content[name]
+        measured = {(row["prompt_tokens"], row["context_tokens"], row["drafts"]) for row in rows}
+        assert measured == {(*chunk, 2 if chunk in drafted else 0) for chunk in chunks}
+        assert all(row["seconds"] > 0 for row in rows) and len(rows) == len(measured)
+    (plainly, drafting) = json.loads(simulated.read_text())["runs"]
+    assert drafting["output_throughput"] > 0 and plainly["output_throughput"] > 0
 
 
 def test_a_controller_that_fails_loses_and_changes_nothing(prompts, plain):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""benchmarks/decode.py in a small size: both engines, and a clock that agrees with itself."""
+"""benchmarks/decode.py in a small size, both engines; of its clock see `measuring/test_decoding.py`."""
 
 import json
 import os
@@ -24,13 +24,9 @@ def record(tmp_path_factory):
     return json.loads(out.read_text())
 
 
-def test_speeds_are_what_the_steps_took(record):
-    """Tokens by time, and tokens of a step by its time: two ways to the same number."""
+def test_both_engines_decode(record):
     (turn,) = record["all_turns"]
-    for engine in turn.values():
-        by_steps = 1000 * engine["acceptance_length"] * BATCH / engine["step_ms"]
-        # The mean against the median of the steps, on a machine that others use.
-        assert engine["tokens_per_s"] == pytest.approx(by_steps, rel=0.4)
+    assert all(engine["tokens_per_s"] > 0 for engine in turn.values())
     assert turn["plain"]["acceptance_length"] == 1
     assert 1 < turn["magicdec"]["acceptance_length"] <= GAMMA + 1
 

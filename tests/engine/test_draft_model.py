@@ -231,10 +231,12 @@ def test_greedy_output_is_unchanged_on_the_v2_runner(prompts, plain, budget, gam
     ("schedule", "lookup"), [*((schedule, "off") for schedule in V2_SCHEDULES), ("chunked prefill", "on")]
 )
 def test_the_cache_holds_what_was_verified_on_the_v2_runner(prompts, plain, schedule, lookup):
+    """With aborted requests before, whose pages others get."""
     chosen, batch = on_v2(prompts)
     run = engines.run(
         [
             ("watch_draft_cache", {}),
+            ("abort_half_while_decoding", {"batch": batch, "steps_before_abort": 3}),
             ("generate", {"batches": [batch, batch]}),
             ("watched_draft_cache", {}),
         ],
@@ -242,8 +244,10 @@ def test_the_cache_holds_what_was_verified_on_the_v2_runner(prompts, plain, sche
         **{**V2_ENGINE, **V2_SCHEDULES[schedule]},
     )
     assert run.v2_runner and run.draft_failures == 0
-    _, (first, again), watched = run.results
+    _, others, (first, again), watched = run.results
     expected = [first_tokens(plain[i], V2_TOKENS) for i in chosen]
+    for index in range(1, len(chosen), 2):
+        assert others[str(index)] == expected[index]["completions"][0]["tokens"]
     assert_same_tokens(expected, first, f"V2 runner, {schedule}")
     assert_same_tokens(expected, again, f"V2 runner, {schedule}, prefix cached")
     assert run.accepted == run.drafted > 0

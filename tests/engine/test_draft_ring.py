@@ -113,10 +113,12 @@ def test_a_small_draft_compiles_and_the_target_gets_the_room(prompts, plain):
     ("schedule", "lookup"), [("whole prompts", "off"), ("chunked prefill", "on"), ("preemption", "off")]
 )
 def test_the_ring_holds_what_was_verified_on_the_v2_runner(prompts, plain, schedule, lookup):
+    """With aborted requests before, whose rings others get."""
     chosen, batch = on_v2(prompts)
     run = engines.run(
         [
             ("watch_draft_cache", {}),
+            ("abort_half_while_decoding", {"batch": batch, "steps_before_abort": 3}),
             ("generate", {"batches": [batch, batch]}),
             ("watched_draft_cache", {}),
         ],
@@ -126,8 +128,10 @@ def test_the_ring_holds_what_was_verified_on_the_v2_runner(prompts, plain, sched
         **{**V2_ENGINE, **OF_V2[schedule]},
     )
     assert run.v2_runner and run.draft_failures == 0
-    _, (first, again), watched = run.results
+    _, others, (first, again), watched = run.results
     expected = [first_tokens(plain[i], V2_TOKENS) for i in chosen]
+    for index in range(1, len(chosen), 2):
+        assert others[str(index)] == expected[index]["completions"][0]["tokens"]
     assert_same_tokens(expected, first, f"V2 runner, {schedule}")
     assert_same_tokens(expected, again, f"V2 runner, {schedule}, prefix cached")
     assert watched["tokens"] - watched["sparse"] > 1000 and watched["sparse"] > 1000

@@ -10,7 +10,8 @@ import psutil
 import pytest
 from greedy import GREEDY
 
-ENDING_S = 20
+ENDING_S = 120
+LIMITS_S = (40, 160, 640)  # a busy machine may not have started all processes within the first
 
 
 def processes_of(session: int) -> set[int]:
@@ -37,23 +38,26 @@ def test_an_engine_that_meets_its_time_limit_ends_with_all_its_children(monkeypa
         nonlocal most
         while is_running:
             if started:
-                most = max(most, len(processes_of(started[0])))
+                most = max(most, len(processes_of(started[-1])))
             time.sleep(1)
 
     is_running = True
     watcher = threading.Thread(target=watch)
     watcher.start()
     monkeypatch.setattr(engines, "EngineProcess", Watched)
-    endless = {"prompts": prompts[:1] * 1000, "sampling": {**GREEDY, "max_tokens": 1000}}
+    endless = {"prompts": prompts[:1] * 1000, "sampling": {**GREEDY, "max_tokens": 6000}}
     try:
-        with pytest.raises(RuntimeError, match="nothing in 40 s"):
-            engines.run([("generate", {"batches": [endless]})], own_process=True, time_limit_s=40)
+        for limit_s in LIMITS_S:
+            with pytest.raises(RuntimeError, match=f"nothing in {limit_s} s"):
+                engines.run([("generate", {"batches": [endless]})], own_process=True, time_limit_s=limit_s)
+            if most >= 3:
+                break
     finally:
         is_running = False
         watcher.join()
     assert most >= 3, "engine core and worker"
     # What was killed gives its memory back before it is gone, which takes a while on a busy machine.
     until = time.monotonic() + ENDING_S
-    while processes_of(started[0]) and time.monotonic() < until:
+    while processes_of(started[-1]) and time.monotonic() < until:
         time.sleep(0.5)
-    assert not processes_of(started[0])
+    assert not processes_of(started[-1])

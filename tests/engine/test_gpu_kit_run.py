@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import engines
@@ -66,10 +65,9 @@ def test_every_part_ran_and_is_on_the_page(folder):
 
 def test_what_is_done_is_not_done_again(folder):
     before = (folder / "results.md").read_text()
-    started = time.monotonic()
     child = run_kit(folder)
     assert child.returncode == 0 and child.stdout.count("done before") == 5
-    assert time.monotonic() - started < 120 and (folder / "results.md").read_text() == before
+    assert (folder / "results.md").read_text() == before
 
 
 def test_the_peers_cell_was_decoded_at_the_peers_acceptance(folder):

@@ -147,6 +147,33 @@ def test_greedy_output_is_unchanged_on_the_v2_runner(prompts, plain, policy, bud
     assert run.draft_failures == 0
 
 
+@pytest.mark.parametrize(
+    ("v2", "number", "lookup", "executor"),
+    [
+        (False, 4, "off", "uni"),
+        (False, 4, "off", "mp"),
+        (False, "auto", "auto", "uni"),  # rounds without drafts, and such as are looked up
+        (True, 4, "on", "uni"),  # counts of every round travel with the same outputs
+    ],
+)
+def test_drafts_come_with_the_outputs_and_not_in_a_call_of_their_own(
+    prompts, plain, v2, number, lookup, executor
+):
+    chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < 600][:8]
+    batches = [{"prompts": [prompts[i] for i in chosen], "sampling": {**GREEDY, "max_tokens": 24}}]
+    run = engines.run(
+        [("generate_without_asking_for_drafts", {"batches": batches})],
+        v2=v2,
+        max_num_seqs=4,
+        distributed_executor_backend=executor,
+        speculative_config=magicdec(number, draft_lookup=lookup),
+    )
+    expected = [first_tokens(plain[i], 24) for i in chosen]
+    assert_same_tokens(expected, run.results[0][0], "drafts with the outputs")
+    assert run.v2_runner == v2
+    assert run.accepted > 0 and run.draft_failures == 0
+
+
 @pytest.fixture(scope="module")
 def plain_to_the_end() -> tuple[dict, list[dict]]:
     """An engine with prompts at every distance from the model's end, and what plain decoding answers."""

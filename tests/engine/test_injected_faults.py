@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults injected into drafting (`vllm_magicdec/faults.py`): they cost speed and are counted by name."""
 
-import time
-
 import engines
 import numpy as np
 import pytest
@@ -161,15 +159,15 @@ def test_a_datastore_that_is_cut_under_the_engine_costs_its_lookups(prompts, pla
 def test_a_fault_on_one_tensor_parallel_rank_ends_the_engine_in_time(prompts, fault):
     batch = {"prompts": prompts[:2], "sampling": GREEDY}
     parallel = engines.TENSOR_PARALLEL_2
-    began = time.perf_counter()
+    # vLLM would end an engine that hangs after 300 s, and its error might look like the one that is meant.
+    env = {"VLLM_MAGICDEC_FAULT": f"{fault}:first=3,rank=1", "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "36000"}
     with pytest.raises(RuntimeError, match=rf"(?s)engine: failed.*{fault}, on purpose.*died unexpectedly"):
         engines.run(
             [("generate", {"batches": [batch]})],
             strict=False,
-            **{**parallel, "env": {**parallel["env"], "VLLM_MAGICDEC_FAULT": f"{fault}:first=3,rank=1"}},
+            **{**parallel, "env": {**parallel["env"], **env}},
             max_num_seqs=4,
             num_gpu_blocks_override=257,
             speculative_config=magicdec(4),
-            time_limit_s=240,
+            time_limit_s=1200,  # of an engine that hangs the error says no more than that it took so long
         )
-    assert time.perf_counter() - began < 240

@@ -27,9 +27,15 @@ def short_run(tmp_path_factory) -> tuple[dict, Path, str]:
         *("--requests", str(REQUESTS), "--tokens", str(TOKENS), "--drafts", str(DRAFTS)),
         *("--context", "600", "200", "--concurrency", "1", "2"),
     ]
-    child = subprocess.run(command, env=engines.environment(), capture_output=True, text=True, timeout=300)
-    assert child.returncode == 0, child.stdout[-4000:] + child.stderr[-4000:]
-    return json.loads((out / "suite.json").read_text()), out, child.stdout
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=engines.environment(), **pipes) as child:
+        try:
+            printed, errors = child.communicate(timeout=engines.TIME_LIMIT_S)
+        except BaseException:
+            child.terminate()  # so that its servers end with it
+            raise
+    assert child.returncode == 0, printed[-4000:] + errors[-4000:]
+    return json.loads((out / "suite.json").read_text()), out, printed
 
 
 def test_every_load_runs_on_every_method(short_run):

@@ -25,7 +25,7 @@ def run_kit(out: Path, *arguments: str) -> dict:
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1800,
     )
     assert child.returncode == 0, child.stdout[-4000:] + child.stderr[-4000:]
     assert " 0 wrong, 0 failed, 0 skipped" in child.stdout

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """benchmarks/simulation.py: what it compares, without a server."""
 
+import contextlib
 import http.server
 import json
 import os
@@ -54,18 +55,18 @@ def test_a_front_end_comes_before_the_engine():
 
 
 class Answering(http.server.BaseHTTPRequestHandler):
-    """Takes 0.3 s for every request, 0.2 of which its engine says were its own."""
+    """Takes 0.3 s of the listener's clock for a request, 0.2 of which its engine says were its own."""
 
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         assert (asked["max_tokens"], asked["prompt"]) == (1, "Once")
-        time.sleep(0.3)
+        self.server.now_s += 0.3
         self.server.engine_s += 0.2
         self._answer("{}")
 
     def do_GET(self):
         assert self.path == "/metrics"
-        time.sleep(0.2)  # is not part of it
+        self.server.now_s += 0.6  # is not part of it
         queued, computed = self.server.engine_s / 3, self.server.engine_s * 2 / 3
         self._answer(
             f"vllm:request_queue_time_seconds_sum {queued}\n"
@@ -83,11 +84,12 @@ class Answering(http.server.BaseHTTPRequestHandler):
         pass
 
 
-def test_what_a_request_takes_beside_the_engine(tmp_path):
+def test_what_a_request_takes_beside_the_engine(tmp_path, monkeypatch):
     requests = tmp_path / "requests.jsonl"
     requests.write_text('{"prompt": "Once"}\n' * 3)
     with http.server.HTTPServer(("127.0.0.1", 0), Answering) as listener:
-        listener.engine_s = 100.0
+        listener.engine_s, listener.now_s = 100.0, 0.0
+        monkeypatch.setattr(simulation.time, "perf_counter", lambda: listener.now_s)
         thread = threading.Thread(target=listener.serve_forever)
         thread.start()
         server = Server(f"http://127.0.0.1:{listener.server_port}", tmp_path, None, 0.0)
@@ -95,7 +97,7 @@ def test_what_a_request_takes_beside_the_engine(tmp_path):
         listener.shutdown()
         thread.join()
     assert listener.engine_s == pytest.approx(100.6)
-    assert 0.1 <= taken < 0.25  # room for a busy machine; with the metrics it would be 0.3
+    assert taken == pytest.approx(0.1)
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
@@ -141,3 +143,55 @@ def test_errors_are_relative_to_the_server():
     record = {"runs": [{"method": "plain", "rate": 2.5, "compared": compared}]}
     row = tables.markdown(simulation.table_of(record)).splitlines()[-1]
     assert row == "| plain | 2.5 | 50.0 55.0 +10% | 10.0 9.0 -10% | 4.0 4.0 +0% | 90.0 99.0 +10% |"
+
+
+def test_of_several_turns_the_medians_count():
+    def run(rate, served, simulated):
+        cell = {"served": served, "simulated": simulated}
+        return {"method": "plain", "rate": rate, "compared": dict.fromkeys(simulation.COMPARED, cell)}
+
+    runs = [run(2.5, 10.0, 11.0), run(5.0, 1.0, 1.0), run(2.5, 20.0, 30.0), run(2.5, 40.0, 40.0)]
+    rows = tables.markdown(simulation.table_of({"runs": runs})).splitlines()
+    assert rows[-2:] == [
+        "| plain | 2.5 |" + " 20.0 30.0 +50% |" * 4,
+        "| plain | 5 |" + " 1.0 1.0 +0% |" * 4,
+    ]
+
+
+def test_every_load_has_its_turns_there_and_back(tmp_path, monkeypatch):
+    served = []
+
+    def run_load(server, model, load, requests, count, num_tokens, folder, *options):
+        folder.mkdir(parents=True)  # as the real one does: each is another
+        served.append((server.name, load.rate))
+
+    @contextlib.contextmanager
+    def serve(model, *options):
+        name = "magicdec" if "--speculative-config" in options else "plain"
+        yield SimpleNamespace(name=name, only_now=contextlib.nullcontext)
+
+    def compare_run(args, method, rate, result, times, *rest):
+        return {"method": method, "rate": rate, "profiles": (times.before, times.after)}
+
+    monkeypatch.setattr(simulation, "run_load", run_load)
+    monkeypatch.setattr(simulation, "serve", serve)
+    monkeypatch.setattr(simulation, "compare_run", compare_run)
+    monkeypatch.setattr(simulation, "capacity", lambda *_: 4.0)
+    monkeypatch.setattr(simulation, "prompts_of", lambda *_: tmp_path)
+    monkeypatch.setattr(simulation, "profile_engine", lambda *_: {})
+    monkeypatch.setattr(simulation.ProfiledTimes, "load", lambda path: path.stem)
+    monkeypatch.setattr(simulation, "frontend_seconds", lambda *_: 0.0)
+    monkeypatch.setattr(simulation, "worker_alone", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(sys, "argv", ["simulation.py", "--turns", "2", "--shares", "0.25", "0.5", "0.75"])
+    written = []
+    monkeypatch.setattr(simulation, "set_environment", lambda **_: None)
+    monkeypatch.setattr(simulation, "model_folder", lambda name: contextlib.nullcontext(name))
+    monkeypatch.setattr(simulation, "table_of", lambda record: "")
+    monkeypatch.setattr(simulation, "write", lambda record, out: written.append(record))
+    simulation.main()
+    there = [(method, rate) for rate in (1.0, 2.0, 3.0) for method in ("plain", "magicdec")]
+    assert served[2:] == there + there[::-1]  # after the warm-ups
+    runs = written[0]["runs"]
+    assert [(run["method"], run["rate"]) for run in runs] == there + there[::-1]
+    # One after the servers have started, then one after each run.
+    assert [run["profiles"] for run in runs] == [(f"profile-{n}", f"profile-{n + 1}") for n in range(1, 13)]

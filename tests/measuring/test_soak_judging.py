@@ -3,22 +3,30 @@
 
 import asyncio
 import copy
+import errno
 import itertools
+import json
 import os
+import shutil
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import urllib.error
+import uuid
 from collections import Counter
 from contextlib import suppress
+from dataclasses import replace
 from types import SimpleNamespace
 
 import engines
+import openai
 import pytest
 
 sys.path.insert(0, str(engines.HERE.parent / "benchmarks"))
 import soak
-from bad_day import faults, judging, kills, requests, servers, traffic, watching
+from bad_day import bad_input, faults, judging, kills, requests, servers, traffic, watching
 from bad_day.asking import Answer, Outcome, ask_and_hang_up, compare, why_incomplete
 from bad_day.bad_input import CLOSED, KINDS, Rejection
 from bad_day.faults import Window
@@ -26,6 +34,7 @@ from bad_day.requests import Request
 from bad_day.watching import Sample
 from transformers import AutoTokenizer
 
+from vllm_magicdec.drafting.pauses import FAILURES_BEFORE_A_PAUSE
 from vllm_magicdec.faults import Fault
 
 PLAIN = Answer([[5, 6, 7]], ["abc"], ["length"], [[-0.1, -3.0], [-0.7, -0.70005], [-0.2, -2.0]])
@@ -122,18 +131,56 @@ def sample(at_s, answered, **rss_mb):
 
 def test_memory_is_judged_after_the_warm_up():
     samples = [
-        sample(s, 10 * s, worker=500 + 0.02 * s + (100 if s < 50 else 200), core=50) for s in range(101)
+        sample(s, 10 * s, worker=500 + 0.02 * s + (100 if s < 10 else 200), core=50) for s in range(101)
     ]
     assert judging.slopes(samples, 100) == {"core": 0, "worker": 2.0}
 
 
-def test_drafts_that_a_fault_lets_auto_make_are_not_its_own():
+@pytest.mark.parametrize("fault", range(len(faults.FAULTS) - 1))
+def test_memory_that_any_fault_costs_is_judged(fault):
+    """40 MB while one is on, in an hour that is level for the rest."""
+    plan = faults.Plan.of(60)
+    begin_s = plan.begin_s + fault * (plan.window_s + plan.gap_s)
+    end_s = begin_s + plan.window_s
+
+    def leaked(at_s):
+        return 40 * (min(max(at_s, begin_s), end_s) - begin_s) / plan.window_s
+
+    samples = [sample(s, 3 * s, worker=500 + leaked(s)) for s in range(0, 3601, 7)]
+    assert judging.slopes(samples, 3600)["worker"] > judging.MOST_MB_PER_1000
+
+
+def test_drafts_of_auto_s_own_took_a_pass_that_no_fault_asked_for():
     windows = [Window("nan", 10, 20, True, {}), Window("slow", 30, 40, True, {})]
     windows.append(Window("controller", 50, 60, True, {}))
-    samples = [Sample(s, 0, {"accepted": float(s)}, {}, {}, {}) for s in range(61)]
-    assert judging.accepted_unasked(samples, windows) == {"before": 9, "after": 7}
-    assert judging.accepted_unasked(samples, windows[:2]) == {"before": 9, "after": 18}
-    assert judging.accepted_unasked(samples[:1], windows) == {"before": 0, "after": 0}
+    samples = [Sample(s, 0, {"passes": 1.0 * s, "stood": 3.0 * s}, {}, {}, {}) for s in range(61)]
+    for given, seconds in ((windows, (9, 7)), (windows[:2], (9, 18))):
+        found = judging.own_passes(samples, given)
+        assert list(found) == ["before", "after"]
+        assert list(found.values()) == [{"passes": one, "stood": 3 * one} for one in seconds]
+    nothing = {"passes": 0, "stood": 0}
+    assert judging.own_passes(samples[:1], windows) == {"before": nothing, "after": nothing}
+
+
+def test_lookups_that_stood_are_no_drafts_of_a_pass():
+    """vLLM counts them all as accepted, the plugin as unread those alone that another round follows."""
+    leaked = [{"accepted": 9.0 * s, "unread_accepted": 8.0 * s} for s in range(60)]
+    samples = [
+        Sample(s, 0, one | {"passes": s > 4, "stood": 0}, {}, {}, {}) for s, one in enumerate(leaked)
+    ]
+    own = judging.own_passes(samples, [Window("nan", 20, 30, True, {})])
+    assert own["before"] == {"passes": 1, "stood": 0}
+    (name,) = broken(traffic=GOOD_TRAFFIC | {"own_passes": own})
+    assert name.startswith("drafts of auto's own passes")
+
+
+def test_servers_that_look_nothing_up_have_no_passes_to_count(monkeypatch):
+    server = SimpleNamespace(metrics=lambda: dict.fromkeys(watching.GAUGES.values(), 7.0))
+    monkeypatch.setattr(watching, "named_processes", lambda server: {})
+    monkeypatch.setattr(watching, "failures_of", lambda server: {})
+    footprint = SimpleNamespace(note=lambda server: None)
+    taken = asyncio.run(watching.Watch(server, footprint, lambda: 0, lambda: 0.0).take())
+    assert taken.gauges == dict.fromkeys(watching.GAUGES, 7) | {"passes": 0, "stood": 0}
 
 
 @pytest.mark.parametrize("text", faults.FAULTS.values())
@@ -142,6 +189,8 @@ def test_a_server_understands_its_faults(text):
 
 
 GOOD_TRAFFIC = {
+    "asked_rate": 3.5,
+    "rate": 3.5,
     "minutes": 60,
     "answers": {"sent": 11_000, "hung_up": 5, "lost": 0, "incomplete": 0}
     | {"same": 5000, "rounding": 2, "differs": 0},
@@ -150,17 +199,18 @@ GOOD_TRAFFIC = {
         {"name": "nan", "happened": True, "failures": {}},
         {"name": "lookup", "happened": True, "failures": {"failures:lookup": 3}},
     ],
-    "accepted_unasked": {"before": 30, "after": 7},
+    "own_passes": {"before": {"passes": 9, "stood": 30}, "after": {"passes": 4, "stood": 7}},
     "bad_input": {"sent": 9, "improper": []},
     "slopes": {"worker": 0.4, "server": -1.0},
     "answered_after_warm_up": 8000,
-    "end": {"preemptions": 7, "kv_usage": 0, "running": 0, "waiting": 0, "more_fds": 1, "left": []},
+    "end": {"preemptions": 230, "kv_usage": 0, "running": 0, "waiting": 0, "more_fds": 1, "left": []},
 }
 GOOD_KILL = {
     "name": "SIGKILL of the engine core",
     "exit_s": 3.0,
     "streams": 6,
     "streams_ended": 6,
+    "improper_ends": {},
     "sentence": "EngineDeadError",
     "left": [],
     "restarted": True,
@@ -173,10 +223,14 @@ BROKEN = [
     ("answers lost during faults", ("latencies", 1, "lost"), 1),
     ("faults that never happened", ("faults", 0, "happened"), False),
     ("faults that were not counted by name", ("faults", 1, "failures"), {"failures:selection": 3}),
-    ("drafts of auto's own that stood, before and after the faults", ("accepted_unasked", "after"), 0),
+    (
+        "drafts of auto's own passes that stood, before and after the faults",
+        ("own_passes", "after", "stood"),
+        0,
+    ),
     ("bad input with another answer than 4xx", ("bad_input", "improper"), ["broken JSON: 500"]),
     ("bad input with another answer than 4xx", ("bad_input", "sent"), 0),
-    ("preemptions", ("end", "preemptions"), 0),
+    ("preemptions per 1,000 requests", ("end", "preemptions"), 219),
     ("growth of memory per 1,000 requests", ("slopes", "worker"), 1.1),
     ("samples of the server that did not come", ("samples_missed",), 6),
     ("KV blocks in use at the end", ("end", "kv_usage"), 0.01),
@@ -188,7 +242,7 @@ BROKEN = [
 BROKEN_KILLS = [
     ("the server has ended", "exit_s", None),
     ("the server has ended", "exit_s", 61.0),
-    ("every stream has ended", "streams_ended", 5),
+    ("every stream came to a proper end", "streams_ended", 5),
     ("its log says why", "sentence", ""),
     ("left behind", "left", ["/dev/shm/psm_1"]),
     ("the next server answers as before", "restarted", False),
@@ -200,7 +254,7 @@ def record_of(sets="avx2 avx512f", **parts):
 
 
 def broken(**parts):
-    return [check.name for check in judging.checks_of(record_of(**parts)) if check.holds is False]
+    return [check.name for check in judging.checks_of(record_of() | parts) if check.holds is False]
 
 
 def unjudged(record):
@@ -235,18 +289,71 @@ def test_every_bound_of_a_kill_can_be_broken(name, field, value):
     assert found.endswith(name)
 
 
-def test_short_runs_say_nothing_of_memory_and_of_the_hour():
+def short(sent, preemptions):
+    """A record of four minutes."""
     few = {
-        "answers": {**GOOD_TRAFFIC["answers"], "sent": 300},
-        "end": {**GOOD_TRAFFIC["end"], "preemptions": 0},
+        "answers": {**GOOD_TRAFFIC["answers"], "sent": sent},
+        "end": {**GOOD_TRAFFIC["end"], "preemptions": preemptions},
     }
-    record = GOOD_TRAFFIC | {"minutes": 4, "answered_after_warm_up": 200, **few}
-    assert unjudged(record_of(traffic=record)) == [
-        "drafts of auto's own that stood, before and after the faults",
-        "preemptions",
-        "growth of memory per 1,000 requests",
-        "requests",
-    ]
+    return record_of(traffic=GOOD_TRAFFIC | {"minutes": 4, "answered_after_warm_up": 200, **few})
+
+
+NOT_IN_MINUTES = {
+    "drafts of auto's own passes that stood, before and after the faults",
+    "growth of memory per 1,000 requests",
+    "requests",
+}
+
+
+def test_short_runs_say_nothing_of_memory_and_of_the_hour():
+    assert set(unjudged(short(sent=800, preemptions=16))) == NOT_IN_MINUTES
+    assert set(unjudged(short(sent=299, preemptions=0))) == {
+        *NOT_IN_MINUTES,
+        "preemptions per 1,000 requests",
+    }
+
+
+def test_short_runs_have_to_be_preempted_as_often_as_long_ones():
+    assert broken(**short(sent=800, preemptions=16)) == []
+    assert broken(**short(sent=800, preemptions=15)) == ["preemptions per 1,000 requests"]
+
+
+def test_a_machine_that_is_asked_less_owes_no_preemptions():
+    few = {"end": {**GOOD_TRAFFIC["end"], "preemptions": 9}}
+    expected = ["preemptions per 1,000 requests"]
+    assert broken(traffic=GOOD_TRAFFIC | few) == expected
+    capped = record_of(traffic=GOOD_TRAFFIC | few | {"rate": 3.4})
+    assert unjudged(capped) == expected and broken(**capped) == []
+
+
+def test_prompts_of_older_records_waited_for_room():
+    older = {name: one for name, one in GOOD_TRAFFIC.items() if name not in ("rate", "asked_rate")}
+    assert unjudged(record_of(traffic=older)) == ["preemptions per 1,000 requests"]
+
+
+@pytest.mark.parametrize(("plain", "rate"), [(9.0, 3.5), (4.0, 2.8), (1e-3, 0.0)])
+def test_a_server_is_asked_for_less_than_plain_decoding_answers(plain, rate):
+    assert soak.rate_of(3.5, plain) == rate
+
+
+def test_the_slowest_server_is_asked_as_well():
+    def give_up(*_):
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(20)
+    try:
+        sent_s = list(itertools.islice(traffic.arrivals(0.0, seed=0), 3))
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    assert [int(at_s / traffic.CYCLE_S) for at_s in sent_s] == [0, 1, 2]
+
+
+def test_ends_that_are_none_are_named():
+    kill = {**GOOD_KILL, "streams_ended": 4, "improper_ends": {"connection lost": 2}}
+    (check,) = (check for check in judging.checks_of_kill(kill) if check.holds is False)
+    assert check.value == "4 of 6, 2 connection lost"
 
 
 def test_an_hour_asks_as_many_requests_of_fast_machines_alone():
@@ -268,6 +375,61 @@ def test_an_hour_asks_as_many_requests_of_fast_machines_alone():
 def test_bad_input_gets_4xx_or_is_closed(answered, proper):
     judged = judging.judge_bad_input([Rejection("broken JSON", answered, 0.1)])
     assert (judged["improper"] == []) == proper
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "answered"),
+    [
+        ("waits", CLOSED),
+        ("refuses", "408"),
+        ("serves nobody meanwhile", "others got 503"),
+        ("answers nobody meanwhile", "nothing in 1 s"),
+        ("does not let go", "nothing in 1 s"),
+    ],
+)
+def test_a_body_that_never_comes_keeps_nobody_waiting(behaviour, answered, monkeypatch):
+    monkeypatch.setattr(bad_input, "_SLOW_S", 0.1)
+    monkeypatch.setattr(bad_input, "TIMEOUT_S", 1 if answered == "nothing in 1 s" else 60)
+
+    async def answer(reader, writer):
+        head = await reader.readuntil(b"\r\n\r\n")
+        if head.startswith(b"GET /health"):
+            if behaviour != "answers nobody meanwhile":
+                status = b"503 Busy" if behaviour == "serves nobody meanwhile" else b"200 OK"
+                writer.write(b"HTTP/1.1 " + status + b"\r\nContent-Length: 0\r\n\r\n")
+            return
+        if behaviour == "refuses":
+            writer.write(b"HTTP/1.1 408 Request Timeout\r\n\r\n")
+        await reader.read()
+        if behaviour != "does not let go":
+            writer.close()
+
+    async def send():
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as listening:
+            port = listening.sockets[0].getsockname()[1]
+            return await bad_input.send_bad(f"http://127.0.0.1:{port}", "body that never comes")
+
+    rejection = asyncio.run(send())
+    assert rejection.answer == answered
+    assert rejection.is_proper == (behaviour in ("waits", "refuses"))
+
+
+def test_a_connection_that_is_gone_is_closed(monkeypatch):
+    """Nothing was read of its end, and what would end it fails."""
+    monkeypatch.setattr(bad_input, "_SLOW_S", 0.01)
+
+    async def answer(url, kind):
+        return "200"
+
+    def write_eof():
+        raise OSError(errno.ENOTCONN, "not connected")
+
+    async def give_up():
+        writer = SimpleNamespace(write_eof=write_eof)
+        return await bad_input._give_up("", asyncio.StreamReader(), writer)
+
+    monkeypatch.setattr(bad_input, "_send", answer)
+    assert asyncio.run(give_up()) == CLOSED
 
 
 class Unhurried(asyncio.SelectorEventLoop):
@@ -326,7 +488,10 @@ def test_faults_come_one_after_the_other_and_wait_until_they_have_happened(tmp_p
             line = "A lookup failed" if is_cut else f"The fault {name} happens, on purpose."
             log.write_text(f"{log.read_text()}{line}\n")
 
-    conductor = faults.Conductor(file, log, store, lambda: {"failures:lookup": float(len(seen))}, 0.1)
+    def read():
+        return dict.fromkeys(faults.COUNTED.values(), float(len(seen)))
+
+    conductor = faults.Conductor(file, log, store, read, 0.1)
     conductor._plan = faults.Plan(0.1, 0.3, 0.05, 5.5, 6.0, 6.5)
     conductor._last = 0
     conduct(conductor, monkeypatch, serve)
@@ -353,6 +518,37 @@ def test_waiting_for_a_fault_takes_no_other_ones_time(tmp_path, monkeypatch):
     assert last.name == "controller" and last.begin_s < plan.controller_s + 0.4 < last.end_s
 
 
+@pytest.mark.parametrize(("late_s", "is_counted"), [(0.0, True), (8.0, True), (20.0, False)])
+def test_failures_are_counted_after_the_line_of_the_log(late_s, is_counted, tmp_path, monkeypatch):
+    log, file = tmp_path / "log", tmp_path / "fault"
+    log.write_text("")
+    begun_s = []
+
+    async def serve():
+        while not (file.exists() and file.read_text().startswith("batch")):
+            await asyncio.sleep(0.02)
+        log.write_text("The fault batch happens, on purpose.")
+        begun_s.append(asyncio.get_running_loop().time())
+
+    def read():
+        is_late = not begun_s or asyncio.get_running_loop().time() < begun_s[0] + late_s
+        return {"failures:batch": 0.0 if is_late else 1.0}
+
+    conductor = faults.Conductor(file, log, None, read, 4)
+    conduct(conductor, monkeypatch, serve)
+    window = next(window for window in conductor.windows if window.name == "batch")
+    assert window.happened and window.failures == ({"failures:batch": 1} if is_counted else {})
+    assert window.end_s - window.begin_s == pytest.approx(conductor._plan.window_s, abs=0.3)
+
+
+@pytest.mark.parametrize("name", ["batch", "selection", "third_step", "lookup"])
+def test_no_fault_of_minutes_makes_drafting_pause(name, tmp_path):
+    conductor = faults.Conductor(tmp_path / "fault", tmp_path / "log", None, dict, 4)
+    conductor._switch_on(name)
+    fault = Fault((tmp_path / "fault").read_text(), rank=0)
+    assert [fault.happens(name) for _ in range(FAILURES_BEFORE_A_PAUSE)] == [True, False, False]
+
+
 def test_a_fault_file_is_never_half_written(tmp_path):
     """Its time of change has ticks of milliseconds: what was read too early would not be read again."""
     file = tmp_path / "fault"
@@ -364,12 +560,17 @@ def test_a_fault_file_is_never_half_written(tmp_path):
     assert file.read_text() == "nan:drafts=4" and os.listdir(tmp_path) == ["fault"]
 
 
+EVENT = openai.APIError("the engine is dead", request=None, body=None)
+RESET = openai.APIConnectionError(request=None)
+
+
 class Completions:
     """Of a client: every request fails, or gets so many chunks before it does."""
 
-    def __init__(self, num_chunks=None):
+    def __init__(self, num_chunks=None, error=EVENT):
         self.completions = self
         self.num_chunks = num_chunks
+        self.error = error
 
     async def __aenter__(self):
         return self
@@ -386,7 +587,7 @@ class Completions:
         for _ in range(self.num_chunks):
             yield SimpleNamespace(choices=[])
         await asyncio.sleep(0.5)
-        raise RuntimeError("the connection is gone")
+        raise self.error
 
 
 @pytest.mark.parametrize("seed", [1, 2])  # before the first chunk, and after some
@@ -395,9 +596,19 @@ def test_an_error_before_a_client_hangs_up_is_an_error(seed):
         asyncio.run(ask_and_hang_up(Completions(), "tiny", REQUESTS[0], seed))
 
 
-@pytest.mark.parametrize(("num_chunks", "ended"), [(None, 0), (1, 0), (5, 6)])
-def test_only_streams_that_were_running_count_as_ended(num_chunks, ended, monkeypatch, tmp_path):
-    monkeypatch.setattr(kills, "client_of", lambda url: Completions(num_chunks))
+@pytest.mark.parametrize(
+    ("num_chunks", "error", "ended", "improper"),
+    [
+        (None, EVENT, 0, {"RuntimeError": 6}),
+        (1, EVENT, 0, {}),
+        (5, EVENT, 6, {}),
+        (5, RESET, 0, {"connection lost": 6}),
+    ],
+)
+def test_only_streams_that_were_running_count_as_ended(
+    num_chunks, error, ended, improper, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(kills, "client_of", lambda url: Completions(num_chunks, error))
     monkeypatch.setattr(kills, "_MOST_S", 1)
     process = SimpleNamespace(wait=lambda timeout: 0, poll=lambda: 0)
     server = SimpleNamespace(url="", log=tmp_path / "log", process=process)
@@ -405,7 +616,97 @@ def test_only_streams_that_were_running_count_as_ended(num_chunks, ended, monkey
     footprint = SimpleNamespace(note=lambda server: None, num_shared=0, wait_until_gone=lambda seconds: [])
     kill = kills.Kill("a kill", lambda server: None, "died", ())
     struck = asyncio.run(kills._strike(server, footprint, kill, REQUESTS[0]))
-    assert struck["streams_ended"] == ended
+    assert struck["streams_ended"] == ended and struck["improper_ends"] == improper
+
+
+def test_answers_that_a_server_has_to_end_are_shorter(monkeypatch, tmp_path):
+    """Than those that it must not have ended when it is struck."""
+    asked = set()
+
+    class Asked(Completions):
+        async def create(self, *, max_tokens, **body):
+            asked.add(max_tokens)
+            raise self.error
+
+    monkeypatch.setattr(kills, "client_of", lambda url: Asked())
+    process = SimpleNamespace(wait=lambda timeout: 0, poll=lambda: 0)
+    server = SimpleNamespace(url="", log=tmp_path / "log", process=process)
+    server.log.write_text("")
+    footprint = SimpleNamespace(note=lambda server: None, num_shared=0, wait_until_gone=lambda seconds: [])
+    for kill in kills.all_kills():
+        asked.clear()
+        struck = kills._strike(server, footprint, replace(kill, strike=lambda server: None), REQUESTS[0])
+        asyncio.run(struck)
+        assert asked == {800 if kill.name in judging._MOST_TO_END_S else 2000}
+
+
+def chunk(data):
+    line = f"data: {data}\n\n".encode()
+    return b"%x\r\n%s\r\n" % (len(line), line)
+
+
+def of_answer(reason=None):
+    choice = {"index": 0, "text": "a", "finish_reason": reason, "logprobs": None}
+    return chunk(json.dumps({"id": "x", "object": "text_completion", "created": 1, "choices": [choice]}))
+
+
+DONE = chunk("[DONE]")
+END = b"0\r\n\r\n"  # of a body in chunks
+FAILED = chunk(json.dumps({"error": {"message": "EngineCore encountered an issue.", "code": 500}}))
+
+
+@pytest.mark.parametrize(
+    ("rest", "is_reset", "end"),
+    [
+        (of_answer("length") + DONE + END, False, kills.ANSWER),
+        (of_answer("abort") + DONE + END, False, kills.ANSWER),
+        (FAILED + DONE + END, False, kills.ERROR_EVENT),
+        (DONE + END, False, kills.NO_REASON),
+        (END, False, kills.NO_REASON),
+        (b"", False, kills.LOST),
+        (b"", True, kills.LOST),
+        (None, False, kills.OPEN),
+    ],
+    ids=["answer", "aborted", "error event", "done", "end of chunks", "closed", "reset", "open"],
+)
+def test_the_ends_of_streams_are_told_apart(rest, is_reset, end):
+    """Through the client itself, from a server in mid-stream."""
+    stream = kills._Stream()
+
+    async def until_begun():
+        while not stream.has_begun:
+            await asyncio.sleep(0.01)
+
+    async def answer(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n")
+        writer.write(b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n")
+        writer.write(of_answer() * 5)
+        await writer.drain()
+        if rest is None:
+            return
+        await until_begun()
+        if is_reset:
+            linger = struct.pack("ii", 1, 0)
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        else:
+            writer.write(rest)
+        writer.close()
+
+    async def read():
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as listening:
+            port = listening.sockets[0].getsockname()[1]
+            server = SimpleNamespace(url=f"http://127.0.0.1:{port}")
+            task = asyncio.create_task(stream.read(server, REQUESTS[0], 0))
+            if rest is None:
+                await asyncio.wait_for(until_begun(), 60)
+            await asyncio.wait([task], timeout=0.5 if rest is None else 60)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(read())
+    assert stream.end == end, stream.how
+    assert stream.has_begun and (end in kills.PROPER) == (end in ("answer", "error event"))
 
 
 def test_streams_that_ended_before_the_strike_are_begun_again(monkeypatch):
@@ -450,8 +751,16 @@ def test_samples_that_do_not_come_are_counted(monkeypatch):
     assert watch.num_missed == 2
 
 
+OF_VLLM = (
+    str(uuid.uuid4()),
+    f"vllm_dist_{uuid.uuid4().hex}",
+    "torchinductor_somebody",
+    ".libxsmm.0",
+)
+
+
 def test_what_a_server_leaves_is_found(tmp_path):
-    """A process of its session that outlives it, its shared memory, and a folder of the plugin."""
+    """A process of its session that outlives it, its shared memory, and files that are not plain vLLM's."""
     code = (
         "import os, sys, time; from multiprocessing import shared_memory as s;"
         "one = s.SharedMemory(create=True, size=99); one.buf[0] = 1;"
@@ -461,8 +770,11 @@ def test_what_a_server_leaves_is_found(tmp_path):
     child = subprocess.Popen([sys.executable, "-c", code], stdout=pipe, text=True, start_new_session=True)
     server = SimpleNamespace(process=child)
     footprint = servers.Footprint(tmp_path)
-    (tmp_path / "vllm-magicdec-x").mkdir()
-    (tmp_path / "somebody-else-s").mkdir()
+    (tmp_path / "tmpmetrics" / "counter_7.db").parent.mkdir()
+    (tmp_path / "tmpmetrics" / "counter_7.db").write_text("")
+    (tmp_path / "a-file").write_text("")
+    for name in OF_VLLM:
+        (tmp_path / name).write_text("")
     name = child.stdout.readline().strip()
     try:
         footprint.note(server)
@@ -470,15 +782,17 @@ def test_what_a_server_leaves_is_found(tmp_path):
         child.wait()
         assert footprint.num_shared >= 1
         left = footprint.left()
-        assert f"/dev/shm/{name}" in left and "vllm-magicdec-x" in left
         assert any(one.startswith("process ") for one in left)
-        assert f"process {child.pid}" not in left and "somebody-else-s" not in left
+        assert f"process {child.pid}" not in left
+        assert f"/dev/shm/{name}" in left and left[-2:] == ["a-file", "tmpmetrics"]
+        assert not set(OF_VLLM) & set(left)
     finally:
         os.killpg(child.pid, signal.SIGKILL)
         child.stdout.close()
         with suppress(FileNotFoundError):
             os.unlink(f"/dev/shm/{name}")
-    (tmp_path / "vllm-magicdec-x").rmdir()
+    (tmp_path / "a-file").unlink()
+    shutil.rmtree(tmp_path / "tmpmetrics")
     assert footprint.wait_until_gone(10) == []
 
 
