@@ -6,12 +6,14 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -19,6 +21,7 @@ from common.documents import encode
 from kv_heavy import TINY_LLAMA
 from transformers import AutoTokenizer
 
+from .faults import FAULTS
 from .requests import Request
 from .servers import MODEL, Footprint, Server, serve_tiny, speculation
 from .traffic import client_of
@@ -26,13 +29,11 @@ from .watching import named_processes
 
 _PROMPT = "import argparse\nimport sys\n\n\ndef main():\n    parser = argparse.ArgumentParser("
 _STREAMS = 6
-_ATTEMPTS = 10
-_WHOLE = "finish_reason length"  # said of a stream that came to its own end
 # How streams end. vLLM 0.32.0 ends each by one of the proper two and `[DONE]`: on SIGTERM the engine ends
 # its requests first, then uvicorn waits for their connections; where the engine dies, an error is sent.
 ANSWER, ERROR_EVENT = PROPER = ("answer", "error event")
 NO_REASON, LOST, OPEN = "without a reason", "connection lost", "left open"
-_TOKENS = 2000  # so that no stream ends before the server is struck
+_TOKENS = 2000  # more than are made while passes are slow
 # Of streams that come to their own end, which has to be soon: of 2,000 it took a Zen 3 18 s.
 _TOKENS_TO_THE_END = 800
 _MOST_S = 120  # until a server has gone, or a client sees its end
@@ -134,18 +135,29 @@ def run_kills(say: Callable[[str], None], chosen: Sequence[Kill]) -> list[dict[s
     answers: dict[Sequence[str], str] = {}  # by options
     for kill in chosen:
         say(f"{kill.name} ...")
-        with serve_tiny(*kill.options, environment=kill.environment) as (server, footprint):
-            answer = asyncio.run(_answer(server, known))
-            if kill.options in answers:  # the server before this one was killed
-                kills[-1]["restarted"] = answer == answers[kill.options]
-            answers[kill.options] = answer
-            kills.append(asyncio.run(_strike(server, footprint, kill, known)))
+        with _brake() as brake:
+            environment = {"VLLM_MAGICDEC_FAULT": str(brake), **kill.environment}
+            with serve_tiny(*kill.options, environment=environment) as (server, footprint):
+                answer = asyncio.run(_answer(server, known))
+                if kill.options in answers:  # the server before this one was killed
+                    kills[-1]["restarted"] = answer == answers[kill.options]
+                answers[kill.options] = answer
+                kills.append(asyncio.run(_strike(server, footprint, kill, known, brake)))
         last = kills[-1]
         say(
             f"{kill.name}: ended after {last['exit_s']} s, {last['streams_ended']} of {_STREAMS} streams "
             f"ended ({'; '.join(last['how_streams_ended'])}), left: {last['left'] or 'nothing'}"
         )
     return kills
+
+
+@contextmanager
+def _brake() -> Iterator[Path]:
+    """A file of `VLLM_MAGICDEC_FAULT`; see `_strike`."""
+    with tempfile.TemporaryDirectory(prefix="kills-") as folder:
+        file = Path(folder, "fault")
+        file.write_text("")
+        yield file
 
 
 async def _answer(server: Server, known: Request) -> str:
@@ -155,12 +167,24 @@ async def _answer(server: Server, known: Request) -> str:
         return (await client.completions.create(**asked)).choices[0].text
 
 
-async def _strike(server: Server, footprint: Footprint, kill: Kill, known: Request) -> dict[str, Any]:
-    streams, tasks = await _begin_streams(server, replace(known, max_tokens=kill.tokens))
+async def _strike(
+    server: Server, footprint: Footprint, kill: Kill, known: Request, brake: Path
+) -> dict[str, Any]:
+    """The server ends in the middle of answers.
+
+    Its draft passes are slow until then: on a busy machine a client may wait for longer than it takes the
+    server to make a whole answer.
+    """
+    brake.write_text(FAULTS["slow"])
+    asked = replace(known, max_tokens=kill.tokens)
+    streams = [_Stream() for _ in range(_STREAMS)]
+    tasks = [asyncio.create_task(stream.read(server, asked, i)) for i, stream in enumerate(streams)]
+    await _until(partial(_have_begun, streams), _MOST_S)
     too_early = [bool(one.how) and not kill.strikes_by_itself for one in streams]
     footprint.note(server)
     began = time.monotonic()
     kill.strike(server)
+    brake.write_text("")
     exit_s = None
     with suppress(subprocess.TimeoutExpired):
         await asyncio.to_thread(server.process.wait, _MOST_S)
@@ -192,24 +216,6 @@ async def _strike(server: Server, footprint: Footprint, kill: Kill, known: Reque
     }
 
 
-async def _begin_streams(server: Server, known: Request) -> tuple[list["_Stream"], list[asyncio.Task]]:
-    """Streams in the middle of their answers, or what became of them.
-
-    A machine may let this process wait for longer than an answer takes; then others are begun, longer ones.
-    """
-    for attempt in range(1, _ATTEMPTS + 1):
-        asked = replace(known, max_tokens=min(attempt * known.max_tokens, _TOKENS))
-        streams = [_Stream() for _ in range(_STREAMS)]
-        tasks = [asyncio.create_task(stream.read(server, asked, i)) for i, stream in enumerate(streams)]
-        await _until(partial(_have_begun, streams), _MOST_S)
-        if not any(one.has_whole_answer for one in streams):
-            break
-        _, pending = await asyncio.wait(tasks, timeout=_MOST_S)
-        if pending:
-            break
-    return streams, tasks
-
-
 def _have_begun(streams: Sequence["_Stream"]) -> bool:
     return all(one.has_begun or one.how for one in streams)
 
@@ -226,11 +232,6 @@ class _Stream:
     def has_begun(self) -> bool:
         """Whether it is in the middle of its answer; a request that was refused never is."""
         return self.num_chunks > 2
-
-    @property
-    def has_whole_answer(self) -> bool:
-        """Whether it ended as it does when nobody strikes."""
-        return self.how == _WHOLE
 
     async def read(self, server: Server, known: Request, index: int) -> None:
         try:

@@ -615,7 +615,7 @@ def test_only_streams_that_were_running_count_as_ended(
     server.log.write_text("died")
     footprint = SimpleNamespace(note=lambda server: None, num_shared=0, wait_until_gone=lambda seconds: [])
     kill = kills.Kill("a kill", lambda server: None, "died", ())
-    struck = asyncio.run(kills._strike(server, footprint, kill, REQUESTS[0]))
+    struck = asyncio.run(kills._strike(server, footprint, kill, REQUESTS[0], tmp_path / "fault"))
     assert struck["streams_ended"] == ended and struck["improper_ends"] == improper
 
 
@@ -635,8 +635,8 @@ def test_answers_that_a_server_has_to_end_are_shorter(monkeypatch, tmp_path):
     footprint = SimpleNamespace(note=lambda server: None, num_shared=0, wait_until_gone=lambda seconds: [])
     for kill in kills.all_kills():
         asked.clear()
-        struck = kills._strike(server, footprint, replace(kill, strike=lambda server: None), REQUESTS[0])
-        asyncio.run(struck)
+        unstruck = replace(kill, strike=lambda server: None)
+        asyncio.run(kills._strike(server, footprint, unstruck, REQUESTS[0], tmp_path / "fault"))
         assert asked == {800 if kill.name in judging._MOST_TO_END_S else 2000}
 
 
@@ -709,30 +709,25 @@ def test_the_ends_of_streams_are_told_apart(rest, is_reset, end):
     assert stream.has_begun and (end in kills.PROPER) == (end in ("answer", "error event"))
 
 
-def test_streams_that_ended_before_the_strike_are_begun_again(monkeypatch):
-    """As where the client's process had to wait for longer than the answers took."""
-    begun = []
+def test_answers_are_slow_until_the_server_is_struck(monkeypatch, tmp_path):
+    """On a busy machine a client may wait for longer than it takes the server to make a whole answer."""
+    brake = tmp_path / "fault"
+    seen = []
 
-    class Ending(Completions):
+    class Seeing(Completions):
         async def create(self, **body):
-            begun.append(body["prompt"])
-            self.num_chunks = 5
-            return self._end() if len(begun) <= kills._STREAMS else self._chunks()
+            seen.append(brake.read_text())
+            return self._chunks()
 
-        async def _end(self):
-            for _ in range(5):
-                yield SimpleNamespace(choices=[SimpleNamespace(finish_reason="length")])
-
-    monkeypatch.setattr(kills, "client_of", lambda url: Ending())
-
-    async def begin():
-        streams, tasks = await kills._begin_streams(SimpleNamespace(url=""), REQUESTS[0])
-        running = [stream.has_begun and not stream.how for stream in streams]
-        await asyncio.gather(*tasks)
-        return running
-
-    assert asyncio.run(begin()) == [True] * kills._STREAMS
-    assert len(begun) == 2 * kills._STREAMS
+    monkeypatch.setattr(kills, "client_of", lambda url: Seeing(5))
+    process = SimpleNamespace(wait=lambda timeout: seen.append(brake.read_text()), poll=lambda: 0)
+    server = SimpleNamespace(url="", log=tmp_path / "log", process=process)
+    server.log.write_text("died")
+    footprint = SimpleNamespace(note=lambda server: None, num_shared=0, wait_until_gone=lambda seconds: [])
+    kill = kills.Kill("a kill", lambda server: seen.append(brake.read_text()), "died", ())
+    asyncio.run(kills._strike(server, footprint, kill, REQUESTS[0], brake))
+    slow = faults.FAULTS["slow"]
+    assert slow.startswith("slow") and seen == [slow] * (kills._STREAMS + 1) + [""]
 
 
 def test_samples_that_do_not_come_are_counted(monkeypatch):
