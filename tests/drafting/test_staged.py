@@ -21,7 +21,7 @@ from vllm_magicdec import envs
 from vllm_magicdec.adaptive.draft_plan import DraftPlan
 from vllm_magicdec.adaptive.metrics import Counts, LookupCounters
 from vllm_magicdec.drafting.confidence import Confidence
-from vllm_magicdec.drafting.staged import StagedDrafts
+from vllm_magicdec.drafting.staged import StagedDrafts, _Making
 from vllm_magicdec.lookup.continuation import Continuation
 from vllm_magicdec.lookup.history import History
 from vllm_magicdec.lookup.lookups import Lookups
@@ -55,6 +55,11 @@ class Target:
         self.max_pass_tokens = max_pass_tokens
         self.pass_lens: list[list[int]] = []
         self.written: list[set[int]] = [set() for _ in cache]
+        self.unread: dict[int, tuple[int, list[int]]] = {}
+
+    def note_unread(self, request, first, tokens):
+        assert request not in self.unread
+        self.unread[request] = first, tokens
 
     def draft_step(self, tokens: torch.Tensor, step: DraftStep) -> torch.Tensor:
         return self._run(tokens, step.parts, [1] * len(tokens))
@@ -322,6 +327,7 @@ def test_a_pass_for_less_than_half_of_the_batch_is_left_out(drawn, known_to):
     known = [own if known_to >> i & 1 else [] for i, own in enumerate(expected)]
     staged, target = make_staged(drawn, KnownDrafts(known), least_gain=0.5)
     drafts = staged.draft(drawn.batch, drawn.num_steps, lambda: steps_of(drawn))
+    assert not any(tokens for _, tokens in target.unread.values())  # what is known, a pass has read
     drafting = [i for i, wanted in enumerate(drawn.wanted) if wanted > 0]
     numbers = [len(known[i]) or min(1, len(expected[i])) for i in range(len(expected))]  # after a pass
     while running := [i for i in drafting if numbers[i] < drawn.wanted[i]]:
@@ -339,16 +345,74 @@ def test_a_pass_for_less_than_half_of_the_batch_is_left_out(drawn, known_to):
 @given(rounds(), st.integers(0, 100))
 def test_where_passes_are_left_out_the_drafts_begin_what_a_pass_per_token_drafts(drawn, seed):
     expected = drawn.one_by_one()
-    staged, _ = make_staged(drawn, RandomLookups(seed), least_gain=0.5)
+    staged, target = make_staged(drawn, RandomLookups(seed), least_gain=0.5)
     drafts = staged.draft(drawn.batch, drawn.num_steps, lambda: steps_of(drawn))
-    assert all(own == known[: len(own)] for own, known in zip(drafts, expected, strict=True))
-    assert all(bool(own) == bool(known) for own, known in zip(drafts, expected, strict=True))
+    read = read_of(drafts, target)
+    assert all(own == known[: len(own)] for own, known in zip(read, expected, strict=True))
+    assert all(bool(own) == bool(known) for own, known in zip(read, expected, strict=True))
+    assert all(len(own) <= max(0, n) for own, n in zip(drafts, drawn.wanted, strict=True))
+
+
+def read_of(drafts: list[list[int]], target: Target) -> list[list[int]]:
+    """The drafts that passes drew; the rest are those that the runner was told of."""
+    firsts = {request: first for request, (first, _) in target.unread.items()}
+    for request, (first, tokens) in target.unread.items():
+        assert drafts[request][first:] == tokens
+    return [own[: firsts.get(request, len(own))] for request, own in enumerate(drafts)]
+
+
+class OneThenAll(RandomLookups):
+    """Nothing, so that each pass makes one draft; in the end whatever is asked for, with these chances."""
+
+    def __init__(self, chance: float) -> None:
+        super().__init__(0)
+        self.chance = chance
+
+    def look_up(self, req_id, drafted, most, *least_chance) -> Continuation:
+        if len(drafted) != 1:
+            return Continuation()
+        return Continuation([7] * most, [self.chance] * most)
+
+
+@settings(max_examples=100, deadline=None)
+@given(rounds(), st.sampled_from([0.6, 0.8, 0.95]), st.sampled_from([None, 0.0, 0.3, 0.7]), st.booleans())
+def test_what_is_likely_follows_the_drafts_unread(drawn, chance, least_chance, are_drawn):
+    """Where no second pass is worth it; with a fixed number of drafts what is likelier right than wrong."""
+    expected = drawn.one_by_one()
+    lookups = OneThenAll(chance)
+    staged, target = make_staged(drawn, lookups, least_gain=99.0, are_drawn=are_drawn)
+    is_fixed = least_chance is None
+    plan = drawn.num_steps if is_fixed else DraftPlan(drawn.num_steps, 512, least_chance, 99.0)
+    drafts = staged.draft(drawn.batch, plan, lambda: steps_of(drawn))
+    assert len(target.pass_lens) == (max(drawn.wanted) > 0)
+    assert read_of(drafts, target) == [own[:1] for own in expected]
+    least = 0.5 if is_fixed else least_chance
+    reached = 1.0 if is_fixed else Confidence().chance(0.7)
+    num_likely = next(n for n in itertools.count() if n == 99 or reached * chance ** (n + 1) < least)
+    if reached < least:
+        num_likely = 0
+    assert [len(own) for own in drafts] == [min(n, 1 + num_likely) if n > 0 else 0 for n in drawn.wanted]
+    # What became of them is told apart.
+    counted = staged._counters.totals
+    drafted = [i for i, own in enumerate(drafts) if own]
+    lens = [len(drawn.batch.histories[i]) for i in range(len(drafts))]
+    histories = [
+        History(np.concatenate([history.after(0), np.array([*own, 99], dtype=np.int32)])[:-1], [99])
+        for history, own in zip(drawn.batch.histories, drafts, strict=True)
+    ]
+    assert [len(history) - n for history, n in zip(histories, lens, strict=True)] == [
+        len(own) + 1 for own in drafts
+    ]
+    staged._follow(replace(drawn.batch, histories=histories), drafted)
+    num_unread = sum(len(tokens) for _, tokens in target.unread.values())
+    assert counted["lookup_unread_tokens"] == counted["lookup_unread_accepted_tokens"] == num_unread
+    assert counted["pass_accepted_tokens"] == sum(map(len, drafts)) - num_unread
 
 
 @settings(max_examples=100, deadline=None)
 @given(rounds())
 def test_the_requests_own_context_spares_passes(drawn):
-    lookups = Lookups(5, 1000)
+    lookups = Lookups(5, 1000, 16)
     for _ in range(2):  # what was learned in the first round changes nothing but the number of passes
         drafts, target, _ = drawn.staged(lookups)
         assert drafts == drawn.one_by_one()
@@ -378,8 +442,15 @@ def test_what_is_not_worth_its_cost_is_neither_drafted_nor_verified(drawn, least
     assert drafts.num_passes == len(target.pass_lens)
     chance = Confidence().chance(0.7)  # of every draft of this target, before anything is learned
     worth = next(n for n in itertools.count() if chance ** (n + 1) < least_chance)
-    assert all(own == known[: len(own)] for own, known in zip(drafts, expected, strict=True))
-    assert all(len(own) <= worth for own in drafts)
+    read = read_of(drafts, target)
+    assert all(own == known[: len(own)] for own, known in zip(read, expected, strict=True))
+    assert all(len(own) <= worth for own in read)
+    # Of what follows unread each token is right in half of the cases.
+    assert all(
+        chance ** len(own) * 0.5 ** (len(all_) - len(own)) >= least_chance
+        for own, all_ in zip(read, drafts, strict=True)
+        if len(all_) > len(own)
+    )
     if least_gain == 0.0:
         assert [len(own) for own in drafts] == [min(worth, max(0, n)) for n in drawn.wanted]
     # A pass more than those that could gain enough is not made: at chances of 1/2, no two drafts a request.
@@ -474,6 +545,9 @@ def test_confidence_is_learned_from_what_was_verified():
         history = History(np.array(tokens[:-1], dtype=np.int32), tokens[-1:])
         return replace(make_batch(["a"], table, [len(tokens) - 1]), histories=[history])
 
+    def propose(tokens: list[int], probabilities: list[float], drafts: list[int]) -> None:
+        staged._propose(history_of([1, 2]), 0, _Making(3, tokens, probabilities), drafts)
+
     for verified, learned in [
         ([9], [(0.9, True)]),
         ([5], [(0.9, False)]),
@@ -482,11 +556,11 @@ def test_confidence_is_learned_from_what_was_verified():
         ([], []),
     ]:
         seen.clear()
-        staged._propose(history_of([1, 2]), 0, [9, 8, 7], [0.9, 0.8, 0.7], 3)
+        propose([9, 8, 7], [0.9, 0.8, 0.7], [9, 8, 7])
         staged._follow(history_of([1, 2, *verified]), [0])
         assert seen == learned
     assert staged._counters.totals["pass_accepted_tokens"] == 5  # of the third and the fourth
-    staged._propose(history_of([1, 2]), 0, [9, 8, 7], None, 3)
+    propose([], [], [9, 8, 7])
     staged._follow(history_of([1, 2, 9, 8, 1]), [0])
     counted = staged._counters.totals
     assert (counted["lookup_unread_tokens"], counted["lookup_unread_accepted_tokens"]) == (3, 2)
@@ -516,7 +590,8 @@ def test_drafts_of_passes_that_stood_are_counted(num_kept, verified, num_stood):
         history = History(np.array(tokens[:-1], dtype=np.int32), tokens[-1:])
         return replace(make_batch(["a"], table, [len(tokens) - 1]), histories=[history])
 
-    staged._propose(history_of([1, 2]), 0, [9, 8, 7], [0.9, 0.8, 0.7], num_kept)
+    own = _Making(3, [9, 8, 7], [0.9, 0.8, 0.7])
+    staged._propose(history_of([1, 2]), 0, own, own.tokens[:num_kept])
     staged._follow(history_of([1, 2, *verified]), [0])
     assert staged._counters.totals["pass_accepted_tokens"] == num_stood
 

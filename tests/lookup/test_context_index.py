@@ -74,6 +74,17 @@ def test_a_single_token_is_matched_where_no_pair_is():
     assert found(index_of([5, 1, 7, 5, 2, 5, 1, 6, 5]), [2], 1) == (2, [5], [1.0])
 
 
+@pytest.mark.parametrize("pair", [[7], [3, 7]])
+def test_a_token_that_something_else_follows_every_time(pair):
+    """As many different tokens as are counted, whose hashes meet in the table; the commonest is found."""
+    once = [token for n in range(MAX_CANDIDATES + 200) for token in (*pair, 1000 + n)]
+    context = [*once, *pair, 1001, *pair, 5000, *pair, 1001, 9, *pair]
+    index = index_of(context)
+    # Among the candidates are the context's own end, and places whose hashes alone are the same.
+    shares = pytest.approx([2 / MAX_CANDIDATES, 0.5], rel=0.01)
+    assert found(index, [], 2) == (len(pair), [1001, 9], shares)
+
+
 @pytest.mark.parametrize("context", [[], [1], [1, 2, 3, 4]])
 def test_nothing_is_found_where_nothing_was_there_before(context):
     assert found(index_of(context), [], 3) == (0, [], [])

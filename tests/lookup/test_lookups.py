@@ -26,20 +26,20 @@ def history(tokens: list[int], num_latest: int = 1) -> History:
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.data())
 def test_it_knows_each_requests_tokens_however_they_came(tokens, data):
     """The host writes down later what a step verified, and a request may miss some batches."""
-    lookups = Lookups(4, 1000)
+    lookups = Lookups(4, 1000, 16)
     end = 0
     while end < len(tokens):
         end = data.draw(st.integers(end + 1, len(tokens)))
         num_latest = data.draw(st.integers(0, end))
         lookups.follow(["a", "b"], [history(tokens[:end], num_latest), history([1, 2, 1, 2])])
-        once = Lookups(4, 1000)
+        once = Lookups(4, 1000, 16)
         once.follow(["a"], [history(tokens[:end])])
         assert lookups.look_up("a", [], 4, 0.0).tokens == once.look_up("a", [], 4, 0.0).tokens
     assert lookups.look_up("b", [], 2).tokens[:1] == [1]
 
 
 def test_a_name_that_is_used_again_begins_anew():
-    lookups = Lookups(2, 1000)
+    lookups = Lookups(2, 1000, 16)
     lookups.follow(["a"], [history([1, 2, 3, 1, 2])])
     assert lookups.look_up("a", [], 1).tokens == [3]
     lookups.follow(["a"], [history([1, 2, 4])])
@@ -47,7 +47,7 @@ def test_a_name_that_is_used_again_begins_anew():
 
 
 def test_no_more_requests_are_kept_than_there_can_be():
-    lookups = Lookups(3, 1000)
+    lookups = Lookups(3, 1000, 16)
     for number in range(20):
         req_ids = [str(number), str(number + 1)]
         lookups.follow(req_ids, [history([1, 2, 1, 2])] * 2)
@@ -55,14 +55,14 @@ def test_no_more_requests_are_kept_than_there_can_be():
 
 
 def test_nothing_is_looked_up_where_nothing_is_asked_for():
-    lookups = Lookups(1, 1000)
+    lookups = Lookups(1, 1000, 16)
     lookups.follow(["a"], [history([1, 2, 1, 2])])
     for most in (0, -1):
         assert lookups.look_up("a", [], most).tokens == ()
 
 
 def test_a_continuation_ends_where_it_is_unlikely():
-    lookups = Lookups(1, 1000)
+    lookups = Lookups(1, 1000, 16)
     # After 1, 2 come twenty different tokens.
     lookups.follow(["a"], [history([token for n in range(20) for token in (1, 2, 10 + n)] + [1, 2])])
     assert lookups.look_up("a", [], 5).tokens == []
@@ -101,7 +101,7 @@ def test_a_longer_match_is_likelier_at_first_and_no_chance_is_above_one():
 
 
 def test_it_learns_from_what_was_verified_whoever_drafted_it():
-    lookups, learned = Lookups(1, 1000), []
+    lookups, learned = Lookups(1, 1000, 16), []
     lookups._calibrations[0].observe = lambda *seen: learned.append(seen)
     known = [1, 2, 3, 4, 5, 1, 2]
     for verified, seen in [
@@ -117,9 +117,19 @@ def test_it_learns_from_what_was_verified_whoever_drafted_it():
         assert learned == seen
 
 
+@pytest.mark.parametrize(("max_drafts", "is_judged"), [(32, False), (39, True)])
+def test_a_round_of_many_drafts_teaches_too(max_drafts, is_judged):
+    lookups, learned = Lookups(1, 1000, max_drafts), []
+    lookups._calibrations[0].observe = lambda *seen: learned.append(seen)
+    text = list(range(1, 60))
+    lookups.follow(["a"], [history([*text, 1, 2])])
+    lookups.follow(["a"], [history([*text, *range(1, 43)])])
+    assert (len(learned) == 40) == is_judged and bool(learned) == is_judged
+
+
 def test_answers_of_requests_that_have_ended_are_a_source_and_prompts_are_not():
     served = ServedAnswers()
-    lookups = Lookups(4, 1000, [served], in_context=False)
+    lookups = Lookups(4, 1000, 16, [served], in_context=False)
     prompt, answer = [50, 51, 52, 53], [1, 2, 3, 4, 5, 6]
     lookups.follow(["a"], [history([*prompt, answer[0]])])
     lookups.follow(["a"], [history([*prompt, *answer])])
@@ -159,7 +169,7 @@ class Fixed:
 
 
 def test_the_source_that_promises_more_is_believed_and_all_are_learned_from():
-    lookups = Lookups(2, 1000, [Fixed(8, [7, 7, 7, 7])])
+    lookups = Lookups(2, 1000, 16, [Fixed(8, [7, 7, 7, 7])])
     known = [1, 2, 3, 4, 5, 1, 2]
     lookups.follow(["a"], [history(known)])
     assert lookups.look_up("a", [], 4).tokens == [7, 7, 7, 7]
@@ -171,14 +181,14 @@ def test_the_source_that_promises_more_is_believed_and_all_are_learned_from():
 
 def test_a_continuation_ends_before_what_is_no_token():
     """An image's placeholders may lie outside of the vocabulary, which no target takes as drafts."""
-    lookups = Lookups(1, 100)
+    lookups = Lookups(1, 100, 16)
     for strange in (100, 151_000, -1):
         lookups.follow(["a"], [history([1, 2, 3, strange, 5, 1, 2])])
         assert lookups.look_up("a", [], 4, 0.0).tokens == [3]
 
 
 def test_another_request_of_a_name_begins_anew_though_it_is_longer():
-    lookups = Lookups(1, 100)
+    lookups = Lookups(1, 100, 16)
     lookups.follow(["a"], [history([1, 2, 3, 1, 2])])
     lookups.follow(["a"], [history([7, 8, 9, 7, 8, 4, 7, 8])])
     assert lookups.look_up("a", [], 1).tokens == [4]

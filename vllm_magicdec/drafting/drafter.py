@@ -207,7 +207,7 @@ class Drafter:
 
         self._staged = StagedDrafts(
             pass_runner,
-            open_lookups(spec.draft_lookup_sources, max_num_reqs, vocab_size),
+            open_lookups(spec.draft_lookup_sources, max_num_reqs, vocab_size, spec.num_speculative_tokens),
             counters,
             max_num_reqs=max_num_reqs,
             max_drafts=spec.num_speculative_tokens,

@@ -7,9 +7,10 @@ TriForce's stages (arXiv 2404.11912), with a lookup for the smallest model. The 
 pass per token makes, whatever the lookups say. A looked-up token is proposed with certainty, so drawing and
 comparing is rejection sampling: where drafts are sampled, each is drawn from the draft's own distribution.
 
-A round of a fixed number of drafts may end when a pass would gain too few for the batch: some requests then
-have fewer. Where a controller says what drafting is worth, a round ends when the drafts are too unlikely to
-stand, and those that are not worth verifying are left out.
+A round of a fixed number of drafts may end when a pass would gain too few for the batch. Where a controller
+says what drafting is worth, a round ends when the drafts are too unlikely to stand, and those that are not
+worth verifying are left out. Of requests that could have more, looked-up tokens that are worth verifying
+follow the draft's last one, unread; they may also make a whole round without a pass.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,6 +38,8 @@ if TYPE_CHECKING:  # Numba comes with them
 logger = init_logger(f"vllm.{__name__}")
 
 _ALL = 1  # a budget, where no plan names one: the drafter's views have it
+# The chance of standing from which an unread token is verified, where no plan says what that costs.
+_LIKELY = 0.5
 
 
 class PassRunner(Protocol):
@@ -67,6 +70,16 @@ class PassRunner(Protocol):
         """
         ...
 
+    def note_unread(self, request: int, first: int, tokens: Sequence[int]) -> None:
+        """The last drafts of a request were looked up: proposed with certainty, and drawn by no pass.
+
+        Args:
+            request: its place in the batch.
+            first: place of the first of them among its drafts.
+            tokens: they.
+        """
+        ...
+
 
 @dataclass
 class _Making:
@@ -91,7 +104,8 @@ class _Proposed:
 
     history_len: int  # tokens that had been verified
     tokens: Sequence[int]
-    probabilities: Sequence[float] | None  # None: the draft has not read them
+    probabilities: Sequence[float]  # of the first ones, that the draft gave them; none: nothing is weighed
+    num_read: int  # by the draft; others follow
     num_kept: int  # that are to be verified
 
 
@@ -128,6 +142,7 @@ class StagedDrafts:
         self._lookups = lookups
         self._lookup_pauses = Pauses("A lookup", "every draft takes a pass of its own")
         self._looks_up = True  # in this round
+        self._has_looked_up = False  # in this round
         self._counters = counters
         self._max_model_len = max_model_len
         self._are_drawn = are_drawn
@@ -148,9 +163,9 @@ class StagedDrafts:
             num_steps: most drafts; a `DraftPlan` says what they are worth, and whether to look them up.
             prepare: makes the round's steps by group of layers; called where some are taken.
         """
-        self._looks_up = self._lookup_pauses.is_over()
+        self._looks_up, self._has_looked_up = self._lookup_pauses.is_over(), False
         drafts = self._draft_round(batch, num_steps, prepare)
-        if self._looks_up:
+        if self._looks_up and self._has_looked_up:
             self._lookup_pauses.note_success()
         return drafts
 
@@ -191,7 +206,7 @@ class StagedDrafts:
         drafts = DraftLists([] for _ in batch.req_ids)
         for i, ahead in zip(drafting, found, strict=True):
             drafts[i] = list(ahead.tokens)
-            self._propose(batch, i, ahead.tokens, None, len(ahead.tokens))
+            self._propose(batch, i, _Making(0), drafts[i])
         return drafts
 
     def _draft(
@@ -246,27 +261,45 @@ class StagedDrafts:
             num_passes += 1
         if num_passes:
             self._counters.count_round(num_passes, num_looked_up, num_accepted)
+        unread = self._look_up_rest(batch, making, plan.least_chance if is_weighed else _LIKELY)
         drafts = DraftLists(([] for _ in latest), num_passes)
         for i, own in making.items():
-            drafts[i] = _worth_verifying(own, plan, self._are_drawn)
-            self._counters.count_cut(len(own.tokens) - len(drafts[i]))
-            # Of a draft that was left out the text tells whether it would have stood, if it was the
-            # likeliest token; and nothing, if it was drawn.
-            known = len(drafts[i]) if self._are_drawn else len(own.tokens)
-            self._propose(batch, i, own.tokens[:known], own.probabilities[:known], len(drafts[i]))
+            kept = _worth_verifying(own, plan, self._are_drawn)
+            self._counters.count_cut(len(own.tokens) - len(kept))
+            drafts[i] = kept + unread.get(i, [])
+            self._propose(batch, i, own, drafts[i])
         return drafts
 
-    def _propose(
-        self,
-        batch: Batch,
-        index: int,
-        tokens: Sequence[int],
-        probabilities: Sequence[float] | None,
-        num_kept: int,
-    ) -> None:
-        """Remember drafts, also those that are not to be verified."""
-        history_len = len(batch.histories[index])
-        self._proposed[batch.req_ids[index]] = _Proposed(history_len, tokens, probabilities, num_kept)
+    def _look_up_rest(
+        self, batch: Batch, making: dict[int, _Making], least_chance: float
+    ) -> dict[int, list[int]]:
+        """By request, what follows its drafts unread: of what it still lacks that is likely enough."""
+        lacking = [
+            i for i, own in making.items() if len(own.tokens) < own.wanted and own.chance >= least_chance
+        ]
+        found = self._look_up(
+            [batch.req_ids[i] for i in lacking],
+            [making[i].tokens for i in lacking],
+            [making[i].wanted - len(making[i].tokens) + 1 for i in lacking],
+        )
+        rest = {}
+        for i, ahead in zip(lacking, found, strict=True):
+            own = making[i]
+            num_likely = sum(own.chance * reached >= least_chance for reached in ahead.reached)
+            rest[i] = list(ahead.tokens[:num_likely])
+            self._runner.note_unread(i, len(own.tokens), rest[i])
+        return rest
+
+    def _propose(self, batch: Batch, index: int, own: _Making, drafts: Sequence[int]) -> None:
+        """Remember a request's drafts, also those of its passes that are not to be verified."""
+        tokens, num_read = drafts, min(len(own.tokens), len(drafts))
+        # Of a draft that was left out the text tells whether it would have stood, if it was the likeliest
+        # token; and nothing, if it was drawn.
+        if len(own.tokens) > len(drafts) and not self._are_drawn:
+            tokens, num_read = own.tokens, len(own.tokens)
+        self._proposed[batch.req_ids[index]] = _Proposed(
+            len(batch.histories[index]), tokens, own.probabilities[:num_read], num_read, len(drafts)
+        )
 
     def _learn(self, req_ids: Sequence[str], histories: Sequence[History]) -> None:
         """What became of the drafts."""
@@ -276,12 +309,11 @@ class StagedDrafts:
                 continue
             truth = history.after(made.history_len).tolist()
             num_right = _num_equal(made.tokens, truth)
-            if made.probabilities is None:
-                self._counters.count_unread(len(made.tokens), num_right)
-                continue
+            if num_unread := len(made.tokens) - made.num_read:
+                self._counters.count_unread(num_unread, max(0, num_right - made.num_read))
             num_stood = min(num_right, made.num_kept)
             if len(truth) == num_stood + 1:  # what verifying them adds; else more rounds have passed
-                self._counters.count_stood(num_stood)
+                self._counters.count_stood(min(num_stood, made.num_read))
             for place, probability in enumerate(made.probabilities[: min(num_right + 1, len(truth))]):
                 self._confidence.observe(probability, place < num_right)
         if len(self._proposed) > self._max_num_reqs:  # of requests that have ended
@@ -312,6 +344,7 @@ class StagedDrafts:
                 try:
                     # The token after the last looked-up one is a draft as well.
                     ahead = self._lookups.look_up(req_id, own, min(lack - 1, room), least_chance)
+                    self._has_looked_up = True
                 except Exception:
                     self._go_on_without_lookups()
             found.append(ahead)

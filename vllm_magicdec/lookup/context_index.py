@@ -118,12 +118,26 @@ def _token(tokens, ahead, place):  # type: ignore[no-untyped-def]
 
 
 @njit
-def tally(choices, counts, num_choices, token):  # type: ignore[no-untyped-def]
-    """Count a token, among the first `num_choices` of `choices` or as a new one; returns their number."""
-    choice = 0
-    while choice < num_choices and choices[choice] != token:
-        choice += 1
-    if choice == num_choices:
+def table_size(most):  # type: ignore[no-untyped-def]
+    """Of a hash table in which `tally` counts so many tokens: a power of two, half full at most."""
+    size = 2
+    while size < 2 * most:
+        size *= 2
+    return size
+
+
+@njit
+def tally(table, choices, counts, num_choices, token):  # type: ignore[no-untyped-def]
+    """Count a token, among the first `num_choices` of `choices` or as a new one; returns their number.
+
+    `table` holds their places in `choices` by the token's hash, and -1 where there is none.
+    """
+    key = _hash(0, token, len(table))
+    while table[key] >= 0 and choices[table[key]] != token:
+        key = (key + 1) & (len(table) - 1)
+    choice = table[key]
+    if choice < 0:
+        table[key] = choice = num_choices
         choices[choice], counts[choice] = token, 0
         num_choices += 1
     counts[choice] += 1
@@ -180,11 +194,14 @@ def _look_up(tokens, previous, latest, given, found, shares):  # type: ignore[no
 
     choices = np.empty(num_places, dtype=np.int32)
     counts = np.empty(num_places, dtype=np.int32)
+    tables = np.empty(table_size(num_places), dtype=np.int32)
     for step in range(most):
         num_choices, best = 0, 0
+        table = tables[: table_size(num_places)]
+        table[:] = -1
         for index in range(num_places):
             token = _token(tokens, ahead, places[index] + 1 + step)
-            num_choices = tally(choices, counts, num_choices, token)
+            num_choices = tally(table, choices, counts, num_choices, token)
         for choice in range(num_choices):
             if counts[choice] > counts[best]:  # of equals, the one seen last
                 best = choice

@@ -13,7 +13,7 @@ import numpy as np
 from numba import njit
 
 from vllm_magicdec.lookup import datastore_files
-from vllm_magicdec.lookup.context_index import MAX_MATCH, Match, tally
+from vllm_magicdec.lookup.context_index import MAX_MATCH, Match, table_size, tally
 from vllm_magicdec.lookup.datastore_files import Header, OpenSizes, Vocabulary
 
 MIN_MATCH = 2  # tokens; in texts of others a single one tells too little
@@ -156,13 +156,16 @@ def _look_up(tokens, suffix_array, separator, latest, found, shares):  # type: i
         places[index] = suffix_array[begin + (end - begin) * index // num_places]
     choices = np.empty(num_places, dtype=np.int64)
     counts = np.empty(num_places, dtype=np.int64)
+    tables = np.empty(table_size(num_places), dtype=np.int32)
     for step in range(len(found)):
         num_choices, best = 0, 0
+        table = tables[: table_size(num_places)]
+        table[:] = -1
         for index in range(num_places):
             place = places[index] + 1 + step
             token = np.int64(tokens[place]) if place < len(tokens) else separator
             if token != separator:
-                num_choices = tally(choices, counts, num_choices, token)
+                num_choices = tally(table, choices, counts, num_choices, token)
         if num_choices == 0:
             return length, step
         for choice in range(num_choices):

@@ -12,7 +12,8 @@ from vllm_magicdec.lookup.continuation import LEAST_CHANCE, Continuation
 from vllm_magicdec.lookup.history import History
 from vllm_magicdec.lookup.merging import choose, learn
 
-# Tokens of one step that lookups are judged by; a step that brings more was not a round of drafts.
+# Tokens of one step that lookups are judged by, or as many as a round brings if that is more: a step that
+# brings more was no round of drafts.
 _MOST_JUDGED = 32
 
 
@@ -39,6 +40,7 @@ class Lookups:
     Args:
         max_num_reqs: requests whose contexts are kept, at most.
         vocab_size: a continuation ends before what is no token of the vocabulary (an image's placeholder).
+        max_drafts: of a request's round.
         sources: beside each request's own context, which of equals is believed first.
         in_context: whether a request's own context counts.
     """
@@ -47,12 +49,14 @@ class Lookups:
         self,
         max_num_reqs: int,
         vocab_size: int,
+        max_drafts: int,
         sources: Sequence[Source] = (),
         *,
         in_context: bool = True,
     ) -> None:
         self._max_num_reqs = max_num_reqs
         self._vocab_size = vocab_size
+        self._most_judged = max(_MOST_JUDGED, max_drafts + 1)
         self._sources = sources
         self._in_context = in_context
         self._indexes: dict[str, ContextIndex] = {}
@@ -81,7 +85,7 @@ class Lookups:
                 index = self._indexes[req_id] = ContextIndex(len(history))
                 self._prompt_lens[req_id] = len(history) - 1
             verified = history.after(len(index))
-            if len(index) and len(verified) <= _MOST_JUDGED:
+            if len(index) and len(verified) <= self._most_judged:
                 matches = self._matches(index, verified[:0], len(verified))
                 learn(matches, self._calibrations, verified.tolist())
             index.extend(verified)

@@ -9,13 +9,14 @@ from vllm_magicdec.lookup.lookups import Lookups, Source
 from vllm_magicdec.lookup.served import ServedAnswers
 
 
-def open_lookups(names: Sequence[str], max_num_reqs: int, vocab_size: int) -> Lookups:
+def open_lookups(names: Sequence[str], max_num_reqs: int, vocab_size: int, max_drafts: int) -> Lookups:
     """Lookups in the sources named.
 
     Args:
         names: `context`, `served`, or paths of datastores.
         max_num_reqs: as for `Lookups`.
         vocab_size: of the model.
+        max_drafts: as for `Lookups`.
 
     Raises:
         MagicDecConfigError: a datastore cannot be read.
@@ -26,4 +27,4 @@ def open_lookups(names: Sequence[str], max_num_reqs: int, vocab_size: int) -> Lo
             sources.append(ServedAnswers())
         elif name != "context":
             sources.append(Datastore.open(Path(name), vocab_size))
-    return Lookups(max_num_reqs, vocab_size, sources, in_context="context" in names)
+    return Lookups(max_num_reqs, vocab_size, max_drafts, sources, in_context="context" in names)

@@ -380,6 +380,18 @@ class MagicDecProposer(DraftModelProposer):
             return drafted, _probabilities(logits, drafted)
         return drafted, probs.gather(1, drafted.unsqueeze(1)).squeeze(1)
 
+    def note_unread(self, request: int, first: int, tokens: Sequence[int]) -> None:
+        """See `drafting.staged.PassRunner`."""
+        if not self._draft_probs:  # drafts are not drawn
+            return
+        self._draft_probs += [
+            torch.zeros_like(self._draft_probs[0])
+            for _ in range(first + len(tokens) - len(self._draft_probs))
+        ]
+        for probs, token in zip(self._draft_probs[first:], tokens, strict=False):
+            probs[request] = 0.0  # a pass that read on may have been there
+            probs[request, token] = 1.0
+
     def _sample_from_logits(
         self, logits: torch.Tensor, sampling_metadata: SamplingMetadata
     ) -> tuple[torch.Tensor, torch.Tensor | None]:

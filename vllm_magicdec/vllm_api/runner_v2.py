@@ -377,6 +377,10 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         """See `drafting.staged.PassRunner`."""
         return self.max_num_tokens
 
+    def note_unread(self, request: int, first: int, tokens: Sequence[int]) -> None:
+        """See `drafting.staged.PassRunner`."""
+        raise AssertionError("this runner verifies as many drafts of every request, all from passes")
+
     def draft_pass(
         self, tokens: torch.Tensor, draft_pass: DraftPass
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
