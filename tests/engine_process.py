@@ -158,6 +158,13 @@ def generate_with_cut_drafts(llm: Any, batches: list[dict[str, Any]], least_chan
     return generate(llm, batches)
 
 
+def generate_with_unread_ends(llm: Any, batches: list[dict[str, Any]]) -> Any:
+    """From now on a round has one pass, and what random lookups say then is verified unread."""
+    llm.collective_rpc(_look_up_at_random, args=(0,))
+    llm.collective_rpc(_cut_drafts, args=(0.0, 1e9))
+    return generate(llm, batches)
+
+
 def generate_with_broken_lookups(llm: Any, batches: list[dict[str, Any]]) -> Any:
     """From now on every lookup raises."""
     llm.collective_rpc(_break_lookups)
@@ -371,6 +378,11 @@ def describe_draft(llm: Any) -> list[dict[str, Any]]:
     return llm.collective_rpc(_describe_draft)
 
 
+def describe_attention(llm: Any) -> list[dict[str, Any]]:
+    """Whose attention the layers have, and where their caches lie, per worker."""
+    return llm.collective_rpc(_describe_attention)
+
+
 def score(llm: Any, texts: list[dict[str, Any]]) -> list[list[tuple[float, float]]]:
     """Of every token that follows a prompt, its logprob and the best token's, from one pass over all of it.
 
@@ -540,7 +552,7 @@ def _look_up_on_device_at_random(wide: Any, rng: random.Random, vocab_size: int)
         gains.learn = gains.look = lambda *told: None
 
 
-def _cut_drafts(worker: Any, least_chance: float) -> None:
+def _cut_drafts(worker: Any, least_chance: float, least_gain: float = 0.0) -> None:
     """As a controller's plan does."""
     from vllm_magicdec.adaptive.draft_plan import DraftPlan
 
@@ -548,7 +560,7 @@ def _cut_drafts(worker: Any, least_chance: float) -> None:
     draft = staged.draft
 
     def draft_by_plan(batch: Any, num_steps: int, prepare: Any) -> Any:
-        return draft(batch, DraftPlan(num_steps, 1, least_chance), prepare)
+        return draft(batch, DraftPlan(num_steps, 1, least_chance, least_gain), prepare)
 
     staged.draft = draft_by_plan
 
@@ -897,7 +909,7 @@ def _believe_in_uniform_drafts(worker: Any) -> None:
     runner._get_spec_decode_draft_probs = uniform_probs
 
 
-def _describe_draft(worker: Any) -> dict[str, Any]:
+def _describe_attention(worker: Any) -> dict[str, Any]:
     import huge_memory
     import torch
     from vllm.config import get_layers_from_vllm_config
@@ -905,7 +917,6 @@ def _describe_draft(worker: Any) -> dict[str, Any]:
 
     from vllm_magicdec.attention.native_attention import native_of
 
-    draft = _draft_of(worker)
     context = worker.vllm_config.compilation_config.static_forward_context
     caches = [getattr(layer, "kv_cache", None) for layer in context.values()]
     on_cpu = [
@@ -916,9 +927,16 @@ def _describe_draft(worker: Any) -> dict[str, Any]:
         "native_layers": sum(
             native_of(layer.impl) is not None for layer in context.values() if hasattr(layer, "impl")
         ),
+        "attention_layers": len(get_layers_from_vllm_config(worker.vllm_config, AttentionLayerBase)),
+    }
+
+
+def _describe_draft(worker: Any) -> dict[str, Any]:
+    draft = _draft_of(worker)
+    return {
+        **_describe_attention(worker),
         "class": type(draft).__name__,
         "model_is_target": draft.model is worker.model_runner.get_model(),
-        "attention_layers": len(get_layers_from_vllm_config(worker.vllm_config, AttentionLayerBase)),
     }
 
 
@@ -926,6 +944,7 @@ SCENARIOS = {
     scenario.__name__: scenario
     for scenario in (
         generate,
+        describe_attention,
         measure_prompts,
         generate_without_asking_for_drafts,
         generate_with_broken_drafting,
@@ -934,6 +953,7 @@ SCENARIOS = {
         generate_with_random_choices,
         generate_with_random_lookups,
         generate_with_cut_drafts,
+        generate_with_unread_ends,
         generate_with_broken_lookups,
         generate_under_faults,
         generate_with_a_cut_file,

@@ -613,11 +613,17 @@ def _name_of(given: Mapping[str, Any]) -> str:
 
 
 def _is_of_reading(error: Exception) -> bool:
-    """Whether vLLM raised it while it made a model's configuration, not while it used what it had made."""
+    """Whether vLLM raised it while it made a model's configuration, not while it used what it had made.
+
+    Some of a draft's numbers its `SpeculativeConfig` takes as they are.
+    """
     if isinstance(error, ValidationError):
         return error.title == ModelConfig.__name__
-    reading = ModelConfig.__post_init__.__code__
-    return any(frame.f_code is reading for frame, _ in walk_tb(error.__traceback__))
+    frames = [frame.f_code for frame, _ in walk_tb(error.__traceback__)]
+    is_reckoning = frames[-1] is SpeculativeConfig.__post_init__.__code__
+    return ModelConfig.__post_init__.__code__ in frames or (
+        is_reckoning and isinstance(error, TypeError | ArithmeticError)
+    )
 
 
 def _in_a_line(error: Exception) -> str:

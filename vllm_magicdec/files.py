@@ -8,11 +8,12 @@ by vLLM, which may run code that lies beside it.
 
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 
 def refuse_untrusted(path: Path) -> None:
-    """Refuse what users beside the owner's group may change or replace: the file or a link to it.
+    """Refuse what users beside the owner's group may change or replace: the file, or a link on its way.
 
     Raises:
         OSError, ValueError: it cannot be looked at; or, in a few words, who may change it.
@@ -23,12 +24,30 @@ def refuse_untrusted(path: Path) -> None:
         raise ValueError("it is a link that leads to itself") from None
     if resolved.stat().st_mode & stat.S_IWOTH:
         raise ValueError(f"any user may write {resolved}: chmod o-w {resolved}")
-    named = Path(os.path.abspath(path))
-    for child in dict.fromkeys((resolved, *resolved.parents, named, *named.parents)):
+    for child in _on_the_way(path):
         folder, own = child.parent.stat(), child.lstat()
         is_kept = folder.st_mode & stat.S_ISVTX and own.st_uid in (os.geteuid(), 0, folder.st_uid)
         if folder.st_mode & stat.S_IWOTH and not is_kept:
             raise ValueError(f"any user may replace {child}: chmod o-w {child.parent}")
+
+
+def _on_the_way(path: Path) -> Iterator[Path]:
+    """Every file, folder and link that the system comes by to open a file that is there, in that order."""
+    ahead = [*reversed(Path.cwd().joinpath(path).parts)]
+    here = Path(ahead.pop())
+    while ahead:
+        if (part := ahead.pop()) == "..":
+            here = here.parent  # of a folder that no link is left in
+            continue
+        child = here / part
+        yield child
+        if child.is_symlink():
+            target = Path(os.readlink(child))
+            ahead += reversed(target.parts)
+            if target.is_absolute():
+                here = Path(ahead.pop())
+        else:
+            here = child
 
 
 def read(path: Path, max_bytes: int) -> bytes:

@@ -284,27 +284,27 @@ def test_other_methods_are_vllms_own(model_dir):
 WRONG_FIELDS = {
     "a window that leaves nothing to choose": (
         {"draft_kv_policy": "snapkv", "snapkv_window": 1000},
-        "draft_kv_granularity='token', or less than snapkv_window=1000",
+        "draft_kv_granularity='token', or snapkv_window=16",
     ),
     "sinks beside which nothing can be chosen": (
         {"draft_kv_policy": "verify-topk", "draft_kv_budget": "auto", "draft_kv_sink": 2000},
-        "draft_kv_granularity='token', or less than draft_kv_sink=2000",
+        "draft_kv_granularity='token', or draft_kv_sink=4",
     ),
     "a window that leaves nothing beside whatever sinks": (
         {"draft_kv_policy": "snapkv", "snapkv_window": 1000, "draft_kv_sink": 64},
-        "draft_kv_granularity='token', or less than snapkv_window=1000!",
+        "draft_kv_granularity='token', or snapkv_window=16!",
     ),
     "a window and sinks, either of which leaves nothing": (
         {"draft_kv_policy": "snapkv", "snapkv_window": 1000, "draft_kv_sink": 1000},
-        "draft_kv_granularity='token', or less than draft_kv_sink=1000 and snapkv_window=1000!",
+        "draft_kv_granularity='token', or draft_kv_sink=4 and snapkv_window=16!",
     ),
     "a window and sinks that are too much together": (
         {"draft_kv_policy": "snapkv", "snapkv_window": 300, "draft_kv_sink": 200},
-        "draft_kv_granularity='token', or less than draft_kv_sink=200, or less than snapkv_window=300!",
+        "draft_kv_granularity='token', or draft_kv_sink=4, or snapkv_window=16!",
     ),
     "sinks beside what auto drafts by itself": (
         {"draft_kv_policy": "verify-topk", "num_speculative_tokens": "auto", "draft_kv_sink": 2000},
-        "draft_kv_granularity='token', or less than draft_kv_sink=2000!",
+        "draft_kv_granularity='token', or draft_kv_sink=4!",
     ),
     "more drafts than auto's own": (
         {
@@ -313,7 +313,7 @@ WRONG_FIELDS = {
             "num_speculative_tokens": "auto",
             "max_num_speculative_tokens": 128,
         },
-        "draft_kv_granularity='token', or less than max_num_speculative_tokens=128!",
+        "draft_kv_granularity='token', or max_num_speculative_tokens=16!",
     ),
     "a field without a name": ({"": 1}, "does not know the field ''; It takes"),
     "a misspelt field": ({"draft_kv_bugdet": 512}, "did you mean 'draft_kv_budget'?"),

@@ -24,6 +24,7 @@ from test_draft_model_config import write_model
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from vllm_magicdec import files
 from vllm_magicdec.adaptive.step_times import Step, StepTimes, TimedStep
 from vllm_magicdec.config import user_fields
 from vllm_magicdec.errors import METHOD, MODEL_METHOD, MagicDecConfigError
@@ -596,6 +597,26 @@ def test_a_folder_that_any_user_may_write_is_not_trusted(model_dir, tmp_path):  
         configure(model_dir, fields)
     path.chmod(0o1777)  # as /tmp is
     configure(model_dir, fields)
+
+
+def test_a_link_on_the_way_that_any_user_may_replace_is_not_trusted(tmp_path, monkeypatch):
+    """A link to a link: the one between them lies in neither's folder."""
+    home, between, real = (tmp_path / name for name in ("home", "between", "real"))
+    for folder in (home, between, real):
+        folder.mkdir()
+    (real / "file").write_text("")
+    (between / "link").symlink_to(real)
+    (home / "named").symlink_to("../between/link")
+    monkeypatch.chdir(home)
+    for path in (home / "named" / "file", Path("named/file"), Path("../home/named/../real/file")):
+        files.refuse_untrusted(path)
+        between.chmod(0o777)
+        with pytest.raises(ValueError, match=f"any user may replace {between}/link: chmod o-w {between}"):
+            files.refuse_untrusted(path)
+        between.chmod(0o755)
+    real.chmod(0o777)
+    with pytest.raises(ValueError, match=f"any user may replace {real}/file"):
+        files.refuse_untrusted(Path("named/file"))
 
 
 def test_a_link_that_any_user_may_replace_is_not_trusted(model_dir, tmp_path):  # noqa: F811

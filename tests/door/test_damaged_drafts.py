@@ -28,7 +28,7 @@ FILES.append("model.safetensors")
 # Fields that a configuration may have as well, and vLLM reads.
 MORE = [
     *("sliding_window", "layer_types", "quantization_config", "rope_scaling", "text_config", "auto_map"),
-    *("attention_chunk_size", "num_experts", "torch_dtype", "max_seq_len", "is_causal"),
+    *("attention_chunk_size", "num_experts", "torch_dtype", "max_seq_len", "is_causal", "n_predict"),
 ]
 
 

@@ -300,6 +300,17 @@ def test_a_profile_of_another_name_is_taken_with_a_warning(target, draft, profil
     assert command_to_measure(line) == (target, typed)
 
 
+def test_a_profile_of_another_target_is_taken_with_a_warning(target, draft, profile, warned):
+    """The same draft, beside which most of a round is the target's."""
+    measured = {"method": MODEL_METHOD, "model": draft}
+    configure(target, auto_with(profile({"model": target, "speculative_config": measured}), draft))
+    assert not warned()
+    path = profile({"model": "org/larger", "speculative_config": measured})
+    configure(target, auto_with(path, draft))
+    (line,) = warned()
+    assert f"{path} was measured with 'org/larger', not '{target}'; if these are not the same size" in line
+
+
 @pytest.mark.parametrize(
     "fields",
     [

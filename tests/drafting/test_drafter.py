@@ -14,7 +14,7 @@ import torch
 from batches import make_batch
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from vllm_magicdec.adaptive.draft_plan import DraftPlan
+from vllm_magicdec.adaptive.draft_plan import DraftLists, DraftPlan
 from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.drafting import drafter
 from vllm_magicdec.drafting.layer_groups import LayerGroup
@@ -279,3 +279,16 @@ def test_a_tensor_parallel_rank_ends_with_a_failure(make_drafter, monkeypatch):
     monkeypatch.setattr(os, "_exit", end)
     with pytest.raises(Ended):
         draft(made)
+
+
+@pytest.mark.parametrize("num_passes", [0, 1])
+def test_a_cache_of_the_drafts_own_hears_of_no_token_that_no_pass_drew(num_passes):
+    """What was looked up and stands is lacking there, like the tokens of plain steps."""
+    ended = []
+    own = drafter.Drafter.__new__(drafter.Drafter)
+    own._own_cache = SimpleNamespace(end_round=lambda batch, drafts: ended.append(drafts))
+    made = DraftLists([[1, 2, 3], [], [4]], num_passes, [2, 0, 0] if num_passes else None)
+    own._make = lambda *args: made
+    batch = SimpleNamespace(is_prefilling=[False] * 3)
+    assert own._fill(torch.zeros(3, 4), batch, 4) == bool(num_passes)
+    assert ended == [[[1, 2] if num_passes else [], [], []]]

@@ -21,8 +21,8 @@ from vllm_magicdec import envs
 from vllm_magicdec.adaptive.draft_plan import DraftPlan
 from vllm_magicdec.adaptive.metrics import Counts, LookupCounters
 from vllm_magicdec.drafting.confidence import Confidence
-from vllm_magicdec.drafting.staged import StagedDrafts, _Making
-from vllm_magicdec.lookup.continuation import Continuation
+from vllm_magicdec.drafting.staged import StagedDrafts, _gain, _Making
+from vllm_magicdec.lookup.continuation import LEAST_CHANCE, Continuation
 from vllm_magicdec.lookup.history import History
 from vllm_magicdec.lookup.lookups import Lookups
 from vllm_magicdec.policies.streamingllm import StreamingLLM
@@ -262,6 +262,19 @@ class RandomLookups:
         return Continuation(tokens, [0.5] * len(tokens))
 
 
+def cut(found: Continuation, least_chance: float) -> Continuation:
+    """What is likely enough to be right until there."""
+    number = sum(reached >= least_chance for reached in found.reached)
+    return Continuation(found.tokens[:number], found.chances[:number])
+
+
+class CutLookups(RandomLookups):
+    """As `Lookups` cuts what it finds."""
+
+    def look_up(self, req_id, drafted, most, least_chance=LEAST_CHANCE) -> Continuation:
+        return cut(super().look_up(req_id, drafted, most), least_chance)
+
+
 class KnownDrafts(RandomLookups):
     """What will be drafted, by request; or nothing."""
 
@@ -327,7 +340,6 @@ def test_a_pass_for_less_than_half_of_the_batch_is_left_out(drawn, known_to):
     known = [own if known_to >> i & 1 else [] for i, own in enumerate(expected)]
     staged, target = make_staged(drawn, KnownDrafts(known), least_gain=0.5)
     drafts = staged.draft(drawn.batch, drawn.num_steps, lambda: steps_of(drawn))
-    assert not any(tokens for _, tokens in target.unread.values())  # what is known, a pass has read
     drafting = [i for i, wanted in enumerate(drawn.wanted) if wanted > 0]
     numbers = [len(known[i]) or min(1, len(expected[i])) for i in range(len(expected))]  # after a pass
     while running := [i for i in drafting if numbers[i] < drawn.wanted[i]]:
@@ -347,66 +359,102 @@ def test_where_passes_are_left_out_the_drafts_begin_what_a_pass_per_token_drafts
     expected = drawn.one_by_one()
     staged, target = make_staged(drawn, RandomLookups(seed), least_gain=0.5)
     drafts = staged.draft(drawn.batch, drawn.num_steps, lambda: steps_of(drawn))
-    read = read_of(drafts, target)
-    assert all(own == known[: len(own)] for own, known in zip(read, expected, strict=True))
-    assert all(bool(own) == bool(known) for own, known in zip(read, expected, strict=True))
-    assert all(len(own) <= max(0, n) for own, n in zip(drafts, drawn.wanted, strict=True))
+    assert all(own == known[: len(own)] for own, known in zip(drafts, expected, strict=True))
+    assert all(bool(own) == bool(known) for own, known in zip(drafts, expected, strict=True))
+    assert not target.unread and drafts.read == drafts  # nobody says what verifying costs
 
 
 def read_of(drafts: list[list[int]], target: Target) -> list[list[int]]:
     """The drafts that passes drew; the rest are those that the runner was told of."""
     firsts = {request: first for request, (first, _) in target.unread.items()}
     for request, (first, tokens) in target.unread.items():
-        assert drafts[request][first:] == tokens
-    return [own[: firsts.get(request, len(own))] for request, own in enumerate(drafts)]
+        assert drafts[request][first:] == [*tokens]
+    read = [own[: firsts.get(request, len(own))] for request, own in enumerate(drafts)]
+    assert drafts.read == read
+    return read
 
 
 class OneThenAll(RandomLookups):
-    """Nothing, so that each pass makes one draft; in the end whatever is asked for, with these chances."""
+    """Nothing before the first draft; then whatever is asked for, with these chances."""
 
     def __init__(self, chance: float) -> None:
         super().__init__(0)
         self.chance = chance
 
-    def look_up(self, req_id, drafted, most, *least_chance) -> Continuation:
+    def look_up(self, req_id, drafted, most, least_chance) -> Continuation:
         if len(drafted) != 1:
             return Continuation()
-        return Continuation([7] * most, [self.chance] * most)
+        return cut(Continuation([7] * most, [self.chance] * most), least_chance)
 
 
 @settings(max_examples=100, deadline=None)
-@given(rounds(), st.sampled_from([0.6, 0.8, 0.95]), st.sampled_from([None, 0.0, 0.3, 0.7]), st.booleans())
-def test_what_is_likely_follows_the_drafts_unread(drawn, chance, least_chance, are_drawn):
-    """Where no second pass is worth it; with a fixed number of drafts what is likelier right than wrong."""
+@given(rounds(), st.sampled_from([0.6, 0.8, 0.95]), st.sampled_from([0.0, 0.3, 0.7]), st.booleans())
+def test_what_is_worth_verifying_follows_the_drafts_unread(drawn, chance, least_chance, are_drawn):
+    """Where no second pass is worth it."""
     expected = drawn.one_by_one()
-    lookups = OneThenAll(chance)
-    staged, target = make_staged(drawn, lookups, least_gain=99.0, are_drawn=are_drawn)
-    is_fixed = least_chance is None
-    plan = drawn.num_steps if is_fixed else DraftPlan(drawn.num_steps, 512, least_chance, 99.0)
+    staged, target = make_staged(drawn, OneThenAll(chance), are_drawn=are_drawn)
+    plan = DraftPlan(drawn.num_steps, 512, least_chance, 99.0)
     drafts = staged.draft(drawn.batch, plan, lambda: steps_of(drawn))
-    assert len(target.pass_lens) == (max(drawn.wanted) > 0)
+    assert len(target.pass_lens) == drafts.num_passes == (max(drawn.wanted) > 0)
     assert read_of(drafts, target) == [own[:1] for own in expected]
-    least = 0.5 if is_fixed else least_chance
-    reached = 1.0 if is_fixed else Confidence().chance(0.7)
-    num_likely = next(n for n in itertools.count() if n == 99 or reached * chance ** (n + 1) < least)
-    if reached < least:
-        num_likely = 0
+    reached = Confidence().chance(0.7)
+    least = max(least_chance / reached, LEAST_CHANCE)
+    num_likely = next(n for n in itertools.count() if chance ** (n + 1) < least)
     assert [len(own) for own in drafts] == [min(n, 1 + num_likely) if n > 0 else 0 for n in drawn.wanted]
-    # What became of them is told apart.
-    counted = staged._counters.totals
-    drafted = [i for i, own in enumerate(drafts) if own]
-    lens = [len(drawn.batch.histories[i]) for i in range(len(drafts))]
+
+    # What became of them is told apart: here all stood.
     histories = [
-        History(np.concatenate([history.after(0), np.array([*own, 99], dtype=np.int32)])[:-1], [99])
+        History(np.concatenate([history.after(0), np.array(own, dtype=np.int32)]), [99])
         for history, own in zip(drawn.batch.histories, drafts, strict=True)
     ]
-    assert [len(history) - n for history, n in zip(histories, lens, strict=True)] == [
-        len(own) + 1 for own in drafts
-    ]
+    drafted = [i for i, own in enumerate(drafts) if own]
     staged._follow(replace(drawn.batch, histories=histories), drafted)
+    counted = staged._counters.totals
     num_unread = sum(len(tokens) for _, tokens in target.unread.values())
     assert counted["lookup_unread_tokens"] == counted["lookup_unread_accepted_tokens"] == num_unread
     assert counted["pass_accepted_tokens"] == sum(map(len, drafts)) - num_unread
+
+
+def test_a_pass_is_weighed_against_verifying_what_it_would_read():
+    """Lookups that are sure say the same with it and without it: of the pass one draft is left."""
+    sure = Continuation([5] * 4, [1.0] * 4)
+    plan = DraftPlan(8, 512, least_chance=0.2)
+    assert _gain([0.9], [sure], plan, is_weighed=False) == pytest.approx(0.7 * 5)
+    assert _gain([0.9], [sure], plan, is_weighed=True) == pytest.approx(0.7)
+    unlikely = Continuation([5] * 2, [0.2, 1.0])  # not worth verifying unread
+    assert _gain([0.9], [unlikely], plan, is_weighed=True) == pytest.approx(0.7 * 1.4)
+
+
+def test_a_pause_ends_only_by_lookups_that_work(monkeypatch):
+    monkeypatch.setattr(envs, "strict", lambda: False)
+
+    class NeverWork(RandomLookups):
+        def look_up(self, req_id, drafted, most, *least_chance):
+            assert most > 0
+            raise RuntimeError("broken on purpose")
+
+    table = torch.arange(16, dtype=torch.int32).unsqueeze(0)
+    batch = replace(
+        make_batch(["a"], table, [2]), histories=[History(np.array([1, 2], dtype=np.int32), [3])]
+    )
+    sizes = {"max_num_reqs": 2, "max_drafts": 4, "max_model_len": 60}
+    staged = StagedDrafts(Target([]), NeverWork(0), LookupCounters(Counts()), **sizes)
+    noted = []
+    monkeypatch.setattr(staged._lookup_pauses, "note_success", lambda: noted.append("success"))
+    monkeypatch.setattr(staged._lookup_pauses, "note_failure", lambda: noted.append("failure"))
+    for most, expected in [(1, []), (2, ["failure"])]:  # of one token nothing is left to look up
+        noted.clear()
+
+        def look_up(*args, most=most):
+            staged._look_up(["a"], [()], [most])
+            return []
+
+        monkeypatch.setattr(staged, "_draft_round", look_up)
+        staged.draft(batch, 4, list)
+        assert noted == expected
+    monkeypatch.setattr(staged, "_lookups", RandomLookups(0))
+    staged.draft(batch, 4, list)
+    assert noted == ["failure", "success"]
 
 
 @settings(max_examples=100, deadline=None)
@@ -436,7 +484,7 @@ def steps_of(drawn: Round) -> list:
 @given(rounds(), st.floats(0.05, 0.9), st.floats(0.0, 3.0), st.integers(0, 9))
 def test_what_is_not_worth_its_cost_is_neither_drafted_nor_verified(drawn, least_chance, least_gain, seed):
     expected = drawn.one_by_one()
-    staged, target = make_staged(drawn, RandomLookups(seed))
+    staged, target = make_staged(drawn, CutLookups(seed))
     plan = DraftPlan(drawn.num_steps, 512, least_chance, least_gain)
     drafts = staged.draft(drawn.batch, plan, lambda: steps_of(drawn))
     assert drafts.num_passes == len(target.pass_lens)
@@ -513,7 +561,7 @@ def test_lookups_that_fail_leave_the_drafts_as_they_are(drawn, num_good):
         assert unread == [[]] * len(expected) or num_good
         # Another rank would go on with lookups.
         staged, _ = make_staged(drawn, BrokenLookups(0), is_alone=False)
-        if max(drawn.wanted) > 0:
+        if max(drawn.wanted) > 1:  # for a single draft nothing is looked up
             with pytest.raises(RuntimeError):
                 staged.draft(drawn.batch, drawn.num_steps, lambda: steps_of(drawn))
 

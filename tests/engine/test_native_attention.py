@@ -38,6 +38,24 @@ def test_output_is_plain_decodings_with_the_kernel_and_without(prompts, plain, p
     assert_same_tokens(expected, run.results[0][0], f"{policy}, kernel {native}")
 
 
+@pytest.mark.parametrize(("method", "v2"), [("plain", True), ("ngram", False)])
+def test_other_methods_have_the_kernel_where_that_is_asked_for(prompts, plain, method, v2):
+    spec = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 5}
+    batch = {"prompts": prompts[:6], "sampling": {**GREEDY, "max_tokens": NUM_TOKENS}}
+    run = engines.run(
+        [("generate", {"batches": [batch]}), ("describe_attention", {})],
+        v2=v2,
+        env={"VLLM_MAGICDEC_NATIVE_ATTENTION": "1"},
+        max_num_seqs=8,
+        **({"speculative_config": spec} if method == "ngram" else {}),
+    )
+    (described,) = run.results[1]
+    assert described["native_layers"] == described["attention_layers"] > 0
+    assert not huge_pages.on_demand() or described["in_huge_pages"] > 0.9
+    expected = [first_tokens(tokens, NUM_TOKENS) for tokens in plain[:6]]
+    assert_same_tokens(expected, run.results[0][0], f"{method} with the kernel")
+
+
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
 @pytest.mark.parametrize("policy", ["streamingllm", "snapkv by token"])
 def test_in_bfloat16_every_token_is_vllms_best(prompts, policy, kv_cache_dtype):

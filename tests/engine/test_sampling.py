@@ -202,6 +202,25 @@ def test_sampled_continuations_have_the_targets_distribution_with_lookups(
     assert 0.02 < accepted / looked_up < 0.9
 
 
+@pytest.mark.parametrize("draft", ["probabilistic draft", "snapkv by token"])
+def test_sampled_continuations_have_the_targets_distribution_with_unread_ends(
+    small_vocabulary_model, plain_samples, draft
+):
+    """Looked-up tokens follow the one that a pass drew, with certainty, some right and most wrong."""
+    spec = magicdec(3, **{"draft_kv_budget": 64, **DRAFTS[draft]}, draft_lookup="on")
+    run = assert_same_distribution(
+        plain_samples,
+        small_vocabulary_model,
+        (16, 26),
+        "generate_with_unread_ends",
+        speculative_config=spec,
+    )
+    unread, stood = (
+        run.metrics[f"vllm:magicdec_lookup_unread_{name}"] for name in ("tokens", "accepted_tokens")
+    )
+    assert unread > 0.2 * run.drafted and 0.01 < stood / unread < 0.9
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_sampled_continuations_have_the_targets_distribution_on_the_v2_runner(

@@ -77,3 +77,20 @@ def test_a_history_is_what_the_host_has_the_accepted_drafts_and_what_was_sampled
         [5, 6, 20, 21, 41],
         [7, 8, 9, 42],
     ]
+
+
+def test_unread_drafts_are_proposed_with_certainty():
+    """Wherever other requests' drafts end, and whatever a pass had drawn from in their places."""
+    proposer = MagicDecProposer.__new__(MagicDecProposer)
+    proposer._draft_probs = []
+    proposer.note_unread(0, 1, [3])  # of greedy drafts nobody asks
+    assert proposer._draft_probs == []
+    drawn = torch.full((2, 3, 4), 0.25)  # two steps of three requests
+    proposer._draft_probs = list(drawn.clone())
+    proposer.note_unread(1, 1, [3, 0])
+    probs = torch.stack(proposer._draft_probs, dim=1)
+    assert probs.shape == (3, 3, 4)
+    assert torch.equal(probs[[0, 2], :2], drawn[:, [0, 2]].transpose(0, 1))
+    assert probs[1].tolist() == [[0.25] * 4, [0, 0, 0, 1], [1, 0, 0, 0]]
+    proposer.note_unread(2, 2, [])
+    assert torch.equal(torch.stack(proposer._draft_probs, dim=1), probs)

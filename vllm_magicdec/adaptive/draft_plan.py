@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the scheduler tells the workers about the next drafts, and what they tell it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import inf
 
 # `draft_kv_budget: auto` chooses among the largest budget divided by these.
@@ -54,7 +54,18 @@ class DraftLists(list[list[int]]):
 
     num_passes: int
     """Draft steps that made them; 0: they were looked up."""
+    num_read: Sequence[int]
+    """By request, the first drafts that passes drew; those after them were looked up."""
 
-    def __init__(self, drafts: Iterable[list[int]] = (), num_passes: int = 0) -> None:
+    def __init__(
+        self, drafts: Iterable[list[int]] = (), num_passes: int = 0, num_read: Sequence[int] | None = None
+    ) -> None:
+        """Without `num_read` passes drew all of them, if there was one."""
         super().__init__(drafts)
         self.num_passes = num_passes
+        self.num_read = [len(own) if num_passes else 0 for own in self] if num_read is None else num_read
+
+    @property
+    def read(self) -> list[list[int]]:
+        """By request, the drafts that passes drew."""
+        return [own[:number] for own, number in zip(self, self.num_read, strict=True)]

@@ -42,7 +42,7 @@ def use_native_attention(vllm_config: VllmConfig, layer_names: Sequence[str]) ->
 
     Args:
         vllm_config: the engine's; the KV cache is laid out.
-        layer_names: attention layers of the target, and of a draft model.
+        layer_names: layers with a KV cache of the target, and of a draft model.
     """
     layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
     try:
@@ -53,6 +53,8 @@ def use_native_attention(vllm_config: VllmConfig, layer_names: Sequence[str]) ->
     taken = []
     for name in layer_names:
         layer = layers[name]
+        if not hasattr(layer, "impl"):  # recurrent state, in engines of other methods
+            continue
         if native_of(layer.impl) is not None:  # vLLM lays the KV cache out twice when it measures memory
             continue
         try:

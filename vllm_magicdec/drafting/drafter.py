@@ -381,13 +381,13 @@ class Drafter:
         made = self._make(drafts, batch, num_steps)
         has_read = is_due and not (isinstance(made, DraftLists) and not made.num_passes)
         if self._own_cache is not None:
-            self._own_cache.end_round(batch, made if has_read else [()] * len(made))
+            self._own_cache.end_round(batch, made.read if isinstance(made, DraftLists) else made)
         return has_read
 
     def _make(
         self, drafts: torch.Tensor, batch: Batch, num_steps: int
     ) -> torch.Tensor | Sequence[Sequence[int]]:
-        """See `_fill`; returns the drafts that passes have read or drawn, as far as the host can say."""
+        """See `_fill`; returns the drafts that passes have drawn, as far as the host can say, or lists."""
         if self._staged is not None:
             self.draft_lists = self._staged.draft(batch, num_steps, lambda: self._prepare(batch, num_steps))
             return self.draft_lists

@@ -7,10 +7,10 @@ TriForce's stages (arXiv 2404.11912), with a lookup for the smallest model. The 
 pass per token makes, whatever the lookups say. A looked-up token is proposed with certainty, so drawing and
 comparing is rejection sampling: where drafts are sampled, each is drawn from the draft's own distribution.
 
-A round of a fixed number of drafts may end when a pass would gain too few for the batch. Where a controller
-says what drafting is worth, a round ends when the drafts are too unlikely to stand, and those that are not
-worth verifying are left out. Of requests that could have more, looked-up tokens that are worth verifying
-follow the draft's last one, unread; they may also make a whole round without a pass.
+A round of a fixed number of drafts may end when a pass would gain too few for the batch: some requests then
+have fewer. Where a controller says what drafting is worth, a round ends when the drafts are too unlikely to
+stand, and those that are not worth verifying are left out. Looked-up tokens that are worth verifying may
+then follow a request's last draft unread, or make the whole round.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,8 +38,6 @@ if TYPE_CHECKING:  # Numba comes with them
 logger = init_logger(f"vllm.{__name__}")
 
 _ALL = 1  # a budget, where no plan names one: the drafter's views have it
-# The chance of standing from which an unread token is verified, where no plan says what that costs.
-_LIKELY = 0.5
 
 
 class PassRunner(Protocol):
@@ -206,7 +204,7 @@ class StagedDrafts:
         drafts = DraftLists([] for _ in batch.req_ids)
         for i, ahead in zip(drafting, found, strict=True):
             drafts[i] = list(ahead.tokens)
-            self._propose(batch, i, _Making(0), drafts[i])
+            self._propose(batch, i, _Making(0), ahead.tokens)
         return drafts
 
     def _draft(
@@ -230,7 +228,8 @@ class StagedDrafts:
                     for i in running
                 ],
             )
-            if num_passes and _gain([making[i].chance for i in running], found, plan) < plan.least_gain:
+            chances = [making[i].chance for i in running]
+            if num_passes and _gain(chances, found, plan, is_weighed=is_weighed) < plan.least_gain:
                 if not is_weighed:  # else nobody asked for a number
                     self._counters.count_left_out(
                         sum(making[i].wanted - len(making[i].tokens) for i in running)
@@ -261,38 +260,37 @@ class StagedDrafts:
             num_passes += 1
         if num_passes:
             self._counters.count_round(num_passes, num_looked_up, num_accepted)
-        unread = self._look_up_rest(batch, making, plan.least_chance if is_weighed else _LIKELY)
-        drafts = DraftLists(([] for _ in latest), num_passes)
+        # With a fixed number of drafts nothing says what verifying one more costs.
+        unread = self._look_up_rest(batch, making, plan) if is_weighed else {}
+        kept = {i: _worth_verifying(own, plan, self._are_drawn) for i, own in making.items()}
+        drafts = [[*kept.get(i, ()), *unread.get(i, ())] for i in range(len(latest))]
         for i, own in making.items():
-            kept = _worth_verifying(own, plan, self._are_drawn)
-            self._counters.count_cut(len(own.tokens) - len(kept))
-            drafts[i] = kept + unread.get(i, [])
+            self._counters.count_cut(len(own.tokens) - len(kept[i]))
             self._propose(batch, i, own, drafts[i])
-        return drafts
+        return DraftLists(drafts, num_passes, [len(kept.get(i, ())) for i in range(len(latest))])
 
     def _look_up_rest(
-        self, batch: Batch, making: dict[int, _Making], least_chance: float
-    ) -> dict[int, list[int]]:
-        """By request, what follows its drafts unread: of what it still lacks that is likely enough."""
-        lacking = [
-            i for i, own in making.items() if len(own.tokens) < own.wanted and own.chance >= least_chance
-        ]
-        found = self._look_up(
-            [batch.req_ids[i] for i in lacking],
-            [making[i].tokens for i in lacking],
-            [making[i].wanted - len(making[i].tokens) + 1 for i in lacking],
-        )
-        rest = {}
-        for i, ahead in zip(lacking, found, strict=True):
-            own = making[i]
-            num_likely = sum(own.chance * reached >= least_chance for reached in ahead.reached)
-            rest[i] = list(ahead.tokens[:num_likely])
-            self._runner.note_unread(i, len(own.tokens), rest[i])
+        self, batch: Batch, making: dict[int, _Making], plan: DraftPlan
+    ) -> dict[int, Sequence[int]]:
+        """By request, what follows its drafts unread: of what it still lacks that is worth verifying."""
+        rest: dict[int, Sequence[int]] = {}
+        for i, own in making.items():
+            if len(own.tokens) == own.wanted or own.chance < plan.least_chance:
+                continue
+            (ahead,) = self._look_up(
+                [batch.req_ids[i]],
+                [own.tokens],
+                [own.wanted - len(own.tokens) + 1],  # no draft of its own comes after them
+                max(plan.least_chance / own.chance, LEAST_CHANCE),
+            )
+            rest[i] = ahead.tokens
+            self._runner.note_unread(i, len(own.tokens), ahead.tokens)
         return rest
 
     def _propose(self, batch: Batch, index: int, own: _Making, drafts: Sequence[int]) -> None:
         """Remember a request's drafts, also those of its passes that are not to be verified."""
-        tokens, num_read = drafts, min(len(own.tokens), len(drafts))
+        num_read = min(len(own.tokens), len(drafts))
+        tokens = [*drafts]
         # Of a draft that was left out the text tells whether it would have stood, if it was the likeliest
         # token; and nothing, if it was drawn.
         if len(own.tokens) > len(drafts) and not self._are_drawn:
@@ -340,10 +338,10 @@ class StagedDrafts:
         room, found = self._runner.max_pass_tokens - len(req_ids), list[Continuation]()
         for req_id, own, lack in zip(req_ids, drafted, lacking, strict=True):
             ahead = Continuation()
-            if self._looks_up:
+            most = min(lack - 1, room)  # the token after the last looked-up one is a draft as well
+            if self._looks_up and most > 0:
                 try:
-                    # The token after the last looked-up one is a draft as well.
-                    ahead = self._lookups.look_up(req_id, own, min(lack - 1, room), least_chance)
+                    ahead = self._lookups.look_up(req_id, own, most, least_chance)
                     self._has_looked_up = True
                 except Exception:
                     self._go_on_without_lookups()
@@ -378,12 +376,19 @@ def _worth_going_on(making: dict[int, _Making], plan: DraftPlan) -> list[int]:
     ]
 
 
-def _gain(chances: Sequence[float], found: Sequence[Continuation], plan: DraftPlan) -> float:
-    """What a pass promises: of each request a draft, and another for each looked-up token that is right."""
-    drafts = (1 + sum(ahead.reached) for ahead in found)
-    return sum(
-        (chance - plan.least_chance) * number for chance, number in zip(chances, drafts, strict=True)
-    )
+def _gain(
+    chances: Sequence[float], found: Sequence[Continuation], plan: DraftPlan, *, is_weighed: bool
+) -> float:
+    """What a pass promises: of each request a draft, and another for each looked-up token that is right.
+
+    Where a plan says what verifying costs, less what the same tokens promise without it, unread.
+    """
+    gain = 0.0
+    for chance, ahead in zip(chances, found, strict=True):
+        gain += (chance - plan.least_chance) * (1 + sum(ahead.reached))
+        if is_weighed:
+            gain -= sum(max(0.0, chance * reached - plan.least_chance) for reached in ahead.reached)
+    return gain
 
 
 def _worth_verifying(own: _Making, plan: DraftPlan, are_drawn: bool) -> list[int]:

@@ -193,6 +193,8 @@ def measure_prompts(llm: Any, contexts: list[int]) -> dict[str, list[dict[str, f
     engine = llm.llm_engine
     scheduler = engine.engine_core.engine_core.scheduler
     most = scheduler.max_num_scheduled_tokens
+    if threshold := scheduler.scheduler_config.long_prefill_token_threshold:
+        most = min(most, threshold)
     controller, come_late = scheduler._controller, _come_late(engine)
     only_one = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
 

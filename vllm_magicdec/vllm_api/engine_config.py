@@ -304,11 +304,11 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
             parsed = self.policy.parse_budget(self, limits, budget)
         except ValueError as error:
             others = self._find_room_takers(vllm_config, budget)
-            raise MagicDecConfigError(f"{METHOD}: {error}{others}") from None
+            raise MagicDecConfigError(f"{self.name}: {error}{others}") from None
         return min(parsed.max_tokens, limits.max_model_len)
 
     def _find_room_takers(self, vllm_config: VllmConfig, budget: float) -> str:
-        """What else leaves too little of a budget: the fewest fields at whose defaults it would do.
+        """What else leaves too little of a budget: the fewest fields at whose defaults it does.
 
         Args:
             vllm_config: the engine's.
@@ -332,11 +332,11 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
 
         def typed(name: str) -> str:
             is_most = self.adaptive and name == "num_speculative_tokens"
-            return f"{'max_' if is_most else ''}{name}={getattr(self, name)}"
+            return f"{'max_' if is_most else ''}{name}={defaults[name]}"
 
         for count in range(1, len(larger) + 1):
             if takers := [group for group in combinations(larger, count) if would_do(group)]:
-                return "".join(f", or less than {' and '.join(map(typed, group))}" for group in takers)
+                return "".join(f", or {' and '.join(map(typed, group))}" for group in takers)
         return ""
 
     def _adapt(self, vllm_config: VllmConfig) -> None:

@@ -4,11 +4,12 @@
 Three points make objects: where vLLM makes its own class for a `draft_model`, it gets our subclass instead
 if, and only if, a method of the plugin was selected. Two belong to the command line, one leaves memory
 beside the KV cache, one makes a draft model's smaller, one brings the requests' LoRA adapters, one a
-target's activations, four bring counts to the front end, and with these and one more drafts reach the
-engine core. Later, and only with such a method, `attention/switch.py` stands before each layer's attention,
-and `cpu_sampling.py` and `cpu_attention.py` mend what is wrong on CPUs. No file of vLLM is edited. A vLLM
-that has a registry for out-of-tree speculators (see `patches/`) is asked through that, and of these only
-the last nine are used.
+target's activations, four bring counts to the front end, with these and one more drafts reach the engine
+core, and two bring the attention for CPUs to engines of other methods, where that is asked for. Later, and
+only with a method of the plugin, `attention/switch.py` stands before each layer's attention, and
+`cpu_sampling.py` and `cpu_attention.py` mend what is wrong on CPUs. No file of vLLM is edited. A vLLM that
+has a registry for out-of-tree speculators (see `patches/`) is asked through that, and of these only the
+last eleven are used.
 """
 
 import functools
@@ -18,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_magicdec import envs
 from vllm_magicdec.config import (
     MagicDecSpeculativeConfig,
     check_given,
@@ -253,6 +255,24 @@ def _take_received_drafts(owner: type, original: Callable[..., Any]) -> Callable
     return post_step
 
 
+def _attend_natively(owner: type, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def initialize_kv_cache(self: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> Any:
+        # Engines of the plugin's methods have a field for it.
+        if (
+            envs.native_attention()
+            and self.device.type == "cpu"
+            and not _engine_selects({"vllm_config": self.vllm_config})
+        ):
+            from vllm_magicdec.attention.native_attention import use_native_attention
+
+            names = [name for group in kv_cache_config.kv_cache_groups for name in group.layer_names]
+            use_native_attention(self.vllm_config, names)
+        return original(self, kv_cache_config, *args, **kwargs)
+
+    return initialize_kv_cache
+
+
 def _show_counts(owner: type, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -340,8 +360,29 @@ DRAFTS_HOOK = Hook(
     wrap=_take_received_drafts,
 )
 
+# Before the layers are bound to their caches, some of which it moves.
+ATTENTION_HOOKS = tuple(
+    Hook(
+        module=module,
+        owner="GPUModelRunner",
+        name="initialize_kv_cache",
+        parameters=("self", "kv_cache_config"),
+        reason="plain decoding and vLLM's own methods may have the attention for CPUs as well",
+        wrap=_attend_natively,
+    )
+    for module in ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
+)
+
 # Those of a vLLM that makes our objects itself.
-BESIDE_REGISTRY = (MEMORY_HOOK, RINGS_HOOK, ADAPTERS_HOOK, ACTIVATIONS_HOOK, *COUNTS_HOOKS, DRAFTS_HOOK)
+BESIDE_REGISTRY = (
+    MEMORY_HOOK,
+    RINGS_HOOK,
+    ADAPTERS_HOOK,
+    ACTIVATIONS_HOOK,
+    *COUNTS_HOOKS,
+    DRAFTS_HOOK,
+    *ATTENTION_HOOKS,
+)
 
 HOOKS = (
     Hook(

@@ -36,13 +36,13 @@ def check_profile(path: str, spec: MagicDecSpeculativeConfig, default_most: int)
     try:
         times = StepTimes.load(Path(path))
     except ValueError as error:
-        raise MagicDecConfigError(f"{METHOD}: profile: {error}") from None
+        raise MagicDecConfigError(f"{spec.name}: profile: {error}") from None
     _check_who_drafted(spec, times.description, _command_to_measure(spec, default_most))
     measured = times.budgets
     # A fraction is of this engine's model length, which may differ from the profile's.
     if spec.draft_kv_budget >= 1 and not set(spec.budgets) <= set(measured):
         raise MagicDecConfigError(
-            f"{METHOD}: profile: {path} was measured with draft_kv_budget={_and(measured)}, not "
+            f"{spec.name}: profile: {path} was measured with draft_kv_budget={_and(measured)}, not "
             f"{_and(spec.budgets)}; use what was measured, or measure again with 'magicdec profile'"
         )
 
@@ -57,8 +57,9 @@ def _check_who_drafted(
         description: the profile's.
         command: what measures one for this engine.
     """
-    path, model = spec.profile, spec.model
+    path, model, target = spec.profile, spec.model, spec.target_model_config.model
     method, drafted = _who_drafted(description)
+    verified = description.get("model")
     if method not in (None, spec.name):
         raise MagicDecConfigError(
             f"{spec.name}: profile: {path} was measured with method={method!r}, with which another "
@@ -70,6 +71,8 @@ def _check_who_drafted(
         # That proves nothing: a folder may be mounted under any name, or be a link.
         what = f"was measured with drafts of {quoted(drafted)}, not {quoted(model)}; if these are "
         what += "not the same size"
+    elif isinstance(verified, str) and _own_name(verified) != _own_name(target):
+        what = f"was measured with {quoted(verified)}, not {quoted(target)}; if these are not the same size"
     else:
         return
     logger.warning_once("%s: profile: %s %s, measure again with: %s", spec.name, path, what, command)
@@ -80,7 +83,7 @@ def _command_to_measure(spec: MagicDecSpeculativeConfig, default_most: int) -> s
     # Numbers of drafts and budgets may be what `auto` has become, and nothing is looked up there.
     others = ("profile", "draft_lookup", "draft_lookup_sources")
     numbers = ("num_speculative_tokens", "max_num_speculative_tokens")
-    names = {*documented_fields(), *MODEL_FIELDS} - {*others, *numbers}
+    names = {"draft_sample_method", *documented_fields(), *MODEL_FIELDS} - {*others, *numbers}
     if spec.spire is not None:  # it brings its own view, which is not what the user gave
         names = {name for name in names if not name.startswith("draft_kv_")}
     given = {name: getattr(spec, name) for name in names if getattr(spec, name) != default_of(name)}
