@@ -267,6 +267,7 @@ def command_to_measure(sentence: str) -> tuple[str, dict]:
     """The model and the fields of the command that a sentence ends with."""
     words = shlex.split(sentence.partition("measure again with: ")[2].removesuffix(", or remove 'profile'"))
     assert words[:3] == ["magicdec", "profile", "--model"] and words[4] == "--speculative-config"
+    assert words[6] == "--engine" and json.loads(words[7])["block_size"] == 32  # as `configure` has it
     return words[3], json.loads(words[5])
 
 
@@ -319,6 +320,7 @@ def test_a_profile_of_another_target_is_taken_with_a_warning(target, draft, prof
         {"draft_kv_budget": "auto", "num_speculative_tokens": 6},
         {"draft_kv_budget": 0.25, "draft_kv_sink": 32, "revision": "main"},
         {"quantization": "fp8", "attention_backend": "CPU_ATTN"},
+        {"draft_sample_method": "probabilistic"},
     ],
 )
 def test_the_command_to_measure_again_has_the_users_own_fields(target, draft, profile, warned, fields):
@@ -328,6 +330,14 @@ def test_the_command_to_measure_again_has_the_users_own_fields(target, draft, pr
     configure(target, {**auto_with(path, draft), **fields, **lookups})
     (line,) = warned()
     assert command_to_measure(line) == (target, {"method": MODEL_METHOD, "model": draft, **fields})
+
+
+def test_the_command_to_measure_again_has_what_makes_the_engines_steps(target, draft, profile, warned):
+    engine = {"enforce_eager": True, "kv_cache_dtype": "fp8", "block_size": 64}
+    configure(target, auto_with(profile({}), draft), **engine)
+    (line,) = warned()
+    words = shlex.split(line.partition("measure again with: ")[2])
+    assert json.loads(words[words.index("--engine") + 1]) == engine
 
 
 @pytest.mark.parametrize(

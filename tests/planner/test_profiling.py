@@ -55,6 +55,7 @@ def test_on_a_cpu_the_worker_has_a_servers_threads(monkeypatch, tmp_path, is_cpu
         raise Made(arguments)
 
     monkeypatch.setattr(vllm, "LLM", make)
+    monkeypatch.setattr(profile, "_model_len", lambda options: 4096)
     monkeypatch.setattr("vllm.platforms.current_platform", SimpleNamespace(is_cpu=lambda: is_cpu))
     parser = argparse.ArgumentParser()
     profile.add_command(parser.add_subparsers())
@@ -62,6 +63,7 @@ def test_on_a_cpu_the_worker_has_a_servers_threads(monkeypatch, tmp_path, is_cpu
     with pytest.raises(Made) as made:
         options.run(options)
     assert made.value.args[0].get("distributed_executor_backend") == executor
+    assert made.value.args[0]["max_model_len"] == 4096
 
 
 class PromptEngine:
@@ -72,13 +74,16 @@ class PromptEngine:
 
     CHUNK, SLOW, PER_DRAFT = 100, 7.0, 10.0
 
-    def __init__(self, come_late):
+    def __init__(self, come_late, has_threshold):
         self.now, self.left, self.before, self.late = 0.0, 0, 0, 0.0
         self.reads = []  # tokens of prompts, choice of their steps
         self.scheduler = SimpleNamespace(
             _controller=Controller(LENGTHS, BUDGETS, StepTimes()),
             _drafts_come_late=come_late,
-            max_num_scheduled_tokens=self.CHUNK,
+            max_num_scheduled_tokens=3 * self.CHUNK if has_threshold else self.CHUNK,
+            scheduler_config=SimpleNamespace(
+                long_prefill_token_threshold=self.CHUNK if has_threshold else 0
+            ),
         )
         self.engine_core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=self.scheduler))
         self.vllm_config = SimpleNamespace(
@@ -114,9 +119,10 @@ def reading(tokens, before, choice):
     return 1.0 + 0.1 * tokens + 0.01 * before + 0.5 * (choice.drafts > 0)
 
 
+@pytest.mark.parametrize("has_threshold", [False, True])  # vLLM's own limit of a prompt's part
 @pytest.mark.parametrize("come_late", [False, True])
-def test_prompts_are_measured_plainly_and_with_drafts_behind_them(monkeypatch, come_late):
-    engine = PromptEngine(come_late)
+def test_prompts_are_measured_plainly_and_with_drafts_behind_them(monkeypatch, come_late, has_threshold):
+    engine = PromptEngine(come_late, has_threshold)
     monkeypatch.setattr(profile, "_when_idle", lambda: engine.now)
     monkeypatch.setattr(profile, "_REPEATS", 1)  # only the first time is slow
     own = engine.scheduler._controller
@@ -139,3 +145,9 @@ def test_prompts_are_measured_plainly_and_with_drafts_behind_them(monkeypatch, c
     for name, measured in wanted.items():
         assert {tuple(row[f] for f in fields): row["seconds"] for row in found[name]} == measured
         assert len(found[name]) == len(measured)
+
+
+def test_contexts_are_no_longer_than_the_model_reads():
+    assert profile._within(10**6) == [256, 2048, 8192]
+    assert profile._within(8100) == [256, 2048, 8100]
+    assert profile._within(100) == [100]

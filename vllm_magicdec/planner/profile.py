@@ -22,6 +22,7 @@ from vllm_magicdec.adaptive.step_times import StepTimes, TimedStep
 
 # How often each kind of step is made.
 _REPEATS = 4
+_CONTEXTS = (256, 2048, 8192)  # tokens
 
 
 class _Tour(Controller):
@@ -237,6 +238,19 @@ def measure_prompts(llm: Any, contexts: list[int]) -> dict[str, list[dict[str, f
     }
 
 
+def _model_len(options: argparse.Namespace) -> int:
+    """Tokens that the engine may read."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    arguments = {"model": options.model, **options.engine}
+    return int(EngineArgs(**arguments).create_model_config().max_model_len)
+
+
+def _within(most: int) -> list[int]:
+    """Lengths of contexts that a model of so many tokens has room for."""
+    return sorted({min(length, most) for length in _CONTEXTS})
+
+
 def run(options: argparse.Namespace) -> None:
     """The subcommand."""
     # The scheduler, which holds the times, must be within reach.
@@ -258,12 +272,13 @@ def run(options: argparse.Namespace) -> None:
     drafts = spec["num_speculative_tokens"]
     most = int(spec.get("max_num_speculative_tokens", 8) if drafts == "auto" else drafts)
     room = tokens_to_grow(most, len(BUDGET_DIVISORS) if spec.get("draft_kv_budget") == "auto" else 1)
+    contexts = options.context or _within(_model_len(options) - room)
     llm = LLM(
         **{
             "model": options.model,
             # vLLM captures full CUDA graphs of no more lengths than that.
             "max_num_seqs": max(*options.batch, most + 1),
-            "max_model_len": max(options.context) + room,
+            "max_model_len": max(contexts) + room,
             "disable_log_stats": True,
             "async_scheduling": False,
             # In this process, the worker would compute with all cores; a server's leaves one to others.
@@ -273,8 +288,8 @@ def run(options: argparse.Namespace) -> None:
         }
     )
     try:
-        times = measure(llm, options.batch, options.context)
-        prompts = measure_prompts(llm, options.context)
+        times = measure(llm, options.batch, contexts)
+        prompts = measure_prompts(llm, contexts)
     finally:
         llm.llm_engine.engine_core.shutdown()
     description = {
@@ -293,8 +308,12 @@ def add_command(subparsers: Any) -> None:
     parser = subparsers.add_parser("profile", help="measure step times for num_speculative_tokens 'auto'")
     parser.add_argument("--model", required=True, help="what 'vllm serve' would be given")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 8], help="requests at a time")
+    lengths = " ".join(map(str, _CONTEXTS))
     parser.add_argument(
-        "--context", type=int, nargs="+", default=[256, 2048, 8192], help="tokens per request"
+        "--context",
+        type=int,
+        nargs="+",
+        help=f"tokens per request (default: {lengths}, as far as the model reads them)",
     )
     parser.add_argument("--engine", type=json.loads, default={}, help="arguments of LLM() as JSON")
     parser.add_argument(

@@ -357,7 +357,7 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
                 "executor 'external_launcher' all have to choose alike; give a number"
             )
         if self.profile is not None:
-            check_profile(self.profile, self, self._default_most)
+            check_profile(self.profile, self, vllm_config, self._default_most)
         by_length, most = captures_by_length(vllm_config), self.num_speculative_tokens
         if self.adaptive:
             few = nested_lengths(most, max(2, scheduler.max_num_seqs))

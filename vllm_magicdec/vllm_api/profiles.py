@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
 from vllm_magicdec.adaptive.step_times import StepTimes
@@ -22,12 +23,15 @@ from vllm_magicdec.errors import METHOD, MODEL_METHOD, MagicDecConfigError, quot
 logger = init_logger(f"vllm.{__name__}")
 
 
-def check_profile(path: str, spec: MagicDecSpeculativeConfig, default_most: int) -> None:
+def check_profile(
+    path: str, spec: MagicDecSpeculativeConfig, vllm_config: VllmConfig, default_most: int
+) -> None:
     """Refuse one that cannot be read or is of other budgets or another method; warn of another model.
 
     Args:
         path: of the profile.
         spec: the engine's, with its budgets.
+        vllm_config: the engine's.
         default_most: drafts of a round, at most, where the user does not say.
 
     Raises:
@@ -37,7 +41,8 @@ def check_profile(path: str, spec: MagicDecSpeculativeConfig, default_most: int)
         times = StepTimes.load(Path(path))
     except ValueError as error:
         raise MagicDecConfigError(f"{spec.name}: profile: {error}") from None
-    _check_who_drafted(spec, times.description, _command_to_measure(spec, default_most))
+    command = _command_to_measure(spec, _engine_options(vllm_config), default_most)
+    _check_who_drafted(spec, times.description, command)
     measured = times.budgets
     # A fraction is of this engine's model length, which may differ from the profile's.
     if spec.draft_kv_budget >= 1 and not set(spec.budgets) <= set(measured):
@@ -78,7 +83,23 @@ def _check_who_drafted(
     logger.warning_once("%s: profile: %s %s, measure again with: %s", spec.name, path, what, command)
 
 
-def _command_to_measure(spec: MagicDecSpeculativeConfig, default_most: int) -> str:
+def _engine_options(vllm_config: VllmConfig) -> dict[str, Any]:
+    """What the user gave of an engine that says how long its steps are, as arguments of `LLM`."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    given = {
+        "tensor_parallel_size": ranks if ranks > 1 else None,
+        "quantization": model.quantization,
+        "enforce_eager": model.enforce_eager or None,
+        "block_size": cache.block_size if cache.user_specified_block_size else None,
+        "kv_cache_dtype": None if cache.cache_dtype == "auto" else cache.cache_dtype,
+    }
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _command_to_measure(
+    spec: MagicDecSpeculativeConfig, engine: Mapping[str, Any], default_most: int
+) -> str:
     """What writes a profile for this configuration, with the fields that the user gave."""
     # Numbers of drafts and budgets may be what `auto` has become, and nothing is looked up there.
     others = ("profile", "draft_lookup", "draft_lookup_sources")
@@ -97,7 +118,7 @@ def _command_to_measure(spec: MagicDecSpeculativeConfig, default_most: int) -> s
     fields = {"method": spec.name, **model, **{name: _typed(given[name]) for name in sorted(given)}}
     target = spec.target_model_config.model
     command = ["magicdec", "profile", "--model", target, "--speculative-config", json.dumps(fields)]
-    return shlex.join(command)
+    return shlex.join([*command, *(["--engine", json.dumps(engine)] if engine else [])])
 
 
 def _typed(value: Any) -> Any:
