@@ -3,7 +3,7 @@
 
 A pass takes a request's last token and some looked-up ones over the same view, and so draws a token after
 each of them. Those that the looked-up tokens turn out to be are drafts, and the one after them is one more:
-TriForce's stages (arXiv 2404.11912), with a lookup for the smallest model. Those drafts are the ones that one
+TriForce's stages (arXiv 2404.11912), with a lookup for the smallest model. These drafts are those that one
 pass per token makes, whatever the lookups say. A looked-up token is proposed with certainty, so drawing and
 comparing is rejection sampling: where drafts are sampled, each is drawn from the draft's own distribution.
 
