@@ -337,7 +337,7 @@ def test_the_command_to_measure_again_has_what_makes_the_engines_steps(target, d
     configure(target, auto_with(profile({}), draft), **engine)
     (line,) = warned()
     words = shlex.split(line.partition("measure again with: ")[2])
-    assert json.loads(words[words.index("--engine") + 1]) == engine
+    assert json.loads(words[words.index("--engine") + 1]) == {"dtype": "bfloat16", **engine}
 
 
 @pytest.mark.parametrize(

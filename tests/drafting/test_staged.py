@@ -21,7 +21,7 @@ from vllm_magicdec import envs
 from vllm_magicdec.adaptive.draft_plan import DraftPlan
 from vllm_magicdec.adaptive.metrics import Counts, LookupCounters
 from vllm_magicdec.drafting.confidence import Confidence
-from vllm_magicdec.drafting.staged import StagedDrafts, _gain, _Making
+from vllm_magicdec.drafting.staged import StagedDrafts, _gain, _Making, _worth_unread
 from vllm_magicdec.lookup.continuation import LEAST_CHANCE, Continuation
 from vllm_magicdec.lookup.history import History
 from vllm_magicdec.lookup.lookups import Lookups
@@ -415,14 +415,25 @@ def test_what_is_worth_verifying_follows_the_drafts_unread(drawn, chance, least_
     assert counted["pass_accepted_tokens"] == sum(map(len, drafts)) - num_unread
 
 
-def test_a_pass_is_weighed_against_verifying_what_it_would_read():
-    """Lookups that are sure say the same with it and without it: of the pass one draft is left."""
-    sure = Continuation([5] * 4, [1.0] * 4)
+@pytest.mark.parametrize("reads_ahead", [True, False])
+def test_a_pass_is_weighed_against_verifying_what_was_found(reads_ahead):
+    """Where lookups are sure, a pass brings nothing; what is not worth verifying does not count."""
+    target = Target([], reads_ahead=reads_ahead)
+    sizes = {"max_num_reqs": 2, "max_drafts": 4, "max_model_len": 60}
+    staged = StagedDrafts(target, RandomLookups(0), LookupCounters(Counts()), **sizes)
     plan = DraftPlan(8, 512, least_chance=0.2)
-    assert _gain([0.9], [sure], plan, is_weighed=False) == pytest.approx(0.7 * 5)
-    assert _gain([0.9], [sure], plan, is_weighed=True) == pytest.approx(0.7)
-    unlikely = Continuation([5] * 2, [0.2, 1.0])  # not worth verifying unread
-    assert _gain([0.9], [unlikely], plan, is_weighed=True) == pytest.approx(0.7 * 1.4)
+
+    def net(chances: list[float]) -> float:
+        found = Continuation([5] * len(chances), chances)
+        instead = _worth_unread(found, 0.9, plan)
+        read = staged._readable(found, 5)
+        assert len(read.tokens) == (min(4, len(chances)) if reads_ahead else 0)
+        return _gain([0.9], [read], plan) - staged._promise_instead([0.9], [instead], plan)
+
+    assert net([1.0] * 5) == pytest.approx(0.0)
+    assert net([]) == pytest.approx(0.7)
+    assert net([0.2, 1.0]) == pytest.approx(0.7 * (1.4 if reads_ahead else 1.0))
+    assert net([0.5]) == pytest.approx(0.7 * 1.5 - 0.25 if reads_ahead else 0.7 - 0.25)
 
 
 def test_a_pause_ends_only_by_lookups_that_work(monkeypatch):
@@ -442,7 +453,7 @@ def test_a_pause_ends_only_by_lookups_that_work(monkeypatch):
     noted = []
     monkeypatch.setattr(staged._lookup_pauses, "note_success", lambda: noted.append("success"))
     monkeypatch.setattr(staged._lookup_pauses, "note_failure", lambda: noted.append("failure"))
-    for most, expected in [(1, []), (2, ["failure"])]:  # of one token nothing is left to look up
+    for most, expected in [(0, []), (1, ["failure"])]:
         noted.clear()
 
         def look_up(*args, most=most):

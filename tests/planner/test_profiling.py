@@ -10,6 +10,7 @@ from imagined_engine import BUDGETS, MAX_TOKENS, Engine, alike, all_choices
 
 from vllm_magicdec.adaptive.controller import PLAIN, Choice, Controller
 from vllm_magicdec.adaptive.step_times import Step, StepTimes, TimedStep
+from vllm_magicdec.errors import MagicDecConfigError
 from vllm_magicdec.planner import profile
 from vllm_magicdec.planner.profile import _Tour, tokens_to_grow
 
@@ -74,16 +75,13 @@ class PromptEngine:
 
     CHUNK, SLOW, PER_DRAFT = 100, 7.0, 10.0
 
-    def __init__(self, come_late, has_threshold):
+    def __init__(self, come_late):
         self.now, self.left, self.before, self.late = 0.0, 0, 0, 0.0
         self.reads = []  # tokens of prompts, choice of their steps
         self.scheduler = SimpleNamespace(
             _controller=Controller(LENGTHS, BUDGETS, StepTimes()),
             _drafts_come_late=come_late,
-            max_num_scheduled_tokens=3 * self.CHUNK if has_threshold else self.CHUNK,
-            scheduler_config=SimpleNamespace(
-                long_prefill_token_threshold=self.CHUNK if has_threshold else 0
-            ),
+            max_num_scheduled_tokens=self.CHUNK,
         )
         self.engine_core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=self.scheduler))
         self.vllm_config = SimpleNamespace(
@@ -119,10 +117,9 @@ def reading(tokens, before, choice):
     return 1.0 + 0.1 * tokens + 0.01 * before + 0.5 * (choice.drafts > 0)
 
 
-@pytest.mark.parametrize("has_threshold", [False, True])  # vLLM's own limit of a prompt's part
 @pytest.mark.parametrize("come_late", [False, True])
-def test_prompts_are_measured_plainly_and_with_drafts_behind_them(monkeypatch, come_late, has_threshold):
-    engine = PromptEngine(come_late, has_threshold)
+def test_prompts_are_measured_plainly_and_with_drafts_behind_them(monkeypatch, come_late):
+    engine = PromptEngine(come_late)
     monkeypatch.setattr(profile, "_when_idle", lambda: engine.now)
     monkeypatch.setattr(profile, "_REPEATS", 1)  # only the first time is slow
     own = engine.scheduler._controller
@@ -148,6 +145,8 @@ def test_prompts_are_measured_plainly_and_with_drafts_behind_them(monkeypatch, c
 
 
 def test_contexts_are_no_longer_than_the_model_reads():
-    assert profile._within(10**6) == [256, 2048, 8192]
-    assert profile._within(8100) == [256, 2048, 8100]
-    assert profile._within(100) == [100]
+    assert profile._within(10**6, 390) == [256, 2048, 8192]
+    assert profile._within(8100, 390) == [256, 2048, 8100]
+    assert profile._within(100, 390) == [100]
+    with pytest.raises(MagicDecConfigError, match=r"takes 1566 tokens .* leaves -542; use fewer"):
+        profile._within(-542, 1566)

@@ -195,7 +195,7 @@ class StagedDrafts:
         found = self._look_up(
             [batch.req_ids[i] for i in drafting],
             [()] * len(drafting),
-            [min(self._max_drafts, room[i]) + 1 for i in drafting],  # no draft of its own comes after them
+            [min(self._max_drafts, room[i]) for i in drafting],
             max(plan.least_chance, LEAST_CHANCE),
         )
         promise = sum(chance - plan.least_chance for ahead in found for chance in ahead.reached)
@@ -218,31 +218,39 @@ class StagedDrafts:
     ) -> DraftLists:
         """In as few passes as it takes."""
         latest, num_passes, num_looked_up, num_accepted = batch.tokens.tolist(), 0, 0, 0
+        unread: dict[int, Sequence[int]] = {}
         while running := _worth_going_on(making, plan):
             drafted = [making[i].tokens for i in running]
+            lacking = [making[i].wanted - len(making[i].tokens) for i in running]
+            # What a pass reads is followed by one draft of its own, what is verified unread by none.
             found = self._look_up(
                 [batch.req_ids[i] for i in running],
                 drafted,
-                [
-                    making[i].wanted - len(making[i].tokens) if self._runner.reads_ahead else 1
-                    for i in running
-                ],
+                [number if is_weighed else number - 1 for number in lacking],
             )
-            chances = [making[i].chance for i in running]
-            if num_passes and _gain(chances, found, plan, is_weighed=is_weighed) < plan.least_gain:
-                if not is_weighed:  # else nobody asked for a number
-                    self._counters.count_left_out(
-                        sum(making[i].wanted - len(making[i].tokens) for i in running)
-                    )
-                break
+            read = [self._readable(ahead, number) for ahead, number in zip(found, lacking, strict=True)]
+            if num_passes:
+                chances = [making[i].chance for i in running]
+                # With a fixed number of drafts nothing says what verifying one more costs.
+                instead = [
+                    _worth_unread(ahead, chance, plan) if is_weighed else Continuation()
+                    for ahead, chance in zip(found, chances, strict=True)
+                ]
+                gain = _gain(chances, read, plan) - self._promise_instead(chances, instead, plan)
+                if gain < plan.least_gain:
+                    if not is_weighed:  # else nobody asked for a number
+                        self._counters.count_left_out(sum(lacking))
+                    pairs = zip(running, instead, strict=True)
+                    unread = {i: ahead.tokens for i, ahead in pairs if ahead.tokens}
+                    break
             queries = Queries(
                 requests=np.array(running),
                 firsts=np.array([len(own) for own in drafted]),
-                lens=np.array([1 + len(ahead.tokens) for ahead in found]),
+                lens=np.array([1 + len(ahead.tokens) for ahead in read]),
             )
             given = [
                 token
-                for i, own, ahead in zip(running, drafted, found, strict=True)
+                for i, own, ahead in zip(running, drafted, read, strict=True)
                 for token in (own[-1] if own else latest[i], *ahead.tokens)
             ]
             drawn, probabilities = self._runner.draft_pass(
@@ -251,7 +259,7 @@ class StagedDrafts:
             )
             drawn_tokens = drawn.tolist()
             given_probabilities = None if probabilities is None else probabilities.tolist()
-            for i, ahead, start in zip(running, found, queries.starts.tolist(), strict=False):
+            for i, ahead, start in zip(running, read, queries.starts.tolist(), strict=False):
                 num_right = _num_equal(ahead.tokens, drawn_tokens[start:])
                 new = slice(start, start + num_right + 1)
                 self._add(making[i], drawn_tokens[new], given_probabilities and given_probabilities[new])
@@ -260,32 +268,29 @@ class StagedDrafts:
             num_passes += 1
         if num_passes:
             self._counters.count_round(num_passes, num_looked_up, num_accepted)
-        # With a fixed number of drafts nothing says what verifying one more costs.
-        unread = self._look_up_rest(batch, making, plan) if is_weighed else {}
         kept = {i: _worth_verifying(own, plan, self._are_drawn) for i, own in making.items()}
         drafts = [[*kept.get(i, ()), *unread.get(i, ())] for i in range(len(latest))]
         for i, own in making.items():
             self._counters.count_cut(len(own.tokens) - len(kept[i]))
             self._propose(batch, i, own, drafts[i])
+        for i, tokens in unread.items():
+            self._runner.note_unread(i, len(kept[i]), tokens)
         return DraftLists(drafts, num_passes, [len(kept.get(i, ())) for i in range(len(latest))])
 
-    def _look_up_rest(
-        self, batch: Batch, making: dict[int, _Making], plan: DraftPlan
-    ) -> dict[int, Sequence[int]]:
-        """By request, what follows its drafts unread: of what it still lacks that is worth verifying."""
-        rest: dict[int, Sequence[int]] = {}
-        for i, own in making.items():
-            if len(own.tokens) == own.wanted or own.chance < plan.least_chance:
-                continue
-            (ahead,) = self._look_up(
-                [batch.req_ids[i]],
-                [own.tokens],
-                [own.wanted - len(own.tokens) + 1],  # no draft of its own comes after them
-                max(plan.least_chance / own.chance, LEAST_CHANCE),
-            )
-            rest[i] = ahead.tokens
-            self._runner.note_unread(i, len(own.tokens), ahead.tokens)
-        return rest
+    def _readable(self, ahead: Continuation, lacking: int) -> Continuation:
+        """What a pass may read of it for a request that still lacks so many drafts."""
+        return ahead.first(lacking - 1) if self._runner.reads_ahead else Continuation()
+
+    def _promise_instead(
+        self, chances: Sequence[float], instead: Sequence[Continuation], plan: DraftPlan
+    ) -> float:
+        """Of tokens that would be verified in place of a pass, and that it would draw otherwise."""
+        return sum(
+            chance * reached - plan.least_chance
+            for chance, ahead in zip(chances, instead, strict=True)
+            # After a pass that reads nothing ahead, all but the first may be verified as well.
+            for reached in (ahead if self._runner.reads_ahead else ahead.first(1)).reached
+        )
 
     def _propose(self, batch: Batch, index: int, own: _Making, drafts: Sequence[int]) -> None:
         """Remember a request's drafts, also those of its passes that are not to be verified."""
@@ -331,17 +336,16 @@ class StagedDrafts:
         self,
         req_ids: Sequence[str],
         drafted: Sequence[Sequence[int]],
-        lacking: Sequence[int],  # drafts that each request may still make
+        most: Sequence[int],  # tokens of each request
         least_chance: float = LEAST_CHANCE,
     ) -> list[Continuation]:
-        """Of each request that runs, no more than its drafts still lack and than a pass has room for."""
+        """What may follow each request's drafts, of all no more than a pass has room for."""
         room, found = self._runner.max_pass_tokens - len(req_ids), list[Continuation]()
-        for req_id, own, lack in zip(req_ids, drafted, lacking, strict=True):
-            ahead = Continuation()
-            most = min(lack - 1, room)  # the token after the last looked-up one is a draft as well
-            if self._looks_up and most > 0:
+        for req_id, own, wanted in zip(req_ids, drafted, most, strict=True):
+            ahead, number = Continuation(), min(wanted, room)
+            if self._looks_up and number > 0:
                 try:
-                    ahead = self._lookups.look_up(req_id, own, most, least_chance)
+                    ahead = self._lookups.look_up(req_id, own, number, least_chance)
                     self._has_looked_up = True
                 except Exception:
                     self._go_on_without_lookups()
@@ -376,19 +380,17 @@ def _worth_going_on(making: dict[int, _Making], plan: DraftPlan) -> list[int]:
     ]
 
 
-def _gain(
-    chances: Sequence[float], found: Sequence[Continuation], plan: DraftPlan, *, is_weighed: bool
-) -> float:
-    """What a pass promises: of each request a draft, and another for each looked-up token that is right.
+def _gain(chances: Sequence[float], read: Sequence[Continuation], plan: DraftPlan) -> float:
+    """What a pass promises: of each request a draft, and another for each token read that is right."""
+    drafts = (1 + sum(ahead.reached) for ahead in read)
+    return sum(
+        (chance - plan.least_chance) * number for chance, number in zip(chances, drafts, strict=True)
+    )
 
-    Where a plan says what verifying costs, less what the same tokens promise without it, unread.
-    """
-    gain = 0.0
-    for chance, ahead in zip(chances, found, strict=True):
-        gain += (chance - plan.least_chance) * (1 + sum(ahead.reached))
-        if is_weighed:
-            gain -= sum(max(0.0, chance * reached - plan.least_chance) for reached in ahead.reached)
-    return gain
+
+def _worth_unread(ahead: Continuation, chance: float, plan: DraftPlan) -> Continuation:
+    """What of it is worth verifying after drafts that all stand with this chance."""
+    return ahead.first(sum(chance * reached >= plan.least_chance for reached in ahead.reached))
 
 
 def _worth_verifying(own: _Making, plan: DraftPlan, are_drawn: bool) -> list[int]:

@@ -22,3 +22,7 @@ class Continuation:
     def reached(self) -> list[float]:
         """The chance that each token is right, with all before it."""
         return list(accumulate(self.chances, mul))
+
+    def first(self, most: int) -> "Continuation":
+        """No more than so many tokens of it."""
+        return Continuation(self.tokens[:most], self.chances[:most])

@@ -11,6 +11,7 @@ import os
 import platform
 from collections import defaultdict
 from collections.abc import Collection, Sequence
+from dataclasses import fields
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -19,10 +20,12 @@ from typing import Any
 from vllm_magicdec.adaptive.controller import PLAIN, Choice, Controller
 from vllm_magicdec.adaptive.draft_plan import BUDGET_DIVISORS
 from vllm_magicdec.adaptive.step_times import StepTimes, TimedStep
+from vllm_magicdec.errors import MagicDecConfigError
 
 # How often each kind of step is made.
 _REPEATS = 4
 _CONTEXTS = (256, 2048, 8192)  # tokens
+_LEAST_CONTEXT = 32
 
 
 class _Tour(Controller):
@@ -194,8 +197,6 @@ def measure_prompts(llm: Any, contexts: list[int]) -> dict[str, list[dict[str, f
     engine = llm.llm_engine
     scheduler = engine.engine_core.engine_core.scheduler
     most = scheduler.max_num_scheduled_tokens
-    if threshold := scheduler.scheduler_config.long_prefill_token_threshold:
-        most = min(most, threshold)
     controller, come_late = scheduler._controller, _come_late(engine)
     only_one = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
 
@@ -242,12 +243,27 @@ def _model_len(options: argparse.Namespace) -> int:
     """Tokens that the engine may read."""
     from vllm.engine.arg_utils import EngineArgs
 
-    arguments = {"model": options.model, **options.engine}
+    known = {field.name for field in fields(EngineArgs)}  # `LLM` takes others, too
+    given = {name: value for name, value in options.engine.items() if name in known}
+    arguments = {"model": options.model, **given}
     return int(EngineArgs(**arguments).create_model_config().max_model_len)
 
 
-def _within(most: int) -> list[int]:
-    """Lengths of contexts that a model of so many tokens has room for."""
+def _within(most: int, room: int) -> list[int]:
+    """Lengths of contexts that a model has room for.
+
+    Args:
+        most: tokens of them.
+        room: beside a context, for what is generated while its steps are measured.
+
+    Raises:
+        MagicDecConfigError: there is next to none.
+    """
+    if most < _LEAST_CONTEXT:
+        raise MagicDecConfigError(
+            f"profile: measuring takes {room} tokens beside a context, and the model's length leaves "
+            f"{most}; use fewer drafts ('max_num_speculative_tokens') or one budget"
+        )
     return sorted({min(length, most) for length in _CONTEXTS})
 
 
@@ -272,7 +288,7 @@ def run(options: argparse.Namespace) -> None:
     drafts = spec["num_speculative_tokens"]
     most = int(spec.get("max_num_speculative_tokens", 8) if drafts == "auto" else drafts)
     room = tokens_to_grow(most, len(BUDGET_DIVISORS) if spec.get("draft_kv_budget") == "auto" else 1)
-    contexts = options.context or _within(_model_len(options) - room)
+    contexts = options.context or _within(_model_len(options) - room, room)
     llm = LLM(
         **{
             "model": options.model,

@@ -255,22 +255,42 @@ def _take_received_drafts(owner: type, original: Callable[..., Any]) -> Callable
     return post_step
 
 
-def _attend_natively(owner: type, original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def initialize_kv_cache(self: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> Any:
-        # Engines of the plugin's methods have a field for it.
-        if (
-            envs.native_attention()
-            and self.device.type == "cpu"
-            and not _engine_selects({"vllm_config": self.vllm_config})
-        ):
-            from vllm_magicdec.attention.native_attention import use_native_attention
+def _attend_natively(vllm_config: Any, kv_cache_config: Any, device: Any) -> None:
+    # Engines of the plugin's methods have a field for it.
+    if not envs.native_attention() or device.type != "cpu" or _engine_selects({"vllm_config": vllm_config}):
+        return
+    from vllm_magicdec.attention.native_attention import use_native_attention
 
-            names = [name for group in kv_cache_config.kv_cache_groups for name in group.layer_names]
-            use_native_attention(self.vllm_config, names)
+    names = [name for group in kv_cache_config.kv_cache_groups for name in group.layer_names]
+    use_native_attention(vllm_config, names)
+
+
+def _attend_natively_v1(owner: type, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def initialize_kv_cache_tensors(self: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> Any:
+        _attend_natively(self.vllm_config, kv_cache_config, self.device)
         return original(self, kv_cache_config, *args, **kwargs)
 
-    return initialize_kv_cache
+    return initialize_kv_cache_tensors
+
+
+def _attend_natively_v2(owner: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def init_kv_cache(
+        forward_context: Any,
+        kv_cache_config: Any,
+        device: Any,
+        kernel_block_sizes: Any,
+        vllm_config: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        _attend_natively(vllm_config, kv_cache_config, device)
+        return original(
+            forward_context, kv_cache_config, device, kernel_block_sizes, vllm_config, *args, **kwargs
+        )
+
+    return init_kv_cache
 
 
 def _show_counts(owner: type, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -360,17 +380,30 @@ DRAFTS_HOOK = Hook(
     wrap=_take_received_drafts,
 )
 
-# Before the layers are bound to their caches, some of which it moves.
-ATTENTION_HOOKS = tuple(
+# After the layers know their layout, and before they are bound to their caches, which may be moved.
+ATTENTION_HOOKS = (
     Hook(
-        module=module,
+        module="vllm.v1.worker.gpu_model_runner",
         owner="GPUModelRunner",
-        name="initialize_kv_cache",
+        name="initialize_kv_cache_tensors",
         parameters=("self", "kv_cache_config"),
         reason="plain decoding and vLLM's own methods may have the attention for CPUs as well",
-        wrap=_attend_natively,
-    )
-    for module in ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
+        wrap=_attend_natively_v1,
+    ),
+    Hook(
+        module="vllm.v1.worker.gpu.model_runner",
+        owner="",
+        name="init_kv_cache",
+        parameters=(
+            "forward_context",
+            "kv_cache_config",
+            "device",
+            "kernel_block_sizes",
+            "vllm_config",
+        ),
+        reason="the same on the V2 runner",
+        wrap=_attend_natively_v2,
+    ),
 )
 
 # Those of a vLLM that makes our objects itself.

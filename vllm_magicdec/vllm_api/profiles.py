@@ -84,10 +84,12 @@ def _check_who_drafted(
 
 
 def _engine_options(vllm_config: VllmConfig) -> dict[str, Any]:
-    """What the user gave of an engine that says how long its steps are, as arguments of `LLM`."""
+    """What says how long an engine's steps are, as arguments of `LLM`."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     ranks = vllm_config.parallel_config.tensor_parallel_size
     given = {
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "trust_remote_code": model.trust_remote_code or None,
         "tensor_parallel_size": ranks if ranks > 1 else None,
         "quantization": model.quantization,
         "enforce_eager": model.enforce_eager or None,
@@ -118,7 +120,7 @@ def _command_to_measure(
     fields = {"method": spec.name, **model, **{name: _typed(given[name]) for name in sorted(given)}}
     target = spec.target_model_config.model
     command = ["magicdec", "profile", "--model", target, "--speculative-config", json.dumps(fields)]
-    return shlex.join([*command, *(["--engine", json.dumps(engine)] if engine else [])])
+    return shlex.join([*command, "--engine", json.dumps(engine)])
 
 
 def _typed(value: Any) -> Any:
