@@ -229,7 +229,7 @@ class StagedDrafts:
                 [number if is_weighed else number - 1 for number in lacking],
             )
             read = [self._readable(ahead, number) for ahead, number in zip(found, lacking, strict=True)]
-            if num_passes:
+            if num_passes and plan.least_gain > 0:
                 chances = [making[i].chance for i in running]
                 # With a fixed number of drafts nothing says what verifying one more costs.
                 instead = [
