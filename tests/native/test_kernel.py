@@ -23,6 +23,7 @@ from vllm_magicdec.native.library import VARIANTS, Kernel, UnreadableError, load
 BOUND = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-11 + 4e-6}
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 GARBAGE = 2**31 - 1
+SOFT_CAP = 20.0  # of the comparison with vLLM's kernel
 
 here = [variant for variant in VARIANTS if runs_here(variant)]
 variants = pytest.mark.parametrize("variant", here, ids=[variant.name for variant in here])
@@ -413,7 +414,7 @@ def test_it_agrees_with_vllms_kernel(variant, layout, window, dtype, fp8, page):
         alibi_slopes=None,
         sliding_window=window,
         block_table=where["block_table"],
-        softcap=20.0,
+        softcap=SOFT_CAP,
         scheduler_metadata=plan,
         s_aux=sinks,
         k_scale=key_scale,
@@ -421,9 +422,10 @@ def test_it_agrees_with_vllms_kernel(variant, layout, window, dtype, fp8, page):
         **common,
     )
     where |= dict(layout=layout, scale=where["scale"] * key_scale)
-    options = dict(window=window, soft_cap=20.0, sinks=sinks, value_scale=value_scale)
+    options = dict(window=window, soft_cap=SOFT_CAP, sinks=sinks, value_scale=value_scale)
     kernel.attend_pages(query, cache, ours, **options, **where)
-    tolerance = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}[dtype]
+    # Of both kernels' errors, of which a capped logit's is the larger one; see `check`.
+    tolerance = {torch.float32: 2e-6 + 2e-7 * SOFT_CAP, torch.bfloat16: 2**-7, torch.float16: 2**-10}[dtype]
     torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance * theirs.abs().max().item())
 
 
