@@ -37,7 +37,7 @@ def _on_the_way(path: Path) -> Iterator[Path]:
     here = Path(ahead.pop())
     while ahead:
         if (part := ahead.pop()) == "..":
-            here = here.parent  # of a folder that no link is left in
+            here = here.parent  # no link is left in its path
             continue
         child = here / part
         yield child
