@@ -10,8 +10,8 @@ from imagined_engine import BUDGETS, MAX_TOKENS, Engine, alike, all_choices
 
 from vllm_magicdec.adaptive.controller import PLAIN, Choice, Controller
 from vllm_magicdec.adaptive.step_times import Step, StepTimes, TimedStep
-from vllm_magicdec.errors import MagicDecConfigError
 from vllm_magicdec.planner import profile
+from vllm_magicdec.planner.console import UserError
 from vllm_magicdec.planner.profile import _Tour, tokens_to_grow
 
 LENGTHS = range(MAX_TOKENS + 1)
@@ -148,5 +148,5 @@ def test_contexts_are_no_longer_than_the_model_reads():
     assert profile._within(10**6, 390) == [256, 2048, 8192]
     assert profile._within(8100, 390) == [256, 2048, 8100]
     assert profile._within(100, 390) == [100]
-    with pytest.raises(MagicDecConfigError, match=r"takes 1566 tokens .* leaves -542; use fewer"):
+    with pytest.raises(UserError, match=r"takes 1566 tokens .* leaves -542; use fewer"):
         profile._within(-542, 1566)

@@ -20,7 +20,7 @@ from typing import Any
 from vllm_magicdec.adaptive.controller import PLAIN, Choice, Controller
 from vllm_magicdec.adaptive.draft_plan import BUDGET_DIVISORS
 from vllm_magicdec.adaptive.step_times import StepTimes, TimedStep
-from vllm_magicdec.errors import MagicDecConfigError
+from vllm_magicdec.planner.console import UserError
 
 # How often each kind of step is made.
 _REPEATS = 4
@@ -257,11 +257,11 @@ def _within(most: int, room: int) -> list[int]:
         room: beside a context, for what is generated while its steps are measured.
 
     Raises:
-        MagicDecConfigError: there is next to none.
+        UserError: there is next to none.
     """
     if most < _LEAST_CONTEXT:
-        raise MagicDecConfigError(
-            f"profile: measuring takes {room} tokens beside a context, and the model's length leaves "
+        raise UserError(
+            f"measuring takes {room} tokens beside a context, and the model's length leaves "
             f"{most}; use fewer drafts ('max_num_speculative_tokens') or one budget"
         )
     return sorted({min(length, most) for length in _CONTEXTS})
