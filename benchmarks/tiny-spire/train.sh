@@ -1,6 +1,6 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# tiny-spire again: one core, 40 minutes where nothing else runs on it. In the project's folder:
+# tiny-spire again, on one core: an hour where others want that one, too. In the project's folder:
 #   sh benchmarks/tiny-spire/train.sh FOLDER
 # With an ablation's options after the folder (--steps 400 --no-feedback-memory, say) it trains that one.
 set -e

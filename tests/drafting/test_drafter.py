@@ -283,12 +283,19 @@ def test_a_tensor_parallel_rank_ends_with_a_failure(make_drafter, monkeypatch):
 
 @pytest.mark.parametrize("num_passes", [0, 1])
 def test_a_cache_of_the_drafts_own_hears_of_no_token_that_no_pass_drew(num_passes):
-    """What was looked up and stands is lacking there, like the tokens of plain steps."""
-    ended = []
+    """What was looked up and stands is lacking there, like the tokens of plain steps.
+
+    But where no pass has brought it up to date, it learns in time of what it may not read later.
+    """
+    ended, caught_up = [], []
     own = drafter.Drafter.__new__(drafter.Drafter)
-    own._own_cache = SimpleNamespace(end_round=lambda batch, drafts: ended.append(drafts))
+    own._own_cache = SimpleNamespace(
+        catch_up=lambda batch, num_steps: caught_up.append((num_steps, len(ended))),
+        end_round=lambda batch, drafts: ended.append(drafts),
+    )
     made = DraftLists([[1, 2, 3], [], [4]], num_passes, [2, 0, 0] if num_passes else None)
     own._make = lambda *args: made
     batch = SimpleNamespace(is_prefilling=[False] * 3)
     assert own._fill(torch.zeros(3, 4), batch, 4) == bool(num_passes)
     assert ended == [[[1, 2] if num_passes else [], [], []]]
+    assert caught_up == ([] if num_passes else [(0, 0)])

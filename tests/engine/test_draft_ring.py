@@ -87,9 +87,7 @@ def test_the_ring_catches_up_with_plain_steps_and_aborts(prompts, plain):
 def test_a_small_draft_compiles_and_the_target_gets_the_room(prompts, plain):
     """As users run it, beside an engine with a cache of everything."""
     spec = drafting_with(TINY_DRAFT, draft_kv_budget=BUDGET)
-    whole = engines.generate(
-        [prompts[0][:8]], GREEDY, own_process=True, max_num_seqs=8, speculative_config=spec
-    )
+    whole = engines.generate([prompts[0][:8]], GREEDY, max_num_seqs=8, speculative_config=spec)
     ring = engines.generate(
         prompts,
         GREEDY,

@@ -75,8 +75,8 @@ class Runner(Protocol):
 class OwnCache(Protocol):
     """A KV cache that a draft does not share with the target: it lacks what was verified until it is told.
 
-    Called in the order of its methods, once a round each but for `catch_up`, which a round may do without.
-    Of a round whose requests could not be read it hears nothing: what it misses then costs acceptance.
+    Called in the order of its methods, once a round each; in a pause of drafting only when it begins. Of a
+    round whose requests could not be read it hears nothing: what it misses then costs acceptance.
     """
 
     def begin_round(self, batch: Batch) -> None:
@@ -381,6 +381,8 @@ class Drafter:
         made = self._make(drafts, batch, num_steps)
         has_read = is_due and not (isinstance(made, DraftLists) and not made.num_passes)
         if self._own_cache is not None:
+            if not has_read:  # all drafts were looked up, so nobody has asked for it
+                self._own_cache.catch_up(batch, 0)
             self._own_cache.end_round(batch, made.read if isinstance(made, DraftLists) else made)
         return has_read
 
