@@ -293,10 +293,14 @@ def watch_spire_cache(llm: Any) -> None:
 
 
 def watched_spire_cache(llm: Any) -> dict[str, float]:
-    """As `watched_draft_cache`."""
+    """As `watched_draft_cache`; of all ranks the fewest tokens and the largest difference."""
     import spire_scenarios
 
-    return llm.collective_rpc(spire_scenarios.watched_cache)[0]
+    ranks = llm.collective_rpc(spire_scenarios.watched_cache)
+    return {
+        "tokens": min(rank["tokens"] for rank in ranks),
+        "difference": max(rank["difference"] for rank in ranks),
+    }
 
 
 def measure_prompts(llm: Any, contexts: list[int]) -> dict[str, Any]:
@@ -1030,8 +1034,11 @@ def _kernel_library(worker: Any) -> str:
 
 def _clean_up() -> None:
     """Leave nothing of an engine to the next one."""
+    from vllm import logger
     from vllm.distributed import cleanup_dist_env_and_memory
 
+    logger._print_info_once.cache_clear()  # the next one's log has to say everything
+    logger._print_warning_once.cache_clear()
     if "recorded_graphs" in sys.modules:
         sys.modules["recorded_graphs"].uninstall()
     gc.collect()

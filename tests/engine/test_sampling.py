@@ -91,6 +91,7 @@ def p_value(first: Counter, second: Counter) -> float:
     total, share = first + second, first.total() / (first.total() + second.total())
     rare = {c for c, n in total.items() if min(n * share, n * (1 - share)) < MIN_EXPECTED}
     rows = []
+    assert len(total) - len(rare) > 8, "too few continuations are frequent enough to be compared"
     for counts in (first, second):
         row = [counts[c] for c in sorted(total) if c not in rare]
         rows.append([*row, sum(counts[c] for c in rare)] if rare else row)
