@@ -182,6 +182,7 @@ async def _strike(
     await _until(partial(_have_begun, streams), _MOST_S)
     too_early = [bool(one.how) and not kill.strikes_by_itself for one in streams]
     footprint.note(server)
+    told = 0 if kill.strikes_by_itself else server.log.stat().st_size
     began = time.monotonic()
     kill.strike(server)
     brake.write_text("")
@@ -200,7 +201,9 @@ async def _strike(
     await asyncio.gather(*tasks, return_exceptions=True)
     if not all(ended):  # before the strike, or never
         print(server.log.read_text(errors="replace")[-_LOG_CHARS:], file=sys.stderr)
-    found = re.findall(kill.sentence, server.log.read_text(errors="replace"))
+    with server.log.open(errors="replace") as log:
+        log.seek(told)  # what it said before was not about the strike
+        found = re.findall(kill.sentence, log.read())
     return {
         "name": kill.name,
         "exit_s": exit_s,

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults injected into drafting (`vllm_magicdec/faults.py`): they cost speed and are counted by name."""
 
+from collections import Counter
+
 import engines
 import numpy as np
 import pytest
@@ -53,6 +55,9 @@ def run_under(faults, batch, tmp_path, spec, **engine):
 
 
 def assert_counted(run, faults, expected, what):
+    """And that each fault has happened, also where nothing counts it."""
+    for name, times in Counter(fault.partition(":")[0] for fault in faults if fault).items():
+        assert run.log.count(f"The fault {name} happens, on purpose") >= times, name
     for result, (fault, (failures, accepts)) in zip(run.results[0], faults.items(), strict=True):
         assert_same_tokens(expected, result["batches"][0], f"{what}, {fault or 'no fault'}")
         counted = {
@@ -78,6 +83,13 @@ def test_faults_change_no_answer_and_are_counted_by_name(prompts, plain, tmp_pat
     batch = {"prompts": [prompts[i] for i in chosen], "sampling": GREEDY}
     run = run_under(faults, batch, tmp_path, spec, max_num_seqs=8)
     assert_counted(run, faults, [plain[i] for i in chosen], "V1 runner")
+    accepted = {
+        fault: result["counted"]["vllm:spec_decode_num_accepted_tokens"]
+        for result, fault in zip(run.results[0], faults, strict=True)
+    }
+    if "summaries" in faults:  # other pages, other drafts; slow ones are the same
+        assert accepted[""] == accepted["slow:last=10"] == accepted["stuck:last=20"]
+        assert accepted["summaries"] != accepted[""]
 
 
 def test_faults_on_the_v2_runner(prompts, plain, tmp_path):

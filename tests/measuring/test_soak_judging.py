@@ -196,8 +196,12 @@ GOOD_TRAFFIC = {
     | {"same": 5000, "rounding": 2, "differs": 0},
     "latencies": [{"phase": name, "lost": 0} for name in ("before", "nan", "lookup", "after")],
     "faults": [
-        {"name": "nan", "happened": True, "failures": {}},
-        {"name": "lookup", "happened": True, "failures": {"failures:lookup": 3}},
+        {
+            "name": name,
+            "happened": True,
+            "failures": {faults.COUNTED[name]: 3} if name in faults.COUNTED else {},
+        }
+        for name in faults.FAULTS
     ],
     "own_passes": {"before": {"passes": 9, "stood": 30}, "after": {"passes": 4, "stood": 7}},
     "bad_input": {"sent": 9, "improper": []},
@@ -222,7 +226,8 @@ BROKEN = [
     ("greedy answers that differ by rounding", ("answers", "rounding"), 60),
     ("answers lost during faults", ("latencies", 1, "lost"), 1),
     ("faults that never happened", ("faults", 0, "happened"), False),
-    ("faults that were not counted by name", ("faults", 1, "failures"), {"failures:selection": 3}),
+    ("faults that never happened", ("faults",), GOOD_TRAFFIC["faults"][1:]),
+    ("faults that were not counted by name", ("faults", 0, "failures"), {"failures:selection": 3}),
     (
         "drafts of auto's own passes that stood, before and after the faults",
         ("own_passes", "after", "stood"),

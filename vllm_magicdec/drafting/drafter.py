@@ -75,9 +75,9 @@ class Runner(Protocol):
 class OwnCache(Protocol):
     """A KV cache that a draft does not share with the target: it lacks what was verified until it is told.
 
-    Called in the order of its methods: all in a round that drafts, the first two where what would be drafted
-    is dropped, the first in a pause of drafting. Of a round whose requests could not be read it hears
-    nothing: what it misses then costs acceptance.
+    Called in the order of its methods: all in a round that drafts, the first two where drafts would be
+    dropped, the first in a pause of drafting. Of a round whose requests could not be read it hears nothing:
+    what it misses then costs acceptance.
     """
 
     def begin_round(self, batch: Batch) -> None:
