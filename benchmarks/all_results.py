@@ -126,6 +126,14 @@ PARTS = (
         "--context 7000 --rate-fractions 0.8 --num-gpu-blocks-override 3800 --out {out}",
         13,
     ),
+    Part(
+        "suite-in-turns-drafts",
+        "suite.py",
+        "--in-turns --methods plain draft_model magicdec-streamingllm magicdec-draft_model "
+        "magicdec-draft_model-auto magicdec-spire magicdec-spire-auto --num-gpu-blocks-override 3800 "
+        "--out {out}",
+        25,
+    ),
     Part("simulation.json", "simulation.py", "--out {out}", 27),
     Part("ray-documents.json", "ray_documents.py", "--out {out}", 4),
     Part("auto-kv-heavy.json", "auto.py", "--batch 1 4 8 --pairs 7 --out {out}", 30),

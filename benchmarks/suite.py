@@ -66,6 +66,7 @@ METHODS = (
     "magicdec-draft_model",
     "magicdec-draft_model-auto",
     "magicdec-spire",
+    "magicdec-spire-auto",
     AGAIN,
 )
 WARM_UP_TOKENS = 8  # per request, generated before the first clock starts
@@ -136,6 +137,7 @@ def speculations(
         "magicdec-draft_model": {**sparse, **number},
         "magicdec-draft_model-auto": {**sparse, "num_speculative_tokens": "auto"},
         "magicdec-spire": {"method": "magicdec", **number, "model": spire},
+        "magicdec-spire-auto": {"method": "magicdec", "num_speculative_tokens": "auto", "model": spire},
         AGAIN: {},
     }
 
@@ -146,7 +148,7 @@ def why_skipped(method: str, draft_model: str | None, spire: str | None = None) 
         return "arctic-inference is not installed; 'make bench' builds it if it finds a C++ compiler"
     if "draft_model" in method and draft_model is None:
         return "there is no draft model for this model; name one with --draft-model"
-    if method == "magicdec-spire" and spire is None:
+    if "spire" in method and spire is None:
         return "there is no trained draft for this model; 'magicdec train-draft' makes one for --spire"
     return None
 
@@ -405,7 +407,7 @@ def parse_arguments(arguments: list[str] | None = None) -> tuple[argparse.Namesp
     add_model(parser, default=str(TINY_LLAMA))
     parser.add_argument("--draft-model", help="for draft_model, vLLM's and ours; the shipped model has one")
     parser.add_argument(
-        "--spire", help="folder of a trained draft, for magicdec-spire; the shipped model has one"
+        "--spire", help="folder of a trained draft, for magicdec-spire*; the shipped model has one"
     )
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--context", type=int, nargs="+", default=[1000, 7000], help="tokens of prompt")

@@ -87,6 +87,7 @@ def test_what_is_missing_is_skipped_with_a_reason(monkeypatch):
     assert "--draft-model" in suite.why_skipped("draft_model", None)
     assert "--draft-model" in suite.why_skipped("magicdec-draft_model-auto", None)
     assert "train-draft" in suite.why_skipped("magicdec-spire", "folder")
+    assert "train-draft" in suite.why_skipped("magicdec-spire-auto", "folder")
     assert suite.why_skipped("draft_model", "folder") is None
     assert suite.why_skipped("magicdec-spire", None, "folder") is None
     assert suite.why_skipped("ngram", None) is None
