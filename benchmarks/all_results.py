@@ -130,8 +130,7 @@ PARTS = (
         "suite-in-turns-drafts",
         "suite.py",
         "--in-turns --methods plain draft_model magicdec-streamingllm magicdec-draft_model "
-        "magicdec-draft_model-auto magicdec-spire magicdec-spire-auto --num-gpu-blocks-override 3800 "
-        "--out {out}",
+        "magicdec-draft_model-auto magicdec-spire magicdec-spire-auto --out {out}",
         25,
     ),
     Part("simulation.json", "simulation.py", "--out {out}", 27),
