@@ -5,8 +5,10 @@ import engines
 import example_policy
 import pytest
 import texts
+from draft_engines import drafting_with
 from engines import magicdec
 from greedy import GREEDY, assert_same_tokens
+from test_draft_model import TINY_DRAFT
 
 
 @pytest.fixture
@@ -23,3 +25,10 @@ def test_the_examples_draft_losslessly(installed):
         assert_same_tokens(truth.results[0][0], run.results[0][0], policy)
         assert run.accepted > 0
         assert run.draft_failures == 0
+
+
+@pytest.mark.parametrize("policy", ["strided", "first-key"])
+def test_a_draft_model_refuses_those_that_follow_the_targets_attention(installed, policy):
+    spec = drafting_with(TINY_DRAFT, draft_kv_policy=policy)
+    with pytest.raises(engines.RefusedError, match="use draft_kv_policy='streamingllm'"):
+        engines.generate([[1, 2, 3]], GREEDY, speculative_config=spec)
