@@ -130,8 +130,9 @@ PARTS = (
         "suite-in-turns-drafts",
         "suite.py",
         "--in-turns --methods plain draft_model magicdec-streamingllm magicdec-draft_model "
-        "magicdec-draft_model-auto magicdec-spire magicdec-spire-auto --out {out}",
-        25,
+        "magicdec-draft_model-auto magicdec-spire magicdec-spire-auto --num-gpu-blocks-override 4600 "
+        "--out {out}",
+        27,
     ),
     Part("simulation.json", "simulation.py", "--out {out}", 27),
     Part("ray-documents.json", "ray_documents.py", "--out {out}", 4),

@@ -226,7 +226,7 @@ BROKEN = [
     ("greedy answers that differ by rounding", ("answers", "rounding"), 60),
     ("answers lost during faults", ("latencies", 1, "lost"), 1),
     ("faults that never happened", ("faults", 0, "happened"), False),
-    ("faults that never happened", ("faults",), GOOD_TRAFFIC["faults"][1:]),
+    ("faults that never happened", ("faults",), []),
     ("faults that were not counted by name", ("faults", 0, "failures"), {"failures:selection": 3}),
     (
         "drafts of auto's own passes that stood, before and after the faults",
@@ -308,6 +308,13 @@ NOT_IN_MINUTES = {
     "growth of memory per 1,000 requests",
     "requests",
 }
+
+
+def test_a_fault_that_was_not_tried_is_named_and_not_judged():
+    faults_tried = [one for one in GOOD_TRAFFIC["faults"] if one["name"] != "datastore"]
+    record = record_of(traffic=GOOD_TRAFFIC | {"faults": faults_tried})
+    (check,) = [check for check in judging.checks_of(record) if check.name == "faults that never happened"]
+    assert check.holds is None and check.value == "datastore (not tried)"
 
 
 def test_short_runs_say_nothing_of_memory_and_of_the_hour():
