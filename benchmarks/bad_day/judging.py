@@ -179,6 +179,7 @@ def checks_of_traffic(record: Mapping[str, Any], instruction_sets: str) -> list[
     silent = [window["name"] for window in windows if not window["happened"]]
     # One whose library is not installed, and in older records those that have come since.
     untried = [name for name in FAULTS if name not in {window["name"] for window in windows}]
+    all_happened = not silent and bool(windows)
     missed, own = record.get("samples_missed", 0), record.get("own_passes", {})  # older records
     is_capped = record.get("rate", 0) < record.get("asked_rate", 0)  # older records have neither
     preemptions_per_1000 = 1000 * end["preemptions"] / max(1, answers["sent"])
@@ -198,7 +199,7 @@ def checks_of_traffic(record: Mapping[str, Any], instruction_sets: str) -> list[
             "faults that never happened",
             "none",
             _names([*silent, *(f"{name} (not tried)" for name in untried)]),
-            False if silent or not windows else None if untried else True,
+            None if all_happened and untried else all_happened,
         ),
         Check("faults that were not counted by name", "none", _names(uncounted), not uncounted),
         Check(

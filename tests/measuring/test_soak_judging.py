@@ -5,36 +5,30 @@ import asyncio
 import copy
 import errno
 import itertools
-import json
 import os
 import shutil
 import signal
-import socket
-import struct
 import subprocess
 import sys
 import urllib.error
 import uuid
 from collections import Counter
 from contextlib import suppress
-from dataclasses import replace
 from types import SimpleNamespace
 
 import engines
-import openai
 import pytest
 
 sys.path.insert(0, str(engines.HERE.parent / "benchmarks"))
 import soak
-from bad_day import bad_input, faults, judging, kills, requests, servers, traffic, watching
-from bad_day.asking import Answer, Outcome, ask_and_hang_up, compare, why_incomplete
+from bad_day import bad_input, faults, judging, requests, servers, traffic, watching
+from bad_day.asking import Answer, Outcome, compare, why_incomplete
 from bad_day.bad_input import CLOSED, KINDS, Rejection
 from bad_day.faults import Window
 from bad_day.requests import Request
 from bad_day.watching import Sample
 from transformers import AutoTokenizer
 
-from vllm_magicdec.drafting.pauses import FAILURES_BEFORE_A_PAUSE
 from vllm_magicdec.faults import Fault
 
 PLAIN = Answer([[5, 6, 7]], ["abc"], ["length"], [[-0.1, -3.0], [-0.7, -0.70005], [-0.2, -2.0]])
@@ -442,304 +436,6 @@ def test_a_connection_that_is_gone_is_closed(monkeypatch):
 
     monkeypatch.setattr(bad_input, "_send", answer)
     assert asyncio.run(give_up()) == CLOSED
-
-
-class Unhurried(asyncio.SelectorEventLoop):
-    """Its seconds pass where there is nothing to do but to wait, and at once: no machine is too slow."""
-
-    def __init__(self):
-        super().__init__()
-        self._seconds = 0.0
-        poll = self._selector.select
-        self._selector.select = lambda timeout: self._pass(timeout) or poll(0)
-
-    def _pass(self, seconds):
-        self._seconds += seconds or 0.0
-
-    def time(self):
-        return self._seconds
-
-
-def conduct(conductor, monkeypatch, *others):
-    """Have faults come while `others` run, all in a time of their own."""
-
-    async def here(read):  # a thread would take time that nobody counts
-        return read()
-
-    async def run():
-        beside = [asyncio.create_task(other()) for other in others]
-        await conductor.conduct(asyncio.get_running_loop().time)
-        for task in beside:
-            task.cancel()
-
-    monkeypatch.setattr(asyncio, "to_thread", here)
-    with asyncio.Runner(loop_factory=Unhurried) as runner:
-        runner.run(run())
-
-
-def test_faults_come_one_after_the_other_and_wait_until_they_have_happened(tmp_path, monkeypatch):
-    log, file, store = tmp_path / "log", tmp_path / "fault", tmp_path / "store"
-    store.mkdir()
-    (store / "tokens.npy").write_bytes(bytes(100))
-    log.write_text("")
-    seen = []
-
-    async def serve():
-        """A server in which every fault happens, NaN late and the third step never."""
-        now_s = asyncio.get_running_loop().time
-        since = now_s()
-        while True:
-            await asyncio.sleep(0.02)
-            is_cut = (store / "tokens.npy").stat().st_size < 100
-            name = "datastore" if is_cut else file.read_text().partition(":")[0] if file.exists() else ""
-            if name and name not in seen:
-                seen.append(name)
-                since = now_s()
-            if name == "third_step" or (name == "nan" and now_s() < since + 0.6) or not name:
-                continue
-            line = "A lookup failed" if is_cut else f"The fault {name} happens, on purpose."
-            log.write_text(f"{log.read_text()}{line}\n")
-
-    def read():
-        return dict.fromkeys(faults.COUNTED.values(), float(len(seen)))
-
-    conductor = faults.Conductor(file, log, store, read, 0.1)
-    conductor._plan = faults.Plan(0.1, 0.3, 0.05, 5.5, 6.0, 6.5)
-    conductor._last = 0
-    conduct(conductor, monkeypatch, serve)
-    windows = {window.name: window for window in conductor.windows}
-    assert list(windows) == seen == list(faults.FAULTS)
-    for earlier, later in itertools.pairwise(conductor.windows):
-        assert earlier.end_s < later.begin_s
-    assert [name for name, window in windows.items() if not window.happened] == ["third_step"]
-    assert windows["controller"].begin_s == pytest.approx(6.0)
-    assert (store / "tokens.npy").stat().st_size == 100 and file.read_text() == ""
-
-
-def test_waiting_for_a_fault_takes_no_other_ones_time(tmp_path, monkeypatch):
-    log = tmp_path / "log"
-    log.write_text("")  # nothing ever happens
-    conductor = faults.Conductor(tmp_path / "fault", log, None, dict, 0.1)
-    conductor._plan = plan = faults.Plan(0.0, 0.2, 0.05, 2.0, 2.1, 2.6)
-    conduct(conductor, monkeypatch)
-    *others, last = conductor.windows
-    assert [window.name for window in others] == [
-        name for name in faults.FAULTS if name not in ("datastore", "controller")
-    ]
-    assert all(window.end_s - window.begin_s > plan.window_s - 1e-6 for window in others)
-    assert last.name == "controller" and last.begin_s < plan.controller_s + 0.4 < last.end_s
-
-
-@pytest.mark.parametrize(("late_s", "is_counted"), [(0.0, True), (8.0, True), (20.0, False)])
-def test_failures_are_counted_after_the_line_of_the_log(late_s, is_counted, tmp_path, monkeypatch):
-    log, file = tmp_path / "log", tmp_path / "fault"
-    log.write_text("")
-    begun_s = []
-
-    async def serve():
-        while not (file.exists() and file.read_text().startswith("batch")):
-            await asyncio.sleep(0.02)
-        log.write_text("The fault batch happens, on purpose.")
-        begun_s.append(asyncio.get_running_loop().time())
-
-    def read():
-        is_late = not begun_s or asyncio.get_running_loop().time() < begun_s[0] + late_s
-        return {"failures:batch": 0.0 if is_late else 1.0}
-
-    conductor = faults.Conductor(file, log, None, read, 4)
-    conduct(conductor, monkeypatch, serve)
-    window = next(window for window in conductor.windows if window.name == "batch")
-    assert window.happened and window.failures == ({"failures:batch": 1} if is_counted else {})
-    assert window.end_s - window.begin_s == pytest.approx(conductor._plan.window_s, abs=0.3)
-
-
-@pytest.mark.parametrize("name", ["batch", "selection", "third_step", "lookup"])
-def test_no_fault_of_minutes_makes_drafting_pause(name, tmp_path):
-    conductor = faults.Conductor(tmp_path / "fault", tmp_path / "log", None, dict, 4)
-    conductor._switch_on(name)
-    fault = Fault((tmp_path / "fault").read_text(), rank=0)
-    assert [fault.happens(name) for _ in range(FAILURES_BEFORE_A_PAUSE)] == [True, False, False]
-
-
-def test_a_fault_file_is_never_half_written(tmp_path):
-    """Its time of change has ticks of milliseconds: what was read too early would not be read again."""
-    file = tmp_path / "fault"
-    file.write_text("")
-    conductor = faults.Conductor(file, tmp_path / "log", None, dict, 1.0)
-    with file.open() as before:
-        conductor._switch_on("nan")
-        assert before.read() == ""  # another file
-    assert file.read_text() == "nan:drafts=4" and os.listdir(tmp_path) == ["fault"]
-
-
-EVENT = openai.APIError("the engine is dead", request=None, body=None)
-RESET = openai.APIConnectionError(request=None)
-
-
-class Completions:
-    """Of a client: every request fails, or gets so many chunks before it does."""
-
-    def __init__(self, num_chunks=None, error=EVENT):
-        self.completions = self
-        self.num_chunks = num_chunks
-        self.error = error
-
-    async def __aenter__(self):
-        return self
-
-    async def __aexit__(self, *error):
-        pass
-
-    async def create(self, **body):
-        if self.num_chunks is None:
-            raise RuntimeError("500")
-        return self._chunks()
-
-    async def _chunks(self):
-        for _ in range(self.num_chunks):
-            yield SimpleNamespace(choices=[])
-        await asyncio.sleep(0.5)
-        raise self.error
-
-
-@pytest.mark.parametrize("seed", [1, 2])  # before the first chunk, and after some
-def test_an_error_before_a_client_hangs_up_is_an_error(seed):
-    with pytest.raises(RuntimeError, match="500"):
-        asyncio.run(ask_and_hang_up(Completions(), "tiny", REQUESTS[0], seed))
-
-
-@pytest.mark.parametrize(
-    ("num_chunks", "error", "ended", "improper"),
-    [
-        (None, EVENT, 0, {"RuntimeError": 6}),
-        (1, EVENT, 0, {}),
-        (5, EVENT, 6, {}),
-        (5, RESET, 0, {"connection lost": 6}),
-    ],
-)
-def test_only_streams_that_were_running_count_as_ended(
-    num_chunks, error, ended, improper, monkeypatch, tmp_path
-):
-    monkeypatch.setattr(kills, "client_of", lambda url: Completions(num_chunks, error))
-    monkeypatch.setattr(kills, "_MOST_S", 1)
-    process = SimpleNamespace(wait=lambda timeout: 0, poll=lambda: 0)
-    server = SimpleNamespace(url="", log=tmp_path / "log", process=process)
-    server.log.write_text("died")
-    footprint = SimpleNamespace(note=lambda server: None, num_shared=0, wait_until_gone=lambda seconds: [])
-    kill = kills.Kill("a kill", lambda server: None, "died", ())
-    struck = asyncio.run(kills._strike(server, footprint, kill, REQUESTS[0], tmp_path / "fault"))
-    assert struck["streams_ended"] == ended and struck["improper_ends"] == improper
-
-
-def test_answers_that_a_server_has_to_end_are_shorter(monkeypatch, tmp_path):
-    """Than those that it must not have ended when it is struck."""
-    asked = set()
-
-    class Asked(Completions):
-        async def create(self, *, max_tokens, **body):
-            asked.add(max_tokens)
-            raise self.error
-
-    monkeypatch.setattr(kills, "client_of", lambda url: Asked())
-    process = SimpleNamespace(wait=lambda timeout: 0, poll=lambda: 0)
-    server = SimpleNamespace(url="", log=tmp_path / "log", process=process)
-    server.log.write_text("")
-    footprint = SimpleNamespace(note=lambda server: None, num_shared=0, wait_until_gone=lambda seconds: [])
-    for kill in kills.all_kills():
-        asked.clear()
-        unstruck = replace(kill, strike=lambda server: None)
-        asyncio.run(kills._strike(server, footprint, unstruck, REQUESTS[0], tmp_path / "fault"))
-        assert asked == {800 if kill.name in judging._MOST_TO_END_S else 2000}
-
-
-def chunk(data):
-    line = f"data: {data}\n\n".encode()
-    return b"%x\r\n%s\r\n" % (len(line), line)
-
-
-def of_answer(reason=None):
-    choice = {"index": 0, "text": "a", "finish_reason": reason, "logprobs": None}
-    return chunk(json.dumps({"id": "x", "object": "text_completion", "created": 1, "choices": [choice]}))
-
-
-DONE = chunk("[DONE]")
-END = b"0\r\n\r\n"  # of a body in chunks
-FAILED = chunk(json.dumps({"error": {"message": "EngineCore encountered an issue.", "code": 500}}))
-
-
-@pytest.mark.parametrize(
-    ("rest", "is_reset", "end"),
-    [
-        (of_answer("length") + DONE + END, False, kills.ANSWER),
-        (of_answer("abort") + DONE + END, False, kills.ANSWER),
-        (FAILED + DONE + END, False, kills.ERROR_EVENT),
-        (DONE + END, False, kills.NO_REASON),
-        (END, False, kills.NO_REASON),
-        (b"", False, kills.LOST),
-        (b"", True, kills.LOST),
-        (None, False, kills.OPEN),
-    ],
-    ids=["answer", "aborted", "error event", "done", "end of chunks", "closed", "reset", "open"],
-)
-def test_the_ends_of_streams_are_told_apart(rest, is_reset, end):
-    """Through the client itself, from a server in mid-stream."""
-    stream = kills._Stream()
-
-    async def until_begun():
-        while not stream.has_begun:
-            await asyncio.sleep(0.01)
-
-    async def answer(reader, writer):
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n")
-        writer.write(b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n")
-        writer.write(of_answer() * 5)
-        await writer.drain()
-        if rest is None:
-            return
-        await until_begun()
-        if is_reset:
-            linger = struct.pack("ii", 1, 0)
-            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
-        else:
-            writer.write(rest)
-        writer.close()
-
-    async def read():
-        async with await asyncio.start_server(answer, "127.0.0.1", 0) as listening:
-            port = listening.sockets[0].getsockname()[1]
-            server = SimpleNamespace(url=f"http://127.0.0.1:{port}")
-            task = asyncio.create_task(stream.read(server, REQUESTS[0], 0))
-            if rest is None:
-                await asyncio.wait_for(until_begun(), 60)
-            await asyncio.wait([task], timeout=0.5 if rest is None else 60)
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
-    asyncio.run(read())
-    assert stream.end == end, stream.how
-    assert stream.has_begun and (end in kills.PROPER) == (end in ("answer", "error event"))
-
-
-def test_answers_are_slow_until_the_server_is_struck(monkeypatch, tmp_path):
-    """On a busy machine a client may wait for longer than it takes the server to make a whole answer."""
-    brake = tmp_path / "fault"
-    seen = []
-
-    class Seeing(Completions):
-        async def create(self, **body):
-            seen.append(brake.read_text())
-            return self._chunks()
-
-    monkeypatch.setattr(kills, "client_of", lambda url: Seeing(5))
-    process = SimpleNamespace(wait=lambda timeout: seen.append(brake.read_text()), poll=lambda: 0)
-    server = SimpleNamespace(url="", log=tmp_path / "log", process=process)
-    server.log.write_text("died")
-    footprint = SimpleNamespace(note=lambda server: None, num_shared=0, wait_until_gone=lambda seconds: [])
-    kill = kills.Kill("a kill", lambda server: seen.append(brake.read_text()), "died", ())
-    asyncio.run(kills._strike(server, footprint, kill, REQUESTS[0], brake))
-    slow = faults.FAULTS["slow"]
-    assert slow.startswith("slow") and seen == [slow] * (kills._STREAMS + 1) + [""]
 
 
 def test_samples_that_do_not_come_are_counted(monkeypatch):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import engines
 import pytest
-from test_soak_judging import Unhurried
+from test_soak_faults import Unhurried
 
 sys.path.insert(0, str(engines.HERE.parent / "benchmarks"))
 from bad_day import bad_input, faults, judging, kills, traffic
