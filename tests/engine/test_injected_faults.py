@@ -123,6 +123,7 @@ def test_a_fault_in_capture_leaves_eager_draft_steps(prompts, plain, tmp_path):
     assert_same_tokens([plain[i] for i in chosen], run.results[2][0], "after a capture that failed")
     steps = run.results[3]
     assert steps["eager"] > 0 and steps["graph"] == 0
+    assert run.metrics[FAILURES + "capture"] == 1
     assert run.accepted > 0 and run.draft_failures == 0
 
 

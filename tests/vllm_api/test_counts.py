@@ -105,7 +105,8 @@ def test_counts_of_every_rank_are_added_up(front_end):
         counts = Counts()
         drafts, lookups = DraftFailures(counts), LookupCounters(counts)
         for _ in range(failures):
-            drafts.count("selection")
+            drafts.by_stage.count("selection")
+            drafts.count_round()
         lookups.count_round(2, 5, 3)
         stats = through_the_core(schedulers[engine], send(counts, step_output()), SchedulerStats())
         front_end.record(stats, None, engine_idx=engine)
@@ -125,7 +126,7 @@ def test_nothing_is_lost_in_steps_without_statistics(front_end):
     scheduler, counts = SimpleNamespace(), Counts()
     failures = DraftFailures(counts)
     for stats in (None, None, SchedulerStats()):
-        failures.count("draft_step")
+        failures.count_round()
         outputs = EngineCoreOutputs(scheduler_stats=stats)
         pass_on(scheduler, send(counts, step_output()), [outputs])
     front_end.record(outputs.scheduler_stats, None, engine_idx=0)
@@ -215,7 +216,9 @@ def test_what_crosses_hosts_under_ray(ray, config, monkeypatch):
 
         def step(self, scheduled):
             plan = scheduled.num_spec_tokens_to_schedule
-            DraftFailures(self.counts).count("selection")
+            failures = DraftFailures(self.counts)
+            failures.by_stage.count("selection")
+            failures.count_round()
             output = send(self.counts, step_output())
             prices = plan.least_chance, plan.least_gain, plan.least_promise
             return output, (int(plan), plan.budget, *prices)

@@ -120,16 +120,15 @@ class Failures:
 
 
 class DraftFailures:
-    """Counts rounds that failures left without useful drafts."""
+    """Counts what failed in drafting, and rounds that this left without useful drafts."""
 
     def __init__(self, counts: Counts) -> None:
         self.by_stage = Failures(counts)
         self.totals = dict.fromkeys(_DRAFT_COUNTERS, 0)
         self._counts = counts
 
-    def count(self, stage: str) -> None:
-        """Record a round whose drafting failed, and at which stage."""
-        self.by_stage.count(stage)
+    def count_round(self) -> None:
+        """Record a round whose drafting failed."""
         self._count("draft_failures")
 
     def count_pause(self) -> None:

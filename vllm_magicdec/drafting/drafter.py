@@ -332,7 +332,7 @@ class Drafter:
                     self._pauses.note_success()
                 return True
         except Exception:
-            self._take_failure(self._stage)
+            self._take_failed_round(self._stage)
             self.draft_lists = self.draft_lists and [[] for _ in range(num_reqs)]
         drafts.zero_()
         return False
@@ -355,15 +355,24 @@ class Drafter:
         try:
             follow()
         except Exception:
-            self._take_failure("own_cache")
+            self._take_failed_round("own_cache")
 
-    def _take_failure(self, stage: str) -> None:
-        """To be called where the exception is handled; raises it again in strict mode."""
+    def take_failure(self, what: str) -> None:
+        """Of something that costs speed alone; to be called where the exception is handled.
+
+        Raises it again in strict mode, and under tensor parallelism ends the process: other ranks would go
+        on, and wait for this one in a collective.
+        """
         if self._num_ranks > 1:
-            self.end_worker()
+            self._end_worker()
         if envs.strict():
             raise
-        self._failures.count(stage)
+        self._failures.by_stage.count(what)
+
+    def _take_failed_round(self, stage: str) -> None:
+        """See `take_failure`."""
+        self.take_failure(stage)
+        self._failures.count_round()
         # What fails in a pause as well was not tried again, and is no reason for a longer one.
         if not self._pauses.is_on and self._pauses.note_failure():
             self._failures.count_pause()
@@ -424,7 +433,7 @@ class Drafter:
         self._stage = "draft_step"
         return steps
 
-    def end_worker(self) -> NoReturn:
+    def _end_worker(self) -> NoReturn:
         """Other ranks may be waiting for this one in a collective, for good.
 
         vLLM hears of exceptions of the first rank alone, but ends the engine when any worker is gone. This

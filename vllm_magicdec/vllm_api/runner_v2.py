@@ -22,7 +22,6 @@ from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneAR
 from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import AttentionGroup
 
-from vllm_magicdec import envs
 from vllm_magicdec.adaptive.metrics import Counts
 from vllm_magicdec.attention.metadata import draft_metadata, observed_metadata
 from vllm_magicdec.attention.observing import LayerObserver
@@ -213,11 +212,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         try:
             self._graphs.capture()
         except Exception:
-            # Other tensor-parallel ranks would capture on, and wait in a collective.
-            if self.vllm_config.parallel_config.tensor_parallel_size > 1:
-                self._drafter.end_worker()
-            if envs.strict():
-                raise
+            self._drafter.take_failure("capture")
             self._graphs = RoundGraphs()
             logger.exception("%s: draft steps run without CUDA graphs, slower: capturing failed.", METHOD)
         self._is_timed = self.enable_adaptive_verification  # by dummy steps, which come next
