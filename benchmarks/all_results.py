@@ -86,6 +86,8 @@ PARTS = (
     ),
     Part("kernel-share.json", "kernel_share.py", "--out {out}", 12),
     Part("native-attention.json", "native_attention.py", "--out {out}", 4),
+    Part("native-attention-float32.json", "native_attention.py", "--dtype float32 --out {out}", 6),
+    Part("native-attention-small-pages.json", "native_attention.py", "--small-pages --out {out}", 4),
     Part(
         "native-attention-fp8.json",
         "native_attention.py",

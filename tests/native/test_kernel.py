@@ -268,6 +268,28 @@ def test_tokens_are_weighed_as_in_float64(variant, layout, data, threads):
 
 
 @variants_and_layouts
+def test_tokens_of_a_long_context_are_weighed_in_several_turns(variant, layout):
+    """128 rows over 20,000 tokens are more logits than a thread keeps."""
+    torch.manual_seed(0)
+    query_len, group, head_size, page_size, context = 32, 4, 32, 32, 20_000
+    dtype = torch.bfloat16 if layout == "amx" else torch.float32
+    pages = -(-context // page_size)
+    keys = torch.randn(context, 1, head_size).to(dtype)
+    cache = torch.zeros(pages, 1, page_size, 2 * head_size, dtype=dtype)
+    positions = torch.arange(context)
+    write(cache, layout, positions // page_size, positions % page_size, keys, keys)
+    query = 3 * torch.randn(query_len, group, head_size).to(dtype)
+    weights = kernel_of(variant).weigh_tokens(
+        query, cache, layout=layout, pages=torch.arange(pages), context_len=context, scale=head_size**-0.5
+    )
+    logits = torch.einsum("qhd,kd->qhk", query.double(), keys[:, 0].double()) * head_size**-0.5
+    is_seen = positions <= torch.arange(context - query_len, context).unsqueeze(1)
+    expected = logits.masked_fill(~is_seen.unsqueeze(1), -torch.inf).softmax(-1).sum((0, 1))
+    bound = (2e-6 + 2e-10 * context) * query_len * group
+    torch.testing.assert_close(weights[0].double(), expected, rtol=0, atol=bound)
+
+
+@variants_and_layouts
 @settings(max_examples=120, deadline=None)
 @given(st.data(), st.integers(1, 5), st.sampled_from(["in order", "runs", "as it comes"]), st.booleans())
 def test_chosen_slots_are_attended_to_as_in_float64(variant, layout, data, threads, order, sees_all):

@@ -94,10 +94,9 @@ class AmxCache {
   // What is read of the next tile, asked for bit by bit while this one is computed with: memory is as slow as that.
   class Upcoming {
    public:
-    // `next` may be null.
-    Upcoming(const HeadPages<T>& head, const Tile& tile, const Tile* next, int rows, bool is_first)
-        : is_first(is_first) {
-      if (next == nullptr || !is_first) return;
+    // `next` may be null; of all rows of the tile so many `together`, the first of which ask for it.
+    Upcoming(const HeadPages<T>& head, const Tile& tile, const Tile* next, int together, int rows) {
+      if (next == nullptr) return;
       const int depth = head.head_size() / AMX_DEPTH;
       for (int b = 0; b < next->num_blocks(); ++b) {
         for (int group : {2 * b, 2 * b + 1})
@@ -106,10 +105,16 @@ class AmxCache {
         if (next->values[b] != nullptr)
           for (int i = 0; i < 2 * depth; ++i) tiles_[num_tiles_++] = next->values[b] + i * values_stride(head);
       }
-      const int passes = (AmxRows(rows).tiles + 1) / 2 + (IN_PLACE ? 0 : 2);
-      const int turns = 2 * depth * tile.num_blocks() * passes + rows;
+      const int first_rows = std::min(together, rows);
+      const int passes = (AmxRows(first_rows).tiles + 1) / 2 + (IN_PLACE ? 0 : 2);
+      const int turns = 2 * depth * tile.num_blocks() * passes + first_rows;
       pieces_a_turn_ = (static_cast<int64_t>(num_tiles_) * PIECES << FRACTION) / turns + 1;
     }
+
+    // Before the products of each group of rows.
+    void begin(Range group) { is_first_ = group.first == 0; }
+
+    bool is_first() const { return is_first_; }  // no other rows had this tile yet
 
     // At each step of a product, once for each row between the two, and for each tile that is widened.
     void ask() {
@@ -121,8 +126,6 @@ class AmxCache {
       }
     }
 
-    const bool is_first;  // no other rows had this tile yet
-
    private:
     static constexpr int PIECES = 4;  // of a tile
     static constexpr int PIECE_BYTES = AMX_NUMBERS * sizeof(T) / PIECES;
@@ -130,6 +133,7 @@ class AmxCache {
     const T* tiles_[2 * TILE / BLOCK * 2 * MAX_HEAD_SIZE / AMX_DEPTH];
     int num_tiles_ = 0;
     int64_t pieces_a_turn_ = 0, due_ = 0, asked_ = 0;
+    bool is_first_ = false;
   };
 
   static int tile_length(int, int) { return TILE; }
@@ -176,7 +180,7 @@ class AmxCache {
   // sums[rows][head_size] += weights[rows][SCORES_PITCH] * the tile's values.
   static void add_values(const HeadPages<T>& head, Tile& tile, const Left* weights, int rows, float* sums,
                          Upcoming& upcoming) {
-    if (upcoming.is_first) gather_values(head, tile);
+    if (upcoming.is_first()) gather_values(head, tile);
     for (int pair = 0; pair < head.head_size() / AMX_DEPTH; ++pair) {
       alignas(64) Bfloat16 widened[IN_PLACE ? 1 : TILE / BLOCK][2][IN_PLACE ? 1 : AMX_NUMBERS];
       const Bfloat16* tiles[TILE / BLOCK][2];

@@ -31,6 +31,7 @@ namespace magicdec {
 namespace {
 
 constexpr int MAX_POSITIONS = 32;         // query tokens of a request
+constexpr int64_t MOST_LOGITS = 1 << 21;  // that a thread keeps to weigh tokens: 8 MiB, or those of one group of rows
 
 template <typename T>
 struct Type {
@@ -180,8 +181,12 @@ class Attention {
     for (int start = first; start < last; start += length) {
       const bool is_last = start + length >= last;
       if (!is_last) Cache<T>::lay_out(head, {start + length, std::min(start + 2 * length, last)}, *next);
-      for (int row = 0; row < rows; row += together)
-        advance(part, head, start, *tile, {row, std::min(row + together, rows)}, is_last ? nullptr : next, scratch);
+      typename Cache<T>::Upcoming upcoming(head, *tile, is_last ? nullptr : next, together, rows);
+      for (int row = 0; row < rows; row += together) {
+        const Range group = {row, std::min(row + together, rows)};
+        upcoming.begin(group);
+        advance(part, head, start, *tile, group, upcoming, scratch);
+      }
       std::swap(tile, next);
     }
     if (part.is_whole) {
@@ -197,41 +202,51 @@ class Attention {
     }
   }
 
+  // A few rows at a time, so that their logits of a long context take little memory.
   void weigh_tokens(int head) const {
     thread_local Scratch<Cache<T>> scratch;
-    thread_local Numbers<float> products;  // [rows, pitch]
     const Part part{0, head, blocks_of(0), true, 0};
     const int rows = num_positions(0) * group_, count = num_tokens(0);
     float* output = static_cast<float*>(call_.output) + head * call_.output_head_stride;
     std::fill_n(output, count, 0.0f);
     if (rows == 0) return;
     const int64_t pitch = (count + TILE - 1) / TILE * TILE;
-    if (products.size() < static_cast<size_t>(rows) * pitch) {
-      Numbers<float>().swap(products);
-      products.resize(rows * pitch);
-    }
+    const int together = Cache<T>::rows_together(rows);
+    const int at_once = static_cast<int>(std::max<int64_t>(1, MOST_LOGITS / (pitch * together))) * together;
     scratch.reserve(rows, call_.head_size);
     take_query(part, scratch);
-    const int together = Cache<T>::rows_together(rows);
-    const HeadPages<T> head_pages(call_, 0, head);
+    for (int row = 0; row < rows; row += at_once)
+      weigh_tokens(part, {row, std::min(row + at_once, rows)}, together, pitch, scratch, output);
+  }
+
+  void weigh_tokens(const Part& part, Range rows, int together, int64_t pitch, Scratch<Cache<T>>& scratch,
+                    float* output) const {
+    thread_local Numbers<float> products;  // [rows, pitch]
+    const int count = num_tokens(0);
+    const size_t size = (rows.last - rows.first) * pitch;
+    if (products.size() < size) {
+      Numbers<float>().swap(products);
+      products.resize(size);
+    }
+    const HeadPages<T> head(call_, 0, part.head);
     Tile& tile = scratch.tiles[0];
     for (int start = 0; start < count; start += TILE) {
-      Cache<T>::lay_out(head_pages, {start, std::min(start + TILE, count)}, tile);
+      Cache<T>::lay_out(head, {start, std::min(start + TILE, count)}, tile);
       const bool is_clear = all_see(part, start, tile.num_tokens);
-      for (int row = 0; row < rows; row += together) {
-        const int num_rows = std::min(together, rows - row);
-        typename Cache<T>::Upcoming nothing(head_pages, tile, nullptr, num_rows, false);
-        Cache<T>::score(head_pages, tile, &scratch.query[row * QUERY_PITCH], num_rows, scratch.scores, nothing);
+      for (int row = rows.first; row < rows.last; row += together) {
+        const int num_rows = std::min(together, rows.last - row);
+        typename Cache<T>::Upcoming nothing(head, tile, nullptr, num_rows, num_rows);
+        Cache<T>::score(head, tile, &scratch.query[row * QUERY_PITCH], num_rows, scratch.scores, nothing);
         for (int r = 0; r < num_rows; ++r) {
           float* scores = scratch.scores + r * SCORES_PITCH;
           if (!is_clear) hide(part, row + r, start, tile.num_tokens, scores);
-          std::copy_n(scores, tile.num_tokens, &products[(row + r) * pitch + start]);
+          std::copy_n(scores, tile.num_tokens, &products[(row + r - rows.first) * pitch + start]);
         }
       }
     }
-    for (int row = 0; row < rows; ++row) {
+    for (int row = rows.first; row < rows.last; ++row) {
       float most = NOTHING_SEEN, total = 0;
-      float* weights = &products[row * pitch];
+      float* weights = &products[(row - rows.first) * pitch];
       weigh<LANES>(logits_, weights, count, most, total, nullptr, 0, weights);
       const float share = 1 / with_sink(part, row, most, total);
       for (int t = 0; t < count; ++t) output[t] += weights[t] * share;
@@ -274,12 +289,10 @@ class Attention {
     return {std::clamp(first, 0, count), std::clamp(position + 1 - start, 0, count)};
   }
 
-  // A tile of tokens for some rows: logits, weights, and the values so weighted. The first rows to read the tile ask for
-  // what is read next, in it and in the `next` one.
-  void advance(const Part& part, const HeadPages<T>& head, int start, Tile& tile, Range rows, const Tile* next,
-               Scratch<Cache<T>>& scratch) const {
+  // A tile of tokens for some rows: logits, weights, and the values so weighted.
+  void advance(const Part& part, const HeadPages<T>& head, int start, Tile& tile, Range rows,
+               typename Cache<T>::Upcoming& upcoming, Scratch<Cache<T>>& scratch) const {
     const int num_rows = rows.last - rows.first;
-    typename Cache<T>::Upcoming upcoming(head, tile, next, num_rows, rows.first == 0);
     Cache<T>::score(head, tile, &scratch.query[rows.first * QUERY_PITCH], num_rows, scratch.scores, upcoming);
     const bool is_clear = all_see(part, start, tile.num_tokens);
     for (int r = 0; r < num_rows; ++r) {

@@ -3,6 +3,8 @@
 // are read where they lie and converted in registers on the way.
 #pragma once
 
+#include <type_traits>
+
 #include "cache.h"
 #include "vectors.h"
 
@@ -162,6 +164,63 @@ struct UpcomingKeys {
   void operator()(int at) const { ask_for(blocks[at / BLOCK] + (row + at % BLOCK) * row_stride); }
 };
 
+// The next tile's keys and values, a few rows of BLOCK columns before every STEPS steps of this one's products.
+template <typename T>
+class Evenly {
+ public:
+  static constexpr int STEPS = sizeof(T) < 4 ? 16 : 8;  // so that 8 lines are asked for at a time, where all rows go through at once
+
+  // Of each block its keys and its values, `head_size` rows of both.
+  Evenly(const T* const* keys, const T* const* values, int num_blocks, int head_size, int64_t key_stride)
+      : keys_(keys), values_(values), runs_left_(2 * num_blocks), head_size_(head_size), key_stride_(key_stride) {}
+
+  // `rows` in so many `steps`.
+  void set_pace(int rows, int steps) { pace_ = (STEPS * rows << FRACTION) / steps; }
+
+  void ask() {
+    if (left_of_run_ == 0 && !begin_run()) return;
+    due_ += pace_;
+    const int count = std::min(due_ >> FRACTION, left_of_run_);
+    due_ &= (1 << FRACTION) - 1;
+    const T* row = row_;  // here, in registers
+    const int64_t stride = stride_;
+#pragma GCC unroll 4
+    for (int n = 0; n < count; ++n, row += stride) ask_for(row);
+    row_ = row;
+    left_of_run_ -= count;
+  }
+
+ private:
+  static constexpr int FRACTION = 8;  // bits
+
+  // A block's keys, or its values.
+  bool begin_run() {
+    if (runs_left_ == 0) return false;
+    row_ = is_at_keys_ ? *keys_++ : *values_++;
+    stride_ = is_at_keys_ ? key_stride_ : BLOCK;
+    is_at_keys_ = !is_at_keys_;
+    left_of_run_ = head_size_;
+    --runs_left_;
+    return true;
+  }
+
+  const T *const *keys_, *const *values_;
+  int runs_left_;
+  const int head_size_;
+  const int64_t key_stride_;
+  int pace_ = 0, due_ = 0, left_of_run_ = 0;
+  bool is_at_keys_ = true;
+  const T* row_ = nullptr;
+  int64_t stride_ = 0;
+};
+
+// In a product: between its steps.
+template <typename T>
+struct BetweenSteps {
+  Evenly<T>& asking;
+  void operator()(int) const {}
+};
+
 // sums[Rows][Vectors * LANES] (+)= left[Rows][depth] * right[depth][Vectors * LANES].
 //
 // What is added to is added last: in one sum over all of a long context a token would lose its last digits.
@@ -203,6 +262,16 @@ inline void multiply(const typename Factor<T>::Left* left, RightRows right_rows,
     for (int i = 0; i < F::DEPTH; ++i) upcoming(at + i);
   };
   int at = 0;
+  if constexpr (std::is_same_v<Upcoming, BetweenSteps<T>>)
+    while (at + Evenly<T>::STEPS <= depth) {
+      upcoming.asking.ask();
+      const int end = at + Evenly<T>::STEPS;
+#pragma GCC unroll 1
+      for (; at < end; at += CHAINS * F::DEPTH) {
+#pragma GCC unroll 4
+        for (int c = 0; c < CHAINS; ++c) step(at + c * F::DEPTH, c);
+      }
+    }
   for (; at + CHAINS * F::DEPTH <= depth; at += CHAINS * F::DEPTH) {
     if constexpr (PACED) {
 #pragma GCC unroll 1

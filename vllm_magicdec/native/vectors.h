@@ -172,6 +172,10 @@ inline Floats larger(Floats x, Floats y) {
 inline float largest(Floats x) {
 #if defined(__AVX512F__)
   return _mm512_reduce_max_ps((__m512)x);
+#elif defined(__AVX2__)
+  __m128 half = _mm_max_ps(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));
+  half = _mm_max_ps(half, _mm_movehl_ps(half, half));
+  return _mm_cvtss_f32(_mm_max_ss(half, _mm_movehdup_ps(half)));
 #else
   float most = x[0];
   for (int i = 1; i < LANES; ++i) most = x[i] > most ? x[i] : most;
@@ -182,6 +186,10 @@ inline float largest(Floats x) {
 inline float sum(Floats x) {
 #if defined(__AVX512F__)
   return _mm512_reduce_add_ps((__m512)x);
+#elif defined(__AVX2__)
+  __m128 half = _mm_add_ps(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));
+  half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+  return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
 #else
   float total = 0;
   for (int i = 0; i < LANES; ++i) total += x[i];
