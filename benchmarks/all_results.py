@@ -129,6 +129,14 @@ PARTS = (
         13,
     ),
     Part(
+        "suite-in-turns-native",
+        "suite.py",
+        "--in-turns --methods plain plain-native suffix suffix-native draft_model draft_model-native "
+        "magicdec-streamingllm magicdec-auto --context 7000 --rate-fractions 0.8 "
+        "--num-gpu-blocks-override 3800 --out {out}",
+        20,
+    ),
+    Part(
         "suite-in-turns-drafts",
         "suite.py",
         "--in-turns --methods plain draft_model magicdec-streamingllm magicdec-draft_model "

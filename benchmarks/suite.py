@@ -69,6 +69,9 @@ METHODS = (
     "magicdec-spire-auto",
     AGAIN,
 )
+# vLLM's own, on a CPU with the plugin's attention kernel; only where they are asked for.
+NATIVE = "-native"
+NATIVE_METHODS = tuple(f"{method}{NATIVE}" for method in (PLAIN, "ngram", "suffix", "draft_model"))
 WARM_UP_TOKENS = 8  # per request, generated before the first clock starts
 QUICK = {
     "methods": [PLAIN, "magicdec-streamingllm"],
@@ -119,7 +122,7 @@ def speculations(
     number = {"num_speculative_tokens": drafts}
     magicdec = {"method": "magicdec-self", "draft_kv_budget": budget}
     sparse = {"method": "magicdec", "model": draft_model, "draft_kv_budget": budget}
-    return {
+    of_methods: dict[str, dict[str, Any]] = {
         PLAIN: {},
         "ngram": {"method": "ngram", **number, "prompt_lookup_min": 2, "prompt_lookup_max": 5},
         # It chooses the number of drafts itself. Each load repeats the requests of the one before it, so
@@ -140,11 +143,17 @@ def speculations(
         "magicdec-spire-auto": {"method": "magicdec", "num_speculative_tokens": "auto", "model": spire},
         AGAIN: {},
     }
+    return of_methods | {method: of_methods[method.removesuffix(NATIVE)] for method in NATIVE_METHODS}
+
+
+def environment_of(method: str) -> dict[str, str]:
+    """Variables of a method's server, beside this process's."""
+    return {"VLLM_MAGICDEC_NATIVE_ATTENTION": "1"} if method in NATIVE_METHODS else {}
 
 
 def why_skipped(method: str, draft_model: str | None, spire: str | None = None) -> str | None:
     """One sentence on what a method lacks on this machine, if it lacks something."""
-    if method == "suffix" and find_spec("arctic_inference") is None:
+    if method.removesuffix(NATIVE) == "suffix" and find_spec("arctic_inference") is None:
         return "arctic-inference is not installed; 'make bench' builds it if it finds a C++ compiler"
     if "draft_model" in method and draft_model is None:
         return "there is no draft model for this model; name one with --draft-model"
@@ -362,7 +371,7 @@ def run_suite(args: argparse.Namespace, extra_options: list[str]) -> dict[str, A
 
     def start(method: str) -> AbstractContextManager[Server]:
         own = ["--speculative-config", json.dumps(configs[method])] if configs[method] else []
-        return serve(args.model_path, *options, *own)
+        return serve(args.model_path, *options, *own, environment=environment_of(method))
 
     left = [method for method, entry in methods.items() if "skipped" not in entry]
     if args.in_turns:
@@ -409,7 +418,7 @@ def parse_arguments(arguments: list[str] | None = None) -> tuple[argparse.Namesp
     parser.add_argument(
         "--spire", help="folder of a trained draft, for magicdec-spire*; the shipped model has one"
     )
-    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=(*METHODS, *NATIVE_METHODS))
     parser.add_argument("--context", type=int, nargs="+", default=[1000, 7000], help="tokens of prompt")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 8], help="requests in flight")
     parser.add_argument(
@@ -435,7 +444,7 @@ def parse_arguments(arguments: list[str] | None = None) -> tuple[argparse.Namesp
     args, extra_options = parser.parse_known_args(arguments)
     if PLAIN not in args.methods:
         parser.error(f"--methods must name '{PLAIN}', which the others are compared with")
-    args.methods.sort(key=METHODS.index)
+    args.methods.sort(key=(*METHODS, *NATIVE_METHODS).index)
     args.context.sort()
     args.concurrency.sort()
     if is_shipped(args.model):

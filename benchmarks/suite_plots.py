@@ -51,7 +51,7 @@ def speedups(runs: list[Run]) -> dict[str, dict[tuple[int, int], tuple[float, fl
         if run["concurrency"]:
             cell = run["context"], run["concurrency"]
             speeds.setdefault(run["method"], {})[cell] = run["output_throughput"]
-    plain = [speed for method, speed in speeds.items() if method.startswith(PLAIN)]
+    plain = [speed for method, speed in speeds.items() if method in (PLAIN, AGAIN)]
     return {
         method: {
             cell: (speed[cell], speed[cell] / statistics.mean(p[cell] for p in plain))
@@ -86,7 +86,7 @@ def styles(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
     lines = {}
     for method in dict.fromkeys(run["method"] for run in record["runs"]):
         linestyle, marker = families.get(method.split("-")[0], ("--", "s"))
-        color = next(grays if method.startswith(PLAIN) else colors)
+        color = next(grays if method in (PLAIN, AGAIN) else colors)
         label = f"{method} (shows the noise)" if method == AGAIN else method
         lines[method] = {"label": label, "color": color, "linestyle": linestyle, "marker": marker}
     return lines

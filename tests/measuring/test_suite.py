@@ -84,6 +84,7 @@ def test_requests_are_the_same_every_time_and_share_their_beginnings(tmp_path):
 def test_what_is_missing_is_skipped_with_a_reason(monkeypatch):
     monkeypatch.setattr(suite, "find_spec", lambda name: None)
     assert "arctic-inference" in suite.why_skipped("suffix", None)
+    assert "arctic-inference" in suite.why_skipped("suffix-native", None)
     assert "--draft-model" in suite.why_skipped("draft_model", None)
     assert "--draft-model" in suite.why_skipped("magicdec-draft_model-auto", None)
     assert "train-draft" in suite.why_skipped("magicdec-spire", "folder")
@@ -93,10 +94,25 @@ def test_what_is_missing_is_skipped_with_a_reason(monkeypatch):
     assert suite.why_skipped("ngram", None) is None
 
 
+def test_native_methods_are_the_same_with_another_kernel():
+    args, _ = suite.parse_arguments(["--methods", "suffix-native", "plain-native", "suffix", "plain"])
+    assert args.methods == ["plain", "suffix", "plain-native", "suffix-native"]
+    assert not set(suite.parse_arguments([])[0].methods) & set(suite.NATIVE_METHODS)
+    configs = suite.speculations(4, 512, "draft")
+    for method in suite.NATIVE_METHODS:
+        assert configs[method] == configs[method.removesuffix("-native")]
+        assert suite.environment_of(method) == {"VLLM_MAGICDEC_NATIVE_ATTENTION": "1"}
+    assert suite.environment_of("suffix") == suite.environment_of("magicdec-auto") == {}
+    runs = [
+        make_run(method, speed, concurrency=1) for method, speed in (("plain", 10), ("plain-native", 30))
+    ]
+    assert suite_plots.speedups(runs)["plain-native"] == {(1000, 1): (30, 3.0)}
+
+
 @pytest.mark.parametrize("failing", ["ngram", "plain"])
 def test_a_method_that_fails_is_reported_and_the_others_go_on(monkeypatch, tmp_path, failing):
     @contextmanager
-    def serve(_model, *options):
+    def serve(_model, *options, environment):
         if any('"ngram"' in option for option in options) or failing == "plain":
             sys.exit("the server did not start")
         yield
@@ -137,7 +153,7 @@ def test_servers_take_turns(monkeypatch, tmp_path):
             begun.append("stands still")
 
     @contextmanager
-    def serve(_model, *options):
+    def serve(_model, *options, environment):
         yield Standing()
 
     def run_load(_server, _model, load, _requests, count, num_tokens, folder):
