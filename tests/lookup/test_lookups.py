@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Continuations of several requests, and how likely they are said to be."""
 
+import os
 import random
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -154,6 +157,37 @@ def test_the_oldest_answers_go(monkeypatch):
     assert served.look_up(np.array([0, 1], dtype=np.int32), 2).length == 0
     served.add(np.arange(1000, dtype=np.int32))
     assert served.look_up(np.array([997, 998], dtype=np.int32), 2).tokens == [999]
+
+
+FORGOTTEN_TOGETHER = """
+import numpy as np
+
+from vllm_magicdec.lookup.history import History
+from vllm_magicdec.lookup.lookups import Lookups
+from vllm_magicdec.lookup.served import ServedAnswers
+
+lookups, nothing = Lookups(20, 1000, 16, [ServedAnswers()], in_context=False), np.zeros(0, dtype=np.int32)
+names = [f"request-{number}" for number in range(12)]
+lookups.follow(names, [History(nothing, [50, 1, 2, number]) for number in range(12)])
+lookups.follow(names, [History(nothing, [50, 1, 2, number, 1, 2, number]) for number in range(12)])
+lookups.follow(["last"], [History(nothing, [60, 1, 2])])
+print(lookups.look_up("last", [], 3, 0.0))
+"""
+
+
+def test_processes_that_hash_names_differently_look_up_the_same():
+    """Tensor-parallel ranks are such: what they look up decides how many tokens a pass takes."""
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", FORGOTTEN_TOGETHER],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert said[0] == said[1] and "tokens=[11" in said[0], "of equals, the latest"
 
 
 class Fixed:

@@ -91,7 +91,9 @@ class Lookups:
             index.extend(verified)
 
     def _forget_all_but(self, req_ids: Sequence[str]) -> None:
-        for req_id in self._indexes.keys() - set(req_ids):
+        kept = set(req_ids)
+        # In the order in which they came, which tensor-parallel ranks share; a set's is each process's own.
+        for req_id in [known for known in self._indexes if known not in kept]:
             index, prompt_len = self._indexes.pop(req_id), self._prompt_lens.pop(req_id)
             for source in self._sources:
                 source.add(index.tokens[prompt_len:])
