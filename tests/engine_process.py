@@ -180,21 +180,25 @@ def generate_under_faults(llm: Any, batches: list[dict[str, Any]], faults: list[
     for fault in faults:
         llm.collective_rpc(_forget_failures)
         Path(file).write_text(fault)
-        before = _metrics_of(llm)
-        results.append({"batches": generate(llm, batches)})
-        after = _metrics_of(llm)
-        results[-1]["counted"] = {
-            name: value - before.get(name, 0)
-            for name, value in after.items()
-            if name.startswith(("vllm:magicdec", "vllm:spec")) and isinstance(value, int | float)
-        }
+        results.append(_generate_and_count(llm, batches))
     return results
 
 
 def generate_with_a_cut_file(llm: Any, batches: list[dict[str, Any]], path: str) -> Any:
-    """A file is cut to half its size under the engine."""
+    """A file is cut to half its size under the engine; with what that added to the plugin's counters."""
     os.truncate(path, os.path.getsize(path) // 2)
-    return generate(llm, batches)
+    return _generate_and_count(llm, batches)
+
+
+def _generate_and_count(llm: Any, batches: list[dict[str, Any]]) -> dict[str, Any]:
+    before = _metrics_of(llm)
+    results = generate(llm, batches)
+    counted = {
+        name: value - before.get(name, 0)
+        for name, value in _metrics_of(llm).items()
+        if name.startswith(("vllm:magicdec", "vllm:spec")) and isinstance(value, int | float)
+    }
+    return {"batches": results, "counted": counted}
 
 
 def generate_and_draft_twice(llm: Any, batches: list[dict[str, Any]]) -> dict[str, Any]:

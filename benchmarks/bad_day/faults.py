@@ -39,7 +39,7 @@ FIRST_SHARE = 0.2  # of a run, after which the first one comes
 _HAPPENS = "The fault {} happens, on purpose"
 _COUNTED_S = 10.0  # until what has happened is counted
 _PATIENCE = 6  # windows, for a fault that has not happened yet
-_LOOKUP_FAILED = "A lookup failed"
+_LOOKUP_FAILED = "A lookup in "
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from vllm_magicdec import envs
 from vllm_magicdec.adaptive.draft_plan import DraftPlan
 from vllm_magicdec.adaptive.metrics import Counts, LookupCounters
 from vllm_magicdec.drafting.confidence import Confidence
+from vllm_magicdec.drafting.pauses import FAILURES_BEFORE_A_PAUSE, FIRST_PAUSE, GROWTH
 from vllm_magicdec.drafting.staged import StagedDrafts, _gain, _Making, _worth_unread
 from vllm_magicdec.lookup.continuation import LEAST_CHANCE, Continuation
 from vllm_magicdec.lookup.history import History
@@ -247,9 +248,13 @@ def rounds(draw_, max_steps: int = 9, model_len: int = 60):
 class RandomLookups:
     """Any number of any tokens."""
 
+    source_names = answered = ()
+
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
         self.num_tokens = 0
+
+    def begin_round(self, resting, on_failure) -> None: ...
 
     def follow(self, req_ids, histories) -> None:
         pass
@@ -466,6 +471,63 @@ def test_a_pause_ends_only_by_lookups_that_work(monkeypatch):
     monkeypatch.setattr(staged, "_lookups", RandomLookups(0))
     staged.draft(batch, 4, list)
     assert noted == ["failure", "success"]
+
+
+class TwoSources(RandomLookups):
+    """Of which one fails, until it is mended."""
+
+    source_names = ("good", "broken")
+    answered = frozenset()
+    is_broken = True
+
+    def begin_round(self, resting, on_failure) -> None:
+        self.rested.append([*resting])
+        self.resting, self._on_failure = set(resting), on_failure
+
+    def look_up(self, req_id, drafted, most, *least_chance) -> Continuation:
+        self.answered = {"good", "broken"} - self.resting
+        if self.is_broken and "broken" in self.answered:
+            try:
+                raise OSError("broken on purpose")
+            except OSError:
+                self._on_failure("broken")
+            self.resting.add("broken")
+            self.answered = {"good"}
+        return super().look_up(req_id, drafted, most, *least_chance)
+
+    def forget(self) -> None:
+        raise AssertionError("what is known of the contexts is no worse for it")
+
+
+def test_a_source_that_fails_pauses_alone_and_works_again(monkeypatch):
+    monkeypatch.setattr(envs, "strict", lambda: False)
+    table = torch.arange(16, dtype=torch.int32).unsqueeze(0)
+    batch = replace(
+        make_batch(["a"], table, [2]), histories=[History(np.array([1, 2], dtype=np.int32), [3])]
+    )
+    sizes = {"max_num_reqs": 2, "max_drafts": 4, "max_model_len": 60}
+    lookups = TwoSources(0)
+    staged = StagedDrafts(Target([]), lookups, LookupCounters(Counts()), **sizes)
+    monkeypatch.setattr(staged, "_draft_round", lambda *_: staged._look_up(["a"], [()], [3]))
+
+    def rest_in(num_rounds: int) -> int:
+        """Rounds of so many in which the one that is broken rests from the beginning."""
+        lookups.rested = []
+        for _ in range(num_rounds):
+            staged.draft(batch, 4, list)
+        assert all(names in ([], ["broken"]) for names in lookups.rested)
+        return sum(map(len, lookups.rested))
+
+    assert rest_in(FAILURES_BEFORE_A_PAUSE) == 0
+    assert rest_in(FIRST_PAUSE + 1) == FIRST_PAUSE
+    counted = staged._counters.totals
+    assert counted["lookup_failures"] == FAILURES_BEFORE_A_PAUSE + 1 and counted["lookup_pauses"] == 2
+    lookups.is_broken = False
+    assert rest_in(10 * FIRST_PAUSE) == GROWTH * FIRST_PAUSE
+    lookups.is_broken = True
+    assert rest_in(FAILURES_BEFORE_A_PAUSE) == 0, "forgiven"
+    assert rest_in(FIRST_PAUSE) == FIRST_PAUSE
+    assert counted["lookup_failures"] == 2 * FAILURES_BEFORE_A_PAUSE + 1 and staged._looks_up
 
 
 @settings(max_examples=100, deadline=None)

@@ -157,13 +157,17 @@ def test_a_datastore_that_is_cut_under_the_engine_costs_its_lookups(prompts, pla
             ("generate_with_a_cut_file", {"batches": [batch], "path": str(store / "tokens.npy")}),
         ],
         strict=False,
-        speculative_config=magicdec(4, draft_lookup="on", draft_lookup_sources=[str(store)]),
+        speculative_config=magicdec(4, draft_lookup="on", draft_lookup_sources=["context", str(store)]),
     )
-    for (results,) in run.results:
+    (whole,), cut = run.results
+    for results in (whole, *cut["batches"]):
         assert_same_tokens(plain[:6], results, "a datastore")
-    assert run.metrics["vllm:magicdec_lookup_accepted_tokens"] > 0
     assert run.metrics[FAILURES + "lookup"] == 3 and run.draft_failures == 0
+    assert cut["counted"][FAILURES + "lookup"] == 3, "all of them since it was cut"
     assert "tokens.npy was cut while it was in use" in run.log
+    # The requests' own contexts are searched as before.
+    looked_up = "vllm:magicdec_lookup_accepted_tokens"
+    assert 0 < cut["counted"][looked_up] < run.metrics[looked_up] - cut["counted"][looked_up]
 
 
 @engines.needs_tensor_parallel

@@ -132,7 +132,7 @@ def test_a_round_of_many_drafts_teaches_too(max_drafts, is_judged):
 
 def test_answers_of_requests_that_have_ended_are_a_source_and_prompts_are_not():
     served = ServedAnswers()
-    lookups = Lookups(4, 1000, 16, [served], in_context=False)
+    lookups = Lookups(4, 1000, 16, {"served": served}, in_context=False)
     prompt, answer = [50, 51, 52, 53], [1, 2, 3, 4, 5, 6]
     lookups.follow(["a"], [history([*prompt, answer[0]])])
     lookups.follow(["a"], [history([*prompt, *answer])])
@@ -166,7 +166,8 @@ from vllm_magicdec.lookup.history import History
 from vllm_magicdec.lookup.lookups import Lookups
 from vllm_magicdec.lookup.served import ServedAnswers
 
-lookups, nothing = Lookups(20, 1000, 16, [ServedAnswers()], in_context=False), np.zeros(0, dtype=np.int32)
+lookups = Lookups(20, 1000, 16, {"served": ServedAnswers()}, in_context=False)
+nothing = np.zeros(0, dtype=np.int32)
 names = [f"request-{number}" for number in range(12)]
 lookups.follow(names, [History(nothing, [50, 1, 2, number]) for number in range(12)])
 lookups.follow(names, [History(nothing, [50, 1, 2, number, 1, 2, number]) for number in range(12)])
@@ -203,7 +204,7 @@ class Fixed:
 
 
 def test_the_source_that_promises_more_is_believed_and_all_are_learned_from():
-    lookups = Lookups(2, 1000, 16, [Fixed(8, [7, 7, 7, 7])])
+    lookups = Lookups(2, 1000, 16, {"fixed": Fixed(8, [7, 7, 7, 7])})
     known = [1, 2, 3, 4, 5, 1, 2]
     lookups.follow(["a"], [history(known)])
     assert lookups.look_up("a", [], 4).tokens == [7, 7, 7, 7]
@@ -211,6 +212,63 @@ def test_the_source_that_promises_more_is_believed_and_all_are_learned_from():
         lookups.follow(["a"], [history([*known, 3, 4])])
         lookups.follow(["a"], [history(known)])
     assert lookups.look_up("a", [], 4).tokens == [3, 4, 5, 1]
+
+
+class Broken(Fixed):
+    """A source of which some fails, until it is mended."""
+
+    broken = ""
+    num_asked = num_added = 0
+
+    def look_up(self, latest, most):
+        self.num_asked += 1
+        if self.broken == "look_up":
+            raise OSError("broken on purpose")
+        return super().look_up(latest, most)
+
+    def add(self, tokens):
+        self.num_added += 1
+        if self.broken == "add":
+            raise OSError("broken on purpose")
+
+
+def test_a_source_that_fails_rests_and_the_others_are_heard():
+    broken, failed = Broken(8, [7, 7]), []
+    lookups = Lookups(2, 1000, 16, {"broken": broken, "fixed": Fixed(2, [8, 8])})
+    assert lookups.source_names == ["broken", "fixed"]
+    broken.broken = "look_up"
+    known = [1, 2, 3, 4, 5, 6, 1, 2, 3, 4]
+    for resting, num_failures in [((), 1), (("broken",), 0)]:
+        failed.clear()
+        broken.num_asked = 0
+        lookups.begin_round(resting, failed.append)
+        lookups.follow(["a"], [history(known)])
+        for _ in range(2):
+            assert lookups.look_up("a", [], 2).tokens == [5, 6], "the context is known still"
+        assert lookups.look_up("a", [50], 2).tokens == [8, 8]
+        assert len(failed) == broken.num_asked == num_failures
+        assert lookups.answered == {"fixed"}
+    broken.broken = ""
+    lookups.begin_round((), failed.append)
+    assert lookups.look_up("a", [50], 2).tokens == [7, 7] and lookups.answered == {"broken", "fixed"}
+
+
+def test_a_source_that_fails_to_take_an_answer_rests_as_well():
+    broken, failed = Broken(0, []), []
+    broken.broken = "add"
+    lookups = Lookups(2, 1000, 16, {"broken": broken})
+    lookups.begin_round((), failed.append)
+    for name in ("a", "b", "c"):
+        lookups.follow([name], [history([1, 2, 3, 4, 1, 2, 3])])
+        assert lookups.look_up(name, [], 1).tokens == [4]
+    assert failed == ["broken"] and broken.num_added == 1 and not lookups.answered
+
+
+def test_a_failure_of_a_source_may_be_raised_again():
+    broken = Broken(8, [7, 7])
+    broken.broken = "look_up"
+    with pytest.raises(OSError, match="on purpose"):
+        Lookups(2, 1000, 16, {"broken": broken})
 
 
 def test_a_continuation_ends_before_what_is_no_token():

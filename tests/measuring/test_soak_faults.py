@@ -69,7 +69,7 @@ def test_faults_come_one_after_the_other_and_wait_until_they_have_happened(tmp_p
                 since = now_s()
             if name == "third_step" or (name == "nan" and now_s() < since + 0.6) or not name:
                 continue
-            line = "A lookup failed" if is_cut else f"The fault {name} happens, on purpose."
+            line = "A lookup in '/store' failed" if is_cut else f"The fault {name} happens, on purpose."
             log.write_text(f"{log.read_text()}{line}\n")
 
     def read():

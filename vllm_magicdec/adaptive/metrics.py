@@ -42,8 +42,8 @@ _LOOKUP_COUNTERS = {
     "lookup_accepted_tokens": "Looked-up tokens that the draft drew itself.",
     "lookup_unread_tokens": "Looked-up tokens that were drafts without a pass.",
     "lookup_unread_accepted_tokens": "Of these, those that the text went on with.",
-    "lookup_failures": "Rounds in which a lookup failed.",
-    "lookup_pauses": "Pauses of lookups because they had failed several times.",
+    "lookup_failures": "Failures of lookups, one a round at most in each source.",
+    "lookup_pauses": "Pauses of lookups, or of one source, because they had failed several times.",
     "cut_tokens": "Drafts that were too unlikely to be verified.",
     "left_out_tokens": "Drafts of a fixed number that were not made, because a pass gained too few.",
 }
@@ -184,12 +184,12 @@ class LookupCounters:
         self._count(left_out_tokens=num_tokens)
 
     def count_failure(self) -> None:
-        """Record a round in which a lookup failed."""
+        """Record that a source of lookups failed in a round, or all of them."""
         self._failures.count("lookup")
         self._count(lookup_failures=1)
 
     def count_pause(self) -> None:
-        """Record that lookups pause."""
+        """Record that lookups pause, or one source."""
         self._count(lookup_pauses=1)
 
     def _count(self, **numbers: int) -> None:

@@ -139,6 +139,10 @@ class StagedDrafts:
         self._runner = runner
         self._lookups = lookups
         self._lookup_pauses = Pauses("A lookup", "every draft takes a pass of its own")
+        self._source_pauses = {
+            name: Pauses(f"A lookup in {name!r}", "nothing is looked up there")
+            for name in lookups.source_names
+        }
         self._looks_up = True  # in this round
         self._has_looked_up = False  # in this round
         self._counters = counters
@@ -162,9 +166,13 @@ class StagedDrafts:
             prepare: makes the round's steps by group of layers; called where some are taken.
         """
         self._looks_up, self._has_looked_up = self._lookup_pauses.is_over(), False
+        resting = [name for name, pauses in self._source_pauses.items() if not pauses.is_over()]
+        self._lookups.begin_round(resting, lambda name: self._take_failure(self._source_pauses[name]))
         drafts = self._draft_round(batch, num_steps, prepare)
         if self._looks_up and self._has_looked_up:
             self._lookup_pauses.note_success()
+        for name in self._lookups.answered:
+            self._source_pauses[name].note_success()
         return drafts
 
     def _draft_round(
@@ -354,13 +362,17 @@ class StagedDrafts:
         return found
 
     def _go_on_without_lookups(self) -> None:
-        """For this round; to be called where the exception is handled."""
-        if envs.strict() or not self._is_alone:
-            raise
+        """For this round, as what has failed is no source; to be called where the exception is handled."""
+        self._take_failure(self._lookup_pauses)
         self._looks_up = False
         self._lookups.forget()
+
+    def _take_failure(self, pauses: Pauses) -> None:
+        """Of all lookups, or of a source; to be called where the exception is handled."""
+        if envs.strict() or not self._is_alone:
+            raise
         self._counters.count_failure()
-        if self._lookup_pauses.note_failure():
+        if pauses.note_failure():
             self._counters.count_pause()
 
     def _add(self, own: _Making, tokens: Sequence[int], probabilities: Sequence[float] | None) -> None:

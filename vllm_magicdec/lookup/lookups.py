@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Likely continuations of the requests of a worker, from each one's own context and from other sources."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Protocol
 
 import numpy as np
@@ -41,7 +41,7 @@ class Lookups:
         max_num_reqs: requests whose contexts are kept, at most.
         vocab_size: a continuation ends before what is no token of the vocabulary (an image's placeholder).
         max_drafts: of a request's round.
-        sources: beside each request's own context, which of equals is believed first.
+        sources: by name, beside each request's own context, which of equals is believed first.
         in_context: whether a request's own context counts.
     """
 
@@ -50,18 +50,21 @@ class Lookups:
         max_num_reqs: int,
         vocab_size: int,
         max_drafts: int,
-        sources: Sequence[Source] = (),
+        sources: Mapping[str, Source] | None = None,
         *,
         in_context: bool = True,
     ) -> None:
         self._max_num_reqs = max_num_reqs
         self._vocab_size = vocab_size
         self._most_judged = max(_MOST_JUDGED, max_drafts + 1)
-        self._sources = sources
+        self._sources = dict(sources or {})
+        self._resting = set[str]()
+        self._answered = set[str]()
+        self._on_failure: Callable[[str], None] = _raise_again
         self._in_context = in_context
         self._indexes: dict[str, ContextIndex] = {}
         self._prompt_lens: dict[str, int] = {}
-        self._calibrations = [Calibration() for _ in range(in_context + len(sources))]
+        self._calibrations = [Calibration() for _ in range(in_context + len(self._sources))]
         self._compile()
 
     def _compile(self) -> None:
@@ -69,6 +72,27 @@ class Lookups:
         index = ContextIndex()
         index.extend(np.zeros(4, dtype=np.int32))
         self._matches(index, np.zeros(1, dtype=np.int32), 1)
+
+    @property
+    def source_names(self) -> Sequence[str]:
+        """Of the sources beside the requests' own contexts."""
+        return list(self._sources)
+
+    @property
+    def answered(self) -> Set[str]:
+        """The sources that were asked in this round, of which none has failed."""
+        return self._answered
+
+    def begin_round(self, resting: Iterable[str], on_failure: Callable[[str], None]) -> None:
+        """Say who is asked, until the next round.
+
+        Args:
+            resting: sources that are not.
+            on_failure: is called with the name of a source that fails, where the exception is handled. If
+                it returns, that source rests as well.
+        """
+        self._resting, self._answered = set(resting), set()
+        self._on_failure = on_failure
 
     def follow(self, req_ids: Sequence[str], histories: Sequence[History]) -> None:
         """Take note of what was verified since the last round, and of what lookups would have said of it.
@@ -95,8 +119,12 @@ class Lookups:
         # In the order in which they came, which tensor-parallel ranks share; a set's is each process's own.
         for req_id in [known for known in self._indexes if known not in kept]:
             index, prompt_len = self._indexes.pop(req_id), self._prompt_lens.pop(req_id)
-            for source in self._sources:
-                source.add(index.tokens[prompt_len:])
+            for name, source in self._sources.items():
+                if name not in self._resting:
+                    try:
+                        source.add(index.tokens[prompt_len:])
+                    except Exception:
+                        self._rest(name)
 
     def forget(self) -> None:
         """Begin anew with every request, whatever a failure has left of them."""
@@ -108,8 +136,26 @@ class Lookups:
         matches = [index.look_up(ahead, most)] if self._in_context else []
         if self._sources:
             latest = index.latest(ahead)
-            matches += [source.look_up(latest, most) for source in self._sources]
+            matches += [self._ask(name, latest, most) for name in self._sources]
         return matches
+
+    def _ask(self, name: str, latest: np.ndarray, most: int) -> Match:
+        """A source; one that rests or fails says nothing, and the others are heard."""
+        if name in self._resting:
+            return Match(0, [], [])
+        try:
+            match = self._sources[name].look_up(latest, most)
+        except Exception:
+            self._rest(name)
+            return Match(0, [], [])
+        self._answered.add(name)
+        return match
+
+    def _rest(self, name: str) -> None:
+        """A source has failed; to be called where the exception is handled."""
+        self._on_failure(name)
+        self._resting.add(name)
+        self._answered.discard(name)
 
     def look_up(
         self, req_id: str, drafted: Sequence[int], most: int, least_chance: float = LEAST_CHANCE
@@ -129,3 +175,8 @@ class Lookups:
         strange = (place for place, token in enumerate(choice.tokens) if not 0 <= token < self._vocab_size)
         end = next(strange, len(choice.tokens))
         return Continuation(choice.tokens[:end], choice.chances[:end])
+
+
+def _raise_again(name: str) -> None:
+    """What is done about a source that fails before anybody has said what to do."""
+    raise

@@ -21,10 +21,10 @@ def open_lookups(names: Sequence[str], max_num_reqs: int, vocab_size: int, max_d
     Raises:
         MagicDecConfigError: a datastore cannot be read.
     """
-    sources: list[Source] = []
+    sources: dict[str, Source] = {}
     for name in names:
         if name == "served":
-            sources.append(ServedAnswers())
+            sources[name] = ServedAnswers()
         elif name != "context":
-            sources.append(Datastore.open(Path(name), vocab_size))
+            sources[name] = Datastore.open(Path(name), vocab_size)
     return Lookups(max_num_reqs, vocab_size, max_drafts, sources, in_context="context" in names)
