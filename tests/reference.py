@@ -134,13 +134,14 @@ def snapkv_scores(
 
 
 def likeliest_continuation(
-    context: list[int], ahead: list[int], most: int, *, min_match: int, max_match: int
+    context: list[int], ahead: list[int], most: int, *, min_match: int, max_match: int, max_longest: int
 ) -> tuple[int, list[int], list[float]]:
     """How the context went on after the longest earlier occurrences of the latest tokens.
 
-    Matched are the last tokens of `context + ahead`, with places of `context` after which it goes on. The
-    most frequent next token, of equals the one seen last, decides which of these places count for the next.
-    A place that reaches the context's end goes on with what is ahead of it.
+    Matched are the last tokens of `context + ahead`, with places of `context` after which it goes on; of
+    matches of `max_match` tokens with the latest `max_longest`. The most frequent next token, of equals the
+    one seen last, decides which of these places count for the next. A place that reaches the context's end
+    goes on with what is ahead of it.
 
     Returns the length of the match, the tokens, and the share of the places that each of them had.
     """
@@ -155,6 +156,8 @@ def likeliest_continuation(
     if longest < min_match:
         return 0, [], []
     places = [place for place, length in lengths.items() if length == longest]
+    if longest == max_match:
+        places = places[:max_longest]
     tokens, shares = [], []
     for step in range(most):
         nexts = [whole[place + 1 + step] for place in places]

@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 from reference import likeliest_continuation
 
 from vllm_magicdec.lookup import context_index
-from vllm_magicdec.lookup.context_index import MAX_CANDIDATES, MAX_MATCH, MIN_MATCH, ContextIndex
+from vllm_magicdec.lookup.context_index import (
+    MAX_CANDIDATES,
+    MAX_LONGEST,
+    MAX_MATCH,
+    MIN_MATCH,
+    ContextIndex,
+)
 
 
 def index_of(*parts: list[int]) -> ContextIndex:
@@ -26,7 +32,9 @@ def found(index: ContextIndex, ahead: list[int], most: int) -> tuple[int, list[i
 
 
 def expected(context: list[int], ahead: list[int], most: int) -> tuple[int, list[int], list[float]]:
-    return likeliest_continuation(context, ahead, most, min_match=MIN_MATCH, max_match=MAX_MATCH)
+    return likeliest_continuation(
+        context, ahead, most, min_match=MIN_MATCH, max_match=MAX_MATCH, max_longest=MAX_LONGEST
+    )
 
 
 # Few different tokens, so that there is much to find; and vLLM's ids go up to 2^31.
@@ -102,3 +110,8 @@ def test_tokens_that_only_hash_alike_are_not_a_match(monkeypatch):
 def test_a_context_that_is_all_alike_is_bounded():
     index = index_of([1] * 4 * MAX_CANDIDATES)
     assert found(index, [], 3) == (MAX_MATCH, [1, 1, 1], [1.0] * 3)
+    # Of what followed so long a match the latest counts.
+    phrase = list(range(10, 10 + MAX_MATCH))
+    context = [*[*phrase, 1] * MAX_LONGEST, *[*phrase, 2] * (MAX_LONGEST - 24), *phrase]
+    assert found(index_of(context), [], 1) == (MAX_MATCH, [2], [1 - 24 / MAX_LONGEST])
+    assert found(index_of(context), [], 3) == expected(context, [], 3)

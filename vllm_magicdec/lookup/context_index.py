@@ -18,9 +18,10 @@ from numba import njit
 
 MIN_MATCH = 1  # tokens
 MAX_MATCH = 32  # tokens; longer ones count as this
-# Latest occurrences of the last two tokens, or the last, that are compared; a bound for contexts that are
-# all alike.
+# Latest occurrences of the last two tokens, or the last, that are compared.
 MAX_CANDIDATES = 1024
+# Of matches of MAX_MATCH, which none exceeds, the latest: a bound for contexts that are all alike.
+MAX_LONGEST = 64
 _MIN_CAPACITY = 256  # tokens; a power of two
 
 
@@ -171,6 +172,8 @@ def _find(tokens, previous, latest, ahead, end, pairs, places):  # type: ignore[
         if length == longest:
             places[num_places] = place
             num_places += 1
+            if length == MAX_MATCH and num_places == MAX_LONGEST:
+                break
         place = previous[pairs, place]
     return num_places, longest
 
