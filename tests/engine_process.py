@@ -165,6 +165,11 @@ def generate_with_unread_ends(llm: Any, batches: list[dict[str, Any]]) -> Any:
     return generate(llm, batches)
 
 
+def served_answers(llm: Any) -> list[int]:
+    """The tokens of all answers that lookups keep, with what separates them."""
+    return llm.collective_rpc(_served_answers)[0]
+
+
 def generate_with_broken_lookups(llm: Any, batches: list[dict[str, Any]]) -> Any:
     """From now on every lookup raises."""
     llm.collective_rpc(_break_lookups)
@@ -573,6 +578,11 @@ def _cut_drafts(worker: Any, least_chance: float, least_gain: float = 0.0) -> No
     staged.draft = draft_by_plan
 
 
+def _served_answers(worker: Any) -> list[int]:
+    served = _draft_of(worker)._drafter._staged._lookups._sources["served"]
+    return [*served._older.tokens.tolist(), *served._newer.tokens.tolist()]
+
+
 def _break_lookups(worker: Any) -> None:
     def look_up(*args: Any) -> Any:
         raise RuntimeError("broken on purpose")
@@ -962,6 +972,7 @@ SCENARIOS = {
         generate_with_random_lookups,
         generate_with_cut_drafts,
         generate_with_unread_ends,
+        served_answers,
         generate_with_broken_lookups,
         generate_under_faults,
         generate_with_a_cut_file,

@@ -159,6 +159,17 @@ def test_a_part_of_a_prompt_alone_takes_no_pass(make_drafter, monkeypatch):
     assert prepared == [["a", "b"]] * 3 * len(made._views)
 
 
+def test_a_request_that_has_ended_is_told_to_lookups_and_a_failure_there_is_counted(make_drafter):
+    made, told = make_drafter(Target()), []
+    made.finish_request("a", [1, 2])  # without lookups nobody asks
+    made._staged = SimpleNamespace(finish=lambda *ended: told.append(ended))
+    made.finish_request("a", [1, 2])
+    assert told == [("a", [1, 2])]
+    made._staged = SimpleNamespace()  # which can finish nothing
+    made.finish_request("a", [1, 2])
+    assert made._failures.by_stage.totals == {"lookup": 1} and not made._failures.totals["draft_failures"]
+
+
 def test_parts_of_prompts_do_not_show_that_drafting_works(make_drafter):
     target = Target()
     made = make_drafter(target)

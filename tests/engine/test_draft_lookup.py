@@ -117,12 +117,16 @@ def test_requests_may_reach_the_model_length_in_the_middle_of_a_pass(prompts):
 def test_what_others_were_answered_changes_no_output(prompts, plain, sources):
     batch = {"prompts": prompts, "sampling": GREEDY}
     run = engines.run(
-        [("generate", {"batches": [batch, batch]})],
+        [("generate", {"batches": [batch, batch]}), ("served_answers", {})],
         max_num_seqs=8,
         speculative_config=with_lookups(draft_kv_budget=256, draft_lookup_sources=sources),
     )
     for answers in run.results[0]:
         assert_same_tokens(plain, answers, f"sources {sources}")
+    served = f" {' '.join(map(str, run.results[1]))} "
+    for request in run.results[0][0]:  # from the first token to the last
+        assert f" {' '.join(map(str, request['completions'][0]['tokens']))} " in served
+    assert run.results[1].count(-1) < 2 + 2 * len(prompts), "each once"
     counted = lookup_metrics(run)
     # The second time, every answer has been served before.
     assert counted["accepted_tokens"] > 0.4 * run.drafted and counted["passes"] < 6 * counted["rounds"]

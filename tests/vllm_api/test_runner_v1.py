@@ -12,7 +12,7 @@ from vllm.config import CUDAGraphMode
 from vllm_magicdec.views.base import Batch
 from vllm_magicdec.vllm_api import drafts_v1
 from vllm_magicdec.vllm_api.drafts_v1 import TargetDraft
-from vllm_magicdec.vllm_api.runner_v1 import MagicDecProposer
+from vllm_magicdec.vllm_api.runner_v1 import MagicDecProposer, show_finished
 
 GRAPHS = CUDAGraphMode.PIECEWISE
 
@@ -76,6 +76,30 @@ def test_a_history_is_what_the_host_has_the_accepted_drafts_and_what_was_sampled
         [1, 2, 3, 4, 40],
         [5, 6, 20, 21, 41],
         [7, 8, 9, 42],
+    ]
+
+
+def test_answers_are_shown_before_the_runner_forgets_them_in_one_order_on_all_ranks():
+    """Of a step that only tells what has ended, too; a set's order is each process's own."""
+    shown: list[tuple[str, list[int]]] = []
+    runner = SimpleNamespace(
+        requests={name: SimpleNamespace(output_token_ids=[1, ord(name)]) for name in "gfedcba"}
+    )
+
+    def execute_model(scheduler_output, *, more):
+        for name in scheduler_output.finished_req_ids:
+            runner.requests.pop(name, None)
+        return more
+
+    runner.execute_model = execute_model
+    show_finished(runner, lambda *ended: shown.append(ended))
+    finished = ["e", "b", "never begun", "g", "a"]
+    for names in (finished, reversed(finished), []):
+        assert runner.execute_model(SimpleNamespace(finished_req_ids=dict.fromkeys(names)), more=3) == 3
+    assert shown == [(name, [1, ord(name)]) for name in "abeg"] and sorted(runner.requests) == [
+        "c",
+        "d",
+        "f",
     ]
 
 

@@ -9,7 +9,7 @@ import torch
 
 from vllm_magicdec.adaptive.draft_plan import DraftLists
 from vllm_magicdec.views.base import Batch
-from vllm_magicdec.vllm_api.runner_v2 import MagicDecSpeculator
+from vllm_magicdec.vllm_api.runner_v2 import MagicDecSpeculator, show_removed
 
 NUM_STEPS, VOCAB_SIZE = 3, 5
 
@@ -39,6 +39,22 @@ def test_a_history_is_what_was_verified_and_what_was_sampled_after_it():
     )
     found = speculator._histories(batch, np.array([2, 1]))
     assert [history.after(0).tolist() for history in found] == [[1, 2, 3, 4, 40], [5, 6, 20, 21]]
+
+
+def test_answers_are_shown_before_the_runner_forgets_them():
+    shown: list[tuple[str, list[int]]] = []
+    rows = {"a": 1, "b": 0}
+    states = SimpleNamespace(
+        req_id_to_index=rows,
+        remove_request=lambda name: rows.pop(name, None),
+        prompt_len=SimpleNamespace(np=np.array([2, 3], dtype=np.int32)),
+        total_len=SimpleNamespace(gpu=torch.tensor([6, 4], dtype=torch.int32)),
+        all_token_ids=SimpleNamespace(gpu=torch.tensor([[1, 2, 3, 4, 0, 5, 90, 91]] * 2)),
+    )
+    show_removed(states, lambda *ended: shown.append(ended))
+    assert states.remove_request("never begun") is None and shown == []
+    assert states.remove_request("b") == 0
+    assert shown == [("b", [3, 4, 0, 5])] and rows == {"a": 1}
 
 
 @pytest.mark.parametrize("are_drawn", [False, True])

@@ -357,6 +357,19 @@ class Drafter:
         except Exception:
             self._take_failed_round("own_cache")
 
+    def finish_request(self, req_id: str, answer: Sequence[int]) -> None:
+        """A request has ended, between two rounds; for lookups on the host. It may fail as they may.
+
+        Args:
+            req_id: as in batches.
+            answer: all tokens that were verified after its prompt.
+        """
+        try:
+            if self._staged is not None:
+                self._staged.finish(req_id, answer)
+        except Exception:
+            self.take_failure("lookup")
+
     def take_failure(self, what: str) -> None:
         """Of something that costs speed alone; to be called where the exception is handled.
 

@@ -175,6 +175,10 @@ class StagedDrafts:
             self._source_pauses[name].note_success()
         return drafts
 
+    def finish(self, req_id: str, answer: Sequence[int]) -> None:
+        """See `Drafter.finish_request`."""
+        self._lookups.finish(req_id, np.array(answer, dtype=np.int32))
+
     def _draft_round(
         self, batch: Batch, num_steps: int, prepare: Callable[[], Sequence[RoundSteps]]
     ) -> DraftLists:

@@ -30,7 +30,7 @@ class Source(Protocol):
         ...
 
     def add(self, tokens: np.ndarray) -> None:
-        """Take note of a request's output, [num] int32, when it has ended."""
+        """Take note of a request's answer, [num] int32, when it has ended."""
         ...
 
 
@@ -38,7 +38,7 @@ class Lookups:
     """Of all requests of a worker.
 
     Args:
-        max_num_reqs: requests whose contexts are kept, at most.
+        max_num_reqs: requests in a batch; of as many contexts are kept, at most.
         vocab_size: a continuation ends before what is no token of the vocabulary (an image's placeholder).
         max_drafts: of a request's round.
         sources: by name, beside each request's own context, which of equals is believed first.
@@ -63,7 +63,6 @@ class Lookups:
         self._on_failure: Callable[[str], None] = _raise_again
         self._in_context = in_context
         self._indexes: dict[str, ContextIndex] = {}
-        self._prompt_lens: dict[str, int] = {}
         self._calibrations = [Calibration() for _ in range(in_context + len(self._sources))]
         self._compile()
 
@@ -101,35 +100,37 @@ class Lookups:
             req_ids: of a batch.
             histories: theirs.
         """
-        if self._sources or len(self._indexes.keys() | req_ids) > self._max_num_reqs:
-            self._forget_all_but(req_ids)
+        if len(self._indexes.keys() | req_ids) > self._max_num_reqs:  # some wait for their turn
+            for req_id in self._indexes.keys() - req_ids:
+                del self._indexes[req_id]
         for req_id, history in zip(req_ids, histories, strict=True):
             index = self._indexes.get(req_id)
             if index is None or not history.goes_on_after(index.tokens):  # another request of that name
                 index = self._indexes[req_id] = ContextIndex(len(history))
-                self._prompt_lens[req_id] = len(history) - 1
             verified = history.after(len(index))
             if len(index) and len(verified) <= self._most_judged:
                 matches = self._matches(index, verified[:0], len(verified))
                 learn(matches, self._calibrations, verified.tolist())
             index.extend(verified)
 
-    def _forget_all_but(self, req_ids: Sequence[str]) -> None:
-        kept = set(req_ids)
-        # In the order in which they came, which tensor-parallel ranks share; a set's is each process's own.
-        for req_id in [known for known in self._indexes if known not in kept]:
-            index, prompt_len = self._indexes.pop(req_id), self._prompt_lens.pop(req_id)
-            for name, source in self._sources.items():
-                if name not in self._resting:
-                    try:
-                        source.add(index.tokens[prompt_len:])
-                    except Exception:
-                        self._rest(name)
+    def finish(self, req_id: str, answer: np.ndarray) -> None:
+        """A request has ended. To be called in the same order by all tensor-parallel ranks.
+
+        Args:
+            req_id: it need not have been in a batch.
+            answer: [num] int32, all tokens that it was answered.
+        """
+        self._indexes.pop(req_id, None)
+        for name, source in self._sources.items():
+            if len(answer) and name not in self._resting:
+                try:
+                    source.add(answer)
+                except Exception:
+                    self._rest(name)
 
     def forget(self) -> None:
         """Begin anew with every request, whatever a failure has left of them."""
         self._indexes.clear()
-        self._prompt_lens.clear()
 
     def _matches(self, index: ContextIndex, ahead: np.ndarray, most: int) -> list[Match]:
         """By source; `ahead` [num_ahead] int32 are supposed to follow the request's context."""

@@ -79,7 +79,12 @@ CALLED = (
     Needed(
         "vllm.v1.core.sched.output",
         "SchedulerOutput",
-        ("num_scheduled_tokens", "scheduled_spec_decode_tokens", "num_spec_tokens_to_schedule"),
+        (
+            "num_scheduled_tokens",
+            "scheduled_spec_decode_tokens",
+            "num_spec_tokens_to_schedule",
+            "finished_req_ids",
+        ),
     ),
     Needed("vllm.v1.outputs", "ModelRunnerOutput", ("req_id_to_index", "sampled_token_ids")),
     *(
@@ -142,6 +147,13 @@ CALLED = (
     ),
     Needed("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.num_prompt_logprobs"),
     Needed("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.effective_drafter_max_model_len"),
+    Needed("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.requests"),
+    Needed("vllm.v1.worker.gpu_input_batch", "CachedRequestState", ("output_token_ids",)),
+    Needed("vllm.v1.worker.gpu.states", "RequestState.remove_request", ("self", "req_id")),
+    *(
+        Needed("vllm.v1.worker.gpu.states", f"RequestState.{name}")
+        for name in ("req_id_to_index", "prompt_len", "total_len", "all_token_ids")
+    ),
     Needed("vllm.v1.worker.gpu_input_batch", "InputBatch.token_ids_cpu"),
     Needed("vllm.v1.worker.gpu_input_batch", "InputBatch.num_computed_tokens_cpu"),
     Needed("vllm.v1.worker.block_table", "BlockTable.block_table"),

@@ -67,6 +67,27 @@ def make_plain_steps_plain(runner: Any, follow: Callable[[SchedulerOutput], None
     runner.execute_model = execute
 
 
+def show_finished(runner: Any, take: Callable[[str, Sequence[int]], None]) -> None:
+    """Show which requests have ended, and what they were answered, before a V1 runner forgets them.
+
+    Args:
+        runner: as for `make_plain_steps_plain`.
+        take: is called with a request's id and all tokens that were verified after its prompt, those that
+            the last step verified beyond the answer's end among them; in one order on all tensor-parallel
+            ranks, where a set's is each process's own.
+    """
+    execute_model = runner.execute_model
+
+    @functools.wraps(execute_model)
+    def execute(scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
+        for req_id in sorted(scheduler_output.finished_req_ids):
+            if req_id in runner.requests:  # else it has ended before its first step
+                take(req_id, runner.requests[req_id].output_token_ids)
+        return execute_model(scheduler_output, *args, **kwargs)
+
+    runner.execute_model = execute
+
+
 class MagicDecProposer(DraftModelProposer):
     """A draft-model proposer whose draft looks at a view of its KV cache: the target's, or its own.
 
@@ -82,6 +103,7 @@ class MagicDecProposer(DraftModelProposer):
         assert isinstance(self.speculative_config, MagicDecSpeculativeConfig)
         if self.speculative_config.draft_lookup == "on":
             cpu_llvmlite.mend()
+            show_finished(runner, self._finish_request)
         self._runner = runner
         self._drafting: Draft
         if self.speculative_config.spire is not None:
@@ -104,6 +126,10 @@ class MagicDecProposer(DraftModelProposer):
     def _follow_plain_step(self, scheduler_output: SchedulerOutput) -> None:
         assert self._drafter is not None and self._drafting.note_plain_step is not None
         self._drafter.follow_plain_step(functools.partial(self._drafting.note_plain_step, scheduler_output))
+
+    def _finish_request(self, req_id: str, answer: Sequence[int]) -> None:
+        assert self._drafter is not None
+        self._drafter.finish_request(req_id, answer)
 
     def _raise_if_mrope(self) -> None:
         """vLLM's draft models take plain positions; this one takes the target's."""

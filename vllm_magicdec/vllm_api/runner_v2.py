@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapter to vLLM's V2 model runner (`vllm.v1.worker.gpu`)."""
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -68,6 +69,26 @@ from vllm_magicdec.vllm_api.verification_attention import refuse_if_inexact, say
 logger = init_logger(f"vllm.{__name__}")
 
 
+def show_removed(req_states: Any, take: Callable[[str, Sequence[int]], None]) -> None:
+    """Show which requests a V2 runner forgets: those that have ended, and those that are preempted.
+
+    Args:
+        req_states: the runner's `RequestState`, on a CPU.
+        take: is called with a request's id and all tokens that were verified after its prompt.
+    """
+    remove_request = req_states.remove_request
+
+    @functools.wraps(remove_request)
+    def remove(req_id: str) -> int | None:
+        row = req_states.req_id_to_index.get(req_id)
+        if row is not None:
+            begin, end = int(req_states.prompt_len.np[row]), int(req_states.total_len.gpu[row])
+            take(req_id, req_states.all_token_ids.gpu[row, begin:end].tolist())
+        return remove_request(req_id)
+
+    req_states.remove_request = remove
+
+
 class MagicDecSpeculator(StandaloneARSpeculator):
     """A draft-model speculator whose draft looks at a view of its KV cache: the target's, or its own.
 
@@ -86,6 +107,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         spec = self.speculative_config
         if spec.draft_lookup == "on" and not spec.looks_up_on_device:
             cpu_llvmlite.mend()
+            show_removed(req_states, lambda *ended: self._drafter.finish_request(*ended))
         self.req_states = req_states
         self._drafting: Draft
         if self.speculative_config.spire is not None:
