@@ -80,6 +80,9 @@ def test_what_was_seen_more_often_is_likelier_and_of_equals_the_latest_is():
 def test_a_single_token_is_matched_where_no_pair_is():
     assert found(index_of([5, 1, 7, 5, 2, 5, 1, 6, 5]), [], 2) == (1, [1, 6], [2 / 3, 1 / 2])
     assert found(index_of([5, 1, 7, 5, 2, 5, 1, 6, 5]), [2], 1) == (2, [5], [1.0])
+    index = index_of([5, 1, 7, 5, 2, 5, 1, 6, 5])
+    assert index.look_up(np.zeros(0, dtype=np.int32), 2, MIN_MATCH + 1).length == 0
+    assert index.look_up(np.array([2], dtype=np.int32), 1, MIN_MATCH + 1).tokens == [5]
 
 
 @pytest.mark.parametrize("pair", [[7], [3, 7]])

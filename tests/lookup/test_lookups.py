@@ -190,6 +190,8 @@ def test_of_answers_that_match_as_far_the_newer_half_is_believed(monkeypatch):
     served.add(tokens(2, 3, 41, 7, 8))  # begins a new half
     assert served.look_up(tokens(2, 3), 1).tokens == [41]
     assert served.look_up(tokens(1, 2, 3), 1).tokens == [40], "a longer match"
+    assert served.look_up(tokens(9, 3), 1).tokens == [41] and served.look_up(tokens(9, 1), 1).tokens == [2]
+    assert served.look_up(tokens(5, 1), 1).tokens == [2], "of the older half"
 
 
 def test_no_half_is_indexed_anew_when_it_grows(monkeypatch):

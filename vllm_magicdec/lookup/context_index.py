@@ -77,17 +77,19 @@ class ContextIndex:
         begin = max(0, self._length - max(0, MAX_MATCH - len(ahead)))
         return np.concatenate([self._tokens[begin : self._length], ahead[-MAX_MATCH:]])
 
-    def look_up(self, ahead: np.ndarray, most: int) -> Match:
+    def look_up(self, ahead: np.ndarray, most: int, least_match: int = MIN_MATCH) -> Match:
         """The likeliest continuation after the longest match.
 
         Args:
             ahead: [num_ahead] int32, tokens that are supposed to follow the context: part of what is
                 matched, not of what it is matched with.
             most: tokens to return, at most.
+            least_match: tokens of a match, MIN_MATCH or one more; a single one is looked for the longest.
         """
         tokens = np.empty(most, dtype=np.int32)
         shares = np.empty(most, dtype=np.float64)
-        length = _look_up(self._tokens[: self._length], self._previous, self._latest, ahead, tokens, shares)
+        known = self._tokens[: self._length]
+        length = _look_up(known, self._previous, self._latest, ahead, tokens, shares, least_match)
         if length == 0:
             return Match(0, [], [])
         return Match(length, tokens.tolist(), shares.tolist())
@@ -179,7 +181,7 @@ def _find(tokens, previous, latest, ahead, end, pairs, places):  # type: ignore[
 
 
 @njit
-def _look_up(tokens, previous, latest, given, found, shares):  # type: ignore[no-untyped-def]
+def _look_up(tokens, previous, latest, given, found, shares, least_match):  # type: ignore[no-untyped-def]
     """See `ContextIndex.look_up`; fills `found` and `shares`, returns the match's length."""
     num_tokens, most = len(tokens), len(found)
     end = num_tokens + len(given)  # of what is matched
@@ -190,7 +192,7 @@ def _look_up(tokens, previous, latest, given, found, shares):  # type: ignore[no
     num_places, length = 0, 0
     if end >= 2:
         num_places, length = _find(tokens, previous, latest, ahead, end, 1, places)
-    if num_places == 0 and end >= 1:
+    if num_places == 0 and end >= 1 and least_match == MIN_MATCH:
         num_places, length = _find(tokens, previous, latest, ahead, end, 0, places)
     if num_places == 0:
         return 0
