@@ -31,7 +31,9 @@ namespace magicdec {
 namespace {
 
 constexpr int MAX_POSITIONS = 32;         // query tokens of a request
-constexpr int64_t MOST_LOGITS = 1 << 21;  // that a thread keeps to weigh tokens: 8 MiB, or those of one group of rows
+#ifndef MAGICDEC_MOST_LOGITS              // that a thread keeps to weigh tokens, if one group of rows has not more: 8 MiB
+#define MAGICDEC_MOST_LOGITS (1 << 21)
+#endif
 
 template <typename T>
 struct Type {
@@ -212,7 +214,7 @@ class Attention {
     if (rows == 0) return;
     const int64_t pitch = (count + TILE - 1) / TILE * TILE;
     const int together = Cache<T>::rows_together(rows);
-    const int at_once = static_cast<int>(std::max<int64_t>(1, MOST_LOGITS / (pitch * together))) * together;
+    const int at_once = static_cast<int>(std::max<int64_t>(1, MAGICDEC_MOST_LOGITS / (pitch * together))) * together;
     scratch.reserve(rows, call_.head_size);
     take_query(part, scratch);
     for (int row = 0; row < rows; row += at_once)

@@ -168,20 +168,20 @@ struct UpcomingKeys {
 template <typename T>
 class Evenly {
  public:
-  static constexpr int STEPS = sizeof(T) < 4 ? 16 : 8;  // so that 8 lines are asked for at a time, where all rows go through at once
+  static constexpr int STEPS = sizeof(T) < 4 ? 16 : 8;  // with AVX2 and one group of rows 8 lines are asked for at a time
 
   // Of each block its keys and its values, `head_size` rows of both.
   Evenly(const T* const* keys, const T* const* values, int num_blocks, int head_size, int64_t key_stride)
       : keys_(keys), values_(values), runs_left_(2 * num_blocks), head_size_(head_size), key_stride_(key_stride) {}
 
   // `rows` in so many `steps`.
-  void set_pace(int rows, int steps) { pace_ = (STEPS * rows << FRACTION) / steps; }
+  void set_pace(int rows, int steps) { pace_ = (STEPS * rows << FRACTION) / steps + 1; }
 
   void ask() {
     if (left_of_run_ == 0 && !begin_run()) return;
     due_ += pace_;
     const int count = std::min(due_ >> FRACTION, left_of_run_);
-    due_ &= (1 << FRACTION) - 1;
+    due_ -= count << FRACTION;
     const T* row = row_;  // here, in registers
     const int64_t stride = stride_;
 #pragma GCC unroll 4
@@ -262,7 +262,8 @@ inline void multiply(const typename Factor<T>::Left* left, RightRows right_rows,
     for (int i = 0; i < F::DEPTH; ++i) upcoming(at + i);
   };
   int at = 0;
-  if constexpr (std::is_same_v<Upcoming, BetweenSteps<T>>)
+  if constexpr (std::is_same_v<Upcoming, BetweenSteps<T>>) {
+    static_assert(Evenly<T>::STEPS % (CHAINS * F::DEPTH) == 0);
     while (at + Evenly<T>::STEPS <= depth) {
       upcoming.asking.ask();
       const int end = at + Evenly<T>::STEPS;
@@ -272,6 +273,7 @@ inline void multiply(const typename Factor<T>::Left* left, RightRows right_rows,
         for (int c = 0; c < CHAINS; ++c) step(at + c * F::DEPTH, c);
       }
     }
+  }
   for (; at + CHAINS * F::DEPTH <= depth; at += CHAINS * F::DEPTH) {
     if constexpr (PACED) {
 #pragma GCC unroll 1

@@ -132,9 +132,9 @@ class VectorCache {
     EVENLY,  // see `Evenly`
   };
 
-  // If a block's keys are several products (AVX2), one that asks for what all of them need wants it sooner than memory has
-  // it, and leaves memory nothing to do while the others run, and the other groups of rows. One core of a Zen 3 attends 1.05
-  // to 1.6 times as fast so. With AVX-512 they are one product; there it was not measured.
+  // If a block's keys are several products (AVX2, portable), one that asks for what all of them need wants it sooner than
+  // memory has it, and leaves memory nothing to do while the others run, and the other groups of rows. One core of a Zen 3
+  // attends 1.05 to 1.6 times as fast so, with AVX2. With AVX-512 they are one product; there it was not measured.
   static bool asks_evenly(const HeadPages<T>& head) { return COLUMNS < BLOCK && !head.has_slots(); }
 
   static void lay_out_pages(const HeadPages<T>& head, int start, Tile& tile) {
