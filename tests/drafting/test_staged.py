@@ -422,7 +422,7 @@ def test_what_is_worth_verifying_follows_the_drafts_unread(drawn, chance, least_
 
 @pytest.mark.parametrize("reads_ahead", [True, False])
 def test_a_pass_is_weighed_against_verifying_what_was_found(reads_ahead):
-    """Where lookups are sure, a pass brings nothing; what is not worth verifying does not count."""
+    """Where lookups are sure, a pass brings less; what is not worth verifying does not count."""
     target = Target([], reads_ahead=reads_ahead)
     sizes = {"max_num_reqs": 2, "max_drafts": 4, "max_model_len": 60}
     staged = StagedDrafts(target, RandomLookups(0), LookupCounters(Counts()), **sizes)
@@ -433,12 +433,13 @@ def test_a_pass_is_weighed_against_verifying_what_was_found(reads_ahead):
         instead = _worth_unread(found, 0.9, plan)
         read = staged._readable(found, 5)
         assert len(read.tokens) == (min(4, len(chances)) if reads_ahead else 0)
-        return _gain([0.9], [read], plan) - staged._promise_instead([0.9], [instead], plan)
+        return _gain([0.9], [read], 0.8, plan) - staged._promise_instead([0.9], [instead], plan)
 
-    assert net([1.0] * 5) == pytest.approx(0.0)
-    assert net([]) == pytest.approx(0.7)
-    assert net([0.2, 1.0]) == pytest.approx(0.7 * (1.4 if reads_ahead else 1.0))
-    assert net([0.5]) == pytest.approx(0.7 * 1.5 - 0.25 if reads_ahead else 0.7 - 0.25)
+    own = 0.9 * 0.8 - 0.2  # of the draft that the pass alone draws
+    assert net([1.0] * 5) == pytest.approx(own - 0.7)  # in place of the last one found
+    assert net([]) == pytest.approx(own)
+    assert net([0.2, 1.0]) == pytest.approx(own + 0.7 * 0.4 if reads_ahead else own)
+    assert net([0.5]) == pytest.approx(own + 0.7 * 0.5 - 0.25 if reads_ahead else own - 0.25)
 
 
 def test_a_pause_ends_only_by_lookups_that_work(monkeypatch):
@@ -645,6 +646,7 @@ def test_confidence_becomes_the_acceptance_seen(true_chance):
     for _ in range(3000):
         confidence.observe(0.4, rng.random() < true_chance)
     assert confidence.chance(0.4) == pytest.approx(true_chance, abs=0.08)
+    assert confidence.usual == pytest.approx(true_chance, abs=0.08)
     assert confidence.chance(0.99) == Confidence().chance(0.99)
 
 

@@ -10,6 +10,7 @@ _PRIOR_WEIGHT = 4  # observations that the first guess counts for
 # The first guess, in log-odds: drafts that their model holds for unlikely stand more often than it says,
 # because the target holds the same for unlikely. Fitted to the shipped model at 4,000 tokens of context.
 _PRIOR_SLOPE, _PRIOR_OFFSET = 0.8, 2.4
+_PRIOR_USUAL = 0.8  # the first guess of a draft that is still to be made
 
 
 class Confidence:
@@ -26,6 +27,13 @@ class Confidence:
         ]
         self._tried = [float(_PRIOR_WEIGHT)] * len(guesses)
         self._stood = [_PRIOR_WEIGHT * guess for guess in guesses]
+        self._all_tried = float(_PRIOR_WEIGHT)
+        self._all_stood = _PRIOR_WEIGHT * _PRIOR_USUAL
+
+    @property
+    def usual(self) -> float:
+        """The chance of a draft of which nothing is known yet, if all before it stand."""
+        return self._all_stood / self._all_tried
 
     def chance(self, probability: float) -> float:
         """That a draft of this probability stands, if all before it do."""
@@ -37,6 +45,8 @@ class Confidence:
         place, fade = _place(probability), 1 - 1 / _MEMORY
         self._tried[place] = fade * self._tried[place] + 1
         self._stood[place] = fade * self._stood[place] + stood
+        self._all_tried = fade * self._all_tried + 1
+        self._all_stood = fade * self._all_stood + stood
 
 
 def _place(probability: float) -> int:

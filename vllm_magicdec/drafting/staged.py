@@ -248,7 +248,8 @@ class StagedDrafts:
                     _worth_unread(ahead, chance, plan) if is_weighed else Continuation()
                     for ahead, chance in zip(found, chances, strict=True)
                 ]
-                gain = _gain(chances, read, plan) - self._promise_instead(chances, instead, plan)
+                usual = self._confidence.usual if is_weighed else 1.0
+                gain = _gain(chances, read, usual, plan) - self._promise_instead(chances, instead, plan)
                 if gain < plan.least_gain:
                     if not is_weighed:  # else nobody asked for a number
                         self._counters.count_left_out(sum(lacking))
@@ -396,11 +397,15 @@ def _worth_going_on(making: dict[int, _Making], plan: DraftPlan) -> list[int]:
     ]
 
 
-def _gain(chances: Sequence[float], read: Sequence[Continuation], plan: DraftPlan) -> float:
-    """What a pass promises: of each request a draft, and another for each token read that is right."""
-    drafts = (1 + sum(ahead.reached) for ahead in read)
+def _gain(chances: Sequence[float], read: Sequence[Continuation], usual: float, plan: DraftPlan) -> float:
+    """What a pass promises: of each request a draft, and another for each token read that is right.
+
+    Those that both foresee are taken to stand where the drafts before them do; the one after them, which
+    the pass alone draws, stands with the usual chance.
+    """
     return sum(
-        (chance - plan.least_chance) * number for chance, number in zip(chances, drafts, strict=True)
+        chance * (usual + sum(ahead.reached)) - plan.least_chance * (1 + sum(ahead.reached))
+        for chance, ahead in zip(chances, read, strict=True)
     )
 
 
