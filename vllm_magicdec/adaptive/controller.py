@@ -333,20 +333,32 @@ class Controller:
             self.num_switches += 1
 
     def _consider_trial(self, rates: dict[Choice, float], num_reqs: int, context_tokens: int) -> None:
-        """Plan a trial of what was not tried for the longest time, if there is credit for it.
+        """Plan a trial of what is most overdue, if there is credit for it.
 
-        Tried are plain decoding and the most promising pairs of every length and of every budget. What the
-        trial then costs is taken from the credit as it is measured.
+        Tried are plain decoding and the most promising pairs of every length and of every budget. A trial
+        is due when the time since the last one would have earned what it costs, so that cheap ones need not
+        wait for dear ones. What it then costs is taken from the credit as it is measured.
         """
         by_length = [[pair for pair in self._pairs if pair.drafts == length] for length in self.lengths]
         by_budget = [[pair for pair in self._pairs if pair.budget == budget] for budget in self.budgets]
         promising = [max(pairs, key=rates.__getitem__) for pairs in (*by_length, *by_budget)]
-        others = [choice for choice in (*self._only_tried, *promising) if choice != self._current]
-        stalest = min(others, key=lambda choice: self._last_tried[choice])
-        cost = self._trial_cost(stalest, rates, num_reqs, context_tokens)
-        if self._credit_seconds >= cost:
-            self._plan = [stalest] * _TRIAL_STEPS
-            self._last_tried[stalest] = self._num_steps
+        others = [choice for choice in {*self._only_tried, *promising} if self._is_seldom(choice)]
+        earned = _TRIAL_SHARE * self.times.predict(
+            self._step(num_reqs, context_tokens, self._current, self._current)
+        )
+        costs = {choice: self._trial_cost(choice, rates, num_reqs, context_tokens) for choice in others}
+
+        def overdue(choice: Choice) -> float:
+            return earned * (self._num_steps - self._last_tried[choice]) - costs[choice]
+
+        most = max(others, key=overdue)
+        if self._credit_seconds >= costs[most]:
+            self._plan = [most] * _TRIAL_STEPS
+            self._last_tried[most] = self._num_steps
+
+    def _is_seldom(self, choice: Choice) -> bool:
+        """Whether the steps that the present choice makes show nothing of this one."""
+        return choice != self._current
 
     def _trial_cost(
         self, trial: Choice, rates: dict[Choice, float], num_reqs: int, context_tokens: int

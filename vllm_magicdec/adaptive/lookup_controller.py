@@ -9,20 +9,27 @@ draft step and a round of its own cost r times their seconds: MagicDec's Eq. 2 (
 margin.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from copy import copy
 from math import inf
 
 from vllm_magicdec.adaptive.controller import PLAIN, Choice, Controller
 from vllm_magicdec.adaptive.draft_plan import DraftPlan
-from vllm_magicdec.adaptive.step_times import Step, StepTimes
+from vllm_magicdec.adaptive.step_times import Step, StepTimes, TimedStep
 
 # The chance that makes a draft worth verifying before it is known what that costs, and the highest: some
 # are verified, whatever it was found to cost.
 _FIRST_LEAST_CHANCE, _MOST_LEAST_CHANCE = 0.3, 0.9
+# What a draft step must promise for each request before it is known what one takes: rounds that are longer
+# than they will be say less of what drafts bring.
+_FIRST_LEAST_GAIN = 0.3
 # Drafts verified by a step for which none was found: vLLM samples it like one that has some.
 NONE_FOUND = 1e-3
-# Requests' rounds after which an observation has lost 63 % of its weight; those a first guess counts for.
-_MEMORY, _GUESSED = 512.0, 8.0
+# Requests' rounds after which an observation has lost 63 % of its weight; those a first guess counts for;
+# and those that what was known counts for when it is tried again after long.
+_MEMORY, _GUESSED, _LEAST_WEIGHT = 512.0, 8.0, 32.0
+# Steps without a draft of the present choice after which it is tried like another.
+_SELDOM = 64
 
 
 class SeenRounds:
@@ -36,29 +43,34 @@ class SeenRounds:
 
     def __init__(self, verified: float, accepted: float, num_passes: float) -> None:
         self._weight = _GUESSED
-        self._sums = [_GUESSED * guess for guess in (verified, accepted, num_passes)]
+        self._means = [verified, accepted, num_passes]
+
+    def fade(self, num_rounds: int) -> None:
+        """So many requests' rounds have passed, of whatever kind."""
+        faded = self._weight * (1.0 - 1.0 / _MEMORY) ** num_rounds
+        self._weight = max(faded, min(self._weight, _LEAST_WEIGHT))
 
     def observe(self, verified: int, accepted: int, num_passes: int, count: int) -> None:
         """So many requests' rounds were alike."""
-        decay = (1.0 - 1.0 / _MEMORY) ** count
-        self._weight = decay * self._weight + count
-        seen = zip(self._sums, (verified, accepted, num_passes), strict=True)
-        self._sums = [decay * before + count * value for before, value in seen]
+        self._weight += count
+        share = count / self._weight
+        seen = zip(self._means, (verified, accepted, num_passes), strict=True)
+        self._means = [mean + share * (value - mean) for mean, value in seen]
 
     @property
     def verified(self) -> float:
         """Drafts of a request."""
-        return max(self._sums[0] / self._weight, NONE_FOUND)
+        return max(self._means[0], NONE_FOUND)
 
     @property
     def tokens(self) -> float:
         """That a request's round brings."""
-        return 1.0 + self._sums[1] / self._weight
+        return 1.0 + self._means[1]
 
     @property
     def num_passes(self) -> float:
         """Draft steps."""
-        return self._sums[2] / self._weight
+        return self._means[2]
 
 
 class LookupController(Controller):
@@ -75,11 +87,14 @@ class LookupController(Controller):
         self.unread = Choice(max_drafts, 0)
         """All drafts are looked up. It is tried, but chosen only round by round, by the workers."""
         self._only_tried = [PLAIN, self.unread]
+        self._current = PLAIN  # until it is known what else brings
         self._seen = {pair: SeenRounds(4.0, 3.0, 4.0) for pair in self._pairs}
         self._seen[self.unread] = SeenRounds(1.0, 0.5, 0.0)
-        self._chosen_unread = SeenRounds(1.0, 0.5, 0.0)  # by the workers: where lookups promised most
-        self._read_share = 0.5  # of the rounds in which they may choose
-        self._least_chance, self._least_gain, self._least_promise = _FIRST_LEAST_CHANCE, 0.0, inf
+        # Of the rounds in which the workers choose themselves, since they do:
+        self._chosen_unread = copy(self._seen[self.unread])  # where lookups promised most
+        self._read_share = 0.0  # the share of the others
+        self._least_chance, self._least_promise = _FIRST_LEAST_CHANCE, inf
+        self._least_gains = dict.fromkeys(self.budgets, 0.0)
 
     @property
     def least_chance(self) -> float:
@@ -90,7 +105,24 @@ class LookupController(Controller):
         """See `Controller`."""
         # What is tried is tried as it is.
         least_promise = inf if self.is_planned else self._least_promise
-        return DraftPlan(*choice, self.least_chance, self._least_gain, least_promise)
+        least_gain = self._least_gains.get(choice.budget, 0.0)
+        return DraftPlan(*choice, self.least_chance, least_gain, least_promise)
+
+    def observe(
+        self,
+        rounds: Collection[tuple[int, int]],
+        made: Choice,
+        timed: TimedStep | None,
+        drafted: Choice,
+        *,
+        num_passes: int = 0,
+        was_planned: bool = False,
+    ) -> None:
+        """See `Controller`."""
+        num_reqs = len(rounds) if timed is None else timed.step.num_reqs
+        for seen in (*self._seen.values(), self._chosen_unread):
+            seen.fade(num_reqs)
+        super().observe(rounds, made, timed, drafted, num_passes=num_passes, was_planned=was_planned)
 
     def _observe_round(
         self, made: Choice, verified: int, accepted: int, count: int, *, num_passes: int, was_planned: bool
@@ -99,14 +131,32 @@ class LookupController(Controller):
         if not was_planned:
             decay = (1.0 - 1.0 / _MEMORY) ** count
             self._read_share = decay * self._read_share + (1.0 - decay) * (made != self.unread)
-        seen = self._seen[made]
-        if made == self.unread and not was_planned:
-            seen = self._chosen_unread
-        seen.observe(verified, accepted, num_passes, count)
+            if made == self.unread:
+                self._chosen_unread.observe(verified, accepted, num_passes, count)
+                if self._least_promise > 0.0:  # other rounds may have promised less
+                    return
+        self._seen[made].observe(verified, accepted, num_passes, count)
 
     def _is_trial(self, made: Choice, drafted: Choice) -> bool:
         usual = {self._current, self.unread} if self._current.drafts else {self._current}
         return not {made, drafted} <= usual
+
+    def _is_seldom(self, choice: Choice) -> bool:
+        """Of the present choice the workers may have made lookups alone for long."""
+        return super()._is_seldom(choice) or self._num_steps - self._last_tried[choice] > _SELDOM
+
+    def _calibration(self, num_reqs: int, context_tokens: int) -> list[Choice]:
+        self._least_gains = dict.fromkeys(self.budgets, _FIRST_LEAST_GAIN * num_reqs)
+        return super()._calibration(num_reqs, context_tokens)
+
+    def _switch(self, rates: dict[Choice, float]) -> None:
+        before = self._current
+        super()._switch(rates)
+        if before == PLAIN != self._current:
+            # What the workers choose is to be seen. Until then it is what made drafts the choice, or the
+            # next look at it could find them worse than plain decoding again.
+            self._read_share = float(rates[self._current] > rates[self.unread])
+            self._chosen_unread = copy(self._seen[self.unread])
 
     def rates(self, num_reqs: int, context_tokens: int) -> dict[Choice, float]:
         """Tokens per second to expect; of drafts, with the rounds among them that are looked up."""
@@ -136,9 +186,13 @@ class LookupController(Controller):
     def _weigh(self, rates: dict[Choice, float], num_reqs: int, context_tokens: int) -> None:
         super()._weigh(rates, num_reqs, context_tokens)
         rate, pair = rates[self._current], self._current
+        # Also of plain decoding: what drafts bring is tried at these prices.
+        self._least_gains = {
+            budget: rate * self.times.pass_seconds(num_reqs, context_tokens, budget)
+            for budget in self.budgets
+        }
         if pair == PLAIN:
             return
-        self._least_gain = rate * self.times.pass_seconds(num_reqs, context_tokens, pair.budget)
         read = num_reqs * self._seen[pair].tokens
         read -= rate * self._round_seconds(num_reqs, context_tokens, pair)
         none = num_reqs - rate * self.times.predict(Step(num_reqs, context_tokens, NONE_FOUND, 0))
