@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the controller with lookups tells the workers, on a simulated machine whose rounds differ.
 
-Requests are in stretches of text that lookups foresee and in others. A worker knows what its lookups
-promise and follows the plan, as `drafting.staged` does; each draft step makes one draft.
+Requests are in stretches of text that lookups foresee and in others. A worker knows what its lookups and
+its drafts promise, and follows the plan by the rules of `drafting.staged`; each draft step makes one draft.
 """
 
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from math import inf
 
 import pytest
@@ -17,68 +18,87 @@ from vllm_magicdec.adaptive.controller import PLAIN, Choice
 from vllm_magicdec.adaptive.draft_plan import DraftPlan
 from vllm_magicdec.adaptive.lookup_controller import LookupController, SeenRounds
 from vllm_magicdec.adaptive.step_times import Step, StepTimes, TimedStep
+from vllm_magicdec.drafting.staged import _gain, _Making, _worth_going_on, _worth_verifying
+from vllm_magicdec.lookup.continuation import LEAST_CHANCE, Continuation
 
 MAX_DRAFTS, BUDGET, CONTEXT, BATCH = 16, 512, 16_000, 4
-CPU = Engine(verification=lambda queries: 1.0 if queries <= 1 else 1.0 + 0.1 * queries, hiccups=0.0)
+
+
+def verification(queries: int) -> float:
+    return 1.0 if queries <= 1 else 1.0 + 0.1 * queries
+
+
+# By how dear a draft step is: it takes 0.08 or 0.33 of a plain step.
+MACHINES = {
+    "cheap": Engine(verification=verification, hiccups=0.0),
+    "dear": Engine(pass_seconds=40e-3, verification=verification, hiccups=0.0),
+}
 
 
 @dataclass(frozen=True)
 class Text:
-    """How the requests' text is."""
+    """How the requests' text is, and where it is made."""
 
     draft: float  # chance that a draft that was read stands
-    lookup: float  # that a looked-up one does, in stretches that lookups foresee
-    foreseen: float  # share of rounds in such stretches
+    lookup: float = 0.0  # that a looked-up one does, in stretches that lookups foresee
+    foreseen: float = 0.0  # share of rounds in such stretches
     num_found: int = 12  # tokens that a lookup finds there
+    machine: str = "cheap"
+    later: float | None = None  # chance of a draft in every other 500 rounds
 
 
 TEXTS = {
-    "foreseen nowhere": Text(0.9, 0.0, 0.0),
+    "foreseen nowhere": Text(0.9),
     "foreseen everywhere": Text(0.9, 0.97, 1.0),
     "foreseen at times": Text(0.9, 0.97, 0.5),
-    "nothing helps": Text(0.2, 0.0, 0.0),
+    "nothing helps": Text(0.2),
     "only lookups help": Text(0.2, 0.95, 0.5),
     "wrongly foreseen": Text(0.9, 0.3, 0.8),
+    "dear drafts at 0.85": Text(0.85, machine="dear"),
+    "dear drafts at 0.9": Text(0.9, machine="dear"),
+    "dear drafts, nothing helps": Text(0.5, machine="dear"),
 }
 
 
-def draft(plan: DraftPlan, text: Text, is_foreseen: bool) -> tuple[int, int, float]:
+def draft(plan: DraftPlan, text: Text, chance: float, is_foreseen: bool) -> tuple[int, int, float]:
     """Drafts of each request, draft steps, and the chance of each draft."""
     if not plan:
         return 0, 0, 0.0
-    found = promise = 0
-    reached = text.lookup
-    while is_foreseen and found < text.num_found and reached >= max(plan.least_chance, 0.1):
-        promise += reached - plan.least_chance
-        found, reached = found + 1, reached * text.lookup
-    if not plan.budget or BATCH * promise >= plan.least_promise:
-        return found, 0, text.lookup
-    num_steps, reached = 1, text.draft
-    while num_steps < plan and reached >= plan.least_chance:
-        if BATCH * (reached - plan.least_chance) < plan.least_gain:
+    found = (
+        Continuation([0] * text.num_found, [text.lookup] * text.num_found)
+        if is_foreseen
+        else Continuation()
+    )
+    likely = [reached for reached in found.reached if reached >= max(plan.least_chance, LEAST_CHANCE)]
+    if not plan.budget or BATCH * sum(r - plan.least_chance for r in likely) >= plan.least_promise:
+        return len(likely), 0, text.lookup
+    own, num_steps = _Making(int(plan)), 0
+    while _worth_going_on({0: own}, plan):
+        nothing_read = [Continuation()] * BATCH
+        if num_steps and _gain([own.chance] * BATCH, nothing_read, chance, plan) < plan.least_gain:
             break
-        num_steps, reached = num_steps + 1, reached * text.draft
-    kept = num_steps
-    while kept and text.draft**kept < plan.least_chance:
-        kept -= 1
-    return kept, num_steps, text.draft
+        own.tokens.append(0)
+        own.reached.append(own.chance * chance)
+        num_steps += 1
+    return len(_worth_verifying(own, plan, are_drawn=False)), num_steps, chance
 
 
-def simulate(text: Text, seed: int, plan_of: Callable[[], DraftPlan], controller=None, steps=1500) -> float:
+def simulate(text: Text, seed: int, plan_of: Callable[[], DraftPlan], controller=None, steps=1000) -> float:
     """Tokens per second."""
-    rng, seconds, tokens = random.Random(seed), 0.0, 0
+    rng, stretches, seconds, tokens = random.Random(seed), random.Random(0), 0.0, 0
     verified, chance, made, num_made, was_planned = 0, 0.0, PLAIN, 0, False
     is_foreseen = False
     for index in range(steps):
         if index % 10 == 0:
-            is_foreseen = rng.random() < text.foreseen
+            is_foreseen = stretches.random() < text.foreseen
         plan = plan_of()
-        found, num_passes, next_chance = draft(plan, text, is_foreseen)
+        own_chance = text.draft if text.later is None or index // 500 % 2 == 0 else text.later
+        found, num_passes, next_chance = draft(plan, text, own_chance, is_foreseen)
         drafted = Choice(int(plan), plan.budget if num_passes else 0) if plan else PLAIN
         if plan and not num_passes:
             drafted = Choice(MAX_DRAFTS, 0)
         step = Step(BATCH, BATCH * CONTEXT, verified, num_passes, plan.budget if num_passes else 0)
-        took = CPU.seconds(step)
+        took = MACHINES[text.machine].seconds(step)
         accepted = [
             next((i for i in range(verified) if rng.random() >= chance), verified) for _ in range(BATCH)
         ]
@@ -98,27 +118,57 @@ def follow(controller: LookupController) -> Callable[[], DraftPlan]:
     return lambda: controller.plan(controller.choose(BATCH, BATCH * CONTEXT))
 
 
-FIXED = {
-    "plain": DraftPlan(0, 0),
-    "looked up": DraftPlan(MAX_DRAFTS, 0, 0.3),
-    **{
-        f"{drafts} drafts, looked up at a promise of {promise}": DraftPlan(
-            drafts, BUDGET, 0.2, 0.0, promise
-        )
-        for drafts in (2, 4, 8, 16)
-        for promise in (2.0, 8.0, inf)
-    },
-}
+FIXED = [
+    DraftPlan(0, 0),
+    DraftPlan(MAX_DRAFTS, 0, 0.3),
+    *(
+        DraftPlan(drafts, BUDGET, 0.2, 0.0, promise)
+        for drafts in (2, 3, 4, 6, 8, 16)
+        for promise in (2.0, inf)
+    ),
+]
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@cache
+def best_fixed(text: Text) -> float:
+    return max(simulate(text, 0, lambda p=plan: p) for plan in FIXED)
+
+
+@pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("name", TEXTS)
 def test_close_to_the_best_fixed_plan_and_never_below_plain(name, seed):
     text, controller = TEXTS[name], LookupController(MAX_DRAFTS, [BUDGET], StepTimes())
     achieved = simulate(text, seed, follow(controller), controller)
-    fixed = {kind: simulate(text, seed, lambda p=plan: p) for kind, plan in FIXED.items()}
-    assert achieved > 0.93 * max(fixed.values()), fixed
-    assert achieved > 0.97 * fixed["plain"]
+    assert achieved > 0.96 * best_fixed(text)  # of few steps, of which the first learn
+    assert achieved > 0.97 * simulate(text, seed, lambda: DraftPlan(0, 0))
+    assert controller.num_switches < 20
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_drafts_that_became_good_are_found_though_lookups_alone_were_best(seed):
+    text, controller = Text(0.2, 0.95, 0.3, later=0.95), LookupController(MAX_DRAFTS, [BUDGET], StepTimes())
+    achieved = simulate(text, seed, follow(controller), controller, steps=2000)
+    assert achieved > 0.97 * simulate(text, 0, lambda: DraftPlan(8, BUDGET, 0.2, 0.0, 2.0), steps=2000)
+
+
+def test_lookups_that_help_seldom_are_found():
+    """In some runs late: until a trial meets them they look as if they never helped."""
+    text, shares = Text(0.3, 0.9, 0.2), []
+    for seed in range(8):
+        controller = LookupController(MAX_DRAFTS, [BUDGET], StepTimes())
+        shares.append(simulate(text, seed, follow(controller), controller) / best_fixed(text))
+    assert sum(shares) / len(shares) > 0.93
+
+
+def test_what_is_tried_under_plain_decoding_is_tried_at_its_prices():
+    controller = LookupController(MAX_DRAFTS, [BUDGET], StepTimes())
+    simulate(Text(0.2, machine="dear"), 0, follow(controller), controller, steps=300)
+    assert controller.forecast(BATCH, BATCH * CONTEXT).choice == PLAIN
+    plain, passing = (
+        MACHINES["dear"].seconds(Step(BATCH, BATCH * CONTEXT, 0, n, n * BUDGET)) for n in (0, 1)
+    )
+    expected = BATCH / plain * (passing - plain)  # by a fit of the times
+    assert controller.plan(Choice(MAX_DRAFTS, BUDGET)).least_gain == pytest.approx(expected, rel=0.3)
 
 
 def test_what_is_tried_is_tried_as_it_is():
@@ -135,10 +185,12 @@ def test_averages_follow_what_was_seen():
     seen = SeenRounds(1.0, 0.5, 0.0)
     assert (seen.verified, seen.tokens, seen.num_passes) == (1.0, 1.5, 0.0)
     for _ in range(600):
+        seen.fade(4)
         seen.observe(verified=6, accepted=4, num_passes=3, count=4)
     assert seen.verified == pytest.approx(6, abs=0.1)
     assert seen.tokens == pytest.approx(5, abs=0.1)
     assert seen.num_passes == pytest.approx(3, abs=0.1)
     for _ in range(600):
+        seen.fade(4)
         seen.observe(verified=0, accepted=0, num_passes=0, count=4)
     assert 0 < seen.verified < 0.1, "a step for which no draft was found is no plain one"
