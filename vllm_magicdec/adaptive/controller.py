@@ -24,7 +24,7 @@ from vllm_magicdec.adaptive.step_times import Step, StepTimes, TimedStep
 # A change must promise at least this much more, so that noise does not make the choice flap.
 _CLEAR_GAIN = 1.01
 # Share of the time that trying other lengths may cost, as measured in steps that only decode.
-_TRIAL_SHARE = 0.005
+TRIAL_SHARE = 0.005
 # A hiccup in a trial counts for at most so many times what its step was predicted to take.
 _MAX_MISS = 10
 # Steps of one trial: the first sees the drafts made, the others see them verified too.
@@ -232,7 +232,7 @@ class Controller:
             self._account(rounds, timed)
             is_trial = was_planned or self._is_trial(made, drafted)
             lost = self._lost_seconds(rounds, timed) if is_trial else 0.0
-            self._credit_seconds += _TRIAL_SHARE * timed.seconds - lost
+            self._credit_seconds += TRIAL_SHARE * timed.seconds - lost
             # Not when it has to choose: that is before a step, this while one is computed.
             if not self._plan and self._num_steps - self._decided_at >= _STEPS_PER_CHOICE:
                 self._decide(timed.step.num_reqs, timed.step.context_tokens)
@@ -333,28 +333,26 @@ class Controller:
             self.num_switches += 1
 
     def _consider_trial(self, rates: dict[Choice, float], num_reqs: int, context_tokens: int) -> None:
-        """Plan a trial of what is most overdue, if there is credit for it.
+        """Plan a trial, if there is credit for it.
 
-        Tried are plain decoding and the most promising pairs of every length and of every budget. A trial
-        is due when the time since the last one would have earned what it costs, so that cheap ones need not
-        wait for dear ones. What it then costs is taken from the credit as it is measured.
+        Tried are plain decoding and the most promising pairs of every length and of every budget. What the
+        trial then costs is taken from the credit as it is measured.
         """
         by_length = [[pair for pair in self._pairs if pair.drafts == length] for length in self.lengths]
         by_budget = [[pair for pair in self._pairs if pair.budget == budget] for budget in self.budgets]
         promising = [max(pairs, key=rates.__getitem__) for pairs in (*by_length, *by_budget)]
-        others = [choice for choice in {*self._only_tried, *promising} if self._is_seldom(choice)]
-        earned = _TRIAL_SHARE * self.times.predict(
-            self._step(num_reqs, context_tokens, self._current, self._current)
-        )
-        costs = {choice: self._trial_cost(choice, rates, num_reqs, context_tokens) for choice in others}
+        others = [choice for choice in (*self._only_tried, *promising) if self._is_seldom(choice)]
+        trial = self._next_trial(others, rates, num_reqs, context_tokens)
+        cost = self._trial_cost(trial, rates, num_reqs, context_tokens)
+        if self._credit_seconds >= cost:
+            self._plan = [trial] * _TRIAL_STEPS
+            self._last_tried[trial] = self._num_steps
 
-        def overdue(choice: Choice) -> float:
-            return earned * (self._num_steps - self._last_tried[choice]) - costs[choice]
-
-        most = max(others, key=overdue)
-        if self._credit_seconds >= costs[most]:
-            self._plan = [most] * _TRIAL_STEPS
-            self._last_tried[most] = self._num_steps
+    def _next_trial(
+        self, others: Sequence[Choice], rates: dict[Choice, float], num_reqs: int, context_tokens: int
+    ) -> Choice:
+        """What was not tried for the longest time."""
+        return min(others, key=lambda choice: self._last_tried[choice])
 
     def _is_seldom(self, choice: Choice) -> bool:
         """Whether the steps that the present choice makes show nothing of this one."""

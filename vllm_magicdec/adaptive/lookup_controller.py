@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from copy import copy
 from math import inf
 
-from vllm_magicdec.adaptive.controller import PLAIN, Choice, Controller
+from vllm_magicdec.adaptive.controller import PLAIN, TRIAL_SHARE, Choice, Controller
 from vllm_magicdec.adaptive.draft_plan import DraftPlan
 from vllm_magicdec.adaptive.step_times import Step, StepTimes, TimedStep
 
@@ -144,6 +144,21 @@ class LookupController(Controller):
     def _is_seldom(self, choice: Choice) -> bool:
         """Of the present choice the workers may have made lookups alone for long."""
         return super()._is_seldom(choice) or self._num_steps - self._last_tried[choice] > _SELDOM
+
+    def _next_trial(
+        self, others: Sequence[Choice], rates: dict[Choice, float], num_reqs: int, context_tokens: int
+    ) -> Choice:
+        """What is most overdue: due is what the time since its last trial would pay for.
+
+        So lookups alone, which cost little, need not wait for drafts.
+        """
+        earned = TRIAL_SHARE * self._round_seconds(num_reqs, context_tokens, self._current)
+
+        def overdue(choice: Choice) -> float:
+            waited = self._num_steps - self._last_tried[choice]
+            return earned * waited - self._trial_cost(choice, rates, num_reqs, context_tokens)
+
+        return max(others, key=overdue)
 
     def _calibration(self, num_reqs: int, context_tokens: int) -> list[Choice]:
         self._least_gains = dict.fromkeys(self.budgets, _FIRST_LEAST_GAIN * num_reqs)
