@@ -95,7 +95,7 @@ class AmxCache {
   class Upcoming {
    public:
     // `next` may be null; of all rows of the tile so many `together`, the first of which ask for it.
-    Upcoming(const HeadPages<T>& head, const Tile& tile, const Tile* next, int together, int rows) {
+    Upcoming(const HeadPages<T>& head, const Tile& tile, const Tile* next, int together, int rows, bool /* is_first_tile */) {
       if (next == nullptr) return;
       const int depth = head.head_size() / AMX_DEPTH;
       for (int b = 0; b < next->num_blocks(); ++b) {

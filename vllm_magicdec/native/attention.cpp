@@ -183,7 +183,7 @@ class Attention {
     for (int start = first; start < last; start += length) {
       const bool is_last = start + length >= last;
       if (!is_last) Cache<T>::lay_out(head, {start + length, std::min(start + 2 * length, last)}, *next);
-      typename Cache<T>::Upcoming upcoming(head, *tile, is_last ? nullptr : next, together, rows);
+      typename Cache<T>::Upcoming upcoming(head, *tile, is_last ? nullptr : next, together, rows, start == first);
       for (int row = 0; row < rows; row += together) {
         const Range group = {row, std::min(row + together, rows)};
         upcoming.begin(group);
@@ -237,7 +237,7 @@ class Attention {
       const bool is_clear = all_see(part, start, tile.num_tokens);
       for (int row = rows.first; row < rows.last; row += together) {
         const int num_rows = std::min(together, rows.last - row);
-        typename Cache<T>::Upcoming nothing(head, tile, nullptr, num_rows, num_rows);
+        typename Cache<T>::Upcoming nothing(head, tile, nullptr, num_rows, num_rows, false);
         Cache<T>::score(head, tile, &scratch.query[row * QUERY_PITCH], num_rows, scratch.scores, nothing);
         for (int r = 0; r < num_rows; ++r) {
           float* scores = scratch.scores + r * SCORES_PITCH;

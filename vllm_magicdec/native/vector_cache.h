@@ -48,12 +48,13 @@ class VectorCache {
   // What is asked for while a tile is computed with, by each group of its rows in turn; nothing before `begin`.
   class Upcoming {
    public:
-    // `next` may be null; all `rows` of the tile, so many of them `together`.
-    Upcoming(const HeadPages<T>& head, const Tile&, const Tile* next, int /* together */, int rows)
+    // `next` may be null; all `rows` of the tile, so many of them `together`. No tile before the first has asked for it.
+    Upcoming(const HeadPages<T>& head, const Tile&, const Tile* next, int /* together */, int rows, bool is_first_tile)
         : next_(next),
           evenly_(next == nullptr ? nullptr : next->keys, next == nullptr ? nullptr : next->block_values,
                   next == nullptr ? 0 : next->num_blocks, head.head_size(), head.page_size()),
-          rows_(rows) {}
+          rows_(rows),
+          is_first_tile_(is_first_tile) {}
 
     void begin(Range group) {
       is_first_ = group.first == 0;
@@ -68,6 +69,7 @@ class VectorCache {
     const Tile* const next_;
     Evenly<T> evenly_;
     const int rows_;
+    const bool is_first_tile_;
     bool is_first_ = false;
   };
 
@@ -97,7 +99,7 @@ class VectorCache {
                     Upcoming& upcoming) {
     by_rows(rows, [&](auto count) {
       constexpr int ROWS = decltype(count)::value;
-      if (asks_evenly(head))
+      if (asks_evenly(head) && !(upcoming.is_first_ && upcoming.is_first_tile_))
         score_rows<ROWS, Asks::EVENLY>(head, tile, query, scores, upcoming);
       else if (upcoming.is_first_)
         score_rows<ROWS, Asks::FIRST>(head, tile, query, scores, upcoming);
