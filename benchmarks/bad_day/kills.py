@@ -86,7 +86,7 @@ _FAULT = "selection:first=150,rank=1"  # after the answer that is known
 
 
 def all_kills() -> list[Kill]:
-    """In this order; a SIGTERM comes after a SIGKILL, so that it ends the server of the restart."""
+    """In this order: all but the last with their options end in the server that the next one strikes."""
     cores = sorted(os.sched_getaffinity(0))
     of_each = {"VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"}
     died = r"(?:EngineDeadError|died unexpectedly|Engine core proc \S+ died)[^\n]*"
@@ -123,31 +123,37 @@ def chosen_kills(*, with_two_ranks: bool, few: bool) -> list[Kill]:
 
 
 def run_kills(say: Callable[[str], None], chosen: Sequence[Kill]) -> list[dict[str, Any]]:
-    """Serve, stream, strike, and see what is left; then serve again.
+    """Serve, stream, strike, and see what is left; then serve again, to be struck or to answer alone.
 
     Args:
         say: tells what goes on.
-        chosen: what is done, in this order.
+        chosen: what is done, in this order; those with the same options one after the other.
     """
     tokenizer = AutoTokenizer.from_pretrained(str(TINY_LLAMA))
     known = Request("greedy", encode(tokenizer, _PROMPT), max_tokens=64)
     kills: list[dict[str, Any]] = []
     answers: dict[Sequence[str], str] = {}  # by options
-    for kill in chosen:
+    for place, kill in enumerate(chosen):
         say(f"{kill.name} ...")
         with _brake() as brake:
             environment = {"VLLM_MAGICDEC_FAULT": str(brake), **kill.environment}
             with serve_tiny(*kill.options, environment=environment) as (server, footprint):
                 answer = asyncio.run(_answer(server, known))
-                if kill.options in answers:  # the server before this one was killed
+                if kill.options in answers:
                     kills[-1]["restarted"] = answer == answers[kill.options]
-                answers[kill.options] = answer
+                else:
+                    answers[kill.options] = answer
                 kills.append(asyncio.run(_strike(server, footprint, kill, known, brake)))
         last = kills[-1]
         say(
             f"{kill.name}: ended after {last['exit_s']} s, {last['streams_ended']} of {_STREAMS} streams "
             f"ended ({'; '.join(last['how_streams_ended'])}), left: {last['left'] or 'nothing'}"
         )
+        if not any(later.options == kill.options for later in chosen[place + 1 :]):
+            say(f"{kill.name}: one more server ...")
+            environment = {**kill.environment, "VLLM_MAGICDEC_FAULT": ""}
+            with serve_tiny(*kill.options, environment=environment) as (server, _):
+                last["restarted"] = asyncio.run(_answer(server, known)) == answers[kill.options]
     return kills
 
 

@@ -362,6 +362,13 @@ def test_ends_that_are_none_are_named():
     assert check.value == "4 of 6, 2 connection lost"
 
 
+def test_kills_of_older_records_had_no_server_after_the_last():
+    older = {name: value for name, value in GOOD_KILL.items() if name != "restarted"}
+    record = record_of(kills=[older])
+    assert broken(**record) == []
+    assert unjudged(record) == ["SIGKILL of the engine core: the next server answers as before"]
+
+
 def test_an_hour_asks_as_many_requests_of_fast_machines_alone():
     assert unjudged(record_of(traffic=GOOD_TRAFFIC)) == []
     assert unjudged(record_of("avx2", traffic=GOOD_TRAFFIC)) == ["requests"]

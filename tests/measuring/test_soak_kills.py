@@ -2,6 +2,7 @@
 """benchmarks/bad_day/kills.py: what clients and the log of a server say that is struck."""
 
 import asyncio
+import contextlib
 import json
 import socket
 import struct
@@ -98,6 +99,37 @@ def test_answers_that_a_server_has_to_end_are_shorter(monkeypatch, tmp_path):
         unstruck = replace(kill, strike=lambda server: None)
         asyncio.run(kills._strike(server, footprint, unstruck, REQUEST, tmp_path / "fault"))
         assert asked == {800 if kill.name in judging._MOST_TO_END_S else 2000}
+
+
+@pytest.mark.parametrize("wrong", [None, 1, 2, 4])
+def test_a_server_answers_after_every_kill(wrong, monkeypatch):
+    """The next one that is struck, or one that is started for this alone; it has no fault."""
+    served = []
+
+    @contextlib.contextmanager
+    def serve_tiny(*options, environment):
+        served.append((options, environment))
+        yield len(served) - 1, None
+
+    async def answer(server, known):
+        return "other" if server == wrong else " ".join(served[server][0])
+
+    async def strike(server, footprint, kill, known, brake):
+        return {"name": kill.name, "exit_s": 1, "streams_ended": 6, "how_streams_ended": [], "left": []}
+
+    monkeypatch.setattr(kills, "serve_tiny", serve_tiny)
+    monkeypatch.setattr(kills, "_answer", answer)
+    monkeypatch.setattr(kills, "_strike", strike)
+    of_two = {"VLLM_MAGICDEC_FAULT": "selection", "BOUND": "0|1"}
+    chosen = [
+        kills.Kill("first", None, "", ("one",)),
+        kills.Kill("second", None, "", ("one",)),
+        kills.Kill("of two", None, "", ("two",), of_two),
+    ]
+    restarted = [kill["restarted"] for kill in kills.run_kills(lambda text: None, chosen)]
+    assert [options for options, _ in served] == [("one",)] * 3 + [("two",)] * 2
+    assert restarted == [server != wrong for server in (1, 2, 4)]
+    assert served[3][1] == of_two and served[4][1] == {**of_two, "VLLM_MAGICDEC_FAULT": ""}
 
 
 def chunk(data):
