@@ -14,6 +14,8 @@ from .requests import Request
 
 # Where two logprobs are closer, other sums of the same numbers may change their order (float32).
 ROUNDING = 1e-4
+# Between plain decoding's logprobs and those with speculation, of the same tokens (float32).
+MOST_LOGPROBS_DIFFER = 1e-3
 TIMEOUT_S = 300  # of an answer, after which it is lost
 
 
@@ -119,15 +121,24 @@ def _joined(chunks: Sequence[Any], num_answers: int) -> Answer:
 def compare(plain: Answer, got: Answer) -> str:
     """How a greedy answer stands to plain decoding's: "same", "rounding" or "differs".
 
+    Logprobs count as far as both have them, and up to the first token that is another: what is behind it
+    has another context.
+
     Args:
         plain: with logprobs.
         got: with speculation.
     """
-    if plain.tokens == got.tokens and plain.texts == got.texts:
-        return "same" if plain.finish_reasons == got.finish_reasons else "differs"
     (expected,), (tokens,) = plain.tokens, got.tokens
     num_common = min(len(expected), len(tokens))
     first = next((i for i in range(num_common) if expected[i] != tokens[i]), num_common)
+    if any(
+        abs(one - other) > MOST_LOGPROBS_DIFFER
+        for of_plain, of_got in zip(plain.logprobs[: first + 1], got.logprobs, strict=False)
+        for one, other in zip(of_plain, of_got, strict=False)
+    ):
+        return "differs"
+    if plain.tokens == got.tokens and plain.texts == got.texts:
+        return "same" if plain.finish_reasons == got.finish_reasons else "differs"
     if first == num_common or first >= len(plain.logprobs):
         return "differs"
     best, second = plain.logprobs[first][:2]
@@ -145,4 +156,7 @@ def why_incomplete(request: Request, answer: Answer) -> str:
             return f"ended for its length with {len(tokens)} tokens of {request.max_tokens}"
     if "logprobs" in request.options and len(answer.logprobs) != len(answer.tokens[0]):
         return f"{len(answer.logprobs)} logprobs of {len(answer.tokens[0])} tokens"
+    num_best = request.options.get("logprobs", 0)
+    if any(len(of_token) < num_best for of_token in answer.logprobs):
+        return f"{min(map(len, answer.logprobs))} of the {num_best} best logprobs of a token"
     return ""

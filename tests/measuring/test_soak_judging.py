@@ -34,8 +34,8 @@ from vllm_magicdec.faults import Fault
 PLAIN = Answer([[5, 6, 7]], ["abc"], ["length"], [[-0.1, -3.0], [-0.7, -0.70005], [-0.2, -2.0]])
 
 
-def answer(tokens, text="abc", reason="length"):
-    return Answer([tokens], [text], [reason])
+def answer(tokens, text="abc", reason="length", logprobs=()):
+    return Answer([tokens], [text], [reason], list(logprobs))
 
 
 @pytest.mark.parametrize(
@@ -55,6 +55,35 @@ def test_greedy_answers_are_compared_token_by_token(got, how):
 
 
 @pytest.mark.parametrize(
+    ("logprobs", "how"),
+    [
+        ([[-0.1], [-0.7], [-0.2]], "same"),
+        ([[-0.1009], [-0.7], [-0.1991]], "same"),
+        ([[-0.1, -3.0, -4.0], [-0.7, -0.7, -5.0], [-0.2, -2.0, -6.0]], "same"),
+        ([[-0.102], [-0.7], [-0.2]], "differs"),
+        ([[-0.1], [-0.7], [-0.198]], "differs"),
+        ([[-0.1, -3.0], [-0.7, -0.71], [-0.2, -2.0]], "differs"),
+        ([[-0.1], [-0.7], [-9999.0]], "differs"),
+    ],
+)
+def test_logprobs_of_greedy_answers_are_plain_decodings(logprobs, how):
+    """As many as were asked for of either; plain decoding is asked for two at least."""
+    assert compare(PLAIN, answer([5, 6, 7], logprobs=logprobs)) == how
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "how"),
+    [
+        ([[-0.1], [-0.70002], [-7.0]], "rounding"),
+        ([[-0.1], [-0.702], [-0.2]], "differs"),
+        ([[-0.102], [-0.7], [-0.2]], "differs"),
+    ],
+)
+def test_logprobs_count_as_far_as_their_context_is_the_same(logprobs, how):
+    assert compare(PLAIN, answer([5, 9, 7], text="a", logprobs=logprobs)) == how
+
+
+@pytest.mark.parametrize(
     ("options", "got", "complete"),
     [
         ({}, answer([5, 6, 7]), True),
@@ -65,6 +94,7 @@ def test_greedy_answers_are_compared_token_by_token(got, how):
         ({}, answer([], reason="stop"), False),
         ({"logprobs": 1}, answer([5, 6, 7]), False),
         ({"logprobs": 1}, Answer([[5, 6, 7]], ["abc"], ["length"], [[-1.0]] * 3), True),
+        ({"logprobs": 2}, Answer([[5, 6, 7]], ["abc"], ["length"], [[-1.0, -2.0]] * 2 + [[-1.0]]), False),
         ({"n": 2}, Answer([[5, 6, 7], [5]], ["abc", "a"], ["length", "stop"]), True),
         ({"n": 2}, Answer([[5, 6, 7], []], ["abc", ""], ["length", None]), False),
     ],
