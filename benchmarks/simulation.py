@@ -8,7 +8,7 @@ the server's front end takes (of single requests, what their first token takes b
 and nothing else that was measured on the server. Machines change their speed: the engine is profiled again
 after every run, while the servers stand still, a run is simulated by the profiles beside it, and of several
 turns of each load the medians count. Prefix caching is off. On a CPU the server's worker has its cores for
-itself, as far as there are others for the rest.
+itself, as far as there are others for the rest. Errors beyond `--within` are named, with exit code 1.
 """
 
 import argparse
@@ -51,6 +51,7 @@ from vllm_magicdec.planner.simulation import Limits, Speculation, simulate
 from vllm_magicdec.planner.traces import Arrival, Lengths
 
 MAGICDEC = "magicdec"
+WITHIN = 0.15  # of what is served, the simulation is to be
 FRONTEND_REQUESTS = 20  # one after the other, for its time
 TIMEOUT_S = 60  # of one
 ENGINE_SECONDS = ("vllm:request_queue_time_seconds_sum", "vllm:request_prefill_time_seconds_sum")
@@ -214,7 +215,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "simulation",
         environment=vllm_environment(),
         model=Path(args.model).name,
-        settings=settings_of(args, "model", "model_path"),
+        settings=settings_of(args, "model", "model_path", "within"),
     )
     limits = limits_of(args.seqs, args.context, args.tokens, args.batched_tokens)
     options = [
@@ -297,20 +298,48 @@ def limits_of(seqs: int, context: int, tokens: int, batched_tokens: int) -> Limi
     return Limits(seqs * (context + tokens + 2 * PAGE), seqs, batched_tokens, PAGE)
 
 
-def table_of(record: dict[str, Any]) -> Table:
-    """Served and simulated, the medians of the turns, and the error of the one to the other, by load."""
-    names = [name if "/s" in name else f"{name}, median ms" for name in COMPARED]
-    table = make_table("served, simulated, error", names, names=["method", "requests/s"])
+def medians(record: dict[str, Any]) -> dict[tuple[str, float], dict[str, tuple[float, float]]]:
+    """Served and simulated, the medians of the turns, by load (method and rate) and quantity."""
     loads: dict[tuple[str, float], list[dict[str, Any]]] = {}
     for run in record["runs"]:
         loads.setdefault((run["method"], run["rate"]), []).append(run["compared"])
-    for (method, rate), turns in loads.items():
+
+    def median(turns: list[dict[str, Any]], name: str, whose: str) -> float:
+        return statistics.median(turn[name][whose] for turn in turns)
+
+    return {
+        load: {name: (median(turns, name, "served"), median(turns, name, "simulated")) for name in COMPARED}
+        for load, turns in loads.items()
+    }
+
+
+def cells_beyond(record: dict[str, Any], share: float = WITHIN) -> dict[tuple[str, float, str], float]:
+    """The errors of the table's cells that are larger than that share of what was served.
+
+    By method, rate and quantity.
+    """
+    return {
+        (*load, name): simulated / served - 1
+        for load, cells in medians(record).items()
+        for name, (served, simulated) in cells.items()
+        if abs(simulated / served - 1) > share
+    }
+
+
+def table_of(record: dict[str, Any], share: float = WITHIN) -> Table:
+    """Served and simulated, the medians of the turns, and the error of the one to the other, by load.
+
+    Cells whose error is beyond that share are marked.
+    """
+    names = [name if "/s" in name else f"{name}, median ms" for name in COMPARED]
+    title = f"served, simulated, error (!: beyond {share:.0%})"
+    table = make_table(title, names, names=["method", "requests/s"])
+    beyond = cells_beyond(record, share)
+    for (method, rate), of_load in medians(record).items():
         cells = []
-        for name in COMPARED:
-            served, simulated = (
-                statistics.median(turn[name][whose] for turn in turns) for whose in ("served", "simulated")
-            )
-            cells.append(f"{served:.1f} {simulated:.1f} {simulated / served - 1:+.0%}")
+        for name, (served, simulated) in of_load.items():
+            mark = "!" if (method, rate, name) in beyond else ""
+            cells.append(f"{served:.1f} {simulated:.1f} {simulated / served - 1:+.0%}{mark}")
         table.add_row(method, f"{rate:g}", *cells)
     return table
 
@@ -329,12 +358,24 @@ def main() -> None:
     parser.add_argument("--shares", type=float, nargs=3, default=[0.25, 0.5, 0.75], help="of the capacity")
     parser.add_argument("--seconds", type=float, default=30, help="that requests come, at each load")
     parser.add_argument("--turns", type=int, default=3, help="of every load and method")
+    parser.add_argument(
+        "--within",
+        type=float,
+        default=WITHIN,
+        help="of what is served, the largest share that an error may be; beyond it the exit code is 1",
+    )
     args = parser.parse_args()
     set_environment(kv_cache_gib=2)
     with model_folder(args.model) as args.model_path, TemporaryDirectory() as folder:
         record = measure(args, Path(folder))
-    console.print(table_of(record))
     write(record, args.out)
+    console.print(table_of(record, args.within))
+    if beyond := cells_beyond(record, args.within):
+        cells = (
+            f"{name} of {method} at {rate:g} ({error:+.0%})"
+            for (method, rate, name), error in beyond.items()
+        )
+        sys.exit(f"error: simulated with more than {args.within:.0%} of error: {', '.join(cells)}")
 
 
 if __name__ == "__main__":

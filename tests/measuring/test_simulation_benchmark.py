@@ -153,9 +153,50 @@ def test_of_several_turns_the_medians_count():
     runs = [run(2.5, 10.0, 11.0), run(5.0, 1.0, 1.0), run(2.5, 20.0, 30.0), run(2.5, 40.0, 40.0)]
     rows = tables.markdown(simulation.table_of({"runs": runs})).splitlines()
     assert rows[-2:] == [
-        "| plain | 2.5 |" + " 20.0 30.0 +50% |" * 4,
+        "| plain | 2.5 |" + " 20.0 30.0 +50%! |" * 4,
         "| plain | 5 |" + " 1.0 1.0 +0% |" * 4,
     ]
+
+
+def record_of(*errors):
+    """Of magicdec at 2.5 requests per second: a turn with each error of TTFT; the rest is right."""
+    right = {name: {"served": 100.0, "simulated": 100.0} for name in simulation.COMPARED}
+    turns = [right | {"TTFT": {"served": 100.0, "simulated": 100.0 * (1 + error)}} for error in errors]
+    return {"runs": [{"method": "magicdec", "rate": 2.5, "compared": turn} for turn in turns]}
+
+
+@pytest.mark.parametrize(
+    ("errors", "share", "is_beyond"),
+    [
+        ([0.14], 0.15, False),
+        ([-0.14], 0.15, False),
+        ([0.16], 0.15, True),
+        ([-0.16], 0.15, True),
+        ([-0.16], 0.2, False),
+        ([9.0, 0.14, 0.1], 0.15, False),
+        ([-0.2, -0.2, 0.0], 0.15, True),
+    ],
+)
+def test_errors_that_are_too_large_are_found_and_marked(errors, share, is_beyond):
+    record = record_of(*errors)
+    beyond = simulation.cells_beyond(record, share)
+    assert list(beyond) == ([("magicdec", 2.5, "TTFT")] if is_beyond else [])
+    assert tables.markdown(simulation.table_of(record, share)).count("%!") == is_beyond
+
+
+@pytest.mark.parametrize("within", [0.15, 0.3])
+def test_the_record_is_written_before_its_errors_are_judged(within, tmp_path, monkeypatch):
+    out = tmp_path / "simulation.json"
+    monkeypatch.setattr(sys, "argv", ["simulation.py", "--out", str(out), "--within", str(within)])
+    monkeypatch.setattr(simulation, "set_environment", lambda **_: None)
+    monkeypatch.setattr(simulation, "model_folder", lambda name: contextlib.nullcontext(name))
+    monkeypatch.setattr(simulation, "measure", lambda *_: record_of(-0.2))
+    if within < 0.2:
+        with pytest.raises(SystemExit, match=r"more than 15% of error: TTFT of magicdec at 2\.5 \(-20%\)$"):
+            simulation.main()
+    else:
+        simulation.main()
+    assert json.loads(out.read_text()) == record_of(-0.2)
 
 
 def test_every_load_has_its_turns_there_and_back(tmp_path, monkeypatch):
@@ -186,7 +227,8 @@ def test_every_load_has_its_turns_there_and_back(tmp_path, monkeypatch):
     written = []
     monkeypatch.setattr(simulation, "set_environment", lambda **_: None)
     monkeypatch.setattr(simulation, "model_folder", lambda name: contextlib.nullcontext(name))
-    monkeypatch.setattr(simulation, "table_of", lambda record: "")
+    monkeypatch.setattr(simulation, "table_of", lambda *_: "")
+    monkeypatch.setattr(simulation, "cells_beyond", lambda *_: {})
     monkeypatch.setattr(simulation, "write", lambda record, out: written.append(record))
     simulation.main()
     there = [(method, rate) for rate in (1.0, 2.0, 3.0) for method in ("plain", "magicdec")]
