@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from vllm_magicdec import faults
 from vllm_magicdec.adaptive.controller import Choice, Controller
 from vllm_magicdec.adaptive.lookup_controller import LookupController
 from vllm_magicdec.adaptive.step_times import Step, StepTimes, TimedStep
@@ -50,6 +51,32 @@ def test_nothing_is_wrapped_unless_a_fault_is_set(monkeypatch):
     assert controller.choose() == 1
     with pytest.raises(InjectedError):
         controller.choose()
+
+
+@pytest.mark.parametrize(
+    ("setting", "slept_s"),
+    [
+        ("slow", [19 * 0.25] * 2),
+        ("slow:first=1", [19 * 0.25]),
+        ("stuck:last=2", [0.05] * 3),
+        ("stuck:rank=1", []),
+        ("lookup", []),
+    ],
+)
+def test_passes_that_are_slow_or_stuck_wait(monkeypatch, setting, slept_s):
+    """In the time of the test; the first of two passes is stuck until the fault is over."""
+    now_s, slept = [100.0], []
+
+    def run(tokens, taken):
+        now_s[0] += 0.25
+        return "drawn", tokens
+
+    monkeypatch.setattr(faults.time, "perf_counter", lambda: now_s[0])
+    monkeypatch.setattr(faults.time, "sleep", slept.append)
+    run_faultily = faults._faulty_pass(run, SimpleNamespace(), Fault(setting, rank=0))
+    for tokens in (5, 6):
+        assert run_faultily(tokens, SimpleNamespace(index=0)) == ("drawn", tokens)
+    assert slept == pytest.approx(slept_s)
 
 
 @pytest.mark.parametrize(
