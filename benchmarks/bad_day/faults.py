@@ -33,6 +33,14 @@ COUNTED = {
     "datastore": "failures:lookup",
     "controller": "failures:controller",
 }
+# What counts their pauses, which three failures in a row make: in runs of `SHORT_MINUTES` and more.
+PAUSED = {
+    "batch": "draft_pauses",
+    "selection": "draft_pauses",
+    "third_step": "draft_pauses",
+    "lookup": "lookup_pauses",
+    "datastore": "lookup_pauses",
+}
 _LAST_OF_ALL = "controller"  # decoding is plain from then on
 SHORT_MINUTES = 20  # a run of fewer
 FIRST_SHARE = 0.2  # of a run, after which the first one comes

@@ -10,7 +10,7 @@ from typing import Any
 
 from .asking import Answer, Outcome, compare, why_incomplete
 from .bad_input import Rejection
-from .faults import COUNTED, FAULTS, FIRST_SHARE, SHORT_MINUTES, Window
+from .faults import COUNTED, FAULTS, FIRST_SHARE, PAUSED, SHORT_MINUTES, Window
 from .requests import Request
 from .watching import GAUGES_OF_PASSES, Sample
 
@@ -176,6 +176,8 @@ def checks_of_traffic(record: Mapping[str, Any], instruction_sets: str) -> list[
         for window in windows
         if (counter := COUNTED.get(window["name"])) and not window["failures"].get(counter, 0)
     ]
+    pausing = [window for window in windows if window["name"] in PAUSED]
+    tireless = [one["name"] for one in pausing if not one["failures"].get(PAUSED[one["name"]], 0)]
     silent = [window["name"] for window in windows if not window["happened"]]
     # One whose library is not installed, and in older records those that have come since.
     untried = [name for name in FAULTS if name not in {window["name"] for window in windows}]
@@ -202,6 +204,12 @@ def checks_of_traffic(record: Mapping[str, Any], instruction_sets: str) -> list[
             None if all_happened and untried else all_happened,
         ),
         Check("faults that were not counted by name", "none", _names(uncounted), not uncounted),
+        Check(
+            "faults without a pause of drafting or lookups",
+            "none",
+            _names(tireless),
+            not tireless if pausing and record["minutes"] >= SHORT_MINUTES else None,
+        ),
         Check(
             "drafts of auto's own passes that stood, before and after the faults",
             "some each",

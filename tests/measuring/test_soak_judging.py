@@ -223,7 +223,7 @@ GOOD_TRAFFIC = {
         {
             "name": name,
             "happened": True,
-            "failures": {faults.COUNTED[name]: 3} if name in faults.COUNTED else {},
+            "failures": {of[name]: 3 for of in (faults.COUNTED, faults.PAUSED) if name in of},
         }
         for name in faults.FAULTS
     ],
@@ -251,7 +251,12 @@ BROKEN = [
     ("answers lost during faults", ("latencies", 1, "lost"), 1),
     ("faults that never happened", ("faults", 0, "happened"), False),
     ("faults that never happened", ("faults",), []),
-    ("faults that were not counted by name", ("faults", 0, "failures"), {"failures:selection": 3}),
+    (
+        "faults that were not counted by name",
+        ("faults", 0, "failures"),
+        {"failures:selection": 3, "draft_pauses": 1},
+    ),
+    ("faults without a pause of drafting or lookups", ("faults", 0, "failures"), {"failures:batch": 5}),
     (
         "drafts of auto's own passes that stood, before and after the faults",
         ("own_passes", "after", "stood"),
@@ -318,6 +323,18 @@ def test_every_bound_of_a_kill_can_be_broken(name, field, value):
     assert found.endswith(name)
 
 
+@pytest.mark.parametrize("name", faults.PAUSED)
+def test_a_fault_that_makes_nothing_pause_is_named(name):
+    record = copy.deepcopy(GOOD_TRAFFIC)
+    (window,) = (window for window in record["faults"] if window["name"] == name)
+    # The other's pauses are not its own.
+    window["failures"] = {faults.COUNTED[name]: 5, "draft_pauses": 1, "lookup_pauses": 1}
+    assert broken(traffic=record) == []
+    window["failures"][faults.PAUSED[name]] = 0
+    (check,) = (check for check in judging.checks_of(record_of(traffic=record)) if check.holds is False)
+    assert (check.name, check.value) == ("faults without a pause of drafting or lookups", name)
+
+
 def short(sent, preemptions):
     """A record of four minutes."""
     few = {
@@ -328,6 +345,7 @@ def short(sent, preemptions):
 
 
 NOT_IN_MINUTES = {
+    "faults without a pause of drafting or lookups",
     "drafts of auto's own passes that stood, before and after the faults",
     "growth of memory per 1,000 requests",
     "requests",
