@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Input that no server can answer, by raw sockets: each gets a 4xx or is closed."""
+"""Input that no server can answer, by raw sockets: each gets a 4xx; what is no request may be closed."""
 
 import asyncio
 import json
@@ -30,7 +30,7 @@ class Rejection:
 
     @property
     def is_proper(self) -> bool:
-        return self.answer == CLOSED or self.answer.startswith("4")
+        return self.answer.startswith("4") or (self.answer == CLOSED and self.kind in MAY_CLOSE)
 
 
 def _body(**fields: Any) -> bytes:
@@ -63,8 +63,10 @@ BODIES: Mapping[str, Callable[[], bytes]] = {
     "10 MB of nothing": lambda: b"\x00" * (_MEGABYTES * 10**6),
 }
 _NO_BODY = "body that never comes"
+_NOT_HTTP = "not HTTP"
 _GOOD = "health"  # what others ask meanwhile
-KINDS = (*BODIES, "not HTTP", "unknown path", "wrong method", _NO_BODY, "slow sender")
+KINDS = (*BODIES, _NOT_HTTP, "unknown path", "wrong method", _NO_BODY, "slow sender")
+MAY_CLOSE = (_NO_BODY, _NOT_HTTP)  # instead of an answer: there is no whole request
 
 
 async def send_bad(url: str, kind: str) -> Rejection:
@@ -112,7 +114,7 @@ async def _give_up(url: str, reader: asyncio.StreamReader, writer: asyncio.Strea
 
 async def _parts(kind: str) -> AsyncIterator[bytes]:
     """What is sent, piece by piece."""
-    if kind == "not HTTP":
+    if kind == _NOT_HTTP:
         yield b"\x16\x03\x01\xff\xfe\x00 hello\r\n\r\n"
     elif kind == "unknown path":
         yield b"GET /v1/secrets HTTP/1.1\r\nHost: here\r\n\r\n"

@@ -5,6 +5,7 @@ import asyncio
 import copy
 import errno
 import itertools
+import json
 import os
 import shutil
 import signal
@@ -31,6 +32,7 @@ from transformers import AutoTokenizer
 
 from vllm_magicdec.faults import Fault
 
+RESULTS = engines.HERE.parent / "benchmarks" / "results"
 PLAIN = Answer([[5, 6, 7]], ["abc"], ["length"], [[-0.1, -3.0], [-0.7, -0.70005], [-0.2, -2.0]])
 
 
@@ -424,18 +426,25 @@ def test_an_hour_asks_as_many_requests_of_fast_machines_alone():
 
 @pytest.mark.parametrize(
     ("answered", "proper"),
-    [
-        ("400", True),
-        ("413", True),
-        (CLOSED, True),
-        ("500", False),
-        ("200", False),
-        ("nothing in 9 s", False),
-    ],
+    [("400", True), ("413", True), ("500", False), ("200", False), ("nothing in 9 s", False)],
 )
-def test_bad_input_gets_4xx_or_is_closed(answered, proper):
+def test_bad_input_gets_4xx(answered, proper):
     judged = judging.judge_bad_input([Rejection("broken JSON", answered, 0.1)])
     assert (judged["improper"] == []) == proper
+
+
+def test_only_what_is_no_request_may_be_closed():
+    """A server that closes every connection answers nobody."""
+    judged = judging.judge_bad_input([Rejection(kind, CLOSED, 0.1) for kind in KINDS])
+    may_close = {"body that never comes", "not HTTP"}
+    assert set(judged["improper"]) == {f"{kind}: {CLOSED}" for kind in KINDS if kind not in may_close}
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*/soak.json")), ids=lambda path: path.parent.name)
+def test_what_committed_servers_answered_is_proper(path):
+    record = json.loads(path.read_text())["traffic"]["bad_input"]
+    for kind, answers in record["answers"].items():
+        assert all(Rejection(kind, answered, 0.1).is_proper for answered in answers), kind
 
 
 @pytest.mark.parametrize(
