@@ -12,6 +12,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import time
 from pathlib import Path
 
@@ -35,6 +36,7 @@ from vllm_magicdec.plugin import register
 register()
 
 TIME_LIMIT_S = 5.0
+MOST_WAIT_S = 120.0  # on the clock
 LONGEST_SENTENCE = 900  # characters
 PRIVATE = ("adaptive", "adaptive_budget", "budgets", "lengths")
 DRAFT = "/folder/of/a/draft"  # until a case is tried
@@ -53,15 +55,34 @@ def known_models(model_dir, draft) -> None:  # noqa: F811
     configure(model_dir, {"method": MODEL_METHOD, "model": draft})
 
 
+class WaitedTooLong(BaseException):
+    """No `Exception`: the code that is tried might handle it, and hypothesis would try the case again."""
+
+
+def give_up(*_) -> None:
+    raise WaitedTooLong
+
+
 @contextlib.contextmanager
 def within_the_limit():
-    """The thread's own time counts, as a machine may stall.
-
-    Who waits, as for a pipe, hangs the test instead, which the limit of the whole job shows.
-    """
+    """The thread's own time counts, as a machine may stall. Who waits for long, as for a pipe, is ended."""
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, MOST_WAIT_S)
     began_s = time.thread_time()
-    yield
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
     assert time.thread_time() - began_s < TIME_LIMIT_S
+
+
+def test_who_waits_for_good_is_ended(tmp_path, monkeypatch):
+    monkeypatch.setitem(globals(), "MOST_WAIT_S", 0.1)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(WaitedTooLong), within_the_limit():
+        pipe.read_text()
 
 
 def cases(number: int):
@@ -377,23 +398,29 @@ def test_a_field_given_twice(model_dir):  # noqa: F811
             configure(model_dir, fields, **engine)
 
 
-def is_read_by_vllm(text: str) -> bool:
-    """vLLM's own parser looks for a value behind `-0.5`, and raises where there is none."""
-    return "\0" not in text and not (text.startswith("-") and "." in text)
-
-
 as_text = st.one_of(
     st.sampled_from([*WORDS, *PATHS]),
     scalars.map(lambda value: text_of(value)),
     st.text(max_size=10),
-).filter(is_read_by_vllm)
+).filter(lambda text: "\0" not in text)  # which no command line can have
+
+
+def typed(option: str, text: str) -> list[str]:
+    """Words of a command line.
+
+    Behind an option without a field vLLM's own parser takes `-0.5` for another one with a field, and what
+    comes next for its value: so such text is typed as one word.
+    """
+    if "." not in option and text.startswith("-") and "." in text:
+        return [f"{option}={text}"]
+    return [option, text]
+
+
 option = st.one_of(
     st.tuples(st.sampled_from(["--num-speculative-tokens", "--spec-tokens"]), as_text),
-    plausible_field.map(lambda field: (f"--speculative-config.{field[0]}", text_of(field[1]))).filter(
-        lambda pair: is_read_by_vllm(pair[1])
-    ),
+    plausible_field.map(lambda field: (f"--speculative-config.{field[0]}", text_of(field[1]))),
     st.tuples(misspelt().map("--speculative-config.{}".format), as_text),
-)
+).map(lambda pair: typed(*pair))
 commands = st.one_of(
     st.tuples(
         st.sampled_from(
@@ -402,7 +429,7 @@ commands = st.one_of(
                 ["--spec-method", MODEL_METHOD, "--speculative-model", DRAFT],
             ]
         ),
-        st.lists(option, max_size=3).map(lambda options: [word for pair in options for word in pair]),
+        st.lists(option, max_size=3).map(lambda options: [word for words in options for word in words]),
     ).map(lambda parts: parts[0] + parts[1]),
     objects.map(lambda fields: ["--speculative-config", text_of(fields)]),
     # Damaged, but the method is still named.
@@ -437,8 +464,8 @@ def fields_typed(arguments) -> set[str]:
 def assert_names_the_option(line: str, arguments) -> None:
     """What argparse says at last."""
     found = re.search(r"error: argument (\S+): (.+)", line)
-    typed = {word.partition(".")[0] for word in arguments if word.startswith("--")}
-    assert found and typed & set(found[1].split("/")), line
+    names = {re.split("[.=]", word)[0] for word in arguments if word.startswith("--")}
+    assert found and names & set(found[1].split("/")), line
     if "--speculative-config" in found[1] and "no JSON" not in line:
         assert any(is_named(name, found[2]) for name in fields_typed(arguments)), line
 
@@ -449,6 +476,8 @@ def assert_names_the_option(line: str, arguments) -> None:
 @example(["--speculative-config", f'{{"method": "{METHOD}", "draft_kv_sink": {"9" * 5000}}}'])
 @example(["--speculative-config", f'{{"method": "{METHOD}", "": 1}}'])
 @example(["--spec-method", MODEL_METHOD, "--speculative-model", DRAFT, "--speculative-config.", "1"])
+@example(["--speculative-model", METHOD, "--num-speculative-tokens=-0.5"])
+@example(["--speculative-model", METHOD, "--speculative-config.draft_kv_budget", "-0.5"])
 def test_command_lines(parser, model_dir, draft, arguments):  # noqa: F811
     """As `vllm serve` reads them."""
     arguments = [word.replace(DRAFT, draft) for word in arguments]
@@ -468,8 +497,7 @@ def test_command_lines(parser, model_dir, draft, arguments):  # noqa: F811
     if not {METHOD, MODEL_METHOD}.intersection(map(str, methods)):
         return  # vLLM's own affair
     suspects = set(fields) | ({"num_speculative_tokens"} if args.spec_tokens is not None else set())
-    if "--speculative-config" not in arguments:  # which may be damaged there
-        suspects -= {"method", "model"}
+    suspects -= {"method", "model"} - fields_typed(arguments)
     try:
         EngineArgs.from_cli_args(args).create_engine_config()
     except MagicDecConfigError as error:
