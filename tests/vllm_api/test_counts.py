@@ -191,6 +191,43 @@ def test_an_encoder_cache_connectors_statistics_stay_its_own(front_end):
     assert shown("draft_failures_total", 1) == 1
 
 
+def test_where_ray_takes_vllms_metrics_it_takes_the_plugins(config, monkeypatch):
+    """As its replicas do with `log_engine_metrics`; Ray itself is left out here."""
+    metrics = pytest.importorskip("ray.util.metrics", reason="Ray is not installed")
+    from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
+
+    recorded = []
+
+    def record(metric, value=1.0, tags=None):
+        assert tags.keys() == set(metric.info["tag_keys"]), "Ray refuses others"
+        recorded.append((metric.info["name"], tags, value))
+
+    monkeypatch.setattr(metrics.Counter, "inc", record)
+    monkeypatch.setattr(metrics.Gauge, "set", record)
+    front_end = StatLoggerManager(
+        config,
+        engine_idxs=[0, 1],
+        custom_stat_loggers=[RayPrometheusStatLogger],
+        enable_default_loggers=False,
+    )
+    before = shown("draft_failures_total", 1)
+    counts = Counts()
+    DraftFailures(counts).count("selection")
+    counts.add("lookup_tokens", 5)
+    counts.set("num_speculative_tokens", 3)
+    stats = through_the_core(SimpleNamespace(), send(counts, step_output()), SchedulerStats())
+    front_end.record(stats, None, engine_idx=1)
+    tags = {"model_name": config.model_config.served_model_name, "engine": "1", "ReplicaId": ""}
+    assert [one for one in recorded if one[0].startswith("vllm_magicdec_")] == [
+        ("vllm_magicdec_failures", {**tags, "what": "selection"}, 1),
+        ("vllm_magicdec_draft_failures", tags, 1),
+        ("vllm_magicdec_lookup_tokens", tags, 5),
+        ("vllm_magicdec_num_speculative_tokens", tags, 3),
+    ]
+    assert "vllm_num_requests_running" in [name for name, _, _ in recorded], "beside vLLM's own"
+    assert shown("draft_failures_total", 1) == before, "and Prometheus does not count them too"
+
+
 @pytest.fixture(scope="module")
 def ray():
     if find_spec("ray") is None:
