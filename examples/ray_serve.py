@@ -62,7 +62,7 @@ def application(args: argparse.Namespace) -> Any:
     return build_openai_app({"llm_configs": [config], "ingress_deployment_config": {"num_replicas": 1}})
 
 
-def main() -> None:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--name", help="of the model in requests (default: the last part of --model)")
     parser.add_argument("--host", default="127.0.0.1")
@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--max-replicas", type=ray_cluster.positive, default=1)
     parser.add_argument(
         "--target-requests",
-        type=int,
+        type=ray_cluster.positive,
         default=TARGET_REQUESTS,
         help=f"requests per replica above which another one starts (default {TARGET_REQUESTS})",
     )
@@ -82,10 +82,17 @@ def main() -> None:
         "--downscale-delay", type=float, default=600.0, help="and before one ends again (default 600)"
     )
     ray_cluster.add_options(parser)
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    args = make_parser().parse_args()
     if not 0 <= args.min_replicas <= args.max_replicas:
         sys.exit("error: --min-replicas is from 0 to --max-replicas")
     ray_cluster.connect(args.address, args.max_replicas, args.cpus)
+    # Jobs need not wait until the server is ready.
+    joined = ray_cluster.address_to_join()
+    print(f"Ray at {joined}; replicas start ...", flush=True)
     from ray import serve
 
     serve.start(http_options={"host": args.host, "port": args.port})
@@ -93,7 +100,6 @@ def main() -> None:
         serve.run(application(args), name="magicdec", route_prefix="/")
     except RuntimeError as error:
         sys.exit(f"error: {error}")
-    joined = ray_cluster.address_to_join()
     print(f"ready: http://{args.host}:{args.port}/v1, Ray at {joined} (Ctrl-C ends it)", flush=True)
     ended = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
