@@ -20,6 +20,7 @@ import decode
 import kernel_share
 import kv_tokens
 import lookups
+import native_attention
 import plain_steps
 import roofline
 import simulation
@@ -45,6 +46,7 @@ _TABLE_OF = {
     "kernel_share": lambda records: kernel_share.table_of(*records),
     "kv_tokens": lambda records: kv_tokens.table_of(*records),
     "lookups": lookups.table_of,
+    "native_attention": lambda records: native_attention.page_table_of(*records),
     "plain_steps": lambda records: plain_steps.table_of(*records),
     "roofline": lambda records: roofline.table_of(*records),
     "simulation": lambda records: simulation.table_of(*records),

@@ -29,7 +29,9 @@ from vllm_magicdec.native.library import VARIANTS, load, runs_here
 PAGE = 32  # tokens
 SHAPES = {"kv-heavy": (8, 8, 64), "llama-3.1-8b": (32, 8, 128)}  # heads, KV heads, head size
 CELLS = ((1, 1024), (32, 1024), (8, 4096), (1, 16384), (8, 16384), (1, 65536))
-QUERY_LENS = (1, 2, 4, 8, 9, 16)
+QUERY_LENS = (1, 2, 4, 5, 8, 9, 16)
+# Of these the table of a page.
+PAGE_CELLS, PAGE_QUERY_LENS = ((32, 1024), (8, 16384), (1, 65536)), (1, 4, 5, 9, 16)
 # By vLLM's names.
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 FP8_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
@@ -205,6 +207,41 @@ def table_of(record: Mapping[str, Any]) -> Table:
                 f"{row['cache_bytes'] / ms / 1e6 / machine['copy_gb_per_s']:.0%}",
                 f"{row['flop'] / ms / 1e6 / peak_gflops(record, name):.0%}",
             )
+    return table
+
+
+def page_table_of(record: Mapping[str, Any]) -> Table:
+    """A line for each cell that is larger than the caches, in ms; shares are of the best variant.
+
+    Where that reads the layout for AMX, the others do not, and have no column.
+    """
+    machine, rows = record["machine"], record["rows"]
+    names = [name for name in rows[0]["ms"] if name != "vllm"]
+    best = names[0]
+    shown = names[:1] if best == "amx" else names
+    of_names = {variant.name: variant.description for variant in VARIANTS}
+    shares = ("of its q = 1", "of the copy bandwidth", "of matrices")
+    columns = ("query tokens", "vLLM", *(of_names[name] for name in shown), "faster by", *shares)
+    table = make_table("Attention of one layer", columns, names=["heads", "batch x context"])
+    for row in rows:
+        cell = row["batch"], row["context"]
+        if cell not in PAGE_CELLS or row["query_len"] not in PAGE_QUERY_LENS:
+            continue
+        num_heads, num_kv_heads, head_size = SHAPES[row["shape"]]
+        of_cell = (
+            r["ms"][best] for r in rows if r["shape"] == row["shape"] and (r["batch"], r["context"]) == cell
+        )
+        ms = row["ms"]
+        table.add_row(
+            f"{num_heads}/{num_kv_heads} of {head_size}",
+            f"{row['batch']} x {row['context']:,}",
+            str(row["query_len"]),
+            *(f"{ms[name]:.1f}" for name in ("vllm", *shown)),
+            f"{ms['vllm'] / ms[best]:.1f}",
+            f"{ms[best] / next(of_cell):.2f}",
+            f"{row['cache_bytes'] / ms[best] / 1e6 / machine['copy_gb_per_s']:.0%}",
+            f"{row['flop'] / ms[best] / 1e6 / peak_gflops(record, best):.0%}".replace("%", " %"),
+        )
     return table
 
 
