@@ -21,7 +21,7 @@ CPUINFO = Path("/proc/cpuinfo").read_text()
 # On x86 without AVX-512 engines are several times slower, and of an engine test's many cases some run.
 IS_SLOW = platform.machine() == "x86_64" and " avx512f" not in CPUINFO
 RUNS_SOME_CASES = IS_SLOW and os.environ.get("MAGICDEC_TEST_CASES") != "all"
-MANY, SHARE = 3, 3  # of so many or more, one in `SHARE`
+MANY, SHARE = 3, 4  # of so many or more, one in `SHARE`
 
 
 def pytest_report_header() -> str:
