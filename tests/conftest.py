@@ -47,7 +47,7 @@ def pytest_unconfigure() -> None:
 def leave_cases_out(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of each engine test with `MANY` cases or more keep one in `SHARE`.
 
-    Which ones a hash of their names decides: every third would be of one kind where three kinds take turns.
+    Which ones a hash of their names decides: every fourth would be of one kind where four kinds take turns.
     """
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
