@@ -33,6 +33,10 @@ class BuildLibraries(build_ext):
     Optional: without a compiler the plugin installs, and vLLM's own attention runs.
     """
 
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.parallel = self.parallel or os.cpu_count()  # each is a compiler's run of a minute
+
     def get_ext_filename(self, fullname: str) -> str:
         return str(Path(*fullname.split("."))) + ".so"
 

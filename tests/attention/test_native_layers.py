@@ -19,7 +19,7 @@ from vllm_magicdec.native.library import VARIANTS, best_variant, load
 from vllm_magicdec.policies.observing import observe_request
 
 pytestmark = pytest.mark.skipif(best_variant() is None, reason="needs the compiled kernel")
-PAGE, HEADS, KV_HEADS, HEAD_SIZE, CONTEXT = 32, 4, 2, 64, 90
+PAGE, HEADS, KV_HEADS, HEAD_SIZE, CONTEXT = 32, 6, 2, 64, 90
 # By vLLM's names.
 DTYPES = {
     "auto": torch.float32,
@@ -161,7 +161,7 @@ def test_policies_are_given_the_kernels_weights(name):
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 GROUPS = {"kv-heavy": 1, "llama-3.1-8b": 4}  # query heads of a KV head
-CALL_MS = 0.021  # what the call from Python takes, of small cells
+FEW_MS = 0.1  # what a layer's step may lose by running vLLM's
 
 
 @pytest.mark.parametrize(
@@ -177,9 +177,18 @@ def test_the_faster_of_two_kernels_runs_as_they_were_measured(path):
         num_rows = GROUPS[row["shape"]] * row["query_len"]
         own, vllm = row["ms"][best], row["ms"]["vllm"]
         if is_faster("amx" if best == "amx" else "vec", num_rows, lens, is_fp8=is_fp8):
-            assert own <= 1.02 * vllm + CALL_MS, row
+            assert own <= 1.02 * vllm, row
         else:
-            assert own > 0.95 * vllm, row
+            assert own > min(0.95 * vllm, vllm - FEW_MS), row
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "lens", "is_own"),
+    [(2, [1_024], False), (3, [1_024], True), (2, [500, 525], True), (1, [500, 524], False)],
+)
+def test_vllms_kernel_reads_for_few_rows_over_few_tokens(num_rows, lens, is_own):
+    lens = torch.tensor(lens, dtype=torch.int32)
+    assert is_faster("vec", num_rows, lens, is_fp8=False) == is_own
 
 
 @pytest.mark.parametrize(("tokens", "is_own"), [(32_000, False), (33_000, True)])

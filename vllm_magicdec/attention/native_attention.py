@@ -31,9 +31,11 @@ from vllm_magicdec.native.library import (
 
 logger = init_logger(f"vllm.{__name__}")
 
-# Over fp8 caches in the layout `amx` vLLM's own kernel is faster below both of these: rows (query tokens
-# times heads of a KV head) and tokens of all requests. Numbers are widened exactly here, at a price. From
-# one core of one processor: benchmarks/results/genuineintel-*/native-attention-fp8.json.
+# Up to both of these a call from Python takes as long as it saves (8/8 heads, one request, 1 or 2 tokens), by
+# benchmarks/results/*/native-attention*.json: rows are query tokens times heads of a KV head, tokens all requests'.
+_FEW_ROWS, _FEW_TOKENS = 2, 1_024
+# Over fp8 caches in the layout `amx` vLLM's own kernel is faster below both of these. Numbers are widened
+# exactly here, at a price. From one core of one processor: benchmarks/results/genuineintel-*/native-attention-fp8.json.
 _AMX_FP8_ROWS, _AMX_FP8_TOKENS = 16, 32_768
 
 
@@ -251,7 +253,9 @@ class NativeAttention:
 
 
 def is_faster(layout: str, num_rows: int, lens: torch.Tensor, *, is_fp8: bool) -> bool:
-    """Whether the kernel takes less time over pages than vLLM's own; but for fp8 with AMX it always does.
+    """Whether the kernel takes less time over pages than vLLM's own.
+
+    It does but for very little work, and for some more of it over fp8 caches with AMX.
 
     Args:
         layout: of the KV cache, as vLLM's `layer.isa` names it.
@@ -259,6 +263,8 @@ def is_faster(layout: str, num_rows: int, lens: torch.Tensor, *, is_fp8: bool) -
         lens: [num_reqs] int32, tokens of each request's context, on the host.
         is_fp8: what the cache holds.
     """
+    if num_rows <= _FEW_ROWS and int(lens.sum()) <= _FEW_TOKENS:
+        return False
     if layout != "amx" or not is_fp8 or num_rows >= _AMX_FP8_ROWS:
         return True
     return int(lens.sum()) >= _AMX_FP8_TOKENS
