@@ -11,7 +11,7 @@ RUN := PATH="$(CURDIR)/$(VENV):$$PATH" $(VENV)/python
 # Its theme announces its own end of life at every build. With --quiet it would not be strict.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV)/mkdocs build --strict
 # Two workers that compute with two threads each would wait for one another on two cores.
-PYTEST := OMP_NUM_THREADS=1 MAGICDEC_TEST_KERNELS="$(KERNELS)" MAGICDEC_TEST_CASES="$(CASES)" $(RUN) -m pytest -n 2 --dist loadgroup --durations 10
+PYTEST := OMP_NUM_THREADS=1 MAGICDEC_TEST_KERNELS="$(KERNELS)" MAGICDEC_TEST_CASES="$(CASES)" $(RUN) -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations 20
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo demo-ray test test-fast test-models lint docs docs-models test-gpu soak bench bench-decode results bench-gpu clean
@@ -44,7 +44,7 @@ docs: venv  ## the pages of docs/ as a site, in build/docs
 docs-models: venv  ## docs/models.md, from what the tests expect of every family of models
 	PYTHONPATH=tests $(RUN) tests/models/models_page.py
 
-test: lint  ## lint, then every test that this machine can run (KERNELS=avx2: as without AVX-512; CASES=all: where that is missing)
+test: lint  ## lint, then every test that this machine can run (KERNELS=avx2: as without AVX-512; CASES=all: however long it takes)
 	$(PYTEST) $(ARGS)
 
 test-fast: lint  ## lint, then every test that starts no engine

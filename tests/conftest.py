@@ -2,7 +2,8 @@
 """Fixtures that several modules share; engines are expensive, so plain decoding is done once."""
 
 import os
-import platform
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from zlib import crc32
 
@@ -18,10 +19,13 @@ if forced := kernel_libraries.forced():
     kernel_libraries.force(forced)
 
 CPUINFO = Path("/proc/cpuinfo").read_text()
-# On x86 without AVX-512 engines are several times slower, and of an engine test's many cases some run.
-IS_SLOW = platform.machine() == "x86_64" and " avx512f" not in CPUINFO
-RUNS_SOME_CASES = IS_SLOW and os.environ.get("MAGICDEC_TEST_CASES") != "all"
-MANY, SHARE = 3, 4  # of so many or more, one in `SHARE`
+# An engine takes 5 to 60 s to start, as the machine is, and CI ends after 90 minutes. So what is marked `late`
+# comes last, as do of an engine test's cases, where so many or more, all but one in `SHARE`; and what has not
+# begun after so long is skipped. Every day another part of it is first.
+MANY, SHARE = 3, 4
+MINUTES = 50
+RUNS_ALL = os.environ.get("MAGICDEC_TEST_CASES") == "all"
+IS_LATE = pytest.StashKey[bool]()
 
 
 def pytest_report_header() -> str:
@@ -35,44 +39,74 @@ def pytest_report_header() -> str:
         f"machine: {cpu.get('model name')}, {family}, {os.cpu_count()} cores, {' '.join(flags)}",
         f"vLLM's kernels: {kernels}",
     ]
-    if RUNS_SOME_CASES:
-        lines.append(f"of engine tests with {MANY} cases or more: one in {SHARE} (CASES=all: all)")
+    if not RUNS_ALL:
+        lines.append(f"late tests begin within {MINUTES} minutes, or are skipped (CASES=all: all of them run)")
     return "\n".join(lines)
+
+
+def pytest_configure() -> None:
+    # The workers of pytest-xdist start later, with these variables.
+    os.environ.setdefault("MAGICDEC_TEST_STARTED", str(time.time()))
 
 
 def pytest_unconfigure() -> None:
     engines.end_processes()
 
 
-def leave_cases_out(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of each engine test with `MANY` cases or more keep one in `SHARE`.
+def started() -> float:
+    """When the whole run began, by the clock; s."""
+    return float(os.environ["MAGICDEC_TEST_STARTED"])
+
+
+def note_late(items: list[pytest.Item]) -> None:
+    """What is marked so, and of each engine test with `MANY` cases or more all but one in `SHARE`.
 
     Which ones a hash of their names decides: every fourth would be of one kind where four kinds take turns.
     """
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.path.parent.name == "engine":
+        if item.get_closest_marker("late"):
+            item.stash[IS_LATE] = True
+        elif item.path.parent.name == "engine":
             cases.setdefault(item.nodeid.split("[")[0], []).append(item)
-    left_out = set()
     for of_test in cases.values():
         if len(of_test) >= MANY:
             shuffled = sorted(of_test, key=lambda item: crc32(item.nodeid.encode()))
-            left_out |= set(shuffled[-(-len(of_test) // SHARE) :])
-    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
-    items[:] = [item for item in items if item not in left_out]
+            for item in shuffled[-(-len(of_test) // SHARE) :]:
+                item.stash[IS_LATE] = True
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in its own hook
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if RUNS_SOME_CASES and not config.option.keyword and not any("::" in name for name in config.args):
-        leave_cases_out(config, items)
+def is_late(item: pytest.Item) -> bool:
+    return item.stash.get(IS_LATE, False)
+
+
+@pytest.hookimpl(wrapper=True)  # pytest-xdist reads the groups in its own hook, pytest puts cases in order
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    was_chosen = config.option.keyword or config.option.markexpr or any("::" in name for name in config.args)
+    if not RUNS_ALL and not was_chosen:
+        note_late(items)
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         # Tests that share a module's engine run in one pytest-xdist worker, so that it starts once.
         shared = item._fixtureinfo.name2fixturedefs.values()
         if any(definitions[-1].scope == "module" for definitions in shared):
-            item.add_marker(pytest.mark.xdist_group(item.module.__name__))
+            item.add_marker(pytest.mark.xdist_group(f"{item.module.__name__}{' late' * is_late(item)}"))
+    yield
+    day = int(started() // 86_400)
+
+    def turn(item: pytest.Item) -> tuple[bool, int, bool]:
+        of_day = crc32(f"{day} {item.nodeid.split('[')[0]}".encode()) if is_late(item) else 0
+        # Engines before all else, so that two workers end at the same time.
+        return is_late(item), of_day, item.path.parent.name != "engine"
+
+    items.sort(key=turn)
+
+
+@pytest.hookimpl(tryfirst=True)  # before its engine starts
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if is_late(item) and time.time() > started() + 60 * MINUTES:
+        pytest.skip(f"late: {MINUTES} minutes were over")
 
 
 @pytest.fixture(scope="session")

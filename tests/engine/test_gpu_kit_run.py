@@ -19,6 +19,8 @@ from benchmarks.gpu.models import SMALL_SHAPE
 ROOT = engines.HERE.parent
 MAX_GAMMA = 3
 
+pytestmark = pytest.mark.late
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:

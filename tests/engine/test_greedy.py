@@ -67,8 +67,8 @@ def assert_same_as_plain(run: engines.EngineRun, prompts: list[list[int]], plain
 
 @pytest.fixture(scope="module")
 def long_prompts() -> list[list[int]]:
-    """64 prompts of 20 to 7,000 tokens."""
-    return texts.prompts(64, 20, 7000)
+    """32 prompts of 20 to 7,000 tokens."""
+    return texts.prompts(32, 20, 7000)
 
 
 @pytest.fixture(scope="module")

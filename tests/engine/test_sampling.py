@@ -259,6 +259,7 @@ def test_sampled_continuations_have_the_targets_distribution_with_unread_ends(
     assert unread > 0.2 * run.drafted and 0.01 < stood / unread < 0.9
 
 
+@pytest.mark.late
 @pytest.mark.parametrize("draft", ["itself", "similar_model", "spire_draft"])
 def test_a_few_continuations_have_the_targets_distribution_on_the_v2_runner(
     request, small_vocabulary_model, plain_samples_without_limits, draft

@@ -259,6 +259,7 @@ def test_greedy_output_is_unchanged_on_the_v2_runner(prompts, plain, draft):
     assert replays["2"] > 0 < replays["4"]  # of 4, 3, 2 and 1 requests
 
 
+@pytest.mark.late
 @pytest.mark.parametrize("schedule", ["chunked prefill", "preemption"])
 def test_the_cache_holds_the_memory_of_what_was_verified_on_the_v2_runner(
     prompts, plain, copying_draft, schedule

@@ -17,6 +17,8 @@ import suite_plots
 DRAFTS = 3
 PNG = b"\x89PNG"
 
+pytestmark = pytest.mark.late
+
 
 @pytest.fixture(scope="module")
 def short_run(tmp_path_factory) -> tuple[dict, Path, str]:
