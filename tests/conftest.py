@@ -19,9 +19,9 @@ if forced := kernel_libraries.forced():
     kernel_libraries.force(forced)
 
 CPUINFO = Path("/proc/cpuinfo").read_text()
-# An engine takes 5 to 60 s to start, as the machine is, and CI ends after 90 minutes. So what is marked `late`
-# comes last, as do of an engine test's cases, where so many or more, all but one in `SHARE`; and what has not
-# begun after so long is skipped. Every day another part of it is first.
+# An engine takes 5 to 60 s to start, as the machine is, and CI ends after 90 minutes. So what is marked
+# `late` comes last, and of an engine test's cases, where they are `MANY` or more, all but one in `SHARE`.
+# What has not begun after so many minutes is skipped. Every day another part of it is first.
 MANY, SHARE = 3, 4
 MINUTES = 50
 RUNS_ALL = os.environ.get("MAGICDEC_TEST_CASES") == "all"
@@ -40,7 +40,7 @@ def pytest_report_header() -> str:
         f"vLLM's kernels: {kernels}",
     ]
     if not RUNS_ALL:
-        lines.append(f"late tests begin within {MINUTES} minutes, or are skipped (CASES=all: all of them run)")
+        lines.append(f"late tests begin within {MINUTES} minutes, or are skipped (CASES=all: all run)")
     return "\n".join(lines)
 
 
@@ -82,7 +82,8 @@ def is_late(item: pytest.Item) -> bool:
 
 @pytest.hookimpl(wrapper=True)  # pytest-xdist reads the groups in its own hook, pytest puts cases in order
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
-    was_chosen = config.option.keyword or config.option.markexpr or any("::" in name for name in config.args)
+    chosen = config.option.keyword or config.option.markexpr
+    was_chosen = chosen or any("::" in name for name in config.args)
     if not RUNS_ALL and not was_chosen:
         note_late(items)
     for item in items:

@@ -31,11 +31,12 @@ from vllm_magicdec.native.library import (
 
 logger = init_logger(f"vllm.{__name__}")
 
-# Up to both of these a call from Python takes as long as it saves (8/8 heads, one request, 1 or 2 tokens), by
-# benchmarks/results/*/native-attention*.json: rows are query tokens times heads of a KV head, tokens all requests'.
+# Up to both of these a call from Python takes as long as it saves: rows (query tokens times heads of a KV
+# head) and tokens of all requests. By benchmarks/results/*/native-attention*.json.
 _FEW_ROWS, _FEW_TOKENS = 2, 1_024
 # Over fp8 caches in the layout `amx` vLLM's own kernel is faster below both of these. Numbers are widened
-# exactly here, at a price. From one core of one processor: benchmarks/results/genuineintel-*/native-attention-fp8.json.
+# exactly here, at a price. From one core of one processor:
+# benchmarks/results/genuineintel-*/native-attention-fp8.json.
 _AMX_FP8_ROWS, _AMX_FP8_TOKENS = 16, 32_768
 
 
