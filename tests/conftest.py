@@ -22,7 +22,8 @@ CPUINFO = Path("/proc/cpuinfo").read_text()
 # An engine takes 5 to 60 s to start, as the machine is, and CI ends after 90 minutes. So what is marked
 # `late` comes last, and of an engine test's cases, where they are `MANY` or more, all but one in `SHARE`.
 # What has not begun after so many minutes is skipped. Every day another part of it is first.
-MANY, SHARE = 3, 4
+MANY, SHARE = 2, 8
+WITH_ENGINES = ("engine", "models")  # folders
 MINUTES = 50
 RUNS_ALL = os.environ.get("MAGICDEC_TEST_CASES") == "all"
 IS_LATE = pytest.StashKey[bool]()
@@ -67,7 +68,7 @@ def note_late(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("late"):
             item.stash[IS_LATE] = True
-        elif item.path.parent.name == "engine":
+        elif item.path.parent.name in WITH_ENGINES:
             cases.setdefault(item.nodeid.split("[")[0], []).append(item)
     for of_test in cases.values():
         if len(of_test) >= MANY:
@@ -92,14 +93,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         # Tests that share a module's engine run in one pytest-xdist worker, so that it starts once.
         shared = item._fixtureinfo.name2fixturedefs.values()
         if any(definitions[-1].scope == "module" for definitions in shared):
-            item.add_marker(pytest.mark.xdist_group(f"{item.module.__name__}{' late' * is_late(item)}"))
+            item.add_marker(pytest.mark.xdist_group(item.module.__name__))
+        if is_late(item) and item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group("late"))  # in another one then
     yield
     day = int(started() // 86_400)
 
     def turn(item: pytest.Item) -> tuple[bool, int, bool]:
         of_day = crc32(f"{day} {item.nodeid.split('[')[0]}".encode()) if is_late(item) else 0
         # Engines before all else, so that two workers end at the same time.
-        return is_late(item), of_day, item.path.parent.name != "engine"
+        return is_late(item), of_day, item.path.parent.name not in WITH_ENGINES
 
     items.sort(key=turn)
 

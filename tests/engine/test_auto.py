@@ -51,6 +51,7 @@ def assert_budgets_were_obeyed(result, budgets):
     assert result["sizes_drafted"] == result["sizes"]
 
 
+@pytest.mark.late
 def test_output_is_unchanged_when_length_and_budget_change_on_the_v2_runner(prompts, plain):
     chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < 600][:6]
     batch = {"prompts": [prompts[i] for i in chosen], "sampling": {**GREEDY, "max_tokens": 40}}

@@ -11,6 +11,8 @@ import pytest
 
 BATCH, GAMMA = 2, 2
 
+pytestmark = pytest.mark.late
+
 
 @pytest.fixture(scope="module")
 def record(tmp_path_factory):

@@ -227,6 +227,7 @@ def test_greedy_output_is_unchanged_on_the_v2_runner(prompts, plain, budget, gam
     assert replays["2 x 2"] > 0 < replays["4 x 2"] and (gamma == 1 or replays["2"] > 0 < replays["4"])
 
 
+@pytest.mark.late
 @pytest.mark.parametrize(
     ("schedule", "lookup"), [*((schedule, "off") for schedule in V2_SCHEDULES), ("chunked prefill", "on")]
 )
@@ -259,6 +260,7 @@ def test_the_cache_holds_what_was_verified_on_the_v2_runner(prompts, plain, sche
         assert any(request["cached_tokens"] > 0 for request in again)
 
 
+@pytest.mark.late
 def test_the_cache_catches_up_with_plain_steps_on_the_v2_runner(prompts, plain):
     """At the latest when a page is full: the prefix cache hands on none that the draft has not read."""
     chosen, batch = on_v2(prompts)
@@ -281,6 +283,7 @@ def test_the_cache_catches_up_with_plain_steps_on_the_v2_runner(prompts, plain):
     assert watched["lag"] > 1 and watched["leading"] > 0
 
 
+@pytest.mark.late
 @pytest.mark.parametrize("lookup", ["off", "on"])
 def test_failed_drafting_loses_no_request_on_the_v2_runner(prompts, plain, lookup):
     chosen, batch = on_v2(prompts)
@@ -295,6 +298,7 @@ def test_failed_drafting_loses_no_request_on_the_v2_runner(prompts, plain, looku
     assert run.v2_runner and run.draft_failures > 3  # then it pauses
 
 
+@pytest.mark.late
 def test_drafts_may_have_layers_with_a_window_on_the_v2_runner(prompts):
     _, batch = on_v2(prompts)
     settings = {**V2_ENGINE, "model": str(HYBRID)}

@@ -107,6 +107,7 @@ def test_a_small_draft_compiles_and_the_target_gets_the_room(prompts, plain):
     assert "holds every token, as the target's does: draft_kv_cache is 'whole'" in whole.log
 
 
+@pytest.mark.late
 @pytest.mark.parametrize(
     ("schedule", "lookup"), [("whole prompts", "off"), ("chunked prefill", "on"), ("preemption", "off")]
 )
@@ -139,6 +140,7 @@ def test_the_ring_holds_what_was_verified_on_the_v2_runner(prompts, plain, sched
         assert any(request["cached_tokens"] > 0 for request in again)
 
 
+@pytest.mark.late
 def test_the_ring_catches_up_with_plain_steps_on_the_v2_runner(prompts, plain):
     """Whatever was decoded in between: a ring has no page that must be whole before another may have it."""
     chosen, batch = on_v2(prompts)
@@ -163,6 +165,7 @@ def test_the_ring_catches_up_with_plain_steps_on_the_v2_runner(prompts, plain):
     assert watched["lag"] > 1 and watched["leading"] > 0
 
 
+@pytest.mark.late
 def test_graphs_over_rings_draft_what_eager_steps_do(prompts, plain):
     """Recorded ones, see recorded_graphs.py; a ring's tables are made anew for every round."""
     chosen, batch = on_v2(prompts)

@@ -293,6 +293,7 @@ def test_the_cache_holds_the_memory_of_what_was_verified_on_the_v2_runner(
         assert any(request["cached_tokens"] > 0 for request in again)
 
 
+@pytest.mark.late
 def test_the_cache_follows_plain_steps_on_the_v2_runner(prompts, plain, copying_draft):
     chosen, batch = on_v2(prompts)
     run = engines.run(
@@ -311,6 +312,7 @@ def test_the_cache_follows_plain_steps_on_the_v2_runner(prompts, plain, copying_
     assert watched["tokens"] > 5_000 and watched["difference"] < 1e-3, watched
 
 
+@pytest.mark.late
 def test_failed_memory_loses_no_request_on_the_v2_runner(prompts, plain, draft):
     chosen, batch = on_v2(prompts)
     run = engines.run(
