@@ -55,6 +55,8 @@ def test_the_likeliest_continuation_is_the_references(parts, ahead, most, factor
     index = index_of(*parts)
     assert len(index) == len(context)
     assert found(index, ahead, most) == expected(context, ahead, most)
+    more = index.look_up(np.array(ahead, dtype=np.int32), most + 7).first(most)
+    assert (more.length, more.tokens, more.shares) == expected(context, ahead, most)
 
 
 @settings(max_examples=50, deadline=None)

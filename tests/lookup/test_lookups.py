@@ -219,6 +219,29 @@ class Fixed:
     def add(self, tokens): ...
 
 
+def test_after_what_is_verified_sources_are_asked_once_in_a_round():
+    """By whoever asks, and by the next round, which learns from what they said."""
+    source = Broken(8, list(range(40)))
+    lookups, known = Lookups(2, 1000, 16, {"it": source}), [1, 2, 3, 4, 1, 2]
+    text = [*known, *range(17), *range(50, 60)]
+    for end in (6, 7, 9, 23):  # of a context that grows by up to 17 tokens a round
+        lookups.begin_round((), _must_not_fail)
+        before = source.num_asked
+        lookups.follow(["a"], [history(text[:end])])
+        assert source.num_asked == before
+        for most in (16, 3):
+            assert lookups.look_up("a", [], most).tokens == list(range(most))
+        lookups.look_up("a", [5], 3)
+        assert source.num_asked == before + 2 and lookups.answered == {"it"}
+    lookups.follow(["a"], [history(text)])  # nobody had asked for what comes then
+    assert lookups.look_up("a", [], 20).tokens == list(range(20))
+    assert source.num_asked == before + 3, "more than was asked before"
+
+
+def _must_not_fail(name):
+    raise
+
+
 def test_the_source_that_promises_more_is_believed_and_all_are_learned_from():
     lookups = Lookups(2, 1000, 16, {"fixed": Fixed(8, [7, 7, 7, 7])})
     known = [1, 2, 3, 4, 5, 1, 2]

@@ -33,6 +33,10 @@ class Match:
     tokens: list[int]  # that followed
     shares: list[float]  # of the occurrences that went on with a token, of those that did so until there
 
+    def first(self, most: int) -> "Match":
+        """As it would be, had no more than so many tokens been asked for."""
+        return Match(self.length, self.tokens[:most], self.shares[:most])
+
 
 class ContextIndex:
     """One request's tokens, in the order in which they came.

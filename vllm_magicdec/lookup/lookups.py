@@ -2,6 +2,7 @@
 """Likely continuations of the requests of a worker, from each one's own context and from other sources."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -15,6 +16,7 @@ from vllm_magicdec.lookup.merging import choose, learn
 # Tokens of one step that lookups are judged by, or as many as a round brings if that is more: a step that
 # brings more was no round of drafts.
 _MOST_JUDGED = 32
+_NO_TOKENS = np.zeros(0, dtype=np.int32)
 
 
 class Source(Protocol):
@@ -34,8 +36,19 @@ class Source(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """What the sources said of how a request goes on after what is verified."""
+
+    most: int  # tokens that were asked for
+    matches: list[Match]
+
+
 class Lookups:
     """Of all requests of a worker.
+
+    After what is verified of a request its sources are asked once in a round: whoever else asks, and the
+    next round, which learns from it, is told the same.
 
     Args:
         max_num_reqs: requests in a batch; of as many contexts are kept, at most.
@@ -56,13 +69,15 @@ class Lookups:
     ) -> None:
         self._max_num_reqs = max_num_reqs
         self._vocab_size = vocab_size
-        self._most_judged = max(_MOST_JUDGED, max_drafts + 1)
+        self._most_verified = max_drafts + 1  # of a request, in a round
+        self._most_judged = max(_MOST_JUDGED, self._most_verified)
         self._sources = dict(sources or {})
         self._resting = set[str]()
         self._answered = set[str]()
         self._on_failure: Callable[[str], None] = _raise_again
         self._in_context = in_context
         self._indexes: dict[str, ContextIndex] = {}
+        self._asked: dict[str, _Asked] = {}
         self._calibrations = [Calibration() for _ in range(in_context + len(self._sources))]
         self._compile()
 
@@ -102,15 +117,16 @@ class Lookups:
         """
         if len(self._indexes.keys() | req_ids) > self._max_num_reqs:  # some wait for their turn
             for req_id in self._indexes.keys() - req_ids:
-                del self._indexes[req_id]
+                self._drop(req_id)
         for req_id, history in zip(req_ids, histories, strict=True):
             index = self._indexes.get(req_id)
             if index is None or not history.goes_on_after(index.tokens):  # another request of that name
+                self._drop(req_id)
                 index = self._indexes[req_id] = ContextIndex(len(history))
             verified = history.after(len(index))
-            if len(index) and len(verified) <= self._most_judged:
-                matches = self._matches(index, verified[:0], len(verified))
-                learn(matches, self._calibrations, verified.tolist())
+            if len(index) and 0 < len(verified) <= self._most_judged:
+                learn(self._ahead(req_id, len(verified)), self._calibrations, verified.tolist())
+            self._asked.pop(req_id, None)
             index.extend(verified)
 
     def finish(self, req_id: str, answer: np.ndarray) -> None:
@@ -120,7 +136,7 @@ class Lookups:
             req_id: it need not have been in a batch.
             answer: [num] int32, all tokens that it was answered.
         """
-        self._indexes.pop(req_id, None)
+        self._drop(req_id)
         for name, source in self._sources.items():
             if len(answer) and name not in self._resting:
                 try:
@@ -131,6 +147,20 @@ class Lookups:
     def forget(self) -> None:
         """Begin anew with every request, whatever a failure has left of them."""
         self._indexes.clear()
+        self._asked.clear()
+
+    def _drop(self, req_id: str) -> None:
+        self._indexes.pop(req_id, None)
+        self._asked.pop(req_id, None)
+
+    def _ahead(self, req_id: str, most: int) -> list[Match]:
+        """What each source says of up to so many tokens after those that are verified of a request."""
+        asked = self._asked.get(req_id)
+        if asked is None or asked.most < most:
+            number = max(most, self._most_verified)
+            asked = _Asked(number, self._matches(self._indexes[req_id], _NO_TOKENS, number))
+            self._asked[req_id] = asked
+        return [match.first(most) for match in asked.matches]
 
     def _matches(self, index: ContextIndex, ahead: np.ndarray, most: int) -> list[Match]:
         """By source; `ahead` [num_ahead] int32 are supposed to follow the request's context."""
@@ -171,7 +201,10 @@ class Lookups:
         """
         if most <= 0:
             return Continuation()
-        matches = self._matches(self._indexes[req_id], np.array(drafted, dtype=np.int32), most)
+        if drafted:
+            matches = self._matches(self._indexes[req_id], np.array(drafted, dtype=np.int32), most)
+        else:
+            matches = self._ahead(req_id, most)
         choice = choose(matches, self._calibrations, least_chance)
         strange = (place for place, token in enumerate(choice.tokens) if not 0 <= token < self._vocab_size)
         end = next(strange, len(choice.tokens))
