@@ -44,7 +44,7 @@ docs: venv  ## the pages of docs/ as a site, in build/docs
 docs-models: venv  ## docs/models.md, from what the tests expect of every family of models
 	PYTHONPATH=tests $(RUN) tests/models/models_page.py
 
-test: lint  ## lint, then every test that this machine can run (KERNELS=avx2: as without AVX-512; CASES=all: however long it takes)
+test: lint  ## lint, then the tests that this machine can run, for about an hour (KERNELS=avx2: as without AVX-512; CASES=all: however long it takes)
 	$(PYTEST) $(ARGS)
 
 test-fast: lint  ## lint, then every test that starts no engine

@@ -35,7 +35,7 @@ from common.machine import vllm_environment
 from common.options import add_documents, add_model, make_parser, settings_of
 from common.record import make_record, write
 from common.tables import console, make_table
-from kv_heavy import KV_HEAVY, TINY_LLAMA, model_folder
+from kv_heavy import KV_HEAVY, KV_HEAVY_GROUPED, TINY_LLAMA, model_folder
 from rich.table import Table
 from suite_plots import (
     AGAIN,
@@ -163,8 +163,8 @@ def why_skipped(method: str, draft_model: str | None, spire: str | None = None) 
 
 
 def is_shipped(model: str) -> bool:
-    """Whether the model is the one that ships with the project, or its copy."""
-    return model == KV_HEAVY or Path(model).resolve() == TINY_LLAMA
+    """Whether the model is the one that ships with the project, or a copy of it."""
+    return model in (KV_HEAVY, KV_HEAVY_GROUPED) or Path(model).resolve() == TINY_LLAMA
 
 
 # ---- requests and loads

@@ -25,7 +25,7 @@ CPUINFO = Path("/proc/cpuinfo").read_text()
 MANY, SHARE = 2, 8
 WITH_ENGINES = ("engine", "models")  # folders
 MINUTES = 50
-RUNS_ALL = os.environ.get("MAGICDEC_TEST_CASES") == "all"
+RUNS_ALL = "all" in (os.environ.get(f"MAGICDEC_TEST_{what}") for what in ("CASES", "MODELS"))
 IS_LATE = pytest.StashKey[bool]()
 
 
@@ -81,6 +81,12 @@ def is_late(item: pytest.Item) -> bool:
     return item.stash.get(IS_LATE, False)
 
 
+def shares_an_engine(item: pytest.Item) -> bool:
+    """With others of its module."""
+    fixtures = item._fixtureinfo.name2fixturedefs.values()
+    return any(definitions[-1].scope == "module" for definitions in fixtures)
+
+
 @pytest.hookimpl(wrapper=True)  # pytest-xdist reads the groups in its own hook, pytest puts cases in order
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     chosen = config.option.keyword or config.option.markexpr
@@ -90,9 +96,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-        # Tests that share a module's engine run in one pytest-xdist worker, so that it starts once.
-        shared = item._fixtureinfo.name2fixturedefs.values()
-        if any(definitions[-1].scope == "module" for definitions in shared):
+        if shares_an_engine(item):  # so they run in one pytest-xdist worker, and it starts once
             item.add_marker(pytest.mark.xdist_group(item.module.__name__))
         if is_late(item) and item.get_closest_marker("xdist_group"):
             item.add_marker(pytest.mark.xdist_group("late"))  # in another one then
@@ -100,7 +104,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     day = int(started() // 86_400)
 
     def turn(item: pytest.Item) -> tuple[bool, int, bool]:
-        of_day = crc32(f"{day} {item.nodeid.split('[')[0]}".encode()) if is_late(item) else 0
+        # Of one key, they stay in the order that pytest gave them.
+        together = item.module.__name__ if shares_an_engine(item) else item.nodeid.split("[")[0]
+        of_day = crc32(f"{day} {together}".encode()) if is_late(item) else 0
         # Engines before all else, so that two workers end at the same time.
         return is_late(item), of_day, item.path.parent.name not in WITH_ENGINES
 

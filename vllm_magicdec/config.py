@@ -156,8 +156,8 @@ class MagicDecFields(SpeculativeConfig):
     requests of this server were answered, which lets one user's text set how fast another's comes; or paths
     of datastores that `magicdec index` wrote."""
     native_attention: bool = True
-    """On a CPU: whether the plugin's own kernel attends where no request has more than 32 tokens in a step,
-    where it was built and knows the layout of the KV cache. Off, vLLM's own does."""
+    """On a CPU: whether the plugin's own kernel attends where no request has more than 32 tokens in a step
+    and it is faster, where it was built and knows the layout of the KV cache. Off, vLLM's own does."""
     snapkv_window: int = Field(default=16, gt=0, le=1024)
     """Last tokens of the prompt whose attention `snapkv` follows; they stay in view themselves."""
     snapkv_recent: float = Field(default=0.375, ge=0, le=_MOST_TOKENS)

@@ -63,9 +63,12 @@ def test_the_likeliest_continuation_is_the_references(num_kinds, vocab_size, dat
         assert header.num_documents == sum(map(bool, documents))
         for latest in data.draw(st.lists(text, min_size=1, max_size=8)):
             most = data.draw(st.integers(1, 12))
-            assert found(store, latest, most) == likeliest_in_documents(
+            expected = likeliest_in_documents(
                 documents, latest, most, min_match=MIN_MATCH, max_match=MAX_MATCH
             )
+            assert found(store, latest, most) == expected
+            more = store.look_up(np.array(latest, dtype=np.int32), most + 5).first(most)
+            assert (more.length, more.tokens, more.shares) == expected
 
 
 @settings(max_examples=50, deadline=None)

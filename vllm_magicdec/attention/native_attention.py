@@ -31,9 +31,9 @@ from vllm_magicdec.native.library import (
 
 logger = init_logger(f"vllm.{__name__}")
 
-# Up to both of these a call from Python takes as long as it saves: rows (query tokens times heads of a KV
-# head) and tokens of all requests. By benchmarks/results/*/native-attention*.json.
-_FEW_ROWS, _FEW_TOKENS = 2, 1_024
+# Where a KV head has one row (query tokens times query heads) and all requests' keys have no more numbers
+# than this, a call from Python takes what it saves, or more: benchmarks/results/*/native-attention*.json.
+_FEW_KEYS = 1_024 * 8 * 64  # tokens x KV heads x head size
 # Over fp8 caches in the layout `amx` vLLM's own kernel is faster below both of these. Numbers are widened
 # exactly here, at a price. From one core of one processor:
 # benchmarks/results/genuineintel-*/native-attention-fp8.json.
@@ -68,7 +68,7 @@ def use_native_attention(vllm_config: VllmConfig, layer_names: Sequence[str]) ->
             taken.append(layer)
             logger.info_once(
                 "%s: the plugin's own kernel (%s, layout %s) attends in steps of up to %d tokens of a "
-                "request.",
+                "request, where it is faster.",
                 METHOD,
                 kernel.variant.description,
                 layer.isa,
@@ -142,6 +142,7 @@ class NativeAttention:
         self._impl = impl
         self._layout = isa
         self._group = impl.num_heads // spec.num_kv_heads
+        self._token_keys = spec.num_kv_heads * spec.head_size
         self._kernel = kernel
         self._own_forward = impl.forward
         self._starts = torch.empty(0, dtype=torch.int32)
@@ -163,7 +164,7 @@ class NativeAttention:
             return self._own_forward(layer, query, key, value, kv_cache, attn_metadata, output, **scales)
         is_fp8 = self._cache_dtype in FP8_DTYPES
         num_rows, lens = attn_metadata.max_query_len * self._group, attn_metadata.seq_lens
-        if not is_faster(self._layout, num_rows, lens, is_fp8=is_fp8):
+        if not is_faster(self._layout, num_rows, lens, self._token_keys, is_fp8=is_fp8):
             return self._own_forward(layer, query, key, value, kv_cache, attn_metadata, output, **scales)
         num_tokens, impl = attn_metadata.num_actual_tokens, self._impl
         query = query[:num_tokens]
@@ -253,7 +254,7 @@ class NativeAttention:
         return self._starts[: num_reqs + 1]
 
 
-def is_faster(layout: str, num_rows: int, lens: torch.Tensor, *, is_fp8: bool) -> bool:
+def is_faster(layout: str, num_rows: int, lens: torch.Tensor, token_keys: int, *, is_fp8: bool) -> bool:
     """Whether the kernel takes less time over pages than vLLM's own.
 
     It does but for very little work, and for some more of it over fp8 caches with AMX.
@@ -262,9 +263,10 @@ def is_faster(layout: str, num_rows: int, lens: torch.Tensor, *, is_fp8: bool) -
         layout: of the KV cache, as vLLM's `layer.isa` names it.
         num_rows: query tokens of a request times query heads of a KV head.
         lens: [num_reqs] int32, tokens of each request's context, on the host.
+        token_keys: numbers in a token's keys, of all KV heads.
         is_fp8: what the cache holds.
     """
-    if num_rows <= _FEW_ROWS and int(lens.sum()) <= _FEW_TOKENS:
+    if num_rows == 1 and int(lens.sum()) * token_keys <= _FEW_KEYS:
         return False
     if layout != "amx" or not is_fp8 or num_rows >= _AMX_FP8_ROWS:
         return True
