@@ -12,6 +12,8 @@ SPIRE = engines.HERE.parent / "benchmarks" / "tiny-spire"
 SHORT = {**GREEDY, "max_tokens": 24}
 ENGINE = {"v2": True, "max_model_len": 1024, "max_num_seqs": 8}
 
+pytestmark = pytest.mark.late
+
 
 @pytest.fixture(scope="module")
 def few_prompts() -> list[list[int]]:

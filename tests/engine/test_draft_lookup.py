@@ -143,6 +143,7 @@ def on_v2(prompts, num_tokens: int) -> tuple[list[int], dict]:
     return chosen, {"batches": [batch], **engine}
 
 
+@pytest.mark.late
 @pytest.mark.parametrize(
     ("policy", "budget"),
     [

@@ -153,6 +153,7 @@ def test_failed_drafting_loses_no_request(prompts, plain, lookup):
     assert run.draft_failures > 3  # then it pauses
 
 
+@pytest.mark.late
 @pytest.mark.parametrize("draft", [TINY_DRAFT, HYBRID])
 def test_targets_and_drafts_may_have_layers_with_a_window(prompts, draft):
     """Then the KV cache has groups of layers with block tables of their own, the draft's among them."""
@@ -167,6 +168,7 @@ def test_targets_and_drafts_may_have_layers_with_a_window(prompts, draft):
         assert run.accepted == run.drafted
 
 
+@pytest.mark.late
 def test_what_is_read_late_is_written_to_no_page_that_a_window_has_left(prompts, plain):
     """Such pages are others' by then: of another group of layers, which shares their memory."""
     chosen = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))[:12]

@@ -84,6 +84,7 @@ def test_the_ring_catches_up_with_plain_steps_and_aborts(prompts, plain):
     assert watched["sparse"] > 10_000 and watched["difference"] < 1e-3, watched
 
 
+@pytest.mark.late
 def test_a_small_draft_compiles_and_the_target_gets_the_room(prompts, plain):
     """As users run it, beside an engine with a cache of everything."""
     spec = drafting_with(TINY_DRAFT, draft_kv_budget=BUDGET)

@@ -96,6 +96,7 @@ def assert_same_selection(got, expected):
             assert len(set(head) & set(expected_head)) >= 0.98 * len(expected_head)
 
 
+@pytest.mark.late
 @pytest.mark.parametrize(
     ("v2", "policy"),
     [(False, "snapkv by token"), (True, "snapkv by token"), (True, "verify-topk")],

@@ -87,6 +87,7 @@ def test_it_drafts_what_its_equations_say(tmp_path, num_layers, feedback_memory,
     assert_drafts_as_the_reference(Path(noted), draft, least=30)
 
 
+@pytest.mark.late
 def test_it_drafts_token_by_token_where_lookups_wait_unread(tmp_path, draft):
     noted = str(tmp_path / "noted.pt")
     batch = {"prompts": texts.prompts(3, 30, 120, seed=4), "sampling": {**GREEDY, "max_tokens": 24}}
@@ -158,6 +159,7 @@ def test_the_cache_follows_plain_steps(prompts, plain, copying_draft, lookup):
     assert watched["tokens"] > 10_000 and watched["difference"] < 1e-3, watched
 
 
+@pytest.mark.late
 def test_aborted_requests_leave_the_others_as_they_are(prompts, plain, copying_draft):
     """And their pages to later ones."""
     batch = {"prompts": prompts, "sampling": GREEDY}
@@ -180,6 +182,7 @@ def test_aborted_requests_leave_the_others_as_they_are(prompts, plain, copying_d
     assert run.draft_failures == 0 and watched["difference"] < 1e-3
 
 
+@pytest.mark.late
 def test_requests_may_reach_the_model_length_in_the_middle_of_a_draft(prompts, draft):
     engine = {
         "prompts": [prompt[:length] for prompt in prompts for length in (230, 250) if len(prompt) > 250],
