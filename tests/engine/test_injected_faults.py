@@ -91,6 +91,7 @@ def test_faults_change_no_answer_and_are_counted_by_name(prompts, plain, tmp_pat
         assert accepted["slow:last=10"] == accepted["stuck:last=20"] != accepted["summaries"]
 
 
+@pytest.mark.late
 def test_faults_on_the_v2_runner(prompts, plain, tmp_path):
     chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < 300][:3]
     batch = {"prompts": [prompts[i] for i in chosen], "sampling": GREEDY}

@@ -35,6 +35,7 @@ def test_attention_of_the_library(library, tests):
     assert child.returncode == 0, child.stdout[-6000:] + child.stderr[-2000:]
 
 
+@pytest.mark.late
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_greedy_output_is_unchanged_by_speculation_with_every_library(prompts, library):
     chosen = [prompt for prompt in prompts if len(prompt) < 700][:12]
