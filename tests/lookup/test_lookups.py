@@ -5,6 +5,7 @@ import random
 
 import numpy as np
 import pytest
+from calibrated import chance_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -85,20 +86,35 @@ def test_chances_become_those_seen(true_chance):
     for _ in range(4000):
         share = rng.choice([0.5, 1.0])
         calibration.observe(6, share, rng.random() < true_chance * share)
-    assert calibration.chance(6, 1.0) == pytest.approx(true_chance, abs=0.06)
-    assert calibration.chance(6, 0.5) == pytest.approx(true_chance / 2, abs=0.03)
+    assert chance_of(calibration, 6, 1.0) == pytest.approx(true_chance, abs=0.06)
+    assert chance_of(calibration, 6, 0.5) == pytest.approx(true_chance / 2, abs=0.03)
     untouched = Calibration()
-    assert all(calibration.chance(n, 1.0) == untouched.chance(n, 1.0) for n in range(2, 6))
+    assert all(chance_of(calibration, n, 1.0) == chance_of(untouched, n, 1.0) for n in range(2, 6))
 
 
 def test_a_longer_match_is_likelier_at_first_and_no_chance_is_above_one():
     calibration = Calibration()
-    chances = [calibration.chance(length, 1.0) for length in range(2, MAX_MATCH + 1)]
+    chances = [chance_of(calibration, length, 1.0) for length in range(2, MAX_MATCH + 1)]
     assert chances == sorted(chances) and chances[0] > 0.5
-    assert calibration.chance(10 * MAX_MATCH, 1.0) == chances[-1]
+    assert chance_of(calibration, 10 * MAX_MATCH, 1.0) == chances[-1]
     for _ in range(1000):
         calibration.observe(4, 0.5, is_right=True)
-    assert calibration.chance(4, 1.0) == 1.0
+    assert chance_of(calibration, 4, 1.0) == 1.0
+
+
+@given(st.integers(1, 40), st.lists(st.floats(0.01, 1.0), max_size=40), st.sampled_from([0.0, 0.1, 0.5]))
+def test_chances_of_a_continuation_are_those_of_its_tokens(length, shares, least):
+    calibration = Calibration()
+    for step in range(100):
+        calibration.observe(step % 40, 0.7, step % 3 > 0)
+    reached, chances = 1.0, []
+    for step, share in enumerate(shares):
+        chance = chance_of(calibration, length + step, share)
+        reached *= chance
+        if reached < least:
+            break
+        chances.append(chance)
+    assert calibration.chances(length, shares, least) == (chances, pytest.approx(sum(np.cumprod(chances))))
 
 
 def test_it_learns_from_what_was_verified_whoever_drafted_it():

@@ -4,6 +4,7 @@
 import random
 
 import pytest
+from calibrated import chance_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -42,10 +43,10 @@ def test_no_other_source_promises_more(found, least_chance):
     def chances_of(match):
         chances, reached = [], 1.0
         for step, share in enumerate(match.shares):
-            reached *= calibration.chance(match.length + step, share)
+            reached *= chance_of(calibration, match.length + step, share)
             if reached < least_chance:
                 break
-            chances.append(calibration.chance(match.length + step, share))
+            chances.append(chance_of(calibration, match.length + step, share))
         return chances
 
     def expected(chances):
@@ -80,8 +81,8 @@ def test_chances_become_those_seen_by_source():
     matches = [Match(5, [1], [1.0]), Match(7, [2], [1.0])]
     for _ in range(4000):
         learn(matches, calibrations, [1 if rng.random() < 0.2 else 2])
-    assert calibrations[0].chance(5, 1.0) == pytest.approx(0.2, abs=0.06)
-    assert calibrations[1].chance(7, 1.0) == pytest.approx(0.8, abs=0.06)
+    assert chance_of(calibrations[0], 5, 1.0) == pytest.approx(0.2, abs=0.06)
+    assert chance_of(calibrations[1], 7, 1.0) == pytest.approx(0.8, abs=0.06)
 
 
 def test_only_tokens_whose_fate_is_known_are_learned_from():

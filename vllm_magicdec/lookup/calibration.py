@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How often a match goes on as it did before, learned from what became of the lookups before."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from vllm_magicdec.lookup.context_index import MAX_MATCH
@@ -22,18 +24,33 @@ class Calibration:
         self._right = (_PRIOR_WEIGHT * (lengths + 1) / (lengths + 2)).tolist()
         self._expected = [float(_PRIOR_WEIGHT)] * len(lengths)
 
-    def chance(self, length: int, share: float) -> float:
-        """That a token follows.
+    def chances(self, length: int, shares: Sequence[float], least: float) -> tuple[list[float], float]:
+        """That each token of a continuation follows those before it.
 
         Args:
-            length: tokens that matched before it.
-            share: of the occurrences, those that went on with it.
+            length: tokens that matched before the first.
+            shares: for each token, of the occurrences that had gone on so far those that went on with it.
+            least: it ends where it is less likely than this to be right until there.
+
+        Returns:
+            Chances of the tokens up to there, and how many of these are expected to be right in a row.
         """
-        length = min(length, MAX_MATCH)
-        return min(1.0, share * self._right[length] / self._expected[length])
+        right, expected = self._right, self._expected
+        chances: list[float] = []
+        reached, tokens = 1.0, 0.0
+        for place, share in enumerate(shares, length):
+            known = place if place < MAX_MATCH else MAX_MATCH
+            chance = share * right[known] / expected[known]
+            chance = chance if chance < 1.0 else 1.0
+            reached *= chance
+            if reached < least:
+                break
+            tokens += reached
+            chances.append(chance)
+        return chances, tokens
 
     def observe(self, length: int, share: float, is_right: bool) -> None:
-        """What became of a token with these arguments of `chance`."""
+        """What became of a token after so many that matched, which had this share."""
         length = min(length, MAX_MATCH)
         fade = 1 - 1 / _MEMORY
         self._right[length] = self._right[length] * fade + is_right

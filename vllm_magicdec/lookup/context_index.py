@@ -35,6 +35,8 @@ class Match:
 
     def first(self, most: int) -> "Match":
         """As it would be, had no more than so many tokens been asked for."""
+        if most >= len(self.tokens):
+            return self
         return Match(self.length, self.tokens[:most], self.shares[:most])
 
 

@@ -33,15 +33,7 @@ def choose(matches: Sequence[Match], calibrations: Sequence[Calibration], least_
     """
     best, most_expected = Best(0, [], []), 0.0
     for source, (match, calibration) in enumerate(zip(matches, calibrations, strict=True)):
-        chances: list[float] = []
-        reached, expected = 1.0, 0.0
-        for step, share in enumerate(match.shares):
-            chance = calibration.chance(match.length + step, share)
-            reached *= chance
-            if reached < least_chance:
-                break
-            expected += reached
-            chances.append(chance)
+        chances, expected = calibration.chances(match.length, match.shares, least_chance)
         if expected > most_expected:
             best, most_expected = Best(source, match.tokens[: len(chances)], chances), expected
     return best
