@@ -23,7 +23,7 @@ from common.machine import describe_machine, device_of
 from common.options import make_parser
 from common.tables import console, make_table
 from docs_tables import RESULTS, fill_tables
-from kv_heavy import KV_HEAVY, KV_HEAVY_HYBRIDS, TINY_HYBRID, TINY_LLAMA
+from kv_heavy import KV_HEAVY, KV_HEAVY_GROUPED, KV_HEAVY_HYBRIDS, TINY_HYBRID, TINY_LLAMA
 
 HERE = Path(__file__).resolve().parent
 LONG = f"--model {KV_HEAVY} --gamma 8"
@@ -85,6 +85,13 @@ PARTS = (
         for model in SHARES
     ),
     Part("kernel-share.json", "kernel_share.py", "--out {out}", 12),
+    Part(
+        "kernel-share-grouped.json",
+        "kernel_share.py",
+        f"--model {KV_HEAVY_GROUPED} --batch 4 --context 4000 --gamma 4 --tokens 48 --turns 3 "
+        "--out {out}",
+        14,
+    ),
     Part("native-attention.json", "native_attention.py", "--out {out}", 4),
     Part("native-attention-float32.json", "native_attention.py", "--dtype float32 --out {out}", 6),
     Part("native-attention-small-pages.json", "native_attention.py", "--small-pages --out {out}", 4),
