@@ -138,10 +138,10 @@ PARTS = (
     Part(
         "suite-in-turns-native",
         "suite.py",
-        "--in-turns --methods plain plain-native suffix suffix-native draft_model draft_model-native "
-        "magicdec-streamingllm magicdec-auto --context 7000 --rate-fractions 0.8 "
-        "--num-gpu-blocks-override 3800 --out {out}",
-        20,
+        "--in-turns --methods plain plain-native ngram ngram-native suffix suffix-native draft_model "
+        "draft_model-native magicdec-streamingllm magicdec-snapkv-token magicdec-auto --context 7000 "
+        "--rate-fractions 0.8 --num-gpu-blocks-override 3800 --out {out}",
+        30,
     ),
     Part(
         "suite-in-turns-drafts",
