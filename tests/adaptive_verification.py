@@ -3,7 +3,7 @@
 
 vLLM has it on GPUs alone: it copies confidences by a CUDA stream, and measures its costs by CUDA graphs.
 Here the copies are done at once and the costs are given; all else is vLLM's own. The scenarios of
-engine_process.py call this.
+scenarios.py call this.
 """
 
 from contextlib import nullcontext

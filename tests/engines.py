@@ -278,7 +278,7 @@ def farthest_from_best(prompts: list[list[int]], answers: list[dict[str, Any]], 
 
     Args:
         prompts: token ids.
-        answers: what a batch of `engine_process.generate` said to them.
+        answers: what a batch of `scenarios.generate` said to them.
         engine: settings of the one that scores, with vLLM's attention and without speculation.
     """
     answered = zip(prompts, tokens_of(answers), strict=True)

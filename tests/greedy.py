@@ -14,7 +14,7 @@ def assert_same_tokens(plain: list[dict[str, Any]], speculative: list[dict[str, 
     """Every request's tokens equal plain decoding's, rounding apart.
 
     Args:
-        plain: a batch of `engine_process.generate` with `logprobs=2`.
+        plain: a batch of `scenarios.generate` with `logprobs=2`.
         speculative: the same requests with speculation.
         what: the configuration, for the message.
     """

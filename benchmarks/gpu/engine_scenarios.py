@@ -12,6 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 import engine_process
+import scenarios
 import torch
 
 from benchmarks.common.decoding import decode, medians
@@ -138,7 +139,7 @@ def _attention_backends(worker: Any) -> list[str]:
     return sorted({layer.get_attn_backend().get_name() for layer in layers})
 
 
-engine_process.SCENARIOS |= {scenario.__name__: scenario for scenario in (step_times, decode_speed)}
+scenarios.SCENARIOS |= {scenario.__name__: scenario for scenario in (step_times, decode_speed)}
 
 if __name__ == "__main__":
     if not torch.cuda.is_available():

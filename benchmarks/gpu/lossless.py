@@ -25,7 +25,7 @@ from benchmarks.common.policies import POLICIES
 GAMMA = 4
 # More rounding than this (a logprob) and a wrong token could pass for a near-tie.
 MAX_NEAR_TIE = 0.5
-Scores = list[list[tuple[float, float]]]  # of `engine_process.score`
+Scores = list[list[tuple[float, float]]]  # of `tests/scenarios.py: score`
 
 
 @dataclass(frozen=True)
@@ -156,9 +156,10 @@ def _judge_tokens(plain: engines.EngineRun, run: engines.EngineRun, case: Case) 
 def judge_near_ties(decoded: list[list[float]], plain: Scores, speculative: Scores) -> dict[str, float]:
     """Whether every token is the target's best but for rounding, in the context that it was made in.
 
-    The target scores each finished text in one pass (`engine_process.score`), which sums in another order
-    than decoding did. How far that moves plain decoding's own logprobs is the rounding of this device, and
-    a token may be behind the best one by twice the largest such step: either of the two may have moved.
+    The target scores each finished text in one pass (`tests/scenarios.py: score`), which sums in another
+    order than decoding did. How far that moves plain decoding's own logprobs is the rounding of this
+    device, and a token may be behind the best one by twice the largest such step: either of the two may
+    have moved.
 
     Args:
         decoded: the logprobs that plain decoding gave its own tokens, by request.

@@ -32,7 +32,7 @@ def assert_best_tokens(family: Family, answers: list[tuple[Prompt, dict[str, Any
 
     Args:
         family: whose model; its prompts have no pictures.
-        answers: prompts and what `engine_process.generate` says of their requests.
+        answers: prompts and what `scenarios.generate` says of their requests.
         what: the configuration, for the message.
     """
     for place, (prompt, request) in enumerate(answers):

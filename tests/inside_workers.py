@@ -1,0 +1,495 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tests do and see inside a worker: scenarios.py has `collective_rpc` call these."""
+
+import random
+from typing import Any
+
+
+def _draft_of(worker: Any) -> Any:
+    runner = worker.model_runner
+    return getattr(runner, "drafter", None) or runner.speculator
+
+
+def latest_selection(worker: Any) -> dict[str, Any]:
+    selections = _draft_of(worker)._drafter._views[0]._selections
+    row = selections.rows([list(selections._made_at)[-1]])
+    count = int(selections.counts[row])
+    return {
+        "end": int(selections.ends[row]),
+        "positions": selections.positions[row][0, ..., :count].tolist(),
+    }
+
+
+def note_sizes(worker: Any) -> None:
+    """Note which budget each round of drafts is made with."""
+    views = _draft_of(worker)._drafter._views[0]
+    views.noted, prepare = [], type(views).prepare
+
+    def prepare_and_note(batch, num_steps, size=-1):
+        views.noted.append(size)
+        return prepare(views, batch, num_steps, size)
+
+    views.prepare = prepare_and_note
+
+
+def noted_sizes(worker: Any) -> list[int]:
+    return _draft_of(worker)._drafter._views[0].noted
+
+
+def note_speculative_steps(worker: Any) -> None:
+    """Count the steps that the V1 runner samples as those of speculation."""
+    sampler = worker.model_runner.rejection_sampler
+    if worker.vllm_config.use_v2_model_runner:
+        sampler.noted = None
+        return
+    sampler.noted, forward = 0, type(sampler).forward
+
+    def forward_and_note(*args, **kwargs):
+        sampler.noted += 1
+        return forward(sampler, *args, **kwargs)
+
+    sampler.forward = forward_and_note
+
+
+def noted_speculative_steps(worker: Any) -> int | None:
+    return worker.model_runner.rejection_sampler.noted
+
+
+def look_up_at_random(worker: Any, seed: int) -> None:
+    from vllm_magicdec.lookup.continuation import Continuation
+
+    drafter, rng = _draft_of(worker)._drafter, random.Random(seed)
+    if drafter._wide is not None:
+        _look_up_on_device_at_random(drafter._wide, rng, worker.model_config.get_vocab_size())
+        return
+    lookups = drafter._staged._lookups
+    own, vocab_size = lookups.look_up, worker.model_config.get_vocab_size()
+
+    def look_up(req_id: str, drafted: list[int], most: int, *least_chance: float) -> Continuation:
+        found = own(req_id, drafted, most, *least_chance).tokens
+        tokens = [
+            found[place] if place < len(found) and rng.random() < 0.8 else rng.randrange(vocab_size)
+            for place in range(rng.randint(0, max(0, most)))
+        ]
+        return Continuation(tokens, [0.5] * len(tokens))
+
+    lookups.look_up = look_up
+
+
+def _look_up_on_device_at_random(wide: Any, rng: random.Random, vocab_size: int) -> None:
+    """And any number of passes, none included."""
+    import torch
+
+    own, generator = wide._lookups.fill, torch.Generator().manual_seed(rng.randrange(2**31))
+
+    def fill(given: Any, made: Any, texts: Any) -> Any:
+        is_found = own(given, made, texts)
+        other = torch.randint(0, vocab_size, given.shape, dtype=torch.int32, generator=generator)
+        is_other = torch.rand(given.shape, generator=generator) > 0.8
+        is_other &= torch.arange(given.shape[1]) > made.unsqueeze(1)
+        given.copy_(torch.where(is_other, other, given))
+        return is_found
+
+    wide._lookups.fill = fill
+    for num_steps, gains in wide._gains.items():
+        gains.next = lambda most=num_steps: rng.randint(0, most)
+        gains.learn = gains.look = lambda *told: None
+
+
+def cut_drafts(worker: Any, least_chance: float, least_gain: float = 0.0) -> None:
+    """As a controller's plan does."""
+    from vllm_magicdec.adaptive.draft_plan import DraftPlan
+
+    staged = _draft_of(worker)._drafter._staged
+    draft = staged.draft
+
+    def draft_by_plan(batch: Any, num_steps: int, prepare: Any) -> Any:
+        return draft(batch, DraftPlan(num_steps, 1, least_chance, least_gain), prepare)
+
+    staged.draft = draft_by_plan
+
+
+def served_answers(worker: Any) -> list[int]:
+    served = _draft_of(worker)._drafter._staged._lookups._sources["served"]
+    return [*served._older.tokens.tolist(), *served._newer.tokens.tolist()]
+
+
+def break_lookups(worker: Any) -> None:
+    def look_up(*args: Any) -> Any:
+        raise RuntimeError("broken on purpose")
+
+    _draft_of(worker)._drafter._staged._lookups.look_up = look_up
+
+
+def forget_failures(worker: Any) -> None:
+    from vllm_magicdec.drafting.pauses import Pauses
+
+    drafter = _draft_of(worker)._drafter
+    drafter._pauses = Pauses("Drafting", "steps go on without useful drafts")
+    if drafter._staged is not None:
+        drafter._staged._lookup_pauses = Pauses("A lookup", "every draft takes a pass of its own")
+    if drafter._wide is not None:
+        drafter._wide._pauses = Pauses("A lookup", "every draft takes a pass of its own")
+
+
+def draft_twice(worker: Any) -> None:
+    from collections import Counter
+
+    import torch
+
+    from vllm_magicdec.views.base import DraftStep
+
+    runner = _draft_of(worker)
+    drafter = runner._drafter
+    compared = Counter(drafts=0, rounds=0, different=0, other_logits=0, not_kept=0, passes=0)
+    read = (
+        runner.draft_logits if worker.vllm_config.use_v2_model_runner else None
+    )  # None also: greedy drafts
+
+    def fill_twice(drafts: torch.Tensor, batch: Any, num_steps: int) -> None:
+        prepared = [
+            views.prepare(batch.of_group(group.kv_cache_group), num_steps)
+            for group, views in zip(drafter.groups, drafter._views, strict=True)
+        ]
+        staged = drafter._staged.draft(batch, num_steps, lambda: prepared)
+        drafter.draft_lists = staged
+        logits = None if read is None else read.clone()
+        tokens, one_by_one = batch.tokens, torch.zeros_like(drafts)
+        for parts in zip(*prepared, strict=True):
+            step = DraftStep(parts)
+            tokens = runner.draft_step(tokens.to(torch.int32), step)
+            one_by_one[:, step.index] = tokens
+        for index, context_len in enumerate(batch.context_lens.tolist()):
+            if not batch.is_prefilling[index]:
+                used = min(num_steps, runner.max_model_len - context_len)
+                if not worker.vllm_config.use_v2_model_runner:
+                    assert staged[index]
+                    used = min(used, len(staged[index]))  # passes that gain too little are left out
+                same = staged[index] == one_by_one[index, :used].tolist()
+                compared.update(drafts=used, rounds=1, different=not same)
+                if logits is not None and same:
+                    row = runner.idx_mapping[index]
+                    both = logits[row, :used], read[row, :used]
+                    compared.update(other_logits=not torch.allclose(*both, rtol=1e-4, atol=1e-4))
+
+    latest: list[torch.Tensor] = []
+    if read is not None:
+        compute = runner.compute_draft_logits
+
+        def compute_and_note(*args: Any) -> torch.Tensor:
+            latest[:] = [compute(*args)]
+            return latest[0]
+
+        runner.compute_draft_logits = compute_and_note
+
+    def fill_widely_twice(drafts: torch.Tensor, batch: Any, num_steps: int) -> None:
+        num_passes = drafter._wide.begin_round(batch, num_steps)
+        drafter.takes_passes = num_passes > 0
+        prepared = drafter._prepare(batch, num_steps)
+        num_passes = drafter._wide.draft(drafts, batch, prepared, num_passes)
+        logits = None if read is None else read.clone()
+        if num_passes and logits is not None:
+            # Of every place what its token was drawn from, the stand-ins' as well.
+            of_drafts = latest[-1].view(*drafts.shape, -1)
+            for index, is_prefilling in enumerate(batch.is_prefilling):
+                if not is_prefilling:
+                    kept = logits[runner.idx_mapping[index], :num_steps]
+                    compared.update(not_kept=not torch.equal(kept, of_drafts[index]))
+        tokens, one_by_one = batch.tokens, torch.zeros_like(drafts)
+        for parts in zip(*prepared, strict=True):
+            step = DraftStep(parts)
+            tokens = runner.draft_step(tokens.to(torch.int32), step)
+            one_by_one[:, step.index] = tokens
+        if drafter._own_cache is not None:
+            drafter._own_cache.end_round(batch, one_by_one)
+        if not num_passes:
+            drafts.copy_(one_by_one)
+            return
+        for index in range(len(drafts)):
+            if batch.is_prefilling[index]:
+                continue
+            same = torch.equal(drafts[index, :num_passes], one_by_one[index, :num_passes])
+            compared.update(drafts=num_passes, rounds=1, different=not same, passes=num_passes)
+            if logits is not None and same:
+                row = runner.idx_mapping[index]
+                both = logits[row, :num_passes], read[row, :num_passes]
+                compared.update(other_logits=not torch.allclose(*both, rtol=1e-4, atol=1e-4))
+        if logits is not None:
+            read.copy_(logits)
+
+    drafter._fill = fill_twice if drafter._wide is None else fill_widely_twice
+    drafter.compared = compared
+
+
+def drafted_twice(worker: Any) -> dict[str, int]:
+    return dict(_draft_of(worker)._drafter.compared)
+
+
+def note_inputs(worker: Any) -> None:
+    noted = worker.noted_inputs = set()
+
+    def note(model: Any, args: Any, inputs: dict[str, Any]) -> None:
+        given = {name: value for name, value in inputs.items() if value is not None}
+        noted.add(tuple(sorted((name, value.data_ptr()) for name, value in given.items())))
+
+    worker.model_runner.get_model().register_forward_pre_hook(note, with_kwargs=True)
+
+
+def noted_inputs(worker: Any) -> list[list[tuple[str, int]]]:
+    return sorted(worker.noted_inputs)
+
+
+def note_saves(worker: Any) -> None:
+    from collections import Counter
+
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    connector = get_kv_transfer_group()
+    worker.noted_steps, worker.noted_saves = [], Counter()
+    bind, save = connector.bind_connector_metadata, connector.save_kv_layer
+
+    def bind_and_note(metadata: Any) -> None:
+        worker.noted_steps.append(metadata)
+        bind(metadata)
+
+    def save_and_note(layer_name: str, *args: Any, **kwargs: Any) -> None:
+        worker.noted_saves[layer_name] += 1
+        save(layer_name, *args, **kwargs)
+
+    connector.bind_connector_metadata, connector.save_kv_layer = bind_and_note, save_and_note
+
+
+def noted_saves(worker: Any) -> tuple[int, list[int]]:
+    return len(worker.noted_steps), list(worker.noted_saves.values())
+
+
+def watch_draft_cache(worker: Any) -> None:
+    import numpy as np
+    import torch
+
+    from vllm_magicdec.attention.rows import KVRows
+
+    proposer = _draft_of(worker)
+    cache, layers = proposer._drafting, worker.model_runner.compilation_config.static_forward_context
+    seen = worker._draft_cache = {"tokens": 0, "difference": 0.0, "rounds": 0, "leading": 0}
+    catch_up = cache.catch_up
+
+    def rows_of(name: str) -> Any:
+        layer = layers[name]
+        isa = getattr(layer.impl, "isa", None) or getattr(layer, "isa", None)
+        return KVRows.of(layer.kv_cache, layer.get_attn_backend().get_name(), isa)
+
+    def held_on_v1(batch: Any) -> list[tuple[Any, Any, Any]]:
+        seen["leading"] = max(seen["leading"], cache.num_leading)
+        table = worker.model_runner.input_batch.block_table.block_tables[0].block_table.np
+        held = []
+        for index, end in enumerate(cache._ends):
+            entries = cache.pages.entries(end)
+            entries = entries[: len(entries) - len(cache.pages.lacking(index, end))]
+            own = cache.pages.pages(index, entries // cache.pages.page_size, proposer.groups[0])
+            held.append((entries, own, table[index, entries // cache.pages.page_size]))
+        return held
+
+    def held_on_v2(batch: Any) -> list[tuple[Any, Any, Any]]:
+        leads, lacking = cache._leads, cache._lacking[cache._rows]
+        seen["leading"] = max(seen["leading"], 0 if leads is None else int(leads.sum()))
+        seen["lag"] = max(seen.get("lag", 0), int(lacking.max()))
+        table = batch.block_tables[cache._speculator.groups[0].kv_cache_group].numpy()
+        targets = proposer.block_tables.input_block_tables[0].numpy()
+        gaps = cache.pages.gaps(batch.context_lens)
+        ends = ((batch.context_lens - gaps).numpy() - lacking).clip(min=0)
+        held = []
+        for own, target, gap, end in zip(table, targets, gaps, ends.tolist(), strict=False):
+            entries = cache.pages.positions(torch.arange(end), gap.expand(end)).numpy()
+            pages = entries // cache._page_size
+            held.append((entries, own[pages], target[pages]))
+        return held
+
+    is_v2 = worker.vllm_config.use_v2_model_runner
+    names = sorted(cache.layer_names if is_v2 else proposer._draft_attn_layer_names)
+    size = cache._page_size if is_v2 else cache.pages.page_size
+
+    def catch_up_and_compare(batch: Any, num_steps: int) -> None:
+        catch_up(batch, num_steps)
+        seen["rounds"] += 1
+        for places, *pages in held_on_v2(batch) if is_v2 else held_on_v1(batch):
+            if not len(places):
+                continue
+            slots = [torch.from_numpy(own.astype(np.int64) * size + places % size) for own in pages]
+            is_whole = places[-1] + 1 == len(places)
+            # What the first layer writes depends on a token and its position, whatever is in view.
+            for name in names if is_whole else [next(name for name in names if "layers.0." in name)]:
+                caches = [rows_of(name), rows_of(name.removeprefix("draft_model."))]
+                by_head = [own.expand(caches[0].num_kv_heads, -1) for own in slots]
+                for part in ("keys", "values"):
+                    own, theirs = (
+                        getattr(rows, part).gather(at) for rows, at in zip(caches, by_head, strict=True)
+                    )
+                    seen["difference"] = max(seen["difference"], float((own - theirs).abs().max()))
+            seen["tokens"] += len(places)
+            seen["sparse"] = seen.get("sparse", 0) + (0 if is_whole else len(places))
+
+    cache.catch_up = catch_up_and_compare
+
+
+def note_passes(worker: Any) -> None:
+    runner = _draft_of(worker)
+    fill, draft_step = runner._drafter._fill, runner.draft_step
+    worker._rounds = []
+
+    def fill_and_note(drafts: Any, batch: Any, num_steps: int) -> bool:
+        if num_steps:
+            worker._rounds.append([all(batch.is_prefilling), 0])
+        return fill(drafts, batch, num_steps)
+
+    def step_and_note(*args: Any) -> Any:
+        worker._rounds[-1][1] += 1
+        return draft_step(*args)
+
+    runner._drafter._fill, runner.draft_step = fill_and_note, step_and_note
+
+
+def noted_passes(worker: Any) -> list[tuple[bool, int]]:
+    return [(bool(is_part), passes) for is_part, passes in worker._rounds]
+
+
+def read_prompts_late(worker: Any) -> None:
+    cache = _draft_of(worker)._drafting
+    catch_up = cache.catch_up
+
+    def catch_up_late(batch: Any, num_steps: int) -> None:
+        if not any(batch.is_prefilling):
+            catch_up(batch, num_steps)
+
+    cache.catch_up = catch_up_late
+
+
+def watched_draft_cache(worker: Any) -> dict[str, float]:
+    return worker._draft_cache
+
+
+def adaptive_costs(worker: Any) -> tuple[float, float]:
+    of_drafts, of_verification = worker.model_runner.adaptive_verification.cost_tables
+    return float(of_drafts[1]), float(of_verification[1])
+
+
+def break_drafting(worker: Any, rank: int | None) -> None:
+    if rank not in (None, worker.rank):
+        return
+
+    def choose_pages(context_lens, last_pages):
+        raise RuntimeError("broken on purpose")
+
+    for policy in _draft_of(worker)._drafter._views[0]._policies:
+        policy.choose_pages = choose_pages
+
+
+def record_graphs(worker: Any, sizes: list[int]) -> None:
+    import recorded_graphs
+
+    recorded_graphs.capture(_draft_of(worker), sizes)
+
+
+def run_passes_as_captured(worker: Any) -> None:
+    from types import SimpleNamespace
+
+    from vllm_magicdec.vllm_api.draft_graphs import RoundGraphs
+
+    runner = _draft_of(worker)
+
+    def replay(tokens: Any, step: Any, num_adapters: int) -> Any:
+        return runner.forward_and_draw(tokens, step, runner.step_metadata(step))
+
+    as_captured = SimpleNamespace(replay=replay, graphs={None: None}, max_captured_reqs=4)
+    runner._graphs = RoundGraphs(passes=dict.fromkeys(runner.speculative_config.round_lengths, as_captured))
+
+
+def count_replays(worker: Any) -> dict[int, int]:
+    import recorded_graphs
+
+    return recorded_graphs.num_replays(_draft_of(worker))
+
+
+def watch_draft_steps(worker: Any) -> None:
+    draft = _draft_of(worker)
+    draft.steps_seen = {"graph": 0, "flashinfer": 0, "eager": 0}
+    forward = draft.forward_and_sample
+
+    def forward_and_count(*args: Any) -> Any:
+        draft.steps_seen["eager"] += 1
+        return forward(*args)
+
+    draft.forward_and_sample = forward_and_count
+    draw = draft.forward_and_draw
+
+    def draw_and_count(*args: Any) -> Any:
+        draft.steps_seen["eager"] += 1
+        return draw(*args)
+
+    draft.forward_and_draw = draw_and_count
+
+    def count_graphs_of(graphs: Any) -> None:
+        run_fullgraph = graphs.run_fullgraph
+
+        def run_and_count(desc: Any) -> Any:
+            draft.steps_seen["graph"] += 1
+            # Where FlashInfer is not used, no graph is made for views of a common length.
+            draft.steps_seen["flashinfer"] += desc.common_len is not None
+            return run_fullgraph(desc)
+
+        graphs.run_fullgraph = run_and_count
+
+    for graphs in draft._graphs._every:
+        count_graphs_of(graphs)
+
+
+def count_draft_steps(worker: Any) -> dict[str, int]:
+    return _draft_of(worker).steps_seen
+
+
+def believe_in_uniform_drafts(worker: Any) -> None:
+    runner = worker.model_runner
+    true_probs = runner._get_spec_decode_draft_probs
+
+    def uniform_probs(metadata):
+        probs = true_probs(metadata)
+        return None if probs is None else probs.new_full(probs.shape, 1 / probs.shape[-1])
+
+    runner._get_spec_decode_draft_probs = uniform_probs
+
+
+def describe_attention(worker: Any) -> dict[str, Any]:
+    import huge_memory
+    import torch
+    from vllm.config import get_layers_from_vllm_config
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    from vllm_magicdec.attention.native_attention import native_of
+
+    context = worker.vllm_config.compilation_config.static_forward_context
+    caches = [getattr(layer, "kv_cache", None) for layer in context.values()]
+    on_cpu = [
+        cache for cache in caches if isinstance(cache, torch.Tensor) and cache.is_cpu and cache.numel()
+    ]
+    return {
+        "in_huge_pages": huge_memory.share_in_huge_pages(on_cpu[0]) if on_cpu else 0.0,
+        "native_layers": sum(
+            native_of(layer.impl) is not None for layer in context.values() if hasattr(layer, "impl")
+        ),
+        "attention_layers": len(get_layers_from_vllm_config(worker.vllm_config, AttentionLayerBase)),
+    }
+
+
+def describe_draft(worker: Any) -> dict[str, Any]:
+    draft = _draft_of(worker)
+    return {
+        **describe_attention(worker),
+        "class": type(draft).__name__,
+        "model_is_target": draft.model is worker.model_runner.get_model(),
+    }
+
+
+def kernel_library(worker: Any) -> str:
+    import kernel_libraries
+
+    return kernel_libraries.loaded()

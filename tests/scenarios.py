@@ -1,0 +1,522 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine of tests may be asked for, by name; see `engine_process.run_engine`.
+
+What a scenario does to a worker is in inside_workers.py, and what belongs to one kind of engine in a file
+of its own (adaptive_verification.py, recorded_graphs.py, spire_scenarios.py).
+"""
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import inside_workers
+
+
+def generate(llm: Any, batches: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Each batch {"prompts": [...], "sampling": {...} or a list of them} is submitted at once.
+
+    "adapters": of each request a LoRA adapter's number and folder, or None; loaded when it first comes.
+    A prompt is token ids, or {"tokens": ids, "image": [{"width", "height", "seed"}, ...]} with noise for
+    pictures, or "video" with "frames" in addition.
+    """
+    results = []
+    for batch in batches:
+        sampling = batch["sampling"]
+        params = (
+            [_sampling_params(one) for one in sampling]
+            if isinstance(sampling, list)
+            else _sampling_params(sampling)
+        )
+        prompts = [_prompt(given) for given in batch["prompts"]]
+        adapters = [adapter and _adapter(*adapter) for adapter in batch.get("adapters", [])]
+        outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=adapters or None)
+        results.append([_describe(output) for output in outputs])
+    return results
+
+
+def _adapter(number: int, folder: str) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(str(number), number, folder)
+
+
+def generate_without_asking_for_drafts(llm: Any, batches: list[dict[str, Any]]) -> Any:
+    """The engine core must not call its workers for drafts: these come with the outputs."""
+
+    def ask() -> None:
+        raise AssertionError("the workers were asked for drafts")
+
+    llm.llm_engine.engine_core.engine_core.model_executor.take_draft_token_ids = ask
+    return generate(llm, batches)
+
+
+def generate_with_broken_drafting(llm: Any, batches: list[dict[str, Any]], rank: int | None = None) -> Any:
+    """From now on the draft's policy raises, in one worker or in every one."""
+    llm.collective_rpc(inside_workers.break_drafting, args=(rank,))
+    return generate(llm, batches)
+
+
+def generate_and_note_inputs(llm: Any, batches: list[dict[str, Any]]) -> dict[str, Any]:
+    """`generate`, and what the target was given meanwhile, by vLLM and by the draft, and where it lay."""
+    llm.collective_rpc(inside_workers.note_inputs)
+    return {"batches": generate(llm, batches), "inputs": llm.collective_rpc(inside_workers.noted_inputs)[0]}
+
+
+def generate_and_note_saves(llm: Any, batches: list[dict[str, Any]]) -> dict[str, Any]:
+    """`generate`, and how often a KV connector was shown steps, and each layer to save, meanwhile."""
+    llm.collective_rpc(inside_workers.note_saves)
+    results = generate(llm, batches)
+    steps, saves = llm.collective_rpc(inside_workers.noted_saves)[0]
+    return {"batches": results, "steps": steps, "saves": saves}
+
+
+def generate_with_broken_acceptance(llm: Any, batches: list[dict[str, Any]]) -> Any:
+    """From now on drafts sampled from q are verified as if they had been sampled uniformly."""
+    llm.collective_rpc(inside_workers.believe_in_uniform_drafts)
+    return generate(llm, batches)
+
+
+def generate_with_random_choices(llm: Any, batches: list[dict[str, Any]], seed: int) -> Any:
+    """From now on the controller of `auto` chooses at random, and cuts each request's drafts at random.
+
+    With lookups it also says at random what drafts are worth. The engine core must be in this process.
+    """
+    from vllm_magicdec.adaptive.controller import PLAIN, Choice
+    from vllm_magicdec.adaptive.draft_plan import DraftPlan
+    from vllm_magicdec.adaptive.lookup_controller import LookupController
+
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    controller = scheduler._controller
+    budgets = controller.budgets
+    rng, chosen, kept, is_plain = random.Random(seed), [], [], []
+    schedule = type(scheduler).schedule
+
+    def choose(num_reqs: int, context_tokens: int) -> Choice:
+        # Often 0, so that steps without any drafts follow on one another.
+        if isinstance(controller, LookupController):
+            drafts = Choice(controller.lengths[-1], rng.choice([*budgets, 0]))
+            chosen.append(rng.choice([PLAIN, drafts]))
+        else:
+            drafts = rng.choice([0, rng.randint(0, scheduler.num_spec_tokens)])
+            chosen.append(Choice(drafts, rng.choice(budgets)))
+        return chosen[-1]
+
+    def plan(choice: Choice) -> DraftPlan:
+        least_promise = rng.choice([0.0, 2.0, 8.0, float("inf")])
+        return DraftPlan(*choice, rng.uniform(0.0, 0.9), rng.uniform(0.0, 4.0), least_promise)
+
+    def schedule_and_note(*args: Any, **kwargs: Any) -> Any:
+        output = schedule(scheduler, *args, **kwargs)
+        if output.num_scheduled_tokens:
+            is_plain.append(not (output.scheduled_spec_decode_tokens or output.num_spec_tokens_to_schedule))
+        return output
+
+    def keep(req_id: str, drafted: int, least_chance: float) -> int:
+        kept.append(rng.randint(0, drafted))
+        return kept[-1]
+
+    controller.choose = choose
+    if isinstance(controller, LookupController):
+        controller.plan = plan
+    scheduler._request_lengths.keep = keep
+    scheduler.schedule = schedule_and_note
+    llm.collective_rpc(inside_workers.note_sizes)
+    llm.collective_rpc(inside_workers.note_speculative_steps)
+    results = generate(llm, batches)
+    return {
+        "plain_steps": sum(is_plain),
+        "speculative_steps": len(is_plain) - sum(is_plain),
+        "sampled_as_speculative": llm.collective_rpc(inside_workers.noted_speculative_steps)[0],
+        "lengths": sorted({choice.drafts for choice in chosen}),
+        "budgets": list(budgets),
+        "sizes": [budgets.index(choice.budget) for choice in chosen if choice.budget and choice.drafts],
+        "sizes_drafted": llm.collective_rpc(inside_workers.noted_sizes)[0],
+        "kept": sorted(set(kept)),
+        "batches": results,
+    }
+
+
+def generate_with_random_lookups(llm: Any, batches: list[dict[str, Any]], seed: int = 0) -> Any:
+    """From now on lookups are of any length, and any of their tokens may be another one."""
+    llm.collective_rpc(inside_workers.look_up_at_random, args=(seed,))
+    return generate(llm, batches)
+
+
+def generate_with_cut_drafts(llm: Any, batches: list[dict[str, Any]], least_chance: float = 0.5) -> Any:
+    """From now on lookups are random, and of what is drafted with them only the surest is verified."""
+    llm.collective_rpc(inside_workers.look_up_at_random, args=(0,))
+    llm.collective_rpc(inside_workers.cut_drafts, args=(least_chance,))
+    return generate(llm, batches)
+
+
+def generate_with_unread_ends(llm: Any, batches: list[dict[str, Any]]) -> Any:
+    """From now on a round has one pass, and what random lookups say then is verified unread."""
+    llm.collective_rpc(inside_workers.look_up_at_random, args=(0,))
+    llm.collective_rpc(inside_workers.cut_drafts, args=(0.0, 1e9))
+    return generate(llm, batches)
+
+
+def served_answers(llm: Any) -> list[int]:
+    """The tokens of all answers that lookups keep, with what separates them."""
+    return llm.collective_rpc(inside_workers.served_answers)[0]
+
+
+def generate_with_broken_lookups(llm: Any, batches: list[dict[str, Any]]) -> Any:
+    """From now on every lookup raises."""
+    llm.collective_rpc(inside_workers.break_lookups)
+    return generate(llm, batches)
+
+
+def generate_under_faults(llm: Any, batches: list[dict[str, Any]], faults: list[str], file: str) -> Any:
+    """`generate` under one fault after the other, and what it added to the plugin's counters.
+
+    `file` is what VLLM_MAGICDEC_FAULT names. Pauses after failures do not last from one fault to the next.
+    """
+    results = []
+    for fault in faults:
+        llm.collective_rpc(inside_workers.forget_failures)
+        Path(file).write_text(fault)
+        results.append(_generate_and_count(llm, batches))
+    return results
+
+
+def generate_with_a_cut_file(llm: Any, batches: list[dict[str, Any]], path: str) -> Any:
+    """A file is cut to half its size under the engine; with what that added to the plugin's counters."""
+    os.truncate(path, os.path.getsize(path) // 2)
+    return _generate_and_count(llm, batches)
+
+
+def _generate_and_count(llm: Any, batches: list[dict[str, Any]]) -> dict[str, Any]:
+    before = metrics_of(llm)
+    results = generate(llm, batches)
+    counted = {
+        name: value - before.get(name, 0)
+        for name, value in metrics_of(llm).items()
+        if name.startswith(("vllm:magicdec", "vllm:spec")) and isinstance(value, int | float)
+    }
+    return {"batches": results, "counted": counted}
+
+
+def generate_and_draft_twice(llm: Any, batches: list[dict[str, Any]]) -> dict[str, Any]:
+    """From now on every round is drafted with lookups and then by one pass per token over the same views.
+
+    "drafts": those that are used; "different": requests' rounds in which the two differ, of "rounds";
+    "other_logits": those in which V2's rejection sampler would read others of the same drafts.
+    """
+    llm.collective_rpc(inside_workers.draft_twice)
+    return {"batches": generate(llm, batches), **llm.collective_rpc(inside_workers.drafted_twice)[0]}
+
+
+def generate_with_broken_controller(llm: Any, batches: list[dict[str, Any]]) -> Any:
+    """After a few choices the controller of `auto` raises; the engine core must be in this process."""
+    controller = llm.llm_engine.engine_core.engine_core.scheduler._controller
+    choose, left = controller.choose, iter(range(10))
+
+    def choose_for_a_while(num_reqs: int, context_tokens: int) -> Any:
+        if next(left, None) is None:
+            raise RuntimeError("broken on purpose")
+        return choose(num_reqs, context_tokens)
+
+    controller.choose = choose_for_a_while
+    return generate(llm, batches)
+
+
+def generate_and_count_drafts(llm: Any, batches: list[dict[str, Any]]) -> dict[str, Any]:
+    """`generate`, and how many tokens were drafted and accepted meanwhile."""
+
+    def count() -> dict[str, int]:
+        values = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
+        return {what: values[f"vllm:spec_decode_num_{what}_tokens"] for what in ("draft", "accepted")}
+
+    before, results, after = count(), generate(llm, batches), count()
+    drafted, accepted = (after[what] - before[what] for what in ("draft", "accepted"))
+    return {"batches": results, "drafted": drafted, "accepted": accepted}
+
+
+def record_graphs(llm: Any, sizes: list[int]) -> None:
+    """From now on draft steps are replayed from recorded graphs; V2 runner on a CPU."""
+    llm.collective_rpc(inside_workers.record_graphs, args=(sizes,))
+
+
+def count_replays(llm: Any) -> dict[int, int]:
+    """Replays of recorded graphs by padded batch size, and of those of a draft model's first steps."""
+    return llm.collective_rpc(inside_workers.count_replays)[0]
+
+
+def run_passes_as_captured(llm: Any) -> None:
+    """From now on wide passes run what a CUDA graph of them would be captured of; V2 runner."""
+    llm.collective_rpc(inside_workers.run_passes_as_captured)
+
+
+def abort_half_while_decoding(llm: Any, batch: dict[str, Any], steps_before_abort: int) -> Any:
+    """Abort every second request after some engine steps; return the others' tokens by index."""
+    engine = llm.llm_engine
+    for index, ids in enumerate(batch["prompts"]):
+        engine.add_request(str(index), {"prompt_token_ids": ids}, _sampling_params(batch["sampling"]))
+    tokens: dict[str, list[int]] = {}
+    steps = 0
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                tokens[output.request_id] = list(output.outputs[0].token_ids)
+        steps += 1
+        if steps == steps_before_abort:
+            engine.abort_request([str(i) for i in range(0, len(batch["prompts"]), 2)])
+    return tokens
+
+
+def generate_with_late_prompts(llm: Any, batches: list[dict[str, Any]]) -> Any:
+    """From now on a draft model reads no prompt before its request decodes."""
+    llm.collective_rpc(inside_workers.read_prompts_late)
+    return generate(llm, batches)
+
+
+def watch_draft_cache(llm: Any) -> None:
+    """From now on compare, in every round, what a draft model's cache holds with the target's.
+
+    Only where the target itself is the draft model. Over a view of the whole context in all layers, of the
+    tokens that a ring holds of a longer one in the first.
+    """
+    llm.collective_rpc(inside_workers.watch_draft_cache)
+
+
+def watched_draft_cache(llm: Any) -> dict[str, float]:
+    """Tokens compared and the largest difference; most tokens that a round's first pass had to read."""
+    return llm.collective_rpc(inside_workers.watched_draft_cache)[0]
+
+
+def watch_spire_cache(llm: Any) -> None:
+    """As `watch_draft_cache`, of a SPIRe draft; see spire_scenarios.py."""
+    import spire_scenarios
+
+    llm.collective_rpc(spire_scenarios.watch_cache)
+
+
+def watched_spire_cache(llm: Any) -> dict[str, float]:
+    """As `watched_draft_cache`; of all ranks the fewest tokens and the largest difference."""
+    import spire_scenarios
+
+    ranks = llm.collective_rpc(spire_scenarios.watched_cache)
+    return {
+        "tokens": min(rank["tokens"] for rank in ranks),
+        "difference": max(rank["difference"] for rank in ranks),
+    }
+
+
+def measure_prompts(llm: Any, contexts: list[int]) -> dict[str, Any]:
+    """Rows of `magicdec profile`; of every round that could draft, is it of parts of prompts, and passes.
+
+    The engine core must be in this process.
+    """
+    from vllm_magicdec.planner import profile
+
+    llm.collective_rpc(inside_workers.note_passes)
+    rows = profile.measure_prompts(llm, contexts)
+    return {"rows": rows, "rounds": llm.collective_rpc(inside_workers.noted_passes)[0]}
+
+
+def generate_with_adaptive_verification(llm: Any, batches: list[dict[str, Any]]) -> dict[str, Any]:
+    """`generate` while verifying is free, and while vLLM leaves out what is not worth it; V2 runner."""
+    import adaptive_verification
+
+    results = {}
+    for name, token_cost in (("free", 0.0), ("dear", 0.1)):
+        llm.collective_rpc(adaptive_verification.verify_adaptively, args=(token_cost,))
+        answers = generate(llm, batches)
+        results[name] = {"batches": answers, **llm.collective_rpc(adaptive_verification.verified)[0]}
+    return results
+
+
+def generate_adaptively_with_broken_drafting(llm: Any, batches: list[dict[str, Any]]) -> dict[str, Any]:
+    """`generate` while vLLM leaves out what is not worth it, and the draft's policy raises."""
+    import adaptive_verification
+
+    llm.collective_rpc(adaptive_verification.verify_adaptively, args=(0.1,))
+    llm.collective_rpc(inside_workers.break_drafting, args=(None,))
+    return {"batches": generate(llm, batches), **llm.collective_rpc(adaptive_verification.verified)[0]}
+
+
+def adaptive_costs(llm: Any) -> tuple[float, float]:
+    """What vLLM measured: milliseconds of a request's drafts, and of verifying a token."""
+    return llm.collective_rpc(inside_workers.adaptive_costs)[0]
+
+
+def generate_with_broken_memory(llm: Any, batches: list[dict[str, Any]]) -> Any:
+    """`generate`, while a SPIRe draft's memory cannot be written."""
+    import spire_scenarios
+
+    llm.collective_rpc(spire_scenarios.break_memory)
+    return generate(llm, batches)
+
+
+def generate_and_note_spire_drafts(llm: Any, batches: list[dict[str, Any]], path: str) -> Any:
+    """`generate`; what a SPIRe draft computed goes to a file."""
+    import spire_scenarios
+
+    llm.collective_rpc(spire_scenarios.write_norms_in_place)
+    llm.collective_rpc(spire_scenarios.note_drafts)
+    results = generate(llm, batches)
+    llm.collective_rpc(spire_scenarios.save_drafts, args=(path,))
+    return results
+
+
+def chat(llm: Any, conversations: list[Any], sampling: dict[str, Any]) -> list[str]:
+    outputs = llm.chat(conversations, _sampling_params(sampling), use_tqdm=False)
+    return [output.outputs[0].text for output in outputs]
+
+
+def selections(llm: Any, prompts: list[list[int]], max_tokens: int = 4) -> list[dict[str, Any]]:
+    """What a token policy selected for each prompt, on the first worker."""
+    from vllm import SamplingParams
+
+    selected = []
+    for prompt in prompts:
+        sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
+        selected.append(llm.collective_rpc(inside_workers.latest_selection)[0])
+    return selected
+
+
+def describe_draft(llm: Any) -> list[dict[str, Any]]:
+    """What the draft holds of its own, per worker."""
+    return llm.collective_rpc(inside_workers.describe_draft)
+
+
+def describe_attention(llm: Any) -> list[dict[str, Any]]:
+    """Whose attention the layers have, and where their caches lie, per worker."""
+    return llm.collective_rpc(inside_workers.describe_attention)
+
+
+def score(llm: Any, texts: list[dict[str, Any]]) -> list[list[tuple[float, float]]]:
+    """Of every token that follows a prompt, its logprob and the best token's, from one pass over all of it.
+
+    `texts`: {"prompt": token ids, "tokens": those that follow}.
+    """
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, detokenize=False)
+    prompts = [{"prompt_token_ids": text["prompt"] + text["tokens"]} for text in texts]
+    scores = []
+    for text, output in zip(texts, llm.generate(prompts, params, use_tqdm=False), strict=True):
+        places = output.prompt_logprobs[len(text["prompt"]) :]
+        scores.append(
+            [
+                (place[token].logprob, max(entry.logprob for entry in place.values()))
+                for token, place in zip(text["tokens"], places, strict=True)
+            ]
+        )
+    return scores
+
+
+def watch_draft_steps(llm: Any) -> None:
+    """From now on the draft steps of the first worker are counted; V2 runner."""
+    llm.collective_rpc(inside_workers.watch_draft_steps)
+
+
+def count_draft_steps(llm: Any) -> dict[str, int]:
+    """By how they ran: "graph", a CUDA graph; "flashinfer", those of them in which it reads; "eager"."""
+    return llm.collective_rpc(inside_workers.count_draft_steps)[0]
+
+
+def _prompt(given: Any) -> dict[str, Any]:
+    """vLLM's form of a prompt that came through JSON."""
+    if isinstance(given, list):
+        return {"prompt_token_ids": given}
+    seen = {kind: [_noise(**one) for one in given[kind]] for kind in ("image", "video") if kind in given}
+    return {"prompt_token_ids": given["tokens"], "multi_modal_data": seen}
+
+
+def _noise(width: int, height: int, seed: int, frames: int = 0) -> Any:
+    """A picture, or as many frames of a film."""
+    import numpy as np
+    from PIL import Image
+
+    shape = (frames, height, width, 3) if frames else (height, width, 3)
+    pixels = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+    return pixels if frames else Image.fromarray(pixels)
+
+
+def _sampling_params(fields: dict[str, Any]) -> Any:
+    """vLLM's object for what came through JSON."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    fields = dict(fields)
+    if "structured_outputs" in fields:
+        fields["structured_outputs"] = StructuredOutputsParams(**fields["structured_outputs"])
+    return SamplingParams(**fields)
+
+
+def _describe(output: Any) -> dict[str, Any]:
+    return {
+        "cached_tokens": output.num_cached_tokens,
+        "completions": [
+            {
+                "tokens": list(completion.token_ids),
+                "text": completion.text,
+                "finish_reason": completion.finish_reason,
+                "logprobs": [
+                    {str(token): entry.logprob for token, entry in step.items()}
+                    for step in completion.logprobs or []
+                ],
+            }
+            for completion in output.outputs
+        ],
+    }
+
+
+SCENARIOS = {
+    scenario.__name__: scenario
+    for scenario in (
+        generate,
+        describe_attention,
+        measure_prompts,
+        generate_without_asking_for_drafts,
+        generate_with_broken_drafting,
+        generate_with_late_prompts,
+        generate_with_broken_acceptance,
+        generate_with_random_choices,
+        generate_with_random_lookups,
+        generate_with_cut_drafts,
+        generate_with_unread_ends,
+        served_answers,
+        generate_with_broken_lookups,
+        generate_under_faults,
+        generate_with_a_cut_file,
+        generate_and_draft_twice,
+        generate_with_broken_controller,
+        generate_and_count_drafts,
+        generate_and_note_inputs,
+        generate_and_note_saves,
+        record_graphs,
+        count_replays,
+        run_passes_as_captured,
+        abort_half_while_decoding,
+        watch_draft_cache,
+        watched_draft_cache,
+        watch_spire_cache,
+        watched_spire_cache,
+        generate_and_note_spire_drafts,
+        generate_with_adaptive_verification,
+        generate_adaptively_with_broken_drafting,
+        adaptive_costs,
+        generate_with_broken_memory,
+        chat,
+        selections,
+        score,
+        watch_draft_steps,
+        count_draft_steps,
+        describe_draft,
+    )
+}
+
+
+def metrics_of(llm: Any) -> dict[str, Any]:
+    """By name, and by what they count where they say that."""
+    return {
+        f"{metric.name}:{metric.labels['what']}" if "what" in metric.labels else metric.name: getattr(
+            metric, "value", getattr(metric, "values", None)
+        )
+        for metric in llm.get_metrics()
+    }
