@@ -109,11 +109,9 @@ def contenders_of(
     where = dict(query_starts=starts, block_table=cell["block_table"], context_lens=lens, scale=scale)
     own = {
         variant.name: functools.partial(
-            load(variant).attend_pages,
+            load(variant).over(cache, isa if variant.name == isa else "vec").attend_pages,
             query,
-            cache,
             torch.empty_like(query),
-            layout=isa if variant.name == isa else "vec",
             **where,
         )
         for variant in VARIANTS

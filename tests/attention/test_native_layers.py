@@ -202,10 +202,11 @@ def test_vllms_kernel_reads_a_few_keys_for_one_row(num_rows, lens, kv_heads, is_
 @pytest.mark.parametrize(("tokens", "is_own"), [(32_000, False), (33_000, True)])
 def test_vllms_kernel_reads_few_fp8_tokens_with_amx(tokens, is_own):
     calls = []
+    attention = SimpleNamespace(attend_pages=lambda *args, **options: calls.append("own"))
     kernel = SimpleNamespace(
         check_cache=lambda *args: None,
         variant=SimpleNamespace(description=""),
-        attend_pages=lambda *args, **options: calls.append("own"),
+        over=lambda *args: attention,
     )
     layer = layer_of(whole_context("fp8"), "fp8")
     layer.isa, layer.impl.forward = "amx", lambda *args, **scales: calls.append("vLLM's")

@@ -158,6 +158,10 @@ def check(output: torch.Tensor, expected: torch.Tensor, size: float, soft_cap: f
     assert error <= (BOUND[output.dtype] + 2e-7 * soft_cap) * size, f"{error / size:.2e} of {size:.3f}"
 
 
+def attend_pages(kernel: Kernel, query, cache, output, *, layout: str, **where) -> None:
+    kernel.over(cache, layout).attend_pages(query, output, **where)
+
+
 def with_threads(number: int) -> None:
     torch.set_num_threads(number)
 
@@ -179,7 +183,8 @@ def test_pages_are_attended_to_as_in_float64(variant, layout, data, threads):
     kernel = kernel_of(variant)
     with_threads(threads)
     output = torch.full(batch.query.shape, torch.nan).to(batch.query.dtype)
-    kernel.attend_pages(
+    attend_pages(
+        kernel,
         batch.query,
         batch.cache,
         output,
@@ -217,7 +222,8 @@ def test_a_long_context_is_summed_as_well_as_a_short_one(variant, query_len):
     cache.view(num_blocks, 1, 2, -1)[:, :, 1] = 0.7  # all keys are zero
     query = torch.randn(query_len, 2, head_size)
     output = torch.full_like(query, torch.nan)
-    kernel.attend_pages(
+    attend_pages(
+        kernel,
         query,
         cache,
         output,
@@ -246,10 +252,8 @@ def test_tokens_are_weighed_as_in_float64(variant, layout, data, threads):
     del batch.options["value_scale"]
     for request, (context, length) in enumerate(zip(batch.context_lens, batch.query_lens, strict=True)):
         part = slice(*batch.starts[request : request + 2].tolist())
-        weights = kernel.weigh_tokens(
+        weights = kernel.over(batch.cache, layout).weigh_tokens(
             batch.query[part],
-            batch.cache,
-            layout=layout,
             pages=batch.block_table[request],
             context_len=context,
             **batch.options,
@@ -279,8 +283,10 @@ def test_tokens_of_a_long_context_are_weighed_in_several_turns(variant, layout):
     positions = torch.arange(context)
     write(cache, layout, positions // page_size, positions % page_size, keys, keys)
     query = 3 * torch.randn(query_len, group, head_size).to(dtype)
-    weights = kernel_of(variant).weigh_tokens(
-        query, cache, layout=layout, pages=torch.arange(pages), context_len=context, scale=head_size**-0.5
+    weights = (
+        kernel_of(variant)
+        .over(cache, layout)
+        .weigh_tokens(query, pages=torch.arange(pages), context_len=context, scale=head_size**-0.5)
     )
     logits = torch.einsum("qhd,kd->qhk", query.double(), keys[:, 0].double()) * head_size**-0.5
     is_seen = positions <= torch.arange(context - query_len, context).unsqueeze(1)
@@ -328,11 +334,9 @@ def test_chosen_slots_are_attended_to_as_in_float64(variant, layout, data, threa
             seen = torch.ones_like(seen) if sees_all else seen
             expected.append((part, heads, *truth(batch.query[part, heads], keys, values, seen, **options)))
     output = torch.full(batch.query.shape, torch.nan).to(batch.query.dtype)
-    kernel.attend_slots(
+    kernel.over(batch.cache, layout).attend_slots(
         batch.query,
-        batch.cache,
         output,
-        layout=layout,
         query_starts=batch.starts,
         slots=slots,
         slot_lens=torch.tensor(lens, dtype=torch.int32),
@@ -379,9 +383,9 @@ def test_threads_change_no_more_than_the_order_of_sums(variant, threads):
     query, cache, where = shared_batch(torch.float32)
     alone, together = torch.empty_like(query), torch.empty_like(query)
     with_threads(1)
-    kernel.attend_pages(query, cache, alone, **where)
+    attend_pages(kernel, query, cache, alone, **where)
     with_threads(threads)
-    kernel.attend_pages(query, cache, together, **where)
+    attend_pages(kernel, query, cache, together, **where)
     torch.testing.assert_close(together, alone, rtol=0, atol=1e-6)
 
 
@@ -445,7 +449,7 @@ def test_it_agrees_with_vllms_kernel(variant, layout, window, dtype, fp8, page):
     )
     where |= dict(layout=layout, scale=where["scale"] * key_scale)
     options = dict(window=window, soft_cap=SOFT_CAP, sinks=sinks, value_scale=value_scale)
-    kernel.attend_pages(query, cache, ours, **options, **where)
+    attend_pages(kernel, query, cache, ours, **options, **where)
     # Of both kernels' errors, of which a capped logit's is the larger one; see `check`.
     tolerance = {torch.float32: 2e-6 + 2e-7 * SOFT_CAP, torch.bfloat16: 2**-7, torch.float16: 2**-10}[dtype]
     torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance * theirs.abs().max().item())
@@ -459,11 +463,9 @@ def test_it_agrees_with_plain_torch_over_token_views(variant, layout):
     slots = torch.stack([torch.randperm(num_slots)[:100] for _ in range(3 * 2)]).view(3, 2, 100).int()
     output = torch.empty_like(query)
     lens = torch.full((3,), 100, dtype=torch.int32)
-    kernel.attend_slots(
+    kernel.over(cache, layout).attend_slots(
         query,
-        cache,
         output,
-        layout=layout,
         query_starts=where["query_starts"],
         slots=slots,
         slot_lens=lens,
@@ -487,9 +489,9 @@ def test_what_is_no_number_stays_none(variant, layout, what, soft_cap):
     query, cache, where = shared_batch(torch.bfloat16 if layout == "amx" else torch.float32)
     where |= dict(soft_cap=soft_cap, layout=layout)
     clean, output = torch.empty_like(query), torch.empty_like(query)
-    kernel.attend_pages(query, cache, clean, **where)
+    attend_pages(kernel, query, cache, clean, **where)
     query[0, 0, 0] = what
-    kernel.attend_pages(query, cache, output, **where)
+    attend_pages(kernel, query, cache, output, **where)
     assert output[0, 0].isnan().all()
     output[0, 0] = clean[0, 0]
     torch.testing.assert_close(output, clean, rtol=0, atol=1e-6)
@@ -509,7 +511,7 @@ def test_every_fp8_number_is_read_as_torch_reads_it(variant, layout, fp8):
     where = dict(
         query_starts=torch.tensor([0, 1]), block_table=torch.zeros(1, 1), context_lens=torch.tensor([1])
     )
-    kernel.attend_pages(query, cache.view(fp8), output, layout=layout, scale=1.0, **where)
+    attend_pages(kernel, query, cache.view(fp8), output, layout=layout, scale=1.0, **where)
     expected = numbers.view(fp8).to(dtype)
     torch.testing.assert_close(output[0, 0], expected, rtol=0, atol=0, equal_nan=True)
 
@@ -542,33 +544,33 @@ def test_shapes_that_it_has_not_are_refused(variant):
     kernel = kernel_of(variant)
     query, cache, where = shared_batch(torch.float32, query_len=33)
     with pytest.raises(UnreadableError, match="at most 32 query tokens"):
-        kernel.attend_pages(query, cache, torch.empty_like(query), **where)
+        attend_pages(kernel, query, cache, torch.empty_like(query), **where)
     few = shared_batch(torch.float32)
     with pytest.raises(UnreadableError, match="neighbouring numbers"):
-        kernel.attend_pages(few[0].mT.contiguous().mT, few[1], torch.empty_like(few[0]), **few[2])
+        attend_pages(kernel, few[0].mT.contiguous().mT, few[1], torch.empty_like(few[0]), **few[2])
     with pytest.raises(UnreadableError, match="float64"):
-        kernel.attend_pages(query.double(), cache.double(), query.double(), **where)
+        attend_pages(kernel, query.double(), cache.double(), query.double(), **where)
     with pytest.raises(UnreadableError, match="queries are"):
-        kernel.attend_pages(query.bfloat16(), cache, query.bfloat16(), **where)
+        attend_pages(kernel, query.bfloat16(), cache, query.bfloat16(), **where)
     fp8 = cache.to(torch.float8_e4m3fn)
     with pytest.raises(UnreadableError, match="queries are"):
-        kernel.attend_pages(query.double(), fp8, query.double(), **where)
+        attend_pages(kernel, query.double(), fp8, query.double(), **where)
     with pytest.raises(UnreadableError, match="queries are"):
-        kernel.attend_pages(query.bfloat16(), fp8, torch.empty_like(query), **where)
+        attend_pages(kernel, query.bfloat16(), fp8, torch.empty_like(query), **where)
     with pytest.raises(UnreadableError, match="not neon"):
-        kernel.attend_pages(query, cache, query, **{**where, "layout": "neon"})
+        attend_pages(kernel, query, cache, query, **{**where, "layout": "neon"})
     where["layout"] = "amx"
     of_amx = (
         "bfloat16 and fp8, not torch.float32" if variant.name == "amx" else "own kernel for AMX was not"
     )
     with pytest.raises(UnreadableError, match=of_amx):
-        kernel.attend_pages(query, cache, query, **where)
+        attend_pages(kernel, query, cache, query, **where)
     if variant.name == "amx":
         with pytest.raises(UnreadableError, match="queries are"):
-            kernel.attend_pages(query, fp8, query, **where)
+            attend_pages(kernel, query, fp8, query, **where)
         with pytest.raises(UnreadableError, match="multiple of 32"):
             few = shared_batch(torch.bfloat16, head_size=48)
-            kernel.attend_pages(few[0], few[1], few[0], **{**few[2], "layout": "amx"})
+            attend_pages(kernel, few[0], few[1], few[0], **{**few[2], "layout": "amx"})
     where["layout"] = "vec"
     with pytest.raises(UnreadableError, match="multiple of 16"):
-        kernel.attend_pages(query[..., :24], cache[..., :48].contiguous(), query[..., :24], **where)
+        attend_pages(kernel, query[..., :24], cache[..., :48].contiguous(), query[..., :24], **where)

@@ -23,6 +23,7 @@ from vllm_magicdec.errors import METHOD
 from vllm_magicdec.native import huge_pages
 from vllm_magicdec.native.library import (
     MAX_QUERY_LEN,
+    CacheAttention,
     Kernel,
     UnreadableError,
     best_variant,
@@ -58,7 +59,9 @@ def use_native_attention(vllm_config: VllmConfig, layer_names: Sequence[str]) ->
         layer = layers[name]
         if not hasattr(layer, "impl"):  # recurrent state, in engines of other methods
             continue
-        if native_of(layer.impl) is not None:  # vLLM lays the KV cache out twice when it measures memory
+        native = native_of(layer.impl)
+        if native is not None:  # vLLM lays the KV cache out twice when it measures memory
+            native.forget_cache()
             continue
         try:
             NativeAttention(layer, layer.get_kv_cache_spec(vllm_config), kernel)
@@ -144,6 +147,7 @@ class NativeAttention:
         self._group = impl.num_heads // spec.num_kv_heads
         self._token_keys = spec.num_kv_heads * spec.head_size
         self._kernel = kernel
+        self._over: tuple[torch.Tensor, CacheAttention] | None = None  # a KV cache and what reads it
         self._own_forward = impl.forward
         self._starts = torch.empty(0, dtype=torch.int32)
         impl.forward = self.forward
@@ -166,16 +170,13 @@ class NativeAttention:
         num_rows, lens = attn_metadata.max_query_len * self._group, attn_metadata.seq_lens
         if not is_faster(self._layout, num_rows, lens, self._token_keys, is_fp8=is_fp8):
             return self._own_forward(layer, query, key, value, kv_cache, attn_metadata, output, **scales)
-        num_tokens, impl = attn_metadata.num_actual_tokens, self._impl
-        query = query[:num_tokens]
-        self._kernel.attend_pages(
+        impl = self._impl
+        self._attention_over(kv_cache).attend_pages(
             query,
-            kv_cache.view(self._cache_dtype),
-            output[:num_tokens].view(query.shape),
-            layout=self._layout,
+            output,
             query_starts=attn_metadata.query_start_loc,
             block_table=attn_metadata.block_table,
-            context_lens=attn_metadata.seq_lens,
+            context_lens=lens,
             scale=impl.scale * layer._k_scale_float if is_fp8 else impl.scale,
             value_scale=layer._v_scale_float if is_fp8 else 1.0,
             soft_cap=impl.logits_soft_cap,
@@ -196,12 +197,12 @@ class NativeAttention:
         """Attend to a token view of which `takes_view` is true.
 
         Args:
-            query: [num_queries, num_heads, head_size].
+            query: [num_queries or more, num_heads, head_size].
             kv_cache: [num_blocks, num_kv_heads, page_size, 2 * head_size].
             metadata: the view.
             softmax: the layer's.
             value_scale: of an fp8 cache; of others 1.
-            output: as `query`, written.
+            output: as `query`, or [num_queries or more, num_heads * head_size]; written.
         """
         num_reqs, _, width = metadata.slots.shape
         if isinstance(metadata, TokenMetadata):
@@ -210,11 +211,9 @@ class NativeAttention:
             starts = torch.cat([metadata.table[:, 0], metadata.table[-1, -1:] + 1])
             lens = torch.full((num_reqs,), width, dtype=torch.int32)
             is_seen = metadata.is_seen
-        self._kernel.attend_slots(
+        self._attention_over(kv_cache).attend_slots(
             query,
-            kv_cache.view(self._cache_dtype),
             output,
-            layout=self._layout,
             query_starts=starts,
             slots=metadata.slots,
             slot_lens=lens,
@@ -236,16 +235,23 @@ class NativeAttention:
         """See `attention.rows.WeighTokens`; `kv_cache` as in `attend_view`."""
         if len(queries) > MAX_QUERY_LEN:
             return None
-        return self._kernel.weigh_tokens(
+        return self._attention_over(kv_cache).weigh_tokens(
             queries,
-            kv_cache.view(self._cache_dtype),
-            layout=self._layout,
             pages=pages,
             context_len=length,
             scale=softmax.scale,
             soft_cap=softmax.soft_cap,
             sinks=softmax.sinks,
         )
+
+    def forget_cache(self) -> None:
+        """There will be another KV cache; this one's memory may go."""
+        self._over = None
+
+    def _attention_over(self, kv_cache: torch.Tensor) -> CacheAttention:
+        if self._over is None or self._over[0] is not kv_cache:
+            self._over = kv_cache, self._kernel.over(kv_cache.view(self._cache_dtype), self._layout)
+        return self._over[1]
 
     def _starts_of_single_tokens(self, num_reqs: int) -> torch.Tensor:
         """[num_reqs + 1] int32."""

@@ -232,15 +232,15 @@ class Switch:
     ) -> torch.Tensor:
         """vLLM's signature; `query` [num_tokens, num_heads, head_size]."""
         if isinstance(attn_metadata, TokenMetadata | TokenPassMetadata):
+            if self._native is not None and takes_view(attn_metadata):
+                self._native.attend_view(
+                    self._query(query), kv_cache, attn_metadata, self._softmax, self._scales.value, output
+                )
+                return output
             num_queries = attn_metadata.num_queries
             query = self._query(query[:num_queries])
             own_output = output[:num_queries].view(query.shape)
-            if self._native is not None and takes_view(attn_metadata):
-                self._native.attend_view(
-                    query, kv_cache, attn_metadata, self._softmax, self._scales.value, own_output
-                )
-            else:
-                self._attend(query, self._rows(kv_cache), attn_metadata, own_output)
+            self._attend(query, self._rows(kv_cache), attn_metadata, own_output)
             return output
         if isinstance(attn_metadata, ObservedMetadata):
             self._target_forward(layer, query, key, value, kv_cache, attn_metadata.own, output, **scales)

@@ -117,9 +117,12 @@ class UnreadableError(ValueError):
     """The kernel does not read such a cache; the message says why."""
 
 
+_APART = "it reads and writes neighbouring numbers"
+
+
 def _as_int32(numbers: torch.Tensor) -> torch.Tensor:
     """The kernel reads memory as it is told to: so of this type, and neighbours in the last dimension."""
-    if numbers.dtype == torch.int32 and numbers.stride(-1) == 1:
+    if numbers.dtype == torch.int32 and (numbers.is_contiguous() or numbers.stride(-1) == 1):
         return numbers
     return numbers.to(torch.int32).contiguous()
 
@@ -158,7 +161,24 @@ class Kernel:
         if not is_current:
             raise OSError(f"{variant.path.name} is of other sources; run 'pip install -e .' once more")
         for function in (self._attend, self._weigh):
-            function.argtypes = [ctypes.POINTER(Call)]
+            function.argtypes = [ctypes.c_void_p]  # of a `Call`; a pointer's type would be looked up
+
+    def over(self, kv_cache: torch.Tensor, layout: str) -> "CacheAttention":
+        """Attention over a KV cache, which is checked and described once.
+
+        Args:
+            kv_cache: [num_blocks, num_kv_heads, page_size, 2 * head_size] as vLLM's CPU backend keeps it;
+                any strides of blocks and heads. It has to stay where it is.
+            layout: of a page, as vLLM's `layer.isa` names it.
+
+        Raises:
+            UnreadableError: with the reason.
+        """
+        _, _, page_size, content = kv_cache.shape
+        self.check_cache(page_size, content // 2, kv_cache.dtype, layout)
+        if kv_cache.stride(-1) != 1:
+            raise UnreadableError(_APART)
+        return CacheAttention(kv_cache, layout, self._attend, self._weigh)
 
     def check_cache(self, page_size: int, head_size: int, dtype: torch.dtype, layout: str) -> None:
         """Refuse what the kernel was not written for.
@@ -195,13 +215,50 @@ class Kernel:
                 f"most, not {head_size}"
             )
 
+
+class CacheAttention:
+    """A kernel over one KV cache. A call takes as long as a few thousand keys, so it does little beside.
+
+    Args:
+        kv_cache: see `Kernel.over`.
+        layout: see there.
+        attend: of the library, as `attention.h` has it.
+        weigh: see there.
+    """
+
+    def __init__(
+        self,
+        kv_cache: torch.Tensor,
+        layout: str,
+        attend: Callable[[Any], int],
+        weigh: Callable[[Any], int],
+    ) -> None:
+        self._attend, self._weigh = attend, weigh
+        self._kv_cache = kv_cache  # whose memory is read
+        _, num_kv_heads, page_size, content = kv_cache.shape
+        self._head_size = content // 2
+        if layout == "amx":
+            self._query_types = {torch.bfloat16}
+        elif kv_cache.dtype in _FP8_TYPES:
+            self._query_types = set(_QUERY_TYPES)
+        else:
+            self._query_types = {kv_cache.dtype}
+        self._blank = Call(
+            cache=kv_cache.data_ptr(),
+            page_stride=kv_cache.stride(0),
+            cache_head_stride=kv_cache.stride(1),
+            layout=_LAYOUTS[layout],
+            cache_type=_CACHE_TYPES[kv_cache.dtype],
+            num_kv_heads=num_kv_heads,
+            head_size=self._head_size,
+            page_size=page_size,
+        )
+
     def attend_pages(
         self,
         query: torch.Tensor,
-        kv_cache: torch.Tensor,
         output: torch.Tensor,
         *,
-        layout: str,
         query_starts: torch.Tensor,
         block_table: torch.Tensor,
         context_lens: torch.Tensor,
@@ -214,12 +271,9 @@ class Kernel:
         """Attend to each request's own context, causally.
 
         Args:
-            query: [num_tokens, num_heads, head_size], of the cache's dtype, and of any beside an fp8 cache;
-                the heads of one KV head are neighbours.
-            kv_cache: [num_blocks, num_kv_heads, page_size, 2 * head_size] as vLLM's CPU backend keeps it;
-                any strides of blocks and heads.
-            output: as `query`, written.
-            layout: of a page, as vLLM's `layer.isa` names it.
+            query: [num_tokens or more, num_heads, head_size], of the cache's dtype, and of any beside an
+                fp8 cache; the heads of one KV head are neighbours.
+            output: as `query`, or [num_tokens or more, num_heads * head_size]; written.
             query_starts: [num_reqs + 1] int32, where each request's tokens begin, and where the last one's
                 end; at most `MAX_QUERY_LEN` of each.
             block_table: [num_reqs, n] int32.
@@ -234,19 +288,17 @@ class Kernel:
             UnreadableError: the kernel has not this shape.
         """
         query_starts, block_table, context_lens = map(_as_int32, (query_starts, block_table, context_lens))
-        call = self._call(query, kv_cache, output, layout, query_starts, scale, value_scale, soft_cap)
+        call = self._call(query, output, query_starts, scale, value_scale, soft_cap)
         call.block_table, call.context_lens = block_table.data_ptr(), context_lens.data_ptr()
         call.block_table_stride = block_table.stride(0)
         call.window = max(0, window)
-        self._run(self._attend, call, sinks)
+        _run(self._attend, call, sinks)
 
     def attend_slots(
         self,
         query: torch.Tensor,
-        kv_cache: torch.Tensor,
         output: torch.Tensor,
         *,
-        layout: str,
         query_starts: torch.Tensor,
         slots: torch.Tensor,
         slot_lens: torch.Tensor,
@@ -260,9 +312,7 @@ class Kernel:
 
         Args:
             query: this and the arguments that are not below: see `attend_pages`.
-            kv_cache: see there.
             output: see there.
-            layout: see there.
             query_starts: see there.
             slots: [num_reqs, num_kv_heads, width] int32, cache slots.
             slot_lens: [num_reqs] int32, the first so many columns are read.
@@ -277,21 +327,19 @@ class Kernel:
             UnreadableError: the kernel has not this shape.
         """
         query_starts, slots, slot_lens = map(_as_int32, (query_starts, slots, slot_lens))
-        call = self._call(query, kv_cache, output, layout, query_starts, scale, value_scale, soft_cap)
+        call = self._call(query, output, query_starts, scale, value_scale, soft_cap)
         call.slots, call.slot_lens = slots.data_ptr(), slot_lens.data_ptr()
-        call.slots_request_stride, call.slots_head_stride = slots.stride(0), slots.stride(1)
+        call.slots_request_stride, call.slots_head_stride, _ = slots.stride()
         if is_seen is not None:
             is_seen = is_seen.contiguous()
             call.is_seen = is_seen.data_ptr()
-            call.is_seen_request_stride, call.is_seen_token_stride = is_seen.stride(0), is_seen.stride(1)
-        self._run(self._attend, call, sinks)
+            call.is_seen_request_stride, call.is_seen_token_stride, _ = is_seen.stride()
+        _run(self._attend, call, sinks)
 
     def weigh_tokens(
         self,
         query: torch.Tensor,
-        kv_cache: torch.Tensor,
         *,
-        layout: str,
         pages: torch.Tensor,
         context_len: int,
         scale: float,
@@ -302,8 +350,6 @@ class Kernel:
 
         Args:
             query: [num_tokens, num_heads, head_size], the queries of the last tokens; see `attend_pages`.
-            kv_cache: see there.
-            layout: see there.
             pages: [n] int, the request's.
             context_len: tokens of the request.
             scale: this and the rest: see there.
@@ -317,68 +363,52 @@ class Kernel:
         Raises:
             UnreadableError: the kernel has not this shape.
         """
-        num_kv_heads = kv_cache.shape[1]
-        weights = torch.empty((num_kv_heads, context_len), dtype=torch.float32)
+        weights = torch.empty((self._blank.num_kv_heads, context_len), dtype=torch.float32)
         starts = torch.tensor([0, len(query)], dtype=torch.int32)
         lens = torch.tensor([context_len], dtype=torch.int32)
         table = _as_int32(pages.unsqueeze(0))
-        call = self._call(query, kv_cache, query, layout, starts, scale, 1.0, soft_cap)
+        call = self._call(query, query, starts, scale, 1.0, soft_cap)
         call.output, call.output_head_stride = weights.data_ptr(), weights.stride(0)
         call.block_table, call.context_lens = table.data_ptr(), lens.data_ptr()
-        self._run(self._weigh, call, sinks)
+        _run(self._weigh, call, sinks)
         return weights
 
     def _call(
         self,
         query: torch.Tensor,
-        kv_cache: torch.Tensor,
         output: torch.Tensor,
-        layout: str,
         query_starts: torch.Tensor,
         scale: float,
         value_scale: float,
         soft_cap: float,
     ) -> Call:
-        _, num_heads, head_size = query.shape
-        _, num_kv_heads, page_size, _ = kv_cache.shape
-        self.check_cache(page_size, head_size, kv_cache.dtype, layout)
-        of_queries = _QUERY_TYPES if kv_cache.dtype in _FP8_TYPES else {kv_cache.dtype}
-        if layout == "amx":
-            of_queries = {torch.bfloat16}
-        if query.dtype not in of_queries or query.dtype != output.dtype:
-            raise UnreadableError(f"queries are {query.dtype}, its cache is {kv_cache.dtype}")
-        if not query.stride(-1) == output.stride(-1) == kv_cache.stride(-1) == 1:
-            raise UnreadableError("it reads and writes neighbouring numbers")
-        return Call(
-            cache=kv_cache.data_ptr(),
-            page_stride=kv_cache.stride(0),
-            cache_head_stride=kv_cache.stride(1),
-            query=query.data_ptr(),
-            query_token_stride=query.stride(0),
-            query_head_stride=query.stride(1),
-            output=output.data_ptr(),
-            output_token_stride=output.stride(0),
-            output_head_stride=output.stride(1),
-            query_starts=query_starts.data_ptr(),
-            scale=scale,
-            soft_cap=soft_cap,
-            value_scale=value_scale,
-            layout=_LAYOUTS[layout],
-            query_type=_QUERY_TYPES[query.dtype],
-            cache_type=_CACHE_TYPES[kv_cache.dtype],
-            num_reqs=len(query_starts) - 1,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_size=head_size,
-            page_size=page_size,
-        )
-
-    def _run(self, function: Callable[[Any], int], call: Call, sinks: torch.Tensor | None) -> None:
-        if sinks is not None:
-            sinks = sinks.float().contiguous()
-            call.sinks = sinks.data_ptr()
-        if function(ctypes.byref(call)):
+        dtype, strides = query.dtype, output.stride()
+        if dtype not in self._query_types or dtype != output.dtype:
+            raise UnreadableError(f"queries are {dtype}, its cache is {self._kv_cache.dtype}")
+        call = Call.from_buffer_copy(self._blank)
+        call.query, call.output = query.data_ptr(), output.data_ptr()
+        call.query_token_stride, call.query_head_stride, neighbour = query.stride()
+        call.output_token_stride = strides[0]
+        call.output_head_stride = strides[1] if len(strides) == 3 else self._head_size
+        if not neighbour == strides[-1] == 1:
+            raise UnreadableError(_APART)
+        _, call.num_heads, head_size = query.shape
+        if head_size != self._head_size:
             raise UnreadableError(
-                f"it takes at most {MAX_QUERY_LEN} query tokens of a request, as many heads for each KV "
-                "head, and a scale above 0"
+                f"heads of queries have {head_size} numbers, its cache's {self._head_size}"
             )
+        call.query_type, call.query_starts = _QUERY_TYPES[dtype], query_starts.data_ptr()
+        call.num_reqs = query_starts.numel() - 1
+        call.scale, call.value_scale, call.soft_cap = scale, value_scale, soft_cap
+        return call
+
+
+def _run(function: Callable[[Any], int], call: Call, sinks: torch.Tensor | None) -> None:
+    if sinks is not None:
+        sinks = sinks.float().contiguous()
+        call.sinks = sinks.data_ptr()
+    if function(ctypes.addressof(call)):
+        raise UnreadableError(
+            f"it takes at most {MAX_QUERY_LEN} query tokens of a request, as many heads for each KV "
+            "head, and a scale above 0"
+        )
