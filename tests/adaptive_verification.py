@@ -2,8 +2,8 @@
 """vLLM's adaptive verification on a CPU, in a worker that has started without it.
 
 vLLM has it on GPUs alone: it copies confidences by a CUDA stream, and measures its costs by CUDA graphs.
-Here the copies are done at once and the costs are given; all else is vLLM's own. The scenarios of
-scenarios.py call this.
+Here the copies are done at once and the costs are given; all else is vLLM's own. scenarios.py has
+`collective_rpc` call these.
 """
 
 from contextlib import nullcontext

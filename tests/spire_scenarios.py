@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests see of a SPIRe draft inside a worker; the scenarios of scenarios.py call this."""
+"""What tests see of a SPIRe draft inside a worker; scenarios.py has `collective_rpc` call these."""
 
 from typing import Any
 

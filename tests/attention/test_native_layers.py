@@ -92,6 +92,19 @@ def layer_of(case: Case, name: str) -> SimpleNamespace:
     return layer
 
 
+def metadata_of(case: Case) -> SimpleNamespace:
+    """vLLM's, of a decode step of one request over its pages."""
+    num_pages = len(case.keys) // PAGE
+    return SimpleNamespace(
+        causal=True,
+        max_query_len=1,
+        num_actual_tokens=1,
+        query_start_loc=torch.tensor([0, 1], dtype=torch.int32),
+        block_table=torch.arange(num_pages, dtype=torch.int32).unsqueeze(0),
+        seq_lens=case.lens,
+    )
+
+
 def attended(layer: SimpleNamespace, case: Case, metadata: object) -> torch.Tensor:
     output = torch.full_like(case.query.flatten(1), torch.nan)
     layer.impl.forward(layer, case.query, None, None, cache_of(case), metadata, output)
@@ -101,16 +114,23 @@ def attended(layer: SimpleNamespace, case: Case, metadata: object) -> torch.Tens
 @pytest.mark.parametrize("name", DTYPES)
 def test_verification_takes_the_layers_scales(name):
     case = whole_context(name)
-    num_pages = len(case.keys) // PAGE
-    metadata = SimpleNamespace(
-        causal=True,
-        max_query_len=1,
-        num_actual_tokens=1,
-        query_start_loc=torch.tensor([0, 1], dtype=torch.int32),
-        block_table=torch.arange(num_pages, dtype=torch.int32).unsqueeze(0),
-        seq_lens=case.lens,
-    )
-    case.check(attended(layer_of(case, name), case, metadata))
+    case.check(attended(layer_of(case, name), case, metadata_of(case)))
+
+
+def test_a_layer_reads_the_cache_that_it_is_given():
+    """Whichever it was given before; and what lies beyond the step's tokens is left as it is."""
+    case = whole_context("auto")
+    layer, metadata = layer_of(case, "auto"), metadata_of(case)
+    beyond = torch.full((3, HEADS, HEAD_SIZE), torch.nan)
+    query, output = torch.cat([case.query, beyond]), torch.full((4, HEADS, HEAD_SIZE), 7.0)
+    first = cache_of(case)
+    for cache in (first, torch.zeros_like(first), first.clone()):
+        layer.impl.forward(layer, query, None, None, cache, metadata, output)
+        if cache.any():
+            case.check(output[:1])
+        else:
+            assert not output[:1].any()
+    assert (output[1:] == 7.0).all()
 
 
 @pytest.mark.parametrize("name", DTYPES)
@@ -137,15 +157,8 @@ def test_policies_are_given_the_kernels_weights(name):
     seen = []
     recorder = SimpleNamespace(record=lambda *args: seen.append(args))
     Switch(0, layer, SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float32)), CPU, recorder)
-    pages = torch.arange(len(case.keys) // PAGE, dtype=torch.int32)
-    metadata = SimpleNamespace(
-        causal=True,
-        max_query_len=1,
-        num_actual_tokens=1,
-        query_start_loc=torch.tensor([0, 1], dtype=torch.int32),
-        block_table=pages.unsqueeze(0),
-        seq_lens=case.lens,
-    )
+    metadata = metadata_of(case)
+    pages = metadata.block_table[0]
     attended(layer, case, metadata)
     [(_, queries, _, _, rows, softmax)] = seen
     observation = observe_request(

@@ -548,6 +548,12 @@ def test_shapes_that_it_has_not_are_refused(variant):
     few = shared_batch(torch.float32)
     with pytest.raises(UnreadableError, match="neighbouring numbers"):
         attend_pages(kernel, few[0].mT.contiguous().mT, few[1], torch.empty_like(few[0]), **few[2])
+    with pytest.raises(UnreadableError, match="neighbouring numbers"):
+        kernel.over(few[1].mT.contiguous().mT, "vec")
+    with pytest.raises(UnreadableError, match=r"queries are \[15, 8, 48\], .* of its cache 64"):
+        attend_pages(kernel, few[0][..., :48], few[1], few[0][..., :48], **few[2])
+    with pytest.raises(UnreadableError, match=r"the output \[15, 4, 64\]"):
+        attend_pages(kernel, few[0], few[1], few[0][:, :4], **few[2])
     with pytest.raises(UnreadableError, match="float64"):
         attend_pages(kernel, query.double(), cache.double(), query.double(), **where)
     with pytest.raises(UnreadableError, match="queries are"):

@@ -5,6 +5,7 @@ It takes every step in which no request has more than `MAX_QUERY_LEN` tokens, bu
 leaves to vLLM's; prefills, and steps that are mixed with them, stay vLLM's own.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -59,9 +60,7 @@ def use_native_attention(vllm_config: VllmConfig, layer_names: Sequence[str]) ->
         layer = layers[name]
         if not hasattr(layer, "impl"):  # recurrent state, in engines of other methods
             continue
-        native = native_of(layer.impl)
-        if native is not None:  # vLLM lays the KV cache out twice when it measures memory
-            native.forget_cache()
+        if native_of(layer.impl) is not None:  # vLLM lays the KV cache out twice when it measures memory
             continue
         try:
             NativeAttention(layer, layer.get_kv_cache_spec(vllm_config), kernel)
@@ -147,7 +146,8 @@ class NativeAttention:
         self._group = impl.num_heads // spec.num_kv_heads
         self._token_keys = spec.num_kv_heads * spec.head_size
         self._kernel = kernel
-        self._over: tuple[torch.Tensor, CacheAttention] | None = None  # a KV cache and what reads it
+        # A KV cache and what reads it.
+        self._known: tuple[weakref.ref[torch.Tensor], CacheAttention] | None = None
         self._own_forward = impl.forward
         self._starts = torch.empty(0, dtype=torch.int32)
         impl.forward = self.forward
@@ -244,14 +244,11 @@ class NativeAttention:
             sinks=softmax.sinks,
         )
 
-    def forget_cache(self) -> None:
-        """There will be another KV cache; this one's memory may go."""
-        self._over = None
-
     def _attention_over(self, kv_cache: torch.Tensor) -> CacheAttention:
-        if self._over is None or self._over[0] is not kv_cache:
-            self._over = kv_cache, self._kernel.over(kv_cache.view(self._cache_dtype), self._layout)
-        return self._over[1]
+        if self._known is None or self._known[0]() is not kv_cache:
+            attention = self._kernel.over(kv_cache.view(self._cache_dtype), self._layout)
+            self._known = weakref.ref(kv_cache), attention  # vLLM frees the memory, whoever lives on
+        return self._known[1]
 
     def _starts_of_single_tokens(self, num_reqs: int) -> torch.Tensor:
         """[num_reqs + 1] int32."""

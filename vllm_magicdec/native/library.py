@@ -122,6 +122,7 @@ _APART = "it reads and writes neighbouring numbers"
 
 def _as_int32(numbers: torch.Tensor) -> torch.Tensor:
     """The kernel reads memory as it is told to: so of this type, and neighbours in the last dimension."""
+    # The first question is the quicker one.
     if numbers.dtype == torch.int32 and (numbers.is_contiguous() or numbers.stride(-1) == 1):
         return numbers
     return numbers.to(torch.int32).contiguous()
@@ -168,7 +169,7 @@ class Kernel:
 
         Args:
             kv_cache: [num_blocks, num_kv_heads, page_size, 2 * head_size] as vLLM's CPU backend keeps it;
-                any strides of blocks and heads. It has to stay where it is.
+                any strides of blocks and heads. Calls read its memory, and nothing here keeps it alive.
             layout: of a page, as vLLM's `layer.isa` names it.
 
         Raises:
@@ -217,7 +218,7 @@ class Kernel:
 
 
 class CacheAttention:
-    """A kernel over one KV cache. A call takes as long as a few thousand keys, so it does little beside.
+    """A kernel over one KV cache. Calls share its description: each takes microseconds of Python as it is.
 
     Args:
         kv_cache: see `Kernel.over`.
@@ -234,7 +235,7 @@ class CacheAttention:
         weigh: Callable[[Any], int],
     ) -> None:
         self._attend, self._weigh = attend, weigh
-        self._kv_cache = kv_cache  # whose memory is read
+        self._dtype = kv_cache.dtype
         _, num_kv_heads, page_size, content = kv_cache.shape
         self._head_size = content // 2
         if layout == "amx":
@@ -384,7 +385,7 @@ class CacheAttention:
     ) -> Call:
         dtype, strides = query.dtype, output.stride()
         if dtype not in self._query_types or dtype != output.dtype:
-            raise UnreadableError(f"queries are {dtype}, its cache is {self._kv_cache.dtype}")
+            raise UnreadableError(f"queries are {dtype}, its cache is {self._dtype}")
         call = Call.from_buffer_copy(self._blank)
         call.query, call.output = query.data_ptr(), output.data_ptr()
         call.query_token_stride, call.query_head_stride, neighbour = query.stride()
@@ -393,9 +394,10 @@ class CacheAttention:
         if not neighbour == strides[-1] == 1:
             raise UnreadableError(_APART)
         _, call.num_heads, head_size = query.shape
-        if head_size != self._head_size:
+        if head_size != self._head_size or output.numel() != query.numel():
             raise UnreadableError(
-                f"heads of queries have {head_size} numbers, its cache's {self._head_size}"
+                f"queries are {list(query.shape)}, the output {list(output.shape)}, and the head size of "
+                f"its cache {self._head_size}"
             )
         call.query_type, call.query_starts = _QUERY_TYPES[dtype], query_starts.data_ptr()
         call.num_reqs = query_starts.numel() - 1
