@@ -161,13 +161,25 @@ def connect(address: str | None, replicas: int, cpus: int | None) -> None:
     # Of Ray Serve each replica takes one more.
     of_engines = replicas * (cpus_of_a_replica(replicas, cpus) + 1)
     num_cpus = of_engines + HELPER_CPUS if runs_on_cpu() else None
-    ray.init(
+    _start(
         num_cpus=num_cpus,
         include_dashboard=False,
         log_to_driver=False,
         logging_level=logging.WARNING,
         object_store_memory=_object_store_bytes(),
     )
+
+
+def _start(**options: Any) -> None:
+    """Start a Ray; once more if it fails, as it gives its processes no more than some seconds."""
+    import ray
+
+    try:
+        ray.init(**options)
+    except Exception as error:
+        print(f"Ray did not start: {reason(error)}; once more ...", file=sys.stderr)
+        ray.shutdown()
+        ray.init(**options)
 
 
 def _say_if_it_waits(wanted: int) -> None:

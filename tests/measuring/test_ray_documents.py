@@ -361,6 +361,28 @@ def test_a_job_that_waits_for_cpus_of_a_cluster_says_so(monkeypatch, capsys):
     assert "has 3 CPUs free now. The engines want 3," in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("num_failures", [0, 1, 2])
+def test_a_ray_that_does_not_start_is_started_once_more(monkeypatch, capsys, num_failures):
+    ray = pytest.importorskip("ray")
+    asked = []
+
+    def init(**options):
+        asked.append(options)
+        if asked.count(options) <= num_failures:
+            raise RuntimeError("The port file was not written.")
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: asked.append("shutdown"))
+    if num_failures == 2:
+        with pytest.raises(RuntimeError, match="port file"):
+            ray_cluster._start(num_cpus=3)
+    else:
+        ray_cluster._start(num_cpus=3)
+    again = ["shutdown", {"num_cpus": 3}] if num_failures else []
+    assert asked == [{"num_cpus": 3}, *again]
+    assert ("once more" in capsys.readouterr().err) == bool(num_failures)
+
+
 def test_of_a_failure_in_a_replica_the_last_line_is_said():
     trace = "The actor died ...\n  File x.py\nvllm_magicdec.errors.MagicDecConfigError: 'p' is unknown\n"
     assert ray_cluster.reason(RuntimeError(trace)) == "'p' is unknown"
