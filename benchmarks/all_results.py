@@ -141,7 +141,7 @@ PARTS = (
         "--in-turns --methods plain plain-native ngram ngram-native suffix suffix-native draft_model "
         "draft_model-native magicdec-streamingllm magicdec-snapkv-token magicdec-auto --context 7000 "
         "--requests 8 --repeats 5 --rate-fractions 0.8 --num-gpu-blocks-override 1900 --out {out}",
-        35,
+        55,
     ),
     Part(
         "suite-in-turns-drafts",
