@@ -13,6 +13,7 @@ import torch
 
 from vllm_magicdec.attention.observing import LayerObserver
 from vllm_magicdec.views.base import LayerPageView, PageView, TokenView, View
+from vllm_magicdec.views.copies import LayerCopies
 from vllm_magicdec.views.passes import PassView, TokenPassView
 
 
@@ -23,6 +24,7 @@ class TokenMetadata:
     slots: torch.Tensor  # [num_reqs, num_kv_heads, budget] int32
     lens: torch.Tensor  # [num_reqs] int32
     common_len: int | None
+    copied: LayerCopies | None = None
 
     @property
     def num_queries(self) -> int:
@@ -38,6 +40,7 @@ class TokenPassMetadata:
     is_seen: torch.Tensor  # [num_running, most, width] bool
     table: torch.Tensor  # [num_running, most] int64
     cells: torch.Tensor  # [num_queries] int64
+    copied: LayerCopies | None = None
 
     @property
     def num_queries(self) -> int:
@@ -70,16 +73,8 @@ def draft_metadata(
         layer_names: the attention layers that it is for, in its order.
         of_pages: makes vLLM's own metadata of a block table, for these layers.
     """
-    if isinstance(view, TokenView):
-        return {
-            name: TokenMetadata(view.slots[index], view.lens, view.common_len)
-            for index, name in enumerate(layer_names)
-        }
-    if isinstance(view, TokenPassView):
-        return {
-            name: TokenPassMetadata(view.slots[index], view.is_seen, view.table, view.cells)
-            for index, name in enumerate(layer_names)
-        }
+    if isinstance(view, TokenView | TokenPassView):
+        return {name: _token_metadata(view, index) for index, name in enumerate(layer_names)}
     if isinstance(view, LayerPageView):
         own = of_pages(view.of_layer(0))
         return {
@@ -87,6 +82,13 @@ def draft_metadata(
             for index, name in enumerate(layer_names)
         }
     return of_pages(view)
+
+
+def _token_metadata(view: TokenView | TokenPassView, layer: int) -> TokenMetadata | TokenPassMetadata:
+    slots, copied = view.slots[layer], None if view.copied is None else view.copied.of_layer(layer)
+    if isinstance(view, TokenView):
+        return TokenMetadata(slots, view.lens, view.common_len, copied)
+    return TokenPassMetadata(slots, view.is_seen, view.table, view.cells, copied)
 
 
 def observed_metadata(

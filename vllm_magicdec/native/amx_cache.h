@@ -149,15 +149,15 @@ class AmxCache {
         const T*& keys = tile.keys[2 * b + half];
         // What lies behind a context's end is multiplied, and not looked at.
         if (!head.has_slots())
-          keys = head.keys(place.page) + (place.in_page + half * AMX_COLUMNS) * int64_t{head.head_size()};
+          keys = head.keys(place) + (place.in_page + half * AMX_COLUMNS) * int64_t{head.head_size()};
         else if (are_neighbours(head, {first, first + AMX_COLUMNS}, tokens.last))
-          keys = head.keys(head.place(first).page) + head.place(first).in_page * int64_t{head.head_size()};
+          keys = head.keys(head.place(first)) + head.place(first).in_page * int64_t{head.head_size()};
         else
           keys = nullptr;
       }
       // Of values it is not even multiplied: nothing times what is no number is none.
       const bool in_place = are_neighbours(head, {token, token + BLOCK}, tokens.last);
-      tile.values[b] = in_place ? head.values(place.page) + place.in_page * AMX_COLUMNS : nullptr;
+      tile.values[b] = in_place ? head.values(place) + place.in_page * AMX_COLUMNS : nullptr;
     }
   }
 
@@ -251,7 +251,7 @@ class AmxCache {
     const auto key_of = [&](int token) {
       const Place place = head.place(token);
       const int in_group = place.in_page % AMX_COLUMNS;
-      return head.keys(place.page) + (place.in_page - in_group) * int64_t{head.head_size()} + 2 * in_group;
+      return head.keys(place) + (place.in_page - in_group) * int64_t{head.head_size()} + 2 * in_group;
     };
     for (int token = tokens.first; token < tokens.last; ++token) {
       const T *key = key_of(token), *next = key_of(std::min(token + 1, tokens.last - 1));
@@ -292,7 +292,7 @@ class AmxCache {
   static void gather_pair(const HeadPages<T>& head, int token, int end, Bfloat16* to) {
     const auto lines_of = [&](int token) {
       const Place place = head.place(token);
-      return head.values(place.page) + place.in_page / 2 * AMX_DEPTH;
+      return head.values(place) + place.in_page / 2 * AMX_DEPTH;
     };
     // Each line has a pair of neighbours of which one was chosen: where it is, in bits.
     const auto bits_of = [&](int token) { return _mm_cvtsi32_si128(head.place(token).in_page % 2 * 16); };

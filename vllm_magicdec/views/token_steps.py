@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from vllm_magicdec.views.base import DraftSlots, TokenView, on_device
+from vllm_magicdec.views.copies import CopiedTokens
 from vllm_magicdec.views.passes import Queries, RoundSteps, TokenPassView
 
 
@@ -28,6 +29,7 @@ class TokenSteps(RoundSteps):
         query_columns: [num_steps, num_reqs] int64, where each step's query goes in its list.
         query_slots: [num_steps, num_reqs] int32, what goes there.
         common_len: see `TokenView`.
+        copied: see `TokenView`.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class TokenSteps(RoundSteps):
         query_columns: torch.Tensor,
         query_slots: torch.Tensor,
         common_len: int | None,
+        copied: CopiedTokens | None = None,
     ) -> None:
         super().__init__(draft_slots, *lens.shape)
         self._lens = lens
@@ -46,6 +49,7 @@ class TokenSteps(RoundSteps):
         self._query_columns = query_columns
         self._query_slots = query_slots
         self._common_len = common_len
+        self._copied = copied
 
     def _view_of_step(self, index: int) -> TokenView:
         if index:
@@ -54,7 +58,7 @@ class TokenSteps(RoundSteps):
                 for values in (self._query_columns, self._query_slots)
             )
             self._slots.scatter_(-1, columns, query_slots)
-        return TokenView(self._lens[index], self._slots, self._common_len)
+        return TokenView(self._lens[index], self._slots, self._common_len, self._copied)
 
     def _view_of_pass(self, queries: Queries, requests: torch.Tensor) -> TokenPassView:
         device = requests.device
@@ -74,6 +78,7 @@ class TokenSteps(RoundSteps):
             is_seen=is_seen,
             table=on_device(queries.table, device),
             cells=on_device(queries.cells, device),
+            copied=self._copied if all_run or self._copied is None else self._copied.of_requests(requests),
         )
 
     @cached_property
