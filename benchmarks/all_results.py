@@ -144,6 +144,14 @@ PARTS = (
         55,
     ),
     Part(
+        "suite-in-turns-all",
+        "suite.py",
+        "--in-turns --methods plain ngram suffix draft_model magicdec-streamingllm magicdec-snapkv "
+        "magicdec-snapkv-token magicdec-verify-topk magicdec-auto --requests 8 "
+        "--num-gpu-blocks-override 1900 --out {out}",
+        60,
+    ),
+    Part(
         "suite-in-turns-drafts",
         "suite.py",
         "--in-turns --methods plain draft_model magicdec-streamingllm magicdec-draft_model "
