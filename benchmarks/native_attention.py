@@ -4,15 +4,16 @@
 Each cell is one layer's attention of a batch of equal requests, over a KV cache in random
 pages, in every variant that this machine runs. Shares are of the copy bandwidth (bytes read, of what a copy
 reads and writes) and of the rate of a large matrix product, in bfloat16 (AMX, AVX512_BF16) or float32
-(others, and AVX512_BF16 with an fp8 cache). Where vLLM packs the cache for AMX, the variant for AMX reads
-it in that layout, and the others read as much in the one for vectors.
+(others, and AVX512_BF16 with an fp8 cache). A copy and products take their turn in every cell, because a
+shared machine may be half as fast a minute later. Where vLLM packs the cache for AMX, the variant for AMX
+reads it in that layout, and the others read as much in the one for vectors.
 """
 
 import argparse
 import functools
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ CELLS = ((1, 1024), (32, 1024), (8, 4096), (1, 16384), (8, 16384), (1, 65536))
 QUERY_LENS = (1, 2, 4, 5, 8, 9, 16)
 # Of these the table of a page.
 PAGE_CELLS, PAGE_QUERY_LENS = ((32, 1024), (8, 16384), (1, 65536)), (1, 4, 5, 9, 16)
+# What shares are of: bytes on either side of a copy, beyond any cache, and rows of a square matrix.
+COPY_BYTES, MATRIX_SIZE = 128 << 20, 1024
 # By vLLM's names.
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 FP8_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
@@ -120,7 +123,21 @@ def contenders_of(
     return {"vllm": vllm, **own}
 
 
-def measure(contenders: Mapping[str, Callable[[], None]], turns: int) -> dict[str, float]:
+def references_of(products: Iterable[str]) -> dict[str, tuple[float, Callable[[], object]]]:
+    """By the name of a rate in `measured_rates`: units of it in a millisecond's work, and the work."""
+    source = torch.zeros(COPY_BYTES, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    found: dict[str, tuple[float, Callable[[], object]]] = {
+        "copy_gb_per_s": (2 * COPY_BYTES / 1e6, functools.partial(target.copy_, source))
+    }
+    for name in products:
+        matrix = torch.randn(MATRIX_SIZE, MATRIX_SIZE).to(DTYPES[name])
+        product = functools.partial(torch.mm, matrix, matrix.T, out=torch.empty_like(matrix))
+        found[f"{name}_gflops"] = (2 * MATRIX_SIZE**3 / 1e6, product)
+    return found
+
+
+def measure(contenders: Mapping[str, Callable[[], object]], turns: int) -> dict[str, float]:
     """Median of each one's milliseconds, in turns, after a first one that does not count.
 
     Each turn begins with another, because what ran before leaves the caches in its own way.
@@ -137,15 +154,20 @@ def measure(contenders: Mapping[str, Callable[[], None]], turns: int) -> dict[st
     return {name: statistics.median(of_name) for name, of_name in times.items()}
 
 
-def measure_shape(shape: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """All cells of a shape."""
+def measure_shape(shape: str, record: Mapping[str, Any], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """All cells of a shape, in a run of which the record has the machine and the settings."""
     num_heads, _, head_size = SHAPES[shape]
     dtype, stored_as = DTYPES[args.dtype], args.kv_cache_dtype
+    products = {product_of(record, variant.name) for variant in VARIANTS if runs_here(variant)}
+    references = references_of(sorted(products))
     rows = []
     for batch, context in CELLS:
         cache_dtype = FP8_DTYPES.get(stored_as, dtype)
         cell = make_cell(shape, batch, context, cache_dtype, small_pages=args.small_pages)
         for query_len in args.query_lens:
+            contenders = contenders_of(shape, cell, query_len, dtype, stored_as)
+            work = {name: run for name, (_, run) in references.items()}
+            ms = measure({**contenders, **work}, args.turns)
             row = {
                 "shape": shape,
                 "batch": batch,
@@ -154,9 +176,8 @@ def measure_shape(shape: str, args: argparse.Namespace) -> list[dict[str, Any]]:
                 "cache_bytes": cell["cache"].nbytes,
                 "in_huge_pages": cell["in_huge_pages"],
                 "flop": 4 * batch * context * query_len * num_heads * head_size,
-                "ms": measure(
-                    contenders_of(shape, cell, query_len, dtype, args.kv_cache_dtype), args.turns
-                ),
+                "ms": {name: ms[name] for name in contenders},
+                "rates": {name: units / ms[name] for name, (units, _) in references.items()},
             }
             console.print(shape, f"{batch} x {context}", query_len, row["ms"])
             console.file.flush()
@@ -164,19 +185,31 @@ def measure_shape(shape: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def peak_gflops(record: Mapping[str, Any], variant: str) -> float:
-    """The matrix product that a variant is compared with, in bfloat16 or, where it has none, in float32.
+def product_of(record: Mapping[str, Any], variant: str) -> str:
+    """The dtype of the matrix product that a variant is compared with: bfloat16, or float32 if it has none.
 
     Where a machine has AMX, its product in bfloat16 is AMX's, and nothing that AVX512_BF16 could reach.
     """
-    machine = record["machine"]
-    has_amx = "amx_bf16" in machine.get("instruction_sets", "")
+    has_amx = "amx_bf16" in record["machine"].get("instruction_sets", "")
     settings = record["settings"]
     dtypes = settings.get("dtype", "bfloat16"), settings.get("kv_cache_dtype", "auto")
     is_bfloat16 = variant == "amx" or (
         variant == "avx512_bf16" and dtypes == ("bfloat16", "auto") and not has_amx
     )
-    return machine["bfloat16_gflops" if is_bfloat16 else "float32_gflops"]
+    return "bfloat16" if is_bfloat16 else "float32"
+
+
+def shares_of(record: Mapping[str, Any], row: Mapping[str, Any], variant: str) -> tuple[float, float]:
+    """Of the copy bandwidth and of the rate of matrices, as they were in the cell's turns.
+
+    Records from before 27 November 2026 have them as they were when the run began.
+    """
+    rates = record["machine"] | row.get("rates", {})
+    giga_per_s = 1e-6 / row["ms"][variant]
+    return (
+        row["cache_bytes"] * giga_per_s / rates["copy_gb_per_s"],
+        row["flop"] * giga_per_s / rates[f"{product_of(record, variant)}_gflops"],
+    )
 
 
 def table_of(record: Mapping[str, Any]) -> Table:
@@ -186,13 +219,13 @@ def table_of(record: Mapping[str, Any]) -> Table:
     settings = record["settings"]
     dtype, cache = settings.get("dtype", "bfloat16"), settings.get("kv_cache_dtype", "auto")
     table = make_table(f"Attention of one layer in {dtype}, KV cache: {cache}", columns)
-    machine = record["machine"]
     first: dict[tuple[Any, ...], float] = {}
     for row in record["rows"]:
         for name, ms in row["ms"].items():
             base = first.setdefault((row["shape"], row["batch"], row["context"], name), ms)
             if name == "vllm":
                 continue
+            of_copy, of_matrices = shares_of(record, row, name)
             table.add_row(
                 row["shape"],
                 f"{row['batch']} x {row['context']:,}",
@@ -202,8 +235,8 @@ def table_of(record: Mapping[str, Any]) -> Table:
                 f"{ms:.2f}",
                 f"{row['ms']['vllm'] / ms:.2f}",
                 f"{ms / base:.2f}",
-                f"{row['cache_bytes'] / ms / 1e6 / machine['copy_gb_per_s']:.0%}",
-                f"{row['flop'] / ms / 1e6 / peak_gflops(record, name):.0%}",
+                f"{of_copy:.0%}",
+                f"{of_matrices:.0%}",
             )
     return table
 
@@ -213,7 +246,7 @@ def page_table_of(record: Mapping[str, Any]) -> Table:
 
     Where that reads the layout for AMX, the others do not, and have no column.
     """
-    machine, rows = record["machine"], record["rows"]
+    rows = record["rows"]
     names = [name for name in rows[0]["ms"] if name != "vllm"]
     best = names[0]
     shown = names[:1] if best == "amx" else names
@@ -230,6 +263,7 @@ def page_table_of(record: Mapping[str, Any]) -> Table:
             r["ms"][best] for r in rows if r["shape"] == row["shape"] and (r["batch"], r["context"]) == cell
         )
         ms = row["ms"]
+        of_copy, of_matrices = shares_of(record, row, best)
         table.add_row(
             f"{num_heads}/{num_kv_heads} of {head_size}",
             f"{row['batch']} x {row['context']:,}",
@@ -237,8 +271,8 @@ def page_table_of(record: Mapping[str, Any]) -> Table:
             *(f"{ms[name]:.1f}" for name in ("vllm", *shown)),
             f"{ms['vllm'] / ms[best]:.1f}",
             f"{ms[best] / next(of_cell):.2f}",
-            f"{row['cache_bytes'] / ms[best] / 1e6 / machine['copy_gb_per_s']:.0%}",
-            f"{row['flop'] / ms[best] / 1e6 / peak_gflops(record, best):.0%}".replace("%", " %"),
+            f"{of_copy:.0%}",
+            f"{of_matrices:.0%}".replace("%", " %"),
         )
     return table
 
@@ -301,7 +335,7 @@ def main() -> None:
     record = make_record("native_attention", settings=settings_of(args))
     # What the threads reach together that compute here, which need not be those of vLLM's worker.
     record["machine"] |= {"worker_threads": args.threads, **measured_rates()}
-    record["rows"] = [row for shape in args.shapes for row in measure_shape(shape, args)]
+    record["rows"] = [row for shape in args.shapes for row in measure_shape(shape, record, args)]
     console.print(table_of(record))
     write(record, args.out)
     if args.out is not None:

@@ -10,9 +10,11 @@
 
 namespace magicdec {
 
-// Few rows wait for memory: what is read should fit the first cache, with room to spare.
-constexpr int FEW_ROWS = 9;
+// Few rows wait for memory: what is read should fit the first cache, with room to spare. A tile of some, which each group
+// of them reads, should fit the second one together with the next, though a KV head's pages be in half of its sets: they
+// are at distances of powers of two. Many rows compute, and longer tiles need fewer looks at the softmax.
 constexpr int FEW_ROWS_TILE_BYTES = 16384;
+constexpr int SOME_ROWS = 32, SOME_ROWS_TILE_BYTES = 65536;
 
 template <int N>
 using Count = std::integral_constant<int, N>;
@@ -40,9 +42,10 @@ class VectorCache {
   };
 
   static int tile_length(int rows, int head_size) {
-    if (rows >= FEW_ROWS) return TILE;
+    if (rows >= SOME_ROWS) return TILE;
     const int token_bytes = 2 * head_size * static_cast<int>(sizeof(T));
-    return std::clamp(FEW_ROWS_TILE_BYTES / token_bytes / BLOCK * BLOCK, BLOCK, TILE);
+    const int bytes = rows < FEW_ROWS ? FEW_ROWS_TILE_BYTES : SOME_ROWS_TILE_BYTES;
+    return std::clamp(bytes / token_bytes / BLOCK * BLOCK, BLOCK, TILE);
   }
 
   // What is asked for while a tile is computed with, by each group of its rows in turn; nothing before `begin`.
@@ -126,6 +129,8 @@ class VectorCache {
 
  private:
   static constexpr int COLUMNS = VECTORS * LANES;  // of a product
+
+  static constexpr int FEW_ROWS = COLUMNS < BLOCK && sizeof(T) >= 4 ? 14 : 9;  // with AVX-512 14 were not measured
 
   // How a group of rows asks for what is read next.
   enum class Asks {
