@@ -33,8 +33,8 @@ CELLS = ((1, 1024), (32, 1024), (8, 4096), (1, 16384), (8, 16384), (1, 65536))
 QUERY_LENS = (1, 2, 4, 5, 8, 9, 16)
 # Of these the table of a page.
 PAGE_CELLS, PAGE_QUERY_LENS = ((32, 1024), (8, 16384), (1, 65536)), (1, 4, 5, 9, 16)
-# What shares are of: bytes on either side of a copy, beyond any cache, and rows of a square matrix.
-COPY_BYTES, MATRIX_SIZE = 128 << 20, 1024
+# What shares are of: bytes on either side of a copy, and rows of a square matrix.
+COPY_BYTES, MATRIX_SIZE = 512 << 20, 1024
 # By vLLM's names.
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 FP8_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
@@ -124,7 +124,7 @@ def contenders_of(
 
 
 def references_of(products: Iterable[str]) -> dict[str, tuple[float, Callable[[], object]]]:
-    """By the name of a rate in `measured_rates`: units of it in a millisecond's work, and the work."""
+    """By the name of a rate of `measured_rates`: what it would be if the work took 1 ms, and the work."""
     source = torch.zeros(COPY_BYTES, dtype=torch.uint8)
     target = torch.empty_like(source)
     found: dict[str, tuple[float, Callable[[], object]]] = {
@@ -137,25 +137,45 @@ def references_of(products: Iterable[str]) -> dict[str, tuple[float, Callable[[]
     return found
 
 
-def measure(contenders: Mapping[str, Callable[[], object]], turns: int) -> dict[str, float]:
-    """Median of each one's milliseconds, in turns, after a first one that does not count.
+def timed_ms(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return (time.perf_counter() - start) * 1e3
 
-    Each turn begins with another, because what ran before leaves the caches in its own way.
+
+def measure(
+    contenders: Mapping[str, Callable[[], None]],
+    references: Mapping[str, tuple[float, Callable[[], object]]],
+    turns: int,
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Each turn's milliseconds of the contenders, and its rates of the references.
+
+    A contender runs behind another, the first of a turn behind one more run of the last, and a reference
+    behind itself: so the caches hold as much for each.
     """
     names = list(contenders)
-    times: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(turns + 1):
+    ms: dict[str, list[float]] = {name: [] for name in names}
+    rates: dict[str, list[float]] = {name: [] for name in references}
+    for work in contenders.values():
+        work()
+    for turn in range(turns):
+        for name, (rate_of_1_ms, work) in references.items():
+            work()
+            rates[name].append(rate_of_1_ms / timed_ms(work))
         first = turn % len(names)
-        for name in names[first:] + names[:first]:
-            start = time.perf_counter()
-            contenders[name]()
-            if turn:
-                times[name].append((time.perf_counter() - start) * 1e3)
-    return {name: statistics.median(of_name) for name, of_name in times.items()}
+        order = names[first:] + names[:first]
+        contenders[order[-1]]()
+        for name in order:
+            ms[name].append(timed_ms(contenders[name]))
+    return ms, rates
+
+
+def medians(of_turns: Mapping[str, list[float]]) -> dict[str, float]:
+    return {name: statistics.median(values) for name, values in of_turns.items()}
 
 
 def measure_shape(shape: str, record: Mapping[str, Any], args: argparse.Namespace) -> list[dict[str, Any]]:
-    """All cells of a shape, in a run of which the record has the machine and the settings."""
+    """All cells of a shape. `record`: has the run's machine and settings."""
     num_heads, _, head_size = SHAPES[shape]
     dtype, stored_as = DTYPES[args.dtype], args.kv_cache_dtype
     products = {product_of(record, variant.name) for variant in VARIANTS if runs_here(variant)}
@@ -166,8 +186,7 @@ def measure_shape(shape: str, record: Mapping[str, Any], args: argparse.Namespac
         cell = make_cell(shape, batch, context, cache_dtype, small_pages=args.small_pages)
         for query_len in args.query_lens:
             contenders = contenders_of(shape, cell, query_len, dtype, stored_as)
-            work = {name: run for name, (_, run) in references.items()}
-            ms = measure({**contenders, **work}, args.turns)
+            ms, rates = measure(contenders, references, args.turns)
             row = {
                 "shape": shape,
                 "batch": batch,
@@ -176,8 +195,8 @@ def measure_shape(shape: str, record: Mapping[str, Any], args: argparse.Namespac
                 "cache_bytes": cell["cache"].nbytes,
                 "in_huge_pages": cell["in_huge_pages"],
                 "flop": 4 * batch * context * query_len * num_heads * head_size,
-                "ms": {name: ms[name] for name in contenders},
-                "rates": {name: units / ms[name] for name, (units, _) in references.items()},
+                "ms": medians(ms),
+                "turns": {"ms": ms, "rates": rates},
             }
             console.print(shape, f"{batch} x {context}", query_len, row["ms"])
             console.file.flush()
@@ -200,16 +219,29 @@ def product_of(record: Mapping[str, Any], variant: str) -> str:
 
 
 def shares_of(record: Mapping[str, Any], row: Mapping[str, Any], variant: str) -> tuple[float, float]:
-    """Of the copy bandwidth and of the rate of matrices, as they were in the cell's turns.
+    """Of the copy bandwidth and the matrix product's rate: medians of the turns, each with its own rates.
 
-    Records from before 27 November 2026 have them as they were when the run began.
+    Records from before 27 November 2026 have the rates of the run's beginning alone, the best of several.
     """
-    rates = record["machine"] | row.get("rates", {})
-    giga_per_s = 1e-6 / row["ms"][variant]
-    return (
-        row["cache_bytes"] * giga_per_s / rates["copy_gb_per_s"],
-        row["flop"] * giga_per_s / rates[f"{product_of(record, variant)}_gflops"],
+    product = f"{product_of(record, variant)}_gflops"
+    if "turns" not in row:
+        ms, rates = [row["ms"][variant]], {name: [rate] for name, rate in record["machine"].items()}
+    else:
+        ms, rates = row["turns"]["ms"][variant], row["turns"]["rates"]
+    of_copy, of_product = (
+        statistics.median(work / 1e6 / one / rate for one, rate in zip(ms, rates[name], strict=True))
+        for name, work in (("copy_gb_per_s", row["cache_bytes"]), (product, row["flop"]))
     )
+    return of_copy, of_product
+
+
+def roofs_of(record: Mapping[str, Any]) -> Mapping[str, float]:
+    """Rates by their names in `measured_rates`: of all turns, or of the beginning if they have none."""
+    turns: dict[str, list[float]] = {}
+    for row in record["rows"]:
+        for name, rates in row.get("turns", {}).get("rates", {}).items():
+            turns.setdefault(name, []).extend(rates)
+    return record["machine"] | medians(turns)
 
 
 def table_of(record: Mapping[str, Any]) -> Table:
@@ -279,7 +311,7 @@ def page_table_of(record: Mapping[str, Any]) -> Table:
 
 def plot(record: Mapping[str, Any], path: Any) -> None:
     """Roofline: FLOP/s by FLOP per byte of the KV cache."""
-    machine = record["machine"]
+    rates = roofs_of(record)
     figure, axes = plt.subplots(figsize=(7, 4.5))
     names = list(record["rows"][0]["ms"])
     for color, name in enumerate(names):
@@ -295,8 +327,8 @@ def plot(record: Mapping[str, Any], path: Any) -> None:
             )
     intensities = [2**power for power in range(9)]
     for dtype in ("float32", "bfloat16"):
-        peak = machine[f"{dtype}_gflops"]
-        roof = [min(peak, machine["copy_gb_per_s"] * intensity) for intensity in intensities]
+        peak = rates[f"{dtype}_gflops"]
+        roof = [min(peak, rates["copy_gb_per_s"] * intensity) for intensity in intensities]
         axes.plot(
             intensities, roof, color="black", linewidth=0.8, linestyle=":" if dtype == "float32" else "-"
         )

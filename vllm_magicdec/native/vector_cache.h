@@ -10,11 +10,11 @@
 
 namespace magicdec {
 
-// Few rows wait for memory: what is read should fit the first cache, with room to spare. A tile of some, which each group
-// of them reads, should fit the second one together with the next, though a KV head's pages be in half of its sets: they
-// are at distances of powers of two. Many rows compute, and longer tiles need fewer looks at the softmax.
-constexpr int FEW_ROWS_TILE_BYTES = 16384;
-constexpr int SOME_ROWS = 32, SOME_ROWS_TILE_BYTES = 65536;
+// Of a tile's keys and values. Few rows wait for memory: what is read should fit the first cache (in float32 with heads of
+// 128 it fills it: a tile has no less than a block). With more rows each group reads the tile again: it and the next one
+// should fit the second cache, in which a KV head's pages, at distances of powers of two, share few of the sets. Many rows
+// compute, and longer tiles mean fewer passes of the softmax.
+constexpr int FEW_ROWS_BYTES = 16384, SOME_ROWS_BYTES = 65536;
 
 template <int N>
 using Count = std::integral_constant<int, N>;
@@ -42,9 +42,9 @@ class VectorCache {
   };
 
   static int tile_length(int rows, int head_size) {
-    if (rows >= SOME_ROWS) return TILE;
+    if (rows >= MANY_ROWS) return TILE;
     const int token_bytes = 2 * head_size * static_cast<int>(sizeof(T));
-    const int bytes = rows < FEW_ROWS ? FEW_ROWS_TILE_BYTES : SOME_ROWS_TILE_BYTES;
+    const int bytes = rows < FEW_ROWS ? FEW_ROWS_BYTES : SOME_ROWS_BYTES;
     return std::clamp(bytes / token_bytes / BLOCK * BLOCK, BLOCK, TILE);
   }
 
@@ -128,9 +128,13 @@ class VectorCache {
   static void release() {}
 
  private:
-  static constexpr int COLUMNS = VECTORS * LANES;  // of a product
-
-  static constexpr int FEW_ROWS = COLUMNS < BLOCK && sizeof(T) >= 4 ? 14 : 9;  // with AVX-512 14 were not measured
+  static constexpr int COLUMNS = VECTORS * LANES;     // of a product
+  static constexpr bool IS_NARROW = COLUMNS < BLOCK;  // a block's keys are several products (AVX2, portable)
+  // From so many rows on they are not few, or many. Float32 has half as much to compute for what is read; measured with
+  // AVX2, one core of a Zen 3 and heads of 64 and 128, and left alone elsewhere.
+  static constexpr bool IS_NARROW_FLOAT32 = IS_NARROW && sizeof(T) == 4;
+  static constexpr int FEW_ROWS = IS_NARROW_FLOAT32 ? 14 : 9;
+  static constexpr int MANY_ROWS = IS_NARROW_FLOAT32 ? 32 : FEW_ROWS;
 
   // How a group of rows asks for what is read next.
   enum class Asks {
@@ -144,7 +148,7 @@ class VectorCache {
   // attends 1.05 to 1.6 times as fast so, with AVX2. With AVX-512 they are one product; there it was not measured.
   // A list of which a part is copied has few blocks of which little is read.
   static bool asks_evenly(const HeadPages<T>& head) {
-    return COLUMNS < BLOCK && (!head.has_slots() || head.num_copied() > 0);
+    return IS_NARROW && (!head.has_slots() || head.num_copied() > 0);
   }
 
   static void lay_out_pages(const HeadPages<T>& head, int start, Tile& tile) {
