@@ -96,9 +96,8 @@ def batches(draw, layout, max_query_len=32, windows=(0, 1, 7, 33, 100)) -> Batch
     is_amx = layout == "amx"  # vLLM has it for models in bfloat16 and heads of whole tiles
     dtype = torch.bfloat16 if is_amx else draw(st.sampled_from(list(BOUND)))
     cache_dtype = draw(st.sampled_from([dtype, *FP8]))
-    head_size = draw(
-        st.sampled_from([32, 64, 96, 128, 160, 256, 512] if is_amx else [32, 64, 80, 96, 112, 128, 256])
-    )
+    others = [160] if is_amx else [80, 112]
+    head_size = draw(st.sampled_from([32, 64, 96, 128, *others, 256, 512]))
     page_size = draw(st.sampled_from([32, 64, 96]))
     num_kv_heads, group = draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 3, 4, 7, 8]))
     query_lens = draw(st.lists(st.integers(0, max_query_len), min_size=1, max_size=4))
