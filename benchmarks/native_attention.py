@@ -11,6 +11,7 @@ reads it in that layout, and the others read as much in the one for vectors.
 
 import argparse
 import functools
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -35,6 +36,7 @@ QUERY_LENS = (1, 2, 4, 5, 8, 9, 16)
 PAGE_CELLS, PAGE_QUERY_LENS = ((32, 1024), (8, 16384), (1, 65536)), (1, 4, 5, 9, 16)
 # What shares are of: bytes on either side of a copy, and rows of a square matrix.
 COPY_BYTES, MATRIX_SIZE = 512 << 20, 1024
+LEAST_MS = 20  # of all contenders in a turn
 # By vLLM's names.
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 FP8_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
@@ -151,13 +153,15 @@ def measure(
     """Each turn's milliseconds of the contenders, and its rates of the references.
 
     A contender runs behind another, the first of a turn behind one more run of the last, and a reference
-    behind itself: so the caches hold as much for each.
+    behind itself: so the caches hold as much for each. Short ones go round for `LEAST_MS` in a turn, which
+    has the median: after a reference the first of them finds caches and predictors cold.
     """
     names = list(contenders)
     ms: dict[str, list[float]] = {name: [] for name in names}
     rates: dict[str, list[float]] = {name: [] for name in references}
     for work in contenders.values():
         work()
+    num_rounds = math.ceil(LEAST_MS / sum(timed_ms(work) for work in contenders.values()))
     for turn in range(turns):
         for name, (rate_of_1_ms, work) in references.items():
             work()
@@ -165,8 +169,9 @@ def measure(
         first = turn % len(names)
         order = names[first:] + names[:first]
         contenders[order[-1]]()
-        for name in order:
-            ms[name].append(timed_ms(contenders[name]))
+        rounds = [[timed_ms(contenders[name]) for name in order] for _ in range(num_rounds)]
+        for name, of_turn in zip(order, zip(*rounds, strict=True), strict=True):
+            ms[name].append(statistics.median(of_turn))
     return ms, rates
 
 
