@@ -33,9 +33,6 @@ from vllm_magicdec.native.library import (
 
 logger = init_logger(f"vllm.{__name__}")
 
-# Where a KV head has one row (query tokens times query heads) and all requests' keys have no more numbers
-# than this, a call from Python takes what it saves, or more: benchmarks/results/*/native-attention*.json.
-_FEW_KEYS = 1_024 * 8 * 64  # tokens x KV heads x head size
 # Over fp8 caches in the layout `amx` vLLM's own kernel is faster below both of these. Numbers are widened
 # exactly here, at a price. From one core of one processor:
 # benchmarks/results/genuineintel-*/native-attention-fp8.json.
@@ -144,7 +141,6 @@ class NativeAttention:
         self._impl = impl
         self._layout = isa
         self._group = impl.num_heads // spec.num_kv_heads
-        self._token_keys = spec.num_kv_heads * spec.head_size
         self._kernel = kernel
         # A KV cache and what reads it.
         self._known: tuple[weakref.ref[torch.Tensor], CacheAttention] | None = None
@@ -168,7 +164,7 @@ class NativeAttention:
             return self._own_forward(layer, query, key, value, kv_cache, attn_metadata, output, **scales)
         is_fp8 = self._cache_dtype in FP8_DTYPES
         num_rows, lens = attn_metadata.max_query_len * self._group, attn_metadata.seq_lens
-        if not is_faster(self._layout, num_rows, lens, self._token_keys, is_fp8=is_fp8):
+        if not is_faster(self._layout, num_rows, lens, is_fp8=is_fp8):
             return self._own_forward(layer, query, key, value, kv_cache, attn_metadata, output, **scales)
         impl = self._impl
         self._attention_over(kv_cache).attend_pages(
@@ -258,20 +254,17 @@ class NativeAttention:
         return self._starts[: num_reqs + 1]
 
 
-def is_faster(layout: str, num_rows: int, lens: torch.Tensor, token_keys: int, *, is_fp8: bool) -> bool:
+def is_faster(layout: str, num_rows: int, lens: torch.Tensor, *, is_fp8: bool) -> bool:
     """Whether the kernel takes less time over pages than vLLM's own.
 
-    It does but for very little work, and for some more of it over fp8 caches with AMX.
+    It does but for little work over fp8 caches with AMX.
 
     Args:
         layout: of the KV cache, as vLLM's `layer.isa` names it.
         num_rows: query tokens of a request times query heads of a KV head.
         lens: [num_reqs] int32, tokens of each request's context, on the host.
-        token_keys: numbers in a token's keys, of all KV heads.
         is_fp8: what the cache holds.
     """
-    if num_rows == 1 and int(lens.sum()) * token_keys <= _FEW_KEYS:
-        return False
     if layout != "amx" or not is_fp8 or num_rows >= _AMX_FP8_ROWS:
         return True
     return int(lens.sum()) >= _AMX_FP8_TOKENS
