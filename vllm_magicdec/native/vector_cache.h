@@ -10,10 +10,10 @@
 
 namespace magicdec {
 
-// Of a tile's keys and values. Few rows wait for memory: what is read should fit the first cache (in float32 with heads of
-// 128 it fills it: a tile has no less than a block). With more rows each group reads the tile again: it and the next one
-// should fit the second cache, in which a KV head's pages, at distances of powers of two, share few of the sets. Many rows
-// compute, and longer tiles mean fewer passes of the softmax.
+// Of a tile's keys and values. Few rows wait for memory: what is read should fit the first cache (heads of 128 in float32
+// fill it, larger ones do not fit: a tile has no less than a block). Of more rows each group reads the tile again: in float32
+// with narrow vectors it and the next one should fit the second cache, in which a KV head's pages, at distances of powers of
+// two, share few of the sets. Many rows compute, and longer tiles mean fewer passes of the softmax.
 constexpr int FEW_ROWS_BYTES = 16384, SOME_ROWS_BYTES = 65536;
 
 template <int N>
@@ -130,8 +130,8 @@ class VectorCache {
  private:
   static constexpr int COLUMNS = VECTORS * LANES;     // of a product
   static constexpr bool IS_NARROW = COLUMNS < BLOCK;  // a block's keys are several products (AVX2, portable)
-  // From so many rows on they are not few, or many. Float32 has half as much to compute for what is read; measured with
-  // AVX2, one core of a Zen 3 and heads of 64 and 128, and left alone elsewhere.
+  // From so many rows on they are not few, or many. Float32 has half as much to compute for what is read. Measured with AVX2,
+  // one core of a Zen 3 and heads of 64 and 128; the portable vectors have the same, unmeasured.
   static constexpr bool IS_NARROW_FLOAT32 = IS_NARROW && sizeof(T) == 4;
   static constexpr int FEW_ROWS = IS_NARROW_FLOAT32 ? 14 : 9;
   static constexpr int MANY_ROWS = IS_NARROW_FLOAT32 ? 32 : FEW_ROWS;
