@@ -6,8 +6,8 @@ first turn only warms them up, because `auto` learns its times in it. Medians ov
 ratios of turns of one pass over the contenders.
 
 - plain: vLLM without speculation.
-- fixed: `num_speculative_tokens` drafts with lookups, less where a pass would gain too few; without lookups
-  it would take as many draft passes.
+- fixed-off, fixed: `num_speculative_tokens` drafts without lookups, as many passes, and with them: less
+  where a pass would gain too few.
 - auto-off, auto: `num_speculative_tokens: auto` without lookups and with them.
 - datastore: auto whose lookups look into a datastore, too (--datastore, made by `magicdec index`).
 - passes: of the draft per round that was read; "unread": drafts that were looked up alone, of all verified.
@@ -33,7 +33,8 @@ from rich.table import Table
 
 from vllm_magicdec.planner.profile import fill_prefix_cache
 
-PLAIN, FIXED, BEFORE, AUTO, DATASTORE = "plain", "fixed", "auto-off", "auto", "datastore"
+PLAIN, BEFORE, AUTO, DATASTORE = "plain", "auto-off", "auto", "datastore"
+FIXED_BEFORE, FIXED = "fixed-off", "fixed"
 _COUNTERS = {
     "rounds": "vllm:magicdec_lookup_rounds",
     "passes": "vllm:magicdec_lookup_passes",
@@ -80,6 +81,7 @@ def speculations(
     auto = {**magicdec, "num_speculative_tokens": "auto"}
     return {
         PLAIN: None,
+        FIXED_BEFORE: {**magicdec, "num_speculative_tokens": drafts, "draft_lookup": "off"},
         FIXED: {**magicdec, "num_speculative_tokens": drafts, "draft_lookup": "on"},
         BEFORE: {**auto, "draft_lookup": "off"},
         AUTO: {**auto, "draft_lookup": "on"},
@@ -206,7 +208,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128, help="generated per request and turn")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     parser.add_argument("--datastore", type=Path, help=f"for the contender {DATASTORE!r}, which it adds")
-    parser.add_argument("--drafts", type=int, default=8, help="of the contender with a fixed number")
+    parser.add_argument("--drafts", type=int, default=8, help="of the contenders with a fixed number")
     parser.add_argument("--policy", default="streamingllm")
     parser.add_argument("--budget", type=float, default=1024)
     parser.add_argument("--turns", type=int, default=3, help="per engine and cell, after one to warm up")

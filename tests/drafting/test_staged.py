@@ -20,7 +20,7 @@ from pytest import MonkeyPatch
 from vllm_magicdec import envs
 from vllm_magicdec.adaptive.draft_plan import DraftPlan
 from vllm_magicdec.adaptive.metrics import Counts, LookupCounters
-from vllm_magicdec.drafting.confidence import Confidence
+from vllm_magicdec.drafting.confidence import Confidence, Drawn, Foreseen
 from vllm_magicdec.drafting.pauses import FAILURES_BEFORE_A_PAUSE, FIRST_PAUSE, GROWTH
 from vllm_magicdec.drafting.staged import StagedDrafts, _gain, _Making, _worth_unread
 from vllm_magicdec.lookup.continuation import LEAST_CHANCE, Continuation
@@ -402,7 +402,7 @@ def test_what_is_worth_verifying_follows_the_drafts_unread(drawn, chance, least_
     drafts = staged.draft(drawn.batch, plan, lambda: steps_of(drawn))
     assert len(target.pass_lens) == drafts.num_passes == (max(drawn.wanted) > 0)
     assert read_of(drafts, target) == [own[:1] for own in expected]
-    reached = Confidence().chance(0.7)
+    reached = Confidence().chance(Drawn(0.7))
     least = max(least_chance / reached, LEAST_CHANCE)
     num_likely = next(n for n in itertools.count() if chance ** (n + 1) < least)
     assert [len(own) for own in drafts] == [min(n, 1 + num_likely) if n > 0 else 0 for n in drawn.wanted]
@@ -559,10 +559,11 @@ def steps_of(drawn: Round) -> list:
 def test_what_is_not_worth_its_cost_is_neither_drafted_nor_verified(drawn, least_chance, least_gain, seed):
     expected = drawn.one_by_one()
     staged, target = make_staged(drawn, CutLookups(seed))
+    chance = 0.93
+    staged._confidence.chance = lambda drawn: chance  # of every draft, whatever was looked up
     plan = DraftPlan(drawn.num_steps, 512, least_chance, least_gain)
     drafts = staged.draft(drawn.batch, plan, lambda: steps_of(drawn))
     assert drafts.num_passes == len(target.pass_lens)
-    chance = Confidence().chance(0.7)  # of every draft of this target, before anything is learned
     worth = next(n for n in itertools.count() if chance ** (n + 1) < least_chance)
     read = read_of(drafts, target)
     assert all(own == known[: len(own)] for own, known in zip(read, expected, strict=True))
@@ -585,12 +586,18 @@ def test_what_is_not_worth_its_cost_is_neither_drafted_nor_verified(drawn, least
 def test_no_drawn_draft_is_left_out_for_what_it_is(drawn, least_chance, seed):
     """Only for those before it: else what is verified would not be drawn from the draft's distribution."""
     staged, _ = make_staged(drawn, RandomLookups(seed), are_drawn=True)
+    chances = {Foreseen.NOTHING: 0.9, Foreseen.ANOTHER: 0.5, Foreseen.THE_SAME: 0.97}
+    staged._confidence.chance = lambda draft: chances[draft.foreseen]
     drafts = staged.draft(
         drawn.batch, DraftPlan(drawn.num_steps, 512, least_chance), lambda: steps_of(drawn)
     )
-    chance = Confidence().chance(0.7)
-    worth = next(n for n in itertools.count(1) if chance**n < least_chance)
-    assert [len(own) for own in drafts] == [min(worth, max(0, n)) for n in drawn.wanted]
+    for req_id, own, wanted in zip(drawn.batch.req_ids, drafts, drawn.wanted, strict=True):
+        if wanted <= 0:
+            assert not own
+            continue
+        reached = np.cumprod([chances[draft.foreseen] for draft in staged._proposed[req_id].drawn])
+        assert len(reached) == len(own) and all(reached[:-1] >= least_chance)
+        assert len(own) == wanted or reached[-1] < least_chance
 
 
 @settings(max_examples=50, deadline=None)
@@ -640,56 +647,6 @@ def test_lookups_that_fail_leave_the_drafts_as_they_are(drawn, num_good):
                 staged.draft(drawn.batch, drawn.num_steps, lambda: steps_of(drawn))
 
 
-@pytest.mark.parametrize("true_chance", [0.2, 0.7, 0.97])
-def test_confidence_becomes_the_acceptance_seen(true_chance):
-    confidence, rng = Confidence(), random.Random(1)
-    for _ in range(3000):
-        confidence.observe(0.4, rng.random() < true_chance)
-    assert confidence.chance(0.4) == pytest.approx(true_chance, abs=0.08)
-    assert confidence.usual == pytest.approx(true_chance, abs=0.08)
-    assert confidence.chance(0.99) == Confidence().chance(0.99)
-
-
-def test_a_surer_draft_is_likelier_to_stand_at_first():
-    chances = [Confidence().chance(p) for p in (0.0, 1e-9, 0.05, 0.3, 0.5, 0.9, 0.999, 1.0)]
-    assert chances == sorted(chances) and chances[0] < 0.2 and chances[-1] > 0.99
-
-
-def test_confidence_is_learned_from_what_was_verified():
-    """Also of drafts that were cut, by what the target drew at their places."""
-    table = torch.arange(16, dtype=torch.int32).unsqueeze(0)
-    staged = StagedDrafts(
-        None, RandomLookups(0), LookupCounters(Counts()), max_num_reqs=2, max_drafts=4, max_model_len=60
-    )
-    seen = []
-    staged._confidence.observe = lambda *args: seen.append(args)
-
-    def history_of(tokens: list[int]):
-        history = History(np.array(tokens[:-1], dtype=np.int32), tokens[-1:])
-        return replace(make_batch(["a"], table, [len(tokens) - 1]), histories=[history])
-
-    def propose(tokens: list[int], probabilities: list[float], drafts: list[int]) -> None:
-        staged._propose(history_of([1, 2]), 0, _Making(3, tokens, probabilities), drafts)
-
-    for verified, learned in [
-        ([9], [(0.9, True)]),
-        ([5], [(0.9, False)]),
-        ([9, 8, 4], [(0.9, True), (0.8, True), (0.7, False)]),
-        ([9, 8, 7, 6], [(0.9, True), (0.8, True), (0.7, True)]),
-        ([], []),
-    ]:
-        seen.clear()
-        propose([9, 8, 7], [0.9, 0.8, 0.7], [9, 8, 7])
-        staged._follow(history_of([1, 2, *verified]), [0])
-        assert seen == learned
-    assert staged._counters.totals["pass_accepted_tokens"] == 5  # of the third and the fourth
-    propose([], [], [9, 8, 7])
-    staged._follow(history_of([1, 2, 9, 8, 1]), [0])
-    counted = staged._counters.totals
-    assert (counted["lookup_unread_tokens"], counted["lookup_unread_accepted_tokens"]) == (3, 2)
-    assert counted["pass_accepted_tokens"] == 5
-
-
 @pytest.mark.parametrize(
     ("num_kept", "verified", "num_stood"),
     [
@@ -713,7 +670,7 @@ def test_drafts_of_passes_that_stood_are_counted(num_kept, verified, num_stood):
         history = History(np.array(tokens[:-1], dtype=np.int32), tokens[-1:])
         return replace(make_batch(["a"], table, [len(tokens) - 1]), histories=[history])
 
-    own = _Making(3, [9, 8, 7], [0.9, 0.8, 0.7])
+    own = _Making(3, [9, 8, 7])
     staged._propose(history_of([1, 2]), 0, own, own.tokens[:num_kept])
     staged._follow(history_of([1, 2, *verified]), [0])
     assert staged._counters.totals["pass_accepted_tokens"] == num_stood

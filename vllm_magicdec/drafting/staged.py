@@ -25,7 +25,7 @@ from vllm.logger import init_logger
 from vllm_magicdec import envs
 from vllm_magicdec.adaptive.draft_plan import DraftLists, DraftPlan
 from vllm_magicdec.adaptive.metrics import LookupCounters
-from vllm_magicdec.drafting.confidence import Confidence
+from vllm_magicdec.drafting.confidence import Confidence, Drawn, Foreseen
 from vllm_magicdec.drafting.pauses import Pauses
 from vllm_magicdec.lookup.continuation import LEAST_CHANCE, Continuation
 from vllm_magicdec.lookup.history import History
@@ -85,8 +85,8 @@ class _Making:
 
     wanted: int
     tokens: list[int] = field(default_factory=list)
-    probabilities: list[float] = field(default_factory=list)
-    """That the draft gave them; none where nothing is weighed."""
+    drawn: list[Drawn] = field(default_factory=list)
+    """What is known of each; none where nothing is weighed."""
     reached: list[float] = field(default_factory=list)
     """The chance that each draft stands, with all before it; 1 where nothing is weighed."""
 
@@ -102,7 +102,7 @@ class _Proposed:
 
     history_len: int  # tokens that had been verified
     tokens: Sequence[int]
-    probabilities: Sequence[float]  # of the first ones, that the draft gave them; none: nothing is weighed
+    drawn: Sequence[Drawn]  # what is known of the first ones; none: nothing is weighed
     num_read: int  # by the draft; others follow
     num_kept: int  # that are to be verified
 
@@ -272,10 +272,11 @@ class StagedDrafts:
             )
             drawn_tokens = drawn.tolist()
             given_probabilities = None if probabilities is None else probabilities.tolist()
-            for i, ahead, start in zip(running, read, queries.starts.tolist(), strict=False):
+            for i, ahead, known, start in zip(running, read, found, queries.starts.tolist(), strict=False):
                 num_right = _num_equal(ahead.tokens, drawn_tokens[start:])
                 new = slice(start, start + num_right + 1)
-                self._add(making[i], drawn_tokens[new], given_probabilities and given_probabilities[new])
+                probs = given_probabilities and given_probabilities[new]
+                self._add(making[i], drawn_tokens[new], probs, known.tokens)
                 num_looked_up += len(ahead.tokens)
                 num_accepted += num_right
             num_passes += 1
@@ -314,7 +315,7 @@ class StagedDrafts:
         if len(own.tokens) > len(drafts) and not self._are_drawn:
             tokens, num_read = own.tokens, len(own.tokens)
         self._proposed[batch.req_ids[index]] = _Proposed(
-            len(batch.histories[index]), tokens, own.probabilities[:num_read], num_read, len(drafts)
+            len(batch.histories[index]), tokens, own.drawn[:num_read], num_read, len(drafts)
         )
 
     def _learn(self, req_ids: Sequence[str], histories: Sequence[History]) -> None:
@@ -330,8 +331,8 @@ class StagedDrafts:
             num_stood = min(num_right, made.num_kept)
             if len(truth) == num_stood + 1:  # what verifying them adds; else more rounds have passed
                 self._counters.count_stood(min(num_stood, made.num_read))
-            for place, probability in enumerate(made.probabilities[: min(num_right + 1, len(truth))]):
-                self._confidence.observe(probability, place < num_right)
+            for place, drawn in enumerate(made.drawn[: min(num_right + 1, len(truth))]):
+                self._confidence.observe(drawn, place < num_right)
         if len(self._proposed) > self._max_num_reqs:  # of requests that have ended
             self._proposed.clear()
 
@@ -380,14 +381,28 @@ class StagedDrafts:
         if pauses.note_failure():
             self._counters.count_pause()
 
-    def _add(self, own: _Making, tokens: Sequence[int], probabilities: Sequence[float] | None) -> None:
+    def _add(
+        self,
+        own: _Making,
+        tokens: Sequence[int],
+        probabilities: Sequence[float] | None,
+        looked_up: Sequence[int],  # for their places, as many as there are
+    ) -> None:
         own.tokens += tokens
         if probabilities is None:
             own.reached += [1.0] * len(tokens)
             return
-        own.probabilities += probabilities
-        for probability in probabilities:
-            own.reached.append(own.chance * self._confidence.chance(probability))
+        for place, (token, probability) in enumerate(zip(tokens, probabilities, strict=True)):
+            drawn = Drawn(probability, _foreseen(token, looked_up[place : place + 1]))
+            own.drawn.append(drawn)
+            own.reached.append(own.chance * self._confidence.chance(drawn))
+
+
+def _foreseen(token: int, looked_up: Sequence[int]) -> Foreseen:
+    """By the token that was looked up for its place, if there is one."""
+    if not looked_up:
+        return Foreseen.NOTHING
+    return Foreseen.THE_SAME if looked_up[0] == token else Foreseen.ANOTHER
 
 
 def _worth_going_on(making: dict[int, _Making], plan: DraftPlan) -> list[int]:
