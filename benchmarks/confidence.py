@@ -57,14 +57,15 @@ class Row:
 
 
 def watch_chances(worker: Any) -> None:
-    """Keep each draft's predicted chance and what became of it."""
+    """Keep each draft's predicted chance, what became of it and what was looked up for its place."""
     staged = worker.model_runner.drafter._drafter._staged
     confidence, staged.benchmark_seen = staged._confidence, []
     observe = confidence.observe
 
-    def observe_and_keep(probability: float, stood: bool) -> None:
-        staged.benchmark_seen.append((confidence.chance(probability), bool(stood)))
-        observe(probability, stood)
+    def observe_and_keep(evidence: Any, stood: bool) -> None:
+        seen = (confidence.chance(evidence), bool(stood), evidence.foreseen.name)
+        staged.benchmark_seen.append(seen)
+        observe(evidence, stood)
 
     confidence.observe = observe_and_keep
 
@@ -80,7 +81,7 @@ def leave_out(worker: Any, least_chance: float) -> None:
     )
 
 
-def take_seen(worker: Any) -> list[tuple[float, bool]]:
+def take_seen(worker: Any) -> list[tuple[float, bool, str]]:
     """What was kept since the last call."""
     staged = worker.model_runner.drafter._drafter._staged
     seen, staged.benchmark_seen = staged.benchmark_seen, []
@@ -194,7 +195,7 @@ def run(args: argparse.Namespace, model: str) -> None:
         settings=settings_of(args, "model", "documents"),
         speculative_config=spec,
     )
-    rows, points, all_turns = [], {}, []
+    rows, points, by_foreseen, all_turns = [], {}, {}, []
     with engine(settings, spec) as llm:
         llm.collective_rpc(watch_chances)
         for folder, context in kinds:
@@ -207,9 +208,15 @@ def run(args: argparse.Namespace, model: str) -> None:
             contenders = {chance: partial(measure, llm, prompts, args, chance) for chance in args.chances}
             turns = take_turns(contenders, args.turns)
             rows += rows_of(documents, context, turns)
-            points[documents] = calibration(llm.collective_rpc(take_seen)[0])
+            seen = llm.collective_rpc(take_seen)[0]
+            points[documents] = calibration([one[:2] for one in seen])
+            by_foreseen[documents] = {
+                name: calibration([one[:2] for one in seen if one[2] == name])
+                for name in sorted({name for *_, name in seen})
+            }
             all_turns.append({str(chance): [asdict(one) for one in own] for chance, own in turns.items()})
-    record |= {"rows": [asdict(row) for row in rows], "calibration": points, "all_turns": all_turns}
+    record |= {"rows": [asdict(row) for row in rows], "calibration": points}
+    record |= {"calibration_by_foreseen": by_foreseen, "all_turns": all_turns}
     console.print(table_of([record]))
     write(record, args.out)
     if args.out:

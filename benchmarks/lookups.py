@@ -6,8 +6,8 @@ first turn only warms them up, because `auto` learns its times in it. Medians ov
 ratios of turns of one pass over the contenders.
 
 - plain: vLLM without speculation.
-- fixed-off, fixed: `num_speculative_tokens` drafts without lookups, as many passes, and with them: less
-  where a pass would gain too few.
+- fixed: `num_speculative_tokens` drafts with lookups; fewer where a pass would gain too few.
+- fixed-off (not among the contenders unless named): as many without lookups, each in a pass of its own.
 - auto-off, auto: `num_speculative_tokens: auto` without lookups and with them.
 - datastore: auto whose lookups look into a datastore, too (--datastore, made by `magicdec index`).
 - passes: of the draft per round that was read; "unread": drafts that were looked up alone, of all verified.
@@ -212,7 +212,8 @@ def main() -> None:
     parser.add_argument("--policy", default="streamingllm")
     parser.add_argument("--budget", type=float, default=1024)
     parser.add_argument("--turns", type=int, default=3, help="per engine and cell, after one to warm up")
-    parser.add_argument("--contenders", nargs="+", default=[PLAIN, FIXED, BEFORE, AUTO])
+    known = [PLAIN, FIXED_BEFORE, FIXED, BEFORE, AUTO]
+    parser.add_argument("--contenders", nargs="+", choices=known, default=[PLAIN, FIXED, BEFORE, AUTO])
     parser.add_argument(
         "--documents",
         type=Path,
@@ -220,10 +221,11 @@ def main() -> None:
         default=[],
         help="folders of .txt files, beside the standard library's sources",
     )
+    parser.add_argument("--kv-cache-gib", type=float, default=3, help="of each engine")
     add_out(parser)
     args = parser.parse_args()
     args.contenders += [DATASTORE] if args.datastore else []
-    set_environment(kv_cache_gib=3)
+    set_environment(kv_cache_gib=args.kv_cache_gib)
     with model_folder(args.model) as model:
         run(args, model)
 

@@ -2,6 +2,7 @@
 """Chances of drafts against what is known of them: fixed rates of standing, and rounds written by hand."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -11,20 +12,18 @@ from batches import make_batch
 
 from vllm_magicdec.adaptive.draft_plan import DraftPlan
 from vllm_magicdec.adaptive.metrics import Counts, LookupCounters
-from vllm_magicdec.drafting.confidence import Confidence, Drawn, Foreseen
+from vllm_magicdec.drafting.confidence import Confidence, Evidence, Foreseen
 from vllm_magicdec.drafting.staged import StagedDrafts, _Making
 from vllm_magicdec.lookup.continuation import Continuation
 from vllm_magicdec.lookup.history import History
 
-TABLE = torch.arange(16, dtype=torch.int32).unsqueeze(0)
-
 
 class Lookup:
-    """Always the same tokens."""
+    """Always the same tokens, by request."""
 
     source_names = answered = ()
 
-    def __init__(self, *tokens: int) -> None:
+    def __init__(self, **tokens: Sequence[int]) -> None:
         self._tokens = tokens
 
     def begin_round(self, resting, on_failure) -> None: ...
@@ -32,17 +31,16 @@ class Lookup:
     def follow(self, req_ids, histories) -> None: ...
 
     def look_up(self, req_id, drafted, most, least_chance) -> Continuation:
-        tokens = self._tokens[len(drafted) : len(drafted) + most]
+        tokens = self._tokens[req_id][len(drafted) : len(drafted) + most]
         return Continuation(tokens, [0.9] * len(tokens))
 
 
 class Counting:
     """A draft that says 1, 2, 3, ... whatever it is given, with a probability of 0.7."""
 
-    max_pass_tokens = 100
-
-    def __init__(self, reads_ahead: bool) -> None:
+    def __init__(self, reads_ahead: bool, max_pass_tokens: int = 100) -> None:
         self.reads_ahead = reads_ahead
+        self.max_pass_tokens = max_pass_tokens
 
     def draft_pass(self, tokens, draft_pass):
         drawn = torch.from_numpy(draft_pass.queries.steps) + 1
@@ -54,11 +52,20 @@ def make_staged(runner, lookups) -> StagedDrafts:
     return StagedDrafts(runner, lookups, counters, max_num_reqs=2, max_drafts=4, max_model_len=60)
 
 
-def batch_of(tokens: list[int]):
-    """Of one request with these tokens."""
-    history = History(np.array(tokens[:-1], dtype=np.int32), tokens[-1:])
-    batch = make_batch(["a"], TABLE, [len(tokens) - 1])
-    return replace(batch, tokens=torch.tensor(tokens[-1:], dtype=torch.int32), histories=[history])
+def batch_of(**texts: Sequence[int]):
+    """Of requests with these tokens."""
+    table = torch.arange(16 * len(texts), dtype=torch.int32).view(-1, 16)
+    batch = make_batch(list(texts), table, [len(tokens) - 1 for tokens in texts.values()])
+    return replace(
+        batch,
+        tokens=torch.tensor([tokens[-1] for tokens in texts.values()], dtype=torch.int32),
+        histories=[
+            History(np.array(tokens[:-1], dtype=np.int32), list(tokens[-1:])) for tokens in texts.values()
+        ],
+    )
+
+
+SAME, ANOTHER, NOTHING = Foreseen.THE_SAME, Foreseen.ANOTHER, Foreseen.NOTHING
 
 
 @pytest.mark.parametrize("foreseen", Foreseen)
@@ -66,54 +73,95 @@ def batch_of(tokens: list[int]):
 def test_confidence_becomes_the_acceptance_seen(true_chance, foreseen):
     confidence, rng = Confidence(), random.Random(1)
     for _ in range(3000):
-        confidence.observe(Drawn(0.4, foreseen), rng.random() < true_chance)
-    assert confidence.chance(Drawn(0.4, foreseen)) == pytest.approx(true_chance, abs=0.08)
-    assert confidence.usual == pytest.approx(true_chance, abs=0.08)
-    others = [Drawn(0.99, foreseen), *(Drawn(0.4, other) for other in Foreseen if other != foreseen)]
-    for other in others:
+        confidence.observe(Evidence(0.4, foreseen), rng.random() < true_chance)
+    assert confidence.chance(Evidence(0.4, foreseen)) == pytest.approx(true_chance, abs=0.08)
+    usual = Confidence().usual if foreseen == SAME else true_chance
+    assert confidence.usual == pytest.approx(usual, abs=0.08)
+    for other in (
+        Evidence(0.99, foreseen),
+        *(Evidence(0.4, other) for other in Foreseen if other != foreseen),
+    ):
         assert confidence.chance(other) == Confidence().chance(other)
 
 
 @pytest.mark.parametrize("foreseen", Foreseen)
 def test_a_surer_draft_is_likelier_to_stand_at_first(foreseen):
     probabilities = (float("nan"), 0.0, 1e-9, 0.05, 0.3, 0.5, 0.9, 0.999, 1.0)
-    chances = [Confidence().chance(Drawn(p, foreseen)) for p in probabilities]
-    assert chances == sorted(chances) and chances[0] < 0.3 and chances[-1] > 0.99
+    chances = [Confidence().chance(Evidence(p, foreseen)) for p in probabilities]
+    assert chances == sorted(chances) and chances[0] < 0.6 and chances[-1] > 0.99
 
 
-def test_at_first_a_draft_that_a_lookup_foresaw_is_the_likeliest_to_stand():
-    for probability in (0.1, 0.3, 0.5, 0.9):
-        chances = [Confidence().chance(Drawn(probability, foreseen)) for foreseen in Foreseen]
-        assert chances[Foreseen.THE_SAME] == max(chances)
-        assert chances[Foreseen.ANOTHER] == min(chances)
+@pytest.mark.parametrize("probability", [0.0, 0.01, 0.1, 0.3, 0.5, 0.9, 0.99, 1.0])
+def test_at_first_a_draft_that_a_lookup_foresaw_is_the_likeliest_to_stand(probability):
+    chances = [
+        Confidence().chance(Evidence(probability, foreseen)) for foreseen in (ANOTHER, NOTHING, SAME)
+    ]
+    assert chances == sorted(set(chances))
+
+
+def learned_of(staged: StagedDrafts, batch, drafts: Sequence[int]) -> dict[str, list[Foreseen]]:
+    """By request of a batch, what its drafts are taken for; they are `drafts`, and all of them stand."""
+    seen: list[tuple[Evidence, bool]] = []
+    staged._confidence.observe = lambda *args: seen.append(args)
+    drafting = [i for i, is_prefilling in enumerate(batch.is_prefilling) if not is_prefilling]
+    drafted = staged.draft(batch, DraftPlan(len(drafts), 512), lambda: ())
+    assert drafted == [list(drafts) if i in drafting else [] for i in range(len(drafted))]
+    texts = {
+        req_id: [*history.after(0).tolist(), *drafts, 99]
+        for req_id, history in zip(batch.req_ids, batch.histories, strict=True)
+    }
+    staged._follow(batch_of(**texts), drafting)
+    assert all(stood and evidence.probability == pytest.approx(0.7) for evidence, stood in seen)
+    kinds = iter(evidence.foreseen for evidence, _ in seen)
+    learned = {batch.req_ids[i]: [next(kinds) for _ in drafts] for i in drafting}
+    assert next(kinds, None) is None
+    return learned
 
 
 @pytest.mark.parametrize(
     ("looked_up", "reads_ahead", "foreseen"),
     [
-        ((), True, [Foreseen.NOTHING] * 4),
-        ((1, 2, 3, 4), True, [Foreseen.THE_SAME] * 4),
-        ((1, 2, 3, 9), True, [*[Foreseen.THE_SAME] * 3, Foreseen.ANOTHER]),  # the last one is not read
-        ((9, 2), True, [Foreseen.ANOTHER, Foreseen.THE_SAME, Foreseen.NOTHING, Foreseen.NOTHING]),
-        ((1, 9, 3, 4), False, [Foreseen.THE_SAME, Foreseen.ANOTHER, Foreseen.THE_SAME, Foreseen.THE_SAME]),
+        ((), True, [NOTHING] * 4),
+        ((1, 2, 3, 4), True, [SAME] * 4),
+        ((1, 2, 3, 9), True, [SAME, SAME, SAME, ANOTHER]),  # the last one is not read
+        ((9, 2), True, [ANOTHER, SAME, NOTHING, NOTHING]),
+        ((1, 9, 3, 4), False, [SAME, ANOTHER, SAME, SAME]),
     ],
 )
 def test_drafts_are_told_apart_by_what_was_looked_up_for_their_place(looked_up, reads_ahead, foreseen):
-    staged = make_staged(Counting(reads_ahead), Lookup(*looked_up))
-    seen: list[tuple[Drawn, bool]] = []
-    staged._confidence.observe = lambda *args: seen.append(args)
-    drafts = staged.draft(batch_of([7, 8]), DraftPlan(4, 512), lambda: ())
-    assert drafts == [[1, 2, 3, 4]]
-    staged._follow(batch_of([7, 8, 1, 2, 3, 4, 5]), [0])
-    assert [drawn.foreseen for drawn, _ in seen] == foreseen
-    assert all(stood and drawn.probability == pytest.approx(0.7) for drawn, stood in seen)
+    staged = make_staged(Counting(reads_ahead), Lookup(a=looked_up))
+    assert learned_of(staged, batch_of(a=[7, 8]), [1, 2, 3, 4]) == {"a": foreseen}
+
+
+@pytest.mark.parametrize(
+    ("max_pass_tokens", "foreseen"),
+    [
+        (100, {"b": [SAME] * 4, "c": [ANOTHER, SAME, SAME, NOTHING], "d": [SAME, SAME, NOTHING, NOTHING]}),
+        # Of the first pass the second request has all the room, and has none for its last token.
+        (
+            6,
+            {
+                "b": [SAME, SAME, SAME, NOTHING],
+                "c": [NOTHING, SAME, SAME, NOTHING],
+                "d": [NOTHING, SAME, NOTHING, NOTHING],
+            },
+        ),
+    ],
+)
+def test_drafts_are_told_apart_request_by_request(max_pass_tokens, foreseen):
+    """The first one's prompt is not whole, the second has its drafts after a pass, the others go on."""
+    lookups = Lookup(a=(1, 9, 9, 9), b=(1, 2, 3, 4), c=(9, 2, 3), d=(1, 2))
+    staged = make_staged(Counting(True, max_pass_tokens), lookups)
+    batch = batch_of(a=[7, 8], b=[5, 6], c=[4, 3], d=[2, 1])
+    batch = replace(batch, is_prefilling=[True, False, False, False])
+    assert learned_of(staged, batch, [1, 2, 3, 4]) == foreseen
 
 
 def test_confidence_is_learned_from_what_was_verified():
     """Also of drafts that were cut, by what the target drew at their places."""
-    staged, seen = make_staged(None, Lookup()), []
+    staged, seen = make_staged(None, Lookup(a=())), []
     staged._confidence.observe = lambda *args: seen.append(args)
-    drawn = [Drawn(0.9), Drawn(0.8, Foreseen.ANOTHER), Drawn(0.7)]
+    evidence = [Evidence(0.9, NOTHING), Evidence(0.8, ANOTHER), Evidence(0.7, SAME)]
     for verified, stood in [
         ([9], [True]),
         ([5], [False]),
@@ -122,12 +170,12 @@ def test_confidence_is_learned_from_what_was_verified():
         ([], []),
     ]:
         seen.clear()
-        staged._propose(batch_of([1, 2]), 0, _Making(3, [9, 8, 7], list(drawn)), [9, 8, 7])
-        staged._follow(batch_of([1, 2, *verified]), [0])
-        assert seen == list(zip(drawn, stood, strict=False))
+        staged._propose(batch_of(a=[1, 2]), 0, _Making(3, [9, 8, 7], list(evidence)), [9, 8, 7])
+        staged._follow(batch_of(a=[1, 2, *verified]), [0])
+        assert seen == list(zip(evidence, stood, strict=False))
     assert staged._counters.totals["pass_accepted_tokens"] == 5  # of the third and the fourth
-    staged._propose(batch_of([1, 2]), 0, _Making(3), [9, 8, 7])
-    staged._follow(batch_of([1, 2, 9, 8, 1]), [0])
+    staged._propose(batch_of(a=[1, 2]), 0, _Making(3), [9, 8, 7])
+    staged._follow(batch_of(a=[1, 2, 9, 8, 1]), [0])
     counted = staged._counters.totals
     assert (counted["lookup_unread_tokens"], counted["lookup_unread_accepted_tokens"]) == (3, 2)
     assert counted["pass_accepted_tokens"] == 5

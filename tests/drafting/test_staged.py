@@ -20,7 +20,7 @@ from pytest import MonkeyPatch
 from vllm_magicdec import envs
 from vllm_magicdec.adaptive.draft_plan import DraftPlan
 from vllm_magicdec.adaptive.metrics import Counts, LookupCounters
-from vllm_magicdec.drafting.confidence import Confidence, Drawn, Foreseen
+from vllm_magicdec.drafting.confidence import Confidence, Evidence, Foreseen
 from vllm_magicdec.drafting.pauses import FAILURES_BEFORE_A_PAUSE, FIRST_PAUSE, GROWTH
 from vllm_magicdec.drafting.staged import StagedDrafts, _gain, _Making, _worth_unread
 from vllm_magicdec.lookup.continuation import LEAST_CHANCE, Continuation
@@ -267,6 +267,28 @@ class RandomLookups:
         return Continuation(tokens, [0.5] * len(tokens))
 
 
+class KeptLookups(RandomLookups):
+    """They remember what they said last of every place."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self._said: dict[tuple[str, int], int] = {}
+
+    def look_up(self, req_id, drafted, most, *least_chance) -> Continuation:
+        ahead = super().look_up(req_id, drafted, most)
+        self._said = {
+            key: token for key, token in self._said.items() if key[0] != req_id or key[1] < len(drafted)
+        }
+        self._said |= {(req_id, len(drafted) + place): token for place, token in enumerate(ahead.tokens)}
+        return ahead
+
+    def foreseen(self, req_id: str, place: int, token: int) -> Foreseen:
+        said = self._said.get((req_id, place))
+        if said is None:
+            return Foreseen.NOTHING
+        return Foreseen.THE_SAME if said == token else Foreseen.ANOTHER
+
+
 def cut(found: Continuation, least_chance: float) -> Continuation:
     """What is likely enough to be right until there."""
     number = sum(reached >= least_chance for reached in found.reached)
@@ -402,7 +424,7 @@ def test_what_is_worth_verifying_follows_the_drafts_unread(drawn, chance, least_
     drafts = staged.draft(drawn.batch, plan, lambda: steps_of(drawn))
     assert len(target.pass_lens) == drafts.num_passes == (max(drawn.wanted) > 0)
     assert read_of(drafts, target) == [own[:1] for own in expected]
-    reached = Confidence().chance(Drawn(0.7))
+    reached = Confidence().chance(Evidence(0.7, Foreseen.NOTHING))
     least = max(least_chance / reached, LEAST_CHANCE)
     num_likely = next(n for n in itertools.count() if chance ** (n + 1) < least)
     assert [len(own) for own in drafts] == [min(n, 1 + num_likely) if n > 0 else 0 for n in drawn.wanted]
@@ -560,7 +582,7 @@ def test_what_is_not_worth_its_cost_is_neither_drafted_nor_verified(drawn, least
     expected = drawn.one_by_one()
     staged, target = make_staged(drawn, CutLookups(seed))
     chance = 0.93
-    staged._confidence.chance = lambda drawn: chance  # of every draft, whatever was looked up
+    staged._confidence.chance = lambda _: chance  # of every draft, whatever was looked up
     plan = DraftPlan(drawn.num_steps, 512, least_chance, least_gain)
     drafts = staged.draft(drawn.batch, plan, lambda: steps_of(drawn))
     assert drafts.num_passes == len(target.pass_lens)
@@ -585,19 +607,21 @@ def test_what_is_not_worth_its_cost_is_neither_drafted_nor_verified(drawn, least
 @given(rounds(), st.floats(0.05, 0.9), st.integers(0, 9))
 def test_no_drawn_draft_is_left_out_for_what_it_is(drawn, least_chance, seed):
     """Only for those before it: else what is verified would not be drawn from the draft's distribution."""
-    staged, _ = make_staged(drawn, RandomLookups(seed), are_drawn=True)
+    lookups = KeptLookups(seed)
+    staged, _ = make_staged(drawn, lookups, are_drawn=True)
     chances = {Foreseen.NOTHING: 0.9, Foreseen.ANOTHER: 0.5, Foreseen.THE_SAME: 0.97}
-    staged._confidence.chance = lambda draft: chances[draft.foreseen]
+    staged._confidence.chance = lambda evidence: chances[evidence.foreseen]
     drafts = staged.draft(
         drawn.batch, DraftPlan(drawn.num_steps, 512, least_chance), lambda: steps_of(drawn)
     )
-    for req_id, own, wanted in zip(drawn.batch.req_ids, drafts, drawn.wanted, strict=True):
-        if wanted <= 0:
-            assert not own
-            continue
-        reached = np.cumprod([chances[draft.foreseen] for draft in staged._proposed[req_id].drawn])
-        assert len(reached) == len(own) and all(reached[:-1] >= least_chance)
-        assert len(own) == wanted or reached[-1] < least_chance
+    for req_id, own, all_, wanted in zip(
+        drawn.batch.req_ids, drafts, drawn.one_by_one(), drawn.wanted, strict=True
+    ):
+        number, reached = 0, 1.0
+        while number < wanted and reached >= least_chance:
+            reached *= chances[lookups.foreseen(req_id, number, all_[number])]
+            number += 1
+        assert own == all_[:number]
 
 
 @settings(max_examples=50, deadline=None)

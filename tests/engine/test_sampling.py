@@ -249,6 +249,7 @@ def test_sampled_continuations_have_the_targets_distribution_with_lookups(
         plain_samples, small_vocabulary_model, (15, 25), scenario, speculative_config=spec
     )
     assert 0.1 < run.accepted / run.drafted < 1.0
+    assert bool(run.metrics["vllm:magicdec_cut_tokens"]) == (scenario == "generate_with_cut_drafts")
     looked_up, accepted = lookup_metrics(run)
     assert 0.02 < accepted / looked_up < 0.9
 

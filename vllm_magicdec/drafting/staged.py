@@ -15,6 +15,7 @@ then follow a request's last draft unread, or make the whole round.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from math import inf
 from typing import TYPE_CHECKING, Protocol
 
@@ -25,7 +26,7 @@ from vllm.logger import init_logger
 from vllm_magicdec import envs
 from vllm_magicdec.adaptive.draft_plan import DraftLists, DraftPlan
 from vllm_magicdec.adaptive.metrics import LookupCounters
-from vllm_magicdec.drafting.confidence import Confidence, Drawn, Foreseen
+from vllm_magicdec.drafting.confidence import Confidence, Evidence, Foreseen
 from vllm_magicdec.drafting.pauses import Pauses
 from vllm_magicdec.lookup.continuation import LEAST_CHANCE, Continuation
 from vllm_magicdec.lookup.history import History
@@ -85,7 +86,7 @@ class _Making:
 
     wanted: int
     tokens: list[int] = field(default_factory=list)
-    drawn: list[Drawn] = field(default_factory=list)
+    evidence: list[Evidence] = field(default_factory=list)
     """What is known of each; none where nothing is weighed."""
     reached: list[float] = field(default_factory=list)
     """The chance that each draft stands, with all before it; 1 where nothing is weighed."""
@@ -102,7 +103,7 @@ class _Proposed:
 
     history_len: int  # tokens that had been verified
     tokens: Sequence[int]
-    drawn: Sequence[Drawn]  # what is known of the first ones; none: nothing is weighed
+    evidence: Sequence[Evidence]  # what is known of the first ones; none: nothing is weighed
     num_read: int  # by the draft; others follow
     num_kept: int  # that are to be verified
 
@@ -272,12 +273,14 @@ class StagedDrafts:
             )
             drawn_tokens = drawn.tolist()
             given_probabilities = None if probabilities is None else probabilities.tolist()
-            for i, ahead, known, start in zip(running, read, found, queries.starts.tolist(), strict=False):
-                num_right = _num_equal(ahead.tokens, drawn_tokens[start:])
+            for i, given_ahead, ahead, start in zip(
+                running, read, found, queries.starts.tolist(), strict=False
+            ):
+                num_right = _num_equal(given_ahead.tokens, drawn_tokens[start:])
                 new = slice(start, start + num_right + 1)
                 probs = given_probabilities and given_probabilities[new]
-                self._add(making[i], drawn_tokens[new], probs, known.tokens)
-                num_looked_up += len(ahead.tokens)
+                self._add(making[i], drawn_tokens[new], probs, ahead.tokens)
+                num_looked_up += len(given_ahead.tokens)
                 num_accepted += num_right
             num_passes += 1
         if num_passes:
@@ -315,7 +318,7 @@ class StagedDrafts:
         if len(own.tokens) > len(drafts) and not self._are_drawn:
             tokens, num_read = own.tokens, len(own.tokens)
         self._proposed[batch.req_ids[index]] = _Proposed(
-            len(batch.histories[index]), tokens, own.drawn[:num_read], num_read, len(drafts)
+            len(batch.histories[index]), tokens, own.evidence[:num_read], num_read, len(drafts)
         )
 
     def _learn(self, req_ids: Sequence[str], histories: Sequence[History]) -> None:
@@ -331,8 +334,8 @@ class StagedDrafts:
             num_stood = min(num_right, made.num_kept)
             if len(truth) == num_stood + 1:  # what verifying them adds; else more rounds have passed
                 self._counters.count_stood(min(num_stood, made.num_read))
-            for place, drawn in enumerate(made.drawn[: min(num_right + 1, len(truth))]):
-                self._confidence.observe(drawn, place < num_right)
+            for place, evidence in enumerate(made.evidence[: min(num_right + 1, len(truth))]):
+                self._confidence.observe(evidence, place < num_right)
         if len(self._proposed) > self._max_num_reqs:  # of requests that have ended
             self._proposed.clear()
 
@@ -392,17 +395,17 @@ class StagedDrafts:
         if probabilities is None:
             own.reached += [1.0] * len(tokens)
             return
-        for place, (token, probability) in enumerate(zip(tokens, probabilities, strict=True)):
-            drawn = Drawn(probability, _foreseen(token, looked_up[place : place + 1]))
-            own.drawn.append(drawn)
-            own.reached.append(own.chance * self._confidence.chance(drawn))
+        for token, probability, foreseen in zip_longest(tokens, probabilities, looked_up[: len(tokens)]):
+            evidence = Evidence(probability, _foreseen(token, foreseen))
+            own.evidence.append(evidence)
+            own.reached.append(own.chance * self._confidence.chance(evidence))
 
 
-def _foreseen(token: int, looked_up: Sequence[int]) -> Foreseen:
+def _foreseen(token: int, looked_up: int | None) -> Foreseen:
     """By the token that was looked up for its place, if there is one."""
-    if not looked_up:
+    if looked_up is None:
         return Foreseen.NOTHING
-    return Foreseen.THE_SAME if looked_up[0] == token else Foreseen.ANOTHER
+    return Foreseen.THE_SAME if looked_up == token else Foreseen.ANOTHER
 
 
 def _worth_going_on(making: dict[int, _Making], plan: DraftPlan) -> list[int]:
@@ -416,7 +419,7 @@ def _gain(chances: Sequence[float], read: Sequence[Continuation], usual: float, 
     """What a pass promises: of each request a draft, and another for each token read that is right.
 
     Those that both foresee are taken to stand where the drafts before them do; the one after them, which
-    the pass alone draws, stands with the usual chance.
+    the pass alone draws, stands with the usual chance of one that nothing foresees.
     """
     return sum(
         chance * (usual + sum(ahead.reached)) - plan.least_chance * (1 + sum(ahead.reached))
