@@ -221,7 +221,7 @@ def main() -> None:
         default=[],
         help="folders of .txt files, beside the standard library's sources",
     )
-    parser.add_argument("--kv-cache-gib", type=float, default=3, help="of each engine")
+    parser.add_argument("--kv-cache-gib", type=int, default=3, help="of each engine")
     add_out(parser)
     args = parser.parse_args()
     args.contenders += [DATASTORE] if args.datastore else []

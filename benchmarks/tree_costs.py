@@ -115,7 +115,9 @@ class Cell:
         return tokens_per_round * self.plain_ms / self.round_ms(tree)
 
 
-def measure(batches: Iterable[int], contexts: Iterable[int], budget: int, most_tokens: int) -> StepTimes:
+def measure(
+    batches: Iterable[int], contexts: Iterable[int], budget: int, most_tokens: int, dtype: str
+) -> StepTimes:
     """Step times of the KV-heavy copy in an engine on this machine: the processor's, in this process.
 
     So what else runs on the machine counts little: with one thread that is the time on the wall when
@@ -127,6 +129,7 @@ def measure(batches: Iterable[int], contexts: Iterable[int], budget: int, most_t
             measured with shorter ones; its times at the whole contexts are those of the fit.
         budget: tokens per request that a draft step sees.
         most_tokens: see `contexts`.
+        dtype: of the model, as vLLM names it.
 
     Raises:
         SystemExit: vLLM computes with several threads.
@@ -138,7 +141,7 @@ def measure(batches: Iterable[int], contexts: Iterable[int], budget: int, most_t
     with model_folder(KV_HEAVY) as model:
         settings = engine_settings(
             model,
-            "bfloat16",
+            dtype,
             batch=batches[-1],
             model_len=contexts[-1] + room,
             distributed_executor_backend="uni",

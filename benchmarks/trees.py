@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 from common.documents import describe_documents, excerpts
 from common.engines import set_environment
-from common.options import add_documents, add_out, make_parser, settings_of
+from common.options import add_documents, add_out, make_parser, served_dtype, settings_of
 from common.record import make_record
 from common.tables import console, make_table
 from draft_ranks import by_round, draft_ranks, generate, lookup_ranks
@@ -414,6 +414,9 @@ def main() -> None:
     parser.add_argument(
         "--most-tokens", type=int, default=64_000, help="of a batch whose step times are measured"
     )
+    parser.add_argument(
+        "--dtype", default=served_dtype(), help="of the model that is measured; %(default)s on this machine"
+    )
     add_documents(parser)
     add_out(parser)
     args = parser.parse_args()
@@ -433,7 +436,7 @@ def main() -> None:
     times = (
         StepTimes.load(args.profile)
         if args.profile
-        else measure(args.batch, args.context, budget, args.most_tokens)
+        else measure(args.batch, args.context, budget, args.most_tokens, args.dtype)
     )
     shape, device = find_model(PLANNED_MODEL), find_hardware(PLANNED_DEVICE)
     here = MeasuredCosts("measured here", times, budget)

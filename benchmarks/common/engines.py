@@ -12,7 +12,7 @@ IDLE_SPIN_S = 1.5  # vLLM's idle workers poll for a second before they leave the
 T = TypeVar("T")
 
 
-def set_environment(*, kv_cache_gib: float, **variables: str) -> None:
+def set_environment(*, kv_cache_gib: int, **variables: str) -> None:
     """Of the engines that this process starts.
 
     Args:
