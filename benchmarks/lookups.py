@@ -35,10 +35,13 @@ from vllm_magicdec.planner.profile import fill_prefix_cache
 
 PLAIN, BEFORE, AUTO, DATASTORE = "plain", "auto-off", "auto", "datastore"
 FIXED_BEFORE, FIXED = "fixed-off", "fixed"
-_COUNTERS = {
-    "rounds": "vllm:magicdec_lookup_rounds",
-    "passes": "vllm:magicdec_lookup_passes",
-    "unread": "vllm:magicdec_lookup_unread_tokens",
+# vLLM shows metrics of the engine that was started last alone; so what the plugin counts workers are asked.
+_COUNTED_BY_WORKERS = {
+    "rounds": "lookup_rounds",
+    "passes": "lookup_passes",
+    "unread": "lookup_unread_tokens",
+}
+_METRICS = {
     "verified": "vllm:spec_decode_num_draft_tokens",
     "accepted": "vllm:spec_decode_num_accepted_tokens",
 }
@@ -89,17 +92,28 @@ def speculations(
     }
 
 
+def take_totals(worker: Any) -> dict[str, int]:
+    """What a worker has counted of lookups; nothing where there are none."""
+    drafter = getattr(worker.model_runner, "drafter", None)
+    staged = drafter and drafter._drafter._staged
+    return dict(staged._counters.totals) if staged else {}
+
+
 def decode_and_count(llm: Any, prompts: list[list[int]], num_tokens: int, temperature: float) -> Counted:
-    """`decode`, with what the metrics count of it: those of all engines, of which only this one works."""
+    """`decode`, with what is counted of it."""
 
     def count() -> dict[str, int]:
+        (totals,) = llm.collective_rpc(take_totals)
         values = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
-        return {name: int(values.get(metric, 0)) for name, metric in _COUNTERS.items()}
+        return {
+            **{name: int(totals.get(counter, 0)) for name, counter in _COUNTED_BY_WORKERS.items()},
+            **{name: int(values.get(metric, 0)) for name, metric in _METRICS.items()},
+        }
 
     before = count()
     decoding = decode(llm, prompts, num_tokens, temperature=temperature)
     after = count()
-    return Counted(**asdict(decoding), **{name: after[name] - before[name] for name in _COUNTERS})
+    return Counted(**asdict(decoding), **{name: after[name] - before[name] for name in after})
 
 
 def rows_of(documents: str, prompts: list[list[int]], turns: Mapping[str, list[Counted]]) -> list[Row]:
@@ -114,7 +128,7 @@ def rows_of(documents: str, prompts: list[list[int]], turns: Mapping[str, list[C
     for name, own in turns.items():
         middle = medians(own)
         rounds, passes, unread, verified, accepted = (
-            sum(getattr(turn, counter) for turn in own) for counter in _COUNTERS
+            sum(getattr(turn, counter) for turn in own) for counter in (*_COUNTED_BY_WORKERS, *_METRICS)
         )
         rows.append(
             Row(
@@ -225,7 +239,8 @@ def main() -> None:
     add_out(parser)
     args = parser.parse_args()
     args.contenders += [DATASTORE] if args.datastore else []
-    set_environment(kv_cache_gib=args.kv_cache_gib)
+    # A function is sent to the workers.
+    set_environment(kv_cache_gib=args.kv_cache_gib, VLLM_ALLOW_INSECURE_SERIALIZATION="1")
     with model_folder(args.model) as model:
         run(args, model)
 

@@ -22,6 +22,7 @@ from vllm_magicdec.drafting.staged import _gain, _Making, _worth_going_on, _wort
 from vllm_magicdec.lookup.continuation import LEAST_CHANCE, Continuation
 
 MAX_DRAFTS, BUDGET, CONTEXT, BATCH = 16, 512, 16_000, 4
+STRETCH = 60  # tokens of a request
 
 
 def verification(queries: int) -> float:
@@ -41,7 +42,7 @@ class Text:
 
     draft: float  # chance that a draft that was read stands
     lookup: float = 0.0  # that a looked-up one does, in stretches that lookups foresee
-    foreseen: float = 0.0  # share of rounds in such stretches
+    foreseen: float = 0.0  # share of such stretches
     num_found: int = 12  # tokens that a lookup finds there
     machine: str = "cheap"
     later: float | None = None  # chance of a draft in every other 500 rounds
@@ -51,6 +52,8 @@ TEXTS = {
     "foreseen nowhere": Text(0.9),
     "foreseen everywhere": Text(0.9, 0.97, 1.0),
     "foreseen at times": Text(0.9, 0.97, 0.5),
+    "foreseen at times, poor drafts": Text(0.6, 0.97, 0.5),
+    "foreseen at times, dear drafts": Text(0.9, 0.97, 0.5, machine="dear"),
     "nothing helps": Text(0.2),
     "only lookups help": Text(0.2, 0.95, 0.5),
     "wrongly foreseen": Text(0.9, 0.3, 0.8),
@@ -87,10 +90,11 @@ def simulate(text: Text, seed: int, plan_of: Callable[[], DraftPlan], controller
     """Tokens per second."""
     rng, stretches, seconds, tokens = random.Random(seed), random.Random(0), 0.0, 0
     verified, chance, made, num_made, was_planned = 0, 0.0, PLAIN, 0, False
-    is_foreseen = False
+    is_foreseen, stretch_end = False, 0
     for index in range(steps):
-        if index % 10 == 0:
+        if tokens >= stretch_end:
             is_foreseen = stretches.random() < text.foreseen
+            stretch_end += BATCH * STRETCH
         plan = plan_of()
         own_chance = text.draft if text.later is None or index // 500 % 2 == 0 else text.later
         found, num_passes, next_chance = draft(plan, text, own_chance, is_foreseen)

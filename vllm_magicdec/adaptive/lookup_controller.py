@@ -6,7 +6,8 @@ controller chooses whether to draft and with which budget, and tells the workers
 follows from one rule: with r the tokens per second achieved, a round of E tokens in T seconds is worth
 E - r T, and rounds that are best by that have the highest rate (Dinkelbach 1967). A verified position, a
 draft step and a round of its own cost r times their seconds: MagicDec's Eq. 2 (arXiv 2408.11049) at the
-margin.
+margin. Text that lookups foresee comes in stretches, and a stretch of other text ends no sooner for short
+rounds. So r is the rate of rounds that are read, or plain, and not raised by what lookups alone bring.
 """
 
 from collections.abc import Collection, Sequence
@@ -199,8 +200,13 @@ class LookupController(Controller):
         return Step(num_reqs, context_tokens, num_verified, num_passes, drafted.budget)
 
     def _weigh(self, rates: dict[Choice, float], num_reqs: int, context_tokens: int) -> None:
-        super()._weigh(rates, num_reqs, context_tokens)
-        rate, pair = rates[self._current], self._current
+        pair, plain = self._current, rates[PLAIN]
+        read_tokens, read_seconds = 0.0, inf
+        if pair != PLAIN:
+            read_tokens = num_reqs * self._seen[pair].tokens
+            read_seconds = self._round_seconds(num_reqs, context_tokens, pair)
+        rate = max(plain, read_tokens / read_seconds)
+        self._least_chance = rate * self.times.position_seconds(num_reqs, context_tokens)
         # Also of plain decoding: what drafts bring is tried at these prices.
         self._least_gains = {
             budget: rate * self.times.pass_seconds(num_reqs, context_tokens, budget)
@@ -208,7 +214,5 @@ class LookupController(Controller):
         }
         if pair == PLAIN:
             return
-        read = num_reqs * self._seen[pair].tokens
-        read -= rate * self._round_seconds(num_reqs, context_tokens, pair)
         none = num_reqs - rate * self.times.predict(Step(num_reqs, context_tokens, NONE_FOUND, 0))
-        self._least_promise = read - none
+        self._least_promise = (read_tokens - rate * read_seconds) - none
