@@ -307,19 +307,6 @@ def test_a_profile_spares_the_calibration() -> None:
     assert controller.choose(8, 8 * 16_000).drafts >= 4
 
 
-def test_a_calibration_ends_with_the_batch_whose_times_it_learns() -> None:
-    controller = make_controller()
-    controller.choose(4, 4_000)
-    assert controller.is_planned
-    left = len(controller._plan)
-    controller.choose(7, 7_000)  # about as many
-    assert controller.is_planned and len(controller._plan) == left - 1
-    controller.choose(1, 1_000)
-    assert controller.is_planned and len(controller._plan) == left  # its own
-    controller.choose(4, 4_000)
-    assert not controller.is_planned and not controller._plan
-
-
 def engine_gains(engine: Engine, num_reqs: int, context: int) -> bool:
     seconds = [engine.seconds(alike(num_reqs, num_reqs * context, c)) for c in all_choices()]
     return any(seconds[k] / (k + 1) < seconds[0] for k in range(1, 9))

@@ -147,7 +147,6 @@ class Controller:
         self._only_tried = [PLAIN]  # to know what it brings, also where it is not chosen
         self._current = Choice(self._length_up_to(4), budgets[-1])
         self._plan: list[Choice] = []  # of the steps that come next, last first
-        self._plan_size: int | None = None  # of the batch whose times it is to show, in bits
         self.is_planned = False
         """Whether the latest choice is a trial, or made to learn times."""
         self._seconds_per_token = 0.0  # of the batch, with the present choice; 0: not known
@@ -168,13 +167,9 @@ class Controller:
             num_reqs: requests that will be drafted for.
             context_tokens: K/V entries they hold together.
         """
-        if self._plan_size not in (None, num_reqs.bit_length()):
-            self._plan = []  # it would show nothing of the batch that it was made for
         if not self._plan:
-            self._plan_size = None
             if self._is_unknown(num_reqs, context_tokens):
                 self._plan = self._calibration(num_reqs, context_tokens)
-                self._plan_size = num_reqs.bit_length()
                 self._seconds_per_token = 0.0
             elif len(self.times) and num_reqs != self._decided_for:
                 self._decide(num_reqs, context_tokens)
