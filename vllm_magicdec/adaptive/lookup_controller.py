@@ -4,11 +4,11 @@
 What a lookup or a draft promises differs from round to round, and only the workers see it. So this
 controller chooses whether to draft and with which budget, and tells the workers what things cost. All of it
 follows from one rule: with r tokens per second to be had otherwise, a round of E tokens in T seconds is
-worth E - r T, and rounds that are best by that have the highest rate (Dinkelbach 1967). A verified place, a
-draft step and a round of its own cost r times their seconds: MagicDec's Eq. 2 (arXiv 2408.11049) at the
-margin. r is not the rate of all rounds: text that lookups foresee comes in stretches, a stretch of other
-text ends no sooner for short rounds, and what lookups bring elsewhere cannot be had there. It is the rate
-of rounds that are read or of plain decoding, whichever is higher.
+worth E - r T, and rounds that are best by that have the highest rate (Dinkelbach 1967). A verified
+position, a draft step and a round of its own cost r times their seconds: MagicDec's Eq. 2 (arXiv
+2408.11049) at the margin. r is not the rate of all rounds: text that lookups foresee comes in stretches, a
+stretch of other text ends no sooner for short rounds, and what lookups bring elsewhere cannot be had there.
+It is the rate of rounds that are read or of plain decoding, whichever is higher.
 """
 
 from collections.abc import Collection, Sequence
