@@ -15,7 +15,7 @@ from test_config_fuzz import LONGEST_SENTENCE, cases, damage, do_damage, is_name
 from vllm.config import ModelConfig, SpeculativeConfig
 from vllm.model_executor.model_loader import weight_utils
 
-from vllm_magicdec import config
+from vllm_magicdec.config import speculative
 from vllm_magicdec.errors import MODEL_METHOD, MagicDecConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -149,7 +149,7 @@ def test_what_fails_beside_the_reading_is_no_unreadable_draft(monkeypatch, kind)
 
     for owner, attribute in (
         (SpeculativeConfig, "create_draft_parallel_config"),
-        (config, "check_draft_model"),
+        (speculative, "check_draft_model"),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(owner, attribute, fail)

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a user typed for the speculative config, judged by its names before a value is looked at."""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import fields as dataclass_fields
+from typing import Any
+
+from vllm.config import SpeculativeConfig
+
+from vllm_magicdec.config.fields import ENGINE_FIELDS, MODEL_FIELDS, PRIVATE_FIELDS, SWITCHES, user_fields
+from vllm_magicdec.errors import METHOD, MODEL_METHOD, MagicDecConfigError, quoted
+
+
+def selects_magicdec(speculative_fields: Mapping[str, Any]) -> bool:
+    """Whether the keyword arguments of a `SpeculativeConfig` ask for this plugin."""
+    method, model = speculative_fields.get("method"), speculative_fields.get("model")
+    return METHOD in (method, model) or method == MODEL_METHOD
+
+
+def refuse_misspelt_method(speculative_fields: Mapping[str, Any]) -> None:
+    """vLLM would look for a model of that name.
+
+    Raises:
+        MagicDecConfigError: with the right name.
+    """
+    for name in ("method", "model"):
+        value = speculative_fields.get(name)
+        if not isinstance(value, str) or value == METHOD or len(value) > 2 * len(METHOD):
+            continue
+        if name == "method" and value == MODEL_METHOD:
+            continue
+        letters = "".join(filter(str.isalnum, value.lower()))
+        if letters == "magicdec" or difflib.get_close_matches(letters, ["magicdecself"], cutoff=0.85):
+            raise MagicDecConfigError(f"{name}={value!r} is unknown; did you mean {METHOD!r}?")
+
+
+def check_given(given: object, options: Mapping[str, object]) -> None:
+    """Refuse what vLLM would not even look into.
+
+    Args:
+        given: for `speculative_config`.
+        options: the same fields from options of the command line, by field; None where not given.
+
+    Raises:
+        MagicDecConfigError: with what to type instead.
+    """
+    if given is None:
+        return
+    example = f"{{'method': {METHOD!r}}}"
+    if not isinstance(given, dict):
+        raise MagicDecConfigError(
+            f"speculative_config={quoted(given)} is no dictionary of fields; for {METHOD} use {example}"
+        )
+    named = {name: value for name, value in options.items() if value is not None}
+    if not selects_magicdec({**given, **named}):
+        return
+    for name in given:
+        if not isinstance(name, str):
+            raise MagicDecConfigError(f"{METHOD}: the name of a field is text, not {quoted(name)}")
+        if name in named:
+            raise MagicDecConfigError(
+                f"{METHOD}: {name} is given twice, as {quoted(named[name])} by an option and as "
+                f"{quoted(given[name])} in the speculative config; remove one of them"
+            )
+
+
+def check_field_names(given: Mapping[str, Any]) -> None:
+    """Refuse fields that are unknown or that mean nothing to the method.
+
+    Raises:
+        MagicDecConfigError: with the nearest name, or the names there are.
+    """
+    allowed = user_fields()
+    if given.get("method") == MODEL_METHOD or given.get("has_draft_model"):
+        allowed = (*allowed, *sorted(MODEL_FIELDS))
+    known_to_vllm = {f.name for f in dataclass_fields(SpeculativeConfig)}
+    defaults = {f.name: f.default for f in dataclass_fields(SpeculativeConfig)}
+    is_copy = given.keys() >= PRIVATE_FIELDS
+    for name, value in given.items():
+        if name in allowed and name not in SWITCHES and isinstance(value, bool):
+            raise MagicDecConfigError(
+                f"{name_of(given)}: {name}={value} is not possible: it takes no true or false"
+            )
+        if name in allowed or (name in ENGINE_FIELDS and (is_copy or name not in PRIVATE_FIELDS)):
+            continue
+        if name in known_to_vllm:
+            default = getattr(defaults[name], "default", defaults[name])
+            # vllm.config.utils.replace() hands back every field, most at their default.
+            if value == default:
+                continue
+            raise MagicDecConfigError(
+                f"{METHOD} has no use for '{name}' because the draft is the target model itself; "
+                "remove it from the speculative config"
+                if given.get("method") != MODEL_METHOD
+                else f"{MODEL_METHOD} does not take '{name}'; remove it from the speculative config"
+            )
+        close = difflib.get_close_matches(name, allowed, n=1)
+        hint = f"did you mean '{close[0]}'? " if close else ""
+        raise MagicDecConfigError(
+            f"{name_of(given)} does not know the field '{name}'; {hint}It takes {', '.join(allowed)}"
+        )
+
+
+def check_method(given: Mapping[str, Any]) -> bool:
+    """Whether another model than the target drafts."""
+    method, model = given.get("method"), given.get("model")
+    if given.get("has_draft_model"):  # a copy
+        return True
+    if method == MODEL_METHOD:
+        if model in (None, METHOD):
+            raise MagicDecConfigError(
+                f"method={MODEL_METHOD!r} drafts with a model of its own; name one in 'model' "
+                f"(--speculative-model), or use method={METHOD!r} to draft with the target itself"
+            )
+        return True
+    if method not in (None, METHOD, "draft_model"):
+        raise MagicDecConfigError(
+            f"model={METHOD!r} drafts with the target itself; remove method={quoted(method)}"
+        )
+    target = given.get("target_model_config")
+    if model not in (None, METHOD, target and target.model):
+        raise MagicDecConfigError(
+            f"method={METHOD!r} drafts with the target itself; remove model={quoted(model)}, or use "
+            f"method={MODEL_METHOD!r} to draft with that model"
+        )
+    return False
+
+
+def resolve_auto(given: Mapping[str, Any]) -> dict[str, Any]:
+    """vLLM wants a number where a user may type `auto`, and a list where one name will do."""
+    flags = {"num_speculative_tokens": "adaptive", "draft_kv_budget": "adaptive_budget"}
+    automatic = {name for name in flags if given.get(name) == "auto"}
+    numbers = {name: value for name, value in given.items() if name not in automatic}
+    if isinstance(given.get("draft_lookup_sources"), str):
+        numbers["draft_lookup_sources"] = (given["draft_lookup_sources"],)
+    return {**numbers, **{flags[name]: True for name in automatic}}
+
+
+def name_of(given: Mapping[str, Any]) -> str:
+    """The method's, as users know it."""
+    return MODEL_METHOD if given.get("method") == MODEL_METHOD else METHOD

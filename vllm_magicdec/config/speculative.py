@@ -1,0 +1,334 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's speculative configuration for the plugin's methods: where the fields are judged together."""
+
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from vllm.config import SpeculativeConfig, VllmConfig
+
+from vllm_magicdec import files
+from vllm_magicdec.config.fields import DEFAULT_MAX_BUDGET, VIEW_FIELDS, MagicDecFields, default_of
+from vllm_magicdec.config.given import check_field_names, check_method, name_of, resolve_auto
+from vllm_magicdec.config.reasons import first_problem, in_a_line, is_of_reading
+from vllm_magicdec.config.refusals import (
+    check_adaptive_verification,
+    check_draft_model,
+    check_model,
+    check_parallel,
+    check_spire,
+)
+from vllm_magicdec.errors import METHOD, MODEL_METHOD, MagicDecConfigError, quoted
+from vllm_magicdec.policies import find_policy
+from vllm_magicdec.policies.base import Limits, Policy
+from vllm_magicdec.policies.sinks_and_window import SinksAndWindow
+from vllm_magicdec.spire.serving import served_settings
+from vllm_magicdec.spire.settings import SpireError, SpireSettings
+
+DEFAULT_MAX_TOKENS = 8  # of `auto`
+
+
+class MagicDecSpeculativeConfig(MagicDecFields):
+    """vLLM's speculative configuration for the methods `magicdec-self` and `magicdec`.
+
+    Raises:
+        MagicDecConfigError: a field is unknown, has no meaning here, or its value is impossible.
+    """
+
+    def __init__(self, /, **user_fields: Any) -> None:  # whatever their names, `self` among them
+        check_field_names(user_fields)
+        has_draft_model = check_method(user_fields)
+        fields = {**resolve_auto(user_fields), "has_draft_model": has_draft_model}
+        try:
+            super().__init__(**{**fields, "method": "draft_model"})
+        except ValidationError as error:
+            raise MagicDecConfigError(first_problem(error, name_of(user_fields))) from None
+        if self.spire is not None:
+            # The fields themselves have the draft's own values by now, and not what was given: the default.
+            for name in (name for name in VIEW_FIELDS if user_fields.get(name) == default_of(name)):
+                if problem := self._differs_from(self.spire, name, default_of(name)):
+                    raise MagicDecConfigError(f"{MODEL_METHOD}: {problem}")
+
+    def __post_init__(self) -> "MagicDecSpeculativeConfig":
+        self._check_granularity()
+        self._check_sources()
+        if self.draft_kv_cache != "whole" and not self.has_draft_model:
+            raise ValueError(
+                f"draft_kv_cache={self.draft_kv_cache!r} belongs to method={MODEL_METHOD!r}; a draft that "
+                "is the target has no KV cache of its own: remove it"
+            )
+        if self.snapkv_kernel % 2 == 0:
+            raise ValueError(f"snapkv_kernel={self.snapkv_kernel} is even; use {self.snapkv_kernel + 1}")
+        self._resolve_adaptive()
+        self._resolve_adaptive_budget()
+        if not self.has_draft_model:
+            self.model = self.target_model_config.model if self.target_model_config else METHOD
+            self.draft_model_config = self.target_model_config
+            self.draft_parallel_config = self.target_parallel_config
+        if self.target_model_config is not None:
+            check_model(self.target_model_config)
+            check_parallel(self.target_parallel_config, self.target_model_config)
+            if self.enable_adaptive_verification:
+                check_adaptive_verification(self.target_model_config, has_controller=self.has_controller)
+            if self.has_draft_model:
+                self._configure_draft_model()
+        return self
+
+    def _configure_draft_model(self) -> None:
+        """As vLLM does for `draft_model`; it may find that the model is a draft of another kind."""
+        self._refuse_untrusted_folder()
+        try:
+            SpeculativeConfig.__post_init__(self)
+        except Exception as error:  # of whatever reads config.json
+            if not is_of_reading(error):
+                raise
+            names = ("quantization", "revision", "code_revision")
+            given = [name for name in names if getattr(self, name) is not None]
+            beside = "".join(f", {name}={quoted(getattr(self, name))}," for name in given)
+            # It may be damaged, or whole and nothing that this vLLM serves here: the reason says which.
+            raise ValueError(
+                f"vLLM cannot use model={self.model!r}{beside} as a draft ({in_a_line(error)}); use "
+                "another draft, or a folder with a whole config.json"
+                f"{''.join(f', or remove {name}' for name in given)}"
+                f"{', or add --trust-remote-code' if 'trust_remote_code' in str(error) else ''}"
+            ) from None
+        self.prompt_lookup_max = self.prompt_lookup_min = None  # vLLM's 0 is none that a copy may have
+        if self.method != "draft_model":
+            raise ValueError(
+                f"model={self.model!r} drafts by vLLM's method {self.method!r}; use that method, or name a "
+                "language model"
+            )
+        check_draft_model(self.draft_model_config, self.target_model_config)
+        self._take_what_it_was_trained_for()
+        check_parallel(self.target_parallel_config, self.draft_model_config)
+
+    def _refuse_untrusted_folder(self) -> None:
+        """Raises ValueError: the draft is a folder that any user may change, or holds such a file."""
+        paths = [Path(self.model)] if os.path.isdir(self.model) else []
+        with suppress(OSError):  # vLLM says what it cannot read
+            paths += [file for folder in paths for file in folder.iterdir()]
+        for path in paths:
+            try:
+                with suppress(OSError):
+                    files.refuse_untrusted(path)
+            except ValueError as error:
+                raise ValueError(f"model={self.model!r} is not trusted: {error}") from None
+
+    def verify_equal_vocab_size_if_draft_model(self) -> None:
+        """vLLM's check, in a sentence that says what to do; raises ValueError."""
+        if not self.has_draft_model or None in (self.target_model_config, self.draft_model_config):
+            return
+        targets, own = self.target_model_config.get_vocab_size(), self.draft_model_config.get_vocab_size()
+        if targets != own:
+            raise ValueError(
+                f"model={self.model!r} has a vocab_size of {own} and the target one of {targets} (padding "
+                "counts), and the probabilities of both are compared token by token; name a model of the "
+                "target's vocab_size"
+            )
+
+    @property
+    def spire(self) -> SpireSettings | None:
+        """What a SPIRe draft says of itself; None: no such draft drafts."""
+        if not self.has_draft_model or self.draft_model_config is None:
+            return None
+        return served_settings(self.draft_model_config.hf_config)
+
+    @property
+    def policy(self) -> type[Policy]:
+        """Who chooses where the draft looks."""
+        return find_policy(self.draft_kv_policy) if self.spire is None else SinksAndWindow
+
+    def _take_what_it_was_trained_for(self) -> None:
+        """A SPIRe draft has one target, and one view.
+
+        Raises:
+            ValueError: with the reason and the way out.
+        """
+        try:
+            fields = self.spire
+        except SpireError as error:
+            raise ValueError(f"model={self.model!r}: {error}") from None
+        if fields is None:
+            return
+        check_spire(self.draft_model_config, self.target_model_config, fields)
+        if self.quantization is not None:
+            raise ValueError(
+                f"quantization={self.quantization!r} is not possible with a SPIRe draft; remove it"
+            )
+        if (own := self.draft_model_config.quantization) is not None:
+            raise ValueError(
+                f"model={self.model!r}: a quantised SPIRe draft ({own}) is not possible; take the one that "
+                "'magicdec train-draft' wrote"
+            )
+        budget = min(fields.sinks + fields.window, self.target_model_config.max_model_len)
+        for name, value in zip(VIEW_FIELDS, ("streamingllm", budget, fields.sinks), strict=True):
+            given = "auto" if name == "draft_kv_budget" and self.adaptive_budget else getattr(self, name)
+            setattr(self, name, value)
+            if given != default_of(name) and (problem := self._differs_from(fields, name, given)):
+                raise ValueError(problem)
+        self.budgets = (budget,)
+
+    def _differs_from(self, draft: SpireSettings, name: str, given: object) -> str | None:
+        """What is wrong with a field that says otherwise than the draft was trained for; None: nothing."""
+        trained = draft.sinks + draft.window
+        # Of a model shorter than its view the draft sees less.
+        if given == getattr(self, name) or (name == "draft_kv_budget" and given == trained):
+            return None
+        return (
+            f"{name}={given!r} is not possible: model={self.model!r} was trained with {draft.sinks} sinks "
+            f"and a window of {draft.window} tokens (a budget of {trained}), and drafts with these; remove "
+            f"{name}"
+        )
+
+    def limits(self, vllm_config: VllmConfig, page_size: int) -> Limits:
+        """What budgets are judged by.
+
+        Args:
+            vllm_config: the engine's.
+            page_size: tokens per page of the block tables.
+        """
+        return Limits(
+            page_size=page_size,
+            max_model_len=vllm_config.model_config.max_model_len,
+            num_speculative_tokens=self.num_speculative_tokens,
+            device_type=vllm_config.device_config.device_type,
+        )
+
+    @property
+    def has_controller(self) -> bool:
+        """Whether something is chosen for every step."""
+        return self.adaptive or self.adaptive_budget
+
+    def _check_granularity(self) -> None:
+        granularities = find_policy(self.draft_kv_policy).granularities
+        if self.draft_kv_granularity in (None, *granularities):
+            return
+        way_out = f"use {granularities[0]!r}" if granularities else "remove it"
+        raise ValueError(
+            f"draft_kv_granularity={self.draft_kv_granularity!r} means nothing to "
+            f"draft_kv_policy={self.draft_kv_policy!r}; {way_out}"
+        )
+
+    def _check_sources(self) -> None:
+        if "" in self.draft_lookup_sources:
+            raise ValueError("draft_lookup_sources names an empty path; remove it")
+        if not self.draft_lookup_sources:
+            raise ValueError(
+                "draft_lookup_sources is empty; name 'context', 'served' or a datastore's path, or use "
+                "draft_lookup='off'"
+            )
+        if self.draft_lookup == "off" and self.draft_lookup_sources != ("context",):
+            raise ValueError(
+                "draft_lookup_sources belongs to draft_lookup='on' or 'auto'; use one of them or remove it"
+            )
+        if len(set(self.draft_lookup_sources)) < len(self.draft_lookup_sources):
+            raise ValueError("draft_lookup_sources names a source twice; remove one of them")
+
+    @property
+    def round_lengths(self) -> tuple[int, ...]:
+        """Numbers of drafts that rounds have, none apart, but for a table of vLLM's that says fewer."""
+        return tuple(length for length in self.lengths if length) or (self.num_speculative_tokens,)
+
+    def use_ngram(self) -> bool:
+        """Whether vLLM's V2 runner keeps the requests' tokens in the device's memory, and not the host's.
+
+        It asks nothing else by that name where a speculator of the plugin's drafts.
+        """
+        return self.looks_up_on_device
+
+    @property
+    def datastores(self) -> tuple[str, ...]:
+        """Paths of datastores that lookups read."""
+        return tuple(name for name in self.draft_lookup_sources if name not in ("context", "served"))
+
+    def _resolve_adaptive(self) -> None:
+        if self.profile is not None and not self.has_controller:
+            raise ValueError(
+                "profile belongs to num_speculative_tokens='auto' or draft_kv_budget='auto'; add one of "
+                "them or remove it"
+            )
+        if self.adaptive:
+            self.num_speculative_tokens = self.max_num_speculative_tokens or DEFAULT_MAX_TOKENS
+        elif self.max_num_speculative_tokens is not None:
+            raise ValueError(
+                "max_num_speculative_tokens belongs to num_speculative_tokens='auto'; add that or remove it"
+            )
+        if not self.has_controller or self.lengths:  # a copy has the lengths, and the table of them
+            return
+        if self.num_speculative_tokens_per_batch_size is not None:
+            raise ValueError(
+                "'auto' leaves no use for num_speculative_tokens_per_batch_size; remove one of them"
+            )
+        most = self.num_speculative_tokens
+        self.choose_among(nested_lengths(most, most + 1) if self.adaptive else (most,))
+
+    def choose_among(self, lengths: tuple[int, ...]) -> None:
+        """Let the controller choose among these numbers of drafts, and vLLM capture CUDA graphs for them.
+
+        vLLM captures full graphs of the lengths that its table from batch size to drafts names for 1 to
+        `max_num_seqs` requests. Each length gets one of these sizes, the largest first, so that the least
+        go without where they do not suffice. 0 has all larger batches, because vLLM adds sizes of graphs
+        for those: its usual ones, then. The scheduler's controller overrules the table.
+
+        Args:
+            lengths: ascending. Plain decoding is tried now and then even where 0 is not among them.
+        """
+        self.lengths = lengths
+        *larger, least = sorted({0, *lengths}, reverse=True)
+        table = [(size, size, length) for size, length in enumerate(larger, start=1)]
+        self.num_speculative_tokens_per_batch_size = [*table, (len(larger) + 1, 2**20, least)]
+
+    def _resolve_adaptive_budget(self) -> None:
+        if self.adaptive_budget:
+            self.draft_kv_budget = self.draft_kv_max_budget
+            return
+        if self.draft_kv_max_budget != DEFAULT_MAX_BUDGET:
+            raise ValueError("draft_kv_max_budget belongs to draft_kv_budget='auto'; add that or remove it")
+        self.budgets = (self.draft_kv_budget,)
+
+    def budget_tokens(self, budget: float, context: int) -> int:
+        """K/V entries that a draft step reads of a request with `context` tokens, at most."""
+        return int(budget) if budget >= 1 else max(self.draft_kv_min_budget, int(budget * context))
+
+    @property
+    def max_num_new_slots_for_drafting(self) -> int:
+        """0: no pass of a draft has more tokens than vLLM's scheduler gives the target.
+
+        A draft that is the target never re-reads a verified token, and a draft model reads them in passes
+        of their own where they are many.
+        """
+        return 0
+
+    @property
+    def name(self) -> str:
+        """The method, as users call it."""
+        return MODEL_METHOD if self.has_draft_model else METHOD
+
+    def __repr__(self) -> str:
+        return (
+            f"SpeculativeConfig(method={self.name!r}, "
+            f"{f'model={self.model!r}, ' if self.has_draft_model else ''}num_spec_tokens="
+            f"{'auto, at most ' if self.adaptive else ''}{self.num_speculative_tokens}, "
+            f"draft_kv_policy={self.draft_kv_policy!r}, draft_kv_budget="
+            f"{'auto, at most ' if self.adaptive_budget else ''}{self.draft_kv_budget:g}, "
+            f"draft_kv_sink={self.draft_kv_sink})"
+        )
+
+
+def nested_lengths(most: int, at_most: int) -> tuple[int, ...]:
+    """Numbers of drafts to choose among where each has CUDA graphs of its own: 0, 1, 3, 7, 15, ...
+
+    vLLM gives a batch the graphs of the next larger number of tokens that any was captured for, and none if
+    that one is of another number of drafts. A verification of these has 1, 2, 4, 8, ... tokens per request,
+    so that vLLM's sizes, multiples of 8, are graphs of all of them.
+
+    Args:
+        most: none is larger; at least 1.
+        at_most: how many, at least 2; some between the first and the last are left out for it, evenly.
+    """
+    lengths = [2**power - 1 for power in range((most + 1).bit_length())]
+    at_most = min(at_most, len(lengths))
+    places = (round(i * (len(lengths) - 1) / (at_most - 1)) for i in range(at_most))
+    return tuple(lengths[place] for place in places)
