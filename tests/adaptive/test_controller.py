@@ -296,6 +296,29 @@ def test_does_not_flap_at_steady_load() -> None:
     assert controller.num_switches - settled <= 4
 
 
+def test_what_is_left_to_learn_of_a_size_waits_for_it():
+    controller, engine = make_controller(), Engine()
+
+    def is_planned(num_reqs: int, only_decodes: bool = True) -> bool:
+        choice = controller.choose(num_reqs, num_reqs * 4_000, only_decodes=only_decodes)
+        step = alike(num_reqs, num_reqs * 4_000, choice)
+        timed = TimedStep(step, engine.seconds(step)) if only_decodes else None
+        rounds = [(choice.drafts, 0)] * num_reqs if choice.drafts else []
+        controller.observe(rounds, choice, timed, choice)
+        return controller.is_planned
+
+    assert not is_planned(8, only_decodes=False), "what prefills tells no times"
+    first = 0
+    while is_planned(8):
+        first += 1
+    second = int(is_planned(1))
+    assert second, "another size"
+    assert not is_planned(8) and not is_planned(1, only_decodes=False)
+    while is_planned(1):
+        second += 1
+    assert second == first > 8, "none is lost"
+
+
 def test_a_profile_spares_the_calibration() -> None:
     engine, contexts = Engine(), (100, 1_000, 4_000, 16_000)
     steps = [alike(n, n * context, c) for n in (1, 8) for context in contexts for c in all_choices()]

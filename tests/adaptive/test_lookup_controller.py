@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from math import inf
+from statistics import mean
 
 import pytest
 from imagined_engine import Engine
@@ -63,7 +64,14 @@ TEXTS = {
 }
 
 
-def draft(plan: DraftPlan, text: Text, chance: float, is_foreseen: bool) -> tuple[int, int, float]:
+def job_after_job(tokens: int) -> int:
+    """Requests of an offline job at a time: of eight, which in the end are done one after the other."""
+    return min(8, 8 - (tokens % 1000 - 600) // 50)
+
+
+def draft(
+    plan: DraftPlan, text: Text, chance: float, is_foreseen: bool, num_reqs: int
+) -> tuple[int, int, float]:
     """Drafts of each request, draft steps, and the chance of each draft."""
     if not plan:
         return 0, 0, 0.0
@@ -73,12 +81,12 @@ def draft(plan: DraftPlan, text: Text, chance: float, is_foreseen: bool) -> tupl
         else Continuation()
     )
     likely = [reached for reached in found.reached if reached >= max(plan.least_chance, LEAST_CHANCE)]
-    if not plan.budget or BATCH * sum(r - plan.least_chance for r in likely) >= plan.least_promise:
+    if not plan.budget or num_reqs * sum(r - plan.least_chance for r in likely) >= plan.least_promise:
         return len(likely), 0, text.lookup
     own, num_steps = _Making(int(plan)), 0
     while _worth_going_on({0: own}, plan):
-        nothing_read = [Continuation()] * BATCH
-        if num_steps and _gain([own.chance] * BATCH, nothing_read, chance, plan) < plan.least_gain:
+        nothing_read = [Continuation()] * num_reqs
+        if num_steps and _gain([own.chance] * num_reqs, nothing_read, chance, plan) < plan.least_gain:
             break
         own.tokens.append(0)
         own.reached.append(own.chance * chance)
@@ -86,55 +94,71 @@ def draft(plan: DraftPlan, text: Text, chance: float, is_foreseen: bool) -> tupl
     return len(_worth_verifying(own, plan, are_drawn=False)), num_steps, chance
 
 
-def simulate(text: Text, seed: int, plan_of: Callable[[], DraftPlan], controller=None, steps=1000) -> float:
-    """Tokens per second."""
+def simulate(
+    text: Text,
+    seed: int,
+    plan_of: Callable[[int, bool], DraftPlan],
+    controller=None,
+    steps=1000,
+    num_reqs_at: Callable[[int], int] = lambda tokens: BATCH,
+) -> float:
+    """Tokens per second.
+
+    The plan is made by the number of requests, and whether none of them is new, the number by the tokens
+    made so far.
+    """
     rng, seconds, tokens = random.Random(seed), 0.0, 0
-    verified, chance, made, num_made, was_planned = 0, 0.0, PLAIN, 0, False
+    verified, chance, made, num_made, was_planned, num_before = 0, 0.0, PLAIN, 0, False, 0
     for index in range(steps):
+        num_reqs = num_reqs_at(tokens)
+        only_decodes = num_reqs <= num_before
+        if not only_decodes:  # new ones bring no drafts
+            verified, made = 0, PLAIN
         stretch = tokens // (BATCH * STRETCH)
         # Evenly among the stretches, so that plans that get farther meet no other text.
         is_foreseen = int((stretch + 1) * text.foreseen) > int(stretch * text.foreseen)
-        plan = plan_of()
+        plan = plan_of(num_reqs, only_decodes)
         own_chance = text.draft if text.later is None or index // 500 % 2 == 0 else text.later
-        found, num_passes, next_chance = draft(plan, text, own_chance, is_foreseen)
+        found, num_passes, next_chance = draft(plan, text, own_chance, is_foreseen, num_reqs)
         drafted = Choice(int(plan), plan.budget if num_passes else 0) if plan else PLAIN
         if plan and not num_passes:
             drafted = Choice(MAX_DRAFTS, 0)
-        step = Step(BATCH, BATCH * CONTEXT, verified, num_passes, plan.budget if num_passes else 0)
+        step = Step(num_reqs, num_reqs * CONTEXT, verified, num_passes, plan.budget if num_passes else 0)
         took = MACHINES[text.machine].seconds(step)
         accepted = [
-            next((i for i in range(verified) if rng.random() >= chance), verified) for _ in range(BATCH)
+            next((i for i in range(verified) if rng.random() >= chance), verified) for _ in range(num_reqs)
         ]
         seconds += took
-        tokens += BATCH + sum(accepted)
+        tokens += num_reqs + sum(accepted)
         if controller is not None:
             seen = step._replace(verified=max(verified, 1e-3) if made.drafts else 0)
             rounds = [(verified, stood) for stood in accepted] if made.drafts else []
-            timed = TimedStep(seen, took * rng.lognormvariate(0, 0.03))
+            timed = TimedStep(seen, took * rng.lognormvariate(0, 0.03)) if only_decodes else None
             controller.observe(rounds, made, timed, drafted, num_passes=num_made, was_planned=was_planned)
             was_planned = controller.is_planned
         verified, chance, made, num_made = found, next_chance, drafted, num_passes
+        num_before = num_reqs
     return tokens / seconds
 
 
-def follow(controller: LookupController) -> Callable[[], DraftPlan]:
-    return lambda: controller.plan(controller.choose(BATCH, BATCH * CONTEXT))
+def follow(controller: LookupController) -> Callable[[int, bool], DraftPlan]:
+    return lambda num_reqs, only_decodes: controller.plan(
+        controller.choose(num_reqs, num_reqs * CONTEXT, only_decodes=only_decodes)
+    )
 
 
-FIXED = [
-    DraftPlan(0, 0),
-    DraftPlan(MAX_DRAFTS, 0, 0.3),
-    *(
-        DraftPlan(drafts, BUDGET, 0.2, 0.0, promise)
-        for drafts in (2, 3, 4, 6, 8, 16)
+def fixed_plans(budget: int) -> list[DraftPlan]:
+    drafts = (
+        DraftPlan(number, budget, 0.2, 0.0, promise)
+        for number in (2, 3, 4, 6, 8, 16)
         for promise in (2.0, inf)
-    ),
-]
+    )
+    return [DraftPlan(0, 0), DraftPlan(MAX_DRAFTS, 0, 0.3), *drafts]
 
 
 @cache
-def best_fixed(text: Text) -> float:
-    return max(simulate(text, 0, lambda p=plan: p) for plan in FIXED)
+def best_fixed(text: Text, budget: int = BUDGET, **how) -> float:
+    return max(simulate(text, 0, lambda *_, p=plan: p, **how) for plan in fixed_plans(budget))
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -143,15 +167,26 @@ def test_close_to_the_best_fixed_plan_and_never_below_plain(name, seed):
     text, controller = TEXTS[name], LookupController(MAX_DRAFTS, [BUDGET], StepTimes())
     achieved = simulate(text, seed, follow(controller), controller)
     assert achieved > 0.96 * best_fixed(text)  # of few steps, of which the first learn
-    assert achieved > 0.97 * simulate(text, seed, lambda: DraftPlan(0, 0))
+    assert achieved > 0.97 * simulate(text, seed, lambda *_: DraftPlan(0, 0))
     assert controller.num_switches < 20
+
+
+@pytest.mark.parametrize(("name", "least"), [("foreseen everywhere", 0.83), ("foreseen at times", 0.88)])
+def test_close_to_the_best_fixed_plan_in_the_first_jobs_of_an_engine(name, least):
+    """Where rounds are long, steps that are made for their times alone are dear: of 100, they must be few."""
+    shares, how = [], {"steps": 100, "num_reqs_at": job_after_job}
+    for seed in range(16):
+        controller = LookupController(MAX_DRAFTS, [256, BUDGET, 1024], StepTimes())
+        achieved = simulate(TEXTS[name], seed, follow(controller), controller, **how)
+        shares.append(achieved / best_fixed(TEXTS[name], 256, **how))  # here they all see as much
+    assert mean(shares) > least
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_drafts_that_became_good_are_found_though_lookups_alone_were_best(seed):
     text, controller = Text(0.2, 0.95, 0.3, later=0.95), LookupController(MAX_DRAFTS, [BUDGET], StepTimes())
     achieved = simulate(text, seed, follow(controller), controller, steps=2000)
-    assert achieved > 0.97 * simulate(text, 0, lambda: DraftPlan(8, BUDGET, 0.2, 0.0, 2.0), steps=2000)
+    assert achieved > 0.97 * simulate(text, 0, lambda *_: DraftPlan(8, BUDGET, 0.2, 0.0, 2.0), steps=2000)
 
 
 def test_lookups_that_help_seldom_are_found():
@@ -160,7 +195,7 @@ def test_lookups_that_help_seldom_are_found():
     for seed in range(8):
         controller = LookupController(MAX_DRAFTS, [BUDGET], StepTimes())
         shares.append(simulate(text, seed, follow(controller), controller) / best_fixed(text))
-    assert sum(shares) / len(shares) > 0.93
+    assert mean(shares) > 0.93
 
 
 def test_what_is_tried_under_plain_decoding_is_tried_at_its_prices():

@@ -32,8 +32,9 @@ _TRIAL_STEPS = 2
 # The choice is looked at again after so many steps, and whenever the batch changes.
 _STEPS_PER_CHOICE = 4
 _STEPS_PER_FIT = 64
-# The first of them verifies other drafts; of three alike, one hiccup does not make the median.
-_CALIBRATION_STEPS = 4
+# The first of them verifies other drafts; of three alike, one hiccup does not make the median. Fewer are
+# alike where other batches come between.
+CALIBRATION_STEPS = 4
 # What a step still counts for in the achieved speedup after the next one.
 _FORGET = 0.99
 
@@ -146,10 +147,13 @@ class Controller:
         self._choices = [PLAIN, *self._pairs] if 0 in lengths else self._pairs
         self._only_tried = [PLAIN]  # to know what it brings, also where it is not chosen
         self._current = Choice(self._length_up_to(4), budgets[-1])
-        self._plan: list[Choice] = []  # of the steps that come next, last first
+        # Of the steps that come next, last first: a trial, or what is tried where nothing is known.
+        self._plan: list[Choice] = []
+        self._calibrations: dict[tuple[int, int], list[Choice]] = {}  # of batches by their region, alike
+        self._upcoming = self._plan  # the one of these that the latest choice is of, or an empty one
         self.is_planned = False
         """Whether the latest choice is a trial, or made to learn times."""
-        self._seconds_per_token = 0.0  # of the batch, with the present choice; 0: not known
+        self._seconds_per_token = 0.0  # with the present choice, of the batch that it was decided for
         self._least_chance = 0.0
         self._has_tried = False  # a plan has ended: what it showed is to be learnt at once
         self._credit_seconds = 0.0
@@ -157,27 +161,28 @@ class Controller:
         self._num_steps = 0
         self._plain_seconds = self._seconds = 0.0
         self._decided_at = -_STEPS_PER_CHOICE
-        self._decided_for = 0
-        self._regions: set[tuple[int, int]] = set()
+        self._decided_for = 0  # requests; 0: for none
 
-    def choose(self, num_reqs: int, context_tokens: int) -> Choice:
+    def choose(self, num_reqs: int, context_tokens: int, *, only_decodes: bool = True) -> Choice:
         """What the next step drafts.
 
         Args:
             num_reqs: requests that will be drafted for.
             context_tokens: K/V entries they hold together.
+            only_decodes: whether the step prefills nothing. Nothing is tried in others, whose times tell
+                nothing.
         """
-        if not self._plan:
-            if self._is_unknown(num_reqs, context_tokens):
-                self._plan = self._calibration(num_reqs, context_tokens)
-                self._seconds_per_token = 0.0
-            elif len(self.times) and num_reqs != self._decided_for:
-                self._decide(num_reqs, context_tokens)
-        self.is_planned = bool(self._plan)
-        if not self._plan:
+        self._upcoming = self._plan
+        if only_decodes and not self._upcoming:
+            self._upcoming = self._calibration_for(num_reqs, context_tokens)
+        if not self._upcoming and len(self.times) and num_reqs != self._decided_for:
+            self._decide(num_reqs, context_tokens)
+            self._upcoming = self._plan
+        self.is_planned = only_decodes and bool(self._upcoming)
+        if not self.is_planned:
             return self._current
-        self._has_tried = len(self._plan) == 1
-        return self._plan.pop()
+        self._has_tried |= len(self._upcoming) == 1
+        return self._upcoming.pop()
 
     def _decide(self, num_reqs: int, context_tokens: int) -> None:
         self._decided_at, self._decided_for = self._num_steps, num_reqs
@@ -234,7 +239,7 @@ class Controller:
             lost = self._lost_seconds(rounds, timed) if is_trial else 0.0
             self._credit_seconds += TRIAL_SHARE * timed.seconds - lost
             # Not when it has to choose: that is before a step, this while one is computed.
-            if not self._plan and self._num_steps - self._decided_at >= _STEPS_PER_CHOICE:
+            if not self._upcoming and self._num_steps - self._decided_at >= _STEPS_PER_CHOICE:
                 self._decide(timed.step.num_reqs, timed.step.context_tokens)
 
     def _observe_round(
@@ -251,7 +256,7 @@ class Controller:
         """What a step of a trial took longer than the present choice takes for the same tokens."""
         step = timed.step
         # What a token takes was found for a batch of one size; a step in flight may be of the size before.
-        if not self._seconds_per_token or step.num_reqs != self._decided_for:
+        if step.num_reqs != self._decided_for:
             return 0.0
         tokens = step.num_reqs + sum(accepted for _, accepted in rounds)
         seconds = min(timed.seconds, _MAX_MISS * self.times.pace * self.times.predict(step))
@@ -375,16 +380,26 @@ class Controller:
         """The largest number of drafts that is no larger, else the least."""
         return max((n for n in self.lengths if n <= limit), default=self.lengths[0])
 
-    def _is_unknown(self, num_reqs: int, context_tokens: int) -> bool:
-        """Whether no batch of about this size and context has been met; it has now."""
-        region = (num_reqs.bit_length(), context_tokens.bit_length())
-        if region in self._regions:
-            return False
-        self._regions.add(region)
-        return not any(
-            self.times.count(self._step(num_reqs, context_tokens, choice, choice))
-            for choice in (PLAIN, *self._pairs)
-        )
+    def _calibration_for(self, num_reqs: int, context_tokens: int) -> list[Choice]:
+        """What is left to be tried in batches of about this size, and is taken from: it waits for them.
+
+        Where one of few requests is followed by one of many, the many need not try what tells of the few.
+        """
+        region = _region(num_reqs, context_tokens)
+        if region not in self._calibrations:
+            is_known = any(
+                self.times.count(self._step(num_reqs, context_tokens, choice, choice))
+                for choice in (PLAIN, *self._pairs)
+            )
+            self._calibrations[region] = [] if is_known else self._calibration(num_reqs, context_tokens)
+            if not len(self.times):  # there is nothing to choose by, whatever batch comes
+                self._plan, self._calibrations[region] = self._calibrations[region], []
+                return self._plan
+        if self._calibrations[region]:
+            # Not for its rates, but at its prices, and what it costs is no trial's.
+            self._weigh(self.rates(num_reqs, context_tokens), num_reqs, context_tokens)
+            self._decided_for = 0
+        return self._calibrations[region]
 
     def _calibration(self, num_reqs: int, context_tokens: int) -> list[Choice]:
         """A few steps each of plain decoding, few drafts and many, and every budget below the context."""
@@ -393,4 +408,9 @@ class Controller:
         pairs = [Choice(length, self.budgets[-1]) for length in lengths]
         smaller = [budget for budget in self.budgets[:-1] if num_reqs * budget < context_tokens]
         pairs += [Choice(lengths[len(lengths) // 2], budget) for budget in smaller]
-        return [choice for choice in (*self._only_tried, *pairs) for _ in range(_CALIBRATION_STEPS)]
+        return [choice for choice in (*self._only_tried, *pairs) for _ in range(CALIBRATION_STEPS)]
+
+
+def _region(num_reqs: int, context_tokens: int) -> tuple[int, int]:
+    """Of batches whose size and contexts differ by less than a factor of two."""
+    return num_reqs.bit_length(), context_tokens.bit_length()

@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 from copy import copy
 from math import inf
 
-from vllm_magicdec.adaptive.controller import PLAIN, TRIAL_SHARE, Choice, Controller
+from vllm_magicdec.adaptive.controller import CALIBRATION_STEPS, PLAIN, TRIAL_SHARE, Choice, Controller
 from vllm_magicdec.adaptive.draft_plan import DraftPlan
 from vllm_magicdec.adaptive.step_times import Step, StepTimes, TimedStep
 
@@ -81,7 +81,7 @@ class LookupController(Controller):
     Args:
         max_drafts: of a request's round.
         budgets: as for `Controller`.
-        times: as for `Controller`.
+        times: as for `Controller`, but of sizes after the first less is tried.
     """
 
     def __init__(self, max_drafts: int, budgets: Sequence[int], times: StepTimes) -> None:
@@ -163,8 +163,16 @@ class LookupController(Controller):
         return max(others, key=overdue)
 
     def _calibration(self, num_reqs: int, context_tokens: int) -> list[Choice]:
-        self._least_gains = dict.fromkeys(self.budgets, _FIRST_LEAST_GAIN * num_reqs)
-        return super()._calibration(num_reqs, context_tokens)
+        """Short where something is known: what workers choose by, the times of other sizes tell nearly.
+
+        Beside rounds of their choice a step of anything else is dear; of its own the present choice tells.
+        """
+        if not len(self.times):
+            self._least_gains = dict.fromkeys(self.budgets, _FIRST_LEAST_GAIN * num_reqs)
+            return super()._calibration(num_reqs, context_tokens)
+        rates = super().rates(num_reqs, context_tokens)  # of drafts alone
+        choices = [*self._only_tried, max(self._pairs, key=rates.__getitem__)]
+        return [choice for choice in choices if choice != self._current for _ in range(CALIBRATION_STEPS)]
 
     def _switch(self, rates: dict[Choice, float]) -> None:
         before = self._current

@@ -8,12 +8,13 @@ lookahead slots, padded batches and asynchronous scheduling without a change to 
 method `magicdec` the draft is a model of its own (`has_draft_model`), which vLLM loads as it does for
 `draft_model`.
 
-`given.py` judges the names that were typed, `refusals.py` models and layouts, and `reasons.py` makes a
-line of what a library says of a value. A new field goes into `fields.py`; what it may not be together with
-another, into `speculative.py`.
+`given.py` judges what was typed before pydantic does: names, method, `auto`; `refusals.py` judges models
+and layouts, and `reasons.py` makes a line of what a library says of a value. A new field goes into
+`fields.py`; what it may not be together with another, into `speculative.py`.
 """
 
 from vllm_magicdec.config.fields import (
+    DEFAULT_MAX_TOKENS,
     MODEL_FIELDS,
     MagicDecFields,
     default_of,
@@ -26,11 +27,7 @@ from vllm_magicdec.config.given import (
     refuse_misspelt_method,
     selects_magicdec,
 )
-from vllm_magicdec.config.speculative import (
-    DEFAULT_MAX_TOKENS,
-    MagicDecSpeculativeConfig,
-    nested_lengths,
-)
+from vllm_magicdec.config.speculative import MagicDecSpeculativeConfig, nested_lengths
 
 __all__ = [
     "DEFAULT_MAX_TOKENS",

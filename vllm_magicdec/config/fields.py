@@ -8,7 +8,7 @@ from pydantic import Field
 from vllm.config import SpeculativeConfig
 from vllm.config.utils import config
 
-DEFAULT_MAX_BUDGET = 1024  # of `auto`
+DEFAULT_MAX_TOKENS, DEFAULT_MAX_BUDGET = 8, 1024  # of `auto`
 _MOST_TOKENS = 2**31 - 1  # positions are int32
 
 # Fields of vLLM's SpeculativeConfig that keep their meaning when the draft is the target.

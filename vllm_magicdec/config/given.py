@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user typed for the speculative config, judged by its names before a value is looked at."""
+"""What a user typed, before pydantic looks at the values: names, method, `auto`."""
 
 import difflib
 from collections.abc import Mapping

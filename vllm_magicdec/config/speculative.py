@@ -10,7 +10,13 @@ from pydantic import ValidationError
 from vllm.config import SpeculativeConfig, VllmConfig
 
 from vllm_magicdec import files
-from vllm_magicdec.config.fields import DEFAULT_MAX_BUDGET, VIEW_FIELDS, MagicDecFields, default_of
+from vllm_magicdec.config.fields import (
+    DEFAULT_MAX_BUDGET,
+    DEFAULT_MAX_TOKENS,
+    VIEW_FIELDS,
+    MagicDecFields,
+    default_of,
+)
 from vllm_magicdec.config.given import check_field_names, check_method, name_of, resolve_auto
 from vllm_magicdec.config.reasons import first_problem, in_a_line, is_of_reading
 from vllm_magicdec.config.refusals import (
@@ -26,8 +32,6 @@ from vllm_magicdec.policies.base import Limits, Policy
 from vllm_magicdec.policies.sinks_and_window import SinksAndWindow
 from vllm_magicdec.spire.serving import served_settings
 from vllm_magicdec.spire.settings import SpireError, SpireSettings
-
-DEFAULT_MAX_TOKENS = 8  # of `auto`
 
 
 class MagicDecSpeculativeConfig(MagicDecFields):
