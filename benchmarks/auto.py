@@ -117,7 +117,7 @@ def controller_of(llm: Any) -> Controller:
 @contextmanager
 def pinned(controller: Controller, choice: Choice) -> Iterator[None]:
     """A controller that always chooses the same and learns nothing."""
-    controller.choose = lambda num_reqs, context_tokens: choice
+    controller.choose = lambda *_, **__: choice
     controller.observe = lambda *_, **__: None
     try:
         yield
@@ -130,8 +130,8 @@ def watched(controller: Controller, chosen: list[Choice]) -> Iterator[None]:
     """Note what the controller chooses."""
     choose = controller.choose
 
-    def choose_and_note(num_reqs: int, context_tokens: int) -> Choice:
-        chosen.append(choose(num_reqs, context_tokens))
+    def choose_and_note(*args: Any, **kwargs: Any) -> Choice:
+        chosen.append(choose(*args, **kwargs))
         return chosen[-1]
 
     controller.choose = choose_and_note

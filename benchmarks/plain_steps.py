@@ -35,8 +35,8 @@ def made_plain(controller: Controller) -> Iterator[None]:
     """A controller whose choices are made, and replaced."""
     choose = controller.choose
 
-    def choose_and_forget(num_reqs: int, context_tokens: int) -> Choice:
-        choose(num_reqs, context_tokens)
+    def choose_and_forget(*args: Any, **kwargs: Any) -> Choice:
+        choose(*args, **kwargs)
         return PLAIN
 
     controller.choose = choose_and_forget

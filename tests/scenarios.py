@@ -92,7 +92,7 @@ def generate_with_random_choices(llm: Any, batches: list[dict[str, Any]], seed: 
     rng, chosen, kept, is_plain = random.Random(seed), [], [], []
     schedule = type(scheduler).schedule
 
-    def choose(num_reqs: int, context_tokens: int) -> Choice:
+    def choose(*_: Any, **__: Any) -> Choice:
         # Often 0, so that steps without any drafts follow on one another.
         if isinstance(controller, LookupController):
             drafts = Choice(controller.lengths[-1], rng.choice([*budgets, 0]))
@@ -213,10 +213,10 @@ def generate_with_broken_controller(llm: Any, batches: list[dict[str, Any]]) -> 
     controller = llm.llm_engine.engine_core.engine_core.scheduler._controller
     choose, left = controller.choose, iter(range(10))
 
-    def choose_for_a_while(num_reqs: int, context_tokens: int) -> Any:
+    def choose_for_a_while(*args: Any, **kwargs: Any) -> Any:
         if next(left, None) is None:
             raise RuntimeError("broken on purpose")
-        return choose(num_reqs, context_tokens)
+        return choose(*args, **kwargs)
 
     controller.choose = choose_for_a_while
     return generate(llm, batches)
