@@ -297,26 +297,30 @@ def test_does_not_flap_at_steady_load() -> None:
 
 
 def test_what_is_left_to_learn_of_a_size_waits_for_it():
-    controller, engine = make_controller(), Engine()
+    controller, engine, lessons = make_controller(), Engine(), []
 
-    def is_planned(num_reqs: int, only_decodes: bool = True) -> bool:
-        choice = controller.choose(num_reqs, num_reqs * 4_000, only_decodes=only_decodes)
+    def is_planned(num_reqs: int, is_timed: bool = True) -> bool:
+        choice = controller.choose(num_reqs, num_reqs * 4_000, is_timed=is_timed)
+        was_planned = controller.is_planned
+        while lessons:  # of a step is learnt after the next was chosen
+            controller.observe(*lessons.pop())
         step = alike(num_reqs, num_reqs * 4_000, choice)
-        timed = TimedStep(step, engine.seconds(step)) if only_decodes else None
-        rounds = [(choice.drafts, 0)] * num_reqs if choice.drafts else []
-        controller.observe(rounds, choice, timed, choice)
-        return controller.is_planned
+        timed = TimedStep(step, engine.seconds(step)) if is_timed else None
+        lessons.append(([(choice.drafts, 0)] * num_reqs if choice.drafts else [], choice, timed, choice))
+        return was_planned
 
-    assert not is_planned(8, only_decodes=False), "what prefills tells no times"
+    assert not is_planned(8, is_timed=False), "what prefills tells no times"
     first = 0
     while is_planned(8):
         first += 1
-    second = int(is_planned(1))
-    assert second, "another size"
-    assert not is_planned(8) and not is_planned(1, only_decodes=False)
+        assert not is_planned(8, is_timed=False)
+    assert is_planned(1), "another size"
+    second = 1
+    assert not is_planned(8) and not is_planned(1, is_timed=False) and not is_planned(2, is_timed=False)
     while is_planned(1):
         second += 1
-    assert second == first > 8, "none is lost"
+    assert second == first == 16, "none is lost"
+    assert controller._credit_seconds > 0, "it is not paid for as trials are"
 
 
 def test_a_profile_spares_the_calibration() -> None:
@@ -402,7 +406,7 @@ def test_profile_file_round_trip(tmp_path: object) -> None:
 def test_the_first_steps_try_few_drafts_and_many_of_those_there_are(lengths, expected):
     controller = Controller(lengths, (BUDGET,), StepTimes())
     first = controller.choose(4, 64_000)
-    plan = [first, *(controller.choose(4, 64_000) for _ in range(len(controller._plan)))]
+    plan = [first, *(controller.choose(4, 64_000) for _ in range(len(controller._first)))]
     assert {choice.drafts for choice in plan} == expected
 
 

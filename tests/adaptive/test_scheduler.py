@@ -19,7 +19,7 @@ def test_the_drafts_in_a_steps_time_are_those_made_between_two_outputs(drafts_co
     scheduler = object.__new__(MagicDecScheduler)
     planned = iter(choices)
     scheduler._controller = SimpleNamespace(
-        choose=lambda num_reqs, context_tokens, only_decodes: next(planned),
+        choose=lambda num_reqs, context_tokens, is_timed: next(planned),
         plan=lambda choice: DraftPlan(*choice),
         is_planned=False,
     )

@@ -35,6 +35,8 @@ _STEPS_PER_FIT = 64
 # The first of them verifies other drafts; of three alike, one hiccup does not make the median. Fewer are
 # alike where other batches come between.
 CALIBRATION_STEPS = 4
+# From the choice of one to the lesson of the step that verified its drafts, where steps are scheduled ahead.
+_STEPS_UNTIL_LEARNT = 3
 # What a step still counts for in the achieved speedup after the next one.
 _FORGET = 0.99
 
@@ -147,10 +149,13 @@ class Controller:
         self._choices = [PLAIN, *self._pairs] if 0 in lengths else self._pairs
         self._only_tried = [PLAIN]  # to know what it brings, also where it is not chosen
         self._current = Choice(self._length_up_to(4), budgets[-1])
-        # Of the steps that come next, last first: a trial, or what is tried where nothing is known.
-        self._plan: list[Choice] = []
-        self._calibrations: dict[tuple[int, int], list[Choice]] = {}  # of batches by their region, alike
-        self._upcoming = self._plan  # the one of these that the latest choice is of, or an empty one
+        # What is to be tried, last first: in the steps that come next; before anything is known; and in
+        # batches of a region.
+        self._trial: list[Choice] = []
+        self._first: list[Choice] = []
+        self._calibrations: dict[tuple[int, int], list[Choice]] = {}
+        self._upcoming = self._trial  # the one of these that the latest choice was taken from, if any
+        self._num_free = 0  # steps whose cost is no trial's
         self.is_planned = False
         """Whether the latest choice is a trial, or made to learn times."""
         self._seconds_per_token = 0.0  # with the present choice, of the batch that it was decided for
@@ -163,23 +168,23 @@ class Controller:
         self._decided_at = -_STEPS_PER_CHOICE
         self._decided_for = 0  # requests; 0: for none
 
-    def choose(self, num_reqs: int, context_tokens: int, *, only_decodes: bool = True) -> Choice:
+    def choose(self, num_reqs: int, context_tokens: int, *, is_timed: bool = True) -> Choice:
         """What the next step drafts.
 
         Args:
             num_reqs: requests that will be drafted for.
             context_tokens: K/V entries they hold together.
-            only_decodes: whether the step prefills nothing. Nothing is tried in others, whose times tell
-                nothing.
+            is_timed: whether the step's time will say something: it prefills nothing and does the same for
+                every request.
         """
-        self._upcoming = self._plan
-        if only_decodes and not self._upcoming:
+        self._upcoming = self._trial
+        if is_timed and not self._upcoming:
             self._upcoming = self._calibration_for(num_reqs, context_tokens)
-        if not self._upcoming and len(self.times) and num_reqs != self._decided_for:
+        if not (self._upcoming or self._first) and len(self.times) and num_reqs != self._decided_for:
             self._decide(num_reqs, context_tokens)
-            self._upcoming = self._plan
-        self.is_planned = only_decodes and bool(self._upcoming)
-        if not self.is_planned:
+            self._upcoming = self._trial
+        self.is_planned = bool(self._upcoming)
+        if not self._upcoming:
             return self._current
         self._has_tried |= len(self._upcoming) == 1
         return self._upcoming.pop()
@@ -235,11 +240,13 @@ class Controller:
             self._observe_time(timed)
             self._last_tried[made] = self._num_steps
             self._account(rounds, timed)
-            is_trial = was_planned or self._is_trial(made, drafted)
+            is_trial = (was_planned or self._is_trial(made, drafted)) and not self._num_free
+            self._num_free = max(0, self._num_free - 1)
             lost = self._lost_seconds(rounds, timed) if is_trial else 0.0
             self._credit_seconds += TRIAL_SHARE * timed.seconds - lost
             # Not when it has to choose: that is before a step, this while one is computed.
-            if not self._upcoming and self._num_steps - self._decided_at >= _STEPS_PER_CHOICE:
+            is_planned = self._upcoming or self._trial or self._first
+            if not is_planned and self._num_steps - self._decided_at >= _STEPS_PER_CHOICE:
                 self._decide(timed.step.num_reqs, timed.step.context_tokens)
 
     def _observe_round(
@@ -350,7 +357,7 @@ class Controller:
         trial = self._next_trial(others, rates, num_reqs, context_tokens)
         cost = self._trial_cost(trial, rates, num_reqs, context_tokens)
         if self._credit_seconds >= cost:
-            self._plan = [trial] * _TRIAL_STEPS
+            self._trial = [trial] * _TRIAL_STEPS
             self._last_tried[trial] = self._num_steps
 
     def _next_trial(
@@ -381,25 +388,30 @@ class Controller:
         return max((n for n in self.lengths if n <= limit), default=self.lengths[0])
 
     def _calibration_for(self, num_reqs: int, context_tokens: int) -> list[Choice]:
-        """What is left to be tried in batches of about this size, and is taken from: it waits for them.
+        """What is left to be tried in such a batch to know times; the caller takes the next from it.
 
-        Where one of few requests is followed by one of many, the many need not try what tells of the few.
+        It waits for batches of about this size, so that a small batch does not make the large one that
+        follows try what tells of small ones. The first, before anything is known, is for whatever comes.
         """
         region = _region(num_reqs, context_tokens)
-        if region not in self._calibrations:
+        if not self._first and region not in self._calibrations:
             is_known = any(
                 self.times.count(self._step(num_reqs, context_tokens, choice, choice))
                 for choice in (PLAIN, *self._pairs)
             )
-            self._calibrations[region] = [] if is_known else self._calibration(num_reqs, context_tokens)
-            if not len(self.times):  # there is nothing to choose by, whatever batch comes
-                self._plan, self._calibrations[region] = self._calibrations[region], []
-                return self._plan
-        if self._calibrations[region]:
-            # Not for its rates, but at its prices, and what it costs is no trial's.
-            self._weigh(self.rates(num_reqs, context_tokens), num_reqs, context_tokens)
-            self._decided_for = 0
-        return self._calibrations[region]
+            calibration = [] if is_known else self._calibration(num_reqs, context_tokens)
+            if not len(self.times):
+                self._first, calibration = calibration, []
+            self._calibrations[region] = calibration
+        left = self._first or self._calibrations[region]
+        if left:
+            self._prepare_calibration(num_reqs, context_tokens)
+            self._num_free = _STEPS_UNTIL_LEARNT
+            self._decided_for = 0  # what follows is to be decided anew
+        return left
+
+    def _prepare_calibration(self, num_reqs: int, context_tokens: int) -> None:
+        """For its next step in such a batch."""
 
     def _calibration(self, num_reqs: int, context_tokens: int) -> list[Choice]:
         """A few steps each of plain decoding, few drafts and many, and every budget below the context."""

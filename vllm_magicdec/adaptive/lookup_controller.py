@@ -168,11 +168,16 @@ class LookupController(Controller):
         Beside rounds of their choice a step of anything else is dear; of its own the present choice tells.
         """
         if not len(self.times):
-            self._least_gains = dict.fromkeys(self.budgets, _FIRST_LEAST_GAIN * num_reqs)
             return super()._calibration(num_reqs, context_tokens)
         rates = super().rates(num_reqs, context_tokens)  # of drafts alone
         choices = [*self._only_tried, max(self._pairs, key=rates.__getitem__)]
         return [choice for choice in choices if choice != self._current for _ in range(CALIBRATION_STEPS)]
+
+    def _prepare_calibration(self, num_reqs: int, context_tokens: int) -> None:
+        if self._first:
+            self._least_gains = dict.fromkeys(self.budgets, _FIRST_LEAST_GAIN * num_reqs)
+        else:
+            self._weigh(self.rates(num_reqs, context_tokens), num_reqs, context_tokens)
 
     def _switch(self, rates: dict[Choice, float]) -> None:
         before = self._current

@@ -188,10 +188,9 @@ class _AdaptiveSpeculation(Scheduler):
         requests = [self.requests[req_id] for req_id in scheduled]
         context_tokens = sum(request.num_computed_tokens for request in requests)
         decoding = [r.request_id for r in requests if r.num_computed_tokens >= r.num_prompt_tokens]
-        only_decodes = len(decoding) == len(requests)
-        choice = self._controller.choose(len(requests), context_tokens, only_decodes=only_decodes)
+        verified = self._verified_per_request(output) if len(decoding) == len(requests) else None
+        choice = self._controller.choose(len(requests), context_tokens, is_timed=verified is not None)
         output.num_spec_tokens_to_schedule = self._controller.plan(choice)
-        verified = self._verified_per_request(output)
         drafted = self._latest if self._drafts_come_late else choice
         self._newest = self._in_flight[id(output)] = _InFlight(
             began=self.clock(),
@@ -203,7 +202,7 @@ class _AdaptiveSpeculation(Scheduler):
             is_whole=self._is_whole,
             decoding=decoding,
             context_tokens=context_tokens,
-            verified=verified if only_decodes else None,
+            verified=verified,
         )
         self._latest, self._was_planned = choice, self._controller.is_planned
         if choice.drafts or self._with_lookups:

@@ -51,7 +51,7 @@ class _Tour(Controller):
         self.timed_steps: list[TimedStep] = []
         self._choices_to_come = itertools.cycle(choices)
 
-    def choose(self, num_reqs: int, context_tokens: int, *, only_decodes: bool = True) -> Choice:
+    def choose(self, num_reqs: int, context_tokens: int, *, is_timed: bool = True) -> Choice:
         return next(self._choices_to_come)
 
     def observe(
@@ -175,7 +175,7 @@ class _Always(Controller):
         super().__init__(other.lengths, other.budgets, StepTimes())
         self._choice = choice
 
-    def choose(self, num_reqs: int, context_tokens: int, *, only_decodes: bool = True) -> Choice:
+    def choose(self, num_reqs: int, context_tokens: int, *, is_timed: bool = True) -> Choice:
         return self._choice
 
 
