@@ -35,7 +35,7 @@ _STEPS_PER_FIT = 64
 # The first of them verifies other drafts; of three alike, one hiccup does not make the median. Fewer are
 # alike where other batches come between.
 CALIBRATION_STEPS = 4
-# From the choice of one to the lesson of the step that verified its drafts, where steps are scheduled ahead.
+# From the choice of one to the lesson of the step that verified its drafts, if steps are scheduled ahead.
 _STEPS_UNTIL_LEARNT = 3
 # What a step still counts for in the achieved speedup after the next one.
 _FORGET = 0.99
