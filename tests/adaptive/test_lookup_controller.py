@@ -171,7 +171,7 @@ def test_close_to_the_best_fixed_plan_and_never_below_plain(name, seed):
     assert controller.num_switches < 20
 
 
-@pytest.mark.parametrize(("name", "least"), [("foreseen everywhere", 0.83), ("foreseen at times", 0.88)])
+@pytest.mark.parametrize(("name", "least"), [("foreseen everywhere", 0.81), ("foreseen at times", 0.865)])
 def test_close_to_the_best_fixed_plan_in_the_first_jobs_of_an_engine(name, least):
     """Where rounds are long, steps made for their times alone are dear: of 100 they must be few."""
     shares, how = [], {"steps": 100, "num_reqs_at": job_after_job}

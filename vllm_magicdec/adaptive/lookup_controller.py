@@ -165,13 +165,14 @@ class LookupController(Controller):
     def _calibration(self, num_reqs: int, context_tokens: int) -> list[Choice]:
         """Short where something is known: what workers choose by, the times of other sizes tell nearly.
 
-        Beside rounds of their choice a step of anything else is dear; of its own the present choice tells.
+        Beside rounds of their choice a step of anything else is dear. Drafts are tried also where they are
+        the present choice: the workers may go on with lookups alone.
         """
         if not len(self.times):
             return super()._calibration(num_reqs, context_tokens)
         rates = super().rates(num_reqs, context_tokens)  # of drafts alone
-        choices = [*self._only_tried, max(self._pairs, key=rates.__getitem__)]
-        return [choice for choice in choices if choice != self._current for _ in range(CALIBRATION_STEPS)]
+        choices = (*self._only_tried, max(self._pairs, key=rates.__getitem__))
+        return [choice for choice in choices for _ in range(CALIBRATION_STEPS)]
 
     def _prepare_calibration(self, num_reqs: int, context_tokens: int) -> None:
         if self._first:
