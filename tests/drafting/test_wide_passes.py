@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Passes of all of a round's tokens draft what one pass per token does, as far as they get.
 
-The target draws a token by a hash of all that it sees: see `test_staged.py`, whose rounds these are.
+The target draws a token by a hash of all that it sees: see `hashing_target.py`.
 tests/engine/test_device_lookups.py has real models.
 """
 
@@ -11,10 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hashing_target import CPU, Target, assert_only_lookahead_was_written, rounds, steps_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
-from test_staged import CPU, Target, assert_only_lookahead_was_written, rounds, steps_of
 
 from vllm_magicdec.adaptive.metrics import Counts, LookupCounters
 from vllm_magicdec.drafting.pass_gains import Gains

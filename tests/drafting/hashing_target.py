@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A target that draws a token by a hash of all that it sees through a view, and rounds of its drafts.
+
+One entry too many, too few or out of date, and it draws another token.
+"""
+
+import itertools
+import random
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from batches import KeepsWhatIsThere, make_batch
+from hypothesis import strategies as st
+
+from vllm_magicdec.adaptive.metrics import Counts, LookupCounters
+from vllm_magicdec.drafting.staged import StagedDrafts
+from vllm_magicdec.lookup.history import History
+from vllm_magicdec.policies.streamingllm import StreamingLLM
+from vllm_magicdec.views.base import PAD_SLOT, DraftSlots, DraftStep, LayerPageView, TokenView
+from vllm_magicdec.views.layer_pages import LayerPageViews
+from vllm_magicdec.views.pages import PageBudget, PageViews
+from vllm_magicdec.views.passes import TokenPassView
+from vllm_magicdec.views.selections import Selections
+from vllm_magicdec.views.tokens import TokenBudget, TokenViews
+from vllm_magicdec.views.windows import SlidingWindow, make_reached_views
+
+CPU = torch.device("cpu")
+PAGE, WINDOW, NUM_LAYERS, NUM_KV_HEADS = 4, 6, 2, 2
+
+
+class Target:
+    """Four groups of layers: by pages, within a window, by pages of every layer's own, and by tokens.
+
+    Args:
+        cache: [num_groups] tokens by slot.
+        max_pass_tokens: see `PassRunner`.
+        reads_ahead: see `PassRunner`.
+    """
+
+    def __init__(
+        self, cache: list[dict[int, int]], max_pass_tokens: int = 10**6, reads_ahead: bool = True
+    ) -> None:
+        self.cache = cache
+        self.reads_ahead = reads_ahead
+        self.max_pass_tokens = max_pass_tokens
+        self.pass_lens: list[list[int]] = []
+        self.written: list[set[int]] = [set() for _ in cache]
+        self.unread: dict[int, tuple[int, list[int]]] = {}
+
+    def note_unread(self, request, first, tokens):
+        assert request not in self.unread
+        self.unread[request] = first, tokens
+
+    def draft_step(self, tokens: torch.Tensor, step: DraftStep) -> torch.Tensor:
+        return self._run(tokens, step.parts, [1] * len(tokens))
+
+    def draft_pass(self, tokens, draft_pass):
+        assert tokens.dtype == torch.int32 and len(tokens) <= self.max_pass_tokens
+        self.pass_lens.append(draft_pass.queries.lens.tolist())
+        drawn = self._run(tokens, draft_pass.parts, draft_pass.queries.lens.tolist())
+        return drawn, torch.full((len(drawn),), 0.7) if draft_pass.is_weighed else None
+
+    def _run(self, tokens, parts, lens):
+        seen: list[list] = [[] for _ in tokens]
+        for cache, written, part in zip(self.cache, self.written, parts, strict=True):
+            slots = part.slots.tolist()
+            cache |= dict(zip(slots, tokens.tolist(), strict=True))
+            written |= set(slots) - {PAD_SLOT}
+            if isinstance(part.view, TokenView | TokenPassView):
+                for query, lists in enumerate(seen_by_query(part.view)):
+                    # In which order a list has its tokens makes no difference to attention.
+                    seen[query].append([sorted((slot, cache[slot]) for slot in own) for own in lists])
+                continue
+            end = 0
+            for row, count in enumerate(lens):
+                end += count
+                for query in range(end - count, end):
+                    # Causal among the pass's tokens: the last one sees all of `lens`.
+                    view_len = int(part.view.lens[row]) - (end - 1 - query)
+                    assert view_len <= part.view.max_len
+                    seen[query].append(int(part.positions[query]))
+                    for layer in range(NUM_LAYERS if isinstance(part.view, LayerPageView) else 1):
+                        table = part.view.of_layer(layer).block_table[row].tolist()
+                        entries = [cache[table[p // PAGE] * PAGE + p % PAGE] for p in range(view_len)]
+                        seen[query].append(entries[-WINDOW:] if cache is self.cache[1] else entries)
+        return torch.tensor([draw(what) for what in seen], dtype=torch.int32)
+
+
+def seen_by_query(view: TokenView | TokenPassView) -> list[list[list[int]]]:
+    """The slots that each query token sees, by layer and KV head."""
+    if isinstance(view, TokenView):
+        columns = torch.arange(view.slots.shape[-1])
+        is_seen, rows = columns < view.lens.unsqueeze(1), range(len(view.lens))
+    else:
+        assert view.table.flatten()[view.cells].tolist() == list(range(len(view.cells)))
+        is_seen, rows = view.is_seen.flatten(0, 1)[view.cells], view.cells // view.table.shape[1]
+    return [view.slots[:, row, :, is_seen[query]].flatten(0, 1).tolist() for query, row in enumerate(rows)]
+
+
+def draw(seen: list) -> int:
+    """Mostly what follows the last token in a cycle, so that lookups are sometimes right."""
+    chance = random.Random(str(seen))
+    return chance.randrange(5) if chance.random() < 0.3 else (seen[1][-1] + 1) % 5
+
+
+@dataclass
+class Round:
+    """A batch, its views, and a cache in which slots beyond the contexts hold what is out of date."""
+
+    batch: object
+    views: list
+    num_steps: int
+    model_len: int
+    tables: list[list[int]]
+    cache: list[dict[int, int]]
+
+    @property
+    def wanted(self) -> list[int]:
+        """Drafts of each request that can be used."""
+        lens, prefilling = self.batch.context_lens.tolist(), self.batch.is_prefilling
+        most = [min(self.num_steps, self.model_len - n) for n in lens]
+        return [0 if skip else n for n, skip in zip(most, prefilling, strict=True)]
+
+    def one_by_one(self) -> list[list[int]]:
+        """The drafts of one pass per token."""
+        target = Target([dict(cache) for cache in self.cache])
+        drafts, tokens = [], self.batch.tokens
+        for parts in zip(*(views.prepare(self.batch, self.num_steps) for views in self.views), strict=True):
+            tokens = target.draft_step(tokens, DraftStep(parts))
+            drafts.append(tokens.tolist())
+        return [list(own)[:n] for own, n in zip(zip(*drafts, strict=True), self.wanted, strict=True)]
+
+    def staged(
+        self, lookups, max_pass_tokens: int = 10**6, reads_ahead: bool = True
+    ) -> tuple[list[list[int]], Target, dict[str, int]]:
+        """The drafts of staged passes; what they wrote; what was counted."""
+        target = Target([dict(cache) for cache in self.cache], max_pass_tokens, reads_ahead)
+        counters = LookupCounters(Counts())
+        staged = StagedDrafts(
+            target,
+            lookups,
+            counters,
+            max_num_reqs=len(self.tables),
+            max_drafts=self.num_steps,
+            max_model_len=self.model_len,
+        )
+        drafts = staged.draft(self.batch, self.num_steps, lambda: steps_of(self))
+        counted = {name.removeprefix("lookup_"): n for name, n in counters.totals.items()}
+        assert counted["passes"] == len(target.pass_lens) and not counted["cut_tokens"]
+        assert [len(own) for own in drafts] == [max(0, n) for n in self.wanted]
+        return drafts, target, counted
+
+
+@st.composite
+def rounds(draw_, max_steps: int = 9, model_len: int = 60):
+    num_steps = draw_(st.integers(1, max_steps))
+    num_reqs = draw_(st.integers(1, 4))
+    rng = random.Random(draw_(st.integers(0, 10**6)))
+    num_blocks = -(-model_len // PAGE)
+    blocks = list(range(num_reqs * num_blocks))
+    rng.shuffle(blocks)
+    tables = [blocks[i * num_blocks : (i + 1) * num_blocks] for i in range(num_reqs)]
+    lens = [rng.randint(2, model_len - 1) for _ in range(num_reqs)]
+    contexts = [[rng.randrange(2) * 3 + position % 3 for position in range(n)] for n in lens]
+    # Every entry of the caches that is not a context's is of another time.
+    cache = [{slot: 1000 + rng.randrange(9) for slot in range(len(blocks) * PAGE)} for _ in range(4)]
+    for context, table in zip(contexts, tables, strict=True):
+        for position, token in enumerate(context):
+            for own in cache:
+                own[table[position // PAGE] * PAGE + position % PAGE] = token
+    req_ids = [str(i) for i in range(num_reqs)]
+    batch = make_batch(req_ids, torch.tensor(tables, dtype=torch.int32), [len(c) for c in contexts])
+    last = [rng.randrange(5) for _ in contexts]
+    latest = [rng.randrange(len(context)) for context in contexts]
+    batch = replace(
+        batch,
+        tokens=torch.tensor(last, dtype=torch.int32),
+        is_prefilling=[draw_(st.sampled_from([False, False, False, True])) for _ in contexts],
+        histories=[
+            History(np.array(context[:n], dtype=np.int32), [*context[n:], token])
+            for context, n, token in zip(contexts, latest, last, strict=True)
+        ],
+    )
+
+    def slots() -> DraftSlots:
+        return DraftSlots(
+            page_size=PAGE,
+            max_num_reqs=num_reqs + 1,
+            max_num_steps=num_steps,
+            max_model_len=model_len,
+            device=CPU,
+        )
+
+    def select(num_heads: int, most: int, ends: list[int]) -> Selections:
+        """Entries between the first one, which is a sink, and `ends`."""
+        selections = Selections(
+            num_layers=NUM_LAYERS,
+            num_heads=num_heads,
+            max_num_reqs=num_reqs + 1,
+            max_selected=most,
+            device=CPU,
+        )
+        selections.begin_round(req_ids)
+        for req_id, context_len, end in zip(req_ids, lens, ends, strict=True):
+            count = min(most, max(0, end - 1))
+            row = selections.row(req_id)
+            for layer, head in itertools.product(range(NUM_LAYERS), range(num_heads)):
+                chosen = rng.sample(range(1, end), count) if count else []
+                selections.positions[row, layer, head, :count] = torch.tensor(chosen, dtype=torch.int32)
+            selections.set([req_id], [context_len], torch.tensor([count]), torch.tensor([end]))
+        return selections
+
+    drafted_pages = -(-(num_steps - 1) // PAGE) + 1
+    pages = PageBudget(PAGE, 1, drafted_pages + 2, drafted_pages + 2)
+    num_selected = rng.randrange(9)
+    tokens = TokenBudget(1, num_steps, num_steps + num_selected + 1, num_steps + num_selected + 1)
+    views = [
+        PageViews([StreamingLLM(None, pages, CPU)], slots()),
+        make_reached_views(SlidingWindow(WINDOW), max_tokens=[30], draft_slots=slots(), device=CPU),
+        LayerPageViews(
+            select(1, 2, [max(0, n // PAGE - drafted_pages) for n in lens]),
+            KeepsWhatIsThere(),
+            [PageBudget(PAGE, 1, drafted_pages + 3, drafted_pages + 3, 0.0, drafted_pages)],
+            slots(),
+        ),
+        TokenViews(
+            # Chosen when the contexts were shorter by some tokens.
+            select(NUM_KV_HEADS, num_selected, [rng.randint(0, n) for n in lens]),
+            KeepsWhatIsThere(),
+            [tokens],
+            slots(),
+        ),
+    ]
+    return Round(batch, views, num_steps, model_len, tables, cache)
+
+
+def assert_only_lookahead_was_written(drawn: Round, target: Target) -> None:
+    own = set()
+    for table, context_len, wanted in zip(
+        drawn.tables, drawn.batch.context_lens.tolist(), drawn.wanted, strict=True
+    ):
+        positions = range(context_len, context_len + wanted)
+        own |= {table[position // PAGE] * PAGE + position % PAGE for position in positions}
+    assert all(written == own for written in target.written)
+
+
+def steps_of(drawn: Round) -> list:
+    return [views.prepare(drawn.batch, drawn.num_steps) for views in drawn.views]
