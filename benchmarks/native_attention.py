@@ -26,7 +26,7 @@ from common.tables import console, make_table
 from rich.table import Table
 
 from vllm_magicdec.native import huge_pages
-from vllm_magicdec.native.library import VARIANTS, load, runs_here
+from vllm_magicdec.native.library import VARIANTS, load, variants_here
 
 PAGE = 32  # tokens
 SHAPES = {"kv-heavy": (8, 8, 64), "llama-3.1-8b": (32, 8, 128)}  # heads, KV heads, head size
@@ -119,8 +119,8 @@ def contenders_of(
             torch.empty_like(query),
             **where,
         )
-        for variant in VARIANTS
-        if runs_here(variant) and variant.path.exists() and variant.name != "portable"
+        for variant in variants_here()
+        if variant.path.exists() and variant.name != "portable"
     }
     return {"vllm": vllm, **own}
 
@@ -183,7 +183,7 @@ def measure_shape(shape: str, record: Mapping[str, Any], args: argparse.Namespac
     """All cells of a shape. `record`: has the run's machine and settings."""
     num_heads, _, head_size = SHAPES[shape]
     dtype, stored_as = DTYPES[args.dtype], args.kv_cache_dtype
-    products = {product_of(record, variant.name) for variant in VARIANTS if runs_here(variant)}
+    products = {product_of(record, variant.name) for variant in variants_here()}
     references = references_of(sorted(products))
     rows = []
     for batch, context in CELLS:

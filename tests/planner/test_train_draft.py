@@ -142,6 +142,8 @@ def test_an_interruption_after_the_last_step_loses_nothing(
 @pytest.mark.parametrize("is_fast", [True, False])
 def test_products_are_in_what_the_machine_multiplies_fast(target, data, tmp_path, monkeypatch, is_fast):
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: is_fast)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(training, "has_slow_avx512_bf16", lambda: False)
     command = ["train-draft", "--model", target, "--data", str(data[0]), "--out", str(tmp_path / "draft")]
     assert main([*command, "--sequence", "32", "--batch", "2", "--steps", "2", "--window", "8"]) == 0
     log = json.loads((tmp_path / "draft" / "training_log.json").read_text())

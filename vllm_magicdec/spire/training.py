@@ -18,6 +18,7 @@ import torch.distributed
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from vllm_magicdec.machine import has_slow_avx512_bf16
 from vllm_magicdec.spire.loss import mixed_loss
 from vllm_magicdec.spire.model import SpireDraft
 from vllm_magicdec.spire.sequences import Sequences
@@ -51,7 +52,9 @@ class Plan:
 
 def has_fast_bfloat16(device: torch.device) -> bool:
     """Whether products in bfloat16 are faster than in float32; torch makes them everywhere."""
-    return device.type != "cpu" or torch.cpu._is_avx512_bf16_supported()
+    if device.type != "cpu" or torch.cpu._is_amx_tile_supported():
+        return True
+    return torch.cpu._is_avx512_bf16_supported() and not has_slow_avx512_bf16()
 
 
 class Processes:
