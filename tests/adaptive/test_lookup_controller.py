@@ -15,9 +15,10 @@ from statistics import mean
 import pytest
 from imagined_engine import Engine
 
-from vllm_magicdec.adaptive.controller import PLAIN, Choice
-from vllm_magicdec.adaptive.draft_plan import DraftPlan
-from vllm_magicdec.adaptive.lookup_controller import LookupController, SeenRounds
+from vllm_magicdec.adaptive.controller import PLAIN, Choice, How
+from vllm_magicdec.adaptive.draft_plan import DraftPlan, kind_of
+from vllm_magicdec.adaptive.lookup_controller import LookupController
+from vllm_magicdec.adaptive.places import SeenRounds
 from vllm_magicdec.adaptive.step_times import Step, StepTimes, TimedStep
 from vllm_magicdec.drafting.staged import _gain, _Making, _worth_going_on, _worth_verifying
 from vllm_magicdec.lookup.continuation import LEAST_CHANCE, Continuation
@@ -47,6 +48,7 @@ class Text:
     num_found: int = 12  # tokens that a lookup finds there
     machine: str = "cheap"
     later: float | None = None  # chance of a draft in every other 500 rounds
+    read_ahead: int = 1  # drafts that a draft step makes in stretches that lookups foresee
 
 
 TEXTS = {
@@ -61,6 +63,8 @@ TEXTS = {
     "dear drafts at 0.85": Text(0.85, machine="dear"),
     "dear drafts at 0.9": Text(0.9, machine="dear"),
     "dear drafts, nothing helps": Text(0.5, machine="dear"),
+    "read ahead": Text(0.95, 0.9, 0.7, num_found=4, read_ahead=4),
+    "read ahead by dear drafts": Text(0.98, 0.9, 0.7, num_found=4, read_ahead=4, machine="dear"),
 }
 
 
@@ -71,27 +75,31 @@ def job_after_job(tokens: int) -> int:
 
 def draft(
     plan: DraftPlan, text: Text, chance: float, is_foreseen: bool, num_reqs: int
-) -> tuple[int, int, float]:
-    """Drafts of each request, draft steps, and the chance of each draft."""
+) -> tuple[int, int, float, int]:
+    """Drafts of each request, draft steps, the chance of each draft, and the kind of the round."""
     if not plan:
-        return 0, 0, 0.0
+        return 0, 0, 0.0, 0
     found = (
         Continuation([0] * text.num_found, [text.lookup] * text.num_found)
         if is_foreseen
         else Continuation()
     )
+    kind = kind_of(sum(reached for reached in found.reached if reached >= LEAST_CHANCE))
+    plan = plan.of_kind(kind)
     likely = [reached for reached in found.reached if reached >= max(plan.least_chance, LEAST_CHANCE)]
     if not plan.budget or num_reqs * sum(r - plan.least_chance for r in likely) >= plan.least_promise:
-        return len(likely), 0, text.lookup
+        return len(likely), 0, text.lookup, kind
     own, num_steps = _Making(int(plan)), 0
     while _worth_going_on({0: own}, plan):
-        nothing_read = [Continuation()] * num_reqs
-        if num_steps and _gain([own.chance] * num_reqs, nothing_read, chance, plan) < plan.least_gain:
+        num_ahead = min(text.read_ahead - 1 if is_foreseen else 0, int(plan) - len(own.tokens) - 1)
+        ahead = Continuation([0] * num_ahead, [text.lookup] * num_ahead)
+        if num_steps and _gain([own.chance] * num_reqs, [ahead] * num_reqs, chance, plan) < plan.least_gain:
             break
-        own.tokens.append(0)
-        own.reached.append(own.chance * chance)
+        for _ in range(1 + num_ahead):
+            own.tokens.append(0)
+            own.reached.append(own.chance * chance)
         num_steps += 1
-    return len(_worth_verifying(own, plan, are_drawn=False)), num_steps, chance
+    return len(_worth_verifying(own, plan, are_drawn=False)), num_steps, chance, kind
 
 
 def simulate(
@@ -108,7 +116,7 @@ def simulate(
     the tokens made so far.
     """
     rng, seconds, tokens = random.Random(seed), 0.0, 0
-    verified, chance, made, num_made, was_planned, num_before = 0, 0.0, PLAIN, 0, False, 0
+    verified, chance, made, how, num_before = 0, 0.0, PLAIN, How(), 0
     for index in range(steps):
         num_reqs = num_reqs_at(tokens)
         is_timed = num_reqs <= num_before
@@ -119,7 +127,7 @@ def simulate(
         is_foreseen = int((stretch + 1) * text.foreseen) > int(stretch * text.foreseen)
         plan = plan_of(num_reqs, is_timed)
         own_chance = text.draft if text.later is None or index // 500 % 2 == 0 else text.later
-        found, num_passes, next_chance = draft(plan, text, own_chance, is_foreseen, num_reqs)
+        found, num_passes, next_chance, kind = draft(plan, text, own_chance, is_foreseen, num_reqs)
         drafted = Choice(int(plan), plan.budget if num_passes else 0) if plan else PLAIN
         if plan and not num_passes:
             drafted = Choice(MAX_DRAFTS, 0)
@@ -134,9 +142,9 @@ def simulate(
             seen = step._replace(verified=max(verified, 1e-3) if made.drafts else 0)
             rounds = [(verified, stood) for stood in accepted] if made.drafts else []
             timed = TimedStep(seen, took * rng.lognormvariate(0, 0.03)) if is_timed else None
-            controller.observe(rounds, made, timed, drafted, num_passes=num_made, was_planned=was_planned)
-            was_planned = controller.is_planned
-        verified, chance, made, num_made = found, next_chance, drafted, num_passes
+            controller.observe(rounds, made, timed, drafted, how)
+            how = How(num_passes, controller.is_planned, kind)
+        verified, chance, made = found, next_chance, drafted
         num_before = num_reqs
     return tokens / seconds
 
@@ -216,7 +224,7 @@ def test_what_is_tried_is_tried_as_it_is():
     kinds = set()
     for _ in range(12):  # to learn times
         plan = controller.plan(controller.choose(BATCH, BATCH * CONTEXT))
-        assert controller.is_planned and plan.least_promise == inf
+        assert controller.is_planned and all(own.least_promise == inf for own in plan.by_kind)
         kinds.add((int(plan), plan.budget))
     assert kinds == {(0, 0), (MAX_DRAFTS, 0), (MAX_DRAFTS, BUDGET)}
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from vllm_magicdec.adaptive.controller import PLAIN, Choice
+from vllm_magicdec.adaptive.controller import PLAIN, Choice, How
 from vllm_magicdec.adaptive.draft_plan import DraftPlan
 from vllm_magicdec.adaptive.request_lengths import RequestLengths
 from vllm_magicdec.adaptive.scheduler import MagicDecScheduler
@@ -23,7 +23,7 @@ def test_the_drafts_in_a_steps_time_are_those_made_between_two_outputs(drafts_co
         plan=lambda choice: DraftPlan(*choice),
         is_planned=False,
     )
-    scheduler._was_planned, scheduler._num_passes = False, 0
+    scheduler._how = How()
     scheduler._latest, scheduler._made, scheduler._is_whole = PLAIN, PLAIN, True
     scheduler._with_lookups = False
     scheduler._drafts_come_late = drafts_come_late

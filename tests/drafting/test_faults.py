@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_magicdec import faults
-from vllm_magicdec.adaptive.controller import Choice, Controller
+from vllm_magicdec.adaptive.controller import Choice, Controller, How
 from vllm_magicdec.adaptive.lookup_controller import LookupController
 from vllm_magicdec.adaptive.step_times import Step, StepTimes, TimedStep
 from vllm_magicdec.faults import Fault, InjectedError, inject_into_controller
@@ -141,8 +141,7 @@ def test_drafts_that_a_fault_wants_cost_no_trials(monkeypatch, tmp_path):
                 choice,
                 TimedStep(step, seconds),
                 choice,
-                num_passes=num_passes,
-                was_planned=controller.is_planned,
+                How(num_passes, controller.is_planned),
             )
         return tried
 

@@ -7,6 +7,7 @@ The target here is that of `hashing_target.py`; tests/engine/test_draft_lookup.p
 import itertools
 import random
 from dataclasses import replace
+from math import inf
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from hypothesis import strategies as st
 from pytest import MonkeyPatch
 
 from vllm_magicdec import envs
-from vllm_magicdec.adaptive.draft_plan import DraftPlan
+from vllm_magicdec.adaptive.draft_plan import NUM_KINDS, DraftPlan, kind_of
 from vllm_magicdec.adaptive.metrics import Counts, LookupCounters
 from vllm_magicdec.drafting.confidence import Confidence, Evidence, Foreseen
 from vllm_magicdec.drafting.pauses import FAILURES_BEFORE_A_PAUSE, FIRST_PAUSE, GROWTH
@@ -413,6 +414,24 @@ def test_drafts_that_are_looked_up_alone_take_no_pass(drawn):
         plan = DraftPlan(drawn.num_steps, 512, 0.1, 0.0, least_promise)
         drafts = staged.draft(drawn.batch, plan, lambda: steps_of(drawn))
         assert bool(drafts.num_passes) == (is_read and num_tokens > 0)
+
+
+@settings(max_examples=50, deadline=None)
+@given(rounds(), st.booleans())
+def test_a_round_has_the_prices_of_its_kind(drawn, is_known):
+    """Lookups find every draft or none; the plan wants passes in one kind of rounds, and none in others."""
+    expected = drawn.one_by_one() if is_known else [[] for _ in drawn.wanted]
+    staged, _ = make_staged(drawn, KnownDrafts(expected))
+    drafting = [n for n in drawn.wanted if n > 0]
+    kind = kind_of(sum(map(len, expected)) / max(1, len(drafting)))
+    for read in range(NUM_KINDS):
+        promises = [inf if kind == read else -inf for kind in range(NUM_KINDS)]
+        by_kind = [DraftPlan(drawn.num_steps, 512, least_promise=promise) for promise in promises]
+        drafts = staged.draft(
+            drawn.batch, DraftPlan(drawn.num_steps, 512, by_kind=by_kind), lambda: steps_of(drawn)
+        )
+        assert drafts.kind == kind
+        assert bool(drafts.num_passes) == (kind == read and bool(drafting))
 
 
 class BrokenLookups(RandomLookups):

@@ -28,7 +28,7 @@ TRIAL_SHARE = 0.005
 # A hiccup in a trial counts for at most so many times what its step was predicted to take.
 _MAX_MISS = 10
 # Steps of one trial: the first sees the drafts made, the others see them verified too.
-_TRIAL_STEPS = 2
+TRIAL_STEPS = 2
 # The choice is looked at again after so many steps, and whenever the batch changes.
 _STEPS_PER_CHOICE = 4
 _STEPS_PER_FIT = 64
@@ -51,6 +51,20 @@ class Choice(NamedTuple):
 
 
 PLAIN = Choice(0, 0)
+
+
+class How(NamedTuple):
+    """How a step's drafts came to be, beside what was chosen."""
+
+    num_passes: int = 0
+    """Draft steps."""
+    is_planned: bool = False
+    """`Controller.is_planned` of the choice."""
+    kind: int = 0
+    """`DraftLists.kind`."""
+
+
+CHOSEN = How()
 
 
 class Acceptance:
@@ -216,9 +230,7 @@ class Controller:
         made: Choice,
         timed: TimedStep | None,
         drafted: Choice,
-        *,
-        num_passes: int = 0,
-        was_planned: bool = False,
+        how: How = CHOSEN,
     ) -> None:
         """A step has been made.
 
@@ -228,38 +240,35 @@ class Controller:
             timed: what the step did and how long it took; None if it did not do the same for every
                 request, or prefilled some: such steps tell of acceptance only.
             drafted: how the timed step drafted.
-            num_passes: draft steps that made the drafts which this step verified.
-            was_planned: `is_planned` of `made`.
+            how: `made` came to be.
         """
         # A large batch has few different outcomes.
         for (verified, accepted), count in Counter(rounds).items():
-            self._observe_round(
-                made, verified, accepted, count, num_passes=num_passes, was_planned=was_planned
-            )
+            self._observe_round(made, verified, accepted, count, how)
         if timed is not None:
             self._observe_time(timed)
             self._last_tried[made] = self._num_steps
             self._account(rounds, timed)
-            is_trial = (was_planned or self._is_trial(made, drafted)) and not self._num_free
+            is_trial = self._is_trial(made, drafted, how) and not self._num_free
             self._num_free = max(0, self._num_free - 1)
-            lost = self._lost_seconds(rounds, timed) if is_trial else 0.0
+            lost = self._lost_seconds(rounds, made, timed, how) if is_trial else 0.0
             self._credit_seconds += TRIAL_SHARE * timed.seconds - lost
             # Not when it has to choose: that is before a step, this while one is computed.
             is_planned = self._upcoming or self._trial or self._first
             if not is_planned and self._num_steps - self._decided_at >= _STEPS_PER_CHOICE:
                 self._decide(timed.step.num_reqs, timed.step.context_tokens)
 
-    def _observe_round(
-        self, made: Choice, verified: int, accepted: int, count: int, *, num_passes: int, was_planned: bool
-    ) -> None:
+    def _observe_round(self, made: Choice, verified: int, accepted: int, count: int, how: How) -> None:
         """Of so many requests alike."""
         self.acceptance.observe(made.budget, verified, accepted, count)
 
-    def _is_trial(self, made: Choice, drafted: Choice) -> bool:
+    def _is_trial(self, made: Choice, drafted: Choice, how: How) -> bool:
         """Whether a step verified or drafted otherwise than the present choice wants."""
-        return {made, drafted} != {self._current}
+        return how.is_planned or {made, drafted} != {self._current}
 
-    def _lost_seconds(self, rounds: Collection[tuple[int, int]], timed: TimedStep) -> float:
+    def _lost_seconds(
+        self, rounds: Collection[tuple[int, int]], made: Choice, timed: TimedStep, how: How
+    ) -> float:
         """What a step of a trial took longer than the present choice takes for the same tokens."""
         step = timed.step
         # What a token takes was found for a batch of one size; a step in flight may be of the size before.
@@ -267,7 +276,11 @@ class Controller:
             return 0.0
         tokens = step.num_reqs + sum(accepted for _, accepted in rounds)
         seconds = min(timed.seconds, _MAX_MISS * self.times.pace * self.times.predict(step))
-        return seconds - tokens * self._seconds_per_token * self.times.pace
+        return seconds - tokens * self._usual_seconds_per_token(made, how) * self.times.pace
+
+    def _usual_seconds_per_token(self, made: Choice, how: How) -> float:
+        """Of the present choice, where a step was made."""
+        return self._seconds_per_token
 
     def _observe_time(self, timed: TimedStep) -> None:
         self._num_steps += 1
@@ -357,7 +370,7 @@ class Controller:
         trial = self._next_trial(others, rates, num_reqs, context_tokens)
         cost = self._trial_cost(trial, rates, num_reqs, context_tokens)
         if self._credit_seconds >= cost:
-            self._trial = [trial] * _TRIAL_STEPS
+            self._trial = [trial] * TRIAL_STEPS
             self._last_tried[trial] = self._num_steps
 
     def _next_trial(
@@ -374,7 +387,7 @@ class Controller:
         self, trial: Choice, rates: dict[Choice, float], num_reqs: int, context_tokens: int
     ) -> float:
         """Seconds lost by a trial: its steps and the one after, which has the trial's drafts to verify."""
-        choices = [self._current, *[trial] * _TRIAL_STEPS, self._current]
+        choices = [self._current, *[trial] * TRIAL_STEPS, self._current]
         seconds = sum(
             self.times.predict(self._step(num_reqs, context_tokens, verified, drafted))
             for verified, drafted in pairwise(choices)

@@ -1,11 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the scheduler tells the workers about the next drafts, and what they tell it."""
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from math import inf
 
 # `draft_kv_budget: auto` chooses among the largest budget divided by these.
 BUDGET_DIVISORS = (4, 2, 1)
+# Between kinds of rounds: accepted tokens that looked-up drafts promise for each request of the batch, in the
+# mean. What the draft makes of a round goes with what lookups find for it.
+KIND_BORDERS = (1.0, 3.0, 8.0)
+NUM_KINDS = len(KIND_BORDERS) + 1
+
+
+def kind_of(promised: float) -> int:
+    """The kind of a round in which lookups promise so many accepted tokens of each request."""
+    return bisect_right(KIND_BORDERS, promised)
 
 
 class DraftPlan(int):
@@ -26,6 +36,8 @@ class DraftPlan(int):
     least_promise: float
     """Accepted tokens, each draft less `least_chance` for its verification, that looked-up drafts of all
     requests must promise, to be verified instead of others."""
+    by_kind: Sequence["DraftPlan"]
+    """The plan of each kind of rounds; none: this one."""
 
     def __new__(
         cls,
@@ -34,16 +46,27 @@ class DraftPlan(int):
         least_chance: float = 0.0,
         least_gain: float = 0.0,
         least_promise: float = inf,
+        by_kind: Sequence["DraftPlan"] = (),
     ) -> "DraftPlan":
         """So many drafts per request, made with this budget in tokens."""
         plan = super().__new__(cls, drafts)
         plan.budget, plan.least_chance, plan.least_gain = budget, least_chance, least_gain
-        plan.least_promise = least_promise
+        plan.least_promise, plan.by_kind = least_promise, by_kind
         return plan
 
-    def __getnewargs__(self) -> tuple[int, int, float, float, float]:  # type: ignore[override]
+    @property
+    def looks_first(self) -> bool:
+        """Whether it is to be known what lookups alone promise."""
+        return bool(not self.budget or self.least_promise < inf or self.by_kind)
+
+    def of_kind(self, kind: int) -> "DraftPlan":
+        """The plan of such a round."""
+        return self.by_kind[kind] if self.by_kind else self
+
+    def __getnewargs__(self) -> tuple[object, ...]:  # type: ignore[override]
         """Pickled on its way to the workers."""
-        return int(self), self.budget, self.least_chance, self.least_gain, self.least_promise
+        prices = self.least_chance, self.least_gain, self.least_promise
+        return int(self), self.budget, *prices, self.by_kind
 
     def __repr__(self) -> str:
         return f"DraftPlan({int(self)}, budget={self.budget})"
@@ -56,13 +79,20 @@ class DraftLists(list[list[int]]):
     """Draft steps that made them; 0: they were looked up."""
     num_read: Sequence[int]
     """By request, the first drafts that passes drew; those after them were looked up."""
+    kind: int
+    """Of the round, by what lookups alone promised; 0 where nobody asked."""
 
     def __init__(
-        self, drafts: Iterable[list[int]] = (), num_passes: int = 0, num_read: Sequence[int] | None = None
+        self,
+        drafts: Iterable[list[int]] = (),
+        num_passes: int = 0,
+        num_read: Sequence[int] | None = None,
+        *,
+        kind: int = 0,
     ) -> None:
         """Without `num_read` passes drew all of them, if there was one."""
         super().__init__(drafts)
-        self.num_passes = num_passes
+        self.num_passes, self.kind = num_passes, kind
         self.num_read = [len(own) if num_passes else 0 for own in self] if num_read is None else num_read
 
     @property

@@ -6,73 +6,47 @@ controller chooses whether to draft and with which budget, and tells the workers
 follows from one rule: with r tokens per second to be had otherwise, a round of E tokens in T seconds is
 worth E - r T, and rounds that are best by that have the highest rate (Dinkelbach 1967). A verified
 position, a draft step and a round of its own cost r times their seconds: MagicDec's Eq. 2 (arXiv
-2408.11049) at the margin. r is not the rate of all rounds: text that lookups foresee comes in stretches, a
-stretch of other text ends no sooner for short rounds, and what lookups bring elsewhere cannot be had there.
-It is the rate of rounds that are read or of plain decoding, whichever is higher.
+2408.11049) at the margin. r is not the rate of all rounds: text that lookups foresee comes in stretches,
+and what they bring in one cannot be had in another, which ends no sooner for short rounds. So rounds are of
+kinds, by what lookups promise, and each kind has prices of its own, at the rate of its rounds that are read
+or of plain decoding, whichever is higher. A stretch has as many tokens whatever is done: so the rate
+of all text follows from the kinds' shares of tokens, not of rounds.
 """
 
 from collections.abc import Collection, Sequence
-from copy import copy
 from math import inf
+from typing import NamedTuple
 
-from vllm_magicdec.adaptive.controller import CALIBRATION_STEPS, PLAIN, TRIAL_SHARE, Choice, Controller
-from vllm_magicdec.adaptive.draft_plan import DraftPlan
+from vllm_magicdec.adaptive.controller import (
+    CALIBRATION_STEPS,
+    CHOSEN,
+    PLAIN,
+    TRIAL_SHARE,
+    TRIAL_STEPS,
+    Choice,
+    Controller,
+    How,
+)
+from vllm_magicdec.adaptive.draft_plan import KIND_BORDERS, DraftPlan
+from vllm_magicdec.adaptive.places import GUESSED, NONE_FOUND, Places, Prices, SeenRounds
 from vllm_magicdec.adaptive.step_times import Step, StepTimes, TimedStep
 
-# The chance that makes a draft worth verifying before it is known what that costs, and the highest: some
-# are verified, whatever it was found to cost.
-_FIRST_LEAST_CHANCE, _MOST_LEAST_CHANCE = 0.3, 0.9
+# The highest chance that a draft must have: some are verified, whatever that was found to cost.
+_MOST_LEAST_CHANCE = 0.9
 # What a draft step must promise for each request before it is known what one takes: rounds that are longer
 # than they will be say less of what drafts bring.
 _FIRST_LEAST_GAIN = 0.3
-# Drafts verified by a step for which none was found: vLLM samples it like one that has some.
-NONE_FOUND = 1e-3
-# Requests' rounds after which an observation has lost 63 % of its weight; those a first guess counts for;
-# and those that what was known counts for when it is tried again after long.
-_MEMORY, _GUESSED, _LEAST_WEIGHT = 512.0, 8.0, 32.0
+# Drafts must promise so much more than plain decoding, before it is seen what workers choose.
+_LEAST_GAIN_OF_DRAFTS = 1.02
 # Steps without a draft of the present choice after which it is tried like another.
 _SELDOM = 64
 
 
-class SeenRounds:
-    """Averages over requests' rounds of one kind, the latest of which count most.
+class Batch(NamedTuple):
+    """That is to be drafted for."""
 
-    Args:
-        verified: drafts per request, as guessed before any was seen.
-        accepted: of these, guessed as well.
-        num_passes: draft steps, guessed as well.
-    """
-
-    def __init__(self, verified: float, accepted: float, num_passes: float) -> None:
-        self._weight = _GUESSED
-        self._means = [verified, accepted, num_passes]
-
-    def fade(self, num_rounds: int) -> None:
-        """So many requests' rounds have passed, of whatever kind."""
-        faded = self._weight * (1.0 - 1.0 / _MEMORY) ** num_rounds
-        self._weight = max(faded, min(self._weight, _LEAST_WEIGHT))
-
-    def observe(self, verified: int, accepted: int, num_passes: int, count: int) -> None:
-        """So many requests' rounds were alike."""
-        self._weight += count
-        share = count / self._weight
-        seen = zip(self._means, (verified, accepted, num_passes), strict=True)
-        self._means = [mean + share * (value - mean) for mean, value in seen]
-
-    @property
-    def verified(self) -> float:
-        """Drafts of a request."""
-        return max(self._means[0], NONE_FOUND)
-
-    @property
-    def tokens(self) -> float:
-        """That a request's round brings."""
-        return 1.0 + self._means[1]
-
-    @property
-    def num_passes(self) -> float:
-        """Draft steps."""
-        return self._means[2]
+    num_reqs: int
+    context_tokens: int
 
 
 class LookupController(Controller):
@@ -90,25 +64,24 @@ class LookupController(Controller):
         """All drafts are looked up. It is tried, but chosen only round by round, by the workers."""
         self._only_tried = [PLAIN, self.unread]
         self._current = PLAIN  # until it is known what else brings
-        self._seen = {pair: SeenRounds(4.0, 3.0, 4.0) for pair in self._pairs}
-        self._seen[self.unread] = SeenRounds(1.0, 0.5, 0.0)
-        # Of the rounds in which the workers choose themselves, since they do:
-        self._chosen_unread = copy(self._seen[self.unread])  # where lookups promised most
-        self._read_share = 0.0  # the share of the others
-        self._least_chance, self._least_promise = _FIRST_LEAST_CHANCE, inf
-        self._least_gains = dict.fromkeys(self.budgets, 0.0)
+        guesses = (0.2, *KIND_BORDERS)
+        self._kinds = [Places(self._pairs, SeenRounds(2.0 * tokens, tokens, 0.0)) for tokens in guesses]
+        self._kinds[0].tokens = GUESSED
 
     @property
     def least_chance(self) -> float:
         """That a draft must have to stand, to be worth verifying."""
-        return min(self._least_chance, _MOST_LEAST_CHANCE)
+        return min(self._kinds[0].prices.least_chance, _MOST_LEAST_CHANCE)
 
     def plan(self, choice: Choice) -> DraftPlan:
         """See `Controller`."""
-        # What is tried is tried as it is.
-        least_promise = inf if self.is_planned else self._least_promise
-        least_gain = self._least_gains.get(choice.budget, 0.0)
-        return DraftPlan(*choice, self.least_chance, least_gain, least_promise)
+        plans = []
+        for chance, gains, promise in (places.prices for places in self._kinds):
+            # What is tried is tried as it is.
+            promise = inf if self.is_planned else promise
+            chance, gain = min(chance, _MOST_LEAST_CHANCE), gains.get(choice.budget, 0.0)
+            plans.append(DraftPlan(*choice, chance, gain, promise))
+        return DraftPlan(*choice, self.least_chance, plans[0].least_gain, by_kind=plans)
 
     def observe(
         self,
@@ -116,36 +89,59 @@ class LookupController(Controller):
         made: Choice,
         timed: TimedStep | None,
         drafted: Choice,
-        *,
-        num_passes: int = 0,
-        was_planned: bool = False,
+        how: How = CHOSEN,
     ) -> None:
         """See `Controller`."""
         num_reqs = len(rounds) if timed is None else timed.step.num_reqs
-        for seen in (*self._seen.values(), self._chosen_unread):
-            seen.fade(num_reqs)
-        super().observe(rounds, made, timed, drafted, num_passes=num_passes, was_planned=was_planned)
+        for places in self._kinds:
+            places.fade(num_reqs)
+        if timed is not None:
+            self._kinds[how.kind].last_made[made] = self._num_steps
+        super().observe(rounds, made, timed, drafted, how)
 
-    def _observe_round(
-        self, made: Choice, verified: int, accepted: int, count: int, *, num_passes: int, was_planned: bool
-    ) -> None:
+    def _observe_round(self, made: Choice, verified: int, accepted: int, count: int, how: How) -> None:
         """`made` may have no draft at all."""
-        if not was_planned:
-            decay = (1.0 - 1.0 / _MEMORY) ** count
-            self._read_share = decay * self._read_share + (1.0 - decay) * (made != self.unread)
-            if made == self.unread:
-                self._chosen_unread.observe(verified, accepted, num_passes, count)
-                if self._least_promise > 0.0:  # other rounds may have promised less
-                    return
-        self._seen[made].observe(verified, accepted, num_passes, count)
+        for places in self._kinds:
+            places.fade_tokens(count)
+        places, tokens, seen = self._kinds[how.kind], count * (1.0 + accepted), list[SeenRounds]()
+        places.tokens += tokens
+        if made != self.unread:
+            seen.append(places.read[made])
+            places.read_tokens += 0.0 if how.is_planned else tokens
+        else:
+            places.unread_tokens += 0.0 if how.is_planned else tokens
+            if not how.is_planned:
+                seen.append(places.chosen_unread)
+            # Where workers chose, other rounds may have promised less.
+            if how.is_planned or places.prices.least_promise <= 0.0:
+                seen.append(places.tried_unread)
+        for own in seen:
+            own.observe(verified, accepted, how.num_passes, count)
 
-    def _is_trial(self, made: Choice, drafted: Choice) -> bool:
-        usual = {self._current, self.unread} if self._current.drafts else {self._current}
-        return not {made, drafted} <= usual
+    def _is_trial(self, made: Choice, drafted: Choice, how: How) -> bool:
+        """What is planned is none where workers would do the same."""
+        if self._current == PLAIN or not {made, drafted} <= {self._current, self.unread}:
+            return super()._is_trial(made, drafted, how)
+        return how.is_planned and (made == self.unread) != (self._kinds[how.kind].unread_share > 0.5)
+
+    def _usual_seconds_per_token(self, made: Choice, how: How) -> float:
+        if made == PLAIN:  # nobody asked what lookups promise
+            return self._seconds_per_token
+        return self._kinds[how.kind].seconds_per_token
 
     def _is_seldom(self, choice: Choice) -> bool:
-        """Of the present choice the workers may have made lookups alone for long."""
-        return super()._is_seldom(choice) or self._num_steps - self._last_tried[choice] > _SELDOM
+        """Of what workers choose from they may have made one thing alone for long, in some kind of places."""
+        is_chosen = self._current != PLAIN and choice in (self._current, self.unread)
+        return not is_chosen or self._steps_since(choice) > _SELDOM
+
+    def _steps_since(self, choice: Choice) -> int:
+        """It was tried; what workers choose from: in each kind of places where the other was made since."""
+        latest = self._last_tried[choice]
+        if self._current != PLAIN and choice in (self._current, self.unread):
+            other = self.unread if choice == self._current else self._current
+            made = (places.last_made for places in self._kinds)
+            latest = min([latest, *(own[choice] for own in made if own[other] > own[choice])])
+        return self._num_steps - latest
 
     def _next_trial(
         self, others: Sequence[Choice], rates: dict[Choice, float], num_reqs: int, context_tokens: int
@@ -154,13 +150,28 @@ class LookupController(Controller):
 
         So lookups alone, which cost little, need not wait for drafts.
         """
-        earned = TRIAL_SHARE * self._round_seconds(num_reqs, context_tokens, self._current)
+        tokens = self._tokens_per_round()[self._current]
+        earned = TRIAL_SHARE * num_reqs * tokens / rates[self._current]
 
         def overdue(choice: Choice) -> float:
-            waited = self._num_steps - self._last_tried[choice]
-            return earned * waited - self._trial_cost(choice, rates, num_reqs, context_tokens)
+            cost = self._trial_cost(choice, rates, num_reqs, context_tokens)
+            return earned * self._steps_since(choice) - cost
 
         return max(others, key=overdue)
+
+    def _trial_cost(
+        self, trial: Choice, rates: dict[Choice, float], num_reqs: int, context_tokens: int
+    ) -> float:
+        """What it takes longer than the present choice for the same tokens, in each kind of places."""
+        tokens = TRIAL_STEPS * num_reqs * self._tokens_per_round()[trial]
+        if trial == PLAIN:
+            return max(0.0, tokens / rates[PLAIN] - tokens / rates[self._current])
+        batch, longer = Batch(num_reqs, context_tokens), 0.0
+        for share, places in self._by_share():
+            seconds = self._tried_seconds_per_token(places, trial, batch)
+            usual = self._seconds_per_token_where(places, self._current, batch)
+            longer += share * max(0.0, seconds - usual)
+        return tokens * longer
 
     def _calibration(self, num_reqs: int, context_tokens: int) -> list[Choice]:
         """Short where something is known: what workers choose by, the times of other sizes tell nearly.
@@ -170,64 +181,116 @@ class LookupController(Controller):
         """
         if not len(self.times):
             return super()._calibration(num_reqs, context_tokens)
-        rates = super().rates(num_reqs, context_tokens)  # of drafts alone
-        choices = (*self._only_tried, max(self._pairs, key=rates.__getitem__))
+
+        batch = Batch(num_reqs, context_tokens)
+
+        def seconds_per_token(pair: Choice) -> float:
+            return sum(
+                share * self._tried_seconds_per_token(places, pair, batch)
+                for share, places in self._by_share()
+            )
+
+        choices = (*self._only_tried, min(self._pairs, key=seconds_per_token))
         return [choice for choice in choices for _ in range(CALIBRATION_STEPS)]
 
     def _prepare_calibration(self, num_reqs: int, context_tokens: int) -> None:
         if self._first:
-            self._least_gains = dict.fromkeys(self.budgets, _FIRST_LEAST_GAIN * num_reqs)
+            gains = dict.fromkeys(self.budgets, _FIRST_LEAST_GAIN * num_reqs)
+            for places in self._kinds:
+                places.prices = places.prices._replace(least_gains=gains)
         else:
             self._weigh(self.rates(num_reqs, context_tokens), num_reqs, context_tokens)
 
+    def _decide(self, num_reqs: int, context_tokens: int) -> None:
+        if self._current == PLAIN:
+            batch = Batch(num_reqs, context_tokens)
+            # Until it is seen what workers choose, it is what may make drafts the choice now.
+            for places in self._kinds:
+                unread = self._tried_seconds_per_token(places, self.unread, batch)
+                read = min(self._tried_seconds_per_token(places, pair, batch) for pair in self._pairs)
+                places.expect(are_read=read < unread)
+        super()._decide(num_reqs, context_tokens)
+
     def _switch(self, rates: dict[Choice, float]) -> None:
-        before = self._current
-        super()._switch(rates)
-        if before == PLAIN != self._current:
-            # What the workers choose is to be seen. Until then it is what made drafts the choice, or the
-            # next look at it could find them worse than plain decoding again.
-            self._read_share = float(rates[self._current] > rates[self.unread])
-            self._chosen_unread = copy(self._seen[self.unread])
+        """Where workers leave everything unread and find nothing, drafts are nearly as fast as none."""
+        if self._current != PLAIN or max(rates.values()) > _LEAST_GAIN_OF_DRAFTS * rates[PLAIN]:
+            super()._switch(rates)
+        if rates[self._current] < rates[PLAIN]:
+            self._current = PLAIN
+            self.num_switches += 1
 
     def rates(self, num_reqs: int, context_tokens: int) -> dict[Choice, float]:
         """Tokens per second to expect; of drafts, with the rounds among them that are looked up."""
-        rates = super().rates(num_reqs, context_tokens)
-        share, unread = self._read_share, self._chosen_unread
-        for pair in self._pairs:
-            if self._current == PLAIN:  # what the workers would choose has not been seen
-                rates[pair] = max(rates[pair], rates[self.unread])
-                continue
-            seconds = share * self._round_seconds(num_reqs, context_tokens, pair)
-            seconds += (1 - share) * self.times.predict(Step(num_reqs, context_tokens, unread.verified, 0))
-            tokens = share * self._seen[pair].tokens + (1 - share) * unread.tokens
-            rates[pair] = num_reqs * tokens / seconds
+        batch, rates = Batch(num_reqs, context_tokens), {}
+        for choice in (PLAIN, self.unread, *self._pairs):
+            rates[choice] = 1.0 / sum(
+                share * self._seconds_per_token_where(places, choice, batch)
+                for share, places in self._by_share()
+            )
         return rates
 
-    def _round_seconds(self, num_reqs: int, context_tokens: int, choice: Choice) -> float:
-        return self.times.predict(self._step(num_reqs, context_tokens, choice, choice))
+    def _by_share(self) -> list[tuple[float, Places]]:
+        """Places of each kind, with their shares of the text."""
+        tokens = sum(places.tokens for places in self._kinds)
+        return [(places.tokens / tokens, places) for places in self._kinds]
+
+    def _seconds_per_token_where(self, places: Places, choice: Choice, batch: Batch) -> float:
+        """Of text of one kind; of drafts: with the rounds that workers would leave unread."""
+        if not choice.budget:
+            return self._tried_seconds_per_token(places, choice, batch)
+        share = places.unread_share
+        unread = self._round_seconds(places.chosen_unread, 0, batch) / places.chosen_unread.tokens
+        read = self._tried_seconds_per_token(places, choice, batch)
+        return share * unread / batch.num_reqs + (1.0 - share) * read
+
+    def _tried_seconds_per_token(self, places: Places, choice: Choice, batch: Batch) -> float:
+        """Of text of one kind, if all of it is decoded alike."""
+        if choice == PLAIN:
+            return self.times.predict(Step(*batch, 0.0, 0.0, 0)) / batch.num_reqs
+        seen = places.seen(choice)
+        return self._round_seconds(seen, choice.budget, batch) / (batch.num_reqs * seen.tokens)
+
+    def _round_seconds(self, seen: SeenRounds, budget: int, batch: Batch) -> float:
+        num_passes = seen.num_passes if budget else 0.0
+        return self.times.predict(Step(*batch, seen.verified, num_passes, budget))
+
+    def _seen(self, choice: Choice) -> list[tuple[float, SeenRounds]]:
+        """Its rounds in each kind of places, with their shares of the rounds."""
+        seen = [(share, places.seen(choice)) for share, places in self._by_share()]
+        rounds = sum(share / own.tokens for share, own in seen)
+        return [(share / own.tokens / rounds, own) for share, own in seen]
 
     def _tokens_per_round(self) -> dict[Choice, float]:
-        return {PLAIN: 1.0, **{choice: seen.tokens for choice, seen in self._seen.items()}}
+        choices = (self.unread, *self._pairs)
+        return {
+            PLAIN: 1.0,
+            **{choice: sum(share * own.tokens for share, own in self._seen(choice)) for choice in choices},
+        }
 
     def _step(self, num_reqs: int, context_tokens: int, verified: Choice, drafted: Choice) -> Step:
-        num_verified = self._seen[verified].verified if verified.drafts else 0.0
-        num_passes = self._seen[drafted].num_passes if drafted.budget else 0.0
+        num_verified = num_passes = 0.0
+        if verified.drafts:
+            num_verified = sum(share * own.verified for share, own in self._seen(verified))
+        if drafted.budget:
+            num_passes = sum(share * own.num_passes for share, own in self._seen(drafted))
         return Step(num_reqs, context_tokens, num_verified, num_passes, drafted.budget)
 
     def _weigh(self, rates: dict[Choice, float], num_reqs: int, context_tokens: int) -> None:
-        pair, plain = self._current, rates[PLAIN]
-        read_tokens, read_seconds = 0.0, inf
+        batch = Batch(num_reqs, context_tokens)
+        for places in self._kinds:
+            places.prices = self._prices(places, rates[PLAIN], batch)
+            places.seconds_per_token = self._seconds_per_token_where(places, self._current, batch)
+
+    def _prices(self, places: Places, plain: float, batch: Batch) -> Prices:
+        """Of rounds of one kind, at the rate of those that are read, or of plain decoding."""
+        pair, rate, worth = self._current, plain, 0.0
         if pair != PLAIN:
-            read_tokens = num_reqs * self._seen[pair].tokens
-            read_seconds = self._round_seconds(num_reqs, context_tokens, pair)
-        rate = max(plain, read_tokens / read_seconds)
-        self._least_chance = rate * self.times.position_seconds(num_reqs, context_tokens)
+            read = places.seen(pair)
+            tokens, seconds = batch.num_reqs * read.tokens, self._round_seconds(read, pair.budget, batch)
+            rate = max(plain, tokens / seconds)
+            worth = inf if read.is_guess else tokens - rate * seconds  # to be seen what it brings here
+        none = batch.num_reqs - rate * self.times.predict(Step(*batch, NONE_FOUND, 0.0, 0))
         # Also of plain decoding: what drafts bring is tried at these prices.
-        self._least_gains = {
-            budget: rate * self.times.pass_seconds(num_reqs, context_tokens, budget)
-            for budget in self.budgets
-        }
-        if pair == PLAIN:
-            return
-        none = num_reqs - rate * self.times.predict(Step(num_reqs, context_tokens, NONE_FOUND, 0))
-        self._least_promise = (read_tokens - rate * read_seconds) - none
+        gains = {budget: rate * self.times.pass_seconds(*batch, budget) for budget in self.budgets}
+        chance = rate * self.times.position_seconds(*batch)
+        return Prices(chance, gains, worth - none)

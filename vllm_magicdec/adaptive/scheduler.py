@@ -22,10 +22,11 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
 from vllm_magicdec import envs, faults
-from vllm_magicdec.adaptive.controller import PLAIN, Choice, Controller
+from vllm_magicdec.adaptive.controller import CHOSEN, PLAIN, Choice, Controller, How
 from vllm_magicdec.adaptive.draft_plan import DraftLists
-from vllm_magicdec.adaptive.lookup_controller import NONE_FOUND, LookupController
+from vllm_magicdec.adaptive.lookup_controller import LookupController
 from vllm_magicdec.adaptive.metrics import Failures, SpeculationGauges, counts_of
+from vllm_magicdec.adaptive.places import NONE_FOUND
 from vllm_magicdec.adaptive.request_lengths import RequestLengths
 from vllm_magicdec.adaptive.step_times import Step, StepTimes, TimedStep
 from vllm_magicdec.config import MagicDecSpeculativeConfig
@@ -44,8 +45,7 @@ class _InFlight:
 
     began: float  # by the clock
     made: Choice  # how the drafts that it verifies were made
-    was_planned: bool  # whether that was a trial, or for learning times
-    num_passes_made: int  # draft steps that made them
+    how: How  # they came to be
     drafted: Choice  # how it drafts
     num_passes: int  # draft steps that it makes
     is_whole: bool  # all drafts are verified
@@ -78,8 +78,7 @@ class _AdaptiveSpeculation(Scheduler):
         faults.inject_into_controller(self._controller)
         self._latest = PLAIN  # what the step before drafted
         self._made = PLAIN  # how the latest drafts were made
-        self._was_planned = False  # the latest choice
-        self._num_passes = 0  # that made the latest drafts
+        self._how = CHOSEN  # the latest drafts came to be
         self._newest: _InFlight | None = None
         # On a GPU the V2 runner hands out a step's tokens before it drafts. So what passes between two
         # outputs is the drafts of the step before and the verification of this one.
@@ -195,8 +194,7 @@ class _AdaptiveSpeculation(Scheduler):
         self._newest = self._in_flight[id(output)] = _InFlight(
             began=self.clock(),
             made=self._made,
-            was_planned=self._was_planned,
-            num_passes_made=self._num_passes,
+            how=self._how,
             drafted=drafted,
             num_passes=drafted.drafts,
             is_whole=self._is_whole,
@@ -204,7 +202,7 @@ class _AdaptiveSpeculation(Scheduler):
             context_tokens=context_tokens,
             verified=verified,
         )
-        self._latest, self._was_planned = choice, self._controller.is_planned
+        self._latest, self._how = choice, How(is_planned=self._controller.is_planned)
         if choice.drafts or self._with_lookups:
             self._made = choice
 
@@ -217,7 +215,8 @@ class _AdaptiveSpeculation(Scheduler):
                 # Neither drafts nor times tell anything.
                 self._made, newest.verified = PLAIN, None
             elif isinstance(controller, LookupController):
-                newest.num_passes = self._num_passes = drafts.num_passes
+                newest.num_passes = drafts.num_passes
+                self._how = self._how._replace(num_passes=drafts.num_passes, kind=drafts.kind)
                 if drafts.num_passes == 0:
                     newest.drafted = self._made = controller.unread
         super().update_draft_token_ids(draft_token_ids)
@@ -283,14 +282,7 @@ class _AdaptiveSpeculation(Scheduler):
         timed = None if step is None else TimedStep(step, seconds)
         if known.is_whole:
             made = known.made if rounds else PLAIN
-            self._controller.observe(
-                rounds,
-                made,
-                timed,
-                known.drafted,
-                num_passes=known.num_passes_made,
-                was_planned=known.was_planned,
-            )
+            self._controller.observe(rounds, made, timed, known.drafted, known.how)
         if timed is not None:
             self._report(timed.step)
 

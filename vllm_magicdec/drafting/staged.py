@@ -16,7 +16,6 @@ then follow a request's last draft unread, or make the whole round.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from math import inf
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -24,7 +23,7 @@ import torch
 from vllm.logger import init_logger
 
 from vllm_magicdec import envs
-from vllm_magicdec.adaptive.draft_plan import DraftLists, DraftPlan
+from vllm_magicdec.adaptive.draft_plan import DraftLists, DraftPlan, kind_of
 from vllm_magicdec.adaptive.metrics import LookupCounters
 from vllm_magicdec.drafting.confidence import Confidence, Evidence, Foreseen
 from vllm_magicdec.drafting.pauses import Pauses
@@ -194,27 +193,26 @@ class StagedDrafts:
         least_gain = self._least_gain * len(drafting)
         fixed = DraftPlan(num_steps, _ALL, least_gain=least_gain)
         plan = num_steps if isinstance(num_steps, DraftPlan) else fixed
-        if not plan.budget or plan.least_promise < inf:
-            unread = self._look_up_unread(batch, drafting, room, plan)
-            if unread is not None:
-                return unread
+        is_weighed, kind = plan is num_steps, 0
+        if plan.looks_first:
+            most = [min(self._max_drafts, room[i]) for i in drafting]
+            found = self._look_up([batch.req_ids[i] for i in drafting], [()] * len(drafting), most)
+            kind = kind_of(sum(sum(ahead.reached) for ahead in found) / max(1, len(drafting)))
+            plan = plan.of_kind(kind)
+            likely = [ahead.first(_num_likely(ahead, plan.least_chance)) for ahead in found]
+            promise = sum(chance - plan.least_chance for ahead in likely for chance in ahead.reached)
+            if not plan.budget or promise >= plan.least_promise:
+                return self._leave_unread(batch, drafting, likely, kind)
         making = {i: _Making(min(int(plan), room[i])) for i in drafting}
-        return self._draft(batch, making, plan, prepare(), is_weighed=plan is num_steps)
+        drafts = self._draft(batch, making, plan, prepare(), is_weighed=is_weighed)
+        drafts.kind = kind
+        return drafts
 
-    def _look_up_unread(
-        self, batch: Batch, drafting: Sequence[int], room: Sequence[int], plan: DraftPlan
-    ) -> DraftLists | None:
-        """Drafts that are looked up and not read by the draft: those worth verifying; None: others are."""
-        found = self._look_up(
-            [batch.req_ids[i] for i in drafting],
-            [()] * len(drafting),
-            [min(self._max_drafts, room[i]) for i in drafting],
-            max(plan.least_chance, LEAST_CHANCE),
-        )
-        promise = sum(chance - plan.least_chance for ahead in found for chance in ahead.reached)
-        if plan.budget and promise < plan.least_promise:
-            return None
-        drafts = DraftLists([] for _ in batch.req_ids)
+    def _leave_unread(
+        self, batch: Batch, drafting: Sequence[int], found: Sequence[Continuation], kind: int
+    ) -> DraftLists:
+        """The round's drafts are those that were looked up."""
+        drafts = DraftLists(([] for _ in batch.req_ids), kind=kind)
         for i, ahead in zip(drafting, found, strict=True):
             drafts[i] = list(ahead.tokens)
             self._propose(batch, i, _Making(0), ahead.tokens)
@@ -354,7 +352,6 @@ class StagedDrafts:
         req_ids: Sequence[str],
         drafted: Sequence[Sequence[int]],
         most: Sequence[int],  # tokens of each request
-        least_chance: float = LEAST_CHANCE,
     ) -> list[Continuation]:
         """What may follow each request's drafts, of all no more than a pass has room for."""
         room, found = self._runner.max_pass_tokens - len(req_ids), list[Continuation]()
@@ -362,7 +359,7 @@ class StagedDrafts:
             ahead, number = Continuation(), min(wanted, room)
             if self._looks_up and number > 0:
                 try:
-                    ahead = self._lookups.look_up(req_id, own, number, least_chance)
+                    ahead = self._lookups.look_up(req_id, own, number, LEAST_CHANCE)
                     self._has_looked_up = True
                 except Exception:
                     self._go_on_without_lookups()
@@ -406,6 +403,11 @@ def _foreseen(token: int, looked_up: int | None) -> Foreseen:
     if looked_up is None:
         return Foreseen.NOTHING
     return Foreseen.THE_SAME if looked_up == token else Foreseen.ANOTHER
+
+
+def _num_likely(ahead: Continuation, least_chance: float) -> int:
+    """Of its tokens those that may be verified unread."""
+    return sum(reached >= least_chance for reached in ahead.reached)
 
 
 def _worth_going_on(making: dict[int, _Making], plan: DraftPlan) -> list[int]:

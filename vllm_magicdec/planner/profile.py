@@ -17,7 +17,7 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-from vllm_magicdec.adaptive.controller import PLAIN, Choice, Controller
+from vllm_magicdec.adaptive.controller import CHOSEN, PLAIN, Choice, Controller, How
 from vllm_magicdec.adaptive.draft_plan import BUDGET_DIVISORS
 from vllm_magicdec.adaptive.step_times import StepTimes, TimedStep
 from vllm_magicdec.planner.console import UserError
@@ -60,9 +60,9 @@ class _Tour(Controller):
         made: Choice,
         timed: TimedStep | None,
         drafted: Choice,
-        **others: Any,
+        how: How = CHOSEN,
     ) -> None:
-        super().observe(rounds, made, timed, drafted, **others)
+        super().observe(rounds, made, timed, drafted, how)
         if timed is not None:
             self.timed_steps.append(timed)
 
