@@ -7,8 +7,8 @@ from math import inf
 
 # `draft_kv_budget: auto` chooses among the largest budget divided by these.
 BUDGET_DIVISORS = (4, 2, 1)
-# Between kinds of rounds: accepted tokens that looked-up drafts promise for each request of the batch, in the
-# mean. What the draft makes of a round goes with what lookups find for it.
+# Between kinds of rounds: accepted tokens that looked-up drafts promise for each request of the batch, in
+# the mean. What the draft makes of a round goes with what lookups find for it.
 KIND_BORDERS = (1.0, 3.0, 8.0)
 NUM_KINDS = len(KIND_BORDERS) + 1
 

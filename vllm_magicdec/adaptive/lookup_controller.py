@@ -130,7 +130,7 @@ class LookupController(Controller):
         return self._kinds[how.kind].seconds_per_token
 
     def _is_seldom(self, choice: Choice) -> bool:
-        """Of what workers choose from they may have made one thing alone for long, in some kind of places."""
+        """Of the two that workers choose from they may have made one for long, in some kind of places."""
         is_chosen = self._current != PLAIN and choice in (self._current, self.unread)
         return not is_chosen or self._steps_since(choice) > _SELDOM
 
