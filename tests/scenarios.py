@@ -83,7 +83,7 @@ def generate_with_random_choices(llm: Any, batches: list[dict[str, Any]], seed: 
     With lookups it also says at random what drafts are worth. The engine core must be in this process.
     """
     from vllm_magicdec.adaptive.controller import PLAIN, Choice
-    from vllm_magicdec.adaptive.draft_plan import DraftPlan
+    from vllm_magicdec.adaptive.draft_plan import NUM_KINDS, DraftPlan
     from vllm_magicdec.adaptive.lookup_controller import LookupController
 
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
@@ -103,8 +103,12 @@ def generate_with_random_choices(llm: Any, batches: list[dict[str, Any]], seed: 
         return chosen[-1]
 
     def plan(choice: Choice) -> DraftPlan:
-        least_promise = rng.choice([0.0, 2.0, 8.0, float("inf")])
-        return DraftPlan(*choice, rng.uniform(0.0, 0.9), rng.uniform(0.0, 4.0), least_promise)
+        def prices() -> tuple[float, float, float]:
+            least_promise = rng.choice([0.0, 2.0, 8.0, float("inf")])
+            return rng.uniform(0.0, 0.9), rng.uniform(0.0, 4.0), least_promise
+
+        by_kind = [DraftPlan(*choice, *prices()) for _ in range(rng.choice([0, NUM_KINDS]))]
+        return DraftPlan(*choice, *prices(), by_kind=by_kind)
 
     def schedule_and_note(*args: Any, **kwargs: Any) -> Any:
         output = schedule(scheduler, *args, **kwargs)
