@@ -191,7 +191,8 @@ def _let_it_draft(controller: Any, fault: Fault) -> None:
 
 def _cut(plan: Any, drafts: int) -> Any:
     """A `DraftPlan` of so many drafts at most, none of which is weighed."""
-    return type(plan)(min(plan, drafts), plan.budget)
+    own = type(plan)(min(plan, drafts), plan.budget)
+    return type(plan)(own, own.budget, by_kind=[own] * len(plan.by_kind))
 
 
 def _faulty_pass(run: Callable[..., Any], runner: Any, fault: Fault) -> Callable[..., Any]:

@@ -6,7 +6,7 @@ its drafts promise, and follows the plan by the rules of `drafting.staged`; each
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import inf
@@ -24,6 +24,7 @@ from vllm_magicdec.drafting.staged import _gain, _Making, _worth_going_on, _wort
 from vllm_magicdec.lookup.continuation import LEAST_CHANCE, Continuation
 
 MAX_DRAFTS, BUDGET, CONTEXT, BATCH = 16, 512, 16_000, 4
+BUDGETS = (256, 512, 1024)
 STRETCH = 60  # tokens of a request
 
 
@@ -208,6 +209,44 @@ def test_lookups_that_help_seldom_are_found():
     assert mean(shares) > 0.93
 
 
+def planned(kinds: Sequence[int], pass_seconds: float) -> list[Choice | None]:
+    """What is planned in each round, where lookups foresee the text in kind 3, and reading gets it all."""
+    controller, made, how, verified, found = (
+        LookupController(MAX_DRAFTS, BUDGETS, StepTimes()),
+        PLAIN,
+        How(),
+        0,
+        [],
+    )
+    for kind in kinds:
+        choice = controller.choose(BATCH, BATCH * CONTEXT)
+        plan = controller.plan(choice).of_kind(kind)
+        found.append(choice if controller.is_planned else None)
+        is_read = choice.budget and (10.0 * BATCH if kind == 3 else 0.0) < plan.least_promise
+        num_passes = (1 if kind == 3 else 4) if is_read else 0
+        drafted = choice if is_read or not choice.drafts else controller.unread
+        step = Step(
+            BATCH, BATCH * CONTEXT, verified or 1e-3 * bool(made.drafts), num_passes, drafted.budget
+        )
+        seconds = 0.02 + 0.001 * verified + pass_seconds * num_passes
+        rounds = [(verified, verified)] * BATCH if made.drafts else []
+        controller.observe(rounds, made, TimedStep(step, seconds), drafted, how)
+        made, how = drafted, How(num_passes, controller.is_planned, kind)
+        verified = 0 if drafted == PLAIN else 8 if is_read or kind == 3 else 0
+    return found
+
+
+def test_of_what_is_met_no_more_nothing_is_tried():
+    kinds = [3 * (step < 500 and step // 20 % 4 == 0) for step in range(1500)]
+    found = planned(kinds, 0.001)
+    assert sum(choice is not None for choice in found[1000:]) < 50
+
+
+def test_plain_decoding_is_not_tried_beside_itself():
+    found = planned([0] * 1500, 0.1)
+    assert PLAIN not in found[100:] and sum(choice is not None for choice in found[100:]) < 1400 / 6
+
+
 def test_what_is_tried_under_plain_decoding_is_tried_at_its_prices():
     controller = LookupController(MAX_DRAFTS, [BUDGET], StepTimes())
     simulate(Text(0.2, machine="dear"), 0, follow(controller), controller, steps=300)
@@ -216,7 +255,9 @@ def test_what_is_tried_under_plain_decoding_is_tried_at_its_prices():
         MACHINES["dear"].seconds(Step(BATCH, BATCH * CONTEXT, 0, n, n * BUDGET)) for n in (0, 1)
     )
     expected = BATCH / plain * (passing - plain)  # by a fit of the times
-    assert controller.plan(Choice(MAX_DRAFTS, BUDGET)).least_gain == pytest.approx(expected, rel=0.3)
+    assert controller.plan(Choice(MAX_DRAFTS, BUDGET)).of_kind(0).least_gain == pytest.approx(
+        expected, rel=0.3
+    )
 
 
 def test_what_is_tried_is_tried_as_it_is():

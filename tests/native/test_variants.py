@@ -27,8 +27,8 @@ def describe(monkeypatch, tmp_path, cpu_info):
 @pytest.mark.parametrize(
     ("cpu_info", "has_amx", "names"),
     [
-        (INTEL, True, ["amx", "avx512", "avx2", "avx512_bf16", "portable"]),
-        (INTEL, False, ["avx512", "avx2", "avx512_bf16", "portable"]),
+        (INTEL, True, ["amx", "avx512", "avx512_bf16", "avx2", "portable"]),
+        (INTEL, False, ["avx512", "avx512_bf16", "avx2", "portable"]),
         (COOPER_LAKE, False, ["avx512_bf16", "avx512", "avx2", "portable"]),
         (AMD, False, ["avx512_bf16", "avx512", "avx2", "portable"]),
     ],

@@ -64,7 +64,7 @@ class How(NamedTuple):
     """`DraftLists.kind`."""
 
 
-CHOSEN = How()
+CHOSEN = How()  # as a choice's drafts usually do, where nobody looks anything up
 
 
 class Acceptance:
@@ -240,7 +240,7 @@ class Controller:
             timed: what the step did and how long it took; None if it did not do the same for every
                 request, or prefilled some: such steps tell of acceptance only.
             drafted: how the timed step drafted.
-            how: `made` came to be.
+            how: the drafts of `made` came to be.
         """
         # A large batch has few different outcomes.
         for (verified, accepted), count in Counter(rounds).items():
@@ -367,6 +367,8 @@ class Controller:
         by_budget = [[pair for pair in self._pairs if pair.budget == budget] for budget in self.budgets]
         promising = [max(pairs, key=rates.__getitem__) for pairs in (*by_length, *by_budget)]
         others = [choice for choice in (*self._only_tried, *promising) if self._is_seldom(choice)]
+        if not others:
+            return
         trial = self._next_trial(others, rates, num_reqs, context_tokens)
         cost = self._trial_cost(trial, rates, num_reqs, context_tokens)
         if self._credit_seconds >= cost:

@@ -13,6 +13,7 @@ or of plain decoding, whichever is higher. A stretch has as many tokens whatever
 of all text follows from the kinds' shares of tokens, not of rounds.
 """
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from math import inf
 from typing import NamedTuple
@@ -38,8 +39,9 @@ _MOST_LEAST_CHANCE = 0.9
 _FIRST_LEAST_GAIN = 0.3
 # Drafts must promise so much more than plain decoding, before it is seen what workers choose.
 _LEAST_GAIN_OF_DRAFTS = 1.02
-# Steps without a draft of the present choice after which it is tried like another.
-_SELDOM = 64
+# Steps without a draft of the present choice after which it is tried like another; and between trials of
+# anything.
+_SELDOM, _STEPS_BETWEEN_TRIALS = 64, 16
 
 
 class Batch(NamedTuple):
@@ -67,11 +69,7 @@ class LookupController(Controller):
         guesses = (0.2, *KIND_BORDERS)
         self._kinds = [Places(self._pairs, SeenRounds(2.0 * tokens, tokens, 0.0)) for tokens in guesses]
         self._kinds[0].tokens = GUESSED
-
-    @property
-    def least_chance(self) -> float:
-        """That a draft must have to stand, to be worth verifying."""
-        return min(self._kinds[0].prices.least_chance, _MOST_LEAST_CHANCE)
+        self._last_planned: Counter[Choice] = Counter()  # at which step, as a trial
 
     def plan(self, choice: Choice) -> DraftPlan:
         """See `Controller`."""
@@ -81,7 +79,7 @@ class LookupController(Controller):
             promise = inf if self.is_planned else promise
             chance, gain = min(chance, _MOST_LEAST_CHANCE), gains.get(choice.budget, 0.0)
             plans.append(DraftPlan(*choice, chance, gain, promise))
-        return DraftPlan(*choice, self.least_chance, plans[0].least_gain, by_kind=plans)
+        return DraftPlan(*choice, by_kind=plans)
 
     def observe(
         self,
@@ -104,7 +102,8 @@ class LookupController(Controller):
         for places in self._kinds:
             places.fade_tokens(count)
         places, tokens, seen = self._kinds[how.kind], count * (1.0 + accepted), list[SeenRounds]()
-        places.tokens += tokens
+        # While decoding is plain, trials begin at every token alike, whatever they bring.
+        places.tokens += count if self._current == PLAIN else tokens
         if made != self.unread:
             seen.append(places.read[made])
             places.read_tokens += 0.0 if how.is_planned else tokens
@@ -119,7 +118,7 @@ class LookupController(Controller):
             own.observe(verified, accepted, how.num_passes, count)
 
     def _is_trial(self, made: Choice, drafted: Choice, how: How) -> bool:
-        """What is planned is none where workers would do the same."""
+        """A planned round is none if it is what workers do in most places of its kind."""
         if self._current == PLAIN or not {made, drafted} <= {self._current, self.unread}:
             return super()._is_trial(made, drafted, how)
         return how.is_planned and (made == self.unread) != (self._kinds[how.kind].unread_share > 0.5)
@@ -131,17 +130,27 @@ class LookupController(Controller):
 
     def _is_seldom(self, choice: Choice) -> bool:
         """Of the two that workers choose from they may have made one for long, in some kind of places."""
-        is_chosen = self._current != PLAIN and choice in (self._current, self.unread)
-        return not is_chosen or self._steps_since(choice) > _SELDOM
+        if self._num_steps - self._last_planned[choice] < _STEPS_BETWEEN_TRIALS:
+            return False  # it may cost next to nothing, but to be learnt from
+        if self._current == PLAIN:
+            return choice != PLAIN
+        return choice not in (self._current, self.unread) or self._steps_since(choice) > _SELDOM
 
     def _steps_since(self, choice: Choice) -> int:
-        """It was tried; what workers choose from: in each kind of places where the other was made since."""
+        """It was made, or planned; what workers choose from: in each kind of places that was met since."""
         latest = self._last_tried[choice]
         if self._current != PLAIN and choice in (self._current, self.unread):
             other = self.unread if choice == self._current else self._current
-            made = (places.last_made for places in self._kinds)
-            latest = min([latest, *(own[choice] for own in made if own[other] > own[choice])])
+            for made in (places.last_made for places in self._kinds):
+                since = max(made[choice], self._last_planned[choice])
+                if made[other] > since:
+                    latest = min(latest, since)
         return self._num_steps - latest
+
+    def _consider_trial(self, rates: dict[Choice, float], num_reqs: int, context_tokens: int) -> None:
+        super()._consider_trial(rates, num_reqs, context_tokens)
+        for trial in self._trial:
+            self._last_planned[trial] = self._num_steps
 
     def _next_trial(
         self, others: Sequence[Choice], rates: dict[Choice, float], num_reqs: int, context_tokens: int
@@ -150,8 +159,8 @@ class LookupController(Controller):
 
         So lookups alone, which cost little, need not wait for drafts.
         """
-        tokens = self._tokens_per_round()[self._current]
-        earned = TRIAL_SHARE * num_reqs * tokens / rates[self._current]
+        tokens = num_reqs * self._tokens_of(self._current)
+        earned = TRIAL_SHARE * tokens / rates[self._current]
 
         def overdue(choice: Choice) -> float:
             cost = self._trial_cost(choice, rates, num_reqs, context_tokens)
@@ -163,7 +172,7 @@ class LookupController(Controller):
         self, trial: Choice, rates: dict[Choice, float], num_reqs: int, context_tokens: int
     ) -> float:
         """What it takes longer than the present choice for the same tokens, in each kind of places."""
-        tokens = TRIAL_STEPS * num_reqs * self._tokens_per_round()[trial]
+        tokens = TRIAL_STEPS * num_reqs * self._tokens_of(trial)
         if trial == PLAIN:
             return max(0.0, tokens / rates[PLAIN] - tokens / rates[self._current])
         batch, longer = Batch(num_reqs, context_tokens), 0.0
@@ -260,12 +269,9 @@ class LookupController(Controller):
         rounds = sum(share / own.tokens for share, own in seen)
         return [(share / own.tokens / rounds, own) for share, own in seen]
 
-    def _tokens_per_round(self) -> dict[Choice, float]:
-        choices = (self.unread, *self._pairs)
-        return {
-            PLAIN: 1.0,
-            **{choice: sum(share * own.tokens for share, own in self._seen(choice)) for choice in choices},
-        }
+    def _tokens_of(self, choice: Choice) -> float:
+        """A request's round."""
+        return 1.0 if choice == PLAIN else sum(share * own.tokens for share, own in self._seen(choice))
 
     def _step(self, num_reqs: int, context_tokens: int, verified: Choice, drafted: Choice) -> Step:
         num_verified = num_passes = 0.0
@@ -277,12 +283,17 @@ class LookupController(Controller):
 
     def _weigh(self, rates: dict[Choice, float], num_reqs: int, context_tokens: int) -> None:
         batch = Batch(num_reqs, context_tokens)
+        position = self.times.position_seconds(*batch)
+        passes = {budget: self.times.pass_seconds(*batch, budget) for budget in self.budgets}
         for places in self._kinds:
-            places.prices = self._prices(places, rates[PLAIN], batch)
+            rate, least_promise = self._worth(places, rates[PLAIN], batch)
+            # Also of plain decoding: what drafts bring is tried at these prices.
+            gains = {budget: rate * seconds for budget, seconds in passes.items()}
+            places.prices = Prices(rate * position, gains, least_promise)
             places.seconds_per_token = self._seconds_per_token_where(places, self._current, batch)
 
-    def _prices(self, places: Places, plain: float, batch: Batch) -> Prices:
-        """Of rounds of one kind, at the rate of those that are read, or of plain decoding."""
+    def _worth(self, places: Places, plain: float, batch: Batch) -> tuple[float, float]:
+        """Tokens per second to be had there, and what lookups must promise to be left unread."""
         pair, rate, worth = self._current, plain, 0.0
         if pair != PLAIN:
             read = places.seen(pair)
@@ -290,7 +301,4 @@ class LookupController(Controller):
             rate = max(plain, tokens / seconds)
             worth = inf if read.is_guess else tokens - rate * seconds  # to be seen what it brings here
         none = batch.num_reqs - rate * self.times.predict(Step(*batch, NONE_FOUND, 0.0, 0))
-        # Also of plain decoding: what drafts bring is tried at these prices.
-        gains = {budget: rate * self.times.pass_seconds(*batch, budget) for budget in self.budgets}
-        chance = rate * self.times.position_seconds(*batch)
-        return Prices(chance, gains, worth - none)
+        return rate, worth - none

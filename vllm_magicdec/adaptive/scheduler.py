@@ -45,7 +45,7 @@ class _InFlight:
 
     began: float  # by the clock
     made: Choice  # how the drafts that it verifies were made
-    how: How  # they came to be
+    how: How  # these drafts came to be
     drafted: Choice  # how it drafts
     num_passes: int  # draft steps that it makes
     is_whole: bool  # all drafts are verified
@@ -78,7 +78,7 @@ class _AdaptiveSpeculation(Scheduler):
         faults.inject_into_controller(self._controller)
         self._latest = PLAIN  # what the step before drafted
         self._made = PLAIN  # how the latest drafts were made
-        self._how = CHOSEN  # the latest drafts came to be
+        self._how = CHOSEN  # how the latest drafts came to be
         self._newest: _InFlight | None = None
         # On a GPU the V2 runner hands out a step's tokens before it drafts. So what passes between two
         # outputs is the drafts of the step before and the verification of this one.
