@@ -115,7 +115,10 @@ def test_auto_makes_the_drafts_that_a_fault_wants(monkeypatch, tmp_path, control
     assert controller.choose(1, 1000) == chosen and controller.is_planned
     plan = controller.plan(chosen)
     assert plan == min(4, chosen.drafts) and plan.budget == 512
-    assert (plan.least_chance, plan.least_gain, plan.least_promise) == (0.0, 0.0, inf)
+    for own in (plan, *plan.by_kind):
+        assert own == plan and own.budget == 512
+        assert (own.least_chance, own.least_gain, own.least_promise) == (0.0, 0.0, inf)
+    assert len(plan.by_kind) == len(controller.plan(tried).by_kind)
     say(file, "")
     assert controller.choose(1, 1000) == tried and controller.plan(tried) == tried.drafts
 

@@ -25,6 +25,8 @@ from vllm_magicdec.adaptive.step_times import Step, StepTimes, TimedStep
 _CLEAR_GAIN = 1.01
 # Share of the time that trying other lengths may cost, as measured in steps that only decode.
 TRIAL_SHARE = 0.005
+# Steps whose share is kept for trials, at most: those that cost nothing must not pay for dear ones to come.
+_MOST_STEPS_OF_CREDIT = 10_000
 # A hiccup in a trial counts for at most so many times what its step was predicted to take.
 _MAX_MISS = 10
 # Steps of one trial: the first sees the drafts made, the others see them verified too.
@@ -253,6 +255,8 @@ class Controller:
             self._num_free = max(0, self._num_free - 1)
             lost = self._lost_seconds(rounds, made, timed, how) if is_trial else 0.0
             self._credit_seconds += TRIAL_SHARE * timed.seconds - lost
+            most = _MOST_STEPS_OF_CREDIT * TRIAL_SHARE * timed.seconds
+            self._credit_seconds = min(self._credit_seconds, most)
             # Not when it has to choose: that is before a step, this while one is computed.
             is_planned = self._upcoming or self._trial or self._first
             if not is_planned and self._num_steps - self._decided_at >= _STEPS_PER_CHOICE:

@@ -39,9 +39,9 @@ _MOST_LEAST_CHANCE = 0.9
 _FIRST_LEAST_GAIN = 0.3
 # Drafts must promise so much more than plain decoding, before it is seen what workers choose.
 _LEAST_GAIN_OF_DRAFTS = 1.02
-# Steps without a draft of the present choice after which it is tried like another; and between trials of
-# anything.
-_SELDOM, _STEPS_BETWEEN_TRIALS = 64, 16
+# Steps without a draft of the present choice after which it is tried like another, and between trials of
+# one choice; and between two looks at what lookups bring while decoding is plain.
+_SELDOM, _STEPS_BETWEEN_LOOKS = 64, 16
 
 
 class Batch(NamedTuple):
@@ -130,21 +130,22 @@ class LookupController(Controller):
 
     def _is_seldom(self, choice: Choice) -> bool:
         """Of the two that workers choose from they may have made one for long, in some kind of places."""
-        if self._num_steps - self._last_planned[choice] < _STEPS_BETWEEN_TRIALS:
+        is_look = self._current == PLAIN and choice == self.unread
+        pause = _STEPS_BETWEEN_LOOKS if is_look else _SELDOM
+        if self._num_steps - self._last_planned[choice] < pause:
             return False  # it may cost next to nothing, but to be learnt from
-        if self._current == PLAIN:
-            return choice != PLAIN
-        return choice not in (self._current, self.unread) or self._steps_since(choice) > _SELDOM
+        if self._current != PLAIN and choice in (self._current, self.unread):
+            return self._steps_since(choice) > _SELDOM
+        return choice != self._current
 
     def _steps_since(self, choice: Choice) -> int:
-        """It was made, or planned; what workers choose from: in each kind of places that was met since."""
+        """It was made; what workers choose from: in each kind of places met since it was planned."""
         latest = self._last_tried[choice]
         if self._current != PLAIN and choice in (self._current, self.unread):
             other = self.unread if choice == self._current else self._current
             for made in (places.last_made for places in self._kinds):
-                since = max(made[choice], self._last_planned[choice])
-                if made[other] > since:
-                    latest = min(latest, since)
+                if made[other] > max(made[choice], self._last_planned[choice]):
+                    latest = min(latest, made[choice])
         return self._num_steps - latest
 
     def _consider_trial(self, rates: dict[Choice, float], num_reqs: int, context_tokens: int) -> None:
@@ -157,16 +158,23 @@ class LookupController(Controller):
     ) -> Choice:
         """What is most overdue: due is what the time since its last trial would pay for.
 
-        So lookups alone, which cost little, need not wait for drafts.
+        While that has to wait for credit, others that cost little go before it, for half of what is earned.
         """
         tokens = num_reqs * self._tokens_of(self._current)
         earned = TRIAL_SHARE * tokens / rates[self._current]
 
-        def overdue(choice: Choice) -> float:
-            cost = self._trial_cost(choice, rates, num_reqs, context_tokens)
-            return earned * self._steps_since(choice) - cost
+        costs = {
+            choice: self._trial_cost(choice, rates, num_reqs, context_tokens) for choice in others
+        }
+        paid = {choice: earned * self._steps_since(choice) for choice in others}
 
-        return max(others, key=overdue)
+        def overdue(choice: Choice) -> float:
+            return paid[choice] - costs[choice]
+
+        most = max(others, key=overdue)
+        cheap = [choice for choice in others if costs[choice] <= paid[choice] / (2 * len(others))]
+        must_wait = costs[most] > self._credit_seconds
+        return max(cheap, key=overdue) if must_wait and cheap else most
 
     def _trial_cost(
         self, trial: Choice, rates: dict[Choice, float], num_reqs: int, context_tokens: int
@@ -222,11 +230,15 @@ class LookupController(Controller):
 
     def _switch(self, rates: dict[Choice, float]) -> None:
         """Where workers leave everything unread and find nothing, drafts are nearly as fast as none."""
+        before = self._current
         if self._current != PLAIN or max(rates.values()) > _LEAST_GAIN_OF_DRAFTS * rates[PLAIN]:
             super()._switch(rates)
         if rates[self._current] < rates[PLAIN]:
             self._current = PLAIN
             self.num_switches += 1
+        if (before == PLAIN) != (self._current == PLAIN):
+            for share, places in self._by_share():  # from now on a round counts otherwise
+                places.tokens = share * GUESSED
 
     def rates(self, num_reqs: int, context_tokens: int) -> dict[Choice, float]:
         """Tokens per second to expect; of drafts, with the rounds among them that are looked up."""

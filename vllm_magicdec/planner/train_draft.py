@@ -96,7 +96,7 @@ def add_command(subparsers: Any) -> None:
         "--float32",
         action=argparse.BooleanOptionalAction,
         help="products in float32, or in bfloat16 (default: in bfloat16 on a GPU and on a CPU with "
-        "AMX or with AMD's AVX512_BF16; others are slower in bfloat16, several times without either)",
+        "AMX or AVX512_BF16, but for Intel's with AVX512_FP16 and without AMX; others are slower in it)",
     )
     training.add_argument(
         "--checkpoint-minutes", type=float, default=5, help="between checkpoints (default: %(default)s)"
