@@ -163,9 +163,7 @@ class LookupController(Controller):
         tokens = num_reqs * self._tokens_of(self._current)
         earned = TRIAL_SHARE * tokens / rates[self._current]
 
-        costs = {
-            choice: self._trial_cost(choice, rates, num_reqs, context_tokens) for choice in others
-        }
+        costs = {choice: self._trial_cost(choice, rates, num_reqs, context_tokens) for choice in others}
         paid = {choice: earned * self._steps_since(choice) for choice in others}
 
         def overdue(choice: Choice) -> float:
