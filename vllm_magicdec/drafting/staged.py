@@ -199,7 +199,7 @@ class StagedDrafts:
             found = self._look_up([batch.req_ids[i] for i in drafting], [()] * len(drafting), most)
             kind = kind_of(sum(sum(ahead.reached) for ahead in found) / max(1, len(drafting)))
             plan = plan.of_kind(kind)
-            likely = [ahead.first(_num_likely(ahead, plan.least_chance)) for ahead in found]
+            likely = [_worth_unread(ahead, 1.0, plan) for ahead in found]
             promise = sum(chance - plan.least_chance for ahead in likely for chance in ahead.reached)
             if not plan.budget or promise >= plan.least_promise:
                 return self._leave_unread(batch, drafting, likely, kind)
@@ -403,11 +403,6 @@ def _foreseen(token: int, looked_up: int | None) -> Foreseen:
     if looked_up is None:
         return Foreseen.NOTHING
     return Foreseen.THE_SAME if looked_up == token else Foreseen.ANOTHER
-
-
-def _num_likely(ahead: Continuation, least_chance: float) -> int:
-    """Of its tokens those that may be verified unread."""
-    return sum(reached >= least_chance for reached in ahead.reached)
 
 
 def _worth_going_on(making: dict[int, _Making], plan: DraftPlan) -> list[int]:
