@@ -10,6 +10,8 @@ ratios of turns of one pass over the contenders.
 - fixed-off (not among the contenders unless named): as many without lookups, each in a pass of its own.
 - auto-off, auto: `num_speculative_tokens: auto` without lookups and with them.
 - datastore: auto whose lookups look into a datastore, too (--datastore, made by `magicdec index`).
+- The clock starts when the requests have made twice the tokens of the longest round, on average: whoever
+  drafts much would else have less of the first ones timed, which are new text more often than later ones.
 - passes: of the draft per round that was read; "unread": drafts that were looked up alone, of all verified.
 """
 
@@ -35,6 +37,7 @@ from vllm_magicdec.planner.profile import fill_prefix_cache
 
 PLAIN, BEFORE, AUTO, DATASTORE = "plain", "auto-off", "auto", "datastore"
 FIXED_BEFORE, FIXED = "fixed-off", "fixed"
+MOST_DRAFTS_OF_AUTO = 16
 # vLLM shows metrics of the engine that was started last alone; so what the plugin counts workers are asked.
 _COUNTED_BY_WORKERS = {
     "rounds": "lookup_rounds",
@@ -99,7 +102,9 @@ def take_totals(worker: Any) -> dict[str, int]:
     return dict(staged._counters.totals) if staged else {}
 
 
-def decode_and_count(llm: Any, prompts: list[list[int]], num_tokens: int, temperature: float) -> Counted:
+def decode_and_count(
+    llm: Any, prompts: list[list[int]], num_tokens: int, temperature: float, skip_tokens: int
+) -> Counted:
     """`decode`, with what is counted of it."""
 
     def count() -> dict[str, int]:
@@ -111,7 +116,9 @@ def decode_and_count(llm: Any, prompts: list[list[int]], num_tokens: int, temper
         }
 
     before = count()
-    decoding = decode(llm, prompts, num_tokens, temperature=temperature)
+    decoding = decode(
+        llm, prompts, num_tokens + skip_tokens, temperature=temperature, skip_tokens=skip_tokens
+    )
     after = count()
     return Counted(**asdict(decoding), **{name: after[name] - before[name] for name in after})
 
@@ -175,7 +182,8 @@ def _shown(value: float | None, how: str = ".2f") -> str:
 
 def run(args: argparse.Namespace, model: str) -> None:
     configs = speculations(args.drafts, args.budget, args.policy, args.datastore)
-    model_len = max(args.context) + args.tokens + 2 * PAGE
+    skipped = 2 * (1 + max(args.drafts, MOST_DRAFTS_OF_AUTO))
+    model_len = max(args.context) + skipped + args.tokens + 2 * PAGE
     settings = engine_settings(model, args.dtype, batch=max(args.batch), model_len=model_len)
     record = make_record(
         "lookups",
@@ -195,7 +203,7 @@ def run(args: argparse.Namespace, model: str) -> None:
                     fill_prefix_cache(turn.of(llm), prompts)
 
                 def take(llm: Any, prompts: list[list[int]] = prompts) -> Counted:
-                    return decode_and_count(turn.of(llm), prompts, args.tokens, args.temperature)
+                    return decode_and_count(turn.of(llm), prompts, args.tokens, args.temperature, skipped)
 
                 contenders = {name: lambda llm=llm: take(llm) for name, llm in engines.items()}
                 take_turns(contenders, 1)
@@ -219,7 +227,7 @@ def main() -> None:
     add_model(parser, default=KV_HEAVY)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--context", type=int, nargs="+", default=[16_000], help="tokens")
-    parser.add_argument("--tokens", type=int, default=128, help="generated per request and turn")
+    parser.add_argument("--tokens", type=int, default=128, help="timed per request and turn")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     parser.add_argument("--datastore", type=Path, help=f"for the contender {DATASTORE!r}, which it adds")
     parser.add_argument("--drafts", type=int, default=8, help="of the contenders with a fixed number")

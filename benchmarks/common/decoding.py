@@ -82,6 +82,7 @@ def decode(
     num_tokens: int,
     *,
     temperature: float = 0.0,
+    skip_tokens: int = 0,
     before_clock: Callable[[], object] = lambda: None,
 ) -> Decoding:
     """Decode all prompts as one batch, until the first of them ends.
@@ -91,9 +92,13 @@ def decode(
         prompts: token ids, in the prefix cache already.
         num_tokens: to generate per request.
         temperature: 0 is greedy.
-        before_clock: called when all requests decode.
+        skip_tokens: per request, on average, made before the clock starts: where text differs from place to
+            place, rounds of different lengths should be timed from about the same one.
+        before_clock: called when all requests decode, and have so many tokens.
     """
     batch = Batch(llm, prompts, num_tokens, temperature)
+    while batch.tokens < skip_tokens * len(prompts) and batch.step():
+        pass
     before_clock()
     batch.step()  # what the engine may have finished meanwhile must not count as a step without time
     clock, generated = [time.perf_counter()], [batch.tokens]
