@@ -8,10 +8,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from config_cases import LONGEST_SENTENCE, cases, is_named, junk, text_of
+from damaging import damage, do_damage
 from hypothesis import example, given
 from hypothesis import strategies as st
 from test_config import configure
-from test_config_fuzz import LONGEST_SENTENCE, cases, damage, do_damage, is_named, junk, text_of
 from vllm.config import ModelConfig, SpeculativeConfig
 from vllm.model_executor.model_loader import weight_utils
 

@@ -82,7 +82,7 @@ class ImaginedEngine:
             num_latest=lambda num_steps: 1,
             req_states=SimpleNamespace(all_token_ids=SimpleNamespace(gpu=self._all_token_ids)),
             slots_by_layer=lambda slots: slots,
-            whole_metadata=lambda **metadata: metadata,
+            page_metadata=SimpleNamespace(of_all_pages=lambda **metadata: metadata),
             forward=self._forward,
         )
         self.draft = ModelDraft(self._speculator)

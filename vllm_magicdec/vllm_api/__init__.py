@@ -11,8 +11,8 @@ says what has no CUDA graph. `runner_v1.py` and
 a runner. `draft_pages_v1.py` and `draft_pages_v2.py` say where another model's KV cache is, and
 `ring_cache.py` makes it small.
 `kv_cache.py` reads how vLLM laid out the cache and leaves memory beside it, `attention_groups.py` has
-vLLM's metadata builders for a view, `adapters.py` is LoRA, `embeddings.py` and `rope.py` are for
-multimodal targets.
+vLLM's metadata builders for a view and `page_metadata_v2.py` what they build on V2, `adapters.py` is LoRA,
+`embeddings.py` and `rope.py` are for multimodal targets.
 `kv_transfer.py` keeps drafts from KV connectors, `verification_attention.py` says where verifying is wrong
 or slow. `cpu_sampling.py` mends vLLM's rejection sampler on a CPU, and `cpu_attention.py` its attention.
 """

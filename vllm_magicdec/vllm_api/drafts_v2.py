@@ -388,7 +388,7 @@ class ModelDraft(LoadedDraft):
         slots = self._slots_of(batch, rows, positions, is_there)
         starts = np.concatenate([[0], np.cumsum(lens)]).astype(np.int32)
         places = on_device(requests, device)
-        attn_metadata = speculator.whole_metadata(
+        attn_metadata = speculator.page_metadata.of_all_pages(
             query_start_loc=on_device(starts, device).to(torch.int32),
             query_start_loc_cpu=torch.from_numpy(starts),
             max_query_len=max(lens),

@@ -14,7 +14,6 @@ from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.mm.rope import RopeState
@@ -37,13 +36,11 @@ from vllm_magicdec.views.base import (
     PAD_SLOT,
     Batch,
     DraftStep,
-    PageView,
     TokenView,
     View,
-    ViewStep,
     on_device,
 )
-from vllm_magicdec.views.passes import DraftPass, Queries, ViewPass
+from vllm_magicdec.views.passes import DraftPass
 from vllm_magicdec.vllm_api import cpu_attention, cpu_llvmlite
 from vllm_magicdec.vllm_api.adapters import Adapters
 from vllm_magicdec.vllm_api.attention_groups import (
@@ -62,6 +59,7 @@ from vllm_magicdec.vllm_api.drafts_v2 import Draft, ModelDraft, TargetDraft
 from vllm_magicdec.vllm_api.embeddings import embed, takes_embeddings
 from vllm_magicdec.vllm_api.kv_cache import layer_groups
 from vllm_magicdec.vllm_api.kv_transfer import fills_freed_blocks, unseen_by_connector
+from vllm_magicdec.vllm_api.page_metadata_v2 import PageMetadata
 from vllm_magicdec.vllm_api.rope import positions_on_device
 from vllm_magicdec.vllm_api.spire_draft_v2 import SpireDraft
 from vllm_magicdec.vllm_api.verification_attention import refuse_if_inexact, say_if_slow
@@ -192,11 +190,12 @@ class MagicDecSpeculator(StandaloneARSpeculator):
             )
         if self._drafter.has_pages:
             refuse_split_pages(self._attention_groups, are_of_layers=self._drafter.has_layer_pages)
-        # By query tokens per request, where CUDA graphs read them.
-        numbers = {*self._drafting.queries_of_steps, *self.speculative_config.round_lengths}
-        self._query_start_locs = {n: self.arange_gpu * n for n in numbers}
-        starts = torch.arange(self.max_num_reqs + 1, dtype=torch.int32)
-        self._query_start_locs_cpu = {n: starts * n for n in numbers}
+        self.page_metadata = PageMetadata(
+            self,
+            self._attention_groups,
+            [group.kv_cache_group for group in self._drafter.groups],
+            {*self._drafting.queries_of_steps, *self.speculative_config.round_lengths},
+        )
         if self._drafts_are_awaited:
             logger.info_once(
                 "%s: every step waits for its drafts, because the KV connector may load into the blocks of "
@@ -411,7 +410,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         places, steps = on_device(queries.places, self.device), on_device(queries.steps, self.device)
         attn_metadata: dict[str, Any] = {}
         for index, (part, group) in enumerate(zip(draft_pass.parts, self._drafter.groups, strict=True)):
-            of_pages = partial(self._pass_page_metadata, index, part, queries)
+            of_pages = partial(self.page_metadata.of_pass, index, part, queries)
             attn_metadata |= draft_metadata(part.view, group.layer_names, of_pages)
         hidden_states = self._forward_at(
             tokens, draft_pass.positions, places, [part.slots for part in draft_pass.parts], attn_metadata
@@ -511,7 +510,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         """See `draft_graphs.Capturable`."""
         attn_metadata: dict[str, Any] = {}
         for index, (part, group) in enumerate(zip(step.parts, self._drafter.groups, strict=True)):
-            of_pages = partial(self._step_page_metadata, index, part, for_capture=for_capture)
+            of_pages = partial(self.page_metadata.of_step, index, part, for_capture=for_capture)
             attn_metadata |= draft_metadata(part.view, group.layer_names, of_pages)
         return attn_metadata
 
@@ -519,50 +518,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         """See `draft_graphs.Capturable`. No backend reads token views."""
         for index, part in enumerate(step.parts):
             if not isinstance(part.view, TokenView):
-                self._step_page_metadata(index, part, part.view.of_layer(0))
-
-    def _step_page_metadata(
-        self, index: int, step: ViewStep, view: PageView, *, for_capture: bool = False
-    ) -> dict[str, Any]:
-        """vLLM's metadata of a draft step in the layers of a group, by layer."""
-        num_reqs = view.lens.shape[0]
-        num_queries = step.positions.shape[0] // num_reqs
-        return self._page_metadata(
-            self._attention_groups_of(index),
-            query_start_loc=self._query_start_locs[num_queries][: num_reqs + 1],
-            query_start_loc_cpu=self._query_start_locs_cpu[num_queries][: num_reqs + 1],
-            max_query_len=num_queries,
-            seq_lens=view.lens,
-            max_seq_len=view.max_len,
-            block_tables=[view.block_table] * len(self.target_attn_groups),
-            slots=step.slots,
-            positions=step.positions,
-            for_capture=for_capture,
-        )
-
-    def _pass_page_metadata(
-        self, index: int, part: ViewPass, queries: Queries, view: PageView
-    ) -> dict[str, Any]:
-        """vLLM's metadata of a draft pass in the layers of a group, by layer."""
-        starts = torch.from_numpy(queries.starts)
-        return self._page_metadata(
-            self._attention_groups_of(index),
-            query_start_loc=on_device(queries.starts, self.device).to(torch.int32),
-            query_start_loc_cpu=starts,
-            max_query_len=int(queries.lens.max()),
-            seq_lens=view.lens,
-            max_seq_len=view.max_len,
-            block_tables=[view.block_table] * len(self.target_attn_groups),
-            slots=part.slots,
-            positions=part.positions,
-        )
-
-    def _attention_groups_of(self, index: int) -> list[list[AttentionGroup]]:
-        """Those of a group of layers, by KV-cache group."""
-        # vLLM builds for all KV-cache groups alike; one without layers it leaves out.
-        attention_groups: list[list[AttentionGroup]] = [[] for _ in self.target_attn_groups]
-        attention_groups[self._drafter.groups[index].kv_cache_group] = self._attention_groups[index]
-        return attention_groups
+                self.page_metadata.of_step(index, part, part.view.of_layer(0))
 
     def select_adapters(self, num_active: int, num_reqs: int) -> None:
         """See `draft_graphs.Capturable`."""
@@ -617,8 +573,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         tokens = self.req_states.all_token_ids.gpu[rows, positions].flatten().to(torch.int32)
         slots = torch.full((num_reqs * window,), PAD_SLOT, dtype=torch.int64, device=self.device)
         starts = torch.arange(num_reqs + 1, dtype=torch.int32) * window
-        attn_metadata = self._page_metadata(
-            self.target_attn_groups,
+        attn_metadata = self.page_metadata.of_target(
             query_start_loc=self.arange_gpu[: num_reqs + 1] * window,
             query_start_loc_cpu=starts,
             max_query_len=window,
@@ -637,55 +592,6 @@ class MagicDecSpeculator(StandaloneARSpeculator):
             prompt_lens = self.req_states.prefill_len.gpu[rows]
             positions = positions_on_device(self._rope, rows, positions, prompt_lens)
         self.forward(tokens, positions, self.slots_by_layer([slots] * self.num_views), observed)
-
-    def whole_metadata(
-        self, *, block_tables: Sequence[torch.Tensor], slots: Sequence[torch.Tensor], **common: Any
-    ) -> dict[str, Any]:
-        """vLLM's metadata, by layer, of a draft's pass over all pages of some requests.
-
-        Args:
-            block_tables: [num_reqs, num_pages] int32 each, of these requests, by KV-cache group.
-            slots: [num_tokens] int64 each, by group of layers.
-            common: as for `_page_metadata`.
-        """
-        attn_metadata: dict[str, Any] = {}
-        for index, own in enumerate(slots):
-            groups = self._attention_groups_of(index)
-            attn_metadata |= self._page_metadata(groups, block_tables=block_tables, slots=own, **common)
-        return attn_metadata
-
-    def _page_metadata(
-        self,
-        attention_groups: list[list[AttentionGroup]],
-        *,
-        query_start_loc: torch.Tensor,  # [num_reqs + 1] int32
-        query_start_loc_cpu: torch.Tensor,
-        max_query_len: int,
-        seq_lens: torch.Tensor,  # [num_reqs] int32
-        max_seq_len: int,
-        block_tables: Sequence[torch.Tensor],  # [num_reqs, num_pages] int32 each, by KV-cache group
-        slots: torch.Tensor,  # [num_tokens] int64
-        positions: torch.Tensor,  # [num_tokens] int64
-        for_capture: bool = False,
-    ) -> dict[str, Any]:
-        """vLLM's metadata by layer, of the layers in `attention_groups`, which are by KV-cache group."""
-        num_reqs = seq_lens.shape[0]
-        return build_attn_metadata(
-            attn_groups=attention_groups,
-            num_reqs=num_reqs,
-            num_tokens=positions.shape[0],
-            query_start_loc_gpu=query_start_loc,
-            query_start_loc_cpu=query_start_loc_cpu,
-            max_query_len=max_query_len,
-            seq_lens=seq_lens,
-            max_seq_len=max_seq_len,
-            block_tables=block_tables,
-            slot_mappings=slots.expand(len(block_tables), -1),
-            kv_cache_config=self.kv_cache_config,
-            positions=positions,
-            is_prefilling=self.draft_is_prefilling[:num_reqs],
-            for_cudagraph_capture=for_capture,
-        )
 
     def slots_by_layer(self, slots: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """[num_tokens] int64 each; `slots` by group of layers."""

@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configurations as users may type them, and what is wanted of whoever reads them.
+
+That is before any weight is read (the model here has none), within seconds, and never with a trace.
+"""
+
+import contextlib
+import json
+import math
+import re
+import signal
+import time
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from test_config import configure, model_dir  # noqa: F401
+from test_draft_model_config import write_model
+
+from vllm_magicdec.config import user_fields
+from vllm_magicdec.errors import METHOD, MODEL_METHOD, MagicDecConfigError
+from vllm_magicdec.plugin import register
+
+register()
+
+TIME_LIMIT_S = 5.0
+MOST_WAIT_S = 600.0  # on the clock, on which a virtual machine may stand still for a minute and more
+LONGEST_SENTENCE = 900  # characters
+PRIVATE = ("adaptive", "adaptive_budget", "budgets", "lengths")
+DRAFT = "/folder/of/a/draft"  # until a case is tried
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory) -> str:
+    """A draft model's folder."""
+    return write_model(tmp_path_factory.mktemp("draft"), num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def known_models(model_dir, draft) -> None:  # noqa: F811
+    """What vLLM does once per model, of which it inspects the class in another process, is not timed."""
+    configure(model_dir, {"method": METHOD})
+    configure(model_dir, {"method": MODEL_METHOD, "model": draft})
+
+
+class WaitedTooLong(BaseException):
+    """No `Exception`: the code that is tried might handle it, and hypothesis would try the case again."""
+
+
+def give_up(*_) -> None:
+    raise WaitedTooLong
+
+
+@contextlib.contextmanager
+def within_the_limit():
+    """The thread's own time counts, as a machine may stall. Who waits for long, as for a pipe, is ended."""
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, MOST_WAIT_S)
+    began_s = time.thread_time()
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert time.thread_time() - began_s < TIME_LIMIT_S
+
+
+def cases(number: int):
+    """Each within the limit; the same ones every time unless others are asked for, see conftest.py."""
+    of_all = settings(
+        max_examples=number,
+        database=None,
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    )
+
+    def apply(test):
+        test.hypothesis.inner_test = within_the_limit()(test.hypothesis.inner_test)
+        return of_all(test)
+
+    return apply
+
+
+PATHS = [
+    *(
+        "/",
+        "/dev/null",
+        "/dev/zero",
+        "/dev/full",
+        "/dev/stdin",
+        "/etc/passwd",
+        "/proc/self/mem",
+        "/nowhere",
+    ),
+    *("~", ".", "..", "", "\0", "a\nb", "é\ud800", "x" * 5000, "context", "served", "file:///etc/passwd"),
+]
+WORDS = [
+    *(
+        "auto",
+        "on",
+        "off",
+        "page",
+        "token",
+        "max",
+        "avg",
+        "greedy",
+        "probabilistic",
+        "standard",
+        "synthetic",
+    ),
+    *("streamingllm", "snapkv", "verify-topk", "h2o", "AUTO", "None", "null", "1", "-1", "1e9", "0x10"),
+]
+NUMBERS = [
+    *(-1, 0, 1, 2, 128, 129, 2**31, 2**63, 2**64, 10**30, 10**400, -(10**400)),
+    *(0.5, 1 - 1e-9, 1.5, 5e-324, 1e308, math.nan, math.inf, -math.inf),
+]
+scalars = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=20),
+    *map(st.sampled_from, (PATHS, WORDS, NUMBERS)),
+)
+junk = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+tokens = st.integers(1, 5000)
+budgets = st.one_of(st.sampled_from(["auto", 0.1, 0.5, 32, 512, 4096]), st.floats(0, 5000), tokens)
+# What each field might take, so that cases get beyond its type.
+PLAUSIBLE = {
+    "num_speculative_tokens": st.sampled_from([1, 4, 16, 128, "auto", "4", 4.0]),
+    "max_num_speculative_tokens": st.sampled_from([1, 6, 16, 128, None]),
+    "profile": st.sampled_from([*PATHS, None]),
+    "draft_kv_policy": st.sampled_from(["streamingllm", "snapkv", "verify-topk"]),
+    "draft_kv_budget": st.one_of(
+        st.sampled_from(["auto", 0.1, 0.5, 32, 512, 4096]), st.floats(0, 5000), tokens
+    ),
+    "draft_kv_max_budget": tokens,
+    "draft_kv_min_budget": tokens,
+    "draft_kv_sink": tokens,
+    "draft_kv_refresh": tokens,
+    "draft_kv_cache": st.sampled_from(["whole", "ring"]),
+    "native_attention": st.booleans(),
+    "draft_kv_granularity": st.sampled_from(["page", "token", None]),
+    "draft_lookup": st.sampled_from(["auto", "on", "off"]),
+    "draft_lookup_sources": st.one_of(st.lists(st.sampled_from(PATHS), max_size=3), st.sampled_from(PATHS)),
+    "snapkv_window": st.integers(1, 1024),
+    "snapkv_recent": st.floats(0, 5000),
+    "snapkv_kernel": st.integers(1, 1024),
+    "snapkv_pooling": st.sampled_from(["max", "avg"]),
+    "draft_sample_method": st.sampled_from(["greedy", "probabilistic"]),
+    "enable_adaptive_verification": st.booleans(),
+    "rejection_sample_method": st.sampled_from(["standard", "synthetic"]),
+    "synthetic_acceptance_length": st.floats(),
+    "synthetic_acceptance_rates": st.lists(st.floats(), max_size=8),
+    "num_speculative_tokens_per_batch_size": st.lists(
+        st.tuples(st.integers(-1, 9), st.integers(-1, 2**21), st.integers(-1, 9)), max_size=3
+    ),
+}
+
+
+@st.composite
+def misspelt(draw) -> str:
+    name = draw(st.sampled_from(user_fields()))
+    place = draw(st.integers(0, len(name) - 1))
+    wrong = [
+        f"{name[:place]}x{name[place + 1 :]}",
+        name[:place] + name[place + 1 :],
+        f"{name[:place]}{name[place:] * 2}",
+        name.upper(),
+        name.replace("_", "-"),
+    ]
+    return draw(st.sampled_from(wrong))
+
+
+plausible_field = st.one_of(*(st.tuples(st.just(name), values) for name, values in PLAUSIBLE.items()))
+wild_field = st.tuples(
+    st.one_of(
+        st.sampled_from([*PLAUSIBLE]),
+        misspelt(),
+        st.sampled_from([*PRIVATE, "quantization", "revision", "enforce_eager", ""]),
+        st.text(max_size=8),
+    ),
+    junk,
+).filter(lambda field: field[0] not in ("method", "model"))
+SELECTED = ({"method": METHOD}, {"model": METHOD}, {"method": MODEL_METHOD, "model": DRAFT})
+objects = st.tuples(
+    st.sampled_from(SELECTED),
+    st.lists(plausible_field, max_size=4),
+    st.one_of(st.just([]), st.lists(wild_field, min_size=1, max_size=2)),
+).map(lambda parts: {**parts[0], **dict(parts[1]), **dict(parts[2])})
+# Each is accepted, and another field means something beside it.
+GOOD = [
+    *SELECTED,
+    {"method": METHOD, "num_speculative_tokens": "auto"},
+    {"method": METHOD, "draft_kv_budget": "auto"},
+    {"method": METHOD, "draft_kv_budget": 0.5},
+    {"method": METHOD, "draft_kv_policy": "snapkv"},
+    {"method": METHOD, "draft_kv_policy": "snapkv", "draft_kv_granularity": "token"},
+    {"method": METHOD, "draft_kv_policy": "verify-topk", "draft_kv_budget": "auto"},
+    {"method": METHOD, "draft_lookup": "on"},
+    {"method": METHOD, "rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.0},
+    {"method": MODEL_METHOD, "model": DRAFT, "num_speculative_tokens": "auto", "draft_kv_cache": "ring"},
+]
+one_more_field = st.tuples(st.sampled_from(GOOD), st.one_of(plausible_field, wild_field)).filter(
+    lambda case: case[1][0] not in case[0]
+)
+
+
+def text_of(value) -> str:
+    try:
+        return json.dumps(value)
+    except ValueError:  # integers of thousands of digits
+        return "9" * 5000
+
+
+# Fields that are words of plain English too.
+PLAIN_WORDS = ("method", "model", "profile")
+
+
+def is_named(name: str, sentence: str) -> bool:
+    """Whether a sentence says that something is wrong with a field, in the forms that ours have."""
+    blamed = re.split(r"did you mean|It takes ", sentence)[0]  # what follows is other fields
+    shown = re.escape(str(MagicDecConfigError(name)))
+    forms = [f"'{shown}'", rf"(?<![\w.-]){shown}=", rf"(?:^|: ){shown}(?:: | belongs to )"]
+    if name in user_fields() and name not in PLAIN_WORDS:
+        forms.append(rf"(?<![\w.-]){shown}(?![\w.-])")
+    return re.search("|".join(forms), blamed) is not None
+
+
+def as_read(names) -> set[str]:
+    """vLLM takes dashes for underscores in the names of fields."""
+    return {*names, *(name.replace("-", "_") for name in names)}
+
+
+def assert_one_sentence(sentence: str, fields) -> None:
+    """It is one line that names one of the fields."""
+    assert sentence.isprintable() and len(sentence) < LONGEST_SENTENCE, sentence
+    assert any(is_named(name, sentence) for name in as_read(fields)), sentence
+
+
+def accepted_or_refused(model_dir, draft, fields, suspects, **engine) -> None:  # noqa: F811
+    """Whatever is refused is one of the suspects."""
+    if fields.get("model") == DRAFT:
+        fields = {**fields, "model": draft}
+    try:
+        configure(model_dir, fields, **engine)
+    except MagicDecConfigError as error:
+        assert_one_sentence(str(error), suspects)

@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files cut off, overwritten in places, or of another format."""
+
+from pathlib import Path
+
+from hypothesis import strategies as st
+
+OTHER_FORMATS = [
+    b"[" * 100_000,
+    b"PK\x03\x04" + b"\0" * 60,
+    b"\x93NUMPY\x01\0\xff\xff",
+    b"\x80\x04K.",
+    b"{}",
+]
+damage = st.one_of(
+    st.tuples(st.just("cut"), st.floats(0, 1), st.just(b"")),
+    st.tuples(st.just("put"), st.floats(0, 1), st.binary(min_size=1, max_size=12)),
+    st.tuples(st.just("new"), st.just(0.0), st.binary(max_size=200)),
+    st.tuples(st.just("new"), st.just(0.0), st.sampled_from(OTHER_FORMATS)),
+)
+
+
+def do_damage(path: Path, kind: str, place: float, content: bytes) -> None:
+    whole = path.read_bytes()
+    at = int(place * len(whole))
+    new = {"cut": whole[:at], "put": whole[:at] + content + whole[at + len(content) :], "new": content}
+    path.write_bytes(new[kind])

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files that a configuration names: damaged ones, what is no file, and what any user may replace.
+
+Each is read, or refused in one sentence that names the field.
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from config_cases import (  # noqa: F401
+    accepted_or_refused,
+    assert_one_sentence,
+    cases,
+    draft,
+    junk,
+    known_models,
+    text_of,
+    within_the_limit,
+)
+from damaging import damage, do_damage
+from hypothesis import given
+from hypothesis import strategies as st
+from test_config import configure, model_dir  # noqa: F401
+
+from vllm_magicdec import files
+from vllm_magicdec.adaptive.step_times import Step, StepTimes, TimedStep
+from vllm_magicdec.errors import METHOD, MagicDecConfigError
+from vllm_magicdec.lookup import datastore_files
+from vllm_magicdec.lookup.datastore_files import Header
+
+
+def write_profile(path: Path) -> None:
+    steps = [Step(1, 100, 0, 0), Step(1, 100, 0, 2, 512), Step(1, 100, 2, 2, 512), Step(4, 9000, 2, 0)]
+    StepTimes.of([TimedStep(step, 0.01 * (1 + step.num_reqs)) for step in steps]).save(path, {"model": "m"})
+
+
+@cases(300)
+@given(st.one_of(damage, st.tuples(st.just("json"), st.integers(0, 5), junk)))
+def test_damaged_profiles(model_dir, tmp_path, what):  # noqa: F811
+    path = tmp_path / "profile.json"
+    write_profile(path)
+    if what[0] == "json":
+        profile, (_, place, value) = json.loads(path.read_text()), what
+        name = [*Step._fields, "seconds"][place]
+        profile["steps"][place % len(profile["steps"])][name] = value
+        path.write_text(text_of(profile))
+    else:
+        do_damage(path, *what)
+    try:
+        configure(model_dir, {"method": METHOD, "num_speculative_tokens": "auto", "profile": str(path)})
+    except MagicDecConfigError as error:
+        assert_one_sentence(str(error), ["profile"])
+        return
+    times = StepTimes.load(path)
+    for context in (1, 10**6):
+        assert times.predict(Step(3, context, 2, 2, 512)) > 0
+
+
+def write_datastore(path: Path) -> None:
+    """What `magicdec index` would write, without its sorter."""
+    tokens = np.array([1, 2, 3, 1, 2, 4, 64], dtype=np.uint8)
+    places = np.array([0, 3, 1, 4, 2], dtype=np.uint32)
+    header = Header(datastore_files.VERSION, "m", 64, "f", 1, len(tokens), len(places))
+    path.mkdir()
+    np.save(path / "tokens.npy", tokens)
+    np.save(path / "suffix_array.npy", places)
+    (path / "header.json").write_text(json.dumps(vars(header)))
+
+
+def test_the_datastore_is_good_before_it_is_damaged(model_dir, tmp_path):  # noqa: F811
+    write_datastore(tmp_path / "store")
+    fields = {"method": METHOD, "draft_lookup": "on", "draft_lookup_sources": [str(tmp_path / "store")]}
+    configure(model_dir, fields)
+
+
+@cases(400)
+@given(
+    st.one_of(
+        st.tuples(st.sampled_from(["header.json", "tokens.npy", "suffix_array.npy"]), damage),
+        st.tuples(st.sampled_from([*Header.__annotations__, "more"]), junk),
+    )
+)
+def test_damaged_datastores(model_dir, tmp_path, what):  # noqa: F811
+    path = tmp_path / "store"
+    shutil.rmtree(path, ignore_errors=True)
+    write_datastore(path)
+    place, change = what
+    if "." in place:
+        do_damage(path / place, *change)
+    else:
+        header = json.loads((path / "header.json").read_text())
+        (path / "header.json").write_text(text_of({**header, place: change}))
+    fields = {"method": METHOD, "draft_lookup": "on", "draft_lookup_sources": [str(path)]}
+    accepted_or_refused(model_dir, None, fields, ["draft_lookup_sources"])
+
+
+@pytest.mark.parametrize("name", ["header.json", "tokens.npy", "suffix_array.npy"])
+@pytest.mark.parametrize("kind", ["pipe", "folder", "link to a device", "link to nothing", "any user's"])
+def test_files_that_are_no_files(model_dir, tmp_path, name, kind):  # noqa: F811
+    path = tmp_path / "store"
+    write_datastore(path)
+    file = path / name
+    if kind == "any user's":
+        file.chmod(0o666)
+    else:
+        file.unlink()
+        make = {
+            "pipe": lambda: os.mkfifo(file),
+            "folder": file.mkdir,
+            "link to a device": lambda: file.symlink_to("/dev/zero"),
+            "link to nothing": lambda: file.symlink_to("/nowhere"),
+        }
+        make[kind]()
+    fields = {"method": METHOD, "draft_lookup": "on", "draft_lookup_sources": [str(path)]}
+    with within_the_limit(), pytest.raises(MagicDecConfigError) as raised:
+        configure(model_dir, fields)
+    assert_one_sentence(str(raised.value), ["draft_lookup_sources"])
+
+
+def test_a_folder_that_any_user_may_write_is_not_trusted(model_dir, tmp_path):  # noqa: F811
+    path = tmp_path / "shared"
+    path.mkdir()
+    write_profile(path / "profile.json")
+    fields = {"method": METHOD, "num_speculative_tokens": "auto", "profile": str(path / "profile.json")}
+    configure(model_dir, fields)
+    path.chmod(0o777)
+    with pytest.raises(MagicDecConfigError, match=f"any user may replace .*chmod o-w {path}"):
+        configure(model_dir, fields)
+    path.chmod(0o1777)  # as /tmp is
+    configure(model_dir, fields)
+
+
+def test_a_link_on_the_way_that_any_user_may_replace_is_not_trusted(tmp_path, monkeypatch):
+    """A link to a link: the one between them lies in neither's folder."""
+    home, between, real = (tmp_path / name for name in ("home", "between", "real"))
+    for folder in (home, between, real):
+        folder.mkdir()
+    (real / "file").write_text("")
+    (between / "link").symlink_to(real)
+    (home / "named").symlink_to("../between/link")
+    monkeypatch.chdir(home)
+    for path in (home / "named" / "file", Path("named/file"), Path("../home/named/../real/file")):
+        files.refuse_untrusted(path)
+        between.chmod(0o777)
+        with pytest.raises(ValueError, match=f"any user may replace {between}/link: chmod o-w {between}"):
+            files.refuse_untrusted(path)
+        between.chmod(0o755)
+    real.chmod(0o777)
+    with pytest.raises(ValueError, match=f"any user may replace {real}/file"):
+        files.refuse_untrusted(Path("named/file"))
+
+
+def test_a_link_that_any_user_may_replace_is_not_trusted(model_dir, tmp_path):  # noqa: F811
+    write_profile(tmp_path / "profile.json")
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    link = shared / "profile.json"
+    link.symlink_to(tmp_path / "profile.json")
+    fields = {"method": METHOD, "num_speculative_tokens": "auto", "profile": str(link)}
+    configure(model_dir, fields)
+    shared.chmod(0o777)
+    with pytest.raises(MagicDecConfigError, match=f"any user may replace .*chmod o-w {shared}"):
+        configure(model_dir, fields)

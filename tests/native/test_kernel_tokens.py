@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The native kernel over chosen tokens, and their weights, in every variant that runs, against float64."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_cases import (  # noqa: F401
+    FP8,
+    GARBAGE,
+    Batch,
+    batches,
+    check,
+    kernel_of,
+    truth,
+    two_threads,
+    variants_and_layouts,
+    with_threads,
+    write,
+)
+
+from vllm_magicdec.views.copies import LayerCopies
+
+
+@variants_and_layouts
+@settings(max_examples=120, deadline=None)
+@given(st.data(), st.integers(1, 5))
+def test_tokens_are_weighed_as_in_float64(variant, layout, data, threads):
+    batch = data.draw(batches(layout, windows=None))
+    kernel = kernel_of(variant)
+    with_threads(threads)
+    group = batch.query.shape[1] // batch.keys.shape[2]
+    del batch.options["value_scale"]
+    for request, (context, length) in enumerate(zip(batch.context_lens, batch.query_lens, strict=True)):
+        part = slice(*batch.starts[request : request + 2].tolist())
+        weights = kernel.over(batch.cache, layout).weigh_tokens(
+            batch.query[part],
+            pages=batch.block_table[request],
+            context_len=context,
+            **batch.options,
+        )
+        if not length:
+            assert weights.shape == (batch.keys.shape[2], context) and not weights.any()
+            continue
+        is_seen = torch.arange(context) <= torch.arange(context - length, context).unsqueeze(1)
+        keys = batch.keys[request, :context].double().repeat_interleave(group, 1)
+        # Of values that are 1 for one token each: its weights. [num_queries, num_heads, context].
+        ones = torch.eye(context).unsqueeze(1).expand(-1, keys.shape[1], -1)
+        of_queries, _ = truth(batch.query[part], keys, ones, is_seen, **batch.options)
+        expected = of_queries.unflatten(1, (-1, group)).sum((0, 2))
+        bound = (2e-6 + 4e-7 * batch.options["soft_cap"]) * max(1, length * group)
+        torch.testing.assert_close(weights.double(), expected, rtol=0, atol=bound)
+
+
+@variants_and_layouts
+def test_tokens_of_a_long_context_are_weighed_in_several_turns(variant, layout):
+    """128 rows over 20,000 tokens are more logits than a thread keeps."""
+    torch.manual_seed(0)
+    query_len, group, head_size, page_size, context = 32, 4, 32, 32, 20_000
+    dtype = torch.bfloat16 if layout == "amx" else torch.float32
+    pages = -(-context // page_size)
+    keys = torch.randn(context, 1, head_size).to(dtype)
+    cache = torch.zeros(pages, 1, page_size, 2 * head_size, dtype=dtype)
+    positions = torch.arange(context)
+    write(cache, layout, positions // page_size, positions % page_size, keys, keys)
+    query = 3 * torch.randn(query_len, group, head_size).to(dtype)
+    weights = (
+        kernel_of(variant)
+        .over(cache, layout)
+        .weigh_tokens(query, pages=torch.arange(pages), context_len=context, scale=head_size**-0.5)
+    )
+    logits = torch.einsum("qhd,kd->qhk", query.double(), keys[:, 0].double()) * head_size**-0.5
+    is_seen = positions <= torch.arange(context - query_len, context).unsqueeze(1)
+    expected = logits.masked_fill(~is_seen.unsqueeze(1), -torch.inf).softmax(-1).sum((0, 1))
+    bound = (2e-6 + 2e-10 * context) * query_len * group
+    torch.testing.assert_close(weights[0].double(), expected, rtol=0, atol=bound)
+
+
+class Copied:
+    """Pages of their own for the first tokens of some requests' lists; what none has is NaN."""
+
+    def __init__(self, batch: Batch, layout: str, counts: list[int]) -> None:
+        _, num_kv_heads, page_size, content = batch.cache.shape
+        pages_each = max(1, *(-(-count // page_size) for count in counts)) if counts else 1
+        shape = (len(counts) * pages_each + 1, num_kv_heads, page_size, content)
+        self.copies = LayerCopies(
+            torch.full(shape, torch.nan).to(batch.cache.dtype),
+            firsts=(torch.randperm(len(counts)) * pages_each + 1).int(),
+            counts=torch.tensor(counts, dtype=torch.int32),
+        )
+        self._batch, self._layout = batch, layout
+
+    def take(self, request: int, chosen: torch.Tensor) -> None:
+        """`chosen` [num_kv_heads, n] int64, positions of the request."""
+        page_size = self.copies.pages.shape[2]
+        chosen = chosen[:, : int(self.copies.counts[request])]
+        heads, places = torch.arange(len(chosen)), torch.arange(chosen.shape[1])
+        dtype = self.copies.pages.dtype
+        bits = self.copies.pages.view(torch.uint8) if dtype in FP8 else self.copies.pages
+        write(
+            bits,
+            self._layout,
+            self.copies.firsts[request].long() + places // page_size,
+            places % page_size,
+            *(
+                half[request].view(bits.dtype)[chosen.T, heads]
+                for half in (self._batch.keys, self._batch.values)
+            ),
+        )
+
+
+@variants_and_layouts
+@settings(max_examples=160, deadline=None)
+@given(
+    st.data(),
+    st.integers(1, 5),
+    st.sampled_from(["in order", "runs", "as it comes"]),
+    st.booleans(),
+    st.booleans(),
+)
+def test_chosen_tokens_are_attended_to_as_in_float64(
+    variant, layout, data, threads, order, sees_all, are_copied
+):
+    batch = data.draw(batches(layout, max_query_len=12, windows=()))
+    kernel = kernel_of(variant)
+    with_threads(threads)
+    num_reqs, _, num_kv_heads, _ = batch.keys.shape
+    group = batch.query.shape[1] // num_kv_heads
+    lens = [int(torch.randint(1, context + 1, ())) if context else 0 for context in batch.context_lens]
+    width = max(1, *lens) + 2 if lens else 1
+    slots = torch.full((num_reqs, num_kv_heads, width), GARBAGE, dtype=torch.int32)
+    is_seen = torch.rand(num_reqs, max(1, *batch.query_lens, 1), width) < 0.7
+    is_seen[..., 0] = True
+    copied = Copied(
+        batch, layout, [int(torch.randint(0, count + 1, ())) if are_copied else 0 for count in lens]
+    )
+    expected = []
+    for request, (context, count) in enumerate(zip(batch.context_lens, lens, strict=True)):
+        positions = torch.zeros(num_kv_heads, count, dtype=torch.int64)
+        part = slice(*batch.starts[request : request + 2].tolist())
+        for head in range(num_kv_heads):
+            chosen = torch.randperm(context)[:count]
+            if order != "as it comes":
+                chosen = chosen.sort().values
+            if order == "runs":  # as sinks and a window are, of which whole blocks are read in place
+                first = int(torch.randint(0, context - count + 1, ())) // 32 * 32
+                chosen = torch.arange(first, first + count)
+            positions[head] = chosen
+            slots[request, head, :count] = batch.slots_of(request, chosen)
+            slots[request, head, : copied.copies.counts[request]] = GARBAGE
+            heads = slice(head * group, (head + 1) * group)
+            if not batch.query_lens[request]:
+                continue
+            seen = is_seen[request, : batch.query_lens[request], :count]
+            options = dict(batch.options)
+            if options["sinks"] is not None:
+                options["sinks"] = options["sinks"][heads]
+            keys, values = (
+                half[request].double()[chosen, head].unsqueeze(1).expand(-1, group, -1)
+                for half in (batch.keys, batch.values)
+            )
+            seen = torch.ones_like(seen) if sees_all else seen
+            expected.append((part, heads, *truth(batch.query[part, heads], keys, values, seen, **options)))
+        copied.take(request, positions)
+    output = torch.full(batch.query.shape, torch.nan).to(batch.query.dtype)
+    kernel.over(batch.cache, layout).attend_slots(
+        batch.query,
+        output,
+        query_starts=batch.starts,
+        slots=slots,
+        slot_lens=torch.tensor(lens, dtype=torch.int32),
+        is_seen=None if sees_all else is_seen,
+        copies=copied.copies if are_copied else None,
+        **batch.options,
+    )
+    for part, heads, result, size in expected:
+        check(output[part, heads], result, size, batch.options["soft_cap"])

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's attention metadata, on its V2 runner, of the KV pages that a draft reads."""
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
+from vllm.v1.worker.utils import AttentionGroup
+
+from vllm_magicdec.views.base import PageView, ViewStep, on_device
+from vllm_magicdec.views.passes import Queries, ViewPass
+
+if TYPE_CHECKING:
+    from vllm_magicdec.vllm_api.runner_v2 import MagicDecSpeculator
+
+
+class PageMetadata:
+    """Makes it, by layer, of steps and passes.
+
+    Args:
+        speculator: whose KV cache and request buffers are read.
+        attention_groups: of each group of the draft's layers.
+        kv_cache_groups: the index of each group's KV-cache group.
+        numbers: query tokens per request of the steps that CUDA graphs may hold: what they read stays.
+    """
+
+    def __init__(
+        self,
+        speculator: "MagicDecSpeculator",
+        attention_groups: Sequence[list[AttentionGroup]],
+        kv_cache_groups: Sequence[int],
+        numbers: Collection[int],
+    ) -> None:
+        self._speculator = speculator
+        # vLLM builds for all KV-cache groups alike; one without layers it leaves out.
+        self._attention_groups: list[list[list[AttentionGroup]]] = []
+        for own, kv_cache_group in zip(attention_groups, kv_cache_groups, strict=True):
+            by_kv_cache_group: list[list[AttentionGroup]] = [[] for _ in speculator.target_attn_groups]
+            by_kv_cache_group[kv_cache_group] = own
+            self._attention_groups.append(by_kv_cache_group)
+        self._query_start_locs = {n: speculator.arange_gpu * n for n in numbers}
+        starts = torch.arange(speculator.max_num_reqs + 1, dtype=torch.int32)
+        self._query_start_locs_cpu = {n: starts * n for n in numbers}
+
+    def of_step(
+        self, index: int, step: ViewStep, view: PageView, *, for_capture: bool = False
+    ) -> dict[str, Any]:
+        """Of a draft step, in the layers of a group."""
+        num_reqs = view.lens.shape[0]
+        num_queries = step.positions.shape[0] // num_reqs
+        return self._build(
+            self._attention_groups[index],
+            query_start_loc=self._query_start_locs[num_queries][: num_reqs + 1],
+            query_start_loc_cpu=self._query_start_locs_cpu[num_queries][: num_reqs + 1],
+            max_query_len=num_queries,
+            seq_lens=view.lens,
+            max_seq_len=view.max_len,
+            block_tables=[view.block_table] * len(self._attention_groups[index]),
+            slots=step.slots,
+            positions=step.positions,
+            for_capture=for_capture,
+        )
+
+    def of_pass(self, index: int, part: ViewPass, queries: Queries, view: PageView) -> dict[str, Any]:
+        """Of a draft pass, in the layers of a group."""
+        starts = torch.from_numpy(queries.starts)
+        return self._build(
+            self._attention_groups[index],
+            query_start_loc=on_device(queries.starts, self._speculator.device).to(torch.int32),
+            query_start_loc_cpu=starts,
+            max_query_len=int(queries.lens.max()),
+            seq_lens=view.lens,
+            max_seq_len=view.max_len,
+            block_tables=[view.block_table] * len(self._attention_groups[index]),
+            slots=part.slots,
+            positions=part.positions,
+        )
+
+    def of_all_pages(
+        self, *, block_tables: Sequence[torch.Tensor], slots: Sequence[torch.Tensor], **common: Any
+    ) -> dict[str, Any]:
+        """Of a pass over all pages of some requests, in all of the draft's layers.
+
+        Args:
+            block_tables: [num_reqs, num_pages] int32 each, of these requests, by KV-cache group.
+            slots: [num_tokens] int64 each, by group of layers.
+            common: as for `_build`.
+        """
+        attn_metadata: dict[str, Any] = {}
+        for groups, own in zip(self._attention_groups, slots, strict=True):
+            attn_metadata |= self._build(groups, block_tables=block_tables, slots=own, **common)
+        return attn_metadata
+
+    def of_target(
+        self, *, block_tables: Sequence[torch.Tensor], slots: torch.Tensor, **common: Any
+    ) -> dict[str, Any]:
+        """Of a pass over all pages of some requests, in all of the target's layers.
+
+        Args:
+            block_tables: as for `of_all_pages`.
+            slots: [num_tokens] int64.
+            common: as for `_build`.
+        """
+        groups = self._speculator.target_attn_groups
+        return self._build(groups, block_tables=block_tables, slots=slots, **common)
+
+    def _build(
+        self,
+        attention_groups: list[list[AttentionGroup]],
+        *,
+        query_start_loc: torch.Tensor,  # [num_reqs + 1] int32
+        query_start_loc_cpu: torch.Tensor,
+        max_query_len: int,
+        seq_lens: torch.Tensor,  # [num_reqs] int32
+        max_seq_len: int,
+        block_tables: Sequence[torch.Tensor],  # [num_reqs, num_pages] int32 each, by KV-cache group
+        slots: torch.Tensor,  # [num_tokens] int64
+        positions: torch.Tensor,  # [num_tokens] int64
+        for_capture: bool = False,
+    ) -> dict[str, Any]:
+        """Of the layers in `attention_groups`, which are by KV-cache group."""
+        num_reqs = seq_lens.shape[0]
+        return build_attn_metadata(
+            attn_groups=attention_groups,
+            num_reqs=num_reqs,
+            num_tokens=positions.shape[0],
+            query_start_loc_gpu=query_start_loc,
+            query_start_loc_cpu=query_start_loc_cpu,
+            max_query_len=max_query_len,
+            seq_lens=seq_lens,
+            max_seq_len=max_seq_len,
+            block_tables=block_tables,
+            slot_mappings=slots.expand(len(block_tables), -1),
+            kv_cache_config=self._speculator.kv_cache_config,
+            positions=positions,
+            is_prefilling=self._speculator.draft_is_prefilling[:num_reqs],
+            for_cudagraph_capture=for_capture,
+        )
