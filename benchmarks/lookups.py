@@ -12,7 +12,8 @@ ratios of turns of one pass over the contenders.
 - datastore: auto whose lookups look into a datastore, too (--datastore, made by `magicdec index`).
 - The clock starts when the requests have made twice the tokens of the longest round, on average: whoever
   drafts much would else have less of the first ones timed, which are new text more often than later ones.
-- passes: of the draft per round that was read; "unread": drafts that were looked up alone, of all verified.
+- passes: of the draft per round that was read; "unread": drafts that were looked up alone, of all verified;
+  both, and "verified", of the whole turn, with what is made before the clock starts.
 """
 
 import argparse
@@ -37,7 +38,7 @@ from vllm_magicdec.planner.profile import fill_prefix_cache
 
 PLAIN, BEFORE, AUTO, DATASTORE = "plain", "auto-off", "auto", "datastore"
 FIXED_BEFORE, FIXED = "fixed-off", "fixed"
-MOST_DRAFTS_OF_AUTO = 16
+MOST_DRAFTS_OF_AUTO = 16  # with lookups
 # vLLM shows metrics of the engine that was started last alone; so what the plugin counts workers are asked.
 _COUNTED_BY_WORKERS = {
     "rounds": "lookup_rounds",
@@ -52,7 +53,7 @@ _METRICS = {
 
 @dataclass(frozen=True)
 class Counted(Decoding):
-    """A turn, and what was counted meanwhile."""
+    """A turn, and what was counted in all of it, also before the clock started."""
 
     rounds: int  # that were read
     passes: int
@@ -189,7 +190,7 @@ def run(args: argparse.Namespace, model: str) -> None:
         "lookups",
         environment=vllm_environment(),
         engine={**settings, "model": Path(args.model).name},
-        settings=settings_of(args, "model", "documents", "datastore"),
+        settings={**settings_of(args, "model", "documents", "datastore"), "skipped_tokens": skipped},
         speculative_configs={name: configs[name] for name in args.contenders},
     )
     rows, all_turns = [], []
@@ -227,7 +228,9 @@ def main() -> None:
     add_model(parser, default=KV_HEAVY)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--context", type=int, nargs="+", default=[16_000], help="tokens")
-    parser.add_argument("--tokens", type=int, default=128, help="timed per request and turn")
+    parser.add_argument(
+        "--tokens", type=int, default=128, help="per request and turn, after those before the clock"
+    )
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     parser.add_argument("--datastore", type=Path, help=f"for the contender {DATASTORE!r}, which it adds")
     parser.add_argument("--drafts", type=int, default=8, help="of the contenders with a fixed number")

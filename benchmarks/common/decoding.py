@@ -94,13 +94,13 @@ def decode(
         temperature: 0 is greedy.
         skip_tokens: per request, on average, made before the clock starts: where text differs from place to
             place, rounds of different lengths should be timed from about the same one.
-        before_clock: called when all requests decode, and have so many tokens.
+        before_clock: called when all requests decode.
     """
     batch = Batch(llm, prompts, num_tokens, temperature)
-    while batch.tokens < skip_tokens * len(prompts) and batch.step():
-        pass
     before_clock()
-    batch.step()  # what the engine may have finished meanwhile must not count as a step without time
+    # One step at least: what the engine may have finished meanwhile must not count as one without time.
+    while batch.step() and batch.tokens < skip_tokens * len(prompts):
+        pass
     clock, generated = [time.perf_counter()], [batch.tokens]
     while batch.step():
         clock.append(time.perf_counter())

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configurations as users may type them, and what is wanted of whoever reads them.
 
-That is before any weight is read (the model here has none), within seconds, and never with a trace.
+To accept or refuse them before any weight is read (the model here has none), within seconds, and never with
+a trace.
 """
 
 import contextlib
@@ -62,7 +63,8 @@ def within_the_limit():
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-    assert time.thread_time() - began_s < TIME_LIMIT_S
+    took_s = time.thread_time() - began_s
+    assert took_s < TIME_LIMIT_S, f"{took_s:.1f} s"
 
 
 def cases(number: int):
@@ -134,9 +136,7 @@ PLAUSIBLE = {
     "max_num_speculative_tokens": st.sampled_from([1, 6, 16, 128, None]),
     "profile": st.sampled_from([*PATHS, None]),
     "draft_kv_policy": st.sampled_from(["streamingllm", "snapkv", "verify-topk"]),
-    "draft_kv_budget": st.one_of(
-        st.sampled_from(["auto", 0.1, 0.5, 32, 512, 4096]), st.floats(0, 5000), tokens
-    ),
+    "draft_kv_budget": budgets,
     "draft_kv_max_budget": tokens,
     "draft_kv_min_budget": tokens,
     "draft_kv_sink": tokens,

@@ -58,20 +58,19 @@ def test_speeds_are_what_the_steps_took(monkeypatch, num_requests):
     assert decoded.tokens_per_s == pytest.approx(5 * TOKENS_PER_STEP * num_requests / 0.8)  # the mean
 
 
-def test_a_clock_that_starts_late_skips_the_first_tokens(monkeypatch):
-    # A prompt, two steps in which every request makes enough tokens, one more, and five that are timed.
-    engine = ImaginedEngine([50.0, 3.0, 3.0, 7.0, 0.1, 0.1, 0.1, 0.4, 0.1, 9.0])
+@pytest.mark.parametrize(("tokens_per_step", "num_skipped"), [(1, 12), (3, 4), (5, 3), (12, 1)])
+def test_a_clock_that_starts_late_starts_at_about_the_same_token(monkeypatch, tokens_per_step, num_skipped):
+    """A prompt, a token of each request; steps until there are 12 more or just beyond, and five timed."""
+    monkeypatch.setitem(globals(), "TOKENS_PER_STEP", tokens_per_step)
+    engine = ImaginedEngine([50.0, *[3.0] * num_skipped, 0.1, 0.1, 0.1, 0.4, 0.1, 9.0])
     monkeypatch.setattr(decoding.time, "perf_counter", lambda: engine.now)
-    llm, told = SimpleNamespace(llm_engine=engine), []
     decoded = decoding.decode(
-        llm,
+        SimpleNamespace(llm_engine=engine),
         [[1]] * 4,
-        1 + 9 * TOKENS_PER_STEP,
-        skip_tokens=2 * TOKENS_PER_STEP,
-        before_clock=lambda: told.append(engine.now),
+        1 + (num_skipped + 6) * tokens_per_step,
+        skip_tokens=13,
     )
-    assert told == [56.0]
-    assert decoded.tokens_per_s == pytest.approx(5 * TOKENS_PER_STEP * 4 / 0.8)
+    assert decoded.tokens_per_s == pytest.approx(5 * tokens_per_step * 4 / 0.8)
 
 
 def test_too_few_steps_say_so(monkeypatch):

@@ -6,12 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from kernel_cases import (
-    attend_pages,
-    kernel_of,
-    shared_batch,
-    variants,
-)
+from kernel_cases import attend_pages, kernel_of, shared_batch, variants
 
 from vllm_magicdec.attention.metadata import TokenPassMetadata
 from vllm_magicdec.attention.native_attention import native_of, takes_view

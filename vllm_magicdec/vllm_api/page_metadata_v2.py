@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class PageMetadata:
-    """Makes it, by layer, of steps and passes.
+    """Makes vLLM's attention metadata, by layer, of steps and passes.
 
     Args:
         speculator: whose KV cache and request buffers are read.
@@ -85,7 +85,7 @@ class PageMetadata:
         Args:
             block_tables: [num_reqs, num_pages] int32 each, of these requests, by KV-cache group.
             slots: [num_tokens] int64 each, by group of layers.
-            common: as for `_build`.
+            common: the rest of a batch, as `_build` names it.
         """
         attn_metadata: dict[str, Any] = {}
         for groups, own in zip(self._attention_groups, slots, strict=True):
@@ -100,7 +100,7 @@ class PageMetadata:
         Args:
             block_tables: as for `of_all_pages`.
             slots: [num_tokens] int64.
-            common: as for `_build`.
+            common: the rest of a batch, as `_build` names it.
         """
         groups = self._speculator.target_attn_groups
         return self._build(groups, block_tables=block_tables, slots=slots, **common)

@@ -165,7 +165,8 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         groups = layer_groups(self.vllm_config, kv_cache_config, self._drafting.layer_names)
         # vLLM lays the KV cache out twice when it measures memory first: what the first drafter holds goes.
         self._attention_groups: list[list[AttentionGroup]] = []
-        self.__dict__.pop("_drafter", None)
+        for name in ("_drafter", "page_metadata"):
+            self.__dict__.pop(name, None)
         self._drafting.lay_out(kv_cache_config, groups)
         self._attention_groups = [
             attention_groups_of(
