@@ -326,7 +326,7 @@ def main() -> None:
     add_out(parser, "; a heat map goes beside it")
     args = parser.parse_args()
     # The controller must be within reach: both engines' schedulers run in this process.
-    set_environment(kv_cache_gib=3, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    set_environment(kv_cache_gib=5, VLLM_ENABLE_V1_MULTIPROCESSING="0")
     with model_folder(args.model) as model:
         run(args, model)
 

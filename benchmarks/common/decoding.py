@@ -29,6 +29,9 @@ class Batch:
         prompts: token ids.
         max_tokens: to generate per request; None: as far as the engine goes.
         temperature: 0 is greedy.
+
+    Raises:
+        SystemExit: the KV cache has no room for all of them.
     """
 
     def __init__(
@@ -46,6 +49,11 @@ class Batch:
             self._engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
         while not all(self._tokens.values()):
             self.step()
+        if self.has_ended:
+            raise SystemExit(
+                "a request ended before all of the batch were decoding, for want of KV cache: raise "
+                "VLLM_CPU_KVCACHE_SPACE, or lower --batch or --context"
+            )
 
     @property
     def num_requests(self) -> int:

@@ -73,6 +73,23 @@ def test_a_clock_that_starts_late_starts_at_about_the_same_token(monkeypatch, to
     assert decoded.tokens_per_s == pytest.approx(5 * tokens_per_step * 4 / 0.8)
 
 
+def test_a_batch_that_finds_no_room_says_so():
+    """Each request begins when the one before it has ended."""
+
+    class FullEngine(ImaginedEngine):
+        def step(self):
+            request_id = next(iter(self.made))
+            self.made[request_id] += 1
+            completion = SimpleNamespace(token_ids=range(self.made[request_id]))
+            finished = self.made[request_id] == self.num_tokens
+            if finished:
+                del self.made[request_id]
+            return [SimpleNamespace(request_id=request_id, finished=finished, outputs=[completion])]
+
+    with pytest.raises(SystemExit, match="raise VLLM_CPU_KVCACHE_SPACE"):
+        decoding.decode(SimpleNamespace(llm_engine=FullEngine([])), [[1]] * 2, 40)
+
+
 def test_too_few_steps_say_so(monkeypatch):
     engine = ImaginedEngine([1.0] * 9)
     monkeypatch.setattr(decoding.time, "perf_counter", lambda: engine.now)
