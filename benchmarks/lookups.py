@@ -10,10 +10,7 @@ ratios of turns of one pass over the contenders.
 - fixed-off (not among the contenders unless named): as many without lookups, each in a pass of its own.
 - auto-off, auto: `num_speculative_tokens: auto` without lookups and with them.
 - datastore: auto whose lookups look into a datastore, too (--datastore, made by `magicdec index`).
-- The clock starts when the requests have made twice the tokens of the longest round, on average: whoever
-  drafts much would else have less of the first ones timed, which are new text more often than later ones.
-- passes: of the draft per round that was read; "unread": drafts that were looked up alone, of all verified;
-  both, and "verified", of the whole turn, with what is made before the clock starts.
+- passes: of the draft per round that was read; "unread": drafts that were looked up alone, of all verified.
 """
 
 import argparse
@@ -38,7 +35,6 @@ from vllm_magicdec.planner.profile import fill_prefix_cache
 
 PLAIN, BEFORE, AUTO, DATASTORE = "plain", "auto-off", "auto", "datastore"
 FIXED_BEFORE, FIXED = "fixed-off", "fixed"
-MOST_DRAFTS_OF_AUTO = 16  # with lookups
 # vLLM shows metrics of the engine that was started last alone; so what the plugin counts workers are asked.
 _COUNTED_BY_WORKERS = {
     "rounds": "lookup_rounds",
@@ -53,7 +49,7 @@ _METRICS = {
 
 @dataclass(frozen=True)
 class Counted(Decoding):
-    """A turn, and what was counted in all of it, also before the clock started."""
+    """A turn, and what was counted in all of it, also when the clock had stopped."""
 
     rounds: int  # that were read
     passes: int
@@ -103,9 +99,7 @@ def take_totals(worker: Any) -> dict[str, int]:
     return dict(staged._counters.totals) if staged else {}
 
 
-def decode_and_count(
-    llm: Any, prompts: list[list[int]], num_tokens: int, temperature: float, skip_tokens: int
-) -> Counted:
+def decode_and_count(llm: Any, prompts: list[list[int]], num_tokens: int, temperature: float) -> Counted:
     """`decode`, with what is counted of it."""
 
     def count() -> dict[str, int]:
@@ -117,9 +111,7 @@ def decode_and_count(
         }
 
     before = count()
-    decoding = decode(
-        llm, prompts, num_tokens + skip_tokens, temperature=temperature, skip_tokens=skip_tokens
-    )
+    decoding = decode(llm, prompts, num_tokens, temperature=temperature)
     after = count()
     return Counted(**asdict(decoding), **{name: after[name] - before[name] for name in after})
 
@@ -183,14 +175,13 @@ def _shown(value: float | None, how: str = ".2f") -> str:
 
 def run(args: argparse.Namespace, model: str) -> None:
     configs = speculations(args.drafts, args.budget, args.policy, args.datastore)
-    skipped = 2 * (1 + max(args.drafts, MOST_DRAFTS_OF_AUTO))
-    model_len = max(args.context) + skipped + args.tokens + 2 * PAGE
+    model_len = max(args.context) + args.tokens + 2 * PAGE
     settings = engine_settings(model, args.dtype, batch=max(args.batch), model_len=model_len)
     record = make_record(
         "lookups",
         environment=vllm_environment(),
         engine={**settings, "model": Path(args.model).name},
-        settings={**settings_of(args, "model", "documents", "datastore"), "skipped_tokens": skipped},
+        settings=settings_of(args, "model", "documents", "datastore"),
         speculative_configs={name: configs[name] for name in args.contenders},
     )
     rows, all_turns = [], []
@@ -204,7 +195,7 @@ def run(args: argparse.Namespace, model: str) -> None:
                     fill_prefix_cache(turn.of(llm), prompts)
 
                 def take(llm: Any, prompts: list[list[int]] = prompts) -> Counted:
-                    return decode_and_count(turn.of(llm), prompts, args.tokens, args.temperature, skipped)
+                    return decode_and_count(turn.of(llm), prompts, args.tokens, args.temperature)
 
                 contenders = {name: lambda llm=llm: take(llm) for name, llm in engines.items()}
                 take_turns(contenders, 1)
@@ -228,9 +219,7 @@ def main() -> None:
     add_model(parser, default=KV_HEAVY)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--context", type=int, nargs="+", default=[16_000], help="tokens")
-    parser.add_argument(
-        "--tokens", type=int, default=128, help="per request and turn, after those before the clock"
-    )
+    parser.add_argument("--tokens", type=int, default=128, help="per request and turn")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     parser.add_argument("--datastore", type=Path, help=f"for the contender {DATASTORE!r}, which it adds")
     parser.add_argument("--drafts", type=int, default=8, help="of the contenders with a fixed number")

@@ -90,25 +90,25 @@ def decode(
     num_tokens: int,
     *,
     temperature: float = 0.0,
-    skip_tokens: int = 0,
-    before_clock: Callable[[], object] = lambda: None,
+    before_clock: Callable[[], object] | None = None,
 ) -> Decoding:
     """Decode all prompts as one batch, until the first of them ends.
+
+    The clock starts when all of them decode, so that the text that is timed begins at the same token
+    whatever a round brings. It stops before the step in which one ends: that makes less than a whole step.
 
     Args:
         llm: the engine.
         prompts: token ids, in the prefix cache already.
         num_tokens: to generate per request.
         temperature: 0 is greedy.
-        skip_tokens: per request, on average, made before the clock starts: where text differs from place to
-            place, rounds of different lengths should be timed from about the same one.
-        before_clock: called when all requests decode.
+        before_clock: called when all requests decode. The step after it is not timed: the engine may finish
+            one meanwhile.
     """
     batch = Batch(llm, prompts, num_tokens, temperature)
-    before_clock()
-    # One step at least: what the engine may have finished meanwhile must not count as one without time.
-    while batch.step() and batch.tokens < skip_tokens * len(prompts):
-        pass
+    if before_clock:
+        before_clock()
+        batch.step()
     clock, generated = [time.perf_counter()], [batch.tokens]
     while batch.step():
         clock.append(time.perf_counter())

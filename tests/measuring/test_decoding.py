@@ -44,33 +44,39 @@ class ImaginedEngine:
 
 @pytest.mark.parametrize("num_requests", [1, 4])
 def test_speeds_are_what_the_steps_took(monkeypatch, num_requests):
-    # A prompt, a step that is not timed, five that are, and the last, in which the requests end.
-    engine = ImaginedEngine([50.0, 7.0, 0.1, 0.1, 0.1, 0.4, 0.1, 9.0])
+    # A prompt, five steps that are timed, and the last, in which the requests end.
+    engine = ImaginedEngine([50.0, 0.1, 0.1, 0.1, 0.4, 0.1, 9.0])
     monkeypatch.setattr(decoding.time, "perf_counter", lambda: engine.now)
     llm = SimpleNamespace(llm_engine=engine)
-    told = []
-    decoded = decoding.decode(
-        llm, [[1]] * num_requests, 1 + 7 * TOKENS_PER_STEP, before_clock=lambda: told.append(engine.now)
-    )
-    assert told == [50.0]
+    decoded = decoding.decode(llm, [[1]] * num_requests, 1 + 6 * TOKENS_PER_STEP)
     assert decoded.acceptance_length == TOKENS_PER_STEP
     assert decoded.step_ms == pytest.approx(100.0)  # the median
     assert decoded.tokens_per_s == pytest.approx(5 * TOKENS_PER_STEP * num_requests / 0.8)  # the mean
 
 
-@pytest.mark.parametrize(("tokens_per_step", "num_skipped"), [(1, 12), (3, 4), (5, 3), (12, 1)])
-def test_a_clock_that_starts_late_starts_at_about_the_same_token(monkeypatch, tokens_per_step, num_skipped):
-    """A prompt, a token of each request; steps until there are 12 more or just beyond, and five timed."""
-    monkeypatch.setitem(globals(), "TOKENS_PER_STEP", tokens_per_step)
-    engine = ImaginedEngine([50.0, *[3.0] * num_skipped, 0.1, 0.1, 0.1, 0.4, 0.1, 9.0])
+def test_what_is_made_while_somebody_asks_is_not_timed(monkeypatch):
+    engine = ImaginedEngine([50.0, 7.0, 0.1, 0.1, 0.1, 0.4, 0.1, 9.0])
     monkeypatch.setattr(decoding.time, "perf_counter", lambda: engine.now)
+    told = []
     decoded = decoding.decode(
         SimpleNamespace(llm_engine=engine),
-        [[1]] * 4,
-        1 + (num_skipped + 6) * tokens_per_step,
-        skip_tokens=13,
+        [[1]],
+        1 + 7 * TOKENS_PER_STEP,
+        before_clock=lambda: told.append(engine.now),
     )
-    assert decoded.tokens_per_s == pytest.approx(5 * tokens_per_step * 4 / 0.8)
+    assert told == [50.0]
+    assert decoded.tokens_per_s == pytest.approx(5 * TOKENS_PER_STEP / 0.8)
+
+
+@pytest.mark.parametrize("tokens_per_step", [1, 2, 3, 4])
+def test_the_same_text_is_timed_whatever_a_round_brings(monkeypatch, tokens_per_step):
+    """The first 12 tokens take a second, the others none: all of it must be seen."""
+    monkeypatch.setitem(globals(), "TOKENS_PER_STEP", tokens_per_step)
+    new, old = 12 // tokens_per_step, 24 // tokens_per_step
+    engine = ImaginedEngine([50.0, *[1 / new] * new, *[0.0] * (old + 1)])
+    monkeypatch.setattr(decoding.time, "perf_counter", lambda: engine.now)
+    decoded = decoding.decode(SimpleNamespace(llm_engine=engine), [[1]], 1 + 36 + tokens_per_step)
+    assert decoded.tokens_per_s == pytest.approx(36.0)
 
 
 def test_a_batch_that_finds_no_room_says_so():
@@ -94,4 +100,4 @@ def test_too_few_steps_say_so(monkeypatch):
     engine = ImaginedEngine([1.0] * 9)
     monkeypatch.setattr(decoding.time, "perf_counter", lambda: engine.now)
     with pytest.raises(SystemExit, match="raise --tokens"):
-        decoding.decode(SimpleNamespace(llm_engine=engine), [[1]], 1 + 4 * TOKENS_PER_STEP)
+        decoding.decode(SimpleNamespace(llm_engine=engine), [[1]], 1 + 3 * TOKENS_PER_STEP)
