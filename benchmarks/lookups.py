@@ -10,7 +10,10 @@ ratios of turns of one pass over the contenders.
 - fixed-off (not among the contenders unless named): as many without lookups, each in a pass of its own.
 - auto-off, auto: `num_speculative_tokens: auto` without lookups and with them.
 - datastore: auto whose lookups look into a datastore, too (--datastore, made by `magicdec index`).
-- passes: of the draft per round that was read; "unread": drafts that were looked up alone, of all verified.
+- A turn is a job: the requests arrive together, and the clock runs until the last of them has all of its
+  tokens, so that all contenders are timed, and counted, on the same text.
+- passes: of the draft per round that was read, which a step of the batch is; "unread": drafts that were
+  looked up alone, of all verified.
 """
 
 import argparse
@@ -21,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from common.decoding import Decoding, decode, medians
+from common.decoding import Decoding, decode_job, medians
 from common.documents import describe_documents, prompts_of_cells
 from common.engines import PAGE, Turn, engine, engine_settings, set_environment, take_turns
 from common.machine import vllm_environment
@@ -49,7 +52,7 @@ _METRICS = {
 
 @dataclass(frozen=True)
 class Counted(Decoding):
-    """A turn, and what was counted in all of it, also when the clock had stopped."""
+    """A turn, and what was counted in it."""
 
     rounds: int  # that were read
     passes: int
@@ -100,7 +103,7 @@ def take_totals(worker: Any) -> dict[str, int]:
 
 
 def decode_and_count(llm: Any, prompts: list[list[int]], num_tokens: int, temperature: float) -> Counted:
-    """`decode`, with what is counted of it."""
+    """`decode_job`, with what is counted of it."""
 
     def count() -> dict[str, int]:
         (totals,) = llm.collective_rpc(take_totals)
@@ -111,7 +114,7 @@ def decode_and_count(llm: Any, prompts: list[list[int]], num_tokens: int, temper
         }
 
     before = count()
-    decoding = decode(llm, prompts, num_tokens, temperature=temperature)
+    decoding = decode_job(llm, prompts, num_tokens, temperature=temperature)
     after = count()
     return Counted(**asdict(decoding), **{name: after[name] - before[name] for name in after})
 

@@ -44,39 +44,42 @@ class ImaginedEngine:
 
 @pytest.mark.parametrize("num_requests", [1, 4])
 def test_speeds_are_what_the_steps_took(monkeypatch, num_requests):
-    # A prompt, five steps that are timed, and the last, in which the requests end.
-    engine = ImaginedEngine([50.0, 0.1, 0.1, 0.1, 0.4, 0.1, 9.0])
+    # A prompt, a step that is not timed, five that are, and the last, in which the requests end.
+    engine = ImaginedEngine([50.0, 7.0, 0.1, 0.1, 0.1, 0.4, 0.1, 9.0])
     monkeypatch.setattr(decoding.time, "perf_counter", lambda: engine.now)
     llm = SimpleNamespace(llm_engine=engine)
-    decoded = decoding.decode(llm, [[1]] * num_requests, 1 + 6 * TOKENS_PER_STEP)
+    told = []
+    decoded = decoding.decode(
+        llm, [[1]] * num_requests, 1 + 7 * TOKENS_PER_STEP, before_clock=lambda: told.append(engine.now)
+    )
+    assert told == [50.0]
     assert decoded.acceptance_length == TOKENS_PER_STEP
     assert decoded.step_ms == pytest.approx(100.0)  # the median
     assert decoded.tokens_per_s == pytest.approx(5 * TOKENS_PER_STEP * num_requests / 0.8)  # the mean
 
 
-def test_what_is_made_while_somebody_asks_is_not_timed(monkeypatch):
-    engine = ImaginedEngine([50.0, 7.0, 0.1, 0.1, 0.1, 0.4, 0.1, 9.0])
-    monkeypatch.setattr(decoding.time, "perf_counter", lambda: engine.now)
-    told = []
-    decoded = decoding.decode(
-        SimpleNamespace(llm_engine=engine),
-        [[1]],
-        1 + 7 * TOKENS_PER_STEP,
-        before_clock=lambda: told.append(engine.now),
-    )
-    assert told == [50.0]
-    assert decoded.tokens_per_s == pytest.approx(5 * TOKENS_PER_STEP / 0.8)
+def test_a_job_is_timed_from_its_arrival_to_its_end(monkeypatch):
+    """The prompts' step, one in which a request makes three tokens and ends, and two of the other alone."""
 
+    class UnevenEngine(ImaginedEngine):
+        def step(self):
+            self.now += next(self.seconds)
+            outputs = []
+            for name, made in list(self.made.items()):
+                self.made[name] = made = made + (3 if made and name.startswith("0-") else 1)
+                finished = made >= self.num_tokens
+                if finished:
+                    del self.made[name]
+                completion = SimpleNamespace(token_ids=range(min(made, self.num_tokens)))
+                outputs.append(SimpleNamespace(request_id=name, finished=finished, outputs=[completion]))
+            return outputs
 
-@pytest.mark.parametrize("tokens_per_step", [1, 2, 3, 4])
-def test_the_same_text_is_timed_whatever_a_round_brings(monkeypatch, tokens_per_step):
-    """The first 12 tokens take a second, the others none: all of it must be seen."""
-    monkeypatch.setitem(globals(), "TOKENS_PER_STEP", tokens_per_step)
-    new, old = 12 // tokens_per_step, 24 // tokens_per_step
-    engine = ImaginedEngine([50.0, *[1 / new] * new, *[0.0] * (old + 1)])
+    engine = UnevenEngine([5.0, 1.0, 2.0, 4.0])
     monkeypatch.setattr(decoding.time, "perf_counter", lambda: engine.now)
-    decoded = decoding.decode(SimpleNamespace(llm_engine=engine), [[1]], 1 + 36 + tokens_per_step)
-    assert decoded.tokens_per_s == pytest.approx(36.0)
+    decoded = decoding.decode_job(SimpleNamespace(llm_engine=engine), [[1]] * 2, 4)
+    assert decoded.tokens_per_s == pytest.approx(2 * 4 / 12.0)
+    assert decoded.step_ms == pytest.approx(2000.0)
+    assert decoded.acceptance_length == pytest.approx(6 / 4)
 
 
 def test_a_batch_that_finds_no_room_says_so():
@@ -100,4 +103,4 @@ def test_too_few_steps_say_so(monkeypatch):
     engine = ImaginedEngine([1.0] * 9)
     monkeypatch.setattr(decoding.time, "perf_counter", lambda: engine.now)
     with pytest.raises(SystemExit, match="raise --tokens"):
-        decoding.decode(SimpleNamespace(llm_engine=engine), [[1]], 1 + 3 * TOKENS_PER_STEP)
+        decoding.decode(SimpleNamespace(llm_engine=engine), [[1]], 1 + 4 * TOKENS_PER_STEP)

@@ -13,20 +13,21 @@
 namespace magicdec {
 
 // Of a tile's keys and values. Few rows wait for memory: what is read should fit the first cache (heads of 128 in float32
-// fill one of 32 KiB, larger ones do not fit: a tile has no less than a block), and longer tiles mean fewer passes of the
-// softmax: where that cache has 48 KiB, twice the bytes are 1.03 to 1.06 times as fast (one row to five of float32, heads of
-// 64, one core of an Emerald Rapids). Of more rows each group reads the tile again: in float32 with narrow vectors it and
-// the next one should fit the second cache, in which a KV head's pages, at distances of powers of two, share few of the
-// sets. Many rows compute, and are quickest with the longest tiles.
+// fill one of 32 KiB, larger ones do not fit: a tile has no less than a block). Of more rows each group reads the tile again:
+// in float32 with narrow vectors it and the next one should fit the second cache, in which a KV head's pages, at distances of
+// powers of two, share few of the sets. Many rows compute, and longer tiles mean fewer passes of the softmax.
 constexpr int FEW_ROWS_BYTES = 16384, SOME_ROWS_BYTES = 65536;
-constexpr long LARGE_FIRST_CACHE = 49152;
+constexpr long LARGE_FIRST_CACHE = 49152;  // bytes; it has room for twice as much of few rows: fewer passes there, too
 
 inline int few_rows_bytes() {
-#ifdef _SC_LEVEL1_DCACHE_SIZE
+#if defined(MAGICDEC_FEW_ROWS_BYTES)
+  return MAGICDEC_FEW_ROWS_BYTES;
+#elif defined(_SC_LEVEL1_DCACHE_SIZE)
   static const long first_cache = sysconf(_SC_LEVEL1_DCACHE_SIZE);
-  if (first_cache >= LARGE_FIRST_CACHE) return 2 * FEW_ROWS_BYTES;
-#endif
+  return first_cache >= LARGE_FIRST_CACHE ? 2 * FEW_ROWS_BYTES : FEW_ROWS_BYTES;
+#else
   return FEW_ROWS_BYTES;
+#endif
 }
 
 template <int N>
