@@ -11,9 +11,9 @@ ratios of turns of one pass over the contenders.
 - auto-off, auto: `num_speculative_tokens: auto` without lookups and with them.
 - datastore: auto whose lookups look into a datastore, too (--datastore, made by `magicdec index`).
 - A turn is a job: the requests arrive together, and the clock runs until the last of them has all of its
-  tokens, so that all contenders are timed, and counted, on the same text.
-- passes: of the draft per round that was read, which a step of the batch is; "unread": drafts that were
-  looked up alone, of all verified.
+  tokens: as many for all contenders, and the same text where decoding is greedy.
+- Tokens per round: of a request's step. passes: of the draft per step of the batch that was read, of which
+  fewer and fewer requests are left in the end; "unread": drafts that were looked up alone, of all verified.
 """
 
 import argparse
@@ -184,7 +184,7 @@ def run(args: argparse.Namespace, model: str) -> None:
         "lookups",
         environment=vllm_environment(),
         engine={**settings, "model": Path(args.model).name},
-        settings=settings_of(args, "model", "documents", "datastore"),
+        settings={**settings_of(args, "model", "documents", "datastore"), "clock": "job"},
         speculative_configs={name: configs[name] for name in args.contenders},
     )
     rows, all_turns = [], []

@@ -134,7 +134,7 @@ def decode_job(
 ) -> Decoding:
     """Decode all prompts, from when they arrive until the last of them has all of its tokens.
 
-    So the same text is timed for every contender, whatever a round of it brings, and whatever it drafts
+    So as many tokens are timed for every contender, whatever a round of it brings, and whatever it drafts
     takes time. The prompts' own step and what the last requests need alone are in it.
 
     Args:
