@@ -148,7 +148,8 @@ def test_bfloat16_output_was_judged_by_the_targets_scores(small_run):
     _, record = small_run
     [check] = [check for check in record["lossless"] if check["dtype"] == "bfloat16"]
     assert check["status"] == "ok" and check["mode"] == "bfloat16-v1"
-    assert check["rounding"] > 0 and check["largest_margin"] <= 2 * check["rounding"]
+    # Nothing was rounded where decoding and scoring sum alike: some CPUs do, over as few tokens as here.
+    assert 0 <= check["largest_margin"] <= 2 * check["rounding"] < lossless.MAX_NEAR_TIE
     assert 0 < check["accepted"] < check["drafted"]
 
 
