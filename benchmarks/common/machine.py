@@ -56,6 +56,7 @@ def describe_machine() -> dict[str, str | int | float]:
         "family_model_stepping": "/".join(kind),
         "microarchitecture": microarchitecture(cpu),
         "instruction_sets": " ".join(n for n in INSTRUCTION_SETS if n in cpu.get("flags", "").split()),
+        "l1d": _cache(1),
         "l2": _cache(2),
         "l3": _cache(3),
         "transparent_huge_pages": _huge_pages(),
@@ -157,9 +158,10 @@ def _cpu() -> dict[str, str]:
 
 
 def _cache(level: int) -> str:
-    """Size of the first core's cache, as Linux writes it; empty where nobody says."""
+    """Size of the first core's cache for data, as Linux writes it; empty where nobody says."""
     for folder in _CPUS.glob("cache/index*"):
-        if (folder / "level").read_text().strip() == str(level):
+        is_for_data = (folder / "type").read_text().strip() != "Instruction"
+        if is_for_data and (folder / "level").read_text().strip() == str(level):
             return (folder / "size").read_text().strip()
     return ""
 

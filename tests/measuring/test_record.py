@@ -50,7 +50,7 @@ def test_a_record_says_what_the_machine_reaches_and_how_busy_it_was():
     # A core copies 1 to 1,000 GB/s and multiplies faster than it copies single numbers.
     assert 1 < described["copy_gb_per_s"] < 1000 * described["cores"]
     assert min(described["bfloat16_gflops"], described["float32_gflops"]) > 0.1  # slowest: AVX2 in bfloat16
-    assert {"l2", "l3", "transparent_huge_pages", "family_model_stepping"} <= described.keys()
+    assert {"l1d", "l2", "l3", "transparent_huge_pages", "family_model_stepping"} <= described.keys()
     assert machine.same_machine(described, json.loads(json.dumps(described)))
     assert not machine.same_machine(described, {**described, "family_model_stepping": "1/2/3"})
 
