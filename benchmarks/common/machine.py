@@ -160,9 +160,11 @@ def _cpu() -> dict[str, str]:
 def _cache(level: int) -> str:
     """Size of the first core's cache for data, as Linux writes it; empty where nobody says."""
     for folder in _CPUS.glob("cache/index*"):
-        is_for_data = (folder / "type").read_text().strip() != "Instruction"
-        if is_for_data and (folder / "level").read_text().strip() == str(level):
-            return (folder / "size").read_text().strip()
+        # Linux leaves out the files whose contents it does not know, as in some virtual machines.
+        files = (folder / name for name in ("level", "type", "size"))
+        known, kind, size = (file.read_text().strip() if file.exists() else "" for file in files)
+        if known == str(level) and kind != "Instruction":
+            return size
     return ""
 
 

@@ -55,6 +55,19 @@ def test_a_record_says_what_the_machine_reaches_and_how_busy_it_was():
     assert not machine.same_machine(described, {**described, "family_model_stepping": "1/2/3"})
 
 
+def test_caches_are_those_for_data_and_empty_where_nobody_says(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "_CPUS", tmp_path)
+    assert machine._cache(1) == ""
+    caches = [("1", "Instruction", "64K"), ("1", "Data", "48K"), ("2", "Unified", "2M"), ("3", "", "")]
+    for index, contents in enumerate(caches):
+        folder = tmp_path / f"cache/index{index}"
+        folder.mkdir(parents=True)
+        for name, content in zip(("level", "type", "size"), contents, strict=True):
+            if content:
+                (folder / name).write_text(content + "\n")
+    assert [machine._cache(level) for level in (1, 2, 3, 4)] == ["48K", "2M", "", ""]
+
+
 def test_machines_are_named_by_what_decides_their_speed():
     described = {"processor": "AMD EPYC", "cores": 2}
     assert machine.device_of(described) == "AMD EPYC, 2 cores"
