@@ -277,6 +277,15 @@ def test_a_token_that_the_target_would_not_have_chosen_is_found_behind_a_near_ti
         lossless.judge_near_ties(DECODED, PLAIN, [[(-0.55, -0.50), (-0.10, -0.10)], [(-0.27, -0.20)]])
 
 
+def test_where_nothing_is_rounded_no_token_may_be_behind():
+    unrounded = [[own for own, _ in scores] for scores in PLAIN]
+    equal = [[(-0.10, -0.10), (-0.50, -0.50)], [(-0.20, -0.20)]]
+    found = lossless.judge_near_ties(unrounded, PLAIN, equal)
+    assert found == {"rounding": 0.0, "near_ties": 0, "largest_margin": 0.0}
+    with pytest.raises(AssertionError, match=r"token 1 of request 0 is 0\.0200 behind"):
+        lossless.judge_near_ties(unrounded, PLAIN, PLAIN)
+
+
 def test_rounding_that_would_hide_a_wrong_token_proves_nothing():
     with pytest.raises(AssertionError, match="nothing is proved"):
         lossless.judge_near_ties([[-0.4, -0.5], [-0.2]], PLAIN, PLAIN)
