@@ -24,4 +24,4 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Their paths as the site has them."""
-    return markdown.replace(f"](../{RESULTS}", f"]({RESULTS}")
+    return markdown.replace(f"../{RESULTS}", RESULTS)

@@ -33,7 +33,7 @@ from common.tables import console, markdown
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
-PAGES = (HERE.parent / "README.md", *sorted((HERE.parent / "docs").glob("*.md")))
+PAGES = (HERE.parent / "README.md", *sorted((HERE.parent / "docs").rglob("*.md")))
 _TABLE = re.compile(
     r"(?P<begin><!-- (?P<what>result|latencies): (?P<paths>.+?) -->\n).*?(?P<end><!-- end -->)", re.DOTALL
 )

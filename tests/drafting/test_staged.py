@@ -401,6 +401,30 @@ def test_no_drawn_draft_is_left_out_for_what_it_is(drawn, least_chance, seed):
         assert own == all_[:number]
 
 
+@settings(max_examples=100, deadline=None)
+@given(rounds(), st.floats(0.05, 0.9), st.integers(0, 9), st.booleans())
+def test_of_a_fixed_number_of_drafts_the_unlikely_are_left_out(drawn, least_chance, seed, are_drawn):
+    """With those after them, and nothing in their place; drawn ones for those before them alone."""
+    lookups = KeptLookups(seed)
+    staged, target = make_staged(drawn, lookups, least_chance=least_chance, are_drawn=are_drawn)
+    chances = {Foreseen.NOTHING: 0.9, Foreseen.ANOTHER: 0.5, Foreseen.THE_SAME: 0.97}
+    staged._confidence.chance = lambda evidence: chances[evidence.foreseen]
+    drafts = staged.draft(drawn.batch, drawn.num_steps, lambda: steps_of(drawn))
+    for req_id, own, all_, wanted in zip(
+        drawn.batch.req_ids, drafts, drawn.one_by_one(), drawn.wanted, strict=True
+    ):
+        number, reached = 0, 1.0
+        while number < wanted:
+            before, reached = reached, reached * chances[lookups.foreseen(req_id, number, all_[number])]
+            if (before if are_drawn else reached) < least_chance:
+                break
+            number += 1
+        assert own == all_[:number]
+    assert not target.unread and drafts.read == drafts
+    left_out = sum(staged._counters.totals[name] for name in ("left_out_tokens", "cut_tokens"))
+    assert left_out == sum(max(0, n) for n in drawn.wanted) - sum(map(len, drafts))
+
+
 @settings(max_examples=50, deadline=None)
 @given(rounds())
 def test_drafts_that_are_looked_up_alone_take_no_pass(drawn):

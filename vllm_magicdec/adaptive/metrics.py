@@ -45,7 +45,7 @@ _LOOKUP_COUNTERS = {
     "lookup_failures": "Failures of lookups, one a round at most in each source.",
     "lookup_pauses": "Pauses of lookups, or of one source, because they had failed several times.",
     "cut_tokens": "Drafts that were too unlikely to be verified.",
-    "left_out_tokens": "Drafts of a fixed number that were not made, because a pass gained too few.",
+    "left_out_tokens": "Drafts of a fixed number that were not made: a pass gained too few, or few would stand.",
 }
 _CONTROLLER_COUNTERS = {"switches": "Changes of the choice."}
 _CONTROLLER_GAUGES = {

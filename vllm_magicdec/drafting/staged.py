@@ -7,10 +7,11 @@ TriForce's stages (arXiv 2404.11912), with a lookup for the smallest model. Thes
 pass per token makes, whatever the lookups say. A looked-up token is proposed with certainty, so drawing and
 comparing is rejection sampling: where drafts are sampled, each is drawn from the draft's own distribution.
 
-A round of a fixed number of drafts may end when a pass would gain too few for the batch: some requests then
-have fewer. Where a controller says what drafting is worth, a round ends when the drafts are too unlikely to
-stand, and those that are not worth verifying are left out. Looked-up tokens that are worth verifying may
-then follow a request's last draft unread, or make the whole round.
+A round of a fixed number of drafts may end when a pass would gain too few for the batch, and a request's
+part in it when its drafts are too unlikely to stand: some then have fewer. Where a controller says what
+drafting is worth, a round ends when the drafts are too unlikely to stand, and those that are not worth
+verifying are left out. Looked-up tokens that are worth verifying may then follow a request's last draft
+unread, or make the whole round.
 """
 
 from collections.abc import Callable, Sequence
@@ -121,6 +122,8 @@ class StagedDrafts:
         is_alone: no other rank has to draft the same, so this one may go on without lookups that fail.
         least_gain: drafts of each request, in the mean, that a pass of a fixed number of drafts has to
             promise; else it is left out.
+        least_chance: that a draft of a fixed number must have to stand; else it is left out, with those
+            after it.
     """
 
     def __init__(
@@ -135,6 +138,7 @@ class StagedDrafts:
         are_drawn: bool = False,
         is_alone: bool = True,
         least_gain: float = 0.0,
+        least_chance: float = 0.0,
     ) -> None:
         self._runner = runner
         self._lookups = lookups
@@ -149,7 +153,7 @@ class StagedDrafts:
         self._max_model_len = max_model_len
         self._are_drawn = are_drawn
         self._is_alone = is_alone
-        self._least_gain = least_gain
+        self._least_gain, self._least_chance = least_gain, least_chance
         self._max_num_reqs = max_num_reqs
         self._max_drafts = max_drafts
         self._confidence = Confidence()
@@ -189,11 +193,10 @@ class StagedDrafts:
             i for i, is_prefilling in enumerate(batch.is_prefilling) if not is_prefilling and room[i] > 0
         ]
         self._follow(batch, drafting)
-        # A plan says itself what a pass has to gain; with a fixed number and budgets of `auto`: nothing.
-        least_gain = self._least_gain * len(drafting)
-        fixed = DraftPlan(num_steps, _ALL, least_gain=least_gain)
+        # A plan says itself what drafts have to promise; a fixed number with budgets of `auto`: nothing.
+        fixed = DraftPlan(num_steps, _ALL, self._least_chance, self._least_gain * len(drafting))
         plan = num_steps if isinstance(num_steps, DraftPlan) else fixed
-        is_weighed, kind = plan is num_steps, 0
+        is_priced, kind = plan is num_steps, 0
         if plan.looks_first:
             most = [min(self._max_drafts, room[i]) for i in drafting]
             found = self._look_up([batch.req_ids[i] for i in drafting], [()] * len(drafting), most)
@@ -204,7 +207,7 @@ class StagedDrafts:
             if not plan.budget or promise >= plan.least_promise:
                 return self._leave_unread(batch, drafting, likely, kind)
         making = {i: _Making(min(int(plan), room[i])) for i in drafting}
-        drafts = self._draft(batch, making, plan, prepare(), is_weighed=is_weighed)
+        drafts = self._draft(batch, making, plan, prepare(), is_priced=is_priced)
         drafts.kind = kind
         return drafts
 
@@ -225,10 +228,11 @@ class StagedDrafts:
         plan: DraftPlan,
         rounds: Sequence[RoundSteps],
         *,
-        is_weighed: bool,
+        is_priced: bool,
     ) -> DraftLists:
-        """In as few passes as it takes."""
+        """In as few passes as it takes; unless it is priced, a plan is of a fixed number."""
         latest, num_passes, num_looked_up, num_accepted = batch.tokens.tolist(), 0, 0, 0
+        is_weighed = is_priced or plan.least_chance > 0
         unread: dict[int, Sequence[int]] = {}
         while running := _worth_going_on(making, plan):
             drafted = [making[i].tokens for i in running]
@@ -237,21 +241,22 @@ class StagedDrafts:
             found = self._look_up(
                 [batch.req_ids[i] for i in running],
                 drafted,
-                [number if is_weighed else number - 1 for number in lacking],
+                [number if is_priced else number - 1 for number in lacking],
             )
             read = [self._readable(ahead, number) for ahead, number in zip(found, lacking, strict=True)]
             if num_passes and plan.least_gain > 0:
                 chances = [making[i].chance for i in running]
-                # With a fixed number of drafts nothing says what verifying one more costs.
-                instead = [
-                    _worth_unread(ahead, chance, plan) if is_weighed else Continuation()
-                    for ahead, chance in zip(found, chances, strict=True)
-                ]
-                usual = self._confidence.usual if is_weighed else 1.0
-                gain = _gain(chances, read, usual, plan) - self._promise_instead(chances, instead, plan)
+                if is_priced:
+                    instead = [
+                        _worth_unread(ahead, chance, plan)
+                        for ahead, chance in zip(found, chances, strict=True)
+                    ]
+                    gain = _gain(chances, read, self._confidence.usual, plan)
+                    gain -= self._promise_instead(chances, instead, plan)
+                else:  # nothing says what verifying one more costs: drafts count, whatever their chance
+                    instead = [Continuation()] * len(running)
+                    gain = sum(1.0 + sum(ahead.reached) for ahead in read)
                 if gain < plan.least_gain:
-                    if not is_weighed:  # else nobody asked for a number
-                        self._counters.count_left_out(sum(lacking))
                     pairs = zip(running, instead, strict=True)
                     unread = {i: ahead.tokens for i, ahead in pairs if ahead.tokens}
                     break
@@ -286,6 +291,8 @@ class StagedDrafts:
         kept = {i: _worth_verifying(own, plan, self._are_drawn) for i, own in making.items()}
         drafts = [[*kept.get(i, ()), *unread.get(i, ())] for i in range(len(latest))]
         for i, own in making.items():
+            if not is_priced:  # else nobody asked for a number
+                self._counters.count_left_out(own.wanted - len(own.tokens))
             self._counters.count_cut(len(own.tokens) - len(kept[i]))
             self._propose(batch, i, own, drafts[i])
         for i, tokens in unread.items():
