@@ -62,6 +62,7 @@ def look_up_at_random(worker: Any, seed: int) -> None:
     if drafter._wide is not None:
         _look_up_on_device_at_random(drafter._wide, rng, worker.model_config.get_vocab_size())
         return
+    drafter._staged._least_chance = 0.0  # random lookups contradict whatever is drafted
     lookups = drafter._staged._lookups
     own, vocab_size = lookups.look_up, worker.model_config.get_vocab_size()
 
@@ -94,6 +95,11 @@ def _look_up_on_device_at_random(wide: Any, rng: random.Random, vocab_size: int)
     for num_steps, gains in wide._gains.items():
         gains.next = lambda most=num_steps: rng.randint(0, most)
         gains.learn = gains.look = lambda *told: None
+
+
+def leave_unlikely_out(worker: Any, least_chance: float) -> None:
+    """Of a fixed number of drafts."""
+    _draft_of(worker)._drafter._staged._least_chance = least_chance
 
 
 def cut_drafts(worker: Any, least_chance: float, least_gain: float = 0.0) -> None:
@@ -142,6 +148,8 @@ def draft_twice(worker: Any) -> None:
     runner = _draft_of(worker)
     drafter = runner._drafter
     compared = Counter(drafts=0, rounds=0, different=0, other_logits=0, not_kept=0, passes=0)
+    if drafter._staged is not None:
+        drafter._staged._least_chance = 0.0  # to compare as many as there can be
     read = (
         runner.draft_logits if worker.vllm_config.use_v2_model_runner else None
     )  # None also: greedy drafts

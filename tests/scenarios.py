@@ -154,6 +154,13 @@ def generate_with_cut_drafts(llm: Any, batches: list[dict[str, Any]], least_chan
     return generate(llm, batches)
 
 
+def generate_without_unlikely_drafts(llm: Any, batches: list[dict[str, Any]]) -> Any:
+    """From now on lookups are random, and requests have fewer drafts than the fixed number."""
+    llm.collective_rpc(inside_workers.look_up_at_random, args=(0,))
+    llm.collective_rpc(inside_workers.leave_unlikely_out, args=(0.5,))
+    return generate(llm, batches)
+
+
 def generate_with_unread_ends(llm: Any, batches: list[dict[str, Any]]) -> Any:
     """From now on a round has one pass, and what random lookups say then is verified unread."""
     llm.collective_rpc(inside_workers.look_up_at_random, args=(0,))
@@ -483,6 +490,7 @@ SCENARIOS = {
         generate_with_random_choices,
         generate_with_random_lookups,
         generate_with_cut_drafts,
+        generate_without_unlikely_drafts,
         generate_with_unread_ends,
         served_answers,
         generate_with_broken_lookups,

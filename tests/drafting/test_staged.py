@@ -162,10 +162,11 @@ def test_a_pass_for_less_than_half_of_the_batch_is_left_out(drawn, known_to):
 
 
 @settings(max_examples=100, deadline=None)
-@given(rounds(), st.integers(0, 100))
-def test_where_passes_are_left_out_the_drafts_begin_what_a_pass_per_token_drafts(drawn, seed):
+@given(rounds(), st.integers(0, 100), st.sampled_from([0.0, 0.6]))
+def test_where_passes_are_left_out_the_drafts_begin_what_a_pass_per_token_drafts(drawn, seed, least_chance):
     expected = drawn.one_by_one()
-    staged, target = make_staged(drawn, RandomLookups(seed), least_gain=0.5)
+    lookups = RandomLookups(seed)
+    staged, target = make_staged(drawn, lookups, least_gain=0.5, least_chance=least_chance)
     drafts = staged.draft(drawn.batch, drawn.num_steps, lambda: steps_of(drawn))
     assert all(own == known[: len(own)] for own, known in zip(drafts, expected, strict=True))
     assert all(bool(own) == bool(known) for own, known in zip(drafts, expected, strict=True))

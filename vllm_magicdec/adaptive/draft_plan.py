@@ -32,7 +32,7 @@ class DraftPlan(int):
     """That a draft must have to stand, to be worth verifying."""
     least_gain: float
     """Accepted tokens that one more draft of all requests must promise, to be worth its step; drafts, where
-    none are weighed."""
+    their number is fixed."""
     least_promise: float
     """Accepted tokens, each draft less `least_chance` for its verification, that looked-up drafts of all
     requests must promise, to be verified instead of others."""

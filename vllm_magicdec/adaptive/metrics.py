@@ -45,7 +45,7 @@ _LOOKUP_COUNTERS = {
     "lookup_failures": "Failures of lookups, one a round at most in each source.",
     "lookup_pauses": "Pauses of lookups, or of one source, because they had failed several times.",
     "cut_tokens": "Drafts that were too unlikely to be verified.",
-    "left_out_tokens": "Drafts of a fixed number that were not made: a pass gained too few, or few would stand.",
+    "left_out_tokens": "Drafts of a fixed number that were not made: too few of them would stand.",
 }
 _CONTROLLER_COUNTERS = {"switches": "Changes of the choice."}
 _CONTROLLER_GAUGES = {
@@ -180,7 +180,7 @@ class LookupCounters:
         self._count(cut_tokens=num_tokens)
 
     def count_left_out(self, num_tokens: int) -> None:
-        """Record drafts of all requests that another pass would have made, and that it was not worth."""
+        """Record drafts of a request that were wanted and not made."""
         self._count(left_out_tokens=num_tokens)
 
     def count_failure(self) -> None:

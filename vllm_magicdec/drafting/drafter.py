@@ -27,7 +27,7 @@ from vllm_magicdec.attention.observing import LayerObserver
 from vllm_magicdec.attention.switch import install_switches
 from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.drafting.layer_groups import LayerGroup
-from vllm_magicdec.drafting.pass_gains import LEAST_CHANCE, LEAST_GAIN
+from vllm_magicdec.drafting.pass_gains import LEAST_GAIN, LEAST_STANDING
 from vllm_magicdec.drafting.pauses import Pauses
 from vllm_magicdec.drafting.sizing import has_copies, make_views, max_graph_reqs
 from vllm_magicdec.drafting.staged import PassRunner, StagedDrafts
@@ -228,7 +228,7 @@ class Drafter:
             is_alone=is_alone,
             # The V2 runner verifies as many tokens of every request, whether they were drafted or not.
             least_gain=0.0 if vllm_config.use_v2_model_runner else LEAST_GAIN,
-            least_chance=0.0 if vllm_config.use_v2_model_runner else LEAST_CHANCE,
+            least_chance=0.0 if vllm_config.use_v2_model_runner else LEAST_STANDING,
         )
 
     def _log(self, vllm_config: VllmConfig) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What passes of a round with a fixed number of drafts have to gain, and how many wide ones do.
+"""What drafts of a fixed number have to promise, and how many wide passes a round gets.
 
 The host knows what a staged pass promises (`staged.py`); what wide ones gain (`wide_passes.py`) is learned.
 Times are not measured here. That a pass for one draft of every request is worth it, the user's number of
@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 # Drafts of a request that a pass has to gain in the mean. With 1 it does what a pass of one token does,
 # which the user's number of drafts says is worth it; at half of that it is left out.
 LEAST_GAIN = 0.5
-# The chance of standing below which a draft is left out, with those after it. So low, it costs a few per
-# cent of the tokens that the user's number of drafts brings, and spares half of the passes where many fall.
-LEAST_CHANCE = 0.05
+# The chance of standing below which a request's draft is left out, with those after it. So low that the
+# user's number still brings about as many tokens; where half of the drafts fall, most passes were for those.
+LEAST_STANDING = 0.05
 # Wide passes take a little longer than those of one token, and so have to be fewer, by this share.
 _MOST_PASSES = 0.75
 # Requests' rounds after which what a pass gained has lost 63 % of its weight, and rounds after which what

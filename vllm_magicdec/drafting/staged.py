@@ -291,7 +291,7 @@ class StagedDrafts:
         kept = {i: _worth_verifying(own, plan, self._are_drawn) for i, own in making.items()}
         drafts = [[*kept.get(i, ()), *unread.get(i, ())] for i in range(len(latest))]
         for i, own in making.items():
-            if not is_priced:  # else nobody asked for a number
+            if not is_priced:  # else nobody asked for so many
                 self._counters.count_left_out(own.wanted - len(own.tokens))
             self._counters.count_cut(len(own.tokens) - len(kept[i]))
             self._propose(batch, i, own, drafts[i])
