@@ -6,7 +6,7 @@ first turn only warms them up, because `auto` learns its times in it. Medians ov
 ratios of turns of one pass over the contenders.
 
 - plain: vLLM without speculation.
-- fixed: `num_speculative_tokens` drafts with lookups; fewer where a pass would gain too few.
+- fixed: `num_speculative_tokens` drafts with lookups; fewer where few more would stand.
 - fixed-off (not among the contenders unless named): as many without lookups, each in a pass of its own.
 - auto-off, auto: `num_speculative_tokens: auto` without lookups and with them.
 - datastore: auto whose lookups look into a datastore, too (--datastore, made by `magicdec index`).
