@@ -12,7 +12,8 @@ from collections.abc import Iterable, Sequence
 # which the user's number of drafts says is worth it; at half of that it is left out.
 LEAST_GAIN = 0.5
 # The chance of standing below which a request's draft is left out, with those after it. So low that the
-# user's number still brings about as many tokens; where half of the drafts fall, most passes were for those.
+# user's number still brings about as many tokens. Where half of the drafts fall, half of the passes are
+# spared.
 LEAST_STANDING = 0.05
 # Wide passes take a little longer than those of one token, and so have to be fewer, by this share.
 _MOST_PASSES = 0.75
