@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernel for CPUs in the place of a layer's attention: what of the layer it takes along."""
 
-import json
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +11,7 @@ from vllm.v1.attention.backend import AttentionType
 from vllm.v1.kv_cache_interface import get_kv_quant_mode
 
 from vllm_magicdec.attention.metadata import TokenMetadata, TokenPassMetadata
-from vllm_magicdec.attention.native_attention import NativeAttention, is_faster
+from vllm_magicdec.attention.native_attention import NativeAttention
 from vllm_magicdec.attention.switch import Switch
 from vllm_magicdec.native.library import best_variant, load
 from vllm_magicdec.policies.observing import observe_request
@@ -170,28 +168,6 @@ def test_policies_are_given_the_kernels_weights(name):
     # In bfloat16, as torch multiplies with an fp8 cache's keys.
     tolerance = 1e-5 if name == "auto" else 2e-2
     torch.testing.assert_close(own, by_torch, rtol=tolerance, atol=tolerance)
-
-
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-GROUPS = {"kv-heavy": 1, "llama-3.1-8b": 4}  # query heads of a KV head
-FEW_MS = 0.021  # no matter, of a layer's step
-
-
-@pytest.mark.parametrize(
-    "path", sorted(RESULTS.glob("*/native-attention*.json")), ids=lambda p: f"{p.parent.name} {p.stem}"
-)
-def test_the_faster_of_two_kernels_runs_as_they_were_measured(path):
-    record = json.loads(path.read_text())
-    _, best, *_ = record["rows"][0]["ms"]  # vLLM's, and the variant that runs; others
-    is_fp8 = record["settings"].get("kv_cache_dtype", "auto") != "auto"
-    for row in record["rows"]:
-        lens = torch.full((row["batch"],), row["context"], dtype=torch.int32)
-        num_rows = GROUPS[row["shape"]] * row["query_len"]
-        own, vllm = row["ms"][best], row["ms"]["vllm"]
-        if is_faster("amx" if best == "amx" else "vec", num_rows, lens, is_fp8=is_fp8):
-            assert own <= 1.02 * vllm + FEW_MS, row
-        else:
-            assert own > 0.95 * vllm - FEW_MS, row
 
 
 @pytest.mark.parametrize(("tokens", "is_own"), [(32_000, False), (33_000, True)])
