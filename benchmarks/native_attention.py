@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plugin's own attention on CPUs against vLLM's, kernel alone, in one process and in turns.
+"""The plugin's own attention on CPUs against vLLM's, one layer's alone, in one process and in turns.
 
-Each cell is one layer's attention of a batch of equal requests, over a KV cache in random
-pages, in every variant that this machine runs. Shares are of the copy bandwidth (bytes read, of what a copy
-reads and writes) and of the rate of a large matrix product, in bfloat16 (AMX, AVX512_BF16) or float32
-(others, and AVX512_BF16 with an fp8 cache). A copy and products take their turn in every cell, because a
-shared machine may be half as fast a minute later. Where vLLM packs the cache for AMX, the variant for AMX
-reads it in that layout, and the others read as much in the one for vectors.
+Each cell is one layer's attention of a batch of equal requests, over a KV cache in random pages, in every
+variant that this machine runs. A call is the layer's, on both sides: with its Python, and without what a
+step does once for all layers. Shares are of the copy bandwidth (bytes read, of what a copy reads and
+writes) and of the rate of a large matrix product, in bfloat16 (AMX, AVX512_BF16) or float32 (others, and
+AVX512_BF16 with an fp8 cache). A copy and products take their turn in every cell, because a shared machine
+may be half as fast a minute later. Where vLLM packs the cache for AMX, the variant for AMX reads it in that
+layout, and the others read as much in the one for vectors.
 """
 
 import argparse
@@ -15,7 +16,9 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from common.machine import measured_rates
@@ -25,6 +28,7 @@ from common.record import make_record, write
 from common.tables import console, make_table
 from rich.table import Table
 
+from vllm_magicdec.attention import native_attention as native_layers
 from vllm_magicdec.native import huge_pages
 from vllm_magicdec.native.library import VARIANTS, load, variants_here
 
@@ -59,28 +63,47 @@ def make_cell(
     }
 
 
+def layer_of(shape: str, dtype: torch.dtype, kv_cache_dtype: str, isa: str) -> SimpleNamespace:
+    """As much of a layer of vLLM's on CPUs as its attention looks at."""
+    from vllm.v1.attention.backends import cpu_attn
+
+    num_heads, num_kv_heads, head_size = SHAPES[shape]
+    config = SimpleNamespace(model_config=SimpleNamespace(dtype=dtype))
+    with mock.patch.object(cpu_attn, "get_current_vllm_config", lambda: config):
+        impl = cpu_attn.CPUAttentionBackendImpl(
+            num_heads, head_size, head_size**-0.5, num_kv_heads, None, None, kv_cache_dtype
+        )
+    return SimpleNamespace(
+        impl=impl,
+        attn_backend=cpu_attn.CPUAttentionBackend,
+        isa=isa,
+        kv_cache_dtype=kv_cache_dtype,
+        _k_scale_float=1.0,
+        _v_scale_float=1.0,
+    )
+
+
 def contenders_of(
     shape: str,
     cell: Mapping[str, Any],
     query_len: int,
     dtype: torch.dtype,
     kv_cache_dtype: str,
-) -> dict[str, Callable[[], None]]:
-    """vLLM's kernel as its backend calls it, and the plugin's variants, on the same tensors."""
+) -> dict[str, Callable[[], torch.Tensor]]:
+    """A layer's attention by vLLM's kernel and by the plugin's variants, on the same tensors."""
     import vllm._custom_ops as ops
-    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata, _get_attn_isa
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
 
     num_heads, num_kv_heads, head_size = SHAPES[shape]
-    cache, lens = cell["cache"], cell["context_lens"]
-    batch, scale = len(lens), head_size**-0.5
-    starts = torch.arange(0, batch * query_len + 1, query_len, dtype=torch.int32)
-    query = torch.randn(batch * query_len, num_heads, head_size).to(dtype)
-    output = torch.empty_like(query)
-    stored = cache if kv_cache_dtype == "auto" else cache.view(torch.uint8)
-    keys, values = stored.view(len(cache), num_kv_heads, 2 * PAGE, head_size).chunk(2, dim=2)
+    lens = cell["context_lens"]
+    cache = cell["cache"] if kv_cache_dtype == "auto" else cell["cache"].view(torch.uint8)
+    num_tokens = len(lens) * query_len
+    starts = torch.arange(0, num_tokens + 1, query_len, dtype=torch.int32)
+    query = torch.randn(num_tokens, num_heads, head_size).to(dtype)
     isa = _get_attn_isa(dtype, PAGE, head_size, kv_cache_dtype)
     plan = ops.cpu_attn_get_scheduler_metadata(
-        num_reqs=batch,
+        num_reqs=len(lens),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_size,
@@ -93,36 +116,35 @@ def contenders_of(
         enable_kv_split=True,
         kv_cache_dtype=kv_cache_dtype,
     )
-    vllm = functools.partial(
-        ops.cpu_attention_with_kv_cache,
-        query=query,
-        key_cache=keys,
-        value_cache=values,
-        output=output,
+    metadata = CPUAttentionMetadata(
+        num_actual_tokens=num_tokens,
+        max_query_len=query_len,
         query_start_loc=starts,
+        max_seq_len=int(lens.max()),
         seq_lens=lens,
-        scale=scale,
-        causal=True,
-        alibi_slopes=None,
-        sliding_window=-1,
         block_table=cell["block_table"],
-        softcap=0.0,
+        slot_mapping=torch.empty(0),  # the tokens are in the cache
         scheduler_metadata=plan,
-        s_aux=None,
-        kv_cache_dtype=kv_cache_dtype,
     )
-    where = dict(query_starts=starts, block_table=cell["block_table"], context_lens=lens, scale=scale)
-    own = {
-        variant.name: functools.partial(
-            load(variant).over(cache, isa if variant.name == isa else "vec").attend_pages,
-            query,
-            torch.empty_like(query),
-            **where,
+    spec = FullAttentionSpec(
+        block_size=PAGE,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        dtype=cache.dtype,
+        kv_quant_mode=get_kv_quant_mode(kv_cache_dtype),
+    )
+    layers = {"vllm": layer_of(shape, dtype, kv_cache_dtype, isa)}
+    for variant in variants_here():
+        if variant.path.exists() and variant.name != "portable":
+            own_isa = isa if variant.name == isa else "vec"
+            layers[variant.name] = layer_of(shape, dtype, kv_cache_dtype, own_isa)
+            native_layers.NativeAttention(layers[variant.name], spec, load(variant))
+    return {
+        name: functools.partial(
+            layer.impl.forward, layer, query, query, query, cache, metadata, torch.empty_like(query)
         )
-        for variant in variants_here()
-        if variant.path.exists() and variant.name != "portable"
+        for name, layer in layers.items()
     }
-    return {"vllm": vllm, **own}
 
 
 def references_of(products: Iterable[str]) -> dict[str, tuple[float, Callable[[], object]]]:
@@ -146,7 +168,7 @@ def timed_ms(work: Callable[[], object]) -> float:
 
 
 def measure(
-    contenders: Mapping[str, Callable[[], None]],
+    contenders: Mapping[str, Callable[[], object]],
     references: Mapping[str, tuple[float, Callable[[], object]]],
     turns: int,
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
@@ -372,7 +394,9 @@ def main() -> None:
     record = make_record("native_attention", settings=settings_of(args))
     # What the threads reach together that compute here, which need not be those of vLLM's worker.
     record["machine"] |= {"worker_threads": args.threads, **measured_rates()}
-    record["rows"] = [row for shape in args.shapes for row in measure_shape(shape, record, args)]
+    # Also where it is left to vLLM's: these times are the reason.
+    with mock.patch.object(native_layers, "is_faster", lambda *work, is_fp8: True):
+        record["rows"] = [row for shape in args.shapes for row in measure_shape(shape, record, args)]
     console.print(table_of(record))
     write(record, args.out)
     if args.out is not None:
