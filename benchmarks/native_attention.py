@@ -2,12 +2,12 @@
 """The plugin's own attention on CPUs against vLLM's, one layer's alone, in one process and in turns.
 
 Each cell is one layer's attention of a batch of equal requests, over a KV cache in random pages, in every
-variant that this machine runs. A call is the layer's, on both sides: with its Python, and without what a
-step does once for all layers. Shares are of the copy bandwidth (bytes read, of what a copy reads and
-writes) and of the rate of a large matrix product, in bfloat16 (AMX, AVX512_BF16) or float32 (others, and
-AVX512_BF16 with an fp8 cache). A copy and products take their turn in every cell, because a shared machine
-may be half as fast a minute later. Where vLLM packs the cache for AMX, the variant for AMX reads it in that
-layout, and the others read as much in the one for vectors.
+variant that this machine runs. A call is of a layer's `impl.forward`, on both sides: with its Python, but
+without writing the cache, and without what a step does once for all layers. Shares are of the copy
+bandwidth (bytes read, of what a copy reads and writes) and of the rate of a large matrix product, in bfloat16 (AMX,
+AVX512_BF16) or float32 (others, and AVX512_BF16 with an fp8 cache). A copy and products take their turn in
+every cell, because a shared machine may be half as fast a minute later. Where vLLM packs the cache for AMX,
+the variant for AMX reads it in that layout, and the others read as much in the one for vectors.
 """
 
 import argparse
@@ -40,6 +40,7 @@ QUERY_LENS = (1, 2, 4, 5, 8, 9, 16)
 PAGE_CELLS, PAGE_QUERY_LENS = ((32, 1024), (8, 16384), (1, 65536)), (1, 4, 5, 9, 16)
 # What shares are of: bytes on either side of a copy, and rows of a square matrix.
 COPY_BYTES, MATRIX_SIZE = 512 << 20, 1024
+TIMED = "impl.forward"  # of records without it: of vLLM's the operator, of ours the call of the kernel
 LEAST_MS = 20  # of all contenders in a turn
 # By vLLM's names.
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -123,7 +124,7 @@ def contenders_of(
         max_seq_len=int(lens.max()),
         seq_lens=lens,
         block_table=cell["block_table"],
-        slot_mapping=torch.empty(0),  # the tokens are in the cache
+        slot_mapping=torch.empty(0),
         scheduler_metadata=plan,
     )
     spec = FullAttentionSpec(
@@ -137,11 +138,21 @@ def contenders_of(
     for variant in variants_here():
         if variant.path.exists() and variant.name != "portable":
             own_isa = isa if variant.name == isa else "vec"
-            layers[variant.name] = layer_of(shape, dtype, kv_cache_dtype, own_isa)
-            native_layers.NativeAttention(layers[variant.name], spec, load(variant))
+            layer = layers[variant.name] = layer_of(shape, dtype, kv_cache_dtype, own_isa)
+            layer.impl.forward = None  # what the variant does not take fails
+            native_layers.NativeAttention(layer, spec, load(variant))
     return {
         name: functools.partial(
-            layer.impl.forward, layer, query, query, query, cache, metadata, torch.empty_like(query)
+            layer.impl.forward,
+            layer,
+            query,
+            None,  # keys and values: they are in the cache
+            None,
+            cache,
+            metadata,
+            output=torch.empty_like(query),
+            output_scale=None,
+            output_block_scale=None,
         )
         for name, layer in layers.items()
     }
@@ -212,8 +223,9 @@ def measure_shape(shape: str, record: Mapping[str, Any], args: argparse.Namespac
         cache_dtype = FP8_DTYPES.get(stored_as, dtype)
         cell = make_cell(shape, batch, context, cache_dtype, small_pages=args.small_pages)
         for query_len in args.query_lens:
-            contenders = contenders_of(shape, cell, query_len, dtype, stored_as)
-            ms, rates = measure(contenders, references, args.turns)
+            with torch.inference_mode():  # as vLLM's steps; the cache is made before
+                contenders = contenders_of(shape, cell, query_len, dtype, stored_as)
+                ms, rates = measure(contenders, references, args.turns)
             row = {
                 "shape": shape,
                 "batch": batch,
@@ -391,11 +403,16 @@ def main() -> None:
 
     current_platform.import_kernels()
     torch.set_num_threads(args.threads)
-    record = make_record("native_attention", settings=settings_of(args))
+    record = make_record("native_attention", settings=settings_of(args), timed=TIMED)
     # What the threads reach together that compute here, which need not be those of vLLM's worker.
     record["machine"] |= {"worker_threads": args.threads, **measured_rates()}
-    # Also where it is left to vLLM's: these times are the reason.
-    with mock.patch.object(native_layers, "is_faster", lambda *work, is_fp8: True):
+    is_faster = native_layers.is_faster
+
+    def never_left_to_vllm(*work: Any, is_fp8: bool) -> bool:  # whose reason these times are
+        is_faster(*work, is_fp8=is_fp8)
+        return True
+
+    with mock.patch.object(native_layers, "is_faster", never_left_to_vllm):
         record["rows"] = [row for shape in args.shapes for row in measure_shape(shape, record, args)]
     console.print(table_of(record))
     write(record, args.out)
