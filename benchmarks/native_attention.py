@@ -3,8 +3,8 @@
 
 Each cell is one layer's attention of a batch of equal requests, over a KV cache in random pages, in every
 variant that this machine runs. A call is of a layer's `impl.forward`, on both sides: with its Python, but
-without writing the cache, and without what a step does once for all layers. Shares are of the copy
-bandwidth (bytes read, of what a copy reads and writes) and of the rate of a large matrix product, in bfloat16 (AMX,
+without writing the cache, and without what a step does once for all layers. Shares are of the copy's speed
+(bytes read, of what a copy reads and writes), and of the rate of a large matrix product, in bfloat16 (AMX,
 AVX512_BF16) or float32 (others, and AVX512_BF16 with an fp8 cache). A copy and products take their turn in
 every cell, because a shared machine may be half as fast a minute later. Where vLLM packs the cache for AMX,
 the variant for AMX reads it in that layout, and the others read as much in the one for vectors.

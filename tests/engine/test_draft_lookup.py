@@ -47,6 +47,8 @@ def test_greedy_output_is_unchanged_and_passes_are_spared(prompts, plain, policy
     counted = lookup_metrics(run)
     assert 0 < counted["accepted_tokens"] < counted["tokens"]
     assert counted["rounds"] <= counted["passes"] < 8 * counted["rounds"]
+    if not run.preemptions:
+        assert run.metrics["vllm:magicdec_pass_accepted_tokens"] == run.accepted, "of the last round, too"
 
 
 @pytest.mark.parametrize("policy", POLICIES)

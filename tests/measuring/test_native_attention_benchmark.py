@@ -2,6 +2,7 @@
 """The benchmark of attention on CPUs, and its committed times against the choice made of them."""
 
 import json
+import statistics
 import sys
 
 import engines
@@ -17,7 +18,7 @@ sys.path.insert(0, str(engines.HERE.parent / "benchmarks"))
 import native_attention
 from docs_tables import RESULTS
 
-FEW_MS = 0.021  # no matter, of a layer's step
+FEW_MS = 0.021  # that older records charge one side alone with, as they do not time layers' calls
 
 
 def test_both_sides_attend_to_the_same():
@@ -47,8 +48,15 @@ def test_the_faster_of_two_kernels_runs_as_they_were_measured(path):
         num_heads, num_kv_heads, _ = native_attention.SHAPES[row["shape"]]
         num_rows = num_heads // num_kv_heads * row["query_len"]
         lens = torch.full((row["batch"],), row["context"], dtype=torch.int32)
-        own, vllm = row["ms"][best], row["ms"]["vllm"]
+        of_vllm = median_ratio(row, best)
+        few = 0 if "timed" in record else FEW_MS / row["ms"]["vllm"]
         if is_faster("amx" if best == "amx" else "vec", num_rows, lens, is_fp8=is_fp8):
-            assert own <= 1.02 * vllm + FEW_MS, row
+            assert of_vllm <= 1.02 + few, row
         else:
-            assert own > 0.95 * vllm - FEW_MS, row
+            assert of_vllm > 0.95 - few, row
+
+
+def median_ratio(row, variant):
+    """A variant's time over vLLM's in the same turn: the machine's speed drifts from turn to turn."""
+    turns = row.get("turns", {"ms": {name: [ms] for name, ms in row["ms"].items()}})["ms"]
+    return statistics.median(own / vllm for own, vllm in zip(turns[variant], turns["vllm"], strict=True))
