@@ -41,7 +41,7 @@ PAGE_CELLS, PAGE_QUERY_LENS = ((32, 1024), (8, 16384), (1, 65536)), (1, 4, 5, 9,
 # What shares are of: bytes on either side of a copy, and rows of a square matrix.
 COPY_BYTES, MATRIX_SIZE = 512 << 20, 1024
 TIMED = "impl.forward"  # of records without it: of vLLM's the operator, of ours the call of the kernel
-LEAST_MS = 20  # of all contenders in a turn
+LEAST_ROUNDS, LEAST_MS = 3, 20  # of all contenders in a turn
 # By vLLM's names.
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 FP8_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
@@ -186,15 +186,16 @@ def measure(
     """Each turn's milliseconds of the contenders, and its rates of the references.
 
     A contender runs behind another, the first of a turn behind one more run of the last, and a reference
-    behind itself: so the caches hold as much for each. Short ones go round for `LEAST_MS` in a turn, which
-    has the median: after a reference the first of them finds caches and predictors cold.
+    behind itself. After a reference the first ones find caches and predictors cold, and those of a large
+    cell not all of the last cache: so all go round at least `LEAST_ROUNDS` times, and for `LEAST_MS`, in a
+    turn, which has the median.
     """
     names = list(contenders)
     ms: dict[str, list[float]] = {name: [] for name in names}
     rates: dict[str, list[float]] = {name: [] for name in references}
     for work in contenders.values():
         work()
-    num_rounds = math.ceil(LEAST_MS / sum(timed_ms(work) for work in contenders.values()))
+    num_rounds = max(LEAST_ROUNDS, math.ceil(LEAST_MS / sum(map(timed_ms, contenders.values()))))
     for turn in range(turns):
         for name, (rate_of_1_ms, work) in references.items():
             work()
