@@ -160,7 +160,6 @@ PARTS = (
         27,
     ),
     # Measured, not judged: a result with larger errors is one as well.
-    Part("simulation.json", "simulation.py", "--within inf --out {out}", 27),
     Part("ray-documents.json", "ray_documents.py", "--out {out}", 4),
     Part("ray-scaling.json", "ray_scaling.py", "--out {out}", 4),
     Part("auto-kv-heavy.json", "auto.py", "--batch 1 4 8 --pairs 7 --out {out}", 30),

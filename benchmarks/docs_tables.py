@@ -23,7 +23,6 @@ import lookups
 import native_attention
 import plain_steps
 import roofline
-import simulation
 import soak
 import spire
 import suite
@@ -49,7 +48,6 @@ _TABLE_OF = {
     "native_attention": lambda records: native_attention.page_table_of(*records),
     "plain_steps": lambda records: plain_steps.table_of(*records),
     "roofline": lambda records: roofline.table_of(*records),
-    "simulation": lambda records: simulation.table_of(*records),
     "soak": lambda records: soak.table_of(*records),
     "spire": spire.table_of,
     "suite": lambda records: suite.tables_of(*records)[0],
