@@ -110,8 +110,6 @@ PARTS = (
         )
         for threads in (1, 2)
     ),
-    Part("kv-tokens.json", "kv_tokens.py", "--out {out}", 1),
-    Part("plain-steps.json", "plain_steps.py", "--out {out}", 3),
     Part("suite", "suite.py", "--rate-fractions 0.8 --out {out}", 20),
     Part(
         "suite-in-turns",
@@ -159,9 +157,6 @@ PARTS = (
         "--out {out}",
         27,
     ),
-    # Measured, not judged: a result with larger errors is one as well.
-    Part("ray-documents.json", "ray_documents.py", "--out {out}", 4),
-    Part("ray-scaling.json", "ray_scaling.py", "--out {out}", 4),
     Part("auto-kv-heavy.json", "auto.py", "--batch 1 4 8 --pairs 7 --out {out}", 30),
     Part(
         "lookups-tiny-llama.json",
@@ -183,7 +178,6 @@ PARTS = (
         "--contenders plain auto-off auto --out {out}",
         4,
     ),
-    Part("wide-passes.json", "wide_passes.py", "--out {out}", 10),
     Part("confidence.json", "confidence.py", "--out {out}", 4),
     Part("datastore.json", "datastore.py", "--out {out}", 4),
     Part("datastore-tekken.json", "datastore.py", "--model tekken --out {out}", 4),
@@ -194,17 +188,16 @@ PARTS = (
         f"--model {TINY_HYBRID.name} --requests 16 --budgets 128 256 512 --out {{out}}",
         10,
     ),
-    Part("trees.json", "trees.py", "--out {out}", 15),
     Part(
         "roofline.json",
         "roofline.py",
-        "--profile --out {out} {folder}/decode-kv-heavy-16k.json {folder}/decode-tiny-llama.json",
+        "--out {out} {folder}/decode-kv-heavy-16k.json {folder}/decode-tiny-llama.json",
         2,
     ),
     Part(
         "roofline-hybrids.json",
         "roofline.py",
-        "--profile --out {out} " + " ".join(f"{{folder}}/decode-share-{model}.json" for model in SHARES),
+        "--out {out} " + " ".join(f"{{folder}}/decode-share-{model}.json" for model in SHARES),
         2,
     ),
 )
