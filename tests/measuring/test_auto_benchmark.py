@@ -19,7 +19,7 @@ from vllm_magicdec.adaptive.controller import Choice, Controller
 from vllm_magicdec.adaptive.step_times import StepTimes
 
 
-@pytest.mark.parametrize("count", [7, 9, 20])
+@pytest.mark.parametrize("count", [7, 20])
 def test_the_interval_holds_the_median_as_often_as_it_says(count):
     rng = random.Random(0)
 
