@@ -122,7 +122,7 @@ setup(
             "rich",
             "mkdocs-material",
         ],
-        "bench": ["matplotlib", "rich", "pandas", "simpy"],
+        "bench": ["matplotlib", "rich", "pandas"],
         # `examples/ray_batch.py` and `ray_serve.py`.
         "ray": ["ray[data,serve]==2.60.0", "pyarrow"],
         # What `magicdec index` needs; reading what it wrote needs neither.

@@ -29,10 +29,10 @@ from typing import Any
 from common.decoding import Batch, decode
 from common.documents import prompts_of_cells
 from common.engines import PAGE, Turn, engine, engine_settings, set_environment, take_turns
-from common.machine import device_of, vllm_environment
-from common.options import add_documents, add_model, add_out, make_parser
+from common.machine import device_of
+from common.options import add_cells, add_documents, add_model, add_out, make_parser
 from common.plots import draw_heat_map, norm_of, plt, save
-from common.record import make_record, write
+from common.record import engine_record, write
 from common.tables import console, make_table
 from kv_heavy import KV_HEAVY, model_folder
 from rich.table import Table
@@ -284,10 +284,10 @@ def run(args: argparse.Namespace, model: str) -> None:
     settings = engine_settings(
         model, args.dtype, batch=max(args.batch), model_len=model_len, distributed_executor_backend="mp"
     )
-    record = make_record(
+    record = engine_record(
         "auto",
-        environment=vllm_environment(),
-        engine={**settings, "model": Path(args.model).name},
+        args.model,
+        settings,
         speculative_config={**spec, "profile": bool(args.profile)},
         seconds=args.seconds,
         turns=args.turns,
@@ -314,8 +314,7 @@ def number_or_auto(text: str) -> float | str:
 def main() -> None:
     parser = make_parser(__doc__)
     add_model(parser, default=KV_HEAVY)
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--context", type=int, nargs="+", default=[100, 2048, 16000], help="tokens")
+    add_cells(parser, batch=[1, 2, 4, 8], context=[100, 2048, 16000])
     parser.add_argument("--seconds", type=float, default=4, help="of plain decoding in a turn, about")
     parser.add_argument("--policy", default="streamingllm")
     parser.add_argument("--budget", type=number_or_auto, default=512.0, help="of the draft, or 'auto'")

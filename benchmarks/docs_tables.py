@@ -18,17 +18,12 @@ import confidence
 import datastore
 import decode
 import kernel_share
-import kv_tokens
 import lookups
 import native_attention
-import plain_steps
 import roofline
-import simulation
 import soak
 import spire
 import suite
-import trees
-import wide_passes
 from common.tables import console, markdown
 
 HERE = Path(__file__).resolve().parent
@@ -44,17 +39,12 @@ _TABLE_OF = {
     "datastore": lambda records: datastore.table_of(*records),
     "decode": decode.table_of,
     "kernel_share": lambda records: kernel_share.table_of(*records),
-    "kv_tokens": lambda records: kv_tokens.table_of(*records),
     "lookups": lookups.table_of,
     "native_attention": lambda records: native_attention.page_table_of(*records),
-    "plain_steps": lambda records: plain_steps.table_of(*records),
     "roofline": lambda records: roofline.table_of(*records),
-    "simulation": lambda records: simulation.table_of(*records),
     "soak": lambda records: soak.table_of(*records),
     "spire": spire.table_of,
     "suite": lambda records: suite.tables_of(*records)[0],
-    "trees": lambda records: trees.table_of(*records),
-    "wide passes": lambda records: wide_passes.table_of(*records),
 }
 
 

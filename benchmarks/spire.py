@@ -28,7 +28,7 @@ from typing import Any, Protocol
 import torch
 from common.documents import encode, excerpts
 from common.machine import device_of
-from common.options import add_out
+from common.options import add_out, make_parser
 from common.record import make_record, write
 from common.tables import console, make_table
 from kv_heavy import TINY_LLAMA
@@ -286,9 +286,7 @@ def table_of(records: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--spire", type=Path, nargs="+", default=[BENCHMARKS / "tiny-spire"])
     parser.add_argument("--only-spire", action="store_true", help="leave the other drafts out")
     parser.add_argument("--contexts", type=int, nargs="+", default=list(CONTEXTS))

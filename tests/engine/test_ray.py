@@ -25,8 +25,7 @@ import pyarrow.parquet as pq
 import pytest
 import texts
 from greedy import GREEDY
-
-from benchmarks.common.processes import batch_replicas, below, started, with_engines
+from ray_processes import batch_replicas, below, started, with_engines
 
 pytestmark = pytest.mark.skipif(
     find_spec("ray") is None, reason="Ray is not installed: pip install 'vllm-magicdec[ray]'"

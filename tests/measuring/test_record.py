@@ -99,8 +99,8 @@ def folders(tmp_path):
 
 def part(result: str, folder: Path, lines: str) -> all_results.Part:
     script = folder / f"{result}.py"
-    script.write_text(f"import pathlib, sys\nout = pathlib.Path(sys.argv[1])\n{lines}\n")
-    return all_results.Part(result, str(script), "{out}", minutes=0)
+    script.write_text(f"import pathlib, sys\nout = pathlib.Path(sys.argv[2])\n{lines}\n")
+    return all_results.Part(result, str(script), 0, "")
 
 
 def test_measuring_everything_goes_on_where_it_was_interrupted(tmp_path, folders):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`magicdec profile`: step times of a model on this machine, in the real engine, written to a file.
 
-The file is what `auto` starts from (its field `profile`) and what `magicdec simulate` goes by.
+`auto` starts from the file (its field `profile`).
 """
 
 import argparse
