@@ -52,6 +52,8 @@ TIME_LIMIT_S = 1800
 # Triton's `tl.dot`, and with it vLLM's attention in float32 on a GPU, rounds to TF32 (10 bits) by default.
 IEEE_FLOAT32 = {"TRITON_F32_DEFAULT": "ieee"}
 MAX_PROCESSES = 2  # kept by each worker of pytest-xdist; one takes 0.8 GB
+# On a GPU kept processes, and the tests' own, hold some of the device's memory.
+ON_GPU = {"gpu_memory_utilization": 0.25} if torch.cuda.is_available() else {}
 
 
 class RefusedError(RuntimeError):
@@ -228,6 +230,7 @@ def run(
         "block_size": PAGE,
         "enforce_eager": True,
         "disable_log_stats": False,
+        **ON_GPU,
         **engine,
     }
     env = {**(IEEE_FLOAT32 if engine["dtype"] == "float32" else {}), **(env or {})}
