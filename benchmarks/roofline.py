@@ -180,7 +180,7 @@ def main() -> None:
     record = make_record("roofline")
     here = record["machine"]
     if args.profile and "gpu" in here:
-        parser.error("--profile is for CPUs; on GPUs benchmarks/gpu times attention kernel by kernel")
+        parser.error("--profile is for CPUs; use Nsight Systems on a GPU")
     known: dict[str, Deployment] = {}
     measured_costs: dict[str, float] = {}
     if args.profile:
