@@ -2,6 +2,8 @@
 PYTHON ?= python3
 MODEL ?= examples/tiny-llama
 ARGS ?=
+GPU_MODEL ?= Qwen/Qwen3-8B
+GPU_SUITE := --context 8000 30000 --concurrency 4 16 --requests 32 --tokens 256 --repeats 2
 OUT ?= benchmarks/runs/gpu
 KERNELS ?=
 CASES ?=
@@ -70,8 +72,15 @@ results: venv  ## the results of every script, on this machine in one go (ARGS="
 bench-decode: venv  ## decode speed alone, plain against magicdec, without a server
 	$(RUN) benchmarks/decode.py $(ARGS)
 
-bench-gpu: venv  ## on a GPU: all that it has to show, best first; goes on where it stopped (OUT=folder, ARGS="--hours 1")
-	@$(RUN) -m benchmarks.gpu --out "$(OUT)" $(ARGS)
+bench-gpu: venv  ## on a GPU: a preflight, the tests marked gpu, the peer's cells, the suite (GPU_MODEL=..., OUT=folder)
+	@"$(PYTHON)" .ci/setup_venv.py --suffix-decoding
+	@mkdir -p "$(OUT)"
+	@$(RUN) benchmarks/gpu_preflight.py --model "$(GPU_MODEL)" --out "$(OUT)/preflight.json"
+	@status=0; \
+	$(RUN) -m pytest -m gpu --junitxml "$(OUT)/tests.xml" || status=1; \
+	$(RUN) benchmarks/peer.py --model "$(GPU_MODEL)" --out "$(OUT)/peer.json" || status=1; \
+	$(RUN) benchmarks/suite.py --model "$(GPU_MODEL)" --out "$(OUT)/suite-$$(date +%Y%m%d-%H%M)" $(GPU_SUITE) || status=1; \
+	exit $$status
 
 clean:  ## remove what the targets made
 	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis tests/.hypothesis

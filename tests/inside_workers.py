@@ -127,6 +127,19 @@ def break_lookups(worker: Any) -> None:
     _draft_of(worker)._drafter._staged._lookups.look_up = look_up
 
 
+def wait_in_drafts(worker: Any) -> None:
+    import torch
+
+    drafter = _draft_of(worker)._drafter
+    draft = drafter.draft
+
+    def wait_and_draft(*args: Any) -> bool:
+        torch.ones(1, device=worker.device).item()
+        return draft(*args)
+
+    drafter.draft = wait_and_draft
+
+
 def forget_failures(worker: Any) -> None:
     from vllm_magicdec.drafting.pauses import Pauses
 

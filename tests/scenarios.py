@@ -179,6 +179,12 @@ def generate_with_broken_lookups(llm: Any, batches: list[dict[str, Any]]) -> Any
     return generate(llm, batches)
 
 
+def generate_with_waiting_drafts(llm: Any, batches: list[dict[str, Any]]) -> Any:
+    """From now on the host waits for the device in every round of drafts; V2 runner."""
+    llm.collective_rpc(inside_workers.wait_in_drafts)
+    return generate(llm, batches)
+
+
 def generate_under_faults(llm: Any, batches: list[dict[str, Any]], faults: list[str], file: str) -> Any:
     """`generate` under one fault after the other, and what it added to the plugin's counters.
 
@@ -494,6 +500,7 @@ SCENARIOS = {
         generate_with_unread_ends,
         served_answers,
         generate_with_broken_lookups,
+        generate_with_waiting_drafts,
         generate_under_faults,
         generate_with_a_cut_file,
         generate_and_draft_twice,
