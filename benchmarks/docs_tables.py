@@ -70,7 +70,7 @@ _TABLE_OF = {
 
 @dataclass(frozen=True)
 class Source:
-    """What a table's first comment names: records, and the part of their table that is shown."""
+    """The records that a table's first comment names, and the part of their table that is shown."""
 
     paths: list[str]  # within results/; patterns
     columns: list[str]  # names or patterns of them; empty: all
