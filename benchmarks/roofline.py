@@ -16,14 +16,15 @@ from common.machine import device_of, same_machine
 from common.options import add_out, make_parser
 from common.record import make_record, write
 from common.tables import console, make_table
-from gpu.eq2 import MAX_DIFFERENCE, differs, this_deployment
 from kv_heavy import TINY_LLAMA, model_folder
 from rich.table import Table
 
+from vllm_magicdec.planner.hardware import HARDWARE, measure_this_machine
 from vllm_magicdec.planner.models import find_model
-from vllm_magicdec.planner.performance import Deployment
+from vllm_magicdec.planner.performance import Costs, Deployment
 from vllm_magicdec.planner.shapes import ModelShape
 
+MAX_DIFFERENCE = 0.25  # between the roofline and a measurement, as a share; larger ones are flagged
 ITEM_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
 
 
@@ -62,6 +63,22 @@ def compare(record: Mapping[str, Any], deployments: Mapping[str, Deployment]) ->
             )
         ]
     return comparisons
+
+
+def this_deployment(shape: ModelShape, gpu: str) -> Deployment:
+    """The shape on this machine: by its data sheet if `gpu` names a known device, else measured."""
+    words = gpu.replace("-", " ").split()
+    # A PCIe board of the same name is another device.
+    known = [device for name, device in HARDWARE.items() if name in words and "PCIe" not in words]
+    if known:
+        return Deployment(shape, known[0])
+    costs = replace(Costs(), memory_efficiency=1.0, compute_efficiency=1.0)  # the measured rates are reached
+    return Deployment(shape, measure_this_machine(), costs=costs)
+
+
+def differs(measured: float, predicted: float) -> bool:
+    """Whether the roofline is off by more than `MAX_DIFFERENCE`."""
+    return abs(measured / predicted - 1) > MAX_DIFFERENCE
 
 
 def deployment_of(
