@@ -2,8 +2,7 @@
 """The tables of results in README and docs/: what a page quotes is what a committed file says.
 
 A table stands between `<!-- result: PATH ... -->` and `<!-- end -->`, where each PATH is a JSON file in
-results/ and all are of one script; `<!-- latencies: PATH -->` begins a soak's other table. `python
-benchmarks/docs_tables.py` writes them anew.
+results/ and all are of one script. `python benchmarks/docs_tables.py` writes them anew.
 """
 
 import json
@@ -24,7 +23,6 @@ import native_attention
 import plain_steps
 import roofline
 import simulation
-import soak
 import spire
 import suite
 import trees
@@ -34,9 +32,7 @@ from common.tables import console, markdown
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 PAGES = (HERE.parent / "README.md", *sorted((HERE.parent / "docs").rglob("*.md")))
-_TABLE = re.compile(
-    r"(?P<begin><!-- (?P<what>result|latencies): (?P<paths>.+?) -->\n).*?(?P<end><!-- end -->)", re.DOTALL
-)
+_TABLE = re.compile(r"(?P<begin><!-- result: (?P<paths>.+?) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
 _TABLE_OF = {
     "acceptance": acceptance.table_of,
     "auto": lambda records: auto.table_of(*records),
@@ -50,7 +46,6 @@ _TABLE_OF = {
     "plain_steps": lambda records: plain_steps.table_of(*records),
     "roofline": lambda records: roofline.table_of(*records),
     "simulation": lambda records: simulation.table_of(*records),
-    "soak": lambda records: soak.table_of(*records),
     "spire": spire.table_of,
     "suite": lambda records: suite.tables_of(*records)[0],
     "trees": lambda records: trees.table_of(*records),
@@ -58,16 +53,9 @@ _TABLE_OF = {
 }
 
 
-def table_of(what: str, paths: Iterable[str]) -> str:
-    """In Markdown.
-
-    Args:
-        what: "result", or "latencies" of a soak.
-        paths: of the records, within results/.
-    """
+def table_of(paths: Iterable[str]) -> str:
+    """In Markdown; `paths`: of the records, within results/."""
     records: list[dict[str, Any]] = [json.loads((RESULTS / path).read_text()) for path in paths]
-    if what == "latencies":
-        return markdown(soak.latency_table_of(*records))
     return markdown(_TABLE_OF[records[0]["benchmark"]](records))
 
 
@@ -75,7 +63,7 @@ def filled(text: str) -> str:
     """A page with the tables of its results."""
 
     def fill(found: re.Match[str]) -> str:
-        return f"{found['begin']}{table_of(found['what'], found['paths'].split())}\n{found['end']}"
+        return f"{found['begin']}{table_of(found['paths'].split())}\n{found['end']}"
 
     return _TABLE.sub(fill, text)
 

@@ -29,7 +29,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from bad_day.watching import named_processes
+import psutil
 from common.engines import PAGE, set_environment, take_turns
 from common.machine import vllm_environment
 from common.options import add_documents, add_model, add_out, make_parser, settings_of
@@ -147,6 +147,17 @@ def engine_seconds(server: Server) -> float:
     """What the engine took for the first tokens of all requests that have ended, by its own clock."""
     metrics = server.metrics()
     return sum(metrics[name] for name in ENGINE_SECONDS)
+
+
+def named_processes(server: Server) -> dict[str, psutil.Process]:
+    """The server's processes by role."""
+    named: dict[str, psutil.Process] = {}
+    for process in psutil.process_iter():
+        with suppress(OSError, psutil.Error):
+            if os.getsid(process.pid) == server.process.pid:
+                role = "worker" if "Worker" in process.name() else f"process {process.pid}"
+                named["server" if process.pid == server.process.pid else role] = process
+    return named
 
 
 @contextmanager

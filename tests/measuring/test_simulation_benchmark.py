@@ -19,7 +19,6 @@ import pytest
 pytest.importorskip("simpy")
 sys.path.insert(0, str(engines.HERE.parent / "benchmarks"))
 import simulation
-from bad_day.watching import named_processes
 from common import tables
 from serving import Server
 from suite_plots import PER_POSITION
@@ -110,7 +109,7 @@ def test_a_worker_has_its_core_for_itself(tmp_path):
         server = SimpleNamespace(process=process)
         try:
             deadline = time.monotonic() + 60
-            while "worker" not in (found := named_processes(server)):
+            while "worker" not in (found := simulation.named_processes(server)):
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
             with simulation.worker_alone(server):
