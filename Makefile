@@ -58,8 +58,8 @@ test-models: venv  ## every family of models on both runners with every policy; 
 test-gpu: venv  ## the tests that need a CUDA device
 	$(RUN) -m pytest -m gpu $(ARGS)
 
-soak: venv  ## a bad day: an hour of traffic, bad input, faults and kills (ARGS="--minutes 4 --out soak.json")
-	@$(RUN) benchmarks/soak.py $(ARGS)
+soak: venv  ## an hour of traffic, bad input, faults and kills against a server (ARGS="--minutes 4 --out soak.json")
+	@PYTHONPATH=tests $(RUN) -m soak $(ARGS)
 
 bench: venv  ## every speculative method of vLLM against magicdec, as servers (ARGS="--quick": two minutes)
 	@"$(PYTHON)" .ci/setup_venv.py --suffix-decoding

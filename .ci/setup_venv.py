@@ -77,7 +77,8 @@ def describe_downloads(log: str) -> str:
     if not sizes_mb:
         return ""
     largest = sorted(sizes_mb, key=sizes_mb.get, reverse=True)[:3]
-    return f", downloaded {sum(sizes_mb.values()):.0f} MB ({', '.join(largest)}{', ...' * (len(sizes_mb) > 3)})"
+    names = ", ".join(largest + ["..."] * (len(sizes_mb) > 3))
+    return f", downloaded {sum(sizes_mb.values()):.0f} MB ({names})"
 
 
 def pip(step: str, *arguments: str | Path, optional: bool = False) -> bool:

@@ -2,9 +2,8 @@
 """The tables of results in README and docs/: what a page quotes is what a committed file says.
 
 A table stands between `<!-- result: PATH ... -->` and `<!-- end -->`, where each PATH is a JSON file in
-results/, or a pattern of several (`*/auto.json`), and all are of one script. `<!-- latencies: PATH -->`
-begins a soak's other table. `python benchmarks/docs_tables.py` writes them anew. A page may show a part of
-a table:
+results/, or a pattern of several (`*/auto.json`), and all are of one script. `python
+benchmarks/docs_tables.py` writes them anew. A page may show a part of a table:
 
     <!-- result: PATH ...; columns: NAME | NAME; rows: NAME = VALUE | VALUE; rows: ... -->
 
@@ -29,7 +28,6 @@ import kernel_share
 import lookups
 import native_attention
 import roofline
-import soak
 import spire
 import suite
 from common.machine import device_of
@@ -39,9 +37,7 @@ from rich.table import Table
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 PAGES = (HERE.parent / "README.md", *sorted((HERE.parent / "docs").rglob("*.md")))
-_TABLE = re.compile(
-    r"(?P<begin><!-- (?P<what>result|latencies): (?P<source>.+?) -->\n).*?(?P<end><!-- end -->)", re.DOTALL
-)
+_TABLE = re.compile(r"(?P<begin><!-- result: (?P<source>.+?) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
 _TABLE_OF = {
     "acceptance": acceptance.table_of,
     "auto": lambda records: auto.table_of(*records),
@@ -52,7 +48,6 @@ _TABLE_OF = {
     "lookups": lookups.table_of,
     "native_attention": lambda records: native_attention.page_table_of(*records),
     "roofline": lambda records: roofline.table_of(*records),
-    "soak": lambda records: soak.table_of(*records),
     "spire": lambda records: spire.table_of(*records),
     "suite": lambda records: suite.tables_of(*records)[0],
 }
@@ -94,16 +89,9 @@ class Source:
         return cls(paths.split(), columns, rows)
 
 
-def table_of(what: str, source: Source) -> str:
-    """The table of a page, in Markdown.
-
-    Args:
-        what: "result", or "latencies" of a soak.
-        source: the records and the part that is shown.
-    """
+def table_of(source: Source) -> str:
+    """Return the table of a page in Markdown."""
     records = source.records()
-    if what == "latencies":
-        return markdown(select(soak.latency_table_of(*records), source))
     make = _TABLE_OF[records[0]["benchmark"]]
     if len({device_of(record["machine"]) for record in records}) == 1:
         return markdown(select(make(records), source))
@@ -151,7 +139,7 @@ def filled(text: str) -> str:
     """A page with the tables of its results."""
 
     def fill(found: re.Match[str]) -> str:
-        return f"{found['begin']}{table_of(found['what'], Source.parse(found['source']))}\n{found['end']}"
+        return f"{found['begin']}{table_of(Source.parse(found['source']))}\n{found['end']}"
 
     return _TABLE.sub(fill, text)
 

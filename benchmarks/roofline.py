@@ -72,7 +72,7 @@ def this_deployment(shape: ModelShape, gpu: str) -> Deployment:
     known = [device for name, device in HARDWARE.items() if name in words and "PCIe" not in words]
     if known:
         return Deployment(shape, known[0])
-    costs = replace(Costs(), memory_efficiency=1.0, compute_efficiency=1.0)  # the measured rates are reached
+    costs = replace(Costs(), memory_efficiency=1.0, compute_efficiency=1.0)  # measured rates are reached
     return Deployment(shape, measure_this_machine(), costs=costs)
 
 

@@ -26,6 +26,7 @@ MODEL_LEN = 8192  # tokens
 PAGE = 32  # tokens; the smallest page of vLLM's CPU attention
 
 SPEC_METRIC = "vllm:spec_decode_num_"
+FAULT = "VLLM_MAGICDEC_TEST_FAULT"  # see fault_plugin/injected_faults.py
 
 # Arguments of `run` for an engine of two tensor-parallel ranks, a core each.
 TENSOR_PARALLEL_2 = {
@@ -116,6 +117,8 @@ def environment(*, v2: bool = False, **extra: str) -> dict[str, str]:
             # Inductor asks Triton for its device; vLLM compiles Cohere's norms in eager engines, too.
             env["TORCHDYNAMO_DISABLE"] = "1"
     path = [str(HERE / "at_start"), str(HERE)]
+    if FAULT in env:
+        path.append(str(HERE / "fault_plugin"))
     env["PYTHONPATH"] = os.pathsep.join([*path, *filter(None, [os.environ.get("PYTHONPATH")])])
     return env
 

@@ -188,7 +188,7 @@ def generate_with_waiting_drafts(llm: Any, batches: list[dict[str, Any]]) -> Any
 def generate_under_faults(llm: Any, batches: list[dict[str, Any]], faults: list[str], file: str) -> Any:
     """`generate` under one fault after the other, and what it added to the plugin's counters.
 
-    `file` is what VLLM_MAGICDEC_FAULT names. Pauses after failures do not last from one fault to the next.
+    `file` is what `engines.FAULT` names. Pauses after failures do not last from one fault to the next.
     """
     results = []
     for fault in faults:

@@ -161,7 +161,7 @@ def test_lookups_that_fail_lose_no_request(prompts, plain):
     chosen, engine = on_v2(prompts, 16)
     run = run_on_device(
         [("generate", {"batches": engine.pop("batches")})],
-        env={"VLLM_MAGICDEC_FAULT": "lookup"},
+        env={engines.FAULT: "lookup"},
         strict=False,
         speculative_config=with_lookups(4, draft_kv_budget=64),
         **engine,

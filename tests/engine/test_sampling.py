@@ -411,7 +411,7 @@ def test_drafts_of_nan_do_not_change_the_distribution(small_vocabulary_model, pl
         small_vocabulary_model,
         (15, 25),
         strict=False,
-        env={"VLLM_MAGICDEC_FAULT": "nan"},
+        env={engines.FAULT: "nan"},
         speculative_config=magicdec(2, draft_kv_budget=64, draft_sample_method="probabilistic"),
     )
     assert run.draft_failures == 0 and run.drafted > 0

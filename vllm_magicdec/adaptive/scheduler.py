@@ -21,7 +21,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
-from vllm_magicdec import envs, faults
+from vllm_magicdec import envs
 from vllm_magicdec.adaptive.controller import CHOSEN, PLAIN, Choice, Controller, How
 from vllm_magicdec.adaptive.draft_plan import DraftLists
 from vllm_magicdec.adaptive.lookup_controller import LookupController
@@ -75,7 +75,6 @@ class _AdaptiveSpeculation(Scheduler):
         # With lookups a step may have more drafts than it can take, so that some requests wait.
         self._drafts_must_not_wait = self._with_lookups and spec.draft_sample_method == "probabilistic"
         self._controller = self._make_controller(spec)
-        faults.inject_into_controller(self._controller)
         self._latest = PLAIN  # what the step before drafted
         self._made = PLAIN  # how the latest drafts were made
         self._how = CHOSEN  # how the latest drafts came to be

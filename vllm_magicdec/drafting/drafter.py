@@ -18,7 +18,7 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from vllm_magicdec import envs, faults
+from vllm_magicdec import envs
 from vllm_magicdec.adaptive.draft_plan import DraftLists, DraftPlan
 from vllm_magicdec.adaptive.metrics import Counts, DraftFailures, LookupCounters
 from vllm_magicdec.attention.copies import make_copied_pages, no_copied_pages
@@ -185,7 +185,6 @@ class Drafter:
             self._open_lookups(vllm_config, pass_runner, wide_pass_runner)
         self._pauses = Pauses("Drafting", "steps go on without useful drafts")
         self._stage = ""  # of the round, for the metrics
-        faults.inject_into_drafter(self)
 
     def _open_lookups(
         self,
