@@ -46,7 +46,6 @@ CASES = (
     Case("snapkv", 128),
     Case("snapkv-token", 128),
     Case("verify-topk", 192),
-    Case("verify-topk-token", 128),
     Case("streamingllm", engines.MODEL_LEN),  # a view of the whole context
     Case("streamingllm", 128, "on"),
     Case("snapkv", 128, "on"),

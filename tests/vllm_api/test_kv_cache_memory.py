@@ -36,8 +36,7 @@ POLICIES = [
     {"draft_kv_policy": "snapkv", "draft_kv_granularity": "token"},
     # Of which copies take what they may.
     {"draft_kv_policy": "snapkv", "draft_kv_granularity": "token", "draft_kv_budget": 3072},
-    {"draft_kv_policy": "verify-topk", "draft_kv_granularity": "page"},
-    {"draft_kv_policy": "verify-topk", "draft_kv_granularity": "token"},
+    {"draft_kv_policy": "verify-topk"},
 ]
 
 

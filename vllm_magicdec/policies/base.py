@@ -274,8 +274,12 @@ def parse_budget_of_selected_pages(
     if leaves_some(pages.min_pages, pages.recent_pages):
         return pages
     least = next(n for n in itertools.count(pages.min_pages) if leaves_some(n, recent_pages(n * page)))
-    others = ["a smaller --block-size", *(["draft_kv_granularity='token'"] if by_token else [])]
+    others = (
+        "a smaller --block-size, or draft_kv_granularity='token'"
+        if by_token
+        else "or a smaller --block-size"
+    )
     raise ValueError(
         f"{name}={tokens} leaves no page to choose beside {sinks + pages.recent_pages} pages of {page} "
-        f"tokens for sinks and recent tokens; use at least {least * page}, {', or '.join(others)}"
+        f"tokens for sinks and recent tokens; use at least {least * page}, {others}"
     )
