@@ -45,7 +45,6 @@ POLICIES = {
     "snapkv": {"draft_kv_policy": "snapkv"},  # by page on a CPU
     "snapkv by token": {"draft_kv_policy": "snapkv", "draft_kv_granularity": "token"},
     "verify-topk": {"draft_kv_policy": "verify-topk"},
-    "verify-topk by token": {"draft_kv_policy": "verify-topk", "draft_kv_granularity": "token"},
 }
 
 # Of one engine; the slowest takes a tenth of it on a machine with AVX2 alone.

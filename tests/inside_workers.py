@@ -507,11 +507,6 @@ def describe_draft(worker: Any) -> dict[str, Any]:
         **describe_attention(worker),
         "class": type(draft).__name__,
         "model_is_target": draft.model is worker.model_runner.get_model(),
-        "copied_requests": sum(
-            len(views._copies._versions)
-            for views in draft._drafter._views
-            if getattr(views, "_copies", None) is not None
-        ),
     }
 
 

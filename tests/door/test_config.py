@@ -288,7 +288,7 @@ WRONG_FIELDS = {
     ),
     "sinks beside which nothing can be chosen": (
         {"draft_kv_policy": "verify-topk", "draft_kv_budget": "auto", "draft_kv_sink": 2000},
-        "draft_kv_granularity='token', or draft_kv_sink=4",
+        "a smaller --block-size, or draft_kv_sink=4",
     ),
     "a window that leaves nothing beside whatever sinks": (
         {"draft_kv_policy": "snapkv", "snapkv_window": 1000, "draft_kv_sink": 64},
@@ -304,7 +304,7 @@ WRONG_FIELDS = {
     ),
     "sinks beside what auto drafts by itself": (
         {"draft_kv_policy": "verify-topk", "num_speculative_tokens": "auto", "draft_kv_sink": 2000},
-        "draft_kv_granularity='token', or draft_kv_sink=4!",
+        "a smaller --block-size, or draft_kv_sink=4!",
     ),
     "more drafts than auto's own": (
         {
@@ -313,7 +313,7 @@ WRONG_FIELDS = {
             "num_speculative_tokens": "auto",
             "max_num_speculative_tokens": 128,
         },
-        "draft_kv_granularity='token', or max_num_speculative_tokens=16!",
+        "a smaller --block-size, or max_num_speculative_tokens=16!",
     ),
     "a field without a name": ({"": 1}, "does not know the field ''; It takes"),
     "a misspelt field": ({"draft_kv_bugdet": 512}, "did you mean 'draft_kv_budget'?"),
@@ -512,14 +512,17 @@ def test_selecting_again_needs_token_ids_on_the_host():
 
 def test_a_budget_that_leaves_nothing_to_choose_is_refused(model_dir):
     fields = {"method": METHOD, "draft_kv_policy": "verify-topk", "draft_kv_budget": 128}
-    with pytest.raises(MagicDecConfigError, match="use at least 160, a smaller --block-size, or"):
+    with pytest.raises(MagicDecConfigError, match="use at least 160, or a smaller --block-size"):
         configure(model_dir, fields)
-    configure(model_dir, {**fields, "draft_kv_granularity": "token"})
 
 
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
+        (
+            {"draft_kv_policy": "verify-topk"},
+            "'token' means nothing to draft_kv_policy='verify-topk'; remove it or use 'page'",
+        ),
         ({}, "means nothing to draft_kv_policy='streamingllm'; remove it"),
         ({"draft_kv_policy": "nothing-yet"}, "'nothing-yet' is unknown"),
     ],

@@ -26,8 +26,7 @@ def lookup_metrics(run: engines.EngineRun) -> dict[str, int]:
         ("snapkv", 256, {"num_gpu_blocks_override": 80, "max_num_batched_tokens": WHOLE_LEN}),
         ("verify-topk", WHOLE_LEN, {"max_num_batched_tokens": WHOLE_LEN}),
         ("snapkv by token", WHOLE_LEN, {"max_num_batched_tokens": 256}),
-        ("verify-topk by token", WHOLE_LEN, {"max_num_batched_tokens": WHOLE_LEN}),
-        ("verify-topk by token", 128, {"num_gpu_blocks_override": 80, "max_num_batched_tokens": WHOLE_LEN}),
+        ("snapkv by token", 128, {"num_gpu_blocks_override": 80, "max_num_batched_tokens": WHOLE_LEN}),
     ],
 )
 def test_greedy_output_is_unchanged_and_passes_are_spared(prompts, plain, policy, budget, engine):
@@ -154,7 +153,6 @@ def on_v2(prompts, num_tokens: int) -> tuple[list[int], dict]:
         ("snapkv", 128),
         ("snapkv by token", 128),
         ("verify-topk", 256),
-        ("verify-topk by token", MODEL_LEN),
     ],
 )
 def test_passes_with_lookups_draft_what_one_pass_per_token_does_on_the_v2_runner(

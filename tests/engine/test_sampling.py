@@ -45,17 +45,11 @@ DRAFTS = {
         "draft_kv_policy": "snapkv",
         "draft_kv_granularity": "token",
     },
-    "verify-topk by page": {
+    "verify-topk": {
         "draft_sample_method": "probabilistic",
         "draft_kv_policy": "verify-topk",
-        "draft_kv_granularity": "page",
         "draft_kv_sink": 0,  # which leaves a page of four to choose
         "draft_kv_budget": 128,
-    },
-    "verify-topk by token": {
-        "draft_sample_method": "probabilistic",
-        "draft_kv_policy": "verify-topk",
-        "draft_kv_granularity": "token",
     },
 }
 
@@ -294,7 +288,7 @@ def test_a_few_continuations_have_the_targets_distribution_on_the_v2_runner(
 
 
 @pytest.mark.late
-@pytest.mark.parametrize("draft", ["probabilistic draft", "verify-topk by page"])
+@pytest.mark.parametrize("draft", ["probabilistic draft", "verify-topk"])
 def test_a_few_continuations_have_the_targets_distribution_with_lookups_on_the_v2_runner(
     small_vocabulary_model, plain_samples_without_limits, draft
 ):

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Policies read fp8 KV caches: they choose what they would of a cache of what the bytes stand for."""
 
-import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -76,7 +75,7 @@ def positions_chosen(
 
 @pytest.mark.parametrize("dtype", FP8_DTYPES)
 @pytest.mark.parametrize(
-    ("policy", "granularity"), itertools.product(("snapkv", "verify-topk"), ("page", "token"))
+    ("policy", "granularity"), [("snapkv", "page"), ("snapkv", "token"), ("verify-topk", "page")]
 )
 def test_policies_choose_what_they_would_of_what_the_bytes_stand_for(policy, granularity, dtype):
     rng = torch.Generator().manual_seed(0)

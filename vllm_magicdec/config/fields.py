@@ -88,9 +88,9 @@ class MagicDecFields(SpeculativeConfig):
     """When to select again. `snapkv`: after so many generated tokens (default 0: once per prompt);
     `verify-topk`: after so many verifications (default 1)."""
     draft_kv_granularity: Literal["page", "token"] | None = None
-    """What `snapkv` and `verify-topk` choose: `page`s, the same for all heads of a layer, which vLLM's own
-    attention reads; or `token`s per KV head, which need attention of the plugin's own. Default: pages,
-    but tokens for `snapkv` on a GPU."""
+    """What `snapkv` chooses: `page`s, the same for all heads of a layer, which vLLM's own attention reads;
+    or `token`s per KV head, which need attention of the plugin's own. Default: pages on a CPU, tokens on a
+    GPU. `verify-topk` chooses pages."""
     draft_lookup: Literal["auto", "on", "off"] = "auto"
     """Whether drafts are looked up: what followed the request's latest tokens before, in its own prompt
     and output. A draft pass reads it ahead and makes several drafts where the draft agrees; under

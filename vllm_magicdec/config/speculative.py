@@ -209,7 +209,7 @@ class MagicDecSpeculativeConfig(MagicDecFields):
         granularities = find_policy(self.draft_kv_policy).granularities
         if self.draft_kv_granularity in (None, *granularities):
             return
-        way_out = f"use {granularities[0]!r}" if granularities else "remove it"
+        way_out = " or ".join(["remove it", *(f"use {name!r}" for name in granularities)])
         raise ValueError(
             f"draft_kv_granularity={self.draft_kv_granularity!r} means nothing to "
             f"draft_kv_policy={self.draft_kv_policy!r}; {way_out}"

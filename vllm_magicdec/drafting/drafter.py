@@ -21,7 +21,6 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm_magicdec import envs
 from vllm_magicdec.adaptive.draft_plan import DraftLists, DraftPlan
 from vllm_magicdec.adaptive.metrics import Counts, DraftFailures, LookupCounters
-from vllm_magicdec.attention.copies import make_copied_pages, no_copied_pages
 from vllm_magicdec.attention.native_attention import use_native_attention
 from vllm_magicdec.attention.observing import LayerObserver
 from vllm_magicdec.attention.switch import install_switches
@@ -29,7 +28,7 @@ from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.drafting.layer_groups import LayerGroup
 from vllm_magicdec.drafting.pass_gains import LEAST_GAIN, LEAST_STANDING
 from vllm_magicdec.drafting.pauses import Pauses
-from vllm_magicdec.drafting.sizing import has_copies, make_views, max_graph_reqs
+from vllm_magicdec.drafting.sizing import make_views, max_graph_reqs
 from vllm_magicdec.drafting.staged import PassRunner, StagedDrafts
 from vllm_magicdec.drafting.wide_passes import WidePasses, WidePassRunner
 from vllm_magicdec.errors import METHOD
@@ -158,16 +157,6 @@ class Drafter:
                     device,
                     max_graph_reqs=max_graph_reqs(vllm_config),
                 ),
-                make_copy_pages=partial(
-                    make_copied_pages,
-                    vllm_config,
-                    group.layer_names,
-                    group.cache,
-                    num_blocks=kv_cache_config.num_blocks,
-                    device=device,
-                )
-                if has_copies(vllm_config)
-                else no_copied_pages,
             )
             self._views.append(views)
         self._log(vllm_config)

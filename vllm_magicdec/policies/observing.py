@@ -24,7 +24,6 @@ from vllm_magicdec.attention.scales import Scales
 from vllm_magicdec.attention.softmax import Softmax, weights_of
 from vllm_magicdec.policies.base import Engine, Limits, Observe, Policy, parse_budget_of_selected_pages
 from vllm_magicdec.views.base import Batch, Views, ceil_div, on_device
-from vllm_magicdec.views.copies import TokenCopies, pages_of_copy
 from vllm_magicdec.views.layer_pages import LayerPageViews
 from vllm_magicdec.views.selections import Budget, Selections, budget_to_select
 from vllm_magicdec.views.tokens import TokenBudget, TokenViews, recent_tokens
@@ -183,10 +182,7 @@ class TokenPolicy(Policy):
         plans = engine.switch_attention(recorder, layer_pages=by_page)
         if by_page:
             return LayerPageViews(selections, selector, budgets, engine.make_draft_slots())
-        num_sinks = budgets[0].num_sinks
-        pages = engine.make_copy_pages(pages_of_copy(selections, num_sinks, engine.page_size))
-        copies = None if pages is None else TokenCopies(selections, num_sinks, pages)
-        return TokenViews(selections, selector, budgets, engine.make_draft_slots(), plans, copies)
+        return TokenViews(selections, selector, budgets, engine.make_draft_slots(), plans)
 
 
 class WindowRecorder:

@@ -22,7 +22,6 @@ import numpy as np
 import torch
 
 from vllm_magicdec.views.base import Batch, DraftSlots, Selector, TokenView, ceil_div, has_kernels
-from vllm_magicdec.views.copies import CopiedTokens, TokenCopies
 from vllm_magicdec.views.selections import Selections
 from vllm_magicdec.views.token_steps import TokenSteps
 
@@ -180,7 +179,6 @@ class TokenViews:
         budgets: the smallest first.
         draft_slots: where the drafted tokens go.
         plans: attention that is planned for full views.
-        copies: of what was selected, on a CPU; None: there are none.
     """
 
     def __init__(
@@ -190,14 +188,12 @@ class TokenViews:
         budgets: Sequence[TokenBudget],
         draft_slots: DraftSlots,
         plans: Sequence[PlannedAttention] = (),
-        copies: TokenCopies | None = None,
     ) -> None:
         self._selections = selections
         self._selector = selector
         self._budgets = budgets
         self._draft_slots = draft_slots
         self._plans = plans
-        self._copies = copies
         self._page_size = draft_slots.page_size
         _, num_layers, num_kv_heads, _ = selections.positions.shape
         device = selections.positions.device
@@ -222,7 +218,6 @@ class TokenViews:
         slots = self._slots.numel() * self._slots.element_size()
         return {
             "lists of slots": slots + self._selections.num_bytes,
-            "copies of chosen tokens": 0 if self._copies is None else self._copies.num_bytes,
             "planned attention": sum(plan.num_bytes for plan in self._plans),
             **self._selector.memory_bytes,
         }
@@ -239,11 +234,10 @@ class TokenViews:
         budget = self._budgets[size]
         num_reqs = batch.context_lens.shape[0]
         rows = self._selections.rows(batch.req_ids)
-        copied = None
         if has_kernels(rows.device):
             self._write_with_kernel(budget, batch, rows, num_steps)
         else:
-            copied = self._write(budget, batch, rows, num_steps)
+            self._write(budget, batch, rows, num_steps)
         return TokenSteps(
             self._draft_slots,
             lens=self._lens[:num_steps, :num_reqs],
@@ -251,13 +245,10 @@ class TokenViews:
             query_columns=self._query_columns[:num_steps, :num_reqs],
             query_slots=self._query_slots[:num_steps, :num_reqs],
             common_len=self._common_len(budget, batch),
-            copied=copied,
         )
 
-    def _write(
-        self, budget: TokenBudget, batch: Batch, rows: torch.Tensor, num_steps: int
-    ) -> CopiedTokens | None:
-        """The first step's views, where the queries of all steps go in them, and copies of a part."""
+    def _write(self, budget: TokenBudget, batch: Batch, rows: torch.Tensor, num_steps: int) -> None:
+        """The first step's views, and where the queries of all steps go in them."""
         num_reqs = batch.context_lens.shape[0]
         positions = self._draft_slots.prepare(batch, num_steps)
         first = positions[0]
@@ -283,15 +274,6 @@ class TokenViews:
         self._query_columns[:num_steps, :num_reqs] = query_columns
         query_slots = self._slots_of(batch.block_table, positions.T).T
         self._query_slots[:num_steps, :num_reqs] = query_slots
-        if self._copies is None:
-            return None
-        # A request that has come back shorter may get other tokens in the place of those that were copied.
-        is_whole = self._selections.ends[rows] <= batch.context_lens
-        return self._copies.prepare(
-            batch.req_ids,
-            counts.masked_fill(~is_whole, 0),
-            batch.block_table,
-        )
 
     def _write_with_kernel(
         self, budget: TokenBudget, batch: Batch, rows: torch.Tensor, num_steps: int
