@@ -21,16 +21,17 @@ from common.machine import device_of, same_machine
 from common.options import add_out, make_parser, served_dtype
 from common.record import make_record, write
 from common.tables import console, make_table
-from gpu.eq2 import MAX_DIFFERENCE, differs, this_deployment
 from kv_heavy import KV_HEAVY, TINY_LLAMA, model_folder
 from rich.table import Table
 from step_profile import achieved_table, profile_engine, profile_table
 
+from vllm_magicdec.planner.hardware import HARDWARE, measure_this_machine
 from vllm_magicdec.planner.models import find_model
-from vllm_magicdec.planner.performance import Deployment
+from vllm_magicdec.planner.performance import Costs, Deployment
 from vllm_magicdec.planner.shapes import ModelShape
 
 ITEM_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
+MAX_DIFFERENCE = 0.25  # between the roofline and a measurement, as a share; above it a cell is flagged
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,22 @@ class Comparison:
     time: str  # T_T, T_D or T_V
     measured_ms: float
     roofline_ms: Mapping[str, float]  # by the name of the costs
+
+
+def this_deployment(shape: ModelShape, gpu: str) -> Deployment:
+    """The shape on this machine: by its data sheet if `gpu` names a known device, else measured."""
+    words = gpu.replace("-", " ").split()
+    # A PCIe board of the same name is another device.
+    known = [device for name, device in HARDWARE.items() if name in words and "PCIe" not in words]
+    if known:
+        return Deployment(shape, known[0])
+    costs = replace(Costs(), memory_efficiency=1.0, compute_efficiency=1.0)  # what is measured is reached
+    return Deployment(shape, measure_this_machine(), costs=costs)
+
+
+def differs(measured: float, predicted: float) -> bool:
+    """Whether the roofline is off by more than `MAX_DIFFERENCE`."""
+    return abs(measured / predicted - 1) > MAX_DIFFERENCE
 
 
 def compare(record: Mapping[str, Any], deployments: Mapping[str, Deployment]) -> list[Comparison]:
@@ -180,7 +197,7 @@ def main() -> None:
     record = make_record("roofline")
     here = record["machine"]
     if args.profile and "gpu" in here:
-        parser.error("--profile is for CPUs; on GPUs benchmarks/gpu times attention kernel by kernel")
+        parser.error("--profile is for CPUs; use Nsight Systems on a GPU")
     known: dict[str, Deployment] = {}
     measured_costs: dict[str, float] = {}
     if args.profile:

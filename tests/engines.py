@@ -135,16 +135,15 @@ class EngineProcess:
 
     Args:
         env: its environment.
-        program: what runs there.
         cores: it may run on; (): all of this process's.
     """
 
-    def __init__(self, env: Mapping[str, str], program: Sequence[str], cores: Sequence[int] = ()) -> None:
+    def __init__(self, env: Mapping[str, str], cores: Sequence[int] = ()) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="engines-")
         self._log = Path(self._directory.name, "log")
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
-                [sys.executable, *program],
+                [sys.executable, str(HERE / "engine_process.py")],
                 cwd=HERE.parent,
                 env=env,
                 stdin=subprocess.PIPE,
@@ -187,7 +186,7 @@ class EngineProcess:
         return self._process.wait()
 
 
-_processes: dict[Any, EngineProcess] = {}  # by environment and program, the latest one last
+_processes: dict[Any, EngineProcess] = {}  # by environment, the latest one last
 
 
 def end_processes(keep: int = 0) -> None:
@@ -207,10 +206,9 @@ def run(
     env: Mapping[str, str] | None = None,
     own_process: bool = False,
     time_limit_s: float = TIME_LIMIT_S,
-    program: Sequence[str] = (str(HERE / "engine_process.py"),),
     **engine: Any,
 ) -> EngineRun:
-    """Start an engine, run the scenarios of `program` in order, end it; returns what they returned.
+    """Start an engine, run scenarios of `scenarios.py` in order, end it; returns what they returned.
 
     Args:
         steps: names and arguments of scenarios.
@@ -220,7 +218,6 @@ def run(
         own_process: as in a program of vLLM's users: the process is new, and engine core and workers are
             processes of their own. Otherwise all of the engine is in one process, where others were before.
         time_limit_s: for all of it, far above what it takes on a slow machine.
-        program: where the scenarios are.
         engine: arguments of `LLM`.
     """
     engine = {
@@ -237,15 +234,15 @@ def run(
     scenarios = [{"scenario": name, "arguments": args} for name, args in steps]
     spec = {"engine": engine, "steps": scenarios, "strict": strict}
     if own_process:
-        process = EngineProcess(environment(v2=v2, **env), program)
+        process = EngineProcess(environment(v2=v2, **env))
         try:
             return process.run(spec, time_limit_s)
         finally:
             process.end()
     full = environment(v2=v2, **{"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **env})
-    key = (frozenset(full.items()), tuple(program))
+    key = frozenset(full.items())
     # vLLM binds the threads of processes that it starts; here it starts none.
-    process = _processes.pop(key, None) or EngineProcess(full, program, own_cores())
+    process = _processes.pop(key, None) or EngineProcess(full, own_cores())
     try:
         result = process.run(spec, time_limit_s)
     except RefusedError:

@@ -58,7 +58,7 @@ def test_every_time_of_a_result_stands_beside_the_pass_it_is_of():
 
 
 def test_another_cpu_is_refused_and_a_gpu_has_its_data_sheet(monkeypatch):
-    monkeypatch.setattr("gpu.eq2.measure_this_machine", lambda: DEVICE)
+    monkeypatch.setattr("roofline.measure_this_machine", lambda: DEVICE)
     assert roofline.deployment_of(SHAPE, MACHINE, MACHINE, {}).hardware is DEVICE
     for other in ({"processor": "two"}, {"cores": 64}, {"gpu": "NVIDIA GeForce RTX 4090"}):
         with pytest.raises(SystemExit, match="so compare where it was measured"):

@@ -2,9 +2,11 @@
 """The tour of `magicdec profile`, on an imagined machine."""
 
 import argparse
+import time
 from types import SimpleNamespace
 
 import pytest
+import torch
 import vllm
 from imagined_engine import BUDGETS, MAX_TOKENS, Engine, alike, all_choices
 
@@ -150,3 +152,24 @@ def test_contexts_are_no_longer_than_the_model_reads():
     assert profile._within(100, 390) == [100]
     with pytest.raises(UserError, match=r"takes 1566 tokens .* leaves -542; use fewer"):
         profile._within(-542, 1566)
+
+
+def test_steps_that_overlap_are_not_timed():
+    config = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=True))
+    core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=None))
+    llm = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=config, engine_core=core))
+    with pytest.raises(ValueError, match="use async_scheduling=False"):
+        profile.measure_cell(llm, 1, 64)
+
+
+def test_the_clock_waits_for_the_device(monkeypatch):
+    finished_at = []
+
+    def synchronize() -> None:
+        time.sleep(0.01)
+        finished_at.append(time.perf_counter())
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "synchronize", synchronize)
+    now = profile._when_idle()
+    assert finished_at and now >= finished_at[0]

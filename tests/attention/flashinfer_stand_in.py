@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What has no code for a CPU: FlashInfer, and the synthetic acceptance of vLLM's rejection sampler."""
+"""A stand-in for FlashInfer on a CPU: torch reads what FlashInfer is told to read."""
 
 import math
-import sys
 import types
 from typing import Any
 
@@ -149,12 +148,12 @@ class StandInWrapper:
         assert indptr[-1] == len(indices) and len(indptr) == len(last_page_len) + 1
         assert torch.all((last_page_len >= 1) & (last_page_len <= page_size))
         if page_size == num_kv_heads == 1:
-            wanted = (prefill_workspaces if self._use_tensor_cores else decode_workspaces)(
+            needed = (prefill_workspaces if self._use_tensor_cores else decode_workspaces)(
                 indptr.diff().tolist(), num_qo_heads, head_dim, self._use_cuda_graph
             )
-            for has, wants in zip(self._workspaces, wanted, strict=True):
-                if wants > has:
-                    raise RuntimeError(f"Buffer overflow: {wants} bytes wanted of {has}")
+            for has, needs in zip(self._workspaces, needed, strict=True):
+                if needs > has:
+                    raise RuntimeError(f"Buffer overflow: {needs} bytes needed, {has} available")
         planned = (indptr, indices, last_page_len)
         if self._use_cuda_graph:
             # The number of requests is fixed; there may be fewer indices than there is room for.
@@ -208,48 +207,3 @@ def module() -> types.ModuleType:
     stand_in = types.ModuleType("flashinfer", __doc__)
     vars(stand_in)["BatchDecodeWithPagedKVCacheWrapper"] = StandInWrapper
     return stand_in
-
-
-def install() -> None:
-    """Let this process's FlashInfer be the stand-in."""
-    sys.modules["flashinfer"] = module()
-
-
-def accept_synthetically(
-    output_token_ids: torch.Tensor,  # [num_reqs, most drafts + 1], filled with placeholders
-    cu_num_draft_tokens: torch.Tensor,  # [num_reqs], drafts up to and including each request
-    draft_token_ids: torch.Tensor,  # [num_tokens]
-    target_argmax: torch.Tensor,  # [num_tokens]
-    bonus_token_ids: torch.Tensor,  # [num_reqs, 1]
-    is_greedy: torch.Tensor | None,
-    max_spec_len: int,
-    uniform_probs: torch.Tensor | None,  # [num_tokens]
-    synthetic_conditional_rates: torch.Tensor | None,  # [most drafts]
-) -> None:
-    """vLLM's `_rejection_greedy_sample` for greedy requests and `rejection_sample_method=synthetic`."""
-    assert is_greedy is None or bool(is_greedy.all())
-    assert uniform_probs is not None and synthetic_conditional_rates is not None
-    first = 0
-    for request, end in enumerate(cu_num_draft_tokens.tolist()):
-        place, accepted = 0, True
-        while accepted and first + place < end:
-            accepted = bool(uniform_probs[first + place] < synthetic_conditional_rates[place])
-            chosen = draft_token_ids if accepted else target_argmax
-            output_token_ids[request, place] = chosen[first + place]
-            place += 1
-        if accepted:
-            output_token_ids[request, place] = bonus_token_ids[request, 0]
-        first = end
-
-
-def install_synthetic_acceptance() -> None:
-    """Let this process's V1 runner accept synthetically, which vLLM's C++ sampler refuses."""
-    import vllm.v1.sample.rejection_sampler as rejection_sampler
-
-    sample = rejection_sampler._rejection_greedy_sample
-
-    def choose(*args: Any) -> None:
-        (sample if args[-1] is None else accept_synthetically)(*args)
-
-    vars(choose)["register_warmup"] = sample.register_warmup
-    rejection_sampler._rejection_greedy_sample = choose
