@@ -136,7 +136,7 @@ def measure(
     """
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # one core, one thread
     times = StepTimes()
-    room = profile._Tour(MEASURED_DRAFTS, [budget]).max_tokens + 2 * PAGE
+    room = profile._Tour(MEASURED_DRAFTS, budget).max_tokens + 2 * PAGE
     batches, contexts = sorted(batches), sorted({budget, *contexts})
     with model_folder(KV_HEAVY) as model:
         settings = engine_settings(
@@ -179,7 +179,7 @@ def measure_lengths(llm: Any, batch: int, context: int) -> list[Any]:
     """`measure_cell` for `MEASURED_DRAFTS` alone, by the processor's time."""
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     own = scheduler._controller
-    scheduler._controller = Controller(MEASURED_DRAFTS, own.budgets, StepTimes())
+    scheduler._controller = Controller(MEASURED_DRAFTS, own.budget, StepTimes())
     try:
         with patch.object(profile, "_when_idle", process_time):
             return profile.measure_cell(llm, batch, context)

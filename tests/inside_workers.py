@@ -20,22 +20,6 @@ def latest_selection(worker: Any) -> dict[str, Any]:
     }
 
 
-def note_sizes(worker: Any) -> None:
-    """Note which budget each round of drafts is made with."""
-    views = _draft_of(worker)._drafter._views[0]
-    views.noted, prepare = [], type(views).prepare
-
-    def prepare_and_note(batch, num_steps, size=-1):
-        views.noted.append(size)
-        return prepare(views, batch, num_steps, size)
-
-    views.prepare = prepare_and_note
-
-
-def noted_sizes(worker: Any) -> list[int]:
-    return _draft_of(worker)._drafter._views[0].noted
-
-
 def note_speculative_steps(worker: Any) -> None:
     """Count the steps that the V1 runner samples as those of speculation."""
     sampler = worker.model_runner.rejection_sampler
@@ -110,7 +94,7 @@ def cut_drafts(worker: Any, least_chance: float, least_gain: float = 0.0) -> Non
     draft = staged.draft
 
     def draft_by_plan(batch: Any, num_steps: int, prepare: Any) -> Any:
-        return draft(batch, DraftPlan(num_steps, 1, least_chance, least_gain), prepare)
+        return draft(batch, DraftPlan(num_steps, least_chance, least_gain), prepare)
 
     staged.draft = draft_by_plan
 

@@ -183,7 +183,7 @@ def _let_it_draft(controller: Any, fault: Fault) -> None:
         controller.is_planned = True
         lengths = [length for length in controller.lengths if length <= drafts]
         length = max(lengths, default=controller.lengths[0])
-        return next(pair for pair in controller._pairs if pair == (length, controller.budgets[-1]))
+        return next(choice for choice in controller._drafting if choice.drafts == length)
 
     controller.choose = choose_as_told
     controller._lost_seconds = lambda *args: 0.0 if unpaid else lost_seconds(*args)
@@ -191,8 +191,9 @@ def _let_it_draft(controller: Any, fault: Fault) -> None:
 
 def _cut(plan: Any, drafts: int) -> Any:
     """A `DraftPlan` of so many drafts at most, none of which is weighed."""
-    own = type(plan)(min(plan, drafts), plan.budget)
-    return type(plan)(own, own.budget, by_kind=[own] * len(plan.by_kind))
+    own = type(plan)(min(plan, drafts), lookups_alone=plan.lookups_alone)
+    by_kind = [own] * len(plan.by_kind)
+    return type(plan)(own, by_kind=by_kind, lookups_alone=own.lookups_alone)
 
 
 def _faulty_pass(run: Callable[..., Any], runner: Any, fault: Fault) -> Callable[..., Any]:

@@ -6,7 +6,7 @@ import random
 import pytest
 from imagined_engine import BUDGET, Engine, make_controller
 
-from vllm_magicdec.adaptive.controller import PLAIN, Choice
+from vllm_magicdec.adaptive.controller import Choice
 from vllm_magicdec.adaptive.request_lengths import RequestLengths
 from vllm_magicdec.adaptive.step_times import Step, TimedStep
 
@@ -45,8 +45,8 @@ def speed(acceptances: list[float], seed: int, *, cuts: bool, steps: int = 3000)
         made += n + sum(stood for _, stood in rounds)
         elapsed += took
         if verified == [drafts] * n:
-            step = Step(n, n * CONTEXT, drafts, choice.drafts, choice.budget)
-            chosen = Choice(drafts, BUDGET) if drafts else PLAIN
+            step = Step(n, n * CONTEXT, drafts, choice.drafts, BUDGET if choice.drafts else 0)
+            chosen = Choice(drafts)
             controller.observe(rounds if drafts else [], chosen, TimedStep(step, took), choice)
         drafts = choice.drafts
     return made / elapsed

@@ -15,13 +15,14 @@ from vllm_magicdec.adaptive.step_times import Step
 
 @pytest.mark.parametrize("drafts_come_late", [False, True])
 def test_the_drafts_in_a_steps_time_are_those_made_between_two_outputs(drafts_come_late):
-    choices = [Choice(4, 512), Choice(2, 256), PLAIN, Choice(3, 512)]
+    choices = [Choice(4), Choice(2), PLAIN, Choice(3)]
     scheduler = object.__new__(MagicDecScheduler)
     planned = iter(choices)
     scheduler._controller = SimpleNamespace(
         choose=lambda num_reqs, context_tokens, is_timed: next(planned),
-        plan=lambda choice: DraftPlan(*choice),
+        plan=lambda choice: DraftPlan(choice.drafts),
         is_planned=False,
+        budget=512,
     )
     scheduler._how = How()
     scheduler._latest, scheduler._made, scheduler._is_whole = PLAIN, PLAIN, True
@@ -45,7 +46,7 @@ def test_the_drafts_in_a_steps_time_are_those_made_between_two_outputs(drafts_co
     before = [PLAIN, *choices[:-1]]
     made = before if drafts_come_late else choices
     assert steps == [
-        Step(2, 2000, previous.drafts, drafted.drafts, drafted.budget)
+        Step(2, 2000, previous.drafts, drafted.drafts, 512 if drafted.drafts else 0)
         for previous, drafted in zip(before, made, strict=True)
     ]
 

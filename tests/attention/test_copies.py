@@ -33,8 +33,8 @@ CPU = torch.device("cpu")
 NUM_LAYERS, NUM_KV_HEADS, GROUP, HEAD_SIZE, PAGE, CONTEXT, NUM_STEPS = 2, 2, 2, 32, 32, 200, 3
 PAGES_EACH = -(-(CONTEXT + 8) // PAGE)
 SINKS = 4
-BUDGETS = [TokenBudget(sink=SINKS, window=8, min_tokens=n, max_tokens=n) for n in (40, 100)]
-END = CONTEXT - BUDGETS[0].window  # of what is chosen from
+BUDGET = TokenBudget(sink=SINKS, window=8, min_tokens=100, max_tokens=100)
+END = CONTEXT - BUDGET.window  # of what is chosen from
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -82,7 +82,7 @@ class World:
             num_layers=NUM_LAYERS,
             num_heads=NUM_KV_HEADS,
             max_num_reqs=num_reqs,
-            max_selected=BUDGETS[-1].max_selected,
+            max_selected=BUDGET.max_selected,
             device=CPU,
         )
         self.spec = SimpleNamespace(
@@ -111,7 +111,7 @@ class World:
             device=CPU,
         )
         copies = TokenCopies(self.selections, SINKS, pages)
-        self.views = TokenViews(self.selections, KeepsWhatIsThere(), BUDGETS, slots, (), copies)
+        self.views = TokenViews(self.selections, KeepsWhatIsThere(), BUDGET, slots, (), copies)
 
     def rows(self, layer: int, pages: torch.Tensor) -> KVRows:
         return KVRows.of(pages, "CPU_ATTN", self.layers[layer].isa, self.dtype)
@@ -131,7 +131,7 @@ class World:
         self.pages[req_id] = new
 
     def choose(self, req_id: str) -> None:
-        count = BUDGETS[-1].max_selected
+        count = BUDGET.max_selected
         heads = range(NUM_LAYERS * NUM_KV_HEADS)
         orders = [torch.randperm(END - SINKS, generator=self.generator)[:count] + SINKS for _ in heads]
         chosen = torch.stack(orders).view(NUM_LAYERS, NUM_KV_HEADS, count)
@@ -139,7 +139,7 @@ class World:
         self.selections.set([req_id], [CONTEXT], torch.tensor([count]), torch.tensor([END]))
         self.chosen[req_id] = chosen
 
-    def prepare(self, req_ids: list[str], again=(), moved=(), size: int = 0):
+    def prepare(self, req_ids: list[str], again=(), moved=()):
         """A round's steps; some requests choose `again`, or have `moved`."""
         self.selections.begin_round(req_ids)
         for req_id in req_ids:
@@ -148,7 +148,7 @@ class World:
             if req_id in again or self.selections.version(req_id) is None:
                 self.choose(req_id)
         table = torch.stack([self.pages[req_id] for req_id in req_ids]).int()
-        return self.views.prepare(make_batch(req_ids, table, [CONTEXT] * len(req_ids)), NUM_STEPS, size)
+        return self.views.prepare(make_batch(req_ids, table, [CONTEXT] * len(req_ids)), NUM_STEPS)
 
     def check(self, req_ids: list[str], copied: CopiedTokens | None) -> int:
         """That copies are what was chosen; returns how many requests have one."""
@@ -196,18 +196,18 @@ def test_copies_are_of_what_was_chosen_last(isa, dtype, data, num_reqs, room, se
     world = World(num_reqs, room=room, isa=isa, dtype=dtype, seed=seed)
     some = st.lists(st.sampled_from(list(world.truth)), min_size=1, max_size=num_reqs, unique=True)
     for _ in range(data.draw(st.integers(1, 6))):
-        present, size = data.draw(some), data.draw(st.integers(0, 1))
-        step = next(iter(world.prepare(present, data.draw(some), data.draw(some), size)))
+        present = data.draw(some)
+        step = next(iter(world.prepare(present, data.draw(some), data.draw(some))))
         assert world.check(present, step.view.copied) == min(len(present), room)
 
 
 @pytest.mark.skipif(best_variant() is None, reason="needs the compiled kernel")
 @settings(max_examples=40, deadline=None)
-@given(st.data(), st.integers(1, 4), st.integers(1, 4), st.integers(0, 1), st.integers(0, 2**31))
-def test_attention_is_the_same_with_copies_and_without(data, num_reqs, room, size, seed):
+@given(st.data(), st.integers(1, 4), st.integers(1, 4), st.integers(0, 2**31))
+def test_attention_is_the_same_with_copies_and_without(data, num_reqs, room, seed):
     world = World(num_reqs, room=room, isa="vec", dtype=torch.float32, seed=seed)
     present = list(world.truth)[:num_reqs]
-    steps = world.prepare(present, size=size)
+    steps = world.prepare(present)
     running = data.draw(st.lists(st.sampled_from(range(num_reqs)), min_size=1, unique=True).map(sorted))
     firsts = [data.draw(st.integers(0, NUM_STEPS - 1)) for _ in running]
     lens = [data.draw(st.integers(1, NUM_STEPS - first)) for first in firsts]

@@ -33,12 +33,12 @@ def test_the_interval_holds_the_median_as_often_as_it_says(count):
 
 
 def test_a_pinned_controller_takes_every_lesson_and_learns_nothing():
-    controller = Controller(range(5), [256], StepTimes())
+    controller = Controller(range(5), 256, StepTimes())
     before = vars(controller).copy()
     lesson = dict.fromkeys(inspect.signature(controller.observe).parameters)
-    with auto.pinned(controller, Choice(3, 256)):
+    with auto.pinned(controller, Choice(3)):
         controller.observe(**lesson)
-        assert controller.choose(8, 64_000) == Choice(3, 256)
+        assert controller.choose(8, 64_000) == Choice(3)
     assert vars(controller) == before
 
 
@@ -105,7 +105,7 @@ def test_a_duel_compares_on_the_same_text_whatever_the_pace(monkeypatch):
 
 
 def test_a_controller_that_is_made_plain_still_works_and_is_released():
-    controller = Controller(range(9), [512], StepTimes())
+    controller = Controller(range(9), 512, StepTimes())
     with plain_steps.made_plain(controller):
         # It tries several numbers of drafts first, and plans that.
         assert {controller.choose(4, 400) for _ in range(8)} == {PLAIN}

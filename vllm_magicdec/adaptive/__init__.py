@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many drafts, and with which KV budget: what `auto` stands for.
+"""How many drafts: the choice behind `num_speculative_tokens: auto`.
 
 `controller.py` chooses for every step, from the times that `step_times.py` has learnt and the acceptance
 seen; `request_lengths.py` cuts what each request verifies of it. Where drafts can be looked up it is

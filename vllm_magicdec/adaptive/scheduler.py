@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's schedulers with a controller that sets the number of drafts of every step, and their KV budget.
+"""vLLM's schedulers with a controller that sets the number of drafts of every step.
 
 vLLM can vary that number by itself (`num_speculative_tokens_per_batch_size`): the scheduler puts it into
 each `SchedulerOutput`, and both model runners follow. Here a controller sets it instead of a table. What
@@ -50,6 +50,7 @@ class _InFlight:
     num_passes: int  # draft steps that it makes
     is_whole: bool  # all drafts are verified
     decoding: Collection[str]  # requests that were drafted for
+    budget: int  # K/V entries that each draft step reads per request, at most
     context_tokens: int
     verified: float | None  # per request; None: it does not do the same for every request
 
@@ -58,8 +59,8 @@ class _InFlight:
         """None: its time tells nothing."""
         if self.verified is None:
             return None
-        num_reqs, budget = len(self.decoding), self.drafted.budget
-        return Step(num_reqs, self.context_tokens, self.verified, self.num_passes, budget)
+        budget = self.budget if self.num_passes else 0
+        return Step(len(self.decoding), self.context_tokens, self.verified, self.num_passes, budget)
 
 
 class _AdaptiveSpeculation(Scheduler):
@@ -71,7 +72,7 @@ class _AdaptiveSpeculation(Scheduler):
         assert isinstance(spec, MagicDecSpeculativeConfig)
         self.clock: Callable[[], float] = perf_counter
         # On the device they change what passes take, and nothing that the scheduler hears of.
-        self._with_lookups = spec.adaptive and spec.draft_lookup == "on" and not spec.looks_up_on_device
+        self._with_lookups = spec.draft_lookup == "on" and not spec.looks_up_on_device
         # With lookups a step may have more drafts than it can take, so that some requests wait.
         self._drafts_must_not_wait = self._with_lookups and spec.draft_sample_method == "probabilistic"
         self._controller = self._make_controller(spec)
@@ -91,8 +92,7 @@ class _AdaptiveSpeculation(Scheduler):
         graphs = self.vllm_config.compilation_config.cudagraph_mode
         has_graphs = graphs.decode_mode() == CUDAGraphMode.FULL
         self._lengths_differ = (
-            spec.adaptive
-            and not has_graphs
+            not has_graphs
             and not self.vllm_config.model_config.use_mla
             and not self._with_lookups  # the workers cut drafts themselves then, by the draft's certainty
         )
@@ -100,33 +100,30 @@ class _AdaptiveSpeculation(Scheduler):
         self._num_scheduled = 0
         self._is_whole = True
         counts = counts_of(self)
-        self._gauges = SpeculationGauges(counts, self._controller.budgets[-1])
+        self._gauges = SpeculationGauges(counts, self._controller.budget)
         self._failures = Failures(counts)
         self._gave_up = False
         self._updated_at: float | None = None  # None: the engine has been idle since
         self._num_reports = 0
 
     def _make_controller(self, spec: MagicDecSpeculativeConfig) -> Controller:
-        budgets = [spec.budget_tokens(budget, self.max_model_len) for budget in spec.budgets]
+        budget = spec.budget_tokens(self.max_model_len)
         times = StepTimes.load(Path(spec.profile)) if spec.profile else StepTimes()
         if self._with_lookups:
-            controller: Controller = LookupController(spec.lengths[-1], budgets, times)
+            controller: Controller = LookupController(spec.lengths[-1], budget, times)
         else:
-            controller = Controller(spec.lengths, budgets, times)
+            controller = Controller(spec.lengths, budget, times)
         if spec.profile:
             self._say_what_will_happen(controller)
             return controller
         every = range(spec.lengths[-1] + 1)
         is_any = self._with_lookups or len(every) == len(spec.lengths)
         drafts = f"0 to {every[-1]}" if is_any else _either(spec.lengths)
-        choices = [f"{drafts} drafts"] if spec.adaptive else []
-        if spec.adaptive_budget:
-            choices.append(f"a budget of {_either(budgets)} tokens")
         logger.info_once(
-            "%s will try several choices in the first steps and then choose %s for every step. To start "
-            "with measured times: 'magicdec profile', then the field 'profile'.",
+            "%s will try several choices in the first steps and then choose %s drafts for every step. To "
+            "start with measured times: 'magicdec profile', then the field 'profile'.",
             METHOD,
-            " and ".join(choices),
+            drafts,
         )
         return controller
 
@@ -198,6 +195,7 @@ class _AdaptiveSpeculation(Scheduler):
             drafted=drafted,
             num_passes=drafted.drafts,
             is_whole=self._is_whole,
+            budget=self._controller.budget,
             decoding=decoding,
             context_tokens=context_tokens,
             verified=verified,

@@ -19,7 +19,7 @@ from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from vllm_magicdec import envs, faults
-from vllm_magicdec.adaptive.draft_plan import DraftLists, DraftPlan
+from vllm_magicdec.adaptive.draft_plan import DraftLists
 from vllm_magicdec.adaptive.metrics import Counts, DraftFailures, LookupCounters
 from vllm_magicdec.attention.copies import make_copied_pages, no_copied_pages
 from vllm_magicdec.attention.native_attention import use_native_attention
@@ -29,7 +29,7 @@ from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.drafting.layer_groups import LayerGroup
 from vllm_magicdec.drafting.pass_gains import LEAST_GAIN, LEAST_STANDING
 from vllm_magicdec.drafting.pauses import Pauses
-from vllm_magicdec.drafting.sizing import has_copies, make_views, max_graph_reqs
+from vllm_magicdec.drafting.sizing import has_copies, make_views, max_graph_reqs, parse_budget
 from vllm_magicdec.drafting.staged import PassRunner, StagedDrafts
 from vllm_magicdec.drafting.wide_passes import WidePasses, WidePassRunner
 from vllm_magicdec.errors import METHOD
@@ -235,7 +235,7 @@ class Drafter:
         policy = self._spec.policy
         limits = self._spec.limits(vllm_config, self.groups[0].cache.block_size)
         granularity = policy.granularity(self._spec, limits.device_type)
-        budgets = [policy.parse_budget(self._spec, limits, budget) for budget in self._spec.budgets]
+        budget = parse_budget(self._spec, limits)
         near = Counter[Reach]()
         memory = Counter[str]()
         for group, views in zip(self.groups, self._views, strict=True):
@@ -255,7 +255,7 @@ class Drafter:
             self._spec.num_speculative_tokens,
             self._spec.draft_kv_policy,
             f" by {granularity}" if granularity else "",
-            " or ".join(map(str, budgets)),
+            budget,
             near_layers,
             f"{self._spec.model} drafts, over a KV cache of its own"
             if self._spec.has_draft_model
@@ -316,7 +316,7 @@ class Drafter:
 
         Args:
             num_reqs: of the round.
-            num_steps: drafts of each; a `DraftPlan` says with which budget, else it is the largest.
+            num_steps: drafts of each, perhaps a `DraftPlan`.
             read_batch: the round's requests; it may fail as drafting may.
             read_histories: where there are lookups, their tokens; None: the batch has them.
 
@@ -450,9 +450,8 @@ class Drafter:
         """The round's steps by group of layers."""
         if self._own_cache is not None:
             self._own_cache.catch_up(batch, num_steps)
-        size = self._size_of(num_steps)
         steps = [
-            views.prepare(batch.of_group(group.kv_cache_group), num_steps, size)
+            views.prepare(batch.of_group(group.kv_cache_group), num_steps)
             for group, views in zip(self.groups, self._views, strict=True)
         ]
         self._stage = "draft_step"
@@ -466,9 +465,3 @@ class Drafter:
         """
         logger.exception("Drafting failed on one of %d tensor-parallel ranks; it ends.", self._num_ranks)
         os._exit(1)
-
-    def _size_of(self, num_steps: int) -> int:
-        """Which budget to draft with."""
-        if self._spec.adaptive_budget and isinstance(num_steps, DraftPlan):
-            return self._spec.budgets.index(num_steps.budget)
-        return -1

@@ -17,7 +17,7 @@ whole context is summarised when its request starts to decode. Summaries take 1 
 cache's memory.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,7 +33,7 @@ from vllm_magicdec.policies.verification import (
     make_verification,
 )
 from vllm_magicdec.views.base import Batch, Views, ceil_div, has_kernels
-from vllm_magicdec.views.selections import Budget, Selections, budget_to_select
+from vllm_magicdec.views.selections import Budget, Selections
 from vllm_magicdec.views.tokens import TokenBudget, TokenViews
 
 if TYPE_CHECKING:
@@ -136,22 +136,21 @@ class VerifyTopK(VerificationPolicy):
         )
 
     @classmethod
-    def make_views(cls, fields: Any, engine: Engine, budgets: Sequence[Any]) -> Views:
+    def make_views(cls, fields: Any, engine: Engine, budget: Any) -> Views:
         """See `Policy`."""
         if cls.granularity(fields, engine.limits.device_type) == "page":
-            return super().make_views(fields, engine, budgets)
+            return super().make_views(fields, engine, budget)
         policy = cls(fields, engine, make_verification(engine))
         plans = engine.switch_attention(policy.verification)
-        to_select = budget_to_select(budgets)
         selections = Selections(
             num_layers=engine.num_layers,
             num_heads=engine.num_kv_heads,
             max_num_reqs=engine.max_num_reqs,
-            max_selected=to_select.max_selected,
+            max_selected=budget.max_selected,
             device=engine.device,
         )
-        selector = TokenSelector(policy, to_select, selections)
-        return TokenViews(selections, selector, budgets, engine.make_draft_slots(), plans)
+        selector = TokenSelector(policy, budget, selections)
+        return TokenViews(selections, selector, budget, engine.make_draft_slots(), plans)
 
     @property
     def memory_bytes(self) -> Mapping[str, int]:
