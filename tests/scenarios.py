@@ -78,7 +78,7 @@ def generate_with_broken_acceptance(llm: Any, batches: list[dict[str, Any]]) -> 
 
 
 def generate_with_random_choices(llm: Any, batches: list[dict[str, Any]], seed: int) -> Any:
-    """From now on the controller of `auto` chooses at random, and cuts each request's drafts at random.
+    """From now on the controller of `auto` chooses at random.
 
     With lookups it also says at random what drafts are worth. The engine core must be in this process.
     """
@@ -88,7 +88,7 @@ def generate_with_random_choices(llm: Any, batches: list[dict[str, Any]], seed: 
 
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     controller = scheduler._controller
-    rng, chosen, kept, is_plain = random.Random(seed), [], [], []
+    rng, chosen, is_plain = random.Random(seed), [], []
     schedule = type(scheduler).schedule
 
     def choose(*_: Any, **__: Any) -> Choice:
@@ -116,14 +116,9 @@ def generate_with_random_choices(llm: Any, batches: list[dict[str, Any]], seed: 
             is_plain.append(not (output.scheduled_spec_decode_tokens or output.num_spec_tokens_to_schedule))
         return output
 
-    def keep(req_id: str, drafted: int, least_chance: float) -> int:
-        kept.append(rng.randint(0, drafted))
-        return kept[-1]
-
     controller.choose = choose
     if isinstance(controller, LookupController):
         controller.plan = plan
-    scheduler._request_lengths.keep = keep
     scheduler.schedule = schedule_and_note
     llm.collective_rpc(inside_workers.note_speculative_steps)
     results = generate(llm, batches)
@@ -132,7 +127,6 @@ def generate_with_random_choices(llm: Any, batches: list[dict[str, Any]], seed: 
         "speculative_steps": len(is_plain) - sum(is_plain),
         "sampled_as_speculative": llm.collective_rpc(inside_workers.noted_speculative_steps)[0],
         "lengths": sorted({choice.drafts for choice in chosen}),
-        "kept": sorted(set(kept)),
         "batches": results,
     }
 

@@ -8,7 +8,6 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_magicdec.adaptive.controller import PLAIN, Choice, How
 from vllm_magicdec.adaptive.draft_plan import DraftPlan
-from vllm_magicdec.adaptive.request_lengths import RequestLengths
 from vllm_magicdec.adaptive.scheduler import MagicDecScheduler
 from vllm_magicdec.adaptive.step_times import Step
 
@@ -25,7 +24,7 @@ def test_the_drafts_in_a_steps_time_are_those_made_between_two_outputs(drafts_co
         budget=512,
     )
     scheduler._how = How()
-    scheduler._latest, scheduler._made, scheduler._is_whole = PLAIN, PLAIN, True
+    scheduler._latest, scheduler._made = PLAIN, PLAIN
     scheduler._with_lookups = False
     scheduler._drafts_come_late = drafts_come_late
     scheduler._in_flight, scheduler.clock = {}, lambda: 0.0
@@ -63,12 +62,3 @@ def test_drawn_drafts_of_a_request_that_a_step_leaves_out_are_forgotten(monkeypa
         [1, 2],
         [] if must_not_wait else [1, 2],
     ]
-
-
-def test_the_last_requests_are_forgotten_in_the_step_without_any():
-    scheduler = object.__new__(MagicDecScheduler)
-    scheduler._in_flight, scheduler._lengths_differ = {}, True
-    scheduler._request_lengths = RequestLengths()
-    scheduler._request_lengths.observe("a", 4, 2)
-    scheduler._observe(SimpleNamespace(finished_req_ids={"a"}), None, 0.0)
-    assert not scheduler._request_lengths._records

@@ -29,7 +29,6 @@ def test_output_is_unchanged_when_the_length_changes_every_step(prompts, plain, 
         speculative_config=auto(draft_kv_policy=policy, draft_kv_budget=256, draft_lookup="off"),
     )
     assert {length for result in run.results for length in result["lengths"]} == set(range(9))
-    assert {kept for result in run.results for kept in result["kept"]} > {0, 1, 2, 3, 4}
     for seed, result in enumerate(run.results):
         assert_same_tokens(plain, result["batches"][0], f"random choices, {policy}, {seed}")
         assert result["plain_steps"] > 5
@@ -63,7 +62,7 @@ def test_output_is_unchanged_when_the_length_changes_on_the_v2_runner(prompts, p
     eager, _, replayed, replays = run.results
     expected = [first_tokens(plain[i], 40) for i in chosen]
     for result, way in ((eager, "eager"), (replayed, "replayed")):
-        assert set(result["lengths"]) == set(result["kept"]) == {0, 1, 2, 3, 4}
+        assert set(result["lengths"]) == {0, 1, 2, 3, 4}
         assert_same_tokens(expected, result["batches"][0], f"random choices, V2 runner, {way}")
     assert all(count > 0 for count in replays.values())
     assert run.accepted > 0

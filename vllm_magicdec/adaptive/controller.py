@@ -152,7 +152,6 @@ class Controller:
         self.is_planned = False
         """Whether the latest choice is a trial, or made to learn times."""
         self._seconds_per_token = 0.0  # with the present choice, of the batch that it was decided for
-        self._least_chance = 0.0
         self._has_tried = False  # a plan has ended: what it showed is to be learnt at once
         self._credit_seconds = 0.0
         self._last_tried: Counter[Choice] = Counter()  # at which step
@@ -191,17 +190,11 @@ class Controller:
         self._consider_trial(rates, num_reqs, context_tokens)
 
     def _weigh(self, rates: dict[Choice, float], num_reqs: int, context_tokens: int) -> None:
-        """Find what a draft must promise."""
-        self._least_chance = rates[self._current] * self.times.position_seconds(num_reqs, context_tokens)
+        """Find what drafts must promise to be made and verified: here, nothing."""
 
     def plan(self, choice: Choice) -> DraftPlan:
         """What the workers are told of the latest choice."""
         return DraftPlan(choice.drafts, lookups_alone=choice.lookups_alone)
-
-    @property
-    def least_chance(self) -> float:
-        """That a draft of the latest choice must have to stand, to be worth verifying; 0: all are."""
-        return 0.0 if self.is_planned else self._least_chance
 
     def observe(
         self,

@@ -2,8 +2,7 @@
 """vLLM's schedulers with a controller that sets the number of drafts of every step.
 
 vLLM can vary that number by itself (`num_speculative_tokens_per_batch_size`): the scheduler puts it into
-each `SchedulerOutput`, and both model runners follow. Here a controller sets it instead of a table. What
-one request has verified of it may be less (`request_lengths.py`).
+each `SchedulerOutput`, and both model runners follow. Here a controller sets it instead of a table.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -13,7 +12,6 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from vllm.config import CUDAGraphMode
 from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
@@ -27,7 +25,6 @@ from vllm_magicdec.adaptive.draft_plan import DraftLists
 from vllm_magicdec.adaptive.lookup_controller import LookupController
 from vllm_magicdec.adaptive.metrics import Failures, SpeculationGauges, counts_of
 from vllm_magicdec.adaptive.places import NONE_FOUND
-from vllm_magicdec.adaptive.request_lengths import RequestLengths
 from vllm_magicdec.adaptive.step_times import Step, StepTimes, TimedStep
 from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.errors import METHOD
@@ -35,8 +32,6 @@ from vllm_magicdec.errors import METHOD
 logger = init_logger(f"vllm.{__name__}")
 
 _STEPS_PER_REPORT = 32
-# Where requests may differ, every fourth step verifies all drafts: from it the controller learns.
-_STEPS_PER_WHOLE_STEP = 4
 
 
 @dataclass
@@ -48,7 +43,6 @@ class _InFlight:
     how: How  # these drafts came to be
     drafted: Choice  # how it drafts
     num_passes: int  # draft steps that it makes
-    is_whole: bool  # all drafts are verified
     decoding: Collection[str]  # requests that were drafted for
     budget: int  # K/V entries that each draft step reads per request, at most
     context_tokens: int
@@ -87,18 +81,6 @@ class _AdaptiveSpeculation(Scheduler):
         self._drafts_come_late = on_gpu and self.vllm_config.use_v2_model_runner
         self._in_flight: dict[int, _InFlight] = {}  # by id() of their SchedulerOutput
         self._lessons: list[Callable[[], None]] = []  # to be learnt while the workers compute
-        # CUDA graphs of verifications are for one number of drafts. MLA's kernels want as many queries of
-        # each request, and take others for prompts', whose lengths the host does not know exactly.
-        graphs = self.vllm_config.compilation_config.cudagraph_mode
-        has_graphs = graphs.decode_mode() == CUDAGraphMode.FULL
-        self._lengths_differ = (
-            not has_graphs
-            and not self.vllm_config.model_config.use_mla
-            and not self._with_lookups  # the workers cut drafts themselves then, by the draft's certainty
-        )
-        self._request_lengths = RequestLengths()
-        self._num_scheduled = 0
-        self._is_whole = True
         counts = counts_of(self)
         self._gauges = SpeculationGauges(counts, self._controller.budget)
         self._failures = Failures(counts)
@@ -134,26 +116,6 @@ class _AdaptiveSpeculation(Scheduler):
             where = "no context" if least is None else f"contexts above about {least:,} tokens"
             parts.append(f"{'every context' if least == 1 else where} at batch {num_reqs}")
         logger.info("%s: speculating for %s.", METHOD, ", ".join(parts))
-
-    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        """vLLM's, after requests whose drafts seldom stand have lost the last ones."""
-        self._num_scheduled += 1
-        self._is_whole = True
-        if self._lengths_differ and not self._gave_up and self._num_scheduled % _STEPS_PER_WHOLE_STEP:
-            try:
-                self._cut_drafts()
-            except Exception:
-                self._give_up()
-        return super().schedule(*args, **kwargs)
-
-    def _cut_drafts(self) -> None:
-        least_chance = 0.0 if self._controller.is_planned else self._controller.least_chance
-        for request in self.running:
-            drafts = request.spec_token_ids
-            kept = self._request_lengths.keep(request.request_id, len(drafts), least_chance)
-            if kept < len(drafts):
-                request.spec_token_ids = drafts[:kept]
-                self._is_whole = False
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         # Before the base class: it makes placeholders for as many drafts.
@@ -194,7 +156,6 @@ class _AdaptiveSpeculation(Scheduler):
             how=self._how,
             drafted=drafted,
             num_passes=drafted.drafts,
-            is_whole=self._is_whole,
             budget=self._controller.budget,
             decoding=decoding,
             context_tokens=context_tokens,
@@ -260,8 +221,6 @@ class _AdaptiveSpeculation(Scheduler):
         return outputs
 
     def _observe(self, output: SchedulerOutput, result: ModelRunnerOutput, now: float) -> None:
-        if self._lengths_differ:  # also in the empty step with which vLLM ends its last requests
-            self._request_lengths.forget(output.finished_req_ids)
         known = self._in_flight.pop(id(output), None)
         if known is None:
             return
@@ -270,17 +229,13 @@ class _AdaptiveSpeculation(Scheduler):
         rounds = _accepted(output, result, known.decoding if self._with_lookups else ())
         if not known.made.drafts:
             rounds = {}  # those of a request that the step before left out are of an earlier choice
-        if self._lengths_differ:
-            for req_id, (drafted, accepted) in rounds.items():
-                self._request_lengths.observe(req_id, drafted, accepted)
         self._lessons.append(partial(self._teach, known, rounds.values(), seconds))
 
     def _teach(self, known: _InFlight, rounds: Collection[tuple[int, int]], seconds: float) -> None:
         step = known.step
         timed = None if step is None else TimedStep(step, seconds)
-        if known.is_whole:
-            made = known.made if rounds else PLAIN
-            self._controller.observe(rounds, made, timed, known.drafted, known.how)
+        made = known.made if rounds else PLAIN
+        self._controller.observe(rounds, made, timed, known.drafted, known.how)
         if timed is not None:
             self._report(timed.step)
 
