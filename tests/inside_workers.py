@@ -76,9 +76,12 @@ def _look_up_on_device_at_random(wide: Any, rng: random.Random, vocab_size: int)
         return is_found
 
     wide._lookups.fill = fill
-    for num_steps, gains in wide._gains.items():
-        gains.next = lambda most=num_steps: rng.randint(0, most)
-        gains.learn = gains.look = lambda *told: None
+    begin_round = wide.begin_round
+
+    def begin_with_any_number(batch: Any, num_steps: int) -> int:
+        return rng.randint(0, num_steps) if begin_round(batch, num_steps) else 0
+
+    wide.begin_round = begin_with_any_number
 
 
 def leave_unlikely_out(worker: Any, least_chance: float) -> None:

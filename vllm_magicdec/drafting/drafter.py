@@ -27,10 +27,9 @@ from vllm_magicdec.attention.observing import LayerObserver
 from vllm_magicdec.attention.switch import install_switches
 from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.drafting.layer_groups import LayerGroup
-from vllm_magicdec.drafting.pass_gains import LEAST_GAIN, LEAST_STANDING
 from vllm_magicdec.drafting.pauses import Pauses
 from vllm_magicdec.drafting.sizing import has_copies, make_views, max_graph_reqs, parse_budget
-from vllm_magicdec.drafting.staged import PassRunner, StagedDrafts
+from vllm_magicdec.drafting.staged import LEAST_ACCEPTANCE, LEAST_GAIN, PassRunner, StagedDrafts
 from vllm_magicdec.drafting.wide_passes import WidePasses, WidePassRunner
 from vllm_magicdec.errors import METHOD
 from vllm_magicdec.lookup.device_lookups import DeviceLookups, Texts
@@ -228,7 +227,7 @@ class Drafter:
             is_alone=is_alone,
             # The V2 runner verifies as many tokens of every request, whether they were drafted or not.
             least_gain=0.0 if vllm_config.use_v2_model_runner else LEAST_GAIN,
-            least_chance=0.0 if vllm_config.use_v2_model_runner else LEAST_STANDING,
+            least_chance=0.0 if vllm_config.use_v2_model_runner else LEAST_ACCEPTANCE,
         )
 
     def _log(self, vllm_config: VllmConfig) -> None:
@@ -443,7 +442,7 @@ class Drafter:
             tokens = self._runner.draft_step(tokens.to(torch.int32), step)
             drafts[:, step.index] = tokens
         if self._wide is not None:
-            self._wide.look_back(drafts, batch)
+            self._wide.count_steps(num_steps)
         return drafts
 
     def _prepare(self, batch: Batch, num_steps: int) -> list[RoundSteps]:

@@ -38,6 +38,14 @@ if TYPE_CHECKING:  # Numba comes with them
 
 logger = init_logger(f"vllm.{__name__}")
 
+# With a fixed number of drafts, a pass is left out that makes fewer drafts of a request in the mean. With 1
+# it does as much as a pass of one token, which the user's number of drafts says is worth it.
+LEAST_GAIN = 0.5
+# With a fixed number of drafts, the chance of acceptance below which a draft is left out, with those after
+# it. So low that the user's number still brings about as many tokens: where half of the drafts are
+# rejected, half of the passes are spared.
+LEAST_ACCEPTANCE = 0.05
+
 
 class PassRunner(Protocol):
     """What staged drafts need from a vLLM model runner beside `drafting.drafter.Runner`."""
