@@ -77,7 +77,7 @@ def leave_out(worker: Any, least_chance: float) -> None:
     staged = worker.model_runner.drafter._drafter._staged
     draft = type(staged).draft
     staged.draft = lambda batch, num_steps, prepare: draft(
-        staged, batch, DraftPlan(num_steps, 1, least_chance), prepare
+        staged, batch, DraftPlan(num_steps, least_chance), prepare
     )
 
 

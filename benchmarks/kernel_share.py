@@ -28,7 +28,7 @@ from common.tables import console, make_table
 from kv_heavy import KV_HEAVY, model_folder
 from rich.table import Table
 
-from vllm_magicdec.adaptive.controller import PLAIN, Choice
+from vllm_magicdec.adaptive.controller import Choice
 from vllm_magicdec.planner.profile import fill_prefix_cache
 
 # Each is the speed of the first contender over that of the second.
@@ -53,7 +53,7 @@ def measure_cell(
 
     def run_pinned(llm: Any, gamma: int) -> Decoding:
         controller = controller_of(turn.of(llm))
-        with pinned(controller, Choice(gamma, max(controller.budgets)) if gamma else PLAIN):
+        with pinned(controller, Choice(gamma)):
             return decode(llm, prompts, args.tokens)
 
     turns = take_turns(

@@ -78,7 +78,7 @@ def generate_with_broken_acceptance(llm: Any, batches: list[dict[str, Any]]) -> 
 
 
 def generate_with_random_choices(llm: Any, batches: list[dict[str, Any]], seed: int) -> Any:
-    """From now on the controller of `auto` chooses at random, and cuts each request's drafts at random.
+    """From now on the controller of `auto` chooses at random.
 
     With lookups it also says at random what drafts are worth. The engine core must be in this process.
     """
@@ -88,18 +88,16 @@ def generate_with_random_choices(llm: Any, batches: list[dict[str, Any]], seed: 
 
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     controller = scheduler._controller
-    budgets = controller.budgets
-    rng, chosen, kept, is_plain = random.Random(seed), [], [], []
+    rng, chosen, is_plain = random.Random(seed), [], []
     schedule = type(scheduler).schedule
 
     def choose(*_: Any, **__: Any) -> Choice:
         # Often 0, so that steps without any drafts follow on one another.
         if isinstance(controller, LookupController):
-            drafts = Choice(controller.lengths[-1], rng.choice([*budgets, 0]))
+            drafts = Choice(controller.lengths[-1], lookups_alone=rng.random() < 0.25)
             chosen.append(rng.choice([PLAIN, drafts]))
         else:
-            drafts = rng.choice([0, rng.randint(0, scheduler.num_spec_tokens)])
-            chosen.append(Choice(drafts, rng.choice(budgets)))
+            chosen.append(Choice(rng.choice([0, rng.randint(0, scheduler.num_spec_tokens)])))
         return chosen[-1]
 
     def plan(choice: Choice) -> DraftPlan:
@@ -107,8 +105,10 @@ def generate_with_random_choices(llm: Any, batches: list[dict[str, Any]], seed: 
             least_promise = rng.choice([0.0, 2.0, 8.0, float("inf")])
             return rng.uniform(0.0, 0.9), rng.uniform(0.0, 4.0), least_promise
 
-        by_kind = [DraftPlan(*choice, *prices()) for _ in range(rng.choice([0, NUM_KINDS]))]
-        return DraftPlan(*choice, *prices(), by_kind=by_kind)
+        drafts, alone = choice
+        kinds = range(rng.choice([0, NUM_KINDS]))
+        by_kind = [DraftPlan(drafts, *prices(), lookups_alone=alone) for _ in kinds]
+        return DraftPlan(drafts, *prices(), by_kind, alone)
 
     def schedule_and_note(*args: Any, **kwargs: Any) -> Any:
         output = schedule(scheduler, *args, **kwargs)
@@ -116,16 +116,10 @@ def generate_with_random_choices(llm: Any, batches: list[dict[str, Any]], seed: 
             is_plain.append(not (output.scheduled_spec_decode_tokens or output.num_spec_tokens_to_schedule))
         return output
 
-    def keep(req_id: str, drafted: int, least_chance: float) -> int:
-        kept.append(rng.randint(0, drafted))
-        return kept[-1]
-
     controller.choose = choose
     if isinstance(controller, LookupController):
         controller.plan = plan
-    scheduler._request_lengths.keep = keep
     scheduler.schedule = schedule_and_note
-    llm.collective_rpc(inside_workers.note_sizes)
     llm.collective_rpc(inside_workers.note_speculative_steps)
     results = generate(llm, batches)
     return {
@@ -133,10 +127,6 @@ def generate_with_random_choices(llm: Any, batches: list[dict[str, Any]], seed: 
         "speculative_steps": len(is_plain) - sum(is_plain),
         "sampled_as_speculative": llm.collective_rpc(inside_workers.noted_speculative_steps)[0],
         "lengths": sorted({choice.drafts for choice in chosen}),
-        "budgets": list(budgets),
-        "sizes": [budgets.index(choice.budget) for choice in chosen if choice.budget and choice.drafts],
-        "sizes_drafted": llm.collective_rpc(inside_workers.noted_sizes)[0],
-        "kept": sorted(set(kept)),
         "batches": results,
     }
 

@@ -93,8 +93,8 @@ def say(file, text):
 @pytest.mark.parametrize(
     ("controller", "chosen"),
     [
-        (Controller((0, 2, 5), (128, 512), StepTimes()), Choice(2, 512)),
-        (LookupController(16, (128, 512), StepTimes()), Choice(16, 512)),
+        (Controller((0, 2, 5), 512, StepTimes()), Choice(2)),
+        (LookupController(16, 512, StepTimes()), Choice(16)),
     ],
     ids=["without lookups", "with lookups"],
 )
@@ -104,13 +104,13 @@ def test_auto_makes_the_drafts_that_a_fault_demands(tmp_path, controller, chosen
     say(file, "")
     injected_faults.faulty_controller(controller, Fault(str(file)))
     tried = controller.choose(1, 1000)
-    assert tried.budget == 128 and controller.plan(tried) == tried.drafts
+    assert controller.plan(tried) == tried.drafts
     say(file, "nan:drafts=4")
     assert controller.choose(1, 1000) == chosen and controller.is_planned
     plan = controller.plan(chosen)
-    assert plan == min(4, chosen.drafts) and plan.budget == 512
+    assert plan == min(4, chosen.drafts) and not plan.lookups_alone
     for own in (plan, *plan.by_kind):
-        assert own == plan and own.budget == 512
+        assert own == plan and not own.lookups_alone
         assert (own.least_chance, own.least_gain, own.least_promise) == (0.0, 0.0, inf)
     assert len(plan.by_kind) == len(controller.plan(tried).by_kind)
     say(file, "")
@@ -120,16 +120,16 @@ def test_auto_makes_the_drafts_that_a_fault_demands(tmp_path, controller, chosen
 def test_forced_drafts_are_not_charged_as_trials(tmp_path):
     file = tmp_path / "fault"
     say(file, "")
-    controller = LookupController(16, (512,), StepTimes())
+    controller = LookupController(16, 512, StepTimes())
     injected_faults.faulty_controller(controller, Fault(str(file)))
 
     def serve(steps):
         tried = 0
         for _ in range(steps):
             choice = controller.choose(4, 4000)
-            num_passes = int(controller.plan(choice)) if choice.budget else 0
+            num_passes = int(controller.plan(choice)) if controller.budget_of(choice) else 0
             tried += controller.is_planned
-            step = Step(4, 4000, 0.5, num_passes, choice.budget)
+            step = Step(4, 4000, 0.5, num_passes, controller.budget_of(choice))
             seconds = 0.005 + 0.001 * num_passes  # so that passes never pay
             controller.observe(
                 [(1, 0)] * 4 if choice.drafts else [],

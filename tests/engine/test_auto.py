@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`auto` in real engines: whatever lengths and budgets it chooses, the output stays."""
+"""`auto` in real engines: whatever lengths it chooses, the output stays."""
 
 import json
 import re
@@ -17,12 +17,8 @@ def auto(**fields: object) -> dict[str, object]:
     return {"method": "magicdec-self", "num_speculative_tokens": "auto", **fields}
 
 
-# At 128 tokens, sinks and recent pages leave `verify-topk` nothing to choose.
-BUDGETS = {"streamingllm": [128, 256, 512], "snapkv": [128, 256, 512], "verify-topk": [256, 512]}
-
-
-@pytest.mark.parametrize("policy", BUDGETS)
-def test_output_is_unchanged_when_length_and_budget_change_every_step(prompts, plain, policy):
+@pytest.mark.parametrize("policy", ["streamingllm", "snapkv", "verify-topk"])
+def test_output_is_unchanged_when_the_length_changes_every_step(prompts, plain, policy):
     batch = {"prompts": prompts, "sampling": GREEDY}
     steps = [("generate_with_random_choices", {"batches": [batch], "seed": seed}) for seed in range(3)]
     run = engines.run(
@@ -30,14 +26,10 @@ def test_output_is_unchanged_when_length_and_budget_change_every_step(prompts, p
         max_num_seqs=8,
         max_num_batched_tokens=1024,
         async_scheduling=policy != "streamingllm",
-        speculative_config=auto(
-            draft_kv_policy=policy, draft_kv_budget="auto", draft_kv_max_budget=512, draft_lookup="off"
-        ),
+        speculative_config=auto(draft_kv_policy=policy, draft_kv_budget=256, draft_lookup="off"),
     )
     assert {length for result in run.results for length in result["lengths"]} == set(range(9))
-    assert {kept for result in run.results for kept in result["kept"]} > {0, 1, 2, 3, 4}
     for seed, result in enumerate(run.results):
-        assert_budgets_were_obeyed(result, BUDGETS[policy])
         assert_same_tokens(plain, result["batches"][0], f"random choices, {policy}, {seed}")
         assert result["plain_steps"] > 5
         assert result["sampled_as_speculative"] == result["speculative_steps"], "the others were plain"
@@ -45,14 +37,8 @@ def test_output_is_unchanged_when_length_and_budget_change_every_step(prompts, p
     assert 0 < run.accepted < run.drafted
 
 
-def assert_budgets_were_obeyed(result, budgets):
-    assert result["budgets"] == budgets
-    assert set(result["sizes"]) == set(range(len(budgets)))
-    assert result["sizes_drafted"] == result["sizes"]
-
-
 @pytest.mark.late
-def test_output_is_unchanged_when_length_and_budget_change_on_the_v2_runner(prompts, plain):
+def test_output_is_unchanged_when_the_length_changes_on_the_v2_runner(prompts, plain):
     chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < 600][:6]
     batch = {"prompts": [prompts[i] for i in chosen], "sampling": {**GREEDY, "max_tokens": 40}}
     run = engines.run(
@@ -68,8 +54,7 @@ def test_output_is_unchanged_when_length_and_budget_change_on_the_v2_runner(prom
         num_gpu_blocks_override=257,
         speculative_config=auto(
             max_num_speculative_tokens=4,
-            draft_kv_budget="auto",
-            draft_kv_max_budget=256,
+            draft_kv_budget=128,
             native_attention=False,  # recorded graphs do not see it
         ),
     )
@@ -77,9 +62,7 @@ def test_output_is_unchanged_when_length_and_budget_change_on_the_v2_runner(prom
     eager, _, replayed, replays = run.results
     expected = [first_tokens(plain[i], 40) for i in chosen]
     for result, way in ((eager, "eager"), (replayed, "replayed")):
-        assert set(result["lengths"]) == set(result["kept"]) == {0, 1, 2, 3, 4}
-        # Not 64: sinks and drafted tokens may touch three pages.
-        assert_budgets_were_obeyed(result, [96, 128, 256])
+        assert set(result["lengths"]) == {0, 1, 2, 3, 4}
         assert_same_tokens(expected, result["batches"][0], f"random choices, V2 runner, {way}")
     assert all(count > 0 for count in replays.values())
     assert run.accepted > 0
@@ -92,7 +75,7 @@ def auto_run(prompts):
         [("generate", {"batches": [batch]})],
         own_process=True,
         max_num_seqs=16,
-        speculative_config=auto(draft_kv_budget="auto"),
+        speculative_config=auto(),
     )
 
 
@@ -101,10 +84,10 @@ def test_the_controller_chooses_and_says_so(auto_run, plain):
     assert auto_run.draft_failures == 0
     assert auto_run.drafted > 0, "the first steps try some drafts"
     assert "will try several choices" in auto_run.log
-    assert "choose 0 to 16 drafts and a budget of 256, 512 or 1024 tokens for every step" in auto_run.log
+    assert "choose 0 to 16 drafts for every step" in auto_run.log
     metrics = auto_run.metrics
     assert 0 <= metrics["vllm:magicdec_num_speculative_tokens"] <= 16
-    assert metrics["vllm:magicdec_draft_kv_budget"] in (256, 512, 1024)
+    assert metrics["vllm:magicdec_draft_kv_budget"] == 512
     assert 0 <= metrics["vllm:magicdec_draft_share"] < 1
     assert metrics["vllm:magicdec_predicted_speedup"] > 0
     assert metrics["vllm:magicdec_achieved_speedup"] > 0

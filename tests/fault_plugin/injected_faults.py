@@ -203,7 +203,7 @@ def faulty_controller(controller: Any, fault: Fault) -> Any:
         controller.is_planned = True
         lengths = [length for length in controller.lengths if length <= drafts]
         length = max(lengths, default=controller.lengths[0])
-        return next(pair for pair in controller._pairs if pair == (length, controller.budgets[-1]))
+        return next(choice for choice in controller._drafting if choice.drafts == length)
 
     controller.choose = faulty_choose
     controller._lost_seconds = lambda *args: 0.0 if uncharged else lost_seconds(*args)
@@ -212,5 +212,6 @@ def faulty_controller(controller: Any, fault: Fault) -> Any:
 
 def limited(plan: Any, drafts: int) -> Any:
     """A `DraftPlan` of at most so many drafts, without thresholds."""
-    own = type(plan)(min(plan, drafts), plan.budget)
-    return type(plan)(own, own.budget, by_kind=[own] * len(plan.by_kind))
+    own = type(plan)(min(plan, drafts), lookups_alone=plan.lookups_alone)
+    by_kind = [own] * len(plan.by_kind)
+    return type(plan)(own, by_kind=by_kind, lookups_alone=own.lookups_alone)

@@ -31,12 +31,12 @@ def test_the_interval_holds_the_median_as_often_as_it_says(count):
 
 
 def test_a_pinned_controller_takes_every_lesson_and_learns_nothing():
-    controller = Controller(range(5), [256], StepTimes())
+    controller = Controller(range(5), 256, StepTimes())
     before = vars(controller).copy()
     lesson = dict.fromkeys(inspect.signature(controller.observe).parameters)
-    with auto.pinned(controller, Choice(3, 256)):
+    with auto.pinned(controller, Choice(3)):
         controller.observe(**lesson)
-        assert controller.choose(8, 64_000) == Choice(3, 256)
+        assert controller.choose(8, 64_000) == Choice(3)
     assert vars(controller) == before
 
 

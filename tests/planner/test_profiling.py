@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import vllm
-from imagined_engine import BUDGETS, MAX_TOKENS, Engine, alike, all_choices
+from imagined_engine import BUDGET, MAX_TOKENS, Engine, alike, all_choices
 
 from vllm_magicdec.adaptive.controller import PLAIN, Choice, Controller
 from vllm_magicdec.adaptive.step_times import Step, StepTimes, TimedStep
@@ -19,29 +19,28 @@ from vllm_magicdec.planner.profile import _Tour, tokens_to_grow
 LENGTHS = range(MAX_TOKENS + 1)
 
 
-def test_the_tour_meets_every_length_and_every_budget():
-    tour = _Tour(LENGTHS, BUDGETS)
+def test_the_tour_meets_every_length():
+    tour = _Tour(LENGTHS, BUDGET)
     choices = [tour.choose(1, 100) for _ in range(tour.num_steps)]
-    lengths = {Choice(length, BUDGETS[-1]) for length in LENGTHS if length}
-    budgets = {Choice(MAX_TOKENS, budget) for budget in BUDGETS}
-    assert set(choices) == {PLAIN} | lengths | budgets
+    assert set(choices) == set(map(Choice, LENGTHS))
     # Were every draft accepted.
-    assert sum(choice.drafts + 1 for choice in choices) <= tokens_to_grow(MAX_TOKENS, len(BUDGETS))
+    assert sum(choice.drafts + 1 for choice in choices) <= tokens_to_grow(MAX_TOKENS)
 
 
-def test_times_of_lengths_and_budgets_that_did_not_meet_are_predicted():
+def test_times_of_lengths_that_did_not_meet_are_predicted():
     engine, times = Engine(), StepTimes()
     for num_reqs in (1, 8):
         for context in (256, 2_048, 16_000):
-            tour, verified = _Tour(LENGTHS, BUDGETS), 0
+            tour, verified = _Tour(LENGTHS, BUDGET), 0
             for _ in range(tour.num_steps):
                 choice = tour.choose(num_reqs, num_reqs * context)
-                step = Step(num_reqs, num_reqs * context, verified, *choice)
+                budget = tour.budget_of(choice)
+                step = Step(num_reqs, num_reqs * context, verified, choice.drafts, budget)
                 times.add(TimedStep(step, engine.seconds(step)))
                 verified = choice.drafts
     times.fit()
     for context in (256, 2_048, 16_000):
-        for choice in all_choices(BUDGETS):
+        for choice in all_choices():
             step = alike(8, 8 * context, choice)
             assert times.predict(step) == pytest.approx(engine.seconds(step), rel=0.05)
 
@@ -81,7 +80,7 @@ class PromptEngine:
         self.now, self.left, self.before, self.late = 0.0, 0, 0, 0.0
         self.reads = []  # tokens of prompts, choice of their steps
         self.scheduler = SimpleNamespace(
-            _controller=Controller(LENGTHS, BUDGETS, StepTimes()),
+            _controller=Controller(LENGTHS, BUDGET, StepTimes()),
             _drafts_come_late=come_late,
             max_num_scheduled_tokens=self.CHUNK,
         )
@@ -127,17 +126,17 @@ def test_prompts_are_measured_plainly_and_with_drafts_behind_them(monkeypatch, c
     own = engine.scheduler._controller
     found = profile.measure_prompts(SimpleNamespace(llm_engine=engine), [40, 130, 200, 40])
     assert engine.scheduler._controller is own
-    most = Choice(MAX_TOKENS, BUDGETS[-1])
+    most = Choice(MAX_TOKENS)
     assert set(engine.reads) == {(n, c) for n in (40, 100, 30) for c in (PLAIN, most)} | {(1, PLAIN)}
     last, others = {(40, 0), (30, 100), (100, 100)}, {(100, 0)}
 
     def rows(choice, made_behind):
-        return {
-            (n, before, *(choice if (n, before) in made_behind else PLAIN)): pytest.approx(
-                reading(n, before, choice) + engine.PER_DRAFT * choice.drafts * ((n, before) in made_behind)
-            )
-            for n, before in last | others
-        }
+        expected = {}
+        for n, before in last | others:
+            drafts = choice.drafts if (n, before) in made_behind else 0
+            seconds = reading(n, before, choice) + engine.PER_DRAFT * drafts
+            expected[n, before, drafts, BUDGET if drafts else 0] = pytest.approx(seconds)
+        return expected
 
     wanted = {"prompts": rows(PLAIN, ()), "drafting_prompts": rows(most, () if come_late else last)}
     fields = ("prompt_tokens", "context_tokens", "drafts", "budget")

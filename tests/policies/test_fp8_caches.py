@@ -54,7 +54,7 @@ def positions_chosen(
         snapkv_kernel=1,  # a larger one makes ties
     )
     policy_class = find_policy(policy)
-    views = policy_class.make_views(fields, engine, [policy_class.parse_budget(fields, limits, 192)])
+    views = policy_class.make_views(fields, engine, policy_class.parse_budget(fields, limits, 192))
     if recorders[0] is not None:
         num_queries = NUM_STEPS + 1
         starts = torch.arange(len(CONTEXT_LENS) + 1, dtype=torch.int32) * num_queries

@@ -119,7 +119,7 @@ def make_rounds(policy: str, granularity: str | None, device: torch.device) -> C
         method="magicdec-self", draft_kv_policy=policy, draft_kv_granularity=granularity
     )
     policy_class = find_policy(policy)
-    views = policy_class.make_views(fields, engine, [policy_class.parse_budget(fields, engine.limits, 160)])
+    views = policy_class.make_views(fields, engine, policy_class.parse_budget(fields, engine.limits, 160))
 
     def prepare(batch: Batch) -> None:
         target.verify()

@@ -63,7 +63,7 @@ def make_views(
     """The views of a group of layers.
 
     Layers that see the whole context have those of the policy that the user chose; others what they reach,
-    within the same budgets.
+    within the same budget.
 
     Args:
         vllm_config: the engine's; its speculative config is ours.
@@ -95,11 +95,11 @@ def make_views(
     if group.reach is not None:
         return make_reached_views(
             group.reach,
-            max_tokens=[spec.budget_tokens(budget, engine.limits.max_model_len) for budget in spec.budgets],
+            max_tokens=spec.budget_tokens(engine.limits.max_model_len),
             draft_slots=engine.make_draft_slots(),
             device=device,
         )
-    return spec.policy.make_views(spec, engine, parse_budgets(spec, engine.limits))
+    return spec.policy.make_views(spec, engine, parse_budget(spec, engine.limits))
 
 
 def _drafting_model(vllm_config: VllmConfig) -> ModelConfig:
@@ -109,18 +109,18 @@ def _drafting_model(vllm_config: VllmConfig) -> ModelConfig:
     return spec.draft_model_config if spec.has_draft_model else vllm_config.model_config
 
 
-def parse_budgets(spec: MagicDecSpeculativeConfig, limits: Limits) -> list[Budget]:
-    """The budgets to prepare for, in the policy's own units.
+def parse_budget(spec: MagicDecSpeculativeConfig, limits: Limits) -> Budget:
+    """The budget in the policy's own units.
 
     Args:
         spec: the engine's.
-        limits: that they are judged by.
+        limits: of the engine.
 
     Raises:
-        MagicDecConfigError: the policy cannot work with one.
+        MagicDecConfigError: the policy cannot work with it.
     """
     try:
-        return [spec.policy.parse_budget(spec, limits, budget) for budget in spec.budgets]
+        return spec.policy.parse_budget(spec, limits, spec.draft_kv_budget)
     except ValueError as error:  # vLLM may have made pages larger than the front end knew
         raise MagicDecConfigError(f"{METHOD}: {error}") from None
 

@@ -18,7 +18,6 @@ from time import perf_counter
 from typing import Any
 
 from vllm_magicdec.adaptive.controller import CHOSEN, PLAIN, Choice, Controller, How
-from vllm_magicdec.adaptive.draft_plan import BUDGET_DIVISORS
 from vllm_magicdec.adaptive.step_times import StepTimes, TimedStep
 from vllm_magicdec.planner.console import UserError
 
@@ -29,22 +28,17 @@ _LEAST_CONTEXT = 32
 
 
 class _Tour(Controller):
-    """Goes through all lengths and budgets instead of choosing, and keeps what it sees.
+    """Goes through all lengths instead of choosing, and keeps what it sees.
 
     Each length in turn with plain decoding, then alone. So drafting without verifying, verifying without
     drafting, both and none are all seen, and every time of MagicDec's Eq. 2 is a difference of two.
-    A verification takes the same time for drafts of all budgets: those below the largest meet the largest
-    length only.
     """
 
-    def __init__(self, lengths: Sequence[int], budgets: Sequence[int]) -> None:
-        super().__init__(lengths, budgets, StepTimes())
+    def __init__(self, lengths: Sequence[int], budget: int) -> None:
+        super().__init__(lengths, budget, StepTimes())
         choices = [PLAIN] * _REPEATS
-        for pair in (
-            *(Choice(length, self.budgets[-1]) for length in self.lengths),
-            *(Choice(self.lengths[-1], budget) for budget in self.budgets[:-1]),
-        ):
-            choices += [PLAIN, pair] * _REPEATS + [pair] * _REPEATS
+        for drafting in map(Choice, self.lengths):
+            choices += [PLAIN, drafting] * _REPEATS + [drafting] * _REPEATS
         # The last drafts are verified in one step more, and that one is learnt from in the next.
         self.num_steps = len(choices) + 2
         self.max_tokens = sum(choice.drafts for choice in choices) + self.num_steps
@@ -67,9 +61,9 @@ class _Tour(Controller):
             self.timed_steps.append(timed)
 
 
-def tokens_to_grow(max_drafts: int, num_budgets: int = 1) -> int:
+def tokens_to_grow(max_drafts: int) -> int:
     """By how many tokens a request may grow while it is measured."""
-    return _Tour(range(max_drafts + 1), range(1, num_budgets + 1)).max_tokens
+    return _Tour(range(max_drafts + 1), budget=1).max_tokens
 
 
 def make_prompts(vocab_size: int, batch: int, context: int) -> list[list[int]]:
@@ -129,7 +123,7 @@ def measure_cell(llm: Any, batch: int, context: int) -> list[TimedStep]:
     prompts = make_prompts(engine.model_config.get_vocab_size(), batch, context)
     fill_prefix_cache(llm, prompts)
     controller, clock = scheduler._controller, scheduler.clock
-    tour = _Tour(controller.lengths, controller.budgets)
+    tour = _Tour(controller.lengths, controller.budget)
     come_late = scheduler._drafts_come_late
     scheduler._drafts_come_late = _come_late(engine)
     scheduler._controller, scheduler.clock = tour, _when_idle
@@ -151,7 +145,7 @@ def measure_cell(llm: Any, batch: int, context: int) -> list[TimedStep]:
 
 
 def measure(llm: Any, batches: list[int], contexts: list[int]) -> StepTimes:
-    """Step times of every batch size with every context, for every number of drafts and every budget.
+    """Step times of every batch size with every context, for every number of drafts.
 
     Args:
         llm: as for `measure_cell`.
@@ -172,7 +166,7 @@ class _Always(Controller):
     """Chooses the same for every step."""
 
     def __init__(self, other: Controller, choice: Choice) -> None:
-        super().__init__(other.lengths, other.budgets, StepTimes())
+        super().__init__(other.lengths, other.budget, StepTimes())
         self._choice = choice
 
     def choose(self, num_reqs: int, context_tokens: int, *, is_timed: bool = True) -> Choice:
@@ -213,7 +207,7 @@ def measure_prompts(llm: Any, contexts: list[int]) -> dict[str, list[dict[str, f
         return seconds
 
     (prompt,) = make_prompts(engine.model_config.get_vocab_size(), 1, max(contexts))
-    choices = {"prompts": PLAIN, "drafting_prompts": Choice(controller.lengths[-1], controller.budgets[-1])}
+    choices = {"prompts": PLAIN, "drafting_prompts": Choice(controller.lengths[-1])}
     measured: dict[tuple[str, int, int, Choice], list[float]] = defaultdict(list)
     for context, _ in itertools.product(sorted(set(contexts)), range(_REPEATS + 1)):
         for name, choice in choices.items():
@@ -229,7 +223,8 @@ def measure_prompts(llm: Any, contexts: list[int]) -> dict[str, list[dict[str, f
             {
                 "prompt_tokens": tokens,
                 "context_tokens": before,
-                **made._asdict(),
+                "drafts": made.drafts,
+                "budget": controller.budget_of(made),
                 "seconds": median(times[1:]),
             }
             for (of, tokens, before, made), times in measured.items()
@@ -262,7 +257,7 @@ def _within(most: int, room: int) -> list[int]:
     if most < _LEAST_CONTEXT:
         raise UserError(
             f"measuring takes {room} tokens beside a context, and the model's length leaves "
-            f"{most}; use fewer drafts ('max_num_speculative_tokens') or one budget"
+            f"{most}; use fewer drafts ('max_num_speculative_tokens')"
         )
     return sorted({min(length, most) for length in _CONTEXTS})
 
@@ -287,7 +282,7 @@ def run(options: argparse.Namespace) -> None:
     }
     drafts = spec["num_speculative_tokens"]
     most = int(spec.get("max_num_speculative_tokens", 8) if drafts == "auto" else drafts)
-    room = tokens_to_grow(most, len(BUDGET_DIVISORS) if spec.get("draft_kv_budget") == "auto" else 1)
+    room = tokens_to_grow(most)
     contexts = options.context or _within(_model_len(options) - room, room)
     llm = LLM(
         **{

@@ -113,7 +113,7 @@ class Policy(ABC):
 
     @classmethod
     @abstractmethod
-    def make_views(cls, fields: Any, engine: Engine, budgets: Sequence[Any]) -> Views:
+    def make_views(cls, fields: Any, engine: Engine, budget: Any) -> Views:
         """Everything that a worker drafts with.
 
         It is also called when vLLM sizes the KV cache, with an engine on torch's device "meta", to learn
@@ -122,7 +122,7 @@ class Policy(ABC):
         Args:
             fields: as for `parse_budget`.
             engine: what views are made for.
-            budgets: what `parse_budget` made of them, the smallest first.
+            budget: as `parse_budget` returned it.
         """
 
     @classmethod
@@ -131,11 +131,11 @@ class Policy(ABC):
         return fields.draft_kv_granularity or next(iter(cls.granularities), None)
 
     @classmethod
-    def ring(cls, budgets: Sequence[Any], limits: Limits) -> Ring | None:
+    def ring(cls, budget: Any, limits: Limits) -> Ring | None:
         """What a cache that is read by these views alone has to keep of a request; None: everything.
 
         Args:
-            budgets: what `parse_budget` made of them, the smallest first.
+            budget: as `parse_budget` returned it.
             limits: of the engine.
         """
         return None
@@ -165,10 +165,9 @@ class PagePolicy(Policy):
         return parse_page_budget(fields, limits, budget)
 
     @classmethod
-    def make_views(cls, fields: Any, engine: Engine, budgets: Sequence[PageBudget]) -> PageViews:
+    def make_views(cls, fields: Any, engine: Engine, budget: PageBudget) -> PageViews:
         """See `Policy`."""
-        policies = [cls(fields, budget, engine.device) for budget in budgets]
-        return PageViews(policies, engine.make_draft_slots())
+        return PageViews(cls(fields, budget, engine.device), engine.make_draft_slots())
 
     @property
     def max_pages(self) -> int:

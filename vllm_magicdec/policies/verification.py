@@ -6,7 +6,7 @@ before the next drafts, where it looks.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -19,7 +19,7 @@ from vllm_magicdec.policies.base import Engine, Limits, Policy, parse_budget_of_
 from vllm_magicdec.views.base import Batch, Views, ceil_div
 from vllm_magicdec.views.layer_pages import LayerPageViews
 from vllm_magicdec.views.pages import PageBudget
-from vllm_magicdec.views.selections import Budget, Selections, budget_to_select
+from vllm_magicdec.views.selections import Budget, Selections
 
 # A selection's temporary tensors are of as many requests as fit, one after the other.
 SCRATCH_BYTES = 512 * 2**20
@@ -181,20 +181,19 @@ class VerificationPolicy(Policy):
         )
 
     @classmethod
-    def make_views(cls, fields: Any, engine: Engine, budgets: Sequence[PageBudget]) -> Views:
+    def make_views(cls, fields: Any, engine: Engine, budget: PageBudget) -> Views:
         """See `Policy`."""
         policy = cls(fields, engine, make_verification(engine))
         engine.switch_attention(policy.verification, layer_pages=True)
-        to_select = budget_to_select(budgets)
         selections = Selections(
             num_layers=engine.num_layers,
             num_heads=1,
             max_num_reqs=engine.max_num_reqs,
-            max_selected=to_select.max_selected,
+            max_selected=budget.max_selected,
             device=engine.device,
         )
-        selector = VerificationSelector(policy, to_select, selections)
-        return LayerPageViews(selections, selector, budgets, engine.make_draft_slots())
+        selector = VerificationSelector(policy, budget, selections)
+        return LayerPageViews(selections, selector, budget, engine.make_draft_slots())
 
 
 def make_verification(engine: Engine) -> Verification:
@@ -222,7 +221,7 @@ class VerificationSelector:
 
     Args:
         policy: scores pages.
-        budget: of a request (`budget_to_select`), in pages.
+        budget: of a request, in pages.
         selections: where choices are kept.
     """
 

@@ -169,13 +169,12 @@ class Views(Protocol):
         """`TokenView.common_len`s for which a draft step runs other kernels; None is one."""
         ...
 
-    def prepare(self, batch: Batch, num_steps: int, size: int = -1) -> "RoundSteps":
+    def prepare(self, batch: Batch, num_steps: int) -> "RoundSteps":
         """The round's steps. No host synchronisation.
 
         Args:
             batch: the round's requests.
             num_steps: drafts of each.
-            size: which of the budgets that the views were made for, the smallest first.
         """
         ...
 

@@ -2,7 +2,7 @@
 """What a policy selected for the requests of a batch, kept for as long as they run."""
 
 from collections.abc import Sequence
-from typing import Protocol, Self
+from typing import Protocol
 
 import torch
 
@@ -45,15 +45,6 @@ class Budget(Protocol):
     def entries(self, context_lens: torch.Tensor) -> torch.Tensor:
         """Entries in budget, [num_reqs] int64; `context_lens` [num_reqs] int64, in tokens."""
         ...
-
-    def keeping_recent(self, count: int) -> Self:
-        """The same with another number of recent entries."""
-        ...
-
-
-def budget_to_select(budgets: Sequence[Budget]) -> Budget:
-    """What has to be selected so that any of these budgets, the smallest first, can be filled."""
-    return budgets[-1].keeping_recent(budgets[0].num_recent)
 
 
 class RequestRows:
