@@ -14,7 +14,7 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV)/mkdocs build --strict
 PYTEST := OMP_NUM_THREADS=1 MAGICDEC_TEST_KERNELS="$(KERNELS)" MAGICDEC_TEST_CASES="$(CASES)" $(RUN) -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations 20
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo demo-ray test test-fast test-models lint docs docs-models test-gpu bench bench-decode results bench-gpu clean
+.PHONY: help venv demo demo-ray test test-fast test-models lint docs docs-models test-gpu soak bench bench-decode results bench-gpu clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -55,6 +55,9 @@ test-models: venv  ## every family of models on both runners with every policy; 
 
 test-gpu: venv  ## the tests that need a CUDA device
 	$(RUN) -m pytest -m gpu $(ARGS)
+
+soak: venv  ## an hour of traffic, bad input, faults and kills against a server (ARGS="--minutes 4 --out soak.json")
+	@PYTHONPATH=tests $(RUN) -m soak $(ARGS)
 
 bench: venv  ## every speculative method of vLLM against magicdec, as servers (ARGS="--quick": two minutes)
 	@"$(PYTHON)" .ci/setup_venv.py --suffix-decoding
