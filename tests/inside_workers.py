@@ -340,27 +340,6 @@ def watch_draft_cache(worker: Any) -> None:
     cache.catch_up = catch_up_and_compare
 
 
-def note_passes(worker: Any) -> None:
-    runner = _draft_of(worker)
-    fill, draft_step = runner._drafter._fill, runner.draft_step
-    worker._rounds = []
-
-    def fill_and_note(drafts: Any, batch: Any, num_steps: int) -> bool:
-        if num_steps:
-            worker._rounds.append([all(batch.is_prefilling), 0])
-        return fill(drafts, batch, num_steps)
-
-    def step_and_note(*args: Any) -> Any:
-        worker._rounds[-1][1] += 1
-        return draft_step(*args)
-
-    runner._drafter._fill, runner.draft_step = fill_and_note, step_and_note
-
-
-def noted_passes(worker: Any) -> list[tuple[bool, int]]:
-    return [(bool(is_part), passes) for is_part, passes in worker._rounds]
-
-
 def read_prompts_late(worker: Any) -> None:
     cache = _draft_of(worker)._drafting
     catch_up = cache.catch_up

@@ -311,18 +311,6 @@ def watched_spire_cache(llm: Any) -> dict[str, float]:
     }
 
 
-def measure_prompts(llm: Any, contexts: list[int]) -> dict[str, Any]:
-    """Rows of `magicdec profile`; of every round that could draft, is it of parts of prompts, and passes.
-
-    The engine core must be in this process.
-    """
-    from vllm_magicdec.planner import profile
-
-    llm.collective_rpc(inside_workers.note_passes)
-    rows = profile.measure_prompts(llm, contexts)
-    return {"rows": rows, "rounds": llm.collective_rpc(inside_workers.noted_passes)[0]}
-
-
 def generate_with_adaptive_verification(llm: Any, batches: list[dict[str, Any]]) -> dict[str, Any]:
     """`generate` while verifying is free, and while vLLM leaves out what is not worth it; V2 runner."""
     import adaptive_verification
@@ -478,7 +466,6 @@ SCENARIOS = {
     for scenario in (
         generate,
         describe_attention,
-        measure_prompts,
         generate_without_asking_for_drafts,
         generate_with_broken_drafting,
         generate_with_late_prompts,

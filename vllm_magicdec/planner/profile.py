@@ -9,11 +9,9 @@ import itertools
 import json
 import os
 import platform
-from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import fields
 from pathlib import Path
-from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -162,78 +160,6 @@ def measure(llm: Any, batches: list[int], contexts: list[int]) -> StepTimes:
     return times
 
 
-class _Always(Controller):
-    """Chooses the same for every step."""
-
-    def __init__(self, other: Controller, choice: Choice) -> None:
-        super().__init__(other.lengths, other.budget, StepTimes())
-        self._choice = choice
-
-    def choose(self, num_reqs: int, context_tokens: int, *, is_timed: bool = True) -> Choice:
-        return self._choice
-
-
-def measure_prompts(llm: Any, contexts: list[int]) -> dict[str, list[dict[str, float]]]:
-    """What chunks of prompts take alone in their steps, while the engine decodes plainly and drafts.
-
-    Args:
-        llm: as for `measure_cell`.
-        contexts: tokens of prompts; one longer than `max_num_batched_tokens` comes in several chunks.
-
-    Returns:
-        `prompts` and `drafting_prompts`: of every chunk its `prompt_tokens`, the `context_tokens` before
-        it, the median of its `seconds`, and how many `drafts` of what `budget` are in that time (behind a
-        prompt's last chunk, if it drafts; 0: none, or they come late: then what a draft model takes to
-        read the chunk is not in it either).
-    """
-    from vllm import SamplingParams
-
-    engine = llm.llm_engine
-    scheduler = engine.engine_core.engine_core.scheduler
-    most = scheduler.max_num_scheduled_tokens
-    controller, come_late = scheduler._controller, _come_late(engine)
-    only_one = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
-
-    def read(prompt: list[int], choice: Choice) -> list[float]:
-        """Seconds of every step until its first token."""
-        scheduler._controller = _Always(controller, choice)
-        engine.reset_prefix_cache()
-        engine.add_request("prompt", {"prompt_token_ids": prompt}, only_one)
-        seconds = []
-        while engine.has_unfinished_requests():
-            started = _when_idle()
-            engine.step()
-            seconds.append(_when_idle() - started)
-        return seconds
-
-    (prompt,) = make_prompts(engine.model_config.get_vocab_size(), 1, max(contexts))
-    choices = {"prompts": PLAIN, "drafting_prompts": Choice(controller.lengths[-1])}
-    measured: dict[tuple[str, int, int, Choice], list[float]] = defaultdict(list)
-    for context, _ in itertools.product(sorted(set(contexts)), range(_REPEATS + 1)):
-        for name, choice in choices.items():
-            read(prompt[:1], PLAIN)  # after it, nothing is left of the one before
-            chunks = range(0, context, most)
-            for before, seconds in zip(chunks, read(prompt[:context], choice), strict=True):
-                is_last = before + most >= context
-                made = choice if is_last and not come_late else PLAIN
-                measured[name, min(most, context - before), before, made].append(seconds)
-    scheduler._controller = controller
-    return {
-        name: [
-            {
-                "prompt_tokens": tokens,
-                "context_tokens": before,
-                "drafts": made.drafts,
-                "budget": controller.budget_of(made),
-                "seconds": median(times[1:]),
-            }
-            for (of, tokens, before, made), times in measured.items()
-            if of == name
-        ]
-        for name in choices
-    }
-
-
 def _model_len(options: argparse.Namespace) -> int:
     """Tokens that the engine may read."""
     from vllm.engine.arg_utils import EngineArgs
@@ -300,7 +226,6 @@ def run(options: argparse.Namespace) -> None:
     )
     try:
         times = measure(llm, options.batch, contexts)
-        prompts = measure_prompts(llm, contexts)
     finally:
         llm.llm_engine.engine_core.shutdown()
     description = {
@@ -308,7 +233,6 @@ def run(options: argparse.Namespace) -> None:
         "machine": platform.processor() or platform.machine(),
         "engine": options.engine,
         "speculative_config": spec,
-        **prompts,
     }
     times.save(options.out, description)
     print(f'wrote {options.out}; use it with the field "profile": "{options.out}"')
