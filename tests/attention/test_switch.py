@@ -162,7 +162,7 @@ def test_each_token_of_a_pass_attends_to_what_it_sees_of_its_requests_list(case,
     num_reqs, _, width = case.slots.shape
     lens = data.draw(st.lists(st.integers(1, 4), min_size=num_reqs, max_size=num_reqs))
     queries = Queries(np.arange(num_reqs), np.zeros(num_reqs, dtype=np.int64), np.array(lens))
-    places = torch.from_numpy(queries.places)
+    places = torch.from_numpy(queries.request_indices)
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32)))
     in_list = torch.arange(width) < case.lens.unsqueeze(1)  # [num_reqs, width]
     is_seen = torch.rand((num_reqs, max(lens), width), generator=generator) < 0.5

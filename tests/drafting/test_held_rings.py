@@ -23,7 +23,7 @@ def test_what_is_lacking_is_what_no_slot_has(seed):
     requests: dict[str, dict] = {}
 
     def slot(request: dict, position: int) -> tuple[int, int]:
-        block = request["blocks"][int(ring.places(np.array(position // PAGE)))]
+        block = request["blocks"][int(ring.indices(np.array(position // PAGE)))]
         return int(block), position % PAGE
 
     for step in range(200):

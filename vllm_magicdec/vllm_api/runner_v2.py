@@ -404,11 +404,12 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         """See `drafting.staged.PassRunner`."""
         queries = draft_pass.queries
         if self._adapters is not None:
-            self._adapters.apply(queries.places.tolist())  # every token is drawn after
+            self._adapters.apply(queries.request_indices.tolist())  # every token is drawn after
         drawn = self._graphs.replay_pass(tokens, draft_pass, self._num_adapters)
         if drawn is not None:
             return drawn, None
-        places, steps = on_device(queries.places, self.device), on_device(queries.steps, self.device)
+        places = on_device(queries.request_indices, self.device)
+        steps = on_device(queries.steps, self.device)
         attn_metadata: dict[str, Any] = {}
         for index, (part, group) in enumerate(zip(draft_pass.parts, self._drafter.groups, strict=True)):
             of_pages = partial(self.page_metadata.of_pass, index, part, queries)
