@@ -23,7 +23,7 @@ from vllm_magicdec.attention.observing import LayerObserver, QueryRecorder
 from vllm_magicdec.attention.rows import WeighTokens
 from vllm_magicdec.attention.scales import Scales
 from vllm_magicdec.attention.softmax import Softmax, weights_of
-from vllm_magicdec.policies.base import Engine, Limits, Observe, Policy, parse_budget_of_selected_pages
+from vllm_magicdec.policies.base import Engine, Limits, Policy, parse_budget_of_selected_pages
 from vllm_magicdec.views.base import Batch, Views, ceil_div, on_device
 from vllm_magicdec.views.layer_pages import LayerPageViews
 from vllm_magicdec.views.selections import Budget, Selections
@@ -163,17 +163,7 @@ class TokenPolicy(Policy):
         policy = cls(fields)
         is_cpu = engine.limits.device_type == "cpu"
         recorder = WindowRecorder(policy.window, engine.query_dtype) if is_cpu else None
-        selector = PromptSelector(
-            policy,
-            budget,
-            selections,
-            engine.observe,
-            recorder,
-            page_size=engine.page_size,
-            max_batched_tokens=engine.max_batched_tokens,
-            num_speculative_tokens=engine.limits.num_speculative_tokens,
-            scratch_bytes=policy.scratch_bytes(engine),
-        )
+        selector = PromptSelector(policy, engine, budget, selections, recorder)
         plans = engine.switch_attention(recorder, layer_pages=by_page)
         if by_page:
             return LayerPageViews(selections, selector, budget, engine.make_draft_slots())
@@ -236,41 +226,32 @@ class PromptSelector:
 
     Args:
         policy: scores tokens.
+        engine: the worker's engine.
         budget: budget of a request, in the entries of `selections`.
         selections: written.
-        observe: runs the target over last tokens.
         recorder: recorder of the target's own passes, if any.
-        page_size: tokens per page of the block tables.
-        max_batched_tokens: maximum query tokens of one forward pass.
-        num_speculative_tokens: maximum drafts of a round.
-        scratch_bytes: temporary memory of scoring.
     """
 
     def __init__(
         self,
         policy: TokenPolicy,
+        engine: Engine,
         budget: Budget,
         selections: Selections,
-        observe: Observe,
-        recorder: WindowRecorder | None = None,
-        *,
-        page_size: int,
-        max_batched_tokens: int,
-        num_speculative_tokens: int,
-        scratch_bytes: int = 0,
+        recorder: WindowRecorder | None,
     ) -> None:
         self._policy = policy
         self._budget = budget
         # Nothing has to be scored if all eligible entries fit.
         self._room = max(0, budget.min_entries - budget.num_sinks - budget.num_recent)
         self._selections = selections
-        self._observe = observe
+        self._observe = engine.observe
         self._recorder = recorder
-        self._page_size = page_size
+        self._page_size = engine.page_size
         # The last two rounds' drafts may have been rejected without the host's knowledge.
-        self._unseen = policy.window + 2 * num_speculative_tokens
-        self._max_reqs_per_pass = max(1, max_batched_tokens // policy.window)
-        self.memory_bytes: Mapping[str, int] = {"a selection's scratch": scratch_bytes}
+        self._unseen = policy.window + 2 * engine.limits.num_speculative_tokens
+        self._max_reqs_per_pass = max(1, engine.max_batched_tokens // policy.window)
+        self.memory_bytes: Mapping[str, int] = {"a selection's scratch": policy.scratch_bytes(engine)}
         self._num_drafted = 0  # tokens of this round that count as recent
 
     def update(self, batch: Batch, num_steps: int) -> None:
@@ -314,7 +295,7 @@ class PromptSelector:
         return 0 < self._policy.refresh <= batch.known_lens[index] - selected_at
 
     def _end(self, length: Any) -> Any:
-        """The first entry after those to select from; int or tensor, like `length` in tokens."""
+        """Return the first entry after those to select from; `length` in tokens is an int or a tensor."""
         unit = self._budget.unit
         return (length + self._num_drafted + unit - 1) // unit - self._budget.num_recent
 

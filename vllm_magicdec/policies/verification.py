@@ -6,8 +6,7 @@ drafts.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -48,7 +47,7 @@ class Verification(QueryRecorder):
             dtype=engine.query_dtype,
             device=engine.device,
         )
-        self._first = 0  # see `starting_at`
+        self.first_request = 0  # start of `positions` and `queries` in the pass
         self.caches: dict[int, tuple[KVRows, Softmax]] = {}  # by layer
 
     @override
@@ -78,24 +77,15 @@ class Verification(QueryRecorder):
         kept.copy_(scales.scale_query(queries[self._indices], kept.dtype))
         self.caches[layer] = (cache, softmax)
 
-    @contextmanager
-    def starting_at(self, first: int) -> Iterator[None]:
-        """Restrict `positions` and `queries` to the pass's requests from `first` on."""
-        self._first = first
-        try:
-            yield
-        finally:
-            self._first = 0
-
     @property
     def positions(self) -> torch.Tensor:
         """[max_num_reqs, num_queries] int64; the maximum int64 for repeated queries."""
-        return self._positions[self._first :]
+        return self._positions[self.first_request :]
 
     @property
     def queries(self) -> torch.Tensor:
         """[num_layers, max_num_reqs, num_queries, num_heads, head_size], of the tokens at `positions`."""
-        return self._queries[:, self._first :]
+        return self._queries[:, self.first_request :]
 
     @property
     def num_bytes(self) -> int:
@@ -224,10 +214,11 @@ class VerificationSelector(Selector):
         at_once = max(1, SCRATCH_BYTES // self._scratch_bytes(self._num_pages(batch)))
         for first in range(0, num_reqs, at_once):
             part = batch.part(first, min(first + at_once, num_reqs))
-            with self._policy.verification.starting_at(first):
-                counts, ends = self._select(part, num_steps)
+            self._policy.verification.first_request = first
+            counts, ends = self._select(part, num_steps)
             known_lens = [int(length) for length in part.known_lens]
             self._selections.set(part.req_ids, known_lens, counts, ends)
+        self._policy.verification.first_request = 0
 
     def _find_unknown(self, batch: Batch) -> dict[int, int]:
         """See `VerificationPolicy.update`."""
