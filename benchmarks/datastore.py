@@ -44,7 +44,7 @@ from vllm_magicdec.lookup.calibration import Calibration
 from vllm_magicdec.lookup.context_index import MAX_MATCH, ContextIndex
 from vllm_magicdec.lookup.datastore import Datastore
 from vllm_magicdec.lookup.datastore_files import Vocabulary
-from vllm_magicdec.lookup.lookups import LEAST_CHANCE
+from vllm_magicdec.lookup.lookups import MIN_ACCEPTANCE
 from vllm_magicdec.lookup.merging import choose, learn
 from vllm_magicdec.planner.console import main as magicdec
 
@@ -124,7 +124,7 @@ def walk(
     while place < len(tokens):
         began = perf_counter_ns()
         matches = [look_up[source]() for source in sources]
-        choice = choose(matches, calibrations, LEAST_CHANCE)
+        choice = choose(matches, calibrations, MIN_ACCEPTANCE)
         done.times_us.append((perf_counter_ns() - began) / 1e3)
         followed = tokens[place : place + most]
         right = 0

@@ -13,7 +13,7 @@ from vllm_magicdec.lookup import context_index
 from vllm_magicdec.lookup import served as served_answers
 from vllm_magicdec.lookup.calibration import Calibration
 from vllm_magicdec.lookup.context_index import MAX_MATCH, Match
-from vllm_magicdec.lookup.continuation import LEAST_CHANCE
+from vllm_magicdec.lookup.continuation import MIN_ACCEPTANCE
 from vllm_magicdec.lookup.history import History
 from vllm_magicdec.lookup.lookups import Lookups
 from vllm_magicdec.lookup.served import ServedAnswers
@@ -72,7 +72,7 @@ def test_a_continuation_ends_where_it_is_unlikely():
     known = [token for _ in range(21) for token in (1, 2, 10)] + [1, 2]
     lookups.follow(["a"], [history(known)])
     whole = lookups.look_up("a", [], 8)
-    assert len(whole.tokens) == 8 and np.prod(whole.chances) >= LEAST_CHANCE
+    assert len(whole.tokens) == 8 and np.prod(whole.chances) >= MIN_ACCEPTANCE
     assert len(lookups.look_up("a", [], 8, 0.95).tokens) < 8
     for _ in range(200):  # they are always wrong
         lookups.follow(["a"], [history([*known, 7])])

@@ -36,7 +36,7 @@ shares = st.lists(st.floats(0.05, 1.0), max_size=6)
 
 
 @given(st.lists(st.tuples(st.integers(2, 32), shares), min_size=1, max_size=3), st.floats(0.01, 0.9))
-def test_no_other_source_promises_more(found, least_chance):
+def test_no_other_source_promises_more(found, min_acceptance):
     matches = [Match(length, list(range(len(parts))), parts) for length, parts in found]
     calibration = Calibration()
 
@@ -44,7 +44,7 @@ def test_no_other_source_promises_more(found, least_chance):
         chances, reached = [], 1.0
         for step, share in enumerate(match.shares):
             reached *= chance_of(calibration, match.length + step, share)
-            if reached < least_chance:
+            if reached < min_acceptance:
                 break
             chances.append(chance_of(calibration, match.length + step, share))
         return chances
@@ -52,7 +52,7 @@ def test_no_other_source_promises_more(found, least_chance):
     def expected(chances):
         return sum(_product(chances[: step + 1]) for step in range(len(chances)))
 
-    choice = choose(matches, [calibration] * len(matches), least_chance)
+    choice = choose(matches, [calibration] * len(matches), min_acceptance)
     assert choice.chances == chances_of(matches[choice.source])
     assert choice.tokens == matches[choice.source].tokens[: len(choice.chances)]
     most = max(expected(chances_of(match)) for match in matches)

@@ -8,7 +8,7 @@ from operator import mul
 
 # A continuation ends where it is less likely than this to be right until there. Reading one token more
 # makes a pass of 1 to 4 requests longer by 0.07 to 0.2 of what it takes per request (measured on CPUs).
-LEAST_CHANCE = 0.1
+MIN_ACCEPTANCE = 0.1
 
 
 @dataclass(frozen=True)

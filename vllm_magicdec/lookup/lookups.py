@@ -9,7 +9,7 @@ import numpy as np
 
 from vllm_magicdec.lookup.calibration import Calibration
 from vllm_magicdec.lookup.context_index import ContextIndex, Match
-from vllm_magicdec.lookup.continuation import LEAST_CHANCE, Continuation
+from vllm_magicdec.lookup.continuation import MIN_ACCEPTANCE, Continuation
 from vllm_magicdec.lookup.history import History
 from vllm_magicdec.lookup.merging import choose, learn
 
@@ -189,7 +189,7 @@ class Lookups:
         self._answered.discard(name)
 
     def look_up(
-        self, req_id: str, drafted: Sequence[int], most: int, least_chance: float = LEAST_CHANCE
+        self, req_id: str, drafted: Sequence[int], most: int, min_acceptance: float = MIN_ACCEPTANCE
     ) -> Continuation:
         """How a request is likely to go on.
 
@@ -197,7 +197,7 @@ class Lookups:
             req_id: it was in the latest `follow`.
             drafted: tokens that were drafted after what is verified.
             most: tokens to return.
-            least_chance: that all tokens up to the last one returned are right.
+            min_acceptance: that all tokens up to the last one returned are right.
         """
         if most <= 0:
             return Continuation()
@@ -205,7 +205,7 @@ class Lookups:
             matches = self._matches(self._indexes[req_id], np.array(drafted, dtype=np.int32), most)
         else:
             matches = self._ahead(req_id, most)
-        choice = choose(matches, self._calibrations, least_chance)
+        choice = choose(matches, self._calibrations, min_acceptance)
         strange = (place for place, token in enumerate(choice.tokens) if not 0 <= token < self._vocab_size)
         end = next(strange, len(choice.tokens))
         return Continuation(choice.tokens[:end], choice.chances[:end])

@@ -23,17 +23,17 @@ class Best:
     chances: list[float]  # that each is right if those before it were
 
 
-def choose(matches: Sequence[Match], calibrations: Sequence[Calibration], least_chance: float) -> Best:
+def choose(matches: Sequence[Match], calibrations: Sequence[Calibration], min_acceptance: float) -> Best:
     """The match with the most expected tokens.
 
     Args:
         matches: one or more, of one text, by source.
         calibrations: of each source.
-        least_chance: a continuation ends where it is less likely than this to be right until there.
+        min_acceptance: a continuation ends where it is less likely than this to be right until there.
     """
     best, most_expected = Best(0, [], []), 0.0
     for source, (match, calibration) in enumerate(zip(matches, calibrations, strict=True)):
-        chances, expected = calibration.chances(match.length, match.shares, least_chance)
+        chances, expected = calibration.chances(match.length, match.shares, min_acceptance)
         if expected > most_expected:
             best, most_expected = Best(source, match.tokens[: len(chances)], chances), expected
     return best
