@@ -119,14 +119,13 @@ def test_round_kernels_compile_for_hopper_without_one(kernel, pointers, constant
     triton_tools.check_compiles_for_hopper(getattr(kernels, kernel), pointers, constants)
 
 
-@pytest.mark.parametrize("kernel", ["_page_round_kernel", "_layer_page_round_kernel", "_token_round_kernel"])
-def test_no_number_of_drafts_compiles_a_kernel_again(kernel):
+@pytest.mark.parametrize("view", ["page", "layer_page", "token"])
+def test_no_number_of_drafts_compiles_a_kernel_again(view):
     pytest.importorskip("triton")
     from vllm_magicdec.views import kernels
 
-    compiled = {
-        tuple(triton_tools.specialization(getattr(kernels, kernel), num_steps=number)) for number in (1, 4, 16)
-    }
+    kernel = getattr(kernels, f"_{view}_round_kernel")
+    compiled = {tuple(triton_tools.specialization(kernel, num_steps=number)) for number in (1, 4, 16)}
     assert len(compiled) == 1
 
 

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 BLOCK_COLUMNS = 128
-# The number of drafts varies by round. Triton would compile again, while requests wait, for 1 and for multiples
-# of 16.
+# The number of drafts varies by round. For 1 and for multiples of 16 Triton would compile again, while
+# requests wait.
 VARYING = ["num_steps"]
 
 
