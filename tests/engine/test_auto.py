@@ -10,6 +10,8 @@ import engines
 import pytest
 from greedy import GREEDY, assert_same_tokens, first_tokens
 
+pytestmark = pytest.mark.extended
+
 TINY_DRAFT = engines.HERE.parent / "benchmarks" / "tiny-draft"
 
 
@@ -51,7 +53,6 @@ def assert_budgets_were_obeyed(result, budgets):
     assert result["sizes_drafted"] == result["sizes"]
 
 
-@pytest.mark.late
 def test_output_is_unchanged_when_length_and_budget_change_on_the_v2_runner(prompts, plain):
     chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < 600][:6]
     batch = {"prompts": [prompts[i] for i in chosen], "sampling": {**GREEDY, "max_tokens": 40}}

@@ -8,6 +8,8 @@ from draft_engines import drafting_with
 from engines import MODEL, magicdec
 from greedy import GREEDY, assert_same_tokens
 
+pytestmark = pytest.mark.extended
+
 
 def assert_graphs_draft_losslessly(prompts, plain, speculative_config, what):
     run = engines.generate(

@@ -19,7 +19,7 @@ from benchmarks.gpu.models import SMALL_SHAPE
 ROOT = engines.HERE.parent
 MAX_GAMMA = 3
 
-pytestmark = pytest.mark.late
+pytestmark = pytest.mark.extended
 
 
 @pytest.fixture(scope="module")

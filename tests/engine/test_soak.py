@@ -7,10 +7,13 @@ import subprocess
 import sys
 
 import engines
+import pytest
 
 sys.path.insert(0, str(engines.HERE.parent / "benchmarks"))
 import soak
 from bad_day.faults import FAULTS
+
+pytestmark = pytest.mark.extended
 
 MINUTES = 4
 
