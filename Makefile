@@ -2,6 +2,8 @@
 PYTHON ?= python3
 MODEL ?= examples/tiny-llama
 ARGS ?=
+GPU_MODEL ?= Qwen/Qwen3-8B
+GPU_SUITE := --context 8000 30000 --concurrency 4 16 --requests 32 --tokens 256 --repeats 2
 OUT ?= benchmarks/runs/gpu
 KERNELS ?=
 VENV := .venv/bin
@@ -55,8 +57,8 @@ test-fast: lint  ## lint, then those of the fixed list that start no engine, 5 m
 test-gpu: venv  ## the tests that need a CUDA device
 	$(RUN) -m pytest -m gpu $(ARGS)
 
-soak: venv  ## a bad day: an hour of traffic, bad input, faults and kills (ARGS="--minutes 4 --out soak.json")
-	@$(RUN) benchmarks/soak.py $(ARGS)
+soak: venv  ## an hour of traffic, bad input, faults and kills against a server (ARGS="--minutes 4 --out soak.json")
+	@PYTHONPATH=tests $(RUN) -m soak $(ARGS)
 
 bench: venv  ## every speculative method of vLLM against magicdec, as servers (ARGS="--quick": two minutes)
 	@"$(PYTHON)" .ci/setup_venv.py --suffix-decoding
@@ -69,8 +71,15 @@ results: venv  ## the results of every script, on this machine in one go (ARGS="
 bench-decode: venv  ## decode speed alone, plain against magicdec, without a server
 	$(RUN) benchmarks/decode.py $(ARGS)
 
-bench-gpu: venv  ## on a GPU: all that it has to show, best first; goes on where it stopped (OUT=folder, ARGS="--hours 1")
-	@$(RUN) -m benchmarks.gpu --out "$(OUT)" $(ARGS)
+bench-gpu: venv  ## on a GPU: a preflight, the tests marked gpu, the peer's cells, the suite (GPU_MODEL=..., OUT=folder)
+	@"$(PYTHON)" .ci/setup_venv.py --suffix-decoding
+	@mkdir -p "$(OUT)"
+	@$(RUN) benchmarks/gpu_preflight.py --model "$(GPU_MODEL)" --out "$(OUT)/preflight.json"
+	@status=0; \
+	$(RUN) -m pytest -m gpu --junitxml "$(OUT)/tests.xml" || status=1; \
+	$(RUN) benchmarks/peer.py --model "$(GPU_MODEL)" --out "$(OUT)/peer.json" || status=1; \
+	$(RUN) benchmarks/suite.py --model "$(GPU_MODEL)" --out "$(OUT)/suite-$$(date +%Y%m%d-%H%M)" $(GPU_SUITE) || status=1; \
+	exit $$status
 
 clean:  ## remove what the targets made
 	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis tests/.hypothesis

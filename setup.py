@@ -15,8 +15,10 @@ HERE = Path(__file__).parent
 NATIVE = Path("vllm_magicdec", "native")
 VERSION = re.search(r'__version__ = "(.+)"', (HERE / "vllm_magicdec" / "__init__.py").read_text()).group(1)
 
-# What the compiler may use for vllm_magicdec/native, by variant (`VARIANTS` of its library.py).
+# Compiler flags of each variant of vllm_magicdec/native (`VARIANTS` in its library.py).
 VARIANTS = {"portable": []}
+# The processor flags, as /proc/cpuinfo names them, without which a variant cannot run.
+CPU_FLAGS = {}
 if platform.machine() == "x86_64":
     VARIANTS |= {
         "avx2": ["-march=x86-64-v3"],
@@ -24,18 +26,39 @@ if platform.machine() == "x86_64":
         "avx512_bf16": ["-march=x86-64-v4", "-mavx512bf16"],
         "amx": ["-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
     }
+    avx512 = {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+    CPU_FLAGS = {
+        "avx2": {"avx2", "fma"},
+        "avx512": avx512,
+        "avx512_bf16": {*avx512, "avx512_bf16"},
+        "amx": {*avx512, "avx512_bf16", "amx_tile", "amx_bf16"},
+    }
 FLAGS = ["-std=c++17", "-O3", "-fopenmp", "-fPIC", "-shared", "-fvisibility=hidden", "-Wno-psabi"]
 
 
-class BuildLibraries(build_ext):
-    """Shared libraries that know nothing of Python: one source, compiled for every instruction set.
+def variant_of(ext: Extension) -> str:
+    return ext.name.rsplit(".attention_")[1]
 
-    Optional: without a compiler the plugin installs, and vLLM's own attention runs.
+
+def runs_here(variant: str) -> bool:
+    """Whether this processor executes a variant; True where /proc/cpuinfo does not tell."""
+    cpu_info = Path("/proc/cpuinfo")
+    found = re.search(r"^flags\s*:(.*)$", cpu_info.read_text(), re.MULTILINE) if cpu_info.exists() else None
+    return found is None or CPU_FLAGS.get(variant, set()) <= set(found.group(1).split())
+
+
+class BuildLibraries(build_ext):
+    """Build shared libraries without Python bindings from one source, one for each instruction set.
+
+    A wheel holds all variants. An editable or in-place build holds those that this machine executes.
+    Without a compiler the plugin installs without them, and vLLM's own attention runs.
     """
 
     def finalize_options(self) -> None:
         super().finalize_options()
-        self.parallel = self.parallel or os.cpu_count()  # each is a compiler's run of a minute
+        self.parallel = self.parallel or os.cpu_count()  # one compilation takes about a minute
+        if self.inplace or self.editable_mode:
+            self.extensions = [ext for ext in self.extensions if runs_here(variant_of(ext))]
 
     def get_ext_filename(self, fullname: str) -> str:
         return str(Path(*fullname.split("."))) + ".so"
@@ -55,7 +78,7 @@ class BuildLibraries(build_ext):
 
 
 class WheelOfAnyPython(bdist_wheel):
-    """The libraries are of a platform, not of a version of Python."""
+    """Tag the wheel by platform alone: the libraries do not depend on the version of Python."""
 
     def get_tag(self) -> tuple[str, str, str]:
         return ("py3", "none", super().get_tag()[2])
@@ -99,7 +122,7 @@ setup(
             "rich",
             "mkdocs-material",
         ],
-        "bench": ["matplotlib", "rich", "pandas", "simpy"],
+        "bench": ["matplotlib", "rich", "pandas"],
         # `examples/ray_batch.py` and `ray_serve.py`.
         "ray": ["ray[data,serve]==2.60.0", "pyarrow"],
         # What `magicdec index` needs; reading what it wrote needs neither.

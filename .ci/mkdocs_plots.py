@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A hook of mkdocs: pages show plots of benchmarks/results by the paths that they have in the repository.
+"""A hook of mkdocs: pages link to files of benchmarks/results by their paths in the repository.
 
-So the same Markdown shows them here and where the repository is browsed, and a path that is wrong fails
+So the same Markdown works here and where the repository is browsed, and a path that is wrong fails
 the build as any link does.
 """
 
@@ -15,10 +15,10 @@ RESULTS = "benchmarks/results/"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the plots."""
+    """Add the plots and JSON files."""
     root = Path(config.config_file_path).parent
-    for plot in sorted((root / RESULTS).rglob("*.png")):
-        files.append(File.generated(config, plot.relative_to(root).as_posix(), abs_src_path=str(plot)))
+    for path in sorted((root / RESULTS).rglob("*.*")):
+        files.append(File.generated(config, path.relative_to(root).as_posix(), abs_src_path=str(path)))
     return files
 
 

@@ -49,7 +49,7 @@ def fail(sentence: str) -> NoReturn:
 
 
 def run(step: str, command: Sequence[str | Path], *, optional: bool = False) -> bool:
-    """Run one step and say how long it took; show its last lines if it fails and had to succeed."""
+    """Run one step; print its time and download size, or its last lines if it fails and is required."""
     print(f"- {step} ...", end="", flush=True)
     started = time.monotonic()
     result = subprocess.run(
@@ -61,11 +61,24 @@ def run(step: str, command: Sequence[str | Path], *, optional: bool = False) -> 
         text=True,
     )
     succeeded = result.returncode == 0
-    print(f" {time.monotonic() - started:.0f} s" if succeeded else " no", flush=True)
+    took = f" {time.monotonic() - started:.0f} s{describe_downloads(result.stdout)}"
+    print(took if succeeded else " no", flush=True)
     if not succeeded and not optional:
         print("\n".join([line for line in result.stdout.splitlines() if not HARMLESS.search(line)][-15:]))
         fail(f"'{step}' failed; its last lines are above")
     return succeeded
+
+
+def describe_downloads(log: str) -> str:
+    """Sum up the downloads in pip's output, with the three largest packages by name."""
+    units = {"kB": 1e-3, "MB": 1.0, "GB": 1e3}
+    found = re.findall(r"^\s*Downloading (\S+) \(([\d.]+) (kB|MB|GB)\)", log, re.MULTILINE)
+    sizes_mb = {name.split("-")[0]: float(size) * units[unit] for name, size, unit in found}
+    if not sizes_mb:
+        return ""
+    largest = sorted(sizes_mb, key=sizes_mb.get, reverse=True)[:3]
+    names = ", ".join(largest + ["..."] * (len(sizes_mb) > 3))
+    return f", downloaded {sum(sizes_mb.values()):.0f} MB ({names})"
 
 
 def pip(step: str, *arguments: str | Path, optional: bool = False) -> bool:

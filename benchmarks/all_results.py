@@ -23,192 +23,92 @@ from common.machine import describe_machine, device_of
 from common.options import make_parser
 from common.tables import console, make_table
 from docs_tables import RESULTS, fill_tables
-from kv_heavy import KV_HEAVY, KV_HEAVY_GROUPED, KV_HEAVY_HYBRIDS, TINY_HYBRID, TINY_LLAMA
+from kv_heavy import TINY_LLAMA
 
 HERE = Path(__file__).resolve().parent
-LONG = f"--model {KV_HEAVY} --gamma 8"
-SHARES = (*KV_HEAVY_HYBRIDS, KV_HEAVY)  # of layers that see the whole context, ascending
-POLICY = "--batch 4 --context 8000 --policy"
 
 
 @dataclass(frozen=True)
 class Part:
-    """One command; in its options `{out}` is where its result goes, `{folder}` where the others are."""
+    """One command. `--out` is added to its options, in which `{folder}` is the folder of the results."""
 
     result: str  # file, or folder of a file that is named for the script
     script: str
-    options: str
     minutes: int  # on two cores of a Zen 5, rounded up
+    options: str
 
 
-PARTS = (
-    Part("decode-tiny-llama.json", "decode.py", "--out {out}", 4),
-    Part("decode-tiny-llama-snapkv.json", "decode.py", f"{POLICY} snapkv --out {{out}}", 2),
-    Part(
-        "decode-tiny-llama-snapkv-token.json",
-        "decode.py",
-        f"{POLICY} snapkv --granularity token --out {{out}}",
-        2,
-    ),
-    Part("decode-tiny-llama-verify-topk.json", "decode.py", f"{POLICY} verify-topk --out {{out}}", 2),
-    Part(
-        "decode-kv-heavy-16k.json",
-        "decode.py",
-        f"{LONG} --batch 1 4 8 --context 16000 --budget 1024 --vllm-attention --out {{out}}",
-        7,
-    ),
-    Part(
-        "decode-kv-heavy-16k-native.json",
-        "decode.py",
-        f"{LONG} --batch 8 --context 16000 --budget 1024 --out {{out}}",
-        5,
-    ),
-    Part(
-        "decode-kv-heavy-32k.json",
-        "decode.py",
-        f"{LONG} --batch 1 2 --context 32000 --budget 1024 --out {{out}}",
-        6,
-    ),
-    Part(
-        "decode-kv-heavy-16k-verify-topk.json",
-        "decode.py",
-        f"{LONG} --batch 4 --context 16000 --budget 1024 --policy verify-topk --out {{out}}",
-        4,
-    ),
-    *(
-        Part(
-            f"decode-share-{model}.json",
-            "decode.py",
-            f"--model {model} --gamma 8 --batch 4 --context 16000 --budget 1024 --out {{out}}",
-            3,
-        )
-        for model in SHARES
-    ),
-    Part("kernel-share.json", "kernel_share.py", "--out {out}", 12),
-    Part(
-        "kernel-share-grouped.json",
-        "kernel_share.py",
-        f"--model {KV_HEAVY_GROUPED} --batch 4 --context 4000 --gamma 4 --tokens 48 --turns 3 "
-        "--out {out}",
-        14,
-    ),
-    Part("native-attention.json", "native_attention.py", "--out {out}", 4),
-    Part("native-attention-float32.json", "native_attention.py", "--dtype float32 --out {out}", 6),
-    Part("native-attention-small-pages.json", "native_attention.py", "--small-pages --out {out}", 4),
-    Part(
-        "native-attention-fp8.json",
-        "native_attention.py",
-        "--kv-cache-dtype fp8_e4m3 --query-lens 1 4 9 --out {out}",
-        1,
-    ),
-    *(
-        Part(
-            f"native-attention-threads-{threads}.json",
-            "native_attention.py",
-            f"--threads {threads} --out {{out}}",
-            1,
-        )
-        for threads in (1, 2)
-    ),
-    Part("kv-tokens.json", "kv_tokens.py", "--out {out}", 1),
-    Part("plain-steps.json", "plain_steps.py", "--out {out}", 3),
-    Part("suite", "suite.py", "--rate-fractions 0.8 --out {out}", 20),
-    Part(
-        "suite-in-turns",
-        "suite.py",
-        "--in-turns --methods plain suffix draft_model magicdec-streamingllm magicdec-snapkv "
-        "magicdec-verify-topk magicdec-auto magicdec-draft_model magicdec-draft_model-auto magicdec-spire "
-        "--num-gpu-blocks-override 3800 --out {out}",
-        53,
-    ),
-    Part(
-        "suite-in-turns-ngram",
-        "suite.py",
-        "--in-turns --methods plain ngram suffix magicdec-streamingllm magicdec-snapkv-token magicdec-auto "
-        "--rate-fractions 0.8 --num-gpu-blocks-override 3800 --out {out}",
-        16,
-    ),
-    Part(
-        "suite-in-turns-snapkv",
-        "suite.py",
-        "--in-turns --methods plain magicdec-streamingllm magicdec-snapkv magicdec-snapkv-token "
-        "--context 7000 --rate-fractions 0.8 --num-gpu-blocks-override 3800 --out {out}",
-        13,
-    ),
-    Part(
-        "suite-in-turns-native",
-        "suite.py",
-        "--in-turns --methods plain plain-native ngram ngram-native suffix suffix-native draft_model "
-        "draft_model-native magicdec-streamingllm magicdec-snapkv-token magicdec-auto --context 7000 "
-        "--requests 8 --repeats 5 --rate-fractions 0.8 --num-gpu-blocks-override 1900 --out {out}",
-        55,
-    ),
-    Part(
-        "suite-in-turns-all",
-        "suite.py",
-        "--in-turns --methods plain ngram suffix draft_model magicdec-streamingllm magicdec-snapkv "
-        "magicdec-snapkv-token magicdec-verify-topk magicdec-auto --requests 8 "
-        "--num-gpu-blocks-override 1900 --out {out}",
-        60,
-    ),
-    Part(
-        "suite-in-turns-drafts",
-        "suite.py",
-        "--in-turns --methods plain draft_model magicdec-streamingllm magicdec-draft_model "
-        "magicdec-draft_model-auto magicdec-spire magicdec-spire-auto --num-gpu-blocks-override 4600 "
-        "--out {out}",
-        27,
-    ),
-    # Measured, not judged: a result with larger errors is one as well.
-    Part("simulation.json", "simulation.py", "--within inf --out {out}", 27),
-    Part("ray-documents.json", "ray_documents.py", "--out {out}", 4),
-    Part("ray-scaling.json", "ray_scaling.py", "--out {out}", 4),
-    Part("auto-kv-heavy.json", "auto.py", "--batch 1 4 8 --pairs 7 --out {out}", 30),
-    Part(
-        "lookups-tiny-llama.json",
-        "lookups.py",
-        f"--model {TINY_LLAMA} --batch 4 --context 1000 7000 --budget 512 --out {{out}}",
-        5,
-    ),
-    Part("lookups-kv-heavy.json", "lookups.py", "--batch 1 4 --out {out}", 12),
-    Part(
-        "lookups-kv-heavy-batch-8.json",
-        "lookups.py",
-        "--batch 8 --contenders fixed auto-off auto --out {out}",
-        14,
-    ),
-    Part(
-        "lookups-sampled.json",
-        "lookups.py",
-        f"--model {TINY_LLAMA} --batch 8 --context 1000 7000 --tokens 192 --turns 7 --temperature 1 "
-        "--contenders plain auto-off auto --out {out}",
-        4,
-    ),
-    Part("wide-passes.json", "wide_passes.py", "--out {out}", 10),
-    Part("confidence.json", "confidence.py", "--out {out}", 4),
-    Part("datastore.json", "datastore.py", "--out {out}", 4),
-    Part("datastore-tekken.json", "datastore.py", "--model tekken --out {out}", 4),
-    Part("acceptance.json", "acceptance.py", "--requests 16 --out {out}", 20),
-    Part(
-        "acceptance-tiny-hybrid.json",
-        "acceptance.py",
-        f"--model {TINY_HYBRID.name} --requests 16 --budgets 128 256 512 --out {{out}}",
-        10,
-    ),
-    Part("trees.json", "trees.py", "--out {out}", 15),
-    Part(
-        "roofline.json",
-        "roofline.py",
-        "--profile --out {out} {folder}/decode-kv-heavy-16k.json {folder}/decode-tiny-llama.json",
-        2,
-    ),
-    Part(
-        "roofline-hybrids.json",
-        "roofline.py",
-        "--profile --out {out} " + " ".join(f"{{folder}}/decode-share-{model}.json" for model in SHARES),
-        2,
-    ),
-)
+# Result, script, minutes, options; lines that are indented go on with the options.
+PARTS_TEXT = """
+decode-tiny-llama.json decode 4
+decode-tiny-llama-snapkv.json decode 2 --batch 4 --context 8000 --policy snapkv
+decode-tiny-llama-snapkv-token.json decode 2 --batch 4 --context 8000 --policy snapkv --granularity token
+decode-tiny-llama-verify-topk.json decode 2 --batch 4 --context 8000 --policy verify-topk
+decode-kv-heavy-16k.json decode 7 --model kv-heavy --gamma 8 --batch 1 4 8 --context 16000 --budget 1024
+    --vllm-attention
+decode-kv-heavy-16k-native.json decode 5 --model kv-heavy --gamma 8 --batch 8 --context 16000 --budget 1024
+decode-kv-heavy-32k.json decode 6 --model kv-heavy --gamma 8 --batch 1 2 --context 32000 --budget 1024
+decode-kv-heavy-16k-verify-topk.json decode 4 --model kv-heavy --gamma 8 --batch 4 --context 16000
+    --budget 1024 --policy verify-topk
+decode-share-kv-heavy-2-full.json decode 3 --model kv-heavy-2-full --gamma 8 --batch 4 --context 16000
+    --budget 1024
+decode-share-kv-heavy-4-full.json decode 3 --model kv-heavy-4-full --gamma 8 --batch 4 --context 16000
+    --budget 1024
+decode-share-kv-heavy-6-full.json decode 3 --model kv-heavy-6-full --gamma 8 --batch 4 --context 16000
+    --budget 1024
+decode-share-kv-heavy.json decode 3 --model kv-heavy --gamma 8 --batch 4 --context 16000 --budget 1024
+kernel-share.json kernel_share 12
+kernel-share-grouped.json kernel_share 14 --model kv-heavy-grouped --batch 4 --context 4000 --gamma 4
+    --tokens 48 --turns 3
+native-attention.json native_attention 4
+native-attention-float32.json native_attention 6 --dtype float32
+native-attention-small-pages.json native_attention 4 --small-pages
+native-attention-fp8.json native_attention 1 --kv-cache-dtype fp8_e4m3 --query-lens 1 4 9
+native-attention-threads-1.json native_attention 1 --threads 1
+native-attention-threads-2.json native_attention 1 --threads 2
+suite suite 20 --rate-fractions 0.8
+suite-in-turns suite 53 --in-turns --methods plain suffix draft_model magicdec-streamingllm magicdec-snapkv
+    magicdec-verify-topk magicdec-auto magicdec-draft_model magicdec-draft_model-auto magicdec-spire
+    --num-gpu-blocks-override 3800
+suite-in-turns-ngram suite 16 --in-turns --methods plain ngram suffix magicdec-streamingllm
+    magicdec-snapkv-token magicdec-auto --rate-fractions 0.8 --num-gpu-blocks-override 3800
+suite-in-turns-snapkv suite 13 --in-turns --methods plain magicdec-streamingllm magicdec-snapkv
+    magicdec-snapkv-token --context 7000 --rate-fractions 0.8 --num-gpu-blocks-override 3800
+suite-in-turns-native suite 55 --in-turns --methods plain plain-native ngram ngram-native suffix
+    suffix-native draft_model draft_model-native magicdec-streamingllm magicdec-snapkv-token magicdec-auto
+    --context 7000 --requests 8 --repeats 5 --rate-fractions 0.8 --num-gpu-blocks-override 1900
+suite-in-turns-all suite 60 --in-turns --methods plain ngram suffix draft_model magicdec-streamingllm
+    magicdec-snapkv magicdec-snapkv-token magicdec-verify-topk magicdec-auto --requests 8
+    --num-gpu-blocks-override 1900
+suite-in-turns-drafts suite 27 --in-turns --methods plain draft_model magicdec-streamingllm
+    magicdec-draft_model magicdec-draft_model-auto magicdec-spire magicdec-spire-auto
+    --num-gpu-blocks-override 4600
+auto-kv-heavy.json auto 30 --batch 1 4 8 --pairs 7
+lookups-tiny-llama.json lookups 5 --model {tiny_llama} --batch 4 --context 1000 7000 --budget 512
+lookups-kv-heavy.json lookups 12 --batch 1 4
+lookups-kv-heavy-batch-8.json lookups 14 --batch 8 --contenders fixed auto-off auto
+lookups-sampled.json lookups 4 --model {tiny_llama} --batch 8 --context 1000 7000 --tokens 192 --turns 7
+    --temperature 1 --contenders plain auto-off auto
+confidence.json confidence 4
+datastore.json datastore 4
+datastore-tekken.json datastore 4 --model tekken
+acceptance.json acceptance 20 --requests 16
+acceptance-tiny-hybrid.json acceptance 10 --model tiny-hybrid --requests 16 --budgets 128 256 512
+roofline.json roofline 2 {folder}/decode-kv-heavy-16k.json {folder}/decode-tiny-llama.json
+roofline-hybrids.json roofline 2 {folder}/decode-share-kv-heavy-2-full.json
+    {folder}/decode-share-kv-heavy-4-full.json {folder}/decode-share-kv-heavy-6-full.json
+    {folder}/decode-share-kv-heavy.json
+"""
+
+
+def parse_parts(text: str) -> tuple[Part, ...]:
+    """The parts of a text that is written as `PARTS_TEXT` is."""
+    lines = text.strip().replace("\n    ", " ").splitlines()
+    fields = (line.split(maxsplit=3) for line in lines)
+    return tuple(Part(name, f"{script}.py", int(m), " ".join(rest)) for name, script, m, *rest in fields)
+
+
+PARTS = parse_parts(PARTS_TEXT)
 
 
 def measure(part: Part, folder: Path, log: Path) -> int:
@@ -218,8 +118,8 @@ def measure(part: Part, folder: Path, log: Path) -> int:
         The exit status.
     """
     with tempfile.TemporaryDirectory(dir=folder, prefix=".") as unfinished:
-        options = part.options.format(out=Path(unfinished) / part.result, folder=folder)
-        command = [sys.executable, part.script, *shlex.split(options)]
+        options = shlex.split(part.options.format(folder=folder, tiny_llama=TINY_LLAMA))
+        command = [sys.executable, part.script, *options, "--out", str(Path(unfinished) / part.result)]
         with log.open("w") as output:
             status = subprocess.run(command, cwd=HERE, stdout=output, stderr=subprocess.STDOUT).returncode
         target = folder if status == 0 else log.with_suffix("")

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`auto` against plain decoding and fixed numbers of drafts and budgets, cell by cell.
+"""`auto` against plain decoding and fixed numbers of drafts, cell by cell.
 
 Two engines are alive at the same time: plain vLLM, and magicdec-self with `auto`. On every cell (batch x
 context) they take turns: plain, the second engine with its controller pinned to each fixed choice, and with
-the controller free. With `--budget auto` the fixed choices are of every budget that `auto` has. Before the
-turns that count the controller meets each cell once, as a server does in its first seconds; that turn is in
-the JSON file as `first`. Clock and tokens as in decode.py.
+the controller free. Before the turns that count the controller meets each cell once, as a server does in
+its first seconds; that turn is in the JSON file as `first`. Clock and tokens as in decode.py.
 
 The best of several noisy medians is better than it will be the next time. So those turns only find the
 best contender; then it and `auto` meet in pairs, which give the share of the best. Plain decoding, another
@@ -29,10 +28,10 @@ from typing import Any
 from common.decoding import Batch, decode
 from common.documents import prompts_of_cells
 from common.engines import PAGE, Turn, engine, engine_settings, set_environment, take_turns
-from common.machine import device_of, vllm_environment
-from common.options import add_documents, add_model, add_out, make_parser
+from common.machine import device_of
+from common.options import add_cells, add_documents, add_model, add_out, make_parser
 from common.plots import draw_heat_map, norm_of, plt, save
-from common.record import make_record, write
+from common.record import engine_record, write
 from common.tables import console, make_table
 from kv_heavy import KV_HEAVY, model_folder
 from rich.table import Table
@@ -56,14 +55,13 @@ class Cell:
     batch: int
     context: int
     plain: float
-    fixed: dict[str, float]  # by what `name_of` calls the choice
+    fixed: dict[str, float]  # by the number of drafts
     auto: float
     best: str  # of plain and fixed
     of_best: float  # speed of auto over that of the best: the median of their pairs
     of_best_interval: tuple[float, float]  # see `median_interval`
     first: float  # of auto, when it met the cell
     chosen: dict[int, int]  # steps of auto by the number of drafts chosen
-    chosen_budgets: dict[int, int]  # and those with drafts by the budget
 
     @property
     def mean_drafts(self) -> float:
@@ -101,12 +99,6 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
     ordered = sorted(values)
     rank = max(1, int(binom.ppf(0.05, len(ordered), 0.5)))
     return ordered[rank - 1], ordered[-rank]
-
-
-def name_of(choice: Choice, controller: Controller) -> str:
-    """Short, for a table's head."""
-    budget = f", {choice.budget}" if len(controller.budgets) > 1 else ""
-    return f"{choice.drafts}{budget}"
 
 
 def controller_of(llm: Any) -> Controller:
@@ -150,8 +142,8 @@ def measure_cell(
     controller = controller_of(magicdec)
     chosen: list[Choice] = []
     fixed = {
-        name_of(choice, controller): Contender(magicdec, functools.partial(pinned, controller, choice))
-        for choice in itertools.starmap(Choice, itertools.product(FIXED, controller.budgets))
+        str(drafts): Contender(magicdec, functools.partial(pinned, controller, Choice(drafts)))
+        for drafts in FIXED
     }
     auto = Contender(magicdec, functools.partial(watched, controller, chosen))
     contenders = {"plain": Contender(plain), **fixed, "auto": auto}
@@ -191,7 +183,6 @@ def measure_cell(
         of_best_interval=median_interval(shares),
         first=first,
         chosen=dict(sorted(Counter(choice.drafts for choice in chosen).items())),
-        chosen_budgets=dict(sorted(Counter(choice.budget for choice in chosen if choice.drafts).items())),
     )
     return cell, {"turns": speeds, "pairs": fought}
 
@@ -284,10 +275,10 @@ def run(args: argparse.Namespace, model: str) -> None:
     settings = engine_settings(
         model, args.dtype, batch=max(args.batch), model_len=model_len, distributed_executor_backend="mp"
     )
-    record = make_record(
+    record = engine_record(
         "auto",
-        environment=vllm_environment(),
-        engine={**settings, "model": Path(args.model).name},
+        args.model,
+        settings,
         speculative_config={**spec, "profile": bool(args.profile)},
         seconds=args.seconds,
         turns=args.turns,
@@ -307,18 +298,13 @@ def run(args: argparse.Namespace, model: str) -> None:
         draw(record, args.out.with_suffix(".png"))
 
 
-def number_or_auto(text: str) -> float | str:
-    return text if text == "auto" else float(text)
-
-
 def main() -> None:
     parser = make_parser(__doc__)
     add_model(parser, default=KV_HEAVY)
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--context", type=int, nargs="+", default=[100, 2048, 16000], help="tokens")
+    add_cells(parser, batch=[1, 2, 4, 8], context=[100, 2048, 16000])
     parser.add_argument("--seconds", type=float, default=4, help="of plain decoding in a turn, about")
     parser.add_argument("--policy", default="streamingllm")
-    parser.add_argument("--budget", type=number_or_auto, default=512.0, help="of the draft, or 'auto'")
+    parser.add_argument("--budget", type=float, default=512.0, help="of the draft")
     parser.add_argument("--profile", type=Path, help="a file of 'magicdec profile'")
     parser.add_argument("--turns", type=int, default=2, help="per contender and cell")
     parser.add_argument("--pairs", type=int, default=9, help="of 'auto' and the best, per cell")

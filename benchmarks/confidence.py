@@ -18,9 +18,9 @@ from typing import Any
 from common.decoding import decode, medians
 from common.documents import describe_documents, excerpts
 from common.engines import PAGE, engine, engine_settings, set_environment, take_turns
-from common.machine import vllm_environment
 from common.options import add_model, add_out, make_parser, settings_of
-from common.record import make_record, write
+from common.plots import plt, save
+from common.record import engine_record, write
 from common.tables import console, make_table
 from kv_heavy import TINY_LLAMA, model_folder
 from rich.table import Table
@@ -77,7 +77,7 @@ def leave_out(worker: Any, least_chance: float) -> None:
     staged = worker.model_runner.drafter._drafter._staged
     draft = type(staged).draft
     staged.draft = lambda batch, num_steps, prepare: draft(
-        staged, batch, DraftPlan(num_steps, 1, least_chance), prepare
+        staged, batch, DraftPlan(num_steps, least_chance), prepare
     )
 
 
@@ -162,20 +162,15 @@ def table_of(records: Sequence[Mapping[str, Any]]) -> Table:
 
 def draw(record: Mapping[str, Any], path: Path) -> None:
     """Predicted chances against what was seen."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(5, 5))
+    figure, axes = plt.subplots(figsize=(5, 5))
     axes.plot([0, 1], [0, 1], color="grey", linewidth=1)
     for documents, points in record["calibration"].items():
         predicted, seen = ([point[name] for point in points] for name in ("predicted", "seen"))
         axes.plot(predicted, seen, marker="o", label=documents)
     axes.set(xlabel="predicted chance of a draft", ylabel="share that stood", xlim=(0, 1), ylim=(0, 1.02))
     axes.legend()
-    figure.savefig(path, dpi=120, bbox_inches="tight")
-    pyplot.close(figure)
+    figure.tight_layout()
+    save(figure, path)
 
 
 def run(args: argparse.Namespace, model: str) -> None:
@@ -188,10 +183,10 @@ def run(args: argparse.Namespace, model: str) -> None:
         "draft_kv_budget": args.budget,
         "draft_lookup": "on",
     }
-    record = make_record(
+    record = engine_record(
         "confidence",
-        environment=vllm_environment(),
-        engine={**settings, "model": Path(args.model).name},
+        args.model,
+        settings,
         settings=settings_of(args, "model", "documents"),
         speculative_config=spec,
     )

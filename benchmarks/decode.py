@@ -18,16 +18,14 @@ import argparse
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
-from pathlib import Path
 from typing import Any
 
 from common.clock import seconds
 from common.decoding import Decoding, decode, medians
 from common.documents import describe_documents, prompts_of_cells
 from common.engines import PAGE, Turn, engine, engine_settings, set_environment, take_turns
-from common.machine import vllm_environment
-from common.options import add_documents, add_model, add_out, make_parser
-from common.record import make_record, write
+from common.options import add_cells, add_documents, add_model, add_out, make_parser
+from common.record import engine_record, write
 from common.tables import console, make_table
 from kv_heavy import TINY_LLAMA, model_folder
 from rich.table import Table
@@ -224,10 +222,10 @@ def run(args: argparse.Namespace, model: str) -> None:
     settings = engine_settings(
         model, args.dtype, batch=max(args.batch), model_len=model_len, enforce_eager=not args.compile
     )
-    record = make_record(
+    record = engine_record(
         "decode",
-        environment=vllm_environment(),
-        engine={**settings, "model": Path(args.model).name},
+        args.model,
+        settings,
         speculative_config=spec,
         tokens=args.tokens,
         turns=args.turns,
@@ -249,8 +247,7 @@ def run(args: argparse.Namespace, model: str) -> None:
 def main() -> None:
     parser = make_parser(__doc__)
     add_model(parser, default=str(TINY_LLAMA))
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 8])
-    parser.add_argument("--context", type=int, nargs="+", default=[1024, 4096, 8000], help="tokens")
+    add_cells(parser, batch=[1, 4, 8], context=[1024, 4096, 8000])
     parser.add_argument("--tokens", type=int, default=96, help="generated per request and turn")
     parser.add_argument("--gamma", type=int, default=4, help="drafted tokens per round")
     parser.add_argument("--policy", default="streamingllm")

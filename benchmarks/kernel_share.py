@@ -16,21 +16,19 @@ import argparse
 import statistics
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from auto import MIN_TOKENS, controller_of, pinned
 from common.decoding import Decoding, decode, medians
 from common.documents import describe_documents, prompts_of_cells
 from common.engines import PAGE, Turn, engine, engine_settings, set_environment, take_turns
-from common.machine import vllm_environment
-from common.options import add_documents, add_model, add_out, make_parser
-from common.record import make_record, write
+from common.options import add_cells, add_documents, add_model, add_out, make_parser
+from common.record import engine_record, write
 from common.tables import console, make_table
 from kv_heavy import KV_HEAVY, model_folder
 from rich.table import Table
 
-from vllm_magicdec.adaptive.controller import PLAIN, Choice
+from vllm_magicdec.adaptive.controller import Choice
 from vllm_magicdec.planner.profile import fill_prefix_cache
 
 # Each is the speed of the first contender over that of the second.
@@ -55,7 +53,7 @@ def measure_cell(
 
     def run_pinned(llm: Any, gamma: int) -> Decoding:
         controller = controller_of(turn.of(llm))
-        with pinned(controller, Choice(gamma, max(controller.budgets)) if gamma else PLAIN):
+        with pinned(controller, Choice(gamma)):
             return decode(llm, prompts, args.tokens)
 
     turns = take_turns(
@@ -113,10 +111,10 @@ def run(args: argparse.Namespace, model: str) -> None:
         model_len=max(args.context) + max(args.tokens, MIN_TOKENS) + 2 * PAGE,
         distributed_executor_backend="mp",
     )
-    record = make_record(
+    record = engine_record(
         "kernel_share",
-        environment=vllm_environment(),
-        engine={**settings, "model": Path(args.model).name},
+        args.model,
+        settings,
         policy=args.policy,
         budget=args.budget,
         gamma=args.gamma,
@@ -141,8 +139,7 @@ def run(args: argparse.Namespace, model: str) -> None:
 def main() -> None:
     parser = make_parser(__doc__)
     add_model(parser, default=KV_HEAVY)
-    parser.add_argument("--batch", type=int, nargs="+", default=[8])
-    parser.add_argument("--context", type=int, nargs="+", default=[16000], help="tokens")
+    add_cells(parser, batch=[8], context=[16000])
     parser.add_argument("--tokens", type=int, default=96, help="generated per request and turn")
     parser.add_argument("--gamma", type=int, default=8, help="drafted tokens per round")
     parser.add_argument("--policy", default="streamingllm")

@@ -27,9 +27,8 @@ from typing import Any
 from common.decoding import Decoding, decode_job, medians
 from common.documents import describe_documents, prompts_of_cells
 from common.engines import PAGE, Turn, engine, engine_settings, set_environment, take_turns
-from common.machine import vllm_environment
-from common.options import add_model, add_out, make_parser, settings_of
-from common.record import make_record, write
+from common.options import add_cells, add_model, add_out, make_parser, settings_of
+from common.record import engine_record, write
 from common.tables import console, make_table
 from kv_heavy import KV_HEAVY, model_folder
 from rich.table import Table
@@ -180,10 +179,10 @@ def run(args: argparse.Namespace, model: str) -> None:
     configs = speculations(args.drafts, args.budget, args.policy, args.datastore)
     model_len = max(args.context) + args.tokens + 2 * PAGE
     settings = engine_settings(model, args.dtype, batch=max(args.batch), model_len=model_len)
-    record = make_record(
+    record = engine_record(
         "lookups",
-        environment=vllm_environment(),
-        engine={**settings, "model": Path(args.model).name},
+        args.model,
+        settings,
         settings={**settings_of(args, "model", "documents", "datastore"), "clock": "job"},
         speculative_configs={name: configs[name] for name in args.contenders},
     )
@@ -220,8 +219,7 @@ def run(args: argparse.Namespace, model: str) -> None:
 def main() -> None:
     parser = make_parser(__doc__)
     add_model(parser, default=KV_HEAVY)
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 8])
-    parser.add_argument("--context", type=int, nargs="+", default=[16_000], help="tokens")
+    add_cells(parser, batch=[1, 4, 8], context=[16_000])
     parser.add_argument("--tokens", type=int, default=128, help="per request and turn")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     parser.add_argument("--datastore", type=Path, help=f"for the contender {DATASTORE!r}, which it adds")

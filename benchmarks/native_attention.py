@@ -14,16 +14,17 @@ import argparse
 import functools
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
+from common.clock import seconds
 from common.machine import measured_rates
 from common.options import add_out, make_parser, settings_of
-from common.plots import plt
+from common.plots import plt, save
 from common.record import make_record, write
 from common.tables import console, make_table
 from rich.table import Table
@@ -172,12 +173,6 @@ def references_of(products: Iterable[str]) -> dict[str, tuple[float, Callable[[]
     return found
 
 
-def timed_ms(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    return (time.perf_counter() - start) * 1e3
-
-
 def measure(
     contenders: Mapping[str, Callable[[], object]],
     references: Mapping[str, tuple[float, Callable[[], object]]],
@@ -195,15 +190,17 @@ def measure(
     rates: dict[str, list[float]] = {name: [] for name in references}
     for work in contenders.values():
         work()
-    num_rounds = max(LEAST_ROUNDS, math.ceil(LEAST_MS / sum(map(timed_ms, contenders.values()))))
+    num_rounds = max(
+        LEAST_ROUNDS, math.ceil(LEAST_MS / sum(1e3 * seconds(work) for work in contenders.values()))
+    )
     for turn in range(turns):
         for name, (rate_of_1_ms, work) in references.items():
             work()
-            rates[name].append(rate_of_1_ms / timed_ms(work))
+            rates[name].append(rate_of_1_ms / (1e3 * seconds(work)))
         first = turn % len(names)
         order = names[first:] + names[:first]
         contenders[order[-1]]()
-        rounds = [[timed_ms(contenders[name]) for name in order] for _ in range(num_rounds)]
+        rounds = [[1e3 * seconds(contenders[name]) for name in order] for _ in range(num_rounds)]
         for name, of_turn in zip(order, zip(*rounds, strict=True), strict=True):
             ms[name].append(statistics.median(of_turn))
     return ms, rates
@@ -349,7 +346,7 @@ def page_table_of(record: Mapping[str, Any]) -> Table:
     return table
 
 
-def plot(record: Mapping[str, Any], path: Any) -> None:
+def plot(record: Mapping[str, Any], path: Path) -> None:
     """Roofline: FLOP/s by FLOP per byte of the KV cache."""
     rates = roofs_of(record)
     figure, axes = plt.subplots(figsize=(7, 4.5))
@@ -378,8 +375,7 @@ def plot(record: Mapping[str, Any], path: Any) -> None:
     )
     axes.legend(fontsize=7)
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    print(f"wrote {path}")
+    save(figure, path)
 
 
 def main() -> None:

@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measured T_T, T_D and T_V beside the roofline's, and a profile of where the time goes.
+"""Measured T_T, T_D and T_V of decode.py beside the roofline's.
 
-- RESULT ...: results of decode.py. Each is compared with the roofline of the device it was measured on: of
-  a GPU by its data sheet, of a CPU as measured now, and so only on the machine that the result is of.
-- --profile, on a CPU: a plain step and a round in the real engine, by what they spend their time on; what
-  their attention makes of the memory bandwidth and the FLOP/s; the attention kernel alone, for every number
-  of queries; and the costs that follow, for `magicdec plan --costs`. Results are then compared with the
-  roofline at those costs, too.
+Each result is compared with the roofline of the device it was measured on: of a GPU by its data sheet, of a
+CPU as measured now, and so only on the machine that the result is of.
 """
 
 import itertools
@@ -16,20 +12,19 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from common.engines import set_environment
 from common.machine import device_of, same_machine
-from common.options import add_out, make_parser, served_dtype
+from common.options import add_out, make_parser
 from common.record import make_record, write
 from common.tables import console, make_table
-from gpu.eq2 import MAX_DIFFERENCE, differs, this_deployment
-from kv_heavy import KV_HEAVY, TINY_LLAMA, model_folder
+from kv_heavy import TINY_LLAMA, model_folder
 from rich.table import Table
-from step_profile import achieved_table, profile_engine, profile_table
 
+from vllm_magicdec.planner.hardware import HARDWARE, measure_this_machine
 from vllm_magicdec.planner.models import find_model
-from vllm_magicdec.planner.performance import Deployment
+from vllm_magicdec.planner.performance import Costs, Deployment
 from vllm_magicdec.planner.shapes import ModelShape
 
+MAX_DIFFERENCE = 0.25  # between the roofline and a measurement, as a share; larger ones are flagged
 ITEM_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
 
 
@@ -68,6 +63,22 @@ def compare(record: Mapping[str, Any], deployments: Mapping[str, Deployment]) ->
             )
         ]
     return comparisons
+
+
+def this_deployment(shape: ModelShape, gpu: str) -> Deployment:
+    """The shape on this machine: by its data sheet if `gpu` names a known device, else measured."""
+    words = gpu.replace("-", " ").split()
+    # A PCIe board of the same name is another device.
+    known = [device for name, device in HARDWARE.items() if name in words and "PCIe" not in words]
+    if known:
+        return Deployment(shape, known[0])
+    costs = replace(Costs(), memory_efficiency=1.0, compute_efficiency=1.0)  # measured rates are reached
+    return Deployment(shape, measure_this_machine(), costs=costs)
+
+
+def differs(measured: float, predicted: float) -> bool:
+    """Whether the roofline is off by more than `MAX_DIFFERENCE`."""
+    return abs(measured / predicted - 1) > MAX_DIFFERENCE
 
 
 def deployment_of(
@@ -127,30 +138,21 @@ def shape_of(model: str, dtype: str) -> ModelShape:
     return replace(shape, name=model, weight_bytes=ITEM_BYTES[dtype], kv_bytes=ITEM_BYTES[dtype])
 
 
-def compare_all(
-    files: Iterable[Path],
-    here: Mapping[str, Any],
-    known: dict[str, Deployment],
-    measured_costs: Mapping[str, float],
-) -> list[dict[str, Any]]:
-    """`compare` for every result; if it is of this machine, at the measured costs too."""
+def compare_all(files: Iterable[Path], here: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """`compare` for every result."""
     compared = []
+    known: dict[str, Deployment] = {}
     for file in files:
         record = json.loads(file.read_text())
-        machine, engine = record["machine"], record["engine"]
-        shape = shape_of(engine["model"], engine["dtype"])
-        roofline = deployment_of(shape, machine, here, known)
-        deployments = {"roofline": roofline}
-        if measured_costs and same_machine(machine, here):
-            costs = replace(roofline.costs, **measured_costs)
-            deployments["at measured costs"] = replace(roofline, costs=costs)
-        comparisons = compare(record, deployments)
+        shape = shape_of(record["engine"]["model"], record["engine"]["dtype"])
+        deployment = deployment_of(shape, record["machine"], here, known)
+        comparisons = compare(record, {"roofline": deployment})
         console.print(comparison_table(file.name, comparisons))
         compared.append(
             {
                 "result": file.name,
-                "device": asdict(roofline.hardware),
-                "costs": {name: asdict(deployment.costs) for name, deployment in deployments.items()},
+                "device": asdict(deployment.hardware),
+                "costs": {"roofline": asdict(deployment.costs)},
                 "times": [asdict(comparison) for comparison in comparisons],
             }
         )
@@ -159,39 +161,11 @@ def compare_all(
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("results", type=Path, nargs="*", help="JSON files of decode.py")
-    parser.add_argument("--profile", action="store_true", help="also profile the engine, on a CPU")
-    parser.add_argument("--model", default=KV_HEAVY, help="to profile: a folder, a name, or 'kv-heavy'")
-    parser.add_argument("--batch", type=int, default=8, help="to profile")
-    parser.add_argument("--context", type=int, default=4096, help="to profile, in tokens")
-    parser.add_argument("--gamma", type=int, default=8, help="to profile, drafted tokens per round")
-    parser.add_argument("--budget", type=int, default=512, help="to profile, in tokens")
-    parser.add_argument("--dtype", default=served_dtype(), help="to profile")
+    parser.add_argument("results", type=Path, nargs="+", help="JSON files of decode.py")
     add_out(parser)
     args = parser.parse_args()
-    if not args.results and not args.profile:
-        parser.error("name results of decode.py, or --profile")
-    set_environment(
-        kv_cache_gib=3,
-        VLLM_CUSTOM_SCOPES_FOR_PROFILING="1",
-        # The profiler is started and stopped by functions that are sent to the worker.
-        VLLM_ALLOW_INSECURE_SERIALIZATION="1",
-    )
     record = make_record("roofline")
-    here = record["machine"]
-    if args.profile and "gpu" in here:
-        parser.error("--profile is for CPUs; on GPUs benchmarks/gpu times attention kernel by kernel")
-    known: dict[str, Deployment] = {}
-    measured_costs: dict[str, float] = {}
-    if args.profile:
-        deployment = deployment_of(shape_of(args.model, args.dtype), here, here, known)
-        with model_folder(args.model) as model:
-            record["profile"] = profile = profile_engine(args, model, deployment)
-        measured_costs = profile["costs"]
-        console.print(profile_table(profile))
-        console.print(achieved_table(profile))
-        console.print(f"magicdec plan --gpu this --costs '{json.dumps(measured_costs)}'")
-    record["comparisons"] = compare_all(args.results, here, known, measured_costs)
+    record["comparisons"] = compare_all(args.results, record["machine"])
     write(record, args.out)
 
 

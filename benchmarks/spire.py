@@ -19,7 +19,7 @@ The acceptance length is one more. So nothing is left to chance but the texts an
 import argparse
 import random
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, stdev
@@ -27,8 +27,7 @@ from typing import Any, Protocol
 
 import torch
 from common.documents import encode, excerpts
-from common.machine import device_of
-from common.options import add_out
+from common.options import add_out, make_parser
 from common.record import make_record, write
 from common.tables import console, make_table
 from kv_heavy import TINY_LLAMA
@@ -46,16 +45,6 @@ from train import read_library
 
 BENCHMARKS = Path(__file__).resolve().parent
 CONTEXTS = (256, 1000, 4000, 7000)
-# What `ablations.sh` trains, in the order of SPIRe's paper.
-ABLATIONS = (
-    "whole",
-    "no-sparse-kv",
-    "no-target-activations",
-    "no-distillation",
-    "random-init",
-    "no-feedback-memory",
-    "omega-1",
-)
 
 
 class Draft(Protocol):
@@ -262,33 +251,21 @@ def _shown(result: Mapping[str, Any]) -> str:
     return " / ".join(f"{result[kind]['acceptance_length']:.2f}" for kind in ("greedy", "temperature 1"))
 
 
-def table_of(records: Sequence[Mapping[str, Any]]) -> Table:
-    """A row per workload and draft, a column per context; greedy, and at temperature 1.
-
-    Several records are the ablations on several machines: in the paper's order, with each row's machine.
-    """
-    shown: dict[tuple[str, ...], list[str]] = {}
-    for record in records:
-        machine = (device_of(record["machine"]),) if len(records) > 1 else ()
-        for result in record["results"]:
-            shown.setdefault((result["workload"], result["draft"], *machine), []).append(_shown(result))
-    rows = list(shown.items())
-    names = ["workload", "draft"]
-    if len(records) > 1:
-        rows.sort(key=lambda row: (row[0][0], ABLATIONS.index(row[0][1].removeprefix("SPIRe: "))))
-        names.append("machine")
-    contexts = dict.fromkeys(result["context"] for result in records[0]["results"])
+def table_of(record: Mapping[str, Any]) -> Table:
+    """A row per workload and draft, a column per context; greedy, and at temperature 1."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for result in record["results"]:
+        rows.setdefault((result["workload"], result["draft"]), []).append(_shown(result))
+    contexts = dict.fromkeys(result["context"] for result in record["results"])
     columns = [f"{context:,} tokens" for context in contexts]
-    table = make_table("acceptance length, greedy / temperature 1", columns, names)
-    for row, lengths in rows:
-        table.add_row(*row, *lengths)
+    table = make_table("acceptance length, greedy / temperature 1", columns, ["workload", "draft"])
+    for names, lengths in rows.items():
+        table.add_row(*names, *lengths)
     return table
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--spire", type=Path, nargs="+", default=[BENCHMARKS / "tiny-spire"])
     parser.add_argument("--only-spire", action="store_true", help="leave the other drafts out")
     parser.add_argument("--contexts", type=int, nargs="+", default=list(CONTEXTS))
@@ -336,7 +313,7 @@ def main() -> None:
             record["results"] += results
             for each in results:
                 console.print(f"{workload} {context} {each['draft']}: {_shown(each)}")
-    console.print(table_of([record]))
+    console.print(table_of(record))
     write(record, args.out)
 
 

@@ -195,7 +195,6 @@ def run_load(
     count: int,
     num_tokens: int,
     folder: Path,
-    *more_options: str,
 ) -> dict[str, Any]:
     """`vllm bench serve` in this process: importing vLLM once more takes longer than most loads.
 
@@ -218,7 +217,6 @@ def run_load(
         *("--custom-output-len", str(num_tokens), "--ignore-eos", "--temperature", "0"),
         *("--percentile-metrics", "ttft,tpot,itl,e2el", "--metric-percentiles", "99"),
         *("--save-result", "--result-dir", str(folder), "--result-filename", "result.json"),
-        *more_options,
     ]
     with (folder / "output.txt").open("w") as output, redirect_stdout(output):
         result = bench_serve(parser.parse_args(options))

@@ -82,15 +82,16 @@ class Server:
     def metrics(self) -> dict[str, float]:
         """vLLM's counters and gauges by sample name, summed over labels."""
         values: dict[str, float] = {}
-        for sample in self._samples():
+        for sample in self.samples():
             values[sample.name] = values.get(sample.name, 0.0) + sample.value
         return values
 
     def metric_by_engine(self, name: str) -> dict[str, float]:
         """A counter's or gauge's value of each data-parallel rank."""
-        return {sample.labels["engine"]: sample.value for sample in self._samples() if sample.name == name}
+        return {sample.labels["engine"]: sample.value for sample in self.samples() if sample.name == name}
 
-    def _samples(self) -> list[Sample]:
+    def samples(self) -> list[Sample]:
+        """All of vLLM's metrics."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=120) as response:
             text = response.read().decode()
         return [sample for family in text_string_to_metric_families(text) for sample in family.samples]

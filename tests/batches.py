@@ -3,7 +3,6 @@
 
 import torch
 
-from vllm_magicdec.attention.copies import no_copied_pages
 from vllm_magicdec.policies.base import Engine, Limits
 from vllm_magicdec.views.base import Batch
 
@@ -54,7 +53,6 @@ def make_engine(
         device=device,
         observe=observe,
         switch_attention=switch_attention,
-        make_copy_pages=no_copied_pages,
     )
 
 

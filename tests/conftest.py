@@ -16,7 +16,7 @@ if forced := kernel_libraries.forced():
     kernel_libraries.force(forced)
 
 CPUINFO = Path("/proc/cpuinfo").read_text()
-WITH_ENGINES = ("engine", "models", "soak")  # folders
+WITH_ENGINES = ("engine", "models")  # folders
 
 
 def pytest_report_header() -> str:

@@ -26,6 +26,7 @@ MODEL_LEN = 8192  # tokens
 PAGE = 32  # tokens; the smallest page of vLLM's CPU attention
 
 SPEC_METRIC = "vllm:spec_decode_num_"
+FAULT = "VLLM_MAGICDEC_TEST_FAULT"  # see fault_plugin/injected_faults.py
 
 # Arguments of `run` for an engine of two tensor-parallel ranks, a core each.
 TENSOR_PARALLEL_2 = {
@@ -44,7 +45,6 @@ POLICIES = {
     "snapkv": {"draft_kv_policy": "snapkv"},  # by page on a CPU
     "snapkv by token": {"draft_kv_policy": "snapkv", "draft_kv_granularity": "token"},
     "verify-topk": {"draft_kv_policy": "verify-topk"},
-    "verify-topk by token": {"draft_kv_policy": "verify-topk", "draft_kv_granularity": "token"},
 }
 
 # Of one engine; the slowest takes a tenth of it on a machine with AVX2 alone.
@@ -52,6 +52,8 @@ TIME_LIMIT_S = 1800
 # Triton's `tl.dot`, and with it vLLM's attention in float32 on a GPU, rounds to TF32 (10 bits) by default.
 IEEE_FLOAT32 = {"TRITON_F32_DEFAULT": "ieee"}
 MAX_PROCESSES = 2  # kept by each worker of pytest-xdist; one takes 0.8 GB
+# On a GPU kept processes, and the tests' own, hold some of the device's memory.
+ON_GPU = {"gpu_memory_utilization": 0.25} if torch.cuda.is_available() else {}
 
 
 class RefusedError(RuntimeError):
@@ -114,6 +116,8 @@ def environment(*, v2: bool = False, **extra: str) -> dict[str, str]:
             # Inductor asks Triton for its device; vLLM compiles Cohere's norms in eager engines, too.
             env["TORCHDYNAMO_DISABLE"] = "1"
     path = [str(HERE / "at_start"), str(HERE)]
+    if FAULT in env:
+        path.append(str(HERE / "fault_plugin"))
     env["PYTHONPATH"] = os.pathsep.join([*path, *filter(None, [os.environ.get("PYTHONPATH")])])
     return env
 
@@ -133,16 +137,15 @@ class EngineProcess:
 
     Args:
         env: its environment.
-        program: what runs there.
         cores: it may run on; (): all of this process's.
     """
 
-    def __init__(self, env: Mapping[str, str], program: Sequence[str], cores: Sequence[int] = ()) -> None:
+    def __init__(self, env: Mapping[str, str], cores: Sequence[int] = ()) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="engines-")
         self._log = Path(self._directory.name, "log")
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
-                [sys.executable, *program],
+                [sys.executable, str(HERE / "engine_process.py")],
                 cwd=HERE.parent,
                 env=env,
                 stdin=subprocess.PIPE,
@@ -185,7 +188,7 @@ class EngineProcess:
         return self._process.wait()
 
 
-_processes: dict[Any, EngineProcess] = {}  # by environment and program, the latest one last
+_processes: dict[Any, EngineProcess] = {}  # by environment, the latest one last
 
 
 def end_processes(keep: int = 0) -> None:
@@ -205,10 +208,9 @@ def run(
     env: Mapping[str, str] | None = None,
     own_process: bool = False,
     time_limit_s: float = TIME_LIMIT_S,
-    program: Sequence[str] = (str(HERE / "engine_process.py"),),
     **engine: Any,
 ) -> EngineRun:
-    """Start an engine, run the scenarios of `program` in order, end it; returns what they returned.
+    """Start an engine, run scenarios of `scenarios.py` in order, end it; returns what they returned.
 
     Args:
         steps: names and arguments of scenarios.
@@ -218,7 +220,6 @@ def run(
         own_process: as in a program of vLLM's users: the process is new, and engine core and workers are
             processes of their own. Otherwise all of the engine is in one process, where others were before.
         time_limit_s: for all of it, far above what it takes on a slow machine.
-        program: where the scenarios are.
         engine: arguments of `LLM`.
     """
     engine = {
@@ -228,21 +229,22 @@ def run(
         "block_size": PAGE,
         "enforce_eager": True,
         "disable_log_stats": False,
+        **ON_GPU,
         **engine,
     }
     env = {**(IEEE_FLOAT32 if engine["dtype"] == "float32" else {}), **(env or {})}
     scenarios = [{"scenario": name, "arguments": args} for name, args in steps]
     spec = {"engine": engine, "steps": scenarios, "strict": strict}
     if own_process:
-        process = EngineProcess(environment(v2=v2, **env), program)
+        process = EngineProcess(environment(v2=v2, **env))
         try:
             return process.run(spec, time_limit_s)
         finally:
             process.end()
     full = environment(v2=v2, **{"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **env})
-    key = (frozenset(full.items()), tuple(program))
+    key = frozenset(full.items())
     # vLLM binds the threads of processes that it starts; here it starts none.
-    process = _processes.pop(key, None) or EngineProcess(full, program, own_cores())
+    process = _processes.pop(key, None) or EngineProcess(full, own_cores())
     try:
         result = process.run(spec, time_limit_s)
     except RefusedError:

@@ -2,7 +2,7 @@
 """The step times of an imagined machine, and the choices that a controller has there."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from vllm_magicdec.adaptive.controller import PLAIN, Choice, Controller
@@ -10,20 +10,20 @@ from vllm_magicdec.adaptive.step_times import Step, StepTimes
 
 MAX_TOKENS = 8
 BUDGET = 512
-BUDGETS = (256, 512, 1024)
 
 
-def make_controller(budgets: Sequence[int] = (BUDGET,), times: StepTimes | None = None) -> Controller:
-    return Controller(range(MAX_TOKENS + 1), budgets, times or StepTimes())
+def make_controller(times: StepTimes | None = None) -> Controller:
+    return Controller(range(MAX_TOKENS + 1), BUDGET, times or StepTimes())
 
 
 def alike(num_reqs: int, context_tokens: int, choice: Choice) -> Step:
     """A step that verifies and makes the same drafts."""
-    return Step(num_reqs, context_tokens, choice.drafts, choice.drafts, choice.budget)
+    budget = BUDGET if choice.drafts else 0
+    return Step(num_reqs, context_tokens, choice.drafts, choice.drafts, budget)
 
 
-def all_choices(budgets: Sequence[int] = (BUDGET,)) -> list[Choice]:
-    return [PLAIN, *(Choice(length, b) for length in range(1, MAX_TOKENS + 1) for b in budgets)]
+def all_choices() -> list[Choice]:
+    return [PLAIN, *map(Choice, range(1, MAX_TOKENS + 1))]
 
 
 @dataclass

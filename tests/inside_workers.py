@@ -20,22 +20,6 @@ def latest_selection(worker: Any) -> dict[str, Any]:
     }
 
 
-def note_sizes(worker: Any) -> None:
-    """Note which budget each round of drafts is made with."""
-    views = _draft_of(worker)._drafter._views[0]
-    views.noted, prepare = [], type(views).prepare
-
-    def prepare_and_note(batch, num_steps, size=-1):
-        views.noted.append(size)
-        return prepare(views, batch, num_steps, size)
-
-    views.prepare = prepare_and_note
-
-
-def noted_sizes(worker: Any) -> list[int]:
-    return _draft_of(worker)._drafter._views[0].noted
-
-
 def note_speculative_steps(worker: Any) -> None:
     """Count the steps that the V1 runner samples as those of speculation."""
     sampler = worker.model_runner.rejection_sampler
@@ -92,9 +76,12 @@ def _look_up_on_device_at_random(wide: Any, rng: random.Random, vocab_size: int)
         return is_found
 
     wide._lookups.fill = fill
-    for num_steps, gains in wide._gains.items():
-        gains.next = lambda most=num_steps: rng.randint(0, most)
-        gains.learn = gains.look = lambda *told: None
+    begin_round = wide.begin_round
+
+    def begin_with_any_number(batch: Any, num_steps: int) -> int:
+        return rng.randint(0, num_steps) if begin_round(batch, num_steps) else 0
+
+    wide.begin_round = begin_with_any_number
 
 
 def leave_unlikely_out(worker: Any, least_chance: float) -> None:
@@ -110,7 +97,7 @@ def cut_drafts(worker: Any, least_chance: float, least_gain: float = 0.0) -> Non
     draft = staged.draft
 
     def draft_by_plan(batch: Any, num_steps: int, prepare: Any) -> Any:
-        return draft(batch, DraftPlan(num_steps, 1, least_chance, least_gain), prepare)
+        return draft(batch, DraftPlan(num_steps, least_chance, least_gain), prepare)
 
     staged.draft = draft_by_plan
 
@@ -125,6 +112,19 @@ def break_lookups(worker: Any) -> None:
         raise RuntimeError("broken on purpose")
 
     _draft_of(worker)._drafter._staged._lookups.look_up = look_up
+
+
+def wait_in_drafts(worker: Any) -> None:
+    import torch
+
+    drafter = _draft_of(worker)._drafter
+    draft = drafter.draft
+
+    def wait_and_draft(*args: Any) -> bool:
+        torch.ones(1, device=worker.device).item()
+        return draft(*args)
+
+    drafter.draft = wait_and_draft
 
 
 def forget_failures(worker: Any) -> None:
@@ -340,27 +340,6 @@ def watch_draft_cache(worker: Any) -> None:
     cache.catch_up = catch_up_and_compare
 
 
-def note_passes(worker: Any) -> None:
-    runner = _draft_of(worker)
-    fill, draft_step = runner._drafter._fill, runner.draft_step
-    worker._rounds = []
-
-    def fill_and_note(drafts: Any, batch: Any, num_steps: int) -> bool:
-        if num_steps:
-            worker._rounds.append([all(batch.is_prefilling), 0])
-        return fill(drafts, batch, num_steps)
-
-    def step_and_note(*args: Any) -> Any:
-        worker._rounds[-1][1] += 1
-        return draft_step(*args)
-
-    runner._drafter._fill, runner.draft_step = fill_and_note, step_and_note
-
-
-def noted_passes(worker: Any) -> list[tuple[bool, int]]:
-    return [(bool(is_part), passes) for is_part, passes in worker._rounds]
-
-
 def read_prompts_late(worker: Any) -> None:
     cache = _draft_of(worker)._drafting
     catch_up = cache.catch_up
@@ -494,11 +473,6 @@ def describe_draft(worker: Any) -> dict[str, Any]:
         **describe_attention(worker),
         "class": type(draft).__name__,
         "model_is_target": draft.model is worker.model_runner.get_model(),
-        "copied_requests": sum(
-            len(views._copies._versions)
-            for views in draft._drafter._views
-            if getattr(views, "_copies", None) is not None
-        ),
     }
 
 

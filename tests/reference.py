@@ -85,24 +85,15 @@ def token_positions(
 def selection_in_view(
     chosen: list[int],
     *,
-    chosen_until: int,
     context_len: int,
     sink: int,
     budget: int,
     window: int,
-    least_window: int,
     model_len: int,
 ) -> list[int]:
-    """The chosen positions, best first, that a round with this budget has in view.
-
-    They leave room for the tokens since the choice, but for no more of these than the budget's window and
-    for no fewer than the least window, up to which the choice was made.
-    """
-    length = min(context_len + 1, model_len)
-    sinks = min(sink, length)
-    recent = len(range(max(chosen_until, sinks), length))
-    reserved = min(max(recent, least_window), window)
-    return chosen[: max(0, budget - sinks - reserved)]
+    """The chosen positions, best first, that a round has in view: they leave room for sinks and window."""
+    sinks = min(sink, context_len + 1, model_len)
+    return chosen[: max(0, budget - sinks - window)]
 
 
 def snapkv_scores(

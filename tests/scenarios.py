@@ -79,7 +79,7 @@ def generate_with_broken_acceptance(llm: Any, batches: list[dict[str, Any]]) -> 
 
 
 def generate_with_random_choices(llm: Any, batches: list[dict[str, Any]], seed: int) -> Any:
-    """From now on the controller of `auto` chooses at random, and cuts each request's drafts at random.
+    """From now on the controller of `auto` chooses at random.
 
     With lookups it also says at random what drafts are worth. The engine core must be in this process.
     """
@@ -89,18 +89,16 @@ def generate_with_random_choices(llm: Any, batches: list[dict[str, Any]], seed: 
 
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     controller = scheduler._controller
-    budgets = controller.budgets
-    rng, chosen, kept, is_plain = random.Random(seed), [], [], []
+    rng, chosen, is_plain = random.Random(seed), [], []
     schedule = type(scheduler).schedule
 
     def choose(*_: Any, **__: Any) -> Choice:
         # Often 0, so that steps without any drafts follow on one another.
         if isinstance(controller, LookupController):
-            drafts = Choice(controller.lengths[-1], rng.choice([*budgets, 0]))
+            drafts = Choice(controller.lengths[-1], lookups_alone=rng.random() < 0.25)
             chosen.append(rng.choice([PLAIN, drafts]))
         else:
-            drafts = rng.choice([0, rng.randint(0, scheduler.num_spec_tokens)])
-            chosen.append(Choice(drafts, rng.choice(budgets)))
+            chosen.append(Choice(rng.choice([0, rng.randint(0, scheduler.num_spec_tokens)])))
         return chosen[-1]
 
     def plan(choice: Choice) -> DraftPlan:
@@ -108,8 +106,10 @@ def generate_with_random_choices(llm: Any, batches: list[dict[str, Any]], seed: 
             least_promise = rng.choice([0.0, 2.0, 8.0, float("inf")])
             return rng.uniform(0.0, 0.9), rng.uniform(0.0, 4.0), least_promise
 
-        by_kind = [DraftPlan(*choice, *prices()) for _ in range(rng.choice([0, NUM_KINDS]))]
-        return DraftPlan(*choice, *prices(), by_kind=by_kind)
+        drafts, alone = choice
+        kinds = range(rng.choice([0, NUM_KINDS]))
+        by_kind = [DraftPlan(drafts, *prices(), lookups_alone=alone) for _ in kinds]
+        return DraftPlan(drafts, *prices(), by_kind, alone)
 
     def schedule_and_note(*args: Any, **kwargs: Any) -> Any:
         output = schedule(scheduler, *args, **kwargs)
@@ -117,16 +117,10 @@ def generate_with_random_choices(llm: Any, batches: list[dict[str, Any]], seed: 
             is_plain.append(not (output.scheduled_spec_decode_tokens or output.num_spec_tokens_to_schedule))
         return output
 
-    def keep(req_id: str, drafted: int, least_chance: float) -> int:
-        kept.append(rng.randint(0, drafted))
-        return kept[-1]
-
     controller.choose = choose
     if isinstance(controller, LookupController):
         controller.plan = plan
-    scheduler._request_lengths.keep = keep
     scheduler.schedule = schedule_and_note
-    llm.collective_rpc(inside_workers.note_sizes)
     llm.collective_rpc(inside_workers.note_speculative_steps)
     results = generate(llm, batches)
     return {
@@ -134,10 +128,6 @@ def generate_with_random_choices(llm: Any, batches: list[dict[str, Any]], seed: 
         "speculative_steps": len(is_plain) - sum(is_plain),
         "sampled_as_speculative": llm.collective_rpc(inside_workers.noted_speculative_steps)[0],
         "lengths": sorted({choice.drafts for choice in chosen}),
-        "budgets": list(budgets),
-        "sizes": [budgets.index(choice.budget) for choice in chosen if choice.budget and choice.drafts],
-        "sizes_drafted": llm.collective_rpc(inside_workers.noted_sizes)[0],
-        "kept": sorted(set(kept)),
         "batches": results,
     }
 
@@ -161,9 +151,9 @@ def generate_with_random_schedule(llm: Any, batches: list[dict[str, Any]], seed:
         gamma = rng.choice([0, rng.randint(0, spec.num_speculative_tokens)])
         planned.append(gamma)
         if spec.draft_lookup == "off" or spec.looks_up_on_device:
-            return DraftPlan(gamma, controller.budgets[-1])
+            return DraftPlan(gamma)
         # At infinity no lookup is verified unless the draft has checked it, at 0 each one is.
-        return DraftPlan(gamma, controller.budgets[-1], least_promise=rng.choice([0.0, float("inf")]))
+        return DraftPlan(gamma, least_promise=rng.choice([0.0, float("inf")]))
 
     def schedule_and_count(*args: Any, **kwargs: Any) -> Any:
         output = schedule(*args, **kwargs)
@@ -218,10 +208,16 @@ def generate_with_broken_lookups(llm: Any, batches: list[dict[str, Any]]) -> Any
     return generate(llm, batches)
 
 
+def generate_with_waiting_drafts(llm: Any, batches: list[dict[str, Any]]) -> Any:
+    """From now on the host waits for the device in every round of drafts; V2 runner."""
+    llm.collective_rpc(inside_workers.wait_in_drafts)
+    return generate(llm, batches)
+
+
 def generate_under_faults(llm: Any, batches: list[dict[str, Any]], faults: list[str], file: str) -> Any:
     """`generate` under one fault after the other, and what it added to the plugin's counters.
 
-    `file` is what VLLM_MAGICDEC_FAULT names. Pauses after failures do not last from one fault to the next.
+    `file` is what `engines.FAULT` names. Pauses after failures do not last from one fault to the next.
     """
     results = []
     for fault in faults:
@@ -352,18 +348,6 @@ def watched_spire_cache(llm: Any) -> dict[str, float]:
         "tokens": min(rank["tokens"] for rank in ranks),
         "difference": max(rank["difference"] for rank in ranks),
     }
-
-
-def measure_prompts(llm: Any, contexts: list[int]) -> dict[str, Any]:
-    """Rows of `magicdec profile`; of every round that could draft, is it of parts of prompts, and passes.
-
-    The engine core must be in this process.
-    """
-    from vllm_magicdec.planner import profile
-
-    llm.collective_rpc(inside_workers.note_passes)
-    rows = profile.measure_prompts(llm, contexts)
-    return {"rows": rows, "rounds": llm.collective_rpc(inside_workers.noted_passes)[0]}
 
 
 def generate_with_adaptive_verification(llm: Any, batches: list[dict[str, Any]]) -> dict[str, Any]:
@@ -521,7 +505,6 @@ SCENARIOS = {
     for scenario in (
         generate,
         describe_attention,
-        measure_prompts,
         generate_without_asking_for_drafts,
         generate_with_broken_drafting,
         generate_with_late_prompts,
@@ -534,6 +517,7 @@ SCENARIOS = {
         generate_with_unread_ends,
         served_answers,
         generate_with_broken_lookups,
+        generate_with_waiting_drafts,
         generate_under_faults,
         generate_with_a_cut_file,
         generate_and_draft_twice,

@@ -4,6 +4,3 @@
 # benchmarks/suite.py --quick
 REQUESTS, TOKENS = 4, 24
 PLOTS = ("throughput-latency.png", "speedup.png", "acceptance.png")
-
-# benchmarks/gpu/engine.py --small
-CELLS = [(2, 256), (1, 256), (2, 1024), (1, 1024)]

@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
 """vllm-magicdec: sparse-KV self-speculative decoding for vLLM, without changing the output distribution."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

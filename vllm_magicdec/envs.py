@@ -9,11 +9,6 @@ def strict() -> bool:
     return os.environ.get("VLLM_MAGICDEC_STRICT", "0") == "1"
 
 
-def fault() -> str:
-    """`VLLM_MAGICDEC_FAULT`, for tests: a fault to inject into drafting (see `faults.py`); "": none."""
-    return os.environ.get("VLLM_MAGICDEC_FAULT", "")
-
-
 def native_attention() -> bool:
     """`VLLM_MAGICDEC_NATIVE_ATTENTION=1`: the kernel for CPUs attends in other methods' engines, too."""
     return os.environ.get("VLLM_MAGICDEC_NATIVE_ATTENTION", "0") == "1"

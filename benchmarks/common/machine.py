@@ -66,7 +66,7 @@ def describe_machine() -> dict[str, str | int | float]:
         "torch": torch.__version__,
         **_rates(),
     }
-    # The GPU's kernel layer runs without vLLM, CPUs have no FlashInfer, and zentorch is of some.
+    # CPUs have no FlashInfer, and few have zentorch.
     for package in ("vllm", "vllm-magicdec", "triton", "flashinfer-python", "zentorch"):
         try:
             description[package.replace("-", "_")] = version(package)
@@ -75,6 +75,7 @@ def describe_machine() -> dict[str, str | int | float]:
     if "vllm" in description:
         description["vllm_kernels"] = _vllm_kernels()
     if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # what the rates were measured in; engines of other processes need it
         gpu = torch.cuda.get_device_properties()
         description["gpu"] = gpu.name
         description["gpu_memory_gib"] = round(gpu.total_memory / 2**30, 1)

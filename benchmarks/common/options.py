@@ -29,6 +29,12 @@ def add_model(parser: argparse.ArgumentParser, default: str) -> None:
     parser.add_argument("--dtype", default=served_dtype(), help="%(default)s on this machine")
 
 
+def add_cells(parser: argparse.ArgumentParser, batch: list[int], context: list[int]) -> None:
+    """The batches and contexts that a script measures, each with each."""
+    parser.add_argument("--batch", type=int, nargs="+", default=batch, help="requests that decode together")
+    parser.add_argument("--context", type=int, nargs="+", default=context, help="tokens")
+
+
 def add_documents(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--documents", type=Path, help="folder of .txt files for the prompts")
 

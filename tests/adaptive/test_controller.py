@@ -3,16 +3,15 @@
 
 import math
 import random
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import mean
 
 import pytest
 from extended import extended_except
-from imagined_engine import BUDGET, BUDGETS, Engine, alike, all_choices, make_controller
+from imagined_engine import BUDGET, Engine, alike, all_choices, make_controller
 
-from vllm_magicdec.adaptive.controller import PLAIN, Acceptance, AcceptanceByBudget, Choice, Controller
+from vllm_magicdec.adaptive.controller import PLAIN, Acceptance, Choice, Controller
 from vllm_magicdec.adaptive.step_times import Step, StepTimes, TimedStep
 from vllm_magicdec.config import nested_lengths
 
@@ -41,18 +40,15 @@ class Moment:
 
     num_reqs: int
     context_tokens: int
-    acceptance: float | dict[int, float]
-    """Of each draft, by budget if it depends on that."""
-
-    def rate(self, budget: int) -> float:
-        return self.acceptance[budget] if isinstance(self.acceptance, dict) else self.acceptance
+    acceptance: float
+    """Of each draft."""
 
 
 # The load by tokens made so far, so that every choice does the same work.
 Trace = Callable[[float], Moment]
 
 
-def steady(num_reqs: int, context: int, acceptance: float | dict[int, float]) -> Trace:
+def steady(num_reqs: int, context: int, acceptance: float) -> Trace:
     return lambda tokens: Moment(num_reqs, num_reqs * context, acceptance)
 
 
@@ -84,37 +80,6 @@ TRACES = {
 }
 
 
-def only_near_tokens_matter(tokens: float) -> Moment:
-    """Now and then what is far away matters."""
-    far = tokens % 16_000 > 8_000
-    return Moment(8, 8 * 16_000, {256: 0.3, 512: 0.6, 1024: 0.9} if far else 0.9)
-
-
-def budgets_drift_apart(tokens: float) -> Moment:
-    """What the smaller budgets miss comes and goes."""
-    share = abs(tokens % 20_000 - 10_000) / 10_000
-    return Moment(8, 8 * 16_000, {256: 0.4 + 0.5 * share, 512: 0.6 + 0.3 * share, 1024: 0.9})
-
-
-def all_rates_drift(tokens: float) -> Moment:
-    share = abs(tokens % 20_000 - 10_000) / 10_000
-    return Moment(8, 8 * 16_000, {256: 0.4 + 0.4 * share, 512: 0.45 + 0.4 * share, 1024: 0.5 + 0.4 * share})
-
-
-BUDGET_TRACES = {
-    "the small one suffices": steady(8, 16_000, {256: 0.88, 512: 0.88, 1024: 0.88}),
-    "the middle one is best": steady(8, 16_000, {256: 0.6, 512: 0.88, 1024: 0.9}),
-    "the large one is needed": steady(8, 16_000, {256: 0.5, 512: 0.7, 1024: 0.92}),
-    "one request": steady(1, 16_000, {256: 0.5, 512: 0.7, 1024: 0.92}),
-    "nothing is accepted": steady(8, 16_000, {256: 0.1, 512: 0.15, 1024: 0.2}),
-    "short": steady(8, 200, 0.87),
-    "only near tokens matter": only_near_tokens_matter,
-    "budgets drift apart": budgets_drift_apart,
-    "all rates drift": all_rates_drift,
-    "bursts": bursts,
-}
-
-
 def simulate(
     choose: Callable[[Moment], Choice],
     trace: Trace,
@@ -131,8 +96,9 @@ def simulate(
         moment = trace(total_tokens)
         verified = previous.drafts if moment.num_reqs == previous_reqs else 0  # new ones bring no drafts
         choice = choose(moment)
-        step = Step(moment.num_reqs, moment.context_tokens, verified, *choice)
-        rate = moment.rate(previous.budget) if verified else 0.0
+        budget = BUDGET if choice.drafts else 0
+        step = Step(moment.num_reqs, moment.context_tokens, verified, choice.drafts, budget)
+        rate = moment.acceptance if verified else 0.0
         rounds = [(verified, accepted(verified, rate, rng)) for _ in range(moment.num_reqs)]
         total_seconds += engine.seconds(step)
         total_tokens += sum(1 + stood for _, stood in rounds)
@@ -206,7 +172,7 @@ def test_a_slow_spell_of_the_machine_does_not_speak_against_what_it_ran() -> Non
     """Kinds of steps are measured at the usual pace, then while everything takes half as long again."""
     rng = random.Random(0)
     engine = Engine(hiccups=0.0)
-    usual, other = (alike(8, 8 * 16_000, Choice(drafts, BUDGET)) for drafts in (4, 6))
+    usual, other = (alike(8, 8 * 16_000, Choice(drafts)) for drafts in (4, 6))
     times = StepTimes()
 
     def run(step: Step, count: int, pace: float = 1.0) -> None:
@@ -234,53 +200,12 @@ def test_what_the_fit_misses_at_one_size_is_expected_at_the_next() -> None:
         steps = [alike(4, 4 * context, choice) for context in contexts for choice in all_choices()]
         return StepTimes.of([TimedStep(step, seconds(step)) for step in steps for _ in range(20)])
 
-    six = alike(4, 4 * 2_000, Choice(6, BUDGET))
+    six = alike(4, 4 * 2_000, Choice(6))
     for contexts in ((1_000, 4_000), (1_000, 2_000, 4_000)):
         assert measure(*contexts).predict(six) == pytest.approx(seconds(six), rel=0.05)
-    far = alike(4, 4 * 256_000, Choice(6, BUDGET))
+    far = alike(4, 4 * 256_000, Choice(6))
     times = measure(1_000, 4_000)
-    assert times.predict(far) / times.predict(alike(4, 4 * 256_000, Choice(5, BUDGET))) < 1.15
-
-
-@pytest.mark.parametrize("name", BUDGET_TRACES)
-def test_close_to_the_best_fixed_length_and_budget_and_never_below_plain(name: str) -> None:
-    trace = BUDGET_TRACES[name]
-    fixed = {c: simulate(lambda m, c=c: c, trace, 0) for c in all_choices(BUDGETS)}
-    for seed in range(3):
-        controller = make_controller(BUDGETS)
-        achieved = simulate(follow(controller), trace, seed, controller)
-        assert achieved > 0.95 * max(fixed.values())
-        assert achieved > 0.98 * fixed[PLAIN]
-
-
-@pytest.mark.parametrize(
-    ("name", "budget"), [("the small one suffices", 256), ("the large one is needed", 1024)]
-)
-def test_a_fixed_length_leaves_the_choice_of_the_budget(name: str, budget: int) -> None:
-    controller = Controller([4], BUDGETS, StepTimes())
-    chosen: Counter[Choice] = Counter()
-
-    def choose(moment: Moment) -> Choice:
-        choice = controller.choose(moment.num_reqs, moment.context_tokens)
-        chosen[choice] += 1
-        return choice
-
-    achieved = simulate(choose, BUDGET_TRACES[name], 0, controller)
-    assert {choice.drafts for choice in chosen} == {0, 4}, "plain decoding is tried"
-    assert chosen[PLAIN] < 0.05 * chosen.total()
-    assert chosen[Choice(4, budget)] > 0.9 * chosen.total()
-    best = max(simulate(lambda m, b=b: Choice(4, b), BUDGET_TRACES[name], 0) for b in BUDGETS)
-    assert achieved > 0.95 * best
-
-
-def test_a_budget_that_was_never_tried_starts_from_what_the_others_show() -> None:
-    acceptance = AcceptanceByBudget(4, BUDGETS)
-    for index in range(200):
-        acceptance.observe(512, 4, 4 if index % 4 else 0)
-    assert acceptance.tokens_per_round(256) == pytest.approx(acceptance.tokens_per_round(512), rel=0.01)
-    for _ in range(50):
-        acceptance.observe(256, 4, 0)
-    assert acceptance.tokens_per_round(256)[4] < 1.2 < 3.0 < acceptance.tokens_per_round(512)[4]
+    assert times.predict(far) / times.predict(alike(4, 4 * 256_000, Choice(5))) < 1.15
 
 
 def test_beats_every_fixed_choice_where_the_best_one_changes() -> None:
@@ -331,7 +256,7 @@ def test_a_profile_spares_the_calibration() -> None:
     times = StepTimes.of([TimedStep(step, engine.seconds(step)) for step in steps])
     controller = make_controller(times=times)
     for _ in range(100):
-        controller.acceptance.observe(BUDGET, 8, 8)
+        controller.acceptance.observe(8, 8)
     assert controller.choose(1, 100) == PLAIN or engine_gains(engine, 1, 100)
     assert controller.choose(8, 8 * 16_000).drafts >= 4
 
@@ -348,8 +273,8 @@ def test_least_context_is_where_the_engine_breaks_even() -> None:
     times = StepTimes.of([TimedStep(step, engine.seconds(step)) for step in steps])
     controller = make_controller(times=times)
     for index in range(1000):
-        controller.acceptance.observe(BUDGET, 8, 8 if index % 4 else 1)
-    tokens = controller.acceptance.tokens_per_round(BUDGET)
+        controller.acceptance.observe(8, 8 if index % 4 else 1)
+    tokens = controller.acceptance.tokens_per_round()
 
     def gains(context: int) -> bool:
         rates = [tokens[c.drafts] / engine.seconds(alike(8, 8 * context, c)) for c in all_choices()]
@@ -388,8 +313,8 @@ def test_profile_file_round_trip(tmp_path: object) -> None:
     from pathlib import Path
 
     path = Path(str(tmp_path)) / "profile.json"
-    choices = (PLAIN, Choice(2, 256), Choice(4, 512))
-    steps = [alike(n, n * 1000, choice) for n in (1, 4) for choice in choices]
+    work = ((0, 0), (2, 256), (4, 512))
+    steps = [Step(n, n * 1000, drafts, drafts, budget) for n in (1, 4) for drafts, budget in work]
     times = StepTimes.of([TimedStep(step, Engine().seconds(step)) for step in steps for _ in range(5)])
     times.save(path, {"model": "m"})
     loaded = StepTimes.load(path)
@@ -406,7 +331,7 @@ def test_profile_file_round_trip(tmp_path: object) -> None:
     [(range(9), {0, 2, 4, 8}), ((0, 1, 3, 7), {0, 1, 3, 7}), ((0, 7), {0, 7}), ((0, 3, 7), {0, 3, 7})],
 )
 def test_the_first_steps_try_few_drafts_and_many_of_those_there_are(lengths, expected):
-    controller = Controller(lengths, (BUDGET,), StepTimes())
+    controller = Controller(lengths, BUDGET, StepTimes())
     first = controller.choose(4, 64_000)
     plan = [first, *(controller.choose(4, 64_000) for _ in range(len(controller._first)))]
     assert {choice.drafts for choice in plan} == expected
@@ -420,7 +345,7 @@ def test_nested_lengths_promise_nearly_what_all_lengths_do():
         for context in (1_000, 4_000, 16_000, 64_000):
             rates = {}
             for length in range(8):
-                step = alike(8, 8 * context, Choice(length, BUDGET))
+                step = alike(8, 8 * context, Choice(length))
                 rates[length] = sum(acceptance**place for place in range(length + 1)) / engine.seconds(step)
             shares.append(max(rates[length] for length in nested) / max(rates.values()))
     assert min(shares) > 0.97 and mean(shares) > 0.99

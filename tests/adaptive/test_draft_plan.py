@@ -18,29 +18,29 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_budget_travels_with_the_number(way):
-    plan = WAYS[way](DraftPlan(3, 256))
+def test_what_drafts_travels_with_the_number(way):
+    plan = WAYS[way](DraftPlan(3, lookups_alone=True))
     assert type(plan) is DraftPlan
-    assert (plan, plan.budget) == (3, 256)
+    assert (plan, plan.lookups_alone) == (3, True)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_prices_travel_with_it(way):
     prices = [(0.1 * kind, 0.2 * kind, 4.0 * kind) for kind in range(NUM_KINDS)]
-    plan = WAYS[way](DraftPlan(3, 256, by_kind=[DraftPlan(3, 256, *own) for own in prices]))
+    plan = WAYS[way](DraftPlan(3, by_kind=[DraftPlan(3, *own) for own in prices]))
     plans = [plan.of_kind(kind) for kind in range(NUM_KINDS)]
     assert [(own.least_chance, own.least_gain, own.least_promise) for own in plans] == prices
-    alone = WAYS[way](DraftPlan(3, 256))
+    alone = WAYS[way](DraftPlan(3))
     assert alone.of_kind(1) is alone
 
 
 @pytest.mark.parametrize(
     ("plan", "looks_first"),
     [
-        (DraftPlan(3, 256), False),
-        (DraftPlan(3, 0), True),
-        (DraftPlan(3, 256, least_promise=2.0), True),
-        (DraftPlan(3, 256, by_kind=[DraftPlan(3, 256)] * NUM_KINDS), True),
+        (DraftPlan(3), False),
+        (DraftPlan(3, lookups_alone=True), True),
+        (DraftPlan(3, least_promise=2.0), True),
+        (DraftPlan(3, by_kind=[DraftPlan(3)] * NUM_KINDS), True),
     ],
 )
 def test_what_lookups_promise_is_asked_where_it_matters(plan, looks_first):
@@ -53,7 +53,7 @@ def test_kinds_are_in_the_order_of_what_lookups_promise():
 
 
 def test_it_is_a_number():
-    plan = DraftPlan(3, 256)
+    plan = DraftPlan(3)
     assert [-1] * plan == [-1, -1, -1]
     assert list(range(5))[plan:] == [3, 4]
-    assert plan < 4 and not DraftPlan(0, 0)
+    assert plan < 4 and not DraftPlan(0)

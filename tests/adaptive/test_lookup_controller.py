@@ -24,7 +24,6 @@ from vllm_magicdec.drafting.staged import _gain, _Making, _worth_going_on, _wort
 from vllm_magicdec.lookup.continuation import LEAST_CHANCE, Continuation
 
 MAX_DRAFTS, BUDGET, CONTEXT, BATCH = 16, 512, 16_000, 4
-BUDGETS = (256, 512, 1024)
 STRETCH = 60  # tokens of a request
 
 
@@ -88,7 +87,7 @@ def draft(
     kind = kind_of(sum(reached for reached in found.reached if reached >= LEAST_CHANCE))
     plan = plan.of_kind(kind)
     likely = [reached for reached in found.reached if reached >= max(plan.least_chance, LEAST_CHANCE)]
-    if not plan.budget or num_reqs * sum(r - plan.least_chance for r in likely) >= plan.least_promise:
+    if plan.lookups_alone or num_reqs * sum(r - plan.least_chance for r in likely) >= plan.least_promise:
         return len(likely), 0, text.lookup, kind
     own, num_steps = _Making(int(plan)), 0
     while _worth_going_on({0: own}, plan):
@@ -129,10 +128,10 @@ def simulate(
         plan = plan_of(num_reqs, is_timed)
         own_chance = text.draft if text.later is None or index // 500 % 2 == 0 else text.later
         found, num_passes, next_chance, kind = draft(plan, text, own_chance, is_foreseen, num_reqs)
-        drafted = Choice(int(plan), plan.budget if num_passes else 0) if plan else PLAIN
+        drafted = Choice(int(plan)) if plan else PLAIN
         if plan and not num_passes:
-            drafted = Choice(MAX_DRAFTS, 0)
-        step = Step(num_reqs, num_reqs * CONTEXT, verified, num_passes, plan.budget if num_passes else 0)
+            drafted = Choice(MAX_DRAFTS, lookups_alone=True)
+        step = Step(num_reqs, num_reqs * CONTEXT, verified, num_passes, BUDGET if num_passes else 0)
         took = MACHINES[text.machine].seconds(step)
         accepted = [
             next((i for i in range(verified) if rng.random() >= chance), verified) for _ in range(num_reqs)
@@ -156,27 +155,25 @@ def follow(controller: LookupController) -> Callable[[int, bool], DraftPlan]:
     )
 
 
-def fixed_plans(budget: int) -> list[DraftPlan]:
+def fixed_plans() -> list[DraftPlan]:
     drafts = (
-        DraftPlan(number, budget, 0.2, 0.0, promise)
-        for number in (2, 3, 4, 6, 8, 16)
-        for promise in (2.0, inf)
+        DraftPlan(number, 0.2, 0.0, promise) for number in (2, 3, 4, 6, 8, 16) for promise in (2.0, inf)
     )
-    return [DraftPlan(0, 0), DraftPlan(MAX_DRAFTS, 0, 0.3), *drafts]
+    return [DraftPlan(0), DraftPlan(MAX_DRAFTS, lookups_alone=True, least_chance=0.3), *drafts]
 
 
 @cache
-def best_fixed(text: Text, budget: int = BUDGET, **how) -> float:
-    return max(simulate(text, 0, lambda *_, p=plan: p, **how) for plan in fixed_plans(budget))
+def best_fixed(text: Text, **how) -> float:
+    return max(simulate(text, 0, lambda *_, p=plan: p, **how) for plan in fixed_plans())
 
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", TEXTS)
 def test_close_to_the_best_fixed_plan_and_never_below_plain(name, seed):
-    text, controller = TEXTS[name], LookupController(MAX_DRAFTS, [BUDGET], StepTimes())
+    text, controller = TEXTS[name], LookupController(MAX_DRAFTS, BUDGET, StepTimes())
     achieved = simulate(text, seed, follow(controller), controller)
     assert achieved > 0.96 * best_fixed(text)  # of few steps, of which the first learn
-    assert achieved > 0.97 * simulate(text, seed, lambda *_: DraftPlan(0, 0))
+    assert achieved > 0.97 * simulate(text, seed, lambda *_: DraftPlan(0))
     assert controller.num_switches < 20
 
 
@@ -185,26 +182,24 @@ def test_close_to_the_best_fixed_plan_in_the_first_jobs_of_an_engine(name, least
     """Where rounds are long, steps made for their times alone are dear: of 100 they must be few."""
     shares, how = [], {"steps": 100, "num_reqs_at": job_after_job}
     for seed in range(16):
-        controller = LookupController(MAX_DRAFTS, [256, BUDGET, 1024], StepTimes())
+        controller = LookupController(MAX_DRAFTS, BUDGET, StepTimes())
         achieved = simulate(TEXTS[name], seed, follow(controller), controller, **how)
-        shares.append(
-            achieved / best_fixed(TEXTS[name], 256, **how)
-        )  # drafts stand as often with any budget
+        shares.append(achieved / best_fixed(TEXTS[name], **how))
     assert mean(shares) > least
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_drafts_that_became_good_are_found_though_lookups_alone_were_best(seed):
-    text, controller = Text(0.2, 0.95, 0.3, later=0.95), LookupController(MAX_DRAFTS, [BUDGET], StepTimes())
+    text, controller = Text(0.2, 0.95, 0.3, later=0.95), LookupController(MAX_DRAFTS, BUDGET, StepTimes())
     achieved = simulate(text, seed, follow(controller), controller, steps=2000)
-    assert achieved > 0.97 * simulate(text, 0, lambda *_: DraftPlan(8, BUDGET, 0.2, 0.0, 2.0), steps=2000)
+    assert achieved > 0.97 * simulate(text, 0, lambda *_: DraftPlan(8, 0.2, 0.0, 2.0), steps=2000)
 
 
 def test_lookups_that_help_seldom_are_found():
     """In some runs late: until a trial meets them they look as if they never helped."""
     text, shares = Text(0.3, 0.9, 0.2), []
     for seed in range(8):
-        controller = LookupController(MAX_DRAFTS, [BUDGET], StepTimes())
+        controller = LookupController(MAX_DRAFTS, BUDGET, StepTimes())
         shares.append(simulate(text, seed, follow(controller), controller) / best_fixed(text))
     assert mean(shares) > 0.93
 
@@ -212,7 +207,7 @@ def test_lookups_that_help_seldom_are_found():
 def planned(kinds: Sequence[int], pass_seconds: float) -> list[Choice | None]:
     """What is planned in each round, where lookups foresee the text in kind 3, and reading gets it all."""
     controller, made, how, verified, found = (
-        LookupController(MAX_DRAFTS, BUDGETS, StepTimes()),
+        LookupController(MAX_DRAFTS, BUDGET, StepTimes()),
         PLAIN,
         How(),
         0,
@@ -222,12 +217,11 @@ def planned(kinds: Sequence[int], pass_seconds: float) -> list[Choice | None]:
         choice = controller.choose(BATCH, BATCH * CONTEXT)
         plan = controller.plan(choice).of_kind(kind)
         found.append(choice if controller.is_planned else None)
-        is_read = choice.budget and (10.0 * BATCH if kind == 3 else 0.0) < plan.least_promise
+        is_read = choice == Choice(MAX_DRAFTS) and (10.0 * BATCH if kind == 3 else 0.0) < plan.least_promise
         num_passes = (1 if kind == 3 else 4) if is_read else 0
         drafted = choice if is_read or not choice.drafts else controller.unread
-        step = Step(
-            BATCH, BATCH * CONTEXT, verified or 1e-3 * bool(made.drafts), num_passes, drafted.budget
-        )
+        budget = controller.budget_of(drafted)
+        step = Step(BATCH, BATCH * CONTEXT, verified or 1e-3 * bool(made.drafts), num_passes, budget)
         seconds = 0.02 + 0.001 * verified + pass_seconds * num_passes
         rounds = [(verified, verified)] * BATCH if made.drafts else []
         controller.observe(rounds, made, TimedStep(step, seconds), drafted, how)
@@ -248,26 +242,24 @@ def test_plain_decoding_is_not_tried_beside_itself():
 
 
 def test_what_is_tried_under_plain_decoding_is_tried_at_its_prices():
-    controller = LookupController(MAX_DRAFTS, [BUDGET], StepTimes())
+    controller = LookupController(MAX_DRAFTS, BUDGET, StepTimes())
     simulate(Text(0.2, machine="dear"), 0, follow(controller), controller, steps=300)
     assert controller.forecast(BATCH, BATCH * CONTEXT).choice == PLAIN
     plain, passing = (
         MACHINES["dear"].seconds(Step(BATCH, BATCH * CONTEXT, 0, n, n * BUDGET)) for n in (0, 1)
     )
     expected = BATCH / plain * (passing - plain)  # by a fit of the times
-    assert controller.plan(Choice(MAX_DRAFTS, BUDGET)).of_kind(0).least_gain == pytest.approx(
-        expected, rel=0.3
-    )
+    assert controller.plan(Choice(MAX_DRAFTS)).of_kind(0).least_gain == pytest.approx(expected, rel=0.3)
 
 
 def test_what_is_tried_is_tried_as_it_is():
-    controller = LookupController(MAX_DRAFTS, [BUDGET], StepTimes())
+    controller = LookupController(MAX_DRAFTS, BUDGET, StepTimes())
     kinds = set()
     for _ in range(12):  # to learn times
         plan = controller.plan(controller.choose(BATCH, BATCH * CONTEXT))
         assert controller.is_planned and all(own.least_promise == inf for own in plan.by_kind)
-        kinds.add((int(plan), plan.budget))
-    assert kinds == {(0, 0), (MAX_DRAFTS, 0), (MAX_DRAFTS, BUDGET)}
+        kinds.add((int(plan), plan.lookups_alone))
+    assert kinds == {(0, False), (MAX_DRAFTS, True), (MAX_DRAFTS, False)}
 
 
 def test_averages_follow_what_was_seen():

@@ -8,23 +8,23 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_magicdec.adaptive.controller import PLAIN, Choice, How
 from vllm_magicdec.adaptive.draft_plan import DraftPlan
-from vllm_magicdec.adaptive.request_lengths import RequestLengths
 from vllm_magicdec.adaptive.scheduler import MagicDecScheduler
 from vllm_magicdec.adaptive.step_times import Step
 
 
 @pytest.mark.parametrize("drafts_come_late", [False, True])
 def test_the_drafts_in_a_steps_time_are_those_made_between_two_outputs(drafts_come_late):
-    choices = [Choice(4, 512), Choice(2, 256), PLAIN, Choice(3, 512)]
+    choices = [Choice(4), Choice(2), PLAIN, Choice(3)]
     scheduler = object.__new__(MagicDecScheduler)
     planned = iter(choices)
     scheduler._controller = SimpleNamespace(
         choose=lambda num_reqs, context_tokens, is_timed: next(planned),
-        plan=lambda choice: DraftPlan(*choice),
+        plan=lambda choice: DraftPlan(choice.drafts),
         is_planned=False,
+        budget=512,
     )
     scheduler._how = How()
-    scheduler._latest, scheduler._made, scheduler._is_whole = PLAIN, PLAIN, True
+    scheduler._latest, scheduler._made = PLAIN, PLAIN
     scheduler._with_lookups = False
     scheduler._drafts_come_late = drafts_come_late
     scheduler._in_flight, scheduler.clock = {}, lambda: 0.0
@@ -45,7 +45,7 @@ def test_the_drafts_in_a_steps_time_are_those_made_between_two_outputs(drafts_co
     before = [PLAIN, *choices[:-1]]
     made = before if drafts_come_late else choices
     assert steps == [
-        Step(2, 2000, previous.drafts, drafted.drafts, drafted.budget)
+        Step(2, 2000, previous.drafts, drafted.drafts, 512 if drafted.drafts else 0)
         for previous, drafted in zip(before, made, strict=True)
     ]
 
@@ -62,12 +62,3 @@ def test_drawn_drafts_of_a_request_that_a_step_leaves_out_are_forgotten(monkeypa
         [1, 2],
         [] if must_not_wait else [1, 2],
     ]
-
-
-def test_the_last_requests_are_forgotten_in_the_step_without_any():
-    scheduler = object.__new__(MagicDecScheduler)
-    scheduler._in_flight, scheduler._lengths_differ = {}, True
-    scheduler._request_lengths = RequestLengths()
-    scheduler._request_lengths.observe("a", 4, 2)
-    scheduler._observe(SimpleNamespace(finished_req_ids={"a"}), None, 0.0)
-    assert not scheduler._request_lengths._records

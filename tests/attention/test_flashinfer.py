@@ -4,6 +4,7 @@
 import itertools
 from dataclasses import replace
 
+import flashinfer_stand_in as stand_in
 import pytest
 import torch
 from hypothesis import given, settings
@@ -22,7 +23,6 @@ from views_over_a_cache import (
     run,
 )
 
-from benchmarks.gpu import stand_in
 from vllm_magicdec.attention import KVRows, flashinfer_attention, plans
 from vllm_magicdec.attention.flashinfer_attention import Geometry
 

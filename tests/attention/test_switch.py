@@ -6,6 +6,7 @@ import weakref
 from contextlib import nullcontext
 from dataclasses import replace
 
+import flashinfer_stand_in as stand_in
 import numpy as np
 import pytest
 import torch
@@ -18,7 +19,6 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.kv_cache_interface import get_kv_quant_mode
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from benchmarks.gpu import stand_in
 from vllm_magicdec.attention import flashinfer_attention, plans, switch
 from vllm_magicdec.attention.flashinfer_attention import Geometry
 from vllm_magicdec.attention.metadata import ObservedMetadata, draft_metadata

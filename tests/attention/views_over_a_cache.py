@@ -5,12 +5,12 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import flashinfer_stand_in as stand_in
 import pytest
 import torch
 from hypothesis import strategies as st
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from benchmarks.gpu import stand_in
 from vllm_magicdec.attention import KVRows, attend
 from vllm_magicdec.attention.flashinfer_attention import Geometry
 from vllm_magicdec.attention.rows import FP8_DTYPES

@@ -27,7 +27,7 @@ register()
 TIME_LIMIT_S = 5.0
 MOST_WAIT_S = 600.0  # on the clock, on which a virtual machine may stand still for a minute and more
 LONGEST_SENTENCE = 900  # characters
-PRIVATE = ("adaptive", "adaptive_budget", "budgets", "lengths")
+PRIVATE = ("adaptive", "lengths")
 DRAFT = "/folder/of/a/draft"  # until a case is tried
 
 
@@ -137,7 +137,6 @@ PLAUSIBLE = {
     "profile": st.sampled_from([*PATHS, None]),
     "draft_kv_policy": st.sampled_from(["streamingllm", "snapkv", "verify-topk"]),
     "draft_kv_budget": budgets,
-    "draft_kv_max_budget": tokens,
     "draft_kv_min_budget": tokens,
     "draft_kv_sink": tokens,
     "draft_kv_refresh": tokens,
@@ -195,11 +194,10 @@ objects = st.tuples(
 GOOD = [
     *SELECTED,
     {"method": METHOD, "num_speculative_tokens": "auto"},
-    {"method": METHOD, "draft_kv_budget": "auto"},
     {"method": METHOD, "draft_kv_budget": 0.5},
     {"method": METHOD, "draft_kv_policy": "snapkv"},
     {"method": METHOD, "draft_kv_policy": "snapkv", "draft_kv_granularity": "token"},
-    {"method": METHOD, "draft_kv_policy": "verify-topk", "draft_kv_budget": "auto"},
+    {"method": METHOD, "draft_kv_policy": "verify-topk"},
     {"method": METHOD, "draft_lookup": "on"},
     {"method": METHOD, "rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.0},
     {"method": MODEL_METHOD, "model": DRAFT, "num_speculative_tokens": "auto", "draft_kv_cache": "ring"},

@@ -148,58 +148,6 @@ def test_auto_from_the_options_is_the_same(model_dir):
 
 
 SMALL = {"max_model_len": 4096, "block_size": 32}
-AUTO_BUDGETS = {
-    "by default": ({}, SMALL, (256, 512, 1024)),
-    "a maximum": ({"draft_kv_max_budget": 2000}, SMALL, (512, 1024, 2016)),
-    "a short model": ({}, {**SMALL, "max_model_len": 600}, (160, 320, 600)),
-    "pages too large for the smaller ones": ({}, {**SMALL, "block_size": 512}, (1536,)),
-    "pages that make some equal": ({"draft_kv_sink": 0}, {**SMALL, "block_size": 256}, (512, 1024)),
-    "no room for verify-topk to choose": (
-        {"draft_kv_policy": "verify-topk", "draft_kv_max_budget": 512},
-        SMALL,
-        (256, 512),
-    ),
-    "no room for a window": (
-        {"draft_kv_policy": "snapkv", "draft_kv_granularity": "token", "draft_kv_max_budget": 100},
-        SMALL,
-        (50, 100),
-    ),
-    "no room for snapkv to choose a page": (
-        {"draft_kv_policy": "snapkv", "draft_kv_max_budget": 256},
-        SMALL,
-        (128, 256),
-    ),
-}
-
-
-@pytest.mark.parametrize("case", AUTO_BUDGETS)
-@pytest.mark.parametrize("drafts", [4, "auto"])
-def test_an_automatic_budget_prepares_sizes_that_the_policy_can_use(model_dir, case, drafts):
-    fields, engine, expected = AUTO_BUDGETS[case]
-    fields = {
-        "method": METHOD,
-        "num_speculative_tokens": drafts,
-        "draft_kv_budget": "auto",
-        "draft_kv_sink": 16,
-        "draft_lookup": "off",
-        **fields,
-    }
-    config = configure(model_dir, fields, **engine)
-    spec = config.speculative_config
-    assert spec.budgets == expected
-    assert "draft_kv_budget=auto, at most" in repr(spec)
-    copied = pickle.loads(pickle.dumps(config)).speculative_config
-    assert copied.budgets == replace(spec).budgets == expected
-    assert "MagicDec" in config.scheduler_config.get_scheduler_cls().__name__
-    most = spec.num_speculative_tokens
-    lookup = build_dynamic_sd_schedule_lookup(spec.num_speculative_tokens_per_batch_size, 64, most)
-    assert set(lookup[1:]) == (set(range(9)) if drafts == "auto" else {0, 4})
-
-
-def test_a_fixed_budget_is_the_only_one(model_dir):
-    assert configure(model_dir, {"method": METHOD, "draft_kv_budget": 500}).speculative_config.budgets == (
-        500,
-    )
 
 
 def test_a_profile_of_another_budget_is_refused(model_dir, tmp_path):
@@ -209,13 +157,6 @@ def test_a_profile_of_another_budget_is_refused(model_dir, tmp_path):
     with pytest.raises(MagicDecConfigError, match="draft_kv_budget=256, not 512; use what was"):
         configure(model_dir, fields)
     configure(model_dir, {**fields, "draft_kv_budget": 256})
-    fields["draft_kv_budget"] = "auto"
-    with pytest.raises(MagicDecConfigError, match="draft_kv_budget=256, not 256, 512 and 1024; use"):
-        configure(model_dir, fields)
-    steps = [Step(1, 100, 0, 2, budget) for budget in (256, 512, 1024)]
-    StepTimes.of([TimedStep(step, 0.01) for step in steps]).save(path, {})
-    for budget in ("auto", 512):
-        configure(model_dir, {**fields, "draft_kv_budget": budget})
 
 
 def test_auto_with_another_scheduler_is_refused(model_dir):
@@ -287,8 +228,8 @@ WRONG_FIELDS = {
         "draft_kv_granularity='token', or snapkv_window=16",
     ),
     "sinks beside which nothing can be chosen": (
-        {"draft_kv_policy": "verify-topk", "draft_kv_budget": "auto", "draft_kv_sink": 2000},
-        "draft_kv_granularity='token', or draft_kv_sink=4",
+        {"draft_kv_policy": "verify-topk", "draft_kv_sink": 2000},
+        "a smaller --block-size, or draft_kv_sink=4",
     ),
     "a window that leaves nothing beside whatever sinks": (
         {"draft_kv_policy": "snapkv", "snapkv_window": 1000, "draft_kv_sink": 64},
@@ -304,7 +245,7 @@ WRONG_FIELDS = {
     ),
     "sinks beside what auto drafts by itself": (
         {"draft_kv_policy": "verify-topk", "num_speculative_tokens": "auto", "draft_kv_sink": 2000},
-        "draft_kv_granularity='token', or draft_kv_sink=4!",
+        "a smaller --block-size, or draft_kv_sink=4!",
     ),
     "more drafts than auto's own": (
         {
@@ -313,7 +254,7 @@ WRONG_FIELDS = {
             "num_speculative_tokens": "auto",
             "max_num_speculative_tokens": 128,
         },
-        "draft_kv_granularity='token', or max_num_speculative_tokens=16!",
+        "a smaller --block-size, or max_num_speculative_tokens=16!",
     ),
     "a field without a name": ({"": 1}, "does not know the field ''; It takes"),
     "a misspelt field": ({"draft_kv_bugdet": 512}, "did you mean 'draft_kv_budget'?"),
@@ -349,12 +290,15 @@ WRONG_FIELDS = {
         "num_speculative_tokens='some' is not possible",
     ),
     "a limit without auto": ({"max_num_speculative_tokens": 6}, "belongs to num_speculative_tokens='auto'"),
-    "a largest budget without auto": ({"draft_kv_max_budget": 600}, "belongs to draft_kv_budget='auto'"),
-    "a largest budget that is too small": (
-        {"draft_kv_budget": "auto", "draft_kv_max_budget": 20},
-        "draft_kv_max_budget=20 is below one KV page of 32 tokens; use at least 32",
+    "an automatic budget": (
+        {"draft_kv_budget": "auto"},
+        "draft_kv_budget='auto' is no longer supported; use a number of tokens, or a fraction",
     ),
-    "a profile without auto": ({"profile": "p.json"}, "belongs to num_speculative_tokens='auto' or"),
+    "a largest budget": (
+        {"draft_kv_max_budget": 600},
+        "draft_kv_max_budget is no longer supported; use draft_kv_budget with a number of tokens, or",
+    ),
+    "a profile without auto": ({"profile": "p.json"}, "belongs to num_speculative_tokens='auto'; add that"),
     "a profile that is not there": (
         {"num_speculative_tokens": "auto", "profile": "/no/such/profile.json"},
         "is not a profile written by 'magicdec profile'",
@@ -474,9 +418,8 @@ def test_adaptive_verification_is_taken_where_vllm_has_it(model_dir, monkeypatch
     adaptive = {"method": METHOD, "enable_adaptive_verification": True}
     with pytest.raises(MagicDecConfigError, match="enable_adaptive_verification needs a GPU; remove it"):
         configure(model_dir, adaptive)
-    for auto in ({"num_speculative_tokens": "auto"}, {"draft_kv_budget": "auto"}):
-        with pytest.raises(MagicDecConfigError, match="needs a fixed num_speculative_tokens and draft_kv"):
-            configure(model_dir, {**adaptive, **auto})
+    with pytest.raises(MagicDecConfigError, match="needs a fixed num_speculative_tokens, as 'auto'"):
+        configure(model_dir, {**adaptive, "num_speculative_tokens": "auto"})
     configure(model_dir, {**adaptive, "enable_adaptive_verification": False})
     monkeypatch.setattr(type(current_platform), "is_cuda_alike", lambda self: True)
     with pytest.raises(MagicDecConfigError, match="needs CUDA graphs; remove --enforce-eager, or this"):
@@ -512,14 +455,17 @@ def test_selecting_again_needs_token_ids_on_the_host():
 
 def test_a_budget_that_leaves_nothing_to_choose_is_refused(model_dir):
     fields = {"method": METHOD, "draft_kv_policy": "verify-topk", "draft_kv_budget": 128}
-    with pytest.raises(MagicDecConfigError, match="use at least 160, a smaller --block-size, or"):
+    with pytest.raises(MagicDecConfigError, match="use at least 160, or a smaller --block-size"):
         configure(model_dir, fields)
-    configure(model_dir, {**fields, "draft_kv_granularity": "token"})
 
 
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
+        (
+            {"draft_kv_policy": "verify-topk"},
+            "'token' means nothing to draft_kv_policy='verify-topk'; remove it or use 'page'",
+        ),
         ({}, "means nothing to draft_kv_policy='streamingllm'; remove it"),
         ({"draft_kv_policy": "nothing-yet"}, "'nothing-yet' is unknown"),
     ],

@@ -55,7 +55,7 @@ def test_every_field_is_tried():
         ("profile", "magicdec-self: profile: /x is not a profile written by", True),
         ("profile", "magicdec-self: draft_kv_sink=1, not a profile", False),
         ("draft_kv_sink", "did you mean 'draft_kv_sink'? It takes draft_kv_sink", False),
-        ("draft_kv_budget", "draft_kv_max_budget=5 is below", False),
+        ("draft_kv_budget", "draft_kv_min_budget=5 is below", False),
         ("", "does not know the field 'x'", False),
         ("", "does not know the field ''", True),
     ],

@@ -119,12 +119,7 @@ def test_the_cache_of_a_draft_that_is_the_target_is_no_choice(target):
 
 
 @pytest.mark.parametrize(
-    ("fields", "reason"),
-    [
-        ({"draft_kv_cache": "ring"}, None),
-        ({"draft_kv_cache": "ring", "draft_kv_budget": "auto"}, None),
-        ({}, "draft_kv_cache is 'whole'"),
-    ],
+    ("fields", "reason"), [({"draft_kv_cache": "ring"}, None), ({}, "draft_kv_cache is 'whole'")]
 )
 def test_a_drafts_cache_holds_sinks_and_window_where_told(target, draft, monkeypatch, fields, reason):
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
@@ -133,7 +128,7 @@ def test_a_drafts_cache_holds_sinks_and_window_where_told(target, draft, monkeyp
     monkeypatch.setattr(type(config), "use_v2_model_runner", True)
     assert why_no_ring(config) == reason
     ring = find_ring(config, 32)
-    assert (ring.sink_pages, ring.num_pages) == (1, (33 if "draft_kv_budget" in fields else 17))
+    assert (ring.sink_pages, ring.num_pages) == (1, 17)
 
 
 def test_a_model_beside_self_speculation_names_the_other_method(target, draft):
@@ -316,17 +311,15 @@ def test_a_profile_of_another_target_is_taken_with_a_warning(target, draft, prof
     "fields",
     [
         {"draft_kv_budget": 256, "max_num_speculative_tokens": 6},
-        {"draft_kv_budget": "auto", "draft_kv_max_budget": 512},
-        {"draft_kv_budget": "auto", "num_speculative_tokens": 6},
         {"draft_kv_budget": 0.25, "draft_kv_sink": 32, "revision": "main"},
         {"quantization": "fp8", "attention_backend": "CPU_ATTN"},
         {"draft_sample_method": "probabilistic"},
     ],
 )
 def test_the_command_to_measure_again_has_the_users_own_fields(target, draft, profile, warned, fields):
-    """Without its budgets the new profile would be refused."""
+    """Without its budget the new profile would be refused."""
     lookups = {"draft_lookup": "on", "draft_lookup_sources": ["context", "served"]}
-    path = profile({}, budgets=(128, 256, 512, 1024))
+    path = profile({}, budgets=(256, 512))
     configure(target, {**auto_with(path, draft), **fields, **lookups})
     (line,) = warned()
     assert command_to_measure(line) == (target, {"method": MODEL_METHOD, "model": draft, **fields})

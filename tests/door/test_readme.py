@@ -44,7 +44,7 @@ def test_every_field_is_explained():
 
 
 def test_every_metric_is_explained_and_no_other():
-    with_all = SimpleNamespace(draft_lookup="on", has_controller=True)
+    with_all = SimpleNamespace(draft_lookup="on", adaptive=True)
     counters, gauges = metrics.shown_metrics(with_all)
     shown = {f"vllm:magicdec_{name}_total" for name in (*counters, "failures")}
     shown |= {f"vllm:magicdec_{name}" for name in gauges}

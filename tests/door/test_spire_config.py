@@ -77,7 +77,7 @@ def configure(target: str, draft: str, engine: dict | None = None, **fields):
 
 def test_the_view_is_what_it_was_trained_with(target, draft):
     spec = configure(target, draft).speculative_config
-    assert (spec.draft_kv_budget, spec.draft_kv_sink, spec.budgets) == (256, 4, (256,))
+    assert (spec.draft_kv_budget, spec.draft_kv_sink) == (256, 4)
     assert spec.spire.window == 252 and spec.spire.aux_layers == (4, 5, 6)
     budget = spec.policy.parse_budget(spec, spec.limits(configure(target, draft), 32), 256)
     assert str(budget) == "256 tokens (4 sinks, the 252 latest)"
@@ -86,19 +86,19 @@ def test_the_view_is_what_it_was_trained_with(target, draft):
 def test_what_training_writes_is_what_serving_reads(target, tmp_path):
     settings = SpireSettings.pruned("small", 6, None, sinks=2, window=30)
     spec = configure(target, write_draft(tmp_path, **settings.config_fields())).speculative_config
-    assert spec.spire == settings and spec.budgets == (32,)
+    assert spec.spire == settings and spec.draft_kv_budget == 32
 
 
 def test_a_model_shorter_than_the_window_is_seen_whole(target, draft):
     spec = configure(target, draft, {"max_model_len": 128}).speculative_config
-    assert spec.budgets == (128,)
+    assert spec.draft_kv_budget == 128
 
 
 @pytest.mark.parametrize("max_model_len", [128, 4096])
 def test_its_own_view_may_be_named(target, draft, max_model_len):
     fields = {"draft_kv_budget": 256, "draft_kv_sink": 4, "draft_kv_policy": "streamingllm"}
     config = configure(target, draft, {"max_model_len": max_model_len}, **fields)
-    assert config.speculative_config.budgets == (min(256, max_model_len),)
+    assert config.speculative_config.draft_kv_budget == min(256, max_model_len)
 
 
 @pytest.mark.parametrize("number", [4, "auto"])
@@ -107,7 +107,7 @@ def test_it_survives_the_ways_that_vllm_copies_it(target, draft, number):
     spec = config.speculative_config
     for copied in (pickle.loads(pickle.dumps(config)).speculative_config, copy.copy(spec), replace(spec)):
         assert repr(copied) == repr(spec) and copied.spire == spec.spire
-        assert copied.policy is spec.policy and copied.budgets == spec.budgets
+        assert copied.policy is spec.policy and copied.draft_kv_budget == spec.draft_kv_budget
 
 
 @pytest.mark.parametrize("prefix_caching", [False, True])
@@ -122,7 +122,6 @@ TRAINED = "was trained with 4 sinks and a window of 252 tokens"
 WRONG_FIELDS = {
     "another budget": ({"draft_kv_budget": 128}, TRAINED),
     "the budget that other drafts have": ({"draft_kv_budget": 512}, TRAINED),
-    "a budget to choose": ({"draft_kv_budget": "auto"}, TRAINED),
     "other sinks": ({"draft_kv_sink": 8}, TRAINED),
     "another policy": ({"draft_kv_policy": "snapkv"}, TRAINED),
     "lookups to read": ({"draft_lookup": "on"}, "makes no pass of a SPIRe draft longer"),

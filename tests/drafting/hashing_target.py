@@ -216,19 +216,19 @@ def rounds(draw_, max_steps: int = 9, model_len: int = 60):
     num_selected = rng.randrange(9)
     tokens = TokenBudget(1, num_steps, num_steps + num_selected + 1, num_steps + num_selected + 1)
     views = [
-        PageViews([StreamingLLM(None, pages, CPU)], slots()),
-        make_reached_views(SlidingWindow(WINDOW), max_tokens=[30], draft_slots=slots(), device=CPU),
+        PageViews(StreamingLLM(None, pages, CPU), slots()),
+        make_reached_views(SlidingWindow(WINDOW), max_tokens=30, draft_slots=slots(), device=CPU),
         LayerPageViews(
             select(1, 2, [max(0, n // PAGE - drafted_pages) for n in lens]),
             KeepsWhatIsThere(),
-            [PageBudget(PAGE, 1, drafted_pages + 3, drafted_pages + 3, 0.0, drafted_pages)],
+            PageBudget(PAGE, 1, drafted_pages + 3, drafted_pages + 3, 0.0, drafted_pages),
             slots(),
         ),
         TokenViews(
             # Chosen when the contexts were shorter by some tokens.
             select(NUM_KV_HEADS, num_selected, [rng.randint(0, n) for n in lens]),
             KeepsWhatIsThere(),
-            [tokens],
+            tokens,
             slots(),
         ),
     ]

@@ -104,7 +104,7 @@ def learned_of(staged: StagedDrafts, batch, drafts: Sequence[int]) -> dict[str, 
     seen: list[tuple[Evidence, bool]] = []
     staged._confidence.observe = lambda *args: seen.append(args)
     drafting = [i for i, is_prefilling in enumerate(batch.is_prefilling) if not is_prefilling]
-    drafted = staged.draft(batch, DraftPlan(len(drafts), 512), lambda: ())
+    drafted = staged.draft(batch, DraftPlan(len(drafts)), lambda: ())
     assert drafted == [list(drafts) if i in drafting else [] for i in range(len(drafted))]
     texts = {
         req_id: [*history.after(0).tolist(), *drafts, 99]

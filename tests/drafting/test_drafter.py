@@ -256,8 +256,10 @@ def test_a_round_with_lookups_takes_one_pass_where_they_are_right(make_drafter):
     batch = replace(make_batch(["a"], table, [13]), histories=[history])
     assert made.draft(1, GAMMA, lambda: batch) and made.draft_lists == [[7] * GAMMA]
     assert target.num_tries == 1
-    assert made.draft(1, DraftPlan(GAMMA, budget=0), lambda: batch) and made.draft_lists == [[7] * GAMMA]
-    assert target.num_tries == 1, "nothing is read where the plan has no budget"
+    assert made.draft(1, DraftPlan(GAMMA, lookups_alone=True), lambda: batch) and made.draft_lists == [
+        [7] * GAMMA
+    ]
+    assert target.num_tries == 1, "no draft step is made where lookups draft alone"
     target.is_broken = True
     assert not made.draft(1, GAMMA, lambda: batch) and made.draft_lists == [[]]
 

@@ -202,7 +202,7 @@ def test_what_is_worth_verifying_follows_the_drafts_unread(drawn, chance, least_
     """Where no second pass is worth it."""
     expected = drawn.one_by_one()
     staged, target = make_staged(drawn, OneThenAll(chance), are_drawn=are_drawn)
-    plan = DraftPlan(drawn.num_steps, 512, least_chance, 99.0)
+    plan = DraftPlan(drawn.num_steps, least_chance, 99.0)
     drafts = staged.draft(drawn.batch, plan, lambda: steps_of(drawn))
     assert len(target.pass_lens) == drafts.num_passes == (max(drawn.wanted) > 0)
     assert read_of(drafts, target) == [own[:1] for own in expected]
@@ -230,7 +230,7 @@ def test_a_pass_is_weighed_against_verifying_what_was_found(reads_ahead):
     target = Target([], reads_ahead=reads_ahead)
     sizes = {"max_num_reqs": 2, "max_drafts": 4, "max_model_len": 60}
     staged = StagedDrafts(target, RandomLookups(0), LookupCounters(Counts()), **sizes)
-    plan = DraftPlan(8, 512, least_chance=0.2)
+    plan = DraftPlan(8, least_chance=0.2)
 
     def net(chances: list[float]) -> float:
         found = Continuation([5] * len(chances), chances)
@@ -361,7 +361,7 @@ def test_what_is_not_worth_its_cost_is_neither_drafted_nor_verified(drawn, least
     staged, target = make_staged(drawn, CutLookups(seed))
     chance = 0.93
     staged._confidence.chance = lambda _: chance  # of every draft, whatever was looked up
-    plan = DraftPlan(drawn.num_steps, 512, least_chance, least_gain)
+    plan = DraftPlan(drawn.num_steps, least_chance, least_gain)
     drafts = staged.draft(drawn.batch, plan, lambda: steps_of(drawn))
     assert drafts.num_passes == len(target.pass_lens)
     worth = next(n for n in itertools.count() if chance ** (n + 1) < least_chance)
@@ -389,9 +389,7 @@ def test_no_drawn_draft_is_left_out_for_what_it_is(drawn, least_chance, seed):
     staged, _ = make_staged(drawn, lookups, are_drawn=True)
     chances = {Foreseen.NOTHING: 0.9, Foreseen.ANOTHER: 0.5, Foreseen.THE_SAME: 0.97}
     staged._confidence.chance = lambda evidence: chances[evidence.foreseen]
-    drafts = staged.draft(
-        drawn.batch, DraftPlan(drawn.num_steps, 512, least_chance), lambda: steps_of(drawn)
-    )
+    drafts = staged.draft(drawn.batch, DraftPlan(drawn.num_steps, least_chance), lambda: steps_of(drawn))
     for req_id, own, all_, wanted in zip(
         drawn.batch.req_ids, drafts, drawn.one_by_one(), drawn.wanted, strict=True
     ):
@@ -431,12 +429,12 @@ def test_of_a_fixed_number_of_drafts_the_unlikely_are_left_out(drawn, least_chan
 def test_drafts_that_are_looked_up_alone_take_no_pass(drawn):
     expected = drawn.one_by_one()
     staged, target = make_staged(drawn, KnownDrafts(expected))
-    for plan in (DraftPlan(drawn.num_steps, 0), DraftPlan(1, 512, 0.1, 0.1, -100.0)):
+    for plan in (DraftPlan(drawn.num_steps, lookups_alone=True), DraftPlan(1, 0.1, 0.1, -100.0)):
         drafts = staged.draft(drawn.batch, plan, lambda: steps_of(drawn))
         assert drafts == expected and not drafts.num_passes and not target.pass_lens
     num_tokens = sum(map(len, expected))
     for least_promise, is_read in [(0.9 * num_tokens + 0.1, True), (0.9 * num_tokens - 0.1, False)]:
-        plan = DraftPlan(drawn.num_steps, 512, 0.1, 0.0, least_promise)
+        plan = DraftPlan(drawn.num_steps, 0.1, 0.0, least_promise)
         drafts = staged.draft(drawn.batch, plan, lambda: steps_of(drawn))
         assert bool(drafts.num_passes) == (is_read and num_tokens > 0)
 
@@ -451,9 +449,9 @@ def test_a_round_has_the_prices_of_its_kind(drawn, is_known):
     kind = kind_of(sum(map(len, expected)) / max(1, len(drafting)))
     for read in range(NUM_KINDS):
         promises = [inf if kind == read else -inf for kind in range(NUM_KINDS)]
-        by_kind = [DraftPlan(drawn.num_steps, 512, least_promise=promise) for promise in promises]
+        by_kind = [DraftPlan(drawn.num_steps, least_promise=promise) for promise in promises]
         drafts = staged.draft(
-            drawn.batch, DraftPlan(drawn.num_steps, 512, by_kind=by_kind), lambda: steps_of(drawn)
+            drawn.batch, DraftPlan(drawn.num_steps, by_kind=by_kind), lambda: steps_of(drawn)
         )
         assert drafts.kind == kind
         assert bool(drafts.num_passes) == (kind == read and bool(drafting))
@@ -482,7 +480,7 @@ def test_lookups_that_fail_leave_the_drafts_as_they_are(drawn, num_good):
         staged, _ = make_staged(drawn, BrokenLookups(num_good))
         for _ in range(2):
             assert staged.draft(drawn.batch, drawn.num_steps, lambda: steps_of(drawn)) == expected
-        unread = staged.draft(drawn.batch, DraftPlan(3, 0), lambda: steps_of(drawn))
+        unread = staged.draft(drawn.batch, DraftPlan(3, lookups_alone=True), lambda: steps_of(drawn))
         assert unread == [[]] * len(expected) or num_good
         # Another rank would go on with lookups.
         staged, _ = make_staged(drawn, BrokenLookups(0), is_alone=False)

@@ -5,7 +5,6 @@ The target draws a token by a hash of all that it sees: see `hashing_target.py`.
 tests/engine/test_device_lookups.py has real models.
 """
 
-import random
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -17,8 +16,7 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from vllm_magicdec.adaptive.metrics import Counts, LookupCounters
-from vllm_magicdec.drafting.pass_gains import Gains
-from vllm_magicdec.drafting.wide_passes import _LOOK_EVERY, WidePasses
+from vllm_magicdec.drafting.wide_passes import _DELAY, WidePasses
 from vllm_magicdec.lookup.device_lookups import DeviceLookups, Texts
 from vllm_magicdec.views.base import DraftStep
 
@@ -83,12 +81,11 @@ class BrokenLookups(RandomLookups):
 
 def force(wide, num_passes: int) -> None:
     """So many passes in every round."""
-    for gains in wide._gains.values():
-        gains.next, gains.learn = lambda: num_passes, lambda *told: None
+    wide._num_passes = dict.fromkeys(wide._num_passes, num_passes)
 
 
 def wide_passes(target, drawn, lookups, num_passes: int | None = None, **others):
-    """As many as there are steps, or `num_passes` in every round."""
+    """By the rule, or `num_passes` in every round."""
     counters = LookupCounters(Counts())
     sizes = {"lengths": [drawn.num_steps], "max_model_len": drawn.model_len}
     wide = WidePasses(target, lookups, counters, **{**sizes, **others})
@@ -144,7 +141,7 @@ def test_a_lookup_that_is_right_makes_all_drafts_in_one_pass(drawn):
         return
     expected, target = one_by_one(drawn), WideTarget(drawn)
     wide, counters = wide_passes(target, drawn, KnownDrafts(expected), 1)
-    for _ in range(wide._delay + 1):
+    for _ in range(_DELAY + 1):
         drafts = torch.zeros_like(expected)
         assert draft_round(wide, drafts, drawn.batch, steps_of(drawn)) == 1
         assert torch.equal(drafts, expected)
@@ -171,21 +168,17 @@ def test_the_requests_own_texts_change_no_draft(drawn):
         assert num_passes == drawn.num_steps and torch.equal(drafts, expected)
 
 
-def test_lookups_that_are_right_spare_passes_as_soon_as_the_host_has_heard():
-    drawn = _a_round(lambda drawn: all_fit(drawn) and drawn.num_steps > 4)
-    expected, target = one_by_one(drawn), WideTarget(drawn)
-    wide, counters = wide_passes(target, drawn, KnownDrafts(expected))
-    made = []
-    for _ in range(wide._delay + _LOOK_EVERY + 3):
-        drafts = expected.clone()  # of passes of one token
-        made.append(draft_round(wide, drafts, drawn.batch, steps_of(drawn)))
-        assert torch.equal(drafts, expected)
-        if not made[-1]:
-            wide.look_back(drafts, drawn.batch)
-    # The host hears of the first look as many rounds later as the longest round has drafts.
-    heard_at = _LOOK_EVERY - 1 + wide._delay
-    assert made == [0] * heard_at + [1] * (len(made) - heard_at)
-    assert counters.totals["lookup_passes"] == heard_at * drawn.num_steps
+@pytest.mark.parametrize(
+    ("num_steps", "num_others", "num_passes"),
+    [(1, 0, 0), (2, 0, 1), (3, 0, 2), (8, 0, 4), (9, 0, 5), (2, 1, 0), (3, 1, 0), (4, 1, 2), (8, 1, 4)],
+)
+def test_a_wide_pass_is_assumed_to_make_two_drafts(num_steps, num_others, num_passes):
+    """Where so many, with the others of the round, are no fewer than passes of one token, there is none."""
+    runner = SimpleNamespace(max_wide_reqs=lambda num_steps: 1)
+    sizes = {"lengths": [num_steps], "max_model_len": 100, "num_others": num_others}
+    wide = WidePasses(runner, RandomLookups(0), LookupCounters(Counts()), **sizes)
+    batch = SimpleNamespace(req_ids=["a"], known_lens=[5], is_prefilling=[False])
+    assert wide.begin_round(batch, num_steps) == num_passes
 
 
 def test_prompts_alone_are_no_round():
@@ -209,7 +202,7 @@ def test_rounds_that_wide_passes_do_not_suit_take_passes_of_one_token():
     assert draft_round(wide, fewer, drawn.batch, steps_of(drawn)) == 0, "fewer drafts than usual"
     assert not target.pass_lens
     for drawn_ in (drafts, fewer):
-        wide.look_back(drawn_, drawn.batch)
+        wide.count_steps(drawn_.shape[1])
     assert counters.totals["lookup_passes"] == 2 * drawn.num_steps - 1
     assert draft_round(wide, drafts, drawn.batch, steps_of(drawn)) == 2
 
@@ -352,80 +345,3 @@ def _a_round(is_wanted):
 
     look()
     return found[0]
-
-
-def run_gains(
-    gains: Gains, gain_of_pass, num_rounds: int, num_reqs: int = 8, first_round: int = 1
-) -> list[int]:
-    """Passes by round, where each pass's gain is told at once."""
-    numbers = []
-    for round_ in range(first_round, first_round + num_rounds):
-        number = gains.next()
-        numbers.append(number)
-        if number:
-            gains.learn([gain_of_pass(index) for index in range(number)], num_reqs, round_)
-        else:
-            gains.look(gain_of_pass(0), num_reqs, round_)
-    return numbers
-
-
-def test_passes_that_gain_little_are_left_out():
-    numbers = run_gains(Gains(8), lambda index: (5.0, 2.0, 0.6, 0.3, 0.1, 0, 0, 0)[index], 400)
-    assert numbers[0] == 0, "nothing is known"
-    assert set(numbers[50:]) == {3}
-    # One that would bring little more than nothing is tried now and then.
-    numbers = run_gains(Gains(8), lambda index: (5.0, 1.0, 0.3, 0, 0, 0, 0, 0)[index], 400)
-    assert 2 in numbers[50:] and max(numbers) <= 4 and 2.0 < sum(numbers[50:]) / 350 < 2.3
-
-
-def test_passes_that_a_round_takes_beside_them_are_counted():
-    def gain_of_pass(index):
-        return (3.0, 2.0, 1.0, 0, 0, 0)[index]
-
-    assert run_gains(Gains(6), gain_of_pass, 100)[-1] == 3
-    assert run_gains(Gains(6, num_others=1), gain_of_pass, 100)[-1] == 3
-    assert run_gains(Gains(6, num_others=2), gain_of_pass, 100)[-1] == 0
-
-
-def test_without_lookups_that_help_passes_take_one_token():
-    assert not any(run_gains(Gains(6), lambda index: 1.05, 200))
-
-
-@pytest.mark.parametrize("num_reqs", [1, 8])
-def test_what_passes_gain_is_learned_anew_when_the_text_changes(num_reqs):
-    gains, random_ = Gains(8), random.Random(0)
-
-    def repetitive(index: int) -> float:
-        return max(0.0, (6.5, 1.5, 0, 0, 0, 0, 0, 0)[index] + random_.uniform(-0.1, 0.1))
-
-    def new(index: int) -> float:
-        return 1.0
-
-    assert run_gains(gains, repetitive, 50, num_reqs)[-1] == 2
-    assert run_gains(gains, new, 200, num_reqs)[-1] == 0, "passes of one token do as well"
-    assert run_gains(gains, repetitive, 100, num_reqs)[-1] == 2
-
-
-def test_rounds_of_another_number_of_drafts_begin_with_what_is_known():
-    known, more, fewer = Gains(7), Gains(15), Gains(3)
-    more.begin_as([known, fewer])
-    assert more.next() == 0, "nothing is known"
-    run_gains(known, lambda index: (4.0, 2.0, 0.7, 0.3, 0, 0, 0)[index], 50)
-    fewer.begin_as([known])
-    assert fewer.next() == 1, "the first pass makes all three"
-    longest = Gains(15)
-    longest.begin_as([more, known])
-    assert 0 < longest.next() <= 4
-
-    # Its passes have more room: what is lacking after the last one has another tried.
-    def of_longest(index: int) -> float:
-        return (6.0, 4.0, 2.0, 1.5, 0.2, *[0] * 10)[index]
-
-    assert run_gains(longest, of_longest, 200, first_round=51)[-1] in (4, 5)
-    # What it knows it keeps, until others have known better for a while.
-    run_gains(known, lambda index: 1.0, 60, first_round=251)
-    longest.begin_as([more, known])
-    assert longest.next() in (4, 5)
-    run_gains(known, lambda index: 1.0, 60, first_round=311)
-    longest.begin_as([more, known])
-    assert longest.next() == 0

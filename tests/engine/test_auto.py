@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`auto` in real engines: whatever lengths and budgets it chooses, the output stays."""
+"""`auto` in real engines: whatever lengths it chooses, the output stays."""
 
 import json
 import re
@@ -19,12 +19,8 @@ def auto(**fields: object) -> dict[str, object]:
     return {"method": "magicdec-self", "num_speculative_tokens": "auto", **fields}
 
 
-# At 128 tokens, sinks and recent pages leave `verify-topk` nothing to choose.
-BUDGETS = {"streamingllm": [128, 256, 512], "snapkv": [128, 256, 512], "verify-topk": [256, 512]}
-
-
-@pytest.mark.parametrize("policy", BUDGETS)
-def test_output_is_unchanged_when_length_and_budget_change_every_step(prompts, plain, policy):
+@pytest.mark.parametrize("policy", ["streamingllm", "snapkv", "verify-topk"])
+def test_output_is_unchanged_when_the_length_changes_every_step(prompts, plain, policy):
     batch = {"prompts": prompts, "sampling": GREEDY}
     steps = [("generate_with_random_choices", {"batches": [batch], "seed": seed}) for seed in range(3)]
     run = engines.run(
@@ -32,14 +28,10 @@ def test_output_is_unchanged_when_length_and_budget_change_every_step(prompts, p
         max_num_seqs=8,
         max_num_batched_tokens=1024,
         async_scheduling=policy != "streamingllm",
-        speculative_config=auto(
-            draft_kv_policy=policy, draft_kv_budget="auto", draft_kv_max_budget=512, draft_lookup="off"
-        ),
+        speculative_config=auto(draft_kv_policy=policy, draft_kv_budget=256, draft_lookup="off"),
     )
     assert {length for result in run.results for length in result["lengths"]} == set(range(9))
-    assert {kept for result in run.results for kept in result["kept"]} > {0, 1, 2, 3, 4}
     for seed, result in enumerate(run.results):
-        assert_budgets_were_obeyed(result, BUDGETS[policy])
         assert_same_tokens(plain, result["batches"][0], f"random choices, {policy}, {seed}")
         assert result["plain_steps"] > 5
         assert result["sampled_as_speculative"] == result["speculative_steps"], "the others were plain"
@@ -47,13 +39,7 @@ def test_output_is_unchanged_when_length_and_budget_change_every_step(prompts, p
     assert 0 < run.accepted < run.drafted
 
 
-def assert_budgets_were_obeyed(result, budgets):
-    assert result["budgets"] == budgets
-    assert set(result["sizes"]) == set(range(len(budgets)))
-    assert result["sizes_drafted"] == result["sizes"]
-
-
-def test_output_is_unchanged_when_length_and_budget_change_on_the_v2_runner(prompts, plain):
+def test_output_is_unchanged_when_the_length_changes_on_the_v2_runner(prompts, plain):
     chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < 600][:6]
     batch = {"prompts": [prompts[i] for i in chosen], "sampling": {**GREEDY, "max_tokens": 40}}
     run = engines.run(
@@ -69,8 +55,7 @@ def test_output_is_unchanged_when_length_and_budget_change_on_the_v2_runner(prom
         num_gpu_blocks_override=257,
         speculative_config=auto(
             max_num_speculative_tokens=4,
-            draft_kv_budget="auto",
-            draft_kv_max_budget=256,
+            draft_kv_budget=128,
             native_attention=False,  # recorded graphs do not see it
         ),
     )
@@ -78,9 +63,7 @@ def test_output_is_unchanged_when_length_and_budget_change_on_the_v2_runner(prom
     eager, _, replayed, replays = run.results
     expected = [first_tokens(plain[i], 40) for i in chosen]
     for result, way in ((eager, "eager"), (replayed, "replayed")):
-        assert set(result["lengths"]) == set(result["kept"]) == {0, 1, 2, 3, 4}
-        # Not 64: sinks and drafted tokens may touch three pages.
-        assert_budgets_were_obeyed(result, [96, 128, 256])
+        assert set(result["lengths"]) == {0, 1, 2, 3, 4}
         assert_same_tokens(expected, result["batches"][0], f"random choices, V2 runner, {way}")
     assert all(count > 0 for count in replays.values())
     assert run.accepted > 0
@@ -93,7 +76,7 @@ def auto_run(prompts):
         [("generate", {"batches": [batch]})],
         own_process=True,
         max_num_seqs=16,
-        speculative_config=auto(draft_kv_budget="auto"),
+        speculative_config=auto(),
     )
 
 
@@ -102,10 +85,10 @@ def test_the_controller_chooses_and_says_so(auto_run, plain):
     assert auto_run.draft_failures == 0
     assert auto_run.drafted > 0, "the first steps try some drafts"
     assert "will try several choices" in auto_run.log
-    assert "choose 0 to 16 drafts and a budget of 256, 512 or 1024 tokens for every step" in auto_run.log
+    assert "choose 0 to 16 drafts for every step" in auto_run.log
     metrics = auto_run.metrics
     assert 0 <= metrics["vllm:magicdec_num_speculative_tokens"] <= 16
-    assert metrics["vllm:magicdec_draft_kv_budget"] in (256, 512, 1024)
+    assert metrics["vllm:magicdec_draft_kv_budget"] == 512
     assert 0 <= metrics["vllm:magicdec_draft_share"] < 1
     assert metrics["vllm:magicdec_predicted_speedup"] > 0
     assert metrics["vllm:magicdec_achieved_speedup"] > 0
@@ -119,65 +102,32 @@ def test_the_dashboard_shows_metrics_that_exist(auto_run):
     assert {re.sub("_(total|bucket)$", "", name) for name in named} <= set(auto_run.metrics)
 
 
-@pytest.mark.parametrize("v2", [False, True], ids=["V1", "V2"])
-def test_prompts_are_profiled_with_the_passes_behind_them(v2):
-    most = 3
-    run = engines.run(
-        [("measure_prompts", {"contexts": [40, 100]})],
-        v2=v2,
-        max_num_seqs=4,
-        max_num_batched_tokens=64,
-        async_scheduling=False,
-        speculative_config=auto(max_num_speculative_tokens=most, draft_kv_budget=128, draft_lookup="off"),
-    )
-    (result,) = run.results
-    rounds = [tuple(of) for of in result["rounds"]]
-    # Behind a part of a prompt nothing is drafted, so that it costs no pass.
-    times, first = 5, rounds.index((True, 0))
-    assert rounds[:first] == [(False, most)] * times
-    assert rounds[first:] == [(True, 0), (False, most)] * times
-    drafts = {name: [row["drafts"] for row in rows] for name, rows in result["rows"].items()}
-    assert drafts == {"prompts": [0, 0, 0], "drafting_prompts": [most, 0, most]}
-
-
 @pytest.mark.parametrize(
     "draft", [{}, {"method": "magicdec", "model": str(TINY_DRAFT)}], ids=["the target", "a draft model"]
 )
-def test_the_machine_is_profiled_and_simulated(tmp_path, draft):
+def test_the_machine_is_profiled(tmp_path, draft):
     speculation = {"draft_kv_budget": 128, "max_num_speculative_tokens": 2, **draft}
-    profile, simulated = tmp_path / "profile.json", tmp_path / "simulated.json"
+    profile = tmp_path / "profile.json"
     engine = {"dtype": "float32", "block_size": engines.PAGE, "enforce_eager": True}
-    commands = [
-        [
-            *("profile", "--model", str(engines.MODEL), "--batch", "1", "2", "--context", "100", "300"),
-            *("--engine", json.dumps({**engine, "max_num_batched_tokens": 256})),
-            *("--speculative-config", json.dumps(speculation)),
-            *("--out", str(profile)),
-        ],
-        [
-            *("simulate", "--profile", str(profile), "--kv-tokens", "4000", "--rate", "1"),
-            *("--prompt", "300", "--output", "20", "--requests", "20", "--standing", "0.8,0.6"),
-            *("--json", str(simulated)),
-        ],
+    command = [
+        *("profile", "--model", str(engines.MODEL), "--batch", "1", "2", "--context", "100", "300"),
+        *("--engine", json.dumps({**engine, "max_num_batched_tokens": 256})),
+        *("--speculative-config", json.dumps(speculation)),
+        *("--out", str(profile)),
     ]
-    for command in commands:
-        child = subprocess.run(
-            [sys.executable, "-m", "vllm_magicdec", *command],
-            env=engines.environment(),
-            capture_output=True,
-            text=True,
-            timeout=engines.TIME_LIMIT_S,
-        )
-        assert child.returncode == 0, child.stdout + child.stderr
-    content = json.loads(profile.read_text())
-    chunks = {(100, 0), (256, 0), (44, 256)}
-    for name, drafted in (("prompts", ()), ("drafting_prompts", {(100, 0), (44, 256)})):
-        rows = content[name]
-        measured = {(row["prompt_tokens"], row["context_tokens"], row["drafts"]) for row in rows}
-        assert measured == {(*chunk, 2 if chunk in drafted else 0) for chunk in chunks}
-        assert all(row["seconds"] > 0 for row in rows) and len(rows) == len(measured)
-    (plainly, drafting) = json.loads(simulated.read_text())["runs"]
-    assert drafting["output_throughput"] > 0 and plainly["output_throughput"] > 0
+    child = subprocess.run(
+        [sys.executable, "-m", "vllm_magicdec", *command],
+        env=engines.environment(),
+        capture_output=True,
+        text=True,
+        timeout=engines.TIME_LIMIT_S,
+    )
+    assert child.returncode == 0, child.stdout + child.stderr
+    steps = json.loads(profile.read_text())["steps"]
+    assert {(step["num_reqs"], step["drafted"]) for step in steps} == {
+        (num_reqs, drafted) for num_reqs in (1, 2) for drafted in range(3)
+    }
+    assert all(step["seconds"] > 0 for step in steps)
 
 
 def test_a_controller_that_fails_loses_and_changes_nothing(prompts, plain):

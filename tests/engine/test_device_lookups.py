@@ -132,11 +132,11 @@ def test_wide_passes_are_replayed_from_recorded_graphs(prompts, plain, policy):
     assert replays["2 x 6, a pass"] > 0 < replays["4 x 6, a pass"]
 
 
-def test_output_is_unchanged_when_auto_changes_number_and_budget(prompts, plain):
+def test_output_is_unchanged_when_auto_changes_the_number(prompts, plain):
     """At random, and as many passes at random, of any tokens; then as the controller chooses."""
     chosen, engine = on_v2(prompts, 40)
     batches = {"batches": engine.pop("batches")}
-    spec = with_lookups(draft_kv_budget="auto", draft_kv_max_budget=256, max_num_speculative_tokens=4)
+    spec = with_lookups(draft_kv_budget=128, max_num_speculative_tokens=4)
     run = run_on_device(
         [
             ("generate", batches),
@@ -159,7 +159,7 @@ def test_lookups_that_fail_lose_no_request(prompts, plain):
     chosen, engine = on_v2(prompts, 16)
     run = run_on_device(
         [("generate", {"batches": engine.pop("batches")})],
-        env={"VLLM_MAGICDEC_FAULT": "lookup"},
+        env={engines.FAULT: "lookup"},
         strict=False,
         speculative_config=with_lookups(4, draft_kv_budget=64),
         **engine,

@@ -40,7 +40,6 @@ def plain_fp8(short_prompts):
         ("streamingllm", 256, False),
         ("snapkv by token", WHOLE_LEN, False),
         ("verify-topk", 256, False),
-        ("verify-topk by token", 256, False),
         ("snapkv by token", WHOLE_LEN, True),
     ],
 )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults injected into drafting (`vllm_magicdec/faults.py`): they cost speed and are counted by name."""
+"""Faults injected into drafting (`tests/fault_plugin`): they cost speed and are counted by name."""
 
 from collections import Counter
 
@@ -50,7 +50,7 @@ def run_under(faults, batch, tmp_path, spec, **engine):
     return engines.run(
         [("generate_under_faults", arguments)],
         strict=False,
-        env={"VLLM_MAGICDEC_FAULT": str(file)},
+        env={engines.FAULT: str(file)},
         speculative_config=spec,
         **engine,
     )
@@ -115,7 +115,7 @@ def test_a_fault_in_capture_leaves_eager_draft_steps(prompts, plain, tmp_path):
         ],
         v2=True,
         strict=False,
-        env={"VLLM_MAGICDEC_FAULT": "capture:first=1"},
+        env={engines.FAULT: "capture:first=1"},
         max_num_seqs=4,
         num_gpu_blocks_override=257,
         speculative_config=magicdec(4, draft_kv_budget=128, native_attention=False),
@@ -178,7 +178,7 @@ def test_a_fault_on_one_tensor_parallel_rank_ends_the_engine_in_time(prompts, fa
     batch = {"prompts": prompts[:2], "sampling": GREEDY}
     parallel = engines.TENSOR_PARALLEL_2
     # vLLM would end an engine that hangs after 300 s, and its error might look like the one that is meant.
-    env = {"VLLM_MAGICDEC_FAULT": f"{fault}:first=3,rank=1", "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "36000"}
+    env = {engines.FAULT: f"{fault}:first=3,rank=1", "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "36000"}
     with pytest.raises(RuntimeError, match=rf"(?s)engine: failed.*{fault}, on purpose.*died unexpectedly"):
         engines.run(
             [("generate", {"batches": [batch]})],

@@ -36,8 +36,6 @@ def test_output_is_plain_decodings_with_the_kernel_and_without(prompts, plain, p
     )
     (described,) = run.results[1]
     assert described["native_layers"] == (described["attention_layers"] if native else 0)
-    # Prompts longer than the budget.
-    assert bool(described["copied_requests"]) == (native and policy == "snapkv by token")
     assert run.draft_failures == 0 and run.accepted > 0.7 * run.drafted
     if huge_pages.on_demand():
         assert described["in_huge_pages"] > 0.9 if native else described["in_huge_pages"] == 0

@@ -25,8 +25,7 @@ import pyarrow.parquet as pq
 import pytest
 import texts
 from greedy import GREEDY
-
-from benchmarks.common.processes import batch_replicas, below, started, with_engines
+from ray_processes import batch_replicas, below, started, with_engines
 
 pytestmark = [
     pytest.mark.extended,
@@ -62,6 +61,7 @@ def environment():
         RAY_worker_niceness="0",
         # Ray would start a process for each of its CPUs in advance, of which few are used.
         RAY_prestart_worker_first_driver="0",
+        **{engines.FAULT: ""},  # the jobs' own may set one; Ray's workers have the server's PYTHONPATH
     )
     env.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
     return env
@@ -172,7 +172,7 @@ class Jobs:
     def start(self, log, *options):
         options = (str(self.folder), "--out", str(self.answers), "--max-tokens", str(NUM_TOKENS), *options)
         options = (*options, "--batch-size", "1", "--rows-per-file", "2", "--address", self.server.ray())
-        variables = {**environment(), "VLLM_MAGICDEC_FAULT": str(self.fault)}
+        variables = {**environment(), engines.FAULT: str(self.fault)}
         return started(command("ray_batch.py", OF_JOBS, *options), log, variables)
 
     def answered(self):

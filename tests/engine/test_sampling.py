@@ -46,17 +46,11 @@ DRAFTS = {
         "draft_kv_policy": "snapkv",
         "draft_kv_granularity": "token",
     },
-    "verify-topk by page": {
+    "verify-topk": {
         "draft_sample_method": "probabilistic",
         "draft_kv_policy": "verify-topk",
-        "draft_kv_granularity": "page",
         "draft_kv_sink": 0,  # which leaves a page of four to choose
         "draft_kv_budget": 128,
-    },
-    "verify-topk by token": {
-        "draft_sample_method": "probabilistic",
-        "draft_kv_policy": "verify-topk",
-        "draft_kv_granularity": "token",
     },
 }
 
@@ -249,7 +243,7 @@ def lookup_metrics(run: EngineRun) -> tuple[int, int]:
 )
 @pytest.mark.parametrize(
     "draft",
-    extended_except("verify-topk by page", [draft for draft in DRAFTS if draft != "greedy draft"]),
+    extended_except("verify-topk", [draft for draft in DRAFTS if draft != "greedy draft"]),
 )
 def test_sampled_continuations_have_the_targets_distribution_with_lookups(
     small_vocabulary_model, plain_samples, draft, scenario
@@ -303,7 +297,7 @@ def test_a_few_continuations_have_the_targets_distribution_on_the_v2_runner(
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("draft", ["probabilistic draft", "verify-topk by page"])
+@pytest.mark.parametrize("draft", ["probabilistic draft", "verify-topk"])
 def test_a_few_continuations_have_the_targets_distribution_with_lookups_on_the_v2_runner(
     small_vocabulary_model, plain_samples_without_limits, draft
 ):
@@ -422,7 +416,7 @@ def test_drafts_of_nan_do_not_change_the_distribution(small_vocabulary_model, pl
         small_vocabulary_model,
         (15, 25),
         strict=False,
-        env={"VLLM_MAGICDEC_FAULT": "nan"},
+        env={engines.FAULT: "nan"},
         speculative_config=magicdec(2, draft_kv_budget=64, draft_sample_method="probabilistic"),
     )
     assert run.draft_failures == 0 and run.drafted > 0

@@ -14,14 +14,12 @@ import pytest
 
 sys.path.insert(0, str(engines.HERE.parent / "benchmarks"))
 import auto
-import plain_steps
-from common.tables import markdown
 
-from vllm_magicdec.adaptive.controller import PLAIN, Choice, Controller
+from vllm_magicdec.adaptive.controller import Choice, Controller
 from vllm_magicdec.adaptive.step_times import StepTimes
 
 
-@pytest.mark.parametrize("count", [7, 9, 20])
+@pytest.mark.parametrize("count", [7, 20])
 def test_the_interval_holds_the_median_as_often_as_it_says(count):
     rng = random.Random(0)
 
@@ -33,12 +31,12 @@ def test_the_interval_holds_the_median_as_often_as_it_says(count):
 
 
 def test_a_pinned_controller_takes_every_lesson_and_learns_nothing():
-    controller = Controller(range(5), [256], StepTimes())
+    controller = Controller(range(5), 256, StepTimes())
     before = vars(controller).copy()
     lesson = dict.fromkeys(inspect.signature(controller.observe).parameters)
-    with auto.pinned(controller, Choice(3, 256)):
+    with auto.pinned(controller, Choice(3)):
         controller.observe(**lesson)
-        assert controller.choose(8, 64_000) == Choice(3, 256)
+        assert controller.choose(8, 64_000) == Choice(3)
     assert vars(controller) == before
 
 
@@ -102,18 +100,3 @@ def test_a_duel_compares_on_the_same_text_whatever_the_pace(monkeypatch):
     assert engine.most_at_once == 4
     assert median(shares) == pytest.approx(10 / 11, rel=0.01)
     assert max(shares) - min(shares) < 0.05
-
-
-def test_a_controller_that_is_made_plain_still_works_and_is_released():
-    controller = Controller(range(9), [512], StepTimes())
-    with plain_steps.made_plain(controller):
-        # It tries several numbers of drafts first, and plans that.
-        assert {controller.choose(4, 400) for _ in range(8)} == {PLAIN}
-    assert controller.choose(4, 400).drafts > 0
-
-
-def test_the_table_of_plain_steps():
-    cell = {"batch": 4, "context": 100, "of_plain": 0.987, "of_plain_interval": [0.98, 0.991]}
-    cell["speeds"] = {"plain": [100.0, 102.0, 101.0], "auto": [99.0, 100.0, 98.0]}
-    table = plain_steps.table_of({"engine": {"model": "kv-heavy"}, "cells": [cell]})
-    assert markdown(table).splitlines()[-1] == "| 4 | 100 | 101 | 99 | 0.987 | 0.980 to 0.991 |"

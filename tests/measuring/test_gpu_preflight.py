@@ -1,229 +1,116 @@
 # SPDX-License-Identifier: Apache-2.0
-"""benchmarks/gpu/preflight.py: every missing thing is named in a sentence that says what to type."""
+"""benchmarks/gpu_preflight.py: each missing thing is named in a sentence that says what to type."""
 
 import importlib.util
 import json
 import shutil
 import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-import vllm.utils.flashinfer as vllm_flashinfer
 
-from benchmarks.gpu import draft_attention, preflight
+from vllm_magicdec import plugin
+from vllm_magicdec.errors import MagicDecConfigError
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+import gpu_preflight
 
 GIB = 2**30
 
 
-@pytest.fixture(autouse=True)
-def forget_what_vllm_found():
-    """It asks once per process whether FlashInfer is there."""
-
-    def forget() -> None:
-        vllm_flashinfer.has_flashinfer.cache_clear()
-        vllm_flashinfer.has_flashinfer_cubin.cache_clear()
-
-    forget()
-    yield
-    forget()
-
-
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """A GPU machine on which nothing is missing; tests take things away."""
-    modules = {"flashinfer", "flashinfer_cubin"}
-    find = importlib.util.find_spec
-
-    def find_spec(name: str, package: str | None = None) -> object:
-        if name.startswith("flashinfer"):
-            return SimpleNamespace(name=name) if name in modules else None
-        return find(name, package)
-
-    programs = {"nvcc": "/cuda/bin/nvcc", "/cuda/bin/nvcc": "/cuda/bin/nvcc", "ninja": "/bin/ninja"}
-    versions = {
-        "vllm": "0.32.0",
-        "vllm-magicdec": preflight.version("vllm-magicdec"),
-        "flashinfer-python": "0.7.0.post1",
-    }
-
-    def answer(command: list[str], **_: object) -> SimpleNamespace:
-        return SimpleNamespace(stdout="NVIDIA H200, 580.1, 143771 MiB\n")
-
-    monkeypatch.setattr(subprocess, "run", answer)
+    """A complete GPU machine, but for FlashInfer's kernels, which need a real one; returns its model."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").touch()
+    versions = {"vllm": "0.32.0+cu130", "vllm-magicdec": "0.2.0", "flashinfer-python": "0.7.0.post1"}
+    answer = SimpleNamespace(stdout="NVIDIA H200, 580.1, 143771 MiB\n")
+    checks = [check for check in gpu_preflight.CHECKS if check is not gpu_preflight.flashinfer]
+    monkeypatch.setattr(gpu_preflight, "CHECKS", checks)
+    monkeypatch.setattr(gpu_preflight, "version", versions.get)
+    monkeypatch.setattr(gpu_preflight, "make_record", lambda name, **fields: fields)
+    # Not `subprocess.run` itself, which vLLM calls when it is imported.
+    monkeypatch.setattr(gpu_preflight, "subprocess", SimpleNamespace(**vars(subprocess)))
+    monkeypatch.setattr(gpu_preflight.subprocess, "run", lambda *args, **kwargs: answer)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (139 * GIB, 140 * GIB))
-    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
-    monkeypatch.setattr(shutil, "which", lambda name, **_: programs.get(name))
+    monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=100 * GIB))
-    monkeypatch.setattr(preflight, "_version", versions.get)
-    monkeypatch.setattr(preflight, "flashinfer_kernels", lambda: preflight.Finding("FlashInfer kernels"))
-    for name in (
-        "VLLM_PLUGINS",
-        "CUDA_HOME",
-        "CUDA_PATH",
-        "CUDA_VISIBLE_DEVICES",
-        "VLLM_HAS_FLASHINFER_CUBIN",
-    ):
+    for name in ("VLLM_PLUGINS", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
-    return SimpleNamespace(modules=modules, programs=programs, versions=versions)
+    return tmp_path
 
 
-def missing(model: str | None = None) -> list[preflight.Finding]:
-    return [finding for finding in preflight.findings("cuda", model) if finding.missing]
+def missing(model: Path, *arguments: str) -> dict[str, str]:
+    """What a preflight finds missing; its exit status must agree."""
+    out = model / "preflight.json"
+    try:
+        gpu_preflight.main(["--model", str(model), "--out", str(out), *arguments])
+    except SystemExit as end:
+        assert "nothing was measured" in end.code
+        return json.loads(out.read_text())["missing"]
+    record = json.loads(out.read_text())
+    assert not record["missing"] and "NVIDIA H200" in record["found"]["driver"]
+    return {}
 
 
-def test_nothing_is_missing_where_everything_is(machine):
-    assert missing() == []
+def test_nothing_is_missing_on_a_complete_machine(machine):
+    assert missing(machine) == {}
 
 
-def no_driver(machine, monkeypatch):
-    def run(command: list[str], **_: object) -> None:
-        raise FileNotFoundError(command[0])
+def fail(error: Exception):
+    def raise_error(*args: object, **kwargs: object) -> None:
+        raise error
 
-    monkeypatch.setattr(subprocess, "run", run)
-
-
-def silent_driver(machine, monkeypatch):
-    def run(command: list[str], **_: object) -> None:
-        raise subprocess.CalledProcessError(9, command, "NVIDIA-SMI has failed\n")
-
-    monkeypatch.setattr(subprocess, "run", run)
+    return raise_error
 
 
-def torch_of_a_cpu(machine, monkeypatch):
-    monkeypatch.setattr(torch.version, "cuda", None)
-
-
-def hidden_device(machine, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-
-
-def old_driver(machine, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
-
-def busy_gpu(machine, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (60 * GIB, 140 * GIB))
-
-
-def no_vllm(machine, monkeypatch):
-    del machine.versions["vllm"]
-
-
-def hidden_plugin(machine, monkeypatch):
-    monkeypatch.setenv("VLLM_PLUGINS", "lora_resolver")
-
-
-def older_plugin(machine, monkeypatch):
-    machine.versions["vllm-magicdec"] = "0.0.1"
-
-
-def unknown_plugin(machine, monkeypatch):
-    monkeypatch.setattr(preflight, "entry_points", lambda group: ())
+REFUSED = MagicDecConfigError("vllm-magicdec cannot hook it: install one of these")
 
 
 @pytest.mark.parametrize(
-    ("take_away", "what", "typed"),
+    ("patched", "name", "value", "check", "typed"),
     [
-        (no_driver, "no NVIDIA driver", "ubuntu-drivers install"),
-        (silent_driver, "does not answer (NVIDIA-SMI has failed)", "type nvidia-smi"),
-        (torch_of_a_cpu, "is built without CUDA", "rm -rf .venv"),
-        (hidden_device, "CUDA_VISIBLE_DEVICES=''", "unset CUDA_VISIBLE_DEVICES"),
-        (old_driver, "CUDA 13.0 needs a newer driver", "type nvidia-smi"),
-        (busy_gpu, "60.0 of 140.0 GiB of GPU memory are free", "type nvidia-smi"),
-        (no_vllm, "vLLM is not installed", "make venv"),
-        (hidden_plugin, "VLLM_PLUGINS keeps the plugin out", "export VLLM_PLUGINS=lora_resolver,magicdec"),
-        (older_plugin, "vllm-magicdec 0.0.1 is installed", "pip install --no-deps -e"),
-        (unknown_plugin, "vLLM cannot find the plugin", "pip install --no-deps -e"),
+        ("driver", "run", fail(FileNotFoundError()), "driver", "ubuntu-drivers install"),
+        ("driver", "run", fail(subprocess.CalledProcessError(9, "", "ERR")), "driver", "type nvidia-smi"),
+        (torch.version, "cuda", None, "device", "make venv"),
+        (torch.cuda, "is_available", lambda: False, "device", "type nvidia-smi"),
+        (torch.cuda, "mem_get_info", lambda: (60 * GIB, 140 * GIB), "memory", "60.0 of 140.0 GiB"),
+        (gpu_preflight, "version", lambda name: "0.33.0", "vllm", "pip install vllm==0.32.0"),
+        (gpu_preflight, "version", lambda name: "0.32.0+cpu", "vllm", "make venv"),
+        (gpu_preflight, "entry_points", lambda group: (), "plugin", "pip install --no-deps -e ."),
+        (plugin, "register", fail(REFUSED), "plugin", "install one of these"),
+        (shutil, "which", lambda name: None, "ninja", "export PATH="),
+        (shutil, "disk_usage", lambda path: SimpleNamespace(free=2 * GIB), "disk", "export HOME="),
     ],
 )
-def test_what_nothing_runs_without_is_the_last_that_is_looked_at(
-    machine, monkeypatch, take_away, what, typed
-):
-    take_away(machine, monkeypatch)
-    [finding] = missing()
-    assert what in finding.missing and typed in finding.missing
-    assert finding.is_fatal and list(preflight.findings("cuda", None))[-1] == finding
-
-
-def test_another_version_of_vllm_is_named_and_tried(machine):
-    machine.versions["vllm"] = "0.33.0"
-    [finding] = missing()
-    assert "vLLM 0.33.0" in finding.missing and "pip install vllm==0.32.0" in finding.missing
-    assert not finding.is_fatal
-
-
-@pytest.mark.parametrize("local", ["0.32.0+cu129", "0.32.0"])
-def test_a_build_of_the_tested_version_is_that_version(machine, local):
-    machine.versions["vllm"] = local
-    assert missing() == []
+def test_a_missing_thing_is_named(machine, monkeypatch, patched, name, value, check, typed):
+    monkeypatch.setattr(gpu_preflight.subprocess if patched == "driver" else patched, name, value)
+    named = missing(machine)
+    assert list(named) == [check] and typed in named[check]
 
 
 @pytest.mark.parametrize(
-    ("programs", "named", "typed"),
-    [
-        (["ninja"], "ninja cannot be found", "export PATH="),
-        (["nvcc"], "nvcc cannot be found", "export CUDA_HOME="),
-        (["nvcc", "ninja"], "nvcc and ninja cannot be found", "export CUDA_HOME="),
-    ],
+    ("variable", "check"), [("CUDA_VISIBLE_DEVICES", "device"), ("VLLM_PLUGINS", "plugin")]
 )
-def test_flashinfer_without_cubins_needs_nvcc_and_ninja(machine, programs, named, typed):
-    """By vLLM's own rules, which are asked here and not stood in for."""
-    machine.modules.remove("flashinfer_cubin")
-    assert missing() == []
-    for program in programs:
-        del machine.programs[program]
-    vllm_flashinfer.has_flashinfer.cache_clear()
-    [finding] = missing()
-    assert not vllm_flashinfer.has_flashinfer()
-    assert named in finding.missing and typed in finding.missing
-    assert "vllm download-kernels" in finding.missing and not finding.is_fatal
+def test_a_variable_that_hides_something_is_named(machine, monkeypatch, variable, check):
+    monkeypatch.setenv(variable, "")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: variable != "CUDA_VISIBLE_DEVICES")
+    assert f"type unset {variable}" in missing(machine)[check]
 
 
-def test_cubins_do_without_nvcc_and_ninja(machine):
-    machine.programs.clear()
-    assert missing() == []
+def test_a_model_that_is_not_on_the_disk_is_named(machine):
+    assert "hf download nobody/no-model" in missing(machine, "--model", "nobody/no-model")["model"]
+    (machine / "model.safetensors").unlink()
+    assert "no weights" in missing(machine)["model"]
 
 
-def test_flashinfer_itself_may_be_missing(machine):
-    machine.modules.clear()
-    [finding] = missing()
-    assert "pip install flashinfer-python==0.7.0.post1" in finding.missing
-
-
-def test_kernels_that_do_not_compile_are_named(monkeypatch):
-    def fail(layer: object, view: object) -> None:
-        raise RuntimeError("Ninja build failed.\nnvcc: no such file")
-
-    monkeypatch.setattr(draft_attention, "token_flashinfer", fail)
-    monkeypatch.setattr(torch, "device", lambda name: torch.zeros(0).device)
-    finding = preflight.flashinfer_kernels()
-    assert "(nvcc: no such file;" in finding.missing and "vllm download-kernels" in finding.missing
-
-
-def test_a_full_disk_is_named(machine, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2 * GIB))
-    [finding] = missing()
-    assert "2 GiB free" in finding.missing and "export HOME=" in finding.missing
-
-
-def test_weights_that_are_not_on_the_disk_are_named(machine, tmp_path):
-    [finding] = missing("nobody/has-this-model")
-    assert "hf download nobody/has-this-model" in finding.missing and "100 GiB free" in finding.missing
-    (tmp_path / "config.json").write_text("{}")
-    assert missing(str(tmp_path)) == []
-
-
-def test_the_command_says_what_is_missing_and_ends_in_status_1(machine, monkeypatch, tmp_path, capsys):
-    no_driver(machine, monkeypatch)
-    monkeypatch.setattr(preflight, "make_record", lambda name, **fields: fields)
-    with pytest.raises(SystemExit) as end:
-        preflight.main(["--out", str(tmp_path / "preflight.json")])
-    assert end.value.code == 1
-    assert "driver: MISSING: no NVIDIA driver" in capsys.readouterr().out
-    record = json.loads((tmp_path / "preflight.json").read_text())
-    assert not record["is_ready"] and record["findings"][0]["is_fatal"]
+def test_flashinfer_may_be_missing(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(gpu_preflight.MissingError, match=r"pip install flashinfer-python==0\.7"):
+        gpu_preflight.flashinfer(SimpleNamespace())

@@ -90,6 +90,20 @@ def test_pages_quote_the_committed_results(page):
     assert docs_tables.filled(text) == text, "run python benchmarks/docs_tables.py"
 
 
+def test_pages_show_a_part_of_a_table():
+    table = tables.make_table("", ["batch", "tok/s"], names=["policy"])
+    for row in (("snapkv", "1", "10"), ("snapkv", "8", "20"), ("streamingllm", "8", "30")):
+        table.add_row(*row)
+    clauses = "columns: tok/s | policy; rows: batch = 8; rows: policy = snapkv"
+    part = docs_tables.select(table, docs_tables.Source.parse(f"a.json; {clauses}"))
+    assert tables.markdown(part) == "| tok/s | policy |\n| --: | --- |\n| 20 | snapkv |"
+    joined = docs_tables.join([("Zen 3, AVX2, 2 cores", part), ("Zen 4, AVX2, 2 cores", part)])
+    assert tables.markdown(joined).splitlines()[-1] == "| Zen 4, AVX2 | 20 | snapkv |"
+    for wrong in ("columns: context", "rows: batch = 2", "lines: 2"):
+        with pytest.raises(ValueError):
+            docs_tables.select(table, docs_tables.Source.parse(f"a.json; {wrong}"))
+
+
 @pytest.fixture
 def folders(tmp_path):
     for name in ("results", "logs"):
@@ -99,8 +113,8 @@ def folders(tmp_path):
 
 def part(result: str, folder: Path, lines: str) -> all_results.Part:
     script = folder / f"{result}.py"
-    script.write_text(f"import pathlib, sys\nout = pathlib.Path(sys.argv[1])\n{lines}\n")
-    return all_results.Part(result, str(script), "{out}", minutes=0)
+    script.write_text(f"import pathlib, sys\nout = pathlib.Path(sys.argv[2])\n{lines}\n")
+    return all_results.Part(result, str(script), 0, "")
 
 
 def test_measuring_everything_goes_on_where_it_was_interrupted(tmp_path, folders):

@@ -11,7 +11,6 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import roofline
-import step_profile
 
 from vllm_magicdec.planner.hardware import HARDWARE, worker_threads
 from vllm_magicdec.planner.performance import Costs, Deployment, Hardware
@@ -58,62 +57,13 @@ def test_every_time_of_a_result_stands_beside_the_pass_it_is_of():
 
 
 def test_another_cpu_is_refused_and_a_gpu_has_its_data_sheet(monkeypatch):
-    monkeypatch.setattr("gpu.eq2.measure_this_machine", lambda: DEVICE)
+    monkeypatch.setattr("roofline.measure_this_machine", lambda: DEVICE)
     assert roofline.deployment_of(SHAPE, MACHINE, MACHINE, {}).hardware is DEVICE
     for other in ({"processor": "two"}, {"cores": 64}, {"gpu": "NVIDIA GeForce RTX 4090"}):
         with pytest.raises(SystemExit, match="so compare where it was measured"):
             roofline.deployment_of(SHAPE, MACHINE | other, MACHINE, {})
     deployment = roofline.deployment_of(SHAPE, {**MACHINE, "gpu": "NVIDIA H200"}, MACHINE, {})
     assert deployment.hardware is HARDWARE["H200"]
-
-
-def test_the_time_of_an_operation_goes_to_its_part_of_the_step():
-    forward, draft = "gpu_model_runner: forward", "gpu_model_runner: draft"
-    attention = ["vllm::unified_attention_with_output", "_C::cpu_attention_with_kv_cache"]
-    parts = {
-        "attention": [forward, *attention],
-        "drafting: attention": [draft, *attention],
-        "drafting: rest": [draft, "aten::argmax"],
-        "linear layers": ["gpu_model_runner: postprocess", "_C::onednn_mm"],
-        "rest of the forward pass": [forward, "aten::mean", "aten::div_"],
-        "sampling": ["gpu_model_runner: sample", "_C::greedy_argmax"],
-        "rest of the step": ["gpu_model_runner: preprocess", "aten::slice"],
-    }
-    for part, path in parts.items():
-        assert step_profile.part_of(path) == part
-    assert step_profile.part_of(["aten::add"]) == "rest of the step"
-
-
-def test_what_attention_achieves():
-    deployment = Deployment(SHAPE, replace(DEVICE, flops=4e9), costs=ONES)
-    # 1,000 tokens: 128 kB in 0.512 ms, and 3 x 128 kFLOP.
-    achieved = step_profile.Achieved.of(0.512, deployment, batch=1, queries=3, context=1000)
-    assert (achieved.bytes_per_s, achieved.memory_share) == pytest.approx((0.25e9, 0.25))
-    assert (achieved.flops, achieved.compute_share) == pytest.approx((0.75e9, 0.1875))
-
-
-def test_costs_that_are_fitted_give_back_the_times_they_are_fitted_to():
-    deployment = Deployment(SHAPE, DEVICE, costs=replace(ONES, token_overhead_us=2))
-    batch, context, gamma = 2, 1000, 3
-    attention_ms = {1: 2.0, gamma + 1: 5.0}
-    rest_ms = 0.5  # of a draft step, 0.1 in linear layers
-    parts = {
-        "drafting: attention": 1.0,
-        "drafting: linear layers": 0.1 * gamma,
-        "drafting: rest": 0.4 * gamma,
-    }
-    steps = {}
-    for name, queries in (("plain step", 1), ("round", gamma + 1)):
-        attention = step_profile.Achieved.of(attention_ms[queries], deployment, batch, queries, context)
-        steps[name] = {"parts_ms": parts, "attention": vars(attention)}
-    costs = step_profile.fit_costs(deployment, batch, gamma, steps)
-    fitted = replace(deployment, costs=replace(deployment.costs, **costs))
-    assert fitted.plain_step_ms(batch, context) == pytest.approx(attention_ms[1] + rest_ms)
-    more_tokens_ms = (
-        max(deployment.linear_ms(batch * (gamma + 1))) - max(deployment.linear_ms(batch)) + 2 * 2 * 6e-3
-    )
-    expected = attention_ms[gamma + 1] + rest_ms + more_tokens_ms
-    assert fitted.verify_ms(gamma, batch, context) == pytest.approx(expected)
 
 
 def test_shapes_of_results_have_the_size_of_their_dtype():

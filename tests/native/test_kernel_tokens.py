@@ -5,9 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import (  # noqa: F401
-    FP8,
     GARBAGE,
-    Batch,
     batches,
     check,
     kernel_of,
@@ -17,8 +15,6 @@ from kernel_cases import (  # noqa: F401
     with_threads,
     write,
 )
-
-from vllm_magicdec.views.copies import LayerCopies
 
 
 @variants_and_layouts
@@ -75,39 +71,6 @@ def test_tokens_of_a_long_context_are_weighed_in_several_turns(variant, layout):
     torch.testing.assert_close(weights[0].double(), expected, rtol=0, atol=bound)
 
 
-class Copied:
-    """Pages of their own for the first tokens of some requests' lists; what none has is NaN."""
-
-    def __init__(self, batch: Batch, layout: str, counts: list[int]) -> None:
-        _, num_kv_heads, page_size, content = batch.cache.shape
-        pages_each = max(1, *(-(-count // page_size) for count in counts)) if counts else 1
-        shape = (len(counts) * pages_each + 1, num_kv_heads, page_size, content)
-        self.copies = LayerCopies(
-            torch.full(shape, torch.nan).to(batch.cache.dtype),
-            firsts=(torch.randperm(len(counts)) * pages_each + 1).int(),
-            counts=torch.tensor(counts, dtype=torch.int32),
-        )
-        self._batch, self._layout = batch, layout
-
-    def take(self, request: int, chosen: torch.Tensor) -> None:
-        """`chosen` [num_kv_heads, n] int64, positions of the request."""
-        page_size = self.copies.pages.shape[2]
-        chosen = chosen[:, : int(self.copies.counts[request])]
-        heads, places = torch.arange(len(chosen)), torch.arange(chosen.shape[1])
-        dtype = self.copies.pages.dtype
-        bits = self.copies.pages.view(torch.uint8) if dtype in FP8 else self.copies.pages
-        write(
-            bits,
-            self._layout,
-            self.copies.firsts[request].long() + places // page_size,
-            places % page_size,
-            *(
-                half[request].view(bits.dtype)[chosen.T, heads]
-                for half in (self._batch.keys, self._batch.values)
-            ),
-        )
-
-
 @variants_and_layouts
 @settings(max_examples=160, deadline=None)
 @given(
@@ -115,11 +78,8 @@ class Copied:
     st.integers(1, 5),
     st.sampled_from(["in order", "runs", "as it comes"]),
     st.booleans(),
-    st.booleans(),
 )
-def test_chosen_tokens_are_attended_to_as_in_float64(
-    variant, layout, data, threads, order, sees_all, are_copied
-):
+def test_chosen_tokens_are_attended_to_as_in_float64(variant, layout, data, threads, order, sees_all):
     batch = data.draw(batches(layout, max_query_len=12, windows=()))
     kernel = kernel_of(variant)
     with_threads(threads)
@@ -130,12 +90,8 @@ def test_chosen_tokens_are_attended_to_as_in_float64(
     slots = torch.full((num_reqs, num_kv_heads, width), GARBAGE, dtype=torch.int32)
     is_seen = torch.rand(num_reqs, max(1, *batch.query_lens, 1), width) < 0.7
     is_seen[..., 0] = True
-    copied = Copied(
-        batch, layout, [int(torch.randint(0, count + 1, ())) if are_copied else 0 for count in lens]
-    )
     expected = []
     for request, (context, count) in enumerate(zip(batch.context_lens, lens, strict=True)):
-        positions = torch.zeros(num_kv_heads, count, dtype=torch.int64)
         part = slice(*batch.starts[request : request + 2].tolist())
         for head in range(num_kv_heads):
             chosen = torch.randperm(context)[:count]
@@ -144,9 +100,7 @@ def test_chosen_tokens_are_attended_to_as_in_float64(
             if order == "runs":  # as sinks and a window are, of which whole blocks are read in place
                 first = int(torch.randint(0, context - count + 1, ())) // 32 * 32
                 chosen = torch.arange(first, first + count)
-            positions[head] = chosen
             slots[request, head, :count] = batch.slots_of(request, chosen)
-            slots[request, head, : copied.copies.counts[request]] = GARBAGE
             heads = slice(head * group, (head + 1) * group)
             if not batch.query_lens[request]:
                 continue
@@ -160,7 +114,6 @@ def test_chosen_tokens_are_attended_to_as_in_float64(
             )
             seen = torch.ones_like(seen) if sees_all else seen
             expected.append((part, heads, *truth(batch.query[part, heads], keys, values, seen, **options)))
-        copied.take(request, positions)
     output = torch.full(batch.query.shape, torch.nan).to(batch.query.dtype)
     kernel.over(batch.cache, layout).attend_slots(
         batch.query,
@@ -169,7 +122,6 @@ def test_chosen_tokens_are_attended_to_as_in_float64(
         slots=slots,
         slot_lens=torch.tensor(lens, dtype=torch.int32),
         is_seen=None if sees_all else is_seen,
-        copies=copied.copies if are_copied else None,
         **batch.options,
     )
     for part, heads, result, size in expected:

@@ -141,6 +141,7 @@ GPU = ("--gpu", "H200")
         ((*MODEL, *GPU, "--json", "/nowhere/plan.json"), "cannot write /nowhere/plan.json"),
         (("--model", str(ROOT / "tests"), *GPU), "there is no config.json in"),
         (("--model", str(ROOT / "README.md"), *GPU), "README.md: it is not JSON"),
+        ((*MODEL, *GPU, "--load", 20, "--output", 300), "measure a load with 'vllm bench serve'"),
     ],
 )
 def test_what_cannot_work_ends_in_one_sentence(arguments, sentence, capsys):
@@ -194,6 +195,11 @@ def test_a_missing_package_is_named(missing, arguments, monkeypatch, tmp_path, c
     assert capsys.readouterr().err == (
         f"error: this needs {package}; try: pip install 'vllm-magicdec[bench]'\n"
     )
+
+
+def test_simulate_is_refused(capsys):
+    assert main(["simulate", "--rate", "1"]) == 2
+    assert "measure a load with 'vllm bench serve'" in capsys.readouterr().err
 
 
 def test_needs_neither_vllm_nor_torch():

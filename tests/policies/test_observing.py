@@ -71,7 +71,7 @@ def test_prompts_shorter_than_the_window_are_not_looked_at():
         observe=lambda indices, window, observer: observed.append(indices),
     )
     fields = fields_of()
-    views = SnapKV.make_views(fields, engine, [SnapKV.parse_budget(fields, engine.limits, 256)])
+    views = SnapKV.make_views(fields, engine, SnapKV.parse_budget(fields, engine.limits, 256))
     batch = make_batch(["a"], torch.tensor([[1, 0]], dtype=torch.int32), [10])
     steps = list(views.prepare(replace(batch, is_first=[True]), 4))
     assert not observed
@@ -103,7 +103,7 @@ def test_a_backend_that_splits_pages_changes_no_choice(granularity):
             observe=lambda indices, window, observer: observer(0, queries, rows, Softmax(1.0)),
         )
         fields = fields_of(draft_kv_granularity=granularity)
-        views = SnapKV.make_views(fields, engine, [SnapKV.parse_budget(fields, engine.limits, 320)])
+        views = SnapKV.make_views(fields, engine, SnapKV.parse_budget(fields, engine.limits, 320))
         batch = replace(make_batch(["a"], block_table, [context_len]), is_first=[True])
         list(views.prepare(batch, 4))
         count = int(views._selections.counts[0])
@@ -156,7 +156,7 @@ def test_on_a_cpu_queries_that_the_target_has_just_computed_are_not_computed_aga
             observe=observe,
             switch_attention=lambda recorder=None, *, layer_pages=False: recorders.append(recorder) or (),
         )
-        views = SnapKV.make_views(fields, engine, [SnapKV.parse_budget(fields, engine.limits, 256)])
+        views = SnapKV.make_views(fields, engine, SnapKV.parse_budget(fields, engine.limits, 256))
         views._selections.begin_round(list("abc"))
         if records:
             for layer in range(num_layers):

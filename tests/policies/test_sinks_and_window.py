@@ -29,7 +29,7 @@ def test_a_step_sees_the_sinks_and_the_latest_tokens_its_own_among_them(sinks, w
     )
     fields = SimpleNamespace(draft_kv_sink=sinks)
     budget = SinksAndWindow.parse_budget(fields, engine.limits, sinks + window)
-    views = SinksAndWindow.make_views(fields, engine, [budget])
+    views = SinksAndWindow.make_views(fields, engine, budget)
     for round_number in range(20):
         num_reqs = rng.randint(1, 8)
         # A window shorter than a round loses sinks that the round itself drafts; nobody trains one.

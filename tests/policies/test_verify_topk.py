@@ -4,7 +4,6 @@
 import math
 from types import SimpleNamespace
 
-import pytest
 import torch
 from batches import make_batch, make_engine
 from hypothesis import given, settings
@@ -16,18 +15,11 @@ from vllm_magicdec.attention import KVRows
 from vllm_magicdec.attention.scales import Scales
 from vllm_magicdec.attention.softmax import Softmax
 from vllm_magicdec.policies import verification
-from vllm_magicdec.policies.verification import (
-    RECENT_TOKENS,
-    PageSelector,
-    VerificationSelector,
-    make_verification,
-    num_recent_pages,
-)
-from vllm_magicdec.policies.verify_topk import TokenSelector, VerifyTopK
+from vllm_magicdec.policies.verification import VerificationSelector, make_verification, num_recent_pages
+from vllm_magicdec.policies.verify_topk import VerifyTopK
 from vllm_magicdec.views.layer_pages import LayerPageViews
 from vllm_magicdec.views.pages import PageBudget
-from vllm_magicdec.views.selections import Budget, Selections, budget_to_select
-from vllm_magicdec.views.tokens import TokenBudget
+from vllm_magicdec.views.selections import Budget, Selections
 
 CPU = torch.device("cpu")
 PAGE, NUM_LAYERS, NUM_KV_HEADS, GROUP, SIZE = 4, 2, 2, 2, 8
@@ -38,7 +30,7 @@ SCALE = SIZE**-0.5
 class Scene:
     """Two requests in a random cache, and a verification of their last positions."""
 
-    def __init__(self, seed: int, context_lens: list[int], *max_pages: int) -> None:
+    def __init__(self, seed: int, context_lens: list[int], max_pages: int) -> None:
         self.rng = torch.Generator().manual_seed(seed)
         self.context_lens = context_lens
         num_reqs, max_blocks = len(context_lens), MODEL_LEN // PAGE
@@ -62,24 +54,19 @@ class Scene:
         self.verification = make_verification(engine)
         self.policy = VerifyTopK(SimpleNamespace(draft_kv_refresh=None), engine, self.verification)
         self.num_recent = num_recent_pages(PAGE, GAMMA)
-        budgets = [
-            PageBudget(page_size=PAGE, sink_pages=1, min_pages=n, max_pages=n, recent_pages=self.num_recent)
-            for n in max_pages
-        ]
-        selector = self.selector(PageSelector, budget_to_select(budgets), num_heads=1)
-        self.views = LayerPageViews(selector._selections, selector, budgets, engine.make_draft_slots())
+        budget = PageBudget(PAGE, 1, max_pages, max_pages, recent_pages=self.num_recent)
+        selector = self.selector(budget)
+        self.views = LayerPageViews(selector._selections, selector, budget, engine.make_draft_slots())
 
-    def selector(
-        self, kind: type[VerificationSelector], budget: Budget, num_heads: int
-    ) -> VerificationSelector:
+    def selector(self, budget: Budget) -> VerificationSelector:
         selections = Selections(
             num_layers=NUM_LAYERS,
-            num_heads=num_heads,
+            num_heads=1,
             max_num_reqs=len(self.context_lens),
             max_selected=budget.max_selected,
             device=CPU,
         )
-        return kind(self.policy, budget, selections)
+        return VerificationSelector(self.policy, budget, selections)
 
     def verify(self, num_rejected: list[int]) -> torch.Tensor:
         """The target's pass over GAMMA + 1 positions of each request; returns its queries by layer."""
@@ -96,10 +83,10 @@ class Scene:
             self.verification.record(layer, queries[layer], Scales(), metadata, rows, softmax)
         return queries.view(NUM_LAYERS, num_reqs, GAMMA + 1, NUM_KV_HEADS, GROUP, SIZE)
 
-    def steps(self, size: int = -1) -> list:
+    def steps(self) -> list:
         req_ids = [str(i) for i in range(len(self.context_lens))]
         batch = make_batch(req_ids, self.block_table, self.context_lens)
-        return list(self.views.prepare(batch, GAMMA, size))
+        return list(self.views.prepare(batch, GAMMA))
 
     def keys(self, layer: int, request: int, page: int) -> torch.Tensor:
         """Verified keys of a page, [num_kv_heads, tokens, size]."""
@@ -126,21 +113,10 @@ class Scene:
             scores += self.weights(torch.stack(bounds), layer, head, index % GROUP)
         return scores
 
-    def token_scores(
-        self, queries: torch.Tensor, layer: int, request: int, head: int, accepted: int, eligible: list[int]
-    ) -> dict[int, float]:
-        """A softmax over these tokens' logits, summed over accepted positions and the head's group."""
-        keys = torch.stack([self.keys(layer, request, p // PAGE)[head, p % PAGE] for p in eligible])
-        scores = torch.zeros(len(eligible))
-        for index, query in enumerate(queries[layer, request, :accepted, head].flatten(0, 1)):
-            scores += self.weights(keys @ query * SCALE, layer, head, index % GROUP)
-        return dict(zip(eligible, scores.tolist(), strict=True))
-
 
 ROUNDS = (
     st.lists(st.integers(8, 150), min_size=1, max_size=2),
     st.integers(15, 20),
-    st.integers(0, 12),
     st.integers(0, 2**31),
     st.data(),
 )
@@ -148,13 +124,11 @@ ROUNDS = (
 
 @settings(max_examples=40, deadline=None)
 @given(*ROUNDS)
-def test_the_view_holds_sinks_recent_pages_and_the_best_of_the_others(
-    context_lens, max_pages, more_pages, seed, data
-):
-    scene = Scene(seed, context_lens, max_pages, max_pages + more_pages)
+def test_the_view_holds_sinks_recent_pages_and_the_best_of_the_others(context_lens, max_pages, seed, data):
+    scene = Scene(seed, context_lens, max_pages)
     num_rejected = [data.draw(st.integers(0, GAMMA)) for _ in context_lens]
     queries = scene.verify(num_rejected)
-    steps = scene.steps(size=0)
+    steps = scene.steps()
     num_recent = scene.num_recent
     for request, context_len in enumerate(context_lens):
         last_page = (context_len + GAMMA - 1) // PAGE
@@ -271,61 +245,17 @@ def test_summaries_know_tokens_that_came_in_steps_without_drafts():
             assert (logits.amax(-1) <= bounds[0, ..., page] + 1e-4).all()
 
 
-def test_token_granularity_takes_the_best_tokens_of_the_best_pages():
-    sink, context_lens, num_rejected = 3, [300, 77, 40], [2, 0, 1]
-    scene = Scene(11, context_lens, 16)
-    queries = scene.verify(num_rejected)
-    budget = TokenBudget.from_fields(
-        budget=64,
-        min_budget=64,
-        sink=sink,
-        window=RECENT_TOKENS,
-        num_speculative_tokens=GAMMA,
-        max_model_len=MODEL_LEN,
-    )
-    selector = scene.selector(TokenSelector, budget, NUM_KV_HEADS)
-    selections = selector._selections
-    req_ids = ["a", "b", "c"]
-    selector.update(make_batch(req_ids, scene.block_table, context_lens), GAMMA)
-    for request, row in enumerate(selections.rows(req_ids).tolist()):
-        accepted = GAMMA + 1 - num_rejected[request]
-        end = context_lens[request] - RECENT_TOKENS
-        count = int(selections.counts[row])
-        assert count == min(max(0, end - sink), budget.max_selected)
-        assert int(selections.ends[row]) == end
-        for layer in range(NUM_LAYERS):
-            for head in range(NUM_KV_HEADS):
-                chosen = selections.positions[row, layer, head, :count].tolist()
-                assert len(set(chosen)) == count
-                assert all(sink <= p < end for p in chosen)
-                scores = scene.page_scores(queries, layer, request, head, accepted)
-                pages = [p for p in range(len(scores)) if (p + 1) * PAGE > sink and p * PAGE < end]
-                pages.sort(key=lambda page: -scores[page])
-                candidates = pages[: -(-2 * budget.max_selected // PAGE) + 1]
-                eligible = [
-                    p
-                    for page in candidates
-                    for p in range(page * PAGE, page * PAGE + PAGE)
-                    if sink <= p < end
-                ]
-                weights = scene.token_scores(queries, layer, request, head, accepted, eligible)
-                assert set(chosen) == set(sorted(weights, key=lambda p: -weights[p])[:count])
-
-
-@pytest.mark.parametrize("kind", [PageSelector, TokenSelector])
-def test_requests_are_selected_for_in_parts_that_fit_the_scratch(monkeypatch, kind):
+def test_requests_are_selected_for_in_parts_that_fit_the_scratch(monkeypatch):
     context_lens = [300, 77, 390]
     scene = Scene(7, context_lens, 16)
     scene.verify([2, 0, 1])
-    page_budget = PageBudget(
+    budget = PageBudget(
         page_size=PAGE, sink_pages=1, min_pages=30, max_pages=30, recent_pages=scene.num_recent
     )
-    token_budget = TokenBudget(sink=3, window=RECENT_TOKENS, min_tokens=64, max_tokens=64)
-    budget, num_heads = (page_budget, 1) if kind is PageSelector else (token_budget, NUM_KV_HEADS)
 
     def select(at_once: int) -> tuple[list[int], Selections]:
-        selector = scene.selector(kind, budget, num_heads)
-        num_bytes = selector._min_layers * selector._scratch_bytes(-(-391 // PAGE))
+        selector = scene.selector(budget)
+        num_bytes = selector._scratch_bytes(-(-391 // PAGE))
         monkeypatch.setattr(verification, "SCRATCH_BYTES", at_once * num_bytes + 1)
         parts, select_part = [], selector._select
         monkeypatch.setattr(

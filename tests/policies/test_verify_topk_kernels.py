@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernels that summarise and score pages and score tokens, against the definition in float64."""
+"""The Triton kernels that summarise and score pages, against the definition in float64."""
 
-from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import test_verify_topk
 import torch
 import triton_tools
-from batches import make_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,11 +15,9 @@ from vllm_magicdec.attention import KVRows
 from vllm_magicdec.attention.rows import FP8_DTYPES, read_dtype
 from vllm_magicdec.attention.softmax import Softmax
 from vllm_magicdec.policies import verify_topk
-from vllm_magicdec.policies.verification import RECENT_TOKENS
-from vllm_magicdec.views.tokens import TokenBudget
 
 NUM_LAYERS = 2
-KERNELS = ("summarise", "score_pages", "score_tokens")
+KERNELS = ("summarise", "score_pages")
 
 
 def check(
@@ -34,14 +29,13 @@ def check(
     head_size: int,
     page_size: int,
     soft_cap: float,
-    by_head: bool,
     pairs_at_once: int,
     dtype: torch.dtype,
     fp8: torch.dtype | None,
     sinks: list[bool],
     device: str = "cpu",
 ) -> None:
-    """Every layer's summaries and scores, in caches of their own, for a part of the layers at a time."""
+    """Every layer's summaries and scores, in caches of their own."""
     from vllm_magicdec.policies import verify_topk_kernels
 
     rng = torch.Generator().manual_seed(seed)
@@ -87,85 +81,27 @@ def check(
         num_verified[is_seen].to(device),
     )
     verify_topk_kernels.SCRATCH_BYTES = pairs_at_once * 4 * num_kv_heads * num_queries * group * num_pages
-    for layers in (range(NUM_LAYERS), range(1, 2)):
-        found = verify_topk_kernels.score_pages(
-            table,
-            queries,
-            positions.to(device),
-            lens.to(device),
-            block_table.to(device),
-            least,
-            greatest,
-            layers=layers,
-            num_pages=num_pages,
-            by_head=by_head,
-        ).cpu()
-        for index, layer in enumerate(layers):
-            for request, context_len in enumerate(context_lens):
-                expected = scores_of_request(
-                    caches[layer],
-                    queries[layer, request, : num_queries - int(num_rejected[request])],
-                    block_table[request, : -(-context_len // page_size)],
-                    context_len,
-                )
-                expected = expected if by_head else expected.sum(0, keepdim=True)
-                scores = found[index, request]
-                assert (scores[:, expected.shape[1] :] == 0).all()
-                torch.testing.assert_close(
-                    scores[:, : expected.shape[1]].double(), expected, atol=2e-5, rtol=2e-5
-                )
-
-    check_tokens(rng, table, caches, queries, positions, lens, block_table, device)
-
-
-def check_tokens(
-    rng: torch.Generator,
-    table: Any,
-    caches: Mapping[int, tuple[KVRows, Softmax]],
-    queries: torch.Tensor,
-    positions: torch.Tensor,
-    lens: torch.Tensor,
-    block_table: torch.Tensor,
-    device: str,
-) -> None:
-    """Scores of the tokens of some pages, other pages for every KV head, some of them past the context."""
-    from vllm_magicdec.policies import verify_topk_token_kernels
-
-    num_kv_heads, page_size = caches[0][0].num_kv_heads, caches[0][0].page_size
-    num_reqs, num_pages = block_table.shape
-    num_candidates = int(torch.randint(1, num_pages + 1, (1,), generator=rng))
-    order = torch.rand((NUM_LAYERS, num_reqs, num_kv_heads, num_pages), generator=rng).argsort(-1)
-    pages = order[..., :num_candidates].contiguous()
-    sink, recent = torch.randint(0, 40, (2,), generator=rng).tolist()
-    ends = (lens - recent).clamp(min=0)
-    for layers in (range(NUM_LAYERS), range(1, 2)):
-        found = verify_topk_token_kernels.score_tokens(
-            table,
-            queries,
-            positions.to(device),
-            lens.to(device),
-            block_table.to(device),
-            pages[layers.start : layers.stop].to(device),
-            ends.to(device),
-            layers=layers,
-            sink=sink,
-        ).cpu()
-        for index, layer in enumerate(layers):
-            rows, softmax = caches[layer]
-            for request in range(num_reqs):
-                accepted = queries[layer, request][positions[request] < lens[request]].cpu().double()
-                accepted = accepted.unflatten(1, (num_kv_heads, -1))
-                for head in range(num_kv_heads):
-                    chosen = pages[layer, request, head]
-                    blocks = block_table[request, chosen].long().to(device)
-                    keys = rows.keys.by_token.float()[blocks, head].cpu().double().flatten(0, 1)
-                    products = accepted[:, head] @ keys.T  # [accepted, group, tokens]
-                    place = (chosen.unsqueeze(1) * page_size + torch.arange(page_size)).flatten()
-                    can = (place >= sink) & (place < ends[request])
-                    scores = found[index, request, head]
-                    assert (scores[~can] < 0).all()
-                    expected = weights_of(softmax, products[..., can], head).sum((0, 1))
-                    torch.testing.assert_close(scores[can].double(), expected, atol=2e-5, rtol=2e-5)
+    found = verify_topk_kernels.score_pages(
+        table,
+        queries,
+        positions.to(device),
+        lens.to(device),
+        block_table.to(device),
+        least,
+        greatest,
+        num_pages=num_pages,
+    ).cpu()
+    for layer in range(NUM_LAYERS):
+        for request, context_len in enumerate(context_lens):
+            expected = scores_of_request(
+                caches[layer],
+                queries[layer, request, : num_queries - int(num_rejected[request])],
+                block_table[request, : -(-context_len // page_size)],
+                context_len,
+            )
+            scores = found[layer, request]
+            assert (scores[len(expected) :] == 0).all()
+            torch.testing.assert_close(scores[: len(expected)].double(), expected, atol=2e-5, rtol=2e-5)
 
 
 def weights_of(softmax: Softmax, products: torch.Tensor, kv_head: int) -> torch.Tensor:
@@ -184,7 +120,7 @@ def weights_of(softmax: Softmax, products: torch.Tensor, kv_head: int) -> torch.
 def scores_of_request(
     cache: tuple[KVRows, Softmax], queries: torch.Tensor, blocks: torch.Tensor, context_len: int
 ) -> torch.Tensor:
-    """[num_kv_heads, num_pages] float64: softmax over the pages' bounds, summed over accepted queries."""
+    """[num_pages] float64: softmax over the pages' bounds, summed over accepted queries and heads."""
     rows, softmax = cache
     keys = rows.keys.by_token.float()[blocks.long().to(queries.device)].cpu().double()
     keys = keys.transpose(0, 1).flatten(1, 2)[:, :context_len]  # [num_kv_heads, context_len, head_size]
@@ -198,7 +134,7 @@ def scores_of_request(
         own = query[:, head]  # [n, group, 1, head_size]
         bounds = torch.maximum(own * least[head], own * greatest[head]).sum(-1)
         scores.append(weights_of(softmax, bounds, head).sum((0, 1)))
-    return torch.stack(scores)
+    return torch.stack(scores).sum(0)
 
 
 cases = given(
@@ -210,7 +146,6 @@ cases = given(
     head_size=st.sampled_from([16, 80]),
     page_size=st.sampled_from([1, 12, 16]),
     soft_cap=st.sampled_from([0.0, 3.0]),
-    by_head=st.booleans(),
     pairs_at_once=st.integers(1, 4),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     fp8=st.sampled_from([None, *FP8_DTYPES]),
@@ -252,17 +187,13 @@ class CountedOperators(TorchDispatchMode):
 
 
 def operators_of_a_round(num_layers: int) -> int:
-    """Torch's operators in choosing tokens, those of the interpreter's kernels included."""
+    """Torch's operators in choosing pages, those of the interpreter's kernels included."""
     test_verify_topk.NUM_LAYERS = num_layers
-    context_lens = [300, 77]
-    scene = test_verify_topk.Scene(1, context_lens, 16)
-    budget = TokenBudget(sink=4, window=RECENT_TOKENS, min_tokens=64, max_tokens=64)
-    selector = scene.selector(verify_topk.TokenSelector, budget, test_verify_topk.NUM_KV_HEADS)
-    batch = make_batch(["a", "b"], scene.block_table, context_lens)
+    scene = test_verify_topk.Scene(1, [300, 77], 16)
     for _ in range(2):  # requests of the first round are new
         scene.verify([0, 0])
         with CountedOperators() as counted:
-            selector.update(batch, test_verify_topk.GAMMA)
+            scene.steps()
     return counted.count
 
 
@@ -270,28 +201,27 @@ def main() -> None:
     check_cases()
     check_far_heads()
     # The policy's own tests, by the kernels.
-    from vllm_magicdec.policies import verify_topk_kernels, verify_topk_token_kernels
+    from vllm_magicdec.policies import verify_topk_kernels
 
     calls = []
     for name in KERNELS:
-        module = verify_topk_token_kernels if name == "score_tokens" else verify_topk_kernels
-        kernel = getattr(module, name)
+        kernel = getattr(verify_topk_kernels, name)
         setattr(
-            module,
+            verify_topk_kernels,
             name,
             lambda *args, name=name, kernel=kernel, **kwargs: calls.append(name) or kernel(*args, **kwargs),
         )
     verify_topk.has_kernels = lambda device: True
-    test_verify_topk.test_summaries_bound_every_logit_and_follow_a_page_to_its_next_owner()
-    test_verify_topk.test_token_granularity_takes_the_best_tokens_of_the_best_pages()
-    assert set(calls) == set(KERNELS)
     verify_topk_kernels.SCRATCH_BYTES = 128 * 2**20
+    test_verify_topk.test_summaries_bound_every_logit_and_follow_a_page_to_its_next_owner()
+    test_verify_topk.test_summaries_know_tokens_that_came_in_steps_without_drafts()
+    assert set(calls) == set(KERNELS)
     calls.clear()
     assert operators_of_a_round(2) == operators_of_a_round(7)
-    assert calls.count("score_tokens") == 4, "one for all layers in each round"
+    assert calls.count("score_pages") == 4, "one for all layers in each round"
 
 
-def test_pages_and_tokens_in_the_interpreter():
+def test_pages_in_the_interpreter():
     triton_tools.run_interpreted(__file__)
 
 
@@ -332,16 +262,8 @@ SINKS = dict(sinks="*fp32")
         (
             "_scores_kernel",
             LOGITS | SINKS | dict(positions="*i64", scores="*fp32"),
-            dict(NUM_QUERIES=5, NUM_ROWS=20, GROUP=4, PAGE_SIZE=16, HEADS=8, NUM_ROW_BLOCKS=1)
+            dict(NUM_QUERIES=5, NUM_ROWS=20, GROUP=4, PAGE_SIZE=16, NUM_KV_HEADS=8, NUM_ROW_BLOCKS=1)
             | dict(BLOCK_ROWS=32, SPLITS_PADDED=8, BLOCK=128, SINKS=True),
-        ),
-        (
-            "_token_scores_kernel",
-            dict(keys="*bf16", offsets="*i64", queries="*bf16", positions="*i64", context_lens="*i64")
-            | SINKS
-            | dict(block_table="*i32", pages="*i64", ends="*i64", scales="*fp32", scores="*fp32"),
-            dict(NUM_QUERIES=5, NUM_ROWS=20, GROUP=4, HEAD_SIZE=128, PAGE_SIZE=16, NUM_ROW_BLOCKS=1)
-            | dict(BLOCK_ROWS=32, HEAD_PADDED=128, BLOCK=64, SINKS=True),
         ),
     ],
 )
@@ -352,16 +274,15 @@ def test_kernels_compile_for_hopper_without_one(kernel, pointers, constants, key
     elif keys != "bf16":
         pytest.skip("reads no keys")
     pytest.importorskip("triton")
-    from vllm_magicdec.policies import verify_topk_kernels, verify_topk_token_kernels
+    from vllm_magicdec.policies import verify_topk_kernels
 
-    module = verify_topk_token_kernels if kernel == "_token_scores_kernel" else verify_topk_kernels
-    triton_tools.check_compiles_for_hopper(getattr(module, kernel), pointers, constants)
+    triton_tools.check_compiles_for_hopper(getattr(verify_topk_kernels, kernel), pointers, constants)
 
 
 @pytest.mark.gpu
 @settings(max_examples=20, deadline=None)
 @cases
-def test_pages_and_tokens_compiled(**case: object) -> None:
+def test_pages_compiled(**case: object) -> None:
     check(**case, device="cuda")
 
 

@@ -10,7 +10,7 @@ from reference import slot_of
 from vllm_magicdec.views.base import DraftSlots
 from vllm_magicdec.views.layer_pages import LayerPageViews
 from vllm_magicdec.views.pages import PageBudget
-from vllm_magicdec.views.selections import Selections, budget_to_select
+from vllm_magicdec.views.selections import Selections
 
 CPU = torch.device("cpu")
 NUM_LAYERS, PAGE = 2, 4
@@ -22,40 +22,32 @@ def rounds(draw):
     num_steps = draw(st.integers(1, 9))
     sinks = draw(st.integers(0, 2))
     drafted_pages = -(-(num_steps - 1) // PAGE) + 1
-    recents = sorted(draw(st.lists(st.integers(drafted_pages, 8), min_size=1, max_size=3)))
+    recent = draw(st.integers(drafted_pages, 8))
     fraction = draw(st.sampled_from([0.0, 0.0, 0.5]))
     most = -(-model_len // PAGE)
-    sizes = sorted(draw(st.integers(sinks + recent, sinks + recent + 12)) for recent in recents)
-    budgets = [
-        PageBudget(PAGE, sinks, size, max(size, most // 2) if fraction else size, fraction, recent)
-        for size, recent in zip(sizes, recents, strict=True)
-    ]
+    size = draw(st.integers(sinks + recent, sinks + recent + 12))
+    budget = PageBudget(PAGE, sinks, size, max(size, most // 2) if fraction else size, fraction, recent)
     lens = st.integers(1, model_len)
     # Where each request is, and where it was when pages were selected for it: long ago, or further on.
     requests = draw(st.lists(st.tuples(lens, lens), min_size=1, max_size=4))
-    return model_len, num_steps, budgets, requests
+    return model_len, num_steps, budget, requests
 
 
-def pages_in_view(
-    budget: PageBudget, least_recent: int, selected: list[int], end: int, total: int, allowed: int
-) -> set[int]:
+def pages_in_view(budget: PageBudget, selected: list[int], end: int, total: int, allowed: int) -> set[int]:
     """Everything if it fits; else sinks, the best that were selected, and the latest pages."""
     if total <= allowed:
         return set(range(total))
     sinks = min(total, budget.sink_pages)
-    since = max(min(end, total - least_recent), sinks)
-    recent = min(max(total - since, least_recent), budget.recent_pages)
-    best = selected[: max(0, allowed - sinks - recent)]
+    since = max(min(end, total - budget.recent_pages), sinks)
+    best = selected[: max(0, allowed - sinks - budget.recent_pages)]
     first_recent = max(since, total - (allowed - sinks - len(best)))
     return {*range(sinks), *best, *range(first_recent, total)}
 
 
 @settings(max_examples=300, deadline=None)
-@given(rounds(), st.integers(0, 2**31), st.data())
-def test_every_step_sees_what_was_selected_sinks_and_recent_pages(case, seed, data):
-    model_len, num_steps, budgets, requests = case
-    size = data.draw(st.integers(0, len(budgets) - 1))
-    budget, to_select = budgets[size], budget_to_select(budgets)
+@given(rounds(), st.integers(0, 2**31))
+def test_every_step_sees_what_was_selected_sinks_and_recent_pages(case, seed):
+    model_len, num_steps, budget, requests = case
     generator = torch.Generator().manual_seed(seed)
     num_reqs, max_blocks = len(requests), -(-model_len // PAGE)
     block_table = torch.randperm(num_reqs * max_blocks, generator=generator)
@@ -65,15 +57,15 @@ def test_every_step_sees_what_was_selected_sinks_and_recent_pages(case, seed, da
         num_layers=NUM_LAYERS,
         num_heads=1,
         max_num_reqs=num_reqs + 1,
-        max_selected=to_select.max_selected,
+        max_selected=budget.max_selected,
         device=CPU,
     )
     selections.begin_round(req_ids)
     selected, ends = {}, []
     for index, (req_id, (_, selected_at)) in enumerate(zip(req_ids, requests, strict=True)):
-        end = max(0, -(-selected_at // PAGE) - to_select.recent_pages)
+        end = max(0, -(-selected_at // PAGE) - budget.recent_pages)
         eligible = max(0, end - budget.sink_pages)
-        count = min(eligible, to_select.max_selected)
+        count = min(eligible, budget.max_selected)
         for layer in range(NUM_LAYERS):
             order = torch.randperm(eligible, generator=generator)[:count] + budget.sink_pages
             selections.positions[selections.row(req_id), layer, 0, :count] = order.to(torch.int32)
@@ -88,11 +80,11 @@ def test_every_step_sees_what_was_selected_sinks_and_recent_pages(case, seed, da
         max_model_len=model_len,
         device=CPU,
     )
-    views = LayerPageViews(selections, KeepsWhatIsThere(), budgets, slots)
+    views = LayerPageViews(selections, KeepsWhatIsThere(), budget, slots)
     context_lens = [context_len for context_len, _ in requests]
     batch = make_batch(req_ids, block_table, context_lens)
     allowed = budget.pages(batch.context_lens).tolist()
-    for step in views.prepare(batch, num_steps, size):
+    for step in views.prepare(batch, num_steps):
         for index, context_len in enumerate(context_lens):
             own = block_table[index].tolist()
             last = min(context_len + num_steps, model_len) - 1
@@ -110,7 +102,6 @@ def test_every_step_sees_what_was_selected_sinks_and_recent_pages(case, seed, da
                     continue
                 expected = pages_in_view(
                     budget,
-                    to_select.recent_pages,
                     selected[index, layer],
                     ends[index],
                     last // PAGE + 1,

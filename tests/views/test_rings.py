@@ -22,8 +22,8 @@ def budget(max_pages: int, sink_pages: int = 1) -> PageBudget:
 @pytest.mark.parametrize(
     ("sinks", "gamma", "spare"), [(0, 1, 0), (1, 4, 1), (2, 5, 1), (1, 6, 2), (1, 17, 4)]
 )
-def test_a_ring_has_the_largest_budget_and_what_is_written_ahead(sinks, gamma, spare):
-    ring = Ring.of([budget(5, sinks), budget(9, sinks)], gamma)
+def test_a_ring_has_the_budget_and_what_is_written_ahead(sinks, gamma, spare):
+    ring = Ring.of(budget(9, sinks), gamma)
     assert ring == Ring(PAGE, sinks, 9 - sinks, spare) and ring.num_pages == 9 + spare
 
 
@@ -41,7 +41,7 @@ def test_rounds_show_nothing_that_was_written_over(seed):
     gamma, sinks = rng.randint(1, 9), rng.randint(0, 2)
     own = budget(sinks + rng.randint(-(-(gamma - 1) // PAGE) + 1, 6), sinks)
     limits = Limits(page_size=PAGE, max_model_len=400, num_speculative_tokens=gamma, device_type="cpu")
-    policy, ring = StreamingLLM(None, own, torch.device("cpu")), StreamingLLM.ring([own], limits)
+    policy, ring = StreamingLLM(None, own, torch.device("cpu")), StreamingLLM.ring(own, limits)
     cache = np.full(ring.num_pages * PAGE, -1)
 
     def slots(positions: np.ndarray) -> np.ndarray:
@@ -84,4 +84,4 @@ def test_who_chooses_other_pages_has_no_ring():
             return super().choose_pages(context_lens, last_pages)
 
     limits = Limits(page_size=PAGE, max_model_len=400, num_speculative_tokens=4, device_type="cpu")
-    assert Other.ring([budget(5)], limits) is None
+    assert Other.ring(budget(5), limits) is None

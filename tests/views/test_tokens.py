@@ -15,16 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import selection_in_view, slot_of, token_positions
 
-from vllm_magicdec.attention import KVRows
-from vllm_magicdec.attention.observing import LayerObserver
-from vllm_magicdec.attention.softmax import Softmax
-from vllm_magicdec.config import MagicDecSpeculativeConfig
-from vllm_magicdec.policies.observing import PromptSelector
-from vllm_magicdec.policies.snapkv import SnapKV
 from vllm_magicdec.views import tokens
 from vllm_magicdec.views.base import PAD_SLOT, Batch, DraftSlots
 from vllm_magicdec.views.passes import Queries
-from vllm_magicdec.views.selections import RequestRows, Selections, budget_to_select
+from vllm_magicdec.views.selections import RequestRows, Selections
 from vllm_magicdec.views.token_steps import TokenSteps
 from vllm_magicdec.views.tokens import TokenBudget, TokenViews
 
@@ -41,32 +35,27 @@ def rounds(draw):
     window = draw(st.integers(1, 12))
     recent = draw(st.sampled_from([0.0, 0.375]))
     least = min(sink + max(window, num_steps) + 1, model_len)
-    budgets = [
-        TokenBudget.from_fields(
-            budget=tokens,
-            min_budget=256,
-            sink=sink,
-            window=window,
-            recent=recent,
-            num_speculative_tokens=num_steps,
-            max_model_len=model_len,
-        )
-        for tokens in sorted(draw(st.lists(st.integers(least, model_len), min_size=1, max_size=3)))
-    ]
+    budget = TokenBudget.from_fields(
+        budget=draw(st.integers(least, model_len)),
+        min_budget=256,
+        sink=sink,
+        window=window,
+        recent=recent,
+        num_speculative_tokens=num_steps,
+        max_model_len=model_len,
+    )
     requests = []
     for _ in range(draw(st.integers(1, 4))):
         context_len = draw(st.integers(1, model_len))
         selected_at = draw(st.integers(0, context_len))  # 0: nothing was selected
         requests.append((context_len, selected_at))
-    return page_size, model_len, num_steps, budgets, requests
+    return page_size, model_len, num_steps, budget, requests
 
 
 @settings(max_examples=200, deadline=None)
 @given(rounds(), st.integers(0, 2**31), st.data())
 def test_every_step_sees_selection_sinks_and_recent_tokens_also_in_a_pass(case, seed, data):
-    page_size, model_len, num_steps, budgets, requests = case
-    size = data.draw(st.integers(0, len(budgets) - 1))
-    budget, to_select = budgets[size], budget_to_select(budgets)
+    page_size, model_len, num_steps, budget, requests = case
     generator = torch.Generator().manual_seed(seed)
     num_reqs, max_blocks = len(requests), -(-model_len // page_size)
     blocks = torch.randperm(num_reqs * max_blocks, generator=generator)
@@ -77,14 +66,14 @@ def test_every_step_sees_selection_sinks_and_recent_tokens_also_in_a_pass(case, 
         num_layers=NUM_LAYERS,
         num_heads=NUM_KV_HEADS,
         max_num_reqs=num_reqs + 1,
-        max_selected=to_select.max_selected,
+        max_selected=budget.max_selected,
         device=CPU,
     )
     selections.begin_round(req_ids)
     chosen = {}
     for index, (req_id, (_, selected_at)) in enumerate(zip(req_ids, requests, strict=True)):
-        end = max(0, selected_at - to_select.window)
-        count = min(max(0, end - budget.sink), to_select.max_selected)
+        end = max(0, selected_at - budget.window)
+        count = min(max(0, end - budget.sink), budget.max_selected)
         row = selections.rows([req_id])
         for layer in range(NUM_LAYERS):
             for head in range(NUM_KV_HEADS):
@@ -94,9 +83,9 @@ def test_every_step_sees_selection_sinks_and_recent_tokens_also_in_a_pass(case, 
         selections.set([req_id], [selected_at], torch.tensor([count]), torch.tensor([end]))
 
     slots = DraftSlots(**geometry, max_model_len=model_len, device=CPU)
-    views = TokenViews(selections, KeepsWhatIsThere(), budgets, slots)
+    views = TokenViews(selections, KeepsWhatIsThere(), budget, slots)
     batch = make_batch(req_ids, block_table, [context_len for context_len, _ in requests])
-    steps = views.prepare(batch, num_steps, size)
+    steps = views.prepare(batch, num_steps)
     passes = [
         seen_in_a_pass(steps, queries, batch, page_size)
         for queries in data.draw(st.lists(passes_within(model_len, num_steps, requests), max_size=3))
@@ -112,16 +101,14 @@ def test_every_step_sees_selection_sinks_and_recent_tokens_also_in_a_pass(case, 
                 assert step.view.common_len == budget.max_tokens
             for layer in range(NUM_LAYERS):
                 for head in range(NUM_KV_HEADS):
-                    end = max(0, selected_at - to_select.window)
+                    end = max(0, selected_at - budget.window)
                     expected = token_positions(
                         chosen=selection_in_view(
                             chosen[index, layer, head],
-                            chosen_until=end,
                             context_len=context_len,
                             sink=budget.sink,
                             budget=budget.max_tokens,
                             window=budget.window,
-                            least_window=to_select.window,
                             model_len=model_len,
                         ),
                         chosen_until=end,
@@ -166,13 +153,13 @@ def test_chosen_tokens_of_one_block_are_neighbours_in_a_list():
         page_size=page_size, max_num_reqs=1, max_num_steps=1, max_model_len=model_len, device=CPU
     )
     block_table = torch.randperm(model_len // page_size).view(1, -1).to(torch.int32)
-    views = TokenViews(selections, KeepsWhatIsThere(), [budget], slots)
+    views = TokenViews(selections, KeepsWhatIsThere(), budget, slots)
     [step] = views.prepare(make_batch(["a"], block_table, [480]), 1)
     of_list = step.view.slots[0, 0, 0, :chosen] // page_size
     assert len(of_list.unique_consecutive()) == len((best_first // page_size).unique())
 
 
-CHANGES = ("nothing", "tokens", "pages", "selection", "budget", "requests", "order", "shorter")
+CHANGES = ("nothing", "tokens", "pages", "selection", "requests", "order", "shorter")
 
 
 @settings(max_examples=200, deadline=None)
@@ -181,7 +168,6 @@ def test_lists_that_are_kept_are_those_that_are_made_anew(changes, seed):
     """Whatever changes from round to round; in between, steps write their own slots into the lists."""
     rng = random.Random(seed)
     page_size, model_len, num_steps, max_reqs, chosen = 16, 256, 3, 4, 28
-    budgets = [TokenBudget(2, 6, 20, 20), TokenBudget(2, 10, 36, 36)]
     selections = Selections(
         num_layers=NUM_LAYERS,
         num_heads=NUM_KV_HEADS,
@@ -193,7 +179,7 @@ def test_lists_that_are_kept_are_those_that_are_made_anew(changes, seed):
 
     def make_views() -> TokenViews:
         slots = DraftSlots(**geometry, max_model_len=model_len, device=CPU)
-        return TokenViews(selections, KeepsWhatIsThere(), budgets, slots)
+        return TokenViews(selections, KeepsWhatIsThere(), TokenBudget(2, 6, 36, 36), slots)
 
     def select(req_id: str) -> None:
         row, end = selections.row(req_id), lens[req_id] - 6
@@ -207,7 +193,7 @@ def test_lists_that_are_kept_are_those_that_are_made_anew(changes, seed):
     def new_pages() -> torch.Tensor:
         return torch.tensor(rng.sample(range(99), model_len // page_size), dtype=torch.int32)
 
-    names, lens, pages, size, views = ["0", "1"], {}, {}, 1, make_views()
+    names, lens, pages, views = ["0", "1"], {}, {}, make_views()
     table = torch.zeros(max_reqs, model_len // page_size, dtype=torch.int32)
     for number, change in enumerate(["requests", *changes]):
         one = rng.choice(names)
@@ -231,16 +217,10 @@ def test_lists_that_are_kept_are_those_that_are_made_anew(changes, seed):
             select(one)
         elif one in names and change == "shorter":
             lens[one] = rng.randint(30, lens[one])
-        elif change == "budget":
-            size = 1 - size
         for index, name in enumerate(names):
             table[index] = pages[name]  # in place, as vLLM does
         batch = make_batch(names, table[: len(names)], [lens[name] for name in names])
-        pairs = zip(
-            views.prepare(batch, num_steps, size),
-            make_views().prepare(batch, num_steps, size),
-            strict=True,
-        )
+        pairs = zip(views.prepare(batch, num_steps), make_views().prepare(batch, num_steps), strict=True)
         for kept, anew in pairs:
             assert torch.equal(kept.view.lens, anew.view.lens)
             for index, length in enumerate(kept.view.lens.tolist()):
@@ -257,7 +237,7 @@ def test_lists_of_a_batch_that_goes_on_are_kept(monkeypatch):
     selections.positions[0, ..., :8] = torch.arange(10, 18, dtype=torch.int32)
     selections.set(["a"], [100], torch.tensor([8]), torch.tensor([90]))
     slots = DraftSlots(page_size=16, max_num_reqs=1, max_num_steps=2, max_model_len=256, device=CPU)
-    views = TokenViews(selections, KeepsWhatIsThere(), [TokenBudget(2, 6, 16, 16)], slots)
+    views = TokenViews(selections, KeepsWhatIsThere(), TokenBudget(2, 6, 16, 16), slots)
     table = torch.arange(16, dtype=torch.int32).unsqueeze(0)
     views.prepare(make_batch(["a"], table, [100]), 2)
     with monkeypatch.context() as patched:
@@ -305,72 +285,13 @@ def test_a_common_length_is_said_only_where_the_view_has_it(num_missing):
     )
     selections.begin_round(["a"])
     slots = DraftSlots(page_size=16, max_num_reqs=1, max_num_steps=num_steps, max_model_len=128, device=CPU)
-    views = TokenViews(selections, KeepsWhatIsThere(), [budget], slots, plans=())
+    views = TokenViews(selections, KeepsWhatIsThere(), budget, slots, plans=())
     block_table = torch.arange(8, dtype=torch.int32).unsqueeze(0)
     batch = replace(make_batch(["a"], block_table, [64 - num_missing]), known_lens=[72 - num_missing])
     for step in views.prepare(batch, num_steps):
         assert step.view.common_len in (None, int(step.view.lens[0]))
     full = replace(batch, context_lens=torch.tensor([80]), known_lens=[80])
     assert [step.view.common_len for step in views.prepare(full, num_steps)] == [64] * num_steps
-
-
-@pytest.mark.parametrize("recent", [0, 0.375])
-def test_a_smaller_budget_selects_what_it_would_alone(recent):
-    page_size, model_len, context_lens = 16, 1024, [1000, 300, 150, 60]
-    fields = MagicDecSpeculativeConfig(method="magicdec-self", snapkv_kernel=1)  # a larger one makes ties
-    budgets = [
-        TokenBudget.from_fields(
-            budget=tokens,
-            min_budget=256,
-            sink=4,
-            window=32,
-            recent=recent,
-            num_speculative_tokens=4,
-            max_model_len=model_len,
-        )
-        for tokens in (64, 128, 256)
-    ]
-    pages = model_len // page_size
-    block_table = torch.arange(len(context_lens) * pages, dtype=torch.int32).view(-1, pages)
-    cache = torch.randn(block_table.numel(), NUM_KV_HEADS, page_size, 16)
-    queries = torch.randn(len(context_lens), 32, 2 * NUM_KV_HEADS, 8)
-
-    def observe(indices: list[int], window: int, observer: LayerObserver) -> None:
-        for layer in range(NUM_LAYERS):
-            observer(layer, queries[indices].flatten(0, 1), KVRows.of(cache, "FLASH_ATTN"), Softmax(1.0))
-
-    def select(budgets: list[TokenBudget]) -> tuple[Selections, list[int]]:
-        to_select = budget_to_select(budgets)
-        selections = Selections(
-            num_layers=NUM_LAYERS,
-            num_heads=NUM_KV_HEADS,
-            max_num_reqs=len(context_lens),
-            max_selected=to_select.max_selected,
-            device=CPU,
-        )
-        selector = PromptSelector(
-            SnapKV(fields),
-            budgets,
-            selections,
-            observe,
-            page_size=page_size,
-            max_batched_tokens=4096,
-            num_speculative_tokens=4,
-        )
-        req_ids = list("abcd")
-        selector.update(make_batch(req_ids, block_table, context_lens), num_steps=1)
-        return selections, selections.rows(req_ids).tolist()
-
-    alone, alone_rows = select(budgets[:1])
-    together, rows = select(budgets)
-    for row, alone_row, context_len in zip(rows, alone_rows, context_lens, strict=True):
-        count = int(alone.counts[alone_row])
-        eligible = max(0, context_len - 4 - budgets[0].window)
-        assert count == min(eligible, budgets[0].max_selected)
-        assert int(together.counts[row]) == min(eligible, budget_to_select(budgets).max_selected)
-        assert int(together.ends[row]) == int(alone.ends[alone_row])
-        first = together.positions[row, ..., :count].sort().values
-        assert torch.equal(first, alone.positions[alone_row, ..., :count].sort().values)
 
 
 def test_index_memory_of_an_8b_model_is_small():
@@ -384,7 +305,7 @@ def test_index_memory_of_an_8b_model_is_small():
         num_layers=32, num_heads=8, max_num_reqs=64, max_selected=budget.max_selected, device=meta
     )
     slots = DraftSlots(**geometry, max_model_len=131072, device=meta)
-    memory = TokenViews(selections, KeepsWhatIsThere(), [budget], slots).memory_bytes
+    memory = TokenViews(selections, KeepsWhatIsThere(), budget, slots).memory_bytes
     assert sum(memory.values()) < 300e6
 
 

@@ -20,7 +20,7 @@ def rounds(draw):
         page_size=page_size,
         model_len=model_len,
         reach=draw(st.sampled_from([SlidingWindow, LocalChunk]))(draw(st.integers(1, 320))),
-        max_tokens=sorted(draw(st.lists(st.integers(1, 320), min_size=1, max_size=3))),
+        max_tokens=draw(st.integers(1, 320)),
         max_num_steps=draw(st.integers(1, 9)),
     )
     case["num_steps"] = draw(st.integers(1, case["max_num_steps"]))
@@ -37,9 +37,8 @@ def first_seen(reach, position: int) -> int:
 @given(rounds())
 def test_a_view_is_what_the_round_reaches_and_no_page_that_may_be_gone(drawn):
     case, context_lens = drawn
-    page, model_len, reach, num_steps = (
-        case[name] for name in ("page_size", "model_len", "reach", "num_steps")
-    )
+    names = ("page_size", "model_len", "reach", "max_tokens", "num_steps")
+    page, model_len, reach, max_tokens, num_steps = (case[name] for name in names)
     num_reqs, num_blocks = len(context_lens), -(-model_len // page)
     blocks = torch.randperm(num_reqs * num_blocks, generator=torch.Generator().manual_seed(7)) + 1
     table = blocks.view(num_reqs, num_blocks).to(torch.int32)
@@ -53,37 +52,36 @@ def test_a_view_is_what_the_round_reaches_and_no_page_that_may_be_gone(drawn):
         max_model_len=model_len,
         device=CPU,
     )
-    views = make_reached_views(reach, max_tokens=case["max_tokens"], draft_slots=slots, device=CPU)
+    views = make_reached_views(reach, max_tokens=max_tokens, draft_slots=slots, device=CPU)
     batch = make_batch([str(i) for i in range(num_reqs)], table, context_lens)
-    for size, max_tokens in enumerate(case["max_tokens"]):
-        steps = list(views.prepare(batch, num_steps, size))
-        assert [step.index for step in steps] == list(range(num_steps))
-        for step in steps:
-            for req, context_len in enumerate(context_lens):
-                wanted = context_len + step.index
-                position = min(wanted, model_len - 1)
-                assert int(step.positions[req]) == position
-                own = table[req].tolist()
-                slot = own[position // page] * page + position % page
-                assert int(step.slots[req]) == (slot if wanted == position else PAD_SLOT)
-                length = int(step.view.lens[req])
-                view = step.view.block_table[req].tolist()
-                assert 1 <= length <= step.view.max_len
-                assert min(view[: -(-length // page)]) > 0, "a page that may be gone"
-                entries = [view[i // page] * page + i % page for i in range(length)]
-                context = [own[p // page] * page + p % page for p in range(position + 1)]
-                assert entries == context[-length:]
-                first = first_seen(reach, context_len)
-                if length <= position - first:  # whole pages: a little more than the budget, never less
-                    last = min(context_len + num_steps, model_len) - 1
-                    assert length + last - position > max_tokens - page
-                elif isinstance(reach, SlidingWindow):  # what vLLM masks of it is before the window
-                    assert length >= position + 1 - first_seen(reach, position)
+    steps = list(views.prepare(batch, num_steps))
+    assert [step.index for step in steps] == list(range(num_steps))
+    for step in steps:
+        for req, context_len in enumerate(context_lens):
+            wanted = context_len + step.index
+            position = min(wanted, model_len - 1)
+            assert int(step.positions[req]) == position
+            own = table[req].tolist()
+            slot = own[position // page] * page + position % page
+            assert int(step.slots[req]) == (slot if wanted == position else PAD_SLOT)
+            length = int(step.view.lens[req])
+            view = step.view.block_table[req].tolist()
+            assert 1 <= length <= step.view.max_len
+            assert min(view[: -(-length // page)]) > 0, "a page that may be gone"
+            entries = [view[i // page] * page + i % page for i in range(length)]
+            context = [own[p // page] * page + p % page for p in range(position + 1)]
+            assert entries == context[-length:]
+            first = first_seen(reach, context_len)
+            if length <= position - first:  # whole pages: a little more than the budget, never less
+                last = min(context_len + num_steps, model_len) - 1
+                assert length + last - position > max_tokens - page
+            elif isinstance(reach, SlidingWindow):  # what vLLM masks of it is before the window
+                assert length >= position + 1 - first_seen(reach, position)
 
 
 def test_a_budget_of_the_whole_context_shows_every_window_whole():
     slots = DraftSlots(page_size=16, max_num_reqs=1, max_num_steps=4, max_model_len=512, device=CPU)
-    views = make_reached_views(SlidingWindow(64), max_tokens=[512], draft_slots=slots, device=CPU)
+    views = make_reached_views(SlidingWindow(64), max_tokens=512, draft_slots=slots, device=CPU)
     table = torch.arange(1, 33, dtype=torch.int32).unsqueeze(0)
     for context_len in (0, 63, 64, 200, 511):
         first_page = max(0, context_len - 63) // 16

@@ -58,7 +58,7 @@ def config(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     LlamaConfig(vocab_size=64, architectures=["LlamaForCausalLM"], **sizes).save_pretrained(path)
-    spec = {"method": METHOD, "num_speculative_tokens": "auto", "draft_kv_budget": "auto"}
+    spec = {"method": METHOD, "num_speculative_tokens": "auto"}
     engine = {"skip_tokenizer_init": True, "max_model_len": 2048, "block_size": 32}
     return EngineArgs(model=str(path), speculative_config=spec, **engine).create_engine_config()
 
@@ -83,7 +83,7 @@ def test_switches_never_fall_when_another_controller_counts_anew():
     gauges = SpeculationGauges(counts, budget=512)
     taken = []
     for num_switches in (2, 3, 1, 1):
-        gauges.set(Forecast(Choice(4, 512), 1.2, 0.3), 1.1, num_switches)
+        gauges.set(Forecast(Choice(4), 1.2, 0.3), 1.1, num_switches)
         taken.append(counts.take().added.get("switches", 0))
     assert taken == [2, 1, 1, 0]
 
@@ -99,7 +99,7 @@ def through_the_core(scheduler, output, stats):
 def test_counts_of_every_rank_are_added_up(front_end):
     schedulers = [SimpleNamespace(), SimpleNamespace()]
     for scheduler in schedulers:
-        SpeculationGauges(counts_of(scheduler), 512).set(Forecast(Choice(3, 256), 2.0, 0.25), 1.5, 4)
+        SpeculationGauges(counts_of(scheduler), 512).set(Forecast(Choice(3), 2.0, 0.25), 1.5, 4)
     assert shown("draft_failures_total", 0) == shown("draft_failures_total", 1) == 0, "from the start"
     for engine, failures in ((0, 2), (1, 1), (0, 3)):
         counts = Counts()
@@ -117,7 +117,7 @@ def test_counts_of_every_rank_are_added_up(front_end):
         assert shown("failures_total", engine, what="selection") == failures
         assert shown("lookup_tokens_total", engine) == 5 * rounds
         assert shown("num_speculative_tokens", engine) == 3
-        assert shown("draft_kv_budget", engine) == 256
+        assert shown("draft_kv_budget", engine) == 512
         assert shown("switches_total", engine) == 4
     assert shown("lookup_failures_total", 0) == 0
 
@@ -251,7 +251,7 @@ def test_what_crosses_hosts_under_ray(ray, config, monkeypatch):
     class Worker:
         def __init__(self, config):
             spec = config.speculative_config
-            self.known = type(spec).__name__, spec.budgets, spec.lengths, spec.draft_kv_policy
+            self.known = type(spec).__name__, spec.draft_kv_budget, spec.lengths, spec.draft_kv_policy
             self.counts = Counts()
 
         def step(self, scheduled):
@@ -261,7 +261,7 @@ def test_what_crosses_hosts_under_ray(ray, config, monkeypatch):
             failures.count_round()
             output = send(self.counts, step_output())
             prices = plan.least_chance, plan.least_gain, plan.least_promise
-            return output, (int(plan), plan.budget, *prices)
+            return output, (int(plan), plan.lookups_alone, *prices)
 
         def ask(self):
             return self.known
@@ -269,10 +269,9 @@ def test_what_crosses_hosts_under_ray(ray, config, monkeypatch):
     worker = ray.remote(Worker).options(num_cpus=1).remote(config)
     spec = config.speculative_config
     known = ray.get(worker.ask.remote())
-    assert known == ("EngineSpeculativeConfig", spec.budgets, spec.lengths, "streamingllm")
-    assert len(spec.budgets) == 3
+    assert known == ("EngineSpeculativeConfig", 512, spec.lengths, "streamingllm")
     scheduled = SchedulerOutput.make_empty()
-    scheduled.num_spec_tokens_to_schedule = DraftPlan(3, 256, 0.1, 0.2, 4.0)
+    scheduled.num_spec_tokens_to_schedule = DraftPlan(3, 0.1, 0.2, 4.0, lookups_alone=True)
     scheduler = SimpleNamespace()
     for _ in range(2):
         output, plan = ray.get(worker.step.remote(scheduled))

@@ -131,7 +131,9 @@ def test_pages_that_a_backend_splits_are_refused_with_the_size_to_use():
     group = target_group("0", FULL)
     refuse_split_pages([[group]], are_of_layers=True)
     group.kernel_block_size = 16
-    with pytest.raises(MagicDecConfigError, match="into 16; use --block-size 16, draft_kv_granularity="):
+    with pytest.raises(
+        MagicDecConfigError, match="into 16; use --block-size 16, draft_kv_policy='snapkv' with"
+    ):
         refuse_split_pages([[group]], are_of_layers=True)
 
 

@@ -75,15 +75,6 @@ def test_all_lengths_stay_where_a_length_costs_no_graphs(configure, engine):
     assert configure(AUTO, **engine).speculative_config.lengths == tuple(range(9))
 
 
-@pytest.mark.parametrize("drafts", [1, 2, 4, 5, 12])
-@pytest.mark.parametrize("max_num_seqs", [8, 11, 135, 1024])
-def test_a_fixed_number_with_an_automatic_budget_has_all_graphs(configure, capture, drafts, max_num_seqs):
-    fields = {"method": METHOD, "num_speculative_tokens": drafts, "draft_kv_budget": "auto"}
-    config = configure(fields, max_num_seqs=max_num_seqs)
-    assert config.speculative_config.lengths == (drafts,)
-    assert without_graph(capture(config), (0, drafts), max_num_seqs) == []
-
-
 def test_sizes_that_the_user_gave_have_graphs_of_every_number_of_drafts(configure, capture):
     compilation = {"cudagraph_capture_sizes": [1, 2, 10, 36]}
     config = configure(AUTO, max_num_seqs=10, compilation_config=compilation)

@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses how many tokens to draft, and with which KV budget, from counts and times alone.
+"""Chooses how many tokens to draft, from counts and times alone.
 
 The rule is MagicDec's Eq. 2 (arXiv 2408.11049) with measured times: of all speculation lengths gamma,
-0 included, and budgets b take the pair that promises the most tokens per second for the batch at hand,
+0 included, take the one that promises the most tokens per second for the batch at hand,
 
-    rate(gamma, b) = n * Omega(gamma, b) / T(n, C, verified=gamma, drafted=gamma, budget=b)
+    rate(gamma) = n * Omega(gamma) / T(n, C, verified=gamma, drafted=gamma)
 
-Omega(gamma, b) is the expected tokens of a round at the acceptance seen lately with that budget. Two things
-keep the choice calm and honest: it changes only for a clear gain, and pairs that look worse are tried now
-and then, for a fixed share of the time, because their times and their acceptance can be known in no other
-way.
+Omega(gamma) is the expected tokens of a round at the acceptance seen lately. Two things keep the choice
+calm and honest: it changes only for a clear gain, and lengths that look worse are tried now and then, for a
+fixed share of the time, because their times and their acceptance can be known in no other way.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -48,11 +47,11 @@ class Choice(NamedTuple):
 
     drafts: int
     """Per request, at most; 0 is plain decoding."""
-    budget: int
-    """K/V entries that each draft step reads per request, at most; 0 where none is made."""
+    lookups_alone: bool = False
+    """All drafts are looked up and no draft step is made."""
 
 
-PLAIN = Choice(0, 0)
+PLAIN = Choice(0)
 
 
 class How(NamedTuple):
@@ -91,43 +90,21 @@ class Acceptance:
             self._tried[place] = decay * self._tried[place] + tried
             self._accepted[place] = decay * self._accepted[place] + stood
 
-    def rates(self, expected: Sequence[float] | None = None) -> list[float]:
-        """P(draft i stands | all before it stood), for each place i.
+    def rates(self) -> list[float]:
+        """P(draft i is accepted | all before it were), for each i.
 
-        Args:
-            expected: what places seldom reached lean on; None: on all places together, and those on a
-                cautious guess.
+        Positions seldom reached lean on the mean over all positions, and that one on a cautious guess.
         """
-        if expected is None:
-            overall = (sum(self._accepted) + 3.0) / (sum(self._tried) + 4.0)
-            expected = [overall] * len(self._tried)
+        overall = (sum(self._accepted) + 3.0) / (sum(self._tried) + 4.0)
         return [
-            (stood + 4.0 * usual) / (tried + 4.0)
-            for stood, tried, usual in zip(self._accepted, self._tried, expected, strict=True)
+            (accepted + 4.0 * overall) / (tried + 4.0)
+            for accepted, tried in zip(self._accepted, self._tried, strict=True)
         ]
 
-
-class AcceptanceByBudget:
-    """How far drafts get with each budget; one that was seldom tried leans on what the others show.
-
-    Args:
-        max_tokens: most drafts of a round.
-        budgets: K/V entries that a draft step reads per request.
-    """
-
-    def __init__(self, max_tokens: int, budgets: Iterable[int]) -> None:
-        self._together = Acceptance(max_tokens)
-        self._own = {budget: Acceptance(max_tokens) for budget in budgets}
-
-    def observe(self, budget: int, drafted: int, accepted: int, count: int = 1) -> None:
-        """As for `Acceptance`, of drafts made with this budget."""
-        self._together.observe(drafted, accepted, count)
-        self._own[budget].observe(drafted, accepted, count)
-
-    def tokens_per_round(self, budget: int) -> list[float]:
+    def tokens_per_round(self) -> list[float]:
         """Omega(gamma), expected tokens of a round, for gamma = 0, 1, ... max_tokens."""
         expected, reached = [1.0], 1.0
-        for rate in self._own[budget].rates(self._together.rates()):
+        for rate in self.rates():
             reached *= rate
             expected.append(expected[-1] + reached)
         return expected
@@ -145,26 +122,26 @@ class Forecast:
 
 
 class Controller:
-    """Chooses speculation lengths and budgets for one engine.
+    """Chooses speculation lengths for one engine.
 
     Args:
         lengths: numbers of drafts to choose among, ascending. Plain decoding is tried now and then even
             where 0 is not among them: what is gained over it is to be known.
-        budgets: K/V entries per request to choose among, ascending.
+        budget: K/V entries that each draft step reads per request, at most.
         times: a profile's times, or empty ones: then the first steps of every batch size and context
-            length that is new by a factor of two try a few lengths and every budget.
+            length that is new by a factor of two try a few lengths.
     """
 
-    def __init__(self, lengths: Sequence[int], budgets: Sequence[int], times: StepTimes) -> None:
+    def __init__(self, lengths: Sequence[int], budget: int, times: StepTimes) -> None:
         self.times = times
-        self.acceptance = AcceptanceByBudget(lengths[-1], budgets)
+        self.acceptance = Acceptance(lengths[-1])
         self.num_switches = 0
         self.lengths = tuple(length for length in lengths if length)
-        self.budgets = tuple(budgets)
-        self._pairs = [Choice(length, budget) for length in self.lengths for budget in self.budgets]
-        self._choices = [PLAIN, *self._pairs] if 0 in lengths else self._pairs
+        self.budget = budget
+        self._drafting = [Choice(length) for length in self.lengths]
+        self._choices = [PLAIN, *self._drafting] if 0 in lengths else self._drafting
         self._only_tried = [PLAIN]  # to know what it brings, also where it is not chosen
-        self._current = Choice(self._length_up_to(4), budgets[-1])
+        self._current = Choice(self._length_up_to(4))
         # What is to be tried, last first: in the steps that come next; before anything is known; and in
         # batches of a region.
         self._trial: list[Choice] = []
@@ -175,7 +152,6 @@ class Controller:
         self.is_planned = False
         """Whether the latest choice is a trial, or made to learn times."""
         self._seconds_per_token = 0.0  # with the present choice, of the batch that it was decided for
-        self._least_chance = 0.0
         self._has_tried = False  # a plan has ended: what it showed is to be learnt at once
         self._credit_seconds = 0.0
         self._last_tried: Counter[Choice] = Counter()  # at which step
@@ -214,17 +190,11 @@ class Controller:
         self._consider_trial(rates, num_reqs, context_tokens)
 
     def _weigh(self, rates: dict[Choice, float], num_reqs: int, context_tokens: int) -> None:
-        """Find what a draft must promise."""
-        self._least_chance = rates[self._current] * self.times.position_seconds(num_reqs, context_tokens)
+        """Find what drafts must promise to be made and verified: here, nothing."""
 
     def plan(self, choice: Choice) -> DraftPlan:
         """What the workers are told of the latest choice."""
-        return DraftPlan(*choice)
-
-    @property
-    def least_chance(self) -> float:
-        """That a draft of the latest choice must have to stand, to be worth verifying; 0: all are."""
-        return 0.0 if self.is_planned else self._least_chance
+        return DraftPlan(choice.drafts, lookups_alone=choice.lookups_alone)
 
     def observe(
         self,
@@ -264,7 +234,7 @@ class Controller:
 
     def _observe_round(self, made: Choice, verified: int, accepted: int, count: int, how: How) -> None:
         """Of so many requests alike."""
-        self.acceptance.observe(made.budget, verified, accepted, count)
+        self.acceptance.observe(verified, accepted, count)
 
     def _is_trial(self, made: Choice, drafted: Choice, how: How) -> bool:
         """Whether a step verified or drafted otherwise than the present choice wants."""
@@ -310,7 +280,7 @@ class Controller:
         return self._plain_seconds / self._seconds if self._seconds else 1.0
 
     def rates(self, num_reqs: int, context_tokens: int) -> dict[Choice, float]:
-        """Tokens per second to expect of plain decoding and of every length and budget."""
+        """Tokens per second to expect of plain decoding and of every length."""
         tokens = self._tokens_per_round()
         return {
             choice: num_reqs
@@ -320,12 +290,16 @@ class Controller:
         }
 
     def _tokens_per_round(self) -> dict[Choice, float]:
-        by_budget = {budget: self.acceptance.tokens_per_round(budget) for budget in self.budgets}
-        return {PLAIN: 1.0, **{pair: by_budget[pair.budget][pair.drafts] for pair in self._pairs}}
+        expected = self.acceptance.tokens_per_round()
+        return {choice: expected[choice.drafts] for choice in (PLAIN, *self._drafting)}
 
     def _step(self, num_reqs: int, context_tokens: int, verified: Choice, drafted: Choice) -> Step:
         """That verifies the drafts of one choice and drafts as another."""
-        return Step(num_reqs, context_tokens, verified.drafts, drafted.drafts, drafted.budget)
+        return Step(num_reqs, context_tokens, verified.drafts, drafted.drafts, self.budget_of(drafted))
+
+    def budget_of(self, choice: Choice) -> int:
+        """K/V entries that each draft step reads per request, at most; 0 where none is made."""
+        return self.budget if choice.drafts and not choice.lookups_alone else 0
 
     def forecast(self, num_reqs: int, context_tokens: int) -> Forecast:
         """What to expect of the current choice for such a batch."""
@@ -364,13 +338,9 @@ class Controller:
     def _consider_trial(self, rates: dict[Choice, float], num_reqs: int, context_tokens: int) -> None:
         """Plan a trial, if there is credit for it.
 
-        Tried are plain decoding and the most promising pairs of every length and of every budget. What the
-        trial then costs is taken from the credit as it is measured.
+        What the trial then costs is taken from the credit as it is measured.
         """
-        by_length = [[pair for pair in self._pairs if pair.drafts == length] for length in self.lengths]
-        by_budget = [[pair for pair in self._pairs if pair.budget == budget] for budget in self.budgets]
-        promising = [max(pairs, key=rates.__getitem__) for pairs in (*by_length, *by_budget)]
-        others = [choice for choice in (*self._only_tried, *promising) if self._is_seldom(choice)]
+        others = [choice for choice in (*self._only_tried, *self._drafting) if self._is_seldom(choice)]
         if not others:
             return
         trial = self._next_trial(others, rates, num_reqs, context_tokens)
@@ -416,7 +386,7 @@ class Controller:
         if not self._first and region not in self._calibrations:
             is_known = any(
                 self.times.count(self._step(num_reqs, context_tokens, choice, choice))
-                for choice in (PLAIN, *self._pairs)
+                for choice in (PLAIN, *self._drafting)
             )
             calibration = [] if is_known else self._calibration(num_reqs, context_tokens)
             if not len(self.times):
@@ -433,13 +403,10 @@ class Controller:
         """For its next step in such a batch."""
 
     def _calibration(self, num_reqs: int, context_tokens: int) -> list[Choice]:
-        """A few steps each of plain decoding, few drafts and many, and every budget below the context."""
-        most = self.lengths[-1]
-        lengths = sorted({self._length_up_to(2), self._length_up_to(4), most})
-        pairs = [Choice(length, self.budgets[-1]) for length in lengths]
-        smaller = [budget for budget in self.budgets[:-1] if num_reqs * budget < context_tokens]
-        pairs += [Choice(lengths[len(lengths) // 2], budget) for budget in smaller]
-        return [choice for choice in (*self._only_tried, *pairs) for _ in range(CALIBRATION_STEPS)]
+        """A few steps each of plain decoding, few drafts and many."""
+        lengths = sorted({self._length_up_to(2), self._length_up_to(4), self.lengths[-1]})
+        choices = (*self._only_tried, *map(Choice, lengths))
+        return [choice for choice in choices for _ in range(CALIBRATION_STEPS)]
 
 
 def _region(num_reqs: int, context_tokens: int) -> tuple[int, int]:

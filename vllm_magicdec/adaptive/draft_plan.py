@@ -5,8 +5,6 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from math import inf
 
-# `draft_kv_budget: auto` chooses among the largest budget divided by these.
-BUDGET_DIVISORS = (4, 2, 1)
 # Between kinds of rounds: accepted tokens that looked-up drafts promise for each request of the batch, in
 # the mean. What the draft makes of a round goes with what lookups find for it.
 KIND_BORDERS = (1.0, 3.0, 8.0)
@@ -26,8 +24,6 @@ class DraftPlan(int):
     and the rest travels on it.
     """
 
-    budget: int
-    """K/V entries that each draft step reads per request, at most; 0: drafts are looked up and not read."""
     least_chance: float
     """That a draft must have to stand, to be worth verifying."""
     least_gain: float
@@ -38,26 +34,28 @@ class DraftPlan(int):
     requests must promise, to be verified instead of others."""
     by_kind: Sequence["DraftPlan"]
     """The plan of each kind of rounds; none: this one."""
+    lookups_alone: bool
+    """All drafts are looked up and no draft step is made."""
 
     def __new__(
         cls,
         drafts: int,
-        budget: int,
         least_chance: float = 0.0,
         least_gain: float = 0.0,
         least_promise: float = inf,
         by_kind: Sequence["DraftPlan"] = (),
+        lookups_alone: bool = False,
     ) -> "DraftPlan":
-        """So many drafts per request, made with this budget in tokens."""
+        """So many drafts per request."""
         plan = super().__new__(cls, drafts)
-        plan.budget, plan.least_chance, plan.least_gain = budget, least_chance, least_gain
-        plan.least_promise, plan.by_kind = least_promise, by_kind
+        plan.least_chance, plan.least_gain, plan.least_promise = least_chance, least_gain, least_promise
+        plan.by_kind, plan.lookups_alone = by_kind, lookups_alone
         return plan
 
     @property
     def looks_first(self) -> bool:
         """Whether it is to be known what lookups alone promise."""
-        return bool(not self.budget or self.least_promise < inf or self.by_kind)
+        return bool(self.lookups_alone or self.least_promise < inf or self.by_kind)
 
     def of_kind(self, kind: int) -> "DraftPlan":
         """The plan of such a round."""
@@ -66,10 +64,10 @@ class DraftPlan(int):
     def __getnewargs__(self) -> tuple[object, ...]:  # type: ignore[override]
         """Pickled on its way to the workers."""
         prices = self.least_chance, self.least_gain, self.least_promise
-        return int(self), self.budget, *prices, self.by_kind
+        return int(self), *prices, self.by_kind, self.lookups_alone
 
     def __repr__(self) -> str:
-        return f"DraftPlan({int(self)}, budget={self.budget})"
+        return f"DraftPlan({int(self)}, lookups_alone={self.lookups_alone})"
 
 
 class DraftLists(list[list[int]]):

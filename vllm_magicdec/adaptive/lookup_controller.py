@@ -2,15 +2,15 @@
 """Chooses where drafts can be looked up, and how the workers weigh lookups, draft steps and verification.
 
 What a lookup or a draft promises differs from round to round, and only the workers see it. So this
-controller chooses whether to draft and with which budget, and tells the workers what things cost. All of it
-follows from one rule: with r tokens per second to be had otherwise, a round of E tokens in T seconds is
-worth E - r T, and rounds that are best by that have the highest rate (Dinkelbach 1967). A verified
-position, a draft step and a round of its own cost r times their seconds: MagicDec's Eq. 2 (arXiv
-2408.11049) at the margin. r is not the rate of all rounds: text that lookups foresee comes in stretches,
-and what they bring in one cannot be had in another, which ends no sooner for short rounds. So rounds are of
-kinds, by what lookups promise, and each kind has prices of its own, at the rate of its rounds that are read
-or of plain decoding, whichever is higher. A stretch has as many tokens whatever is done: so the rate
-of all text follows from the kinds' shares of tokens, not of rounds.
+controller chooses whether to draft, and tells the workers what things cost. All of it follows from one
+rule: with r tokens per second to be had otherwise, a round of E tokens in T seconds is worth E - r T, and
+rounds that are best by that have the highest rate (Dinkelbach 1967). A verified position, a draft step and
+a round of its own cost r times their seconds: MagicDec's Eq. 2 (arXiv 2408.11049) at the margin. r is not
+the rate of all rounds: text that lookups foresee comes in stretches, and what they bring in one cannot be
+had in another, which ends no sooner for short rounds. So rounds are of kinds, by what lookups promise, and
+each kind has prices of its own, at the rate of its rounds that are read or of plain decoding, whichever is
+higher. A stretch has as many tokens whatever is done: so the rate of all text follows from the kinds'
+shares of tokens, not of rounds.
 """
 
 from collections import Counter
@@ -56,30 +56,31 @@ class LookupController(Controller):
 
     Args:
         max_drafts: of a request's round.
-        budgets: as for `Controller`.
+        budget: as for `Controller`.
         times: as for `Controller`, but of sizes after the first less is tried.
     """
 
-    def __init__(self, max_drafts: int, budgets: Sequence[int], times: StepTimes) -> None:
-        super().__init__((0, max_drafts), budgets, times)
-        self.unread = Choice(max_drafts, 0)
+    def __init__(self, max_drafts: int, budget: int, times: StepTimes) -> None:
+        super().__init__((0, max_drafts), budget, times)
+        (self._read,) = self._drafting
+        self.unread = Choice(max_drafts, lookups_alone=True)
         """All drafts are looked up. It is tried, but chosen only round by round, by the workers."""
         self._only_tried = [PLAIN, self.unread]
         self._current = PLAIN  # until it is known what else brings
         guesses = (0.2, *KIND_BORDERS)
-        self._kinds = [Places(self._pairs, SeenRounds(2.0 * tokens, tokens, 0.0)) for tokens in guesses]
+        self._kinds = [Places(SeenRounds(2.0 * tokens, tokens, 0.0)) for tokens in guesses]
         self._kinds[0].tokens = GUESSED
         self._last_planned: Counter[Choice] = Counter()  # at which step, as a trial
 
     def plan(self, choice: Choice) -> DraftPlan:
         """See `Controller`."""
         plans = []
-        for chance, gains, promise in (places.prices for places in self._kinds):
+        for chance, gain, promise in (places.prices for places in self._kinds):
             # What is tried is tried as it is.
             promise = inf if self.is_planned else promise
-            chance, gain = min(chance, _MOST_LEAST_CHANCE), gains.get(choice.budget, 0.0)
-            plans.append(DraftPlan(*choice, chance, gain, promise))
-        return DraftPlan(*choice, by_kind=plans)
+            chance, gain = min(chance, _MOST_LEAST_CHANCE), gain if self.budget_of(choice) else 0.0
+            plans.append(DraftPlan(choice.drafts, chance, gain, promise, (), choice.lookups_alone))
+        return DraftPlan(choice.drafts, by_kind=plans, lookups_alone=choice.lookups_alone)
 
     def observe(
         self,
@@ -105,7 +106,7 @@ class LookupController(Controller):
         # While decoding is plain, trials begin at every token alike, whatever they bring.
         places.tokens += count if self._current == PLAIN else tokens
         if made != self.unread:
-            seen.append(places.read[made])
+            seen.append(places.read)
             places.read_tokens += 0.0 if how.is_planned else tokens
         else:
             places.unread_tokens += 0.0 if how.is_planned else tokens
@@ -197,22 +198,13 @@ class LookupController(Controller):
         if not len(self.times):
             return super()._calibration(num_reqs, context_tokens)
 
-        batch = Batch(num_reqs, context_tokens)
-
-        def seconds_per_token(pair: Choice) -> float:
-            return sum(
-                share * self._tried_seconds_per_token(places, pair, batch)
-                for share, places in self._by_share()
-            )
-
-        choices = (*self._only_tried, min(self._pairs, key=seconds_per_token))
+        choices = (*self._only_tried, self._read)
         return [choice for choice in choices for _ in range(CALIBRATION_STEPS)]
 
     def _prepare_calibration(self, num_reqs: int, context_tokens: int) -> None:
         if self._first:
-            gains = dict.fromkeys(self.budgets, _FIRST_LEAST_GAIN * num_reqs)
             for places in self._kinds:
-                places.prices = places.prices._replace(least_gains=gains)
+                places.prices = places.prices._replace(least_gain=_FIRST_LEAST_GAIN * num_reqs)
         else:
             self._weigh(self.rates(num_reqs, context_tokens), num_reqs, context_tokens)
 
@@ -222,7 +214,7 @@ class LookupController(Controller):
             # Until it is seen what workers choose, it is what may make drafts the choice now.
             for places in self._kinds:
                 unread = self._tried_seconds_per_token(places, self.unread, batch)
-                read = min(self._tried_seconds_per_token(places, pair, batch) for pair in self._pairs)
+                read = self._tried_seconds_per_token(places, self._read, batch)
                 places.expect(are_read=read < unread)
         super()._decide(num_reqs, context_tokens)
 
@@ -241,7 +233,7 @@ class LookupController(Controller):
     def rates(self, num_reqs: int, context_tokens: int) -> dict[Choice, float]:
         """Tokens per second to expect; of drafts, with the rounds among them that are looked up."""
         batch, rates = Batch(num_reqs, context_tokens), {}
-        for choice in (PLAIN, self.unread, *self._pairs):
+        for choice in (PLAIN, self.unread, self._read):
             rates[choice] = 1.0 / sum(
                 share * self._seconds_per_token_where(places, choice, batch)
                 for share, places in self._by_share()
@@ -255,7 +247,7 @@ class LookupController(Controller):
 
     def _seconds_per_token_where(self, places: Places, choice: Choice, batch: Batch) -> float:
         """Of text of one kind; of drafts: with the rounds that workers would leave unread."""
-        if not choice.budget:
+        if choice != self._read:
             return self._tried_seconds_per_token(places, choice, batch)
         share = places.unread_share
         unread = self._round_seconds(places.chosen_unread, 0, batch) / places.chosen_unread.tokens
@@ -267,7 +259,8 @@ class LookupController(Controller):
         if choice == PLAIN:
             return self.times.predict(Step(*batch, 0.0, 0.0, 0)) / batch.num_reqs
         seen = places.seen(choice)
-        return self._round_seconds(seen, choice.budget, batch) / (batch.num_reqs * seen.tokens)
+        budget = self.budget_of(choice)
+        return self._round_seconds(seen, budget, batch) / (batch.num_reqs * seen.tokens)
 
     def _round_seconds(self, seen: SeenRounds, budget: int, batch: Batch) -> float:
         num_passes = seen.num_passes if budget else 0.0
@@ -287,27 +280,26 @@ class LookupController(Controller):
         num_verified = num_passes = 0.0
         if verified.drafts:
             num_verified = sum(share * own.verified for share, own in self._seen(verified))
-        if drafted.budget:
+        if budget := self.budget_of(drafted):
             num_passes = sum(share * own.num_passes for share, own in self._seen(drafted))
-        return Step(num_reqs, context_tokens, num_verified, num_passes, drafted.budget)
+        return Step(num_reqs, context_tokens, num_verified, num_passes, budget)
 
     def _weigh(self, rates: dict[Choice, float], num_reqs: int, context_tokens: int) -> None:
         batch = Batch(num_reqs, context_tokens)
         position = self.times.position_seconds(*batch)
-        passes = {budget: self.times.pass_seconds(*batch, budget) for budget in self.budgets}
+        draft_pass = self.times.pass_seconds(*batch, self.budget)
         for places in self._kinds:
             rate, least_promise = self._worth(places, rates[PLAIN], batch)
             # Also of plain decoding: what drafts bring is tried at these prices.
-            gains = {budget: rate * seconds for budget, seconds in passes.items()}
-            places.prices = Prices(rate * position, gains, least_promise)
+            places.prices = Prices(rate * position, rate * draft_pass, least_promise)
             places.seconds_per_token = self._seconds_per_token_where(places, self._current, batch)
 
     def _worth(self, places: Places, plain: float, batch: Batch) -> tuple[float, float]:
         """Tokens per second to be had there, and what lookups must promise to be left unread."""
-        pair, rate, worth = self._current, plain, 0.0
-        if pair != PLAIN:
-            read = places.seen(pair)
-            tokens, seconds = batch.num_reqs * read.tokens, self._round_seconds(read, pair.budget, batch)
+        rate, worth = plain, 0.0
+        if self._current != PLAIN:
+            read = places.read
+            tokens, seconds = batch.num_reqs * read.tokens, self._round_seconds(read, self.budget, batch)
             rate = max(plain, tokens / seconds)
             worth = inf if read.is_guess else tokens - rate * seconds  # to be seen what it brings here
         none = batch.num_reqs - rate * self.times.predict(Step(*batch, NONE_FOUND, 0.0, 0))

@@ -204,7 +204,7 @@ class SpeculationGauges:
 
     Args:
         counts: of the engine core's process.
-        budget: K/V entries that a draft step reads per request at first, at most.
+        budget: K/V entries that a draft step reads per request, at most.
     """
 
     def __init__(self, counts: Counts, budget: int) -> None:
@@ -214,10 +214,7 @@ class SpeculationGauges:
 
     def set(self, forecast: Forecast, achieved_speedup: float, num_switches: int) -> None:
         """Show the present choice."""
-        drafts, budget = forecast.choice
-        self._counts.set("num_speculative_tokens", drafts)
-        if drafts:
-            self._counts.set("draft_kv_budget", budget)
+        self._counts.set("num_speculative_tokens", forecast.choice.drafts)
         self._counts.set("draft_share", forecast.draft_share)
         self._counts.set("predicted_speedup", forecast.speedup)
         self._counts.set("achieved_speedup", achieved_speedup)
@@ -245,7 +242,7 @@ def shown_metrics(spec: MagicDecSpeculativeConfig) -> tuple[dict[str, str], dict
     counters = dict(_DRAFT_COUNTERS)
     if spec.draft_lookup == "on":
         counters |= _LOOKUP_COUNTERS
-    if not spec.has_controller:
+    if not spec.adaptive:
         return counters, {}
     return counters | _CONTROLLER_COUNTERS, _CONTROLLER_GAUGES
 

@@ -2,7 +2,6 @@
 """What was seen of rounds whose drafts may be looked up, kind by kind (`draft_plan.kind_of`)."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
 from copy import copy
 from math import inf
 from typing import NamedTuple
@@ -42,11 +41,6 @@ class SeenRounds:
         self._means = [mean + share * (value - mean) for mean, value in seen]
 
     @property
-    def weight(self) -> float:
-        """Requests' rounds that it counts for."""
-        return self._weight
-
-    @property
     def is_guess(self) -> bool:
         """Too little was seen."""
         return self._weight < 1.5 * GUESSED
@@ -71,8 +65,7 @@ class Prices(NamedTuple):
     """What a round's drafts must promise, as on a `DraftPlan`; at first guesses."""
 
     least_chance: float = 0.3
-    least_gains: Mapping[int, float] = {}
-    """By budget."""
+    least_gain: float = 0.0
     least_promise: float = inf
 
 
@@ -80,12 +73,11 @@ class Places:
     """Where rounds of one kind are made: what was seen there.
 
     Args:
-        pairs: numbers of drafts and budgets that the draft may read with.
         unread: guess at what lookups bring that it does not read.
     """
 
-    def __init__(self, pairs: Iterable[Choice], unread: SeenRounds) -> None:
-        self.read = {pair: SeenRounds(4.0, 3.0, 4.0) for pair in pairs}
+    def __init__(self, unread: SeenRounds) -> None:
+        self.read = SeenRounds(4.0, 3.0, 4.0)
         self.tried_unread = unread  # wherever it was tried
         self.chosen_unread = copy(self.tried_unread)  # where workers chose it
         # Tokens, of which the latest count most: of all rounds, and of those that workers chose.
@@ -96,7 +88,7 @@ class Places:
 
     def fade(self, num_rounds: int) -> None:
         """So many requests' rounds have passed, of whatever kind."""
-        for seen in (*self.read.values(), self.tried_unread, self.chosen_unread):
+        for seen in (self.read, self.tried_unread, self.chosen_unread):
             seen.fade(num_rounds)
 
     def fade_tokens(self, num_rounds: int) -> None:
@@ -107,11 +99,8 @@ class Places:
         self.unread_tokens *= left
 
     def seen(self, choice: Choice) -> SeenRounds:
-        """Rounds with such drafts; while too few were read so, those of the budget of which most were."""
-        if not choice.budget:
-            return self.tried_unread
-        own = self.read[choice]
-        return max(self.read.values(), key=lambda seen: seen.weight) if own.is_guess else own
+        """Rounds with such drafts."""
+        return self.tried_unread if choice.lookups_alone else self.read
 
     def expect(self, *, are_read: bool) -> None:
         """Workers begin to choose: until it is seen what, they will do this."""

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's schedulers with a controller that sets the number of drafts of every step, and their KV budget.
+"""vLLM's schedulers with a controller that sets the number of drafts of every step.
 
 vLLM can vary that number by itself (`num_speculative_tokens_per_batch_size`): the scheduler puts it into
-each `SchedulerOutput`, and both model runners follow. Here a controller sets it instead of a table. What
-one request has verified of it may be less (`request_lengths.py`).
+each `SchedulerOutput`, and both model runners follow. Here a controller sets it instead of a table.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -13,7 +12,6 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from vllm.config import CUDAGraphMode
 from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
@@ -21,13 +19,12 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
-from vllm_magicdec import envs, faults
+from vllm_magicdec import envs
 from vllm_magicdec.adaptive.controller import CHOSEN, PLAIN, Choice, Controller, How
 from vllm_magicdec.adaptive.draft_plan import DraftLists
 from vllm_magicdec.adaptive.lookup_controller import LookupController
 from vllm_magicdec.adaptive.metrics import Failures, SpeculationGauges, counts_of
 from vllm_magicdec.adaptive.places import NONE_FOUND
-from vllm_magicdec.adaptive.request_lengths import RequestLengths
 from vllm_magicdec.adaptive.step_times import Step, StepTimes, TimedStep
 from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.errors import METHOD
@@ -35,8 +32,6 @@ from vllm_magicdec.errors import METHOD
 logger = init_logger(f"vllm.{__name__}")
 
 _STEPS_PER_REPORT = 32
-# Where requests may differ, every fourth step verifies all drafts: from it the controller learns.
-_STEPS_PER_WHOLE_STEP = 4
 
 
 @dataclass
@@ -48,8 +43,8 @@ class _InFlight:
     how: How  # these drafts came to be
     drafted: Choice  # how it drafts
     num_passes: int  # draft steps that it makes
-    is_whole: bool  # all drafts are verified
     decoding: Collection[str]  # requests that were drafted for
+    budget: int  # K/V entries that each draft step reads per request, at most
     context_tokens: int
     verified: float | None  # per request; None: it does not do the same for every request
 
@@ -58,8 +53,8 @@ class _InFlight:
         """None: its time tells nothing."""
         if self.verified is None:
             return None
-        num_reqs, budget = len(self.decoding), self.drafted.budget
-        return Step(num_reqs, self.context_tokens, self.verified, self.num_passes, budget)
+        budget = self.budget if self.num_passes else 0
+        return Step(len(self.decoding), self.context_tokens, self.verified, self.num_passes, budget)
 
 
 class _AdaptiveSpeculation(Scheduler):
@@ -71,11 +66,10 @@ class _AdaptiveSpeculation(Scheduler):
         assert isinstance(spec, MagicDecSpeculativeConfig)
         self.clock: Callable[[], float] = perf_counter
         # On the device they change what passes take, and nothing that the scheduler hears of.
-        self._with_lookups = spec.adaptive and spec.draft_lookup == "on" and not spec.looks_up_on_device
+        self._with_lookups = spec.draft_lookup == "on" and not spec.looks_up_on_device
         # With lookups a step may have more drafts than it can take, so that some requests wait.
         self._drafts_must_not_wait = self._with_lookups and spec.draft_sample_method == "probabilistic"
         self._controller = self._make_controller(spec)
-        faults.inject_into_controller(self._controller)
         self._latest = PLAIN  # what the step before drafted
         self._made = PLAIN  # how the latest drafts were made
         self._how = CHOSEN  # how the latest drafts came to be
@@ -86,47 +80,31 @@ class _AdaptiveSpeculation(Scheduler):
         self._drafts_come_late = on_gpu and self.vllm_config.use_v2_model_runner
         self._in_flight: dict[int, _InFlight] = {}  # by id() of their SchedulerOutput
         self._lessons: list[Callable[[], None]] = []  # to be learnt while the workers compute
-        # CUDA graphs of verifications are for one number of drafts. MLA's kernels want as many queries of
-        # each request, and take others for prompts', whose lengths the host does not know exactly.
-        graphs = self.vllm_config.compilation_config.cudagraph_mode
-        has_graphs = graphs.decode_mode() == CUDAGraphMode.FULL
-        self._lengths_differ = (
-            spec.adaptive
-            and not has_graphs
-            and not self.vllm_config.model_config.use_mla
-            and not self._with_lookups  # the workers cut drafts themselves then, by the draft's certainty
-        )
-        self._request_lengths = RequestLengths()
-        self._num_scheduled = 0
-        self._is_whole = True
         counts = counts_of(self)
-        self._gauges = SpeculationGauges(counts, self._controller.budgets[-1])
+        self._gauges = SpeculationGauges(counts, self._controller.budget)
         self._failures = Failures(counts)
         self._gave_up = False
         self._updated_at: float | None = None  # None: the engine has been idle since
         self._num_reports = 0
 
     def _make_controller(self, spec: MagicDecSpeculativeConfig) -> Controller:
-        budgets = [spec.budget_tokens(budget, self.max_model_len) for budget in spec.budgets]
+        budget = spec.budget_tokens(self.max_model_len)
         times = StepTimes.load(Path(spec.profile)) if spec.profile else StepTimes()
         if self._with_lookups:
-            controller: Controller = LookupController(spec.lengths[-1], budgets, times)
+            controller: Controller = LookupController(spec.lengths[-1], budget, times)
         else:
-            controller = Controller(spec.lengths, budgets, times)
+            controller = Controller(spec.lengths, budget, times)
         if spec.profile:
             self._say_what_will_happen(controller)
             return controller
         every = range(spec.lengths[-1] + 1)
         is_any = self._with_lookups or len(every) == len(spec.lengths)
         drafts = f"0 to {every[-1]}" if is_any else _either(spec.lengths)
-        choices = [f"{drafts} drafts"] if spec.adaptive else []
-        if spec.adaptive_budget:
-            choices.append(f"a budget of {_either(budgets)} tokens")
         logger.info_once(
-            "%s will try several choices in the first steps and then choose %s for every step. To start "
-            "with measured times: 'magicdec profile', then the field 'profile'.",
+            "%s will try several choices in the first steps and then choose %s drafts for every step. To "
+            "start with measured times: 'magicdec profile', then the field 'profile'.",
             METHOD,
-            " and ".join(choices),
+            drafts,
         )
         return controller
 
@@ -137,26 +115,6 @@ class _AdaptiveSpeculation(Scheduler):
             where = "no context" if least is None else f"contexts above about {least:,} tokens"
             parts.append(f"{'every context' if least == 1 else where} at batch {num_reqs}")
         logger.info("%s: speculating for %s.", METHOD, ", ".join(parts))
-
-    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        """vLLM's, after requests whose drafts seldom stand have lost the last ones."""
-        self._num_scheduled += 1
-        self._is_whole = True
-        if self._lengths_differ and not self._gave_up and self._num_scheduled % _STEPS_PER_WHOLE_STEP:
-            try:
-                self._cut_drafts()
-            except Exception:
-                self._give_up()
-        return super().schedule(*args, **kwargs)
-
-    def _cut_drafts(self) -> None:
-        least_chance = 0.0 if self._controller.is_planned else self._controller.least_chance
-        for request in self.running:
-            drafts = request.spec_token_ids
-            kept = self._request_lengths.keep(request.request_id, len(drafts), least_chance)
-            if kept < len(drafts):
-                request.spec_token_ids = drafts[:kept]
-                self._is_whole = False
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         # Before the base class: it makes placeholders for as many drafts.
@@ -197,7 +155,7 @@ class _AdaptiveSpeculation(Scheduler):
             how=self._how,
             drafted=drafted,
             num_passes=drafted.drafts,
-            is_whole=self._is_whole,
+            budget=self._controller.budget,
             decoding=decoding,
             context_tokens=context_tokens,
             verified=verified,
@@ -262,8 +220,6 @@ class _AdaptiveSpeculation(Scheduler):
         return outputs
 
     def _observe(self, output: SchedulerOutput, result: ModelRunnerOutput, now: float) -> None:
-        if self._lengths_differ:  # also in the empty step with which vLLM ends its last requests
-            self._request_lengths.forget(output.finished_req_ids)
         known = self._in_flight.pop(id(output), None)
         if known is None:
             return
@@ -272,17 +228,13 @@ class _AdaptiveSpeculation(Scheduler):
         rounds = _accepted(output, result, known.decoding if self._with_lookups else ())
         if not known.made.drafts:
             rounds = {}  # those of a request that the step before left out are of an earlier choice
-        if self._lengths_differ:
-            for req_id, (drafted, accepted) in rounds.items():
-                self._request_lengths.observe(req_id, drafted, accepted)
         self._lessons.append(partial(self._teach, known, rounds.values(), seconds))
 
     def _teach(self, known: _InFlight, rounds: Collection[tuple[int, int]], seconds: float) -> None:
         step = known.step
         timed = None if step is None else TimedStep(step, seconds)
-        if known.is_whole:
-            made = known.made if rounds else PLAIN
-            self._controller.observe(rounds, made, timed, known.drafted, known.how)
+        made = known.made if rounds else PLAIN
+        self._controller.observe(rounds, made, timed, known.drafted, known.how)
         if timed is not None:
             self._report(timed.step)
 

@@ -13,7 +13,6 @@
 | `plans.py` | its plans for views whose length the host knows |
 | `metadata.py` | a view as the forward context wants it, layer by layer |
 | `native_attention.py` | the kernel of `native/` inside vLLM's layers, on CPUs |
-| `copies.py` | pages where it finds copies of chosen tokens |
 | `observing.py` | who looks at the target's queries |
 | `switch.py` | draft attention inside vLLM's layers |
 """

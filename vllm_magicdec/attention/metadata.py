@@ -13,7 +13,6 @@ import torch
 
 from vllm_magicdec.attention.observing import LayerObserver
 from vllm_magicdec.views.base import LayerPageView, PageView, TokenView, View
-from vllm_magicdec.views.copies import LayerCopies
 from vllm_magicdec.views.passes import PassView, TokenPassView
 
 
@@ -24,7 +23,6 @@ class TokenMetadata:
     slots: torch.Tensor  # [num_reqs, num_kv_heads, budget] int32
     lens: torch.Tensor  # [num_reqs] int32
     common_len: int | None
-    copied: LayerCopies | None = None
 
     @property
     def num_queries(self) -> int:
@@ -40,7 +38,6 @@ class TokenPassMetadata:
     is_seen: torch.Tensor  # [num_running, most, width] bool
     table: torch.Tensor  # [num_running, most] int64
     cells: torch.Tensor  # [num_queries] int64
-    copied: LayerCopies | None = None
 
     @property
     def num_queries(self) -> int:
@@ -85,10 +82,10 @@ def draft_metadata(
 
 
 def _token_metadata(view: TokenView | TokenPassView, layer: int) -> TokenMetadata | TokenPassMetadata:
-    slots, copied = view.slots[layer], None if view.copied is None else view.copied.of_layer(layer)
+    slots = view.slots[layer]
     if isinstance(view, TokenView):
-        return TokenMetadata(slots, view.lens, view.common_len, copied)
-    return TokenPassMetadata(slots, view.is_seen, view.table, view.cells, copied)
+        return TokenMetadata(slots, view.lens, view.common_len)
+    return TokenPassMetadata(slots, view.is_seen, view.table, view.cells)
 
 
 def observed_metadata(

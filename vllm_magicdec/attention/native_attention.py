@@ -214,7 +214,6 @@ class NativeAttention:
             slots=metadata.slots,
             slot_lens=lens,
             is_seen=is_seen,
-            copies=metadata.copied,
             scale=softmax.scale,
             value_scale=value_scale,
             soft_cap=softmax.soft_cap,

@@ -77,11 +77,6 @@ class RowTable:
         numbers = slots // page_size * block + heads * head
         return numbers + places // tile_size * tile + places % tile_size * place
 
-    def fill(self, rows: torch.Tensor) -> None:
-        """Write all of them; `rows` [num_kv_heads, n, head_size], block after block."""
-        num_blocks, num_heads, *of_block = self.cells.shape
-        self.cells.copy_(rows.reshape(num_heads, num_blocks, *of_block).transpose(0, 1))
-
     def gather(self, slots: torch.Tensor) -> torch.Tensor:
         """`slots` [..., num_kv_heads, n] int; returns [..., num_kv_heads, n, head_size] (`read_dtype`)."""
         numbers = self.numbers(slots)
@@ -175,11 +170,6 @@ class KVRows:
             keys and values, each [..., num_kv_heads, n, head_size], see `read_dtype`.
         """
         return self.keys.gather(slots), self.values.gather(slots)
-
-    def fill(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write all blocks; `keys` and `values` [num_kv_heads, n, head_size], in the order of blocks."""
-        self.keys.fill(keys)
-        self.values.fill(values)
 
     def keys_by_page(self, blocks: torch.Tensor, page_size: int) -> torch.Tensor:
         """All keys of some pages of a block table.

@@ -8,7 +8,7 @@ from pydantic import Field
 from vllm.config import SpeculativeConfig
 from vllm.config.utils import config
 
-DEFAULT_MAX_TOKENS, DEFAULT_MAX_BUDGET = 8, 1024  # of `auto`
+DEFAULT_MAX_TOKENS = 8  # of `auto`
 _MOST_TOKENS = 2**31 - 1  # positions are int32
 
 # Fields of vLLM's SpeculativeConfig that keep their meaning when the draft is the target.
@@ -43,8 +43,6 @@ ENGINE_FIELDS = frozenset(
         "has_draft_model",
         "looks_up_on_device",
         "adaptive",
-        "adaptive_budget",
-        "budgets",
         "lengths",
     }
 )
@@ -71,10 +69,7 @@ class MagicDecFields(SpeculativeConfig):
     (entry-point group `vllm_magicdec.policies`)."""
     draft_kv_budget: float = Field(default=512, gt=0, le=_MOST_TOKENS)
     """K/V entries that a draft step may read per request: tokens, or a fraction of the context
-    when below 1. Rounded up to whole KV pages; drafted tokens count. `auto`: chosen for every step."""
-    draft_kv_max_budget: int = Field(default=DEFAULT_MAX_BUDGET, gt=0, le=_MOST_TOKENS)
-    """Largest budget in tokens when `draft_kv_budget` is `auto`, at most the model length; the others are
-    a half and a quarter of it, where the policy can work with them."""
+    when below 1. Rounded up to whole KV pages; drafted tokens count."""
     draft_kv_min_budget: int = Field(default=256, gt=0, le=_MOST_TOKENS)
     """Least budget in tokens when `draft_kv_budget` is a fraction."""
     draft_kv_sink: int = Field(default=4, ge=0, le=_MOST_TOKENS)
@@ -88,9 +83,9 @@ class MagicDecFields(SpeculativeConfig):
     """When to select again. `snapkv`: after so many generated tokens (default 0: once per prompt);
     `verify-topk`: after so many verifications (default 1)."""
     draft_kv_granularity: Literal["page", "token"] | None = None
-    """What `snapkv` and `verify-topk` choose: `page`s, the same for all heads of a layer, which vLLM's own
-    attention reads; or `token`s per KV head, which need attention of the plugin's own. Default: pages,
-    but tokens for `snapkv` on a GPU."""
+    """What `snapkv` chooses: `page`s, the same for all heads of a layer, which vLLM's own attention reads;
+    or `token`s per KV head, which need attention of the plugin's own. Default: pages on a CPU, tokens on a
+    GPU. `verify-topk` chooses pages."""
     draft_lookup: Literal["auto", "on", "off"] = "auto"
     """Whether drafts are looked up: what followed the request's latest tokens before, in its own prompt
     and output. A draft pass reads it ahead and makes several drafts where the draft agrees; under
@@ -119,10 +114,6 @@ class MagicDecFields(SpeculativeConfig):
     """Whether lookups search where the latest tokens are, and the host does not know them."""
     adaptive: bool = False
     """Whether a controller sets the draft tokens of every round; `num_speculative_tokens` is the most."""
-    adaptive_budget: bool = False
-    """Whether a controller sets the budget of every round; `draft_kv_budget` is the largest."""
-    budgets: tuple[float, ...] = ()
-    """Budgets to prepare for, ascending; each as `draft_kv_budget`."""
     lengths: tuple[int, ...] = ()
     """Numbers of drafts that a controller chooses among, ascending; () without one."""
 

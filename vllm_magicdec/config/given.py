@@ -65,6 +65,11 @@ def check_given(given: object, options: Mapping[str, object]) -> None:
             )
 
 
+_REMOVED_FIELDS = {
+    "draft_kv_max_budget": "use draft_kv_budget with a number of tokens, or a fraction such as 0.06",
+}
+
+
 def check_field_names(given: Mapping[str, Any]) -> None:
     """Refuse fields that are unknown or that mean nothing to the method.
 
@@ -94,6 +99,10 @@ def check_field_names(given: Mapping[str, Any]) -> None:
                 "remove it from the speculative config"
                 if given.get("method") != MODEL_METHOD
                 else f"{MODEL_METHOD} does not take '{name}'; remove it from the speculative config"
+            )
+        if name in _REMOVED_FIELDS:
+            raise MagicDecConfigError(
+                f"{name_of(given)}: {name} is no longer supported; {_REMOVED_FIELDS[name]}"
             )
         close = difflib.get_close_matches(name, allowed, n=1)
         hint = f"did you mean '{close[0]}'? " if close else ""
@@ -129,12 +138,18 @@ def check_method(given: Mapping[str, Any]) -> bool:
 
 def resolve_auto(given: Mapping[str, Any]) -> dict[str, Any]:
     """vLLM wants a number where a user may type `auto`, and a list where one name will do."""
-    flags = {"num_speculative_tokens": "adaptive", "draft_kv_budget": "adaptive_budget"}
-    automatic = {name for name in flags if given.get(name) == "auto"}
-    numbers = {name: value for name, value in given.items() if name not in automatic}
+    if given.get("draft_kv_budget") == "auto":
+        raise MagicDecConfigError(
+            f"{name_of(given)}: draft_kv_budget='auto' is no longer supported; use a number of tokens, or "
+            "a fraction of the context such as 0.06"
+        )
+    fields = dict(given)
+    if given.get("num_speculative_tokens") == "auto":
+        del fields["num_speculative_tokens"]
+        fields["adaptive"] = True
     if isinstance(given.get("draft_lookup_sources"), str):
-        numbers["draft_lookup_sources"] = (given["draft_lookup_sources"],)
-    return {**numbers, **{flags[name]: True for name in automatic}}
+        fields["draft_lookup_sources"] = (given["draft_lookup_sources"],)
+    return fields
 
 
 def name_of(given: Mapping[str, Any]) -> str:

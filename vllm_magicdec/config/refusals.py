@@ -141,20 +141,20 @@ def check_parallel(parallel: ParallelConfig, model: ModelConfig) -> None:
         raise ValueError("dual batch overlap is not supported; remove --enable-dbo")
 
 
-def check_adaptive_verification(model: ModelConfig, *, has_controller: bool) -> None:
+def check_adaptive_verification(model: ModelConfig, *, is_adaptive: bool) -> None:
     """Refuse vLLM's adaptive verification where it has none; it judges CUDA graphs and LoRA itself.
 
     Args:
         model: the target.
-        has_controller: `auto` chooses the number of drafts, or their budget.
+        is_adaptive: `auto` chooses the number of drafts.
 
     Raises:
         ValueError: with the way out.
     """
-    if has_controller:
+    if is_adaptive:
         raise ValueError(
-            "enable_adaptive_verification needs a fixed num_speculative_tokens and draft_kv_budget, as "
-            "'auto' would take the drafts that vLLM leaves out for wrong ones; give numbers, or remove it"
+            "enable_adaptive_verification needs a fixed num_speculative_tokens, as 'auto' would take "
+            "the drafts that vLLM leaves out for wrong ones; give a number, or remove it"
         )
     if not current_platform.is_cuda_alike():
         raise ValueError("enable_adaptive_verification needs a GPU; remove it")

@@ -11,7 +11,6 @@ from vllm.config import SpeculativeConfig, VllmConfig
 
 from vllm_magicdec import files
 from vllm_magicdec.config.fields import (
-    DEFAULT_MAX_BUDGET,
     DEFAULT_MAX_TOKENS,
     VIEW_FIELDS,
     MagicDecFields,
@@ -66,7 +65,6 @@ class MagicDecSpeculativeConfig(MagicDecFields):
         if self.snapkv_kernel % 2 == 0:
             raise ValueError(f"snapkv_kernel={self.snapkv_kernel} is even; use {self.snapkv_kernel + 1}")
         self._resolve_adaptive()
-        self._resolve_adaptive_budget()
         if not self.has_draft_model:
             self.model = self.target_model_config.model if self.target_model_config else METHOD
             self.draft_model_config = self.target_model_config
@@ -75,7 +73,7 @@ class MagicDecSpeculativeConfig(MagicDecFields):
             check_model(self.target_model_config)
             check_parallel(self.target_parallel_config, self.target_model_config)
             if self.enable_adaptive_verification:
-                check_adaptive_verification(self.target_model_config, has_controller=self.has_controller)
+                check_adaptive_verification(self.target_model_config, is_adaptive=self.adaptive)
             if self.has_draft_model:
                 self._configure_draft_model()
         return self
@@ -168,11 +166,10 @@ class MagicDecSpeculativeConfig(MagicDecFields):
             )
         budget = min(fields.sinks + fields.window, self.target_model_config.max_model_len)
         for name, value in zip(VIEW_FIELDS, ("streamingllm", budget, fields.sinks), strict=True):
-            given = "auto" if name == "draft_kv_budget" and self.adaptive_budget else getattr(self, name)
+            given = getattr(self, name)
             setattr(self, name, value)
             if given != default_of(name) and (problem := self._differs_from(fields, name, given)):
                 raise ValueError(problem)
-        self.budgets = (budget,)
 
     def _differs_from(self, draft: SpireSettings, name: str, given: object) -> str | None:
         """What is wrong with a field that says otherwise than the draft was trained for; None: nothing."""
@@ -200,16 +197,11 @@ class MagicDecSpeculativeConfig(MagicDecFields):
             device_type=vllm_config.device_config.device_type,
         )
 
-    @property
-    def has_controller(self) -> bool:
-        """Whether something is chosen for every step."""
-        return self.adaptive or self.adaptive_budget
-
     def _check_granularity(self) -> None:
         granularities = find_policy(self.draft_kv_policy).granularities
         if self.draft_kv_granularity in (None, *granularities):
             return
-        way_out = f"use {granularities[0]!r}" if granularities else "remove it"
+        way_out = " or ".join(["remove it", *(f"use {name!r}" for name in granularities)])
         raise ValueError(
             f"draft_kv_granularity={self.draft_kv_granularity!r} means nothing to "
             f"draft_kv_policy={self.draft_kv_policy!r}; {way_out}"
@@ -248,25 +240,22 @@ class MagicDecSpeculativeConfig(MagicDecFields):
         return tuple(name for name in self.draft_lookup_sources if name not in ("context", "served"))
 
     def _resolve_adaptive(self) -> None:
-        if self.profile is not None and not self.has_controller:
-            raise ValueError(
-                "profile belongs to num_speculative_tokens='auto' or draft_kv_budget='auto'; add one of "
-                "them or remove it"
-            )
+        if self.profile is not None and not self.adaptive:
+            raise ValueError("profile belongs to num_speculative_tokens='auto'; add that or remove it")
         if self.adaptive:
             self.num_speculative_tokens = self.max_num_speculative_tokens or DEFAULT_MAX_TOKENS
         elif self.max_num_speculative_tokens is not None:
             raise ValueError(
                 "max_num_speculative_tokens belongs to num_speculative_tokens='auto'; add that or remove it"
             )
-        if not self.has_controller or self.lengths:  # a copy has the lengths, and the table of them
+        if not self.adaptive or self.lengths:  # a copy has the lengths, and the table of them
             return
         if self.num_speculative_tokens_per_batch_size is not None:
             raise ValueError(
                 "'auto' leaves no use for num_speculative_tokens_per_batch_size; remove one of them"
             )
         most = self.num_speculative_tokens
-        self.choose_among(nested_lengths(most, most + 1) if self.adaptive else (most,))
+        self.choose_among(nested_lengths(most, most + 1))
 
     def choose_among(self, lengths: tuple[int, ...]) -> None:
         """Let the controller choose among these numbers of drafts, and vLLM capture CUDA graphs for them.
@@ -284,16 +273,9 @@ class MagicDecSpeculativeConfig(MagicDecFields):
         table = [(size, size, length) for size, length in enumerate(larger, start=1)]
         self.num_speculative_tokens_per_batch_size = [*table, (len(larger) + 1, 2**20, least)]
 
-    def _resolve_adaptive_budget(self) -> None:
-        if self.adaptive_budget:
-            self.draft_kv_budget = self.draft_kv_max_budget
-            return
-        if self.draft_kv_max_budget != DEFAULT_MAX_BUDGET:
-            raise ValueError("draft_kv_max_budget belongs to draft_kv_budget='auto'; add that or remove it")
-        self.budgets = (self.draft_kv_budget,)
-
-    def budget_tokens(self, budget: float, context: int) -> int:
+    def budget_tokens(self, context: int) -> int:
         """K/V entries that a draft step reads of a request with `context` tokens, at most."""
+        budget = self.draft_kv_budget
         return int(budget) if budget >= 1 else max(self.draft_kv_min_budget, int(budget * context))
 
     @property
@@ -316,7 +298,7 @@ class MagicDecSpeculativeConfig(MagicDecFields):
             f"{f'model={self.model!r}, ' if self.has_draft_model else ''}num_spec_tokens="
             f"{'auto, at most ' if self.adaptive else ''}{self.num_speculative_tokens}, "
             f"draft_kv_policy={self.draft_kv_policy!r}, draft_kv_budget="
-            f"{'auto, at most ' if self.adaptive_budget else ''}{self.draft_kv_budget:g}, "
+            f"{self.draft_kv_budget:g}, "
             f"draft_kv_sink={self.draft_kv_sink})"
         )
 

@@ -18,19 +18,17 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from vllm_magicdec import envs, faults
-from vllm_magicdec.adaptive.draft_plan import DraftLists, DraftPlan
+from vllm_magicdec import envs
+from vllm_magicdec.adaptive.draft_plan import DraftLists
 from vllm_magicdec.adaptive.metrics import Counts, DraftFailures, LookupCounters
-from vllm_magicdec.attention.copies import make_copied_pages, no_copied_pages
 from vllm_magicdec.attention.native_attention import use_native_attention
 from vllm_magicdec.attention.observing import LayerObserver
 from vllm_magicdec.attention.switch import install_switches
 from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.drafting.layer_groups import LayerGroup
-from vllm_magicdec.drafting.pass_gains import LEAST_GAIN, LEAST_STANDING
 from vllm_magicdec.drafting.pauses import Pauses
-from vllm_magicdec.drafting.sizing import has_copies, make_views, max_graph_reqs
-from vllm_magicdec.drafting.staged import PassRunner, StagedDrafts
+from vllm_magicdec.drafting.sizing import make_views, max_graph_reqs, parse_budget
+from vllm_magicdec.drafting.staged import LEAST_ACCEPTANCE, LEAST_GAIN, PassRunner, StagedDrafts
 from vllm_magicdec.drafting.wide_passes import WidePasses, WidePassRunner
 from vllm_magicdec.errors import METHOD
 from vllm_magicdec.lookup.device_lookups import DeviceLookups, Texts
@@ -158,16 +156,6 @@ class Drafter:
                     device,
                     max_graph_reqs=max_graph_reqs(vllm_config),
                 ),
-                make_copy_pages=partial(
-                    make_copied_pages,
-                    vllm_config,
-                    group.layer_names,
-                    group.cache,
-                    num_blocks=kv_cache_config.num_blocks,
-                    device=device,
-                )
-                if has_copies(vllm_config)
-                else no_copied_pages,
             )
             self._views.append(views)
         self._log(vllm_config)
@@ -185,7 +173,6 @@ class Drafter:
             self._open_lookups(vllm_config, pass_runner, wide_pass_runner)
         self._pauses = Pauses("Drafting", "steps go on without useful drafts")
         self._stage = ""  # of the round, for the metrics
-        faults.inject_into_drafter(self)
 
     def _open_lookups(
         self,
@@ -228,14 +215,14 @@ class Drafter:
             is_alone=is_alone,
             # The V2 runner verifies as many tokens of every request, whether they were drafted or not.
             least_gain=0.0 if vllm_config.use_v2_model_runner else LEAST_GAIN,
-            least_chance=0.0 if vllm_config.use_v2_model_runner else LEAST_STANDING,
+            least_chance=0.0 if vllm_config.use_v2_model_runner else LEAST_ACCEPTANCE,
         )
 
     def _log(self, vllm_config: VllmConfig) -> None:
         policy = self._spec.policy
         limits = self._spec.limits(vllm_config, self.groups[0].cache.block_size)
         granularity = policy.granularity(self._spec, limits.device_type)
-        budgets = [policy.parse_budget(self._spec, limits, budget) for budget in self._spec.budgets]
+        budget = parse_budget(self._spec, limits)
         near = Counter[Reach]()
         memory = Counter[str]()
         for group, views in zip(self.groups, self._views, strict=True):
@@ -255,7 +242,7 @@ class Drafter:
             self._spec.num_speculative_tokens,
             self._spec.draft_kv_policy,
             f" by {granularity}" if granularity else "",
-            " or ".join(map(str, budgets)),
+            budget,
             near_layers,
             f"{self._spec.model} drafts, over a KV cache of its own"
             if self._spec.has_draft_model
@@ -316,7 +303,7 @@ class Drafter:
 
         Args:
             num_reqs: of the round.
-            num_steps: drafts of each; a `DraftPlan` says with which budget, else it is the largest.
+            num_steps: drafts of each, perhaps a `DraftPlan`.
             read_batch: the round's requests; it may fail as drafting may.
             read_histories: where there are lookups, their tokens; None: the batch has them.
 
@@ -443,16 +430,15 @@ class Drafter:
             tokens = self._runner.draft_step(tokens.to(torch.int32), step)
             drafts[:, step.index] = tokens
         if self._wide is not None:
-            self._wide.look_back(drafts, batch)
+            self._wide.count_steps(num_steps)
         return drafts
 
     def _prepare(self, batch: Batch, num_steps: int) -> list[RoundSteps]:
         """The round's steps by group of layers."""
         if self._own_cache is not None:
             self._own_cache.catch_up(batch, num_steps)
-        size = self._size_of(num_steps)
         steps = [
-            views.prepare(batch.of_group(group.kv_cache_group), num_steps, size)
+            views.prepare(batch.of_group(group.kv_cache_group), num_steps)
             for group, views in zip(self.groups, self._views, strict=True)
         ]
         self._stage = "draft_step"
@@ -466,9 +452,3 @@ class Drafter:
         """
         logger.exception("Drafting failed on one of %d tensor-parallel ranks; it ends.", self._num_ranks)
         os._exit(1)
-
-    def _size_of(self, num_steps: int) -> int:
-        """Which budget to draft with."""
-        if self._spec.adaptive_budget and isinstance(num_steps, DraftPlan):
-            return self._spec.budgets.index(num_steps.budget)
-        return -1

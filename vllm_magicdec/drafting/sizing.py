@@ -12,7 +12,6 @@ from dataclasses import astuple, dataclass
 import torch
 from vllm.config import CUDAGraphMode, ModelConfig, VllmConfig
 
-from vllm_magicdec.attention.copies import CopiedPages
 from vllm_magicdec.attention.flashinfer_attention import Geometry
 from vllm_magicdec.attention.observing import LayerObserver, QueryRecorder
 from vllm_magicdec.attention.plans import CommonLengthPlans
@@ -22,15 +21,13 @@ from vllm_magicdec.attention.switch import flashinfer_refusal
 from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.drafting.layer_groups import LayerGroup
 from vllm_magicdec.errors import METHOD, MagicDecConfigError
-from vllm_magicdec.native.library import best_variant
-from vllm_magicdec.policies.base import Engine, Limits, MakeCopyPages, Observe, SwitchAttention
+from vllm_magicdec.policies.base import Engine, Limits, Observe, SwitchAttention
 from vllm_magicdec.views.base import Views
 from vllm_magicdec.views.selections import Budget
 from vllm_magicdec.views.windows import make_reached_views
 
 # Up to here a draft step of as many requests as there can be has a CUDA graph, whatever vLLM captures.
 MAX_ADDED_GRAPH = 512
-_VERY_MANY_BLOCKS = 2**24
 
 
 def draft_graph_sizes(vllm_config: VllmConfig) -> list[int]:
@@ -62,12 +59,11 @@ def make_views(
     device: torch.device,
     observe: Observe,
     switch_attention: SwitchAttention,
-    make_copy_pages: MakeCopyPages,
 ) -> Views:
     """The views of a group of layers.
 
     Layers that see the whole context have those of the policy that the user chose; others what they reach,
-    within the same budgets.
+    within the same budget.
 
     Args:
         vllm_config: the engine's; its speculative config is ours.
@@ -76,7 +72,6 @@ def make_views(
         device: where the views' buffers are.
         observe: see `policies.base.Engine`.
         switch_attention: see `policies.base.Engine`.
-        make_copy_pages: see there.
     """
     spec = vllm_config.speculative_config
     assert isinstance(spec, MagicDecSpeculativeConfig)
@@ -96,16 +91,15 @@ def make_views(
         device=device,
         observe=observe,
         switch_attention=switch_attention,
-        make_copy_pages=make_copy_pages,
     )
     if group.reach is not None:
         return make_reached_views(
             group.reach,
-            max_tokens=[spec.budget_tokens(budget, engine.limits.max_model_len) for budget in spec.budgets],
+            max_tokens=spec.budget_tokens(engine.limits.max_model_len),
             draft_slots=engine.make_draft_slots(),
             device=device,
         )
-    return spec.policy.make_views(spec, engine, parse_budgets(spec, engine.limits))
+    return spec.policy.make_views(spec, engine, parse_budget(spec, engine.limits))
 
 
 def _drafting_model(vllm_config: VllmConfig) -> ModelConfig:
@@ -115,18 +109,18 @@ def _drafting_model(vllm_config: VllmConfig) -> ModelConfig:
     return spec.draft_model_config if spec.has_draft_model else vllm_config.model_config
 
 
-def parse_budgets(spec: MagicDecSpeculativeConfig, limits: Limits) -> list[Budget]:
-    """The budgets to prepare for, in the policy's own units.
+def parse_budget(spec: MagicDecSpeculativeConfig, limits: Limits) -> Budget:
+    """The budget in the policy's own units.
 
     Args:
         spec: the engine's.
-        limits: that they are judged by.
+        limits: of the engine.
 
     Raises:
-        MagicDecConfigError: the policy cannot work with one.
+        MagicDecConfigError: the policy cannot work with it.
     """
     try:
-        return [spec.policy.parse_budget(spec, limits, budget) for budget in spec.budgets]
+        return spec.policy.parse_budget(spec, limits, spec.draft_kv_budget)
     except ValueError as error:  # vLLM may have made pages larger than the front end knew
         raise MagicDecConfigError(f"{METHOD}: {error}") from None
 
@@ -137,7 +131,6 @@ class Memory:
 
     fixed: int
     per_block: int  # of the KV cache, in all layers
-    most_of_blocks: int  # of all blocks, however many there are
 
     def scaled(self, factor: float) -> "Memory":
         """So many times as much."""
@@ -146,7 +139,7 @@ class Memory:
     def leave(self, available: int, block_bytes: int) -> int:
         """What the KV cache may have of `available` bytes; `block_bytes`: a block in all layers."""
         room = max(0, available - self.fixed)
-        return max(room * block_bytes // (block_bytes + self.per_block), room - self.most_of_blocks)
+        return room * block_bytes // (block_bytes + self.per_block)
 
 
 def memory_of_drafting(vllm_config: VllmConfig, groups: Sequence[LayerGroup]) -> Memory:
@@ -170,44 +163,13 @@ def memory_of_drafting(vllm_config: VllmConfig, groups: Sequence[LayerGroup]) ->
                 device=meta,
                 observe=observe,
                 switch_attention=_measure_attention(vllm_config, group, meta),
-                make_copy_pages=_measure_copies(vllm_config, group, num_blocks, meta),
             )
             for group in groups
         )
         return sum(sum(made.memory_bytes.values()) for made in views)
 
     fixed = num_bytes(0)
-    return Memory(fixed, num_bytes(1) - fixed, num_bytes(_VERY_MANY_BLOCKS) - fixed)
-
-
-def has_copies(vllm_config: VllmConfig) -> bool:
-    """Whether chosen tokens are copied: on CPUs, for the plugin's own kernel."""
-    spec = vllm_config.speculative_config
-    assert isinstance(spec, MagicDecSpeculativeConfig)
-    is_cpu = vllm_config.device_config.device_type == "cpu"
-    return is_cpu and spec.native_attention and best_variant() is not None
-
-
-def _measure_copies(
-    vllm_config: VllmConfig, group: LayerGroup, num_blocks: int, meta: torch.device
-) -> MakeCopyPages:
-    """What takes the place of `attention.copies.make_copied_pages` where only memory counts."""
-
-    def make_copy_pages(each: int) -> CopiedPages | None:
-        if not has_copies(vllm_config):
-            return None
-        return CopiedPages(
-            (),
-            len(group.layer_names),
-            group.cache,
-            stored_dtype(group.cache, vllm_config.cache_config.cache_dtype),
-            num_blocks=num_blocks,
-            each=each,
-            max_num_reqs=vllm_config.scheduler_config.max_num_seqs,
-            device=meta,
-        )
-
-    return make_copy_pages
+    return Memory(fixed, num_bytes(1) - fixed)
 
 
 def _measure_attention(vllm_config: VllmConfig, group: LayerGroup, meta: torch.device) -> SwitchAttention:

@@ -7,11 +7,10 @@ per token makes. But nothing of it is read on the host. So all passes of a round
 the same, whatever they confirm: where a step reads the weights of a model for a few tokens, others beside
 them come free.
 
-How many passes a round gets is the host's guess (`pass_gains.py`), from what they gained in earlier rounds,
-or would have gained in rounds of passes of one token; so the slowest request of a batch does not set it.
-After the last pass some requests may lack drafts. What was drawn after wrong tokens stands in for them:
-seldom right, but drawn from the distribution that was kept for it, so that the rejection sampler knows what
-to do.
+The number of passes follows a fixed rule: a pass is assumed to make two drafts of each request, so a round
+of gamma drafts takes gamma / 2 wide passes, rounded up. After the last pass some requests may lack drafts.
+What was drawn after wrong tokens stands in for them: seldom right, but drawn from the distribution that was
+kept for it, so that the rejection sampler knows what to do.
 """
 
 from collections import deque
@@ -24,19 +23,21 @@ import torch
 
 from vllm_magicdec import envs
 from vllm_magicdec.adaptive.metrics import LookupCounters
-from vllm_magicdec.drafting.pass_gains import Gains
 from vllm_magicdec.drafting.pauses import Pauses
 from vllm_magicdec.drafting.staged import PassRunner
 from vllm_magicdec.lookup.device_lookups import DeviceLookups, Texts
-from vllm_magicdec.views.base import Batch, on_device
+from vllm_magicdec.views.base import Batch, ceil_div, on_device
 from vllm_magicdec.views.passes import DraftPass, Queries, RoundSteps
 
 # An H100 multiplies by its weights for so many tokens while it reads them: 990 TFLOP/s in bfloat16 over
 # 3.35 TB/s is 296.
 MOST_TOKENS = 256
-_LOOK_EVERY = 4  # rounds of passes of one token; they show what a wide pass would have gained
-# Rounds until the host reads what passes gained, at least: as many as vLLM may be ahead of the device.
-_LEAST_DELAY = 2
+# Drafts that a wide pass is assumed to make of each request; with 1, passes of one token do as well.
+_DRAFTS_PER_PASS = 2
+# Wide passes take a little longer than those of one token, and so have to be fewer, by this share.
+_MOST_PASSES = 0.75
+# Rounds until the host reads the counts of a round: as many as vLLM may be ahead of the device.
+_DELAY = 2
 
 
 class WidePassRunner(PassRunner, Protocol):
@@ -53,14 +54,11 @@ class WidePassRunner(PassRunner, Protocol):
 
 @dataclass(frozen=True)
 class _Sent:
-    """What a round's passes did, or one would have done, on its way to the host."""
+    """Counts of a round's wide passes, on their way to the host."""
 
-    sums: torch.Tensor  # [num_passes, 3] int64: drafts, tokens looked up and those of them that are right
-    arrived: torch.cuda.Event | None  # None: it is there
-    num_reqs: int  # that can draft
-    num_steps: int
+    sums: torch.Tensor  # [num_passes, 2] int64: tokens looked up and those of them that are right
+    arrived: torch.cuda.Event | None  # None: they are there
     round_: int
-    num_passes: int  # wide ones; 0: the round took others
 
 
 class WidePasses:
@@ -94,14 +92,9 @@ class WidePasses:
         self._is_alone = is_alone
         self._pauses = Pauses("A lookup", "every draft takes a pass of its own")
         self._max_model_len = max_model_len
-        self._gains = {length: Gains(length, num_others) for length in lengths if length > 1}
+        self._num_passes = {length: _num_passes(length, num_others) for length in lengths if length > 1}
         self._sent: deque[_Sent] = deque()
         self._round = 0
-        self._may_look = False  # in this round
-        # All tensor-parallel ranks have to make as many passes, so they hear in the same round. By then a
-        # request that decodes in every round is past the positions of the round's drafts, and so past their
-        # noise: what came of it is not to decide whether a token drawn with the same noise is a stand-in.
-        self._delay = max(_LEAST_DELAY, *lengths)
 
     def warm_up(self, texts: Texts) -> None:
         """Let what searches be compiled now, and not while requests wait.
@@ -109,7 +102,7 @@ class WidePasses:
         Args:
             texts: of any one request, where they will be.
         """
-        for num_steps in self._gains:
+        for num_steps in self._num_passes:
             given = torch.zeros((1, num_steps), dtype=torch.int32, device=texts.lens.device)
             try:
                 self._lookups.fill(given, torch.zeros_like(texts.lens), texts)
@@ -125,18 +118,14 @@ class WidePasses:
         """
         self._round += 1
         self._hear()
-        is_over, gains = self._pauses.is_over(), self._gains.get(num_steps)
-        self._may_look = (
-            is_over
-            and gains is not None
+        is_possible = (
+            self._pauses.is_over()
+            and num_steps in self._num_passes
             and len(batch.req_ids) <= self._runner.max_wide_reqs(num_steps)
             and max(batch.known_lens) + num_steps <= self._max_model_len
             and not all(batch.is_prefilling)
         )
-        if gains is None or not self._may_look:
-            return 0
-        gains.begin_as(self._gains.values())
-        return gains.next()
+        return self._num_passes[num_steps] if is_possible else 0
 
     def draft(
         self, drafts: torch.Tensor, batch: Batch, rounds: Sequence[RoundSteps], num_passes: int
@@ -170,24 +159,12 @@ class WidePasses:
             drafts.copy_(drawn.view(num_reqs, num_steps))
             reading.take(drafts)
         self._pauses.note_success()
-        self._send(reading, num_passes)
+        self._send(reading)
         return num_passes
 
-    def look_back(self, drafts: torch.Tensor, batch: Batch) -> None:
-        """After a round of passes of one token: what would a wide one have gained?
-
-        Args:
-            drafts: [num_reqs, num_steps] int64.
-            batch: the round's requests.
-        """
-        self._counters.count_round(drafts.shape[1], 0, 0)
-        if not self._may_look or self._round % _LOOK_EVERY:
-            return
-        reading = _Reading.begin(batch, drafts.shape[1])
-        if self._foresee(reading, self._runner.texts(batch)):
-            reading.take(drafts)
-            self._pauses.note_success()
-            self._send(reading, 0)
+    def count_steps(self, num_steps: int) -> None:
+        """Count a round of so many passes of one token."""
+        self._counters.count_round(num_steps, 0, 0)
 
     def _foresee(self, reading: "_Reading", texts: Texts) -> bool:
         """Put what is looked up behind what was drafted; False: that failed."""
@@ -207,36 +184,34 @@ class WidePasses:
         """For this round; to be called where the exception is handled."""
         if envs.strict() or not self._is_alone:
             raise
-        self._may_look = False
         self._counters.count_failure()
         if self._pauses.note_failure():
             self._counters.count_pause()
 
-    def _send(self, reading: "_Reading", num_passes: int) -> None:
-        """Let the host have what came of it when it is there."""
+    def _send(self, reading: "_Reading") -> None:
+        """Let the host have the counts when they are there."""
         sums, arrived = torch.stack(reading.sums), None
         if sums.device.type == "cuda":
             pinned = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
             sums = pinned.copy_(sums, non_blocking=True)
             arrived = torch.cuda.Event()
             arrived.record()
-        num_steps = reading.given.shape[1]
-        sent = _Sent(sums, arrived, reading.num_drafting, num_steps, self._round, num_passes)
-        self._sent.append(sent)
+        self._sent.append(_Sent(sums, arrived, self._round))
 
     def _hear(self) -> None:
-        """Learn what the passes of an earlier round have gained, or one would have."""
-        while self._sent and self._sent[0].round_ + self._delay <= self._round:
+        """Count the passes of an earlier round."""
+        while self._sent and self._sent[0].round_ + _DELAY <= self._round:
             sent = self._sent.popleft()
             if sent.arrived is not None:
                 sent.arrived.synchronize()
-            drafted, looked_up, accepted = zip(*sent.sums.tolist(), strict=True)
-            gained = [number / sent.num_reqs for number in drafted]
-            if sent.num_passes:
-                self._counters.count_round(sent.num_passes, sum(looked_up), sum(accepted))
-                self._gains[sent.num_steps].learn(gained, sent.num_reqs, self._round)
-            else:
-                self._gains[sent.num_steps].look(gained[0], sent.num_reqs, self._round)
+            looked_up, accepted = sent.sums.sum(dim=0).tolist()
+            self._counters.count_round(len(sent.sums), looked_up, accepted)
+
+
+def _num_passes(num_steps: int, num_others: int) -> int:
+    """Wide passes of a round of so many drafts, with `num_others` beside them; 0: they are too many."""
+    number = ceil_div(num_steps, _DRAFTS_PER_PASS)
+    return number if number + num_others <= _MOST_PASSES * num_steps else 0
 
 
 class _Reading:
@@ -246,15 +221,13 @@ class _Reading:
         given: [num_reqs, num_steps] int32, each request's last token and, behind it, drafts and what was
             looked up.
         is_drafting: [num_reqs] int64, 1 where drafts are of use.
-        num_drafting: of these.
     """
 
-    def __init__(self, given: torch.Tensor, is_drafting: torch.Tensor, num_drafting: int) -> None:
+    def __init__(self, given: torch.Tensor, is_drafting: torch.Tensor) -> None:
         self.given = given
         self.made = torch.zeros_like(is_drafting)  # drafts of each request
         self.is_found = torch.zeros_like(is_drafting, dtype=torch.bool)  # where something was looked up
         self.sums: list[torch.Tensor] = []  # see `_Sent`
-        self.num_drafting = num_drafting
         self._is_drafting = is_drafting
 
     @classmethod
@@ -264,7 +237,7 @@ class _Reading:
         tokens = batch.tokens
         given = torch.zeros((len(tokens), num_steps), dtype=torch.int32, device=tokens.device)
         given[:, 0] = tokens
-        return cls(given, on_device(is_drafting, tokens.device), int(is_drafting.sum()))
+        return cls(given, on_device(is_drafting, tokens.device))
 
     def take(self, drawn: torch.Tensor) -> None:
         """What was drawn after each token that was given, [num_reqs, num_steps] int64."""
@@ -273,7 +246,7 @@ class _Reading:
         looked_up = (num_steps - 1 - made).clamp(min=0) * self.is_found
         # When a draft is read again, rounding may make another one of it.
         accepted = (right - made).clamp(min=0) * self.is_found
-        counts = torch.stack([right + 1 - made, looked_up, accepted])
+        counts = torch.stack([looked_up, accepted])
         self.sums.append((counts * self._is_drafting).sum(dim=1))
         self.made = right + 1
         self.given[:, 1:] = drawn[:, :-1]

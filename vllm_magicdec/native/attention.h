@@ -42,13 +42,6 @@ struct MagicdecCall {
   const uint8_t* is_seen;    // [num_reqs, ..., width], by a request's n-th token; null: all see all
   int64_t is_seen_request_stride, is_seen_token_stride;
 
-  // Of each request's slots the first `num_copied` are not read: there are copies of these tokens, one after the other, in
-  // pages of their own from `first_copies` on, which lie as the cache's do. Null: of no request.
-  const void* copies;  // [..., num_kv_heads, 2 * page_size * head_size]
-  int64_t copies_page_stride, copies_head_stride;
-  const int32_t* first_copies;  // [num_reqs]
-  const int32_t* num_copied;    // [num_reqs]
-
   const float* sinks;  // [num_heads]: learned logits in the denominator; null: none
   float scale, soft_cap;  // of the logits; a cap of 0 is none
   float value_scale;      // of the output

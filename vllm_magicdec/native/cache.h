@@ -54,16 +54,9 @@ class HeadPages {
         table_(call.block_table == nullptr ? nullptr : call.block_table + request * call.block_table_stride),
         slots_(call.slots == nullptr
                    ? nullptr
-                   : call.slots + request * call.slots_request_stride + head * call.slots_head_stride),
-        copies_stride_(call.copies_page_stride) {
-    if (call.slots == nullptr || call.copies == nullptr) return;
-    num_copied_ = call.num_copied[request];
-    copies_ = static_cast<const T*>(call.copies) + call.first_copies[request] * copies_stride_ +
-              head * call.copies_head_stride;
-  }
+                   : call.slots + request * call.slots_request_stride + head * call.slots_head_stride) {}
 
   bool has_slots() const { return slots_ != nullptr; }
-  int num_copied() const { return num_copied_; }
   int page_size() const { return page_size_; }
   int head_size() const { return head_size_; }
 
@@ -73,7 +66,6 @@ class HeadPages {
     int in_page;
   };
   Place place(int token) const {
-    if (token < num_copied_) return {copies_ + token / page_size_ * copies_stride_, token % page_size_};
     const int64_t page = slots_ != nullptr ? slots_[token] / page_size_ : table_[token / page_size_];
     return {pages_ + page * page_stride_, (slots_ != nullptr ? slots_[token] : token) % page_size_};
   }
@@ -86,9 +78,6 @@ class HeadPages {
   const int64_t page_stride_;
   const T* pages_;
   const int32_t *table_, *slots_;
-  const int64_t copies_stride_;
-  const T* copies_ = nullptr;
-  int num_copied_ = 0;
 };
 
 }  // namespace magicdec

@@ -7,7 +7,7 @@ import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -111,11 +111,6 @@ class Call(ctypes.Structure):
         ("is_seen", ctypes.c_void_p),
         ("is_seen_request_stride", ctypes.c_int64),
         ("is_seen_token_stride", ctypes.c_int64),
-        ("copies", ctypes.c_void_p),
-        ("copies_page_stride", ctypes.c_int64),
-        ("copies_head_stride", ctypes.c_int64),
-        ("first_copies", ctypes.c_void_p),
-        ("num_copied", ctypes.c_void_p),
         ("sinks", ctypes.c_void_p),
         ("scale", ctypes.c_float),
         ("soft_cap", ctypes.c_float),
@@ -130,25 +125,6 @@ class Call(ctypes.Structure):
         ("head_size", ctypes.c_int32),
         ("page_size", ctypes.c_int32),
     ]
-
-
-class Copies(Protocol):
-    """Of chosen tokens, in pages of their own, as dense as a context's: so they are read as fast."""
-
-    @property
-    def pages(self) -> torch.Tensor:
-        """[n, num_kv_heads, page_size, 2 * head_size], laid out as the KV cache."""
-        ...
-
-    @property
-    def firsts(self) -> torch.Tensor:
-        """[num_reqs] int32, each request's first page; its others follow."""
-        ...
-
-    @property
-    def counts(self) -> torch.Tensor:
-        """[num_reqs] int32, tokens; 0: it has none."""
-        ...
 
 
 class UnreadableError(ValueError):
@@ -274,7 +250,6 @@ class CacheAttention:
     ) -> None:
         self._attend, self._weigh = attend, weigh
         self._dtype = kv_cache.dtype
-        self._checked_copies: torch.Tensor | None = None
         _, num_kv_heads, page_size, content = kv_cache.shape
         self._head_size = content // 2
         if layout == "amx":
@@ -343,7 +318,6 @@ class CacheAttention:
         slots: torch.Tensor,
         slot_lens: torch.Tensor,
         is_seen: torch.Tensor | None = None,
-        copies: Copies | None = None,
         scale: float,
         value_scale: float = 1.0,
         soft_cap: float = 0.0,
@@ -359,8 +333,6 @@ class CacheAttention:
             slot_lens: [num_reqs] int32, the first so many columns are read.
             is_seen: [num_reqs, most, width] bool, which of them each query token of a request sees, at
                 least one; without it, all see all.
-            copies: of each request's first columns, which are then not read; in any order, so that of
-                these `is_seen` has to be true.
             scale: see there.
             value_scale: see there.
             soft_cap: see there.
@@ -377,14 +349,6 @@ class CacheAttention:
             is_seen = is_seen.contiguous()
             call.is_seen = is_seen.data_ptr()
             call.is_seen_request_stride, call.is_seen_token_stride, _ = is_seen.stride()
-        if copies is not None:
-            firsts, counts = map(_as_int32, (copies.firsts, copies.counts))
-            if copies.pages is not self._checked_copies:
-                self._check_copies(copies.pages)
-                self._checked_copies = copies.pages
-            call.copies = copies.pages.data_ptr()
-            call.copies_page_stride, call.copies_head_stride = copies.pages.stride()[:2]
-            call.first_copies, call.num_copied = firsts.data_ptr(), counts.data_ptr()
         _run(self._attend, call, sinks)
 
     def weigh_tokens(
@@ -423,15 +387,6 @@ class CacheAttention:
         call.block_table, call.context_lens = table.data_ptr(), lens.data_ptr()
         _run(self._weigh, call, sinks)
         return weights
-
-    def _check_copies(self, pages: torch.Tensor) -> None:
-        blank = self._blank
-        shape = (blank.num_kv_heads, blank.page_size, 2 * blank.head_size)
-        if pages.dtype != self._dtype or pages.shape[1:] != shape or pages.stride(-1) != 1:
-            raise UnreadableError(
-                f"copies are {pages.dtype}, {list(pages.shape)}, and its cache {self._dtype}, [.., "
-                f"{', '.join(map(str, shape))}]; {_APART}"
-            )
 
     def _call(
         self,

@@ -160,35 +160,26 @@ class VectorCache {
   // If a block's keys are several products (AVX2, portable), one that asks for what all of them need wants it sooner than
   // memory has it, and leaves memory nothing to do while the others run, and the other groups of rows. One core of a Zen 3
   // attends 1.05 to 1.6 times as fast so, with AVX2. With AVX-512 they are one product; there it was not measured.
-  // A list of which a part is copied has few blocks of which little is read.
-  static bool asks_evenly(const HeadPages<T>& head) {
-    return IS_NARROW && (!head.has_slots() || head.num_copied() > 0);
-  }
+  static bool asks_evenly(const HeadPages<T>& head) { return IS_NARROW && !head.has_slots(); }
 
   static void lay_out_pages(const HeadPages<T>& head, int start, Tile& tile) {
-    for (int t = 0; t < tile.num_tokens; t += BLOCK) lay_out_block(head, start, {t, tile.num_tokens}, tile);
-  }
-
-  // The next block, or less where the tokens end.
-  static void lay_out_block(const HeadPages<T>& head, int start, Range tokens, Tile& tile) {
-    const auto place = head.place(start + tokens.first);
-    const T* values = head.values(place) + place.in_page * head.head_size();
-    tile.keys[tile.num_blocks] = head.keys(place) + place.in_page;
-    tile.block_values[tile.num_blocks] = values;
-    tile.firsts[tile.num_blocks++] = tokens.first;
-    for (int i = 0; i < std::min(BLOCK, tokens.last - tokens.first); ++i) {
-      tile.places[tokens.first + i] = static_cast<uint8_t>(i);
-      tile.values[tokens.first + i] = values + i * head.head_size();
+    for (int first = 0; first < tile.num_tokens; first += BLOCK) {
+      const auto place = head.place(start + first);
+      const T* values = head.values(place) + place.in_page * head.head_size();
+      tile.keys[tile.num_blocks] = head.keys(place) + place.in_page;
+      tile.block_values[tile.num_blocks] = values;
+      tile.firsts[tile.num_blocks++] = first;
+      for (int i = 0; i < std::min(BLOCK, tile.num_tokens - first); ++i) {
+        tile.places[first + i] = static_cast<uint8_t>(i);
+        tile.values[first + i] = values + i * head.head_size();
+      }
     }
   }
 
-  // Copies lie as pages do. Neighbours in the list that are of one block share its products: a token's key is spread over
-  // all lines of it.
+  // Neighbours in the list that are of one block share its products: a token's key is spread over all lines of it.
   static void lay_out_slots(const HeadPages<T>& head, int start, Tile& tile) {
-    const int num_copied = std::clamp(head.num_copied() - start, 0, tile.num_tokens);
-    for (int t = 0; t < num_copied; t += BLOCK) lay_out_block(head, start, {t, num_copied}, tile);
     const T* block = nullptr;  // of the latest token, its keys
-    for (int t = num_copied; t < tile.num_tokens; ++t) {
+    for (int t = 0; t < tile.num_tokens; ++t) {
       const auto place = head.place(start + t);
       const int in_block = place.in_page % BLOCK;
       const T* keys = head.keys(place) + place.in_page - in_block;

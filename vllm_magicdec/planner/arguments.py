@@ -18,11 +18,11 @@ DEFAULT_BUDGET = 512
 DEFAULT_ACCEPTANCE, MODEL_ACCEPTANCE, SPIRE_ACCEPTANCE = 0.8, 0.7, 0.8
 
 
-def add_deployment(parser: argparse._ActionsContainer, *, is_required: bool = True) -> None:
+def add_deployment(parser: argparse.ArgumentParser) -> None:
     """Options that say which model, draft and devices; see `find_deployment`."""
     parser.add_argument(
         "--model",
-        required=is_required,
+        required=True,
         help=f"a directory with a config.json, or one of {', '.join(MODELS)}",
     )
     parser.add_argument(
@@ -34,7 +34,7 @@ def add_deployment(parser: argparse._ActionsContainer, *, is_required: bool = Tr
     )
     parser.add_argument(
         "--gpu",
-        required=is_required,
+        required=True,
         help=f"one of {', '.join(HARDWARE)}, or '{THIS_MACHINE}' to measure this machine",
     )
     parser.add_argument("--tp", type=positive, default=1, help="devices, tensor parallel")
@@ -179,22 +179,6 @@ def _rate(text: str) -> float:
     value = _number(text)
     if not 0 <= value <= 1:
         raise argparse.ArgumentTypeError(f"'{text}' is not a probability between 0 and 1")
-    return value
-
-
-def share(text: str) -> float:
-    """A number above 0 and up to 1, for argparse."""
-    value = _number(text)
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a share above 0 and up to 1")
-    return value
-
-
-def above_0(text: str) -> float:
-    """A number above 0, for argparse."""
-    value = _number(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number above 0")
     return value
 
 

@@ -14,9 +14,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-COMMANDS = tuple(
-    f"vllm_magicdec.planner.{name}" for name in ("plan", "simulate", "profile", "index", "train_draft")
-)
+COMMANDS = tuple(f"vllm_magicdec.planner.{name}" for name in ("plan", "profile", "index", "train_draft"))
 
 
 class UserError(ValueError):
@@ -92,10 +90,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for name in COMMANDS:
         importlib.import_module(name).add_command(subparsers)
-    options = parser.parse_args(arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
     try:
+        _refuse_loads(arguments)
+        options = parser.parse_args(arguments)
         options.run(options)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _refuse_loads(arguments: Sequence[str]) -> None:
+    """Refuse `magicdec simulate` and `magicdec plan --load`, which were removed.
+
+    Raises:
+        UserError: one of them was typed.
+    """
+    command, *options = arguments or [""]
+    has_load = any(option.split("=")[0] == "--load" for option in options)
+    if command == "simulate" or (command == "plan" and has_load):
+        raise UserError(
+            "'magicdec simulate' and 'magicdec plan --load' were removed; measure a load with 'vllm bench "
+            "serve', and predict speedups with 'magicdec plan'"
+        )

@@ -175,28 +175,18 @@ class Deployment:
         return self if self.draft is None else replace(self, shape=self.draft, draft=None)
 
     @property
-    def without_draft(self) -> "Deployment":
-        """The same without a draft model, as plain decoding runs."""
-        return replace(self, draft=None)
-
-    @property
     def kv_bytes_per_token(self) -> float:
         """Per device. K/V heads are copied where there are fewer of them than devices."""
         heads = max(1.0, self.shape.num_kv_heads / self.tensor_parallel)
         return self.shape.kv_bytes_per_token / self.shape.num_kv_heads * heads
 
-    def linear_ms(self, query_tokens: float, prompt_tokens: float = 0.0) -> tuple[float, float]:
-        """Compute and memory time of all linear layers in a pass over `query_tokens`.
-
-        Args:
-            prompt_tokens: of these, which the output layer does not see.
-        """
+    def linear_ms(self, query_tokens: int) -> tuple[float, float]:
+        """Compute and memory time of all linear layers in a pass over `query_tokens`."""
         flops = self.shape.linear_flops_per_token * query_tokens
-        flops -= 2 * self.shape.vocab_size * self.shape.hidden_size * prompt_tokens
         weights = self.shape.parameters_read(query_tokens) * self.shape.weight_bytes
         return self._roofline_ms(flops / self.tensor_parallel, weights / self.tensor_parallel)
 
-    def attention_ms(self, batch: int, queries: float, context: float) -> tuple[float, float]:
+    def attention_ms(self, batch: int, queries: int, context: int) -> tuple[float, float]:
         """Compute and memory time of all attention in a pass with `queries` tokens per request."""
         shape = self.shape
         tokens = batch * context * shape.kv_share(context)
@@ -215,7 +205,7 @@ class Deployment:
         memory_s = num_bytes / (self.hardware.memory_bytes_per_s * self.costs.memory_efficiency)
         return compute_s * 1e3, memory_s * 1e3
 
-    def all_reduce_ms(self, query_tokens: float) -> float:
+    def all_reduce_ms(self, query_tokens: int) -> float:
         """The two ring all-reduces of every layer: 2 (tp - 1) steps, each latency plus 1/tp of the data
         (Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH")."""
         tp, shape = self.tensor_parallel, self.shape
@@ -235,66 +225,14 @@ class Deployment:
         `Costs.overlapped` is SPIRe's own.
         """
         query_tokens = batch * queries
-        return self.pass_ms(query_tokens, self.attention_ms(batch, queries, context))
-
-    def pass_ms(
-        self, query_tokens: float, attention_ms: tuple[float, float], prompt_tokens: float = 0.0
-    ) -> float:
-        """One pass over `query_tokens`, whose attention computes and reads as long as that."""
-        linear = self.linear_ms(query_tokens, prompt_tokens)
+        linear, attention = self.linear_ms(query_tokens), self.attention_ms(batch, queries, context)
         all_reduce = self.all_reduce_ms(query_tokens)
         if self.costs.overlapped:
-            work = max(linear[0] + attention_ms[0], linear[1] + attention_ms[1], all_reduce)
+            work = max(linear[0] + attention[0], linear[1] + attention[1], all_reduce)
         else:
-            work = max(linear) + max(attention_ms) + all_reduce
+            work = max(linear) + max(attention) + all_reduce
         overhead_us = self.costs.layer_overhead_us + self.costs.token_overhead_us * query_tokens
         return work + self.shape.num_layers * overhead_us * 1e-3
-
-    def prompt_attention_ms(self, tokens: int, pairs: float) -> float:
-        """Attention of chunks of prompts, by query-key pairs. It computes; what it reads is little.
-
-        Layers with a window see its share of what a token sees on average.
-        """
-        if not tokens:
-            return 0.0
-        shape = self.shape
-        pairs *= shape.kv_share(pairs / tokens)
-        flops = 4 * shape.num_layers * shape.num_heads * shape.head_size * pairs / self.tensor_parallel
-        return self._roofline_ms(flops, 0.0)[0] / self.costs.attention_compute_efficiency
-
-    def step_ms(
-        self, decoding: int, verified: float, context_tokens: int, prompt_tokens: int, pairs: float
-    ) -> float:
-        """A pass over requests that decode and chunks of prompts together, as continuous batching has it.
-
-        Args:
-            decoding: requests, of which each verifies `verified` drafts on average, over `context_tokens`
-                of K/V in all.
-            prompt_tokens: of all chunks, with as many query-key `pairs`.
-        """
-        compute = self.prompt_attention_ms(prompt_tokens, pairs)
-        read = 0.0
-        if decoding:
-            more, read = self.attention_ms(decoding, verified + 1, context_tokens / decoding)
-            compute += more
-        tokens = decoding * (verified + 1) + prompt_tokens
-        return self.pass_ms(tokens, (compute, read), prompt_tokens)
-
-    def draft_prompt_ms(self, prompt_tokens: int, pairs: float) -> float:
-        """What the draft does with chunks of prompts: a pass of its own, where it is another model.
-
-        A SPIRe draft takes its keys and values from the target's activations.
-        """
-        if self.draft is None:
-            return 0.0
-        if self.draft.is_spire:
-            return self.catch_up_ms(prompt_tokens - 1, 1)
-        return self.drafting.step_ms(0, 0.0, 0, prompt_tokens, pairs)
-
-    def prompt_ms(self, tokens: int) -> float:
-        """A whole prompt, alone in its pass; its half square is attended to."""
-        pairs = tokens * (tokens + 1) / 2
-        return self.step_ms(0, 0.0, 0, tokens, pairs)
 
     def plain_step_ms(self, batch: int, context: int) -> float:
         """T_T."""

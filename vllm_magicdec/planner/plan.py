@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_magicdec.planner import plan_load
 from vllm_magicdec.planner.arguments import (
     add_acceptance,
     add_deployment,
@@ -124,7 +123,6 @@ def add_command(subparsers: Any) -> None:
         help="tokens per request",
     )
     add_acceptance(parser)
-    plan_load.add_options(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything to this file")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the speedups to this file")
     parser.set_defaults(run=run)
@@ -139,10 +137,6 @@ def run(options: argparse.Namespace) -> None:
     deployment = find_deployment(options)
     alphas = find_acceptance(options, deployment.draft)
     least, most = gammas_of(options)
-    if options.load:
-        plan_load.run(options, deployment, alphas)
-        return
-    plan_load.refuse_options(options)
     plan = make_plan(deployment, alphas, most, options.batch, options.context, least)
     if options.json:
         write_json(plan.to_json(), options.json)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`magicdec profile`: step times of a model on this machine, in the real engine, written to a file.
 
-The file is what `auto` starts from (its field `profile`) and what `magicdec simulate` goes by.
+`auto` starts from the file (its field `profile`).
 """
 
 import argparse
@@ -9,16 +9,13 @@ import itertools
 import json
 import os
 import platform
-from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import fields
 from pathlib import Path
-from statistics import median
 from time import perf_counter
 from typing import Any
 
 from vllm_magicdec.adaptive.controller import CHOSEN, PLAIN, Choice, Controller, How
-from vllm_magicdec.adaptive.draft_plan import BUDGET_DIVISORS
 from vllm_magicdec.adaptive.step_times import StepTimes, TimedStep
 from vllm_magicdec.planner.console import UserError
 
@@ -29,22 +26,17 @@ _LEAST_CONTEXT = 32
 
 
 class _Tour(Controller):
-    """Goes through all lengths and budgets instead of choosing, and keeps what it sees.
+    """Goes through all lengths instead of choosing, and keeps what it sees.
 
     Each length in turn with plain decoding, then alone. So drafting without verifying, verifying without
     drafting, both and none are all seen, and every time of MagicDec's Eq. 2 is a difference of two.
-    A verification takes the same time for drafts of all budgets: those below the largest meet the largest
-    length only.
     """
 
-    def __init__(self, lengths: Sequence[int], budgets: Sequence[int]) -> None:
-        super().__init__(lengths, budgets, StepTimes())
+    def __init__(self, lengths: Sequence[int], budget: int) -> None:
+        super().__init__(lengths, budget, StepTimes())
         choices = [PLAIN] * _REPEATS
-        for pair in (
-            *(Choice(length, self.budgets[-1]) for length in self.lengths),
-            *(Choice(self.lengths[-1], budget) for budget in self.budgets[:-1]),
-        ):
-            choices += [PLAIN, pair] * _REPEATS + [pair] * _REPEATS
+        for drafting in map(Choice, self.lengths):
+            choices += [PLAIN, drafting] * _REPEATS + [drafting] * _REPEATS
         # The last drafts are verified in one step more, and that one is learnt from in the next.
         self.num_steps = len(choices) + 2
         self.max_tokens = sum(choice.drafts for choice in choices) + self.num_steps
@@ -67,9 +59,9 @@ class _Tour(Controller):
             self.timed_steps.append(timed)
 
 
-def tokens_to_grow(max_drafts: int, num_budgets: int = 1) -> int:
+def tokens_to_grow(max_drafts: int) -> int:
     """By how many tokens a request may grow while it is measured."""
-    return _Tour(range(max_drafts + 1), range(1, num_budgets + 1)).max_tokens
+    return _Tour(range(max_drafts + 1), budget=1).max_tokens
 
 
 def make_prompts(vocab_size: int, batch: int, context: int) -> list[list[int]]:
@@ -129,7 +121,7 @@ def measure_cell(llm: Any, batch: int, context: int) -> list[TimedStep]:
     prompts = make_prompts(engine.model_config.get_vocab_size(), batch, context)
     fill_prefix_cache(llm, prompts)
     controller, clock = scheduler._controller, scheduler.clock
-    tour = _Tour(controller.lengths, controller.budgets)
+    tour = _Tour(controller.lengths, controller.budget)
     come_late = scheduler._drafts_come_late
     scheduler._drafts_come_late = _come_late(engine)
     scheduler._controller, scheduler.clock = tour, _when_idle
@@ -151,7 +143,7 @@ def measure_cell(llm: Any, batch: int, context: int) -> list[TimedStep]:
 
 
 def measure(llm: Any, batches: list[int], contexts: list[int]) -> StepTimes:
-    """Step times of every batch size with every context, for every number of drafts and every budget.
+    """Step times of every batch size with every context, for every number of drafts.
 
     Args:
         llm: as for `measure_cell`.
@@ -166,77 +158,6 @@ def measure(llm: Any, batches: list[int], contexts: list[int]) -> StepTimes:
         print(f"batch {batch}, context {context}: {len(steps)} steps", flush=True)
     times.fit()
     return times
-
-
-class _Always(Controller):
-    """Chooses the same for every step."""
-
-    def __init__(self, other: Controller, choice: Choice) -> None:
-        super().__init__(other.lengths, other.budgets, StepTimes())
-        self._choice = choice
-
-    def choose(self, num_reqs: int, context_tokens: int, *, is_timed: bool = True) -> Choice:
-        return self._choice
-
-
-def measure_prompts(llm: Any, contexts: list[int]) -> dict[str, list[dict[str, float]]]:
-    """What chunks of prompts take alone in their steps, while the engine decodes plainly and drafts.
-
-    Args:
-        llm: as for `measure_cell`.
-        contexts: tokens of prompts; one longer than `max_num_batched_tokens` comes in several chunks.
-
-    Returns:
-        `prompts` and `drafting_prompts`: of every chunk its `prompt_tokens`, the `context_tokens` before
-        it, the median of its `seconds`, and how many `drafts` of what `budget` are in that time (behind a
-        prompt's last chunk, if it drafts; 0: none, or they come late: then what a draft model takes to
-        read the chunk is not in it either).
-    """
-    from vllm import SamplingParams
-
-    engine = llm.llm_engine
-    scheduler = engine.engine_core.engine_core.scheduler
-    most = scheduler.max_num_scheduled_tokens
-    controller, come_late = scheduler._controller, _come_late(engine)
-    only_one = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
-
-    def read(prompt: list[int], choice: Choice) -> list[float]:
-        """Seconds of every step until its first token."""
-        scheduler._controller = _Always(controller, choice)
-        engine.reset_prefix_cache()
-        engine.add_request("prompt", {"prompt_token_ids": prompt}, only_one)
-        seconds = []
-        while engine.has_unfinished_requests():
-            started = _when_idle()
-            engine.step()
-            seconds.append(_when_idle() - started)
-        return seconds
-
-    (prompt,) = make_prompts(engine.model_config.get_vocab_size(), 1, max(contexts))
-    choices = {"prompts": PLAIN, "drafting_prompts": Choice(controller.lengths[-1], controller.budgets[-1])}
-    measured: dict[tuple[str, int, int, Choice], list[float]] = defaultdict(list)
-    for context, _ in itertools.product(sorted(set(contexts)), range(_REPEATS + 1)):
-        for name, choice in choices.items():
-            read(prompt[:1], PLAIN)  # after it, nothing is left of the one before
-            chunks = range(0, context, most)
-            for before, seconds in zip(chunks, read(prompt[:context], choice), strict=True):
-                is_last = before + most >= context
-                made = choice if is_last and not come_late else PLAIN
-                measured[name, min(most, context - before), before, made].append(seconds)
-    scheduler._controller = controller
-    return {
-        name: [
-            {
-                "prompt_tokens": tokens,
-                "context_tokens": before,
-                **made._asdict(),
-                "seconds": median(times[1:]),
-            }
-            for (of, tokens, before, made), times in measured.items()
-            if of == name
-        ]
-        for name in choices
-    }
 
 
 def _model_len(options: argparse.Namespace) -> int:
@@ -262,7 +183,7 @@ def _within(most: int, room: int) -> list[int]:
     if most < _LEAST_CONTEXT:
         raise UserError(
             f"measuring takes {room} tokens beside a context, and the model's length leaves "
-            f"{most}; use fewer drafts ('max_num_speculative_tokens') or one budget"
+            f"{most}; use fewer drafts ('max_num_speculative_tokens')"
         )
     return sorted({min(length, most) for length in _CONTEXTS})
 
@@ -287,7 +208,7 @@ def run(options: argparse.Namespace) -> None:
     }
     drafts = spec["num_speculative_tokens"]
     most = int(spec.get("max_num_speculative_tokens", 8) if drafts == "auto" else drafts)
-    room = tokens_to_grow(most, len(BUDGET_DIVISORS) if spec.get("draft_kv_budget") == "auto" else 1)
+    room = tokens_to_grow(most)
     contexts = options.context or _within(_model_len(options) - room, room)
     llm = LLM(
         **{
@@ -305,7 +226,6 @@ def run(options: argparse.Namespace) -> None:
     )
     try:
         times = measure(llm, options.batch, contexts)
-        prompts = measure_prompts(llm, contexts)
     finally:
         llm.llm_engine.engine_core.shutdown()
     description = {
@@ -313,7 +233,6 @@ def run(options: argparse.Namespace) -> None:
         "machine": platform.processor() or platform.machine(),
         "engine": options.engine,
         "speculative_config": spec,
-        **prompts,
     }
     times.save(options.out, description)
     print(f'wrote {options.out}; use it with the field "profile": "{options.out}"')

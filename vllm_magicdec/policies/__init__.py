@@ -2,7 +2,7 @@
 """Policies: who chooses where the draft looks.
 
 `base.py` is what a policy is, here or in another package; `streamingllm.py`, `snapkv.py` and
-`verify_topk.py` (on a GPU with its two files of kernels) are one each. `observing.py` is what those share
+`verify_topk.py` (on a GPU with its kernels) are one each. `observing.py` is what those share
 that choose by a prompt's last tokens, `verification.py` what those share that choose by verified ones. A
 new policy is a file here and a line in `_OWN`.
 """

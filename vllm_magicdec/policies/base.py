@@ -16,7 +16,6 @@ import torch
 
 from vllm_magicdec.attention.observing import LayerObserver, QueryRecorder
 from vllm_magicdec.views.base import DraftSlots, Views
-from vllm_magicdec.views.copies import CopyPages
 from vllm_magicdec.views.pages import PageBudget, PageViews
 from vllm_magicdec.views.rings import Ring
 from vllm_magicdec.views.selections import Budget
@@ -58,21 +57,6 @@ class SwitchAttention(Protocol):
         ...
 
 
-class MakeCopyPages(Protocol):
-    """Makes room for copies of chosen tokens (`attention.copies.make_copied_pages`)."""
-
-    def __call__(self, each: int) -> CopyPages | None:
-        """To be called once, by policies whose choices of tokens stay for many rounds.
-
-        Args:
-            each: pages of a request's copy.
-
-        Returns:
-            None: chosen tokens are read as fast where they are, or there is no room.
-        """
-        ...
-
-
 @dataclass(frozen=True)
 class Engine:
     """The facts of a worker's engine that a policy makes its views for."""
@@ -90,7 +74,6 @@ class Engine:
     device: torch.device
     observe: Observe
     switch_attention: SwitchAttention
-    make_copy_pages: MakeCopyPages
 
     @property
     def page_size(self) -> int:
@@ -130,7 +113,7 @@ class Policy(ABC):
 
     @classmethod
     @abstractmethod
-    def make_views(cls, fields: Any, engine: Engine, budgets: Sequence[Any]) -> Views:
+    def make_views(cls, fields: Any, engine: Engine, budget: Any) -> Views:
         """Everything that a worker drafts with.
 
         It is also called when vLLM sizes the KV cache, with an engine on torch's device "meta", to learn
@@ -139,7 +122,7 @@ class Policy(ABC):
         Args:
             fields: as for `parse_budget`.
             engine: what views are made for.
-            budgets: what `parse_budget` made of them, the smallest first.
+            budget: as `parse_budget` returned it.
         """
 
     @classmethod
@@ -148,11 +131,11 @@ class Policy(ABC):
         return fields.draft_kv_granularity or next(iter(cls.granularities), None)
 
     @classmethod
-    def ring(cls, budgets: Sequence[Any], limits: Limits) -> Ring | None:
+    def ring(cls, budget: Any, limits: Limits) -> Ring | None:
         """What a cache that is read by these views alone has to keep of a request; None: everything.
 
         Args:
-            budgets: what `parse_budget` made of them, the smallest first.
+            budget: as `parse_budget` returned it.
             limits: of the engine.
         """
         return None
@@ -182,10 +165,9 @@ class PagePolicy(Policy):
         return parse_page_budget(fields, limits, budget)
 
     @classmethod
-    def make_views(cls, fields: Any, engine: Engine, budgets: Sequence[PageBudget]) -> PageViews:
+    def make_views(cls, fields: Any, engine: Engine, budget: PageBudget) -> PageViews:
         """See `Policy`."""
-        policies = [cls(fields, budget, engine.device) for budget in budgets]
-        return PageViews(policies, engine.make_draft_slots())
+        return PageViews(cls(fields, budget, engine.device), engine.make_draft_slots())
 
     @property
     def max_pages(self) -> int:
@@ -274,8 +256,12 @@ def parse_budget_of_selected_pages(
     if leaves_some(pages.min_pages, pages.recent_pages):
         return pages
     least = next(n for n in itertools.count(pages.min_pages) if leaves_some(n, recent_pages(n * page)))
-    others = ["a smaller --block-size", *(["draft_kv_granularity='token'"] if by_token else [])]
+    others = (
+        "a smaller --block-size, or draft_kv_granularity='token'"
+        if by_token
+        else "or a smaller --block-size"
+    )
     raise ValueError(
         f"{name}={tokens} leaves no page to choose beside {sinks + pages.recent_pages} pages of {page} "
-        f"tokens for sinks and recent tokens; use at least {least * page}, {', or '.join(others)}"
+        f"tokens for sinks and recent tokens; use at least {least * page}, {others}"
     )

@@ -24,9 +24,8 @@ from vllm_magicdec.attention.scales import Scales
 from vllm_magicdec.attention.softmax import Softmax, weights_of
 from vllm_magicdec.policies.base import Engine, Limits, Observe, Policy, parse_budget_of_selected_pages
 from vllm_magicdec.views.base import Batch, Views, ceil_div, on_device
-from vllm_magicdec.views.copies import TokenCopies, pages_of_copy
 from vllm_magicdec.views.layer_pages import LayerPageViews
-from vllm_magicdec.views.selections import Budget, Selections, budget_to_select
+from vllm_magicdec.views.selections import Budget, Selections
 from vllm_magicdec.views.tokens import TokenBudget, TokenViews, recent_tokens
 
 
@@ -156,14 +155,14 @@ class TokenPolicy(Policy):
         )
 
     @classmethod
-    def make_views(cls, fields: Any, engine: Engine, budgets: Sequence[Any]) -> Views:
+    def make_views(cls, fields: Any, engine: Engine, budget: Any) -> Views:
         """See `Policy`."""
         by_page = cls.granularity(fields, engine.limits.device_type) == "page"
         selections = Selections(
             num_layers=engine.num_layers,
             num_heads=1 if by_page else engine.num_kv_heads,
             max_num_reqs=engine.max_num_reqs,
-            max_selected=budget_to_select(budgets).max_selected,
+            max_selected=budget.max_selected,
             device=engine.device,
         )
         policy = cls(fields)
@@ -171,7 +170,7 @@ class TokenPolicy(Policy):
         recorder = WindowRecorder(policy.window, engine.query_dtype) if is_cpu else None
         selector = PromptSelector(
             policy,
-            budgets,
+            budget,
             selections,
             engine.observe,
             recorder,
@@ -182,11 +181,8 @@ class TokenPolicy(Policy):
         )
         plans = engine.switch_attention(recorder, layer_pages=by_page)
         if by_page:
-            return LayerPageViews(selections, selector, budgets, engine.make_draft_slots())
-        num_sinks = budgets[0].num_sinks
-        pages = engine.make_copy_pages(pages_of_copy(selections, num_sinks, engine.page_size))
-        copies = None if pages is None else TokenCopies(selections, num_sinks, pages)
-        return TokenViews(selections, selector, budgets, engine.make_draft_slots(), plans, copies)
+            return LayerPageViews(selections, selector, budget, engine.make_draft_slots())
+        return TokenViews(selections, selector, budget, engine.make_draft_slots(), plans)
 
 
 class WindowRecorder:
@@ -249,7 +245,7 @@ class PromptSelector:
 
     Args:
         policy: scores tokens.
-        budgets: of a request, the smallest first, in the entries of `selections`.
+        budget: of a request, in the entries of `selections`.
         selections: where choices are kept.
         observe: runs the target over last tokens.
         recorder: may have seen them in the target's own pass; None: nobody looked.
@@ -262,7 +258,7 @@ class PromptSelector:
     def __init__(
         self,
         policy: TokenPolicy,
-        budgets: Sequence[Budget],
+        budget: Budget,
         selections: Selections,
         observe: Observe,
         recorder: WindowRecorder | None = None,
@@ -273,9 +269,9 @@ class PromptSelector:
         scratch_bytes: int = 0,
     ) -> None:
         self._policy = policy
-        self._budget = budget_to_select(budgets)
-        # Where all that could be chosen fits into every budget, nothing has to be scored.
-        self._room = max(0, budgets[0].min_entries - budgets[0].num_sinks - budgets[0].num_recent)
+        self._budget = budget
+        # Where all that could be chosen fits into the budget, nothing has to be scored.
+        self._room = max(0, budget.min_entries - budget.num_sinks - budget.num_recent)
         self._selections = selections
         self._observe = observe
         self._recorder = recorder

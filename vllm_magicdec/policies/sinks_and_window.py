@@ -5,7 +5,7 @@
 that in serving as well, whatever the size of the pages.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +34,7 @@ class SinksAndWindow(Policy):
         return WindowBudget(sink, tokens - sink, tokens, tokens)
 
     @classmethod
-    def make_views(cls, fields: Any, engine: Engine, budgets: Sequence[WindowBudget]) -> TokenViews:
+    def make_views(cls, fields: Any, engine: Engine, budget: WindowBudget) -> TokenViews:
         """See `Policy`."""
         selections = Selections(
             num_layers=engine.num_layers,
@@ -44,7 +44,7 @@ class SinksAndWindow(Policy):
             device=engine.device,
         )
         plans = engine.switch_attention()
-        return TokenViews(selections, _NoSelector(selections), budgets, engine.make_draft_slots(), plans)
+        return TokenViews(selections, _NoSelector(selections), budget, engine.make_draft_slots(), plans)
 
 
 class _NoSelector:

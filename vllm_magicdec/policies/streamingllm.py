@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention sinks and a recent window (StreamingLLM, Xiao et al. 2023; MagicDec, arXiv 2408.11049)."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,11 +24,11 @@ class StreamingLLM(PagePolicy):
         return type(self).choose_pages is StreamingLLM.choose_pages
 
     @classmethod
-    def ring(cls, budgets: Sequence[PageBudget], limits: Limits) -> Ring | None:
+    def ring(cls, budget: PageBudget, limits: Limits) -> Ring | None:
         """See `Policy`."""
         if cls.choose_pages is not StreamingLLM.choose_pages:
             return None
-        return Ring.of(budgets, limits.num_speculative_tokens)
+        return Ring.of(budget, limits.num_speculative_tokens)
 
     def choose_pages(
         self, context_lens: torch.Tensor, last_pages: torch.Tensor

@@ -5,8 +5,8 @@ The idea is that of SparseSpec's PillarAttn and of Vegas: the target has just co
 before the next drafts, where it looks.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -19,7 +19,7 @@ from vllm_magicdec.policies.base import Engine, Limits, Policy, parse_budget_of_
 from vllm_magicdec.views.base import Batch, Views, ceil_div
 from vllm_magicdec.views.layer_pages import LayerPageViews
 from vllm_magicdec.views.pages import PageBudget
-from vllm_magicdec.views.selections import Budget, Selections, budget_to_select
+from vllm_magicdec.views.selections import Budget, Selections
 
 # A selection's temporary tensors are of as many requests as fit, one after the other.
 SCRATCH_BYTES = 512 * 2**20
@@ -181,20 +181,19 @@ class VerificationPolicy(Policy):
         )
 
     @classmethod
-    def make_views(cls, fields: Any, engine: Engine, budgets: Sequence[PageBudget]) -> Views:
+    def make_views(cls, fields: Any, engine: Engine, budget: PageBudget) -> Views:
         """See `Policy`."""
         policy = cls(fields, engine, make_verification(engine))
         engine.switch_attention(policy.verification, layer_pages=True)
-        to_select = budget_to_select(budgets)
         selections = Selections(
             num_layers=engine.num_layers,
             num_heads=1,
             max_num_reqs=engine.max_num_reqs,
-            max_selected=to_select.max_selected,
+            max_selected=budget.max_selected,
             device=engine.device,
         )
-        selector = PageSelector(policy, to_select, selections)
-        return LayerPageViews(selections, selector, budgets, engine.make_draft_slots())
+        selector = VerificationSelector(policy, budget, selections)
+        return LayerPageViews(selections, selector, budget, engine.make_draft_slots())
 
 
 def make_verification(engine: Engine) -> Verification:
@@ -215,12 +214,14 @@ def num_recent_pages(page_size: int, num_speculative_tokens: int) -> int:
     return ceil_div(RECENT_TOKENS + num_speculative_tokens, page_size) + 1
 
 
-class VerificationSelector(ABC):
+class VerificationSelector:
     """Selects after every `refresh`-th verification, and as soon as a request begins to decode.
 
+    Pages are selected by layer, the same for all of its heads.
+
     Args:
-        policy: whose choice it is.
-        budget: of a request (`budget_to_select`), in the entries of `selections`.
+        policy: scores pages.
+        budget: of a request, in pages.
         selections: where choices are kept.
     """
 
@@ -237,8 +238,7 @@ class VerificationSelector(ABC):
         """See `views.base.Selector`."""
         engine = self._policy.engine
         longest = ceil_div(engine.limits.max_model_len, self._page_size)
-        most = engine.num_layers * engine.max_num_reqs * self._scratch_bytes(longest)
-        scratch = min(SCRATCH_BYTES, most)
+        scratch = min(SCRATCH_BYTES, engine.max_num_reqs * self._scratch_bytes(longest))
         return {
             "verified queries": self._policy.verification.num_bytes,
             "a selection's scratch": scratch if self._budget.max_selected else 0,
@@ -255,8 +255,7 @@ class VerificationSelector(ABC):
         if not is_due or not self._budget.max_selected:
             return
         num_reqs = len(batch.req_ids)
-        of_request = self._min_layers * self._scratch_bytes(self._num_pages(batch))
-        at_once = max(1, SCRATCH_BYTES // of_request)
+        at_once = max(1, SCRATCH_BYTES // self._scratch_bytes(self._num_pages(batch)))
         for first in range(0, num_reqs, at_once):
             part = batch.part(first, min(first + at_once, num_reqs))
             with self._policy.verification.starting_at(first):
@@ -281,29 +280,8 @@ class VerificationSelector(ABC):
         self._known = known
         return unknown
 
-    @abstractmethod
     def _select(self, batch: Batch, num_steps: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Fill `Selections.positions` of the batch; returns `counts` and `ends` as for `Selections.set`."""
-
-    @abstractmethod
-    def _scratch_bytes(self, num_pages: int) -> int:
-        """What `_select` needs for the time being for a request of so many pages, in every layer."""
-
-    @property
-    @abstractmethod
-    def _min_layers(self) -> int:
-        """Layers that `_select` works on at once, at least."""
-
-    def _num_pages(self, batch: Batch) -> int:
-        """Most pages of any request of the batch, as far as the host knows."""
-        longest = max(int(length) for length in batch.known_lens)
-        return min(ceil_div(longest + 1, self._page_size), batch.block_table.shape[1])
-
-
-class PageSelector(VerificationSelector):
-    """Selects pages, the same for all heads of a layer."""
-
-    def _select(self, batch: Batch, num_steps: int) -> tuple[torch.Tensor, torch.Tensor]:
         num_selected, sinks = self._budget.max_selected, self._budget.num_sinks
         max_model_len = self._policy.engine.limits.max_model_len
         last = (batch.context_lens + num_steps - 1).clamp(max=max_model_len - 1)
@@ -318,9 +296,11 @@ class PageSelector(VerificationSelector):
         return (ends - sinks).clamp(0, num_selected), ends
 
     def _scratch_bytes(self, num_pages: int) -> int:
+        """Temporary memory of `_select` for a request of `num_pages` pages, in all layers."""
         # Scores, the same with what is fixed masked, and what `topk` sorts.
-        return 3 * 4 * num_pages
+        return 3 * 4 * num_pages * self._policy.engine.num_layers
 
-    @property
-    def _min_layers(self) -> int:
-        return self._policy.engine.num_layers
+    def _num_pages(self, batch: Batch) -> int:
+        """Most pages of any request of the batch, as far as the host knows."""
+        longest = max(int(length) for length in batch.known_lens)
+        return min(ceil_div(longest + 1, self._page_size), batch.block_table.shape[1])

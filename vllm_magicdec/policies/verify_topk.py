@@ -6,35 +6,23 @@ element-wise minimum and maximum of a page's keys, `sum_d max(q_d * min_d, q_d *
 of the page from above. A page's score is a softmax over these bounds, summed over the accepted positions of
 the round and over query heads.
 
-- Granularity `page`: every layer sees its best pages, the same for all of its heads, so that any attention
-  backend with block tables runs the draft.
-- Granularity `token`: every KV head sees its best tokens, found by exact scores inside its best pages, of
-  which it looks at twice as many as would fill the budget.
+Every layer sees its best pages, the same for all of its heads, so that any attention backend with block
+tables runs the draft.
 
 Cost per layer and round: the summaries of a request's pages are read (2 / page_size of its keys), and the
-keys of the few pages that the round wrote to; at granularity `token` also 2 x budget keys per KV head. A
-whole context is summarised when its request starts to decode. Summaries take 1 / page_size of the KV
-cache's memory.
+keys of the few pages that the round wrote to. A whole context is summarised when its request starts to
+decode. Summaries take 1 / page_size of the KV cache's memory.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from vllm_magicdec.attention import KVRows
-from vllm_magicdec.policies.base import Engine, Limits
-from vllm_magicdec.policies.verification import (
-    RECENT_TOKENS,
-    SCRATCH_BYTES,
-    Verification,
-    VerificationPolicy,
-    VerificationSelector,
-    make_verification,
-)
-from vllm_magicdec.views.base import Batch, Views, ceil_div, has_kernels
-from vllm_magicdec.views.selections import Budget, Selections, budget_to_select
-from vllm_magicdec.views.tokens import TokenBudget, TokenViews
+from vllm_magicdec.policies.base import Engine
+from vllm_magicdec.policies.verification import Verification, VerificationPolicy
+from vllm_magicdec.views.base import Batch, ceil_div, has_kernels
 
 if TYPE_CHECKING:
     from vllm_magicdec.policies.verify_topk_kernels import LayerTable
@@ -102,9 +90,7 @@ class PageSummaries:
 
 
 class VerifyTopK(VerificationPolicy):
-    """Pages or tokens that the verification's own queries want most; see `VerificationPolicy`."""
-
-    granularities = ("page", "token")
+    """Pages that the verification's own queries attend to most; see `VerificationPolicy`."""
 
     def __init__(self, fields: Any, engine: Engine, verification: Verification) -> None:
         super().__init__(fields, engine, verification)
@@ -120,38 +106,6 @@ class VerifyTopK(VerificationPolicy):
         self._table: LayerTable | None = None  # for kernels; made where there are any
         # A round's tokens may start anywhere in a page, so they may touch one page more.
         self._num_touched = ceil_div(verification.num_queries, engine.page_size) + 1
-
-    @classmethod
-    def parse_budget(cls, fields: Any, limits: Limits, budget: float) -> Budget:
-        """See `Policy`."""
-        if cls.granularity(fields, limits.device_type) == "page":
-            return super().parse_budget(fields, limits, budget)
-        return TokenBudget.from_fields(
-            budget=budget,
-            min_budget=fields.draft_kv_min_budget,
-            sink=fields.draft_kv_sink,
-            window=RECENT_TOKENS,
-            num_speculative_tokens=limits.num_speculative_tokens,
-            max_model_len=limits.max_model_len,
-        )
-
-    @classmethod
-    def make_views(cls, fields: Any, engine: Engine, budgets: Sequence[Any]) -> Views:
-        """See `Policy`."""
-        if cls.granularity(fields, engine.limits.device_type) == "page":
-            return super().make_views(fields, engine, budgets)
-        policy = cls(fields, engine, make_verification(engine))
-        plans = engine.switch_attention(policy.verification)
-        to_select = budget_to_select(budgets)
-        selections = Selections(
-            num_layers=engine.num_layers,
-            num_heads=engine.num_kv_heads,
-            max_num_reqs=engine.max_num_reqs,
-            max_selected=to_select.max_selected,
-            device=engine.device,
-        )
-        selector = TokenSelector(policy, to_select, selections)
-        return TokenViews(selections, selector, budgets, engine.make_draft_slots(), plans)
 
     @property
     def memory_bytes(self) -> Mapping[str, int]:
@@ -194,15 +148,10 @@ class VerifyTopK(VerificationPolicy):
             self.summaries.update(layer, cache, blocks, num_verified)
 
     def score_pages(self, batch: Batch, num_pages: int) -> torch.Tensor:
-        """See `VerificationPolicy`."""
-        return self.score(range(self.engine.num_layers), batch, num_pages, by_head=False).squeeze(2)
-
-    def score(self, layers: range, batch: Batch, num_pages: int, *, by_head: bool) -> torch.Tensor:
-        """Attention weights of pages, summed over a round's accepted positions and over query heads.
+        """Attention weights of pages, summed over a round's accepted positions and over heads.
 
         Returns:
-            [len(layers), num_reqs, num_kv_heads if by_head else 1, num_pages] float32, 0 for pages after a
-            request's last one.
+            [num_layers, num_reqs, num_pages] float32, 0 for pages after a request's last one.
         """
         if self._table is not None:
             from vllm_magicdec.policies.verify_topk_kernels import score_pages
@@ -215,113 +164,16 @@ class VerifyTopK(VerificationPolicy):
                 batch.block_table,
                 self.summaries.least,
                 self.summaries.greatest,
-                layers=layers,
                 num_pages=num_pages,
-                by_head=by_head,
             )
         blocks = batch.block_table[:, :num_pages].long()
         last = (batch.context_lens - 1) // self.engine.page_size
         is_seen = torch.arange(num_pages, device=last.device) <= last.unsqueeze(1)
         scores = []
-        for layer in layers:
+        for layer in range(self.engine.num_layers):
             _, softmax = self.verification.caches[layer]
             queries, is_accepted = self.verification.queries_by_head(layer, batch)
             bounds = self.summaries.bounds(layer, queries, blocks)
             weights = softmax.weights(bounds, is_seen[:, None, None])
-            by_kv_head = (weights * is_accepted).sum(2)
-            scores.append(by_kv_head if by_head else by_kv_head.sum(1, keepdim=True))
+            scores.append((weights * is_accepted).sum((1, 2)))
         return torch.stack(scores)
-
-    def score_tokens(
-        self, layers: range, batch: Batch, pages: torch.Tensor, sink: int, ends: torch.Tensor
-    ) -> torch.Tensor:
-        """Attention weights of the tokens of some pages, summed as in `score`.
-
-        Args:
-            layers: which ones.
-            batch: the round's requests.
-            pages: [len(layers), num_reqs, num_kv_heads, num_candidates] int64, within the request.
-            sink: first position that can be chosen.
-            ends: [num_reqs] int64, first position that cannot.
-
-        Returns:
-            [len(layers), num_reqs, num_kv_heads, num_candidates * page_size] float32, in the pages' order;
-            below 0 for tokens that cannot be chosen.
-        """
-        page = self.engine.page_size
-        if self._table is not None:
-            from vllm_magicdec.policies.verify_topk_token_kernels import score_tokens
-
-            return score_tokens(
-                self._table,
-                self.verification.queries,
-                self.verification.positions,
-                batch.context_lens,
-                batch.block_table,
-                pages,
-                ends,
-                layers=layers,
-                sink=sink,
-            )
-        places = torch.arange(page, device=pages.device)
-        scores = []
-        for layer, chosen in zip(layers, pages, strict=True):
-            cache, softmax = self.verification.caches[layer]
-            positions = (chosen.unsqueeze(-1) * page + places).flatten(2)
-            blocks = batch.block_table.gather(1, chosen.flatten(1)).view_as(chosen)
-            slots = (blocks.unsqueeze(-1) * page + places).flatten(2)
-            queries, is_accepted = self.verification.queries_by_head(layer, batch)
-            products = queries @ cache.keys.gather(slots).float().transpose(2, 3)
-            is_eligible = (positions >= sink) & (positions < ends[:, None, None])
-            weights = softmax.weights(products, is_eligible.unsqueeze(2)) * is_accepted
-            scores.append(weights.nan_to_num().sum(2).masked_fill_(~is_eligible, -1.0))
-        return torch.stack(scores)
-
-
-class TokenSelector(VerificationSelector):
-    """Selects tokens per layer and KV head, among those of its best pages."""
-
-    _policy: VerifyTopK
-
-    def _scratch_bytes(self, num_pages: int) -> int:
-        engine, verification = self._policy.engine, self._policy.verification
-        num_candidates = min(ceil_div(2 * self._budget.max_selected, self._page_size) + 1, num_pages)
-        # Of pages and candidates: scores, the same with what is fixed masked, and what `topk` sorts.
-        by_token, by_page = 3 * 4, 3 * 4
-        if engine.limits.device_type != "cuda":
-            # Without kernels: slots, keys and the same in float32, logits and weights.
-            num_rows = verification.num_queries * engine.num_heads // engine.num_kv_heads
-            by_token += 8 * 8 + engine.head_size * (engine.cache_dtype.itemsize + 4) + 2 * 4 * num_rows
-        num_tokens = num_candidates * self._page_size
-        return engine.num_kv_heads * (num_tokens * by_token + num_pages * by_page)
-
-    @property
-    def _min_layers(self) -> int:
-        return 1
-
-    def _layers_at_once(self, num_reqs: int, num_pages: int) -> Iterator[range]:
-        """Parts of the layers whose scores fit into the scratch."""
-        num_layers = self._policy.engine.num_layers
-        size = max(1, SCRATCH_BYTES // (num_reqs * self._scratch_bytes(num_pages)))
-        for first in range(0, num_layers, size):
-            yield range(first, min(first + size, num_layers))
-
-    def _select(self, batch: Batch, num_steps: int) -> tuple[torch.Tensor, torch.Tensor]:
-        page, sink, num_selected = self._page_size, self._budget.num_sinks, self._budget.max_selected
-        num_pages = self._num_pages(batch)
-        num_candidates = min(ceil_div(2 * num_selected, page) + 1, num_pages)
-        ends = (batch.context_lens - self._budget.num_recent).clamp(min=0)
-        places = torch.arange(num_pages, device=ends.device)
-        is_open = ((places + 1) * page > sink) & (places * page < ends.unsqueeze(1))
-        rows = self._selections.rows(batch.req_ids)
-        for layers in self._layers_at_once(len(batch.req_ids), num_pages):
-            scores = self._policy.score(layers, batch, num_pages, by_head=True)
-            scores.masked_fill_(~is_open[:, None], -1.0)
-            pages = scores.topk(num_candidates).indices  # [layers, num_reqs, num_kv_heads, num_candidates]
-            weights = self._policy.score_tokens(layers, batch, pages, sink, ends)
-            best = weights.topk(min(num_selected, weights.shape[-1])).indices
-            chosen = (pages.gather(3, best // page) * page + best % page).to(torch.int32)
-            part = self._selections.positions[:, layers.start : layers.stop, :, : chosen.shape[-1]]
-            part[rows] = chosen.transpose(0, 1)
-        room = self._budget.entries(batch.context_lens) - sink - self._budget.num_recent
-        return torch.minimum((ends - sink).clamp(min=0), room), ends

@@ -223,7 +223,7 @@ def _scores_kernel(  # type: ignore[no-untyped-def]
     positions,  # [max_num_reqs, num_queries] int64
     context_lens,  # [num_reqs] int64
     sinks,  # [num_layers, num_kv_heads * GROUP] float32
-    scores,  # [num_layers * num_reqs, num_kv_heads / HEADS, num_pages] float32, written
+    scores,  # [num_layers * num_reqs, num_pages] float32, written
     first_pair,
     num_reqs,
     num_pages,
@@ -232,24 +232,24 @@ def _scores_kernel(  # type: ignore[no-untyped-def]
     NUM_ROWS: tl.constexpr,
     GROUP: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
     NUM_ROW_BLOCKS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     SPLITS_PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """Of one layer and request: the attention weights of a block of pages, summed over HEADS KV heads."""
+    """Of one layer and request: the attention weights of a block of pages, summed over heads."""
     pair = first_pair + tl.program_id(0).to(tl.int64)
     req = pair % num_reqs
-    pages = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    pages = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     splits = tl.arange(0, SPLITS_PADDED)
     context_len = tl.load(context_lens + req)
     is_seen = pages < tl.minimum((context_len - 1) // PAGE_SIZE + 1, num_pages)
-    first_head = (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * HEADS
+    first_head = tl.program_id(0).to(tl.int64) * NUM_KV_HEADS
 
     score = tl.zeros((BLOCK,), tl.float32)
-    for index in range(HEADS * NUM_ROW_BLOCKS):
+    for index in range(NUM_KV_HEADS * NUM_ROW_BLOCKS):
         rows = index % NUM_ROW_BLOCKS * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         is_row = rows < NUM_ROWS
         position = tl.load(positions + req * NUM_QUERIES + rows // GROUP, mask=is_row, other=context_len)
@@ -261,8 +261,8 @@ def _scores_kernel(  # type: ignore[no-untyped-def]
         split_sums = tl.load(sums + places, mask=mask, other=0.0)
         peak = tl.max(split_peaks, 1)
         if SINKS:
-            kv_head = tl.program_id(1) * HEADS + index // NUM_ROW_BLOCKS
-            place = (pair // num_reqs * tl.num_programs(1) * HEADS + kv_head) * GROUP + rows % GROUP
+            kv_head = index // NUM_ROW_BLOCKS
+            place = (pair // num_reqs * NUM_KV_HEADS + kv_head) * GROUP + rows % GROUP
             sink = tl.load(sinks + place, mask=is_accepted, other=float("-inf"))
             peak = tl.maximum(peak, sink)
         total = tl.sum(split_sums * tl.exp(split_peaks - peak[:, None]), 1)
@@ -275,8 +275,7 @@ def _scores_kernel(  # type: ignore[no-untyped-def]
         )
         weight = tl.exp(logit - peak[:, None]) / tl.where(is_accepted, total, 1.0)[:, None]
         score += tl.sum(weight, 0)
-    row = pair * tl.num_programs(1) + tl.program_id(1)
-    tl.store(scores + row * num_pages + pages, score, mask=pages < num_pages)
+    tl.store(scores + pair * num_pages + pages, score, mask=pages < num_pages)
 
 
 def score_pages(
@@ -288,40 +287,36 @@ def score_pages(
     least: torch.Tensor,  # [num_layers, num_blocks, num_kv_heads, head_size]
     greatest: torch.Tensor,
     *,
-    layers: range,
     num_pages: int,
-    by_head: bool,
 ) -> torch.Tensor:
-    """See `verify_topk.VerifyTopK.score`. No host synchronisation."""
-    num_queries, num_heads, head_size = queries.shape[2:]
+    """See `verify_topk.VerifyTopK.score_pages`. No host synchronisation."""
+    num_layers, _, num_queries, num_heads, head_size = queries.shape
     num_kv_heads, page_size = table.keys.shape[1:3]
     group = num_heads // num_kv_heads
     num_rows = num_queries * group
-    block_rows = block_rows_of(num_rows)
+    block_rows = min(MAX_BLOCK_ROWS, max(MIN_DOT_ROWS, triton.next_power_of_2(num_rows)))
     num_row_blocks = triton.cdiv(num_rows, block_rows)
     num_reqs = context_lens.shape[0]
     num_splits = triton.cdiv(num_pages, SPLIT_PAGES)
-    heads = 1 if by_head else num_kv_heads
 
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.float32, device=queries.device)
 
-    scores = empty(len(layers), num_reqs, num_kv_heads // heads, num_pages)
+    scores = empty(num_layers, num_reqs, num_pages)
     rows_of_pair = num_kv_heads * num_rows
-    num_pairs = len(layers) * num_reqs
+    num_pairs = num_layers * num_reqs
     pairs_at_once = min(num_pairs, max(1, SCRATCH_BYTES // (4 * rows_of_pair * num_pages)))
     logits = empty(pairs_at_once, rows_of_pair, num_pages)
     peaks, sums = empty(2, pairs_at_once, rows_of_pair, num_splits)
-    own_layers = slice(layers.start, layers.stop)
     for first in range(0, num_pairs, pairs_at_once):
         num_programs = min(pairs_at_once, num_pairs - first)
         _logits_kernel[(num_programs, num_kv_heads * num_row_blocks, num_splits)](
-            queries[own_layers],
+            queries,
             context_lens,
             block_table,
-            least[own_layers],
-            greatest[own_layers],
-            table.scales[own_layers],
+            least,
+            greatest,
+            table.scales,
             logits,
             peaks,
             sums,
@@ -342,13 +337,13 @@ def score_pages(
             BLOCK=BLOCK_PAGES,
             SPLIT=SPLIT_PAGES,
         )
-        _scores_kernel[(num_programs, num_kv_heads // heads, triton.cdiv(num_pages, SCORE_PAGES))](
+        _scores_kernel[(num_programs, triton.cdiv(num_pages, SCORE_PAGES))](
             logits,
             peaks,
             sums,
             positions,
             context_lens,
-            table.scales if table.sinks is None else table.sinks[own_layers],
+            table.scales if table.sinks is None else table.sinks,
             scores,
             first,
             num_reqs,
@@ -358,7 +353,7 @@ def score_pages(
             NUM_ROWS=num_rows,
             GROUP=group,
             PAGE_SIZE=page_size,
-            HEADS=heads,
+            NUM_KV_HEADS=num_kv_heads,
             NUM_ROW_BLOCKS=num_row_blocks,
             BLOCK_ROWS=block_rows,
             SPLITS_PADDED=triton.next_power_of_2(triton.cdiv(block_table.shape[1], SPLIT_PAGES)),
@@ -366,8 +361,3 @@ def score_pages(
             SINKS=table.sinks is not None,
         )
     return scores
-
-
-def block_rows_of(num_rows: int) -> int:
-    """Query rows of one program."""
-    return min(MAX_BLOCK_ROWS, max(MIN_DOT_ROWS, triton.next_power_of_2(num_rows)))

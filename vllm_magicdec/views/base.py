@@ -15,7 +15,6 @@ import torch
 from vllm_magicdec.lookup.history import History
 
 if TYPE_CHECKING:  # it is made of what is here
-    from vllm_magicdec.views.copies import CopiedTokens
     from vllm_magicdec.views.passes import RoundSteps
 
 # vLLM's cache-write kernels skip this slot.
@@ -107,7 +106,6 @@ class TokenView:
     lens: torch.Tensor  # [num_reqs] int32, valid columns of `slots`, the query's own slot included
     slots: torch.Tensor  # [num_layers, num_reqs, num_kv_heads, budget] int32
     common_len: int | None  # what all `lens` are, where the host knows it: in every step of the round
-    copied: "CopiedTokens | None" = None  # None: no request has copies
 
 
 View = PageView | LayerPageView | TokenView
@@ -171,13 +169,12 @@ class Views(Protocol):
         """`TokenView.common_len`s for which a draft step runs other kernels; None is one."""
         ...
 
-    def prepare(self, batch: Batch, num_steps: int, size: int = -1) -> "RoundSteps":
+    def prepare(self, batch: Batch, num_steps: int) -> "RoundSteps":
         """The round's steps. No host synchronisation.
 
         Args:
             batch: the round's requests.
             num_steps: drafts of each.
-            size: which of the budgets that the views were made for, the smallest first.
         """
         ...
 

@@ -151,8 +151,7 @@ def _layer_page_round_kernel(  # type: ignore[no-untyped-def]
     max_model_len,
     num_steps,
     sink_pages,
-    least_recent,
-    most_recent,
+    recent,
     max_pages,
     PAGE_SIZE: tl.constexpr,
     STEPS_PADDED: tl.constexpr,
@@ -168,8 +167,7 @@ def _layer_page_round_kernel(  # type: ignore[no-untyped-def]
     total = last_page + 1
     budget = tl.load(pages + req)
     sinks = tl.minimum(total, sink_pages)
-    start = tl.maximum(tl.minimum(tl.load(ends + row), total - least_recent), sinks)
-    recent = tl.minimum(tl.maximum(total - start, least_recent), most_recent)
+    start = tl.maximum(tl.minimum(tl.load(ends + row), total - recent), sinks)
     count = tl.minimum(tl.load(num_selected + row), tl.maximum(budget - sinks - recent, 0))
     fits = total <= budget
     count = tl.where(fits, 0, count)
@@ -221,7 +219,7 @@ def write_layer_page_round(
     num_steps: int,
     page_size: int,
     sink_pages: int,
-    recent_pages: tuple[int, int],  # least and most
+    recent_pages: int,
     max_pages: int,
     max_model_len: int,
 ) -> None:
@@ -248,7 +246,7 @@ def write_layer_page_round(
         max_model_len,
         num_steps,
         sink_pages,
-        *recent_pages,
+        recent_pages,
         max_pages,
         PAGE_SIZE=page_size,
         STEPS_PADDED=triton.next_power_of_2(max_num_steps),
@@ -281,8 +279,7 @@ def _token_round_kernel(  # type: ignore[no-untyped-def]
     max_model_len,
     num_steps,
     sink,
-    least_window,
-    most_window,
+    window,
     max_tokens,
     NUM_KV_HEADS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -298,7 +295,6 @@ def _token_round_kernel(  # type: ignore[no-untyped-def]
     first = tl.minimum(context_len, max_model_len - 1)
     sinks = tl.minimum(first + 1, sink)
     start = tl.maximum(tl.minimum(tl.load(ends + row), context_len), sinks)
-    window = tl.minimum(tl.maximum(first + 1 - start, least_window), most_window)
     budget = tl.load(tokens + req)
     count = tl.minimum(tl.load(num_selected + row), tl.maximum(budget - sinks - window, 0))
     room = budget - sinks - count
@@ -365,7 +361,7 @@ def write_token_round(
     num_steps: int,
     page_size: int,
     sink: int,
-    windows: tuple[int, int],  # least and most recent tokens
+    window: int,  # recent tokens
     max_tokens: int,
     max_model_len: int,
 ) -> None:
@@ -397,7 +393,7 @@ def write_token_round(
         max_model_len,
         num_steps,
         sink,
-        *windows,
+        window,
         max_tokens,
         NUM_KV_HEADS=num_kv_heads,
         PAGE_SIZE=page_size,

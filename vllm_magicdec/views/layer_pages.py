@@ -5,7 +5,7 @@ Columns of a block table: [selected | sinks | recent]. Any attention backend who
 table can run it, layer by layer. A context within the budget is seen whole.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -23,12 +23,12 @@ from vllm_magicdec.views.selections import Selections
 
 
 class LayerPageViews:
-    """Selected pages for every layer; selections are kept best first, so a smaller budget takes the first.
+    """Selected pages for every layer.
 
     Args:
-        selections: of pages, with room for the largest budget's.
+        selections: of pages, best first, with room for the budget's.
         selector: keeps them up to date.
-        budgets: the smallest first.
+        budget: of a request.
         draft_slots: where the drafted tokens go.
     """
 
@@ -38,16 +38,16 @@ class LayerPageViews:
         self,
         selections: Selections,
         selector: Selector,
-        budgets: Sequence[PageBudget],
+        budget: PageBudget,
         draft_slots: DraftSlots,
     ) -> None:
         self._selections = selections
         self._selector = selector
-        self._budgets = budgets
+        self._budget = budget
         self._draft_slots = draft_slots
         max_num_steps, max_num_reqs = draft_slots.positions.shape
         device = draft_slots.positions.device
-        max_pages = budgets[-1].max_pages
+        max_pages = budget.max_pages
         self._columns = torch.arange(max_pages, device=device)
         self._lens = torch.zeros((max_num_steps, max_num_reqs), dtype=torch.int32, device=device)
         shape = (selections.positions.shape[1], max_num_reqs, max_pages)
@@ -59,40 +59,38 @@ class LayerPageViews:
         tables = self._block_tables.numel() * self._block_tables.element_size()
         return {"lists of pages": tables + self._selections.num_bytes, **self._selector.memory_bytes}
 
-    def prepare(self, batch: Batch, num_steps: int, size: int = -1) -> PageSteps:
+    def prepare(self, batch: Batch, num_steps: int) -> PageSteps:
         """See `Views`."""
         self._selector.update(batch, num_steps)
         num_reqs = batch.context_lens.shape[0]
         rows = self._selections.rows(batch.req_ids)
         write = self._write_with_kernel if has_kernels(rows.device) else self._write
-        write(self._budgets[size], batch, rows, num_steps)
+        write(batch, rows, num_steps)
         lens = self._lens[:num_steps, :num_reqs]
         return PageSteps(self._draft_slots, lens, partial(self.capture_view, num_reqs))
 
-    def _write(self, budget: PageBudget, batch: Batch, rows: torch.Tensor, num_steps: int) -> None:
-        num_reqs = batch.context_lens.shape[0]
+    def _write(self, batch: Batch, rows: torch.Tensor, num_steps: int) -> None:
+        budget, num_reqs = self._budget, batch.context_lens.shape[0]
         positions = self._draft_slots.prepare(batch, num_steps)
         last_pages = positions[-1] // budget.page_size
         total = last_pages + 1
         sinks = total.clamp(max=budget.sink_pages)
         pages = budget.pages(batch.context_lens)
         # The least number of recent pages stays, should a request have come back shorter.
-        least_recent = self._budgets[0].recent_pages
-        start = torch.maximum(torch.minimum(self._selections.ends[rows], total - least_recent), sinks)
-        # Selected pages fill the budget until the recent ones have grown to its part.
-        recent = (total - start).clamp(least_recent, budget.recent_pages)
+        recent = budget.recent_pages
+        start = torch.maximum(torch.minimum(self._selections.ends[rows], total - recent), sinks)
         counts = torch.minimum(self._selections.counts[rows], (pages - sinks - recent).clamp(min=0))
         fits = total <= pages
         counts = counts.masked_fill(fits, 0)
         start = torch.where(fits, sinks, torch.maximum(start, total - (pages - sinks - counts)))
 
-        column = self._columns[: budget.max_pages] - counts.unsqueeze(1)  # negative: selected
+        column = self._columns - counts.unsqueeze(1)  # negative: selected
         place = torch.where(column < sinks.unsqueeze(1), column, column + (start - sinks).unsqueeze(1))
         # Columns past the end are never read; the last page keeps them valid.
         place = torch.minimum(place.clamp(min=0), last_pages.unsqueeze(1))
-        tables = self._block_tables[:, :num_reqs, : budget.max_pages]
+        tables = self._block_tables[:, :num_reqs]
         tables[:] = batch.block_table.gather(1, place)
-        chosen = self._selections.positions[rows, :, 0, : budget.max_pages]  # [num_reqs, layers, selected]
+        chosen = self._selections.positions[rows, :, 0]  # [num_reqs, layers, selected]
         num_selected = chosen.shape[-1]
         chosen = torch.minimum(chosen.flatten(1).long(), last_pages.unsqueeze(1))
         blocks = batch.block_table.gather(1, chosen).view(num_reqs, len(tables), num_selected)
@@ -101,11 +99,10 @@ class LayerPageViews:
         skipped_tokens = (start - sinks - counts) * budget.page_size
         self._lens[:num_steps, :num_reqs] = positions + 1 - skipped_tokens
 
-    def _write_with_kernel(
-        self, budget: PageBudget, batch: Batch, rows: torch.Tensor, num_steps: int
-    ) -> None:
+    def _write_with_kernel(self, batch: Batch, rows: torch.Tensor, num_steps: int) -> None:
         from vllm_magicdec.views.kernels import write_layer_page_round
 
+        budget = self._budget
         write_layer_page_round(
             batch.context_lens,
             batch.block_table,
@@ -121,7 +118,7 @@ class LayerPageViews:
             num_steps=num_steps,
             page_size=budget.page_size,
             sink_pages=budget.sink_pages,
-            recent_pages=(self._budgets[0].recent_pages, budget.recent_pages),
+            recent_pages=budget.recent_pages,
             max_pages=budget.max_pages,
             max_model_len=self._draft_slots.max_model_len,
         )

@@ -5,8 +5,8 @@ A page view is a shorter block table, which any attention backend can run.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -108,10 +108,6 @@ class PageBudget:
         """`pages`, by the name that budgets of all units have."""
         return self.pages(context_lens)
 
-    def keeping_recent(self, count: int) -> "PageBudget":
-        """The same with another number of recent pages."""
-        return replace(self, recent_pages=count)
-
     def pages(self, context_lens: torch.Tensor) -> torch.Tensor:
         """Pages in budget. `context_lens` [num_reqs] int64, in tokens; returns [num_reqs] int64."""
         if not self.context_fraction:
@@ -166,35 +162,33 @@ class PageViews:
     and each step sees one token more of it.
 
     Args:
-        policies: one for each budget, the smallest first.
+        policy: chooses the pages.
         draft_slots: where the drafted tokens go.
     """
 
     memory_bytes: Mapping[str, int] = {}
     common_lens = (None,)
 
-    def __init__(self, policies: Sequence[ChoosesPages], draft_slots: DraftSlots) -> None:
-        self._policies = policies
+    def __init__(self, policy: ChoosesPages, draft_slots: DraftSlots) -> None:
+        self._policy = policy
         self._draft_slots = draft_slots
         self._page_size = draft_slots.page_size
         max_num_steps, max_num_reqs = draft_slots.positions.shape
         device = draft_slots.positions.device
         self._lens = torch.zeros((max_num_steps, max_num_reqs), dtype=torch.int32, device=device)
-        max_pages = max(policy.max_pages for policy in policies)
-        self._max_len = max_pages * self._page_size
+        self._max_len = policy.max_pages * self._page_size
         # As wide as vLLM's own: some kernels (FlashInfer's for MLA) want whole multiples of 128 tokens.
         unit = _TABLE_TOKENS // math.gcd(_TABLE_TOKENS, self._page_size)
-        shape = (max_num_reqs, ceil_div(max_pages, unit) * unit)
+        shape = (max_num_reqs, ceil_div(policy.max_pages, unit) * unit)
         self._block_table = torch.zeros(shape, dtype=torch.int32, device=device)
 
-    def prepare(self, batch: Batch, num_steps: int, size: int = -1) -> PageSteps:
+    def prepare(self, batch: Batch, num_steps: int) -> PageSteps:
         """See `Views`."""
-        policy = self._policies[size]
         num_reqs = batch.context_lens.shape[0]
-        if policy.is_sinks_and_latest and has_kernels(self._block_table.device):
-            self._write_with_kernel(policy, batch, num_steps)
+        if self._policy.is_sinks_and_latest and has_kernels(self._block_table.device):
+            self._write_with_kernel(batch, num_steps)
         else:
-            self._write(policy, batch, num_steps)
+            self._write(batch, num_steps)
         lens = self._lens[:num_steps, :num_reqs]
         return PageSteps(self._draft_slots, lens, partial(self.capture_view, num_reqs))
 
@@ -204,39 +198,38 @@ class PageViews:
         Args:
             num_steps: drafts of the round.
         """
-        policy = self._policies[0]  # of the least budget
-        if not policy.is_sinks_and_latest:
+        if not self._policy.is_sinks_and_latest:
             return 0
-        window = policy.budget.min_pages - policy.budget.sink_pages
+        window = self._policy.budget.min_pages - self._policy.budget.sink_pages
         # The last draft may be the first token of the last page.
         return max(0, (window - 1) * self._page_size + 1 - num_steps)
 
-    def _write(self, policy: ChoosesPages, batch: Batch, num_steps: int) -> None:
+    def _write(self, batch: Batch, num_steps: int) -> None:
         num_reqs = batch.context_lens.shape[0]
         positions = self._draft_slots.prepare(batch, num_steps)
         last_pages = positions[-1] // self._page_size
-        chosen, num_pages = policy.choose_pages(batch.context_lens, last_pages)
+        chosen, num_pages = self._policy.choose_pages(batch.context_lens, last_pages)
         skipped_tokens = (last_pages + 1 - num_pages) * self._page_size
         # Columns past the view are never read; any page of the request keeps them valid.
         chosen = torch.minimum(chosen, last_pages.unsqueeze(1))
-        self._block_table[:num_reqs, : policy.max_pages] = batch.block_table.gather(1, chosen)
+        self._block_table[:num_reqs, : self._policy.max_pages] = batch.block_table.gather(1, chosen)
         self._lens[:num_steps, :num_reqs] = positions + 1 - skipped_tokens
 
-    def _write_with_kernel(self, policy: ChoosesPages, batch: Batch, num_steps: int) -> None:
+    def _write_with_kernel(self, batch: Batch, num_steps: int) -> None:
         from vllm_magicdec.views.kernels import write_page_round
 
         write_page_round(
             batch.context_lens,
             batch.block_table,
-            policy.most_pages(batch.context_lens, num_steps),
+            self._policy.most_pages(batch.context_lens, num_steps),
             positions=self._draft_slots.positions,
             slots=self._draft_slots.slots,
             lens=self._lens,
             view_table=self._block_table,
             num_steps=num_steps,
             page_size=self._page_size,
-            sink_pages=policy.budget.sink_pages,
-            max_pages=policy.max_pages,
+            sink_pages=self._policy.budget.sink_pages,
+            max_pages=self._policy.max_pages,
             max_model_len=self._draft_slots.max_model_len,
         )
 

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from vllm_magicdec.views.base import DraftSlots, LayerPageView, PageView, View, ViewStep, on_device
-from vllm_magicdec.views.copies import CopiedTokens
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,6 @@ class TokenPassView:
     is_seen: torch.Tensor  # [num_running, most, width] bool, by the tokens of `table`
     table: torch.Tensor  # [num_running, most] int64, see `Queries`
     cells: torch.Tensor  # [num_tokens] int64, see `Queries`
-    copied: CopiedTokens | None = None  # of the requests that run; None: none has copies
 
 
 PassView = PageView | LayerPageView | TokenPassView

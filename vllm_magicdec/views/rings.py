@@ -25,15 +25,15 @@ class Ring:
     spare_pages: int  # beyond these: what a round wrote ahead and the next one does not show
 
     @classmethod
-    def of(cls, budgets: Sequence[PageBudget], num_speculative_tokens: int) -> "Ring":
-        """The one that views of all these budgets can be read from.
+    def of(cls, budget: PageBudget, num_speculative_tokens: int) -> "Ring":
+        """The one that views of this budget can be read from.
 
         Args:
-            budgets: of sinks and latest pages; the sinks of all are the same.
+            budget: of sinks and latest pages.
             num_speculative_tokens: drafts of a round, at most.
         """
-        sinks, page_size = budgets[0].sink_pages, budgets[0].page_size
-        window = max(budget.max_pages for budget in budgets) - sinks
+        sinks, page_size = budget.sink_pages, budget.page_size
+        window = budget.max_pages - sinks
         # A view ends with the page of the round's last draft, and the next one may end before it.
         return cls(page_size, sinks, window, ceil_div(num_speculative_tokens - 1, page_size))
 

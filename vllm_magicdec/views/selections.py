@@ -2,7 +2,7 @@
 """What a policy selected for the requests of a batch, kept for as long as they run."""
 
 from collections.abc import Sequence
-from typing import Protocol, Self
+from typing import Protocol
 
 import torch
 
@@ -45,15 +45,6 @@ class Budget(Protocol):
     def entries(self, context_lens: torch.Tensor) -> torch.Tensor:
         """Entries in budget, [num_reqs] int64; `context_lens` [num_reqs] int64, in tokens."""
         ...
-
-    def keeping_recent(self, count: int) -> Self:
-        """The same with another number of recent entries."""
-        ...
-
-
-def budget_to_select(budgets: Sequence[Budget]) -> Budget:
-    """What has to be selected so that any of these budgets, the smallest first, can be filled."""
-    return budgets[-1].keeping_recent(budgets[0].num_recent)
 
 
 class RequestRows:
@@ -119,7 +110,6 @@ class Selections:
         self.num_made = 0  # times that some were made
         self._rows = RequestRows(max_num_reqs, device)
         self._made_at: dict[str, int] = {}  # context length, in tokens
-        self._versions: dict[str, int] = {}
 
     def begin_round(self, req_ids: Sequence[str]) -> None:
         """Give the batch's new requests rows with nothing selected."""
@@ -127,7 +117,6 @@ class Selections:
             self.counts[row] = 0
             self.ends[row] = 0
         self._made_at = {req_id: n for req_id, n in self._made_at.items() if req_id in self._rows}
-        self._versions = {req_id: n for req_id, n in self._versions.items() if req_id in self._rows}
 
     @property
     def num_bytes(self) -> int:
@@ -146,10 +135,6 @@ class Selections:
         """The context length at which the request's selection was made, or None."""
         return self._made_at.get(req_id)
 
-    def version(self, req_id: str) -> int | None:
-        """A number that no other selection has, of this or another request; None: nothing was selected."""
-        return self._versions.get(req_id)
-
     def set(
         self, req_ids: Sequence[str], context_lens: Sequence[int], counts: torch.Tensor, ends: torch.Tensor
     ) -> None:
@@ -166,4 +151,3 @@ class Selections:
         self.ends[rows] = ends
         self.num_made += 1
         self._made_at.update(zip(req_ids, context_lens, strict=True))
-        self._versions.update(dict.fromkeys(req_ids, self.num_made))

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from vllm_magicdec.views.base import DraftSlots, TokenView, on_device
-from vllm_magicdec.views.copies import CopiedTokens
 from vllm_magicdec.views.passes import Queries, RoundSteps, TokenPassView
 
 
@@ -29,7 +28,6 @@ class TokenSteps(RoundSteps):
         query_columns: [num_steps, num_reqs] int64, where each step's query goes in its list.
         query_slots: [num_steps, num_reqs] int32, what goes there.
         common_len: see `TokenView`.
-        copied: see `TokenView`.
     """
 
     def __init__(
@@ -41,7 +39,6 @@ class TokenSteps(RoundSteps):
         query_columns: torch.Tensor,
         query_slots: torch.Tensor,
         common_len: int | None,
-        copied: CopiedTokens | None = None,
     ) -> None:
         super().__init__(draft_slots, *lens.shape)
         self._lens = lens
@@ -49,7 +46,6 @@ class TokenSteps(RoundSteps):
         self._query_columns = query_columns
         self._query_slots = query_slots
         self._common_len = common_len
-        self._copied = copied
 
     def _view_of_step(self, index: int) -> TokenView:
         if index:
@@ -58,7 +54,7 @@ class TokenSteps(RoundSteps):
                 for values in (self._query_columns, self._query_slots)
             )
             self._slots.scatter_(-1, columns, query_slots)
-        return TokenView(self._lens[index], self._slots, self._common_len, self._copied)
+        return TokenView(self._lens[index], self._slots, self._common_len)
 
     def _view_of_pass(self, queries: Queries, requests: torch.Tensor) -> TokenPassView:
         device = requests.device
@@ -78,7 +74,6 @@ class TokenSteps(RoundSteps):
             is_seen=is_seen,
             table=on_device(queries.table, device),
             cells=on_device(queries.cells, device),
-            copied=self._copied if all_run or self._copied is None else self._copied.of_requests(requests),
         )
 
     @cached_property

@@ -10,19 +10,17 @@ A view has three parts, all of them positions of the request's own context:
 
 Selections are kept by position, not by slot, so that a request that was preempted and comes back on other
 pages keeps its own. They become slots for all layers at once, on a CPU once for as long as nothing changes
-that they follow from. They are kept best first: a smaller budget's selection is the beginning of a larger
-one's.
+that they follow from. They are kept best first.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol, Self
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from vllm_magicdec.views.base import Batch, DraftSlots, Selector, TokenView, ceil_div, has_kernels
-from vllm_magicdec.views.copies import CopiedTokens, TokenCopies
 from vllm_magicdec.views.selections import Selections
 from vllm_magicdec.views.token_steps import TokenSteps
 
@@ -114,10 +112,6 @@ class TokenBudget:
         """`tokens`, by the name that budgets of all units have."""
         return self.tokens(context_lens)
 
-    def keeping_recent(self, count: int) -> Self:
-        """The same with another number of recent tokens."""
-        return replace(self, window=count)
-
     def tokens(self, context_lens: torch.Tensor) -> torch.Tensor:
         """Tokens in budget. `context_lens` [num_reqs] int64; returns [num_reqs] int64."""
         if not self.context_fraction:
@@ -175,33 +169,30 @@ class TokenViews:
     its query's slot into the recent part, so the lists of one step are gone when the next is made.
 
     Args:
-        selections: of tokens, with room for what any of the budgets selects.
+        selections: of tokens, best first, with room for what the budget selects.
         selector: keeps them up to date.
-        budgets: the smallest first.
+        budget: of a request.
         draft_slots: where the drafted tokens go.
         plans: attention that is planned for full views.
-        copies: of what was selected, on a CPU; None: there are none.
     """
 
     def __init__(
         self,
         selections: Selections,
         selector: Selector,
-        budgets: Sequence[TokenBudget],
+        budget: TokenBudget,
         draft_slots: DraftSlots,
         plans: Sequence[PlannedAttention] = (),
-        copies: TokenCopies | None = None,
     ) -> None:
         self._selections = selections
         self._selector = selector
-        self._budgets = budgets
+        self._budget = budget
         self._draft_slots = draft_slots
         self._plans = plans
-        self._copies = copies
         self._page_size = draft_slots.page_size
         _, num_layers, num_kv_heads, _ = selections.positions.shape
         device = selections.positions.device
-        width = budgets[-1].max_tokens
+        width = budget.max_tokens
         self._columns = torch.arange(width, device=device)
         shape = draft_slots.positions.shape
         self._max_num_steps, max_num_reqs = shape
@@ -222,43 +213,37 @@ class TokenViews:
         slots = self._slots.numel() * self._slots.element_size()
         return {
             "lists of slots": slots + self._selections.num_bytes,
-            "copies of chosen tokens": 0 if self._copies is None else self._copies.num_bytes,
             "planned attention": sum(plan.num_bytes for plan in self._plans),
             **self._selector.memory_bytes,
         }
 
     @property
     def common_lens(self) -> Sequence[int | None]:
-        """See `Views`: the lengths of full views, one of each budget that is the same for all requests."""
-        full = [budget.min_tokens for budget in self._budgets if not budget.context_fraction]
-        return (None, *full) if self._plans else (None,)
+        """See `Views`: the length of full views, if it is the same for all requests."""
+        has_common = self._plans and not self._budget.context_fraction
+        return (None, self._budget.min_tokens) if has_common else (None,)
 
-    def prepare(self, batch: Batch, num_steps: int, size: int = -1) -> TokenSteps:
+    def prepare(self, batch: Batch, num_steps: int) -> TokenSteps:
         """See `Views`."""
         self._selector.update(batch, num_steps)
-        budget = self._budgets[size]
         num_reqs = batch.context_lens.shape[0]
         rows = self._selections.rows(batch.req_ids)
-        copied = None
         if has_kernels(rows.device):
-            self._write_with_kernel(budget, batch, rows, num_steps)
+            self._write_with_kernel(batch, rows, num_steps)
         else:
-            copied = self._write(budget, batch, rows, num_steps)
+            self._write(batch, rows, num_steps)
         return TokenSteps(
             self._draft_slots,
             lens=self._lens[:num_steps, :num_reqs],
-            slots=self._slots[:, :num_reqs, :, : budget.max_tokens],
+            slots=self._slots[:, :num_reqs],
             query_columns=self._query_columns[:num_steps, :num_reqs],
             query_slots=self._query_slots[:num_steps, :num_reqs],
-            common_len=self._common_len(budget, batch),
-            copied=copied,
+            common_len=self._common_len(batch),
         )
 
-    def _write(
-        self, budget: TokenBudget, batch: Batch, rows: torch.Tensor, num_steps: int
-    ) -> CopiedTokens | None:
-        """The first step's views, where the queries of all steps go in them, and copies of a part."""
-        num_reqs = batch.context_lens.shape[0]
+    def _write(self, batch: Batch, rows: torch.Tensor, num_steps: int) -> None:
+        """The first step's views, and where the queries of all steps go in them."""
+        budget, num_reqs = self._budget, batch.context_lens.shape[0]
         positions = self._draft_slots.prepare(batch, num_steps)
         first = positions[0]
         # Never beyond the verified tokens, should a request have come back shorter.
@@ -267,13 +252,11 @@ class TokenViews:
         # Columns: [selection | sinks | recent], the last with room for so many tokens from `start` on.
         sinks = (first + 1).clamp(max=budget.sink)
         start = torch.maximum(ends, sinks)
-        # Selected tokens fill the budget until the recent ones have grown to its window.
-        window = (first + 1 - start).clamp(self._budgets[0].window, budget.window)
         tokens = budget.tokens(batch.context_lens)
-        counts = torch.minimum(self._selections.counts[rows], (tokens - sinks - window).clamp(min=0))
+        counts = torch.minimum(self._selections.counts[rows], (tokens - sinks - budget.window).clamp(min=0))
         room = tokens - sinks - counts
         start = torch.maximum(start, first + 1 - room)
-        slots = self._slots[:, :num_reqs, :, : budget.max_tokens]
+        slots = self._slots[:, :num_reqs]
         self._fill(slots, batch.block_table, rows, counts, sinks, start, first)
 
         num_recent = positions - start + 1  # [num_steps, num_reqs], as if there were room
@@ -283,21 +266,11 @@ class TokenViews:
         self._query_columns[:num_steps, :num_reqs] = query_columns
         query_slots = self._slots_of(batch.block_table, positions.T).T
         self._query_slots[:num_steps, :num_reqs] = query_slots
-        if self._copies is None:
-            return None
-        # A request that has come back shorter may get other tokens in the place of those that were copied.
-        is_whole = self._selections.ends[rows] <= batch.context_lens
-        return self._copies.prepare(
-            batch.req_ids,
-            counts.masked_fill(~is_whole, 0),
-            batch.block_table,
-        )
 
-    def _write_with_kernel(
-        self, budget: TokenBudget, batch: Batch, rows: torch.Tensor, num_steps: int
-    ) -> None:
+    def _write_with_kernel(self, batch: Batch, rows: torch.Tensor, num_steps: int) -> None:
         from vllm_magicdec.views.kernels import write_token_round
 
+        budget = self._budget
         write_token_round(
             batch.context_lens,
             batch.block_table,
@@ -315,7 +288,7 @@ class TokenViews:
             num_steps=num_steps,
             page_size=self._page_size,
             sink=budget.sink,
-            windows=(self._budgets[0].window, budget.window),
+            window=budget.window,
             max_tokens=budget.max_tokens,
             max_model_len=self._draft_slots.max_model_len,
         )
@@ -338,8 +311,7 @@ class TokenViews:
         last: torch.Tensor,
     ) -> None:
         """Write the views that end at the positions `last`."""
-        width = slots.shape[-1]
-        column = self._columns[:width] - counts.unsqueeze(1)  # [num_reqs, width], negative: selected
+        column = self._columns - counts.unsqueeze(1)  # [num_reqs, width], negative: selected
         place = torch.where(column < sinks.unsqueeze(1), column, column + (start - sinks).unsqueeze(1))
         # Columns past the end are never read; the last position keeps them valid.
         place = torch.minimum(place.clamp(min=0), last.unsqueeze(1))
@@ -347,7 +319,7 @@ class TokenViews:
 
         is_selected = (column < 0)[:, None, None, : self._selections.positions.shape[-1]]
         num_selected = is_selected.shape[-1]
-        part = self._selected_part(width, block_table, rows, counts, last)
+        part = self._selected_part(block_table, rows, counts, last)
         if self._latest is not None and part is not None and part.is_as(self._latest):
             selected = slots[..., :num_selected].transpose(0, 1)
         else:
@@ -361,7 +333,6 @@ class TokenViews:
 
     def _selected_part(
         self,
-        width: int,
         block_table: torch.Tensor,
         rows: torch.Tensor,  # this and the rest: [num_reqs] int64
         counts: torch.Tensor,
@@ -373,7 +344,6 @@ class TokenViews:
             return None
         num_pages = ceil_div(ends.max(), self._page_size)
         return _SelectedPart(
-            width,
             self._selections.num_made,
             rows=_copied(rows, np.int64),
             counts=_copied(counts, np.int64),
@@ -388,17 +358,17 @@ class TokenViews:
         is_selected: torch.Tensor,  # [num_reqs, 1, 1, num_selected] bool
     ) -> torch.Tensor:
         """[num_reqs, num_layers, num_kv_heads, num_selected] int32."""
-        chosen = self._selections.positions[rows, ..., : is_selected.shape[-1]]
+        chosen = self._selections.positions[rows]
         places = torch.minimum(chosen.flatten(1).long(), last.unsqueeze(1))
         selected = self._slots_of(block_table, places).view_as(chosen)
         # Chosen best first, they were cut to what the budget has room for. In the order of slots those of
         # one block are neighbours, and a CPU reads its keys once for all of them (`native/vector_cache.h`).
         return _in_order(selected.masked_fill(~is_selected, _NO_SLOT))
 
-    def _common_len(self, budget: TokenBudget, batch: Batch) -> int | None:
+    def _common_len(self, batch: Batch) -> int | None:
         """The length of every view of the round, if the host knows that all are full."""
         # With asynchronous scheduling the host has not heard of the last two rounds' rejected drafts.
-        least_context = min(batch.known_lens) - 2 * self._max_num_steps
+        budget, least_context = self._budget, min(batch.known_lens) - 2 * self._max_num_steps
         is_full = not budget.context_fraction and least_context >= budget.min_tokens
         return budget.min_tokens if is_full else None
 
@@ -412,7 +382,6 @@ class TokenViews:
 class _SelectedPart:
     """What the selected slots of a batch's lists follow from: from round to round it is mostly the same."""
 
-    width: int  # of the lists
     num_made: int  # of the selections, see there
     rows: np.ndarray  # [num_reqs] int64, of the selections
     counts: np.ndarray  # [num_reqs] int64, selected tokens in view
@@ -421,7 +390,7 @@ class _SelectedPart:
     def is_as(self, other: "_SelectedPart") -> bool:
         """Whether the slots are the same."""
         return (
-            (self.width, self.num_made) == (other.width, other.num_made)
+            self.num_made == other.num_made
             and np.array_equal(self.rows, other.rows)
             and np.array_equal(self.counts, other.counts)
             and np.array_equal(self.pages, other.pages)

@@ -5,7 +5,6 @@ vLLM frees a request's pages that no query will reach again, and its block table
 view begins with the page of the first token that the round's first query sees, and no earlier.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -108,25 +107,22 @@ class ReachedPages:
 
 
 def make_reached_views(
-    reach: Reach, *, max_tokens: Sequence[int], draft_slots: DraftSlots, device: torch.device
+    reach: Reach, *, max_tokens: int, draft_slots: DraftSlots, device: torch.device
 ) -> PageViews:
     """Views of layers that reach equally far.
 
     Args:
         reach: of a query.
-        max_tokens: of each budget that the other layers' views are made for, the smallest first.
+        max_tokens: K/V entries that a draft step may read of a request.
         draft_slots: where the drafted tokens go.
         device: where the views are.
     """
-    chosen = [
-        ReachedPages(
-            reach,
-            max_tokens=tokens,
-            page_size=draft_slots.page_size,
-            num_speculative_tokens=draft_slots.positions.shape[0],
-            max_model_len=draft_slots.max_model_len,
-            device=device,
-        )
-        for tokens in max_tokens
-    ]
-    return PageViews(chosen, draft_slots)
+    pages = ReachedPages(
+        reach,
+        max_tokens=max_tokens,
+        page_size=draft_slots.page_size,
+        num_speculative_tokens=draft_slots.positions.shape[0],
+        max_model_len=draft_slots.max_model_len,
+        device=device,
+    )
+    return PageViews(pages, draft_slots)

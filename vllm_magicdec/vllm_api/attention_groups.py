@@ -96,7 +96,8 @@ def refuse_split_pages(
         if group.kernel_block_size is None or not (are_of_layers or name == "FLASHINFER"):
             continue
         own = "whole pages per layer" if are_of_layers else "few of a request's pages"
-        others = ", draft_kv_granularity='token', or draft_kv_policy='streamingllm'"
+        by_token = "draft_kv_policy='snapkv' with draft_kv_granularity='token'"
+        others = f", {by_token}, or draft_kv_policy='streamingllm'"
         raise MagicDecConfigError(
             f"{METHOD}: this draft_kv_policy chooses {own}, and attention backend {name} splits pages of "
             f"{group.kv_cache_spec.block_size} tokens into {group.kernel_block_size}; use --block-size "

@@ -13,7 +13,6 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGra
 from vllm.v1.worker.gpu.lora_utils import get_lora_capture_cases
 from vllm.v1.worker.utils import AttentionGroup
 
-from vllm_magicdec import faults
 from vllm_magicdec.attention.switch import better_options
 from vllm_magicdec.drafting.sizing import draft_graph_sizes
 from vllm_magicdec.drafting.wide_passes import MOST_TOKENS
@@ -192,7 +191,6 @@ class DraftGraphs(CudaGraphManager):
         self._slots = torch.full((num_views, num_tokens), PAD_SLOT, dtype=torch.int64, device=device)
         self._lens = torch.full((num_views, num_reqs), num_queries, dtype=torch.int32, device=device)
         self._sampled = torch.zeros(self._num_sampled(num_reqs), dtype=torch.int64, device=device)
-        faults.inject_into_graphs(self)
 
     @property
     def _most_tokens(self) -> int:

@@ -15,7 +15,6 @@ from vllm.config import ModelConfig, VllmConfig
 from vllm.logger import init_logger
 from vllm.tokenizers import cached_tokenizer_from_config, get_tokenizer
 
-from vllm_magicdec.adaptive.draft_plan import BUDGET_DIVISORS
 from vllm_magicdec.config import (
     DEFAULT_MAX_TOKENS,
     MagicDecSpeculativeConfig,
@@ -67,8 +66,6 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
         self._check_output_quantisation(vllm_config)
         self._resolve_lookups(vllm_config)
         max_model_len = vllm_config.model_config.max_model_len
-        if self.adaptive_budget:
-            self.draft_kv_budget = min(self.draft_kv_budget, max_model_len)
         if self.draft_kv_budget > max_model_len:
             raise MagicDecConfigError(
                 f"{METHOD}: draft_kv_budget={self.draft_kv_budget:g} is above the model length; "
@@ -76,8 +73,8 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
             )
         if self.policy.reads_generated_tokens(self):
             check_refresh(vllm_config.scheduler_config.async_scheduling, vllm_config.use_v2_model_runner)
-        self.budgets = self._find_budgets(vllm_config)
-        if self.has_controller:
+        self._check_budget(vllm_config)
+        if self.adaptive:
             self._adapt(vllm_config)
         if not self.enable_adaptive_verification:  # whose graphs serve every length
             for sentence in find_missing_graphs(vllm_config):
@@ -269,51 +266,21 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
             )
         self.looks_up_on_device = True
 
-    def _find_budgets(self, vllm_config: VllmConfig) -> tuple[float, ...]:
-        """The budgets to prepare for, ascending.
+    def _check_budget(self, vllm_config: VllmConfig) -> None:
+        """Refuse a budget that the policy cannot work with.
 
         Raises:
-            MagicDecConfigError: the policy cannot work with the largest one.
-        """
-        try:
-            self._effective_tokens(vllm_config, self.draft_kv_budget)
-        except MagicDecConfigError as error:
-            if not self.adaptive_budget:
-                raise
-            sentence = str(error).replace("draft_kv_budget=", "draft_kv_max_budget=")  # what the user typed
-            raise MagicDecConfigError(sentence) from None
-        if not self.adaptive_budget:
-            return (self.draft_kv_budget,)
-        budgets = set()
-        for divisor in BUDGET_DIVISORS:
-            with suppress(MagicDecConfigError):
-                tokens = max(1, self.draft_kv_budget // divisor)
-                # What a worker is given is the rounded budget, so that has to do as well.
-                tokens = self._effective_tokens(vllm_config, tokens)
-                budgets.add(self._effective_tokens(vllm_config, tokens))
-        return tuple(sorted(budgets))
-
-    def _effective_tokens(self, vllm_config: VllmConfig, budget: float) -> int:
-        """What comes of a budget when the policy has rounded it up, in tokens.
-
-        Raises:
-            MagicDecConfigError: the policy cannot work with it.
+            MagicDecConfigError: with the way out.
         """
         limits = self.limits(vllm_config, vllm_config.cache_config.block_size)
         try:
-            parsed = self.policy.parse_budget(self, limits, budget)
+            self.policy.parse_budget(self, limits, self.draft_kv_budget)
         except ValueError as error:
-            others = self._find_room_takers(vllm_config, budget)
+            others = self._find_room_takers(vllm_config)
             raise MagicDecConfigError(f"{self.name}: {error}{others}") from None
-        return min(parsed.max_tokens, limits.max_model_len)
 
-    def _find_room_takers(self, vllm_config: VllmConfig, budget: float) -> str:
-        """What else leaves too little of a budget: the fewest fields at whose defaults it does.
-
-        Args:
-            vllm_config: the engine's.
-            budget: that the policy cannot work with.
-        """
+    def _find_room_takers(self, vllm_config: VllmConfig) -> str:
+        """The fewest fields at whose defaults the policy could work with the budget."""
         names = ("draft_kv_sink", "snapkv_window", "snapkv_recent")
         defaults = {name: default_of(name) for name in names}
         defaults["num_speculative_tokens"] = self._default_most
@@ -325,7 +292,7 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
                 setattr(other, name, defaults[name])
             limits = other.limits(vllm_config, vllm_config.cache_config.block_size)
             try:
-                self.policy.parse_budget(other, limits, budget)
+                self.policy.parse_budget(other, limits, self.draft_kv_budget)
             except ValueError:
                 return False
             return True
@@ -359,11 +326,10 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
         if self.profile is not None:
             check_profile(self.profile, self, vllm_config, self._default_most)
         by_length, most = captures_by_length(vllm_config), self.num_speculative_tokens
-        if self.adaptive:
-            few = nested_lengths(most, max(2, scheduler.max_num_seqs))
-            every = (0, most) if self.draft_lookup == "on" else tuple(range(most + 1))
-            # Lookups on the device have graphs of their own for each.
-            self.choose_among(few if by_length or self.looks_up_on_device else every)
+        few = nested_lengths(most, max(2, scheduler.max_num_seqs))
+        every = (0, most) if self.draft_lookup == "on" else tuple(range(most + 1))
+        # Lookups on the device have graphs of their own for each.
+        self.choose_among(few if by_length or self.looks_up_on_device else every)
         if by_length:
             capture_every_length(vllm_config)
         name = "MagicDecAsyncScheduler" if scheduler.async_scheduling else "MagicDecScheduler"

@@ -48,7 +48,7 @@ def find_missing_graphs(vllm_config: VllmConfig) -> Iterator[str]:
         return
     max_num_seqs = vllm_config.scheduler_config.max_num_seqs
     drafts = max(spec.lengths, default=spec.num_speculative_tokens)
-    if spec.has_controller and max_num_seqs == 1:
+    if spec.adaptive and max_num_seqs == 1:
         yield (
             f"with --max-num-seqs 1 vLLM captures full CUDA graphs of one number of drafts, {drafts}; with "
             "2 or more also of steps that draft nothing"

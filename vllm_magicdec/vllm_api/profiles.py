@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a profile given to an engine is of its draft and its budgets, and what measures one that is."""
+"""Whether a profile given to an engine is of its draft and its budget, and what measures one that is."""
 
 import json
 import os
@@ -26,11 +26,11 @@ logger = init_logger(f"vllm.{__name__}")
 def check_profile(
     path: str, spec: MagicDecSpeculativeConfig, vllm_config: VllmConfig, default_most: int
 ) -> None:
-    """Refuse one that cannot be read or is of other budgets or another method; warn of another model.
+    """Refuse one that cannot be read or is of another budget or method; warn of another model.
 
     Args:
         path: of the profile.
-        spec: the engine's, with its budgets.
+        spec: the engine's.
         vllm_config: the engine's.
         default_most: drafts of a round, at most, where the user does not say.
 
@@ -45,10 +45,10 @@ def check_profile(
     _check_who_drafted(spec, times.description, command)
     measured = times.budgets
     # A fraction is of this engine's model length, which may differ from the profile's.
-    if spec.draft_kv_budget >= 1 and not set(spec.budgets) <= set(measured):
+    if spec.draft_kv_budget >= 1 and spec.draft_kv_budget not in measured:
         raise MagicDecConfigError(
             f"{spec.name}: profile: {path} was measured with draft_kv_budget={_and(measured)}, not "
-            f"{_and(spec.budgets)}; use what was measured, or measure again with 'magicdec profile'"
+            f"{spec.draft_kv_budget:g}; use what was measured, or measure again with 'magicdec profile'"
         )
 
 
@@ -103,18 +103,14 @@ def _command_to_measure(
     spec: MagicDecSpeculativeConfig, engine: Mapping[str, Any], default_most: int
 ) -> str:
     """What writes a profile for this configuration, with the fields that the user gave."""
-    # Numbers of drafts and budgets may be what `auto` has become, and nothing is looked up there.
+    # Numbers of drafts are what `auto` has become, and nothing is looked up there.
     others = ("profile", "draft_lookup", "draft_lookup_sources")
     numbers = ("num_speculative_tokens", "max_num_speculative_tokens")
     names = {"draft_sample_method", *documented_fields(), *MODEL_FIELDS} - {*others, *numbers}
     if spec.spire is not None:  # it brings its own view, which is not what the user gave
         names = {name for name in names if not name.startswith("draft_kv_")}
     given = {name: getattr(spec, name) for name in names if getattr(spec, name) != default_of(name)}
-    if spec.adaptive_budget:
-        given["draft_kv_budget"] = "auto"
-    if not spec.adaptive:
-        given["num_speculative_tokens"] = spec.num_speculative_tokens
-    elif spec.num_speculative_tokens != default_most:
+    if spec.num_speculative_tokens != default_most:
         given["max_num_speculative_tokens"] = spec.num_speculative_tokens
     model = {"model": spec.model} if spec.has_draft_model else {}
     fields = {"method": spec.name, **model, **{name: _typed(given[name]) for name in sorted(given)}}

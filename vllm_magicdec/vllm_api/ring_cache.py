@@ -44,7 +44,7 @@ from vllm.v1.worker.utils import select_common_block_size
 
 from vllm_magicdec.attention.rows import KEY_VALUE_BACKENDS
 from vllm_magicdec.config import MagicDecSpeculativeConfig
-from vllm_magicdec.drafting.sizing import parse_budgets
+from vllm_magicdec.drafting.sizing import parse_budget
 from vllm_magicdec.errors import MODEL_METHOD
 from vllm_magicdec.views.rings import Ring
 
@@ -179,7 +179,7 @@ def find_ring(vllm_config: VllmConfig, page_size: int) -> Ring | None:
     spec = vllm_config.speculative_config
     assert isinstance(spec, MagicDecSpeculativeConfig)
     limits = spec.limits(vllm_config, page_size)
-    return spec.policy.ring(parse_budgets(spec, limits), limits)
+    return spec.policy.ring(parse_budget(spec, limits), limits)
 
 
 def offer_rings(vllm_config: VllmConfig, layer_names: Iterable[str]) -> None:

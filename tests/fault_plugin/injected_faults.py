@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A vLLM plugin that breaks drafting on purpose: a failure may cost speed, and never an answer.
+
+vLLM loads it from the dist-info beside this file wherever this folder is on PYTHONPATH; `engines.py` puts
+it there for tests that set `VLLM_MAGICDEC_TEST_FAULT`. The variable names a fault and its limits, as in
+`third_step:first=10,last=60,rank=1`: the occasions on which it happens, counted from 0, and the
+tensor-parallel rank. `drafts=4` makes `auto` draft up to 4 tokens by passes in every round meanwhile, so
+that there are passes to fail. A path names a file with such a text instead, which is read again whenever it
+changes: faults come and go in a running server. The log says when a fault first happens.
+
+| name | what happens |
+| --- | --- |
+| `batch` | reading a round's requests raises |
+| `selection` | the policy raises |
+| `third_step` | a pass that makes a round's third draft raises |
+| `lookup` | a lookup raises |
+| `controller` | the controller of `auto` raises |
+| `capture` | capturing a CUDA graph of draft steps raises |
+| `slow` | a draft pass takes 20 times as long |
+| `stuck` | a draft pass does not return until the fault is over (an occasion every 50 ms) |
+| `nan` | a draft pass has NaN logits |
+| `summaries` | `verify-topk` selects by garbage summaries of pages |
+"""
+
+import functools
+import os
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.distributed import parallel_state
+from vllm.logger import init_logger
+
+logger = init_logger("vllm.injected_faults")
+
+VARIABLE = "VLLM_MAGICDEC_TEST_FAULT"
+NAMES = "batch selection third_step lookup controller capture slow stuck nan summaries".split()
+LIMITS = ("first", "last", "rank", "drafts")
+SLOWER = 20
+STUCK_S = 0.05
+# Steps after the last forced choice that may still verify its drafts.
+STEPS_IN_FLIGHT = 4
+
+
+class InjectedError(RuntimeError):
+    """Raised by a fault."""
+
+
+class Fault:
+    """The fault that is injected at present; `setting`: see the module."""
+
+    def __init__(self, setting: str) -> None:
+        self._file = Path(setting) if setting.startswith("/") else None
+        self._changed_at = 0
+        self._parse("" if self._file else setting)
+
+    def _parse(self, text: str) -> None:
+        self._name, _, limits = text.strip().partition(":")
+        given = dict(limit.split("=") for limit in limits.split(",") if limit)
+        unknown = {self._name} - {"", *NAMES} | given.keys() - LIMITS
+        if unknown:
+            raise ValueError(f"{VARIABLE}: unknown {min(unknown)!r}; use {', '.join((*NAMES, *LIMITS))}")
+        self._limits = {limit: int(value) for limit, value in given.items()}
+        self._occasions = Counter[str]()
+
+    def _reload(self) -> None:
+        if self._file is not None and self._file.exists():
+            changed_at = self._file.stat().st_mtime_ns
+            if changed_at != self._changed_at:
+                self._changed_at = changed_at
+                self._parse(self._file.read_text())
+
+    @property
+    def drafts(self) -> int:
+        """Drafts that `auto` is forced to make by passes; 0: none."""
+        self._reload()
+        return self._limits.get("drafts", 0)
+
+    def happens(self, name: str) -> bool:
+        """Whether this fault happens now; to be asked once on each of its occasions."""
+        self._reload()
+        if name != self._name or self._limits.get("rank", own_rank()) != own_rank():
+            return False
+        occasion, first = self._occasions[name], self._limits.get("first", 0)
+        self._occasions[name] += 1
+        happens = first <= occasion <= self._limits.get("last", occasion)
+        if happens and occasion == first:
+            logger.warning("The fault %s happens, on purpose.", name)
+        return happens
+
+    def raise_if(self, name: str) -> None:
+        if self.happens(name):
+            raise InjectedError(f"{name}, on purpose")
+
+
+def own_rank() -> int:
+    """This process's tensor-parallel rank; 0 where there is no group, as in the engine core."""
+    return parallel_state.get_tp_group().rank_in_group if parallel_state._TP is not None else 0
+
+
+@functools.cache  # vLLM may load plugins several times
+def install() -> None:
+    """Patch the plugin's classes, if the environment sets a fault."""
+    setting = os.environ.get(VARIABLE, "")
+    if not setting:
+        return
+    from vllm_magicdec.adaptive.scheduler import _AdaptiveSpeculation
+    from vllm_magicdec.drafting.drafter import Drafter
+    from vllm_magicdec.drafting.staged import StagedDrafts
+    from vllm_magicdec.drafting.wide_passes import WidePasses
+    from vllm_magicdec.policies.verify_topk import VerifyTopK
+    from vllm_magicdec.vllm_api.draft_graphs import DraftGraphs
+    from vllm_magicdec.vllm_api.runner_v1 import MagicDecProposer
+    from vllm_magicdec.vllm_api.runner_v2 import MagicDecSpeculator
+
+    fault = Fault(setting)
+
+    def raise_before(owner: Any, method: str, name: str) -> None:
+        call_before(owner, method, lambda *_: fault.raise_if(name))
+
+    raise_before(Drafter, "_prepare", "selection")
+    raise_before(WidePasses, "_look_up", "lookup")
+    raise_before(DraftGraphs, "_prepare_capture", "capture")
+    # Importing `Lookups` would load Numba, and a CPU worker of vLLM could not start (cpu_llvmlite.py).
+    call_before(StagedDrafts, "__init__", lambda *args: raise_before(args[2], "look_up", "lookup"))
+    call_before(VerifyTopK, "score", lambda self, *_: spoil(self.summaries, fault))
+    for runner in (MagicDecProposer, MagicDecSpeculator):
+        raise_before(runner, "_make_batch", "batch")
+        for method in ("draft_step", "draft_pass"):
+            setattr(runner, method, faulty_pass(getattr(runner, method), fault))
+    make_controller = _AdaptiveSpeculation._make_controller
+    _AdaptiveSpeculation._make_controller = lambda self, spec: faulty_controller(
+        make_controller(self, spec), fault
+    )
+
+
+def call_before(owner: Any, method: str, do: Callable[..., None]) -> None:
+    """Have a method of a class or an object call `do` first, with its positional arguments."""
+    original = getattr(owner, method)
+
+    @functools.wraps(original)
+    def do_and_call(*args: Any, **kwargs: Any) -> Any:
+        do(*args)
+        return original(*args, **kwargs)
+
+    setattr(owner, method, do_and_call)
+
+
+def spoil(summaries: Any, fault: Fault) -> None:
+    if fault.happens("summaries"):
+        summaries.least.normal_().mul_(1e4)
+        summaries.greatest.fill_(torch.nan)
+
+
+def faulty_pass(run: Callable[..., Any], fault: Fault) -> Callable[..., Any]:
+    """`draft_step` or `draft_pass` of a runner."""
+
+    @functools.wraps(run)
+    def run_faultily(runner: Any, tokens: torch.Tensor, taken: Any) -> Any:
+        queries = getattr(taken, "queries", None)
+        last = taken.index + 1 if queries is None else int((queries.firsts + queries.lens).max())
+        if last >= 3:
+            fault.raise_if("third_step")
+        began = time.perf_counter()
+        if fault.happens("nan"):
+            compute = runner.model.compute_logits
+            runner.model.compute_logits = lambda *args, **kwargs: compute(*args, **kwargs).fill_(torch.nan)
+            try:
+                return run(runner, tokens, taken)
+            finally:
+                del runner.model.compute_logits
+        sampled = run(runner, tokens, taken)
+        if fault.happens("slow"):
+            time.sleep((SLOWER - 1) * (time.perf_counter() - began))
+        while fault.happens("stuck"):
+            time.sleep(STUCK_S)
+        return sampled
+
+    return run_faultily
+
+
+def faulty_controller(controller: Any, fault: Fault) -> Any:
+    """Have a `Controller` raise, or choose trials of as many drafts as a fault demands.
+
+    These are not charged to the controller's budget for trials: it would make none for hours afterwards.
+    """
+    choose, plan, lost_seconds = controller.choose, controller.plan, controller._lost_seconds
+    uncharged = 0  # steps
+
+    def faulty_choose(*args: Any, **kwargs: Any) -> Any:
+        nonlocal uncharged
+        fault.raise_if("controller")
+        drafts = fault.drafts
+        if not drafts:
+            controller.plan = plan
+            uncharged = max(0, uncharged - 1)
+            return choose(*args, **kwargs)
+        uncharged = STEPS_IN_FLIGHT
+        controller.plan = lambda choice: limited(plan(choice), drafts)
+        controller.is_planned = True
+        lengths = [length for length in controller.lengths if length <= drafts]
+        length = max(lengths, default=controller.lengths[0])
+        return next(choice for choice in controller._drafting if choice.drafts == length)
+
+    controller.choose = faulty_choose
+    controller._lost_seconds = lambda *args: 0.0 if uncharged else lost_seconds(*args)
+    return controller
+
+
+def limited(plan: Any, drafts: int) -> Any:
+    """A `DraftPlan` of at most so many drafts, without thresholds."""
+    own = type(plan)(min(plan, drafts), lookups_alone=plan.lookups_alone)
+    by_kind = [own] * len(plan.by_kind)
+    return type(plan)(own, by_kind=by_kind, lookups_alone=own.lookups_alone)

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""benchmarks/peer.py: its cells are the peer's, and all engines of a cell decode the same batch."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from vllm_magicdec.planner.models import MODELS
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+import peer
+from common.tables import markdown
+
+
+def row(context: int, policy: str, batch: int, tokens_per_s: float) -> dict:
+    numbers = {"tokens_per_s": tokens_per_s, "acceptance_length": 4.9, "step_ms": 40.0}
+    return {"context": context, "policy": policy, "batch": batch, "plain_floor_ms": 30.0, **numbers}
+
+
+def test_all_engines_of_a_cell_decode_what_the_first_one_holds(monkeypatch, tmp_path, capsys):
+    asked = []
+
+    def measure(args, context, policy, batch, bytes_per_s):
+        asked.append((context, policy, batch))
+        if context == 100_000:
+            return None
+        return row(context, policy, 37, 1000.0 if policy == peer.PLAIN else 1680.0)
+
+    out = tmp_path / "peer.json"
+    monkeypatch.setattr(peer, "measure", measure)
+    monkeypatch.setattr(
+        peer, "make_record", lambda name, **fields: {"machine": {"copy_gb_per_s": 1}, **fields}
+    )
+    monkeypatch.setattr(sys, "argv", ["peer.py", "--out", str(out)])
+    peer.main()
+    first, *others = peer.POLICIES
+    assert asked[0] == (10_000, first, 128)
+    assert asked[1:3] == [(10_000, policy, 37) for policy in others]
+    assert asked[3:] == [(100_000, first, 128)], "the others hold no request either"
+    record = json.loads(out.read_text())
+    assert len(record["rows"]) == 3 and "100000 tokens" in record["skipped"][0]
+    assert "1.68 x" in capsys.readouterr().out
+
+
+def test_speedups_stand_beside_those_of_the_poster():
+    rows = [row(100_000, "plain", 3, 98.0), row(100_000, "verify-topk", 3, 196.0)]
+    shown = markdown(peer.table_of({"settings": {"model": "Qwen/Qwen3-8B"}, "rows": rows}))
+    assert "2.00 x" in shown and "2.73 x" in shown
+
+
+def test_long_contexts_are_read_as_the_models_card_says():
+    args = argparse.Namespace(model="m", dtype="bfloat16", requests=128, tokens=256)
+    short, long = (peer.settings_for(args, context) for context in peer.VEGAS)
+    assert short["hf_overrides"] == {} and long["hf_overrides"]["rope_parameters"]["rope_type"] == "yarn"
+    assert long["max_model_len"] > 100_256
+
+
+@pytest.mark.parametrize(("num_tokens", "fits"), [(10_263, 15), (160_000, 0), (159_984, 1)])
+def test_requests_that_fit_are_whole_pages(num_tokens, fits):
+    cache = SimpleNamespace(num_gpu_blocks=10_000, block_size=16)
+    config = SimpleNamespace(cache_config=cache)
+    llm = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=config))
+    assert peer.requests_that_fit(llm, num_tokens) == fits
+
+
+def test_the_floor_is_what_a_plain_step_reads():
+    floor = peer.floor_ms(MODELS["qwen3-8b"], 32, 10_000, 4.8e12)
+    kv_ms = 32 * 10_000 * 2 * 36 * 8 * 128 * 2 / 4.8e9
+    weights_ms = 7.57e9 * 2 / 4.8e9  # all but the input embedding
+    assert floor == pytest.approx(kv_ms + weights_ms, rel=0.01)

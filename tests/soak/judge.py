@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bounds of a soak: arithmetic on its record."""
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from math import inf
+from statistics import linear_regression
+from typing import Any, NamedTuple
+
+from . import bad_input, requests
+from .client import Answer, Outcome, compare, missing_part
+from .faults import FAULTS, FIRST, SHORT_MINUTES
+from .kills import ANSWER, ERROR_EVENT, NUM_STREAMS
+from .requests import Request
+
+MAX_MB_PER_1000 = 1.0  # requests, per process, after the warm-up
+# Over before the first fault: memory that a fault leaks is growth.
+WARM_UP = FIRST / 2
+LEAST_REQUESTS_FOR_A_SLOPE = 3000  # allocators look like growth in fewer
+LEAST_REQUESTS_FOR_TYPES, LEAST_REQUESTS_FOR_PREEMPTIONS = 100, 300
+LEAST_SHARE_SENT = 0.3  # of the rate: a slow machine still is under load
+MAX_ROUNDED_SHARE = 0.01
+MAX_MORE_FDS = 4
+SETTLE_S = 2.0  # from the end of a fault until its drafts have been verified
+
+
+class Check(NamedTuple):
+    """One bound."""
+
+    bound: str
+    value: str
+    holds: bool | None
+    """None: the run is too short to say."""
+
+
+def judge_answers(
+    sent: Sequence[Request], plain: Sequence[Answer | None], outcomes: Sequence[Outcome]
+) -> dict[str, Any]:
+    """Counts of outcomes, with the first reasons."""
+    names = ("hung_up", "lost", "incomplete", "same", "rounding", "differs", "sampled")
+    counts, reasons = Counter(dict.fromkeys(names, 0)), []
+    for outcome in outcomes:
+        request, expected, reason = sent[outcome.request], plain[outcome.request], ""
+        if outcome.hung_up:
+            result = "hung_up"
+        elif outcome.answer is None:
+            result, reason = "lost", outcome.error
+        elif reason := missing_part(request, outcome.answer):
+            result = "incomplete"
+        else:
+            result = "sampled" if expected is None else compare(expected, outcome.answer)
+        counts[result] += 1
+        if result in ("lost", "incomplete", "differs"):
+            reasons.append(f"request {outcome.request} ({request.type}) {result}: {reason}")
+    types = Counter(sent[outcome.request].type for outcome in outcomes)
+    return {"sent": len(outcomes), **counts, "types": dict(types), "reasons": reasons[:20]}
+
+
+def memory_growth(samples: Sequence[Mapping[str, Any]], minutes: float) -> dict[str, float]:
+    """MB of each process's resident memory per 1,000 answers after the warm-up (least squares)."""
+    warm = [sample for sample in samples if sample["at_s"] >= WARM_UP * 60 * minutes]
+    growth = {}
+    for role in {role for sample in warm for role in sample["rss_mb"]}:
+        known = [sample for sample in warm if role in sample["rss_mb"]]
+        answered = [sample["answered"] for sample in known]
+        if len(set(answered)) > 1:
+            memory = [sample["rss_mb"][role] for sample in known]
+            growth[role] = 1000 * linear_regression(answered, memory).slope
+    return growth
+
+
+def own_drafts(samples: Sequence[Mapping[str, Any]], windows: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Accepted drafts of passes that no fault forced: before the first fault, and after all that force."""
+    forced = [window for window in windows if window["name"] != "controller"]
+    controller_s = next((one["begin_s"] for one in windows if one["name"] == "controller"), inf)
+    before_s = min((window["begin_s"] for window in forced), default=0.0)
+    after_s = max((window["end_s"] for window in forced), default=0.0) + SETTLE_S
+    grown = []
+    for begin_s, end_s in ((0.0, before_s), (after_s, controller_s)):
+        accepted = [sample["accepted"] for sample in samples if begin_s <= sample["at_s"] < end_s]
+        grown.append(accepted[-1] - accepted[0] if accepted else 0.0)
+    return grown
+
+
+def checks_of_traffic(record: Mapping[str, Any]) -> list[Check]:
+    answers, windows, samples = record["answers"], record["windows"], record["samples"]
+    minutes, first, last = record["minutes"], samples[0], samples[-1]
+    num_sent, rounding = answers["sent"], answers["rounding"]
+    compared = answers["same"] + rounding + answers["differs"]
+    warm = [sample["answered"] for sample in samples if sample["at_s"] >= WARM_UP * 60 * minutes]
+    is_slope = bool(warm) and warm[-1] - warm[0] >= LEAST_REQUESTS_FOR_A_SLOPE
+    growth = memory_growth(samples, minutes)
+    fastest = max(growth.values(), default=inf)
+    own = own_drafts(samples, windows)
+    happened = {window["name"] for window in windows if window["happened"]}
+    sent_bad = {type_ for type_, _ in record["bad_input"]}
+    improper = {f"{one}: {got}" for one, got in record["bad_input"] if not bad_input.is_proper(one, got)}
+    fds = max(number - first["num_fds"].get(role, number) for role, number in last["num_fds"].items())
+    least = round(LEAST_SHARE_SENT * record["rate"] * 60 * minutes)
+    return [
+        Check(f"requests sent, at least {least:,}", f"{num_sent:,}", num_sent >= least > 0),
+        none(
+            "types of requests not sent",
+            requests.TYPES.keys() - answers["types"],
+            is_judged=num_sent >= LEAST_REQUESTS_FOR_TYPES,
+        ),
+        zero("requests lost", answers["lost"]),
+        zero("incomplete answers", answers["incomplete"]),
+        zero("greedy answers that differ from plain decoding", answers["differs"]),
+        Check(
+            f"greedy answers that differ by rounding, at most {MAX_ROUNDED_SHARE:.0%}",
+            f"{rounding} of {compared}",
+            rounding <= MAX_ROUNDED_SHARE * compared and compared > 0,
+        ),
+        none("faults that never happened", FAULTS.keys() - happened),
+        none("failures and pauses not counted", {name for one in windows for name in one["uncounted"]}),
+        Check(
+            "accepted drafts before and after the faults, some each",
+            " and ".join(f"{number:,.0f}" for number in own),
+            None if minutes < SHORT_MINUTES else min(own) > 0,
+        ),
+        none("types of bad input not sent", set(bad_input.TYPES) - sent_bad),
+        none("bad input with another answer than 4xx", improper),
+        Check(
+            "preemptions, some",
+            f"{last['preemptions']:,.0f}",
+            last["preemptions"] > 0 if num_sent >= LEAST_REQUESTS_FOR_PREEMPTIONS else None,
+        ),
+        Check(
+            f"growth of memory per 1,000 requests, below {MAX_MB_PER_1000:g} MB",
+            ", ".join(f"{role} {number:.2f} MB" for role, number in growth.items()),
+            fastest < MAX_MB_PER_1000 if is_slope else None,
+        ),
+        Check("KV cache in use at the end, 0%", f"{last['kv_usage']:.2%}", last["kv_usage"] == 0),
+        zero("requests running or waiting at the end", round(last["running"] + last["waiting"])),
+        Check(f"more file descriptors at the end, at most {MAX_MORE_FDS}", f"{fds}", fds <= MAX_MORE_FDS),
+        none("leftovers of the server", record["left"]),
+    ]
+
+
+def checks_of_kill(kill: Mapping[str, Any]) -> list[Check]:
+    name, exit_s, max_s, ends = kill["name"], kill["exit_s"], kill["max_s"], kill["stream_ends"]
+    is_proper = sum(ends.get(end, 0) for end in (ANSWER, ERROR_EVENT)) == NUM_STREAMS
+    values = ", ".join(f"{number} {end}" for end, number in ends.items())
+    running, next_ = kill["streams_running"], kill["next_is_same"]
+    return [
+        Check(f"{name}: ended in {max_s:g} s", f"{exit_s} s", exit_s is not None and exit_s <= max_s),
+        Check(f"{name}: running streams, {NUM_STREAMS}", f"{running}", running == NUM_STREAMS),
+        Check(f"{name}: all streams ended by an answer or an error event", values, is_proper),
+        Check(f"{name}: reason in the log", kill["reason"] or "none", bool(kill["reason"])),
+        none(f"{name}: leftovers", kill["left"]),
+        Check(f"{name}: the next server answers as before", "yes" if next_ else "no", next_),
+    ]
+
+
+def checks_of(record: Mapping[str, Any]) -> list[Check]:
+    """All bounds of a record."""
+    traffic = checks_of_traffic(record["traffic"]) if "traffic" in record else []
+    return [*traffic, *(check for kill in record.get("kills", []) for check in checks_of_kill(kill))]
+
+
+def zero(name: str, number: int) -> Check:
+    return Check(f"{name}, 0", f"{number:,}", number == 0)
+
+
+def none(name: str, found: Collection[str], *, is_judged: bool = True) -> Check:
+    return Check(f"{name}, none", ", ".join(sorted(found)) or "none", not found if is_judged else None)

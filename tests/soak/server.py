@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Servers of the shipped model, their metrics, memory and file descriptors, and their leftovers."""
+
+import asyncio
+import json
+import os
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import engines
+import psutil
+
+from .requests import MAX_MODEL_LEN, MODEL
+
+sys.path.insert(0, str(engines.HERE.parent / "examples"))
+from serving import Server, serve
+
+# Float32, so that another order of the same sums changes next to no answer.
+OPTIONS = (
+    *("--dtype", "float32", "--enforce-eager", "--block-size", str(engines.PAGE)),
+    *("--max-model-len", str(MAX_MODEL_LEN), "--max-num-batched-tokens", "1024"),
+    *("--max-num-seqs", "24", "--scheduling-policy", "priority"),
+    *("--served-model-name", MODEL, "--uvicorn-log-level", "warning"),
+)
+ENVIRONMENT = {
+    "VLLM_MAGICDEC_STRICT": "0",
+    # Longer than the client keeps an idle connection (5 s): else both may close one as it is reused.
+    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60",
+    # oneDNN caches a kernel per number of tokens, and glibc keeps large blocks in a heap with holes: both
+    # look like a leak for an hour, also in plain vLLM.
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8",
+    "MALLOC_MMAP_THRESHOLD_": "131072",
+}
+GAUGES = {
+    "running": "vllm:num_requests_running",
+    "waiting": "vllm:num_requests_waiting",
+    "kv_usage": "vllm:kv_cache_usage_perc",
+    "preemptions": "vllm:num_preemptions_total",
+    "accepted": "vllm:magicdec_pass_accepted_tokens_total",
+}
+SHARED_MEMORY = "/dev/shm/"
+# Plain vLLM leaves these in its folder for temporary files: sockets, the ranks' rendezvous, caches.
+LEFT_BY_VLLM = (
+    "????????-????-????-????-????????????",
+    "vllm_dist_*",
+    "torchinductor_*",
+    ".libxsmm.*",
+)
+
+
+def speculation(**fields: Any) -> list[str]:
+    """Options of `vllm serve` for `auto`."""
+    config = {"method": "magicdec-self", "num_speculative_tokens": "auto", **fields}
+    return ["--speculative-config", json.dumps(config)]
+
+
+@contextmanager
+def serve_tiny(*options: str, fault: Path | None = None) -> Iterator[tuple[Server, "Footprint"]]:
+    """A healthy server with a folder of its own for temporary files.
+
+    Args:
+        options: of `vllm serve`.
+        fault: a file of `engines.FAULT`.
+    """
+    with tempfile.TemporaryDirectory(prefix="soak-server-") as folder:
+        variables = {**ENVIRONMENT, "TMPDIR": folder, **({engines.FAULT: str(fault)} if fault else {})}
+        environment = engines.environment(**variables)
+        with serve(str(engines.MODEL), *OPTIONS, *options, environment=environment) as server:
+            footprint = Footprint(Path(folder))
+            footprint.note(server)
+            yield server, footprint
+
+
+def metrics_of(server: Server) -> dict[str, float]:
+    """Samples by name, with the failed stage where there is one: 'vllm:magicdec_failures_total:batch'."""
+    found = Counter[str]()
+    for sample in server.samples():
+        stage = sample.labels.get("what")
+        found[f"{sample.name}:{stage}" if stage else sample.name] += sample.value
+    return dict(found)
+
+
+class Footprint:
+    """Processes, shared memory and temporary files of a server; `folder`: of its temporary files."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._processes: set[psutil.Process] = set()
+        self._shared: set[Path] = set()
+
+    def note(self, server: Server) -> None:
+        """Add those that the server has now."""
+        for process in processes_of(server):
+            self._processes.add(process)
+            with suppress(OSError):  # it has just ended
+                lines = Path("/proc", str(process.pid), "maps").read_text().splitlines()
+                names = (line.partition(SHARED_MEMORY)[2].strip() for line in lines)
+                self._shared |= {Path(SHARED_MEMORY, name) for name in names if name}
+
+    def left(self) -> list[str]:
+        """Those that still exist, except for what plain vLLM leaves."""
+        processes = [f"process {one.pid}" for one in self._processes if is_alive(one)]
+        segments = [str(path) for path in sorted(self._shared) if path.exists()]
+        files = [
+            path.name
+            for path in sorted(self._folder.iterdir())
+            if not any(path.match(pattern) for pattern in LEFT_BY_VLLM)
+        ]
+        return processes + segments + files
+
+    def wait_until_gone(self, timeout_s: float) -> list[str]:
+        deadline_s = time.monotonic() + timeout_s
+        while (left := self.left()) and time.monotonic() < deadline_s:
+            time.sleep(0.1)
+        return left
+
+
+def processes_of(server: Server) -> list[psutil.Process]:
+    """All of the server's session, in the order of their starts."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(OSError, psutil.Error):
+            if os.getsid(process.pid) == server.process.pid and is_alive(process):
+                found.append(process)
+    return sorted(found, key=lambda process: process.pid)
+
+
+def is_alive(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def lasting_processes(server: Server) -> dict[str, psutil.Process]:
+    """The server's processes by role, without short-lived ones such as compilers."""
+    roles = {"EngineCore": "engine core", "Worker": "worker", "resource_tracker": "resource tracker"}
+    found = {}
+    for process in processes_of(server):
+        with suppress(psutil.Error):
+            title = f"{process.name()} {' '.join(process.cmdline())}"
+            role = next((role for part, role in roles.items() if part in title), None)
+            if process.pid == server.process.pid:
+                role = "server"
+            if role is not None:
+                found.setdefault(role, process)
+    return found
+
+
+class Watch:
+    """Takes samples of a server's memory, file descriptors and gauges.
+
+    Args:
+        server: with its footprint, which is noted as well.
+        count: requests that have ended.
+        now_s: seconds since the run began.
+    """
+
+    def __init__(
+        self, server: Server, footprint: Footprint, count: Callable[[], int], now_s: Callable[[], float]
+    ) -> None:
+        self._server, self._footprint = server, footprint
+        self._count, self._now_s = count, now_s
+        self.samples: list[dict[str, Any]] = []
+
+    async def watch(self, every_s: float) -> None:
+        """Until it is cancelled."""
+        while True:
+            await self.take()
+            await asyncio.sleep(every_s)
+
+    async def take(self) -> dict[str, Any]:
+        metrics = await asyncio.to_thread(metrics_of, self._server)
+        self._footprint.note(self._server)
+        rss_mb, num_fds = {}, {}
+        for role, process in lasting_processes(self._server).items():
+            with suppress(psutil.Error):
+                rss_mb[role] = process.memory_info().rss / 1e6
+                num_fds[role] = process.num_fds()
+        sample = {
+            "at_s": round(self._now_s(), 1),
+            "answered": self._count(),
+            **{name: metrics.get(metric, 0.0) for name, metric in GAUGES.items()},
+            "rss_mb": rss_mb,
+            "num_fds": num_fds,
+        }
+        self.samples.append(sample)
+        return sample
