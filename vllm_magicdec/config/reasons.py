@@ -23,7 +23,7 @@ def first_problem(error: ValidationError, method: str) -> str:
     return f"{method}: {name}={value} is not possible: {message[0].lower()}{message[1:]}"
 
 
-def in_a_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     """What a library's error says, without the page of advice that may follow."""
     if isinstance(error, ValidationError):
         problem = error.errors(include_url=False)[0]
@@ -36,7 +36,7 @@ def in_a_line(error: Exception) -> str:
     return line.rstrip(" .") if len(line) <= _LONGEST_REASON else f"{line[:_LONGEST_REASON]}..."
 
 
-def is_of_reading(error: Exception) -> bool:
+def is_config_error(error: Exception) -> bool:
     """Whether vLLM raised it while it made a model's configuration, not while it used what it had made.
 
     Some of a draft's numbers its `SpeculativeConfig` takes as they are.

@@ -17,7 +17,7 @@ from vllm_magicdec.config.fields import (
     default_of,
 )
 from vllm_magicdec.config.given import check_field_names, check_method, name_of, resolve_auto
-from vllm_magicdec.config.reasons import first_problem, in_a_line, is_of_reading
+from vllm_magicdec.config.reasons import first_problem, is_config_error, one_line
 from vllm_magicdec.config.refusals import (
     check_adaptive_verification,
     check_draft_model,
@@ -51,7 +51,7 @@ class MagicDecSpeculativeConfig(MagicDecFields):
         if self.spire is not None:
             # The fields themselves have the draft's own values by now, and not what was given: the default.
             for name in (name for name in VIEW_FIELDS if user_fields.get(name) == default_of(name)):
-                if problem := self._differs_from(self.spire, name, default_of(name)):
+                if problem := self._spire_mismatch(self.spire, name, default_of(name)):
                     raise MagicDecConfigError(f"{MODEL_METHOD}: {problem}")
 
     def __post_init__(self) -> "MagicDecSpeculativeConfig":
@@ -84,14 +84,14 @@ class MagicDecSpeculativeConfig(MagicDecFields):
         try:
             SpeculativeConfig.__post_init__(self)
         except Exception as error:  # of whatever reads config.json
-            if not is_of_reading(error):
+            if not is_config_error(error):
                 raise
             names = ("quantization", "revision", "code_revision")
             given = [name for name in names if getattr(self, name) is not None]
             beside = "".join(f", {name}={quoted(getattr(self, name))}," for name in given)
             # It may be damaged, or whole and nothing that this vLLM serves here: the reason says which.
             raise ValueError(
-                f"vLLM cannot use model={self.model!r}{beside} as a draft ({in_a_line(error)}); use "
+                f"vLLM cannot use model={self.model!r}{beside} as a draft ({one_line(error)}); use "
                 "another draft, or a folder with a whole config.json"
                 f"{''.join(f', or remove {name}' for name in given)}"
                 f"{', or add --trust-remote-code' if 'trust_remote_code' in str(error) else ''}"
@@ -103,7 +103,7 @@ class MagicDecSpeculativeConfig(MagicDecFields):
                 "language model"
             )
         check_draft_model(self.draft_model_config, self.target_model_config)
-        self._take_what_it_was_trained_for()
+        self._apply_spire_settings()
         check_parallel(self.target_parallel_config, self.draft_model_config)
 
     def _refuse_untrusted_folder(self) -> None:
@@ -142,7 +142,7 @@ class MagicDecSpeculativeConfig(MagicDecFields):
         """Who chooses where the draft looks."""
         return find_policy(self.draft_kv_policy) if self.spire is None else SinksAndWindow
 
-    def _take_what_it_was_trained_for(self) -> None:
+    def _apply_spire_settings(self) -> None:
         """A SPIRe draft has one target, and one view.
 
         Raises:
@@ -168,10 +168,10 @@ class MagicDecSpeculativeConfig(MagicDecFields):
         for name, value in zip(VIEW_FIELDS, ("streamingllm", budget, fields.sinks), strict=True):
             given = getattr(self, name)
             setattr(self, name, value)
-            if given != default_of(name) and (problem := self._differs_from(fields, name, given)):
+            if given != default_of(name) and (problem := self._spire_mismatch(fields, name, given)):
                 raise ValueError(problem)
 
-    def _differs_from(self, draft: SpireSettings, name: str, given: object) -> str | None:
+    def _spire_mismatch(self, draft: SpireSettings, name: str, given: object) -> str | None:
         """What is wrong with a field that says otherwise than the draft was trained for; None: nothing."""
         trained = draft.sinks + draft.window
         # Of a model shorter than its view the draft sees less.

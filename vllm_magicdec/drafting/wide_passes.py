@@ -31,7 +31,7 @@ from vllm_magicdec.views.passes import DraftPass, Queries, RoundSteps
 
 # An H100 multiplies by its weights for so many tokens while it reads them: 990 TFLOP/s in bfloat16 over
 # 3.35 TB/s is 296.
-MOST_TOKENS = 256
+MAX_WIDE_TOKENS = 256
 # Drafts that a wide pass is assumed to make of each request; with 1, passes of one token do as well.
 _DRAFTS_PER_PASS = 2
 # Wide passes take a little longer than those of one token, and so have to be fewer, by this share.
@@ -71,7 +71,7 @@ class WidePasses:
         lengths: numbers of drafts that rounds may have; rounds of others get passes of one token.
         max_model_len: tokens; where a request may come to the end, rounds get passes of one token as well.
         is_alone: no other rank has to draft the same, so this one may go on without lookups that fail.
-        num_others: passes that a round takes beside wide ones, and not beside those of one token: a draft
+        extra_passes: passes that a round takes beside wide ones, and not beside those of one token: a draft
             of its own cache reads there first what the cache lacks.
     """
 
@@ -84,7 +84,7 @@ class WidePasses:
         lengths: Collection[int],
         max_model_len: int,
         is_alone: bool = True,
-        num_others: int = 0,
+        extra_passes: int = 0,
     ) -> None:
         self._runner = runner
         self._lookups = lookups
@@ -92,7 +92,7 @@ class WidePasses:
         self._is_alone = is_alone
         self._pauses = Pauses("A lookup", "every draft takes a pass of its own")
         self._max_model_len = max_model_len
-        self._num_passes = {length: _num_passes(length, num_others) for length in lengths if length > 1}
+        self._num_passes = {length: _num_passes(length, extra_passes) for length in lengths if length > 1}
         self._sent: deque[_Sent] = deque()
         self._round = 0
 
@@ -208,10 +208,10 @@ class WidePasses:
             self._counters.count_round(len(sent.sums), looked_up, accepted)
 
 
-def _num_passes(num_steps: int, num_others: int) -> int:
-    """Wide passes of a round of so many drafts, with `num_others` beside them; 0: they are too many."""
+def _num_passes(num_steps: int, extra_passes: int) -> int:
+    """Wide passes of a round of so many drafts, with `extra_passes` beside them; 0: they are too many."""
     number = ceil_div(num_steps, _DRAFTS_PER_PASS)
-    return number if number + num_others <= _MOST_PASSES * num_steps else 0
+    return number if number + extra_passes <= _MOST_PASSES * num_steps else 0
 
 
 class _Reading:
