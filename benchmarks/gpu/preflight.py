@@ -100,7 +100,7 @@ def vllm() -> Finding:
     if installed is None:
         missing = "vLLM is not installed; type make venv, and start the kit with make bench-gpu"
         return Finding("vLLM", missing=missing, is_fatal=True)
-    from vllm_magicdec.vllm_api.hooks import TESTED_VLLM_VERSIONS
+    from vllm_magicdec import TESTED_VLLM_VERSIONS
 
     missing = ""
     if Version(installed).public not in TESTED_VLLM_VERSIONS:

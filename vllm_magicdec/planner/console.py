@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-COMMANDS = tuple(
-    f"vllm_magicdec.planner.{name}" for name in ("plan", "simulate", "profile", "index", "train_draft")
+COMMANDS = (
+    *(f"vllm_magicdec.planner.{name}" for name in ("plan", "simulate", "profile", "index", "train_draft")),
+    "vllm_magicdec.check",
 )
 
 
@@ -87,15 +88,14 @@ def look_up(name: str, table: Mapping[str, T], what: str, choices: list[str]) ->
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `magicdec`; returns the exit status, 2 for what the user has to change."""
+    """Run `magicdec`; returns the exit status: the subcommand's, or 2 for what the user has to change."""
     parser = argparse.ArgumentParser(prog="magicdec", description="Tools around vllm-magicdec.")
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for name in COMMANDS:
         importlib.import_module(name).add_command(subparsers)
     options = parser.parse_args(arguments)
     try:
-        options.run(options)
+        return options.run(options) or 0
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return 0
