@@ -73,7 +73,7 @@ def memory(args: argparse.Namespace) -> str:
 
 
 def vllm(args: argparse.Namespace) -> str:
-    from vllm_magicdec.vllm_api.hooks import TESTED_VLLM_VERSIONS
+    from vllm_magicdec import TESTED_VLLM_VERSIONS
 
     installed = version("vllm")
     if Version(installed).public not in TESTED_VLLM_VERSIONS:

@@ -173,6 +173,7 @@ class _AdaptiveSpeculation(Scheduler):
                 # Neither drafts nor times tell anything.
                 self._made, newest.verified = PLAIN, None
             elif isinstance(controller, LookupController):
+                assert isinstance(drafts, DraftLists)
                 newest.num_passes = drafts.num_passes
                 self._how = self._how._replace(num_passes=drafts.num_passes, kind=drafts.kind)
                 if drafts.num_passes == 0:

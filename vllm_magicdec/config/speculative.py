@@ -108,6 +108,7 @@ class MagicDecSpeculativeConfig(MagicDecFields):
 
     def _refuse_untrusted_folder(self) -> None:
         """Raises ValueError: the draft is a folder that any user may change, or holds such a file."""
+        assert self.model is not None
         paths = [Path(self.model)] if os.path.isdir(self.model) else []
         with suppress(OSError):  # vLLM says what it cannot read
             paths += [file for folder in paths for file in folder.iterdir()]

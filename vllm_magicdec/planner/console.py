@@ -14,7 +14,10 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-COMMANDS = tuple(f"vllm_magicdec.planner.{name}" for name in ("plan", "profile", "index", "train_draft"))
+COMMANDS = (
+    *(f"vllm_magicdec.planner.{name}" for name in ("plan", "profile", "index", "train_draft")),
+    "vllm_magicdec.check",
+)
 
 
 class UserError(ValueError):
@@ -85,7 +88,7 @@ def look_up(name: str, table: Mapping[str, T], what: str, choices: list[str]) ->
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `magicdec`; returns the exit status, 2 for what the user has to change."""
+    """Run `magicdec`; returns the exit status: the subcommand's, or 2 for what the user has to change."""
     parser = argparse.ArgumentParser(prog="magicdec", description="Tools around vllm-magicdec.")
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for name in COMMANDS:
@@ -94,11 +97,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         _refuse_loads(arguments)
         options = parser.parse_args(arguments)
-        options.run(options)
+        return options.run(options) or 0
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return 0
 
 
 def _refuse_loads(arguments: Sequence[str]) -> None:
