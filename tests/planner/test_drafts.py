@@ -164,10 +164,10 @@ def test_the_acceptance_that_is_usual(tmp_path):
             "the draft's 4 attention heads cannot be divided over 8",
         ),
         (("--acceptance-length", "3"), "--acceptance-length needs --gamma"),
-        (("--acceptance-length", "6", "--gamma", "4"), "say an --acceptance-length from 1 to 5"),
+        (("--acceptance-length", "6", "--gamma", "4"), "give an --acceptance-length from 1 to 5"),
         (
             ("--acceptance-length", "3", "--gamma", "4", "--acceptance", "0.8"),
-            "--acceptance and --acceptance-length say the same; use one of them",
+            "--acceptance and --acceptance-length exclude each other; use one of them",
         ),
     ],
 )

@@ -131,11 +131,14 @@ def written(text: str, name: str = "a.txt"):
 
 WRONG = {
     "a file that is not there": (lambda folder: [folder / "no.txt"], "there is no .*no.txt; name files"),
-    "a folder without documents": (lambda folder: [folder], "no file fits .*say which do with --include"),
+    "a folder without documents": (
+        lambda folder: [folder],
+        "no file matches .*give patterns with --include",
+    ),
     "no JSON": (written('{"text": "a"}\nword', "a.jsonl"), "line 2 of .*a.jsonl is no JSON"),
     "JSON without text": (
         records({"text": "a"}, {"body": "b"}),
-        "line 2 of .* has no text 'text'; say which",
+        "line 2 of .* has no text 'text'; name the field",
     ),
     "JSON of another kind": (records(["text"]), "line 1 of .* has no text 'text'"),
     "no Parquet": (not_parquet, "a.parquet is no Parquet file"),
@@ -159,7 +162,7 @@ def test_what_cannot_be_read_is_one_sentence(case, tmp_path, out, capsys):
 def test_nothing_is_overwritten(tmp_path, out, capsys):
     out.mkdir(parents=True)
     assert index(tmp_path, "--model", MODEL, "--out", out) == 2
-    assert f"error: {out} is there already; remove it" in capsys.readouterr().err
+    assert f"error: {out} exists already; remove it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("missing", ["pydivsufsort", "pyarrow.parquet"])

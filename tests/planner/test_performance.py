@@ -274,7 +274,7 @@ def test_bytes_per_weight_from_a_configuration(change, weight_bytes):
     ("change", "sentence"),
     [
         (dict(kv_lora_rank=512), "MLA models"),
-        (dict(quantization_config={"quant_method": "new"}), "quantization 'new' is not known"),
+        (dict(quantization_config={"quant_method": "new"}), "quantization 'new' is unknown"),
         (dict(num_experts=8), "has no field 'num_experts_per_tok'"),
     ],
 )

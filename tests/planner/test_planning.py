@@ -133,11 +133,11 @@ GPU = ("--gpu", "H200")
     ("arguments", "sentence"),
     [
         (("--model", "llama-3.1-8", *GPU), "there is no model 'llama-3.1-8'; did you mean 'llama-3.1-8b'?"),
-        (("--model", "zzz", *GPU), "there is no model 'zzz'; There are llama-2-7b,"),
+        (("--model", "zzz", *GPU), "there is no model 'zzz'; use one of llama-2-7b,"),
         ((*MODEL, "--gpu", "h20"), "there is no GPU 'h20'; did you mean 'H200'?"),
         ((*MODEL, *GPU, "--tp", 3), "32 attention heads cannot be divided over 3 devices; use a divisor"),
         ((*MODEL, *GPU, "--budget", 256, 512), "2 budgets need 2 acceptance rates and there are 1"),
-        ((*MODEL, *GPU, "--budget", 512, 512, "--acceptance", 0.7, 0.8), "budget 512 is named twice"),
+        ((*MODEL, *GPU, "--budget", 512, 512, "--acceptance", 0.7, 0.8), "budget 512 is given twice"),
         ((*MODEL, *GPU, "--json", "/nowhere/plan.json"), "cannot write /nowhere/plan.json"),
         (("--model", str(ROOT / "tests"), *GPU), "there is no config.json in"),
         (("--model", str(ROOT / "README.md"), *GPU), "README.md: it is not JSON"),

@@ -76,7 +76,7 @@ def test_the_same_command_goes_on(target, data, tmp_path, capsys, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(training.Trainer, "train_step", interrupted)
         assert train(target, data, out) == 0
-    assert "stopped at step 3 of 6; the same command goes on" in capsys.readouterr().out
+    assert "stopped at step 3 of 6; the same command resumes it" in capsys.readouterr().out
     assert train(target, data, out, "--omega", 0.7) == 2
     assert "begun with other options" in capsys.readouterr().err
     assert train(target, data, out, "--no-float32") == 2
@@ -86,7 +86,7 @@ def test_the_same_command_goes_on(target, data, tmp_path, capsys, monkeypatch):
     assert train(target, data[:1], out) == 2
     assert "a training on other data" in capsys.readouterr().err
     assert train(target, data, out) == 0
-    assert "goes on at step 3 of 6" in capsys.readouterr().out
+    assert "resumed at step 3 of 6" in capsys.readouterr().out
     whole = load(tmp_path / "whole").state_dict()
     assert all(torch.equal(weight, whole[name]) for name, weight in load(out).state_dict().items())
 
@@ -135,7 +135,7 @@ def test_an_interruption_after_the_last_step_loses_nothing(
     assert not (out / "config.json").exists()
     monkeypatch.setattr(training.Trainer, "train_step", interrupted)
     assert train(target, data, out) == 0
-    assert "goes on at step 6 of 6" in capsys.readouterr().out
+    assert "resumed at step 6 of 6" in capsys.readouterr().out
     assert load(out).settings.num_layers == 1 and not (out / "training").exists()
 
 
@@ -153,12 +153,12 @@ def test_products_are_in_what_the_machine_multiplies_fast(target, data, tmp_path
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
-        (["--omega", 2], "--omega is a number from 0 to 1, not 2.0"),
+        (["--omega", 2], "--omega has to be from 0 to 1, not 2.0"),
         (["--batch", 0], "--batch has to be above 0, not 0"),
         (["--layers", 9], "--layers 9 cannot be taken from a target of 4; give a number from 1 to 4"),
         (["--window", 2], "window has to be at least 4, not 2"),
         (["--sequence", 4], "--sequence has to be at least 8, two rounds of drafts"),
-        (["--sequence", 4000], "--sequence is at most 512, what the target can read"),
+        (["--sequence", 4000], "--sequence has to be at most 512, the target's length"),
         (
             ["--sequence", 500],
             "which make no two sequences of 500; give more of it, or a smaller --sequence",
