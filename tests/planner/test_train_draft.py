@@ -78,11 +78,11 @@ def test_the_same_command_goes_on(target, data, tmp_path, capsys, monkeypatch):
         assert train(target, data, out) == 0
     assert "stopped at step 3 of 6; the same command resumes it" in capsys.readouterr().out
     assert train(target, data, out, "--omega", 0.7) == 2
-    assert "begun with other options" in capsys.readouterr().err
+    assert "a training with other options" in capsys.readouterr().err
     assert train(target, data, out, "--no-float32") == 2
-    assert "where the default of --float32 is another" in capsys.readouterr().err
+    assert "another default of --float32" in capsys.readouterr().err
     assert train(target, data, out, "--random-init") == 2
-    assert "begun with other options" in capsys.readouterr().err
+    assert "a training with other options" in capsys.readouterr().err
     assert train(target, data[:1], out) == 2
     assert "a training on other data" in capsys.readouterr().err
     assert train(target, data, out) == 0
@@ -161,7 +161,7 @@ def test_products_are_in_what_the_machine_multiplies_fast(target, data, tmp_path
         (["--sequence", 4000], "--sequence has to be at most 512, the target's length"),
         (
             ["--sequence", 500],
-            "which make no two sequences of 500; give more of it, or a smaller --sequence",
+            "fewer than two sequences of 500; give more data, or a smaller --sequence",
         ),
     ],
 )
@@ -178,8 +178,8 @@ def test_other_targets_are_refused(data, tmp_path, capsys):
     folder.mkdir()
     config = json.loads((Path(MODEL) / "config.json").read_text())
     for fields, sentence in (
-        ({"model_type": "opt"}, "is a opt, and drafts come of Llamas only; name one"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "is quantised, and a draft begins with weights"),
+        ({"model_type": "opt"}, "has the type opt; name a Llama"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "is quantised; name the original model"),
         ({}, "cannot be loaded: Error no file named model.safetensors"),
     ):
         (folder / "config.json").write_text(json.dumps({**config, **fields}))

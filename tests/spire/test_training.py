@@ -95,9 +95,9 @@ def test_a_resumed_training_is_the_uninterrupted_one(folder, tmp_path):
 
 def test_a_checkpoint_of_other_options_is_refused(folder, tmp_path):
     trainer_of(folder).save(tmp_path / "checkpoint.pt")
-    with pytest.raises(SpireError, match="where the default of --float32 is another; give the same ones"):
+    with pytest.raises(SpireError, match="another default of --float32; give the same options"):
         trainer_of(folder, window=9).resume(tmp_path / "checkpoint.pt")
-    with pytest.raises(SpireError, match="begun with other options"):
+    with pytest.raises(SpireError, match="a training with other options"):
         trainer_of(folder, AT_RANDOM).resume(tmp_path / "checkpoint.pt")
 
 

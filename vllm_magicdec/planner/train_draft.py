@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`magicdec train-draft`: train a SPIRe draft of a Llama on documents.
 
-`OUT/training` holds the tokenized documents and a checkpoint until the draft is written, `config.json` last,
+`OUT/training` holds tokenized documents and a checkpoint until the draft is written, `config.json` last,
 so that the same command resumes an interrupted training.
 """
 
@@ -61,7 +61,7 @@ def add_command(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "train-draft",
         help="train a small draft from a target (SPIRe)",
-        description="Train a SPIRe draft (arXiv 2504.06419) of a Llama, with its embedding, last blocks and "
+        description="Train a SPIRe draft (arXiv 2504.06419) of a Llama: its embedding, last blocks and "
         f"unembedding, over sinks and a window of the target's activations. Formats: {FORMATS}. "
         "The same command resumes an interrupted training; torchrun -m vllm_magicdec train-draft uses "
         "several GPUs.",
@@ -77,9 +77,7 @@ def add_command(subparsers: Any) -> None:
         group.add_argument(name, type=type(default), default=default, help=f"{text} (default: %(default)s)")
 
     shape = parser.add_argument_group("the draft")
-    shape.add_argument(
-        "--layers", type=int, help="layers of the draft (default: a quarter of the target's)"
-    )
+    shape.add_argument("--layers", type=int, help="layers (default: a quarter of the target's)")
     add_number(shape, "--sinks", 4, "first tokens that the draft attends to")
     add_number(shape, "--window", 252, "latest tokens that the draft attends to")
     add_number(shape, "--draft-steps", 4, "drafts per round in training, k")
