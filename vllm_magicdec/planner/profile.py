@@ -43,11 +43,11 @@ class _Sweep(Controller):
         self.num_steps = len(choices) + 2
         self.max_tokens = sum(choice.drafts for choice in choices) + self.num_steps
         self.timed_steps: list[TimedStep] = []
-        self._choices = itertools.cycle(choices)
+        self._sweep = itertools.cycle(choices)
 
     @override
     def choose(self, num_reqs: int, context_tokens: int, *, is_timed: bool = True) -> Choice:
-        return next(self._choices)
+        return next(self._sweep)
 
     @override
     def observe(
