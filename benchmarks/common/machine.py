@@ -158,10 +158,8 @@ def _cache(level: int) -> str:
     for folder in _CPUS.glob("cache/index*"):
         # Some virtual machines lack these files.
         files = (folder / name for name in ("level", "type", "size"))
-        known_level, cache_type, size = (
-            file.read_text().strip() if file.exists() else "" for file in files
-        )
-        if found_level == str(level) and content != "Instruction":
+        found, content, size = (file.read_text().strip() if file.exists() else "" for file in files)
+        if found == str(level) and content != "Instruction":
             return size
     return ""
 

@@ -55,10 +55,10 @@ def job(tmp_path, monkeypatch):
     def run(given="in", failing=()):
         asked, said = [], []
 
-        def answers_of(args, files, wanted):
+        def answers_of(args, files, missing):
             for file in files:
                 for found in ray_batch.read_documents(file, args.field):
-                    if found["document"] in wanted:
+                    if found["document"] in missing:
                         asked.append(found["text"])
                         error = "too long" if found["text"] in failing else ""
                         result = {"__inference_error__": error, "generated_text": found["text"].upper()}
@@ -127,7 +127,7 @@ def test_options_of_a_wrong_kind_are_refused_in_a_sentence(options, says, capsys
 def test_a_torn_file_or_an_empty_folder_is_refused_before_anything_starts(tmp_path):
     parse = ray_batch.make_parser().parse_args
     args = parse([str(tmp_path), "--out", str(tmp_path / "answers")])
-    with pytest.raises(SystemExit, match="no files are there"):
+    with pytest.raises(SystemExit, match="no files found"):
         ray_batch.run(args, print)
     (tmp_path / "b.parquet").write_bytes(b"PAR1 torn")
     with pytest.raises(SystemExit, match=r"b.parquet is no Parquet file"):
@@ -330,14 +330,14 @@ def test_the_users_token_is_brought_to_a_cluster_unless_he_says_otherwise(monkey
     for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_MODE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
-    ray_cluster._bring_token()
+    ray_cluster._enable_token()
     assert "RAY_AUTH_MODE" not in os.environ, "there is none"
     (tmp_path / "token").write_text("secret")
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    ray_cluster._bring_token()
+    ray_cluster._enable_token()
     assert os.environ["RAY_AUTH_MODE"] == "disabled"
     monkeypatch.delenv("RAY_AUTH_MODE")
-    ray_cluster._bring_token()
+    ray_cluster._enable_token()
     assert os.environ["RAY_AUTH_MODE"] == "token"
 
 
@@ -355,10 +355,10 @@ def test_no_other_machine_gets_the_users_token_unasked():
 def test_a_job_that_waits_for_cpus_of_a_cluster_says_so(monkeypatch, capsys):
     ray = pytest.importorskip("ray")
     monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": 3.0})
-    ray_cluster._say_if_it_waits(2)
+    ray_cluster._warn_if_waiting(2)
     assert not capsys.readouterr().out
-    ray_cluster._say_if_it_waits(3)
-    assert "has 3 CPUs free now. The engines want 3," in capsys.readouterr().out
+    ray_cluster._warn_if_waiting(3)
+    assert "has 3 free CPUs; the engines need 3 " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("num_failures", [0, 1, 2])
@@ -380,7 +380,7 @@ def test_a_ray_that_does_not_start_is_started_once_more(monkeypatch, capsys, num
         ray_cluster._start(num_cpus=3)
     again = ["shutdown", {"num_cpus": 3}] if num_failures else []
     assert asked == [{"num_cpus": 3}, *again]
-    assert ("once more" in capsys.readouterr().err) == bool(num_failures)
+    assert ("trying again" in capsys.readouterr().err) == bool(num_failures)
 
 
 def test_of_a_failure_in_a_replica_the_last_line_is_said():
@@ -393,7 +393,7 @@ def test_of_a_failure_in_a_replica_the_last_line_is_said():
 
 
 def test_the_object_store_fits_into_shared_memory(monkeypatch):
-    for free, wanted in ((2**26, 100 * 2**20), (2**29, int(0.6 * 2**29)), (2**40, 2**29)):
+    for free, expected in ((2**26, 100 * 2**20), (2**29, int(0.6 * 2**29)), (2**40, 2**29)):
         usage = lambda path, free=free: type("Usage", (), {"free": free})  # noqa: E731
         monkeypatch.setattr(ray_cluster.shutil, "disk_usage", usage)
-        assert ray_cluster._object_store_bytes() == wanted
+        assert ray_cluster._object_store_bytes() == expected

@@ -63,8 +63,8 @@ def test_the_most_replicas_share_the_cores_and_the_memory(told, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ("--min-replicas 3 --max-replicas 2", "--min-replicas is from 0 to --max-replicas"),
-        ("--min-replicas -1", "--min-replicas is from 0 to --max-replicas"),
+        ("--min-replicas 3 --max-replicas 2", "--min-replicas has to be from 0 to --max-replicas"),
+        ("--min-replicas -1", "--min-replicas has to be from 0 to --max-replicas"),
         ("--target-requests 0", "'0' is no whole number from 1"),
     ],
 )
