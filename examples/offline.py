@@ -28,7 +28,7 @@ def main() -> None:
     )
     parser.add_argument("--model", default=str(TINY_LLAMA), help="folder or name on huggingface.co")
     parser.add_argument("--draft-tokens", type=int, default=4, help="per round (default 4)")
-    parser.add_argument("--draft-kv-budget", default="512", help="KV entries a draft step reads, or 'auto'")
+    parser.add_argument("--draft-kv-budget", type=float, default=512, help="KV entries a draft step reads")
     args = parser.parse_args()
 
     # The CPU build's default size of the KV cache, in GiB, exceeds most machines' free memory.

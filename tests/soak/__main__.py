@@ -106,6 +106,7 @@ async def run_together(
         finally:
             done.set()
 
+    await traffic.run_steps(16)  # the first ones compile, for minutes on a busy machine
     await watch.take()
     watching = asyncio.create_task(watch.watch(every_s=1.0))
     _, bad_input, _ = await asyncio.gather(
@@ -115,8 +116,8 @@ async def run_together(
     with suppress(asyncio.CancelledError):
         await watching
     deadline_s = time.monotonic() + SETTLE_S
-    while True:  # requests of clients that hung up
-        await traffic.request_a_token()
+    while True:  # requests of clients that hung up; gauges are of the last step, which may precede that
+        await traffic.run_steps(1)
         last = await watch.take()
         if not last["running"] + last["waiting"] or time.monotonic() > deadline_s:
             break

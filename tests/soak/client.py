@@ -135,9 +135,9 @@ class Traffic:
         self.outcomes.append(outcome)
         self._slots.release()
 
-    async def request_a_token(self) -> None:
-        """One more step: vLLM's gauges are of its last step, which may precede a hang-up."""
-        await ask(self._client, Request("greedy", [5], max_tokens=1))
+    async def run_steps(self, number: int) -> None:
+        """Have the server answer with so many tokens."""
+        await ask(self._client, Request("greedy", [5], max_tokens=number))
 
     async def close(self) -> None:
         await self._client.close()

@@ -10,7 +10,7 @@ from pathlib import Path
 SHORT_MINUTES = 20  # shorter runs are not judged by what takes time
 POLL_S = 0.2
 COUNTED_S = 10.0
-PATIENCE_S = 180.0  # for a fault that has not happened yet
+PATIENCE_S = 120.0  # for a fault that has not happened yet
 # Shares of a run: when the first fault comes, for how long there are faults, when the controller fails.
 FIRST, MIDDLE, CONTROLLER = 0.2, 0.5, 0.92
 DRAFT_PAUSES, LOOKUP_PAUSES = "draft_pauses_total", "lookup_pauses_total"
