@@ -62,7 +62,7 @@ def test_a_folder_with_a_draft_comes_out(target, data, tmp_path, capsys):
     assert "holds a model already; remove it" in capsys.readouterr().err
 
 
-def test_the_same_command_goes_on(target, data, tmp_path, capsys, monkeypatch):
+def test_the_same_command_resumes(target, data, tmp_path, capsys, monkeypatch):
     assert train(target, data, tmp_path / "whole") == 0
     step = training.Trainer.train_step
 
@@ -141,7 +141,7 @@ def test_an_interruption_after_the_last_step_loses_nothing(
 
 
 @pytest.mark.parametrize("is_fast", [True, False])
-def test_products_are_in_what_the_machine_multiplies_fast(target, data, tmp_path, monkeypatch, is_fast):
+def test_training_uses_bfloat16_where_it_is_fast(target, data, tmp_path, monkeypatch, is_fast):
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: is_fast)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     monkeypatch.setattr(training, "has_slow_avx512_bf16", lambda: False)
@@ -166,7 +166,7 @@ def test_products_are_in_what_the_machine_multiplies_fast(target, data, tmp_path
         ),
     ],
 )
-def test_what_cannot_work_is_one_sentence(target, data, tmp_path, capsys, more, sentence):
+def test_invalid_options_are_refused_in_one_sentence(target, data, tmp_path, capsys, more, sentence):
     assert train(target, data[:1], tmp_path / "draft", *more) == 2
     error = capsys.readouterr().err
     assert sentence in error and error.count("\n") == 1

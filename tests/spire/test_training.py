@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training: its loss, its order, several processes, and what an interruption leaves."""
+"""Training: loss, order of the data, several processes, and resuming after an interruption."""
 
 import contextlib
 import io

@@ -38,7 +38,7 @@ def add_deployment(parser: argparse.ArgumentParser) -> None:
         help=f"one of {', '.join(HARDWARE)}, or '{THIS_MACHINE}' to measure this machine",
     )
     parser.add_argument("--tp", type=positive, default=1, help="devices, tensor parallel")
-    parser.add_argument("--weight-bytes", type=_size, help="bytes per weight (default: the model's)")
+    parser.add_argument("--weight-bytes", type=_size, help="bytes per weight, instead of the model's")
     parser.add_argument("--kv-bytes", type=_size, help="bytes per K/V element, if not 2 (1: fp8)")
     parser.add_argument(
         "--costs",
@@ -105,7 +105,7 @@ def add_acceptance(parser: argparse.ArgumentParser) -> None:
         help="instead of --acceptance: tokens per round of --gamma drafts, as vLLM logs it ('Mean "
         "acceptance length')",
     )
-    parser.add_argument("--gamma", type=positive, help="drafted tokens per round (default: the best)")
+    parser.add_argument("--gamma", type=positive, help="drafted tokens per round, instead of the best")
     parser.add_argument("--max-gamma", type=positive, default=8, help="most drafted tokens per round")
 
 
