@@ -60,7 +60,7 @@ def test_another_cpu_is_refused_and_a_gpu_has_its_data_sheet(monkeypatch):
     monkeypatch.setattr("roofline.measure_this_machine", lambda: DEVICE)
     assert roofline.deployment_of(SHAPE, MACHINE, MACHINE, {}).hardware is DEVICE
     for other in ({"processor": "two"}, {"cores": 64}, {"gpu": "NVIDIA GeForce RTX 4090"}):
-        with pytest.raises(SystemExit, match="so compare where it was measured"):
+        with pytest.raises(SystemExit, match="compare it on the machine of the result"):
             roofline.deployment_of(SHAPE, MACHINE | other, MACHINE, {})
     deployment = roofline.deployment_of(SHAPE, {**MACHINE, "gpu": "NVIDIA H200"}, MACHINE, {})
     assert deployment.hardware is HARDWARE["H200"]
