@@ -4,13 +4,10 @@
 import argparse
 import difflib
 import importlib
-import json
-import math
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
 
@@ -32,39 +29,6 @@ def require(module: str, extra: str = "bench") -> ModuleType:
     except ImportError:
         package = module.split(".")[0]
         raise UserError(f"this needs {package}; try: pip install 'vllm-magicdec[{extra}]'") from None
-
-
-def screen(width: int) -> Any:
-    """Return rich's console for tables.
-
-    Args:
-        width: columns where standard output is no terminal.
-
-    Raises:
-        UserError: rich is not installed.
-    """
-    width_or_terminal = None if sys.stdout.isatty() else width
-    return require("rich.console").Console(highlight=False, width=width_or_terminal, soft_wrap=True)
-
-
-def write_json(record: Mapping[str, Any], file: Path) -> None:
-    """Write a record as JSON, with null for NaN.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
-    try:
-        file.write_text(json.dumps(_without_nan(record), indent=1) + "\n")
-    except OSError as error:
-        raise UserError(f"cannot write {file}: {error.strerror}") from None
-
-
-def _without_nan(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _without_nan(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_nan(item) for item in value]
-    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def find_by_name(name: str, table: Mapping[str, T], what: str, choices: list[str]) -> T:

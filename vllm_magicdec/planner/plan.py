@@ -5,6 +5,8 @@ The prediction needs no GPU: it takes a model's `config.json` and a data sheet.
 """
 
 import argparse
+import json
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,7 +19,7 @@ from vllm_magicdec.planner.arguments import (
     find_deployment,
     positive,
 )
-from vllm_magicdec.planner.console import UserError, require, screen, write_json
+from vllm_magicdec.planner.console import UserError, require
 from vllm_magicdec.planner.performance import Deployment
 
 
@@ -141,10 +143,13 @@ def run(options: argparse.Namespace) -> None:
     alphas = find_acceptance(options, deployment.draft)
     min_gamma, max_gamma = (options.gamma, options.gamma) if options.gamma else (1, options.max_gamma)
     plan = make_plan(deployment, alphas, max_gamma, options.batch, options.context, min_gamma)
-    if options.json:
-        write_json(plan.to_json(), options.json)
-    if options.png:
-        draw(plan, options.png)
+    try:
+        if options.json:
+            options.json.write_text(json.dumps(plan.to_json(), indent=1) + "\n")
+        if options.png:
+            draw(plan, options.png)
+    except OSError as error:
+        raise UserError(f"cannot write {error.filename or 'the file'}: {error.strerror}") from None
     print_table(plan)
 
 
@@ -154,7 +159,8 @@ def print_table(plan: Plan) -> None:
     Raises:
         UserError: rich is not installed.
     """
-    console = screen(width=120)
+    width = None if sys.stdout.isatty() else 120
+    console = require("rich.console").Console(highlight=False, width=width, soft_wrap=True)
     table = require("rich.table").Table(title=plan.deployment.title)
     for heading in ("batch", "context", "T_T ms", "T_D ms", "T_V ms", "speedup", "gamma", "budget", "free"):
         table.add_column(heading, justify="right")
@@ -193,7 +199,8 @@ def draw(plan: Plan, file: Path) -> None:
     """Draw the speedups over batch and context as a heat map, grey beyond the K/V capacity.
 
     Raises:
-        UserError: matplotlib is not installed, or the file cannot be written.
+        UserError: matplotlib is not installed.
+        OSError: the file cannot be written.
     """
     require("matplotlib").use("Agg")
     pyplot, colors = require("matplotlib.pyplot"), require("matplotlib.colors")
@@ -225,7 +232,5 @@ def draw(plan: Plan, file: Path) -> None:
     figure.tight_layout()
     try:
         figure.savefig(file, format="png", dpi=150)
-    except OSError as error:
-        raise UserError(f"cannot write {file}: {error.strerror}") from None
     finally:
         pyplot.close(figure)
