@@ -40,12 +40,11 @@ from kv_heavy import TINY_LLAMA
 from rich.table import Table
 from vllm.tokenizers import get_tokenizer
 
-from vllm_magicdec.lookup.calibration import Calibration
+from vllm_magicdec.lookup.calibration import Calibration, choose, learn
 from vllm_magicdec.lookup.context_index import MAX_MATCH, ContextIndex
+from vllm_magicdec.lookup.continuation import MIN_ACCEPTANCE
 from vllm_magicdec.lookup.datastore import Datastore
 from vllm_magicdec.lookup.datastore_files import Vocabulary
-from vllm_magicdec.lookup.lookups import MIN_ACCEPTANCE
-from vllm_magicdec.lookup.merging import choose, learn
 from vllm_magicdec.planner.console import main as magicdec
 
 TEKKEN = "tekken"
