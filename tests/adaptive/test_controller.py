@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import mean
 
 import pytest
+from extended import extended_except
 from imagined_engine import BUDGET, Engine, alike, all_choices, make_controller
 
 from vllm_magicdec.adaptive.controller import PLAIN, Acceptance, Choice, Controller
@@ -114,7 +115,7 @@ def accepted(drafted: int, rate: float, rng: random.Random) -> int:
     return next((i for i in range(drafted) if rng.random() >= rate), drafted)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", extended_except(0, range(3)))
 @pytest.mark.parametrize("name", TRACES)
 def test_close_to_the_best_fixed_choice_and_never_below_plain(name: str, seed: int) -> None:
     trace = TRACES[name]
@@ -125,6 +126,7 @@ def test_close_to_the_best_fixed_choice_and_never_below_plain(name: str, seed: i
     assert achieved > 0.98 * fixed[0]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", TRACES)
 def test_close_to_the_best_fixed_choice_on_a_machine_whose_pace_drifts(name: str) -> None:
     trace = TRACES[name]
@@ -152,7 +154,7 @@ class EngineWithExpensiveChanges(Engine):
         return measured
 
 
-@pytest.mark.parametrize("name", ["short", "single", "long", "long-but-rejected"])
+@pytest.mark.parametrize("name", extended_except("long", ["short", "single", "long", "long-but-rejected"]))
 def test_trials_cost_less_than_a_hundredth_of_the_time_as_measured(name: str) -> None:
     """Even if they take longer than predicted. The calibration in the first steps does not count."""
     controller, trace = make_controller(), TRACES[name]

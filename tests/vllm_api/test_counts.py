@@ -244,6 +244,7 @@ def ray():
     ray.shutdown()
 
 
+@pytest.mark.extended
 def test_what_crosses_hosts_under_ray(ray, config, monkeypatch):
     """Configuration, the next drafts and counts, between this process and an actor in a worker's place."""
 
