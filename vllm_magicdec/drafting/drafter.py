@@ -321,7 +321,7 @@ class Drafter:
             if not is_paused or self._own_cache is not None:  # whose pages go on to be written in a pause
                 batch = self._begin_round(read_batch)
             if is_paused:
-                self._failures.count("paused_rounds")
+                self._failures.count(paused_rounds=1)
             else:
                 if self._staged is not None and read_histories is not None:
                     self._stage = "histories"
@@ -384,10 +384,10 @@ class Drafter:
     def _take_failed_round(self, stage: str) -> None:
         """See `take_failure`."""
         self.take_failure(stage)
-        self._failures.count("draft_failures")
+        self._failures.count(draft_failures=1)
         # What fails in a pause as well was not tried again, and is no reason for a longer one.
         if not self._pauses.is_on and self._pauses.note_failure():
-            self._failures.count("draft_pauses")
+            self._failures.count(draft_pauses=1)
 
     def _fill(self, drafts: torch.Tensor, batch: Batch, num_steps: int) -> bool:
         """`drafts` [num_reqs, num_steps] int64, written where there are no lists.

@@ -24,12 +24,7 @@ MAX_SAMPLES = 32
 
 
 class Datastore(Source):
-    """Tokens of documents, read-only; any number of threads and processes may share one.
-
-    Args:
-        header: describes `tokens` and `suffix_array`, see `datastore_files`.
-        sizes: of their files.
-    """
+    """Documents for lookups, read-only; any number of threads and processes may share one."""
 
     def __init__(
         self, header: Header, tokens: np.ndarray, suffix_array: np.ndarray, sizes: OpenSizes

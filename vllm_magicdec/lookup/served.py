@@ -48,6 +48,6 @@ class ServedAnswers(Source):
 
 
 def _make_half() -> ContextIndex:
-    half = ContextIndex(MAX_TOKENS // 2)  # allocated at once, because growing means indexing again
+    half = ContextIndex(MAX_TOKENS // 2)  # at once, because growing means indexing again
     half.extend(np.array([_SEPARATOR], dtype=np.int32))
     return half
