@@ -39,12 +39,11 @@ from kv_heavy import TINY_LLAMA
 from rich.table import Table
 from vllm.tokenizers import get_tokenizer
 
-from vllm_magicdec.lookup.calibration import Calibration
+from vllm_magicdec.lookup.calibration import Calibration, choose, learn
 from vllm_magicdec.lookup.context_index import MAX_MATCH, ContextIndex
+from vllm_magicdec.lookup.continuation import MIN_ACCEPTANCE
 from vllm_magicdec.lookup.datastore import Datastore
 from vllm_magicdec.lookup.datastore_files import Vocabulary
-from vllm_magicdec.lookup.lookups import LEAST_CHANCE
-from vllm_magicdec.lookup.merging import choose, learn
 from vllm_magicdec.planner.console import main as magicdec
 
 TEKKEN = "tekken"
@@ -123,7 +122,7 @@ def walk(
     while position < len(tokens):
         began = perf_counter_ns()
         matches = [look_up[source]() for source in sources]
-        choice = choose(matches, calibrations, LEAST_CHANCE)
+        choice = choose(matches, calibrations, MIN_ACCEPTANCE)
         done.times_us.append((perf_counter_ns() - began) / 1e3)
         followed = tokens[position : position + most]
         right = 0

@@ -41,7 +41,7 @@ FIXED_BEFORE, FIXED = "fixed-off", "fixed"
 _COUNTED_BY_WORKERS = {
     "rounds": "lookup_rounds",
     "passes": "lookup_passes",
-    "unread": "lookup_unread_tokens",
+    "unread": "lookup_unchecked_tokens",
 }
 _METRICS = {
     "verified": "vllm:spec_decode_num_draft_tokens",

@@ -152,7 +152,7 @@ SMALL = {"max_model_len": 4096, "block_size": 32}
 
 def test_a_profile_of_another_budget_is_refused(model_dir, tmp_path):
     path = tmp_path / "profile.json"
-    StepTimes.of([TimedStep(Step(1, 100, 0, 2, 256), 0.01)]).save(path, {})
+    StepTimes([TimedStep(Step(1, 100, 0, 2, 256), 0.01)]).save(path, {})
     fields = {"method": METHOD, "num_speculative_tokens": "auto", "profile": str(path)}
     with pytest.raises(MagicDecConfigError, match="draft_kv_budget=256, not 512; use what was"):
         configure(model_dir, fields)

@@ -30,7 +30,7 @@ class Lookup:
 
     def follow(self, req_ids, histories) -> None: ...
 
-    def look_up(self, req_id, drafted, most, least_chance) -> Continuation:
+    def look_up(self, req_id, drafted, most, min_acceptance) -> Continuation:
         tokens = self._tokens[req_id][len(drafted) : len(drafted) + most]
         return Continuation(tokens, [0.9] * len(tokens))
 
@@ -177,5 +177,5 @@ def test_confidence_is_learned_from_what_was_verified():
     staged._propose(batch_of(a=[1, 2]), 0, _Making(3), [9, 8, 7])
     staged._follow(batch_of(a=[1, 2, 9, 8, 1]), [0])
     counted = staged._counters.totals
-    assert (counted["lookup_unread_tokens"], counted["lookup_unread_accepted_tokens"]) == (3, 2)
+    assert (counted["lookup_unchecked_tokens"], counted["lookup_unchecked_accepted_tokens"]) == (3, 2)
     assert counted["pass_accepted_tokens"] == 5

@@ -214,8 +214,8 @@ class Drafter:
             are_drawn=spec.draft_sample_method == "probabilistic",
             is_alone=is_alone,
             # The V2 runner verifies as many tokens of every request, whether they were drafted or not.
-            least_gain=0.0 if vllm_config.use_v2_model_runner else LEAST_GAIN,
-            least_chance=0.0 if vllm_config.use_v2_model_runner else LEAST_ACCEPTANCE,
+            min_gain=0.0 if vllm_config.use_v2_model_runner else LEAST_GAIN,
+            min_acceptance=0.0 if vllm_config.use_v2_model_runner else LEAST_ACCEPTANCE,
         )
 
     def _log(self, vllm_config: VllmConfig) -> None:
@@ -321,7 +321,7 @@ class Drafter:
             if not is_paused or self._own_cache is not None:  # whose pages go on to be written in a pause
                 batch = self._begin_round(read_batch)
             if is_paused:
-                self._failures.count_paused_round()
+                self._failures.count(paused_rounds=1)
             else:
                 if self._staged is not None and read_histories is not None:
                     self._stage = "histories"
@@ -384,10 +384,10 @@ class Drafter:
     def _take_failed_round(self, stage: str) -> None:
         """See `take_failure`."""
         self.take_failure(stage)
-        self._failures.count_round()
+        self._failures.count(draft_failures=1)
         # What fails in a pause as well was not tried again, and is no reason for a longer one.
         if not self._pauses.is_on and self._pauses.note_failure():
-            self._failures.count_pause()
+            self._failures.count(draft_pauses=1)
 
     def _fill(self, drafts: torch.Tensor, batch: Batch, num_steps: int) -> bool:
         """`drafts` [num_reqs, num_steps] int64, written where there are no lists.
@@ -405,7 +405,7 @@ class Drafter:
         if self._own_cache is not None:
             if not has_read:  # all drafts were looked up, so nobody has asked for it
                 self._own_cache.catch_up(batch, 0)
-            self._own_cache.end_round(batch, made.read if isinstance(made, DraftLists) else made)
+            self._own_cache.end_round(batch, made.checked if isinstance(made, DraftLists) else made)
         return has_read
 
     def _make(

@@ -24,11 +24,11 @@ import torch
 from vllm.logger import init_logger
 
 from vllm_magicdec import envs
-from vllm_magicdec.adaptive.draft_plan import DraftLists, DraftPlan, kind_of
+from vllm_magicdec.adaptive.draft_plan import DraftLists, DraftPlan, bucket_of
 from vllm_magicdec.adaptive.metrics import LookupCounters
 from vllm_magicdec.drafting.confidence import Confidence, Evidence, Foreseen
 from vllm_magicdec.drafting.pauses import Pauses
-from vllm_magicdec.lookup.continuation import LEAST_CHANCE, Continuation
+from vllm_magicdec.lookup.continuation import MIN_ACCEPTANCE, Continuation
 from vllm_magicdec.lookup.history import History
 from vllm_magicdec.views.base import Batch, on_device
 from vllm_magicdec.views.passes import DraftPass, Queries, RoundSteps
@@ -126,9 +126,9 @@ class StagedDrafts:
         max_model_len: tokens.
         are_drawn: drafts are drawn from the draft's distribution, not its likeliest tokens.
         is_alone: no other rank has to draft the same, so this one may go on without lookups that fail.
-        least_gain: drafts of each request, in the mean, that a pass of a fixed number of drafts has to
+        min_gain: drafts of each request, in the mean, that a pass of a fixed number of drafts has to
             promise; else it is left out.
-        least_chance: that a draft of a fixed number must have to stand; else it is left out, with those
+        min_acceptance: that a draft of a fixed number must have to stand; else it is left out, with those
             after it.
     """
 
@@ -143,8 +143,8 @@ class StagedDrafts:
         max_model_len: int,
         are_drawn: bool = False,
         is_alone: bool = True,
-        least_gain: float = 0.0,
-        least_chance: float = 0.0,
+        min_gain: float = 0.0,
+        min_acceptance: float = 0.0,
     ) -> None:
         self._runner = runner
         self._lookups = lookups
@@ -159,7 +159,7 @@ class StagedDrafts:
         self._max_model_len = max_model_len
         self._are_drawn = are_drawn
         self._is_alone = is_alone
-        self._least_gain, self._least_chance = least_gain, least_chance
+        self._min_gain, self._min_acceptance = min_gain, min_acceptance
         self._max_num_reqs = max_num_reqs
         self._max_drafts = max_drafts
         self._confidence = Confidence()
@@ -201,29 +201,29 @@ class StagedDrafts:
         self._follow(batch, drafting)
         # A plan says itself what drafts have to promise.
         fixed = DraftPlan(
-            num_steps, least_chance=self._least_chance, least_gain=self._least_gain * len(drafting)
+            num_steps, min_acceptance=self._min_acceptance, min_gain=self._min_gain * len(drafting)
         )
         plan = num_steps if isinstance(num_steps, DraftPlan) else fixed
-        is_priced, kind = plan is num_steps, 0
+        is_priced, bucket = plan is num_steps, 0
         if plan.looks_first:
             most = [min(self._max_drafts, room[i]) for i in drafting]
             found = self._look_up([batch.req_ids[i] for i in drafting], [()] * len(drafting), most)
-            kind = kind_of(sum(sum(ahead.reached) for ahead in found) / max(1, len(drafting)))
-            plan = plan.of_kind(kind)
+            bucket = bucket_of(sum(sum(ahead.reached) for ahead in found) / max(1, len(drafting)))
+            plan = plan.for_bucket(bucket)
             likely = [_worth_unread(ahead, 1.0, plan) for ahead in found]
-            promise = sum(chance - plan.least_chance for ahead in likely for chance in ahead.reached)
-            if plan.lookups_alone or promise >= plan.least_promise:
-                return self._leave_unread(batch, drafting, likely, kind)
+            promise = sum(chance - plan.min_acceptance for ahead in likely for chance in ahead.reached)
+            if plan.lookups_alone or promise >= plan.min_expected_accepted:
+                return self._leave_unread(batch, drafting, likely, bucket)
         making = {i: _Making(min(int(plan), room[i])) for i in drafting}
         drafts = self._draft(batch, making, plan, prepare(), is_priced=is_priced)
-        drafts.kind = kind
+        drafts.bucket = bucket
         return drafts
 
     def _leave_unread(
-        self, batch: Batch, drafting: Sequence[int], found: Sequence[Continuation], kind: int
+        self, batch: Batch, drafting: Sequence[int], found: Sequence[Continuation], bucket: int
     ) -> DraftLists:
         """The round's drafts are those that were looked up."""
-        drafts = DraftLists(([] for _ in batch.req_ids), kind=kind)
+        drafts = DraftLists(([] for _ in batch.req_ids), bucket=bucket)
         for i, ahead in zip(drafting, found, strict=True):
             drafts[i] = list(ahead.tokens)
             self._propose(batch, i, _Making(0), ahead.tokens)
@@ -240,7 +240,7 @@ class StagedDrafts:
     ) -> DraftLists:
         """In as few passes as it takes; unless it is priced, a plan is of a fixed number."""
         latest, num_passes, num_looked_up, num_accepted = batch.tokens.tolist(), 0, 0, 0
-        is_weighed = is_priced or plan.least_chance > 0
+        is_weighed = is_priced or plan.min_acceptance > 0
         unread: dict[int, Sequence[int]] = {}
         while running := _worth_going_on(making, plan):
             drafted = [making[i].tokens for i in running]
@@ -252,7 +252,7 @@ class StagedDrafts:
                 [number if is_priced else number - 1 for number in lacking],
             )
             read = [self._readable(ahead, number) for ahead, number in zip(found, lacking, strict=True)]
-            if num_passes and plan.least_gain > 0:
+            if num_passes and plan.min_gain > 0:
                 chances = [making[i].chance for i in running]
                 if is_priced:
                     instead = [
@@ -264,7 +264,7 @@ class StagedDrafts:
                 else:  # nothing says what verifying one more costs: drafts count, whatever their chance
                     instead = [Continuation()] * len(running)
                     gain = sum(1.0 + sum(ahead.reached) for ahead in read)
-                if gain < plan.least_gain:
+                if gain < plan.min_gain:
                     pairs = zip(running, instead, strict=True)
                     unread = {i: ahead.tokens for i, ahead in pairs if ahead.tokens}
                     break
@@ -300,8 +300,8 @@ class StagedDrafts:
         drafts = [[*kept.get(i, ()), *unread.get(i, ())] for i in range(len(latest))]
         for i, own in making.items():
             if not is_priced:  # else nobody asked for so many
-                self._counters.count_left_out(own.wanted - len(own.tokens))
-            self._counters.count_cut(len(own.tokens) - len(kept[i]))
+                self._counters.count(left_out_tokens=own.wanted - len(own.tokens))
+            self._counters.count(cut_tokens=len(own.tokens) - len(kept[i]))
             self._propose(batch, i, own, drafts[i])
         for i, tokens in unread.items():
             self._runner.note_unread(i, len(kept[i]), tokens)
@@ -316,7 +316,7 @@ class StagedDrafts:
     ) -> float:
         """Of tokens that would be verified in place of a pass, and that it would draw otherwise."""
         return sum(
-            chance * reached - plan.least_chance
+            chance * reached - plan.min_acceptance
             for chance, ahead in zip(chances, instead, strict=True)
             # After a pass that reads nothing ahead, all but the first may be verified as well.
             for reached in (ahead if self._runner.reads_ahead else ahead.first(1)).reached
@@ -343,10 +343,10 @@ class StagedDrafts:
             truth = history.after(made.history_len).tolist()
             num_right = _num_equal(made.tokens, truth)
             if num_unread := len(made.tokens) - made.num_read:
-                self._counters.count_unread(num_unread, max(0, num_right - made.num_read))
+                self._counters.count_unchecked(num_unread, max(0, num_right - made.num_read))
             num_stood = min(num_right, made.num_kept)
             if len(truth) == num_stood + 1:  # what verifying them adds; else more rounds have passed
-                self._counters.count_stood(min(num_stood, made.num_read))
+                self._counters.count(pass_accepted_tokens=min(num_stood, made.num_read))
             for place, evidence in enumerate(made.evidence[: min(num_right + 1, len(truth))]):
                 self._confidence.observe(evidence, place < num_right)
         if len(self._proposed) > self._max_num_reqs:  # of requests that have ended
@@ -374,7 +374,7 @@ class StagedDrafts:
             ahead, number = Continuation(), min(wanted, room)
             if self._looks_up and number > 0:
                 try:
-                    ahead = self._lookups.look_up(req_id, own, number, LEAST_CHANCE)
+                    ahead = self._lookups.look_up(req_id, own, number, MIN_ACCEPTANCE)
                     self._has_looked_up = True
                 except Exception:
                     self._go_on_without_lookups()
@@ -394,7 +394,7 @@ class StagedDrafts:
             raise
         self._counters.count_failure()
         if pauses.note_failure():
-            self._counters.count_pause()
+            self._counters.count(lookup_pauses=1)
 
     def _add(
         self,
@@ -423,7 +423,7 @@ def _foreseen(token: int, looked_up: int | None) -> Foreseen:
 def _worth_going_on(making: dict[int, _Making], plan: DraftPlan) -> list[int]:
     """The requests whose next draft is worth being verified."""
     return [
-        i for i, own in making.items() if len(own.tokens) < own.wanted and own.chance >= plan.least_chance
+        i for i, own in making.items() if len(own.tokens) < own.wanted and own.chance >= plan.min_acceptance
     ]
 
 
@@ -434,14 +434,14 @@ def _gain(chances: Sequence[float], read: Sequence[Continuation], usual: float, 
     the pass alone draws, stands with the usual chance of one that nothing foresees.
     """
     return sum(
-        chance * (usual + sum(ahead.reached)) - plan.least_chance * (1 + sum(ahead.reached))
+        chance * (usual + sum(ahead.reached)) - plan.min_acceptance * (1 + sum(ahead.reached))
         for chance, ahead in zip(chances, read, strict=True)
     )
 
 
 def _worth_unread(ahead: Continuation, chance: float, plan: DraftPlan) -> Continuation:
     """What of it is worth verifying after drafts that all stand with this chance."""
-    return ahead.first(sum(chance * reached >= plan.least_chance for reached in ahead.reached))
+    return ahead.first(sum(chance * reached >= plan.min_acceptance for reached in ahead.reached))
 
 
 def _worth_verifying(own: _Making, plan: DraftPlan, are_drawn: bool) -> list[int]:
@@ -449,7 +449,7 @@ def _worth_verifying(own: _Making, plan: DraftPlan, are_drawn: bool) -> list[int
     # the one that it is would change the output's. So those before it decide.
     chances = [1.0, *own.reached][: len(own.tokens)] if are_drawn else own.reached
     pairs = zip(own.tokens, chances, strict=True)
-    return [token for token, chance in pairs if chance >= plan.least_chance]
+    return [token for token, chance in pairs if chance >= plan.min_acceptance]
 
 
 def _num_equal(first: Sequence[int], second: Sequence[int]) -> int:

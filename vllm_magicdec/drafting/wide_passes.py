@@ -186,7 +186,7 @@ class WidePasses:
             raise
         self._counters.count_failure()
         if self._pauses.note_failure():
-            self._counters.count_pause()
+            self._counters.count(lookup_pauses=1)
 
     def _send(self, reading: "_Reading") -> None:
         """Let the host have the counts when they are there."""

@@ -53,7 +53,7 @@ def find_by_name(name: str, table: Mapping[str, T], what: str, choices: list[str
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `magicdec` and return the exit status: the subcommand's, or 2 for an error in the user's input."""
+    """Run `magicdec`; return the subcommand's exit status, or 2 for an error in the user's input."""
     parser = argparse.ArgumentParser(prog="magicdec", description="Tools around vllm-magicdec.")
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for name in COMMANDS:

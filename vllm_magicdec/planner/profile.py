@@ -17,7 +17,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from vllm_magicdec.adaptive.controller import CHOSEN, PLAIN, Choice, Controller, How
+from vllm_magicdec.adaptive.controller import PLAIN, UNPLANNED, Choice, Controller, RoundInfo
 from vllm_magicdec.adaptive.step_times import StepTimes, TimedStep
 from vllm_magicdec.planner.console import UserError
 
@@ -53,12 +53,12 @@ class _Sweep(Controller):
     def observe(
         self,
         rounds: Collection[tuple[int, int]],
-        made: Choice,
+        verified: Choice,
         timed: TimedStep | None,
         drafted: Choice,
-        how: How = CHOSEN,
+        info: RoundInfo = UNPLANNED,
     ) -> None:
-        super().observe(rounds, made, timed, drafted, how)
+        super().observe(rounds, verified, timed, drafted, info)
         if timed is not None:
             self.timed_steps.append(timed)
 

@@ -189,7 +189,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         if self.speculative_config.looks_up_on_device:
             ones = torch.ones(1, dtype=torch.int64, device=self.device)
             self._drafter.warm_up_lookups(
-                Texts(self.req_states.all_token_ids.gpu, self.idx_mapping[:1], ones, most=1)
+                Texts(self.req_states.all_token_ids.gpu, self.idx_mapping[:1], ones, max_len=1)
             )
         if self._drafter.has_pages:
             refuse_split_pages(self._attention_groups, are_of_layers=self._drafter.has_layer_pages)
