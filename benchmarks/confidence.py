@@ -63,7 +63,7 @@ def watch_chances(worker: Any) -> None:
     observe = confidence.observe
 
     def observe_and_keep(evidence: Any, stood: bool) -> None:
-        seen = (confidence.chance(evidence), bool(stood), evidence.foreseen.name)
+        seen = (confidence.chance(evidence), bool(stood), evidence.predicted.name)
         staged.benchmark_seen.append(seen)
         observe(evidence, stood)
 

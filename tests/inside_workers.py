@@ -225,7 +225,7 @@ def draft_twice(worker: Any) -> None:
         if logits is not None:
             read.copy_(logits)
 
-    drafter._fill = fill_twice if drafter._wide is None else fill_widely_twice
+    drafter._draft_round = fill_twice if drafter._wide is None else fill_widely_twice
     drafter.compared = compared
 
 

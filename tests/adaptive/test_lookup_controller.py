@@ -20,7 +20,7 @@ from vllm_magicdec.adaptive.controller import PLAIN, Choice, RoundInfo
 from vllm_magicdec.adaptive.draft_plan import DraftPlan, bucket_of
 from vllm_magicdec.adaptive.lookup_controller import LookupController
 from vllm_magicdec.adaptive.step_times import Step, StepTimes, TimedStep
-from vllm_magicdec.drafting.staged import _gain, _Making, _worth_going_on, _worth_verifying
+from vllm_magicdec.drafting.staged import _gain, _RequestDrafts, _unfinished, _worth_verifying
 from vllm_magicdec.lookup.continuation import MIN_ACCEPTANCE, Continuation
 
 MAX_DRAFTS, BUDGET, CONTEXT, BATCH = 16, 512, 16_000, 4
@@ -94,8 +94,8 @@ def draft(
         or num_reqs * sum(r - plan.min_acceptance for r in likely) >= plan.min_expected_accepted
     ):
         return len(likely), 0, text.lookup, bucket
-    own, num_steps = _Making(int(plan)), 0
-    while _worth_going_on({0: own}, plan):
+    own, num_steps = _RequestDrafts(int(plan)), 0
+    while _unfinished({0: own}, plan):
         num_ahead = min(text.checked_ahead - 1 if is_predicted else 0, int(plan) - len(own.tokens) - 1)
         ahead = Continuation([0] * num_ahead, [text.lookup] * num_ahead)
         if num_steps and _gain([own.chance] * num_reqs, [ahead] * num_reqs, chance, plan) < plan.min_gain:
@@ -104,7 +104,7 @@ def draft(
             own.tokens.append(0)
             own.reached.append(own.chance * chance)
         num_steps += 1
-    return len(_worth_verifying(own, plan, are_drawn=False)), num_steps, chance, bucket
+    return len(_worth_verifying(own, plan, is_probabilistic=False)), num_steps, chance, bucket
 
 
 def simulate(

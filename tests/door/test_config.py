@@ -464,9 +464,9 @@ def test_a_budget_that_leaves_nothing_to_choose_is_refused(model_dir):
     [
         (
             {"draft_kv_policy": "verify-topk"},
-            "'token' means nothing to draft_kv_policy='verify-topk'; remove it or use 'page'",
+            "'token' is not supported by draft_kv_policy='verify-topk'; remove it or use 'page'",
         ),
-        ({}, "means nothing to draft_kv_policy='streamingllm'; remove it"),
+        ({}, "is not supported by draft_kv_policy='streamingllm'; remove it"),
         ({"draft_kv_policy": "nothing-yet"}, "'nothing-yet' is unknown"),
     ],
 )

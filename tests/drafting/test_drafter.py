@@ -307,8 +307,8 @@ def test_a_cache_of_the_drafts_own_hears_of_no_token_that_no_pass_drew(num_passe
         end_round=lambda batch, drafts: ended.append(drafts),
     )
     made = DraftLists([[1, 2, 3], [], [4]], num_passes, [2, 0, 0] if num_passes else None)
-    own._make = lambda *args: made
+    own._run_passes = lambda *args: made
     batch = SimpleNamespace(is_prefilling=[False] * 3)
-    assert own._fill(torch.zeros(3, 4), batch, 4) == bool(num_passes)
+    assert own._draft_round(torch.zeros(3, 4), batch, 4) == bool(num_passes)
     assert ended == [[[1, 2] if num_passes else [], [], []]]
     assert caught_up == ([] if num_passes else [(0, 0)])

@@ -27,9 +27,9 @@ from pytest import MonkeyPatch
 from vllm_magicdec import envs
 from vllm_magicdec.adaptive.draft_plan import NUM_BUCKETS, DraftPlan, bucket_of
 from vllm_magicdec.adaptive.metrics import Counts, LookupCounters
-from vllm_magicdec.drafting.confidence import Confidence, Evidence, Foreseen
+from vllm_magicdec.drafting.confidence import Confidence, Evidence, Predicted
 from vllm_magicdec.drafting.pauses import FAILURES_BEFORE_A_PAUSE, FIRST_PAUSE, GROWTH
-from vllm_magicdec.drafting.staged import StagedDrafts, _gain, _Making, _worth_unread
+from vllm_magicdec.drafting.staged import StagedDrafts, _gain, _RequestDrafts, _worth_verifying_unchecked
 from vllm_magicdec.lookup.continuation import MIN_ACCEPTANCE, Continuation
 from vllm_magicdec.lookup.history import History
 from vllm_magicdec.lookup.lookups import Lookups
@@ -73,11 +73,11 @@ class KeptLookups(RandomLookups):
         self._said |= {(req_id, len(drafted) + place): token for place, token in enumerate(ahead.tokens)}
         return ahead
 
-    def foreseen(self, req_id: str, place: int, token: int) -> Foreseen:
+    def predicted(self, req_id: str, place: int, token: int) -> Predicted:
         said = self._said.get((req_id, place))
         if said is None:
-            return Foreseen.NOTHING
-        return Foreseen.THE_SAME if said == token else Foreseen.ANOTHER
+            return Predicted.NOTHING
+        return Predicted.THE_SAME if said == token else Predicted.ANOTHER
 
 
 def cut(found: Continuation, min_acceptance: float) -> Continuation:
@@ -200,15 +200,15 @@ class OneThenAll(RandomLookups):
 
 @settings(max_examples=100, deadline=None)
 @given(rounds(), st.sampled_from([0.6, 0.8, 0.95]), st.sampled_from([0.0, 0.3, 0.7]), st.booleans())
-def test_what_is_worth_verifying_follows_the_drafts_unread(drawn, chance, min_acceptance, are_drawn):
+def test_what_is_worth_verifying_follows_the_drafts_unread(drawn, chance, min_acceptance, is_probabilistic):
     """Where no second pass is worth it."""
     expected = drawn.one_by_one()
-    staged, target = make_staged(drawn, OneThenAll(chance), are_drawn=are_drawn)
+    staged, target = make_staged(drawn, OneThenAll(chance), is_probabilistic=is_probabilistic)
     plan = DraftPlan(drawn.num_steps, min_acceptance, 99.0)
     drafts = staged.draft(drawn.batch, plan, lambda: steps_of(drawn))
     assert len(target.pass_lens) == drafts.num_passes == (max(drawn.wanted) > 0)
     assert read_of(drafts, target) == [own[:1] for own in expected]
-    reached = Confidence().chance(Evidence(0.7, Foreseen.NOTHING))
+    reached = Confidence().chance(Evidence(0.7, Predicted.NOTHING))
     least = max(min_acceptance / reached, MIN_ACCEPTANCE)
     num_likely = next(n for n in itertools.count() if chance ** (n + 1) < least)
     assert [len(own) for own in drafts] == [min(n, 1 + num_likely) if n > 0 else 0 for n in drawn.wanted]
@@ -236,10 +236,10 @@ def test_a_pass_is_weighed_against_verifying_what_was_found(reads_ahead):
 
     def net(chances: list[float]) -> float:
         found = Continuation([5] * len(chances), chances)
-        instead = _worth_unread(found, 0.9, plan)
-        read = staged._readable(found, 5)
+        instead = _worth_verifying_unchecked(found, 0.9, plan)
+        read = staged._checkable(found, 5)
         assert len(read.tokens) == (min(4, len(chances)) if reads_ahead else 0)
-        return _gain([0.9], [read], 0.8, plan) - staged._promise_instead([0.9], [instead], plan)
+        return _gain([0.9], [read], 0.8, plan) - staged._gain_instead([0.9], [instead], plan)
 
     own = 0.9 * 0.8 - 0.2  # of the draft that the pass alone draws
     assert net([1.0] * 5) == pytest.approx(own - 0.7)  # in place of the last one found
@@ -388,36 +388,40 @@ def test_what_is_not_worth_its_cost_is_neither_drafted_nor_verified(drawn, min_a
 def test_no_drawn_draft_is_left_out_for_what_it_is(drawn, min_acceptance, seed):
     """Only for those before it: else what is verified would not be drawn from the draft's distribution."""
     lookups = KeptLookups(seed)
-    staged, _ = make_staged(drawn, lookups, are_drawn=True)
-    chances = {Foreseen.NOTHING: 0.9, Foreseen.ANOTHER: 0.5, Foreseen.THE_SAME: 0.97}
-    staged._confidence.chance = lambda evidence: chances[evidence.foreseen]
+    staged, _ = make_staged(drawn, lookups, is_probabilistic=True)
+    chances = {Predicted.NOTHING: 0.9, Predicted.ANOTHER: 0.5, Predicted.THE_SAME: 0.97}
+    staged._confidence.chance = lambda evidence: chances[evidence.predicted]
     drafts = staged.draft(drawn.batch, DraftPlan(drawn.num_steps, min_acceptance), lambda: steps_of(drawn))
     for req_id, own, all_, wanted in zip(
         drawn.batch.req_ids, drafts, drawn.one_by_one(), drawn.wanted, strict=True
     ):
         number, reached = 0, 1.0
         while number < wanted and reached >= min_acceptance:
-            reached *= chances[lookups.foreseen(req_id, number, all_[number])]
+            reached *= chances[lookups.predicted(req_id, number, all_[number])]
             number += 1
         assert own == all_[:number]
 
 
 @settings(max_examples=100, deadline=None)
 @given(rounds(), st.floats(0.05, 0.9), st.integers(0, 9), st.booleans())
-def test_of_a_fixed_number_of_drafts_the_unlikely_are_left_out(drawn, min_acceptance, seed, are_drawn):
+def test_of_a_fixed_number_of_drafts_the_unlikely_are_left_out(
+    drawn, min_acceptance, seed, is_probabilistic
+):
     """With those after them, and nothing in their place; drawn ones for those before them alone."""
     lookups = KeptLookups(seed)
-    staged, target = make_staged(drawn, lookups, min_acceptance=min_acceptance, are_drawn=are_drawn)
-    chances = {Foreseen.NOTHING: 0.9, Foreseen.ANOTHER: 0.5, Foreseen.THE_SAME: 0.97}
-    staged._confidence.chance = lambda evidence: chances[evidence.foreseen]
+    staged, target = make_staged(
+        drawn, lookups, min_acceptance=min_acceptance, is_probabilistic=is_probabilistic
+    )
+    chances = {Predicted.NOTHING: 0.9, Predicted.ANOTHER: 0.5, Predicted.THE_SAME: 0.97}
+    staged._confidence.chance = lambda evidence: chances[evidence.predicted]
     drafts = staged.draft(drawn.batch, drawn.num_steps, lambda: steps_of(drawn))
     for req_id, own, all_, wanted in zip(
         drawn.batch.req_ids, drafts, drawn.one_by_one(), drawn.wanted, strict=True
     ):
         number, reached = 0, 1.0
         while number < wanted:
-            before, reached = reached, reached * chances[lookups.foreseen(req_id, number, all_[number])]
-            if (before if are_drawn else reached) < min_acceptance:
+            before, reached = reached, reached * chances[lookups.predicted(req_id, number, all_[number])]
+            if (before if is_probabilistic else reached) < min_acceptance:
                 break
             number += 1
         assert own == all_[:number]
@@ -514,7 +518,7 @@ def test_drafts_of_passes_that_stood_are_counted(num_kept, verified, num_stood):
         history = History(np.array(tokens[:-1], dtype=np.int32), tokens[-1:])
         return replace(make_batch(["a"], table, [len(tokens) - 1]), histories=[history])
 
-    own = _Making(3, [9, 8, 7])
+    own = _RequestDrafts(3, [9, 8, 7])
     staged._propose(history_of([1, 2]), 0, own, own.tokens[:num_kept])
     staged._follow(history_of([1, 2, *verified]), [0])
     assert staged._counters.totals["pass_accepted_tokens"] == num_stood

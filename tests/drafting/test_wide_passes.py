@@ -169,13 +169,13 @@ def test_the_requests_own_texts_change_no_draft(drawn):
 
 
 @pytest.mark.parametrize(
-    ("num_steps", "num_others", "num_passes"),
+    ("num_steps", "extra_passes", "num_passes"),
     [(1, 0, 0), (2, 0, 1), (3, 0, 2), (8, 0, 4), (9, 0, 5), (2, 1, 0), (3, 1, 0), (4, 1, 2), (8, 1, 4)],
 )
-def test_a_wide_pass_is_assumed_to_make_two_drafts(num_steps, num_others, num_passes):
+def test_a_wide_pass_is_assumed_to_make_two_drafts(num_steps, extra_passes, num_passes):
     """Where so many, with the others of the round, are no fewer than passes of one token, there is none."""
     runner = SimpleNamespace(max_wide_reqs=lambda num_steps: 1)
-    sizes = {"lengths": [num_steps], "max_model_len": 100, "num_others": num_others}
+    sizes = {"lengths": [num_steps], "max_model_len": 100, "extra_passes": extra_passes}
     wide = WidePasses(runner, RandomLookups(0), LookupCounters(Counts()), **sizes)
     batch = SimpleNamespace(req_ids=["a"], known_lens=[5], is_prefilling=[False])
     assert wide.begin_round(batch, num_steps) == num_passes

@@ -29,7 +29,7 @@ from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.drafting.drafter import Drafter
 from vllm_magicdec.drafting.finite import make_finite
 from vllm_magicdec.drafting.layer_groups import LayerGroup
-from vllm_magicdec.drafting.wide_passes import MOST_TOKENS
+from vllm_magicdec.drafting.wide_passes import MAX_WIDE_TOKENS
 from vllm_magicdec.errors import METHOD
 from vllm_magicdec.lookup.device_lookups import Texts
 from vllm_magicdec.lookup.history import History
@@ -236,7 +236,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         try:
             self._graphs.capture()
         except Exception:
-            self._drafter.take_failure("capture")
+            self._drafter.record_failure("capture")
             self._graphs = RoundGraphs()
             logger.exception("%s: draft steps run without CUDA graphs, slower: capturing failed.", METHOD)
         self._is_timed = self.enable_adaptive_verification  # by dummy steps, which come next
@@ -352,7 +352,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         if not self._drafting.reads_ahead:
             return 0
         captured = self._graphs.max_wide_reqs(num_steps)
-        return min(self.max_num_tokens, MOST_TOKENS) // num_steps if captured is None else captured
+        return min(self.max_num_tokens, MAX_WIDE_TOKENS) // num_steps if captured is None else captured
 
     def texts(self, batch: Batch) -> Texts:
         """See `drafting.wide_passes.WidePassRunner`."""
