@@ -153,7 +153,7 @@ def generate_with_random_schedule(llm: Any, batches: list[dict[str, Any]], seed:
         if spec.draft_lookup == "off" or spec.looks_up_on_device:
             return DraftPlan(gamma)
         # At infinity no lookup is verified unless the draft has checked it, at 0 each one is.
-        return DraftPlan(gamma, least_promise=rng.choice([0.0, float("inf")]))
+        return DraftPlan(gamma, min_expected_accepted=rng.choice([0.0, float("inf")]))
 
     def schedule_and_count(*args: Any, **kwargs: Any) -> Any:
         output = schedule(*args, **kwargs)

@@ -8,7 +8,7 @@ are none where vLLM logs no statistics.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from typing_extensions import override
@@ -122,27 +122,33 @@ class Failures:
         self._counts.add(f"{_FAILURES}:{component}")
 
 
-class DraftFailures:
+class _Counters:
+    def __init__(self, names: Iterable[str], counts: Counts) -> None:
+        self.totals = dict.fromkeys(names, 0)
+        self._counts = counts
+
+    def count(self, **numbers: int) -> None:
+        """Increase some of the counters."""
+        for name, number in numbers.items():
+            if number:
+                self.totals[name] += number
+                self._counts.add(name, number)
+
+
+class DraftFailures(_Counters):
     """Counts failures of drafting, and the rounds that they left without drafts."""
 
     def __init__(self, counts: Counts) -> None:
+        super().__init__(_DRAFT_COUNTERS, counts)
         self.by_stage = Failures(counts)
-        self.totals = dict.fromkeys(_DRAFT_COUNTERS, 0)
-        self._counts = counts
-
-    def count(self, name: str) -> None:
-        """Increase one of `_DRAFT_COUNTERS`."""
-        self.totals[name] += 1
-        self._counts.add(name)
 
 
-class LookupCounters:
+class LookupCounters(_Counters):
     """Counts looked-up tokens by outcome, and drafts that were not worth making or verifying."""
 
     def __init__(self, counts: Counts) -> None:
+        super().__init__(_LOOKUP_COUNTERS, counts)
         self._failures = Failures(counts)
-        self.totals = dict.fromkeys(_LOOKUP_COUNTERS, 0)
-        self._counts = counts
 
     def count_round(self, num_passes: int, num_checked: int, num_accepted: int) -> None:
         """Record a round's draft passes, the looked-up tokens they checked, and those the draft sampled."""
@@ -159,21 +165,9 @@ class LookupCounters:
         self._failures.count("lookup")
         self.count(lookup_failures=1)
 
-    def count(self, **numbers: int) -> None:
-        """Increase some of `_LOOKUP_COUNTERS`."""
-        for name, number in numbers.items():
-            if number:
-                self.totals[name] += number
-                self._counts.add(name, number)
-
 
 class SpeculationGauges:
-    """Metrics of the controller of `auto`.
-
-    Args:
-        counts: of the engine core's process.
-        budget: K/V entries that a draft step reads per request, at most.
-    """
+    """Metrics of the controller of `auto`, in the engine core's process."""
 
     def __init__(self, counts: Counts, budget: int) -> None:
         self._counts = counts
@@ -216,12 +210,9 @@ def shown_metrics(spec: MagicDecSpeculativeConfig) -> tuple[dict[str, str], dict
 
 
 class CountsLogger(AggregateStatLoggerBase):
-    """Exports the metrics of all engines of a front end; for vLLM's `StatLoggerManager`.
+    """Exports the metrics of all engines (data-parallel ranks) of a front end, for `StatLoggerManager`.
 
-    Args:
-        vllm_config: has a speculative configuration of the plugin.
-        engine_indexes: data-parallel ranks.
-        prometheus: vLLM's own logger, which determines the metrics' classes: Prometheus's or Ray's.
+    The metrics have the classes of vLLM's own logger `prometheus`: Prometheus's or Ray's.
     """
 
     def __init__(

@@ -176,6 +176,7 @@ class _AdaptiveSpeculation(Scheduler):
                 # Neither drafts nor times are usable.
                 self._made, newest.verified = PLAIN, None
             elif isinstance(controller, LookupController):
+                assert isinstance(drafts, DraftLists)
                 newest.num_passes = drafts.num_passes
                 self._info = self._info._replace(num_passes=drafts.num_passes, bucket=drafts.bucket)
                 if drafts.num_passes == 0:

@@ -106,6 +106,7 @@ class MagicDecSpeculativeConfig(MagicDecFields):
 
     def _refuse_untrusted_folder(self) -> None:
         """Raise ValueError if any user may change the draft's folder or a file in it."""
+        assert self.model is not None
         paths = [Path(self.model)] if os.path.isdir(self.model) else []
         with suppress(OSError):  # vLLM reports unreadable files
             paths += [file for folder in paths for file in folder.iterdir()]

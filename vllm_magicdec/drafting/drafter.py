@@ -318,7 +318,7 @@ class Drafter:
             if not is_paused or self._own_cache is not None:  # the target writes pages even in a pause
                 batch = self._begin_round(read_batch)
             if is_paused:
-                self._failures.count("paused_rounds")
+                self._failures.count(paused_rounds=1)
             else:
                 if self._staged is not None and read_histories is not None:
                     self._stage = "histories"
@@ -379,10 +379,10 @@ class Drafter:
 
     def _record_failed_round(self, stage: str) -> None:
         self.record_failure(stage)
-        self._failures.count("draft_failures")
+        self._failures.count(draft_failures=1)
         # A failure during a pause is no failed retry, so it does not extend the pause.
         if not self._pauses.is_on and self._pauses.note_failure():
-            self._failures.count("draft_pauses")
+            self._failures.count(draft_pauses=1)
 
     def _draft_round(self, drafts: torch.Tensor, batch: Batch, num_steps: int) -> bool:
         """Draft into `drafts` [num_reqs, num_steps] int64, or into `draft_lists`.

@@ -61,7 +61,9 @@ def make_attention_groups(
         vllm_config: the engine's, its models loaded.
         device: where they run.
     """
-    layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, list(group.layer_names))
+    layers: dict[str, Any] = get_layers_from_vllm_config(
+        vllm_config, AttentionLayerBase, list(group.layer_names)
+    )
     found: dict[tuple[str, int], AttentionGroup] = {}
     for name, layer in layers.items():
         backend = layer.get_attn_backend()
@@ -167,6 +169,7 @@ def _with_own_builder(
 
 def _share_workspace(own: AttentionGroup, other: AttentionGroup) -> None:
     """Have builders of a backend use one: FlashInfer's has hundreds of MiB, and passes come in turn."""
-    theirs, builder = other.get_metadata_builder(), own.get_metadata_builder()
+    theirs: Any = other.get_metadata_builder()
+    builder = own.get_metadata_builder()
     if hasattr(builder, "set_workspace_buffer"):
         builder.set_workspace_buffer(theirs._get_workspace_buffer())

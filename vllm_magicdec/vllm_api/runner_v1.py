@@ -95,12 +95,13 @@ class MagicDecProposer(DraftModelProposer):
     groups and CUDA-graph dispatch. Replaced: the draft loop, and for the target as its own draft loading.
     """
 
+    speculative_config: MagicDecSpeculativeConfig
+
     def __init__(self, vllm_config: VllmConfig, device: torch.device, runner: Any = None) -> None:
         super().__init__(vllm_config=vllm_config, device=device, runner=runner)
         if device.type == "cpu":
             cpu_sampling.mend()
             cpu_attention.mend()
-        assert isinstance(self.speculative_config, MagicDecSpeculativeConfig)
         if self.speculative_config.draft_lookup == "on":
             cpu_llvmlite.mend()
             show_finished(runner, self._finish_request)

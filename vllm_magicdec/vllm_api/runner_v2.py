@@ -25,6 +25,7 @@ from vllm.v1.worker.utils import AttentionGroup
 from vllm_magicdec.adaptive.metrics import Counts
 from vllm_magicdec.attention.metadata import draft_metadata, observed_metadata
 from vllm_magicdec.attention.observing import LayerObserver
+from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.drafting.drafter import Drafter
 from vllm_magicdec.drafting.finite import make_finite
 from vllm_magicdec.drafting.layer_groups import LayerGroup
@@ -97,6 +98,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
 
     # No pass of a draft has more tokens than the target's step.
     num_extra_query_per_req = 0
+    speculative_config: MagicDecSpeculativeConfig
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: RequestState) -> None:
         super().__init__(vllm_config, device)
@@ -187,7 +189,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         if self.speculative_config.looks_up_on_device:
             ones = torch.ones(1, dtype=torch.int64, device=self.device)
             self._drafter.warm_up_lookups(
-                Texts(self.req_states.all_token_ids.gpu, self.idx_mapping[:1], ones, most=1)
+                Texts(self.req_states.all_token_ids.gpu, self.idx_mapping[:1], ones, max_len=1)
             )
         if self._drafter.has_pages:
             refuse_split_pages(self._attention_groups, are_of_layers=self._drafter.has_layer_pages)
