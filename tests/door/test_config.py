@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user types wrong gets one sentence that says what to type instead, before any model is loaded."""
+"""Wrong user input gets one sentence that says what to type instead, before any model is loaded."""
 
 import copy
 import json

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`method: magicdec`: what it makes of a configuration, and what it refuses in a sentence."""
+"""`method: magicdec`: resolved configurations and refusals."""
 
 import copy
 import json

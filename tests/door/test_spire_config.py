@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A SPIRe draft as `model`: what its config.json makes of a configuration, and what is refused."""
+"""A SPIRe draft as `model`: resolved configurations and refusals."""
 
 import copy
 import json

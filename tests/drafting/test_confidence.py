@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chances of drafts against what is known of them: fixed rates of standing, and rounds written by hand."""
+"""Estimated acceptance: fixed acceptance rates, and rounds written by hand."""
 
 import random
 from collections.abc import Sequence
@@ -53,7 +53,7 @@ def make_staged(runner, lookups) -> StagedDrafts:
 
 
 def batch_of(**texts: Sequence[int]):
-    """Of requests with these tokens."""
+    """Make a batch of requests with these tokens."""
     table = torch.arange(16 * len(texts), dtype=torch.int32).view(-1, 16)
     batch = make_batch(list(texts), table, [len(tokens) - 1 for tokens in texts.values()])
     return replace(
@@ -100,7 +100,7 @@ def test_prior_acceptance_is_highest_with_an_agreeing_lookup(probability):
 
 
 def learned_of(staged: StagedDrafts, batch, drafts: Sequence[int]) -> dict[str, list[Predicted]]:
-    """By request of a batch, what its drafts are taken for; they are `drafts`, and all of them stand."""
+    """Return the lookup of each draft by request, after a round in which all of `drafts` are accepted."""
     seen: list[tuple[Evidence, bool]] = []
     staged._confidence.observe = lambda *args: seen.append(args)
     drafting = [i for i, is_prefilling in enumerate(batch.is_prefilling) if not is_prefilling]
@@ -158,7 +158,7 @@ def test_evidence_is_kept_by_request(max_pass_tokens, predicted):
 
 
 def test_confidence_learns_from_verification():
-    """Also of drafts that were cut, by what the target drew at their places."""
+    """Drafts that were cut count as well, by the tokens that the target sampled."""
     staged, seen = make_staged(None, Lookup(a=())), []
     staged._confidence.observe = lambda *args: seen.append(args)
     evidence = [Evidence(0.9, NOTHING), Evidence(0.8, ANOTHER), Evidence(0.7, SAME)]

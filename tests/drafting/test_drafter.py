@@ -93,7 +93,7 @@ def draft(made: drafter.Drafter) -> tuple[bool, list[int]]:
 
 @contextmanager
 def listening() -> Iterator[list[str]]:
-    """What vLLM's loggers say. Not `caplog`: it hears a record twice where one passes it to another."""
+    """Records of vLLM's loggers; `caplog` would contain propagated records twice."""
     said = []
     logger = logging.getLogger("vllm")
     listener = logging.Handler()
@@ -277,7 +277,7 @@ def test_failures_with_successes_between_them_end_nothing(make_drafter):
 
 
 def test_a_tensor_parallel_rank_ends_with_a_failure(make_drafter, monkeypatch):
-    """The others may wait for it in a collective, and vLLM hears of exceptions of the first rank alone."""
+    """Other ranks may wait in a collective, and vLLM reports exceptions of the first rank only."""
     target = Target()
     made = make_drafter(target, tensor_parallel_size=2)
     target.is_broken = True
@@ -296,10 +296,7 @@ def test_a_tensor_parallel_rank_ends_with_a_failure(make_drafter, monkeypatch):
 
 @pytest.mark.parametrize("num_passes", [0, 1])
 def test_own_cache_records_only_tokens_sampled_by_passes(num_passes):
-    """What was looked up and stands is lacking there, like the tokens of plain steps.
-
-    But where no pass has brought it up to date, it learns in time of what it may not read later.
-    """
+    """Accepted lookups are missing in the cache like tokens of plain steps; without a pass it catches up."""
     ended, caught_up = [], []
     own = drafter.Drafter.__new__(drafter.Drafter)
     own._own_cache = SimpleNamespace(

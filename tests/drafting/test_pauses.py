@@ -16,7 +16,7 @@ from vllm_magicdec.drafting.pauses import (
 
 
 def tries(pauses: Pauses, num_rounds: int, works=lambda number: False) -> list[int]:
-    """The rounds in which it was tried; `works(round)` says what became of it."""
+    """Return the rounds with a try; `works(round)` is its result."""
     tried = []
     for number in range(num_rounds):
         if pauses.is_over():

@@ -59,7 +59,7 @@ class RandomLookups:
 
 
 class KeptLookups(RandomLookups):
-    """They remember what they said last of every place."""
+    """Lookups that remember their last answer for every position."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
@@ -87,7 +87,7 @@ def cut(found: Continuation, min_acceptance: float) -> Continuation:
 
 
 class CutLookups(RandomLookups):
-    """As `Lookups` cuts what it finds."""
+    """Lookups that are cut like those of `Lookups`."""
 
     def look_up(self, req_id, drafted, most, min_acceptance=MIN_ACCEPTANCE) -> Continuation:
         return cut(super().look_up(req_id, drafted, most), min_acceptance)
@@ -281,7 +281,7 @@ def test_a_pause_ends_only_by_lookups_that_work(monkeypatch):
 
 
 class TwoSources(RandomLookups):
-    """Of which one fails, until it is mended."""
+    """Two sources, one of which fails until it is fixed."""
 
     source_names = ("good", "broken")
     answered = frozenset()
@@ -386,7 +386,7 @@ def test_drafts_below_their_cost_are_neither_sampled_nor_verified(drawn, min_acc
 @settings(max_examples=50, deadline=None)
 @given(rounds(), st.floats(0.05, 0.9), st.integers(0, 9))
 def test_no_sampled_draft_is_dropped_for_its_own_chance(drawn, min_acceptance, seed):
-    """Only for those before it: else what is verified would not be drawn from the draft's distribution."""
+    """Only earlier drafts decide; otherwise verified drafts would not follow the draft's distribution."""
     lookups = KeptLookups(seed)
     staged, _ = make_staged(drawn, lookups, is_probabilistic=True)
     chances = {Predicted.NOTHING: 0.9, Predicted.ANOTHER: 0.5, Predicted.THE_SAME: 0.97}

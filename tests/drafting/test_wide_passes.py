@@ -240,7 +240,7 @@ P_VALUE = 1e-4  # a correct build fails with 1 of 10,000 seeds, and the seed is 
 
 
 class DrawsWithNoise:
-    """A draft whose distribution is a table by the tokens before, drawn with one noise per position.
+    """A draft whose distribution is a table by the preceding tokens, sampled with one noise per position.
 
     Its steps are all of a round; `logits` has what was kept for each, as vLLM's rejection sampler reads it.
     """
@@ -273,7 +273,7 @@ def prefixes_of(tokens: torch.Tensor) -> torch.Tensor:
 
 
 class GuessesFromDrafts:
-    """What is guessed follows from what was drafted, and seldom is right."""
+    """Guesses depend on the drafts and are rarely right."""
 
     def fill(self, given_, made, texts):
         columns = torch.arange(given_.shape[1])
