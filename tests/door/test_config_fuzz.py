@@ -97,7 +97,7 @@ def test_a_single_wrong_field_is_the_one_that_is_named(model_dir, draft, case): 
 
 
 def is_a_name(value) -> bool:
-    """Refuse models that vLLM would look for on huggingface.co."""
+    """Return whether vLLM would look for the model on huggingface.co."""
     return isinstance(value, str) and not value.startswith("/")
 
 

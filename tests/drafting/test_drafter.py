@@ -296,7 +296,7 @@ def test_a_tensor_parallel_rank_ends_with_a_failure(make_drafter, monkeypatch):
 
 @pytest.mark.parametrize("num_passes", [0, 1])
 def test_own_cache_records_only_tokens_sampled_by_passes(num_passes):
-    """Accepted lookups are missing in the cache like tokens of plain steps; without a pass it catches up."""
+    """The cache lacks accepted lookups like tokens of plain steps; without a pass it catches up."""
     ended, caught_up = [], []
     own = drafter.Drafter.__new__(drafter.Drafter)
     own._own_cache = SimpleNamespace(
