@@ -9,8 +9,8 @@ from vllm_magicdec.vllm_api import cpu_llvmlite
 
 
 def test_a_worker_that_starts_passes_by_what_numba_has_loaded():
-    cpu_llvmlite.mend()
-    cpu_llvmlite.mend()
+    cpu_llvmlite.patch()
+    cpu_llvmlite.patch()
     assert not hasattr(ffi.lib, "__dict__")
     _rebind_kernels([])
     assert njit(lambda number: number + 1)(1) == 2

@@ -128,7 +128,7 @@ def test_no_page_of_a_ring_is_where_another_is_or_a_block_of_the_targets(layout,
     [
         (layers(2, 4), "LBHNC", "no room for a page"),
         (layers(6, 2, {**SHAPE, "head_size": 48}), "LBHNC", "no multiple of the"),
-        (layers(6, 2), "LHBNC", "in several places"),
+        (layers(6, 2), "LHBNC", "scatters the pages"),
         (layers(6, 2) | layers(0, 1, SMALL), "LBHNC", "differ in their KV heads"),
         (
             layers(6, 2) | {"model.layers.9.attn": FullAttentionSpec(**SMALL)},

@@ -26,6 +26,6 @@ def test_only_flash_attention_2_with_grouped_queries_is_named(monkeypatch, devic
     said = []
     logger = verification_attention.logger
     monkeypatch.setattr(logger, "warning_once", lambda text, *_, **__: said.append(text))
-    verification_attention.say_if_slow(SimpleNamespace(device_config=SimpleNamespace(device_type=device)))
+    verification_attention.warn_if_slow(SimpleNamespace(device_config=SimpleNamespace(device_type=device)))
     assert bool(said) == says
     assert all("--attention-backend FLASHINFER" in text for text in said)
