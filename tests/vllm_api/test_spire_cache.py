@@ -19,7 +19,7 @@ from vllm_magicdec.vllm_api.spire_cache import SpireCache, TargetStep, refuse_ta
 
 def test_targets_without_auxiliary_hidden_states_are_refused_in_a_sentence(monkeypatch):
     monkeypatch.setattr(spire_cache, "get_model_cls", lambda model_config: nn.Linear)
-    with pytest.raises(MagicDecConfigError, match="the activations of Linear, which a SPIRe draft reads"):
+    with pytest.raises(MagicDecConfigError, match="the activations of Linear, which a SPIRe draft needs"):
         refuse_target_without_activations(SimpleNamespace(model_config=None))
     monkeypatch.setattr(spire_cache, "get_model_cls", lambda model_config: LlamaForCausalLM)
     refuse_target_without_activations(SimpleNamespace(model_config=None))
