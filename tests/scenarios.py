@@ -7,6 +7,7 @@ of its own (adaptive_verification.py, recorded_graphs.py, spire_scenarios.py).
 
 import os
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,44 @@ def generate_with_random_choices(llm: Any, batches: list[dict[str, Any]], seed: 
         "lengths": sorted({choice.drafts for choice in chosen}),
         "batches": results,
     }
+
+
+def generate_with_random_schedule(llm: Any, batches: list[dict[str, Any]], seed: int) -> dict[str, Any]:
+    """From now on each step has a random number of drafts (0 included) and random lookups.
+
+    For engines with `auto`, whose controller is bypassed. The engine core must be in this process. Returns
+    the numbers of drafts that were "planned", and as "gammas" how often a request had each number verified.
+    """
+    from vllm_magicdec.adaptive.controller import PLAIN
+    from vllm_magicdec.adaptive.draft_plan import DraftPlan
+
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    controller, spec = scheduler._controller, llm.llm_engine.vllm_config.speculative_config
+    rng, planned, gammas = random.Random(seed), [], Counter()
+    schedule = scheduler.schedule
+
+    def plan(choice: Any) -> DraftPlan:
+        # Often 0, so that several steps in a row have no drafts.
+        gamma = rng.choice([0, rng.randint(0, spec.num_speculative_tokens)])
+        planned.append(gamma)
+        if spec.draft_lookup == "off" or spec.looks_up_on_device:
+            return DraftPlan(gamma)
+        # At infinity no lookup is verified unless the draft has checked it, at 0 each one is.
+        return DraftPlan(gamma, least_promise=rng.choice([0.0, float("inf")]))
+
+    def schedule_and_count(*args: Any, **kwargs: Any) -> Any:
+        output = schedule(*args, **kwargs)
+        gammas.update(len(drafts) for drafts in output.scheduled_spec_decode_tokens.values())
+        gammas[0] += sum(number == 1 for number in output.num_scheduled_tokens.values())
+        return output
+
+    controller.choose, controller.plan = lambda *_, **__: PLAIN, plan
+    scheduler._observe = lambda *_: None
+    scheduler.schedule = schedule_and_count
+    if spec.draft_lookup == "on":
+        llm.collective_rpc(inside_workers.look_up_at_random, args=(seed,))
+    results = generate(llm, batches)
+    return {"batches": results, "planned": sorted(set(planned)), "gammas": gammas}
 
 
 def generate_with_random_lookups(llm: Any, batches: list[dict[str, Any]], seed: int = 0) -> Any:
@@ -471,6 +510,7 @@ SCENARIOS = {
         generate_with_late_prompts,
         generate_with_broken_acceptance,
         generate_with_random_choices,
+        generate_with_random_schedule,
         generate_with_random_lookups,
         generate_with_cut_drafts,
         generate_without_unlikely_drafts,

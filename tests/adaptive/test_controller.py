@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from statistics import mean
 
 import pytest
+from extended import extended_except
 from imagined_engine import BUDGET, Engine, alike, all_choices, make_controller
 
 from vllm_magicdec.adaptive.controller import PLAIN, Acceptance, Choice, Controller
@@ -116,7 +117,7 @@ def accepted(drafted: int, rate: float, rng: random.Random) -> int:
     return stood
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", extended_except(0, range(3)))
 @pytest.mark.parametrize("name", TRACES)
 def test_close_to_the_best_fixed_choice_and_never_below_plain(name: str, seed: int) -> None:
     trace = TRACES[name]
@@ -127,6 +128,7 @@ def test_close_to_the_best_fixed_choice_and_never_below_plain(name: str, seed: i
     assert achieved > 0.98 * fixed[0]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", TRACES)
 def test_close_to_the_best_fixed_choice_on_a_machine_whose_pace_drifts(name: str) -> None:
     trace = TRACES[name]
@@ -154,7 +156,7 @@ class EngineThatDislikesChange(Engine):
         return measured
 
 
-@pytest.mark.parametrize("name", ["short", "single", "long", "long-but-rejected"])
+@pytest.mark.parametrize("name", extended_except("long", ["short", "single", "long", "long-but-rejected"]))
 def test_trials_cost_less_than_a_hundredth_of_the_time_as_measured(name: str) -> None:
     """Whatever was predicted of them. The first steps, in which nothing is known, are left out."""
     controller, trace = make_controller(), TRACES[name]

@@ -167,7 +167,7 @@ def best_fixed(text: Text, **how) -> float:
     return max(simulate(text, 0, lambda *_, p=plan: p, **how) for plan in fixed_plans())
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", TEXTS)
 def test_close_to_the_best_fixed_plan_and_never_below_plain(name, seed):
     text, controller = TEXTS[name], LookupController(MAX_DRAFTS, BUDGET, StepTimes())

@@ -103,6 +103,7 @@ def assert_names_the_option(line: str, arguments) -> None:
 @example(["--speculative-config", f'{{"method": "{METHOD}", "draft_kv_sink": {"9" * 5000}}}'])
 @example(["--speculative-config", f'{{"method": "{METHOD}", "": 1}}'])
 @example(["--spec-method", MODEL_METHOD, "--speculative-model", DRAFT, "--speculative-config.", "1"])
+@example(["--speculative-model", METHOD, "--speculative-config.model", "null"])
 @example(["--speculative-model", METHOD, "--num-speculative-tokens=-0.5"])
 @example(["--speculative-model", METHOD, "--speculative-config.draft_kv_budget", "-0.5"])
 def test_command_lines(parser, model_dir, draft, arguments):  # noqa: F811

@@ -6,6 +6,8 @@ import pytest
 from engines import MODEL_LEN, POLICIES, magicdec
 from greedy import GREEDY, assert_same_tokens, first_tokens
 
+pytestmark = pytest.mark.extended
+
 WHOLE_LEN = 2048  # tokens; nothing of the prompts and answers is longer
 
 
@@ -144,7 +146,6 @@ def on_v2(prompts, num_tokens: int) -> tuple[list[int], dict]:
     return chosen, {"batches": [batch], **engine}
 
 
-@pytest.mark.late
 @pytest.mark.parametrize(
     ("policy", "budget"),
     [
@@ -184,7 +185,6 @@ def test_passes_with_lookups_draft_what_one_pass_per_token_does_on_the_v2_runner
     assert 0 < looked_up["accepted_tokens"] < looked_up["tokens"]
 
 
-@pytest.mark.late
 def test_drawn_drafts_and_their_logits_are_those_of_one_pass_per_token_on_the_v2_runner(prompts):
     """A token is drawn with the noise of its position, and verified as drawn from what was kept for it."""
     _, engine = on_v2(prompts, 24)
@@ -211,7 +211,6 @@ def test_drawn_drafts_and_their_logits_are_those_of_one_pass_per_token_on_the_v2
     assert 0 < looked_up["accepted_tokens"] < looked_up["tokens"]
 
 
-@pytest.mark.late
 def test_requests_may_reach_the_model_length_in_the_middle_of_a_pass_on_the_v2_runner(prompts):
     """Their drafts are fewer than the tensor that vLLM's runner takes has room for."""
     engine = {
@@ -230,7 +229,6 @@ def test_requests_may_reach_the_model_length_in_the_middle_of_a_pass_on_the_v2_r
         assert run.v2_runner and run.draft_failures == 0
 
 
-@pytest.mark.late
 @pytest.mark.parametrize("method", ["greedy", "probabilistic"])
 @pytest.mark.parametrize("scenario", ["generate_with_broken_drafting", "generate_with_broken_lookups"])
 def test_what_fails_while_drafting_loses_no_request_on_the_v2_runner(prompts, plain, scenario, method):

@@ -15,7 +15,7 @@ from greedy import GREEDY, assert_same_tokens
 
 from vllm_magicdec.vllm_api.hooks import BESIDE_REGISTRY
 
-pytestmark = pytest.mark.late
+pytestmark = pytest.mark.extended
 
 PATCHES = sorted((Path(__file__).parents[2] / "patches" / "vllm-0.32.0").glob("*.patch"))
 

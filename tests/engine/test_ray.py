@@ -27,9 +27,12 @@ import texts
 from greedy import GREEDY
 from ray_processes import batch_replicas, below, started, with_engines
 
-pytestmark = pytest.mark.skipif(
-    find_spec("ray") is None, reason="Ray is not installed: pip install 'vllm-magicdec[ray]'"
-)
+pytestmark = [
+    pytest.mark.extended,
+    pytest.mark.skipif(
+        find_spec("ray") is None, reason="Ray is not installed: pip install 'vllm-magicdec[ray]'"
+    ),
+]
 
 EXAMPLES = engines.MODEL.parent
 NUM_DOCUMENTS, NUM_TOKENS = 64, 32

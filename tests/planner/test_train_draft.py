@@ -91,6 +91,7 @@ def test_the_same_command_goes_on(target, data, tmp_path, capsys, monkeypatch):
     assert all(torch.equal(weight, whole[name]) for name, weight in load(out).state_dict().items())
 
 
+@pytest.mark.extended
 def test_torchrun_trains_one_draft_in_two_processes(target, data, tmp_path):
     out = tmp_path / "draft"
     options = ["--sequence", 32, "--batch", 2, "--steps", 6, "--window", 8, "--float32"]

@@ -129,6 +129,7 @@ def _train_one_of_two(folder: str, out: Path, rank: int, port: int, results) -> 
     results.put((rank, figures, weights, choices, status, said.getvalue()))
 
 
+@pytest.mark.extended
 def test_two_processes_train_as_one_does(folder, tmp_path):
     (tmp_path / "text.txt").write_text("one two three " * 200)
     with socket.socket() as free:

@@ -18,6 +18,7 @@ from vllm_magicdec.vllm_api import runner_v2
 from vllm_magicdec.vllm_api.runner_v2 import MagicDecSpeculator
 
 
+@pytest.mark.extended
 def test_a_graph_serves_every_step_of_no_more_requests_than_it_was_captured_for():
     program = engines.HERE / "recorded_graphs.py"
     ended = subprocess.run(

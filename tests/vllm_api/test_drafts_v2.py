@@ -279,7 +279,7 @@ class ImaginedEngine:
 @pytest.mark.parametrize("ring", [None, RING], ids=["whole", "ring"])
 @pytest.mark.parametrize("lookup", ["off", "on", "sometimes"])
 @pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(3))
 def test_every_verified_token_is_cached_before_a_view_shows_it(seed, is_async, lookup, ring):
     """Through chunks, rejections, plain steps, steps without some requests, preemption and new requests."""
     engine = ImaginedEngine(seed, is_async=is_async, lookup=lookup, ring=ring)
