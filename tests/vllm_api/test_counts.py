@@ -275,7 +275,7 @@ def test_what_crosses_hosts_under_ray(ray, config, monkeypatch):
     scheduler = SimpleNamespace()
     for _ in range(2):
         output, plan = ray.get(worker.step.remote(scheduled))
-    assert plan == (3, True, 0.1, 0.2, 4.0)
+        assert plan == (3, True, 0.1, 0.2, 4.0)
         pass_on(scheduler, output, [])
     assert counts_of(scheduler).take().added == {"draft_failures": 2, "failures:selection": 2}
     monkeypatch.setenv("VLLM_MAGICDEC_STRICT", "1")

@@ -29,7 +29,7 @@ def test_no_graph_runs_while_log_probabilities_of_a_prompt_are_due(monkeypatch, 
     monkeypatch.setattr(drafts_v1, "set_forward_context", note_mode)
     proposer = MagicDecProposer.__new__(MagicDecProposer)
     proposer.vllm_config = None
-    proposer._runner = SimpleNamespace(
+    proposer.target_runner = SimpleNamespace(
         num_prompt_logprobs=due,
         model_config=SimpleNamespace(supports_multimodal_inputs=False, enable_prompt_embeds=False),
         positions=torch.zeros(4, dtype=torch.int64),
@@ -54,7 +54,9 @@ def test_a_history_has_the_recorded_tokens_the_accepted_drafts_and_the_sampled_t
         [[1, 2, 3, 4, 0, 0, 0, 0], [5, 6, 90, 91, 92, 0, 0, 0], [7, 8, 9, 93, 94, 95, 0, 0]]
     )
     proposer = MagicDecProposer.__new__(MagicDecProposer)
-    proposer._runner = SimpleNamespace(input_batch=SimpleNamespace(token_ids_cpu=recorded.astype(np.int32)))
+    proposer.target_runner = SimpleNamespace(
+        input_batch=SimpleNamespace(token_ids_cpu=recorded.astype(np.int32))
+    )
     target_token_ids = torch.tensor([3, 4, 6, 20, 21, 22, 9, 30, 31, 32], dtype=torch.int32)
     common = SimpleNamespace(
         seq_lens=torch.tensor([4, 5, 6], dtype=torch.int32),

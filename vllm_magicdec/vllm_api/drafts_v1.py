@@ -6,7 +6,7 @@ after a verification. The draft loop and the views are the same for all.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -63,6 +63,9 @@ class CatchUp:
 class Draft(ABC):
     """The model that drafts; its passes run in `proposer`."""
 
+    follows_plain_steps = False
+    """Whether to call `note_plain_step`."""
+
     def __init__(self, proposer: "MagicDecProposer") -> None:
         self._proposer = proposer
 
@@ -76,17 +79,16 @@ class Draft(ABC):
         """Whether the draft may skip plain steps and catch up with their tokens later."""
         return True
 
-    @property
-    def note_plain_step(self) -> Callable[[SchedulerOutput], None] | None:
-        """Callback after a plain step of the target, which drafts nothing."""
-        return None
+    def note_plain_step(self, scheduler_output: SchedulerOutput) -> None:  # noqa: B027
+        """Record a plain step of the target, one without drafts."""
 
     @abstractmethod
     def load(self, target: nn.Module) -> set[str]:
         """Set `proposer.model` to the drafting model; returns the names of its attention layers."""
 
-    @abstractmethod
-    def lay_out(self, kv_cache_config: KVCacheConfig, groups: Sequence[LayerGroup]) -> None:
+    def lay_out(  # noqa: B027
+        self, kv_cache_config: KVCacheConfig, groups: Sequence[LayerGroup]
+    ) -> None:
         """Prepare for drafting, once vLLM has allocated the KV cache.
 
         Args:
@@ -94,9 +96,8 @@ class Draft(ABC):
             groups: the draft's layers.
         """
 
-    @abstractmethod
-    def warm_up(self, *args: Any, **kwargs: Any) -> None:
-        """Run vLLM's dummy run of a draft model."""
+    def warm_up(self, *args: Any, **kwargs: Any) -> None:  # noqa: B027
+        """Run vLLM's dummy run of a draft model; the target has its own."""
 
     @abstractmethod
     def forward(
@@ -204,14 +205,6 @@ class TargetDraft(Draft):
         }
 
     @override
-    def lay_out(self, kv_cache_config: KVCacheConfig, groups: Sequence[LayerGroup]) -> None:
-        pass
-
-    @override
-    def warm_up(self, *args: Any, **kwargs: Any) -> None:
-        pass  # the target's own dummy run has warmed up and captured this model
-
-    @override
     def forward(
         self,
         tokens: torch.Tensor,
@@ -280,6 +273,8 @@ class ModelDraft(LoadedDraft, OwnCache):
     Synchronises with the device a few times a round.
     """
 
+    follows_plain_steps = True
+
     def __init__(self, proposer: "MagicDecProposer") -> None:
         super().__init__(proposer)
         self._written: dict[str, _Written] = {}  # by request, of the latest round
@@ -331,11 +326,6 @@ class ModelDraft(LoadedDraft, OwnCache):
             getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")
         )
         return not has_windows and not self._proposer.vllm_config.scheduler_config.async_scheduling
-
-    @property
-    @override
-    def note_plain_step(self) -> Callable[[SchedulerOutput], None]:
-        return self._note_plain_step
 
     @override
     def begin_round(self, batch: Batch) -> None:
@@ -419,7 +409,8 @@ class ModelDraft(LoadedDraft, OwnCache):
                 if tokens:
                     self._written[req_id] = _Written(end, self.pages.page_of(index, end), tokens)
 
-    def _note_plain_step(self, scheduler_output: SchedulerOutput) -> None:
+    @override
+    def note_plain_step(self, scheduler_output: SchedulerOutput) -> None:
         inputs = self._proposer.target_runner.input_batch
         self.pages.begin_step(inputs.req_ids)
         for index, req_id in enumerate(inputs.req_ids):

@@ -73,8 +73,9 @@ class Draft(ABC):
         """vLLM's attention groups, by KV-cache group, whose builders the draft's layers may use."""
         return self._speculator.target_attn_groups
 
-    @abstractmethod
-    def lay_out(self, kv_cache_config: KVCacheConfig, groups: Sequence[LayerGroup]) -> None:
+    def lay_out(  # noqa: B027
+        self, kv_cache_config: KVCacheConfig, groups: Sequence[LayerGroup]
+    ) -> None:
         """Prepare for drafting, once vLLM has allocated the KV cache.
 
         Args:
@@ -82,9 +83,8 @@ class Draft(ABC):
             groups: the draft's layers.
         """
 
-    @abstractmethod
-    def warm_up(self, inputs: InputBatch) -> None:
-        """Run a step without KV cache, so that vLLM can measure its peak memory."""
+    def warm_up(self, inputs: InputBatch) -> None:  # noqa: B027
+        """Run a draft model's step without KV cache, so that vLLM can measure its peak memory."""
 
     def note_step(
         self,
@@ -153,14 +153,6 @@ class TargetDraft(Draft):
     @override
     def load(self, target: nn.Module, target_layer_names: set[str]) -> nn.Module:
         return target
-
-    @override
-    def lay_out(self, kv_cache_config: KVCacheConfig, groups: Sequence[LayerGroup]) -> None:
-        pass
-
-    @override
-    def warm_up(self, inputs: InputBatch) -> None:
-        pass  # the target's own dummy run has done it
 
 
 class LoadedDraft(Draft):

@@ -102,8 +102,8 @@ class MagicDecProposer(DraftModelProposer):
         assert isinstance(self.speculative_config, MagicDecSpeculativeConfig)
         if self.speculative_config.draft_lookup == "on":
             cpu_llvmlite.patch()
-            report_finished(runner, self._finish_request)
-        self._runner = runner
+            report_finished(runner, lambda *finished: self._drafter.finish_request(*finished))
+        self.target_runner = runner
         self._drafting: Draft
         if self.speculative_config.spire is not None:
             self._drafting = SpireDraft(self)
@@ -112,23 +112,19 @@ class MagicDecProposer(DraftModelProposer):
         else:
             self._drafting = TargetDraft(self)
         if self.speculative_config.adaptive and self._drafting.may_lag:
-            follows = self._drafting.note_plain_step is not None
+            follows = self._drafting.follows_plain_steps
             bypass_rejection_sampler(runner, self._follow_plain_step if follows else None)
         self.supports_mm_inputs = False  # drafts are text: no image inputs to gather
-        self._drafter: Drafter | None = None  # created when the KV cache's page size is known
-        self._common: CommonAttentionMetadata | None = None
-        self._batch: Batch | None = None
-        self._sampling: SamplingMetadata | None = None
+        self._drafter: Drafter  # created when the KV cache's page size is known
+        # Of the round: metadata that all passes share, requests, and the target's sampling parameters.
+        self.common: CommonAttentionMetadata
+        self._batch: Batch
+        self._sampling: SamplingMetadata
         self._adapters: Adapters | None = None
         self._draft_probs: list[torch.Tensor] = []  # gamma x [num_reqs, vocab_size]
 
     def _follow_plain_step(self, scheduler_output: SchedulerOutput) -> None:
-        assert self._drafter is not None and self._drafting.note_plain_step is not None
-        self._drafter.follow_plain_step(functools.partial(self._drafting.note_plain_step, scheduler_output))
-
-    def _finish_request(self, req_id: str, answer: Sequence[int]) -> None:
-        assert self._drafter is not None
-        self._drafter.finish_request(req_id, answer)
+        self._drafter.follow_plain_step(lambda: self._drafting.note_plain_step(scheduler_output))
 
     def _raise_if_mrope(self) -> None:
         """Accept M-RoPE: this draft takes the target's positions."""
@@ -137,20 +133,13 @@ class MagicDecProposer(DraftModelProposer):
         """Do not warn: drafts are text, and the prompt's images are in the KV cache."""
 
     @property
-    def target_runner(self) -> Any:
-        """The target's model runner."""
-        return self._runner
-
-    @property
     def counts(self) -> Counts:
         """This worker's counts since they were last sent."""
-        assert self._drafter is not None
         return self._drafter.counts
 
     @property
     def groups(self) -> Sequence[LayerGroup]:
         """The draft's attention layers."""
-        assert self._drafter is not None
         return self._drafter.groups
 
     @property
@@ -159,19 +148,12 @@ class MagicDecProposer(DraftModelProposer):
         return self._attention_groups
 
     @property
-    def common(self) -> CommonAttentionMetadata:
-        """Metadata that all passes of a round share."""
-        assert self._common is not None
-        return self._common
-
-    @property
     def has_adapters(self) -> bool:
         """Whether the draft applies requests' LoRA adapters."""
         return self._adapters is not None
 
     def num_latest(self, num_steps: int) -> int:
         """Return `Drafter.num_latest`."""
-        assert self._drafter is not None
         return self._drafter.num_latest(num_steps)
 
     def load_model(self, target_model: nn.Module) -> None:
@@ -185,16 +167,17 @@ class MagicDecProposer(DraftModelProposer):
         self, kv_cache_config: KVCacheConfig, kernel_block_sizes: list[int] | None = None
     ) -> None:
         """Create the drafter, once vLLM has laid out the KV cache."""
-        refuse_if_inexact(self.vllm_config, self._runner.attn_groups)
+        refuse_if_inexact(self.vllm_config, self.target_runner.attn_groups)
         warn_if_slow(self.vllm_config)
         groups = layer_groups(self.vllm_config, kv_cache_config, self._draft_attn_layer_names)
         # vLLM may lay out the KV cache twice, to measure memory: free the first drafter's buffers.
-        self._drafter, self._attention_groups, self.draft_attn_groups = None, [], []
+        self.__dict__.pop("_drafter", None)
+        self._attention_groups, self.draft_attn_groups = [], []
         # vLLM's class shares a builder between layers that differ in windows and caches.
         self._attention_groups = [
             attention_groups_of(
                 group,
-                self._runner.attn_groups,
+                self.target_runner.attn_groups,
                 self.vllm_config,
                 self.device,
                 # vLLM's drafts have separate builders, but each of MLA's allocates a workspace.
@@ -246,7 +229,6 @@ class MagicDecProposer(DraftModelProposer):
             [num_reqs, num_speculative_tokens] int64; with lookups or after a failure a list per request,
             which vLLM's runner accepts under synchronous scheduling.
         """
-        assert self._drafter is not None
         num_reqs = next_token_ids.shape[0]
         self._last_draft_probs = None
         self._draft_probs.clear()
@@ -256,7 +238,7 @@ class MagicDecProposer(DraftModelProposer):
         self._sampling = sampling_metadata
 
         def read_batch() -> Batch:
-            self._common = self._with_one_query_each(common_attn_metadata, num_reqs)
+            self.common = self._with_one_query_each(common_attn_metadata, num_reqs)
             context_lens = common_attn_metadata.seq_lens[:num_reqs].long()
             if num_rejected_tokens_gpu is not None:
                 context_lens -= num_rejected_tokens_gpu[:num_reqs]
@@ -264,10 +246,13 @@ class MagicDecProposer(DraftModelProposer):
             self._drafting.note_step(common_attn_metadata, target_token_ids)
             self._drafting.note_activations(target_positions, target_hidden_states, slot_mappings)
             if self._adapters is not None:
-                self._adapters.take(self._runner.input_batch.request_lora_mapping[:num_reqs])
+                self._adapters.take(self.target_runner.input_batch.request_lora_mapping[:num_reqs])
             if self.uses_mrope:
                 self._rope_offsets = on_device(
-                    [self._runner.requests[req_id].mrope_position_delta for req_id in self._batch.req_ids],
+                    [
+                        self.target_runner.requests[req_id].mrope_position_delta
+                        for req_id in self._batch.req_ids
+                    ],
                     self.device,
                 )
             return self._batch
@@ -285,7 +270,7 @@ class MagicDecProposer(DraftModelProposer):
                 self._last_draft_probs = torch.stack(self._draft_probs[:used], dim=1).contiguous()
         if num_speculative_tokens and self._drafter.draft_lists is not None:
             return self._drafter.draft_lists
-        if not drafted and not self._runner.use_async_scheduling:
+        if not drafted and not self.target_runner.use_async_scheduling:
             return [[] for _ in range(num_reqs)]  # nothing to verify
         # A copy: under asynchronous scheduling the next round may start before this one is read.
         return self._drafter.draft_tokens[:num_reqs, :num_speculative_tokens].clone()
@@ -309,7 +294,7 @@ class MagicDecProposer(DraftModelProposer):
 
     def _make_batch(self, tokens: torch.Tensor, context_lens: torch.Tensor) -> Batch:
         num_reqs = tokens.shape[0]
-        inputs = self._runner.input_batch
+        inputs = self.target_runner.input_batch
         # Without the tokens that this step sampled.
         known_lens = inputs.num_tokens_no_spec[:num_reqs].astype(np.int64)
         return Batch(
@@ -321,7 +306,7 @@ class MagicDecProposer(DraftModelProposer):
             context_lens=context_lens,
             observable_lens=torch.from_numpy(known_lens).to(self.device, non_blocking=True),
             known_lens=known_lens,
-            is_prefilling=self._runner.discard_request_mask.np[:num_reqs],
+            is_prefilling=self.target_runner.discard_request_mask.np[:num_reqs],
             is_first=known_lens == inputs.num_prompt_tokens[:num_reqs],
         )
 
@@ -332,7 +317,7 @@ class MagicDecProposer(DraftModelProposer):
         target_token_ids: torch.Tensor,  # [num_tokens] int32, input of the target's step
     ) -> list[History]:
         """Return the requests' tokens, including those that vLLM has not recorded yet. On a CPU."""
-        inputs, ends = self._runner.input_batch, batch.context_lens.tolist()
+        inputs, ends = self.target_runner.input_batch, batch.context_lens.tolist()
         # Index of a token in the step = its position - its request's offset.
         offsets = (common.seq_lens[: len(ends)] - common.query_start_loc_cpu[1 : len(ends) + 1]).tolist()
         return [
@@ -348,7 +333,6 @@ class MagicDecProposer(DraftModelProposer):
 
     def draft_step(self, tokens: torch.Tensor, step: DraftStep) -> torch.Tensor:
         """Run and sample one draft step."""
-        assert self._common is not None and self._sampling is not None
         if self._adapters is not None:
             self._adapters.apply()
         # M-RoPE positions of generated text differ from the index by a constant per request.
@@ -358,7 +342,7 @@ class MagicDecProposer(DraftModelProposer):
             ones = np.ones(len(tokens), dtype=np.int64)
             queries = Queries(np.arange(len(tokens)), np.zeros_like(ones), ones)
         drafted, probs = self._sample_draft_tokens(
-            self._draft(tokens, positions, step.parts, self._common, step.index, queries), self._sampling
+            self._draft(tokens, positions, step.parts, self.common, step.index, queries), self._sampling
         )
         if probs is not None:
             self._draft_probs.append(probs)
@@ -378,10 +362,9 @@ class MagicDecProposer(DraftModelProposer):
         self, tokens: torch.Tensor, draft_pass: DraftPass
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run a pass and sample after each of its tokens."""
-        assert self._common is not None and self._sampling is not None
         queries = draft_pass.queries
         starts = torch.from_numpy(queries.starts)
-        common = self._common.replace(
+        common = self.common.replace(
             query_start_loc=starts.to(self.device),
             query_start_loc_cpu=starts,
             num_reqs=len(queries.requests),
@@ -426,7 +409,6 @@ class MagicDecProposer(DraftModelProposer):
 
     def _sampling_of(self, indices: np.ndarray) -> SamplingMetadata:
         """Return sampling metadata by query token; `indices` [num_tokens] of requests in the batch."""
-        assert self._sampling is not None
         temperature = self._sampling.temperature
         if temperature is None:
             return self._sampling
@@ -434,7 +416,6 @@ class MagicDecProposer(DraftModelProposer):
 
     def _note_probs(self, queries: Queries, probs: torch.Tensor) -> None:
         """Record a pass's draft probabilities, [num_tokens, vocab_size]; later passes may repeat steps."""
-        assert self._batch is not None
         num_steps = int(queries.steps.max()) + 1
         num_reqs, vocab_size = len(self._batch.req_ids), probs.shape[1]
         self._draft_probs += [
@@ -505,15 +486,14 @@ class MagicDecProposer(DraftModelProposer):
         self, layer_names: Sequence[str], indices: Sequence[int], window: int, observer: LayerObserver
     ) -> None:
         """Run the target over the last `window` tokens of requests `indices`, with an observer."""
-        assert self._drafter is not None and self._common is not None and self._batch is not None
         num_reqs = len(indices)
         lens = np.asarray(self._batch.known_lens)[indices]
         positions_by_req = lens[:, None] - window + np.arange(window)
         positions, rows = positions_by_req.ravel(), np.repeat(indices, window)
         # Under asynchronous scheduling the host has -1 for tokens that only the device knows yet.
-        tokens = self._runner.input_batch.token_ids_cpu[rows, positions].clip(min=0)
+        tokens = self.target_runner.input_batch.token_ids_cpu[rows, positions].clip(min=0)
         slots = torch.full((num_reqs * window,), PAD_SLOT, dtype=torch.int64, device=self.device)
-        common = self._common.replace(
+        common = self.common.replace(
             query_start_loc=self.arange[: num_reqs + 1] * window,
             query_start_loc_cpu=torch.arange(num_reqs + 1, dtype=torch.int32) * window,
             num_reqs=num_reqs,
@@ -524,7 +504,9 @@ class MagicDecProposer(DraftModelProposer):
             slot_mapping=slots,
         )
         attn_metadata: dict[str, Any] = {}
-        for table, attention_groups in zip(self._batch.block_tables, self._runner.attn_groups, strict=True):
+        for table, attention_groups in zip(
+            self._batch.block_tables, self.target_runner.attn_groups, strict=True
+        ):
             own = common.replace(block_table_tensor=table[on_device(indices, self.device)])
             for attention_group in attention_groups:
                 built = attention_group.build_metadata(own)
@@ -532,7 +514,7 @@ class MagicDecProposer(DraftModelProposer):
         if self._adapters is not None:
             self._adapters.apply(indices, window)
         if self.uses_mrope:
-            requests = [self._runner.requests[self._batch.req_ids[index]] for index in indices]
+            requests = [self.target_runner.requests[self._batch.req_ids[index]] for index in indices]
             query_positions = positions_on_host(requests, positions_by_req).to(self.device)
         else:
             query_positions = on_device(positions, self.device)
@@ -545,7 +527,6 @@ class MagicDecProposer(DraftModelProposer):
 
     def pad_slots(self, num_padded: int, slots: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return padded slots by layer, [num_padded] int64; `slots` [num_tokens] int64, by layer group."""
-        assert self._drafter is not None
         by_layer: dict[str, torch.Tensor] = {}
         for buffer, own, group in zip(self._slots, slots, self._drafter.groups, strict=True):
             buffer[: len(own)].copy_(own)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A SPIRe draft on the V1 runner."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,8 @@ class SpireDraft(LoadedDraft):
     Raises:
         MagicDecConfigError: vLLM does not return the target's activations.
     """
+
+    follows_plain_steps = True
 
     def __init__(self, proposer: Any) -> None:
         super().__init__(proposer)
@@ -51,11 +53,6 @@ class SpireDraft(LoadedDraft):
     @override
     def own_cache(self) -> OwnCache:
         return self._cache
-
-    @property
-    @override
-    def note_plain_step(self) -> Callable[[SchedulerOutput], None]:
-        return self._note_plain_step
 
     @property
     @override
@@ -89,7 +86,8 @@ class SpireDraft(LoadedDraft):
     def _model(self) -> MagicDecSpireForCausalLM:
         return self._proposer.model
 
-    def _note_plain_step(self, scheduler_output: SchedulerOutput) -> None:
+    @override
+    def note_plain_step(self, scheduler_output: SchedulerOutput) -> None:
         # The runner does not call the proposer after such a step, but keeps the target's activations.
         runner = self._proposer.target_runner
         state, num_tokens = runner.execute_model_state, scheduler_output.total_num_scheduled_tokens
