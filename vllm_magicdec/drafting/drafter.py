@@ -240,7 +240,7 @@ class Drafter:
             self._spec.num_speculative_tokens,
             self._spec.draft_kv_policy,
             f" by {granularity}" if granularity else "",
-            budget,
+            str(budget),
             near_layers,
             f"The draft model {self._spec.model} has its own KV cache"
             if self._spec.has_draft_model
