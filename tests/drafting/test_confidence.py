@@ -70,7 +70,7 @@ SAME, ANOTHER, NOTHING = Predicted.THE_SAME, Predicted.ANOTHER, Predicted.NOTHIN
 
 @pytest.mark.parametrize("predicted", Predicted)
 @pytest.mark.parametrize("true_chance", [0.2, 0.7, 0.97])
-def test_confidence_becomes_the_acceptance_seen(true_chance, predicted):
+def test_confidence_converges_to_the_observed_acceptance(true_chance, predicted):
     confidence, rng = Confidence(), random.Random(1)
     for _ in range(3000):
         confidence.observe(Evidence(0.4, predicted), rng.random() < true_chance)
@@ -85,14 +85,14 @@ def test_confidence_becomes_the_acceptance_seen(true_chance, predicted):
 
 
 @pytest.mark.parametrize("predicted", Predicted)
-def test_a_surer_draft_is_likelier_to_stand_at_first(predicted):
+def test_prior_acceptance_grows_with_the_probability(predicted):
     probabilities = (float("nan"), 0.0, 1e-9, 0.05, 0.3, 0.5, 0.9, 0.999, 1.0)
     chances = [Confidence().chance(Evidence(p, predicted)) for p in probabilities]
     assert chances == sorted(chances) and chances[0] < 0.6 and chances[-1] > 0.99
 
 
 @pytest.mark.parametrize("probability", [0.0, 0.01, 0.1, 0.3, 0.5, 0.9, 0.99, 1.0])
-def test_at_first_a_draft_that_a_lookup_foresaw_is_the_likeliest_to_stand(probability):
+def test_prior_acceptance_is_highest_with_an_agreeing_lookup(probability):
     chances = [
         Confidence().chance(Evidence(probability, predicted)) for predicted in (ANOTHER, NOTHING, SAME)
     ]
@@ -111,7 +111,7 @@ def learned_of(staged: StagedDrafts, batch, drafts: Sequence[int]) -> dict[str, 
         for req_id, history in zip(batch.req_ids, batch.histories, strict=True)
     }
     staged._follow(batch_of(**texts), drafting)
-    assert all(stood and evidence.probability == pytest.approx(0.7) for evidence, stood in seen)
+    assert all(is_accepted and evidence.probability == pytest.approx(0.7) for evidence, is_accepted in seen)
     kinds = iter(evidence.predicted for evidence, _ in seen)
     learned = {batch.req_ids[i]: [next(kinds) for _ in drafts] for i in drafting}
     assert next(kinds, None) is None
@@ -128,7 +128,7 @@ def learned_of(staged: StagedDrafts, batch, drafts: Sequence[int]) -> dict[str, 
         ((1, 9, 3, 4), False, [SAME, ANOTHER, SAME, SAME]),
     ],
 )
-def test_drafts_are_told_apart_by_what_was_looked_up_for_their_place(looked_up, reads_ahead, predicted):
+def test_evidence_contains_the_lookup_of_the_position(looked_up, reads_ahead, predicted):
     staged = make_staged(Counting(reads_ahead), Lookup(a=looked_up))
     assert learned_of(staged, batch_of(a=[7, 8]), [1, 2, 3, 4]) == {"a": predicted}
 
@@ -148,7 +148,7 @@ def test_drafts_are_told_apart_by_what_was_looked_up_for_their_place(looked_up, 
         ),
     ],
 )
-def test_drafts_are_told_apart_request_by_request(max_pass_tokens, predicted):
+def test_evidence_is_kept_by_request(max_pass_tokens, predicted):
     """The first one's prompt is not whole, the second has its drafts after a pass, the others go on."""
     lookups = Lookup(a=(1, 9, 9, 9), b=(1, 2, 3, 4), c=(9, 2, 3), d=(1, 2))
     staged = make_staged(Counting(True, max_pass_tokens), lookups)
@@ -157,7 +157,7 @@ def test_drafts_are_told_apart_request_by_request(max_pass_tokens, predicted):
     assert learned_of(staged, batch, [1, 2, 3, 4]) == predicted
 
 
-def test_confidence_is_learned_from_what_was_verified():
+def test_confidence_learns_from_verification():
     """Also of drafts that were cut, by what the target drew at their places."""
     staged, seen = make_staged(None, Lookup(a=())), []
     staged._confidence.observe = lambda *args: seen.append(args)

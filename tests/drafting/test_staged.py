@@ -200,7 +200,7 @@ class OneThenAll(RandomLookups):
 
 @settings(max_examples=100, deadline=None)
 @given(rounds(), st.sampled_from([0.6, 0.8, 0.95]), st.sampled_from([0.0, 0.3, 0.7]), st.booleans())
-def test_what_is_worth_verifying_follows_the_drafts_unread(drawn, chance, min_acceptance, is_probabilistic):
+def test_worthwhile_lookups_follow_the_drafts_unchecked(drawn, chance, min_acceptance, is_probabilistic):
     """Where no second pass is worth it."""
     expected = drawn.one_by_one()
     staged, target = make_staged(drawn, OneThenAll(chance), is_probabilistic=is_probabilistic)
@@ -227,7 +227,7 @@ def test_what_is_worth_verifying_follows_the_drafts_unread(drawn, chance, min_ac
 
 
 @pytest.mark.parametrize("reads_ahead", [True, False])
-def test_a_pass_is_weighed_against_verifying_what_was_found(reads_ahead):
+def test_a_pass_is_weighed_against_unchecked_lookups(reads_ahead):
     """Where lookups are sure, a pass brings less; what is not worth verifying does not count."""
     target = Target([], reads_ahead=reads_ahead)
     sizes = {"max_num_reqs": 2, "max_drafts": 4, "max_model_len": 60}
@@ -358,7 +358,7 @@ def make_staged(drawn: Round, lookups, **others) -> tuple[StagedDrafts, Target]:
 
 @settings(max_examples=100, deadline=None)
 @given(rounds(), st.floats(0.05, 0.9), st.floats(0.0, 3.0), st.integers(0, 9))
-def test_what_is_not_worth_its_cost_is_neither_drafted_nor_verified(drawn, min_acceptance, min_gain, seed):
+def test_drafts_below_their_cost_are_neither_sampled_nor_verified(drawn, min_acceptance, min_gain, seed):
     expected = drawn.one_by_one()
     staged, target = make_staged(drawn, CutLookups(seed))
     chance = 0.93
@@ -385,7 +385,7 @@ def test_what_is_not_worth_its_cost_is_neither_drafted_nor_verified(drawn, min_a
 
 @settings(max_examples=50, deadline=None)
 @given(rounds(), st.floats(0.05, 0.9), st.integers(0, 9))
-def test_no_drawn_draft_is_left_out_for_what_it_is(drawn, min_acceptance, seed):
+def test_no_sampled_draft_is_dropped_for_its_own_chance(drawn, min_acceptance, seed):
     """Only for those before it: else what is verified would not be drawn from the draft's distribution."""
     lookups = KeptLookups(seed)
     staged, _ = make_staged(drawn, lookups, is_probabilistic=True)
@@ -404,10 +404,8 @@ def test_no_drawn_draft_is_left_out_for_what_it_is(drawn, min_acceptance, seed):
 
 @settings(max_examples=100, deadline=None)
 @given(rounds(), st.floats(0.05, 0.9), st.integers(0, 9), st.booleans())
-def test_of_a_fixed_number_of_drafts_the_unlikely_are_left_out(
-    drawn, min_acceptance, seed, is_probabilistic
-):
-    """With those after them, and nothing in their place; drawn ones for those before them alone."""
+def test_a_fixed_number_of_drafts_drops_unlikely_ones(drawn, min_acceptance, seed, is_probabilistic):
+    """With those after them, and nothing in their place; sampled ones for those before them alone."""
     lookups = KeptLookups(seed)
     staged, target = make_staged(
         drawn, lookups, min_acceptance=min_acceptance, is_probabilistic=is_probabilistic
@@ -432,7 +430,7 @@ def test_of_a_fixed_number_of_drafts_the_unlikely_are_left_out(
 
 @settings(max_examples=50, deadline=None)
 @given(rounds())
-def test_drafts_that_are_looked_up_alone_take_no_pass(drawn):
+def test_rounds_of_lookups_alone_take_no_pass(drawn):
     expected = drawn.one_by_one()
     staged, target = make_staged(drawn, KnownDrafts(expected))
     for plan in (DraftPlan(drawn.num_steps, lookups_alone=True), DraftPlan(1, 0.1, 0.1, -100.0)):
@@ -496,7 +494,7 @@ def test_lookups_that_fail_leave_the_drafts_as_they_are(drawn, num_good):
 
 
 @pytest.mark.parametrize(
-    ("num_kept", "verified", "num_stood"),
+    ("num_kept", "verified", "num_accepted"),
     [
         (3, [9, 8, 7, 6], 3),
         (3, [9, 8, 4], 2),
@@ -508,7 +506,7 @@ def test_lookups_that_fail_leave_the_drafts_as_they_are(drawn, num_good):
         (3, [9, 4, 1, 1], 0),  # rounds without drafts came between: of them nobody knows
     ],
 )
-def test_drafts_of_passes_that_stood_are_counted(num_kept, verified, num_stood):
+def test_accepted_drafts_of_passes_are_counted(num_kept, verified, num_accepted):
     table = torch.arange(16, dtype=torch.int32).unsqueeze(0)
     staged = StagedDrafts(
         None, RandomLookups(0), LookupCounters(Counts()), max_num_reqs=2, max_drafts=4, max_model_len=60
@@ -521,7 +519,7 @@ def test_drafts_of_passes_that_stood_are_counted(num_kept, verified, num_stood):
     own = _RequestDrafts(3, [9, 8, 7])
     staged._propose(history_of([1, 2]), 0, own, own.tokens[:num_kept])
     staged._follow(history_of([1, 2, *verified]), [0])
-    assert staged._counters.totals["pass_accepted_tokens"] == num_stood
+    assert staged._counters.totals["pass_accepted_tokens"] == num_accepted
 
 
 @pytest.mark.parametrize(

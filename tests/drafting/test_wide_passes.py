@@ -181,7 +181,7 @@ def test_a_wide_pass_is_assumed_to_make_two_drafts(num_steps, extra_passes, num_
     assert wide.begin_round(batch, num_steps) == num_passes
 
 
-def test_prompts_alone_are_no_round():
+def test_unfinished_prompts_take_no_wide_pass():
     drawn = _a_round(all_fit)
     drafts = torch.zeros((len(drawn.tables), drawn.num_steps), dtype=torch.int64)
     wide, _ = wide_passes(WideTarget(drawn), drawn, RandomLookups(0))
@@ -305,7 +305,7 @@ def verified(drafts, draft_logits, table, generator) -> torch.Tensor:
 
 @pytest.mark.parametrize("num_passes", [1, 2, 3])
 @pytest.mark.parametrize("keeps", ["what was drawn from", "what one pass per token draws from"])
-def test_sampled_drafts_that_are_lacking_are_verified_as_drawn_from_what_was_kept(num_passes, keeps):
+def test_missing_drafts_use_the_kept_distributions(num_passes, keeps):
     """Output has the target's distribution; and not where a stand-in passes for a draft of its prefix."""
     generator, num_steps = torch.Generator().manual_seed(11), 3
     tables = torch.randn((2, 60, VOCAB), generator=generator, dtype=torch.float64).log_softmax(dim=-1)

@@ -228,8 +228,7 @@ class Drafter:
             if group.reach is not None:
                 near[group.reach] += len(group.layer_names)
         near_layers = "".join(
-            f"; {number} layers read no more than the pages of their {reach}"
-            for reach, number in near.items()
+            f"; {number} layers read only {reach}, in whole pages" for reach, number in near.items()
         )
         extra = ", ".join(f"{n / 2**20:.1f} MiB for {what}" for what, n in memory.items() if n)
         logger.info_once(
