@@ -279,7 +279,7 @@ def watch_draft_cache(worker: Any) -> None:
 
     proposer = _draft_of(worker)
     cache, layers = proposer._drafting, worker.model_runner.compilation_config.static_forward_context
-    seen = worker._draft_cache = {"tokens": 0, "difference": 0.0, "rounds": 0, "leading": 0}
+    seen = worker._draft_cache = {"tokens": 0, "difference": 0.0, "rounds": 0, "catch_up": 0}
     catch_up = cache.catch_up
 
     def rows_of(name: str) -> Any:
@@ -288,7 +288,7 @@ def watch_draft_cache(worker: Any) -> None:
         return KVRows.of(layer.kv_cache, layer.get_attn_backend().get_name(), isa)
 
     def held_on_v1(batch: Any) -> list[tuple[Any, Any, Any]]:
-        seen["leading"] = max(seen["leading"], cache.num_leading)
+        seen["catch_up"] = max(seen["catch_up"], cache.num_catch_up_tokens)
         table = worker.model_runner.input_batch.block_table.block_tables[0].block_table.np
         held = []
         for index, end in enumerate(cache._ends):
@@ -299,8 +299,8 @@ def watch_draft_cache(worker: Any) -> None:
         return held
 
     def held_on_v2(batch: Any) -> list[tuple[Any, Any, Any]]:
-        leads, lacking = cache._leads, cache._lacking[cache._rows]
-        seen["leading"] = max(seen["leading"], 0 if leads is None else int(leads.sum()))
+        has_catch_up, lacking = cache._has_catch_up, cache._lacking[cache._rows]
+        seen["catch_up"] = max(seen["catch_up"], 0 if has_catch_up is None else int(has_catch_up.sum()))
         seen["lag"] = max(seen.get("lag", 0), int(lacking.max()))
         table = batch.block_tables[cache._speculator.groups[0].kv_cache_group].numpy()
         targets = proposer.block_tables.input_block_tables[0].numpy()
@@ -385,7 +385,7 @@ def run_passes_as_captured(worker: Any) -> None:
     runner = _draft_of(worker)
 
     def replay(tokens: Any, step: Any, num_adapters: int) -> Any:
-        return runner.forward_and_draw(tokens, step, runner.step_metadata(step))
+        return runner.forward_and_sample_each(tokens, step, runner.step_metadata(step))
 
     as_captured = SimpleNamespace(replay=replay, graphs={None: None}, max_captured_reqs=4)
     runner._graphs = RoundGraphs(passes=dict.fromkeys(runner.speculative_config.round_lengths, as_captured))
@@ -407,13 +407,13 @@ def watch_draft_steps(worker: Any) -> None:
         return forward(*args)
 
     draft.forward_and_sample = forward_and_count
-    draw = draft.forward_and_draw
+    draw = draft.forward_and_sample_each
 
     def draw_and_count(*args: Any) -> Any:
         draft.steps_seen["eager"] += 1
         return draw(*args)
 
-    draft.forward_and_draw = draw_and_count
+    draft.forward_and_sample_each = draw_and_count
 
     def count_graphs_of(graphs: Any) -> None:
         run_fullgraph = graphs.run_fullgraph

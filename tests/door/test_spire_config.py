@@ -115,7 +115,7 @@ def test_its_cache_is_no_ring(target, draft, prefix_caching):
     """Memory goes where the target's step writes; a chunk of a prompt would go around a ring."""
     engine = {"enable_prefix_caching": prefix_caching}
     config = configure(target, draft, engine, draft_kv_cache="ring")
-    assert "with or without prefix caching; use draft_kv_cache='whole'" in why_no_ring(config)
+    assert "does not fit into a ring; use draft_kv_cache='whole'" in why_no_ring(config)
 
 
 TRAINED = "was trained with 4 sinks and a window of 252 tokens"

@@ -67,7 +67,7 @@ def test_the_cache_holds_what_was_verified_and_the_target_accepts_itself(prompts
         assert all(request["cached_tokens"] > 0 for request in again)
     assert watched["tokens"] > 10_000 and watched["difference"] < 1e-3, watched
     # All drafts stood, so that a round lacks the last one, of each request.
-    assert 0 < watched["leading"] <= 24
+    assert 0 < watched["catch_up"] <= 24
     assert (run.preemptions > 0) == (schedule == "preemption")
 
 
@@ -92,7 +92,7 @@ def test_the_cache_catches_up_with_plain_steps(prompts, plain, lookup):
     assert result["plain_steps"] > 5 and run.draft_failures == 0
     assert result["sampled_as_speculative"] < result["speculative_steps"] + result["plain_steps"]
     assert watched["tokens"] > 10_000 and watched["difference"] < 1e-3, watched
-    assert watched["leading"] > 0
+    assert watched["catch_up"] > 0
 
 
 def test_a_sparse_view_changes_drafts_and_not_output(prompts, plain):
@@ -255,7 +255,7 @@ def test_the_cache_holds_what_was_verified_on_the_v2_runner(prompts, plain, sche
     assert run.accepted == run.drafted > 0
     assert watched["tokens"] > 5000 and watched["difference"] < 1e-3, watched
     # A pass for what a round lacks where tokens are looked up.
-    assert watched["leading"] == (4 if lookup == "off" else 0) and watched["lag"] <= 1
+    assert watched["catch_up"] == (4 if lookup == "off" else 0) and watched["lag"] <= 1
     assert (run.preemptions > 0) == (schedule == "preemption")
     if schedule != "preemption":
         assert any(request["cached_tokens"] > 0 for request in again)
@@ -280,7 +280,7 @@ def test_the_cache_catches_up_with_plain_steps_on_the_v2_runner(prompts, plain):
         assert_same_tokens(expected, tokens, f"V2 runner, {what}")
     assert result["plain_steps"] > 5
     assert watched["tokens"] > 5000 and watched["difference"] < 1e-3, watched
-    assert watched["lag"] > 1 and watched["leading"] > 0
+    assert watched["lag"] > 1 and watched["catch_up"] > 0
 
 
 @pytest.mark.parametrize("lookup", ["off", "on"])

@@ -78,7 +78,7 @@ def test_the_plugin_registers_and_wraps_nothing_but_what_the_registry_does_not_b
 def test_attention_on_the_patched_tree_needs_no_mend(patched_tree, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(patched_tree))
     patched = patched_tree / "vllm" / "v1" / "attention" / "backends" / "cpu_attn.py"
-    assert "_group_sliding_window" not in patched.read_text(), "`cpu_attention.mend` leaves it alone"
+    assert "_group_sliding_window" not in patched.read_text(), "`cpu_attention.patch` leaves it alone"
     path = str(engines.HERE / "attention" / "plans_by_window.py")
     child = subprocess.run(
         [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "-q", "-k", "right", path],
