@@ -46,7 +46,7 @@ class DraftPages(ABC):
     def tables_of_entries(
         self, tables: Sequence[torch.Tensor], indices: torch.Tensor, gaps: torch.Tensor
     ) -> list[torch.Tensor]:
-        """Return tables of all entries of requests `indices`, [num_indices, max_pages] by KV-cache group."""
+        """Return tables of all entries of some requests, [num_indices, max_pages] by KV-cache group."""
 
 
 class SharedPages(DraftPages):
