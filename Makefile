@@ -6,6 +6,7 @@ GPU_MODEL ?= Qwen/Qwen3-8B
 GPU_SUITE := --context 8000 30000 --concurrency 4 16 --requests 32 --tokens 256 --repeats 2
 OUT ?= benchmarks/runs/gpu
 KERNELS ?=
+VLLM ?=
 VENV := .venv/bin
 # FlashInfer compiles with `ninja`, and vLLM uses it only where that is on the PATH; pip puts it here.
 RUN := PATH="$(CURDIR)/$(VENV):$$PATH" $(VENV)/python
@@ -15,7 +16,7 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV)/mkdocs build --strict
 PYTEST := OMP_NUM_THREADS=1 MAGICDEC_TEST_KERNELS="$(KERNELS)" $(RUN) -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations 20
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo demo-ray test test-all test-fast lint docs docs-models test-gpu soak bench bench-decode results bench-gpu clean
+.PHONY: help venv demo demo-ray test test-all test-fast lint check-vllm docs docs-models test-gpu soak bench bench-decode results bench-gpu clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -38,6 +39,9 @@ lint: venv  ## ruff, mypy, which module may import which, and the links of the p
 	$(VENV)/mypy
 	$(VENV)/lint-imports --no-cache --no-logo
 	$(MKDOCS)
+
+check-vllm: venv  ## our calls against another vLLM by mypy (VLLM=wheel or folder of one)
+	@$(VENV)/python .ci/check_vllm.py "$(VLLM)"
 
 docs: venv  ## the pages of docs/ as a site, in build/docs
 	$(MKDOCS)

@@ -46,12 +46,12 @@ def look_up_at_random(worker: Any, seed: int) -> None:
     if drafter._wide is not None:
         _look_up_on_device_at_random(drafter._wide, rng, worker.model_config.get_vocab_size())
         return
-    drafter._staged._least_chance = 0.0  # random lookups contradict whatever is drafted
+    drafter._staged._min_acceptance = 0.0  # random lookups contradict whatever is drafted
     lookups = drafter._staged._lookups
     own, vocab_size = lookups.look_up, worker.model_config.get_vocab_size()
 
-    def look_up(req_id: str, drafted: list[int], most: int, *least_chance: float) -> Continuation:
-        found = own(req_id, drafted, most, *least_chance).tokens
+    def look_up(req_id: str, drafted: list[int], most: int, *min_acceptance: float) -> Continuation:
+        found = own(req_id, drafted, most, *min_acceptance).tokens
         tokens = [
             found[place] if place < len(found) and rng.random() < 0.8 else rng.randrange(vocab_size)
             for place in range(rng.randint(0, max(0, most)))
@@ -84,12 +84,12 @@ def _look_up_on_device_at_random(wide: Any, rng: random.Random, vocab_size: int)
     wide.begin_round = begin_with_any_number
 
 
-def leave_unlikely_out(worker: Any, least_chance: float) -> None:
+def leave_unlikely_out(worker: Any, min_acceptance: float) -> None:
     """Of a fixed number of drafts."""
-    _draft_of(worker)._drafter._staged._least_chance = least_chance
+    _draft_of(worker)._drafter._staged._min_acceptance = min_acceptance
 
 
-def cut_drafts(worker: Any, least_chance: float, least_gain: float = 0.0) -> None:
+def cut_drafts(worker: Any, min_acceptance: float, min_gain: float = 0.0) -> None:
     """As a controller's plan does."""
     from vllm_magicdec.adaptive.draft_plan import DraftPlan
 
@@ -97,7 +97,7 @@ def cut_drafts(worker: Any, least_chance: float, least_gain: float = 0.0) -> Non
     draft = staged.draft
 
     def draft_by_plan(batch: Any, num_steps: int, prepare: Any) -> Any:
-        return draft(batch, DraftPlan(num_steps, least_chance, least_gain), prepare)
+        return draft(batch, DraftPlan(num_steps, min_acceptance, min_gain), prepare)
 
     staged.draft = draft_by_plan
 
@@ -149,7 +149,7 @@ def draft_twice(worker: Any) -> None:
     drafter = runner._drafter
     compared = Counter(drafts=0, rounds=0, different=0, other_logits=0, not_kept=0, passes=0)
     if drafter._staged is not None:
-        drafter._staged._least_chance = 0.0  # to compare as many as there can be
+        drafter._staged._min_acceptance = 0.0  # to compare as many as there can be
     read = (
         runner.draft_logits if worker.vllm_config.use_v2_model_runner else None
     )  # None also: greedy drafts
@@ -225,7 +225,7 @@ def draft_twice(worker: Any) -> None:
         if logits is not None:
             read.copy_(logits)
 
-    drafter._fill = fill_twice if drafter._wide is None else fill_widely_twice
+    drafter._draft_round = fill_twice if drafter._wide is None else fill_widely_twice
     drafter.compared = compared
 
 

@@ -81,10 +81,10 @@ def generate_with_broken_acceptance(llm: Any, batches: list[dict[str, Any]]) -> 
 def generate_with_random_choices(llm: Any, batches: list[dict[str, Any]], seed: int) -> Any:
     """From now on the controller of `auto` chooses at random.
 
-    With lookups it also says at random what drafts are worth. The engine core must be in this process.
+    With lookups it also chooses random thresholds. The engine core must be in this process.
     """
     from vllm_magicdec.adaptive.controller import PLAIN, Choice
-    from vllm_magicdec.adaptive.draft_plan import NUM_KINDS, DraftPlan
+    from vllm_magicdec.adaptive.draft_plan import NUM_BUCKETS, DraftPlan
     from vllm_magicdec.adaptive.lookup_controller import LookupController
 
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
@@ -102,14 +102,14 @@ def generate_with_random_choices(llm: Any, batches: list[dict[str, Any]], seed: 
         return chosen[-1]
 
     def plan(choice: Choice) -> DraftPlan:
-        def prices() -> tuple[float, float, float]:
-            least_promise = rng.choice([0.0, 2.0, 8.0, float("inf")])
-            return rng.uniform(0.0, 0.9), rng.uniform(0.0, 4.0), least_promise
+        def thresholds() -> tuple[float, float, float]:
+            min_expected_accepted = rng.choice([0.0, 2.0, 8.0, float("inf")])
+            return rng.uniform(0.0, 0.9), rng.uniform(0.0, 4.0), min_expected_accepted
 
         drafts, alone = choice
-        kinds = range(rng.choice([0, NUM_KINDS]))
-        by_kind = [DraftPlan(drafts, *prices(), lookups_alone=alone) for _ in kinds]
-        return DraftPlan(drafts, *prices(), by_kind, alone)
+        buckets = range(rng.choice([0, NUM_BUCKETS]))
+        by_bucket = [DraftPlan(drafts, *thresholds(), lookups_alone=alone) for _ in buckets]
+        return DraftPlan(drafts, *thresholds(), by_bucket, alone)
 
     def schedule_and_note(*args: Any, **kwargs: Any) -> Any:
         output = schedule(scheduler, *args, **kwargs)
@@ -153,7 +153,7 @@ def generate_with_random_schedule(llm: Any, batches: list[dict[str, Any]], seed:
         if spec.draft_lookup == "off" or spec.looks_up_on_device:
             return DraftPlan(gamma)
         # At infinity no lookup is verified unless the draft has checked it, at 0 each one is.
-        return DraftPlan(gamma, least_promise=rng.choice([0.0, float("inf")]))
+        return DraftPlan(gamma, min_expected_accepted=rng.choice([0.0, float("inf")]))
 
     def schedule_and_count(*args: Any, **kwargs: Any) -> Any:
         output = schedule(*args, **kwargs)
@@ -176,10 +176,10 @@ def generate_with_random_lookups(llm: Any, batches: list[dict[str, Any]], seed: 
     return generate(llm, batches)
 
 
-def generate_with_cut_drafts(llm: Any, batches: list[dict[str, Any]], least_chance: float = 0.5) -> Any:
+def generate_with_cut_drafts(llm: Any, batches: list[dict[str, Any]], min_acceptance: float = 0.5) -> Any:
     """From now on lookups are random, and of what is drafted with them only the surest is verified."""
     llm.collective_rpc(inside_workers.look_up_at_random, args=(0,))
-    llm.collective_rpc(inside_workers.cut_drafts, args=(least_chance,))
+    llm.collective_rpc(inside_workers.cut_drafts, args=(min_acceptance,))
     return generate(llm, batches)
 
 

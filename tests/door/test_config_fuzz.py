@@ -142,7 +142,7 @@ def test_no_field_takes_nonsense(model_dir, name):  # noqa: F811
 
 @pytest.mark.parametrize("given", [METHOD, [METHOD], 5, {"method": METHOD, 5: 6}])
 def test_what_is_no_object_of_fields(model_dir, given):  # noqa: F811
-    named = "name of a field is text, not 5" if isinstance(given, dict) else "speculative_config="
+    named = "field names are strings, not 5" if isinstance(given, dict) else "speculative_config="
     with pytest.raises(MagicDecConfigError, match=named) as raised:
         configure(model_dir, given)
     assert str(raised.value).isprintable()

@@ -152,7 +152,7 @@ WRONG_DRAFTS = {
     "of its own activations": (
         {"target_activations": False},
         {},
-        "trained without its target's activations",
+        "trained with --no-target-activations is an ablation and cannot be served",
     ),
 }
 

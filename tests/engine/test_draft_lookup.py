@@ -98,7 +98,7 @@ def test_random_lookups_change_no_output_however_many_drafts_a_step_makes(prompt
     assert second["sampled_as_speculative"] == second["speculative_steps"], "the others were plain"
     assert run.draft_failures == 0 and run.accepted > 0
     counted = {
-        name: run.metrics[f"vllm:magicdec_{name}"] for name in ("lookup_unread_tokens", "cut_tokens")
+        name: run.metrics[f"vllm:magicdec_{name}"] for name in ("lookup_unchecked_tokens", "cut_tokens")
     }
     assert all(counted.values()), "some were looked up alone, and some not worth verifying"
 
@@ -280,6 +280,6 @@ def test_ranks_look_up_and_cut_alike(prompts, plain, gamma):
     metrics = run.metrics
     assert run.accepted > 0
     if gamma == "auto":  # a fixed number is of what the draft has read
-        assert metrics["vllm:magicdec_lookup_unread_tokens"] > 0
+        assert metrics["vllm:magicdec_lookup_unchecked_tokens"] > 0
     else:
         assert metrics["vllm:magicdec_lookup_passes"] < 8 * metrics["vllm:magicdec_lookup_rounds"]

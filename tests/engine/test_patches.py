@@ -24,10 +24,10 @@ import vllm
 from vllm.plugins import load_general_plugins
 load_general_plugins()
 from vllm.v1.spec_decode.registry import registered_speculative_methods
-from vllm_magicdec.vllm_api.hooks import HOOKS, _MARK
+from vllm_magicdec.vllm_api import hook
 print(vllm.__file__)
 print([entry.name for entry in registered_speculative_methods()])
-print([hook.target for hook in HOOKS if hasattr(getattr(hook.find_owner(), hook.name), _MARK)])
+print([one.target for one in hook.installed()])
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())

@@ -273,7 +273,7 @@ def test_sampled_continuations_have_the_targets_distribution_with_unread_ends(
         speculative_config=spec,
     )
     unread, stood = (
-        run.metrics[f"vllm:magicdec_lookup_unread_{name}"] for name in ("tokens", "accepted_tokens")
+        run.metrics[f"vllm:magicdec_lookup_unchecked_{name}"] for name in ("tokens", "accepted_tokens")
     )
     assert unread > 0.2 * run.drafted and 0.01 < stood / unread < 0.9
 

@@ -106,7 +106,7 @@ def test_counts_of_every_rank_are_added_up(front_end):
         drafts, lookups = DraftFailures(counts), LookupCounters(counts)
         for _ in range(failures):
             drafts.by_stage.count("selection")
-            drafts.count_round()
+            drafts.count(draft_failures=1)
         lookups.count_round(2, 5, 3)
         stats = through_the_core(schedulers[engine], send(counts, step_output()), SchedulerStats())
         front_end.record(stats, None, engine_idx=engine)
@@ -126,7 +126,7 @@ def test_nothing_is_lost_in_steps_without_statistics(front_end):
     scheduler, counts = SimpleNamespace(), Counts()
     failures = DraftFailures(counts)
     for stats in (None, None, SchedulerStats()):
-        failures.count_round()
+        failures.count(draft_failures=1)
         outputs = EngineCoreOutputs(scheduler_stats=stats)
         pass_on(scheduler, send(counts, step_output()), [outputs])
     front_end.record(outputs.scheduler_stats, None, engine_idx=0)
@@ -214,7 +214,7 @@ def test_metrics_are_recorded_in_ray(config, monkeypatch):
     counts = Counts()
     failures = DraftFailures(counts)
     failures.by_stage.count("selection")
-    failures.count_round()
+    failures.count(draft_failures=1)
     counts.add("lookup_tokens", 5)
     counts.set("num_speculative_tokens", 3)
     stats = through_the_core(SimpleNamespace(), send(counts, step_output()), SchedulerStats())
@@ -258,10 +258,10 @@ def test_serialisation_under_ray(ray, config, monkeypatch):
             plan = scheduled.num_spec_tokens_to_schedule
             failures = DraftFailures(self.counts)
             failures.by_stage.count("selection")
-            failures.count_round()
+            failures.count(draft_failures=1)
             output = send(self.counts, step_output())
-            prices = plan.least_chance, plan.least_gain, plan.least_promise
-            return output, (int(plan), plan.lookups_alone, *prices)
+            thresholds = plan.min_acceptance, plan.min_gain, plan.min_expected_accepted
+            return output, (int(plan), plan.lookups_alone, *thresholds)
 
         def ask(self):
             return self.known

@@ -19,7 +19,7 @@ from vllm_magicdec.adaptive.metrics import Counts, counts_of
 from vllm_magicdec.errors import METHOD
 from vllm_magicdec.plugin import register
 from vllm_magicdec.vllm_api.counts import pass_on
-from vllm_magicdec.vllm_api.hooks import _MARK, HOOKS
+from vllm_magicdec.vllm_api.hooks import HOOKS
 
 register()
 ASKED = DraftTokenIds(["a"], [[5]])
@@ -86,7 +86,7 @@ def given_after_a_step(config, output, drafts, runner="vllm.v1.worker.gpu_model_
         check_for_draft_tokens=True,
         async_scheduling=config.scheduler_config.async_scheduling,
     )
-    post_step = wrapped("vllm.v1.engine.core", "post_step", getattr(EngineCore.post_step, _MARK))
+    post_step = wrapped("vllm.v1.engine.core", "post_step", EngineCore.post_step.__wrapped__)
     post_step(core, True)
     first, was_asked = list(given), bool(questions)
     post_step(core, False)

@@ -46,7 +46,7 @@ def use_native_attention(vllm_config: VllmConfig, layer_names: Sequence[str]) ->
         vllm_config: the engine's; the KV cache is laid out.
         layer_names: layers with a KV cache of the target, and of a draft model.
     """
-    layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
+    layers: dict[str, Any] = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
     try:
         kernel = find_kernel()
     except UnreadableError as error:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the plugin meets vLLM; a new version of vLLM changes this room first.
 
-`hooks.py` lists what is wrapped and `compat.py` checks what is relied on, which `vllm_uses.py` finds in the
-plugin's source and `vllm_source.py` in vLLM's. `options.py` extends the command line, `engine_config.py`
+`hooks.py` lists the attributes that are wrapped and `requirements.py` the names that are relied on beyond
+them; `hook.py` checks, wraps and restores them. `unavailable.py` refuses the methods beside a vLLM that
+does not fit. `options.py` extends the command line, `engine_config.py`
 refuses what only the whole engine shows, `profiles.py` a profile of something else, and `graph_sizes.py`
 says what has no CUDA graph. `runner_v1.py` and
 `runner_v2.py` put the draft loop into vLLM's model runners, `draft_graphs.py` into CUDA graphs;

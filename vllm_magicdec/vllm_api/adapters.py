@@ -92,4 +92,4 @@ def know_adapters(runner: Any, batch: InputBatch) -> None:
         _, tokens, requests = LoraState.make_lora_inputs(state, req_ids, *others)
         return of_logits, tokens, requests
 
-    state.make_lora_inputs = make_lora_inputs
+    state.make_lora_inputs = make_lora_inputs  # type: ignore[assignment]  # of one object, without self

@@ -54,7 +54,9 @@ def make_attention_groups(
     device: torch.device,
 ) -> list[AttentionGroup]:
     """Create attention groups for layers for which vLLM has none; see `attention_groups_of`."""
-    layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, list(group.layer_names))
+    layers: dict[str, Any] = get_layers_from_vllm_config(
+        vllm_config, AttentionLayerBase, list(group.layer_names)
+    )
     found: dict[tuple[str, int], AttentionGroup] = {}
     for name, layer in layers.items():
         backend = layer.get_attn_backend()
@@ -151,6 +153,7 @@ def _with_own_builder(
 
 def _share_workspace(own: AttentionGroup, other: AttentionGroup) -> None:
     """Share the workspace between builders: FlashInfer's takes hundreds of MiB, and passes are serial."""
-    theirs, builder = other.get_metadata_builder(), own.get_metadata_builder()
+    theirs: Any = other.get_metadata_builder()
+    builder = own.get_metadata_builder()
     if hasattr(builder, "set_workspace_buffer"):
         builder.set_workspace_buffer(theirs._get_workspace_buffer())

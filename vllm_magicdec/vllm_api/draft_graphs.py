@@ -15,7 +15,7 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_magicdec.attention.switch import better_options
 from vllm_magicdec.drafting.sizing import draft_graph_sizes
-from vllm_magicdec.drafting.wide_passes import MOST_TOKENS
+from vllm_magicdec.drafting.wide_passes import MAX_WIDE_TOKENS
 from vllm_magicdec.views.base import PAD_SLOT, DraftStep, LayerPageView, TokenView, View, ViewStep
 from vllm_magicdec.views.passes import DraftPass, TokenPassView
 
@@ -285,7 +285,7 @@ class PassGraphs(DraftGraphs):
 
     @property
     def _max_tokens(self) -> int:
-        return min(super()._max_tokens, MOST_TOKENS)
+        return min(super()._max_tokens, MAX_WIDE_TOKENS)
 
     def _num_sampled(self, num_reqs: int) -> int:
         return num_reqs * self.decode_query_len

@@ -183,7 +183,7 @@ def offer_rings(vllm_config: VllmConfig, layer_names: Iterable[str]) -> None:
     """Let the attention layers of a draft model declare that a ring suffices, if it does for all."""
     if why_no_ring(vllm_config) is not None:
         return
-    layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, list(layer_names))
+    layers: dict[str, Any] = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, list(layer_names))
     for layer in layers.values():
         spec = layer.get_kv_cache_spec(vllm_config)
         if type(spec) is not FullAttentionSpec:

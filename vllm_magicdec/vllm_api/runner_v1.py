@@ -94,12 +94,13 @@ class MagicDecProposer(DraftModelProposer):
     CUDA-graph dispatch. Replaced: the draft loop, and loading where the target drafts for itself.
     """
 
+    speculative_config: MagicDecSpeculativeConfig
+
     def __init__(self, vllm_config: VllmConfig, device: torch.device, runner: Any = None) -> None:
         super().__init__(vllm_config=vllm_config, device=device, runner=runner)
         if device.type == "cpu":
             cpu_sampling.patch()
             cpu_attention.patch()
-        assert isinstance(self.speculative_config, MagicDecSpeculativeConfig)
         if self.speculative_config.draft_lookup == "on":
             cpu_llvmlite.patch()
             report_finished(runner, lambda *finished: self._drafter.finish_request(*finished))

@@ -25,10 +25,11 @@ from vllm.v1.worker.utils import AttentionGroup
 from vllm_magicdec.adaptive.metrics import Counts
 from vllm_magicdec.attention.metadata import draft_metadata, observed_metadata
 from vllm_magicdec.attention.observing import LayerObserver
+from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.drafting.drafter import Drafter
 from vllm_magicdec.drafting.finite import make_finite
 from vllm_magicdec.drafting.layer_groups import LayerGroup
-from vllm_magicdec.drafting.wide_passes import MOST_TOKENS
+from vllm_magicdec.drafting.wide_passes import MAX_WIDE_TOKENS
 from vllm_magicdec.errors import METHOD
 from vllm_magicdec.lookup.device_lookups import Texts
 from vllm_magicdec.lookup.history import History
@@ -96,6 +97,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
 
     # No draft pass has more tokens than the target's step.
     num_extra_query_per_req = 0
+    speculative_config: MagicDecSpeculativeConfig
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: RequestState) -> None:
         super().__init__(vllm_config, device)
@@ -186,7 +188,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         if self.speculative_config.looks_up_on_device:
             ones = torch.ones(1, dtype=torch.int64, device=self.device)
             self._drafter.warm_up_lookups(
-                Texts(self.req_states.all_token_ids.gpu, self.idx_mapping[:1], ones, most=1)
+                Texts(self.req_states.all_token_ids.gpu, self.idx_mapping[:1], ones, max_len=1)
             )
         if self._drafter.has_pages:
             refuse_split_pages(self._attention_groups, are_of_layers=self._drafter.has_layer_pages)
@@ -233,7 +235,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         try:
             self._graphs.capture()
         except Exception:
-            self._drafter.take_failure("capture")
+            self._drafter.record_failure("capture")
             self._graphs = RoundGraphs()
             logger.exception("%s: draft steps run without CUDA graphs, slower: capturing failed.", METHOD)
         self._is_timed = self.enable_adaptive_verification  # dummy runs come next
@@ -348,7 +350,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         if not self._drafting.reads_ahead:
             return 0
         captured = self._graphs.max_wide_reqs(num_steps)
-        return min(self.max_num_tokens, MOST_TOKENS) // num_steps if captured is None else captured
+        return min(self.max_num_tokens, MAX_WIDE_TOKENS) // num_steps if captured is None else captured
 
     def texts(self, batch: Batch) -> Texts:
         """Return the verified tokens of a round's requests, including those that this step sampled."""

@@ -6,6 +6,7 @@ graphs, and the trade-off was not measured.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.logger import init_logger
@@ -27,7 +28,7 @@ def warn_if_slow(vllm_config: VllmConfig) -> None:
     if vllm_config.device_config.device_type != "cuda":
         return
     layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase).values()
-    impls = [layer.impl for layer in layers if hasattr(layer, "impl")]
+    impls: list[Any] = [layer.impl for layer in layers if hasattr(layer, "impl")]
     # vLLM's choice of the version, rather than a guess from the GPU's name.
     if any(
         getattr(impl, "vllm_flash_attn_version", None) == 2 and impl.num_heads > impl.num_kv_heads
