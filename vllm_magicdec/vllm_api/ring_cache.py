@@ -311,7 +311,7 @@ def _register() -> None:
     KVCacheSpecRegistry.register(RingSpec, RingManager, uniform_type_base_spec=RingSpec)
 
 
-def say_what_rings_gain(
+def log_ring_capacity(
     vllm_config: VllmConfig,
     kv_cache_specs: Sequence[Mapping[str, KVCacheSpec]],  # of the layers of every worker
     kv_cache_config: KVCacheConfig,  # of a worker
