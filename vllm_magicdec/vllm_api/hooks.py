@@ -1,15 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every point at which the plugin wraps vLLM when vLLM loads it, as data.
 
-Three points make objects: where vLLM makes its own class for a `draft_model`, it gets our subclass instead
-if, and only if, a method of the plugin was selected. Two belong to the command line, one leaves memory
-beside the KV cache, one makes a draft model's smaller, one brings the requests' LoRA adapters, one a
-target's activations, four bring counts to the front end, with these and one more drafts reach the engine
-core, and two bring the attention for CPUs to engines of other methods, where that is asked for. Later, and
-only with a method of the plugin, `attention/switch.py` stands before each layer's attention, and
-`cpu_sampling.py` and `cpu_attention.py` mend what is wrong on CPUs. No file of vLLM is edited. A vLLM that
-has a registry for out-of-tree speculators (see `patches/`) is asked through that, and of these only the
-last eleven are used.
+Each row of HOOKS states its target and the reason. No file of vLLM is edited. With a method of the plugin,
+`attention/switch.py` later wraps each layer's attention, and `cpu_sampling.py`, `cpu_attention.py` and
+`cpu_llvmlite.py` fix vLLM on CPUs. In a vLLM with a registry for out-of-tree speculators (see `patches/`),
+the plugin registers there and uses only the last eleven hooks.
 """
 
 import functools
@@ -126,14 +121,14 @@ def _leave_memory(owner: Any, original: Callable[..., Any]) -> Callable[..., Any
         if not _engine_selects({"vllm_config": vllm_config}):
             return original(vllm_config, kv_cache_specs, available_memory, *args)
         from vllm_magicdec.vllm_api.kv_cache import leave_memory_for_drafting
-        from vllm_magicdec.vllm_api.ring_cache import say_what_rings_gain
+        from vllm_magicdec.vllm_api.ring_cache import log_ring_capacity
 
         available_memory = [
             leave_memory_for_drafting(vllm_config, specs, available)
             for specs, available in zip(kv_cache_specs, available_memory, strict=True)
         ]
         configs = original(vllm_config, kv_cache_specs, available_memory, *args)
-        say_what_rings_gain(vllm_config, kv_cache_specs, configs[0])
+        log_ring_capacity(vllm_config, kv_cache_specs, configs[0])
         return configs
 
     return get_kv_cache_configs
@@ -151,11 +146,11 @@ def _make_rings(owner: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     return get_kv_cache_groups
 
 
-def _know_adapters(batch: Any, runner: Any, *_: Any, **__: Any) -> Any:
+def _pass_adapters(batch: Any, runner: Any, *_: Any, **__: Any) -> Any:
     if runner.lora_config is not None and _engine_selects({"vllm_config": runner.vllm_config}):
-        from vllm_magicdec.vllm_api.adapters import know_adapters
+        from vllm_magicdec.vllm_api.adapters import pass_adapters
 
-        know_adapters(runner, batch)
+        pass_adapters(runner, batch)
     return batch
 
 
@@ -258,7 +253,7 @@ ADAPTERS_HOOK = Hook(
     name="prepare_inputs",
     parameters=("self", "scheduler_output", "batch_req_state", "batch_desc", "num_active_loras"),
     reason="the V2 runner's drafts need each request's LoRA adapter, and so does every verified position",
-    wrap=after(_know_adapters),
+    wrap=after(_pass_adapters),
 )
 
 ACTIVATIONS_HOOK = Hook(

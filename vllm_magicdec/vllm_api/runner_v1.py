@@ -464,17 +464,11 @@ class MagicDecProposer(DraftModelProposer):
 
     def whole_metadata(
         self,
-        tables: Sequence[torch.Tensor],
-        common: CommonAttentionMetadata,
-        slots: Sequence[torch.Tensor],
+        tables: Sequence[torch.Tensor],  # [num_reqs, max_pages] int32 each, by layer group
+        common: CommonAttentionMetadata,  # of the queries
+        slots: Sequence[torch.Tensor],  # [num_tokens] int64 each, by layer group
     ) -> dict[str, Any]:
-        """Build attention metadata, by layer, for a draft pass over all cached pages of some requests.
-
-        Args:
-            tables: [num_reqs, max_pages] int32 each, page tables by layer group.
-            common: metadata of the queries.
-            slots: [num_tokens] int64 each, by layer group.
-        """
+        """Build attention metadata, by layer, for a draft pass over all cached pages of some requests."""
         attn_metadata: dict[str, Any] = {}
         for table, own, attention_groups in zip(tables, slots, self._attention_groups, strict=True):
             of_group = common.replace(block_table_tensor=table, slot_mapping=own)
