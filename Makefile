@@ -6,17 +6,17 @@ GPU_MODEL ?= Qwen/Qwen3-8B
 GPU_SUITE := --context 8000 30000 --concurrency 4 16 --requests 32 --tokens 256 --repeats 2
 OUT ?= benchmarks/runs/gpu
 KERNELS ?=
-CASES ?=
+VLLM ?=
 VENV := .venv/bin
 # FlashInfer compiles with `ninja`, and vLLM uses it only where that is on the PATH; pip puts it here.
 RUN := PATH="$(CURDIR)/$(VENV):$$PATH" $(VENV)/python
 # Its theme announces its own end of life at every build. With --quiet it would not be strict.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV)/mkdocs build --strict
 # Two workers that compute with two threads each would wait for one another on two cores.
-PYTEST := OMP_NUM_THREADS=1 MAGICDEC_TEST_KERNELS="$(KERNELS)" MAGICDEC_TEST_CASES="$(CASES)" $(RUN) -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations 20
+PYTEST := OMP_NUM_THREADS=1 MAGICDEC_TEST_KERNELS="$(KERNELS)" $(RUN) -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations 20
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo demo-ray test test-fast test-models lint docs docs-models test-gpu soak bench bench-decode results bench-gpu clean
+.PHONY: help venv demo demo-ray test test-all test-fast lint check-vllm docs docs-models test-gpu soak bench bench-decode results bench-gpu clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -40,20 +40,23 @@ lint: venv  ## ruff, mypy, which module may import which, and the links of the p
 	$(VENV)/lint-imports --no-cache --no-logo
 	$(MKDOCS)
 
+check-vllm: venv  ## our calls against another vLLM by mypy (VLLM=wheel or folder of one)
+	@$(VENV)/python .ci/check_vllm.py "$(VLLM)"
+
 docs: venv  ## the pages of docs/ as a site, in build/docs
 	$(MKDOCS)
 
 docs-models: venv  ## docs/models.md, from what the tests expect of every family of models
 	PYTHONPATH=tests $(RUN) tests/models/models_page.py
 
-test: lint  ## lint, then the tests that this machine can run, for about an hour (KERNELS=avx2: as without AVX-512; CASES=all: however long it takes)
-	$(PYTEST) $(ARGS)
+test: lint  ## lint, then the fixed list of tests, 15 to 20 minutes on 2 cores (KERNELS=avx2: as without AVX-512)
+	$(PYTEST) -m "not extended and not gpu" $(ARGS)
 
-test-fast: lint  ## lint, then every test that starts no engine
-	$(PYTEST) --ignore tests/engine --ignore tests/models/test_matrix.py $(ARGS)
+test-all: lint  ## lint, then every test that needs no GPU: hours (ARGS="tests/models": every family of models)
+	$(PYTEST) -m "not gpu" $(ARGS)
 
-test-models: venv  ## every family of models on both runners with every policy; `make test` runs a few of each
-	MAGICDEC_TEST_MODELS=all $(PYTEST) tests/models $(ARGS)
+test-fast: lint  ## lint, then those of the fixed list that start no engine, 5 minutes
+	$(PYTEST) -m "not extended and not gpu" --ignore tests/engine --ignore tests/models/test_matrix.py $(ARGS)
 
 test-gpu: venv  ## the tests that need a CUDA device
 	$(RUN) -m pytest -m gpu $(ARGS)

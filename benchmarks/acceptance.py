@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of its draft each policy gets accepted, by budget: `python benchmarks/acceptance.py --help`.
+"""Acceptance length by policy and budget: `python benchmarks/acceptance.py --help`.
 
-Two workloads, greedy, on the shipped model or another of its tokenizer: going on with long documents, and
-answering recall questions (tiny-llama/recall.py), whose answer is one fact thousands of tokens back. Every
-engine drafts `--gamma` tokens; acceptance by position comes from vLLM's own counters, and the acceptance
-length at a smaller gamma is 1 + the sum of the rates up to it. Requests run one after the other, so that
-each has its own counters: the noise is the standard error over documents, that of a difference from
-streamingllm over the same ones. The oracle is no policy: its drafts attend to the `budget` tokens of the
-whole context that each query itself weighs most, per layer and KV head; layers with a window keep all of
-theirs, which policies cut to the budget.
+There are two greedy workloads: continuing long documents, and answering recall questions about one fact
+thousands of tokens back (tiny-llama/recall.py). Every engine drafts `--gamma` tokens; acceptance by
+position comes from vLLM's counters, and the acceptance length at a smaller gamma is 1 + the sum of the
+rates up to it. Requests run one after the other, so that the standard error over documents can be
+computed; differences from streamingllm are over the same documents. The oracle is no policy: its drafts
+attend to the `budget` tokens of the whole context to which each query attends most, per layer and KV
+head; layers with a window keep all of their tokens, which policies cut to the budget.
 """
 
 import argparse
@@ -36,10 +35,10 @@ from rich.table import Table
 sys.path.insert(0, str(TINY_LLAMA))
 from recall import is_answered, make_episode
 
-ORACLE = "oracle"  # chooses for itself, out of everything
+ORACLE = "oracle"
 CONTENDERS = {**POLICIES, ORACLE: POLICIES["snapkv-token"]}
 BASELINE = "streamingllm"
-LEAST_BUDGET = {"snapkv": 128, "verify-topk": 192}  # else no page of 32 tokens is left to choose
+MIN_BUDGET = {"snapkv": 128, "verify-topk": 192}  # leaves at least one page of 32 tokens to choose
 ANSWER_TOKENS = 4  # digits; the first comes out of the prefill, a line break follows
 
 
@@ -62,13 +61,13 @@ class Counts:
 
     @property
     def deviations(self) -> list[float]:
-        """What each request adds to the acceptance length's error (the ratio's linearisation); 0 in sum."""
+        """Contribution of each request to the error of the acceptance length (linearised ratio)."""
         rate = sum(self.accepted) / sum(self.rounds)
         return [(a - rate * r) / sum(self.rounds) for a, r in zip(self.accepted, self.rounds, strict=True)]
 
 
 def standard_error(deviations: Sequence[float]) -> float:
-    """Of an acceptance length at the largest gamma, or of the difference of two, over requests."""
+    """Return the standard error of an acceptance length, or of a difference of two, over requests."""
     count = len(deviations)
     return math.sqrt(count / (count - 1) * sum(d * d for d in deviations)) if count > 1 else math.nan
 
@@ -79,7 +78,7 @@ class Result:
 
     policy: str
     budget: int
-    view: int  # most tokens that a draft step saw: the budget, or the whole pages that it takes
+    view: int  # most tokens that a draft step read: the budget, rounded up to whole pages by some policies
     documents: Counts
     recall: Counts
     answers: int  # asked
@@ -87,7 +86,7 @@ class Result:
 
 
 def install_oracle(worker: Any, budget: int) -> None:
-    """Let draft attention keep only the tokens that its own queries weigh most."""
+    """Make draft attention keep only the tokens with the highest weights."""
     import torch
 
     from vllm_magicdec.attention import switch
@@ -109,7 +108,7 @@ def install_oracle(worker: Any, budget: int) -> None:
 
 
 def viewed_tokens(vllm_config: Any, policy: str, budget: int) -> int:
-    """Most tokens that a draft step sees: some policies round the budget up to whole pages."""
+    """Return the maximum of tokens that a draft step reads; some policies round up to whole pages."""
     if policy == ORACLE:
         return budget
     from vllm_magicdec.policies import find_policy
@@ -123,7 +122,7 @@ def viewed_tokens(vllm_config: Any, policy: str, budget: int) -> int:
 
 
 def measure(policy: str, budget: int, args: argparse.Namespace) -> Result:
-    """Run one engine; called in a process of its own."""
+    """Run one engine, in a separate process."""
     is_oracle = policy == ORACLE
     model_len = args.context + args.tokens + 2 * PAGE
     spec = {
@@ -152,7 +151,7 @@ def measure(policy: str, budget: int, args: argparse.Namespace) -> Result:
 
 
 def generate(llm: Any, prompts: list[list[int]], num_tokens: int) -> tuple[Counts, list[str]]:
-    """One request after the other; the counters, and the texts."""
+    """Run the requests one after the other; return the counters and the texts."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
@@ -171,7 +170,7 @@ def generate(llm: Any, prompts: list[list[int]], num_tokens: int) -> tuple[Count
 
 
 def read_counters(llm: Any) -> list[int]:
-    """Rounds, then accepted drafts by position, since the engine started."""
+    """Return the number of rounds, then accepted drafts by position, since the engine started."""
     metrics = {metric.name: metric for metric in llm.get_metrics()}
     return [
         metrics["vllm:spec_decode_num_drafts"].value,
@@ -188,8 +187,7 @@ def results_of(record: Mapping[str, Any]) -> list[Result]:
 
 
 def table_of(records: Sequence[Mapping[str, Any]]) -> Table:
-    """The policies and budgets of one record, or of several that differ in their models, side by side: what
-    all of them have."""
+    """Return a table of policies and budgets of one record, or of several models' records."""
     measured = {name_of_model(record): results_of(record) for record in records}
     gammas = sorted({1, 2, 4, records[0]["settings"]["gamma"]})
     title = "acceptance length, by workload and drafted tokens (gamma); ± standard error"
@@ -214,12 +212,12 @@ def table_of(records: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def name_of_model(record: Mapping[str, Any]) -> str:
-    """Of its folder; records from before there was a choice do not say it."""
+    """Return the name of the model's folder; old records lack it."""
     return Path(record["settings"].get("model", TINY_LLAMA)).name
 
 
 def difference_from_baseline(result: Result, results: list[Result], gamma: int) -> str:
-    """Acceptance length on documents minus the baseline's at the same budget, with its standard error."""
+    """Return the acceptance length on documents minus the baseline's, with its standard error."""
     others = [other for other in results if (other.policy, other.budget) == (BASELINE, result.budget)]
     if result.policy == BASELINE or not others:
         return ""
@@ -230,7 +228,7 @@ def difference_from_baseline(result: Result, results: list[Result], gamma: int) 
 
 
 def draw(results: list[Result], gamma: int, path: Path) -> None:
-    """Acceptance length by budget, and acceptance by position at the middle budget."""
+    """Draw acceptance length by budget, and acceptance by position at the middle budget."""
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(15, 4.5))
     budgets = sorted({result.budget for result in results})
     for policy in dict.fromkeys(result.policy for result in results):
@@ -278,14 +276,14 @@ def main() -> None:
     add_documents(parser)
     add_out(parser, "; the plot goes beside it")
     args = parser.parse_args()
-    # The oracle is sent to the worker.
+    # The oracle is a function sent to the worker.
     set_environment(kv_cache_gib=1, VLLM_ALLOW_INSECURE_SERIALIZATION="1")
     record = make_record("acceptance", settings=settings_of(args, "model", "policies", "budgets"))
     record["settings"]["model"] = args.model.resolve().name
     results = []
     for policy in args.policies:
         for budget in args.budgets:
-            if budget < LEAST_BUDGET.get(policy, 0):
+            if budget < MIN_BUDGET.get(policy, 0):
                 continue
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
                 results.append(pool.submit(measure, policy, budget, args).result())

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`auto` against plain decoding and fixed numbers of drafts, cell by cell.
+"""Compare `auto` with plain decoding and fixed numbers of drafts, cell by cell.
 
-Two engines are alive at the same time: plain vLLM, and magicdec-self with `auto`. On every cell (batch x
-context) they take turns: plain, the second engine with its controller pinned to each fixed choice, and with
-the controller free. Before the turns that count the controller meets each cell once, as a server does in
-its first seconds; that turn is in the JSON file as `first`. Clock and tokens as in decode.py.
+Two engines run at the same time: plain vLLM, and magicdec-self with `auto`. On every cell (batch x context)
+they take turns: plain, the second engine with its controller pinned to each fixed choice, and with the
+controller free. One turn of `auto` comes before the turns that count, as in a server's first seconds; the
+JSON file has it as `first`. Timing is that of decode.py.
 
-The best of several noisy medians is better than it will be the next time. So those turns only find the
-best contender; then it and `auto` meet in pairs, which give the share of the best. Plain decoding, another
-engine, meets it in whole turns. A fixed choice meets it in duels: both decode the same generation by turns,
-piece by piece, and then once more with the pieces exchanged. So both have decoded the same text, and a
-machine that is slow for some seconds is slow for both.
+The best of several noisy medians is biased, so these turns only find the best contender. Then it and
+`auto` are compared in pairs. Plain decoding, another engine, is compared in whole turns. A fixed choice
+is compared in duels: both decode alternate pieces of one generation, and then of another with the pieces
+exchanged. So both decode the same text, and a temporarily slow machine is slow for both.
 """
 
 import argparse
@@ -42,9 +41,9 @@ from vllm_magicdec.planner.profile import fill_prefix_cache
 
 FIXED = (1, 2, 4, 8)
 MIN_TOKENS, MAX_TOKENS = 192, 768  # of a turn or generation and request
-PIECE = 96  # tokens per request that one contender decodes before the other goes on
-# Steps after a change that count for nobody: one verifies the other contender's drafts, and one may have
-# been scheduled already (asynchronous scheduling).
+PIECE = 96  # tokens per request in a contender's piece
+# Steps after a change that do not count: one verifies the other contender's drafts, and one may have been
+# scheduled already (asynchronous scheduling).
 SETTLING_STEPS = 2
 
 
@@ -76,12 +75,7 @@ class Contender:
 
 
 def decode_piece(batch: Batch) -> tuple[int, float]:
-    """Go on by a piece.
-
-    Returns:
-        Tokens and seconds of the steps that count.
-    """
-
+    """Decode a piece, and return tokens and seconds of the steps that count."""
     whole = batch.tokens + PIECE * batch.num_requests
     for _ in range(SETTLING_STEPS):
         batch.step()
@@ -95,20 +89,20 @@ def decode_piece(batch: Batch) -> tuple[int, float]:
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """What holds the true median with a probability of at least 90 %, of seven or more values."""
+    """Return a 90 % confidence interval of the median of at least seven values."""
     ordered = sorted(values)
     rank = max(1, int(binom.ppf(0.05, len(ordered), 0.5)))
     return ordered[rank - 1], ordered[-rank]
 
 
 def controller_of(llm: Any) -> Controller:
-    """Of an engine whose scheduler is in this process."""
+    """Return the controller of an engine whose scheduler is in this process."""
     return llm.llm_engine.engine_core.engine_core.scheduler._controller
 
 
 @contextmanager
 def pinned(controller: Controller, choice: Choice) -> Iterator[None]:
-    """A controller that always chooses the same and learns nothing."""
+    """Make the controller always choose the same and learn nothing."""
     controller.choose = lambda *_, **__: choice
     controller.observe = lambda *_, **__: None
     try:
@@ -119,14 +113,14 @@ def pinned(controller: Controller, choice: Choice) -> Iterator[None]:
 
 @contextmanager
 def watched(controller: Controller, chosen: list[Choice]) -> Iterator[None]:
-    """Note what the controller chooses."""
+    """Record the controller's choices."""
     choose = controller.choose
 
-    def choose_and_note(*args: Any, **kwargs: Any) -> Choice:
+    def choose_and_record(*args: Any, **kwargs: Any) -> Choice:
         chosen.append(choose(*args, **kwargs))
         return chosen[-1]
 
-    controller.choose = choose_and_note
+    controller.choose = choose_and_record
     try:
         yield
     finally:
@@ -136,7 +130,7 @@ def watched(controller: Controller, chosen: list[Choice]) -> Iterator[None]:
 def measure_cell(
     plain: Any, magicdec: Any, prompts: list[list[int]], args: argparse.Namespace
 ) -> tuple[Cell, dict[str, Any]]:
-    """All contenders, then the best and `auto`; the cell, and the speeds of all turns."""
+    """Measure all contenders, then the best and `auto`; return the cell and the speeds of all turns."""
     for llm in (plain, magicdec):
         fill_prefix_cache(llm, prompts)
     controller = controller_of(magicdec)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What leaving out unlikely drafts saves and costs, and how true their chances are. See --help.
+"""Cost and gain of leaving out unlikely drafts, and calibration of the predicted acceptance. See --help.
 
-One engine drafts a fixed number of tokens with lookups. Its workers are told to leave out drafts whose
-chance of standing is below each of some thresholds, in turns; 0 verifies all of them. The chances that the
-engine gave its drafts are compared with what became of them (a plot beside the JSON).
+One engine drafts a fixed number of tokens with lookups. Its workers leave out drafts whose predicted chance
+of acceptance is below a threshold; several thresholds take turns, and 0 verifies all drafts. The predicted
+chances are compared with the acceptance (a plot beside the JSON).
 """
 
 import argparse
@@ -32,7 +32,7 @@ _BINS = 10  # of predicted chances
 
 @dataclass(frozen=True)
 class Turn:
-    """Of all requests of one kind of documents, with one threshold."""
+    """All requests of one type of documents, with one threshold."""
 
     tokens_per_s: float
     tokens_per_round: float
@@ -57,13 +57,13 @@ class Row:
 
 
 def watch_chances(worker: Any) -> None:
-    """Keep each draft's predicted chance, what became of it and what was looked up for its place."""
+    """Record each draft's predicted chance, whether it was accepted, and the lookup's prediction."""
     staged = worker.model_runner.drafter._drafter._staged
     confidence, staged.benchmark_seen = staged._confidence, []
     observe = confidence.observe
 
     def observe_and_keep(evidence: Any, stood: bool) -> None:
-        seen = (confidence.chance(evidence), bool(stood), evidence.foreseen.name)
+        seen = (confidence.chance(evidence), bool(stood), evidence.predicted.name)
         staged.benchmark_seen.append(seen)
         observe(evidence, stood)
 
@@ -71,7 +71,7 @@ def watch_chances(worker: Any) -> None:
 
 
 def leave_out(worker: Any, least_chance: float) -> None:
-    """From now on drafts below this chance are left out, and a round ends with the last one above it."""
+    """Leave out drafts below this chance from now on; a round ends with the last draft above it."""
     from vllm_magicdec.adaptive.draft_plan import DraftPlan
 
     staged = worker.model_runner.drafter._drafter._staged
@@ -82,7 +82,7 @@ def leave_out(worker: Any, least_chance: float) -> None:
 
 
 def take_seen(worker: Any) -> list[tuple[float, bool, str]]:
-    """What was kept since the last call."""
+    """Return the records since the last call."""
     staged = worker.model_runner.drafter._drafter._staged
     seen, staged.benchmark_seen = staged.benchmark_seen, []
     return seen
@@ -110,7 +110,7 @@ def measure(llm: Any, prompts: list[list[int]], args: argparse.Namespace, least_
 
 
 def calibration(seen: Sequence[tuple[float, bool]]) -> list[dict[str, float]]:
-    """Mean predicted chance and share that stood, of as many drafts each, the unlikeliest first."""
+    """Return predicted chance and accepted share of groups of equal size, the least likely first."""
     ordered = sorted(seen)
     cuts = [len(ordered) * index // _BINS for index in range(_BINS + 1)]
     groups = [ordered[begin:end] for begin, end in itertools.pairwise(cuts) if end > begin]
@@ -125,7 +125,7 @@ def calibration(seen: Sequence[tuple[float, bool]]) -> list[dict[str, float]]:
 
 
 def rows_of(documents: str, context: int, turns: Mapping[float, list[Turn]]) -> list[Row]:
-    """Of one kind of documents, by threshold."""
+    """Return the rows of one type of documents, by threshold."""
     uncut = turns[0.0]
 
     def ratio(own: list[Turn], of: Callable[[Turn], float]) -> float:
@@ -145,7 +145,7 @@ def rows_of(documents: str, context: int, turns: Mapping[float, list[Turn]]) -> 
 
 
 def table_of(records: Sequence[Mapping[str, Any]]) -> Table:
-    """A row per kind of documents and threshold."""
+    """Return a table with a row per type of documents and threshold."""
     columns = ("tok/s", "of uncut", "tokens per round", "of uncut", "verified per accepted")
     (record,) = records
     names = ["documents", "context", "least chance"]
@@ -161,13 +161,13 @@ def table_of(records: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def draw(record: Mapping[str, Any], path: Path) -> None:
-    """Predicted chances against what was seen."""
+    """Draw predicted chances against accepted shares."""
     figure, axes = plt.subplots(figsize=(5, 5))
     axes.plot([0, 1], [0, 1], color="grey", linewidth=1)
     for documents, points in record["calibration"].items():
         predicted, seen = ([point[name] for point in points] for name in ("predicted", "seen"))
         axes.plot(predicted, seen, marker="o", label=documents)
-    axes.set(xlabel="predicted chance of a draft", ylabel="share that stood", xlim=(0, 1), ylim=(0, 1.02))
+    axes.set(xlabel="predicted chance of a draft", ylabel="accepted share", xlim=(0, 1), ylim=(0, 1.02))
     axes.legend()
     figure.tight_layout()
     save(figure, path)
@@ -198,7 +198,7 @@ def run(args: argparse.Namespace, model: str) -> None:
             prompts = excerpts(llm.get_tokenizer(), args.requests, context, folder)
             for begin in range(0, args.requests, args.batch):
                 fill_prefix_cache(llm, prompts[begin : begin + args.batch])
-            measure(llm, prompts, args, 0.0)  # the chances are learned meanwhile
+            measure(llm, prompts, args, 0.0)  # learns the chances
             llm.collective_rpc(take_seen)
             contenders = {chance: partial(measure, llm, prompts, args, chance) for chance in args.chances}
             turns = take_turns(contenders, args.turns)

@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a datastore of the installed Python packages adds to lookups in a request's own context.
+"""Gain of a datastore of the installed Python packages over lookups in a request's own context.
 
-`magicdec index` reads the packages' sources, `--megabytes` of them, files in random order. Then excerpts of
-the standard library, which is not among them, are followed token by token, as if the model wrote what
-stands there: after every lookup the text goes on by the tokens that were right and one more. Counted are
-the tokens right per lookup with the context alone, the datastore alone, and both of them, merged; `gain` is
-what they have more than the context alone, its error that of the same excerpts' differences. No model is
-run: how many of these tokens a draft or target would have accepted is another question.
+`magicdec index` reads `--megabytes` of the packages' sources in random order. Then excerpts of the standard
+library, which is not in the datastore, are replayed as if the model wrote them: after every lookup the text
+advances by the correct tokens and one more. The results are correct tokens per lookup with the context, the
+datastore, and both; `gain` is the difference from the context alone, with the error over excerpts. No model
+runs, so the acceptance by a model remains open.
 
-Some of the standard library stands in packages, too (copies, backports). So the share of lookups whose
-match in the datastore is as long as matches are counted is shown (`full`), and the numbers once more for
-the excerpts that have no more of them than the median excerpt.
+Packages contain copies of some of the standard library. So the table shows the share of lookups whose
+match in the datastore has the maximal length (`full`), and the numbers again for excerpts that have no
+more of them than the median excerpt.
 
-The time of a lookup is measured with the datastore's files in memory and, `cold`, when the operating system
-has just been asked to forget them.
+The time of a lookup is measured with the datastore's files in memory and, as `cold`, after the operating
+system was asked to drop them.
 """
 
 import argparse
@@ -40,12 +39,11 @@ from kv_heavy import TINY_LLAMA
 from rich.table import Table
 from vllm.tokenizers import get_tokenizer
 
-from vllm_magicdec.lookup.calibration import Calibration
+from vllm_magicdec.lookup.calibration import Calibration, choose, learn
 from vllm_magicdec.lookup.context_index import MAX_MATCH, ContextIndex
+from vllm_magicdec.lookup.continuation import MIN_ACCEPTANCE
 from vllm_magicdec.lookup.datastore import Datastore
 from vllm_magicdec.lookup.datastore_files import Vocabulary
-from vllm_magicdec.lookup.lookups import LEAST_CHANCE
-from vllm_magicdec.lookup.merging import choose, learn
 from vllm_magicdec.planner.console import main as magicdec
 
 TEKKEN = "tekken"
@@ -54,7 +52,7 @@ TIMED = 2000  # lookups, cold and warm
 
 
 def link_tekken(folder: Path) -> str:
-    """A folder that vLLM takes for a model, with the tokenizer of 131,072 tokens of mistral_common."""
+    """Create a model folder for vLLM with mistral_common's tokenizer of 131,072 tokens."""
     data = Path(importlib.util.find_spec("mistral_common").origin).parent / "data"
     model = folder / TEKKEN
     model.mkdir()
@@ -63,7 +61,7 @@ def link_tekken(folder: Path) -> str:
 
 
 def package_sources(megabytes: float, seed: int = 0) -> list[Path]:
-    """Sources of installed packages, of so many megabytes."""
+    """Return source files of installed packages with a total of `megabytes`."""
     files = sorted(Path(sysconfig.get_path("purelib")).rglob("*.py"))
     random.Random(seed).shuffle(files)
     chosen, left = [], megabytes * 1e6
@@ -76,7 +74,7 @@ def package_sources(megabytes: float, seed: int = 0) -> list[Path]:
 
 
 def build(args: argparse.Namespace, path: Path) -> dict[str, Any]:
-    """Run the command; what it cost."""
+    """Run `magicdec index` and return its cost."""
     files = package_sources(args.megabytes)
     began, cpu = perf_counter_ns(), process_time()
     options = {"--model": args.model, "--tokenizer-mode": args.tokenizer_mode, "--out": str(path)}
@@ -94,13 +92,13 @@ def build(args: argparse.Namespace, path: Path) -> dict[str, Any]:
 
 @dataclass
 class Walk:
-    """What became of the lookups in one excerpt."""
+    """Results of the lookups in one excerpt."""
 
     lookups: int = 0
     offered: int = 0  # tokens
-    right: int = 0  # of these
-    from_datastore: int = 0  # lookups that believed it
-    longest_in_datastore: int = 0  # lookups whose match there was as long as matches are counted
+    right: int = 0  # correct tokens
+    from_datastore: int = 0  # lookups that used the datastore's continuation
+    longest_in_datastore: int = 0  # lookups with a match of maximal length there
     times_us: list[float] = field(default_factory=list)
 
 
@@ -112,8 +110,8 @@ def walk(
     store: Datastore,
     calibrations: Sequence[Calibration],
 ) -> Walk:
-    """Follow an excerpt from its first `context` tokens on."""
-    done, place, index = Walk(), context, ContextIndex(len(tokens))
+    """Replay an excerpt after its first `context` tokens."""
+    done, position, index = Walk(), context, ContextIndex(len(tokens))
     text = np.array(tokens, dtype=np.int32)
     index.extend(text[:context])
     none_ahead = np.empty(0, dtype=np.int32)
@@ -121,12 +119,12 @@ def walk(
         "context": lambda: index.look_up(none_ahead, most),
         "datastore": lambda: store.look_up(index.latest(none_ahead), most),
     }
-    while place < len(tokens):
+    while position < len(tokens):
         began = perf_counter_ns()
         matches = [look_up[source]() for source in sources]
-        choice = choose(matches, calibrations, LEAST_CHANCE)
+        choice = choose(matches, calibrations, MIN_ACCEPTANCE)
         done.times_us.append((perf_counter_ns() - began) / 1e3)
-        followed = tokens[place : place + most]
+        followed = tokens[position : position + most]
         right = 0
         while right < min(len(choice.tokens), len(followed)) and choice.tokens[right] == followed[right]:
             right += 1
@@ -137,19 +135,19 @@ def walk(
         if "datastore" in sources:
             done.from_datastore += bool(choice.tokens) and sources[choice.source] == "datastore"
             done.longest_in_datastore += matches[sources.index("datastore")].length == MAX_MATCH
-        index.extend(text[place : place + right + 1])
-        place += right + 1
+        index.extend(text[position : position + right + 1])
+        position += right + 1
     return done
 
 
 def rate(walks: Sequence[Walk]) -> tuple[float, list[float]]:
-    """Tokens right per lookup, and what each excerpt adds to its error (the ratio's linearisation)."""
+    """Return correct tokens per lookup, and each excerpt's contribution to the error (linearised ratio)."""
     lookups, right = sum(w.lookups for w in walks), sum(w.right for w in walks)
     return right / lookups, [(w.right - right / lookups * w.lookups) / lookups for w in walks]
 
 
 def summary(walks: Sequence[Walk], base: Sequence[Walk]) -> dict[str, float]:
-    """Of the lookups in several excerpts, and their gain over others in the same excerpts."""
+    """Summarise the lookups in several excerpts, and their gain over `base` in the same excerpts."""
     lookups = sum(w.lookups for w in walks)
     (right, deviations), (base_right, base_deviations) = rate(walks), rate(base)
     return {
@@ -166,7 +164,7 @@ def summary(walks: Sequence[Walk], base: Sequence[Walk]) -> dict[str, float]:
 def measure_cell(
     texts: Sequence[Sequence[int]], context: int, store: Datastore, args: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
-    """Every choice of sources on the same excerpts, each with calibrations that begin anew."""
+    """Measure every choice of sources on the same excerpts, each with fresh calibrations."""
     walks = {}
     for name, sources in SOURCES.items():
         calibrations = [Calibration() for _ in sources]
@@ -196,7 +194,7 @@ def forget(path: Path) -> None:
 
 
 def measure_times(path: Path, vocab_size: int, tokens: Sequence[int], most: int) -> dict[str, Any]:
-    """Of lookups after places all over a text, the files forgotten before and then read."""
+    """Measure lookups at positions all over a text, first with cold files, then with warm ones."""
     text = np.array(tokens, dtype=np.int32)
     ends = np.linspace(MAX_MATCH, len(text) - 1, TIMED).astype(int)
     random.Random(0).shuffle(ends)

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode speed, plain against magicdec-self, side by side: `make bench-decode`, or see --help.
+"""Compare the decode speed of plain vLLM and magicdec-self: `make bench-decode`, or see --help.
 
-Both engines are alive at the same time and take turns on every cell (batch x context), so that whatever
-else the machine does hits both. A cell's prompts are in the prefix cache before its clock starts, and the
-clock runs while all requests of the batch decode. Medians over the turns; one JSON file and one table.
+Both engines run at the same time and take turns on every cell (batch x context), so that other load on the
+machine affects both. A cell's prompts are in the prefix cache beforehand, and the clock runs while all
+requests of the batch decode. Results are medians over the turns.
 
-- plain step: one engine step of the plain engine, scheduler and sampling included.
+- plain step: one engine step of the plain engine, including scheduler and sampling.
 - round: one engine step of magicdec-self: verification of the last drafts, then gamma draft steps.
-- draft step: the time inside the drafter, divided by gamma; verification is the rest of the round.
-- selection: the time in which the policy chooses, as a share of the round; for a policy that chooses when
-  a prompt ends, as a share of the prefill (of the cell that filled the prefix cache).
+- draft step: the time inside the drafter divided by gamma; verification is the rest of the round.
+- selection: the policy's time as a share of the round; for a policy that selects when a prompt ends, as a
+  share of the prefill (of the cell that filled the prefix cache).
 - overhead: the drafter's time outside the model's forward, the sampler and the selection, as a share of
   the round.
 """
@@ -35,7 +35,7 @@ from vllm_magicdec.planner.profile import fill_prefix_cache
 
 @dataclass(frozen=True)
 class Drafting(Decoding):
-    """A turn, and what its drafts took."""
+    """A turn with the times of drafting."""
 
     draft_step_ms: float = 0.0
     drafter_ms: float = 0.0
@@ -59,12 +59,12 @@ class Row:
     verification_ms: float
     selection_share: float  # of a round
     overhead_share: float  # of a round
-    prefill_s: float  # of magicdec, with what the prefix cache held already
-    prefill_selection_share: float  # of that
+    prefill_s: float  # of magicdec, without tokens in the prefix cache
+    prefill_selection_share: float  # of the prefill
 
     @property
     def round_steps(self) -> float:
-        """What a round costs, in plain steps: speculation pays where it accepts more tokens."""
+        """Cost of a round in plain steps; speculation pays if a round yields more tokens."""
         return self.round_ms / self.plain_step_ms
 
 
@@ -72,7 +72,7 @@ class Row:
 
 
 def install_timers(worker: Any) -> None:
-    """Time the drafter, and inside it the target's forward, the sampler and the policy."""
+    """Time the drafter and, inside it, the target's forward, the sampler and the policy."""
     import time
 
     import torch
@@ -94,7 +94,7 @@ def install_timers(worker: Any) -> None:
         return call
 
     class TimedModel:
-        """The target as the drafter calls it; the runner's own calls are not timed."""
+        """Times the drafter's calls of the target, not the runner's."""
 
         __call__ = staticmethod(timed("forward", drafter.model))
 
@@ -113,7 +113,7 @@ def install_timers(worker: Any) -> None:
 
 
 def take_times(worker: Any) -> dict[str, list[float]]:
-    """The times in seconds since the last call."""
+    """Return the times in seconds since the last call."""
     times = worker.model_runner.drafter.magicdec_times
     taken = {name: list(values) for name, values in times.items()}
     for values in times.values():
@@ -125,7 +125,7 @@ def take_times(worker: Any) -> dict[str, list[float]]:
 
 
 def decode_and_time_drafts(llm: Any, prompts: list[list[int]], num_tokens: int, gamma: int) -> Drafting:
-    """`decode` with `gamma` drafts a round, and where the drafter's time goes."""
+    """Decode with `gamma` drafts per round, and split the drafter's time."""
     decoding = decode(llm, prompts, num_tokens, before_clock=lambda: llm.collective_rpc(take_times))
     times = llm.collective_rpc(take_times)[0]
     rounds = len(times["propose"])
@@ -144,7 +144,7 @@ def decode_and_time_drafts(llm: Any, prompts: list[list[int]], num_tokens: int, 
 def measure_cell(
     plain: Any, magicdec: Any, prompts: list[list[int]], args: argparse.Namespace
 ) -> tuple[Row, list[dict[str, Any]]]:
-    """Both engines, alternately, on one cell; the row, and each turn."""
+    """Measure both engines in turns on one cell; return the row and the turns."""
     turn = Turn()
     fill_prefix_cache(turn.of(plain), prompts)
     turn.of(magicdec).collective_rpc(take_times)
@@ -177,7 +177,7 @@ def measure_cell(
 
 
 def table_of(records: Sequence[Mapping[str, Any]]) -> Table:
-    """The cells of one record, or of several that differ in their policies or models."""
+    """Return a table of the cells of one record, or of several policies or models."""
     columns = (
         *("batch", "context", "plain tok/s", "magicdec tok/s", "speedup", "acceptance length"),
         *("plain step ms", "draft step ms", "verification ms", "round", "selection", "overhead"),
@@ -204,7 +204,7 @@ def table_of(records: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def name_of_policy(speculative_config: Mapping[str, Any]) -> str:
-    """With its granularity, where that is not its default."""
+    """Return the policy's name, with the granularity if it is not the default."""
     granularity = speculative_config["draft_kv_granularity"]
     return "-".join(filter(None, (speculative_config["draft_kv_policy"], granularity)))
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of results in README and docs/: what a page quotes is what a committed file says.
+"""Generate the tables of results in README and docs/ from committed JSON files.
 
-A table stands between `<!-- result: PATH ... -->` and `<!-- end -->`, where each PATH is a JSON file in
-results/, or a pattern of several (`*/auto.json`), and all are of one script. `python
-benchmarks/docs_tables.py` writes them anew. A page may show a part of a table:
+A table is between `<!-- result: PATH ... -->` and `<!-- end -->`, where each PATH is a JSON file in
+results/, or a pattern of several (`*/auto.json`), all of one script. `python benchmarks/docs_tables.py`
+writes the tables again. A page may show a part of a table:
 
     <!-- result: PATH ...; columns: NAME | NAME; rows: NAME = VALUE | VALUE; rows: ... -->
 
@@ -55,14 +55,18 @@ _TABLE_OF = {
 
 @dataclass(frozen=True)
 class Source:
-    """The records that a table's first comment names, and the part of their table that is shown."""
+    """The records that a table's comment names, and the part of the table to show."""
 
     paths: list[str]  # within results/; patterns
     columns: list[str]  # names or patterns of them; empty: all
     rows: dict[str, list[str]]  # the values that a column may have
 
     def records(self) -> list[dict[str, Any]]:
-        """The records by path. Raises FileNotFoundError where a pattern has none."""
+        """Load the records by path.
+
+        Raises:
+            FileNotFoundError: no file matches a pattern.
+        """
         found = []
         for path in self.paths:
             files = sorted(RESULTS.glob(path))
@@ -73,7 +77,11 @@ class Source:
 
     @classmethod
     def parse(cls, text: str) -> "Source":
-        """Raises ValueError for a clause that is neither `columns` nor `rows`."""
+        """Parse a comment.
+
+        Raises:
+            ValueError: a clause is neither `columns` nor `rows`.
+        """
         paths, *clauses = text.split("; ")
         columns: list[str] = []
         rows = {}
@@ -99,7 +107,7 @@ def table_of(source: Source) -> str:
 
 
 def select(table: Table, source: Source) -> Table:
-    """The rows and columns of a table that a page shows.
+    """Return the part of a table that a page shows.
 
     Raises:
         ValueError: the table has no such column, or no such row.
@@ -125,7 +133,7 @@ def select(table: Table, source: Source) -> Table:
 
 
 def join(tables: Sequence[tuple[str, Table]]) -> Table:
-    """Tables of the same columns, one below the other, each row with its table's machine."""
+    """Concatenate tables with the same columns, and add a column with each table's machine."""
     joined = make_table("", [], names=["machine"])
     for column in tables[0][1].columns:
         joined.add_column(column.header, justify=column.justify)
@@ -136,7 +144,7 @@ def join(tables: Sequence[tuple[str, Table]]) -> Table:
 
 
 def filled(text: str) -> str:
-    """A page with the tables of its results."""
+    """Return a page with its tables filled."""
 
     def fill(found: re.Match[str]) -> str:
         return f"{found['begin']}{table_of(Source.parse(found['source']))}\n{found['end']}"
@@ -145,7 +153,7 @@ def filled(text: str) -> str:
 
 
 def fill_tables(pages: Iterable[Path] = PAGES) -> list[Path]:
-    """Write the tables of the pages anew; returns those that have changed."""
+    """Write the tables of the pages again; return the changed pages."""
     changed = []
     for page in pages:
         text = page.read_text()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks a machine before a GPU hour is spent: `make bench-gpu` begins with it, or see --help.
+"""Check a machine before a GPU benchmark: `make bench-gpu` begins with it, or see --help.
 
-One line per check. Each missing thing is named in a sentence that says what to type, and the exit status
-is then 1. OUT gets the same as JSON.
+It prints a line per check. If something is missing, the line says what to type, and the exit status is 1.
+OUT gets the same as JSON.
 """
 
 import argparse
@@ -30,7 +30,7 @@ GIB = 2**30
 
 
 class MissingError(Exception):
-    """What is missing, and what to type: one sentence."""
+    """A missing requirement: one sentence that says what to type."""
 
 
 def driver(args: argparse.Namespace) -> str:
@@ -73,7 +73,7 @@ def memory(args: argparse.Namespace) -> str:
 
 
 def vllm(args: argparse.Namespace) -> str:
-    from vllm_magicdec.vllm_api.hooks import TESTED_VLLM_VERSIONS
+    from vllm_magicdec import TESTED_VLLM_VERSIONS
 
     installed = version("vllm")
     if Version(installed).public not in TESTED_VLLM_VERSIONS:
@@ -87,7 +87,7 @@ def vllm(args: argparse.Namespace) -> str:
 
 
 def plugin(args: argparse.Namespace) -> str:
-    """Found by vLLM, and its hooks fit."""
+    """Check that vLLM finds the plugin and that its hooks fit."""
     from vllm_magicdec.errors import MagicDecConfigError
     from vllm_magicdec.plugin import register
 
@@ -113,7 +113,7 @@ def ninja(args: argparse.Namespace) -> str:
 
 
 def flashinfer(args: argparse.Namespace) -> str:
-    """vLLM uses it, and the kernels of draft attention compile and run."""
+    """Check that vLLM uses FlashInfer and that the kernels of draft attention compile and run."""
     if importlib.util.find_spec("flashinfer") is None:
         raise MissingError(f"FlashInfer is not installed; type {BIN}/pip install {FLASHINFER}")
     if not torch.cuda.is_available():
@@ -149,7 +149,7 @@ def disk(args: argparse.Namespace) -> str:
 
 
 def model(args: argparse.Namespace) -> str:
-    """Configuration and weights: engines of benchmarks download nothing."""
+    """Check configuration and weights, because the benchmarks' engines download nothing."""
     from huggingface_hub import snapshot_download
 
     folder = Path(args.model)

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of a speedup on a CPU is the attention kernel's, and how much is speculation's.
+"""Split a speedup on a CPU into the parts of the attention kernel and of speculation.
 
-Three engines are alive at the same time: vLLM as it is, and two of magicdec-self, one of which has the
-plugin's attention kernel and the other vLLM's. On every cell (batch x context) four contenders take turns:
+Three engines run at the same time: plain vLLM, and magicdec-self with the plugin's attention kernel and
+with vLLM's. On every cell (batch x context) four contenders take turns:
 
-- plain: vLLM as it is;
-- kernel: the engine with the kernel, its controller pinned to no drafts, so that it decodes plainly;
+- plain: vLLM without the plugin;
+- kernel: the engine with the kernel, its controller pinned to no drafts;
 - speculation: the engine with vLLM's attention, pinned to `--gamma` drafts;
-- both: the engine with the kernel, pinned to as many.
+- both: the engine with the kernel, pinned to `--gamma` drafts.
 
-Clock and tokens as in decode.py. Factors are medians of the turns' ratios.
+Timing is that of decode.py. Factors are medians of the turns' ratios.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from rich.table import Table
 from vllm_magicdec.adaptive.controller import Choice
 from vllm_magicdec.planner.profile import fill_prefix_cache
 
-# Each is the speed of the first contender over that of the second.
+# Speed of the first contender over that of the second.
 FACTORS = {
     "kernel alone": ("kernel", "plain"),
     "speculation alone": ("speculation", "plain"),
@@ -44,11 +44,11 @@ FACTORS = {
 def measure_cell(
     plain: Any, with_kernel: Any, without: Any, prompts: list[list[int]], args: argparse.Namespace
 ) -> dict[str, Any]:
-    """All contenders in turns on one cell."""
+    """Measure all contenders in turns on one cell."""
     for llm in (plain, with_kernel, without):
         fill_prefix_cache(llm, prompts)
     turn = Turn()
-    for llm in (with_kernel, without):  # its controller must know what steps cost before it is pinned
+    for llm in (with_kernel, without):  # the controller must know step times before it is pinned
         decode(turn.of(llm), prompts, MIN_TOKENS)
 
     def run_pinned(llm: Any, gamma: int) -> Decoding:
@@ -79,7 +79,7 @@ def measure_cell(
 
 
 def table_of(record: Mapping[str, Any]) -> Table:
-    """A record's cells."""
+    """Return a table of a record's cells."""
     title = f"{record['engine']['model']}, {record['engine']['dtype']}, gamma {record['gamma']}"
     contenders = ("plain", "kernel", "speculation", "both")
     speeds = [f"{name} tok/s" for name in contenders]
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace, model: str) -> None:
         "draft_kv_policy": args.policy,
         "draft_kv_budget": args.budget,
     }
-    # As served: the model computes in a process of its own, on the threads that vLLM gives it there.
+    # As in a server, a worker process computes on the threads that vLLM assigns to it.
     settings = engine_settings(
         model,
         args.dtype,
@@ -148,7 +148,7 @@ def main() -> None:
     add_documents(parser)
     add_out(parser)
     args = parser.parse_args()
-    # The controllers must be within reach: the schedulers run in this process.
+    # The schedulers run in this process, so that their controllers are accessible.
     set_environment(kv_cache_gib=3, VLLM_ENABLE_V1_MULTIPROCESSING="0")
     with model_folder(args.model) as model:
         run(args, model)

@@ -1,23 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A copy of the shipped model whose KV cache weighs as much as a large model's, and that says the same.
+"""Create copies of the shipped model with the same function and a much larger KV cache.
 
-The shipped model keeps 3 KiB of K/V per token (bfloat16); a long context of it is quickly read. The copy
-computes the same function with eight KV heads, as multi-head attention, and eight layers: 16 KiB per token,
-against 5 million weights. So acceptance lengths stay those of a trained model, and a decode step takes
-little longer than reading the KV cache, as at the long contexts and large batches magicdec is for.
+The shipped model has 3 KiB of K/V per token (bfloat16). The copy computes the same function with eight KV
+heads, as multi-head attention, and eight layers: 16 KiB per token with 5 million weights. So acceptance
+lengths are those of a trained model, while reading the KV cache takes most of a decode step, as with long
+contexts and large batches of large models.
 
-- Every query head gets a KV head of its own, a copy of its group's.
-- Every head is there twice, each with half of the output weight (exact in bfloat16).
-- Layers are added, up to eight, whose output projections are zero: they read their KV cache and add
-  nothing.
+- Every query head gets its own KV head, a copy of its group's.
+- Every head exists twice, each with half of the output weight (exact in bfloat16).
+- Up to eight layers are added with zero output projections: they read their KV cache and add nothing.
 
-`kv-heavy-grouped` has the heads of Llama-3.1-8B instead, 32 over 8 KV heads, of 128: KV heads are there
-four times, their query heads eight times, every second of a head's dimensions is zero, and queries are
-larger by the root of 2, which bfloat16 rounds. 32 KiB per token.
+`kv-heavy-grouped` has the heads of Llama-3.1-8B instead, 32 query heads over 8 KV heads of size 128: KV
+heads exist four times and their query heads eight times, every second dimension of a head is zero, and
+queries are scaled by the root of 2, which bfloat16 rounds. It has 32 KiB per token.
 
-Of the hybrid sibling (tiny-hybrid), half of whose four layers have a window, there are copies with 2, 4 and
-6 layers of eight that see the whole context, by the kind of the added ones: the same function at another
-cost.
+The hybrid model (tiny-hybrid), half of whose four layers have a window, has copies with 2, 4 and 6 of eight
+layers that see the whole context, by the type of the added layers.
 """
 
 import tempfile
@@ -39,20 +37,16 @@ NUM_LAYERS = 8
 
 @dataclass(frozen=True)
 class Heads:
-    """Those of a copy, by the model's that they are copies of."""
+    """The heads of a copy, as indices of the original's heads."""
 
     queries: Sequence[int]
-    """Of each query head."""
     kv: Sequence[int]
-    """Of each KV head."""
-    widening: int = 1
-    """Dimensions for one of the model's: a power of 2."""
+    widening: int = 1  # dimensions per original dimension, a power of 2
 
     def take(self, weight: torch.Tensor, heads: Sequence[int], size: int) -> torch.Tensor:
-        """[model's heads * size, hidden] -> [len(heads) * size * widening, hidden].
+        """Convert [original heads * size, hidden] to [len(heads) * size * widening, hidden].
 
-        New dimensions stand behind each old one: in a head so much larger the old ones have the rotary
-        frequencies that they had.
+        New dimensions follow each original one, which then keeps its rotary frequency in the larger head.
         """
         rows = weight.view(-1, size, weight.shape[-1])[list(heads)]
         wide = rows.new_zeros(*rows.shape[:2], self.widening, rows.shape[2])
@@ -61,13 +55,13 @@ class Heads:
 
 
 def multi_head(num_queries: int, num_kv: int) -> Heads:
-    """Every query head twice, with a KV head of its own."""
+    """Return every query head twice, with its own KV head."""
     queries = [*range(num_queries)] * 2
     return Heads(queries, [head * num_kv // num_queries for head in queries])
 
 
 def grouped(num_queries: int, num_kv: int) -> Heads:
-    """Every KV head four times, with its query heads twice; heads of twice the size."""
+    """Return every KV head four times, with its query heads twice, in heads of twice the size."""
     kv, group = [*range(num_kv)] * 4, num_queries // num_kv
     return Heads([head * group + i for head in kv for i in range(group) for _ in range(2)], kv, widening=2)
 
@@ -81,17 +75,19 @@ def write_kv_heavy(
     """Write the copy of the model in `source` to `target`, with its tokenizer.
 
     Args:
-        num_full: layers of the copy that see the whole context; a Llama's all do.
-        make_heads: of the copy, from the numbers of query and KV heads of the model.
+        source: folder of the original.
+        target: folder to write.
+        num_full: layers of the copy that see the whole context; all in a Llama.
+        make_heads: returns the copy's heads for the original's numbers of query and KV heads.
     """
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
     config = model.config
-    kinds = list(getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers)
-    added = NUM_LAYERS - len(kinds)
-    num_added_full = num_full - kinds.count("full_attention")
+    types = list(getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers)
+    added = NUM_LAYERS - len(types)
+    num_added_full = num_full - types.count("full_attention")
     if not 0 <= num_added_full <= added:
         raise ValueError(f"no copy of {source} has {num_full} layers of {NUM_LAYERS} that see everything")
-    kinds += ["full_attention"] * num_added_full + ["sliding_attention"] * (added - num_added_full)
+    types += ["full_attention"] * num_added_full + ["sliding_attention"] * (added - num_added_full)
     size = config.head_dim
     heads = make_heads(config.num_attention_heads, config.num_key_value_heads)
     wide = type(model)(
@@ -99,7 +95,7 @@ def write_kv_heavy(
             **{
                 **config.to_dict(),
                 "num_hidden_layers": NUM_LAYERS,
-                "layer_types": kinds,
+                "layer_types": types,
                 "num_attention_heads": len(heads.queries),
                 "num_key_value_heads": len(heads.kv),
                 "head_dim": size * heads.widening,
@@ -117,7 +113,7 @@ def write_kv_heavy(
                 layer.mlp.down_proj.weight.zero_()
                 continue
             old, new = model.model.layers[index].self_attn, layer.self_attn
-            # Softmax divides by the root of a head's size.
+            # Compensates the larger head size in the scale of attention.
             queries = old.q_proj.weight.float() * heads.widening**0.5
             new.q_proj.weight.copy_(heads.take(queries, heads.queries, size))
             new.k_proj.weight.copy_(heads.take(old.k_proj.weight, heads.kv, size))
@@ -126,14 +122,14 @@ def write_kv_heavy(
             new.o_proj.weight.copy_(of_heads * config.num_attention_heads / len(heads.queries))
     wide.save_pretrained(target)
     written = target / "config.json"
-    # vLLM has no class by Ministral's name; its Llama knows layers with a window.
+    # vLLM has no Ministral class, but its Llama supports layers with a window.
     written.write_text(written.read_text().replace("MinistralForCausalLM", "LlamaForCausalLM"))
     AutoTokenizer.from_pretrained(source).save_pretrained(target)
 
 
 @contextmanager
 def model_folder(name: str) -> Iterator[str]:
-    """What vLLM is to load for `--model`: a folder with the copy of that name, else the name itself."""
+    """Yield the model that vLLM loads for `--model`: a temporary copy of that name, or the name itself."""
     if name not in (KV_HEAVY, KV_HEAVY_GROUPED) and name not in KV_HEAVY_HYBRIDS:
         yield name
         return

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lookups bring: engines with and without them, side by side, cell by cell. See --help.
+"""Gain of lookups: engines with and without them, cell by cell. See --help.
 
-All engines are alive at the same time and take turns on every cell (documents x batch x context); a cell's
-first turn only warms them up, because `auto` learns its times in it. Medians over the other turns, and
-ratios of turns of one pass over the contenders.
+All engines run at the same time and take turns on every cell (documents x batch x context); in a cell's
+first turn, which does not count, `auto` learns its times. Results are medians over the other turns, and
+ratios of turns of the same pass over the contenders.
 
 - plain: vLLM without speculation.
-- fixed: `num_speculative_tokens` drafts with lookups; fewer where few more would stand.
-- fixed-off (not among the contenders unless named): as many without lookups, each in a pass of its own.
+- fixed: `num_speculative_tokens` drafts with lookups, without drafts that are unlikely to be accepted.
+- fixed-off (only if named in --contenders): the same number without lookups, one draft pass each.
 - auto-off, auto: `num_speculative_tokens: auto` without lookups and with them.
-- datastore: auto whose lookups look into a datastore, too (--datastore, made by `magicdec index`).
-- A turn is a job: the requests arrive together, and the clock runs until the last of them has all of its
-  tokens: as many for all contenders, and the same text where decoding is greedy.
-- Tokens per round: of a request's step. passes: of the draft per step of the batch that was read, of which
-  fewer and fewer requests are left in the end; "unread": drafts that were looked up alone, of all verified.
+- datastore: auto with lookups also in a datastore (--datastore, built by `magicdec index`).
+- A turn is a job: the requests arrive together, and the clock runs until the last request has all of its
+  tokens. All contenders generate the same number of tokens, and the same text in greedy decoding.
+- Tokens per round are per request and step. "passes": draft passes per step with lookups; "unread": share
+  of the verified drafts that were looked up and not checked by the draft.
 """
 
 import argparse
@@ -37,11 +37,11 @@ from vllm_magicdec.planner.profile import fill_prefix_cache
 
 PLAIN, BEFORE, AUTO, DATASTORE = "plain", "auto-off", "auto", "datastore"
 FIXED_BEFORE, FIXED = "fixed-off", "fixed"
-# vLLM shows metrics of the engine that was started last alone; so what the plugin counts workers are asked.
+# vLLM shows only the latest engine's metrics, so the plugin's counters are read from the workers.
 _COUNTED_BY_WORKERS = {
     "rounds": "lookup_rounds",
     "passes": "lookup_passes",
-    "unread": "lookup_unread_tokens",
+    "unread": "lookup_unchecked_tokens",
 }
 _METRICS = {
     "verified": "vllm:spec_decode_num_draft_tokens",
@@ -51,11 +51,11 @@ _METRICS = {
 
 @dataclass(frozen=True)
 class Counted(Decoding):
-    """A turn, and what was counted in it."""
+    """A turn with its counters."""
 
-    rounds: int  # that were read
+    rounds: int  # with lookups
     passes: int
-    unread: int  # drafts that were looked up alone
+    unread: int  # looked-up drafts that the draft did not check
     verified: int
     accepted: int
 
@@ -69,8 +69,8 @@ class Row:
     context: int
     contender: str
     tokens_per_s: float
-    over_plain: float | None  # median of the turns' ratios; None: plain decoding is no contender
-    over_before: float | None  # the same, over auto without lookups
+    over_plain: float | None  # median of the turns' ratios; None without plain decoding
+    over_before: float | None  # the same over auto without lookups
     tokens_per_round: float
     passes_per_round: float | None  # None: no round was read with lookups
     # Of the drafts that were verified. None: vLLM counts those of the engine that was started last.
@@ -95,14 +95,14 @@ def speculations(
 
 
 def take_totals(worker: Any) -> dict[str, int]:
-    """What a worker has counted of lookups; nothing where there are none."""
+    """Return a worker's counters of lookups, or nothing without lookups."""
     drafter = getattr(worker.model_runner, "drafter", None)
     staged = drafter and drafter._drafter._staged
     return dict(staged._counters.totals) if staged else {}
 
 
 def decode_and_count(llm: Any, prompts: list[list[int]], num_tokens: int, temperature: float) -> Counted:
-    """`decode_job`, with what is counted of it."""
+    """Run `decode_job` with counters."""
 
     def count() -> dict[str, int]:
         (totals,) = llm.collective_rpc(take_totals)
@@ -119,7 +119,7 @@ def decode_and_count(llm: Any, prompts: list[list[int]], num_tokens: int, temper
 
 
 def rows_of(documents: str, prompts: list[list[int]], turns: Mapping[str, list[Counted]]) -> list[Row]:
-    """Of one cell."""
+    """Return the rows of one cell."""
 
     def ratio(name: str, other: str) -> float | None:
         pairs = zip(turns[name], turns.get(other, ()), strict=False)
@@ -151,7 +151,7 @@ def rows_of(documents: str, prompts: list[list[int]], turns: Mapping[str, list[C
 
 
 def table_of(records: Sequence[Mapping[str, Any]]) -> Table:
-    """A row per cell and contender, of one record or of several models."""
+    """Return a table with a row per cell and contender, of one record or of several models."""
     columns = ("tok/s", "over plain", "over auto-off", "tokens per round", "passes", "unread", "verified")
     first = records[0]["engine"]
     names = ["model", "documents", "batch", "context", "contender"]

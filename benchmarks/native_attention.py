@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plugin's own attention on CPUs against vLLM's, one layer's alone, in one process and in turns.
+"""Compare the plugin's CPU attention with vLLM's for one layer, in one process and in turns.
 
-Each cell is one layer's attention of a batch of equal requests, over a KV cache in random pages, in every
-variant that this machine runs. A call is of a layer's `impl.forward`, on both sides: with its Python, but
-without writing the cache, and without what a step does once for all layers. Shares are of the copy's speed
-(bytes read, of what a copy reads and writes), and of the rate of a large matrix product, in bfloat16 (AMX,
-AVX512_BF16) or float32 (others, and AVX512_BF16 with an fp8 cache). A copy and products take their turn in
-every cell, because a shared machine may be half as fast a minute later. Where vLLM packs the cache for AMX,
-the variant for AMX reads it in that layout, and the others read as much in the one for vectors.
+A cell is one layer's attention of a batch of equal requests over a KV cache in random pages, in every
+variant that this machine runs. A call is a layer's `impl.forward` on both sides, including its Python,
+but not the write of the cache or the work that a step does once for all layers. Shares are relative to a
+copy's bandwidth (bytes read and written) and to the rate of a large matrix product in bfloat16 (AMX,
+AVX512_BF16) or float32 (others, and AVX512_BF16 with an fp8 cache). Copy and products take turns in every
+cell, because the speed of a shared machine varies. Where vLLM packs the cache for AMX, the AMX variant
+reads that layout, and the others read the layout for vectors.
 """
 
 import argparse
@@ -51,7 +51,7 @@ FP8_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 def make_cell(
     shape: str, batch: int, context: int, cache_dtype: torch.dtype, *, small_pages: bool = False
 ) -> dict[str, Any]:
-    """A cache in random pages and its block table; the numbers repeat, the pages do not."""
+    """Create a cache in random pages and its block table; the pages have equal content."""
     _, num_kv_heads, head_size = SHAPES[shape]
     pages = -(-context // PAGE)
     cache = torch.zeros(batch * pages, num_kv_heads, PAGE, 2 * head_size, dtype=cache_dtype)
@@ -160,7 +160,7 @@ def contenders_of(
 
 
 def references_of(products: Iterable[str]) -> dict[str, tuple[float, Callable[[], object]]]:
-    """By the name of a rate of `measured_rates`: what it would be if the work took 1 ms, and the work."""
+    """Return for each rate in `measured_rates` its value at 1 ms, and the work that measures it."""
     source = torch.zeros(COPY_BYTES, dtype=torch.uint8)
     target = torch.empty_like(source)
     found: dict[str, tuple[float, Callable[[], object]]] = {
@@ -178,12 +178,11 @@ def measure(
     references: Mapping[str, tuple[float, Callable[[], object]]],
     turns: int,
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Each turn's milliseconds of the contenders, and its rates of the references.
+    """Return each turn's milliseconds of the contenders and rates of the references.
 
-    A contender runs behind another, the first of a turn behind one more run of the last, and a reference
-    behind itself. After a reference the first ones find caches and predictors cold, and those of a large
-    cell not all of the last cache: so all go round at least `LEAST_ROUNDS` times, and for `LEAST_MS`, in a
-    turn, which has the median.
+    A contender runs after another contender, and a reference after itself. Because caches and predictors
+    are cold after a reference, a turn repeats all contenders at least `LEAST_ROUNDS` times and for
+    `LEAST_MS`, and takes the median.
     """
     names = list(contenders)
     ms: dict[str, list[float]] = {name: [] for name in names}
@@ -242,9 +241,9 @@ def measure_shape(shape: str, record: Mapping[str, Any], args: argparse.Namespac
 
 
 def product_of(record: Mapping[str, Any], variant: str) -> str:
-    """The dtype of the matrix product that a variant is compared with: bfloat16, or float32 if it has none.
+    """Return the dtype of the matrix product with which to compare a variant.
 
-    Where a machine has AMX, its product in bfloat16 is AMX's, and nothing that AVX512_BF16 could reach.
+    On a machine with AMX the bfloat16 product is AMX's, which AVX512_BF16 cannot reach.
     """
     has_amx = "amx_bf16" in record["machine"].get("instruction_sets", "")
     settings = record["settings"]
@@ -256,9 +255,9 @@ def product_of(record: Mapping[str, Any], variant: str) -> str:
 
 
 def shares_of(record: Mapping[str, Any], row: Mapping[str, Any], variant: str) -> tuple[float, float]:
-    """Of the copy bandwidth and the matrix product's rate: medians of the turns, each with its own rates.
+    """Return the shares of copy bandwidth and matrix product, medians over the turns.
 
-    Records from before 27 November 2026 have the rates of the run's beginning alone, the best of several.
+    Records from before 27 November 2026 have only the rates at the start of the run.
     """
     product = f"{product_of(record, variant)}_gflops"
     if "turns" not in row:
@@ -273,7 +272,7 @@ def shares_of(record: Mapping[str, Any], row: Mapping[str, Any], variant: str) -
 
 
 def roofs_of(record: Mapping[str, Any]) -> Mapping[str, float]:
-    """Rates by their names in `measured_rates`: of all turns, or of the beginning if they have none."""
+    """Return rates by their names in `measured_rates`, of all turns or of the start of the run."""
     turns: dict[str, list[float]] = {}
     for row in record["rows"]:
         for name, rates in row.get("turns", {}).get("rates", {}).items():
@@ -282,7 +281,7 @@ def roofs_of(record: Mapping[str, Any]) -> Mapping[str, float]:
 
 
 def table_of(record: Mapping[str, Any]) -> Table:
-    """A line for each cell and variant."""
+    """Return a table with a row per cell and variant."""
     times = ("vLLM ms", "variant", "ms", "faster", "of q = 1", "of copy", "of matmul")
     columns = ("heads", "batch x context", "q", *times)
     settings = record["settings"]
@@ -311,9 +310,9 @@ def table_of(record: Mapping[str, Any]) -> Table:
 
 
 def page_table_of(record: Mapping[str, Any]) -> Table:
-    """A line for each cell that is larger than the caches, in ms; shares are of the best variant.
+    """Return a table in ms of cells larger than the caches, with shares of the best variant.
 
-    Where that reads the layout for AMX, the others do not, and have no column.
+    If the best variant reads the AMX layout, the others have no column.
     """
     rows = record["rows"]
     names = [name for name in rows[0]["ms"] if name != "vllm"]
@@ -401,11 +400,11 @@ def main() -> None:
     current_platform.import_kernels()
     torch.set_num_threads(args.threads)
     record = make_record("native_attention", settings=settings_of(args), timed=TIMED)
-    # What the threads reach together that compute here, which need not be those of vLLM's worker.
+    # Rates with this process's threads, whose number may differ from vLLM's worker.
     record["machine"] |= {"worker_threads": args.threads, **measured_rates()}
     is_faster = native_layers.is_faster
 
-    # What is left to vLLM's kernel was decided by these times, so they are taken there, too.
+    # These times decide which calls use vLLM's kernel, so measure ours for all calls.
     def never_left_to_vllm(*work: Any, is_fp8: bool) -> bool:
         is_faster(*work, is_fp8=is_fp8)
         return True

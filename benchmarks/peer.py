@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cells of Vegas, the strongest published sparse self-speculation: `make bench-gpu`, or see --help.
+"""Measure the cells of Vegas, the strongest published sparse self-speculation: `make bench-gpu`.
 
 Vegas (arXiv 2602.07223) serves Qwen3-8B to 128 requests of about 10,000 and 100,000 tokens, with six drafts
-a round over 5 to 7 % of the context, at least 256 tokens. Here prompts are excerpts of real text,
-acceptance is the model's own, and engines run one after the other, each with the whole device. The first
-has the policy that needs the most memory: as many requests as its KV cache holds are the batch of all
-engines. The clock runs while all requests decode.
+per round over 5 to 7 % of the context, at least 256 tokens. Here prompts are excerpts of real text, and the
+engines run one after the other with the whole device. The first engine's policy needs the most memory, so
+the number of requests that fit its KV cache is the batch of all engines. The clock runs while all requests
+decode.
 
-The floor of a plain step is the time in which the weights and the KV cache would be copied from HBM, at the
-bandwidth that is measured before the first engine starts.
+The floor of a plain step is the time to read the weights and the KV cache at the bandwidth that is measured
+before the first engine starts.
 """
 
 import argparse
@@ -37,7 +37,7 @@ VEGAS = {
     10_000: {"gpus": "1 x H100", PLAIN: 940, "streamingllm": 1576, "verify-topk": 1893},
     100_000: {"gpus": "2 x H100", PLAIN: 98, "streamingllm": 208, "verify-topk": 268},
 }
-# Qwen3 beyond the 32,768 tokens that it was trained on, as its model card has it.
+# Qwen3 beyond its 32,768 training tokens, according to its model card.
 TRAINED_LEN = 32_768
 YARN = {
     "max_position_embeddings": 4 * TRAINED_LEN,
@@ -51,7 +51,7 @@ YARN = {
 
 
 def settings_for(args: argparse.Namespace, context: int) -> dict[str, Any]:
-    """Arguments of `LLM`: on a GPU with vLLM's own page size and CUDA graphs."""
+    """Return arguments of `LLM`, on a GPU with vLLM's default page size and CUDA graphs."""
     model_len, on_gpu = context + args.tokens + GAMMA + 1, torch.cuda.is_available()
     return engine_settings(
         args.model,
@@ -65,7 +65,7 @@ def settings_for(args: argparse.Namespace, context: int) -> dict[str, Any]:
 
 
 def speculation(policy: str, share: float) -> dict[str, Any] | None:
-    """The speculative configuration; `share` of the context is the budget."""
+    """Return the speculative configuration with a budget of `share` of the context."""
     if policy == PLAIN:
         return None
     return {
@@ -77,14 +77,14 @@ def speculation(policy: str, share: float) -> dict[str, Any] | None:
 
 
 def requests_that_fit(llm: Any, num_tokens: int) -> int:
-    """Requests of so many tokens that the KV cache holds at once."""
+    """Return the number of requests of `num_tokens` that fit the KV cache."""
     cache = llm.llm_engine.vllm_config.cache_config
-    usable_pages = cache.num_gpu_blocks - 1  # vLLM keeps one for itself
+    usable_pages = cache.num_gpu_blocks - 1  # vLLM reserves one
     return usable_pages // -(-num_tokens // cache.block_size)
 
 
 def floor_ms(shape: ModelShape, batch: int, context: int, bytes_per_s: float) -> float:
-    """Time in which a plain step's weights and KV cache are copied."""
+    """Return the time to read a plain step's weights and KV cache."""
     weights = shape.parameters_read(batch) * shape.weight_bytes
     return 1e3 * (weights + batch * context * shape.kv_bytes_per_token) / bytes_per_s
 
@@ -92,7 +92,7 @@ def floor_ms(shape: ModelShape, batch: int, context: int, bytes_per_s: float) ->
 def measure(
     args: argparse.Namespace, context: int, policy: str, batch: int, bytes_per_s: float
 ) -> dict[str, Any] | None:
-    """One engine on at most `batch` requests; None if the KV cache does not hold a single one."""
+    """Measure one engine on at most `batch` requests; return None if the KV cache holds none."""
     settings = settings_for(args, context)
     with engine(settings, speculation(policy, args.budget_share)) as llm:
         batch = min(batch, requests_that_fit(llm, settings["max_model_len"]))
@@ -108,7 +108,7 @@ def measure(
 
 
 def table_of(record: dict[str, Any]) -> Table:
-    """Every cell beside the poster's."""
+    """Return a table of all cells with the poster's values."""
     columns = ("batch", "tok/s", "speedup", "Vegas", "tokens per round", "step ms", "plain floor ms")
     title = f"{record['settings']['model']}, gamma {GAMMA}; Vegas: {SOURCE}"
     table = make_table(title, columns, ["context", "policy"])

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measured T_T, T_D and T_V of decode.py beside the roofline's.
+"""Compare measured T_T, T_D and T_V of decode.py with the roofline.
 
-Each result is compared with the roofline of the device it was measured on: of a GPU by its data sheet, of a
-CPU as measured now, and so only on the machine that the result is of.
+The roofline of a GPU comes from its data sheet. That of a CPU is measured now, so it must be the machine of
+the result.
 """
 
 import itertools
@@ -40,11 +40,11 @@ class Comparison:
 
 
 def compare(record: Mapping[str, Any], deployments: Mapping[str, Deployment]) -> list[Comparison]:
-    """Every time that a result of decode.py has, beside the roofline's.
+    """Compare all times in a result of decode.py with the roofline.
 
     Args:
         record: the JSON file.
-        deployments: its model on its device, by the name of the costs.
+        deployments: the model on its device, by the name of the costs.
     """
     gamma = record["speculative_config"]["num_speculative_tokens"]
     share_or_tokens = record["speculative_config"]["draft_kv_budget"]
@@ -66,39 +66,42 @@ def compare(record: Mapping[str, Any], deployments: Mapping[str, Deployment]) ->
 
 
 def this_deployment(shape: ModelShape, gpu: str) -> Deployment:
-    """The shape on this machine: by its data sheet if `gpu` names a known device, else measured."""
+    """Return the deployment on this machine, by data sheet if `gpu` is known, otherwise measured."""
     words = gpu.replace("-", " ").split()
-    # A PCIe board of the same name is another device.
+    # A PCIe board of the same name is a different device.
     known = [device for name, device in HARDWARE.items() if name in words and "PCIe" not in words]
     if known:
         return Deployment(shape, known[0])
-    costs = replace(Costs(), memory_efficiency=1.0, compute_efficiency=1.0)  # measured rates are reached
+    costs = replace(Costs(), memory_efficiency=1.0, compute_efficiency=1.0)  # measured rates are achieved
     return Deployment(shape, measure_this_machine(), costs=costs)
 
 
 def differs(measured: float, predicted: float) -> bool:
-    """Whether the roofline is off by more than `MAX_DIFFERENCE`."""
+    """Return whether the roofline is off by more than `MAX_DIFFERENCE`."""
     return abs(measured / predicted - 1) > MAX_DIFFERENCE
 
 
 def deployment_of(
     shape: ModelShape, machine: Mapping[str, Any], here: Mapping[str, Any], known: dict[str, Deployment]
 ) -> Deployment:
-    """The model on the device that a result was measured on.
+    """Return the model's deployment on the device of a result.
 
     Args:
-        known: by the name of the GPU, or "" for this CPU; grows, so that each is measured once.
+        shape: the model's shape.
+        machine: the result's machine.
+        here: this machine.
+        known: cache of deployments by the name of the GPU, or "" for this CPU.
 
     Raises:
-        SystemExit: that is another machine, and there is no data sheet of it.
+        SystemExit: the device is another machine without a data sheet.
     """
     gpu = machine.get("gpu", "")
     if gpu not in known:
         known[gpu] = this_deployment(shape, gpu)
     if known[gpu].hardware.source == "measured here" and not same_machine(machine, here):
         raise SystemExit(
-            f"the result is of {device_of(machine)}, this is {device_of(here)}; "
-            "there is no data sheet of the former, so compare where it was measured"
+            f"the result is of {device_of(machine)}, for which there is no data sheet, and this is "
+            f"{device_of(here)}; compare it on the machine of the result"
         )
     return replace(known[gpu], shape=shape)
 
@@ -119,7 +122,7 @@ def comparison_table(name: str, comparisons: Sequence[Comparison]) -> Table:
 
 
 def table_of(record: Mapping[str, Any]) -> Table:
-    """A record's comparisons, all results in one table; in brackets, measured over predicted."""
+    """Return a table of all comparisons in a record, with measured over predicted in brackets."""
     comparisons = record["comparisons"]
     columns = ("batch", "context", "time", "measured ms", *comparisons[0]["costs"])
     table = make_table("measured times beside the roofline's", columns, names=["result"])
@@ -132,14 +135,14 @@ def table_of(record: Mapping[str, Any]) -> Table:
 
 
 def shape_of(model: str, dtype: str) -> ModelShape:
-    """The shape of what decode.py calls `model`, with weights and K/V of `dtype`."""
+    """Return the shape of a model of decode.py with weights and K/V of `dtype`."""
     with model_folder(str(TINY_LLAMA) if model == TINY_LLAMA.name else model) as folder:
         shape = find_model(folder)
     return replace(shape, name=model, weight_bytes=ITEM_BYTES[dtype], kv_bytes=ITEM_BYTES[dtype])
 
 
 def compare_all(files: Iterable[Path], here: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """`compare` for every result."""
+    """Compare all results with the roofline."""
     compared = []
     known: dict[str, Deployment] = {}
     for file in files:

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Acceptance length of a trained draft beside others, in plain torch: `python benchmarks/spire.py --help`.
+"""Compare the acceptance length of a trained draft with others: `python benchmarks/spire.py --help`.
 
-Four drafts for the shipped model, `--gamma` tokens each: a small model that was trained apart, over its
-full cache and over sinks and a window; the target itself over sinks and a window; and SPIRe. Texts are
-held-out modules of the standard library, the documents of a folder, and recall questions
-(examples/tiny-llama/recall.py). The target goes on with each text, greedily and at temperature 1, and
-rounds start at every few of its tokens:
+The four drafts for the shipped model are a small, separately trained model over its full cache and over
+sinks and a window; the target itself over sinks and a window; and SPIRe. Each drafts `--gamma` tokens.
+Texts are held-out modules of the standard library, the documents of a folder, and recall questions
+(examples/tiny-llama/recall.py). The target continues each text greedily and at temperature 1, and rounds
+start every few of its tokens:
 
-- greedy: drafts are the most likely tokens; as many count as the target would have chosen too;
-- temperature 1: drafts are drawn from q, and what is taken is the *expected* acceptance of the drawn path,
-  whose last factor is summed over the vocabulary: the sum over j of sum(min(p_j, q_j)) times the product
+- greedy: drafts are the most likely tokens, accepted while the target would choose the same;
+- temperature 1: drafts are sampled from q, and the *expected* acceptance of the sampled path is computed,
+  with the last factor summed over the vocabulary: the sum over j of sum(min(p_j, q_j)) times the product
   over i < j of min(1, p_i / q_i).
 
-The acceptance length is one more. So nothing is left to chance but the texts and the paths.
-`benchmarks/tiny-spire/ablations.sh` trains SPIRe's ablations and measures them by this.
+The acceptance length is one more. Only the texts and the paths are random.
+`benchmarks/tiny-spire/ablations.sh` trains SPIRe's ablations and measures them with this script.
 """
 
 import argparse
@@ -48,13 +48,17 @@ CONTEXTS = (256, 1000, 4000, 7000)
 
 
 class Draft(Protocol):
-    """What drafts after a prefix of a text whose tokens are all known."""
+    """A draft that continues prefixes of a text whose tokens are all known."""
 
     def read(self, text: "Text") -> None:
-        """Take in all of a text."""
+        """Read the whole text."""
 
     def start(self, num_verified: int) -> Callable[[int], Tensor]:
-        """A round after so many tokens, ever more: of a token, logits of the next `[vocab_size]`."""
+        """Start a round after `num_verified` tokens, which increase from call to call.
+
+        Returns:
+            A function from a token to the logits of the next, `[vocab_size]`.
+        """
 
 
 class LlamaDraft:
@@ -75,7 +79,7 @@ class LlamaDraft:
         drafted: list[int] = []
 
         def step(token: int) -> Tensor:
-            # The window moves with every draft; drafted tokens are always in it.
+            # The window moves with every draft and always contains the drafted tokens.
             at = num_verified + len(drafted)
             if self._sinks is None:
                 seen = torch.arange(num_verified)
@@ -117,16 +121,16 @@ class TrainedDraft:
 
 @dataclass(frozen=True)
 class Text:
-    """What the target wrote after a context."""
+    """A context and the target's continuation."""
 
     tokens: Tensor  # [context + written]
     context: int
-    cache: Any  # the target's, of all tokens
+    cache: Any  # the target's cache of all tokens
     activations: Tensor  # [context + written, layers, hidden_size]
 
 
 def write_texts(target: Target, prompt: list[int], count: int, layers: tuple[int, ...]) -> list[Text]:
-    """Let the target go on with a prompt: greedily, and at temperature 1."""
+    """Continue a prompt with the target, greedily and at temperature 1."""
     read = DynamicCache(config=target.config)
     read_activations, read_logits = target.run(torch.tensor([prompt]), layers, read)
     texts = []
@@ -146,7 +150,7 @@ def write_texts(target: Target, prompt: list[int], count: int, layers: tuple[int
 
 
 def greedy_accepted(step: Callable[[int], Tensor], text: Text, start: int, gamma: int) -> int:
-    """Drafts of a round that are what the target wrote."""
+    """Return the number of a round's drafts that equal the target's tokens."""
     for count in range(gamma):
         at = start + count
         if int(step(int(text.tokens[at])).argmax()) != int(text.tokens[at + 1]):
@@ -157,7 +161,7 @@ def greedy_accepted(step: Callable[[int], Tensor], text: Text, start: int, gamma
 def expected_accepted(
     target: Target, step: Callable[[int], Tensor], text: Text, start: int, gamma: int
 ) -> float:
-    """Of one drawn path; see the module."""
+    """Return the expected acceptance of one sampled path."""
     token = int(text.tokens[start])
     path, qs = [token], []
     for _ in range(gamma):
@@ -169,14 +173,14 @@ def expected_accepted(
         cache.update(layer.keys[:, :, :start], layer.values[:, :, :start], index)
     ps = target.model(torch.tensor([path[:-1]]), past_key_values=cache).logits[0].float().softmax(-1)
     expected, reached = 0.0, 1.0
-    for p, q, drawn in zip(ps, qs, path[1:], strict=True):
+    for p, q, sampled in zip(ps, qs, path[1:], strict=True):
         expected += reached * float(torch.minimum(p, q).sum())
-        reached *= min(1.0, float(p[drawn] / q[drawn]))
+        reached *= min(1.0, float(p[sampled] / q[sampled]))
     return expected
 
 
 def prompts_of(workload: str, context: int, args: argparse.Namespace, tokenizer: Any) -> list[list[int]]:
-    """Token ids, the first begins a prompt."""
+    """Return prompts as token ids, with the token that begins a prompt."""
     begin = [tokenizer.bos_token_id]
     rng = random.Random(args.seed)
     if workload == "recall":
@@ -208,12 +212,12 @@ def measure(
     drafts: dict[str, Draft],
     layers: Any,
 ) -> list[dict[str, Any]]:
-    """Results of one workload at one context, an entry per draft."""
+    """Measure one workload at one context; return an entry per draft."""
     tokenizer = AutoTokenizer.from_pretrained(TINY_LLAMA)
     lengths: dict[str, dict[str, list[float]]] = {
         name: {"greedy": [], "temperature 1": []} for name in drafts
     }
-    # A recall question is answered in five tokens: rounds at its own start count, one per token.
+    # The answer to a recall question has five tokens, so a round starts at each.
     written, stride = (5, 1) if workload == "recall" else (args.tokens, args.stride)
     for prompt in prompts_of(workload, context, args, tokenizer):
         texts = write_texts(target, prompt, written + args.gamma + 1, layers)
@@ -252,7 +256,7 @@ def _shown(result: Mapping[str, Any]) -> str:
 
 
 def table_of(record: Mapping[str, Any]) -> Table:
-    """A row per workload and draft, a column per context; greedy, and at temperature 1."""
+    """Return a table with a row per workload and draft and a column per context."""
     rows: dict[tuple[str, str], list[str]] = {}
     for result in record["results"]:
         rows.setdefault((result["workload"], result["draft"]), []).append(_shown(result))

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""magicdec-self and everything else vLLM offers, as servers, side by side: `make bench`, or see --help.
+"""Compare servers of magicdec-self and of vLLM's other methods: `make bench`, or see --help.
 
-Every method is a `vllm serve` of its own and gets the same greedy requests from `vllm bench serve`: all
-cells of context x requests in flight, each several times, then request rates at the longest context, as
-fractions of the rate that plain decoding could just serve. Plain decoding is served first and, as
-`plain-again`, last: what lies between those two is the machine's noise. With --in-turns all servers are
-there at once and take turns from run to run, so that a machine that is slower for some minutes is so for
-all of them. Prompts are real text, answers have a fixed length.
+Every method has its own `vllm serve` and gets the same greedy requests from `vllm bench serve`: all cells
+of context x requests in flight, each several times, then request rates at the longest context, as
+fractions of the highest rate that plain decoding serves. Plain decoding is served first and, as
+`plain-again`, last: their difference is the machine's noise. With --in-turns all servers run at once and
+take turns from run to run, so that a temporarily slow machine affects all of them. Prompts are real text,
+answers have a fixed length.
 
-OUT gets vLLM's own JSON, a folder per run; suite.json with the runs of median throughput, machine, versions
+OUT gets vLLM's JSON in a folder per run; suite.json with the runs of median throughput, machine, versions
 and settings; and three plots.
 """
 
@@ -69,7 +69,7 @@ METHODS = (
     "magicdec-spire-auto",
     AGAIN,
 )
-# vLLM's own, on a CPU with the plugin's attention kernel; only where they are asked for.
+# vLLM's methods with the plugin's CPU attention kernel; not by default.
 NATIVE = "-native"
 NATIVE_METHODS = tuple(f"{method}{NATIVE}" for method in (PLAIN, "ngram", "suffix", "draft_model"))
 WARM_UP_TOKENS = 8  # per request, generated before the first clock starts
@@ -86,7 +86,7 @@ QUICK = {
 
 @dataclass(frozen=True)
 class Load:
-    """What one run of `vllm bench serve` asks for: so many requests in flight, or so many per second."""
+    """The load of one run of `vllm bench serve`: requests in flight, or requests per second."""
 
     context: int  # tokens of prompt
     concurrency: int | None = None  # requests in flight
@@ -99,7 +99,7 @@ class Load:
 
     @property
     def options(self) -> list[str]:
-        """Of `vllm bench serve`."""
+        """Options of `vllm bench serve`."""
         if self.rate is None:
             return ["--max-concurrency", str(self.concurrency)]
         return ["--request-rate", f"{self.rate:g}"]
@@ -111,13 +111,13 @@ class Load:
 def speculations(
     drafts: int, budget: float, draft_model: str | None, spire: str | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Every method's speculative configuration; plain decoding has none.
+    """Return every method's speculative configuration; plain decoding has none.
 
     Args:
-        drafts: of a round, where their number is fixed.
-        budget: `draft_kv_budget`, but for the trained draft, which knows its own.
-        draft_model: a small model's folder or name.
-        spire: the folder of a draft that 'magicdec train-draft' has made.
+        drafts: drafts per round, if fixed.
+        budget: `draft_kv_budget`, except for the SPIRe draft, which has its own.
+        draft_model: folder or name of a small model.
+        spire: folder of a draft of `magicdec train-draft`.
     """
     number = {"num_speculative_tokens": drafts}
     magicdec = {"method": "magicdec-self", "draft_kv_budget": budget}
@@ -125,8 +125,8 @@ def speculations(
     of_methods: dict[str, dict[str, Any]] = {
         PLAIN: {},
         "ngram": {"method": "ngram", **number, "prompt_lookup_min": 2, "prompt_lookup_max": 5},
-        # It chooses the number of drafts itself. Each load repeats the requests of the one before it, so
-        # a cache of past answers, which it has by default, would know every answer.
+        # It chooses the number of drafts itself. Its default cache of past answers would know all answers,
+        # because each load repeats the requests.
         "suffix": {"method": "suffix", "suffix_decoding_max_cached_requests": 0},
         "draft_model": {"method": "draft_model", **number, "model": draft_model},
         **{f"magicdec-{p}": {**magicdec, **number, "draft_kv_policy": p} for p in POLICIES},
@@ -147,12 +147,12 @@ def speculations(
 
 
 def environment_of(method: str) -> dict[str, str]:
-    """Variables of a method's server, beside this process's."""
+    """Return the variables of a method's server, added to this process's."""
     return {"VLLM_MAGICDEC_NATIVE_ATTENTION": "1"} if method in NATIVE_METHODS else {}
 
 
 def why_skipped(method: str, draft_model: str | None, spire: str | None = None) -> str | None:
-    """One sentence on what a method lacks on this machine, if it lacks something."""
+    """Return a sentence that explains why a method cannot run on this machine, or None."""
     if method.removesuffix(NATIVE) == "suffix" and find_spec("arctic_inference") is None:
         return "arctic-inference is not installed; 'make bench' builds it if it finds a C++ compiler"
     if "draft_model" in method and draft_model is None:
@@ -163,7 +163,7 @@ def why_skipped(method: str, draft_model: str | None, spire: str | None = None) 
 
 
 def is_shipped(model: str) -> bool:
-    """Whether the model is the one that ships with the project, or a copy of it."""
+    """Return whether the model is the shipped one, or a copy of it."""
     return model in (KV_HEAVY, KV_HEAVY_GROUPED) or Path(model).resolve() == TINY_LLAMA
 
 
@@ -173,10 +173,10 @@ def is_shipped(model: str) -> bool:
 def write_requests(
     tokenizer: Any, contexts: list[int], count: int, folder: Path, documents: Path | None
 ) -> dict[int, Path]:
-    """Prompts by context, as `vllm bench serve --dataset-name custom` reads them.
+    """Write prompts for `vllm bench serve --dataset-name custom`, and return their files by context.
 
-    A shorter prompt is the beginning of a longer one. Lengths are right but for the few tokens by which
-    the tokenizer reads the excerpt's first and last word otherwise than inside of the text.
+    A shorter prompt is the beginning of a longer one. Lengths may differ by a few tokens, because the
+    tokenizer may split an excerpt's first and last word differently.
     """
     longest = excerpts(tokenizer, count, max(contexts), documents)
     paths = {}
@@ -196,12 +196,12 @@ def run_load(
     num_tokens: int,
     folder: Path,
 ) -> dict[str, Any]:
-    """`vllm bench serve` in this process: importing vLLM once more takes longer than most loads.
+    """Run `vllm bench serve` in this process, because importing vLLM takes longer than most loads.
 
-    Its JSON, too, is in the folder: `result.json`.
+    The folder gets its JSON as `result.json`.
 
     Raises:
-        SystemExit: a request failed, or the server generated another number of tokens than asked for.
+        SystemExit: a request failed, or the number of generated tokens is wrong.
     """
     from vllm.benchmarks.serve import add_cli_args
     from vllm.benchmarks.serve import main as bench_serve
@@ -231,7 +231,7 @@ def run_load(
 
 
 def summary(result: dict[str, Any]) -> dict[str, Any]:
-    """The numbers of vLLM's JSON, without what there is of every request."""
+    """Return the numbers in vLLM's JSON, without those of single requests."""
     return {
         name: value
         for name, value in result.items()
@@ -240,7 +240,7 @@ def summary(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def median_run(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of some runs of one load the one with the median throughput, and how far apart they are."""
+    """Return the run with the median throughput, and the range of throughputs."""
     results = sorted(results, key=lambda result: result["output_throughput"])
     speeds = [result["output_throughput"] for result in results]
     return {
@@ -252,7 +252,7 @@ def median_run(results: list[dict[str, Any]]) -> dict[str, Any]:
 
 @dataclass
 class Contender:
-    """A method's server and the runs on it, whose folders are by load and number."""
+    """A method's server and its runs, in a folder per load and number."""
 
     method: str
     server: Server
@@ -261,12 +261,12 @@ class Contender:
     counts: Counter[Load] = field(default_factory=Counter)
 
     def run(self, load: Load) -> dict[str, Any]:
-        """The numbers of one run."""
+        """Run a load and return its numbers."""
         self.counts[load] += 1
         return summary(self._run(load, self.args.tokens, f"{load.name}/{self.counts[load]}"))
 
     def warm_up(self) -> None:
-        """Nothing is measured: all prompts come once, few tokens are generated."""
+        """Send all prompts once and generate few tokens, without measuring."""
         load = Load(max(self.args.context), max(self.args.concurrency))
         self._run(load, WARM_UP_TOKENS, "warm-up")
 
@@ -280,12 +280,12 @@ class Contender:
 def measure(
     args: argparse.Namespace, contenders: Sequence[Contender], rates: list[float] | None
 ) -> list[dict[str, Any]]:
-    """All loads on these servers, which take turns.
+    """Run all loads on servers in turns.
 
     Args:
         args: the settings.
-        contenders: one or more.
-        rates: requests per second; without them, fractions of what the first server itself could serve.
+        contenders: the servers.
+        rates: requests per second; None for fractions of the first server's own throughput.
     """
 
     def measure_load(load: Load, repeats: int = 1) -> list[dict[str, Any]]:
@@ -306,7 +306,7 @@ def measure(
 
 
 def tables_of(record: dict[str, Any]) -> list[Table]:
-    """Speed by cell, and times at the request rates."""
+    """Return tables of the speed by cell, and of times at the request rates."""
     runs = record["runs"]
     methods = list(dict.fromkeys(run["method"] for run in runs))
     ratios = speedups(runs)
@@ -340,7 +340,7 @@ def tables_of(record: dict[str, Any]) -> list[Table]:
 
 
 def run_suite(args: argparse.Namespace, extra_options: list[str]) -> dict[str, Any]:
-    """Serve every method, measure it, and return the record of it all."""
+    """Serve and measure every method, and return the record."""
     from transformers import AutoTokenizer
 
     started = time.monotonic()
@@ -391,7 +391,7 @@ def run_suite(args: argparse.Namespace, extra_options: list[str]) -> dict[str, A
                     contender.warm_up()
                     measured = measure(args, [contender], rates)
             except SystemExit as stop:
-                # Without plain decoding there is nothing to compare with; a number is a signal's.
+                # Plain decoding is the baseline; a number as exit code comes from a signal.
                 if method == PLAIN or not isinstance(stop.code, str):
                     raise
                 methods[method]["failed"] = stop.code
@@ -406,7 +406,7 @@ def run_suite(args: argparse.Namespace, extra_options: list[str]) -> dict[str, A
 
 
 def parse_arguments(arguments: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
-    """The settings, and the options for every `vllm serve`."""
+    """Return the settings, and the options for every `vllm serve`."""
     parser = make_parser(
         __doc__, epilog="Every other option goes to all `vllm serve` commands.", allow_abbrev=False
     )

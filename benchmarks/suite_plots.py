@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What suite.py's record says about each method, and its plots."""
+"""Summaries and plots of a record of suite.py."""
 
 import itertools
 import statistics
@@ -18,7 +18,7 @@ Run = dict[str, Any]  # one run of `vllm bench serve`
 
 
 def title_of(record: dict[str, Any]) -> str:
-    """Model, machine and workload in one line each."""
+    """Return a title with model, machine and workload."""
     machine, settings = record["machine"], record["settings"]
     prompts = "read in every run" if settings["cold"] else "in the prefix cache"
     return (
@@ -29,22 +29,22 @@ def title_of(record: dict[str, Any]) -> str:
 
 
 def latency(run: Run, statistic: str) -> float:
-    """Milliseconds of a request over its output tokens, `median` or `p99` over the requests.
+    """Return milliseconds per output token of a request, `median` or `p99` over the requests.
 
-    The time between tokens would not do: a server that is short of cores sends several tokens at once.
+    The time between tokens is unsuitable, because a server that lacks cores sends several tokens at once.
     """
     return run[f"{statistic}_e2el_ms"] * run["completed"] / run["total_output_tokens"]
 
 
 def cells_of(runs: list[Run]) -> list[tuple[int, int]]:
-    """(context, concurrency) of the runs with a fixed number of requests in flight."""
+    """Return (context, concurrency) of the runs with a fixed number of requests in flight."""
     return sorted({(run["context"], run["concurrency"]) for run in runs if run["concurrency"]})
 
 
 def speedups(runs: list[Run]) -> dict[str, dict[tuple[int, int], tuple[float, float]]]:
-    """By method and (context, concurrency): output tokens/s, and that over plain decoding's.
+    """Return output tokens/s and the speedup, by method and (context, concurrency).
 
-    Plain decoding's is the mean of its servers, so that its own noise shows on both sides of 1.
+    The baseline is the mean of plain decoding's servers, so that noise appears on both sides of 1.
     """
     speeds: dict[str, dict[tuple[int, int], float]] = {}
     for run in runs:
@@ -62,7 +62,7 @@ def speedups(runs: list[Run]) -> dict[str, dict[tuple[int, int], tuple[float, fl
 
 
 def pooled_acceptance(runs: list[Run], method: str, context: int) -> list[float]:
-    """Share of rounds with drafts in which the draft at each position was accepted, over all runs."""
+    """Return the acceptance rate at each position, over all runs' rounds with drafts."""
     own = [
         run
         for run in runs
@@ -78,7 +78,7 @@ def pooled_acceptance(runs: list[Run], method: str, context: int) -> list[float]
 
 
 def styles(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Line by method: dotted for plain decoding, solid for magicdec, dashed for vLLM's other methods."""
+    """Return line styles by method: dotted for plain, solid for magicdec, dashed for others."""
     families = {PLAIN: (":", "x"), "magicdec": ("-", "o")}
     grays = iter(("black", "gray"))
     own = [f"C{index}" for index in range(10) if index != 7]  # C7 is gray
@@ -93,14 +93,14 @@ def styles(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def draw(record: dict[str, Any], folder: Path) -> None:
-    """All plots of a record."""
+    """Draw all plots of a record."""
     draw_throughput_against_latency(record, folder / "throughput-latency.png")
     draw_speedup(record, folder / "speedup.png")
     draw_acceptance(record, folder / "acceptance.png")
 
 
 def draw_throughput_against_latency(record: dict[str, Any], path: Path) -> None:
-    """A row per context and one for the request rates; median latency left, 99th percentile right."""
+    """Draw a row per context and one for request rates: median left, 99th percentile right."""
     runs, contexts = record["runs"], record["settings"]["context"]
     groups = [(context, "concurrency", "requests in flight") for context in contexts]
     groups.append((max(contexts), "rate", "requests per second"))
@@ -135,7 +135,7 @@ def draw_throughput_against_latency(record: dict[str, Any], path: Path) -> None:
 
 
 def draw_speedup(record: dict[str, Any], path: Path) -> None:
-    """A heat map per method."""
+    """Draw a heat map per method."""
     runs = record["runs"]
     ratios = speedups(runs)
     contexts = sorted({context for context, _ in cells_of(runs)})
@@ -162,7 +162,7 @@ def draw_speedup(record: dict[str, Any], path: Path) -> None:
 
 
 def draw_acceptance(record: dict[str, Any], path: Path) -> None:
-    """A panel per context."""
+    """Draw a panel per context."""
     runs, contexts = record["runs"], record["settings"]["context"]
     figure, panels = plt.subplots(
         1, len(contexts), figsize=(6 * len(contexts), 5.5), squeeze=False, layout="constrained"

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serve a model without and with speculation and compare: `make demo`, or `make demo MODEL=...`.
 
-The model drafts for itself (magicdec-self), or another one does: `make demo ARGS="--draft FOLDER"`.
+The model drafts for itself (magicdec-self), or a draft model does: `make demo ARGS="--draft FOLDER"`.
 
-Each server gets the same greedy requests through the official `openai` client: one chat, then a batch of
-concurrent completions, all streaming. The prompts are long excerpts of Python's standard library, which is
-on every machine; for the model that ships with the plugin they end in a question about a fact at their
-start (tiny-llama/recall.py). Each prompt is sent once beforehand, so that the prefix cache holds it and
-the clock sees decoding alone. On a CPU the two servers of the model that ships with the plugin start
-together and take several turns in alternation, of which the median counts; a server of another model has
-the machine to itself and decodes the batch once.
+Each server gets the same greedy streaming requests through the official `openai` client: one chat, then a
+batch of completions. The prompts are long excerpts of Python's standard library; for the embedded
+model they end in a question about a fact at their start (tiny-llama/recall.py). Each prompt is sent once
+beforehand, so that it is in the prefix cache and only decoding is timed. On a CPU the embedded model's two
+servers run together and take several turns, of which the median counts; another model's servers run one
+after the other and decode the batch once.
 """
 
 import argparse
@@ -42,22 +41,22 @@ NUM_DRAFT_TOKENS = 4
 SELF = "magicdec-self"
 PREAMBLE_TOKENS = 64  # room for the chat template and the question
 CONTEXT_TOKENS = 8192
-EMBEDDED_CONTEXT_TOKENS = 6144  # reading takes time that grows with the square
-NUM_TURNS = 3  # of servers that are alive at the same time
-IDLE_SPIN_S = 1.5  # vLLM's idle workers poll for a second before they leave their core to others
+EMBEDDED_CONTEXT_TOKENS = 6144  # the time of prefill grows with the square
+NUM_TURNS = 3  # of servers that run at the same time
+IDLE_SPIN_S = 1.5  # vLLM's idle workers poll for a second before they yield their core
 MEMORY_FOR_TWO_BYTES = 8 * 2**30
-LINE_INTERVAL_S = 8  # of plain lines where no bar can be drawn
+LINE_INTERVAL_S = 8  # of plain lines instead of bars
 
 console = Console(highlight=False, soft_wrap=True)
 
 
 class DemoError(Exception):
-    """Why the demo cannot go on, in one sentence."""
+    """A reason for ending the demo, in one sentence."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One request; `answer` is the right beginning of its text where there is one."""
+    """One request; `answer` is the expected beginning of its text, if known."""
 
     text: str
     answer: str | None = None
@@ -80,31 +79,31 @@ class Turn:
     """One decoding of the batch by one server."""
 
     streams: list[Stream]
-    num_drafts: float  # drafts verified, each of up to NUM_DRAFT_TOKENS tokens
-    num_accepted: float  # tokens of them
+    num_drafts: float  # verified drafts, each of up to NUM_DRAFT_TOKENS tokens
+    num_accepted: float  # accepted tokens
 
     @property
     def decode_tokens_per_s(self) -> float:
-        """Of the whole batch, from its first token to its last; the first of each stream is prefill's."""
+        """Speed of the batch, without the first token of each stream, which comes from prefill."""
         num_decoded = sum(stream.num_tokens - 1 for stream in self.streams)
         return num_decoded / (max(s.last_s for s in self.streams) - min(s.first_s for s in self.streams))
 
     @property
     def first_token_ms(self) -> float:
-        """Mean over the batch, the prompts being in the prefix cache."""
+        """Mean time to the first token, with the prompts in the prefix cache."""
         return 1000 * sum(s.first_s - s.sent_s for s in self.streams) / len(self.streams)
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one server did with the same requests."""
+    """Results of one server."""
 
     chat: Stream
     turns: list[Turn]
 
     @property
     def answers(self) -> list[Stream]:
-        """One per prompt."""
+        """The answers to all prompts."""
         return [self.chat, *self.turns[0].streams]
 
     @property
@@ -117,7 +116,7 @@ class Measurement:
 
     @property
     def acceptance_length(self) -> float | None:
-        """Tokens per verification; none without drafts."""
+        """Tokens per verification; None without drafts."""
         num_drafts = sum(turn.num_drafts for turn in self.turns)
         return 1 + sum(turn.num_accepted for turn in self.turns) / num_drafts if num_drafts else None
 
@@ -126,7 +125,7 @@ class Measurement:
 
 
 class Bars(Progress):
-    """Live bars on a terminal; elsewhere each bar's state as a plain line every few seconds."""
+    """Live bars on a terminal, or a plain line with each bar's state every few seconds."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -163,7 +162,7 @@ class Bars(Progress):
 
     @contextmanager
     def bar(self, description: str, total: int | None = None) -> Iterator[Callable[..., None]]:
-        """A bar while the block runs; without `total` it only moves.
+        """Show a bar while the block runs; without `total` it only moves.
 
         Yields:
             `update(completed=..., advance=..., detail=...)`.
@@ -179,7 +178,7 @@ class Bars(Progress):
 
 
 def library_lines() -> list[str]:
-    """Lines of well-known modules of the standard library."""
+    """Return the lines of well-known modules of the standard library."""
     library = Path(sysconfig.get_path("stdlib"))
     names = ("textwrap", "heapq", "shlex", "fractions", "queue", "bisect", "argparse", "tarfile", "typing")
     modules = [(library / f"{name}.py").read_text(encoding="utf-8") for name in names]
@@ -187,7 +186,7 @@ def library_lines() -> list[str]:
 
 
 def recall_prompts(count: int, num_tokens: int, count_tokens: Callable[[str], int]) -> list[Prompt]:
-    """Documents with a fact near the start that is asked for at the end, for the embedded model."""
+    """Return documents that end in a question about a fact near the start, for the embedded model."""
     sys.path.insert(0, str(EMBEDDED_MODEL))
     from recall import make_episode
 
@@ -199,7 +198,7 @@ def recall_prompts(count: int, num_tokens: int, count_tokens: Callable[[str], in
 
 
 def summary_prompts(count: int, num_tokens: int, count_tokens: Callable[[str], int]) -> list[Prompt]:
-    """Excerpts that end in a request for a summary, for any model."""
+    """Return excerpts that end in a request for a summary, for any model."""
     lines = library_lines()
     lengths = [count_tokens(line) for line in lines]
     prompts = []
@@ -219,10 +218,10 @@ def summary_prompts(count: int, num_tokens: int, count_tokens: Callable[[str], i
 
 
 def make_prompts(model: str, tokenizer: Any, count: int, context: int, max_tokens: int) -> list[Prompt]:
-    """Prompts that leave room for `max_tokens` in `context` tokens.
+    """Return prompts that leave room for `max_tokens` in `context` tokens.
 
     Raises:
-        DemoError: there is no such room.
+        DemoError: `context` is too short.
     """
 
     def count_tokens(text: str) -> int:
@@ -240,10 +239,10 @@ def is_embedded(model: str) -> bool:
 
 
 def load_tokenizer(model: str) -> Any:
-    """The model's tokenizer; fetching it shows early whether the model can be reached.
+    """Load the model's tokenizer, which shows early whether the model is available.
 
     Raises:
-        DemoError: the model is not there, is gated, or the network is missing.
+        DemoError: the model does not exist or is gated, or the network fails.
     """
     if (path := Path(model)).is_dir() and not (path / "config.json").exists():
         raise DemoError(f"{model} holds no model: config.json is missing")
@@ -252,11 +251,11 @@ def load_tokenizer(model: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(model)
     except Exception as error:
-        raise DemoError(why_not_loaded(model, str(error))) from error
+        raise DemoError(explain_failure(model, str(error))) from error
 
 
-def why_not_loaded(model: str, message: str) -> str:
-    """One sentence for the ways in which fetching a model fails."""
+def explain_failure(model: str, message: str) -> str:
+    """Explain in one sentence why a model could not be fetched."""
     if "gated" in message or "awaiting a review" in message:
         return (
             f"{model} is gated: accept its licence on https://huggingface.co/{model} and set HF_TOKEN "
@@ -306,11 +305,11 @@ async def stream_chat(client: AsyncOpenAI, model: str, prompt: Prompt, max_token
 async def collect(
     request, text_of: Callable, show_tokens: Callable[[int], None] = lambda count: None
 ) -> Stream:
-    """Read a stream to its end; the server's own counts say how many tokens it had.
+    """Read a stream to its end.
 
     Args:
-        request: awaited for the stream.
-        text_of: the text of a chunk's choice.
+        request: awaitable of the stream.
+        text_of: returns the text of a chunk's choice.
         show_tokens: called with the number of tokens of each chunk that lists them.
     """
     sent_s = time.monotonic()
@@ -332,10 +331,10 @@ async def collect(
 
 @contextmanager
 def requests_to(server: Server) -> Iterator[None]:
-    """The block talks to this server.
+    """Report failed requests to this server in the block.
 
     Raises:
-        DemoError: the server did not answer a request; the end of its log has been printed.
+        DemoError: the server did not answer a request; the end of its log is printed.
     """
     try:
         yield
@@ -367,7 +366,7 @@ async def take_turn(
     max_tokens: int,
     update: Callable[..., None],
 ) -> Turn:
-    """Decode the batch once; `update` is a bar's."""
+    """Decode the batch once, and show the progress with a bar's `update`."""
     before = server.metrics()
     total = len(prompts) * max_tokens
     decoded = 0
@@ -390,7 +389,7 @@ async def take_turn(
 async def measure(
     servers: Mapping[str, Server], model: str, prompts: Sequence[Prompt], max_tokens: int, bars: Bars
 ) -> dict[str, Measurement]:
-    """Fill the prefix caches, then time a chat and the batch; the servers take turns."""
+    """Fill the prefix caches, then time a chat and the batch in turns."""
     chat_prompt, *batch = prompts
     results: dict[str, Measurement] = {}
     async with AsyncExitStack() as stack:
@@ -420,19 +419,19 @@ async def measure(
 
 
 def show_answers(measurements: Mapping[str, Measurement], prompts: Sequence[Prompt]) -> None:
-    """The first lines of every answer, and whether it is right where that is known; equal answers once."""
-    kinds = ["chat", *("completion" for _ in prompts[1:])]
-    for index, (kind, prompt) in enumerate(zip(kinds, prompts, strict=True)):
+    """Print the first lines of every answer and whether it is right; equal answers once."""
+    for index, prompt in enumerate(prompts):
         texts = {name: result.answers[index].text for name, result in measurements.items()}
-        alike = len(set(texts.values())) == 1
-        for name, text in itertools.islice(texts.items(), 1 if alike else None):
+        are_equal = len(set(texts.values())) == 1
+        for name, text in itertools.islice(texts.items(), 1 if are_equal else None):
             beginning = " / ".join(line.strip() for line in text.strip().splitlines()[:2])
             verdict = ""
             if prompt.answer is not None:
                 right = text.strip().startswith(prompt.answer)
                 verdict = f" (asked for {prompt.answer}: {'right' if right else 'wrong'})"
-            who = "both" if alike else name
-            console.print(f"  {kind}, {who}: {beginning[:48]!r}{verdict}", markup=False)
+            endpoint = "completion" if index else "chat"
+            server = "both" if are_equal else name
+            console.print(f"  {endpoint}, {server}: {beginning[:48]!r}{verdict}", markup=False)
 
 
 def show_comparison(measurements: Mapping[str, Measurement]) -> None:
@@ -456,7 +455,7 @@ def show_comparison(measurements: Mapping[str, Measurement]) -> None:
 
     pairs = list(zip(plain.answers, magicdec.answers, strict=True))
     same = sum(a.text == b.text for a, b in pairs)
-    remark = "" if same == len(pairs) else "; the others part at a near-tie that rounding decides"
+    remark = "" if same == len(pairs) else "; the others diverge at a near-tie that rounding decides"
     console.print(f"Greedy texts identical: {same} of {len(pairs)}{remark}.")
 
     ratio = magicdec.decode_tokens_per_s / plain.decode_tokens_per_s
@@ -467,7 +466,7 @@ def show_comparison(measurements: Mapping[str, Measurement]) -> None:
     console.print(
         f"A round ({NUM_DRAFT_TOKENS} draft steps and one verification) gave "
         f"{magicdec.acceptance_length:.2f} tokens in the time of {cost:.2f} plain steps: speculation "
-        "pays where the tokens outnumber the steps."
+        "pays if the tokens outnumber the steps."
     )
 
 
@@ -490,13 +489,13 @@ def wait_until_healthy(servers: Mapping[str, Server], bars: Bars) -> None:
 def run_servers(
     commands: Mapping[str, Sequence[str]], prompts: Sequence[Prompt], max_tokens: int, bars: Bars
 ) -> dict[str, Measurement]:
-    """Start servers at the same time, measure them in turns, stop them.
+    """Start servers at the same time, measure them in turns, and stop them.
 
     Args:
-        commands: by name: the model and the options of `vllm serve`.
-        prompts: the chat's, then the batch's.
-        max_tokens: per answer.
-        bars: shows what goes on.
+        commands: model and options of `vllm serve`, by name.
+        prompts: the chat's prompt, then the batch's.
+        max_tokens: tokens per answer.
+        bars: shows the progress.
     """
     with ExitStack() as stack:
         servers = {}
@@ -509,14 +508,14 @@ def run_servers(
 
 
 def fits_twice(model: str) -> bool:
-    """Whether two servers can be alive at the same time; while idle they leave the cores to each other."""
+    """Return whether two servers can run at the same time."""
     return (
         is_embedded(model) and runs_on_cpu() and psutil.virtual_memory().available >= MEMORY_FOR_TWO_BYTES
     )
 
 
 def speculation_with(draft: str | None) -> list[str]:
-    """The method by which a model drafts (None: the target), and the options of `vllm serve` for it."""
+    """Return the method's name and the options of `vllm serve` for a draft (None: the target)."""
     options = ["--num-speculative-tokens", str(NUM_DRAFT_TOKENS)]
     if draft is None:
         return [SELF, "--speculative-model", SELF, *options]
@@ -536,10 +535,10 @@ def run(arguments: argparse.Namespace, server_options: list[str], bars: Bars) ->
         prompts = make_prompts(model, tokenizer, 1 + streams, context, arguments.max_tokens)
     options = ["--max-model-len", str(context), "--max-num-seqs", str(streams), *default_options()]
     if is_embedded(model):
-        # Texts are compared letter by letter: in float32 rounding decides fewer near-ties.
+        # The demo compares texts, and rounding decides fewer near-ties in float32.
         options += ["--dtype", "float32"]
     if not tokenizer.chat_template:
-        # A base model has no chat format; its chat is then the bare text.
+        # A base model has no chat format and gets the plain text.
         options += ["--chat-template", "{{ messages[0]['content'] }}"]
     options += server_options
 
@@ -568,17 +567,17 @@ def main() -> None:
         allow_abbrev=False,
     )
     parser.add_argument("--model", default=str(EMBEDDED_MODEL), help="folder or name on huggingface.co")
-    parser.add_argument("--draft", help="folder of a model that drafts (default: the model itself)")
+    parser.add_argument("--draft", help="folder of the draft model (default: the model itself)")
     parser.add_argument(
         "--context",
         type=int,
         help=f"tokens of prompt and answer (default {CONTEXT_TOKENS}, "
-        f"{EMBEDDED_CONTEXT_TOKENS} for the model that ships with the plugin)",
+        f"{EMBEDDED_CONTEXT_TOKENS} for the embedded model)",
     )
     parser.add_argument("--streams", type=int, default=8, help="concurrent completions (default 8)")
     parser.add_argument("--max-tokens", type=int, default=128, help="tokens per answer (default 128)")
     arguments, server_options = parser.parse_known_args()
-    # A terminated demo must still end its servers, also one whose terminal was closed.
+    # The demo must end its servers also when it is terminated or its terminal is closed.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
     try:

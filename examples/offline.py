@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generate without a server: the same prompts, drafted by the model itself over a part of its KV cache.
+"""Generate without a server, with drafts by the model itself over a part of its KV cache.
 
 .venv/bin/python examples/offline.py
 .venv/bin/python examples/offline.py --model meta-llama/Llama-3.1-8B-Instruct
@@ -16,7 +16,7 @@ TINY_LLAMA = Path(__file__).resolve().parent / "tiny-llama"
 
 
 def acceptance_length(llm: LLM) -> float:
-    """Tokens per round: the accepted drafts and the one that verification adds."""
+    """Return the tokens per round: the accepted drafts and the one that verification adds."""
     values = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
     drafts = values["vllm:spec_decode_num_drafts"]
     return 1 + values["vllm:spec_decode_num_accepted_tokens"] / drafts
@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--draft-kv-budget", type=float, default=512, help="KV entries a draft step reads")
     args = parser.parse_args()
 
-    # Of the CPU build alone, in GiB: its own choice is more than most machines have free.
+    # The CPU build's default size of the KV cache, in GiB, exceeds most machines' free memory.
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
     llm = LLM(
         model=args.model,
@@ -45,7 +45,7 @@ def main() -> None:
             "draft_kv_budget": args.draft_kv_budget,
         },
     )
-    # A long prompt that every machine has: a module of the standard library, cut short.
+    # Long prompts: parts of a module of the standard library.
     source = Path(textwrap.__file__).read_text()
     prompts = [source[: len(source) * share // 4] for share in (1, 2, 3)]
     for output in llm.generate(prompts, SamplingParams(temperature=0, max_tokens=64), use_tqdm=False):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Stream from a server that speculates, with the official `openai` client. Start the server first:
+r"""Stream from a server with speculation through the official `openai` client. Start the server first:
 
     VLLM_CPU_KVCACHE_SPACE=2 .venv/bin/vllm serve examples/tiny-llama --block-size 32 \
         --max-model-len 8192 --speculative-model magicdec-self --num-speculative-tokens 4
 
-(The variable, in GiB, matters to the CPU build alone.)
+(Only the CPU build reads the variable, in GiB.)
 
 Wait for "Application startup complete", then in another terminal:
 
@@ -25,13 +25,13 @@ def main() -> None:
     )
     parser.add_argument("--base-url", default="http://127.0.0.1:8000/v1")
     args = parser.parse_args()
-    client = OpenAI(base_url=args.base_url, api_key="none")  # the server asks for no key
+    client = OpenAI(base_url=args.base_url, api_key="none")  # the server needs no key
     try:
         model = client.models.list().data[0].id
     except APIConnectionError:
         sys.exit(f"no server answers at {args.base_url}; start the one that --help prints")
 
-    # A long prompt that every machine has: the first half of a module of the standard library.
+    # A long prompt: the first half of a module of the standard library.
     source = Path(heapq.__file__).read_text()
     prompt = source[: len(source) // 2]
 

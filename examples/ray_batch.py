@@ -4,9 +4,9 @@
     python examples/ray_batch.py DOCUMENTS... --out ANSWERS --replicas 2
 
 DOCUMENTS are files or folders: text (one document each), JSON lines and Parquet (one per row, in the
-column `--field`). ANSWERS becomes a folder of Parquet files with one row per document: the answer, and what
-became of its drafts. The same command goes on with what has no answer yet: new documents, changed ones, and
-those with an error. A replica that dies is started again.
+column `--field`). ANSWERS becomes a folder of Parquet files with one row per document: the answer and the
+acceptance of its drafts. The same command resumes with documents that are new, changed or failed. Ray
+restarts a replica that dies.
 """
 
 import argparse
@@ -38,12 +38,12 @@ SCHEMA = pa.schema(
         ("rounds", pa.int32()),  # steps that verified drafts
         ("drafted", pa.int32()),
         ("accepted", pa.int32()),
-        ("acceptance_length", pa.float32()),  # tokens per such step, 1 without any
-        ("seconds", pa.float32()),  # from its first token to its last
+        ("acceptance_length", pa.float32()),  # tokens per round, 1 without rounds
+        ("seconds", pa.float32()),  # from the first token to the last
     ]
 )
 PROGRESS_INTERVAL_S = 5.0
-# Ray hands documents out in blocks, and its own of 128 MiB would leave a whole file to one replica.
+# Ray distributes blocks; its default of 128 MiB would give a whole file to one replica.
 BLOCK_BYTES = 1024
 TABLE_ROWS = 20
 
@@ -52,17 +52,17 @@ TABLE_ROWS = 20
 
 
 def find_files(given: list[str], out: str) -> list[str]:
-    """Absolute paths of files, and those of folders, in order, each once; without answers in `out`.
+    """List the given files and the files in given folders by absolute path, without answers in `out`.
 
     Raises:
-        SystemExit: one is not there.
+        SystemExit: a path does not exist.
     """
     files: list[str] = []
     for path in map(Path, given):
         if path.is_dir():
             files += [str(file) for file in sorted(path.resolve().rglob("*")) if file.is_file()]
         elif path.is_file():
-            # A link keeps its own name: that of what it points to may not say what kind of file it is.
+            # Keep a link's own name, because its target's name may have no suffix.
             files.append(str(path.parent.resolve() / path.name))
         else:
             sys.exit(f"error: {path} is neither a file nor a folder; name what holds the documents")
@@ -71,7 +71,7 @@ def find_files(given: list[str], out: str) -> list[str]:
 
 
 def find_documents(files: list[str], field: str) -> dict[str, str]:
-    """The hash of each document's text, by the document's name.
+    """Return the hash of each document's text by the document's name.
 
     Raises:
         SystemExit: a file cannot be read.
@@ -81,12 +81,12 @@ def find_documents(files: list[str], field: str) -> dict[str, str]:
         try:
             texts |= {found["document"]: found["text_sha256"] for found in read_documents(file, field)}
         except pa.ArrowException as error:
-            sys.exit(f"error: {file} is no Parquet file ({error}); mend it or leave it out")
+            sys.exit(f"error: {file} is no Parquet file ({error}); repair it or leave it out")
     return texts
 
 
 def read_documents(file: str, field: str) -> Iterator[dict[str, str]]:
-    """Each document of a file, with its name and hash; why it is `unreadable` where it is."""
+    """Yield each document of a file with its name and hash; `unreadable` says why it has no text."""
     if not file.endswith(ROWS_FORMATS):
         yield _document(file, Path(file).read_text(errors="replace"))
         return
@@ -123,17 +123,17 @@ def _rows(file: str, field: str) -> Iterator[dict[str, Any]]:
 
 
 class Answers:
-    """A folder of Parquet files that appear whole or not at all, so that a job can go on.
+    """A folder of atomically written Parquet files, so that a job can resume.
 
-    Locked until it is closed: two jobs would write files of the same names.
+    The folder is locked against other jobs until it is closed.
 
     Args:
-        folder: made where it is not there.
-        job: what all of its answers have in common.
-        rows_per_file: and `seconds_per_file`: what an interrupted job may lose.
+        folder: path, created if missing.
+        job: settings that all answers share.
+        rows_per_file, seconds_per_file: bounds on the answers that an interrupted job loses.
 
     Raises:
-        SystemExit: it holds answers of another job, or one writes to it now.
+        SystemExit: the folder holds answers of another job, or another job writes to it now.
     """
 
     def __init__(
@@ -152,8 +152,8 @@ class Answers:
         files = self._files()
         self._next_file = 1 + max((int(file.stem.split("-")[1]) for file in files), default=-1)
         table = self._read(["document", "text_sha256", "error"])
-        self._named: set[str] = set(table["document"].to_pylist())  # with a row, be it an error
-        # Rows of before there were hashes have none, and answer nothing.
+        self._named: set[str] = set(table["document"].to_pylist())  # with a row, also of an error
+        # Rows of old versions have no hashes and count as unanswered.
         self._answered: dict[str, str | None] = {
             row["document"]: row["text_sha256"] for row in table.to_pylist() if not row["error"]
         }
@@ -187,11 +187,15 @@ class Answers:
                 )
 
     def missing(self, texts: dict[str, str]) -> set[str]:
-        """Those of the documents, given as hashes by name, whose text has no answer."""
+        """Return the documents whose text has no answer.
+
+        Args:
+            texts: hashes of all documents by name.
+        """
         return {name for name, text in texts.items() if self._answered.get(name) != text}
 
     def make_room(self, documents: set[str]) -> None:
-        """Drop the rows of documents that are asked about again, and all that hold no answer."""
+        """Drop the rows of these documents, and rows without an answer."""
         kept = {name for name, text in self._answered.items() if text and name not in documents}
         for file in self._files():
             table = pq.read_table(file, schema=SCHEMA)
@@ -204,10 +208,10 @@ class Answers:
         self._answered = {name: self._answered[name] for name in kept}
 
     def add(self, row: dict[str, Any]) -> bool:
-        """Take a document's row, once; returns whether it is the first."""
+        """Add a document's row unless it has one; return whether it was added."""
         name = row["document"]
         if name in self._named:
-            self.num_repeated += 1  # by a replica that had died after it was passed on
+            self.num_repeated += 1  # from a replica that died after handing it on
             return False
         self._named.add(name)
         if not row["error"]:
@@ -219,7 +223,7 @@ class Answers:
         return True
 
     def save(self) -> None:
-        """Write what is not written yet."""
+        """Write the rows that are not written yet."""
         if self._rows:
             table = pa.Table.from_pylist(self._rows, schema=SCHEMA)
             self._write(table, f"answers-{self._next_file:06}.parquet")
@@ -233,7 +237,7 @@ class Answers:
         os.replace(torn, self._folder / name)
 
     def table(self, documents: Collection[str]) -> pa.Table:
-        """What is written of the documents but the answers, which may be large."""
+        """Return the written rows of these documents without the answers, which may be large."""
         return _rows_of(self._read([name for name in SCHEMA.names if name != "answer"]), documents)
 
 
@@ -245,9 +249,9 @@ def _rows_of(table: pa.Table, documents: Collection[str]) -> pa.Table:
 
 
 def note_acceptance(engine_stage: type) -> type:
-    """Ray's stage around vLLM's engine, which keeps what the engine tells of each request's drafts.
+    """Return Ray's stage of vLLM's engine, extended to keep each request's acceptance.
 
-    Of a request's result Ray hands on the text and the fields of `metrics`; so acceptance goes with these.
+    Ray passes on only the text and the fields of `metrics`, so acceptance becomes one of these.
     """
 
     class NotesAcceptance(engine_stage):  # type: ignore[misc, valid-type]
@@ -274,7 +278,7 @@ def note_acceptance(engine_stage: type) -> type:
 
 
 def answer_row(row: dict[str, Any]) -> dict[str, Any]:
-    """A document's row of `SCHEMA` from what Ray's processor made of it."""
+    """Convert a row of Ray's processor to a row of `SCHEMA`."""
     error = row.get("unreadable") or row.get("__inference_error__") or ""
     document = {name: row[name] for name in ("document", "text_sha256")}
     if error:
@@ -295,8 +299,8 @@ def answer_row(row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def answers_of(args: argparse.Namespace, files: list[str], wanted: set[str]) -> Iterator[dict[str, Any]]:
-    """Rows of `SCHEMA` of the wanted documents of files, as they come."""
+def answers_of(args: argparse.Namespace, files: list[str], missing: set[str]) -> Iterator[dict[str, Any]]:
+    """Ask about the missing documents of files, and yield rows of `SCHEMA` in the order of completion."""
     import ray
     from ray.data.llm import build_processor, vLLMEngineProcessorConfig
 
@@ -312,8 +316,7 @@ def answers_of(args: argparse.Namespace, files: list[str], wanted: set[str]) -> 
         runtime_env={"env_vars": environment},
         concurrency=(args.replicas, args.replicas),
         batch_size=args.batch_size,
-        # One document that is too long must not end the job.
-        should_continue_on_error=True,
+        should_continue_on_error=True,  # one document that is too long must not end the job
         chat_template_stage={"enabled": args.chat, "concurrency": 1, "num_cpus": 0.5},
         tokenize_stage=False,  # the engine does
         detokenize_stage=False,
@@ -322,12 +325,11 @@ def answers_of(args: argparse.Namespace, files: list[str], wanted: set[str]) -> 
     prompt, sampling, chat, field = args.prompt, sampling_params(args), args.chat, args.field
 
     def ask(row: dict[str, Any]) -> dict[str, Any]:
-        # vLLM takes no empty prompt.
-        text = prompt.replace("{document}", row["text"]) or " "
+        text = prompt.replace("{document}", row["text"]) or " "  # vLLM refuses an empty prompt
         asked = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
         return {**asked, "sampling_params": sampling}
 
-    # Each of Ray's processes takes seconds to start and 0.2 GB, so there are few.
+    # Each of Ray's processes takes 0.2 GB and seconds to start, so use few.
     few_cpus = {"num_cpus": 0.5, "compute": ray.data.TaskPoolStrategy(size=max(2, args.replicas))}
     processor = build_processor(
         config,
@@ -338,17 +340,17 @@ def answers_of(args: argparse.Namespace, files: list[str], wanted: set[str]) -> 
     )
     name = "vLLMEngineStage"
     stage = processor.get_stage_by_name(name)
-    # Assigned, `fn` would have the stage reckon its resources anew, and take a GPU.
+    # Assigning `fn` would make the stage recompute its resources and request a GPU.
     processor.stages[name] = stage.model_copy(update={"fn": note_acceptance(stage.fn)})
-    put_wanted = ray.put(wanted)
+    missing_ref = ray.put(missing)
 
     def read(item: dict[str, Any]) -> Iterator[dict[str, str]]:
-        wanted = ray.get(put_wanted)
+        missing = ray.get(missing_ref)
         for document in read_documents(item["file"], field):
-            if document["document"] in wanted:
+            if document["document"] in missing:
                 yield document
 
-    # Documents are read as they are asked about, a file per task.
+    # One task per file reads the documents when they are needed.
     items = ray.data.from_items([{"file": file} for file in files], override_num_blocks=len(files))
     documents = items.flat_map(read, **few_cpus)
     for batch in processor(documents).iter_batches(
@@ -363,22 +365,22 @@ def sampling_params(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run(args: argparse.Namespace, report: Callable[[str], None]) -> int:
-    """The whole job; returns how many documents have no answer."""
+    """Run the whole job and return the number of documents without an answer."""
     files = find_files(args.documents, args.out)
     if not files:
-        sys.exit("error: no files are there; name those with the documents, or their folder")
+        sys.exit("error: no files found; name those with the documents, or their folder")
     texts = find_documents(files, args.field)
     job = {"model": args.model, "prompt": args.prompt, "chat": args.chat, "field": args.field}
     job |= {"sampling": sampling_params(args)}
     with Answers(Path(args.out), job, args.rows_per_file) as answers:
-        wanted = answers.missing(texts)
-        before = len(texts) - len(wanted)
+        missing = answers.missing(texts)
+        before = len(texts) - len(missing)
         report(f"{len(texts):,} documents in {len(files):,} files, of which {before:,} are answered")
-        if wanted:
+        if missing:
             ray_cluster.connect(args.address, args.replicas, args.cpus)
             report(f"{args.replicas} replicas start ...")
-            answers.make_room(wanted)
-            _collect(args, files, answers, wanted, before, report)
+            answers.make_room(missing)
+            _collect(args, files, answers, missing, before, report)
         if answers.num_repeated:
             report(f"{answers.num_repeated:,} answers came twice, after a replica had died, and count once")
         show_table(answers.table(texts), report)
@@ -389,14 +391,14 @@ def _collect(
     args: argparse.Namespace,
     files: list[str],
     answers: Answers,
-    wanted: set[str],
+    missing: set[str],
     before: int,
     report: Callable[[str], None],
 ) -> None:
     started = reported = time.monotonic()
     count = errors = tokens = rounds = accepted = 0
     try:
-        for row in answers_of(args, files, wanted):
+        for row in answers_of(args, files, missing):
             if not answers.add(row):
                 continue
             now = time.monotonic()
@@ -405,11 +407,11 @@ def _collect(
             tokens += row.get("output_tokens", 0)
             rounds += row.get("rounds", 0)
             accepted += row.get("accepted", 0)
-            if now - reported >= PROGRESS_INTERVAL_S or count == len(wanted):
+            if now - reported >= PROGRESS_INTERVAL_S or count == len(missing):
                 reported, seconds = now, now - started
                 report(
-                    f"{before + count - errors:,} of {before + len(wanted):,} documents "
-                    f"after {seconds:.0f} s with the start, "
+                    f"{before + count - errors:,} of {before + len(missing):,} documents "
+                    f"after {seconds:.0f} s including the start, "
                     f"{count / seconds:.2f} documents/s, "
                     f"{tokens / seconds:,.0f} tokens/s, "
                     f"{1 + accepted / max(1, rounds):.2f} tokens per round, {errors} errors"
@@ -419,7 +421,7 @@ def _collect(
 
 
 def show_table(table: pa.Table, report: Callable[[str], None]) -> None:
-    """Acceptance by document: those with the least and the most tokens per round."""
+    """Report the documents with the fewest and the most tokens per round."""
     for row in table.filter(pc.not_equal(table["error"], "")).to_pylist():
         report(f"no answer: {row['document']}: {row['error']}")
     table = table.filter(pc.equal(table["error"], ""))
@@ -447,27 +449,25 @@ def show_table(table: pa.Table, report: Callable[[str], None]) -> None:
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("documents", nargs="+", help="files or folders: text, JSON lines, Parquet")
-    parser.add_argument("--out", required=True, help="folder for the answers; an interrupted job goes on")
+    parser.add_argument("--out", required=True, help="folder for the answers; an interrupted job resumes")
     parser.add_argument(
         "--field", default="text", help="column with the document, of JSON lines and Parquet"
     )
+    parser.add_argument("--prompt", default="{document}", help="the prompt; {document} stands for the text")
+    parser.add_argument("--chat", action="store_true", help="use the model's chat template")
     parser.add_argument(
-        "--prompt", default="{document}", help="what is asked; {document} stands for the text"
-    )
-    parser.add_argument("--chat", action="store_true", help="ask by the model's chat template")
-    parser.add_argument(
-        "--max-tokens", type=ray_cluster.positive, default=128, help="of each answer (default 128)"
+        "--max-tokens", type=ray_cluster.positive, default=128, help="tokens per answer (default 128)"
     )
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument(
-        "--sampling", type=ray_cluster.json_object, default={}, metavar="JSON", help="others"
+        "--sampling", type=ray_cluster.json_object, default={}, metavar="JSON", help="other parameters"
     )
     parser.add_argument("--replicas", type=ray_cluster.positive, default=1, help="engines (default 1)")
     parser.add_argument(
         "--batch-size", type=ray_cluster.positive, default=16, help="documents given to an engine at a time"
     )
     parser.add_argument(
-        "--rows-per-file", type=ray_cluster.positive, default=256, help="of the answers (default 256)"
+        "--rows-per-file", type=ray_cluster.positive, default=256, help="answers per file (default 256)"
     )
     ray_cluster.add_options(parser)
     return parser
@@ -480,7 +480,7 @@ def main() -> None:
     try:
         missing = run(args, lambda line: print(line, flush=True))
     except KeyboardInterrupt:
-        sys.exit(f"interrupted; the same command goes on from what {args.out} has")
+        sys.exit(f"interrupted; the same command resumes with the answers in {args.out}")
     except Exception as error:
         if not ray_cluster.is_of_ray(error):
             raise

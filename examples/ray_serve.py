@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ray Serve's OpenAI application: as many engines with magicdec-self as there are requests for.
+"""Ray Serve's OpenAI application with autoscaling engines of magicdec-self.
 
     python examples/ray_serve.py --min-replicas 1 --max-replicas 2
 
@@ -19,7 +19,7 @@ TARGET_REQUESTS = 4
 
 
 def callback(model: str) -> dict[str, Any]:
-    """What keeps Ray from starting a process for each replica to download a model that is a folder here."""
+    """Return a callback that skips the download of a local model in every replica."""
     if not Path(model).exists():
         return {}
     from ray.llm._internal.common.callbacks.base import CallbackBase
@@ -32,7 +32,7 @@ def callback(model: str) -> dict[str, Any]:
 
 
 def application(args: argparse.Namespace) -> Any:
-    """Ray Serve's application."""
+    """Build Ray Serve's application."""
     from ray.serve.llm import LLMConfig, build_openai_app
 
     replicas = args.max_replicas
@@ -52,11 +52,9 @@ def application(args: argparse.Namespace) -> Any:
                 "upscale_delay_s": args.upscale_delay,
                 "downscale_delay_s": args.downscale_delay,
             },
-            # A replica that cannot start would be tried for ever.
-            "max_constructor_retry_count": 2,
+            "max_constructor_retry_count": 2,  # Ray would retry a failing replica forever
         },
-        # Beside vLLM's own, the plugin's metrics then are at Ray's endpoint.
-        log_engine_metrics=True,
+        log_engine_metrics=True,  # adds vLLM's and the plugin's metrics to Ray's endpoint
         callback_config=callback(args.model),
     )
     return build_openai_app({"llm_configs": [config], "ingress_deployment_config": {"num_replicas": 1}})
@@ -64,7 +62,7 @@ def application(args: argparse.Namespace) -> Any:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--name", help="of the model in requests (default: the last part of --model)")
+    parser.add_argument("--name", help="the model's name in requests (default: the last part of --model)")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--min-replicas", type=int, default=1)
@@ -76,10 +74,10 @@ def make_parser() -> argparse.ArgumentParser:
         help=f"requests per replica above which another one starts (default {TARGET_REQUESTS})",
     )
     parser.add_argument(
-        "--upscale-delay", type=float, default=30.0, help="seconds that must be so before (default 30)"
+        "--upscale-delay", type=float, default=30.0, help="seconds before a replica is added (default 30)"
     )
     parser.add_argument(
-        "--downscale-delay", type=float, default=600.0, help="and before one ends again (default 600)"
+        "--downscale-delay", type=float, default=600.0, help="seconds before one is removed (default 600)"
     )
     ray_cluster.add_options(parser)
     return parser
@@ -88,9 +86,9 @@ def make_parser() -> argparse.ArgumentParser:
 def main() -> None:
     args = make_parser().parse_args()
     if not 0 <= args.min_replicas <= args.max_replicas:
-        sys.exit("error: --min-replicas is from 0 to --max-replicas")
+        sys.exit("error: --min-replicas has to be from 0 to --max-replicas")
     ray_cluster.connect(args.address, args.max_replicas, args.cpus)
-    # Jobs need not wait until the server is ready.
+    # Print the address early: jobs need not wait until the server is ready.
     joined = ray_cluster.address_to_join()
     print(f"Ray at {joined}; replicas start ...", flush=True)
     from ray import serve

@@ -24,9 +24,9 @@ STARTUP_TIMEOUT_S = 1800  # a first start may download the model
 HEALTH_INTERVAL_S = 0.5
 SHUTDOWN_TIMEOUT_S = 30
 LEFTOVER_TIMEOUT_S = 1
-LOG_LINES = 30  # shown of a server that failed
+LOG_LINES = 30  # printed when a server fails
 
-# Lines of the log, and what the server does after them. The latest such line counts.
+# Patterns of log lines, and the stage that begins with them. The latest match counts.
 STAGES = tuple(
     (re.compile(line), stage)
     for line, stage in (
@@ -45,7 +45,7 @@ STAGES = tuple(
 
 @dataclass
 class Server:
-    """A server that runs or starts."""
+    """A starting or running server."""
 
     url: str
     log: Path
@@ -54,16 +54,16 @@ class Server:
     has_started: bool = False
 
     def is_healthy(self) -> bool:
-        """Whether it answers.
+        """Return whether the server answers.
 
         Raises:
-            SystemExit: it ended or takes too long; the end of its log is shown.
+            SystemExit: it ended or takes too long; the end of its log is printed.
         """
         ended = self.process.poll() is not None
         if ended or time.monotonic() - self.started_s > STARTUP_TIMEOUT_S:
             print(self.log_tail(), file=sys.stderr)
-            what = "did not start" if ended else "did not become healthy in time"
-            sys.exit(f"error: the server {what}; the end of its log is above")
+            problem = "did not start" if ended else "did not become healthy in time"
+            sys.exit(f"error: the server {problem}; the end of its log is above")
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=2):
                 self.has_started = True
@@ -72,7 +72,7 @@ class Server:
         return True
 
     def stage(self) -> str:
-        """What a starting server does, from its log."""
+        """Return the stage of a starting server, from its log."""
         for line in reversed(self.log.read_text(errors="replace").splitlines()):
             for pattern, stage in STAGES:
                 if match := pattern.search(line):
@@ -80,25 +80,25 @@ class Server:
         return "importing vLLM"
 
     def metrics(self) -> dict[str, float]:
-        """vLLM's counters and gauges by sample name, summed over labels."""
+        """Return vLLM's counters and gauges by sample name, summed over labels."""
         values: dict[str, float] = {}
         for sample in self.samples():
             values[sample.name] = values.get(sample.name, 0.0) + sample.value
         return values
 
     def metric_by_engine(self, name: str) -> dict[str, float]:
-        """A counter's or gauge's value of each data-parallel rank."""
+        """Return a counter's or gauge's value of each data-parallel rank."""
         return {sample.labels["engine"]: sample.value for sample in self.samples() if sample.name == name}
 
     def samples(self) -> list[Sample]:
-        """All of vLLM's metrics."""
+        """Return all of vLLM's metrics."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=120) as response:
             text = response.read().decode()
         return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
 
     @contextmanager
     def only_now(self) -> Iterator[None]:
-        """Let the server run until the block ends; it then stands still until the next such block."""
+        """Run the server until the block ends, then suspend it until the next such block."""
         _signal_group(self.process, signal.SIGCONT)
         try:
             yield
@@ -106,17 +106,17 @@ class Server:
             _signal_group(self.process, signal.SIGSTOP)
 
     def log_tail(self) -> str:
-        """The end of the log, for a person who wants to know what went wrong."""
+        """Return the end of the log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-LOG_LINES:])
 
 
 def runs_on_cpu() -> bool:
-    """Whether the installed vLLM is its CPU build."""
+    """Return whether the installed vLLM is the CPU build."""
     return importlib.metadata.version("vllm").endswith("+cpu")
 
 
 def default_environment(model: str) -> dict[str, str]:
-    """What a server on this machine needs: a KV cache that fits, and no network for local models."""
+    """Return the environment of a server: a KV cache that fits, and no network for local models."""
     environment = dict(os.environ)
     if runs_on_cpu():
         free_gib = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
@@ -127,7 +127,7 @@ def default_environment(model: str) -> dict[str, str]:
 
 
 def default_options() -> list[str]:
-    """Options that suit this machine's build of vLLM."""
+    """Return options for this machine's build of vLLM."""
     # The CPU's page of 128 tokens is coarse for small budgets, and compiling costs more than it saves.
     return ["--block-size", "32", "--enforce-eager"] if runs_on_cpu() else []
 
@@ -136,12 +136,12 @@ def default_options() -> list[str]:
 def launch(
     model: str, *options: str, environment: Mapping[str, str] = MappingProxyType({})
 ) -> Iterator[Server]:
-    """Run `vllm serve MODEL OPTIONS` on a free local port until the block ends; do not wait for its health.
+    """Run `vllm serve MODEL OPTIONS` on a free local port until the block ends, without waiting for it.
 
     Args:
         model: folder or name on huggingface.co.
-        options: of `vllm serve`.
-        environment: variables beside this process's.
+        options: options of `vllm serve`.
+        environment: variables added to this process's.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -151,7 +151,7 @@ def launch(
     with tempfile.TemporaryDirectory(prefix="vllm-serve-") as directory:
         log = Path(directory, "server.log")
         with log.open("w") as output:
-            # A session of its own: Ctrl-C reaches this process alone, which ends the server in order.
+            # In a new session, Ctrl-C reaches only this process, which stops the server cleanly.
             process = subprocess.Popen(
                 command,
                 env={**default_environment(model), **environment},
@@ -174,16 +174,16 @@ def serve(
     environment: Mapping[str, str] = MappingProxyType({}),
     show_progress: Callable[[float], None] = lambda seconds: None,
 ) -> Iterator[Server]:
-    """Run `vllm serve MODEL OPTIONS` until the block ends; enter the block when it is healthy.
+    """Run `vllm serve MODEL OPTIONS` until the block ends, and enter the block when it is healthy.
 
     Args:
         model: folder or name on huggingface.co.
-        options: of `vllm serve`.
-        environment: variables beside this process's.
+        options: options of `vllm serve`.
+        environment: variables added to this process's.
         show_progress: called with the seconds since the start, until the server is healthy.
 
     Raises:
-        SystemExit: the server ended or did not become healthy in time; the end of its log is shown.
+        SystemExit: the server ended or did not become healthy in time; the end of its log is printed.
     """
     with launch(model, *options, environment=environment) as server:
         while not server.is_healthy():
@@ -193,7 +193,7 @@ def serve(
 
 
 def _stop(server: Server) -> None:
-    """Ask the server to end; then end it with whatever is left of its workers."""
+    """Stop the server, then its remaining workers."""
     process = server.process
     _signal_group(process, signal.SIGCONT)
     try:
@@ -201,7 +201,7 @@ def _stop(server: Server) -> None:
             process.terminate()
             process.wait(SHUTDOWN_TIMEOUT_S)
         else:
-            # Until it is healthy it does not listen; its workers do.
+            # A starting server ignores SIGTERM, but its workers do not.
             _signal_group(process, signal.SIGTERM)
             process.wait(LEFTOVER_TIMEOUT_S)
     except subprocess.TimeoutExpired:
@@ -211,7 +211,7 @@ def _stop(server: Server) -> None:
 
 
 def _end_group(process: subprocess.Popen) -> None:
-    """End the server's workers, with a moment for the last ones, which remove its shared memory."""
+    """End the server's workers, after a moment in which they can remove its shared memory."""
     try:
         deadline_s = time.monotonic() + LEFTOVER_TIMEOUT_S
         while process.poll() is None or _signal_group(process, 0):
@@ -224,7 +224,7 @@ def _end_group(process: subprocess.Popen) -> None:
 
 
 def _signal_group(process: subprocess.Popen, number: int) -> bool:
-    """Whether anyone of the server's session was there to get the signal."""
+    """Signal the server's session and return whether it has any process."""
     try:
         os.killpg(process.pid, number)
     except ProcessLookupError:

@@ -46,12 +46,12 @@ def look_up_at_random(worker: Any, seed: int) -> None:
     if drafter._wide is not None:
         _look_up_on_device_at_random(drafter._wide, rng, worker.model_config.get_vocab_size())
         return
-    drafter._staged._least_chance = 0.0  # random lookups contradict whatever is drafted
+    drafter._staged._min_acceptance = 0.0  # random lookups contradict whatever is drafted
     lookups = drafter._staged._lookups
     own, vocab_size = lookups.look_up, worker.model_config.get_vocab_size()
 
-    def look_up(req_id: str, drafted: list[int], most: int, *least_chance: float) -> Continuation:
-        found = own(req_id, drafted, most, *least_chance).tokens
+    def look_up(req_id: str, drafted: list[int], most: int, *min_acceptance: float) -> Continuation:
+        found = own(req_id, drafted, most, *min_acceptance).tokens
         tokens = [
             found[place] if place < len(found) and rng.random() < 0.8 else rng.randrange(vocab_size)
             for place in range(rng.randint(0, max(0, most)))
@@ -84,12 +84,12 @@ def _look_up_on_device_at_random(wide: Any, rng: random.Random, vocab_size: int)
     wide.begin_round = begin_with_any_number
 
 
-def leave_unlikely_out(worker: Any, least_chance: float) -> None:
+def leave_unlikely_out(worker: Any, min_acceptance: float) -> None:
     """Of a fixed number of drafts."""
-    _draft_of(worker)._drafter._staged._least_chance = least_chance
+    _draft_of(worker)._drafter._staged._min_acceptance = min_acceptance
 
 
-def cut_drafts(worker: Any, least_chance: float, least_gain: float = 0.0) -> None:
+def cut_drafts(worker: Any, min_acceptance: float, min_gain: float = 0.0) -> None:
     """As a controller's plan does."""
     from vllm_magicdec.adaptive.draft_plan import DraftPlan
 
@@ -97,7 +97,7 @@ def cut_drafts(worker: Any, least_chance: float, least_gain: float = 0.0) -> Non
     draft = staged.draft
 
     def draft_by_plan(batch: Any, num_steps: int, prepare: Any) -> Any:
-        return draft(batch, DraftPlan(num_steps, least_chance, least_gain), prepare)
+        return draft(batch, DraftPlan(num_steps, min_acceptance, min_gain), prepare)
 
     staged.draft = draft_by_plan
 
@@ -149,7 +149,7 @@ def draft_twice(worker: Any) -> None:
     drafter = runner._drafter
     compared = Counter(drafts=0, rounds=0, different=0, other_logits=0, not_kept=0, passes=0)
     if drafter._staged is not None:
-        drafter._staged._least_chance = 0.0  # to compare as many as there can be
+        drafter._staged._min_acceptance = 0.0  # to compare as many as there can be
     read = (
         runner.draft_logits if worker.vllm_config.use_v2_model_runner else None
     )  # None also: greedy drafts
@@ -225,7 +225,7 @@ def draft_twice(worker: Any) -> None:
         if logits is not None:
             read.copy_(logits)
 
-    drafter._fill = fill_twice if drafter._wide is None else fill_widely_twice
+    drafter._draft_round = fill_twice if drafter._wide is None else fill_widely_twice
     drafter.compared = compared
 
 
@@ -279,7 +279,7 @@ def watch_draft_cache(worker: Any) -> None:
 
     proposer = _draft_of(worker)
     cache, layers = proposer._drafting, worker.model_runner.compilation_config.static_forward_context
-    seen = worker._draft_cache = {"tokens": 0, "difference": 0.0, "rounds": 0, "leading": 0}
+    seen = worker._draft_cache = {"tokens": 0, "difference": 0.0, "rounds": 0, "catch_up": 0}
     catch_up = cache.catch_up
 
     def rows_of(name: str) -> Any:
@@ -288,7 +288,7 @@ def watch_draft_cache(worker: Any) -> None:
         return KVRows.of(layer.kv_cache, layer.get_attn_backend().get_name(), isa)
 
     def held_on_v1(batch: Any) -> list[tuple[Any, Any, Any]]:
-        seen["leading"] = max(seen["leading"], cache.num_leading)
+        seen["catch_up"] = max(seen["catch_up"], cache.num_catch_up_tokens)
         table = worker.model_runner.input_batch.block_table.block_tables[0].block_table.np
         held = []
         for index, end in enumerate(cache._ends):
@@ -299,8 +299,8 @@ def watch_draft_cache(worker: Any) -> None:
         return held
 
     def held_on_v2(batch: Any) -> list[tuple[Any, Any, Any]]:
-        leads, lacking = cache._leads, cache._lacking[cache._rows]
-        seen["leading"] = max(seen["leading"], 0 if leads is None else int(leads.sum()))
+        has_catch_up, lacking = cache._has_catch_up, cache._lacking[cache._rows]
+        seen["catch_up"] = max(seen["catch_up"], 0 if has_catch_up is None else int(has_catch_up.sum()))
         seen["lag"] = max(seen.get("lag", 0), int(lacking.max()))
         table = batch.block_tables[cache._speculator.groups[0].kv_cache_group].numpy()
         targets = proposer.block_tables.input_block_tables[0].numpy()
@@ -385,7 +385,7 @@ def run_passes_as_captured(worker: Any) -> None:
     runner = _draft_of(worker)
 
     def replay(tokens: Any, step: Any, num_adapters: int) -> Any:
-        return runner.forward_and_draw(tokens, step, runner.step_metadata(step))
+        return runner.forward_and_sample_each(tokens, step, runner.step_metadata(step))
 
     as_captured = SimpleNamespace(replay=replay, graphs={None: None}, max_captured_reqs=4)
     runner._graphs = RoundGraphs(passes=dict.fromkeys(runner.speculative_config.round_lengths, as_captured))
@@ -407,13 +407,13 @@ def watch_draft_steps(worker: Any) -> None:
         return forward(*args)
 
     draft.forward_and_sample = forward_and_count
-    draw = draft.forward_and_draw
+    draw = draft.forward_and_sample_each
 
     def draw_and_count(*args: Any) -> Any:
         draft.steps_seen["eager"] += 1
         return draw(*args)
 
-    draft.forward_and_draw = draw_and_count
+    draft.forward_and_sample_each = draw_and_count
 
     def count_graphs_of(graphs: Any) -> None:
         run_fullgraph = graphs.run_fullgraph

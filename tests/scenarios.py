@@ -7,6 +7,7 @@ of its own (adaptive_verification.py, recorded_graphs.py, spire_scenarios.py).
 
 import os
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -80,10 +81,10 @@ def generate_with_broken_acceptance(llm: Any, batches: list[dict[str, Any]]) -> 
 def generate_with_random_choices(llm: Any, batches: list[dict[str, Any]], seed: int) -> Any:
     """From now on the controller of `auto` chooses at random.
 
-    With lookups it also says at random what drafts are worth. The engine core must be in this process.
+    With lookups it also chooses random thresholds. The engine core must be in this process.
     """
     from vllm_magicdec.adaptive.controller import PLAIN, Choice
-    from vllm_magicdec.adaptive.draft_plan import NUM_KINDS, DraftPlan
+    from vllm_magicdec.adaptive.draft_plan import NUM_BUCKETS, DraftPlan
     from vllm_magicdec.adaptive.lookup_controller import LookupController
 
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
@@ -101,14 +102,14 @@ def generate_with_random_choices(llm: Any, batches: list[dict[str, Any]], seed: 
         return chosen[-1]
 
     def plan(choice: Choice) -> DraftPlan:
-        def prices() -> tuple[float, float, float]:
-            least_promise = rng.choice([0.0, 2.0, 8.0, float("inf")])
-            return rng.uniform(0.0, 0.9), rng.uniform(0.0, 4.0), least_promise
+        def thresholds() -> tuple[float, float, float]:
+            min_expected_accepted = rng.choice([0.0, 2.0, 8.0, float("inf")])
+            return rng.uniform(0.0, 0.9), rng.uniform(0.0, 4.0), min_expected_accepted
 
         drafts, alone = choice
-        kinds = range(rng.choice([0, NUM_KINDS]))
-        by_kind = [DraftPlan(drafts, *prices(), lookups_alone=alone) for _ in kinds]
-        return DraftPlan(drafts, *prices(), by_kind, alone)
+        buckets = range(rng.choice([0, NUM_BUCKETS]))
+        by_bucket = [DraftPlan(drafts, *thresholds(), lookups_alone=alone) for _ in buckets]
+        return DraftPlan(drafts, *thresholds(), by_bucket, alone)
 
     def schedule_and_note(*args: Any, **kwargs: Any) -> Any:
         output = schedule(scheduler, *args, **kwargs)
@@ -131,16 +132,54 @@ def generate_with_random_choices(llm: Any, batches: list[dict[str, Any]], seed: 
     }
 
 
+def generate_with_random_schedule(llm: Any, batches: list[dict[str, Any]], seed: int) -> dict[str, Any]:
+    """From now on each step has a random number of drafts (0 included) and random lookups.
+
+    For engines with `auto`, whose controller is bypassed. The engine core must be in this process. Returns
+    the numbers of drafts that were "planned", and as "gammas" how often a request had each number verified.
+    """
+    from vllm_magicdec.adaptive.controller import PLAIN
+    from vllm_magicdec.adaptive.draft_plan import DraftPlan
+
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    controller, spec = scheduler._controller, llm.llm_engine.vllm_config.speculative_config
+    rng, planned, gammas = random.Random(seed), [], Counter()
+    schedule = scheduler.schedule
+
+    def plan(choice: Any) -> DraftPlan:
+        # Often 0, so that several steps in a row have no drafts.
+        gamma = rng.choice([0, rng.randint(0, spec.num_speculative_tokens)])
+        planned.append(gamma)
+        if spec.draft_lookup == "off" or spec.looks_up_on_device:
+            return DraftPlan(gamma)
+        # At infinity no lookup is verified unless the draft has checked it, at 0 each one is.
+        return DraftPlan(gamma, min_expected_accepted=rng.choice([0.0, float("inf")]))
+
+    def schedule_and_count(*args: Any, **kwargs: Any) -> Any:
+        output = schedule(*args, **kwargs)
+        gammas.update(len(drafts) for drafts in output.scheduled_spec_decode_tokens.values())
+        gammas[0] += sum(number == 1 for number in output.num_scheduled_tokens.values())
+        return output
+
+    controller.choose, controller.plan = lambda *_, **__: PLAIN, plan
+    scheduler._observe = lambda *_: None
+    scheduler.schedule = schedule_and_count
+    if spec.draft_lookup == "on":
+        llm.collective_rpc(inside_workers.look_up_at_random, args=(seed,))
+    results = generate(llm, batches)
+    return {"batches": results, "planned": sorted(set(planned)), "gammas": gammas}
+
+
 def generate_with_random_lookups(llm: Any, batches: list[dict[str, Any]], seed: int = 0) -> Any:
     """From now on lookups are of any length, and any of their tokens may be another one."""
     llm.collective_rpc(inside_workers.look_up_at_random, args=(seed,))
     return generate(llm, batches)
 
 
-def generate_with_cut_drafts(llm: Any, batches: list[dict[str, Any]], least_chance: float = 0.5) -> Any:
+def generate_with_cut_drafts(llm: Any, batches: list[dict[str, Any]], min_acceptance: float = 0.5) -> Any:
     """From now on lookups are random, and of what is drafted with them only the surest is verified."""
     llm.collective_rpc(inside_workers.look_up_at_random, args=(0,))
-    llm.collective_rpc(inside_workers.cut_drafts, args=(least_chance,))
+    llm.collective_rpc(inside_workers.cut_drafts, args=(min_acceptance,))
     return generate(llm, batches)
 
 
@@ -471,6 +510,7 @@ SCENARIOS = {
         generate_with_late_prompts,
         generate_with_broken_acceptance,
         generate_with_random_choices,
+        generate_with_random_schedule,
         generate_with_random_lookups,
         generate_with_cut_drafts,
         generate_without_unlikely_drafts,

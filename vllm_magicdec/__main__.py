@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m vllm_magicdec` is the command `magicdec`."""
+"""Run the command `magicdec` as `python -m vllm_magicdec`."""
 
 import sys
 

@@ -5,10 +5,10 @@ import os
 
 
 def strict() -> bool:
-    """`VLLM_MAGICDEC_STRICT=1`: a failure inside drafting ends the engine instead of being counted."""
+    """Return whether a failure while drafting ends the engine (`VLLM_MAGICDEC_STRICT=1`)."""
     return os.environ.get("VLLM_MAGICDEC_STRICT", "0") == "1"
 
 
 def native_attention() -> bool:
-    """`VLLM_MAGICDEC_NATIVE_ATTENTION=1`: the kernel for CPUs attends in other methods' engines, too."""
+    """Return whether engines of other methods use our CPU kernel (`VLLM_MAGICDEC_NATIVE_ATTENTION=1`)."""
     return os.environ.get("VLLM_MAGICDEC_NATIVE_ATTENTION", "0") == "1"

@@ -1,33 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every sentence to the user starts with: the method's name, and the error that carries the sentence.
-
-The ground floor: any module may refuse a setting, so this one imports nothing of the package.
-"""
+"""Names of the methods, and the error for invalid settings. This module imports nothing of the package."""
 
 import re
 
 METHOD = "magicdec-self"
-MODEL_METHOD = "magicdec"  # the same with a draft model of its own
+MODEL_METHOD = "magicdec"  # with a draft model
 
-
-_LONGEST_WORD = 160  # characters; only what a user has typed is longer
+_MAX_WORD = 160  # characters; longer words are a user's values
 
 
 class MagicDecConfigError(ValueError):
-    """A setting that cannot work, in one sentence that says what to type instead.
+    """An invalid setting: one sentence that says what to type instead.
 
-    It is one line of reasonable length, whatever a user's value that it quotes looks like.
+    Control characters are escaped and long words cut, so that a quoted value cannot break the line.
     """
 
     def __init__(self, sentence: str) -> None:
         line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in sentence)
-        super().__init__(re.sub(rf"(\S{{{_LONGEST_WORD - 40}}})\S{{41,}}", r"\1...", line))
+        super().__init__(re.sub(rf"(\S{{{_MAX_WORD - 40}}})\S{{41,}}", r"\1...", line))
 
 
 def quoted(value: object) -> str:
-    """What a user typed, for a sentence: a long value by its beginning."""
+    """Return the repr of a user's value for an error, shortened if long."""
     try:
         text = repr(value)
-    except ValueError:  # Python does not write integers of thousands of digits
+    except ValueError:  # Python limits the conversion of long integers
         return "a number of thousands of digits"
-    return text if len(text) <= _LONGEST_WORD else f"{text[: _LONGEST_WORD - 40]}..."
+    return text if len(text) <= _MAX_WORD else f"{text[: _MAX_WORD - 40]}..."

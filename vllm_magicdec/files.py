@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that a user names are read as data, and only where nobody else can have put or can change them.
+"""Read files that a user names, after checking that other users cannot write or replace them.
 
-Nothing that this package reads from files (profiles, datastores) runs as code. Yet what anybody may write
-decides how fast answers come, and what is cut under a memory map ends the process. A draft model is read
-by vLLM, which may run code that lies beside it.
+Profiles and datastores do not run as code, but they decide how fast answers come, and truncating a mapped
+file ends the process. vLLM may run code from the folder of a draft model.
 """
 
 import os
@@ -13,10 +12,11 @@ from pathlib import Path
 
 
 def refuse_untrusted(path: Path) -> None:
-    """Refuse what users beside the owner's group may change or replace: the file, or a link on its way.
+    """Refuse a path if any user may write the file or replace it, or a folder or link that leads to it.
 
     Raises:
-        OSError, ValueError: it cannot be looked at; or, in a few words, who may change it.
+        OSError: the path cannot be resolved.
+        ValueError: any user may change it; the message is a clause with the command that fixes it.
     """
     try:
         resolved = path.resolve(strict=True)
@@ -24,40 +24,41 @@ def refuse_untrusted(path: Path) -> None:
         raise ValueError("it is a link that leads to itself") from None
     if resolved.stat().st_mode & stat.S_IWOTH:
         raise ValueError(f"any user may write {resolved}: chmod o-w {resolved}")
-    for child in _on_the_way(path):
+    for child in _walk_path(path):
         folder, own = child.parent.stat(), child.lstat()
-        is_kept = folder.st_mode & stat.S_ISVTX and own.st_uid in (os.geteuid(), 0, folder.st_uid)
-        if folder.st_mode & stat.S_IWOTH and not is_kept:
+        is_protected = folder.st_mode & stat.S_ISVTX and own.st_uid in (os.geteuid(), 0, folder.st_uid)
+        if folder.st_mode & stat.S_IWOTH and not is_protected:
             raise ValueError(f"any user may replace {child}: chmod o-w {child.parent}")
 
 
-def _on_the_way(path: Path) -> Iterator[Path]:
-    """Every file, folder and link that the system comes by to open a file that is there, in that order."""
-    ahead = [*reversed(Path.cwd().joinpath(path).parts)]
-    here = Path(ahead.pop())
-    while ahead:
-        if (part := ahead.pop()) == "..":
-            here = here.parent  # no link is left in its path
+def _walk_path(path: Path) -> Iterator[Path]:
+    """Yield every folder, link and file that the system visits to open an existing file, in order."""
+    remaining = [*reversed(Path.cwd().joinpath(path).parts)]
+    here = Path(remaining.pop())
+    while remaining:
+        if (part := remaining.pop()) == "..":
+            here = here.parent  # `here` contains no link
             continue
         child = here / part
         yield child
         if child.is_symlink():
             target = Path(os.readlink(child))
-            ahead += reversed(target.parts)
+            remaining += reversed(target.parts)
             if target.is_absolute():
-                here = Path(ahead.pop())
+                here = Path(remaining.pop())
         else:
             here = child
 
 
 def read(path: Path, max_bytes: int) -> bytes:
-    """What a trusted regular file holds.
+    """Read a trusted regular file.
 
     Raises:
-        OSError, ValueError: in a few words, why not: it is a device or a pipe, too large, or not trusted.
+        OSError: it cannot be read.
+        ValueError: it is not trusted, no regular file, or too large; the message is a clause.
     """
     refuse_untrusted(path)
-    # Opening a pipe would wait for its writer.
+    # O_NONBLOCK, because opening a pipe would wait for its writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
         status = os.fstat(descriptor)
@@ -69,5 +70,5 @@ def read(path: Path, max_bytes: int) -> bytes:
 
 
 def reason(error: Exception) -> str:
-    """Of an `OSError` or another one, in a few words."""
+    """Return the error's text, without the path in an `OSError`."""
     return (error.strerror or type(error).__name__) if isinstance(error, OSError) else str(error)

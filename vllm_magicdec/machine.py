@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the processor's instructions are worth, where having them does not tell."""
+"""Speed of the processor's instructions, where their presence does not determine it."""
 
 from pathlib import Path
 
@@ -7,13 +7,13 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 
 def has_slow_avx512_bf16() -> bool:
-    """Whether AVX512_BF16 multiplies at half the rate of float32, for all that it reads half as much.
+    """Return whether AVX512_BF16 multiplies at half the rate of float32.
 
-    Intel's cores since Sapphire Rapids, those with AVX512_FP16, begin one `vdpbf16ps` every other cycle and
-    two float32 products in each: 85 and 166 GFLOP/s of one core of an Emerald Rapids. AMD's begin as many
-    of either. (AMX is fast, where a machine has it.) The vendor is read where vLLM reads it.
+    Intel's cores with AVX512_FP16 (since Sapphire Rapids) start one `vdpbf16ps` every other cycle and two
+    float32 products per cycle: 85 and 166 GFLOP/s on one core of an Emerald Rapids. AMD's start as many of
+    either. AMX is fast.
     """
     if not CPU_INFO.exists():
         return False
-    described = CPU_INFO.read_text()
-    return "GenuineIntel" in described and "avx512_fp16" in described
+    cpu_info = CPU_INFO.read_text()
+    return "GenuineIntel" in cpu_info and "avx512_fp16" in cpu_info

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the benchmarks share: one noun per file."""
+"""Code shared by the benchmarks."""

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The clock on the wall."""
+"""Wall-clock timing."""
 
 import time
 from collections.abc import Callable
 
 
 def seconds(function: Callable[[], object]) -> float:
-    """How long one call takes."""
+    """Return the seconds that one call takes."""
     started = time.perf_counter()
     function()
     return time.perf_counter() - started

@@ -8,12 +8,12 @@ from typing import Any
 
 
 def describe_documents(folder: Path | None) -> str:
-    """For a result's JSON."""
+    """Name the documents for a record."""
     return folder.name if folder else "stdlib"
 
 
 def read_text(folder: Path | None) -> str:
-    """All documents of a folder one after the other; without a folder, modules of the standard library."""
+    """Return all documents of a folder, or the standard library's modules without a folder."""
     if folder is not None:
         paths = sorted(path for path in folder.rglob("*.txt") if path.is_file())
     else:
@@ -24,14 +24,14 @@ def read_text(folder: Path | None) -> str:
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of the text alone."""
+    """Return token ids without special tokens."""
     return tokenizer.encode(text, add_special_tokens=False)
 
 
 def excerpts(tokenizer: Any, count: int, num_tokens: int, folder: Path | None = None) -> list[list[int]]:
-    """`count` excerpts of `num_tokens` token ids each, spread evenly, overlapping if need be."""
+    """Return `count` evenly spread excerpts of `num_tokens` token ids each, which may overlap."""
     text = read_text(folder)
-    # Text beyond what could be used costs only time.
+    # Tokenize no more text than necessary.
     tokens = encode(tokenizer, text[: 12 * count * num_tokens])
     if len(tokens) < num_tokens:
         raise SystemExit(f"the text has {len(tokens)} tokens; {num_tokens} are needed")
@@ -42,9 +42,9 @@ def excerpts(tokenizer: Any, count: int, num_tokens: int, folder: Path | None = 
 def prompts_of_cells(
     tokenizer: Any, batches: list[int], contexts: list[int], folder: Path | None
 ) -> Iterator[list[list[int]]]:
-    """Token ids for every cell.
+    """Yield the prompts' token ids of every cell.
 
-    Short contexts come first, and of these large batches: their prompts begin those of the others.
+    Short contexts and large batches come first, so that later cells find their prompts in the prefix cache.
     """
     longest = excerpts(tokenizer, max(batches), max(contexts), folder)
     for context in sorted(contexts):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's engines in Python: their settings, their start and end, and whose turn it is."""
+"""Start vLLM's engines in Python, and let them take turns."""
 
 import os
 import time
@@ -7,27 +7,27 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-PAGE = 32  # tokens; the smallest of vLLM's CPU attention
-IDLE_SPIN_S = 1.5  # vLLM's idle workers poll for a second before they leave their core to others
+PAGE = 32  # tokens; the smallest page of vLLM's CPU attention
+IDLE_SPIN_S = 1.5  # vLLM's idle workers poll for a second before they yield their core
 T = TypeVar("T")
 
 
 def set_environment(*, kv_cache_gib: int, **variables: str) -> None:
-    """Of the engines that this process starts.
+    """Set the environment of the engines that this process starts.
 
     Args:
-        kv_cache_gib: on a CPU, where the user has not said.
-        variables: that the benchmark needs, whatever the user has said.
+        kv_cache_gib: default size of a CPU's KV cache.
+        variables: variables that override the user's.
     """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    # What fails in drafting ends a benchmark: as plain decoding it would look like a slow method.
+    # A failure while drafting ends the benchmark instead of slowing it down.
     os.environ.setdefault("VLLM_MAGICDEC_STRICT", "1")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(kv_cache_gib))
     os.environ.update(variables)
 
 
 def engine_settings(model: str, dtype: str, *, batch: int, model_len: int, **others: Any) -> dict[str, Any]:
-    """Arguments of `LLM`, the speculative configuration apart."""
+    """Return arguments of `LLM` without the speculative configuration."""
     return {
         "model": model,
         "dtype": dtype,
@@ -43,7 +43,7 @@ def engine_settings(model: str, dtype: str, *, batch: int, model_len: int, **oth
 
 @contextmanager
 def engine(settings: dict[str, Any], speculative_config: dict[str, Any] | None = None) -> Iterator[Any]:
-    """An engine (vLLM's `LLM`) until the block ends."""
+    """Run an engine (vLLM's `LLM`) until the block ends."""
     from vllm import LLM
 
     llm = LLM(**settings, speculative_config=speculative_config)
@@ -54,13 +54,13 @@ def engine(settings: dict[str, Any], speculative_config: dict[str, Any] | None =
 
 
 class Turn:
-    """Whose turn it is of engines that are alive at the same time."""
+    """Separates the turns of engines that are alive at the same time."""
 
     def __init__(self) -> None:
         self._latest: Any = None
 
     def of(self, llm: Any) -> Any:
-        """The engine, once another engine's workers have stopped polling."""
+        """Return the engine after the previous engine's workers have stopped polling."""
         if llm is not self._latest:
             time.sleep(IDLE_SPIN_S)
         self._latest = llm
@@ -68,7 +68,7 @@ class Turn:
 
 
 def take_turns(contenders: dict[str, Callable[[], T]], turns: int) -> dict[str, list[T]]:
-    """What each returns, turn by turn; every other turn goes through them backwards."""
+    """Call the contenders in turns, every other turn backwards, and return their results by name."""
     results: dict[str, list[T]] = {name: [] for name in contenders}
     for turn in range(turns):
         for name in list(contenders)[:: -1 if turn % 2 else 1]:

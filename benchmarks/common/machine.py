@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a result was measured on."""
+"""Describe the machine of a measurement."""
 
 import os
 import platform
@@ -15,10 +15,10 @@ import torch
 
 from vllm_magicdec.planner.hardware import copy_bytes_per_s, matmul_flops, worker_threads
 
-# What decides how fast a CPU attends and multiplies, the best last.
+# Instruction sets that decide a CPU's speed, the fastest last.
 INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 
-# Processors that are hired out under names like "AMD EPYC": vendor, family, models.
+# Cloud providers hide the names of processors: vendor, family, models.
 _MICROARCHITECTURES = (
     ("AuthenticAMD", 23, range(0x30), "Zen"),
     ("AuthenticAMD", 23, range(0x30, 0x100), "Zen 2"),
@@ -33,7 +33,7 @@ _MICROARCHITECTURES = (
 )
 _CPUS = Path("/sys/devices/system/cpu/cpu0")
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-# In a process of its own: it loads vLLM's kernels, and a library is not unloaded.
+# Run in a separate process, because a library cannot be unloaded.
 _PRINT_KERNELS = """
 import re
 from vllm.platforms import current_platform
@@ -43,17 +43,16 @@ print(*sorted(set(re.findall(r"/vllm/(_\\w+)[.\\w]*\\.so", open("/proc/self/maps
 
 
 def describe_machine() -> dict[str, str | int | float]:
-    """Processor or GPU, what it reaches, memory and versions, for a result's JSON.
+    """Return processor or GPU, measured rates, memory and versions for a record, in some seconds.
 
-    Called before anything is measured, for it says how busy the machine is with other things. Takes some
-    seconds: bandwidth and matmul rates are measured, and vLLM is asked for its kernels.
+    Call it before the measurement, because it includes the load average.
     """
     cpu = _cpu()
-    kind = [cpu[name] for name in ("cpu family", "model", "stepping") if name in cpu]
+    family = [cpu[name] for name in ("cpu family", "model", "stepping") if name in cpu]
     description: dict[str, str | int | float] = {
         "load_average": os.getloadavg()[0],
         "processor": cpu.get("model name", platform.machine()),
-        "family_model_stepping": "/".join(kind),
+        "family_model_stepping": "/".join(family),
         "microarchitecture": microarchitecture(cpu),
         "instruction_sets": " ".join(n for n in INSTRUCTION_SETS if n in cpu.get("flags", "").split()),
         "l1d": _cache(1),
@@ -66,7 +65,6 @@ def describe_machine() -> dict[str, str | int | float]:
         "torch": torch.__version__,
         **_rates(),
     }
-    # CPUs have no FlashInfer, and few have zentorch.
     for package in ("vllm", "vllm-magicdec", "triton", "flashinfer-python", "zentorch"):
         try:
             description[package.replace("-", "_")] = version(package)
@@ -75,7 +73,7 @@ def describe_machine() -> dict[str, str | int | float]:
     if "vllm" in description:
         description["vllm_kernels"] = _vllm_kernels()
     if torch.cuda.is_available():
-        torch.cuda.empty_cache()  # what the rates were measured in; engines of other processes need it
+        torch.cuda.empty_cache()  # frees the buffers of the rates for engines of other processes
         gpu = torch.cuda.get_device_properties()
         description["gpu"] = gpu.name
         description["gpu_memory_gib"] = round(gpu.total_memory / 2**30, 1)
@@ -85,26 +83,26 @@ def describe_machine() -> dict[str, str | int | float]:
 
 
 def device_of(machine: Mapping[str, Any]) -> str:
-    """The GPU or processor of a description, in words: 'Zen 3, AVX2, 2 cores'."""
+    """Name the GPU or processor of a description, such as 'Zen 3, AVX2, 2 cores'."""
     if "gpu" in machine:
         return machine["gpu"]
-    # The first records name the processor alone.
+    # The first records have the processor only.
     name = machine.get("microarchitecture", machine["processor"])
     best = machine.get("instruction_sets", "").upper().split()[-1:]
     return ", ".join([name, *best, f"{machine['cores']} cores"])
 
 
 def same_machine(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two descriptions are of the same device."""
+    """Return whether two descriptions are of the same type of device."""
     names = ("processor", "family_model_stepping", "cores", "gpu")
     return all(one.get(name) == other.get(name) for name in names)
 
 
 def microarchitecture(cpu: Mapping[str, str]) -> str:
-    """By the names that engineers use ('Zen 3'); an unknown one by its family and model.
+    """Name a processor's microarchitecture ('Zen 3'), or its family and model if unknown.
 
     Args:
-        cpu: what Linux says of a processor, by name.
+        cpu: fields of /proc/cpuinfo.
     """
     if "cpu family" not in cpu or "model" not in cpu:
         return platform.machine()
@@ -116,12 +114,12 @@ def microarchitecture(cpu: Mapping[str, str]) -> str:
 
 
 def vllm_environment() -> dict[str, str]:
-    """What this process tells vLLM by its environment."""
+    """Return vLLM's environment variables."""
     return {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}
 
 
 def measured_rates() -> dict[str, float]:
-    """Copy bandwidth and matrix products of torch's device; of a CPU with the threads torch has now."""
+    """Measure copy bandwidth and matrix products of torch's device, on a CPU with torch's threads."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return {
         "copy_gb_per_s": round(copy_bytes_per_s(device) / 1e9, 1),
@@ -131,19 +129,16 @@ def measured_rates() -> dict[str, float]:
 
 
 def _rates() -> dict[str, float]:
-    """Of a CPU with the threads that vLLM's worker computes on."""
     with worker_threads() as threads:
         return {"worker_threads": threads, **measured_rates()}
 
 
 def _vllm_kernels() -> str:
-    """Names of the libraries of kernels that vLLM loads here."""
     command = [sys.executable, "-c", _PRINT_KERNELS]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1]
 
 
 def _driver() -> str:
-    """Version of the NVIDIA driver, empty where nobody says."""
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         return subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
@@ -152,24 +147,24 @@ def _driver() -> str:
 
 
 def _cpu() -> dict[str, str]:
-    """What Linux says of its processors, by name; nothing elsewhere."""
+    """Return the fields of /proc/cpuinfo."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
     return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
 def _cache(level: int) -> str:
-    """Size of the first core's cache for data, as Linux writes it; empty where nobody says."""
+    """Return the size of the first core's data cache as Linux writes it, or ''."""
     for folder in _CPUS.glob("cache/index*"):
-        # Linux leaves out the files whose contents it does not know, as in some virtual machines.
+        # Some virtual machines lack these files.
         files = (folder / name for name in ("level", "type", "size"))
-        known, kind, size = (file.read_text().strip() if file.exists() else "" for file in files)
-        if known == str(level) and kind != "Instruction":
+        found, content, size = (file.read_text().strip() if file.exists() else "" for file in files)
+        if found == str(level) and content != "Instruction":
             return size
     return ""
 
 
 def _huge_pages() -> str:
-    """'always', 'madvise' or 'never'; empty where nobody says."""
+    """Return 'always', 'madvise', 'never', or '' if unknown."""
     chosen = re.search(r"\[(\w+)\]", _HUGE_PAGES.read_text()) if _HUGE_PAGES.exists() else None
     return chosen[1] if chosen else ""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that several command lines have."""
+"""Command-line options that several benchmarks share."""
 
 import argparse
 from pathlib import Path
@@ -9,13 +9,13 @@ from .documents import describe_documents
 
 
 def make_parser(description: str | None, **settings: Any) -> argparse.ArgumentParser:
-    """A parser whose help begins with a script's docstring."""
+    """Return a parser with a script's docstring as its description."""
     formatter = argparse.RawDescriptionHelpFormatter
     return argparse.ArgumentParser(description=description, formatter_class=formatter, **settings)
 
 
 def served_dtype() -> str:
-    """What a model should be served in here: some CPUs multiply bfloat16 token by token."""
+    """Return the dtype for this machine: float32 where bfloat16 products are slow."""
     import torch
 
     from vllm_magicdec.vllm_api.cpu_products import multiplies_many_at_once
@@ -30,7 +30,7 @@ def add_model(parser: argparse.ArgumentParser, default: str) -> None:
 
 
 def add_cells(parser: argparse.ArgumentParser, batch: list[int], context: list[int]) -> None:
-    """The batches and contexts that a script measures, each with each."""
+    """Add the batches and contexts that a script combines."""
     parser.add_argument("--batch", type=int, nargs="+", default=batch, help="requests that decode together")
     parser.add_argument("--context", type=int, nargs="+", default=context, help="tokens")
 
@@ -40,15 +40,15 @@ def add_documents(parser: argparse.ArgumentParser) -> None:
 
 
 def add_out(parser: argparse.ArgumentParser, beside: str = "") -> None:
-    """Where the record goes, and what goes beside it."""
+    """Add the path of the record; `beside` names other files in the help."""
     parser.add_argument("--out", type=writable, help=f"JSON file for the result{beside}")
 
 
 def writable(text: str) -> Path:
-    """A file's path, its folder made: what has been measured for an hour must have a place.
+    """Parse the path of a file to write, and create its folder.
 
     Raises:
-        argparse.ArgumentTypeError: it is a folder, or there can be none above it.
+        argparse.ArgumentTypeError: it is a folder, or its folder cannot be created.
     """
     path = Path(text)
     if path.is_dir():
@@ -61,7 +61,7 @@ def writable(text: str) -> Path:
 
 
 def settings_of(args: argparse.Namespace, *left_out: str) -> dict[str, Any]:
-    """What the user could set, for a record."""
+    """Return the user's options for a record."""
     settings = {name: value for name, value in vars(args).items() if name not in ("out", *left_out)}
     if "documents" in settings:
         settings["documents"] = describe_documents(args.documents)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plots into files."""
+"""Write plots to files."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ from matplotlib.image import AxesImage
 
 
 def norm_of(speedups: Sequence[float]) -> TwoSlopeNorm:
-    """Colours of speedups: yellow where nothing is gained or lost; never shrunk to the noise around 1."""
+    """Return a colour scale of speedups with 1 in the middle, wider than the noise."""
     return TwoSlopeNorm(1, min(0.5, *speedups), max(2.0, *speedups))
 
 
@@ -28,7 +28,7 @@ def draw_heat_map(
     contexts: Sequence[int],
     labels: Sequence[Sequence[str]],
 ) -> AxesImage:
-    """Speedups by row and context, with a label in each cell."""
+    """Draw speedups by row and context, with a label in each cell."""
     image = axes.imshow(speedups, cmap="RdYlGn", norm=norm, aspect="auto")
     for row, line in enumerate(speedups):
         for column, ratio in enumerate(line):

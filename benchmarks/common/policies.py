@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policies that are measured, as fields of a speculative configuration."""
+"""The measured policies, as fields of a speculative configuration."""
 
 POLICIES: dict[str, dict[str, str]] = {
     "streamingllm": {"draft_kv_policy": "streamingllm"},

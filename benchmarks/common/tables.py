@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables on a console that is wide enough for them."""
+"""Tables for the console and for pages."""
 
 from collections.abc import Iterable
 
@@ -10,7 +10,7 @@ console = Console(highlight=False, width=150)
 
 
 def make_table(title: str, numbers: Iterable[str], names: Iterable[str] = ()) -> Table:
-    """An empty table: columns of names, flush left and never wrapped, then columns of numbers."""
+    """Return an empty table with left-aligned columns of names, then columns of numbers."""
     table = Table(title=title)
     for column in names:
         table.add_column(column, no_wrap=True)
@@ -20,7 +20,7 @@ def make_table(title: str, numbers: Iterable[str], names: Iterable[str] = ()) ->
 
 
 def markdown(table: Table) -> str:
-    """The same table for a page, without its title."""
+    """Return the table in Markdown, without its title."""
     columns = table.columns
     heads = [str(column.header).replace("\n", " ") for column in columns]
     rules = ["--:" if column.justify == "right" else "---" for column in columns]

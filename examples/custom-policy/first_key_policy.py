@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A verification-guided policy of one's own: the first key of a page speaks for all of it.
+"""A custom verification-guided policy that scores a page by its first key.
 
     pip install examples/custom-policy
     vllm serve MODEL --speculative-config '{"method": "magicdec-self", "draft_kv_policy": "first-key"}'
 
-After every verification each layer's draft sees the pages whose first token the verified queries attend to
-most. `verify-topk` reads two summaries of a page for this; here nothing has to be kept.
+After every verification, the draft of each layer reads the pages whose first token gets the most attention
+from the verified queries. Unlike `verify-topk`, it keeps no summaries of pages.
 """
 
 import torch
@@ -15,17 +15,17 @@ from vllm_magicdec.views.base import Batch
 
 
 class FirstKey(VerificationPolicy):
-    """Pages by the attention weight of their first token."""
+    """Score pages by the attention weight of their first token."""
 
     def score_pages(self, batch: Batch, num_pages: int) -> torch.Tensor:
-        """A softmax over the first tokens, summed over accepted positions and query heads."""
+        """Return a softmax over the first tokens, summed over accepted positions and query heads."""
         page_size = self.engine.page_size
         first_slots = batch.block_table[:, None, :num_pages].long() * page_size  # [num_reqs, 1, pages]
         starts = torch.arange(num_pages, device=first_slots.device) * page_size
         is_beyond = starts >= batch.context_lens.unsqueeze(1)  # [num_reqs, pages]
         scores = []
         for layer, (cache, softmax) in self.verification.caches.items():
-            # [num_reqs, num_kv_heads, n, head_size], and which of the n were accepted
+            # queries [num_reqs, num_kv_heads, n, head_size], and which of the n are accepted
             queries, is_accepted = self.verification.queries_by_head(layer, batch)
             keys = cache.keys.gather(first_slots.expand(-1, cache.num_kv_heads, -1)).float()
             weights = softmax.weights(queries @ keys.transpose(2, 3), ~is_beyond[:, None, None])

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A policy of one's own: besides sinks and recent tokens, the draft sees every n-th token of the context.
+"""A custom policy: besides sinks and recent tokens, the draft reads every n-th token of the context.
 
     pip install examples/custom-policy
     vllm serve MODEL --speculative-config '{"method": "magicdec-self", "draft_kv_policy": "strided"}'
 
-The package names the class in the entry-point group `vllm_magicdec.policies` (pyproject.toml). Whatever a
-policy chooses, the output stays the target's: a poor choice only costs acceptance.
+The package registers the class in the entry-point group `vllm_magicdec.policies` (pyproject.toml). A policy
+does not change the output: a poor choice only lowers acceptance.
 """
 
 import torch
@@ -14,12 +14,12 @@ from vllm_magicdec.policies import Observation, TokenPolicy
 
 
 class Strided(TokenPolicy):
-    """Evenly spread tokens; attention is not looked at."""
+    """Select evenly spread tokens, without attention."""
 
-    window = 1  # it needs no queries, and one token is the least
+    window = 1  # the minimum; no queries are needed
 
     def score(self, observation: Observation) -> torch.Tensor:
-        """A position's score is how often 2 divides it: the best ones are spread evenly."""
+        """Score a position by its largest power of two, so that the best ones are evenly spread."""
         num_kv_heads, num_tokens, _ = observation.keys.shape
         positions = torch.arange(num_tokens, device=observation.keys.device)
         lowest_bit = positions & -positions

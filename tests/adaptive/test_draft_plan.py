@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A draft plan is vLLM's number of drafts, wherever vLLM computes with it or sends it."""
+"""A draft plan behaves as vLLM's number of drafts, also after serialization."""
 
 import copy
 import pickle
@@ -7,7 +7,7 @@ import pickle
 import cloudpickle
 import pytest
 
-from vllm_magicdec.adaptive.draft_plan import KIND_BORDERS, NUM_KINDS, DraftPlan, kind_of
+from vllm_magicdec.adaptive.draft_plan import BUCKET_BOUNDS, NUM_BUCKETS, DraftPlan, bucket_of
 
 WAYS = {
     "pickle": lambda plan: pickle.loads(pickle.dumps(plan, pickle.HIGHEST_PROTOCOL)),
@@ -18,20 +18,20 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_drafts_travels_with_the_number(way):
+def test_the_other_fields_are_copied_with_the_number(way):
     plan = WAYS[way](DraftPlan(3, lookups_alone=True))
     assert type(plan) is DraftPlan
     assert (plan, plan.lookups_alone) == (3, True)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_prices_travel_with_it(way):
-    prices = [(0.1 * kind, 0.2 * kind, 4.0 * kind) for kind in range(NUM_KINDS)]
-    plan = WAYS[way](DraftPlan(3, by_kind=[DraftPlan(3, *own) for own in prices]))
-    plans = [plan.of_kind(kind) for kind in range(NUM_KINDS)]
-    assert [(own.least_chance, own.least_gain, own.least_promise) for own in plans] == prices
+def test_thresholds_are_copied(way):
+    thresholds = [(0.1 * bucket, 0.2 * bucket, 4.0 * bucket) for bucket in range(NUM_BUCKETS)]
+    plan = WAYS[way](DraftPlan(3, by_bucket=[DraftPlan(3, *own) for own in thresholds]))
+    plans = [plan.for_bucket(bucket) for bucket in range(NUM_BUCKETS)]
+    assert [(own.min_acceptance, own.min_gain, own.min_expected_accepted) for own in plans] == thresholds
     alone = WAYS[way](DraftPlan(3))
-    assert alone.of_kind(1) is alone
+    assert alone.for_bucket(1) is alone
 
 
 @pytest.mark.parametrize(
@@ -39,17 +39,17 @@ def test_prices_travel_with_it(way):
     [
         (DraftPlan(3), False),
         (DraftPlan(3, lookups_alone=True), True),
-        (DraftPlan(3, least_promise=2.0), True),
-        (DraftPlan(3, by_kind=[DraftPlan(3)] * NUM_KINDS), True),
+        (DraftPlan(3, min_expected_accepted=2.0), True),
+        (DraftPlan(3, by_bucket=[DraftPlan(3)] * NUM_BUCKETS), True),
     ],
 )
-def test_what_lookups_promise_is_asked_where_it_matters(plan, looks_first):
+def test_lookups_are_evaluated_first_only_where_a_threshold_needs_it(plan, looks_first):
     assert plan.looks_first is looks_first
 
 
-def test_kinds_are_in_the_order_of_what_lookups_promise():
-    assert kind_of(0.0) == 0 and kind_of(1e9) == NUM_KINDS - 1
-    assert [kind_of(border) for border in KIND_BORDERS] == list(range(1, NUM_KINDS))
+def test_buckets_are_ordered_by_expected_acceptance():
+    assert bucket_of(0.0) == 0 and bucket_of(1e9) == NUM_BUCKETS - 1
+    assert [bucket_of(bound) for bound in BUCKET_BOUNDS] == list(range(1, NUM_BUCKETS))
 
 
 def test_it_is_a_number():

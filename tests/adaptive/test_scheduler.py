@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler tells the controller about a step."""
+"""The steps that the scheduler reports to the controller."""
 
 from types import SimpleNamespace
 
 import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from vllm_magicdec.adaptive.controller import PLAIN, Choice, How
+from vllm_magicdec.adaptive.controller import PLAIN, Choice, RoundInfo
 from vllm_magicdec.adaptive.draft_plan import DraftPlan
 from vllm_magicdec.adaptive.scheduler import MagicDecScheduler
 from vllm_magicdec.adaptive.step_times import Step
 
 
 @pytest.mark.parametrize("drafts_come_late", [False, True])
-def test_the_drafts_in_a_steps_time_are_those_made_between_two_outputs(drafts_come_late):
+def test_a_steps_time_covers_the_drafts_made_between_two_outputs(drafts_come_late):
     choices = [Choice(4), Choice(2), PLAIN, Choice(3)]
     scheduler = object.__new__(MagicDecScheduler)
     planned = iter(choices)
@@ -23,7 +23,7 @@ def test_the_drafts_in_a_steps_time_are_those_made_between_two_outputs(drafts_co
         is_planned=False,
         budget=512,
     )
-    scheduler._how = How()
+    scheduler._info = RoundInfo()
     scheduler._latest, scheduler._made = PLAIN, PLAIN
     scheduler._with_lookups = False
     scheduler._drafts_come_late = drafts_come_late
@@ -51,8 +51,8 @@ def test_the_drafts_in_a_steps_time_are_those_made_between_two_outputs(drafts_co
 
 
 @pytest.mark.parametrize("must_not_wait", [True, False])
-def test_drawn_drafts_of_a_request_that_a_step_leaves_out_are_forgotten(monkeypatch, must_not_wait):
-    """vLLM's V1 runner has their probabilities no longer in the step after."""
+def test_sampled_drafts_of_a_request_that_a_step_leaves_out_are_dropped(monkeypatch, must_not_wait):
+    """vLLM's V1 runner no longer has their probabilities in the next step."""
     monkeypatch.setattr(Scheduler, "_update_after_schedule", lambda *_: None)
     scheduler = object.__new__(MagicDecScheduler)
     scheduler._gave_up, scheduler._drafts_must_not_wait = True, must_not_wait

@@ -42,7 +42,7 @@ def kernels():
 def mended(monkeypatch):
     monkeypatch.setattr(CPUAttentionMetadataBuilder, "build", CPUAttentionMetadataBuilder.build)
     monkeypatch.setattr(CPUAttentionBackendImpl, "forward", CPUAttentionBackendImpl.forward)
-    cpu_attention.mend()
+    cpu_attention.patch()
 
 
 class Layers:
@@ -187,7 +187,7 @@ def test_any_batch_is_right_with_plans_by_window(data):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CPUAttentionMetadataBuilder, "build", CPUAttentionMetadataBuilder.build)
         patch.setattr(CPUAttentionBackendImpl, "forward", CPUAttentionBackendImpl.forward)
-        cpu_attention.mend()
+        cpu_attention.patch()
         lens = data.draw(st.lists(st.integers(1, 700), min_size=1, max_size=4), label="contexts")
         requests = [
             (data.draw(st.one_of(st.just(1), st.integers(1, length)), label="query"), length)
@@ -227,5 +227,5 @@ def test_a_plan_that_fails_leaves_the_builder_as_it_was(mended, monkeypatch):
 
 def test_it_is_mended_once(mended):
     build, forward = CPUAttentionMetadataBuilder.build, CPUAttentionBackendImpl.forward
-    cpu_attention.mend()
+    cpu_attention.patch()
     assert CPUAttentionMetadataBuilder.build is build and CPUAttentionBackendImpl.forward is forward

@@ -222,7 +222,7 @@ def is_named(name: str, sentence: str) -> bool:
     """Whether a sentence says that something is wrong with a field, in the forms that ours have."""
     blamed = re.split(r"did you mean|It takes ", sentence)[0]  # what follows is other fields
     shown = re.escape(str(MagicDecConfigError(name)))
-    forms = [f"'{shown}'", rf"(?<![\w.-]){shown}=", rf"(?:^|: ){shown}(?:: | belongs to )"]
+    forms = [f"'{shown}'", rf"(?<![\w.-]){shown}=", rf"(?:^|: ){shown}(?:: | belongs to | is given twice)"]
     if name in user_fields() and name not in PLAIN_WORDS:
         forms.append(rf"(?<![\w.-]){shown}(?![\w.-])")
     return re.search("|".join(forms), blamed) is not None

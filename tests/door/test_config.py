@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user types wrong gets one sentence that says what to type instead, before any model is loaded."""
+"""Wrong user input gets one sentence that says what to type instead, before any model is loaded."""
 
 import copy
 import json
@@ -152,7 +152,7 @@ SMALL = {"max_model_len": 4096, "block_size": 32}
 
 def test_a_profile_of_another_budget_is_refused(model_dir, tmp_path):
     path = tmp_path / "profile.json"
-    StepTimes.of([TimedStep(Step(1, 100, 0, 2, 256), 0.01)]).save(path, {})
+    StepTimes([TimedStep(Step(1, 100, 0, 2, 256), 0.01)]).save(path, {})
     fields = {"method": METHOD, "num_speculative_tokens": "auto", "profile": str(path)}
     with pytest.raises(MagicDecConfigError, match="draft_kv_budget=256, not 512; use what was"):
         configure(model_dir, fields)
@@ -464,9 +464,9 @@ def test_a_budget_that_leaves_nothing_to_choose_is_refused(model_dir):
     [
         (
             {"draft_kv_policy": "verify-topk"},
-            "'token' means nothing to draft_kv_policy='verify-topk'; remove it or use 'page'",
+            "'token' is not supported by draft_kv_policy='verify-topk'; remove it or use 'page'",
         ),
-        ({}, "means nothing to draft_kv_policy='streamingllm'; remove it"),
+        ({}, "is not supported by draft_kv_policy='streamingllm'; remove it"),
         ({"draft_kv_policy": "nothing-yet"}, "'nothing-yet' is unknown"),
     ],
 )

@@ -35,7 +35,7 @@ from vllm_magicdec.lookup.datastore_files import Header
 
 def write_profile(path: Path) -> None:
     steps = [Step(1, 100, 0, 0), Step(1, 100, 0, 2, 512), Step(1, 100, 2, 2, 512), Step(4, 9000, 2, 0)]
-    StepTimes.of([TimedStep(step, 0.01 * (1 + step.num_reqs)) for step in steps]).save(path, {"model": "m"})
+    StepTimes([TimedStep(step, 0.01 * (1 + step.num_reqs)) for step in steps]).save(path, {"model": "m"})
 
 
 @cases(300)

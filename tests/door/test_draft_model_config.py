@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`method: magicdec`: what it makes of a configuration, and what it refuses in a sentence."""
+"""`method: magicdec`: resolved configurations and refusals."""
 
 import copy
 import json
@@ -222,7 +222,7 @@ def profile(tmp_path):
     def write(description: dict, budgets: Sequence[int] = (512,)) -> str:
         path = tmp_path / "profile.json"
         steps = [TimedStep(Step(1, 100, 0, 2, budget), 0.01) for budget in budgets]
-        StepTimes.of(steps).save(path, description)
+        StepTimes(steps).save(path, description)
         return str(path)
 
     return write

@@ -48,7 +48,7 @@ def test_every_metric_is_explained_and_no_other():
     counters, gauges = metrics.shown_metrics(with_all)
     shown = {f"vllm:magicdec_{name}_total" for name in (*counters, "failures")}
     shown |= {f"vllm:magicdec_{name}" for name in gauges}
-    assert len(shown) == 21
+    assert len(shown) == 23
     assert set(METRIC.findall(USAGE)) == shown
 
 

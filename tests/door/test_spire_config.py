@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A SPIRe draft as `model`: what its config.json makes of a configuration, and what is refused."""
+"""A SPIRe draft as `model`: resolved configurations and refusals."""
 
 import copy
 import json
@@ -115,7 +115,7 @@ def test_its_cache_is_no_ring(target, draft, prefix_caching):
     """Memory goes where the target's step writes; a chunk of a prompt would go around a ring."""
     engine = {"enable_prefix_caching": prefix_caching}
     config = configure(target, draft, engine, draft_kv_cache="ring")
-    assert "with or without prefix caching; use draft_kv_cache='whole'" in why_no_ring(config)
+    assert "does not fit into a ring; use draft_kv_cache='whole'" in why_no_ring(config)
 
 
 TRAINED = "was trained with 4 sinks and a window of 252 tokens"
@@ -152,7 +152,7 @@ WRONG_DRAFTS = {
     "of its own activations": (
         {"target_activations": False},
         {},
-        "trained without its target's activations",
+        "trained with --no-target-activations is an ablation and cannot be served",
     ),
 }
 

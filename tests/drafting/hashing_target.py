@@ -99,14 +99,14 @@ def seen_by_query(view: TokenView | TokenPassView) -> list[list[list[int]]]:
 
 
 def draw(seen: list) -> int:
-    """Mostly what follows the last token in a cycle, so that lookups are sometimes right."""
+    """Sample mostly the next token of a cycle, so that lookups are sometimes right."""
     chance = random.Random(str(seen))
     return chance.randrange(5) if chance.random() < 0.3 else (seen[1][-1] + 1) % 5
 
 
 @dataclass
 class Round:
-    """A batch, its views, and a cache in which slots beyond the contexts hold what is out of date."""
+    """A batch, its views, and a cache with stale slots beyond the contexts."""
 
     batch: object
     views: list
@@ -134,7 +134,7 @@ class Round:
     def staged(
         self, lookups, max_pass_tokens: int = 10**6, reads_ahead: bool = True
     ) -> tuple[list[list[int]], Target, dict[str, int]]:
-        """The drafts of staged passes; what they wrote; what was counted."""
+        """Return the drafts of staged passes, the target with their writes, and the counters."""
         target = Target([dict(cache) for cache in self.cache], max_pass_tokens, reads_ahead)
         counters = LookupCounters(Counts())
         staged = StagedDrafts(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chances of drafts against what is known of them: fixed rates of standing, and rounds written by hand."""
+"""Estimated acceptance: fixed acceptance rates, and rounds written by hand."""
 
 import random
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ from batches import make_batch
 
 from vllm_magicdec.adaptive.draft_plan import DraftPlan
 from vllm_magicdec.adaptive.metrics import Counts, LookupCounters
-from vllm_magicdec.drafting.confidence import Confidence, Evidence, Foreseen
-from vllm_magicdec.drafting.staged import StagedDrafts, _Making
+from vllm_magicdec.drafting.confidence import Confidence, Evidence, Predicted
+from vllm_magicdec.drafting.staged import StagedDrafts, _RequestDrafts
 from vllm_magicdec.lookup.continuation import Continuation
 from vllm_magicdec.lookup.history import History
 
@@ -30,7 +30,7 @@ class Lookup:
 
     def follow(self, req_ids, histories) -> None: ...
 
-    def look_up(self, req_id, drafted, most, least_chance) -> Continuation:
+    def look_up(self, req_id, drafted, most, min_acceptance) -> Continuation:
         tokens = self._tokens[req_id][len(drafted) : len(drafted) + most]
         return Continuation(tokens, [0.9] * len(tokens))
 
@@ -53,7 +53,7 @@ def make_staged(runner, lookups) -> StagedDrafts:
 
 
 def batch_of(**texts: Sequence[int]):
-    """Of requests with these tokens."""
+    """Make a batch of requests with these tokens."""
     table = torch.arange(16 * len(texts), dtype=torch.int32).view(-1, 16)
     batch = make_batch(list(texts), table, [len(tokens) - 1 for tokens in texts.values()])
     return replace(
@@ -65,42 +65,42 @@ def batch_of(**texts: Sequence[int]):
     )
 
 
-SAME, ANOTHER, NOTHING = Foreseen.THE_SAME, Foreseen.ANOTHER, Foreseen.NOTHING
+SAME, ANOTHER, NOTHING = Predicted.THE_SAME, Predicted.ANOTHER, Predicted.NOTHING
 
 
-@pytest.mark.parametrize("foreseen", Foreseen)
+@pytest.mark.parametrize("predicted", Predicted)
 @pytest.mark.parametrize("true_chance", [0.2, 0.7, 0.97])
-def test_confidence_becomes_the_acceptance_seen(true_chance, foreseen):
+def test_confidence_converges_to_the_observed_acceptance(true_chance, predicted):
     confidence, rng = Confidence(), random.Random(1)
     for _ in range(3000):
-        confidence.observe(Evidence(0.4, foreseen), rng.random() < true_chance)
-    assert confidence.chance(Evidence(0.4, foreseen)) == pytest.approx(true_chance, abs=0.08)
-    usual = Confidence().usual if foreseen == SAME else true_chance
+        confidence.observe(Evidence(0.4, predicted), rng.random() < true_chance)
+    assert confidence.chance(Evidence(0.4, predicted)) == pytest.approx(true_chance, abs=0.08)
+    usual = Confidence().usual if predicted == SAME else true_chance
     assert confidence.usual == pytest.approx(usual, abs=0.08)
     for other in (
-        Evidence(0.99, foreseen),
-        *(Evidence(0.4, other) for other in Foreseen if other != foreseen),
+        Evidence(0.99, predicted),
+        *(Evidence(0.4, other) for other in Predicted if other != predicted),
     ):
         assert confidence.chance(other) == Confidence().chance(other)
 
 
-@pytest.mark.parametrize("foreseen", Foreseen)
-def test_a_surer_draft_is_likelier_to_stand_at_first(foreseen):
+@pytest.mark.parametrize("predicted", Predicted)
+def test_prior_acceptance_grows_with_the_probability(predicted):
     probabilities = (float("nan"), 0.0, 1e-9, 0.05, 0.3, 0.5, 0.9, 0.999, 1.0)
-    chances = [Confidence().chance(Evidence(p, foreseen)) for p in probabilities]
+    chances = [Confidence().chance(Evidence(p, predicted)) for p in probabilities]
     assert chances == sorted(chances) and chances[0] < 0.6 and chances[-1] > 0.99
 
 
 @pytest.mark.parametrize("probability", [0.0, 0.01, 0.1, 0.3, 0.5, 0.9, 0.99, 1.0])
-def test_at_first_a_draft_that_a_lookup_foresaw_is_the_likeliest_to_stand(probability):
+def test_prior_acceptance_is_highest_with_an_agreeing_lookup(probability):
     chances = [
-        Confidence().chance(Evidence(probability, foreseen)) for foreseen in (ANOTHER, NOTHING, SAME)
+        Confidence().chance(Evidence(probability, predicted)) for predicted in (ANOTHER, NOTHING, SAME)
     ]
     assert chances == sorted(set(chances))
 
 
-def learned_of(staged: StagedDrafts, batch, drafts: Sequence[int]) -> dict[str, list[Foreseen]]:
-    """By request of a batch, what its drafts are taken for; they are `drafts`, and all of them stand."""
+def learned_of(staged: StagedDrafts, batch, drafts: Sequence[int]) -> dict[str, list[Predicted]]:
+    """Return the lookup of each draft by request, after a round in which all of `drafts` are accepted."""
     seen: list[tuple[Evidence, bool]] = []
     staged._confidence.observe = lambda *args: seen.append(args)
     drafting = [i for i, is_prefilling in enumerate(batch.is_prefilling) if not is_prefilling]
@@ -111,15 +111,15 @@ def learned_of(staged: StagedDrafts, batch, drafts: Sequence[int]) -> dict[str, 
         for req_id, history in zip(batch.req_ids, batch.histories, strict=True)
     }
     staged._follow(batch_of(**texts), drafting)
-    assert all(stood and evidence.probability == pytest.approx(0.7) for evidence, stood in seen)
-    kinds = iter(evidence.foreseen for evidence, _ in seen)
+    assert all(is_accepted and evidence.probability == pytest.approx(0.7) for evidence, is_accepted in seen)
+    kinds = iter(evidence.predicted for evidence, _ in seen)
     learned = {batch.req_ids[i]: [next(kinds) for _ in drafts] for i in drafting}
     assert next(kinds, None) is None
     return learned
 
 
 @pytest.mark.parametrize(
-    ("looked_up", "reads_ahead", "foreseen"),
+    ("looked_up", "reads_ahead", "predicted"),
     [
         ((), True, [NOTHING] * 4),
         ((1, 2, 3, 4), True, [SAME] * 4),
@@ -128,13 +128,13 @@ def learned_of(staged: StagedDrafts, batch, drafts: Sequence[int]) -> dict[str, 
         ((1, 9, 3, 4), False, [SAME, ANOTHER, SAME, SAME]),
     ],
 )
-def test_drafts_are_told_apart_by_what_was_looked_up_for_their_place(looked_up, reads_ahead, foreseen):
+def test_evidence_contains_the_lookup_of_the_position(looked_up, reads_ahead, predicted):
     staged = make_staged(Counting(reads_ahead), Lookup(a=looked_up))
-    assert learned_of(staged, batch_of(a=[7, 8]), [1, 2, 3, 4]) == {"a": foreseen}
+    assert learned_of(staged, batch_of(a=[7, 8]), [1, 2, 3, 4]) == {"a": predicted}
 
 
 @pytest.mark.parametrize(
-    ("max_pass_tokens", "foreseen"),
+    ("max_pass_tokens", "predicted"),
     [
         (100, {"b": [SAME] * 4, "c": [ANOTHER, SAME, SAME, NOTHING], "d": [SAME, SAME, NOTHING, NOTHING]}),
         # Of the first pass the second request has all the room, and has none for its last token.
@@ -148,17 +148,17 @@ def test_drafts_are_told_apart_by_what_was_looked_up_for_their_place(looked_up, 
         ),
     ],
 )
-def test_drafts_are_told_apart_request_by_request(max_pass_tokens, foreseen):
+def test_evidence_is_kept_by_request(max_pass_tokens, predicted):
     """The first one's prompt is not whole, the second has its drafts after a pass, the others go on."""
     lookups = Lookup(a=(1, 9, 9, 9), b=(1, 2, 3, 4), c=(9, 2, 3), d=(1, 2))
     staged = make_staged(Counting(True, max_pass_tokens), lookups)
     batch = batch_of(a=[7, 8], b=[5, 6], c=[4, 3], d=[2, 1])
     batch = replace(batch, is_prefilling=[True, False, False, False])
-    assert learned_of(staged, batch, [1, 2, 3, 4]) == foreseen
+    assert learned_of(staged, batch, [1, 2, 3, 4]) == predicted
 
 
-def test_confidence_is_learned_from_what_was_verified():
-    """Also of drafts that were cut, by what the target drew at their places."""
+def test_confidence_learns_from_verification():
+    """Drafts that were cut count as well, by the tokens that the target sampled."""
     staged, seen = make_staged(None, Lookup(a=())), []
     staged._confidence.observe = lambda *args: seen.append(args)
     evidence = [Evidence(0.9, NOTHING), Evidence(0.8, ANOTHER), Evidence(0.7, SAME)]
@@ -170,12 +170,12 @@ def test_confidence_is_learned_from_what_was_verified():
         ([], []),
     ]:
         seen.clear()
-        staged._propose(batch_of(a=[1, 2]), 0, _Making(3, [9, 8, 7], list(evidence)), [9, 8, 7])
+        staged._propose(batch_of(a=[1, 2]), 0, _RequestDrafts(3, [9, 8, 7], list(evidence)), [9, 8, 7])
         staged._follow(batch_of(a=[1, 2, *verified]), [0])
         assert seen == list(zip(evidence, stood, strict=False))
     assert staged._counters.totals["pass_accepted_tokens"] == 5  # of the third and the fourth
-    staged._propose(batch_of(a=[1, 2]), 0, _Making(3), [9, 8, 7])
+    staged._propose(batch_of(a=[1, 2]), 0, _RequestDrafts(3), [9, 8, 7])
     staged._follow(batch_of(a=[1, 2, 9, 8, 1]), [0])
     counted = staged._counters.totals
-    assert (counted["lookup_unread_tokens"], counted["lookup_unread_accepted_tokens"]) == (3, 2)
+    assert (counted["lookup_unchecked_tokens"], counted["lookup_unchecked_accepted_tokens"]) == (3, 2)
     assert counted["pass_accepted_tokens"] == 5

@@ -93,7 +93,7 @@ def draft(made: drafter.Drafter) -> tuple[bool, list[int]]:
 
 @contextmanager
 def listening() -> Iterator[list[str]]:
-    """What vLLM's loggers say. Not `caplog`: it hears a record twice where one passes it to another."""
+    """Records of vLLM's loggers; `caplog` would contain propagated records twice."""
     said = []
     logger = logging.getLogger("vllm")
     listener = logging.Handler()
@@ -108,7 +108,7 @@ def listening() -> Iterator[list[str]]:
         logger.setLevel(level)
 
 
-def test_a_broken_draft_is_tried_seldom_and_used_again_when_it_works(make_drafter):
+def test_a_failing_draft_is_paused_and_resumes(make_drafter):
     target = Target()
     made = make_drafter(target)
     assert draft(made) == (True, [7] * GAMMA)
@@ -135,7 +135,7 @@ def test_a_broken_draft_is_tried_seldom_and_used_again_when_it_works(make_drafte
     assert len(said) == 1 and "Drafting works again" in said[0]
 
 
-def test_a_part_of_a_prompt_alone_takes_no_pass(make_drafter, monkeypatch):
+def test_unfinished_prompts_take_no_pass(make_drafter, monkeypatch):
     target = Target()
     made = make_drafter(target)
     prepared = []
@@ -159,7 +159,7 @@ def test_a_part_of_a_prompt_alone_takes_no_pass(make_drafter, monkeypatch):
     assert prepared == [["a", "b"]] * 3 * len(made._views)
 
 
-def test_a_request_that_has_ended_is_told_to_lookups_and_a_failure_there_is_counted(make_drafter):
+def test_finished_requests_reach_lookups_and_failures_are_counted(make_drafter):
     made, told = make_drafter(Target()), []
     made.finish_request("a", [1, 2])  # without lookups nobody asks
     made._staged = SimpleNamespace(finish=lambda *ended: told.append(ended))
@@ -170,7 +170,7 @@ def test_a_request_that_has_ended_is_told_to_lookups_and_a_failure_there_is_coun
     assert made._failures.by_stage.totals == {"lookup": 1} and not made._failures.totals["draft_failures"]
 
 
-def test_parts_of_prompts_do_not_show_that_drafting_works(make_drafter):
+def test_unfinished_prompts_do_not_end_a_pause(make_drafter):
     target = Target()
     made = make_drafter(target)
     target.is_broken = True
@@ -186,7 +186,7 @@ def test_parts_of_prompts_do_not_show_that_drafting_works(make_drafter):
     assert made._failures.totals["draft_pauses"] == 2, "one failure more, and a longer pause"
 
 
-def test_an_own_cache_that_fails_in_pauses_as_well_makes_them_no_longer(make_drafter):
+def test_cache_failures_during_a_pause_do_not_extend_it(make_drafter):
     made = make_drafter(Target())
 
     def begin_round(batch):
@@ -201,7 +201,7 @@ def test_an_own_cache_that_fails_in_pauses_as_well_makes_them_no_longer(make_dra
     assert len(said) == 3, "a trace, and a line for each pause"
 
 
-def test_plain_steps_that_cannot_be_followed_are_counted_and_said_once(make_drafter):
+def test_failures_after_plain_steps_are_counted_and_logged_once(make_drafter):
     made = make_drafter(Target())
 
     def follow():
@@ -215,7 +215,7 @@ def test_plain_steps_that_cannot_be_followed_are_counted_and_said_once(make_draf
     assert len(said) == 2, "a trace, and a line for the pause"
 
 
-def test_histories_that_cannot_be_read_cost_speed_alone(make_drafter):
+def test_unreadable_histories_cost_only_speed(make_drafter):
     made = make_drafter(Target(), draft_lookup="on")
     batch = make_batch(["a"], torch.arange(64, dtype=torch.int32).unsqueeze(0), [13])
 
@@ -229,7 +229,7 @@ def test_histories_that_cannot_be_read_cost_speed_alone(make_drafter):
     assert made.draft_lists == [[7] * GAMMA]
 
 
-def test_a_batch_that_cannot_be_read_costs_speed_alone(make_drafter):
+def test_an_unreadable_batch_costs_only_speed(make_drafter):
     made = make_drafter(Target(), draft_lookup="on")
 
     def read_batch():
@@ -277,7 +277,7 @@ def test_failures_with_successes_between_them_end_nothing(make_drafter):
 
 
 def test_a_tensor_parallel_rank_ends_with_a_failure(make_drafter, monkeypatch):
-    """The others may wait for it in a collective, and vLLM hears of exceptions of the first rank alone."""
+    """Other ranks may wait in a collective, and vLLM reports exceptions of the first rank only."""
     target = Target()
     made = make_drafter(target, tensor_parallel_size=2)
     target.is_broken = True
@@ -295,11 +295,8 @@ def test_a_tensor_parallel_rank_ends_with_a_failure(make_drafter, monkeypatch):
 
 
 @pytest.mark.parametrize("num_passes", [0, 1])
-def test_a_cache_of_the_drafts_own_hears_of_no_token_that_no_pass_drew(num_passes):
-    """What was looked up and stands is lacking there, like the tokens of plain steps.
-
-    But where no pass has brought it up to date, it learns in time of what it may not read later.
-    """
+def test_own_cache_records_only_tokens_sampled_by_passes(num_passes):
+    """The cache lacks accepted lookups like tokens of plain steps; without a pass it catches up."""
     ended, caught_up = [], []
     own = drafter.Drafter.__new__(drafter.Drafter)
     own._own_cache = SimpleNamespace(
@@ -307,8 +304,8 @@ def test_a_cache_of_the_drafts_own_hears_of_no_token_that_no_pass_drew(num_passe
         end_round=lambda batch, drafts: ended.append(drafts),
     )
     made = DraftLists([[1, 2, 3], [], [4]], num_passes, [2, 0, 0] if num_passes else None)
-    own._make = lambda *args: made
+    own._run_passes = lambda *args: made
     batch = SimpleNamespace(is_prefilling=[False] * 3)
-    assert own._fill(torch.zeros(3, 4), batch, 4) == bool(num_passes)
+    assert own._draft_round(torch.zeros(3, 4), batch, 4) == bool(num_passes)
     assert ended == [[[1, 2] if num_passes else [], [], []]]
     assert caught_up == ([] if num_passes else [(0, 0)])

@@ -9,7 +9,7 @@ import pytest
 from fault_plugin import injected_faults
 from fault_plugin.injected_faults import Fault, InjectedError
 
-from vllm_magicdec.adaptive.controller import Choice, Controller, How
+from vllm_magicdec.adaptive.controller import Choice, Controller, RoundInfo
 from vllm_magicdec.adaptive.lookup_controller import LookupController
 from vllm_magicdec.adaptive.step_times import Step, StepTimes, TimedStep
 
@@ -109,10 +109,10 @@ def test_auto_makes_the_drafts_that_a_fault_demands(tmp_path, controller, chosen
     assert controller.choose(1, 1000) == chosen and controller.is_planned
     plan = controller.plan(chosen)
     assert plan == min(4, chosen.drafts) and not plan.lookups_alone
-    for own in (plan, *plan.by_kind):
+    for own in (plan, *plan.by_bucket):
         assert own == plan and not own.lookups_alone
-        assert (own.least_chance, own.least_gain, own.least_promise) == (0.0, 0.0, inf)
-    assert len(plan.by_kind) == len(controller.plan(tried).by_kind)
+        assert (own.min_acceptance, own.min_gain, own.min_expected_accepted) == (0.0, 0.0, inf)
+    assert len(plan.by_bucket) == len(controller.plan(tried).by_bucket)
     say(file, "")
     assert controller.choose(1, 1000) == tried and controller.plan(tried) == tried.drafts
 
@@ -136,7 +136,7 @@ def test_forced_drafts_are_not_charged_as_trials(tmp_path):
                 choice,
                 TimedStep(step, seconds),
                 choice,
-                How(num_passes, controller.is_planned),
+                RoundInfo(num_passes, controller.is_planned),
             )
         return tried
 

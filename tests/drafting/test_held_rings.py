@@ -15,8 +15,8 @@ GAMMA = 6
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_what_is_lacking_is_what_no_slot_has(seed):
-    """A slot holds a token of a request, or what another request or another draft has left there."""
+def test_lacking_positions_are_those_without_a_slot(seed):
+    """A slot holds a token of its request, or a leftover of another request or draft."""
     rng = random.Random(seed)
     ring = Ring(PAGE, sink_pages=1, window_pages=rng.randint(3, 5), spare_pages=2)
     held, slots = HeldRings(ring), {}

@@ -13,7 +13,7 @@ NUM_PAGES = 24
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_first_token_that_is_lacking_is_found(seed):
+def test_first_lacking_token(seed):
     """A slot holds a token of the target (a number that is new at every write) and one of the draft."""
     rng = random.Random(seed)
     held = HeldTokens(NUM_PAGES, PAGE)

@@ -16,7 +16,7 @@ from vllm_magicdec.drafting.pauses import (
 
 
 def tries(pauses: Pauses, num_rounds: int, works=lambda number: False) -> list[int]:
-    """The rounds in which it was tried; `works(round)` says what became of it."""
+    """Return the rounds with a try; `works(round)` is its result."""
     tried = []
     for number in range(num_rounds):
         if pauses.is_over():
@@ -48,13 +48,13 @@ def test_single_failures_cause_no_pause(pauses):
 
 
 @pytest.mark.parametrize("share_that_works", [0.3, 0.9])
-def test_what_fails_now_and_then_is_tried_seldom_too(pauses, share_that_works):
+def test_occasional_successes_do_not_prevent_pauses(pauses, share_that_works):
     rng = random.Random(1)
     tried = tries(pauses, 200_000, works=lambda number: rng.random() < share_that_works)
     assert len(tried) < 2_000
 
 
-def test_what_works_again_is_used_again(pauses):
+def test_a_fixed_component_is_used_again(pauses):
     tried = tries(pauses, 10_000, works=lambda number: number >= 200)
     back = min(number for number in tried if number >= 200)
     assert back < 200 + FIRST_PAUSE * GROWTH**2

@@ -25,12 +25,12 @@ from hypothesis import strategies as st
 from pytest import MonkeyPatch
 
 from vllm_magicdec import envs
-from vllm_magicdec.adaptive.draft_plan import NUM_KINDS, DraftPlan, kind_of
+from vllm_magicdec.adaptive.draft_plan import NUM_BUCKETS, DraftPlan, bucket_of
 from vllm_magicdec.adaptive.metrics import Counts, LookupCounters
-from vllm_magicdec.drafting.confidence import Confidence, Evidence, Foreseen
+from vllm_magicdec.drafting.confidence import Confidence, Evidence, Predicted
 from vllm_magicdec.drafting.pauses import FAILURES_BEFORE_A_PAUSE, FIRST_PAUSE, GROWTH
-from vllm_magicdec.drafting.staged import StagedDrafts, _gain, _Making, _worth_unread
-from vllm_magicdec.lookup.continuation import LEAST_CHANCE, Continuation
+from vllm_magicdec.drafting.staged import StagedDrafts, _gain, _RequestDrafts, _worth_verifying_unchecked
+from vllm_magicdec.lookup.continuation import MIN_ACCEPTANCE, Continuation
 from vllm_magicdec.lookup.history import History
 from vllm_magicdec.lookup.lookups import Lookups
 from vllm_magicdec.views.passes import Queries
@@ -52,20 +52,20 @@ class RandomLookups:
 
     def forget(self) -> None: ...
 
-    def look_up(self, req_id, drafted, most, *least_chance) -> Continuation:
+    def look_up(self, req_id, drafted, most, *min_acceptance) -> Continuation:
         tokens = [self._rng.randrange(5) for _ in range(self._rng.randint(0, max(0, most)))]
         self.num_tokens += len(tokens)
         return Continuation(tokens, [0.5] * len(tokens))
 
 
 class KeptLookups(RandomLookups):
-    """They remember what they said last of every place."""
+    """Lookups that remember their last answer for every position."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         self._said: dict[tuple[str, int], int] = {}
 
-    def look_up(self, req_id, drafted, most, *least_chance) -> Continuation:
+    def look_up(self, req_id, drafted, most, *min_acceptance) -> Continuation:
         ahead = super().look_up(req_id, drafted, most)
         self._said = {
             key: token for key, token in self._said.items() if key[0] != req_id or key[1] < len(drafted)
@@ -73,24 +73,24 @@ class KeptLookups(RandomLookups):
         self._said |= {(req_id, len(drafted) + place): token for place, token in enumerate(ahead.tokens)}
         return ahead
 
-    def foreseen(self, req_id: str, place: int, token: int) -> Foreseen:
+    def predicted(self, req_id: str, place: int, token: int) -> Predicted:
         said = self._said.get((req_id, place))
         if said is None:
-            return Foreseen.NOTHING
-        return Foreseen.THE_SAME if said == token else Foreseen.ANOTHER
+            return Predicted.NOTHING
+        return Predicted.THE_SAME if said == token else Predicted.ANOTHER
 
 
-def cut(found: Continuation, least_chance: float) -> Continuation:
+def cut(found: Continuation, min_acceptance: float) -> Continuation:
     """What is likely enough to be right until there."""
-    number = sum(reached >= least_chance for reached in found.reached)
+    number = sum(reached >= min_acceptance for reached in found.reached)
     return Continuation(found.tokens[:number], found.chances[:number])
 
 
 class CutLookups(RandomLookups):
-    """As `Lookups` cuts what it finds."""
+    """Lookups that are cut like those of `Lookups`."""
 
-    def look_up(self, req_id, drafted, most, least_chance=LEAST_CHANCE) -> Continuation:
-        return cut(super().look_up(req_id, drafted, most), least_chance)
+    def look_up(self, req_id, drafted, most, min_acceptance=MIN_ACCEPTANCE) -> Continuation:
+        return cut(super().look_up(req_id, drafted, most), min_acceptance)
 
 
 class KnownDrafts(RandomLookups):
@@ -100,7 +100,7 @@ class KnownDrafts(RandomLookups):
         super().__init__(0)
         self._drafts = drafts
 
-    def look_up(self, req_id, drafted, most, *least_chance) -> Continuation:
+    def look_up(self, req_id, drafted, most, *min_acceptance) -> Continuation:
         own = self._drafts[int(req_id)] if self._drafts else []
         tokens = own[len(drafted) : len(drafted) + most]
         return Continuation(tokens, [1.0] * len(tokens))
@@ -146,7 +146,7 @@ def test_a_pass_for_less_than_half_of_the_batch_is_left_out(drawn, known_to):
     """Where some requests' drafts are known, the others are gone on with if they are half of all."""
     expected = drawn.one_by_one()
     known = [own if known_to >> i & 1 else [] for i, own in enumerate(expected)]
-    staged, target = make_staged(drawn, KnownDrafts(known), least_gain=0.5)
+    staged, target = make_staged(drawn, KnownDrafts(known), min_gain=0.5)
     drafts = staged.draft(drawn.batch, drawn.num_steps, lambda: steps_of(drawn))
     drafting = [i for i, wanted in enumerate(drawn.wanted) if wanted > 0]
     numbers = [len(known[i]) or min(1, len(expected[i])) for i in range(len(expected))]  # after a pass
@@ -163,14 +163,16 @@ def test_a_pass_for_less_than_half_of_the_batch_is_left_out(drawn, known_to):
 
 @settings(max_examples=100, deadline=None)
 @given(rounds(), st.integers(0, 100), st.sampled_from([0.0, 0.6]))
-def test_where_passes_are_left_out_the_drafts_begin_what_a_pass_per_token_drafts(drawn, seed, least_chance):
+def test_where_passes_are_left_out_the_drafts_begin_what_a_pass_per_token_drafts(
+    drawn, seed, min_acceptance
+):
     expected = drawn.one_by_one()
     lookups = RandomLookups(seed)
-    staged, target = make_staged(drawn, lookups, least_gain=0.5, least_chance=least_chance)
+    staged, target = make_staged(drawn, lookups, min_gain=0.5, min_acceptance=min_acceptance)
     drafts = staged.draft(drawn.batch, drawn.num_steps, lambda: steps_of(drawn))
     assert all(own == known[: len(own)] for own, known in zip(drafts, expected, strict=True))
     assert all(bool(own) == bool(known) for own, known in zip(drafts, expected, strict=True))
-    assert not target.unread and drafts.read == drafts  # nobody says what verifying costs
+    assert not target.unread and drafts.checked == drafts  # nobody says what verifying costs
 
 
 def read_of(drafts: list[list[int]], target: Target) -> list[list[int]]:
@@ -179,7 +181,7 @@ def read_of(drafts: list[list[int]], target: Target) -> list[list[int]]:
     for request, (first, tokens) in target.unread.items():
         assert drafts[request][first:] == [*tokens]
     read = [own[: firsts.get(request, len(own))] for request, own in enumerate(drafts)]
-    assert drafts.read == read
+    assert drafts.checked == read
     return read
 
 
@@ -190,24 +192,24 @@ class OneThenAll(RandomLookups):
         super().__init__(0)
         self.chance = chance
 
-    def look_up(self, req_id, drafted, most, least_chance) -> Continuation:
+    def look_up(self, req_id, drafted, most, min_acceptance) -> Continuation:
         if len(drafted) != 1:
             return Continuation()
-        return cut(Continuation([7] * most, [self.chance] * most), least_chance)
+        return cut(Continuation([7] * most, [self.chance] * most), min_acceptance)
 
 
 @settings(max_examples=100, deadline=None)
 @given(rounds(), st.sampled_from([0.6, 0.8, 0.95]), st.sampled_from([0.0, 0.3, 0.7]), st.booleans())
-def test_what_is_worth_verifying_follows_the_drafts_unread(drawn, chance, least_chance, are_drawn):
+def test_worthwhile_lookups_follow_the_drafts_unchecked(drawn, chance, min_acceptance, is_probabilistic):
     """Where no second pass is worth it."""
     expected = drawn.one_by_one()
-    staged, target = make_staged(drawn, OneThenAll(chance), are_drawn=are_drawn)
-    plan = DraftPlan(drawn.num_steps, least_chance, 99.0)
+    staged, target = make_staged(drawn, OneThenAll(chance), is_probabilistic=is_probabilistic)
+    plan = DraftPlan(drawn.num_steps, min_acceptance, 99.0)
     drafts = staged.draft(drawn.batch, plan, lambda: steps_of(drawn))
     assert len(target.pass_lens) == drafts.num_passes == (max(drawn.wanted) > 0)
     assert read_of(drafts, target) == [own[:1] for own in expected]
-    reached = Confidence().chance(Evidence(0.7, Foreseen.NOTHING))
-    least = max(least_chance / reached, LEAST_CHANCE)
+    reached = Confidence().chance(Evidence(0.7, Predicted.NOTHING))
+    least = max(min_acceptance / reached, MIN_ACCEPTANCE)
     num_likely = next(n for n in itertools.count() if chance ** (n + 1) < least)
     assert [len(own) for own in drafts] == [min(n, 1 + num_likely) if n > 0 else 0 for n in drawn.wanted]
 
@@ -220,24 +222,24 @@ def test_what_is_worth_verifying_follows_the_drafts_unread(drawn, chance, least_
     staged._follow(replace(drawn.batch, histories=histories), drafted)
     counted = staged._counters.totals
     num_unread = sum(len(tokens) for _, tokens in target.unread.values())
-    assert counted["lookup_unread_tokens"] == counted["lookup_unread_accepted_tokens"] == num_unread
+    assert counted["lookup_unchecked_tokens"] == counted["lookup_unchecked_accepted_tokens"] == num_unread
     assert counted["pass_accepted_tokens"] == sum(map(len, drafts)) - num_unread
 
 
 @pytest.mark.parametrize("reads_ahead", [True, False])
-def test_a_pass_is_weighed_against_verifying_what_was_found(reads_ahead):
+def test_a_pass_is_weighed_against_unchecked_lookups(reads_ahead):
     """Where lookups are sure, a pass brings less; what is not worth verifying does not count."""
     target = Target([], reads_ahead=reads_ahead)
     sizes = {"max_num_reqs": 2, "max_drafts": 4, "max_model_len": 60}
     staged = StagedDrafts(target, RandomLookups(0), LookupCounters(Counts()), **sizes)
-    plan = DraftPlan(8, least_chance=0.2)
+    plan = DraftPlan(8, min_acceptance=0.2)
 
     def net(chances: list[float]) -> float:
         found = Continuation([5] * len(chances), chances)
-        instead = _worth_unread(found, 0.9, plan)
-        read = staged._readable(found, 5)
+        instead = _worth_verifying_unchecked(found, 0.9, plan)
+        read = staged._checkable(found, 5)
         assert len(read.tokens) == (min(4, len(chances)) if reads_ahead else 0)
-        return _gain([0.9], [read], 0.8, plan) - staged._promise_instead([0.9], [instead], plan)
+        return _gain([0.9], [read], 0.8, plan) - staged._gain_instead([0.9], [instead], plan)
 
     own = 0.9 * 0.8 - 0.2  # of the draft that the pass alone draws
     assert net([1.0] * 5) == pytest.approx(own - 0.7)  # in place of the last one found
@@ -250,7 +252,7 @@ def test_a_pause_ends_only_by_lookups_that_work(monkeypatch):
     monkeypatch.setattr(envs, "strict", lambda: False)
 
     class NeverWork(RandomLookups):
-        def look_up(self, req_id, drafted, most, *least_chance):
+        def look_up(self, req_id, drafted, most, *min_acceptance):
             assert most > 0
             raise RuntimeError("broken on purpose")
 
@@ -279,7 +281,7 @@ def test_a_pause_ends_only_by_lookups_that_work(monkeypatch):
 
 
 class TwoSources(RandomLookups):
-    """Of which one fails, until it is mended."""
+    """Two sources, one of which fails until it is fixed."""
 
     source_names = ("good", "broken")
     answered = frozenset()
@@ -289,7 +291,7 @@ class TwoSources(RandomLookups):
         self.rested.append([*resting])
         self.resting, self._on_failure = set(resting), on_failure
 
-    def look_up(self, req_id, drafted, most, *least_chance) -> Continuation:
+    def look_up(self, req_id, drafted, most, *min_acceptance) -> Continuation:
         self.answered = {"good", "broken"} - self.resting
         if self.is_broken and "broken" in self.answered:
             try:
@@ -298,7 +300,7 @@ class TwoSources(RandomLookups):
                 self._on_failure("broken")
             self.resting.add("broken")
             self.answered = {"good"}
-        return super().look_up(req_id, drafted, most, *least_chance)
+        return super().look_up(req_id, drafted, most, *min_acceptance)
 
     def forget(self) -> None:
         raise AssertionError("what is known of the contexts is no worse for it")
@@ -356,105 +358,107 @@ def make_staged(drawn: Round, lookups, **others) -> tuple[StagedDrafts, Target]:
 
 @settings(max_examples=100, deadline=None)
 @given(rounds(), st.floats(0.05, 0.9), st.floats(0.0, 3.0), st.integers(0, 9))
-def test_what_is_not_worth_its_cost_is_neither_drafted_nor_verified(drawn, least_chance, least_gain, seed):
+def test_drafts_below_their_cost_are_neither_sampled_nor_verified(drawn, min_acceptance, min_gain, seed):
     expected = drawn.one_by_one()
     staged, target = make_staged(drawn, CutLookups(seed))
     chance = 0.93
     staged._confidence.chance = lambda _: chance  # of every draft, whatever was looked up
-    plan = DraftPlan(drawn.num_steps, least_chance, least_gain)
+    plan = DraftPlan(drawn.num_steps, min_acceptance, min_gain)
     drafts = staged.draft(drawn.batch, plan, lambda: steps_of(drawn))
     assert drafts.num_passes == len(target.pass_lens)
-    worth = next(n for n in itertools.count() if chance ** (n + 1) < least_chance)
+    worth = next(n for n in itertools.count() if chance ** (n + 1) < min_acceptance)
     read = read_of(drafts, target)
     assert all(own == known[: len(own)] for own, known in zip(read, expected, strict=True))
     assert all(len(own) <= worth for own in read)
     # Of what follows unread each token is right in half of the cases.
     assert all(
-        chance ** len(own) * 0.5 ** (len(all_) - len(own)) >= least_chance
+        chance ** len(own) * 0.5 ** (len(all_) - len(own)) >= min_acceptance
         for own, all_ in zip(read, drafts, strict=True)
         if len(all_) > len(own)
     )
-    if least_gain == 0.0:
+    if min_gain == 0.0:
         assert [len(own) for own in drafts] == [min(worth, max(0, n)) for n in drawn.wanted]
     # A pass more than those that could gain enough is not made: at chances of 1/2, no two drafts a request.
     running = sum(n > 0 for n in drawn.wanted)
-    assert len(target.pass_lens) <= 1 or 2 * running * (1 - least_chance) >= least_gain
+    assert len(target.pass_lens) <= 1 or 2 * running * (1 - min_acceptance) >= min_gain
 
 
 @settings(max_examples=50, deadline=None)
 @given(rounds(), st.floats(0.05, 0.9), st.integers(0, 9))
-def test_no_drawn_draft_is_left_out_for_what_it_is(drawn, least_chance, seed):
-    """Only for those before it: else what is verified would not be drawn from the draft's distribution."""
+def test_no_sampled_draft_is_dropped_for_its_own_chance(drawn, min_acceptance, seed):
+    """Only earlier drafts decide; otherwise verified drafts would not follow the draft's distribution."""
     lookups = KeptLookups(seed)
-    staged, _ = make_staged(drawn, lookups, are_drawn=True)
-    chances = {Foreseen.NOTHING: 0.9, Foreseen.ANOTHER: 0.5, Foreseen.THE_SAME: 0.97}
-    staged._confidence.chance = lambda evidence: chances[evidence.foreseen]
-    drafts = staged.draft(drawn.batch, DraftPlan(drawn.num_steps, least_chance), lambda: steps_of(drawn))
+    staged, _ = make_staged(drawn, lookups, is_probabilistic=True)
+    chances = {Predicted.NOTHING: 0.9, Predicted.ANOTHER: 0.5, Predicted.THE_SAME: 0.97}
+    staged._confidence.chance = lambda evidence: chances[evidence.predicted]
+    drafts = staged.draft(drawn.batch, DraftPlan(drawn.num_steps, min_acceptance), lambda: steps_of(drawn))
     for req_id, own, all_, wanted in zip(
         drawn.batch.req_ids, drafts, drawn.one_by_one(), drawn.wanted, strict=True
     ):
         number, reached = 0, 1.0
-        while number < wanted and reached >= least_chance:
-            reached *= chances[lookups.foreseen(req_id, number, all_[number])]
+        while number < wanted and reached >= min_acceptance:
+            reached *= chances[lookups.predicted(req_id, number, all_[number])]
             number += 1
         assert own == all_[:number]
 
 
 @settings(max_examples=100, deadline=None)
 @given(rounds(), st.floats(0.05, 0.9), st.integers(0, 9), st.booleans())
-def test_of_a_fixed_number_of_drafts_the_unlikely_are_left_out(drawn, least_chance, seed, are_drawn):
-    """With those after them, and nothing in their place; drawn ones for those before them alone."""
+def test_a_fixed_number_of_drafts_drops_unlikely_ones(drawn, min_acceptance, seed, is_probabilistic):
+    """With those after them, and nothing in their place; sampled ones for those before them alone."""
     lookups = KeptLookups(seed)
-    staged, target = make_staged(drawn, lookups, least_chance=least_chance, are_drawn=are_drawn)
-    chances = {Foreseen.NOTHING: 0.9, Foreseen.ANOTHER: 0.5, Foreseen.THE_SAME: 0.97}
-    staged._confidence.chance = lambda evidence: chances[evidence.foreseen]
+    staged, target = make_staged(
+        drawn, lookups, min_acceptance=min_acceptance, is_probabilistic=is_probabilistic
+    )
+    chances = {Predicted.NOTHING: 0.9, Predicted.ANOTHER: 0.5, Predicted.THE_SAME: 0.97}
+    staged._confidence.chance = lambda evidence: chances[evidence.predicted]
     drafts = staged.draft(drawn.batch, drawn.num_steps, lambda: steps_of(drawn))
     for req_id, own, all_, wanted in zip(
         drawn.batch.req_ids, drafts, drawn.one_by_one(), drawn.wanted, strict=True
     ):
         number, reached = 0, 1.0
         while number < wanted:
-            before, reached = reached, reached * chances[lookups.foreseen(req_id, number, all_[number])]
-            if (before if are_drawn else reached) < least_chance:
+            before, reached = reached, reached * chances[lookups.predicted(req_id, number, all_[number])]
+            if (before if is_probabilistic else reached) < min_acceptance:
                 break
             number += 1
         assert own == all_[:number]
-    assert not target.unread and drafts.read == drafts
+    assert not target.unread and drafts.checked == drafts
     left_out = sum(staged._counters.totals[name] for name in ("left_out_tokens", "cut_tokens"))
     assert left_out == sum(max(0, n) for n in drawn.wanted) - sum(map(len, drafts))
 
 
 @settings(max_examples=50, deadline=None)
 @given(rounds())
-def test_drafts_that_are_looked_up_alone_take_no_pass(drawn):
+def test_rounds_of_lookups_alone_take_no_pass(drawn):
     expected = drawn.one_by_one()
     staged, target = make_staged(drawn, KnownDrafts(expected))
     for plan in (DraftPlan(drawn.num_steps, lookups_alone=True), DraftPlan(1, 0.1, 0.1, -100.0)):
         drafts = staged.draft(drawn.batch, plan, lambda: steps_of(drawn))
         assert drafts == expected and not drafts.num_passes and not target.pass_lens
     num_tokens = sum(map(len, expected))
-    for least_promise, is_read in [(0.9 * num_tokens + 0.1, True), (0.9 * num_tokens - 0.1, False)]:
-        plan = DraftPlan(drawn.num_steps, 0.1, 0.0, least_promise)
+    for min_expected_accepted, is_read in [(0.9 * num_tokens + 0.1, True), (0.9 * num_tokens - 0.1, False)]:
+        plan = DraftPlan(drawn.num_steps, 0.1, 0.0, min_expected_accepted)
         drafts = staged.draft(drawn.batch, plan, lambda: steps_of(drawn))
         assert bool(drafts.num_passes) == (is_read and num_tokens > 0)
 
 
 @settings(max_examples=50, deadline=None)
 @given(rounds(), st.booleans())
-def test_a_round_has_the_prices_of_its_kind(drawn, is_known):
-    """Lookups find every draft or none; the plan wants passes in one kind of rounds, and none in others."""
+def test_a_round_has_the_thresholds_of_its_bucket(drawn, is_known):
+    """Lookups find every draft or none; the plan has passes in one bucket of rounds and none in others."""
     expected = drawn.one_by_one() if is_known else [[] for _ in drawn.wanted]
     staged, _ = make_staged(drawn, KnownDrafts(expected))
     drafting = [n for n in drawn.wanted if n > 0]
-    kind = kind_of(sum(map(len, expected)) / max(1, len(drafting)))
-    for read in range(NUM_KINDS):
-        promises = [inf if kind == read else -inf for kind in range(NUM_KINDS)]
-        by_kind = [DraftPlan(drawn.num_steps, least_promise=promise) for promise in promises]
+    bucket = bucket_of(sum(map(len, expected)) / max(1, len(drafting)))
+    for read in range(NUM_BUCKETS):
+        promises = [inf if index == read else -inf for index in range(NUM_BUCKETS)]
+        by_bucket = [DraftPlan(drawn.num_steps, min_expected_accepted=promise) for promise in promises]
         drafts = staged.draft(
-            drawn.batch, DraftPlan(drawn.num_steps, by_kind=by_kind), lambda: steps_of(drawn)
+            drawn.batch, DraftPlan(drawn.num_steps, by_bucket=by_bucket), lambda: steps_of(drawn)
         )
-        assert drafts.kind == kind
-        assert bool(drafts.num_passes) == (kind == read and bool(drafting))
+        assert drafts.bucket == bucket
+        assert bool(drafts.num_passes) == (bucket == read and bool(drafting))
 
 
 class BrokenLookups(RandomLookups):
@@ -464,11 +468,11 @@ class BrokenLookups(RandomLookups):
         super().__init__(0)
         self._left = num_good
 
-    def look_up(self, req_id, drafted, most, *least_chance) -> Continuation:
+    def look_up(self, req_id, drafted, most, *min_acceptance) -> Continuation:
         self._left -= 1
         if self._left < 0:
             raise RuntimeError("broken on purpose")
-        return super().look_up(req_id, drafted, most, *least_chance)
+        return super().look_up(req_id, drafted, most, *min_acceptance)
 
 
 @settings(max_examples=50, deadline=None)
@@ -490,7 +494,7 @@ def test_lookups_that_fail_leave_the_drafts_as_they_are(drawn, num_good):
 
 
 @pytest.mark.parametrize(
-    ("num_kept", "verified", "num_stood"),
+    ("num_kept", "verified", "num_accepted"),
     [
         (3, [9, 8, 7, 6], 3),
         (3, [9, 8, 4], 2),
@@ -502,7 +506,7 @@ def test_lookups_that_fail_leave_the_drafts_as_they_are(drawn, num_good):
         (3, [9, 4, 1, 1], 0),  # rounds without drafts came between: of them nobody knows
     ],
 )
-def test_drafts_of_passes_that_stood_are_counted(num_kept, verified, num_stood):
+def test_accepted_drafts_of_passes_are_counted(num_kept, verified, num_accepted):
     table = torch.arange(16, dtype=torch.int32).unsqueeze(0)
     staged = StagedDrafts(
         None, RandomLookups(0), LookupCounters(Counts()), max_num_reqs=2, max_drafts=4, max_model_len=60
@@ -512,10 +516,10 @@ def test_drafts_of_passes_that_stood_are_counted(num_kept, verified, num_stood):
         history = History(np.array(tokens[:-1], dtype=np.int32), tokens[-1:])
         return replace(make_batch(["a"], table, [len(tokens) - 1]), histories=[history])
 
-    own = _Making(3, [9, 8, 7])
+    own = _RequestDrafts(3, [9, 8, 7])
     staged._propose(history_of([1, 2]), 0, own, own.tokens[:num_kept])
     staged._follow(history_of([1, 2, *verified]), [0])
-    assert staged._counters.totals["pass_accepted_tokens"] == num_stood
+    assert staged._counters.totals["pass_accepted_tokens"] == num_accepted
 
 
 @pytest.mark.parametrize(

@@ -169,19 +169,19 @@ def test_the_requests_own_texts_change_no_draft(drawn):
 
 
 @pytest.mark.parametrize(
-    ("num_steps", "num_others", "num_passes"),
+    ("num_steps", "extra_passes", "num_passes"),
     [(1, 0, 0), (2, 0, 1), (3, 0, 2), (8, 0, 4), (9, 0, 5), (2, 1, 0), (3, 1, 0), (4, 1, 2), (8, 1, 4)],
 )
-def test_a_wide_pass_is_assumed_to_make_two_drafts(num_steps, num_others, num_passes):
+def test_a_wide_pass_is_assumed_to_make_two_drafts(num_steps, extra_passes, num_passes):
     """Where so many, with the others of the round, are no fewer than passes of one token, there is none."""
     runner = SimpleNamespace(max_wide_reqs=lambda num_steps: 1)
-    sizes = {"lengths": [num_steps], "max_model_len": 100, "num_others": num_others}
+    sizes = {"lengths": [num_steps], "max_model_len": 100, "extra_passes": extra_passes}
     wide = WidePasses(runner, RandomLookups(0), LookupCounters(Counts()), **sizes)
     batch = SimpleNamespace(req_ids=["a"], known_lens=[5], is_prefilling=[False])
     assert wide.begin_round(batch, num_steps) == num_passes
 
 
-def test_prompts_alone_are_no_round():
+def test_unfinished_prompts_take_no_wide_pass():
     drawn = _a_round(all_fit)
     drafts = torch.zeros((len(drawn.tables), drawn.num_steps), dtype=torch.int64)
     wide, _ = wide_passes(WideTarget(drawn), drawn, RandomLookups(0))
@@ -240,7 +240,7 @@ P_VALUE = 1e-4  # a correct build fails with 1 of 10,000 seeds, and the seed is 
 
 
 class DrawsWithNoise:
-    """A draft whose distribution is a table by the tokens before, drawn with one noise per position.
+    """A draft whose distribution is a table by the preceding tokens, sampled with one noise per position.
 
     Its steps are all of a round; `logits` has what was kept for each, as vLLM's rejection sampler reads it.
     """
@@ -273,7 +273,7 @@ def prefixes_of(tokens: torch.Tensor) -> torch.Tensor:
 
 
 class GuessesFromDrafts:
-    """What is guessed follows from what was drafted, and seldom is right."""
+    """Guesses depend on the drafts and are rarely right."""
 
     def fill(self, given_, made, texts):
         columns = torch.arange(given_.shape[1])
@@ -305,7 +305,7 @@ def verified(drafts, draft_logits, table, generator) -> torch.Tensor:
 
 @pytest.mark.parametrize("num_passes", [1, 2, 3])
 @pytest.mark.parametrize("keeps", ["what was drawn from", "what one pass per token draws from"])
-def test_sampled_drafts_that_are_lacking_are_verified_as_drawn_from_what_was_kept(num_passes, keeps):
+def test_missing_drafts_use_the_kept_distributions(num_passes, keeps):
     """Output has the target's distribution; and not where a stand-in passes for a draft of its prefix."""
     generator, num_steps = torch.Generator().manual_seed(11), 3
     tables = torch.randn((2, 60, VOCAB), generator=generator, dtype=torch.float64).log_softmax(dim=-1)

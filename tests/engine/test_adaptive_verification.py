@@ -12,7 +12,7 @@ SPIRE = engines.HERE.parent / "benchmarks" / "tiny-spire"
 SHORT = {**GREEDY, "max_tokens": 24}
 ENGINE = {"v2": True, "max_model_len": 1024, "max_num_seqs": 8}
 
-pytestmark = pytest.mark.late
+pytestmark = pytest.mark.extended
 
 
 @pytest.fixture(scope="module")

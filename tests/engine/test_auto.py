@@ -10,6 +10,8 @@ import engines
 import pytest
 from greedy import GREEDY, assert_same_tokens, first_tokens
 
+pytestmark = pytest.mark.extended
+
 TINY_DRAFT = engines.HERE.parent / "benchmarks" / "tiny-draft"
 
 
@@ -37,7 +39,6 @@ def test_output_is_unchanged_when_the_length_changes_every_step(prompts, plain, 
     assert 0 < run.accepted < run.drafted
 
 
-@pytest.mark.late
 def test_output_is_unchanged_when_the_length_changes_on_the_v2_runner(prompts, plain):
     chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < 600][:6]
     batch = {"prompts": [prompts[i] for i in chosen], "sampling": {**GREEDY, "max_tokens": 40}}

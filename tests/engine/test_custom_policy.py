@@ -10,6 +10,8 @@ from engines import magicdec
 from greedy import GREEDY, assert_same_tokens
 from test_draft_model import TINY_DRAFT
 
+pytestmark = pytest.mark.extended
+
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):

@@ -14,6 +14,8 @@ from greedy import GREEDY
 sys.path.insert(0, str(engines.MODEL.parent))
 from serving import serve
 
+pytestmark = pytest.mark.extended
+
 NUM_REQUESTS = 10
 OPTIONS = (
     *("--dtype", "float32", "--enforce-eager", "--block-size", str(engines.PAGE)),

@@ -11,7 +11,7 @@ import pytest
 
 BATCH, GAMMA = 2, 2
 
-pytestmark = pytest.mark.late
+pytestmark = pytest.mark.extended
 
 
 @pytest.fixture(scope="module")

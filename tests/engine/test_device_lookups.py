@@ -10,6 +10,8 @@ from engines import MODEL_LEN, POLICIES
 from greedy import assert_same_tokens, first_tokens
 from test_draft_lookup import lookup_metrics, on_v2, with_lookups
 
+pytestmark = pytest.mark.extended
+
 ON_DEVICE = {"MAGICDEC_TEST_TOKENS_ON_DEVICE": "1"}
 NUM_TOKENS = 24
 
@@ -52,7 +54,6 @@ def test_wide_passes_draft_what_one_pass_per_token_does(prompts, plain, policy, 
     assert looked_up["rounds"] <= looked_up["passes"] < 6 * looked_up["rounds"]
 
 
-@pytest.mark.late
 @pytest.mark.parametrize("max_num_seqs", [4, 2])
 def test_drawn_drafts_and_their_logits_are_those_of_one_pass_per_token(prompts, plain, max_num_seqs):
     """As many as there were passes; the others are verified as drawn from what was kept for them.
@@ -106,7 +107,6 @@ def test_output_is_unchanged_with_a_draft_model(prompts, plain):
     assert twice["different"] == 0
 
 
-@pytest.mark.late
 @pytest.mark.parametrize("policy", ["streamingllm", "snapkv"])
 def test_wide_passes_are_replayed_from_recorded_graphs(prompts, plain, policy):
     chosen, engine = on_v2(prompts, NUM_TOKENS)
@@ -132,7 +132,6 @@ def test_wide_passes_are_replayed_from_recorded_graphs(prompts, plain, policy):
     assert replays["2 x 6, a pass"] > 0 < replays["4 x 6, a pass"]
 
 
-@pytest.mark.late
 def test_output_is_unchanged_when_auto_changes_the_number(prompts, plain):
     """At random, and as many passes at random, of any tokens; then as the controller chooses."""
     chosen, engine = on_v2(prompts, 40)
@@ -156,7 +155,6 @@ def test_output_is_unchanged_when_auto_changes_the_number(prompts, plain):
     assert looked_up["accepted_tokens"] > 0 and looked_up["passes"] < 4 * looked_up["rounds"]
 
 
-@pytest.mark.late
 def test_lookups_that_fail_lose_no_request(prompts, plain):
     chosen, engine = on_v2(prompts, 16)
     run = run_on_device(
@@ -171,7 +169,6 @@ def test_lookups_that_fail_lose_no_request(prompts, plain):
     assert run.metrics["vllm:magicdec_lookup_failures"] > 0
 
 
-@pytest.mark.late
 def test_a_request_comes_to_the_models_length(prompts):
     lengths = (180, 250)
     long = [prompt for prompt in prompts if len(prompt) > 250]

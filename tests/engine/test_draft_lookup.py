@@ -6,6 +6,8 @@ import pytest
 from engines import MODEL_LEN, POLICIES, magicdec
 from greedy import GREEDY, assert_same_tokens, first_tokens
 
+pytestmark = pytest.mark.extended
+
 WHOLE_LEN = 2048  # tokens; nothing of the prompts and answers is longer
 
 
@@ -96,7 +98,7 @@ def test_random_lookups_change_no_output_however_many_drafts_a_step_makes(prompt
     assert second["sampled_as_speculative"] == second["speculative_steps"], "the others were plain"
     assert run.draft_failures == 0 and run.accepted > 0
     counted = {
-        name: run.metrics[f"vllm:magicdec_{name}"] for name in ("lookup_unread_tokens", "cut_tokens")
+        name: run.metrics[f"vllm:magicdec_{name}"] for name in ("lookup_unchecked_tokens", "cut_tokens")
     }
     assert all(counted.values()), "some were looked up alone, and some not worth verifying"
 
@@ -144,7 +146,6 @@ def on_v2(prompts, num_tokens: int) -> tuple[list[int], dict]:
     return chosen, {"batches": [batch], **engine}
 
 
-@pytest.mark.late
 @pytest.mark.parametrize(
     ("policy", "budget"),
     [
@@ -184,7 +185,6 @@ def test_passes_with_lookups_draft_what_one_pass_per_token_does_on_the_v2_runner
     assert 0 < looked_up["accepted_tokens"] < looked_up["tokens"]
 
 
-@pytest.mark.late
 def test_drawn_drafts_and_their_logits_are_those_of_one_pass_per_token_on_the_v2_runner(prompts):
     """A token is drawn with the noise of its position, and verified as drawn from what was kept for it."""
     _, engine = on_v2(prompts, 24)
@@ -211,7 +211,6 @@ def test_drawn_drafts_and_their_logits_are_those_of_one_pass_per_token_on_the_v2
     assert 0 < looked_up["accepted_tokens"] < looked_up["tokens"]
 
 
-@pytest.mark.late
 def test_requests_may_reach_the_model_length_in_the_middle_of_a_pass_on_the_v2_runner(prompts):
     """Their drafts are fewer than the tensor that vLLM's runner takes has room for."""
     engine = {
@@ -230,7 +229,6 @@ def test_requests_may_reach_the_model_length_in_the_middle_of_a_pass_on_the_v2_r
         assert run.v2_runner and run.draft_failures == 0
 
 
-@pytest.mark.late
 @pytest.mark.parametrize("method", ["greedy", "probabilistic"])
 @pytest.mark.parametrize("scenario", ["generate_with_broken_drafting", "generate_with_broken_lookups"])
 def test_what_fails_while_drafting_loses_no_request_on_the_v2_runner(prompts, plain, scenario, method):
@@ -282,6 +280,6 @@ def test_ranks_look_up_and_cut_alike(prompts, plain, gamma):
     metrics = run.metrics
     assert run.accepted > 0
     if gamma == "auto":  # a fixed number is of what the draft has read
-        assert metrics["vllm:magicdec_lookup_unread_tokens"] > 0
+        assert metrics["vllm:magicdec_lookup_unchecked_tokens"] > 0
     else:
         assert metrics["vllm:magicdec_lookup_passes"] < 8 * metrics["vllm:magicdec_lookup_rounds"]

@@ -10,6 +10,8 @@ import psutil
 import pytest
 from greedy import GREEDY
 
+pytestmark = pytest.mark.extended
+
 ENDING_S = 120
 LIMITS_S = (40, 160, 640)  # a busy machine may not have started all processes within the first
 

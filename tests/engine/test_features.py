@@ -7,6 +7,8 @@ import texts
 from engines import POLICIES, magicdec
 from greedy import GREEDY, assert_same_tokens, first_tokens
 
+pytestmark = pytest.mark.extended
+
 NUM_REQUESTS = 8
 SPEC = magicdec(4, draft_kv_budget=128)
 

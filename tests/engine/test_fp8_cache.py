@@ -13,9 +13,12 @@ from vllm_magicdec.native.library import best_variant
 
 # Log probabilities that one fp8 number more or less may change; the best two are seldom that near.
 OF_AN_FP8_NUMBER = 0.05
-pytestmark = pytest.mark.skipif(
-    kernel_libraries.best() == "avx2", reason="vLLM's CPU attention has fp8 caches with AVX-512 only"
-)
+pytestmark = [
+    pytest.mark.extended,
+    pytest.mark.skipif(
+        kernel_libraries.best() == "avx2", reason="vLLM's CPU attention has fp8 caches with AVX-512 only"
+    ),
+]
 
 WHOLE_LEN = 1024  # tokens
 ENGINE = {"kv_cache_dtype": "fp8", "max_num_seqs": 8, "max_model_len": WHOLE_LEN}

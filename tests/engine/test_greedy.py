@@ -7,6 +7,8 @@ import texts
 from engines import MODEL_LEN, POLICIES, magicdec
 from greedy import GREEDY, assert_same_tokens, first_tokens
 
+pytestmark = pytest.mark.extended
+
 WHOLE_LEN = 2048  # tokens; nothing of these prompts and answers is longer
 
 # Each budget meets each gamma, and each way of scheduling meets each budget and each gamma.

@@ -9,6 +9,8 @@ import pytest
 from engines import MODEL, magicdec
 from greedy import GREEDY, assert_same_tokens
 
+pytestmark = pytest.mark.extended
+
 FAILURES = "vllm:magicdec_failures:"
 # By fault: what is counted, and whether some drafts are accepted all the same.
 FIXED = {
@@ -91,7 +93,6 @@ def test_faults_change_no_answer_and_are_counted_by_name(prompts, plain, tmp_pat
         assert accepted["slow:last=10"] == accepted["stuck:last=20"] != accepted["summaries"]
 
 
-@pytest.mark.late
 def test_faults_on_the_v2_runner(prompts, plain, tmp_path):
     chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < 300][:3]
     batch = {"prompts": [prompts[i] for i in chosen], "sampling": GREEDY}

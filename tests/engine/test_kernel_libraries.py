@@ -15,7 +15,10 @@ from greedy import GREEDY, assert_same_tokens
 
 LIBRARIES = kernel_libraries.executable()
 
-pytestmark = pytest.mark.skipif(not LIBRARIES, reason="vLLM has one library of kernels here")
+pytestmark = [
+    pytest.mark.extended,
+    pytest.mark.skipif(not LIBRARIES, reason="vLLM has one library of kernels here"),
+]
 
 
 @pytest.mark.parametrize("tests", ["packed_layouts", "plans_by_window", "rope_of_mla"])
@@ -35,7 +38,6 @@ def test_attention_of_the_library(library, tests):
     assert child.returncode == 0, child.stdout[-6000:] + child.stderr[-2000:]
 
 
-@pytest.mark.late
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_greedy_output_is_unchanged_by_speculation_with_every_library(prompts, library):
     chosen = [prompt for prompt in prompts if len(prompt) < 700][:12]

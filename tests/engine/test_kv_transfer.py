@@ -6,6 +6,8 @@ import pytest
 from engines import PAGE, POLICIES, magicdec
 from greedy import GREEDY, assert_same_tokens, first_tokens
 
+pytestmark = pytest.mark.extended
+
 NUM_TOKENS = 12
 BUDGET = 256
 ENGINE = {
@@ -96,7 +98,6 @@ def assert_same_selection(got, expected):
             assert len(set(head) & set(expected_head)) >= 0.98 * len(expected_head)
 
 
-@pytest.mark.late
 @pytest.mark.parametrize(
     ("v2", "policy"),
     [(False, "snapkv by token"), (True, "snapkv by token"), (True, "verify-topk")],

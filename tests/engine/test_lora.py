@@ -11,6 +11,8 @@ from engines import POLICIES, magicdec
 from greedy import GREEDY, assert_same_tokens, first_tokens
 from safetensors.torch import save_file
 
+pytestmark = pytest.mark.extended
+
 GAMMA, RANK, MODEL_LEN = 3, 8, 512
 NUM_ADAPTERS = 3
 SAMPLING = {**GREEDY, "max_tokens": 24}

@@ -11,9 +11,13 @@ from vllm.platforms import current_platform
 from vllm_magicdec.native import huge_pages
 from vllm_magicdec.native.library import best_variant
 
-pytestmark = pytest.mark.skipif(
-    not current_platform.is_cpu() or best_variant() is None, reason="needs a CPU, and the compiled kernel"
-)
+pytestmark = [
+    pytest.mark.extended,
+    pytest.mark.skipif(
+        not current_platform.is_cpu() or best_variant() is None,
+        reason="needs a CPU, and the compiled kernel",
+    ),
+]
 NUM_TOKENS = 16
 # Log probabilities that a last digit of bfloat16 more or less may change.
 OF_BFLOAT16 = 0.2

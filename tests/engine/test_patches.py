@@ -15,7 +15,7 @@ from greedy import GREEDY, assert_same_tokens
 
 from vllm_magicdec.vllm_api.hooks import BESIDE_REGISTRY
 
-pytestmark = pytest.mark.late
+pytestmark = pytest.mark.extended
 
 PATCHES = sorted((Path(__file__).parents[2] / "patches" / "vllm-0.32.0").glob("*.patch"))
 
@@ -24,10 +24,10 @@ import vllm
 from vllm.plugins import load_general_plugins
 load_general_plugins()
 from vllm.v1.spec_decode.registry import registered_speculative_methods
-from vllm_magicdec.vllm_api.hooks import HOOKS, _MARK
+from vllm_magicdec.vllm_api import hook
 print(vllm.__file__)
 print([entry.name for entry in registered_speculative_methods()])
-print([hook.target for hook in HOOKS if hasattr(getattr(hook.find_owner(), hook.name), _MARK)])
+print([one.target for one in hook.installed()])
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
@@ -78,7 +78,7 @@ def test_the_plugin_registers_and_wraps_nothing_but_what_the_registry_does_not_b
 def test_attention_on_the_patched_tree_needs_no_mend(patched_tree, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(patched_tree))
     patched = patched_tree / "vllm" / "v1" / "attention" / "backends" / "cpu_attn.py"
-    assert "_group_sliding_window" not in patched.read_text(), "`cpu_attention.mend` leaves it alone"
+    assert "_group_sliding_window" not in patched.read_text(), "`cpu_attention.patch` leaves it alone"
     path = str(engines.HERE / "attention" / "plans_by_window.py")
     child = subprocess.run(
         [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "-q", "-k", "right", path],

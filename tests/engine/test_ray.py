@@ -27,9 +27,12 @@ import texts
 from greedy import GREEDY
 from ray_processes import batch_replicas, below, started, with_engines
 
-pytestmark = pytest.mark.skipif(
-    find_spec("ray") is None, reason="Ray is not installed: pip install 'vllm-magicdec[ray]'"
-)
+pytestmark = [
+    pytest.mark.extended,
+    pytest.mark.skipif(
+        find_spec("ray") is None, reason="Ray is not installed: pip install 'vllm-magicdec[ray]'"
+    ),
+]
 
 EXAMPLES = engines.MODEL.parent
 NUM_DOCUMENTS, NUM_TOKENS = 64, 32
@@ -196,7 +199,7 @@ def test_an_interrupted_job_goes_on_and_a_replica_that_dies_loses_nothing(
         its_processes = [*its_replicas, *(one for replica in its_replicas for one in below(replica.pid))]
         job.send_signal(signal.SIGINT)
         job.wait(TIME_LIMIT_S)
-    assert job.returncode == 1 and "interrupted; the same command goes on" in log.read_text()
+    assert job.returncode == 1 and "interrupted; the same command resumes" in log.read_text()
     assert len(its_processes) > len(its_replicas) == 1
     before = jobs.answered()
     assert 0 < before < NUM_DOCUMENTS

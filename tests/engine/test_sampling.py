@@ -14,6 +14,7 @@ import pytest
 import spire_drafts
 import torch
 from engines import EngineRun, magicdec
+from extended import extended_except
 from scipy.stats import chi2_contingency
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -138,7 +139,7 @@ def plain_samples_without_limits(small_vocabulary_model) -> Counter:
     return continuations(sample(small_vocabulary_model, NUM_SAMPLES, sampling=UNLIMITED))
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("draft", extended_except("probabilistic draft", DRAFTS))
 def test_sampled_continuations_have_the_targets_distribution(small_vocabulary_model, plain_samples, draft):
     spec = magicdec(2, **{"draft_kv_budget": 64, **DRAFTS[draft]})
     run = assert_same_distribution(plain_samples, small_vocabulary_model, (12, 22), speculative_config=spec)
@@ -162,12 +163,12 @@ def similar_model(small_vocabulary_model, tmp_path_factory) -> Path:
     ("lookup", "cache", "v2"),
     [
         ("off", "whole", False),
-        ("on", "whole", False),
-        ("off", "ring", False),
+        pytest.param("on", "whole", False, marks=pytest.mark.extended),
+        pytest.param("off", "ring", False, marks=pytest.mark.extended),
         pytest.param("off", "whole", True, marks=pytest.mark.gpu),
     ],
 )
-@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
+@pytest.mark.parametrize("method", extended_except("probabilistic", ["greedy", "probabilistic"]))
 def test_sampled_continuations_have_the_targets_distribution_with_a_draft_model(
     small_vocabulary_model, similar_model, plain_samples, method, lookup, cache, v2
 ):
@@ -209,6 +210,7 @@ def spire_draft(small_vocabulary_model, tmp_path_factory) -> Path:
     )
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("v2", [False, pytest.param(True, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("method", ["greedy", "probabilistic"])
 def test_sampled_continuations_have_the_targets_distribution_with_a_spire_draft(
@@ -234,9 +236,15 @@ def lookup_metrics(run: EngineRun) -> tuple[int, int]:
 
 @pytest.mark.parametrize(
     "scenario",
-    ["generate_with_random_lookups", "generate_with_cut_drafts", "generate_without_unlikely_drafts"],
+    extended_except(
+        "generate_with_random_lookups",
+        ["generate_with_random_lookups", "generate_with_cut_drafts", "generate_without_unlikely_drafts"],
+    ),
 )
-@pytest.mark.parametrize("draft", [draft for draft in DRAFTS if draft != "greedy draft"])
+@pytest.mark.parametrize(
+    "draft",
+    extended_except("verify-topk", [draft for draft in DRAFTS if draft != "greedy draft"]),
+)
 def test_sampled_continuations_have_the_targets_distribution_with_lookups(
     small_vocabulary_model, plain_samples, draft, scenario
 ):
@@ -251,6 +259,7 @@ def test_sampled_continuations_have_the_targets_distribution_with_lookups(
     assert 0.02 < accepted / looked_up < 0.9
 
 
+@pytest.mark.extended
 def test_sampled_continuations_have_the_targets_distribution_with_unread_ends(
     small_vocabulary_model, plain_samples
 ):
@@ -264,12 +273,12 @@ def test_sampled_continuations_have_the_targets_distribution_with_unread_ends(
         speculative_config=spec,
     )
     unread, stood = (
-        run.metrics[f"vllm:magicdec_lookup_unread_{name}"] for name in ("tokens", "accepted_tokens")
+        run.metrics[f"vllm:magicdec_lookup_unchecked_{name}"] for name in ("tokens", "accepted_tokens")
     )
     assert unread > 0.2 * run.drafted and 0.01 < stood / unread < 0.9
 
 
-@pytest.mark.late
+@pytest.mark.extended
 @pytest.mark.parametrize("draft", ["itself", "similar_model", "spire_draft"])
 def test_a_few_continuations_have_the_targets_distribution_on_the_v2_runner(
     request, small_vocabulary_model, plain_samples_without_limits, draft
@@ -287,7 +296,7 @@ def test_a_few_continuations_have_the_targets_distribution_on_the_v2_runner(
     assert 0.05 < run.accepted / run.drafted < 0.9
 
 
-@pytest.mark.late
+@pytest.mark.extended
 @pytest.mark.parametrize("draft", ["probabilistic draft", "verify-topk"])
 def test_a_few_continuations_have_the_targets_distribution_with_lookups_on_the_v2_runner(
     small_vocabulary_model, plain_samples_without_limits, draft
@@ -382,6 +391,7 @@ def test_vllms_own_expansion_of_sampling_parameters_is_mended_on_cpu():
     assert torch.equal(expanded, torch.tensor([1.0, 1.0, 0.5, 0.5, 0.5, 2.0]))
 
 
+@pytest.mark.extended
 def test_steps_without_drafts_take_every_limit_of_sampling(small_vocabulary_model):
     """vLLM's own rejection sampler ends the engine where top-k is limited alone; see cpu_sampling.py."""
     limits = [{"top_k": 2}, {"top_p": 0.9}, {"top_k": 2, "top_p": 0.9}]
@@ -398,6 +408,7 @@ def test_steps_without_drafts_take_every_limit_of_sampling(small_vocabulary_mode
         assert len(answer["completions"][0]["tokens"]) == 4
 
 
+@pytest.mark.extended
 def test_drafts_of_nan_do_not_change_the_distribution(small_vocabulary_model, plain_samples):
     """Unmended, the rejection sampler would take from the target's distribution one that is NaN."""
     run = assert_same_distribution(
@@ -411,6 +422,7 @@ def test_drafts_of_nan_do_not_change_the_distribution(small_vocabulary_model, pl
     assert run.draft_failures == 0 and run.drafted > 0
 
 
+@pytest.mark.extended
 def test_failed_drafting_does_not_change_the_distribution(small_vocabulary_model, plain_samples):
     """With drafts of no meaning the rejection sampler alone must restore the target's distribution."""
     spec = magicdec(2, draft_kv_budget=64, draft_sample_method="probabilistic")

@@ -120,6 +120,7 @@ def test_metrics_show_acceptance_and_failures(server):
     assert metrics["vllm:spec_decode_num_accepted_tokens_total"] > 0
 
 
+@pytest.mark.extended
 def test_vllms_own_benchmark_reports_acceptance(server, tmp_path):
     vllm = Path(sys.executable).with_name("vllm")
     command = [

@@ -14,6 +14,8 @@ from reference import snapkv_scores
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+pytestmark = pytest.mark.extended
+
 WINDOW, KERNEL, SINK, BUDGET = 32, 7, 16, 160
 NUM_SELECTED = BUDGET - WINDOW - SINK
 # The engine scores in float32: scores closer than this, relative to the last one taken, are ties.

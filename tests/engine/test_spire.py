@@ -24,6 +24,8 @@ from draft_engines import (
 from engines import MODEL
 from greedy import GREEDY, assert_same_tokens, first_tokens
 
+pytestmark = pytest.mark.extended
+
 TINY_SPIRE = engines.HERE.parent / "benchmarks" / "tiny-spire"
 REMEMBERS_INPUTS = 1e4  # a logit far above the others
 
@@ -87,7 +89,6 @@ def test_it_drafts_what_its_equations_say(tmp_path, num_layers, feedback_memory,
     assert_drafts_as_the_reference(Path(noted), draft, least=30)
 
 
-@pytest.mark.late
 def test_it_drafts_token_by_token_where_lookups_wait_unread(tmp_path, draft):
     noted = str(tmp_path / "noted.pt")
     batch = {"prompts": texts.prompts(3, 30, 120, seed=4), "sampling": {**GREEDY, "max_tokens": 24}}
@@ -159,7 +160,6 @@ def test_the_cache_follows_plain_steps(prompts, plain, copying_draft, lookup):
     assert watched["tokens"] > 10_000 and watched["difference"] < 1e-3, watched
 
 
-@pytest.mark.late
 def test_aborted_requests_leave_the_others_as_they_are(prompts, plain, copying_draft):
     """And their pages to later ones."""
     batch = {"prompts": prompts, "sampling": GREEDY}
@@ -182,7 +182,6 @@ def test_aborted_requests_leave_the_others_as_they_are(prompts, plain, copying_d
     assert run.draft_failures == 0 and watched["difference"] < 1e-3
 
 
-@pytest.mark.late
 def test_requests_may_reach_the_model_length_in_the_middle_of_a_draft(prompts, draft):
     engine = {
         "prompts": [prompt[:length] for prompt in prompts for length in (230, 250) if len(prompt) > 250],
@@ -262,7 +261,6 @@ def test_greedy_output_is_unchanged_on_the_v2_runner(prompts, plain, draft):
     assert replays["2"] > 0 < replays["4"]  # of 4, 3, 2 and 1 requests
 
 
-@pytest.mark.late
 @pytest.mark.parametrize("schedule", ["chunked prefill", "preemption"])
 def test_the_cache_holds_the_memory_of_what_was_verified_on_the_v2_runner(
     prompts, plain, copying_draft, schedule
@@ -296,7 +294,6 @@ def test_the_cache_holds_the_memory_of_what_was_verified_on_the_v2_runner(
         assert any(request["cached_tokens"] > 0 for request in again)
 
 
-@pytest.mark.late
 def test_the_cache_follows_plain_steps_on_the_v2_runner(prompts, plain, copying_draft):
     chosen, batch = on_v2(prompts)
     run = engines.run(
@@ -315,7 +312,6 @@ def test_the_cache_follows_plain_steps_on_the_v2_runner(prompts, plain, copying_
     assert watched["tokens"] > 5_000 and watched["difference"] < 1e-3, watched
 
 
-@pytest.mark.late
 def test_failed_memory_loses_no_request_on_the_v2_runner(prompts, plain, draft):
     chosen, batch = on_v2(prompts)
     run = engines.run(
@@ -336,16 +332,3 @@ def test_it_starts_without_weights(prompts, draft):
         prompts[:2], {**GREEDY, "max_tokens": 4}, load_format="dummy", speculative_config=spec
     )
     assert run.draft_failures == 0 and run.drafted > 0
-
-
-def test_what_cannot_work_is_refused_in_a_sentence(draft):
-    connector = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
-    with pytest.raises(engines.RefusedError, match="does not work with a KV connector"):
-        engines.generate(
-            [[1, 2, 3]], GREEDY, speculative_config=drafting_with(draft), kv_transfer_config=connector
-        )
-
-
-def test_it_is_not_served_by_itself(draft):
-    with pytest.raises(engines.RefusedError, match="serve its target with --spec-method magicdec"):
-        engines.generate([[1, 2, 3]], GREEDY, model=str(draft))

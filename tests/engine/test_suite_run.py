@@ -17,7 +17,7 @@ import suite_plots
 DRAFTS = 3
 PNG = b"\x89PNG"
 
-pytestmark = pytest.mark.late
+pytestmark = pytest.mark.extended
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from vllm.platforms import _is_amd_zen_cpu, current_platform
 from vllm_magicdec.native.library import best_variant
 
 pytestmark = [
+    pytest.mark.extended,
     pytest.mark.skipif(
         not current_platform.is_cpu() or best_variant() is None,
         reason="needs a CPU, and the compiled kernel",

@@ -213,5 +213,5 @@ def faulty_controller(controller: Any, fault: Fault) -> Any:
 def limited(plan: Any, drafts: int) -> Any:
     """A `DraftPlan` of at most so many drafts, without thresholds."""
     own = type(plan)(min(plan, drafts), lookups_alone=plan.lookups_alone)
-    by_kind = [own] * len(plan.by_kind)
-    return type(plan)(own, by_kind=by_kind, lookups_alone=own.lookups_alone)
+    by_bucket = [own] * len(plan.by_bucket)
+    return type(plan)(own, by_bucket=by_bucket, lookups_alone=own.lookups_alone)

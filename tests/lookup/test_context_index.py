@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a context's index finds, against a naive reference."""
+"""The index of a context against a naive reference."""
 
 import itertools
 
@@ -37,7 +37,7 @@ def expected(context: list[int], ahead: list[int], most: int) -> tuple[int, list
     )
 
 
-# Few different tokens, so that there is much to find; and vLLM's ids go up to 2^31.
+# Few different tokens, so that there are many matches; vLLM's ids go up to 2^31.
 token_lists = st.sampled_from([2, 4, 30]).flatmap(lambda n: st.lists(st.integers(0, n - 1), max_size=300))
 
 
@@ -48,7 +48,7 @@ token_lists = st.sampled_from([2, 4, 30]).flatmap(lambda n: st.lists(st.integers
     st.integers(1, 12),
     st.sampled_from([1, 2**24 + 1]),
 )
-def test_the_likeliest_continuation_is_the_references(parts, ahead, most, factor):
+def test_continuations_equal_the_references(parts, ahead, most, factor):
     parts = [[token * factor for token in part] for part in parts]
     ahead = [token * factor for token in ahead]
     context = [token for part in parts for token in part]
@@ -61,7 +61,7 @@ def test_the_likeliest_continuation_is_the_references(parts, ahead, most, factor
 
 @settings(max_examples=50, deadline=None)
 @given(st.data())
-def test_matches_longer_than_the_longest_that_counts_are_alike(data):
+def test_matches_longer_than_the_maximum_are_equal(data):
     phrase = data.draw(st.lists(st.integers(0, 50), min_size=MAX_MATCH + 5, max_size=MAX_MATCH + 5))
     context = [*phrase, 7, *phrase, 8, *phrase, 8, *phrase]
     length, tokens, shares = found(index_of(context), [], 1)
@@ -69,17 +69,17 @@ def test_matches_longer_than_the_longest_that_counts_are_alike(data):
     assert length == MAX_MATCH
 
 
-def test_a_text_that_repeats_itself_goes_on_beyond_its_end():
+def test_a_repetitive_text_continues_beyond_its_end():
     context = [9, 1, 2, 3, 1, 2, 3]
     assert found(index_of(context), [], 8) == (3, [1, 2, 3, 1, 2, 3, 1, 2], [1.0] * 8)
     assert found(index_of(context), [1, 2], 4) == (5, [3, 1, 2, 3], [1.0] * 4)
 
 
-def test_what_was_seen_more_often_is_likelier_and_of_equals_the_latest_is():
+def test_the_most_frequent_token_wins_and_at_a_tie_the_latest():
     assert found(index_of([5, 6, 1, 0, 5, 6, 1, 4, 5, 6, 2, 5, 6]), [], 2) == (2, [1, 4], [2 / 3, 1 / 2])
 
 
-def test_a_single_token_is_matched_where_no_pair_is():
+def test_a_single_token_is_matched_if_no_pair_is():
     assert found(index_of([5, 1, 7, 5, 2, 5, 1, 6, 5]), [], 2) == (1, [1, 6], [2 / 3, 1 / 2])
     assert found(index_of([5, 1, 7, 5, 2, 5, 1, 6, 5]), [2], 1) == (2, [5], [1.0])
     index = index_of([5, 1, 7, 5, 2, 5, 1, 6, 5])
@@ -88,22 +88,22 @@ def test_a_single_token_is_matched_where_no_pair_is():
 
 
 @pytest.mark.parametrize("pair", [[7], [3, 7]])
-def test_a_token_that_something_else_follows_every_time(pair):
-    """As many different tokens as are counted, whose hashes meet in the table; the commonest is found."""
+def test_a_token_that_is_followed_by_another_one_every_time(pair):
+    """More different next tokens than candidates, with hash collisions; the most frequent one is found."""
     once = [token for n in range(MAX_CANDIDATES + 200) for token in (*pair, 1000 + n)]
     context = [*once, *pair, 1001, *pair, 5000, *pair, 1001, 9, *pair]
     index = index_of(context)
-    # Among the candidates are the context's own end, and places whose hashes alone are the same.
+    # The candidates include the context's own end, and positions with equal hashes only.
     shares = pytest.approx([2 / MAX_CANDIDATES, 0.5], rel=0.01)
     assert found(index, [], 2) == (len(pair), [1001, 9], shares)
 
 
 @pytest.mark.parametrize("context", [[], [1], [1, 2, 3, 4]])
-def test_nothing_is_found_where_nothing_was_there_before(context):
+def test_nothing_is_found_in_a_context_without_repetition(context):
     assert found(index_of(context), [], 3) == (0, [], [])
 
 
-def test_tokens_that_only_hash_alike_are_not_a_match(monkeypatch):
+def test_tokens_with_equal_hashes_only_do_not_match(monkeypatch):
     context = list(range(200))  # no pair twice, in a table of 256 entries
     index = index_of(context)
     keys = {int(context_index._hash(a, b, 256)) for a, b in itertools.pairwise(context)}
@@ -112,10 +112,10 @@ def test_tokens_that_only_hash_alike_are_not_a_match(monkeypatch):
         assert found(index, [first, second], 1) == (1, [second + 1], [1.0])
 
 
-def test_a_context_that_is_all_alike_is_bounded():
+def test_the_search_in_a_constant_context_is_bounded():
     index = index_of([1] * 4 * MAX_CANDIDATES)
     assert found(index, [], 3) == (MAX_MATCH, [1, 1, 1], [1.0] * 3)
-    # Of what followed so long a match the latest counts.
+    # Only the latest of such long matches count.
     phrase = list(range(10, 10 + MAX_MATCH))
     context = [*[*phrase, 1] * MAX_LONGEST, *[*phrase, 2] * (MAX_LONGEST - 24), *phrase]
     assert found(index_of(context), [], 1) == (MAX_MATCH, [2], [1 - 24 / MAX_LONGEST])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a datastore finds, against a naive reference, and what it says of itself and of damage."""
+"""Datastores against a naive reference, their files, and damaged ones."""
 
 import itertools
 import json
@@ -36,13 +36,13 @@ def found(store: Datastore, latest: list[int], most: int) -> tuple[int, list[int
 
 
 def num_places(documents: list[list[int]], tokens: list[int]) -> int:
-    """Where documents have these tokens and go on."""
+    """Count the occurrences of these tokens that another one follows."""
     ends = (
         document[end - len(tokens) : end]
         for document in documents
         for end in range(len(tokens), len(document))
     )
-    return sum(place == tokens for place in ends)
+    return sum(end == tokens for end in ends)
 
 
 @pytest.fixture
@@ -50,11 +50,11 @@ def path(tmp_path):
     return tmp_path / "datastore"
 
 
-# Few different tokens, so that there is much to find, at both ends of vocabularies of 1, 2 and 4 bytes.
+# Few different tokens, so that there are many matches, at both ends of vocabularies of 1, 2 and 4 bytes.
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from([2, 4, 30]), st.sampled_from([30, 255, 256, 65535, 65536, 151_000]), st.data())
-def test_the_likeliest_continuation_is_the_references(num_kinds, vocab_size, data):
-    token = st.integers(0, num_kinds - 1).map(lambda n: n if n % 2 else vocab_size - 1 - n)
+def test_continuations_equal_the_references(num_tokens, vocab_size, data):
+    token = st.integers(0, num_tokens - 1).map(lambda n: n if n % 2 else vocab_size - 1 - n)
     text = st.lists(token, max_size=60)
     documents = [*data.draw(st.lists(text, max_size=6)), [0, 0]]
     with tempfile.TemporaryDirectory() as folder:
@@ -73,8 +73,8 @@ def test_the_likeliest_continuation_is_the_references(num_kinds, vocab_size, dat
 
 @settings(max_examples=50, deadline=None)
 @given(st.data())
-def test_every_match_in_a_text_of_phrases_is_the_references(data):
-    """Long matches, some longer than counts."""
+def test_matches_in_a_text_of_phrases_equal_the_references(data):
+    """Long matches, some beyond the maximum."""
     phrases = data.draw(
         st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=40), min_size=1, max_size=4)
     )
@@ -95,13 +95,13 @@ def test_every_match_in_a_text_of_phrases_is_the_references(data):
                 assert of_store[0] == reference[0]
 
 
-def test_no_match_and_no_continuation_goes_beyond_a_document(path):
+def test_no_match_and_no_continuation_crosses_documents(path):
     write(path, [[1, 2, 3], [4, 5, 6], [7], [], [2, 3, 9]])
     store = Datastore.open(path, 100)
     assert found(store, [1, 2], 5) == (2, [3], [1.0])
     assert found(store, [3, 4], 5) == found(store, [6, 7], 5) == (0, [], [])
     assert found(store, [0, 1, 2, 3], 5) == (2, [9], [1.0])  # the longer match ends its document
-    # An end counts as something else than the tokens that others go on with.
+    # The end of a document counts as a different next token.
     other = path.with_name("other")
     write(other, [[1, 2, 3], [1, 2, 3, 4], [1, 2, 3, 4, 5], [1, 2, 3, 6]])
     assert found(Datastore.open(other, 100), [1, 2], 5) == (2, [3, 4, 5], [1.0, 0.5, 0.5])
@@ -109,7 +109,7 @@ def test_no_match_and_no_continuation_goes_beyond_a_document(path):
 
 @pytest.mark.parametrize("vocab_size", [255, 256, 65536])
 def test_ids_outside_of_the_vocabulary_match_nothing(path, vocab_size):
-    """Nor does the separator's, which a model with a padded vocabulary may have."""
+    """Nor does the separator, which is an id of a model with a padded vocabulary."""
     write(path, [[1, 2, 3], [1, 2, 3]], vocab_size)
     store = Datastore.open(path, vocab_size + 64)
     for strange in (-1, vocab_size, vocab_size + 1, 2**31 - 1):
@@ -117,7 +117,7 @@ def test_ids_outside_of_the_vocabulary_match_nothing(path, vocab_size):
         assert found(store, [strange, 1, 2], 3) == (2, [3], [1.0])
 
 
-def test_of_many_places_a_sample_speaks_for_all(path):
+def test_many_occurrences_are_sampled(path):
     rng = np.random.default_rng(0)
     nexts = rng.choice([3, 4, 5], size=10_000, p=[0.2, 0.7, 0.1])
     documents = [[int(rng.integers(50)), 1, 2, int(following), 6] for following in nexts]
@@ -127,7 +127,7 @@ def test_of_many_places_a_sample_speaks_for_all(path):
     assert shares == [pytest.approx(0.7, abs=3 * (0.7 * 0.3 / MAX_SAMPLES) ** 0.5), 1.0]
 
 
-def test_a_datastore_that_is_all_alike_is_searched(path):
+def test_a_constant_datastore_is_searched(path):
     write(path, [[1] * 100_000])
     assert found(Datastore.open(path, 100), [1] * 50, 3) == (MAX_MATCH, [1] * 3, [1.0] * 3)
 
@@ -135,7 +135,7 @@ def test_a_datastore_that_is_all_alike_is_searched(path):
 @pytest.mark.parametrize(
     ("vocab_size", "token_bytes"), [(255, 1), (256, 2), (65535, 2), (65536, 4), (151_936, 4)]
 )
-def test_it_takes_the_fewest_bytes(path, vocab_size, token_bytes):
+def test_tokens_have_the_smallest_type(path, vocab_size, token_bytes):
     header = write(path, [list(range(200)) * 20] * 3, vocab_size)
     assert header.num_tokens == 3 * 4001
     size = sum((path / name).stat().st_size for name in FILES)
@@ -143,7 +143,7 @@ def test_it_takes_the_fewest_bytes(path, vocab_size, token_bytes):
     assert header == Datastore.open(path, vocab_size).header
 
 
-def test_nothing_is_left_of_a_datastore_that_failed(path):
+def test_a_failed_datastore_leaves_no_files(path):
     for documents, sentence in (
         ([], "no two tokens"),
         ([[1], [2]], "no two tokens"),
@@ -193,7 +193,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_is_one_sentence_when_it_is_opened(path, damage):
+def test_damage_is_reported_in_one_sentence(path, damage):
     write(path, [[1, 2, 3, 4]])
     change, sentence = DAMAGES[damage]
     change(path)
@@ -204,7 +204,7 @@ def test_damage_is_one_sentence_when_it_is_opened(path, damage):
 
 
 @pytest.mark.parametrize("name", FILES[1:])
-def test_a_file_that_is_cut_under_the_server_ends_lookups_not_the_process(path, name):
+def test_a_file_that_is_cut_while_in_use_fails_lookups_not_the_process(path, name):
     """Reading a mapped page that its file has lost would be a SIGBUS."""
     write(path, [list(range(100)) * 1000])
     store = Datastore.open(path, 100)
@@ -228,8 +228,8 @@ def test_another_tokenizer_is_refused(path):
 
 @settings(max_examples=50, deadline=None)
 @given(st.data())
-def test_places_that_are_nonsense_cost_no_process_its_life(data):
-    """What no size betrays: it may find anything, and reads nothing beyond its files."""
+def test_random_positions_do_not_crash_the_process(data):
+    """Damage that sizes do not show: any result is fine, but no read beyond the files."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "d")
         header = write(path, [[1, 2, 3, 1, 2, 3, 1, 2]], 10)
@@ -245,14 +245,14 @@ def test_places_that_are_nonsense_cost_no_process_its_life(data):
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(0, 9), max_size=80), st.lists(st.integers(0, 9), max_size=40))
-def test_a_context_hands_over_its_latest_tokens(context, ahead):
+def test_a_context_returns_its_latest_tokens(context, ahead):
     index = ContextIndex()
     index.extend(np.array(context, dtype=np.int32))
     assert index.latest(np.array(ahead, dtype=np.int32)).tolist() == [*context, *ahead][-MAX_MATCH:]
 
 
-def test_writing_one_loads_no_numba():
-    """vLLM's CPU worker does not start beside it."""
+def test_writing_does_not_import_numba():
+    """vLLM's CPU worker does not start after such an import."""
     code = (
         "import sys, vllm_magicdec.lookup.datastore_files, pydivsufsort; sys.exit('numba' in sys.modules)"
     )

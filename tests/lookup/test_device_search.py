@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What follows the longest earlier occurrence of a text's end, against a search word by word."""
+"""Lookups on the device against a naive search."""
 
 import os
 import random
@@ -17,7 +17,7 @@ IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def continuation(text: list[int], drafted: list[int], most: int) -> list[int] | None:
-    """By the definition: the longest match of which a verified token follows, of equals the latest."""
+    """Search by the definition: the longest match that a verified token follows, at a tie the latest."""
     whole, best, follows = text + drafted, 0, 0
     for end in range(1, len(text)):
         length = 0
@@ -27,7 +27,7 @@ def continuation(text: list[int], drafted: list[int], most: int) -> list[int] | 
             best, follows = length, end
     if not best:
         return None
-    for _ in range(most):  # what was found may be found again
+    for _ in range(most):  # the continuation may reach into itself
         whole.append(whole[follows])
         follows += 1
     return [token if token < VOCAB else 0 for token in whole[len(whole) - most :]]
@@ -35,10 +35,10 @@ def continuation(text: list[int], drafted: list[int], most: int) -> list[int] | 
 
 @st.composite
 def batches(draw):
-    """Texts in rows of any order, what was drafted of each, and how many drafts a round makes."""
+    """Texts in rows of any order, the drafts of each, and the number of drafts per round."""
     rng = random.Random(draw(st.integers(0, 10**6)))
     num_reqs, num_steps = draw(st.integers(1, 4)), draw(st.integers(2, 9))
-    # Of one token, of few, and of so many that hardly one comes twice; some are not in the vocabulary.
+    # One token, few, or so many that few occur twice; some are not in the vocabulary.
     letters = draw(st.sampled_from([1, 2, VOCAB, VOCAB + 1, 1000]))
     texts = [[rng.randrange(letters) for _ in range(rng.randint(1, MODEL_LEN))] for _ in range(num_reqs)]
     drafted = [[rng.randrange(letters) for _ in range(rng.randrange(num_steps))] for _ in texts]
@@ -47,38 +47,38 @@ def batches(draw):
 
 @settings(max_examples=300, deadline=None)
 @given(batches())
-def test_texts_go_on_as_after_the_longest_match(drawn):
-    rng, texts, drafted, num_steps = drawn
+def test_continuations_follow_the_longest_match(batch):
+    rng, texts, drafted, num_steps = batch
     rows = rng.sample(range(6), len(texts))
-    # What lies behind a text in its row is another one's.
+    # Rows hold other tokens after their text.
     token_ids = torch.randint(0, 3, (6, MODEL_LEN), dtype=torch.int32)
-    given_ = torch.full((len(texts), num_steps), 77, dtype=torch.int32)
+    drafts = torch.full((len(texts), num_steps), 77, dtype=torch.int32)
     for index, (row, text, own) in enumerate(zip(rows, texts, drafted, strict=True)):
         token_ids[row, : len(text)] = torch.tensor(text, dtype=torch.int32)
-        given_[index, : 1 + len(own)] = torch.tensor([text[-1], *own], dtype=torch.int32)
-    made = torch.tensor([len(own) for own in drafted])
+        drafts[index, : 1 + len(own)] = torch.tensor([text[-1], *own], dtype=torch.int32)
+    num_drafted = torch.tensor([len(own) for own in drafted])
     lens = torch.tensor([len(text) for text in texts])
     most = min(MODEL_LEN, max(map(len, texts)) + rng.randrange(9))
     lookups = DeviceLookups(4, MODEL_LEN, VOCAB, CPU, has_kernels=IS_INTERPRETED)
     is_found = lookups.fill(
-        given_, made, Texts(token_ids, torch.tensor(rows, dtype=torch.int32), lens, most)
+        drafts, num_drafted, Texts(token_ids, torch.tensor(rows, dtype=torch.int32), lens, most)
     )
     for index, (text, own) in enumerate(zip(texts, drafted, strict=True)):
         expected = continuation(text, own, num_steps - 1 - len(own))
         assert bool(is_found[index]) == (expected is not None)
         nothing = [0] * (num_steps - 1 - len(own))
-        assert given_[index].tolist() == [text[-1], *own, *(nothing if expected is None else expected)]
+        assert drafts[index].tolist() == [text[-1], *own, *(nothing if expected is None else expected)]
 
 
-def test_a_placeholder_of_the_text_is_never_given_to_a_model():
+def test_a_placeholder_in_the_text_never_becomes_a_draft():
     text = [1, 2, VOCAB + 3, 4, 1, 2]
     token_ids = torch.tensor([text], dtype=torch.int32)
-    given_ = torch.zeros((1, 4), dtype=torch.int32)
-    given_[0, 0] = text[-1]
+    drafts = torch.zeros((1, 4), dtype=torch.int32)
+    drafts[0, 0] = text[-1]
     none = torch.zeros(1, dtype=torch.int64)
     texts = Texts(token_ids, none, torch.tensor([len(text)]), len(text))
-    DeviceLookups(1, MODEL_LEN, VOCAB, CPU, has_kernels=False).fill(given_, none, texts)
-    assert given_[0].tolist() == [2, 0, 4, 1]
+    DeviceLookups(1, MODEL_LEN, VOCAB, CPU, has_kernels=False).fill(drafts, none, texts)
+    assert drafts[0].tolist() == [2, 0, 4, 1]
 
 
 def test_the_kernels_find_what_torch_does():
@@ -87,7 +87,7 @@ def test_the_kernels_find_what_torch_does():
 
 def test_the_kernels_compile_for_a_gpu():
     kernels = pytest.importorskip("vllm_magicdec.lookup.device_kernels")
-    texts = {"token_ids": "*i32", "rows": "*i32", "lens": "*i64", "given": "*i32", "made": "*i64"}
+    texts = {"token_ids": "*i32", "rows": "*i32", "lens": "*i64", "drafts": "*i32", "num_drafted": "*i64"}
     scanned = {"scores": "*i64"}
     constants = {"SCALE": 1 << 18, "MATCH": MAX_MATCH, "BLOCK_SIZE": kernels.BLOCK}
     triton_tools.check_compiles_for_hopper(kernels._scan_kernel, texts | scanned, constants)
@@ -104,7 +104,7 @@ def main() -> None:
     calls = []
     fill = device_kernels.Scan.fill
     device_kernels.Scan.fill = lambda *args: calls.append(args) or fill(*args)
-    inner = test_texts_go_on_as_after_the_longest_match.hypothesis.inner_test
+    inner = test_continuations_follow_the_longest_match.hypothesis.inner_test
     settings(max_examples=60, deadline=None)(given(batches())(inner))()
     assert calls
 

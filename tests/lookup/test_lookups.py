@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Continuations of several requests, and how likely they are said to be."""
+"""Continuations of several requests and their probabilities."""
 
 import random
 
@@ -13,7 +13,7 @@ from vllm_magicdec.lookup import context_index
 from vllm_magicdec.lookup import served as served_answers
 from vllm_magicdec.lookup.calibration import Calibration
 from vllm_magicdec.lookup.context_index import MAX_MATCH, Match
-from vllm_magicdec.lookup.continuation import LEAST_CHANCE
+from vllm_magicdec.lookup.continuation import MIN_ACCEPTANCE
 from vllm_magicdec.lookup.history import History
 from vllm_magicdec.lookup.lookups import Lookups
 from vllm_magicdec.lookup.served import ServedAnswers
@@ -26,8 +26,8 @@ def history(tokens: list[int], num_latest: int = 1) -> History:
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.data())
-def test_it_knows_each_requests_tokens_however_they_came(tokens, data):
-    """The host writes down later what a step verified, and a request may miss some batches."""
+def test_results_do_not_depend_on_how_tokens_arrived(tokens, data):
+    """The host records verified tokens late, and a request may miss some batches."""
     lookups = Lookups(4, 1000, 16)
     end = 0
     while end < len(tokens):
@@ -40,7 +40,7 @@ def test_it_knows_each_requests_tokens_however_they_came(tokens, data):
     assert lookups.look_up("b", [], 2).tokens[:1] == [1]
 
 
-def test_a_name_that_is_used_again_begins_anew():
+def test_a_reused_name_begins_anew():
     lookups = Lookups(2, 1000, 16)
     lookups.follow(["a"], [history([1, 2, 3, 1, 2])])
     assert lookups.look_up("a", [], 1).tokens == [3]
@@ -48,7 +48,7 @@ def test_a_name_that_is_used_again_begins_anew():
     assert lookups.look_up("a", [1, 2], 1).tokens == [4]
 
 
-def test_no_more_requests_are_kept_than_there_can_be():
+def test_at_most_max_num_reqs_contexts_are_kept():
     lookups = Lookups(3, 1000, 16)
     for number in range(20):
         req_ids = [str(number), str(number + 1)]
@@ -56,7 +56,7 @@ def test_no_more_requests_are_kept_than_there_can_be():
         assert set(req_ids) <= set(lookups._indexes) and len(lookups._indexes) <= 3
 
 
-def test_nothing_is_looked_up_where_nothing_is_asked_for():
+def test_nothing_is_looked_up_for_no_tokens():
     lookups = Lookups(1, 1000, 16)
     lookups.follow(["a"], [history([1, 2, 1, 2])])
     for most in (0, -1):
@@ -72,7 +72,7 @@ def test_a_continuation_ends_where_it_is_unlikely():
     known = [token for _ in range(21) for token in (1, 2, 10)] + [1, 2]
     lookups.follow(["a"], [history(known)])
     whole = lookups.look_up("a", [], 8)
-    assert len(whole.tokens) == 8 and np.prod(whole.chances) >= LEAST_CHANCE
+    assert len(whole.tokens) == 8 and np.prod(whole.chances) >= MIN_ACCEPTANCE
     assert len(lookups.look_up("a", [], 8, 0.95).tokens) < 8
     for _ in range(200):  # they are always wrong
         lookups.follow(["a"], [history([*known, 7])])
@@ -92,7 +92,7 @@ def test_chances_become_those_seen(true_chance):
     assert all(chance_of(calibration, n, 1.0) == chance_of(untouched, n, 1.0) for n in range(2, 6))
 
 
-def test_a_longer_match_is_likelier_at_first_and_no_chance_is_above_one():
+def test_longer_matches_are_likelier_at_first_and_probabilities_stay_below_one():
     calibration = Calibration()
     chances = [chance_of(calibration, length, 1.0) for length in range(2, MAX_MATCH + 1)]
     assert chances == sorted(chances) and chances[0] > 0.5
@@ -103,7 +103,7 @@ def test_a_longer_match_is_likelier_at_first_and_no_chance_is_above_one():
 
 
 @given(st.integers(1, 40), st.lists(st.floats(0.01, 1.0), max_size=40), st.sampled_from([0.0, 0.1, 0.5]))
-def test_chances_of_a_continuation_are_those_of_its_tokens(length, shares, least):
+def test_probabilities_of_a_continuation_are_those_of_its_tokens(length, shares, least):
     calibration = Calibration()
     for step in range(100):
         calibration.observe(step % 40, 0.7, step % 3 > 0)
@@ -117,7 +117,7 @@ def test_chances_of_a_continuation_are_those_of_its_tokens(length, shares, least
     assert calibration.chances(length, shares, least) == (chances, pytest.approx(sum(np.cumprod(chances))))
 
 
-def test_it_learns_from_what_was_verified_whoever_drafted_it():
+def test_calibration_learns_from_all_verified_tokens():
     lookups, learned = Lookups(1, 1000, 16), []
     lookups._calibrations[0].observe = lambda *seen: learned.append(seen)
     known = [1, 2, 3, 4, 5, 1, 2]
@@ -126,7 +126,7 @@ def test_it_learns_from_what_was_verified_whoever_drafted_it():
         ([7], [(2, 1.0, False)]),
         ([3, 4, 9], [(2, 1.0, True), (3, 1.0, True), (4, 1.0, False)]),
         ([3, 9, 5], [(2, 1.0, True), (3, 1.0, False)]),
-        ([6] * 33, []),  # no round of drafts
+        ([6] * 33, []),  # longer than any round
     ]:
         lookups.follow(["a"], [history(known)])
         learned.clear()
@@ -134,46 +134,46 @@ def test_it_learns_from_what_was_verified_whoever_drafted_it():
         assert learned == seen
 
 
-@pytest.mark.parametrize(("max_drafts", "is_judged"), [(32, False), (39, True)])
-def test_a_round_of_many_drafts_teaches_too(max_drafts, is_judged):
+@pytest.mark.parametrize(("max_drafts", "is_learned"), [(32, False), (39, True)])
+def test_calibration_learns_from_rounds_of_many_drafts(max_drafts, is_learned):
     lookups, learned = Lookups(1, 1000, max_drafts), []
     lookups._calibrations[0].observe = lambda *seen: learned.append(seen)
     text = list(range(1, 60))
     lookups.follow(["a"], [history([*text, 1, 2])])
     lookups.follow(["a"], [history([*text, *range(1, 43)])])
-    assert (len(learned) == 40) == is_judged and bool(learned) == is_judged
+    assert (len(learned) == 40) == is_learned and bool(learned) == is_learned
 
 
 def tokens(*ids: int) -> np.ndarray:
     return np.array(ids, dtype=np.int32)
 
 
-def test_answers_of_requests_that_have_ended_are_a_source_and_prompts_are_not():
+def test_answers_of_finished_requests_are_a_source_and_prompts_are_not():
     lookups = Lookups(4, 1000, 16, {"served": ServedAnswers()}, in_context=False)
     prompt, answer = [50, 51, 52, 53], [1, 2, 3, 4, 5, 6]
     lookups.follow(["a"], [history([*prompt, answer[0]])])
     lookups.follow(["a", "b"], [history([*prompt, *answer]), history([9, 1, 2, 3])])
-    assert lookups.look_up("b", [], 5).tokens == [], "that of a request that is answered still"
+    assert lookups.look_up("b", [], 5).tokens == [], "the request still runs"
     lookups.follow(["b"], [history([9, 1, 2, 3])])
-    assert lookups.look_up("b", [], 5).tokens == [], "one that waits for its turn has not ended"
+    assert lookups.look_up("b", [], 5).tokens == [], "a preempted request has not finished"
     lookups.finish("a", tokens(*answer, 7))
-    for _ in range(2):  # what other requests of the batch say changes nothing
+    for _ in range(2):
         lookups.follow(["b"], [history([9, 1, 2, 3])])
         found = lookups.look_up("b", [], 5)
-        assert found.tokens == [4, 5, 6, 7], "the last round's too, and not beyond the answer's end"
+        assert found.tokens == [4, 5, 6, 7], "with the last round, and not beyond the answer's end"
         assert lookups.look_up("b", [4], 5).tokens == [5, 6, 7]
     lookups.follow(["c"], [history([9, 50, 51])])
     assert lookups.look_up("c", [], 5).tokens == []
 
 
-def test_contexts_are_known_until_their_requests_end():
-    """However long they wait in between, whatever other sources there are."""
+def test_contexts_are_kept_until_their_requests_finish():
+    """However long they are preempted."""
     lookups, learned = Lookups(3, 1000, 16, {"served": ServedAnswers()}), []
     lookups._calibrations[0].observe = lambda *seen: learned.append(seen)
     for known in ([1, 2, 3, 1, 2], [1, 2, 3, 1, 2, 3]):
         lookups.follow(["a"], [history(known)])
         lookups.follow(["b"], [history([5, 6])])
-    assert len(learned) == 1, "of a context that was made anew nothing would be"
+    assert len(learned) == 1, "a new context would learn nothing"
     assert set(lookups._indexes) == {"a", "b"}
     lookups.finish("a", tokens(3))
     lookups.finish("never in a batch", tokens())
@@ -181,7 +181,7 @@ def test_contexts_are_known_until_their_requests_end():
 
 
 @pytest.mark.parametrize("length", [5, 31])
-def test_the_oldest_answers_go(monkeypatch, length):
+def test_the_oldest_answers_are_dropped(monkeypatch, length):
     monkeypatch.setattr(served_answers, "MAX_TOKENS", 64)
     served, rest = ServedAnswers(), range(1000, 1000 + length - 2)
 
@@ -198,7 +198,7 @@ def test_the_oldest_answers_go(monkeypatch, length):
     assert served.look_up(tokens(997, 998), 2).tokens == [999]
 
 
-def test_of_answers_that_match_as_far_the_newer_half_is_believed(monkeypatch):
+def test_at_a_tie_the_newer_half_wins(monkeypatch):
     monkeypatch.setattr(served_answers, "MAX_TOKENS", 32)
     served = ServedAnswers()
     served.add(tokens(5, 1, 2, 3, 40))
@@ -210,7 +210,7 @@ def test_of_answers_that_match_as_far_the_newer_half_is_believed(monkeypatch):
     assert served.look_up(tokens(5, 1), 1).tokens == [2], "of the older half"
 
 
-def test_no_half_is_indexed_anew_when_it_grows(monkeypatch):
+def test_halves_are_not_reindexed_when_they_grow(monkeypatch):
     monkeypatch.setattr(served_answers, "MAX_TOKENS", 2**13)
     linked = []
     link = context_index._link
@@ -224,7 +224,7 @@ def test_no_half_is_indexed_anew_when_it_grows(monkeypatch):
 
 
 class Fixed:
-    """A source that always says the same."""
+    """A source with a fixed match."""
 
     def __init__(self, length: int, tokens: list[int]) -> None:
         self._match = Match(length, tokens, [1.0] * len(tokens))
@@ -235,12 +235,12 @@ class Fixed:
     def add(self, tokens): ...
 
 
-def test_after_what_is_verified_sources_are_asked_once_in_a_round():
-    """By whoever asks, and by the next round, which learns from what they said."""
+def test_sources_are_asked_once_per_round_after_the_verified_tokens():
+    """The result also serves the next round, which learns from it."""
     source = Broken(8, list(range(40)))
     lookups, known = Lookups(2, 1000, 16, {"it": source}), [1, 2, 3, 4, 1, 2]
     text = [*known, *range(17), *range(50, 60)]
-    for end in (6, 7, 9, 23):  # of a context that grows by up to 17 tokens a round
+    for end in (6, 7, 9, 23):  # the context grows by up to 17 tokens per round
         lookups.begin_round((), _must_not_fail)
         before = source.num_asked
         lookups.follow(["a"], [history(text[:end])])
@@ -249,16 +249,16 @@ def test_after_what_is_verified_sources_are_asked_once_in_a_round():
             assert lookups.look_up("a", [], most).tokens == list(range(most))
         lookups.look_up("a", [5], 3)
         assert source.num_asked == before + 2 and lookups.answered == {"it"}
-    lookups.follow(["a"], [history(text)])  # nobody had asked for what comes then
+    lookups.follow(["a"], [history(text)])
     assert lookups.look_up("a", [], 20).tokens == list(range(20))
-    assert source.num_asked == before + 3, "more than was asked before"
+    assert source.num_asked == before + 3, "more tokens than before"
 
 
 def _must_not_fail(name):
     raise
 
 
-def test_the_source_that_promises_more_is_believed_and_all_are_learned_from():
+def test_the_source_with_more_expected_tokens_wins_and_all_learn():
     lookups = Lookups(2, 1000, 16, {"fixed": Fixed(8, [7, 7, 7, 7])})
     known = [1, 2, 3, 4, 5, 1, 2]
     lookups.follow(["a"], [history(known)])
@@ -270,7 +270,7 @@ def test_the_source_that_promises_more_is_believed_and_all_are_learned_from():
 
 
 class Broken(Fixed):
-    """A source of which some fails, until it is mended."""
+    """A source with a method that fails."""
 
     broken = ""
     num_asked = num_added = 0
@@ -287,7 +287,7 @@ class Broken(Fixed):
             raise OSError("broken on purpose")
 
 
-def test_a_source_that_fails_rests_and_the_others_are_heard():
+def test_a_failed_source_rests_and_the_others_are_used():
     broken, failed = Broken(8, [7, 7]), []
     lookups = Lookups(2, 1000, 16, {"broken": broken, "fixed": Fixed(2, [8, 8])})
     assert lookups.source_names == ["broken", "fixed"]
@@ -299,7 +299,7 @@ def test_a_source_that_fails_rests_and_the_others_are_heard():
         lookups.begin_round(resting, failed.append)
         lookups.follow(["a"], [history(known)])
         for _ in range(2):
-            assert lookups.look_up("a", [], 2).tokens == [5, 6], "the context is known still"
+            assert lookups.look_up("a", [], 2).tokens == [5, 6], "the context is still searched"
         assert lookups.look_up("a", [50], 2).tokens == [8, 8]
         assert len(failed) == broken.num_asked == num_failures
         assert lookups.answered == {"fixed"}
@@ -308,7 +308,7 @@ def test_a_source_that_fails_rests_and_the_others_are_heard():
     assert lookups.look_up("a", [50], 2).tokens == [7, 7] and lookups.answered == {"broken", "fixed"}
 
 
-def test_a_source_that_fails_to_take_an_answer_rests_as_well():
+def test_a_source_that_fails_to_add_an_answer_rests():
     broken, failed = Broken(0, []), []
     broken.broken = "add"
     lookups = Lookups(2, 1000, 16, {"broken": broken})
@@ -320,22 +320,22 @@ def test_a_source_that_fails_to_take_an_answer_rests_as_well():
     assert failed == ["broken"] and broken.num_added == 1 and not lookups.answered
 
 
-def test_a_failure_of_a_source_may_be_raised_again():
+def test_a_failure_before_the_first_round_is_raised():
     broken = Broken(8, [7, 7])
     broken.broken = "look_up"
     with pytest.raises(OSError, match="on purpose"):
         Lookups(2, 1000, 16, {"broken": broken})
 
 
-def test_a_continuation_ends_before_what_is_no_token():
-    """An image's placeholders may lie outside of the vocabulary, which no target takes as drafts."""
+def test_a_continuation_ends_before_an_id_outside_of_the_vocabulary():
+    """The target cannot verify an image's placeholder."""
     lookups = Lookups(1, 100, 16)
     for strange in (100, 151_000, -1):
         lookups.follow(["a"], [history([1, 2, 3, strange, 5, 1, 2])])
         assert lookups.look_up("a", [], 4, 0.0).tokens == [3]
 
 
-def test_another_request_of_a_name_begins_anew_though_it_is_longer():
+def test_a_reused_name_begins_anew_even_if_its_text_is_longer():
     lookups = Lookups(1, 100, 16)
     lookups.follow(["a"], [history([1, 2, 3, 1, 2])])
     lookups.follow(["a"], [history([7, 8, 9, 7, 8, 4, 7, 8])])

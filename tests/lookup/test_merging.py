@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which source is believed, and what all of them learn."""
+"""The choice among sources, and what all of them learn."""
 
+import math
 import random
 
 import pytest
@@ -8,14 +9,13 @@ from calibrated import chance_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_magicdec.lookup.calibration import Calibration
+from vllm_magicdec.lookup.calibration import Calibration, choose, learn
 from vllm_magicdec.lookup.context_index import Match
-from vllm_magicdec.lookup.merging import choose, learn
 
 NONE = Match(0, [], [])
 
 
-def test_the_longer_match_is_believed_and_of_equals_the_first():
+def test_the_longer_match_is_chosen_and_at_a_tie_the_first():
     calibrations = [Calibration(), Calibration()]
     short, long = Match(2, [1, 2], [1.0, 1.0]), Match(9, [3, 4], [1.0, 1.0])
     assert choose([short, long], calibrations, 0.1).source == 1
@@ -25,7 +25,7 @@ def test_the_longer_match_is_believed_and_of_equals_the_first():
     assert choose([NONE, short], calibrations, 0.1).source == 1
 
 
-def test_nothing_is_chosen_where_nothing_was_found_or_is_likely():
+def test_nothing_is_chosen_without_a_likely_match():
     unlikely = Match(2, [1, 2], [0.05, 1.0])
     for matches in ([NONE, NONE], [unlikely, NONE]):
         choice = choose(matches, [Calibration(), Calibration()], 0.1)
@@ -36,7 +36,7 @@ shares = st.lists(st.floats(0.05, 1.0), max_size=6)
 
 
 @given(st.lists(st.tuples(st.integers(2, 32), shares), min_size=1, max_size=3), st.floats(0.01, 0.9))
-def test_no_other_source_promises_more(found, least_chance):
+def test_no_other_source_has_more_expected_tokens(found, min_acceptance):
     matches = [Match(length, list(range(len(parts))), parts) for length, parts in found]
     calibration = Calibration()
 
@@ -44,30 +44,23 @@ def test_no_other_source_promises_more(found, least_chance):
         chances, reached = [], 1.0
         for step, share in enumerate(match.shares):
             reached *= chance_of(calibration, match.length + step, share)
-            if reached < least_chance:
+            if reached < min_acceptance:
                 break
             chances.append(chance_of(calibration, match.length + step, share))
         return chances
 
     def expected(chances):
-        return sum(_product(chances[: step + 1]) for step in range(len(chances)))
+        return sum(math.prod(chances[: step + 1]) for step in range(len(chances)))
 
-    choice = choose(matches, [calibration] * len(matches), least_chance)
+    choice = choose(matches, [calibration] * len(matches), min_acceptance)
     assert choice.chances == chances_of(matches[choice.source])
     assert choice.tokens == matches[choice.source].tokens[: len(choice.chances)]
     most = max(expected(chances_of(match)) for match in matches)
     assert expected(choice.chances) == pytest.approx(most)
 
 
-def _product(numbers):
-    product = 1.0
-    for number in numbers:
-        product *= number
-    return product
-
-
-def test_a_source_that_errs_is_left_and_heard_again_when_it_does_not():
-    """The one that is not chosen learns as well."""
+def test_a_source_that_was_wrong_is_chosen_again_once_it_is_right():
+    """The source that is not chosen learns as well."""
     calibrations = [Calibration(), Calibration()]
     matches = [Match(8, [1, 2], [1.0, 1.0]), Match(8, [3, 4], [1.0, 1.0])]
     for truth, source in (([3, 4], 1), ([1, 2], 0), ([3, 4], 1)):
@@ -76,7 +69,7 @@ def test_a_source_that_errs_is_left_and_heard_again_when_it_does_not():
         assert choose(matches, calibrations, 0.1).source == source
 
 
-def test_chances_become_those_seen_by_source():
+def test_probabilities_converge_by_source():
     calibrations, rng = [Calibration(), Calibration()], random.Random(1)
     matches = [Match(5, [1], [1.0]), Match(7, [2], [1.0])]
     for _ in range(4000):
@@ -85,7 +78,7 @@ def test_chances_become_those_seen_by_source():
     assert chance_of(calibrations[1], 7, 1.0) == pytest.approx(0.8, abs=0.06)
 
 
-def test_only_tokens_whose_fate_is_known_are_learned_from():
+def test_nothing_is_learned_from_tokens_after_an_error():
     seen = []
     calibration = Calibration()
     calibration.observe = lambda *what: seen.append(what)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What benchmarks/auto.py makes of its turns."""
+"""The statistics of benchmarks/auto.py."""
 
 import inspect
 import math
@@ -20,7 +20,7 @@ from vllm_magicdec.adaptive.step_times import StepTimes
 
 
 @pytest.mark.parametrize("count", [7, 20])
-def test_the_interval_holds_the_median_as_often_as_it_says(count):
+def test_the_interval_contains_the_median_in_90_percent(count):
     rng = random.Random(0)
 
     def holds() -> bool:
@@ -48,7 +48,7 @@ def test_turns_change_direction_so_that_a_drift_favours_nobody():
 
 
 class ImaginedEngine:
-    """Each round takes the time of who holds it; the machine's pace swings, some text is drafted better."""
+    """An engine whose rounds take the contender's time; the machine's speed and the acceptance vary."""
 
     def __init__(self):
         self.seconds_per_round = 0.0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What benchmarks/datastore.py counts, on texts of which it is known."""
+"""The counts of benchmarks/datastore.py on texts with known results."""
 
 import json
 import sys
@@ -49,7 +49,7 @@ def test_every_token_is_counted_once_and_goes_to_the_source_that_knew_it(store):
     assert walk(text, 20, ("context",), store).from_datastore == 0
 
 
-def test_nothing_right_is_one_lookup_per_token(store):
+def test_without_correct_tokens_there_is_one_lookup_per_token(store):
     text = [*range(900, 980)]
     done = walk(text, 30, ("context", "datastore"), store)
     assert (done.lookups, done.right, done.offered) == (50, 0, 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The clock of the benchmarks that decode a batch, on an engine whose every step takes a known time."""
+"""Timing of the benchmarks that decode a batch, on an engine with known step times."""
 
 import sys
 from types import SimpleNamespace
@@ -82,7 +82,7 @@ def test_a_job_is_timed_from_its_arrival_to_its_end(monkeypatch):
     assert decoded.acceptance_length == pytest.approx(6 / 4)
 
 
-def test_a_batch_that_finds_no_room_says_so():
+def test_a_batch_beyond_the_kv_cache_is_refused():
     """Each request begins when the one before it has ended."""
 
     class FullEngine(ImaginedEngine):
@@ -99,7 +99,7 @@ def test_a_batch_that_finds_no_room_says_so():
         decoding.decode(SimpleNamespace(llm_engine=FullEngine([])), [[1]] * 2, 40)
 
 
-def test_too_few_steps_say_so(monkeypatch):
+def test_too_few_steps_are_refused(monkeypatch):
     engine = ImaginedEngine([1.0] * 9)
     monkeypatch.setattr(decoding.time, "perf_counter", lambda: engine.now)
     with pytest.raises(SystemExit, match="raise --tokens"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""benchmarks/gpu_preflight.py: each missing thing is named in a sentence that says what to type."""
+"""benchmarks/gpu_preflight.py: a sentence names each missing requirement and says what to type."""
 
 import importlib.util
 import json

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The KV-heavy copies compute what the models do that they are copies of, at the cost that they are for."""
+"""The KV-heavy copies compute the same as the original models, with larger KV caches."""
 
 import sys
 from pathlib import Path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What benchmarks/lookups.py says of turns that are known."""
+"""The statistics of benchmarks/lookups.py and confidence.py on known turns."""
 
 import sys
 from dataclasses import asdict
@@ -37,7 +37,7 @@ def test_ratios_are_of_turns_of_one_pass_and_counts_of_all_turns():
     assert markdown(benchmark.table_of([record])).count("| 2 | 100 |") == 3
 
 
-def test_without_auto_there_is_nothing_to_compare_it_with():
+def test_without_auto_there_are_no_ratios():
     rows = benchmark.rows_of("stdlib", PROMPTS, {"plain": [turn(10)], "fixed": [turn(30)]})
     assert [row.over_before for row in rows] == [None, None]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmark of attention on CPUs, and its committed times against the choice made of them."""
+"""The benchmark of CPU attention, and the choice of kernels against its committed times."""
 
 import json
 import statistics
@@ -22,7 +22,7 @@ FEW_MS = 0.021  # that older records charge one side alone with, as they do not 
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
-def test_both_sides_attend_to_the_same(dtype, tolerance):
+def test_both_kernels_compute_the_same(dtype, tolerance):
     if not current_platform.is_cpu() or not kernel_libraries.best():
         pytest.skip("needs vLLM's kernels for x86 CPUs")
     if best_variant() in (None, native_attention.VARIANTS[-1]):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""benchmarks/peer.py: its cells are the peer's, and all engines of a cell decode the same batch."""
+"""benchmarks/peer.py: it measures the peer's cells, and all engines of a cell decode the same batch."""
 
 import argparse
 import json
@@ -21,7 +21,7 @@ def row(context: int, policy: str, batch: int, tokens_per_s: float) -> dict:
     return {"context": context, "policy": policy, "batch": batch, "plain_floor_ms": 30.0, **numbers}
 
 
-def test_all_engines_of_a_cell_decode_what_the_first_one_holds(monkeypatch, tmp_path, capsys):
+def test_all_engines_of_a_cell_decode_the_batch_of_the_first(monkeypatch, tmp_path, capsys):
     asked = []
 
     def measure(args, context, policy, batch, bytes_per_s):
@@ -46,7 +46,7 @@ def test_all_engines_of_a_cell_decode_what_the_first_one_holds(monkeypatch, tmp_
     assert "1.68 x" in capsys.readouterr().out
 
 
-def test_speedups_stand_beside_those_of_the_poster():
+def test_the_table_has_the_posters_speedups():
     rows = [row(100_000, "plain", 3, 98.0), row(100_000, "verify-topk", 3, 196.0)]
     shown = markdown(peer.table_of({"settings": {"model": "Qwen/Qwen3-8B"}, "rows": rows}))
     assert "2.00 x" in shown and "2.73 x" in shown

@@ -55,10 +55,10 @@ def job(tmp_path, monkeypatch):
     def run(given="in", failing=()):
         asked, said = [], []
 
-        def answers_of(args, files, wanted):
+        def answers_of(args, files, missing):
             for file in files:
                 for found in ray_batch.read_documents(file, args.field):
-                    if found["document"] in wanted:
+                    if found["document"] in missing:
                         asked.append(found["text"])
                         error = "too long" if found["text"] in failing else ""
                         result = {"__inference_error__": error, "generated_text": found["text"].upper()}
@@ -104,7 +104,7 @@ def test_rows_without_text_are_named_and_none_is_left_out(tmp_path):
     assert read(table, field="other")[0][2], "numbers are no documents"
 
 
-def test_a_path_that_is_not_there_is_refused(tmp_path):
+def test_a_missing_path_is_refused(tmp_path):
     with pytest.raises(SystemExit, match="neither a file nor a folder"):
         ray_batch.find_files([str(tmp_path / "missing")], "out")
 
@@ -118,7 +118,7 @@ def test_a_path_that_is_not_there_is_refused(tmp_path):
         (("--cpus", "two"), "'two' is no whole number from 1"),
     ],
 )
-def test_options_of_a_wrong_kind_are_refused_in_a_sentence(options, says, capsys):
+def test_invalid_options_are_refused_in_a_sentence(options, says, capsys):
     with pytest.raises(SystemExit):
         ray_batch.make_parser().parse_args(["d", "--out", "o", *options])
     assert says in capsys.readouterr().err
@@ -127,7 +127,7 @@ def test_options_of_a_wrong_kind_are_refused_in_a_sentence(options, says, capsys
 def test_a_torn_file_or_an_empty_folder_is_refused_before_anything_starts(tmp_path):
     parse = ray_batch.make_parser().parse_args
     args = parse([str(tmp_path), "--out", str(tmp_path / "answers")])
-    with pytest.raises(SystemExit, match="no files are there"):
+    with pytest.raises(SystemExit, match="no files found"):
         ray_batch.run(args, print)
     (tmp_path / "b.parquet").write_bytes(b"PAR1 torn")
     with pytest.raises(SystemExit, match=r"b.parquet is no Parquet file"):
@@ -135,7 +135,7 @@ def test_a_torn_file_or_an_empty_folder_is_refused_before_anything_starts(tmp_pa
     assert not (tmp_path / "answers").exists()
 
 
-def test_answers_are_kept_once_and_a_job_goes_on(tmp_path):
+def test_answers_are_kept_once_and_a_job_resumes(tmp_path):
     texts = dict.fromkeys("abcde", "0" * 16)
     with ray_batch.Answers(tmp_path, JOB, rows_per_file=3) as answers:
         assert [answers.add(row(name)) for name in "abcda"] == [True] * 4 + [False]
@@ -245,7 +245,7 @@ def test_a_link_is_of_the_kind_that_its_own_name_says(tmp_path):
     assert ray_batch.find_files([str(tmp_path / "rows.jsonl")], "out") == [f"{tmp_path}/rows.jsonl"]
 
 
-def test_a_documents_row_says_what_became_of_its_drafts():
+def test_a_documents_row_has_its_acceptance():
     drafts = {
         "num_spec_steps": 4,
         "num_draft_tokens": 16,
@@ -308,7 +308,7 @@ def test_the_table_shows_extremes_failures_and_all():
     assert f"{1 + sum(range(40)) / 400:.2f}  all 40 documents" in text
 
 
-def test_engines_get_what_the_user_gave_above_the_defaults():
+def test_the_users_engine_arguments_override_the_defaults():
     kwargs = ray_cluster.engine_kwargs({"block_size": 64, "max_model_len": 100})
     assert (kwargs["block_size"], kwargs["max_model_len"]) == (64, 100)
     assert kwargs["speculative_config"]["method"] == "magicdec-self"
@@ -326,22 +326,22 @@ def test_replicas_get_this_shells_variables_but_no_secrets(monkeypatch):
     assert "secret" not in variables.values()
 
 
-def test_the_users_token_is_brought_to_a_cluster_unless_he_says_otherwise(monkeypatch, tmp_path):
+def test_the_users_token_is_enabled_unless_configured_otherwise(monkeypatch, tmp_path):
     for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_MODE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
-    ray_cluster._bring_token()
+    ray_cluster._enable_token()
     assert "RAY_AUTH_MODE" not in os.environ, "there is none"
     (tmp_path / "token").write_text("secret")
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    ray_cluster._bring_token()
+    ray_cluster._enable_token()
     assert os.environ["RAY_AUTH_MODE"] == "disabled"
     monkeypatch.delenv("RAY_AUTH_MODE")
-    ray_cluster._bring_token()
+    ray_cluster._enable_token()
     assert os.environ["RAY_AUTH_MODE"] == "token"
 
 
-def test_no_other_machine_gets_the_users_token_unasked():
+def test_only_local_clusters_get_the_users_token():
     for address, is_here in {
         "127.0.0.1:6379": True,
         "localhost:6379": True,
@@ -352,13 +352,13 @@ def test_no_other_machine_gets_the_users_token_unasked():
         assert ray_cluster._is_of_this_machine(address) == is_here, address
 
 
-def test_a_job_that_waits_for_cpus_of_a_cluster_says_so(monkeypatch, capsys):
+def test_a_job_reports_that_it_waits_for_cpus(monkeypatch, capsys):
     ray = pytest.importorskip("ray")
     monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": 3.0})
-    ray_cluster._say_if_it_waits(2)
+    ray_cluster._warn_if_waiting(2)
     assert not capsys.readouterr().out
-    ray_cluster._say_if_it_waits(3)
-    assert "has 3 CPUs free now. The engines want 3," in capsys.readouterr().out
+    ray_cluster._warn_if_waiting(3)
+    assert "has 3 free CPUs; the engines need 3 " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("num_failures", [0, 1, 2])
@@ -380,10 +380,10 @@ def test_a_ray_that_does_not_start_is_started_once_more(monkeypatch, capsys, num
         ray_cluster._start(num_cpus=3)
     again = ["shutdown", {"num_cpus": 3}] if num_failures else []
     assert asked == [{"num_cpus": 3}, *again]
-    assert ("once more" in capsys.readouterr().err) == bool(num_failures)
+    assert ("trying again" in capsys.readouterr().err) == bool(num_failures)
 
 
-def test_of_a_failure_in_a_replica_the_last_line_is_said():
+def test_the_last_line_of_a_replicas_failure_is_reported():
     trace = "The actor died ...\n  File x.py\nvllm_magicdec.errors.MagicDecConfigError: 'p' is unknown\n"
     assert ray_cluster.reason(RuntimeError(trace)) == "'p' is unknown"
     assert ray_cluster.reason(RuntimeError("The actor died: its node is gone.")).startswith(
@@ -393,7 +393,7 @@ def test_of_a_failure_in_a_replica_the_last_line_is_said():
 
 
 def test_the_object_store_fits_into_shared_memory(monkeypatch):
-    for free, wanted in ((2**26, 100 * 2**20), (2**29, int(0.6 * 2**29)), (2**40, 2**29)):
+    for free, expected in ((2**26, 100 * 2**20), (2**29, int(0.6 * 2**29)), (2**40, 2**29)):
         usage = lambda path, free=free: type("Usage", (), {"free": free})  # noqa: E731
         monkeypatch.setattr(ray_cluster.shutil, "disk_usage", usage)
-        assert ray_cluster._object_store_bytes() == wanted
+        assert ray_cluster._object_store_bytes() == expected

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Ray Serve is told of replicas, without a Ray; `tests/engine/test_ray.py` runs the example."""
+"""The configuration of Ray Serve's replicas, without Ray; `tests/engine/test_ray.py` runs the example."""
 
 import sys
 from types import ModuleType
@@ -14,7 +14,7 @@ import ray_serve
 
 @pytest.fixture
 def told(monkeypatch):
-    """What the example tells Ray, with given options: `LLMConfig`'s arguments."""
+    """Return the arguments of `LLMConfig` for given options."""
     of_ray = ModuleType("ray.serve.llm")
     of_ray.LLMConfig, of_ray.build_openai_app = dict, dict
     monkeypatch.setitem(sys.modules, of_ray.__name__, of_ray)
@@ -51,7 +51,7 @@ def test_without_options_there_is_one_replica(told):
     assert config["log_engine_metrics"]
 
 
-def test_the_most_replicas_share_the_cores_and_the_memory(told, monkeypatch):
+def test_replicas_share_cores_and_memory(told, monkeypatch):
     monkeypatch.setattr(ray_cluster, "runs_on_cpu", lambda: True)
     monkeypatch.setattr(ray_cluster.os, "sched_getaffinity", lambda _: range(8))
     assert told("--max-replicas", "4")["placement_group_config"] == {"bundles": [{"CPU": 2}]}
@@ -63,12 +63,12 @@ def test_the_most_replicas_share_the_cores_and_the_memory(told, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ("--min-replicas 3 --max-replicas 2", "--min-replicas is from 0 to --max-replicas"),
-        ("--min-replicas -1", "--min-replicas is from 0 to --max-replicas"),
+        ("--min-replicas 3 --max-replicas 2", "--min-replicas has to be from 0 to --max-replicas"),
+        ("--min-replicas -1", "--min-replicas has to be from 0 to --max-replicas"),
         ("--target-requests 0", "'0' is no whole number from 1"),
     ],
 )
-def test_numbers_that_make_no_sense_are_refused_before_a_ray_starts(options, says, monkeypatch, capsys):
+def test_invalid_numbers_are_refused_before_ray_starts(options, says, monkeypatch, capsys):
     monkeypatch.setattr(ray_cluster, "connect", lambda *_: pytest.fail("Ray was to start"))
     monkeypatch.setattr(sys, "argv", ["ray_serve.py", *options.split()])
     with pytest.raises(SystemExit) as refused:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What benchmarks/ records of a machine, how it writes tables, and how everything is measured in one go."""
+"""Records of a machine, tables, and the measurement of everything in one command."""
 
 import json
 import sys
@@ -30,7 +30,7 @@ def test_processors_have_the_names_that_engineers_use(cpu, name):
     assert machine.microarchitecture(cpu) == name
 
 
-def test_where_a_record_goes_is_made_before_anything_is_measured(tmp_path, capsys):
+def test_the_folder_of_a_record_is_created_before_the_measurement(tmp_path, capsys):
     parser = options.make_parser("measure")
     options.add_out(parser)
     out = tmp_path / "new" / "deep" / "record.json"
@@ -42,7 +42,7 @@ def test_where_a_record_goes_is_made_before_anything_is_measured(tmp_path, capsy
         assert str(wrong) in capsys.readouterr().err
 
 
-def test_a_record_says_what_the_machine_reaches_and_how_busy_it_was():
+def test_a_record_has_the_machines_rates_and_load():
     described = machine.describe_machine()
     assert described["vllm_kernels"].startswith("_C")
     assert described["worker_threads"] >= 1
@@ -55,7 +55,7 @@ def test_a_record_says_what_the_machine_reaches_and_how_busy_it_was():
     assert not machine.same_machine(described, {**described, "family_model_stepping": "1/2/3"})
 
 
-def test_caches_are_those_for_data_and_empty_where_nobody_says(tmp_path, monkeypatch):
+def test_caches_are_data_caches_and_empty_if_unknown(tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "_CPUS", tmp_path)
     assert machine._cache(1) == ""
     caches = [("1", "Instruction", "64K"), ("1", "Data", "48K"), ("2", "Unified", "2M"), ("3", "", "")]
@@ -68,7 +68,7 @@ def test_caches_are_those_for_data_and_empty_where_nobody_says(tmp_path, monkeyp
     assert [machine._cache(level) for level in (1, 2, 3, 4)] == ["48K", "2M", "", ""]
 
 
-def test_machines_are_named_by_what_decides_their_speed():
+def test_machines_are_named_by_microarchitecture_and_instructions():
     described = {"processor": "AMD EPYC", "cores": 2}
     assert machine.device_of(described) == "AMD EPYC, 2 cores"
     described |= {"microarchitecture": "Zen 3", "instruction_sets": "avx2"}
@@ -117,7 +117,7 @@ def part(result: str, folder: Path, lines: str) -> all_results.Part:
     return all_results.Part(result, str(script), 0, "")
 
 
-def test_measuring_everything_goes_on_where_it_was_interrupted(tmp_path, folders):
+def test_measuring_everything_resumes_after_an_interruption(tmp_path, folders):
     parts = (
         part("one.json", tmp_path, "out.write_text('1'); out.with_suffix('.png').write_text('plot')"),
         part("two.json", tmp_path, "out.write_text('half'); sys.exit('not today')"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""benchmarks/roofline.py: its arithmetic, and what it refuses to compare. No engine."""
+"""benchmarks/roofline.py: its arithmetic and its errors, without an engine."""
 
 import json
 import sys
@@ -25,7 +25,7 @@ ONES = Costs(memory_efficiency=1, compute_efficiency=1, layer_overhead_us=0, tok
 MACHINE = {"processor": "one", "cores": 2}
 
 
-def test_every_time_of_a_result_stands_beside_the_pass_it_is_of():
+def test_every_time_of_a_result_is_compared_with_its_pass():
     record = {
         "speculative_config": {"num_speculative_tokens": 3, "draft_kv_budget": 500.0},
         "rows": [
@@ -60,7 +60,7 @@ def test_another_cpu_is_refused_and_a_gpu_has_its_data_sheet(monkeypatch):
     monkeypatch.setattr("roofline.measure_this_machine", lambda: DEVICE)
     assert roofline.deployment_of(SHAPE, MACHINE, MACHINE, {}).hardware is DEVICE
     for other in ({"processor": "two"}, {"cores": 64}, {"gpu": "NVIDIA GeForce RTX 4090"}):
-        with pytest.raises(SystemExit, match="so compare where it was measured"):
+        with pytest.raises(SystemExit, match="compare it on the machine of the result"):
             roofline.deployment_of(SHAPE, MACHINE | other, MACHINE, {})
     deployment = roofline.deployment_of(SHAPE, {**MACHINE, "gpu": "NVIDIA H200"}, MACHINE, {})
     assert deployment.hardware is HARDWARE["H200"]
@@ -88,7 +88,7 @@ def test_cpus_are_measured_with_the_threads_of_a_worker(monkeypatch):
         torch.set_num_threads(before)
 
 
-def test_the_committed_result_is_what_the_calculator_says():
+def test_the_committed_result_matches_the_model():
     """The tables of docs/performance.md come from this file."""
     record = json.loads((RESULTS / "roofline.json").read_text())
     for compared in record["comparisons"]:

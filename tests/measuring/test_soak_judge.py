@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The soak's judge is not blind: every bound can be broken."""
+"""The soak's judge detects the violation of every bound."""
 
 import asyncio
 import copy

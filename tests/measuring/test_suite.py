@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""benchmarks/suite.py: what it asks for, what it does with the numbers, and what it refuses."""
+"""benchmarks/suite.py: its loads, its statistics and its errors."""
 
 import json
 import sys
@@ -34,7 +34,7 @@ def make_run(method: str, speed: float, **fields) -> dict:
     }
 
 
-def test_of_repeated_runs_the_median_counts():
+def test_the_median_of_repeated_runs_counts():
     runs = [make_run("ngram", speed) for speed in (70.0, 20.0, 90.0)]
     assert suite.median_run(runs) == {**runs[0], "least_throughput": 20.0, "most_throughput": 90.0}
     assert suite.median_run(runs[:1])["output_throughput"] == 70
@@ -81,7 +81,7 @@ def test_requests_are_the_same_every_time_and_share_their_beginnings(tmp_path):
     assert all(abs(len(tokenizer.encode(text)) - 400) < 8 for text in long)
 
 
-def test_what_is_missing_is_skipped_with_a_reason(monkeypatch):
+def test_methods_with_missing_requirements_are_skipped_with_a_reason(monkeypatch):
     monkeypatch.setattr(suite, "find_spec", lambda name: None)
     assert "arctic-inference" in suite.why_skipped("suffix-native", None)
     assert "--draft-model" in suite.why_skipped("magicdec-draft_model-auto", None)

@@ -14,10 +14,10 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 _HEAD = """# Models
 
 What was run with which policy, on vLLM 0.32.0's CPU build, on both of its model runners.
-`make docs-models` writes this page from `tests/models/families.py`, and `make test-models` proves every
+`make docs-models` writes this page from `tests/models/families.py`, and `make test-all` proves every
 cell: a tiny model of each family with random weights and the family's peculiar settings, windows shorter
-than the prompts, prompts of 7 to 640 tokens in chunks of 256, float32. `make test` proves a few cells of
-each.
+than the prompts, prompts of 7 to 640 tokens in chunks of 256, float32. `make test` proves one cell of
+six families.
 
 **yes**: every token is plain decoding's, from a cold and from a warm prefix cache, with a view of part of
 the context and with one of all of it. With a view of all of it every draft is accepted, which shows that

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every family of models, on both runners, with every policy: the same tokens, and drafts that stand.
 
-`make test` runs a few cells of each family, `make test-models` all of them.
+`make test` runs the cells of `FIXED`, `make test-all` every one.
 """
 
 from dataclasses import replace
@@ -14,7 +14,15 @@ import transformers_truth
 from families import FAMILIES, Family
 from greedy import ROUNDING, assert_same_tokens, first_tokens
 
-CELLS = cells.cells()
+# One policy of six families that differ in attention, positions and feed-forward layers.
+FIXED = {
+    "Llama": "snapkv by token",
+    "Qwen3": "verify-topk",
+    "Qwen3-MoE": "streamingllm",
+    "Gemma 3": "snapkv",
+    "gpt-oss": "snapkv by token",
+    "DeepSeek-V2": "streamingllm",
+}
 
 
 def _together(family: Family) -> pytest.MarkDecorator:
@@ -22,6 +30,14 @@ def _together(family: Family) -> pytest.MarkDecorator:
     return pytest.mark.xdist_group(f"models: {family.name}")
 
 
+def _parameter(cell: cells.Cell) -> Any:
+    marks = [_together(cell.family)]
+    if cell.runner != "V1" or FIXED.get(cell.family.name) != cell.policy:
+        marks.append(pytest.mark.extended)
+    return pytest.param(cell, id=str(cell), marks=marks)
+
+
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "family",
     [pytest.param(family, id=family.name, marks=_together(family)) for family in FAMILIES if family.works],
@@ -45,9 +61,7 @@ def _two_best(logprobs: dict[str, float]) -> list[float]:
     return sorted(logprobs.values(), reverse=True)[:2]
 
 
-@pytest.mark.parametrize(
-    "cell", [pytest.param(cell, id=str(cell), marks=_together(cell.family)) for cell in CELLS]
-)
+@pytest.mark.parametrize("cell", map(_parameter, cells.cells()))
 def test_the_same_tokens_and_drafts_that_stand(cell):
     family = cell.family
     sentence = family.refusal(cell.runner, cell.policy)
@@ -77,15 +91,17 @@ def test_the_same_tokens_and_drafts_that_stand(cell):
         assert all(request["cached_tokens"] > 0 for request in answers.again.values())
 
 
+@pytest.mark.extended
 def test_mla_without_scaled_rope_is_refused_on_cpus():
     """What vLLM does there is in tests/attention/rope_of_mla.py."""
     mla = next(family for family in FAMILIES if family.name == "DeepSeek-V2")
     unscaled = {name: value for name, value in mla.sizes.items() if name != "rope_parameters"}
-    cell = cells.Cell(replace(mla, sizes=unscaled, name="unscaled"), "V1", "streamingllm", cells.ONE_BUDGET)
+    cell = cells.Cell(replace(mla, sizes=unscaled, name="unscaled"), "V1", "streamingllm", cells.BUDGET)
     with pytest.raises(engines.RefusedError, match="turns queries of MLA models whose RoPE is not scaled"):
         cells.answer(cell)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "family",
     [
@@ -104,6 +120,7 @@ def test_layers_with_and_without_a_window_in_one_group(family):
     assert answers.run.draft_failures == 0
 
 
+@pytest.mark.extended
 @pytest.mark.xdist_group("models: Gemma 3")
 def test_a_budget_below_the_window_cuts_it():
     family = next(family for family in FAMILIES if family.name == "Gemma 3")

@@ -8,6 +8,8 @@ from engines import magicdec
 from families import FAMILIES
 from greedy import assert_same_tokens, first_tokens
 
+pytestmark = pytest.mark.extended
+
 
 @pytest.mark.parametrize(
     ("name", "policy", "runner"),

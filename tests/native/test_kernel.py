@@ -12,6 +12,7 @@ from kernel_cases import (  # noqa: F401
     batches,
     check,
     kernel_of,
+    readings,
     shared_batch,
     truth,
     two_threads,
@@ -107,19 +108,33 @@ def test_threads_change_no_more_than_the_order_of_sums(variant, threads):
     torch.testing.assert_close(together, alone, rtol=0, atol=1e-6)
 
 
-@variants_and_layouts
-@pytest.mark.parametrize("window", [-1, 1, 33, 500])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("fp8", [None, *FP8])
+def vllm_reads(layout: str, dtype: torch.dtype) -> bool:
+    """Whether vLLM's library of this machine has the layout for a model's dtype."""
+    return layout != "amx" or (dtype == torch.bfloat16 and kernel_libraries.best() == "avx512_bf16")
+
+
+@pytest.mark.skipif(
+    not current_platform.is_cpu() or not kernel_libraries.best(), reason="needs vLLM's kernels for x86 CPUs"
+)
+@pytest.mark.parametrize(
+    ("variant", "layout", "dtype"),
+    [
+        pytest.param(variant, layout, dtype, id=f"{variant.name}-{layout}-{dtype}")
+        for variant, layout in readings
+        for dtype in (torch.float32, torch.bfloat16, torch.float16)
+        if vllm_reads(layout, dtype)
+    ],
+)
+# vLLM's CPU attention has fp8 caches with AVX-512 only.
+@pytest.mark.parametrize("fp8", [None] if kernel_libraries.best() == "avx2" else [None, *FP8])
 @pytest.mark.parametrize("page", [32, 64])
-def test_it_agrees_with_vllms_kernel(variant, layout, window, dtype, fp8, page):
+def test_it_agrees_with_vllms_kernel(variant, layout, dtype, fp8, page):
     """The meaning of a window, of a soft cap, of scales and of sinks, and the layout, are vLLM's."""
-    if not current_platform.is_cpu() or not kernel_libraries.best():
-        pytest.skip("needs vLLM's kernels for x86 CPUs")
-    if fp8 and kernel_libraries.best() == "avx2":
-        pytest.skip("vLLM's CPU attention has fp8 caches with AVX-512 only")
-    if layout == "amx" and (dtype != torch.bfloat16 or kernel_libraries.best() != "avx512_bf16"):
-        pytest.skip("vLLM has it for models in bfloat16, in one of its libraries")
+    for window in (-1, 1, 33, 500):
+        assert_agrees_with_vllms_kernel(variant, layout, window, dtype, fp8, page)
+
+
+def assert_agrees_with_vllms_kernel(variant, layout, window, dtype, fp8, page):
     kernel = kernel_of(variant)
     current_platform.import_kernels()
     import vllm._custom_ops as ops
@@ -197,12 +212,10 @@ def test_it_agrees_with_plain_torch_over_token_views(variant, layout):
 
 
 @variants_and_layouts
-@pytest.mark.parametrize("soft_cap", [0.0, 20.0])
-@pytest.mark.parametrize("what", [torch.nan, torch.inf])
+# A soft cap makes a number of infinity.
+@pytest.mark.parametrize(("what", "soft_cap"), [(torch.nan, 0.0), (torch.nan, 20.0), (torch.inf, 0.0)])
 def test_what_is_no_number_stays_none(variant, layout, what, soft_cap):
     """Else a broken cache would be answered as if it were a sound one."""
-    if soft_cap and what == torch.inf:
-        pytest.skip("a cap makes a number of it")
     kernel = kernel_of(variant)
     query, cache, where = shared_batch(torch.bfloat16 if layout == "amx" else torch.float32)
     where |= dict(soft_cap=soft_cap, layout=layout)

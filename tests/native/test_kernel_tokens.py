@@ -18,7 +18,7 @@ from kernel_cases import (  # noqa: F401
 
 
 @variants_and_layouts
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data(), st.integers(1, 5))
 def test_tokens_are_weighed_as_in_float64(variant, layout, data, threads):
     batch = data.draw(batches(layout, windows=None))

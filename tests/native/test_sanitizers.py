@@ -10,6 +10,8 @@ import pytest
 
 from vllm_magicdec.native.library import FOLDER, VARIANTS, runs_here
 
+pytestmark = pytest.mark.extended
+
 HERE = Path(__file__).parent
 FLAGS = {
     "portable": [],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`magicdec plan --draft`: what a draft model costs, against SPIRe's own numbers and counts by hand."""
+"""`magicdec plan --draft`: costs of a draft model against SPIRe's numbers and manual counts."""
 
 import json
 from dataclasses import replace
@@ -24,9 +24,9 @@ SMALL = MODELS["llama-3.2-1b"]
 
 # Tokens per round of 4 drafts, its Table 1 at 512 tokens of context.
 TAU = {"self": 3.891, "spire": 3.401}
-# Throughput multipliers of its cost analysis, with the numbers that its appendix computes them from: one
-# byte a value, no embeddings, no attention FLOPs, and a window of an eighth of the context with one sink.
-# (target, devices, batch, context) -> entries that a draft reads, MagicDec's, SPIRe's.
+# Throughput multipliers of its cost analysis, with the assumptions of its appendix: one byte per value, no
+# embeddings, no attention FLOPs, and a window of an eighth of the context with one sink.
+# (target, devices, batch, context) -> tokens that a draft step reads, MagicDec's multiplier, SPIRe's.
 PUBLISHED = {
     ("spire-67m", 1, 64, 512): (65, 2.05, 2.78),
     ("llama-3.1-70b", 8, 64, 65536): (8193, 2.14, 2.82),
@@ -49,15 +49,15 @@ def test_throughput_multipliers_of_spire(where):
     assert multiplier(target, devices, "spire", *at, budget) == pytest.approx(spire, rel=0.01)
 
 
-def test_a_window_of_64_tokens_is_not_what_spire_counts_at_long_contexts():
-    """Its Figure 6 lets the window grow with the context; with the trained one of 64 both gain more."""
+def test_spires_window_grows_with_the_context():
+    """In its Figure 6 the window grows with the context; with the trained one of 64 both gain more."""
     at = ("llama-3.1-70b", 8)
     assert multiplier(*at, "self", 64, 65536, 65) == pytest.approx(2.84, abs=0.01)
     assert multiplier(*at, "spire", 64, 65536, 65) == pytest.approx(3.10, abs=0.01)
 
 
 def test_body_parameters_of_spire():
-    """As that paper prints them, less two norms per layer."""
+    """The paper's numbers leave out two norms per layer."""
     target = MODELS["spire-67m"]
     assert target.parameters - target.hidden_size == 67_117_056
     assert target.spire_draft().parameters - target.hidden_size == 16_779_264
@@ -122,7 +122,7 @@ def test_memory_holds_both_models_and_all_pages_of_both():
 
 
 def test_speculation_pays_from_there_on():
-    """A small draft pays at once where steps are bound by weights, before it pays by the context again."""
+    """A small draft may also pay at short contexts, where weights dominate a step."""
     for draft in (SMALL, LLAMA.spire_draft()):
         for batch in (1, 16, 64, 256):
             for alpha in (0.5, 0.7, 0.9):
@@ -145,7 +145,7 @@ def test_a_spire_draft_is_known_by_its_configuration():
     assert ModelShape.from_config(draft, name="x") == replace(target.spire_draft(), name="x")
 
 
-def test_the_acceptance_that_is_usual(tmp_path):
+def test_default_acceptance_by_draft(tmp_path):
     usual = {}
     for draft in ("self", "spire", "llama-3.2-1b"):
         file = tmp_path / "plan.json"
@@ -164,14 +164,14 @@ def test_the_acceptance_that_is_usual(tmp_path):
             "the draft's 4 attention heads cannot be divided over 8",
         ),
         (("--acceptance-length", "3"), "--acceptance-length needs --gamma"),
-        (("--acceptance-length", "6", "--gamma", "4"), "say an --acceptance-length from 1 to 5"),
+        (("--acceptance-length", "6", "--gamma", "4"), "give an --acceptance-length from 1 to 5"),
         (
             ("--acceptance-length", "3", "--gamma", "4", "--acceptance", "0.8"),
-            "--acceptance and --acceptance-length say the same; use one of them",
+            "--acceptance and --acceptance-length exclude each other; use one of them",
         ),
     ],
 )
-def test_what_cannot_work_ends_in_one_sentence(arguments, sentence, capsys):
+def test_invalid_options_end_in_one_sentence(arguments, sentence, capsys):
     assert main(["plan", "--model", "llama-3.1-8b", "--gpu", "H100", *arguments]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`magicdec index`: documents of every format become a datastore, and what cannot is one sentence."""
+"""`magicdec index`: documents of every format become a datastore, and errors are one sentence."""
 
 import json
 import re
@@ -84,7 +84,7 @@ def test_a_parquet_file_without_texts_is_named(tmp_path, out, capsys, columns, s
     assert re.search(sentence, capsys.readouterr().err)
 
 
-def test_of_folders_the_files_that_fit_are_taken(tmp_path, out):
+def test_matching_files_of_folders_are_read(tmp_path, out):
     for name, text in zip(["a/b/1.py", "a/2.py", "a/3.txt"], TEXTS, strict=True):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text, encoding="utf-8")
@@ -96,7 +96,7 @@ def test_of_folders_the_files_that_fit_are_taken(tmp_path, out):
 
 
 def test_a_long_document_stays_one(tmp_path, out, monkeypatch):
-    """Encoded in pieces that end where lines do; one without lines too."""
+    """Long documents are tokenized in pieces, which end after line breaks if there are any."""
     monkeypatch.setattr(documents_module, "_PIECE_CHARACTERS", 50)
     monkeypatch.setattr(documents_module, "_BATCH_CHARACTERS", 70)
     texts = ["x = 1\n" * 40, TEXTS[0], "y" * 130, TEXTS[1]]
@@ -131,11 +131,14 @@ def written(text: str, name: str = "a.txt"):
 
 WRONG = {
     "a file that is not there": (lambda folder: [folder / "no.txt"], "there is no .*no.txt; name files"),
-    "a folder without documents": (lambda folder: [folder], "no file fits .*say which do with --include"),
+    "a folder without documents": (
+        lambda folder: [folder],
+        "no file matches .*with --include",
+    ),
     "no JSON": (written('{"text": "a"}\nword', "a.jsonl"), "line 2 of .*a.jsonl is no JSON"),
     "JSON without text": (
         records({"text": "a"}, {"body": "b"}),
-        "line 2 of .* has no text 'text'; say which",
+        "line 2 of .* has no text 'text'; name the field",
     ),
     "JSON of another kind": (records(["text"]), "line 1 of .* has no text 'text'"),
     "no Parquet": (not_parquet, "a.parquet is no Parquet file"),
@@ -148,7 +151,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_cannot_be_read_is_one_sentence(case, tmp_path, out, capsys):
+def test_unreadable_documents_are_refused_in_one_sentence(case, tmp_path, out, capsys):
     make, sentence = WRONG[case]
     assert index("--model", MODEL, "--out", out, *make(tmp_path)) == 2
     error = capsys.readouterr().err.splitlines()[-1]
@@ -159,7 +162,7 @@ def test_what_cannot_be_read_is_one_sentence(case, tmp_path, out, capsys):
 def test_nothing_is_overwritten(tmp_path, out, capsys):
     out.mkdir(parents=True)
     assert index(tmp_path, "--model", MODEL, "--out", out) == 2
-    assert f"error: {out} is there already; remove it" in capsys.readouterr().err
+    assert f"error: {out} exists already; remove it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("missing", ["pydivsufsort", "pyarrow.parquet"])
@@ -173,7 +176,7 @@ def test_a_missing_package_is_named(missing, monkeypatch, tmp_path, out, capsys)
     )
 
 
-def test_the_command_says_what_it_takes():
+def test_help_names_the_options():
     command = [sys.executable, "-m", "vllm_magicdec", "index", "--help"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0

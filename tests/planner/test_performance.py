@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The speedup model against MagicDec's tables, hand-made counts and its own properties."""
+"""The speedup model against MagicDec's tables, manual counts and its own properties."""
 
 import itertools
 import json
@@ -73,7 +73,7 @@ def test_with_the_time_between_passes_equation_3_is_within_3_percent():
 
 
 def test_fitted_constants_are_the_fit():
-    """The fit that `Costs` describes, done again."""
+    """Repeat the fit that `Costs` describes."""
     unique = {
         (row.target, row.gpus, row.batch, row.context): row for row in paper.ROWS if row.gpus != "8xL40"
     }
@@ -106,7 +106,7 @@ def test_speedups_are_predicted_within(gpus, bound):
 
 
 def test_speculation_starts_to_pay_between_the_same_rows():
-    """In all series of Table 1 (one batch, growing context) whose measured speedup crosses 1."""
+    """Check all series of Table 1 (one batch, growing context) whose measured speedup crosses 1."""
     series = itertools.groupby(
         sorted(paper.TABLE_1, key=lambda row: (row.target, row.draft, row.batch, row.context)),
         key=lambda row: (row.target, row.draft, row.batch),
@@ -131,7 +131,7 @@ def test_speculation_starts_to_pay_between_the_same_rows():
 
 
 def least_paying_context(deployment, alpha, gamma, batch, budget):
-    """By search over every 100 tokens."""
+    """Search in steps of 100 tokens."""
     return next(
         context
         for context in range(100, 200_000, 100)
@@ -148,14 +148,14 @@ def test_best_gamma_is_the_paper_s_or_its_neighbour():
         assert abs(gamma - row["gamma"]) <= 1, row
 
 
-def test_documentation_has_what_is_computed():
+def test_documentation_has_the_computed_tables():
     text = (ROOT / "docs" / "performance.md").read_text()
     assert "\n".join(paper.documented()) in text, "run: python tests/paper.py"
     for field in fields(Costs):
         assert f"`{field.name}` | {field.default:g} |" in text
 
 
-def test_documentation_says_what_windows_leave_to_gain():
+def test_documentation_has_the_table_of_windows():
     text = (ROOT / "docs" / "performance.md").read_text()
     assert "\n".join(window_table.documented()) in text, "run: python tests/planner/window_table.py"
     by_share = [window_table.speedups(shape) for shape in window_table.shapes()[:5]]
@@ -274,11 +274,11 @@ def test_bytes_per_weight_from_a_configuration(change, weight_bytes):
     ("change", "sentence"),
     [
         (dict(kv_lora_rank=512), "MLA models"),
-        (dict(quantization_config={"quant_method": "new"}), "quantization 'new' is not known"),
+        (dict(quantization_config={"quant_method": "new"}), "quantization 'new' is unknown"),
         (dict(num_experts=8), "has no field 'num_experts_per_tok'"),
     ],
 )
-def test_configurations_that_cannot_be_read(change, sentence):
+def test_unsupported_configurations_are_refused(change, sentence):
     with pytest.raises(ValueError, match=sentence):
         ModelShape.from_config({**LLAMA_CONFIG, **change})
 
@@ -307,12 +307,12 @@ def test_windows_from_a_configuration(change, num_window_layers, window):
     ("name", "billions"),
     [("gemma-3-12b", 11.8), ("gemma-3-27b", 27.0), ("gpt-oss-20b", 20.9), ("gpt-oss-120b", 116.8)],
 )
-def test_built_in_models_with_windows_have_the_parameters_that_are_published(name, billions):
+def test_built_in_models_with_windows_have_the_published_parameters(name, billions):
     assert MODELS[name].parameters == pytest.approx(billions * 1e9, rel=0.01)
 
 
 def test_layers_with_a_window_read_and_keep_no_more_than_that():
-    """So that speculation has less to gain: the fewer layers see the whole context, the less."""
+    """The fewer layers see the whole context, the less speculation gains."""
     hybrid = replace(LLAMA, num_window_layers=24, window=1024)
     assert hybrid.kv_share(512) == hybrid.kv_share(1024) == 1
     assert hybrid.kv_share(16 * 1024) == pytest.approx(1 / 4 + 3 / 4 / 16)
@@ -331,7 +331,7 @@ def test_layers_with_a_window_read_and_keep_no_more_than_that():
     assert part.draft_step_ms(8, 32_000, 512) == whole.draft_step_ms(8, 32_000, 512)
 
 
-def test_deployments_that_cannot_be():
+def test_invalid_deployments_are_refused():
     with pytest.raises(ValueError, match="32 attention heads cannot be divided over 3 devices"):
         Deployment(LLAMA, HARDWARE["A100"], 3)
     alone = replace(HARDWARE["A100"], interconnect_bytes_per_s=0.0)

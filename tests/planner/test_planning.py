@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`magicdec plan`: what it prints and writes, and how it ends when it cannot."""
+"""`magicdec plan`: its table, files and errors."""
 
 import json
 import re
@@ -55,7 +55,7 @@ def test_json_has_what_the_model_predicts(tmp_path):
         assert cell["free_queries"] == deployment.free_queries(*at)
 
 
-def test_table_names_what_does_not_fit_and_where_speculation_pays(capsys):
+def test_table_marks_cells_beyond_capacity_and_inflections(capsys):
     pytest.importorskip("rich")
     command = ("--model", "llama-2-7b", "--gpu", "a100", "--batch", 1, 64, "--context", 4096, 16384)
     assert plan(*command) == 0
@@ -80,7 +80,7 @@ def test_hopeless_acceptance_never_pays(capsys):
     assert "S_inflection at batch 4: never pays." in capsys.readouterr().out
 
 
-def test_model_from_a_directory_or_file_with_bytes_of_ones_own(tmp_path):
+def test_model_from_a_directory_or_file_with_given_bytes(tmp_path):
     pytest.importorskip("rich")
     for model in (TINY_LLAMA, TINY_LLAMA / "config.json"):
         file = tmp_path / "plan.json"
@@ -92,7 +92,7 @@ def test_model_from_a_directory_or_file_with_bytes_of_ones_own(tmp_path):
         assert (shape["weight_bytes"], shape["kv_bytes"]) == (0.5, 1)
 
 
-def test_this_machine_is_measured_and_taken_at_its_word(tmp_path, capsys):
+def test_this_machine_is_measured_with_efficiencies_of_1(tmp_path, capsys):
     pytest.importorskip("rich")
     file = tmp_path / "plan.json"
     command = ("--model", TINY_LLAMA, "--gpu", "this", "--batch", 1, "--context", 4096, "--json", file)
@@ -133,18 +133,18 @@ GPU = ("--gpu", "H200")
     ("arguments", "sentence"),
     [
         (("--model", "llama-3.1-8", *GPU), "there is no model 'llama-3.1-8'; did you mean 'llama-3.1-8b'?"),
-        (("--model", "zzz", *GPU), "there is no model 'zzz'; There are llama-2-7b,"),
+        (("--model", "zzz", *GPU), "there is no model 'zzz'; use one of llama-2-7b,"),
         ((*MODEL, "--gpu", "h20"), "there is no GPU 'h20'; did you mean 'H200'?"),
         ((*MODEL, *GPU, "--tp", 3), "32 attention heads cannot be divided over 3 devices; use a divisor"),
         ((*MODEL, *GPU, "--budget", 256, 512), "2 budgets need 2 acceptance rates and there are 1"),
-        ((*MODEL, *GPU, "--budget", 512, 512, "--acceptance", 0.7, 0.8), "budget 512 is named twice"),
+        ((*MODEL, *GPU, "--budget", 512, 512, "--acceptance", 0.7, 0.8), "budget 512 is given twice"),
         ((*MODEL, *GPU, "--json", "/nowhere/plan.json"), "cannot write /nowhere/plan.json"),
         (("--model", str(ROOT / "tests"), *GPU), "there is no config.json in"),
         (("--model", str(ROOT / "README.md"), *GPU), "README.md: it is not JSON"),
         ((*MODEL, *GPU, "--load", 20, "--output", 300), "measure a load with 'vllm bench serve'"),
     ],
 )
-def test_what_cannot_work_ends_in_one_sentence(arguments, sentence, capsys):
+def test_invalid_options_end_in_one_sentence(arguments, sentence, capsys):
     assert plan(*arguments) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -177,7 +177,7 @@ def test_what_cannot_work_ends_in_one_sentence(arguments, sentence, capsys):
         ),
     ],
 )
-def test_values_that_cannot_be_are_refused_while_parsing(arguments, sentence, capsys):
+def test_invalid_values_are_refused_while_parsing(arguments, sentence, capsys):
     with pytest.raises(SystemExit) as ended:
         plan(*MODEL, *GPU, *arguments)
     assert ended.value.code == 2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tour of `magicdec profile`, on an imagined machine."""
+"""The sweep of `magicdec profile`, on a simulated machine."""
 
 import argparse
 import time
@@ -14,27 +14,27 @@ from vllm_magicdec.adaptive.controller import Choice
 from vllm_magicdec.adaptive.step_times import Step, StepTimes, TimedStep
 from vllm_magicdec.planner import profile
 from vllm_magicdec.planner.console import UserError
-from vllm_magicdec.planner.profile import _Tour, tokens_to_grow
+from vllm_magicdec.planner.profile import _Sweep
 
 LENGTHS = range(MAX_TOKENS + 1)
 
 
-def test_the_tour_meets_every_length():
-    tour = _Tour(LENGTHS, BUDGET)
-    choices = [tour.choose(1, 100) for _ in range(tour.num_steps)]
+def test_the_sweep_tries_every_number_of_drafts():
+    sweep = _Sweep(LENGTHS, BUDGET)
+    choices = [sweep.choose(1, 100) for _ in range(sweep.num_steps)]
     assert set(choices) == set(map(Choice, LENGTHS))
-    # Were every draft accepted.
-    assert sum(choice.drafts + 1 for choice in choices) <= tokens_to_grow(MAX_TOKENS)
+    # The tokens generated if every draft is accepted.
+    assert sum(choice.drafts + 1 for choice in choices) <= sweep.max_tokens
 
 
-def test_times_of_lengths_that_did_not_meet_are_predicted():
+def test_times_of_unmeasured_steps_are_predicted():
     engine, times = Engine(), StepTimes()
     for num_reqs in (1, 8):
         for context in (256, 2_048, 16_000):
-            tour, verified = _Tour(LENGTHS, BUDGET), 0
-            for _ in range(tour.num_steps):
-                choice = tour.choose(num_reqs, num_reqs * context)
-                budget = tour.budget_of(choice)
+            sweep, verified = _Sweep(LENGTHS, BUDGET), 0
+            for _ in range(sweep.num_steps):
+                choice = sweep.choose(num_reqs, num_reqs * context)
+                budget = sweep.budget_of(choice)
                 step = Step(num_reqs, num_reqs * context, verified, choice.drafts, budget)
                 times.add(TimedStep(step, engine.seconds(step)))
                 verified = choice.drafts
@@ -46,37 +46,37 @@ def test_times_of_lengths_that_did_not_meet_are_predicted():
 
 
 @pytest.mark.parametrize(("is_cpu", "executor"), [(True, "mp"), (False, None)])
-def test_on_a_cpu_the_worker_has_a_servers_threads(monkeypatch, tmp_path, is_cpu, executor):
-    """vLLM binds those of a worker that has a process; one in the engine's process takes all cores."""
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")  # it is changed
+def test_on_a_cpu_the_worker_uses_as_many_threads_as_a_servers(monkeypatch, tmp_path, is_cpu, executor):
+    """vLLM binds the threads of a worker process; a worker in the engine's process uses all cores."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")  # restored after `run` changes it
 
-    class Made(Exception):
-        """An engine, with these arguments."""
+    class EngineStarted(Exception):
+        """An engine is started with these arguments."""
 
-    def make(**arguments):
-        raise Made(arguments)
+    def start(**arguments):
+        raise EngineStarted(arguments)
 
-    monkeypatch.setattr(vllm, "LLM", make)
-    monkeypatch.setattr(profile, "_model_len", lambda options: 4096)
+    monkeypatch.setattr(vllm, "LLM", start)
+    monkeypatch.setattr(profile, "_max_model_len", lambda options: 4096)
     monkeypatch.setattr("vllm.platforms.current_platform", SimpleNamespace(is_cpu=lambda: is_cpu))
     parser = argparse.ArgumentParser()
     profile.add_command(parser.add_subparsers())
     options = parser.parse_args(["profile", "--model", "m", "--out", str(tmp_path / "profile.json")])
-    with pytest.raises(Made) as made:
+    with pytest.raises(EngineStarted) as started:
         options.run(options)
-    assert made.value.args[0].get("distributed_executor_backend") == executor
-    assert made.value.args[0]["max_model_len"] == 4096
+    assert started.value.args[0].get("distributed_executor_backend") == executor
+    assert started.value.args[0]["max_model_len"] == 4096
 
 
-def test_contexts_are_no_longer_than_the_model_reads():
-    assert profile._within(10**6, 390) == [256, 2048, 8192]
-    assert profile._within(8100, 390) == [256, 2048, 8100]
-    assert profile._within(100, 390) == [100]
-    with pytest.raises(UserError, match=r"takes 1566 tokens .* leaves -542; use fewer"):
-        profile._within(-542, 1566)
+def test_contexts_are_limited_by_the_models_length():
+    assert profile._default_contexts(10**6, 390) == [256, 2048, 8192]
+    assert profile._default_contexts(8100, 390) == [256, 2048, 8100]
+    assert profile._default_contexts(100, 390) == [100]
+    with pytest.raises(UserError, match=r"generates 1566 tokens, which leaves -542 tokens .*; use fewer"):
+        profile._default_contexts(-542, 1566)
 
 
-def test_steps_that_overlap_are_not_timed():
+def test_overlapping_steps_are_not_timed():
     config = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=True))
     core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=None))
     llm = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=config, engine_core=core))
@@ -93,5 +93,5 @@ def test_the_clock_waits_for_the_device(monkeypatch):
 
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "synchronize", synchronize)
-    now = profile._when_idle()
+    now = profile._synchronized_clock()
     assert finished_at and now >= finished_at[0]

@@ -62,7 +62,7 @@ def test_a_folder_with_a_draft_comes_out(target, data, tmp_path, capsys):
     assert "holds a model already; remove it" in capsys.readouterr().err
 
 
-def test_the_same_command_goes_on(target, data, tmp_path, capsys, monkeypatch):
+def test_the_same_command_resumes(target, data, tmp_path, capsys, monkeypatch):
     assert train(target, data, tmp_path / "whole") == 0
     step = training.Trainer.train_step
 
@@ -76,21 +76,22 @@ def test_the_same_command_goes_on(target, data, tmp_path, capsys, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(training.Trainer, "train_step", interrupted)
         assert train(target, data, out) == 0
-    assert "stopped at step 3 of 6; the same command goes on" in capsys.readouterr().out
+    assert "stopped at step 3 of 6; the same command resumes it" in capsys.readouterr().out
     assert train(target, data, out, "--omega", 0.7) == 2
-    assert "begun with other options" in capsys.readouterr().err
+    assert "a training with other options" in capsys.readouterr().err
     assert train(target, data, out, "--no-float32") == 2
-    assert "where the default of --float32 is another" in capsys.readouterr().err
+    assert "another default of --float32" in capsys.readouterr().err
     assert train(target, data, out, "--random-init") == 2
-    assert "begun with other options" in capsys.readouterr().err
+    assert "a training with other options" in capsys.readouterr().err
     assert train(target, data[:1], out) == 2
     assert "a training on other data" in capsys.readouterr().err
     assert train(target, data, out) == 0
-    assert "goes on at step 3 of 6" in capsys.readouterr().out
+    assert "resumed at step 3 of 6" in capsys.readouterr().out
     whole = load(tmp_path / "whole").state_dict()
     assert all(torch.equal(weight, whole[name]) for name, weight in load(out).state_dict().items())
 
 
+@pytest.mark.extended
 def test_torchrun_trains_one_draft_in_two_processes(target, data, tmp_path):
     out = tmp_path / "draft"
     options = ["--sequence", 32, "--batch", 2, "--steps", 6, "--window", 8, "--float32"]
@@ -135,12 +136,12 @@ def test_an_interruption_after_the_last_step_loses_nothing(
     assert not (out / "config.json").exists()
     monkeypatch.setattr(training.Trainer, "train_step", interrupted)
     assert train(target, data, out) == 0
-    assert "goes on at step 6 of 6" in capsys.readouterr().out
+    assert "resumed at step 6 of 6" in capsys.readouterr().out
     assert load(out).settings.num_layers == 1 and not (out / "training").exists()
 
 
 @pytest.mark.parametrize("is_fast", [True, False])
-def test_products_are_in_what_the_machine_multiplies_fast(target, data, tmp_path, monkeypatch, is_fast):
+def test_training_uses_bfloat16_where_it_is_fast(target, data, tmp_path, monkeypatch, is_fast):
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: is_fast)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     monkeypatch.setattr(training, "has_slow_avx512_bf16", lambda: False)
@@ -153,19 +154,19 @@ def test_products_are_in_what_the_machine_multiplies_fast(target, data, tmp_path
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
-        (["--omega", 2], "--omega is a number from 0 to 1, not 2.0"),
+        (["--omega", 2], "--omega has to be from 0 to 1, not 2.0"),
         (["--batch", 0], "--batch has to be above 0, not 0"),
         (["--layers", 9], "--layers 9 cannot be taken from a target of 4; give a number from 1 to 4"),
         (["--window", 2], "window has to be at least 4, not 2"),
         (["--sequence", 4], "--sequence has to be at least 8, two rounds of drafts"),
-        (["--sequence", 4000], "--sequence is at most 512, what the target can read"),
+        (["--sequence", 4000], "--sequence has to be at most 512, the target's length"),
         (
             ["--sequence", 500],
-            "which make no two sequences of 500; give more of it, or a smaller --sequence",
+            "fewer than two sequences of 500; give more data, or a smaller --sequence",
         ),
     ],
 )
-def test_what_cannot_work_is_one_sentence(target, data, tmp_path, capsys, more, sentence):
+def test_invalid_options_are_refused_in_one_sentence(target, data, tmp_path, capsys, more, sentence):
     assert train(target, data[:1], tmp_path / "draft", *more) == 2
     error = capsys.readouterr().err
     assert sentence in error and error.count("\n") == 1
@@ -178,8 +179,8 @@ def test_other_targets_are_refused(data, tmp_path, capsys):
     folder.mkdir()
     config = json.loads((Path(MODEL) / "config.json").read_text())
     for fields, sentence in (
-        ({"model_type": "opt"}, "is a opt, and drafts come of Llamas only; name one"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "is quantised, and a draft begins with weights"),
+        ({"model_type": "opt"}, "has the type opt; name a Llama"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "is quantised; name the original model"),
         ({}, "cannot be loaded: Error no file named model.safetensors"),
     ):
         (folder / "config.json").write_text(json.dumps({**config, **fields}))

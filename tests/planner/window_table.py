@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What speculation is predicted to bring where layers have windows; prints docs/performance.md's table."""
+"""Predicted speedups of models with window layers; prints docs/performance.md's table."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ HYBRIDS = ("gemma-3-12b", "gemma-3-27b", "gpt-oss-20b", "gpt-oss-120b")
 
 
 def shapes() -> list[ModelShape]:
-    """Llama-3.1-8B with fewer and fewer layers that see the whole context, then real hybrids."""
+    """Return Llama-3.1-8B with decreasing numbers of full-attention layers, then real hybrids."""
     llama = MODELS["llama-3.1-8b"]
     fewer = [
         replace(llama, name="the same with windows", num_window_layers=32 - full, window=WINDOW)
@@ -24,7 +24,7 @@ def shapes() -> list[ModelShape]:
 
 
 def speedups(shape: ModelShape) -> list[float]:
-    """With the best gamma up to 8, on one H200, by `CELLS`."""
+    """Return the speedups in `CELLS` with the best gamma up to 8 on one H200."""
     deployment = Deployment(shape, HARDWARE["H200"])
     for batch, context in CELLS:
         assert batch * context <= deployment.kv_capacity_tokens(context), f"{shape.name} does not fit"
@@ -32,7 +32,7 @@ def speedups(shape: ModelShape) -> list[float]:
 
 
 def documented() -> list[str]:
-    """The lines of the table."""
+    """Return the lines of the table."""
     cells = (f"{batch} x {context:,}" for batch, context in CELLS)
     lines = [
         f"| model | layers that see everything | {' | '.join(cells)} |",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SPIRe from its equations: float64, NumPy, one token, one head and one key at a time.
+"""Reference of SPIRe from its equations: float64, NumPy, one token, one head and one key at a time.
 
-Nothing is taken from the package: weights come by their names in a state dict, the shape as numbers.
+It uses nothing of the package: only weights by their names in a state dict, and numbers for the shape.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ Array = np.ndarray
 
 @dataclass(frozen=True)
 class SlowSpire:
-    """A draft: weights by a Llama's names, float64."""
+    """A draft with float64 weights by a Llama's names."""
 
     weights: dict[str, Array]
     num_layers: int
@@ -27,11 +27,11 @@ class SlowSpire:
     feedback_memory: bool = True
 
     def draft(self, verified: Array, tokens: list[int]) -> Array:
-        """Logits `[len(tokens), vocab_size]` of a round.
+        """Compute a round's logits `[len(tokens), vocab_size]`.
 
         Args:
             verified: the target's activations of all tokens before, `[n, num_layers + 1, hidden_size]`.
-            tokens: of the passes, the first at position n.
+            tokens: input tokens of the passes, the first at position n.
         """
         memories = [[self._memory(each, layer) for each in verified] for layer in range(self.num_layers)]
         logits = []
@@ -40,7 +40,7 @@ class SlowSpire:
             hidden = self._weight("model.embed_tokens")[token]
             activations = [hidden]
             for layer in range(self.num_layers):
-                # What is seen: the memories of tokens before, and this token as its block has it.
+                # A query attends to the memories of earlier tokens and to its own block input.
                 hidden = self._block(layer, at, hidden, [*memories[layer], hidden])
                 activations.append(hidden)
             for layer in range(self.num_layers):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two forms of a SPIRe draft agree with each other, and with the equations worked out in float64."""
+"""The two forms of a SPIRe draft agree with each other and with the equations in float64."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ def target(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def read(target):
-    """A batch of tokens and what the target makes of them."""
+    """A batch of tokens and the target's activations."""
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(2048, (2, LENGTH), generator=generator)
     activations, _ = target.run(tokens, (2, 3, 4))
@@ -66,8 +66,8 @@ def slow(draft):
 @torch.no_grad()
 @pytest.mark.parametrize("first", [0, 2])
 @pytest.mark.parametrize("fields", CASES.values(), ids=CASES)
-def test_training_and_serving_are_the_equations(target, read, fields, first, monkeypatch):
-    # Several blocks of chunks, the last one not whole.
+def test_training_and_serving_match_the_equations(target, read, fields, first, monkeypatch):
+    # Several blocks of chunks, the last one incomplete.
     monkeypatch.setattr("vllm_magicdec.spire.model._BLOCK_TOKENS", 20)
     tokens, activations = read
     draft = draft_of(target, **fields)
@@ -78,7 +78,7 @@ def test_training_and_serving_are_the_equations(target, read, fields, first, mon
         state = DraftState(draft, LENGTH)
         for chunk in range(trained.shape[2]):
             begin = first + chunk * k
-            # What the chunk before drafted is overwritten by what was verified.
+            # Verified tokens replace the previous chunk's drafts.
             state.verify(activations[row, state.num_verified : begin])
             served = torch.stack([state.step(int(token)) for token in tokens[row, begin : begin + k]])
             truth = slow(draft).draft(
@@ -141,7 +141,7 @@ def test_a_saved_draft_is_the_same(tmp_path, tied, read):
     assert load(tmp_path, torch.bfloat16).model.memory_logits.equal(draft.model.memory_logits)
 
 
-def test_what_is_no_draft_is_refused(tmp_path, target):
+def test_a_folder_without_a_draft_is_refused(tmp_path, target):
     with pytest.raises(SpireError, match="is no SPIRe draft; train one with"):
         load(tmp_path)
     with pytest.raises(SpireError, match="give a number from 1 to 4"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Targets of random weights that train in a second."""
+"""Targets with random weights, small enough to train a draft in a second."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 
 def write_target(folder: Path, **fields) -> str:
-    """A Llama of 4 layers with the shipped model's tokenizer; returns its folder."""
+    """Write a Llama of 4 layers with the shipped model's tokenizer, and return its folder."""
     torch.manual_seed(1)
     shape = dict(
         vocab_size=2048,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engine configurations as on a CUDA device, made here by vLLM's own code."""
+"""Engine configurations as on a CUDA device, created by vLLM's own code."""
 
 import pytest
 from vllm.engine.arg_utils import EngineArgs
@@ -9,7 +9,7 @@ from vllm.v1.worker.gpu import cudagraph_utils
 
 @pytest.fixture
 def configure(tmp_path, monkeypatch):
-    """A function that builds the configuration of `vllm serve` with CUDA's graphs and the V2 runner."""
+    """Returns a function that creates engine configurations with CUDA graphs and the V2 runner."""
     from transformers import LlamaConfig
 
     LlamaConfig(
@@ -39,7 +39,7 @@ def configure(tmp_path, monkeypatch):
 
 @pytest.fixture
 def capture(monkeypatch):
-    """A function that lets vLLM's V2 runner list what it captures for a target; nothing is captured."""
+    """Returns a function that creates vLLM's graph manager of the target, without capturing."""
     rank = type("Rank", (), {"is_first_rank": True, "is_last_rank": True})
     monkeypatch.setattr(cudagraph_utils, "get_pp_group", lambda: rank)
     monkeypatch.setattr(type(current_platform), "get_global_graph_pool", lambda *_: None, raising=False)

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which LoRA adapter a drafting pass applies to which token; tests/engine/ drafts with real ones."""
+"""The mapping of tokens to LoRA adapters in draft passes; tests/engine/ has real adapters."""
 
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from vllm_magicdec.vllm_api.adapters import Adapters, know_adapters
+from vllm_magicdec.vllm_api.adapters import Adapters, pass_adapters
 
 
 class Manager:
-    """Of vLLM's, what an `Adapters` calls."""
+    """A stand-in for vLLM's LoRA manager."""
 
     def __init__(self):
         self.mappings, self.active = [], []
@@ -32,9 +32,9 @@ def adapters(manager):
     return Adapters(SimpleNamespace(lora_manager=manager), SimpleNamespace(max_loras=2))
 
 
-def test_every_request_has_its_own(adapters, manager):
+def test_every_request_drafts_with_its_adapter(adapters, manager):
     adapters.take(np.array([0, 7, 7, 3], dtype=np.int32))
-    assert adapters.num_active == 3  # none counts beside others
+    assert adapters.num_active == 3  # "none" counts, too
     adapters.apply()
     adapters.apply([1, 3], num_tokens=2)
     assert manager.mappings == [((0, 7, 7, 3), (0, 7, 7, 3)), ((7, 7, 3, 3), (7, 3))]
@@ -49,11 +49,11 @@ def test_every_request_has_its_own(adapters, manager):
         (0, 3, (0, 0, 0)),
         (1, 3, (1, 1, 1)),
         (2, 3, (1, 2, 1)),
-        (3, 4, (1, 2, 1, 0)),  # two adapters, and tokens without
-        (3, 1, (1,)),  # with none vLLM would leave its kernels out of the graph
+        (3, 4, (1, 2, 1, 0)),  # two adapters, and tokens without one
+        (3, 1, (1,)),  # without any adapter, vLLM's kernels would be missing from the graph
     ],
 )
-def test_a_graph_is_captured_with_as_many_as_it_is_for(adapters, manager, num_active, num_reqs, ids):
+def test_a_graph_is_captured_with_its_number_of_adapters(adapters, manager, num_active, num_reqs, ids):
     adapters.apply_dummies(num_active, num_reqs)
     assert manager.mappings == [(ids, ids)]
     assert manager.active == list(range(1, min(num_active, 2) + 1))
@@ -75,7 +75,7 @@ def test_every_logit_of_a_verification_has_its_requests_adapter():
         batch = SimpleNamespace(
             idx_mapping_np=np.array([2, 0]), cu_num_logits_np=np.concatenate([[0], np.cumsum(scheduled)])
         )
-        know_adapters(runner, batch)
+        pass_adapters(runner, batch)
         logits, tokens, requests = state.make_lora_inputs(
             ["a", "b"], batch.idx_mapping_np, np.array(scheduled)
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What drafts do beside a KV connector on a GPU; tests/engine/ saves and loads with one."""
+"""Waiting for drafts beside a KV connector on a GPU; tests/engine/ has a real connector."""
 
 from types import SimpleNamespace
 
@@ -13,7 +13,7 @@ from vllm_magicdec.vllm_api.runner_v2 import MagicDecSpeculator
 
 
 def make_speculator(monkeypatch, device: str, role: str | None, happened: list[str]) -> MagicDecSpeculator:
-    """One that notes when it drafts and when it waits for the device."""
+    """Returns a speculator that records when it drafts and when it waits for the device."""
     stream = SimpleNamespace(synchronize=lambda: happened.append("waited"))
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda: stream)
     without_lookups = SimpleNamespace(draft_lookup="off", has_draft_model=False, spire=None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is counted in a worker arrives in the front end once, whatever lies between."""
+"""A worker's counts reach the front end exactly once, through every transport."""
 
 import gc
 import os
@@ -69,7 +69,7 @@ def front_end(config):
 
 
 def shown(name, engine, **labels):
-    """A sample of the endpoint."""
+    """Value of a sample at the metrics endpoint."""
     labels |= {"engine": str(engine)}
     for metric in REGISTRY.collect():
         for sample in metric.samples:
@@ -78,7 +78,7 @@ def shown(name, engine, **labels):
     return None
 
 
-def test_switches_never_fall_when_another_controller_counts_anew():
+def test_the_number_of_switches_never_falls_when_a_controller_restarts():
     counts = Counts()
     gauges = SpeculationGauges(counts, budget=512)
     taken = []
@@ -89,7 +89,7 @@ def test_switches_never_fall_when_another_controller_counts_anew():
 
 
 def through_the_core(scheduler, output, stats):
-    """What the front end gets of a step, by the serialisations that vLLM uses."""
+    """Statistics that the front end gets of a step, serialised as in vLLM."""
     outputs = {0: EngineCoreOutputs(scheduler_stats=stats)}
     pass_on(scheduler, pickle.loads(pickle.dumps(output)), outputs.values())
     decoded = MsgpackDecoder(EngineCoreOutputs).decode(MsgpackEncoder().encode(outputs[0]))
@@ -106,11 +106,11 @@ def test_counts_of_every_rank_are_added_up(front_end):
         drafts, lookups = DraftFailures(counts), LookupCounters(counts)
         for _ in range(failures):
             drafts.by_stage.count("selection")
-            drafts.count_round()
+            drafts.count(draft_failures=1)
         lookups.count_round(2, 5, 3)
         stats = through_the_core(schedulers[engine], send(counts, step_output()), SchedulerStats())
         front_end.record(stats, None, engine_idx=engine)
-        assert stats.ec_connector_stats is None, "other loggers do not meet it"
+        assert stats.ec_connector_stats is None, "other loggers must not get it"
         assert counts.take() is None
     for engine, failures, rounds in ((0, 5, 2), (1, 1, 1)):
         assert shown("draft_failures_total", engine) == failures
@@ -126,19 +126,19 @@ def test_nothing_is_lost_in_steps_without_statistics(front_end):
     scheduler, counts = SimpleNamespace(), Counts()
     failures = DraftFailures(counts)
     for stats in (None, None, SchedulerStats()):
-        failures.count_round()
+        failures.count(draft_failures=1)
         outputs = EngineCoreOutputs(scheduler_stats=stats)
         pass_on(scheduler, send(counts, step_output()), [outputs])
     front_end.record(outputs.scheduler_stats, None, engine_idx=0)
     assert shown("draft_failures_total", 0) == 3
 
 
-def test_outputs_that_come_late_or_are_everybodys_or_are_none():
+def test_outputs_that_are_late_or_shared_or_none():
     counts, scheduler = Counts(), SimpleNamespace()
     counts.add("draft_failures")
     assert send(counts, None) is None
     empty = send(counts, EMPTY_MODEL_RUNNER_OUTPUT)
-    assert empty is not EMPTY_MODEL_RUNNER_OUTPUT, "which must not carry what was counted once"
+    assert empty is not EMPTY_MODEL_RUNNER_OUTPUT, "the shared output must stay without counts"
     counts.add("draft_failures", 2)
     late = send(counts, Late())
     for output in (empty, late.get_output(), step_output()):
@@ -146,7 +146,7 @@ def test_outputs_that_come_late_or_are_everybodys_or_are_none():
     assert counts_of(scheduler).take().added == {"draft_failures": 3}
 
 
-def test_an_output_that_came_late_is_kept_by_nobody():
+def test_a_late_output_is_freed():
     counts, output = Counts(), Late()
     counts.add("draft_failures")
     gc.disable()
@@ -154,12 +154,12 @@ def test_an_output_that_came_late_is_kept_by_nobody():
         kept = weakref.ref(output)
         send(counts, output).get_output()
         del output
-        assert kept() is None, "and not its buffers either, which are on the device"
+        assert kept() is None, "and its buffers on the device"
     finally:
         gc.enable()
 
 
-def test_numbers_of_numpy_do_not_end_the_engine(front_end):
+def test_numpy_scalars_are_serialised(front_end):
     scheduler, counts = SimpleNamespace(), Counts()
     counts.add("lookup_tokens", np.int64(3))
     counts.set("draft_share", np.float64(0.5))
@@ -170,7 +170,7 @@ def test_numbers_of_numpy_do_not_end_the_engine(front_end):
 
 
 @pytest.mark.parametrize("changes", [Changes({"of_another_version": 1}, {}), Changes({}, {"unknown": 1})])
-def test_what_cannot_be_shown_ends_no_request(front_end, changes, monkeypatch):
+def test_unknown_counts_fail_only_in_strict_mode(front_end, changes, monkeypatch):
     stats = SchedulerStats()
     attach(stats, changes)
     monkeypatch.setenv("VLLM_MAGICDEC_STRICT", "0")
@@ -182,7 +182,7 @@ def test_what_cannot_be_shown_ends_no_request(front_end, changes, monkeypatch):
         front_end.record(stats, None, engine_idx=0)
 
 
-def test_an_encoder_cache_connectors_statistics_stay_its_own(front_end):
+def test_statistics_of_an_encoder_cache_connector_are_kept(front_end):
     scheduler = SimpleNamespace()
     counts_of(scheduler).add("draft_failures")
     stats = through_the_core(scheduler, step_output(), SchedulerStats(ec_connector_stats={"saved": 1}))
@@ -191,8 +191,8 @@ def test_an_encoder_cache_connectors_statistics_stay_its_own(front_end):
     assert shown("draft_failures_total", 1) == 1
 
 
-def test_where_ray_takes_vllms_metrics_it_takes_the_plugins(config, monkeypatch):
-    """As its replicas do with `log_engine_metrics`; Ray itself is left out here."""
+def test_metrics_are_recorded_in_ray(config, monkeypatch):
+    """As in replicas with `log_engine_metrics`, but without a Ray cluster."""
     metrics = pytest.importorskip("ray.util.metrics", reason="Ray is not installed")
     from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
 
@@ -214,7 +214,7 @@ def test_where_ray_takes_vllms_metrics_it_takes_the_plugins(config, monkeypatch)
     counts = Counts()
     failures = DraftFailures(counts)
     failures.by_stage.count("selection")
-    failures.count_round()
+    failures.count(draft_failures=1)
     counts.add("lookup_tokens", 5)
     counts.set("num_speculative_tokens", 3)
     stats = through_the_core(SimpleNamespace(), send(counts, step_output()), SchedulerStats())
@@ -244,8 +244,9 @@ def ray():
     ray.shutdown()
 
 
-def test_what_crosses_hosts_under_ray(ray, config, monkeypatch):
-    """Configuration, the next drafts and counts, between this process and an actor in a worker's place."""
+@pytest.mark.extended
+def test_serialisation_under_ray(ray, config, monkeypatch):
+    """Configuration, plans and counts, between this process and an actor as the worker."""
 
     class Worker:
         def __init__(self, config):
@@ -257,10 +258,10 @@ def test_what_crosses_hosts_under_ray(ray, config, monkeypatch):
             plan = scheduled.num_spec_tokens_to_schedule
             failures = DraftFailures(self.counts)
             failures.by_stage.count("selection")
-            failures.count_round()
+            failures.count(draft_failures=1)
             output = send(self.counts, step_output())
-            prices = plan.least_chance, plan.least_gain, plan.least_promise
-            return output, (int(plan), plan.lookups_alone, *prices)
+            thresholds = plan.min_acceptance, plan.min_gain, plan.min_expected_accepted
+            return output, (int(plan), plan.lookups_alone, *thresholds)
 
         def ask(self):
             return self.known
@@ -274,7 +275,7 @@ def test_what_crosses_hosts_under_ray(ray, config, monkeypatch):
     scheduler = SimpleNamespace()
     for _ in range(2):
         output, plan = ray.get(worker.step.remote(scheduled))
-        assert plan == (3, 256, 0.1, 0.2, 4.0)
+        assert plan == (3, True, 0.1, 0.2, 4.0)
         pass_on(scheduler, output, [])
     assert counts_of(scheduler).take().added == {"draft_failures": 2, "failures:selection": 2}
     monkeypatch.setenv("VLLM_MAGICDEC_STRICT", "1")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where vLLM multiplies half-precision weights token by token on a CPU, the plugin says what to type."""
+"""The warning where vLLM multiplies half-precision weights token by token on a CPU."""
 
 from types import SimpleNamespace
 
@@ -20,7 +20,7 @@ def config_of(dtype: torch.dtype, device_type: str = "cpu", quantization: str | 
 
 
 @pytest.mark.parametrize("dtype", HALF)
-def test_what_is_multiplied_token_by_token_is_said(monkeypatch, dtype):
+def test_products_token_by_token_are_reported(monkeypatch, dtype):
     monkeypatch.setattr(cpu_products, "multiplies_many_at_once", lambda of: of == torch.float32)
     sentence = why_products_are_slow(config_of(dtype))
     assert str(dtype).removeprefix("torch.") in sentence and "--dtype float32" in sentence
@@ -30,17 +30,17 @@ def test_what_is_multiplied_token_by_token_is_said(monkeypatch, dtype):
 
 
 @pytest.mark.parametrize("dtype", HALF)
-def test_nothing_is_said_where_there_are_instructions(monkeypatch, dtype):
+def test_no_warning_if_the_cpu_has_instructions(monkeypatch, dtype):
     monkeypatch.setattr(cpu_products, "multiplies_many_at_once", lambda of: True)
     assert why_products_are_slow(config_of(dtype)) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
-def test_it_is_onednn_that_decides_as_vllm_asks_it(dtype):
+def test_the_check_agrees_with_onednn(dtype):
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
-        pytest.skip("of vLLM's CPU build")
+        pytest.skip("needs vLLM's CPU build")
     current_platform.import_kernels()
     import vllm._custom_ops as ops
 

@@ -18,7 +18,8 @@ from vllm_magicdec.vllm_api import runner_v2
 from vllm_magicdec.vllm_api.runner_v2 import MagicDecSpeculator
 
 
-def test_a_graph_serves_every_step_of_no_more_requests_than_it_was_captured_for():
+@pytest.mark.extended
+def test_a_graph_serves_every_step_up_to_its_batch_size():
     program = engines.HERE / "recorded_graphs.py"
     ended = subprocess.run(
         [sys.executable, program], env=engines.environment(), capture_output=True, text=True
@@ -40,10 +41,10 @@ def warnings_of(
     spec=FULL,
     is_of_rings: bool = False,
 ) -> list[str]:
-    """What is logged when vLLM tells a speculator on a GPU what the target's attention supports.
+    """Warnings of a speculator on a GPU when vLLM passes the mode that the target's attention supports.
 
-    One group of layers has all graphs; the other is of `backend` over a cache like `spec`. That one is the
-    target's, or of a draft model whose cache has rings, of which vLLM knows no layers.
+    One layer group supports all graphs; the other has `backend` and `spec`. The latter is the target's, or
+    that of a draft model with rings, whose layers vLLM does not check.
     """
     logged: list[str] = []
     monkeypatch.setattr(runner_v2.logger, "warning_once", lambda line, *args: logged.append(line % args))
@@ -74,8 +75,8 @@ def warnings_of(
 
 
 @pytest.mark.parametrize("mode", [CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE])
-def test_a_backend_that_leaves_draft_steps_without_graphs_is_named_with_the_way_out(monkeypatch, mode):
-    """FLASHINFER without its cubins has full graphs of single tokens only, so vLLM takes these modes."""
+def test_the_warning_names_the_backend_without_graphs_and_an_alternative(monkeypatch, mode):
+    """FLASHINFER without its cubins has full graphs of single tokens only, so vLLM chooses these modes."""
     (line,) = warnings_of(monkeypatch, mode, "FLASHINFER")
     assert "draft steps run without CUDA graphs" in line and mode.name in line
     assert "--attention-backend FLASH_ATTN" in line and "flashinfer-cubin" in line
@@ -87,7 +88,7 @@ def test_a_backend_that_leaves_draft_steps_without_graphs_is_named_with_the_way_
     assert "local chunks" in line and "--attention-backend" not in line
 
 
-def test_for_an_fp8_cache_the_way_out_is_a_backend_that_reads_it(monkeypatch):
+def test_for_an_fp8_cache_the_alternative_is_a_backend_that_reads_it(monkeypatch):
     """On Ada vLLM's default for it is FLASHINFER, because FlashAttention 2 takes none."""
     monkeypatch.setattr(switch.current_platform, "has_device_capability", lambda least: least <= 89)
     spec = replace(FULL, dtype=torch.uint8, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)
@@ -95,12 +96,12 @@ def test_for_an_fp8_cache_the_way_out_is_a_backend_that_reads_it(monkeypatch):
     assert "use --attention-backend TRITON_ATTN --kv-cache-dtype fp8, and leave cudagraph_mode" in line
 
 
-def test_layers_with_rings_are_asked_for_their_graphs(monkeypatch):
-    """vLLM has asked the target's alone, and captures full graphs of those."""
+def test_layers_with_rings_are_checked_for_graphs(monkeypatch):
+    """vLLM checks the target's layers only, and captures full graphs of these."""
     (line,) = warnings_of(monkeypatch, CUDAGraphMode.FULL_AND_PIECEWISE, "FLASHINFER", is_of_rings=True)
     assert "draft steps run without CUDA graphs" in line and "with attention backend FLASHINFER" in line
 
 
-def test_where_draft_steps_have_graphs_or_none_were_wanted_nothing_is_said(monkeypatch):
+def test_no_warning_if_draft_steps_have_graphs_or_none_were_requested(monkeypatch):
     assert not warnings_of(monkeypatch, CUDAGraphMode.FULL_AND_PIECEWISE, "FLASHINFER")
     assert not warnings_of(monkeypatch, CUDAGraphMode.NONE, "FLASHINFER", enforce_eager=True)

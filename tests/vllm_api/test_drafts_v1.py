@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a draft model on the V1 runner reads of the tokens that it has not yet."""
+"""Catch-up passes of a draft model on the V1 runner."""
 
 from types import SimpleNamespace
 
@@ -8,8 +8,8 @@ import pytest
 from vllm_magicdec.vllm_api.drafts_v1 import ModelDraft
 
 
-def reads(monkeypatch, num_steps: int, is_first: list[bool]) -> set[int]:
-    """Requests of which passes read something, where each lacks ten tokens or more."""
+def caught_up(monkeypatch, num_steps: int, is_first: list[bool]) -> set[int]:
+    """Requests with catch-up tokens, where each lacks ten tokens or more."""
     draft = object.__new__(ModelDraft)
     read: set[int] = set()
     monkeypatch.setattr(ModelDraft, "may_lag", True)
@@ -21,7 +21,7 @@ def reads(monkeypatch, num_steps: int, is_first: list[bool]) -> set[int]:
         lacking=lambda index, end: range(end - 10 - 100 * index, end),
         write_over=lambda index, end: None,
     )
-    draft._ends, draft._leading = [500] * len(is_first), {}
+    draft._ends, draft._catch_up_starts = [500] * len(is_first), {}
     draft._read = lambda batch, pieces: read.update(piece[0] for piece in pieces)
     batch = SimpleNamespace(
         req_ids=[str(index) for index in range(len(is_first))],
@@ -29,7 +29,7 @@ def reads(monkeypatch, num_steps: int, is_first: list[bool]) -> set[int]:
         is_first=is_first,
     )
     draft.catch_up(batch, num_steps)
-    return read | set(draft._leading)
+    return read | set(draft._catch_up_starts)
 
 
 @pytest.mark.parametrize(
@@ -40,5 +40,5 @@ def reads(monkeypatch, num_steps: int, is_first: list[bool]) -> set[int]:
         (4, [False, True, False], {0, 1, 2}),
     ],
 )
-def test_in_plain_steps_only_what_arrives_is_read(monkeypatch, num_steps, is_first, expected):
-    assert reads(monkeypatch, num_steps, is_first) == expected
+def test_in_plain_steps_only_new_requests_catch_up(monkeypatch, num_steps, is_first, expected):
+    assert caught_up(monkeypatch, num_steps, is_first) == expected

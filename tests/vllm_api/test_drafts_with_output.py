@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts come with their step's output where they are there by then; elsewhere vLLM asks for them."""
+"""Drafts are sent with their step's output if they are ready by then; otherwise vLLM requests them."""
 
 import pickle
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ from vllm_magicdec.adaptive.metrics import Counts, counts_of
 from vllm_magicdec.errors import METHOD
 from vllm_magicdec.plugin import register
 from vllm_magicdec.vllm_api.counts import pass_on
-from vllm_magicdec.vllm_api.hooks import _MARK, HOOKS
+from vllm_magicdec.vllm_api.hooks import HOOKS
 
 register()
 ASKED = DraftTokenIds(["a"], [[5]])
@@ -41,20 +41,20 @@ def step_output():
 
 
 class Late(AsyncModelRunnerOutput):
-    """As the V2 runner's, on a CPU too."""
+    """Like the output of the V2 runner, also on a CPU."""
 
     def get_output(self):
         return step_output()
 
 
 def wrapped(module, name, original):
-    """The plugin's function around that one in place of vLLM's."""
+    """The plugin's wrapper around `original` instead of vLLM's function."""
     (hook,) = (hook for hook in HOOKS if (hook.module, hook.name) == (module, name))
     return hook.wrap(hook.find_owner(), original)
 
 
 def given_after_a_step(config, output, drafts, runner="vllm.v1.worker.gpu_model_runner"):
-    """What comes to the scheduler of a step, and whether the workers were asked for it."""
+    """Drafts that the scheduler gets after a step, and whether the workers were asked for them."""
     counts = Counts()
     counts.add("draft_failures")
     drafter = SimpleNamespace(counts=counts)
@@ -86,7 +86,7 @@ def given_after_a_step(config, output, drafts, runner="vllm.v1.worker.gpu_model_
         check_for_draft_tokens=True,
         async_scheduling=config.scheduler_config.async_scheduling,
     )
-    post_step = wrapped("vllm.v1.engine.core", "post_step", getattr(EngineCore.post_step, _MARK))
+    post_step = wrapped("vllm.v1.engine.core", "post_step", EngineCore.post_step.__wrapped__)
     post_step(core, True)
     first, was_asked = list(given), bool(questions)
     post_step(core, False)
@@ -104,7 +104,7 @@ def given_after_a_step(config, output, drafts, runner="vllm.v1.worker.gpu_model_
         ("vllm.v1.worker.gpu.model_runner", Late()),
     ],
 )
-def test_drafts_come_with_the_output_and_nobody_is_asked(config, runner, output):
+def test_drafts_come_with_the_output_and_no_worker_is_asked(config, runner, output):
     drafts = DraftTokenIds(["a"], DraftLists([[3, 4]], num_passes=1))
     (got,), was_asked = given_after_a_step(config, output, drafts, runner)
     assert not was_asked
@@ -112,18 +112,18 @@ def test_drafts_come_with_the_output_and_nobody_is_asked(config, runner, output)
     assert got.draft_token_ids.num_passes == 1, "what the controller learns from"
 
 
-def test_a_step_without_drafts_asks_nobody_either(config):
+def test_after_a_step_without_drafts_no_worker_is_asked(config):
     assert given_after_a_step(config, step_output(), None) == ([], False)
 
 
-def test_everybodys_empty_output_carries_nothing(config):
+def test_the_shared_empty_output_carries_nothing(config):
     given, was_asked = given_after_a_step(config, EMPTY_MODEL_RUNNER_OUTPUT, ASKED)
     assert given == [ASKED] and was_asked
     assert not any("magicdec" in name for name in vars(EMPTY_MODEL_RUNNER_OUTPUT))
 
 
 @pytest.mark.parametrize("where", ["on a device", "in a pipeline", "asynchronously"])
-def test_where_drafts_come_later_vllm_asks(config, where):
+def test_vllm_requests_drafts_that_come_later(config, where):
     if where == "on a device":
         config.device_config.device_type = "cuda"
     elif where == "in a pipeline":

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hooks: installed once, inert unless selected, undone completely, loud where vLLM has changed."""
+"""The hooks: installed once, inert unless selected, undone completely, all of them or none."""
 
 import importlib
-import logging
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,22 +10,25 @@ from vllm.config import SpeculativeConfig
 
 from vllm_magicdec import plugin
 from vllm_magicdec.errors import METHOD, MagicDecConfigError
+from vllm_magicdec.vllm_api import hook as hook_module
 from vllm_magicdec.vllm_api import hooks
 from vllm_magicdec.vllm_api.engine_config import EngineSpeculativeConfig
+from vllm_magicdec.vllm_api.hook import Required
+from vllm_magicdec.vllm_api.requirements import REQUIRED
 
 
 def attributes() -> list[object]:
-    """What vLLM has at every hook point now."""
+    """Of vLLM at every hook now."""
     return [getattr(hook.find_owner(), hook.name) for hook in hooks.HOOKS]
 
 
 @pytest.fixture
 def unhooked():
     """vLLM as it was before the plugin was loaded."""
-    hooks.uninstall()
+    hook_module.uninstall()
     yield attributes()
-    hooks.uninstall()
-    hooks.install()
+    hook_module.uninstall()
+    plugin.register()
 
 
 def test_installing_twice_is_installing_once(unhooked):
@@ -35,47 +37,80 @@ def test_installing_twice_is_installing_once(unhooked):
     plugin.register()
     assert attributes() == once
     assert all(a is not b for a, b in zip(once, unhooked, strict=True))
+    assert hook_module.installed() == hooks.HOOKS
 
 
 def test_uninstalling_leaves_vllm_as_it_was(unhooked):
-    hooks.install()
-    hooks.uninstall()
+    hook_module.install(hooks.HOOKS)
+    hook_module.uninstall()
     assert attributes() == unhooked
     assert "__new__" not in vars(SpeculativeConfig)
 
 
 @pytest.mark.parametrize("hook", hooks.HOOKS, ids=lambda hook: hook.target)
 def test_the_installed_vllm_has_every_hook_point(unhooked, hook):
-    assert hooks.find_problem(hook) is None
+    assert hook.find_problem() is None
     assert hook.reason
 
 
+def test_the_installed_vllm_has_every_required_name():
+    problems = {one.target: one.find_problem() for one in REQUIRED}
+    assert {target: problem for target, problem in problems.items() if problem} == {}
+    assert len(problems) == len(REQUIRED) > 90
+
+
+@pytest.mark.parametrize("one", REQUIRED, ids=lambda one: one.target)
+def test_a_renamed_name_and_a_renamed_parameter_are_noticed(one):
+    renamed = replace(one, name=f"{one.name}_renamed")
+    assert renamed.find_problem() == f"{one.owner or one.module} has no {one.name}_renamed"
+    if one.parameters:
+        changed = replace(one, parameters=(*one.parameters, "renamed"))
+        assert changed.find_problem() == f"{one.target} takes no renamed"
+
+
 BROKEN = {
-    "a module that moved": {"module": "vllm.moved"},
-    "a class that moved": {"owner": "EngineArguments"},
-    "a method that moved": {"name": "make_engine_config"},
-    "a signature that changed": {"parameters": ("self", "settings")},
+    "a module that moved": ({"module": "vllm.moved"}, "No module named 'vllm.moved'"),
+    "a class that moved": ({"owner": "EngineArguments"}, "has no attribute 'EngineArguments'"),
+    "a method that moved": ({"name": "make_engine_config"}, "EngineArgs has no make_engine_config"),
+    "a signature that changed": ({"parameters": ("self", "settings")}, "not ('self', 'settings')"),
 }
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_missing_hook_point_names_the_tested_versions_and_wraps_nothing(unhooked, case):
+def test_a_hook_that_does_not_fit_is_named_and_nothing_is_wrapped(unhooked, case):
+    change, problem = BROKEN[case]
     create_engine_config = next(hook for hook in hooks.HOOKS if hook.name == "create_engine_config")
-    changed = replace(create_engine_config, **BROKEN[case])
-    with pytest.raises(
-        MagicDecConfigError, match=r"it was tested with vLLM 0\.32\.0: install one of these"
-    ):
-        hooks.install((*hooks.HOOKS, changed))
+    with pytest.raises(MagicDecConfigError) as raised:
+        hook_module.install((*hooks.HOOKS, replace(create_engine_config, **change)))
+    assert problem in str(raised.value)
     assert attributes() == unhooked
+
+
+def test_a_wrapper_that_fails_leaves_nothing_wrapped(unhooked):
+    def fail(owner, original):
+        raise RuntimeError("in the middle")
+
+    middle = len(hooks.HOOKS) // 2
+    failing = replace(hooks.HOOKS[middle], wrap=fail)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        hook_module.install((*hooks.HOOKS[:middle], failing, *hooks.HOOKS[middle + 1 :]))
+    assert attributes() == unhooked
+    assert hook_module.installed() == ()
 
 
 def test_a_class_that_gets_its_own_constructor_is_noticed(unhooked, monkeypatch):
     monkeypatch.setattr(SpeculativeConfig, "__new__", lambda cls, **_: object.__new__(cls), raising=False)
-    assert "constructor of its own" in hooks.find_problem(hooks.HOOKS[0])
+    assert "constructor of its own" in hooks.HOOKS[0].find_problem()
+
+
+def test_an_attribute_of_objects_is_found_in_the_methods_that_assign_it():
+    scheduler = Required("vllm.v1.core.sched.scheduler", "Scheduler", "running")
+    assert scheduler.find_problem() is None
+    assert replace(scheduler, name="is_running").find_problem() == "Scheduler has no is_running"
 
 
 def test_other_speculative_methods_get_vllms_own_classes(unhooked):
-    hooks.install()
+    hook_module.install(hooks.HOOKS)
     assert type(SpeculativeConfig(method="ngram", num_speculative_tokens=2)) is SpeculativeConfig
     other = SimpleNamespace(speculative_config=SimpleNamespace(method="custom"))
     proposer = next(hook for hook in hooks.HOOKS if hook.owner == "DraftModelProposer").find_owner()
@@ -86,15 +121,6 @@ def test_other_speculative_methods_get_vllms_own_classes(unhooked):
 
 
 def test_our_method_gets_our_class(unhooked):
-    hooks.install()
+    hook_module.install(hooks.HOOKS)
     assert type(SpeculativeConfig(method=METHOD)) is EngineSpeculativeConfig
     assert type(SpeculativeConfig(model=METHOD)) is EngineSpeculativeConfig
-
-
-def test_an_untested_vllm_gets_a_warning_that_names_the_tested_ones(unhooked, monkeypatch, caplog):
-    monkeypatch.setattr("vllm.__version__", "0.99.1")
-    with caplog.at_level(logging.WARNING):
-        monkeypatch.setattr(plugin.logger, "propagate", True)
-        logging.getLogger("vllm").propagate = True
-        plugin.register()
-    assert "was tested with vLLM 0.32.0, not with 0.99.1" in caplog.text

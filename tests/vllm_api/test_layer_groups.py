@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layers draft over one view, and which of vLLM's metadata builders are for them."""
+"""Groups of layers with a common view, and vLLM's metadata builders for them."""
 
 from types import SimpleNamespace
 
@@ -37,22 +37,22 @@ WINDOW = SlidingWindowSpec(**SHAPE, sliding_window=96)
 CHUNKS = ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=64)
 
 
-def test_layers_that_see_everything_come_first_and_each_kind_is_a_group():
-    wanted = {"0": WINDOW, "1": FULL, "2": WINDOW, "3": FULL, "4": CHUNKS}
+def test_layers_without_a_window_come_first_and_each_type_is_a_group():
+    specs = {"0": WINDOW, "1": FULL, "2": WINDOW, "3": FULL, "4": CHUNKS}
     laid_out = [
         KVCacheGroupSpec(["0", "2"], WINDOW),
         KVCacheGroupSpec(["4"], CHUNKS),
         KVCacheGroupSpec(["1", "3"], FULL),
     ]
-    assert find_layer_groups(laid_out, reaches_of(wanted)) == [
+    assert find_layer_groups(laid_out, reaches_of(specs)) == [
         LayerGroup(("1", "3"), 2, FULL, None),
         LayerGroup(("0", "2"), 0, WINDOW, SlidingWindow(96)),
         LayerGroup(("4",), 1, CHUNKS, LocalChunk(64)),
     ]
 
 
-def test_without_vllms_hybrid_manager_windows_are_still_those_of_the_layers():
-    """One KV-cache group, whose spec says that some layer in it has a window."""
+def test_without_vllms_hybrid_manager_layers_keep_their_windows():
+    """One KV-cache group, whose spec has the window of some layer in it."""
     merged = FullAttentionSpec(**SHAPE, sliding_window=96)
     groups = find_layer_groups([KVCacheGroupSpec(["0", "1"], merged)], reaches_of({"0": WINDOW, "1": FULL}))
     assert [(group.layer_names, group.reach) for group in groups] == [
@@ -61,15 +61,15 @@ def test_without_vllms_hybrid_manager_windows_are_still_those_of_the_layers():
     ]
 
 
-def test_layers_of_other_shapes_in_a_group_are_told_apart_and_none_counts_twice():
+def test_layers_of_different_shapes_are_separate_groups_and_none_counts_twice():
     wide = FullAttentionSpec(**{**SHAPE, "head_size": 128})
     uniform = UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"0": FULL, "1": wide, "2": FULL})
-    # vLLM's V2 runner lists layers that read another's cache once for every speculator.
+    # vLLM's V2 runner lists layers that share another's cache once per speculator.
     groups = find_layer_groups([KVCacheGroupSpec(["0", "1", "2", "2"], uniform)], {})
     assert [(group.layer_names, group.cache) for group in groups] == [(("0", "2"), FULL), (("1",), wide)]
 
 
-def test_a_latent_cache_is_readable_but_not_what_sparse_attention_keeps():
+def test_a_latent_cache_is_supported_but_not_that_of_sparse_attention():
     latent = MLAAttentionSpec(**SHAPE)
     assert find_layer_groups([KVCacheGroupSpec(["0"], latent)], {})[0].cache == latent
     for other in (
@@ -81,7 +81,7 @@ def test_a_latent_cache_is_readable_but_not_what_sparse_attention_keeps():
 
 
 class Builder:
-    """Knows the layers that it was made for."""
+    """Records the layers that it was created for."""
 
     requires_block_table_width = False
 
@@ -101,7 +101,7 @@ def target_group(names, spec, backend=Backend) -> AttentionGroup:
     return made
 
 
-def test_builders_are_the_targets_where_they_are_for_no_other_layers():
+def test_the_targets_builders_are_shared_if_they_serve_no_other_layers():
     whole = target_group("01", FULL)
     group = LayerGroup(("0", "1"), 0, FULL, None)
     assert attention_groups_of(group, [[whole]], None, None, share_builders=True) == [whole]
@@ -112,7 +112,7 @@ def test_builders_are_the_targets_where_they_are_for_no_other_layers():
     assert own.layer_names == own.get_metadata_builder().layer_names == ["1"]
 
 
-def test_a_view_of_one_chunk_is_not_cut_into_chunks(monkeypatch):
+def test_a_view_of_one_chunk_is_not_split_into_chunks(monkeypatch):
     monkeypatch.setattr(attention_groups, "AttentionGroup", AttentionGroup)
     chunked = create_chunked_local_attention_backend(CPUAttentionBackend, 64)
     made = AttentionGroup(chunked, ["0"], CHUNKS, 0)
@@ -127,7 +127,7 @@ def test_a_view_of_one_chunk_is_not_cut_into_chunks(monkeypatch):
     assert chunked.get_builder_cls() is not CPUAttentionBackend.get_builder_cls()
 
 
-def test_pages_that_a_backend_splits_are_refused_with_the_size_to_use():
+def test_split_pages_are_refused_with_the_block_size_to_use():
     group = target_group("0", FULL)
     refuse_split_pages([[group]], are_of_layers=True)
     group.kernel_block_size = 16
@@ -138,8 +138,8 @@ def test_pages_that_a_backend_splits_are_refused_with_the_size_to_use():
 
 
 @pytest.mark.parametrize(("name", "is_refused"), [("FLASHINFER", True), ("FLASH_ATTN", False)])
-def test_a_views_table_is_narrower_than_what_pages_are_split_into(name, is_refused):
-    """FlashInfer's kernels take the table's rows one after the other, and vLLM's buffer has gaps then."""
+def test_split_pages_of_narrow_tables_are_refused_with_flashinfer(name, is_refused):
+    """FlashInfer's kernels need contiguous rows, and vLLM's buffer would have gaps."""
     group = SimpleNamespace(
         backend=SimpleNamespace(get_name=lambda: name), kv_cache_spec=FULL, kernel_block_size=16
     )
@@ -161,8 +161,8 @@ def test_flex_attention_has_no_graphs_of_draft_steps():
 
 
 @pytest.mark.parametrize(("room", "is_refused"), [(32, True), (64, False), (48, False), (None, False)])
-def test_heads_that_vllms_triton_attention_has_no_room_for_are_refused(room, is_refused):
-    """Its builder makes room for the target's; a power of 2 holds both."""
+def test_heads_too_large_for_vllms_triton_attention_are_refused(room, is_refused):
+    """Its builder sizes buffers by the target's heads, rounded up to a power of 2."""
     builder = SimpleNamespace() if room is None else SimpleNamespace(headdim=room)
     group = SimpleNamespace(
         backend=SimpleNamespace(get_name=lambda: "TRITON_ATTN"),

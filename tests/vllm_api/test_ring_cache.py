@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A draft's rings in vLLM's own pool of blocks: its groups, its scheduler's cache manager, its memory."""
+"""A draft's rings in vLLM's block pool: KV-cache groups, cache manager and memory."""
 
 from types import SimpleNamespace
 
@@ -36,11 +36,11 @@ GROUP_LAYERS = GROUP_LAYERS or kv_cache_utils.get_kv_cache_groups
 
 
 def config(layout: str = "LBHNC") -> VllmConfig:
-    made = VllmConfig()
-    made.model_config = SimpleNamespace(max_model_len=MODEL_LEN, original_max_model_len=MODEL_LEN)
-    made.cache_config.kv_cache_layout = layout
-    made.cache_config.block_size = PAGE
-    return made
+    config = VllmConfig()
+    config.model_config = SimpleNamespace(max_model_len=MODEL_LEN, original_max_model_len=MODEL_LEN)
+    config.cache_config.kv_cache_layout = layout
+    config.cache_config.block_size = PAGE
+    return config
 
 
 def layers(num_targets: int, num_drafts: int, shape: dict = SHAPE, **target) -> dict:
@@ -68,10 +68,10 @@ def test_the_target_keeps_its_group_and_a_block_holds_as_many_pages_as_fit(
     assert sorted(both.layer_names) == sorted(specs)
 
 
-def in_turn(memory: dict[str, torch.Tensor], names: list[str], pages: list[int], value: float) -> None:
+def fill(memory: dict[str, torch.Tensor], names: list[str], pages: list[int], value: float) -> None:
     for name in names:
         for page in pages:
-            assert not memory[name][page].any(), "another's"
+            assert not memory[name][page].any(), "written before"
             memory[name][page] = value
             value += 1
 
@@ -81,19 +81,19 @@ def in_turn(memory: dict[str, torch.Tensor], names: list[str], pages: list[int],
     ("targets", "drafts", "shape"),
     [(6, 2, SHAPE), (6, 2, SMALL), (5, 2, SHAPE), (3, 3, SMALL), (1, 1, SMALL)],
 )
-def test_no_page_of_a_ring_is_where_another_is_or_a_block_of_the_targets(layout, targets, drafts, shape):
-    """In vLLM's own memory, with its own views for the target."""
+def test_pages_of_rings_and_blocks_of_the_target_do_not_overlap(layout, targets, drafts, shape):
+    """In memory that vLLM allocates, with its views for the target."""
     specs, num_blocks = layers(targets, drafts, shape), 7
     vllm_config = config(layout)
     plan = plan_groups(vllm_config, specs, GROUP_LAYERS)
     block_bytes = kv_cache_utils._pool_bytes_per_block(vllm_config, plan.groups)
-    made = kv_cache_utils.get_kv_cache_config_from_groups(
+    kv_cache_config = kv_cache_utils.get_kv_cache_config_from_groups(
         vllm_config, plan.groups, num_blocks * block_bytes + 100
     )
-    assert made.num_blocks == num_blocks
+    assert kv_cache_config.num_blocks == num_blocks
     order = KVCacheLayout[layout]
-    caches = allocate_kv_cache(made, torch.device("cpu"), order, [PAGE, PAGE])
-    where = RingLayout.of(made, 1, order)
+    caches = allocate_kv_cache(kv_cache_config, torch.device("cpu"), order, [PAGE, PAGE])
+    where = RingLayout.of(kv_cache_config, 1, order)
 
     class Layer:
         def __init__(self, name: str) -> None:
@@ -109,9 +109,9 @@ def test_no_page_of_a_ring_is_where_another_is_or_a_block_of_the_targets(layout,
     rings = {name: layer.kv_cache for name, layer in own.items()}
     assert {cache.shape[1:] for cache in rings.values()} == {(2, PAGE, 2 * shape["head_size"])}
     theirs = {name: caches[name] for name in specs if name not in rings}
-    in_turn(theirs, list(theirs), [0, 2, 6], 1000)
+    fill(theirs, list(theirs), [0, 2, 6], 1000)
     before = {name: cache.clone() for name, cache in theirs.items()}
-    in_turn(rings, list(rings), [block * where.step + row for block in (1, 3, 5) for row in where.rows], 1)
+    fill(rings, list(rings), [block * where.step + row for block in (1, 3, 5) for row in where.rows], 1)
     for name, cache in theirs.items():
         assert torch.equal(cache[[0, 2, 6]], before[name][[0, 2, 6]])
     values = [
@@ -128,7 +128,7 @@ def test_no_page_of_a_ring_is_where_another_is_or_a_block_of_the_targets(layout,
     [
         (layers(2, 4), "LBHNC", "no room for a page"),
         (layers(6, 2, {**SHAPE, "head_size": 48}), "LBHNC", "no multiple of the"),
-        (layers(6, 2), "LHBNC", "in several places"),
+        (layers(6, 2), "LHBNC", "scatters the pages"),
         (layers(6, 2) | layers(0, 1, SMALL), "LBHNC", "differ in their KV heads"),
         (
             layers(6, 2) | {"model.layers.9.attn": FullAttentionSpec(**SMALL)},
@@ -138,7 +138,7 @@ def test_no_page_of_a_ring_is_where_another_is_or_a_block_of_the_targets(layout,
         (layers(6, 0), "LBHNC", "has a window"),
     ],
 )
-def test_where_it_cannot_be_the_cache_stays_as_it_is(specs, layout, reason):
+def test_without_a_ring_the_groups_are_vllms(specs, layout, reason):
     plan = plan_groups(config(layout), specs, GROUP_LAYERS)
     assert reason in plan.reason and plan.groups is plan.shared
     whole = {
@@ -147,7 +147,7 @@ def test_where_it_cannot_be_the_cache_stays_as_it_is(specs, layout, reason):
     assert plan.groups == GROUP_LAYERS(config(layout), whole)
 
 
-def test_a_view_of_the_whole_context_gains_nothing():
+def test_a_ring_of_the_whole_context_is_not_used():
     everything = Ring(PAGE, sink_pages=1, window_pages=MODEL_LEN // PAGE - 1, spare_pages=1)
     specs = layers(6, 0) | {
         f"draft_model.layers.{i}.attn": RingOfferSpec(**SHAPE, ring=everything) for i in range(2)
@@ -185,7 +185,7 @@ def manager(groups: list[KVCacheGroupSpec], num_blocks: int) -> KVCacheManager:
     )
 
 
-def test_a_request_claims_its_ring_once_and_gives_it_back():
+def test_a_request_allocates_its_ring_once_and_frees_it():
     plan = plan_groups(config(), layers(6, 2), GROUP_LAYERS)  # rings of 9 pages, 3 in a block
     cache = manager(plan.groups, 100)
     free = cache.block_pool.get_num_free_blocks()
@@ -203,7 +203,7 @@ def test_a_request_claims_its_ring_once_and_gives_it_back():
     assert cache.block_pool.get_num_free_blocks() == free
 
 
-def test_the_prefix_cache_gives_what_it_gives_without_a_draft():
+def test_prefix_cache_hits_are_those_without_a_draft():
     plan = plan_groups(config(), layers(6, 2), GROUP_LAYERS)
     tokens = list(range(500))
     hits = []
@@ -231,8 +231,8 @@ def test_too_few_blocks_for_a_ring_admit_no_request():
 
 
 @pytest.mark.parametrize(("backend", "is_offered"), [("FLASH_ATTN", True), ("FLEX_ATTENTION", False)])
-def test_rings_are_for_attention_that_takes_pages_as_they_are_named(monkeypatch, backend, is_offered):
-    """FlexAttention has a table of vLLM's pages, and a ring's are numbered beyond its end."""
+def test_rings_are_not_offered_with_flex_attention(monkeypatch, backend, is_offered):
+    """FlexAttention sizes a table by vLLM's block count, and rings have larger page numbers."""
     spec = FullAttentionSpec(**SHAPE)
     layer = SimpleNamespace(
         get_kv_cache_spec=lambda _: spec, get_attn_backend=lambda: SimpleNamespace(get_name=lambda: backend)

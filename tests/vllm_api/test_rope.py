@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""M-RoPE positions of a prompt's last tokens, as both runners keep them."""
+"""M-RoPE positions of a prompt's last tokens on both runners."""
 
 from types import SimpleNamespace
 
@@ -11,24 +11,24 @@ from vllm_magicdec.vllm_api.rope import positions_on_device, positions_on_host
 NUM_DIMS, MODEL_LEN = 3, 40
 
 
-def test_prompts_have_the_positions_that_vllm_computed_and_generated_text_its_distance():
+def test_prompts_have_vllms_positions_and_generated_text_a_constant_delta():
     generator = torch.Generator().manual_seed(3)
     prompt_lens, deltas = [12, 20, 9], [-4, 0, 7]
     known = [torch.randint(0, 30, (NUM_DIMS, n), generator=generator) for n in prompt_lens]
     chosen = [2, 0]  # rows of the state, in the order of the pass
-    places = np.array([[6, 7, 8, 9, 10], [13, 14, 15, 16, 17]])
+    indices = np.array([[6, 7, 8, 9, 10], [13, 14, 15, 16, 17]])
     expected = [
         [
-            int(known[row][dim, place]) if place < prompt_lens[row] else place + deltas[row]
-            for row, of_request in zip(chosen, places.tolist(), strict=True)
-            for place in of_request
+            int(known[row][dim, index]) if index < prompt_lens[row] else index + deltas[row]
+            for row, of_request in zip(chosen, indices.tolist(), strict=True)
+            for index in of_request
         ]
         for dim in range(NUM_DIMS)
     ]
     requests = [
         SimpleNamespace(mrope_positions=known[row], mrope_position_delta=deltas[row]) for row in chosen
     ]
-    assert positions_on_host(requests, places).tolist() == expected
+    assert positions_on_host(requests, indices).tolist() == expected
 
     of_prompts = torch.full((len(known) * NUM_DIMS, MODEL_LEN), -1, dtype=torch.int32)
     for row, positions in enumerate(known):
@@ -39,5 +39,5 @@ def test_prompts_have_the_positions_that_vllm_computed_and_generated_text_its_di
         prefill_delta=SimpleNamespace(gpu=torch.tensor(deltas, dtype=torch.int32)),
     )
     rows = torch.tensor(chosen).unsqueeze(1)
-    found = positions_on_device(state, rows, torch.from_numpy(places), torch.tensor(prompt_lens)[rows])
+    found = positions_on_device(state, rows, torch.from_numpy(indices), torch.tensor(prompt_lens)[rows])
     assert found.tolist() == expected and found.dtype == torch.int64

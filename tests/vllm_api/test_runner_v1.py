@@ -12,14 +12,14 @@ from vllm.config import CUDAGraphMode
 from vllm_magicdec.views.base import Batch
 from vllm_magicdec.vllm_api import drafts_v1
 from vllm_magicdec.vllm_api.drafts_v1 import TargetDraft
-from vllm_magicdec.vllm_api.runner_v1 import MagicDecProposer, show_finished
+from vllm_magicdec.vllm_api.runner_v1 import MagicDecProposer, report_finished
 
 GRAPHS = CUDAGraphMode.PIECEWISE
 
 
 @pytest.mark.parametrize(("due", "expected"), [({}, GRAPHS), ({"request": 1}, CUDAGraphMode.NONE)])
 def test_no_graph_runs_while_log_probabilities_of_a_prompt_are_due(monkeypatch, due, expected):
-    """They are made of the target's hidden states after the draft, and graphs share their memory."""
+    """vLLM computes them from the target's hidden states after the draft, and graphs share memory."""
     modes: list[CUDAGraphMode] = []
 
     def note_mode(*args, cudagraph_runtime_mode, **kwargs):
@@ -29,7 +29,7 @@ def test_no_graph_runs_while_log_probabilities_of_a_prompt_are_due(monkeypatch, 
     monkeypatch.setattr(drafts_v1, "set_forward_context", note_mode)
     proposer = MagicDecProposer.__new__(MagicDecProposer)
     proposer.vllm_config = None
-    proposer._runner = SimpleNamespace(
+    proposer.target_runner = SimpleNamespace(
         num_prompt_logprobs=due,
         model_config=SimpleNamespace(supports_multimodal_inputs=False, enable_prompt_embeds=False),
         positions=torch.zeros(4, dtype=torch.int64),
@@ -48,13 +48,15 @@ def test_no_graph_runs_while_log_probabilities_of_a_prompt_are_due(monkeypatch, 
     assert modes == [expected]
 
 
-def test_a_history_is_what_the_host_has_the_accepted_drafts_and_what_was_sampled():
+def test_a_history_has_the_recorded_tokens_the_accepted_drafts_and_the_sampled_token():
     """A prompt that has just become whole, and two verifications of three drafts."""
     recorded = np.array(
         [[1, 2, 3, 4, 0, 0, 0, 0], [5, 6, 90, 91, 92, 0, 0, 0], [7, 8, 9, 93, 94, 95, 0, 0]]
     )
     proposer = MagicDecProposer.__new__(MagicDecProposer)
-    proposer._runner = SimpleNamespace(input_batch=SimpleNamespace(token_ids_cpu=recorded.astype(np.int32)))
+    proposer.target_runner = SimpleNamespace(
+        input_batch=SimpleNamespace(token_ids_cpu=recorded.astype(np.int32))
+    )
     target_token_ids = torch.tensor([3, 4, 6, 20, 21, 22, 9, 30, 31, 32], dtype=torch.int32)
     common = SimpleNamespace(
         seq_lens=torch.tensor([4, 5, 6], dtype=torch.int32),
@@ -79,9 +81,9 @@ def test_a_history_is_what_the_host_has_the_accepted_drafts_and_what_was_sampled
     ]
 
 
-def test_answers_are_shown_before_the_runner_forgets_them_in_one_order_on_all_ranks():
-    """Of a step that only tells what has ended, too; a set's order is each process's own."""
-    shown: list[tuple[str, list[int]]] = []
+def test_answers_are_reported_before_the_runner_drops_them_in_one_order_on_all_ranks():
+    """Also in a step without requests; the order of a set differs between processes."""
+    reported: list[tuple[str, list[int]]] = []
     runner = SimpleNamespace(
         requests={name: SimpleNamespace(output_token_ids=[1, ord(name)]) for name in "gfedcba"}
     )
@@ -92,11 +94,11 @@ def test_answers_are_shown_before_the_runner_forgets_them_in_one_order_on_all_ra
         return more
 
     runner.execute_model = execute_model
-    show_finished(runner, lambda *ended: shown.append(ended))
+    report_finished(runner, lambda *finished: reported.append(finished))
     finished = ["e", "b", "never begun", "g", "a"]
     for names in (finished, reversed(finished), []):
         assert runner.execute_model(SimpleNamespace(finished_req_ids=dict.fromkeys(names)), more=3) == 3
-    assert shown == [(name, [1, ord(name)]) for name in "abeg"] and sorted(runner.requests) == [
+    assert reported == [(name, [1, ord(name)]) for name in "abeg"] and sorted(runner.requests) == [
         "c",
         "d",
         "f",
@@ -104,17 +106,17 @@ def test_answers_are_shown_before_the_runner_forgets_them_in_one_order_on_all_ra
 
 
 def test_unread_drafts_are_proposed_with_certainty():
-    """Wherever other requests' drafts end, and whatever a pass had drawn from in their places."""
+    """Wherever other requests' drafts end, and whatever a pass had sampled at these steps."""
     proposer = MagicDecProposer.__new__(MagicDecProposer)
     proposer._draft_probs = []
-    proposer.note_unread(0, 1, [3])  # of greedy drafts nobody asks
+    proposer.note_unread(0, 1, [3])  # greedy drafts have no probabilities
     assert proposer._draft_probs == []
-    drawn = torch.full((2, 3, 4), 0.25)  # two steps of three requests
-    proposer._draft_probs = list(drawn.clone())
+    sampled = torch.full((2, 3, 4), 0.25)  # two steps of three requests
+    proposer._draft_probs = list(sampled.clone())
     proposer.note_unread(1, 1, [3, 0])
     probs = torch.stack(proposer._draft_probs, dim=1)
     assert probs.shape == (3, 3, 4)
-    assert torch.equal(probs[[0, 2], :2], drawn[:, [0, 2]].transpose(0, 1))
+    assert torch.equal(probs[[0, 2], :2], sampled[:, [0, 2]].transpose(0, 1))
     assert probs[1].tolist() == [[0.25] * 4, [0, 0, 0, 1], [1, 0, 0, 0]]
     proposer.note_unread(2, 2, [])
     assert torch.equal(torch.stack(proposer._draft_probs, dim=1), probs)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the V2 adapter makes of vLLM's request states and of lists of drafts; tests/engine/ has engines."""
+"""How the V2 adapter handles vLLM's request states and lists of drafts; tests/engine/ has engines."""
 
 from types import SimpleNamespace
 
@@ -9,7 +9,7 @@ import torch
 
 from vllm_magicdec.adaptive.draft_plan import DraftLists
 from vllm_magicdec.views.base import Batch
-from vllm_magicdec.vllm_api.runner_v2 import MagicDecSpeculator, show_removed
+from vllm_magicdec.vllm_api.runner_v2 import MagicDecSpeculator, report_removed
 
 NUM_STEPS, VOCAB_SIZE = 3, 5
 
@@ -20,8 +20,8 @@ def make_speculator(**attributes) -> MagicDecSpeculator:
     return speculator
 
 
-def test_a_history_is_what_was_verified_and_what_was_sampled_after_it():
-    """Rejected drafts and what an earlier request left in the row are no part of it."""
+def test_a_history_has_the_verified_tokens_and_the_sampled_token():
+    """Rejected drafts and tokens of an earlier request in the row are not part of it."""
     token_ids = torch.tensor([[7, 8, 9, 0, 0], [5, 6, 20, 21, 99], [1, 2, 3, 4, 40]], dtype=torch.int32)
     speculator = make_speculator(
         req_states=SimpleNamespace(all_token_ids=SimpleNamespace(gpu=token_ids)),
@@ -41,8 +41,8 @@ def test_a_history_is_what_was_verified_and_what_was_sampled_after_it():
     assert [history.after(0).tolist() for history in found] == [[1, 2, 3, 4, 40], [5, 6, 20, 21]]
 
 
-def test_answers_are_shown_before_the_runner_forgets_them():
-    shown: list[tuple[str, list[int]]] = []
+def test_answers_are_reported_before_the_runner_drops_them():
+    reported: list[tuple[str, list[int]]] = []
     rows = {"a": 1, "b": 0}
     states = SimpleNamespace(
         req_id_to_index=rows,
@@ -51,16 +51,16 @@ def test_answers_are_shown_before_the_runner_forgets_them():
         total_len=SimpleNamespace(gpu=torch.tensor([6, 4], dtype=torch.int32)),
         all_token_ids=SimpleNamespace(gpu=torch.tensor([[1, 2, 3, 4, 0, 5, 90, 91]] * 2)),
     )
-    show_removed(states, lambda *ended: shown.append(ended))
-    assert states.remove_request("never begun") is None and shown == []
+    report_removed(states, lambda *removed: reported.append(removed))
+    assert states.remove_request("never begun") is None and reported == []
     assert states.remove_request("b") == 0
-    assert shown == [("b", [3, 4, 0, 5])] and rows == {"a": 1}
+    assert reported == [("b", [3, 4, 0, 5])] and rows == {"a": 1}
 
 
-@pytest.mark.parametrize("are_drawn", [False, True])
-def test_drafts_that_a_list_lacks_are_token_0_with_certainty(are_drawn):
+@pytest.mark.parametrize("are_sampled", [False, True])
+def test_lists_are_padded_with_token_0_with_certainty(are_sampled):
     rows, lists = torch.tensor([2, 0, 3, -1]), DraftLists([[4, 1], [], [3, 2, 1]])
-    logits = torch.zeros(4, NUM_STEPS, VOCAB_SIZE) if are_drawn else None
+    logits = torch.zeros(4, NUM_STEPS, VOCAB_SIZE) if are_sampled else None
     drafts = torch.full((4, NUM_STEPS), 9)
     speculator = make_speculator(
         idx_mapping=rows, draft_logits=logits, _drafter=SimpleNamespace(draft_tokens=drafts)
@@ -70,6 +70,6 @@ def test_drafts_that_a_list_lacks_are_token_0_with_certainty(are_drawn):
     if logits is not None:
         certain = torch.tensor([1.0, 0, 0, 0, 0])
         for row in range(4):
-            first = {2: 2, 0: 0, 3: 3}.get(row, NUM_STEPS)  # that the row's request lacks
+            first = {2: 2, 0: 0, 3: 3}.get(row, NUM_STEPS)  # of the padding in the row
             assert not logits[row, :first].any()
             assert all(torch.equal(own.softmax(0), certain) for own in logits[row, first:])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which verifications have a full CUDA graph: by vLLM's own capture and dispatch, with CUDA's defaults."""
+"""Full CUDA graphs of verifications, by vLLM's own capture sizes and dispatch with CUDA's defaults."""
 
 import pickle
 
@@ -24,7 +24,7 @@ def has_full_graph(manager, num_reqs, length):
 
 
 def without_graph(manager, lengths, max_num_seqs):
-    """The batches up to vLLM's largest size whose verification has no full graph."""
+    """Batches up to vLLM's largest size whose verification has no full graph."""
     return [
         (num_reqs, length)
         for length in lengths
@@ -53,7 +53,7 @@ def test_every_verification_that_auto_chooses_has_a_full_graph(configure, captur
     assert without_graph(capture(config), captured, max_num_seqs) == []
 
 
-def test_other_lengths_make_more_graphs_and_leave_batches_without(configure, capture):
+def test_other_lengths_need_more_graphs_and_leave_batches_without(configure, capture):
     config = configure(AUTO, max_num_seqs=1024)
     nested = len(capture(config)._capture_descs[CUDAGraphMode.FULL])
     for lengths in (range(9), (0, 1, 2, 3, 4, 6, 8)):
@@ -71,18 +71,18 @@ def test_a_whole_batch_of_any_size_has_a_full_graph(configure, capture):
 @pytest.mark.parametrize(
     "engine", [{"enforce_eager": True}, {"compilation_config": {"cudagraph_mode": "PIECEWISE"}}]
 )
-def test_all_lengths_stay_where_a_length_costs_no_graphs(configure, engine):
+def test_all_lengths_are_kept_if_they_cost_no_graphs(configure, engine):
     assert configure(AUTO, **engine).speculative_config.lengths == tuple(range(9))
 
 
-def test_sizes_that_the_user_gave_have_graphs_of_every_number_of_drafts(configure, capture):
+def test_sizes_of_the_user_have_graphs_of_every_number_of_drafts(configure, capture):
     compilation = {"cudagraph_capture_sizes": [1, 2, 10, 36]}
     config = configure(AUTO, max_num_seqs=10, compilation_config=compilation)
     assert config.compilation_config.max_cudagraph_capture_size == 36
     assert without_graph(capture(config), NESTED, 10) == []
 
 
-def test_the_log_says_which_verifications_have_no_graph_and_what_to_set(configure, capture):
+def test_the_log_names_verifications_without_graph_and_the_option_to_set(configure, capture):
     fields = {"method": METHOD, "num_speculative_tokens": 6}
     config = configure(fields, max_num_seqs=128)
     (sentence,) = find_missing_graphs(config)
@@ -95,7 +95,7 @@ def test_the_log_says_which_verifications_have_no_graph_and_what_to_set(configur
     assert all(has_full_graph(manager, num_reqs, 6) for num_reqs in range(1, 129))
 
 
-def test_the_log_says_that_one_request_leaves_no_graph_for_plain_steps(configure, capture):
+def test_the_log_warns_that_a_single_request_has_no_graph_for_plain_steps(configure, capture):
     config = configure(AUTO, max_num_seqs=1)
     assert not has_full_graph(capture(config), 1, 0)
     (sentence,) = find_missing_graphs(config)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The start-up log says where the target's attention verifies slowly, and only there."""
+"""The start-up warning about attention backends that verify slowly."""
 
 from types import SimpleNamespace
 
@@ -11,7 +11,7 @@ FA2 = {"vllm_flash_attn_version": 2, "num_heads": 8, "num_kv_heads": 2}
 
 
 @pytest.mark.parametrize(
-    ("device", "impl", "says"),
+    ("device", "impl", "warns"),
     [
         ("cuda", FA2, True),
         ("cuda", {**FA2, "vllm_flash_attn_version": 3}, False),
@@ -20,12 +20,12 @@ FA2 = {"vllm_flash_attn_version": 2, "num_heads": 8, "num_kv_heads": 2}
         ("cpu", FA2, False),
     ],
 )
-def test_only_flash_attention_2_with_grouped_queries_is_named(monkeypatch, device, impl, says):
+def test_only_flash_attention_2_with_grouped_queries_is_warned_about(monkeypatch, device, impl, warns):
     layers = {"indexer": object(), "attn": SimpleNamespace(impl=SimpleNamespace(**impl))}
     monkeypatch.setattr(verification_attention, "get_layers_from_vllm_config", lambda *_: layers)
-    said = []
+    logged = []
     logger = verification_attention.logger
-    monkeypatch.setattr(logger, "warning_once", lambda text, *_, **__: said.append(text))
-    verification_attention.say_if_slow(SimpleNamespace(device_config=SimpleNamespace(device_type=device)))
-    assert bool(said) == says
-    assert all("--attention-backend FLASHINFER" in text for text in said)
+    monkeypatch.setattr(logger, "warning_once", lambda text, *_, **__: logged.append(text))
+    verification_attention.warn_if_slow(SimpleNamespace(device_config=SimpleNamespace(device_type=device)))
+    assert bool(logged) == warns
+    assert all("--attention-backend FLASHINFER" in text for text in logged)

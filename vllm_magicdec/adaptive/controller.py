@@ -1,78 +1,71 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses how many tokens to draft, from counts and times alone.
+"""Choice of the speculation length from acceptance counts and step times.
 
-The rule is MagicDec's Eq. 2 (arXiv 2408.11049) with measured times: of all speculation lengths gamma,
-0 included, take the one that promises the most tokens per second for the batch at hand,
+The rule is MagicDec's Eq. 2 (arXiv 2408.11049) with measured times. Of all speculation lengths gamma,
+including 0, take the one with the highest expected tokens per second for the current batch,
 
     rate(gamma) = n * Omega(gamma) / T(n, C, verified=gamma, drafted=gamma)
 
-Omega(gamma) is the expected tokens of a round at the acceptance seen lately. Two things keep the choice
-calm and honest: it changes only for a clear gain, and lengths that look worse are tried now and then, for a
-fixed share of the time, because their times and their acceptance can be known in no other way.
+where Omega(gamma) is the expected number of tokens per round at the recent acceptance. The choice changes
+only for a clear gain. Lengths that look worse are tried occasionally, for a fixed share of the time: there
+is no other way to know their times and acceptance.
 """
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
 from vllm_magicdec.adaptive.draft_plan import DraftPlan
 from vllm_magicdec.adaptive.step_times import Step, StepTimes, TimedStep
 
-# A change must promise at least this much more, so that noise does not make the choice flap.
+# Smallest ratio of rates for which the choice changes, so that noise does not make it flap.
 _CLEAR_GAIN = 1.01
-# Share of the time that trying other lengths may cost, as measured in steps that only decode.
+# Share of the time that trials may cost, measured in decode-only steps.
 TRIAL_SHARE = 0.005
-# Steps whose share is kept for trials, at most: those that cost nothing must not pay for dear ones to come.
-_MOST_STEPS_OF_CREDIT = 10_000
-# A hiccup in a trial counts for at most so many times what its step was predicted to take.
+# Credit for trials is capped at that of so many steps, so that cheap phases do not pay for expensive ones.
+_MAX_CREDIT_STEPS = 10_000
+# A hiccup in a trial is charged as at most this multiple of the step's predicted time.
 _MAX_MISS = 10
-# Steps of one trial: the first sees the drafts made, the others see them verified too.
+# Steps per trial: the first makes the drafts, the others also verify them.
 TRIAL_STEPS = 2
-# The choice is looked at again after so many steps, and whenever the batch changes.
+# The choice is revised after so many steps, and whenever the batch size changes.
 _STEPS_PER_CHOICE = 4
 _STEPS_PER_FIT = 64
-# The first of them verifies other drafts; of three alike, one hiccup does not make the median. Fewer are
-# alike where other batches come between.
+# The first calibration step verifies other drafts; a hiccup among the other three is not the median.
 CALIBRATION_STEPS = 4
-# From the choice of one to the lesson of the step that verified its drafts, if steps are scheduled ahead.
-_STEPS_UNTIL_LEARNT = 3
-# What a step still counts for in the achieved speedup after the next one.
-_FORGET = 0.99
+# Steps from a choice until its drafts' verification is learned, with asynchronous scheduling.
+_STEPS_UNTIL_LEARNED = 3
+# Decay per step of the achieved speedup.
+_SPEEDUP_DECAY = 0.99
 
 
 class Choice(NamedTuple):
-    """What the next step drafts."""
+    """The drafts of the next step."""
 
-    drafts: int
-    """Per request, at most; 0 is plain decoding."""
-    lookups_alone: bool = False
-    """All drafts are looked up and no draft step is made."""
+    drafts: int  # per request, at most; 0 is plain decoding
+    lookups_alone: bool = False  # all drafts are looked up and no draft step is made
 
 
 PLAIN = Choice(0)
 
 
-class How(NamedTuple):
-    """How a step's drafts came to be, beside what was chosen."""
+class RoundInfo(NamedTuple):
+    """How a step's drafts were made, beside the choice."""
 
-    num_passes: int = 0
-    """Draft steps."""
-    is_planned: bool = False
-    """`Controller.is_planned` of the choice."""
-    kind: int = 0
-    """`DraftLists.kind`."""
+    num_passes: int = 0  # draft steps
+    is_planned: bool = False  # `Controller.is_planned` of the choice
+    bucket: int = 0  # `DraftLists.bucket`
 
 
-CHOSEN = How()  # as a choice's drafts usually do, where nobody looks anything up
+UNPLANNED = RoundInfo()
 
 
 class Acceptance:
-    """How far drafts get, from the rounds seen lately.
+    """Decaying acceptance rates by draft position.
 
     Args:
-        max_tokens: most drafts of a round.
+        max_tokens: maximum drafts per round.
         memory: rounds of single requests after which an observation has lost 63 % of its weight.
     """
 
@@ -82,18 +75,17 @@ class Acceptance:
         self._accepted = [0.0] * max_tokens
 
     def observe(self, drafted: int, accepted: int, count: int = 1) -> None:
-        """In `count` requests' rounds `accepted` of `drafted` tokens stood."""
+        """Add `count` rounds of single requests in which `accepted` of `drafted` tokens were accepted."""
         decay = self._decay**count
-        for place in range(drafted):
-            # A draft behind the first rejected one says nothing.
-            tried, stood = count * (place <= accepted), count * (place < accepted)
-            self._tried[place] = decay * self._tried[place] + tried
-            self._accepted[place] = decay * self._accepted[place] + stood
+        for position in range(drafted):
+            # Drafts after the first rejected one carry no information.
+            self._tried[position] = decay * self._tried[position] + count * (position <= accepted)
+            self._accepted[position] = decay * self._accepted[position] + count * (position < accepted)
 
     def rates(self) -> list[float]:
-        """P(draft i is accepted | all before it were), for each i.
+        """Return P(draft i is accepted | all before it were) for each i.
 
-        Positions seldom reached lean on the mean over all positions, and that one on a cautious guess.
+        Positions with few observations are smoothed towards the overall mean, which has a cautious prior.
         """
         overall = (sum(self._accepted) + 3.0) / (sum(self._tried) + 4.0)
         return [
@@ -102,7 +94,7 @@ class Acceptance:
         ]
 
     def tokens_per_round(self) -> list[float]:
-        """Omega(gamma), expected tokens of a round, for gamma = 0, 1, ... max_tokens."""
+        """Return Omega(gamma), the expected tokens of a round, for gamma = 0, 1, ... max_tokens."""
         expected, reached = [1.0], 1.0
         for rate in self.rates():
             reached *= rate
@@ -110,26 +102,23 @@ class Acceptance:
         return expected
 
 
-@dataclass(frozen=True)
-class Forecast:
-    """What the controller expects of its choice."""
+class Forecast(NamedTuple):
+    """Expected effect of the current choice."""
 
     choice: Choice
-    speedup: float
-    """Over plain decoding of the same batch."""
-    draft_share: float
-    """Draft steps' share of a round's time."""
+    speedup: float  # over plain decoding of the same batch
+    draft_share: float  # of a round's time, spent in draft steps
 
 
 class Controller:
-    """Chooses speculation lengths for one engine.
+    """Chooses the speculation length of every step of one engine.
 
     Args:
-        lengths: numbers of drafts to choose among, ascending. Plain decoding is tried now and then even
-            where 0 is not among them: what is gained over it is to be known.
-        budget: K/V entries that each draft step reads per request, at most.
-        times: a profile's times, or empty ones: then the first steps of every batch size and context
-            length that is new by a factor of two try a few lengths.
+        lengths: possible numbers of drafts, ascending. Plain decoding is tried occasionally even if 0 is
+            not among them, so that the speedup is known.
+        budget: maximum K/V entries that each draft step reads per request.
+        times: times of a profile, or empty ones. If empty, the first steps of each batch size and context
+            length (by factors of two) try a few lengths.
     """
 
     def __init__(self, lengths: Sequence[int], budget: int, times: StepTimes) -> None:
@@ -138,36 +127,34 @@ class Controller:
         self.num_switches = 0
         self.lengths = tuple(length for length in lengths if length)
         self.budget = budget
+        self.is_planned = False  # whether the latest choice is a trial or a calibration step
         self._drafting = [Choice(length) for length in self.lengths]
         self._choices = [PLAIN, *self._drafting] if 0 in lengths else self._drafting
-        self._only_tried = [PLAIN]  # to know what it brings, also where it is not chosen
+        self._only_tried = [PLAIN]  # in addition to `_drafting`, even if never chosen
         self._current = Choice(self._length_up_to(4))
-        # What is to be tried, last first: in the steps that come next; before anything is known; and in
-        # batches of a region.
+        # Choices to try, last first: in the next steps, before anything is known, and by region of batches.
         self._trial: list[Choice] = []
         self._first: list[Choice] = []
         self._calibrations: dict[tuple[int, int], list[Choice]] = {}
-        self._upcoming = self._trial  # the one of these that the latest choice was taken from, if any
-        self._num_free = 0  # steps whose cost is no trial's
-        self.is_planned = False
-        """Whether the latest choice is a trial, or made to learn times."""
-        self._seconds_per_token = 0.0  # with the present choice, of the batch that it was decided for
-        self._has_tried = False  # a plan has ended: what it showed is to be learnt at once
+        self._upcoming = self._trial  # the one of these lists that the latest choice was taken from
+        self._num_free = 0  # steps that are not charged as trials
+        self._seconds_per_token = 0.0  # of the current choice and the batch that it was made for
+        self._has_tried = False  # a list of trials has ended: fit at once
         self._credit_seconds = 0.0
-        self._last_tried: Counter[Choice] = Counter()  # at which step
+        self._last_tried: Counter[Choice] = Counter()  # step number
         self._num_steps = 0
         self._plain_seconds = self._seconds = 0.0
         self._decided_at = -_STEPS_PER_CHOICE
-        self._decided_for = 0  # requests; 0: for none
+        self._decided_for = 0  # requests; 0 if no decision is valid
 
     def choose(self, num_reqs: int, context_tokens: int, *, is_timed: bool = True) -> Choice:
-        """What the next step drafts.
+        """Choose the drafts of the next step.
 
         Args:
-            num_reqs: requests that will be drafted for.
-            context_tokens: K/V entries they hold together.
-            is_timed: whether the step's time will say something: it prefills nothing and does the same for
-                every request.
+            num_reqs: requests in the batch.
+            context_tokens: K/V entries of all requests.
+            is_timed: whether the step's time will be usable, i.e. it prefills nothing and does the same
+                for every request.
         """
         self._upcoming = self._trial
         if is_timed and not self._upcoming:
@@ -186,107 +173,99 @@ class Controller:
         rates = self.rates(num_reqs, context_tokens)
         self._switch(rates)
         self._seconds_per_token = 1.0 / rates[self._current]
-        self._weigh(rates, num_reqs, context_tokens)
-        self._consider_trial(rates, num_reqs, context_tokens)
+        self._update_thresholds(num_reqs, context_tokens)
+        self._plan_trial(rates, num_reqs, context_tokens)
 
-    def _weigh(self, rates: dict[Choice, float], num_reqs: int, context_tokens: int) -> None:
-        """Find what drafts must promise to be made and verified: here, nothing."""
+    def _update_thresholds(self, num_reqs: int, context_tokens: int) -> None:
+        """Update the thresholds of `plan`; there are none without lookups."""
 
     def plan(self, choice: Choice) -> DraftPlan:
-        """What the workers are told of the latest choice."""
+        """Return the message to the workers for the latest choice."""
         return DraftPlan(choice.drafts, lookups_alone=choice.lookups_alone)
 
     def observe(
         self,
         rounds: Collection[tuple[int, int]],
-        made: Choice,
+        verified: Choice,
         timed: TimedStep | None,
         drafted: Choice,
-        how: How = CHOSEN,
+        info: RoundInfo = UNPLANNED,
     ) -> None:
-        """A step has been made.
+        """Learn from a step that has ended.
 
         Args:
             rounds: (verified, accepted) drafts of each request that had some.
-            made: how they were drafted; `PLAIN`: there were none.
-            timed: what the step did and how long it took; None if it did not do the same for every
-                request, or prefilled some: such steps tell of acceptance only.
-            drafted: how the timed step drafted.
-            how: the drafts of `made` came to be.
+            verified: choice that made these drafts; `PLAIN` if there were none.
+            timed: the step and its time; None if it prefilled or differed between requests, in which case
+                only acceptance is learned.
+            drafted: choice by which the timed step drafted.
+            info: how the verified drafts were made.
         """
         # A large batch has few different outcomes.
-        for (verified, accepted), count in Counter(rounds).items():
-            self._observe_round(made, verified, accepted, count, how)
+        for (num_verified, num_accepted), count in Counter(rounds).items():
+            self._observe_round(verified, num_verified, num_accepted, count, info)
         if timed is not None:
-            self._observe_time(timed)
-            self._last_tried[made] = self._num_steps
+            self._num_steps += 1
+            is_first = len(self.times) == 0
+            self.times.add(timed)
+            if is_first or self._has_tried or self._num_steps % _STEPS_PER_FIT == 0:
+                self.times.fit()
+                self._has_tried = False
+            self._last_tried[verified] = self._num_steps
             self._account(rounds, timed)
-            is_trial = self._is_trial(made, drafted, how) and not self._num_free
+            is_trial = self._is_trial(verified, drafted, info) and not self._num_free
             self._num_free = max(0, self._num_free - 1)
-            lost = self._lost_seconds(rounds, made, timed, how) if is_trial else 0.0
+            lost = self._lost_seconds(rounds, verified, timed, info) if is_trial else 0.0
             self._credit_seconds += TRIAL_SHARE * timed.seconds - lost
-            most = _MOST_STEPS_OF_CREDIT * TRIAL_SHARE * timed.seconds
-            self._credit_seconds = min(self._credit_seconds, most)
-            # Not when it has to choose: that is before a step, this while one is computed.
+            max_credit = _MAX_CREDIT_STEPS * TRIAL_SHARE * timed.seconds
+            self._credit_seconds = min(self._credit_seconds, max_credit)
+            # Decide here, while a step is computed, and not in `choose`, which delays the next one.
             is_planned = self._upcoming or self._trial or self._first
             if not is_planned and self._num_steps - self._decided_at >= _STEPS_PER_CHOICE:
                 self._decide(timed.step.num_reqs, timed.step.context_tokens)
 
-    def _observe_round(self, made: Choice, verified: int, accepted: int, count: int, how: How) -> None:
-        """Of so many requests alike."""
-        self.acceptance.observe(verified, accepted, count)
+    def _observe_round(
+        self, choice: Choice, num_verified: int, num_accepted: int, count: int, info: RoundInfo
+    ) -> None:
+        self.acceptance.observe(num_verified, num_accepted, count)
 
-    def _is_trial(self, made: Choice, drafted: Choice, how: How) -> bool:
-        """Whether a step verified or drafted otherwise than the present choice wants."""
-        return how.is_planned or {made, drafted} != {self._current}
+    def _is_trial(self, verified: Choice, drafted: Choice, info: RoundInfo) -> bool:
+        return info.is_planned or {verified, drafted} != {self._current}
 
     def _lost_seconds(
-        self, rounds: Collection[tuple[int, int]], made: Choice, timed: TimedStep, how: How
+        self, rounds: Collection[tuple[int, int]], verified: Choice, timed: TimedStep, info: RoundInfo
     ) -> float:
-        """What a step of a trial took longer than the present choice takes for the same tokens."""
+        """Return the extra seconds of a trial step over the current choice for the same tokens."""
         step = timed.step
-        # What a token takes was found for a batch of one size; a step in flight may be of the size before.
+        # The time per token is that of one batch size, and a step in flight may have the previous size.
         if step.num_reqs != self._decided_for:
             return 0.0
         tokens = step.num_reqs + sum(accepted for _, accepted in rounds)
         seconds = min(timed.seconds, _MAX_MISS * self.times.pace * self.times.predict(step))
-        return seconds - tokens * self._usual_seconds_per_token(made, how) * self.times.pace
+        return seconds - tokens * self._usual_seconds_per_token(verified, info) * self.times.pace
 
-    def _usual_seconds_per_token(self, made: Choice, how: How) -> float:
-        """Of the present choice, where a step was made."""
+    def _usual_seconds_per_token(self, verified: Choice, info: RoundInfo) -> float:
         return self._seconds_per_token
-
-    def _observe_time(self, timed: TimedStep) -> None:
-        self._num_steps += 1
-        is_first = len(self.times) == 0
-        self.times.add(timed)
-        if is_first or self._has_tried or self._num_steps % _STEPS_PER_FIT == 0:
-            self.times.fit()
-            self._has_tried = False
 
     def _account(self, rounds: Collection[tuple[int, int]], timed: TimedStep) -> None:
         """Compare with the time that plain decoding would have taken for the same tokens."""
         step = timed.step
-        plain = self.times.pace * self.times.predict(
-            self._step(step.num_reqs, step.context_tokens, PLAIN, PLAIN)
-        )
+        plain_step = self._step(step.num_reqs, step.context_tokens, PLAIN, PLAIN)
         tokens = 1.0 + sum(accepted for _, accepted in rounds) / step.num_reqs
-        self._plain_seconds = _FORGET * self._plain_seconds + tokens * plain
-        self._seconds = _FORGET * self._seconds + timed.seconds
+        plain = tokens * self.times.pace * self.times.predict(plain_step)
+        self._plain_seconds = _SPEEDUP_DECAY * self._plain_seconds + plain
+        self._seconds = _SPEEDUP_DECAY * self._seconds + timed.seconds
 
     @property
     def achieved_speedup(self) -> float:
-        """Over plain decoding, in the latest steps; 1 before the first."""
+        """Recent speedup over plain decoding; 1 before the first step."""
         return self._plain_seconds / self._seconds if self._seconds else 1.0
 
     def rates(self, num_reqs: int, context_tokens: int) -> dict[Choice, float]:
-        """Tokens per second to expect of plain decoding and of every length."""
-        tokens = self._tokens_per_round()
+        """Return the expected tokens per second of plain decoding and of every length."""
         return {
-            choice: num_reqs
-            * expected
-            / self.times.predict(self._step(num_reqs, context_tokens, choice, choice))
-            for choice, expected in tokens.items()
+            choice: num_reqs * tokens / self._predict(num_reqs, context_tokens, choice, choice)
+            for choice, tokens in self._tokens_per_round().items()
         }
 
     def _tokens_per_round(self) -> dict[Choice, float]:
@@ -294,24 +273,26 @@ class Controller:
         return {choice: expected[choice.drafts] for choice in (PLAIN, *self._drafting)}
 
     def _step(self, num_reqs: int, context_tokens: int, verified: Choice, drafted: Choice) -> Step:
-        """That verifies the drafts of one choice and drafts as another."""
+        """Return the step that verifies drafts of one choice and drafts by another."""
         return Step(num_reqs, context_tokens, verified.drafts, drafted.drafts, self.budget_of(drafted))
 
+    def _predict(self, num_reqs: int, context_tokens: int, verified: Choice, drafted: Choice) -> float:
+        return self.times.predict(self._step(num_reqs, context_tokens, verified, drafted))
+
     def budget_of(self, choice: Choice) -> int:
-        """K/V entries that each draft step reads per request, at most; 0 where none is made."""
+        """Return the maximum K/V entries that each draft step reads per request; 0 without draft steps."""
         return self.budget if choice.drafts and not choice.lookups_alone else 0
 
     def forecast(self, num_reqs: int, context_tokens: int) -> Forecast:
-        """What to expect of the current choice for such a batch."""
+        """Predict the effect of the current choice for a batch."""
         rates = self.rates(num_reqs, context_tokens)
         choice = self._current
-        whole = self.times.predict(self._step(num_reqs, context_tokens, choice, choice))
-        verification = self.times.predict(self._step(num_reqs, context_tokens, choice, PLAIN))
-        share = max(0.0, 1.0 - verification / whole)
-        return Forecast(choice, rates[choice] / rates[PLAIN], share)
+        whole = self._predict(num_reqs, context_tokens, choice, choice)
+        verification = self._predict(num_reqs, context_tokens, choice, PLAIN)
+        return Forecast(choice, rates[choice] / rates[PLAIN], max(0.0, 1.0 - verification / whole))
 
-    def least_context(self, num_reqs: int, max_context: int) -> int | None:
-        """The context per request above which speculation pays (the paper's S_inflection), in tokens.
+    def min_context(self, num_reqs: int, max_context: int) -> int | None:
+        """Return the tokens per request above which speculation pays (the paper's S_inflection).
 
         Returns:
             None if it does not pay at any context up to `max_context`.
@@ -335,37 +316,32 @@ class Controller:
             self._current = best
             self.num_switches += 1
 
-    def _consider_trial(self, rates: dict[Choice, float], num_reqs: int, context_tokens: int) -> None:
-        """Plan a trial, if there is credit for it.
-
-        What the trial then costs is taken from the credit as it is measured.
-        """
-        others = [choice for choice in (*self._only_tried, *self._drafting) if self._is_seldom(choice)]
+    def _plan_trial(self, rates: dict[Choice, float], num_reqs: int, context_tokens: int) -> None:
+        """Plan a trial if the credit covers its predicted cost; the measured cost is charged later."""
+        others = [choice for choice in (*self._only_tried, *self._drafting) if self._is_rare(choice)]
         if not others:
             return
         trial = self._next_trial(others, rates, num_reqs, context_tokens)
-        cost = self._trial_cost(trial, rates, num_reqs, context_tokens)
-        if self._credit_seconds >= cost:
+        if self._credit_seconds >= self._trial_cost(trial, rates, num_reqs, context_tokens):
             self._trial = [trial] * TRIAL_STEPS
             self._last_tried[trial] = self._num_steps
 
     def _next_trial(
         self, others: Sequence[Choice], rates: dict[Choice, float], num_reqs: int, context_tokens: int
     ) -> Choice:
-        """What was not tried for the longest time."""
         return min(others, key=lambda choice: self._last_tried[choice])
 
-    def _is_seldom(self, choice: Choice) -> bool:
-        """Whether the steps that the present choice makes show nothing of this one."""
+    def _is_rare(self, choice: Choice) -> bool:
+        """Return whether regular steps give no information about this choice."""
         return choice != self._current
 
     def _trial_cost(
         self, trial: Choice, rates: dict[Choice, float], num_reqs: int, context_tokens: int
     ) -> float:
-        """Seconds lost by a trial: its steps and the one after, which has the trial's drafts to verify."""
+        """Return the seconds lost by a trial's steps and the next one, which verifies its last drafts."""
         choices = [self._current, *[trial] * TRIAL_STEPS, self._current]
         seconds = sum(
-            self.times.predict(self._step(num_reqs, context_tokens, verified, drafted))
+            self._predict(num_reqs, context_tokens, verified, drafted)
             for verified, drafted in pairwise(choices)
         )
         expected = self._tokens_per_round()
@@ -373,16 +349,16 @@ class Controller:
         return max(0.0, seconds - tokens / rates[self._current])
 
     def _length_up_to(self, limit: int) -> int:
-        """The largest number of drafts that is no larger, else the least."""
+        """Return the largest length up to `limit`, or else the smallest one."""
         return max((n for n in self.lengths if n <= limit), default=self.lengths[0])
 
     def _calibration_for(self, num_reqs: int, context_tokens: int) -> list[Choice]:
-        """What is left to be tried in such a batch to know times; the caller takes the next from it.
+        """Return the list of calibration steps left for such a batch; the caller pops from it.
 
-        It waits for batches of about this size, so that a small batch does not make the large one that
-        follows try what tells of small ones. The first, before anything is known, is for whatever comes.
+        Lists are kept by region, so that a small batch does not consume the calibration of a large one.
+        The first list, before anything is known, serves any batch.
         """
-        region = _region(num_reqs, context_tokens)
+        region = num_reqs.bit_length(), context_tokens.bit_length()  # equal up to a factor of two
         if not self._first and region not in self._calibrations:
             is_known = any(
                 self.times.count(self._step(num_reqs, context_tokens, choice, choice))
@@ -394,21 +370,13 @@ class Controller:
             self._calibrations[region] = calibration
         left = self._first or self._calibrations[region]
         if left:
-            self._prepare_calibration(num_reqs, context_tokens)
-            self._num_free = _STEPS_UNTIL_LEARNT
-            self._decided_for = 0  # what follows is to be decided anew
+            self._update_thresholds(num_reqs, context_tokens)
+            self._num_free = _STEPS_UNTIL_LEARNED
+            self._decided_for = 0  # decide anew afterwards
         return left
 
-    def _prepare_calibration(self, num_reqs: int, context_tokens: int) -> None:
-        """For its next step in such a batch."""
-
     def _calibration(self, num_reqs: int, context_tokens: int) -> list[Choice]:
-        """A few steps each of plain decoding, few drafts and many."""
+        """Return a few steps each of plain decoding, few drafts and many."""
         lengths = sorted({self._length_up_to(2), self._length_up_to(4), self.lengths[-1]})
         choices = (*self._only_tried, *map(Choice, lengths))
         return [choice for choice in choices for _ in range(CALIBRATION_STEPS)]
-
-
-def _region(num_reqs: int, context_tokens: int) -> tuple[int, int]:
-    """Of batches whose size and contexts differ by less than a factor of two."""
-    return num_reqs.bit_length(), context_tokens.bit_length()

@@ -1,99 +1,98 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler tells the workers about the next drafts, and what they tell it."""
+"""Messages between scheduler and workers: the plan for the next drafts, and the drafts."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from math import inf
 
-# Between kinds of rounds: accepted tokens that looked-up drafts promise for each request of the batch, in
-# the mean. What the draft makes of a round goes with what lookups find for it.
-KIND_BORDERS = (1.0, 3.0, 8.0)
-NUM_KINDS = len(KIND_BORDERS) + 1
+# Rounds fall into buckets by the mean number of looked-up drafts per request that are expected to be
+# accepted: the acceptance of the draft's own tokens is correlated with it.
+BUCKET_BOUNDS = (1.0, 3.0, 8.0)
+NUM_BUCKETS = len(BUCKET_BOUNDS) + 1
 
 
-def kind_of(promised: float) -> int:
-    """The kind of a round in which lookups promise so many accepted tokens of each request."""
-    return bisect_right(KIND_BORDERS, promised)
+def bucket_of(expected_accepted: float) -> int:
+    """Return the bucket of a round with this many expected accepted lookups per request."""
+    return bisect_right(BUCKET_BOUNDS, expected_accepted)
 
 
 class DraftPlan(int):
-    """The number of drafts of a step, with what else there is to know for drafting.
+    """The number of drafts per request of a step, with thresholds for drafting.
 
-    `SchedulerOutput.num_spec_tokens_to_schedule` is the one thing that both of vLLM's model runners hand
-    from the scheduler to the drafter as it is. vLLM computes with it as a number of drafts; so this is one,
-    and the rest travels on it.
+    `SchedulerOutput.num_spec_tokens_to_schedule` is the only field that both of vLLM's model runners pass
+    unchanged from the scheduler to the drafter. vLLM computes with it as an integer, so the plan is one.
     """
 
-    least_chance: float
-    """That a draft must have to stand, to be worth verifying."""
-    least_gain: float
-    """Accepted tokens that one more draft of all requests must promise, to be worth its step; drafts, where
-    their number is fixed."""
-    least_promise: float
-    """Accepted tokens, each draft less `least_chance` for its verification, that looked-up drafts of all
-    requests must promise, to be verified instead of others."""
-    by_kind: Sequence["DraftPlan"]
-    """The plan of each kind of rounds; none: this one."""
-    lookups_alone: bool
-    """All drafts are looked up and no draft step is made."""
+    # Less likely drafts are not verified.
+    min_acceptance: float
+    # A further draft step needs as many expected accepted tokens of all requests; expected drafts, if the
+    # number of drafts is fixed.
+    min_gain: float
+    # Lookups replace draft steps if as many of them, over all requests, are expected to be accepted, less
+    # `min_acceptance` for each.
+    min_expected_accepted: float
+    by_bucket: Sequence["DraftPlan"]  # if empty, this plan applies to all buckets
+    lookups_alone: bool  # all drafts are looked up and no draft step is made
 
     def __new__(
         cls,
         drafts: int,
-        least_chance: float = 0.0,
-        least_gain: float = 0.0,
-        least_promise: float = inf,
-        by_kind: Sequence["DraftPlan"] = (),
+        min_acceptance: float = 0.0,
+        min_gain: float = 0.0,
+        min_expected_accepted: float = inf,
+        by_bucket: Sequence["DraftPlan"] = (),
         lookups_alone: bool = False,
     ) -> "DraftPlan":
-        """So many drafts per request."""
+        """Create an immutable plan."""
         plan = super().__new__(cls, drafts)
-        plan.least_chance, plan.least_gain, plan.least_promise = least_chance, least_gain, least_promise
-        plan.by_kind, plan.lookups_alone = by_kind, lookups_alone
+        plan.min_acceptance, plan.min_gain = min_acceptance, min_gain
+        plan.min_expected_accepted = min_expected_accepted
+        plan.by_bucket, plan.lookups_alone = by_bucket, lookups_alone
         return plan
 
     @property
     def looks_first(self) -> bool:
-        """Whether it is to be known what lookups alone promise."""
-        return bool(self.lookups_alone or self.least_promise < inf or self.by_kind)
+        """Whether lookups must be evaluated before the first draft step."""
+        return bool(self.lookups_alone or self.min_expected_accepted < inf or self.by_bucket)
 
-    def of_kind(self, kind: int) -> "DraftPlan":
-        """The plan of such a round."""
-        return self.by_kind[kind] if self.by_kind else self
+    def for_bucket(self, bucket: int) -> "DraftPlan":
+        """Return the plan of rounds in this bucket."""
+        return self.by_bucket[bucket] if self.by_bucket else self
 
     def __getnewargs__(self) -> tuple[object, ...]:  # type: ignore[override]
-        """Pickled on its way to the workers."""
-        prices = self.least_chance, self.least_gain, self.least_promise
-        return int(self), *prices, self.by_kind, self.lookups_alone
+        thresholds = self.min_acceptance, self.min_gain, self.min_expected_accepted
+        return int(self), *thresholds, self.by_bucket, self.lookups_alone
 
     def __repr__(self) -> str:
         return f"DraftPlan({int(self)}, lookups_alone={self.lookups_alone})"
 
 
 class DraftLists(list[list[int]]):
-    """A round's drafts by request, on their way from a worker to the scheduler."""
+    """A round's drafts by request, on their way from a worker to the scheduler.
 
-    num_passes: int
-    """Draft steps that made them; 0: they were looked up."""
-    num_read: Sequence[int]
-    """By request, the first drafts that passes drew; those after them were looked up."""
-    kind: int
-    """Of the round, by what lookups alone promised; 0 where nobody asked."""
+    Args:
+        drafts: token ids, by request.
+        num_passes: draft steps that were made; 0 if all drafts were looked up.
+        num_checked: by request, how many of the first drafts the draft steps sampled; the others were
+            looked up and not checked. None: all if there was a draft step, else none.
+        bucket: `bucket_of` the round; 0 if lookups were not evaluated first.
+    """
 
     def __init__(
         self,
         drafts: Iterable[list[int]] = (),
         num_passes: int = 0,
-        num_read: Sequence[int] | None = None,
+        num_checked: Sequence[int] | None = None,
         *,
-        kind: int = 0,
+        bucket: int = 0,
     ) -> None:
-        """Without `num_read` passes drew all of them, if there was one."""
         super().__init__(drafts)
-        self.num_passes, self.kind = num_passes, kind
-        self.num_read = [len(own) if num_passes else 0 for own in self] if num_read is None else num_read
+        self.num_passes, self.bucket = num_passes, bucket
+        if num_checked is None:
+            num_checked = [len(own) if num_passes else 0 for own in self]
+        self.num_checked = num_checked
 
     @property
-    def read(self) -> list[list[int]]:
-        """By request, the drafts that passes drew."""
-        return [own[:number] for own, number in zip(self, self.num_read, strict=True)]
+    def checked(self) -> list[list[int]]:
+        """The drafts that draft steps sampled, by request."""
+        return [own[:number] for own, number in zip(self, self.num_checked, strict=True)]

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the plugin counts, on its way to the Prometheus endpoint of the front end.
+"""The plugin's Prometheus metrics, and how they reach the front end.
 
-Worker, scheduler and front end are processes of their own, perhaps on different hosts. So a process
-keeps its latest changes only (`Counts`), and these travel with what is returned anyway: a worker's with
-the tokens of a step, all of the engine's with vLLM's statistics of that step (`vllm_api/counts.py`).
-`CountsLogger` adds them up in the front end, beside vLLM's own metrics and with the same labels. Like
-those they are there where vLLM logs statistics.
+Worker, scheduler and front end are separate processes, perhaps on different hosts. Each process keeps only
+its latest changes (`Counts`), which travel with messages that vLLM sends anyway (`vllm_api/counts.py`).
+`CountsLogger` sums them up in the front end, with the labels of vLLM's own metrics. As with those, there
+are none where vLLM logs no statistics.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from typing_extensions import override
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -25,57 +25,62 @@ from vllm_magicdec.errors import METHOD
 
 logger = init_logger(f"vllm.{__name__}")
 
-# In `SchedulerStats.ec_connector_stats`, a field for any names, which only an encoder-cache connector uses.
+# Key in `SchedulerStats.ec_connector_stats`, a mapping that only encoder-cache connectors use.
 _KEY = "vllm_magicdec"
-_COUNTS = "_magicdec_counts"  # on a scheduler
+_COUNTS = "_magicdec_counts"  # attribute of a scheduler
 
 _DRAFT_COUNTERS = {
     "draft_failures": "Rounds whose drafting failed.",
-    "draft_pauses": "Pauses of drafting because it had failed several times.",
+    "draft_pauses": "Pauses of drafting after repeated failures.",
     "paused_rounds": "Rounds without drafts in these pauses.",
 }
 _LOOKUP_COUNTERS = {
     "lookup_rounds": "Rounds drafted with lookups.",
-    "lookup_passes": "Passes of the draft in these rounds.",
-    "pass_accepted_tokens": "Drafts of passes that stood, of requests that drafted in the next round, too.",
-    "lookup_tokens": "Tokens that were looked up and read by the draft.",
-    "lookup_accepted_tokens": "Looked-up tokens that the draft drew itself.",
-    "lookup_unread_tokens": "Looked-up tokens that were drafts without a pass.",
-    "lookup_unread_accepted_tokens": "Of these, those that the text went on with.",
-    "lookup_failures": "Failures of lookups, one a round at most in each source.",
-    "lookup_pauses": "Pauses of lookups, or of one source, because they had failed several times.",
+    "lookup_passes": "Draft passes in these rounds.",
+    "pass_accepted_tokens": "Accepted drafts of passes, of requests that drafted again in the next round.",
+    "lookup_tokens": "Looked-up tokens that the draft checked.",
+    "lookup_accepted_tokens": "Of these, tokens that the draft sampled itself.",
+    "lookup_unchecked_tokens": "Looked-up tokens verified without a check by the draft.",
+    "lookup_unchecked_accepted_tokens": "Of these, accepted tokens.",
+    "lookup_unread_tokens": "Deprecated: the same as lookup_unchecked_tokens.",
+    "lookup_unread_accepted_tokens": "Deprecated: the same as lookup_unchecked_accepted_tokens.",
+    "lookup_failures": "Failures of lookups, at most one per round and source.",
+    "lookup_pauses": "Pauses of lookups, or of one source, after repeated failures.",
     "cut_tokens": "Drafts that were too unlikely to be verified.",
-    "left_out_tokens": "Drafts of a fixed number that were not made: too few of them would stand.",
+    "left_out_tokens": "Drafts of a fixed number that were not made: too few would be accepted.",
 }
 _CONTROLLER_COUNTERS = {"switches": "Changes of the choice."}
 _CONTROLLER_GAUGES = {
-    "num_speculative_tokens": "Drafts per round chosen at present.",
+    "num_speculative_tokens": "Drafts per round, the current choice.",
     "draft_kv_budget": "K/V entries that a draft step reads per request, at most.",
-    "draft_share": "Draft steps' share of a round's time.",
-    "predicted_speedup": "Expected speed over plain decoding.",
-    "achieved_speedup": "Speed over plain decoding of the latest steps.",
+    "draft_share": "Share of a round's time spent in draft steps.",
+    "predicted_speedup": "Expected speedup over plain decoding.",
+    "achieved_speedup": "Speedup of the latest steps over plain decoding.",
 }
 _FAILURES = "failures"
-_FAILURES_HELP = "Failures that cost speed alone, by what failed."
+_FAILURES_HELP = "Failures that cost only speed, by component."
 
 
 class Changes(NamedTuple):
-    """Of counters and gauges, by name (`failures`: with ":" and what failed), for any serialisation."""
+    """Changes of counters and values of gauges by name, in types that any serializer supports.
+
+    The counter `failures` has one name per component: `failures:draft_step`.
+    """
 
     added: dict[str, float]
     values: dict[str, float]
 
 
 class Counts:
-    """What has changed in one process since it was last asked for."""
+    """Changes in one process since they were last taken."""
 
     def __init__(self) -> None:
         self._added = Counter[str]()
         self._values: dict[str, float] = {}
 
     def add(self, name: str, number: float = 1) -> None:
-        """Raise a counter."""
-        # NumPy's numbers would do for `pickle`, but end the engine where msgpack takes the statistics.
+        """Increase a counter."""
+        # msgpack, unlike pickle, cannot serialize NumPy's numbers, and its exception would end the engine.
         self._added[name] += float(number)  # type: ignore[assignment]
 
     def set(self, name: str, value: float) -> None:
@@ -83,14 +88,14 @@ class Counts:
         self._values[name] = float(value)
 
     def join(self, changes: Changes) -> None:
-        """Take in those of another process."""
+        """Add the changes of another process."""
         for name, number in changes.added.items():
             self.add(name, number)
         for name, value in changes.values.items():
             self.set(name, value)
 
     def take(self) -> Changes | None:
-        """The changes, once; None: there are none."""
+        """Return and reset the changes; None if there are none."""
         if not self._added and not self._values:
             return None
         changes = Changes(dict(self._added), self._values)
@@ -99,113 +104,70 @@ class Counts:
 
 
 def counts_of(scheduler: Scheduler) -> Counts:
-    """Those of a scheduler's engine core, its own and its workers', that the front end lacks."""
-    if not hasattr(scheduler, _COUNTS):
-        setattr(scheduler, _COUNTS, Counts())
-    counts: Counts = getattr(scheduler, _COUNTS)
+    """Return the changes of an engine core and its workers that the front end has not received."""
+    counts: Counts = vars(scheduler).setdefault(_COUNTS, Counts())
     return counts
 
 
 class Failures:
-    """Counts what failed in a part of the plugin, by what it was; none of it costs more than speed."""
+    """Counts failures that cost only speed, by component."""
 
     def __init__(self, counts: Counts) -> None:
         self.totals = Counter[str]()
         self._counts = counts
 
-    def count(self, what: str) -> None:
+    def count(self, component: str) -> None:
         """Record a failure."""
-        self.totals[what] += 1
-        self._counts.add(f"{_FAILURES}:{what}")
+        self.totals[component] += 1
+        self._counts.add(f"{_FAILURES}:{component}")
 
 
-class DraftFailures:
-    """Counts what failed in drafting, and rounds that this left without useful drafts."""
-
-    def __init__(self, counts: Counts) -> None:
-        self.by_stage = Failures(counts)
-        self.totals = dict.fromkeys(_DRAFT_COUNTERS, 0)
+class _Counters:
+    def __init__(self, names: Iterable[str], counts: Counts) -> None:
+        self.totals = dict.fromkeys(names, 0)
         self._counts = counts
 
-    def count_round(self) -> None:
-        """Record a round whose drafting failed."""
-        self._count("draft_failures")
-
-    def count_pause(self) -> None:
-        """Record that drafting pauses."""
-        self._count("draft_pauses")
-
-    def count_paused_round(self) -> None:
-        """Record a round of a pause."""
-        self._count("paused_rounds")
-
-    def _count(self, name: str) -> None:
-        self.totals[name] += 1
-        self._counts.add(name)
-
-
-class LookupCounters:
-    """What became of looked-up tokens, and of drafts that were not worth verifying."""
-
-    def __init__(self, counts: Counts) -> None:
-        self._failures = Failures(counts)
-        self.totals = dict.fromkeys(_LOOKUP_COUNTERS, 0)
-        self._counts = counts
-
-    def count_round(self, num_passes: int, num_looked_up: int, num_accepted: int) -> None:
-        """Record a round.
-
-        Args:
-            num_passes: of the draft over the batch.
-            num_looked_up: tokens of all requests that were read in them.
-            num_accepted: of these, those that the draft drew itself.
-        """
-        self._count(
-            lookup_rounds=1,
-            lookup_passes=num_passes,
-            lookup_tokens=num_looked_up,
-            lookup_accepted_tokens=num_accepted,
-        )
-
-    def count_stood(self, num_tokens: int) -> None:
-        """Record a request's drafts of passes that stood, once its next round knows it."""
-        self._count(pass_accepted_tokens=num_tokens)
-
-    def count_unread(self, num_tokens: int, num_accepted: int) -> None:
-        """Record a request's looked-up drafts that the draft had not read, once they are verified."""
-        self._count(lookup_unread_tokens=num_tokens, lookup_unread_accepted_tokens=num_accepted)
-
-    def count_cut(self, num_tokens: int) -> None:
-        """Record drafts of a request that are not verified."""
-        self._count(cut_tokens=num_tokens)
-
-    def count_left_out(self, num_tokens: int) -> None:
-        """Record drafts of a request that were wanted and not made."""
-        self._count(left_out_tokens=num_tokens)
-
-    def count_failure(self) -> None:
-        """Record that a source of lookups failed in a round, or all of them."""
-        self._failures.count("lookup")
-        self._count(lookup_failures=1)
-
-    def count_pause(self) -> None:
-        """Record that lookups pause, or one source."""
-        self._count(lookup_pauses=1)
-
-    def _count(self, **numbers: int) -> None:
+    def count(self, **numbers: int) -> None:
+        """Increase some of the counters."""
         for name, number in numbers.items():
             if number:
                 self.totals[name] += number
                 self._counts.add(name, number)
 
 
-class SpeculationGauges:
-    """What the controller of `auto` is doing.
+class DraftFailures(_Counters):
+    """Counts failures of drafting, and the rounds that they left without drafts."""
 
-    Args:
-        counts: of the engine core's process.
-        budget: K/V entries that a draft step reads per request, at most.
-    """
+    def __init__(self, counts: Counts) -> None:
+        super().__init__(_DRAFT_COUNTERS, counts)
+        self.by_stage = Failures(counts)
+
+
+class LookupCounters(_Counters):
+    """Counts looked-up tokens by outcome, and drafts that were not worth making or verifying."""
+
+    def __init__(self, counts: Counts) -> None:
+        super().__init__(_LOOKUP_COUNTERS, counts)
+        self._failures = Failures(counts)
+
+    def count_round(self, num_passes: int, num_checked: int, num_accepted: int) -> None:
+        """Record a round's draft passes, the looked-up tokens they checked, and those the draft sampled."""
+        self.count(lookup_rounds=1, lookup_passes=num_passes)
+        self.count(lookup_tokens=num_checked, lookup_accepted_tokens=num_accepted)
+
+    def count_unchecked(self, num_tokens: int, num_accepted: int) -> None:
+        """Record a request's unchecked lookups after their verification."""
+        self.count(lookup_unchecked_tokens=num_tokens, lookup_unchecked_accepted_tokens=num_accepted)
+        self.count(lookup_unread_tokens=num_tokens, lookup_unread_accepted_tokens=num_accepted)
+
+    def count_failure(self) -> None:
+        """Record a failure of a source of lookups, or of all of them."""
+        self._failures.count("lookup")
+        self.count(lookup_failures=1)
+
+
+class SpeculationGauges:
+    """Metrics of the controller of `auto`, in the engine core's process."""
 
     def __init__(self, counts: Counts, budget: int) -> None:
         self._counts = counts
@@ -213,24 +175,24 @@ class SpeculationGauges:
         counts.set("draft_kv_budget", budget)
 
     def set(self, forecast: Forecast, achieved_speedup: float, num_switches: int) -> None:
-        """Show the present choice."""
+        """Update all of them."""
         self._counts.set("num_speculative_tokens", forecast.choice.drafts)
         self._counts.set("draft_share", forecast.draft_share)
         self._counts.set("predicted_speedup", forecast.speedup)
         self._counts.set("achieved_speedup", achieved_speedup)
-        # Another controller, such as that of `magicdec profile`, counts anew; a counter must not fall.
+        # Another controller, such as that of `magicdec profile`, starts at 0; a counter must not fall.
         before = self._num_switches if num_switches >= self._num_switches else 0
         self._counts.add("switches", num_switches - before)
         self._num_switches = num_switches
 
 
 def attach(stats: SchedulerStats, changes: Changes) -> None:
-    """Let changes travel to the front end with vLLM's statistics of a step."""
+    """Add changes to the statistics that vLLM sends to the front end after a step."""
     stats.ec_connector_stats = {**(stats.ec_connector_stats or {}), _KEY: list(changes)}
 
 
 def detach(stats: SchedulerStats) -> Changes | None:
-    """Take them out again, so that no other logger meets them."""
+    """Remove the changes from the statistics, so that no other logger meets them."""
     found = (stats.ec_connector_stats or {}).pop(_KEY, None)
     if not stats.ec_connector_stats:
         stats.ec_connector_stats = None
@@ -238,7 +200,7 @@ def detach(stats: SchedulerStats) -> Changes | None:
 
 
 def shown_metrics(spec: MagicDecSpeculativeConfig) -> tuple[dict[str, str], dict[str, str]]:
-    """Counters and gauges of an engine, with what they mean."""
+    """Return the names of an engine's counters and gauges with their descriptions."""
     counters = dict(_DRAFT_COUNTERS)
     if spec.draft_lookup == "on":
         counters |= _LOOKUP_COUNTERS
@@ -248,12 +210,9 @@ def shown_metrics(spec: MagicDecSpeculativeConfig) -> tuple[dict[str, str], dict
 
 
 class CountsLogger(AggregateStatLoggerBase):
-    """Shows the plugin's metrics of all engines of a front end; for vLLM's `StatLoggerManager`.
+    """Exports the metrics of all engines (data-parallel ranks) of a front end, for `StatLoggerManager`.
 
-    Args:
-        vllm_config: whose speculative configuration is the plugin's.
-        engine_indexes: of the data-parallel ranks.
-        prometheus: vLLM's own logger, of whose kind the metrics are: Prometheus's or Ray's.
+    The metrics have the classes of vLLM's own logger `prometheus`: Prometheus's or Ray's.
     """
 
     def __init__(
@@ -262,33 +221,25 @@ class CountsLogger(AggregateStatLoggerBase):
         spec = vllm_config.speculative_config
         assert isinstance(spec, MagicDecSpeculativeConfig)
         labels = ["model_name", "engine"]
-        model = vllm_config.model_config.served_model_name
-        counters, gauges = shown_metrics(spec)
-        counter, gauge = prometheus._counter_cls, prometheus._gauge_cls
+        self._model = vllm_config.model_config.served_model_name
 
-        def by_engine(metric: Any) -> dict[int, Any]:
-            return {index: metric.labels(model, str(index)) for index in engine_indexes}
-
-        self._counters: Mapping[str, dict[int, Any]] = {
-            name: by_engine(counter(name=_full_name(name), documentation=meaning, labelnames=labels))
-            for name, meaning in counters.items()
-        }
-        self._gauges: Mapping[str, dict[int, Any]] = {
-            name: by_engine(
-                gauge(
-                    name=_full_name(name),
-                    documentation=meaning,
-                    labelnames=labels,
-                    multiprocess_mode="mostrecent",
+        def create(metric_type: Any, metrics: dict[str, str], **options: Any) -> dict[str, dict[int, Any]]:
+            created = {}
+            for name, help_text in metrics.items():
+                metric = metric_type(
+                    name=_full_name(name), documentation=help_text, labelnames=labels, **options
                 )
-            )
-            for name, meaning in gauges.items()
-        }
-        self._model = model
-        self._failures = counter(
+                created[name] = {index: metric.labels(self._model, str(index)) for index in engine_indexes}
+            return created
+
+        counters, gauges = shown_metrics(spec)
+        self._counters = create(prometheus._counter_cls, counters)
+        self._gauges = create(prometheus._gauge_cls, gauges, multiprocess_mode="mostrecent")
+        self._failures = prometheus._counter_cls(
             name=_full_name(_FAILURES), documentation=_FAILURES_HELP, labelnames=[*labels, "what"]
         )
 
+    @override
     def record(
         self,
         scheduler_stats: SchedulerStats | None,
@@ -296,30 +247,29 @@ class CountsLogger(AggregateStatLoggerBase):
         mm_cache_stats: MultiModalCacheStats | None = None,
         engine_idx: int = 0,
     ) -> None:
-        """Add up what has come with a step's statistics."""
         if scheduler_stats is None:
             return
         try:
-            changes = detach(scheduler_stats)
-            if changes is not None:
+            if changes := detach(scheduler_stats):
                 self._show(changes, engine_idx)
-        except Exception as error:  # which would end all requests of this front end
+        except Exception as error:  # it would end all requests of this front end
             if envs.strict():
                 raise
-            logger.warning_once("Metrics of %s could not be shown: %r", METHOD, error)
+            logger.warning_once("Cannot export metrics of %s: %r", METHOD, error)
 
     def _show(self, changes: Changes, engine_idx: int) -> None:
         for name, number in changes.added.items():
-            name, _, what = name.partition(":")
-            if what:
-                self._failures.labels(self._model, str(engine_idx), what).inc(number)
+            name, _, component = name.partition(":")
+            if component:
+                self._failures.labels(self._model, str(engine_idx), component).inc(number)
             else:
                 self._counters[name][engine_idx].inc(number)
         for name, value in changes.values.items():
             self._gauges[name][engine_idx].set(value)
 
+    @override
     def log_engine_initialized(self) -> None:
-        """Nothing is to be said."""
+        pass
 
 
 def _full_name(name: str) -> str:

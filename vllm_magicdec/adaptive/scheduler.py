@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's schedulers with a controller that sets the number of drafts of every step.
 
-vLLM can vary that number by itself (`num_speculative_tokens_per_batch_size`): the scheduler puts it into
-each `SchedulerOutput`, and both model runners follow. Here a controller sets it instead of a table.
+vLLM can vary that number by a table (`num_speculative_tokens_per_batch_size`): the scheduler writes it into
+each `SchedulerOutput`, and both model runners follow. Here a controller replaces the table.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from typing_extensions import override
 from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
@@ -20,11 +21,11 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
 from vllm_magicdec import envs
-from vllm_magicdec.adaptive.controller import CHOSEN, PLAIN, Choice, Controller, How
+from vllm_magicdec.adaptive.bucket_stats import NONE_FOUND
+from vllm_magicdec.adaptive.controller import PLAIN, UNPLANNED, Choice, Controller, RoundInfo
 from vllm_magicdec.adaptive.draft_plan import DraftLists
 from vllm_magicdec.adaptive.lookup_controller import LookupController
 from vllm_magicdec.adaptive.metrics import Failures, SpeculationGauges, counts_of
-from vllm_magicdec.adaptive.places import NONE_FOUND
 from vllm_magicdec.adaptive.step_times import Step, StepTimes, TimedStep
 from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.errors import METHOD
@@ -36,21 +37,21 @@ _STEPS_PER_REPORT = 32
 
 @dataclass
 class _InFlight:
-    """A step that was handed out."""
+    """A step that the workers have not finished."""
 
-    began: float  # by the clock
-    made: Choice  # how the drafts that it verifies were made
-    how: How  # these drafts came to be
-    drafted: Choice  # how it drafts
-    num_passes: int  # draft steps that it makes
-    decoding: Collection[str]  # requests that were drafted for
+    began: float  # seconds, by the scheduler's clock
+    made: Choice  # choice that made the drafts that the step verifies
+    info: RoundInfo  # how these drafts were made
+    drafted: Choice  # choice by which the step drafts
+    num_passes: int  # draft steps
+    decoding: Collection[str]  # requests that are past their prompts
     budget: int  # K/V entries that each draft step reads per request, at most
     context_tokens: int
-    verified: float | None  # per request; None: it does not do the same for every request
+    verified: float | None  # drafts per request; None if the step does not do the same for every request
 
     @property
     def step(self) -> Step | None:
-        """None: its time tells nothing."""
+        """The step to learn the time of; None if its time is not usable."""
         if self.verified is None:
             return None
         budget = self.budget if self.num_passes else 0
@@ -58,87 +59,89 @@ class _InFlight:
 
 
 class _AdaptiveSpeculation(Scheduler):
-    """What both schedulers get."""
+    """Base of both schedulers."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         spec = self.vllm_config.speculative_config
         assert isinstance(spec, MagicDecSpeculativeConfig)
         self.clock: Callable[[], float] = perf_counter
-        # On the device they change what passes take, and nothing that the scheduler hears of.
+        # Lookups on the device change the passes' times but send the scheduler nothing.
         self._with_lookups = spec.draft_lookup == "on" and not spec.looks_up_on_device
-        # With lookups a step may have more drafts than it can take, so that some requests wait.
+        # With lookups the drafts may exceed the step's token budget, so that some requests wait.
         self._drafts_must_not_wait = self._with_lookups and spec.draft_sample_method == "probabilistic"
         self._controller = self._make_controller(spec)
-        self._latest = PLAIN  # what the step before drafted
-        self._made = PLAIN  # how the latest drafts were made
-        self._how = CHOSEN  # how the latest drafts came to be
+        self._latest = PLAIN  # choice by which the previous step drafted
+        self._made = PLAIN  # choice that made the latest drafts
+        self._info = UNPLANNED  # of the latest drafts
         self._newest: _InFlight | None = None
-        # On a GPU the V2 runner hands out a step's tokens before it drafts. So what passes between two
-        # outputs is the drafts of the step before and the verification of this one.
+        # On a GPU the V2 runner returns a step's tokens before it drafts. So the time between two outputs
+        # covers the drafts of the previous step and the verification of this one.
         on_gpu = self.vllm_config.device_config.device_type == "cuda"
         self._drafts_come_late = on_gpu and self.vllm_config.use_v2_model_runner
-        self._in_flight: dict[int, _InFlight] = {}  # by id() of their SchedulerOutput
-        self._lessons: list[Callable[[], None]] = []  # to be learnt while the workers compute
+        self._in_flight: dict[int, _InFlight] = {}  # by id() of the SchedulerOutput
+        self._lessons: list[Callable[[], None]] = []  # to run while the workers compute
         counts = counts_of(self)
         self._gauges = SpeculationGauges(counts, self._controller.budget)
         self._failures = Failures(counts)
         self._gave_up = False
-        self._updated_at: float | None = None  # None: the engine has been idle since
+        self._updated_at: float | None = None  # None if the engine was idle since
         self._num_reports = 0
 
     def _make_controller(self, spec: MagicDecSpeculativeConfig) -> Controller:
         budget = spec.budget_tokens(self.max_model_len)
         times = StepTimes.load(Path(spec.profile)) if spec.profile else StepTimes()
+        lengths = range(spec.lengths[-1] + 1) if self._with_lookups else spec.lengths
         if self._with_lookups:
-            controller: Controller = LookupController(spec.lengths[-1], budget, times)
+            controller: Controller = LookupController(lengths[-1], budget, times)
         else:
-            controller = Controller(spec.lengths, budget, times)
+            controller = Controller(lengths, budget, times)
         if spec.profile:
-            self._say_what_will_happen(controller)
-            return controller
-        every = range(spec.lengths[-1] + 1)
-        is_any = self._with_lookups or len(every) == len(spec.lengths)
-        drafts = f"0 to {every[-1]}" if is_any else _either(spec.lengths)
-        logger.info_once(
-            "%s will try several choices in the first steps and then choose %s drafts for every step. To "
-            "start with measured times: 'magicdec profile', then the field 'profile'.",
-            METHOD,
-            drafts,
-        )
+            self._log_forecast(controller)
+        else:
+            is_range = len(lengths) == lengths[-1] + 1
+            logger.info_once(
+                "%s will try several choices in the first steps and then choose %s drafts for every step. "
+                "To start with measured times, run 'magicdec profile' and set the field 'profile'.",
+                METHOD,
+                f"0 to {lengths[-1]}" if is_range else " or ".join(map(str, lengths)),
+            )
         return controller
 
-    def _say_what_will_happen(self, controller: Controller) -> None:
+    def _log_forecast(self, controller: Controller) -> None:
         parts = []
         for num_reqs in sorted({1, min(8, self.max_num_running_reqs), self.max_num_running_reqs}):
-            least = controller.least_context(num_reqs, self.max_model_len)
+            least = controller.min_context(num_reqs, self.max_model_len)
             where = "no context" if least is None else f"contexts above about {least:,} tokens"
             parts.append(f"{'every context' if least == 1 else where} at batch {num_reqs}")
         logger.info("%s: speculating for %s.", METHOD, ", ".join(parts))
 
+    @override
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
-        # Before the base class: it makes placeholders for as many drafts.
+        # Before the base class, which makes placeholders for as many drafts.
         scheduler_output.num_spec_tokens_to_schedule = 0
-        if scheduler_output.num_scheduled_tokens and not self._gave_up:
-            try:
-                self._choose(scheduler_output)
-            except Exception:
-                self._give_up()
+        if scheduler_output.num_scheduled_tokens:
+            self._guard(lambda: self._choose(scheduler_output))
         if self._drafts_must_not_wait:
-            # The V1 runner keeps the drafts' probabilities for one step. Without them it would verify the
-            # drafts of the whole batch as if each had been certain.
+            # The V1 runner keeps draft probabilities for one step. Without them it would verify the drafts
+            # of the whole batch as if each had been certain.
             for request in self.running:
                 if request.request_id not in scheduler_output.num_scheduled_tokens:
                     request.spec_token_ids = []
         super()._update_after_schedule(scheduler_output)
 
-    def _give_up(self) -> None:
-        """A fault in the controller costs speed, not requests."""
-        if envs.strict():
-            raise
-        self._gave_up = True
-        self._failures.count("controller")
-        logger.exception("The controller of %s failed; from now on decoding is plain.", METHOD)
+    def _guard(self, action: Callable[[], None]) -> None:
+        """Run an action of the controller, whose failures must cost speed, not requests."""
+        if self._gave_up:
+            return
+        try:
+            action()
+        except Exception:
+            if envs.strict():
+                raise
+            self._gave_up = True
+            self._failures.count("controller")
+            logger.exception("The controller of %s failed; decoding is plain from now on.", METHOD)
 
     def _choose(self, output: SchedulerOutput) -> None:
         scheduled = output.num_scheduled_tokens
@@ -152,7 +155,7 @@ class _AdaptiveSpeculation(Scheduler):
         self._newest = self._in_flight[id(output)] = _InFlight(
             began=self.clock(),
             made=self._made,
-            how=self._how,
+            info=self._info,
             drafted=drafted,
             num_passes=drafted.drafts,
             budget=self._controller.budget,
@@ -160,61 +163,54 @@ class _AdaptiveSpeculation(Scheduler):
             context_tokens=context_tokens,
             verified=verified,
         )
-        self._latest, self._how = choice, How(is_planned=self._controller.is_planned)
+        self._latest, self._info = choice, RoundInfo(is_planned=self._controller.is_planned)
         if choice.drafts or self._with_lookups:
             self._made = choice
 
+    @override
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
-        """vLLM's, after it was noted how the drafts were made."""
         drafts, controller, newest = draft_token_ids.draft_token_ids, self._controller, self._newest
         if newest is not None and newest.drafted.drafts:
             has_failed = not isinstance(drafts, DraftLists) if self._with_lookups else not any(drafts)
             if has_failed:
-                # Neither drafts nor times tell anything.
+                # Neither drafts nor times are usable.
                 self._made, newest.verified = PLAIN, None
             elif isinstance(controller, LookupController):
+                assert isinstance(drafts, DraftLists)
                 newest.num_passes = drafts.num_passes
-                self._how = self._how._replace(num_passes=drafts.num_passes, kind=drafts.kind)
+                self._info = self._info._replace(num_passes=drafts.num_passes, bucket=drafts.bucket)
                 if drafts.num_passes == 0:
-                    newest.drafted = self._made = controller.unread
+                    newest.drafted = self._made = controller.unchecked
         super().update_draft_token_ids(draft_token_ids)
 
     def _verified_per_request(self, output: SchedulerOutput) -> float | None:
-        """Drafts that a pure decode step verifies; None if requests differ and are not to."""
-        drafts, scheduled = output.scheduled_spec_decode_tokens, output.num_scheduled_tokens
-        if not self._with_lookups:
-            return _uniform_drafts(drafts, scheduled)
-        if not all(number == 1 + len(drafts.get(req_id, ())) for req_id, number in scheduled.items()):
+        """Return the drafts per request that a decode-only step verifies; None if times are not usable."""
+        scheduled = output.num_scheduled_tokens
+        counts = [len(output.scheduled_spec_decode_tokens.get(req_id, ())) for req_id in scheduled]
+        if list(scheduled.values()) != [1 + count for count in counts]:
             return None
-        number = sum(map(len, drafts.values())) / len(scheduled)
-        return max(number, NONE_FOUND) if self._made.drafts else number
+        if not self._with_lookups:
+            return counts[0] if len(set(counts)) == 1 else None
+        mean = sum(counts) / len(counts)
+        return max(mean, NONE_FOUND) if self._made.drafts else mean
 
+    @override
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
-        """vLLM's, asked for once the workers have begun: the time to learn from the steps before."""
-        self._learn()
+        self._learn()  # the workers compute meanwhile
         return super().get_grammar_bitmask(scheduler_output)
 
     def _learn(self) -> None:
         lessons, self._lessons = self._lessons, []
-        if self._gave_up:
-            return
-        try:
-            for learn in lessons:
-                learn()
-        except Exception:
-            self._give_up()
+        for lesson in lessons:
+            self._guard(lesson)
 
+    @override
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """vLLM's, after it was noted what the controller has to learn from the step."""
         now = self.clock()
-        self._learn()  # nothing, unless a step went without a bitmask
-        if not self._gave_up:
-            try:
-                self._observe(scheduler_output, model_runner_output, now)
-            except Exception:
-                self._give_up()
+        self._learn()  # only if the step did not ask for a bitmask
+        self._guard(lambda: self._observe(scheduler_output, model_runner_output, now))
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self._updated_at = now if self.running else None
         return outputs
@@ -223,27 +219,22 @@ class _AdaptiveSpeculation(Scheduler):
         known = self._in_flight.pop(id(output), None)
         if known is None:
             return
-        # A busy engine's step lasts from output to output, whatever overlaps within.
+        # A busy engine's step lasts from output to output, whatever overlaps in between.
         seconds = now - (self._updated_at or known.began)
         rounds = _accepted(output, result, known.decoding if self._with_lookups else ())
         if not known.made.drafts:
-            rounds = {}  # those of a request that the step before left out are of an earlier choice
+            rounds = {}  # drafts of a request that the previous step left out were made by an older choice
         self._lessons.append(partial(self._teach, known, rounds.values(), seconds))
 
     def _teach(self, known: _InFlight, rounds: Collection[tuple[int, int]], seconds: float) -> None:
-        step = known.step
+        step, controller = known.step, self._controller
         timed = None if step is None else TimedStep(step, seconds)
-        made = known.made if rounds else PLAIN
-        self._controller.observe(rounds, made, timed, known.drafted, known.how)
-        if timed is not None:
-            self._report(timed.step)
-
-    def _report(self, step: Step) -> None:
-        self._num_reports += 1
-        if self._num_reports % _STEPS_PER_REPORT == 1:
-            controller = self._controller
-            forecast = controller.forecast(step.num_reqs, step.context_tokens)
-            self._gauges.set(forecast, controller.achieved_speedup, controller.num_switches)
+        controller.observe(rounds, known.made if rounds else PLAIN, timed, known.drafted, known.info)
+        if step is not None:
+            self._num_reports += 1
+            if self._num_reports % _STEPS_PER_REPORT == 1:
+                forecast = controller.forecast(step.num_reqs, step.context_tokens)
+                self._gauges.set(forecast, controller.achieved_speedup, controller.num_switches)
 
 
 class MagicDecScheduler(_AdaptiveSpeculation):
@@ -251,27 +242,13 @@ class MagicDecScheduler(_AdaptiveSpeculation):
 
 
 class MagicDecAsyncScheduler(_AdaptiveSpeculation, AsyncScheduler):
-    """For asynchronous scheduling: a step's drafts are chosen before the step before it has ended."""
-
-
-def _either(numbers: Sequence[int]) -> str:
-    *first, last = map(str, numbers)
-    return f"{', '.join(first)} or {last}" if first else last
-
-
-def _uniform_drafts(drafts: Mapping[str, list[int]], scheduled: Mapping[str, int]) -> int | None:
-    """The drafts that every request of a pure decode step verifies; None if they differ."""
-    numbers = {len(drafts.get(req_id, ())) for req_id in scheduled}
-    if len(numbers) != 1:
-        return None
-    (number,) = numbers
-    return number if set(scheduled.values()) == {number + 1} else None
+    """For asynchronous scheduling: a step's drafts are chosen before the previous step has ended."""
 
 
 def _accepted(
     output: SchedulerOutput, result: ModelRunnerOutput, decoding: Collection[str]
 ) -> dict[str, tuple[int, int]]:
-    """(verified, accepted) drafts of each request that has some, and of those named, which need not."""
+    """Return (verified, accepted) drafts of the requests with drafts and of those in `decoding`."""
     rounds = {}
     drafts = output.scheduled_spec_decode_tokens
     for req_id in drafts.keys() | decoding:

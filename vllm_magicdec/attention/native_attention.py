@@ -45,7 +45,7 @@ def use_native_attention(vllm_config: VllmConfig, layer_names: Sequence[str]) ->
         vllm_config: the engine's configuration; the KV cache is allocated.
         layer_names: layers of the target and of a draft model that have a KV cache.
     """
-    layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
+    layers: dict[str, Any] = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
     try:
         kernel = find_kernel()
     except UnreadableError as error:

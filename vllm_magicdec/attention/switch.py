@@ -66,7 +66,7 @@ def install_switches(
     Raises:
         MagicDecConfigError: a layer's attention or KV cache is not supported.
     """
-    layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
+    layers: dict[str, Any] = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
     # vLLM allocates the KV cache twice when it measures memory first: replace the first switches.
     for name in layer_names:
         layers[name].impl.forward = _own_forward(layers[name].impl)

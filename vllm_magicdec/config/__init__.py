@@ -1,16 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user can set, checked once: the first room a value reaches and the last where it is judged.
+"""User configuration and its validation.
 
-`MagicDecSpeculativeConfig` (`speculative.py`) *is* vLLM's `SpeculativeConfig` for the method
-`magicdec-self`: vLLM's own fields that mean something for a draft that is the target, plus those of
-`fields.py`. To the rest of vLLM it is a `draft_model` whose draft is the target itself, which brings
-lookahead slots, padded batches and asynchronous scheduling without a change to the scheduler. With the
-method `magicdec` the draft is a model of its own (`has_draft_model`), which vLLM loads as it does for
-`draft_model`.
+`MagicDecSpeculativeConfig` (`speculative.py`) replaces vLLM's `SpeculativeConfig` for the methods
+`magicdec-self` and `magicdec`. The rest of vLLM sees the method `draft_model`, with the target itself or a
+draft model (`has_draft_model`), and so provides lookahead slots, padded batches and async scheduling.
 
-`given.py` judges what was typed before pydantic does: names, method, `auto`; `refusals.py` judges models
-and layouts, and `reasons.py` makes a line of what a library says of a value. A new field goes into
-`fields.py`; what it may not be together with another, into `speculative.py`.
+`fields.py` declares fields, `given.py` checks user input before pydantic, `speculative.py` checks fields
+against each other, `refusals.py` refuses models and layouts, and `reasons.py` shortens library errors.
 """
 
 from vllm_magicdec.config.fields import (

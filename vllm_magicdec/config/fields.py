@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fields that a user can set, with their meanings: the file that a new one goes into."""
+"""Declarations of the user's fields."""
 
 from dataclasses import fields as dataclass_fields
 from typing import Any, Literal
@@ -25,14 +25,14 @@ _SHARED_FIELDS = frozenset(
         "synthetic_acceptance_length",
     }
 )
-# And those that say which model drafts, where it is another one.
+# Further fields of vLLM for a draft model.
 MODEL_FIELDS = frozenset({"quantization", "revision", "code_revision", "attention_backend"})
-# The plugin's own that take true or false, and all that do.
+# Boolean fields: the plugin's own, and all.
 _OWN_SWITCHES = ("native_attention",)
 SWITCHES = (*_OWN_SWITCHES, "enable_adaptive_verification")
-# What a SPIRe draft brings with it: it sees what it was trained to see.
+# Fields set by a SPIRe draft, which needs the view it was trained with.
 VIEW_FIELDS = ("draft_kv_policy", "draft_kv_budget", "draft_kv_sink")
-# Fields that vLLM fills in, not the user.
+# Fields that the user cannot set.
 ENGINE_FIELDS = frozenset(
     {
         "target_model_config",
@@ -46,13 +46,13 @@ ENGINE_FIELDS = frozenset(
         "lengths",
     }
 )
-# Of these, what the plugin itself fills in: only a copy has them, and it has all.
+# Of these, fields set by the plugin; a copied config passes all of them.
 PRIVATE_FIELDS = ENGINE_FIELDS - {"target_model_config", "target_parallel_config"}
 
 
 @config
 class MagicDecFields(SpeculativeConfig):
-    """The fields of `MagicDecSpeculativeConfig`; vLLM's decorator makes them a pydantic dataclass."""
+    """Fields of `MagicDecSpeculativeConfig`, as a pydantic dataclass."""
 
     num_speculative_tokens: int = Field(default=4, gt=0, le=128)
     """Draft tokens per round (gamma), or `auto`: chosen for every step, 0 included, from the
@@ -109,29 +109,29 @@ class MagicDecFields(SpeculativeConfig):
     snapkv_pooling: Literal["max", "avg"] = "max"
     """How it pools."""
     has_draft_model: bool = False
-    """Whether `model` drafts, over a KV cache of its own, and not the target over the target's."""
+    """Whether `model` drafts over its own KV cache."""
     looks_up_on_device: bool = False
-    """Whether lookups search where the latest tokens are, and the host does not know them."""
+    """Whether lookups run on the device, because the host does not know the latest tokens."""
     adaptive: bool = False
-    """Whether a controller sets the draft tokens of every round; `num_speculative_tokens` is the most."""
+    """Whether a controller sets the draft tokens of every round, up to `num_speculative_tokens`."""
     lengths: tuple[int, ...] = ()
-    """Numbers of drafts that a controller chooses among, ascending; () without one."""
+    """Numbers of drafts that the controller chooses from, ascending; empty without a controller."""
 
 
 def documented_fields() -> tuple[str, ...]:
-    """The fields whose meaning or default is the plugin's own."""
+    """Return the fields that the plugin defines or whose default it changes."""
     prefixes = ("draft_kv_", "draft_lookup", "snapkv_")
     own = (f.name for f in dataclass_fields(MagicDecFields) if f.name.startswith(prefixes))
     return ("num_speculative_tokens", "max_num_speculative_tokens", "profile", *own, *_OWN_SWITCHES)
 
 
 def default_of(name: str) -> Any:
-    """What a field is where the user does not give it."""
+    """Return a field's default."""
     (default,) = (field.default for field in dataclass_fields(MagicDecFields) if field.name == name)
     return getattr(default, "default", default)  # of pydantic's Field
 
 
 def user_fields() -> tuple[str, ...]:
-    """Every field that a user may give: the plugin's own first, then vLLM's."""
+    """Return the fields that a user may set: the plugin's first, then vLLM's."""
     own = documented_fields()
     return (*own, *sorted(_SHARED_FIELDS - set(own)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user typed, before pydantic looks at the values: names, method, `auto`."""
+"""Checks of user input before pydantic: field names, method, `auto`."""
 
 import difflib
 from collections.abc import Mapping
@@ -13,17 +13,13 @@ from vllm_magicdec.errors import METHOD, MODEL_METHOD, MagicDecConfigError, quot
 
 
 def selects_magicdec(speculative_fields: Mapping[str, Any]) -> bool:
-    """Whether the keyword arguments of a `SpeculativeConfig` ask for this plugin."""
+    """Return whether the fields of a `SpeculativeConfig` select this plugin."""
     method, model = speculative_fields.get("method"), speculative_fields.get("model")
     return METHOD in (method, model) or method == MODEL_METHOD
 
 
 def refuse_misspelt_method(speculative_fields: Mapping[str, Any]) -> None:
-    """vLLM would look for a model of that name.
-
-    Raises:
-        MagicDecConfigError: with the right name.
-    """
+    """Raise MagicDecConfigError for a misspelt method, which vLLM would take for a model's name."""
     for name in ("method", "model"):
         value = speculative_fields.get(name)
         if not isinstance(value, str) or value == METHOD or len(value) > 2 * len(METHOD):
@@ -36,28 +32,28 @@ def refuse_misspelt_method(speculative_fields: Mapping[str, Any]) -> None:
 
 
 def check_given(given: object, options: Mapping[str, object]) -> None:
-    """Refuse what vLLM would not even look into.
+    """Refuse a `speculative_config` that is no dictionary of fields or conflicts with options.
 
     Args:
-        given: for `speculative_config`.
-        options: the same fields from options of the command line, by field; None where not given.
+        given: value of `speculative_config`.
+        options: command-line options by field; None if not given.
 
     Raises:
-        MagicDecConfigError: with what to type instead.
+        MagicDecConfigError: says what to type instead.
     """
     if given is None:
         return
     example = f"{{'method': {METHOD!r}}}"
     if not isinstance(given, dict):
         raise MagicDecConfigError(
-            f"speculative_config={quoted(given)} is no dictionary of fields; for {METHOD} use {example}"
+            f"speculative_config={quoted(given)} is not a dictionary of fields; for {METHOD} use {example}"
         )
     named = {name: value for name, value in options.items() if value is not None}
     if not selects_magicdec({**given, **named}):
         return
     for name in given:
         if not isinstance(name, str):
-            raise MagicDecConfigError(f"{METHOD}: the name of a field is text, not {quoted(name)}")
+            raise MagicDecConfigError(f"{METHOD}: field names are strings, not {quoted(name)}")
         if name in named:
             raise MagicDecConfigError(
                 f"{METHOD}: {name} is given twice, as {quoted(named[name])} by an option and as "
@@ -71,11 +67,7 @@ _REMOVED_FIELDS = {
 
 
 def check_field_names(given: Mapping[str, Any]) -> None:
-    """Refuse fields that are unknown or that mean nothing to the method.
-
-    Raises:
-        MagicDecConfigError: with the nearest name, or the names there are.
-    """
+    """Raise MagicDecConfigError for fields that are unknown or unused by the method."""
     allowed = user_fields()
     if given.get("method") == MODEL_METHOD or given.get("has_draft_model"):
         allowed = (*allowed, *sorted(MODEL_FIELDS))
@@ -85,13 +77,13 @@ def check_field_names(given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         if name in allowed and name not in SWITCHES and isinstance(value, bool):
             raise MagicDecConfigError(
-                f"{name_of(given)}: {name}={value} is not possible: it takes no true or false"
+                f"{name_of(given)}: {name}={value} is not possible: it is not a boolean field"
             )
         if name in allowed or (name in ENGINE_FIELDS and (is_copy or name not in PRIVATE_FIELDS)):
             continue
         if name in known_to_vllm:
             default = getattr(defaults[name], "default", defaults[name])
-            # vllm.config.utils.replace() hands back every field, most at their default.
+            # vllm.config.utils.replace() passes every field, most at their default.
             if value == default:
                 continue
             raise MagicDecConfigError(
@@ -112,7 +104,7 @@ def check_field_names(given: Mapping[str, Any]) -> None:
 
 
 def check_method(given: Mapping[str, Any]) -> bool:
-    """Whether another model than the target drafts."""
+    """Return whether a draft model drafts; raise MagicDecConfigError for a contradictory method."""
     method, model = given.get("method"), given.get("model")
     if given.get("has_draft_model"):  # a copy
         return True
@@ -137,7 +129,7 @@ def check_method(given: Mapping[str, Any]) -> bool:
 
 
 def resolve_auto(given: Mapping[str, Any]) -> dict[str, Any]:
-    """vLLM wants a number where a user may type `auto`, and a list where one name will do."""
+    """Replace `auto` and a single source by values of the declared types."""
     if given.get("draft_kv_budget") == "auto":
         raise MagicDecConfigError(
             f"{name_of(given)}: draft_kv_budget='auto' is no longer supported; use a number of tokens, or "
@@ -153,5 +145,5 @@ def resolve_auto(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def name_of(given: Mapping[str, Any]) -> str:
-    """The method's, as users know it."""
+    """Return the method's public name."""
     return MODEL_METHOD if given.get("method") == MODEL_METHOD else METHOD

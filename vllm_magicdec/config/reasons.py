@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of the libraries that judge a value, as a line of a sentence to the user."""
+"""Library errors, shortened to one line."""
 
 from traceback import walk_tb
 
@@ -8,13 +8,13 @@ from vllm.config import ModelConfig, SpeculativeConfig
 
 from vllm_magicdec.errors import quoted
 
-_LONGEST_REASON = 240  # characters of a library's
+_LONGEST_REASON = 240  # characters
 
 
 def first_problem(error: ValidationError, method: str) -> str:
-    """One sentence for the first problem that pydantic found."""
+    """Return a sentence on the first problem that pydantic found."""
     problem = error.errors(include_url=False)[0]
-    # Where there is no such draft model, vLLM goes on with a page of advice.
+    # For an unknown draft model, vLLM adds a page of advice.
     message = problem["msg"].removeprefix("Value error, ").split("\n")[0]
     if not problem["loc"]:
         return f"{method}: {message}"
@@ -23,8 +23,8 @@ def first_problem(error: ValidationError, method: str) -> str:
     return f"{method}: {name}={value} is not possible: {message[0].lower()}{message[1:]}"
 
 
-def in_a_line(error: Exception) -> str:
-    """What a library's error says, without the page of advice that may follow."""
+def one_line(error: Exception) -> str:
+    """Return the first line of an error."""
     if isinstance(error, ValidationError):
         problem = error.errors(include_url=False)[0]
         name = "".join(f"{part}: " for part in problem["loc"])
@@ -36,15 +36,15 @@ def in_a_line(error: Exception) -> str:
     return line.rstrip(" .") if len(line) <= _LONGEST_REASON else f"{line[:_LONGEST_REASON]}..."
 
 
-def is_of_reading(error: Exception) -> bool:
-    """Whether vLLM raised it while it made a model's configuration, not while it used what it had made.
+def is_config_error(error: Exception) -> bool:
+    """Return whether vLLM raised the error while it read a model's configuration.
 
-    Some of a draft's numbers its `SpeculativeConfig` takes as they are.
+    `SpeculativeConfig` computes with some of the draft's unchecked numbers, so its errors count too.
     """
     if isinstance(error, ValidationError):
         return error.title == ModelConfig.__name__
     frames = [frame.f_code for frame, _ in walk_tb(error.__traceback__)]
-    is_reckoning = frames[-1] is SpeculativeConfig.__post_init__.__code__
+    is_computing = frames[-1] is SpeculativeConfig.__post_init__.__code__
     return ModelConfig.__post_init__.__code__ in frames or (
-        is_reckoning and isinstance(error, TypeError | ArithmeticError)
+        is_computing and isinstance(error, TypeError | ArithmeticError)
     )

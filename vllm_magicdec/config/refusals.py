@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models and layouts that cannot be drafted for, or with, and what to do instead.
+"""Refusals of models and parallel layouts that the speculative config can check.
 
-Judged by a speculative config, before the rest of the engine is known; see `vllm_api/engine_config.py` for
-what only that shows. `MagicDecSpeculativeConfig` makes each a sentence with the method's name.
+`vllm_api/engine_config.py` checks the rest of the engine. All functions raise ValueError with the reason
+and an alternative; `MagicDecSpeculativeConfig` adds the method's name.
 """
 
 from vllm.config import ModelConfig, ParallelConfig
@@ -15,14 +15,11 @@ _SPARSE_MLA_FIELDS = ("index_topk", "compress_ratios")  # of a Hugging Face conf
 
 
 def check_model(model: ModelConfig, instead: str = "serve it without speculation") -> None:
-    """Refuse targets whose state a draft step would destroy or could not reach.
+    """Refuse models whose state a draft step would destroy or could not read.
 
     Args:
-        model: the target, or a draft model.
-        instead: what to do.
-
-    Raises:
-        ValueError: with the reason and the way out.
+        model: the target or a draft model.
+        instead: the alternative to suggest.
     """
     if model.is_encoder_decoder:
         raise ValueError(f"encoder-decoder models are not supported; {instead}")
@@ -44,21 +41,17 @@ def check_model(model: ModelConfig, instead: str = "serve it without speculation
 
 
 def check_draft_model(draft: ModelConfig, target: ModelConfig) -> None:
-    """Refuse drafts that could not follow their target.
-
-    Raises:
-        ValueError: with the reason and the way out.
-    """
+    """Refuse drafts that cannot follow their target."""
     name = f"model={draft.model!r}"
     if target.use_mla or draft.use_mla:
         raise ValueError(
             f"{name}: MLA models are not supported beside or as a draft model; draft with the target "
             f"itself ({METHOD})"
         )
-    for kind, model in (("target", target), ("draft", draft)):
+    for role, model in (("target", target), ("draft", draft)):
         if model.supports_multimodal_inputs or model.enable_prompt_embeds:
             raise ValueError(
-                f"{name}: the {kind} takes more than text, which a draft model would not see; draft with "
+                f"{name}: the {role} takes more than text, which a draft model would not see; draft with "
                 f"the target itself ({METHOD}), or "
                 + (
                     "serve text alone (--limit-mm-per-prompt with 0 of everything, without "
@@ -85,11 +78,7 @@ def check_draft_model(draft: ModelConfig, target: ModelConfig) -> None:
 
 
 def check_spire(draft: ModelConfig, target: ModelConfig, fields: SpireSettings) -> None:
-    """Refuse a SPIRe draft beside a target whose activations are not those that it was trained with.
-
-    Raises:
-        ValueError: with the reason and the way out.
-    """
+    """Refuse a SPIRe draft that was trained for a target of another shape."""
     theirs, own = target.hf_text_config, draft.hf_text_config
     needed = {
         "num_hidden_layers": (fields.target_num_hidden_layers, theirs.num_hidden_layers),
@@ -106,11 +95,7 @@ def check_spire(draft: ModelConfig, target: ModelConfig, fields: SpireSettings) 
 
 
 def check_parallel(parallel: ParallelConfig, model: ModelConfig) -> None:
-    """Refuse layouts in which one worker does not hold a whole request in all layers.
-
-    Raises:
-        ValueError: with the reason and the way out.
-    """
+    """Refuse layouts in which a worker lacks layers or tokens of a request."""
     if parallel.pipeline_parallel_size > 1:
         raise ValueError(
             f"pipeline_parallel_size={parallel.pipeline_parallel_size} is not supported because a draft "
@@ -142,15 +127,7 @@ def check_parallel(parallel: ParallelConfig, model: ModelConfig) -> None:
 
 
 def check_adaptive_verification(model: ModelConfig, *, is_adaptive: bool) -> None:
-    """Refuse vLLM's adaptive verification where it has none; it judges CUDA graphs and LoRA itself.
-
-    Args:
-        model: the target.
-        is_adaptive: `auto` chooses the number of drafts.
-
-    Raises:
-        ValueError: with the way out.
-    """
+    """Refuse vLLM's adaptive verification where it has no effect or conflicts with `auto`."""
     if is_adaptive:
         raise ValueError(
             "enable_adaptive_verification needs a fixed num_speculative_tokens, as 'auto' would take "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's speculative configuration for the plugin's methods: where the fields are judged together."""
+"""vLLM's speculative configuration for the plugin's methods."""
 
 import os
 from contextlib import suppress
@@ -17,7 +17,7 @@ from vllm_magicdec.config.fields import (
     default_of,
 )
 from vllm_magicdec.config.given import check_field_names, check_method, name_of, resolve_auto
-from vllm_magicdec.config.reasons import first_problem, in_a_line, is_of_reading
+from vllm_magicdec.config.reasons import first_problem, is_config_error, one_line
 from vllm_magicdec.config.refusals import (
     check_adaptive_verification,
     check_draft_model,
@@ -37,10 +37,10 @@ class MagicDecSpeculativeConfig(MagicDecFields):
     """vLLM's speculative configuration for the methods `magicdec-self` and `magicdec`.
 
     Raises:
-        MagicDecConfigError: a field is unknown, has no meaning here, or its value is impossible.
+        MagicDecConfigError: a field is unknown, unused by the method, or has an invalid value.
     """
 
-    def __init__(self, /, **user_fields: Any) -> None:  # whatever their names, `self` among them
+    def __init__(self, /, **user_fields: Any) -> None:
         check_field_names(user_fields)
         has_draft_model = check_method(user_fields)
         fields = {**resolve_auto(user_fields), "has_draft_model": has_draft_model}
@@ -49,9 +49,9 @@ class MagicDecSpeculativeConfig(MagicDecFields):
         except ValidationError as error:
             raise MagicDecConfigError(first_problem(error, name_of(user_fields))) from None
         if self.spire is not None:
-            # The fields themselves have the draft's own values by now, and not what was given: the default.
+            # `__post_init__` has replaced the given defaults by the draft's values.
             for name in (name for name in VIEW_FIELDS if user_fields.get(name) == default_of(name)):
-                if problem := self._differs_from(self.spire, name, default_of(name)):
+                if problem := self._spire_mismatch(self.spire, name, default_of(name)):
                     raise MagicDecConfigError(f"{MODEL_METHOD}: {problem}")
 
     def __post_init__(self) -> "MagicDecSpeculativeConfig":
@@ -79,37 +79,36 @@ class MagicDecSpeculativeConfig(MagicDecFields):
         return self
 
     def _configure_draft_model(self) -> None:
-        """As vLLM does for `draft_model`; it may find that the model is a draft of another kind."""
         self._refuse_untrusted_folder()
         try:
             SpeculativeConfig.__post_init__(self)
-        except Exception as error:  # of whatever reads config.json
-            if not is_of_reading(error):
+        except Exception as error:  # of any reader of config.json
+            if not is_config_error(error):
                 raise
             names = ("quantization", "revision", "code_revision")
             given = [name for name in names if getattr(self, name) is not None]
             beside = "".join(f", {name}={quoted(getattr(self, name))}," for name in given)
-            # It may be damaged, or whole and nothing that this vLLM serves here: the reason says which.
             raise ValueError(
-                f"vLLM cannot use model={self.model!r}{beside} as a draft ({in_a_line(error)}); use "
+                f"vLLM cannot use model={self.model!r}{beside} as a draft ({one_line(error)}); use "
                 "another draft, or a folder with a whole config.json"
                 f"{''.join(f', or remove {name}' for name in given)}"
                 f"{', or add --trust-remote-code' if 'trust_remote_code' in str(error) else ''}"
             ) from None
-        self.prompt_lookup_max = self.prompt_lookup_min = None  # vLLM's 0 is none that a copy may have
+        self.prompt_lookup_max = self.prompt_lookup_min = None  # a copy must not pass vLLM's 0
         if self.method != "draft_model":
             raise ValueError(
                 f"model={self.model!r} drafts by vLLM's method {self.method!r}; use that method, or name a "
                 "language model"
             )
         check_draft_model(self.draft_model_config, self.target_model_config)
-        self._take_what_it_was_trained_for()
+        self._apply_spire_settings()
         check_parallel(self.target_parallel_config, self.draft_model_config)
 
     def _refuse_untrusted_folder(self) -> None:
-        """Raises ValueError: the draft is a folder that any user may change, or holds such a file."""
+        """Raise ValueError if any user may change the draft's folder or a file in it."""
+        assert self.model is not None
         paths = [Path(self.model)] if os.path.isdir(self.model) else []
-        with suppress(OSError):  # vLLM says what it cannot read
+        with suppress(OSError):  # vLLM reports unreadable files
             paths += [file for folder in paths for file in folder.iterdir()]
         for path in paths:
             try:
@@ -119,7 +118,7 @@ class MagicDecSpeculativeConfig(MagicDecFields):
                 raise ValueError(f"model={self.model!r} is not trusted: {error}") from None
 
     def verify_equal_vocab_size_if_draft_model(self) -> None:
-        """vLLM's check, in a sentence that says what to do; raises ValueError."""
+        """Replace vLLM's check by one that says what to do."""
         if not self.has_draft_model or None in (self.target_model_config, self.draft_model_config):
             return
         targets, own = self.target_model_config.get_vocab_size(), self.draft_model_config.get_vocab_size()
@@ -132,22 +131,18 @@ class MagicDecSpeculativeConfig(MagicDecFields):
 
     @property
     def spire(self) -> SpireSettings | None:
-        """What a SPIRe draft says of itself; None: no such draft drafts."""
+        """Settings of a SPIRe draft; None for other drafts."""
         if not self.has_draft_model or self.draft_model_config is None:
             return None
         return served_settings(self.draft_model_config.hf_config)
 
     @property
     def policy(self) -> type[Policy]:
-        """Who chooses where the draft looks."""
+        """Policy that selects the draft's view."""
         return find_policy(self.draft_kv_policy) if self.spire is None else SinksAndWindow
 
-    def _take_what_it_was_trained_for(self) -> None:
-        """A SPIRe draft has one target, and one view.
-
-        Raises:
-            ValueError: with the reason and the way out.
-        """
+    def _apply_spire_settings(self) -> None:
+        """Check a SPIRe draft against the target, and set its view."""
         try:
             fields = self.spire
         except SpireError as error:
@@ -168,13 +163,13 @@ class MagicDecSpeculativeConfig(MagicDecFields):
         for name, value in zip(VIEW_FIELDS, ("streamingllm", budget, fields.sinks), strict=True):
             given = getattr(self, name)
             setattr(self, name, value)
-            if given != default_of(name) and (problem := self._differs_from(fields, name, given)):
+            if given != default_of(name) and (problem := self._spire_mismatch(fields, name, given)):
                 raise ValueError(problem)
 
-    def _differs_from(self, draft: SpireSettings, name: str, given: object) -> str | None:
-        """What is wrong with a field that says otherwise than the draft was trained for; None: nothing."""
+    def _spire_mismatch(self, draft: SpireSettings, name: str, given: object) -> str | None:
+        """Return why a field contradicts the draft's training; None if it does not."""
         trained = draft.sinks + draft.window
-        # Of a model shorter than its view the draft sees less.
+        # The budget is smaller where the model is shorter than the draft's view.
         if given == getattr(self, name) or (name == "draft_kv_budget" and given == trained):
             return None
         return (
@@ -184,12 +179,7 @@ class MagicDecSpeculativeConfig(MagicDecFields):
         )
 
     def limits(self, vllm_config: VllmConfig, page_size: int) -> Limits:
-        """What budgets are judged by.
-
-        Args:
-            vllm_config: the engine's.
-            page_size: tokens per page of the block tables.
-        """
+        """Return the limits that apply to budgets; `page_size` is in tokens."""
         return Limits(
             page_size=page_size,
             max_model_len=vllm_config.model_config.max_model_len,
@@ -203,7 +193,7 @@ class MagicDecSpeculativeConfig(MagicDecFields):
             return
         way_out = " or ".join(["remove it", *(f"use {name!r}" for name in granularities)])
         raise ValueError(
-            f"draft_kv_granularity={self.draft_kv_granularity!r} means nothing to "
+            f"draft_kv_granularity={self.draft_kv_granularity!r} is not supported by "
             f"draft_kv_policy={self.draft_kv_policy!r}; {way_out}"
         )
 
@@ -224,19 +214,16 @@ class MagicDecSpeculativeConfig(MagicDecFields):
 
     @property
     def round_lengths(self) -> tuple[int, ...]:
-        """Numbers of drafts that rounds have, none apart, but for a table of vLLM's that says fewer."""
+        """Numbers of drafts of rounds that draft, except for vLLM's table by batch size."""
         return tuple(length for length in self.lengths if length) or (self.num_speculative_tokens,)
 
     def use_ngram(self) -> bool:
-        """Whether vLLM's V2 runner keeps the requests' tokens in the device's memory, and not the host's.
-
-        It asks nothing else by that name where a speculator of the plugin's drafts.
-        """
+        """Whether vLLM's V2 runner keeps tokens on the device; it uses this name for nothing else here."""
         return self.looks_up_on_device
 
     @property
     def datastores(self) -> tuple[str, ...]:
-        """Paths of datastores that lookups read."""
+        """Paths of the lookups' datastores."""
         return tuple(name for name in self.draft_lookup_sources if name not in ("context", "served"))
 
     def _resolve_adaptive(self) -> None:
@@ -258,15 +245,14 @@ class MagicDecSpeculativeConfig(MagicDecFields):
         self.choose_among(nested_lengths(most, most + 1))
 
     def choose_among(self, lengths: tuple[int, ...]) -> None:
-        """Let the controller choose among these numbers of drafts, and vLLM capture CUDA graphs for them.
+        """Let the controller choose among `lengths`, and vLLM capture CUDA graphs for them.
 
-        vLLM captures full graphs of the lengths that its table from batch size to drafts names for 1 to
-        `max_num_seqs` requests. Each length gets one of these sizes, the largest first, so that the least
-        go without where they do not suffice. 0 has all larger batches, because vLLM adds sizes of graphs
-        for those: its usual ones, then. The scheduler's controller overrules the table.
+        vLLM captures full graphs for the lengths in its table from batch size to drafts. Each length gets a
+        batch size, the largest length first because sizes may not suffice. All larger batches get 0, so
+        that vLLM adds its usual graph sizes. The controller overrides the table.
 
         Args:
-            lengths: ascending. Plain decoding is tried now and then even where 0 is not among them.
+            lengths: ascending; 0 is tried at times even if missing.
         """
         self.lengths = lengths
         *larger, least = sorted({0, *lengths}, reverse=True)
@@ -274,22 +260,18 @@ class MagicDecSpeculativeConfig(MagicDecFields):
         self.num_speculative_tokens_per_batch_size = [*table, (len(larger) + 1, 2**20, least)]
 
     def budget_tokens(self, context: int) -> int:
-        """K/V entries that a draft step reads of a request with `context` tokens, at most."""
+        """Return the maximum K/V entries that a draft step reads of a request with `context` tokens."""
         budget = self.draft_kv_budget
         return int(budget) if budget >= 1 else max(self.draft_kv_min_budget, int(budget * context))
 
     @property
     def max_num_new_slots_for_drafting(self) -> int:
-        """0: no pass of a draft has more tokens than vLLM's scheduler gives the target.
-
-        A draft that is the target never re-reads a verified token, and a draft model reads them in passes
-        of their own where they are many.
-        """
+        """0, because no draft pass has more tokens than vLLM schedules for the target."""
         return 0
 
     @property
     def name(self) -> str:
-        """The method, as users call it."""
+        """Public name of the method."""
         return MODEL_METHOD if self.has_draft_model else METHOD
 
     def __repr__(self) -> str:
@@ -304,17 +286,16 @@ class MagicDecSpeculativeConfig(MagicDecFields):
 
 
 def nested_lengths(most: int, at_most: int) -> tuple[int, ...]:
-    """Numbers of drafts to choose among where each has CUDA graphs of its own: 0, 1, 3, 7, 15, ...
+    """Return numbers of drafts whose CUDA graphs do not conflict: 0, 1, 3, 7, 15, ...
 
-    vLLM gives a batch the graphs of the next larger number of tokens that any was captured for, and none if
-    that one is of another number of drafts. A verification of these has 1, 2, 4, 8, ... tokens per request,
-    so that vLLM's sizes, multiples of 8, are graphs of all of them.
+    vLLM uses a graph only if the next captured number of tokens has the same number of drafts. Verifying
+    these takes 1, 2, 4, 8, ... tokens per request, so vLLM's sizes, multiples of 8, suit all of them.
 
     Args:
-        most: none is larger; at least 1.
-        at_most: how many, at least 2; some between the first and the last are left out for it, evenly.
+        most: upper bound of the numbers, at least 1.
+        at_most: how many to return, at least 2, evenly spread.
     """
     lengths = [2**power - 1 for power in range((most + 1).bit_length())]
     at_most = min(at_most, len(lengths))
-    places = (round(i * (len(lengths) - 1) / (at_most - 1)) for i in range(at_most))
-    return tuple(lengths[place] for place in places)
+    indices = (round(i * (len(lengths) - 1) / (at_most - 1)) for i in range(at_most))
+    return tuple(lengths[index] for index in indices)

@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logits that drafts are drawn from."""
+"""Finite draft logits."""
 
 import math
 
 import torch
 
-_LARGEST = 1e4  # within every type, and divided by a low temperature within float32
+_LARGEST = 1e4  # fits every dtype, and float32 after division by a low temperature
 
 
 def make_finite(logits: torch.Tensor) -> torch.Tensor:
-    """Make a distribution of logits that have overflowed, in place.
+    """Replace NaN and plus infinity in place, so that softmax yields a distribution.
 
-    Verification keeps the output's distribution whatever the draft's is, as long as it is one; with NaN in
-    it the rejection sampler would draw from nothing. Minus infinity stays: a token without a chance.
+    Verification is exact for any draft distribution without NaN. Minus infinity stays: it masks tokens.
 
     Args:
-        logits: [num_tokens, vocab_size], of any floating type.
+        logits: [num_tokens, vocab_size], any floating dtype.
     """
     return torch.nan_to_num_(logits, nan=-_LARGEST, posinf=_LARGEST, neginf=-math.inf)

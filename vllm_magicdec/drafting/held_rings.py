@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens the rings of a draft model's KV cache hold, by request (`views/rings.py`).
+"""Tokens held by the rings of a draft model's KV cache, by request (`views/rings.py`).
 
-A ring is its request's alone and ends with it: nothing is handed on. So it is the request that is asked,
-and only as long as it is in the batch without a break, on the same blocks.
+A ring belongs to one request. Its state is valid while the request stays in the batch on the same blocks.
 """
 
 from collections.abc import Sequence
@@ -15,33 +14,31 @@ from vllm_magicdec.views.rings import Ring
 
 @dataclass
 class _Held:
-    """Of the sinks those before `end`; of the tokens after them those from `first` up to `end`."""
+    """Sinks before `end`, and later tokens from `first` up to `end`."""
 
-    blocks: bytes  # [num_blocks] int32, the ring's
+    blocks: bytes  # [num_blocks] int32
     first: int = 0
     end: int = 0
 
 
 class HeldRings:
-    """Of each request, which verified tokens the draft has K/V of.
+    """Tracks the verified tokens of each request that have K/V of the draft.
 
     Args:
-        ring: of each request.
+        ring: layout of each request's ring.
     """
 
     def __init__(self, ring: Ring) -> None:
         self._ring = ring
-        self._held: list[_Held] = []  # by place in the batch
+        self._held: list[_Held] = []  # by index in the batch
         self._by_request: dict[str, _Held] = {}
 
     def begin_step(self, req_ids: Sequence[str], blocks: Sequence[np.ndarray]) -> None:
-        """The target has taken a step with these requests; others have left, or wait for their turn.
-
-        Who comes back may have been preempted: its ring holds nothing, whoever had the blocks meanwhile.
+        """Start a step of the target; requests that are not in the batch lose their rings.
 
         Args:
             req_ids: of the batch.
-            blocks: [num_blocks] int32 each, of their rings.
+            blocks: [num_blocks] int32 by request, the blocks of its ring.
         """
         self._held = []
         for req_id, own in zip(req_ids, blocks, strict=True):
@@ -53,34 +50,35 @@ class HeldRings:
         self._by_request = dict(zip(req_ids, self._held, strict=True))
 
     def forget(self, index: int, first: int) -> None:
-        """The request's tokens from `first` on may be others now."""
+        """Invalidate the request's tokens from `first` on."""
         held = self._held[index]
         held.end = min(held.end, first)
 
     def add(self, index: int, first: int, end: int) -> None:
-        """The draft has K/V of the request's tokens from `first` up to `end`, and of those before."""
+        """Record K/V of the request's tokens from `first` up to `end`, if none before is missing."""
         held = self._held[index]
         if first <= held.end:
             held.end = max(held.end, end)
 
     def add_entries(self, index: int, num_tokens: int, end: int) -> None:
-        """The draft has K/V of those of the ring's entries for `num_tokens` that are before `end`."""
+        """Record K/V of the ring's entries for `num_tokens` that are before `end`."""
         held = self._held[index]
         held.first, held.end = self._ring.first_seen(num_tokens), end
 
     def write_over(self, index: int, end: int) -> None:
-        """A round's passes may write the request's tokens up to `end`, over the oldest of its window."""
+        """Invalidate the oldest tokens of the window, which tokens up to `end` may overwrite."""
         held = self._held[index]
         held.first = max(held.first, self._ring.first_left(end))
 
     def lacking(self, index: int, num_tokens: int) -> np.ndarray:
-        """[num_lacking] int64, positions that the round after `num_tokens` may show and that are not there.
+        """Return the positions without K/V that the round after `num_tokens` may read.
 
-        They are the last ones of the ring's entries for that number.
+        Returns:
+            [num_lacking] int64, the last entries of the ring.
         """
         held, entries = self._held[index], self._ring.entries(num_tokens)
         sinks, first = self._ring.sink_pages * self._ring.page_size, self._ring.first_seen(num_tokens)
         end = held.end
-        if held.first > first:  # then what was held after it is not in one piece with what was before
+        if held.first > first:  # held tokens are not contiguous
             end = min(end, sinks)
         return entries[np.searchsorted(entries, end) :]

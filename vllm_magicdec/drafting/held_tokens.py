@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens a draft model's KV cache holds, by the page: pages outlive requests.
+"""Tokens held by a draft model's KV cache, by page.
 
-The target's passes write each verified token's K/V, the draft's follow later or, where decoding stays
-plain, much later. Prefix caching hands pages on from request to request, preemption takes them away: a page
-is asked, not a request, so that none of this needs to be known here.
+The draft writes the K/V of a verified token later than the target, or much later while decoding is plain.
+Tracking pages instead of requests covers prefix caching and preemption.
 """
 
 import numpy as np
 
 
 class HeldTokens:
-    """Of every page the number of its first entries that the draft has K/V of, for the tokens now in it.
+    """Tracks how many of each page's first entries have K/V of the draft.
 
     Args:
         num_pages: of the KV cache.
@@ -22,12 +21,12 @@ class HeldTokens:
         self._held = np.zeros(num_pages, dtype=np.int32)
 
     def forget(self, pages: np.ndarray, first: int, end: int) -> None:
-        """The target writes a request's tokens from `first` up to `end`, whatever stood there before.
+        """Invalidate a request's tokens from position `first` up to `end`, which the target writes.
 
         Args:
-            pages: [num_pages] int32, the request's, in order.
-            first: position of a token.
-            end: position after the last one.
+            pages: [num_pages] int32, the request's pages in order.
+            first: first position.
+            end: position after the last token.
         """
         if first >= end:
             return
@@ -36,9 +35,9 @@ class HeldTokens:
         self._held[pages[page + 1 : (end - 1) // self._page_size + 1]] = 0
 
     def add(self, pages: np.ndarray, first: int, end: int) -> None:
-        """The draft has K/V of a request's tokens from `first` up to `end`; see `forget`.
+        """Record K/V of a request's tokens from `first` up to `end`; arguments as in `forget`.
 
-        It has those of all tokens before in the page of `first`.
+        All tokens before `first` in its page must have K/V.
         """
         if first >= end:
             return
@@ -47,7 +46,7 @@ class HeldTokens:
         self._held[pages[last]] = max(self._held[pages[last]], within + 1)
 
     def first_lacking(self, pages: np.ndarray, end: int) -> int:
-        """Of a request's first `end` tokens, the first one that the draft has no K/V of; `end`: none."""
+        """Return the first position before `end` without K/V of the draft; `end` if there is none."""
         last = (end - 1) // self._page_size
         held = self._held[pages[: last + 1]]
         partial = np.flatnonzero(held[:last] < self._page_size)

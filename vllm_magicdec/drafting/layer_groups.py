@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of the target's attention layers draft over one view."""
+"""Groups of attention layers that draft over one view."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,32 +21,26 @@ from vllm_magicdec.views.windows import LocalChunk, Reach, SlidingWindow
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """Layers that share block tables, the shape of their KV cache, and how far back they look."""
+    """Layers with the same block tables, KV cache shape and attention reach."""
 
     layer_names: tuple[str, ...]
-    kv_cache_group: int  # whose block tables they read
+    kv_cache_group: int  # index
     cache: AttentionSpec  # of each layer
-    reach: Reach | None  # None: the whole context
+    reach: Reach | None  # None for the whole context
 
 
 def _is_readable(spec: KVCacheSpec) -> bool:
-    """Whether its pages hold a state of every token and stay as long as a query reaches them."""
-    if isinstance(spec, MLAAttentionSpec):
-        return _is_dense(spec)
+    """Whether pages hold the state of every token and stay while queries reach them."""
+    if type(spec) is MLAAttentionSpec:  # sparse attention uses subclasses, or these fields
+        return spec.tokens_per_state == 1 and not spec.is_index_group_leader
     return type(spec) in (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
 
 
-def _is_dense(spec: MLAAttentionSpec) -> bool:
-    """What sparse attention keeps are kinds of it."""
-    return type(spec) is MLAAttentionSpec and spec.tokens_per_state == 1 and not spec.is_index_group_leader
-
-
 def reaches_of(kv_cache_specs: Mapping[str, KVCacheSpec | None]) -> dict[str, Reach]:
-    """How far back those layers look that do not see the whole context.
+    """Return the reach of layers that do not attend to the whole context, by name.
 
     Args:
-        kv_cache_specs: what each layer wants of its KV cache, by its name. vLLM may keep more: without its
-            hybrid KV cache manager all pages of all layers stay.
+        kv_cache_specs: requested KV cache by layer name. vLLM may keep more pages than that.
     """
     reaches: dict[str, Reach] = {}
     for name, spec in kv_cache_specs.items():
@@ -60,18 +54,18 @@ def reaches_of(kv_cache_specs: Mapping[str, KVCacheSpec | None]) -> dict[str, Re
 def find_layer_groups(
     kv_cache_groups: Sequence[KVCacheGroupSpec], reaches: Mapping[str, Reach]
 ) -> list[LayerGroup]:
-    """The layers by what a view has to be made of, those that see the whole context first.
+    """Group layers that can share a view; layers that attend to the whole context come first.
 
     Args:
-        kv_cache_groups: as vLLM laid out the KV cache.
-        reaches: of the layers that do not (`reaches_of`).
+        kv_cache_groups: vLLM's layout of the KV cache.
+        reaches: returned by `reaches_of`.
 
     Raises:
-        MagicDecConfigError: a KV cache frees or shares pages in a way that no view knows.
+        MagicDecConfigError: no view supports a layer's KV cache.
     """
     layers: dict[tuple[int, AttentionSpec, Reach | None], list[str]] = {}
     for index, group in enumerate(kv_cache_groups):
-        for name in dict.fromkeys(group.layer_names):  # vLLM may have added layers that share a cache twice
+        for name in dict.fromkeys(group.layer_names):  # vLLM may list layers with a shared cache twice
             spec = group.kv_cache_spec
             if isinstance(spec, UniformTypeKVCacheSpecs):
                 spec = spec.kv_cache_specs[name]

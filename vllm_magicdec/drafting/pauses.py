@@ -1,44 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When to try again what has failed: what is broken for good must cost next to nothing."""
+"""Growing pauses between retries, so that a permanent failure costs almost nothing."""
 
 from vllm.logger import init_logger
 
 logger = init_logger(f"vllm.{__name__}")
 
 FAILURES_BEFORE_A_PAUSE = 3
-# In rounds, which all tensor-parallel ranks count alike, and which no idle engine takes.
+# In rounds, which all tensor-parallel ranks count alike.
 FIRST_PAUSE, LONGEST_PAUSE, GROWTH = 32, 8192, 4
 
 
 class Pauses:
-    """Pauses that grow as long as every try fails, and that as many good rounds make short again.
+    """Pauses that grow while every retry fails, and reset after as many good rounds.
 
     Args:
-        what: may fail, as the beginning of a sentence.
-        meanwhile: how requests go on without it.
+        what: the component that may fail, as the subject of a log sentence.
+        meanwhile: clause on how requests continue without it.
     """
 
     def __init__(self, what: str, meanwhile: str) -> None:
         self._what = what
         self._meanwhile = meanwhile
         self._has_failed = False
-        self._num_failures = 0  # that are not forgiven
-        self._num_successes = 0  # since the latest one
-        self._pause = 0  # the latest one's rounds
+        self._num_failures = 0  # since the last reset
+        self._num_successes = 0  # since the last failure
+        self._pause = 0  # length of the last pause in rounds
         self._rounds_left = 0
 
     def is_over(self) -> bool:
-        """Whether to try in this round; to be asked once in each."""
+        """Count a round and return whether to try in it; call once per round."""
         self._rounds_left -= self._rounds_left > 0
         return self._rounds_left == 0
 
     @property
     def is_on(self) -> bool:
-        """Whether one lasts; unlike `is_over`, any number of times in a round."""
+        """Whether a pause lasts."""
         return self._rounds_left > 0
 
     def note_success(self) -> None:
-        """After a round in which it was tried."""
+        """Record a round without a failure."""
         if self._num_failures == 0:
             return
         self._num_successes += 1
@@ -48,9 +48,9 @@ class Pauses:
             self._num_failures = self._pause = 0
 
     def note_failure(self) -> bool:
-        """To be called where the exception is handled; whether a pause begins.
+        """Record a failure and return whether a pause begins; call in the exception handler.
 
-        The first failure is logged with its trace, and every pause in a line.
+        The first failure is logged with its traceback, and each pause in one line.
         """
         if not self._has_failed:
             logger.exception(

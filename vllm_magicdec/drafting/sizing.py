@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What drafting needs of an engine: the facts that views are made for, and the memory that they will take.
+"""Views, graph sizes and memory of drafting, derived from an engine's configuration.
 
-vLLM gives the KV cache what is left of the device's memory when it has run the model once. The views are
-made after that, so what they take has to be known before.
+vLLM gives the KV cache the memory that is left after a profile run. Views are made later, so their memory
+must be known before.
 """
 
 import math
@@ -26,15 +26,14 @@ from vllm_magicdec.views.base import Views
 from vllm_magicdec.views.selections import Budget
 from vllm_magicdec.views.windows import make_reached_views
 
-# Up to here a draft step of as many requests as there can be has a CUDA graph, whatever vLLM captures.
+# Largest max_num_seqs for which a CUDA graph is added to vLLM's capture sizes.
 MAX_ADDED_GRAPH = 512
 
 
 def draft_graph_sizes(vllm_config: VllmConfig) -> list[int]:
-    """Requests of the draft steps that CUDA graphs are to be captured for, ascending.
+    """Return the batch sizes, ascending, whose draft steps get CUDA graphs.
 
-    Those of vLLM's own capture sizes that a batch can reach, and the largest batch there can be, which need
-    not be one of them.
+    These are vLLM's capture sizes that a batch can reach, and the largest batch.
     """
     max_num_reqs = vllm_config.scheduler_config.max_num_seqs
     sizes = {n for n in vllm_config.compilation_config.cudagraph_capture_sizes or () if n <= max_num_reqs}
@@ -44,7 +43,7 @@ def draft_graph_sizes(vllm_config: VllmConfig) -> list[int]:
 
 
 def max_graph_reqs(vllm_config: VllmConfig) -> int:
-    """Most requests of a draft step in a CUDA graph; 0: no draft step has one."""
+    """Return the largest batch of a draft step with a CUDA graph; 0 without graphs."""
     has_graphs = vllm_config.compilation_config.cudagraph_mode not in (None, CUDAGraphMode.NONE)
     if not (has_graphs and vllm_config.use_v2_model_runner):
         return 0
@@ -60,16 +59,16 @@ def make_views(
     observe: Observe,
     switch_attention: SwitchAttention,
 ) -> Views:
-    """The views of a group of layers.
+    """Make the views of a group of layers.
 
-    Layers that see the whole context have those of the policy that the user chose; others what they reach,
+    The policy makes the views of layers that attend to the whole context; others get views of their reach,
     within the same budget.
 
     Args:
-        vllm_config: the engine's; its speculative config is ours.
-        group: of layers.
+        vllm_config: the engine's configuration, with a `MagicDecSpeculativeConfig`.
+        group: layers of the views.
         num_blocks: pages of the KV cache.
-        device: where the views' buffers are.
+        device: device of the views' buffers.
         observe: see `policies.base.Engine`.
         switch_attention: see `policies.base.Engine`.
     """
@@ -103,56 +102,47 @@ def make_views(
 
 
 def _drafting_model(vllm_config: VllmConfig) -> ModelConfig:
-    """Of the target itself, or of a draft model."""
     spec = vllm_config.speculative_config
     assert isinstance(spec, MagicDecSpeculativeConfig)
     return spec.draft_model_config if spec.has_draft_model else vllm_config.model_config
 
 
 def parse_budget(spec: MagicDecSpeculativeConfig, limits: Limits) -> Budget:
-    """The budget in the policy's own units.
-
-    Args:
-        spec: the engine's.
-        limits: of the engine.
-
-    Raises:
-        MagicDecConfigError: the policy cannot work with it.
-    """
+    """Return the budget in the policy's units; raise MagicDecConfigError if the policy refuses it."""
     try:
         return spec.policy.parse_budget(spec, limits, spec.draft_kv_budget)
-    except ValueError as error:  # vLLM may have made pages larger than the front end knew
+    except ValueError as error:  # vLLM may have enlarged the pages since the configuration was checked
         raise MagicDecConfigError(f"{METHOD}: {error}") from None
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What drafting takes of a worker's device, in bytes."""
+    """Memory of drafting on a worker's device, in bytes."""
 
     fixed: int
     per_block: int  # of the KV cache, in all layers
 
     def scaled(self, factor: float) -> "Memory":
-        """So many times as much."""
+        """Multiply by `factor`, rounding up."""
         return Memory(*(math.ceil(part * factor) for part in astuple(self)))
 
     def leave(self, available: int, block_bytes: int) -> int:
-        """What the KV cache may have of `available` bytes; `block_bytes`: a block in all layers."""
+        """Return the bytes left for the KV cache, whose blocks take `block_bytes` in all layers."""
         room = max(0, available - self.fixed)
         return room * block_bytes // (block_bytes + self.per_block)
 
 
 def memory_of_drafting(vllm_config: VllmConfig, groups: Sequence[LayerGroup]) -> Memory:
-    """Learn what the views will take by making them where tensors have no memory, on torch's device "meta".
+    """Compute the memory of the views by making them on torch's device "meta".
 
     Args:
-        vllm_config: the engine's.
+        vllm_config: the engine's configuration.
         groups: all layers that draft.
     """
     meta = torch.device("meta")
 
     def observe(indices: Sequence[int], window: int, observer: LayerObserver) -> None:
-        raise AssertionError("views that are measured prepare no round")
+        raise AssertionError("measured views prepare no round")
 
     def num_bytes(num_blocks: int) -> int:
         views = (
@@ -166,14 +156,14 @@ def memory_of_drafting(vllm_config: VllmConfig, groups: Sequence[LayerGroup]) ->
             )
             for group in groups
         )
-        return sum(sum(made.memory_bytes.values()) for made in views)
+        return sum(sum(view.memory_bytes.values()) for view in views)
 
     fixed = num_bytes(0)
     return Memory(fixed, num_bytes(1) - fixed)
 
 
 def _measure_attention(vllm_config: VllmConfig, group: LayerGroup, meta: torch.device) -> SwitchAttention:
-    """What takes the place of `attention.switch.install_switches` where only memory counts."""
+    """Return a stand-in for `attention.switch.install_switches` that only takes memory."""
 
     def switch_attention(
         recorder: QueryRecorder | None = None, *, layer_pages: bool = False

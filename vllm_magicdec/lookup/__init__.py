@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lookups: how a request's text is likely to go on because it did so before, and how likely that is.
+"""Lookups: likely continuations of a request's text, from earlier occurrences of its latest tokens.
 
-`context_index.py` finds where the latest tokens stood before in a request's own context, `calibration.py`
-learns how often such a match goes on alike, `lookups.py` is both for all requests of a worker, whose tokens
-come as `history.py` says. `datastore.py` finds them in documents that `magicdec index` has read before
-(`datastore_files.py`: its files), and `merging.py` chooses among sources.
-
-It knows token ids and nothing else: neither vLLM nor who reads what it finds. Change it for another source.
+`context_index.py` searches a request's own context, `datastore.py` documents indexed by `magicdec index`
+(files: `datastore_files.py`), `served.py` other answers. `calibration.py` learns how reliable matches are
+and chooses among sources, and `lookups.py` does all of it for a worker's requests.
+`device_lookups.py` searches on a GPU. Nothing here depends on vLLM.
 """

@@ -1,57 +1,100 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How often a match goes on as it did before, learned from what became of the lookups before."""
+"""Acceptance probabilities of looked-up tokens, learned online, and the choice among sources by these.
+
+SSSD (arXiv 2411.05894) fits probabilities offline, by source and length of the match, prefers exact matches
+of the context and fills up from the datastore. Here they are counted online, and the source with the most
+expected accepted tokens wins; at a tie the first, so the context comes first. All sources learn from what
+followed, so that one with a bad start can recover.
+"""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_magicdec.lookup.context_index import MAX_MATCH
+from vllm_magicdec.lookup.context_index import MAX_MATCH, Match
 
-_MEMORY = 1000  # observations of one length; older ones fade
-_PRIOR_WEIGHT = 8  # observations that the first guess counts for
+_MEMORY = 1000  # observations per match length until the weight of one decays to 1/e
+_PRIOR_WEIGHT = 8  # observations that the prior counts for
 
 
 class Calibration:
-    """The chance that a token follows, by how many tokens matched before it; of one source.
+    """Acceptance probability of a token of one source by the length of the match before it.
 
-    SSSD (arXiv 2411.05894) fits the probability by source and length of the match beforehand; here both
-    are counted online. Of a continuation, each token that proved right makes the match one longer.
+    Each right token of a continuation makes the match one longer.
     """
 
     def __init__(self) -> None:
         lengths = np.arange(MAX_MATCH + 1)
-        # Laplace's rule of succession: after `length` tokens alike, one more is.
+        # Laplace's rule of succession for one more equal token after `length` ones.
         self._right = (_PRIOR_WEIGHT * (lengths + 1) / (lengths + 2)).tolist()
         self._expected = [float(_PRIOR_WEIGHT)] * len(lengths)
 
-    def chances(self, length: int, shares: Sequence[float], least: float) -> tuple[list[float], float]:
-        """That each token of a continuation follows those before it.
+    def chances(
+        self, length: int, shares: Sequence[float], min_acceptance: float
+    ) -> tuple[list[float], float]:
+        """Return the probability of each token of a continuation, given the tokens before it.
 
         Args:
-            length: tokens that matched before the first.
-            shares: for each token, of the occurrences that had gone on so far those that went on with it.
-            least: it ends where it is less likely than this to be right until there.
+            length: matched tokens before the first one.
+            shares: see `Match.shares`.
+            min_acceptance: the continuation ends where its probability as a whole falls below this.
 
         Returns:
-            Chances of the tokens up to there, and how many of these are expected to be right in a row.
+            The probabilities, and the expected number of accepted tokens.
         """
         right, expected = self._right, self._expected
         chances: list[float] = []
         reached, tokens = 1.0, 0.0
-        for place, share in enumerate(shares, length):
-            known = place if place < MAX_MATCH else MAX_MATCH
+        for matched, share in enumerate(shares, length):
+            known = matched if matched < MAX_MATCH else MAX_MATCH
             chance = share * right[known] / expected[known]
             chance = chance if chance < 1.0 else 1.0
             reached *= chance
-            if reached < least:
+            if reached < min_acceptance:
                 break
             tokens += reached
             chances.append(chance)
         return chances, tokens
 
     def observe(self, length: int, share: float, is_right: bool) -> None:
-        """What became of a token after so many that matched, which had this share."""
+        """Learn whether a token with this share was right after `length` matched tokens."""
         length = min(length, MAX_MATCH)
-        fade = 1 - 1 / _MEMORY
-        self._right[length] = self._right[length] * fade + is_right
-        self._expected[length] = self._expected[length] * fade + share
+        decay = 1 - 1 / _MEMORY
+        self._right[length] = self._right[length] * decay + is_right
+        self._expected[length] = self._expected[length] * decay + share
+
+
+@dataclass(frozen=True)
+class Best:
+    """The continuation with the most expected tokens."""
+
+    source: int  # index of the match
+    tokens: list[int]  # the likely ones of the match
+    chances: list[float]  # see `Calibration.chances`
+
+
+def choose(matches: Sequence[Match], calibrations: Sequence[Calibration], min_acceptance: float) -> Best:
+    """Return the continuation with the most expected tokens.
+
+    Args:
+        matches: one or more, of one text, by source.
+        calibrations: by source.
+        min_acceptance: see `Calibration.chances`.
+    """
+    best, most_expected = Best(0, [], []), 0.0
+    for source, (match, calibration) in enumerate(zip(matches, calibrations, strict=True)):
+        chances, expected = calibration.chances(match.length, match.shares, min_acceptance)
+        if expected > most_expected:
+            best, most_expected = Best(source, match.tokens[: len(chances)], chances), expected
+    return best
+
+
+def learn(matches: Sequence[Match], calibrations: Sequence[Calibration], followed: Sequence[int]) -> None:
+    """Update the calibrations with the tokens that followed a lookup, up to each source's first error."""
+    for match, calibration in zip(matches, calibrations, strict=True):
+        known = zip(match.tokens, match.shares, followed, strict=False)
+        for step, (token, share, true) in enumerate(known):
+            calibration.observe(match.length + step, share, token == true)
+            if token != true:
+                break

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the latest tokens of a context stood before, and what followed them there.
+"""Search for earlier occurrences of a context's latest tokens.
 
-Hash chains, as in LZ77 compressors: every position is linked to the latest one before it that ends with the
-same two tokens (or others of the same hash), and to the latest one of the same token. Appending a token
-takes constant time, a lookup follows one chain; that of the single token only where the pair is new. The
-loops are compiled by Numba, which vLLM requires and uses for its own n-gram lookups.
+Hash chains, as in LZ77 compressors: each position links to the latest earlier one whose last two tokens
+have the same hash, and to the latest earlier one with the same token. Appending a token takes constant
+time. A lookup follows one chain, that of the single token only if the pair is new. Numba, which vLLM
+requires and uses for its own n-gram lookups, compiles the loops.
 
-The suffix trees of arctic-inference, which vLLM's `suffix` method uses, answer as fast. But they took 30 ms
-to build for a prompt of 16,000 tokens, and this 0.1; they end where the context ends, in the middle of a
-text that repeats itself; and they are not installed with vLLM.
+The suffix trees of arctic-inference, which vLLM's `suffix` method uses, answer as fast. But building one
+for a prompt of 16,000 tokens took 30 ms (here 0.1 ms), their continuations stop at the end of the context,
+even if the text repeats itself, and they are not installed with vLLM.
 """
 
 from dataclasses import dataclass
@@ -17,34 +17,32 @@ import numpy as np
 from numba import njit
 
 MIN_MATCH = 1  # tokens
-MAX_MATCH = 32  # tokens; longer ones count as this
-# Latest occurrences of the last two tokens, or the last, that are compared.
-MAX_CANDIDATES = 1024
-# Of matches of MAX_MATCH, which none exceeds, the latest: a bound for contexts that are all alike.
-MAX_LONGEST = 64
+MAX_MATCH = 32  # tokens; longer matches count as this
+MAX_CANDIDATES = 1024  # latest positions of a chain that are compared
+MAX_LONGEST = 64  # latest matches of MAX_MATCH tokens that are used: a bound for repetitive contexts
 _MIN_CAPACITY = 256  # tokens; a power of two
 
 
 @dataclass(frozen=True)
 class Match:
-    """How the context went on after the longest earlier occurrences of its latest tokens."""
+    """The likeliest continuation after the longest earlier occurrences of the latest tokens."""
 
-    length: int  # tokens that are the same, from MIN_MATCH to MAX_MATCH; 0: none was found
-    tokens: list[int]  # that followed
-    shares: list[float]  # of the occurrences that went on with a token, of those that did so until there
+    length: int  # matched tokens, MIN_MATCH to MAX_MATCH; 0 if there is no match
+    tokens: list[int]  # the continuation
+    shares: list[float]  # of the occurrences that continued alike so far, the share with this token next
 
-    def first(self, most: int) -> "Match":
-        """As it would be, had no more than so many tokens been asked for."""
-        if most >= len(self.tokens):
+    def first(self, max_tokens: int) -> "Match":
+        """Return the match with the first tokens of its continuation."""
+        if max_tokens >= len(self.tokens):
             return self
-        return Match(self.length, self.tokens[:most], self.shares[:most])
+        return Match(self.length, self.tokens[:max_tokens], self.shares[:max_tokens])
 
 
 class ContextIndex:
-    """One request's tokens, in the order in which they came.
+    """Index of one request's tokens.
 
     Args:
-        capacity: tokens to make room for at first; it grows.
+        capacity: tokens to allocate at first; it grows.
     """
 
     def __init__(self, capacity: int = 0) -> None:
@@ -57,7 +55,7 @@ class ContextIndex:
     def _allocate(self, capacity: int) -> None:
         capacity = 1 << (capacity - 1).bit_length()
         self._tokens = np.zeros(capacity, dtype=np.int32)
-        # Of the chains by single tokens, and by pairs of them: each position's link, each hash's beginning.
+        # Chains by single token, and by pair: the link of each position, and the head of each hash.
         self._previous = np.zeros((2, capacity), dtype=np.int32)
         self._latest = np.full((2, capacity), -1, dtype=np.int32)
 
@@ -75,27 +73,26 @@ class ContextIndex:
 
     @property
     def tokens(self) -> np.ndarray:
-        """[len(self)] int32, all of them."""
+        """All tokens, [len(self)] int32."""
         return self._tokens[: self._length]
 
     def latest(self, ahead: np.ndarray) -> np.ndarray:
-        """[num] int32, the last tokens of the context and `ahead`: MAX_MATCH, or all if there are fewer."""
+        """Return the last MAX_MATCH tokens (or all) of the context and `ahead`, [num] int32."""
         begin = max(0, self._length - max(0, MAX_MATCH - len(ahead)))
         return np.concatenate([self._tokens[begin : self._length], ahead[-MAX_MATCH:]])
 
-    def look_up(self, ahead: np.ndarray, most: int, least_match: int = MIN_MATCH) -> Match:
-        """The likeliest continuation after the longest match.
+    def look_up(self, ahead: np.ndarray, max_tokens: int, min_match: int = MIN_MATCH) -> Match:
+        """Return the likeliest continuation after the longest match.
 
         Args:
-            ahead: [num_ahead] int32, tokens that are supposed to follow the context: part of what is
-                matched, not of what it is matched with.
-            most: tokens to return, at most.
-            least_match: tokens of a match, MIN_MATCH or one more; a single one is looked for the longest.
+            ahead: [num_ahead] int32, tokens assumed to follow the context. They are matched, but are not
+                searched themselves.
+            max_tokens: maximum length of the continuation.
+            min_match: minimum length of a match, MIN_MATCH or one more; a single token takes the longest.
         """
-        tokens = np.empty(most, dtype=np.int32)
-        shares = np.empty(most, dtype=np.float64)
-        known = self._tokens[: self._length]
-        length = _look_up(known, self._previous, self._latest, ahead, tokens, shares, least_match)
+        tokens = np.empty(max_tokens, dtype=np.int32)
+        shares = np.empty(max_tokens, dtype=np.float64)
+        length = _look_up(self.tokens, self._previous, self._latest, ahead, tokens, shares, min_match)
         if length == 0:
             return Match(0, [], [])
         return Match(length, tokens.tolist(), shares.tolist())
@@ -103,7 +100,7 @@ class ContextIndex:
 
 @njit
 def _hash(first, second, size):  # type: ignore[no-untyped-def]
-    """Of two neighbouring tokens, within a table of `size`, a power of two."""
+    """Hash two neighbouring tokens for a table of `size`, a power of two."""
     mixed = np.uint64(first) * np.uint64(0x9E3779B97F4A7C15)
     mixed += np.uint64(second) * np.uint64(0xC2B2AE3D27D4EB4F)
     return np.int64((mixed >> np.uint64(32)) & np.uint64(size - 1))
@@ -113,33 +110,32 @@ def _hash(first, second, size):  # type: ignore[no-untyped-def]
 def _link(tokens, previous, latest, begin, end):  # type: ignore[no-untyped-def]
     """Put the positions from `begin` up to `end` at the heads of their chains."""
     size = latest.shape[1]
-    for place in range(begin, end):
-        for pairs in range(min(place + 1, 2)):
-            key = _hash(tokens[place - 1] if pairs else 0, tokens[place], size)
-            previous[pairs, place] = latest[pairs, key]
-            latest[pairs, key] = place
+    for position in range(begin, end):
+        for pairs in range(min(position + 1, 2)):
+            key = _hash(tokens[position - 1] if pairs else 0, tokens[position], size)
+            previous[pairs, position] = latest[pairs, key]
+            latest[pairs, key] = position
 
 
 @njit
-def _token(tokens, ahead, place):  # type: ignore[no-untyped-def]
-    """Of the context with what is ahead of it."""
-    return tokens[place] if place < len(tokens) else ahead[place - len(tokens)]
+def _token(tokens, ahead, position):  # type: ignore[no-untyped-def]
+    return tokens[position] if position < len(tokens) else ahead[position - len(tokens)]
 
 
 @njit
-def table_size(most):  # type: ignore[no-untyped-def]
-    """Of a hash table in which `tally` counts so many tokens: a power of two, half full at most."""
+def table_size(max_tokens):  # type: ignore[no-untyped-def]
+    """Return the size of `tally`'s hash table for so many tokens: a power of two, at most half full."""
     size = 2
-    while size < 2 * most:
+    while size < 2 * max_tokens:
         size *= 2
     return size
 
 
 @njit
 def tally(table, choices, counts, num_choices, token):  # type: ignore[no-untyped-def]
-    """Count a token, among the first `num_choices` of `choices` or as a new one; returns their number.
+    """Count a token among the first `num_choices` of `choices`, or as a new one; return their number.
 
-    `table` holds their places in `choices` by the token's hash, and -1 where there is none.
+    `table` maps the token's hash to its index in `choices`, or -1.
     """
     key = _hash(0, token, len(table))
     while table[key] >= 0 and choices[table[key]] != token:
@@ -154,75 +150,75 @@ def tally(table, choices, counts, num_choices, token):  # type: ignore[no-untype
 
 
 @njit
-def _find(tokens, previous, latest, ahead, end, pairs, places):  # type: ignore[no-untyped-def]
-    """The longest matches of at least a single token, or a pair, in the order of its chain.
+def _find(tokens, previous, latest, ahead, end, pairs, matches):  # type: ignore[no-untyped-def]
+    """Find the longest matches in the chain of the last token, or of the last pair if `pairs`.
 
     Returns:
-        (number, length): of the matches, whose last tokens' positions are then in `places`, and of each.
+        Their number and length; `matches` holds the positions of their last tokens, the latest first.
     """
     num_tokens = len(tokens)
     before = _token(tokens, ahead, end - 2) if pairs else 0
-    place = latest[pairs, _hash(before, _token(tokens, ahead, end - 1), latest.shape[1])]
-    num_places, longest = 0, 1 + pairs
+    position = latest[pairs, _hash(before, _token(tokens, ahead, end - 1), latest.shape[1])]
+    num_matches, longest = 0, 1 + pairs
     for _ in range(MAX_CANDIDATES):
-        if place < 0:
+        if position < 0:
             break
         length = 0
-        if place + 1 < num_tokens:
+        if position + 1 < num_tokens:
             while (
                 length < MAX_MATCH
-                and length <= place
-                and tokens[place - length] == _token(tokens, ahead, end - 1 - length)
+                and length <= position
+                and tokens[position - length] == _token(tokens, ahead, end - 1 - length)
             ):
                 length += 1
         if length > longest:
-            num_places, longest = 0, length
+            num_matches, longest = 0, length
         if length == longest:
-            places[num_places] = place
-            num_places += 1
-            if length == MAX_MATCH and num_places == MAX_LONGEST:
+            matches[num_matches] = position
+            num_matches += 1
+            if length == MAX_MATCH and num_matches == MAX_LONGEST:
                 break
-        place = previous[pairs, place]
-    return num_places, longest
+        position = previous[pairs, position]
+    return num_matches, longest
 
 
 @njit
-def _look_up(tokens, previous, latest, given, found, shares, least_match):  # type: ignore[no-untyped-def]
-    """See `ContextIndex.look_up`; fills `found` and `shares`, returns the match's length."""
-    num_tokens, most = len(tokens), len(found)
-    end = num_tokens + len(given)  # of what is matched
-    # What is found is ahead of the context as well: an occurrence near its end goes on with it.
-    ahead = np.empty(len(given) + most, dtype=np.int32)
+def _look_up(tokens, previous, latest, given, found, shares, min_match):  # type: ignore[no-untyped-def]
+    """Fill `found` and `shares` with the continuation after `given`; return the length of the match."""
+    num_tokens, max_tokens = len(tokens), len(found)
+    end = num_tokens + len(given)
+    # The continuation is appended to `ahead`: an occurrence near the end of the context continues in it.
+    ahead = np.empty(len(given) + max_tokens, dtype=np.int32)
     ahead[: len(given)] = given
-    places = np.empty(MAX_CANDIDATES, dtype=np.int32)  # of the longest matches, the latest first
-    num_places, length = 0, 0
+    matches = np.empty(MAX_CANDIDATES, dtype=np.int32)
+    num_matches, length = 0, 0
     if end >= 2:
-        num_places, length = _find(tokens, previous, latest, ahead, end, 1, places)
-    if num_places == 0 and end >= 1 and least_match == MIN_MATCH:
-        num_places, length = _find(tokens, previous, latest, ahead, end, 0, places)
-    if num_places == 0:
+        num_matches, length = _find(tokens, previous, latest, ahead, end, 1, matches)
+    if num_matches == 0 and end >= 1 and min_match == MIN_MATCH:
+        num_matches, length = _find(tokens, previous, latest, ahead, end, 0, matches)
+    if num_matches == 0:
         return 0
 
-    choices = np.empty(num_places, dtype=np.int32)
-    counts = np.empty(num_places, dtype=np.int32)
-    tables = np.empty(table_size(num_places), dtype=np.int32)
-    for step in range(most):
+    choices = np.empty(num_matches, dtype=np.int32)
+    counts = np.empty(num_matches, dtype=np.int32)
+    tables = np.empty(table_size(num_matches), dtype=np.int32)
+    for step in range(max_tokens):
         num_choices, best = 0, 0
-        table = tables[: table_size(num_places)]
+        table = tables[: table_size(num_matches)]
         table[:] = -1
-        for index in range(num_places):
-            token = _token(tokens, ahead, places[index] + 1 + step)
+        for index in range(num_matches):
+            token = _token(tokens, ahead, matches[index] + 1 + step)
             num_choices = tally(table, choices, counts, num_choices, token)
         for choice in range(num_choices):
-            if counts[choice] > counts[best]:  # of equals, the one seen last
+            if counts[choice] > counts[best]:  # at a tie the one seen last
                 best = choice
         token = choices[best]
         found[step] = ahead[len(given) + step] = token
-        shares[step] = counts[best] / num_places
+        shares[step] = counts[best] / num_matches
         kept = 0
-        for index in range(num_places):
-            if _token(tokens, ahead, places[index] + 1 + step) == token:
-                places[kept] = places[index]
+        for index in range(num_matches):
+            if _token(tokens, ahead, matches[index] + 1 + step) == token:
+                matches[kept] = matches[index]
                 kept += 1
-        num_places = kept
+        num_matches = kept
     return length

@@ -1,34 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the latest tokens of a text stand in a datastore, and what follows them there.
+"""Lookups in a datastore of documents.
 
-As in SSSD (arXiv 2411.05894), a suffix array finds the longest match, and counts of what follows give the
-likeliest continuation. The array orders places by what stands *before* them (`datastore_files.py` says
-why), so it takes one binary search, whatever the match's length. The files are mapped into memory: of a
-large datastore the operating system keeps what is used.
+As in SSSD (arXiv 2411.05894), a suffix array finds the longest match, and counts of the next tokens give
+the likeliest continuation. The array orders positions by the text *before* them (see `datastore_files.py`),
+so one binary search suffices for any match length. The files are mapped into memory.
 """
 
 from pathlib import Path
 
 import numpy as np
 from numba import njit
+from typing_extensions import override
 
 from vllm_magicdec.lookup import datastore_files
 from vllm_magicdec.lookup.context_index import MAX_MATCH, Match, table_size, tally
 from vllm_magicdec.lookup.datastore_files import Header, OpenSizes, Vocabulary
+from vllm_magicdec.lookup.lookups import Source
 
-MIN_MATCH = 2  # tokens; in texts of others a single one tells too little
-# Of the places of the longest match, spread evenly over them: each may wait for memory twice, and twice as
-# many found no more tokens that were right.
+MIN_MATCH = 2  # tokens; a single one is too unreliable in other texts
+# Evenly spread positions of the longest match that are used. Each may wait for memory twice, and twice as
+# many found no more right tokens.
 MAX_SAMPLES = 32
 
 
-class Datastore:
-    """Tokens of documents, read-only; any number of threads and processes may share one.
-
-    Args:
-        header: of `tokens` and `suffix_array`, see `datastore_files`.
-        sizes: of their files.
-    """
+class Datastore(Source):
+    """Documents for lookups, read-only; any number of threads and processes may share one."""
 
     def __init__(
         self, header: Header, tokens: np.ndarray, suffix_array: np.ndarray, sizes: OpenSizes
@@ -40,10 +36,9 @@ class Datastore:
 
     @classmethod
     def open(cls, path: Path, vocab_size: int, vocabulary: Vocabulary | None = None) -> "Datastore":
-        """Open what `magicdec index` wrote, and compile the search (some seconds).
+        """Open a datastore that `magicdec index` wrote, and compile the search (some seconds).
 
-        Args:
-            path, vocab_size, vocabulary: as for `datastore_files.check`, which refuses as it does.
+        Args and exceptions are those of `datastore_files.check`.
         """
         datastore_files.check(path, vocab_size, vocabulary)
         header, tokens, suffix_array = datastore_files.read(path)
@@ -51,24 +46,21 @@ class Datastore:
         opened.look_up(np.zeros(MIN_MATCH, dtype=np.int32), 1)
         return opened
 
+    @override
     def add(self, tokens: np.ndarray) -> None:
-        """Nothing: it is read-only."""
+        pass  # read-only
 
-    def look_up(self, latest: np.ndarray, most: int) -> Match:
-        """The likeliest continuation after the longest match; it ends where a document does.
-
-        Args:
-            latest: [num] int32, tokens of a text, at least its last MAX_MATCH if it has as many; ids
-                that are not of the vocabulary match nothing.
-            most: tokens to return, at most.
+    @override
+    def look_up(self, latest: np.ndarray, max_tokens: int) -> Match:
+        """See `Source`; continuations end with their document, and ids beyond the vocabulary do not match.
 
         Raises:
             OSError: its files were cut.
         """
         self._sizes.check()
-        latest = np.ascontiguousarray(latest, dtype=np.int32)  # of another kind, it would compile again
-        tokens = np.empty(most, dtype=np.int32)
-        shares = np.empty(most, dtype=np.float64)
+        latest = np.ascontiguousarray(latest, dtype=np.int32)  # other layouts would be compiled anew
+        tokens = np.empty(max_tokens, dtype=np.int32)
+        shares = np.empty(max_tokens, dtype=np.float64)
         length, num_found = _look_up(
             self._tokens, self._suffix_array, self.header.separator, latest, tokens, shares
         )
@@ -76,35 +68,35 @@ class Datastore:
 
 
 @njit
-def _order(tokens, place, pattern):  # type: ignore[no-untyped-def]
-    """-1, 0 or 1: how the text up to `place`, read backwards, compares with the pattern."""
-    if place >= len(tokens):  # of a damaged file
+def _compare(tokens, position, pattern):  # type: ignore[no-untyped-def]
+    """Compare the text up to `position`, read backwards, with the pattern; return -1, 0 or 1."""
+    if position >= len(tokens):  # in a damaged file
         return 1
     for step in range(len(pattern)):
-        if step > place:
+        if step > position:
             return -1
-        token = np.int64(tokens[place - step])
+        token = np.int64(tokens[position - step])
         if token != pattern[step]:
             return -1 if token < pattern[step] else 1
     return 0
 
 
 @njit
-def _num_alike(tokens, place, pattern):  # type: ignore[no-untyped-def]
-    """With how many tokens of the pattern the text up to `place`, read backwards, begins."""
+def _match_length(tokens, position, pattern):  # type: ignore[no-untyped-def]
+    """Return how many tokens of the pattern match the text up to `position`, read backwards."""
     length = 0
-    if place < len(tokens):
-        while length < min(len(pattern), place + 1) and tokens[place - length] == pattern[length]:
+    if position < len(tokens):
+        while length < min(len(pattern), position + 1) and tokens[position - length] == pattern[length]:
             length += 1
     return length
 
 
 @njit
 def _find(tokens, suffix_array, pattern, least, low, high):  # type: ignore[no-untyped-def]
-    """The first index from `low` on whose place has an `_order` of `least` or more, else `high`."""
+    """Return the first index in [low, high) whose `_compare` is at least `least`, else `high`."""
     while low < high:
         middle = (low + high) // 2
-        if _order(tokens, np.int64(suffix_array[middle]), pattern) < least:
+        if _compare(tokens, np.int64(suffix_array[middle]), pattern) < least:
             low = middle + 1
         else:
             high = middle
@@ -113,74 +105,74 @@ def _find(tokens, suffix_array, pattern, least, low, high):  # type: ignore[no-u
 
 @njit
 def _range(tokens, suffix_array, pattern, inside):  # type: ignore[no-untyped-def]
-    """Begin and end of the indexes whose places match the pattern, as does the one at `inside`.
+    """Return begin and end of the indices that match the pattern, of which `inside` is one.
 
-    In steps that double, from there: most matches stand in few places, whose order is at hand.
+    The steps double from there, because most matches have few positions.
     """
-    num_places = len(suffix_array)
+    size = len(suffix_array)
     step, begin = 1, inside
-    while begin >= step and _order(tokens, np.int64(suffix_array[begin - step]), pattern) == 0:
+    while begin >= step and _compare(tokens, np.int64(suffix_array[begin - step]), pattern) == 0:
         begin -= step
         step *= 2
     begin = _find(tokens, suffix_array, pattern, 0, max(0, begin - step), begin)
     step, last = 1, inside
-    while last + step < num_places and _order(tokens, np.int64(suffix_array[last + step]), pattern) == 0:
+    while last + step < size and _compare(tokens, np.int64(suffix_array[last + step]), pattern) == 0:
         last += step
         step *= 2
-    return begin, _find(tokens, suffix_array, pattern, 1, last + 1, min(num_places, last + step))
+    return begin, _find(tokens, suffix_array, pattern, 1, last + 1, min(size, last + step))
 
 
 @njit
 def _look_up(tokens, suffix_array, separator, latest, found, shares):  # type: ignore[no-untyped-def]
-    """See `Datastore.look_up`; fills `found` and `shares`, returns how long match and continuation are."""
+    """Fill `found` and `shares` with the continuation; return the lengths of match and continuation."""
     pattern = np.empty(min(MAX_MATCH, len(latest)), dtype=np.int64)  # the last token first
     length = 0
     while length < len(pattern) and 0 <= latest[len(latest) - 1 - length] < separator:
         pattern[length] = latest[len(latest) - 1 - length]
         length += 1
     pattern = pattern[:length]
-    # The longest matches stand beside where the pattern itself would.
+    # The longest matches are adjacent to the pattern's own position in the order.
     here = _find(tokens, suffix_array, pattern, 0, 0, len(suffix_array))
     inside, length = 0, 0
     for index in range(max(0, here - 1), min(len(suffix_array), here + 1)):
-        num_alike = _num_alike(tokens, np.int64(suffix_array[index]), pattern)
-        if num_alike > length:
-            inside, length = index, num_alike
+        matched = _match_length(tokens, np.int64(suffix_array[index]), pattern)
+        if matched > length:
+            inside, length = index, matched
     if length < MIN_MATCH:
         return 0, 0
 
     begin, end = _range(tokens, suffix_array, pattern[:length], inside)
-    num_places = min(end - begin, MAX_SAMPLES)
-    places = np.empty(num_places, dtype=np.int64)
-    for index in range(num_places):
-        places[index] = suffix_array[begin + (end - begin) * index // num_places]
-    choices = np.empty(num_places, dtype=np.int64)
-    counts = np.empty(num_places, dtype=np.int64)
-    tables = np.empty(table_size(num_places), dtype=np.int32)
+    num_samples = min(end - begin, MAX_SAMPLES)
+    samples = np.empty(num_samples, dtype=np.int64)
+    for index in range(num_samples):
+        samples[index] = suffix_array[begin + (end - begin) * index // num_samples]
+    choices = np.empty(num_samples, dtype=np.int64)
+    counts = np.empty(num_samples, dtype=np.int64)
+    tables = np.empty(table_size(num_samples), dtype=np.int32)
     for step in range(len(found)):
         num_choices, best = 0, 0
-        table = tables[: table_size(num_places)]
+        table = tables[: table_size(num_samples)]
         table[:] = -1
-        for index in range(num_places):
-            place = places[index] + 1 + step
-            token = np.int64(tokens[place]) if place < len(tokens) else separator
+        for index in range(num_samples):
+            position = samples[index] + 1 + step
+            token = np.int64(tokens[position]) if position < len(tokens) else separator
             if token != separator:
                 num_choices = tally(table, choices, counts, num_choices, token)
         if num_choices == 0:
             return length, step
         for choice in range(num_choices):
-            # Of equals the lowest id: most vocabularies begin with what is frequent.
+            # At a tie the lowest id: most vocabularies begin with frequent tokens.
             more = counts[choice] - counts[best]
             if more > 0 or (more == 0 and choices[choice] < choices[best]):
                 best = choice
         token = choices[best]
         found[step] = token
-        shares[step] = counts[best] / num_places  # documents that end here did not go on with it
+        shares[step] = counts[best] / num_samples  # documents that end here did not continue with it
         kept = 0
-        for index in range(num_places):
-            place = places[index] + 1 + step
-            if place < len(tokens) and tokens[place] == token:
-                places[kept] = places[index]
+        for index in range(num_samples):
+            position = samples[index] + 1 + step
+            if position < len(tokens) and tokens[position] == token:
+                samples[kept] = samples[index]
                 kept += 1
-        num_places = kept
+        num_samples = kept
     return length, len(found)

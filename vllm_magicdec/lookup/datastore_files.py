@@ -1,18 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A datastore on disk: tokens of documents, in which lookups find how a text may go on.
+"""The files of a datastore: tokens of documents, indexed for lookups.
 
-A folder of three files:
+- `header.json`: the fields of `Header`.
+- `tokens.npy`: `[num_tokens] uint8, uint16 or uint32`, the smallest type that holds the vocabulary. After
+  each document follows `Header.separator`, an id that no token has, so that no match crosses documents.
+- `suffix_array.npy`: `[num_places] uint32`, the positions of tokens that are not their document's last one,
+  ordered by the text that ends there, read backwards: the suffix array of the reversed text. So the
+  positions with the longest match to the end of a text are adjacent, and one binary search finds them.
 
-- `header.json`: what `Header` says.
-- `tokens.npy`: `[num_tokens] uint8, uint16 or uint32`, the smallest that holds the vocabulary; after each
-  document an id that no token has (`Header.separator`), so that no match goes beyond its document.
-- `suffix_array.npy`: `[num_places] uint32`, the places of tokens that another one follows, ordered by the
-  text that ends there, read backwards: the suffix array of the reversed text. So the places where the
-  latest tokens of a text stood before, as many of them as possible, lie side by side, and one binary search
-  finds them. Nobody looks for what the longest match has in front of it, only for what follows.
-
-libdivsufsort sorts it, through pydivsufsort (the extra `index`), which turns tokens of several bytes into
-big-endian ones. Reading needs NumPy alone.
+libdivsufsort sorts the array, through pydivsufsort (the extra `index`). Reading needs only NumPy.
 """
 
 import hashlib
@@ -30,68 +26,63 @@ from vllm_magicdec import files
 from vllm_magicdec.errors import METHOD, MagicDecConfigError, quoted
 
 VERSION = 1
-MAX_TOKENS = 2**32 - 1  # a place has four bytes
+MAX_TOKENS = 2**32 - 1  # a position has four bytes
 MAX_HEADER_BYTES = 2**20
 _HEADER, _TOKENS, _SUFFIX_ARRAY = "header.json", "tokens.npy", "suffix_array.npy"
 
 
 class UnfitDocumentsError(ValueError):
-    """No datastore can be made of them."""
+    """The documents do not make a datastore."""
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What token ids mean."""
+    """The ids of a tokenizer."""
 
     size: int  # every id is below
-    fingerprint: str  # of all tokens with their ids
+    fingerprint: str  # hash of all tokens with their ids
 
     @classmethod
     def of(cls, ids: Mapping[str, int]) -> "Vocabulary":
-        """Of a tokenizer's `get_vocab()`."""
+        """Make it from a tokenizer's `get_vocab()`."""
         listed = json.dumps(sorted((index, token) for token, index in ids.items()))
         return cls(max(ids.values(), default=-1) + 1, hashlib.sha256(listed.encode()).hexdigest())
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a datastore says of itself."""
+    """The fields of `header.json`."""
 
     version: int
-    model: str  # whose tokenizer it was, for people
+    model: str  # name of the tokenizer's model, for error messages
     vocab_size: int
     vocab_fingerprint: str
     num_documents: int
-    num_tokens: int  # entries of `tokens.npy`, a separator per document included
-    num_places: int  # entries of `suffix_array.npy`
+    num_tokens: int  # length of `tokens.npy`, with a separator per document
+    num_places: int  # length of `suffix_array.npy`
 
     @property
     def separator(self) -> int:
         """The id after each document."""
         return self.vocab_size
 
-    @property
-    def token_dtype(self) -> np.dtype:
-        """Of `tokens.npy`."""
-        return np.min_scalar_type(self.separator)
-
 
 def write(path: Path, documents: Iterable[np.ndarray], vocabulary: Vocabulary, model: str) -> Header:
-    """Write a datastore, all of it or nothing.
+    """Write a datastore atomically.
 
-    In memory are the tokens and, while they are sorted, about 5 bytes for each of their bytes.
+    Memory holds the tokens and, while they are sorted, about 5 bytes for each of their bytes.
 
     Args:
-        path: the folder; it must not be there yet.
-        documents: [num] integers each, ids of the vocabulary.
-        vocabulary: theirs.
-        model: a name to remember.
+        path: folder to create.
+        documents: token ids, [num] integers each.
+        vocabulary: of these ids.
+        model: see `Header`.
 
     Raises:
-        FileExistsError: there is something at `path`.
+        FileExistsError: `path` exists.
         ImportError: pydivsufsort is not installed.
-        UnfitDocumentsError: the documents have no two tokens in a row, more than MAX_TOKENS, or an id that
-            is not of the vocabulary.
+        UnfitDocumentsError: no document has two tokens, there are more than MAX_TOKENS, or an id is not in
+            the vocabulary.
     """
     import pydivsufsort
 
@@ -113,28 +104,21 @@ def write(path: Path, documents: Iterable[np.ndarray], vocabulary: Vocabulary, m
         parts += (document.astype(dtype), separator)
     tokens = np.concatenate([*parts, np.empty(0, dtype)])
     parts.clear()
-    goes_on = np.zeros(num_tokens, dtype=bool)
-    goes_on[:-1] = (tokens[:-1] != separator) & (tokens[1:] != separator)
-    if not goes_on.any():
+    has_next = np.zeros(num_tokens, dtype=bool)
+    has_next[:-1] = (tokens[:-1] != separator) & (tokens[1:] != separator)
+    if not has_next.any():
         raise UnfitDocumentsError("the documents have no two tokens in a row")
     suffixes = pydivsufsort.divsufsort(np.ascontiguousarray(tokens[::-1]))
-    places = (num_tokens - 1 - suffixes).astype(np.uint32)
-    places = places[goes_on[places]]
+    suffix_array = (num_tokens - 1 - suffixes).astype(np.uint32)
+    suffix_array = suffix_array[has_next[suffix_array]]
 
-    header = Header(
-        version=VERSION,
-        model=model,
-        vocab_size=vocabulary.size,
-        vocab_fingerprint=vocabulary.fingerprint,
-        num_documents=num_documents,
-        num_tokens=num_tokens,
-        num_places=len(places),
-    )
+    sizes = num_documents, num_tokens, len(suffix_array)
+    header = Header(VERSION, model, vocabulary.size, vocabulary.fingerprint, *sizes)
     path.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f"{path.name}.", dir=path.parent))
     try:
         np.save(folder / _TOKENS, tokens)
-        np.save(folder / _SUFFIX_ARRAY, places)
+        np.save(folder / _SUFFIX_ARRAY, suffix_array)
         (folder / _HEADER).write_text(json.dumps(asdict(header), indent=1) + "\n")
         folder.chmod(0o755)
         os.rename(folder, path)
@@ -151,20 +135,20 @@ def read(path: Path) -> tuple[Header, np.ndarray, np.ndarray]:
         Its header, its tokens `[num_tokens]` and its suffix array `[num_places] uint32`, both read-only.
 
     Raises:
-        MagicDecConfigError: it is none, another version's, or not whole.
+        MagicDecConfigError: it is missing, damaged, or of another version.
     """
     header = _read_header(path)
-    tokens = _map(path / _TOKENS, header.token_dtype, header.num_tokens)
+    tokens = _map(path / _TOKENS, np.min_scalar_type(header.separator), header.num_tokens)
     return header, tokens, _map(path / _SUFFIX_ARRAY, np.dtype(np.uint32), header.num_places)
 
 
 class OpenSizes:
-    """Tells when the files of a datastore that is mapped into memory are cut.
+    """Detects that the memory-mapped files of a datastore were cut.
 
-    Their lost pages must not be read: the operating system ends a process that does (SIGBUS).
+    Reading a page that its file has lost ends the process (SIGBUS).
 
     Args:
-        path: its folder.
+        path: the datastore's folder.
     """
 
     def __init__(self, path: Path) -> None:
@@ -174,11 +158,7 @@ class OpenSizes:
         ]
 
     def check(self) -> None:
-        """Takes about a microsecond.
-
-        Raises:
-            OSError: a file is shorter than it was.
-        """
+        """Raise an OSError if a file is shorter than it was; takes about a microsecond."""
         for name, descriptor, size in self._files:
             if os.fstat(descriptor).st_size < size:
                 raise OSError(f"{name} was cut while it was in use")
@@ -189,15 +169,15 @@ class OpenSizes:
 
 
 def check(path: Path, vocab_size: int, vocabulary: Vocabulary | None = None) -> None:
-    """Refuse a datastore that a server cannot look up in; loads no Numba, so that any process may ask.
+    """Refuse a datastore that does not fit a model; does not import Numba.
 
     Args:
-        path: its folder.
-        vocab_size: of the model that is served, padding included.
-        vocabulary: of its tokenizer; None if there is no tokenizer.
+        path: the datastore's folder.
+        vocab_size: of the served model, padding included.
+        vocabulary: of its tokenizer, if there is one.
 
     Raises:
-        MagicDecConfigError: there is none, it is damaged, or of another version or tokenizer.
+        MagicDecConfigError: it is missing, damaged, or of another version or tokenizer.
     """
     header, _, _ = read(path)
     is_same = vocabulary is None or vocabulary.fingerprint == header.vocab_fingerprint
@@ -206,7 +186,6 @@ def check(path: Path, vocab_size: int, vocabulary: Vocabulary | None = None) -> 
 
 
 def _refusal(path: Path, reason: str) -> MagicDecConfigError:
-    """What is wrong with a datastore, with the way out."""
     return MagicDecConfigError(
         f"{METHOD}: {path} {reason}; make a datastore with: magicdec index FILES --model MODEL --out PATH"
     )

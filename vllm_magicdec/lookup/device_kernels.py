@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`device_lookups.DeviceLookups.fill` on a GPU: a Triton kernel that scans, and one that writes."""
+"""Triton kernels of `device_lookups.DeviceLookups.fill`: one scans the texts, one writes the tokens."""
 
 import torch
 import triton
@@ -7,8 +7,8 @@ import triton.language as tl
 
 from vllm_magicdec.lookup.device_lookups import Texts
 
-BLOCK = 1024  # places of a text that one program compares
-# They differ from round to round; Triton would compile again for 1 and for those that 16 divides.
+BLOCK = 1024  # positions that one program compares
+# Triton must not specialize on these, which change from round to round.
 VARYING = ["num_blocks", "num_steps"]
 
 
@@ -17,37 +17,37 @@ def _scan_kernel(  # type: ignore[no-untyped-def]
     token_ids,  # [max_num_reqs, max_model_len] int32
     rows,  # [num_reqs] int
     lens,  # [num_reqs] int64
-    given,  # [num_reqs, num_steps] int32
-    made,  # [num_reqs] int64
-    scores,  # [num_reqs, max_blocks] int64, written: 0, or length * SCALE + place
+    drafts,  # [num_reqs, num_steps] int32
+    num_drafted,  # [num_reqs] int64
+    scores,  # [num_reqs, max_blocks] int64, written: 0, or length * SCALE + position
     token_stride,
-    given_stride,
+    draft_stride,
     score_stride,
     SCALE: tl.constexpr,
     MATCH: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """The best place of a block of one request's text."""
+    """Find the best match of one request in a block of positions."""
     req = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1).to(tl.int64)
     length = tl.load(lens + req)
-    end = length + tl.load(made + req)
+    end = length + tl.load(num_drafted + req)
     text = token_ids + tl.load(rows + req).to(tl.int64) * token_stride
-    ahead = given + req * given_stride
-    place = block * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE).to(tl.int64)
-    is_same = place < length - 1
+    ahead = drafts + req * draft_stride
+    position = block * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE).to(tl.int64)
+    is_same = position < length - 1
     matched = tl.zeros([BLOCK_SIZE], dtype=tl.int64)
     for back in tl.static_range(0, MATCH):
-        wanted_at = end - 1 - back
-        is_ahead = wanted_at >= length
-        drafted = tl.load(ahead + (wanted_at - length + 1), mask=is_ahead, other=-1)
-        verified = tl.load(text + wanted_at, mask=(wanted_at >= 0) & (wanted_at < length), other=-1)
-        wanted = tl.where(is_ahead, drafted, verified)
-        is_same = is_same & (place >= back)
-        token = tl.load(text + place - back, mask=is_same, other=-2)
-        is_same = is_same & (token == wanted)
+        target_at = end - 1 - back
+        is_ahead = target_at >= length
+        drafted = tl.load(ahead + (target_at - length + 1), mask=is_ahead, other=-1)
+        verified = tl.load(text + target_at, mask=(target_at >= 0) & (target_at < length), other=-1)
+        target = tl.where(is_ahead, drafted, verified)
+        is_same = is_same & (position >= back)
+        token = tl.load(text + position - back, mask=is_same, other=-2)
+        is_same = is_same & (token == target)
         matched += is_same.to(tl.int64)
-    score = tl.where(matched > 0, matched * SCALE + place, 0)
+    score = tl.where(matched > 0, matched * SCALE + position, 0)
     tl.store(scores + req * score_stride + block, tl.max(score, axis=0))
 
 
@@ -56,12 +56,12 @@ def _write_kernel(  # type: ignore[no-untyped-def]
     token_ids,
     rows,
     lens,
-    given,  # written after what was drafted
-    made,
+    drafts,  # written after the first `num_drafted`
+    num_drafted,
     scores,
     is_found,  # [num_reqs] bool, written
     token_stride,
-    given_stride,
+    draft_stride,
     score_stride,
     num_blocks,
     num_steps,
@@ -70,24 +70,24 @@ def _write_kernel(  # type: ignore[no-untyped-def]
     BLOCKS_PADDED: tl.constexpr,
     STEPS_PADDED: tl.constexpr,
 ):
-    """How one request's text goes on."""
+    """Write the continuation of one request."""
     req = tl.program_id(0).to(tl.int64)
     length = tl.load(lens + req)
-    drafts = tl.load(made + req)
-    end = length + drafts
+    num_own = tl.load(num_drafted + req)
+    end = length + num_own
     text = token_ids + tl.load(rows + req).to(tl.int64) * token_stride
-    ahead = given + req * given_stride
+    ahead = drafts + req * draft_stride
     blocks = tl.arange(0, BLOCKS_PADDED)
     score = tl.max(tl.load(scores + req * score_stride + blocks, mask=blocks < num_blocks, other=0), axis=0)
     follows = score % SCALE + 1
     column = tl.arange(0, STEPS_PADDED).to(tl.int64)
-    is_written = (column > drafts) & (column < num_steps)
-    # A text that repeats its end goes on with what was found before.
+    is_written = (column > num_own) & (column < num_steps)
+    # A continuation that reaches the end of the text repeats itself.
     period = tl.maximum(end - follows, 1)
-    source = follows + (tl.maximum(column - drafts - 1, 0) % period)
-    is_read = is_written & (column * 0 + score > 0)
-    drafted = tl.load(ahead + (source - length + 1), mask=is_read & (source >= length), other=-1)
-    verified = tl.load(text + source, mask=is_read & (source < length), other=-1)
+    source = follows + (tl.maximum(column - num_own - 1, 0) % period)
+    is_loaded = is_written & (column * 0 + score > 0)
+    drafted = tl.load(ahead + (source - length + 1), mask=is_loaded & (source >= length), other=-1)
+    verified = tl.load(text + source, mask=is_loaded & (source < length), other=-1)
     token = tl.where(source >= length, drafted, verified)
     token = tl.where((token >= 0) & (token < vocab_size), token, 0)
     tl.store(ahead + column, token, mask=is_written)
@@ -95,13 +95,7 @@ def _write_kernel(  # type: ignore[no-untyped-def]
 
 
 class Scan:
-    """Both kernels, with room for what the first one finds.
-
-    Args:
-        max_num_reqs: requests in a batch.
-        max_model_len: tokens of a text.
-        device: a GPU.
-    """
+    """Both kernels and their buffer; see `device_lookups.DeviceLookups`."""
 
     def __init__(self, max_num_reqs: int, max_model_len: int, device: torch.device) -> None:
         self._scale = triton.next_power_of_2(max_model_len + 1)
@@ -110,14 +104,14 @@ class Scan:
         self._scores = torch.zeros(shape, dtype=torch.int64, device=device)
 
     def fill(
-        self, given: torch.Tensor, made: torch.Tensor, texts: Texts, max_match: int, vocab_size: int
+        self, drafts: torch.Tensor, num_drafted: torch.Tensor, texts: Texts, max_match: int, vocab_size: int
     ) -> torch.Tensor:
-        """See `device_lookups.DeviceLookups.fill`."""
-        num_reqs, num_steps = given.shape
-        num_blocks = min(triton.cdiv(texts.most, BLOCK), self._max_blocks)
-        is_found = torch.empty(num_reqs, dtype=torch.bool, device=given.device)
-        of_texts = (texts.token_ids, texts.rows, texts.lens, given, made, self._scores)
-        strides = (texts.token_ids.stride(0), given.stride(0), self._scores.stride(0))
+        """Implement `device_lookups.DeviceLookups.fill`."""
+        num_reqs, num_steps = drafts.shape
+        num_blocks = min(triton.cdiv(texts.max_len, BLOCK), self._max_blocks)
+        is_found = torch.empty(num_reqs, dtype=torch.bool, device=drafts.device)
+        of_texts = (texts.token_ids, texts.rows, texts.lens, drafts, num_drafted, self._scores)
+        strides = (texts.token_ids.stride(0), drafts.stride(0), self._scores.stride(0))
         _scan_kernel[(num_reqs, num_blocks)](
             *of_texts, *strides, SCALE=self._scale, MATCH=max_match, BLOCK_SIZE=BLOCK
         )

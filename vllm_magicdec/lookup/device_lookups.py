@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How each request's own text is likely to go on, where its latest tokens are on the device alone.
+"""Lookups in the requests' own contexts on the device.
 
-Under asynchronous scheduling the host hears of a round's tokens when the next one has long begun. So this
-searches without an index: every place of a request's text is compared with the text's end, which a GPU does
-for a batch in the time that it takes to read their tokens. The longest match decides, of equals the latest.
-Nothing is weighed: what is found is for passes that have room for it anyway (`drafting/wide_passes.py`).
+Under asynchronous scheduling the host learns a round's tokens long after the next one has begun. So the
+device compares every position of a text with its end, which takes a GPU as long as reading the tokens. The
+longest match wins, at a tie the latest. There are no probabilities: the tokens found fill draft passes that
+have room for them anyway (`drafting/wide_passes.py`).
 """
 
 from dataclasses import dataclass
 
 import torch
 
-MAX_MATCH = 8  # tokens; longer ones count as this
+MAX_MATCH = 8  # tokens; longer matches count as this
 
 
 @dataclass(frozen=True)
@@ -19,32 +19,32 @@ class Texts:
     """The verified tokens of a batch's requests."""
 
     token_ids: torch.Tensor  # [max_num_reqs, max_model_len] int32
-    rows: torch.Tensor  # [num_reqs] int, whose are whose
+    rows: torch.Tensor  # [num_reqs] int, each request's row in `token_ids`
     lens: torch.Tensor  # [num_reqs] int64, at least 1
-    most: int  # no text is longer, as far as the host knows
+    max_len: int  # upper bound of `lens`, on the host
 
-    def tokens_at(self, places: torch.Tensor, ahead: torch.Tensor) -> torch.Tensor:
-        """[num_reqs, n] int32, of each text and what is ahead of it; -1 before its beginning.
+    def tokens_at(self, positions: torch.Tensor, drafts: torch.Tensor) -> torch.Tensor:
+        """Return [num_reqs, n] int32, the tokens at some positions; -1 before a text's begin.
 
         Args:
-            places: [num_reqs, n] int64; a text's last token is the first of `ahead`.
-            ahead: [num_reqs, num_ahead] int32.
+            positions: [num_reqs, n] int64.
+            drafts: [num_reqs, num_drafts] int32, each text's last token and its drafts.
         """
-        rows, within = self.rows.long().unsqueeze(1), places - self.lens.unsqueeze(1) + 1
-        verified = self.token_ids[rows, places.clamp(0, self.token_ids.shape[1] - 1)]
-        drafted = ahead.gather(1, within.clamp(0, ahead.shape[1] - 1))
-        return torch.where(within > 0, drafted, verified).masked_fill(places < 0, -1)
+        rows, within = self.rows.long().unsqueeze(1), positions - self.lens.unsqueeze(1) + 1
+        verified = self.token_ids[rows, positions.clamp(0, self.token_ids.shape[1] - 1)]
+        drafted = drafts.gather(1, within.clamp(0, drafts.shape[1] - 1))
+        return torch.where(within > 0, drafted, verified).masked_fill(positions < 0, -1)
 
 
 class DeviceLookups:
-    """Of a worker's requests; never waits for the device.
+    """Lookups for all requests of a worker, without synchronization.
 
     Args:
-        max_num_reqs: requests in a batch.
-        max_model_len: tokens of a text.
-        vocab_size: what is no token of the vocabulary (an image's placeholder) is not looked up.
-        device: where the texts are.
-        has_kernels: Triton's kernels search, and not many small operations.
+        max_num_reqs: maximum requests in a batch.
+        max_model_len: maximum tokens of a text.
+        vocab_size: ids outside of the vocabulary (an image's placeholder) become token 0.
+        device: of the texts.
+        has_kernels: search with Triton kernels instead of many small operations.
     """
 
     def __init__(
@@ -63,43 +63,40 @@ class DeviceLookups:
 
             self._scan = Scan(max_num_reqs, max_model_len, device)
 
-    def fill(self, given: torch.Tensor, made: torch.Tensor, texts: Texts) -> torch.Tensor:
-        """Look up how texts go on after what was drafted; where nothing is found, token 0.
+    def fill(self, drafts: torch.Tensor, num_drafted: torch.Tensor, texts: Texts) -> torch.Tensor:
+        """Fill up `drafts` with the continuations of the texts, or token 0 without a match.
 
         Args:
-            given: [num_reqs, num_steps] int32, contiguous: each text's last token and its drafts; written
-                after these.
-            made: [num_reqs] int64, drafts of each, fewer than `num_steps`.
+            drafts: [num_reqs, num_steps] int32, contiguous: each text's last token and its drafts; the rest
+                is written.
+            num_drafted: [num_reqs] int64, drafts of each text, fewer than `num_steps`.
             texts: of these requests.
 
         Returns:
-            [num_reqs] bool, where something was found.
+            [num_reqs] bool, whether there was a match.
         """
         if self._has_kernels:
-            return self._scan.fill(given, made, texts, MAX_MATCH, self._vocab_size)
-        return self._fill(given, made, texts)
-
-    def _fill(self, given: torch.Tensor, made: torch.Tensor, texts: Texts) -> torch.Tensor:
-        """See `fill`."""
-        text_lens, ends = texts.lens.unsqueeze(1), (texts.lens + made).unsqueeze(1)
-        places = torch.arange(texts.most, device=given.device).unsqueeze(0)
-        # Where the tokens up to a place are the text's last ones, and how many; a verified one follows.
-        is_same = places < text_lens - 1
+            return self._scan.fill(drafts, num_drafted, texts, MAX_MATCH, self._vocab_size)
+        text_lens, ends = texts.lens.unsqueeze(1), (texts.lens + num_drafted).unsqueeze(1)
+        positions = torch.arange(texts.max_len, device=drafts.device).unsqueeze(0)
+        # A match ends at a position that a verified token follows.
+        is_same = positions < text_lens - 1
         lengths = torch.zeros_like(is_same, dtype=torch.int64)
         for back in range(MAX_MATCH):
-            wanted = texts.tokens_at(ends - 1 - back, given)
-            is_same &= texts.tokens_at((places - back).expand_as(is_same), given) == wanted
-            is_same &= places >= back
+            target = texts.tokens_at(ends - 1 - back, drafts)
+            is_same &= texts.tokens_at((positions - back).expand_as(is_same), drafts) == target
+            is_same &= positions >= back
             lengths += is_same
-        scores = lengths * texts.most + places
+        scores = lengths * texts.max_len + positions
         best = scores.masked_fill_(lengths == 0, -1).amax(dim=1, keepdim=True)
         is_found = best >= 0
-        follows = best.clamp(min=0) % texts.most + 1
-        columns = torch.arange(given.shape[1], device=given.device).unsqueeze(0)
-        # A text that repeats its end goes on with what was found before.
+        follows = best.clamp(min=0) % texts.max_len + 1
+        columns = torch.arange(drafts.shape[1], device=drafts.device).unsqueeze(0)
+        # A continuation that reaches the end of the text repeats itself.
         period = (ends - follows).clamp(min=1)
-        sources = follows + (columns - made.unsqueeze(1) - 1).remainder(period)
-        found = texts.tokens_at(sources, given)
+        sources = follows + (columns - num_drafted.unsqueeze(1) - 1).remainder(period)
+        found = texts.tokens_at(sources, drafts)
         is_token = is_found & (found >= 0) & (found < self._vocab_size)
-        given.copy_(torch.where(columns > made.unsqueeze(1), found.masked_fill(~is_token, 0), given))
+        found.masked_fill_(~is_token, 0)
+        drafts.copy_(torch.where(columns > num_drafted.unsqueeze(1), found, drafts))
         return is_found.squeeze(1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of a request's text."""
+"""The verified tokens of a request."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ class History:
     """The verified tokens of a request, on the host."""
 
     recorded: np.ndarray  # [num_recorded] int32, from the first token on
-    latest: Sequence[int]  # those that follow
+    latest: Sequence[int]  # the tokens after these
 
     def __len__(self) -> int:
         return len(self.recorded) + len(self.latest)
 
-    def goes_on_after(self, tokens: np.ndarray) -> bool:
-        """Whether it may begin with these, [num] int32; the last one is compared."""
+    def may_extend(self, tokens: np.ndarray) -> bool:
+        """Return whether the history may begin with `tokens`, [num] int32; compares only the last one."""
         last = len(tokens) - 1
         if last >= len(self):
             return False
@@ -27,6 +27,6 @@ class History:
         return bool(own == tokens[last])
 
     def after(self, count: int) -> np.ndarray:
-        """[len(self) - count] int32, all but the first `count` tokens."""
+        """Return [len(self) - count] int32, all but the first `count` tokens."""
         latest = self.latest[max(0, count - len(self.recorded)) :]
         return np.concatenate([self.recorded[count:], np.array(latest, dtype=np.int32)])

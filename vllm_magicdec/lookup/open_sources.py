@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lookups that a user has asked for."""
+"""Construction of `Lookups` from the configured source names."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,13 +10,7 @@ from vllm_magicdec.lookup.served import ServedAnswers
 
 
 def open_lookups(names: Sequence[str], max_num_reqs: int, vocab_size: int, max_drafts: int) -> Lookups:
-    """Lookups in the sources named.
-
-    Args:
-        names: `context`, `served`, or paths of datastores.
-        max_num_reqs: as for `Lookups`.
-        vocab_size: of the model.
-        max_drafts: as for `Lookups`.
+    """Open the sources `context`, `served` and paths of datastores; see `Lookups` for the other arguments.
 
     Raises:
         MagicDecConfigError: a datastore cannot be read.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of `magicdec` that say which model, draft and devices, and what is drafted and stands."""
+"""Options of `magicdec plan` for the model, draft, devices, budgets and acceptance rates."""
 
 import argparse
 import json
@@ -19,7 +19,7 @@ DEFAULT_ACCEPTANCE, MODEL_ACCEPTANCE, SPIRE_ACCEPTANCE = 0.8, 0.7, 0.8
 
 
 def add_deployment(parser: argparse.ArgumentParser) -> None:
-    """Options that say which model, draft and devices; see `find_deployment`."""
+    """Add the options that `find_deployment` reads."""
     parser.add_argument(
         "--model",
         required=True,
@@ -29,8 +29,8 @@ def add_deployment(parser: argparse.ArgumentParser) -> None:
         "--draft",
         default=SELF,
         metavar="MODEL",
-        help=f"what drafts: '{SELF}', '{SPIRE_OF_MODEL}' for the draft that SPIRe would make of the "
-        "model, or one as for --model",
+        help=f"the draft model: '{SELF}', '{SPIRE_OF_MODEL}' for a SPIRe draft of the model, or one as for "
+        "--model",
     )
     parser.add_argument(
         "--gpu",
@@ -38,7 +38,7 @@ def add_deployment(parser: argparse.ArgumentParser) -> None:
         help=f"one of {', '.join(HARDWARE)}, or '{THIS_MACHINE}' to measure this machine",
     )
     parser.add_argument("--tp", type=positive, default=1, help="devices, tensor parallel")
-    parser.add_argument("--weight-bytes", type=_size, help="bytes per weight, if not the model's own")
+    parser.add_argument("--weight-bytes", type=_size, help="bytes per weight, instead of the model's")
     parser.add_argument("--kv-bytes", type=_size, help="bytes per K/V element, if not 2 (1: fp8)")
     parser.add_argument(
         "--costs",
@@ -50,29 +50,28 @@ def add_deployment(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ideal",
         action="store_true",
-        help="all that the data sheet promises, reading and computing at once, no overheads (SPIRe)",
+        help="SPIRe's model: full data-sheet rates, reading and computing at once, no overheads",
     )
 
 
 def find_deployment(options: argparse.Namespace) -> Deployment:
-    """What the options of `add_deployment` say.
+    """Build the deployment that the options describe.
 
     Raises:
-        UserError: an option cannot work.
+        UserError: a model or device is unknown, or they do not fit each other.
     """
     shape = find_model(options.model)
     own = {"weight_bytes": options.weight_bytes, "kv_bytes": options.kv_bytes}
     own = {name: value for name, value in own.items() if value is not None}
     shape = replace(shape, **own)
     draft = find_draft(options.draft, shape)
-    hardware = find_hardware(options.gpu)
     costs = Costs.ideal() if options.ideal else Costs()
     if options.gpu.lower() == THIS_MACHINE:
         costs = replace(costs, memory_efficiency=1.0, compute_efficiency=1.0)
     try:
         return Deployment(
             shape,
-            hardware,
+            find_hardware(options.gpu),
             options.tp,
             replace(costs, **options.costs),
             draft and replace(draft, **own),
@@ -82,7 +81,7 @@ def find_deployment(options: argparse.Namespace) -> Deployment:
 
 
 def add_acceptance(parser: argparse.ArgumentParser) -> None:
-    """Options that say what is drafted and what stands of it; see `find_acceptance`."""
+    """Add the options that `find_acceptance` reads, and the numbers of drafts."""
     parser.add_argument(
         "--budget",
         type=positive,
@@ -94,8 +93,7 @@ def add_acceptance(parser: argparse.ArgumentParser) -> None:
         "--acceptance",
         type=_rate,
         nargs="+",
-        help="probability that a drafted token is accepted, one per budget. MagicDec's tables have 0.79 to "
-        "0.85 at a budget of 512, 0.7 with TinyLlama as the draft; SPIRe 0.81 "
+        help="probability that a drafted token is accepted, one per budget "
         f"(default: {DEFAULT_ACCEPTANCE}, {MODEL_ACCEPTANCE} with a draft model, {SPIRE_ACCEPTANCE} with "
         "SPIRe's)",
     )
@@ -104,71 +102,52 @@ def add_acceptance(parser: argparse.ArgumentParser) -> None:
         type=_number,
         nargs="+",
         metavar="TOKENS",
-        help="in place of --acceptance: tokens per round of --gamma drafts, as vLLM logs it ('Mean "
+        help="instead of --acceptance: tokens per round of --gamma drafts, as vLLM logs it ('Mean "
         "acceptance length')",
     )
-    parser.add_argument("--gamma", type=positive, help="drafted tokens per round, if not the best number")
+    parser.add_argument("--gamma", type=positive, help="drafted tokens per round, instead of the best")
     parser.add_argument("--max-gamma", type=positive, default=8, help="most drafted tokens per round")
 
 
 def find_acceptance(options: argparse.Namespace, draft: ModelShape | None) -> dict[int, float]:
-    """The acceptance rate of every budget that the options of `add_acceptance` say.
+    """Return the acceptance rate of every budget (tokens).
+
+    Args:
+        draft: the draft model; None for self-speculation.
 
     Raises:
-        UserError: they do not fit together.
+        UserError: the options contradict each other, or a rate is missing.
     """
+    budgets, rates = options.budget, options.acceptance
     if options.acceptance_length:
-        if options.acceptance:
-            raise UserError("--acceptance and --acceptance-length say the same; use one of them")
-        return pair_acceptance(options.budget, rates_of_lengths(options.gamma, options.acceptance_length))
-    return pair_acceptance(options.budget, options.acceptance or [usual_acceptance(draft)])
+        if rates:
+            raise UserError("--acceptance and --acceptance-length exclude each other; use one of them")
+        rates = _rates_of_lengths(options.gamma, options.acceptance_length)
+    elif not rates:
+        model_rate = SPIRE_ACCEPTANCE if draft and draft.is_spire else MODEL_ACCEPTANCE
+        rates = [model_rate if draft else DEFAULT_ACCEPTANCE]
+    if len(budgets) != len(rates):
+        raise UserError(
+            f"{len(budgets)} budgets need {len(budgets)} acceptance rates and there are {len(rates)}; "
+            "give one for each, because at equal acceptance the smallest budget always wins"
+        )
+    for budget in budgets:
+        if budgets.count(budget) > 1:
+            raise UserError(f"budget {budget} is given twice; give every budget once")
+    return dict(zip(budgets, rates, strict=True))
 
 
-def usual_acceptance(draft: ModelShape | None) -> float:
-    """What papers have measured of a draft (None: the model itself)."""
-    if draft is None:
-        return DEFAULT_ACCEPTANCE
-    return SPIRE_ACCEPTANCE if draft.is_spire else MODEL_ACCEPTANCE
-
-
-def gammas_of(options: argparse.Namespace) -> tuple[int, int]:
-    """The fewest and the most drafts per round."""
-    return (options.gamma, options.gamma) if options.gamma else (1, options.max_gamma)
-
-
-def rates_of_lengths(gamma: int | None, lengths: list[float]) -> list[float]:
-    """Acceptance rates at which rounds of `gamma` drafts bring so many tokens.
-
-    Raises:
-        UserError: they cannot, or nobody has said how many drafts those rounds had.
-    """
+def _rates_of_lengths(gamma: int | None, lengths: list[float]) -> list[float]:
     if gamma is None:
         raise UserError("--acceptance-length needs --gamma, the drafts of the rounds that had this length")
     try:
         return [acceptance_rate(gamma, length) for length in lengths]
     except ValueError as error:
-        raise UserError(f"{error}; say an --acceptance-length from 1 to {gamma + 1}") from None
-
-
-def pair_acceptance(budgets: list[int], acceptance: list[float]) -> dict[int, float]:
-    """The acceptance rate of every budget.
-
-    Raises:
-        UserError: the lists do not fit together.
-    """
-    if len(budgets) != len(acceptance):
-        raise UserError(
-            f"{len(budgets)} budgets need {len(budgets)} acceptance rates and there are {len(acceptance)}; "
-            "say one for each, because at equal acceptance the smallest budget always wins"
-        )
-    for budget in budgets:
-        if budgets.count(budget) > 1:
-            raise UserError(f"budget {budget} is named twice; name every budget once")
-    return dict(zip(budgets, acceptance, strict=True))
+        raise UserError(f"{error}; give an --acceptance-length from 1 to {gamma + 1}") from None
 
 
 def positive(text: str) -> int:
-    """A whole number above 0, for argparse."""
+    """Parse a whole number above 0 for argparse."""
     value = int(text) if text.isdecimal() else 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"'{text}' is not a whole number above 0")

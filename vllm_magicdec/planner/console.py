@@ -1,28 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `magicdec`: one module per subcommand, each with an `add_command(subparsers)`."""
+"""The command `magicdec`. Each subcommand is a module with an `add_command(subparsers)`."""
 
 import argparse
 import difflib
 import importlib
-import json
-import math
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
 
-COMMANDS = tuple(f"vllm_magicdec.planner.{name}" for name in ("plan", "profile", "index", "train_draft"))
+COMMANDS = (
+    *(f"vllm_magicdec.planner.{name}" for name in ("plan", "profile", "index", "train_draft")),
+    "vllm_magicdec.check",
+)
 
 
 class UserError(ValueError):
-    """What the user typed cannot work, in one sentence that says what to type instead."""
+    """An error in the user's input: one sentence that says what to type instead."""
 
 
 def require(module: str, extra: str = "bench") -> ModuleType:
-    """Import a module that only an extra brings.
+    """Import a module of an optional dependency.
 
     Raises:
         UserError: it is not installed.
@@ -34,44 +34,12 @@ def require(module: str, extra: str = "bench") -> ModuleType:
         raise UserError(f"this needs {package}; try: pip install 'vllm-magicdec[{extra}]'") from None
 
 
-def screen(width: int) -> Any:
-    """rich's console for tables: as wide as the terminal, or so many columns where there is none.
-
-    Raises:
-        UserError: rich is not installed.
-    """
-    terminal = sys.stdout.isatty()
-    return require("rich.console").Console(
-        highlight=False, width=None if terminal else width, soft_wrap=True
-    )
-
-
-def write_json(record: Mapping[str, Any], file: Path) -> None:
-    """Write a record, with null for what is not a number: JSON has no NaN.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
-    try:
-        file.write_text(json.dumps(_without_nan(record), indent=1) + "\n")
-    except OSError as error:
-        raise UserError(f"cannot write {file}: {error.strerror}") from None
-
-
-def _without_nan(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _without_nan(one) for name, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_nan(one) for one in value]
-    return None if isinstance(value, float) and math.isnan(value) else value
-
-
-def look_up(name: str, table: Mapping[str, T], what: str, choices: list[str]) -> T:
-    """The entry of that name, in any case.
+def find_by_name(name: str, table: Mapping[str, T], what: str, choices: list[str]) -> T:
+    """Return the entry of `table` with that name, ignoring case.
 
     Args:
-        what: it is, for the sentence.
-        choices: there are.
+        what: what the table lists, for the error.
+        choices: what to type instead, for the error.
 
     Raises:
         UserError: there is none.
@@ -81,32 +49,26 @@ def look_up(name: str, table: Mapping[str, T], what: str, choices: list[str]) ->
         return table[names[name.lower()]]
     close = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
     hint = f"did you mean '{names[close[0]]}'? " if close else ""
-    raise UserError(f"there is no {what} '{name}'; {hint}There are {', '.join(choices)}")
+    raise UserError(f"there is no {what} '{name}'; {hint}use one of {', '.join(choices)}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `magicdec`; returns the exit status, 2 for what the user has to change."""
+    """Run `magicdec`; return the subcommand's exit status, or 2 for an error in the user's input."""
     parser = argparse.ArgumentParser(prog="magicdec", description="Tools around vllm-magicdec.")
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for name in COMMANDS:
         importlib.import_module(name).add_command(subparsers)
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        _refuse_loads(arguments)
+        _refuse_removed(arguments)
         options = parser.parse_args(arguments)
-        options.run(options)
+        return options.run(options) or 0
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return 0
 
 
-def _refuse_loads(arguments: Sequence[str]) -> None:
-    """Refuse `magicdec simulate` and `magicdec plan --load`, which were removed.
-
-    Raises:
-        UserError: one of them was typed.
-    """
+def _refuse_removed(arguments: Sequence[str]) -> None:
     command, *options = arguments or [""]
     has_load = any(option.split("=")[0] == "--load" for option in options)
     if command == "simulate" or (command == "plan" and has_load):

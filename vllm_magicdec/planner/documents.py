@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents that a user names, as texts and as tokens: text, JSON lines, Parquet."""
+"""Read documents from text, JSON lines and Parquet files, and tokenize them."""
 
 import argparse
 import itertools
@@ -15,37 +15,37 @@ from vllm_magicdec.planner.console import UserError, require
 
 EXTRA = "index"
 FORMATS = "JSON lines (.jsonl, .ndjson), Parquet (.parquet), anything else as text"
-_BATCH_CHARACTERS = 2**21  # read before they are encoded
-# A longer document is encoded in pieces, for an encoding takes far more memory than its tokens.
+_BATCH_CHARACTERS = 2**21  # tokenized together
+# Longer documents are tokenized in pieces: an encoding takes far more memory than its tokens.
 _PIECE_CHARACTERS = 2**20
 
 
 def find_files(paths: Iterable[Path], patterns: list[str]) -> list[Path]:
-    """The files that are named, and of folders those beneath them whose names fit one of the patterns.
+    """List the given files and, in the given folders, the files whose names match a pattern.
 
     Raises:
-        UserError: a path is not there, or there are no files.
+        UserError: a path does not exist, or there are no files.
     """
     files: list[Path] = []
     for path in paths:
         if not path.exists():
             raise UserError(f"there is no {path}; name files or folders of documents")
         if path.is_dir():
-            beneath = sorted(file for file in path.rglob("*") if file.is_file())
-            files += [file for file in beneath if any(fnmatch(file.name, each) for each in patterns)]
+            found = sorted(file for file in path.rglob("*") if file.is_file())
+            files += [file for file in found if any(fnmatch(file.name, each) for each in patterns)]
         else:
             files.append(path)
     if not files:
-        raise UserError(f"no file fits {' '.join(patterns)}; say which do with --include, as in '*.py'")
+        raise UserError(f"no file matches {' '.join(patterns)}; give patterns with --include, as in '*.py'")
     return files
 
 
 def read_texts(files: Iterable[Path], field: str) -> Iterator[str]:
-    """The documents of all files, one after the other.
+    """Yield the documents of all files.
 
     Args:
-        files: in one of the FORMATS.
-        field: of a JSON line, or column of a Parquet file, that holds the text.
+        files: files in one of the FORMATS.
+        field: JSON field or Parquet column that holds the text.
 
     Raises:
         UserError: a file cannot be read, or has no such field.
@@ -59,9 +59,14 @@ def read_texts(files: Iterable[Path], field: str) -> Iterator[str]:
 
 
 def encode(texts: Iterable[str], tokenizer: Any) -> Iterator[np.ndarray]:
-    """The tokens of each text, `[num_tokens]`; without those that begin or end a prompt."""
+    """Yield each text's tokens, `[num_tokens]` int64, without special tokens.
+
+    Args:
+        texts: the documents.
+        tokenizer: a Hugging Face tokenizer.
+    """
     texts = iter(texts)
-    while batch := list(_until(texts, _BATCH_CHARACTERS)):
+    while batch := list(_take(texts, _BATCH_CHARACTERS)):
         pieces = [list(_pieces(text)) for text in batch]
         ids = iter(tokenizer(list(itertools.chain(*pieces)), add_special_tokens=False)["input_ids"])
         for parts in pieces:
@@ -70,23 +75,23 @@ def encode(texts: Iterable[str], tokenizer: Any) -> Iterator[np.ndarray]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add what says which files of folders, and which of their fields, hold texts."""
+    """Add the options that select files and the field with the text."""
     parser.add_argument(
         "--include",
         nargs="+",
         metavar="PATTERN",
         default="*.txt *.md *.jsonl *.ndjson *.parquet".split(),
-        help="names of files that are taken from folders (default: *.txt *.md *.jsonl *.ndjson *.parquet)",
+        help="files to read in folders (default: *.txt *.md *.jsonl *.ndjson *.parquet)",
     )
     parser.add_argument(
         "--field",
         default="text",
-        help="of JSON lines and Parquet files, with the text (default: %(default)s)",
+        help="JSON field or Parquet column with the text (default: %(default)s)",
     )
 
 
-def _until(texts: Iterator[str], num_characters: int) -> Iterator[str]:
-    """Texts up to the one that makes it so many characters."""
+def _take(texts: Iterator[str], num_characters: int) -> Iterator[str]:
+    """Yield texts until they have `num_characters` in total."""
     for text in texts:
         yield text
         num_characters -= len(text)
@@ -95,7 +100,7 @@ def _until(texts: Iterator[str], num_characters: int) -> Iterator[str]:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """A text, cut after line breaks where it is very long."""
+    """Split a very long text, after line breaks where possible."""
     begin = 0
     while len(text) - begin > _PIECE_CHARACTERS:
         end = text.rfind("\n", begin, begin + _PIECE_CHARACTERS) + 1 or begin + _PIECE_CHARACTERS
@@ -119,7 +124,9 @@ def _read_json_lines(file: Path, field: str) -> Iterator[str]:
                 raise UserError(f"line {number} of {file} is no JSON; every line has to be") from None
             text = record.get(field) if isinstance(record, dict) else None
             if not isinstance(text, str):
-                raise UserError(f"line {number} of {file} has no text {field!r}; say which with --field")
+                raise UserError(
+                    f"line {number} of {file} has no text {field!r}; name the field with --field"
+                )
             yield text
 
 
@@ -134,7 +141,7 @@ def _read_parquet(file: Path, field: str) -> Iterator[str]:
             for batch in opened.iter_batches(columns=[field]):
                 for text in batch.column(0).to_pylist():
                     if not isinstance(text, str | None):
-                        raise UserError(f"column {field!r} of {file} is no text; say which is with --field")
+                        raise UserError(f"column {field!r} of {file} is no text; name one with --field")
                     yield text or ""
     except arrow.ArrowInvalid:
         raise UserError(f"{file} is no Parquet file; name another") from None

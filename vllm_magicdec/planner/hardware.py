@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Devices by name, with the data sheet that says so, and a measurement of the one that is there.
+"""Device specifications by name, and the measurement of the present device.
 
-FLOP/s are dense bf16. Data sheets count a link in both directions, so half of it is here; their GB of
-device memory are taken as GiB, of which drivers report 1 % (H100, H200) to 7 % (L40 with ECC) less.
+FLOP/s are dense bf16. Interconnect bandwidth is one direction: half of what data sheets state. Their GB of
+device memory are taken as GiB; drivers report 1 % (H100, H200) to 7 % (L40 with ECC) less.
 """
 
 import os
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from vllm_magicdec.planner.console import look_up
+from vllm_magicdec.planner.console import find_by_name
 from vllm_magicdec.planner.performance import GIB, Hardware
 
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ _NVIDIA = "https://www.nvidia.com/en-us/data-center"
 _MI300X = "https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html"
 _COPY_BYTES = 2**29  # well above any cache
 _MATMUL_SIZE = {"cuda": 8192, "cpu": 2048}
-_LEAST_MATMUL_SIZE = 512
-_LONG_MATMUL_S = 0.1  # says the rate as well as a larger one
+_MIN_MATMUL_SIZE = 512
+_LONG_MATMUL_S = 0.1  # long enough to measure the rate
 _REPEATS = 5
 
 HARDWARE = {
@@ -41,9 +41,11 @@ HARDWARE = {
 
 @contextmanager
 def worker_threads() -> Iterator[int]:
-    """Let torch compute with as many CPU threads as vLLM's worker does: one per core, but for the core that
-    vLLM's CPU backend keeps for its scheduler (VLLM_CPU_NUM_OF_RESERVED_CPU)."""
-    import torch  # the table above needs no torch, and its import takes seconds
+    """Set torch's CPU threads to the number that vLLM's worker uses, and yield it.
+
+    vLLM's CPU backend reserves a core for its scheduler (VLLM_CPU_NUM_OF_RESERVED_CPU).
+    """
+    import torch  # here, because the table above needs no torch and its import takes seconds
 
     all_threads = torch.get_num_threads()
     threads = max(1, all_threads - int(os.environ.get("VLLM_CPU_NUM_OF_RESERVED_CPU", "1")))
@@ -55,20 +57,36 @@ def worker_threads() -> Iterator[int]:
 
 
 def measure_this_machine() -> Hardware:
-    """Copy bandwidth and bf16 matmul FLOP/s of torch's current device: the best of several runs.
+    """Measure copy bandwidth and bf16 matmul FLOP/s of torch's current device, in about a second.
 
-    Takes about a second. What is measured is reached, so efficiencies of 1 belong to it, except that vLLM's
-    attention reaches less on CPUs (docs/performance.md). A CPU is measured with `worker_threads`.
+    These are achieved rates, so memory and compute efficiency are 1; vLLM's attention achieves less on CPUs
+    (docs/performance.md). A CPU is measured with `worker_threads`.
     """
+    import torch
+
     with worker_threads() as threads:
-        return _measure(threads)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        if device == "cuda":
+            name = torch.cuda.get_device_name()
+            memory = torch.cuda.get_device_properties(device).total_memory
+        else:
+            name = f"CPU with {threads} thread{'s' if threads > 1 else ''}"
+            memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return Hardware(
+            name=name,
+            memory_gib=memory / GIB,
+            memory_bytes_per_s=copy_bytes_per_s(device),
+            flops=matmul_flops(device, torch.bfloat16),
+            interconnect_bytes_per_s=0.0,
+            source="measured here",
+        )
 
 
 def copy_bytes_per_s(device: str) -> float:
-    """Bytes that a copy reads and writes per second, well above any cache; the best of several runs.
+    """Measure the bytes that a copy beyond any cache reads and writes per second: the best of several runs.
 
     Args:
-        device: "cpu", with as many threads as torch has now, or "cuda".
+        device: "cpu", with torch's current number of threads, or "cuda".
     """
     import torch
 
@@ -78,18 +96,18 @@ def copy_bytes_per_s(device: str) -> float:
 
 
 def matmul_flops(device: str, dtype: "torch.dtype") -> float:
-    """FLOP/s of a large matrix product, as of a layer: by the rows of a weight; the best of several runs.
+    """Measure FLOP/s of a large product with a transposed weight: the best of several runs.
 
-    The size doubles until a product takes long enough: the full size takes seconds where a CPU has no
+    The size doubles until one product takes 0.1 s, because the full size takes seconds on CPUs without
     instructions for the dtype.
 
     Args:
-        device: "cpu", with as many threads as torch has now, or "cuda".
+        device: "cpu", with torch's current number of threads, or "cuda".
         dtype: of the factors and the product.
     """
     import torch
 
-    size = _LEAST_MATMUL_SIZE
+    size = _MIN_MATMUL_SIZE
     while True:
         matrix = torch.randn(size, size, device=device).to(dtype)
         product = torch.empty_like(matrix)
@@ -99,28 +117,8 @@ def matmul_flops(device: str, dtype: "torch.dtype") -> float:
         size *= 2
 
 
-def _measure(threads: int) -> Hardware:
-    import torch
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda":
-        name = torch.cuda.get_device_name()
-        memory = torch.cuda.get_device_properties(device).total_memory
-    else:
-        name = f"CPU with {threads} thread{'s' if threads > 1 else ''}"
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Hardware(
-        name=name,
-        memory_gib=memory / GIB,
-        memory_bytes_per_s=copy_bytes_per_s(device),
-        flops=matmul_flops(device, torch.bfloat16),
-        interconnect_bytes_per_s=0.0,
-        source="measured here",
-    )
-
-
 def _best_s(device: str, work: Callable[[], object]) -> float:
-    """The shortest of several runs, after one for first touch and the choice of kernels."""
+    """Return the seconds of the fastest run after a warm-up."""
     import torch
 
     def run_s() -> float:
@@ -135,11 +133,11 @@ def _best_s(device: str, work: Callable[[], object]) -> float:
 
 
 def find_hardware(name: str) -> Hardware:
-    """The device of that name, or this machine measured.
+    """Return the device of that name, or measure this machine.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no such device.
     """
     if name.lower() == THIS_MACHINE:
         return measure_this_machine()
-    return look_up(name, HARDWARE, "GPU", [*HARDWARE, f"'{THIS_MACHINE}' for this machine"])
+    return find_by_name(name, HARDWARE, "GPU", [*HARDWARE, f"'{THIS_MACHINE}' for this machine"])

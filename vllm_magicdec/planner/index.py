@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`magicdec index`: a datastore for lookups, made of documents.
+"""`magicdec index`: build a datastore for lookups from documents.
 
-Texts are read a few at a time, encoded as the server's tokenizer does, and written with their suffix array
-(`lookup/datastore_files.py`).
+The server's tokenizer encodes the texts a few at a time; `lookup/datastore_files.py` writes the tokens and
+their suffix array.
 """
 
 import argparse
@@ -17,10 +17,10 @@ from vllm_magicdec.planner.documents import EXTRA, FORMATS, add_options, encode,
 
 
 def run(options: argparse.Namespace) -> None:
-    """The subcommand."""
+    """Run `magicdec index`."""
     require("pydivsufsort", EXTRA)
     if options.out.exists():
-        raise UserError(f"{options.out} is there already; remove it, or give --out another path")
+        raise UserError(f"{options.out} exists already; remove it, or give --out another path")
     files = find_files(options.files, options.include)
     started = perf_counter()
     tokenizer = _load_tokenizer(options.model, options.tokenizer_mode, options.trust_remote_code)
@@ -44,28 +44,25 @@ def add_command(subparsers: Any) -> None:
     """Add `index` to the command line."""
     parser = subparsers.add_parser(
         "index",
-        help="make a datastore of documents, in which drafts are looked up",
-        description=f"Make a datastore of documents, in which drafts are looked up. Formats: {FORMATS}.",
+        help="build a datastore for lookups from documents",
+        description=f"Build a datastore for lookups from documents. Formats: {FORMATS}.",
     )
-    parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="files, or folders of them")
-    parser.add_argument(
-        "--model", required=True, help="what 'vllm serve' would be given, for its tokenizer"
-    )
+    parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="files or folders")
+    parser.add_argument("--model", required=True, help="the server's model, for its tokenizer")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     add_options(parser)
     parser.add_argument(
-        "--tokenizer-mode", default="auto", help="as of 'vllm serve' (default: %(default)s)"
+        "--tokenizer-mode", default="auto", help="as for 'vllm serve' (default: %(default)s)"
     )
-    parser.add_argument("--trust-remote-code", action="store_true", help="as of 'vllm serve'")
+    parser.add_argument("--trust-remote-code", action="store_true", help="as for 'vllm serve'")
     parser.set_defaults(run=run)
 
 
 def _load_tokenizer(model: str, mode: str, trust_remote_code: bool) -> Any:
-    """The one that vLLM would load; importing it takes some seconds."""
     from transformers.utils import logging
     from vllm.tokenizers import get_tokenizer
 
-    logging.set_verbosity_error()  # it warns of texts that are longer than the model's context
+    logging.set_verbosity_error()  # suppresses warnings about texts longer than the model's context
     try:
         return get_tokenizer(model, tokenizer_mode=mode, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:

@@ -1,53 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models by name, or by their `config.json`."""
+"""Model shapes by name or from a `config.json`."""
 
 import json
 from pathlib import Path
+from typing import Any
 
-from vllm_magicdec.planner.console import UserError, look_up
+from vllm_magicdec.planner.console import UserError, find_by_name
 from vllm_magicdec.planner.shapes import ModelShape
 
 # Drafts that need no model of their own.
 SELF, SPIRE_OF_MODEL = "self", "spire"
 
 
-def _gemma_3(
-    name: str,
-    num_layers: int,
-    *,
-    hidden_size: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_size: int,
-    intermediate_size: int,
-) -> ModelShape:
-    """Every sixth layer sees the whole context."""
-    return ModelShape(
-        name=name,
-        num_layers=num_layers,
-        hidden_size=hidden_size,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_size=head_size,
-        intermediate_size=intermediate_size,
-        vocab_size=262208,
-        tied_embeddings=True,
-        num_window_layers=num_layers - num_layers // 6,
-        window=1024,
-    )
-
-
-def _gpt_oss(name: str, num_layers: int, *, num_experts: int, weight_bytes: float) -> ModelShape:
-    """Every second layer sees the whole context; experts are in MXFP4, the rest in bfloat16."""
-    return ModelShape(
-        *(name, num_layers, 2880, 64, 8, 64, 2880, 201088),
-        weight_bytes=weight_bytes,  # size of the checkpoint by its parameters
-        num_experts=num_experts,
-        num_active_experts=4,
-        num_window_layers=num_layers // 2,
-        window=128,
-    )
-
+# Layers without a window: every sixth of Gemma 3, every second of gpt-oss.
+_GEMMA_3: dict[str, Any] = {"tied_embeddings": True, "window": 1024}
+_GPT_OSS: dict[str, Any] = {"num_active_experts": 4, "window": 128}
 
 MODELS = {
     shape.name: shape
@@ -62,37 +29,32 @@ MODELS = {
         ),
         ModelShape("llama-3.2-1b", 16, 2048, 32, 8, 64, 8192, 128256, tied_embeddings=True),
         ModelShape("tinyllama-1.1b", 22, 2048, 32, 4, 64, 5632, 32000),
-        # SPIRe's target, whose embeddings that paper leaves out of all counts.
+        # SPIRe's target, without embeddings, as that paper counts.
         ModelShape("spire-67m", 8, 512, 8, 8, 128, 4096, 0),
-        _gemma_3(
-            "gemma-3-12b",
-            48,
-            hidden_size=3840,
-            num_heads=16,
-            num_kv_heads=8,
-            head_size=256,
-            intermediate_size=15360,
+        ModelShape("gemma-3-12b", 48, 3840, 16, 8, 256, 15360, 262208, num_window_layers=40, **_GEMMA_3),
+        ModelShape("gemma-3-27b", 62, 5376, 32, 16, 128, 21504, 262208, num_window_layers=52, **_GEMMA_3),
+        # Experts are in MXFP4, the rest in bfloat16: the size of the checkpoint divided by its parameters.
+        ModelShape(
+            *("gpt-oss-20b", 24, 2880, 64, 8, 64, 2880, 201088, 0.66),
+            num_experts=32,
+            num_window_layers=12,
+            **_GPT_OSS,
         ),
-        _gemma_3(
-            "gemma-3-27b",
-            62,
-            hidden_size=5376,
-            num_heads=32,
-            num_kv_heads=16,
-            head_size=128,
-            intermediate_size=21504,
+        ModelShape(
+            *("gpt-oss-120b", 36, 2880, 64, 8, 64, 2880, 201088, 0.56),
+            num_experts=128,
+            num_window_layers=18,
+            **_GPT_OSS,
         ),
-        _gpt_oss("gpt-oss-20b", 24, num_experts=32, weight_bytes=0.66),
-        _gpt_oss("gpt-oss-120b", 36, num_experts=128, weight_bytes=0.56),
     )
 }
 
 
 def find_model(name: str) -> ModelShape:
-    """The shape behind a directory with a `config.json`, such a file, or a built-in name.
+    """Return the shape of a directory with a `config.json`, of such a file, or of a built-in name.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no such model.
     """
     path = Path(name)
     file = path / "config.json" if path.is_dir() else path
@@ -106,13 +68,19 @@ def find_model(name: str) -> ModelShape:
         except ValueError as error:
             raise UserError(f"{file}: {error}") from None
     if path.is_dir():
-        raise UserError(f"there is no config.json in {name}")
-    return look_up(name, MODELS, "model", [*MODELS, "a directory with a config.json"])
+        raise UserError(f"there is no config.json in {name}; name a folder that has one")
+    return find_by_name(name, MODELS, "model", [*MODELS, "a directory with a config.json"])
 
 
 def find_draft(name: str, target: ModelShape) -> ModelShape | None:
-    """What drafts: a model found as `find_model` does, 'spire' for the draft that SPIRe would make of the
-    target, 'self' (None) for the target.
+    """Return the shape of the draft model.
+
+    Args:
+        name: 'self', 'spire' for a SPIRe draft of the target, or a name as for `find_model`.
+        target: the model that verifies.
+
+    Returns:
+        None for 'self'.
 
     Raises:
         UserError: there is no such model.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What speculation over a sparse view costs and brings: MagicDec's speedup model on a roofline.
+"""MagicDec's speedup model of speculation over a sparse view, on a roofline.
 
-MagicDec (arXiv 2408.11049) Eq. 1 to 3 turn three times into a speedup: T_T of a plain decode step, T_D of a
-draft step and T_V(gamma) of a verification. `Deployment` predicts the three from a model's shape and a
-device's data sheet. Times are milliseconds per pass, contexts are tokens per request, batches are requests.
+Eq. 1 to 3 of MagicDec (arXiv 2408.11049) compute a speedup from three times: T_T of a plain decode step,
+T_D of a draft step and T_V(gamma) of a verification. `Deployment` predicts the times from a model's shape
+and a device's data sheet. Times are milliseconds per pass, contexts tokens per request, batches requests.
 """
 
 from collections.abc import Mapping
@@ -17,17 +17,17 @@ GIB = 2**30
 
 
 def tokens_per_round(gamma: int, alpha: float) -> float:
-    """Omega(gamma, alpha) = (1 - alpha^(gamma+1)) / (1 - alpha): expected tokens per round (MagicDec).
+    """Return Omega(gamma, alpha) = (1 - alpha^(gamma+1)) / (1 - alpha), the expected tokens per round.
 
     Args:
         gamma: drafted tokens per round.
         alpha: probability that a drafted token is accepted, in [0, 1].
     """
-    return sum(alpha**i for i in range(gamma + 1))  # the same sum, defined at alpha = 1 too
+    return sum(alpha**i for i in range(gamma + 1))  # also defined at alpha = 1
 
 
 def acceptance_rate(gamma: int, omega: float) -> float:
-    """The alpha at which a round of `gamma` drafts brings `omega` tokens: the inverse of Omega.
+    """Return the alpha at which Omega(gamma, alpha) is `omega`.
 
     Raises:
         ValueError: `omega` is outside [1, gamma + 1].
@@ -42,49 +42,51 @@ def acceptance_rate(gamma: int, omega: float) -> float:
 
 
 def round_ms(gamma: int, draft_ms: float, verify_ms: float, extra_ms: float = 0.0) -> float:
-    """gamma * T_D + T_V(gamma) + T_select (MagicDec; the last term since its ICLR 2025 version).
+    """Return gamma * T_D + T_V(gamma) + T_select; MagicDec has the last term since its ICLR 2025 version.
 
     Args:
-        extra_ms: per round, beside the forward passes: a policy's selection, rejection sampling.
+        gamma: drafted tokens per round.
+        draft_ms, verify_ms: T_D and T_V(gamma).
+        extra_ms: time of a round outside the forward passes, for selection and rejection sampling.
     """
     return gamma * draft_ms + verify_ms + extra_ms
 
 
 def time_per_token_ms(omega: float, one_round_ms: float) -> float:
-    """(gamma * T_D + T_V) / Omega, per request (MagicDec)."""
+    """Return (gamma * T_D + T_V) / Omega per request (MagicDec)."""
     return one_round_ms / omega
 
 
 def speedup(plain_step_ms: float, omega: float, one_round_ms: float) -> float:
-    """Omega * T_T / (gamma * T_D + T_V) (MagicDec)."""
+    """Return Omega * T_T / (gamma * T_D + T_V) (MagicDec)."""
     return plain_step_ms / time_per_token_ms(omega, one_round_ms)
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """One device, as its data sheet has it."""
+    """Data-sheet values of one device."""
 
     name: str
     memory_gib: float
     memory_bytes_per_s: float
     flops: float  # dense bf16 FLOP/s
-    interconnect_bytes_per_s: float  # to the other devices, one direction; 0: there are none
+    interconnect_bytes_per_s: float  # one direction; 0 without an interconnect
     source: str
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What a data sheet does not say.
+    """Efficiencies and overheads that a data sheet does not state.
 
     The constants marked *fit* minimise the squared relative error of T_T over the paper's 36 measured plain
-    steps on 8 x A100 and 4 x H100 (Tables 1 and 2, `target_ms`); tests/planner/test_performance.py fits
-    them again. The *fixed* ones were set beforehand to what large kernels reach. docs/performance.md states
-    the errors, and that the form of the model was chosen with the whole tables in view.
+    steps on 8 x A100 and 4 x H100 (Tables 1 and 2, `target_ms`); tests/planner/test_performance.py repeats
+    the fit. The *fixed* ones were set beforehand to typical values of large kernels. docs/performance.md
+    states the errors.
     """
 
     memory_efficiency: float = 0.86  # of the bandwidth; fit
     compute_efficiency: float = 0.7  # of the FLOP/s; fixed
-    # Attention's share of what the two above leave. 1 on GPUs; vLLM's CPU kernel reaches far less.
+    # Attention's further factors: 1 on GPUs, far less with vLLM's CPU kernel.
     attention_memory_efficiency: float = 1.0
     attention_compute_efficiency: float = 1.0
     interconnect_efficiency: float = 0.7  # of the bandwidth; fixed
@@ -92,18 +94,17 @@ class Costs:
     token_overhead_us: float = 0.6  # per layer and query token: activations, sampling; fit
     all_reduce_step_us: float = 5.1  # latency of one of the 2 (tp - 1) steps of a ring; fit
     # Rejection sampling and host work: median over Table 1 of specdec_ms_per_token * Omega - gamma T_D -
-    # T_V. A policy's selection time comes on top.
+    # T_V. It does not include a policy's selection.
     round_overhead_ms: float = 1.45
-    # vLLM's own default, and what activations and CUDA graphs of its share take; fixed.
-    memory_utilization: float = 0.92
-    reserved_gib: float = 2.0
-    # Whether a pass computes, reads and communicates at the same time, as SPIRe's model has it, or linear
-    # layers and attention one after the other, each computing while it reads.
+    memory_utilization: float = 0.92  # vLLM's default; fixed
+    reserved_gib: float = 2.0  # activations and CUDA graphs; fixed
+    # Whether a whole pass overlaps computing, reading and communicating (SPIRe's model). Otherwise linear
+    # layers and attention run in sequence, and each overlaps computing and reading.
     overlapped: bool = False
 
     @classmethod
     def ideal(cls) -> "Costs":
-        """SPIRe's model of a pass: all that a data sheet promises, one roofline, nothing on top."""
+        """Return SPIRe's model of a pass: full data-sheet rates, one roofline, no overheads."""
         return cls(
             memory_efficiency=1.0,
             compute_efficiency=1.0,
@@ -127,7 +128,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Deployment:
-    """A model on `tensor_parallel` devices, and what drafts for it there.
+    """A model and its draft on `tensor_parallel` devices.
 
     Raises:
         ValueError: the heads cannot be divided, or the devices are not connected.
@@ -155,12 +156,12 @@ class Deployment:
 
     @property
     def title(self) -> str:
-        """Model and devices, for a table's head."""
+        """Name of model, devices and draft."""
         draft = f", drafts by {self.draft.name}" if self.draft else ""
         return f"{self.shape.name} on {self.tensor_parallel} x {self.hardware.name}{draft}"
 
     def to_json(self) -> dict[str, Any]:
-        """What it is made of."""
+        """Return the fields as a JSON object."""
         return {
             "model": asdict(self.shape),
             "draft": self.draft and asdict(self.draft),
@@ -171,34 +172,28 @@ class Deployment:
 
     @cached_property
     def drafting(self) -> "Deployment":
-        """What runs the draft passes: the draft model on the same devices, or this deployment."""
+        """The deployment of the draft passes: the draft model on the same devices, or this one."""
         return self if self.draft is None else replace(self, shape=self.draft, draft=None)
 
     @property
     def kv_bytes_per_token(self) -> float:
-        """Per device. K/V heads are copied where there are fewer of them than devices."""
+        """K/V bytes per token and device, which holds at least one K/V head."""
         heads = max(1.0, self.shape.num_kv_heads / self.tensor_parallel)
         return self.shape.kv_bytes_per_token / self.shape.num_kv_heads * heads
 
     def linear_ms(self, query_tokens: int) -> tuple[float, float]:
-        """Compute and memory time of all linear layers in a pass over `query_tokens`."""
+        """Return compute and memory time of all linear layers in a pass over `query_tokens`."""
         flops = self.shape.linear_flops_per_token * query_tokens
         weights = self.shape.parameters_read(query_tokens) * self.shape.weight_bytes
         return self._roofline_ms(flops / self.tensor_parallel, weights / self.tensor_parallel)
 
     def attention_ms(self, batch: int, queries: int, context: int) -> tuple[float, float]:
-        """Compute and memory time of all attention in a pass with `queries` tokens per request."""
-        shape = self.shape
+        """Return compute and memory time of all attention in a pass with `queries` tokens per request."""
+        shape, costs = self.shape, self.costs
         tokens = batch * context * shape.kv_share(context)
         flops = 4 * shape.num_layers * shape.num_heads * shape.head_size * queries * tokens
-        compute_ms, memory_ms = self._roofline_ms(
-            flops / self.tensor_parallel, tokens * self.kv_bytes_per_token
-        )
-        costs = self.costs
-        return (
-            compute_ms / costs.attention_compute_efficiency,
-            memory_ms / costs.attention_memory_efficiency,
-        )
+        compute, memory = self._roofline_ms(flops / self.tensor_parallel, tokens * self.kv_bytes_per_token)
+        return compute / costs.attention_compute_efficiency, memory / costs.attention_memory_efficiency
 
     def _roofline_ms(self, flops: float, num_bytes: float) -> tuple[float, float]:
         compute_s = flops / (self.hardware.flops * self.costs.compute_efficiency)
@@ -206,23 +201,24 @@ class Deployment:
         return compute_s * 1e3, memory_s * 1e3
 
     def all_reduce_ms(self, query_tokens: int) -> float:
-        """The two ring all-reduces of every layer: 2 (tp - 1) steps, each latency plus 1/tp of the data
-        (Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH")."""
+        """Return the time of all layers' two ring all-reduces.
+
+        Each has 2 (tp - 1) steps, and each step takes its latency plus the transfer of 1/tp of the data
+        (Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH").
+        """
         tp, shape = self.tensor_parallel, self.shape
         if tp == 1:
             return 0.0
         bandwidth = self.hardware.interconnect_bytes_per_s * self.costs.interconnect_efficiency
-        step_s = (
-            self.costs.all_reduce_step_us * 1e-6 + query_tokens * shape.hidden_size * 2 / tp / bandwidth
-        )
+        transfer_s = query_tokens * shape.hidden_size * 2 / tp / bandwidth
+        step_s = self.costs.all_reduce_step_us * 1e-6 + transfer_s
         return 2 * shape.num_layers * 2 * (tp - 1) * step_s * 1e3
 
     def forward_ms(self, batch: int, queries: int, context: int) -> float:
-        """One pass of `queries` tokens per request over `context` tokens of K/V each.
+        """Return the time of a pass of `queries` tokens per request over `context` tokens of K/V.
 
-        Roofline: the larger of compute and memory time, as in SPIRe (arXiv 2504.06419), but for linear
-        layers and attention apart, because their kernels run one after the other and do not overlap.
-        `Costs.overlapped` is SPIRe's own.
+        The roofline takes the larger of compute and memory time, as SPIRe (arXiv 2504.06419) does, but for
+        linear layers and attention separately, because their kernels run in sequence.
         """
         query_tokens = batch * queries
         linear, attention = self.linear_ms(query_tokens), self.attention_ms(batch, queries, context)
@@ -235,23 +231,22 @@ class Deployment:
         return work + self.shape.num_layers * overhead_us * 1e-3
 
     def plain_step_ms(self, batch: int, context: int) -> float:
-        """T_T."""
+        """Return T_T."""
         return self.forward_ms(batch, 1, context)
 
     def draft_step_ms(self, batch: int, context: int, budget: int) -> float:
-        """T_D: a plain step of the draft over its view alone."""
+        """Return T_D, the time of one draft step over `budget` tokens."""
         return self.drafting.forward_ms(batch, 1, min(context, budget))
 
     def verify_ms(self, gamma: int, batch: int, context: int) -> float:
-        """T_V(gamma): one pass over the drafted tokens and the last verified one."""
+        """Return T_V(gamma), the time of a pass over the drafted tokens and the last verified one."""
         return self.forward_ms(batch, gamma + 1, context)
 
     def catch_up_ms(self, gamma: int, batch: int) -> float:
-        """What brings the draft's K/V up to date with a verification, per round.
+        """Return the time per round in which a draft model's K/V catch up with the verified tokens.
 
-        Nothing in self-speculation. A draft model lacks the last draft where all stood, which its first
-        pass reads as well: not counted. A SPIRe draft projects the target's activations of all tokens to
-        keys and values, in one call.
+        A SPIRe draft projects the target's activations of all tokens to keys and values in one call. Other
+        drafts need at most one more token in their first pass, which is not counted.
         """
         if self.draft is None or not self.draft.is_spire:
             return 0.0
@@ -262,24 +257,24 @@ class Deployment:
         return max(roofline) + overhead_us * 1e-3
 
     def round_ms(self, gamma: int, batch: int, context: int, budget: int) -> float:
-        """A round of `gamma` drafts, from the first draft step to what comes after the verification."""
+        """Return the time of a round of `gamma` drafts, overheads included."""
         extra_ms = self.costs.round_overhead_ms + self.catch_up_ms(gamma, batch)
         draft_ms = self.draft_step_ms(batch, context, budget)
         return round_ms(gamma, draft_ms, self.verify_ms(gamma, batch, context), extra_ms)
 
     def speedup(self, alpha: float, gamma: int, batch: int, context: int, budget: int) -> float:
-        """Predicted speedup of speculation over plain decoding."""
+        """Return the speedup of speculation over plain decoding."""
         one_round_ms = self.round_ms(gamma, batch, context, budget)
         return speedup(self.plain_step_ms(batch, context), tokens_per_round(gamma, alpha), one_round_ms)
 
     def best(
         self, alphas: Mapping[int, float], max_gamma: int, batch: int, context: int, min_gamma: int = 1
     ) -> Choice:
-        """The fastest gamma in [min_gamma, max_gamma] and budget; below 1 plain decoding is faster.
+        """Return the fastest gamma in [min_gamma, max_gamma] and budget.
 
         Args:
-            alphas: acceptance rate of every budget (tokens) to consider. It has to differ: at equal
-                acceptance the smallest budget is never slower.
+            alphas: acceptance rate of every budget (tokens) to consider. At equal acceptance the smallest
+                budget is never slower.
         """
         choices = (
             Choice(gamma, budget, self.speedup(alpha, gamma, batch, context, budget))
@@ -296,12 +291,14 @@ class Deployment:
         max_context: int = 2**20,
         min_gamma: int = 1,
     ) -> int | None:
-        """S_inflection: the least context from which on speculation pays; None: none up to `max_context`.
+        """Return S_inflection, the shortest context from which on speculation pays, by bisection.
 
-        Bisection. In self-speculation a draft step costs as much as a plain one below the budget; above
-        it T_T and T_V grow with the context, linearly from the longest window on, and T_D stays, so the
-        speedup crosses 1 at most once. A draft model may pay at the shortest contexts, then not, then
-        again, so the search begins at the last power of two where it does not pay.
+        In self-speculation the speedup crosses 1 at most once, because beyond the budget T_T and T_V grow
+        with the context and T_D does not. A draft model may also pay at the shortest contexts, so the
+        search then begins at the last power of two where it does not pay.
+
+        Returns:
+            Tokens; None if speculation does not pay at `max_context`.
         """
 
         def pays(context: int) -> bool:
@@ -320,30 +317,25 @@ class Deployment:
         return high
 
     def free_queries(self, batch: int, context: int) -> int:
-        """Query tokens per request that a pass carries before compute exceeds memory time.
+        """Return the query tokens per request up to which compute time stays below memory time.
 
-        SSSD's budget of free tokens (arXiv 2411.05894), the smaller of linear layers' and attention's. Up
-        to it a verification costs more than a plain step by overheads alone. With experts it is a lower
-        bound, for more tokens read more of them.
+        This is SSSD's budget of free tokens (arXiv 2411.05894), the smaller of linear layers' and
+        attention's. With experts it is a lower bound, because more tokens read more experts.
         """
         linear_compute, linear_memory = self.linear_ms(batch)
         attention_compute, attention_memory = self.attention_ms(batch, 1, context)
         return int(min(linear_memory / linear_compute, attention_memory / attention_compute))
 
     def kv_bytes_per_context_token(self, context: int) -> float:
-        """What a token of a context takes of one device's memory, a draft model's K/V of it included.
-
-        A draft model keeps all of a context's pages, although it reads sinks and window alone: vLLM's pages
-        are those of both models.
-        """
+        """Return the bytes per context token and device, including all pages of a draft model."""
         own = self.kv_bytes_per_token * self.shape.kv_share(context)
         return own if self.draft is None else own + self.drafting.kv_bytes_per_context_token(context)
 
     def kv_capacity_tokens(self, context: int = 1) -> int:
-        """Tokens whose K/V fit beside the weights; 0 where not even the weights do.
+        """Return the number of tokens whose K/V fit beside the weights; 0 if the weights do not fit.
 
         Args:
-            context: tokens of each request; layers with a window keep no more of it than that.
+            context: tokens per request, of which layers with a window keep only the window.
         """
         costs = self.costs
         usable = (self.hardware.memory_gib * costs.memory_utilization - costs.reserved_gib) * GIB

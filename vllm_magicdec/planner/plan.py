@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`magicdec plan`: whether speculation will pay on a device, for a model, before either is there.
+"""`magicdec plan`: predict whether speculation pays for a model on a device.
 
-Needs no GPU: a model's `config.json` and a data sheet, put into performance.py.
+The prediction needs no GPU: it takes a model's `config.json` and a data sheet.
 """
 
 import argparse
+import json
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,27 +17,26 @@ from vllm_magicdec.planner.arguments import (
     add_deployment,
     find_acceptance,
     find_deployment,
-    gammas_of,
     positive,
 )
-from vllm_magicdec.planner.console import UserError, require, screen, write_json
+from vllm_magicdec.planner.console import UserError, require
 from vllm_magicdec.planner.performance import Deployment
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What is predicted for one batch and context. Times in milliseconds."""
+    """The prediction for one batch and context. Times are in milliseconds."""
 
     batch: int
     context: int  # tokens per request
     plain_step_ms: float  # T_T
     draft_step_ms: float  # T_D
     verify_ms: float  # T_V(gamma)
-    speedup: float  # at `gamma` and `budget`, the best there are
+    speedup: float  # at `gamma` and `budget`, the best ones
     gamma: int
     budget: int  # tokens
     free_queries: int
-    fits: bool  # its K/V are within the capacity
+    fits: bool  # whether the K/V capacity suffices
 
 
 @dataclass(frozen=True)
@@ -47,11 +48,11 @@ class Plan:
     min_gamma: int
     max_gamma: int
     kv_capacity_tokens: int  # of requests with the longest context
-    inflection_contexts: Mapping[int, int | None]  # batch -> least context at which speculation pays
+    inflection_contexts: Mapping[int, int | None]  # batch -> shortest context at which speculation pays
     cells: tuple[Cell, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Everything that went in and came out."""
+        """Return inputs and predictions as a JSON object."""
         return {
             **self.deployment.to_json(),
             "acceptance": {str(budget): alpha for budget, alpha in self.alphas.items()},
@@ -71,10 +72,14 @@ def make_plan(
     contexts: Iterable[int],
     min_gamma: int = 1,
 ) -> Plan:
-    """Predict every batch and context.
+    """Predict every combination of batch and context.
 
     Args:
+        deployment: model, draft and devices.
         alphas: acceptance rate of every budget (tokens) to consider.
+        max_gamma, min_gamma: bounds on the drafts per round.
+        batches: numbers of requests.
+        contexts: tokens per request.
     """
     batches, contexts = sorted(set(batches)), sorted(set(contexts))
     capacity = deployment.kv_capacity_tokens(contexts[-1])
@@ -104,7 +109,7 @@ def make_plan(
 
 
 def add_command(subparsers: Any) -> None:
-    """Add `plan` to the subcommands of `magicdec`."""
+    """Add `plan` to the command line."""
     parser = subparsers.add_parser(
         "plan",
         help="predict whether speculation pays for a model on a device",
@@ -129,29 +134,33 @@ def add_command(subparsers: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Plan, write what was asked for, print the table.
+    """Run `magicdec plan`.
 
     Raises:
         UserError: an option cannot work.
     """
     deployment = find_deployment(options)
     alphas = find_acceptance(options, deployment.draft)
-    least, most = gammas_of(options)
-    plan = make_plan(deployment, alphas, most, options.batch, options.context, least)
-    if options.json:
-        write_json(plan.to_json(), options.json)
-    if options.png:
-        draw(plan, options.png)
+    min_gamma, max_gamma = (options.gamma, options.gamma) if options.gamma else (1, options.max_gamma)
+    plan = make_plan(deployment, alphas, max_gamma, options.batch, options.context, min_gamma)
+    try:
+        if options.json:
+            options.json.write_text(json.dumps(plan.to_json(), indent=1) + "\n")
+        if options.png:
+            draw(plan, options.png)
+    except OSError as error:
+        raise UserError(f"cannot write {error.filename or 'the file'}: {error.strerror}") from None
     print_table(plan)
 
 
 def print_table(plan: Plan) -> None:
-    """Print the plan to standard output.
+    """Print the plan as a table with notes.
 
     Raises:
         UserError: rich is not installed.
     """
-    console = screen(width=120)
+    width = None if sys.stdout.isatty() else 120
+    console = require("rich.console").Console(highlight=False, width=width, soft_wrap=True)
     table = require("rich.table").Table(title=plan.deployment.title)
     for heading in ("batch", "context", "T_T ms", "T_D ms", "T_V ms", "speedup", "gamma", "budget", "free"):
         table.add_column(heading, justify="right")
@@ -187,10 +196,11 @@ def print_table(plan: Plan) -> None:
 
 
 def draw(plan: Plan, file: Path) -> None:
-    """Draw the speedups over batch and context as a heat map; grey: beyond the K/V capacity.
+    """Draw the speedups over batch and context as a heat map, grey beyond the K/V capacity.
 
     Raises:
-        UserError: matplotlib is not installed, or the file cannot be written.
+        UserError: matplotlib is not installed.
+        OSError: the file cannot be written.
     """
     require("matplotlib").use("Agg")
     pyplot, colors = require("matplotlib.pyplot"), require("matplotlib.colors")
@@ -222,7 +232,5 @@ def draw(plan: Plan, file: Path) -> None:
     figure.tight_layout()
     try:
         figure.savefig(file, format="png", dpi=150)
-    except OSError as error:
-        raise UserError(f"cannot write {file}: {error.strerror}") from None
     finally:
         pyplot.close(figure)

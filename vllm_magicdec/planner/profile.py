@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`magicdec profile`: step times of a model on this machine, in the real engine, written to a file.
+"""`magicdec profile`: measure a model's step times in the real engine and write them to a file.
 
-`auto` starts from the file (its field `profile`).
+The field `profile` of the speculative config names the file; `auto` then starts from these times.
 """
 
 import argparse
@@ -15,21 +15,23 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from vllm_magicdec.adaptive.controller import CHOSEN, PLAIN, Choice, Controller, How
+from typing_extensions import override
+
+from vllm_magicdec.adaptive.controller import PLAIN, UNPLANNED, Choice, Controller, RoundInfo
 from vllm_magicdec.adaptive.step_times import StepTimes, TimedStep
 from vllm_magicdec.planner.console import UserError
 
-# How often each kind of step is made.
-_REPEATS = 4
+_REPEATS = 4  # of each type of step
 _CONTEXTS = (256, 2048, 8192)  # tokens
-_LEAST_CONTEXT = 32
+_MIN_CONTEXT = 32
 
 
-class _Tour(Controller):
-    """Goes through all lengths instead of choosing, and keeps what it sees.
+class _Sweep(Controller):
+    """Try every number of drafts and record the step times.
 
-    Each length in turn with plain decoding, then alone. So drafting without verifying, verifying without
-    drafting, both and none are all seen, and every time of MagicDec's Eq. 2 is a difference of two.
+    Each number alternates with plain decoding first, then repeats alone. The steps cover drafting without
+    verification, verification without drafting, both, and neither, so every time of MagicDec's Eq. 2 is a
+    difference of two measured ones.
     """
 
     def __init__(self, lengths: Sequence[int], budget: int) -> None:
@@ -37,51 +39,48 @@ class _Tour(Controller):
         choices = [PLAIN] * _REPEATS
         for drafting in map(Choice, self.lengths):
             choices += [PLAIN, drafting] * _REPEATS + [drafting] * _REPEATS
-        # The last drafts are verified in one step more, and that one is learnt from in the next.
+        # One more step verifies the last drafts, and the controller observes that step in the next.
         self.num_steps = len(choices) + 2
         self.max_tokens = sum(choice.drafts for choice in choices) + self.num_steps
         self.timed_steps: list[TimedStep] = []
-        self._choices_to_come = itertools.cycle(choices)
+        self._sweep = itertools.cycle(choices)
 
+    @override
     def choose(self, num_reqs: int, context_tokens: int, *, is_timed: bool = True) -> Choice:
-        return next(self._choices_to_come)
+        return next(self._sweep)
 
+    @override
     def observe(
         self,
         rounds: Collection[tuple[int, int]],
-        made: Choice,
+        verified: Choice,
         timed: TimedStep | None,
         drafted: Choice,
-        how: How = CHOSEN,
+        info: RoundInfo = UNPLANNED,
     ) -> None:
-        super().observe(rounds, made, timed, drafted, how)
+        super().observe(rounds, verified, timed, drafted, info)
         if timed is not None:
             self.timed_steps.append(timed)
 
 
-def tokens_to_grow(max_drafts: int) -> int:
-    """By how many tokens a request may grow while it is measured."""
-    return _Tour(range(max_drafts + 1), budget=1).max_tokens
-
-
-def make_prompts(vocab_size: int, batch: int, context: int) -> list[list[int]]:
-    """`batch` prompts of `context` token ids; a longer context begins with the shorter one."""
-    return [[(31 * place + row) % (vocab_size - 1) + 1 for place in range(context)] for row in range(batch)]
-
-
 def fill_prefix_cache(llm: Any, prompts: list[list[int]]) -> None:
-    """Make all requests start to decode in the same step, if the prefix cache is on."""
+    """Compute the prompts' K/V, so that all requests start to decode in the same step.
+
+    Args:
+        llm: an `LLM` with prefix caching.
+        prompts: token ids.
+    """
     from vllm import SamplingParams
 
     ids = [{"prompt_token_ids": prompt} for prompt in prompts]
     llm.generate(ids, SamplingParams(temperature=0, max_tokens=1, detokenize=False), use_tqdm=False)
 
 
-def _when_idle() -> float:
-    """The time after the device has done what it was given.
+def _synchronized_clock() -> float:
+    """Return the time after the device has finished.
 
-    The V2 runner hands out a step's tokens before its drafts are made, which by the plain clock take their
-    time in the next step.
+    The V2 runner returns a step's tokens before it has drafted; without synchronization the drafting time
+    would count for the next step.
     """
     import torch
 
@@ -90,42 +89,35 @@ def _when_idle() -> float:
     return perf_counter()
 
 
-def _come_late(engine: Any) -> bool:
-    """Whether a step's drafts fall into the time of the next one.
-
-    By `_when_idle` they do not, unless the device belongs to another process, as under tensor parallelism.
-    """
-    scheduler = engine.engine_core.engine_core.scheduler
-    backend = engine.vllm_config.parallel_config.distributed_executor_backend
-    return scheduler._drafts_come_late and backend != "uni"
-
-
 def measure_cell(llm: Any, batch: int, context: int) -> list[TimedStep]:
-    """Every kind of step of `batch` requests with `context` tokens each, several times.
-
-    The host's work for a step is part of its time, and nothing overlaps with it.
+    """Measure every type of step several times at one batch and context, host time included.
 
     Args:
-        llm: an engine with `num_speculative_tokens: auto` that schedules synchronously, its core in this
-            process.
+        llm: an `LLM` with `num_speculative_tokens: auto`, synchronous scheduling, and its engine core in
+            this process.
+        batch: number of requests.
+        context: tokens per request.
 
     Raises:
-        ValueError: it schedules asynchronously.
+        ValueError: the engine schedules asynchronously.
     """
     from vllm import SamplingParams
 
     engine = llm.llm_engine
     scheduler = engine.engine_core.engine_core.scheduler
     if engine.vllm_config.scheduler_config.async_scheduling:
-        raise ValueError("steps that overlap cannot be timed one by one; use async_scheduling=False")
-    prompts = make_prompts(engine.model_config.get_vocab_size(), batch, context)
+        raise ValueError("overlapping steps cannot be timed separately; use async_scheduling=False")
+    last_id = engine.model_config.get_vocab_size() - 1
+    # A longer context begins with the shorter one.
+    prompts = [[(31 * index + row) % last_id + 1 for index in range(context)] for row in range(batch)]
     fill_prefix_cache(llm, prompts)
-    controller, clock = scheduler._controller, scheduler.clock
-    tour = _Tour(controller.lengths, controller.budget)
-    come_late = scheduler._drafts_come_late
-    scheduler._drafts_come_late = _come_late(engine)
-    scheduler._controller, scheduler.clock = tour, _when_idle
-    # Room for every step to accept everything it drafts.
+    controller, clock, come_late = scheduler._controller, scheduler.clock, scheduler._drafts_come_late
+    sweep = _Sweep(controller.lengths, controller.budget)
+    # A device of another process, as under tensor parallelism, cannot be synchronized from here.
+    if engine.vllm_config.parallel_config.distributed_executor_backend == "uni":
+        scheduler._drafts_come_late = False
+    scheduler._controller, scheduler.clock = sweep, _synchronized_clock
+    # No limit: a step may accept all of its drafts.
     limit = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=None)
     ids = [
         engine.add_request(f"{row}", {"prompt_token_ids": prompt}, limit)
@@ -133,17 +125,17 @@ def measure_cell(llm: Any, batch: int, context: int) -> list[TimedStep]:
     ]
     decoding: set[str] = set()
     steps = 0
-    while engine.has_unfinished_requests() and steps < tour.num_steps:
+    while engine.has_unfinished_requests() and steps < sweep.num_steps:
         decoding |= {output.request_id for output in engine.step()}
         steps += len(decoding) == batch
     engine.abort_request(ids, internal=True)
     scheduler._drafts_come_late = come_late
     scheduler._controller, scheduler.clock = controller, clock
-    return [timed for timed in tour.timed_steps if timed.step.num_reqs == batch]
+    return [timed for timed in sweep.timed_steps if timed.step.num_reqs == batch]
 
 
 def measure(llm: Any, batches: list[int], contexts: list[int]) -> StepTimes:
-    """Step times of every batch size with every context, for every number of drafts.
+    """Measure step times for every batch size, context and number of drafts.
 
     Args:
         llm: as for `measure_cell`.
@@ -160,38 +152,35 @@ def measure(llm: Any, batches: list[int], contexts: list[int]) -> StepTimes:
     return times
 
 
-def _model_len(options: argparse.Namespace) -> int:
-    """Tokens that the engine may read."""
+def _max_model_len(options: argparse.Namespace) -> int:
     from vllm.engine.arg_utils import EngineArgs
 
-    known = {field.name for field in fields(EngineArgs)}  # `LLM` takes others, too
+    known = {field.name for field in fields(EngineArgs)}  # `LLM` accepts others, too
     given = {name: value for name, value in options.engine.items() if name in known}
     arguments = {"model": options.model, **given}
     return int(EngineArgs(**arguments).create_model_config().max_model_len)
 
 
-def _within(most: int, room: int) -> list[int]:
-    """Lengths of contexts that a model has room for.
+def _default_contexts(max_context: int, generated: int) -> list[int]:
+    """Choose context lengths of at most `max_context` tokens.
 
     Args:
-        most: tokens of them.
-        room: beside a context, for what is generated while its steps are measured.
+        generated: tokens that measuring adds to a context, for the error.
 
     Raises:
-        UserError: there is next to none.
+        UserError: `max_context` is too small.
     """
-    if most < _LEAST_CONTEXT:
+    if max_context < _MIN_CONTEXT:
         raise UserError(
-            f"measuring takes {room} tokens beside a context, and the model's length leaves "
-            f"{most}; use fewer drafts ('max_num_speculative_tokens')"
+            f"measuring generates {generated} tokens, which leaves {max_context} tokens of the model's "
+            "length for a context; use fewer drafts ('max_num_speculative_tokens')"
         )
-    return sorted({min(length, most) for length in _CONTEXTS})
+    return sorted({min(length, max_context) for length in _CONTEXTS})
 
 
 def run(options: argparse.Namespace) -> None:
-    """The subcommand."""
-    # The scheduler, which holds the times, must be within reach.
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    """Run `magicdec profile`."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # makes the scheduler accessible from here
     from vllm import LLM
     from vllm.platforms import current_platform
 
@@ -203,22 +192,22 @@ def run(options: argparse.Namespace) -> None:
             for name, value in options.speculative_config.items()
             if not name.startswith("draft_lookup")
         },
-        # These prompts repeat themselves as no user's text does. What lookups spare is learnt in use.
+        # The prompts repeat themselves more than real text; `auto` learns the gain of lookups in use.
         "draft_lookup": "off",
     }
     drafts = spec["num_speculative_tokens"]
-    most = int(spec.get("max_num_speculative_tokens", 8) if drafts == "auto" else drafts)
-    room = tokens_to_grow(most)
-    contexts = options.context or _within(_model_len(options) - room, room)
+    max_drafts = int(spec.get("max_num_speculative_tokens", 8) if drafts == "auto" else drafts)
+    generated = _Sweep(range(max_drafts + 1), budget=1).max_tokens
+    contexts = options.context or _default_contexts(_max_model_len(options) - generated, generated)
     llm = LLM(
         **{
             "model": options.model,
-            # vLLM captures full CUDA graphs of no more lengths than that.
-            "max_num_seqs": max(*options.batch, most + 1),
-            "max_model_len": max(contexts) + room,
+            # vLLM captures no more full CUDA graphs than this.
+            "max_num_seqs": max(*options.batch, max_drafts + 1),
+            "max_model_len": max(contexts) + generated,
             "disable_log_stats": True,
             "async_scheduling": False,
-            # In this process, the worker would compute with all cores; a server's leaves one to others.
+            # A worker in this process would use all cores; a server's worker leaves one for others.
             **({"distributed_executor_backend": "mp"} if current_platform.is_cpu() else {}),
             **options.engine,
             "speculative_config": spec,
@@ -241,18 +230,18 @@ def run(options: argparse.Namespace) -> None:
 def add_command(subparsers: Any) -> None:
     """Add `profile` to the command line."""
     parser = subparsers.add_parser("profile", help="measure step times for num_speculative_tokens 'auto'")
-    parser.add_argument("--model", required=True, help="what 'vllm serve' would be given")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 8], help="requests at a time")
+    parser.add_argument("--model", required=True, help="the model, as for 'vllm serve'")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 8], help="requests per step")
     lengths = " ".join(map(str, _CONTEXTS))
     parser.add_argument(
         "--context",
         type=int,
         nargs="+",
-        help=f"tokens per request (default: {lengths}, as far as the model reads them)",
+        help=f"tokens per request (default: {lengths}, limited by the model's length)",
     )
     parser.add_argument("--engine", type=json.loads, default={}, help="arguments of LLM() as JSON")
     parser.add_argument(
-        "--speculative-config", type=json.loads, default={}, help="draft_kv_* fields and the like as JSON"
+        "--speculative-config", type=json.loads, default={}, help="fields of the speculative config as JSON"
     )
     parser.add_argument("--out", type=Path, default=Path("magicdec-profile.json"))
     parser.set_defaults(run=run)

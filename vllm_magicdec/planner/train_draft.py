@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`magicdec train-draft`: a SPIRe draft of a Llama, trained on documents.
+"""`magicdec train-draft`: train a SPIRe draft of a Llama on documents.
 
-`DIR/training` holds the encoded documents and a checkpoint until the draft is written, `config.json` last,
-so that the same command goes on where one was interrupted.
+`OUT/training` holds tokenized documents and a checkpoint until the draft is written, `config.json` last,
+so that the same command resumes an interrupted training.
 """
 
 import argparse
@@ -28,7 +28,7 @@ EXTRA = "train"
 
 
 def run(options: argparse.Namespace) -> None:
-    """The subcommand."""
+    """Run `magicdec train-draft`."""
     for module in ("torch", "transformers", "safetensors", "rich"):
         require(module, EXTRA)
     import torch
@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     if not 0 <= options.omega <= 1:
-        raise UserError(f"--omega is a number from 0 to 1, not {options.omega}")
+        raise UserError(f"--omega has to be from 0 to 1, not {options.omega}")
     for name in ("batch", "sequence", "steps", "learning_rate"):
         value = getattr(options, name)
         if value is not None and value <= 0:
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> None:
     processes = Processes()
     torch.manual_seed(options.seed)
     try:
-        processes.of_first(lambda: _make_work(options.out))
+        processes.from_first(lambda: _create_work_folder(options.out))
         _train(options, processes)
     except SpireError as error:
         raise UserError(str(error)) from None
@@ -62,59 +62,47 @@ def add_command(subparsers: Any) -> None:
         "train-draft",
         help="train a small draft from a target (SPIRe)",
         description="Train a SPIRe draft (arXiv 2504.06419) of a Llama: its embedding, last blocks and "
-        f"unembedding, over sinks and a window of the target's own activations. Formats: {FORMATS}. "
-        "The same command goes on with a training that was interrupted; torchrun -m vllm_magicdec "
-        "train-draft uses several GPUs.",
+        f"unembedding, over sinks and a window of the target's activations. Formats: {FORMATS}. "
+        "The same command resumes an interrupted training; torchrun -m vllm_magicdec train-draft uses "
+        "several GPUs.",
     )
     parser.add_argument("--model", required=True, help="the target: a name or a folder")
     parser.add_argument(
-        "--data", type=Path, nargs="+", required=True, metavar="FILE", help="files, or folders of them"
+        "--data", type=Path, nargs="+", required=True, metavar="FILE", help="files or folders"
     )
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     add_options(parser)
+
+    def add_number(group: Any, name: str, default: float, text: str) -> None:
+        group.add_argument(name, type=type(default), default=default, help=f"{text} (default: %(default)s)")
+
     shape = parser.add_argument_group("the draft")
-    shape.add_argument("--layers", type=int, help="of the draft (default: a quarter of the target's)")
-    shape.add_argument("--sinks", type=int, default=4, help="first tokens in view (default: %(default)s)")
-    shape.add_argument(
-        "--window", type=int, default=252, help="latest tokens in view (default: %(default)s)"
-    )
-    shape.add_argument(
-        "--draft-steps", type=int, default=4, help="drafts of a round in training, k (default: %(default)s)"
-    )
+    shape.add_argument("--layers", type=int, help="layers (default: a quarter of the target's)")
+    add_number(shape, "--sinks", 4, "first tokens that the draft attends to")
+    add_number(shape, "--window", 252, "latest tokens that the draft attends to")
+    add_number(shape, "--draft-steps", 4, "drafts per round in training, k")
     training = parser.add_argument_group("the training")
-    training.add_argument("--steps", type=int, help="of the optimizer (default: all data once)")
-    training.add_argument("--batch", type=int, default=8, help="sequences per step (default: %(default)s)")
-    training.add_argument("--sequence", type=int, default=2048, help="tokens of one (default: %(default)s)")
-    training.add_argument(
-        "--learning-rate", type=float, default=5e-4, help="the highest (default: %(default)s)"
-    )
-    training.add_argument(
-        "--omega", type=float, default=0.5, help="share of distillation in the loss (default: %(default)s)"
-    )
+    training.add_argument("--steps", type=int, help="optimizer steps (default: one epoch)")
+    add_number(training, "--batch", 8, "sequences per step")
+    add_number(training, "--sequence", 2048, "tokens per sequence")
+    add_number(training, "--learning-rate", 5e-4, "highest learning rate")
+    add_number(training, "--omega", 0.5, "share of distillation in the loss")
     training.add_argument("--seed", type=int, default=0)
     training.add_argument(
         "--float32",
         action=argparse.BooleanOptionalAction,
-        help="products in float32, or in bfloat16 (default: in bfloat16 on a GPU and on a CPU with "
-        "AMX or AVX512_BF16, but for Intel's with AVX512_FP16 and without AMX; others are slower in it)",
+        help="compute in float32 or in bfloat16 (default: bfloat16 on GPUs and on CPUs with fast bfloat16)",
     )
-    training.add_argument(
-        "--checkpoint-minutes", type=float, default=5, help="between checkpoints (default: %(default)s)"
-    )
+    add_number(training, "--checkpoint-minutes", 5.0, "minutes between checkpoints")
     ablations = parser.add_argument_group("the paper's ablations, for comparison")
-    ablations.add_argument("--no-sparse-kv", action="store_true", help="a window over all of a sequence")
-    ablations.add_argument(
-        "--no-target-activations",
-        action="store_true",
-        help="the draft's own for verified tokens; cannot be served",
-    )
-    ablations.add_argument(
-        "--no-distillation", action="store_true", help="train on the text's tokens alone"
-    )
-    ablations.add_argument("--random-init", action="store_true", help="take no weights of the target")
-    ablations.add_argument(
-        "--no-feedback-memory", action="store_true", help="keys and values as in a Llama"
-    )
+    for name, text in (
+        ("--no-sparse-kv", "attend to the whole sequence"),
+        ("--no-target-activations", "use the draft's activations for verified tokens; cannot be served"),
+        ("--no-distillation", "train on the text's tokens only"),
+        ("--random-init", "start from random weights"),
+        ("--no-feedback-memory", "compute keys and values as in a Llama"),
+    ):
+        ablations.add_argument(name, action="store_true", help=text)
     parser.set_defaults(run=run)
 
 
@@ -133,7 +121,7 @@ def _train(options: argparse.Namespace, processes: Any) -> None:
     device = processes.device
     in_float32 = options.float32
     if in_float32 is None:
-        in_float32 = processes.of_first(lambda: not has_fast_bfloat16(device))
+        in_float32 = processes.from_first(lambda: not has_fast_bfloat16(device))
     target = Target(options.model, torch.float32 if in_float32 else torch.bfloat16, device)
     settings = SpireSettings.pruned(
         os.path.basename(os.path.abspath(options.model)),
@@ -151,15 +139,15 @@ def _train(options: argparse.Namespace, processes: Any) -> None:
         )
     if options.sequence > target.config.max_position_embeddings:
         raise UserError(
-            f"--sequence is at most {target.config.max_position_embeddings}, what the target can read"
+            f"--sequence has to be at most {target.config.max_position_embeddings}, the target's length"
         )
     tokenizer = _load_tokenizer(options.model)
     work = options.out / "training"
     checkpoint = work / "checkpoint.pt"
-    data = processes.of_first(lambda: _encode_once(options, tokenizer, target.config.vocab_size, work))
-    held = processes.of_first(lambda: _stamps(work))
-    if processes.any(_stamps(work) != held):
-        raise UserError(f"--out {options.out} has to be in a folder that all processes share; name one")
+    data = processes.from_first(lambda: _encode_once(options, tokenizer, target.config.vocab_size, work))
+    stamps = processes.from_first(lambda: _stamps(work))
+    if processes.any(_stamps(work) != stamps):
+        raise UserError(f"--out {options.out} is not in a folder that all processes share; name one")
     sequences = Sequences.read(work / "tokens.bin", options.sequence, options.seed)
     plan = Plan(
         num_steps=options.steps or max(1, sequences.num_training // options.batch),
@@ -177,7 +165,7 @@ def _train(options: argparse.Namespace, processes: Any) -> None:
     if checkpoint.exists():
         trainer.resume(checkpoint)
         if is_first:
-            print(f"goes on at step {trainer.step:,} of {plan.num_steps:,}")
+            print(f"resumed at step {trainer.step:,} of {plan.num_steps:,}")
     with _ended_by_signals(processes) as should_end, _progress(trainer, is_first) as report:
         is_done = run_training(
             trainer,
@@ -189,7 +177,7 @@ def _train(options: argparse.Namespace, processes: Any) -> None:
         )
     if not is_done:
         if is_first:
-            print(f"stopped at step {trainer.step:,} of {plan.num_steps:,}; the same command goes on")
+            print(f"stopped at step {trainer.step:,} of {plan.num_steps:,}; the same command resumes it")
         return
     if not is_first:
         return
@@ -220,30 +208,28 @@ def _train(options: argparse.Namespace, processes: Any) -> None:
     (options.out / "training_log.json").write_text(json.dumps(log, indent=1) + "\n")
     command = "magicdec " + shlex.join(sys.argv[1:])
     (options.out / "README.md").write_text(make_card(options.out.resolve().name, command, log))
-    # It marks the folder as a model, so all else is there before.
-    (work / "config.json").replace(options.out / "config.json")
+    (work / "config.json").replace(options.out / "config.json")  # last: it marks the folder as a model
     shutil.rmtree(work, ignore_errors=True)  # network file systems keep files that are still mapped
     print(f"wrote {options.out}: {size / 1e6:.1f} MB; expected acceptance {log['held_out_acceptance']}")
 
 
-def _make_work(out: Path) -> None:
-    """Make `out/training`, if it is not there."""
+def _create_work_folder(out: Path) -> None:
     try:
         if (out / "config.json").exists():
             raise UserError(f"{out} holds a model already; remove it, or give --out another path")
         work = out / "training"
         work.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=work).close()  # it may be there, and yet be read-only
+        tempfile.TemporaryFile(dir=work).close()  # an existing folder may be read-only
     except OSError as error:
         raise UserError(f"--out {out} cannot be written: {reason(error)}; name another") from None
 
 
 def _stamps(work: Path) -> list[tuple[int, int] | None]:
-    """Sizes and times of the files in `work` that every process reads; None for one that it cannot open."""
+    """Return size and time of every file that all processes read; None for one that cannot be opened."""
     stamps: list[tuple[int, int] | None] = []
     for name in ("tokens.bin", "checkpoint.pt"):
         try:
-            # Network file systems may know old attributes of a file until it is opened.
+            # Network file systems may report old attributes until the file is opened.
             with (work / name).open("rb") as file:
                 status = os.fstat(file.fileno())
             stamps.append((status.st_size, status.st_mtime_ns))
@@ -265,20 +251,20 @@ def _load_tokenizer(model: str) -> Any:
 def _encode_once(
     options: argparse.Namespace, tokenizer: Any, vocab_size: int, work: Path
 ) -> dict[str, Any]:
-    """Write `work/tokens.bin`, if it is not there; returns what it was made of."""
+    """Write `work/tokens.bin` if it does not exist, and return the data's description."""
     from vllm_magicdec.spire.sequences import write_tokens
 
     files = find_files(options.data, options.include)
     stamps = [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
-    made_of = {"files": stamps, "field": options.field, "model": options.model}
+    inputs = {"files": stamps, "field": options.field, "model": options.model}
     source = work / "data.json"
     if source.exists():
-        held = json.loads(source.read_text())
-        if held["made_of"] != made_of:
+        earlier = json.loads(source.read_text())
+        if earlier["made_of"] != inputs:
             raise UserError(
                 f"{work.parent} holds a training on other data; give the same --data, or another --out"
             )
-        return held["data"]
+        return earlier["data"]
     names = sorted({file.name for file in files})
     data: dict[str, Any] = {"files": [*names[:5], *(["..."] if len(names) > 5 else [])]}
     data["num_tokens"] = write_tokens(
@@ -289,20 +275,19 @@ def _encode_once(
         tokenizer.eos_token_id,
     )
     partial = source.with_suffix(".part")
-    partial.write_text(json.dumps({"made_of": made_of, "data": data}))
+    partial.write_text(json.dumps({"made_of": inputs, "data": data}))
     partial.replace(source)
     return data
 
 
 @contextlib.contextmanager
 def _ended_by_signals(processes: Any) -> Iterator[Callable[[], bool]]:
-    """Ctrl-C and SIGTERM end a training after its step, in all processes together."""
+    """Yield a function that says whether a process received SIGINT or SIGTERM, the same in all of them."""
     received: list[int] = []
     before = {
         number: signal.signal(number, lambda number, _: received.append(number))
         for number in (signal.SIGINT, signal.SIGTERM)
     }
-
     try:
         yield lambda: processes.any(bool(received))
     finally:
@@ -312,7 +297,7 @@ def _ended_by_signals(processes: Any) -> Iterator[Callable[[], bool]]:
 
 @contextlib.contextmanager
 def _progress(trainer: Any, is_shown: bool) -> Iterator[Callable[[int, float, float], None]]:
-    """A bar with loss, expected acceptance and the time left; lines where the output is no terminal."""
+    """Show a progress bar, or lines where the output is no terminal."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (

@@ -6,12 +6,12 @@ from typing import Any
 
 
 def make_card(name: str, command: str, log: dict[str, Any]) -> str:
-    """Markdown.
+    """Write the card in Markdown.
 
     Args:
-        name: of the draft.
-        command: that trained it.
-        log: as in `training_log.json`.
+        name: name of the draft.
+        command: command that trained it.
+        log: content of `training_log.json`.
     """
     shape, plan, data = log["draft"], log["plan"], log["data"]
     off = [
@@ -30,11 +30,11 @@ def make_card(name: str, command: str, log: dict[str, Any]) -> str:
         ("drafts for", shape["target"]),
         (
             "architecture",
-            f"Llama, {shape['num_layers']} layers, begun as the target's last ones, with its embedding "
-            f"and unembedding; keys and values are made of memory vectors ({variant})",
+            f"Llama, {shape['num_layers']} layers, initialized with the target's last ones, its embedding "
+            f"and unembedding; keys and values are projections of memory vectors ({variant})",
         ),
         ("size", f"{log['num_parameters']:,} parameters, {log['megabytes']:.1f} MB in bfloat16"),
-        ("sees", f"{shape['sinks']} sinks and a window of {shape['window']} tokens"),
+        ("attends to", f"{shape['sinks']} sinks and a window of {shape['window']} tokens"),
         ("data", f"{data['num_tokens']:,} tokens of {', '.join(data['files'])}"),
         (
             "training",
@@ -49,13 +49,13 @@ def make_card(name: str, command: str, log: dict[str, Any]) -> str:
         ),
     ]
     table = "\n".join(f"| {head} | {text} |" for head, text in rows)
-    # A name without a slash would be looked for on Hugging Face.
+    # vLLM would look for a name without a slash on Hugging Face.
     serve = json.dumps({"method": "magicdec", "model": f"./{name}"})
     return (
         f"# {name}\n\nA SPIRe draft (arXiv 2504.06419): a model for speculative decoding that was trained "
-        f"from its\ntarget and takes the target's activations. It is of no use alone.\n\n"
+        f"from its\ntarget and reads the target's activations. It does not run alone.\n\n"
         f"| | |\n| --- | --- |\n{table}\n\n"
-        f"Trained by:\n\n```\n{command}\n```\n\n"
-        f"Served by, in the folder that holds this one, with the path or name of {shape['target']}:\n\n"
+        f"Train it with:\n\n```\n{command}\n```\n\n"
+        f"Serve it from the parent folder, where TARGET is the path or name of {shape['target']}:\n\n"
         f"```\nvllm serve TARGET --speculative-config '{serve}'\n```\n"
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A draft on disk: weights by a Llama's names, `config.json`, and what people read."""
+"""Save and load a draft: weights with a Llama's names, and `config.json`."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 from vllm_magicdec.spire.model import SpireDraft
 from vllm_magicdec.spire.settings import ARCHITECTURE, SpireError, SpireSettings
 
-_MEMORY = "model.memory_logits"  # few numbers, which stay float32
+_MEMORY = "model.memory_logits"  # stored in float32
 
 
 def save(draft: SpireDraft, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -23,7 +23,7 @@ def save(draft: SpireDraft, folder: Path, dtype: torch.dtype = torch.bfloat16) -
         stored = torch.float32 if name == _MEMORY else dtype
         weights[name] = weight.detach().to("cpu", stored).contiguous()
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "model.safetensors").chmod(0o644)  # else its owner alone could read it
+    (folder / "model.safetensors").chmod(0o644)  # safetensors leaves it readable by the owner only
     fields = draft.config.to_dict()
     for name in ("_name_or_path", "transformers_version", "use_cache"):
         fields.pop(name, None)
@@ -33,10 +33,14 @@ def save(draft: SpireDraft, folder: Path, dtype: torch.dtype = torch.bfloat16) -
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> SpireDraft:
-    """Read what `save` wrote; `memory_logits` stay float32.
+    """Load the draft that `save` wrote.
+
+    Args:
+        folder: the draft's folder.
+        dtype: dtype of the weights; `memory_logits` stay float32.
 
     Raises:
-        SpireError: it is no draft.
+        SpireError: the folder holds no draft.
     """
     try:
         fields = json.loads((folder / "config.json").read_text())
@@ -49,7 +53,7 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> SpireDraft:
     draft.tie_weights()
     if unexpected or set(missing) - {"lm_head.weight"}:
         raise SpireError(
-            f"{folder} has other weights than a SPIRe draft; train one with: magicdec train-draft"
+            f"the weights in {folder} are not a SPIRe draft's; train one with: magicdec train-draft"
         )
     draft.to(dtype)
     if settings.feedback_memory:

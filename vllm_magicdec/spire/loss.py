@@ -1,22 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a draft is trained for: to be like its target, and to be accepted by it."""
+"""The training loss of a draft."""
 
 import torch
 from torch import Tensor
 
 
 def mixed_loss(draft_logits: Tensor, target_logits: Tensor, omega: float) -> tuple[Tensor, Tensor]:
-    """SPIRe's MixedLoss: omega times the distillation loss, and the rest the chance of a rejection.
+    """Compute SPIRe's MixedLoss, a weighted sum of distillation loss and rejection probability.
 
     Args:
-        draft_logits: of q, `[..., vocab_size]`.
-        target_logits: of p, likewise.
-        omega: 0 to 1.
+        draft_logits: logits of q, `[..., vocab_size]`.
+        target_logits: logits of p, `[..., vocab_size]`.
+        omega: weight of the distillation loss, 0 to 1.
 
     Returns:
-        `omega * KL(p, q) + (1 - omega) * (1 - sum(min(p, q)))`, and the expected acceptance
-        `sum(min(p, q))` at temperature 1 (Leviathan et al. 2023), both the mean over all but the
-        vocabulary, float32 scalars.
+        The means of `omega * KL(p, q) + (1 - omega) * (1 - sum(min(p, q)))` and of the expected acceptance
+        `sum(min(p, q))` at temperature 1 (Leviathan et al. 2023), float32 scalars.
     """
     log_q = draft_logits.float().log_softmax(-1)
     log_p = target_logits.float().log_softmax(-1)

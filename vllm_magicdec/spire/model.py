@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A SPIRe draft (arXiv 2504.06419): a pruned Llama whose keys and values are made of memory vectors.
+"""A SPIRe draft (arXiv 2504.06419): a pruned Llama with keys and values of memory vectors.
 
-A token has `num_layers + 1` activations: the residual stream that enters the first block and that leaves
-each one. Its memory for a block is their sum, weighted by a softmax. Activations of a *verified* token are
-the target's, of the blocks that the draft's were pruned from; those of a *drafted* token are the draft's
-own. A query sees sinks and a window of memories, and itself as in any Llama: its own memory does not exist
-yet.
+A token has `num_layers + 1` activations: the residual stream before the first block and after each block.
+Its memory for a block is their softmax-weighted sum. A *verified* token has the activations of the target's
+blocks from which the draft was pruned; a *drafted* token has the draft's own. A query attends to sinks and
+a window of memories, and to itself as in a Llama, because its own memory does not exist yet.
 
-There are two forms, which agree. In training (`forward`) the sequence is cut into chunks of k tokens; pass
-j goes over the j-th token of every chunk at once, which sees the target's memories before its chunk and the
-draft's own within (the k forward passes on every k-th prefix). In serving (`DraftState`) tokens come one by
-one.
+Two forms compute the same. In training (`forward`) the sequence is split into chunks of k tokens, and pass
+j runs the j-th token of every chunk, which attends to the target's memories before its chunk and to the
+draft's own within it. In serving (`DraftState`) tokens come one by one.
 """
 
 from dataclasses import dataclass
@@ -24,16 +22,16 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, apply_ro
 from vllm_magicdec.spire.settings import SpireSettings
 
 KeysAndValues = tuple[Tensor, Tensor]
-_OWN_LAYER = 3.0  # logit with which training starts; the others are 0
-_BLOCK_TOKENS = 256  # of training's queries that share the keys they gather
+_OWN_LAYER = 3.0  # initial logit of a block's own input; the others are 0
+_BLOCK_TOKENS = 256  # training queries that share gathered keys
 
 
 class SpireDraft(LlamaForCausalLM):
-    """A Llama's weights by a Llama's names, and `model.memory_logits` `[num_layers, num_layers + 1]`.
+    """A Llama with the parameter `model.memory_logits`, `[num_layers, num_layers + 1]`.
 
     Args:
-        config: of a Llama with the draft's number of layers.
-        settings: what is no Llama's.
+        config: a Llama's configuration with the draft's number of layers.
+        settings: SPIRe's own settings.
     """
 
     def __init__(self, config: LlamaConfig, settings: SpireSettings) -> None:
@@ -47,26 +45,25 @@ class SpireDraft(LlamaForCausalLM):
 
     @property
     def layers(self) -> list[LlamaDecoderLayer]:
-        """The draft's blocks."""
+        """The decoder blocks."""
         return list(self.model.layers)
 
     def rotations(self, positions: Tensor) -> KeysAndValues:
-        """RoPE's cosines and sines, `[..., head_dim]` each, at `positions` (`[...]` int64)."""
-        weight = self.model.norm.weight
-        cos, sin = self.model.rotary_emb(weight, positions.reshape(1, -1))
+        """Return RoPE's cosines and sines, `[..., head_dim]` each, at `positions` (`[...]` int64)."""
+        cos, sin = self.model.rotary_emb(self.model.norm.weight, positions.reshape(1, -1))
         shape = (*positions.shape, self.config.head_dim)
         return cos.reshape(shape), sin.reshape(shape)
 
     def project(self, layer: LlamaDecoderLayer, hidden: Tensor, rotation: KeysAndValues) -> KeysAndValues:
-        """Keys and values of a block.
+        """Compute keys and values of a block.
 
         Args:
             layer: the block.
             hidden: `[..., hidden_size]`, before the block's norm.
-            rotation: `[..., head_dim]` each.
+            rotation: cosines and sines, `[..., head_dim]` each.
 
         Returns:
-            `[..., num_kv_heads, head_dim]` each.
+            Keys and values, `[..., num_kv_heads, head_dim]` each.
         """
         normed = layer.input_layernorm(hidden)
         keys = self._heads(layer.self_attn.k_proj(normed))
@@ -75,26 +72,26 @@ class SpireDraft(LlamaForCausalLM):
         return keys, self._heads(layer.self_attn.v_proj(normed))
 
     def queries(self, layer: LlamaDecoderLayer, hidden: Tensor, rotation: KeysAndValues) -> Tensor:
-        """`[..., num_kv_heads, groups, head_dim]`; arguments as of `project`."""
+        """Compute queries, `[..., num_kv_heads, groups, head_dim]`, with the arguments of `project`."""
         queries = self._heads(layer.self_attn.q_proj(layer.input_layernorm(hidden)))
         cos, sin = (each.to(queries.dtype) for each in rotation)
         queries, _ = apply_rotary_pos_emb(queries, queries, cos, sin, unsqueeze_dim=-2)
         return queries.unflatten(-2, (-1, self.groups))
 
     def memories(self, activations: Tensor) -> list[Tensor]:
-        """Memory vectors for each block, `[..., hidden_size]`.
+        """Compute each block's memory vectors, `[..., hidden_size]`.
 
         Args:
             activations: `[..., num_layers + 1, hidden_size]`.
         """
-        if not self.settings.feedback_memory:
-            return [activations[..., index, :] for index in range(self.settings.num_layers)]
-        weights = self.model.memory_logits.float().softmax(-1)
-        mixed = torch.einsum("il,...lh->...ih", weights, activations.float()).to(activations.dtype)
-        return [mixed[..., index, :] for index in range(self.settings.num_layers)]
+        if self.settings.feedback_memory:
+            weights = self.model.memory_logits.float().softmax(-1)
+            mixed = torch.einsum("il,...lh->...ih", weights, activations.float())
+            activations = mixed.to(activations.dtype)
+        return [activations[..., index, :] for index in range(self.settings.num_layers)]
 
-    def remember(self, activations: Tensor, rotation: KeysAndValues) -> list[KeysAndValues]:
-        """Keys and values of memories, for each block; see `memories` and `project`."""
+    def project_memories(self, activations: Tensor, rotation: KeysAndValues) -> list[KeysAndValues]:
+        """Compute keys and values of each block's memories; arguments as for `memories` and `project`."""
         memories = self.memories(activations)
         return [
             self.project(layer, memory, rotation)
@@ -102,23 +99,28 @@ class SpireDraft(LlamaForCausalLM):
         ]
 
     def finish_block(self, layer: LlamaDecoderLayer, hidden: Tensor, attended: Tensor) -> Tensor:
-        """What leaves a block: `hidden` `[..., hidden_size]` entered it, `attended` is its heads' sum
-        `[..., num_kv_heads, groups, head_dim]`."""
+        """Compute a block's output `[..., hidden_size]`.
+
+        Args:
+            layer: the block.
+            hidden: its input, `[..., hidden_size]`.
+            attended: the output of attention, `[..., num_kv_heads, groups, head_dim]`.
+        """
         hidden = hidden + layer.self_attn.o_proj(attended.flatten(-3).to(hidden.dtype))
         return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
 
     def unembed(self, hidden: Tensor) -> Tensor:
-        """Logits `[..., vocab_size]` of what left the last block."""
+        """Return logits `[..., vocab_size]` of the last block's output."""
         return self.lm_head(self.model.norm(hidden))
 
     def forward(self, tokens: Tensor, target_activations: Tensor | None, first: int = 0) -> Tensor:
-        """The training form.
+        """Run the training form.
 
         Args:
-            tokens: `[batch, length]` int64; what is left over at the end, less than a chunk, is unread.
-            target_activations: `[batch, length, num_layers + 1, hidden_size]`; None where the draft's own
-                are taken (an ablation).
-            first: where the first chunk begins; tokens before are verified ones.
+            tokens: `[batch, length]` int64; an incomplete last chunk is ignored.
+            target_activations: `[batch, length, num_layers + 1, hidden_size]`; None to use the draft's own
+                (an ablation).
+            first: index of the first chunk's first token; the tokens before it are verified.
 
         Returns:
             Logits `[num_draft_steps, batch, num_chunks, vocab_size]`: entry `[j, b, c]` follows the token
@@ -128,7 +130,7 @@ class SpireDraft(LlamaForCausalLM):
         positions = torch.arange(length, device=tokens.device)
         if target_activations is None:
             target_activations = self.own_activations(tokens)
-        verified = self.remember(target_activations, self.rotations(positions))
+        verified = self.project_memories(target_activations, self.rotations(positions))
         chunks = _Chunks.cut(length, first, self.settings, tokens.device)
         logits = []
         own: list[list[KeysAndValues]] = [[] for _ in self.layers]
@@ -149,13 +151,14 @@ class SpireDraft(LlamaForCausalLM):
                 hidden = self.finish_block(layer, hidden, attended)
                 activations.append(hidden)
             if self.settings.feedback_memory and step + 1 < self.settings.num_draft_steps:
-                for index, entry in enumerate(self.remember(torch.stack(activations, -2), rotation)):
+                entries = self.project_memories(torch.stack(activations, -2), rotation)
+                for index, entry in enumerate(entries):
                     own[index].append(entry)
             logits.append(self.unembed(hidden.flatten(1, 2)[:, : chunks.count]))
         return torch.stack(logits)
 
     def own_activations(self, tokens: Tensor) -> Tensor:
-        """Of an ordinary pass of the draft, `[batch, length, num_layers + 1, hidden_size]`.
+        """Compute a Llama's activations, `[batch, length, num_layers + 1, hidden_size]`.
 
         Args:
             tokens: `[batch, length]` int64.
@@ -177,11 +180,11 @@ class SpireDraft(LlamaForCausalLM):
 
 
 class DraftState:
-    """The serving form, of one request: a cache of all positions, and passes of one token.
+    """The serving form for one request: a cache of all positions, and passes of one token.
 
     Args:
         draft: the model.
-        max_tokens: positions that the cache has.
+        max_tokens: number of positions in the cache.
     """
 
     def __init__(self, draft: SpireDraft, max_tokens: int) -> None:
@@ -195,19 +198,19 @@ class DraftState:
         self._positions = torch.arange(max_tokens, device=weight.device)
 
     def verify(self, activations: Tensor) -> None:
-        """Append verified tokens; drafted ones are forgotten.
+        """Replace the drafted tokens by verified ones.
 
         Args:
-            activations: the target's, `[num_tokens, num_layers + 1, hidden_size]`.
+            activations: the target's activations, `[num_tokens, num_layers + 1, hidden_size]`.
         """
         end = self.num_verified + len(activations)
         rotation = self._draft.rotations(self._positions[self.num_verified : end])
-        for index, entry in enumerate(self._draft.remember(activations, rotation)):
+        for index, entry in enumerate(self._draft.project_memories(activations, rotation)):
             self._cache[:, index, self.num_verified : end] = torch.stack(entry)
         self.num_verified = self._num_tokens = end
 
     def step(self, token: int) -> Tensor:
-        """Draft after one more token; returns logits `[vocab_size]`."""
+        """Append a token and return the logits after it, `[vocab_size]`."""
         draft, at = self._draft, self._num_tokens
         position = self._positions[at]
         rotation = draft.rotations(position)
@@ -221,27 +224,27 @@ class DraftState:
             hidden = draft.finish_block(layer, hidden, attended)
             activations.append(hidden)
         if draft.settings.feedback_memory:
-            for index, entry in enumerate(draft.remember(torch.stack(activations), rotation)):
+            for index, entry in enumerate(draft.project_memories(torch.stack(activations), rotation)):
                 self._cache[:, index, at] = torch.stack(entry)
         self._num_tokens += 1
         return draft.unembed(hidden)
 
 
 def is_visible(queries: Tensor, keys: Tensor, settings: SpireSettings) -> Tensor:
-    """Whether a query sees a key, by their positions (broadcast against each other)."""
+    """Return whether queries attend to keys, both given by position; shapes broadcast."""
     return (keys <= queries) & ((keys < settings.sinks) | (keys > queries - settings.window))
 
 
 @dataclass(frozen=True)
 class _Chunks:
-    """How a sequence is cut into chunks, and these into blocks that share the keys they gather."""
+    """A sequence's chunks, grouped into blocks that share gathered keys."""
 
     settings: SpireSettings
-    count: int  # chunks
-    starts: Tensor  # [blocks, chunks of a block] int64; the last ones may be beyond the sequence
-    keys: Tensor  # [blocks, sinks + span] int64 positions of verified tokens that a block gathers
-    is_sink: Tensor  # [sinks + span] bool: the columns that hold sinks
-    span_starts: Tensor  # [blocks, 1] int64: the first position of the others; may be negative
+    count: int  # number of chunks
+    starts: Tensor  # [blocks, chunks of a block] int64 positions; the last may exceed the sequence
+    keys: Tensor  # [blocks, sinks + span] int64 positions of a block's gathered verified tokens
+    is_sink: Tensor  # [sinks + span] bool
+    span_starts: Tensor  # [blocks, 1] int64 first positions of the span; may be negative
 
     @classmethod
     def cut(cls, length: int, first: int, settings: SpireSettings, device: Any) -> "_Chunks":
@@ -259,10 +262,17 @@ class _Chunks:
         return cls(settings, count, starts, keys.clamp(0, length - 1), is_sink, span_starts)
 
     def mask(self, step: int) -> Tensor:
-        """Which gathered keys the token of each chunk sees, `[blocks, chunks, 1, sinks + span]` bool."""
+        """Return the gathered keys that each chunk's token attends to.
+
+        Args:
+            step: index of the tokens in their chunks.
+
+        Returns:
+            `[blocks, chunks, 1, sinks + span]` bool.
+        """
         columns = torch.arange(self.keys.shape[1], device=self.keys.device) - self.is_sink.sum()
         positions = torch.where(self.is_sink, self.keys, self.span_starts + columns)  # [blocks, columns]
-        # A sink that the span holds too is seen there.
+        # A sink within the span counts there only.
         once = torch.where(self.is_sink, positions < self.span_starts, positions >= 0)
         starts = self.starts[:, :, None]
         seen = is_visible(starts + step, positions[:, None], self.settings) & (positions[:, None] < starts)
@@ -272,22 +282,20 @@ class _Chunks:
 def _attend_in_chunks(
     queries: Tensor, gathered: KeysAndValues, mask: Tensor, own: list[KeysAndValues]
 ) -> Tensor:
-    """Attention of each chunk's token to verified tokens and those of its own chunk.
+    """Attend from each chunk's token to verified tokens and to its own chunk.
 
     Args:
         queries: `[batch, blocks, chunks, num_kv_heads, groups, head_dim]`.
         gathered: keys and values of verified tokens, `[batch, blocks, columns, num_kv_heads, head_dim]`.
         mask: `[blocks, chunks, 1, columns]` bool.
-        own: those of the chunk's tokens so far, `[batch, blocks, chunks, num_kv_heads, head_dim]` each.
+        own: keys and values of the chunk's tokens, `[batch, blocks, chunks, num_kv_heads, head_dim]` each.
 
     Returns:
-        As `queries`.
+        Attention output in the shape of `queries`.
     """
     keys, values = gathered
-    own_keys = torch.stack(
-        [entry[0] for entry in own], dim=-2
-    )  # [batch, blocks, chunks, kv, own, head_dim]
-    own_values = torch.stack([entry[1] for entry in own], dim=-2)
+    # [batch, blocks, chunks, num_kv_heads, own, head_dim] each
+    own_keys, own_values = (torch.stack(each, dim=-2) for each in zip(*own, strict=True))
     scale = queries.shape[-1] ** -0.5
     before = torch.einsum("bnckgd,bnskd->bnkcgs", queries, keys) * scale
     before = before.masked_fill(~mask[:, None], float("-inf"))
@@ -299,12 +307,15 @@ def _attend_in_chunks(
 
 
 def _attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention as of any Llama.
+    """Attend as a Llama does.
 
     Args:
         queries: `[..., num_queries, num_kv_heads, groups, head_dim]`.
         keys, values: `[..., num_keys, num_kv_heads, head_dim]`.
-        mask: `[num_queries, num_keys]` bool; None if all is seen.
+        mask: `[num_queries, num_keys]` bool; None for no mask.
+
+    Returns:
+        Attention output in the shape of `queries`.
     """
     scores = torch.einsum("...qkgd,...skd->...kgqs", queries, keys) * queries.shape[-1] ** -0.5
     if mask is not None:
@@ -314,5 +325,4 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) 
 
 
 def _softmax(scores: Tensor) -> Tensor:
-    """In float32 at least."""
     return scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))

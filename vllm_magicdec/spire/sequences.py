@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training data: one long row of tokens on disk, cut into sequences whose order a seed decides."""
+"""Training data: a file of tokens, split into sequences in a seeded order."""
 
 import json
 from collections.abc import Iterable
@@ -13,17 +13,17 @@ from torch import Tensor
 
 from vllm_magicdec.spire.settings import SpireError
 
-_MOST_HELD_OUT = 64  # sequences
+_MAX_HELD_OUT = 64  # sequences
 
 
 def write_tokens(path: Path, documents: Iterable[np.ndarray], vocab_size: int, begin: Any, end: Any) -> int:
-    """Write documents one after the other; returns the number of tokens.
+    """Write the tokens of all documents to a file, and return their number.
 
     Args:
-        path: of a file of `np.min_scalar_type(vocab_size)`, beside it `path.json`, written last.
-        documents: `[num_tokens]` integers each.
-        vocab_size: every id is below.
-        begin, end: ids put before and after each document; None for none.
+        path: file of dtype `np.min_scalar_type(vocab_size)`; a JSON file beside it is written last.
+        documents: token ids, `[num_tokens]` integers each.
+        vocab_size: exclusive upper bound on the ids.
+        begin, end: token ids before and after each document; None for none.
     """
     dtype = np.min_scalar_type(vocab_size)
     count = 0
@@ -43,9 +43,9 @@ class Sequences:
     """Sequences of equal length; the last ones are held out.
 
     Args:
-        tokens: `[num_tokens]` unsigned.
-        length: of a sequence.
-        seed: of the order.
+        tokens: `[num_tokens]` unsigned integers.
+        length: tokens per sequence.
+        seed: seed of the order.
     """
 
     tokens: np.ndarray
@@ -54,32 +54,32 @@ class Sequences:
 
     @classmethod
     def read(cls, path: Path, length: int, seed: int) -> "Sequences":
-        """Map what `write_tokens` wrote.
+        """Map a file of `write_tokens`.
 
         Raises:
-            SpireError: it is too short for two sequences.
+            SpireError: it has fewer tokens than two sequences.
         """
         dtype = json.loads(path.with_suffix(".json").read_text())["dtype"]
         tokens = np.fromfile(path, dtype) if path.stat().st_size < 2**20 else np.memmap(path, dtype, "r")
         if len(tokens) < 2 * length:
             raise SpireError(
-                f"--data has {len(tokens):,} tokens, which make no two sequences of {length:,}; "
-                "give more of it, or a smaller --sequence"
+                f"--data has {len(tokens):,} tokens, fewer than two sequences of {length:,}; "
+                "give more data, or a smaller --sequence"
             )
         return cls(tokens, length, seed)
 
     @property
     def num_held_out(self) -> int:
-        """2 % of all, at least one."""
-        return min(_MOST_HELD_OUT, max(1, len(self.tokens) // self.length // 50))
+        """Number of held-out sequences: 2 %, at least one."""
+        return min(_MAX_HELD_OUT, max(1, len(self.tokens) // self.length // 50))
 
     @property
     def num_training(self) -> int:
-        """Sequences of an epoch."""
+        """Number of sequences in an epoch."""
         return len(self.tokens) // self.length - self.num_held_out
 
     def batch(self, first: int, count: int) -> Tensor:
-        """Training sequences number `first` to `first + count - 1` of an endless row of epochs.
+        """Return training sequences `first` to `first + count - 1`, counted over all epochs.
 
         Returns:
             `[count, length]` int64.
@@ -92,7 +92,7 @@ class Sequences:
         return torch.stack(rows)
 
     def held_out(self) -> Iterable[Tensor]:
-        """`[1, length]` int64 each."""
+        """Yield the held-out sequences, `[1, length]` int64 each."""
         for index in range(self.num_training, self.num_training + self.num_held_out):
             yield self._row(index)[None]
 

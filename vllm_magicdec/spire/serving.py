@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which drafts can be served, by their `config.json` as vLLM has read it."""
+"""Check the configuration of a draft that is to be served."""
 
 from typing import Any
 
@@ -7,10 +7,10 @@ from vllm_magicdec.spire.settings import ARCHITECTURE, SpireError, SpireSettings
 
 
 def served_settings(hf_config: Any) -> SpireSettings | None:
-    """Those of a Hugging Face configuration; None: it is no SPIRe draft.
+    """Return the SPIRe settings in a Hugging Face configuration; None if it is no SPIRe draft.
 
     Raises:
-        SpireError: it is one that cannot be served.
+        SpireError: the draft cannot be served.
     """
     if ARCHITECTURE not in (getattr(hf_config, "architectures", None) or ()):
         return None
@@ -27,14 +27,14 @@ def served_settings(hf_config: Any) -> SpireSettings | None:
     )
     if not is_consistent:
         raise SpireError(
-            f"config.json contradicts itself: {num_layers} layers, made from the target's "
+            f"config.json contradicts itself: {num_layers} layers, pruned from the target's "
             f"{list(settings.target_layers)}, with its activations after {taken} of {last} blocks, "
             f"{settings.sinks} sinks and a window of {settings.window}; write it again with: "
             "magicdec train-draft"
         )
     if not settings.target_activations:
         raise SpireError(
-            "the draft was trained without its target's activations, to measure what they bring, and is "
-            "not served; train one with them"
+            "a draft trained with --no-target-activations is an ablation and cannot be served; train one "
+            "without this option"
         )
     return settings

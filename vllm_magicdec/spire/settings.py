@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a SPIRe draft's `config.json` says beside a Llama's fields."""
+"""SPIRe's own fields in a draft's `config.json`."""
 
 import json
 from collections.abc import Mapping
@@ -13,37 +13,37 @@ VERSION = 1
 
 
 class SpireError(ValueError):
-    """What the user named cannot work, in one sentence that says what to do instead."""
+    """An error in the user's input: one sentence that says what to do instead."""
 
 
 @dataclass(frozen=True)
 class SpireSettings:
-    """The shape of a draft; the switches are the paper's ablations."""
+    """The shape of a draft. The booleans are the paper's ablations."""
 
-    target: str  # a name, for people
+    target: str  # name of the target, for the reader
     target_num_hidden_layers: int
-    target_layers: tuple[int, ...]  # the block of the target that each of the draft's was pruned from
+    target_layers: tuple[int, ...]  # for each draft block, the target's block it was pruned from
     sinks: int = 4  # tokens
-    window: int = 252  # tokens, the query's own included
-    num_draft_steps: int = 4  # forward passes of training, k
-    feedback_memory: bool = True  # else a drafted token is seen by its own layer's input
-    target_activations: bool = True  # else a verified token's activations are the draft's own
+    window: int = 252  # tokens, including the query's own
+    num_draft_steps: int = 4  # k, forward passes in training
+    feedback_memory: bool = True  # False: a token's memory for a block is the block's input
+    target_activations: bool = True  # False: verified tokens have the draft's activations
     version: int = VERSION
 
     @classmethod
     def pruned(
         cls, target: str, num_hidden_layers: int, num_layers: int | None, **fields: Any
     ) -> "SpireSettings":
-        """Of a draft that has the last layers of its target.
+        """Return the settings of a draft with the last layers of its target.
 
         Args:
-            target: its name.
-            num_hidden_layers: of the target.
-            num_layers: of the draft; None for a quarter of the target's.
-            fields: any others.
+            target: name of the target.
+            num_hidden_layers: layers of the target.
+            num_layers: layers of the draft; None for a quarter of the target's.
+            fields: other fields.
 
         Raises:
-            SpireError: the target has no so many layers, or a number is too small.
+            SpireError: a number is out of range.
         """
         num_layers = max(1, (num_hidden_layers + 2) // 4) if num_layers is None else num_layers
         if not 0 < num_layers <= num_hidden_layers:
@@ -64,10 +64,10 @@ class SpireSettings:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "SpireSettings":
-        """What the field `spire` of a `config.json` says.
+        """Read the field `spire` of a `config.json`.
 
         Raises:
-            SpireError: it is missing, of another version, has other fields or values of other types.
+            SpireError: it is missing, of another version, or invalid.
         """
         given = config.get("spire")
         fields = dict(given) if isinstance(given, Mapping) else {}
@@ -75,7 +75,7 @@ class SpireSettings:
             raise SpireError(
                 f"this is no SPIRe draft of version {VERSION}; train one with: magicdec train-draft"
             )
-        try:  # as JSON, where a tuple is a list and nothing else is taken for something else
+        try:  # strict validation accepts a list for a tuple only in JSON
             return TypeAdapter(cls).validate_json(json.dumps(fields), strict=True)
         except (ValidationError, TypeError) as error:
             name, reason = "spire", str(error)
@@ -89,16 +89,18 @@ class SpireSettings:
 
     @property
     def num_layers(self) -> int:
-        """Of the draft."""
+        """Number of layers of the draft."""
         return len(self.target_layers)
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
-        """The target's activations that stand in for a verified token's: the residual stream after so many
-        blocks, in vLLM's numbers of auxiliary hidden states."""
+        """Target activations of a verified token: the residual stream after this many blocks.
+
+        vLLM numbers auxiliary hidden states in the same way.
+        """
         return (*self.target_layers, self.target_layers[-1] + 1)
 
     def config_fields(self) -> dict[str, Any]:
-        """What `config.json` has beside a Llama's fields."""
+        """Return the fields of `config.json` that a Llama's does not have."""
         spire = {**asdict(self), "target_layers": list(self.target_layers)}
         return {"eagle_aux_hidden_state_layer_ids": list(self.aux_layers), "spire": spire}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The target of a draft in training: its activations and logits, and the weights a draft begins with."""
+"""The target in training: its activations and logits, and a draft's initial weights."""
 
 from typing import Any
 
@@ -11,19 +11,17 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from vllm_magicdec.spire.model import SpireDraft
 from vllm_magicdec.spire.settings import SpireError, SpireSettings
 
-_LLAMA_LIKE = ("llama",)
-
 
 class Target:
     """A frozen Llama.
 
     Args:
-        model: a name or a folder, as transformers takes it.
-        dtype: of its weights.
-        device: where it runs.
+        model: a name or a folder, as for transformers.
+        dtype: dtype of the weights.
+        device: device of the weights.
 
     Raises:
-        SpireError: there is none, it is no Llama, or it is quantised.
+        SpireError: the model cannot be loaded, is no Llama, or is quantised.
     """
 
     def __init__(self, model: str, dtype: torch.dtype, device: torch.device) -> None:
@@ -31,15 +29,10 @@ class Target:
             config = AutoConfig.from_pretrained(model)
         except (OSError, ValueError) as error:
             raise _cannot_be_loaded(model, error) from None
-        if config.model_type not in _LLAMA_LIKE:
-            raise SpireError(
-                f"--model {model} is a {config.model_type}, and drafts come of Llamas only; name one"
-            )
+        if config.model_type != "llama":
+            raise SpireError(f"--model {model} has the type {config.model_type}; name a Llama")
         if getattr(config, "quantization_config", None) is not None:
-            raise SpireError(
-                f"--model {model} is quantised, and a draft begins with weights that are not; "
-                "name the model that it was made of"
-            )
+            raise SpireError(f"--model {model} is quantised; name the original model")
         self.config: LlamaConfig = config
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
@@ -49,12 +42,12 @@ class Target:
 
     @torch.no_grad()
     def run(self, tokens: Tensor, layers: tuple[int, ...], cache: Any = None) -> tuple[Tensor, Tensor]:
-        """The residual stream and the logits of sequences.
+        """Compute the residual stream and the logits of sequences.
 
         Args:
             tokens: `[batch, length]` int64.
-            layers: after how many blocks.
-            cache: of the tokens before, in the form of transformers; it takes these ones too.
+            layers: numbers of blocks after which to take the residual stream.
+            cache: transformers' cache of the tokens before, which is extended.
 
         Returns:
             Activations `[batch, length, len(layers), hidden_size]`, logits `[batch, length, vocab_size]`.
@@ -68,7 +61,7 @@ class Target:
 
             return hook
 
-        # What enters the final norm leaves the last block.
+        # The input of the final norm is the last block's output.
         modules = [*body.layers, body.norm]
         hooks = [
             modules[layer].register_forward_pre_hook(take(layer), with_kwargs=True) for layer in layers
@@ -87,12 +80,12 @@ def _cannot_be_loaded(model: str, error: Exception) -> SpireError:
 
 
 def make_draft(target: Target, settings: SpireSettings, *, pruned: bool = True) -> SpireDraft:
-    """A draft before training, float32, on the target's device.
+    """Create an untrained draft in float32 on the target's device.
 
     Args:
-        target: what it drafts for.
-        settings: its shape.
-        pruned: whether it begins with the target's embedding, last blocks, norm and unembedding.
+        target: the target.
+        settings: the draft's shape.
+        pruned: whether to copy the target's embedding, last blocks, norm and unembedding.
     """
     fields = {**target.config.to_dict(), "num_hidden_layers": settings.num_layers, "dtype": "float32"}
     if fields.get("head_dim") is None:

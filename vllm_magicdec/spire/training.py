@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training of a draft: steps that a seed decides, on one process or several, resumed if interrupted."""
+"""Train a draft: deterministic steps on one or several processes, with checkpoints."""
 
 import json
 import math
@@ -26,57 +26,56 @@ from vllm_magicdec.spire.settings import SpireError
 from vllm_magicdec.spire.target import Target
 
 _LAST_RATE = 0.05  # of the highest learning rate
-# Gradients of the few logits are small beside the way they have to go.
-_MEMORY_RATE = 10.0
+_MEMORY_RATE = 10.0  # factor on the rate of the memory logits, whose gradients are small
 _LOGGED_STEPS = 20  # between entries of the log
-# The others wait while rank 0 encodes documents, however long; torchrun ends them where one has failed.
-_LONGEST_WAIT = timedelta(days=1)
+# Other ranks wait while rank 0 tokenizes documents; torchrun ends them if one fails.
+_TIMEOUT = timedelta(days=1)
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What decides a training, beside the draft's shape and the data."""
+    """Parameters of a training."""
 
     num_steps: int
-    batch: int  # sequences of a step, of all processes
+    batch: int  # sequences per step of all processes
     sequence: int  # tokens
     learning_rate: float
     omega: float = 0.5
-    distillation: bool = True  # else the loss is the cross-entropy of the text
+    distillation: bool = True  # False: the loss is the cross-entropy of the text
     seed: int = 0
-    bfloat16: bool = True  # whether products are in bfloat16; weights and optimizer are float32
-    pruned: bool = True  # whether the draft begins with the target's weights
+    bfloat16: bool = True  # autocast to bfloat16; weights and optimizer are float32
+    pruned: bool = True  # initialize the draft with the target's weights
 
 
 def has_fast_bfloat16(device: torch.device) -> bool:
-    """Whether products in bfloat16 are faster than in float32; torch makes them everywhere."""
+    """Return whether matrix products are faster in bfloat16 than in float32."""
     if device.type != "cpu" or torch.cpu._is_amx_tile_supported():
         return True
     return torch.cpu._is_avx512_bf16_supported() and not has_slow_avx512_bf16()
 
 
 class Processes:
-    """The processes that `torchrun` started, or this one alone."""
+    """The processes of `torchrun`, or this process alone."""
 
     def __init__(self) -> None:
         self.count = int(os.environ.get("WORLD_SIZE", 1))
         self.rank = int(os.environ.get("RANK", 0))
         if self.count > 1 and not torch.distributed.is_initialized():
             backend = "nccl" if torch.cuda.is_available() else "gloo"
-            torch.distributed.init_process_group(backend, timeout=_LONGEST_WAIT)
+            torch.distributed.init_process_group(backend, timeout=_TIMEOUT)
 
     @property
     def device(self) -> torch.device:
-        """What this process computes on."""
+        """This process's device."""
         if not torch.cuda.is_available():
             return torch.device("cpu")
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         return torch.device("cuda", torch.cuda.current_device())
 
     def average(self, tensors: list[Tensor]) -> None:
-        """Make each the mean over processes, in place."""
+        """Replace each tensor by its mean over processes, in place."""
         if self.count == 1 or not tensors:
             return
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
@@ -85,48 +84,51 @@ class Processes:
         for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(part.view_as(tensor))
 
-    def any(self, told: bool) -> bool:
-        """Whether it is true in one of them."""
-        share = torch.tensor([float(told)], device=self.device)
+    def any(self, flag: bool) -> bool:
+        """Return whether the flag is true in any process."""
+        share = torch.tensor([float(flag)], device=self.device)
         self.average([share])
         return bool(share.item() > 0)
 
-    def of_first(self, make: Callable[[], T]) -> T:
-        """What rank 0 makes, in all of them; a `ValueError` is raised in all of them too."""
+    def from_first(self, function: Callable[[], T]) -> T:
+        """Call a function in rank 0, and return its result or raise its `ValueError` in all processes."""
         if self.count == 1:
-            return make()
-        made: list[Any] = [None, None]
+            return function()
+        outcome: list[Any] = [None, None]
         if self.rank == 0:
             try:
-                made[0] = make()
+                outcome[0] = function()
             except ValueError as error:
-                made[1] = error
-        torch.distributed.broadcast_object_list(made, src=0, device=self.device)
-        if made[1] is not None:
-            raise made[1] from None
-        return made[0]
+                outcome[1] = error
+        torch.distributed.broadcast_object_list(outcome, src=0, device=self.device)
+        if outcome[1] is not None:
+            raise outcome[1] from None
+        return outcome[0]
 
     def copy_first(self, tensors: Iterable[Tensor]) -> None:
-        """Make each what it is in rank 0, in place."""
+        """Replace each tensor by that of rank 0, in place."""
         if self.count > 1:
             for tensor in tensors:
                 torch.distributed.broadcast(tensor, src=0)
 
     def leave(self) -> None:
-        """Leave the group."""
+        """Leave the process group."""
         if self.count > 1:
             torch.distributed.destroy_process_group()
 
 
 class Trainer:
-    """One training.
+    """A training of a draft.
 
     Args:
-        draft: trained in place, float32.
-        target: frozen.
-        sequences: of the plan's length.
-        plan: what to do.
-        processes: which of them this is.
+        draft: the draft, trained in place, float32.
+        target: the frozen target.
+        sequences: sequences of the plan's length.
+        plan: parameters of the training.
+        processes: the processes that share it.
+
+    Raises:
+        SpireError: the processes cannot share a batch equally.
     """
 
     def __init__(
@@ -159,16 +161,16 @@ class Trainer:
         )
 
     def train_step(self) -> tuple[float, float]:
-        """One step; returns the loss and the expected acceptance at temperature 1, means over processes."""
+        """Train one step; return the mean loss and expected acceptance at temperature 1."""
         plan, started = self.plan, perf_counter()
         share = plan.batch // self._processes.count
         begin = self.step * plan.batch + self._processes.rank * share
         tokens = self._sequences.batch(begin, share).to(self._device)
-        # Chunks begin elsewhere in every step, the same in all processes.
+        # The chunks' offset differs between steps and is the same in all processes.
         first = int(np.random.default_rng([plan.seed, 1, self.step]).integers(self._chunk))
         self._optimizer.zero_grad(set_to_none=True)
         figures = torch.zeros(2, device=self._device)
-        for row in tokens.split(1):  # logits of all of them at once may be more than a GPU holds
+        for row in tokens.split(1):  # the logits of a whole batch may exceed a GPU's memory
             loss, acceptances = self._losses(row, first)
             (loss / share).backward()
             figures += torch.stack([loss.detach(), acceptances.mean()]) / share
@@ -193,13 +195,13 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> list[float]:
-        """Expected acceptance at temperature 1 of each draft of a round, on held-out sequences."""
+        """Return each draft's expected acceptance at temperature 1 on held-out sequences."""
         rows = [self._losses(tokens.to(self._device), 0)[1] for tokens in self._sequences.held_out()]
         return torch.stack(rows).mean(0).tolist()
 
     def save(self, path: Path) -> None:
-        """Write a checkpoint, whole or not at all."""
-        held = {
+        """Write a checkpoint atomically."""
+        checkpoint = {
             "draft": self.draft.state_dict(),
             "optimizer": self._optimizer.state_dict(),
             "step": self.step,
@@ -210,38 +212,35 @@ class Trainer:
             "settings": json.dumps(asdict(self.draft.settings)),
         }
         partial = path.with_suffix(".part")
-        torch.save(held, partial)
+        torch.save(checkpoint, partial)
         partial.replace(path)
 
     def resume(self, path: Path) -> None:
-        """Go on where a checkpoint was written.
+        """Load a checkpoint.
 
         Raises:
             SpireError: it belongs to another training.
         """
-        held = torch.load(path, map_location=self._device, weights_only=True)
+        checkpoint = torch.load(path, map_location=self._device, weights_only=True)
         plan = asdict(self.plan)
-        # Checkpoints of an older version lack the fields that are new.
-        same = {**plan, **json.loads(held["plan"])} == plan
-        if not same or held["settings"] != json.dumps(asdict(self.draft.settings)):
+        is_same_plan = {**plan, **json.loads(checkpoint["plan"])} == plan  # old ones lack new fields
+        if not is_same_plan or checkpoint["settings"] != json.dumps(asdict(self.draft.settings)):
             raise SpireError(
-                f"{path.parent} holds a training that was begun with other options, or where the default "
-                "of --float32 is another; give the same ones, or another --out"
+                f"{path.parent} holds a training with other options, or with another default "
+                "of --float32; give the same options, or another --out"
             )
-        self.draft.load_state_dict(held["draft"])
-        self._optimizer.load_state_dict(held["optimizer"])
-        self.step, self.seconds = held["step"], held["seconds"]
-        self.log, self._recent = (
-            json.loads(held["log"]),
-            [tuple(each) for each in json.loads(held["recent"])],
-        )
+        self.draft.load_state_dict(checkpoint["draft"])
+        self._optimizer.load_state_dict(checkpoint["optimizer"])
+        self.step, self.seconds = checkpoint["step"], checkpoint["seconds"]
+        self.log = json.loads(checkpoint["log"])
+        self._recent = [tuple(each) for each in json.loads(checkpoint["recent"])]
 
     @property
     def _chunk(self) -> int:
         return self.draft.settings.num_draft_steps
 
     def _losses(self, tokens: Tensor, first: int) -> tuple[Tensor, Tensor]:
-        """The loss of a batch `[batch, length]`, and the acceptance of each draft `[num_draft_steps]`."""
+        """Return the loss of `tokens` `[batch, length]` and each draft's acceptance `[num_draft_steps]`."""
         settings, plan = self.draft.settings, self.plan
         activations, target_logits = self._target.run(tokens, settings.aux_layers)
         with self._autocast():
@@ -265,12 +264,12 @@ class Trainer:
         return torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self.plan.bfloat16)
 
     def _rate(self) -> float:
-        """Of this step: a rise over the first 5 %, at most 200 steps, then a cosine."""
+        """Return the learning rate: a warm-up over 5 % and at most 200 steps, then a cosine."""
         plan = self.plan
-        rise = max(1, min(200, plan.num_steps // 20))
+        warm_up = max(1, min(200, plan.num_steps // 20))
         done = min(1.0, self.step / plan.num_steps)
         cosine = _LAST_RATE + (1 - _LAST_RATE) * 0.5 * (1 + math.cos(math.pi * done))
-        return plan.learning_rate * min(1.0, (self.step + 1) / rise) * cosine
+        return plan.learning_rate * min(1.0, (self.step + 1) / warm_up) * cosine
 
 
 def run(
@@ -282,15 +281,15 @@ def run(
     should_end: Callable[[], bool],
     report: Callable[[int, float, float], Any],
 ) -> bool:
-    """Train to the end of the plan, with a checkpoint now and then and at the end.
+    """Train to the end of the plan, with regular checkpoints.
 
     Args:
-        trainer: goes on at its step.
-        checkpoint: path.
-        seconds_between: checkpoints.
+        trainer: the training, which continues at its step.
+        checkpoint: path of the checkpoint.
+        seconds_between: seconds between checkpoints.
         is_writer: whether this process writes them.
-        should_end: whether to stop early, after a checkpoint; the same in all processes.
-        report: is given step, loss and acceptance after every step.
+        should_end: returns whether to stop early, after a checkpoint; the same in all processes.
+        report: called with step, loss and acceptance after every step.
 
     Returns:
         Whether the plan is done.

@@ -12,8 +12,9 @@ from vllm_magicdec.views.base import Batch, DraftSlots
 from vllm_magicdec.views.selections import Budget, Selections
 
 BLOCK_COLUMNS = 128
-# These change; Triton would recompile for 1 and for multiples of 16 while requests wait.
-VARYING = ["num_steps", "max_pages", "recent", "window", "max_tokens"]
+# The number of drafts varies by round. For 1 and for multiples of 16 Triton would compile again, while
+# requests wait.
+VARYING = ["num_steps"]
 
 
 @triton.jit

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoRA: a request drafts with its own adapter.
 
-vLLM maps tokens to adapters before every step of the target, and again if the next step's tokens differ, so
-a draft leaves nothing to put back. The adapters of a batch are loaded: the target's step has used them. On
-a GPU a new mapping makes vLLM wait for the device, so that a round with adapters waits twice.
+vLLM sets the mapping of tokens to adapters before every step of the target, so drafting need not restore
+it, and the target's step has loaded the batch's adapters. On a GPU, a new mapping synchronises with the
+device, twice per round with adapters.
 """
 
 from collections.abc import Sequence
@@ -19,11 +19,11 @@ from vllm.v1.worker.gpu.lora_utils import LoraState
 
 
 class Adapters:
-    """Which adapter a drafting pass applies to which token.
+    """Maps the tokens of draft passes to LoRA adapters.
 
     Args:
         model: the target, with vLLM's LoRA manager.
-        config: the engine's.
+        config: the engine's LoRA configuration.
     """
 
     def __init__(self, model: nn.Module, config: LoRAConfig) -> None:
@@ -32,54 +32,54 @@ class Adapters:
         self._ids = np.zeros(0, dtype=np.int64)
 
     def take(self, ids: np.ndarray) -> None:
-        """Those of a round's requests, [num_reqs] int, in the batch's order; 0: none."""
+        """Set the adapters of a round's requests, [num_reqs] int, in batch order; 0: none."""
         self._ids = ids.astype(np.int64)
 
     @property
     def num_active(self) -> int:
-        """Distinct ones, no adapter counted as one beside others; 0: the round has none at all."""
+        """Number of distinct adapters, counting "none" if some requests have one; 0: no request has one."""
         distinct = np.unique(self._ids)
         return len(distinct) if distinct.any() else 0
 
     def apply(self, indices: Sequence[int] | None = None, num_tokens: int = 1) -> None:
-        """To be called before a pass, outside of CUDA graphs.
+        """Apply the mapping of a pass; call it before the pass, outside of CUDA graphs.
 
         Args:
-            indices: of the pass's requests in the round; None: all of them.
-            num_tokens: of each.
+            indices: indices in the round's batch of the pass's requests; None: all of them.
+            num_tokens: tokens per request.
         """
         self._map(self._ids if indices is None else self._ids[list(indices)], num_tokens)
 
     def apply_dummies(self, num_active: int, num_reqs: int) -> None:
-        """To be called before a CUDA graph is captured, while vLLM's dummy adapters are loaded.
+        """Apply a mapping to vLLM's dummy adapters before a CUDA graph is captured.
 
         Args:
-            num_active: as vLLM counts what a graph is for: adapters, and one more if it has tokens without.
-            num_reqs: of the graph.
+            num_active: vLLM's count for a graph: adapters, plus one if some tokens have none.
+            num_reqs: the graph's batch size.
         """
         num_adapters = min(num_active, self._max_loras)
         for lora_id in range(1, num_adapters + 1):
             self._manager.activate_adapter(lora_id)
         ids = 1 + np.arange(num_reqs) % num_adapters if num_adapters else np.zeros(num_reqs, dtype=np.int64)
-        # Without any adapter vLLM's kernels would not be in the graph at all.
+        # With no adapter at all, vLLM's kernels would be missing from the graph.
         if num_adapters < num_active <= num_reqs:
             ids[-1] = 0
         self._map(ids, 1)
 
     def _map(self, ids: np.ndarray, num_tokens: int) -> None:
-        # As vLLM calls it for every step: of decodes too.
+        # `is_prefill` as vLLM sets it, for decodes too.
         tokens, logits = tuple(ids.repeat(num_tokens).tolist()), tuple(ids.tolist())
         self._manager.set_adapter_mapping(LoRAMapping(tokens, logits, is_prefill=True))
 
 
-def know_adapters(runner: Any, batch: InputBatch) -> None:
-    """Tell the speculator which adapters a step's requests have, and vLLM those of the step's logits.
+def pass_adapters(runner: Any, batch: InputBatch) -> None:
+    """Pass the adapters of a step's requests to the speculator, and fix vLLM's mapping of logits.
 
-    vLLM 0.32's V2 runner maps one logit per request to an adapter; a verification has 1 + drafts of them.
+    vLLM 0.32's V2 runner maps one logit per request to an adapter, but a verification has 1 + drafts each.
 
     Args:
-        runner: V2's, with our speculator.
-        batch: that it has prepared.
+        runner: the V2 runner, with our speculator.
+        batch: the prepared batch.
     """
     state: LoraState = runner.lora_state
     ids = state.lora_ids[batch.idx_mapping_np]
@@ -92,4 +92,4 @@ def know_adapters(runner: Any, batch: InputBatch) -> None:
         _, tokens, requests = LoraState.make_lora_inputs(state, req_ids, *others)
         return of_logits, tokens, requests
 
-    state.make_lora_inputs = make_lora_inputs
+    state.make_lora_inputs = make_lora_inputs  # type: ignore[assignment]  # of one object, without self

@@ -25,16 +25,16 @@ def attention_groups_of(
     *,
     share_builders: bool,
 ) -> list[AttentionGroup]:
-    """The target's attention groups, with the layers of a view alone, for metadata of that view.
+    """Restrict the target's attention groups to the layers of a view.
 
     Args:
-        group: the layers.
-        target_groups: by KV-cache group, with their builders.
-        vllm_config: the engine's, its model loaded.
-        device: where the target runs.
-        share_builders: use the target's builders where they are for no other layers. Without vLLM's hybrid
-            KV cache manager, layers with and without a window share one, and it keeps what a CUDA graph
-            over a view reads.
+        group: the view's layers.
+        target_groups: the target's attention groups with their builders, by KV-cache group.
+        vllm_config: the engine's configuration, its model loaded.
+        device: the target's device.
+        share_builders: reuse the target's builders that serve no other layers. Builders keep buffers that
+            CUDA graphs over a view read, and without vLLM's hybrid KV cache manager, layers with and
+            without a window share one.
     """
     found = []
     for target_group in target_groups[group.kv_cache_group]:
@@ -53,20 +53,15 @@ def make_attention_groups(
     vllm_config: VllmConfig,
     device: torch.device,
 ) -> list[AttentionGroup]:
-    """The attention groups of layers for which vLLM has made none.
-
-    Args:
-        group: the layers.
-        target_groups: by KV-cache group, with their builders.
-        vllm_config: the engine's, its models loaded.
-        device: where they run.
-    """
-    layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, list(group.layer_names))
+    """Create attention groups for layers for which vLLM has none; see `attention_groups_of`."""
+    layers: dict[str, Any] = get_layers_from_vllm_config(
+        vllm_config, AttentionLayerBase, list(group.layer_names)
+    )
     found: dict[tuple[str, int], AttentionGroup] = {}
     for name, layer in layers.items():
         backend = layer.get_attn_backend()
         own = AttentionGroup(backend, [], group.cache, group.kv_cache_group)
-        # A builder is for one number of query heads.
+        # A builder serves one number of query heads.
         found.setdefault((backend.full_cls_name(), layer.num_heads), own).layer_names.append(name)
     others = {other.backend: other for of_cache in target_groups for other in of_cache}
     for own in found.values():
@@ -79,17 +74,14 @@ def make_attention_groups(
 def refuse_split_pages(
     attention_groups: Sequence[Sequence[AttentionGroup]], *, are_of_layers: bool
 ) -> None:
-    """Refuse block tables that vLLM cannot map where a backend counts in smaller blocks than vLLM.
+    """Raise MagicDecConfigError for views of pages that a backend splits into smaller blocks.
 
-    It maps a group's block table in one place for all of its layers, into a buffer as wide as its own block
-    tables, and FlashInfer's kernels for Hopper and Blackwell want tables without gaps between rows.
+    vLLM maps one block table for all layers of a group, into a buffer as wide as its own tables; FlashInfer
+    on Hopper and Blackwell requires tables without gaps between rows.
 
     Args:
-        attention_groups: by group of layers.
-        are_of_layers: each layer has a block table of its own; else views have one, which is narrow.
-
-    Raises:
-        MagicDecConfigError: with the way out.
+        attention_groups: by layer group.
+        are_of_layers: each layer has its own block table; else one narrow table per view.
     """
     for group in (group for of_layers in attention_groups for group in of_layers):
         name = group.backend.get_name()
@@ -106,16 +98,10 @@ def refuse_split_pages(
 
 
 def refuse_small_buffers(attention_groups: Sequence[Sequence[AttentionGroup]]) -> None:
-    """Refuse a draft model whose heads are larger than its attention has room for.
+    """Raise MagicDecConfigError for a draft model whose heads exceed its attention's buffers.
 
-    vLLM's Triton attention makes room for partial results by the target's head size (its builder's
-    `headdim`), and its kernel writes as much as a head of the layer has.
-
-    Args:
-        attention_groups: of the draft's layers, by KV-cache group.
-
-    Raises:
-        MagicDecConfigError: with the way out.
+    vLLM's Triton attention sizes its buffers by the target's heads (the builder's `headdim`), but its
+    kernel writes whole heads of the layer.
     """
     for group in (group for of_cache in attention_groups for group in of_cache):
         room = getattr(group.get_metadata_builder(), "headdim", None)
@@ -125,26 +111,26 @@ def refuse_small_buffers(attention_groups: Sequence[Sequence[AttentionGroup]]) -
         if next_power_of_2(spec.head_size) > next_power_of_2(room):
             raise MagicDecConfigError(
                 f"{MODEL_METHOD}: attention backend {group.backend.get_name()} has room for the target's "
-                f"heads of {room}, and the draft model's have {spec.head_size}; give the draft another "
-                "one, attention_backend='FLASH_ATTN' in the speculative config, or draft with the target "
-                f"itself ({METHOD})"
+                f"heads of {room}, and the draft model's have {spec.head_size}; set "
+                "attention_backend='FLASH_ATTN' in the speculative config, or draft with the target itself "
+                f"({METHOD})"
             )
 
 
 def find_weakest_graphs(
     attention_groups: Sequence[Sequence[AttentionGroup]], vllm_config: VllmConfig
 ) -> tuple[AttentionGroup, AttentionCGSupport]:
-    """The one that has the fewest CUDA graphs, and which; all groups have those."""
+    """Return the group that supports the fewest CUDA graphs, and its support."""
 
     def support(group: AttentionGroup) -> AttentionCGSupport:
         if group.backend.get_name() == "FLEX_ATTENTION":
-            # Its captures want lengths on the host, which no draft step has.
+            # Its captures need lengths on the host, which draft steps do not have.
             return AttentionCGSupport.NEVER
         builder: Any = group.get_metadata_builder()
         return builder.get_cudagraph_support(vllm_config, group.kv_cache_spec)
 
-    every = [(group, support(group)) for of_cache in attention_groups for group in of_cache]
-    return min(every, key=lambda pair: pair[1].value)
+    supports = [(group, support(group)) for of_cache in attention_groups for group in of_cache]
+    return min(supports, key=lambda pair: pair[1].value)
 
 
 def _with_own_builder(
@@ -154,10 +140,10 @@ def _with_own_builder(
     vllm_config: VllmConfig,
     device: torch.device,
 ) -> AttentionGroup:
-    """Some of the attention group's layers."""
+    """Create an attention group of some of a group's layers."""
     spec, backend = group.cache, target_group.backend
     if isinstance(group.reach, LocalChunk):
-        # vLLM's backend cuts the context into chunks, around another; a view is of one chunk already.
+        # vLLM's backend wraps another to split the context into chunks; a view has one chunk only.
         (backend,) = backend.__bases__
     own = AttentionGroup(backend, names, spec, target_group.kv_cache_group_id)
     own.create_metadata_builders(vllm_config, device, target_group.kernel_block_size or spec.block_size)
@@ -166,7 +152,8 @@ def _with_own_builder(
 
 
 def _share_workspace(own: AttentionGroup, other: AttentionGroup) -> None:
-    """Have builders of a backend use one: FlashInfer's has hundreds of MiB, and passes come in turn."""
-    theirs, builder = other.get_metadata_builder(), own.get_metadata_builder()
+    """Share the workspace between builders: FlashInfer's takes hundreds of MiB, and passes are serial."""
+    theirs: Any = other.get_metadata_builder()
+    builder = own.get_metadata_builder()
     if hasattr(builder, "set_workspace_buffer"):
         builder.set_workspace_buffer(theirs._get_workspace_buffer())

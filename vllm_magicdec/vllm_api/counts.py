@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How counts travel: from a worker with its step's output, and to the front end with the step's statistics.
+"""Transport of counts from workers to the engine core, and on to the front end.
 
-Both go wherever vLLM's own executors bring them, to other hosts too: pickled from a worker, by msgpack from
-an engine core. See `adaptive/metrics.py` for what is counted.
+They travel with a step's output (pickled) and with the step's statistics (msgpack), also between hosts. See
+`adaptive/metrics.py` for what is counted.
 """
 
 from collections.abc import Iterable
@@ -17,15 +17,15 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, M
 
 from vllm_magicdec.adaptive.metrics import Changes, Counts, CountsLogger, attach, counts_of
 
-_CHANGES = "_magicdec_changes"  # of a worker, on a step's output
+_CHANGES = "_magicdec_changes"  # attribute of a step's output
 
 
 def send(counts: Counts, output: Any) -> Any:
-    """Let a worker's changes travel with a step's output.
+    """Attach a worker's changes to a step's output, if there is one yet.
 
     Args:
-        counts: of this worker.
-        output: of the runner's `sample_tokens`; what has none yet keeps none.
+        counts: this worker's.
+        output: returned by the runner's `sample_tokens`.
 
     Returns:
         The output to return instead.
@@ -40,7 +40,7 @@ def send(counts: Counts, output: Any) -> Any:
     get_output = output.get_output
 
     def get_output_with_changes() -> ModelRunnerOutput:
-        del output.get_output  # a cycle, which would keep the output and its buffers until it is collected
+        del output.get_output  # breaks a cycle that would keep the output's buffers alive
         return _with_changes(get_output(), changes)
 
     output.get_output = get_output_with_changes
@@ -48,14 +48,14 @@ def send(counts: Counts, output: Any) -> Any:
 
 
 def _with_changes(output: ModelRunnerOutput, changes: Changes) -> ModelRunnerOutput:
-    if output is EMPTY_MODEL_RUNNER_OUTPUT:  # everybody's
+    if output is EMPTY_MODEL_RUNNER_OUTPUT:  # a shared object
         output = copy(output)
     setattr(output, _CHANGES, changes)
     return output
 
 
 def pass_on(scheduler: Scheduler, output: ModelRunnerOutput, outputs: Iterable[EngineCoreOutputs]) -> None:
-    """From a worker's output, and the engine core itself, to what the front end gets of the step."""
+    """Move counts of a worker and the engine core to the step's statistics for the front end."""
     counts = counts_of(scheduler)
     changes: Changes | None = getattr(output, _CHANGES, None)
     if changes is not None:
@@ -69,7 +69,7 @@ def pass_on(scheduler: Scheduler, output: ModelRunnerOutput, outputs: Iterable[E
 
 
 def add_logger(manager: StatLoggerManager, vllm_config: VllmConfig) -> None:
-    """Give a front end the logger that shows them: the first one, because others would trip over them."""
-    kinds = [type(logger) for logger in manager.stat_loggers if isinstance(logger, PrometheusStatLogger)]
-    logger = CountsLogger(vllm_config, manager.engine_indexes, kinds[0] if kinds else PrometheusStatLogger)
+    """Add the logger of counts to a front end, before all others, which cannot handle them."""
+    types = [type(logger) for logger in manager.stat_loggers if isinstance(logger, PrometheusStatLogger)]
+    logger = CountsLogger(vllm_config, manager.engine_indexes, types[0] if types else PrometheusStatLogger)
     manager.stat_loggers.insert(0, logger)

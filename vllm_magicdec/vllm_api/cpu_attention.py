@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mends vLLM 0.32.0's attention on CPUs where layers with and without a window share a KV cache group.
+"""Fixes vLLM 0.32.0's CPU attention where layers with and without a window share a KV cache group.
 
-So it is in gpt-oss with `--disable-hybrid-kv-cache-manager`. Before a step vLLM's kernel plans which thread
-computes what; of a request with one token, threads may share the keys. All layers of a group use one plan,
-made for no window. In a layer that has one, the keys of some thread may all lie before it. That thread
-computes nothing, yet it hands on what its memory held from other work, as the values of its keys. They
-count as much as its part of the softmax's denominator does: nothing, unless the layer has learned sinks,
-which are in the first thread's part. Then the output is wrong by any amount. (Where vLLM drafts, the plan
-may also be for the window of one layer, and those that see further miss keys.)
+This is so for gpt-oss with `--disable-hybrid-kv-cache-manager`. Before a step, vLLM's kernel plans which
+thread computes what; for requests with one token, threads may split the keys. All layers of a group share
+one plan, made for no window. In a layer with a window, all keys of a thread may lie outside it; that thread
+then returns uninitialised values, weighted by its part of the softmax's denominator. This is zero, unless
+the layer has learned sinks: then the output is arbitrarily wrong. (When vLLM drafts, the plan may also be
+for one layer's window, and layers that see further miss keys.)
 
-Here each layer has a plan for its own window. The same mend for vLLM itself is the third patch in
-`patches/vllm-0.32.0/`.
+With this fix, each layer has a plan for its own window. The third patch in `patches/vllm-0.32.0/` is the
+same fix for vLLM itself.
 """
 
 import functools
@@ -37,16 +36,16 @@ _WINDOWS = "_vllm_magicdec_windows"
 
 @dataclass(kw_only=True)
 class MetadataByWindow(CPUAttentionMetadata):
-    """Metadata for layers that differ in their window; `scheduler_metadata` is for one of them."""
+    """Metadata for layers with different windows; `scheduler_metadata` is for one of them."""
 
     plans: dict[int, torch.Tensor]  # by window in tokens, -1: none
 
 
-def mend() -> None:
-    """Let each layer attend by a plan for its own window; call it in the worker, before a model runs."""
+def patch() -> None:
+    """Give each layer a plan for its own window; call it in the worker, before a model runs."""
     builder, impl = CPUAttentionMetadataBuilder, CPUAttentionBackendImpl
     if hasattr(builder.build, _MARK) or not hasattr(builder, "_group_sliding_window"):
-        return  # already, here or in vLLM
+        return  # fixed already, here or in vLLM
     for owner, name, wrap in ((builder, "build", _plan_by_window), (impl, "forward", _choose_plan)):
         original = getattr(owner, name)
         wrapper = functools.wraps(original)(wrap(original))
@@ -60,8 +59,8 @@ def _plan_by_window(original: Callable[..., CPUAttentionMetadata]) -> Callable[.
         if windows == {shared}:
             return original(self, *args, **kwargs)
         logger.info_once(
-            "Layers with windows of %s tokens (-1: none) share a KV cache group: each has its own plan, "
-            "because vLLM's CPU attention errs with a shared one where there are learned sinks.",
+            "Layers with windows of %s tokens (-1: none) share a KV cache group: each gets its own plan, "
+            "because vLLM's CPU attention is wrong with a shared one if there are learned sinks.",
             ", ".join(map(str, sorted(windows))),
         )
         plans = {}
@@ -100,7 +99,7 @@ def _choose_plan(original: Callable[..., torch.Tensor]) -> Callable[..., torch.T
 
 
 def _windows_of(builder: Any) -> set[int]:
-    """Of the builder's layers, in tokens; -1: none. vLLM may name layers after it has made the builder."""
+    """Return the windows of the builder's layers in tokens, -1: none; vLLM may add layers late."""
     if _WINDOWS not in vars(builder):
         layers = get_layers_from_vllm_config(builder.vllm_config, Attention, builder.layer_names)
         impls = (layer.impl for layer in layers.values())

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets vLLM 0.32.0 start another CPU engine in a process that has loaded Numba.
+"""Fix for vLLM 0.32.0 that allows a second CPU engine in a process that has loaded Numba.
 
-Without Triton, a CPU worker that starts looks into every attribute of every loaded module for kernels to
-replace (`vllm.triton_utils.dispatcher`). llvmlite, which Numba compiles with, has one that answers for
-`__dict__` with a wrapped function instead of a dictionary, and the worker fails. A process that holds one
-engine loads Numba when its worker has started, and never notices.
+Without Triton, a starting CPU worker inspects every attribute of all loaded modules for kernels to replace
+(`vllm.triton_utils.dispatcher`). One object of llvmlite, which Numba uses, returns a wrapped function for
+`__dict__`, and the worker fails. With one engine per process, Numba is loaded later.
 """
 
 import functools
@@ -13,12 +12,12 @@ from typing import Any
 _MARK = "_vllm_magicdec_original"
 
 
-def mend() -> None:
-    """Let llvmlite's library have no `__dict__`; call it in the worker."""
+def patch() -> None:
+    """Hide `__dict__` of llvmlite's library; call it in the worker."""
     from llvmlite.binding import ffi
 
-    kind = type(ffi.lib)
-    original = kind.__getattr__
+    library_class = type(ffi.lib)
+    original = library_class.__getattr__
     if hasattr(original, _MARK):
         return
 
@@ -29,4 +28,4 @@ def mend() -> None:
         return original(self, name)
 
     setattr(find, _MARK, original)
-    kind.__getattr__ = find
+    library_class.__getattr__ = find

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mends vLLM 0.32.0's rejection sampler on CPU, which samples wrongly and in one case ends the engine.
+"""Fixes vLLM 0.32.0's rejection sampler on CPUs, for all speculative methods.
 
-`expand_batch_to_tokens` repeats each request's temperature, top-k and top-p once per draft token. On CPU it
-hands its float result to a C++ kernel as a converted int64 copy that is then dropped, so every speculative
-method samples with whatever the memory held. The same mend for vLLM itself is the second patch in
-`patches/vllm-0.32.0/`.
+`expand_batch_to_tokens` repeats each request's temperature, top-k and top-p once per draft token. On CPUs
+its C++ kernel writes to a converted int64 copy that is then dropped, so sampling uses uninitialised memory
+(second patch in `patches/vllm-0.32.0/`).
 
-`apply_top_k_top_p` asks for the largest top-k of all drafts. A step without any, as every first one of a
-prompt is, then ends the engine if a request limits top-k alone, with every speculative method (the fourth
-patch).
+`apply_top_k_top_p` takes the maximum of all drafts' top-k. If a request limits top-k alone, a step without
+drafts, such as a prompt's first one, crashes the engine (fourth patch).
 """
 
 import torch
@@ -26,7 +24,7 @@ def expand_batch_to_tokens(
     replace_from: int = 0,
     replace_to: int = 0,
 ) -> torch.Tensor:
-    """Each request's value once per token, [num_tokens]; a value `replace_from` becomes `replace_to`."""
+    """Repeat each request's value once per token, [num_tokens]; `replace_from` becomes `replace_to`."""
     counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
     values = torch.where(x == replace_from, torch.full_like(x, replace_to), x)
     return values.repeat_interleave(counts, output_size=num_tokens)
@@ -37,12 +35,12 @@ def apply_top_k_top_p(
     k: torch.Tensor | None,  # [num_tokens]
     p: torch.Tensor | None,  # [num_tokens]
 ) -> torch.Tensor:
-    """vLLM's, where there are tokens."""
+    """Call vLLM's function unless there are no tokens."""
     return topk_topp_sampler.apply_top_k_top_p(logits, k, p) if len(logits) else logits
 
 
-def mend() -> None:
-    """Replace vLLM's functions where they are wrong; call it in the worker, once kernels are in place."""
+def patch() -> None:
+    """Replace vLLM's functions if they are wrong; call it in the worker, once kernels are in place."""
     try:
         rejection_sampler.apply_top_k_top_p(torch.empty(0, 2), torch.empty(0, dtype=torch.int32), None)
     except RuntimeError:

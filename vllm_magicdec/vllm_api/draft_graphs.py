@@ -15,17 +15,17 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_magicdec.attention.switch import better_options
 from vllm_magicdec.drafting.sizing import draft_graph_sizes
-from vllm_magicdec.drafting.wide_passes import MOST_TOKENS
+from vllm_magicdec.drafting.wide_passes import MAX_WIDE_TOKENS
 from vllm_magicdec.views.base import PAD_SLOT, DraftStep, LayerPageView, TokenView, View, ViewStep
 from vllm_magicdec.views.passes import DraftPass, TokenPassView
 
 
 def why_no_draft_graphs(cudagraph_mode: CUDAGraphMode, weakest: AttentionGroup) -> str | None:
-    """Why draft steps have no CUDA graphs, with the way out, or None if they have.
+    """Return why draft steps have no CUDA graphs, and how to get them; None if they have.
 
     Args:
-        cudagraph_mode: what the target's attention supports of what was asked for.
-        weakest: of its groups, that with the fewest graphs.
+        cudagraph_mode: the requested mode, as far as the target's attention supports it.
+        weakest: the attention group that supports the fewest graphs.
     """
     if cudagraph_mode.decode_mode() == CUDAGraphMode.FULL:
         return None
@@ -35,7 +35,7 @@ def why_no_draft_graphs(cudagraph_mode: CUDAGraphMode, weakest: AttentionGroup) 
     if "MLA" in backend_name:
         better = "--attention-backend FLASH_ATTN_MLA on Hopper, FLASHINFER_MLA on Blackwell, or TRITON_MLA"
     else:
-        assert isinstance(spec, AttentionSpec)  # others are refused
+        assert isinstance(spec, AttentionSpec)
         better = better_options(spec)
     ways_out = f"use {better}, and leave cudagraph_mode at vLLM's default"
     if backend_name == "FLASHINFER":
@@ -49,11 +49,11 @@ def why_no_draft_graphs(cudagraph_mode: CUDAGraphMode, weakest: AttentionGroup) 
 
 
 class Capturable(Protocol):
-    """What a step consists of; implemented by the V2 adapter."""
+    """A draft step for CUDA graphs to capture; implemented by the V2 adapter."""
 
     @property
     def num_views(self) -> int:
-        """Parts of a step: groups of layers with a view of their own."""
+        """Number of layer groups, each with its own view."""
         ...
 
     def capture_view(self, index: int, num_reqs: int, lens: torch.Tensor, common_len: int | None) -> View:
@@ -61,37 +61,37 @@ class Capturable(Protocol):
         ...
 
     def step_metadata(self, step: DraftStep, *, for_capture: bool = False) -> Mapping[str, Any]:
-        """Attention metadata by layer."""
+        """Build attention metadata by layer."""
         ...
 
     def refresh_metadata(self, step: DraftStep) -> None:
-        """Put what backends derive from the step's lengths where a graph over this step looks for it."""
+        """Update the metadata buffers that a graph of this step reads, from the step's lengths."""
         ...
 
     def select_adapters(self, num_active: int, num_reqs: int) -> None:
-        """Let the next pass be one of requests with so many LoRA adapters (`Adapters.apply_dummies`)."""
+        """Map the next pass to this many LoRA adapters (`Adapters.apply_dummies`)."""
         ...
 
     def forward_and_sample(
         self, tokens: torch.Tensor, step: DraftStep, attn_metadata: Mapping[str, Any]
     ) -> torch.Tensor:
-        """The tokens after each request's last one, [num_reqs] int64.
+        """Run the step and sample after each request's last token, [num_reqs] int64.
 
         Args:
-            tokens: [num_tokens] int32, as many of each request.
-            step: where they look and where their K/V goes; `lens` are of each request's last token.
-            attn_metadata: by layer.
+            tokens: [num_tokens] int32, equally many of each request.
+            step: their views and slots; a view's `lens` are those of each request's last token.
+            attn_metadata: attention metadata by layer.
         """
         ...
 
-    def forward_and_draw(
+    def forward_and_sample_each(
         self, tokens: torch.Tensor, step: DraftStep, attn_metadata: Mapping[str, Any]
     ) -> torch.Tensor:
-        """The tokens after each of `tokens`, [num_tokens] int64; arguments as for `forward_and_sample`."""
+        """Run the step and sample after each token, [num_tokens] int64; see `forward_and_sample`."""
         ...
 
 
-def step_of_nobody(
+def dummy_step(
     step: Capturable,
     num_reqs: int,
     *,
@@ -100,17 +100,17 @@ def step_of_nobody(
     common_lens: Sequence[int | None],
     device: torch.device,
 ) -> DraftStep:
-    """A step over full views, which writes nothing and takes as long as another one.
+    """Create a step over full views that takes as long as a real one and writes no K/V.
 
-    The views' buffers are written, as every round does: so what is read lies all over the KV cache.
+    The views are filled with pages from all over the KV cache.
 
     Args:
-        step: what is run.
-        num_reqs: of it.
-        num_blocks: of the KV cache.
-        page_sizes: tokens, by view.
+        step: provides the views.
+        num_reqs: batch size.
+        num_blocks: number of blocks in the KV cache.
+        page_sizes: tokens per page, by view.
         common_lens: see `DraftGraphs`.
-        device: where it runs.
+        device: the draft's device.
     """
     positions = torch.zeros(num_reqs, dtype=torch.int64, device=device)
     parts = []
@@ -118,14 +118,14 @@ def step_of_nobody(
         lens = torch.empty_like(positions, dtype=torch.int32)
         view = step.capture_view(group, num_reqs, lens, None)
         if isinstance(view, TokenView):
-            places, most, width = view.slots, num_blocks * page_size, view.slots.shape[-1]
-            if width in common_lens:  # other kernels read such views
+            entries, num_values, width = view.slots, num_blocks * page_size, view.slots.shape[-1]
+            if width in common_lens:  # such views have their own kernels
                 view = replace(view, common_len=width)
         else:
-            places = view.block_tables if isinstance(view, LayerPageView) else view.block_table
-            most, width = num_blocks, view.max_len
-        numbers = torch.arange(places.numel(), device=device) % most
-        places.copy_(numbers.view(places.shape))
+            entries = view.block_tables if isinstance(view, LayerPageView) else view.block_table
+            num_values, width = num_blocks, view.max_len
+        values = torch.arange(entries.numel(), device=device) % num_values
+        entries.copy_(values.view(entries.shape))
         lens.fill_(width)
         parts.append(ViewStep(0, positions, torch.full_like(positions, PAD_SLOT), view))
     return DraftStep(parts)
@@ -133,32 +133,29 @@ def step_of_nobody(
 
 @dataclass(frozen=True)
 class StepDescriptor(BatchExecutionDescriptor):
-    """Tells the graphs of one padded batch size apart."""
+    """Distinguishes the graphs of one padded batch size."""
 
     common_len: int | None = None  # see `views.base.TokenView`
 
 
 class DraftGraphs(CudaGraphManager):
-    """One graph per padded number of requests: the forward pass and the sampling of one draft step.
+    """CUDA graphs of the forward pass and sampling of a draft step, one per padded number of requests.
 
-    A step has one query token per request, or the same number of them for all, of which the last is drawn
-    after.
+    A step has `num_queries` query tokens per request and samples after the last one. One graph serves all
+    steps of rounds of any length: tokens, positions, slots and lengths are copied into static buffers, and
+    views have their own. Padding requests attend to one token per query and write nothing.
 
-    It serves all steps of a round and rounds of any length, as they differ only in what lies at the places
-    that the graph reads: tokens, positions, slots and lengths are copied there, and views have their own.
-    Requests that pad a batch see a token per query and write nothing.
-
-    A backend's metadata is made anew before every replay, as vLLM does for its own draft models: backends
-    keep what they derive from lengths in buffers that their kernels were captured with.
+    Backends derive values from lengths and keep them in buffers that their captured kernels read, so
+    metadata is rebuilt before every replay, as vLLM does for its own draft models.
 
     Args:
-        vllm_config: the engine's.
-        device: where the target runs.
-        cudagraph_mode: what the target's attention supports; without full graphs of decode steps there is
-            nothing to capture, and every step runs eagerly.
-        step: what is captured.
-        common_lens: `views.base.TokenView.common_len`s for which the step runs other kernels; None is one.
-        num_queries: per request.
+        vllm_config: the engine's configuration.
+        device: the target's device.
+        cudagraph_mode: mode that the target's attention supports; without full decode graphs, nothing is
+            captured and every step runs eagerly.
+        step: the step to capture.
+        common_lens: values of `views.base.TokenView.common_len` with their own kernels, including None.
+        num_queries: query tokens per request.
     """
 
     def __init__(
@@ -193,31 +190,28 @@ class DraftGraphs(CudaGraphManager):
         self._sampled = torch.zeros(self._num_sampled(num_reqs), dtype=torch.int64, device=device)
 
     @property
-    def _most_tokens(self) -> int:
-        """No graph is for more query tokens."""
+    def _max_tokens(self) -> int:
         return self.vllm_config.scheduler_config.max_num_batched_tokens
 
     def _num_sampled(self, num_reqs: int) -> int:
-        """Tokens that are drawn."""
         return num_reqs
 
     def _sample(
         self, tokens: torch.Tensor, step: DraftStep, attn_metadata: Mapping[str, Any]
     ) -> torch.Tensor:
-        """[_num_sampled] int64; arguments as for `Capturable.forward_and_sample`."""
         return self._step.forward_and_sample(tokens, step, attn_metadata)
 
     def _init_candidates(self) -> None:
-        """vLLM's own, for sizes of draft steps; models are compiled for no more tokens than fit a step."""
+        # Models are compiled for at most the tokens of a step.
         sizes = [size * self.decode_query_len for size in draft_graph_sizes(self.vllm_config)]
-        sizes = [size for size in sizes if size <= self._most_tokens]
+        sizes = [size for size in sizes if size <= self._max_tokens]
         self.compilation_config = copy.copy(self.vllm_config.compilation_config)
         self.compilation_config.cudagraph_capture_sizes = sizes
         self.compilation_config.max_cudagraph_capture_size = max(sizes, default=0)
         super()._init_candidates()
 
     def capture_steps(self) -> None:
-        """Capture what `draft_graph_sizes` says."""
+        """Capture graphs of the sizes in `draft_graph_sizes`."""
         if self.needs_capture():
             self.capture(self._prepare_capture, progress_bar_desc="Capturing draft CUDA graphs")
 
@@ -228,7 +222,7 @@ class DraftGraphs(CudaGraphManager):
         num_reqs = desc.num_reqs
         num_tokens, num_sampled = num_reqs * self.decode_query_len, self._num_sampled(num_reqs)
         self._step.select_adapters(desc.num_active_loras, num_sampled)
-        # The step that is at the places that the graph reads.
+        # The step in the static buffers.
         parts = [
             ViewStep(
                 index=0,
@@ -248,15 +242,16 @@ class DraftGraphs(CudaGraphManager):
         return run
 
     def replay(self, tokens: torch.Tensor, step: DraftStep, num_adapters: int = 0) -> torch.Tensor | None:
-        """The step's sampled tokens, [num_reqs] int64 (of a pass [num_tokens]), valid until the next step.
+        """Replay the graph of a step.
 
         Args:
-            tokens: [num_reqs x num_queries] int32, the query tokens.
-            step: where they look and where their K/V goes.
-            num_adapters: `Adapters.num_active` of the round; they are applied.
+            tokens: [num_reqs * num_queries] int32, the query tokens.
+            step: their views and slots.
+            num_adapters: `Adapters.num_active` of the round, already applied.
 
         Returns:
-            None if there is no graph for so many requests.
+            The sampled tokens, [num_reqs] int64 (of a pass [num_tokens]), valid until the next step; None
+            if there is no graph for this batch size.
         """
         num_tokens, num_queries = tokens.shape[0], self.decode_query_len
         num_reqs = num_tokens // num_queries
@@ -281,18 +276,16 @@ class DraftGraphs(CudaGraphManager):
 
 
 class PassGraphs(DraftGraphs):
-    """One graph per padded number of requests: a pass of all of a round's tokens, each of which is drawn
-    after (`drafting/wide_passes.py`).
-    """
+    """CUDA graphs of passes that sample after each of a round's tokens (`drafting/wide_passes.py`)."""
 
     @property
     def max_captured_reqs(self) -> int:
-        """Requests of the largest graph; 0: none was captured."""
+        """Batch size of the largest graph; 0: none was captured."""
         return max((desc.num_reqs or 0 for desc in self.graphs), default=0)
 
     @property
-    def _most_tokens(self) -> int:
-        return min(super()._most_tokens, MOST_TOKENS)
+    def _max_tokens(self) -> int:
+        return min(super()._max_tokens, MAX_WIDE_TOKENS)
 
     def _num_sampled(self, num_reqs: int) -> int:
         return num_reqs * self.decode_query_len
@@ -300,15 +293,15 @@ class PassGraphs(DraftGraphs):
     def _sample(
         self, tokens: torch.Tensor, step: DraftStep, attn_metadata: Mapping[str, Any]
     ) -> torch.Tensor:
-        return self._step.forward_and_draw(tokens, step, attn_metadata)
+        return self._step.forward_and_sample_each(tokens, step, attn_metadata)
 
 
 class RoundGraphs:
-    """All graphs that draft: those of steps and those of wide passes. Without any, everything runs eagerly.
+    """CUDA graphs of draft steps and of wide passes; without any, everything runs eagerly.
 
     Args:
-        steps: by query tokens per request.
-        passes: by drafts of a round.
+        steps: graphs by query tokens per request.
+        passes: graphs by drafts per round.
     """
 
     def __init__(
@@ -317,35 +310,35 @@ class RoundGraphs:
         self._steps, self._passes = steps or {}, passes or {}
 
     @property
-    def _every(self) -> Sequence[DraftGraphs]:
+    def _all(self) -> Sequence[DraftGraphs]:
         return [*self._steps.values(), *self._passes.values()]
 
     def capture(self) -> None:
-        """Capture all of them; once it has failed, they are to be used no more."""
-        for graphs in self._every:
+        """Capture all graphs; after a failure, none may be used."""
+        for graphs in self._all:
             graphs.capture_steps()
 
     def max_wide_reqs(self, num_steps: int) -> int | None:
-        """Requests of the largest wide pass for so many drafts; None: nothing was captured at all."""
-        # Beside steps with graphs, passes without are slower.
-        return self._passes[num_steps].max_captured_reqs if any(g.graphs for g in self._every) else None
+        """Batch size of the largest wide pass of `num_steps` tokens; None: nothing was captured at all."""
+        # An eager pass would be slower than steps with graphs.
+        return self._passes[num_steps].max_captured_reqs if any(g.graphs for g in self._all) else None
 
     def replay_step(
         self, tokens: torch.Tensor, step: DraftStep, num_reqs: int, num_adapters: int
     ) -> torch.Tensor | None:
-        """See `DraftGraphs.replay`; `tokens` [num_reqs x queries of the step]."""
+        """Replay a step if it has a graph; see `DraftGraphs.replay`."""
         graphs = self._steps.get(len(tokens) // num_reqs)
         return None if graphs is None else graphs.replay(tokens, step, num_adapters)
 
     def replay_pass(
         self, tokens: torch.Tensor, draft_pass: DraftPass, num_adapters: int
     ) -> torch.Tensor | None:
-        """[num_tokens] int64, where there is a graph of such a pass."""
+        """Replay a pass if it has a graph; returns the sampled tokens, [num_tokens] int64."""
         graphs = self._passes.get(len(tokens) // len(draft_pass.queries.lens))
         if graphs is None:
             return None
         parts = []
         for part in draft_pass.parts:
-            assert not isinstance(part.view, TokenPassView)  # refused where passes have graphs
+            assert not isinstance(part.view, TokenPassView)
             parts.append(ViewStep(0, part.positions, part.slots, part.view))
         return graphs.replay(tokens, DraftStep(parts), num_adapters)

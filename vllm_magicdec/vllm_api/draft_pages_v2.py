@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a draft model's KV cache has a request's tokens, on the V2 runner.
+"""Pages of a draft model's KV cache on the V2 runner.
 
-In pages beside the target's, of the same block tables, or in rings of each request's own. What a cache
-keeps of a context are its *entries*: all tokens, or those of the sinks and of the window. How long a
-context is only the device knows.
+Either the target's block tables are shared, or each request has a ring of pages. The tokens of a context
+that a cache keeps are its *entries*: all tokens, or those of the sinks and the window. Only the device
+knows the exact context lengths.
 """
 
 from abc import ABC, abstractmethod
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from typing_extensions import override
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -23,76 +24,60 @@ class DraftPages(ABC):
     """The KV cache of a draft model."""
 
     reads_whole_prompts: bool
-    """Whether every token of a prompt is read, when the target has."""
+    """Whether the draft computes every token of a prompt, following the target's chunks."""
 
     def tables(self, block_tables: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """[num_reqs, max_pages] int32 each by KV-cache group, the draft's pages where it has layers there.
-
-        Args:
-            block_tables: vLLM's, [num_reqs, max_blocks] int32 each.
-        """
+        """Map vLLM's block tables to the draft's, [num_reqs, max_pages] int32 each, by KV-cache group."""
         return list(block_tables)
 
     @abstractmethod
-    def most_entries(self, num_tokens: np.ndarray) -> np.ndarray:
-        """What is kept of so many tokens at most; both [num_reqs] int64."""
+    def max_entries(self, num_tokens: np.ndarray) -> np.ndarray:
+        """Return upper bounds on the numbers of entries of such contexts; both [num_reqs] int64."""
 
     @abstractmethod
     def gaps(self, context_lens: torch.Tensor) -> torch.Tensor:
-        """How many tokens after the sinks are not kept; both [num_reqs] int64."""
+        """Return the number of tokens after the sinks that are not kept; both [num_reqs] int64."""
 
     @abstractmethod
     def positions(self, entries: torch.Tensor, gaps: torch.Tensor) -> torch.Tensor:
-        """Of `entries` of contexts with such `gaps`; all [num_entries] int64."""
+        """Return the positions of `entries` in contexts with these `gaps`; all [num_entries] int64."""
 
     @abstractmethod
     def tables_of_entries(
-        self, tables: Sequence[torch.Tensor], places: torch.Tensor, gaps: torch.Tensor
+        self, tables: Sequence[torch.Tensor], indices: torch.Tensor, gaps: torch.Tensor
     ) -> list[torch.Tensor]:
-        """[num_places, max_pages] int32 by KV-cache group: the pages of all entries of some requests.
-
-        Args:
-            tables: of the batch, see `tables`.
-            places: [num_places] int64, of the requests in it.
-            gaps: [num_places] int64, theirs.
-        """
+        """Return tables of all entries of some requests, [num_indices, max_pages] by KV-cache group."""
 
 
 class SharedPages(DraftPages):
-    """Pages of the target's own block tables, which outlive requests in the prefix cache."""
+    """Pages of the target's block tables, which outlive requests in the prefix cache."""
 
     reads_whole_prompts = True
 
-    def most_entries(self, num_tokens: np.ndarray) -> np.ndarray:
-        """See `DraftPages`; all of them."""
+    @override
+    def max_entries(self, num_tokens: np.ndarray) -> np.ndarray:
         return num_tokens
 
+    @override
     def gaps(self, context_lens: torch.Tensor) -> torch.Tensor:
-        """See `DraftPages`."""
         return torch.zeros_like(context_lens)
 
+    @override
     def positions(self, entries: torch.Tensor, gaps: torch.Tensor) -> torch.Tensor:
-        """See `DraftPages`."""
         return entries
 
+    @override
     def tables_of_entries(
-        self, tables: Sequence[torch.Tensor], places: torch.Tensor, gaps: torch.Tensor
+        self, tables: Sequence[torch.Tensor], indices: torch.Tensor, gaps: torch.Tensor
     ) -> list[torch.Tensor]:
-        """See `DraftPages`."""
-        return [table[places] for table in tables]
+        return [table[indices] for table in tables]
 
 
 class RingPages(DraftPages):
-    """A ring of each request's own, which ends with it.
+    """One ring of pages per request, freed with it.
 
-    Of a prompt nothing is read but what the first round shows: its sinks and its latest tokens, in one pass
-    when it is whole. So neither its chunks nor what came from the prefix cache have to be followed.
-
-    Args:
-        kv_cache_group: of the draft's layers.
-        layout: where the rings' pages are.
-        max_model_len: tokens.
-        device: where the draft runs.
+    When a prompt is complete, one pass computes its sinks and latest tokens, all that the first round
+    shows. So the draft need not follow the prompt's chunks or prefix-cache hits.
     """
 
     reads_whole_prompts = False
@@ -105,50 +90,43 @@ class RingPages(DraftPages):
         self._table = RingTable.of(self._ring, max_pages, layout.rows, layout.step, device)
         self._pages_kept = self._ring.sink_pages + self._ring.window_pages
 
+    @override
     def tables(self, block_tables: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """See `DraftPages`."""
         tables = list(block_tables)
         tables[self._number] = self._table.pages(tables[self._number])
         return tables
 
-    def most_entries(self, num_tokens: np.ndarray) -> np.ndarray:
-        """See `DraftPages`."""
+    @override
+    def max_entries(self, num_tokens: np.ndarray) -> np.ndarray:
         return np.minimum(num_tokens, self._pages_kept * self._ring.page_size)
 
+    @override
     def gaps(self, context_lens: torch.Tensor) -> torch.Tensor:
-        """See `DraftPages`."""
         size = self._ring.page_size
         first_page = context_lens // size + 1 - self._ring.window_pages
         return (first_page - self._ring.sink_pages).clamp(min=0) * size
 
+    @override
     def positions(self, entries: torch.Tensor, gaps: torch.Tensor) -> torch.Tensor:
-        """See `DraftPages`."""
         return entries + gaps.masked_fill(entries < self._ring.sink_pages * self._ring.page_size, 0)
 
+    @override
     def tables_of_entries(
-        self, tables: Sequence[torch.Tensor], places: torch.Tensor, gaps: torch.Tensor
+        self, tables: Sequence[torch.Tensor], indices: torch.Tensor, gaps: torch.Tensor
     ) -> list[torch.Tensor]:
-        """See `DraftPages`."""
-        pages = torch.arange(self._pages_kept, device=gaps.device).expand(len(places), -1)
+        pages = torch.arange(self._pages_kept, device=gaps.device).expand(len(indices), -1)
         gap_pages = (gaps // self._ring.page_size).unsqueeze(1)
         pages = pages + torch.where(pages < self._ring.sink_pages, 0, gap_pages)
         own = tables[self._number]
-        of_entries = [table[places] for table in tables]
-        of_entries[self._number] = own[places.unsqueeze(1), pages.clamp(max=own.shape[1] - 1)]
+        of_entries = [table[indices] for table in tables]
+        of_entries[self._number] = own[indices.unsqueeze(1), pages.clamp(max=own.shape[1] - 1)]
         return of_entries
 
 
 def find_pages(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_cache_group: int, device: torch.device
 ) -> DraftPages:
-    """The pages of the draft's layers.
-
-    Args:
-        vllm_config: the engine's.
-        kv_cache_config: of all layers.
-        kv_cache_group: of those of the draft's that see the whole context.
-        device: where the draft runs.
-    """
+    """Create the pages of the draft's layers; `kv_cache_group` is that of its layers without a window."""
     layout = RingLayout.bound(vllm_config, kv_cache_config, kv_cache_group)
     if layout is None:
         return SharedPages()

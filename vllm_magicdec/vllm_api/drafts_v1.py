@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who drafts on the V1 runner: the target itself, or a model with a KV cache of its own.
+"""Drafting models of the V1 runner: the target itself, or a draft model with its own KV cache.
 
-The loop, its views and what becomes of the drafts are the same. What differs is behind `Draft`: whose
-weights run a pass, over whose layers' KV cache, and what that cache lacks after a verification.
+`Draft` hides which weights run a pass, which layers' KV cache it reads, and which tokens that cache lacks
+after a verification. The draft loop and the views are the same for all.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.nn as nn
+from typing_extensions import override
 from vllm.config import get_layers_from_vllm_config
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -29,116 +30,94 @@ from vllm_magicdec.views.passes import Queries
 from vllm_magicdec.vllm_api.attention_groups import refuse_small_buffers
 from vllm_magicdec.vllm_api.draft_pages_v1 import find_pages
 from vllm_magicdec.vllm_api.embeddings import embed, refuse_more_inputs, takes_embeddings
-from vllm_magicdec.vllm_api.kv_cache import refuse_draft_without_whole_context, say_what_draft_takes
-from vllm_magicdec.vllm_api.kv_transfer import unseen_by_connector
+from vllm_magicdec.vllm_api.kv_cache import log_draft_memory, refuse_draft_without_whole_context
+from vllm_magicdec.vllm_api.kv_transfer import without_kv_connector
 from vllm_magicdec.vllm_api.ring_cache import offer_rings
 
-if TYPE_CHECKING:  # it makes what is here
+if TYPE_CHECKING:  # imports this module
     from vllm_magicdec.vllm_api.runner_v1 import MagicDecProposer
 
-# Tokens that a round's first pass takes of a request beside its last one, in multiples of a round's drafts.
-# They see no more than the view of the round; where more are lacking, a pass over all pages is better.
-_MOST_LEADING = 2
+# Upper bound on the catch-up tokens of a request in a round's first pass, in multiples of the round's
+# drafts. They attend to the round's view only, so longer gaps take a pass over all pages.
+_MAX_CATCH_UP = 2
 
 
 @dataclass(frozen=True)
-class Leading:
-    """Tokens that a pass takes before its own, because the draft's cache lacks them."""
+class CatchUp:
+    """Verified tokens that the draft's cache lacks, to be prepended to each request's tokens of a pass."""
 
-    starts: np.ndarray  # [num_running + 1] int32, where each request's tokens begin, both kinds
-    kept: torch.Tensor  # [num_tokens] int64, places of the pass's own tokens
-    places: torch.Tensor  # [num_leading] int64, of the others
-    tokens: torch.Tensor  # [num_leading] int32
-    positions: torch.Tensor  # [num_leading] int64
-    slots: Sequence[torch.Tensor]  # [num_leading] int64 each, by group of layers
+    starts: np.ndarray  # [num_running + 1] int32, offsets of each request's tokens in the merged pass
+    own_indices: torch.Tensor  # [num_tokens] int64, indices of the pass's own tokens in the merged pass
+    indices: torch.Tensor  # [num_catch_up] int64, indices of the catch-up tokens
+    tokens: torch.Tensor  # [num_catch_up] int32
+    positions: torch.Tensor  # [num_catch_up] int64
+    slots: Sequence[torch.Tensor]  # [num_catch_up] int64 each, by layer group
 
-    def before(self, own: torch.Tensor, leading: torch.Tensor) -> torch.Tensor:
-        """[num_leading + num_tokens], of both kinds in the pass's order."""
-        both = own.new_empty(len(own) + len(leading))
-        both[self.kept], both[self.places] = own, leading.to(own.dtype)
-        return both
+    def merge(self, own: torch.Tensor, catch_up: torch.Tensor) -> torch.Tensor:
+        """Interleave values of the pass's own and of the catch-up tokens, [num_catch_up + num_tokens]."""
+        merged = own.new_empty(len(own) + len(catch_up))
+        merged[self.own_indices], merged[self.indices] = own, catch_up.to(own.dtype)
+        return merged
 
 
 class Draft(ABC):
-    """Who drafts.
+    """The model that drafts; its passes run in `proposer`."""
 
-    Args:
-        proposer: makes its passes.
-    """
+    follows_plain_steps = False
+    """Whether to call `note_plain_step`."""
 
     def __init__(self, proposer: "MagicDecProposer") -> None:
         self._proposer = proposer
 
     @property
     def own_cache(self) -> OwnCache | None:
-        """See `drafting.drafter.Drafter`."""
+        """The draft's own KV cache; None: it drafts from the target's."""
         return None
 
     @property
     def may_lag(self) -> bool:
-        """Whether steps after which nothing is drafted may do without the draft altogether."""
+        """Whether the draft may skip plain steps and catch up with their tokens later."""
         return True
 
-    @property
-    def note_plain_step(self) -> Callable[[SchedulerOutput], None] | None:
-        """Is shown such a step of the target, when it has been made."""
-        return None
+    def note_plain_step(self, scheduler_output: SchedulerOutput) -> None:  # noqa: B027
+        """Record a plain step of the target, one without drafts."""
 
     @abstractmethod
     def load(self, target: nn.Module) -> set[str]:
-        """Make `proposer.model` what drafts; returns the names of its attention layers."""
+        """Set `proposer.model` to the drafting model; returns the names of its attention layers."""
 
-    @abstractmethod
-    def lay_out(self, kv_cache_config: KVCacheConfig, groups: Sequence[LayerGroup]) -> None:
-        """The KV cache is there.
+    def lay_out(  # noqa: B027
+        self, kv_cache_config: KVCacheConfig, groups: Sequence[LayerGroup]
+    ) -> None:
+        """Prepare for drafting with `groups`, once vLLM has allocated the KV cache."""
 
-        Args:
-            kv_cache_config: of all layers.
-            groups: the draft's layers.
-        """
-
-    @abstractmethod
-    def warm_up(self, *args: Any, **kwargs: Any) -> None:
-        """vLLM's dummy run of a draft model."""
+    def warm_up(self, *args: Any, **kwargs: Any) -> None:  # noqa: B027
+        """Run vLLM's dummy run of a draft model; the target has its own."""
 
     @abstractmethod
     def forward(
         self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        slots: Sequence[torch.Tensor],
-        attn_metadata: Mapping[str, Any],
+        tokens: torch.Tensor,  # [num_tokens] int32
+        positions: torch.Tensor,  # [num_tokens] int64, or [num_dims, num_tokens] under M-RoPE
+        slots: Sequence[torch.Tensor],  # [num_tokens] int64 each, destination of K/V, by layer group
+        attn_metadata: Mapping[str, Any],  # by layer
     ) -> torch.Tensor:
-        """Hidden states of a pass, [num_tokens, hidden_size].
-
-        Args:
-            tokens: [num_tokens] int32.
-            positions: [num_tokens] int64, or [num_dims, num_tokens] under M-RoPE.
-            slots: [num_tokens] int64 each, where their K/V goes, by group of layers.
-            attn_metadata: by layer.
-        """
+        """Run a pass and return its hidden states, [num_tokens, hidden_size]."""
 
     @contextmanager
     def _in_pass(
         self, num_tokens: int, slots: Sequence[torch.Tensor], attn_metadata: Mapping[str, Any]
     ) -> Iterator[int]:
-        """vLLM's context of a forward pass, whose number of tokens, as its graphs want it, this yields.
-
-        Args:
-            num_tokens: of the pass.
-            slots: as for `forward`.
-            attn_metadata: as for `forward`.
-        """
+        """Enter vLLM's forward context and yield the number of tokens, padded for its CUDA graphs."""
         proposer = self._proposer
-        # Graphs share their memory, and the log probabilities of a prompt are made of the target's hidden
-        # states after the draft.
+        # No graphs while prompt log-probs are due: vLLM computes them after the draft, from hidden states
+        # in memory that graphs share. None with adapters: vLLM's class selects graphs without LoRA.
         graph_mode, num_padded, num_across_dp = proposer._determine_batch_execution_and_padding(
-            # Of the target's graphs of these sizes, vLLM's class would take those without adapters.
             num_tokens,
             use_cudagraphs=not proposer.target_runner.num_prompt_logprobs and not proposer.has_adapters,
         )
         with (
-            unseen_by_connector(),
+            without_kv_connector(),
             set_forward_context(
                 attn_metadata,
                 proposer.vllm_config,
@@ -151,58 +130,49 @@ class Draft(ABC):
             yield num_padded
 
     def note_step(self, common: CommonAttentionMetadata, target_token_ids: torch.Tensor) -> None:
-        """What the target's step took, before a round.
-
-        Args:
-            common: of the step.
-            target_token_ids: [num_tokens] int32.
-        """
+        """Record the target's step before a round, and its input tokens, [num_tokens] int32."""
         self._target_common, self._target_token_ids = common, target_token_ids
 
     def note_activations(  # noqa: B027
         self, positions: torch.Tensor, activations: torch.Tensor, slots: Mapping[str, torch.Tensor]
     ) -> None:
-        """What that step's tokens left in the target; a draft that makes nothing of it need not look.
+        """Record the target's activations in that step, for drafts that use them.
 
         Args:
             positions: [num_tokens] int64, or [num_dims, num_tokens] under M-RoPE.
-            activations: [num_tokens, hidden_size], of the last layer; or vLLM's auxiliary hidden states, if
-                they were asked for, one layer's after the other's.
-            slots: [num_tokens or more] int64, where their K/V is, by layer, the draft's among them.
+            activations: [num_tokens, hidden_size] of the last layer, or vLLM's auxiliary hidden states, if
+                requested, concatenated over layers.
+            slots: [num_tokens or more] int64, slots of the tokens' K/V, by layer, including the draft's.
         """
 
     def tables(self, block_tables: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """[num_reqs, max_pages] int32 each by KV-cache group, the pages of the draft's layers.
-
-        Args:
-            block_tables: vLLM's, [num_reqs, max_blocks] int32 each.
-        """
+        """Map vLLM's block tables to the draft's, [num_reqs, max_pages] int32 each, by KV-cache group."""
         return list(block_tables)
 
     @property
     def reads_ahead(self) -> bool:
-        """Whether a pass may take several tokens of a request that were not verified."""
+        """Whether a pass may take several unverified tokens of a request."""
         return True
 
     @property
-    def num_leading(self) -> int:
-        """Tokens that the round's next passes take beside those that they are asked for, at most."""
+    def num_catch_up_tokens(self) -> int:
+        """Upper bound on catch-up tokens prepended to the round's next passes."""
         return 0
 
-    def lead(self, queries: Queries) -> Leading | None:
-        """What a pass has to take before its own tokens, `queries`."""
+    def catch_up_before(self, queries: Queries) -> CatchUp | None:
+        """Return the catch-up tokens to prepend to a pass over `queries`."""
         return None
 
-    def note_led(self, queries: Queries) -> None:
-        """Such a pass has run."""
-        raise AssertionError("no pass has taken other tokens than its own")
+    def note_caught_up(self, queries: Queries) -> None:
+        """Record that a pass over `queries` has run with its catch-up tokens."""
+        raise AssertionError("no pass has catch-up tokens")
 
 
 class TargetDraft(Draft):
-    """The target itself: its verification writes all that the cache has to hold."""
+    """The target drafts for itself: its verification fills the KV cache."""
 
+    @override
     def load(self, target: nn.Module) -> set[str]:
-        """See `Draft`; nothing is loaded, its attention layers are the draft's."""
         refuse_more_inputs(target)
         proposer = self._proposer
         proposer.model = target
@@ -213,12 +183,7 @@ class TargetDraft(Draft):
             if layer.get_kv_cache_spec(proposer.vllm_config) is not None
         }
 
-    def lay_out(self, kv_cache_config: KVCacheConfig, groups: Sequence[LayerGroup]) -> None:
-        """See `Draft`; nothing is kept of it."""
-
-    def warm_up(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to warm up or capture: the target's own dummy run has done this model's."""
-
+    @override
     def forward(
         self,
         tokens: torch.Tensor,
@@ -226,11 +191,10 @@ class TargetDraft(Draft):
         slots: Sequence[torch.Tensor],
         attn_metadata: Mapping[str, Any],
     ) -> torch.Tensor:
-        """See `Draft`."""
         proposer = self._proposer
         num_tokens, runner = tokens.shape[0], proposer.target_runner
         with self._in_pass(num_tokens, slots, attn_metadata) as num_padded:
-            # The target's CUDA graphs read their inputs where its runner keeps them.
+            # CUDA graphs of the target read the runner's input buffers.
             target_positions = runner.mrope_positions.gpu if proposer.uses_mrope else runner.positions
             target_positions[..., :num_tokens] = positions
             inputs: dict[str, torch.Tensor | None]
@@ -248,38 +212,28 @@ class TargetDraft(Draft):
 
 @dataclass(frozen=True)
 class _Written:
-    """What a round's passes wrote of a request into the draft's cache."""
+    """Tokens of a request whose K/V a round's passes wrote into the draft's cache."""
 
-    first: int  # position
-    page: int  # of that position, in the KV cache
+    first: int  # position of the first token
+    page: int  # page of that position in the KV cache
     tokens: Sequence[int]
 
 
 class LoadedDraft(Draft):
-    """A model that vLLM loads as it does for `draft_model`, with layers in the KV cache's groups.
+    """A model that vLLM loads as for `draft_model`, with its layers in the KV cache's groups."""
 
-    Args:
-        proposer: makes its passes.
-    """
-
+    @override
     def load(self, target: nn.Module) -> set[str]:
-        """See `Draft`."""
         DraftModelProposer.load_model(self._proposer, target)
         return set(self._proposer._draft_attn_layer_names)
 
+    @override
     def warm_up(self, *args: Any, **kwargs: Any) -> None:
-        """See `Draft`."""
         DraftModelProposer.dummy_run(self._proposer, *args, **kwargs)
 
     def _run(self, tokens: torch.Tensor, positions: torch.Tensor, num_padded: int) -> Any:
-        """What the model gives for a pass; its CUDA graphs read their inputs from vLLM's buffers.
-
-        Args:
-            tokens: as for `forward`.
-            positions: as for `forward`.
-            num_padded: tokens of the pass as its graphs want them.
-        """
         proposer, num_tokens = self._proposer, tokens.shape[0]
+        # CUDA graphs read their inputs from vLLM's buffers.
         proposer.input_ids[:num_tokens] = tokens
         proposer.positions[:num_tokens] = positions
         return proposer.model(
@@ -289,45 +243,41 @@ class LoadedDraft(Draft):
         )
 
 
-class ModelDraft(LoadedDraft):
-    """A model that reads its own tokens.
+class ModelDraft(LoadedDraft, OwnCache):
+    """A draft model that computes the K/V of all tokens itself.
 
-    A round's passes write the K/V of what they take: the last verified token and all drafts but the last.
-    What was rejected of them is written over. What the cache then lacks of the verified tokens (the last
-    draft, if all stood; a prompt's chunk; what plain steps decoded) the draft reads before or in the next
-    round's first pass. Waits for the device a few times a round.
-
-    Args:
-        proposer: makes its passes.
+    A round's passes write the K/V of their input tokens: the last verified token and all drafts but the
+    last. Rejected ones are overwritten. The draft catches up with other verified tokens (the last draft, if
+    all were accepted; a prompt's chunk; tokens of plain steps) before or in the next round's first pass.
+    Synchronises with the device a few times a round.
     """
+
+    follows_plain_steps = True
 
     def __init__(self, proposer: "MagicDecProposer") -> None:
         super().__init__(proposer)
         self._written: dict[str, _Written] = {}  # by request, of the latest round
-        self._leading: dict[int, int] = {}  # by place in the batch, the first position
+        self._catch_up_starts: dict[int, int] = {}  # by index in the batch, position of the first token
 
+    @override
     def load(self, target: nn.Module) -> set[str]:
-        """See `Draft`."""
         layer_names = super().load(target)
         refuse_more_inputs(self._proposer.model)
         offer_rings(self._proposer.vllm_config, layer_names)
         return layer_names
 
+    @override
     def lay_out(self, kv_cache_config: KVCacheConfig, groups: Sequence[LayerGroup]) -> None:
-        """See `Draft`.
-
-        Raises:
-            MagicDecConfigError: no layer keeps the whole context, or its attention has no room.
-        """
         refuse_draft_without_whole_context(groups)
         proposer = self._proposer
         refuse_small_buffers(proposer.attention_groups)
         self.pages = find_pages(
             proposer.vllm_config, kv_cache_config, proposer.target_runner, groups, proposer.device
         )
-        say_what_draft_takes(kv_cache_config, groups)
+        log_draft_memory(kv_cache_config, groups)
         draft_beyond_the_end(proposer)
 
+    @override
     def forward(
         self,
         tokens: torch.Tensor,
@@ -335,48 +285,40 @@ class ModelDraft(LoadedDraft):
         slots: Sequence[torch.Tensor],
         attn_metadata: Mapping[str, Any],
     ) -> torch.Tensor:
-        """See `Draft`."""
         num_tokens = tokens.shape[0]
         with self._in_pass(num_tokens, slots, attn_metadata) as num_padded:
             hidden_states = self._run(tokens, positions, num_padded)
         return hidden_states[:num_tokens]
 
     @property
+    @override
     def own_cache(self) -> OwnCache:
-        """See `Draft`."""
         return self
 
     @property
+    @override
     def may_lag(self) -> bool:
-        """See `Draft`.
-
-        Asynchronously, the host does not know the tokens that are to be read later. And what layers with a
-        window would need for them may have been freed by then.
-        """
+        # Under asynchronous scheduling the host lacks the tokens to catch up with. For layers with a window
+        # vLLM may have freed the pages that they need.
         config = self._proposer.speculative_config.draft_model_config.hf_text_config
         has_windows = any(
             getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")
         )
         return not has_windows and not self._proposer.vllm_config.scheduler_config.async_scheduling
 
-    @property
-    def note_plain_step(self) -> Callable[[SchedulerOutput], None]:
-        """See `Draft`."""
-        return self._note_plain_step
-
+    @override
     def begin_round(self, batch: Batch) -> None:
-        """See `drafting.drafter.OwnCache`."""
         common = self._target_common
         num_reqs = len(batch.req_ids)
         self._ends = batch.context_lens.tolist()
         ends_of_step = common.seq_lens[:num_reqs].tolist()
         query_starts = common.query_start_loc_cpu[: num_reqs + 1]
         self._query_starts = query_starts[:-1].tolist()
-        # First positions of what the target's step took.
+        # First positions of the target's step.
         self._starts = (torch.tensor(ends_of_step) - query_starts.diff()).tolist()
-        self._leading = {}
+        self._catch_up_starts = {}
         self.pages.begin_step(batch.req_ids)
-        # To the host at once: every request's are compared.
+        # One copy to the host, for the comparisons of all requests.
         target_token_ids = self._target_token_ids.cpu()
         for index, (req_id, start, end, end_of_step) in enumerate(
             zip(batch.req_ids, self._starts, self._ends, ends_of_step, strict=True)
@@ -390,23 +332,24 @@ class ModelDraft(LoadedDraft):
             ):
                 continue
             first_token = self._query_starts[index]
-            truth = target_token_ids[first_token : first_token + end - start].tolist()
-            pairs = zip(truth, written.tokens, strict=False)
+            verified = target_token_ids[first_token : first_token + end - start].tolist()
+            pairs = zip(verified, written.tokens, strict=False)
             equal = next(
                 (i for i, (one, other) in enumerate(pairs) if one != other),
-                min(len(truth), len(written.tokens)),
+                min(len(verified), len(written.tokens)),
             )
             self.pages.add(index, start, start + equal)
         self._written = {}
 
+    @override
     def catch_up(self, batch: Batch, num_steps: int) -> None:
-        """See `drafting.drafter.OwnCache`; without a pass to follow, what plain steps decode can wait."""
+        # Without a pass to follow, tokens of plain steps can wait.
         arriving = np.logical_or(batch.is_prefilling, batch.is_first)
         can_wait = not num_steps and self.may_lag
         if can_wait and not (arriving.any() and self.pages.reads_whole_prompts):
             return
         proposer = self._proposer
-        most_leading = min(proposer.num_latest(num_steps), _MOST_LEADING * max(1, num_steps))
+        max_catch_up = min(proposer.num_latest(num_steps), _MAX_CATCH_UP * max(1, num_steps))
         room, pieces = proposer.max_num_tokens - len(batch.req_ids), []
         for index, end in enumerate(self._ends):
             if can_wait and not arriving[index]:
@@ -417,14 +360,14 @@ class ModelDraft(LoadedDraft):
             number = len(lacking)
             if not number:
                 continue
-            is_run = lacking[0] == end - number
+            is_contiguous = lacking[0] == end - number
             if (
                 num_steps
                 and not batch.is_prefilling[index]
-                and is_run
-                and number <= min(most_leading, room)
+                and is_contiguous
+                and number <= min(max_catch_up, room)
             ):
-                self._leading[index] = end - number
+                self._catch_up_starts[index] = end - number
                 room -= number
             else:
                 pieces.append((index, lacking))
@@ -434,18 +377,19 @@ class ModelDraft(LoadedDraft):
             for index, end in enumerate(self._ends):
                 self.pages.write_over(index, end + proposer.num_speculative_tokens)
 
+    @override
     def end_round(self, batch: Batch, drafts: torch.Tensor | Sequence[Sequence[int]]) -> None:
-        """See `drafting.drafter.OwnCache`."""
         room, latest = self._proposer.max_model_len, batch.tokens.tolist()
         lists = drafts.tolist() if isinstance(drafts, torch.Tensor) else drafts
         for index, (req_id, end, own) in enumerate(zip(batch.req_ids, self._ends, lists, strict=True)):
-            # A pass writes what it takes, and the last draft is what the last pass gives.
-            if len(own) and not batch.is_prefilling[index] and index not in self._leading:
+            # Passes write the K/V of their inputs; the last draft is only an output.
+            if len(own) and not batch.is_prefilling[index] and index not in self._catch_up_starts:
                 tokens = [latest[index], *own[:-1]][: room - end]
                 if tokens:
                     self._written[req_id] = _Written(end, self.pages.page_of(index, end), tokens)
 
-    def _note_plain_step(self, scheduler_output: SchedulerOutput) -> None:
+    @override
+    def note_plain_step(self, scheduler_output: SchedulerOutput) -> None:
         inputs = self._proposer.target_runner.input_batch
         self.pages.begin_step(inputs.req_ids)
         for index, req_id in enumerate(inputs.req_ids):
@@ -454,26 +398,26 @@ class ModelDraft(LoadedDraft):
             self.pages.forget(index, first, first + number)
         self._written = {}
 
+    @override
     def tables(self, block_tables: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """See `Draft`."""
         return self.pages.tables(block_tables)
 
     @property
-    def num_leading(self) -> int:
-        """See `Draft`."""
-        return sum(self._ends[index] - first for index, first in self._leading.items())
+    @override
+    def num_catch_up_tokens(self) -> int:
+        return sum(self._ends[index] - first for index, first in self._catch_up_starts.items())
 
-    def lead(self, queries: Queries) -> Leading | None:
-        """See `Draft`; it is the first of the round that takes a request's tokens."""
+    @override
+    def catch_up_before(self, queries: Queries) -> CatchUp | None:
         requests = queries.requests.tolist()
-        firsts = [self._leading.get(index, self._ends[index]) for index in requests]
+        firsts = [self._catch_up_starts.get(index, self._ends[index]) for index in requests]
         lens = np.array([self._ends[index] - first for index, first in zip(requests, firsts, strict=True)])
         if not lens.any():
             return None
         starts = np.concatenate([[0], (lens + queries.lens).cumsum()]).astype(np.int32)
-        is_leading = np.zeros(starts[-1], dtype=bool)
+        is_catch_up = np.zeros(starts[-1], dtype=bool)
         for start, number in zip(starts.tolist(), lens.tolist(), strict=False):
-            is_leading[start : start + number] = True
+            is_catch_up[start : start + number] = True
         proposer = self._proposer
         pieces = [
             (index, np.arange(first, self._ends[index]))
@@ -481,29 +425,27 @@ class ModelDraft(LoadedDraft):
             if first < self._ends[index]
         ]
         tokens, positions, slots = self._inputs_of(pieces)
-        return Leading(
+        return CatchUp(
             starts,
-            on_device(np.flatnonzero(~is_leading), proposer.device),
-            on_device(np.flatnonzero(is_leading), proposer.device),
+            on_device(np.flatnonzero(~is_catch_up), proposer.device),
+            on_device(np.flatnonzero(is_catch_up), proposer.device),
             tokens,
             positions,
             slots,
         )
 
-    def note_led(self, queries: Queries) -> None:
-        """See `Draft`."""
+    @override
+    def note_caught_up(self, queries: Queries) -> None:
         for index in queries.requests.tolist():
-            if index in self._leading:
+            if index in self._catch_up_starts:
                 end = self._ends[index]
-                self.pages.add_read(index, self._leading.pop(index), end, end)
+                self.pages.add_read(index, self._catch_up_starts.pop(index), end, end)
 
     def _read(self, batch: Batch, pieces: Sequence[tuple[int, np.ndarray]]) -> None:
-        """A pass over all that the cache keeps before its tokens: `pieces` are places in the batch with
-        positions.
+        """Run a catch-up pass over all cached entries: (index in the batch, positions) of each piece.
 
-        Where every page is there, what is far from the end is read once, so that its K/V may as well know
-        of all before, as in a draft model's cache of vLLM's own; and pages that the prefix cache hands on
-        are the same whoever filled them.
+        Attending to the whole context, not to a view, makes pages in the prefix cache independent of the
+        request that filled them, as with vLLM's own draft models.
         """
         proposer = self._proposer
         tokens, positions, slots = self._inputs_of(pieces)
@@ -511,7 +453,7 @@ class ModelDraft(LoadedDraft):
         starts = torch.tensor([0, *np.cumsum(lens).tolist()], dtype=torch.int32)
         indices = [index for index, _ in pieces]
         num_tokens = [self._ends[index] for index in indices]
-        # Entries of the cache up to each one's last token.
+        # Number of cache entries up to the last token of each piece.
         ends = [
             int(np.searchsorted(self.pages.entries(number), own[-1])) + 1
             for (_, own), number in zip(pieces, num_tokens, strict=True)
@@ -533,60 +475,55 @@ class ModelDraft(LoadedDraft):
     def _inputs_of(
         self, pieces: Sequence[tuple[int, np.ndarray]]
     ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-        """Tokens [num_tokens] int32, positions [num_tokens] int64, and slots by group of layers."""
+        """Return tokens [num_tokens] int32, positions [num_tokens] int64, and slots by layer group."""
         proposer = self._proposer
         tokens = torch.cat([self._tokens_of(*piece) for piece in pieces])
         positions = np.concatenate([own for _, own in pieces])
-        places = np.repeat([index for index, _ in pieces], [len(own) for _, own in pieces])
+        indices = np.repeat([index for index, _ in pieces], [len(own) for _, own in pieces])
         slots = []
         for group in proposer.groups:
             size = group.cache.block_size
-            own = self.pages.pages(places, positions // size, group) * size + positions % size
+            own = self.pages.pages(indices, positions // size, group) * size + positions % size
             if group.reach is not None:
-                # Pages that the latest step no longer reached may be others' by now (`views/windows.py`).
-                latest = torch.tensor(self._starts)[places]
+                # Pages that the latest step no longer reached may be reassigned (`views/windows.py`).
+                latest = torch.tensor(self._starts)[indices]
                 first_kept = group.reach.first_seen(latest).numpy() // size * size
                 own[positions < first_kept] = PAD_SLOT
             slots.append(on_device(own, proposer.device))
         return tokens, on_device(positions, proposer.device), slots
 
     def _tokens_of(self, index: int, positions: np.ndarray) -> torch.Tensor:
-        """[num_tokens] int32, verified tokens of a request: those of the target's step, or older ones.
-
-        Args:
-            index: of the request in the batch.
-            positions: [num_tokens] int64, ascending.
-        """
+        """Return verified tokens of a request, [num_tokens] int32; `positions` [num_tokens] ascend."""
         start = self._starts[index]
         older, latest = positions[positions < start], positions[positions >= start]
         of_step = on_device(latest - start + self._query_starts[index], self._target_token_ids.device)
         tokens = self._target_token_ids[of_step].to(torch.int32)
         if not len(older):
             return tokens
-        # Under asynchronous scheduling the host has -1 for tokens that it never got to know in time.
+        # Under asynchronous scheduling the host has -1 for tokens that arrived too late.
         known = self._proposer.target_runner.input_batch.token_ids_cpu[index, older]
         return torch.cat([on_device(known.clip(min=0), tokens.device).to(torch.int32), tokens])
 
 
 def draft_beyond_the_end(proposer: "MagicDecProposer") -> None:
-    """Have rounds made for all requests where one is near the model's end; what is beyond it is dropped.
+    """Keep drafting for the whole batch when one request nears the model's maximum length.
 
-    vLLM's runner drafts nothing for any request then, and the others' caches would lack what was verified.
+    vLLM's runner would draft for no request then, and the draft's cache would fall behind.
     """
     runner = proposer.target_runner
     room = proposer.speculative_config.num_speculative_tokens
     runner.effective_drafter_max_model_len = runner.max_model_len + room
 
 
-def _split(pieces: Sequence[tuple[int, np.ndarray]], most: int) -> list[list[tuple[int, np.ndarray]]]:
-    """Places with positions in passes of at most so many tokens, each request's in order."""
+def _split(pieces: Sequence[tuple[int, np.ndarray]], max_tokens: int) -> list[list[tuple[int, np.ndarray]]]:
+    """Split the pieces into passes of at most `max_tokens` tokens, in order."""
     passes: list[list[tuple[int, np.ndarray]]] = []
     room = 0
     for index, positions in pieces:
         while len(positions):
             if not room:
                 passes.append([])
-                room = most
+                room = max_tokens
             taken, positions = positions[:room], positions[room:]
             passes[-1].append((index, taken))
             room -= len(taken)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who drafts on the V2 runner: the target itself, or a model with a KV cache of its own.
+"""Drafting models of the V2 runner: the target itself, or a draft model with its own KV cache.
 
-As on the V1 runner (`drafts_v1.py`), but here nothing may wait for the device: the host knows upper bounds
-of what was verified and no more.
+As on the V1 runner (`drafts_v1.py`), but without synchronising with the device: the host only knows upper
+bounds on the number of verified tokens.
 """
 
 from abc import ABC, abstractmethod
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.nn as nn
+from typing_extensions import override
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -26,209 +27,165 @@ from vllm_magicdec.views.base import PAD_SLOT, Batch, DraftStep, on_device
 from vllm_magicdec.vllm_api.attention_groups import make_attention_groups, refuse_small_buffers
 from vllm_magicdec.vllm_api.draft_pages_v2 import find_pages
 from vllm_magicdec.vllm_api.embeddings import refuse_more_inputs
-from vllm_magicdec.vllm_api.kv_cache import refuse_draft_without_whole_context, say_what_draft_takes
+from vllm_magicdec.vllm_api.kv_cache import log_draft_memory, refuse_draft_without_whole_context
 from vllm_magicdec.vllm_api.ring_cache import offer_rings
 
-if TYPE_CHECKING:  # it makes what is here
+if TYPE_CHECKING:  # imports this module
     from vllm_magicdec.vllm_api.runner_v2 import MagicDecSpeculator
 
 
 class Draft(ABC):
-    """Who drafts.
-
-    Args:
-        speculator: makes its passes.
-    """
+    """The model that drafts; its passes run in `speculator`."""
 
     queries_of_steps: Sequence[int] = (1,)
-    """Query tokens per request of draft steps, 1 first: CUDA graphs are captured for each."""
+    """Possible numbers of query tokens per request in a draft step; CUDA graphs are captured for each."""
 
     def __init__(self, speculator: "MagicDecSpeculator") -> None:
         self._speculator = speculator
 
     @property
     def own_cache(self) -> OwnCache | None:
-        """See `drafting.drafter.Drafter`."""
+        """The draft's own KV cache; None: it drafts from the target's."""
         return None
 
     @property
     def layer_names(self) -> set[str] | None:
-        """Attention layers that draft; None: all there are."""
+        """The draft's attention layers; None: all layers."""
         return None
 
     @abstractmethod
     def load(self, target: nn.Module, target_layer_names: set[str]) -> nn.Module:
-        """What drafts; `target_layer_names` are of the target's attention layers."""
+        """Load and return the drafting model; `target_layer_names` are the target's attention layers."""
 
     def refuse_inputs(self, model_state: Any) -> None:
-        """Refuse models that take more than tokens (or embeddings) and positions.
-
-        Args:
-            model_state: what vLLM's runner prepares the target's inputs with.
-
-        Raises:
-            MagicDecConfigError: with the reason and the way out.
-        """
+        """Call `refuse_more_inputs` for the drafting model."""
         refuse_more_inputs(self._speculator.model, model_state)
 
     @property
     def attention_groups(self) -> Sequence[Sequence[AttentionGroup]]:
-        """vLLM's, with the builders that the draft's layers may use, by KV-cache group."""
+        """vLLM's attention groups, by KV-cache group, whose builders the draft's layers may use."""
         return self._speculator.target_attn_groups
 
-    @abstractmethod
-    def lay_out(self, kv_cache_config: KVCacheConfig, groups: Sequence[LayerGroup]) -> None:
-        """The KV cache is there.
+    def lay_out(  # noqa: B027
+        self, kv_cache_config: KVCacheConfig, groups: Sequence[LayerGroup]
+    ) -> None:
+        """Prepare for drafting with `groups`, once vLLM has allocated the KV cache."""
 
-        Args:
-            kv_cache_config: of all layers.
-            groups: the draft's layers.
-        """
-
-    @abstractmethod
-    def warm_up(self, inputs: InputBatch) -> None:
-        """vLLM measures what a step of `inputs` takes of the device's memory; there is no KV cache yet."""
+    def warm_up(self, inputs: InputBatch) -> None:  # noqa: B027
+        """Run a draft model's step without KV cache, so that vLLM can measure its peak memory."""
 
     def note_step(
         self,
         inputs: InputBatch,
-        slots: Mapping[str, torch.Tensor],
-        activations: Sequence[torch.Tensor] | None,
+        slots: Mapping[str, torch.Tensor],  # [num_tokens or more] int64, by layer, including the draft's
+        activations: Sequence[torch.Tensor] | None,  # auxiliary, [num_tokens or more, hidden_size] each
     ) -> None:
-        """What the target's step took, before a round.
-
-        Args:
-            inputs: of the step.
-            slots: [num_tokens or more] int64, where their K/V is, by layer, the draft's among them.
-            activations: vLLM's auxiliary hidden states, [num_tokens or more, hidden_size] each, if they
-                were asked for.
-        """
+        """Record the target's step before a round."""
         self._inputs = inputs
 
     def tables(self, block_tables: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """[num_reqs, max_pages] int32 each by KV-cache group, the pages of the draft's layers.
-
-        Args:
-            block_tables: vLLM's, [num_reqs, max_blocks] int32 each.
-        """
+        """Map vLLM's block tables to the draft's, [num_reqs, max_pages] int32 each, by KV-cache group."""
         return list(block_tables)
 
     @property
     def reads_ahead(self) -> bool:
-        """Whether a pass may take several tokens of a request that were not verified."""
+        """Whether a pass may take several unverified tokens of a request."""
         return True
 
     def forward(
         self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        slots: Sequence[torch.Tensor],
-        attn_metadata: Mapping[str, Any],
+        tokens: torch.Tensor,  # [num_tokens] int32
+        positions: torch.Tensor,  # [num_tokens] int64, or [num_dims, num_tokens] under M-RoPE
+        slots: Sequence[torch.Tensor],  # [num_tokens] int64 each, destination of K/V, by layer group
+        attn_metadata: Mapping[str, Any],  # by layer
     ) -> torch.Tensor:
-        """Hidden states of a step or pass, [num_tokens, hidden_size].
-
-        Args:
-            tokens: [num_tokens] int32.
-            positions: [num_tokens] int64, or [num_dims, num_tokens] under M-RoPE.
-            slots: [num_tokens] int64 each, where their K/V goes, by group of layers.
-            attn_metadata: by layer.
-        """
+        """Run a step or pass and return its hidden states, [num_tokens, hidden_size]."""
         speculator = self._speculator
         return speculator.forward(tokens, positions, speculator.slots_by_layer(slots), attn_metadata)
 
-    def lead(self, tokens: torch.Tensor, step: DraftStep) -> tuple[torch.Tensor, DraftStep]:
-        """A round's step with the tokens before its own that the draft's cache lacks.
+    def prepend_catch_up(self, tokens: torch.Tensor, step: DraftStep) -> tuple[torch.Tensor, DraftStep]:
+        """Prepend verified tokens that the draft's cache lacks to a draft step.
 
         Args:
             tokens: [num_reqs] int32, the query tokens.
-            step: where they look and where their K/V goes.
+            step: their views and slots.
 
         Returns:
-            Both as they are, or with [num_reqs x n] tokens, positions and slots, n one of
-            `queries_of_steps`, each request's own token last of its n.
+            Both unchanged, or with [num_reqs * n] tokens, positions and slots, n in `queries_of_steps`;
+            each request's own token is the last of its n.
         """
         return tokens, step
 
 
 class TargetDraft(Draft):
-    """The target itself: its verification writes all that the cache has to hold."""
+    """The target drafts for itself: its verification fills the KV cache."""
 
+    @override
     def load(self, target: nn.Module, target_layer_names: set[str]) -> nn.Module:
-        """See `Draft`; nothing is loaded, no attention layer is added."""
         return target
-
-    def lay_out(self, kv_cache_config: KVCacheConfig, groups: Sequence[LayerGroup]) -> None:
-        """See `Draft`; nothing is kept of it."""
-
-    def warm_up(self, inputs: InputBatch) -> None:
-        """Nothing to warm up: the target's own dummy run has done this model's."""
 
 
 class LoadedDraft(Draft):
-    """A model that vLLM loads as it does for `draft_model`, with layers in the KV cache's groups."""
+    """A model that vLLM loads as for `draft_model`, with its layers in the KV cache's groups."""
 
     @property
+    @override
     def layer_names(self) -> set[str]:
-        """See `Draft`."""
         return self._speculator.draft_attn_layer_names
 
+    @override
     def load(self, target: nn.Module, target_layer_names: set[str]) -> nn.Module:
-        """See `Draft`."""
         return StandaloneARSpeculator.load_draft_model(self._speculator, target, target_layer_names)
 
+    @override
     def refuse_inputs(self, model_state: Any) -> None:
-        """See `Draft`; the target's are its own affair."""
         refuse_more_inputs(self._speculator.model)
 
     @property
+    @override
     def attention_groups(self) -> Sequence[Sequence[AttentionGroup]]:
-        """See `Draft`; those that vLLM makes for draft models."""
         return self._speculator.attn_groups
 
 
-class ModelDraft(LoadedDraft):
-    """A model that reads its own tokens.
+class ModelDraft(LoadedDraft, OwnCache):
+    """A draft model that computes the K/V of all tokens itself.
 
-    A round's steps write the K/V of what they take: the last verified token and all drafts but the last.
-    What was rejected of them is written over. If all stood, the cache lacks the token before the next
-    round's first one. Whether they did only the device knows, so that token always goes ahead in the first
-    step, of two queries per request; where its K/V is there, the same is written again. What is more (a
-    prompt's chunk, what plain steps decoded) a pass of its own reads over all of the draft's pages.
+    A round's steps write the K/V of their input tokens: the last verified token and all drafts but the
+    last. Rejected ones are overwritten. If all drafts were accepted, the cache lacks the token before the
+    next round's first one. Only the device knows, so the first step always prepends that token (two queries
+    per request); writing its K/V twice is harmless. Longer gaps (a prompt's chunk, tokens of plain steps)
+    take a pass over all of the draft's pages.
 
-    Of each request the host knows how many of the latest entries of its cache are lacking, at most. That is
-    enough: a token too many is read again. Where there are too few of them, the pass's last tokens are
-    nobody's and write nowhere.
+    The host tracks an upper bound on the lacking entries at the end of each request's cache. Tokens too
+    many are computed again; where a request has fewer, the pass is padded with tokens that write nowhere.
 
-    A page that is shared with the target is complete in both models' layers when vLLM takes it for the
-    prefix cache: what plain steps decode is read at the latest when a page may be full, so that pages need
-    no record of their own. Of a ring all that a round shows is read in the round after its prompt, and what
-    plain steps decode waits for the next round.
-
-    Args:
-        speculator: makes its passes.
+    Pages shared with the target must be complete in both models' layers when vLLM adds them to the prefix
+    cache, so tokens of plain steps are caught up with before a page can be full. A ring is filled in the
+    round after the prompt, and tokens of plain steps wait for the next round.
     """
 
     queries_of_steps = (1, 2)
 
     def __init__(self, speculator: "MagicDecSpeculator") -> None:
         super().__init__(speculator)
-        # By row of vLLM's request states.
+        # All by row of vLLM's request states.
         num_rows = speculator.max_num_reqs
         self._owners: list[str | None] = [None] * num_rows
-        self._lacking = np.zeros(num_rows, dtype=np.int64)  # latest entries of the cache, at most
-        self._is_read = np.zeros(num_rows, dtype=bool)  # whether its ring holds anything
-        self._written = np.zeros(num_rows, dtype=np.int64)  # tokens, by the latest round's steps
-        self._ends = np.zeros(num_rows, dtype=np.int64)  # verified tokens after the latest step, at most
+        self._lacking = np.zeros(num_rows, dtype=np.int64)  # upper bound on lacking entries at the end
+        self._is_read = np.zeros(num_rows, dtype=bool)  # whether its ring has been filled
+        self._written = np.zeros(num_rows, dtype=np.int64)  # tokens written by the latest round's steps
+        self._ends = np.zeros(num_rows, dtype=np.int64)  # upper bound on verified tokens
         self._unsure = np.zeros(num_rows, dtype=np.int64)  # drafts that the latest step verified
-        self._leads: np.ndarray | None = None  # [num_reqs] bool, whose first step has a token ahead
+        # [num_reqs] bool, requests whose first step has a catch-up token.
+        self._has_catch_up: np.ndarray | None = None
 
     @property
+    @override
     def own_cache(self) -> OwnCache:
-        """See `Draft`."""
         return self
 
+    @override
     def load(self, target: nn.Module, target_layer_names: set[str]) -> nn.Module:
-        """See `Draft`."""
         model = super().load(target, target_layer_names)
         vllm_config = self._speculator.vllm_config
         layer_names = get_layers_from_vllm_config(vllm_config, AttentionLayerBase).keys()
@@ -236,43 +193,39 @@ class ModelDraft(LoadedDraft):
         return model
 
     @property
+    @override
     def attention_groups(self) -> Sequence[Sequence[AttentionGroup]]:
-        """See `Draft`."""
         return self._attention_groups
 
+    @override
     def tables(self, block_tables: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """See `Draft`."""
         return self.pages.tables(block_tables)
 
+    @override
     def lay_out(self, kv_cache_config: KVCacheConfig, groups: Sequence[LayerGroup]) -> None:
-        """See `Draft`.
-
-        Raises:
-            MagicDecConfigError: no layer keeps the whole context, or its attention has no room.
-        """
         refuse_draft_without_whole_context(groups)
         speculator, number = self._speculator, groups[0].kv_cache_group
         vllm_config, device = speculator.vllm_config, speculator.device
         self.pages = find_pages(vllm_config, kv_cache_config, number, device)
         self._attention_groups = list(speculator.attn_groups)
-        if not self._attention_groups[number]:  # vLLM makes none where it does not lay out the memory
+        if not self._attention_groups[number]:  # vLLM creates none for a group of rings
             self._attention_groups[number] = make_attention_groups(
                 groups[0], speculator.target_attn_groups, vllm_config, device
             )
         refuse_small_buffers(self.attention_groups)
-        say_what_draft_takes(kv_cache_config, groups)
+        log_draft_memory(kv_cache_config, groups)
         self._page_size = groups[0].cache.block_size
-        # What layers with a window would need for tokens that are read late may have been freed by then.
+        # vLLM may have freed the pages that layers with a window need for catching up late.
         self._may_lag = all(group.reach is None for group in groups)
 
+    @override
     def warm_up(self, inputs: InputBatch) -> None:
-        """See `Draft`."""
         speculator = self._speculator
         hidden_states = speculator.forward(inputs.input_ids, inputs.positions, {}, None)
         speculator.compute_draft_logits(hidden_states[: inputs.num_reqs], 0)
 
+    @override
     def begin_round(self, batch: Batch) -> None:
-        """See `drafting.drafter.OwnCache`."""
         inputs, num_reqs = self._inputs, len(batch.req_ids)
         rows = self._rows = inputs.idx_mapping_np[:num_reqs]
         taken = inputs.num_scheduled_tokens[:num_reqs].astype(np.int64)
@@ -281,29 +234,29 @@ class ModelDraft(LoadedDraft):
         is_same = np.array(
             [self._owners[row] == req_id for row, req_id in zip(rows, batch.req_ids, strict=True)]
         )
-        # A request that was preempted begins again, at a page that is complete.
+        # A preempted request resumes at the start of a page.
         goes_on = is_same & (known_lens - taken == self._ends[rows])
         lacking = np.where(self._has_prompt & ~goes_on, 0, self._lacking[rows])
-        # After the round's steps, a verification adds tokens that they have written and one that they
-        # may have not.
+        # A verification adds tokens that the round's steps have written, and at most one more.
         decoded = np.maximum(1, lacking + taken - self._written[rows])
         if self.pages.reads_whole_prompts:
             lacking = np.where(self._has_prompt, lacking + taken, decoded)
         else:
             self._is_read[rows] &= is_same & ~self._has_prompt
             lacking = np.where(self._is_read[rows], decoded, known_lens)
-        self._lacking[rows] = np.minimum(lacking, self.pages.most_entries(known_lens))
+        self._lacking[rows] = np.minimum(lacking, self.pages.max_entries(known_lens))
         drafts = inputs.num_draft_tokens_per_req
         verified = np.zeros_like(taken) if drafts is None else drafts[:num_reqs].astype(np.int64)
-        # The scheduler may not have heard of the step before either.
+        # The scheduler may not know the result of the previous step either.
         self._bounds = known_lens - verified - self._unsure[rows]
         self._unsure[rows], self._written[rows], self._ends[rows] = verified, 0, known_lens
         for row, req_id in zip(rows, batch.req_ids, strict=True):
             self._owners[row] = req_id
-        self._leads = None
+        self._has_catch_up = None
 
+    @override
     def catch_up(self, batch: Batch, num_steps: int) -> None:
-        """See `drafting.drafter.OwnCache`; without a step to follow, what plain steps decode can wait."""
+        # Without a step to follow, tokens of plain steps can wait.
         speculator, num_reqs = self._speculator, len(batch.req_ids)
         whole = self.pages.reads_whole_prompts
         if not whole and not num_steps:
@@ -321,36 +274,36 @@ class ModelDraft(LoadedDraft):
             and speculator.num_latest(num_steps) > 0
             and 2 * num_reqs <= speculator.max_num_tokens
         ):
-            leads = (lacking == 1) & ~self._has_prompt
-            self._leads = leads if leads.any() else None
-            is_due &= ~leads
+            has_catch_up = (lacking == 1) & ~self._has_prompt
+            self._has_catch_up = has_catch_up if has_catch_up.any() else None
+            is_due &= ~has_catch_up
         due = np.flatnonzero(is_due).tolist()
         for of_pass in _split([(index, int(lacking[index])) for index in due], speculator.max_num_tokens):
             self._read(batch, lacking, of_pass)
         self._lacking[self._rows[is_due]] = 0
         self._is_read[self._rows[~np.asarray(batch.is_prefilling)]] = True
 
+    @override
     def end_round(self, batch: Batch, drafts: torch.Tensor | Sequence[Sequence[int]]) -> None:
-        """See `drafting.drafter.OwnCache`; how many drafts there are of each request says enough."""
-        # A step writes what it takes, and the last draft is what the last step gives.
+        # Steps write the K/V of their inputs; the last draft is only an output.
         if isinstance(drafts, torch.Tensor):
             number = np.full(len(batch.req_ids), drafts.shape[1])
         else:
             number = np.array([len(own) for own in drafts])
         self._written[self._rows] = np.where(batch.is_prefilling, 0, number)
-        if self._leads is not None:
-            self._lacking[self._rows[self._leads]] = 0
-        self._leads = None  # steps that follow are of no round
+        if self._has_catch_up is not None:
+            self._lacking[self._rows[self._has_catch_up]] = 0
+        self._has_catch_up = None  # dummy steps may follow
 
-    def lead(self, tokens: torch.Tensor, step: DraftStep) -> tuple[torch.Tensor, DraftStep]:
-        """See `Draft`."""
-        if step.index or self._leads is None:
+    @override
+    def prepend_catch_up(self, tokens: torch.Tensor, step: DraftStep) -> tuple[torch.Tensor, DraftStep]:
+        if step.index or self._has_catch_up is None:
             return tokens, step
         batch = self._speculator.batch
         rows = torch.arange(len(tokens), device=tokens.device)
         positions = (batch.context_lens - 1).clamp(min=0)
-        is_leading = on_device(self._leads, tokens.device).bool()
-        slots = self._slots_of(batch, rows, positions, is_leading)
+        is_written = on_device(self._has_catch_up, tokens.device).bool()
+        slots = self._slots_of(batch, rows, positions, is_written)
         parts = [
             replace(
                 part,
@@ -359,42 +312,37 @@ class ModelDraft(LoadedDraft):
             )
             for part, own in zip(step.parts, slots, strict=True)
         ]
-        leading = self._tokens_of(rows, positions)
-        return torch.stack([leading, tokens], dim=1).flatten(), DraftStep(parts)
+        catch_up = self._tokens_of(rows, positions)
+        return torch.stack([catch_up, tokens], dim=1).flatten(), DraftStep(parts)
 
     def _read(self, batch: Batch, lacking: np.ndarray, pieces: Sequence[tuple[int, int, int]]) -> None:
-        """A pass over all that the cache keeps before its tokens.
+        """Run a catch-up pass over all cached entries.
 
-        Where every page is there, what is far from the end is read once, so that its K/V may as well know
-        of all before, as in a draft model's cache of vLLM's own; and pages that the prefix cache hands on
-        are the same whoever filled them.
-
-        Args:
-            batch: the round's requests.
-            lacking: [num_reqs] int64, latest entries that each lacks, at most.
-            pieces: places in the batch, with the first and the end of those of the lacking entries.
+        Attending to the whole context, not to a view, makes pages in the prefix cache independent of the
+        request that filled them, as with vLLM's own draft models. A piece has the index in the batch, and
+        first and end of a range among the request's `lacking` entries (upper bounds, [num_reqs] int64).
         """
         speculator, device = self._speculator, batch.context_lens.device
         lens = [end - first for _, first, end in pieces]
         requests = [index for index, _, _ in pieces]
         rows = on_device(np.repeat(requests, lens), device)
         within = on_device(np.concatenate([np.arange(first, end) for _, first, end in pieces]), device)
-        gaps = self.pages.gaps(batch.context_lens)  # this and the next two: [num_reqs]
+        gaps = self.pages.gaps(batch.context_lens)  # [num_reqs], as are the next two
         num_entries = batch.context_lens - gaps
-        firsts = (num_entries - on_device(lacking, device)).clamp(min=0)  # lacking ones
+        firsts = (num_entries - on_device(lacking, device)).clamp(min=0)  # first lacking entry
         entries = firsts[rows] + within
-        is_there = entries < num_entries[rows]
+        is_written = entries < num_entries[rows]
         positions = self.pages.positions(entries, gaps[rows]).clamp(max=speculator.max_model_len - 1)
-        slots = self._slots_of(batch, rows, positions, is_there)
+        slots = self._slots_of(batch, rows, positions, is_written)
         starts = np.concatenate([[0], np.cumsum(lens)]).astype(np.int32)
-        places = on_device(requests, device)
+        indices = on_device(requests, device)
         attn_metadata = speculator.page_metadata.of_all_pages(
             query_start_loc=on_device(starts, device).to(torch.int32),
             query_start_loc_cpu=torch.from_numpy(starts),
             max_query_len=max(lens),
-            seq_lens=(firsts[places] + on_device([end for _, _, end in pieces], device)).to(torch.int32),
-            max_seq_len=int(self.pages.most_entries(np.asarray(batch.known_lens)[requests]).max()),
-            block_tables=self.pages.tables_of_entries(batch.block_tables, places, gaps[places]),
+            seq_lens=(firsts[indices] + on_device([end for _, _, end in pieces], device)).to(torch.int32),
+            max_seq_len=int(self.pages.max_entries(np.asarray(batch.known_lens)[requests]).max()),
+            block_tables=self.pages.tables_of_entries(batch.block_tables, indices, gaps[indices]),
             slots=slots,
             positions=positions,
         )
@@ -402,7 +350,7 @@ class ModelDraft(LoadedDraft):
         speculator.forward(tokens, positions, speculator.slots_by_layer(slots), attn_metadata)
 
     def _tokens_of(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """[num_tokens] int32, at `positions` of the requests at `rows` of the batch; both [num_tokens]."""
+        """Return tokens [num_tokens] int32 at `positions` of requests `rows` of the batch."""
         speculator = self._speculator
         known = speculator.req_states.all_token_ids.gpu  # [max_num_reqs, max_model_len] int32
         return known[speculator.idx_mapping[rows], positions].to(torch.int32)
@@ -410,7 +358,7 @@ class ModelDraft(LoadedDraft):
     def _slots_of(
         self, batch: Batch, rows: torch.Tensor, positions: torch.Tensor, is_written: torch.Tensor
     ) -> list[torch.Tensor]:
-        """[num_tokens] int64 by group of layers, of `positions` of the requests at `rows` of the batch."""
+        """Return slots [num_tokens] int64 by layer group; arguments as for `_tokens_of`."""
         slots = []
         for group in self._speculator.groups:
             size = group.cache.block_size
@@ -418,7 +366,7 @@ class ModelDraft(LoadedDraft):
             pages = table[rows, positions // size].long()
             is_own = is_written
             if group.reach is not None:
-                # Pages that the latest step no longer reached may be others' by now (`views/windows.py`).
+                # Pages that the latest step no longer reached may be reassigned (`views/windows.py`).
                 first_kept = group.reach.first_seen(self._step_starts[rows]) // size * size
                 is_own = is_own & (positions >= first_kept)
             slots.append((pages * size + positions % size).masked_fill(~is_own, PAD_SLOT))
@@ -426,14 +374,14 @@ class ModelDraft(LoadedDraft):
 
     @property
     def _step_starts(self) -> torch.Tensor:
-        """[num_reqs] int64, first positions of what the target's step took."""
+        """[num_reqs] int64, first positions of the target's step."""
         inputs = self._inputs
         starts = inputs.query_start_loc[: inputs.num_reqs + 1].long()
         return inputs.seq_lens[: inputs.num_reqs].long() - starts.diff()
 
 
-def _split(pieces: Sequence[tuple[int, int]], most: int) -> list[list[tuple[int, int, int]]]:
-    """Places with numbers of tokens, in passes of at most so many of them, each request's in order."""
+def _split(pieces: Sequence[tuple[int, int]], max_tokens: int) -> list[list[tuple[int, int, int]]]:
+    """Split (request, number of tokens) pieces into passes of at most `max_tokens` tokens, in order."""
     passes: list[list[tuple[int, int, int]]] = []
     room = 0
     for index, number in pieces:
@@ -441,7 +389,7 @@ def _split(pieces: Sequence[tuple[int, int]], most: int) -> list[list[tuple[int,
         while first < number:
             if not room:
                 passes.append([])
-                room = most
+                room = max_tokens
             taken = min(room, number - first)
             passes[-1].append((index, first, first + taken))
             first, room = first + taken, room - taken

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On CPUs drafts come to the engine core with their step's output, where vLLM would ask workers for them.
+"""Sends drafts to the engine core with their step's output on CPUs, which saves a call to the workers.
 
-Scheduling synchronously, vLLM 0.32 asks once it has handed the outputs on. These wake the front end, which
-on few cores runs while the engine core waits: the answer is picked up late, and meanwhile the workers
-idle (docs/internals.md has numbers). Without that call the next step has begun by then.
-
-Where drafts are still computed when the outputs are there (on a device, asynchronously), or are of another
-step than the latest (in pipelines), vLLM asks.
+Under synchronous scheduling, vLLM 0.32 requests drafts after it has sent the outputs to the front end. On
+few cores, the front end then runs while the engine core waits and the workers idle (docs/internals.md has
+numbers). The call stays where drafts may not be ready with the outputs (on a device, asynchronously) or
+belong to an earlier step (pipelines).
 """
 
 from typing import Any
@@ -14,22 +12,23 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.v1.outputs import AsyncModelRunnerOutput, DraftTokenIds, ModelRunnerOutput
 
-_DRAFTS = "_magicdec_drafts"  # on a step's output, then on the scheduler: a tuple of them, or of None
+# Attribute of a step's output, then of the scheduler: a tuple of the drafts or None.
+_DRAFTS = "_magicdec_drafts"
 
 
 def send_drafts(runner: Any, output: Any) -> Any:
-    """Let a worker's latest drafts travel with its step's output.
+    """Attach a worker's latest drafts to its step's output.
 
     Args:
         runner: vLLM's model runner.
-        output: of its `sample_tokens`.
+        output: returned by its `sample_tokens`.
 
     Returns:
         The output to return instead.
     """
     if not _drafts_are_there(runner.vllm_config):
         return output
-    if isinstance(output, AsyncModelRunnerOutput):  # the V2 runner's, of which a CPU has nothing left to do
+    if isinstance(output, AsyncModelRunnerOutput):  # from the V2 runner, complete on a CPU
         output = output.get_output()
     if isinstance(output, ModelRunnerOutput) and output.req_ids:
         setattr(output, _DRAFTS, (runner.take_draft_token_ids(),))
@@ -45,21 +44,17 @@ def _drafts_are_there(vllm_config: VllmConfig) -> bool:
 
 
 def keep_drafts(scheduler: Any, output: ModelRunnerOutput) -> None:
-    """Until vLLM would ask for them, which is when it looks at requests and grammars again."""
+    """Keep the drafts in the scheduler until vLLM would request them."""
     setattr(scheduler, _DRAFTS, getattr(output, _DRAFTS, None))
 
 
 def update_drafts(scheduler: Any) -> bool:
-    """Give the scheduler what came with the latest output.
-
-    Returns:
-        Whether something came; otherwise the workers must be asked.
-    """
-    came: tuple[DraftTokenIds | None] | None = getattr(scheduler, _DRAFTS, None)
+    """Give the scheduler the drafts of the latest output; returns False if the workers must be asked."""
+    received: tuple[DraftTokenIds | None] | None = getattr(scheduler, _DRAFTS, None)
     setattr(scheduler, _DRAFTS, None)
-    if came is None:
+    if received is None:
         return False
-    (drafts,) = came
+    (drafts,) = received
     if drafts is not None:
         scheduler.update_draft_token_ids(drafts)
     return True

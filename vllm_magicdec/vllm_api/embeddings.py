@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Targets that vLLM runs with embeddings, of text too: multimodal ones, and all with prompt embeddings.
+"""Targets whose input is embeddings, also of text: multimodal ones, and all with prompt embeddings.
 
-Their compiled code takes nothing else, so the draft hands embeddings over as well.
+Their compiled code takes no token ids, so draft passes compute embeddings too.
 """
 
 from typing import Any
@@ -15,14 +15,9 @@ from vllm_magicdec.errors import METHOD, MagicDecConfigError
 
 
 def refuse_more_inputs(model: nn.Module, model_state: Any = None) -> None:
-    """Refuse targets that take more than tokens (or embeddings) and positions at every step.
+    """Raise MagicDecConfigError for models that take more than tokens (or embeddings) and positions.
 
-    Args:
-        model: the target.
-        model_state: what the V2 runner prepares its inputs with.
-
-    Raises:
-        MagicDecConfigError: with the reason and the way out.
+    `model_state` prepares the target's inputs in the V2 runner.
     """
     has_own_state = model_state is not None and type(model_state) is not DefaultModelState
     if has_own_state or getattr(model, "token_lookback_depth", False):
@@ -33,14 +28,14 @@ def refuse_more_inputs(model: nn.Module, model_state: Any = None) -> None:
 
 
 def takes_embeddings(model_config: ModelConfig) -> bool:
-    """Whether vLLM's runners hand the target embeddings, and never token ids."""
+    """Whether vLLM's runners always give the target embeddings instead of token ids."""
     return model_config.supports_multimodal_inputs or model_config.enable_prompt_embeds
 
 
 def embed(model: nn.Module, tokens: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Embeddings as of text, [num_tokens, hidden_size]; `tokens` [num_tokens] int.
+    """Embed tokens as text, [num_tokens, hidden_size]; `tokens` [num_tokens] int.
 
-    Drafted tokens are text. Of a prompt's last tokens, which policies observe, some may stand for an image
-    and lie outside the vocabulary: any embedding will do.
+    Drafts are text. Among the prompt tokens that policies observe, placeholders of images may lie outside
+    the vocabulary; any embedding will do for them.
     """
     return model.embed_input_ids(tokens.clamp(0, vocab_size - 1))

@@ -72,7 +72,8 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
                 f"use at most {max_model_len} (the whole context)"
             )
         if self.policy.reads_generated_tokens(self):
-            check_refresh(vllm_config.scheduler_config.async_scheduling, vllm_config.use_v2_model_runner)
+            is_asynchronous = bool(vllm_config.scheduler_config.async_scheduling)
+            check_refresh(is_asynchronous, vllm_config.use_v2_model_runner)
         self._check_budget(vllm_config)
         if self.adaptive:
             self._adapt(vllm_config)

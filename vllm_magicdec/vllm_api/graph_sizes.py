@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which sizes vLLM captures full CUDA graphs of, and what has to run without one."""
+"""Batch sizes of vLLM's full CUDA graphs, and steps that run without one."""
 
 import math
 from collections.abc import Iterator
@@ -12,36 +12,34 @@ from vllm_magicdec.config import MagicDecSpeculativeConfig
 def captures_by_length(vllm_config: VllmConfig) -> bool:
     """Whether vLLM captures a full CUDA graph for every number of drafts and padded batch size.
 
-    Then each number costs start-up time and memory, and not all sets of numbers have graphs of every batch.
-    Elsewhere (CPUs, eager and piecewise engines, the V1 runner, for which vLLM turns full graphs off if
-    that number varies) a number costs nothing, and all are chosen among.
+    Each number of drafts then costs start-up time and memory. Elsewhere (CPUs, eager and piecewise engines,
+    and the V1 runner, where vLLM disables full graphs if that number varies) it costs nothing.
     """
     mode = vllm_config.compilation_config.cudagraph_mode
     return bool(mode.decode_mode() == CUDAGraphMode.FULL and mode.separate_routine())
 
 
 def capture_every_length(vllm_config: VllmConfig) -> None:
-    """Have full graphs captured for every number of drafts and every batch within vLLM's largest size.
+    """Set capture sizes so that every number of drafts has full graphs up to vLLM's largest size.
 
-    vLLM gives a verification the graphs of the next larger number of tokens that any was captured for, and
-    none if that one is of other numbers of drafts. So its sizes become, rounded down, multiples of what all
-    numbers verify per request. The largest size and those of `max_num_seqs` requests stay, and the nearest
-    sizes that each number can have go with them.
+    vLLM dispatches a verification to the next larger captured size, and runs it eagerly if that size is not
+    a multiple of its tokens per request. So sizes are rounded down to common multiples; the largest size,
+    those of `max_num_seqs` requests, and the nearest multiples for each number of drafts are added.
     """
     compilation, spec = vllm_config.compilation_config, vllm_config.speculative_config
     assert isinstance(spec, MagicDecSpeculativeConfig)
     positions = {length + 1 for length in (0, *spec.lengths)}
-    common, most = math.lcm(*positions), compilation.max_cudagraph_capture_size
+    common, max_size = math.lcm(*positions), compilation.max_cudagraph_capture_size
     sizes = set(compilation.cudagraph_capture_sizes)
     sizes = {size - size % common if size > common else size for size in sizes}
-    sizes |= {most, *(vllm_config.scheduler_config.max_num_seqs * n for n in positions)}
+    sizes |= {max_size, *(vllm_config.scheduler_config.max_num_seqs * n for n in positions)}
     for n in positions:
         sizes |= {size - size % n for size in sizes} | {-(-size // n) * n for size in sizes}
-    compilation.cudagraph_capture_sizes = sorted(size for size in sizes if 0 < size <= most)
+    compilation.cudagraph_capture_sizes = sorted(size for size in sizes if 0 < size <= max_size)
 
 
 def find_missing_graphs(vllm_config: VllmConfig) -> Iterator[str]:
-    """What runs without a full CUDA graph by vLLM's own limits, and what to set; a sentence for each."""
+    """Yield a warning for each kind of step without full CUDA graphs, with the option to set."""
     compilation, spec = vllm_config.compilation_config, vllm_config.speculative_config
     assert isinstance(spec, MagicDecSpeculativeConfig)
     if not captures_by_length(vllm_config):
@@ -53,13 +51,13 @@ def find_missing_graphs(vllm_config: VllmConfig) -> Iterator[str]:
             f"with --max-num-seqs 1 vLLM captures full CUDA graphs of one number of drafts, {drafts}; with "
             "2 or more also of steps that draft nothing"
         )
-    positions, most = drafts + 1, compilation.max_cudagraph_capture_size
-    # As vLLM makes the sizes of one number of drafts from those of all.
+    positions, max_size = drafts + 1, compilation.max_cudagraph_capture_size
+    # As vLLM derives the sizes for one number of drafts.
     num_reqs = (-(-size // positions) for size in compilation.cudagraph_capture_sizes)
-    reach = max((n for n in num_reqs if n * positions <= most), default=0)
+    reach = max((n for n in num_reqs if n * positions <= max_size), default=0)
     if max_num_seqs > reach:
         yield (
-            f"vLLM's CUDA graphs end at {most} tokens, so verifications of {drafts} drafts of more than "
+            f"vLLM's CUDA graphs end at {max_size} tokens: verifications of {drafts} drafts of more than "
             f"{reach} requests at a time run without, which is slower where the GPU waits for the host "
             "(small models, tensor parallelism); if N requests decode at a time, N a multiple of 16, set "
             f"--max-cudagraph-capture-size to {positions} x N; memory and start-up time grow with it"

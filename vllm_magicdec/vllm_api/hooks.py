@@ -1,23 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every point at which the plugin wraps vLLM when vLLM loads it, as data.
 
-Three points make objects: where vLLM makes its own class for a `draft_model`, it gets our subclass instead
-if, and only if, a method of the plugin was selected. Two belong to the command line, one leaves memory
-beside the KV cache, one makes a draft model's smaller, one brings the requests' LoRA adapters, one a
-target's activations, four bring counts to the front end, with these and one more drafts reach the engine
-core, and two bring the attention for CPUs to engines of other methods, where that is asked for. Later, and
-only with a method of the plugin, `attention/switch.py` stands before each layer's attention, and
-`cpu_sampling.py` and `cpu_attention.py` mend what is wrong on CPUs. No file of vLLM is edited. A vLLM that
-has a registry for out-of-tree speculators (see `patches/`) is asked through that, and of these only the
-last eleven are used.
+Each row of HOOKS states its target and the reason. No file of vLLM is edited. With a method of the plugin,
+`attention/switch.py` later wraps each layer's attention, and `cpu_sampling.py`, `cpu_attention.py` and
+`cpu_llvmlite.py` fix vLLM on CPUs. In a vLLM with a registry for out-of-tree speculators (see `patches/`),
+the plugin registers there and uses only the last eleven hooks.
 """
 
 import functools
-import importlib
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
+
+from vllm.logger import init_logger
 
 from vllm_magicdec import envs
 from vllm_magicdec.config import (
@@ -26,50 +21,13 @@ from vllm_magicdec.config import (
     refuse_misspelt_method,
     selects_magicdec,
 )
-from vllm_magicdec.errors import MagicDecConfigError
 from vllm_magicdec.vllm_api.engine_config import EngineSpeculativeConfig
+from vllm_magicdec.vllm_api.hook import Hook, Wrap, after, before, in_words
 
-TESTED_VLLM_VERSIONS = ("0.32.0",)
-
-_MARK = "_vllm_magicdec_original"
-
-
-@dataclass(frozen=True)
-class Hook:
-    """One attribute of a class or module of vLLM that is wrapped.
-
-    `parameters` are those that vLLM's function must have, in order; () for a constructor that vLLM
-    leaves to `object`.
-    """
-
-    module: str
-    owner: str  # class in that module; "": the module itself
-    name: str  # attribute of the class or module
-    parameters: tuple[str, ...]
-    reason: str
-    wrap: Callable[[Any, Callable[..., Any]], Callable[..., Any]]
-
-    @property
-    def qualified_name(self) -> str:
-        """Within the module."""
-        return f"{self.owner}.{self.name}" if self.owner else self.name
-
-    @property
-    def target(self) -> str:
-        """With the module, for messages."""
-        return f"{self.module}.{self.qualified_name}"
-
-    def find_owner(self) -> Any:
-        """The class or module.
-
-        Raises:
-            ImportError, AttributeError: it is not there.
-        """
-        module = importlib.import_module(self.module)
-        return getattr(module, self.owner) if self.owner else module
+logger = init_logger(f"vllm.{__name__}")
 
 
-def _constructs(subclass: Callable[[], type], selected: Callable[[dict[str, Any]], bool]) -> Any:
+def _constructs(subclass: Callable[[], type], selected: Callable[[dict[str, Any]], bool]) -> Wrap:
     """A wrap for `__new__`: construct `subclass()` where `selected(arguments)` holds.
 
     `arguments` are the constructor's, by name. Python then runs the subclass's `__init__`.
@@ -118,13 +76,14 @@ def _make_speculator(owner: Any, original: Callable[..., Any]) -> Callable[..., 
     return init_speculator
 
 
-def _add_options(owner: type, original: Callable[..., Any]) -> Callable[..., Any]:
-    from vllm_magicdec.vllm_api.options import add_options
+def _add_options(parser: Any, *_: Any) -> Any:
+    try:
+        from vllm_magicdec.vllm_api.options import add_options
 
-    def add_cli_args(parser: Any) -> Any:
-        return add_options(original(parser))
-
-    return staticmethod(functools.wraps(original)(add_cli_args))
+        return add_options(parser)
+    except Exception as error:  # the parser is everybody's
+        logger.warning("vllm-magicdec adds no options to vLLM's command line (%s).", in_words(error))
+        return parser
 
 
 def _check_configuration(owner: type, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -162,14 +121,14 @@ def _leave_memory(owner: Any, original: Callable[..., Any]) -> Callable[..., Any
         if not _engine_selects({"vllm_config": vllm_config}):
             return original(vllm_config, kv_cache_specs, available_memory, *args)
         from vllm_magicdec.vllm_api.kv_cache import leave_memory_for_drafting
-        from vllm_magicdec.vllm_api.ring_cache import say_what_rings_gain
+        from vllm_magicdec.vllm_api.ring_cache import log_ring_capacity
 
         available_memory = [
             leave_memory_for_drafting(vllm_config, specs, available)
             for specs, available in zip(kv_cache_specs, available_memory, strict=True)
         ]
         configs = original(vllm_config, kv_cache_specs, available_memory, *args)
-        say_what_rings_gain(vllm_config, kv_cache_specs, configs[0])
+        log_ring_capacity(vllm_config, kv_cache_specs, configs[0])
         return configs
 
     return get_kv_cache_configs
@@ -187,58 +146,40 @@ def _make_rings(owner: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     return get_kv_cache_groups
 
 
-def _know_adapters(owner: Any, original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def prepare_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
-        batch = original(self, *args, **kwargs)
-        if self.lora_config is not None and _engine_selects({"vllm_config": self.vllm_config}):
-            from vllm_magicdec.vllm_api.adapters import know_adapters
+def _pass_adapters(batch: Any, runner: Any, *_: Any, **__: Any) -> Any:
+    if runner.lora_config is not None and _engine_selects({"vllm_config": runner.vllm_config}):
+        from vllm_magicdec.vllm_api.adapters import pass_adapters
 
-            know_adapters(self, batch)
-        return batch
-
-    return prepare_inputs
+        pass_adapters(runner, batch)
+    return batch
 
 
-def _hand_out_activations(owner: Any, original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
-        spec = self.vllm_config.speculative_config
-        if isinstance(spec, MagicDecSpeculativeConfig) and spec.spire is not None:
-            self.use_aux_hidden_state_outputs = True
-        return original(self, *args, **kwargs)
-
-    return load_model
+def _hand_out_activations(runner: Any, *_: Any, **__: Any) -> None:
+    spec = runner.vllm_config.speculative_config
+    if isinstance(spec, MagicDecSpeculativeConfig) and spec.spire is not None:
+        runner.use_aux_hidden_state_outputs = True
 
 
-def _send_with_output(owner: type, original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
-        output = original(self, *args, **kwargs)
-        if not _engine_selects({"vllm_config": self.vllm_config}):
-            return output
-        from vllm_magicdec.vllm_api.counts import send
-        from vllm_magicdec.vllm_api.drafts_with_output import send_drafts
+def _send_with_output(output: Any, runner: Any, *_: Any, **__: Any) -> Any:
+    if not _engine_selects({"vllm_config": runner.vllm_config}):
+        return output
+    from vllm_magicdec.vllm_api.counts import send
+    from vllm_magicdec.vllm_api.drafts_with_output import send_drafts
 
-        draft = getattr(self, "drafter", None) or self.speculator
-        return send_drafts(self, send(draft.counts, output))
-
-    return sample_tokens
+    draft = getattr(runner, "drafter", None) or runner.speculator
+    return send_drafts(runner, send(draft.counts, output))
 
 
-def _receive_with_output(owner: type, original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
-        outputs = original(self, scheduler_output, model_runner_output)
-        if _engine_selects({"vllm_config": self.vllm_config}):
-            from vllm_magicdec.vllm_api.counts import pass_on
-            from vllm_magicdec.vllm_api.drafts_with_output import keep_drafts
+def _receive_with_output(
+    outputs: Any, scheduler: Any, scheduler_output: Any, model_runner_output: Any
+) -> Any:
+    if _engine_selects({"vllm_config": scheduler.vllm_config}):
+        from vllm_magicdec.vllm_api.counts import pass_on
+        from vllm_magicdec.vllm_api.drafts_with_output import keep_drafts
 
-            pass_on(self, model_runner_output, outputs.values())
-            keep_drafts(self, model_runner_output)
-        return outputs
-
-    return update_from_output
+        pass_on(scheduler, model_runner_output, outputs.values())
+        keep_drafts(scheduler, model_runner_output)
+    return outputs
 
 
 def _take_received_drafts(owner: type, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -265,44 +206,27 @@ def _attend_natively(vllm_config: Any, kv_cache_config: Any, device: Any) -> Non
     use_native_attention(vllm_config, names)
 
 
-def _attend_natively_v1(owner: type, original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def initialize_kv_cache_tensors(self: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> Any:
-        _attend_natively(self.vllm_config, kv_cache_config, self.device)
-        return original(self, kv_cache_config, *args, **kwargs)
-
-    return initialize_kv_cache_tensors
+def _attend_natively_v1(runner: Any, kv_cache_config: Any, *_: Any, **__: Any) -> None:
+    _attend_natively(runner.vllm_config, kv_cache_config, runner.device)
 
 
-def _attend_natively_v2(owner: Any, original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def init_kv_cache(
-        forward_context: Any,
-        kv_cache_config: Any,
-        device: Any,
-        kernel_block_sizes: Any,
-        vllm_config: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        _attend_natively(vllm_config, kv_cache_config, device)
-        return original(
-            forward_context, kv_cache_config, device, kernel_block_sizes, vllm_config, *args, **kwargs
-        )
-
-    return init_kv_cache
+def _attend_natively_v2(
+    forward_context: Any,
+    kv_cache_config: Any,
+    device: Any,
+    kernel_block_sizes: Any,
+    vllm_config: Any,
+    *_: Any,
+    **__: Any,
+) -> None:
+    _attend_natively(vllm_config, kv_cache_config, device)
 
 
-def _show_counts(owner: type, original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, vllm_config, *args, **kwargs)
-        if _engine_selects({"vllm_config": vllm_config}):
-            from vllm_magicdec.vllm_api.counts import add_logger
+def _show_counts(nothing: None, manager: Any, vllm_config: Any, *_: Any, **__: Any) -> None:
+    if _engine_selects({"vllm_config": vllm_config}):
+        from vllm_magicdec.vllm_api.counts import add_logger
 
-            add_logger(self, vllm_config)
-
-    return __init__
+        add_logger(manager, vllm_config)
 
 
 MEMORY_HOOK = Hook(
@@ -329,7 +253,7 @@ ADAPTERS_HOOK = Hook(
     name="prepare_inputs",
     parameters=("self", "scheduler_output", "batch_req_state", "batch_desc", "num_active_loras"),
     reason="the V2 runner's drafts need each request's LoRA adapter, and so does every verified position",
-    wrap=_know_adapters,
+    wrap=after(_pass_adapters),
 )
 
 ACTIVATIONS_HOOK = Hook(
@@ -338,7 +262,7 @@ ACTIVATIONS_HOOK = Hook(
     name="load_model",
     parameters=("self", "load_dummy_weights"),
     reason="a SPIRe draft reads the target's activations, which the V2 runner hands out for few methods",
-    wrap=_hand_out_activations,
+    wrap=before(_hand_out_activations),
 )
 
 COUNTS_HOOKS = (
@@ -349,7 +273,7 @@ COUNTS_HOOKS = (
             name="sample_tokens",
             parameters=("self", "grammar_output"),
             reason="what a worker counted goes with the output of its step, to whatever host; so do drafts",
-            wrap=_send_with_output,
+            wrap=after(_send_with_output),
         )
         for module in ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
     ),
@@ -359,7 +283,7 @@ COUNTS_HOOKS = (
         name="update_from_output",
         parameters=("self", "scheduler_output", "model_runner_output"),
         reason="from there it goes to the front end with the step's statistics; drafts wait there",
-        wrap=_receive_with_output,
+        wrap=after(_receive_with_output),
     ),
     Hook(
         module="vllm.v1.metrics.loggers",
@@ -367,7 +291,7 @@ COUNTS_HOOKS = (
         name="__init__",
         parameters=("self", "vllm_config"),
         reason="the front end shows it beside vLLM's own metrics",
-        wrap=_show_counts,
+        wrap=after(_show_counts),
     ),
 )
 
@@ -388,7 +312,7 @@ ATTENTION_HOOKS = (
         name="initialize_kv_cache_tensors",
         parameters=("self", "kv_cache_config"),
         reason="plain decoding and vLLM's own methods may have the attention for CPUs as well",
-        wrap=_attend_natively_v1,
+        wrap=before(_attend_natively_v1),
     ),
     Hook(
         module="vllm.v1.worker.gpu.model_runner",
@@ -402,7 +326,7 @@ ATTENTION_HOOKS = (
             "vllm_config",
         ),
         reason="the same on the V2 runner",
-        wrap=_attend_natively_v2,
+        wrap=before(_attend_natively_v2),
     ),
 )
 
@@ -456,64 +380,7 @@ HOOKS = (
         name="add_cli_args",
         parameters=("parser",),
         reason="the command line takes --speculative-model and shows --help=magicdec",
-        wrap=_add_options,
+        wrap=after(_add_options),
     ),
     *BESIDE_REGISTRY,
 )
-
-
-def find_problem(hook: Hook) -> str | None:
-    """Why the installed vLLM cannot be hooked at this point, or None."""
-    try:
-        owner = hook.find_owner()
-    except (ImportError, AttributeError) as error:
-        return str(error)
-    found = getattr(owner, hook.name, None)
-    if found is None:
-        return f"{hook.owner or hook.module} has no {hook.name}"
-    if not hook.parameters:
-        return None if found is object.__new__ or hasattr(found, _MARK) else "has a constructor of its own"
-    parameters = tuple(inspect.signature(getattr(found, _MARK, found)).parameters)
-    if parameters[: len(hook.parameters)] != hook.parameters:
-        return f"takes {parameters}, not {hook.parameters}"
-    return None
-
-
-def install(hooks: tuple[Hook, ...] = HOOKS) -> None:
-    """Wrap every hook point; a second call changes nothing.
-
-    Raises:
-        MagicDecConfigError: a point is missing in the installed vLLM; nothing has been wrapped then.
-    """
-    for hook in hooks:
-        problem = find_problem(hook)
-        if problem is not None:
-            import vllm
-
-            raise MagicDecConfigError(
-                f"vllm-magicdec cannot hook {hook.target} of vLLM {vllm.__version__} ({problem}); it was "
-                f"tested with vLLM {', '.join(TESTED_VLLM_VERSIONS)}: install one of these"
-            )
-    for hook in hooks:
-        owner = hook.find_owner()
-        original = getattr(owner, hook.name)
-        if hasattr(original, _MARK):
-            continue
-        wrapper = hook.wrap(owner, original)
-        setattr(getattr(wrapper, "__func__", wrapper), _MARK, original)
-        setattr(owner, hook.name, wrapper)
-
-
-def uninstall(hooks: tuple[Hook, ...] = HOOKS) -> None:
-    """Put vLLM's own attributes back; for tests."""
-    for hook in hooks:
-        owner = hook.find_owner()
-        original = getattr(getattr(owner, hook.name), _MARK, None)
-        if original is None:
-            continue
-        if not hook.parameters:
-            delattr(owner, hook.name)
-        elif not hook.owner or hook.parameters[0] == "self":
-            setattr(owner, hook.name, original)
-        else:
-            setattr(owner, hook.name, staticmethod(original))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the KV cache must look like for a view to be valid, and how large it may be beside the views."""
+"""The layer groups of vLLM's KV cache, and the memory that drafting takes from it."""
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
@@ -19,22 +19,21 @@ from vllm_magicdec.vllm_api.ring_cache import RingSpec
 
 logger = init_logger(f"vllm.{__name__}")
 
-# How vLLM has the names of their layers begin.
-_OF_DRAFT_MODELS = "draft_model."
+_DRAFT_LAYER_PREFIX = "draft_model."  # vLLM's, in layer names
 
 
 def layer_groups(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, names: Container[str] | None = None
 ) -> list[LayerGroup]:
-    """A worker's layers by what a view has to be made of.
+    """Group a worker's layers by the views that they need.
 
     Args:
-        vllm_config: the engine's, its models loaded.
-        kv_cache_config: how vLLM laid out the KV cache.
-        names: of the layers that draft; None: all.
+        vllm_config: the engine's configuration, its models loaded.
+        kv_cache_config: vLLM's layout of all layers.
+        names: names of the drafting layers; None: all.
 
     Raises:
-        MagicDecConfigError: a KV cache frees or shares pages in a way that no view knows.
+        MagicDecConfigError: a KV cache frees or shares pages in a way that no view supports.
     """
     layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
     specs = {name: layer.get_kv_cache_spec(vllm_config) for name, layer in layers.items()}
@@ -50,34 +49,22 @@ def layer_groups(
 
 
 def _restrict(groups: Sequence[KVCacheGroupSpec], keep: Callable[[str], bool]) -> list[KVCacheGroupSpec]:
-    """The groups with those of their layers whose names are to be kept."""
+    """Return the groups with only the layers whose names pass `keep`."""
     return [replace(group, layer_names=list(filter(keep, group.layer_names))) for group in groups]
 
 
 def refuse_draft_without_whole_context(groups: Sequence[LayerGroup]) -> None:
-    """Refuse draft models all of whose layers have a window.
-
-    Args:
-        groups: the draft's layers.
-
-    Raises:
-        MagicDecConfigError: with the way out.
-    """
-    if groups[0].reach is not None:  # those that see the whole context come first
+    """Raise MagicDecConfigError for draft models all of whose layers have a window."""
+    if groups[0].reach is not None:  # layers without a window come first
         raise MagicDecConfigError(
-            f"{MODEL_METHOD}: no layer of this draft model sees the whole context, and vLLM frees the "
-            "pages that its others leave behind; use vLLM's method 'draft_model' with it"
+            f"{MODEL_METHOD}: no layer of this draft model sees the whole context, and vLLM frees pages "
+            "outside of windows; use vLLM's method 'draft_model' with it"
         )
 
 
-def say_what_draft_takes(kv_cache_config: KVCacheConfig, groups: Sequence[LayerGroup]) -> None:
-    """Say at start-up how much of the KV cache a draft model's layers have.
-
-    Args:
-        kv_cache_config: of all layers.
-        groups: the draft's layers.
-    """
-    if len(kv_cache_config.kv_cache_groups) != 1:  # else tokens of several groups share the blocks
+def log_draft_memory(kv_cache_config: KVCacheConfig, groups: Sequence[LayerGroup]) -> None:
+    """Log the share of the KV cache that a draft model's layers take, if all layers are in one group."""
+    if len(kv_cache_config.kv_cache_groups) != 1:
         return
     (cache,) = kv_cache_config.kv_cache_groups
     spec, names = cache.kv_cache_spec, dict.fromkeys(cache.layer_names)
@@ -100,33 +87,27 @@ def say_what_draft_takes(kv_cache_config: KVCacheConfig, groups: Sequence[LayerG
 def leave_memory_for_drafting(
     vllm_config: VllmConfig, kv_cache_specs: Mapping[str, KVCacheSpec], available: int
 ) -> int:
-    """What a worker's KV cache may have of the memory that vLLM found available, in bytes.
+    """Return the bytes that a worker's KV cache may take, less what drafting needs.
 
-    A size that the user gave is left as it is: what drafting takes comes on top.
-
-    Args:
-        vllm_config: the engine's.
-        kv_cache_specs: of the worker's layers, by name.
-        available: bytes.
+    A size that the user gave is kept; drafting's memory comes on top.
     """
     cache_config, spec = vllm_config.cache_config, vllm_config.speculative_config
     assert isinstance(spec, MagicDecSpeculativeConfig)
     if spec.has_draft_model and spec.spire is None:
         return available  # its views are block tables, as small as vLLM's own
-    is_given = cache_config.kv_cache_memory_bytes or cache_config.num_gpu_blocks_override
-    if is_given:
+    if cache_config.kv_cache_memory_bytes or cache_config.num_gpu_blocks_override:
         return available
     groups = get_kv_cache_groups(vllm_config, dict(kv_cache_specs))
     drafting = groups
     if spec.has_draft_model:
-        drafting = _restrict(groups, lambda name: name.startswith(_OF_DRAFT_MODELS))
+        drafting = _restrict(groups, lambda name: name.startswith(_DRAFT_LAYER_PREFIX))
     memory = memory_of_drafting(vllm_config, find_layer_groups(drafting, reaches_of(kv_cache_specs)))
-    # Layers that read another's cache have views of their own and no cache.
+    # Layers that share another layer's cache need views, too.
     num_layers = vllm_config.model_config.get_num_layers(vllm_config.parallel_config)
     memory = memory.scaled(max(1.0, num_layers / max(1, len(kv_cache_specs))))
     left = memory.leave(available, max(map(_block_bytes, groups), default=0))
     logger.info_once(
-        "%s: of %s GiB, %s GiB are for what drafting keeps and %s GiB for the KV cache.",
+        "%s: of %s GiB, %s GiB are for drafting and %s GiB for the KV cache.",
         spec.name,
         format_gib(available),
         format_gib(available - left),
@@ -136,7 +117,6 @@ def leave_memory_for_drafting(
 
 
 def _block_bytes(group: KVCacheGroupSpec) -> int:
-    """Memory of a block of a group; one block of vLLM's pool is as large as that of the largest group."""
     spec = group.kv_cache_spec
     if isinstance(spec, UniformTypeKVCacheSpecs):
         return spec.page_size_bytes  # of all layers

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the plugin adds to vLLM's own argument parser, and how the command line shows our errors."""
+"""Options that the plugin adds to vLLM's argument parser, and the display of its errors."""
 
 import argparse
 import json
@@ -59,7 +59,7 @@ def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def _number_or_auto(text: str) -> int | str:
-    """The type of a number of draft tokens; only this plugin takes `auto`, vLLM's own methods refuse it."""
+    """Parse a number of draft tokens or `auto`, which vLLM's own methods refuse."""
     if text == "auto":
         return text
     try:
@@ -69,18 +69,18 @@ def _number_or_auto(text: str) -> int | str:
 
 
 def _checked_fields(parse: Any) -> Callable[[str], Any]:
-    """Check the names in --speculative-config while the command line is read."""
+    """Extend the parser of --speculative-config with a check of the fields' names."""
 
     def parse_and_check(text: str) -> Any:
         example = f'write it as \'{{"method": "{METHOD}"}}\''
         try:
             value = parse(text) if callable(parse) else json.loads(text)
         except (argparse.ArgumentTypeError, ValueError, RecursionError):
-            raise argparse.ArgumentTypeError(f"{quoted(text)} is no JSON; {example}") from None
+            raise argparse.ArgumentTypeError(f"{quoted(text)} is not JSON; {example}") from None
         if value is None:
             return None
         if not isinstance(value, dict):
-            raise argparse.ArgumentTypeError(f"{quoted(value)} is no JSON object; {example}")
+            raise argparse.ArgumentTypeError(f"{quoted(value)} is not a JSON object; {example}")
         names = {name.replace("-", "_"): v for name, v in value.items()}
         try:
             refuse_misspelt_method(names)
@@ -94,7 +94,7 @@ def _checked_fields(parse: Any) -> Callable[[str], Any]:
 
 
 def _help_text() -> str:
-    """One paragraph, all that vLLM's help pages show of a group."""
+    """Return one paragraph, as vLLM's help pages show no more of a group."""
     docs = get_attr_docs(MagicDecFields)
     defaults = {f.name: f.default for f in fields(MagicDecFields)}
     sentences = [
@@ -111,13 +111,13 @@ def _help_text() -> str:
 
 
 def _show_config_errors_as_sentences() -> None:
-    """In a command-line process a wrong setting ends in its sentence, not in a trace."""
+    """Print configuration errors without a traceback."""
     previous = sys.excepthook
 
-    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if issubclass(kind, MagicDecConfigError):
+    def show(cls: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if issubclass(cls, MagicDecConfigError):
             print(f"error: {error}", file=sys.stderr)
         else:
-            previous(kind, error, trace)
+            previous(cls, error, trace)
 
     sys.excepthook = show

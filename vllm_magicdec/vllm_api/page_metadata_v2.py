@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's attention metadata, on its V2 runner, of the KV pages that a draft reads."""
+"""vLLM's attention metadata for draft steps and passes on the V2 runner."""
 
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 class PageMetadata:
-    """Makes vLLM's attention metadata, by layer, of steps and passes.
+    """Builds attention metadata, by layer, for steps and passes.
 
     Args:
-        speculator: whose KV cache and request buffers are read.
-        attention_groups: of each group of the draft's layers.
-        kv_cache_groups: the index of each group's KV-cache group.
-        numbers: query tokens per request of the steps that CUDA graphs may hold: what they read stays.
+        speculator: provides the KV cache's configuration and request buffers.
+        attention_groups: vLLM's attention groups of each layer group.
+        kv_cache_groups: KV-cache group of each layer group.
+        numbers: possible numbers of query tokens per request in captured steps, which get static buffers.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class PageMetadata:
         numbers: Collection[int],
     ) -> None:
         self._speculator = speculator
-        # vLLM builds for all KV-cache groups alike; one without layers it leaves out.
+        # vLLM expects a list for every KV-cache group, and skips empty ones.
         self._attention_groups: list[list[list[AttentionGroup]]] = []
         for own, kv_cache_group in zip(attention_groups, kv_cache_groups, strict=True):
             by_kv_cache_group: list[list[AttentionGroup]] = [[] for _ in speculator.target_attn_groups]
@@ -46,7 +46,7 @@ class PageMetadata:
     def of_step(
         self, index: int, step: ViewStep, view: PageView, *, for_capture: bool = False
     ) -> dict[str, Any]:
-        """Of a draft step, in the layers of a group."""
+        """Build the metadata of a draft step for layer group `index`."""
         num_reqs = view.lens.shape[0]
         num_queries = step.positions.shape[0] // num_reqs
         return self._build(
@@ -63,7 +63,7 @@ class PageMetadata:
         )
 
     def of_pass(self, index: int, part: ViewPass, queries: Queries, view: PageView) -> dict[str, Any]:
-        """Of a draft pass, in the layers of a group."""
+        """Build the metadata of a draft pass for layer group `index`."""
         starts = torch.from_numpy(queries.starts)
         return self._build(
             self._attention_groups[index],
@@ -80,12 +80,9 @@ class PageMetadata:
     def of_all_pages(
         self, *, block_tables: Sequence[torch.Tensor], slots: Sequence[torch.Tensor], **common: Any
     ) -> dict[str, Any]:
-        """Of a pass over all pages of some requests, in all of the draft's layers.
+        """Build the metadata of a pass over all pages of some requests, for all of the draft's layers.
 
-        Args:
-            block_tables: [num_reqs, num_pages] int32 each, of these requests, by KV-cache group.
-            slots: [num_tokens] int64 each, by group of layers.
-            common: the rest of a batch, as `_build` names it.
+        See `_build` for the arguments; `slots` [num_tokens] int64 each, by layer group.
         """
         attn_metadata: dict[str, Any] = {}
         for groups, own in zip(self._attention_groups, slots, strict=True):
@@ -95,13 +92,7 @@ class PageMetadata:
     def of_target(
         self, *, block_tables: Sequence[torch.Tensor], slots: torch.Tensor, **common: Any
     ) -> dict[str, Any]:
-        """Of a pass over all pages of some requests, in all of the target's layers.
-
-        Args:
-            block_tables: as for `of_all_pages`.
-            slots: [num_tokens] int64.
-            common: the rest of a batch, as `_build` names it.
-        """
+        """Build the metadata of such a pass for all of the target's layers, with one `slots` for all."""
         groups = self._speculator.target_attn_groups
         return self._build(groups, block_tables=block_tables, slots=slots, **common)
 
@@ -119,7 +110,6 @@ class PageMetadata:
         positions: torch.Tensor,  # [num_tokens] int64
         for_capture: bool = False,
     ) -> dict[str, Any]:
-        """Of the layers in `attention_groups`, which are by KV-cache group."""
         num_reqs = seq_lens.shape[0]
         return build_attn_metadata(
             attn_groups=attention_groups,

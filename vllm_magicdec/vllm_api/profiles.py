@@ -63,6 +63,7 @@ def _check_who_drafted(
         command: what measures one for this engine.
     """
     path, model, target = spec.profile, spec.model, spec.target_model_config.model
+    assert model is not None
     method, drafted = _who_drafted(description)
     verified = description.get("model")
     if method not in (None, spec.name):

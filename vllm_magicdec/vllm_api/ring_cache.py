@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A KV cache of a draft model's own in vLLM's pool of blocks: a ring of pages for each request.
+"""A draft model's own KV cache in vLLM's block pool: one ring of pages per request.
 
-vLLM puts a draft model's layers into one group with the target's, so that a request's every block has room
-for both. Where the draft reads sinks and a window alone (`views/rings.py`), its layers get a group beside
-the target's, which stay as they are without a draft: same blocks, same layers, same prefix cache. A request
-claims blocks of that group until its ring is whole, and no more. A block is as large as the target's layers
-need, so it holds several of the draft's pages: as many as fit, wherever in the block that is.
+vLLM groups a draft model's layers with the target's, so every block of a request holds K/V of both. If the
+draft only reads sinks and a window (`views/rings.py`), its layers get a separate KV-cache group, and the
+target's groups and prefix cache stay as without a draft. A request allocates blocks of that group until its
+ring is complete. A block is sized for the target's layers, so it holds several of the draft's pages.
 
-The draft's layers say in the worker that they could do with a ring (`offer_rings`), the engine core gives
-them one where the target has more room then (`plan_groups`), and the worker reads and writes it as it was
-laid out (`RingLayout`).
+In the worker, the draft's layers declare that a ring suffices (`offer_rings`); the engine core plans one if
+that leaves the target more room (`plan_groups`); the worker maps the pages (`RingLayout`).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import torch
+from typing_extensions import override
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -55,63 +55,64 @@ GroupLayers = Callable[[VllmConfig, dict[str, KVCacheSpec]], list[KVCacheGroupSp
 
 @dataclass(frozen=True, kw_only=True)
 class RingOfferSpec(FullAttentionSpec):
-    """What a layer asks of vLLM that could do with a ring; without one it is as any other."""
+    """KV-cache spec of a layer for which a ring suffices; without `ring`, a full-attention layer."""
 
     ring: Ring | None = None
 
     def whole(self) -> FullAttentionSpec:
-        """The same without a ring."""
+        """Return the same spec without a ring."""
         return FullAttentionSpec(**_fields(self, "ring"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class RingSpec(AttentionSpec):
-    """A layer in a group of rings.
+    """KV-cache spec of a layer in a group of rings.
 
-    `block_size` is a page's, in tokens, and the same as the target's, so that vLLM schedules in units of
-    the target's blocks.
+    `block_size` is the page size in tokens, equal to the target's, so that vLLM schedules in units of the
+    target's blocks.
     """
 
     ring: Ring
-    layer: FullAttentionSpec  # what a page of it is
-    pages_per_block: int  # of the ring, in all layers of the group
-    share_bytes: int  # of a block, for vLLM's account: a layer of the target's has as much
+    layer: FullAttentionSpec  # describes a page of the layer
+    pages_per_block: int  # ring pages in a block, for all layers of the group
+    share_bytes: int  # a layer's share of a block, as large as that of a target layer
 
     @property
+    @override
     def page_size_bytes(self) -> int:
-        """See vLLM's `KVCacheSpec`."""
         return self.share_bytes
 
     @property
+    @override
     def prefix_cacheable(self) -> bool:
-        """See vLLM's `KVCacheSpec`; a ring is its request's alone."""
         return False
 
     @property
+    @override
     def has_layer_views(self) -> bool:
-        """See vLLM's `KVCacheSpec`; pages are not where vLLM would have them (`RingLayout`)."""
-        return False
+        return False  # `RingLayout` places the pages
 
     @property
+    @override
     def uses_slot_mapping(self) -> bool:
-        """See vLLM's `KVCacheSpec`; the target writes nothing there."""
         return False
 
     def num_blocks(self, num_tokens: int) -> int:
-        """That a request of so many tokens has."""
+        """Return the number of blocks of a request of `num_tokens`."""
         pages = min(cdiv(num_tokens, self.block_size), self.ring.num_pages)
         return cdiv(pages, self.pages_per_block)
 
+    @override
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
-        """See vLLM's `KVCacheSpec`."""
         return self.num_blocks(vllm_config.model_config.max_model_len) * self.page_size_bytes
 
 
 class RingManager(CircularBufferManager):
-    """Gives a request the blocks of its ring, which it keeps to its end or its preemption."""
+    """Allocates the blocks of a request's ring, held until it finishes or is preempted."""
 
     kv_cache_spec: RingSpec
 
+    @override
     def get_num_blocks_to_allocate(
         self,
         request_id: str,
@@ -123,14 +124,13 @@ class RingManager(CircularBufferManager):
         apply_admission_cap: bool = False,
         prefill_end: int = 0,
     ) -> int:
-        """See vLLM's `SingleTypeKVCacheManager`."""
         held = len(self.req_to_blocks.get(request_id, ()))
         return max(0, self.kv_cache_spec.num_blocks(num_tokens) - held)
 
+    @override
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_tokens_main_model: int
     ) -> list[Any]:
-        """See vLLM's `SingleTypeKVCacheManager`."""
         held = self.req_to_blocks[request_id]
         new_blocks = self.block_pool.get_new_blocks(
             max(0, self.kv_cache_spec.num_blocks(num_tokens) - len(held))
@@ -140,6 +140,7 @@ class RingManager(CircularBufferManager):
             self.new_block_ids.extend(block.block_id for block in new_blocks)
         return new_blocks
 
+    @override
     def allocate_external_computed_blocks(
         self,
         request_id: str,
@@ -147,27 +148,23 @@ class RingManager(CircularBufferManager):
         num_external_computed_tokens: int,
         record_for_zeroing: bool = True,
     ) -> None:
-        """Nothing comes from elsewhere: KV connectors are refused with a draft model."""
+        pass  # KV connectors are refused with a draft model
 
 
 def _fields(spec: KVCacheSpec, *without: str) -> dict[str, Any]:
-    """The spec's, by name."""
     return {field.name: getattr(spec, field.name) for field in fields(spec) if field.name not in without}
 
 
 def why_no_ring(vllm_config: VllmConfig) -> str | None:
-    """Why a draft model's cache has to hold every token, as far as the configuration says."""
+    """Return why the configuration requires every token in the draft's cache; None: it does not."""
     spec = vllm_config.speculative_config
     assert isinstance(spec, MagicDecSpeculativeConfig)
     if spec.draft_kv_cache == "whole":
         return "draft_kv_cache is 'whole'"
     if spec.spire is not None:
-        # What the prefix cache hands on makes no memory, as the target does not read it; without prefix
-        # caching the chunks are still in the way.
         return (
-            "a SPIRe draft's memory is written where the target's step writes, a chunk of a prompt at "
-            "once, which no ring has a place for, with or without prefix caching; use "
-            "draft_kv_cache='whole'"
+            "a SPIRe draft writes K/V for every token of the target's step, a chunk of a prompt at once, "
+            "which does not fit into a ring; use draft_kv_cache='whole'"
         )
     if find_ring(vllm_config, vllm_config.cache_config.block_size) is None:
         return f"draft_kv_policy={spec.draft_kv_policy!r} reads more than sinks and a window"
@@ -175,7 +172,7 @@ def why_no_ring(vllm_config: VllmConfig) -> str | None:
 
 
 def find_ring(vllm_config: VllmConfig, page_size: int) -> Ring | None:
-    """What the draft's views read of a request; None: any of its pages."""
+    """Return the ring that covers the draft's views; None: they may read any page."""
     spec = vllm_config.speculative_config
     assert isinstance(spec, MagicDecSpeculativeConfig)
     limits = spec.limits(vllm_config, page_size)
@@ -183,57 +180,45 @@ def find_ring(vllm_config: VllmConfig, page_size: int) -> Ring | None:
 
 
 def offer_rings(vllm_config: VllmConfig, layer_names: Iterable[str]) -> None:
-    """Have the layers of a draft model say that a ring would do, if it would for all of them.
-
-    Args:
-        vllm_config: the engine's, its models loaded.
-        layer_names: of the draft's attention layers.
-    """
+    """Let the attention layers of a draft model declare that a ring suffices, if it does for all."""
     if why_no_ring(vllm_config) is not None:
         return
-    layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, list(layer_names))
+    layers: dict[str, Any] = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, list(layer_names))
     for layer in layers.values():
         spec = layer.get_kv_cache_spec(vllm_config)
         if type(spec) is not FullAttentionSpec:
-            return  # a layer with a window keeps what it reaches already
+            return  # vLLM frees the pages that layers with a window no longer reach
         backend = layer.get_attn_backend()
         if backend.get_name() not in (*KEY_VALUE_BACKENDS, "CPU_ATTN"):
-            return  # FlexAttention counts its pages by the numbers of vLLM's
+            return  # FlexAttention sizes its tables by vLLM's block count
         if select_common_block_size(spec.block_size, [backend], [spec]) != spec.block_size:
-            return  # a page of vLLM's would be several of the backend's
+            return  # the backend splits vLLM's pages
     for layer in layers.values():
-        layer.get_kv_cache_spec = _offer(layer.get_kv_cache_spec)
+        layer.get_kv_cache_spec = partial(_offer, layer.get_kv_cache_spec)
 
 
 def _offer(
-    get_kv_cache_spec: Callable[[VllmConfig], FullAttentionSpec],
-) -> Callable[[VllmConfig], RingOfferSpec]:
-    def with_ring(vllm_config: VllmConfig) -> RingOfferSpec:
-        spec = get_kv_cache_spec(vllm_config)
-        return RingOfferSpec(**_fields(spec), ring=find_ring(vllm_config, spec.block_size))
-
-    return with_ring
+    get_kv_cache_spec: Callable[[VllmConfig], FullAttentionSpec], vllm_config: VllmConfig
+) -> RingOfferSpec:
+    spec = get_kv_cache_spec(vllm_config)
+    return RingOfferSpec(**_fields(spec), ring=find_ring(vllm_config, spec.block_size))
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How the layers of both models are in groups."""
+    """KV-cache groups of both models' layers."""
 
     groups: list[KVCacheGroupSpec]
-    shared: list[KVCacheGroupSpec]  # as they are without a ring
-    reason: str  # why there is none; "": there is
+    shared: list[KVCacheGroupSpec]  # vLLM's groups, without a ring
+    reason: str  # why there is no ring; "": there is one
 
 
 def plan_groups(
-    vllm_config: VllmConfig, kv_cache_specs: Mapping[str, KVCacheSpec], group_layers: GroupLayers
+    vllm_config: VllmConfig,
+    kv_cache_specs: Mapping[str, KVCacheSpec],  # of both models' layers, by name
+    group_layers: GroupLayers,  # vLLM's `get_kv_cache_groups`
 ) -> Plan:
-    """Put the draft's layers into a group of rings where the target has more room then.
-
-    Args:
-        vllm_config: the engine's.
-        kv_cache_specs: of both models' layers, by name.
-        group_layers: vLLM's `get_kv_cache_groups`.
-    """
+    """Put the draft's layers into a group of rings if that leaves the target more room."""
     offers = {name: spec for name, spec in kv_cache_specs.items() if isinstance(spec, RingOfferSpec)}
     whole = {
         name: spec.whole() if isinstance(spec, RingOfferSpec) else spec
@@ -267,14 +252,14 @@ def _ring_group(
     offer: RingOfferSpec,
     specs: Mapping[str, KVCacheSpec],
 ) -> KVCacheGroupSpec | str:
-    """The group of the draft's layers, or why there is none."""
+    """Return the group of the draft's layers, or why a ring is not possible."""
     layer, ring = offer.whole(), offer.ring
     if any(specs[name] != layer for name in names):
         return "the draft's layers differ in their KV heads"
     assert ring is not None
     layout = vllm_config.cache_config.get_resolved_kv_cache_layout()
     if not layout.is_block_compact:
-        return f"in the layout {layout.name} of the KV cache a layer's page is in several places"
+        return f"KV-cache layout {layout.name} scatters the pages of a layer"
     block_bytes = _pool_bytes_per_block(vllm_config, list(targets))
     if layout.is_layer_compact:
         of_groups = (iter_layer_specs(group.kv_cache_spec) for group in targets)
@@ -287,8 +272,8 @@ def _ring_group(
         share_bytes = block_bytes
     if share_bytes % layer.page_size_bytes:
         return (
-            f"{share_bytes:,} bytes, which are in one piece of a block of the target's layers, are no "
-            f"multiple of the {layer.page_size_bytes:,} of a page of the draft's"
+            f"{share_bytes:,} contiguous bytes of a block of the target's layers are no multiple of the "
+            f"draft's page size, {layer.page_size_bytes:,} bytes"
         )
     num_shares = block_bytes // share_bytes if layout.is_layer_compact else None
     pages_per_block = len(_rows(num_shares, share_bytes // layer.page_size_bytes, len(names)))
@@ -305,40 +290,33 @@ def _ring_group(
 
 
 def _rows(num_shares: int | None, pages_per_share: int, num_layers: int) -> list[tuple[int, int]]:
-    """Where the pages of the draft's first layer are in a block: share and place in it.
+    """Return (share, index in the share) of each page of the draft's first layer in a block.
 
-    Those of its other layers follow, each in the next share; in a block that is in one piece, in the next
-    places.
+    Pages of its other layers follow in the next shares, or, in a contiguous block, at the next indices.
 
     Args:
-        num_shares: pieces of a block that lie apart, one for each layer of the target; None: it is one.
-        pages_per_share: of a layer of the draft.
-        num_layers: of the draft.
+        num_shares: separate pieces of a block, one per target layer; None: the block is contiguous.
+        pages_per_share: pages of a draft layer per piece.
+        num_layers: number of draft layers.
     """
     if num_shares is None:
-        return [(0, place) for place in range(0, pages_per_share - num_layers + 1, num_layers)]
+        return [(0, index) for index in range(0, pages_per_share - num_layers + 1, num_layers)]
     shares = range(0, num_shares - num_layers + 1, num_layers)
-    return [(share, place) for share in shares for place in range(pages_per_share)]
+    return [(share, index) for share in shares for index in range(pages_per_share)]
 
 
 def _register() -> None:
-    """Have vLLM's scheduler find the manager, beside all of its own."""
-    KVCacheSpecRegistry.check_kv_cache_spec_registry({})  # registers those, which it does not after ours
+    """Register the manager of rings with vLLM's scheduler."""
+    KVCacheSpecRegistry.check_kv_cache_spec_registry({})  # registers vLLM's own, which must come first
     KVCacheSpecRegistry.register(RingSpec, RingManager, uniform_type_base_spec=RingSpec)
 
 
-def say_what_rings_gain(
+def log_ring_capacity(
     vllm_config: VllmConfig,
-    kv_cache_specs: Sequence[Mapping[str, KVCacheSpec]],
-    kv_cache_config: KVCacheConfig,
+    kv_cache_specs: Sequence[Mapping[str, KVCacheSpec]],  # of the layers of every worker
+    kv_cache_config: KVCacheConfig,  # of a worker
 ) -> None:
-    """Say at start-up what a draft model's cache holds, and how many more tokens the target has room for.
-
-    Args:
-        vllm_config: the engine's.
-        kv_cache_specs: of the layers of every worker.
-        kv_cache_config: of a worker.
-    """
+    """Log the size of a draft model's cache, and the target's capacity with and without rings."""
     speculative = vllm_config.speculative_config
     assert isinstance(speculative, MagicDecSpeculativeConfig)
     if not speculative.has_draft_model:
@@ -372,25 +350,19 @@ def say_what_rings_gain(
 
 @dataclass(frozen=True)
 class RingLayout:
-    """Where a worker has the rings' pages: all memory of the KV cache is numbered in the draft's pages."""
+    """Placement of the rings' pages in a worker's KV-cache memory, in units of the draft's pages."""
 
     spec: RingSpec
-    names: Sequence[str]  # of the draft's layers
+    names: Sequence[str]  # the draft's layers
     layout: KVCacheLayout
-    rows: Sequence[int]  # of the pages of the first layer in block 0
-    step: int  # from a block to the next
-    layer_step: int  # from a layer to the next
-    num_pages: int  # that a layer's view must have
+    rows: Sequence[int]  # page numbers of the first layer in block 0
+    step: int  # distance between blocks
+    layer_step: int  # distance between layers
+    num_pages: int  # size of a layer's view
 
     @classmethod
     def of(cls, kv_cache_config: KVCacheConfig, kv_cache_group: int, layout: KVCacheLayout) -> "RingLayout":
-        """The layout of a group.
-
-        Args:
-            kv_cache_config: as vLLM laid out the KV cache.
-            kv_cache_group: of rings.
-            layout: of the KV cache.
-        """
+        """Compute the placement for the group of rings at index `kv_cache_group`."""
         group = kv_cache_config.kv_cache_groups[kv_cache_group]
         spec, names = group.kv_cache_spec, group.layer_names
         assert isinstance(spec, RingSpec)
@@ -403,7 +375,7 @@ class RingLayout:
         else:
             num_shares, step = None, block_bytes // page_bytes
             layer_step, share_step = 1, 0
-        rows = [share * share_step + place for share, place in _rows(num_shares, step, len(names))]
+        rows = [share * share_step + index for share, index in _rows(num_shares, step, len(names))]
         assert len(rows) == spec.pages_per_block
         last = (num_blocks - 1) * step + max(rows)
         return cls(spec, names, layout, rows, step, layer_step, last + 1)
@@ -412,13 +384,7 @@ class RingLayout:
     def bound(
         cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_cache_group: int
     ) -> "RingLayout | None":
-        """The layout of a group of rings, whose layers will take their views; None: it is another's.
-
-        Args:
-            vllm_config: the engine's.
-            kv_cache_config: as vLLM laid out the KV cache.
-            kv_cache_group: of the draft's layers.
-        """
+        """Compute the placement and bind it to the draft's layers; None if the group has no rings."""
         if not isinstance(kv_cache_config.kv_cache_groups[kv_cache_group].kv_cache_spec, RingSpec):
             return None
         layout = cls.of(
@@ -428,11 +394,7 @@ class RingLayout:
         return layout
 
     def bind(self, layers: Mapping[str, Any]) -> None:
-        """Have the layers take their views when vLLM gives them the memory.
-
-        Args:
-            layers: of attention, by name.
-        """
+        """Let attention layers, by name, create their views when vLLM binds the KV cache."""
         for index, name in enumerate(self.names):
             layers[name].bind_kv_cache = self._binder(layers[name], index * self.layer_step)
 

@@ -30,23 +30,23 @@ from vllm_magicdec.views.passes import DraftPass, Queries, ViewPass
 from vllm_magicdec.vllm_api import cpu_attention, cpu_llvmlite, cpu_sampling
 from vllm_magicdec.vllm_api.adapters import Adapters
 from vllm_magicdec.vllm_api.attention_groups import attention_groups_of, refuse_split_pages
-from vllm_magicdec.vllm_api.drafts_v1 import Draft, ModelDraft, TargetDraft
+from vllm_magicdec.vllm_api.drafts_v1 import Draft, ModelDraft, TargetDraft, draft_beyond_the_end
 from vllm_magicdec.vllm_api.kv_cache import layer_groups
 from vllm_magicdec.vllm_api.rope import positions_on_host
 from vllm_magicdec.vllm_api.spire_draft_v1 import SpireDraft
-from vllm_magicdec.vllm_api.verification_attention import refuse_if_inexact, say_if_slow
+from vllm_magicdec.vllm_api.verification_attention import refuse_if_inexact, warn_if_slow
 
 
-def make_plain_steps_plain(runner: Any, follow: Callable[[SchedulerOutput], None] | None = None) -> None:
-    """Let a V1 runner take a step without drafts for what it is.
+def bypass_rejection_sampler(runner: Any, on_plain_step: Callable[[SchedulerOutput], None] | None) -> None:
+    """Skip the rejection sampler on steps without draft tokens.
 
-    Once speculation is configured, vLLM 0.32 sends every step through the rejection sampler and the padding
-    of rejected tokens, 7 to 11 % of a short step on a CPU, also where the scheduler planned no drafts. The
-    runner asks its `speculative_config` whether to; for such a step it is told that there is none.
+    With speculation configured, vLLM 0.32 sends every step through the rejection sampler and the padding of
+    rejected tokens, 7 to 11 % of a short step on a CPU. It does so if `speculative_config` is set, which
+    this hides during plain steps.
 
     Args:
-        runner: a `GPUModelRunner` (or `CPUModelRunner`) that is being made.
-        follow: is shown such a step, when it has been made. A prompt's is none, then: the proposer sees it.
+        runner: a `GPUModelRunner` (or `CPUModelRunner`) under construction.
+        on_plain_step: called after each such step; steps with prompt tokens then go to the proposer.
     """
     speculative_config, execute_model = runner.speculative_config, runner.execute_model
 
@@ -55,56 +55,56 @@ def make_plain_steps_plain(runner: Any, follow: Callable[[SchedulerOutput], None
         verifies = bool(scheduler_output.scheduled_spec_decode_tokens)
         drafts = scheduler_output.num_spec_tokens_to_schedule > 0
         num_reqs = len(scheduler_output.num_scheduled_tokens)
-        has_prompt = follow is not None and scheduler_output.total_num_scheduled_tokens > num_reqs
+        has_prompt = on_plain_step is not None and scheduler_output.total_num_scheduled_tokens > num_reqs
         is_plain = not (verifies or drafts or has_prompt)
-        # It stays until the next step begins: the step's second half, `sample_tokens`, asks too.
+        # Kept until the next step: the second half of this one, `sample_tokens`, reads it too.
         runner.speculative_config = None if is_plain else speculative_config
         output = execute_model(scheduler_output, *args, **kwargs)
-        if is_plain and follow is not None:
-            follow(scheduler_output)
+        if is_plain and on_plain_step is not None:
+            on_plain_step(scheduler_output)
         return output
 
     runner.execute_model = execute
 
 
-def show_finished(runner: Any, take: Callable[[str, Sequence[int]], None]) -> None:
-    """Show which requests have ended, and what they were answered, before a V1 runner forgets them.
+def report_finished(runner: Any, on_finish: Callable[[str, Sequence[int]], None]) -> None:
+    """Report finished requests with their answers before a V1 runner drops them.
 
     Args:
-        runner: as for `make_plain_steps_plain`.
-        take: is called with a request's id and all tokens that were verified after its prompt, those that
-            the last step verified beyond the answer's end among them; in one order on all tensor-parallel
-            ranks, where a set's is each process's own.
+        runner: as for `bypass_rejection_sampler`.
+        on_finish: called with a request's id and all tokens verified after its prompt, including those
+            beyond the answer's end; in the same order on all tensor-parallel ranks.
     """
     execute_model = runner.execute_model
 
     @functools.wraps(execute_model)
     def execute(scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         for req_id in sorted(scheduler_output.finished_req_ids):
-            if req_id in runner.requests:  # else it has ended before its first step
-                take(req_id, runner.requests[req_id].output_token_ids)
+            if req_id in runner.requests:  # else it finished before its first step
+                on_finish(req_id, runner.requests[req_id].output_token_ids)
         return execute_model(scheduler_output, *args, **kwargs)
 
     runner.execute_model = execute
 
 
 class MagicDecProposer(DraftModelProposer):
-    """A draft-model proposer whose draft looks at a view of its KV cache: the target's, or its own.
+    """A draft-model proposer whose draft attends to a view of a KV cache, the target's or its own.
 
-    Kept from the base class: the padded-batch bookkeeping of rejected tokens, draft sampling, attention
-    groups and CUDA-graph dispatch. Replaced: the draft loop, and for the target as its own draft loading.
+    Inherited: the padded-batch bookkeeping of rejected tokens, draft sampling, attention groups and
+    CUDA-graph dispatch. Replaced: the draft loop, and loading where the target drafts for itself.
     """
+
+    speculative_config: MagicDecSpeculativeConfig
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, runner: Any = None) -> None:
         super().__init__(vllm_config=vllm_config, device=device, runner=runner)
         if device.type == "cpu":
-            cpu_sampling.mend()
-            cpu_attention.mend()
-        assert isinstance(self.speculative_config, MagicDecSpeculativeConfig)
+            cpu_sampling.patch()
+            cpu_attention.patch()
         if self.speculative_config.draft_lookup == "on":
-            cpu_llvmlite.mend()
-            show_finished(runner, self._finish_request)
-        self._runner = runner
+            cpu_llvmlite.patch()
+            report_finished(runner, lambda *finished: self._drafter.finish_request(*finished))
+        self.target_runner = runner
         self._drafting: Draft
         if self.speculative_config.spire is not None:
             self._drafting = SpireDraft(self)
@@ -113,57 +113,40 @@ class MagicDecProposer(DraftModelProposer):
         else:
             self._drafting = TargetDraft(self)
         if self.speculative_config.adaptive and self._drafting.may_lag:
-            follows = self._drafting.note_plain_step is not None
-            make_plain_steps_plain(runner, self._follow_plain_step if follows else None)
-        self.supports_mm_inputs = False  # drafted tokens are text: no image has to be gathered for them
-        self._drafter: Drafter | None = None  # made when the KV cache's page size is known
-        self._common: CommonAttentionMetadata | None = None
-        self._batch: Batch | None = None
-        self._sampling: SamplingMetadata | None = None
+            follows = self._drafting.follows_plain_steps
+            bypass_rejection_sampler(runner, self._follow_plain_step if follows else None)
+        self.supports_mm_inputs = False  # drafts are text: no image inputs to gather
+        self._drafter: Drafter  # created when the KV cache's page size is known
+        # Of the round: metadata that all passes share, requests, and the target's sampling parameters.
+        self.common: CommonAttentionMetadata
+        self._batch: Batch
+        self._sampling: SamplingMetadata
         self._adapters: Adapters | None = None
         self._draft_probs: list[torch.Tensor] = []  # gamma x [num_reqs, vocab_size]
 
     def _follow_plain_step(self, scheduler_output: SchedulerOutput) -> None:
-        assert self._drafter is not None and self._drafting.note_plain_step is not None
-        self._drafter.follow_plain_step(functools.partial(self._drafting.note_plain_step, scheduler_output))
-
-    def _finish_request(self, req_id: str, answer: Sequence[int]) -> None:
-        assert self._drafter is not None
-        self._drafter.finish_request(req_id, answer)
+        self._drafter.follow_plain_step(lambda: self._drafting.note_plain_step(scheduler_output))
 
     def _raise_if_mrope(self) -> None:
-        """vLLM's draft models take plain positions; this one takes the target's."""
+        """Accept M-RoPE: this draft takes the target's positions."""
 
     def _warn_if_multimodal(self) -> None:
-        """Nothing is lost: drafted tokens are text, and what the prompt shows is in the KV cache."""
-
-    @property
-    def target_runner(self) -> Any:
-        """vLLM's, of the target."""
-        return self._runner
+        """Do not warn: drafts are text, and the prompt's images are in the KV cache."""
 
     @property
     def counts(self) -> Counts:
-        """What this worker has counted since it last told."""
-        assert self._drafter is not None
+        """This worker's counts since they were last sent."""
         return self._drafter.counts
 
     @property
     def groups(self) -> Sequence[LayerGroup]:
         """The draft's attention layers."""
-        assert self._drafter is not None
         return self._drafter.groups
 
     @property
     def attention_groups(self) -> Sequence[Sequence[AttentionGroup]]:
-        """vLLM's, with their builders, by group of the draft's layers."""
+        """vLLM's attention groups, with their builders, by layer group."""
         return self._attention_groups
-
-    @property
-    def common(self) -> CommonAttentionMetadata:
-        """What is the same in all of a round's passes."""
-        assert self._common is not None
-        return self._common
 
     @property
     def has_adapters(self) -> bool:
@@ -171,40 +154,40 @@ class MagicDecProposer(DraftModelProposer):
         return self._adapters is not None
 
     def num_latest(self, num_steps: int) -> int:
-        """See `drafting.drafter.Drafter`."""
-        assert self._drafter is not None
+        """Return `Drafter.num_latest`."""
         return self._drafter.num_latest(num_steps)
 
     def load_model(self, target_model: nn.Module) -> None:
-        """Load what drafts, unless that is the target itself."""
+        """Load the draft model, if the target does not draft for itself."""
         self._draft_attn_layer_names = self._drafting.load(target_model)
-        # A draft model has none: vLLM's adapters are the target's.
+        # vLLM's adapters apply to the target only.
         if self.vllm_config.lora_config is not None and self.model is target_model:
             self._adapters = Adapters(target_model, self.vllm_config.lora_config)
 
     def initialize_attn_backend(
         self, kv_cache_config: KVCacheConfig, kernel_block_sizes: list[int] | None = None
     ) -> None:
-        """Called once the KV cache is laid out."""
-        refuse_if_inexact(self.vllm_config, self._runner.attn_groups)
-        say_if_slow(self.vllm_config)
+        """Create the drafter, once vLLM has laid out the KV cache."""
+        refuse_if_inexact(self.vllm_config, self.target_runner.attn_groups)
+        warn_if_slow(self.vllm_config)
         groups = layer_groups(self.vllm_config, kv_cache_config, self._draft_attn_layer_names)
-        # vLLM lays the KV cache out twice when it measures memory first: what the first drafter holds goes.
-        self._drafter, self._attention_groups, self.draft_attn_groups = None, [], []
-        # vLLM's class makes one builder for all layers of a backend, whatever their windows and caches.
+        # vLLM may lay out the KV cache twice, to measure memory: free the first drafter's buffers.
+        self.__dict__.pop("_drafter", None)
+        self._attention_groups, self.draft_attn_groups = [], []
+        # vLLM's class shares a builder between layers that differ in windows and caches.
         self._attention_groups = [
             attention_groups_of(
                 group,
-                self._runner.attn_groups,
+                self.target_runner.attn_groups,
                 self.vllm_config,
                 self.device,
-                # vLLM's drafts have builders of their own; MLA's bring a workspace each.
+                # vLLM's drafts have separate builders, but each of MLA's allocates a workspace.
                 share_builders=self.vllm_config.model_config.use_mla,
             )
             for group in groups
         ]
         self._drafting.lay_out(kv_cache_config, groups)
-        self.draft_attn_groups = [made for of_group in self._attention_groups for made in of_group]
+        self.draft_attn_groups = [own for of_view in self._attention_groups for own in of_view]
         num_groups, num_tokens = len(groups), self._slot_mapping_buffer.shape[0]
         self._slots = self._slot_mapping_buffer.new_full((num_groups, num_tokens), PAD_SLOT)
         self._drafter = Drafter(
@@ -219,13 +202,11 @@ class MagicDecProposer(DraftModelProposer):
         if self._drafter.has_pages:
             refuse_split_pages(self._attention_groups, are_of_layers=self._drafter.has_layer_pages)
         if self.speculative_config.draft_lookup == "on":
-            # vLLM's runner would give all requests token 0 as drafts where one is near the model's end. A
-            # round with lookups drafts for each what it has room for.
-            room = self.speculative_config.num_speculative_tokens
-            self._runner.effective_drafter_max_model_len = self._runner.max_model_len + room
+            # A round with lookups drafts as much for each request as it has room for.
+            draft_beyond_the_end(self)
 
     def dummy_run(self, *args: Any, **kwargs: Any) -> None:
-        """Warm up or capture what the target's own dummy run has not."""
+        """Warm up or capture the draft model, if there is one."""
         self._drafting.warm_up(*args, **kwargs)
 
     @torch.inference_mode()
@@ -246,10 +227,9 @@ class MagicDecProposer(DraftModelProposer):
         """Draft for every request of the batch.
 
         Returns:
-            [num_reqs, num_speculative_tokens] int64, or, with lookups or where drafting failed, each
-            request's drafts: vLLM's runner takes lists as well, where it schedules synchronously.
+            [num_reqs, num_speculative_tokens] int64; with lookups or after a failure a list per request,
+            which vLLM's runner accepts under synchronous scheduling.
         """
-        assert self._drafter is not None
         num_reqs = next_token_ids.shape[0]
         self._last_draft_probs = None
         self._draft_probs.clear()
@@ -259,7 +239,7 @@ class MagicDecProposer(DraftModelProposer):
         self._sampling = sampling_metadata
 
         def read_batch() -> Batch:
-            self._common = self._of_one_query(common_attn_metadata, num_reqs)
+            self.common = self._with_one_query_each(common_attn_metadata, num_reqs)
             context_lens = common_attn_metadata.seq_lens[:num_reqs].long()
             if num_rejected_tokens_gpu is not None:
                 context_lens -= num_rejected_tokens_gpu[:num_reqs]
@@ -267,10 +247,13 @@ class MagicDecProposer(DraftModelProposer):
             self._drafting.note_step(common_attn_metadata, target_token_ids)
             self._drafting.note_activations(target_positions, target_hidden_states, slot_mappings)
             if self._adapters is not None:
-                self._adapters.take(self._runner.input_batch.request_lora_mapping[:num_reqs])
+                self._adapters.take(self.target_runner.input_batch.request_lora_mapping[:num_reqs])
             if self.uses_mrope:
                 self._rope_offsets = on_device(
-                    [self._runner.requests[req_id].mrope_position_delta for req_id in self._batch.req_ids],
+                    [
+                        self.target_runner.requests[req_id].mrope_position_delta
+                        for req_id in self._batch.req_ids
+                    ],
                     self.device,
                 )
             return self._batch
@@ -288,13 +271,14 @@ class MagicDecProposer(DraftModelProposer):
                 self._last_draft_probs = torch.stack(self._draft_probs[:used], dim=1).contiguous()
         if num_speculative_tokens and self._drafter.draft_lists is not None:
             return self._drafter.draft_lists
-        if not drafted and not self._runner.use_async_scheduling:
+        if not drafted and not self.target_runner.use_async_scheduling:
             return [[] for _ in range(num_reqs)]  # nothing to verify
-        # A copy: with asynchronous scheduling the next round may start before this one is read.
+        # A copy: under asynchronous scheduling the next round may start before this one is read.
         return self._drafter.draft_tokens[:num_reqs, :num_speculative_tokens].clone()
 
-    def _of_one_query(self, common: CommonAttentionMetadata, num_reqs: int) -> CommonAttentionMetadata:
-        """The target's step's, as if each request had one token in it."""
+    def _with_one_query_each(
+        self, common: CommonAttentionMetadata, num_reqs: int
+    ) -> CommonAttentionMetadata:
         return common.replace(
             query_start_loc=self.arange[: num_reqs + 1],
             query_start_loc_cpu=torch.from_numpy(self.token_arange_np[: num_reqs + 1]),
@@ -311,8 +295,8 @@ class MagicDecProposer(DraftModelProposer):
 
     def _make_batch(self, tokens: torch.Tensor, context_lens: torch.Tensor) -> Batch:
         num_reqs = tokens.shape[0]
-        inputs = self._runner.input_batch
-        # The tokens that this step sampled are not among these yet.
+        inputs = self.target_runner.input_batch
+        # Without the tokens that this step sampled.
         known_lens = inputs.num_tokens_no_spec[:num_reqs].astype(np.int64)
         return Batch(
             req_ids=inputs.req_ids[:num_reqs],
@@ -323,7 +307,7 @@ class MagicDecProposer(DraftModelProposer):
             context_lens=context_lens,
             observable_lens=torch.from_numpy(known_lens).to(self.device, non_blocking=True),
             known_lens=known_lens,
-            is_prefilling=self._runner.discard_request_mask.np[:num_reqs],
+            is_prefilling=self.target_runner.discard_request_mask.np[:num_reqs],
             is_first=known_lens == inputs.num_prompt_tokens[:num_reqs],
         )
 
@@ -331,16 +315,16 @@ class MagicDecProposer(DraftModelProposer):
         self,
         batch: Batch,
         common: CommonAttentionMetadata,  # of the target's step
-        target_token_ids: torch.Tensor,  # [num_tokens] int32, what the target's step took
+        target_token_ids: torch.Tensor,  # [num_tokens] int32, input of the target's step
     ) -> list[History]:
-        """The requests' tokens, some of which vLLM has not written down yet. On a CPU."""
-        inputs, ends = self._runner.input_batch, batch.context_lens.tolist()
-        # Among a step's tokens, the place of a position is the position less this.
+        """Return the requests' tokens, including those that vLLM has not recorded yet. On a CPU."""
+        inputs, ends = self.target_runner.input_batch, batch.context_lens.tolist()
+        # Index of a token in the step = its position - its request's offset.
         offsets = (common.seq_lens[: len(ends)] - common.query_start_loc_cpu[1 : len(ends) + 1]).tolist()
         return [
             History(
                 inputs.token_ids_cpu[index, :known],
-                # The accepted drafts, and what was sampled after them.
+                # The accepted drafts and the token sampled after them.
                 [*target_token_ids[known - offset : end - offset].tolist(), token],
             )
             for index, (known, end, offset, token) in enumerate(
@@ -349,18 +333,17 @@ class MagicDecProposer(DraftModelProposer):
         ]
 
     def draft_step(self, tokens: torch.Tensor, step: DraftStep) -> torch.Tensor:
-        """See `drafting.drafter.Runner`."""
-        assert self._common is not None and self._sampling is not None
+        """Run and sample one draft step."""
         if self._adapters is not None:
             self._adapters.apply()
-        # In all channels, drafted tokens are as far from their index as all generated text is.
+        # M-RoPE positions of generated text differ from the index by a constant per request.
         positions = step.positions + self._rope_offsets if self.uses_mrope else step.positions
         queries = None
-        if step.index == 0 and self._drafting.num_leading:
+        if step.index == 0 and self._drafting.num_catch_up_tokens:
             ones = np.ones(len(tokens), dtype=np.int64)
             queries = Queries(np.arange(len(tokens)), np.zeros_like(ones), ones)
         drafted, probs = self._sample_draft_tokens(
-            self._draft(tokens, positions, step.parts, self._common, step.index, queries), self._sampling
+            self._draft(tokens, positions, step.parts, self.common, step.index, queries), self._sampling
         )
         if probs is not None:
             self._draft_probs.append(probs)
@@ -368,22 +351,21 @@ class MagicDecProposer(DraftModelProposer):
 
     @property
     def max_pass_tokens(self) -> int:
-        """See `drafting.staged.PassRunner`."""
-        return int(self._slots.shape[1]) - self._drafting.num_leading
+        """Maximum number of query tokens in a pass."""
+        return int(self._slots.shape[1]) - self._drafting.num_catch_up_tokens
 
     @property
     def reads_ahead(self) -> bool:
-        """See `drafting.staged.PassRunner`."""
+        """Whether a pass may take several unverified tokens of a request."""
         return self._drafting.reads_ahead
 
     def draft_pass(
         self, tokens: torch.Tensor, draft_pass: DraftPass
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See `drafting.staged.PassRunner`."""
-        assert self._common is not None and self._sampling is not None
+        """Run a pass and sample after each of its tokens."""
         queries = draft_pass.queries
         starts = torch.from_numpy(queries.starts)
-        common = self._common.replace(
+        common = self.common.replace(
             query_start_loc=starts.to(self.device),
             query_start_loc_cpu=starts,
             num_reqs=len(queries.requests),
@@ -392,7 +374,7 @@ class MagicDecProposer(DraftModelProposer):
         )
         positions, places = draft_pass.positions, queries.request_indices
         if self._adapters is not None:
-            self._adapters.apply(places.tolist())  # every token is drawn after
+            self._adapters.apply(places.tolist())  # one logit per token
         if self.uses_mrope:
             positions = positions + self._rope_offsets[on_device(places, self.device)]
         hidden_states = self._draft(tokens, positions, draft_pass.parts, common, queries=queries)
@@ -407,36 +389,34 @@ class MagicDecProposer(DraftModelProposer):
         return drafted, probs.gather(1, drafted.unsqueeze(1)).squeeze(1)
 
     def note_unread(self, request: int, first: int, tokens: Sequence[int]) -> None:
-        """See `drafting.staged.PassRunner`."""
-        if not self._draft_probs:  # drafts are not drawn
+        """Record that a request's last drafts were looked up, which the draft proposes with certainty."""
+        if not self._draft_probs:  # greedy drafts
             return
         self._draft_probs += [
             torch.zeros_like(self._draft_probs[0])
             for _ in range(first + len(tokens) - len(self._draft_probs))
         ]
         for probs, token in zip(self._draft_probs[first:], tokens, strict=False):
-            probs[request] = 0.0  # a pass that read on may have been there
+            probs[request] = 0.0  # a pass may have sampled at this step
             probs[request, token] = 1.0
 
     def _sample_from_logits(
         self, logits: torch.Tensor, sampling_metadata: SamplingMetadata
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """vLLM's, of logits that make a distribution: the rejection sampler would reckon with NaN."""
+        # Without NaN and infinite logits, which the rejection sampler does not handle.
         if self._enable_probabilistic_draft_probs:
             make_finite(logits)
         return super()._sample_from_logits(logits, sampling_metadata)
 
-    def _sampling_of(self, places: np.ndarray) -> SamplingMetadata:
-        """What vLLM's sampler of drafts reads, by query token; `places` [num_tokens], in the batch."""
-        assert self._sampling is not None
+    def _sampling_of(self, indices: np.ndarray) -> SamplingMetadata:
+        """Return sampling metadata by query token; `indices` [num_tokens] of requests in the batch."""
         temperature = self._sampling.temperature
         if temperature is None:
             return self._sampling
-        return replace(self._sampling, temperature=temperature[on_device(places, self.device)])
+        return replace(self._sampling, temperature=temperature[on_device(indices, self.device)])
 
     def _note_probs(self, queries: Queries, probs: torch.Tensor) -> None:
-        """Of the steps that a pass takes, [num_tokens, vocab_size]; a later pass may take some again."""
-        assert self._batch is not None
+        """Record a pass's draft probabilities, [num_tokens, vocab_size]; later passes may repeat steps."""
         num_steps = int(queries.steps.max()) + 1
         num_reqs, vocab_size = len(self._batch.req_ids), probs.shape[1]
         self._draft_probs += [
@@ -451,24 +431,24 @@ class MagicDecProposer(DraftModelProposer):
         self,
         tokens: torch.Tensor,  # [num_tokens] int32
         positions: torch.Tensor,  # [num_tokens] int64
-        parts: Sequence[ViewStep | ViewPass],  # by group of layers
+        parts: Sequence[ViewStep | ViewPass],  # by layer group
         common: CommonAttentionMetadata,
         index: int = 0,  # of the step in its round
-        queries: Queries | None = None,  # of a pass that may have to take more than these tokens
+        queries: Queries | None = None,  # of a pass that may need catch-up tokens
     ) -> torch.Tensor:
-        """The draft's hidden states over a view, [num_tokens, hidden_size]."""
+        """Run a step or pass and return the hidden states of its own tokens, [num_tokens, hidden_size]."""
         slots = [part.slots for part in parts]
-        leading = None if queries is None else self._drafting.lead(queries)
-        if leading is not None:
-            tokens = leading.before(tokens, leading.tokens)
-            positions = leading.before(positions, leading.positions)
-            slots = [leading.before(*both) for both in zip(slots, leading.slots, strict=True)]
-            starts = torch.from_numpy(leading.starts)
+        catch_up = None if queries is None else self._drafting.catch_up_before(queries)
+        if catch_up is not None:
+            tokens = catch_up.merge(tokens, catch_up.tokens)
+            positions = catch_up.merge(positions, catch_up.positions)
+            slots = [catch_up.merge(*both) for both in zip(slots, catch_up.slots, strict=True)]
+            starts = torch.from_numpy(catch_up.starts)
             common = common.replace(
                 query_start_loc=starts.to(self.device),
                 query_start_loc_cpu=starts,
                 num_actual_tokens=len(tokens),
-                max_query_len=int(np.diff(leading.starts).max()),
+                max_query_len=int(np.diff(catch_up.starts).max()),
             )
         attn_metadata: dict[str, Any] = {}
         for part, own, group, attention_groups in zip(
@@ -477,24 +457,18 @@ class MagicDecProposer(DraftModelProposer):
             of_pages = functools.partial(_page_metadata, common, own, attention_groups, index)
             attn_metadata |= draft_metadata(part.view, group.layer_names, of_pages)
         hidden_states = self._drafting.forward(tokens, positions, slots, attn_metadata)
-        if leading is None or queries is None:
+        if catch_up is None or queries is None:
             return hidden_states
-        self._drafting.note_led(queries)
-        return hidden_states[leading.kept]
+        self._drafting.note_caught_up(queries)
+        return hidden_states[catch_up.own_indices]
 
     def whole_metadata(
         self,
-        tables: Sequence[torch.Tensor],
-        common: CommonAttentionMetadata,
-        slots: Sequence[torch.Tensor],
+        tables: Sequence[torch.Tensor],  # [num_reqs, max_pages] int32 each, by layer group
+        common: CommonAttentionMetadata,  # of the queries
+        slots: Sequence[torch.Tensor],  # [num_tokens] int64 each, by layer group
     ) -> dict[str, Any]:
-        """vLLM's metadata, by layer, of a draft's pass over all pages that its cache has of some requests.
-
-        Args:
-            tables: [num_reqs, max_pages] int32 each, their pages by group of layers.
-            common: with the queries.
-            slots: [num_tokens] int64 each, by group of layers.
-        """
+        """Build attention metadata, by layer, for a draft pass over all cached pages of some requests."""
         attn_metadata: dict[str, Any] = {}
         for table, own, attention_groups in zip(tables, slots, self._attention_groups, strict=True):
             of_group = common.replace(block_table_tensor=table, slot_mapping=own)
@@ -506,16 +480,15 @@ class MagicDecProposer(DraftModelProposer):
     def observe(
         self, layer_names: Sequence[str], indices: Sequence[int], window: int, observer: LayerObserver
     ) -> None:
-        """See `drafting.drafter.Runner`."""
-        assert self._drafter is not None and self._common is not None and self._batch is not None
+        """Run the target over the last `window` tokens of requests `indices`, with an observer."""
         num_reqs = len(indices)
         lens = np.asarray(self._batch.known_lens)[indices]
-        places = lens[:, None] - window + np.arange(window)
-        positions, rows = places.ravel(), np.repeat(indices, window)
+        positions_by_req = lens[:, None] - window + np.arange(window)
+        positions, rows = positions_by_req.ravel(), np.repeat(indices, window)
         # Under asynchronous scheduling the host has -1 for tokens that only the device knows yet.
-        tokens = self._runner.input_batch.token_ids_cpu[rows, positions].clip(min=0)
+        tokens = self.target_runner.input_batch.token_ids_cpu[rows, positions].clip(min=0)
         slots = torch.full((num_reqs * window,), PAD_SLOT, dtype=torch.int64, device=self.device)
-        common = self._common.replace(
+        common = self.common.replace(
             query_start_loc=self.arange[: num_reqs + 1] * window,
             query_start_loc_cpu=torch.arange(num_reqs + 1, dtype=torch.int32) * window,
             num_reqs=num_reqs,
@@ -526,7 +499,9 @@ class MagicDecProposer(DraftModelProposer):
             slot_mapping=slots,
         )
         attn_metadata: dict[str, Any] = {}
-        for table, attention_groups in zip(self._batch.block_tables, self._runner.attn_groups, strict=True):
+        for table, attention_groups in zip(
+            self._batch.block_tables, self.target_runner.attn_groups, strict=True
+        ):
             own = common.replace(block_table_tensor=table[on_device(indices, self.device)])
             for attention_group in attention_groups:
                 built = attention_group.build_metadata(own)
@@ -534,8 +509,8 @@ class MagicDecProposer(DraftModelProposer):
         if self._adapters is not None:
             self._adapters.apply(indices, window)
         if self.uses_mrope:
-            requests = [self._runner.requests[self._batch.req_ids[index]] for index in indices]
-            query_positions = positions_on_host(requests, places).to(self.device)
+            requests = [self.target_runner.requests[self._batch.req_ids[index]] for index in indices]
+            query_positions = positions_on_host(requests, positions_by_req).to(self.device)
         else:
             query_positions = on_device(positions, self.device)
         self._drafting.forward(
@@ -546,8 +521,7 @@ class MagicDecProposer(DraftModelProposer):
         )
 
     def pad_slots(self, num_padded: int, slots: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Slots by layer, [num_padded] int64 each; `slots` [num_tokens] int64 each, by group of layers."""
-        assert self._drafter is not None
+        """Return padded slots by layer, [num_padded] int64; `slots` [num_tokens] int64, by layer group."""
         by_layer: dict[str, torch.Tensor] = {}
         for buffer, own, group in zip(self._slots, slots, self._drafter.groups, strict=True):
             buffer[: len(own)].copy_(own)
@@ -557,9 +531,9 @@ class MagicDecProposer(DraftModelProposer):
 
 
 def _probabilities(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """[num_tokens] float32, of the tokens drawn from `logits` [num_tokens, vocab_size]."""
-    drawn = logits.gather(1, tokens.long().unsqueeze(1)).squeeze(1)
-    return (drawn.float() - logits.float().logsumexp(dim=1)).exp()
+    """Return probabilities of `tokens` under `logits` [num_tokens, vocab_size], [num_tokens] float32."""
+    own = logits.gather(1, tokens.long().unsqueeze(1)).squeeze(1)
+    return (own.float() - logits.float().logsumexp(dim=1)).exp()
 
 
 def _page_metadata(
@@ -569,15 +543,7 @@ def _page_metadata(
     index: int,
     view: PageView,
 ) -> dict[str, Any]:
-    """vLLM's metadata, by layer, of a draft step or pass in the layers of a view.
-
-    Args:
-        common: with the queries.
-        slots: [num_tokens] int64, where their K/V goes in the view's layers.
-        attention_groups: of these layers.
-        index: of the step in its round.
-        view: where they look.
-    """
+    """Build attention metadata, by layer, for step `index` or a pass over a view."""
     own = common.replace(
         seq_lens=view.lens,
         max_seq_len=view.max_len,

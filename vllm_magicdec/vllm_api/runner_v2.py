@@ -25,10 +25,11 @@ from vllm.v1.worker.utils import AttentionGroup
 from vllm_magicdec.adaptive.metrics import Counts
 from vllm_magicdec.attention.metadata import draft_metadata, observed_metadata
 from vllm_magicdec.attention.observing import LayerObserver
+from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.drafting.drafter import Drafter
 from vllm_magicdec.drafting.finite import make_finite
 from vllm_magicdec.drafting.layer_groups import LayerGroup
-from vllm_magicdec.drafting.wide_passes import MOST_TOKENS
+from vllm_magicdec.drafting.wide_passes import MAX_WIDE_TOKENS
 from vllm_magicdec.errors import METHOD
 from vllm_magicdec.lookup.device_lookups import Texts
 from vllm_magicdec.lookup.history import History
@@ -52,27 +53,27 @@ from vllm_magicdec.vllm_api.draft_graphs import (
     DraftGraphs,
     PassGraphs,
     RoundGraphs,
-    step_of_nobody,
+    dummy_step,
     why_no_draft_graphs,
 )
 from vllm_magicdec.vllm_api.drafts_v2 import Draft, ModelDraft, TargetDraft
 from vllm_magicdec.vllm_api.embeddings import embed, takes_embeddings
 from vllm_magicdec.vllm_api.kv_cache import layer_groups
-from vllm_magicdec.vllm_api.kv_transfer import fills_freed_blocks, unseen_by_connector
+from vllm_magicdec.vllm_api.kv_transfer import fills_freed_blocks, without_kv_connector
 from vllm_magicdec.vllm_api.page_metadata_v2 import PageMetadata
 from vllm_magicdec.vllm_api.rope import positions_on_device
 from vllm_magicdec.vllm_api.spire_draft_v2 import SpireDraft
-from vllm_magicdec.vllm_api.verification_attention import refuse_if_inexact, say_if_slow
+from vllm_magicdec.vllm_api.verification_attention import refuse_if_inexact, warn_if_slow
 
 logger = init_logger(f"vllm.{__name__}")
 
 
-def show_removed(req_states: Any, take: Callable[[str, Sequence[int]], None]) -> None:
-    """Show which requests a V2 runner forgets: those that have ended, and those that are preempted.
+def report_removed(req_states: Any, on_remove: Callable[[str, Sequence[int]], None]) -> None:
+    """Report finished and preempted requests before a V2 runner drops them.
 
     Args:
         req_states: the runner's `RequestState`, on a CPU.
-        take: is called with a request's id and all tokens that were verified after its prompt.
+        on_remove: called with a request's id and all tokens verified after its prompt.
     """
     remove_request = req_states.remove_request
 
@@ -81,31 +82,31 @@ def show_removed(req_states: Any, take: Callable[[str, Sequence[int]], None]) ->
         row = req_states.req_id_to_index.get(req_id)
         if row is not None:
             begin, end = int(req_states.prompt_len.np[row]), int(req_states.total_len.gpu[row])
-            take(req_id, req_states.all_token_ids.gpu[row, begin:end].tolist())
+            on_remove(req_id, req_states.all_token_ids.gpu[row, begin:end].tolist())
         return remove_request(req_id)
 
     req_states.remove_request = remove
 
 
 class MagicDecSpeculator(StandaloneARSpeculator):
-    """A draft-model speculator whose draft looks at a view of its KV cache: the target's, or its own.
+    """A draft-model speculator whose draft attends to a view of a KV cache, the target's or its own.
 
-    Kept from the base class: request buffers, draft sampling, and how a draft model is loaded. Replaced:
-    attention metadata (of groups of layers over the view), the draft loop, and CUDA graphs, which the base
-    class does not have.
+    Inherited: request buffers, draft sampling and the loading of a draft model. Replaced: attention
+    metadata (by layer group, over the view) and the draft loop. Added: CUDA graphs.
     """
 
-    # No pass of a draft has more tokens than the target's step.
+    # No draft pass has more tokens than the target's step.
     num_extra_query_per_req = 0
+    speculative_config: MagicDecSpeculativeConfig
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: RequestState) -> None:
         super().__init__(vllm_config, device)
         if device.type == "cpu":
-            cpu_attention.mend()
+            cpu_attention.patch()
         spec = self.speculative_config
         if spec.draft_lookup == "on" and not spec.looks_up_on_device:
-            cpu_llvmlite.mend()
-            show_removed(req_states, lambda *ended: self._drafter.finish_request(*ended))
+            cpu_llvmlite.patch()
+            report_removed(req_states, lambda *ended: self._drafter.finish_request(*ended))
         self.req_states = req_states
         self._drafting: Draft
         if self.speculative_config.spire is not None:
@@ -116,31 +117,31 @@ class MagicDecSpeculator(StandaloneARSpeculator):
             self._drafting = TargetDraft(self)
         self._batch: Batch | None = None
         self._graphs = RoundGraphs()
-        self._is_timed = False  # vLLM wants to know what drafting takes
+        self._is_timed = False  # vLLM is measuring the time of dummy rounds
         self._adapters: Adapters | None = None
         self._rope: RopeState | None = None  # of targets with M-RoPE
-        # This runner hands a step's tokens out before it drafts, so they do not say that the drafts' K/V is
-        # written, and vLLM would free their blocks.
+        # The runner returns a step's tokens before it drafts, so vLLM could free the blocks that drafting
+        # still writes.
         self._drafts_are_awaited = device.type == "cuda" and fills_freed_blocks(vllm_config)
-        # A draft model takes text alone, and so does its target then.
+        # A draft model takes text only.
         is_target = not self.speculative_config.has_draft_model
         self._takes_embeddings = is_target and takes_embeddings(vllm_config.model_config)
 
     def load_model(self, target_model: nn.Module) -> None:
-        """Called when the target has been loaded."""
+        """Load the draft model, if the target does not draft for itself."""
         super().load_model(target_model)
-        self.supports_mm_inputs = False  # drafted tokens are text: no image has to be gathered for them
-        # A draft model has none: vLLM's adapters are the target's.
+        self.supports_mm_inputs = False  # drafts are text: no image inputs to gather
+        # vLLM's adapters apply to the target only.
         if self.vllm_config.lora_config is not None and self.model is target_model:
             self._adapters = Adapters(target_model, self.vllm_config.lora_config)
 
     def take_adapters(self, ids: np.ndarray) -> None:
-        """See `Adapters.take`; called before each of the target's steps, because only its runner knows."""
+        """Set the batch's LoRA adapters before each step of the target; see `Adapters.take`."""
         if self._adapters is not None:
             self._adapters.take(ids)
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
-        """What drafts."""
+        """Load and return the drafting model."""
         return self._drafting.load(target_model, target_attn_layer_names)
 
     def set_attn(
@@ -151,9 +152,9 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         target_input_buffers: Any,
         target_attn_groups: Any,
     ) -> None:
-        """Called once the KV cache is laid out."""
+        """Create the drafter, once vLLM has laid out the KV cache."""
         refuse_if_inexact(self.vllm_config, target_attn_groups)
-        say_if_slow(self.vllm_config)
+        warn_if_slow(self.vllm_config)
         self._drafting.refuse_inputs(model_state)
         if self._drafting.layer_names is None:
             self._rope = model_state.rope_state
@@ -163,7 +164,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
             model_state, kv_cache_config, block_tables, target_input_buffers, target_attn_groups
         )
         groups = layer_groups(self.vllm_config, kv_cache_config, self._drafting.layer_names)
-        # vLLM lays the KV cache out twice when it measures memory first: what the first drafter holds goes.
+        # vLLM may lay out the KV cache twice, to measure memory: free the first drafter's buffers.
         self._attention_groups: list[list[AttentionGroup]] = []
         for name in ("_drafter", "page_metadata"):
             self.__dict__.pop(name, None)
@@ -187,7 +188,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         if self.speculative_config.looks_up_on_device:
             ones = torch.ones(1, dtype=torch.int64, device=self.device)
             self._drafter.warm_up_lookups(
-                Texts(self.req_states.all_token_ids.gpu, self.idx_mapping[:1], ones, most=1)
+                Texts(self.req_states.all_token_ids.gpu, self.idx_mapping[:1], ones, max_len=1)
             )
         if self._drafter.has_pages:
             refuse_split_pages(self._attention_groups, are_of_layers=self._drafter.has_layer_pages)
@@ -200,44 +201,44 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         if self._drafts_are_awaited:
             logger.info_once(
                 "%s: every step waits for its drafts, because the KV connector may load into the blocks of "
-                "requests that have ended.",
+                "finished requests.",
                 METHOD,
             )
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
-        """Called after `set_attn` with what the target's attention supports."""
+        """Create the managers of the draft's CUDA graphs; called after `set_attn`."""
         if self.device.type == "cuda" and not self.vllm_config.model_config.enforce_eager:
             weakest, _ = find_weakest_graphs(self.target_attn_groups, self.vllm_config)
             if cudagraph_mode.decode_mode() == CUDAGraphMode.FULL:
-                # vLLM has not asked the layers that have rings.
+                # vLLM has not checked layers with rings.
                 own, support = find_weakest_graphs(self._attention_groups, self.vllm_config)
                 if support.value < AttentionCGSupport.UNIFORM_BATCH.value:
                     weakest, cudagraph_mode = own, CUDAGraphMode.NONE
             reason = why_no_draft_graphs(cudagraph_mode, weakest)
             if reason is not None:
                 logger.warning_once("%s: draft steps run without CUDA graphs, slower: %s.", METHOD, reason)
-        of_device = (self.vllm_config, self.device, cudagraph_mode, self, self._drafter.common_lens)
+        common = (self.vllm_config, self.device, cudagraph_mode, self, self._drafter.common_lens)
         spec = self.speculative_config
         lengths = [n for n in spec.round_lengths if n > 1] if spec.looks_up_on_device else []
         self._graphs = RoundGraphs(
-            {n: DraftGraphs(*of_device, n) for n in self._drafting.queries_of_steps},
-            {n: PassGraphs(*of_device, n) for n in lengths},
+            {n: DraftGraphs(*common, n) for n in self._drafting.queries_of_steps},
+            {n: PassGraphs(*common, n) for n in lengths},
         )
 
     @property
     def counts(self) -> Counts:
-        """What this worker has counted since it last told."""
+        """This worker's counts since they were last sent."""
         return self._drafter.counts
 
     def capture(self) -> None:
-        """Called when the target's own graphs have been captured."""
+        """Capture the draft's CUDA graphs, after the target's."""
         try:
             self._graphs.capture()
         except Exception:
-            self._drafter.take_failure("capture")
+            self._drafter.record_failure("capture")
             self._graphs = RoundGraphs()
             logger.exception("%s: draft steps run without CUDA graphs, slower: capturing failed.", METHOD)
-        self._is_timed = self.enable_adaptive_verification  # by dummy steps, which come next
+        self._is_timed = self.enable_adaptive_verification  # dummy runs come next
 
     @torch.inference_mode()
     def propose(
@@ -269,7 +270,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
                 self._copy_request_inputs(
                     num_reqs, input_batch.idx_mapping, temperature, seeds, dummy_run=True
                 )
-                self._draft_for_nobody(num_reqs)
+                self._draft_dummies(num_reqs)
             return self.draft_tokens[:num_reqs]
         self._is_timed = False
         num_steps = self.num_speculative_steps if num_speculative_tokens is None else num_speculative_tokens
@@ -280,7 +281,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
                 self._batch = self._make_batch(input_batch, num_rejected, last_sampled)
                 self._drafting.note_step(input_batch, slot_mappings, aux_hidden_states)
                 if self._rope is not None:
-                    # In all channels, drafted tokens are as far from their index as all generated text is.
+                    # M-RoPE positions of generated text differ from the index by a constant per request.
                     self._rope_offsets.zero_()
                     self._rope_offsets[:num_reqs] = self._rope.prefill_delta.gpu[input_batch.idx_mapping]
                 return self._batch
@@ -293,20 +294,20 @@ class MagicDecSpeculator(StandaloneARSpeculator):
             )
             if not drafted:
                 self._make_drafts_one_hot(num_reqs)
-                # For vLLM's adaptive verification, which leaves out what will not stand.
+                # For vLLM's adaptive verification, which skips drafts that are unlikely to be accepted.
                 self.draft_token_confidence_probs[:num_reqs] = 0.0
             elif self._drafter.draft_lists is not None and num_steps > 0:
                 self._fill_up(self._drafter.draft_lists, num_steps)
             if drafted and self._batch is not None and all(self._batch.is_prefilling):
-                # No pass has told any. As vLLM has it of new requests.
+                # No pass has run; vLLM's default for new requests.
                 self.draft_token_confidence_probs[:num_reqs] = 1.0
             if self._drafts_are_awaited:
                 torch.accelerator.current_stream().synchronize()
         return self._drafter.draft_tokens[:num_reqs]
 
-    def _draft_for_nobody(self, num_reqs: int) -> None:
-        """What the steps of a round take, over full views of as many requests."""
-        step = step_of_nobody(
+    def _draft_dummies(self, num_reqs: int) -> None:
+        """Run the steps of a round over full views, for vLLM's timing."""
+        step = dummy_step(
             self,
             num_reqs,
             num_blocks=self.kv_cache_config.num_blocks,
@@ -323,7 +324,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
     ) -> Batch:
         num_reqs = batch.num_reqs
         context_lens = batch.seq_lens[:num_reqs].long() - num_rejected[:num_reqs]
-        # What the host knows: as if every scheduled draft had been accepted.
+        # Upper bounds, as if every scheduled draft had been accepted.
         known_lens = batch.num_computed_tokens_np[:num_reqs] + batch.num_scheduled_tokens[:num_reqs]
         return Batch(
             req_ids=batch.req_ids[:num_reqs],
@@ -339,46 +340,44 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         )
 
     def _histories(self, batch: Batch, rows: np.ndarray) -> list[History]:
-        """The requests' tokens; `rows` [num_reqs] int, among vLLM's. On a CPU."""
-        # With those that this step sampled.
+        """Return the requests' tokens; `rows` [num_reqs] of vLLM's request states. On a CPU."""
         token_ids = self.req_states.all_token_ids.gpu.numpy()
         ends = (batch.context_lens + 1).tolist()
         return [History(token_ids[row, :end], ()) for row, end in zip(rows, ends, strict=True)]
 
     def max_wide_reqs(self, num_steps: int) -> int:
-        """See `drafting.wide_passes.WidePassRunner`."""
+        """Maximum number of requests in a pass of a round's `num_steps` tokens; 0: unsupported."""
         if not self._drafting.reads_ahead:
             return 0
         captured = self._graphs.max_wide_reqs(num_steps)
-        return min(self.max_num_tokens, MOST_TOKENS) // num_steps if captured is None else captured
+        return min(self.max_num_tokens, MAX_WIDE_TOKENS) // num_steps if captured is None else captured
 
     def texts(self, batch: Batch) -> Texts:
-        """See `drafting.wide_passes.WidePassRunner`."""
+        """Return the verified tokens of a round's requests, including those that this step sampled."""
         token_ids = self.req_states.all_token_ids.gpu
         most = min(int(max(batch.known_lens)) + 1, token_ids.shape[1])
-        # What this step sampled is among them.
         lens = (batch.context_lens + 1).clamp(max=most)
         return Texts(token_ids, self.idx_mapping[: len(batch.req_ids)], lens, most)
 
     def _fill_up(self, lists: list[list[int]], num_steps: int) -> None:
-        """Hand on lists as vLLM's runner takes drafts: as many of each request, some of them never used."""
-        filled = [[*drafts, *[0] * (num_steps - len(drafts))] for drafts in lists]
-        self._drafter.draft_tokens[: len(lists), :num_steps] = torch.tensor(filled)
+        """Pad lists of drafts with token 0, as vLLM's runner expects equally many of each request."""
+        padded = [[*drafts, *[0] * (num_steps - len(drafts))] for drafts in lists]
+        self._drafter.draft_tokens[: len(lists), :num_steps] = torch.tensor(padded)
         for index, drafts in enumerate(lists):
             self._make_drafts_one_hot(index + 1, first=index, first_step=len(drafts))
 
     def compute_draft_logits(self, hidden_states: torch.Tensor, spec_step_idx: int) -> torch.Tensor:
-        """vLLM's, of which the rejection sampler can make a distribution."""
+        """Compute logits, finite where the rejection sampler needs a distribution."""
         logits = super().compute_draft_logits(hidden_states, spec_step_idx)
         return logits if self.draft_logits is None else make_finite(logits)
 
     def draft_step(self, tokens: torch.Tensor, step: DraftStep) -> torch.Tensor:
-        """See `drafting.drafter.Runner`."""
+        """Run and sample one draft step."""
         self.current_draft_step.fill_(step.index)
         if self._adapters is not None:
             self._adapters.apply()
         num_reqs = len(tokens)
-        tokens, step = self._drafting.lead(tokens, step)
+        tokens, step = self._drafting.prepend_catch_up(tokens, step)
         sampled = self._graphs.replay_step(tokens, step, num_reqs, self._num_adapters)
         if sampled is None:
             sampled = self.forward_and_sample(tokens, step, self.step_metadata(step))
@@ -386,28 +385,28 @@ class MagicDecSpeculator(StandaloneARSpeculator):
 
     @property
     def reads_ahead(self) -> bool:
-        """See `drafting.staged.PassRunner`."""
+        """Whether a pass may take several unverified tokens of a request."""
         return self._drafting.reads_ahead
 
     @property
     def max_pass_tokens(self) -> int:
-        """See `drafting.staged.PassRunner`."""
+        """Maximum number of query tokens in a pass."""
         return self.max_num_tokens
 
     def note_unread(self, request: int, first: int, tokens: Sequence[int]) -> None:
-        """See `drafting.staged.PassRunner`."""
-        raise AssertionError("this runner verifies as many drafts of every request, all from passes")
+        """Raise: this runner verifies equally many drafts of every request, all from passes."""
+        raise AssertionError("this runner does not verify drafts that no pass has sampled")
 
     def draft_pass(
         self, tokens: torch.Tensor, draft_pass: DraftPass
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See `drafting.staged.PassRunner`."""
+        """Run a pass and sample after each of its tokens."""
         queries = draft_pass.queries
         if self._adapters is not None:
-            self._adapters.apply(queries.request_indices.tolist())  # every token is drawn after
-        drawn = self._graphs.replay_pass(tokens, draft_pass, self._num_adapters)
-        if drawn is not None:
-            return drawn, None
+            self._adapters.apply(queries.request_indices.tolist())  # one logit per token
+        sampled = self._graphs.replay_pass(tokens, draft_pass, self._num_adapters)
+        if sampled is not None:
+            return sampled, None
         places = on_device(queries.request_indices, self.device)
         steps = on_device(queries.steps, self.device)
         attn_metadata: dict[str, Any] = {}
@@ -418,54 +417,47 @@ class MagicDecSpeculator(StandaloneARSpeculator):
             tokens, draft_pass.positions, places, [part.slots for part in draft_pass.parts], attn_metadata
         )
         rows = self.idx_mapping[places]
-        drawn, logits = self._draw_after_all(hidden_states, draft_pass.positions, rows, steps)
+        sampled, logits = self._sample_each(hidden_states, draft_pass.positions, rows, steps)
         if not draft_pass.is_weighed:
-            return drawn, None
+            return sampled, None
         temperature: torch.Tensor | float = 1.0
         if self.draft_logits is not None:
             temperature = self.temperature[rows].unsqueeze(1)
             temperature = temperature.masked_fill(temperature == 0, 1.0)
         log_probs = (logits.float() / temperature).log_softmax(dim=-1)
-        return drawn, log_probs.gather(1, drawn.unsqueeze(1)).squeeze(1).exp()
+        return sampled, log_probs.gather(1, sampled.unsqueeze(1)).squeeze(1).exp()
 
     @property
     def _num_adapters(self) -> int:
-        """Of the round, when they have been applied."""
+        """The round's `Adapters.num_active`."""
         return 0 if self._adapters is None else self._adapters.num_active
 
     def _forward_at(
         self,
         tokens: torch.Tensor,
         positions: torch.Tensor,
-        places: torch.Tensor,
+        indices: torch.Tensor,
         slots: Sequence[torch.Tensor],
         attn_metadata: Mapping[str, Any],
     ) -> torch.Tensor:
-        """See `Draft.forward`; `places` [num_tokens] int64, of each token's request in the batch."""
+        """Run `Draft.forward`; `indices` [num_tokens] int64, of each token's request in the batch."""
         if self._rope is not None:
-            positions = positions + self._rope_offsets[places]
+            positions = positions + self._rope_offsets[indices]
         return self._drafting.forward(tokens, positions, slots, attn_metadata)
 
-    def _draw_after_all(
+    def _sample_each(
         self,
-        hidden_states: torch.Tensor,
-        positions: torch.Tensor,
-        rows: torch.Tensor,
-        steps: torch.Tensor,
+        hidden_states: torch.Tensor,  # [num_tokens, hidden_size]
+        positions: torch.Tensor,  # [num_tokens] int64
+        rows: torch.Tensor,  # [num_tokens] int, of requests in vLLM's request states
+        steps: torch.Tensor,  # [num_tokens] int64, of the round
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The token after each, and the logits that it was drawn from.
-
-        Args:
-            hidden_states: [num_tokens, hidden_size].
-            positions: [num_tokens] int64.
-            rows: [num_tokens] int, of each token's request among vLLM's.
-            steps: [num_tokens] int64, the step of the round that each token is.
-        """
+        """Sample after each token; returns the samples and their logits."""
         logits = self.compute_draft_logits(hidden_states, 0)
         if self.draft_logits is None:
             return logits.argmax(dim=-1), logits
-        # A token's noise and its place among the logits are those that its own step has.
-        drawn = gumbel_sample(
+        # The noise and the column in the logits cache are those of each token's own step.
+        sampled = gumbel_sample(
             logits,
             rows,
             self.temperature,
@@ -477,11 +469,11 @@ class MagicDecSpeculator(StandaloneARSpeculator):
             logits_cache_col=steps,
             use_fp64=self.use_fp64_gumbel,
         )
-        return drawn, logits
+        return sampled, logits
 
     @property
     def batch(self) -> Batch:
-        """Of the round."""
+        """The round's batch."""
         assert self._batch is not None
         return self._batch
 
@@ -492,24 +484,24 @@ class MagicDecSpeculator(StandaloneARSpeculator):
 
     @property
     def takes_passes(self) -> bool:
-        """See `drafting.drafter.Drafter`."""
+        """Whether the round is drafted by passes of several tokens per request."""
         return self._drafter.takes_passes
 
     def num_latest(self, num_steps: int) -> int:
-        """See `drafting.drafter.Drafter`."""
+        """Return `Drafter.num_latest`."""
         return self._drafter.num_latest(num_steps)
 
     @property
     def num_views(self) -> int:
-        """See `draft_graphs.Capturable`."""
+        """Number of layer groups, each with its own view."""
         return len(self._drafter.groups)
 
     def capture_view(self, index: int, num_reqs: int, lens: torch.Tensor, common_len: int | None) -> View:
-        """See `draft_graphs.Capturable`."""
+        """Return `Drafter.capture_view`."""
         return self._drafter.capture_view(index, num_reqs, lens, common_len)
 
     def step_metadata(self, step: DraftStep, *, for_capture: bool = False) -> Mapping[str, Any]:
-        """See `draft_graphs.Capturable`."""
+        """Build attention metadata of a step, by layer."""
         attn_metadata: dict[str, Any] = {}
         for index, (part, group) in enumerate(zip(step.parts, self._drafter.groups, strict=True)):
             of_pages = partial(self.page_metadata.of_step, index, part, for_capture=for_capture)
@@ -517,20 +509,20 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         return attn_metadata
 
     def refresh_metadata(self, step: DraftStep) -> None:
-        """See `draft_graphs.Capturable`. No backend reads token views."""
+        """Rebuild the metadata of a captured step before its replay; token views have none."""
         for index, part in enumerate(step.parts):
             if not isinstance(part.view, TokenView):
                 self.page_metadata.of_step(index, part, part.view.of_layer(0))
 
     def select_adapters(self, num_active: int, num_reqs: int) -> None:
-        """See `draft_graphs.Capturable`."""
+        """Map the next pass to dummy LoRA adapters, for captures."""
         if self._adapters is not None:
             self._adapters.apply_dummies(num_active, num_reqs)
 
     def forward_and_sample(
         self, tokens: torch.Tensor, step: DraftStep, attn_metadata: Mapping[str, Any]
     ) -> torch.Tensor:
-        """See `draft_graphs.Capturable`."""
+        """Run a step and sample after each request's last token, [num_reqs] int64."""
         slots, positions = [part.slots for part in step.parts], step.positions
         num_reqs = step.parts[0].view.lens.shape[0]
         if self._rope is not None:
@@ -538,7 +530,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         hidden_states = self._drafting.forward(tokens, positions, slots, attn_metadata)
         last = slice(len(tokens) // num_reqs - 1, None, len(tokens) // num_reqs)
         return self.sample_draft(
-            hidden_states[last].contiguous(),  # kernels of quantised heads take no other
+            hidden_states[last].contiguous(),  # as kernels of quantised heads require
             step.positions[last],
             self.idx_mapping[:num_reqs],
             self.temperature,
@@ -547,30 +539,29 @@ class MagicDecSpeculator(StandaloneARSpeculator):
             self.draft_logits,
         )
 
-    def forward_and_draw(
+    def forward_and_sample_each(
         self, tokens: torch.Tensor, step: DraftStep, attn_metadata: Mapping[str, Any]
     ) -> torch.Tensor:
-        """See `draft_graphs.Capturable`."""
+        """Run a step and sample after each token, [num_tokens] int64."""
         num_reqs = step.parts[0].view.lens.shape[0]
         num_queries = len(tokens) // num_reqs
-        places = self.arange_gpu[:num_reqs].long().repeat_interleave(num_queries)
+        indices = self.arange_gpu[:num_reqs].long().repeat_interleave(num_queries)
         steps = self._steps[:num_queries].repeat(num_reqs)
         hidden_states = self._forward_at(
-            tokens, step.positions, places, [part.slots for part in step.parts], attn_metadata
+            tokens, step.positions, indices, [part.slots for part in step.parts], attn_metadata
         )
-        drawn, _ = self._draw_after_all(hidden_states, step.positions, self.idx_mapping[places], steps)
-        return drawn
+        sampled, _ = self._sample_each(hidden_states, step.positions, self.idx_mapping[indices], steps)
+        return sampled
 
     def observe(
         self, layer_names: Sequence[str], indices: Sequence[int], window: int, observer: LayerObserver
     ) -> None:
-        """See `drafting.drafter.Runner`."""
+        """Run the target over the last `window` tokens of requests `indices`, with an observer."""
         assert self._batch is not None
         num_reqs = len(indices)
         chosen = on_device(indices, self.device)
         lens = self._batch.observable_lens[chosen]
-        places = torch.arange(window, device=self.device) - window
-        positions = lens.unsqueeze(1) + places
+        positions = lens.unsqueeze(1) + torch.arange(window, device=self.device) - window
         rows = self.idx_mapping[chosen].long().unsqueeze(1)
         tokens = self.req_states.all_token_ids.gpu[rows, positions].flatten().to(torch.int32)
         slots = torch.full((num_reqs * window,), PAD_SLOT, dtype=torch.int64, device=self.device)
@@ -596,7 +587,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         self.forward(tokens, positions, self.slots_by_layer([slots] * self.num_views), observed)
 
     def slots_by_layer(self, slots: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """[num_tokens] int64 each; `slots` by group of layers."""
+        """Return slots by layer; `slots` [num_tokens] int64 each, by layer group."""
         by_layer: dict[str, torch.Tensor] = {}
         for own, group in zip(slots, self._drafter.groups, strict=True):
             by_layer |= dict.fromkeys(group.layer_names, own)
@@ -604,29 +595,22 @@ class MagicDecSpeculator(StandaloneARSpeculator):
 
     def forward(
         self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        slot_mapping: dict[str, torch.Tensor],
-        attn_metadata: Mapping[str, Any] | None,
+        tokens: torch.Tensor,  # [num_tokens] int32
+        positions: torch.Tensor,  # [num_tokens] int64, or [num_dims, num_tokens] under M-RoPE
+        slot_mapping: dict[str, torch.Tensor],  # [num_tokens] int64 each, destination of K/V, by layer
+        attn_metadata: Mapping[str, Any] | None,  # by layer; None: there is no KV cache yet
     ) -> Any:
-        """What the model that drafts gives: hidden states, [num_tokens, hidden_size], or more.
-
-        Args:
-            tokens: [num_tokens] int32.
-            positions: [num_tokens] int64, or [num_dims, num_tokens] under M-RoPE.
-            slot_mapping: [num_tokens] int64 each, where their K/V goes, by layer.
-            attn_metadata: by layer; None: there is no KV cache yet.
-        """
+        """Run the drafting model; returns [num_tokens, hidden_size], a SPIRe draft also its activations."""
         num_tokens = tokens.shape[0]
         if self._rope is not None:
-            # Compiled code has the strides of the runner's own buffer.
+            # Compiled code expects the strides of the runner's buffer.
             self._rope.positions[:, :num_tokens] = positions
             positions = self._rope.positions[:, :num_tokens]
         inputs: dict[str, torch.Tensor | None] = {"input_ids": tokens}
         if self._takes_embeddings:
             inputs = {"input_ids": None, "inputs_embeds": embed(self.model, tokens, self.vocab_size)}
         with (
-            unseen_by_connector(),
+            without_kv_connector(),
             set_forward_context(
                 attn_metadata,
                 self.vllm_config,
@@ -639,12 +623,8 @@ class MagicDecSpeculator(StandaloneARSpeculator):
             return self.model(positions=positions, **inputs)
 
     def _make_drafts_one_hot(self, end: int, *, first: int = 0, first_step: int = 0) -> None:
-        """Tell the rejection sampler that drafts are token 0 with certainty.
-
-        Args:
-            end: of the requests, places in the batch, from `first` on.
-            first: see there.
-            first_step: the first of each request's drafts.
+        """Set the draft distribution to token 0 with certainty, for requests `first` to `end` of the batch
+        from `first_step` on.
         """
         if self.draft_logits is not None:
             rows = self.idx_mapping[first:end]

@@ -6,77 +6,77 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn as nn
+from typing_extensions import override
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_magicdec.drafting.drafter import OwnCache
 from vllm_magicdec.drafting.layer_groups import LayerGroup
 from vllm_magicdec.vllm_api.drafts_v2 import LoadedDraft
-from vllm_magicdec.vllm_api.kv_cache import say_what_draft_takes
+from vllm_magicdec.vllm_api.kv_cache import log_draft_memory
 from vllm_magicdec.vllm_api.spire_cache import SpireCache, TargetStep, refuse_target_without_activations
 
-if TYPE_CHECKING:  # it makes what is here
+if TYPE_CHECKING:  # imports this module
     from vllm_magicdec.vllm_api.runner_v2 import MagicDecSpeculator
 
 
 class SpireDraft(LoadedDraft):
-    """A model that takes verified tokens from the target's activations.
+    """A draft that computes the K/V of verified tokens from the target's activations.
 
-    Those come with every step of the target, plain ones too, by a hook (`hooks.ACTIVATIONS_HOOK`). What a
-    pass writes is part of its CUDA graph.
-
-    Args:
-        speculator: makes its passes.
+    A hook (`hooks.ACTIVATIONS_HOOK`) has every step of the target return them, plain ones too. A pass
+    writes its memory within its CUDA graph.
 
     Raises:
-        MagicDecConfigError: the target shows no activations.
+        MagicDecConfigError: vLLM does not return the target's activations.
     """
 
     def __init__(self, speculator: "MagicDecSpeculator") -> None:
         super().__init__(speculator)
         refuse_target_without_activations(speculator.vllm_config)
 
+    @override
     def load(self, target: nn.Module, target_layer_names: set[str]) -> nn.Module:
-        """See `Draft`."""
         model: Any = super().load(target, target_layer_names)
         self._cache = SpireCache(model, target)
         self._has_memory = model.fields.feedback_memory
         return model
 
+    @override
     def lay_out(self, kv_cache_config: KVCacheConfig, groups: Sequence[LayerGroup]) -> None:
-        """See `Draft`; raises what `SpireCache.lay_out` does."""
         self._cache.lay_out(groups)
-        say_what_draft_takes(kv_cache_config, groups)
+        log_draft_memory(kv_cache_config, groups)
 
+    @override
     def warm_up(self, inputs: InputBatch) -> None:
-        """See `Draft`."""
         hidden_states, _ = self._speculator.forward(inputs.input_ids, inputs.positions, {}, None)
         self._speculator.compute_draft_logits(hidden_states[: inputs.num_reqs], 0)
         self._cache.warm_up(inputs.num_tokens)
 
     @property
+    @override
     def own_cache(self) -> OwnCache:
-        """See `Draft`."""
         return self._cache
 
     @property
+    @override
     def reads_ahead(self) -> bool:
-        """See `Draft`; a token's memory is not there before its own pass has ended."""
+        # A token's memory exists only after its own pass.
         return not self._has_memory
 
+    @override
     def note_step(
         self,
         inputs: InputBatch,
         slots: Mapping[str, torch.Tensor],
         activations: Sequence[torch.Tensor] | None,
     ) -> None:
-        """See `Draft`."""
-        if activations is None:  # the drafter finds that out, where failures are counted
+        if activations is None:  # `SpireCache.begin_round` fails, which the drafter counts
             return
-        taken = slice(inputs.num_tokens)  # what lies behind pads a graph
+        taken = slice(inputs.num_tokens)  # without the padding of CUDA graphs
         by_layer = [each[taken] for each in activations]
         self._cache.note_step(TargetStep(inputs.input_ids[taken], inputs.positions[taken], by_layer, slots))
 
+    @override
     def forward(
         self,
         tokens: torch.Tensor,
@@ -84,7 +84,6 @@ class SpireDraft(LoadedDraft):
         slots: Sequence[torch.Tensor],
         attn_metadata: Mapping[str, Any],
     ) -> torch.Tensor:
-        """See `Draft`."""
         speculator = self._speculator
         hidden_states, activations = speculator.forward(
             tokens, positions, speculator.slots_by_layer(slots), attn_metadata

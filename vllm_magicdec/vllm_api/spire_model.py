@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A SPIRe draft as a model of vLLM (arXiv 2504.06419): a Llama whose cache is to hold memory.
+"""A SPIRe draft as a vLLM model (arXiv 2504.06419): a Llama whose KV cache holds memory.
 
-A pass is a Llama's. What differs is what the cache holds of tokens *before* the pass's own: keys and values
-of their memory, a weighted sum of the token's activations before and after every block, weights per block.
-`memorise` writes it: of verified tokens from the target's activations, of drafted ones from this model's.
+A forward pass is that of a Llama, but for earlier tokens the cache holds keys and values of their *memory*:
+a weighted sum of the token's activations before and after every block, with weights per block. `memorise`
+writes it, for verified tokens from the target's activations, for drafts from this model's.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,26 +18,25 @@ from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.errors import METHOD, MODEL_METHOD, MagicDecConfigError
 from vllm_magicdec.spire.serving import served_settings
 
-# Tokens whose activations are in float32 at a time.
-_MOST_AT_ONCE = 1024
+_MAX_TOKENS_AT_ONCE = 1024  # bounds the memory of activations in float32
 
 
 class MagicDecSpireForCausalLM(LlamaForCausalLM):
     """The draft that `magicdec train-draft` writes.
 
     Args:
-        vllm_config: the engine's, with this model's configuration in the place of the target's.
-        prefix: of the names of its layers; "": it is served itself.
+        vllm_config: the engine's configuration, with this model's in place of the target's.
+        prefix: prefix of its layers' names; "": it is served itself.
 
     Raises:
-        MagicDecConfigError: it is not to draft for its target.
+        MagicDecConfigError: it is served itself, or by another speculative method.
     """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         spec = vllm_config.speculative_config
         if not (prefix and isinstance(spec, MagicDecSpeculativeConfig) and spec.has_draft_model):
             raise MagicDecConfigError(
-                f"{METHOD}: a SPIRe draft does nothing by itself; serve its target with --spec-method "
+                f"{METHOD}: a SPIRe draft cannot be served by itself; serve its target with --spec-method "
                 f"{MODEL_METHOD} --speculative-model {vllm_config.model_config.model}"
             )
         super().__init__(vllm_config=vllm_config, prefix=prefix)
@@ -45,14 +44,14 @@ class MagicDecSpireForCausalLM(LlamaForCausalLM):
         assert fields is not None
         self.fields = fields
         num_layers = len(self.model.layers)
-        # Llama's code for EAGLE-3 hands out what leaves each block. What enters the first, the embedding,
-        # its fused norms may write over.
+        # Llama's EAGLE-3 support returns the output of each block. The input of the first, the embedding,
+        # may be overwritten by fused norms.
         self.model._set_aux_hidden_state_layers(tuple(range(1, num_layers + 1)))
         if fields.feedback_memory:
             logits = torch.zeros(num_layers, num_layers + 1, dtype=torch.float32)
             self.model.memory_logits = nn.Parameter(logits, requires_grad=False)
             self.register_buffer("memory_weights", logits.softmax(dim=1), persistent=False)
-        # vLLM packs linear layers for CPUs and keeps no others.
+        # vLLM packs linear layers for CPUs and drops the original weights.
         for index, layer in enumerate(self.model.layers):
             weight, bias = _keys_and_values(layer)
             self.register_buffer(_kv_weight(index), torch.zeros_like(weight), persistent=False)
@@ -61,7 +60,7 @@ class MagicDecSpireForCausalLM(LlamaForCausalLM):
             )
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """See vLLM; keeps the keys' and values' part of each block's projection as it is."""
+        """Load weights as vLLM does, and keep an unpacked copy of each block's K/V projection."""
         loaded = super().load_weights(weights)
         if self.fields.feedback_memory:
             self.memory_weights.copy_(self.model.memory_logits.softmax(dim=1))
@@ -82,14 +81,14 @@ class MagicDecSpireForCausalLM(LlamaForCausalLM):
 
         Args:
             activations: num_layers + 1 of [num_tokens, hidden_size] in the model's dtype, the residual
-                stream before each block and after the last one: the target's of the blocks that these were
-                made from, or this model's own.
+                stream before each block and after the last one, of this model or of the corresponding
+                blocks of the target.
             positions: [num_tokens] int64.
-            slots: [num_tokens] int64 each, where they go, by layer; `views.base.PAD_SLOT`: nowhere. None:
-                all go nowhere, because there is no KV cache yet.
+            slots: [num_tokens] int64 each, destinations by layer; `views.base.PAD_SLOT`: none. None: write
+                nothing, because there is no KV cache yet.
         """
-        for first in range(0, len(positions), _MOST_AT_ONCE):
-            part = slice(first, first + _MOST_AT_ONCE)
+        for first in range(0, len(positions), _MAX_TOKENS_AT_ONCE):
+            part = slice(first, first + _MAX_TOKENS_AT_ONCE)
             self._memorise(
                 torch.stack([own[part] for own in activations]),
                 positions[part],
@@ -99,8 +98,8 @@ class MagicDecSpireForCausalLM(LlamaForCausalLM):
     def _memorise(
         self, activations: torch.Tensor, positions: torch.Tensor, slots: Sequence[torch.Tensor | None]
     ) -> None:
-        """See `memorise`; `activations` [num_layers + 1, num_tokens, hidden_size]."""
-        memories = activations  # without memory vectors: what enters each block, as in any Llama
+        # activations: [num_layers + 1, num_tokens, hidden_size]
+        memories = activations  # without feedback memory, the input of each block as in any Llama
         if self.fields.feedback_memory:
             summed = self.memory_weights @ activations.float().flatten(1)
             memories = summed.to(activations.dtype).view(-1, *activations.shape[1:])
@@ -112,7 +111,7 @@ class MagicDecSpireForCausalLM(LlamaForCausalLM):
                 getattr(self, _kv_bias(index)),
             )
             keys, values = projected.split(attention.kv_size, dim=1)
-            # Some implementations rotate in place, and none needs keys beside queries.
+            # Some implementations rotate in place; keys may be None.
             keys, _ = attention.rotary_emb(positions, keys.contiguous(), None)
             heads = (-1, attention.num_kv_heads, attention.head_dim)
             cache = attention.attn
@@ -122,7 +121,7 @@ class MagicDecSpireForCausalLM(LlamaForCausalLM):
 
 
 def _keys_and_values(layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Weight [2 * kv_size, hidden_size] and bias [2 * kv_size] of a block's projection, views."""
+    """Return views of a block's K/V projection: weight [2 * kv_size, hidden_size], bias [2 * kv_size]."""
     own, first = layer.self_attn.qkv_proj, layer.self_attn.q_size
     return own.weight[first:], None if own.bias is None else own.bias[first:]
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the target's attention backend verifies: wrongly (refused) or slowly (said once at start-up).
+"""Checks of the target's attention backend: refuses inexact verification and warns of slow one.
 
-The plugin does not choose a backend: of FlashAttention 2 and the one that verifies faster there, the latter
-costs the full CUDA graphs, and which weighs more was not measured.
+The plugin does not choose a backend: the one that verifies faster than FlashAttention 2 costs full CUDA
+graphs, and the trade-off was not measured.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.logger import init_logger
@@ -18,47 +19,36 @@ from vllm_magicdec.errors import METHOD, MagicDecConfigError
 logger = init_logger(f"vllm.{__name__}")
 
 
-def say_if_slow(vllm_config: VllmConfig) -> None:
-    """Say what else to try where FlashAttention 2 verifies for a model with grouped queries.
+def warn_if_slow(vllm_config: VllmConfig) -> None:
+    """Warn if FlashAttention 2 verifies for a model with grouped queries.
 
-    FlashAttention 2 lets the query heads of a group share what it reads of the KV cache, and splits long
-    contexts over the GPU, for one query token per request only (flash-attention issues 176, 190, 193; vLLM
-    51320, 52879). FlashAttention 3 and 4 do so for several.
-
-    Args:
-        vllm_config: the engine's, its model loaded.
+    FlashAttention 2 packs the query heads of a group and splits long contexts for one query token per
+    request only (flash-attention issues 176, 190, 193; vLLM 51320, 52879); 3 and 4 do so for several.
     """
     if vllm_config.device_config.device_type != "cuda":
         return
     layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase).values()
-    impls = [layer.impl for layer in layers if hasattr(layer, "impl")]
-    # What vLLM has chosen, for reasons of its own, rather than a guess from the GPU's name.
+    impls: list[Any] = [layer.impl for layer in layers if hasattr(layer, "impl")]
+    # vLLM's choice of the version, rather than a guess from the GPU's name.
     if any(
         getattr(impl, "vllm_flash_attn_version", None) == 2 and impl.num_heads > impl.num_kv_heads
         for impl in impls
     ):
         logger.warning_once(
-            "%s: vLLM's attention is FlashAttention 2 here, which verifies several tokens at several times "
-            "the cost of one at long contexts. --attention-backend FLASHINFER has a kernel that does not, "
-            "but on Ampere and Ada vLLM 0.32 captures no full CUDA graphs with it, and so none of draft "
-            "steps. Which is faster was not measured: try both with your load.",
+            "%s: vLLM uses FlashAttention 2 here, which verifies several tokens at several times the cost "
+            "of one at long contexts. --attention-backend FLASHINFER has a kernel that does not, but on "
+            "Ampere and Ada vLLM 0.32 captures no full CUDA graphs with it, and so none of draft steps. "
+            "Which is faster was not measured: try both with your load.",
             METHOD,
             scope="global",
         )
 
 
 def refuse_if_inexact(vllm_config: VllmConfig, target_groups: Sequence[Sequence[AttentionGroup]]) -> None:
-    """Refuse backends that verify by lengths which the host does not know yet.
+    """Raise MagicDecConfigError for backends that read the lengths of verifications on the host.
 
-    Some backends for MLA decode one query token per request only and take several for a prompt's, whose
-    lengths they read on the host. Under asynchronous scheduling those are upper bounds.
-
-    Args:
-        vllm_config: the engine's.
-        target_groups: the target's attention groups, with their builders, by KV-cache group.
-
-    Raises:
-        MagicDecConfigError: with the way out.
+    Some MLA backends treat several query tokens per request as a prompt's, whose lengths they read on the
+    host. Under asynchronous scheduling those are only upper bounds.
     """
     if not vllm_config.scheduler_config.async_scheduling:
         return

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`make check-vllm VLLM=...`: our calls against the Python files of another vLLM, by mypy.
+
+VLLM is a wheel or a folder that holds the package `vllm`. Errors are reported in our files alone.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+OPTIONAL = {"vllm.v1.spec_decode.registry"}  # of patches/
+# An ignore that only one version needs is no error beside another.
+MYPY = [sys.executable, "-m", "mypy", "--no-warn-unused-ignores", "--cache-dir", ".mypy_cache/vllm"]
+
+
+def find_missing_modules(folder: Path) -> list[str]:
+    """A line for each import of a missing module; mypy would read the installed vLLM's instead."""
+    missing = []
+    for path in sorted((ROOT / "vllm_magicdec").rglob("*.py")):
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            module = re.match(r"\s*from (vllm(?:\.\w+)*) import ", line)
+            if module is None or module[1] in OPTIONAL:
+                continue
+            stem = folder.joinpath(*module[1].split("."))
+            if not (stem.is_dir() or stem.with_suffix(".py").is_file()):
+                missing.append(f"{path.relative_to(ROOT)}:{number}: error: vLLM has no module {module[1]}")
+    return missing
+
+
+def check(folder: Path) -> int:
+    missing = find_missing_modules(folder)
+    print("\n".join(missing), end="\n" if missing else "", flush=True)
+    child = subprocess.run(MYPY, cwd=ROOT, env={**os.environ, "MYPYPATH": str(folder)}, check=False)
+    return child.returncode or bool(missing)
+
+
+def main(where: str) -> int:
+    path = Path(where).resolve()
+    if (path / "vllm" / "__init__.py").is_file():
+        return check(path)
+    if not zipfile.is_zipfile(path):
+        sys.exit(f"check-vllm: VLLM={where} is neither a wheel nor a folder that holds the package vllm")
+    with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(path) as wheel:
+        names = [name for name in wheel.namelist() if re.fullmatch(r"vllm/.*(\.pyi?|py\.typed)", name)]
+        wheel.extractall(folder, names)
+        return check(Path(folder))
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

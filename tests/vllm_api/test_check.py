@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`magicdec check`: its lines and its exit status."""
+
+from types import SimpleNamespace
+
+import pytest
+from test_hooks import unhooked  # noqa: F401
+from vllm import platforms
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from vllm_magicdec import check
+from vllm_magicdec.planner.console import main
+from vllm_magicdec.vllm_api import hooks
+from vllm_magicdec.vllm_api.requirements import REQUIRED
+
+
+@pytest.fixture
+def report(unhooked, capsys, monkeypatch):  # noqa: F811
+    """Runs the command; gives its exit status and its lines by name."""
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+
+    def run() -> tuple[int, dict[str, tuple[str, str]]]:
+        status = main(["check"])
+        lines = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines()]
+        return status, {
+            name: (verdict, text) for verdict, name, text in lines if verdict in ("ok", "PROBLEM")
+        }
+
+    return run
+
+
+def test_this_environment_can_serve(report):
+    status, lines = report()
+    assert status == 0, lines
+    assert list(lines) == ["vLLM", "plugin", "hooks", "modules", "runner", "kernel"]
+    assert {verdict for verdict, _ in lines.values()} == {"ok"}
+    assert "CPU build, runs on cpu" in lines["vLLM"][1]
+    assert f"{len(hooks.HOOKS)} hooks and {len(REQUIRED)} other names of vLLM fit" in lines["hooks"][1]
+    assert "runner, CPU_ATTN for heads of 128" in lines["runner"][1]
+
+
+def test_without_vllm_it_says_what_to_install(report, monkeypatch):
+    monkeypatch.setattr(check, "find_spec", lambda name: None)
+    status, lines = report()
+    assert status == 1
+    assert list(lines) == ["vLLM"]
+    assert "pip install vllm==0.32.0" in lines["vLLM"][1]
+
+
+def test_a_hook_that_does_not_fit_is_named(report, monkeypatch):
+    monkeypatch.delattr(Scheduler, "update_from_output")
+    status, lines = report()
+    assert status == 1
+    verdict, text = lines["hooks"]
+    assert verdict == "PROBLEM"
+    assert "Scheduler has no update_from_output" in text
+    assert "install vLLM 0.32.0" in text
+
+
+def test_a_module_that_cannot_be_imported_is_named(report, monkeypatch):
+    def import_all_but_one(name):
+        if name.endswith("runner_v2"):
+            raise ImportError("it has moved")
+        return SimpleNamespace()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(check, "import_module", import_all_but_one)
+        with pytest.raises(check.CheckError, match=r"runner_v2 cannot be imported \(it has moved\)"):
+            check.find_modules()
+
+
+def test_a_plugin_that_vllm_does_not_load_is_a_problem(report, monkeypatch):
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    status, lines = report()
+    assert status == 1
+    assert lines["plugin"] == (
+        "PROBLEM",
+        "VLLM_PLUGINS keeps it out; type export VLLM_PLUGINS=other,magicdec",
+    )
+    monkeypatch.setattr(check, "entry_points", lambda group: [])
+    with pytest.raises(check.CheckError, match=r"vLLM cannot find it; type .*pip install vllm-magicdec"):
+        check.find_plugin()
+
+
+def test_on_cuda_it_looks_for_the_libraries_of_gpus(report, monkeypatch):
+    gpu = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: True, device_type="cuda")
+    monkeypatch.setattr(platforms, "current_platform", gpu, raising=False)
+    monkeypatch.setattr(check, "find_hooks", lambda: "they fit")
+    monkeypatch.setattr(check, "find_modules", lambda: "all")
+    monkeypatch.setattr(check, "find_runner", lambda: "V2 runner")
+    monkeypatch.setattr(check.shutil, "which", lambda name: None)
+    status, lines = report()
+    assert status == 1
+    assert list(lines) == [
+        "vLLM",
+        "plugin",
+        "hooks",
+        "modules",
+        "runner",
+        "CUDA",
+        "Triton",
+        "FlashInfer",
+        "ninja",
+    ]
+    assert "is built without CUDA; type" in lines["CUDA"][1]
+    assert lines["ninja"][1].startswith("not on the PATH: FlashInfer compiles nothing; type export PATH=")

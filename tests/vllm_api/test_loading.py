@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loading the plugin never raises: beside a vLLM that does not fit it is off and says why when asked."""
+
+import itertools
+import logging
+import subprocess
+import sys
+from types import ModuleType
+
+import engines
+import pytest
+from test_hooks import attributes, unhooked  # noqa: F401
+from vllm.config import SpeculativeConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.models.registry import ModelRegistry
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from vllm_magicdec import plugin, vllm_api
+from vllm_magicdec.errors import METHOD, MODEL_METHOD, MagicDecConfigError
+from vllm_magicdec.vllm_api import hook, hooks
+
+
+@pytest.fixture
+def log(unhooked, caplog, monkeypatch):  # noqa: F811
+    """Lines of the plugin's log."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level(logging.WARNING)
+    return caplog
+
+
+def remove_a_method(monkeypatch):
+    monkeypatch.delattr(Scheduler, "update_from_output")
+    return "Scheduler has no update_from_output"
+
+
+def change_a_signature(monkeypatch):
+    monkeypatch.setattr(Scheduler, "update_from_output", lambda self, output: None)
+    return "update_from_output takes ('self', 'output'), not"
+
+
+def remove_a_required_name(monkeypatch):
+    monkeypatch.delattr(Scheduler, "update_draft_token_ids")
+    return "Scheduler has no update_draft_token_ids"
+
+
+def fail_in_the_middle(monkeypatch):
+    calls = itertools.count()
+
+    def set_half(owner, name, value):
+        if next(calls) == 8:
+            raise RuntimeError("no more")
+        setattr(owner, name, value)
+
+    monkeypatch.setattr(hook, "setattr", set_half, raising=False)
+    return "RuntimeError: no more"
+
+
+def fail_at_the_end(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("no more models")
+
+    monkeypatch.setattr(ModelRegistry, "register_model", fail)
+    return "RuntimeError: no more models"
+
+
+def break_an_import(monkeypatch):
+    monkeypatch.delitem(sys.modules, hooks.__name__)
+    monkeypatch.delattr(vllm_api, "hooks")
+    monkeypatch.setitem(sys.modules, "vllm_magicdec.vllm_api.engine_config", None)
+    return "import of vllm_magicdec.vllm_api.engine_config halted"
+
+
+FAULTS = [
+    remove_a_method,
+    change_a_signature,
+    remove_a_required_name,
+    fail_in_the_middle,
+    fail_at_the_end,
+    break_an_import,
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_vllm_that_does_not_fit_is_left_as_it_was(log, monkeypatch, fault):
+    with monkeypatch.context() as patch:
+        problem = fault(patch)
+        before = [vars(one.find_owner()).get(one.name) for one in hooks.HOOKS[1:]]
+        plugin.register()
+        after = [vars(one.find_owner()).get(one.name) for one in hooks.HOOKS[1:]]
+        changed = [one for one, a, b in zip(hooks.HOOKS[1:], before, after, strict=True) if a is not b]
+        assert [one.name for one in changed] == ["add_cli_args"]  # which explains
+        (record,) = [record for record in log.records if record.name == plugin.logger.name]
+        line = record.getMessage()
+        assert problem in line
+        assert "is off because vLLM 0.32.0" in line
+        assert "install vLLM 0.32.0, or a version of vllm-magicdec for vLLM" in line
+        assert "\n" not in line
+        for fields in ({"method": METHOD}, {"model": METHOD}, {"method": MODEL_METHOD, "model": "m"}):
+            with pytest.raises(MagicDecConfigError) as raised:
+                SpeculativeConfig(num_speculative_tokens=2, **fields)
+            assert f"{raised.value}." == line
+        other = SpeculativeConfig(method="ngram", num_speculative_tokens=2, prompt_lookup_max=3)
+        assert type(other) is SpeculativeConfig
+    plugin.register()
+    assert hook.installed() == hooks.HOOKS
+
+
+def test_the_command_line_gives_the_reason(log, monkeypatch, capsys):
+    remove_a_method(monkeypatch)
+    plugin.register()
+    reason = f"{log.records[-1].getMessage()}".rstrip(".")
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--speculative-model", METHOD])
+    assert reason in capsys.readouterr().err
+    args = parser.parse_args(["--spec-method", METHOD, "--spec-tokens", "4"])
+    assert args.spec_method == METHOD
+    assert parser.parse_args([]).speculative_config is None
+
+
+def test_engine_arguments_are_refused_where_the_configuration_cannot_be_wrapped(log, monkeypatch, tmp_path):
+    monkeypatch.setattr(
+        SpeculativeConfig, "__new__", lambda cls, *_, **__: object.__new__(cls), raising=False
+    )
+    plugin.register()
+    for given in (
+        {"speculative_config": {"method": METHOD}},
+        {"speculative_config": {"model": METHOD}},
+        {"spec_method": MODEL_METHOD},
+    ):
+        with pytest.raises(MagicDecConfigError, match="constructor of its own"):
+            EngineArgs(model=str(tmp_path), **given).create_engine_config()
+
+
+def test_a_vllm_without_any_of_these_points_loads_the_plugin(log, monkeypatch):
+    monkeypatch.setattr("vllm.config.SpeculativeConfig", None)
+    monkeypatch.setattr("vllm.engine.arg_utils.EngineArgs", None)
+    plugin.register()
+    assert hook.installed() == ()
+    assert "is off because vLLM" in log.text
+
+
+def registry(**functions) -> ModuleType:
+    module = ModuleType(plugin.REGISTRY)
+    vars(module).update(functions)
+    return module
+
+
+def of_another_shape(name, spec):
+    raise AssertionError("is never called")
+
+
+def that_takes_anything(name, **parts):
+    raise AssertionError("is never called")
+
+
+@pytest.mark.parametrize(
+    "functions",
+    [
+        {},
+        {"register_speculative_method": of_another_shape},
+        {"register_speculative_method": that_takes_anything},
+    ],
+    ids=["without the function", "other parameters", "any parameters"],
+)
+def test_a_registry_of_another_shape_is_ignored(log, monkeypatch, functions):
+    monkeypatch.setattr(plugin, "find_spec", lambda name: object())
+    monkeypatch.setitem(sys.modules, plugin.REGISTRY, registry(**functions))
+    plugin.register()
+    assert hook.installed() == hooks.HOOKS
+    assert not log.records
+
+
+def test_the_registry_of_the_patch_is_used(log, monkeypatch):
+    registered = {}
+
+    def register_speculative_method(name, *, config_cls, proposer_cls, speculator_cls, add_cli_args=None):
+        registered[name] = (config_cls, proposer_cls, speculator_cls, add_cli_args)
+
+    functions = {"register_speculative_method": register_speculative_method}
+    monkeypatch.setattr(plugin, "find_spec", lambda name: object())
+    monkeypatch.setitem(sys.modules, plugin.REGISTRY, registry(**functions))
+    plugin.register()
+    assert hook.installed() == hooks.BESIDE_REGISTRY
+    assert list(registered) == [METHOD, MODEL_METHOD]
+
+
+def test_an_untested_vllm_gets_a_warning_that_names_the_tested_ones(log, monkeypatch):
+    monkeypatch.setattr("vllm.__version__", "0.99.1")
+    plugin.register()
+    assert "was tested with vLLM 0.32.0, not with 0.99.1" in log.text
+
+
+def test_the_entry_point_imports_nothing_of_vllm():
+    code = "import sys, vllm_magicdec.plugin; print([m for m in sys.modules if m.split('.')[0] == 'vllm'])"
+    child = subprocess.run(
+        [sys.executable, "-c", code], env=engines.environment(), capture_output=True, text=True, check=True
+    )
+    assert child.stdout.strip() == "[]"

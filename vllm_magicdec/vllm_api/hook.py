@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One point of vLLM that is wrapped or relied on: found, checked, wrapped, and put back as it was.
+
+This module imports nothing of vLLM, so that it works beside every version.
+"""
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+from vllm_magicdec.errors import MagicDecConfigError
+
+Wrap = Callable[[Any, Callable[..., Any]], Any]  # (owner, original) -> what replaces the original
+
+_ABSENT = object()
+_originals: dict["Hook", Any] = {}  # of the installed hooks: the owner's own attribute, or _ABSENT
+
+
+@dataclass(frozen=True)
+class Required:
+    """A class, function, method or attribute of vLLM that the plugin relies on."""
+
+    module: str
+    owner: str  # class in that module; "": the module itself
+    name: str  # attribute of the class or module
+    parameters: tuple[str, ...] = ()  # names that the function or constructor must take
+
+    @property
+    def target(self) -> str:
+        """The qualified name, for messages."""
+        return ".".join(filter(None, (self.module, self.owner, self.name)))
+
+    def find_owner(self) -> Any:
+        """The class or module.
+
+        Raises:
+            ImportError, AttributeError: it is not there.
+        """
+        module = importlib.import_module(self.module)
+        return getattr(module, self.owner) if self.owner else module
+
+    def find_problem(self) -> str | None:
+        """Why the installed vLLM does not fit, or None."""
+        try:
+            owner = self.find_owner()
+            found = getattr(owner, self.name, None)
+            is_there = hasattr(owner, self.name) or _assigns(owner, self.name)
+            if not is_there or getattr(found, "__isabstractmethod__", False):
+                return f"{self.owner or self.module} has no {self.name}"
+            return self._find_difference(found)
+        except Exception as error:  # of whatever the module's import runs
+            return in_words(error)
+
+    def _find_difference(self, found: Any) -> str | None:
+        parameters = inspect.signature(found).parameters if self.parameters else {}
+        if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+            return None
+        missing = [name for name in self.parameters if name not in parameters]
+        return f"{self.target} takes no {', '.join(missing)}" if missing else None
+
+
+@dataclass(frozen=True)
+class Hook(Required):
+    """One attribute of a class or module of vLLM that is wrapped.
+
+    `parameters` are the first parameters of vLLM's function, in order; () for a `__new__` that vLLM leaves
+    to `object`.
+    """
+
+    reason: str = ""
+    wrap: Wrap = lambda owner, original: original
+
+    def _find_difference(self, found: Any) -> str | None:
+        if not self.parameters:
+            is_free = found is object.__new__ or self in _originals
+            return None if is_free else f"{self.owner} has a constructor of its own"
+        parameters = tuple(inspect.signature(found).parameters)  # of a wrapper: the original's
+        if parameters[: len(self.parameters)] != self.parameters:
+            return f"{self.target} takes {parameters}, not {self.parameters}"
+        return None
+
+
+def in_words(error: Exception) -> str:
+    """Its message in one line, with the type unless it is a sentence for users."""
+    name = "" if isinstance(error, MagicDecConfigError) else f"{type(error).__name__}: "
+    return " ".join(f"{name}{error}".split())
+
+
+def _assigns(owner: Any, name: str) -> bool:
+    """Whether a class declares an attribute for its objects, or one of its methods mentions it."""
+    if not isinstance(owner, type):
+        return False
+    return any(
+        name in getattr(cls, "__annotations__", ())
+        or any(
+            name in function.__code__.co_names
+            for function in map(inspect.unwrap, vars(cls).values())
+            if isinstance(function, FunctionType)
+        )
+        for cls in owner.__mro__
+    )
+
+
+def before(act: Callable[..., object]) -> Wrap:
+    """Call `act` with the function's arguments first."""
+
+    def wrap(owner: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            act(*args, **kwargs)
+            return original(*args, **kwargs)
+
+        return wrapper
+
+    return wrap
+
+
+def after(act: Callable[..., Any]) -> Wrap:
+    """Return what `act` makes of the function's result and arguments."""
+
+    def wrap(owner: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return act(original(*args, **kwargs), *args, **kwargs)
+
+        return wrapper
+
+    return wrap
+
+
+def installed() -> tuple[Hook, ...]:
+    """The hooks whose attributes are wrapped now."""
+    return tuple(_originals)
+
+
+def check(required: Sequence[Required]) -> None:
+    """Refuse a vLLM that does not fit.
+
+    Raises:
+        MagicDecConfigError: with the first problem and the number of others.
+    """
+    problems = list(filter(None, (one.find_problem() for one in required)))
+    if problems:
+        others = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
+        raise MagicDecConfigError(f"{problems[0]}{others}")
+
+
+def install(hooks: Sequence[Hook]) -> None:
+    """Wrap every hook's attribute, or none; a second call changes nothing.
+
+    Raises:
+        MagicDecConfigError: one does not fit the installed vLLM.
+    """
+    check(hooks)
+    new = [hook for hook in hooks if hook not in _originals]
+    try:
+        for hook in new:
+            owner = hook.find_owner()
+            original = getattr(owner, hook.name)
+            _originals[hook] = vars(owner).get(hook.name, _ABSENT)
+            wrapper = hook.wrap(owner, original)
+            is_static = isinstance(_originals[hook], staticmethod)
+            setattr(owner, hook.name, staticmethod(wrapper) if is_static else wrapper)
+    except Exception:
+        uninstall(new)
+        raise
+
+
+def uninstall(hooks: Sequence[Hook] | None = None) -> None:
+    """Put vLLM's own attributes back.
+
+    Args:
+        hooks: those that are installed of these; None: all.
+    """
+    for hook in [hook for hook in _originals if hooks is None or hook in hooks]:
+        original, owner = _originals.pop(hook), hook.find_owner()
+        if original is not _ABSENT:
+            setattr(owner, hook.name, original)
+        elif hook.name in vars(owner):
+            delattr(owner, hook.name)

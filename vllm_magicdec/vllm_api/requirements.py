@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of vLLM beyond the hooks without which the plugin would fail inside an engine, as data.
+
+Listed are classes that the plugin derives from, methods that it overrides or calls, and private or untyped
+attributes that mypy does not see. They are checked before anything is wrapped. Most of this module's length
+is the list.
+"""
+
+import re
+from collections.abc import Iterator
+
+from vllm_magicdec.vllm_api.hook import Required
+
+_GPU = "vllm.v1.worker.gpu"
+_SPEC_DECODE = f"{_GPU}.spec_decode"
+
+# By module: functions, classes and attributes of classes, with parameters or fields that are relied on.
+_NAMES = {
+    "vllm.engine.arg_utils": """
+        EngineArgs(speculative_config, spec_method, spec_model, spec_tokens)
+        EngineArgs.create_speculative_config(target_model_config)
+    """,
+    "vllm.config": "get_layers_from_vllm_config(vllm_config, layer_type)",
+    "vllm.config.utils": "config get_attr_docs",
+    "vllm.config.speculative": """
+        SpeculativeConfig(num_speculative_tokens, model, method, target_model_config,
+            target_parallel_config, draft_model_config, draft_parallel_config, draft_sample_method,
+            rejection_sample_method, num_speculative_tokens_per_batch_size)
+        SpeculativeConfig.uses_draft_model SpeculativeConfig.max_num_new_slots_for_drafting
+    """,
+    "vllm.config.scheduler": "SchedulerConfig(scheduler_cls, async_scheduling)",
+    "vllm.config.cache": "CacheConfig(kv_cache_memory_bytes, num_gpu_blocks_override)",
+    "vllm.config.kv_transfer": "KVTransferConfig.is_kv_consumer",
+    "vllm.config.model": """
+        ModelConfig(enable_prompt_embeds) ModelConfig.get_num_attention_heads(parallel_config)
+        ModelConfig.supports_multimodal_inputs ModelConfig.requires_raw_input_tokens
+    """,
+    "vllm.config.vllm": "VllmConfig.use_v2_model_runner VllmConfig.num_lookahead_tokens",
+    "vllm.forward_context": """
+        BatchDescriptor(num_tokens)
+        set_forward_context(attn_metadata, vllm_config, num_tokens, cudagraph_runtime_mode, slot_mapping,
+            batch_descriptor)
+    """,
+    "vllm.distributed.kv_transfer.kv_transfer_state": "_KV_CONNECTOR_AGENT",
+    "vllm.lora.model_manager": """
+        LoRAModelManager.set_adapter_mapping(mapping) LoRAModelManager.activate_adapter(lora_id)
+    """,
+    "vllm.model_executor.layers.attention.attention": """
+        unified_attention_with_output(query, key, value, output, layer_name)
+    """,
+    "vllm.model_executor.models.interfaces": """
+        EagleModelMixin._set_aux_hidden_state_layers(layers) EagleModelMixin.aux_hidden_state_layers
+    """,
+    "vllm.v1.attention.backend": """
+        CommonAttentionMetadata(query_start_loc, query_start_loc_cpu, seq_lens, num_reqs, num_actual_tokens,
+            max_query_len, max_seq_len, block_table_tensor, slot_mapping, is_prefilling,
+            seq_lens_cpu_upper_bound, _num_computed_tokens_cache, _token_to_req_indices_cache)
+    """,
+    "vllm.v1.core.sched.async_scheduler": "AsyncScheduler._update_after_schedule(scheduler_output)",
+    "vllm.v1.core.sched.output": """
+        SchedulerOutput(num_scheduled_tokens, scheduled_spec_decode_tokens, num_spec_tokens_to_schedule,
+            finished_req_ids)
+    """,
+    "vllm.v1.core.sched.scheduler": """
+        Scheduler.schedule Scheduler._update_after_schedule(scheduler_output)
+        Scheduler.get_grammar_bitmask(scheduler_output) Scheduler.update_draft_token_ids(draft_token_ids)
+    """,
+    "vllm.v1.engine.core": "EngineCore.scheduler",
+    "vllm.v1.kv_cache_interface": """
+        FullAttentionSpec(block_size, num_kv_heads, head_size, dtype) AttentionSpec.page_size_bytes
+        SlidingWindowSpec(sliding_window) UniformTypeKVCacheSpecs(kv_cache_specs)
+        KVCacheConfig(num_blocks, kv_cache_groups) KVCacheGroupSpec(layer_names, kv_cache_spec)
+    """,
+    "vllm.v1.outputs": "ModelRunnerOutput(req_id_to_index, sampled_token_ids)",
+    "vllm.v1.spec_decode.draft_model": "DraftModelProposer.__init__(vllm_config, device)",
+    "vllm.v1.spec_decode.llm_base_proposer": """
+        SpecDecodeBaseProposer.propose(num_speculative_tokens, target_token_ids, target_positions,
+            target_hidden_states, next_token_ids, token_indices_to_sample, common_attn_metadata,
+            sampling_metadata, mm_embed_inputs, num_rejected_tokens_gpu, slot_mappings)
+        SpecDecodeBaseProposer.load_model(target_model) SpecDecodeBaseProposer.dummy_run(num_tokens)
+        SpecDecodeBaseProposer.take_last_draft_probs SpecDecodeBaseProposer._raise_if_mrope
+        SpecDecodeBaseProposer.initialize_attn_backend(kv_cache_config, kernel_block_sizes)
+        SpecDecodeBaseProposer._determine_batch_execution_and_padding(num_tokens, use_cudagraphs)
+        SpecDecodeBaseProposer._sample_draft_tokens(hidden_states, sampling_metadata)
+        SpecDecodeBaseProposer._draft_attn_layer_names SpecDecodeBaseProposer.input_ids
+        SpecDecodeBaseProposer.positions SpecDecodeBaseProposer.max_num_tokens
+        SpecDecodeBaseProposer.max_model_len
+    """,
+    "vllm.v1.worker.block_table": "BlockTable.block_table BlockTable.get_device_tensor(num_reqs)",
+    "vllm.v1.worker.utils": """
+        AttentionGroup.create_metadata_builders(vllm_config, device, kernel_block_size)
+        AttentionGroup.build_metadata_for_drafting(common_attn_metadata, draft_index)
+    """,
+    "vllm.v1.worker.gpu_input_batch": """
+        InputBatch.token_ids_cpu InputBatch.num_computed_tokens_cpu InputBatch.request_lora_mapping
+        CachedRequestState(output_token_ids, mrope_positions, mrope_position_delta)
+    """,
+    "vllm.v1.worker.gpu_model_runner": """
+        GPUModelRunner.attn_groups GPUModelRunner.num_prompt_logprobs GPUModelRunner.requests
+        GPUModelRunner.effective_drafter_max_model_len GPUModelRunner.use_aux_hidden_state_outputs
+        GPUModelRunner.execute_model_state GPUModelRunner.mrope_positions
+        GPUModelRunner._get_positions(num_tokens) GPUModelRunner.take_draft_token_ids
+        ExecuteModelState(aux_hidden_states, slot_mappings)
+    """,
+    f"{_GPU}.model_runner": """
+        GPUModelRunner.take_draft_token_ids GPUModelRunner.use_aux_hidden_state_outputs
+    """,
+    f"{_GPU}.states": """
+        RequestState.remove_request(req_id) RequestState.req_id_to_index RequestState.prompt_len
+        RequestState.total_len RequestState.all_token_ids
+    """,
+    f"{_GPU}.input_batch": """
+        InputBatch(req_ids, num_reqs, idx_mapping, seq_lens, num_computed_tokens_np, num_scheduled_tokens,
+            prefill_len_np, idx_mapping_np, cu_num_logits_np)
+    """,
+    f"{_GPU}.mm.rope": "RopeState.prefill_positions RopeState.prefill_delta RopeState.positions",
+    f"{_GPU}.model_states.default": "DefaultModelState.rope_state",
+    f"{_GPU}.cudagraph_utils": """
+        BatchExecutionDescriptor(cg_mode, num_tokens, num_reqs)
+        CudaGraphManager(vllm_config, device, cudagraph_mode, decode_query_len)
+        CudaGraphManager._init_candidates CudaGraphManager.needs_capture
+        CudaGraphManager.run_fullgraph(desc) CudaGraphManager.capture(create_forward_fn, progress_bar_desc)
+        CudaGraphManager.dispatch(num_reqs, num_tokens, uniform_token_count, num_active_loras)
+    """,
+    f"{_GPU}.attn_utils": """
+        build_attn_metadata(attn_groups, num_reqs, num_tokens, query_start_loc_gpu, query_start_loc_cpu,
+            max_query_len, seq_lens, max_seq_len, block_tables, slot_mappings, kv_cache_config,
+            for_cudagraph_capture)
+    """,
+    f"{_SPEC_DECODE}.standalone_ar.speculator": """
+        StandaloneARSpeculator(vllm_config, device) StandaloneARSpeculator.capture
+        StandaloneARSpeculator.propose(input_batch, attn_metadata, slot_mappings, last_hidden_states,
+            aux_hidden_states, num_sampled, num_rejected, last_sampled, next_prefill_tokens, temperature,
+            seeds, dp_sync_state, dummy_run, skip_attn_for_dummy_run, mm_inputs, is_profile,
+            num_speculative_tokens)
+        StandaloneARSpeculator.load_draft_model(target_model, target_attn_layer_names)
+        StandaloneARSpeculator.set_attn(model_state, kv_cache_config, block_tables, target_input_buffers,
+            target_attn_groups)
+        StandaloneARSpeculator.init_cudagraph_manager(cudagraph_mode)
+    """,
+    f"{_SPEC_DECODE}.speculator": """
+        DraftModelSpeculator.load_model(target_model)
+        DraftModelSpeculator.sample_draft(hidden_states, sample_src_positions, idx_mapping, temperature,
+            seeds, draft_step, draft_logits)
+        DraftModelSpeculator._copy_request_inputs(num_reqs, idx_mapping, temperature, seeds)
+    """,
+}
+
+
+def _parse(module: str, names: str) -> Iterator[Required]:
+    for qualified, parameters in re.findall(r"([\w.]+)(?:\(([^)]*)\))?", names):
+        owner, _, name = qualified.rpartition(".")
+        yield Required(module, owner, name, tuple(re.findall(r"\w+", parameters)))
+
+
+REQUIRED = tuple(one for module, names in _NAMES.items() for one in _parse(module, names))

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Beside a vLLM that the plugin cannot work with: asking for one of its methods gives the reason.
+
+This module imports nothing of vLLM, and the attributes that it wraps exist in many versions.
+"""
+
+import argparse
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from vllm_magicdec.errors import METHOD, MODEL_METHOD, MagicDecConfigError
+from vllm_magicdec.vllm_api.hook import Hook, after, before, install
+
+_reason = ""
+
+
+def _refuse(method: object, model: object) -> None:
+    if method in (METHOD, MODEL_METHOD) or model == METHOD:
+        raise MagicDecConfigError(_reason)
+
+
+def _refuse_to_construct(owner: type, original: Callable[..., Any]) -> Callable[..., Any]:
+    def __new__(cls: type, /, *args: Any, **kwargs: Any) -> Any:
+        _refuse(kwargs.get("method"), kwargs.get("model"))
+        return object.__new__(cls)
+
+    return __new__
+
+
+def _refuse_engine(engine_args: Any, *_: Any, **__: Any) -> None:
+    given = getattr(engine_args, "speculative_config", None)
+    fields = given if isinstance(given, dict) else {}
+    _refuse(
+        fields.get("method", getattr(engine_args, "spec_method", None)),
+        fields.get("model", getattr(engine_args, "spec_model", None)),
+    )
+
+
+def _refuse_option(text: str) -> None:
+    raise argparse.ArgumentTypeError(_reason)
+
+
+def _refuse_on_command_line(parser: Any, *_: Any, **__: Any) -> Any:
+    """The plugin's option exists and gives the reason; vLLM's own hands the methods on to be refused."""
+    with suppress(Exception):
+        options = parser._option_string_actions
+        if "--speculative-model" not in options:
+            parser.add_argument(
+                "--speculative-model",
+                type=_refuse_option,
+                default=argparse.SUPPRESS,
+                help=argparse.SUPPRESS,
+            )
+        method = options.get("--spec-method")
+        if method is not None and method.choices is not None:
+            method.choices = [*method.choices, METHOD, MODEL_METHOD]
+    return parser
+
+
+_CONFIG_HOOK = Hook(
+    module="vllm.config",
+    owner="SpeculativeConfig",
+    name="__new__",
+    reason="the first that sees the method's name, before it is refused as unknown",
+    wrap=_refuse_to_construct,
+)
+_ENGINE_HOOK = Hook(
+    module="vllm.engine.arg_utils",
+    owner="EngineArgs",
+    name="create_engine_config",
+    parameters=("self",),
+    reason="where the other cannot be",
+    wrap=before(_refuse_engine),
+)
+_OPTIONS_HOOK = Hook(
+    module="vllm.engine.arg_utils",
+    owner="EngineArgs",
+    name="add_cli_args",
+    parameters=("parser",),
+    reason="--speculative-model would be an unknown option",
+    wrap=after(_refuse_on_command_line),
+)
+HOOKS = (_CONFIG_HOOK, _ENGINE_HOOK, _OPTIONS_HOOK)
+
+
+def explain(reason: str) -> None:
+    """Have requests for the plugin's methods refused with a sentence, as far as this vLLM allows."""
+    global _reason
+    _reason = reason
+    with suppress(Exception):
+        install([_OPTIONS_HOOK])
+    for hook in (_CONFIG_HOOK, _ENGINE_HOOK):
+        with suppress(Exception):
+            install([hook])
+            return
