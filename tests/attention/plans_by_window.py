@@ -225,7 +225,7 @@ def test_a_plan_that_fails_leaves_the_builder_as_it_was(mended, monkeypatch):
     assert layers.builder.window_size == shared
 
 
-def test_it_is_mended_once(mended):
+def test_it_is_patched_once(mended):
     build, forward = CPUAttentionMetadataBuilder.build, CPUAttentionBackendImpl.forward
     cpu_attention.patch()
     assert CPUAttentionMetadataBuilder.build is build and CPUAttentionBackendImpl.forward is forward

@@ -35,7 +35,7 @@ def first_seen(reach, position: int) -> int:
 
 @settings(max_examples=500, deadline=None)
 @given(rounds())
-def test_a_view_is_what_the_round_reaches_and_no_page_that_may_be_gone(drawn):
+def test_a_view_has_the_reached_pages_and_no_freed_one(drawn):
     case, context_lens = drawn
     names = ("page_size", "model_len", "reach", "max_tokens", "num_steps")
     page, model_len, reach, max_tokens, num_steps = (case[name] for name in names)
