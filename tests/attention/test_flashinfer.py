@@ -143,9 +143,9 @@ def test_workspaces_fit_flashinfers_plans(shape, cuda_graph):
     of_plan = stand_in.prefill_workspaces if geometry.use_tensor_cores else stand_in.decode_workspaces
     for num_reqs, length, processors in itertools.product((1, 3, 40, 512), (1, 200, 4096), (58, 132, 188)):
         kv_lens = [length] * num_reqs * geometry.num_kv_heads
-        wanted = of_plan(kv_lens, geometry.group, geometry.head_size, cuda_graph, processors)
+        required = of_plan(kv_lens, geometry.group, geometry.head_size, cuda_graph, processors)
         has = flashinfer_attention.plan_bytes(geometry, num_reqs)
-        assert all(a >= b for a, b in zip(has, wanted, strict=True)), (num_reqs, length, processors)
+        assert all(a >= b for a, b in zip(has, required, strict=True)), (num_reqs, length, processors)
 
 
 @pytest.mark.parametrize(
@@ -200,9 +200,9 @@ def test_workspaces_fit_flashinfers_own_estimate(shape, cuda_graph):
             use_tensor_cores=geometry.use_tensor_cores,
             **(buffers if cuda_graph else {}),
         )
-        wanted = wrapper.workspace_size(indptr, indices, ones, **geometry.plan_arguments())
+        required = wrapper.workspace_size(indptr, indices, ones, **geometry.plan_arguments())
         has = flashinfer_attention.plan_bytes(geometry, num_reqs)
-        assert all(a >= b for a, b in zip(has, wanted, strict=True)), (num_reqs, length)
+        assert all(a >= b for a, b in zip(has, required, strict=True)), (num_reqs, length)
 
 
 @pytest.mark.gpu

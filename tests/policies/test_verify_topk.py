@@ -151,13 +151,13 @@ def test_the_view_holds_sinks_recent_pages_and_the_best_of_the_others(context_le
                 length = int(step.view.lens[request])
                 seen = {slot_of(p, table, PAGE) for p in range(length)}
                 position = context_len + step.index
-                wanted = {
+                visible = {
                     slot_of(p, own, PAGE)
                     for page in expected
                     for p in range(page * PAGE, page * PAGE + PAGE)
                     if p <= position
                 }
-                assert seen == wanted
+                assert seen == visible
 
 
 def test_summaries_bound_every_logit_and_follow_a_page_to_its_next_owner():

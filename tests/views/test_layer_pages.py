@@ -108,10 +108,10 @@ def test_every_step_sees_selected_sink_and_recent_pages(case, seed):
                     allowed[index],
                 )
                 assert len(expected) <= budget.max_entries
-                wanted = {
+                visible = {
                     slot_of(p, own, PAGE)
                     for page in expected
                     for p in range(page * PAGE, page * PAGE + PAGE)
                     if p <= position
                 }
-                assert len(seen) == len(wanted) and set(seen) == wanted
+                assert len(seen) == len(visible) and set(seen) == visible
