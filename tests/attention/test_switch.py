@@ -162,7 +162,7 @@ def test_each_token_of_a_pass_attends_to_what_it_sees_of_its_requests_list(case,
     num_reqs, _, width = case.slots.shape
     lens = data.draw(st.lists(st.integers(1, 4), min_size=num_reqs, max_size=num_reqs))
     queries = Queries(np.arange(num_reqs), np.zeros(num_reqs, dtype=np.int64), np.array(lens))
-    places = torch.from_numpy(queries.places)
+    places = torch.from_numpy(queries.request_indices)
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32)))
     in_list = torch.arange(width) < case.lens.unsqueeze(1)  # [num_reqs, width]
     is_seen = torch.rand((num_reqs, max(lens), width), generator=generator) < 0.5
@@ -328,7 +328,7 @@ def test_a_size_that_flashinfer_cannot_plan_is_read_by_triton_alone(flashinfer_s
         part.check(draft(layer, part, cache))
     assert read == [2, 2]
     (line,) = logged
-    assert line.startswith("Triton reads the token views of 2 requests, not FlashInfer")
+    assert line.startswith("FlashInfer cannot plan token views of 2 requests")
 
 
 def reason_logged(monkeypatch, geometry: Geometry) -> str:
@@ -362,7 +362,7 @@ def test_shapes_without_a_flashinfer_kernel_go_to_triton(
 ):
     monkeypatch.setattr(switch, "has_flashinfer", lambda: True)
     line = reason_logged(monkeypatch, geometry)
-    assert line.startswith("magicdec-self: Triton reads the token views, not FlashInfer: ")
+    assert line.startswith("magicdec-self: FlashInfer unavailable (")
     assert sentence in line
 
 

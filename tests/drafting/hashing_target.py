@@ -214,7 +214,8 @@ def rounds(draw_, max_steps: int = 9, model_len: int = 60):
     drafted_pages = -(-(num_steps - 1) // PAGE) + 1
     pages = PageBudget(PAGE, 1, drafted_pages + 2, drafted_pages + 2)
     num_selected = rng.randrange(9)
-    tokens = TokenBudget(1, num_steps, num_steps + num_selected + 1, num_steps + num_selected + 1)
+    size = num_steps + num_selected + 1
+    tokens = TokenBudget(1, 1, size, size, num_recent=num_steps)
     views = [
         PageViews(StreamingLLM(None, pages, CPU), slots()),
         make_reached_views(SlidingWindow(WINDOW), max_tokens=30, draft_slots=slots(), device=CPU),

@@ -37,7 +37,7 @@ def test_memory_that_fills_none_stays_where_it_is():
 def test_a_layer_is_bound_whether_its_memory_moves_or_not(monkeypatch, moves):
     monkeypatch.setattr(huge_pages, "move_to_huge_pages", lambda memory: moves)
     bound, memory = [], torch.zeros(4)
-    native_attention._BindInHugePages(bound.append)(memory)
+    native_attention._bind_in_huge_pages(bound.append, memory)
     assert len(bound) == 1 and bound[0] is memory
 
 

@@ -48,7 +48,7 @@ def test_a_refused_budget_names_the_least_one_that_works(page, gamma, budget, re
             SnapKV.parse_budget(fields, limits, least - page)
     assert parsed.max_selected >= 1
     # Wherever in a page it starts, the window stays in view beside the drafted tokens.
-    assert parsed.recent_pages * page >= max(fields.snapkv_window, gamma) + page - 1 or page == 1
+    assert parsed.num_recent * page >= max(fields.snapkv_window, gamma) + page - 1 or page == 1
 
 
 def test_of_a_fraction_the_least_budget_is_named():

@@ -15,7 +15,7 @@ from vllm_magicdec.attention import KVRows
 from vllm_magicdec.attention.scales import Scales
 from vllm_magicdec.attention.softmax import Softmax
 from vllm_magicdec.policies import verification
-from vllm_magicdec.policies.verification import VerificationSelector, make_verification, num_recent_pages
+from vllm_magicdec.policies.verification import Verification, VerificationSelector, num_recent_pages
 from vllm_magicdec.policies.verify_topk import VerifyTopK
 from vllm_magicdec.views.layer_pages import LayerPageViews
 from vllm_magicdec.views.pages import PageBudget
@@ -51,10 +51,10 @@ class Scene:
             num_blocks=NUM_BLOCKS,
             max_num_reqs=num_reqs,
         )
-        self.verification = make_verification(engine)
+        self.verification = Verification(engine)
         self.policy = VerifyTopK(SimpleNamespace(draft_kv_refresh=None), engine, self.verification)
         self.num_recent = num_recent_pages(PAGE, GAMMA)
-        budget = PageBudget(PAGE, 1, max_pages, max_pages, recent_pages=self.num_recent)
+        budget = PageBudget(PAGE, 1, max_pages, max_pages, num_recent=self.num_recent)
         selector = self.selector(budget)
         self.views = LayerPageViews(selector._selections, selector, budget, engine.make_draft_slots())
 
@@ -249,9 +249,7 @@ def test_requests_are_selected_for_in_parts_that_fit_the_scratch(monkeypatch):
     context_lens = [300, 77, 390]
     scene = Scene(7, context_lens, 16)
     scene.verify([2, 0, 1])
-    budget = PageBudget(
-        page_size=PAGE, sink_pages=1, min_pages=30, max_pages=30, recent_pages=scene.num_recent
-    )
+    budget = PageBudget(PAGE, 1, 30, 30, num_recent=scene.num_recent)
 
     def select(at_once: int) -> tuple[list[int], Selections]:
         selector = scene.selector(budget)

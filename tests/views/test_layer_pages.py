@@ -37,9 +37,9 @@ def pages_in_view(budget: PageBudget, selected: list[int], end: int, total: int,
     """Everything if it fits; else sinks, the best that were selected, and the latest pages."""
     if total <= allowed:
         return set(range(total))
-    sinks = min(total, budget.sink_pages)
-    since = max(min(end, total - budget.recent_pages), sinks)
-    best = selected[: max(0, allowed - sinks - budget.recent_pages)]
+    sinks = min(total, budget.num_sinks)
+    since = max(min(end, total - budget.num_recent), sinks)
+    best = selected[: max(0, allowed - sinks - budget.num_recent)]
     first_recent = max(since, total - (allowed - sinks - len(best)))
     return {*range(sinks), *best, *range(first_recent, total)}
 
@@ -63,11 +63,11 @@ def test_every_step_sees_what_was_selected_sinks_and_recent_pages(case, seed):
     selections.begin_round(req_ids)
     selected, ends = {}, []
     for index, (req_id, (_, selected_at)) in enumerate(zip(req_ids, requests, strict=True)):
-        end = max(0, -(-selected_at // PAGE) - budget.recent_pages)
-        eligible = max(0, end - budget.sink_pages)
+        end = max(0, -(-selected_at // PAGE) - budget.num_recent)
+        eligible = max(0, end - budget.num_sinks)
         count = min(eligible, budget.max_selected)
         for layer in range(NUM_LAYERS):
-            order = torch.randperm(eligible, generator=generator)[:count] + budget.sink_pages
+            order = torch.randperm(eligible, generator=generator)[:count] + budget.num_sinks
             selections.positions[selections.row(req_id), layer, 0, :count] = order.to(torch.int32)
             selected[index, layer] = order.tolist()
         selections.set([req_id], [selected_at], torch.tensor([count]), torch.tensor([end]))
@@ -83,7 +83,7 @@ def test_every_step_sees_what_was_selected_sinks_and_recent_pages(case, seed):
     views = LayerPageViews(selections, KeepsWhatIsThere(), budget, slots)
     context_lens = [context_len for context_len, _ in requests]
     batch = make_batch(req_ids, block_table, context_lens)
-    allowed = budget.pages(batch.context_lens).tolist()
+    allowed = budget.entries(batch.context_lens).tolist()
     for step in views.prepare(batch, num_steps):
         for index, context_len in enumerate(context_lens):
             own = block_table[index].tolist()
@@ -107,7 +107,7 @@ def test_every_step_sees_what_was_selected_sinks_and_recent_pages(case, seed):
                     last // PAGE + 1,
                     allowed[index],
                 )
-                assert len(expected) <= budget.max_pages
+                assert len(expected) <= budget.max_entries
                 wanted = {
                     slot_of(p, own, PAGE)
                     for page in expected

@@ -29,7 +29,7 @@ def test_a_ring_has_the_budget_and_what_is_written_ahead(sinks, gamma, spare):
 
 def test_pages_keep_their_places_until_the_ring_is_full_and_sinks_for_good():
     ring = Ring(PAGE, sink_pages=2, window_pages=3, spare_pages=1)
-    assert ring.places(np.arange(12)).tolist() == [0, 1, 2, 3, 4, 5, 2, 3, 4, 5, 2, 3]
+    assert ring.indices(np.arange(12)).tolist() == [0, 1, 2, 3, 4, 5, 2, 3, 4, 5, 2, 3]
     without = Ring(PAGE, sink_pages=0, window_pages=2, spare_pages=1)
     assert without.places(np.arange(5)).tolist() == [0, 1, 2, 0, 1]
 
@@ -45,7 +45,7 @@ def test_rounds_show_nothing_that_was_written_over(seed):
     cache = np.full(ring.num_pages * PAGE, -1)
 
     def slots(positions: np.ndarray) -> np.ndarray:
-        return ring.places(positions // PAGE) * PAGE + positions % PAGE
+        return ring.indices(positions // PAGE) * PAGE + positions % PAGE
 
     length = rng.randint(1, 100)
     entries = ring.entries(length)
@@ -73,8 +73,8 @@ def test_block_tables_of_rings_become_tables_of_pages(num_rows):
     rows, step = [0, 1, 100][:num_rows], 10
     table = RingTable.of(ring, 20, rows, step, torch.device("cpu"))
     blocks = torch.tensor([[7, 3, 9, 2, 8, 4, 6], [1, 2, 3, 4, 5, 6, 7]], dtype=torch.int32)
-    places = ring.places(np.arange(20))
-    expected = [[int(own[p // num_rows]) * step + rows[p % num_rows] for p in places] for own in blocks]
+    indices = ring.indices(np.arange(20))
+    expected = [[int(own[p // num_rows]) * step + rows[p % num_rows] for p in indices] for own in blocks]
     assert table.pages(blocks).tolist() == expected and table.pages(blocks).dtype == torch.int32
 
 

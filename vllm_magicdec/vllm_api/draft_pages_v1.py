@@ -194,7 +194,7 @@ class RingPages(DraftPages):
 
     @override
     def pages(self, indices: int | np.ndarray, pages: np.ndarray, group: LayerGroup) -> np.ndarray:
-        columns, rows = np.divmod(self._ring.places(pages), len(self._rows))
+        columns, rows = np.divmod(self._ring.indices(pages), len(self._rows))
         blocks = self._table(group).block_table.np[indices, columns].astype(np.int64)
         return blocks * self._step + self._rows[rows]
 

@@ -372,7 +372,7 @@ class MagicDecProposer(DraftModelProposer):
             num_actual_tokens=len(tokens),
             max_query_len=int(queries.lens.max()),
         )
-        positions, places = draft_pass.positions, queries.places
+        positions, places = draft_pass.positions, queries.request_indices
         if self._adapters is not None:
             self._adapters.apply(places.tolist())  # one logit per token
         if self.uses_mrope:
@@ -424,7 +424,7 @@ class MagicDecProposer(DraftModelProposer):
         ]
         for step in np.unique(queries.steps).tolist():
             taken = np.flatnonzero(queries.steps == step)
-            requests = on_device(queries.places[taken], self.device)
+            requests = on_device(queries.request_indices[taken], self.device)
             self._draft_probs[step][requests] = probs[on_device(taken, self.device)]
 
     def _draft(

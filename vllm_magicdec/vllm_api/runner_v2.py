@@ -403,11 +403,12 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         """Run a pass and sample after each of its tokens."""
         queries = draft_pass.queries
         if self._adapters is not None:
-            self._adapters.apply(queries.places.tolist())  # one logit per token
+            self._adapters.apply(queries.request_indices.tolist())  # one logit per token
         sampled = self._graphs.replay_pass(tokens, draft_pass, self._num_adapters)
         if sampled is not None:
             return sampled, None
-        places, steps = on_device(queries.places, self.device), on_device(queries.steps, self.device)
+        places = on_device(queries.request_indices, self.device)
+        steps = on_device(queries.steps, self.device)
         attn_metadata: dict[str, Any] = {}
         for index, (part, group) in enumerate(zip(draft_pass.parts, self._drafter.groups, strict=True)):
             of_pages = partial(self.page_metadata.of_pass, index, part, queries)
