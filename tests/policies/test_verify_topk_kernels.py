@@ -244,35 +244,33 @@ LOGITS = dict(logits="*fp32", peaks="*fp32", sums="*fp32", context_lens="*i64")
 SINKS = dict(sinks="*fp32")
 
 
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize(
-    ("kernel", "pointers", "constants"),
-    [
+COMPILED = [
+    *(
         (
             "_summarise_kernel",
-            SUMMARIES | dict(keys="*bf16", offsets="*i64", blocks="*i64", num_verified="*i64"),
+            SUMMARIES | dict(keys=f"*{keys}", offsets="*i64", blocks="*i64", num_verified="*i64"),
             dict(HEAD_SIZE=128, PAGE_SIZE=16, HEAD_PADDED=128, PAGE_PADDED=16),
-        ),
-        (
-            "_logits_kernel",
-            SUMMARIES | LOGITS | dict(queries="*bf16", block_table="*i32", scales="*fp32"),
-            dict(NUM_ROWS=20, GROUP=4, HEAD_SIZE=128, PAGE_SIZE=16, NUM_ROW_BLOCKS=1, BLOCK_ROWS=32)
-            | dict(HEAD_PADDED=128, BLOCK=32, SPLIT=256),
-        ),
-        (
-            "_scores_kernel",
-            LOGITS | SINKS | dict(positions="*i64", scores="*fp32"),
-            dict(NUM_QUERIES=5, NUM_ROWS=20, GROUP=4, PAGE_SIZE=16, NUM_KV_HEADS=8, NUM_ROW_BLOCKS=1)
-            | dict(BLOCK_ROWS=32, SPLITS_PADDED=8, BLOCK=128, SINKS=True),
-        ),
-    ],
-)
-@pytest.mark.parametrize("keys", ["bf16", "fp8e4nv", "fp8e5"])
-def test_kernels_compile_for_hopper_without_one(kernel, pointers, constants, keys):
-    if "keys" in pointers:
-        pointers = pointers | dict(keys=f"*{keys}")
-    elif keys != "bf16":
-        pytest.skip("reads no keys")
+        )
+        for keys in ("bf16", "fp8e4nv", "fp8e5")
+    ),
+    (
+        "_logits_kernel",
+        SUMMARIES | LOGITS | dict(queries="*bf16", block_table="*i32", scales="*fp32"),
+        dict(NUM_ROWS=20, GROUP=4, HEAD_SIZE=128, PAGE_SIZE=16, NUM_ROW_BLOCKS=1, BLOCK_ROWS=32)
+        | dict(HEAD_PADDED=128, BLOCK=32, SPLIT=256),
+    ),
+    (
+        "_scores_kernel",
+        LOGITS | SINKS | dict(positions="*i64", scores="*fp32"),
+        dict(NUM_QUERIES=5, NUM_ROWS=20, GROUP=4, PAGE_SIZE=16, NUM_KV_HEADS=8, NUM_ROW_BLOCKS=1)
+        | dict(BLOCK_ROWS=32, SPLITS_PADDED=8, BLOCK=128, SINKS=True),
+    ),
+]
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize(("kernel", "pointers", "constants"), COMPILED)
+def test_kernels_compile_for_hopper_without_one(kernel, pointers, constants):
     pytest.importorskip("triton")
     from vllm_magicdec.policies import verify_topk_kernels
 
