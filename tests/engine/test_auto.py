@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`auto` in real engines: whatever lengths it chooses, the output stays."""
+"""`auto` in real engines: its choices of draft lengths change no output."""
 
 import json
 import re
@@ -80,7 +80,7 @@ def auto_run(prompts):
     )
 
 
-def test_the_controller_chooses_and_says_so(auto_run, plain):
+def test_the_controller_chooses_and_reports_its_choices(auto_run, plain):
     assert_same_tokens(plain, auto_run.results[0][0], "auto")
     assert auto_run.draft_failures == 0
     assert auto_run.drafted > 0, "the first steps try some drafts"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policies of another package in real engines."""
+"""Policies of other packages in real engines."""
 
 import engines
 import example_policy

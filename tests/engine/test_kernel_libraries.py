@@ -24,8 +24,8 @@ pytestmark = [
 @pytest.mark.parametrize("tests", ["packed_layouts", "plans_by_window", "rope_of_mla"])
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_attention_of_the_library(library, tests):
-    """Packed caches are read as it packs them, layers that differ in their window are planned apart, and
-    what is refused for RoPE has its reason."""
+    """Packed caches are unpacked correctly, layers with different windows have separate plans, and models
+    are refused for their RoPE only if vLLM computes it wrongly."""
     path = engines.HERE / "attention" / f"{tests}.py"
     child = subprocess.run(
         [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "-q", str(path)],

@@ -19,7 +19,7 @@ pytestmark = [
     ),
 ]
 NUM_TOKENS = 16
-# Log probabilities that a last digit of bfloat16 more or less may change.
+# Rounding to bfloat16 changes a logprob by less.
 OF_BFLOAT16 = 0.2
 
 
@@ -64,7 +64,7 @@ def test_other_methods_have_the_kernel_where_that_is_asked_for(prompts, plain, m
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
 @pytest.mark.parametrize("policy", ["streamingllm", "snapkv by token"])
 def test_in_bfloat16_every_token_is_vllms_best(prompts, policy, kv_cache_dtype):
-    """Or as good; scored by vLLM's attention. Where there is AMX, vLLM packs this cache for it."""
+    """Up to rounding, as scored by vLLM's attention, which packs this cache for AMX if the CPU has it."""
     if kv_cache_dtype == "fp8" and kernel_libraries.best() == "avx2":
         pytest.skip("vLLM's CPU attention has fp8 caches with AVX-512 only")
     chosen = prompts[:6]
