@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lookups where layers have a window, sinks or positions of their own; tests/engine/ has the rest."""
+"""Lookups with windows, sinks or M-RoPE; tests/engine/ has the other tests of lookups."""
 
 import cells
 import engines
