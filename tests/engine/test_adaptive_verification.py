@@ -49,7 +49,7 @@ def test_adaptive_verification_changes_no_output(few_prompts, few_plain, draft):
     assert overall_rate > 0.95 or expensive["accepted"] / expensive["verified"] > overall_rate
 
 
-def test_drafts_that_failed_are_not_verified(few_prompts, few_plain):
+def test_failed_drafts_are_not_verified(few_prompts, few_plain):
     batches = [{"prompts": few_prompts, "sampling": SHORT}]
     steps = [("generate_adaptively_with_broken_drafting", {"batches": batches})]
     run = engines.run(steps, strict=False, speculative_config=magicdec(4), **ENGINE)

@@ -95,7 +95,7 @@ def test_the_controller_chooses_and_reports_its_choices(auto_run, plain):
     assert metrics["vllm:magicdec_switches"] >= 0
 
 
-def test_the_dashboard_shows_metrics_that_exist(auto_run):
+def test_the_dashboard_uses_existing_metrics(auto_run):
     dashboard = json.loads((engines.MODEL.parent / "grafana-dashboard.json").read_text())
     expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     named = {name for text in expressions for name in re.findall(r"vllm:[a-z_]+", text)}
@@ -130,7 +130,7 @@ def test_the_machine_is_profiled(tmp_path, draft):
     assert all(step["seconds"] > 0 for step in steps)
 
 
-def test_a_controller_that_fails_loses_and_changes_nothing(prompts, plain):
+def test_a_failing_controller_changes_no_output(prompts, plain):
     chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < 1000][:8]
     batch = {"prompts": [prompts[i] for i in chosen], "sampling": GREEDY}
     run = engines.run(

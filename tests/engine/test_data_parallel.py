@@ -86,7 +86,7 @@ def test_every_rank_answers_as_plain_decoding_and_is_counted(server, prompts, pl
     assert not any(server.metric_by_engine("vllm:magicdec_draft_failures_total").values())
 
 
-def test_both_ranks_say_what_they_choose_among(server):
+def test_both_ranks_log_their_choices(server):
     log = server.log.read_text()
     for rank in "01":
         assert re.search(rf"DP{rank}\b.*will try several choices", log)

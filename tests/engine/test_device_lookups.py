@@ -31,7 +31,7 @@ def run_on_device(steps, env=None, **engine) -> engines.EngineRun:
         ("verify-topk", 256),
     ],
 )
-def test_wide_passes_draft_what_one_pass_per_token_does(prompts, plain, policy, budget):
+def test_wide_passes_equal_one_pass_per_token(prompts, plain, policy, budget):
     chosen, engine = on_v2(prompts, NUM_TOKENS)
     batches = {"batches": engine.pop("batches")}
     run = run_on_device(
@@ -155,7 +155,7 @@ def test_output_is_unchanged_when_auto_changes_the_number(prompts, plain):
     assert looked_up["accepted_tokens"] > 0 and looked_up["passes"] < 4 * looked_up["rounds"]
 
 
-def test_lookups_that_fail_lose_no_request(prompts, plain):
+def test_failing_lookups_lose_no_request(prompts, plain):
     chosen, engine = on_v2(prompts, 16)
     run = run_on_device(
         [("generate", {"batches": engine.pop("batches")})],

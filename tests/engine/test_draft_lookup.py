@@ -53,7 +53,7 @@ def test_greedy_output_is_unchanged_and_passes_are_spared(prompts, plain, policy
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_passes_with_lookups_draft_what_one_pass_per_token_does(prompts, plain, policy):
+def test_passes_with_lookups_equal_one_pass_per_token(prompts, plain, policy):
     """Both draft every round over the same views and cache, with real and then with random lookups."""
     chosen = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))[-8:]
     batch = {"prompts": [prompts[i] for i in chosen], "sampling": GREEDY}
@@ -155,9 +155,7 @@ def on_v2(prompts, num_tokens: int) -> tuple[list[int], dict]:
         ("verify-topk", 256),
     ],
 )
-def test_passes_with_lookups_draft_what_one_pass_per_token_does_on_the_v2_runner(
-    prompts, plain, policy, budget
-):
+def test_passes_with_lookups_equal_one_pass_per_token_on_the_v2_runner(prompts, plain, policy, budget):
     chosen, engine = on_v2(prompts, 24)
     batches = {"batches": engine.pop("batches")}
     run = engines.run(

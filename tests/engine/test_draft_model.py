@@ -48,7 +48,9 @@ def test_greedy_output_is_unchanged(prompts, plain, schedule, budget, gamma):
 
 # test_draft_ring.py has the other half of the pairs.
 @pytest.mark.parametrize(("schedule", "lookup"), zip(SCHEDULES, ("off", "on", "off"), strict=True))
-def test_the_cache_holds_what_was_verified_and_the_target_accepts_itself(prompts, plain, schedule, lookup):
+def test_the_cache_holds_verified_tokens_and_the_target_accepts_its_own_drafts(
+    prompts, plain, schedule, lookup
+):
     batches = [prompts, [prompts[i] for i in longest(prompts)]]
     run = engines.run(
         [
@@ -231,7 +233,7 @@ def test_greedy_output_is_unchanged_on_the_v2_runner(prompts, plain, budget, gam
 @pytest.mark.parametrize(
     ("schedule", "lookup"), [*((schedule, "off") for schedule in V2_SCHEDULES), ("chunked prefill", "on")]
 )
-def test_the_cache_holds_what_was_verified_on_the_v2_runner(prompts, plain, schedule, lookup):
+def test_the_cache_holds_verified_tokens_on_the_v2_runner(prompts, plain, schedule, lookup):
     """Requests aborted before leave their pages to others."""
     chosen, batch = on_v2(prompts)
     run = engines.run(

@@ -35,7 +35,7 @@ def short(prompts: list[list[int]]) -> list[int]:
 
 # test_draft_model.py has the other half of the pairs.
 @pytest.mark.parametrize(("schedule", "lookup"), zip(SCHEDULES, ("on", "off", "on"), strict=True))
-def test_the_ring_holds_what_was_verified(prompts, plain, schedule, lookup):
+def test_the_ring_holds_verified_tokens(prompts, plain, schedule, lookup):
     batches = [prompts, [prompts[i] for i in longest(prompts)]]
     whole = {"prompts": [prompts[i] for i in short(prompts)], "sampling": GREEDY}
     run = engines.run(
@@ -115,7 +115,7 @@ def test_a_small_draft_compiles_and_the_target_gets_the_room(prompts, plain):
 @pytest.mark.parametrize(
     ("schedule", "lookup"), [("whole prompts", "off"), ("chunked prefill", "on"), ("preemption", "off")]
 )
-def test_the_ring_holds_what_was_verified_on_the_v2_runner(prompts, plain, schedule, lookup):
+def test_the_ring_holds_verified_tokens_on_the_v2_runner(prompts, plain, schedule, lookup):
     """Requests aborted before leave their rings to others."""
     chosen, batch = on_v2(prompts)
     run = engines.run(
@@ -168,7 +168,7 @@ def test_the_ring_catches_up_with_plain_steps_on_the_v2_runner(prompts, plain):
     assert watched["lag"] > 1 and watched["catch_up"] > 0
 
 
-def test_graphs_over_rings_draft_what_eager_steps_do(prompts, plain):
+def test_graphs_over_rings_equal_eager_steps(prompts, plain):
     """Graphs are recorded, see recorded_graphs.py; a ring's tables are rebuilt in every round."""
     chosen, batch = on_v2(prompts)
     run = engines.run(

@@ -27,7 +27,7 @@ def processes_of(session: int) -> set[int]:
     return found
 
 
-def test_an_engine_that_meets_its_time_limit_ends_with_all_its_children(monkeypatch, prompts):
+def test_an_engine_ends_at_its_time_limit_with_all_its_children(monkeypatch, prompts):
     started = []
     most = 0
 

@@ -132,7 +132,7 @@ def test_drafting_adds_no_weights_no_layers_and_no_kv_cache(plain_run):
 
 @pytest.mark.parametrize("takes_embeddings", [False, True], ids=["token ids", "embeddings"])
 @pytest.mark.parametrize("v2", [False, True], ids=["V1 runner", "V2 runner"])
-def test_draft_steps_have_the_inputs_that_the_target_is_compiled_for(prompts, plain, v2, takes_embeddings):
+def test_draft_steps_have_the_inputs_of_the_compiled_target(prompts, plain, v2, takes_embeddings):
     """Multimodal targets take embeddings, and text-only ones with `--enable-prompt-embeds`.
 
     Draft steps replay the V1 runner's CUDA graphs, which need all inputs at the same addresses.

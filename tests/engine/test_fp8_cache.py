@@ -43,7 +43,7 @@ def plain_fp8(short_prompts):
         ("snapkv by token", WHOLE_LEN, True),
     ],
 )
-def test_greedy_output_is_that_of_plain_decoding_over_the_same_cache(
+def test_greedy_output_equals_plain_decoding_over_the_same_cache(
     policy, budget, v2, short_prompts, plain_fp8
 ):
     # The same attention on both sides: another kernel may round to a neighbouring fp8 number.

@@ -138,7 +138,7 @@ def test_a_fault_in_the_controller_leaves_plain_decoding(prompts, plain, tmp_pat
     assert_counted(run, faults, [plain[i] for i in chosen], "auto")
 
 
-def test_a_datastore_that_is_cut_under_the_engine_costs_only_its_lookups(prompts, plain, tmp_path):
+def test_truncating_a_datastore_costs_only_its_lookups(prompts, plain, tmp_path):
     """Reading beyond the end of a mapped file would end the process with SIGBUS."""
     pytest.importorskip("pydivsufsort", reason="the extra 'index' is not installed")
     from vllm.tokenizers import get_tokenizer

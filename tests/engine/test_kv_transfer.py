@@ -64,7 +64,7 @@ def prefilled(batch, truth, last_parts, tmp_path_factory):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_prompts_that_another_server_has_computed(batch, truth, last_parts, prefilled, policy):
+def test_prompts_computed_by_another_server(batch, truth, last_parts, prefilled, policy):
     """Drafts, and what SnapKV selects, are the same as for prompts computed here."""
     speculative = magicdec(4, draft_kv_budget=BUDGET, **POLICIES[policy])
     steps = [("generate", {"batches": [batch]})]
@@ -103,7 +103,7 @@ def assert_same_selection(got, expected):
     [(False, "snapkv by token"), (True, "snapkv by token"), (True, "verify-topk")],
     ids=["V1 runner, snapkv by token", "V2 runner, snapkv by token", "V2 runner, verify-topk"],
 )
-def test_prompts_that_the_same_server_has_saved(batch, truth, tmp_path, v2, policy):
+def test_prompts_saved_by_the_same_server(batch, truth, tmp_path, v2, policy):
     """The first batch is saved, and the second one's prompts are loaded.
 
     The connector saves a layer's K/V whenever it is shown one: by the target's passes alone, a layer per

@@ -84,7 +84,7 @@ def plain(adapters):
     return run(adapters, v2=False).results[0]
 
 
-def test_adapters_say_something_of_their_own(adapters, plain):
+def test_every_adapter_changes_the_output(adapters, plain):
     """Otherwise the tests below could not tell them apart."""
     base = engines.run(
         [("generate", {"batches": [{"prompts": batches(adapters)[0]["prompts"], "sampling": SAMPLING}]})],
@@ -106,7 +106,7 @@ def test_adapters_say_something_of_their_own(adapters, plain):
         ("streamingllm", "on", True),
     ],
 )
-def test_every_request_drafts_with_its_own(adapters, plain, policy, lookup, v2):
+def test_every_request_drafts_with_its_own_adapter(adapters, plain, policy, lookup, v2):
     spec = magicdec(GAMMA, draft_kv_budget=MODEL_LEN, draft_lookup=lookup, **POLICIES[policy])
     got = run(adapters, v2=v2, speculative_config=spec)
     assert got.v2_runner == v2 and got.draft_failures == 0

@@ -44,7 +44,7 @@ def test_output_is_plain_decodings_with_the_kernel_and_without(prompts, plain, p
 
 
 @pytest.mark.parametrize(("method", "v2"), [("plain", True), ("ngram", False)])
-def test_other_methods_have_the_kernel_where_that_is_asked_for(prompts, plain, method, v2):
+def test_other_methods_have_the_kernel_on_request(prompts, plain, method, v2):
     spec = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 5}
     batch = {"prompts": prompts[:6], "sampling": {**GREEDY, "max_tokens": NUM_TOKENS}}
     run = engines.run(

@@ -186,7 +186,7 @@ class Jobs:
         return found if len(found) == 2 else None
 
 
-def test_an_interrupted_job_goes_on_and_a_replica_that_dies_loses_nothing(
+def test_an_interrupted_job_resumes_and_a_dying_replica_loses_nothing(
     documents, plain_answers, server, tmp_path
 ):
     folder, by_name = documents

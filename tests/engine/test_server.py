@@ -82,7 +82,7 @@ def test_streamed_completions_equal_plain_decoding(server, prompts, plain, chose
     )
 
 
-def test_clients_that_hang_up_disturb_nobody(server, prompts, plain, chosen):
+def test_hang_ups_of_clients_affect_no_other_request(server, prompts, plain, chosen):
     async def half_hang_up() -> list[list[int]]:
         return await asyncio.gather(
             *(

@@ -101,7 +101,7 @@ def scores_of_entries(granularity: str, scores: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("schedule", ENGINES)
-def test_the_engine_selects_what_the_reference_selects(model, prompts, schedule, granularity):
+def test_the_engines_selection_is_the_references(model, prompts, schedule, granularity):
     unit, sinks, recent, num_selected = GRANULARITIES[granularity]
     spec = magicdec(
         3,

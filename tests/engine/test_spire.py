@@ -65,7 +65,7 @@ def assert_drafts_as_the_reference(path: Path, draft: Path, *, min_rounds: int) 
     ("num_layers", "feedback_memory", "v2"),
     [(2, True, False), (2, False, False), (6, True, False), (2, False, True), (6, True, True)],
 )
-def test_it_drafts_what_its_equations_say(tmp_path, num_layers, feedback_memory, v2):
+def test_drafts_follow_the_equations(tmp_path, num_layers, feedback_memory, v2):
     """Steps after the first use memory of drafted tokens; contexts are within and beyond the window."""
     draft = spire_drafts.write(
         tmp_path / "draft",
@@ -118,7 +118,7 @@ def test_greedy_output_is_unchanged(prompts, plain, draft, schedule, gamma):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_cache_holds_the_memory_of_what_was_verified(prompts, plain, copying_draft, schedule):
+def test_the_cache_holds_the_memory_of_verified_tokens(prompts, plain, copying_draft, schedule):
     batches = [prompts, [prompts[i] for i in longest(prompts)]]
     run = engines.run(
         [
@@ -222,7 +222,7 @@ def test_with_tensor_parallel_2_every_rank_holds_the_memory_of_its_heads(prompts
     assert watched["tokens"] > 10_000 and watched["difference"] < 1e-3, watched
 
 
-def test_the_shipped_draft_compiles_and_runs_in_processes_of_its_own(prompts, plain):
+def test_the_shipped_draft_compiles_and_runs_in_separate_processes(prompts, plain):
     """As users run it: a trained draft, compiled, with separate processes for engine core and worker."""
     run = engines.generate(
         prompts,
@@ -262,7 +262,7 @@ def test_greedy_output_is_unchanged_on_the_v2_runner(prompts, plain, draft):
 
 
 @pytest.mark.parametrize("schedule", ["chunked prefill", "preemption"])
-def test_the_cache_holds_the_memory_of_what_was_verified_on_the_v2_runner(
+def test_the_cache_holds_the_memory_of_verified_tokens_on_the_v2_runner(
     prompts, plain, copying_draft, schedule
 ):
     """Aborted requests leave their pages to others, and no write waits for the device.
@@ -325,7 +325,7 @@ def test_failed_memory_loses_no_request_on_the_v2_runner(prompts, plain, draft):
     assert run.v2_runner and run.draft_failures > 0
 
 
-def test_it_starts_without_weights(prompts, draft):
+def test_the_engine_starts_without_weights(prompts, draft):
     """Benchmarks that measure only speed start it this way."""
     spec = drafting_with(draft)
     run = engines.generate(

@@ -57,7 +57,7 @@ def test_every_load_runs_on_every_method(short_run):
         assert run.items() >= {name: vllm[name] for name in ("output_throughput", "p99_e2el_ms")}.items()
 
 
-def test_record_says_what_was_measured_and_stays_small(short_run):
+def test_the_record_describes_the_measurement_and_stays_small(short_run):
     record, _, _ = short_run
     assert {"processor", "cores", "vllm", "torch"} <= record["machine"].keys()
     assert (

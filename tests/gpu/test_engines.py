@@ -83,7 +83,7 @@ def test_greedy_output_is_unchanged_without_cuda_graphs(prompts, plain, policy):
     assert run.draft_failures == 0 and run.accepted > 0
 
 
-def test_a_view_of_the_whole_context_drafts_what_the_target_decodes(prompts, plain):
+def test_drafts_over_a_view_of_the_whole_context_are_all_accepted(prompts, plain):
     run = run_with_graphs(prompts, magicdec(4, draft_kv_budget=MODEL_LEN, draft_lookup="off"))
     assert_same_tokens(plain, run.results[0], "the whole context in view, CUDA graphs")
     assert run.accepted == run.drafted
@@ -114,7 +114,7 @@ def test_no_step_waits_for_the_device_or_compiles_a_kernel(prompts, draft):
         assert run.draft_failures == 0 and run.drafted > 0
 
 
-def test_vllms_check_notices_a_draft_that_waits_for_the_device(prompts):
+def test_vllms_check_detects_drafts_that_wait_for_the_device(prompts):
     batches = [{"prompts": prompts[:2], "sampling": GREEDY}]
     steps = [("generate_with_waiting_drafts", {"batches": batches})]
     with pytest.raises(RuntimeError, match="GPU<->CPU sync detected"):
