@@ -29,7 +29,7 @@ def test_layers_without_one_forward_are_left_alone():
 
 
 @pytest.mark.parametrize("size", [None, 4])
-def test_a_library_of_other_sources_is_not_called(monkeypatch, size):
+def test_an_outdated_library_is_refused(monkeypatch, size):
     functions = {} if size is None else {"magicdec_call_end": lambda: size}
     monkeypatch.setattr(ctypes, "CDLL", lambda path: SimpleNamespace(**functions))
     with pytest.raises(OSError, match="is outdated; run"):
@@ -37,7 +37,7 @@ def test_a_library_of_other_sources_is_not_called(monkeypatch, size):
 
 
 @variants
-def test_shapes_that_it_has_not_are_refused(variant):
+def test_unsupported_shapes_are_refused(variant):
     kernel = kernel_of(variant)
     query, cache, where = shared_batch(torch.float32, query_len=33)
     with pytest.raises(UnreadableError, match="at most 32 query tokens"):

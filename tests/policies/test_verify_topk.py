@@ -151,13 +151,13 @@ def test_the_view_holds_sinks_recent_pages_and_the_best_of_the_others(context_le
                 length = int(step.view.lens[request])
                 seen = {slot_of(p, table, PAGE) for p in range(length)}
                 position = context_len + step.index
-                wanted = {
+                visible = {
                     slot_of(p, own, PAGE)
                     for page in expected
                     for p in range(page * PAGE, page * PAGE + PAGE)
                     if p <= position
                 }
-                assert seen == wanted
+                assert seen == visible
 
 
 def test_summaries_bound_every_logit_and_follow_a_page_to_its_next_owner():
@@ -180,7 +180,7 @@ def test_summaries_bound_every_logit_and_follow_a_page_to_its_next_owner():
         scene.steps()
 
 
-def test_requests_that_pad_a_graph_of_any_batch_are_passed_over():
+def test_requests_that_pad_a_graph_are_ignored():
     """With `cudagraph_mode` FULL vLLM pads the requests where no token pads the batch."""
     scene = Scene(4, [120, 90], 16)
     num_tokens = GAMMA + 1
@@ -195,7 +195,7 @@ def test_requests_that_pad_a_graph_of_any_batch_are_passed_over():
     assert torch.equal(scene.verification.positions, torch.stack([own, never]))
 
 
-def test_quantised_queries_are_taken_before_they_are_scaled():
+def test_quantised_queries_are_selected_before_they_are_scaled():
     """A prefill has thousands in every layer, and nobody keeps more than a few."""
     scene = Scene(6, [120, 90], 16)
     num_queries, dtype = GAMMA + 1, torch.float8_e4m3fn
@@ -229,7 +229,7 @@ class LargestResult(TorchDispatchMode):
         return made
 
 
-def test_summaries_know_tokens_that_came_in_steps_without_drafts():
+def test_summaries_include_tokens_of_steps_without_drafts():
     scene = Scene(5, [60], 16)
     scene.verify([0])
     scene.steps()

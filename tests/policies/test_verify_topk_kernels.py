@@ -214,7 +214,7 @@ def main() -> None:
     verify_topk.has_kernels = lambda device: True
     verify_topk_kernels.SCRATCH_BYTES = 128 * 2**20
     test_verify_topk.test_summaries_bound_every_logit_and_follow_a_page_to_its_next_owner()
-    test_verify_topk.test_summaries_know_tokens_that_came_in_steps_without_drafts()
+    test_verify_topk.test_summaries_include_tokens_of_steps_without_drafts()
     assert set(calls) == set(KERNELS)
     calls.clear()
     assert operators_of_a_round(2) == operators_of_a_round(7)
@@ -225,7 +225,7 @@ def test_pages_in_the_interpreter():
     triton_tools.run_interpreted(__file__)
 
 
-def test_a_layer_without_sinks_has_one_that_takes_no_weight_from_it():
+def test_a_layer_without_sinks_gets_one_without_weight():
     """In a model whose other layers have some, in float16."""
     pytest.importorskip("triton")
     from vllm_magicdec.policies import verify_topk_kernels

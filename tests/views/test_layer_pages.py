@@ -2,7 +2,7 @@
 """Page views of every layer's own against a naive reference: which tokens a step sees, by which pages."""
 
 import torch
-from batches import KeepsWhatIsThere, make_batch
+from batches import NoSelector, make_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import slot_of
@@ -46,7 +46,7 @@ def pages_in_view(budget: PageBudget, selected: list[int], end: int, total: int,
 
 @settings(max_examples=300, deadline=None)
 @given(rounds(), st.integers(0, 2**31))
-def test_every_step_sees_what_was_selected_sinks_and_recent_pages(case, seed):
+def test_every_step_sees_selected_sink_and_recent_pages(case, seed):
     model_len, num_steps, budget, requests = case
     generator = torch.Generator().manual_seed(seed)
     num_reqs, max_blocks = len(requests), -(-model_len // PAGE)
@@ -80,7 +80,7 @@ def test_every_step_sees_what_was_selected_sinks_and_recent_pages(case, seed):
         max_model_len=model_len,
         device=CPU,
     )
-    views = LayerPageViews(selections, KeepsWhatIsThere(), budget, slots)
+    views = LayerPageViews(selections, NoSelector(), budget, slots)
     context_lens = [context_len for context_len, _ in requests]
     batch = make_batch(req_ids, block_table, context_lens)
     allowed = budget.entries(batch.context_lens).tolist()
@@ -108,10 +108,10 @@ def test_every_step_sees_what_was_selected_sinks_and_recent_pages(case, seed):
                     allowed[index],
                 )
                 assert len(expected) <= budget.max_entries
-                wanted = {
+                visible = {
                     slot_of(p, own, PAGE)
                     for page in expected
                     for p in range(page * PAGE, page * PAGE + PAGE)
                     if p <= position
                 }
-                assert len(seen) == len(wanted) and set(seen) == wanted
+                assert len(seen) == len(visible) and set(seen) == visible

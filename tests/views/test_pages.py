@@ -141,6 +141,6 @@ def test_a_budget_too_small_for_sinks_and_drafts_is_rounded_up_to_hold_them():
         (dict(budget=0.1, min_budget=8, page_size=16), "draft_kv_min_budget=8 is below one KV page of 16"),
     ],
 )
-def test_budgets_below_one_page_say_what_to_type(fields, sentence):
+def test_errors_for_budgets_below_one_page_name_a_valid_one(fields, sentence):
     with pytest.raises(ValueError, match=sentence):
         make_budget(**{"model_len": 4096, "num_steps": 4, "sink": 16, **fields})

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from batches import KeepsWhatIsThere, make_batch
+from batches import NoSelector, make_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import selection_in_view, slot_of, token_positions
@@ -84,7 +84,7 @@ def test_every_step_sees_selection_sinks_and_recent_tokens_also_in_a_pass(case, 
         selections.set([req_id], [selected_at], torch.tensor([count]), torch.tensor([end]))
 
     slots = DraftSlots(**geometry, max_model_len=model_len, device=CPU)
-    views = TokenViews(selections, KeepsWhatIsThere(), budget, slots)
+    views = TokenViews(selections, NoSelector(), budget, slots)
     batch = make_batch(req_ids, block_table, [context_len for context_len, _ in requests])
     steps = views.prepare(batch, num_steps)
     passes = [
@@ -140,7 +140,7 @@ def passes_within(draw, model_len: int, num_steps: int, requests: list[tuple[int
     return Queries(np.array(running), np.array(firsts), np.array(lens)) if running else None
 
 
-def test_chosen_tokens_of_one_block_are_neighbours_in_a_list():
+def test_selected_tokens_of_one_block_are_adjacent_in_a_list():
     page_size, model_len, chosen = 32, 512, 40
     budget = TokenBudget(1, 4, 4 + 8 + chosen, 4 + 8 + chosen, num_recent=8)
     selections = Selections(
@@ -154,7 +154,7 @@ def test_chosen_tokens_of_one_block_are_neighbours_in_a_list():
         page_size=page_size, max_num_reqs=1, max_num_steps=1, max_model_len=model_len, device=CPU
     )
     block_table = torch.randperm(model_len // page_size).view(1, -1).to(torch.int32)
-    views = TokenViews(selections, KeepsWhatIsThere(), budget, slots)
+    views = TokenViews(selections, NoSelector(), budget, slots)
     [step] = views.prepare(make_batch(["a"], block_table, [480]), 1)
     of_list = step.view.slots[0, 0, 0, :chosen] // page_size
     assert len(of_list.unique_consecutive()) == len((best_first // page_size).unique())
@@ -165,7 +165,7 @@ CHANGES = ("nothing", "tokens", "pages", "selection", "requests", "order", "shor
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.sampled_from(CHANGES), min_size=2, max_size=12), st.integers(0, 2**31))
-def test_lists_that_are_kept_are_those_that_are_made_anew(changes, seed):
+def test_cached_lists_equal_new_ones(changes, seed):
     """Whatever changes from round to round; in between, steps write their own slots into the lists."""
     rng = random.Random(seed)
     page_size, model_len, num_steps, max_reqs, chosen = 16, 256, 3, 4, 28
@@ -180,7 +180,7 @@ def test_lists_that_are_kept_are_those_that_are_made_anew(changes, seed):
 
     def make_views() -> TokenViews:
         slots = DraftSlots(**geometry, max_model_len=model_len, device=CPU)
-        return TokenViews(selections, KeepsWhatIsThere(), TokenBudget(1, 2, 36, 36, num_recent=6), slots)
+        return TokenViews(selections, NoSelector(), TokenBudget(1, 2, 36, 36, num_recent=6), slots)
 
     def select(req_id: str) -> None:
         row, end = selections.row(req_id), lens[req_id] - 6
@@ -229,7 +229,7 @@ def test_lists_that_are_kept_are_those_that_are_made_anew(changes, seed):
                 assert torch.equal(own, fresh)
 
 
-def test_lists_of_a_batch_that_goes_on_are_kept(monkeypatch):
+def test_lists_of_an_unchanged_batch_are_cached(monkeypatch):
     """The point of keeping them: nothing is sorted again until something changes."""
     selections = Selections(
         num_layers=NUM_LAYERS, num_heads=NUM_KV_HEADS, max_num_reqs=1, max_selected=8, device=CPU
@@ -238,7 +238,7 @@ def test_lists_of_a_batch_that_goes_on_are_kept(monkeypatch):
     selections.positions[0, ..., :8] = torch.arange(10, 18, dtype=torch.int32)
     selections.set(["a"], [100], torch.tensor([8]), torch.tensor([90]))
     slots = DraftSlots(page_size=16, max_num_reqs=1, max_num_steps=2, max_model_len=256, device=CPU)
-    views = TokenViews(selections, KeepsWhatIsThere(), TokenBudget(1, 2, 16, 16, num_recent=6), slots)
+    views = TokenViews(selections, NoSelector(), TokenBudget(1, 2, 16, 16, num_recent=6), slots)
     table = torch.arange(16, dtype=torch.int32).unsqueeze(0)
     views.prepare(make_batch(["a"], table, [100]), 2)
     with monkeypatch.context() as patched:
@@ -278,7 +278,7 @@ def seen_in_a_pass(
 
 
 @pytest.mark.parametrize("num_missing", range(10))
-def test_a_common_length_is_said_only_where_the_view_has_it(num_missing):
+def test_a_common_length_is_the_length_of_every_view(num_missing):
     """Of what the host knows, all drafts of the last two rounds may have been rejected."""
     budget, num_steps = TokenBudget(1, 4, 64, 64, num_recent=16), 4
     selections = Selections(
@@ -286,7 +286,7 @@ def test_a_common_length_is_said_only_where_the_view_has_it(num_missing):
     )
     selections.begin_round(["a"])
     slots = DraftSlots(page_size=16, max_num_reqs=1, max_num_steps=num_steps, max_model_len=128, device=CPU)
-    views = TokenViews(selections, KeepsWhatIsThere(), budget, slots, plans=())
+    views = TokenViews(selections, NoSelector(), budget, slots, plans=())
     block_table = torch.arange(8, dtype=torch.int32).unsqueeze(0)
     batch = replace(make_batch(["a"], block_table, [64 - num_missing]), known_lens=[72 - num_missing])
     for step in views.prepare(batch, num_steps):
@@ -306,11 +306,11 @@ def test_index_memory_of_an_8b_model_is_small():
         num_layers=32, num_heads=8, max_num_reqs=64, max_selected=budget.max_selected, device=meta
     )
     slots = DraftSlots(**geometry, max_model_len=131072, device=meta)
-    memory = TokenViews(selections, KeepsWhatIsThere(), budget, slots).memory_bytes
+    memory = TokenViews(selections, NoSelector(), budget, slots).memory_bytes
     assert sum(memory.values()) < 300e6
 
 
-def test_rows_of_requests_that_are_gone_go_to_new_ones():
+def test_rows_of_finished_requests_are_reused():
     rows = RequestRows(3, CPU)
     first = rows.add(["a", "b", "c"])
     assert sorted(first) == [0, 1, 2]
@@ -329,7 +329,7 @@ def test_rows_of_requests_that_are_gone_go_to_new_ones():
         (0.1, "draft_kv_min_budget=40 cannot hold"),
     ],
 )
-def test_budgets_too_small_say_what_to_type(budget, sentence):
+def test_errors_for_small_budgets_name_a_valid_one(budget, sentence):
     with pytest.raises(ValueError, match=sentence):
         TokenBudget.from_fields(
             budget=budget,
