@@ -17,8 +17,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import scenarios
 from inside_workers import kernel_library
-from scenarios import SCENARIOS, metrics_of
 
 from vllm_magicdec.errors import MagicDecConfigError
 
@@ -34,8 +34,8 @@ def run_engine(spec: dict[str, Any]) -> dict[str, Any]:
         # As on a GPU.
         engine_config.are_tokens_on_device_alone = lambda config: config.use_v2_model_runner
     llm = LLM(**spec["engine"])
-    results = [SCENARIOS[step["scenario"]](llm, **step["arguments"]) for step in spec["steps"]]
-    metrics = metrics_of(llm)
+    results = [getattr(scenarios, step["scenario"])(llm, **step["arguments"]) for step in spec["steps"]]
+    metrics = scenarios.metrics_of(llm)
     config = llm.llm_engine.vllm_config
     run = {
         "results": results,

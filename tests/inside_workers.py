@@ -150,10 +150,17 @@ def draft_twice(worker: Any) -> None:
     drafter = runner._drafter
     compared = Counter(drafts=0, rounds=0, different=0, other_logits=0, not_kept=0, passes=0)
     if drafter._staged is not None:
-        drafter._staged._min_acceptance = 0.0  # to compare as many as there can be
-    read = (
-        runner.draft_logits if worker.vllm_config.use_v2_model_runner else None
-    )  # None also: greedy drafts
+        drafter._staged._min_acceptance = 0.0  # to compare as many drafts as possible
+    # None also for greedy drafts.
+    read = runner.draft_logits if worker.vllm_config.use_v2_model_runner else None
+
+    def draft_one_by_one(prepared: Any, batch: Any, drafts: torch.Tensor) -> torch.Tensor:
+        tokens, one_by_one = batch.tokens, torch.zeros_like(drafts)
+        for parts in zip(*prepared, strict=True):
+            step = DraftStep(parts)
+            tokens = runner.draft_step(tokens.to(torch.int32), step)
+            one_by_one[:, step.index] = tokens
+        return one_by_one
 
     def fill_twice(drafts: torch.Tensor, batch: Any, num_steps: int) -> None:
         prepared = [
@@ -163,11 +170,7 @@ def draft_twice(worker: Any) -> None:
         staged = drafter._staged.draft(batch, num_steps, lambda: prepared)
         drafter.draft_lists = staged
         logits = None if read is None else read.clone()
-        tokens, one_by_one = batch.tokens, torch.zeros_like(drafts)
-        for parts in zip(*prepared, strict=True):
-            step = DraftStep(parts)
-            tokens = runner.draft_step(tokens.to(torch.int32), step)
-            one_by_one[:, step.index] = tokens
+        one_by_one = draft_one_by_one(prepared, batch, drafts)
         for index, context_len in enumerate(batch.context_lens.tolist()):
             if not batch.is_prefilling[index]:
                 used = min(num_steps, runner.max_model_len - context_len)
@@ -198,17 +201,13 @@ def draft_twice(worker: Any) -> None:
         num_passes = drafter._wide.draft(drafts, batch, prepared, num_passes)
         logits = None if read is None else read.clone()
         if num_passes and logits is not None:
-            # The kept logits are those that every token was sampled from, replacements included.
+            # The kept logits are those that every token was sampled from, also after the last pass.
             of_drafts = latest[-1].view(*drafts.shape, -1)
             for index, is_prefilling in enumerate(batch.is_prefilling):
                 if not is_prefilling:
                     kept = logits[runner.idx_mapping[index], :num_steps]
                     compared.update(not_kept=not torch.equal(kept, of_drafts[index]))
-        tokens, one_by_one = batch.tokens, torch.zeros_like(drafts)
-        for parts in zip(*prepared, strict=True):
-            step = DraftStep(parts)
-            tokens = runner.draft_step(tokens.to(torch.int32), step)
-            one_by_one[:, step.index] = tokens
+        one_by_one = draft_one_by_one(prepared, batch, drafts)
         if drafter._own_cache is not None:
             drafter._own_cache.end_round(batch, one_by_one)
         if not num_passes:

@@ -92,7 +92,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Put back what `install` and `capture` replaced."""
+    """Undo `install` and `capture`."""
     _patches.undo()
 
 

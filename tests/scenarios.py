@@ -177,10 +177,10 @@ def generate_with_random_lookups(llm: Any, batches: list[dict[str, Any]], seed: 
     return generate(llm, batches)
 
 
-def generate_with_cut_drafts(llm: Any, batches: list[dict[str, Any]], min_acceptance: float = 0.5) -> Any:
+def generate_with_cut_drafts(llm: Any, batches: list[dict[str, Any]]) -> Any:
     """`generate` with random lookups; only drafts with a high expected acceptance are verified."""
     llm.collective_rpc(inside_workers.look_up_at_random, args=(0,))
-    llm.collective_rpc(inside_workers.cut_drafts, args=(min_acceptance,))
+    llm.collective_rpc(inside_workers.cut_drafts, args=(0.5,))
     return generate(llm, batches)
 
 
@@ -499,54 +499,6 @@ def _describe(output: Any) -> dict[str, Any]:
             for completion in output.outputs
         ],
     }
-
-
-SCENARIOS = {
-    scenario.__name__: scenario
-    for scenario in (
-        generate,
-        describe_attention,
-        generate_without_asking_for_drafts,
-        generate_with_broken_drafting,
-        generate_with_late_prompts,
-        generate_with_broken_acceptance,
-        generate_with_random_choices,
-        generate_with_random_schedule,
-        generate_with_random_lookups,
-        generate_with_cut_drafts,
-        generate_without_unlikely_drafts,
-        generate_with_unchecked_ends,
-        served_answers,
-        generate_with_broken_lookups,
-        generate_with_waiting_drafts,
-        generate_under_faults,
-        generate_with_a_cut_file,
-        generate_and_draft_twice,
-        generate_with_broken_controller,
-        generate_and_count_drafts,
-        generate_and_note_inputs,
-        generate_and_note_saves,
-        record_graphs,
-        count_replays,
-        run_passes_as_captured,
-        abort_half_while_decoding,
-        watch_draft_cache,
-        watched_draft_cache,
-        watch_spire_cache,
-        watched_spire_cache,
-        generate_and_note_spire_drafts,
-        generate_with_adaptive_verification,
-        generate_adaptively_with_broken_drafting,
-        adaptive_costs,
-        generate_with_broken_memory,
-        chat,
-        selections,
-        score,
-        watch_draft_steps,
-        count_draft_steps,
-        describe_draft,
-    )
-}
 
 
 def metrics_of(llm: Any) -> dict[str, Any]:

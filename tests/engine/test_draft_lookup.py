@@ -83,7 +83,7 @@ def test_random_lookups_and_random_numbers_of_drafts_change_no_output(prompts, p
             ("generate_with_random_choices", {"batches": [batch], "seed": 2}),
         ],
         max_num_seqs=8,
-        # Less than all requests' drafts and lookups: a pass takes what it has room for.
+        # Less than all requests' drafts and lookups, so that passes are full.
         max_num_batched_tokens=48,
         speculative_config={
             **with_lookups(draft_kv_budget=256),

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.extended
 NUM_REQUESTS = 8
 SPEC = magicdec(4, draft_kv_budget=128)
 
-# Sampling parameters that shape greedy output, each with what a run must show to have meant something.
+# Sampling parameters that change greedy output.
 SAMPLING = {
     "stop strings": {"temperature": 0, "max_tokens": 64, "stop": [":", "return"]},
     "stop tokens": {"temperature": 0, "max_tokens": 64, "min_tokens": 8},

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Beside a KV connector: what is saved is exact, and prompts computed elsewhere are drafted for."""
+"""With a KV connector: saved KV is exact, and requests with prompts computed elsewhere get drafts."""
 
 import engines
 import pytest

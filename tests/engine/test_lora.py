@@ -23,7 +23,7 @@ LORA = {"enable_lora": True, "max_loras": NUM_ADAPTERS + 1, "max_lora_rank": RAN
 
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory):
-    """Numbers and folders of adapters that change what the shipped model says."""
+    """Numbers and folders of adapters that change the shipped model's answers."""
     model = json.loads((engines.MODEL / "config.json").read_text())
     hidden, head = model["hidden_size"], model["head_dim"]
     outputs = {

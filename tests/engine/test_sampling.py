@@ -149,7 +149,7 @@ def test_sampled_continuations_have_the_targets_distribution(small_vocabulary_mo
 
 @pytest.fixture(scope="module")
 def similar_model(small_vocabulary_model, tmp_path_factory) -> Path:
-    """A draft model of its own: the target's weights with noise."""
+    """A separate draft model: the target's weights with noise."""
     torch.manual_seed(1)
     model = LlamaForCausalLM.from_pretrained(small_vocabulary_model)
     for weight in model.parameters():
