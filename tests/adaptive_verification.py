@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-# What a step takes whatever it verifies, and what drafting takes.
+# Seconds of a step without verified tokens, and of drafting.
 _STEP, _DRAFTING = 1.0, 0.5
 
 
@@ -31,11 +31,11 @@ class _Torch:
 
 
 def verify_adaptively(worker: Any, token_cost: float) -> None:
-    """From now on vLLM leaves out drafts that are not worth verifying, and what it does is noted.
+    """Make vLLM drop drafts that are not worth verifying from now on, and count what it does.
 
     Args:
-        worker: the engine's.
-        token_cost: of a verified token, in steps; 0: all are verified.
+        worker: The engine's worker.
+        token_cost: Cost of verifying one token, in steps; at 0 every draft is verified.
     """
     runner = worker.model_runner
     if runner.adaptive_verification is None:
@@ -43,8 +43,8 @@ def verify_adaptively(worker: Any, token_cost: float) -> None:
     runner.timed = _timed_steps(runner)  # after rounds, too: vLLM warms up before it times
     manager, costs = runner.adaptive_verification, np.arange(runner.max_num_tokens + 1)
     manager.cost_tables = np.full(runner.max_num_reqs + 1, _DRAFTING), _STEP + token_cost * costs
-    noted = runner.noted
-    noted.update(dict.fromkeys(("drafts", "verified", "accepted", "uneven", "predicted", "difference"), 0))
+    names = ("drafts", "verified", "accepted", "uneven", "predicted", "difference")
+    runner.adaptive_counts.update(dict.fromkeys(names, 0))
 
 
 def _install(runner: Any) -> None:
@@ -58,7 +58,7 @@ def _install(runner: Any) -> None:
 
     draft = runner.speculator
     draft.enable_adaptive_verification = True
-    draft.draft_token_confidence_probs.fill_(1.0)  # so that what is not predicted is verified
+    draft.draft_token_confidence_probs.fill_(1.0)  # drafts without a prediction are verified
     draft.acceptance_estimator = OnlineAcceptanceEstimator(
         runner.max_num_reqs, runner.num_speculative_steps, runner.device
     )
@@ -66,13 +66,13 @@ def _install(runner: Any) -> None:
         runner.req_states, runner.input_buffers.query_start_loc, 1, max_total_logits=10**6
     )
     runner.rejection_sampler.enable_adaptive_verification = True
-    runner.noted = {}
-    _note_lengths(runner.adaptive_verification, runner.noted)
-    _note_drafts(draft, runner.noted)
+    runner.adaptive_counts = {}
+    _count_lengths(runner.adaptive_verification, runner.adaptive_counts)
+    _count_drafts(draft, runner.adaptive_counts)
 
 
 def _timed_steps(runner: Any) -> int:
-    """Draft steps that vLLM times at start-up to learn what drafting takes, of a batch of 4."""
+    """Count the draft steps that vLLM times at start-up, with a batch of 4."""
     draft, steps = runner.speculator, []
     draft_step = draft.draft_step
     draft.draft_step = lambda tokens, step: steps.append(len(tokens)) or draft_step(tokens, step)
@@ -84,32 +84,32 @@ def _timed_steps(runner: Any) -> int:
 
 
 def verified(worker: Any) -> dict[str, float]:
-    """Drafts scheduled, verified and accepted; steps that verified more of one request than of another.
+    """Return the counts since `verify_adaptively`.
 
-    Also how many predictions there were, and by how much they differ from a plain computation, at most; and
-    how many draft steps vLLM would have timed.
+    Drafts scheduled, verified and accepted; steps that verified unequal numbers of drafts per request
+    ("uneven"); predictions and their largest difference from a direct computation; timed draft steps.
     """
-    return {**worker.model_runner.noted, "timed": worker.model_runner.timed}
+    return {**worker.model_runner.adaptive_counts, "timed": worker.model_runner.timed}
 
 
-def _note_lengths(manager: Any, noted: dict[str, float]) -> None:
+def _count_lengths(manager: Any, counts: dict[str, float]) -> None:
     reallocate = manager.reallocate_drafts
 
-    def reallocate_and_note(req_ids: list[str], idx_mapping: torch.Tensor) -> Any:
+    def reallocate_and_count(req_ids: list[str], idx_mapping: torch.Tensor) -> Any:
         scheduled = [manager._batch_budget[0][req_id] for req_id in req_ids]
         given = reallocate(req_ids, idx_mapping)
         kept = manager._batch_draft_capacity[: len(req_ids)].tolist()
         assert sum(kept) == given[2] and all(0 <= k <= s for k, s in zip(kept, scheduled, strict=True))
-        noted["drafts"] += sum(scheduled)
-        noted["verified"] += sum(kept)
-        noted["uneven"] += len({k for k, s in zip(kept, scheduled, strict=True) if s}) > 1
+        counts["drafts"] += sum(scheduled)
+        counts["verified"] += sum(kept)
+        counts["uneven"] += len({k for k, s in zip(kept, scheduled, strict=True) if s}) > 1
         return given
 
-    manager.reallocate_drafts = reallocate_and_note
+    manager.reallocate_drafts = reallocate_and_count
 
 
-def _note_drafts(draft: Any, noted: dict[str, float]) -> None:
-    """Count those that stood, and compare predictions with what vLLM's estimator says it computes."""
+def _count_drafts(draft: Any, counts: dict[str, float]) -> None:
+    """Count accepted drafts, and compare predictions with the formula of vLLM's estimator."""
     compute, propose = draft.compute_draft_logits, draft.propose
     logits: list[torch.Tensor] = []
 
@@ -123,17 +123,17 @@ def _note_drafts(draft: Any, noted: dict[str, float]) -> None:
         if kwargs.get("dummy_run"):
             return drafts
         batch, num_sampled = args[0], args[5]
-        noted["accepted"] += int((num_sampled - 1).clamp(min=0).sum())
+        counts["accepted"] += int((num_sampled - 1).clamp(min=0).sum())
         estimator, rows = draft.acceptance_estimator, draft.idx_mapping[: batch.num_reqs]
         temperature = draft.temperature[rows].double()
         temperature = temperature.masked_fill(temperature == 0, 1.0).unsqueeze(1)
-        for step, of_step in enumerate(logits):
-            likeliest = (of_step.double() / temperature).softmax(dim=-1).amax(dim=-1)
+        for step, step_logits in enumerate(logits):
+            likeliest = (step_logits.double() / temperature).softmax(dim=-1).amax(dim=-1)
             odds = (likeliest.log() - (-likeliest).log1p()).clamp(-40, 40)
             expected = torch.sigmoid(estimator.slope * odds + estimator.intercepts[step])
             got = draft.draft_token_confidence_probs[: batch.num_reqs, step]
-            noted["difference"] = max(noted["difference"], float((got - expected).abs().max()))
-            noted["predicted"] += batch.num_reqs
+            counts["difference"] = max(counts["difference"], float((got - expected).abs().max()))
+            counts["predicted"] += batch.num_reqs
         return drafts
 
     draft.compute_draft_logits, draft.propose = compute_and_keep, propose_and_compare

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches that are about to draft, and as much of an engine as views are made for."""
+"""Minimal batches and engines for tests of views and drafting."""
 
 import torch
 

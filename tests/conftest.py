@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures that several modules share; engines are expensive, so plain decoding is done once."""
+"""Shared fixtures and the order of tests; engines are expensive, so plain decoding runs once."""
 
 import os
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ WITH_ENGINES = ("engine", "models")  # folders
 
 
 def pytest_report_header() -> str:
-    """How fast the suite is depends on these."""
+    """Print the machine and vLLM's kernels, on which the suite's speed depends."""
     fields = dict(line.split(":", 1) for line in CPUINFO.splitlines() if ":" in line)
     cpu = {name.strip(): value.strip() for name, value in fields.items()}
     flags = [flag for flag in cpu.get("flags", "").split() if flag.startswith(("avx", "amx"))]
@@ -39,7 +39,7 @@ def pytest_unconfigure() -> None:
 
 
 def shares_an_engine(item: pytest.Item) -> bool:
-    """Whether it uses a fixture of its module, which is where engines are shared."""
+    """Whether the test uses a module-scoped fixture, which is how tests share engines."""
     fixtures = item._fixtureinfo.name2fixturedefs.values()
     return any(definitions[-1].scope == "module" for definitions in fixtures)
 
@@ -47,7 +47,7 @@ def shares_an_engine(item: pytest.Item) -> bool:
 @pytest.hookimpl(wrapper=True)  # pytest-xdist reads the groups in its own hook, pytest orders the cases
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     for item in items:
-        # One pytest-xdist worker runs them, and the engine starts once.
+        # One pytest-xdist worker runs the group, so its engine starts once.
         if shares_an_engine(item):
             item.add_marker(pytest.mark.xdist_group(item.module.__name__))
     yield
@@ -63,7 +63,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="session")
 def plain_run(prompts: list[list[int]]) -> engines.EngineRun:
-    """Plain greedy decoding of `prompts`: the truth."""
+    """Plain greedy decoding of `prompts`, the expected output of most engine tests."""
     return engines.generate(prompts, GREEDY, max_num_seqs=16)
 
 

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines with a draft that has a KV cache of its own (`method: magicdec`), for tests of all its kinds."""
+"""Settings for engines whose draft has its own KV cache (`method: magicdec`)."""
 
 from pathlib import Path
 from typing import Any
 
 from greedy import GREEDY
 
-WHOLE_LEN = 2048  # tokens; nothing of the prompts and answers is longer
+WHOLE_LEN = 2048  # tokens; no prompt with its answer is longer
 SCHEDULES = {
     "whole prompts": {"max_num_batched_tokens": WHOLE_LEN},
     "chunked prefill": {"max_num_batched_tokens": 256},
-    # 80 pages hold one longest request and little else.
+    # 80 pages hold the longest request and little else.
     "preemption": {"num_gpu_blocks_override": 80, "max_num_batched_tokens": WHOLE_LEN, "max_num_seqs": 24},
 }
 
@@ -32,18 +32,18 @@ V2_SCHEDULES = {
 
 
 def drafting_with(model: Path, num_speculative_tokens: int | str = 4, **fields: Any) -> dict[str, Any]:
-    """A speculative config."""
+    """Return a speculative config with the draft in folder `model`."""
     own = {"method": "magicdec", "model": str(model), "num_speculative_tokens": num_speculative_tokens}
     return {**own, **fields}
 
 
 def longest(prompts: list[list[int]]) -> list[int]:
-    """Places of the longest prompts."""
+    """Return the indices of the four longest prompts."""
     return sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))[:4]
 
 
 def on_v2(prompts: list[list[int]]) -> tuple[list[int], dict[str, Any]]:
-    """Places of a few prompts, and a batch of them."""
+    """Return the indices of a few prompts, and a batch of them."""
     chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < 600][:8]
     sampling = {**GREEDY, "max_tokens": V2_TOKENS}
     return chosen, {"prompts": [prompts[i] for i in chosen], "sampling": sampling}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs vLLM engines one after the other in a process that tests keep: `engines.run` is the other side.
+"""Run vLLM engines one after the other in a process that tests keep; `engines.run` is its client.
 
-A line on standard input names a specification and where the result goes; the answer is a line on standard
-output, and all else is the log, on standard error. A process belongs to one environment (model runner,
-Triton's interpreter, kernel library): importing vLLM takes longer than starting an engine.
+A line on standard input names the files of a specification and of the result. A line on standard output
+answers it, and the log goes to standard error. A process has one environment (model runner, Triton's
+interpreter, kernel library) and is reused, since importing vLLM takes longer than starting an engine.
 """
 
 import gc
@@ -17,14 +17,14 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import scenarios
 from inside_workers import kernel_library
-from scenarios import SCENARIOS, metrics_of
 
 from vllm_magicdec.errors import MagicDecConfigError
 
 
 def run_engine(spec: dict[str, Any]) -> dict[str, Any]:
-    """Start an engine, run the scenarios, end the engine; returns `engines.EngineRun` but for its log."""
+    """Start an engine, run the scenarios and end it; return `engines.EngineRun` without the log."""
     from vllm import LLM
 
     os.environ["VLLM_MAGICDEC_STRICT"] = "1" if spec["strict"] else "0"
@@ -34,8 +34,8 @@ def run_engine(spec: dict[str, Any]) -> dict[str, Any]:
         # As on a GPU.
         engine_config.are_tokens_on_device_alone = lambda config: config.use_v2_model_runner
     llm = LLM(**spec["engine"])
-    results = [SCENARIOS[step["scenario"]](llm, **step["arguments"]) for step in spec["steps"]]
-    metrics = metrics_of(llm)
+    results = [getattr(scenarios, step["scenario"])(llm, **step["arguments"]) for step in spec["steps"]]
+    metrics = scenarios.metrics_of(llm)
     config = llm.llm_engine.vllm_config
     run = {
         "results": results,
@@ -51,7 +51,7 @@ def run_engine(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def _clean_up() -> None:
-    """Leave nothing of an engine to the next one."""
+    """Reset process state, so that engines do not affect later ones."""
     from vllm import logger
     from vllm.distributed import cleanup_dist_env_and_memory
 
@@ -64,14 +64,14 @@ def _clean_up() -> None:
 
 
 def _end_with(parent: int) -> None:
-    """When the tests are gone, end this process with all of its children."""
+    """End this process with all of its children when the tests have ended."""
     while os.getppid() == parent:
         time.sleep(1)
     os.killpg(0, signal.SIGKILL)
 
 
 def main() -> None:
-    """Serve until standard input ends, or a scenario fails: then what it left behind is not known."""
+    """Serve until standard input ends or a scenario fails, which leaves the process in an unknown state."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines for tests, in processes that are kept for the next one; the log is shown of those that fail."""
+"""Engines for tests, in processes that are reused; a failing engine's log is in the error."""
 
 import atexit
 import json
@@ -39,7 +39,7 @@ needs_tensor_parallel = pytest.mark.skipif(
     kernel_libraries.best() == "avx2",
     reason="vLLM 0.32.0 is tensor-parallel with its AVX2 kernels neither with speculation nor without",
 )
-# What chooses the views, as fields of a speculative config.
+# Fields of a speculative config, by policy.
 POLICIES = {
     "streamingllm": {},
     "snapkv": {"draft_kv_policy": "snapkv"},  # by page on a CPU
@@ -47,7 +47,7 @@ POLICIES = {
     "verify-topk": {"draft_kv_policy": "verify-topk"},
 }
 
-# Of one engine; the slowest takes a tenth of it on a machine with AVX2 alone.
+# For one engine; the slowest takes a tenth of it on a machine with only AVX2.
 TIME_LIMIT_S = 1800
 # Triton's `tl.dot`, and with it vLLM's attention in float32 on a GPU, rounds to TF32 (10 bits) by default.
 IEEE_FLOAT32 = {"TRITON_F32_DEFAULT": "ieee"}
@@ -62,7 +62,7 @@ class RefusedError(RuntimeError):
 
 @dataclass(frozen=True)
 class EngineRun:
-    """What one engine process returned."""
+    """Results of an engine's scenarios, its metrics, settings and log."""
 
     results: list[Any]
     metrics: dict[str, Any]
@@ -70,7 +70,7 @@ class EngineRun:
     num_lookahead_tokens: int
     async_scheduling: bool
     v2_runner: bool
-    kernel_libraries: list[str]  # of vLLM, that its workers loaded; see kernel_libraries.py
+    kernel_libraries: list[str]  # loaded by its workers; see kernel_libraries.py
     log: str
 
     @property
@@ -91,13 +91,13 @@ class EngineRun:
 
 
 def magicdec(num_speculative_tokens: int = 4, **fields: Any) -> dict[str, Any]:
-    """A speculative config for the method under test."""
+    """Return a speculative config for self-speculation."""
     return {"method": "magicdec-self", "num_speculative_tokens": num_speculative_tokens, **fields}
 
 
 def environment(*, v2: bool = False, **extra: str) -> dict[str, str]:
-    """The environment of an engine's process on this machine."""
-    # What names the test that runs would give every test processes of its own.
+    """Return the environment of an engine's process on this machine."""
+    # The name of the running test would give every test its own processes.
     inherited = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
     env = {
         **inherited,
@@ -123,7 +123,7 @@ def environment(*, v2: bool = False, **extra: str) -> dict[str, str]:
 
 
 def own_cores() -> list[int]:
-    """Tests that run side by side (pytest-xdist) keep their engines on cores of their own; []: on all."""
+    """Return the cores for engines of this pytest-xdist worker; []: all cores."""
     count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     cores = sorted(os.sched_getaffinity(0))
     if count == 1 or len(cores) < count:
@@ -136,8 +136,8 @@ class EngineProcess:
     """A process that runs engines one after the other; see engine_process.py.
 
     Args:
-        env: its environment.
-        cores: it may run on; (): all of this process's.
+        env: Its environment.
+        cores: Cores that it may run on; (): those of this process.
     """
 
     def __init__(self, env: Mapping[str, str], cores: Sequence[int] = ()) -> None:
@@ -157,11 +157,11 @@ class EngineProcess:
             )
 
     def run(self, spec: Mapping[str, Any], time_limit_s: float) -> "EngineRun":
-        """One engine from its start to its end.
+        """Run one engine from its start to its end.
 
         Raises:
-            RefusedError: the plugin refused its configuration; the process can go on.
-            RuntimeError: it failed or took too long; the process has ended with all of its children.
+            RefusedError: The plugin refused the configuration; the process can run more engines.
+            RuntimeError: It failed or took too long; the process has ended with all of its children.
         """
         spec_path, result_path = (Path(self._directory.name, name) for name in ("spec", "result"))
         spec_path.write_text(json.dumps(spec))
@@ -181,18 +181,18 @@ class EngineProcess:
         return EngineRun(**result, log=text)
 
     def end(self) -> int:
-        """End the process and whatever it started; returns its exit status."""
+        """End the process and its children; return its exit status."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._directory.cleanup()
         return self._process.wait()
 
 
-_processes: dict[Any, EngineProcess] = {}  # by environment, the latest one last
+_processes: dict[Any, EngineProcess] = {}  # by environment, the most recently used last
 
 
 def end_processes(keep: int = 0) -> None:
-    """End all but the `keep` processes that were used last."""
+    """End all but the `keep` most recently used processes."""
     while len(_processes) > keep:
         _processes.pop(next(iter(_processes))).end()
 
@@ -210,17 +210,17 @@ def run(
     time_limit_s: float = TIME_LIMIT_S,
     **engine: Any,
 ) -> EngineRun:
-    """Start an engine, run scenarios of `scenarios.py` in order, end it; returns what they returned.
+    """Start an engine, run scenarios of scenarios.py in order, and end it.
 
     Args:
-        steps: names and arguments of scenarios.
-        v2: on vLLM's V2 model runner.
-        strict: a failure inside drafting raises.
-        env: added to the environment.
-        own_process: as in a program of vLLM's users: the process is new, and engine core and workers are
-            processes of their own. Otherwise all of the engine is in one process, where others were before.
-        time_limit_s: for all of it, far above what it takes on a slow machine.
-        engine: arguments of `LLM`.
+        steps: Names and arguments of scenarios.
+        v2: Use vLLM's V2 model runner.
+        strict: Raise on a failure inside drafting.
+        env: Additional environment variables.
+        own_process: Start a new process with separate processes for engine core and workers, as users
+            do. Otherwise the whole engine runs in one process, which earlier engines may have used.
+        time_limit_s: Limit for the whole run, far above the time on a slow machine.
+        engine: Arguments of `LLM`.
     """
     engine = {
         "model": str(MODEL),
@@ -243,7 +243,7 @@ def run(
             process.end()
     full = environment(v2=v2, **{"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **env})
     key = frozenset(full.items())
-    # vLLM binds the threads of processes that it starts; here it starts none.
+    # vLLM binds only the threads of processes that it starts, and here it starts none.
     process = _processes.pop(key, None) or EngineProcess(full, own_cores())
     try:
         result = process.run(spec, time_limit_s)
@@ -260,30 +260,30 @@ def _keep(key: Any, process: EngineProcess) -> None:
 
 
 def _telling_part(log: str) -> str:
-    """The first trace, which is the worker's and the cause, and the end of the log."""
+    """Return the first traceback, which is the worker's and the cause, and the end of the log."""
     first = max(0, log.find("Traceback"))
     return log[first : first + 8000] + "\n...\n" + log[-2000:]
 
 
 def generate(prompts: list[list[int]], sampling: Any, **engine: Any) -> EngineRun:
-    """One batch of token-id prompts."""
+    """Run an engine with one batch of token-id prompts."""
     return run([("generate", {"batches": [{"prompts": prompts, "sampling": sampling}]})], **engine)
 
 
 def tokens_of(batch: list[dict[str, Any]]) -> list[list[int]]:
-    """The first completion's tokens of every request of a batch."""
+    """Return the tokens of each request's first completion."""
     return [request["completions"][0]["tokens"] for request in batch]
 
 
-def farthest_from_best(prompts: list[list[int]], answers: list[dict[str, Any]], **engine: Any) -> float:
-    """By how much vLLM's best token is likelier than the one that was chosen, at most; in nats.
+def max_logprob_gap(prompts: list[list[int]], answers: list[dict[str, Any]], **engine: Any) -> float:
+    """Return the largest gap between the logprobs of vLLM's best token and the generated one, in nats.
 
     Args:
-        prompts: token ids.
-        answers: what a batch of `scenarios.generate` said to them.
-        engine: settings of the one that scores, with vLLM's attention and without speculation.
+        prompts: Token ids.
+        answers: Results of `scenarios.generate` for them.
+        engine: Settings of the scoring engine, which has vLLM's attention and no speculation.
     """
     answered = zip(prompts, tokens_of(answers), strict=True)
     texts = [{"prompt": prompt, "tokens": tokens} for prompt, tokens in answered]
     scores = run([("score", {"texts": texts})], **engine).results[0]
-    return max(best - own for places in scores for own, best in places)
+    return max(best - own for tokens in scores for own, best in tokens)

@@ -12,7 +12,7 @@ EXAMPLE = HERE.parent / "examples" / "custom-policy"
 
 
 def install(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As pip would install it, its metadata in a directory, and a `broken` one that is no policy."""
+    """Install the package like pip, with its metadata in `directory` and a `broken` entry point."""
     project = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]
     info = directory / "magicdec_custom_policies-0.1.0.dist-info"
     info.mkdir()

@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token-by-token comparison with plain decoding, and the one excuse it admits."""
+"""Token-by-token comparison with plain decoding, which allows differences by rounding only."""
 
 from typing import Any
 
-# Sampling of what is compared.
+# Sampling parameters of compared requests.
 GREEDY = {"temperature": 0, "max_tokens": 48, "ignore_eos": True, "logprobs": 2}
-# Two logprobs closer than this may change order when the same sums are taken in another order (float32).
+# Logprobs closer than this may swap if sums are computed in another order (float32).
 ROUNDING = 1e-4
 MAX_ROUNDING_SHARE = 0.01
 
 
 def assert_same_tokens(plain: list[dict[str, Any]], speculative: list[dict[str, Any]], what: str) -> None:
-    """Every request's tokens equal plain decoding's, rounding apart.
+    """Assert that every request's tokens equal plain decoding's up to rounding.
 
     Args:
-        plain: a batch of `scenarios.generate` with `logprobs=2`.
-        speculative: the same requests with speculation.
-        what: the configuration, for the message.
+        plain: A batch of `scenarios.generate` with `logprobs=2`.
+        speculative: The same requests with speculation.
+        what: The configuration, for the message.
     """
     assert len(plain) == len(speculative)
     rounded = []
@@ -40,7 +40,7 @@ def assert_same_tokens(plain: list[dict[str, Any]], speculative: list[dict[str, 
 
 
 def first_tokens(request: dict[str, Any], count: int) -> dict[str, Any]:
-    """A request's result as if it had ended after `count` tokens."""
+    """Shorten a request's result to its first `count` tokens."""
     completion = request["completions"][0]
     shortened = {
         **completion,

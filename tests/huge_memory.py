@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of this process's memory may lie in huge pages."""
+"""The share of a tensor's memory that may be in huge pages."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ _MAPPING = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) .*?^VmFlags: ([a-z0-9 ]+)$", re
 
 
 def share_in_huge_pages(memory: torch.Tensor) -> float:
-    """Of the tensor's storage: that of which Linux knows the advice; how many pages it found is luck."""
+    """Return the share of the tensor's storage advised to use huge pages; finding any is luck."""
     first, size = memory.untyped_storage().data_ptr(), memory.untyped_storage().nbytes()
     mappings = (found.groups() for found in _MAPPING.finditer(Path("/proc/self/smaps").read_text()))
     advised = (

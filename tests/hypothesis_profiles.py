@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which cases property tests draw: this module's import decides, in pytest and in programs of their own."""
+"""Hypothesis profiles; importing this module loads one, in pytest and in separate programs."""
 
 import os
 
 from hypothesis import HealthCheck, settings
 
-# The same cases every time, as long as they take: neither a rare one nor a machine that stalls is to stop a
-# change that has nothing to do with it.
+# The same cases every time and no deadline, so that neither a rare case nor a stalling machine fails an
+# unrelated change.
 settings.register_profile(
     "known cases",
     deadline=None,
@@ -14,6 +14,6 @@ settings.register_profile(
     database=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
-# Not on top of the profile that hypothesis loads where CI runs, which is like the one above.
+# Not based on the profile that hypothesis loads in CI, which resembles the one above.
 settings.register_profile("other cases", settings.get_profile("default"), deadline=None)
 settings.load_profile("other cases" if "MAGICDEC_TEST_RANDOM" in os.environ else "known cases")

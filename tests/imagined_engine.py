@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The step times of an imagined machine, and the choices that a controller has there."""
+"""Simulated step times, and the choices of a controller on the simulated machine."""
 
 import random
 from collections.abc import Callable
@@ -17,7 +17,7 @@ def make_controller(times: StepTimes | None = None) -> Controller:
 
 
 def alike(num_reqs: int, context_tokens: int, choice: Choice) -> Step:
-    """A step that verifies and makes the same drafts."""
+    """Return a step that verifies and drafts the same number of tokens."""
     budget = BUDGET if choice.drafts else 0
     return Step(num_reqs, context_tokens, choice.drafts, choice.drafts, budget)
 
@@ -28,7 +28,7 @@ def all_choices() -> list[Choice]:
 
 @dataclass
 class Engine:
-    """Step times of an imagined machine, which the controller's own model does not contain."""
+    """Simulated step times that the controller's own model cannot represent exactly."""
 
     pass_seconds: float = 4e-3
     seconds_per_context_token: float = 1e-6

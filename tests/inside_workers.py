@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests do and see inside a worker: scenarios.py has `collective_rpc` call these."""
+"""Functions that tests run inside workers: scenarios.py calls them by `collective_rpc`."""
 
 import random
 from typing import Any
 
 
-def _draft_of(worker: Any) -> Any:
+def draft_of(worker: Any) -> Any:
+    """Return the drafter of the V1 runner or the speculator of the V2 runner."""
     runner = worker.model_runner
     return getattr(runner, "drafter", None) or runner.speculator
 
 
 def latest_selection(worker: Any) -> dict[str, Any]:
-    selections = _draft_of(worker)._drafter._views[0]._selections
+    selections = draft_of(worker)._drafter._views[0]._selections
     row = selections.rows([list(selections._selected_at)[-1]])
     count = int(selections.counts[row])
     return {
@@ -21,28 +22,28 @@ def latest_selection(worker: Any) -> dict[str, Any]:
 
 
 def note_speculative_steps(worker: Any) -> None:
-    """Count the steps that the V1 runner samples as those of speculation."""
+    """Count the calls of the V1 runner's rejection sampler."""
     sampler = worker.model_runner.rejection_sampler
     if worker.vllm_config.use_v2_model_runner:
-        sampler.noted = None
+        sampler.num_calls = None
         return
-    sampler.noted, forward = 0, type(sampler).forward
+    sampler.num_calls, forward = 0, type(sampler).forward
 
-    def forward_and_note(*args, **kwargs):
-        sampler.noted += 1
+    def forward_and_count(*args, **kwargs):
+        sampler.num_calls += 1
         return forward(sampler, *args, **kwargs)
 
-    sampler.forward = forward_and_note
+    sampler.forward = forward_and_count
 
 
 def noted_speculative_steps(worker: Any) -> int | None:
-    return worker.model_runner.rejection_sampler.noted
+    return worker.model_runner.rejection_sampler.num_calls
 
 
 def look_up_at_random(worker: Any, seed: int) -> None:
     from vllm_magicdec.lookup.continuation import Continuation
 
-    drafter, rng = _draft_of(worker)._drafter, random.Random(seed)
+    drafter, rng = draft_of(worker)._drafter, random.Random(seed)
     if drafter._wide is not None:
         _look_up_on_device_at_random(drafter._wide, rng, worker.model_config.get_vocab_size())
         return
@@ -53,8 +54,8 @@ def look_up_at_random(worker: Any, seed: int) -> None:
     def look_up(req_id: str, drafted: list[int], most: int, *min_acceptance: float) -> Continuation:
         found = own(req_id, drafted, most, *min_acceptance).tokens
         tokens = [
-            found[place] if place < len(found) and rng.random() < 0.8 else rng.randrange(vocab_size)
-            for place in range(rng.randint(0, max(0, most)))
+            found[i] if i < len(found) and rng.random() < 0.8 else rng.randrange(vocab_size)
+            for i in range(rng.randint(0, max(0, most)))
         ]
         return Continuation(tokens, [0.5] * len(tokens))
 
@@ -62,16 +63,16 @@ def look_up_at_random(worker: Any, seed: int) -> None:
 
 
 def _look_up_on_device_at_random(wide: Any, rng: random.Random, vocab_size: int) -> None:
-    """And any number of passes, none included."""
+    """Replace tokens at random, and take a random number of passes, 0 included."""
     import torch
 
     own, generator = wide._lookups.fill, torch.Generator().manual_seed(rng.randrange(2**31))
 
-    def fill(given: Any, made: Any, texts: Any) -> Any:
-        is_found = own(given, made, texts)
+    def fill(given: Any, lengths: Any, texts: Any) -> Any:
+        is_found = own(given, lengths, texts)
         other = torch.randint(0, vocab_size, given.shape, dtype=torch.int32, generator=generator)
         is_other = torch.rand(given.shape, generator=generator) > 0.8
-        is_other &= torch.arange(given.shape[1]) > made.unsqueeze(1)
+        is_other &= torch.arange(given.shape[1]) > lengths.unsqueeze(1)
         given.copy_(torch.where(is_other, other, given))
         return is_found
 
@@ -85,15 +86,15 @@ def _look_up_on_device_at_random(wide: Any, rng: random.Random, vocab_size: int)
 
 
 def leave_unlikely_out(worker: Any, min_acceptance: float) -> None:
-    """Of a fixed number of drafts."""
-    _draft_of(worker)._drafter._staged._min_acceptance = min_acceptance
+    """Drop drafts below `min_acceptance` from a fixed number."""
+    draft_of(worker)._drafter._staged._min_acceptance = min_acceptance
 
 
 def cut_drafts(worker: Any, min_acceptance: float, min_gain: float = 0.0) -> None:
-    """As a controller's plan does."""
+    """Draft by a controller's plan with these thresholds."""
     from vllm_magicdec.adaptive.draft_plan import DraftPlan
 
-    staged = _draft_of(worker)._drafter._staged
+    staged = draft_of(worker)._drafter._staged
     draft = staged.draft
 
     def draft_by_plan(batch: Any, num_steps: int, prepare: Any) -> Any:
@@ -103,7 +104,7 @@ def cut_drafts(worker: Any, min_acceptance: float, min_gain: float = 0.0) -> Non
 
 
 def served_answers(worker: Any) -> list[int]:
-    served = _draft_of(worker)._drafter._staged._lookups._sources["served"]
+    served = draft_of(worker)._drafter._staged._lookups._sources["served"]
     return [*served._older.tokens.tolist(), *served._newer.tokens.tolist()]
 
 
@@ -111,13 +112,13 @@ def break_lookups(worker: Any) -> None:
     def look_up(*args: Any) -> Any:
         raise RuntimeError("broken on purpose")
 
-    _draft_of(worker)._drafter._staged._lookups.look_up = look_up
+    draft_of(worker)._drafter._staged._lookups.look_up = look_up
 
 
 def wait_in_drafts(worker: Any) -> None:
     import torch
 
-    drafter = _draft_of(worker)._drafter
+    drafter = draft_of(worker)._drafter
     draft = drafter.draft
 
     def wait_and_draft(*args: Any) -> bool:
@@ -130,7 +131,7 @@ def wait_in_drafts(worker: Any) -> None:
 def forget_failures(worker: Any) -> None:
     from vllm_magicdec.drafting.pauses import Pauses
 
-    drafter = _draft_of(worker)._drafter
+    drafter = draft_of(worker)._drafter
     drafter._pauses = Pauses("Drafting", "steps go on without useful drafts")
     if drafter._staged is not None:
         drafter._staged._lookup_pauses = Pauses("A lookup", "every draft takes a pass of its own")
@@ -145,14 +146,21 @@ def draft_twice(worker: Any) -> None:
 
     from vllm_magicdec.views.base import DraftStep
 
-    runner = _draft_of(worker)
+    runner = draft_of(worker)
     drafter = runner._drafter
     compared = Counter(drafts=0, rounds=0, different=0, other_logits=0, not_kept=0, passes=0)
     if drafter._staged is not None:
-        drafter._staged._min_acceptance = 0.0  # to compare as many as there can be
-    read = (
-        runner.draft_logits if worker.vllm_config.use_v2_model_runner else None
-    )  # None also: greedy drafts
+        drafter._staged._min_acceptance = 0.0  # to compare as many drafts as possible
+    # None also for greedy drafts.
+    read = runner.draft_logits if worker.vllm_config.use_v2_model_runner else None
+
+    def draft_one_by_one(prepared: Any, batch: Any, drafts: torch.Tensor) -> torch.Tensor:
+        tokens, one_by_one = batch.tokens, torch.zeros_like(drafts)
+        for parts in zip(*prepared, strict=True):
+            step = DraftStep(parts)
+            tokens = runner.draft_step(tokens.to(torch.int32), step)
+            one_by_one[:, step.index] = tokens
+        return one_by_one
 
     def fill_twice(drafts: torch.Tensor, batch: Any, num_steps: int) -> None:
         prepared = [
@@ -162,11 +170,7 @@ def draft_twice(worker: Any) -> None:
         staged = drafter._staged.draft(batch, num_steps, lambda: prepared)
         drafter.draft_lists = staged
         logits = None if read is None else read.clone()
-        tokens, one_by_one = batch.tokens, torch.zeros_like(drafts)
-        for parts in zip(*prepared, strict=True):
-            step = DraftStep(parts)
-            tokens = runner.draft_step(tokens.to(torch.int32), step)
-            one_by_one[:, step.index] = tokens
+        one_by_one = draft_one_by_one(prepared, batch, drafts)
         for index, context_len in enumerate(batch.context_lens.tolist()):
             if not batch.is_prefilling[index]:
                 used = min(num_steps, runner.max_model_len - context_len)
@@ -197,17 +201,13 @@ def draft_twice(worker: Any) -> None:
         num_passes = drafter._wide.draft(drafts, batch, prepared, num_passes)
         logits = None if read is None else read.clone()
         if num_passes and logits is not None:
-            # Of every place what its token was drawn from, the stand-ins' as well.
+            # The kept logits are those that every token was sampled from, also after the last pass.
             of_drafts = latest[-1].view(*drafts.shape, -1)
             for index, is_prefilling in enumerate(batch.is_prefilling):
                 if not is_prefilling:
                     kept = logits[runner.idx_mapping[index], :num_steps]
                     compared.update(not_kept=not torch.equal(kept, of_drafts[index]))
-        tokens, one_by_one = batch.tokens, torch.zeros_like(drafts)
-        for parts in zip(*prepared, strict=True):
-            step = DraftStep(parts)
-            tokens = runner.draft_step(tokens.to(torch.int32), step)
-            one_by_one[:, step.index] = tokens
+        one_by_one = draft_one_by_one(prepared, batch, drafts)
         if drafter._own_cache is not None:
             drafter._own_cache.end_round(batch, one_by_one)
         if not num_passes:
@@ -230,15 +230,15 @@ def draft_twice(worker: Any) -> None:
 
 
 def drafted_twice(worker: Any) -> dict[str, int]:
-    return dict(_draft_of(worker)._drafter.compared)
+    return dict(draft_of(worker)._drafter.compared)
 
 
 def note_inputs(worker: Any) -> None:
-    noted = worker.noted_inputs = set()
+    addresses = worker.noted_inputs = set()
 
     def note(model: Any, args: Any, inputs: dict[str, Any]) -> None:
         given = {name: value for name, value in inputs.items() if value is not None}
-        noted.add(tuple(sorted((name, value.data_ptr()) for name, value in given.items())))
+        addresses.add(tuple(sorted((name, value.data_ptr()) for name, value in given.items())))
 
     worker.model_runner.get_model().register_forward_pre_hook(note, with_kwargs=True)
 
@@ -277,7 +277,7 @@ def watch_draft_cache(worker: Any) -> None:
 
     from vllm_magicdec.attention.rows import KVRows
 
-    proposer = _draft_of(worker)
+    proposer = draft_of(worker)
     cache, layers = proposer._drafting, worker.model_runner.compilation_config.static_forward_context
     seen = worker._draft_cache = {"tokens": 0, "difference": 0.0, "rounds": 0, "catch_up": 0}
     catch_up = cache.catch_up
@@ -320,12 +320,12 @@ def watch_draft_cache(worker: Any) -> None:
     def catch_up_and_compare(batch: Any, num_steps: int) -> None:
         catch_up(batch, num_steps)
         seen["rounds"] += 1
-        for places, *pages in held_on_v2(batch) if is_v2 else held_on_v1(batch):
-            if not len(places):
+        for positions, *pages in held_on_v2(batch) if is_v2 else held_on_v1(batch):
+            if not len(positions):
                 continue
-            slots = [torch.from_numpy(own.astype(np.int64) * size + places % size) for own in pages]
-            is_whole = places[-1] + 1 == len(places)
-            # What the first layer writes depends on a token and its position, whatever is in view.
+            slots = [torch.from_numpy(own.astype(np.int64) * size + positions % size) for own in pages]
+            is_whole = positions[-1] + 1 == len(positions)
+            # The first layer's keys and values depend only on a token and its position, not on the view.
             for name in names if is_whole else [next(name for name in names if "layers.0." in name)]:
                 caches = [rows_of(name), rows_of(name.removeprefix("draft_model."))]
                 by_head = [own.expand(caches[0].num_kv_heads, -1) for own in slots]
@@ -334,14 +334,14 @@ def watch_draft_cache(worker: Any) -> None:
                         getattr(rows, part).gather(at) for rows, at in zip(caches, by_head, strict=True)
                     )
                     seen["difference"] = max(seen["difference"], float((own - theirs).abs().max()))
-            seen["tokens"] += len(places)
-            seen["sparse"] = seen.get("sparse", 0) + (0 if is_whole else len(places))
+            seen["tokens"] += len(positions)
+            seen["sparse"] = seen.get("sparse", 0) + (0 if is_whole else len(positions))
 
     cache.catch_up = catch_up_and_compare
 
 
 def read_prompts_late(worker: Any) -> None:
-    cache = _draft_of(worker)._drafting
+    cache = draft_of(worker)._drafting
     catch_up = cache.catch_up
 
     def catch_up_late(batch: Any, num_steps: int) -> None:
@@ -367,14 +367,14 @@ def break_drafting(worker: Any, rank: int | None) -> None:
     def choose_pages(context_lens, last_pages):
         raise RuntimeError("broken on purpose")
 
-    for policy in _draft_of(worker)._drafter._views[0]._policies:
+    for policy in draft_of(worker)._drafter._views[0]._policies:
         policy.choose_pages = choose_pages
 
 
 def record_graphs(worker: Any, sizes: list[int]) -> None:
     import recorded_graphs
 
-    recorded_graphs.capture(_draft_of(worker), sizes)
+    recorded_graphs.capture(draft_of(worker), sizes)
 
 
 def run_passes_as_captured(worker: Any) -> None:
@@ -382,7 +382,7 @@ def run_passes_as_captured(worker: Any) -> None:
 
     from vllm_magicdec.vllm_api.draft_graphs import RoundGraphs
 
-    runner = _draft_of(worker)
+    runner = draft_of(worker)
 
     def replay(tokens: Any, step: Any, num_adapters: int) -> Any:
         return runner.forward_and_sample_each(tokens, step, runner.step_metadata(step))
@@ -394,11 +394,11 @@ def run_passes_as_captured(worker: Any) -> None:
 def count_replays(worker: Any) -> dict[int, int]:
     import recorded_graphs
 
-    return recorded_graphs.num_replays(_draft_of(worker))
+    return recorded_graphs.num_replays(draft_of(worker))
 
 
 def watch_draft_steps(worker: Any) -> None:
-    draft = _draft_of(worker)
+    draft = draft_of(worker)
     draft.steps_seen = {"graph": 0, "flashinfer": 0, "eager": 0}
     forward = draft.forward_and_sample
 
@@ -407,20 +407,20 @@ def watch_draft_steps(worker: Any) -> None:
         return forward(*args)
 
     draft.forward_and_sample = forward_and_count
-    draw = draft.forward_and_sample_each
+    sample_each = draft.forward_and_sample_each
 
-    def draw_and_count(*args: Any) -> Any:
+    def sample_each_and_count(*args: Any) -> Any:
         draft.steps_seen["eager"] += 1
-        return draw(*args)
+        return sample_each(*args)
 
-    draft.forward_and_sample_each = draw_and_count
+    draft.forward_and_sample_each = sample_each_and_count
 
     def count_graphs_of(graphs: Any) -> None:
         run_fullgraph = graphs.run_fullgraph
 
         def run_and_count(desc: Any) -> Any:
             draft.steps_seen["graph"] += 1
-            # Where FlashInfer is not used, no graph is made for views of a common length.
+            # Graphs for views of a common length exist only with FlashInfer.
             draft.steps_seen["flashinfer"] += desc.common_len is not None
             return run_fullgraph(desc)
 
@@ -431,7 +431,7 @@ def watch_draft_steps(worker: Any) -> None:
 
 
 def count_draft_steps(worker: Any) -> dict[str, int]:
-    return _draft_of(worker).steps_seen
+    return draft_of(worker).steps_seen
 
 
 def believe_in_uniform_drafts(worker: Any) -> None:
@@ -468,7 +468,7 @@ def describe_attention(worker: Any) -> dict[str, Any]:
 
 
 def describe_draft(worker: Any) -> dict[str, Any]:
-    draft = _draft_of(worker)
+    draft = draft_of(worker)
     return {
         **describe_attention(worker),
         "class": type(draft).__name__,

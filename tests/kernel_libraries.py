@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's libraries of kernels for x86 CPUs: which of them a process loads, and how to make it load another.
+"""vLLM's kernel libraries for x86 CPUs: find the one a process loads, or force another.
 
-vLLM takes the library for the best instruction set that torch reports, and its attention chooses its
-packing by the same questions. With `FORCED` in its environment a process of the tests (`at_start/`) hears
-other answers, so that a machine with AVX-512 guards AVX2 as well.
+vLLM loads the library for the best instruction set that torch reports, and its attention chooses its
+packing the same way. If `FORCED` is in the environment of a test process, `at_start/` patches torch's
+report, so that a machine with AVX-512 also tests AVX2.
 """
 
 import os
@@ -13,13 +13,13 @@ import torch
 
 FORCED = "MAGICDEC_TEST_KERNELS"
 
-# What each of the libraries needs, the best first, and its file beside vLLM's Python files.
+# Files of the libraries by the required instruction set, the best first.
 FILES = {"avx512_bf16": "_C.abi3.so", "avx512": "_C_AVX512.abi3.so", "avx2": "_C_AVX2.abi3.so"}
 _RANKS = list(FILES)
 
 
 def executable() -> list[str]:
-    """Those that this machine can execute, the best first; none where it is no x86."""
+    """Return the libraries that this machine can execute, the best first; none if it is not x86."""
     if not torch.cpu._is_avx2_supported():
         return []
     best = 0 if torch.cpu._is_avx512_bf16_supported() else 1 if torch.cpu._is_avx512_supported() else 2
@@ -27,22 +27,22 @@ def executable() -> list[str]:
 
 
 def best() -> str:
-    """The one that vLLM loads, unless another is forced; "" where this is no x86."""
+    """Return the library that vLLM loads here, or the forced one; "" if the machine is not x86."""
     return forced() or next(iter(executable()), "")
 
 
 def loaded() -> str:
-    """The library that vLLM has loaded into this process; "" where there is none."""
+    """Return the library that vLLM has loaded into this process; "" if none."""
     maps = Path("/proc/self/maps").read_text()
     found = [name for name, file in FILES.items() if f"/vllm/{file}" in maps]
     return " ".join(found)
 
 
 def force(name: str) -> None:
-    """Let torch deny what is better than one of the libraries, and compute as such a machine would.
+    """Patch torch to report no better instruction set than this library needs.
 
     Raises:
-        ValueError: there is no such library, or this machine cannot execute it.
+        ValueError: This machine cannot execute the library, or there is no such library.
     """
     if name not in executable():
         raise ValueError(f"{FORCED}={name}: this machine executes {', '.join(executable()) or 'none'}")
@@ -52,7 +52,7 @@ def force(name: str) -> None:
 
 
 def environment(name: str) -> dict[str, str]:
-    """What makes a process, started with `at_start/` on its path, use one of the libraries."""
+    """Return the variables that force a library in a process with `at_start/` on its path."""
     env = {FORCED: name}
     if name == "avx2":
         # torch's own kernels and oneDNN's.
@@ -61,5 +61,5 @@ def environment(name: str) -> dict[str, str]:
 
 
 def forced() -> str:
-    """The library that the environment asks for; "": the best one."""
+    """Return the library that the environment forces; "": the best one."""
     return os.environ.get(FORCED, "")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MagicDec's measured times beside the model's predictions; prints the table of docs/performance.md."""
+"""MagicDec's measured times and the model's predictions; prints the table of docs/performance.md."""
 
 import json
 import statistics
@@ -50,7 +50,7 @@ class Measured:
         return self.deployment().verify_ms(self.gamma, self.batch, self.context)
 
     def predicted_speedup(self) -> float:
-        """At the measured tokens per round; everything else from the data sheet."""
+        """Predict from the data sheet and the measured tokens per round."""
         draft_ms = self.predicted_draft_ms() / self.gamma
         one_round_ms = round_ms(self.gamma, draft_ms, self.predicted_verify_ms(), Costs().round_overhead_ms)
         return speedup(self.predicted_target_ms(), self.tokens_per_round, one_round_ms)
@@ -61,12 +61,12 @@ TABLE_1 = [row for row in ROWS if row.table == 1]
 
 
 def errors(rows: Iterable[Measured], predicted: Callable, measured: Callable) -> list[float]:
-    """Relative, signed."""
+    """Return signed relative errors."""
     return [predicted(row) / measured(row) - 1 for row in rows]
 
 
 def documented() -> list[str]:
-    """The lines of docs/performance.md that are computed."""
+    """Return the computed lines of docs/performance.md."""
     lines = [
         "| model | devices | batch | context | gamma | T_T ms (paper, plan) | speedup (paper, plan) | |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands as their users start them, and Ray's processes below them."""
+"""Start commands and find Ray's processes below them."""
 
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,7 +11,7 @@ import psutil
 
 @contextmanager
 def started(command: Sequence[str], log: Path, env: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """A command until the block ends, which ends all that it has started; what it prints goes to `log`."""
+    """Run a command with its output in `log`; the end of the block kills it and its children."""
     process = None
     try:
         with log.open("wb") as output:
@@ -27,14 +27,14 @@ def started(command: Sequence[str], log: Path, env: Mapping[str, str]) -> Iterat
 
 
 def below(pid: int) -> list[psutil.Process]:
-    """All processes that one has started, and those that these have."""
+    """Return all descendants of a process."""
     with suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).children(recursive=True)
     return []
 
 
 def batch_replicas(pid: int) -> list[psutil.Process]:
-    """Replicas of `ray_batch.py` in the Ray of a process, whether or not their engine has started."""
+    """Return the replicas of `ray_batch.py` below a process, whether or not their engine has started."""
     found = []
     for one in below(pid):
         with suppress(psutil.NoSuchProcess):
@@ -44,7 +44,7 @@ def batch_replicas(pid: int) -> list[psutil.Process]:
 
 
 def with_engines(replicas: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """Those whose engine has started: until then, Ray names a replica by its `__init__`."""
+    """Return the replicas whose engine has started: until then, Ray names them by `__init__`."""
     started_ones = []
     for one in replicas:
         with suppress(psutil.NoSuchProcess):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA graphs without CUDA: what a capture runs is recorded, operator by operator, with its tensors.
+"""Simulate CUDA graphs on a CPU: a capture records its operators with their tensors.
 
-A replay runs the same operators on the same memory and nothing else, so whatever a real graph would miss is
-missed here too: Python's decisions, tensors made since the capture, values that were read on the host. The
-rest of vLLM's machinery (`CudaGraphManager`) runs as it is.
+A replay runs the same operators on the same memory and nothing else, so it misses whatever a real graph
+would: decisions in Python, tensors created since the capture, values read on the host. The rest of vLLM's
+machinery (`CudaGraphManager`) is unchanged.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ _patches = pytest.MonkeyPatch()
 
 
 class RecordedGraph(TorchDispatchMode):
-    """In the place of `torch.cuda.CUDAGraph`."""
+    """Replaces `torch.cuda.CUDAGraph`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class RecordedGraph(TorchDispatchMode):
         for func, args, kwargs, result in self._operators:
             again = func(*args, **kwargs)
             for old, new in zip(_tensors(result), _tensors(again), strict=True):
-                # Views and what was written in place are where they were.
+                # Views and in-place results already have their memory.
                 if old.untyped_storage().data_ptr() != new.untyped_storage().data_ptr():
                     old.copy_(new)
 
@@ -59,16 +59,16 @@ def _tensors(result: Any) -> list[torch.Tensor]:
 
 
 def _keep_scheduler_metadata() -> None:
-    """As backends with CUDA graphs do: what the builder derives from lengths lies where it lay before."""
+    """Keep the builder's scheduler metadata at fixed addresses, as backends with CUDA graphs do."""
     build, kept, latest = CPUAttentionMetadataBuilder.build, {}, {}
 
     def build_in_place(self, common_prefix_len, common_attn_metadata, fast_build=False):
         metadata = build(self, common_prefix_len, common_attn_metadata, fast_build)
         key = (id(self), metadata.num_actual_tokens, metadata.max_query_len)
-        # It holds pointers into itself, so what is copied must live on. Its size depends on the lengths.
-        made = latest[key] = metadata.scheduler_metadata
-        metadata.scheduler_metadata = kept.setdefault(key, made.new_zeros(SCHEDULER_METADATA_SIZE))
-        metadata.scheduler_metadata[: len(made)].copy_(made)
+        # It holds pointers into itself, so the original must stay alive. Its size depends on the lengths.
+        built = latest[key] = metadata.scheduler_metadata
+        metadata.scheduler_metadata = kept.setdefault(key, built.new_zeros(SCHEDULER_METADATA_SIZE))
+        metadata.scheduler_metadata[: len(built)].copy_(built)
         return metadata
 
     _patches.setattr(CPUAttentionMetadataBuilder, "build", build_in_place)
@@ -81,7 +81,7 @@ def _capturing(graph: RecordedGraph, pool: Any, stream: Any) -> Iterator[None]:
 
 
 def install() -> None:
-    """Let this process's CUDA graphs be recorded ones."""
+    """Replace CUDA graphs with recorded ones in this process."""
     _patches.setattr(torch.cuda, "CUDAGraph", RecordedGraph)
     _patches.setattr(torch.cuda, "graph", _capturing)
     _patches.setattr(cudagraph_utils, "graph_capture", lambda device: contextlib.nullcontext())
@@ -92,12 +92,12 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Put back what `install` and `capture` replaced."""
+    """Undo `install` and `capture`."""
     _patches.undo()
 
 
 def capture(speculator: Any, sizes: list[int]) -> None:
-    """Let a V2 speculator on a CPU capture its draft steps for these batch sizes."""
+    """Capture the draft steps of a V2 speculator on a CPU for these batch sizes."""
     install()
     _keep_scheduler_metadata()
     compilation = speculator.vllm_config.compilation_config
@@ -110,7 +110,7 @@ def capture(speculator: Any, sizes: list[int]) -> None:
 
 
 def num_replays(speculator: Any) -> dict[str, int]:
-    """Replays by padded batch size; with "x 2" behind it those of two query tokens per request."""
+    """Count replays by padded batch size; keys with "x 2" are steps of two query tokens per request."""
     numbers = {
         f"{desc.num_reqs}{'' if num_queries == 1 else f' x {num_queries}'}": graph.num_replays
         for num_queries, graphs in speculator._graphs._steps.items()
@@ -124,7 +124,7 @@ def num_replays(speculator: Any) -> dict[str, int]:
 
 @torch.inference_mode()
 def main() -> None:
-    """Steps of as many requests as were captured, of fewer and of more; in a process of its own."""
+    """Test steps of captured, smaller and larger batches; runs in a separate process."""
     install()
     cudagraph_utils.get_pp_group = lambda: SimpleNamespace(is_first_rank=True, is_last_rank=True)
     cudagraph_utils.is_global_first_rank = lambda: False
@@ -141,7 +141,7 @@ def main() -> None:
     written = torch.full((2, 64), -1)  # by group of layers and slot
 
     class Step:
-        """Samples what tells the inputs apart, and writes like attention layers of two groups do."""
+        """Samples tokens that depend on all inputs, and writes like attention layers of two groups."""
 
         num_views = 2
 
@@ -169,7 +169,7 @@ def main() -> None:
 
     graphs = DraftGraphs(config, torch.device("cpu"), CUDAGraphMode.FULL_AND_PIECEWISE, Step(), (None, 8))
     graphs.capture_steps()
-    # Of 5 requests too, the largest batch, which vLLM's own sizes leave out; its own stay as they are.
+    # The largest batch of 5 requests is captured too, which vLLM's sizes omit; these do not change.
     assert sorted({desc.num_reqs for desc in graphs.graphs}) == [2, 4, 5] and len(graphs.graphs) == 6
     assert config.compilation_config.cudagraph_capture_sizes == [2, 4]
     for round_, (num_reqs, common_len) in enumerate(itertools.product((4, 1, 5, 3, 2), (None, 8, 5))):
@@ -197,11 +197,11 @@ def main() -> None:
         def forward_and_sample(self, tokens, step, attn_metadata):
             return tokens[1::2].long()
 
-    # Nobody captures more tokens than fit a step: models are compiled for no more.
+    # No graph has more tokens than a step: models are compiled for no more.
     graphs = DraftGraphs(config, torch.device("cpu"), CUDAGraphMode.FULL, StepOfTwo(), (None,), 2)
     graphs.capture_steps()
     assert sorted(desc.num_reqs for desc in graphs.graphs) == [2, 4]
-    # Nobody adds a graph of more than 512 requests.
+    # No graph is added for more than 512 requests.
     config.scheduler_config.max_num_batched_tokens = 2048
     config.scheduler_config.max_num_seqs = 600
     graphs = DraftGraphs(config, torch.device("cpu"), CUDAGraphMode.FULL_AND_PIECEWISE, Step(), (None,))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slow, obvious references, one request at a time."""
+"""Slow, obvious reference implementations, one request at a time."""
 
 import math
 
@@ -16,9 +16,10 @@ def budget_in_pages(
     context_len: int,
     model_len: int,
 ) -> int:
-    """Pages that one request may see: tokens, or a fraction of the context when below 1.
+    """Return the pages that one request may see.
 
-    Never fewer than the sinks and the most pages that `num_steps` neighbouring tokens can touch.
+    A `budget` below 1 is a fraction of the context, otherwise it is in tokens. The result covers at least
+    the sinks and the most pages that `num_steps` neighbouring tokens can touch.
     """
     model_pages = math.ceil(model_len / page_size)
     touched = max(
@@ -27,10 +28,10 @@ def budget_in_pages(
     needed = math.ceil(sink / page_size) + touched
     if budget >= 1:
         return min(max(math.ceil(budget / page_size), needed), model_pages)
-    least = max(math.ceil(min_budget / page_size), needed)
-    most = math.ceil(budget * model_pages)
-    wanted = math.ceil(context_len * budget / page_size)
-    return min(max(min(wanted, most), least), model_pages)
+    min_pages = max(math.ceil(min_budget / page_size), needed)
+    max_pages = math.ceil(budget * model_pages)
+    target = math.ceil(context_len * budget / page_size)
+    return min(max(min(target, max_pages), min_pages), model_pages)
 
 
 def visible_positions(
@@ -43,7 +44,7 @@ def visible_positions(
     num_pages: int,
     model_len: int,
 ) -> list[int]:
-    """Token positions that draft step `step` of a StreamingLLM round attends to, ascending.
+    """Return the positions that draft step `step` of a StreamingLLM round attends to, ascending.
 
     The round's last drafted token ends the window; a step sees nothing after its own token.
     """
@@ -57,7 +58,7 @@ def visible_positions(
 
 
 def slot_of(position: int, blocks: list[int], page_size: int) -> int:
-    """Cache slot of a token position."""
+    """Return the cache slot of a token position."""
     return blocks[position // page_size] * page_size + position % page_size
 
 
@@ -71,9 +72,9 @@ def token_positions(
     budget: int,
     model_len: int,
 ) -> list[int]:
-    """What a draft step sees of a token view: the chosen positions, the sinks and recent tokens.
+    """Return the positions that a draft step sees of a token view: chosen ones, sinks and recent tokens.
 
-    At most `budget` positions up to the query's own; the oldest of the recent ones go first.
+    These are at most `budget` positions up to the query's own; the oldest recent ones are dropped first.
     """
     last = min(context_len + step, model_len - 1)
     sinks = [p for p in range(sink) if p <= last]
@@ -91,7 +92,7 @@ def selection_in_view(
     window: int,
     model_len: int,
 ) -> list[int]:
-    """The chosen positions, best first, that a round has in view: they leave room for sinks and window."""
+    """Return the chosen positions, best first, that fit into a round's view beside sinks and window."""
     sinks = min(sink, context_len + 1, model_len)
     return chosen[: max(0, budget - sinks - window)]
 
@@ -104,9 +105,10 @@ def snapkv_scores(
     pooling: str,
     sinks: np.ndarray | None = None,
 ) -> np.ndarray:
-    """[num_kv_heads, num_tokens - window] float64; `queries` [num_heads, window, size], scaled logits.
+    """Return SnapKV's scores, [num_kv_heads, num_tokens - window] float64.
 
-    `sinks` [num_heads]: logits of the denominator alone.
+    `queries` are [num_heads, window, size] and `keys` [num_kv_heads, num_tokens, size]; `sinks` [num_heads]
+    are logits that only count in the denominator.
     """
     num_heads, num_kv_heads, num_tokens = len(queries), len(keys), keys.shape[1]
     scores = np.zeros((num_kv_heads, num_tokens))
@@ -127,35 +129,37 @@ def snapkv_scores(
 def likeliest_continuation(
     context: list[int], ahead: list[int], most: int, *, min_match: int, max_match: int, max_longest: int
 ) -> tuple[int, list[int], list[float]]:
-    """How the context went on after the longest earlier occurrences of the latest tokens.
+    """Continue `context + ahead` by the longest earlier matches of its last tokens in `context`.
 
-    Matched are the last tokens of `context + ahead`, with places of `context` after which it goes on; of
-    matches of `max_match` tokens with the latest `max_longest`. The most frequent next token, of equals the
-    one seen last, decides which of these places count for the next. A place that reaches the context's end
-    goes on with what is ahead of it.
+    Of matches of `max_match` tokens only the latest `max_longest` count. The most frequent next token, of
+    ties the one seen last, is taken, and matches that continue differently are dropped. A match at the
+    context's end continues with `ahead` and the tokens taken.
 
-    Returns the length of the match, the tokens, and the share of the places that each of them had.
+    Returns:
+        The length of the match, the tokens, and for each token the share of matches that continue with it.
     """
     whole = [*context, *ahead]
-    lengths = {}  # by place of the last matched token, the latest first
-    for place in reversed(range(len(context) - 1)):
-        length, most_alike = 0, min(max_match, place + 1, len(whole))
-        while length < most_alike and context[place - length] == whole[-1 - length]:
+    lengths = {}  # by position of the last matched token, the latest first
+    for position in reversed(range(len(context) - 1)):
+        length, max_length = 0, min(max_match, position + 1, len(whole))
+        while length < max_length and context[position - length] == whole[-1 - length]:
             length += 1
-        lengths[place] = length
+        lengths[position] = length
     longest = max(lengths.values(), default=0)
     if longest < min_match:
         return 0, [], []
-    places = [place for place, length in lengths.items() if length == longest]
+    positions = [position for position, length in lengths.items() if length == longest]
     if longest == max_match:
-        places = places[:max_longest]
+        positions = positions[:max_longest]
     tokens, shares = [], []
     for step in range(most):
-        nexts = [whole[place + 1 + step] for place in places]
+        nexts = [whole[position + 1 + step] for position in positions]
         token = max(nexts, key=nexts.count)  # the first of equals
         tokens.append(token)
         shares.append(nexts.count(token) / len(nexts))
-        places = [place for place, following in zip(places, nexts, strict=True) if following == token]
+        positions = [
+            position for position, following in zip(positions, nexts, strict=True) if following == token
+        ]
         whole.append(token)
     return longest, tokens, shares
 
@@ -163,14 +167,15 @@ def likeliest_continuation(
 def likeliest_in_documents(
     documents: list[list[int]], latest: list[int], most: int, *, min_match: int, max_match: int
 ) -> tuple[int, list[int], list[float]]:
-    """How documents went on after the longest occurrences of the latest tokens.
+    """Continue `latest` by the longest matches of its last tokens in documents.
 
-    Places are those after which their document goes on. The most frequent next token, of equals the lowest,
-    decides which of them count for the next; a place whose document ends counts as none of the tokens.
+    Matches at the end of a document are ignored. The most frequent next token, of ties the lowest, is
+    taken, and matches that continue differently are dropped; one whose document ends supports no token.
 
-    Returns the length of the match, the tokens, and the share of the places that each of them had.
+    Returns:
+        The length of the match, the tokens, and for each token the share of matches that continue with it.
     """
-    endings = {}  # length of the match, and what follows it, by document and place
+    endings = {}  # length of the match and the tokens after it, by document and position
     for number, document in enumerate(documents):
         for end in range(1, len(document)):
             length = 0

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine of tests may be asked for, by name; see `engine_process.run_engine`.
+"""Scenarios that tests run in an engine, by name; see `engine_process.run_engine`.
 
-What a scenario does to a worker is in inside_workers.py, and what belongs to one kind of engine in a file
-of its own (adaptive_verification.py, recorded_graphs.py, spire_scenarios.py).
+Scenarios patch the engine for the rest of its life. Functions that run inside workers are in
+inside_workers.py, adaptive_verification.py, recorded_graphs.py and spire_scenarios.py.
 """
 
 import os
@@ -15,11 +15,12 @@ import inside_workers
 
 
 def generate(llm: Any, batches: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Each batch {"prompts": [...], "sampling": {...} or a list of them} is submitted at once.
+    """Generate answers to batches, one batch after the other.
 
-    "adapters": of each request a LoRA adapter's number and folder, or None; loaded when it first comes.
-    A prompt is token ids, or {"tokens": ids, "image": [{"width", "height", "seed"}, ...]} with noise for
-    pictures, or "video" with "frames" in addition.
+    A batch is {"prompts": [...], "sampling": {...} or one per prompt} and optionally "adapters": for each
+    request the number and folder of a LoRA adapter, or None. A prompt is a list of token ids, or
+    {"tokens": ids, "image": [{"width", "height", "seed"}, ...]} for pictures of noise; entries of "video"
+    also have "frames".
     """
     results = []
     for batch in batches:
@@ -43,7 +44,7 @@ def _adapter(number: int, folder: str) -> Any:
 
 
 def generate_without_asking_for_drafts(llm: Any, batches: list[dict[str, Any]]) -> Any:
-    """The engine core must not call its workers for drafts: these come with the outputs."""
+    """`generate`; fails if the engine core asks its workers for drafts, which come with the outputs."""
 
     def ask() -> None:
         raise AssertionError("the workers were asked for drafts")
@@ -53,19 +54,19 @@ def generate_without_asking_for_drafts(llm: Any, batches: list[dict[str, Any]]) 
 
 
 def generate_with_broken_drafting(llm: Any, batches: list[dict[str, Any]], rank: int | None = None) -> Any:
-    """From now on the draft's policy raises, in one worker or in every one."""
+    """`generate` with a policy that raises, on one rank or on all."""
     llm.collective_rpc(inside_workers.break_drafting, args=(rank,))
     return generate(llm, batches)
 
 
 def generate_and_note_inputs(llm: Any, batches: list[dict[str, Any]]) -> dict[str, Any]:
-    """`generate`, and what the target was given meanwhile, by vLLM and by the draft, and where it lay."""
+    """`generate`; also returns names and addresses of the inputs of every forward pass of the target."""
     llm.collective_rpc(inside_workers.note_inputs)
     return {"batches": generate(llm, batches), "inputs": llm.collective_rpc(inside_workers.noted_inputs)[0]}
 
 
 def generate_and_note_saves(llm: Any, batches: list[dict[str, Any]]) -> dict[str, Any]:
-    """`generate`, and how often a KV connector was shown steps, and each layer to save, meanwhile."""
+    """`generate`; also counts the steps that a KV connector saw, and its saves of each layer."""
     llm.collective_rpc(inside_workers.note_saves)
     results = generate(llm, batches)
     steps, saves = llm.collective_rpc(inside_workers.noted_saves)[0]
@@ -73,15 +74,15 @@ def generate_and_note_saves(llm: Any, batches: list[dict[str, Any]]) -> dict[str
 
 
 def generate_with_broken_acceptance(llm: Any, batches: list[dict[str, Any]]) -> Any:
-    """From now on drafts sampled from q are verified as if they had been sampled uniformly."""
+    """`generate`; drafts sampled from q are verified as if they had been sampled uniformly."""
     llm.collective_rpc(inside_workers.believe_in_uniform_drafts)
     return generate(llm, batches)
 
 
 def generate_with_random_choices(llm: Any, batches: list[dict[str, Any]], seed: int) -> Any:
-    """From now on the controller of `auto` chooses at random.
+    """`generate` while the controller of `auto` chooses at random, with lookups also its thresholds.
 
-    With lookups it also chooses random thresholds. The engine core must be in this process.
+    The engine core must be in this process.
     """
     from vllm_magicdec.adaptive.controller import PLAIN, Choice
     from vllm_magicdec.adaptive.draft_plan import NUM_BUCKETS, DraftPlan
@@ -93,7 +94,7 @@ def generate_with_random_choices(llm: Any, batches: list[dict[str, Any]], seed: 
     schedule = type(scheduler).schedule
 
     def choose(*_: Any, **__: Any) -> Choice:
-        # Often 0, so that steps without any drafts follow on one another.
+        # Often 0, so that several steps in a row have no drafts.
         if isinstance(controller, LookupController):
             drafts = Choice(controller.lengths[-1], lookups_alone=rng.random() < 0.25)
             chosen.append(rng.choice([PLAIN, drafts]))
@@ -133,7 +134,7 @@ def generate_with_random_choices(llm: Any, batches: list[dict[str, Any]], seed: 
 
 
 def generate_with_random_schedule(llm: Any, batches: list[dict[str, Any]], seed: int) -> dict[str, Any]:
-    """From now on each step has a random number of drafts (0 included) and random lookups.
+    """`generate` with a random number of drafts in each step (0 included) and random lookups.
 
     For engines with `auto`, whose controller is bypassed. The engine core must be in this process. Returns
     the numbers of drafts that were "planned", and as "gammas" how often a request had each number verified.
@@ -171,53 +172,53 @@ def generate_with_random_schedule(llm: Any, batches: list[dict[str, Any]], seed:
 
 
 def generate_with_random_lookups(llm: Any, batches: list[dict[str, Any]], seed: int = 0) -> Any:
-    """From now on lookups are of any length, and any of their tokens may be another one."""
+    """`generate` with lookups of random length, in which any token may be replaced."""
     llm.collective_rpc(inside_workers.look_up_at_random, args=(seed,))
     return generate(llm, batches)
 
 
-def generate_with_cut_drafts(llm: Any, batches: list[dict[str, Any]], min_acceptance: float = 0.5) -> Any:
-    """From now on lookups are random, and of what is drafted with them only the surest is verified."""
+def generate_with_cut_drafts(llm: Any, batches: list[dict[str, Any]]) -> Any:
+    """`generate` with random lookups; only drafts with a high expected acceptance are verified."""
     llm.collective_rpc(inside_workers.look_up_at_random, args=(0,))
-    llm.collective_rpc(inside_workers.cut_drafts, args=(min_acceptance,))
+    llm.collective_rpc(inside_workers.cut_drafts, args=(0.5,))
     return generate(llm, batches)
 
 
 def generate_without_unlikely_drafts(llm: Any, batches: list[dict[str, Any]]) -> Any:
-    """From now on lookups are random, and requests have fewer drafts than the fixed number."""
+    """`generate` with random lookups and a fixed number of drafts, of which unlikely ones are dropped."""
     llm.collective_rpc(inside_workers.look_up_at_random, args=(0,))
     llm.collective_rpc(inside_workers.leave_unlikely_out, args=(0.5,))
     return generate(llm, batches)
 
 
-def generate_with_unread_ends(llm: Any, batches: list[dict[str, Any]]) -> Any:
-    """From now on a round has one pass, and what random lookups say then is verified unread."""
+def generate_with_unchecked_ends(llm: Any, batches: list[dict[str, Any]]) -> Any:
+    """`generate` with one pass per round, after which random lookups are verified unchecked."""
     llm.collective_rpc(inside_workers.look_up_at_random, args=(0,))
     llm.collective_rpc(inside_workers.cut_drafts, args=(0.0, 1e9))
     return generate(llm, batches)
 
 
 def served_answers(llm: Any) -> list[int]:
-    """The tokens of all answers that lookups keep, with what separates them."""
+    """Return the tokens of all answers kept for lookups, with their separators."""
     return llm.collective_rpc(inside_workers.served_answers)[0]
 
 
 def generate_with_broken_lookups(llm: Any, batches: list[dict[str, Any]]) -> Any:
-    """From now on every lookup raises."""
+    """`generate` while every lookup raises."""
     llm.collective_rpc(inside_workers.break_lookups)
     return generate(llm, batches)
 
 
 def generate_with_waiting_drafts(llm: Any, batches: list[dict[str, Any]]) -> Any:
-    """From now on the host waits for the device in every round of drafts; V2 runner."""
+    """`generate` while the host waits for the device in every round of drafts; V2 runner."""
     llm.collective_rpc(inside_workers.wait_in_drafts)
     return generate(llm, batches)
 
 
 def generate_under_faults(llm: Any, batches: list[dict[str, Any]], faults: list[str], file: str) -> Any:
-    """`generate` under one fault after the other, and what it added to the plugin's counters.
+    """`generate` under one fault after the other; also returns the increments of the plugin's counters.
 
-    `file` is what `engines.FAULT` names. Pauses after failures do not last from one fault to the next.
+    `engines.FAULT` names `file`. Pauses after failures end before the next fault.
     """
     results = []
     for fault in faults:
@@ -228,7 +229,7 @@ def generate_under_faults(llm: Any, batches: list[dict[str, Any]], faults: list[
 
 
 def generate_with_a_cut_file(llm: Any, batches: list[dict[str, Any]], path: str) -> Any:
-    """A file is cut to half its size under the engine; with what that added to the plugin's counters."""
+    """`generate` after halving a file that the engine has mapped; also returns counter increments."""
     os.truncate(path, os.path.getsize(path) // 2)
     return _generate_and_count(llm, batches)
 
@@ -245,17 +246,17 @@ def _generate_and_count(llm: Any, batches: list[dict[str, Any]]) -> dict[str, An
 
 
 def generate_and_draft_twice(llm: Any, batches: list[dict[str, Any]]) -> dict[str, Any]:
-    """From now on every round is drafted with lookups and then by one pass per token over the same views.
+    """`generate`, drafting every round with lookups and again by one pass per token over the same views.
 
-    "drafts": those that are used; "different": requests' rounds in which the two differ, of "rounds";
-    "other_logits": those in which V2's rejection sampler would read others of the same drafts.
+    Returns counts: "drafts" compared; "rounds" of requests, and those with "different" drafts or, for
+    the same drafts, with "other_logits" in V2's rejection sampler.
     """
     llm.collective_rpc(inside_workers.draft_twice)
     return {"batches": generate(llm, batches), **llm.collective_rpc(inside_workers.drafted_twice)[0]}
 
 
 def generate_with_broken_controller(llm: Any, batches: list[dict[str, Any]]) -> Any:
-    """After a few choices the controller of `auto` raises; the engine core must be in this process."""
+    """`generate`; the controller of `auto` raises after 10 choices. The engine core is in this process."""
     controller = llm.llm_engine.engine_core.engine_core.scheduler._controller
     choose, left = controller.choose, iter(range(10))
 
@@ -269,7 +270,7 @@ def generate_with_broken_controller(llm: Any, batches: list[dict[str, Any]]) -> 
 
 
 def generate_and_count_drafts(llm: Any, batches: list[dict[str, Any]]) -> dict[str, Any]:
-    """`generate`, and how many tokens were drafted and accepted meanwhile."""
+    """`generate`; also returns the numbers of drafted and accepted tokens."""
 
     def count() -> dict[str, int]:
         values = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
@@ -281,17 +282,17 @@ def generate_and_count_drafts(llm: Any, batches: list[dict[str, Any]]) -> dict[s
 
 
 def record_graphs(llm: Any, sizes: list[int]) -> None:
-    """From now on draft steps are replayed from recorded graphs; V2 runner on a CPU."""
+    """Replay draft steps from recorded graphs from now on; V2 runner on a CPU."""
     llm.collective_rpc(inside_workers.record_graphs, args=(sizes,))
 
 
 def count_replays(llm: Any) -> dict[int, int]:
-    """Replays of recorded graphs by padded batch size, and of those of a draft model's first steps."""
+    """Count replays of recorded graphs by padded batch size; see `recorded_graphs.num_replays`."""
     return llm.collective_rpc(inside_workers.count_replays)[0]
 
 
 def run_passes_as_captured(llm: Any) -> None:
-    """From now on wide passes run what a CUDA graph of them would be captured of; V2 runner."""
+    """Run the functions that CUDA graphs of wide passes capture, without graphs; V2 runner."""
     llm.collective_rpc(inside_workers.run_passes_as_captured)
 
 
@@ -313,34 +314,34 @@ def abort_half_while_decoding(llm: Any, batch: dict[str, Any], steps_before_abor
 
 
 def generate_with_late_prompts(llm: Any, batches: list[dict[str, Any]]) -> Any:
-    """From now on a draft model reads no prompt before its request decodes."""
+    """`generate`; a draft model catches up with prompts only when their requests decode."""
     llm.collective_rpc(inside_workers.read_prompts_late)
     return generate(llm, batches)
 
 
 def watch_draft_cache(llm: Any) -> None:
-    """From now on compare, in every round, what a draft model's cache holds with the target's.
+    """Compare a draft model's KV cache with the target's in every round from now on.
 
-    Only where the target itself is the draft model. Over a view of the whole context in all layers, of the
-    tokens that a ring holds of a longer one in the first.
+    The target itself must be the draft model. All layers are compared for whole contexts, and only the
+    first layer for contexts of which a ring holds a part.
     """
     llm.collective_rpc(inside_workers.watch_draft_cache)
 
 
 def watched_draft_cache(llm: Any) -> dict[str, float]:
-    """Tokens compared and the largest difference; most tokens that a round's first pass had to read."""
+    """Return the tokens compared, the largest difference, and the most catch-up tokens of a round."""
     return llm.collective_rpc(inside_workers.watched_draft_cache)[0]
 
 
 def watch_spire_cache(llm: Any) -> None:
-    """As `watch_draft_cache`, of a SPIRe draft; see spire_scenarios.py."""
+    """`watch_draft_cache` for a SPIRe draft; see spire_scenarios.py."""
     import spire_scenarios
 
     llm.collective_rpc(spire_scenarios.watch_cache)
 
 
 def watched_spire_cache(llm: Any) -> dict[str, float]:
-    """As `watched_draft_cache`; of all ranks the fewest tokens and the largest difference."""
+    """`watched_draft_cache` for a SPIRe draft: minimum of tokens and maximum difference over ranks."""
     import spire_scenarios
 
     ranks = llm.collective_rpc(spire_scenarios.watched_cache)
@@ -351,11 +352,11 @@ def watched_spire_cache(llm: Any) -> dict[str, float]:
 
 
 def generate_with_adaptive_verification(llm: Any, batches: list[dict[str, Any]]) -> dict[str, Any]:
-    """`generate` while verifying is free, and while vLLM leaves out what is not worth it; V2 runner."""
+    """`generate` with free verification, then with expensive verification; V2 runner."""
     import adaptive_verification
 
     results = {}
-    for name, token_cost in (("free", 0.0), ("dear", 0.1)):
+    for name, token_cost in (("free", 0.0), ("expensive", 0.1)):
         llm.collective_rpc(adaptive_verification.verify_adaptively, args=(token_cost,))
         answers = generate(llm, batches)
         results[name] = {"batches": answers, **llm.collective_rpc(adaptive_verification.verified)[0]}
@@ -363,7 +364,7 @@ def generate_with_adaptive_verification(llm: Any, batches: list[dict[str, Any]])
 
 
 def generate_adaptively_with_broken_drafting(llm: Any, batches: list[dict[str, Any]]) -> dict[str, Any]:
-    """`generate` while vLLM leaves out what is not worth it, and the draft's policy raises."""
+    """`generate` with expensive verification and a policy that raises."""
     import adaptive_verification
 
     llm.collective_rpc(adaptive_verification.verify_adaptively, args=(0.1,))
@@ -372,12 +373,12 @@ def generate_adaptively_with_broken_drafting(llm: Any, batches: list[dict[str, A
 
 
 def adaptive_costs(llm: Any) -> tuple[float, float]:
-    """What vLLM measured: milliseconds of a request's drafts, and of verifying a token."""
+    """Return vLLM's measured milliseconds of one request's drafts, and of verifying one token."""
     return llm.collective_rpc(inside_workers.adaptive_costs)[0]
 
 
 def generate_with_broken_memory(llm: Any, batches: list[dict[str, Any]]) -> Any:
-    """`generate`, while a SPIRe draft's memory cannot be written."""
+    """`generate` while writes of a SPIRe draft's memory raise."""
     import spire_scenarios
 
     llm.collective_rpc(spire_scenarios.break_memory)
@@ -385,7 +386,7 @@ def generate_with_broken_memory(llm: Any, batches: list[dict[str, Any]]) -> Any:
 
 
 def generate_and_note_spire_drafts(llm: Any, batches: list[dict[str, Any]], path: str) -> Any:
-    """`generate`; what a SPIRe draft computed goes to a file."""
+    """`generate`; saves the tokens and logits of a SPIRe draft to `path`."""
     import spire_scenarios
 
     llm.collective_rpc(spire_scenarios.write_norms_in_place)
@@ -401,7 +402,7 @@ def chat(llm: Any, conversations: list[Any], sampling: dict[str, Any]) -> list[s
 
 
 def selections(llm: Any, prompts: list[list[int]], max_tokens: int = 4) -> list[dict[str, Any]]:
-    """What a token policy selected for each prompt, on the first worker."""
+    """Return the selection of a token policy for each prompt, from the first worker."""
     from vllm import SamplingParams
 
     selected = []
@@ -413,19 +414,19 @@ def selections(llm: Any, prompts: list[list[int]], max_tokens: int = 4) -> list[
 
 
 def describe_draft(llm: Any) -> list[dict[str, Any]]:
-    """What the draft holds of its own, per worker."""
+    """Describe the draft of each worker."""
     return llm.collective_rpc(inside_workers.describe_draft)
 
 
 def describe_attention(llm: Any) -> list[dict[str, Any]]:
-    """Whose attention the layers have, and where their caches lie, per worker."""
+    """Describe attention kernels and cache memory of each worker."""
     return llm.collective_rpc(inside_workers.describe_attention)
 
 
 def score(llm: Any, texts: list[dict[str, Any]]) -> list[list[tuple[float, float]]]:
-    """Of every token that follows a prompt, its logprob and the best token's, from one pass over all of it.
+    """Return (logprob of the token, logprob of the best token) for every token after a prompt.
 
-    `texts`: {"prompt": token ids, "tokens": those that follow}.
+    Each of `texts` is {"prompt": token ids, "tokens": ids of the answer} and is scored in one pass.
     """
     from vllm import SamplingParams
 
@@ -433,36 +434,36 @@ def score(llm: Any, texts: list[dict[str, Any]]) -> list[list[tuple[float, float
     prompts = [{"prompt_token_ids": text["prompt"] + text["tokens"]} for text in texts]
     scores = []
     for text, output in zip(texts, llm.generate(prompts, params, use_tqdm=False), strict=True):
-        places = output.prompt_logprobs[len(text["prompt"]) :]
+        logprobs = output.prompt_logprobs[len(text["prompt"]) :]
         scores.append(
             [
-                (place[token].logprob, max(entry.logprob for entry in place.values()))
-                for token, place in zip(text["tokens"], places, strict=True)
+                (by_token[token].logprob, max(entry.logprob for entry in by_token.values()))
+                for token, by_token in zip(text["tokens"], logprobs, strict=True)
             ]
         )
     return scores
 
 
 def watch_draft_steps(llm: Any) -> None:
-    """From now on the draft steps of the first worker are counted; V2 runner."""
+    """Count draft steps from now on; V2 runner."""
     llm.collective_rpc(inside_workers.watch_draft_steps)
 
 
 def count_draft_steps(llm: Any) -> dict[str, int]:
-    """By how they ran: "graph", a CUDA graph; "flashinfer", those of them in which it reads; "eager"."""
+    """Return the first worker's draft steps: "graph", of these with "flashinfer", and "eager"."""
     return llm.collective_rpc(inside_workers.count_draft_steps)[0]
 
 
 def _prompt(given: Any) -> dict[str, Any]:
-    """vLLM's form of a prompt that came through JSON."""
+    """Convert a prompt from JSON to vLLM's format."""
     if isinstance(given, list):
         return {"prompt_token_ids": given}
-    seen = {kind: [_noise(**one) for one in given[kind]] for kind in ("image", "video") if kind in given}
-    return {"prompt_token_ids": given["tokens"], "multi_modal_data": seen}
+    data = {name: [_noise(**one) for one in given[name]] for name in ("image", "video") if name in given}
+    return {"prompt_token_ids": given["tokens"], "multi_modal_data": data}
 
 
 def _noise(width: int, height: int, seed: int, frames: int = 0) -> Any:
-    """A picture, or as many frames of a film."""
+    """Create a picture, or a video if `frames` is not 0."""
     import numpy as np
     from PIL import Image
 
@@ -472,7 +473,7 @@ def _noise(width: int, height: int, seed: int, frames: int = 0) -> Any:
 
 
 def _sampling_params(fields: dict[str, Any]) -> Any:
-    """vLLM's object for what came through JSON."""
+    """Convert sampling parameters from JSON."""
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
@@ -500,56 +501,8 @@ def _describe(output: Any) -> dict[str, Any]:
     }
 
 
-SCENARIOS = {
-    scenario.__name__: scenario
-    for scenario in (
-        generate,
-        describe_attention,
-        generate_without_asking_for_drafts,
-        generate_with_broken_drafting,
-        generate_with_late_prompts,
-        generate_with_broken_acceptance,
-        generate_with_random_choices,
-        generate_with_random_schedule,
-        generate_with_random_lookups,
-        generate_with_cut_drafts,
-        generate_without_unlikely_drafts,
-        generate_with_unread_ends,
-        served_answers,
-        generate_with_broken_lookups,
-        generate_with_waiting_drafts,
-        generate_under_faults,
-        generate_with_a_cut_file,
-        generate_and_draft_twice,
-        generate_with_broken_controller,
-        generate_and_count_drafts,
-        generate_and_note_inputs,
-        generate_and_note_saves,
-        record_graphs,
-        count_replays,
-        run_passes_as_captured,
-        abort_half_while_decoding,
-        watch_draft_cache,
-        watched_draft_cache,
-        watch_spire_cache,
-        watched_spire_cache,
-        generate_and_note_spire_drafts,
-        generate_with_adaptive_verification,
-        generate_adaptively_with_broken_drafting,
-        adaptive_costs,
-        generate_with_broken_memory,
-        chat,
-        selections,
-        score,
-        watch_draft_steps,
-        count_draft_steps,
-        describe_draft,
-    )
-}
-
-
 def metrics_of(llm: Any) -> dict[str, Any]:
-    """By name, and by what they count where they say that."""
+    """Return metrics by name; labelled ones by "name:label"."""
     return {
         f"{metric.name}:{metric.labels['what']}" if "what" in metric.labels else metric.name: getattr(
             metric, "value", getattr(metric, "values", None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of the benchmarks' short runs, and those of what becomes of their numbers, agree on."""
+"""Constants shared by tests of the benchmarks' short runs and of their tables and plots."""
 
 # benchmarks/suite.py --quick
 REQUESTS, TOKENS = 4, 24

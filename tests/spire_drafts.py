@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SPIRe drafts that nobody has trained, and what one computes, token by token, in float64.
+"""Untrained SPIRe drafts, and a token-by-token float64 reference of their computation.
 
-Both are written from the file format's description alone. A draft has a target's embedding, last blocks and
-unembedding with noise, so that it agrees with it now and then.
+Both follow only the description of the file format. A draft has its target's embedding, last blocks and
+unembedding with noise, so that some drafts are accepted.
 """
 
 import json
@@ -28,19 +28,19 @@ def write(
     seed: int = 0,
     **fields: Any,
 ) -> Path:
-    """A draft's folder.
+    """Write a draft and return its folder.
 
     Args:
-        path: the folder.
-        target: of the target.
-        num_layers: the target's last ones.
-        sinks: tokens.
-        window: tokens.
-        noise: standard deviation, in those of each weight.
-        feedback_memory: whether there is memory.
-        memory: [num_layers, num_layers + 1], its logits; None: at random.
-        seed: of what is random.
-        fields: in config.json, under the key `spire` or outside.
+        path: The draft's folder.
+        target: The target's folder.
+        num_layers: Number of the target's last layers that the draft has.
+        sinks: Tokens.
+        window: Tokens.
+        noise: Standard deviation of the noise, relative to that of each weight.
+        feedback_memory: Whether the draft has feedback memory.
+        memory: Logits of the memory, [num_layers, num_layers + 1]; None: random.
+        seed: Random seed.
+        fields: Fields of config.json, within `spire` or outside.
     """
     torch.manual_seed(seed)
     path.mkdir(parents=True, exist_ok=True)
@@ -90,12 +90,12 @@ def write(
 
 
 def load_weights(path: Path) -> dict[str, torch.Tensor]:
-    """[...] float32, by name."""
+    """Load weights as float32 by name."""
     return {name: weight.float() for name, weight in load_file(path / "model.safetensors").items()}
 
 
 class Llama:
-    """A Llama in float64, one token after the other."""
+    """A Llama in float64, one token at a time."""
 
     def __init__(self, path: Path) -> None:
         self.config = json.loads((path / "config.json").read_text())
@@ -121,7 +121,7 @@ class Llama:
     def project(
         self, layer: int, what: str, normed: torch.Tensor, position: int | None = None
     ) -> torch.Tensor:
-        """Heads of queries, keys or values, [heads, head_size]; with RoPE where there is a position."""
+        """Return queries, keys or values, [heads, head_size], with RoPE if there is a position."""
         heads = (self.weights[f"model.layers.{layer}.self_attn.{what}_proj.weight"] @ normed).view(
             -1, self.head_size
         )
@@ -137,8 +137,10 @@ class Llama:
     def block(
         self, layer: int, hidden: torch.Tensor, position: int, keys: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
-        """What leaves a block, [hidden_size]; keys and values [tokens, kv_heads, head_size] of what it sees
-        beside its own."""
+        """Return a block's output, [hidden_size].
+
+        `keys` and `values` are [tokens, kv_heads, head_size] of the other tokens in view.
+        """
         normed = self.normed(hidden, f"layers.{layer}.input_layernorm")
         queries = self.project(layer, "q", normed, position)
         keys = torch.cat([keys, self.project(layer, "k", normed, position)[None]])
@@ -156,12 +158,12 @@ class Llama:
         return hidden + self.weights[f"{layers}.mlp.down_proj.weight"] @ (gate * gate.sigmoid() * up)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[vocab_size]."""
+        """Return logits, [vocab_size]."""
         head = self.weights.get("lm_head.weight", self.weights["model.embed_tokens.weight"])
         return head @ self.normed(hidden, "norm")
 
     def residual_streams(self, tokens: list[int]) -> torch.Tensor:
-        """[num_tokens, num_layers + 1, hidden_size], before each block and after the last."""
+        """Return [num_tokens, num_layers + 1, hidden_size]: before each block and after the last one."""
         shape = (self.num_layers, len(tokens), self.num_kv_heads, self.head_size)
         keys, values = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
         streams = []
@@ -178,11 +180,11 @@ class Llama:
 
 
 class SpireReference:
-    """What a SPIRe draft draws after verified tokens and drafted ones.
+    """Reference logits of a SPIRe draft after verified and drafted tokens.
 
     Args:
-        draft: its folder.
-        target: the target's.
+        draft: The draft's folder.
+        target: The target's folder.
     """
 
     def __init__(self, draft: Path, target: Path) -> None:
@@ -195,31 +197,31 @@ class SpireReference:
             self._weights = torch.eye(num_layers, num_layers + 1, dtype=torch.float64)
 
     def activations(self, verified: list[int]) -> torch.Tensor:
-        """[num_tokens, num_layers + 1, hidden_size], the target's."""
+        """Return the target's activations, [num_tokens, num_layers + 1, hidden_size]."""
         chosen = self._draft.config["eagle_aux_hidden_state_layer_ids"]
         return self._target.residual_streams(verified)[:, chosen]
 
     def memory(
         self, layer: int, activations: torch.Tensor, position: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A token's key and value in a block, [num_kv_heads, head_size] each, of its activations."""
+        """Compute a token's key and value in a block, [num_kv_heads, head_size], from its activations."""
         summed = sum(weight * own for weight, own in zip(self._weights[layer], activations, strict=True))
         normed = self._draft.normed(summed, f"layers.{layer}.input_layernorm")
         return self._draft.project(layer, "k", normed, position), self._draft.project(layer, "v", normed)
 
     def logits(self, activations: torch.Tensor, drafted: list[int]) -> torch.Tensor:
-        """[len(drafted), vocab_size], after each of the tokens that follow verified ones.
+        """Return logits after each token of `drafted`, [len(drafted), vocab_size].
 
         Args:
-            activations: of the verified tokens.
-            drafted: the token that the target sampled last, and the drafts after it.
+            activations: Activations of the verified tokens.
+            drafted: The token that the target sampled last, and the drafts after it.
         """
         model, first = self._draft, len(activations)
         held = [  # by block and position: keys and values
             [self.memory(layer, own, position) for position, own in enumerate(activations)]
             for layer in range(model.num_layers)
         ]
-        drawn = []
+        logits = []
         for position, token in enumerate(drafted, start=first):
             seen = [
                 p
@@ -234,14 +236,14 @@ class SpireReference:
                 shape = (0, model.num_kv_heads, model.head_size)
                 nothing = torch.zeros(shape, dtype=torch.float64)
                 keys, values = (
-                    torch.stack([held[layer][p][kind] for p in seen]) if seen else nothing
-                    for kind in (0, 1)
+                    torch.stack([held[layer][p][index] for p in seen]) if seen else nothing
+                    for index in (0, 1)
                 )
                 hidden.append(model.block(layer, hidden[-1], position, keys, values))
-            drawn.append(model.logits(hidden[-1]))
+            logits.append(model.logits(hidden[-1]))
             for layer in range(model.num_layers):
                 kept = own[layer]
                 if self._fields["feedback_memory"]:
                     kept = self.memory(layer, torch.stack(hidden), position)
                 held[layer].append(kept)
-        return torch.stack(drawn)
+        return torch.stack(logits)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests see of a SPIRe draft inside a worker; scenarios.py has `collective_rpc` call these."""
+"""Functions for SPIRe drafts that tests run inside workers: scenarios.py calls them by `collective_rpc`."""
 
 from typing import Any
 
 import numpy as np
 import torch
+from inside_workers import draft_of
 from vllm.model_executor.layers.layernorm import RMSNorm
 
 from vllm_magicdec.attention.rows import KVRows
@@ -12,16 +13,10 @@ from vllm_magicdec.attention.rows import KVRows
 DRAFT_PREFIX = "draft_model.model.layers."
 
 
-def draft_of(worker: Any) -> Any:
-    """What vLLM's runner asks for drafts: the V1 runner's, or the V2 runner's."""
-    runner = worker.model_runner
-    return getattr(runner, "drafter", None) or runner.speculator
-
-
 def watch_cache(worker: Any) -> None:
-    """In every round compare the draft's keys and values of all verified tokens with the target's.
+    """Compare the draft's keys and values of all verified tokens with the target's in every round.
 
-    Of a draft of which each block is the target's, and remembers what enters it: then they are the same.
+    They are equal if the draft's blocks are the target's and its memory is the input of each block.
     """
     draft, layers = draft_of(worker), worker.vllm_config.compilation_config.static_forward_context
     first = draft.model.fields.aux_layers[0]
@@ -35,8 +30,8 @@ def watch_cache(worker: Any) -> None:
     def compare(req_tables: np.ndarray, ends: list[int]) -> None:
         size = draft.groups[0].cache.block_size
         for pages, end in zip(req_tables, ends, strict=True):
-            places = np.arange(end)
-            slots = torch.from_numpy(pages[places // size].astype(np.int64) * size + places % size)
+            positions = np.arange(end)
+            slots = torch.from_numpy(pages[positions // size].astype(np.int64) * size + positions % size)
             for name in names:
                 index, rest = name.removeprefix(DRAFT_PREFIX).split(".", 1)
                 own, theirs = rows_of(name), rows_of(f"model.layers.{first + int(index)}.{rest}")
@@ -61,7 +56,7 @@ def watch_cache(worker: Any) -> None:
 
 
 def _never_wait(cache: Any) -> None:
-    """From now on it is an error to read a value while memory is written: a GPU's host would wait."""
+    """Raise if the host reads a tensor's value while memory is written: on a GPU it would wait."""
     from policies.test_host_sync import no_host_reads
 
     def without_reads(write: Any) -> Any:
@@ -76,12 +71,12 @@ def _never_wait(cache: Any) -> None:
 
 
 def watched_cache(worker: Any) -> dict[str, float]:
-    """Tokens compared, and the largest difference."""
+    """Return the number of tokens compared and the largest difference."""
     return worker._spire_cache
 
 
 def break_memory(worker: Any) -> None:
-    """From now on no memory can be written."""
+    """Make writes of memory raise."""
 
     def memorise(*args: Any) -> None:
         raise RuntimeError("broken on purpose")
@@ -90,7 +85,7 @@ def break_memory(worker: Any) -> None:
 
 
 def write_norms_in_place(worker: Any) -> None:
-    """As vLLM's fused kernels of GPUs do, which may write over what they are given."""
+    """Overwrite the inputs of norms, as vLLM's fused kernels on GPUs may."""
 
     def in_place(norm: Any) -> Any:
         def forward(x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
@@ -109,27 +104,27 @@ def write_norms_in_place(worker: Any) -> None:
 
 
 def note_drafts(worker: Any) -> None:
-    """From now on keep, of every round, what was verified and what the draft computed after it."""
+    """Record each round's verified tokens, and the draft's tokens and logits after them."""
     proposer = draft_of(worker)
     rounds = worker._spire_rounds = []
     draft, forward = proposer._drafter.draft, proposer._drafting.forward
     step, take = proposer.draft_step, proposer.draft_pass
-    places: list[int] = []
+    indices: list[int] = []  # request of each token of the latest forward pass
 
     def note_step(tokens: torch.Tensor, draft_step: Any) -> Any:
-        places[:] = range(len(tokens))
+        indices[:] = range(len(tokens))
         return step(tokens, draft_step)
 
     def note_pass(tokens: torch.Tensor, draft_pass: Any) -> Any:
-        places[:] = draft_pass.queries.request_indices.tolist()
+        indices[:] = draft_pass.queries.request_indices.tolist()
         return take(tokens, draft_pass)
 
     def note_forward(tokens: torch.Tensor, *others: Any) -> torch.Tensor:
         hidden_states = forward(tokens, *others)
         logits = proposer.model.compute_logits(hidden_states)
-        for place, token, own in zip(places, tokens.tolist(), logits, strict=True):
-            rounds[-1][place]["tokens"].append(token)
-            rounds[-1][place]["logits"].append(own.clone())
+        for index, token, own in zip(indices, tokens.tolist(), logits, strict=True):
+            rounds[-1][index]["tokens"].append(token)
+            rounds[-1][index]["logits"].append(own.clone())
         return hidden_states
 
     def note_round(num_reqs: int, num_steps: int, read_batch: Any, read_histories: Any) -> Any:
@@ -159,6 +154,6 @@ def note_drafts(worker: Any) -> None:
 
 
 def save_drafts(worker: Any, path: str) -> None:
-    """What was noted, of requests that have drafted."""
-    made = [own for of_round in worker._spire_rounds for own in of_round if own["tokens"]]
-    torch.save([own for own in made if not own["is_prefilling"]], path)
+    """Save the records of requests that decoded and drafted."""
+    requests = [own for round_ in worker._spire_rounds for own in round_ if own["tokens"]]
+    torch.save([own for own in requests if not own["is_prefilling"]], path)

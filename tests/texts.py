@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts from real text that is on every machine: CPython's standard library."""
+"""Prompts from real text that every machine has: CPython's standard library."""
 
 import random
 import sysconfig
@@ -17,7 +17,7 @@ def tokenizer() -> Tokenizer:
 
 @cache
 def library_tokens(num_tokens: int = 200_000) -> tuple[int, ...]:
-    """Tokens of standard library modules in the order of their names."""
+    """Return tokens of standard library modules in the order of their names."""
     tokens: list[int] = []
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         tokens += tokenizer().encode(path.read_text(encoding="utf-8"), add_special_tokens=False).ids
@@ -27,7 +27,7 @@ def library_tokens(num_tokens: int = 200_000) -> tuple[int, ...]:
 
 
 def prompts(num_prompts: int, shortest: int, longest: int, seed: int = 0) -> list[list[int]]:
-    """Excerpts with lengths spread evenly on a log scale between two numbers of tokens, in random order."""
+    """Return excerpts in random order, with lengths in tokens spread evenly on a log scale."""
     rng = random.Random(seed)
     tokens = library_tokens()
     ratio = (longest / shortest) ** (1 / max(1, num_prompts - 1))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torchvision for engines that look at pictures, on machines whose torch is a CPU build.
+"""torchvision for multimodal engines on machines whose torch is a CPU build.
 
-vLLM's Qwen-VL imports it. The registry has it as a CUDA build, which does not load beside torch's CPU build
-and then breaks `import transformers`, so `make venv` puts it into a folder of its own; its functions on
-pictures are plain torch and need nothing compiled.
+vLLM's Qwen-VL imports it. The registry has only a CUDA build, which does not load beside torch's CPU build
+and breaks `import transformers`, so `make venv` puts it into a separate folder. Its image functions are
+plain torch and need no compiled code.
 """
 
 import importlib.util
@@ -20,10 +20,10 @@ _operators = torch.library.Library("torchvision", "FRAGMENT")  # they go when it
 
 
 def environment() -> dict[str, str]:
-    """What a process needs to have it.
+    """Return the variables with which a process can import it.
 
     Raises:
-        FileNotFoundError: it was not installed.
+        FileNotFoundError: It is not installed.
     """
     if importlib.util.find_spec("torchvision") is not None:
         return {}
@@ -33,7 +33,7 @@ def environment() -> dict[str, str]:
 
 
 def make_importable() -> None:
-    """In a process that `environment` was meant for, before anything imports it."""
+    """Add it to `sys.path` in a process with the variables of `environment`."""
     sys.path.append(os.environ[VARIABLE])
     # Without its compiled part, torchvision fails where it describes two operators.
     for name in ("nms", "qnms"):

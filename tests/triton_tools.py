@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton's kernels in tests where there is no GPU: interpreted, compiled, and what compiles them again."""
+"""Interpret, compile and specialize Triton kernels on machines without a GPU."""
 
 import os
 import subprocess
@@ -8,15 +8,15 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-import hypothesis_profiles  # noqa: F401 - also of what `run_interpreted` runs
+import hypothesis_profiles  # noqa: F401 - also for programs of `run_interpreted`
 import pytest
 
 HERE = Path(__file__).parent
 
 
 def run_interpreted(program: str) -> None:
-    """Run a file in a process of its own; Triton decides at its import whether it interprets."""
-    # `sitecustomize` mends its interpreter.
+    """Run a file in a separate process: Triton decides at its import whether it interprets."""
+    # `sitecustomize` patches its interpreter.
     path = [str(HERE / "at_start"), *sys.path]
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(path)}
     child = subprocess.run([sys.executable, program], env=env, capture_output=True, text=True, timeout=1800)
@@ -26,7 +26,7 @@ def run_interpreted(program: str) -> None:
 def check_compiles_for_hopper(
     kernel: Any, arguments: Mapping[str, str], constants: Mapping[str, Any]
 ) -> None:
-    """`arguments`: Triton's types of those that are not 32-bit integers."""
+    """Assert that a kernel compiles; `arguments` are Triton's types of all but 32-bit integers."""
     assert compile_for(90, kernel, arguments, constants).asm["cubin"]
 
 
@@ -37,9 +37,9 @@ def compile_for(
     constants: Mapping[str, Any],
     divisible: Collection[str] = (),
 ) -> Any:
-    """Triton's compiled kernel for a GPU of this compute capability, 90 for 9.0.
+    """Compile a kernel for a GPU of this compute capability (90 for 9.0).
 
-    `divisible`: arguments that are multiples of 16, which a launch tells the compiler.
+    `divisible` names arguments that are multiples of 16, for which a launch specializes.
     """
     compiler = pytest.importorskip("triton.compiler")
     from triton.backends.compiler import GPUTarget
@@ -53,9 +53,9 @@ def compile_for(
 
 
 def specialization(kernel: Any, **arguments: Any) -> list[Any]:
-    """What Triton compiles a kernel for by the values of its arguments; it compiles again for another.
+    """Return the specialization of a kernel for these values; Triton compiles again for another one.
 
-    `arguments`: those of interest; the others are taken to be 0.
+    Arguments that are not given are 0.
     """
     jit = pytest.importorskip("triton.runtime.jit")
     from triton.backends.compiler import GPUTarget

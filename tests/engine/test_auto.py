@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`auto` in real engines: whatever lengths it chooses, the output stays."""
+"""`auto` in real engines: its choices of draft lengths change no output."""
 
 import json
 import re
@@ -80,7 +80,7 @@ def auto_run(prompts):
     )
 
 
-def test_the_controller_chooses_and_says_so(auto_run, plain):
+def test_the_controller_chooses_and_reports_its_choices(auto_run, plain):
     assert_same_tokens(plain, auto_run.results[0][0], "auto")
     assert auto_run.draft_failures == 0
     assert auto_run.drafted > 0, "the first steps try some drafts"
@@ -95,7 +95,7 @@ def test_the_controller_chooses_and_says_so(auto_run, plain):
     assert metrics["vllm:magicdec_switches"] >= 0
 
 
-def test_the_dashboard_shows_metrics_that_exist(auto_run):
+def test_the_dashboard_uses_existing_metrics(auto_run):
     dashboard = json.loads((engines.MODEL.parent / "grafana-dashboard.json").read_text())
     expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     named = {name for text in expressions for name in re.findall(r"vllm:[a-z_]+", text)}
@@ -130,7 +130,7 @@ def test_the_machine_is_profiled(tmp_path, draft):
     assert all(step["seconds"] > 0 for step in steps)
 
 
-def test_a_controller_that_fails_loses_and_changes_nothing(prompts, plain):
+def test_a_failing_controller_changes_no_output(prompts, plain):
     chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < 1000][:8]
     batch = {"prompts": [prompts[i] for i in chosen], "sampling": GREEDY}
     run = engines.run(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policies of another package in real engines."""
+"""Policies of other packages in real engines."""
 
 import engines
 import example_policy
@@ -30,7 +30,7 @@ def test_the_examples_draft_losslessly(installed):
 
 
 @pytest.mark.parametrize("policy", ["strided", "first-key"])
-def test_a_draft_model_refuses_those_that_follow_the_targets_attention(installed, policy):
+def test_a_draft_model_refuses_policies_that_observe_the_targets_attention(installed, policy):
     spec = drafting_with(TINY_DRAFT, draft_kv_policy=policy)
     with pytest.raises(engines.RefusedError, match="use draft_kv_policy='streamingllm'"):
         engines.generate([[1, 2, 3]], GREEDY, speculative_config=spec)

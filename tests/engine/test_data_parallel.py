@@ -74,7 +74,7 @@ def test_every_rank_answers_as_plain_decoding_and_is_counted(server, prompts, pl
         drafted = {engine: after[engine] - before.get(engine, 0) for engine in after}
         other = "1" if rank == "0" else "0"
         assert drafted[rank] > 0 and not drafted.get(other)
-    # What each controller chose, and what its worker counted.
+    # Choices of each controller, and counts of its worker.
     for metric in (
         "num_speculative_tokens",
         "achieved_speedup",
@@ -86,7 +86,7 @@ def test_every_rank_answers_as_plain_decoding_and_is_counted(server, prompts, pl
     assert not any(server.metric_by_engine("vllm:magicdec_draft_failures_total").values())
 
 
-def test_both_ranks_say_what_they_choose_among(server):
+def test_both_ranks_log_their_choices(server):
     log = server.log.read_text()
     for rank in "01":
         assert re.search(rf"DP{rank}\b.*will try several choices", log)

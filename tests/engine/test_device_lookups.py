@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lookups where the latest tokens are, as on a GPU; here V2 does so on a CPU, and the host knows them.
+"""Lookups on the device: output and drafts do not depend on the number of passes or on the lookups.
 
-Neither output nor drafts change, however many passes a round gets and whatever was looked up.
+On a GPU the host does not have the latest tokens; here the V2 runner looks up the same way on a CPU.
 """
 
 import engines
@@ -31,7 +31,7 @@ def run_on_device(steps, env=None, **engine) -> engines.EngineRun:
         ("verify-topk", 256),
     ],
 )
-def test_wide_passes_draft_what_one_pass_per_token_does(prompts, plain, policy, budget):
+def test_wide_passes_equal_one_pass_per_token(prompts, plain, policy, budget):
     chosen, engine = on_v2(prompts, NUM_TOKENS)
     batches = {"batches": engine.pop("batches")}
     run = run_on_device(
@@ -55,15 +55,15 @@ def test_wide_passes_draft_what_one_pass_per_token_does(prompts, plain, policy, 
 
 
 @pytest.mark.parametrize("max_num_seqs", [4, 2])
-def test_drawn_drafts_and_their_logits_are_those_of_one_pass_per_token(prompts, plain, max_num_seqs):
-    """As many as there were passes; the others are verified as drawn from what was kept for them.
+def test_sampled_drafts_and_their_logits_are_those_of_one_pass_per_token(prompts, plain, max_num_seqs):
+    """Drafts agree up to the number of passes; later ones are verified with the logits kept for them.
 
-    With fewer requests than drafts by what a graph runs (a recorded one has no kernels of Triton's).
+    With `max_num_seqs=2` passes run uncaptured, since recorded graphs have no Triton kernels.
     """
     chosen, engine = on_v2(prompts, NUM_TOKENS)
     (batch,) = engine.pop("batches")
-    drawn = {**batch["sampling"], "temperature": 0.8, "seed": 5}
-    sampling = [drawn, batch["sampling"]] * (len(batch["prompts"]) // 2)
+    sampled = {**batch["sampling"], "temperature": 0.8, "seed": 5}
+    sampling = [sampled, batch["sampling"]] * (len(batch["prompts"]) // 2)
     batches = {"batches": [{**batch, "sampling": sampling}]}
     captured = [("run_passes_as_captured", {})] if max_num_seqs < 4 else []
     run = run_on_device(
@@ -85,7 +85,7 @@ def test_drawn_drafts_and_their_logits_are_those_of_one_pass_per_token(prompts, 
 
 
 def test_output_is_unchanged_with_a_draft_model(prompts, plain):
-    """What its cache holds after too few passes: tests/vllm_api/test_drafts_v2.py."""
+    """tests/vllm_api/test_drafts_v2.py checks the draft's cache after too few passes."""
     chosen, engine = on_v2(prompts, NUM_TOKENS)
     batches = {"batches": engine.pop("batches")}
     spec = with_lookups(6, draft_kv_budget=MODEL_LEN)
@@ -103,7 +103,7 @@ def test_output_is_unchanged_with_a_draft_model(prompts, plain):
     counted, at_random, twice = run.results
     for results in (counted["batches"], at_random, twice["batches"]):
         assert_same_tokens(expected, results[0], "a draft model")
-    # It is the target with a view of all: what one pass per token drafts stands.
+    # The draft is the target with a full view, so drafts of one pass per token are all accepted.
     assert twice["different"] == 0
 
 
@@ -133,7 +133,7 @@ def test_wide_passes_are_replayed_from_recorded_graphs(prompts, plain, policy):
 
 
 def test_output_is_unchanged_when_auto_changes_the_number(prompts, plain):
-    """At random, and as many passes at random, of any tokens; then as the controller chooses."""
+    """The controller's choices, then random passes and tokens, then random numbers of drafts."""
     chosen, engine = on_v2(prompts, 40)
     batches = {"batches": engine.pop("batches")}
     spec = with_lookups(draft_kv_budget=128, max_num_speculative_tokens=4)
@@ -155,7 +155,7 @@ def test_output_is_unchanged_when_auto_changes_the_number(prompts, plain):
     assert looked_up["accepted_tokens"] > 0 and looked_up["passes"] < 4 * looked_up["rounds"]
 
 
-def test_lookups_that_fail_lose_no_request(prompts, plain):
+def test_failing_lookups_lose_no_request(prompts, plain):
     chosen, engine = on_v2(prompts, 16)
     run = run_on_device(
         [("generate", {"batches": engine.pop("batches")})],

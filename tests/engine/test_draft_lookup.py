@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""With lookups fewer passes make the same drafts, or the first of them, whatever was looked up."""
+"""With lookups fewer passes sample the same drafts, or the first of them, whatever was looked up."""
 
 import engines
 import pytest
@@ -53,8 +53,8 @@ def test_greedy_output_is_unchanged_and_passes_are_spared(prompts, plain, policy
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_passes_with_lookups_draft_what_one_pass_per_token_does(prompts, plain, policy):
-    """Of every round, over the same views and cache; with lookups of its own, then with random ones."""
+def test_passes_with_lookups_equal_one_pass_per_token(prompts, plain, policy):
+    """Both draft every round over the same views and cache, with real and then with random lookups."""
     chosen = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))[-8:]
     batch = {"prompts": [prompts[i] for i in chosen], "sampling": GREEDY}
     spec = with_lookups(6, draft_kv_budget=192, **POLICIES[policy])
@@ -75,8 +75,7 @@ def test_passes_with_lookups_draft_what_one_pass_per_token_does(prompts, plain, 
         assert_same_tokens([plain[i] for i in chosen], result[0], policy)
 
 
-def test_random_lookups_change_no_output_however_many_drafts_a_step_makes(prompts, plain):
-    """Nor do numbers of drafts that change at random."""
+def test_random_lookups_and_random_numbers_of_drafts_change_no_output(prompts, plain):
     batch = {"prompts": prompts, "sampling": GREEDY}
     run = engines.run(
         [
@@ -84,7 +83,7 @@ def test_random_lookups_change_no_output_however_many_drafts_a_step_makes(prompt
             ("generate_with_random_choices", {"batches": [batch], "seed": 2}),
         ],
         max_num_seqs=8,
-        # Less than all requests' drafts and lookups: a pass takes what it has room for.
+        # Less than all requests' drafts and lookups, so that passes are full.
         max_num_batched_tokens=48,
         speculative_config={
             **with_lookups(draft_kv_budget=256),
@@ -100,7 +99,7 @@ def test_random_lookups_change_no_output_however_many_drafts_a_step_makes(prompt
     counted = {
         name: run.metrics[f"vllm:magicdec_{name}"] for name in ("lookup_unchecked_tokens", "cut_tokens")
     }
-    assert all(counted.values()), "some were looked up alone, and some not worth verifying"
+    assert all(counted.values()), "some drafts were unchecked, and some not worth verifying"
 
 
 def test_requests_may_reach_the_model_length_in_the_middle_of_a_pass(prompts):
@@ -117,7 +116,7 @@ def test_requests_may_reach_the_model_length_in_the_middle_of_a_pass(prompts):
 
 
 @pytest.mark.parametrize("sources", [["served"], ["context", "served"]])
-def test_what_others_were_answered_changes_no_output(prompts, plain, sources):
+def test_lookups_in_served_answers_change_no_output(prompts, plain, sources):
     batch = {"prompts": prompts, "sampling": GREEDY}
     run = engines.run(
         [("generate", {"batches": [batch, batch]}), ("served_answers", {})],
@@ -136,7 +135,7 @@ def test_what_others_were_answered_changes_no_output(prompts, plain, sources):
 
 
 def on_v2(prompts, num_tokens: int) -> tuple[list[int], dict]:
-    """Of a few prompts, as vLLM's V2 runner is slow on a CPU, their places and an engine's arguments."""
+    """Return indices of a few prompts, and engine arguments: vLLM's V2 runner is slow on a CPU."""
     chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < 600][:6]
     batch = {
         "prompts": [prompts[i] for i in chosen],
@@ -156,9 +155,7 @@ def on_v2(prompts, num_tokens: int) -> tuple[list[int], dict]:
         ("verify-topk", 256),
     ],
 )
-def test_passes_with_lookups_draft_what_one_pass_per_token_does_on_the_v2_runner(
-    prompts, plain, policy, budget
-):
+def test_passes_with_lookups_equal_one_pass_per_token_on_the_v2_runner(prompts, plain, policy, budget):
     chosen, engine = on_v2(prompts, 24)
     batches = {"batches": engine.pop("batches")}
     run = engines.run(
@@ -185,12 +182,12 @@ def test_passes_with_lookups_draft_what_one_pass_per_token_does_on_the_v2_runner
     assert 0 < looked_up["accepted_tokens"] < looked_up["tokens"]
 
 
-def test_drawn_drafts_and_their_logits_are_those_of_one_pass_per_token_on_the_v2_runner(prompts):
-    """A token is drawn with the noise of its position, and verified as drawn from what was kept for it."""
+def test_sampled_drafts_and_their_logits_are_those_of_one_pass_per_token_on_the_v2_runner(prompts):
+    """A token is sampled with its position's noise, and verified with the logits kept for it."""
     _, engine = on_v2(prompts, 24)
     (batch,) = engine.pop("batches")
-    drawn = {**batch["sampling"], "temperature": 0.8, "seed": 5}
-    sampling = [drawn, batch["sampling"]] * (len(batch["prompts"]) // 2)
+    sampled = {**batch["sampling"], "temperature": 0.8, "seed": 5}
+    sampling = [sampled, batch["sampling"]] * (len(batch["prompts"]) // 2)
     batches = {"batches": [{**batch, "sampling": sampling}]}
     run = engines.run(
         [
@@ -212,7 +209,7 @@ def test_drawn_drafts_and_their_logits_are_those_of_one_pass_per_token_on_the_v2
 
 
 def test_requests_may_reach_the_model_length_in_the_middle_of_a_pass_on_the_v2_runner(prompts):
-    """Their drafts are fewer than the tensor that vLLM's runner takes has room for."""
+    """They have fewer drafts than the tensor for vLLM's runner has columns."""
     engine = {
         "prompts": [prompt[:length] for prompt in prompts for length in (238, 250) if len(prompt) > 250][
             :6
@@ -231,7 +228,7 @@ def test_requests_may_reach_the_model_length_in_the_middle_of_a_pass_on_the_v2_r
 
 @pytest.mark.parametrize("method", ["greedy", "probabilistic"])
 @pytest.mark.parametrize("scenario", ["generate_with_broken_drafting", "generate_with_broken_lookups"])
-def test_what_fails_while_drafting_loses_no_request_on_the_v2_runner(prompts, plain, scenario, method):
+def test_failures_while_drafting_lose_no_request_on_the_v2_runner(prompts, plain, scenario, method):
     chosen, engine = on_v2(prompts, 16)
     run = engines.run(
         [(scenario, {"batches": engine.pop("batches")})],
@@ -261,7 +258,7 @@ def test_a_failure_within_a_lookup_loses_no_request(prompts, plain):
 @engines.needs_tensor_parallel
 @pytest.mark.parametrize("gamma", ["auto", 8])
 def test_ranks_look_up_and_cut_alike(prompts, plain, gamma):
-    """Else they would wait for one another in passes of different tokens."""
+    """Otherwise ranks would wait for one another in passes of different sizes."""
     chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < 1000][:16]
     run = engines.generate(
         [prompts[i] for i in chosen],
@@ -279,7 +276,7 @@ def test_ranks_look_up_and_cut_alike(prompts, plain, gamma):
     assert_same_tokens([plain[i] for i in chosen], run.results[0][0], "tensor parallel 2, lookups")
     metrics = run.metrics
     assert run.accepted > 0
-    if gamma == "auto":  # a fixed number is of what the draft has read
+    if gamma == "auto":  # with a fixed number, the draft checks every token
         assert metrics["vllm:magicdec_lookup_unchecked_tokens"] > 0
     else:
         assert metrics["vllm:magicdec_lookup_passes"] < 8 * metrics["vllm:magicdec_lookup_rounds"]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""With a draft model over a sparse view of its own KV cache (`method: magicdec`) output is unchanged.
+"""A draft model over a sparse view of its own KV cache (`method: magicdec`) changes no output.
 
-And its cache holds what was verified, whatever becomes of requests: with the target itself as the draft
-model and a view of the whole context, both caches are the same and every draft is accepted.
+Its cache holds the verified tokens under any schedule: with the target itself as the draft model and a
+view of the whole context, both caches are equal and every draft is accepted.
 """
 
 from pathlib import Path
@@ -46,9 +46,11 @@ def test_greedy_output_is_unchanged(prompts, plain, schedule, budget, gamma):
     assert (run.preemptions > 0) == (schedule == "preemption")
 
 
-# The other half of the pairs is that of rings, in test_draft_ring.py.
+# test_draft_ring.py has the other half of the pairs.
 @pytest.mark.parametrize(("schedule", "lookup"), zip(SCHEDULES, ("off", "on", "off"), strict=True))
-def test_the_cache_holds_what_was_verified_and_the_target_accepts_itself(prompts, plain, schedule, lookup):
+def test_the_cache_holds_verified_tokens_and_the_target_accepts_its_own_drafts(
+    prompts, plain, schedule, lookup
+):
     batches = [prompts, [prompts[i] for i in longest(prompts)]]
     run = engines.run(
         [
@@ -66,7 +68,7 @@ def test_the_cache_holds_what_was_verified_and_the_target_accepts_itself(prompts
     if schedule != "preemption":
         assert all(request["cached_tokens"] > 0 for request in again)
     assert watched["tokens"] > 10_000 and watched["difference"] < 1e-3, watched
-    # All drafts stood, so that a round lacks the last one, of each request.
+    # All drafts are accepted, so a round lacks only the last one of each request.
     assert 0 < watched["catch_up"] <= 24
     assert (run.preemptions > 0) == (schedule == "preemption")
 
@@ -96,7 +98,7 @@ def test_the_cache_catches_up_with_plain_steps(prompts, plain, lookup):
 
 
 def test_a_sparse_view_changes_drafts_and_not_output(prompts, plain):
-    """Of the target as its own draft model, with lookups in passes of 48 tokens at most."""
+    """The target is its own draft model, with lookups in passes of at most 48 tokens."""
     run = engines.generate(
         prompts,
         GREEDY,
@@ -122,8 +124,7 @@ def test_requests_may_reach_the_model_length_in_the_middle_of_a_draft(prompts):
     assert run.draft_failures == 0 and run.accepted == run.drafted > 0
 
 
-def test_aborted_requests_leave_the_others_as_they_are(prompts, plain):
-    """And their pages to later ones."""
+def test_aborted_requests_change_no_other_and_free_their_pages(prompts, plain):
     batch = {"prompts": prompts, "sampling": GREEDY}
     run = engines.run(
         [
@@ -157,7 +158,7 @@ def test_failed_drafting_loses_no_request(prompts, plain, lookup):
 
 @pytest.mark.parametrize("draft", [TINY_DRAFT, HYBRID])
 def test_targets_and_drafts_may_have_layers_with_a_window(prompts, draft):
-    """Then the KV cache has groups of layers with block tables of their own, the draft's among them."""
+    """The KV cache then has groups of layers with separate block tables, among them the draft's."""
     chosen = [prompts[i] for i in longest(prompts)] + prompts[:6]
     settings = {"model": str(HYBRID), "max_num_seqs": 4, "max_model_len": WHOLE_LEN}
     truth = engines.generate(chosen, GREEDY, **settings).results[0][0]
@@ -169,8 +170,8 @@ def test_targets_and_drafts_may_have_layers_with_a_window(prompts, draft):
         assert run.accepted == run.drafted
 
 
-def test_what_is_read_late_is_written_to_no_page_that_a_window_has_left(prompts, plain):
-    """Such pages are others' by then: of another group of layers, which shares their memory."""
+def test_a_late_catch_up_writes_to_no_page_that_a_window_has_left(prompts, plain):
+    """Such pages may belong to another group of layers by then, which shares the memory."""
     chosen = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))[:12]
     batch = {"prompts": [prompts[i] for i in chosen], "sampling": GREEDY}
     run = engines.run(
@@ -224,7 +225,7 @@ def test_greedy_output_is_unchanged_on_the_v2_runner(prompts, plain, budget, gam
         )
     assert 0.3 < eager["accepted"] / eager["drafted"] < 0.95
     assert (replayed["accepted"], replayed["drafted"]) == (eager["accepted"], eager["drafted"])
-    # Of 4, 3, 2 and 1 requests; first steps have two tokens of each.
+    # Batches of 4, 3, 2 and 1 requests; first steps have two tokens per request.
     assert set(replays) == {"2", "4", "2 x 2", "4 x 2"}
     assert replays["2 x 2"] > 0 < replays["4 x 2"] and (gamma == 1 or replays["2"] > 0 < replays["4"])
 
@@ -232,8 +233,8 @@ def test_greedy_output_is_unchanged_on_the_v2_runner(prompts, plain, budget, gam
 @pytest.mark.parametrize(
     ("schedule", "lookup"), [*((schedule, "off") for schedule in V2_SCHEDULES), ("chunked prefill", "on")]
 )
-def test_the_cache_holds_what_was_verified_on_the_v2_runner(prompts, plain, schedule, lookup):
-    """With aborted requests before, whose pages others get."""
+def test_the_cache_holds_verified_tokens_on_the_v2_runner(prompts, plain, schedule, lookup):
+    """Requests aborted before leave their pages to others."""
     chosen, batch = on_v2(prompts)
     run = engines.run(
         [
@@ -254,7 +255,7 @@ def test_the_cache_holds_what_was_verified_on_the_v2_runner(prompts, plain, sche
     assert_same_tokens(expected, again, f"V2 runner, {schedule}, prefix cached")
     assert run.accepted == run.drafted > 0
     assert watched["tokens"] > 5000 and watched["difference"] < 1e-3, watched
-    # A pass for what a round lacks where tokens are looked up.
+    # With lookups, the first pass takes the catch-up tokens.
     assert watched["catch_up"] == (4 if lookup == "off" else 0) and watched["lag"] <= 1
     assert (run.preemptions > 0) == (schedule == "preemption")
     if schedule != "preemption":
@@ -262,7 +263,7 @@ def test_the_cache_holds_what_was_verified_on_the_v2_runner(prompts, plain, sche
 
 
 def test_the_cache_catches_up_with_plain_steps_on_the_v2_runner(prompts, plain):
-    """At the latest when a page is full: the prefix cache hands on none that the draft has not read."""
+    """A full page is complete in the draft's cache before the prefix cache shares it."""
     chosen, batch = on_v2(prompts)
     run = engines.run(
         [

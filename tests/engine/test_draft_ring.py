@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A draft model's KV cache of sinks and window: output is unchanged, and it holds what was verified.
+"""A draft model's KV cache of sinks and window (a ring) changes no output and holds the verified tokens.
 
-With the target itself as the draft model, what both caches have of a token can be compared: in all layers
-where the view is of the whole context, so that all drafts are accepted; else in the first one.
+With the target itself as the draft model the entries of both caches are compared: in all layers if the
+view is the whole context, when all drafts are accepted; otherwise in the first layer.
 """
 
 import engines
 import pytest
-from draft_engines import SCHEDULES as OF_WHOLE_CACHES
+from draft_engines import SCHEDULES as WHOLE_SCHEDULES
 from draft_engines import V2_ENGINE, V2_SCHEDULES, V2_TOKENS, WHOLE_LEN, drafting_with, longest, on_v2
 from engines import MODEL
 from greedy import GREEDY, assert_same_tokens, first_tokens
@@ -17,22 +17,25 @@ pytestmark = pytest.mark.extended
 
 BUDGET = 512  # of 2,048 tokens; contexts are shorter and longer
 V2_BUDGET = 192  # of 1,024
-OF_V2 = {**V2_SCHEDULES, "preemption": {**V2_SCHEDULES["preemption"], "num_gpu_blocks_override": 30}}
-# A longest request and its ring need 82 blocks.
+RING_V2_SCHEDULES = {
+    **V2_SCHEDULES,
+    "preemption": {**V2_SCHEDULES["preemption"], "num_gpu_blocks_override": 30},
+}
+# The longest request and its ring need 82 blocks.
 SCHEDULES = {
-    **OF_WHOLE_CACHES,
-    "preemption": {**OF_WHOLE_CACHES["preemption"], "num_gpu_blocks_override": 84},
+    **WHOLE_SCHEDULES,
+    "preemption": {**WHOLE_SCHEDULES["preemption"], "num_gpu_blocks_override": 84},
 }
 
 
 def short(prompts: list[list[int]]) -> list[int]:
-    """Places of prompts that are seen whole, with their answers."""
+    """Return indices of prompts that fit into a view with their answers."""
     return [i for i, prompt in enumerate(prompts) if len(prompt) + GREEDY["max_tokens"] < BUDGET - 64]
 
 
-# The other half of the pairs is that of whole caches, in test_draft_model.py.
+# test_draft_model.py has the other half of the pairs.
 @pytest.mark.parametrize(("schedule", "lookup"), zip(SCHEDULES, ("on", "off", "on"), strict=True))
-def test_the_ring_holds_what_was_verified(prompts, plain, schedule, lookup):
+def test_the_ring_holds_verified_tokens(prompts, plain, schedule, lookup):
     batches = [prompts, [prompts[i] for i in longest(prompts)]]
     whole = {"prompts": [prompts[i] for i in short(prompts)], "sampling": GREEDY}
     run = engines.run(
@@ -61,7 +64,7 @@ def test_the_ring_holds_what_was_verified(prompts, plain, schedule, lookup):
 
 
 def test_the_ring_catches_up_with_plain_steps_and_aborts(prompts, plain):
-    """Numbers of drafts change at random, 0 among them; what aborted requests leave is others'."""
+    """Numbers of drafts change at random, 0 included; others get the pages of aborted requests."""
     batch = {"prompts": prompts, "sampling": GREEDY}
     run = engines.run(
         [
@@ -87,7 +90,7 @@ def test_the_ring_catches_up_with_plain_steps_and_aborts(prompts, plain):
 
 
 def test_a_small_draft_compiles_and_the_target_gets_the_room(prompts, plain):
-    """As users run it, beside an engine with a cache of everything."""
+    """As users run it; compared with an engine whose draft has a whole cache."""
     spec = drafting_with(TINY_DRAFT, draft_kv_budget=BUDGET)
     whole = engines.generate([prompts[0][:8]], GREEDY, max_num_seqs=8, speculative_config=spec)
     ring = engines.generate(
@@ -103,7 +106,7 @@ def test_a_small_draft_compiles_and_the_target_gets_the_room(prompts, plain):
     for run in (ring, whole):
         assert "has its own KV cache" in run.log
     assert "the draft model's layers take 25 % of the KV cache" in whole.log
-    # Of 6 layers and 2 of the same page, 6 are left.
+    # A whole cache has 6 + 2 layers of the same page size, a ring leaves 6.
     assert ring.num_kv_blocks == pytest.approx(whole.num_kv_blocks * 8 / 6, rel=0.01)
     assert "holds 544 tokens of a request, in a ring of 17 pages" in ring.log
     assert "holds every token, as the target's does: draft_kv_cache is 'whole'" in whole.log
@@ -112,8 +115,8 @@ def test_a_small_draft_compiles_and_the_target_gets_the_room(prompts, plain):
 @pytest.mark.parametrize(
     ("schedule", "lookup"), [("whole prompts", "off"), ("chunked prefill", "on"), ("preemption", "off")]
 )
-def test_the_ring_holds_what_was_verified_on_the_v2_runner(prompts, plain, schedule, lookup):
-    """With aborted requests before, whose rings others get."""
+def test_the_ring_holds_verified_tokens_on_the_v2_runner(prompts, plain, schedule, lookup):
+    """Requests aborted before leave their rings to others."""
     chosen, batch = on_v2(prompts)
     run = engines.run(
         [
@@ -125,7 +128,7 @@ def test_the_ring_holds_what_was_verified_on_the_v2_runner(prompts, plain, sched
         speculative_config=drafting_with(
             MODEL, draft_kv_budget=V2_BUDGET, draft_lookup=lookup, draft_kv_cache="ring"
         ),
-        **{**V2_ENGINE, **OF_V2[schedule]},
+        **{**V2_ENGINE, **RING_V2_SCHEDULES[schedule]},
     )
     assert run.v2_runner and run.draft_failures == 0
     _, others, (first, again), watched = run.results
@@ -142,7 +145,7 @@ def test_the_ring_holds_what_was_verified_on_the_v2_runner(prompts, plain, sched
 
 
 def test_the_ring_catches_up_with_plain_steps_on_the_v2_runner(prompts, plain):
-    """Whatever was decoded in between: a ring has no page that must be whole before another may have it."""
+    """A ring may lag by many plain steps: its pages are not shared, so none must be complete."""
     chosen, batch = on_v2(prompts)
     run = engines.run(
         [
@@ -165,8 +168,8 @@ def test_the_ring_catches_up_with_plain_steps_on_the_v2_runner(prompts, plain):
     assert watched["lag"] > 1 and watched["catch_up"] > 0
 
 
-def test_graphs_over_rings_draft_what_eager_steps_do(prompts, plain):
-    """Recorded ones, see recorded_graphs.py; a ring's tables are made anew for every round."""
+def test_graphs_over_rings_equal_eager_steps(prompts, plain):
+    """Graphs are recorded, see recorded_graphs.py; a ring's tables are rebuilt in every round."""
     chosen, batch = on_v2(prompts)
     run = engines.run(
         [

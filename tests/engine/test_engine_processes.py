@@ -27,7 +27,7 @@ def processes_of(session: int) -> set[int]:
     return found
 
 
-def test_an_engine_that_meets_its_time_limit_ends_with_all_its_children(monkeypatch, prompts):
+def test_an_engine_ends_at_its_time_limit_with_all_its_children(monkeypatch, prompts):
     started = []
     most = 0
 
@@ -58,7 +58,7 @@ def test_an_engine_that_meets_its_time_limit_ends_with_all_its_children(monkeypa
         is_running = False
         watcher.join()
     assert most >= 3, "engine core and worker"
-    # What was killed gives its memory back before it is gone, which takes a while on a busy machine.
+    # A killed process frees its memory before it is gone, which takes a while on a busy machine.
     until = time.monotonic() + ENDING_S
     while processes_of(started[-1]) and time.monotonic() < until:
         time.sleep(0.5)

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.extended
 NUM_REQUESTS = 8
 SPEC = magicdec(4, draft_kv_budget=128)
 
-# Sampling parameters that shape greedy output, each with what a run must show to have meant something.
+# Sampling parameters that change greedy output.
 SAMPLING = {
     "stop strings": {"temperature": 0, "max_tokens": 64, "stop": [":", "return"]},
     "stop tokens": {"temperature": 0, "max_tokens": 64, "min_tokens": 8},
@@ -132,10 +132,10 @@ def test_drafting_adds_no_weights_no_layers_and_no_kv_cache(plain_run):
 
 @pytest.mark.parametrize("takes_embeddings", [False, True], ids=["token ids", "embeddings"])
 @pytest.mark.parametrize("v2", [False, True], ids=["V1 runner", "V2 runner"])
-def test_the_draft_is_given_what_the_target_is_compiled_for(prompts, plain, v2, takes_embeddings):
+def test_draft_steps_have_the_inputs_of_the_compiled_target(prompts, plain, v2, takes_embeddings):
     """Multimodal targets take embeddings, and text-only ones with `--enable-prompt-embeds`.
 
-    The V1 runner's CUDA graphs, which draft steps replay, also want all inputs in the same places.
+    Draft steps replay the V1 runner's CUDA graphs, which need all inputs at the same addresses.
     """
     chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < 600][:6]
     batch = {"prompts": [prompts[i] for i in chosen], "sampling": {**GREEDY, "max_tokens": 12}}
@@ -180,7 +180,7 @@ def test_a_failure_inside_drafting_loses_and_changes_nothing(prompts, plain, v2)
 
 @engines.needs_tensor_parallel
 def test_a_failure_on_one_tensor_parallel_rank_ends_the_engine(prompts):
-    """The other rank waits for it in a collective: requests would hang until vLLM's own limit of 300 s."""
+    """Otherwise the other rank waits in a collective, and requests hang until vLLM's limit of 300 s."""
     batch = {"prompts": prompts[:2], "sampling": {**GREEDY, "max_tokens": 12}}
     with pytest.raises(RuntimeError, match=r"(?s)engine: failed.*broken on purpose.*died unexpectedly"):
         engines.run(

@@ -11,11 +11,11 @@ pytestmark = pytest.mark.extended
 
 WHOLE_LEN = 2048  # tokens; nothing of these prompts and answers is longer
 
-# Each budget meets each gamma, and each way of scheduling meets each budget and each gamma.
+# The cases pair each budget with each gamma, and each schedule with each budget and each gamma.
 SCHEDULES = {
     "whole prompts": {"max_num_batched_tokens": WHOLE_LEN},
     "chunked prefill": {"max_num_batched_tokens": 256},
-    # 80 pages hold one longest request and little else.
+    # 80 pages hold the longest request and little else.
     "preemption": {"num_gpu_blocks_override": 80, "max_num_batched_tokens": WHOLE_LEN, "max_num_seqs": 24},
 }
 BUDGETS = [64, 256, WHOLE_LEN]
@@ -50,7 +50,7 @@ def test_greedy_output_is_unchanged(prompts, plain, policy, budget, gamma, sched
 
 
 def longest(prompts: list[list[int]]) -> dict:
-    """A batch of the longest prompts, as they are in the prefix cache."""
+    """Return a batch of the longest prompts, which are still in the prefix cache."""
     return {"prompts": [prompts[i] for i in indices_of_longest(prompts)], "sampling": GREEDY}
 
 
@@ -59,7 +59,7 @@ def indices_of_longest(prompts: list[list[int]]) -> list[int]:
 
 
 def assert_same_as_plain(run: engines.EngineRun, prompts: list[list[int]], plain: list, what: str) -> None:
-    """Of a run of all prompts and then the longest ones again."""
+    """Compare a run of all prompts, and of the longest ones once more, with plain decoding."""
     first, again = run.results[0]
     assert_same_tokens(plain, first, what)
     assert_same_tokens([plain[i] for i in indices_of_longest(prompts)], again, f"{what}, prefix cached")
@@ -79,7 +79,7 @@ def long_plain(long_prompts) -> list[dict]:
 
 
 def test_greedy_output_of_long_and_short_requests_together_is_unchanged(long_prompts, long_plain):
-    """As users run it: engine core and worker are processes of their own, the rest is by default."""
+    """As users run it: engine core and worker are separate processes, and options have their defaults."""
     run = engines.run(
         [("generate", {"batches": [{"prompts": long_prompts, "sampling": GREEDY}, longest(long_prompts)]})],
         own_process=True,
@@ -178,7 +178,7 @@ def test_drafts_come_with_the_outputs_and_not_in_a_call_of_their_own(
 
 @pytest.fixture(scope="module")
 def plain_to_the_end() -> tuple[dict, list[dict]]:
-    """An engine with prompts at every distance from the model's end, and what plain decoding answers."""
+    """Return an engine with prompts at every distance from the model's length, and plain answers."""
     model_len = 256
     lengths = range(model_len - 20, model_len)
     prompts = [texts.prompts(1, length, length, seed=length)[0] for length in lengths]

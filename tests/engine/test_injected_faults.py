@@ -12,7 +12,7 @@ from greedy import GREEDY, assert_same_tokens
 pytestmark = pytest.mark.extended
 
 FAILURES = "vllm:magicdec_failures:"
-# By fault: what is counted, and whether some drafts are accepted all the same.
+# By fault: the expected counts of failures, and whether some drafts are accepted nevertheless.
 FIXED = {
     "": ({}, True),
     "batch:last=2": ({"batch": 3}, True),
@@ -34,7 +34,7 @@ LOOKUPS = {
     "nan": ({}, None),
     "slow:last=10": ({}, True),
 }
-# V2's greedy drafts of NaN are tokens as good as any; its failed rounds verify token 0, which may be right.
+# V2's greedy drafts from NaN and token 0, which its failed rounds verify, may be right by chance.
 V2 = {
     "batch:last=2": ({"batch": 3}, True),
     "selection:last=2": ({"selection": 3}, True),
@@ -57,7 +57,7 @@ def run_under(faults, batch, tmp_path, spec, **engine):
 
 
 def assert_counted(run, faults, expected, what):
-    """And that each fault has happened, also where nothing counts it."""
+    """Check answers and counters, and that each fault has happened, also those without a counter."""
     for name, times in Counter(fault.partition(":")[0] for fault in faults if fault).items():
         assert run.log.count(f"The fault {name} happens, on purpose") >= times, name
     for result, (fault, (failures, accepts)) in zip(run.results[0], faults.items(), strict=True):
@@ -103,7 +103,7 @@ def test_faults_on_the_v2_runner(prompts, plain, tmp_path):
 
 
 def test_a_fault_in_capture_leaves_eager_draft_steps(prompts, plain, tmp_path):
-    """In the second of two graphs, recorded ones (recorded_graphs.py)."""
+    """The second of two recorded graphs fails (recorded_graphs.py)."""
     chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < 300][:3]
     batches = [{"prompts": [prompts[i] for i in chosen], "sampling": GREEDY}]
     run = engines.run(
@@ -138,8 +138,8 @@ def test_a_fault_in_the_controller_leaves_plain_decoding(prompts, plain, tmp_pat
     assert_counted(run, faults, [plain[i] for i in chosen], "auto")
 
 
-def test_a_datastore_that_is_cut_under_the_engine_costs_its_lookups(prompts, plain, tmp_path):
-    """Not the process: reading beyond the end of a mapped file is a SIGBUS."""
+def test_truncating_a_datastore_costs_only_its_lookups(prompts, plain, tmp_path):
+    """Reading beyond the end of a mapped file would end the process with SIGBUS."""
     pytest.importorskip("pydivsufsort", reason="the extra 'index' is not installed")
     from vllm.tokenizers import get_tokenizer
 
@@ -177,7 +177,7 @@ def test_a_datastore_that_is_cut_under_the_engine_costs_its_lookups(prompts, pla
 def test_a_fault_on_one_tensor_parallel_rank_ends_the_engine_in_time(prompts, fault):
     batch = {"prompts": prompts[:2], "sampling": GREEDY}
     parallel = engines.TENSOR_PARALLEL_2
-    # vLLM would end an engine that hangs after 300 s, and its error might look like the one that is meant.
+    # vLLM would end a hanging engine after 300 s with an error that may look like the expected one.
     env = {engines.FAULT: f"{fault}:first=3,rank=1", "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "36000"}
     with pytest.raises(RuntimeError, match=rf"(?s)engine: failed.*{fault}, on purpose.*died unexpectedly"):
         engines.run(

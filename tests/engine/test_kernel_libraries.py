@@ -24,8 +24,8 @@ pytestmark = [
 @pytest.mark.parametrize("tests", ["packed_layouts", "plans_by_window", "rope_of_mla"])
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_attention_of_the_library(library, tests):
-    """Packed caches are read as it packs them, layers that differ in their window are planned apart, and
-    what is refused for RoPE has its reason."""
+    """Packed caches are unpacked correctly, layers with different windows have separate plans, and models
+    are refused for their RoPE only if vLLM computes it wrongly."""
     path = engines.HERE / "attention" / f"{tests}.py"
     child = subprocess.run(
         [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "-q", str(path)],
@@ -52,7 +52,7 @@ def test_greedy_output_is_unchanged_by_speculation_with_every_library(prompts, l
         assert run.accepted > 0 and run.draft_failures == 0
 
 
-def test_a_library_that_the_machine_lacks_is_refused():
+def test_a_library_without_cpu_support_is_refused():
     env = {**engines.environment(), kernel_libraries.FORCED: "avx9"}
     child = subprocess.run([sys.executable, "-c", "pass"], env=env, capture_output=True, text=True)
     assert "avx9: this machine executes" in child.stderr

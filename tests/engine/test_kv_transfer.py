@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Beside a KV connector: what is saved is exact, and prompts computed elsewhere are drafted for."""
+"""With a KV connector: saved KV is exact, and requests with prompts computed elsewhere get drafts."""
 
 import engines
 import pytest
@@ -19,7 +19,7 @@ ENGINE = {
 
 
 def connector(role, path):
-    """vLLM's example of one, which saves and loads files; arguments of an engine."""
+    """Return engine arguments for vLLM's example connector, which saves and loads files."""
     extra = {"shared_storage_path": str(path)}
     config = {"kv_connector": "ExampleConnector", "kv_role": role, "kv_connector_extra_config": extra}
     return {"kv_transfer_config": config}
@@ -43,7 +43,7 @@ def truth(plain, chosen):
 
 @pytest.fixture(scope="module")
 def last_parts(prompts):
-    """Prompts of whose last 16 tokens, those that SnapKV follows, none to all are on pages sent by another.
+    """Prompts with 0 to 15 of the last 16 tokens, SnapKV's observation window, on pages that are sent.
 
     A connector sends whole pages, so at least the last token is computed where the request decodes.
     """
@@ -64,8 +64,8 @@ def prefilled(batch, truth, last_parts, tmp_path_factory):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_prompts_that_another_server_has_computed(batch, truth, last_parts, prefilled, policy):
-    """They are drafted for as if they had been computed here, from what SnapKV selects on."""
+def test_prompts_computed_by_another_server(batch, truth, last_parts, prefilled, policy):
+    """Drafts, and what SnapKV selects, are the same as for prompts computed here."""
     speculative = magicdec(4, draft_kv_budget=BUDGET, **POLICIES[policy])
     steps = [("generate", {"batches": [batch]})]
     if policy.startswith("snapkv"):
@@ -90,7 +90,7 @@ def test_prompts_that_another_server_has_computed(batch, truth, last_parts, pref
 
 
 def assert_same_selection(got, expected):
-    """Ties apart: the queries may be computed once more in a pass of their own."""
+    """Compare apart from ties: the queries may be recomputed in a separate pass."""
     assert got["end"] == expected["end"]
     for layer, expected_layer in zip(got["positions"], expected["positions"], strict=True):
         for head, expected_head in zip(layer, expected_layer, strict=True):
@@ -103,7 +103,7 @@ def assert_same_selection(got, expected):
     [(False, "snapkv by token"), (True, "snapkv by token"), (True, "verify-topk")],
     ids=["V1 runner, snapkv by token", "V2 runner, snapkv by token", "V2 runner, verify-topk"],
 )
-def test_prompts_that_the_same_server_has_saved(batch, truth, tmp_path, v2, policy):
+def test_prompts_saved_by_the_same_server(batch, truth, tmp_path, v2, policy):
     """The first batch is saved, and the second one's prompts are loaded.
 
     The connector saves a layer's K/V whenever it is shown one: by the target's passes alone, a layer per

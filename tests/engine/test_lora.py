@@ -23,14 +23,14 @@ LORA = {"enable_lora": True, "max_loras": NUM_ADAPTERS + 1, "max_lora_rank": RAN
 
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory):
-    """Numbers and folders of adapters that change what the shipped model says."""
+    """Numbers and folders of adapters that change the shipped model's answers."""
     model = json.loads((engines.MODEL / "config.json").read_text())
     hidden, head = model["hidden_size"], model["head_dim"]
     outputs = {
         "q_proj": model["num_attention_heads"] * head,
         "v_proj": model["num_key_value_heads"] * head,
     }
-    made = []
+    numbered = []
     for number in range(1, NUM_ADAPTERS + 1):
         generator = torch.Generator().manual_seed(number)
         folder = tmp_path_factory.mktemp(f"adapter-{number}")
@@ -52,13 +52,13 @@ def adapters(tmp_path_factory):
             "bias": "none",
         }
         (folder / "adapter_config.json").write_text(json.dumps(config))
-        made.append([number, str(folder)])
-    return made
+        numbered.append([number, str(folder)])
+    return numbered
 
 
 def batches(adapters):
-    """All kinds in one batch, then one that is loaded while the engine runs, then none at all, then one
-    prompt for all."""
+    """A mixed batch, then an adapter loaded while the engine runs, then no adapter, then one prompt for
+    all adapters."""
     prompts = texts.prompts(6, 40, 400, seed=11)
     first, second, late = adapters
     mixed = [None, first, second, first, None, second]
@@ -84,8 +84,8 @@ def plain(adapters):
     return run(adapters, v2=False).results[0]
 
 
-def test_adapters_say_something_of_their_own(adapters, plain):
-    """Else the tests below could not tell them apart."""
+def test_every_adapter_changes_the_output(adapters, plain):
+    """Otherwise the tests below could not tell them apart."""
     base = engines.run(
         [("generate", {"batches": [{"prompts": batches(adapters)[0]["prompts"], "sampling": SAMPLING}]})],
         max_model_len=MODEL_LEN,
@@ -106,7 +106,7 @@ def test_adapters_say_something_of_their_own(adapters, plain):
         ("streamingllm", "on", True),
     ],
 )
-def test_every_request_drafts_with_its_own(adapters, plain, policy, lookup, v2):
+def test_every_request_drafts_with_its_own_adapter(adapters, plain, policy, lookup, v2):
     spec = magicdec(GAMMA, draft_kv_budget=MODEL_LEN, draft_lookup=lookup, **POLICIES[policy])
     got = run(adapters, v2=v2, speculative_config=spec)
     assert got.v2_runner == v2 and got.draft_failures == 0
@@ -118,7 +118,7 @@ def test_every_request_drafts_with_its_own(adapters, plain, policy, lookup, v2):
 
 
 def test_a_draft_model_drafts_without_adapters_for_requests_with_them(adapters, plain):
-    """Output is theirs all the same."""
+    """Their output is still the adapters'."""
     spec = {**magicdec(GAMMA, draft_kv_budget=64), "method": "magicdec", "model": str(engines.MODEL)}
     got = run(adapters, v2=False, speculative_config=spec)
     for expected, answers in zip(plain, got.results[0], strict=True):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The upstream patches apply to vLLM 0.32.0; the plugin then uses its registry and mends nothing."""
+"""The upstream patches apply to vLLM 0.32.0; the plugin then uses its registry and fixes nothing itself."""
 
 import os
 import shutil
@@ -54,7 +54,7 @@ def patched_tree(tmp_path_factory) -> Path:
     return root
 
 
-def test_the_plugin_registers_and_wraps_nothing_but_what_the_registry_does_not_bring(patched_tree):
+def test_the_plugin_wraps_only_what_the_registry_does_not_cover(patched_tree):
     path = os.pathsep.join([str(patched_tree), os.environ.get("PYTHONPATH", "")])
     result = subprocess.run(
         [sys.executable, "-c", SHOW_WRAPS],
@@ -75,7 +75,7 @@ def test_the_plugin_registers_and_wraps_nothing_but_what_the_registry_does_not_b
     ]
 
 
-def test_attention_on_the_patched_tree_needs_no_mend(patched_tree, monkeypatch):
+def test_attention_on_the_patched_tree_needs_no_fix_by_the_plugin(patched_tree, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(patched_tree))
     patched = patched_tree / "vllm" / "v1" / "attention" / "backends" / "cpu_attn.py"
     assert "_group_sliding_window" not in patched.read_text(), "`cpu_attention.patch` leaves it alone"

@@ -53,7 +53,7 @@ def run(batch: dict, spec: dict, seed: int, **engine) -> engines.EngineRun:
 
 
 def assert_everything_happened(run: engines.EngineRun) -> None:
-    """Preemptions, prefix hits, many numbers of drafts, and drafts of both fates."""
+    """Check for preemptions, prefix hits, many numbers of drafts, and accepted and rejected drafts."""
     (result,) = run.results
     assert run.preemptions > 0
     assert sum(request["cached_tokens"] for request in result["batches"][1]) > 0
@@ -63,7 +63,7 @@ def assert_everything_happened(run: engines.EngineRun) -> None:
     assert 0 < run.accepted < run.drafted
     assert run.draft_failures == 0
     # A SPIRe draft checks no looked-up tokens before they are verified.
-    assert sum(run.metrics[f"vllm:magicdec_lookup_{name}"] for name in ("tokens", "unread_tokens")) > 0
+    assert sum(run.metrics[f"vllm:magicdec_lookup_{name}"] for name in ("tokens", "unchecked_tokens")) > 0
 
 
 def assert_same_as_plain(run: engines.EngineRun, plain: list[dict], case: str) -> None:
@@ -84,7 +84,7 @@ def test_greedy_output_is_unchanged(prompts, plain, seed, case):
 
 @pytest.mark.parametrize(("seed", "case"), enumerate(V2_CASES), ids=V2_CASES)
 def test_greedy_output_is_unchanged_on_the_v2_runner(prompts, plain, seed, case):
-    """Lookups search where the tokens are, as on a GPU."""
+    """Lookups run on the device, as on a GPU."""
     chosen, batch = on_v2(prompts)
     schedule = {"max_model_len": 640, "max_num_batched_tokens": 128, "num_gpu_blocks_override": 24}
     speculative = run(

@@ -36,13 +36,13 @@ pytestmark = [
 
 EXAMPLES = engines.MODEL.parent
 NUM_DOCUMENTS, NUM_TOKENS = 64, 32
-# Of an engine, four a round: enough for its first answers whatever is accepted, and too few for those of a
-# third of the documents even if all is.
+# Draft passes of one engine, four per round: enough for its first answers at any acceptance rate, and too
+# few for a third of the documents even if all drafts are accepted.
 PASSES_TO_BE_STUCK = 160
 KWARGS = {"dtype": "float32", "max_model_len": 2048, "max_num_seqs": 4, "max_num_batched_tokens": 1024}
-# Without lookups, of which the server's engine has some: Numba compiles them for five seconds per engine.
-OF_JOBS = {**KWARGS, "speculative_config": engines.magicdec(4, draft_lookup="off")}
-# Of a start of Ray and its engines, or a restart, on a busy machine.
+# Only the server's engine looks up: Numba takes five seconds per engine to compile.
+JOB_KWARGS = {**KWARGS, "speculative_config": engines.magicdec(4, draft_lookup="off")}
+# For a start or restart of Ray and its engines on a busy machine.
 TIME_LIMIT_S = 600
 # To look through Ray's processes takes tens of milliseconds.
 POLL_INTERVAL_S = 0.5
@@ -57,7 +57,7 @@ def command(script, kwargs, *options):
 def environment():
     env = engines.environment(
         VLLM_CPU_OMP_THREADS_BIND="nobind",  # what there is of all cores
-        # Ray's processes would stand back behind those of a test beside them, and hardly get on.
+        # By default Ray's processes have a lower priority, and would starve beside another test.
         RAY_worker_niceness="0",
         # Ray would start a process for each of its CPUs in advance, of which few are used.
         RAY_prestart_worker_first_driver="0",
@@ -83,14 +83,14 @@ def assert_gone(processes):
 
 @dataclass
 class Server:
-    """`ray_serve.py` with a Ray of its own, which jobs can join long before it is ready."""
+    """`ray_serve.py` with its own Ray cluster, which jobs can join long before the server is ready."""
 
     process: subprocess.Popen[bytes]
     port: int
     log: Path
 
     def ray(self):
-        """The address of its Ray."""
+        """Return the address of its Ray cluster."""
         said = re.compile(r"Ray at (\S+); replicas start")
         return wait_for(lambda: said.search(self.log.read_text()), self.process, self.log)[1]
 
@@ -101,12 +101,12 @@ class Server:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    """From its start, for which nothing waits here, to its end, of which nothing is left."""
+    """Start a server without waiting for it; at the end it leaves no process behind."""
     log = tmp_path_factory.mktemp("server") / "log"
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    # Its Ray has room for another replica, and that is where a job's replicas go.
+    # Its Ray cluster has room for another replica, where a job's replicas go.
     options = ("--port", str(port), "--max-replicas", "2")
     with started(command("ray_serve.py", KWARGS, *options), log, environment()) as process:
         server = Server(process, port, log)
@@ -120,7 +120,7 @@ def server(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def documents(tmp_path_factory):
-    """Texts in files of all three kinds; returns the folder and every document's text by its name."""
+    """Write texts to files of all three types; return the folder and each document's text by name."""
     folder = tmp_path_factory.mktemp("documents")
     rows = [texts.tokenizer().decode(ids) for ids in texts.prompts(NUM_DOCUMENTS, 50, 400, seed=7)]
     by_name = {}
@@ -136,7 +136,7 @@ def documents(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def plain_answers(documents):
-    """Asks plain vLLM, at the first call; returns its answers by document."""
+    """A function that returns plain vLLM's answers by document, computed at its first call."""
     _, by_name = documents
 
     @functools.cache
@@ -155,7 +155,7 @@ def plain_answers(documents):
 
 @dataclass
 class Jobs:
-    """The same `ray_batch.py` again and again."""
+    """Starts `ray_batch.py` with the same arguments again and again."""
 
     server: Server
     folder: Path
@@ -163,7 +163,7 @@ class Jobs:
     fault: Path
 
     def get_stuck(self):
-        """From now on, every engine answers a few documents and waits: no job ends too soon to be seen."""
+        """Let every engine answer a few documents and then wait, so that no job ends too soon."""
         self.fault.write_text(f"stuck:first={PASSES_TO_BE_STUCK}")
 
     def go_on(self):
@@ -173,7 +173,7 @@ class Jobs:
         options = (str(self.folder), "--out", str(self.answers), "--max-tokens", str(NUM_TOKENS), *options)
         options = (*options, "--batch-size", "1", "--rows-per-file", "2", "--address", self.server.ray())
         variables = {**environment(), engines.FAULT: str(self.fault)}
-        return started(command("ray_batch.py", OF_JOBS, *options), log, variables)
+        return started(command("ray_batch.py", JOB_KWARGS, *options), log, variables)
 
     def answered(self):
         return sum(pq.read_metadata(file).num_rows for file in self.answers.glob("answers-*.parquet"))
@@ -186,7 +186,7 @@ class Jobs:
         return found if len(found) == 2 else None
 
 
-def test_an_interrupted_job_goes_on_and_a_replica_that_dies_loses_nothing(
+def test_an_interrupted_job_resumes_and_a_dying_replica_loses_nothing(
     documents, plain_answers, server, tmp_path
 ):
     folder, by_name = documents
@@ -205,7 +205,7 @@ def test_an_interrupted_job_goes_on_and_a_replica_that_dies_loses_nothing(
     assert 0 < before < NUM_DOCUMENTS
 
     with jobs.start(log, "--replicas", "2") as job:
-        # The interrupted one's may still be there for some seconds.
+        # Replicas of the interrupted job may exist for some more seconds.
         victim, other = wait_for(lambda: jobs.two_with_engines(but=its_replicas), job, log)
         assert_gone(its_processes)
         wait_for(lambda: jobs.answered() > before, job, log)

@@ -89,7 +89,7 @@ def sample(
 
 
 def continuations(run: EngineRun, first: int | None = None) -> Counter:
-    """Of all samples, or of so many."""
+    """Count the continuations of all samples, or of the first ones."""
     return Counter(tuple(tokens) for tokens in engines.tokens_of(run.results[0][0][:first]))
 
 
@@ -149,7 +149,7 @@ def test_sampled_continuations_have_the_targets_distribution(small_vocabulary_mo
 
 @pytest.fixture(scope="module")
 def similar_model(small_vocabulary_model, tmp_path_factory) -> Path:
-    """A draft model of its own: the target's weights with noise."""
+    """A separate draft model: the target's weights with noise."""
     torch.manual_seed(1)
     model = LlamaForCausalLM.from_pretrained(small_vocabulary_model)
     for weight in model.parameters():
@@ -198,7 +198,7 @@ def test_sampled_continuations_have_the_targets_distribution_with_a_draft_model(
 
 @pytest.fixture(scope="module")
 def spire_draft(small_vocabulary_model, tmp_path_factory) -> Path:
-    """As many layers as the target's, which remember little beside their inputs."""
+    """A draft with as many layers as the target; its memory is mostly the input of each block."""
     return spire_drafts.write(
         tmp_path_factory.mktemp("models") / "spire",
         small_vocabulary_model,
@@ -230,7 +230,7 @@ def test_sampled_continuations_have_the_targets_distribution_with_a_spire_draft(
 
 
 def lookup_metrics(run: EngineRun) -> tuple[int, int]:
-    """Tokens that were looked up, and those that the draft drew as well."""
+    """Return the tokens that were looked up and checked, and those that the draft sampled as well."""
     return tuple(run.metrics[f"vllm:magicdec_lookup_{name}"] for name in ("tokens", "accepted_tokens"))
 
 
@@ -248,7 +248,7 @@ def lookup_metrics(run: EngineRun) -> tuple[int, int]:
 def test_sampled_continuations_have_the_targets_distribution_with_lookups(
     small_vocabulary_model, plain_samples, draft, scenario
 ):
-    """A pass draws several tokens, and what was looked up is right by chance; all drafts or the surest."""
+    """Passes sample several tokens after random lookups; all drafts are verified, or likely ones only."""
     spec = magicdec(3, **{"draft_kv_budget": 64, **DRAFTS[draft]}, draft_lookup="on")
     run = assert_same_distribution(
         plain_samples, small_vocabulary_model, (15, 25), scenario, speculative_config=spec
@@ -260,22 +260,22 @@ def test_sampled_continuations_have_the_targets_distribution_with_lookups(
 
 
 @pytest.mark.extended
-def test_sampled_continuations_have_the_targets_distribution_with_unread_ends(
+def test_sampled_continuations_have_the_targets_distribution_with_unchecked_lookups(
     small_vocabulary_model, plain_samples
 ):
-    """Looked-up tokens follow the one that a pass drew, with certainty, some right and most wrong."""
+    """Unchecked tokens after a pass are proposed with certainty; some are right and most are wrong."""
     spec = magicdec(3, **{"draft_kv_budget": 64, **DRAFTS["probabilistic draft"]}, draft_lookup="on")
     run = assert_same_distribution(
         plain_samples,
         small_vocabulary_model,
         (16, 26),
-        "generate_with_unread_ends",
+        "generate_with_unchecked_ends",
         speculative_config=spec,
     )
-    unread, stood = (
+    unchecked, accepted = (
         run.metrics[f"vllm:magicdec_lookup_unchecked_{name}"] for name in ("tokens", "accepted_tokens")
     )
-    assert unread > 0.2 * run.drafted and 0.01 < stood / unread < 0.9
+    assert unchecked > 0.2 * run.drafted and 0.01 < accepted / unchecked < 0.9
 
 
 @pytest.mark.extended
@@ -283,11 +283,11 @@ def test_sampled_continuations_have_the_targets_distribution_with_unread_ends(
 def test_a_few_continuations_have_the_targets_distribution_on_the_v2_runner(
     request, small_vocabulary_model, plain_samples_without_limits, draft
 ):
-    """Without top-p, which Triton's interpreter does not run in vLLM's kernel."""
+    """Top-p is not tested: Triton's interpreter does not run it in vLLM's kernel."""
     spec = magicdec(2, draft_sample_method="probabilistic")
     if draft != "itself":
         spec |= {"method": "magicdec", "model": str(request.getfixturevalue(draft))}
-    if draft != "spire_draft":  # which has a budget of its own
+    if draft != "spire_draft":  # its file sets the budget
         spec |= {"draft_kv_budget": 64}
     if draft == "similar_model":
         spec |= {"draft_kv_cache": "ring"}
@@ -301,7 +301,7 @@ def test_a_few_continuations_have_the_targets_distribution_on_the_v2_runner(
 def test_a_few_continuations_have_the_targets_distribution_with_lookups_on_the_v2_runner(
     small_vocabulary_model, plain_samples_without_limits, draft
 ):
-    """A pass draws several tokens; what was looked up is right by chance."""
+    """Passes sample several tokens after random lookups."""
     spec = magicdec(3, **{"draft_kv_budget": 64, **DRAFTS[draft]}, draft_lookup="on")
     run = sample_a_few_on_v2(
         plain_samples_without_limits,
@@ -318,7 +318,7 @@ def test_a_few_continuations_have_the_targets_distribution_with_lookups_on_the_v
 def sample_a_few_on_v2(
     truth: Counter, model: Path, seeds: tuple[int, int], spec: dict, scenario: str = "generate"
 ) -> EngineRun:
-    """As `assert_same_distribution`, of as many as Triton's interpreter gets through in two minutes."""
+    """`assert_same_distribution` with as many samples as Triton's interpreter computes in two minutes."""
     run = assert_same_distribution(
         truth,
         model,
@@ -340,7 +340,7 @@ def sample_a_few_on_v2(
 def test_sampled_continuations_have_the_targets_distribution_on_the_v2_runner(
     small_vocabulary_model, plain_samples, draft
 ):
-    """With top-p, and as many as on the other runner: on a GPU alone."""
+    """On a GPU with top-p, and with as many samples as on the V1 runner."""
     spec = magicdec(2, **{"draft_kv_budget": 64, **DRAFTS[draft]})
     run = assert_same_distribution(
         plain_samples, small_vocabulary_model, (13, 23), v2=True, speculative_config=spec
@@ -354,7 +354,7 @@ def test_sampled_continuations_have_the_targets_distribution_on_the_v2_runner(
 def test_sampled_continuations_have_the_targets_distribution_with_lookups_on_the_device(
     small_vocabulary_model, plain_samples, draft
 ):
-    """With any number of passes, none included, of tokens that are right by chance."""
+    """A round has a random number of passes, 0 included, and random lookups."""
     spec = magicdec(3, **{"draft_kv_budget": 64, **DRAFTS[draft]}, draft_lookup="on")
     run = assert_same_distribution(
         plain_samples,
@@ -385,15 +385,15 @@ def test_the_test_catches_a_broken_acceptance_rule(small_vocabulary_model, plain
     assert p_value(plain_samples, continuations(run, V2_SAMPLES)) < 1e-6
 
 
-def test_vllms_own_expansion_of_sampling_parameters_is_mended_on_cpu():
-    """See cpu_sampling.py; the mended function against the definition in vLLM's docstring."""
+def test_vllms_expansion_of_sampling_parameters_is_fixed_on_cpu():
+    """The function of cpu_sampling.py follows the definition in vLLM's docstring."""
     expanded = expand_batch_to_tokens(torch.tensor([0.0, 0.5, 2.0]), torch.tensor([2, 5, 6]), 6, 0, 1)
     assert torch.equal(expanded, torch.tensor([1.0, 1.0, 0.5, 0.5, 0.5, 2.0]))
 
 
 @pytest.mark.extended
 def test_steps_without_drafts_take_every_limit_of_sampling(small_vocabulary_model):
-    """vLLM's own rejection sampler ends the engine where top-k is limited alone; see cpu_sampling.py."""
+    """vLLM's own rejection sampler ends the engine if only top-k is limited; see cpu_sampling.py."""
     limits = [{"top_k": 2}, {"top_p": 0.9}, {"top_k": 2, "top_p": 0.9}]
     sampling = {"temperature": 1.0, "max_tokens": 4, "ignore_eos": True, "detokenize": False}
     batches = [{"prompts": [PROMPT], "sampling": {**sampling, **limit}} for limit in limits]
@@ -410,7 +410,7 @@ def test_steps_without_drafts_take_every_limit_of_sampling(small_vocabulary_mode
 
 @pytest.mark.extended
 def test_drafts_of_nan_do_not_change_the_distribution(small_vocabulary_model, plain_samples):
-    """Unmended, the rejection sampler would take from the target's distribution one that is NaN."""
+    """vLLM's own rejection sampler would subtract a distribution of NaN from the target's."""
     run = assert_same_distribution(
         plain_samples,
         small_vocabulary_model,
@@ -424,7 +424,7 @@ def test_drafts_of_nan_do_not_change_the_distribution(small_vocabulary_model, pl
 
 @pytest.mark.extended
 def test_failed_drafting_does_not_change_the_distribution(small_vocabulary_model, plain_samples):
-    """With drafts of no meaning the rejection sampler alone must restore the target's distribution."""
+    """The rejection sampler restores the target's distribution from meaningless drafts."""
     spec = magicdec(2, draft_kv_budget=64, draft_sample_method="probabilistic")
     run = assert_same_distribution(
         plain_samples,

@@ -82,7 +82,7 @@ def test_streamed_completions_equal_plain_decoding(server, prompts, plain, chose
     )
 
 
-def test_clients_that_hang_up_disturb_nobody(server, prompts, plain, chosen):
+def test_hang_ups_of_clients_affect_no_other_request(server, prompts, plain, chosen):
     async def half_hang_up() -> list[list[int]]:
         return await asyncio.gather(
             *(
@@ -96,7 +96,7 @@ def test_clients_that_hang_up_disturb_nobody(server, prompts, plain, chosen):
     assert sum(agree(tokens, plain[i]) for i, tokens in stayed) >= len(stayed) - 1
 
     async def until_idle() -> None:
-        # A step more each time: vLLM's gauges are of its last one, which may be before a client hung up.
+        # Run a step each time: vLLM's gauges are of its last step, which may precede the hang-up.
         while server.metrics()["vllm:num_requests_running"]:
             await stream_completion(server, [5], max_tokens=1)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What engines select with SnapKV, and a slow reference written from the paper's formulas, in float64."""
+"""SnapKV's selections in engines against a slow float64 reference written from the paper's formulas."""
 
 import json
 from pathlib import Path
@@ -57,7 +57,7 @@ def model(request, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    """Shorter than the window, within the budget, and beyond it."""
+    """Prompts shorter than the window, within the budget, and beyond it."""
     text = texts.library_tokens()
     return [list(text[1000 * i : 1000 * i + n]) for i, n in enumerate((20, 150, 161, 300, 777, 1500))]
 
@@ -101,7 +101,7 @@ def scores_of_entries(granularity: str, scores: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("schedule", ENGINES)
-def test_the_engine_selects_what_the_reference_selects(model, prompts, schedule, granularity):
+def test_the_engines_selection_is_the_references(model, prompts, schedule, granularity):
     unit, sinks, recent, num_selected = GRANULARITIES[granularity]
     spec = magicdec(
         3,

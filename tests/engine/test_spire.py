@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A SPIRe draft (`model`: what `magicdec train-draft` writes) drafts what its equations say, losslessly.
+"""A SPIRe draft (a `model` trained by `magicdec train-draft`) follows its equations, losslessly.
 
 Nobody has trained the drafts here: they are the target's last blocks, with noise or without.
 """
@@ -39,19 +39,20 @@ def draft(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def copying_draft(tmp_path_factory) -> Path:
-    """Of which each block is the target's, and remembers what enters it."""
+    """A draft whose blocks are the target's and whose memory is the input of each block."""
     path = tmp_path_factory.mktemp("copying")
     return spire_drafts.write(
         path, MODEL, num_layers=2, sinks=4, window=60, noise=0, memory=REMEMBERS_INPUTS * torch.eye(2, 3)
     )
 
 
-def assert_drafts_as_the_reference(path: Path, draft: Path, *, least: int) -> None:
+def assert_drafts_as_the_reference(path: Path, draft: Path, *, min_rounds: int) -> None:
     reference = spire_drafts.SpireReference(draft, MODEL)
-    made = torch.load(path)
-    assert len(made) >= least
+    recorded = torch.load(path)
+    assert len(recorded) >= min_rounds
     activations: dict[str, torch.Tensor] = {}
-    for own in sorted(made, key=lambda own: -len(own["verified"])):  # the longest first: others begin alike
+    # The longest first: its activations serve the request's earlier rounds.
+    for own in sorted(recorded, key=lambda own: -len(own["verified"])):
         verified = own["verified"]
         if own["request"] not in activations:
             activations[own["request"]] = reference.activations(verified)
@@ -64,8 +65,8 @@ def assert_drafts_as_the_reference(path: Path, draft: Path, *, least: int) -> No
     ("num_layers", "feedback_memory", "v2"),
     [(2, True, False), (2, False, False), (6, True, False), (2, False, True), (6, True, True)],
 )
-def test_it_drafts_what_its_equations_say(tmp_path, num_layers, feedback_memory, v2):
-    """Several steps, whose memories are the draft's own; contexts within the window, and beyond it."""
+def test_drafts_follow_the_equations(tmp_path, num_layers, feedback_memory, v2):
+    """Steps after the first use memory of drafted tokens; contexts are within and beyond the window."""
     draft = spire_drafts.write(
         tmp_path / "draft",
         MODEL,
@@ -75,10 +76,10 @@ def test_it_drafts_what_its_equations_say(tmp_path, num_layers, feedback_memory,
         noise=0.05,
         feedback_memory=feedback_memory,
     )
-    noted = str(tmp_path / "noted.pt")
+    recorded = str(tmp_path / "recorded.pt")
     batch = {"prompts": texts.prompts(4, 4, 150, seed=3), "sampling": {**GREEDY, "max_tokens": 14}}
     run = engines.run(
-        [("generate_and_note_spire_drafts", {"batches": [batch], "path": noted})],
+        [("generate_and_note_spire_drafts", {"batches": [batch], "path": recorded})],
         v2=v2,
         max_model_len=WHOLE_LEN,
         max_num_batched_tokens=64,
@@ -86,19 +87,19 @@ def test_it_drafts_what_its_equations_say(tmp_path, num_layers, feedback_memory,
         speculative_config=drafting_with(draft),
     )
     assert run.draft_failures == 0 and run.v2_runner == v2
-    assert_drafts_as_the_reference(Path(noted), draft, least=30)
+    assert_drafts_as_the_reference(Path(recorded), draft, min_rounds=30)
 
 
-def test_it_drafts_token_by_token_where_lookups_wait_unread(tmp_path, draft):
-    noted = str(tmp_path / "noted.pt")
+def test_it_drafts_token_by_token_where_lookups_are_verified_unchecked(tmp_path, draft):
+    recorded = str(tmp_path / "recorded.pt")
     batch = {"prompts": texts.prompts(3, 30, 120, seed=4), "sampling": {**GREEDY, "max_tokens": 24}}
     run = engines.run(
-        [("generate_and_note_spire_drafts", {"batches": [batch], "path": noted})],
+        [("generate_and_note_spire_drafts", {"batches": [batch], "path": recorded})],
         max_num_seqs=3,
         speculative_config=drafting_with(draft, "auto", draft_lookup="on"),
     )
     assert run.draft_failures == 0
-    assert_drafts_as_the_reference(Path(noted), draft, least=1)
+    assert_drafts_as_the_reference(Path(recorded), draft, min_rounds=1)
 
 
 @pytest.mark.parametrize(("schedule", "gamma"), zip(SCHEDULES, (8, 4, 1), strict=True))
@@ -117,7 +118,7 @@ def test_greedy_output_is_unchanged(prompts, plain, draft, schedule, gamma):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_cache_holds_the_memory_of_what_was_verified(prompts, plain, copying_draft, schedule):
+def test_the_cache_holds_the_memory_of_verified_tokens(prompts, plain, copying_draft, schedule):
     batches = [prompts, [prompts[i] for i in longest(prompts)]]
     run = engines.run(
         [
@@ -139,7 +140,7 @@ def test_the_cache_holds_the_memory_of_what_was_verified(prompts, plain, copying
 
 @pytest.mark.parametrize("lookup", ["off", "on"])
 def test_the_cache_follows_plain_steps(prompts, plain, copying_draft, lookup):
-    """Numbers of drafts change at random, 0 among them."""
+    """Numbers of drafts change at random, 0 included."""
     run = engines.run(
         [
             ("watch_spire_cache", {}),
@@ -160,8 +161,7 @@ def test_the_cache_follows_plain_steps(prompts, plain, copying_draft, lookup):
     assert watched["tokens"] > 10_000 and watched["difference"] < 1e-3, watched
 
 
-def test_aborted_requests_leave_the_others_as_they_are(prompts, plain, copying_draft):
-    """And their pages to later ones."""
+def test_aborted_requests_change_no_other_and_free_their_pages(prompts, plain, copying_draft):
     batch = {"prompts": prompts, "sampling": GREEDY}
     run = engines.run(
         [
@@ -222,8 +222,8 @@ def test_with_tensor_parallel_2_every_rank_holds_the_memory_of_its_heads(prompts
     assert watched["tokens"] > 10_000 and watched["difference"] < 1e-3, watched
 
 
-def test_the_shipped_draft_compiles_and_runs_in_processes_of_its_own(prompts, plain):
-    """As users run it: a trained draft, nothing is eager, engine core and worker are processes."""
+def test_the_shipped_draft_compiles_and_runs_in_separate_processes(prompts, plain):
+    """As users run it: a trained draft, compiled, with separate processes for engine core and worker."""
     run = engines.generate(
         prompts,
         GREEDY,
@@ -262,12 +262,12 @@ def test_greedy_output_is_unchanged_on_the_v2_runner(prompts, plain, draft):
 
 
 @pytest.mark.parametrize("schedule", ["chunked prefill", "preemption"])
-def test_the_cache_holds_the_memory_of_what_was_verified_on_the_v2_runner(
+def test_the_cache_holds_the_memory_of_verified_tokens_on_the_v2_runner(
     prompts, plain, copying_draft, schedule
 ):
-    """And aborted requests leave theirs to others; no writing waits for the device.
+    """Aborted requests leave their pages to others, and no write waits for the device.
 
-    With preemption prompts are read whole.
+    With preemption, prompts are not chunked.
     """
     chosen, batch = on_v2(prompts)
     run = engines.run(
@@ -325,8 +325,8 @@ def test_failed_memory_loses_no_request_on_the_v2_runner(prompts, plain, draft):
     assert run.v2_runner and run.draft_failures > 0
 
 
-def test_it_starts_without_weights(prompts, draft):
-    """As benchmarks of nothing but speed do it."""
+def test_the_engine_starts_without_weights(prompts, draft):
+    """Benchmarks that measure only speed start it this way."""
     spec = drafting_with(draft)
     run = engines.generate(
         prompts[:2], {**GREEDY, "max_tokens": 4}, load_format="dummy", speculative_config=spec

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.extended
 
 @pytest.fixture(scope="module")
 def short_run(tmp_path_factory) -> tuple[dict, Path, str]:
-    """(record, folder, what was printed) of a run with two methods."""
+    """Run two methods; return (record, folder, standard output)."""
     out = tmp_path_factory.mktemp("suite") / "out"
     command = [
         *(sys.executable, suite.__file__, "--quick", "--out", str(out)),
@@ -57,7 +57,7 @@ def test_every_load_runs_on_every_method(short_run):
         assert run.items() >= {name: vllm[name] for name in ("output_throughput", "p99_e2el_ms")}.items()
 
 
-def test_record_says_what_was_measured_and_stays_small(short_run):
+def test_the_record_describes_the_measurement_and_stays_small(short_run):
     record, _, _ = short_run
     assert {"processor", "cores", "vllm", "torch"} <= record["machine"].keys()
     assert (
@@ -68,7 +68,7 @@ def test_record_says_what_was_measured_and_stays_small(short_run):
     assert lists == {suite_plots.PER_POSITION}
 
 
-def test_acceptance_is_of_the_drafts_alone(short_run):
+def test_acceptance_is_reported_for_drafting_methods_only(short_run):
     record, _, _ = short_run
     for context in (200, 600):
         assert suite_plots.pooled_acceptance(record["runs"], "plain", context) == []
@@ -78,7 +78,7 @@ def test_acceptance_is_of_the_drafts_alone(short_run):
         assert 0.2 < rates[-1] <= rates[0] <= 1
 
 
-def test_tables_and_plots_are_made(short_run):
+def test_tables_and_plots_are_written(short_run):
     _, out, printed = short_run
     for name in PLOTS:
         assert (out / name).read_bytes().startswith(PNG)

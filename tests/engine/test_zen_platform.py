@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's platform for Zen, with linear layers of AMD's zentorch, or of a stand-in where that is missing."""
+"""vLLM's platform for Zen, with linear layers of AMD's zentorch, or of a stub where that is missing."""
 
 import os
 import sys
@@ -21,21 +21,21 @@ pytestmark = [
     ),
     pytest.mark.skipif(not _is_amd_zen_cpu(), reason="vLLM chooses its platform for Zen by the processor"),
 ]
-AMDS = Path(sys.prefix, "zentorch")  # by .ci/setup_venv.py
-FOLDER = AMDS if AMDS.is_dir() else engines.HERE / "zen"
+ZENTORCH = Path(sys.prefix, "zentorch")  # by .ci/setup_venv.py
+FOLDER = ZENTORCH if ZENTORCH.is_dir() else engines.HERE / "zen"
 
 
 @pytest.fixture(scope="module")
 def generate(prompts):
-    """Answers to some prompts on that platform, and what the draft says of itself."""
+    """A function that runs an engine with a few prompts on that platform and returns its results."""
     batch = {"prompts": prompts[:6], "sampling": {**GREEDY, "max_tokens": 16}}
 
     def on_zen(*more_steps, **engine):
         run = engines.run(
             [("generate", {"batches": [batch]}), *more_steps], own_process=True, max_num_seqs=8, **engine
         )
-        # The stand-in packs no weights.
-        assert f"using zentorch_linear_unary (prepacked={FOLDER == AMDS})" in run.log
+        # The stub packs no weights.
+        assert f"using zentorch_linear_unary (prepacked={FOLDER == ZENTORCH})" in run.log
         return run.results
 
     with pytest.MonkeyPatch.context() as patch:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft attention over token views at the size of a served batch, compiled, against the torch reference."""
+"""Compiled draft attention over token views of a served batch's size, against the torch reference."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ TOLERANCE = 2**-6  # of the largest result; bfloat16 rounds softmax weights and 
 
 
 @pytest.mark.parametrize("implementation", ["triton", "flashinfer"])
-def test_a_served_batch_is_attended_as_by_torch(implementation):
+def test_attention_of_a_served_batch_equals_torchs(implementation):
     pytest.importorskip(implementation)
     generator = torch.Generator("cuda").manual_seed(0)
 

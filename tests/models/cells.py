@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cells of the matrix: a family on a runner with a policy and a budget, and how one is run."""
+"""Cells of the matrix (a family on a runner with a policy and a budget), and how to run one."""
 
 import random
 from collections.abc import Iterator
@@ -14,19 +14,19 @@ from families import FAMILIES, IMAGE_PAD, RUNNERS, VIDEO_PAD, VISION_END, VISION
 from greedy import GREEDY
 
 MODEL_LEN = 704  # tokens
-CHUNK = 256  # tokens of a step, so that longer prompts are cut
+CHUNK = 256  # tokens per step; longer prompts are chunked
 MAX_NUM_SEQS = 4
 MAX_TOKENS = 24
 GAMMA = 3
 PROMPT_LENS = (7, 40, 96, 150, 270, 640)
-FILM_LEN = 96  # the prompt of that many tokens has a film, where a family sees
-# Triton's interpreter, in which the V2 runner runs on a CPU, is slow by the step and by the request.
+VIDEO_PROMPT_LEN = 96  # for multimodal families, the prompt of this length has a video
+# On a CPU the V2 runner uses Triton's interpreter, which is slow per step and per request.
 V2_PROMPTS = (0, 2, 4, 5)
 V2_MAX_TOKENS = 12
-# Enough that none is preempted, with several KV cache groups, too.
+# Enough for no preemption, even with several KV cache groups.
 NUM_BLOCKS = 400
 
-# Views show all of the shorter prompts and half of the longest, where `verify-topk` has pages to choose.
+# Views hold the shorter prompts and half of the longest, so that `verify-topk` has pages to choose from.
 BUDGET = 320  # tokens
 
 SAMPLING = {**GREEDY, "max_tokens": MAX_TOKENS, "detokenize": False}
@@ -35,12 +35,12 @@ Prompt = list[int] | dict[str, Any]
 
 
 def num_tokens(runner: str) -> int:
-    """What every request generates."""
+    """Return the tokens that every request generates."""
     return V2_MAX_TOKENS if runner == "V2" else MAX_TOKENS
 
 
 class Cell(NamedTuple):
-    """What is run at once."""
+    """One engine of the matrix."""
 
     family: Family
     runner: str
@@ -61,51 +61,53 @@ def cells() -> Iterator[Cell]:
 
 @cache
 def prompts(family: Family) -> list[Prompt]:
-    """Of `PROMPT_LENS` tokens in the same order; those of a family that sees have pictures or a film."""
+    """Return prompts of `PROMPT_LENS` tokens; multimodal families get pictures or a video in them."""
     rng = random.Random(family.name)
-    made: list[Prompt] = []
+    result: list[Prompt] = []
     for length in PROMPT_LENS:
         tokens = [rng.randrange(8, VOCAB_SIZE - 8) for _ in range(length)]
-        made.append(_with_pictures(tokens, rng) if family.sees else tokens)
-    return made
+        result.append(_with_pictures(tokens, rng) if family.is_multimodal else tokens)
+    return result
 
 
 def _with_pictures(tokens: list[int], rng: random.Random) -> Prompt:
-    """Some tokens give way to pictures of as many: one of a picture's tokens is 28 x 28 pixels, and one of
-    a film's is that in two frames."""
+    """Replace some tokens by pictures or a video of the same length.
+
+    A picture's token is 28 x 28 pixels, and a video's token is 28 x 28 pixels in two frames.
+    """
     if len(tokens) < 40:
         return tokens
-    if len(tokens) == FILM_LEN:
+    if len(tokens) == VIDEO_PROMPT_LEN:
         at = rng.randrange(len(tokens) - 26)
         tokens[at : at + 26] = [VISION_START, VIDEO_PAD, VISION_END]
-        film = {"width": 28 * 4, "height": 28 * 3, "frames": 4, "seed": rng.randrange(2**16)}
-        return {"tokens": tokens, "video": [film]}
+        video = {"width": 28 * 4, "height": 28 * 3, "frames": 4, "seed": rng.randrange(2**16)}
+        return {"tokens": tokens, "video": [video]}
     num_pictures = 1 if len(tokens) < 200 else 2
     share = len(tokens) // num_pictures
     pictures: list[dict[str, int]] = []
-    for place in reversed(range(num_pictures)):  # so that what is still to come keeps its place
+    for index in reversed(range(num_pictures)):  # from the end, so that earlier positions stay valid
         wide, high = (rng.randint(2, 6) for _ in range(2))
         taken = wide * high + 2
-        at = place * share + rng.randrange(share - taken + 1)
+        at = index * share + rng.randrange(share - taken + 1)
         tokens[at : at + taken] = [VISION_START, IMAGE_PAD, VISION_END]
         pictures.insert(0, {"width": 28 * wide, "height": 28 * high, "seed": rng.randrange(2**16)})
     return {"tokens": tokens, "image": pictures}
 
 
 def fits(length: int, budget: int) -> bool:
-    """Whether a view of `budget` tokens holds all of a request to its end, drafts included."""
+    """Whether a view of `budget` tokens holds a whole request at its end, drafts included."""
     return length + MAX_TOKENS + GAMMA <= budget
 
 
 class Answers(NamedTuple):
-    """What a speculative engine did; all by the place in `prompts`."""
+    """Results of a speculative engine; dictionaries are by index in `prompts`."""
 
-    within: dict[int, dict[str, Any]]  # requests that a view holds wholly, first time
+    within: dict[int, dict[str, Any]]  # first batch: requests that fit into a view
     drafted_within: int
     accepted_within: int
-    every: dict[int, dict[str, Any]]  # afterwards, so that the ones before are in the prefix cache
-    again: dict[int, dict[str, Any]]  # those of `every` that `within` lacks, once more
-    drafted: int  # in all three
+    every: dict[int, dict[str, Any]]  # second batch: all requests; earlier ones are in the prefix cache
+    again: dict[int, dict[str, Any]]  # third batch: the requests that do not fit into a view, once more
+    drafted: int  # in all batches
     accepted: int
     run: engines.EngineRun
 
@@ -114,7 +116,7 @@ def answer(cell: Cell) -> Answers:
     """Run one cell.
 
     Raises:
-        engines.RefusedError: with the sentence in which the engine's start ended.
+        engines.RefusedError: The engine's configuration is refused.
     """
     family, runner, policy, budget = cell
     v2 = runner == "V2"
@@ -160,7 +162,7 @@ def plain(family: Family) -> list[dict[str, Any]]:
 
 
 def engine(family: Family) -> dict[str, Any]:
-    """Arguments of every engine that runs it."""
+    """Return the arguments of every engine for a family."""
     return {
         "model": str(checkpoint(family)),
         "skip_tokenizer_init": True,
@@ -168,6 +170,6 @@ def engine(family: Family) -> dict[str, Any]:
         "max_num_seqs": MAX_NUM_SEQS,
         "max_num_batched_tokens": CHUNK,
         "num_gpu_blocks_override": NUM_BLOCKS,
-        "env": torchvision_for_tests.environment() if family.sees else None,
+        "env": torchvision_for_tests.environment() if family.is_multimodal else None,
         **family.engine,
     }

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny models with random weights, written as `transformers` writes any model.
+"""Tiny models with random weights, saved by `transformers`.
 
-The weights are such that a wrong view, position or slot shows: attention picks few tokens and moves the
-residual as much as the embedding does, and the best logit leads by far more than float32 rounds.
+The weights are chosen so that a wrong view, position or slot changes the output: attention is peaked and
+changes the residual as much as the embedding does, and the best logit's margin far exceeds rounding.
 """
 
 import atexit
@@ -18,11 +18,11 @@ from engines import MODEL
 from families import VISION_TOKENS, Family
 from torch import nn
 
-# Of a linear layer, how much larger its outputs are than its inputs, which norms make about 1.
+# Standard deviation of a linear layer's outputs for inputs of about 1, as norms scale them.
 GAIN = 2.0
-HEAD_GAIN = 4.0  # of the output head: logits have about this standard deviation
-# Between a picture's sides that the image processor keeps, so that it is no more than 49 tokens.
-LEAST_PIXELS, MOST_PIXELS = 56 * 56, 196 * 196
+HEAD_GAIN = 4.0  # the same for the output head's logits
+# Limits of the image processor: a picture has at most 49 tokens.
+MIN_PIXELS, MAX_PIXELS = 56 * 56, 196 * 196
 
 
 @cache
@@ -34,7 +34,7 @@ def _directory() -> Path:
 
 @cache
 def checkpoint(family: Family) -> Path:
-    """The folder of the family's model, made at the first call; it is gone when this process ends."""
+    """Return the folder of the family's model, written at the first call and deleted with the process."""
     import transformers
 
     path = _directory() / family.name.replace(" ", "-").lower()
@@ -42,14 +42,14 @@ def checkpoint(family: Family) -> Path:
     model = getattr(transformers, family.architecture)(config)
     fill(model, family)
     model.save_pretrained(path)
-    if family.sees:
+    if family.is_multimodal:
         _save_processors(path)
     return path
 
 
 @torch.no_grad()
 def fill(model: nn.Module, family: Family) -> None:
-    """Random weights, always the same."""
+    """Fill a model with reproducible random weights."""
     generator = torch.Generator().manual_seed(family.seed)
 
     def normal(parameter: torch.Tensor, mean: float, std: float) -> None:
@@ -75,23 +75,23 @@ def fill(model: nn.Module, family: Family) -> None:
 
 
 def _norm_weight(name: str, module: nn.Module) -> float:
-    """In the mean; Gemma's norms count from 1."""
+    """Return the mean weight of a norm; Gemma's norms add 1 to their weights."""
     is_gemma = type(module).__name__.startswith("Gemma")
     mean = 1.0
     if name.endswith(("q_norm", "k_norm")):
-        mean = GAIN  # else attention would hardly choose
+        mean = GAIN  # so that attention is peaked
     elif is_gemma and name == "model.norm":
-        mean = 3 * HEAD_GAIN  # its embeddings, which are its head, are small
+        mean = 3 * HEAD_GAIN  # the tied head has small weights
     return mean - 1.0 if is_gemma else mean
 
 
 def _num_inputs(weight: torch.Tensor) -> int:
-    """Of a linear layer [outputs, inputs], a convolution [outputs, ...], or [experts, ..., ...]."""
+    """Return inputs per output of weights [outputs, inputs], [outputs, ...] or [experts, ..., inputs]."""
     return weight.shape[-1] if weight.dim() == 3 else weight[0].numel()
 
 
 def _save_processors(path: Path) -> None:
-    """What turns a request with pictures into tokens and patches."""
+    """Save the tokenizer and the processors for pictures and videos."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
@@ -102,9 +102,11 @@ def _save_processors(path: Path) -> None:
         "patch_size": 14,
         "temporal_patch_size": 2,
         "merge_size": 2,
-        "size": {"shortest_edge": LEAST_PIXELS, "longest_edge": MOST_PIXELS},
+        "size": {"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS},
     }
-    for kind in ("image", "video"):
-        processor = {**sizes, f"{kind}_processor_type": f"Qwen2VL{kind.capitalize()}Processor"}
-        name = {"image": "preprocessor_config.json", "video": "video_preprocessor_config.json"}[kind]
+    for modality, name in (
+        ("image", "preprocessor_config.json"),
+        ("video", "video_preprocessor_config.json"),
+    ):
+        processor = {**sizes, f"{modality}_processor_type": f"Qwen2VL{modality.capitalize()}Processor"}
         (path / name).write_text(json.dumps(processor))

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The families of models, each with a tiny configuration that has its peculiar settings, and what is
-expected of it: the one place to change when something new works.
+"""Model families: tiny configurations with each family's peculiar settings, and expected refusals.
 
-`test_matrix.py` proves it, and `models_page.py` writes docs/models.md from it.
+`test_matrix.py` tests them, and `models_page.py` writes docs/models.md from them.
 """
 
 from collections.abc import Mapping
@@ -14,7 +13,7 @@ from engines import POLICIES
 RUNNERS = ("V1", "V2")
 
 VOCAB_SIZE = 512
-# Prompts are up to 640 tokens, so that every window below is much shorter.
+# Prompts have up to 640 tokens; every window below is much shorter.
 MAX_POSITIONS = 1024
 _SIZES = {
     "vocab_size": VOCAB_SIZE,
@@ -28,7 +27,7 @@ _SIZES = {
     "eos_token_id": 1,
     "pad_token_id": 2,
 }
-# Of the vocabulary of a model that sees: the shipped model's tokenizer and four tokens more.
+# A multimodal model's vocabulary is that of the shipped model's tokenizer and these four tokens.
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 _TEXT_TOKENS = 2048
 VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD = range(_TEXT_TOKENS, _TEXT_TOKENS + len(VISION_TOKENS))
@@ -36,31 +35,31 @@ VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD = range(_TEXT_TOKENS, _TEXT_TOKEN
 
 @dataclass(frozen=True)
 class Refusal:
-    """What ends at start-up in a sentence."""
+    """Policies and runners that are refused at start-up."""
 
-    sentence: str  # how it begins
+    sentence: str  # the beginning of the error message
     policies: tuple[str, ...] = tuple(POLICIES)
     runners: tuple[str, ...] = RUNNERS
 
 
 @dataclass(frozen=True, eq=False)
 class Family:
-    """A model as people know it, and how it is made small.
+    """A family of models and its tiny configuration.
 
     Attributes:
-        name: for people.
-        architecture: the class of `transformers` with its weights.
-        model_type: `transformers`' name for its configuration.
-        sizes: of the configuration, beside or instead of the common ones.
-        peculiar: what the small model shares with its large ones, for the page.
-        refusals: what is expected to be refused; all else works.
-        engine: arguments of every engine that runs it.
-        embedding_std: of its embeddings; a tied head would answer with the latest token, were they large.
-        seed: of its weights: one with which no two logits are close where it answers the matrix's prompts.
-        caches_prefixes: whether vLLM's CPU build lets it cache prefixes and cut prompts into chunks.
-        window_excess: tokens by which vLLM's windows are longer than those of `transformers`.
-        is_local: every layer has a window, so that a view which holds that holds all that can be seen.
-        sees: prompts have images or video.
+        name: Name on the page.
+        architecture: Model class of `transformers`.
+        model_type: Configuration name of `transformers`.
+        sizes: Configuration fields in addition to, or instead of, the common ones.
+        peculiar: Settings that the tiny model shares with large ones, for the page.
+        refusals: Expected refusals; everything else works.
+        engine: Arguments of every engine for this family.
+        embedding_std: Standard deviation of embeddings; if large, a tied head repeats the latest token.
+        seed: Seed of the weights, chosen so that no two best logits are close for the matrix's prompts.
+        caches_prefixes: Whether vLLM's CPU build supports prefix caching and chunked prefill for it.
+        window_excess: Tokens by which vLLM's windows are longer than those of `transformers`.
+        is_local: Every layer has a window, so a view of the window's length holds all visible tokens.
+        is_multimodal: Prompts have images or video.
     """
 
     name: str
@@ -75,10 +74,10 @@ class Family:
     caches_prefixes: bool = True
     window_excess: int = 0
     is_local: bool = False
-    sees: bool = False
+    is_multimodal: bool = False
 
     def refusal(self, runner: str, policy: str) -> str | None:
-        """How the sentence begins in which it ends, or None: it works."""
+        """Return the beginning of the expected error message, or None if the policy works."""
         for refusal in self.refusals:
             if runner in refusal.runners and policy in refusal.policies:
                 return refusal.sentence
@@ -86,13 +85,13 @@ class Family:
 
     @property
     def works(self) -> bool:
-        """With some policy."""
+        """Whether some policy works."""
         return any(self.refusal(runner, policy) is None for runner in RUNNERS for policy in POLICIES)
 
     @property
     def configuration(self) -> dict[str, Any]:
-        """The arguments of `transformers`' configuration class."""
-        return {**_SIZES, **self.sizes} if not self.sees else dict(self.sizes)
+        """Return the arguments of `transformers`' configuration class."""
+        return dict(self.sizes) if self.is_multimodal else {**_SIZES, **self.sizes}
 
 
 _MLA = tuple(
@@ -105,8 +104,8 @@ _MLA = tuple(
 )
 
 
-def _alternating(*kinds: str, layers: int) -> list[str]:
-    return [f"{kinds[i % len(kinds)]}_attention" for i in range(layers)]
+def _alternating(*types: str, layers: int) -> list[str]:
+    return [f"{types[i % len(types)]}_attention" for i in range(layers)]
 
 
 FAMILIES = (
@@ -303,7 +302,7 @@ FAMILIES = (
         },
         "a window of 64 in every second layer, no RoPE in the others, parallel residuals, tied head",
         embedding_std=0.3,
-        window_excess=1,  # Cohere trained with the window and the token itself, as vLLM says
+        window_excess=1,  # Cohere's window excludes the token itself, as vLLM notes
         seed=13,
     ),
     Family(
@@ -312,7 +311,7 @@ FAMILIES = (
         "deepseek_v2",
         {
             "num_key_value_heads": 4,
-            # The one size that vLLM's CPU kernel for MLA has: 512 + 64.
+            # vLLM's CPU kernel for MLA supports only 512 + 64.
             "kv_lora_rank": 512,
             "qk_rope_head_dim": 64,
             "q_lora_rank": 64,
@@ -338,8 +337,8 @@ FAMILIES = (
         },
         "MLA, YaRN, a dense layer, then 4 experts and a shared one",
         refusals=_MLA,
-        # vLLM's CPU kernel for MLA has no other page; uncut prompts wait for ever for steps that hold them.
-        # Where there is AMX, vLLM would choose a kernel that has no float32.
+        # vLLM's CPU kernel for MLA has this page size only, and unchunked prompts must fit into a step.
+        # With AMX, vLLM would choose a kernel without float32.
         engine={
             "block_size": 16,
             "max_num_batched_tokens": MAX_POSITIONS,
@@ -376,6 +375,6 @@ FAMILIES = (
         },
         "images of many sizes, video, M-RoPE",
         engine={"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 2, "video": 1}},
-        sees=True,
+        is_multimodal=True,
     ),
 )

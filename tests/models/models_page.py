@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/models.md: what `families.py` expects, as `test_matrix.py` proves it.
-
-`make docs-models` writes it anew.
-"""
+"""docs/models.md, generated from `families.py` by `make docs-models`; `test_matrix.py` tests its claims."""
 
 from pathlib import Path
 
@@ -13,30 +10,29 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 
 _HEAD = """# Models
 
-What was run with which policy, on vLLM 0.32.0's CPU build, on both of its model runners.
-`make docs-models` writes this page from `tests/models/families.py`, and `make test-all` proves every
-cell: a tiny model of each family with random weights and the family's peculiar settings, windows shorter
-than the prompts, prompts of 7 to 640 tokens in chunks of 256, float32. `make test` proves one cell of
+Model families and policies tested with vLLM 0.32.0's CPU build on both of its model runners.
+`make docs-models` generates this page from `tests/models/families.py`, and `make test-all` tests every
+cell: a tiny float32 model of each family with random weights and the family's peculiar settings, windows
+shorter than the prompts, and prompts of 7 to 640 tokens in chunks of 256. `make test` tests one cell of
 six families.
 
-**yes**: every token is plain decoding's, from a cold and from a warm prefix cache, with a view of part of
-the context and with one of all of it. With a view of all of it every draft is accepted, which shows that
-positions, slots and attention of drafts are the target's, in every group of its KV cache. What plain
-decoding answers is what `transformers` computes. **no**: the engine ends at its start with the sentence
-below.
+**yes**: every token equals plain decoding's, with a cold and a warm prefix cache, and with views of a part
+of the context and of the whole context. With a view of the whole context every draft is accepted, so
+positions, slots and attention of drafts are the target's in every group of its KV cache. Plain decoding
+itself equals `transformers`. **no**: the engine is refused at start-up with the message below.
 
-The small models are of the text classes (Gemma 3 without its vision tower), with weights in float32 (not
-in MXFP4, as gpt-oss is served) and without adapters; LoRA was tried on a small Llama. Larger relatives of
-them, as DeepSeek-V3, Kimi, Qwen2.5-VL and Qwen3-VL, share the code that was run, and were not run.
+The tiny models are text-only classes (Gemma 3 without its vision tower) with float32 weights (gpt-oss is
+served in MXFP4) and without adapters; LoRA is tested on a small Llama. Larger relatives such as
+DeepSeek-V3, Kimi, Qwen2.5-VL and Qwen3-VL share the tested code, but were not run.
 
 """
-_LOCAL = "With a window in every layer there is nothing to choose: all policies draft alike."
-_SEES = "What plain decoding answers to images and video was not compared with `transformers`."
-_NO_PREFIXES = "vLLM's CPU build neither caches its prefixes nor cuts its prompts."
+_LOCAL = "With a window in every layer there is nothing to select: all policies draft alike."
+_MULTIMODAL = "Plain decoding of images and video was not compared with `transformers`."
+_NO_PREFIXES = "vLLM's CPU build neither caches its prefixes nor chunks its prompts."
 
 
 def page() -> str:
-    """In Markdown."""
+    """Return the page in Markdown."""
     notes: list[str] = []
     head = ["model", "in the small one", *POLICIES]
     rows = [[_name(family, notes), family.peculiar, *_cells(family, notes)] for family in FAMILIES]
@@ -52,8 +48,8 @@ def _name(family: Family, notes: list[str]) -> str:
         marks.append(_mark(_NO_PREFIXES, notes))
     if family.is_local:
         marks.append(_mark(_LOCAL, notes))
-    if family.sees:
-        marks.append(_mark(_SEES, notes))
+    if family.is_multimodal:
+        marks.append(_mark(_MULTIMODAL, notes))
     return " ".join([family.name, *marks])
 
 
@@ -62,7 +58,7 @@ def _cells(family: Family, notes: list[str]) -> list[str]:
 
 
 def _cell(refusals: list[str | None], notes: list[str]) -> str:
-    """Of one policy, the refusals by runner."""
+    """Return the cell of one policy from the refusals by runner."""
     sentences = list(dict.fromkeys(sentence for sentence in refusals if sentence is not None))
     if not sentences:
         return "yes"
@@ -73,7 +69,7 @@ def _cell(refusals: list[str | None], notes: list[str]) -> str:
 
 
 def _mark(note: str, notes: list[str]) -> str:
-    """The number of a note, in parentheses; a new one is added."""
+    """Return the number of a note in parentheses, adding the note if it is new."""
     if note not in notes:
         notes.append(note)
     return f"({notes.index(note) + 1})"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every family of models, on both runners, with every policy: the same tokens, and drafts that stand.
+"""Every family on both runners with every policy: plain decoding's tokens, and full views are accepted.
 
-`make test` runs the cells of `FIXED`, `make test-all` every one.
+`make test` runs the cells of `FIXED`, `make test-all` all of them.
 """
 
 from dataclasses import replace
@@ -26,7 +26,7 @@ FIXED = {
 
 
 def _together(family: Family) -> pytest.MarkDecorator:
-    """In one pytest-xdist worker: they share a model and what plain decoding answers."""
+    """Run a family's tests in one pytest-xdist worker: they share a model and plain decoding's answers."""
     return pytest.mark.xdist_group(f"models: {family.name}")
 
 
@@ -42,17 +42,17 @@ def _parameter(cell: cells.Cell) -> Any:
     "family",
     [pytest.param(family, id=family.name, marks=_together(family)) for family in FAMILIES if family.works],
 )
-def test_what_a_model_answers_is_decided_and_varied(family):
-    """Else the tests below could not see a difference, or would see one that is rounding.
+def test_plain_answers_are_correct_varied_and_have_no_near_ties(family):
+    """Otherwise the tests below would miss differences, or report rounding as one.
 
-    What plain decoding answers is the truth below, so it has one of its own: `transformers`.
+    The tests below expect plain decoding's answers, so these are compared with `transformers`.
     """
     for prompt_len, request in zip(cells.PROMPT_LENS, cells.plain(family), strict=True):
         (completion,) = request["completions"]
-        leads = [best - second for best, second in map(_two_best, completion["logprobs"])]
-        assert min(leads) > 20 * ROUNDING, f"{prompt_len} tokens: {min(leads)}"
+        margins = [best - second for best, second in map(_two_best, completion["logprobs"])]
+        assert min(margins) > 20 * ROUNDING, f"{prompt_len} tokens: {min(margins)}"
         assert len(set(completion["tokens"])) > cells.MAX_TOKENS // 4, f"{prompt_len} tokens"
-    if not family.sees:
+    if not family.is_multimodal:
         answers = zip(cells.prompts(family), cells.plain(family), strict=True)
         transformers_truth.assert_best_tokens(family, list(answers), "plain decoding")
 
@@ -62,7 +62,7 @@ def _two_best(logprobs: dict[str, float]) -> list[float]:
 
 
 @pytest.mark.parametrize("cell", map(_parameter, cells.cells()))
-def test_the_same_tokens_and_drafts_that_stand(cell):
+def test_tokens_are_plain_decodings_and_full_views_are_accepted(cell):
     family = cell.family
     sentence = family.refusal(cell.runner, cell.policy)
     if sentence is not None:
@@ -85,15 +85,15 @@ def test_the_same_tokens_and_drafts_that_stand(cell):
     if family.is_local:
         assert answers.accepted == answers.drafted, "a view that is longer than every window holds all"
     if family.caches_prefixes:
-        for place in answers.within:
-            is_long = cells.PROMPT_LENS[place] > engines.PAGE
-            assert (answers.every[place]["cached_tokens"] > 0) == is_long
+        for index in answers.within:
+            is_long = cells.PROMPT_LENS[index] > engines.PAGE
+            assert (answers.every[index]["cached_tokens"] > 0) == is_long
         assert all(request["cached_tokens"] > 0 for request in answers.again.values())
 
 
 @pytest.mark.extended
 def test_mla_without_scaled_rope_is_refused_on_cpus():
-    """What vLLM does there is in tests/attention/rope_of_mla.py."""
+    """tests/attention/rope_of_mla.py demonstrates vLLM's bug."""
     mla = next(family for family in FAMILIES if family.name == "DeepSeek-V2")
     unscaled = {name: value for name, value in mla.sizes.items() if name != "rope_parameters"}
     cell = cells.Cell(replace(mla, sizes=unscaled, name="unscaled"), "V1", "streamingllm", cells.BUDGET)
@@ -111,7 +111,7 @@ def test_mla_without_scaled_rope_is_refused_on_cpus():
     ],
 )
 def test_layers_with_and_without_a_window_in_one_group(family):
-    """So they are with --disable-hybrid-kv-cache-manager."""
+    """--disable-hybrid-kv-cache-manager puts them into one group."""
     together = replace(family, engine={**family.engine, "disable_hybrid_kv_cache_manager": True})
     answers = cells.answer(cells.Cell(together, "V1", "streamingllm", cells.MODEL_LEN))
     for got in (answers.within, answers.every):
@@ -134,7 +134,7 @@ def test_a_budget_below_the_window_cuts_it():
 
 
 def assert_true(cell: cells.Cell, got: dict[int, dict[str, Any]], when: str) -> None:
-    """The tokens are plain decoding's."""
+    """Assert that tokens are plain decoding's."""
     plain, length = cells.plain(cell.family), cells.num_tokens(cell.runner)
-    expected = [first_tokens(plain[place], length) for place in got]
+    expected = [first_tokens(plain[index], length) for index in got]
     assert_same_tokens(expected, list(got.values()), f"{cell}, {when}")

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/models.md says what the matrix proves."""
+"""docs/models.md agrees with the matrix."""
 
 import models_page
 from engines import POLICIES
 from families import FAMILIES, RUNNERS
 
 
-def test_the_page_is_what_the_matrix_proves():
+def test_the_page_is_up_to_date():
     assert models_page.PAGE.read_text() == models_page.page(), "run make docs-models"
 
 
-def test_every_family_and_policy_is_on_it():
+def test_every_family_and_policy_is_on_the_page():
     rows = [line for line in models_page.page().splitlines() if line.startswith("| ")][2:]
     assert len(rows) == len(FAMILIES)
     for family, row in zip(FAMILIES, rows, strict=True):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lookups where layers have a window, sinks or positions of their own; tests/engine/ has the rest."""
+"""Lookups with windows, sinks or M-RoPE; tests/engine/ has the other tests of lookups."""
 
 import cells
 import engines
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.extended
         ("Qwen2-VL", "streamingllm", "V2"),
     ],
 )
-def test_passes_with_random_lookups_draft_what_the_target_decodes(name, policy, runner):
+def test_passes_with_random_lookups_over_the_whole_context_are_all_accepted(name, policy, runner):
     (family,) = (family for family in FAMILIES if family.name == name)
     prompts, length = cells.prompts(family), cells.num_tokens(runner)
     chosen = cells.V2_PROMPTS if runner == "V2" else range(len(prompts))

@@ -39,19 +39,19 @@ from .server import Watch, metrics_of, serve_tiny, speculation
 # otherwise there would be few preemptions.
 KV_CACHE = ("--num-gpu-blocks-override", "232", "--no-scheduler-reserve-full-isl")
 REQUESTS_PER_MINUTE = 40  # different ones
-# Of plain decoding's throughput: `auto` tries, fails and is forced to draft, and requests would pile up.
+# Share of plain decoding's throughput: trials, faults and forced drafts of `auto` would queue up requests.
 SHARE_OF_PLAIN = 0.7
 SETTLE_S = 180  # a virtual machine may pause for a minute
 console = Console(highlight=False, width=150)
 
 
 def run_traffic(minutes: float, rate: float, seed: int = 0) -> dict[str, Any]:
-    """One server under traffic, bad input and faults.
+    """Run one server under traffic, bad input and faults.
 
     Args:
-        minutes: of traffic.
-        rate: requests per second, at most.
-        seed: of the requests.
+        minutes: Duration of the traffic.
+        rate: Maximum of requests per second.
+        seed: Seed of the requests.
     """
     requests = make_requests(max(60, round(REQUESTS_PER_MINUTE * minutes)), seed)
     num_greedy = sum(request.is_greedy for request in requests)
@@ -97,7 +97,7 @@ def run_traffic(minutes: float, rate: float, seed: int = 0) -> dict[str, Any]:
 async def run_together(
     url: str, traffic: Traffic, watch: Watch, faults: Faults, rate: float, seed: int
 ) -> list[tuple[str, str]]:
-    """Until the last fault is over and all requests have ended."""
+    """Send traffic until the last fault is over and all requests have ended."""
     done = asyncio.Event()
 
     async def run_faults() -> None:
@@ -132,7 +132,7 @@ def say(text: str) -> None:
 
 
 def show(record: dict[str, Any]) -> bool:
-    """Print the table; whether every bound that was judged holds."""
+    """Print the table, and return whether every judged bound holds."""
     table = Table("bound", "value", "")
     for check in checks_of(record):
         held = {True: "holds", False: "BROKEN", None: "not judged"}[check.holds]

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Input that no server can answer, over raw sockets: each gets a 4xx; connections without a whole request
-may be closed instead."""
+"""Invalid input over raw sockets: each must get a 4xx, or a closed connection if it is no whole request."""
 
 import asyncio
 import json
@@ -63,7 +62,7 @@ def is_proper(type_: str, answer: str) -> bool:
 
 
 async def send_bad(url: str, type_: str) -> tuple[str, str]:
-    """Send one type of bad input; returns the type, and the status of HTTP, `CLOSED` or an error."""
+    """Send one type of bad input; return the type and the HTTP status, `CLOSED` or an error."""
     try:
         return type_, await asyncio.wait_for(exchange(url, type_), TIMEOUT_S)
     except TimeoutError:
@@ -73,7 +72,7 @@ async def send_bad(url: str, type_: str) -> tuple[str, str]:
 
 
 async def send_bad_until(url: str, done: asyncio.Event) -> list[tuple[str, str]]:
-    """All types in turn, one every `EVERY_S`; see `send_bad`."""
+    """Send all types in turn, one every `EVERY_S`; see `send_bad`."""
     sent: list[asyncio.Task[tuple[str, str]]] = []
     while not done.is_set():
         sent.append(asyncio.create_task(send_bad(url, TYPES[len(sent) % len(TYPES)])))
@@ -99,7 +98,7 @@ async def status(reader: asyncio.StreamReader) -> str:
 
 
 async def give_up(url: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
-    """Meanwhile others must be served; then the server must let go."""
+    """Send no body: others must be served meanwhile, and then the server must close the connection."""
     with suppress(TimeoutError):  # uvicorn waits for a body without limit
         return await asyncio.wait_for(status(reader), SLOW_S)
     others = await exchange(url, "health")

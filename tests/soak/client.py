@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests through the official client, in bursts and lulls; answers beside plain decoding's."""
+"""Requests through the official client in bursts and lulls, and comparison with plain decoding."""
 
 import asyncio
 import random
@@ -11,9 +11,9 @@ import openai
 
 from .requests import Request
 
-# The order of logprobs that are closer may depend on the order of a sum (float32).
+# Logprobs closer than this may swap if sums are computed in another order (float32).
 ROUNDING = 1e-4
-# Between logprobs of the same tokens with and without speculation (float32).
+# For logprobs of the same tokens with and without speculation (float32).
 MAX_LOGPROB_DIFFERENCE = 1e-3
 TIMEOUT_S = 300  # after which an answer is lost
 CYCLE_S, LULL_S = 20.0, 5.0
@@ -30,12 +30,12 @@ class Answer:
     texts: list[str]
     finish_reasons: list[str | None]
     logprobs: list[Sequence[float]] = field(default_factory=list)
-    """Of the first completion: the best of each token, descending; where requested."""
+    """The best logprobs of each token of the first completion, descending, if requested."""
 
 
 @dataclass
 class Outcome:
-    """Of a request: an answer, a client that hung up, or an error."""
+    """Outcome of a request: an answer, a hang-up of the client, or an error."""
 
     request: int  # index
     answer: Answer | None = None
@@ -44,12 +44,12 @@ class Outcome:
 
 
 def client_of(url: str) -> openai.AsyncOpenAI:
-    """The official client, without retries."""
+    """Return the official client, without retries."""
     return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT_S)
 
 
 async def ask(client: openai.AsyncOpenAI, request: Request, *, stream: bool = False, **more: Any) -> Answer:
-    """The whole answer; `more`: fields of the body."""
+    """Return the whole answer; `more` are fields of the body."""
     arguments = request.arguments(**more)
     if stream:
         chunks = [chunk async for chunk in await client.completions.create(**arguments, stream=True)]
@@ -69,7 +69,7 @@ async def ask(client: openai.AsyncOpenAI, request: Request, *, stream: bool = Fa
 
 
 async def ask_and_hang_up(client: openai.AsyncOpenAI, request: Request, rng: random.Random) -> None:
-    """Close the connection after some chunks, or before the first of them."""
+    """Close the connection after some chunks, or before the first one."""
     if rng.random() < 0.3:
         task = asyncio.create_task(client.completions.create(**request.arguments()))
         await asyncio.wait([task], timeout=rng.uniform(0.01, 1))
@@ -87,7 +87,7 @@ async def ask_and_hang_up(client: openai.AsyncOpenAI, request: Request, rng: ran
 
 
 def gaps_s(requests_per_s: float, rng: random.Random) -> Iterator[float]:
-    """Seconds before each request: every cycle is a burst, a trickle and a lull."""
+    """Yield the seconds before each request: every cycle is a burst, a trickle and a lull."""
     previous_s = 0.0
     while True:
         count = max(1, round(CYCLE_S * requests_per_s))
@@ -100,7 +100,7 @@ def gaps_s(requests_per_s: float, rng: random.Random) -> Iterator[float]:
 
 
 class Traffic:
-    """Sends requests to a server, each any number of times, and keeps their outcomes."""
+    """Sends requests to a server repeatedly and keeps their outcomes."""
 
     def __init__(self, url: str, requests: Sequence[Request]) -> None:
         self._client = client_of(url)
@@ -136,7 +136,7 @@ class Traffic:
         self._slots.release()
 
     async def run_steps(self, number: int) -> None:
-        """Have the server answer with so many tokens."""
+        """Make the server generate this many tokens."""
         await ask(self._client, Request("greedy", [5], max_tokens=number))
 
     async def close(self) -> None:
@@ -144,7 +144,7 @@ class Traffic:
 
 
 async def plain_answers(url: str, requests: Sequence[Request]) -> list[Answer | None]:
-    """Answers to all greedy requests with at least two logprobs a token; None for the others."""
+    """Return answers to all greedy requests with at least two logprobs per token; None for others."""
     slots = asyncio.Semaphore(16)
 
     async def answer(request: Request) -> Answer | None:
@@ -158,9 +158,9 @@ async def plain_answers(url: str, requests: Sequence[Request]) -> list[Answer | 
 
 
 def compare(plain: Answer, got: Answer) -> str:
-    """A greedy answer beside plain decoding's, which has logprobs: "same", "rounding" or "differs".
+    """Compare a greedy answer with plain decoding's: "same", "rounding" or "differs".
 
-    Logprobs are compared as far as both have them, up to the first token that differs.
+    Plain answers have logprobs; they are compared up to the first different token if both have them.
     """
     (expected,), (tokens,) = plain.tokens, got.tokens
     num_common = min(len(expected), len(tokens))
@@ -180,7 +180,7 @@ def compare(plain: Answer, got: Answer) -> str:
 
 
 def missing_part(request: Request, answer: Answer) -> str:
-    """The part of the requested answer that is missing; "": none."""
+    """Return the part of the requested answer that is missing; "": none."""
     if None in answer.finish_reasons:
         return "a finish reason"
     lengths = [len(tokens) for tokens in answer.tokens]

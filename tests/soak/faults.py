@@ -11,12 +11,12 @@ SHORT_MINUTES = 20  # shorter runs are not judged by what takes time
 POLL_S = 0.2
 COUNTED_S = 10.0
 PATIENCE_S = 120.0  # for a fault that has not happened yet
-# Shares of a run: when the first fault comes, for how long there are faults, when the controller fails.
+# Shares of a run: start of the first fault, duration of all faults, failure of the controller.
 FIRST, MIDDLE, CONTROLLER = 0.2, 0.5, 0.92
 DRAFT_PAUSES, LOOKUP_PAUSES = "draft_pauses_total", "lookup_pauses_total"
-# By name: the setting, and the plugin's counters of its failures and of the pauses that three in a row
-# cause. In short runs each failure happens once: a pause would outlast the next fault's window. `auto` is
-# forced to draft by passes, which seldom pay here.
+# By name: the setting, and the plugin's counters of its failures and of the pauses after three in a row.
+# In short runs each failure happens once: a pause would outlast the next fault's window. The faults force
+# `auto` to draft by passes, which rarely pay off here.
 FAULTS: dict[str, tuple[str, Sequence[str]]] = {
     "batch": ("batch:last={last},drafts=4", ("failures_total:batch", DRAFT_PAUSES)),
     "selection": ("selection:last={last},drafts=4", ("failures_total:selection", DRAFT_PAUSES)),
@@ -31,25 +31,25 @@ FAULTS: dict[str, tuple[str, Sequence[str]]] = {
 
 @dataclass(frozen=True)
 class Window:
-    """When a fault was on, in seconds since the run began."""
+    """Time window of a fault, in seconds since the run began."""
 
     name: str
     begin_s: float
     end_s: float
     happened: bool
     uncounted: list[str]
-    """Counters of this fault that have not grown."""
+    """Counters of this fault that did not increase."""
 
 
 class Faults:
     """Switches faults on and off.
 
     Args:
-        file: from which the server reads the fault.
-        log: of the server, which says when a fault first happens.
-        metrics: reads the server's metrics; may block.
-        now_s: seconds since the run began.
-        minutes: of the run; it takes longer where a fault is slow to happen.
+        file: File from which the server reads the fault.
+        log: The server's log, which reports the first time a fault happens.
+        metrics: Reads the server's metrics; may block.
+        now_s: Returns the seconds since the run began.
+        minutes: Duration of the run; it is exceeded if a fault is slow to happen.
     """
 
     def __init__(
@@ -65,9 +65,9 @@ class Faults:
         self.windows: list[Window] = []
 
     async def run(self) -> None:
-        """Every fault in a window of its own, the controller's last.
+        """Inject every fault in a separate window, the controller's last.
 
-        Time is counted in sleeps, so that a virtual machine that pauses does not cut a window short.
+        Time is counted in sleeps, so that a pausing virtual machine does not shorten a window.
         """
         *names, last = FAULTS
         every_s = MIDDLE * self._seconds / len(names)
@@ -104,7 +104,7 @@ class Faults:
         return {name: metrics.get(f"vllm:magicdec_{name}", 0.0) for name in chosen}
 
     def _switch(self, setting: str) -> None:
-        """At once: a server that read half a file would not see it change again within a clock tick."""
+        """Replace the file atomically: the server may miss a second change within one clock tick."""
         new = self._file.with_suffix(".new")
         new.write_text(setting)
         new.replace(self._file)

@@ -14,14 +14,14 @@ from .kills import ANSWER, ERROR_EVENT, NUM_STREAMS
 from .requests import Request
 
 MAX_MB_PER_1000 = 1.0  # requests, per process, after the warm-up
-# Over before the first fault: memory that a fault leaks is growth.
+# Ends before the first fault, so that memory leaked by faults counts as growth.
 WARM_UP = FIRST / 2
-LEAST_REQUESTS_FOR_A_SLOPE = 3000  # allocators look like growth in fewer
-LEAST_REQUESTS_FOR_TYPES, LEAST_REQUESTS_FOR_PREEMPTIONS = 100, 300
-LEAST_SHARE_SENT = 0.3  # of the rate: a slow machine still is under load
+MIN_REQUESTS_FOR_A_SLOPE = 3000  # allocators look like growth in fewer
+MIN_REQUESTS_FOR_TYPES, MIN_REQUESTS_FOR_PREEMPTIONS = 100, 300
+MIN_SHARE_SENT = 0.3  # of the rate: a slow machine still is under load
 MAX_ROUNDED_SHARE = 0.01
 MAX_MORE_FDS = 4
-SETTLE_S = 2.0  # from the end of a fault until its drafts have been verified
+SETTLE_S = 2.0  # from the end of a fault until its drafts are verified
 
 
 class Check(NamedTuple):
@@ -30,13 +30,13 @@ class Check(NamedTuple):
     bound: str
     value: str
     holds: bool | None
-    """None: the run is too short to say."""
+    """None if the run is too short to judge."""
 
 
 def judge_answers(
     sent: Sequence[Request], plain: Sequence[Answer | None], outcomes: Sequence[Outcome]
 ) -> dict[str, Any]:
-    """Counts of outcomes, with the first reasons."""
+    """Count outcomes and collect the first reasons."""
     names = ("hung_up", "lost", "incomplete", "same", "rounding", "differs", "sampled")
     counts, reasons = Counter(dict.fromkeys(names, 0)), []
     for outcome in outcomes:
@@ -57,7 +57,7 @@ def judge_answers(
 
 
 def memory_growth(samples: Sequence[Mapping[str, Any]], minutes: float) -> dict[str, float]:
-    """MB of each process's resident memory per 1,000 answers after the warm-up (least squares)."""
+    """Return MB of resident memory per 1,000 answers after the warm-up, by process (least squares)."""
     warm = [sample for sample in samples if sample["at_s"] >= WARM_UP * 60 * minutes]
     growth = {}
     for role in {role for sample in warm for role in sample["rss_mb"]}:
@@ -70,7 +70,7 @@ def memory_growth(samples: Sequence[Mapping[str, Any]], minutes: float) -> dict[
 
 
 def own_drafts(samples: Sequence[Mapping[str, Any]], windows: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Accepted drafts of passes that no fault forced: before the first fault, and after all that force."""
+    """Return accepted drafts of passes that no fault forced: before the first fault, and after the last."""
     forced = [window for window in windows if window["name"] != "controller"]
     controller_s = next((one["begin_s"] for one in windows if one["name"] == "controller"), inf)
     before_s = min((window["begin_s"] for window in forced), default=0.0)
@@ -88,7 +88,7 @@ def checks_of_traffic(record: Mapping[str, Any]) -> list[Check]:
     num_sent, rounding = answers["sent"], answers["rounding"]
     compared = answers["same"] + rounding + answers["differs"]
     warm = [sample["answered"] for sample in samples if sample["at_s"] >= WARM_UP * 60 * minutes]
-    is_slope = bool(warm) and warm[-1] - warm[0] >= LEAST_REQUESTS_FOR_A_SLOPE
+    is_slope = bool(warm) and warm[-1] - warm[0] >= MIN_REQUESTS_FOR_A_SLOPE
     growth = memory_growth(samples, minutes)
     fastest = max(growth.values(), default=inf)
     own = own_drafts(samples, windows)
@@ -96,13 +96,13 @@ def checks_of_traffic(record: Mapping[str, Any]) -> list[Check]:
     sent_bad = {type_ for type_, _ in record["bad_input"]}
     improper = {f"{one}: {got}" for one, got in record["bad_input"] if not bad_input.is_proper(one, got)}
     fds = max(number - first["num_fds"].get(role, number) for role, number in last["num_fds"].items())
-    least = round(LEAST_SHARE_SENT * record["rate"] * 60 * minutes)
+    least = round(MIN_SHARE_SENT * record["rate"] * 60 * minutes)
     return [
         Check(f"requests sent, at least {least:,}", f"{num_sent:,}", num_sent >= least > 0),
         none(
             "types of requests not sent",
             requests.TYPES.keys() - answers["types"],
-            is_judged=num_sent >= LEAST_REQUESTS_FOR_TYPES,
+            is_judged=num_sent >= MIN_REQUESTS_FOR_TYPES,
         ),
         zero("requests lost", answers["lost"]),
         zero("incomplete answers", answers["incomplete"]),
@@ -124,7 +124,7 @@ def checks_of_traffic(record: Mapping[str, Any]) -> list[Check]:
         Check(
             "preemptions, some",
             f"{last['preemptions']:,.0f}",
-            last["preemptions"] > 0 if num_sent >= LEAST_REQUESTS_FOR_PREEMPTIONS else None,
+            last["preemptions"] > 0 if num_sent >= MIN_REQUESTS_FOR_PREEMPTIONS else None,
         ),
         Check(
             f"growth of memory per 1,000 requests, below {MAX_MB_PER_1000:g} MB",
@@ -154,7 +154,7 @@ def checks_of_kill(kill: Mapping[str, Any]) -> list[Check]:
 
 
 def checks_of(record: Mapping[str, Any]) -> list[Check]:
-    """All bounds of a record."""
+    """Return all bounds of a record."""
     traffic = checks_of_traffic(record["traffic"]) if "traffic" in record else []
     return [*traffic, *(check for kill in record.get("kills", []) for check in checks_of_kill(kill))]
 

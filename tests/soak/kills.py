@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Servers that are ended in the middle of their answers, each a server of its own."""
+"""Kill servers in the middle of their answers, each kill with a new server."""
 
 import asyncio
 import re
@@ -23,11 +23,11 @@ from .server import Footprint, Server, lasting_processes, serve_tiny, speculatio
 
 PROMPT = "import argparse\nimport sys\n\n\ndef main():\n    parser = argparse.ArgumentParser("
 NUM_STREAMS = 6
-# vLLM lets answers end on a SIGTERM, and sends an error where the engine dies.
+# On a SIGTERM vLLM completes its answers, and it sends an error if the engine dies.
 ANSWER, ERROR_EVENT, OPEN = "answer", "error event", "left open"
 TIMEOUT_S = 120  # until the streams have begun, and until a server has ended
 SETTLE_S = 30
-# A SIGTERM lets answers go on for so long. More than a server may take, so that endless answers are found.
+# Answers may continue this long after a SIGTERM: longer than the bound, so that endless answers are found.
 OPTIONS = (*speculation(), "--shutdown-timeout", "110")
 DIED = r"(?:EngineDeadError|died unexpectedly|Engine core proc \S+ died)[^\n]*"
 
@@ -38,11 +38,11 @@ class Kill:
 
     strike: Callable[[Server], None]
     reason: str
-    """A pattern of the log."""
+    """Pattern of the reason in the log."""
     max_s: float = 60.0
-    """Until the server has ended."""
+    """Limit until the server has ended."""
     tokens: int = 2000
-    """Of each stream: more than are made before the strike."""
+    """Tokens of each stream, more than are generated before the strike."""
 
 
 def kill(role: str) -> Callable[[Server], None]:
@@ -52,7 +52,7 @@ def kill(role: str) -> Callable[[Server], None]:
 KILLS = {
     "SIGKILL of the engine core": Kill(kill("engine core"), DIED),
     "SIGKILL of the worker": Kill(kill("worker"), DIED),
-    # Six answers of 800 tokens go on to their end: 8 to 18 s on a quiet machine.
+    # Six answers of 800 tokens are completed: 8 to 18 s on a quiet machine.
     "SIGTERM of the server": Kill(
         lambda server: server.process.terminate(), r"\[shutdown\] API server: [^\n]*", max_s=100, tokens=800
     ),
@@ -90,7 +90,7 @@ async def strike(
 ) -> dict[str, Any]:
     """End the server in the middle of answers.
 
-    Draft passes are slow until then: a client on a busy machine may not get a turn before an answer ends.
+    Draft passes are slow until then, so that no answer ends before a client on a busy machine runs.
     """
     fault.write_text(FAULTS["slow"][0])
     num_chunks = [0] * NUM_STREAMS
@@ -124,7 +124,7 @@ async def strike(
 
 
 async def read(server: Server, request: Request, num_chunks: list[int], index: int) -> str:
-    """Read a long answer to its end and count its chunks; returns how it ends."""
+    """Read a long answer to its end and count its chunks; return how it ended."""
     request, reason = replace(request, prompt=request.prompt[index:]), None
     try:
         async with client_of(server.url) as client:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests of every type that people send, from a fixed seed."""
+"""Requests of every type, generated from a seed."""
 
 import math
 import random
@@ -23,7 +23,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMA}}
-# By type: how many of a hundred requests, and alternatives of additional fields.
+# By type: the percentage of requests, and alternatives of additional fields.
 GREEDY: Mapping[str, tuple[int, Sequence[Mapping[str, Any]]]] = {
     "greedy": (36, [{}]),
     "stop strings": (10, [{"stop": [")", "\n\n"]}, {"stop": "self"}, {"stop": [" = ", "return"]}]),
@@ -64,7 +64,7 @@ class Request:
         return int(self.options.get("n", 1))
 
     def arguments(self, **more: Any) -> dict[str, Any]:
-        """Of the client's `completions.create`."""
+        """Return the arguments of the client's `completions.create`."""
         extra = {"return_token_ids": True, "return_tokens_as_token_ids": True, **self.options, **more}
         temperature = extra.pop("temperature", 0)
         return {
@@ -77,7 +77,7 @@ class Request:
 
 
 def make_requests(count: int, seed: int = 0) -> list[Request]:
-    """The first two have the shortest and the longest prompt; lengths of prompts are log-normal."""
+    """Generate requests with log-normal prompt lengths; the first two are the shortest and longest."""
     rng = random.Random(seed)
     shared = [excerpt(rng.randint(*SHARED_TOKENS), rng) for _ in range(NUM_SHARED)]
     types = rng.choices(list(TYPES), [weight for weight, _ in TYPES.values()], k=count)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Servers of the shipped model, their metrics, memory and file descriptors, and their leftovers."""
+"""Servers of the shipped model: start them, watch metrics, memory and descriptors, find leftovers."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ from .requests import MAX_MODEL_LEN, MODEL
 sys.path.insert(0, str(engines.HERE.parent / "examples"))
 from serving import Server, serve
 
-# Float32, so that another order of the same sums changes next to no answer.
+# Float32, so that summing in another order changes hardly any answer.
 OPTIONS = (
     *("--dtype", "float32", "--enforce-eager", "--block-size", str(engines.PAGE)),
     *("--max-model-len", str(MAX_MODEL_LEN), "--max-num-batched-tokens", "1024"),
@@ -30,9 +30,9 @@ OPTIONS = (
 )
 ENVIRONMENT = {
     "VLLM_MAGICDEC_STRICT": "0",
-    # Longer than the client keeps an idle connection (5 s): else both may close one as it is reused.
+    # Longer than the client keeps an idle connection (5 s): otherwise it may be closed while being reused.
     "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60",
-    # oneDNN caches a kernel per number of tokens, and glibc keeps large blocks in a heap with holes: both
+    # oneDNN caches a kernel per number of tokens, and glibc keeps large blocks in a fragmented heap: both
     # look like a leak for an hour, also in plain vLLM.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8",
     "MALLOC_MMAP_THRESHOLD_": "131072",
@@ -55,18 +55,18 @@ LEFT_BY_VLLM = (
 
 
 def speculation(**fields: Any) -> list[str]:
-    """Options of `vllm serve` for `auto`."""
+    """Return options of `vllm serve` for `auto`."""
     config = {"method": "magicdec-self", "num_speculative_tokens": "auto", **fields}
     return ["--speculative-config", json.dumps(config)]
 
 
 @contextmanager
 def serve_tiny(*options: str, fault: Path | None = None) -> Iterator[tuple[Server, "Footprint"]]:
-    """A healthy server with a folder of its own for temporary files.
+    """Start a server with its own folder for temporary files, and yield it when it is healthy.
 
     Args:
-        options: of `vllm serve`.
-        fault: a file of `engines.FAULT`.
+        options: Options of `vllm serve`.
+        fault: Value of `engines.FAULT`, a file.
     """
     with tempfile.TemporaryDirectory(prefix="soak-server-") as folder:
         variables = {**ENVIRONMENT, "TMPDIR": folder, **({engines.FAULT: str(fault)} if fault else {})}
@@ -78,7 +78,7 @@ def serve_tiny(*options: str, fault: Path | None = None) -> Iterator[tuple[Serve
 
 
 def metrics_of(server: Server) -> dict[str, float]:
-    """Samples by name, with the failed stage where there is one: 'vllm:magicdec_failures_total:batch'."""
+    """Return samples by name; failures also by stage, as in 'vllm:magicdec_failures_total:batch'."""
     found = Counter[str]()
     for sample in server.samples():
         stage = sample.labels.get("what")
@@ -87,7 +87,7 @@ def metrics_of(server: Server) -> dict[str, float]:
 
 
 class Footprint:
-    """Processes, shared memory and temporary files of a server; `folder`: of its temporary files."""
+    """Processes, shared memory and temporary files of a server; `folder` has the temporary files."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -95,7 +95,7 @@ class Footprint:
         self._shared: set[Path] = set()
 
     def note(self, server: Server) -> None:
-        """Add those that the server has now."""
+        """Record the server's current processes and shared memory."""
         for process in processes_of(server):
             self._processes.add(process)
             with suppress(OSError):  # it has just ended
@@ -104,7 +104,7 @@ class Footprint:
                 self._shared |= {Path(SHARED_MEMORY, name) for name in names if name}
 
     def left(self) -> list[str]:
-        """Those that still exist, except for what plain vLLM leaves."""
+        """Return whatever still exists, except for leftovers of plain vLLM."""
         processes = [f"process {one.pid}" for one in self._processes if is_alive(one)]
         segments = [str(path) for path in sorted(self._shared) if path.exists()]
         files = [
@@ -122,7 +122,7 @@ class Footprint:
 
 
 def processes_of(server: Server) -> list[psutil.Process]:
-    """All of the server's session, in the order of their starts."""
+    """Return all processes of the server's session by process id."""
     found = []
     for process in psutil.process_iter():
         with suppress(OSError, psutil.Error):
@@ -138,7 +138,7 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def lasting_processes(server: Server) -> dict[str, psutil.Process]:
-    """The server's processes by role, without short-lived ones such as compilers."""
+    """Return the server's processes by role, without short-lived ones such as compilers."""
     roles = {"EngineCore": "engine core", "Worker": "worker", "resource_tracker": "resource tracker"}
     found = {}
     for process in processes_of(server):
@@ -156,9 +156,10 @@ class Watch:
     """Takes samples of a server's memory, file descriptors and gauges.
 
     Args:
-        server: with its footprint, which is noted as well.
-        count: requests that have ended.
-        now_s: seconds since the run began.
+        server: The server.
+        footprint: Its footprint, which is updated at each sample.
+        count: Returns the number of requests that have ended.
+        now_s: Returns the seconds since the run began.
     """
 
     def __init__(
@@ -169,7 +170,7 @@ class Watch:
         self.samples: list[dict[str, Any]] = []
 
     async def watch(self, every_s: float) -> None:
-        """Until it is cancelled."""
+        """Take samples until cancelled."""
         while True:
             await self.take()
             await asyncio.sleep(every_s)
