@@ -182,7 +182,7 @@ def test_the_registry_of_the_patch_is_used(log, monkeypatch):
     monkeypatch.setattr(plugin, "find_spec", lambda name: object())
     monkeypatch.setitem(sys.modules, plugin.REGISTRY, registry(**functions))
     plugin.register()
-    assert hook.installed() == hooks.BESIDE_REGISTRY
+    assert hook.installed() == hooks.HOOKS_BESIDE_REGISTRY
     assert list(registered) == [METHOD, MODEL_METHOD]
 
 
