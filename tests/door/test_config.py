@@ -154,7 +154,7 @@ def test_a_profile_of_another_budget_is_refused(model_dir, tmp_path):
     path = tmp_path / "profile.json"
     StepTimes([TimedStep(Step(1, 100, 0, 2, 256), 0.01)]).save(path, {})
     fields = {"method": METHOD, "num_speculative_tokens": "auto", "profile": str(path)}
-    with pytest.raises(MagicDecConfigError, match="draft_kv_budget=256, not 512; use what was"):
+    with pytest.raises(MagicDecConfigError, match="draft_kv_budget=256, not 512; use a measured"):
         configure(model_dir, fields)
     configure(model_dir, {**fields, "draft_kv_budget": 256})
 
@@ -170,7 +170,7 @@ def test_auto_where_ranks_have_to_choose_alike_is_refused(model_dir, tmp_path, m
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")  # vLLM sets it, for the whole process
     monkeypatch.setenv("RANK", "0")
     launcher = {"distributed_executor_backend": "external_launcher"}
-    with pytest.raises(MagicDecConfigError, match="'external_launcher' all have to choose alike"):
+    with pytest.raises(MagicDecConfigError, match="'external_launcher' all processes must choose the same"):
         configure(model_dir, fields, **launcher, tensor_parallel_size=2)
     configure(model_dir, fields, **launcher)
     for drafts in ("auto", 4):
@@ -387,7 +387,7 @@ def test_on_a_cpu_the_host_looks_up(model_dir):
 @pytest.mark.parametrize(
     ("fields", "v2", "sentence"),
     [
-        (ON, False, "works on GPUs with the V2 model runner alone; remove VLLM_USE_V2_MODEL_RUNNER=0"),
+        (ON, False, "needs the V2 model runner on GPUs; remove VLLM_USE_V2_MODEL_RUNNER=0"),
         ({**ON, "num_speculative_tokens": 1}, True, "use num_speculative_tokens of 2 or more"),
         ({**ON, "draft_lookup_sources": ["context", "served"]}, True, "use ['context'], or remove"),
         (

@@ -124,7 +124,7 @@ WRONG_FIELDS = {
     "the budget that other drafts have": ({"draft_kv_budget": 512}, TRAINED),
     "other sinks": ({"draft_kv_sink": 8}, TRAINED),
     "another policy": ({"draft_kv_policy": "snapkv"}, TRAINED),
-    "lookups to read": ({"draft_lookup": "on"}, "makes no pass of a SPIRe draft longer"),
+    "lookups to read": ({"draft_lookup": "on"}, "draft_lookup='on' is not supported with a SPIRe draft"),
     "quantised": ({"quantization": "fp8"}, "quantization='fp8' is not possible with a SPIRe draft"),
 }
 
@@ -235,5 +235,5 @@ def test_without_memory_lookups_are_read(target, tmp_path, monkeypatch):
         use_v2_model_runner=True,
         scheduler_config=config.scheduler_config,
     )
-    with pytest.raises(MagicDecConfigError, match="a SPIRe draft's view is of single tokens; use draft_lo"):
+    with pytest.raises(MagicDecConfigError, match="a SPIRe draft reads single tokens; use draft_lo"):
         config.speculative_config._check_lookups(runner)
