@@ -68,7 +68,7 @@ def within_the_limit():
 
 
 def cases(number: int):
-    """Run a number of cases, each within the limit. conftest.py sets whether cases are the same every time."""
+    """Run cases, each within the limit; conftest.py sets whether they are the same every time."""
     case_settings = settings(
         max_examples=number,
         database=None,
