@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -203,8 +203,9 @@ def duel(rivals: dict[str, Contender], prompts: list[list[int]], pieces: int) ->
 def cells_of(record: Mapping[str, Any]) -> list[Cell]:
     cells = []
     for cell in record["cells"]:
+        values = {field.name: cell[field.name] for field in fields(Cell)}  # older records have more
         chosen = {int(drafts): steps for drafts, steps in cell["chosen"].items()}  # strings in JSON
-        cells.append(Cell(**{**cell, "chosen": chosen}))
+        cells.append(Cell(**{**values, "chosen": chosen}))
     return sorted(cells, key=lambda cell: (cell.context, cell.batch))
 
 

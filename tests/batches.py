@@ -56,7 +56,7 @@ def make_engine(
     )
 
 
-class KeepsWhatIsThere:
+class NoSelector:
     """A selector that never selects."""
 
     memory_bytes = {}

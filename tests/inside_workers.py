@@ -12,7 +12,7 @@ def _draft_of(worker: Any) -> Any:
 
 def latest_selection(worker: Any) -> dict[str, Any]:
     selections = _draft_of(worker)._drafter._views[0]._selections
-    row = selections.rows([list(selections._made_at)[-1]])
+    row = selections.rows([list(selections._selected_at)[-1]])
     count = int(selections.counts[row])
     return {
         "end": int(selections.ends[row]),

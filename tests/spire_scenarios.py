@@ -121,7 +121,7 @@ def note_drafts(worker: Any) -> None:
         return step(tokens, draft_step)
 
     def note_pass(tokens: torch.Tensor, draft_pass: Any) -> Any:
-        places[:] = draft_pass.queries.places.tolist()
+        places[:] = draft_pass.queries.request_indices.tolist()
         return take(tokens, draft_pass)
 
     def note_forward(tokens: torch.Tensor, *others: Any) -> torch.Tensor:

@@ -39,7 +39,7 @@ def kernels():
 
 
 @pytest.fixture
-def mended(monkeypatch):
+def fixed(monkeypatch):
     monkeypatch.setattr(CPUAttentionMetadataBuilder, "build", CPUAttentionMetadataBuilder.build)
     monkeypatch.setattr(CPUAttentionBackendImpl, "forward", CPUAttentionBackendImpl.forward)
     cpu_attention.patch()
@@ -161,7 +161,7 @@ class Layers:
 
 
 def test_vllm_itself_is_wrong_with_a_window_and_sinks_under_a_shared_plan():
-    """If this fails, vLLM has mended it: `cpu_attention.py` and its patch can go."""
+    """If this fails, vLLM has fixed it: `cpu_attention.py` and its patch can go."""
     layers = Layers([WINDOW, None], DECODE)
     assert layers.error_after_other_work(1, 1) < TOLERANCE
     assert any(layers.error_after_other_work(0, 1) > 1 for _ in range(10))
@@ -175,7 +175,7 @@ def test_vllm_itself_is_wrong_with_a_plan_for_a_smaller_window():
 
 @pytest.mark.parametrize("late", [False, True], ids=["all layers known", "layers added later"])
 @pytest.mark.parametrize("has_sinks", [False, True], ids=["no sinks", "sinks"])
-def test_layers_with_and_without_a_window_are_right_with_plans_of_their_own(mended, has_sinks, late):
+def test_layers_with_and_without_a_window_are_right_with_plans_of_their_own(fixed, has_sinks, late):
     layers = Layers([WINDOW, None, 96], DECODE, has_sinks=has_sinks, late=late)
     for index in range(3):
         assert max(layers.error_after_other_work(index, 1) for _ in range(3)) < TOLERANCE
@@ -202,14 +202,14 @@ def test_any_batch_is_right_with_plans_by_window(data):
             assert layers.error_after_other_work(index, 0) < TOLERANCE
 
 
-def test_layers_with_one_window_are_planned_as_vllm_plans_them(mended):
+def test_layers_with_one_window_are_planned_as_vllm_plans_them(fixed):
     for windows in ([WINDOW, WINDOW], [None, None]):
         layers = Layers(windows, DECODE)
         assert type(layers._metadata) is cpu_attn.CPUAttentionMetadata
         assert layers.error(0) < TOLERANCE
 
 
-def test_a_plan_that_fails_leaves_the_builder_as_it_was(mended, monkeypatch):
+def test_a_plan_that_fails_leaves_the_builder_as_it_was(fixed, monkeypatch):
     layers = Layers([WINDOW, None, 96], DECODE)
     shared = layers.builder.window_size
     plan = cpu_attn.ops.cpu_attn_get_scheduler_metadata
@@ -225,7 +225,7 @@ def test_a_plan_that_fails_leaves_the_builder_as_it_was(mended, monkeypatch):
     assert layers.builder.window_size == shared
 
 
-def test_it_is_mended_once(mended):
+def test_it_is_patched_once(fixed):
     build, forward = CPUAttentionMetadataBuilder.build, CPUAttentionBackendImpl.forward
     cpu_attention.patch()
     assert CPUAttentionMetadataBuilder.build is build and CPUAttentionBackendImpl.forward is forward

@@ -40,7 +40,7 @@ def test_queries_are_right_where_rope_is_scaled():
 
 
 def test_vllm_is_wrong_where_rope_is_not_scaled():
-    """If this fails, vLLM has mended it: `_check_mla` need not refuse such models."""
+    """If this fails, vLLM has fixed it: `_check_mla` need not refuse such models."""
     queries, keys = largest_errors(rope_type="default")
     assert queries > 0.1
     assert keys < 1e-5

@@ -45,7 +45,7 @@ def check_triton_indices(case, layout, page_stride):
     assert torch.equal(*written)
 
 
-def test_triton_kernels_read_and_write_what_they_should_in_the_interpreter():
+def test_triton_kernels_in_the_interpreter():
     triton_tools.run_interpreted(__file__)
 
 

@@ -31,9 +31,7 @@ flashinfer_stand_in = pytest.fixture(scope="module")(play_flashinfer)
 
 @settings(max_examples=60, deadline=None)
 @given(cases(), layouts, st.integers(1, 2))
-def test_flashinfer_is_told_to_read_the_view_and_nothing_else(
-    flashinfer_stand_in, case, layout, page_stride
-):
+def test_flashinfer_reads_only_the_view(flashinfer_stand_in, case, layout, page_stride):
     rows = KVRows.of(filled_cache(layout, case, page_stride=page_stride), "FLASHINFER")
     case.check(run(case, rows, "flashinfer"))
 
@@ -108,7 +106,7 @@ def test_full_views_are_planned_once_for_every_number_of_them(flashinfer_stand_i
     assert planned == list(dict.fromkeys(steps))
 
 
-def test_the_latest_plans_are_kept(flashinfer_stand_in, monkeypatch):
+def test_the_latest_plans_are_cached(flashinfer_stand_in, monkeypatch):
     geometry = Geometry(8, 1, 64, torch.bfloat16, torch.bfloat16, scale=1.0)
     made = plans.CommonLengthPlans(geometry, max_num_reqs=4, max_graph_reqs=0, device=CPU)
     made.reserve(8)
@@ -139,15 +137,15 @@ SHAPES = {
 
 @pytest.mark.parametrize("cuda_graph", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_workspaces_hold_what_flashinfers_planning_allocates(shape, cuda_graph):
+def test_workspaces_fit_flashinfers_plans(shape, cuda_graph):
     """Its arithmetic step by step, as in scheduler.cuh, for small and large GPUs, short and long lists."""
     geometry = SHAPES[shape]
     of_plan = stand_in.prefill_workspaces if geometry.use_tensor_cores else stand_in.decode_workspaces
     for num_reqs, length, processors in itertools.product((1, 3, 40, 512), (1, 200, 4096), (58, 132, 188)):
         kv_lens = [length] * num_reqs * geometry.num_kv_heads
-        wanted = of_plan(kv_lens, geometry.group, geometry.head_size, cuda_graph, processors)
+        required = of_plan(kv_lens, geometry.group, geometry.head_size, cuda_graph, processors)
         has = flashinfer_attention.plan_bytes(geometry, num_reqs)
-        assert all(a >= b for a, b in zip(has, wanted, strict=True)), (num_reqs, length, processors)
+        assert all(a >= b for a, b in zip(has, required, strict=True)), (num_reqs, length, processors)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +177,7 @@ def test_plans_take_kilobytes():
 @pytest.mark.gpu
 @pytest.mark.parametrize("cuda_graph", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_workspaces_hold_what_flashinfer_itself_asks_for(shape, cuda_graph):
+def test_workspaces_fit_flashinfers_own_estimate(shape, cuda_graph):
     """Of the installed FlashInfer, whose `workspace_size` needs its compiled kernels."""
     flashinfer = pytest.importorskip("flashinfer")
     geometry, device = SHAPES[shape], torch.device("cuda")
@@ -202,9 +200,9 @@ def test_workspaces_hold_what_flashinfer_itself_asks_for(shape, cuda_graph):
             use_tensor_cores=geometry.use_tensor_cores,
             **(buffers if cuda_graph else {}),
         )
-        wanted = wrapper.workspace_size(indptr, indices, ones, **geometry.plan_arguments())
+        required = wrapper.workspace_size(indptr, indices, ones, **geometry.plan_arguments())
         has = flashinfer_attention.plan_bytes(geometry, num_reqs)
-        assert all(a >= b for a, b in zip(has, wanted, strict=True)), (num_reqs, length)
+        assert all(a >= b for a, b in zip(has, required, strict=True)), (num_reqs, length)
 
 
 @pytest.mark.gpu

@@ -110,7 +110,7 @@ def attended(layer: SimpleNamespace, case: Case, metadata: object) -> torch.Tens
 
 
 @pytest.mark.parametrize("name", DTYPES)
-def test_verification_takes_the_layers_scales(name):
+def test_verification_uses_the_layers_scales(name):
     case = whole_context(name)
     case.check(attended(layer_of(case, name), case, metadata_of(case)))
 
@@ -133,7 +133,7 @@ def test_a_layer_reads_the_cache_that_it_is_given():
 
 @pytest.mark.parametrize("name", DTYPES)
 @pytest.mark.parametrize("takes_passes", [False, True])
-def test_drafts_over_token_views_take_the_layers_scales(name, takes_passes):
+def test_drafts_over_token_views_use_the_layers_scales(name, takes_passes):
     case = whole_context(name)
     chosen = torch.stack([torch.randperm(CONTEXT)[:40] for _ in range(KV_HEADS)]).int()
     case = replace(case, slots=chosen.unsqueeze(0), lens=torch.tensor([40], dtype=torch.int32))

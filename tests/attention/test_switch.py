@@ -135,9 +135,7 @@ def test_the_switch_reads_token_views_with_flashinfer(flashinfer_stand_in, case)
 
 @settings(max_examples=40, deadline=None)
 @given(cases(), st.booleans(), st.booleans())
-def test_the_switch_knows_a_layers_sinks_and_what_its_quantised_numbers_stand_for(
-    case, quantises_queries, by_head
-):
+def test_the_switch_uses_a_layers_sinks_and_scales(case, quantises_queries, by_head):
     """A scale for all heads, or one for each KV head, as FlashAttention can; with queries, or without."""
     dtype = case.query.dtype
     num_kv_heads = case.keys.shape[1]
@@ -158,11 +156,11 @@ def test_the_switch_knows_a_layers_sinks_and_what_its_quantised_numbers_stand_fo
 
 @settings(max_examples=60, deadline=None)
 @given(cases(), st.data())
-def test_each_token_of_a_pass_attends_to_what_it_sees_of_its_requests_list(case, data):
+def test_each_token_of_a_pass_attends_to_its_visible_slots(case, data):
     num_reqs, _, width = case.slots.shape
     lens = data.draw(st.lists(st.integers(1, 4), min_size=num_reqs, max_size=num_reqs))
     queries = Queries(np.arange(num_reqs), np.zeros(num_reqs, dtype=np.int64), np.array(lens))
-    places = torch.from_numpy(queries.places)
+    places = torch.from_numpy(queries.request_indices)
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32)))
     in_list = torch.arange(width) < case.lens.unsqueeze(1)  # [num_reqs, width]
     is_seen = torch.rand((num_reqs, max(lens), width), generator=generator) < 0.5
@@ -213,7 +211,7 @@ def test_scales_by_head_count_where_the_backend_reads_them(reads_scales_by_head)
     case.check(draft(layer, case, cache))
 
 
-def test_policies_see_what_the_target_computes_with():
+def test_policies_get_the_targets_queries():
     """Queries and what brings them to the model's dtype, keys as stored, what makes weights of products."""
     sinks = torch.tensor([0.5, -1.0]).bfloat16()
     case = replace(in_fp8(small_case()), sinks=sinks, key_scale=0.5, soft_cap=7.0)
@@ -242,7 +240,7 @@ def test_policies_see_what_the_target_computes_with():
         assert torch.equal(softmax.sinks, case.sinks)
 
 
-def test_flashinfer_writes_where_vllm_reads(flashinfer_stand_in, monkeypatch):
+def test_flashinfer_writes_to_vllms_output(flashinfer_stand_in, monkeypatch):
     """And not to memory of its own, to be copied from."""
     monkeypatch.setattr(switch, "has_flashinfer", lambda: True)
     case = small_case()
@@ -265,7 +263,7 @@ def test_flashinfer_writes_where_vllm_reads(flashinfer_stand_in, monkeypatch):
     assert written == [output.data_ptr()]
 
 
-def test_a_layer_is_switched_once_and_what_the_first_switch_held_goes(flashinfer_stand_in, monkeypatch):
+def test_a_second_switch_replaces_the_first(flashinfer_stand_in, monkeypatch):
     """vLLM lays out a small KV cache to measure memory, and then the real one."""
     case = small_case()
     small, real = (filled_cache(KVCacheLayout.LBNHC, case) for _ in range(2))
@@ -295,7 +293,7 @@ def test_the_rows_of_a_cache_are_numbered_once(flashinfer_stand_in, monkeypatch)
     assert [id(cache) for cache in numbered] == [id(cache) for cache in caches]
 
 
-def test_a_size_that_flashinfer_cannot_plan_is_read_by_triton_alone(flashinfer_stand_in, monkeypatch):
+def test_triton_reads_batch_sizes_that_flashinfer_cannot_plan(flashinfer_stand_in, monkeypatch):
     """The others keep their plans, and so their CUDA graphs."""
     monkeypatch.setattr(switch, "has_flashinfer", lambda: True)
     case = filled(replace(small_case(), lens=torch.tensor([3, 3], dtype=torch.int32)))
@@ -328,7 +326,7 @@ def test_a_size_that_flashinfer_cannot_plan_is_read_by_triton_alone(flashinfer_s
         part.check(draft(layer, part, cache))
     assert read == [2, 2]
     (line,) = logged
-    assert line.startswith("Triton reads the token views of 2 requests, not FlashInfer")
+    assert line.startswith("FlashInfer cannot plan token views of 2 requests")
 
 
 def reason_logged(monkeypatch, geometry: Geometry) -> str:
@@ -362,7 +360,7 @@ def test_shapes_without_a_flashinfer_kernel_go_to_triton(
 ):
     monkeypatch.setattr(switch, "has_flashinfer", lambda: True)
     line = reason_logged(monkeypatch, geometry)
-    assert line.startswith("magicdec-self: Triton reads the token views, not FlashInfer: ")
+    assert line.startswith("magicdec-self: FlashInfer unavailable (")
     assert sentence in line
 
 
@@ -404,7 +402,7 @@ def test_a_cache_that_flashinfer_cannot_read_goes_to_the_fallback(flashinfer_sta
 # What is refused, and the sentence that says so.
 
 
-def test_models_with_alibi_are_told_of_the_policy_that_works():
+def test_the_error_for_alibi_names_a_valid_policy():
     case = small_case()
     layer = layer_of(case, filled_cache(KVCacheLayout.LBNHC, case))
     layer.impl.alibi_slopes = torch.ones(2)
@@ -435,7 +433,7 @@ def test_other_quantised_caches_are_refused(name):
         (torch.float8_e5m2, 86, False, "--kv-cache-dtype bfloat16 or float16, as the model's"),
     ],
 )
-def test_backends_without_block_tables_are_told_of_one_that_reads_the_cache(
+def test_the_error_for_backends_without_block_tables_names_a_valid_one(
     monkeypatch, dtype, capability, flash_reads_fp8, options
 ):
     """vLLM gives FLASHINFER such caches where FLASH_ATTN does not take them."""
@@ -448,7 +446,7 @@ def test_backends_without_block_tables_are_told_of_one_that_reads_the_cache(
         installed.require_block_tables()
 
 
-def test_fp8_layers_of_other_kinds_are_refused_with_a_sentence():
+def test_fp8_layers_of_unknown_backends_are_refused():
     """Some attention layers of vLLM have an fp8 cache, and no scales or quantised queries to speak of."""
     case = in_fp8(small_case())
     layer = layer_of(case, filled_cache(KVCacheLayout.LBNHC, case), "SPARSE_ATTN")
@@ -466,7 +464,7 @@ def test_fp8_layers_of_other_kinds_are_refused_with_a_sentence():
         (torch.float8_e5m2, True, False),
     ],
 )
-def test_gpus_that_triton_has_no_e4m3_for_are_told_what_to_use(monkeypatch, dtype, is_old, is_refused):
+def test_the_error_for_gpus_without_e4m3_names_a_valid_dtype(monkeypatch, dtype, is_old, is_refused):
     case = in_fp8(small_case(), dtype)
     layer = layer_of(case, filled_cache(KVCacheLayout.LBNHC, case), "FLASHINFER")
     monkeypatch.setattr(

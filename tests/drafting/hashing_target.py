@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from batches import KeepsWhatIsThere, make_batch
+from batches import NoSelector, make_batch
 from hypothesis import strategies as st
 
 from vllm_magicdec.adaptive.metrics import Counts, LookupCounters
@@ -214,20 +214,21 @@ def rounds(draw_, max_steps: int = 9, model_len: int = 60):
     drafted_pages = -(-(num_steps - 1) // PAGE) + 1
     pages = PageBudget(PAGE, 1, drafted_pages + 2, drafted_pages + 2)
     num_selected = rng.randrange(9)
-    tokens = TokenBudget(1, num_steps, num_steps + num_selected + 1, num_steps + num_selected + 1)
+    size = num_steps + num_selected + 1
+    tokens = TokenBudget(1, 1, size, size, num_recent=num_steps)
     views = [
         PageViews(StreamingLLM(None, pages, CPU), slots()),
         make_reached_views(SlidingWindow(WINDOW), max_tokens=30, draft_slots=slots(), device=CPU),
         LayerPageViews(
             select(1, 2, [max(0, n // PAGE - drafted_pages) for n in lens]),
-            KeepsWhatIsThere(),
+            NoSelector(),
             PageBudget(PAGE, 1, drafted_pages + 3, drafted_pages + 3, 0.0, drafted_pages),
             slots(),
         ),
         TokenViews(
             # Chosen when the contexts were shorter by some tokens.
             select(NUM_KV_HEADS, num_selected, [rng.randint(0, n) for n in lens]),
-            KeepsWhatIsThere(),
+            NoSelector(),
             tokens,
             slots(),
         ),

@@ -23,7 +23,7 @@ def test_lacking_positions_are_those_without_a_slot(seed):
     requests: dict[str, dict] = {}
 
     def slot(request: dict, position: int) -> tuple[int, int]:
-        block = request["blocks"][int(ring.places(np.array(position // PAGE)))]
+        block = request["blocks"][int(ring.indices(np.array(position // PAGE)))]
         return int(block), position % PAGE
 
     for step in range(200):

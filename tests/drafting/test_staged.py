@@ -528,7 +528,7 @@ def test_accepted_drafts_of_passes_are_counted(num_kept, verified, num_accepted)
 )
 def test_queries_of_a_pass_lie_one_request_after_the_other(lens, firsts, steps, places):
     queries = Queries(np.array([2, 5, 6][: len(lens)]), np.array(firsts), np.array(lens))
-    assert queries.steps.tolist() == steps and queries.places.tolist() == places
+    assert queries.steps.tolist() == steps and queries.request_indices.tolist() == places
     assert queries.starts.tolist() == [0, *np.cumsum(lens)]
     assert queries.lasts.tolist() == [first + n - 1 for first, n in zip(firsts, lens, strict=True)]
     assert queries.table.shape == (len(lens), max(lens))

@@ -126,7 +126,7 @@ def install() -> None:
     raise_before(DraftGraphs, "_prepare_capture", "capture")
     # Importing `Lookups` would load Numba, and a CPU worker of vLLM could not start (cpu_llvmlite.py).
     call_before(StagedDrafts, "__init__", lambda *args: raise_before(args[2], "look_up", "lookup"))
-    call_before(VerifyTopK, "score", lambda self, *_: spoil(self.summaries, fault))
+    call_before(VerifyTopK, "score_pages", lambda self, *_: spoil(self.summaries, fault))
     for runner in (MagicDecProposer, MagicDecSpeculator):
         raise_before(runner, "_make_batch", "batch")
         for method in ("draft_step", "draft_pass"):
@@ -151,8 +151,8 @@ def call_before(owner: Any, method: str, do: Callable[..., None]) -> None:
 
 def spoil(summaries: Any, fault: Fault) -> None:
     if fault.happens("summaries"):
-        summaries.least.normal_().mul_(1e4)
-        summaries.greatest.fill_(torch.nan)
+        summaries.min_keys.normal_().mul_(1e4)
+        summaries.max_keys.fill_(torch.nan)
 
 
 def faulty_pass(run: Callable[..., Any], fault: Fault) -> Callable[..., Any]:

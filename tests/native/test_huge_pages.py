@@ -34,7 +34,7 @@ def test_memory_that_fills_none_stays_where_it_is():
 def test_a_layer_is_bound_whether_its_memory_moves_or_not(monkeypatch, moves):
     monkeypatch.setattr(huge_pages, "move_to_huge_pages", lambda memory: moves)
     bound, memory = [], torch.zeros(4)
-    native_attention._BindInHugePages(bound.append)(memory)
+    native_attention._bind_in_huge_pages(bound.append, memory)
     assert len(bound) == 1 and bound[0] is memory
 
 
@@ -46,7 +46,7 @@ def test_a_layer_is_bound_whether_its_memory_moves_or_not(monkeypatch, moves):
         ("always [madvise] never", True),
     ],
 )
-def test_who_gets_huge_pages_anyway_or_never_is_not_moved(tmp_path, monkeypatch, setting, expected):
+def test_memory_moves_only_with_huge_pages_on_request(tmp_path, monkeypatch, setting, expected):
     (tmp_path / "enabled").write_text(setting + "\n")
     (tmp_path / "hpage_pmd_size").write_text("2097152\n")
     monkeypatch.setattr(huge_pages, "_SETTINGS", tmp_path)
@@ -54,7 +54,7 @@ def test_who_gets_huge_pages_anyway_or_never_is_not_moved(tmp_path, monkeypatch,
 
 
 @pytest.mark.parametrize("known", [[], ["enabled"]])
-def test_a_system_that_does_not_say_how_large_they_are_has_none(tmp_path, monkeypatch, known):
+def test_a_system_with_unknown_page_size_has_no_huge_pages(tmp_path, monkeypatch, known):
     for name in known:
         (tmp_path / name).write_text("always [madvise] never\n")
     monkeypatch.setattr(huge_pages, "_SETTINGS", tmp_path)

@@ -214,7 +214,7 @@ def test_it_agrees_with_plain_torch_over_token_views(variant, layout):
 @variants_and_layouts
 # A soft cap makes a number of infinity.
 @pytest.mark.parametrize(("what", "soft_cap"), [(torch.nan, 0.0), (torch.nan, 20.0), (torch.inf, 0.0)])
-def test_what_is_no_number_stays_none(variant, layout, what, soft_cap):
+def test_nan_and_infinity_propagate(variant, layout, what, soft_cap):
     """Else a broken cache would be answered as if it were a sound one."""
     kernel = kernel_of(variant)
     query, cache, where = shared_batch(torch.bfloat16 if layout == "amx" else torch.float32)

@@ -48,7 +48,7 @@ def test_tokens_are_weighed_as_in_float64(variant, layout, data, threads):
 
 
 @variants_and_layouts
-def test_tokens_of_a_long_context_are_weighed_in_several_turns(variant, layout):
+def test_tokens_of_a_long_context_are_weighed_in_parts(variant, layout):
     """128 rows over 20,000 tokens are more logits than a thread keeps."""
     torch.manual_seed(0)
     query_len, group, head_size, page_size, context = 32, 4, 32, 32, 20_000
@@ -79,7 +79,7 @@ def test_tokens_of_a_long_context_are_weighed_in_several_turns(variant, layout):
     st.sampled_from(["in order", "runs", "as it comes"]),
     st.booleans(),
 )
-def test_chosen_tokens_are_attended_to_as_in_float64(variant, layout, data, threads, order, sees_all):
+def test_selected_tokens_are_attended_to_as_in_float64(variant, layout, data, threads, order, sees_all):
     batch = data.draw(batches(layout, max_query_len=12, windows=()))
     kernel = kernel_of(variant)
     with_threads(threads)

@@ -70,7 +70,7 @@ def shared_out(tmp_path_factory):
     return run
 
 
-def test_every_block_is_one_threads_and_no_share_is_a_block_larger_than_another(shared_out):
+def test_blocks_are_partitioned_evenly_among_threads(shared_out):
     rng = random.Random(1)
 
     def request() -> tuple[int, int, int]:
@@ -98,7 +98,7 @@ def test_every_block_is_one_threads_and_no_share_is_a_block_larger_than_another(
 
 @pytest.mark.parametrize("num_kv_heads, group", [(8, 1), (8, 4), (2, 2)])
 @pytest.mark.parametrize("batch, context", [(1, 16_384), (8, 16_384), (32, 1024), (32, 4096)])
-def test_threads_of_a_server_work_alike(shared_out, batch, context, num_kv_heads, group):
+def test_threads_of_a_server_get_equal_work(shared_out, batch, context, num_kv_heads, group):
     """Within 10 %, verifying 9 tokens of requests of different lengths, with up to 96 threads."""
     rng = random.Random(batch + context)
     lengths = [rng.randint(context // 2, context) for _ in range(batch)]

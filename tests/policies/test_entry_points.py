@@ -17,7 +17,7 @@ def test_an_entry_point_is_a_policy(installed):
     assert issubclass(find_policy("first-key"), VerificationPolicy)
 
 
-def test_what_is_no_policy_is_refused(installed):
+def test_other_classes_are_refused_as_policies(installed):
     with pytest.raises(ValueError, match="no subclass of PagePolicy, TokenPolicy or VerificationPolicy"):
         find_policy("broken")
     with pytest.raises(

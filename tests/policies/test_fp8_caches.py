@@ -77,7 +77,7 @@ def positions_chosen(
 @pytest.mark.parametrize(
     ("policy", "granularity"), [("snapkv", "page"), ("snapkv", "token"), ("verify-topk", "page")]
 )
-def test_policies_choose_what_they_would_of_what_the_bytes_stand_for(policy, granularity, dtype):
+def test_policies_select_the_same_from_an_fp8_cache_and_its_values(policy, granularity, dtype):
     rng = torch.Generator().manual_seed(0)
     shape = (NUM_LAYERS, NUM_BLOCKS, NUM_KV_HEADS, PAGE, 2 * HEAD_SIZE)
     stored = torch.randn(shape, generator=rng).to(dtype)

@@ -146,7 +146,7 @@ def make_decoding_batch(device: torch.device) -> Batch:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("policy", "granularity"), POLICIES)
-def test_a_round_of_decoding_requests_reads_nothing_on_the_host(policy, granularity, device):
+def test_a_round_of_decoding_requests_does_not_synchronise(policy, granularity, device):
     device = torch.device(device)
     prepare = make_rounds(policy, granularity, device)
     batch = make_decoding_batch(device)
@@ -158,7 +158,7 @@ def test_a_round_of_decoding_requests_reads_nothing_on_the_host(policy, granular
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("num_ending", [1, NUM_REQS])
 @pytest.mark.parametrize(("policy", "granularity"), POLICIES)
-def test_a_round_in_which_prompts_end_reads_nothing_on_the_host(policy, granularity, num_ending, device):
+def test_a_round_in_which_prompts_end_does_not_synchronise(policy, granularity, num_ending, device):
     """Everybody's step would wait for one request's selection."""
     device = torch.device(device)
     prepare = make_rounds(policy, granularity, device)
@@ -170,7 +170,7 @@ def test_a_round_in_which_prompts_end_reads_nothing_on_the_host(policy, granular
         prepare(replace(batch, req_ids=[*new, *batch.req_ids[num_ending:]], is_first=is_first))
 
 
-def test_the_check_notices_a_read():
+def test_the_check_detects_a_synchronisation():
     with pytest.raises(AssertionError, match="on the host"), no_host_reads(torch.device("cpu")):
         int(torch.ones(1)[0])
     with pytest.raises(AssertionError, match="places of a list"), no_host_reads(torch.device("cpu")):

@@ -33,7 +33,7 @@ budgets = given(
 
 @settings(max_examples=300, deadline=None)
 @budgets
-def test_a_refused_budget_names_the_least_one_that_works(page, gamma, budget, recent):
+def test_the_error_for_a_small_budget_names_the_minimum(page, gamma, budget, recent):
     limits = Limits(page, 8192, gamma, "cpu")
     fields = fields_of(snapkv_recent=recent)
     try:
@@ -48,15 +48,15 @@ def test_a_refused_budget_names_the_least_one_that_works(page, gamma, budget, re
             SnapKV.parse_budget(fields, limits, least - page)
     assert parsed.max_selected >= 1
     # Wherever in a page it starts, the window stays in view beside the drafted tokens.
-    assert parsed.recent_pages * page >= max(fields.snapkv_window, gamma) + page - 1 or page == 1
+    assert parsed.num_recent * page >= max(fields.snapkv_window, gamma) + page - 1 or page == 1
 
 
-def test_of_a_fraction_the_least_budget_is_named():
+def test_the_error_for_a_fraction_names_the_minimum_budget():
     with pytest.raises(ValueError, match=r"draft_kv_min_budget=64 leaves no page.*use at least 128,"):
         SnapKV.parse_budget(fields_of(draft_kv_min_budget=64), Limits(32, 8192, 4, "cpu"), 0.1)
 
 
-def test_prompts_shorter_than_the_window_are_not_looked_at():
+def test_prompts_shorter_than_the_window_are_not_observed():
     """Also where the budget holds the whole model, so that nothing is left to select."""
     observed = []
     engine = make_engine(
@@ -79,7 +79,7 @@ def test_prompts_shorter_than_the_window_are_not_looked_at():
 
 
 @pytest.mark.parametrize("granularity", ["token", "page"])
-def test_a_backend_that_splits_pages_changes_no_choice(granularity):
+def test_a_backend_that_splits_pages_changes_no_selection(granularity):
     """FLASHINFER has blocks of 16, 32 or 64 tokens where `--block-size 128` counts in pages of 128."""
     page, parts, num_kv_heads, head_size, context_len = 64, 4, 2, 8, 500
     rng = torch.Generator().manual_seed(0)
@@ -114,7 +114,7 @@ def test_a_backend_that_splits_pages_changes_no_choice(granularity):
 
 
 @pytest.mark.parametrize(("chunk", "is_recorded"), [(200, True), (16, True), (15, False)])
-def test_on_a_cpu_queries_that_the_target_has_just_computed_are_not_computed_again(chunk, is_recorded):
+def test_on_a_cpu_recorded_queries_are_not_recomputed(chunk, is_recorded):
     """Two prompts end in one pass beside one that does not; one of them may have too short a chunk."""
     page, num_kv_heads, head_size, num_layers = 32, 2, 8, 2
     lens, chunks = [700, 900, 400], [1, chunk, 64]

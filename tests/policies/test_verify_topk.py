@@ -15,7 +15,7 @@ from vllm_magicdec.attention import KVRows
 from vllm_magicdec.attention.scales import Scales
 from vllm_magicdec.attention.softmax import Softmax
 from vllm_magicdec.policies import verification
-from vllm_magicdec.policies.verification import VerificationSelector, make_verification, num_recent_pages
+from vllm_magicdec.policies.verification import Verification, VerificationSelector, num_recent_pages
 from vllm_magicdec.policies.verify_topk import VerifyTopK
 from vllm_magicdec.views.layer_pages import LayerPageViews
 from vllm_magicdec.views.pages import PageBudget
@@ -51,10 +51,10 @@ class Scene:
             num_blocks=NUM_BLOCKS,
             max_num_reqs=num_reqs,
         )
-        self.verification = make_verification(engine)
+        self.verification = Verification(engine)
         self.policy = VerifyTopK(SimpleNamespace(draft_kv_refresh=None), engine, self.verification)
         self.num_recent = num_recent_pages(PAGE, GAMMA)
-        budget = PageBudget(PAGE, 1, max_pages, max_pages, recent_pages=self.num_recent)
+        budget = PageBudget(PAGE, 1, max_pages, max_pages, num_recent=self.num_recent)
         selector = self.selector(budget)
         self.views = LayerPageViews(selector._selections, selector, budget, engine.make_draft_slots())
 
@@ -151,13 +151,13 @@ def test_the_view_holds_sinks_recent_pages_and_the_best_of_the_others(context_le
                 length = int(step.view.lens[request])
                 seen = {slot_of(p, table, PAGE) for p in range(length)}
                 position = context_len + step.index
-                wanted = {
+                visible = {
                     slot_of(p, own, PAGE)
                     for page in expected
                     for p in range(page * PAGE, page * PAGE + PAGE)
                     if p <= position
                 }
-                assert seen == wanted
+                assert seen == visible
 
 
 def test_summaries_bound_every_logit_and_follow_a_page_to_its_next_owner():
@@ -180,7 +180,7 @@ def test_summaries_bound_every_logit_and_follow_a_page_to_its_next_owner():
         scene.steps()
 
 
-def test_requests_that_pad_a_graph_of_any_batch_are_passed_over():
+def test_requests_that_pad_a_graph_are_ignored():
     """With `cudagraph_mode` FULL vLLM pads the requests where no token pads the batch."""
     scene = Scene(4, [120, 90], 16)
     num_tokens = GAMMA + 1
@@ -195,7 +195,7 @@ def test_requests_that_pad_a_graph_of_any_batch_are_passed_over():
     assert torch.equal(scene.verification.positions, torch.stack([own, never]))
 
 
-def test_quantised_queries_are_taken_before_they_are_scaled():
+def test_quantised_queries_are_selected_before_they_are_scaled():
     """A prefill has thousands in every layer, and nobody keeps more than a few."""
     scene = Scene(6, [120, 90], 16)
     num_queries, dtype = GAMMA + 1, torch.float8_e4m3fn
@@ -229,7 +229,7 @@ class LargestResult(TorchDispatchMode):
         return made
 
 
-def test_summaries_know_tokens_that_came_in_steps_without_drafts():
+def test_summaries_include_tokens_of_steps_without_drafts():
     scene = Scene(5, [60], 16)
     scene.verify([0])
     scene.steps()
@@ -249,9 +249,7 @@ def test_requests_are_selected_for_in_parts_that_fit_the_scratch(monkeypatch):
     context_lens = [300, 77, 390]
     scene = Scene(7, context_lens, 16)
     scene.verify([2, 0, 1])
-    budget = PageBudget(
-        page_size=PAGE, sink_pages=1, min_pages=30, max_pages=30, recent_pages=scene.num_recent
-    )
+    budget = PageBudget(PAGE, 1, 30, 30, num_recent=scene.num_recent)
 
     def select(at_once: int) -> tuple[list[int], Selections]:
         selector = scene.selector(budget)

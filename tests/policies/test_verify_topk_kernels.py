@@ -68,28 +68,27 @@ def check(
     positions[:num_reqs] = (lens + num_rejected).unsqueeze(1) + torch.arange(-num_queries, 0)
 
     shape = (NUM_LAYERS, num_reqs * num_pages + 3, num_kv_heads, head_size)
-    least, greatest = (torch.zeros(shape, dtype=read_dtype(cache_dtype), device=device) for _ in range(2))
+    min_keys, max_keys = (
+        torch.zeros(shape, dtype=read_dtype(cache_dtype), device=device) for _ in range(2)
+    )
+    summaries = SimpleNamespace(min_keys=min_keys, max_keys=max_keys)
     table = verify_topk_kernels.LayerTable(caches)
     assert table.holds(caches)
     num_verified = lens.unsqueeze(1) - torch.arange(num_pages) * page_size
     is_seen = num_verified > 0
     verify_topk_kernels.summarise(
         table,
-        least,
-        greatest,
+        summaries,
         block_table[is_seen].long().to(device),
         num_verified[is_seen].to(device),
     )
     verify_topk_kernels.SCRATCH_BYTES = pairs_at_once * 4 * num_kv_heads * num_queries * group * num_pages
     found = verify_topk_kernels.score_pages(
         table,
-        queries,
-        positions.to(device),
-        lens.to(device),
-        block_table.to(device),
-        least,
-        greatest,
-        num_pages=num_pages,
+        summaries,
+        SimpleNamespace(queries=queries, positions=positions.to(device)),
+        SimpleNamespace(context_lens=lens.to(device), block_table=block_table.to(device)),
+        num_pages,
     ).cpu()
     for layer in range(NUM_LAYERS):
         for request, context_len in enumerate(context_lens):
@@ -169,11 +168,12 @@ def check_far_heads() -> None:
     for head in range(3):
         keys[0, head] = head + 1
     offsets = torch.zeros(1, dtype=torch.int64)
-    least, greatest = torch.zeros((2, 1, 1, 3, head_size), dtype=torch.float16)
+    min_keys, max_keys = torch.zeros((2, 1, 1, 3, head_size), dtype=torch.float16)
+    summaries = SimpleNamespace(min_keys=min_keys, max_keys=max_keys)
     verify_topk_kernels.summarise(
-        SimpleNamespace(keys=keys, offsets=offsets), least, greatest, offsets, offsets + 1
+        SimpleNamespace(keys=keys, offsets=offsets), summaries, offsets, offsets + 1
     )
-    assert torch.equal(least[0, 0], keys[0, :, 0]) and torch.equal(greatest, least)
+    assert torch.equal(min_keys[0, 0], keys[0, :, 0]) and torch.equal(max_keys, min_keys)
 
 
 class CountedOperators(TorchDispatchMode):
@@ -214,7 +214,7 @@ def main() -> None:
     verify_topk.has_kernels = lambda device: True
     verify_topk_kernels.SCRATCH_BYTES = 128 * 2**20
     test_verify_topk.test_summaries_bound_every_logit_and_follow_a_page_to_its_next_owner()
-    test_verify_topk.test_summaries_know_tokens_that_came_in_steps_without_drafts()
+    test_verify_topk.test_summaries_include_tokens_of_steps_without_drafts()
     assert set(calls) == set(KERNELS)
     calls.clear()
     assert operators_of_a_round(2) == operators_of_a_round(7)
@@ -225,7 +225,7 @@ def test_pages_in_the_interpreter():
     triton_tools.run_interpreted(__file__)
 
 
-def test_a_layer_without_sinks_has_one_that_takes_no_weight_from_it():
+def test_a_layer_without_sinks_gets_one_without_weight():
     """In a model whose other layers have some, in float16."""
     pytest.importorskip("triton")
     from vllm_magicdec.policies import verify_topk_kernels
@@ -239,7 +239,7 @@ def test_a_layer_without_sinks_has_one_that_takes_no_weight_from_it():
     assert (torch.exp(without - lowest_logit) == 0).all() and without.isfinite().all()
 
 
-SUMMARIES = dict(least="*bf16", greatest="*bf16")
+SUMMARIES = dict(min_keys="*bf16", max_keys="*bf16")
 LOGITS = dict(logits="*fp32", peaks="*fp32", sums="*fp32", context_lens="*i64")
 SINKS = dict(sinks="*fp32")
 

@@ -2,7 +2,7 @@
 """Page views of every layer's own against a naive reference: which tokens a step sees, by which pages."""
 
 import torch
-from batches import KeepsWhatIsThere, make_batch
+from batches import NoSelector, make_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import slot_of
@@ -37,16 +37,16 @@ def pages_in_view(budget: PageBudget, selected: list[int], end: int, total: int,
     """Everything if it fits; else sinks, the best that were selected, and the latest pages."""
     if total <= allowed:
         return set(range(total))
-    sinks = min(total, budget.sink_pages)
-    since = max(min(end, total - budget.recent_pages), sinks)
-    best = selected[: max(0, allowed - sinks - budget.recent_pages)]
+    sinks = min(total, budget.num_sinks)
+    since = max(min(end, total - budget.num_recent), sinks)
+    best = selected[: max(0, allowed - sinks - budget.num_recent)]
     first_recent = max(since, total - (allowed - sinks - len(best)))
     return {*range(sinks), *best, *range(first_recent, total)}
 
 
 @settings(max_examples=300, deadline=None)
 @given(rounds(), st.integers(0, 2**31))
-def test_every_step_sees_what_was_selected_sinks_and_recent_pages(case, seed):
+def test_every_step_sees_selected_sink_and_recent_pages(case, seed):
     model_len, num_steps, budget, requests = case
     generator = torch.Generator().manual_seed(seed)
     num_reqs, max_blocks = len(requests), -(-model_len // PAGE)
@@ -63,11 +63,11 @@ def test_every_step_sees_what_was_selected_sinks_and_recent_pages(case, seed):
     selections.begin_round(req_ids)
     selected, ends = {}, []
     for index, (req_id, (_, selected_at)) in enumerate(zip(req_ids, requests, strict=True)):
-        end = max(0, -(-selected_at // PAGE) - budget.recent_pages)
-        eligible = max(0, end - budget.sink_pages)
+        end = max(0, -(-selected_at // PAGE) - budget.num_recent)
+        eligible = max(0, end - budget.num_sinks)
         count = min(eligible, budget.max_selected)
         for layer in range(NUM_LAYERS):
-            order = torch.randperm(eligible, generator=generator)[:count] + budget.sink_pages
+            order = torch.randperm(eligible, generator=generator)[:count] + budget.num_sinks
             selections.positions[selections.row(req_id), layer, 0, :count] = order.to(torch.int32)
             selected[index, layer] = order.tolist()
         selections.set([req_id], [selected_at], torch.tensor([count]), torch.tensor([end]))
@@ -80,10 +80,10 @@ def test_every_step_sees_what_was_selected_sinks_and_recent_pages(case, seed):
         max_model_len=model_len,
         device=CPU,
     )
-    views = LayerPageViews(selections, KeepsWhatIsThere(), budget, slots)
+    views = LayerPageViews(selections, NoSelector(), budget, slots)
     context_lens = [context_len for context_len, _ in requests]
     batch = make_batch(req_ids, block_table, context_lens)
-    allowed = budget.pages(batch.context_lens).tolist()
+    allowed = budget.entries(batch.context_lens).tolist()
     for step in views.prepare(batch, num_steps):
         for index, context_len in enumerate(context_lens):
             own = block_table[index].tolist()
@@ -107,11 +107,11 @@ def test_every_step_sees_what_was_selected_sinks_and_recent_pages(case, seed):
                     last // PAGE + 1,
                     allowed[index],
                 )
-                assert len(expected) <= budget.max_pages
-                wanted = {
+                assert len(expected) <= budget.max_entries
+                visible = {
                     slot_of(p, own, PAGE)
                     for page in expected
                     for p in range(page * PAGE, page * PAGE + PAGE)
                     if p <= position
                 }
-                assert len(seen) == len(wanted) and set(seen) == wanted
+                assert len(seen) == len(visible) and set(seen) == visible

@@ -45,7 +45,7 @@ def make_budget(*, page_size, model_len, num_steps, sink, budget, min_budget=256
 
 
 def make_views(budget, max_num_reqs, num_steps, model_len):
-    geometry = dict(page_size=budget.page_size, max_num_reqs=max_num_reqs, max_num_steps=num_steps)
+    geometry = dict(page_size=budget.unit, max_num_reqs=max_num_reqs, max_num_steps=num_steps)
     slots = DraftSlots(**geometry, max_model_len=model_len, device=CPU)
     return PageViews(StreamingLLM(None, budget, CPU), slots)
 
@@ -88,9 +88,9 @@ def test_every_step_sees_sinks_and_window_and_writes_to_its_own_slot(case):
             seen = [slot_of(p, view_blocks, page_size) for p in range(seq_len)]
             assert seen == [slot_of(p, own_blocks, page_size) for p in expected]
             assert seq_len <= step.view.max_len
-            assert set(view_blocks[: page_budget.max_pages]) <= set(own_blocks)
+            assert set(view_blocks[: page_budget.max_entries]) <= set(own_blocks)
             # Columns that make the table as wide as vLLM's own name its null block.
-            assert not any(view_blocks[page_budget.max_pages :])
+            assert not any(view_blocks[page_budget.max_entries :])
             assert int(step.positions[req]) == min(position, model_len - 1)
             if position < model_len:
                 assert int(step.slots[req]) == slot_of(position, own_blocks, page_size)
@@ -108,10 +108,10 @@ def test_budget_counts_every_entry_that_a_step_reads(case):
         page_budget = make_budget(**case)
     except ValueError:
         assume(False)
-    pages = page_budget.pages(torch.tensor(context_lens)).tolist()
+    pages = page_budget.entries(torch.tensor(context_lens)).tolist()
     for context_len, num_pages in zip(context_lens, pages, strict=True):
         assert num_pages == budget_in_pages(**case, context_len=context_len)
-        assert page_budget.min_pages <= num_pages <= page_budget.max_pages
+        assert page_budget.min_entries <= num_pages <= page_budget.max_entries
 
 
 def test_a_view_over_the_whole_context_is_the_block_table_itself():
@@ -128,7 +128,7 @@ def test_a_view_over_the_whole_context_is_the_block_table_itself():
 
 def test_a_budget_too_small_for_sinks_and_drafts_is_rounded_up_to_hold_them():
     budget = make_budget(page_size=32, model_len=8192, num_steps=8, sink=16, budget=64)
-    assert (budget.sink_pages, budget.min_pages, budget.max_pages) == (1, 3, 3)
+    assert (budget.num_sinks, budget.min_entries, budget.max_entries) == (1, 3, 3)
 
 
 @pytest.mark.parametrize(
@@ -141,6 +141,6 @@ def test_a_budget_too_small_for_sinks_and_drafts_is_rounded_up_to_hold_them():
         (dict(budget=0.1, min_budget=8, page_size=16), "draft_kv_min_budget=8 is below one KV page of 16"),
     ],
 )
-def test_budgets_below_one_page_say_what_to_type(fields, sentence):
+def test_errors_for_budgets_below_one_page_name_a_valid_one(fields, sentence):
     with pytest.raises(ValueError, match=sentence):
         make_budget(**{"model_len": 4096, "num_steps": 4, "sink": 16, **fields})

@@ -22,20 +22,20 @@ def budget(max_pages: int, sink_pages: int = 1) -> PageBudget:
 @pytest.mark.parametrize(
     ("sinks", "gamma", "spare"), [(0, 1, 0), (1, 4, 1), (2, 5, 1), (1, 6, 2), (1, 17, 4)]
 )
-def test_a_ring_has_the_budget_and_what_is_written_ahead(sinks, gamma, spare):
+def test_a_ring_holds_the_budget_and_the_drafts(sinks, gamma, spare):
     ring = Ring.of(budget(9, sinks), gamma)
     assert ring == Ring(PAGE, sinks, 9 - sinks, spare) and ring.num_pages == 9 + spare
 
 
-def test_pages_keep_their_places_until_the_ring_is_full_and_sinks_for_good():
+def test_sinks_are_fixed_and_other_pages_wrap_around():
     ring = Ring(PAGE, sink_pages=2, window_pages=3, spare_pages=1)
-    assert ring.places(np.arange(12)).tolist() == [0, 1, 2, 3, 4, 5, 2, 3, 4, 5, 2, 3]
+    assert ring.indices(np.arange(12)).tolist() == [0, 1, 2, 3, 4, 5, 2, 3, 4, 5, 2, 3]
     without = Ring(PAGE, sink_pages=0, window_pages=2, spare_pages=1)
     assert without.places(np.arange(5)).tolist() == [0, 1, 2, 0, 1]
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_rounds_show_nothing_that_was_written_over(seed):
+def test_rounds_show_no_overwritten_page(seed):
     """Tokens go into the ring one by one, drafts ahead of them, of which some stand."""
     rng = random.Random(seed)
     gamma, sinks = rng.randint(1, 9), rng.randint(0, 2)
@@ -45,7 +45,7 @@ def test_rounds_show_nothing_that_was_written_over(seed):
     cache = np.full(ring.num_pages * PAGE, -1)
 
     def slots(positions: np.ndarray) -> np.ndarray:
-        return ring.places(positions // PAGE) * PAGE + positions % PAGE
+        return ring.indices(positions // PAGE) * PAGE + positions % PAGE
 
     length = rng.randint(1, 100)
     entries = ring.entries(length)
@@ -73,12 +73,12 @@ def test_block_tables_of_rings_become_tables_of_pages(num_rows):
     rows, step = [0, 1, 100][:num_rows], 10
     table = RingTable.of(ring, 20, rows, step, torch.device("cpu"))
     blocks = torch.tensor([[7, 3, 9, 2, 8, 4, 6], [1, 2, 3, 4, 5, 6, 7]], dtype=torch.int32)
-    places = ring.places(np.arange(20))
-    expected = [[int(own[p // num_rows]) * step + rows[p % num_rows] for p in places] for own in blocks]
+    indices = ring.indices(np.arange(20))
+    expected = [[int(own[p // num_rows]) * step + rows[p % num_rows] for p in indices] for own in blocks]
     assert table.pages(blocks).tolist() == expected and table.pages(blocks).dtype == torch.int32
 
 
-def test_who_chooses_other_pages_has_no_ring():
+def test_a_policy_that_chooses_other_pages_has_no_ring():
     class Other(StreamingLLM):
         def choose_pages(self, context_lens, last_pages):
             return super().choose_pages(context_lens, last_pages)

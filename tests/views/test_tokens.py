@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from batches import KeepsWhatIsThere, make_batch
+from batches import NoSelector, make_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import selection_in_view, slot_of, token_positions
@@ -72,18 +72,19 @@ def test_every_step_sees_selection_sinks_and_recent_tokens_also_in_a_pass(case, 
     selections.begin_round(req_ids)
     chosen = {}
     for index, (req_id, (_, selected_at)) in enumerate(zip(req_ids, requests, strict=True)):
-        end = max(0, selected_at - budget.window)
-        count = min(max(0, end - budget.sink), budget.max_selected)
+        end = max(0, selected_at - budget.num_recent)
+        count = min(max(0, end - budget.num_sinks), budget.max_selected)
         row = selections.rows([req_id])
         for layer in range(NUM_LAYERS):
             for head in range(NUM_KV_HEADS):
-                order = torch.randperm(max(0, end - budget.sink), generator=generator)[:count] + budget.sink
+                eligible = torch.randperm(max(0, end - budget.num_sinks), generator=generator)
+                order = eligible[:count] + budget.num_sinks
                 selections.positions[row, layer, head, :count] = order.to(torch.int32)
                 chosen[index, layer, head] = order.tolist()
         selections.set([req_id], [selected_at], torch.tensor([count]), torch.tensor([end]))
 
     slots = DraftSlots(**geometry, max_model_len=model_len, device=CPU)
-    views = TokenViews(selections, KeepsWhatIsThere(), budget, slots)
+    views = TokenViews(selections, NoSelector(), budget, slots)
     batch = make_batch(req_ids, block_table, [context_len for context_len, _ in requests])
     steps = views.prepare(batch, num_steps)
     passes = [
@@ -101,20 +102,20 @@ def test_every_step_sees_selection_sinks_and_recent_tokens_also_in_a_pass(case, 
                 assert step.view.common_len == budget.max_tokens
             for layer in range(NUM_LAYERS):
                 for head in range(NUM_KV_HEADS):
-                    end = max(0, selected_at - budget.window)
+                    end = max(0, selected_at - budget.num_recent)
                     expected = token_positions(
                         chosen=selection_in_view(
                             chosen[index, layer, head],
                             context_len=context_len,
-                            sink=budget.sink,
+                            sink=budget.num_sinks,
                             budget=budget.max_tokens,
-                            window=budget.window,
+                            window=budget.num_recent,
                             model_len=model_len,
                         ),
                         chosen_until=end,
                         context_len=context_len,
                         step=step.index,
-                        sink=budget.sink,
+                        sink=budget.num_sinks,
                         budget=budget.max_tokens,
                         model_len=model_len,
                     )
@@ -139,9 +140,9 @@ def passes_within(draw, model_len: int, num_steps: int, requests: list[tuple[int
     return Queries(np.array(running), np.array(firsts), np.array(lens)) if running else None
 
 
-def test_chosen_tokens_of_one_block_are_neighbours_in_a_list():
+def test_selected_tokens_of_one_block_are_adjacent_in_a_list():
     page_size, model_len, chosen = 32, 512, 40
-    budget = TokenBudget(sink=4, window=8, min_tokens=4 + 8 + chosen, max_tokens=4 + 8 + chosen)
+    budget = TokenBudget(1, 4, 4 + 8 + chosen, 4 + 8 + chosen, num_recent=8)
     selections = Selections(
         num_layers=NUM_LAYERS, num_heads=NUM_KV_HEADS, max_num_reqs=1, max_selected=chosen, device=CPU
     )
@@ -153,7 +154,7 @@ def test_chosen_tokens_of_one_block_are_neighbours_in_a_list():
         page_size=page_size, max_num_reqs=1, max_num_steps=1, max_model_len=model_len, device=CPU
     )
     block_table = torch.randperm(model_len // page_size).view(1, -1).to(torch.int32)
-    views = TokenViews(selections, KeepsWhatIsThere(), budget, slots)
+    views = TokenViews(selections, NoSelector(), budget, slots)
     [step] = views.prepare(make_batch(["a"], block_table, [480]), 1)
     of_list = step.view.slots[0, 0, 0, :chosen] // page_size
     assert len(of_list.unique_consecutive()) == len((best_first // page_size).unique())
@@ -164,7 +165,7 @@ CHANGES = ("nothing", "tokens", "pages", "selection", "requests", "order", "shor
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.sampled_from(CHANGES), min_size=2, max_size=12), st.integers(0, 2**31))
-def test_lists_that_are_kept_are_those_that_are_made_anew(changes, seed):
+def test_cached_lists_equal_new_ones(changes, seed):
     """Whatever changes from round to round; in between, steps write their own slots into the lists."""
     rng = random.Random(seed)
     page_size, model_len, num_steps, max_reqs, chosen = 16, 256, 3, 4, 28
@@ -179,7 +180,7 @@ def test_lists_that_are_kept_are_those_that_are_made_anew(changes, seed):
 
     def make_views() -> TokenViews:
         slots = DraftSlots(**geometry, max_model_len=model_len, device=CPU)
-        return TokenViews(selections, KeepsWhatIsThere(), TokenBudget(2, 6, 36, 36), slots)
+        return TokenViews(selections, NoSelector(), TokenBudget(1, 2, 36, 36, num_recent=6), slots)
 
     def select(req_id: str) -> None:
         row, end = selections.row(req_id), lens[req_id] - 6
@@ -206,7 +207,7 @@ def test_lists_that_are_kept_are_those_that_are_made_anew(changes, seed):
             pages.setdefault(name, rng.choice([new_pages(), *pages.values()]))  # prefixes are shared
         selections.begin_round(names)
         for name in names:
-            if selections.made_at(name) is None and rng.random() < 0.8:
+            if selections.selected_at(name) is None and rng.random() < 0.8:
                 select(name)
         if one in names and change == "tokens":
             lens[one] += rng.randint(1, 5)
@@ -228,7 +229,7 @@ def test_lists_that_are_kept_are_those_that_are_made_anew(changes, seed):
                 assert torch.equal(own, fresh)
 
 
-def test_lists_of_a_batch_that_goes_on_are_kept(monkeypatch):
+def test_lists_of_an_unchanged_batch_are_cached(monkeypatch):
     """The point of keeping them: nothing is sorted again until something changes."""
     selections = Selections(
         num_layers=NUM_LAYERS, num_heads=NUM_KV_HEADS, max_num_reqs=1, max_selected=8, device=CPU
@@ -237,11 +238,11 @@ def test_lists_of_a_batch_that_goes_on_are_kept(monkeypatch):
     selections.positions[0, ..., :8] = torch.arange(10, 18, dtype=torch.int32)
     selections.set(["a"], [100], torch.tensor([8]), torch.tensor([90]))
     slots = DraftSlots(page_size=16, max_num_reqs=1, max_num_steps=2, max_model_len=256, device=CPU)
-    views = TokenViews(selections, KeepsWhatIsThere(), TokenBudget(2, 6, 16, 16), slots)
+    views = TokenViews(selections, NoSelector(), TokenBudget(1, 2, 16, 16, num_recent=6), slots)
     table = torch.arange(16, dtype=torch.int32).unsqueeze(0)
     views.prepare(make_batch(["a"], table, [100]), 2)
     with monkeypatch.context() as patched:
-        patched.setattr(tokens, "_in_order", None)
+        patched.setattr(tokens, "_sorted", None)
         views.prepare(make_batch(["a"], table, [103]), 2)
         with pytest.raises(TypeError):
             views.prepare(make_batch(["a"], table.flip(1), [104]), 2)
@@ -277,15 +278,15 @@ def seen_in_a_pass(
 
 
 @pytest.mark.parametrize("num_missing", range(10))
-def test_a_common_length_is_said_only_where_the_view_has_it(num_missing):
+def test_a_common_length_is_the_length_of_every_view(num_missing):
     """Of what the host knows, all drafts of the last two rounds may have been rejected."""
-    budget, num_steps = TokenBudget(sink=4, window=16, min_tokens=64, max_tokens=64), 4
+    budget, num_steps = TokenBudget(1, 4, 64, 64, num_recent=16), 4
     selections = Selections(
         num_layers=1, num_heads=1, max_num_reqs=1, max_selected=budget.max_selected, device=CPU
     )
     selections.begin_round(["a"])
     slots = DraftSlots(page_size=16, max_num_reqs=1, max_num_steps=num_steps, max_model_len=128, device=CPU)
-    views = TokenViews(selections, KeepsWhatIsThere(), budget, slots, plans=())
+    views = TokenViews(selections, NoSelector(), budget, slots, plans=())
     block_table = torch.arange(8, dtype=torch.int32).unsqueeze(0)
     batch = replace(make_batch(["a"], block_table, [64 - num_missing]), known_lens=[72 - num_missing])
     for step in views.prepare(batch, num_steps):
@@ -305,11 +306,11 @@ def test_index_memory_of_an_8b_model_is_small():
         num_layers=32, num_heads=8, max_num_reqs=64, max_selected=budget.max_selected, device=meta
     )
     slots = DraftSlots(**geometry, max_model_len=131072, device=meta)
-    memory = TokenViews(selections, KeepsWhatIsThere(), budget, slots).memory_bytes
+    memory = TokenViews(selections, NoSelector(), budget, slots).memory_bytes
     assert sum(memory.values()) < 300e6
 
 
-def test_rows_of_requests_that_are_gone_go_to_new_ones():
+def test_rows_of_finished_requests_are_reused():
     rows = RequestRows(3, CPU)
     first = rows.add(["a", "b", "c"])
     assert sorted(first) == [0, 1, 2]
@@ -328,7 +329,7 @@ def test_rows_of_requests_that_are_gone_go_to_new_ones():
         (0.1, "draft_kv_min_budget=40 cannot hold"),
     ],
 )
-def test_budgets_too_small_say_what_to_type(budget, sentence):
+def test_errors_for_small_budgets_name_a_valid_one(budget, sentence):
     with pytest.raises(ValueError, match=sentence):
         TokenBudget.from_fields(
             budget=budget,
@@ -358,5 +359,5 @@ def test_recent_tokens_are_a_number_or_a_share_of_the_budget(tokens, recent, win
         num_speculative_tokens=4,
         max_model_len=4096,
     )
-    assert budget.window == window
+    assert budget.num_recent == window
     assert budget.max_selected == tokens - 16 - window

@@ -50,7 +50,7 @@ def main() -> None:
     )
     fewer_examples(
         40,
-        test_layer_pages.test_every_step_sees_what_was_selected_sinks_and_recent_pages,
+        test_layer_pages.test_every_step_sees_selected_sink_and_recent_pages,
         test_layer_pages.rounds(),
         st.integers(0, 2**31),
     )

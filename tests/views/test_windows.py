@@ -35,7 +35,7 @@ def first_seen(reach, position: int) -> int:
 
 @settings(max_examples=500, deadline=None)
 @given(rounds())
-def test_a_view_is_what_the_round_reaches_and_no_page_that_may_be_gone(drawn):
+def test_a_view_has_the_reached_pages_and_no_freed_one(drawn):
     case, context_lens = drawn
     names = ("page_size", "model_len", "reach", "max_tokens", "num_steps")
     page, model_len, reach, max_tokens, num_steps = (case[name] for name in names)
@@ -58,12 +58,12 @@ def test_a_view_is_what_the_round_reaches_and_no_page_that_may_be_gone(drawn):
     assert [step.index for step in steps] == list(range(num_steps))
     for step in steps:
         for req, context_len in enumerate(context_lens):
-            wanted = context_len + step.index
-            position = min(wanted, model_len - 1)
+            unclamped = context_len + step.index
+            position = min(unclamped, model_len - 1)
             assert int(step.positions[req]) == position
             own = table[req].tolist()
             slot = own[position // page] * page + position % page
-            assert int(step.slots[req]) == (slot if wanted == position else PAD_SLOT)
+            assert int(step.slots[req]) == (slot if unclamped == position else PAD_SLOT)
             length = int(step.view.lens[req])
             view = step.view.block_table[req].tolist()
             assert 1 <= length <= step.view.max_len

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from vllm_magicdec.vllm_api.adapters import Adapters, know_adapters
+from vllm_magicdec.vllm_api.adapters import Adapters, pass_adapters
 
 
 class Manager:
@@ -75,7 +75,7 @@ def test_every_logit_of_a_verification_has_its_requests_adapter():
         batch = SimpleNamespace(
             idx_mapping_np=np.array([2, 0]), cu_num_logits_np=np.concatenate([[0], np.cumsum(scheduled)])
         )
-        know_adapters(runner, batch)
+        pass_adapters(runner, batch)
         logits, tokens, requests = state.make_lora_inputs(
             ["a", "b"], batch.idx_mapping_np, np.array(scheduled)
         )

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draft attention by FlashInfer's paged decode (written against flashinfer-python 0.7.0.post1).
 
-FlashInfer reads pages of all heads; a view has its own tokens per KV head. So the cache is shown to it as
-pages of one row each, with one KV head, and each (request, KV head) as a request of its own. Nothing is
-copied: keys and values are two strided views of the cache, and row numbers take the place of page numbers.
+FlashInfer reads pages of all heads, but a view has its own tokens per KV head. So FlashInfer gets two
+strided views of the cache as pages of one row and one KV head, and each (request, KV head) as a request.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +14,10 @@ import torch
 from vllm_magicdec.attention.rows import FP8_DTYPES, KVRows
 from vllm_magicdec.views.base import ceil_div
 
-ALIGNMENT = 16  # bytes; FlashInfer's vectorised loads
+ALIGNMENT = 16  # bytes, of FlashInfer's vectorised loads
 MAX_ROWS = 2**31  # page numbers are int32
-MULTIPROCESSORS = 256  # no GPU has more; what a plan wants at least depends on them
-# From here on a group fills enough of a tensor core's tile; CUDA cores know no groups of 5, 7 or above 8.
+MULTIPROCESSORS = 256  # upper bound for all GPUs; determines the minimum workspace of a plan
+# Smaller groups fill too little of a tensor core's tile; CUDA cores support no groups of 5, 7 or above 8.
 TENSOR_CORE_GROUP = 4
 HEAD_SIZES = (64, 128, 256)
 DTYPES = (torch.float16, torch.bfloat16)
@@ -30,10 +28,10 @@ class UnreadableCacheError(ValueError):
 
 
 def row_pages(rows: KVRows) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values as FlashInfer pages of one token and one KV head.
+    """View keys and values as FlashInfer pages of one token and one KV head.
 
     Returns:
-        two views [num_rows, 1, 1, head_size] with equal strides.
+        Two views [num_rows, 1, 1, head_size] with equal strides.
 
     Raises:
         UnreadableCacheError: the cache's strides do not allow it.
@@ -60,16 +58,16 @@ def row_pages(rows: KVRows) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def page_indptr(lens: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
-    """Where each virtual request's row numbers start.
+    """Return the start of each list of row numbers, [num_reqs * num_kv_heads + 1] int32.
 
-    `lens` [num_reqs] int32; returns [num_reqs * num_kv_heads + 1] int32, on the same device.
+    `lens` is [num_reqs] int32 on the same device.
     """
     counts = lens.repeat_interleave(num_kv_heads).cumsum(0, dtype=torch.int32)
     return torch.nn.functional.pad(counts, (1, 0))
 
 
 def make_page_indices(num_lists: int, max_budget: int, device: torch.device) -> torch.Tensor:
-    """Room for the row numbers of so many views, and for what `fill_page_indices` puts aside; int32."""
+    """Allocate row numbers of all lists and a padding cell for `fill_page_indices`, int32."""
     return torch.zeros(num_lists * max_budget + 1, dtype=torch.int32, device=device)
 
 
@@ -80,26 +78,18 @@ def fill_page_indices(
     lens: torch.Tensor,  # [num_reqs] int32
     indptr: torch.Tensor,  # [num_reqs * num_kv_heads + 1] int32
 ) -> None:
-    """Write the row numbers of all views one after the other. No host synchronisation."""
+    """Write the concatenated row numbers of all views. No host synchronisation."""
     columns = torch.arange(slots.shape[-1], device=slots.device)
     in_view = columns < lens.view(-1, 1, 1)
     starts = indptr[:-1].view(*slots.shape[:2], 1)
-    # Shapes stay static: what lies behind a view goes to the last cell, which nobody reads.
+    # For static shapes, columns past a view write to the last cell, which is never read.
     targets = torch.where(in_view, starts + columns, indices.shape[0] - 1)
     indices.scatter_(0, targets.flatten(), rows.keys.numbers(slots).to(indices.dtype).flatten())
 
 
-def _fill_page_indices(device: torch.device) -> Callable[..., None]:
-    if device.type == "cuda":
-        from vllm_magicdec.attention import triton_indices
-
-        return triton_indices.fill_page_indices
-    return fill_page_indices
-
-
 @dataclass(frozen=True)
 class Geometry:
-    """What a plan depends on besides the lengths."""
+    """Dimensions and dtypes that determine a plan, besides the lengths."""
 
     num_heads: int
     num_kv_heads: int
@@ -111,34 +101,29 @@ class Geometry:
 
     @property
     def group(self) -> int:
-        """Query heads of a KV head."""
+        """Query heads per KV head."""
         return self.num_heads // self.num_kv_heads
 
     @property
     def use_tensor_cores(self) -> bool:
-        """Whether FlashInfer is asked for its kernels on tensor cores."""
+        """Whether to use FlashInfer's tensor-core kernels."""
         return self.group >= TENSOR_CORE_GROUP
 
     @property
-    def max_tile(self) -> int:
-        """Most query rows that a thread block on tensor cores computes."""
-        return 128 if self.head_size < 256 else 64
-
-    @property
     def refusal(self) -> str | None:
-        """Why FlashInfer has no kernel for this, or None."""
+        """The reason why FlashInfer has no kernel, or None."""
         if self.head_size not in HEAD_SIZES:
             return f"it has no kernel for heads of {self.head_size}"
         is_fp8 = self.cache_dtype in FP8_DTYPES
         if self.query_dtype not in DTYPES or (self.query_dtype != self.cache_dtype and not is_fp8):
             return f"it has no kernel for {self.query_dtype} queries and a {self.cache_dtype} cache"
         if is_fp8 and self.use_tensor_cores and self.head_size == 64:
-            # So its prefill.cuh says of the functions that load keys and values.
+            # A limit of the load functions in its prefill.cuh.
             return f"its kernels on tensor cores read no {self.cache_dtype} heads of 64"
         return None
 
     def plan_arguments(self) -> dict[str, Any]:
-        """Keyword arguments of `BatchDecodeWithPagedKVCacheWrapper.plan`, without its three tensors."""
+        """Return the keyword arguments of `BatchDecodeWithPagedKVCacheWrapper.plan`."""
         return dict(
             num_qo_heads=self.group,
             num_kv_heads=1,
@@ -153,52 +138,41 @@ class Geometry:
 
 
 def plan_bytes(geometry: Geometry, num_reqs: int) -> tuple[int, int]:
-    """What FlashInfer allocates in its two workspaces for a plan that a CUDA graph may keep.
+    """Return the bytes of FlashInfer's float and int workspaces for a plan that a CUDA graph may keep.
 
-    That is the arithmetic of `PrefillPlan` (tensor cores) and `DecodePlan` in FlashInfer's scheduler.cuh,
-    for one query token and one KV head per list of rows, on Ampere or newer. In a graph lists are always
-    split into chunks: the results of each, a tile of query rows in float32, wait until they are merged. The
-    number of chunks is an upper bound from the number of lists and of processors. A plan without a graph
-    splits only what would leave processors idle, and wants no more.
-
-    Args:
-        geometry: of the layers.
-        num_reqs: of the plan.
-
-    Returns:
-        bytes of the float workspace, bytes of the int workspace.
+    This follows `PrefillPlan` (tensor cores) and `DecodePlan` in FlashInfer's scheduler.cuh, for one query
+    token and one KV head per list of rows, on Ampere or newer. In a graph, lists are always split into
+    chunks, and each chunk's tile of query rows is kept in float32 until all are merged. The number of
+    chunks is an upper bound, also for plans without a graph.
     """
     group, num_lists = geometry.group, num_reqs * geometry.num_kv_heads
     if geometry.use_tensor_cores:
-        # Query rows that a thread block computes.
-        tile = next(rows for rows in (16, 64, 128) if group <= rows or rows == geometry.max_tile)
+        max_tile = 128 if geometry.head_size < 256 else 64  # query rows per thread block
+        tile = next(rows for rows in (16, 64, 128) if group <= rows or rows == max_tile)
         num_chunks = max(2 * MULTIPROCESSORS, ceil_div(num_lists * group, tile) + num_lists - 1)
     else:
         tile = 1
-        num_chunks = max(16 * MULTIPROCESSORS, num_lists)  # 16 blocks of 128 threads are all that fit
-    num_floats = group * num_chunks * tile * (geometry.head_size + 1)  # results, and the sums they merge by
-    # By chunk three numbers and a flag, by list where it starts twice, and two numbers.
+        num_chunks = max(16 * MULTIPROCESSORS, num_lists)  # at most 16 blocks of 128 threads
+    num_floats = group * num_chunks * tile * (geometry.head_size + 1)  # results and sums
+    # Three numbers and a flag per chunk, two offsets per list, and two numbers.
     num_int_bytes = num_chunks * (3 * 4 + 1) + 2 * (num_lists + 1) * 4 + 2 * 4
     # Each of FlashInfer's allocations is aligned.
     return 4 * num_floats + 2 * ALIGNMENT, num_int_bytes + 8 * ALIGNMENT
 
 
 def make_workspace(geometry: Geometry, num_reqs: int, device: torch.device) -> torch.Tensor:
-    """Room for the floats of plans for so many requests; decodes that run in turn may share it."""
+    """Allocate the float workspace of plans; decodes that do not overlap may share it."""
     return torch.zeros(plan_bytes(geometry, num_reqs)[0], dtype=torch.uint8, device=device)
 
 
 class FlashInferDecode:
     """Planned decode attention; all layers share one plan.
 
-    `run` writes the layer's row numbers into the buffer that the plan was made with. With `cuda_graph` it
-    may be captured, and the number of requests is fixed.
-
     Args:
-        geometry: of the layers.
-        num_reqs: most requests of a plan; with `cuda_graph`, all plans are for so many.
+        geometry: geometry of the layers.
+        num_reqs: maximum requests of a plan; with `cuda_graph`, their exact number.
         workspace: from `make_workspace`.
-        indices: from `make_page_indices`. It and the workspace may be shared by decodes that run in turn.
+        indices: from `make_page_indices`, written. Decodes that do not overlap may share both.
         cuda_graph: whether `run` may be captured.
     """
 
@@ -231,21 +205,21 @@ class FlashInferDecode:
             use_tensor_cores=geometry.use_tensor_cores,
             **(buffers if cuda_graph else {}),
         )
-        # In the place of the 8 MiB, on the device and pinned, that every wrapper brings.
+        # Replaces the wrapper's default of 8 MiB, on the device and pinned.
         num_int_bytes = plan_bytes(geometry, num_reqs)[1]
         self._wrapper.reset_workspace_buffer(
             workspace, torch.empty(num_int_bytes, dtype=torch.uint8, device=device)
         )
 
     def plan(self, lens_cpu: torch.Tensor) -> None:
-        """Plan for these lengths. `lens_cpu` [num_reqs] int32 on the host. Not capturable."""
+        """Plan for `lens_cpu`, [num_reqs] int32 on the host. Not capturable."""
         indptr = page_indptr(lens_cpu, self._geometry.num_kv_heads)
         # The driver may wait for the stream before it stages memory that is not pinned.
         self._lens[: len(lens_cpu)].copy_(lens_cpu, non_blocking=True)
         self._indptr[: len(indptr)].copy_(indptr, non_blocking=True)
         self._wrapper.plan(
             indptr,
-            # Without a CUDA graph the wrapper keeps this very tensor, since it is on the device.
+            # Without a CUDA graph the wrapper keeps this tensor, since it is on the device.
             self._indices[: int(indptr[-1])],
             torch.ones(indptr.shape[0] - 1, dtype=torch.int32),
             **self._geometry.plan_arguments(),
@@ -262,10 +236,9 @@ class FlashInferDecode:
         key_scale: float = 1.0,
         value_scale: float = 1.0,
     ) -> torch.Tensor:
-        """Attend under the last plan. Returns [num_reqs, num_heads, head_size] in the query's dtype: `out`.
+        """Attend under the last plan; return `out`, [num_reqs, num_heads, head_size] in the query's dtype.
 
-        What layers differ in is no part of the plan: see `attend` for sinks and scales; that of keys
-        multiplies the plan's.
+        Sinks and scales (see `attend`) are not part of the plan; `key_scale` multiplies the plan's scale.
 
         Raises:
             UnreadableCacheError: see `row_pages`.
@@ -273,32 +246,21 @@ class FlashInferDecode:
         pages = row_pages(rows)
         num_reqs = query.shape[0]
         indptr = self._indptr[: num_reqs * self._geometry.num_kv_heads + 1]
-        _fill_page_indices(query.device)(self._indices, rows, slots, self._lens[:num_reqs], indptr)
-        return self._read(query, pages, out, sinks=sinks, key_scale=key_scale, value_scale=value_scale)
+        fill = fill_page_indices
+        if query.device.type == "cuda":
+            from vllm_magicdec.attention import triton_indices
 
-    def run_again(self, query: torch.Tensor, rows: KVRows) -> torch.Tensor:
-        """`run` for the slots of the last one, whose row numbers are still there."""
-        return self._read(query, row_pages(rows), None)
-
-    def _read(
-        self,
-        query: torch.Tensor,
-        pages: tuple[torch.Tensor, torch.Tensor],
-        out: torch.Tensor | None,
-        *,
-        sinks: torch.Tensor | None = None,
-        key_scale: float = 1.0,
-        value_scale: float = 1.0,
-    ) -> torch.Tensor:
+            fill = triton_indices.fill_page_indices
+        fill(self._indices, rows, slots, self._lens[:num_reqs], indptr)
         shape = (-1, self._geometry.group, query.shape[-1])
         virtual_out = None if out is None else out.view(shape)
         options = dict(out=virtual_out, k_scale=key_scale, v_scale=value_scale)
         if sinks is None:
             return self._wrapper.run(query.reshape(shape), pages, **options).view(query.shape)
-        # FlashInfer's own sinks are those of a request's heads, and every (request, KV head) is a request
-        # here. So its result is scaled to the share of the denominator that is not the sink's.
+        # FlashInfer's sinks are per head of a request, but here each KV head is a request. So scale the
+        # result by the sink-free share of the denominator.
         read, lse = self._wrapper.run(query.reshape(shape), pages, return_lse=True, **options)
-        share = torch.sigmoid(lse.view(query.shape[:2]) * math.log(2) - sinks)  # `lse` is to the base of 2
+        share = torch.sigmoid(lse.view(query.shape[:2]) * math.log(2) - sinks)  # base 2
         return read.view(query.shape).mul_(share.unsqueeze(-1))
 
 
@@ -313,7 +275,7 @@ def attend(
     sinks: torch.Tensor | None = None,  # [num_heads]
     value_scale: float = 1.0,
 ) -> torch.Tensor:
-    """See `vllm_magicdec.attention.attend`. Plans and runs once."""
+    """Plan and run once; see `vllm_magicdec.attention.attend`."""
     num_reqs, num_heads, head_size = query.shape
     geometry = Geometry(
         num_heads, rows.num_kv_heads, head_size, query.dtype, rows.keys.rows.dtype, scale, soft_cap

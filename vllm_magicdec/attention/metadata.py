@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A draft step's or pass's view as vLLM's forward context wants it: attention metadata by layer.
+"""Attention metadata by layer for a draft step's or pass's view.
 
-vLLM's own metadata goes through where the view is a block table; else the type of ours tells `switch.py`
-what to do.
+Views that are block tables use vLLM's own metadata; `switch.py` dispatches on the types in this module.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +25,7 @@ class TokenMetadata:
 
     @property
     def num_queries(self) -> int:
-        """Query tokens: one per request."""
+        """Query tokens, one per request."""
         return self.lens.shape[0]
 
 
@@ -35,26 +34,26 @@ class TokenPassMetadata:
     """One layer's part of a `views.passes.TokenPassView`."""
 
     slots: torch.Tensor  # [num_running, num_kv_heads, width] int32
-    is_seen: torch.Tensor  # [num_running, most, width] bool
-    table: torch.Tensor  # [num_running, most] int64
+    is_seen: torch.Tensor  # [num_running, max_len, width] bool
+    table: torch.Tensor  # [num_running, max_len] int64
     cells: torch.Tensor  # [num_queries] int64
 
     @property
     def num_queries(self) -> int:
-        """Query tokens: one or more per request."""
+        """Query tokens, one or more per request."""
         return self.cells.shape[0]
 
 
 @dataclass(frozen=True)
 class DraftMetadata:
-    """vLLM's metadata of a draft step, which must not be taken for the target's."""
+    """vLLM's metadata of a draft step, to distinguish it from the target's."""
 
     own: Any
 
 
 @dataclass(frozen=True)
 class ObservedMetadata:
-    """vLLM's metadata, and who wants to see the queries."""
+    """vLLM's metadata with an observer of the queries."""
 
     own: Any
     observer: LayerObserver
@@ -63,12 +62,12 @@ class ObservedMetadata:
 def draft_metadata(
     view: View | PassView, layer_names: Sequence[str], of_pages: Callable[[PageView], Mapping[str, Any]]
 ) -> Mapping[str, Any]:
-    """A view's metadata by layer.
+    """Return a view's metadata by layer.
 
     Args:
-        view: where the step or pass looks.
-        layer_names: the attention layers that it is for, in its order.
-        of_pages: makes vLLM's own metadata of a block table, for these layers.
+        view: view of the step or pass.
+        layer_names: attention layers in the view's order.
+        of_pages: makes vLLM's metadata of a block table for these layers.
     """
     if isinstance(view, TokenView | TokenPassView):
         return {name: _token_metadata(view, index) for index, name in enumerate(layer_names)}
@@ -94,13 +93,13 @@ def observed_metadata(
     switched: Sequence[str],
     observer: LayerObserver,
 ) -> dict[str, Any]:
-    """vLLM's metadata by layer, with an observer of some of them.
+    """Add an observer of some layers to vLLM's metadata by layer.
 
     Args:
-        own: vLLM's.
-        layer_names: whom to observe.
-        switched: all layers with a switch, which would take the others' metadata for the target's.
-        observer: gets the queries.
+        own: vLLM's metadata.
+        layer_names: layers to observe.
+        switched: all layers with a switch, so that they do not treat the metadata as the target's.
+        observer: receives the queries.
     """
     metadata = {**own, **{name: DraftMetadata(own[name]) for name in switched}}
     return metadata | {name: ObservedMetadata(own[name], observer) for name in layer_names}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who looks at the target's queries, layer by layer, where `switch.py` sits."""
+"""Interfaces for observers of the target's queries, called by `switch.py`."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -10,13 +10,13 @@ from vllm_magicdec.attention import KVRows
 from vllm_magicdec.attention.scales import Scales
 from vllm_magicdec.attention.softmax import Softmax
 
-# Called in every layer with the layer's number, its queries [num_tokens, num_heads, head_size] in the
-# model's dtype, its KV cache, and what makes weights of their products.
+# Called in every layer with its index, queries [num_tokens, num_heads, head_size] in the model's dtype, KV
+# cache, and softmax parameters.
 LayerObserver = Callable[[int, torch.Tensor, KVRows, Softmax], None]
 
 
 class QueryRecorder(Protocol):
-    """Who wants the queries of every pass of the target."""
+    """Receives the queries of every pass of the target."""
 
     def record(
         self,
@@ -27,17 +27,14 @@ class QueryRecorder(Protocol):
         cache: KVRows,
         softmax: Softmax,
     ) -> None:
-        """Called in every layer of the target's pass.
-
-        A pass may have thousands of queries of which few are wanted: take those first, then scale them.
+        """Record the queries of a layer in the target's pass.
 
         Args:
-            layer: its number.
-            queries: [num_tokens, num_heads, head_size], as the layer hands them to its backend: in the
-                model's dtype, or quantised.
-            scales: the layer's; `Scales.scale_query` brings queries to the model's dtype.
-            metadata: vLLM's, of one of `switch.BACKENDS_WITH_BLOCK_TABLES`.
-            cache: the layer's.
-            softmax: what makes weights of products of scaled queries and the cache's keys.
+            layer: index of the layer.
+            queries: [num_tokens, num_heads, head_size], in the model's dtype or quantised.
+            scales: scales of the layer; select queries before `Scales.scale_query`.
+            metadata: vLLM's metadata of one of `switch.BACKENDS_WITH_BLOCK_TABLES`.
+            cache: KV cache of the layer.
+            softmax: softmax parameters of the layer.
         """
         ...

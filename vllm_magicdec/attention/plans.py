@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlashInfer's plans for token views, made without reading anything from the device."""
+"""FlashInfer's plans for token views, made without host synchronisation."""
 
 import logging
 
@@ -16,23 +16,22 @@ from vllm_magicdec.attention.flashinfer_attention import (
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
-# Plans that are kept beside those of CUDA graphs: batch sizes come back. A plan has left its pinned memory
-# long before so many others have been made.
+# Cached plans in addition to those of CUDA graphs; enough for a plan's pinned memory to be copied before
+# it is evicted.
 MAX_RECENT = 32
 
 
 class CommonLengthPlans:
-    """Plans for views of one length, which the host knows (`views.base.TokenView.common_len`).
+    """Plans for views of one length known to the host (`views.base.TokenView.common_len`).
 
-    FlashInfer plans on the host, list by list. Full views are all as long as the budget, in every step, so
-    one plan serves all layers of all rounds of so many requests, and is kept. CUDA graphs need plans that
-    stay as they are.
+    Full views have the length of the budget in every step, so one plan serves all layers and rounds with
+    the same number of requests. CUDA graphs need plans that never change.
 
     Args:
-        geometry: of the layers.
-        max_num_reqs: most requests of a round.
-        max_graph_reqs: most requests of a step in a CUDA graph; 0: there is no graph.
-        device: where they are.
+        geometry: geometry of the layers.
+        max_num_reqs: maximum requests of a round.
+        max_graph_reqs: maximum requests of a step in a CUDA graph; 0: no graphs.
+        device: device of the layers.
     """
 
     def __init__(
@@ -46,14 +45,14 @@ class CommonLengthPlans:
         self._of_graphs: dict[tuple[int, int], FlashInferDecode | None] = {}
 
     def load_kernels(self) -> None:
-        """Make FlashInfer load or compile its kernels now, and run once; raises whatever it raises."""
+        """Load or compile FlashInfer's kernels and run them once; raise any error of FlashInfer."""
         geometry, device = self._geometry, self._workspace.device
         indices = make_page_indices(geometry.num_kv_heads, 1, device)
         decode = FlashInferDecode(
             geometry, num_reqs=1, workspace=self._workspace, indices=indices, cuda_graph=False
         )
         decode.plan(torch.ones(1, dtype=torch.int32))
-        # Some shapes are refused only by the kernels' launch.
+        # Some shapes only fail at launch.
         shape = (1, geometry.num_kv_heads, 1, 2 * geometry.head_size)
         cache = torch.zeros(shape, dtype=geometry.cache_dtype, device=device)
         query = torch.zeros(
@@ -63,24 +62,19 @@ class CommonLengthPlans:
         decode.run(query, KVRows.of(cache, "FLASHINFER"), slots)
 
     def reserve(self, width: int) -> None:
-        """Make room for the row numbers of views of so many columns; before anything is planned."""
+        """Allocate row numbers for views of `width` columns; called before any plan."""
         num_lists = self._max_num_reqs * self._geometry.num_kv_heads
         self._indices = make_page_indices(num_lists, width, self._workspace.device)
 
     @property
     def num_bytes(self) -> int:
-        """Device memory, that of plans for CUDA graphs aside, which vLLM measures with the graphs."""
+        """Device memory without plans for CUDA graphs, which vLLM measures with the graphs."""
         num_index_bytes = self._indices.numel() * self._indices.element_size()
         num_plan_bytes = MAX_RECENT * plan_bytes(self._geometry, self._max_num_reqs)[1]
         return self._workspace.numel() + num_index_bytes + num_plan_bytes
 
     def decode(self, num_reqs: int, length: int) -> FlashInferDecode | None:
-        """The attention of a draft step, planned, or None where FlashInfer cannot plan it.
-
-        Args:
-            num_reqs: of the step.
-            length: of every view.
-        """
+        """Return the planned attention of `num_reqs` views of `length`, or None if FlashInfer fails."""
         key = (num_reqs, length)
         if key in self._of_graphs:
             return self._of_graphs[key]
@@ -91,7 +85,7 @@ class CommonLengthPlans:
         return decode
 
     def prepare_capture(self, num_reqs: int, length: int) -> None:
-        """Make a plan that a CUDA graph over such a step may keep; see `decode` for the arguments."""
+        """Make a plan that a CUDA graph of such a step may keep; see `decode`."""
         if (num_reqs, length) not in self._of_graphs:
             self._of_graphs[num_reqs, length] = self._plan(num_reqs, length, cuda_graph=True)
 
@@ -105,11 +99,9 @@ class CommonLengthPlans:
         )
         try:
             decode.plan(torch.full((num_reqs,), length, dtype=torch.int32))
-        except Exception as error:  # of whatever kind FlashInfer's libraries raise
+        except Exception as error:  # FlashInfer's libraries raise many types
             logger.warning(
-                "Triton reads the token views of %d requests, not FlashInfer, which cannot plan them: %s.",
-                num_reqs,
-                error,
+                "FlashInfer cannot plan token views of %d requests (%s); using Triton.", num_reqs, error
             )
             return None
         return decode

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One layer's paged KV cache as rows: one token's key or value of one KV head, wherever it lies.
+"""One layer's paged KV cache as rows, each the key or value of one token and KV head.
 
-vLLM's caches differ in how they lie in memory, but in all of them the place of a row is affine in the
-block, the head and the token's place in the block. So a row has a number, a cache slot is a row number
-per head, and reading chosen tokens is reading numbered rows: nothing is copied but what is read.
+In all of vLLM's layouts a row's address is affine in the block, the head and the token's index in the
+block. So rows have numbers, and a slot is a row number per head.
 """
 
 import math
@@ -15,13 +14,13 @@ import torch
 
 from vllm_magicdec.attention.softmax import Softmax
 
-# These backends keep a token's value behind its key; the physical order shows in the strides.
+# These backends store a token's value after its key; strides show the physical order.
 KEY_VALUE_BACKENDS = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
 CACHE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Backends keep these as bytes, and what they stand for times the layer's scales is a key or a value.
+# Backends store these as bytes, without the layer's scales.
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
-# Which drafts read rows of the cache, in messages, and which leave that to the backend.
+# For messages: drafts that read rows of the cache, and drafts that leave reading to the backend.
 READERS = "snapkv, verify-topk and SPIRe drafts"
 NO_READER = "draft_kv_policy='streamingllm' without a SPIRe draft"
 
@@ -29,7 +28,7 @@ AMX_TILE = 16  # rows of an AMX tile, each of 16 words of 32 bits
 
 
 def read_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What the elements of a cache of this dtype are read as: bfloat16 holds every fp8 number exactly."""
+    """Return the dtype that a cache is read as; bfloat16 holds every fp8 number exactly."""
     return torch.bfloat16 if dtype in FP8_DTYPES else dtype
 
 
@@ -37,25 +36,25 @@ def read_dtype(dtype: torch.dtype) -> torch.dtype:
 class RowTable:
     """The keys or the values of one layer.
 
-    A row's elements come in groups, because the CPU's AMX layout interleaves pairs of them; everywhere
-    else one group holds the whole head. For the same reason a token's place in its block is split in two.
+    The CPU's AMX layout interleaves groups of a row's elements and splits blocks into tiles; elsewhere one
+    group holds the whole head.
     """
 
     cells: torch.Tensor  # [num_blocks, num_kv_heads, tiles, tile_size, groups, group_size], a view
     rows: torch.Tensor  # [num_rows, groups, group_size], the same storage; rows may overlap
-    steps: tuple[int, int, int, int]  # rows from one block, head, tile, place in the tile to the next
+    steps: tuple[int, int, int, int]  # rows from one block, head, tile, token in the tile to the next
 
     @classmethod
     def of(cls, cells: torch.Tensor) -> "RowTable":
         """Number the rows of `cells` by the largest common unit of their strides."""
-        # A dimension of size 1 may have any stride and is never stepped over.
+        # A dimension of size 1 may have any stride.
         strides = [
             0 if size == 1 else stride
             for size, stride in zip(cells.shape[:4], cells.stride()[:4], strict=True)
         ]
         unit = math.gcd(*strides) or cells.shape[4] * cells.shape[5]
-        block, head, tile, place = (stride // unit for stride in strides)
-        steps = (block, head, tile, place)
+        block, head, tile, token = (stride // unit for stride in strides)
+        steps = (block, head, tile, token)
         last = sum((size - 1) * step for size, step in zip(cells.shape[:4], steps, strict=True))
         rows = cells.as_strided((last + 1, *cells.shape[4:]), (unit, *cells.stride()[4:]))
         return cls(cells, rows, steps)
@@ -67,39 +66,39 @@ class RowTable:
         return self.cells.squeeze(4).squeeze(3) if tile_size == groups == 1 else None
 
     def numbers(self, slots: torch.Tensor) -> torch.Tensor:
-        """Row numbers. `slots` [..., num_kv_heads, n] int; returns the same shape, int64."""
+        """Return row numbers of `slots` [..., num_kv_heads, n] int, in the same shape, int64."""
         num_heads, tiles, tile_size = self.cells.shape[1:4]
         page_size = tiles * tile_size
         slots = slots.long()  # a row number may not fit 32 bits
-        places = slots % page_size
+        tokens = slots % page_size
         heads = torch.arange(num_heads, device=slots.device).unsqueeze(1)
-        block, head, tile, place = self.steps
+        block, head, tile, token = self.steps
         numbers = slots // page_size * block + heads * head
-        return numbers + places // tile_size * tile + places % tile_size * place
+        return numbers + tokens // tile_size * tile + tokens % tile_size * token
 
     def gather(self, slots: torch.Tensor) -> torch.Tensor:
-        """`slots` [..., num_kv_heads, n] int; returns [..., num_kv_heads, n, head_size] (`read_dtype`)."""
+        """Read `slots` [..., num_kv_heads, n] int as [..., num_kv_heads, n, head_size] (`read_dtype`)."""
         numbers = self.numbers(slots)
         taken = self.rows.index_select(0, numbers.flatten())
         return taken.to(read_dtype(taken.dtype)).flatten(1).unflatten(0, numbers.shape)
 
 
 class WeighTokens(Protocol):
-    """What a request's tokens weigh for its last ones; by a kernel that reads the cache where it lies."""
+    """A kernel that computes the attention weights of a request's tokens in place."""
 
     def __call__(
         self, queries: torch.Tensor, pages: torch.Tensor, length: int, softmax: Softmax
     ) -> torch.Tensor | None:
-        """Add up the softmax's weights over queries and over the query heads of each KV head.
+        """Sum the softmax's weights over queries and over the query heads of each KV head.
 
         Args:
             queries: [num_tokens, num_heads, head_size] of the request's last tokens, in the model's dtype.
-            pages: [n] int, the request's.
-            length: its tokens.
-            softmax: what makes weights of products.
+            pages: [n] int, the request's pages.
+            length: tokens of the request.
+            softmax: softmax parameters of the layer.
 
         Returns:
-            [num_kv_heads, length] float32; None: the kernel does not take so many queries.
+            [num_kv_heads, length] float32; None if the kernel does not support so many queries.
         """
         ...
 
@@ -108,8 +107,7 @@ class WeighTokens(Protocol):
 class KVRows:
     """One layer's paged KV cache, readable token by token.
 
-    An fp8 cache is read as it is stored, without its scales: those of keys belong to the logits' scale,
-    those of values to the result.
+    An fp8 cache is read without its scales: logits include those of keys, results those of values.
     """
 
     keys: RowTable
@@ -117,7 +115,7 @@ class KVRows:
     page_size: int  # tokens of the cache's own blocks
     num_kv_heads: int
     head_size: int
-    weigh: WeighTokens | None = None  # where there is such a kernel
+    weigh: WeighTokens | None = None
 
     @classmethod
     def of(
@@ -133,11 +131,11 @@ class KVRows:
             kv_cache: [num_blocks, num_kv_heads, page_size, 2 * head_size], any strides, as vLLM passes it
                 to `AttentionImpl.forward`.
             backend_name: `AttentionBackend.get_name()`.
-            isa: the instruction set that the CPU backend packs for (`layer.isa`); only it needs one.
-            dtype: of the elements, where the tensor is one of bytes: one of `FP8_DTYPES`.
+            isa: `layer.isa` of the CPU backend.
+            dtype: dtype of the elements of a tensor of bytes.
 
         Raises:
-            ValueError: the cache is quantised in another way than those, or its layout is not known.
+            ValueError: the cache's quantisation or layout is not supported.
         """
         _, num_kv_heads, page_size, content = kv_cache.shape
         head_size = content // 2
@@ -155,29 +153,21 @@ class KVRows:
             keys, values = (_plain(half) for half in kv_cache.split(head_size, dim=-1))
         else:
             raise ValueError(
-                f"{READERS} do not know the KV cache of attention backend {backend_name}; use one of "
+                f"{READERS} do not support the KV cache of attention backend {backend_name}; use one of "
                 f"{', '.join(KEY_VALUE_BACKENDS)}, or {NO_READER}"
             )
         return cls(RowTable.of(keys), RowTable.of(values), page_size, num_kv_heads, head_size)
 
     def gather(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Read chosen tokens of each KV head.
-
-        Args:
-            slots: [..., num_kv_heads, n] int, block * page_size + place in the block.
-
-        Returns:
-            keys and values, each [..., num_kv_heads, n, head_size], see `read_dtype`.
-        """
+        """Read the keys and values of `slots`, see `RowTable.gather`."""
         return self.keys.gather(slots), self.values.gather(slots)
 
     def keys_by_page(self, blocks: torch.Tensor, page_size: int) -> torch.Tensor:
-        """All keys of some pages of a block table.
+        """Read all keys of some pages of a block table.
 
         Args:
-            blocks: [n] int, numbers of the table's pages.
-            page_size: tokens of each; the backend may have split them into smaller blocks of its own, which
-                lie one after the other.
+            blocks: [n] int, pages of the table.
+            page_size: tokens of each; the backend may split them into contiguous smaller blocks.
 
         Returns:
             [n, num_kv_heads, page_size, head_size], see `read_dtype`.
@@ -190,39 +180,32 @@ class KVRows:
 
 
 def _plain(cells: torch.Tensor) -> torch.Tensor:
-    """From [num_blocks, num_kv_heads, page_size, head_size] to the shape of `RowTable.cells`."""
+    """Reshape [num_blocks, num_kv_heads, page_size, head_size] to the shape of `RowTable.cells`."""
     return cells.unsqueeze(3).unsqueeze(4)
 
 
 def _cpu_cells(kv_cache: torch.Tensor, isa: str | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The CPU backend halves each head's part of a block: keys first, then values, each packed."""
+    """Split each head's part of a block of the CPU backend: packed keys, then packed values."""
     *outer, page_size, content = kv_cache.shape
     regions = kv_cache.view(*outer, 2, page_size, content // 2)
     layout = _CPU_LAYOUTS.get(isa or "")
     if layout is None:
         raise ValueError(
-            f"{READERS} do not know how the CPU attention backend packs keys for {isa}; they know "
-            f"{', '.join(_CPU_LAYOUTS)}; use {NO_READER} here"
+            f"{READERS} do not support the CPU attention backend's layout for {isa}, only "
+            f"{', '.join(_CPU_LAYOUTS)}; use {NO_READER}"
         )
     return layout(regions[:, :, 0], regions[:, :, 1])
 
 
 def _vector_cells(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A block's keys are stored as [head_size, page_size], its values token after token.
-
-    `keys`, `values`: [num_blocks, num_kv_heads, page_size, head_size].
-    """
+    """View keys stored as [head_size, page_size] and values stored as [page_size, head_size]."""
     page_size, head_size = keys.shape[2:]
     transposed = keys.view(*keys.shape[:2], head_size, page_size).transpose(2, 3)
     return _plain(transposed), _plain(values)
 
 
 def _amx_cells(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Matrix tiles whose 32-bit words hold neighbours of the dimension that is summed over.
-
-    That is the head's for keys and the tokens' for values. `keys`, `values`: [num_blocks, num_kv_heads,
-    page_size, head_size].
-    """
+    """View AMX tiles, whose 32-bit words hold adjacent elements of a key or adjacent tokens' values."""
     *outer, page_size, head_size = keys.shape
     if head_size % 32:
         # vLLM's kernel has no tiles for such heads and falls back to vectors.

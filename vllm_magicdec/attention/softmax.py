@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a layer makes attention weights of products of queries and keys."""
+"""Attention weights from products of queries and keys."""
 
 from dataclasses import dataclass
 
@@ -8,31 +8,27 @@ import torch
 
 @dataclass(frozen=True)
 class Softmax:
-    """One layer's way from products to weights.
+    """Softmax parameters of one layer.
 
-    Policies that score go the whole of it. Learned sinks leave the order of one query's tokens as it is,
-    but scores are summed over queries and heads: those that give most of their weight to their sink ask for
-    less of the context than others.
+    Sinks do not change the order of one query's tokens, but they do change scores, which are summed over
+    queries and heads with different sinks.
     """
 
-    scale: float  # of products with keys as they are stored: an fp8 cache's own scale is in it
+    scale: float  # scale of products with keys as stored; includes an fp8 cache's scale
     soft_cap: float = 0.0  # above 0, logits become `soft_cap * tanh(logits / soft_cap)`
     sinks: torch.Tensor | None = None  # [num_heads], learned logits without a key or a value
 
     def sinks_by_kv_head(self, num_kv_heads: int) -> torch.Tensor | None:
-        """[num_kv_heads, group] float32: the query heads' sinks."""
+        """Return the query heads' sinks, [num_kv_heads, group] float32."""
         return None if self.sinks is None else self.sinks.float().unflatten(0, (num_kv_heads, -1))
 
     def weights(self, products: torch.Tensor, is_seen: torch.Tensor) -> torch.Tensor:
-        """Attention weights over the keys.
+        """Return attention weights over the keys, float32 in the products' shape.
 
         Args:
-            products: [num_reqs, num_kv_heads, n, num_keys] float32, of queries whose heads of a group are
-                neighbours (`policies.verification.Verification.queries_by_head`).
+            products: [num_reqs, num_kv_heads, n, num_keys] float32, as ordered by
+                `policies.verification.Verification.queries_by_head`.
             is_seen: bool, broadcast to the products.
-
-        Returns:
-            the products' shape, float32.
         """
         logits = products * self.scale
         if self.soft_cap:
@@ -45,14 +41,11 @@ class Softmax:
 
 
 def weights_of(logits: torch.Tensor, sinks: torch.Tensor | None = None) -> torch.Tensor:
-    """Attention weights over the last axis.
+    """Return attention weights over the last axis, [..., n] float32; they sum to 1 minus the sink's share.
 
     Args:
         logits: [..., n] float32, -inf where nothing is seen.
-        sinks: [..., 1] float32, broadcast to the logits; they take part in the denominator alone.
-
-    Returns:
-        [..., n] float32, of a sum of 1 less the sink's share.
+        sinks: [..., 1] float32, broadcast to the logits; they only add to the denominator.
     """
     if sinks is None:
         return logits.softmax(-1)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where draft attention takes over: inside each layer's attention, by the type of the metadata.
+"""Draft attention inside vLLM's layers, selected by the type of the metadata.
 
 vLLM calls `layer.impl.forward(..., attn_metadata, output)` outside of compiled graphs. Metadata of vLLM's
-own types goes to vLLM's own implementation, so the target's path is untouched.
+own types goes to vLLM's implementation, so the target's path is untouched.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ from vllm_magicdec.errors import METHOD, MagicDecConfigError
 
 # Backends whose metadata holds `block_table`, `query_start_loc` and `seq_lens`.
 BACKENDS_WITH_BLOCK_TABLES = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
-E4M3_CAPABILITY = 89  # Triton has no float8_e4m3fn on older GPUs
+E4M3_CAPABILITY = 89  # minimum for float8_e4m3fn in Triton
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -50,24 +50,24 @@ def install_switches(
     layer_pages: bool = False,
     max_graph_reqs: int = 0,
 ) -> Sequence[CommonLengthPlans]:
-    """Put a `Switch` into every layer; its number is its place in `layer_names`.
+    """Install a `Switch` in every layer; its index is that in `layer_names`.
 
     Args:
-        vllm_config: the engine's.
+        vllm_config: the engine's configuration.
         layer_names: attention layers of the target.
-        device: where they are.
-        recorder: gets the target's queries.
-        layer_pages: draft steps read pages of every layer's own, by vLLM's own attention.
-        max_graph_reqs: most requests of a draft step in a CUDA graph; 0: there is no graph.
+        device: device of the layers.
+        recorder: receives the target's queries.
+        layer_pages: draft steps read pages by layer through vLLM's attention.
+        max_graph_reqs: maximum requests of a draft step in a CUDA graph; 0: no graphs.
 
     Returns:
-        FlashInfer's plans; none where it is not used.
+        FlashInfer's plans; empty if it is not used.
 
     Raises:
-        MagicDecConfigError: a layer's attention or KV cache is not known.
+        MagicDecConfigError: a layer's attention or KV cache is not supported.
     """
     layers: dict[str, Any] = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
-    # vLLM lays the KV cache out twice when it measures memory first: what the first switches hold goes.
+    # vLLM allocates the KV cache twice when it measures memory first: replace the first switches.
     for name in layer_names:
         layers[name].impl.forward = _own_forward(layers[name].impl)
     plans: dict[Geometry, CommonLengthPlans | None] = {}
@@ -88,7 +88,7 @@ def install_switches(
 
 
 def require_e4m3(dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse caches that Triton cannot read on an older GPU; raises ValueError."""
+    """Raise ValueError for caches that Triton cannot read on an older GPU."""
     if dtype != torch.float8_e4m3fn or device.type != "cuda":
         return
     if not current_platform.has_device_capability(E4M3_CAPABILITY):
@@ -99,11 +99,7 @@ def require_e4m3(dtype: torch.dtype, device: torch.device) -> None:
 
 
 def better_options(spec: AttentionSpec) -> str:
-    """What to type on a GPU for attention that reads pages by a block table and has full CUDA graphs.
-
-    Args:
-        spec: of the KV cache, which it is to read.
-    """
+    """Return options for attention over `spec` on a GPU with block tables and full CUDA graphs."""
     if spec.kv_quant_mode != KVQuantMode.FP8_PER_TENSOR:
         return "--attention-backend FLASH_ATTN"
     if not current_platform.has_device_capability(E4M3_CAPABILITY):
@@ -116,14 +112,14 @@ def better_options(spec: AttentionSpec) -> str:
 
 
 def flashinfer_refusal(geometry: Geometry) -> str | None:
-    """Why FlashInfer cannot read the token views of layers of this geometry, or None."""
+    """Return the reason why FlashInfer cannot read token views of this geometry, or None."""
     return geometry.refusal if has_flashinfer() else "it is not installed, or its kernels are not"
 
 
 def plan_with_flashinfer(
     geometry: Geometry, *, max_num_reqs: int, max_graph_reqs: int, device: torch.device
 ) -> CommonLengthPlans | None:
-    """FlashInfer's plans for layers of this geometry, or None where Triton has to do; says which, once."""
+    """Make FlashInfer's plans for layers of this geometry, or return None; log the choice once."""
     reason = flashinfer_refusal(geometry)
     if reason is None:
         try:
@@ -131,12 +127,11 @@ def plan_with_flashinfer(
                 geometry, max_num_reqs=max_num_reqs, max_graph_reqs=max_graph_reqs, device=device
             )
             plans.load_kernels()
-        except Exception as error:  # of whatever compiles and loads its kernels
+        except Exception as error:  # compilers and loaders raise many types
             reason = f"its kernels do not work: {error}"
         else:
             logger.info_once(
-                "%s: FlashInfer reads the token views of contexts that fill the budget, Triton others.",
-                METHOD,
+                "%s: using FlashInfer for token views that fill the budget, and Triton for others.", METHOD
             )
             return plans
     _log_fallback(reason)
@@ -144,20 +139,16 @@ def plan_with_flashinfer(
 
 
 def _log_fallback(reason: str) -> None:
-    logger.warning_once("%s: Triton reads the token views, not FlashInfer: %s.", METHOD, reason)
+    logger.warning_once("%s: FlashInfer unavailable (%s); using Triton for token views.", METHOD, reason)
 
 
 def _own_forward(impl: Any) -> Any:
-    """The layer's own `forward`."""
     holder = getattr(impl.forward, "__self__", None)
     return holder._target_forward if isinstance(holder, Switch) else impl.forward
 
 
 class Switch:
-    """Takes the place of one layer's `impl.forward`.
-
-    `plans` are FlashInfer's, for token views of a length known to the host; None: it is not used.
-    """
+    """Replaces one layer's `impl.forward`."""
 
     def __init__(
         self,
@@ -169,7 +160,7 @@ class Switch:
     ) -> None:
         impl = layer.impl
         if getattr(impl, "alibi_slopes", None) is not None:
-            # It wants the distance of every token that is read or scored.
+            # ALiBi needs the distance of every token that is read or scored.
             raise MagicDecConfigError(
                 f"{METHOD}: models with ALiBi can draft with draft_kv_policy='streamingllm' only"
             )
@@ -183,8 +174,7 @@ class Switch:
         self._spec = spec = layer.get_kv_cache_spec(vllm_config)
         self._cache_dtype = stored_dtype(spec, layer.kv_cache_dtype)
         self._known: tuple[torch.Tensor, KVRows] | None = None  # a KV cache and its rows
-        self.plans: CommonLengthPlans | None = None
-        # Without FlashInfer: plain torch on a CPU; on a GPU the kernel that needs no planning.
+        self.plans: CommonLengthPlans | None = None  # None: FlashInfer is not used
         self._implementation: Implementation = "triton" if device.type == "cuda" else "torch"
         self.geometry = Geometry(
             num_heads=impl.num_heads,
@@ -195,28 +185,24 @@ class Switch:
             scale=float(impl.scale),
             soft_cap=float(getattr(impl, "logits_soft_cap", None) or 0.0),
         )
-        # Refuse what cannot be read before the cache is filled.
+        # Refuse unreadable caches before they are filled.
         shape = (1, spec.num_kv_heads, spec.block_size, 2 * spec.head_size)
         try:
             self._rows_of(torch.empty(shape, dtype=spec.dtype))
             require_e4m3(self._cache_dtype, device)
         except ValueError as error:
             raise MagicDecConfigError(f"{METHOD}: {error}") from None
-        # Not before: layers of the kinds that are refused need not have scales.
+        # Refused layers may lack scales.
         self._scales = Scales.of(layer, impl.num_heads) if self._cache_dtype in FP8_DTYPES else Scales()
         impl.forward = self.forward
 
     def require_block_tables(self) -> None:
-        """Refuse backends whose metadata does not say which pages of a request are read.
-
-        Raises:
-            MagicDecConfigError: with the way out.
-        """
+        """Raise MagicDecConfigError for backends whose metadata has no block table."""
         if self._backend not in BACKENDS_WITH_BLOCK_TABLES:
             raise MagicDecConfigError(
-                f"{METHOD}: this draft_kv_policy does not know the metadata of attention backend "
-                f"{self._backend}; use {better_options(self._spec)}, or "
-                "draft_kv_policy='snapkv' with draft_kv_granularity='token'"
+                f"{METHOD}: this draft_kv_policy does not support attention backend {self._backend}; use "
+                f"{better_options(self._spec)}, or draft_kv_policy='snapkv' with "
+                "draft_kv_granularity='token'"
             )
 
     def forward(
@@ -230,7 +216,7 @@ class Switch:
         output: torch.Tensor,
         **scales: Any,
     ) -> torch.Tensor:
-        """vLLM's signature; `query` [num_tokens, num_heads, head_size]."""
+        """Run vLLM's `AttentionImpl.forward`, or draft attention for the plugin's metadata."""
         if isinstance(attn_metadata, TokenMetadata | TokenPassMetadata):
             if self._native is not None and takes_view(attn_metadata):
                 self._native.attend_view(
@@ -256,19 +242,8 @@ class Switch:
 
     @property
     def _softmax(self) -> Softmax:
-        sinks = getattr(self._impl, "sinks", None)  # now: implementations cast theirs when they first run
+        sinks = getattr(self._impl, "sinks", None)  # not cached: implementations cast theirs when they run
         return Softmax(self.geometry.scale * self._scales.key, self.geometry.soft_cap, sinks)
-
-    @property
-    def _options(self) -> dict[str, Any]:
-        """What `attend` has to know of the layer."""
-        softmax = self._softmax
-        return dict(
-            scale=softmax.scale,
-            soft_cap=softmax.soft_cap,
-            sinks=softmax.sinks,
-            value_scale=self._scales.value,
-        )
 
     def _query(self, query: torch.Tensor) -> torch.Tensor:
         return self._scales.scale_query(query, self.geometry.query_dtype)
@@ -281,29 +256,23 @@ class Switch:
         output: torch.Tensor,
     ) -> None:
         """Write to `output`, shaped as `query` [num_queries, num_heads, head_size]."""
-        if isinstance(metadata, TokenPassMetadata):
-            # Passes are made on CPUs alone so far.
-            attended = torch_attention.attend_where(
-                query[metadata.table], rows, metadata.slots, metadata.is_seen, **self._options
-            )
+        slots, options = metadata.slots, {**vars(self._softmax), "value_scale": self._scales.value}
+        if isinstance(metadata, TokenPassMetadata):  # on CPUs only
+            padded = query[metadata.table]
+            attended = torch_attention.attend_where(padded, rows, slots, metadata.is_seen, **options)
             output.copy_(attended.flatten(0, 1)[metadata.cells])
         elif not self._attend_as_planned(query, rows, metadata, output):
-            attended = attend(
-                query,
-                rows,
-                metadata.slots,
-                metadata.lens,
-                **self._options,
-                implementation=self._implementation,
+            implementation = self._implementation
+            output.copy_(
+                attend(query, rows, slots, metadata.lens, implementation=implementation, **options)
             )
-            output.copy_(attended)
         if self._scales.value_factors is not None:
             output.mul_(self._scales.value_factors)
 
     def _attend_as_planned(
         self, query: torch.Tensor, rows: KVRows, metadata: TokenMetadata, output: torch.Tensor
     ) -> bool:
-        """Whether FlashInfer could do it."""
+        """Attend with FlashInfer if possible; return whether it was."""
         if self.plans is None or metadata.common_len is None:
             return False
         decode = self.plans.decode(len(query), metadata.common_len)
@@ -319,7 +288,7 @@ class Switch:
                 key_scale=self._scales.key,
                 value_scale=self._scales.value,
             )
-        except UnreadableCacheError as error:  # how the cache lies in memory shows only here
+        except UnreadableCacheError as error:  # the cache's strides are not known earlier
             _log_fallback(str(error))
             self.plans = None
             return False

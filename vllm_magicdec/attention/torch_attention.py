@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft attention in plain torch: what the other implementations must equal, and the CPU's own."""
+"""Draft attention in plain torch: the reference of other implementations, and the CPU's own."""
 
 import torch
 
@@ -18,10 +18,10 @@ def attend(
     sinks: torch.Tensor | None = None,  # [num_heads]
     value_scale: float = 1.0,
 ) -> torch.Tensor:
-    """See `vllm_magicdec.attention.attend`. Gathers the rows, then computes in float32."""
+    """Gather the rows and compute in float32; see `vllm_magicdec.attention.attend`."""
     # [num_reqs, 1, budget]
     in_view = torch.arange(slots.shape[-1], device=slots.device) < lens.view(-1, 1, 1)
-    # What lies behind the view may be no slot at all; the first one is always read.
+    # Columns past the view may be invalid slots; the first one is valid.
     slots = torch.where(in_view, slots, slots[..., :1])
     attended = attend_where(
         query.unsqueeze(1),
@@ -37,34 +37,24 @@ def attend(
 
 
 def attend_where(
-    query: torch.Tensor,
+    query: torch.Tensor,  # [num_reqs, num_queries, num_heads, head_size]
     rows: KVRows,
-    slots: torch.Tensor,
-    is_seen: torch.Tensor,
+    slots: torch.Tensor,  # [num_reqs, num_kv_heads, width] int32, slots of cached tokens
+    is_seen: torch.Tensor,  # [num_reqs, num_queries, width] bool; each query sees at least one token
     *,
     scale: float,
     soft_cap: float = 0.0,
-    sinks: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,  # [num_heads]
     value_scale: float = 1.0,
 ) -> torch.Tensor:
-    """Attend from several query tokens per request, each of which sees some of the request's tokens.
-
-    Args:
-        query: [num_reqs, num_queries, num_heads, head_size]; the heads of one KV head are neighbours.
-        rows: the layer's cache.
-        slots: [num_reqs, num_kv_heads, width] int32, of tokens that are in the cache.
-        is_seen: [num_reqs, num_queries, width] bool; each query sees a token at least.
-        scale: this and the rest: see `vllm_magicdec.attention.attend`.
-        soft_cap: see there.
-        sinks: [num_heads].
-        value_scale: see there.
+    """Attend from several query tokens per request under a mask, as `vllm_magicdec.attention.attend`.
 
     Returns:
         [num_reqs, num_queries, num_heads, head_size] in the query's dtype.
     """
     num_queries, num_kv_heads = query.shape[1], rows.num_kv_heads
     keys, values = rows.gather(slots)  # [num_reqs, num_kv_heads, width, head_size]
-    # [num_reqs, num_kv_heads, num_queries, group, head_size]; a KV head's queries are read in one product
+    # [num_reqs, num_kv_heads, num_queries, group, head_size]; one product per KV head
     grouped = query.float().unflatten(2, (num_kv_heads, -1)).transpose(1, 2)
     logits = grouped.flatten(2, 3) @ keys.float().transpose(-1, -2) * scale
     if soft_cap:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft attention as one Triton kernel that reads keys and values through the cache's strides."""
+"""Draft attention by a Triton kernel that reads keys and values through the cache's strides."""
 
 import torch
 import triton
@@ -8,10 +8,9 @@ import triton.language as tl
 from vllm_magicdec.attention.rows import FP8_DTYPES, KVRows
 
 MAX_BLOCK_TOKENS = 64
-# Of one block's keys, or values; Triton keeps both in shared memory, and more. A thread block has 99 KB of
-# it on Ada and on Ampere's smaller GPUs, which is too little for 64 tokens of 256 float32 elements.
+# One block's keys or values; both must fit into the 99 KB of shared memory on Ada and smaller Ampere GPUs.
 MAX_BLOCK_BYTES = 32 * 2**10
-MIN_DOT_ROWS = 16  # tl.dot takes no fewer
+MIN_DOT_ROWS = 16  # minimum of `tl.dot`
 
 
 @triton.jit
@@ -31,11 +30,11 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     query_dim,
     key_block,
     key_head,
-    key_place,
+    key_token,
     key_dim,
     value_block,
     value_head,
-    value_place,
+    value_token,
     value_dim,
     slots_req,
     slots_head,
@@ -49,7 +48,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     SOFT_CAP: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """One request and KV head: walk the list of slots in blocks with an online softmax."""
+    """One program per request and KV head: an online softmax over blocks of the list of slots."""
     req = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1).to(tl.int64)
     members = tl.arange(0, GROUP_PADDED)
@@ -65,7 +64,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     length = tl.load(lens + req)
     list_start = slots + req * slots_req + kv_head * slots_head
     if SINKS:
-        # As a token whose value is 0.
+        # A sink acts as a token with value 0.
         highest = tl.load(sinks + heads, mask=members < GROUP, other=0.0).to(tl.float32)
         weight_sum = tl.full([GROUP_PADDED], 1.0, tl.float32)
     else:
@@ -77,9 +76,9 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         in_view = columns < length
         slot = tl.load(list_start + columns * slots_column, mask=in_view, other=0).to(tl.int64)
         block = slot // PAGE_SIZE
-        place = slot % PAGE_SIZE
+        token = slot % PAGE_SIZE
 
-        key_rows = block * key_block + kv_head * key_head + place * key_place
+        key_rows = block * key_block + kv_head * key_head + token * key_token
         k = tl.load(
             keys + key_rows[None, :] + dims[:, None] * key_dim,
             mask=in_view[None, :] & (dims[:, None] < HEAD_SIZE),
@@ -94,7 +93,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         new_highest = tl.maximum(highest, tl.max(logits, 1))
         rescale = tl.exp(highest - new_highest)
         weights = tl.exp(logits - new_highest[:, None])
-        value_rows = block * value_block + kv_head * value_head + place * value_place
+        value_rows = block * value_block + kv_head * value_head + token * value_token
         v = tl.load(
             values + value_rows[:, None] + dims[None, :] * value_dim,
             mask=in_view[:, None] & (dims[None, :] < HEAD_SIZE),
@@ -114,7 +113,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
 
 
 def block_tokens(head_padded: int, element_size: int) -> int:
-    """Tokens that the kernel reads at once; `element_size` in bytes."""
+    """Return the tokens per block of the kernel; `element_size` in bytes."""
     return max(MIN_DOT_ROWS, min(MAX_BLOCK_TOKENS, MAX_BLOCK_BYTES // (head_padded * element_size)))
 
 
@@ -129,10 +128,9 @@ def attend(
     sinks: torch.Tensor | None = None,  # [num_heads], contiguous
     value_scale: float = 1.0,
 ) -> torch.Tensor:
-    """See `vllm_magicdec.attention.attend`. No host synchronisation; may be captured in a CUDA graph.
+    """Attend without host synchronisation, also in a CUDA graph; see `vllm_magicdec.attention.attend`.
 
-    As in other flash kernels, products of half-precision caches are of half-precision factors, the
-    softmax weights included; sums are float32.
+    As in other flash kernels, softmax weights are rounded to half precision for half-precision caches.
     """
     keys, values = rows.keys.by_token, rows.values.by_token
     if keys is None or values is None:
@@ -141,7 +139,7 @@ def attend(
     group = num_heads // rows.num_kv_heads
     head_padded = max(MIN_DOT_ROWS, triton.next_power_of_2(head_size))
     output = torch.empty((num_reqs, num_heads, head_size), dtype=query.dtype, device=query.device)
-    if keys.dtype not in FP8_DTYPES:  # half precision holds what these stand for
+    if keys.dtype not in FP8_DTYPES:  # half precision holds fp8 exactly
         query = query.to(torch.promote_types(query.dtype, keys.dtype))
     _decode_kernel[(num_reqs, rows.num_kv_heads)](
         query,

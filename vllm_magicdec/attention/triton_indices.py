@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layer's row numbers for FlashInfer, written by one Triton kernel instead of a dozen of torch's."""
+"""A Triton kernel that writes a layer's row numbers for FlashInfer."""
 
 import torch
 import triton
@@ -19,35 +19,34 @@ def _fill_kernel(  # type: ignore[no-untyped-def]
     slots_req,  # strides, in elements
     slots_head,
     slots_column,
-    block_rows,  # rows from one block, head, place in the block to the next
+    block_rows,  # rows from one block, head, token in the block to the next
     head_rows,
-    place_rows,
+    token_rows,
     PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One request, KV head and block of its list."""
+    """One program per request, KV head and block of its list."""
     req = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1).to(tl.int64)
     columns = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     in_view = columns < tl.load(lens + req)
     listed = slots + req * slots_req + kv_head * slots_head + columns * slots_column
     slot = tl.load(listed, mask=in_view, other=0).to(tl.int64)
-    row = slot // PAGE_SIZE * block_rows + kv_head * head_rows + slot % PAGE_SIZE * place_rows
+    row = slot // PAGE_SIZE * block_rows + kv_head * head_rows + slot % PAGE_SIZE * token_rows
     start = tl.load(indptr + req * tl.num_programs(1) + kv_head)
     tl.store(indices + start + columns, row.to(tl.int32), mask=in_view)
 
 
 def fill_page_indices(
     indices: torch.Tensor,
-    rows: KVRows,  # whose layout is not packed
+    rows: KVRows,  # not packed
     slots: torch.Tensor,
     lens: torch.Tensor,
     indptr: torch.Tensor,
 ) -> None:
-    """See `flashinfer_attention.fill_page_indices`, of which this writes nothing aside."""
+    """Implement `flashinfer_attention.fill_page_indices` without writing to its padding cell."""
     num_reqs, num_kv_heads, budget = slots.shape
-    # A plain layout's places are tiles of one token.
-    block, head, place, _ = rows.keys.steps
+    block, head, token, _ = rows.keys.steps  # unpacked tiles have one token
     _fill_kernel[(num_reqs, num_kv_heads, triton.cdiv(budget, BLOCK_TOKENS))](
         indices,
         slots,
@@ -56,7 +55,7 @@ def fill_page_indices(
         *slots.stride(),
         block,
         head,
-        place,
+        token,
         PAGE_SIZE=rows.page_size,
         BLOCK=BLOCK_TOKENS,
     )

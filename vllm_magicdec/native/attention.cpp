@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention of a few query tokens per request over a paged KV cache, for CPUs, whatever the layout of the cache.
+// Attention of a few query tokens per request over a paged KV cache, for CPUs, in any layout.
 //
-// A tile's rows are a request's query tokens times the heads that share a KV head, so that verifying several tokens
-// reads keys and values once, as decoding one does. Rows go through in groups that fit the registers; the softmax is
-// made on line over tiles of tokens; sums are float32. All blocks of all requests and KV heads are one line of work,
-// of which each thread takes an equal part; what is cut between threads is put together at the end.
+// A tile's rows are a request's query tokens times the heads that share a KV head, so verifying several tokens reads
+// keys and values once. Rows are computed in groups that fit the registers, with an online softmax over tiles of tokens
+// and float32 sums. Each thread gets an equal part of all blocks of all requests and KV heads; results of heads that are
+// split between threads are merged at the end.
 
 #include "attention.h"
 
@@ -64,7 +64,7 @@ inline int thread_number() {
 #endif
 }
 
-// What a thread keeps between calls; it grows and never shrinks.
+// Buffers of a thread between calls; they never shrink.
 template <typename Cache>
 struct Scratch {
   using Left = typename Cache::Left;
@@ -104,11 +104,11 @@ class Attention {
       shares_.add(blocks_of(request), rows);
     }
     shares_.divide(num_threads());
-    // Of each waiting row: sums, the largest logit, the denominator; a cache line is no two threads'.
+    // Partial results by row: sums, maximum logit, denominator. Threads share no cache line.
     partial_pitch_ = (call.head_size + 2 + 15) / 16 * 16;
     slot_size_ = max_rows * partial_pitch_;
     if (shares_.threads() > 1) {
-      // The caller keeps it: as large as it gets with many threads, filling it every time would take long.
+      // Kept by the caller, because initialising it in every call is slow with many threads.
       thread_local std::vector<float> partials;
       const size_t size = 2 * shares_.threads() * slot_size_ + 16;
       if (partials.size() < size) partials.resize(size);
@@ -123,7 +123,7 @@ class Attention {
       share(0);
       return;
     }
-    // OpenMP may give fewer threads than it is asked for: each then does the work of several.
+    // OpenMP may provide fewer threads than requested: each then does the work of several.
 #pragma omp parallel num_threads(shares_.threads())
     {
       const int team = team_size();
@@ -133,9 +133,9 @@ class Attention {
     }
   }
 
-  // See `magicdec_weigh`: a KV head is one thread's.
+  // Implements `magicdec_weigh`, one thread per KV head.
   void weigh_tokens() {
-#pragma omp parallel for schedule(static)  // so that no more threads keep a buffer than have a head
+#pragma omp parallel for schedule(static)  // only threads with a head allocate a buffer
     for (int head = 0; head < call_.num_kv_heads; ++head) {
       weigh_tokens(head);
       Cache<T>::release();
@@ -147,7 +147,7 @@ class Attention {
 
   int num_positions(int request) const { return call_.query_starts[request + 1] - call_.query_starts[request]; }
 
-  // Blocks that some token of the request sees; of chosen slots, each `BLOCK` of them.
+  // Blocks that some token of the request sees; with slots, groups of `BLOCK` slots.
   Range blocks_of(int request) const {
     if (num_positions(request) == 0) return {0, 0};
     if (call_.slots != nullptr) return {0, (call_.slot_lens[request] + BLOCK - 1) / BLOCK};
@@ -204,7 +204,7 @@ class Attention {
     }
   }
 
-  // A few rows at a time, so that their logits of a long context take little memory.
+  // A few rows at a time, to bound the memory of logits.
   void weigh_tokens(int head) const {
     thread_local Scratch<Cache<T>> scratch;
     const Part part{0, head, blocks_of(0), true, 0};
@@ -259,7 +259,7 @@ class Attention {
     return call_.slots != nullptr ? call_.slot_lens[request] : call_.context_lens[request];
   }
 
-  // Does something that depends on the type of queries and output.
+  // Dispatches on the type of queries and output.
   template <typename Action>
   void of_query_type(Action action) const {
     switch (call_.query_type) {
@@ -269,7 +269,7 @@ class Attention {
     }
   }
 
-  // Row r is the request's token r / group, and of it the KV head's query head r % group.
+  // Row r is token r / group of the request and query head r % group of the KV head.
   void take_query(const Part& part, Scratch<Cache<T>>& scratch) const {
     const int rows = num_positions(part.request) * group_;
     of_query_type([&](auto type) {
@@ -284,14 +284,14 @@ class Attention {
     });
   }
 
-  // Which of the tile's tokens, from `start` on, a row sees; of pages.
+  // Range of the tile's tokens, from `start` on, that a row sees; for pages.
   Range seen(const Part& part, int row, int start, int count) const {
     const int position = call_.context_lens[part.request] - num_positions(part.request) + row / group_;
     const int first = call_.window > 0 ? position + 1 - call_.window - start : 0;
     return {std::clamp(first, 0, count), std::clamp(position + 1 - start, 0, count)};
   }
 
-  // A tile of tokens for some rows: logits, weights, and the values so weighted.
+  // Computes logits, weights and weighted values of a tile for some rows.
   void advance(const Part& part, const HeadPages<T>& head, int start, Tile& tile, Range rows,
                typename Cache<T>::Upcoming& upcoming, Scratch<Cache<T>>& scratch) const {
     const int num_rows = rows.last - rows.first;
@@ -315,7 +315,7 @@ class Attention {
     return seen(part, 0, start, count).last == count && seen(part, last_row, start, count).first == 0;
   }
 
-  // -inf where the row does not see.
+  // Sets logits of unseen tokens to -inf.
   void hide(const Part& part, int row, int start, int count, float* scores) const {
     if (call_.slots == nullptr) {
       const Range visible = seen(part, row, start, count);
@@ -331,7 +331,7 @@ class Attention {
 
   float* partial(int slot, int row) { return partial_base_ + slot * slot_size_ + row * partial_pitch_; }
 
-  // Where a KV head was cut between threads: all rows of all such, one thread each.
+  // Merges the rows of KV heads that were split between threads.
   void combine(int thread) {
     int turn = 0;
     for (int owner = 0; owner < shares_.threads(); ++owner) {
@@ -392,7 +392,7 @@ class Attention {
   const int group_;
   const Logits logits_;  // of products as they are loaded
   Shares shares_;
-  std::vector<Part> parts_;  // that are not whole: by thread, one that began before it and one that begins in it
+  std::vector<Part> parts_;  // split heads by thread: one that began before it, one that begins in it
   float* partial_base_ = nullptr;
   int64_t partial_pitch_ = 0, slot_size_ = 0;
 };
@@ -411,7 +411,7 @@ bool fits(const MagicdecCall& call) {
   return true;
 }
 
-// Does something with the attention that reads such a cache; 0, or 1 where there is none.
+// Dispatches on the type of cache; returns 1 if it is not supported, else 0.
 template <typename Action>
 int of_cache_type(const MagicdecCall& call, Action action) {
   if (!fits(call)) return 1;

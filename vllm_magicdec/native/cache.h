@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the readers of the cache's layouts have in common: `VectorCache<T>` and `AmxCache<T>`, for numbers of type T. Each
-// lays tiles of tokens out and makes the two products of a tile, queries with its keys and weights with its values:
+// Shared code of the readers of cache layouts, `VectorCache<T>` and `AmxCache<T>`, for elements of type T. Each lays out
+// tiles of tokens and computes the products of queries with keys and of weights with values:
 //
-// - `Left`: what queries and weights are stored as; `NUMBER`: what the cache's numbers stand for as they are multiplied
-// - `MAX_ROWS`, `rows_together`: how many rows go through at once; `SPARE_ROWS`: behind a request's last one, written too
-// - `WEIGHTS_STEP`: weights are written up to a multiple of so many tokens; `tile_length`: tokens of a tile
-// - `READING`: what a block costs beside its rows, in rows
-// - `lay_out`, `score`, `add_values`: a tile, and its products; `release`: what a thread held for them
-// - `Upcoming`: what is asked for while a tile is computed with
+// - `Left`: type of queries and weights; `NUMBER`: type of the cache's elements in products
+// - `MAX_ROWS`, `rows_together`: rows computed at once; `SPARE_ROWS`: padding rows that are written
+// - `WEIGHTS_STEP`: weights are padded to a multiple of so many tokens; `tile_length`: tokens of a tile
+// - `READING`: cost of reading a block, in rows
+// - `lay_out`, `score`, `add_values`: a tile and its products; `release`: frees a thread's state
+// - `Upcoming`: prefetches during the computation of a tile
 #pragma once
 
 #include <algorithm>
@@ -20,13 +20,13 @@
 
 namespace magicdec {
 
-constexpr int BLOCK = 32;                 // tokens; a page holds a multiple of them
-constexpr int TILE = 128;                 // most tokens between two looks at the softmax
-constexpr int SCORES_PITCH = TILE + 32;  // rows of equal place in a cache line would push each other out
+constexpr int BLOCK = 32;                 // tokens; pages hold a multiple
+constexpr int TILE = 128;                 // maximum tokens between two softmax updates
+constexpr int SCORES_PITCH = TILE + 32;  // avoids cache conflicts between rows
 constexpr int MAX_HEAD_SIZE = 512;
 constexpr int QUERY_PITCH = MAX_HEAD_SIZE + 32;
 
-// Numbers whose first begins a cache line.
+// An array aligned to a cache line.
 template <typename T>
 struct OfCacheLines {
   using value_type = T;
@@ -42,7 +42,7 @@ struct OfCacheLines {
 template <typename T>
 using Numbers = std::vector<T, OfCacheLines<T>>;
 
-// One KV head of one request: where its tokens are.
+// Addresses of the tokens of one request and KV head.
 template <typename T>
 class HeadPages {
  public:
@@ -60,7 +60,7 @@ class HeadPages {
   int page_size() const { return page_size_; }
   int head_size() const { return head_size_; }
 
-  // Of the n-th token: of the context, or of those chosen.
+  // Address of the n-th token of the context or of the slots.
   struct Place {
     const T* page;  // the head's part of it
     int in_page;

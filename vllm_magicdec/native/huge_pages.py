@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The KV cache in huge pages of the operating system (2 MiB on x86-64).
 
-A KV head's keys of one block are 4 KiB or two, and blocks lie anywhere. So in pages of 4 KiB each of them
-begins with a walk through the page tables, as slow as memory is; and in a virtual machine with two.
+A KV head's keys of one block are 4 or 8 KiB at random addresses, so with pages of 4 KiB each block costs a
+page-table walk, and two in a virtual machine.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ _SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
 
 
 def on_demand() -> bool:
-    """Whether this machine gives huge pages to those that ask, and to nobody else."""
+    """Whether the system provides transparent huge pages on request only."""
     try:
         return "[madvise]" in (_SETTINGS / "enabled").read_text() and _size() > 0
     except (OSError, ValueError):
@@ -27,12 +27,7 @@ def _size() -> int:
 
 
 def move_to_huge_pages(memory: torch.Tensor) -> bool:
-    """Have zeros lie in huge pages, as far as they fill them; returns whether the system takes the advice.
-
-    Args:
-        memory: on a CPU where they are `on_demand`, new and all zeros: its pages are given back, and made
-            anew.
-    """
+    """Reallocate the whole huge pages within new, zeroed CPU memory; return whether the system agrees."""
     storage, size = memory.untyped_storage(), _size()
     first = -(-storage.data_ptr() // size) * size
     length = (storage.data_ptr() + storage.nbytes()) // size * size - first
@@ -42,6 +37,6 @@ def move_to_huge_pages(memory: torch.Tensor) -> bool:
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     if any(madvise(first, length, advice) for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTNEED)):
         return False
-    # As before, memory that is not there is missed now and not in the middle of a request.
+    # Touch all pages, so that missing memory fails here and not during a request.
     memory.new_empty(0, dtype=torch.uint8).set_(storage).zero_()
     return True

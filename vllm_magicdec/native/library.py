@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled kernel: which of its variants this machine runs, and a call of it."""
+"""Bindings of the compiled kernel, and the selection of its variant for this machine."""
 
 import ctypes
 import functools
@@ -15,12 +15,12 @@ from vllm_magicdec.machine import has_slow_avx512_bf16
 
 FOLDER = Path(__file__).parent
 MAX_QUERY_LEN = 32  # query tokens of a request
-BLOCK = 32  # tokens; pages hold a multiple of them
+BLOCK = 32  # tokens; pages hold a multiple
 MAX_HEAD_SIZE = 512
 _QUERY_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _FP8_TYPES = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 4}
 _CACHE_TYPES = {**_QUERY_TYPES, **_FP8_TYPES}
-# By the names in vLLM's `layer.isa`.
+# By vLLM's `layer.isa`.
 _LAYOUTS = {"vec": 0, "vec16": 0, "amx": 1}
 
 
@@ -34,16 +34,16 @@ class Variant:
 
     @property
     def file_name(self) -> str:
-        """Of the shared library."""
+        """Name of the shared library."""
         return f"attention_{self.name}.so"
 
     @property
     def path(self) -> Path:
-        """Where the build puts it."""
+        """Path of the shared library."""
         return FOLDER / self.file_name
 
 
-# The best first, but for `variants_here`; setup.py compiles them.
+# In order of preference; setup.py compiles them.
 VARIANTS = (
     Variant("amx", "AMX", "x86_64"),
     Variant("avx512_bf16", "AVX512_BF16", "x86_64"),
@@ -52,19 +52,18 @@ VARIANTS = (
     Variant("portable", "vectors of 128 bits", ""),
 )
 
-# Before the others where `has_slow_avx512_bf16`: for 4 query tokens and more AVX-512 is up to 1.9 times as
-# fast.
+# Preferred if `has_slow_avx512_bf16`: AVX-512 is up to 1.9 times as fast for 4 or more query tokens.
 _FIRST_IF_BFLOAT16_IS_SLOW = ("amx", "avx512", "avx512_bf16")
 
 
 def runs_here(variant: Variant) -> bool:
-    """Whether this machine has the instructions, as torch sees it."""
+    """Whether this machine has the instructions, according to torch."""
     if variant.machine not in ("", platform.machine()):
         return False
     if variant.name == "portable":
         return True
     avx512 = torch.cpu._is_avx512_supported()
-    if variant.name == "amx":  # which the operating system permits to those who ask
+    if variant.name == "amx":  # needs permission of the operating system
         amx = torch.cpu._is_avx512_bf16_supported() and torch.cpu._is_amx_tile_supported()
         return avx512 and amx and torch.cpu._init_amx()
     return {
@@ -75,7 +74,7 @@ def runs_here(variant: Variant) -> bool:
 
 
 def variants_here() -> tuple[Variant, ...]:
-    """Those that this machine runs, the fastest first."""
+    """Return the variants that this machine runs, the fastest first."""
     here = {variant.name: variant for variant in VARIANTS if runs_here(variant)}
     first = _FIRST_IF_BFLOAT16_IS_SLOW if has_slow_avx512_bf16() else ()
     names = dict.fromkeys([*(name for name in first if name in here), *here])
@@ -83,12 +82,12 @@ def variants_here() -> tuple[Variant, ...]:
 
 
 def best_variant() -> Variant | None:
-    """The fastest of those that were built."""
+    """Return the fastest variant that was built."""
     return next((variant for variant in variants_here() if variant.path.exists()), None)
 
 
 class Call(ctypes.Structure):
-    """`MagicdecCall` of attention.h."""
+    """`MagicdecCall` in attention.h."""
 
     _fields_ = [
         ("cache", ctypes.c_void_p),
@@ -128,15 +127,15 @@ class Call(ctypes.Structure):
 
 
 class UnreadableError(ValueError):
-    """The kernel does not read such a cache; the message says why."""
+    """The kernel does not support a cache or a call."""
 
 
-_APART = "it reads and writes neighbouring numbers"
+_NOT_CONTIGUOUS = "the plugin's own kernel needs contiguous elements in the last dimension"
 
 
 def _as_int32(numbers: torch.Tensor) -> torch.Tensor:
-    """The kernel reads memory as it is told to: so of this type, and neighbours in the last dimension."""
-    # The first question is the quicker one.
+    """Convert to int32, contiguous in the last dimension."""
+    # `is_contiguous` is faster than `stride`.
     if numbers.dtype == torch.int32 and (numbers.is_contiguous() or numbers.stride(-1) == 1):
         return numbers
     return numbers.to(torch.int32).contiguous()
@@ -144,29 +143,22 @@ def _as_int32(numbers: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def load(variant: Variant) -> "Kernel":
-    """The kernel of a variant that was built and runs here; once per process.
-
-    Raises:
-        OSError: it cannot be loaded.
-    """
+    """Load the kernel of a variant once per process; raise OSError if that fails."""
     return Kernel(variant)
 
 
 class Kernel:
     """Attention of a few query tokens per request over vLLM's paged KV cache on CPUs.
 
-    Sums are float32, in whatever order the threads share the work out. Against exact arithmetic on the same
-    inputs, a float32 result is off by at most 2e-6 of the largest value that is weighed, by 2e-7 times a
-    soft cap more, and by 2e-10 for each token of the context, if no error cancels another. With AVX512_BF16
-    a bfloat16 cache's weights are rounded to bfloat16 before they multiply values, and in the layout `amx`
-    those of an fp8 cache, too: a result is then off by 2^-8 of the largest value at most, elsewhere by as
-    little as in float32; then it is rounded to its own dtype.
-    tests/native measures all of it.
+    Sums are float32, in an order that depends on threads. The error of a float32 result is at most 2e-6 of
+    the largest value, plus 2e-7 times a soft cap, plus 2e-10 per token of the context. Weights are rounded
+    to bfloat16 with AVX512_BF16 and a bfloat16 cache, and in the layout `amx` also with an fp8 cache: the
+    error is then at most 2^-8 of the largest value. tests/native measures these bounds.
     """
 
     def __init__(self, variant: Variant) -> None:
         self.variant = variant
-        # Its OpenMP is the one that torch brought: one pool of threads for everything.
+        # Shares torch's OpenMP thread pool.
         library = ctypes.CDLL(str(variant.path))
         try:
             is_current = library.magicdec_call_end() == Call.page_size.offset + Call.page_size.size
@@ -174,39 +166,29 @@ class Kernel:
         except AttributeError:
             is_current = False
         if not is_current:
-            raise OSError(f"{variant.path.name} is of other sources; run 'pip install -e .' once more")
+            raise OSError(f"{variant.path.name} is outdated; run 'pip install -e .' again")
         for function in (self._attend, self._weigh):
-            function.argtypes = [ctypes.c_void_p]  # of a `Call`; a pointer's type would be looked up
+            function.argtypes = [ctypes.c_void_p]  # address of a `Call`; faster than a typed pointer
 
     def over(self, kv_cache: torch.Tensor, layout: str) -> "CacheAttention":
-        """Attention over a KV cache, which is checked and described once.
+        """Make attention over a KV cache.
 
         Args:
-            kv_cache: [num_blocks, num_kv_heads, page_size, 2 * head_size] as vLLM's CPU backend keeps it;
-                any strides of blocks and heads. Calls read its memory, and nothing here keeps it alive.
-            layout: of a page, as vLLM's `layer.isa` names it.
+            kv_cache: [num_blocks, num_kv_heads, page_size, 2 * head_size] of vLLM's CPU backend; any
+                strides of blocks and heads. The caller keeps its memory alive.
+            layout: layout of a page, as in vLLM's `layer.isa`.
 
         Raises:
-            UnreadableError: with the reason.
+            UnreadableError: the kernel does not support the cache.
         """
         _, _, page_size, content = kv_cache.shape
         self.check_cache(page_size, content // 2, kv_cache.dtype, layout)
         if kv_cache.stride(-1) != 1:
-            raise UnreadableError(_APART)
+            raise UnreadableError(_NOT_CONTIGUOUS)
         return CacheAttention(kv_cache, layout, self._attend, self._weigh)
 
     def check_cache(self, page_size: int, head_size: int, dtype: torch.dtype, layout: str) -> None:
-        """Refuse what the kernel was not written for.
-
-        Args:
-            page_size: tokens.
-            head_size: numbers.
-            dtype: of the cache.
-            layout: of it, as vLLM's `layer.isa` names it.
-
-        Raises:
-            UnreadableError: with the reason.
-        """
+        """Raise UnreadableError if the kernel does not support a cache; `layout` is vLLM's `layer.isa`."""
         is_amx = layout == "amx"
         if layout not in _LAYOUTS:
             raise UnreadableError(
@@ -214,31 +196,31 @@ class Kernel:
             )
         if is_amx and self.variant.name != "amx":
             raise UnreadableError(
-                "the plugin's own kernel for AMX was not built when it was installed, or may not run here"
+                "the plugin's own kernel for AMX was not built at installation, or is not permitted here"
             )
         if dtype not in _CACHE_TYPES or (is_amx and dtype in _QUERY_TYPES and dtype != torch.bfloat16):
             known = "bfloat16 and fp8" if is_amx else "float32, bfloat16, float16 and fp8"
             raise UnreadableError(f"the plugin's own kernel reads caches of {known}, not {dtype}")
         if page_size % BLOCK:
             raise UnreadableError(
-                f"pages of the plugin's own kernel hold a multiple of {BLOCK} tokens, not {page_size}"
+                f"the plugin's own kernel needs pages of a multiple of {BLOCK} tokens, not {page_size}"
             )
         unit = 32 if is_amx else 16
         if head_size % unit or head_size > MAX_HEAD_SIZE:
             raise UnreadableError(
-                f"heads of the plugin's own kernel have a multiple of {unit} numbers, {MAX_HEAD_SIZE} at "
-                f"most, not {head_size}"
+                f"the plugin's own kernel needs heads of a multiple of {unit} elements up to "
+                f"{MAX_HEAD_SIZE}, not {head_size}"
             )
 
 
 class CacheAttention:
-    """A kernel over one KV cache. Calls share its description: each takes microseconds of Python as it is.
+    """A kernel over one KV cache; calls share its description to save Python time.
 
     Args:
         kv_cache: see `Kernel.over`.
-        layout: see there.
-        attend: of the library, as `attention.h` has it.
-        weigh: see there.
+        layout: see `Kernel.over`.
+        attend: `magicdec_attend` of attention.h.
+        weigh: `magicdec_weigh` of attention.h.
     """
 
     def __init__(
@@ -286,21 +268,20 @@ class CacheAttention:
         """Attend to each request's own context, causally.
 
         Args:
-            query: [num_tokens or more, num_heads, head_size], of the cache's dtype, and of any beside an
-                fp8 cache; the heads of one KV head are neighbours.
+            query: [num_tokens or more, num_heads, head_size], of the cache's dtype, or of any for an fp8
+                cache; the heads of a KV head are adjacent.
             output: as `query`, or [num_tokens or more, num_heads * head_size]; written.
-            query_starts: [num_reqs + 1] int32, where each request's tokens begin, and where the last one's
-                end; at most `MAX_QUERY_LEN` of each.
+            query_starts: [num_reqs + 1] int32, cumulative query tokens; at most `MAX_QUERY_LEN` each.
             block_table: [num_reqs, n] int32.
-            context_lens: [num_reqs] int32, tokens with the request's query tokens, which are the last.
-            scale: of the logits; of an fp8 cache, times its keys'.
-            value_scale: of the output: an fp8 cache's values'.
+            context_lens: [num_reqs] int32, including the query tokens, which are the last.
+            scale: scale of the logits, times that of an fp8 cache's keys.
+            value_scale: scale of an fp8 cache's values.
             soft_cap: above 0, logits become `soft_cap * tanh(logits / soft_cap)`.
-            window: above 0, a token sees so many, itself included.
-            sinks: [num_heads], logits that take part in the softmax's denominator and have no value.
+            window: above 0, tokens that a query sees, including itself.
+            sinks: [num_heads], logits that only add to the softmax's denominator.
 
         Raises:
-            UnreadableError: the kernel has not this shape.
+            UnreadableError: the kernel does not support the shapes or dtypes.
         """
         query_starts, block_table, context_lens = map(_as_int32, (query_starts, block_table, context_lens))
         call = self._call(query, output, query_starts, scale, value_scale, soft_cap)
@@ -323,23 +304,11 @@ class CacheAttention:
         soft_cap: float = 0.0,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        """Attend to chosen tokens of each KV head.
+        """Attend to selected tokens of each KV head; see `attend_pages` for the other arguments.
 
-        Args:
-            query: this and the arguments that are not below: see `attend_pages`.
-            output: see there.
-            query_starts: see there.
-            slots: [num_reqs, num_kv_heads, width] int32, cache slots.
-            slot_lens: [num_reqs] int32, the first so many columns are read.
-            is_seen: [num_reqs, most, width] bool, which of them each query token of a request sees, at
-                least one; without it, all see all.
-            scale: see there.
-            value_scale: see there.
-            soft_cap: see there.
-            sinks: see there.
-
-        Raises:
-            UnreadableError: the kernel has not this shape.
+        `slots` [num_reqs, num_kv_heads, width] int32 are cache slots, of which the first `slot_lens`
+        [num_reqs] int32 columns are read. `is_seen` [num_reqs, max_len, width] bool masks them by query
+        token of a request; each sees at least one.
         """
         query_starts, slots, slot_lens = map(_as_int32, (query_starts, slots, slot_lens))
         call = self._call(query, output, query_starts, scale, value_scale, soft_cap)
@@ -361,22 +330,10 @@ class CacheAttention:
         soft_cap: float = 0.0,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """What a request's tokens weigh in the softmax of its last ones, added up over these and heads.
+        """Return the attention weights of a request's tokens, summed over its last queries and heads.
 
-        Args:
-            query: [num_tokens, num_heads, head_size], the queries of the last tokens; see `attend_pages`.
-            pages: [n] int, the request's.
-            context_len: tokens of the request.
-            scale: this and the rest: see there.
-            soft_cap: see there.
-            sinks: see there.
-
-        Returns:
-            [num_kv_heads, context_len] float32, of a sum of query tokens times heads of a KV head, less the
-            sinks' share.
-
-        Raises:
-            UnreadableError: the kernel has not this shape.
+        `query` is [num_tokens, num_heads, head_size], `pages` [n] int; see `attend_pages` for the other
+        arguments. The result is [num_kv_heads, context_len] float32.
         """
         weights = torch.empty((self._blank.num_kv_heads, context_len), dtype=torch.float32)
         starts = torch.tensor([0, len(query)], dtype=torch.int32)
@@ -399,19 +356,19 @@ class CacheAttention:
     ) -> Call:
         dtype, strides = query.dtype, output.stride()
         if dtype not in self._query_types or dtype != output.dtype:
-            raise UnreadableError(f"queries are {dtype}, its cache is {self._dtype}")
+            raise UnreadableError(f"queries are {dtype}, but the cache is {self._dtype}")
         call = Call.from_buffer_copy(self._blank)
         call.query, call.output = query.data_ptr(), output.data_ptr()
-        call.query_token_stride, call.query_head_stride, neighbour = query.stride()
+        call.query_token_stride, call.query_head_stride, element_stride = query.stride()
         call.output_token_stride = strides[0]
         call.output_head_stride = strides[1] if len(strides) == 3 else self._head_size
-        if not neighbour == strides[-1] == 1:
-            raise UnreadableError(_APART)
+        if not element_stride == strides[-1] == 1:
+            raise UnreadableError(_NOT_CONTIGUOUS)
         _, call.num_heads, head_size = query.shape
         if head_size != self._head_size or output.numel() != query.numel():
             raise UnreadableError(
-                f"queries are {list(query.shape)}, the output {list(output.shape)}, and the head size of "
-                f"its cache {self._head_size}"
+                f"queries are {list(query.shape)}, the output is {list(output.shape)}, but the cache has "
+                f"heads of {self._head_size}"
             )
         call.query_type, call.query_starts = _QUERY_TYPES[dtype], query_starts.data_ptr()
         call.num_reqs = query_starts.numel() - 1
@@ -425,6 +382,6 @@ def _run(function: Callable[[Any], int], call: Call, sinks: torch.Tensor | None)
         call.sinks = sinks.data_ptr()
     if function(ctypes.addressof(call)):
         raise UnreadableError(
-            f"it takes at most {MAX_QUERY_LEN} query tokens of a request, as many heads for each KV "
-            "head, and a scale above 0"
+            f"the plugin's own kernel needs at most {MAX_QUERY_LEN} query tokens per request, equally many "
+            "heads for each KV head, and a scale above 0"
         )

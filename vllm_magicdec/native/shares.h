@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How threads share a batch out: the blocks of all requests and KV heads are one line of work, of which each thread
-// takes an equal part, cut at a block.
+// Partition of the blocks of all requests and KV heads into contiguous parts of equal cost, one per thread.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +9,7 @@
 namespace magicdec {
 
 struct Range {
-  int first, last;  // last: the first one outside
+  int first, last;  // last: exclusive
   bool empty() const { return first >= last; }
 };
 
@@ -19,29 +18,28 @@ struct Part {
   int request, head;
   Range blocks;
   bool is_whole;
-  int slot;  // where its result waits for the other parts
+  int slot;  // index of its partial result
 };
 
 class Shares {
  public:
-  // A block costs its reading, worth what so many rows cost, and its rows.
+  // A block's cost in rows: a constant for reading it, plus its rows.
   Shares(int num_kv_heads, int64_t reading) : num_kv_heads_(num_kv_heads), reading_(reading) {}
 
-  // The next request: what it reads of each KV head, and for how many rows.
+  // Adds a request: its blocks per KV head and its rows.
   void add(Range blocks, int rows) {
     works_.push_back({blocks, reading_ + rows, cost_});
     cost_ += works_.back().cost * std::max(0, blocks.last - blocks.first) * num_kv_heads_;
   }
 
-  // Among so many threads, or fewer.
+  // Partitions among at most so many threads.
   void divide(int threads) {
     threads_ = static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(threads, cost_ / (MIN_BLOCKS * reading_))));
   }
 
   int threads() const { return threads_; }
 
-  // `attend` a thread's parts, from its share of the whole cost to the next thread's. `see_nothing` of requests that
-  // have no block is the first thread's.
+  // Calls `attend` for a thread's parts; the first thread calls `see_nothing` for requests without blocks.
   template <typename Attend, typename SeeNothing>
   void take(int thread, Attend attend, SeeNothing see_nothing) const {
     const int64_t from = cost_ * thread / threads_, to = cost_ * (thread + 1) / threads_;
@@ -77,7 +75,7 @@ class Shares {
     int64_t before;  // cost of the requests before it
   };
 
-  // Below the reading of so many a thread more costs more than it does.
+  // Minimum blocks per thread; below, an additional thread costs more than it saves.
   static constexpr int64_t MIN_BLOCKS = 64;
 
   const int num_kv_heads_;

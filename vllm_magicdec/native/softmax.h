@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The softmax on line: products of a tile of tokens become weights relative to the largest logit so far.
+// Online softmax: converts products of a tile to weights relative to the maximum logit so far.
 #pragma once
 
 #include <algorithm>
@@ -10,9 +10,9 @@
 namespace magicdec {
 
 constexpr float LOG2_E = 1.4426950408889634f;
-constexpr float NOTHING_SEEN = -1e30f;  // less than any logit, and finite: differences of it are numbers
+constexpr float NOTHING_SEEN = -1e30f;  // below all logits, and finite so that differences are
 
-// How products become logits.
+// Converts products to logits.
 struct Logits {
   float scale;
   float soft_cap;  // 0: none
@@ -26,8 +26,8 @@ inline void keep(Bfloat16* to, Floats x) {
 }
 #endif
 
-// One step for one row: its largest logit so far (to the base of 2) and its denominator move on, its sums fade where
-// that grew, and `scores` become `weights`. Both are written up to the next multiple of STEP tokens, where there is nothing.
+// Updates one row: its maximum logit (base 2), denominator and rescaled sums, and converts `scores` to `weights`. Both
+// are padded to a multiple of STEP tokens.
 template <int STEP, typename Left>
 inline void weigh(const Logits& logits, float* scores, int count, float& most, float& total, float* sums,
                   int head_size, Left* weights) {
@@ -38,9 +38,9 @@ inline void weigh(const Logits& logits, float* scores, int count, float& most, f
     for (int t = 0; t < end; t += LANES) {
       const Floats product = load(scores + t);
       const Floats capped = tanh_of(product * (logits.scale / logits.soft_cap)) * logits.soft_cap;
-      store(scores + t, product > -INFINITY ? capped : product);  // and not what is no number
+      store(scores + t, product > -INFINITY ? capped : product);  // keeps NaN
     }
-  // To the base of 2, because powers of 2 are cheap.
+  // Base 2, because powers of 2 are cheap.
   const float to_logits = (logits.soft_cap > 0 ? 1 : logits.scale) * LOG2_E;
   Floats largest_yet = load(scores);
   for (int t = LANES; t < end; t += LANES) largest_yet = larger(largest_yet, load(scores + t));
@@ -51,12 +51,12 @@ inline void weigh(const Logits& logits, float* scores, int count, float& most, f
     for (int d = 0; d < head_size; d += LANES) store(sums + d, load(sums + d) * fade);
     most = now;
   }
-  // What is not seen weighs 2^-126, which is nothing beside the largest weight, 1.
+  // Unseen tokens weigh 2^-126, negligible beside the maximum weight of 1.
   Floats added = all(0);
   for (int t = 0; t < end; t += LANES) {
     const Floats power = load(scores + t) * to_logits - now;
     const Floats weight = exp2_of_negative(power);
-    added += power == power ? weight : power;  // what is no number makes the row none
+    added += power == power ? weight : power;  // NaN propagates to the row
     keep(weights + t, weight);
   }
   total += sum(added);

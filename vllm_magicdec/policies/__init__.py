@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policies: who chooses where the draft looks.
+"""Policies, which choose the parts of the KV cache that drafts read.
 
-`base.py` is what a policy is, here or in another package; `streamingllm.py`, `snapkv.py` and
-`verify_topk.py` (on a GPU with its kernels) are one each. `observing.py` is what those share
-that choose by a prompt's last tokens, `verification.py` what those share that choose by verified ones. A
-new policy is a file here and a line in `_OWN`.
+`base.py` defines a policy, in this package or another; `observing.py` is the base of policies that score by
+a prompt's last tokens, `verification.py` of those that score by verified tokens. To add a policy, add a
+file and a line in `_OWN`.
 """
 
 from importlib.metadata import entry_points
@@ -24,15 +23,15 @@ _OWN: dict[str, type[Policy]] = {"streamingllm": StreamingLLM, "snapkv": SnapKV,
 
 
 def policy_names() -> list[str]:
-    """What `draft_kv_policy` may name: the plugin's own policies, then those of other packages."""
+    """Return the valid values of `draft_kv_policy`: own policies, then those of other packages."""
     return [*_OWN, *sorted({point.name for point in entry_points(group=ENTRY_POINTS)} - set(_OWN))]
 
 
 def find_policy(name: str) -> type[Policy]:
-    """The class that `draft_kv_policy` names.
+    """Return the class that `draft_kv_policy` names.
 
     Raises:
-        ValueError: there is none, or it is not a policy.
+        ValueError: the name is unknown, or its class is not a policy.
     """
     if name in _OWN:
         return _OWN[name]

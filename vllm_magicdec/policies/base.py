@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a policy is: a class that is given the facts of the engine and makes the views of its draft steps.
+"""Base classes of policies, which make the views of an engine's draft steps.
 
-Another package names one in the entry-point group `vllm_magicdec.policies`. It subclasses what chooses as
-it wants to: `PagePolicy` (pages by position), `observing.TokenPolicy` (by the attention of a prompt's last
-tokens), `verification.VerificationPolicy` (by that of verified tokens), or `Policy` itself.
+Other packages register theirs in the entry-point group `vllm_magicdec.policies`. They subclass `PagePolicy`
+(pages by position), `observing.TokenPolicy` (by the attention of a prompt's last tokens),
+`verification.VerificationPolicy` (by that of verified tokens), or `Policy` itself.
 """
 
 import itertools
@@ -13,22 +13,23 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
+from typing_extensions import override
 
 from vllm_magicdec.attention.observing import LayerObserver, QueryRecorder
 from vllm_magicdec.views.base import DraftSlots, Views
 from vllm_magicdec.views.pages import PageBudget, PageViews
 from vllm_magicdec.views.rings import Ring
-from vllm_magicdec.views.selections import Budget
+from vllm_magicdec.views.selections import Budget, Selections, fixed_tokens
 from vllm_magicdec.views.tokens import PlannedAttention
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a budget is judged by, before any worker starts."""
+    """The limits of an engine that a budget must respect, known before any worker starts."""
 
     page_size: int  # tokens per page of the block tables
     max_model_len: int  # tokens
-    num_speculative_tokens: int  # drafts of a round, at most
+    num_speculative_tokens: int  # maximum drafts of a round
     device_type: str  # "cpu", "cuda"
 
 
@@ -36,41 +37,41 @@ class Observe(Protocol):
     """Runs the target over the last tokens of some requests; see `drafting.drafter.Runner.observe`."""
 
     def __call__(self, indices: Sequence[int], window: int, observer: LayerObserver) -> None:
-        """The last `window` tokens of the batch's requests at `indices`."""
+        """Observe the last `window` tokens of the batch's requests at `indices`."""
 
 
 class SwitchAttention(Protocol):
-    """Puts the plugin's switch into every layer of the target (`attention.switch.install_switches`)."""
+    """Installs the plugin's switch in every layer of the target (`attention.switch.install_switches`)."""
 
     def __call__(
         self, recorder: QueryRecorder | None = None, *, layer_pages: bool = False
     ) -> Sequence[PlannedAttention]:
-        """To be called once, by policies whose views are not block tables for all layers alike.
+        """Switch attention once, for policies whose views differ by layer.
 
         Args:
-            recorder: gets the queries of every pass of the target.
-            layer_pages: views are pages of every layer's own, which vLLM's attention has to read.
+            recorder: receives the queries of every pass of the target.
+            layer_pages: views are pages by layer, which vLLM's attention has to read.
 
         Returns:
-            Attention that is planned for full token views.
+            Attention planned for full token views.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Engine:
-    """The facts of a worker's engine that a policy makes its views for."""
+    """Dimensions and services of a worker's engine."""
 
     limits: Limits
     num_layers: int  # attention layers of the target
     num_heads: int  # query heads of one worker
-    num_kv_heads: int  # of one worker
+    num_kv_heads: int  # KV heads of one worker
     head_size: int
     query_dtype: torch.dtype
-    cache_dtype: torch.dtype  # that keys are read in (`attention.rows.read_dtype`)
+    cache_dtype: torch.dtype  # dtype of keys as read (`attention.rows.read_dtype`)
     num_blocks: int  # pages of the KV cache
     max_num_reqs: int
-    max_batched_tokens: int  # query tokens of one pass, at most
+    max_batched_tokens: int  # maximum query tokens of one pass
     device: torch.device
     observe: Observe
     switch_attention: SwitchAttention
@@ -81,7 +82,7 @@ class Engine:
         return self.limits.page_size
 
     def make_draft_slots(self) -> DraftSlots:
-        """Where the drafted tokens go."""
+        """Allocate positions and slots of drafted tokens."""
         return DraftSlots(
             page_size=self.page_size,
             max_num_reqs=self.max_num_reqs,
@@ -90,69 +91,79 @@ class Engine:
             device=self.device,
         )
 
+    def make_selections(self, num_heads: int, max_selected: int) -> Selections:
+        """Allocate selections; see `Selections` for the arguments."""
+        return Selections(
+            num_layers=self.num_layers,
+            num_heads=num_heads,
+            max_num_reqs=self.max_num_reqs,
+            max_selected=max_selected,
+            device=self.device,
+        )
+
 
 class Policy(ABC):
-    """Who chooses where the draft looks. The loop knows a policy and its views, and nothing more of it."""
+    """Chooses the parts of the KV cache that drafts read. The draft loop uses only its views."""
 
     granularities: ClassVar[tuple[str, ...]] = ()
-    """What a user may have it choose, "page" or "token"; the first is the default."""
+    """Units that a user may select, "page" or "token"; the first is the default."""
 
     @classmethod
     @abstractmethod
     def parse_budget(cls, fields: Any, limits: Limits, budget: float) -> Budget:
-        """What comes of a budget, in the policy's own units.
+        """Convert a budget to the policy's units.
 
         Args:
             fields: the speculative configuration (`config.MagicDecFields`).
-            limits: of the engine.
+            limits: limits of the engine.
             budget: tokens, or a fraction of the context when below 1.
 
         Raises:
-            ValueError: the policy cannot work with it; one sentence with the way out.
+            ValueError: the policy does not support the budget; one sentence that names a valid one.
         """
 
     @classmethod
     @abstractmethod
     def make_views(cls, fields: Any, engine: Engine, budget: Any) -> Views:
-        """Everything that a worker drafts with.
+        """Make the views of a worker's draft steps.
 
-        It is also called when vLLM sizes the KV cache, with an engine on torch's device "meta", to learn
-        what the views' buffers will take (`Views.memory_bytes`).
+        This is also called when vLLM sizes the KV cache, with an engine on torch's device "meta", for the
+        size of the buffers (`Views.memory_bytes`).
 
         Args:
-            fields: as for `parse_budget`.
-            engine: what views are made for.
-            budget: as `parse_budget` returned it.
+            fields: the speculative configuration.
+            engine: the worker's engine.
+            budget: the result of `parse_budget`.
         """
 
     @classmethod
     def granularity(cls, fields: Any, device_type: str) -> str | None:
-        """What is chosen on a kind of device; None where there is nothing for a user to say."""
+        """Return the unit of selections on a device type; None if users cannot configure it."""
         return fields.draft_kv_granularity or next(iter(cls.granularities), None)
 
     @classmethod
     def ring(cls, budget: Any, limits: Limits) -> Ring | None:
-        """What a cache that is read by these views alone has to keep of a request; None: everything.
+        """Return the pages to keep if only these views read the cache; None: all.
 
         Args:
-            budget: as `parse_budget` returned it.
-            limits: of the engine.
+            budget: the result of `parse_budget`.
+            limits: limits of the engine.
         """
         return None
 
     @classmethod
     def reads_generated_tokens(cls, fields: Any) -> bool:
-        """Whether a choice in mid-generation needs the latest token ids on the host."""
+        """Whether selections during generation need the latest token ids on the host."""
         return False
 
 
 class PagePolicy(Policy):
-    """Chooses pages, the same for all layers and heads. Any attention backend reads such a view.
+    """Chooses the same pages for all layers and heads. Any attention backend can read such a view.
 
     Args:
         fields: the speculative configuration (`config.MagicDecFields`).
-        budget: in whole pages.
-        device: where `choose_pages` works.
+        budget: budget in whole pages.
+        device: device of `choose_pages`.
     """
 
     def __init__(self, fields: Any, budget: PageBudget, device: torch.device) -> None:
@@ -160,19 +171,19 @@ class PagePolicy(Policy):
         self.device = device
 
     @classmethod
+    @override
     def parse_budget(cls, fields: Any, limits: Limits, budget: float) -> PageBudget:
-        """See `Policy`; rounded up to whole pages."""
         return parse_page_budget(fields, limits, budget)
 
     @classmethod
+    @override
     def make_views(cls, fields: Any, engine: Engine, budget: PageBudget) -> PageViews:
-        """See `Policy`."""
         return PageViews(cls(fields, budget, engine.device), engine.make_draft_slots())
 
     @property
     def max_pages(self) -> int:
         """Columns of the view's block table."""
-        return self.budget.max_pages
+        return self.budget.max_entries
 
     @property
     def is_sinks_and_latest(self) -> bool:
@@ -180,13 +191,13 @@ class PagePolicy(Policy):
         return False
 
     def most_pages(self, context_lens: torch.Tensor, num_steps: int) -> torch.Tensor:
-        """Pages of a view of sinks and the latest ones, if the request has so many, [num_reqs] int64.
+        """Return the maximum pages of views of sinks and latest pages, [num_reqs] int64.
 
         Args:
             context_lens: [num_reqs] int64, verified tokens.
             num_steps: drafts of the round.
         """
-        return self.budget.pages(context_lens)
+        return self.budget.entries(context_lens)
 
     @abstractmethod
     def choose_pages(
@@ -200,17 +211,13 @@ class PagePolicy(Policy):
 
         Returns:
             pages: [num_reqs, max_pages] int64, page numbers within the request, ascending. The chosen
-                ones come first and end with a run of neighbours up to `last_pages`.
+                ones come first and end with a contiguous run up to `last_pages`.
             num_pages: [num_reqs] int64.
         """
 
 
 def parse_page_budget(fields: Any, limits: Limits, budget: float, recent_pages: int = 0) -> PageBudget:
-    """A budget in whole pages; `recent_pages` as in `PageBudget`.
-
-    Raises:
-        ValueError: it is below one page.
-    """
+    """Round a budget up to whole pages; see `PageBudget.from_tokens`."""
     return PageBudget.from_tokens(
         budget=budget,
         min_budget=fields.draft_kv_min_budget,
@@ -228,40 +235,36 @@ def parse_budget_of_selected_pages(
     budget: float,
     recent_pages: Callable[[int], int],
     *,
-    by_token: bool,
+    by_token: bool = False,
 ) -> PageBudget:
-    """A budget in whole pages, some of which are selected.
+    """Round a budget up to whole pages, some of which are selected.
 
     Args:
         fields: the speculative configuration.
-        limits: of the engine.
+        limits: limits of the engine.
         budget: tokens, or a fraction of the context when below 1.
-        recent_pages: least number of latest pages in view, by tokens in budget.
+        recent_pages: returns the minimum number of latest pages in view for a number of tokens in budget.
         by_token: the policy can select single tokens instead.
 
     Raises:
-        ValueError: it is below one page, or leaves nothing to select.
+        ValueError: the budget is below one page, or leaves nothing to select.
     """
-    name, tokens = (
-        ("draft_kv_min_budget", fields.draft_kv_min_budget)
-        if budget < 1
-        else ("draft_kv_budget", int(budget))
-    )
+    name, tokens = fixed_tokens(budget, fields.draft_kv_min_budget)
     pages = parse_page_budget(fields, limits, budget, recent_pages(tokens))
-    page, sinks = limits.page_size, pages.sink_pages
+    page, sinks = limits.page_size, pages.num_sinks
 
     def leaves_some(count: int, recent: int) -> bool:
         return sinks + recent < count or count * page >= limits.max_model_len
 
-    if leaves_some(pages.min_pages, pages.recent_pages):
+    if leaves_some(pages.min_entries, pages.num_recent):
         return pages
-    least = next(n for n in itertools.count(pages.min_pages) if leaves_some(n, recent_pages(n * page)))
+    required = next(n for n in itertools.count(pages.min_entries) if leaves_some(n, recent_pages(n * page)))
     others = (
         "a smaller --block-size, or draft_kv_granularity='token'"
         if by_token
         else "or a smaller --block-size"
     )
     raise ValueError(
-        f"{name}={tokens} leaves no page to choose beside {sinks + pages.recent_pages} pages of {page} "
-        f"tokens for sinks and recent tokens; use at least {least * page}, {others}"
+        f"{name}={tokens} leaves no page to choose beside {sinks + pages.num_recent} pages of {page} "
+        f"tokens for sinks and recent tokens; use at least {required * page}, {others}"
     )

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch.nn.functional import avg_pool1d, max_pool1d
+from typing_extensions import override
 
 from vllm_magicdec.policies.observing import Observation, TokenPolicy
 
@@ -12,9 +13,9 @@ _POOLING = {"max": max_pool1d, "avg": avg_pool1d}
 
 
 class SnapKV(TokenPolicy):
-    """Tokens that the prompt's last `snapkv_window` tokens attend to most, and their neighbours.
+    """Selects the tokens that the prompt's last `snapkv_window` tokens attend to most, and neighbours.
 
-    By page, what is summed are these pooled scores.
+    By page, these pooled scores are summed.
     """
 
     def __init__(self, fields: Any) -> None:
@@ -25,16 +26,15 @@ class SnapKV(TokenPolicy):
         self._pool = _POOLING[fields.snapkv_pooling]
 
     @classmethod
+    @override
     def granularity(cls, fields: Any, device_type: str) -> str:
-        """See `Policy`. A CPU reads single tokens slowly: vLLM keeps a page's keys transposed there."""
+        # A CPU reads single tokens slowly because vLLM stores a page's keys transposed there.
         return fields.draft_kv_granularity or ("page" if device_type == "cpu" else "token")
 
+    @override
     def score(self, observation: Observation) -> torch.Tensor:
-        """What the window's queries weigh it with (`Observation.weights`), pooled over neighbours.
-
-        The window is in view anyway, and does not count.
-        """
         scores = observation.weights()
-        places = torch.arange(scores.shape[-1], device=scores.device)
-        scores.masked_fill_(places >= observation.length - observation.window, 0.0)
+        positions = torch.arange(scores.shape[-1], device=scores.device)
+        # The window is in view anyway and must not pool into its neighbours.
+        scores.masked_fill_(positions >= observation.length - observation.window, 0.0)
         return self._pool(scores, self._kernel, stride=1, padding=self._kernel // 2)

@@ -4,6 +4,7 @@
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from vllm_magicdec.policies.base import Limits, PagePolicy
 from vllm_magicdec.views.pages import PageBudget
@@ -11,30 +12,30 @@ from vllm_magicdec.views.rings import Ring
 
 
 class StreamingLLM(PagePolicy):
-    """The first `sink_pages` pages and the last ones, up to the budget. Keeps no state per request."""
+    """Chooses the sink pages and the latest ones up to the budget. Keeps no state per request."""
 
     def __init__(self, fields: Any, budget: PageBudget, device: torch.device) -> None:
         super().__init__(fields, budget, device)
-        self._columns = torch.arange(budget.max_pages, device=device)
-        self._is_sink = self._columns < budget.sink_pages
+        self._columns = torch.arange(budget.max_entries, device=device)
+        self._is_sink = self._columns < budget.num_sinks
 
     @property
+    @override
     def is_sinks_and_latest(self) -> bool:
-        """See `PagePolicy`; a subclass may choose otherwise."""
         return type(self).choose_pages is StreamingLLM.choose_pages
 
     @classmethod
+    @override
     def ring(cls, budget: PageBudget, limits: Limits) -> Ring | None:
-        """See `Policy`."""
         if cls.choose_pages is not StreamingLLM.choose_pages:
             return None
         return Ring.of(budget, limits.num_speculative_tokens)
 
+    @override
     def choose_pages(
         self, context_lens: torch.Tensor, last_pages: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `PagePolicy.choose_pages`. A context within the budget is seen whole."""
-        num_pages = torch.minimum(self.budget.pages(context_lens), last_pages + 1)
+        num_pages = torch.minimum(self.budget.entries(context_lens), last_pages + 1)
         skipped = (last_pages + 1 - num_pages).unsqueeze(1)
         pages = torch.where(self._is_sink, self._columns, self._columns + skipped)
         return pages, num_pages

@@ -1,23 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policy `verify-topk`: the verification's own queries choose what the next round's draft sees.
+"""The policy `verify-topk`: the verification's queries select the pages of the next round's drafts.
 
 Pages are scored by summaries of their keys, as in Quest (Tang et al. 2024, arXiv 2406.10774): with the
 element-wise minimum and maximum of a page's keys, `sum_d max(q_d * min_d, q_d * max_d)` bounds every logit
 of the page from above. A page's score is a softmax over these bounds, summed over the accepted positions of
 the round and over query heads.
 
-Every layer sees its best pages, the same for all of its heads, so that any attention backend with block
-tables runs the draft.
-
-Cost per layer and round: the summaries of a request's pages are read (2 / page_size of its keys), and the
-keys of the few pages that the round wrote to. A whole context is summarised when its request starts to
-decode. Summaries take 1 / page_size of the KV cache's memory.
+A round reads, by layer, the summaries of a request's pages (2 / page_size of its keys) and the keys of the
+few pages that it wrote to. A whole context is summarised when its request starts to decode. Summaries take
+1 / page_size of the KV cache's memory.
 """
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from typing_extensions import override
 
 from vllm_magicdec.attention import KVRows
 from vllm_magicdec.policies.base import Engine
@@ -31,30 +29,20 @@ if TYPE_CHECKING:
 class PageSummaries:
     """Element-wise minimum and maximum of every page's keys, for all layers.
 
-    Entries belong to pages of the cache. A request summarises all of its pages before it reads any, so what
-    a page's former owner left behind is never seen.
+    Entries belong to pages of the cache. A request summarises all of its pages before it reads any, so it
+    never reads summaries of a page's former owner.
     """
 
-    def __init__(
-        self,
-        *,
-        num_layers: int,
-        num_blocks: int,
-        num_kv_heads: int,
-        page_size: int,
-        head_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self._page_size = page_size
-        shape = (num_layers, num_blocks, num_kv_heads, head_size)
-        self.least = torch.zeros(shape, dtype=dtype, device=device)
-        self.greatest = torch.zeros(shape, dtype=dtype, device=device)
+    def __init__(self, engine: Engine) -> None:
+        self._page_size = engine.page_size
+        shape = (engine.num_layers, engine.num_blocks, engine.num_kv_heads, engine.head_size)
+        self.min_keys = torch.zeros(shape, dtype=engine.cache_dtype, device=engine.device)
+        self.max_keys = torch.zeros_like(self.min_keys)
 
     @property
     def num_bytes(self) -> int:
         """Device memory of the summaries."""
-        return 2 * self.least.numel() * self.least.element_size()
+        return 2 * self.min_keys.numel() * self.min_keys.element_size()
 
     def update(
         self,
@@ -63,20 +51,19 @@ class PageSummaries:
         blocks: torch.Tensor,  # [n] int64
         num_verified: torch.Tensor,  # [n] int64, tokens of each page, at least 1
     ) -> None:
-        """Summarise pages again."""
+        """Update the summaries of pages."""
         keys = rows.keys_by_page(blocks, self._page_size)
-        places = torch.arange(keys.shape[2], device=blocks.device)
-        # Tokens that are not verified count as their page's first.
-        is_verified = (places < num_verified[:, None])[:, None, :, None]
-        keys = torch.where(is_verified, keys, keys[:, :, :1])
-        self.least[layer, blocks] = keys.amin(2)
-        self.greatest[layer, blocks] = keys.amax(2)
+        # The page's first token replaces unverified ones.
+        is_verified = torch.arange(keys.shape[2], device=blocks.device) < num_verified[:, None]
+        keys = torch.where(is_verified[:, None, :, None], keys, keys[:, :, :1])
+        self.min_keys[layer, blocks] = keys.amin(2)
+        self.max_keys[layer, blocks] = keys.amax(2)
 
     def bounds(self, layer: int, queries: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-        """Upper bounds of logits, before scaling.
+        """Return upper bounds of logits, before scaling.
 
         Args:
-            layer: its number.
+            layer: index of the layer.
             queries: [num_reqs, num_kv_heads, num_queries, head_size] float32.
             blocks: [num_reqs, num_pages] int64.
 
@@ -84,32 +71,24 @@ class PageSummaries:
             [num_reqs, num_kv_heads, num_queries, num_pages] float32.
         """
         # [num_reqs, num_kv_heads, head_size, num_pages]
-        least = self.least[layer][blocks].permute(0, 2, 3, 1).float()
-        greatest = self.greatest[layer][blocks].permute(0, 2, 3, 1).float()
-        return queries.clamp(min=0) @ greatest + queries.clamp(max=0) @ least
+        min_keys = self.min_keys[layer][blocks].permute(0, 2, 3, 1).float()
+        max_keys = self.max_keys[layer][blocks].permute(0, 2, 3, 1).float()
+        return queries.clamp(min=0) @ max_keys + queries.clamp(max=0) @ min_keys
 
 
 class VerifyTopK(VerificationPolicy):
-    """Pages that the verification's own queries attend to most; see `VerificationPolicy`."""
+    """Selects the pages that the verification's queries attend to most."""
 
     def __init__(self, fields: Any, engine: Engine, verification: Verification) -> None:
         super().__init__(fields, engine, verification)
-        self.summaries = PageSummaries(
-            num_layers=engine.num_layers,
-            num_blocks=engine.num_blocks,
-            num_kv_heads=engine.num_kv_heads,
-            page_size=engine.page_size,
-            head_size=engine.head_size,
-            dtype=engine.cache_dtype,
-            device=engine.device,
-        )
-        self._table: LayerTable | None = None  # for kernels; made where there are any
+        self.summaries = PageSummaries(engine)
+        self._table: LayerTable | None = None  # for kernels
         # A round's tokens may start anywhere in a page, so they may touch one page more.
         self._num_touched = ceil_div(verification.num_queries, engine.page_size) + 1
 
     @property
+    @override
     def memory_bytes(self) -> Mapping[str, int]:
-        """See `VerificationPolicy`."""
         memory = {"page summaries": self.summaries.num_bytes}
         if self.engine.limits.device_type == "cuda":
             from vllm_magicdec.policies.verify_topk_kernels import SCRATCH_BYTES
@@ -117,8 +96,8 @@ class VerifyTopK(VerificationPolicy):
             memory["logits of pages"] = SCRATCH_BYTES
         return memory
 
+    @override
     def update(self, batch: Batch, unknown: Mapping[int, int]) -> None:
-        """Bring the summaries up to date."""
         caches, page_size = self.verification.caches, self.engine.page_size
         if has_kernels(batch.context_lens.device):
             from vllm_magicdec.policies.verify_topk_kernels import LayerTable
@@ -138,34 +117,21 @@ class VerifyTopK(VerificationPolicy):
         self._summarise(blocks, num_verified.clamp(max=page_size).flatten())
 
     def _summarise(self, blocks: torch.Tensor, num_verified: torch.Tensor) -> None:
-        """`PageSummaries.update` in all layers."""
+        """Update the summaries of all layers."""
         if self._table is not None:
             from vllm_magicdec.policies.verify_topk_kernels import summarise
 
-            summarise(self._table, self.summaries.least, self.summaries.greatest, blocks, num_verified)
+            summarise(self._table, self.summaries, blocks, num_verified)
             return
         for layer, (cache, _) in self.verification.caches.items():
             self.summaries.update(layer, cache, blocks, num_verified)
 
+    @override
     def score_pages(self, batch: Batch, num_pages: int) -> torch.Tensor:
-        """Attention weights of pages, summed over a round's accepted positions and over heads.
-
-        Returns:
-            [num_layers, num_reqs, num_pages] float32, 0 for pages after a request's last one.
-        """
         if self._table is not None:
             from vllm_magicdec.policies.verify_topk_kernels import score_pages
 
-            return score_pages(
-                self._table,
-                self.verification.queries,
-                self.verification.positions,
-                batch.context_lens,
-                batch.block_table,
-                self.summaries.least,
-                self.summaries.greatest,
-                num_pages=num_pages,
-            )
+            return score_pages(self._table, self.summaries, self.verification, batch, num_pages)
         blocks = batch.block_table[:, :num_pages].long()
         last = (batch.context_lens - 1) // self.engine.page_size
         is_seen = torch.arange(num_pages, device=last.device) <= last.unsqueeze(1)

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Summaries and scores of pages on a GPU: Triton kernels for all layers at once.
+"""Triton kernels that summarise and score pages for all layers at once.
 
-The torch versions in verify_topk.py say the same in some thirty small steps for every layer, and gather
-the summaries that they read. Here every summary is read once, in place.
+The torch versions in verify_topk.py take some thirty operations for every layer and gather the summaries;
+here every summary is read once, in place.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -13,34 +14,37 @@ import triton.language as tl
 
 from vllm_magicdec.attention import KVRows
 from vllm_magicdec.attention.softmax import Softmax
+from vllm_magicdec.policies.verification import Verification
+from vllm_magicdec.views.base import Batch
+
+if TYPE_CHECKING:  # verify_topk.py imports this module
+    from vllm_magicdec.policies.verify_topk import PageSummaries
 
 BLOCK_PAGES = 32  # per tile of logits
 SPLIT_PAGES = 256  # per program that bounds logits
 SCORE_PAGES = 128  # per program that sums weights
 MAX_BLOCK_ROWS = 64
-MIN_DOT_ROWS = 16  # of `tl.dot`
-NO_SINK = -1e38  # finite, and no logit is below it
-SCRATCH_BYTES = 128 * 2**20  # for logits of as many layers and requests as fit
-# They differ from round to round; Triton would compile again for those that 16 divides.
+MIN_DOT_ROWS = 16  # minimum of `tl.dot`
+NO_SINK = -1e38  # finite and below all logits
+SCRATCH_BYTES = 128 * 2**20  # logits of as many layers and requests as fit
+# These change from round to round; Triton would recompile for multiples of 16.
 VARYING = ["first_pair", "num_reqs", "num_pages", "num_splits"]
 
-
-# Of every layer.
-Caches = Mapping[int, tuple[KVRows, Softmax]]
+Caches = Mapping[int, tuple[KVRows, Softmax]]  # by layer
 
 
 class LayerTable:
-    """What differs between layers, on the device."""
+    """Addresses and softmax parameters of all layers, on the device."""
 
     def __init__(self, caches: Caches) -> None:
         tables = [caches[layer][0].keys for layer in range(len(caches))]
-        assert len({table.cells.stride() for table in tables}) == 1, "the layers' caches lie differently"
+        assert len({table.cells.stride() for table in tables}) == 1, "the layers' caches differ in strides"
         first = tables[0].by_token
         assert first is not None, "a GPU's KV cache is not packed"
         self.keys = first  # [num_blocks, num_kv_heads, page_size, head_size]
-        self._begins = _begins(caches)
+        self._addresses = _addresses(caches)
         # Elements from the first layer's keys to each layer's.
-        offsets = [(begin - self._begins[0]) // first.element_size() for begin in self._begins]
+        offsets = [(address - self._addresses[0]) // first.element_size() for address in self._addresses]
         self.offsets = torch.tensor(offsets, dtype=torch.int64, device=first.device)
         layers = [caches[layer][1] for layer in range(len(caches))]
         scales = [(layer.scale, layer.soft_cap) for layer in layers]
@@ -48,31 +52,31 @@ class LayerTable:
         self.sinks = _stacked([layer.sinks for layer in layers])  # [num_layers, num_heads] float32
 
     def holds(self, caches: Caches) -> bool:
-        """Whether this table is of these caches, where they are now."""
-        return self._begins == _begins(caches)
+        """Whether the table describes these caches."""
+        return self._addresses == _addresses(caches)
 
 
 def _stacked(sinks: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    """By layer, also for those without; None: no layer has any."""
+    """Stack the sinks of all layers, also of those without; None if no layer has any."""
     some = next((of_layer for of_layer in sinks if of_layer is not None), None)
     if some is None:
         return None
-    none = torch.full_like(some, NO_SINK, dtype=torch.float32)  # float16 ends at 65,504
+    none = torch.full_like(some, NO_SINK, dtype=torch.float32)  # out of float16's range
     return torch.stack([none if of_layer is None else of_layer.float() for of_layer in sinks])
 
 
-def _begins(caches: Caches) -> list[int]:
+def _addresses(caches: Caches) -> list[int]:
     return [caches[layer][0].keys.cells.data_ptr() for layer in range(len(caches))]
 
 
 @triton.jit
 def _summarise_kernel(  # type: ignore[no-untyped-def]
-    keys,  # of the first layer
+    keys,  # keys of the first layer
     offsets,  # [num_layers] int64
     blocks,  # [n] int64
     num_verified,  # [n] int64
-    least,  # [num_layers, num_blocks, num_kv_heads, head_size], written
-    greatest,  # the same
+    min_keys,  # [num_layers, num_blocks, num_kv_heads, head_size], written
+    max_keys,  # the same
     keys_block,  # strides, in elements
     keys_head,
     keys_token,
@@ -84,42 +88,42 @@ def _summarise_kernel(  # type: ignore[no-untyped-def]
     HEAD_PADDED: tl.constexpr,
     PAGE_PADDED: tl.constexpr,
 ):
-    """One page, layer and KV head."""
+    """One program per page, layer and KV head."""
     block = tl.load(blocks + tl.program_id(0))
     layer = tl.program_id(1).to(tl.int64)
-    kv_head = tl.program_id(2).to(tl.int64)  # one head's keys may be those of all blocks
-    places = tl.arange(0, PAGE_PADDED)
+    kv_head = tl.program_id(2).to(tl.int64)  # the stride of heads may be that of all blocks
+    tokens = tl.arange(0, PAGE_PADDED)
     dims = tl.arange(0, HEAD_PADDED)
-    # Tokens that are not verified count as their page's first.
+    # The page's first token replaces unverified ones.
     verified = tl.minimum(tl.load(num_verified + tl.program_id(0)), PAGE_SIZE)
-    places = tl.where(places < verified, places, 0)
+    tokens = tl.where(tokens < verified, tokens, 0)
     is_dim = dims < HEAD_SIZE
     page = keys + tl.load(offsets + layer) + block * keys_block + kv_head * keys_head
-    key = tl.load(page + places[:, None] * keys_token + dims[None, :], mask=is_dim[None, :], other=0.0)
+    key = tl.load(page + tokens[:, None] * keys_token + dims[None, :], mask=is_dim[None, :], other=0.0)
     key = key.to(tl.float32)
     summary = layer * summary_layer + block * summary_block + kv_head * summary_head + dims
-    tl.store(least + summary, tl.min(key, 0), mask=is_dim)
-    tl.store(greatest + summary, tl.max(key, 0), mask=is_dim)
+    tl.store(min_keys + summary, tl.min(key, 0), mask=is_dim)
+    tl.store(max_keys + summary, tl.max(key, 0), mask=is_dim)
 
 
 def summarise(
     table: LayerTable,
-    least: torch.Tensor,  # [num_layers, num_blocks, num_kv_heads, head_size], written
-    greatest: torch.Tensor,  # the same
+    summaries: "PageSummaries",  # written
     blocks: torch.Tensor,  # [n] int64
     num_verified: torch.Tensor,  # [n] int64, at least 1
 ) -> None:
-    """See `verify_topk.PageSummaries.update`. No host synchronisation."""
+    """Update the summaries of pages in all layers. No host synchronisation."""
+    min_keys, max_keys = summaries.min_keys, summaries.max_keys
     num_kv_heads, page_size, head_size = table.keys.shape[1:]
-    _summarise_kernel[(blocks.shape[0], least.shape[0], num_kv_heads)](
+    _summarise_kernel[(blocks.shape[0], min_keys.shape[0], num_kv_heads)](
         table.keys,
         table.offsets,
         blocks,
         num_verified,
-        least,
-        greatest,
+        min_keys,
+        max_keys,
         *table.keys.stride()[:3],
-        *least.stride()[:3],
+        *min_keys.stride()[:3],
         HEAD_SIZE=head_size,
         PAGE_SIZE=page_size,
         HEAD_PADDED=triton.next_power_of_2(head_size),
@@ -132,10 +136,10 @@ def _logits_kernel(  # type: ignore[no-untyped-def]
     queries,  # [num_layers, max_num_reqs, num_queries, num_heads, head_size], contiguous
     context_lens,  # [num_reqs] int64
     block_table,  # [num_reqs, max_blocks] int32
-    least,  # [num_layers, num_blocks, num_kv_heads, head_size]
-    greatest,
+    min_keys,  # [num_layers, num_blocks, num_kv_heads, head_size]
+    max_keys,
     scales,  # [num_layers, 2] float32, scale and soft cap
-    logits,  # [pairs, num_kv_heads, NUM_ROWS, num_pages] float32, written like the rest
+    logits,  # [pairs, num_kv_heads, NUM_ROWS, num_pages] float32, written like the next two
     peaks,  # [pairs, num_kv_heads, NUM_ROWS, num_splits] float32, greatest logit of a split
     sums,  # the same shape: exp(logit - peak), summed over the split
     first_pair,
@@ -159,7 +163,7 @@ def _logits_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """Of one layer and request (a pair): one KV head's queries, or a block of them, and one split."""
+    """One program per pair of layer and request, block of a KV head's queries, and split of pages."""
     pair = first_pair + tl.program_id(0)
     layer, req = (pair // num_reqs).to(tl.int64), (pair % num_reqs).to(tl.int64)
     kv_head = tl.program_id(1) // NUM_ROW_BLOCKS
@@ -174,7 +178,7 @@ def _logits_kernel(  # type: ignore[no-untyped-def]
         mask=is_row[:, None] & is_dim[None, :],
         other=0.0,
     )
-    # Products of what the model computes with are exact, and tensor cores make them.
+    # Stay in the model's dtype: products are exact, on tensor cores.
     above = tl.maximum(q.to(tl.float32), 0.0).to(q.dtype)
     below = tl.minimum(q.to(tl.float32), 0.0).to(q.dtype)
     scale = tl.load(scales + 2 * layer)
@@ -185,17 +189,17 @@ def _logits_kernel(  # type: ignore[no-untyped-def]
     summaries = layer * summary_layer + kv_head * summary_head + dims
     num_kv_heads = tl.num_programs(1) // NUM_ROW_BLOCKS
     row_index = (tl.program_id(0).to(tl.int64) * num_kv_heads + kv_head) * NUM_ROWS + rows
-    peak = tl.full((BLOCK_ROWS,), -1e38, tl.float32)  # finite, also where nothing is seen
+    peak = tl.full((BLOCK_ROWS,), -1e38, tl.float32)  # finite even if nothing is seen
     total = tl.zeros((BLOCK_ROWS,), tl.float32)
     end = tl.minimum(tl.minimum((split + 1) * SPLIT, num_pages), num_seen)
     for first_page in range(split * SPLIT, end, BLOCK):
         pages = first_page + tl.arange(0, BLOCK)
         is_seen = pages < end
         block = tl.load(block_table + req * table_req + pages, mask=is_seen, other=0).to(tl.int64)
-        places = block[None, :] * summary_block + summaries[:, None]
+        cells = block[None, :] * summary_block + summaries[:, None]
         mask = is_seen[None, :] & is_dim[:, None]
-        high = tl.load(greatest + places, mask=mask, other=0.0).to(q.dtype)
-        low = tl.load(least + places, mask=mask, other=0.0).to(q.dtype)
+        high = tl.load(max_keys + cells, mask=mask, other=0.0).to(q.dtype)
+        low = tl.load(min_keys + cells, mask=mask, other=0.0).to(q.dtype)
         logit = tl.dot(above, high, input_precision="ieee")
         logit += tl.dot(below, low, input_precision="ieee")
         logit *= scale
@@ -217,7 +221,7 @@ def _logits_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=VARYING)
 def _scores_kernel(  # type: ignore[no-untyped-def]
-    logits,  # as `_logits_kernel` left them
+    logits,  # from `_logits_kernel`, like the next two
     peaks,
     sums,
     positions,  # [max_num_reqs, num_queries] int64
@@ -239,7 +243,7 @@ def _scores_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """Of one layer and request: the attention weights of a block of pages, summed over heads."""
+    """One program per pair and block of pages: their attention weights, summed over heads."""
     pair = first_pair + tl.program_id(0).to(tl.int64)
     req = pair % num_reqs
     pages = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -255,15 +259,15 @@ def _scores_kernel(  # type: ignore[no-untyped-def]
         position = tl.load(positions + req * NUM_QUERIES + rows // GROUP, mask=is_row, other=context_len)
         is_accepted = position < context_len
         row_index = (first_head + index // NUM_ROW_BLOCKS) * NUM_ROWS + rows
-        places = row_index[:, None] * num_splits + splits[None, :]
+        cells = row_index[:, None] * num_splits + splits[None, :]
         mask = is_accepted[:, None] & (splits[None, :] < num_splits)
-        split_peaks = tl.load(peaks + places, mask=mask, other=-1e38)
-        split_sums = tl.load(sums + places, mask=mask, other=0.0)
+        split_peaks = tl.load(peaks + cells, mask=mask, other=-1e38)
+        split_sums = tl.load(sums + cells, mask=mask, other=0.0)
         peak = tl.max(split_peaks, 1)
         if SINKS:
             kv_head = index // NUM_ROW_BLOCKS
-            place = (pair // num_reqs * NUM_KV_HEADS + kv_head) * GROUP + rows % GROUP
-            sink = tl.load(sinks + place, mask=is_accepted, other=float("-inf"))
+            head = (pair // num_reqs * NUM_KV_HEADS + kv_head) * GROUP + rows % GROUP
+            sink = tl.load(sinks + head, mask=is_accepted, other=float("-inf"))
             peak = tl.maximum(peak, sink)
         total = tl.sum(split_sums * tl.exp(split_peaks - peak[:, None]), 1)
         if SINKS:
@@ -279,17 +283,10 @@ def _scores_kernel(  # type: ignore[no-untyped-def]
 
 
 def score_pages(
-    table: LayerTable,
-    queries: torch.Tensor,  # [num_layers, max_num_reqs, num_queries, num_heads, head_size], contiguous
-    positions: torch.Tensor,  # [max_num_reqs, num_queries] int64
-    context_lens: torch.Tensor,  # [num_reqs] int64
-    block_table: torch.Tensor,  # [num_reqs, max_blocks] int32
-    least: torch.Tensor,  # [num_layers, num_blocks, num_kv_heads, head_size]
-    greatest: torch.Tensor,
-    *,
-    num_pages: int,
+    table: LayerTable, summaries: "PageSummaries", verification: Verification, batch: Batch, num_pages: int
 ) -> torch.Tensor:
-    """See `verify_topk.VerifyTopK.score_pages`. No host synchronisation."""
+    """Score pages; see `VerificationPolicy.score_pages`. No host synchronisation."""
+    queries, context_lens, block_table = verification.queries, batch.context_lens, batch.block_table
     num_layers, _, num_queries, num_heads, head_size = queries.shape
     num_kv_heads, page_size = table.keys.shape[1:3]
     group = num_heads // num_kv_heads
@@ -314,8 +311,8 @@ def score_pages(
             queries,
             context_lens,
             block_table,
-            least,
-            greatest,
+            summaries.min_keys,
+            summaries.max_keys,
             table.scales,
             logits,
             peaks,
@@ -326,7 +323,7 @@ def score_pages(
             num_splits,
             *queries.stride()[:3],
             block_table.stride(0),
-            *least.stride()[:3],
+            *summaries.min_keys.stride()[:3],
             NUM_ROWS=num_rows,
             GROUP=group,
             HEAD_SIZE=head_size,
@@ -341,7 +338,7 @@ def score_pages(
             logits,
             peaks,
             sums,
-            positions,
+            verification.positions,
             context_lens,
             table.scales if table.sinks is None else table.sinks,
             scores,

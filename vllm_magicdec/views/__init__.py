@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV views: where a draft step looks in a request's paged KV cache, and where it writes.
+"""KV views: the parts of a request's paged KV cache that a draft step reads, and the slots that it writes.
 
-`base.py` holds what all views share: the batch, the step, the slots written to. `pages.py` makes views of
-whole pages, `layer_pages.py` of every layer's own, `tokens.py` of slots per layer and KV head;
-`selections.py` keeps what was chosen for the last two.
-`windows.py` makes those of layers that do not see the whole context, for which nobody chooses. `kernels.py`
-is the same by one kernel each, for a GPU. `passes.py` takes several of a round's steps at once,
-`token_steps.py` over views of tokens. `rings.py` says where pages are in a cache that has no more than
-sinks and a window. Change one when the draft is to see something else than now, not for another way to
-choose it.
+| file | content |
+| --- | --- |
+| `base.py` | batch, step and write slots, shared by all views |
+| `pages.py`, `layer_pages.py`, `tokens.py` | views of pages, pages by layer, slots by layer and head |
+| `selections.py` | budgets, and the entries selected for the latter two |
+| `windows.py` | views of layers that do not see the whole context |
+| `kernels.py` | the same by Triton kernels |
+| `passes.py`, `token_steps.py` | several steps of a round at once |
+| `rings.py` | page numbers in caches that keep only sinks and a window |
 """

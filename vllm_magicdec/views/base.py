@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every view is made from and made of: a round's batch, a draft step, and the slots that it writes to.
+"""Types that all views share: a round's batch, a draft step, and the slots that it writes to.
 
-Keys are cached with RoPE applied at their true positions, so leaving some out changes what the draft
-attends to and nothing else: positions stay the true ones.
+Keys are cached with RoPE applied at their true positions, so a view may skip some and positions stay true.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,7 @@ import torch
 
 from vllm_magicdec.lookup.history import History
 
-if TYPE_CHECKING:  # it is made of what is here
+if TYPE_CHECKING:  # passes.py imports this module
     from vllm_magicdec.views.passes import RoundSteps
 
 # vLLM's cache-write kernels skip this slot.
@@ -22,90 +21,90 @@ PAD_SLOT = -1
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Whether Triton's kernels prepare rounds there, and not many small operations."""
+    """Whether Triton kernels prepare rounds on the device, rather than torch operations."""
     return device.type == "cuda"
 
 
 def on_device(numbers: Sequence[int] | np.ndarray, device: torch.device) -> torch.Tensor:
-    """The numbers there, int64, sent without waiting for the device; indexing with a list waits."""
-    # What is not pinned the driver may stage only when the stream has got there.
+    """Copy the numbers to the device, int64, without waiting for it; indexing with a list waits."""
+    # The driver may wait for the stream before it stages memory that is not pinned.
     pinned = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
     return pinned.to(device, non_blocking=True)
 
 
 def ceil_div(numerator: int, denominator: int) -> int:
-    """The quotient rounded up."""
+    """Divide and round up."""
     return -(-numerator // denominator)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The requests of one round, in the order of the runner's batch."""
+    """The requests of one round, in the runner's order."""
 
     req_ids: Sequence[str]
     tokens: torch.Tensor  # [num_reqs], the last sampled token of each request
     block_tables: Sequence[torch.Tensor]  # [num_reqs, max_blocks] int32 each, by KV-cache group
     context_lens: torch.Tensor  # [num_reqs] int64, verified tokens before `tokens` = first drafted position
-    # For token views. K/V and token ids of this many tokens are there, on the device and as the host
-    # knows (an upper bound); with asynchronous scheduling they may lag behind `context_lens`.
+    # Tokens whose K/V and ids are available, on the device and as the host knows (an upper bound); with
+    # asynchronous scheduling they may lag behind `context_lens`.
     observable_lens: torch.Tensor  # [num_reqs] int64
     known_lens: Sequence[int]
-    is_prefilling: Sequence[bool]  # the prompt is not all in the cache yet: drafts will be dropped
+    is_prefilling: Sequence[bool]  # the prompt is not complete in the cache: drafts will be dropped
     is_first: Sequence[bool]  # nothing was generated before `tokens`
-    kv_cache_group: int = 0  # that `block_table` is of
-    histories: Sequence[History] = ()  # where drafts are looked up
+    kv_cache_group: int = 0  # group of `block_table`
+    histories: Sequence[History] = ()  # token histories for lookups
 
     @property
     def block_table(self) -> torch.Tensor:
-        """[num_reqs, max_blocks] int32, the requests' own pages in one KV-cache group."""
+        """[num_reqs, max_blocks] int32, the requests' pages in `kv_cache_group`."""
         return self.block_tables[self.kv_cache_group]
 
     def of_group(self, kv_cache_group: int) -> "Batch":
-        """The same requests as another KV-cache group holds them."""
+        """Return the same requests with the block table of another KV-cache group."""
         return replace(self, kv_cache_group=kv_cache_group)
 
     def part(self, first: int, end: int) -> "Batch":
-        """The requests from `first` up to `end`."""
+        """Return the requests from `first` up to `end`."""
         requests = {name: values[first:end] for name, values in vars(self).items() if name not in _BY_GROUP}
         return replace(self, **requests, block_tables=[table[first:end] for table in self.block_tables])
 
 
-_BY_GROUP = ("block_tables", "kv_cache_group")  # fields of `Batch` that are not lists of requests
+_BY_GROUP = ("block_tables", "kv_cache_group")  # fields of `Batch` without one entry per request
 
 
 @dataclass(frozen=True)
 class PageView:
     """The same pages for all layers and heads."""
 
-    lens: torch.Tensor  # [num_reqs] int32, K/V entries in view, the query's own included
+    lens: torch.Tensor  # [num_reqs] int32, K/V entries in view, including the query's own
     block_table: torch.Tensor  # [num_reqs, max_pages] int32
     max_len: int  # upper bound of `lens`
 
     def of_layer(self, index: int) -> "PageView":
-        """One layer's."""
+        """Return the view of one layer."""
         return self
 
 
 @dataclass(frozen=True)
 class LayerPageView:
-    """Pages of its own for every layer."""
+    """Pages by layer."""
 
     lens: torch.Tensor  # [num_reqs] int32, as in `PageView`
     block_tables: torch.Tensor  # [num_layers, num_reqs, max_pages] int32
     max_len: int
 
     def of_layer(self, index: int) -> PageView:
-        """One layer's."""
+        """Return the view of one layer."""
         return PageView(self.lens, self.block_tables[index], self.max_len)
 
 
 @dataclass(frozen=True)
 class TokenView:
-    """A list of slots for every layer and KV head. Good until the round's next step is made."""
+    """A list of slots for every layer and KV head, valid until the round's next step."""
 
-    lens: torch.Tensor  # [num_reqs] int32, valid columns of `slots`, the query's own slot included
+    lens: torch.Tensor  # [num_reqs] int32, valid columns of `slots`, including the query's own
     slots: torch.Tensor  # [num_layers, num_reqs, num_kv_heads, budget] int32
-    common_len: int | None  # what all `lens` are, where the host knows it: in every step of the round
+    common_len: int | None  # the value of all `lens` in every step of the round, if the host knows it
 
 
 View = PageView | LayerPageView | TokenView
@@ -113,17 +112,17 @@ View = PageView | LayerPageView | TokenView
 
 @dataclass(frozen=True)
 class ViewStep:
-    """What one draft step reads and writes in the layers of a view: one query token per request."""
+    """Input of one draft step in the layers of a view: one query token per request."""
 
     index: int  # 0 .. gamma - 1
     positions: torch.Tensor  # [num_reqs] int64, true positions of the query tokens
-    slots: torch.Tensor  # [num_reqs] int64, where the query's K/V goes; PAD_SLOT: nowhere
+    slots: torch.Tensor  # [num_reqs] int64, slot of the query's K/V, or PAD_SLOT
     view: View
 
 
 @dataclass(frozen=True)
 class DraftStep:
-    """What one draft step reads and writes in all layers."""
+    """Input of one draft step in all layers."""
 
     parts: Sequence[ViewStep]  # by group of layers
 
@@ -139,51 +138,40 @@ class DraftStep:
 
 
 class Selector(Protocol):
-    """The part of a policy that works every round: it keeps what views look up up to date."""
+    """The part of a policy that runs every round and updates the selections."""
 
     @property
     def memory_bytes(self) -> Mapping[str, int]:
-        """Device memory beside the selections, by what it is for."""
+        """Device memory in addition to the selections, by purpose."""
         ...
 
     def update(self, batch: Batch, num_steps: int) -> None:
-        """Select for the requests of a batch that are due.
-
-        Args:
-            batch: the round's requests.
-            num_steps: drafts of each.
-        """
+        """Select for the requests of a round that are due, each with `num_steps` drafts."""
         ...
 
 
 class Views(Protocol):
-    """Prepares the views of one round after the other, in buffers that live as long as the engine."""
+    """Prepares the views of each round, in buffers that live as long as the engine."""
 
     @property
     def memory_bytes(self) -> Mapping[str, int]:
-        """Device memory of what the draft looks up, by what it is for."""
+        """Device memory of the views, by purpose."""
         ...
 
     @property
     def common_lens(self) -> Sequence[int | None]:
-        """`TokenView.common_len`s for which a draft step runs other kernels; None is one."""
+        """Values of `TokenView.common_len`, including None, for which a draft step runs other kernels."""
         ...
 
     def prepare(self, batch: Batch, num_steps: int) -> "RoundSteps":
-        """The round's steps. No host synchronisation.
-
-        Args:
-            batch: the round's requests.
-            num_steps: drafts of each.
-        """
+        """Prepare a round of `num_steps` drafts for each request. No host synchronisation."""
         ...
 
     def capture_view(self, num_reqs: int, lens: torch.Tensor, common_len: int | None) -> View:
-        """The view of `num_reqs` requests that is in the buffers now, for a CUDA graph to read.
+        """Return the view that the buffers hold, for a CUDA graph to read.
 
         Args:
-            num_reqs: requests, at most `max_num_seqs`; those that the round does not have see what an
-                earlier round left.
+            num_reqs: at most `max_num_seqs`; requests that the round lacks see data of an earlier round.
             lens: [num_reqs] int32, entries in view.
             common_len: one of `common_lens`.
         """
@@ -210,20 +198,20 @@ class DraftSlots:
         self.slots = torch.full(shape, PAD_SLOT, dtype=torch.int64, device=device)
 
     def prepare(self, batch: Batch, num_steps: int) -> torch.Tensor:
-        """Fill the buffers for a round; returns its positions, [num_steps, num_reqs] int64.
+        """Fill the buffers for a round and return its positions, [num_steps, num_reqs] int64.
 
-        Positions at or above the model length are clamped and write to PAD_SLOT: what is drafted there
-        is never scheduled.
+        Positions at or above the model length are clamped and write to PAD_SLOT; their drafts are never
+        scheduled.
         """
         num_reqs = batch.context_lens.shape[0]
-        wanted = batch.context_lens + self._offsets[:num_steps]
-        positions = wanted.clamp(max=self.max_model_len - 1)
+        unclamped = batch.context_lens + self._offsets[:num_steps]
+        positions = unclamped.clamp(max=self.max_model_len - 1)
         pages = batch.block_table.gather(1, (positions // self.page_size).T).T
         slots = pages * self.page_size + positions % self.page_size
         self.positions[:num_steps, :num_reqs] = positions
-        self.slots[:num_steps, :num_reqs] = slots.masked_fill(wanted != positions, PAD_SLOT)
+        self.slots[:num_steps, :num_reqs] = slots.masked_fill(unclamped != positions, PAD_SLOT)
         return positions
 
     def step(self, index: int, num_reqs: int, view: View) -> ViewStep:
-        """A step of the round that was prepared, over a view."""
+        """Return a step of the prepared round over a view."""
         return ViewStep(index, self.positions[index, :num_reqs], self.slots[index, :num_reqs], view)

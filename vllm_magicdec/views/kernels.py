@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Preparing a round on a GPU: what each kind of `Views` computes, by one Triton kernel each.
+"""Triton kernels that prepare a round on a GPU, one for each type of `Views`.
 
-The torch versions beside them say the same in many small steps, and run wherever there is no GPU. One file
-above 400 lines, because each kernel is read beside the others: they share how steps are written.
+The torch versions in `pages.py`, `layer_pages.py` and `tokens.py` run where there is no GPU.
 """
 
 import torch
 import triton
 import triton.language as tl
+
+from vllm_magicdec.views.base import Batch, DraftSlots
+from vllm_magicdec.views.selections import Budget, Selections
 
 BLOCK_COLUMNS = 128
 # The number of drafts varies by round. For 1 and for multiples of 16 Triton would compile again, while
@@ -19,26 +21,26 @@ VARYING = ["num_steps"]
 def _write_steps(  # type: ignore[no-untyped-def]
     req,
     context_len,
-    table,  # of the request's own pages
+    table,  # the request's row of the block table
     positions,  # [max_num_steps, max_num_reqs] int64, written
-    slots,  # the same
+    slots,  # as positions
     max_num_reqs,
     max_model_len,
     num_steps,
     PAGE_SIZE: tl.constexpr,
     STEPS_PADDED: tl.constexpr,
 ):
-    """Positions and slots of one request's drafted tokens; also returns its slots without padding."""
+    """Write positions and slots of one request's drafted tokens; return its slots without padding."""
     steps = tl.arange(0, STEPS_PADDED)
     is_step = steps < num_steps
-    wanted = context_len + steps
-    position = tl.minimum(wanted, max_model_len - 1)
+    unclamped = context_len + steps
+    position = tl.minimum(unclamped, max_model_len - 1)
     page = tl.load(table + position // PAGE_SIZE, mask=is_step, other=0).to(tl.int64)
     slot = page * PAGE_SIZE + position % PAGE_SIZE
     cells = steps * max_num_reqs + req
     tl.store(positions + cells, position, mask=is_step)
-    # What lies beyond the model's length is not written: PAD_SLOT.
-    tl.store(slots + cells, tl.where(wanted == position, slot, -1), mask=is_step)
+    # Tokens beyond the model's length write to PAD_SLOT.
+    tl.store(slots + cells, tl.where(unclamped == position, slot, -1), mask=is_step)
     return position, slot
 
 
@@ -62,7 +64,7 @@ def _page_round_kernel(  # type: ignore[no-untyped-def]
     STEPS_PADDED: tl.constexpr,
     PAGES_PADDED: tl.constexpr,
 ):
-    """One request: see `pages.PageViews.prepare` and `policies.streamingllm`."""
+    """One program per request; see `pages.PageViews` and `policies.streamingllm`."""
     req = tl.program_id(0).to(tl.int64)
     context_len = tl.load(context_lens + req)
     table = block_table + req * table_stride
@@ -92,38 +94,33 @@ def _page_round_kernel(  # type: ignore[no-untyped-def]
 
 
 def write_page_round(
-    context_lens: torch.Tensor,  # [num_reqs] int64
-    block_table: torch.Tensor,  # [num_reqs, max_blocks] int32
+    batch: Batch,
+    draft_slots: DraftSlots,  # written
+    budget: Budget,
     num_pages: torch.Tensor,  # [num_reqs] int64, pages in budget, sinks included
     *,
-    positions: torch.Tensor,  # [max_num_steps, max_num_reqs] int64, written
-    slots: torch.Tensor,  # the same
     lens: torch.Tensor,  # [max_num_steps, max_num_reqs] int32, written
     view_table: torch.Tensor,  # [max_num_reqs, >= max_pages] int32, written
     num_steps: int,
-    page_size: int,
-    sink_pages: int,
-    max_pages: int,
-    max_model_len: int,
 ) -> None:
-    """Sinks and the latest pages of every request. No host synchronisation."""
-    max_num_steps, max_num_reqs = positions.shape
-    _page_round_kernel[(context_lens.shape[0],)](
-        context_lens,
-        block_table,
+    """Write a view of sinks and the latest pages of every request. No host synchronisation."""
+    max_num_steps, max_num_reqs = draft_slots.positions.shape
+    _page_round_kernel[(batch.context_lens.shape[0],)](
+        batch.context_lens,
+        batch.block_table,
         num_pages,
-        positions,
-        slots,
+        draft_slots.positions,
+        draft_slots.slots,
         lens,
         view_table,
-        block_table.stride(0),
+        batch.block_table.stride(0),
         view_table.stride(0),
         max_num_reqs,
-        max_model_len,
+        draft_slots.max_model_len,
         num_steps,
-        sink_pages,
-        max_pages,
-        PAGE_SIZE=page_size,
+        budget.num_sinks,
+        budget.max_entries,
+        PAGE_SIZE=draft_slots.page_size,
         STEPS_PADDED=triton.next_power_of_2(max_num_steps),
         PAGES_PADDED=triton.next_power_of_2(view_table.shape[1]),
     )
@@ -157,7 +154,7 @@ def _layer_page_round_kernel(  # type: ignore[no-untyped-def]
     STEPS_PADDED: tl.constexpr,
     PAGES_PADDED: tl.constexpr,
 ):
-    """One request and layer: see `layer_pages.LayerPageViews.prepare`."""
+    """One program per request and layer; see `layer_pages.LayerPageViews`."""
     req = tl.program_id(0).to(tl.int64)
     layer = tl.program_id(1).to(tl.int64)
     context_len = tl.load(context_lens + req)
@@ -204,51 +201,42 @@ def _layer_page_round_kernel(  # type: ignore[no-untyped-def]
 
 
 def write_layer_page_round(
-    context_lens: torch.Tensor,  # [num_reqs] int64
-    block_table: torch.Tensor,  # [num_reqs, max_blocks] int32
-    rows: torch.Tensor,  # [num_reqs] int64, of the selections
-    selected: torch.Tensor,  # [max_num_reqs, num_layers, 1, max_selected] int32, contiguous
-    num_selected: torch.Tensor,  # [max_num_reqs] int64
-    ends: torch.Tensor,  # [max_num_reqs] int64
-    pages: torch.Tensor,  # [num_reqs] int64, in budget
+    batch: Batch,
+    draft_slots: DraftSlots,  # written
+    budget: Budget,
+    selections: Selections,
+    rows: torch.Tensor,  # [num_reqs] int64, rows of the selections
     *,
-    positions: torch.Tensor,  # [max_num_steps, max_num_reqs] int64, written like the rest
-    slots: torch.Tensor,  # the same
-    lens: torch.Tensor,  # [max_num_steps, max_num_reqs] int32
-    view_tables: torch.Tensor,  # [num_layers, max_num_reqs, >= max_pages] int32
+    lens: torch.Tensor,  # [max_num_steps, max_num_reqs] int32, written
+    view_tables: torch.Tensor,  # [num_layers, max_num_reqs, >= max_pages] int32, written
     num_steps: int,
-    page_size: int,
-    sink_pages: int,
-    recent_pages: int,
-    max_pages: int,
-    max_model_len: int,
 ) -> None:
-    """Selected pages, sinks and the latest pages of every request and layer. No host synchronisation."""
-    max_num_steps, max_num_reqs = positions.shape
-    _layer_page_round_kernel[(context_lens.shape[0], view_tables.shape[0])](
-        context_lens,
-        block_table,
+    """Write selected pages, sinks and the latest pages by request and layer. No host synchronisation."""
+    max_num_steps, max_num_reqs = draft_slots.positions.shape
+    _layer_page_round_kernel[(batch.context_lens.shape[0], view_tables.shape[0])](
+        batch.context_lens,
+        batch.block_table,
         rows,
-        selected,
-        num_selected,
-        ends,
-        pages,
-        positions,
-        slots,
+        selections.positions,
+        selections.counts,
+        selections.ends,
+        budget.entries(batch.context_lens),
+        draft_slots.positions,
+        draft_slots.slots,
         lens,
         view_tables,
-        block_table.stride(0),
-        selected.stride(0),
-        selected.stride(1),
+        batch.block_table.stride(0),
+        selections.positions.stride(0),
+        selections.positions.stride(1),
         view_tables.stride(0),
         view_tables.stride(1),
         max_num_reqs,
-        max_model_len,
+        draft_slots.max_model_len,
         num_steps,
-        sink_pages,
-        recent_pages,
-        max_pages,
-        PAGE_SIZE=page_size,
+        budget.num_sinks,
+        budget.num_recent,
+        budget.max_entries,
+        PAGE_SIZE=draft_slots.page_size,
         STEPS_PADDED=triton.next_power_of_2(max_num_steps),
         PAGES_PADDED=triton.next_power_of_2(view_tables.shape[2]),
     )
@@ -286,7 +274,7 @@ def _token_round_kernel(  # type: ignore[no-untyped-def]
     STEPS_PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One request, layer and KV head, and block of columns: see `tokens.TokenViews.prepare`."""
+    """One program per request, layer and KV head, and block of columns; see `tokens.TokenViews`."""
     req = tl.program_id(0).to(tl.int64)
     layer_head = tl.program_id(1).to(tl.int64)
     context_len = tl.load(context_lens + req)
@@ -308,14 +296,14 @@ def _token_round_kernel(  # type: ignore[no-untyped-def]
         other=0,
     ).to(tl.int64)
     column = columns - count
-    place = tl.where(column < sinks, column, column + start - sinks)
-    place = tl.where(column < 0, chosen, tl.maximum(place, 0))
-    place = tl.minimum(place, first)
-    page = tl.load(table + place // PAGE_SIZE, mask=is_column, other=0).to(tl.int64)
+    token = tl.where(column < sinks, column, column + start - sinks)
+    token = tl.where(column < 0, chosen, tl.maximum(token, 0))
+    token = tl.minimum(token, first)
+    page = tl.load(table + token // PAGE_SIZE, mask=is_column, other=0).to(tl.int64)
     layer, kv_head = layer_head // NUM_KV_HEADS, layer_head % NUM_KV_HEADS
     tl.store(
         view_slots + layer * view_layer + req * view_req + kv_head * view_head + columns,
-        (page * PAGE_SIZE + place % PAGE_SIZE).to(tl.int32),
+        (page * PAGE_SIZE + token % PAGE_SIZE).to(tl.int32),
         mask=is_column,
     )
 
@@ -337,66 +325,57 @@ def _token_round_kernel(  # type: ignore[no-untyped-def]
         num_recent = position - start + 1
         seen = count + sinks + tl.minimum(num_recent, room)
         tl.store(lens + cells, seen.to(tl.int32), mask=is_step)
-        # A remainder that is not negative, as in Python.
+        # Non-negative remainder, as in Python.
         ring = (num_recent - 1 + room) % room
         tl.store(query_columns + cells, count + sinks + ring, mask=is_step)
         tl.store(query_slots + cells, slot.to(tl.int32), mask=is_step)
 
 
 def write_token_round(
-    context_lens: torch.Tensor,  # [num_reqs] int64
-    block_table: torch.Tensor,  # [num_reqs, max_blocks] int32
-    rows: torch.Tensor,  # [num_reqs] int64
-    selected: torch.Tensor,  # [max_num_reqs, num_layers, num_kv_heads, max_selected] int32, contiguous
-    num_selected: torch.Tensor,  # [max_num_reqs] int64
-    ends: torch.Tensor,  # [max_num_reqs] int64
-    tokens: torch.Tensor,  # [num_reqs] int64, in budget
+    batch: Batch,
+    draft_slots: DraftSlots,  # written
+    budget: Budget,
+    selections: Selections,
+    rows: torch.Tensor,  # [num_reqs] int64, rows of the selections
     *,
-    positions: torch.Tensor,  # [max_num_steps, max_num_reqs] int64, written like the rest
-    slots: torch.Tensor,  # the same
-    lens: torch.Tensor,  # [max_num_steps, max_num_reqs] int32
-    query_columns: torch.Tensor,  # [max_num_steps, max_num_reqs] int64
-    query_slots: torch.Tensor,  # [max_num_steps, max_num_reqs] int32
-    view_slots: torch.Tensor,  # [num_layers, max_num_reqs, num_kv_heads, >= max_tokens] int32
+    lens: torch.Tensor,  # [max_num_steps, max_num_reqs] int32, written
+    query_columns: torch.Tensor,  # [max_num_steps, max_num_reqs] int64, written
+    query_slots: torch.Tensor,  # [max_num_steps, max_num_reqs] int32, written
+    view_slots: torch.Tensor,  # [num_layers, max_num_reqs, num_kv_heads, >= max_tokens] int32, written
     num_steps: int,
-    page_size: int,
-    sink: int,
-    window: int,  # recent tokens
-    max_tokens: int,
-    max_model_len: int,
 ) -> None:
-    """The views of a round's first step, and where its queries go. No host synchronisation."""
-    max_num_steps, max_num_reqs = positions.shape
+    """Write the views of a round's first step and the columns of all queries. No host synchronisation."""
+    max_num_steps, max_num_reqs = draft_slots.positions.shape
     num_layers, _, num_kv_heads, _ = view_slots.shape
-    grid = (context_lens.shape[0], num_layers * num_kv_heads, triton.cdiv(max_tokens, BLOCK_COLUMNS))
-    _token_round_kernel[grid](
-        context_lens,
-        block_table,
+    num_blocks = triton.cdiv(budget.max_entries, BLOCK_COLUMNS)
+    _token_round_kernel[(batch.context_lens.shape[0], num_layers * num_kv_heads, num_blocks)](
+        batch.context_lens,
+        batch.block_table,
         rows,
-        selected,
-        num_selected,
-        ends,
-        tokens,
-        positions,
-        slots,
+        selections.positions,
+        selections.counts,
+        selections.ends,
+        budget.entries(batch.context_lens),
+        draft_slots.positions,
+        draft_slots.slots,
         lens,
         query_columns,
         query_slots,
         view_slots,
-        block_table.stride(0),
-        selected.stride(0),
-        selected.stride(2),
+        batch.block_table.stride(0),
+        selections.positions.stride(0),
+        selections.positions.stride(2),
         view_slots.stride(0),
         view_slots.stride(1),
         view_slots.stride(2),
         max_num_reqs,
-        max_model_len,
+        draft_slots.max_model_len,
         num_steps,
-        sink,
-        window,
-        max_tokens,
+        budget.num_sinks,
+        budget.num_recent,
+        budget.max_entries,
         NUM_KV_HEADS=num_kv_heads,
-        PAGE_SIZE=page_size,
+        PAGE_SIZE=draft_slots.page_size,
         STEPS_PADDED=triton.next_power_of_2(max_num_steps),
         BLOCK=BLOCK_COLUMNS,
     )

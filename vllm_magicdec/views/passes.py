@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A round's steps, one by one, or by passes that take several at once: of each request as many as it has
-tokens for.
+"""A round's steps, run one by one or by passes over several steps of each request.
 
-A view of pages ends with the round's drafted tokens, in order, and one step sees one entry more of it than
-the step before. So causal attention among a pass's tokens lets each of them see what its own step would.
-Views of tokens say what each one sees: `token_steps.py`.
+A page view ends with the round's drafted tokens in order, and each step sees one entry more than the step
+before, so causal attention among a pass's tokens is exact. Token views need a mask: `token_steps.py`.
 """
 
 from abc import ABC, abstractmethod
@@ -14,62 +12,63 @@ from functools import cached_property
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from vllm_magicdec.views.base import DraftSlots, LayerPageView, PageView, View, ViewStep, on_device
 
 
 @dataclass(frozen=True)
 class Queries:
-    """The query tokens of a pass, one request's after the other's."""
+    """The query tokens of a pass, concatenated by request."""
 
-    requests: np.ndarray  # [num_running] int64, places in the batch
-    firsts: np.ndarray  # [num_running] int64, the step of the round that each one's first token is
-    lens: np.ndarray  # [num_running] int64, tokens of each; at least 1
+    requests: np.ndarray  # [num_running] int64, indices in the batch
+    firsts: np.ndarray  # [num_running] int64, the round's step of each request's first token
+    lens: np.ndarray  # [num_running] int64, tokens of each request; at least 1
 
     @cached_property
-    def places(self) -> np.ndarray:
-        """[num_tokens] int64, the place in the batch of each token's request."""
+    def request_indices(self) -> np.ndarray:
+        """[num_tokens] int64, the index in the batch of each token's request."""
         return self.requests.repeat(self.lens)
 
     @cached_property
     def steps(self) -> np.ndarray:
-        """[num_tokens] int64, the step of the round that each token is."""
+        """[num_tokens] int64, the round's step of each token."""
         return self.firsts.repeat(self.lens) + self._within
 
     @cached_property
     def lasts(self) -> np.ndarray:
-        """[num_running] int64, the step of the round that each one's last token is."""
+        """[num_running] int64, the round's step of each request's last token."""
         return self.firsts + self.lens - 1
 
     @cached_property
     def starts(self) -> np.ndarray:
-        """[num_running + 1] int32, where each request's tokens begin, and where the last one's end."""
+        """[num_running + 1] int32, cumulative numbers of tokens, as vLLM's `query_start_loc`."""
         return np.concatenate([[0], self.lens.cumsum()]).astype(np.int32)
 
     @cached_property
     def table(self) -> np.ndarray:
-        """[num_running, most] int64, each request's tokens; its last one again where others have more."""
+        """[num_running, max_len] int64, token indices by request, padded with its last one."""
         within = np.minimum(np.arange(self.lens.max()), self.lens[:, None] - 1)
         return self.starts[:-1, None].astype(np.int64) + within
 
     @cached_property
     def cells(self) -> np.ndarray:
-        """[num_tokens] int64, where each token is in the table, counted row by row."""
+        """[num_tokens] int64, the flat index of each token in `table`."""
         return np.arange(len(self.lens)).repeat(self.lens) * self.lens.max() + self._within
 
     @cached_property
     def _within(self) -> np.ndarray:
-        """[num_tokens] int64, the place of each token among its request's."""
+        """[num_tokens] int64, the index of each token within its request."""
         return np.arange(self.lens.sum()) - self.starts[:-1].repeat(self.lens)
 
 
 @dataclass(frozen=True)
 class TokenPassView:
-    """Of the requests of a pass, all slots that its tokens read, and which of them each one sees."""
+    """The slots that the tokens of a pass read, and a mask by token."""
 
     slots: torch.Tensor  # [num_layers, num_running, num_kv_heads, width] int32
-    is_seen: torch.Tensor  # [num_running, most, width] bool, by the tokens of `table`
-    table: torch.Tensor  # [num_running, most] int64, see `Queries`
+    is_seen: torch.Tensor  # [num_running, max_len, width] bool, by the tokens of `table`
+    table: torch.Tensor  # [num_running, max_len] int64, see `Queries`
     cells: torch.Tensor  # [num_tokens] int64, see `Queries`
 
 
@@ -78,20 +77,20 @@ PassView = PageView | LayerPageView | TokenPassView
 
 @dataclass(frozen=True)
 class ViewPass:
-    """What a pass reads and writes in the layers of a view."""
+    """Input of a pass in the layers of a view."""
 
     positions: torch.Tensor  # [num_tokens] int64, true positions of the query tokens
-    slots: torch.Tensor  # [num_tokens] int64, where their K/V goes
-    view: PassView  # of the requests that run; `lens` of pages are of each one's last token
+    slots: torch.Tensor  # [num_tokens] int64, slots of their K/V
+    view: PassView  # view of the running requests; `lens` of pages are of each one's last token
 
 
 @dataclass(frozen=True)
 class DraftPass:
-    """What a pass reads and writes in all layers."""
+    """Input of a pass in all layers."""
 
     queries: Queries
     parts: Sequence[ViewPass]  # by group of layers
-    is_weighed: bool = False  # the probabilities of the drawn tokens are asked for
+    is_weighed: bool = False  # return the probabilities of the sampled tokens
 
     @property
     def positions(self) -> torch.Tensor:
@@ -100,12 +99,12 @@ class DraftPass:
 
 
 class RoundSteps(ABC):
-    """All steps of a round in the layers of a view: to be gone through in order, once, or taken by passes.
+    """All steps of a round in the layers of a view: iterated once in order, or taken by passes.
 
     Args:
         draft_slots: prepared for the round.
         num_steps: drafts of each request.
-        num_reqs: of the batch.
+        num_reqs: requests of the batch.
     """
 
     def __init__(self, draft_slots: DraftSlots, num_steps: int, num_reqs: int) -> None:
@@ -118,35 +117,35 @@ class RoundSteps(ABC):
             yield self._draft_slots.step(index, self._num_reqs, self._view_of_step(index))
 
     def take(self, queries: Queries) -> ViewPass:
-        """Those that a pass takes; not once the steps are gone through one by one.
+        """Return the input of a pass. Not to be called after an iteration over the steps.
 
         Args:
-            queries: within the model's length. K/V of the steps before a request's first is there.
+            queries: within the model's length. K/V of the steps before a request's first is cached.
         """
         device = self._draft_slots.positions.device
-        steps, places = on_device(queries.steps, device), on_device(queries.places, device)
+        steps, requests = on_device(queries.steps, device), on_device(queries.request_indices, device)
         return ViewPass(
-            self._draft_slots.positions[steps, places],
-            self._draft_slots.slots[steps, places],
+            self._draft_slots.positions[steps, requests],
+            self._draft_slots.slots[steps, requests],
             self._view_of_pass(queries, on_device(queries.requests, device)),
         )
 
     @abstractmethod
     def _view_of_step(self, index: int) -> View:
-        """Where the step looks."""
+        """Return the view of a step."""
 
     @abstractmethod
     def _view_of_pass(self, queries: Queries, requests: torch.Tensor) -> PassView:
-        """Where the pass looks; `requests` [num_running] int64, those of `queries`."""
+        """Return the view of a pass; `requests` is `queries.requests` on the device."""
 
 
 class PageSteps(RoundSteps):
-    """The steps of a round in the layers of a view of pages.
+    """The steps of a round in the layers of a page view.
 
     Args:
         draft_slots: prepared for the round.
         lens: [num_steps, num_reqs] int32, entries in view.
-        view_of: the view of all requests, with `lens` put in.
+        view_of: returns the view of all requests for given `lens`.
     """
 
     def __init__(
@@ -159,9 +158,11 @@ class PageSteps(RoundSteps):
         self._lens = lens
         self._view_of = view_of
 
+    @override
     def _view_of_step(self, index: int) -> PageView | LayerPageView:
         return self._view_of(self._lens[index])
 
+    @override
     def _view_of_pass(self, queries: Queries, requests: torch.Tensor) -> PageView | LayerPageView:
         view = self._view_of(self._lens[on_device(queries.lasts, requests.device), requests])
         if isinstance(view, PageView):

@@ -1,54 +1,59 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a policy selected for the requests of a batch, kept for as long as they run."""
+"""Budgets, and the entries that a policy selected for the running requests."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 
 from vllm_magicdec.views.base import on_device
 
 
-class Budget(Protocol):
-    """What a draft step may read of a request, in entries: tokens or pages."""
+@dataclass(frozen=True)
+class Budget:
+    """Entries of one request, tokens or pages, that a draft step may read.
 
-    @property
-    def unit(self) -> int:
-        """Tokens of an entry."""
-        ...
+    The budget is `min_entries` for every request or, if `context_fraction` is above 0, that fraction of
+    its context between `min_entries` and `max_entries`.
+    """
 
-    @property
-    def num_sinks(self) -> int:
-        """Entries at the start of the context that stay in view."""
-        ...
-
-    @property
-    def num_recent(self) -> int:
-        """Least number of latest entries in view."""
-        ...
+    unit: int  # tokens per entry
+    num_sinks: int  # entries at the start of the context that stay in view
+    min_entries: int
+    max_entries: int
+    context_fraction: float = 0.0
+    num_recent: int = 0  # minimum number of latest entries in view beside selected ones
 
     @property
     def max_tokens(self) -> int:
-        """K/V entries of the cache that a draft step reads of a request, at most."""
-        ...
-
-    @property
-    def min_entries(self) -> int:
-        """Entries in budget, whatever the context."""
-        ...
+        """Maximum K/V entries of the cache that a draft step reads of a request."""
+        return self.max_entries * self.unit
 
     @property
     def max_selected(self) -> int:
-        """Most entries that can be selected between the sinks and the recent ones."""
-        ...
+        """Maximum entries that can be selected between the sinks and the recent ones."""
+        return max(0, self.max_entries - self.num_sinks - self.num_recent)
 
     def entries(self, context_lens: torch.Tensor) -> torch.Tensor:
         """Entries in budget, [num_reqs] int64; `context_lens` [num_reqs] int64, in tokens."""
-        ...
+        if not self.context_fraction:
+            return torch.full_like(context_lens, self.min_entries)
+        target = torch.ceil(context_lens.double() * self.context_fraction / self.unit)
+        return target.long().clamp_(self.min_entries, self.max_entries)
+
+
+def fixed_tokens(budget: float, min_budget: int) -> tuple[str, int]:
+    """The option and the tokens that a budget holds whatever the context.
+
+    Args:
+        budget: tokens, or a fraction of the context when below 1.
+        min_budget: tokens; the minimum of a fraction.
+    """
+    return ("draft_kv_min_budget", min_budget) if budget < 1 else ("draft_kv_budget", int(budget))
 
 
 class RequestRows:
-    """A row of device state for every request; rows of requests that are gone go to new ones."""
+    """Assigns a row of device state to every request and reuses the rows of finished ones."""
 
     def __init__(self, max_num_reqs: int, device: torch.device) -> None:
         self._rows: dict[str, int] = {}
@@ -59,7 +64,7 @@ class RequestRows:
         return req_id in self._rows
 
     def add(self, req_ids: Sequence[str]) -> list[int]:
-        """Give rows to the requests of a batch that have none; returns the new ones' rows."""
+        """Assign rows to the requests of a batch that have none; return the new rows."""
         new = [req_id for req_id in req_ids if req_id not in self._rows]
         if len(new) > len(self._free):
             present = set(req_ids)
@@ -79,18 +84,17 @@ class RequestRows:
 
 
 class Selections:
-    """What was selected for every request, on the device, and when, on the host.
+    """The selected entries of every request, on the device.
 
-    Entries are tokens, per layer and KV head, or pages, per layer, as views count them. They are kept by
-    position in the context, not by slot, so that a request that was preempted and comes back on other pages
-    keeps its own.
+    Entries are tokens per layer and KV head, or pages per layer. They are positions in the context, not
+    slots, so that a preempted request keeps them when it resumes on other pages.
 
     Args:
         num_layers: attention layers of the target.
-        num_heads: KV heads that choose for themselves; 1 for pages.
-        max_num_reqs: most requests of a round.
-        max_selected: most entries of a request.
-        device: where views are made.
+        num_heads: KV heads with selections of their own; 1 for pages.
+        max_num_reqs: requests of a round.
+        max_selected: entries of a request.
+        device: device of the views.
     """
 
     def __init__(
@@ -105,18 +109,18 @@ class Selections:
         shape = (max_num_reqs, num_layers, num_heads, max_selected)
         self.positions = torch.zeros(shape, dtype=torch.int32, device=device)  # best first
         self.counts = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)
-        # First entry after the region that was chosen from.
+        # First entry after the region that was selected from.
         self.ends = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)
-        self.num_made = 0  # times that some were made
+        self.version = 0  # incremented by every selection
         self._rows = RequestRows(max_num_reqs, device)
-        self._made_at: dict[str, int] = {}  # context length, in tokens
+        self._selected_at: dict[str, int] = {}  # context length, in tokens
 
     def begin_round(self, req_ids: Sequence[str]) -> None:
-        """Give the batch's new requests rows with nothing selected."""
+        """Assign rows with no selection to the new requests of the batch."""
         for row in self._rows.add(req_ids):
             self.counts[row] = 0
             self.ends[row] = 0
-        self._made_at = {req_id: n for req_id, n in self._made_at.items() if req_id in self._rows}
+        self._selected_at = {req_id: n for req_id, n in self._selected_at.items() if req_id in self._rows}
 
     @property
     def num_bytes(self) -> int:
@@ -131,23 +135,23 @@ class Selections:
         """Rows of requests of this round's batch, [num_reqs] int64."""
         return self._rows.of(req_ids)
 
-    def made_at(self, req_id: str) -> int | None:
-        """The context length at which the request's selection was made, or None."""
-        return self._made_at.get(req_id)
+    def selected_at(self, req_id: str) -> int | None:
+        """The context length, in tokens, at the request's latest selection, or None."""
+        return self._selected_at.get(req_id)
 
     def set(
         self, req_ids: Sequence[str], context_lens: Sequence[int], counts: torch.Tensor, ends: torch.Tensor
     ) -> None:
-        """Record that selections were made; their `positions` have been filled.
+        """Record selections whose `positions` have been filled.
 
         Args:
             req_ids: requests of this round's batch.
-            context_lens: tokens of context that the host knows of, when it was made.
-            counts: [len(req_ids)] int64, entries selected.
+            context_lens: tokens of context that the host knows.
+            counts: [len(req_ids)] int64, selected entries.
             ends: [len(req_ids)] int64, see `ends`.
         """
         rows = self.rows(req_ids)
         self.counts[rows] = counts
         self.ends[rows] = ends
-        self.num_made += 1
-        self._made_at.update(zip(req_ids, context_lens, strict=True))
+        self.version += 1
+        self._selected_at.update(zip(req_ids, context_lens, strict=True))

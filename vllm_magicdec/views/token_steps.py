@@ -1,32 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The steps of a round over views of tokens, one by one or by passes.
+"""The steps of a round over token views, one by one or by passes.
 
-The first step's lists are there. From one step to the next a list changes in one column: the query's slot
-goes behind what is in view or, where the budget is full, in the place of the oldest recent token. One by
-one the lists are changed in place. For a pass they stay as they are, and the slots of the later steps'
-queries follow them: so each request's tokens are gathered once, and each query is told which of them its
-own step sees.
+From one step to the next a list changes in one column: the query's slot is appended or, if the budget is
+full, replaces the oldest recent token. One by one, the lists are changed in place. For a pass, the slots
+of the later steps' queries are appended, and a mask selects the slots of each query's own step.
 """
 
 from functools import cached_property
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from vllm_magicdec.views.base import DraftSlots, TokenView, on_device
 from vllm_magicdec.views.passes import Queries, RoundSteps, TokenPassView
 
 
 class TokenSteps(RoundSteps):
-    """The steps of a round in the layers of a view of tokens.
+    """The steps of a round in the layers of a token view.
 
     Args:
         draft_slots: prepared for the round.
         lens: [num_steps, num_reqs] int32, entries in view.
-        slots: [num_layers, num_reqs, num_kv_heads, budget] int32, the first step's lists; written when the
-            steps are gone through one by one.
-        query_columns: [num_steps, num_reqs] int64, where each step's query goes in its list.
-        query_slots: [num_steps, num_reqs] int32, what goes there.
+        slots: [num_layers, num_reqs, num_kv_heads, budget] int32, the first step's lists; iterating over
+            the steps writes to them.
+        query_columns: [num_steps, num_reqs] int64, the column of each step's query in its list.
+        query_slots: [num_steps, num_reqs] int32, the slot of each step's query.
         common_len: see `TokenView`.
     """
 
@@ -47,6 +46,7 @@ class TokenSteps(RoundSteps):
         self._query_slots = query_slots
         self._common_len = common_len
 
+    @override
     def _view_of_step(self, index: int) -> TokenView:
         if index:
             columns, query_slots = (
@@ -56,14 +56,15 @@ class TokenSteps(RoundSteps):
             self._slots.scatter_(-1, columns, query_slots)
         return TokenView(self._lens[index], self._slots, self._common_len)
 
+    @override
     def _view_of_pass(self, queries: Queries, requests: torch.Tensor) -> TokenPassView:
         device = requests.device
-        steps = on_device(queries.steps[queries.table], device).unsqueeze(-1)  # [num_running, most, 1]
+        steps = on_device(queries.steps[queries.table], device).unsqueeze(-1)  # [num_running, max_len, 1]
         later = np.arange(1, queries.lasts.max() + 1)
         is_seen = torch.cat(
             [steps < self._seen_until[requests].unsqueeze(1), steps >= on_device(later, device)], dim=-1
         )
-        # Nothing is there yet of a request's later steps: the slot of its last one stands in for theirs.
+        # Steps after a request's last one have no K/V yet; its last slot pads them.
         written = on_device(np.minimum(later, queries.lasts[:, None]), device)  # [num_running, later]
         drafted = self._query_slots[written, requests.unsqueeze(1)]
         all_run = np.array_equal(queries.requests, np.arange(self._num_reqs))
@@ -78,7 +79,7 @@ class TokenSteps(RoundSteps):
 
     @cached_property
     def _seen_until(self) -> torch.Tensor:
-        """[num_reqs, budget] int64: the first step that does not see what is in a column of the lists."""
+        """[num_reqs, budget] int64, the first step that does not see a column of the first step's lists."""
         columns = torch.arange(self._slots.shape[-1], device=self._slots.device)
         seen_until = torch.where(columns < self._lens[0].unsqueeze(1), self._num_steps, 0)
         steps = torch.arange(self._num_steps, device=columns.device).expand(self._num_reqs, -1)

@@ -72,7 +72,7 @@ class Adapters:
         self._manager.set_adapter_mapping(LoRAMapping(tokens, logits, is_prefill=True))
 
 
-def know_adapters(runner: Any, batch: InputBatch) -> None:
+def pass_adapters(runner: Any, batch: InputBatch) -> None:
     """Pass the adapters of a step's requests to the speculator, and fix vLLM's mapping of logits.
 
     vLLM 0.32's V2 runner maps one logit per request to an adapter, but a verification has 1 + drafts each.

@@ -74,7 +74,7 @@ def make_attention_groups(
 def refuse_split_pages(
     attention_groups: Sequence[Sequence[AttentionGroup]], *, are_of_layers: bool
 ) -> None:
-    """Refuse views of pages that a backend splits into smaller blocks, where vLLM cannot map the tables.
+    """Raise MagicDecConfigError for views of pages that a backend splits into smaller blocks.
 
     vLLM maps one block table for all layers of a group, into a buffer as wide as its own tables; FlashInfer
     on Hopper and Blackwell requires tables without gaps between rows.
@@ -82,9 +82,6 @@ def refuse_split_pages(
     Args:
         attention_groups: by layer group.
         are_of_layers: each layer has its own block table; else one narrow table per view.
-
-    Raises:
-        MagicDecConfigError: the backend splits pages.
     """
     for group in (group for of_layers in attention_groups for group in of_layers):
         name = group.backend.get_name()
@@ -101,16 +98,10 @@ def refuse_split_pages(
 
 
 def refuse_small_buffers(attention_groups: Sequence[Sequence[AttentionGroup]]) -> None:
-    """Refuse a draft model whose heads exceed its attention's buffers.
+    """Raise MagicDecConfigError for a draft model whose heads exceed its attention's buffers.
 
     vLLM's Triton attention sizes its buffers by the target's heads (the builder's `headdim`), but its
     kernel writes whole heads of the layer.
-
-    Args:
-        attention_groups: the draft's attention groups, by KV-cache group.
-
-    Raises:
-        MagicDecConfigError: the draft's heads are too large.
     """
     for group in (group for of_cache in attention_groups for group in of_cache):
         room = getattr(group.get_metadata_builder(), "headdim", None)

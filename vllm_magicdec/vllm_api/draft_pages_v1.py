@@ -83,34 +83,18 @@ class DraftPages(ABC):
         return int(self.pages(index, np.array([position // self.page_size]), self._groups[0])[0])
 
     def tables(self, block_tables: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return page tables of the draft's layers, [num_reqs, max_pages] int32 each, by KV-cache group.
-
-        Args:
-            block_tables: vLLM's, [num_reqs, max_blocks] int32 each.
-        """
+        """Map vLLM's block tables to the draft's, [num_reqs, max_pages] int32 each, by KV-cache group."""
         return list(block_tables)
 
     @abstractmethod
     def tables_of(
         self, batch: Batch, indices: Sequence[int], num_tokens: Sequence[int]
     ) -> list[torch.Tensor]:
-        """Return page tables of some requests' `entries`, [num_indices, max_pages] int32 by layer group.
-
-        Args:
-            batch: the round's requests.
-            indices: indices in the batch.
-            num_tokens: argument of `entries` for each.
-        """
+        """Return page tables of `entries(num_tokens)`, [num_indices, max_pages] int32 by layer group."""
 
 
 class SharedPages(DraftPages):
-    """Pages of the target's block tables, which outlive requests in the prefix cache.
-
-    Args:
-        runner: see `DraftPages`.
-        groups: see `DraftPages`.
-        num_blocks: number of blocks in the KV cache.
-    """
+    """Pages of the target's block tables, which outlive requests in the prefix cache."""
 
     reads_whole_prompts = True
 
@@ -157,14 +141,7 @@ class RingPages(DraftPages):
     """One ring of pages per request, freed with it.
 
     When a prompt is complete, one pass computes its sinks and latest tokens, all that the first round
-    shows. So the draft need not follow the prompt's chunks or prefix-cache hits.
-
-    Args:
-        runner: see `DraftPages`.
-        groups: see `DraftPages`; exactly one.
-        layout: position of the rings' pages in the KV cache.
-        max_model_len: maximum context length in tokens.
-        device: the draft's device.
+    shows. So the draft need not follow the prompt's chunks or prefix-cache hits. There is one layer group.
     """
 
     reads_whole_prompts = False
@@ -217,7 +194,7 @@ class RingPages(DraftPages):
 
     @override
     def pages(self, indices: int | np.ndarray, pages: np.ndarray, group: LayerGroup) -> np.ndarray:
-        columns, rows = np.divmod(self._ring.places(pages), len(self._rows))
+        columns, rows = np.divmod(self._ring.indices(pages), len(self._rows))
         blocks = self._table(group).block_table.np[indices, columns].astype(np.int64)
         return blocks * self._step + self._rows[rows]
 

@@ -27,11 +27,7 @@ class DraftPages(ABC):
     """Whether the draft computes every token of a prompt, following the target's chunks."""
 
     def tables(self, block_tables: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return page tables of the draft's layers, [num_reqs, max_pages] int32 each, by KV-cache group.
-
-        Args:
-            block_tables: vLLM's, [num_reqs, max_blocks] int32 each.
-        """
+        """Map vLLM's block tables to the draft's, [num_reqs, max_pages] int32 each, by KV-cache group."""
         return list(block_tables)
 
     @abstractmethod
@@ -50,13 +46,7 @@ class DraftPages(ABC):
     def tables_of_entries(
         self, tables: Sequence[torch.Tensor], indices: torch.Tensor, gaps: torch.Tensor
     ) -> list[torch.Tensor]:
-        """Return page tables of all entries of some requests, [num_indices, max_pages] by KV-cache group.
-
-        Args:
-            tables: the batch's, see `tables`.
-            indices: [num_indices] int64, the requests' indices in the batch.
-            gaps: [num_indices] int64, see `gaps`.
-        """
+        """Return tables of all entries of some requests, [num_indices, max_pages] by KV-cache group."""
 
 
 class SharedPages(DraftPages):
@@ -88,12 +78,6 @@ class RingPages(DraftPages):
 
     When a prompt is complete, one pass computes its sinks and latest tokens, all that the first round
     shows. So the draft need not follow the prompt's chunks or prefix-cache hits.
-
-    Args:
-        kv_cache_group: index of the draft's KV-cache group.
-        layout: position of the rings' pages in the KV cache.
-        max_model_len: maximum context length in tokens.
-        device: the draft's device.
     """
 
     reads_whole_prompts = False

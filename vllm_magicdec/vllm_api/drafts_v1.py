@@ -89,12 +89,7 @@ class Draft(ABC):
     def lay_out(  # noqa: B027
         self, kv_cache_config: KVCacheConfig, groups: Sequence[LayerGroup]
     ) -> None:
-        """Prepare for drafting, once vLLM has allocated the KV cache.
-
-        Args:
-            kv_cache_config: layout of all layers' KV cache.
-            groups: the draft's layers.
-        """
+        """Prepare for drafting with `groups`, once vLLM has allocated the KV cache."""
 
     def warm_up(self, *args: Any, **kwargs: Any) -> None:  # noqa: B027
         """Run vLLM's dummy run of a draft model; the target has its own."""
@@ -102,19 +97,12 @@ class Draft(ABC):
     @abstractmethod
     def forward(
         self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        slots: Sequence[torch.Tensor],
-        attn_metadata: Mapping[str, Any],
+        tokens: torch.Tensor,  # [num_tokens] int32
+        positions: torch.Tensor,  # [num_tokens] int64, or [num_dims, num_tokens] under M-RoPE
+        slots: Sequence[torch.Tensor],  # [num_tokens] int64 each, destination of K/V, by layer group
+        attn_metadata: Mapping[str, Any],  # by layer
     ) -> torch.Tensor:
-        """Run a pass and return its hidden states, [num_tokens, hidden_size].
-
-        Args:
-            tokens: [num_tokens] int32.
-            positions: [num_tokens] int64, or [num_dims, num_tokens] under M-RoPE.
-            slots: [num_tokens] int64 each, destination of the tokens' K/V, by layer group.
-            attn_metadata: attention metadata by layer.
-        """
+        """Run a pass and return its hidden states, [num_tokens, hidden_size]."""
 
     @contextmanager
     def _in_pass(
@@ -142,12 +130,7 @@ class Draft(ABC):
             yield num_padded
 
     def note_step(self, common: CommonAttentionMetadata, target_token_ids: torch.Tensor) -> None:
-        """Record the target's step before a round.
-
-        Args:
-            common: metadata of the step.
-            target_token_ids: [num_tokens] int32, its input tokens.
-        """
+        """Record the target's step before a round, and its input tokens, [num_tokens] int32."""
         self._target_common, self._target_token_ids = common, target_token_ids
 
     def note_activations(  # noqa: B027
@@ -163,11 +146,7 @@ class Draft(ABC):
         """
 
     def tables(self, block_tables: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return page tables of the draft's layers, [num_reqs, max_pages] int32 each, by KV-cache group.
-
-        Args:
-            block_tables: vLLM's, [num_reqs, max_blocks] int32 each.
-        """
+        """Map vLLM's block tables to the draft's, [num_reqs, max_pages] int32 each, by KV-cache group."""
         return list(block_tables)
 
     @property

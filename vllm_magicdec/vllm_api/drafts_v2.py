@@ -58,14 +58,7 @@ class Draft(ABC):
         """Load and return the drafting model; `target_layer_names` are the target's attention layers."""
 
     def refuse_inputs(self, model_state: Any) -> None:
-        """Refuse models that take more than tokens (or embeddings) and positions.
-
-        Args:
-            model_state: prepares the target's inputs in vLLM's runner.
-
-        Raises:
-            MagicDecConfigError: with the reason and the way out.
-        """
+        """Call `refuse_more_inputs` for the drafting model."""
         refuse_more_inputs(self._speculator.model, model_state)
 
     @property
@@ -76,12 +69,7 @@ class Draft(ABC):
     def lay_out(  # noqa: B027
         self, kv_cache_config: KVCacheConfig, groups: Sequence[LayerGroup]
     ) -> None:
-        """Prepare for drafting, once vLLM has allocated the KV cache.
-
-        Args:
-            kv_cache_config: layout of all layers' KV cache.
-            groups: the draft's layers.
-        """
+        """Prepare for drafting with `groups`, once vLLM has allocated the KV cache."""
 
     def warm_up(self, inputs: InputBatch) -> None:  # noqa: B027
         """Run a draft model's step without KV cache, so that vLLM can measure its peak memory."""
@@ -89,25 +77,14 @@ class Draft(ABC):
     def note_step(
         self,
         inputs: InputBatch,
-        slots: Mapping[str, torch.Tensor],
-        activations: Sequence[torch.Tensor] | None,
+        slots: Mapping[str, torch.Tensor],  # [num_tokens or more] int64, by layer, including the draft's
+        activations: Sequence[torch.Tensor] | None,  # auxiliary, [num_tokens or more, hidden_size] each
     ) -> None:
-        """Record the target's step before a round.
-
-        Args:
-            inputs: the step's batch.
-            slots: [num_tokens or more] int64, slots of the tokens' K/V, by layer, including the draft's.
-            activations: vLLM's auxiliary hidden states, [num_tokens or more, hidden_size] each, if
-                requested.
-        """
+        """Record the target's step before a round."""
         self._inputs = inputs
 
     def tables(self, block_tables: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return page tables of the draft's layers, [num_reqs, max_pages] int32 each, by KV-cache group.
-
-        Args:
-            block_tables: vLLM's, [num_reqs, max_blocks] int32 each.
-        """
+        """Map vLLM's block tables to the draft's, [num_reqs, max_pages] int32 each, by KV-cache group."""
         return list(block_tables)
 
     @property
@@ -117,19 +94,12 @@ class Draft(ABC):
 
     def forward(
         self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        slots: Sequence[torch.Tensor],
-        attn_metadata: Mapping[str, Any],
+        tokens: torch.Tensor,  # [num_tokens] int32
+        positions: torch.Tensor,  # [num_tokens] int64, or [num_dims, num_tokens] under M-RoPE
+        slots: Sequence[torch.Tensor],  # [num_tokens] int64 each, destination of K/V, by layer group
+        attn_metadata: Mapping[str, Any],  # by layer
     ) -> torch.Tensor:
-        """Run a step or pass and return its hidden states, [num_tokens, hidden_size].
-
-        Args:
-            tokens: [num_tokens] int32.
-            positions: [num_tokens] int64, or [num_dims, num_tokens] under M-RoPE.
-            slots: [num_tokens] int64 each, destination of the tokens' K/V, by layer group.
-            attn_metadata: attention metadata by layer.
-        """
+        """Run a step or pass and return its hidden states, [num_tokens, hidden_size]."""
         speculator = self._speculator
         return speculator.forward(tokens, positions, speculator.slots_by_layer(slots), attn_metadata)
 
@@ -349,12 +319,8 @@ class ModelDraft(LoadedDraft, OwnCache):
         """Run a catch-up pass over all cached entries.
 
         Attending to the whole context, not to a view, makes pages in the prefix cache independent of the
-        request that filled them, as with vLLM's own draft models.
-
-        Args:
-            batch: the round's requests.
-            lacking: [num_reqs] int64, upper bound on the lacking entries at each request's end.
-            pieces: index in the batch, and first and end of a range among the request's lacking entries.
+        request that filled them, as with vLLM's own draft models. A piece has the index in the batch, and
+        first and end of a range among the request's `lacking` entries (upper bounds, [num_reqs] int64).
         """
         speculator, device = self._speculator, batch.context_lens.device
         lens = [end - first for _, first, end in pieces]

@@ -15,14 +15,9 @@ from vllm_magicdec.errors import METHOD, MagicDecConfigError
 
 
 def refuse_more_inputs(model: nn.Module, model_state: Any = None) -> None:
-    """Refuse models that take more than tokens (or embeddings) and positions at every step.
+    """Raise MagicDecConfigError for models that take more than tokens (or embeddings) and positions.
 
-    Args:
-        model: the drafting model.
-        model_state: prepares the target's inputs in the V2 runner.
-
-    Raises:
-        MagicDecConfigError: the model has other inputs.
+    `model_state` prepares the target's inputs in the V2 runner.
     """
     has_own_state = model_state is not None and type(model_state) is not DefaultModelState
     if has_own_state or getattr(model, "token_lookback_depth", False):

@@ -41,8 +41,8 @@ logger = init_logger(f"vllm.{__name__}")
 _MAX_TOKENS_WITH_LOOKUPS = 16
 
 
-def are_tokens_on_device_alone(vllm_config: VllmConfig) -> bool:
-    """Return whether the latest tokens are not on the host when drafting begins."""
+def host_lacks_latest_tokens(vllm_config: VllmConfig) -> bool:
+    """Return whether the latest tokens are only on the device when drafting begins."""
     return vllm_config.use_v2_model_runner and vllm_config.device_config.device_type != "cpu"
 
 
@@ -102,7 +102,7 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
 
     def _check_spire(self, fields: SpireSettings, vllm_config: VllmConfig) -> None:
         # Looked-up tokens can skip the draft only if the host looks them up.
-        can_skip_draft = self.adaptive and not are_tokens_on_device_alone(vllm_config)
+        can_skip_draft = self.adaptive and not host_lacks_latest_tokens(vllm_config)
         if self.draft_lookup == "on" and not can_skip_draft and fields.feedback_memory:
             is_cpu = vllm_config.device_config.device_type == "cpu"
             with_auto = ", or num_speculative_tokens='auto', which can verify looked-up tokens unchecked"
@@ -179,7 +179,7 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
         elif self.draft_lookup == "auto":
             self.draft_lookup = "off"
             # The gain on GPUs is not measured yet, so lookups there need "on".
-            if self.adaptive and not are_tokens_on_device_alone(vllm_config):
+            if self.adaptive and not host_lacks_latest_tokens(vllm_config):
                 with suppress(MagicDecConfigError):
                     self._check_lookups(vllm_config)
                     self.draft_lookup = "on"
@@ -218,7 +218,7 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
 
     def _check_lookups(self, vllm_config: VllmConfig) -> None:
         name = f"{METHOD}: draft_lookup='on'"
-        on_device = are_tokens_on_device_alone(vllm_config)
+        on_device = host_lacks_latest_tokens(vllm_config)
         if vllm_config.use_v2_model_runner and self.adaptive and not on_device:
             # All requests then have the same number of drafts, without feedback per request.
             raise MagicDecConfigError(

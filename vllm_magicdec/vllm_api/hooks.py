@@ -7,7 +7,7 @@ speculators (see `patches/`), the plugin registers its classes there and install
 `HOOKS_BESIDE_REGISTRY`.
 
 Engines with a method of the plugin later patch more: `attention/switch.py` wraps the attention of each
-layer, and `cpu_sampling.py` and `cpu_attention.py` fix defects of vLLM on CPUs.
+layer, and `cpu_sampling.py`, `cpu_attention.py` and `cpu_llvmlite.py` fix vLLM on CPUs.
 """
 
 import functools
@@ -116,7 +116,7 @@ def _check_configuration(owner: type, original: Callable[..., Any]) -> Callable[
     return create_engine_config
 
 
-def _leave_memory(owner: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+def _reserve_memory(owner: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def get_kv_cache_configs(
         vllm_config: Any, kv_cache_specs: Any, available_memory: list[int], *args: Any
@@ -124,20 +124,20 @@ def _leave_memory(owner: Any, original: Callable[..., Any]) -> Callable[..., Any
         if not _engine_selects({"vllm_config": vllm_config}):
             return original(vllm_config, kv_cache_specs, available_memory, *args)
         from vllm_magicdec.vllm_api.kv_cache import leave_memory_for_drafting
-        from vllm_magicdec.vllm_api.ring_cache import say_what_rings_gain
+        from vllm_magicdec.vllm_api.ring_cache import log_ring_capacity
 
         available_memory = [
             leave_memory_for_drafting(vllm_config, specs, available)
             for specs, available in zip(kv_cache_specs, available_memory, strict=True)
         ]
         configs = original(vllm_config, kv_cache_specs, available_memory, *args)
-        say_what_rings_gain(vllm_config, kv_cache_specs, configs[0])
+        log_ring_capacity(vllm_config, kv_cache_specs, configs[0])
         return configs
 
     return get_kv_cache_configs
 
 
-def _make_rings(owner: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+def _plan_rings(owner: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def get_kv_cache_groups(vllm_config: Any, kv_cache_spec: Any) -> Any:
         if not _engine_selects({"vllm_config": vllm_config}):
@@ -149,15 +149,15 @@ def _make_rings(owner: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     return get_kv_cache_groups
 
 
-def _know_adapters(batch: Any, runner: Any, *_: Any, **__: Any) -> Any:
+def _pass_adapters(batch: Any, runner: Any, *_: Any, **__: Any) -> Any:
     if runner.lora_config is not None and _engine_selects({"vllm_config": runner.vllm_config}):
-        from vllm_magicdec.vllm_api.adapters import know_adapters
+        from vllm_magicdec.vllm_api.adapters import pass_adapters
 
-        know_adapters(runner, batch)
+        pass_adapters(runner, batch)
     return batch
 
 
-def _hand_out_activations(runner: Any, *_: Any, **__: Any) -> None:
+def _enable_activations(runner: Any, *_: Any, **__: Any) -> None:
     spec = runner.vllm_config.speculative_config
     if isinstance(spec, MagicDecSpeculativeConfig) and spec.spire is not None:
         runner.use_aux_hidden_state_outputs = True
@@ -185,7 +185,7 @@ def _receive_with_output(
     return outputs
 
 
-def _take_received_drafts(owner: type, original: Callable[..., Any]) -> Callable[..., Any]:
+def _use_received_drafts(owner: type, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def post_step(self: Any, model_executed: bool) -> None:
         # In vLLM 0.32, post_step only requests the drafts.
@@ -225,7 +225,7 @@ def _attend_natively_v2(
     _attend_natively(vllm_config, kv_cache_config, device)
 
 
-def _show_counts(nothing: None, manager: Any, vllm_config: Any, *_: Any, **__: Any) -> None:
+def _export_counts(nothing: None, manager: Any, vllm_config: Any, *_: Any, **__: Any) -> None:
     if _engine_selects({"vllm_config": vllm_config}):
         from vllm_magicdec.vllm_api.counts import add_logger
 
@@ -238,7 +238,7 @@ MEMORY_HOOK = Hook(
     name="get_kv_cache_configs",
     parameters=("vllm_config", "kv_cache_specs", "available_memory"),
     reason="drafting needs device memory that the KV cache must not take",
-    wrap=_leave_memory,
+    wrap=_reserve_memory,
 )
 
 RINGS_HOOK = Hook(
@@ -247,7 +247,7 @@ RINGS_HOOK = Hook(
     name="get_kv_cache_groups",
     parameters=("vllm_config", "kv_cache_spec"),
     reason="a draft model that reads only sinks and a window needs KV cache for these alone",
-    wrap=_make_rings,
+    wrap=_plan_rings,
 )
 
 ADAPTERS_HOOK = Hook(
@@ -256,7 +256,7 @@ ADAPTERS_HOOK = Hook(
     name="prepare_inputs",
     parameters=("self", "scheduler_output", "batch_req_state", "batch_desc", "num_active_loras"),
     reason="on the V2 runner, draft passes and verified positions need the LoRA adapter of each request",
-    wrap=after(_know_adapters),
+    wrap=after(_pass_adapters),
 )
 
 ACTIVATIONS_HOOK = Hook(
@@ -265,7 +265,7 @@ ACTIVATIONS_HOOK = Hook(
     name="load_model",
     parameters=("self", "load_dummy_weights"),
     reason="a SPIRe draft reads activations of the target, which the V2 runner returns for few methods",
-    wrap=before(_hand_out_activations),
+    wrap=before(_enable_activations),
 )
 
 COUNTS_HOOKS = (
@@ -294,7 +294,7 @@ COUNTS_HOOKS = (
         name="__init__",
         parameters=("self", "vllm_config"),
         reason="the front end exports the counts beside vLLM's metrics",
-        wrap=after(_show_counts),
+        wrap=after(_export_counts),
     ),
 )
 
@@ -304,7 +304,7 @@ DRAFTS_HOOK = Hook(
     name="post_step",
     parameters=("self", "model_executed"),
     reason="drafts that arrived with the output need no further request, which would stall the workers",
-    wrap=_take_received_drafts,
+    wrap=_use_received_drafts,
 )
 
 # These run after the KV cache layout is known and before layers are bound to their caches, which may move.

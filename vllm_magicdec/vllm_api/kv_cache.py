@@ -54,11 +54,7 @@ def _restrict(groups: Sequence[KVCacheGroupSpec], keep: Callable[[str], bool]) -
 
 
 def refuse_draft_without_whole_context(groups: Sequence[LayerGroup]) -> None:
-    """Refuse draft models all of whose layers have a window.
-
-    Raises:
-        MagicDecConfigError: no layer attends to the whole context.
-    """
+    """Raise MagicDecConfigError for draft models all of whose layers have a window."""
     if groups[0].reach is not None:  # layers without a window come first
         raise MagicDecConfigError(
             f"{MODEL_METHOD}: no layer of this draft model sees the whole context, and vLLM frees pages "
@@ -67,12 +63,7 @@ def refuse_draft_without_whole_context(groups: Sequence[LayerGroup]) -> None:
 
 
 def log_draft_memory(kv_cache_config: KVCacheConfig, groups: Sequence[LayerGroup]) -> None:
-    """Log the share of the KV cache that a draft model's layers take, if all layers are in one group.
-
-    Args:
-        kv_cache_config: vLLM's layout of all layers.
-        groups: the draft's layers.
-    """
+    """Log the share of the KV cache that a draft model's layers take, if all layers are in one group."""
     if len(kv_cache_config.kv_cache_groups) != 1:
         return
     (cache,) = kv_cache_config.kv_cache_groups
@@ -99,11 +90,6 @@ def leave_memory_for_drafting(
     """Return the bytes that a worker's KV cache may take, less what drafting needs.
 
     A size that the user gave is kept; drafting's memory comes on top.
-
-    Args:
-        vllm_config: the engine's configuration.
-        kv_cache_specs: specs of the worker's layers, by name.
-        available: bytes that vLLM found available.
     """
     cache_config, spec = vllm_config.cache_config, vllm_config.speculative_config
     assert isinstance(spec, MagicDecSpeculativeConfig)

@@ -82,10 +82,7 @@ class PageMetadata:
     ) -> dict[str, Any]:
         """Build the metadata of a pass over all pages of some requests, for all of the draft's layers.
 
-        Args:
-            block_tables: [num_reqs, num_pages] int32 each, by KV-cache group.
-            slots: [num_tokens] int64 each, by layer group.
-            common: the other arguments of `_build`.
+        See `_build` for the arguments; `slots` [num_tokens] int64 each, by layer group.
         """
         attn_metadata: dict[str, Any] = {}
         for groups, own in zip(self._attention_groups, slots, strict=True):

@@ -12,6 +12,7 @@ that leaves the target more room (`plan_groups`); the worker maps the pages (`Ri
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -179,12 +180,7 @@ def find_ring(vllm_config: VllmConfig, page_size: int) -> Ring | None:
 
 
 def offer_rings(vllm_config: VllmConfig, layer_names: Iterable[str]) -> None:
-    """Let the layers of a draft model declare that a ring suffices, if it does for all of them.
-
-    Args:
-        vllm_config: the engine's configuration, its models loaded.
-        layer_names: names of the draft's attention layers.
-    """
+    """Let the attention layers of a draft model declare that a ring suffices, if it does for all."""
     if why_no_ring(vllm_config) is not None:
         return
     layers: dict[str, Any] = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, list(layer_names))
@@ -198,17 +194,14 @@ def offer_rings(vllm_config: VllmConfig, layer_names: Iterable[str]) -> None:
         if select_common_block_size(spec.block_size, [backend], [spec]) != spec.block_size:
             return  # the backend splits vLLM's pages
     for layer in layers.values():
-        layer.get_kv_cache_spec = _offer(layer.get_kv_cache_spec)
+        layer.get_kv_cache_spec = partial(_offer, layer.get_kv_cache_spec)
 
 
 def _offer(
-    get_kv_cache_spec: Callable[[VllmConfig], FullAttentionSpec],
-) -> Callable[[VllmConfig], RingOfferSpec]:
-    def with_ring(vllm_config: VllmConfig) -> RingOfferSpec:
-        spec = get_kv_cache_spec(vllm_config)
-        return RingOfferSpec(**_fields(spec), ring=find_ring(vllm_config, spec.block_size))
-
-    return with_ring
+    get_kv_cache_spec: Callable[[VllmConfig], FullAttentionSpec], vllm_config: VllmConfig
+) -> RingOfferSpec:
+    spec = get_kv_cache_spec(vllm_config)
+    return RingOfferSpec(**_fields(spec), ring=find_ring(vllm_config, spec.block_size))
 
 
 @dataclass(frozen=True)
@@ -221,15 +214,11 @@ class Plan:
 
 
 def plan_groups(
-    vllm_config: VllmConfig, kv_cache_specs: Mapping[str, KVCacheSpec], group_layers: GroupLayers
+    vllm_config: VllmConfig,
+    kv_cache_specs: Mapping[str, KVCacheSpec],  # of both models' layers, by name
+    group_layers: GroupLayers,  # vLLM's `get_kv_cache_groups`
 ) -> Plan:
-    """Put the draft's layers into a group of rings if that leaves the target more room.
-
-    Args:
-        vllm_config: the engine's configuration.
-        kv_cache_specs: specs of both models' layers, by name.
-        group_layers: vLLM's `get_kv_cache_groups`.
-    """
+    """Put the draft's layers into a group of rings if that leaves the target more room."""
     offers = {name: spec for name, spec in kv_cache_specs.items() if isinstance(spec, RingOfferSpec)}
     whole = {
         name: spec.whole() if isinstance(spec, RingOfferSpec) else spec
@@ -322,18 +311,12 @@ def _register() -> None:
     KVCacheSpecRegistry.register(RingSpec, RingManager, uniform_type_base_spec=RingSpec)
 
 
-def say_what_rings_gain(
+def log_ring_capacity(
     vllm_config: VllmConfig,
-    kv_cache_specs: Sequence[Mapping[str, KVCacheSpec]],
-    kv_cache_config: KVCacheConfig,
+    kv_cache_specs: Sequence[Mapping[str, KVCacheSpec]],  # of the layers of every worker
+    kv_cache_config: KVCacheConfig,  # of a worker
 ) -> None:
-    """Log the size of a draft model's cache, and the target's capacity with and without rings.
-
-    Args:
-        vllm_config: the engine's configuration.
-        kv_cache_specs: layer specs of every worker.
-        kv_cache_config: KV-cache layout of a worker.
-    """
+    """Log the size of a draft model's cache, and the target's capacity with and without rings."""
     speculative = vllm_config.speculative_config
     assert isinstance(speculative, MagicDecSpeculativeConfig)
     if not speculative.has_draft_model:
@@ -379,13 +362,7 @@ class RingLayout:
 
     @classmethod
     def of(cls, kv_cache_config: KVCacheConfig, kv_cache_group: int, layout: KVCacheLayout) -> "RingLayout":
-        """Compute the placement for a group of rings.
-
-        Args:
-            kv_cache_config: vLLM's layout of all layers.
-            kv_cache_group: index of the group.
-            layout: memory layout of the KV cache.
-        """
+        """Compute the placement for the group of rings at index `kv_cache_group`."""
         group = kv_cache_config.kv_cache_groups[kv_cache_group]
         spec, names = group.kv_cache_spec, group.layer_names
         assert isinstance(spec, RingSpec)
@@ -407,13 +384,7 @@ class RingLayout:
     def bound(
         cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_cache_group: int
     ) -> "RingLayout | None":
-        """Compute the placement and bind it to the draft's layers; None if the group has no rings.
-
-        Args:
-            vllm_config: the engine's configuration.
-            kv_cache_config: vLLM's layout of all layers.
-            kv_cache_group: index of the draft's group.
-        """
+        """Compute the placement and bind it to the draft's layers; None if the group has no rings."""
         if not isinstance(kv_cache_config.kv_cache_groups[kv_cache_group].kv_cache_spec, RingSpec):
             return None
         layout = cls.of(

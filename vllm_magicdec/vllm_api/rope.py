@@ -13,13 +13,11 @@ from vllm.v1.worker.gpu.mm.rope import RopeState
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 
-def positions_on_host(requests: Iterable[CachedRequestState], indices: np.ndarray) -> torch.Tensor:
-    """Return positions from the V1 runner's state, [num_dims, num_reqs * n] int64 on the CPU.
-
-    Args:
-        requests: [num_reqs].
-        indices: [num_reqs, n] int, indices of tokens in their requests.
-    """
+def positions_on_host(
+    requests: Iterable[CachedRequestState],  # [num_reqs]
+    indices: np.ndarray,  # [num_reqs, n] int, of tokens in their requests
+) -> torch.Tensor:
+    """Return positions from the V1 runner's state, [num_dims, num_reqs * n] int64 on the CPU."""
     parts = []
     for request, of_request in zip(requests, indices, strict=True):
         assert request.mrope_positions is not None and request.mrope_position_delta is not None
@@ -31,16 +29,12 @@ def positions_on_host(requests: Iterable[CachedRequestState], indices: np.ndarra
 
 
 def positions_on_device(
-    state: RopeState, rows: torch.Tensor, indices: torch.Tensor, prompt_lens: torch.Tensor
+    state: RopeState,
+    rows: torch.Tensor,  # [num_reqs, 1] int64, of the requests in `state`
+    indices: torch.Tensor,  # [num_reqs, n] int64, of tokens in their requests
+    prompt_lens: torch.Tensor,  # [num_reqs, 1] int, numbers of tokens whose positions are in `state`
 ) -> torch.Tensor:
-    """Return positions from the V2 runner's state, [num_dims, num_reqs * n] int64. Does not synchronise.
-
-    Args:
-        state: positions of all requests.
-        rows: [num_reqs, 1] int64, the requests' rows in `state`.
-        indices: [num_reqs, n] int64, indices of tokens in their requests.
-        prompt_lens: [num_reqs, 1] int, number of tokens whose positions are in `state`.
-    """
+    """Return positions from the V2 runner's state, [num_dims, num_reqs * n] int64. Does not synchronise."""
     of_prompts = state.prefill_positions.gpu.unflatten(0, (-1, state.num_dims))
     known = of_prompts[rows, :, indices].long()  # [num_reqs, n, num_dims]
     generated = (indices + state.prefill_delta.gpu[rows]).unsqueeze(-1)

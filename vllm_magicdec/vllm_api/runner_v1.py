@@ -372,7 +372,7 @@ class MagicDecProposer(DraftModelProposer):
             num_actual_tokens=len(tokens),
             max_query_len=int(queries.lens.max()),
         )
-        positions, places = draft_pass.positions, queries.places
+        positions, places = draft_pass.positions, queries.request_indices
         if self._adapters is not None:
             self._adapters.apply(places.tolist())  # one logit per token
         if self.uses_mrope:
@@ -424,7 +424,7 @@ class MagicDecProposer(DraftModelProposer):
         ]
         for step in np.unique(queries.steps).tolist():
             taken = np.flatnonzero(queries.steps == step)
-            requests = on_device(queries.places[taken], self.device)
+            requests = on_device(queries.request_indices[taken], self.device)
             self._draft_probs[step][requests] = probs[on_device(taken, self.device)]
 
     def _draft(
@@ -464,17 +464,11 @@ class MagicDecProposer(DraftModelProposer):
 
     def whole_metadata(
         self,
-        tables: Sequence[torch.Tensor],
-        common: CommonAttentionMetadata,
-        slots: Sequence[torch.Tensor],
+        tables: Sequence[torch.Tensor],  # [num_reqs, max_pages] int32 each, by layer group
+        common: CommonAttentionMetadata,  # of the queries
+        slots: Sequence[torch.Tensor],  # [num_tokens] int64 each, by layer group
     ) -> dict[str, Any]:
-        """Build attention metadata, by layer, for a draft pass over all cached pages of some requests.
-
-        Args:
-            tables: [num_reqs, max_pages] int32 each, page tables by layer group.
-            common: metadata of the queries.
-            slots: [num_tokens] int64 each, by layer group.
-        """
+        """Build attention metadata, by layer, for a draft pass over all cached pages of some requests."""
         attn_metadata: dict[str, Any] = {}
         for table, own, attention_groups in zip(tables, slots, self._attention_groups, strict=True):
             of_group = common.replace(block_table_tensor=table, slot_mapping=own)

@@ -403,11 +403,12 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         """Run a pass and sample after each of its tokens."""
         queries = draft_pass.queries
         if self._adapters is not None:
-            self._adapters.apply(queries.places.tolist())  # one logit per token
+            self._adapters.apply(queries.request_indices.tolist())  # one logit per token
         sampled = self._graphs.replay_pass(tokens, draft_pass, self._num_adapters)
         if sampled is not None:
             return sampled, None
-        places, steps = on_device(queries.places, self.device), on_device(queries.steps, self.device)
+        places = on_device(queries.request_indices, self.device)
+        steps = on_device(queries.steps, self.device)
         attn_metadata: dict[str, Any] = {}
         for index, (part, group) in enumerate(zip(draft_pass.parts, self._drafter.groups, strict=True)):
             of_pages = partial(self.page_metadata.of_pass, index, part, queries)
@@ -446,19 +447,12 @@ class MagicDecSpeculator(StandaloneARSpeculator):
 
     def _sample_each(
         self,
-        hidden_states: torch.Tensor,
-        positions: torch.Tensor,
-        rows: torch.Tensor,
-        steps: torch.Tensor,
+        hidden_states: torch.Tensor,  # [num_tokens, hidden_size]
+        positions: torch.Tensor,  # [num_tokens] int64
+        rows: torch.Tensor,  # [num_tokens] int, of requests in vLLM's request states
+        steps: torch.Tensor,  # [num_tokens] int64, of the round
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sample after each token; returns the samples and their logits.
-
-        Args:
-            hidden_states: [num_tokens, hidden_size].
-            positions: [num_tokens] int64.
-            rows: [num_tokens] int, row of each token's request in vLLM's request states.
-            steps: [num_tokens] int64, each token's step of the round.
-        """
+        """Sample after each token; returns the samples and their logits."""
         logits = self.compute_draft_logits(hidden_states, 0)
         if self.draft_logits is None:
             return logits.argmax(dim=-1), logits
@@ -601,19 +595,12 @@ class MagicDecSpeculator(StandaloneARSpeculator):
 
     def forward(
         self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        slot_mapping: dict[str, torch.Tensor],
-        attn_metadata: Mapping[str, Any] | None,
+        tokens: torch.Tensor,  # [num_tokens] int32
+        positions: torch.Tensor,  # [num_tokens] int64, or [num_dims, num_tokens] under M-RoPE
+        slot_mapping: dict[str, torch.Tensor],  # [num_tokens] int64 each, destination of K/V, by layer
+        attn_metadata: Mapping[str, Any] | None,  # by layer; None: there is no KV cache yet
     ) -> Any:
-        """Run the drafting model; returns [num_tokens, hidden_size], a SPIRe draft also its activations.
-
-        Args:
-            tokens: [num_tokens] int32.
-            positions: [num_tokens] int64, or [num_dims, num_tokens] under M-RoPE.
-            slot_mapping: [num_tokens] int64 each, destination of the tokens' K/V, by layer.
-            attn_metadata: attention metadata by layer; None: there is no KV cache yet.
-        """
+        """Run the drafting model; returns [num_tokens, hidden_size], a SPIRe draft also its activations."""
         num_tokens = tokens.shape[0]
         if self._rope is not None:
             # Compiled code expects the strides of the runner's buffer.

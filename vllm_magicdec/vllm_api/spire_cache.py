@@ -149,19 +149,12 @@ class SpireCache(OwnCache):
 
     def write_drafted(
         self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        activations: Sequence[torch.Tensor],
-        slots: Sequence[torch.Tensor],
+        tokens: torch.Tensor,  # [num_tokens] int32
+        positions: torch.Tensor,  # [num_tokens] int64
+        activations: Sequence[torch.Tensor],  # of [num_tokens or more, hidden_size], after each block
+        slots: Sequence[torch.Tensor],  # [num_tokens] int64 each, by layer group
     ) -> None:
-        """Replace the K/V that a pass wrote of its tokens by their memory.
-
-        Args:
-            tokens: [num_tokens] int32.
-            positions: [num_tokens] int64.
-            activations: num_layers of [num_tokens or more, hidden_size], after each of the draft's blocks.
-            slots: [num_tokens] int64 each, by layer group.
-        """
+        """Replace the K/V that a pass wrote of its tokens by their memory."""
         if not self._model.fields.feedback_memory:
             return
         own = [self._model.embed_input_ids(tokens), *(each[: len(tokens)] for each in activations)]

@@ -24,9 +24,6 @@ def warn_if_slow(vllm_config: VllmConfig) -> None:
 
     FlashAttention 2 packs the query heads of a group and splits long contexts for one query token per
     request only (flash-attention issues 176, 190, 193; vLLM 51320, 52879); 3 and 4 do so for several.
-
-    Args:
-        vllm_config: the engine's configuration, its model loaded.
     """
     if vllm_config.device_config.device_type != "cuda":
         return
@@ -48,17 +45,10 @@ def warn_if_slow(vllm_config: VllmConfig) -> None:
 
 
 def refuse_if_inexact(vllm_config: VllmConfig, target_groups: Sequence[Sequence[AttentionGroup]]) -> None:
-    """Refuse backends that read the lengths of verifications on the host.
+    """Raise MagicDecConfigError for backends that read the lengths of verifications on the host.
 
     Some MLA backends treat several query tokens per request as a prompt's, whose lengths they read on the
     host. Under asynchronous scheduling those are only upper bounds.
-
-    Args:
-        vllm_config: the engine's configuration.
-        target_groups: the target's attention groups with their builders, by KV-cache group.
-
-    Raises:
-        MagicDecConfigError: such a backend verifies.
     """
     if not vllm_config.scheduler_config.async_scheduling:
         return
