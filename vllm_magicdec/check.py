@@ -207,8 +207,10 @@ def run(options: argparse.Namespace) -> int:
 
 def add_command(subparsers: Any) -> None:
     """Add `magicdec check`."""
-    text = "check that the plugin works with the installed vLLM, and how to fix it if not"
     parser = subparsers.add_parser(
-        "check", help=text, description=f"{text.capitalize()}; the exit status is 0 or 1."
+        "check",
+        help="check that the plugin works with the installed vLLM",
+        description="Check that the plugin works with the installed vLLM and print fixes for problems. The "
+        "exit status is 0 or 1.",
     )
     parser.set_defaults(run=run)
