@@ -32,7 +32,7 @@ def run_engine(spec: dict[str, Any]) -> dict[str, Any]:
         from vllm_magicdec.vllm_api import engine_config
 
         # As on a GPU.
-        engine_config.are_tokens_on_device_alone = lambda config: config.use_v2_model_runner
+        engine_config.host_lacks_latest_tokens = lambda config: config.use_v2_model_runner
     llm = LLM(**spec["engine"])
     results = [getattr(scenarios, step["scenario"])(llm, **step["arguments"]) for step in spec["steps"]]
     metrics = scenarios.metrics_of(llm)

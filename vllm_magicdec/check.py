@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`magicdec check`: whether this environment can serve with the plugin, and what to type where it cannot.
+"""`magicdec check`: report whether this environment can serve with the plugin, and how to fix it.
 
-Modules that need vLLM are imported inside functions: the command runs beside a vLLM that the plugin cannot
-work with, and says so.
+Modules that need vLLM are imported inside functions, so that the command also works without vLLM or with an
+unsupported version.
 """
 
 import argparse
@@ -21,11 +21,11 @@ from typing import Any
 from vllm_magicdec import TESTED_VLLM_VERSIONS, __version__, vllm_api
 
 _BIN = Path(sys.executable).parent
-_HEAD_SIZE = 128  # of the model for which vLLM is asked for its attention backend
+_HEAD_SIZE = 128  # head size for which vLLM selects the reported attention backend
 
 
 class CheckError(Exception):
-    """What is wrong, and what to type."""
+    """A problem, with the command that fixes it."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,12 @@ class Finding:
     """One line of the report."""
 
     name: str
-    text: str  # what was found, or what is missing and what to type
-    is_problem: bool = False  # the plugin cannot be used like this
+    text: str  # the finding, or the problem with the command that fixes it
+    is_problem: bool = False  # whether it prevents use of the plugin
 
 
 def find_vllm() -> str:
-    """The installed vLLM."""
+    """Describe the installed vLLM."""
     if find_spec("vllm") is None:
         tested = TESTED_VLLM_VERSIONS[-1]
         raise CheckError(
@@ -53,18 +53,18 @@ def find_vllm() -> str:
 
 
 def find_plugin() -> str:
-    """Whether vLLM finds the plugin and may load it."""
+    """Check that vLLM finds the plugin and is allowed to load it."""
     if not any(point.name == "magicdec" for point in entry_points(group="vllm.general_plugins")):
         raise CheckError(f"vLLM cannot find it; type {_BIN}/pip install vllm-magicdec")
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and "magicdec" not in allowed.split(","):
         names = ",".join(filter(None, (allowed, "magicdec")))
-        raise CheckError(f"VLLM_PLUGINS keeps it out; type export VLLM_PLUGINS={names}")
+        raise CheckError(f"VLLM_PLUGINS excludes it; type export VLLM_PLUGINS={names}")
     return f"vllm-magicdec {__version__}"
 
 
 def find_hooks() -> str:
-    """Whether every hook fits and every other name of vLLM is there."""
+    """Check every hook and every other name of vLLM that the plugin uses."""
     from vllm_magicdec.plugin import try_to_register
     from vllm_magicdec.vllm_api import hook
 
@@ -77,7 +77,7 @@ def find_hooks() -> str:
 
 
 def find_modules() -> str:
-    """Whether all that engines load of the plugin can be imported."""
+    """Import every module that an engine may load."""
     modules = pkgutil.iter_modules(vllm_api.__path__, f"{vllm_api.__name__}.")
     names = [module.name for module in modules]
     for name in names:
@@ -86,11 +86,11 @@ def find_modules() -> str:
         except Exception as error:
             tested = " or ".join(TESTED_VLLM_VERSIONS)
             raise CheckError(f"{name} cannot be imported ({error}); install vLLM {tested}") from None
-    return f"{len(names)} modules between the plugin and vLLM can be imported"
+    return f"{len(names)} modules that use vLLM can be imported"
 
 
 def find_runner() -> str:
-    """The model runner and the attention backend that vLLM chooses."""
+    """Describe the model runner and the attention backend that vLLM selects."""
     import torch
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.v1.attention.selector import get_attn_backend
@@ -103,7 +103,7 @@ def find_runner() -> str:
 
 
 def find_kernel() -> str:
-    """The plugin's attention on CPUs."""
+    """Describe the attention kernel for CPUs."""
     from vllm_magicdec.attention.native_attention import UnreadableError, find_kernel
 
     try:
@@ -113,7 +113,7 @@ def find_kernel() -> str:
 
 
 def find_cuda() -> str:
-    """The device, as torch sees it."""
+    """Check that torch finds a CUDA device."""
     import torch
 
     found = f"torch {torch.__version__}"
@@ -130,34 +130,34 @@ def find_cuda() -> str:
 
 
 def find_flashinfer() -> str:
-    """FlashInfer by vLLM's own rules: without it Triton reads token views."""
+    """Describe FlashInfer by vLLM's rules; without it, Triton reads token views."""
     from vllm.utils.flashinfer import has_flashinfer
 
     installed = _version("flashinfer-python")
     if installed is None:
-        return f"missing: Triton attends instead, slower; type {_BIN}/pip install flashinfer-python"
+        return f"missing; Triton is used instead and is slower; type {_BIN}/pip install flashinfer-python"
     if not has_flashinfer():
         return (
-            f"{installed} lacks compiled kernels, and nvcc or ninja to compile them: Triton attends "
-            f"instead, slower; type {_BIN}/vllm download-kernels"
+            f"{installed} has no compiled kernels, and no nvcc or ninja to compile them; Triton is used "
+            f"instead and is slower; type {_BIN}/vllm download-kernels"
         )
     return installed
 
 
 def find_triton() -> str:
-    """Triton, which the V2 runner and drafts on GPUs need."""
+    """Check Triton, which the V2 runner and drafting on GPUs need."""
     from vllm.triton_utils import HAS_TRITON
 
     installed = _version("triton")
     if not HAS_TRITON:
         raise CheckError(f"vLLM cannot use it; type {_BIN}/pip install triton")
-    return installed or "of an unknown version"
+    return installed or "unknown version"
 
 
 def find_ninja() -> str:
-    """The build tool with which FlashInfer compiles."""
+    """Find ninja, with which FlashInfer compiles kernels."""
     found = shutil.which("ninja")
-    return found or f"not on the PATH: FlashInfer compiles nothing; type export PATH={_BIN}:$PATH"
+    return found or f"not on the PATH, so FlashInfer cannot compile; type export PATH={_BIN}:$PATH"
 
 
 def _version(distribution: str) -> str | None:
@@ -168,21 +168,21 @@ def _version(distribution: str) -> str | None:
 
 
 def findings() -> Iterator[Finding]:
-    """The report, line by line; what needs something that is missing is left out."""
+    """Yield the lines of the report, without checks whose requirements are missing."""
     checks: dict[str, Callable[[], str]] = {
         "vLLM": find_vllm,
         "plugin": find_plugin,
         "hooks": find_hooks,
         "modules": find_modules,
     }
-    of_cuda = {"CUDA": find_cuda, "Triton": find_triton, "FlashInfer": find_flashinfer, "ninja": find_ninja}
+    on_cuda = {"CUDA": find_cuda, "Triton": find_triton, "FlashInfer": find_flashinfer, "ninja": find_ninja}
     for name, check in checks.items():
         yield (finding := _find(name, check))
         if finding.is_problem and check in (find_vllm, find_hooks):
             return
     platform = import_module("vllm.platforms").current_platform
-    is_cuda = platform.is_cuda() or not platform.device_type  # without a device vLLM knows no platform
-    rest = {"kernel": find_kernel} if platform.is_cpu() else of_cuda if is_cuda else {}
+    is_cuda = platform.is_cuda() or not platform.device_type  # vLLM has no platform without a device
+    rest = {"kernel": find_kernel} if platform.is_cpu() else on_cuda if is_cuda else {}
     for name, check in {"runner": find_runner, **rest}.items():
         yield _find(name, check)
 
@@ -192,12 +192,12 @@ def _find(name: str, check: Callable[[], str]) -> Finding:
         return Finding(name, check())
     except CheckError as error:
         return Finding(name, str(error), is_problem=True)
-    except Exception as error:  # of vLLM, torch, or what they load
+    except Exception as error:  # vLLM and torch may raise any type
         return Finding(name, " ".join(f"{type(error).__name__}: {error}".split()), is_problem=True)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the report; returns 1 if the plugin cannot be used."""
+    """Print the report and return the exit status: 1 if the plugin cannot be used."""
     status = 0
     for finding in findings():
         status |= finding.is_problem
@@ -207,8 +207,10 @@ def run(options: argparse.Namespace) -> int:
 
 def add_command(subparsers: Any) -> None:
     """Add `magicdec check`."""
-    text = "whether the plugin fits the installed vLLM, what would be used, and what to type if not"
     parser = subparsers.add_parser(
-        "check", help=text, description=f"Say {text}; the exit status is 0 or 1."
+        "check",
+        help="check that the plugin works with the installed vLLM",
+        description="Check that the plugin works with the installed vLLM and print fixes for problems. The "
+        "exit status is 0 or 1.",
     )
     parser.set_defaults(run=run)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The entry point: vLLM calls `register` in every process that it starts, possibly several times.
+"""The entry point of the plugin: vLLM calls `register` in every process, possibly several times.
 
-It never raises: vLLM lets a plugin's exception through, and then no command of that environment starts.
-Modules that need vLLM are therefore imported inside functions.
+`register` never raises: vLLM propagates exceptions of plugins, which would break every command of the
+environment. Modules that need vLLM are therefore imported inside functions.
 """
 
 import inspect
@@ -16,7 +16,7 @@ from vllm_magicdec.errors import METHOD, MODEL_METHOD
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
-REGISTRY = "vllm.v1.spec_decode.registry"  # added to vLLM by patches/
+REGISTRY = "vllm.v1.spec_decode.registry"  # the patch in patches/ adds it to vLLM
 
 _PARTS = {
     "config_cls": "vllm_magicdec.vllm_api.engine_config:EngineSpeculativeConfig",
@@ -27,15 +27,19 @@ _PARTS = {
 
 
 def register() -> None:
-    """Teach the installed vLLM our methods, or leave it as it was and log why in one line.
+    """Register the methods with the installed vLLM, or leave vLLM unchanged and log the reason in one line.
 
-    In the second case asking for one of the methods gives the same sentence as an error.
+    In the second case, requests for one of the methods fail with the same sentence.
     """
     try_to_register()
 
 
 def try_to_register() -> str | None:
-    """Register the methods; returns the reason if this vLLM cannot have them, which is then logged."""
+    """Register the methods.
+
+    Returns:
+        None, or the logged reason why the installed vLLM is not supported.
+    """
     from vllm_magicdec.vllm_api import hook, unavailable
 
     try:
@@ -45,7 +49,7 @@ def try_to_register() -> str | None:
         hook.uninstall()
         version = _vllm_version()
         reason = (
-            f"vllm-magicdec {__version__} is off because vLLM {version} is not what it needs "
+            f"vllm-magicdec {__version__} is off because vLLM {version} is not supported "
             f"({hook.in_words(error)}); install vLLM {' or '.join(TESTED_VLLM_VERSIONS)}, or a version of "
             f"vllm-magicdec for vLLM {version}"
         )
@@ -63,13 +67,13 @@ def _register() -> None:
     from vllm_magicdec.vllm_api.requirements import REQUIRED
 
     register_method = _find_registry()
-    chosen = hooks.HOOKS if register_method is None else hooks.BESIDE_REGISTRY
+    chosen = hooks.HOOKS if register_method is None else hooks.HOOKS_BESIDE_REGISTRY
     hook.check((*chosen, *REQUIRED))
     hook.install(chosen)
     if register_method is not None:
         for method in (METHOD, MODEL_METHOD):
             register_method(method, **_PARTS)
-    # By name: who serves nothing of the kind need not load it.
+    # A name instead of the class: only engines with a SPIRe draft import the module.
     ModelRegistry.register_model(
         ARCHITECTURE, "vllm_magicdec.vllm_api.spire_model:MagicDecSpireForCausalLM"
     )
@@ -81,7 +85,7 @@ def _register() -> None:
 
 
 def _find_registry() -> Callable[..., None] | None:
-    """The registering function of patches/; None: this vLLM has none, or a registry of another shape."""
+    """Return the registry function of patches/, or None if vLLM has none or its signature differs."""
     if find_spec(REGISTRY) is None:
         return None
     function = getattr(import_module(REGISTRY), "register_speculative_method", None)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configurations as users may type them, and what is wanted of whoever reads them.
+"""Hypothesis strategies for configurations, and checks of their outcome.
 
-To accept or refuse them before any weight is read (the model here has none), within seconds, and never with
-a trace.
+Every configuration must be accepted or refused within seconds, without a traceback and before any weight is
+read (the model here has none).
 """
 
 import contextlib
@@ -25,27 +25,27 @@ from vllm_magicdec.plugin import register
 register()
 
 TIME_LIMIT_S = 5.0
-MOST_WAIT_S = 600.0  # on the clock, on which a virtual machine may stand still for a minute and more
+MOST_WAIT_S = 600.0  # wall clock; a virtual machine may stall for minutes
 LONGEST_SENTENCE = 900  # characters
 PRIVATE = ("adaptive", "lengths")
-DRAFT = "/folder/of/a/draft"  # until a case is tried
+DRAFT = "/folder/of/a/draft"  # placeholder of the draft model's folder
 
 
 @pytest.fixture(scope="module")
 def draft(tmp_path_factory) -> str:
-    """A draft model's folder."""
+    """Return the folder of a draft model."""
     return write_model(tmp_path_factory.mktemp("draft"), num_hidden_layers=1)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def known_models(model_dir, draft) -> None:  # noqa: F811
-    """What vLLM does once per model, of which it inspects the class in another process, is not timed."""
+    """Exclude from timing what vLLM does once per model: it inspects the class in another process."""
     configure(model_dir, {"method": METHOD})
     configure(model_dir, {"method": MODEL_METHOD, "model": draft})
 
 
 class WaitedTooLong(BaseException):
-    """No `Exception`: the code that is tried might handle it, and hypothesis would try the case again."""
+    """Not an `Exception`, which the tested code might handle and hypothesis would retry."""
 
 
 def give_up(*_) -> None:
@@ -54,7 +54,7 @@ def give_up(*_) -> None:
 
 @contextlib.contextmanager
 def within_the_limit():
-    """The thread's own time counts, as a machine may stall. Who waits for long, as for a pipe, is ended."""
+    """Limit the CPU time of the thread, because machines may stall, and abort long waits, as for a pipe."""
     before = signal.signal(signal.SIGALRM, give_up)
     signal.setitimer(signal.ITIMER_REAL, MOST_WAIT_S)
     began_s = time.thread_time()
@@ -68,8 +68,8 @@ def within_the_limit():
 
 
 def cases(number: int):
-    """Each within the limit; the same ones every time unless others are asked for, see conftest.py."""
-    of_all = settings(
+    """Run cases, each within the limit; conftest.py sets whether they are the same every time."""
+    case_settings = settings(
         max_examples=number,
         database=None,
         suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
@@ -77,7 +77,7 @@ def cases(number: int):
 
     def apply(test):
         test.hypothesis.inner_test = within_the_limit()(test.hypothesis.inner_test)
-        return of_all(test)
+        return case_settings(test)
 
     return apply
 
@@ -130,7 +130,7 @@ junk = st.recursive(
 )
 tokens = st.integers(1, 5000)
 budgets = st.one_of(st.sampled_from(["auto", 0.1, 0.5, 32, 512, 4096]), st.floats(0, 5000), tokens)
-# What each field might take, so that cases get beyond its type.
+# Values of the right type for each field, so that cases reach later checks.
 PLAUSIBLE = {
     "num_speculative_tokens": st.sampled_from([1, 4, 16, 128, "auto", "4", 4.0]),
     "max_num_speculative_tokens": st.sampled_from([1, 6, 16, 128, None]),
@@ -163,11 +163,11 @@ PLAUSIBLE = {
 @st.composite
 def misspelt(draw) -> str:
     name = draw(st.sampled_from(user_fields()))
-    place = draw(st.integers(0, len(name) - 1))
+    index = draw(st.integers(0, len(name) - 1))
     wrong = [
-        f"{name[:place]}x{name[place + 1 :]}",
-        name[:place] + name[place + 1 :],
-        f"{name[:place]}{name[place:] * 2}",
+        f"{name[:index]}x{name[index + 1 :]}",
+        name[:index] + name[index + 1 :],
+        f"{name[:index]}{name[index:] * 2}",
         name.upper(),
         name.replace("_", "-"),
     ]
@@ -190,7 +190,7 @@ objects = st.tuples(
     st.lists(plausible_field, max_size=4),
     st.one_of(st.just([]), st.lists(wild_field, min_size=1, max_size=2)),
 ).map(lambda parts: {**parts[0], **dict(parts[1]), **dict(parts[2])})
-# Each is accepted, and another field means something beside it.
+# Accepted configurations, to which tests add one field.
 GOOD = [
     *SELECTED,
     {"method": METHOD, "num_speculative_tokens": "auto"},
@@ -214,13 +214,13 @@ def text_of(value) -> str:
         return "9" * 5000
 
 
-# Fields that are words of plain English too.
+# Field names that are also English words.
 PLAIN_WORDS = ("method", "model", "profile")
 
 
 def is_named(name: str, sentence: str) -> bool:
-    """Whether a sentence says that something is wrong with a field, in the forms that ours have."""
-    blamed = re.split(r"did you mean|It takes ", sentence)[0]  # what follows is other fields
+    """Return whether a sentence blames a field, in one of the forms of the plugin's errors."""
+    blamed = re.split(r"did you mean|It takes ", sentence)[0]  # the rest lists other fields
     shown = re.escape(str(MagicDecConfigError(name)))
     forms = [f"'{shown}'", rf"(?<![\w.-]){shown}=", rf"(?:^|: ){shown}(?:: | belongs to | is given twice)"]
     if name in user_fields() and name not in PLAIN_WORDS:
@@ -229,18 +229,18 @@ def is_named(name: str, sentence: str) -> bool:
 
 
 def as_read(names) -> set[str]:
-    """vLLM takes dashes for underscores in the names of fields."""
+    """Add the names as vLLM reads them: with underscores for dashes."""
     return {*names, *(name.replace("-", "_") for name in names)}
 
 
 def assert_one_sentence(sentence: str, fields) -> None:
-    """It is one line that names one of the fields."""
+    """Check that the sentence is one short line that names one of the fields."""
     assert sentence.isprintable() and len(sentence) < LONGEST_SENTENCE, sentence
     assert any(is_named(name, sentence) for name in as_read(fields)), sentence
 
 
 def accepted_or_refused(model_dir, draft, fields, suspects, **engine) -> None:  # noqa: F811
-    """Whatever is refused is one of the suspects."""
+    """Configure an engine; an error must name one of the suspects."""
     if fields.get("model") == DRAFT:
         fields = {**fields, "model": draft}
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files cut off, overwritten in places, or of another format."""
+"""Hypothesis strategies that truncate, overwrite or replace files."""
 
 from pathlib import Path
 
@@ -20,8 +20,8 @@ damage = st.one_of(
 )
 
 
-def do_damage(path: Path, kind: str, place: float, content: bytes) -> None:
+def do_damage(path: Path, how: str, position: float, content: bytes) -> None:
     whole = path.read_bytes()
-    at = int(place * len(whole))
+    at = int(position * len(whole))
     new = {"cut": whole[:at], "put": whole[:at] + content + whole[at + len(content) :], "new": content}
-    path.write_bytes(new[kind])
+    path.write_bytes(new[how])

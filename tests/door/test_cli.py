@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: aliases wherever vLLM builds engine arguments, help, and errors as sentences."""
+"""Command line: aliases, help pages, and errors in one sentence."""
 
 import subprocess
 import sys
@@ -35,15 +35,15 @@ def test_help_names_every_field(command):
 
 
 WRONG_COMMANDS = {
-    "a misspelt field": (
+    "misspelt field": (
         ("--speculative-config", '{"method": "magicdec-self", "draft_kv_bugdet": 1}'),
         "did you mean 'draft_kv_budget'?",
     ),
-    "a number that is none": (
+    "invalid number": (
         ("--speculative-model", "magicdec-self", "--num-speculative-tokens", "four"),
         "'four' is neither a number nor 'auto'",
     ),
-    "a budget above the model length": (
+    "budget above the model length": (
         ("--speculative-config", '{"method": "magicdec-self", "draft_kv_budget": 9000}'),
         "use at most 4096 (the whole context)",
     ),
@@ -54,8 +54,8 @@ WRONG_COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("case", extended_except("a misspelt field", WRONG_COMMANDS))
-def test_a_wrong_command_ends_in_one_sentence_before_anything_is_loaded(model_dir, case):  # noqa: F811
+@pytest.mark.parametrize("case", extended_except("misspelt field", WRONG_COMMANDS))
+def test_wrong_command_gets_one_sentence_before_loading(model_dir, case):  # noqa: F811
     arguments, sentence = WRONG_COMMANDS[case]
     result = vllm("serve", model_dir, "--max-model-len", "4096", "--skip-tokenizer-init", *arguments)
     assert result.returncode != 0

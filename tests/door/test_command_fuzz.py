@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever is typed as options of `vllm serve` is accepted, or refused in one sentence that names one."""
+"""Random options of `vllm serve` are accepted, or refused in one sentence that names an option."""
 
 import contextlib
 import io
@@ -36,14 +36,14 @@ as_text = st.one_of(
     st.sampled_from([*WORDS, *PATHS]),
     scalars.map(text_of),
     st.text(max_size=10),
-).filter(lambda text: "\0" not in text)  # which no command line can have
+).filter(lambda text: "\0" not in text)  # not possible on a command line
 
 
 def typed(option: str, text: str) -> list[str]:
-    """Words of a command line.
+    """Return words of a command line.
 
-    Behind an option without a field vLLM's own parser takes `-0.5` for another one with a field, and what
-    comes next for its value: so such text is typed as one word.
+    vLLM's parser takes a word like `-0.5` for an option with a field, so the option and this text are one
+    word.
     """
     if "." not in option and text.startswith("-") and "." in text:
         return [f"{option}={text}"]
@@ -66,7 +66,7 @@ commands = st.one_of(
         st.lists(option, max_size=3).map(lambda options: [word for words in options for word in words]),
     ).map(lambda parts: parts[0] + parts[1]),
     objects.map(lambda fields: ["--speculative-config", text_of(fields)]),
-    # Damaged, but the method is still named.
+    # One character is replaced; the text may still name the method.
     st.tuples(objects.map(text_of), st.integers(0, 200), st.text(max_size=2)).map(
         lambda parts: ["--speculative-config", parts[0][: parts[1]] + parts[2] + parts[0][parts[1] + 1 :]]
     ),
@@ -79,7 +79,7 @@ def parser():
 
 
 def fields_typed(arguments) -> set[str]:
-    """Names of fields, by themselves or in JSON, as vLLM reads them."""
+    """Return the names of fields, as options or in JSON, as vLLM reads them."""
     names = {word.partition(".")[2] for word in arguments if word.startswith("--speculative-config.")}
     for option, value in itertools.pairwise(arguments):
         if option == "--speculative-config":
@@ -89,7 +89,7 @@ def fields_typed(arguments) -> set[str]:
 
 
 def assert_names_the_option(line: str, arguments) -> None:
-    """What argparse says at last."""
+    """Check the last line of argparse."""
     found = re.search(r"error: argument (\S+): (.+)", line)
     names = {re.split("[.=]", word)[0] for word in arguments if word.startswith("--")}
     assert found and names & set(found[1].split("/")), line
@@ -107,23 +107,23 @@ def assert_names_the_option(line: str, arguments) -> None:
 @example(["--speculative-model", METHOD, "--num-speculative-tokens=-0.5"])
 @example(["--speculative-model", METHOD, "--speculative-config.draft_kv_budget", "-0.5"])
 def test_command_lines(parser, model_dir, draft, arguments):  # noqa: F811
-    """As `vllm serve` reads them."""
+    """Parse options as `vllm serve` does."""
     arguments = [word.replace(DRAFT, draft) for word in arguments]
-    said = io.StringIO()
+    stderr = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(stderr):
             args = parser.parse_args(["--model", model_dir, "--max-model-len", "4096", *arguments])
     except SystemExit as end:
         assert end.code == 2
-        last = said.getvalue().splitlines()[-1]
-        assert last.isprintable() and "Traceback" not in said.getvalue()
+        last = stderr.getvalue().splitlines()[-1]
+        assert last.isprintable() and "Traceback" not in stderr.getvalue()
         assert_names_the_option(last, arguments)
         return
     args.skip_tokenizer_init = True
     fields = args.speculative_config or {}
     methods = (args.spec_model, args.spec_method, fields.get("method"), fields.get("model"))
     if not {METHOD, MODEL_METHOD}.intersection(map(str, methods)):
-        return  # vLLM's own affair
+        return  # another method
     suspects = set(fields) | ({"num_speculative_tokens"} if args.spec_tokens is not None else set())
     suspects -= {"method", "model"} - fields_typed(arguments)
     try:

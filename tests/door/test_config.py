@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wrong user input gets one sentence that says what to type instead, before any model is loaded."""
+"""Configurations of self-speculation are resolved; errors are one sentence before any model is loaded."""
 
 import copy
 import json
@@ -28,7 +28,7 @@ register()
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory):
-    """A model's config.json; no weights are needed to configure an engine."""
+    """Write a model's config.json; configuring an engine needs no weights."""
     path = tmp_path_factory.mktemp("model")
     config = LlamaConfig(
         vocab_size=64,
@@ -53,7 +53,7 @@ def configure(model_dir, speculative_config, **engine):
 @pytest.mark.parametrize(
     "fields", [{"method": METHOD}, {"model": METHOD}, {"method": METHOD, "model": METHOD}]
 )
-def test_method_and_model_both_select_it(model_dir, fields):
+def test_method_or_model_selects_magicdec(model_dir, fields):
     spec = configure(model_dir, fields).speculative_config
     assert type(spec) is EngineSpeculativeConfig
     assert spec.num_speculative_tokens == 4
@@ -62,7 +62,7 @@ def test_method_and_model_both_select_it(model_dir, fields):
 
 
 @pytest.mark.parametrize("engine", [{"spec_method": METHOD}, {"spec_model": METHOD}])
-def test_top_level_options_are_equal_to_the_dictionary(model_dir, engine):
+def test_options_equal_the_dictionary(model_dir, engine):
     from_options = configure(model_dir, None, spec_tokens=6, **engine).speculative_config
     from_dictionary = configure(
         model_dir, {"method": METHOD, "num_speculative_tokens": 6}
@@ -70,7 +70,7 @@ def test_top_level_options_are_equal_to_the_dictionary(model_dir, engine):
     assert repr(from_options) == repr(from_dictionary)
 
 
-def test_the_scheduler_sees_a_draft_model_that_needs_lookahead_only(model_dir):
+def test_scheduler_reserves_only_lookahead_tokens(model_dir):
     config = configure(model_dir, {"method": METHOD, "num_speculative_tokens": 5})
     assert config.speculative_config.uses_draft_model()
     assert config.num_lookahead_tokens == 5
@@ -79,7 +79,7 @@ def test_the_scheduler_sees_a_draft_model_that_needs_lookahead_only(model_dir):
     assert config.scheduler_config.async_scheduling == plain.scheduler_config.async_scheduling
 
 
-def test_the_configuration_survives_the_ways_that_vllm_copies_it(model_dir):
+def test_configuration_survives_copies(model_dir):
     config = configure(model_dir, {"method": METHOD, "draft_kv_budget": 0.25, "draft_kv_sink": 64})
     spec = config.speculative_config
     for copied in (pickle.loads(pickle.dumps(config)).speculative_config, copy.copy(spec), replace(spec)):
@@ -87,7 +87,7 @@ def test_the_configuration_survives_the_ways_that_vllm_copies_it(model_dir):
         assert repr(copied) == repr(spec)
 
 
-def test_auto_looks_drafts_up_where_that_works(model_dir):
+def test_auto_uses_lookups_where_supported(model_dir):
     auto = {"method": METHOD, "num_speculative_tokens": "auto"}
 
     def spec_of(fields):
@@ -108,7 +108,7 @@ def test_auto_looks_drafts_up_where_that_works(model_dir):
 
 
 @pytest.mark.parametrize("engine", [{}, {"async_scheduling": False}])
-def test_auto_brings_a_scheduler_and_every_length_up_to_its_limit(model_dir, engine):
+def test_auto_sets_scheduler_and_lengths(model_dir, engine):
     fields = {
         "method": METHOD,
         "num_speculative_tokens": "auto",
@@ -141,7 +141,7 @@ def test_nested_lengths(most, at_most, lengths):
     assert nested_lengths(most, at_most) == lengths
 
 
-def test_auto_from_the_options_is_the_same(model_dir):
+def test_auto_from_options_equals_the_dictionary(model_dir):
     from_options = configure(model_dir, None, spec_model=METHOD, spec_tokens="auto").speculative_config
     fields = {"method": METHOD, "num_speculative_tokens": "auto"}
     assert repr(from_options) == repr(configure(model_dir, fields).speculative_config)
@@ -150,11 +150,11 @@ def test_auto_from_the_options_is_the_same(model_dir):
 SMALL = {"max_model_len": 4096, "block_size": 32}
 
 
-def test_a_profile_of_another_budget_is_refused(model_dir, tmp_path):
+def test_profile_of_another_budget_is_refused(model_dir, tmp_path):
     path = tmp_path / "profile.json"
     StepTimes([TimedStep(Step(1, 100, 0, 2, 256), 0.01)]).save(path, {})
     fields = {"method": METHOD, "num_speculative_tokens": "auto", "profile": str(path)}
-    with pytest.raises(MagicDecConfigError, match="draft_kv_budget=256, not 512; use what was"):
+    with pytest.raises(MagicDecConfigError, match="draft_kv_budget=256, not 512; use a measured"):
         configure(model_dir, fields)
     configure(model_dir, {**fields, "draft_kv_budget": 256})
 
@@ -165,12 +165,12 @@ def test_auto_with_another_scheduler_is_refused(model_dir):
         configure(model_dir, fields, scheduler_cls="some.Scheduler")
 
 
-def test_auto_where_ranks_have_to_choose_alike_is_refused(model_dir, tmp_path, monkeypatch):
+def test_auto_is_refused_if_ranks_must_choose_the_same(model_dir, tmp_path, monkeypatch):
     fields = {"method": METHOD, "num_speculative_tokens": "auto"}
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")  # vLLM sets it, for the whole process
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")  # vLLM changes it for the whole process
     monkeypatch.setenv("RANK", "0")
     launcher = {"distributed_executor_backend": "external_launcher"}
-    with pytest.raises(MagicDecConfigError, match="'external_launcher' all have to choose alike"):
+    with pytest.raises(MagicDecConfigError, match="'external_launcher' all processes must choose the same"):
         configure(model_dir, fields, **launcher, tensor_parallel_size=2)
     configure(model_dir, fields, **launcher)
     for drafts in ("auto", 4):
@@ -194,8 +194,8 @@ def test_auto_where_ranks_have_to_choose_alike_is_refused(model_dir, tmp_path, m
         configure(str(tmp_path), fields, data_parallel_size=2)
 
 
-def test_the_same_arguments_are_resolved_again(model_dir):
-    """As each of several API servers does, and Ray; vLLM adds the options to the speculative config."""
+def test_arguments_can_be_resolved_again(model_dir):
+    """API servers and Ray do this; vLLM adds the options to the speculative config."""
     engine = {"skip_tokenizer_init": True, "max_model_len": 4096, "block_size": 32}
     fields = {"draft_kv_budget": 256}
     given = {"speculative_config": fields, "spec_model": METHOD, "spec_tokens": "auto"}
@@ -207,47 +207,47 @@ def test_the_same_arguments_are_resolved_again(model_dir):
         assert (spec.adaptive, spec.draft_kv_budget) == (True, 256)
 
 
-def test_dense_data_parallel_ranks_choose_for_themselves(model_dir):
+def test_dense_data_parallel_ranks_choose_separately(model_dir):
     fields = {"method": METHOD, "num_speculative_tokens": "auto"}
     config = configure(model_dir, fields, data_parallel_size=2)
     assert config.scheduler_config.scheduler_cls.endswith("MagicDecScheduler")
-    # What vLLM makes of it in the engine core of a rank.
+    # vLLM does this in the engine core of a rank.
     config.parallel_config.reconfigure_for_independent_dp_rank()
     assert config.parallel_config.data_parallel_size == 1
     assert config.scheduler_config.get_scheduler_cls().__name__ == "MagicDecScheduler"
 
 
-def test_other_methods_are_vllms_own(model_dir):
+def test_other_methods_get_vllms_configuration(model_dir):
     spec = configure(model_dir, {"method": "ngram", "num_speculative_tokens": 2}).speculative_config
     assert type(spec).__module__.startswith("vllm.config")
 
 
 WRONG_FIELDS = {
-    "a window that leaves nothing to choose": (
+    "window without room for a selection": (
         {"draft_kv_policy": "snapkv", "snapkv_window": 1000},
         "draft_kv_granularity='token', or snapkv_window=16",
     ),
-    "sinks beside which nothing can be chosen": (
+    "sinks without room for a selection": (
         {"draft_kv_policy": "verify-topk", "draft_kv_sink": 2000},
         "a smaller --block-size, or draft_kv_sink=4",
     ),
-    "a window that leaves nothing beside whatever sinks": (
+    "window without room beside any sinks": (
         {"draft_kv_policy": "snapkv", "snapkv_window": 1000, "draft_kv_sink": 64},
         "draft_kv_granularity='token', or snapkv_window=16!",
     ),
-    "a window and sinks, either of which leaves nothing": (
+    "window and sinks, each without room for a selection": (
         {"draft_kv_policy": "snapkv", "snapkv_window": 1000, "draft_kv_sink": 1000},
         "draft_kv_granularity='token', or draft_kv_sink=4 and snapkv_window=16!",
     ),
-    "a window and sinks that are too much together": (
+    "window and sinks too large together": (
         {"draft_kv_policy": "snapkv", "snapkv_window": 300, "draft_kv_sink": 200},
         "draft_kv_granularity='token', or draft_kv_sink=4, or snapkv_window=16!",
     ),
-    "sinks beside what auto drafts by itself": (
+    "sinks too large beside the drafts of auto": (
         {"draft_kv_policy": "verify-topk", "num_speculative_tokens": "auto", "draft_kv_sink": 2000},
         "a smaller --block-size, or draft_kv_sink=4!",
     ),
-    "more drafts than auto's own": (
+    "more drafts than the default of auto": (
         {
             "draft_kv_policy": "verify-topk",
             "draft_kv_budget": 160,
@@ -256,50 +256,53 @@ WRONG_FIELDS = {
         },
         "a smaller --block-size, or max_num_speculative_tokens=16!",
     ),
-    "a field without a name": ({"": 1}, "does not know the field ''; It takes"),
-    "a misspelt field": ({"draft_kv_bugdet": 512}, "did you mean 'draft_kv_budget'?"),
-    "an unknown field": ({"colour": 1}, "does not know the field 'colour'; It takes"),
-    "a wrong type": (
+    "empty field name": ({"": 1}, "does not know the field ''; It takes"),
+    "misspelt field": ({"draft_kv_bugdet": 512}, "did you mean 'draft_kv_budget'?"),
+    "unknown field": ({"colour": 1}, "does not know the field 'colour'; It takes"),
+    "wrong type": (
         {"draft_kv_budget": "many"},
         "draft_kv_budget='many' is not possible: input should be",
     ),
     "no draft tokens": ({"num_speculative_tokens": 0}, "num_speculative_tokens=0 is not possible"),
     "too many draft tokens": ({"num_speculative_tokens": 1000}, "less than or equal to 128"),
-    "a negative sink": ({"draft_kv_sink": -1}, "draft_kv_sink=-1 is not possible"),
-    "an unknown policy": (
+    "negative sink": ({"draft_kv_sink": -1}, "draft_kv_sink=-1 is not possible"),
+    "unknown policy": (
         {"draft_kv_policy": "h2o"},
         "draft_kv_policy='h2o' is unknown; use one of streamingllm, snapkv, verify-topk",
     ),
-    "an unknown granularity": (
+    "unknown granularity": (
         {"draft_kv_granularity": "head"},
         "draft_kv_granularity='head' is not possible: input should be 'page' or 'token'",
     ),
-    "an even kernel": ({"snapkv_kernel": 6}, "snapkv_kernel=6 is even; use 7"),
-    "a zero budget": ({"draft_kv_budget": 0}, "draft_kv_budget=0 is not possible"),
+    "even kernel": ({"snapkv_kernel": 6}, "snapkv_kernel=6 is even; use 7"),
+    "zero budget": ({"draft_kv_budget": 0}, "draft_kv_budget=0 is not possible"),
     "less than a page": ({"draft_kv_budget": 20}, "is below one KV page of 32 tokens; use at least 32"),
     "more than the model": ({"draft_kv_budget": 5000}, "above the model length; use at most 4096"),
-    "a small least budget": (
+    "small minimum budget": (
         {"draft_kv_budget": 0.5, "draft_kv_min_budget": 8},
         "draft_kv_min_budget=8 is below one KV page",
     ),
-    "a field without meaning": ({"quantization": "fp8"}, "has no use for 'quantization'"),
-    "a second draft": ({"model": "org/draft"}, "remove model='org/draft'"),
-    "an unknown sampling": ({"draft_sample_method": "best"}, "draft_sample_method='best' is not possible"),
-    "a word for a number": (
+    "unused field": ({"quantization": "fp8"}, "has no use for 'quantization'"),
+    "second draft": ({"model": "org/draft"}, "remove model='org/draft'"),
+    "unknown sampling": (
+        {"draft_sample_method": "best"},
+        "draft_sample_method='best' is not possible",
+    ),
+    "word for a number": (
         {"num_speculative_tokens": "some"},
         "num_speculative_tokens='some' is not possible",
     ),
-    "a limit without auto": ({"max_num_speculative_tokens": 6}, "belongs to num_speculative_tokens='auto'"),
-    "an automatic budget": (
+    "limit without auto": ({"max_num_speculative_tokens": 6}, "belongs to num_speculative_tokens='auto'"),
+    "automatic budget": (
         {"draft_kv_budget": "auto"},
         "draft_kv_budget='auto' is no longer supported; use a number of tokens, or a fraction",
     ),
-    "a largest budget": (
+    "maximum budget": (
         {"draft_kv_max_budget": 600},
         "draft_kv_max_budget is no longer supported; use draft_kv_budget with a number of tokens, or",
     ),
-    "a profile without auto": ({"profile": "p.json"}, "belongs to num_speculative_tokens='auto'; add that"),
-    "a profile that is not there": (
+    "profile without auto": ({"profile": "p.json"}, "belongs to num_speculative_tokens='auto'; add that"),
+    "missing profile": (
         {"num_speculative_tokens": "auto", "profile": "/no/such/profile.json"},
         "is not a profile written by 'magicdec profile'",
     ),
@@ -315,12 +318,12 @@ WRONG_FIELDS = {
         {"draft_lookup_sources": []},
         "draft_lookup_sources is empty; name 'context', 'served' or",
     ),
-    "a source without a name": ({"draft_lookup_sources": [""]}, "draft_lookup_sources names an empty path"),
-    "a source twice": (
+    "empty source name": ({"draft_lookup_sources": [""]}, "draft_lookup_sources names an empty path"),
+    "repeated source": (
         {"draft_lookup_sources": ["context", "context"]},
         "draft_lookup_sources names a source twice; remove one of them",
     ),
-    "a lookup of another kind": ({"draft_lookup": "sometimes"}, "draft_lookup='sometimes' is not possible"),
+    "unknown lookup mode": ({"draft_lookup": "sometimes"}, "draft_lookup='sometimes' is not possible"),
     "synthetic without rates": ({"rejection_sample_method": "synthetic"}, "requires exactly one of"),
 }
 
@@ -330,13 +333,13 @@ def test_wrong_fields_get_one_sentence(model_dir, case):
     fields, sentence = WRONG_FIELDS[case]
     with pytest.raises(MagicDecConfigError) as error:
         configure(model_dir, {"method": METHOD, **fields})
-    assert sentence in f"{error.value}!"  # which says where a sentence has to end
+    assert sentence in f"{error.value}!"  # "!" marks the end of the sentence
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("lookup", ["on", "off"])
-def test_what_auto_drafts_by_itself_is_not_the_users_to_lessen(model_dir, lookup):
-    """Beside 4 drafts this budget would do, and beside its 8 or 16 it does not."""
+def test_error_does_not_suggest_fewer_drafts_than_auto_chose(model_dir, lookup):
+    """This budget has room for 4 drafts, but not for the 8 or 16 of auto."""
     fields = {"method": METHOD, "draft_kv_policy": "snapkv", "draft_kv_granularity": "token"}
     fields |= {"snapkv_window": 1, "snapkv_recent": 0, "draft_kv_budget": 12}
     configure(model_dir, {**fields, "num_speculative_tokens": 4})
@@ -347,7 +350,7 @@ def test_what_auto_drafts_by_itself_is_not_the_users_to_lessen(model_dir, lookup
 
 
 def on_a_gpu(model_dir, monkeypatch, fields, *, v2: bool):
-    """The speculative configuration that an engine there would get."""
+    """Return the speculative configuration of an engine on a GPU."""
     monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(v2)))
     config = configure(model_dir, {"method": METHOD})
@@ -365,10 +368,10 @@ def on_a_gpu(model_dir, monkeypatch, fields, *, v2: bool):
 ON = {"draft_lookup": "on"}
 
 
-def test_on_a_gpu_lookups_search_where_the_latest_tokens_are(model_dir, monkeypatch):
+def test_on_gpus_lookups_run_on_the_device(model_dir, monkeypatch):
     spec = on_a_gpu(model_dir, monkeypatch, ON, v2=True)
     assert spec.draft_lookup == "on" and spec.looks_up_on_device
-    # So vLLM's V2 runner keeps all tokens in the device's memory.
+    # Then vLLM's V2 runner keeps all tokens on the device.
     assert spec.use_ngram()
     plain = on_a_gpu(model_dir, monkeypatch, {}, v2=True)
     assert plain.draft_lookup == "off" and not plain.use_ngram()
@@ -379,7 +382,7 @@ def test_on_a_gpu_lookups_search_where_the_latest_tokens_are(model_dir, monkeypa
     assert asked.looks_up_on_device and len(asked.round_lengths) > 3
 
 
-def test_on_a_cpu_the_host_looks_up(model_dir):
+def test_on_cpus_lookups_run_on_the_host(model_dir):
     spec = configure(model_dir, {"method": METHOD, **ON}).speculative_config
     assert not spec.looks_up_on_device and not spec.use_ngram()
 
@@ -387,7 +390,7 @@ def test_on_a_cpu_the_host_looks_up(model_dir):
 @pytest.mark.parametrize(
     ("fields", "v2", "sentence"),
     [
-        (ON, False, "works on GPUs with the V2 model runner alone; remove VLLM_USE_V2_MODEL_RUNNER=0"),
+        (ON, False, "needs the V2 model runner on GPUs; remove VLLM_USE_V2_MODEL_RUNNER=0"),
         ({**ON, "num_speculative_tokens": 1}, True, "use num_speculative_tokens of 2 or more"),
         ({**ON, "draft_lookup_sources": ["context", "served"]}, True, "use ['context'], or remove"),
         (
@@ -397,13 +400,13 @@ def test_on_a_cpu_the_host_looks_up(model_dir):
         ),
     ],
 )
-def test_what_lookups_on_a_gpu_cannot_do_is_refused(model_dir, monkeypatch, fields, v2, sentence):
+def test_unsupported_lookups_on_gpus_are_refused(model_dir, monkeypatch, fields, v2, sentence):
     with pytest.raises(MagicDecConfigError) as error:
         on_a_gpu(model_dir, monkeypatch, fields, v2=v2)
     assert sentence in str(error.value) and "\n" not in str(error.value)
 
 
-def test_on_the_v2_runner_lookups_take_a_number_of_drafts(model_dir, monkeypatch):
+def test_lookups_on_the_v2_runner_need_a_number_of_drafts(model_dir, monkeypatch):
     monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     config = configure(model_dir, {"method": METHOD, "draft_lookup": "on"})
@@ -414,7 +417,7 @@ def test_on_the_v2_runner_lookups_take_a_number_of_drafts(model_dir, monkeypatch
         configure(model_dir, {**auto, "draft_lookup": "on"})
 
 
-def test_adaptive_verification_is_taken_where_vllm_has_it(model_dir, monkeypatch):
+def test_adaptive_verification_needs_vllms_support(model_dir, monkeypatch):
     adaptive = {"method": METHOD, "enable_adaptive_verification": True}
     with pytest.raises(MagicDecConfigError, match="enable_adaptive_verification needs a GPU; remove it"):
         configure(model_dir, adaptive)
@@ -432,7 +435,7 @@ def test_adaptive_verification_is_taken_where_vllm_has_it(model_dir, monkeypatch
     assert spec.enable_adaptive_verification and replace(spec).enable_adaptive_verification
 
 
-def test_another_method_with_our_model_is_refused(model_dir):
+def test_another_method_with_model_magicdec_is_refused(model_dir):
     with pytest.raises(MagicDecConfigError, match="remove method='eagle'"):
         configure(model_dir, {"method": "eagle", "model": METHOD, "num_speculative_tokens": 2})
 
@@ -446,14 +449,14 @@ REFUSED_ENGINES = {
 }
 
 
-def test_selecting_again_needs_token_ids_on_the_host():
+def test_refresh_needs_token_ids_on_the_host():
     check_refresh(async_scheduling=True, v2_model_runner=True)
     check_refresh(async_scheduling=False, v2_model_runner=False)
     with pytest.raises(MagicDecConfigError, match="use --no-async-scheduling or draft_kv_refresh=0"):
         check_refresh(async_scheduling=True, v2_model_runner=False)
 
 
-def test_a_budget_that_leaves_nothing_to_choose_is_refused(model_dir):
+def test_budget_without_room_for_a_selection_is_refused(model_dir):
     fields = {"method": METHOD, "draft_kv_policy": "verify-topk", "draft_kv_budget": 128}
     with pytest.raises(MagicDecConfigError, match="use at least 160, or a smaller --block-size"):
         configure(model_dir, fields)
@@ -467,10 +470,10 @@ def test_a_budget_that_leaves_nothing_to_choose_is_refused(model_dir):
             "'token' is not supported by draft_kv_policy='verify-topk'; remove it or use 'page'",
         ),
         ({}, "is not supported by draft_kv_policy='streamingllm'; remove it"),
-        ({"draft_kv_policy": "nothing-yet"}, "'nothing-yet' is unknown"),
+        ({"draft_kv_policy": "no-such-policy"}, "'no-such-policy' is unknown"),
     ],
 )
-def test_a_granularity_that_means_nothing_is_refused(model_dir, fields, sentence):
+def test_unsupported_granularity_is_refused(model_dir, fields, sentence):
     with pytest.raises(MagicDecConfigError, match=sentence):
         configure(model_dir, {"method": METHOD, "draft_kv_granularity": "token", **fields})
 
@@ -479,7 +482,7 @@ def test_a_granularity_that_means_nothing_is_refused(model_dir, fields, sentence
     ("policy", "on_cpu", "on_gpu"),
     [("streamingllm", None, None), ("snapkv", "page", "token"), ("verify-topk", "page", "page")],
 )
-def test_granularity_by_default(policy, on_cpu, on_gpu):
+def test_default_granularity(policy, on_cpu, on_gpu):
     fields = MagicDecSpeculativeConfig(method=METHOD, draft_kv_policy=policy)
     found = find_policy(policy)
     assert (found.granularity(fields, "cpu"), found.granularity(fields, "cuda")) == (on_cpu, on_gpu)
@@ -490,7 +493,7 @@ def test_granularity_by_default(policy, on_cpu, on_gpu):
         assert found.granularity(fields, "cpu") == found.granularity(fields, "cuda") == chosen
 
 
-def test_attention_to_single_tokens_refuses_to_quantise_its_output(model_dir):
+def test_token_attention_refuses_quantised_output(model_dir):
     fields = {"method": METHOD, "draft_kv_policy": "snapkv"}
     fused = CompilationConfig(pass_config=PassConfig(fuse_attn_quant=True))
     with pytest.raises(MagicDecConfigError, match=r"use -cc\.pass_config\.fuse_attn_quant=False, or"):
@@ -502,7 +505,7 @@ def test_attention_to_single_tokens_refuses_to_quantise_its_output(model_dir):
 
 
 @pytest.mark.parametrize("case", REFUSED_ENGINES)
-def test_engines_that_cannot_work_are_refused(model_dir, case):
+def test_unsupported_engines_are_refused(model_dir, case):
     engine, sentence = REFUSED_ENGINES[case]
     with pytest.raises(MagicDecConfigError, match=sentence):
         configure(model_dir, {"method": METHOD}, **engine)
@@ -528,7 +531,7 @@ REFUSED_MODELS = {
 
 
 @pytest.mark.parametrize("case", REFUSED_MODELS)
-def test_models_that_cannot_work_are_refused(tmp_path, case):
+def test_unsupported_models_are_refused(tmp_path, case):
     config, sentence = REFUSED_MODELS[case]
     config.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever is given as a configuration is accepted, or refused in one sentence that names the field."""
+"""Random configurations are accepted, or refused in one sentence that names the field."""
 
 import itertools
 import math
@@ -33,7 +33,7 @@ from vllm_magicdec.config import user_fields
 from vllm_magicdec.errors import METHOD, MODEL_METHOD, MagicDecConfigError
 
 
-def test_who_waits_for_good_is_ended(tmp_path, monkeypatch):
+def test_endless_wait_is_aborted(tmp_path, monkeypatch):
     monkeypatch.setattr(config_cases, "MOST_WAIT_S", 0.1)
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
@@ -41,7 +41,7 @@ def test_who_waits_for_good_is_ended(tmp_path, monkeypatch):
         pipe.read_text()
 
 
-def test_every_field_is_tried():
+def test_every_field_has_plausible_values():
     assert {*PLAUSIBLE, "method", "model"} == set(user_fields())
 
 
@@ -60,7 +60,7 @@ def test_every_field_is_tried():
         ("", "does not know the field ''", True),
     ],
 )
-def test_a_field_is_named_as_a_word(name, sentence, named):
+def test_is_named(name, sentence, named):
     assert is_named(name, sentence) == named
 
 
@@ -80,7 +80,7 @@ def test_objects(model_dir, draft, fields):  # noqa: F811
 
 
 @pytest.mark.parametrize("fields", GOOD)
-def test_what_another_field_is_added_to_is_accepted(model_dir, draft, fields):  # noqa: F811
+def test_good_configurations_are_accepted(model_dir, draft, fields):  # noqa: F811
     accepted_or_refused(model_dir, draft, fields, [])
 
 
@@ -91,7 +91,7 @@ def test_what_another_field_is_added_to_is_accepted(model_dir, draft, fields):  
 @example(({"method": METHOD, "draft_kv_policy": "verify-topk"}, ("num_speculative_tokens", 128)))
 @example(({"method": MODEL_METHOD, "model": DRAFT}, ("quantization", "none such")))
 @example(({"method": MODEL_METHOD, "model": DRAFT}, ("quantization", "awq")))
-def test_a_single_wrong_field_is_the_one_that_is_named(model_dir, draft, case):  # noqa: F811
+def test_the_only_wrong_field_is_named(model_dir, draft, case):  # noqa: F811
     fields, (name, value) = case
     accepted_or_refused(model_dir, draft, {**fields, name: value}, [name])
 
@@ -103,15 +103,15 @@ def is_a_name(value) -> bool:
 
 @cases(150)
 @given(st.sampled_from(["method", "model"]), st.sampled_from(SELECTED), junk)
-def test_a_wrong_method_or_model(model_dir, draft, name, selected, value):  # noqa: F811
+def test_wrong_method_or_model_is_refused(model_dir, draft, name, selected, value):  # noqa: F811
     fields = {**selected, name: value}
     assume(fields.get("method") != MODEL_METHOD or not is_a_name(fields.get("model")))
-    if METHOD in fields.values() or MODEL_METHOD in fields.values():  # else it is vLLM's own affair
+    if METHOD in fields.values() or MODEL_METHOD in fields.values():  # else another method is selected
         accepted_or_refused(model_dir, draft, fields, ["method", "model"])
 
 
 @pytest.mark.parametrize("name", PRIVATE)
-def test_what_the_plugin_fills_in_is_not_the_users(model_dir, name):  # noqa: F811
+def test_private_fields_are_refused(model_dir, name):  # noqa: F811
     for value in (True, None, "on", [1], {}):
         with pytest.raises(MagicDecConfigError, match=f"does not know the field '{name}'"):
             configure(model_dir, {"method": METHOD, name: value})
@@ -122,17 +122,17 @@ NONSENSE = {
     "negative": -(10**30),
     "thousands of digits": 10**5000,
     "not a number": math.nan,
-    "a switch": True,
-    "an object": {"a": [1]},
+    "boolean": True,
+    "object": {"a": [1]},
     "bytes": b"x",
-    "no text": "\ud800\n",
+    "invalid text": "\ud800\n",
 }
 
 
 @pytest.mark.parametrize("name", sorted(PLAUSIBLE.keys() - {"num_speculative_tokens_per_batch_size"}))
-def test_no_field_takes_nonsense(model_dir, name):  # noqa: F811
+def test_nonsense_is_refused(model_dir, name):  # noqa: F811
     for nonsense, value in NONSENSE.items():
-        if (nonsense, name) == ("a switch", "native_attention"):
+        if (nonsense, name) == ("boolean", "native_attention"):
             continue
         with pytest.raises(MagicDecConfigError) as raised:
             configure(model_dir, {"method": METHOD, "draft_lookup": "on", name: value})
@@ -141,21 +141,21 @@ def test_no_field_takes_nonsense(model_dir, name):  # noqa: F811
 
 
 @pytest.mark.parametrize("given", [METHOD, [METHOD], 5, {"method": METHOD, 5: 6}])
-def test_what_is_no_object_of_fields(model_dir, given):  # noqa: F811
+def test_other_types_than_objects_are_refused(model_dir, given):  # noqa: F811
     named = "field names are strings, not 5" if isinstance(given, dict) else "speculative_config="
     with pytest.raises(MagicDecConfigError, match=named) as raised:
         configure(model_dir, given)
     assert str(raised.value).isprintable()
 
 
-def test_a_misspelt_method(model_dir):  # noqa: F811
+def test_misspelt_method_is_refused(model_dir):  # noqa: F811
     names = ("magicdec_self", "MagicDec-Self", "magic-dec-self", "MagicDec")
     for field, name in [*itertools.product(("method", "model"), names), ("model", "magicdec")]:
         with pytest.raises(MagicDecConfigError, match=f"did you mean '{METHOD}'"):
             configure(model_dir, {field: name, "num_speculative_tokens": 2})
 
 
-def test_a_field_given_twice(model_dir):  # noqa: F811
+def test_field_given_twice_is_refused(model_dir):  # noqa: F811
     for engine, fields in (
         ({"spec_tokens": 4}, {"method": METHOD, "num_speculative_tokens": 5}),
         ({"spec_method": METHOD}, {"method": METHOD}),

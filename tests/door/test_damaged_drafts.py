@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A draft's folder that is damaged is accepted, or refused in one sentence, before its weights are read."""
+"""Damaged draft folders are accepted, or refused in one sentence before weights are read."""
 
 import json
 import os
@@ -23,10 +23,10 @@ ROOT = Path(__file__).parents[2]
 TARGET = str(ROOT / "examples" / "tiny-llama")
 DRAFTS = {name: ROOT / "benchmarks" / name for name in ("tiny-draft", "tiny-spire")}
 CONFIGS = {name: json.loads((path / "config.json").read_text()) for name, path in DRAFTS.items()}
-# Of those that are read, and the weights, which are not.
+# Files that vLLM reads during configuration, and the weights, which it must not read.
 FILES = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
 FILES.append("model.safetensors")
-# Fields that a configuration may have as well, and vLLM reads.
+# Optional fields of a model configuration that vLLM reads.
 MORE = [
     *("sliding_window", "layer_types", "quantization_config", "rope_scaling", "text_config", "auto_map"),
     *("attention_chunk_size", "num_experts", "torch_dtype", "max_seq_len", "is_causal", "n_predict"),
@@ -39,8 +39,8 @@ def configure_draft(draft: Path) -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def unread_weights() -> None:
-    """Whoever reads weights fails; and what vLLM does once per model is not timed."""
+def no_weight_reads() -> None:
+    """Fail if weights are read, and exclude from timing what vLLM does once per model."""
 
     def read(*args, **kwargs) -> None:
         pytest.fail("weights are read")
@@ -49,7 +49,7 @@ def unread_weights() -> None:
         patch.setattr(weight_utils, "safe_open", read)
         patch.setattr("safetensors.torch.load_file", read)
         patch.setattr("torch.load", read)
-        # vLLM waits for two seconds before it reads again what it could not.
+        # vLLM waits for two seconds before it retries a read.
         patch.setattr(
             "vllm.transformers_utils.repo_utils.time", SimpleNamespace(sleep=lambda seconds: None)
         )
@@ -80,9 +80,9 @@ damages = st.sampled_from(sorted(DRAFTS)).flatmap(
 
 def damage_file(path: Path, kind: str, *how) -> None:
     if kind == "flip":
-        place, bit = how
+        position, bit = how
         whole = bytearray(path.read_bytes())
-        whole[int(place * (len(whole) - 1))] ^= 1 << bit
+        whole[int(position * (len(whole) - 1))] ^= 1 << bit
         path.write_bytes(whole)
     elif kind in ("gone", "empty", "folder", "link"):
         path.unlink()
@@ -107,10 +107,10 @@ def damage_field(path: Path, name: str, kind: str, value=None) -> None:
     path.write_text(text_of(fields))
 
 
-def damaged_copy(draft: str, place: str, how, path: Path) -> Path:
+def damaged_copy(draft: str, target: str, how, path: Path) -> Path:
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir()
-    damaged = place if place in FILES else "config.json"
+    damaged = target if target in FILES else "config.json"
     for file in DRAFTS[draft].iterdir():
         if file.name == damaged:
             shutil.copy(file, path)
@@ -118,10 +118,10 @@ def damaged_copy(draft: str, place: str, how, path: Path) -> Path:
             os.symlink(file, path / file.name)
     if not (path / damaged).exists():
         (path / damaged).write_text("{}")
-    if place in FILES:
-        damage_file(path / place, *how)
+    if target in FILES:
+        damage_file(path / target, *how)
     else:
-        damage_field(path / "config.json", place, *how)
+        damage_field(path / "config.json", target, *how)
     return path
 
 
@@ -131,8 +131,8 @@ def damaged_copy(draft: str, place: str, how, path: Path) -> Path:
 @example(("tiny-spire", ("eagle_aux_hidden_state_layer_ids", ("is", [[4], 5, 6]))))
 @example(("tiny-draft", ("config.json", ("new", 0.0, b"[" * 100_000))))
 def test_damaged_drafts(tmp_path, case):
-    name, (place, how) = case
-    path = damaged_copy(name, place, how, tmp_path / "draft")
+    name, (target, how) = case
+    path = damaged_copy(name, target, how, tmp_path / "draft")
     try:
         configure_draft(path)
     except MagicDecConfigError as error:
@@ -141,12 +141,12 @@ def test_damaged_drafts(tmp_path, case):
         assert str(path) in sentence and is_named("model", sentence), sentence
 
 
-@pytest.mark.parametrize("kind", [TypeError, AttributeError, KeyError, OSError])
-def test_what_fails_beside_the_reading_is_no_unreadable_draft(monkeypatch, kind):
-    """A fault of ours or vLLM's is to be seen as one."""
+@pytest.mark.parametrize("error_type", [TypeError, AttributeError, KeyError, OSError])
+def test_other_errors_are_not_reported_as_unreadable_drafts(monkeypatch, error_type):
+    """A bug of the plugin or vLLM keeps its type."""
 
     def fail(*args, **kwargs) -> None:
-        raise kind("a fault")
+        raise error_type("a fault")
 
     for owner, attribute in (
         (SpeculativeConfig, "create_draft_parallel_config"),
@@ -154,17 +154,19 @@ def test_what_fails_beside_the_reading_is_no_unreadable_draft(monkeypatch, kind)
     ):
         with monkeypatch.context() as patch:
             patch.setattr(owner, attribute, fail)
-            with pytest.raises(kind, match="a fault"):
+            with pytest.raises(error_type, match="a fault"):
                 configure_draft(DRAFTS["tiny-draft"])
 
 
-@pytest.mark.parametrize("kind", [TypeError, AttributeError, KeyError, OSError, ValueError, RecursionError])
-def test_what_fails_in_the_reading_is_the_drafts_configuration(monkeypatch, kind):
+@pytest.mark.parametrize(
+    "error_type", [TypeError, AttributeError, KeyError, OSError, ValueError, RecursionError]
+)
+def test_errors_while_reading_name_the_draft(monkeypatch, error_type):
     read = ModelConfig.get_model_arch_config
 
     def fail(model):
         if model.runner == "draft":
-            raise kind("a field")
+            raise error_type("a field")
         return read(model)
 
     monkeypatch.setattr(ModelConfig, "get_model_arch_config", fail)

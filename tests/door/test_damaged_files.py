@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that a configuration names: damaged ones, what is no file, and what any user may replace.
+"""Files that a configuration names: damaged files, special files, and files that any user may replace.
 
-Each is read, or refused in one sentence that names the field.
+Each file is read, or refused in one sentence that names the field.
 """
 
 import json
@@ -40,16 +40,16 @@ def write_profile(path: Path) -> None:
 
 @cases(300)
 @given(st.one_of(damage, st.tuples(st.just("json"), st.integers(0, 5), junk)))
-def test_damaged_profiles(model_dir, tmp_path, what):  # noqa: F811
+def test_damaged_profiles(model_dir, tmp_path, case):  # noqa: F811
     path = tmp_path / "profile.json"
     write_profile(path)
-    if what[0] == "json":
-        profile, (_, place, value) = json.loads(path.read_text()), what
-        name = [*Step._fields, "seconds"][place]
-        profile["steps"][place % len(profile["steps"])][name] = value
+    if case[0] == "json":
+        profile, (_, index, value) = json.loads(path.read_text()), case
+        name = [*Step._fields, "seconds"][index]
+        profile["steps"][index % len(profile["steps"])][name] = value
         path.write_text(text_of(profile))
     else:
-        do_damage(path, *what)
+        do_damage(path, *case)
     try:
         configure(model_dir, {"method": METHOD, "num_speculative_tokens": "auto", "profile": str(path)})
     except MagicDecConfigError as error:
@@ -61,17 +61,17 @@ def test_damaged_profiles(model_dir, tmp_path, what):  # noqa: F811
 
 
 def write_datastore(path: Path) -> None:
-    """What `magicdec index` would write, without its sorter."""
+    """Write a datastore as `magicdec index` does, without its sorter."""
     tokens = np.array([1, 2, 3, 1, 2, 4, 64], dtype=np.uint8)
-    places = np.array([0, 3, 1, 4, 2], dtype=np.uint32)
-    header = Header(datastore_files.VERSION, "m", 64, "f", 1, len(tokens), len(places))
+    suffixes = np.array([0, 3, 1, 4, 2], dtype=np.uint32)
+    header = Header(datastore_files.VERSION, "m", 64, "f", 1, len(tokens), len(suffixes))
     path.mkdir()
     np.save(path / "tokens.npy", tokens)
-    np.save(path / "suffix_array.npy", places)
+    np.save(path / "suffix_array.npy", suffixes)
     (path / "header.json").write_text(json.dumps(vars(header)))
 
 
-def test_the_datastore_is_good_before_it_is_damaged(model_dir, tmp_path):  # noqa: F811
+def test_undamaged_datastore_is_accepted(model_dir, tmp_path):  # noqa: F811
     write_datastore(tmp_path / "store")
     fields = {"method": METHOD, "draft_lookup": "on", "draft_lookup_sources": [str(tmp_path / "store")]}
     configure(model_dir, fields)
@@ -84,44 +84,44 @@ def test_the_datastore_is_good_before_it_is_damaged(model_dir, tmp_path):  # noq
         st.tuples(st.sampled_from([*Header.__annotations__, "more"]), junk),
     )
 )
-def test_damaged_datastores(model_dir, tmp_path, what):  # noqa: F811
+def test_damaged_datastores(model_dir, tmp_path, case):  # noqa: F811
     path = tmp_path / "store"
     shutil.rmtree(path, ignore_errors=True)
     write_datastore(path)
-    place, change = what
-    if "." in place:
-        do_damage(path / place, *change)
+    name, change = case
+    if "." in name:
+        do_damage(path / name, *change)
     else:
         header = json.loads((path / "header.json").read_text())
-        (path / "header.json").write_text(text_of({**header, place: change}))
+        (path / "header.json").write_text(text_of({**header, name: change}))
     fields = {"method": METHOD, "draft_lookup": "on", "draft_lookup_sources": [str(path)]}
     accepted_or_refused(model_dir, None, fields, ["draft_lookup_sources"])
 
 
 @pytest.mark.parametrize("name", ["header.json", "tokens.npy", "suffix_array.npy"])
-@pytest.mark.parametrize("kind", ["pipe", "folder", "link to a device", "link to nothing", "any user's"])
-def test_files_that_are_no_files(model_dir, tmp_path, name, kind):  # noqa: F811
+@pytest.mark.parametrize("file_type", ["pipe", "folder", "device link", "dangling link", "writable by all"])
+def test_special_and_writable_files_are_refused(model_dir, tmp_path, name, file_type):  # noqa: F811
     path = tmp_path / "store"
     write_datastore(path)
     file = path / name
-    if kind == "any user's":
+    if file_type == "writable by all":
         file.chmod(0o666)
     else:
         file.unlink()
         make = {
             "pipe": lambda: os.mkfifo(file),
             "folder": file.mkdir,
-            "link to a device": lambda: file.symlink_to("/dev/zero"),
-            "link to nothing": lambda: file.symlink_to("/nowhere"),
+            "device link": lambda: file.symlink_to("/dev/zero"),
+            "dangling link": lambda: file.symlink_to("/nowhere"),
         }
-        make[kind]()
+        make[file_type]()
     fields = {"method": METHOD, "draft_lookup": "on", "draft_lookup_sources": [str(path)]}
     with within_the_limit(), pytest.raises(MagicDecConfigError) as raised:
         configure(model_dir, fields)
     assert_one_sentence(str(raised.value), ["draft_lookup_sources"])
 
 
-def test_a_folder_that_any_user_may_write_is_not_trusted(model_dir, tmp_path):  # noqa: F811
+def test_profile_in_writable_folder_is_refused(model_dir, tmp_path):  # noqa: F811
     path = tmp_path / "shared"
     path.mkdir()
     write_profile(path / "profile.json")
@@ -130,12 +130,12 @@ def test_a_folder_that_any_user_may_write_is_not_trusted(model_dir, tmp_path):  
     path.chmod(0o777)
     with pytest.raises(MagicDecConfigError, match=f"any user may replace .*chmod o-w {path}"):
         configure(model_dir, fields)
-    path.chmod(0o1777)  # as /tmp is
+    path.chmod(0o1777)  # like /tmp
     configure(model_dir, fields)
 
 
-def test_a_link_on_the_way_that_any_user_may_replace_is_not_trusted(tmp_path, monkeypatch):
-    """A link to a link: the one between them lies in neither's folder."""
+def test_replaceable_intermediate_link_is_refused(tmp_path, monkeypatch):
+    """A link to a link, each in another folder."""
     home, between, real = (tmp_path / name for name in ("home", "between", "real"))
     for folder in (home, between, real):
         folder.mkdir()
@@ -154,7 +154,7 @@ def test_a_link_on_the_way_that_any_user_may_replace_is_not_trusted(tmp_path, mo
         files.refuse_untrusted(Path("named/file"))
 
 
-def test_a_link_that_any_user_may_replace_is_not_trusted(model_dir, tmp_path):  # noqa: F811
+def test_replaceable_link_is_refused(model_dir, tmp_path):  # noqa: F811
     write_profile(tmp_path / "profile.json")
     shared = tmp_path / "shared"
     shared.mkdir()

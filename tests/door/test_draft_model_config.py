@@ -29,7 +29,7 @@ register()
 
 
 def write_model(path: Path, **fields) -> str:
-    """A model's config.json; no weights are needed to configure an engine."""
+    """Write a model's config.json; configuring an engine needs no weights."""
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "head_dim": 32}
     given = {"vocab_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 4096, **sizes, **fields}
     LlamaConfig(architectures=["LlamaForCausalLM"], **given).save_pretrained(path)
@@ -51,7 +51,7 @@ def configure(target, speculative_config, **engine):
     return EngineArgs(model=target, speculative_config=speculative_config, **args).create_engine_config()
 
 
-def test_the_model_is_vllms_draft_model_and_the_fields_are_ours(target, draft):
+def test_draft_model_configuration(target, draft):
     config = configure(target, {"method": MODEL_METHOD, "model": draft, "draft_kv_budget": 256})
     spec = config.speculative_config
     assert type(spec) is EngineSpeculativeConfig and spec.uses_draft_model() and spec.has_draft_model
@@ -61,7 +61,7 @@ def test_the_model_is_vllms_draft_model_and_the_fields_are_ours(target, draft):
     assert repr(spec).startswith(f"SpeculativeConfig(method='magicdec', model={draft!r}")
 
 
-def test_the_command_line_says_the_same(target, draft):
+def test_options_equal_the_dictionary(target, draft):
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     typed = ["--spec-method", "magicdec", "--speculative-model", draft, "--num-speculative-tokens", "6"]
     args = ["--model", target, "--skip-tokenizer-init", "--block-size", "32", *typed]
@@ -80,7 +80,7 @@ def test_the_command_line_says_the_same(target, draft):
     assert repr(from_options.speculative_config) == repr(from_dictionary.speculative_config)
 
 
-def test_it_survives_the_ways_that_vllm_copies_it(target, draft):
+def test_configuration_survives_copies(target, draft):
     config = configure(target, {"method": MODEL_METHOD, "model": draft, "num_speculative_tokens": "auto"})
     spec = config.speculative_config
     for copied in (pickle.loads(pickle.dumps(config)).speculative_config, copy.copy(spec), replace(spec)):
@@ -91,10 +91,13 @@ def test_it_survives_the_ways_that_vllm_copies_it(target, draft):
 
 WRONG = {
     "no model": ({"model": None}, "name one in 'model'"),
-    "the target by our name": ({"model": METHOD}, f"or use method='{METHOD}'"),
-    "another policy": ({"draft_kv_policy": "snapkv"}, "use draft_kv_policy='streamingllm'"),
-    "a field of vLLM's": ({"parallel_drafting": True}, "magicdec does not take 'parallel_drafting'"),
-    "an unknown field": ({"draft_kv_bugdet": 1}, "did you mean 'draft_kv_budget'?"),
+    "target by the name of the method": ({"model": METHOD}, f"or use method='{METHOD}'"),
+    "unsupported policy": ({"draft_kv_policy": "snapkv"}, "use draft_kv_policy='streamingllm'"),
+    "unsupported field": (
+        {"parallel_drafting": True},
+        "magicdec does not take 'parallel_drafting'",
+    ),
+    "unknown field": ({"draft_kv_bugdet": 1}, "did you mean 'draft_kv_budget'?"),
 }
 
 
@@ -106,14 +109,14 @@ def test_wrong_fields_get_one_sentence(target, draft, case):
     assert sentence in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_draft_that_is_nowhere_gets_one_sentence(target):
+def test_missing_draft_gets_one_sentence(target):
     with pytest.raises(MagicDecConfigError) as error:
         configure(target, {"method": MODEL_METHOD, "model": "/no/such/draft"})
     assert str(error.value).startswith("magicdec: ") and "'/no/such/draft'" in str(error.value)
     assert len(str(error.value)) < 220
 
 
-def test_the_cache_of_a_draft_that_is_the_target_is_no_choice(target):
+def test_ring_cache_needs_a_draft_model(target):
     with pytest.raises(MagicDecConfigError, match="draft_kv_cache='ring' belongs to method='magicdec'"):
         configure(target, {"method": METHOD, "draft_kv_cache": "ring"})
 
@@ -121,7 +124,7 @@ def test_the_cache_of_a_draft_that_is_the_target_is_no_choice(target):
 @pytest.mark.parametrize(
     ("fields", "reason"), [({"draft_kv_cache": "ring"}, None), ({}, "draft_kv_cache is 'whole'")]
 )
-def test_a_drafts_cache_holds_sinks_and_window_where_told(target, draft, monkeypatch, fields, reason):
+def test_ring_cache_holds_sinks_and_window(target, draft, monkeypatch, fields, reason):
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     config = configure(target, {"method": MODEL_METHOD, "model": draft, **fields})
     assert why_no_ring(config) == reason
@@ -131,7 +134,7 @@ def test_a_drafts_cache_holds_sinks_and_window_where_told(target, draft, monkeyp
     assert (ring.sink_pages, ring.num_pages) == (1, 17)
 
 
-def test_a_model_beside_self_speculation_names_the_other_method(target, draft):
+def test_self_speculation_with_a_model_suggests_the_other_method(target, draft):
     with pytest.raises(MagicDecConfigError, match="use method='magicdec' to draft with that model"):
         configure(target, {"method": METHOD, "model": draft})
 
@@ -147,13 +150,13 @@ def test_a_model_beside_self_speculation_names_the_other_method(target, draft):
         ({"attention_chunk_size": 512}, "draft models with local chunks .* are not supported"),
     ],
 )
-def test_drafts_that_do_not_fit_the_target_are_refused(target, tmp_path, fields, sentence):
+def test_incompatible_drafts_are_refused(target, tmp_path, fields, sentence):
     with pytest.raises(MagicDecConfigError, match=sentence):
         configure(target, {"method": MODEL_METHOD, "model": write_model(tmp_path, **fields)})
 
 
 @pytest.mark.parametrize("content", ["{", "", "[]"])
-def test_a_folder_without_a_configuration_is_refused(target, tmp_path, content):
+def test_folder_without_a_configuration_is_refused(target, tmp_path, content):
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(MagicDecConfigError, match="model=") as error:
         configure(target, {"method": MODEL_METHOD, "model": str(tmp_path)})
@@ -167,12 +170,12 @@ def test_a_folder_without_a_configuration_is_refused(target, tmp_path, content):
         ({"enable_prompt_embeds": True}, "the target takes more than text"),
     ],
 )
-def test_engines_that_cannot_work_are_refused(target, draft, engine, sentence):
+def test_unsupported_engines_are_refused(target, draft, engine, sentence):
     with pytest.raises(MagicDecConfigError, match=sentence):
         configure(target, {"method": MODEL_METHOD, "model": draft}, **engine)
 
 
-def test_the_v2_runner_takes_it_too(target, draft, monkeypatch):
+def test_v2_runner_supports_draft_models(target, draft, monkeypatch):
     monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     config = configure(target, {"method": MODEL_METHOD, "model": draft})
@@ -187,22 +190,21 @@ def write_tokenizer(path: str, words: list[str], added: Sequence[str] = ()) -> N
     whole.save_pretrained(path)
 
 
-def test_tokenizers_that_differ_are_refused(target, draft, tmp_path):
+def test_different_tokenizers_are_refused(target, draft, tmp_path):
     own, theirs = (shutil.copytree(model, tmp_path / name) for model, name in ((target, "t"), (draft, "d")))
     words = [f"word{index}" for index in range(64)]
     write_tokenizer(own, words)
     fields = {"method": MODEL_METHOD, "model": str(theirs)}
-    configure(
-        str(own), fields, skip_tokenizer_init=False
-    )  # it has none: taken for the target's, with a warning
+    # A draft without a tokenizer only gets a warning.
+    configure(str(own), fields, skip_tokenizer_init=False)
     write_tokenizer(theirs, words)
     configure(str(own), fields, skip_tokenizer_init=False)
     write_tokenizer(theirs, [*words[:60], *words[:59:-1]])
-    with pytest.raises(MagicDecConfigError, match="gives 4 tokens other ids than the target's"):
+    with pytest.raises(MagicDecConfigError, match="4 tokens have other ids in the tokenizer"):
         configure(str(own), fields, skip_tokenizer_init=False)
 
 
-def test_tokenizers_may_differ_in_what_they_use_of_reserved_ids(target, draft, tmp_path):
+def test_tokenizers_may_use_different_reserved_ids(target, draft, tmp_path):
     own, theirs = (shutil.copytree(model, tmp_path / name) for model, name in ((target, "t"), (draft, "d")))
     words = [f"word{index}" for index in range(60)]
     fields = {"method": MODEL_METHOD, "model": str(theirs)}
@@ -211,13 +213,13 @@ def test_tokenizers_may_differ_in_what_they_use_of_reserved_ids(target, draft, t
         write_tokenizer(theirs, words, added)
         configure(str(own), fields, skip_tokenizer_init=False)
     write_tokenizer(theirs, words, added=["<end>", "<think>"])
-    with pytest.raises(MagicDecConfigError, match="gives 2 tokens other ids than the target's"):
+    with pytest.raises(MagicDecConfigError, match="2 tokens have other ids in the tokenizer"):
         configure(str(own), fields, skip_tokenizer_init=False)
 
 
 @pytest.fixture
 def profile(tmp_path):
-    """Writes a profile that was measured with these fields."""
+    """Write a profile that was measured with these fields; return its path."""
 
     def write(description: dict, budgets: Sequence[int] = (512,)) -> str:
         path = tmp_path / "profile.json"
@@ -235,13 +237,13 @@ def auto_with(profile: str, draft: str | None = None) -> dict:
 
 @pytest.fixture
 def warned(monkeypatch):
-    """What the profile's check warns of."""
-    said = []
-    monkeypatch.setattr(profiles.logger, "warning_once", lambda text, *values: said.append(text % values))
-    return lambda: [line for line in said if "profile: " in line]
+    """Capture warnings of the profile check."""
+    lines = []
+    monkeypatch.setattr(profiles.logger, "warning_once", lambda text, *values: lines.append(text % values))
+    return lambda: [line for line in lines if "profile: " in line]
 
 
-def test_a_profile_of_what_drafts_is_taken(target, draft, profile, warned, monkeypatch):
+def test_profile_of_the_same_draft_is_accepted(target, draft, profile, warned, monkeypatch):
     monkeypatch.chdir(Path(draft).parent)
     name = Path(draft).name
     for model in (
@@ -258,11 +260,11 @@ def test_a_profile_of_what_drafts_is_taken(target, draft, profile, warned, monke
     assert not warned()
 
 
-def command_to_measure(sentence: str) -> tuple[str, dict]:
-    """The model and the fields of the command that a sentence ends with."""
+def parse_profile_command(sentence: str) -> tuple[str, dict]:
+    """Return the model and the fields of the command at the end of a sentence."""
     words = shlex.split(sentence.partition("measure again with: ")[2].removesuffix(", or remove 'profile'"))
     assert words[:3] == ["magicdec", "profile", "--model"] and words[4] == "--speculative-config"
-    assert words[6] == "--engine" and json.loads(words[7])["block_size"] == 32  # as `configure` has it
+    assert words[6] == "--engine" and json.loads(words[7])["block_size"] == 32  # from `configure`
     return words[3], json.loads(words[5])
 
 
@@ -274,17 +276,17 @@ def command_to_measure(sentence: str) -> tuple[str, dict]:
         ({"method": MODEL_METHOD}, False),
     ],
 )
-def test_a_profile_of_the_other_method_is_refused(target, draft, profile, measured, drafts):
+def test_profile_of_the_other_method_is_refused(target, draft, profile, measured, drafts):
     path = profile({"model": target, "speculative_config": measured})
     with pytest.raises(MagicDecConfigError) as error:
         configure(target, auto_with(path, draft if drafts else None))
-    assert f"profile: {path} was measured with method='{measured['method']}', with" in str(error.value)
+    assert f"profile: {path} was measured with method='{measured['method']}', not" in str(error.value)
     typed = {"method": MODEL_METHOD, "model": draft} if drafts else {"method": METHOD}
-    assert command_to_measure(str(error.value)) == (target, typed)
+    assert parse_profile_command(str(error.value)) == (target, typed)
 
 
 @pytest.mark.parametrize("drafts", [True, False])
-def test_a_profile_of_another_name_is_taken_with_a_warning(target, draft, profile, warned, drafts):
+def test_profile_of_another_name_gets_a_warning(target, draft, profile, warned, drafts):
     """The folder may be mounted under another name, or be a link."""
     measured = {"method": MODEL_METHOD, "model": "org/other"} if drafts else {"method": METHOD}
     path = profile({"model": "org/other", "speculative_config": measured})
@@ -293,11 +295,11 @@ def test_a_profile_of_another_name_is_taken_with_a_warning(target, draft, profil
     own = draft if drafts else target
     assert f"{path} was measured with drafts of 'org/other', not '{own}'; if these are not the" in line
     typed = {"method": MODEL_METHOD, "model": draft} if drafts else {"method": METHOD}
-    assert command_to_measure(line) == (target, typed)
+    assert parse_profile_command(line) == (target, typed)
 
 
-def test_a_profile_of_another_target_is_taken_with_a_warning(target, draft, profile, warned):
-    """The same draft, beside which most of a round is the target's."""
+def test_profile_of_another_target_gets_a_warning(target, draft, profile, warned):
+    """The draft is the same, but the target takes most of a round."""
     measured = {"method": MODEL_METHOD, "model": draft}
     configure(target, auto_with(profile({"model": target, "speculative_config": measured}), draft))
     assert not warned()
@@ -316,16 +318,16 @@ def test_a_profile_of_another_target_is_taken_with_a_warning(target, draft, prof
         {"draft_sample_method": "probabilistic"},
     ],
 )
-def test_the_command_to_measure_again_has_the_users_own_fields(target, draft, profile, warned, fields):
+def test_suggested_profile_command_has_the_users_fields(target, draft, profile, warned, fields):
     """Without its budget the new profile would be refused."""
     lookups = {"draft_lookup": "on", "draft_lookup_sources": ["context", "served"]}
     path = profile({}, budgets=(256, 512))
     configure(target, {**auto_with(path, draft), **fields, **lookups})
     (line,) = warned()
-    assert command_to_measure(line) == (target, {"method": MODEL_METHOD, "model": draft, **fields})
+    assert parse_profile_command(line) == (target, {"method": MODEL_METHOD, "model": draft, **fields})
 
 
-def test_the_command_to_measure_again_has_what_makes_the_engines_steps(target, draft, profile, warned):
+def test_suggested_profile_command_has_the_engine_options(target, draft, profile, warned):
     engine = {"enforce_eager": True, "kv_cache_dtype": "fp8", "block_size": 64}
     configure(target, auto_with(profile({}), draft), **engine)
     (line,) = warned()
@@ -342,11 +344,11 @@ def test_the_command_to_measure_again_has_what_makes_the_engines_steps(target, d
         {"speculative_config": {"method": MODEL_METHOD, "model": 5}},
     ],
 )
-def test_a_profile_that_does_not_say_what_drafted_is_taken(target, draft, profile, warned, description):
+def test_profile_without_a_draft_gets_a_warning(target, draft, profile, warned, description):
     path = profile(description)
     configure(target, auto_with(path, draft))
     (line,) = warned()
-    assert f"{path} does not say what drafted" in line and draft in line
+    assert f"{path} does not name the model that drafted" in line and draft in line
 
 
 @pytest.mark.parametrize(
@@ -359,10 +361,8 @@ def test_a_profile_that_does_not_say_what_drafted_is_taken(target, draft, profil
         ({"auto_map": {"AutoConfig": "own.Config"}, "model_type": "own"}, {}, "custom code"),
     ],
 )
-def test_a_whole_draft_that_vllm_does_not_serve_is_not_called_damaged(
-    target, draft, tmp_path, monkeypatch, damaged, fields, reason
-):
-    # vLLM waits for two seconds before it reads again what it could not.
+def test_unsupported_draft_gets_vllms_reason(target, draft, tmp_path, monkeypatch, damaged, fields, reason):
+    # vLLM waits for two seconds before it retries a read.
     monkeypatch.setattr(
         "vllm.transformers_utils.repo_utils.time", SimpleNamespace(sleep=lambda seconds: None)
     )

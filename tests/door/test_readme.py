@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a reader meets first: a short README, links that lead somewhere, every field and metric explained.
+"""The README is short, relative links resolve, and every field and metric is documented.
 
 Links within docs/ are checked by `mkdocs build --strict` (`make lint`).
 """
@@ -29,7 +29,7 @@ def test_readme_is_short_and_has_two_commands():
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_relative_links_lead_to_files(page):
+def test_relative_links_resolve(page):
     path = ROOT / page
     targets = {target.partition("#")[0] for target in LINK.findall(path.read_text())}
     relative = {target for target in targets if target and "://" not in target}
@@ -38,12 +38,12 @@ def test_relative_links_lead_to_files(page):
     assert not missing
 
 
-def test_every_field_is_explained():
+def test_every_field_is_documented():
     rows = set(re.findall(r"^\| `(\w+)` \|", USAGE, re.MULTILINE))
     assert not set(documented_fields()) - rows
 
 
-def test_every_metric_is_explained_and_no_other():
+def test_exactly_the_exported_metrics_are_documented():
     with_all = SimpleNamespace(draft_lookup="on", adaptive=True)
     counters, gauges = metrics.shown_metrics(with_all)
     shown = {f"vllm:magicdec_{name}_total" for name in (*counters, "failures")}
@@ -52,7 +52,7 @@ def test_every_metric_is_explained_and_no_other():
     assert set(METRIC.findall(USAGE)) == shown
 
 
-def test_metrics_are_written_in_one_module():
-    """So that the test above sees all of them."""
+def test_metrics_are_named_in_one_module():
+    """The test above needs all metrics in this module."""
     named = [path for path in (ROOT / "vllm_magicdec").rglob("*.py") if "vllm:magicdec" in path.read_text()]
     assert named == [Path(metrics.__file__)]

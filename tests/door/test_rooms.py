@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The package's rooms import downward only, and the contract that says so notices when one does not."""
+"""Subpackages import downward only, and the import contract reports violations."""
 
 import shutil
 import subprocess
@@ -13,7 +13,7 @@ CONTRACT = "Imports run downward only"
 
 
 def lint(directory: Path) -> subprocess.CompletedProcess[str]:
-    """The contract's verdict on the package in a directory."""
+    """Check the contract for the package in a directory."""
     command = [Path(sys.executable).with_name("lint-imports"), "--no-cache", "--no-logo"]
     return subprocess.run(command, cwd=directory, capture_output=True, text=True)
 
@@ -46,7 +46,7 @@ def test_imports_run_downward_only():
     ],
     ids=["upward", "upward within a function", "between siblings"],
 )
-def test_an_import_that_is_not_downward_is_named(copied, module, statement, imported):
+def test_upward_import_is_named(copied, module, statement, imported):
     with (copied / "vllm_magicdec" / module).open("a") as file:
         file.write(f"\n\n{statement}\n")
     result = lint(copied)
@@ -56,7 +56,7 @@ def test_an_import_that_is_not_downward_is_named(copied, module, statement, impo
     assert f"vllm_magicdec.{importer} -> vllm_magicdec.{imported}" in result.stdout
 
 
-def test_a_new_module_has_to_be_given_a_place(copied):
+def test_new_module_must_be_in_the_contract(copied):
     (copied / "vllm_magicdec" / "attic.py").write_text("")
     result = lint(copied)
     assert result.returncode == 1

@@ -38,7 +38,7 @@ def target(tmp_path_factory) -> str:
 
 
 def write_draft(path: Path, changes: dict | None = None, **fields) -> str:
-    """A draft's config.json; no weights are needed to configure an engine."""
+    """Write a draft's config.json; configuring an engine needs no weights."""
     described = {
         "version": 1,
         "target": "small",
@@ -75,7 +75,7 @@ def configure(target: str, draft: str, engine: dict | None = None, **fields):
     return EngineArgs(model=target, speculative_config=spec, **given).create_engine_config()
 
 
-def test_the_view_is_what_it_was_trained_with(target, draft):
+def test_view_of_training_is_used(target, draft):
     spec = configure(target, draft).speculative_config
     assert (spec.draft_kv_budget, spec.draft_kv_sink) == (256, 4)
     assert spec.spire.window == 252 and spec.spire.aux_layers == (4, 5, 6)
@@ -83,26 +83,26 @@ def test_the_view_is_what_it_was_trained_with(target, draft):
     assert str(budget) == "256 tokens (4 sinks, the 252 latest)"
 
 
-def test_what_training_writes_is_what_serving_reads(target, tmp_path):
+def test_serving_reads_settings_of_training(target, tmp_path):
     settings = SpireSettings.pruned("small", 6, None, sinks=2, window=30)
     spec = configure(target, write_draft(tmp_path, **settings.config_fields())).speculative_config
     assert spec.spire == settings and spec.draft_kv_budget == 32
 
 
-def test_a_model_shorter_than_the_window_is_seen_whole(target, draft):
+def test_window_longer_than_the_model_is_clipped(target, draft):
     spec = configure(target, draft, {"max_model_len": 128}).speculative_config
     assert spec.draft_kv_budget == 128
 
 
 @pytest.mark.parametrize("max_model_len", [128, 4096])
-def test_its_own_view_may_be_named(target, draft, max_model_len):
+def test_view_of_training_may_be_given(target, draft, max_model_len):
     fields = {"draft_kv_budget": 256, "draft_kv_sink": 4, "draft_kv_policy": "streamingllm"}
     config = configure(target, draft, {"max_model_len": max_model_len}, **fields)
     assert config.speculative_config.draft_kv_budget == min(256, max_model_len)
 
 
 @pytest.mark.parametrize("number", [4, "auto"])
-def test_it_survives_the_ways_that_vllm_copies_it(target, draft, number):
+def test_configuration_survives_copies(target, draft, number):
     config = configure(target, draft, num_speculative_tokens=number)
     spec = config.speculative_config
     for copied in (pickle.loads(pickle.dumps(config)).speculative_config, copy.copy(spec), replace(spec)):
@@ -111,8 +111,8 @@ def test_it_survives_the_ways_that_vllm_copies_it(target, draft, number):
 
 
 @pytest.mark.parametrize("prefix_caching", [False, True])
-def test_its_cache_is_no_ring(target, draft, prefix_caching):
-    """Memory goes where the target's step writes; a chunk of a prompt would go around a ring."""
+def test_ring_cache_is_not_supported(target, draft, prefix_caching):
+    """Memory is written at the positions of the target's step; a prompt chunk may exceed a ring."""
     engine = {"enable_prefix_caching": prefix_caching}
     config = configure(target, draft, engine, draft_kv_cache="ring")
     assert "does not fit into a ring; use draft_kv_cache='whole'" in why_no_ring(config)
@@ -120,11 +120,11 @@ def test_its_cache_is_no_ring(target, draft, prefix_caching):
 
 TRAINED = "was trained with 4 sinks and a window of 252 tokens"
 WRONG_FIELDS = {
-    "another budget": ({"draft_kv_budget": 128}, TRAINED),
-    "the budget that other drafts have": ({"draft_kv_budget": 512}, TRAINED),
+    "other budget": ({"draft_kv_budget": 128}, TRAINED),
+    "default budget of other drafts": ({"draft_kv_budget": 512}, TRAINED),
     "other sinks": ({"draft_kv_sink": 8}, TRAINED),
-    "another policy": ({"draft_kv_policy": "snapkv"}, TRAINED),
-    "lookups to read": ({"draft_lookup": "on"}, "makes no pass of a SPIRe draft longer"),
+    "other policy": ({"draft_kv_policy": "snapkv"}, TRAINED),
+    "lookups": ({"draft_lookup": "on"}, "draft_lookup='on' is not supported with a SPIRe draft"),
     "quantised": ({"quantization": "fp8"}, "quantization='fp8' is not possible with a SPIRe draft"),
 }
 
@@ -138,18 +138,18 @@ def test_wrong_fields_get_one_sentence(target, draft, case):
 
 
 WRONG_DRAFTS = {
-    "of a deeper target": ({"target_num_hidden_layers": 12}, {}, "with num_hidden_layers=12, and"),
-    "of a wider target": ({}, {"hidden_size": 128, "head_dim": 64}, "with hidden_size=128, and"),
-    "of another format": ({"version": 2}, {}, "this is no SPIRe draft of version 1"),
-    "with a key less": ({"window": None}, {}, "this is no SPIRe draft of version 1"),
-    "without a window": ({"window": 0}, {}, "contradicts itself"),
-    "of more layers": ({}, {"num_hidden_layers": 3}, "contradicts itself"),
-    "that is quantised": (
+    "deeper target": ({"target_num_hidden_layers": 12}, {}, "with num_hidden_layers=12, and"),
+    "wider target": ({}, {"hidden_size": 128, "head_dim": 64}, "with hidden_size=128, and"),
+    "other version": ({"version": 2}, {}, "this is no SPIRe draft of version 1"),
+    "missing key": ({"window": None}, {}, "this is no SPIRe draft of version 1"),
+    "empty window": ({"window": 0}, {}, "contradicts itself"),
+    "more layers": ({}, {"num_hidden_layers": 3}, "contradicts itself"),
+    "quantised": (
         {},
         {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}},
         "a quantised SPIRe draft (fp8) is not possible",
     ),
-    "of its own activations": (
+    "without target activations": (
         {"target_activations": False},
         {},
         "trained with --no-target-activations is an ablation and cannot be served",
@@ -172,27 +172,27 @@ WRONG_VALUES = [
 
 
 @pytest.mark.parametrize(("name", "value"), WRONG_VALUES)
-def test_values_of_other_types_are_refused(target, tmp_path, name, value):
+def test_values_of_wrong_types_are_refused(target, tmp_path, name, value):
     with pytest.raises(MagicDecConfigError) as error:
         configure(target, write_draft(tmp_path, {name: value}))
     assert f"spire.{name}" in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("case", WRONG_DRAFTS)
-def test_drafts_that_cannot_be_served_are_refused(target, tmp_path, case):
+def test_unsupported_drafts_are_refused(target, tmp_path, case):
     spire, fields, sentence = WRONG_DRAFTS[case]
     with pytest.raises(MagicDecConfigError) as error:
         configure(target, write_draft(tmp_path, spire, **fields))
     assert sentence in str(error.value) and "\n" not in str(error.value)
 
 
-def test_the_sinks_that_other_drafts_have_are_not_its_own(target, tmp_path):
+def test_default_sinks_of_other_drafts_are_refused(target, tmp_path):
     with pytest.raises(MagicDecConfigError, match=r"draft_kv_sink=4 is not possible.* with 8 sinks"):
         configure(target, write_draft(tmp_path, {"sinks": 8}), draft_kv_sink=4)
 
 
 @pytest.mark.parametrize("name", [".", "config.json"])
-def test_a_draft_that_any_user_may_change_is_not_trusted(target, tmp_path, name):
+def test_draft_writable_by_any_user_is_refused(target, tmp_path, name):
     draft = write_draft(tmp_path)
     configure(target, draft)
     changed = tmp_path / name
@@ -201,21 +201,21 @@ def test_a_draft_that_any_user_may_change_is_not_trusted(target, tmp_path, name)
         configure(target, draft)
 
 
-def test_a_draft_that_leads_to_itself_is_refused_in_a_sentence(target, tmp_path):
+def test_link_loop_is_refused(target, tmp_path):
     draft = write_draft(tmp_path)
     (tmp_path / "tokenizer.json").symlink_to(tmp_path / "tokenizer.json")
     with pytest.raises(MagicDecConfigError, match="is not trusted: it is a link that leads to itself"):
         configure(target, draft)
 
 
-def test_lookups_may_wait_unread(target, draft):
-    """Under `auto`, which may have them verified as they are."""
+def test_lookups_may_skip_the_draft(target, draft):
+    """Under `auto`, the target may verify them without the draft."""
     spec = configure(target, draft, num_speculative_tokens="auto", draft_lookup="on").speculative_config
     assert spec.draft_lookup == "on"
 
 
 @pytest.mark.parametrize("v2", [False, True])
-def test_a_sentence_about_lookups_offers_what_works(target, draft, v2):
+def test_lookup_error_suggests_auto_only_where_supported(target, draft, v2):
     config = configure(target, draft)
     spec = config.speculative_config
     spec.draft_lookup = "on"
@@ -225,15 +225,15 @@ def test_a_sentence_about_lookups_offers_what_works(target, draft, v2):
     assert ("num_speculative_tokens='auto'" in str(error.value)) == (not v2)
 
 
-def test_without_memory_lookups_are_read(target, tmp_path, monkeypatch):
+def test_lookups_work_without_feedback_memory(target, tmp_path, monkeypatch):
     config = configure(target, write_draft(tmp_path, {"feedback_memory": False}), draft_lookup="on")
     assert config.speculative_config.draft_lookup == "on"
-    # On a GPU passes of several tokens have graphs, and those of single tokens none.
+    # On GPUs, passes of several tokens need KV pages.
     monkeypatch.setattr(config.device_config, "device_type", "cuda")
     runner = SimpleNamespace(
         **{name: getattr(config, name) for name in ("device_config", "model_config")},
         use_v2_model_runner=True,
         scheduler_config=config.scheduler_config,
     )
-    with pytest.raises(MagicDecConfigError, match="a SPIRe draft's view is of single tokens; use draft_lo"):
+    with pytest.raises(MagicDecConfigError, match="a SPIRe draft reads single tokens; use draft_lo"):
         config.speculative_config._check_lookups(runner)

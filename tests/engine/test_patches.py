@@ -13,7 +13,7 @@ import vllm
 from engines import magicdec
 from greedy import GREEDY, assert_same_tokens
 
-from vllm_magicdec.vllm_api.hooks import BESIDE_REGISTRY
+from vllm_magicdec.vllm_api.hooks import HOOKS_BESIDE_REGISTRY
 
 pytestmark = pytest.mark.extended
 
@@ -65,7 +65,7 @@ def test_the_plugin_wraps_only_what_the_registry_does_not_cover(patched_tree):
     )
     assert result.returncode == 0, result.stderr[-3000:]
     shown = result.stdout.splitlines()[-4:]
-    wrapped = [hook.target for hook in BESIDE_REGISTRY]
+    wrapped = [hook.target for hook in HOOKS_BESIDE_REGISTRY]
     assert len(wrapped) == 11
     assert shown == [
         str(patched_tree / "vllm" / "__init__.py"),

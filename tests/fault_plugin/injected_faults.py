@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A vLLM plugin that breaks drafting on purpose: a failure may cost speed, and never an answer.
+"""A vLLM plugin that injects faults into drafting, which may cost speed but must not change outputs.
 
-vLLM loads it from the dist-info beside this file wherever this folder is on PYTHONPATH; `engines.py` puts
-it there for tests that set `VLLM_MAGICDEC_TEST_FAULT`. The variable names a fault and its limits, as in
-`third_step:first=10,last=60,rank=1`: the occasions on which it happens, counted from 0, and the
-tensor-parallel rank. `drafts=4` makes `auto` draft up to 4 tokens by passes in every round meanwhile, so
-that there are passes to fail. A path names a file with such a text instead, which is read again whenever it
-changes: faults come and go in a running server. The log says when a fault first happens.
+vLLM loads it from the dist-info beside this file if this folder is on PYTHONPATH; `engines.py` adds it for
+tests that set `VLLM_MAGICDEC_TEST_FAULT`. The variable names a fault and its limits, for example
+`third_step:first=10,last=60,rank=1`: the first and last occasion, counted from 0, and the tensor-parallel
+rank. `drafts=4` also makes `auto` draft up to 4 tokens by passes in every round, so that passes can fail.
+If the variable is a path, the file has this text and is read again whenever it changes, so that faults
+start and stop in a running server. The log says when a fault first happens.
 
-| name | what happens |
+| name | effect |
 | --- | --- |
-| `batch` | reading a round's requests raises |
+| `batch` | reading the requests of a round raises |
 | `selection` | the policy raises |
-| `third_step` | a pass that makes a round's third draft raises |
+| `third_step` | a pass that makes the third draft of a round raises |
 | `lookup` | a lookup raises |
 | `controller` | the controller of `auto` raises |
 | `capture` | capturing a CUDA graph of draft steps raises |
@@ -41,7 +41,7 @@ NAMES = "batch selection third_step lookup controller capture slow stuck nan sum
 LIMITS = ("first", "last", "rank", "drafts")
 SLOWER = 20
 STUCK_S = 0.05
-# Steps after the last forced choice that may still verify its drafts.
+# Number of steps after the last forced choice that may still verify its drafts.
 STEPS_IN_FLIGHT = 4
 
 
@@ -50,7 +50,7 @@ class InjectedError(RuntimeError):
 
 
 class Fault:
-    """The fault that is injected at present; `setting`: see the module."""
+    """The current fault; the docstring of the module describes `setting`."""
 
     def __init__(self, setting: str) -> None:
         self._file = Path(setting) if setting.startswith("/") else None
@@ -75,12 +75,12 @@ class Fault:
 
     @property
     def drafts(self) -> int:
-        """Drafts that `auto` is forced to make by passes; 0: none."""
+        """Number of draft tokens that `auto` is forced to make by passes; 0: not forced."""
         self._reload()
         return self._limits.get("drafts", 0)
 
     def happens(self, name: str) -> bool:
-        """Whether this fault happens now; to be asked once on each of its occasions."""
+        """Return whether this fault happens now; called once per occasion."""
         self._reload()
         if name != self._name or self._limits.get("rank", own_rank()) != own_rank():
             return False
@@ -97,13 +97,13 @@ class Fault:
 
 
 def own_rank() -> int:
-    """This process's tensor-parallel rank; 0 where there is no group, as in the engine core."""
+    """Return the tensor-parallel rank of this process; 0 without a group, as in the engine core."""
     return parallel_state.get_tp_group().rank_in_group if parallel_state._TP is not None else 0
 
 
 @functools.cache  # vLLM may load plugins several times
 def install() -> None:
-    """Patch the plugin's classes, if the environment sets a fault."""
+    """Patch the plugin's classes if the environment sets a fault."""
     setting = os.environ.get(VARIABLE, "")
     if not setting:
         return
@@ -138,7 +138,7 @@ def install() -> None:
 
 
 def call_before(owner: Any, method: str, do: Callable[..., None]) -> None:
-    """Have a method of a class or an object call `do` first, with its positional arguments."""
+    """Make a method of a class or an object call `do` first, with its positional arguments."""
     original = getattr(owner, method)
 
     @functools.wraps(original)
@@ -156,7 +156,7 @@ def spoil(summaries: Any, fault: Fault) -> None:
 
 
 def faulty_pass(run: Callable[..., Any], fault: Fault) -> Callable[..., Any]:
-    """`draft_step` or `draft_pass` of a runner."""
+    """Wrap `draft_step` or `draft_pass` of a runner."""
 
     @functools.wraps(run)
     def run_faultily(runner: Any, tokens: torch.Tensor, taken: Any) -> Any:
@@ -183,9 +183,9 @@ def faulty_pass(run: Callable[..., Any], fault: Fault) -> Callable[..., Any]:
 
 
 def faulty_controller(controller: Any, fault: Fault) -> Any:
-    """Have a `Controller` raise, or choose trials of as many drafts as a fault demands.
+    """Make a `Controller` raise, or choose trials with the number of drafts that a fault sets.
 
-    These are not charged to the controller's budget for trials: it would make none for hours afterwards.
+    These trials are not charged to the controller's budget, which would allow none for hours afterwards.
     """
     choose, plan, lost_seconds = controller.choose, controller.plan, controller._lost_seconds
     uncharged = 0  # steps
@@ -211,7 +211,7 @@ def faulty_controller(controller: Any, fault: Fault) -> Any:
 
 
 def limited(plan: Any, drafts: int) -> Any:
-    """A `DraftPlan` of at most so many drafts, without thresholds."""
+    """Return a `DraftPlan` of at most `drafts` drafts, without thresholds."""
     own = type(plan)(min(plan, drafts), lookups_alone=plan.lookups_alone)
     by_bucket = [own] * len(plan.by_bucket)
     return type(plan)(own, by_bucket=by_bucket, lookups_alone=own.lookups_alone)

@@ -97,7 +97,7 @@ def test_mla_without_scaled_rope_is_refused_on_cpus():
     mla = next(family for family in FAMILIES if family.name == "DeepSeek-V2")
     unscaled = {name: value for name, value in mla.sizes.items() if name != "rope_parameters"}
     cell = cells.Cell(replace(mla, sizes=unscaled, name="unscaled"), "V1", "streamingllm", cells.BUDGET)
-    with pytest.raises(engines.RefusedError, match="turns queries of MLA models whose RoPE is not scaled"):
+    with pytest.raises(engines.RefusedError, match="rotates queries of MLA models without RoPE scaling"):
         cells.answer(cell)
 
 

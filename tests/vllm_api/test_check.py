@@ -16,7 +16,7 @@ from vllm_magicdec.vllm_api.requirements import REQUIRED
 
 @pytest.fixture
 def report(unhooked, capsys, monkeypatch):  # noqa: F811
-    """Runs the command; gives its exit status and its lines by name."""
+    """Run the command; return its exit status and its lines by name."""
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
 
     def run() -> tuple[int, dict[str, tuple[str, str]]]:
@@ -29,7 +29,7 @@ def report(unhooked, capsys, monkeypatch):  # noqa: F811
     return run
 
 
-def test_this_environment_can_serve(report):
+def test_installed_environment_has_no_problem(report):
     status, lines = report()
     assert status == 0, lines
     assert list(lines) == ["vLLM", "plugin", "hooks", "modules", "runner", "kernel"]
@@ -39,7 +39,7 @@ def test_this_environment_can_serve(report):
     assert "runner, CPU_ATTN for heads of 128" in lines["runner"][1]
 
 
-def test_without_vllm_it_says_what_to_install(report, monkeypatch):
+def test_missing_vllm_names_install_command(report, monkeypatch):
     monkeypatch.setattr(check, "find_spec", lambda name: None)
     status, lines = report()
     assert status == 1
@@ -47,7 +47,7 @@ def test_without_vllm_it_says_what_to_install(report, monkeypatch):
     assert "pip install vllm==0.32.0" in lines["vLLM"][1]
 
 
-def test_a_hook_that_does_not_fit_is_named(report, monkeypatch):
+def test_incompatible_hook_is_named(report, monkeypatch):
     monkeypatch.delattr(Scheduler, "update_from_output")
     status, lines = report()
     assert status == 1
@@ -57,32 +57,32 @@ def test_a_hook_that_does_not_fit_is_named(report, monkeypatch):
     assert "install vLLM 0.32.0" in text
 
 
-def test_a_module_that_cannot_be_imported_is_named(report, monkeypatch):
+def test_failing_import_is_named(report, monkeypatch):
     def import_all_but_one(name):
         if name.endswith("runner_v2"):
-            raise ImportError("it has moved")
+            raise ImportError("it was moved")
         return SimpleNamespace()
 
     with monkeypatch.context() as patch:
         patch.setattr(check, "import_module", import_all_but_one)
-        with pytest.raises(check.CheckError, match=r"runner_v2 cannot be imported \(it has moved\)"):
+        with pytest.raises(check.CheckError, match=r"runner_v2 cannot be imported \(it was moved\)"):
             check.find_modules()
 
 
-def test_a_plugin_that_vllm_does_not_load_is_a_problem(report, monkeypatch):
+def test_plugin_that_vllm_does_not_load_is_a_problem(report, monkeypatch):
     monkeypatch.setenv("VLLM_PLUGINS", "other")
     status, lines = report()
     assert status == 1
     assert lines["plugin"] == (
         "PROBLEM",
-        "VLLM_PLUGINS keeps it out; type export VLLM_PLUGINS=other,magicdec",
+        "VLLM_PLUGINS excludes it; type export VLLM_PLUGINS=other,magicdec",
     )
     monkeypatch.setattr(check, "entry_points", lambda group: [])
     with pytest.raises(check.CheckError, match=r"vLLM cannot find it; type .*pip install vllm-magicdec"):
         check.find_plugin()
 
 
-def test_on_cuda_it_looks_for_the_libraries_of_gpus(report, monkeypatch):
+def test_cuda_checks_gpu_libraries(report, monkeypatch):
     gpu = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: True, device_type="cuda")
     monkeypatch.setattr(platforms, "current_platform", gpu, raising=False)
     monkeypatch.setattr(check, "find_hooks", lambda: "they fit")
@@ -103,4 +103,4 @@ def test_on_cuda_it_looks_for_the_libraries_of_gpus(report, monkeypatch):
         "ninja",
     ]
     assert "is built without CUDA; type" in lines["CUDA"][1]
-    assert lines["ninja"][1].startswith("not on the PATH: FlashInfer compiles nothing; type export PATH=")
+    assert lines["ninja"][1].startswith("not on the PATH, so FlashInfer cannot compile; type export PATH=")

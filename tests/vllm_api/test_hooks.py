@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hooks: installed once, inert unless selected, undone completely, all of them or none."""
+"""Hooks are installed once, all or none; they do nothing for other methods and uninstall completely."""
 
 import importlib
 from dataclasses import replace
@@ -18,20 +18,20 @@ from vllm_magicdec.vllm_api.requirements import REQUIRED
 
 
 def attributes() -> list[object]:
-    """Of vLLM at every hook now."""
+    """Return the current attribute of vLLM at every hook."""
     return [getattr(hook.find_owner(), hook.name) for hook in hooks.HOOKS]
 
 
 @pytest.fixture
 def unhooked():
-    """vLLM as it was before the plugin was loaded."""
+    """Uninstall all hooks; return the original attributes of vLLM."""
     hook_module.uninstall()
     yield attributes()
     hook_module.uninstall()
     plugin.register()
 
 
-def test_installing_twice_is_installing_once(unhooked):
+def test_second_installation_changes_nothing(unhooked):
     plugin.register()
     once = attributes()
     plugin.register()
@@ -40,7 +40,7 @@ def test_installing_twice_is_installing_once(unhooked):
     assert hook_module.installed() == hooks.HOOKS
 
 
-def test_uninstalling_leaves_vllm_as_it_was(unhooked):
+def test_uninstalling_restores_vllm(unhooked):
     hook_module.install(hooks.HOOKS)
     hook_module.uninstall()
     assert attributes() == unhooked
@@ -48,19 +48,19 @@ def test_uninstalling_leaves_vllm_as_it_was(unhooked):
 
 
 @pytest.mark.parametrize("hook", hooks.HOOKS, ids=lambda hook: hook.target)
-def test_the_installed_vllm_has_every_hook_point(unhooked, hook):
+def test_installed_vllm_has_every_hook_target(unhooked, hook):
     assert hook.find_problem() is None
     assert hook.reason
 
 
-def test_the_installed_vllm_has_every_required_name():
+def test_installed_vllm_has_every_required_name():
     problems = {one.target: one.find_problem() for one in REQUIRED}
     assert {target: problem for target, problem in problems.items() if problem} == {}
     assert len(problems) == len(REQUIRED) > 90
 
 
 @pytest.mark.parametrize("one", REQUIRED, ids=lambda one: one.target)
-def test_a_renamed_name_and_a_renamed_parameter_are_noticed(one):
+def test_renamed_names_and_parameters_are_reported(one):
     renamed = replace(one, name=f"{one.name}_renamed")
     assert renamed.find_problem() == f"{one.owner or one.module} has no {one.name}_renamed"
     if one.parameters:
@@ -69,15 +69,15 @@ def test_a_renamed_name_and_a_renamed_parameter_are_noticed(one):
 
 
 BROKEN = {
-    "a module that moved": ({"module": "vllm.moved"}, "No module named 'vllm.moved'"),
-    "a class that moved": ({"owner": "EngineArguments"}, "has no attribute 'EngineArguments'"),
-    "a method that moved": ({"name": "make_engine_config"}, "EngineArgs has no make_engine_config"),
-    "a signature that changed": ({"parameters": ("self", "settings")}, "not ('self', 'settings')"),
+    "moved module": ({"module": "vllm.moved"}, "No module named 'vllm.moved'"),
+    "moved class": ({"owner": "EngineArguments"}, "has no attribute 'EngineArguments'"),
+    "moved method": ({"name": "make_engine_config"}, "EngineArgs has no make_engine_config"),
+    "changed signature": ({"parameters": ("self", "settings")}, "not ('self', 'settings')"),
 }
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_hook_that_does_not_fit_is_named_and_nothing_is_wrapped(unhooked, case):
+def test_incompatible_hook_is_named_and_nothing_is_wrapped(unhooked, case):
     change, problem = BROKEN[case]
     create_engine_config = next(hook for hook in hooks.HOOKS if hook.name == "create_engine_config")
     with pytest.raises(MagicDecConfigError) as raised:
@@ -86,41 +86,41 @@ def test_a_hook_that_does_not_fit_is_named_and_nothing_is_wrapped(unhooked, case
     assert attributes() == unhooked
 
 
-def test_a_wrapper_that_fails_leaves_nothing_wrapped(unhooked):
+def test_failing_wrapper_leaves_nothing_wrapped(unhooked):
     def fail(owner, original):
-        raise RuntimeError("in the middle")
+        raise RuntimeError("failed halfway")
 
     middle = len(hooks.HOOKS) // 2
     failing = replace(hooks.HOOKS[middle], wrap=fail)
-    with pytest.raises(RuntimeError, match="in the middle"):
+    with pytest.raises(RuntimeError, match="failed halfway"):
         hook_module.install((*hooks.HOOKS[:middle], failing, *hooks.HOOKS[middle + 1 :]))
     assert attributes() == unhooked
     assert hook_module.installed() == ()
 
 
-def test_a_class_that_gets_its_own_constructor_is_noticed(unhooked, monkeypatch):
+def test_class_with_its_own_constructor_is_reported(unhooked, monkeypatch):
     monkeypatch.setattr(SpeculativeConfig, "__new__", lambda cls, **_: object.__new__(cls), raising=False)
     assert "constructor of its own" in hooks.HOOKS[0].find_problem()
 
 
-def test_an_attribute_of_objects_is_found_in_the_methods_that_assign_it():
+def test_instance_attribute_is_found_in_the_methods_that_assign_it():
     scheduler = Required("vllm.v1.core.sched.scheduler", "Scheduler", "running")
     assert scheduler.find_problem() is None
     assert replace(scheduler, name="is_running").find_problem() == "Scheduler has no is_running"
 
 
-def test_other_speculative_methods_get_vllms_own_classes(unhooked):
+def test_other_methods_get_vllms_classes(unhooked):
     hook_module.install(hooks.HOOKS)
     assert type(SpeculativeConfig(method="ngram", num_speculative_tokens=2)) is SpeculativeConfig
     other = SimpleNamespace(speculative_config=SimpleNamespace(method="custom"))
     proposer = next(hook for hook in hooks.HOOKS if hook.owner == "DraftModelProposer").find_owner()
     assert type(proposer.__new__(proposer, other)) is proposer
     runner = importlib.import_module("vllm.v1.worker.gpu.model_runner")
-    with pytest.raises(AttributeError, match="use_gemma4_mtp"):  # vLLM's own choice goes on
+    with pytest.raises(AttributeError, match="use_gemma4_mtp"):  # vLLM's function runs
         runner.init_speculator(other, None, None)
 
 
-def test_our_method_gets_our_class(unhooked):
+def test_magicdec_gets_the_plugins_class(unhooked):
     hook_module.install(hooks.HOOKS)
     assert type(SpeculativeConfig(method=METHOD)) is EngineSpeculativeConfig
     assert type(SpeculativeConfig(model=METHOD)) is EngineSpeculativeConfig

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loading the plugin never raises: beside a vLLM that does not fit it is off and says why when asked."""
+"""Loading the plugin never raises: with an unsupported vLLM it is off, and its methods give the reason."""
 
 import itertools
 import logging
@@ -23,7 +23,7 @@ from vllm_magicdec.vllm_api import hook, hooks
 
 @pytest.fixture
 def log(unhooked, caplog, monkeypatch):  # noqa: F811
-    """Lines of the plugin's log."""
+    """Capture the plugin's log."""
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     caplog.set_level(logging.WARNING)
     return caplog
@@ -44,7 +44,7 @@ def remove_a_required_name(monkeypatch):
     return "Scheduler has no update_draft_token_ids"
 
 
-def fail_in_the_middle(monkeypatch):
+def fail_halfway(monkeypatch):
     calls = itertools.count()
 
     def set_half(owner, name, value):
@@ -75,21 +75,21 @@ FAULTS = [
     remove_a_method,
     change_a_signature,
     remove_a_required_name,
-    fail_in_the_middle,
+    fail_halfway,
     fail_at_the_end,
     break_an_import,
 ]
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_a_vllm_that_does_not_fit_is_left_as_it_was(log, monkeypatch, fault):
+def test_unsupported_vllm_is_left_unchanged(log, monkeypatch, fault):
     with monkeypatch.context() as patch:
         problem = fault(patch)
         before = [vars(one.find_owner()).get(one.name) for one in hooks.HOOKS[1:]]
         plugin.register()
         after = [vars(one.find_owner()).get(one.name) for one in hooks.HOOKS[1:]]
         changed = [one for one, a, b in zip(hooks.HOOKS[1:], before, after, strict=True) if a is not b]
-        assert [one.name for one in changed] == ["add_cli_args"]  # which explains
+        assert [one.name for one in changed] == ["add_cli_args"]  # to give the reason
         (record,) = [record for record in log.records if record.name == plugin.logger.name]
         line = record.getMessage()
         assert problem in line
@@ -106,7 +106,7 @@ def test_a_vllm_that_does_not_fit_is_left_as_it_was(log, monkeypatch, fault):
     assert hook.installed() == hooks.HOOKS
 
 
-def test_the_command_line_gives_the_reason(log, monkeypatch, capsys):
+def test_command_line_gives_the_reason(log, monkeypatch, capsys):
     remove_a_method(monkeypatch)
     plugin.register()
     reason = f"{log.records[-1].getMessage()}".rstrip(".")
@@ -119,7 +119,7 @@ def test_the_command_line_gives_the_reason(log, monkeypatch, capsys):
     assert parser.parse_args([]).speculative_config is None
 
 
-def test_engine_arguments_are_refused_where_the_configuration_cannot_be_wrapped(log, monkeypatch, tmp_path):
+def test_engine_arguments_are_refused_if_the_configuration_cannot_be_wrapped(log, monkeypatch, tmp_path):
     monkeypatch.setattr(
         SpeculativeConfig, "__new__", lambda cls, *_, **__: object.__new__(cls), raising=False
     )
@@ -133,7 +133,7 @@ def test_engine_arguments_are_refused_where_the_configuration_cannot_be_wrapped(
             EngineArgs(model=str(tmp_path), **given).create_engine_config()
 
 
-def test_a_vllm_without_any_of_these_points_loads_the_plugin(log, monkeypatch):
+def test_plugin_loads_if_no_target_exists(log, monkeypatch):
     monkeypatch.setattr("vllm.config.SpeculativeConfig", None)
     monkeypatch.setattr("vllm.engine.arg_utils.EngineArgs", None)
     plugin.register()
@@ -147,11 +147,11 @@ def registry(**functions) -> ModuleType:
     return module
 
 
-def of_another_shape(name, spec):
+def register_with_other_parameters(name, spec):
     raise AssertionError("is never called")
 
 
-def that_takes_anything(name, **parts):
+def register_with_any_parameters(name, **parts):
     raise AssertionError("is never called")
 
 
@@ -159,12 +159,12 @@ def that_takes_anything(name, **parts):
     "functions",
     [
         {},
-        {"register_speculative_method": of_another_shape},
-        {"register_speculative_method": that_takes_anything},
+        {"register_speculative_method": register_with_other_parameters},
+        {"register_speculative_method": register_with_any_parameters},
     ],
     ids=["without the function", "other parameters", "any parameters"],
 )
-def test_a_registry_of_another_shape_is_ignored(log, monkeypatch, functions):
+def test_registry_with_another_signature_is_ignored(log, monkeypatch, functions):
     monkeypatch.setattr(plugin, "find_spec", lambda name: object())
     monkeypatch.setitem(sys.modules, plugin.REGISTRY, registry(**functions))
     plugin.register()
@@ -172,7 +172,7 @@ def test_a_registry_of_another_shape_is_ignored(log, monkeypatch, functions):
     assert not log.records
 
 
-def test_the_registry_of_the_patch_is_used(log, monkeypatch):
+def test_registry_of_the_patch_is_used(log, monkeypatch):
     registered = {}
 
     def register_speculative_method(name, *, config_cls, proposer_cls, speculator_cls, add_cli_args=None):
@@ -182,17 +182,17 @@ def test_the_registry_of_the_patch_is_used(log, monkeypatch):
     monkeypatch.setattr(plugin, "find_spec", lambda name: object())
     monkeypatch.setitem(sys.modules, plugin.REGISTRY, registry(**functions))
     plugin.register()
-    assert hook.installed() == hooks.BESIDE_REGISTRY
+    assert hook.installed() == hooks.HOOKS_BESIDE_REGISTRY
     assert list(registered) == [METHOD, MODEL_METHOD]
 
 
-def test_an_untested_vllm_gets_a_warning_that_names_the_tested_ones(log, monkeypatch):
+def test_untested_vllm_gets_a_warning_with_tested_versions(log, monkeypatch):
     monkeypatch.setattr("vllm.__version__", "0.99.1")
     plugin.register()
     assert "was tested with vLLM 0.32.0, not with 0.99.1" in log.text
 
 
-def test_the_entry_point_imports_nothing_of_vllm():
+def test_entry_point_does_not_import_vllm():
     code = "import sys, vllm_magicdec.plugin; print([m for m in sys.modules if m.split('.')[0] == 'vllm'])"
     child = subprocess.run(
         [sys.executable, "-c", code], env=engines.environment(), capture_output=True, text=True, check=True

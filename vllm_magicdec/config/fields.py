@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Declarations of the user's fields."""
+"""Fields of the speculative configuration, with the meanings that `--help=magicdec` prints."""
 
 from dataclasses import fields as dataclass_fields
 from typing import Any, Literal
@@ -8,10 +8,10 @@ from pydantic import Field
 from vllm.config import SpeculativeConfig
 from vllm.config.utils import config
 
-DEFAULT_MAX_TOKENS = 8  # of `auto`
+DEFAULT_MAX_TOKENS = 8  # draft tokens per round under `auto`
 _MOST_TOKENS = 2**31 - 1  # positions are int32
 
-# Fields of vLLM's SpeculativeConfig that keep their meaning when the draft is the target.
+# Fields of vLLM's SpeculativeConfig that also apply to self-speculation.
 _SHARED_FIELDS = frozenset(
     {
         "method",
@@ -25,12 +25,12 @@ _SHARED_FIELDS = frozenset(
         "synthetic_acceptance_length",
     }
 )
-# Further fields of vLLM for a draft model.
+# Fields of vLLM's SpeculativeConfig that apply to a draft model only.
 MODEL_FIELDS = frozenset({"quantization", "revision", "code_revision", "attention_backend"})
-# Boolean fields: the plugin's own, and all.
+# Boolean fields: those of the plugin, then all of them.
 _OWN_SWITCHES = ("native_attention",)
 SWITCHES = (*_OWN_SWITCHES, "enable_adaptive_verification")
-# Fields set by a SPIRe draft, which needs the view it was trained with.
+# A SPIRe draft sets these fields to the view that it was trained with.
 VIEW_FIELDS = ("draft_kv_policy", "draft_kv_budget", "draft_kv_sink")
 # Fields that the user cannot set.
 ENGINE_FIELDS = frozenset(
@@ -46,7 +46,7 @@ ENGINE_FIELDS = frozenset(
         "lengths",
     }
 )
-# Of these, fields set by the plugin; a copied config passes all of them.
+# Fields that the plugin sets; copying a configuration passes them to the constructor.
 PRIVATE_FIELDS = ENGINE_FIELDS - {"target_model_config", "target_parallel_config"}
 
 
@@ -55,67 +55,72 @@ class MagicDecFields(SpeculativeConfig):
     """Fields of `MagicDecSpeculativeConfig`, as a pydantic dataclass."""
 
     num_speculative_tokens: int = Field(default=4, gt=0, le=128)
-    """Draft tokens per round (gamma), or `auto`: chosen for every step, 0 included, from the
-    batch's size and contexts, the times measured and the acceptance seen."""
+    """Draft tokens per round (gamma), or `auto`: a controller chooses a number for every step, possibly 0,
+    from the batch size, the context lengths, measured step times and observed acceptance."""
     max_num_speculative_tokens: int | None = Field(default=None, gt=0, le=128)
-    """Most draft tokens per round when `num_speculative_tokens` is `auto`. Default: 8; 16 where drafts are
-    looked up."""
+    """Maximum number of draft tokens per round when `num_speculative_tokens` is `auto`. Default: 8, or 16
+    with lookups (`draft_lookup`)."""
     profile: str | None = None
-    """Times to start `auto` with: a file written by `magicdec profile` for this model on this machine."""
+    """Initial step times for `auto`: a file that `magicdec profile` wrote for this model on this
+    machine."""
     draft_kv_policy: str = "streamingllm"
-    """Who chooses where the draft looks: `streamingllm` reads sinks and the recent window; `snapkv` adds
-    the tokens that the prompt's last ones attend to, per layer and KV head; `verify-topk` adds, every
-    round, the pages that the verification attended to, per layer. Other packages may add more
-    (entry-point group `vllm_magicdec.policies`)."""
+    """Policy that selects the K/V entries that the draft reads. `streamingllm`: attention sinks and the
+    recent window. `snapkv`: also the tokens that the last tokens of the prompt attend to most, per layer
+    and KV head. `verify-topk`: also the pages that the last verification attended to most, per layer,
+    selected again every round. Other packages can add policies (entry-point group
+    `vllm_magicdec.policies`)."""
     draft_kv_budget: float = Field(default=512, gt=0, le=_MOST_TOKENS)
-    """K/V entries that a draft step may read per request: tokens, or a fraction of the context
-    when below 1. Rounded up to whole KV pages; drafted tokens count."""
+    """Maximum number of K/V entries that a draft step reads per request: tokens, or a fraction of the
+    context if below 1. Rounded up to whole KV pages; draft tokens count."""
     draft_kv_min_budget: int = Field(default=256, gt=0, le=_MOST_TOKENS)
-    """Least budget in tokens when `draft_kv_budget` is a fraction."""
+    """Minimum budget in tokens when `draft_kv_budget` is a fraction."""
     draft_kv_sink: int = Field(default=4, ge=0, le=_MOST_TOKENS)
-    """Tokens at the start of the context that stay in view (attention sinks), within the budget; 4 are
-    StreamingLLM's. Rounded up to whole KV pages where the policy chooses pages."""
+    """Tokens at the start of the context that the draft always reads (attention sinks), within the budget.
+    StreamingLLM uses 4. Rounded up to whole KV pages if the policy selects pages."""
     draft_kv_cache: Literal["whole", "ring"] = "whole"
-    """What the KV cache of a draft model (`magicdec`) holds: `whole`, every token of a request, as the
-    target's does; `ring`: sinks and window alone, where the policy reads no more and the target gets room
-    for more tokens of requests that are as long as they may be."""
+    """Contents of the KV cache of a draft model (method `magicdec`). `whole`: every token of a request.
+    `ring`: only sinks and window, if the policy reads nothing else and the target's cache then holds more
+    tokens of requests of the maximum length."""
     draft_kv_refresh: int | None = Field(default=None, ge=0, le=_MOST_TOKENS)
-    """When to select again. `snapkv`: after so many generated tokens (default 0: once per prompt);
-    `verify-topk`: after so many verifications (default 1)."""
+    """Interval between selections. `snapkv`: in generated tokens (default 0: select once per prompt).
+    `verify-topk`: in verifications (default 1)."""
     draft_kv_granularity: Literal["page", "token"] | None = None
-    """What `snapkv` chooses: `page`s, the same for all heads of a layer, which vLLM's own attention reads;
-    or `token`s per KV head, which need attention of the plugin's own. Default: pages on a CPU, tokens on a
-    GPU. `verify-topk` chooses pages."""
+    """Unit that `snapkv` selects. `page`: KV pages, the same for all heads of a layer, read by vLLM's
+    attention. `token`: tokens per KV head, read by the plugin's attention. Default: `page` on CPUs, `token`
+    on GPUs. `verify-topk` always selects pages."""
     draft_lookup: Literal["auto", "on", "off"] = "auto"
-    """Whether drafts are looked up: what followed the request's latest tokens before, in its own prompt
-    and output. A draft pass reads it ahead and makes several drafts where the draft agrees; under
-    `num_speculative_tokens: auto` it may also be verified unread, where that promises more. `auto`: with
-    that, where lookups work."""
+    """Whether to look up draft tokens: the tokens that followed an earlier occurrence of the latest tokens
+    in the request's prompt and output. One draft pass checks several of them. Under
+    `num_speculative_tokens: auto` the target may also verify them unchecked by the draft, where that is
+    expected to be faster. `auto`: on with `num_speculative_tokens: auto` on CPUs where lookups are
+    supported, else off."""
     draft_lookup_sources: tuple[str, ...] = ("context",)
-    """Where drafts are looked up: `context`, the request's own prompt and output; `served`, what other
-    requests of this server were answered, which lets one user's text set how fast another's comes; or paths
-    of datastores that `magicdec index` wrote."""
+    """Sources of lookups. `context`: the request's own prompt and output. `served`: outputs of other
+    requests to this server, so that the text of one user affects the speed of another. Other values are
+    paths of datastores that `magicdec index` wrote."""
     native_attention: bool = True
-    """On a CPU: whether the plugin's own kernel attends where no request has more than 32 tokens in a step
-    and it is faster, where it was built and knows the layout of the KV cache. Off, vLLM's own does."""
+    """On CPUs: use the plugin's attention kernel for steps with at most 32 tokens per request where it is
+    faster, if it was built and supports the layout of the KV cache. Otherwise use vLLM's attention."""
     snapkv_window: int = Field(default=16, gt=0, le=1024)
-    """Last tokens of the prompt whose attention `snapkv` follows; they stay in view themselves."""
+    """Number of last tokens of the prompt whose attention scores the others for `snapkv`; they are always
+    read."""
     snapkv_recent: float = Field(default=0.375, ge=0, le=_MOST_TOKENS)
-    """Latest tokens that `snapkv` keeps in view whatever their score: tokens, or a fraction of the budget
-    when below 1, then at least three quarters of its first 64 tokens; at least `snapkv_window`. 0 is SnapKV
-    as published."""
+    """Latest tokens that `snapkv` selects whatever their score: tokens, or a fraction of the budget if
+    below 1, then at least three quarters of the first 64 tokens of the budget. At least `snapkv_window`; 0
+    is the published SnapKV."""
     snapkv_kernel: int = Field(default=7, gt=0, lt=1024)
-    """Neighbouring tokens over which `snapkv` pools its scores; odd, below 1024."""
+    """Number of neighbouring tokens over which `snapkv` pools scores; odd, below 1024."""
     snapkv_pooling: Literal["max", "avg"] = "max"
-    """How it pools."""
+    """Pooling of the scores of `snapkv`: the maximum or the average."""
     has_draft_model: bool = False
-    """Whether `model` drafts over its own KV cache."""
+    """Whether `model` is a draft model with its own KV cache."""
     looks_up_on_device: bool = False
-    """Whether lookups run on the device, because the host does not know the latest tokens."""
+    """Whether lookups run on the device because the latest tokens are not on the host."""
     adaptive: bool = False
-    """Whether a controller sets the draft tokens of every round, up to `num_speculative_tokens`."""
+    """Whether a controller chooses the number of draft tokens of every round, up to
+    `num_speculative_tokens`."""
     lengths: tuple[int, ...] = ()
-    """Numbers of drafts that the controller chooses from, ascending; empty without a controller."""
+    """Numbers of draft tokens that the controller chooses from, ascending; empty without a controller."""
 
 
 def documented_fields() -> tuple[str, ...]:
@@ -128,7 +133,7 @@ def documented_fields() -> tuple[str, ...]:
 def default_of(name: str) -> Any:
     """Return a field's default."""
     (default,) = (field.default for field in dataclass_fields(MagicDecFields) if field.name == name)
-    return getattr(default, "default", default)  # of pydantic's Field
+    return getattr(default, "default", default)  # unwraps a pydantic Field
 
 
 def user_fields() -> tuple[str, ...]:

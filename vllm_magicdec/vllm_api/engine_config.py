@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What only the whole engine configuration shows: refused, or filled in, before any process starts.
+"""Checks and defaults that depend on the whole engine configuration, applied before any process starts.
 
-`config.MagicDecSpeculativeConfig` judges a user's values by themselves. How they go with the model's
-length, the KV cache's pages, the scheduler and a profile is judged here.
+`config.MagicDecSpeculativeConfig` checks the fields by themselves. This module checks them against the
+model length, the KV pages, the scheduler and the profile.
 """
 
 import copy
@@ -37,23 +37,23 @@ from vllm_magicdec.vllm_api.profiles import check_profile
 
 logger = init_logger(f"vllm.{__name__}")
 
-# Of `auto`: passes that read ahead make long rounds cheap, and those that are not worth it end early.
+# Under `auto`, passes that check looked-up tokens make long rounds cheap, and other rounds end early.
 _MAX_TOKENS_WITH_LOOKUPS = 16
 
 
-def are_tokens_on_device_alone(vllm_config: VllmConfig) -> bool:
-    """Whether the host does not know the requests' latest tokens when drafting begins."""
+def host_lacks_latest_tokens(vllm_config: VllmConfig) -> bool:
+    """Return whether the latest tokens are only on the device when drafting begins."""
     return vllm_config.use_v2_model_runner and vllm_config.device_config.device_type != "cpu"
 
 
 class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
-    """The speculative configuration that vLLM's engine holds: it can judge the rest of the engine too."""
+    """Speculative configuration of an engine; also checks the rest of the engine configuration."""
 
     def verify_engine(self, vllm_config: VllmConfig) -> None:
-        """Refuse what only the whole engine configuration shows; called before any process starts.
+        """Check the fields against the engine configuration, and resolve those that depend on it.
 
         Raises:
-            MagicDecConfigError: with the reason and the way out.
+            MagicDecConfigError: if the engine cannot work; says what to use instead.
         """
         if vllm_config.model_config.use_mla:
             self._check_mla(vllm_config)
@@ -77,7 +77,7 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
         self._check_budget(vllm_config)
         if self.adaptive:
             self._adapt(vllm_config)
-        if not self.enable_adaptive_verification:  # whose graphs serve every length
+        if not self.enable_adaptive_verification:  # its graphs serve every length
             for sentence in find_missing_graphs(vllm_config):
                 logger.info_once("%s: %s", METHOD, sentence)
         if (reason := why_products_are_slow(vllm_config)) is not None:
@@ -89,30 +89,27 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
             self._check_spire(self.spire, vllm_config)
         if vllm_config.kv_transfer_config is not None:
             raise MagicDecConfigError(
-                f"{MODEL_METHOD} does not work with a KV connector, which would not bring the draft "
-                f"model's KV cache; remove --kv-transfer-config and --kv-offloading-size, or {instead}"
+                f"{MODEL_METHOD} does not work with a KV connector, which does not transfer the KV cache "
+                f"of the draft model; remove --kv-transfer-config and --kv-offloading-size, or {instead}"
             )
         if not issubclass(self.policy, PagePolicy | SinksAndWindow):
             raise MagicDecConfigError(
-                f"{MODEL_METHOD}: draft_kv_policy={self.draft_kv_policy!r} follows the attention of the "
-                "target's prompts and verifications, and a draft model has layers and a cache of its own; "
-                f"use draft_kv_policy='streamingllm', or {instead}"
+                f"{MODEL_METHOD}: draft_kv_policy={self.draft_kv_policy!r} needs the attention of the "
+                "target, and a draft model has its own layers and KV cache; use "
+                f"draft_kv_policy='streamingllm', or {instead}"
             )
         self._check_tokenizers(vllm_config.model_config, self.draft_model_config)
 
     def _check_spire(self, fields: SpireSettings, vllm_config: VllmConfig) -> None:
-        """What a SPIRe draft cannot do."""
-        # Only where the host looks up may looked-up tokens go to the target unread.
-        goes_unread = self.adaptive and not are_tokens_on_device_alone(vllm_config)
-        if self.draft_lookup == "on" and not goes_unread and fields.feedback_memory:
+        # Looked-up tokens can skip the draft only if the host looks them up.
+        can_skip_draft = self.adaptive and not host_lacks_latest_tokens(vllm_config)
+        if self.draft_lookup == "on" and not can_skip_draft and fields.feedback_memory:
             is_cpu = vllm_config.device_config.device_type == "cpu"
-            with_auto = (
-                ", or num_speculative_tokens='auto', which may have looked-up tokens verified unread"
-            )
+            with_auto = ", or num_speculative_tokens='auto', which can verify looked-up tokens unchecked"
             instead = with_auto if is_cpu and not vllm_config.use_v2_model_runner else ""
             raise MagicDecConfigError(
-                f"{MODEL_METHOD}: draft_lookup='on' makes no pass of a SPIRe draft longer, because every "
-                f"token needs the memory of the one before; use draft_lookup='off'{instead}"
+                f"{MODEL_METHOD}: draft_lookup='on' is not supported with a SPIRe draft, whose feedback "
+                f"memory allows one token per pass; use draft_lookup='off'{instead}"
             )
 
     def _check_tokenizers(self, target: ModelConfig, draft: ModelConfig) -> None:
@@ -125,37 +122,37 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
                 trust_remote_code=draft.trust_remote_code,
                 revision=draft.revision,
             )
-        except Exception:  # of whatever library reads it
+        except Exception:  # the tokenizer's library may raise any type
             logger.warning(
-                "%s: %s has no tokenizer that vLLM can read; its tokens are taken for the target's.",
+                "%s: %s has no tokenizer that vLLM can read; assuming the target's tokenizer.",
                 MODEL_METHOD,
                 draft.model,
             )
             return
         targets = cached_tokenizer_from_config(target)
         theirs, own = targets.get_vocab(), tokenizer.get_vocab()
-        # Of families whose models differ in what they use of the reserved ids, one may lack the other's: a
-        # draft that does not know a token is wrong where it comes, no more.
+        # Models of one family may use different reserved ids. A token that the draft does not know only
+        # costs acceptance where it occurs.
         added: dict[str, int] = getattr(targets, "get_added_vocab", dict)()
         differing = sum(
             own.get(token) != index for token, index in theirs.items() if token in own or token not in added
         )
         if differing or not own.keys() & theirs.keys():
             raise MagicDecConfigError(
-                f"{MODEL_METHOD}: the tokenizer of model={draft.model!r} gives {differing} tokens other "
-                "ids than the target's; use a draft with the target's tokenizer, or vLLM's method "
-                "'draft_model' with use_heterogeneous_vocab"
+                f"{MODEL_METHOD}: {differing} tokens have other ids in the tokenizer of "
+                f"model={draft.model!r} than in the target's; use a draft with the target's tokenizer, "
+                "or vLLM's method 'draft_model' with use_heterogeneous_vocab"
             )
 
     def _check_mla(self, vllm_config: VllmConfig) -> None:
         is_cpu = vllm_config.device_config.device_type == "cpu"
         rope = getattr(vllm_config.model_config.hf_text_config, "rope_parameters", None) or {}
         if is_cpu and rope.get("rope_type", "default") == "default":
-            # Its kernel takes [tokens, heads, size] for as many tokens of one head.
+            # Its kernel interprets queries [tokens, heads, size] as tokens of a single head.
             raise MagicDecConfigError(
-                f"{METHOD}: on a CPU vLLM 0.32 turns queries of MLA models whose RoPE is not scaled by the "
-                "positions of other tokens, so that their answers depend on the batch, with and without "
-                "speculation; serve the model on a GPU"
+                f"{METHOD}: on CPUs, vLLM 0.32 rotates queries of MLA models without RoPE scaling by "
+                "positions of other tokens, so that outputs depend on the batch, also without speculation; "
+                "serve the model on a GPU"
             )
         if not issubclass(self.policy, PagePolicy):
             raise MagicDecConfigError(
@@ -166,42 +163,42 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
     def _check_output_quantisation(self, vllm_config: VllmConfig) -> None:
         policy, device_type = self.policy, vllm_config.device_config.device_type
         if policy.granularity(self, device_type) != "token":
-            return  # vLLM's own attention drafts
+            return  # draft passes use vLLM's attention
         if vllm_config.compilation_config.pass_config.fuse_attn_quant:
-            # Layers then want their output in fp8 or fp4, by a scale of theirs.
+            # Layers then expect attention output in fp8 or fp4.
             raise MagicDecConfigError(
-                f"{METHOD}: attention to single tokens does not quantise its output, as vLLM's pass "
-                "fuse_attn_quant wants it to; use -cc.pass_config.fuse_attn_quant=False, or "
+                f"{METHOD}: attention to single tokens cannot quantise its output, as vLLM's pass "
+                "fuse_attn_quant requires; use -cc.pass_config.fuse_attn_quant=False, or "
                 "draft_kv_granularity='page'"
             )
 
     def _resolve_lookups(self, vllm_config: VllmConfig) -> None:
-        """Whether there are lookups, where `auto` leaves that to the engine."""
+        """Resolve `draft_lookup="auto"`, the default of `max_num_speculative_tokens`, and datastores."""
         if self.draft_lookup == "on":
             self._check_lookups(vllm_config)
         elif self.draft_lookup == "auto":
             self.draft_lookup = "off"
-            # On GPUs it was not measured yet, so they look nothing up that they were not asked to.
-            if self.adaptive and not are_tokens_on_device_alone(vllm_config):
+            # The gain on GPUs is not measured yet, so lookups there need "on".
+            if self.adaptive and not host_lacks_latest_tokens(vllm_config):
                 with suppress(MagicDecConfigError):
                     self._check_lookups(vllm_config)
                     self.draft_lookup = "on"
             if self.draft_lookup == "off" and self.draft_lookup_sources != ("context",):
                 raise MagicDecConfigError(
-                    f"{METHOD}: draft_lookup_sources has no use, because 'auto' looks nothing up here; use "
-                    "draft_lookup='on', which says what it lacks, or remove it"
+                    f"{METHOD}: draft_lookup_sources has no use, because draft_lookup='auto' means 'off' "
+                    "here; use draft_lookup='on', or remove draft_lookup_sources"
                 )
-        most = self._default_most
+        most = self._default_max_tokens
         if self.adaptive and self.max_num_speculative_tokens is None and most > self.num_speculative_tokens:
             self.num_speculative_tokens = self.max_num_speculative_tokens = most
         self._check_datastores(vllm_config)
 
     @property
-    def _default_most(self) -> int:
-        """Drafts of a round, at most, where the user does not say."""
+    def _default_max_tokens(self) -> int:
+        """The maximum number of draft tokens per round if the user sets none."""
         if not self.adaptive:
             return int(default_of("num_speculative_tokens"))
-        is_synthetic = self.rejection_sample_method == "synthetic"  # by rates for each of vLLM's number
+        is_synthetic = self.rejection_sample_method == "synthetic"  # has one rate per draft token
         looks_up = self.draft_lookup == "on" and not is_synthetic
         return _MAX_TOKENS_WITH_LOOKUPS if looks_up else DEFAULT_MAX_TOKENS
 
@@ -221,28 +218,28 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
 
     def _check_lookups(self, vllm_config: VllmConfig) -> None:
         name = f"{METHOD}: draft_lookup='on'"
-        on_device = are_tokens_on_device_alone(vllm_config)
+        on_device = host_lacks_latest_tokens(vllm_config)
         if vllm_config.use_v2_model_runner and self.adaptive and not on_device:
-            # There all requests have as many drafts, and the scheduler does not hear which were worth it.
+            # All requests then have the same number of drafts, without feedback per request.
             raise MagicDecConfigError(
-                f"{name} does not work with num_speculative_tokens='auto' on the V2 model runner; give a "
+                f"{name} does not work with num_speculative_tokens='auto' on the V2 model runner; use a "
                 "number, set VLLM_USE_V2_MODEL_RUNNER=0, or use draft_lookup='off'"
             )
         if not on_device:
             if vllm_config.device_config.device_type != "cpu":
                 raise MagicDecConfigError(
-                    f"{name} works on GPUs with the V2 model runner alone; remove "
-                    "VLLM_USE_V2_MODEL_RUNNER=0 where it is set, or use draft_lookup='off'"
+                    f"{name} needs the V2 model runner on GPUs; remove VLLM_USE_V2_MODEL_RUNNER=0 if it is "
+                    "set, or use draft_lookup='off'"
                 )
             return
         if self.num_speculative_tokens == 1:
             raise MagicDecConfigError(
-                f"{name} makes several drafts of a pass; use num_speculative_tokens of 2 or more"
+                f"{name} drafts several tokens per pass; use num_speculative_tokens of 2 or more"
             )
         if self.draft_lookup_sources != ("context",):
             raise MagicDecConfigError(
-                f"{METHOD}: draft_lookup_sources: on GPUs lookups search a request's own text "
-                "alone, as its latest tokens are not on the host; use ['context'], or remove "
+                f"{METHOD}: draft_lookup_sources: on GPUs, lookups only search the request's own text, "
+                "because its latest tokens are not on the host; use ['context'], or remove "
                 "draft_lookup_sources"
             )
         if vllm_config.model_config.use_mla:
@@ -251,43 +248,39 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
             )
         if self.enable_adaptive_verification:
             raise MagicDecConfigError(
-                f"{name} does not work with enable_adaptive_verification, which hears of passes of one "
-                "token alone; remove one of them"
+                f"{name} does not work with enable_adaptive_verification, which supports only passes "
+                "of one token; remove one of them"
             )
         if self.spire is not None:
             raise MagicDecConfigError(
-                f"{name} reads pages on GPUs, and a SPIRe draft's view is of single tokens; use "
+                f"{name} needs KV pages on GPUs, and a SPIRe draft reads single tokens; use "
                 "draft_lookup='off'"
             )
         granularity = self.policy.granularity(self, vllm_config.device_config.device_type)
         if granularity != "page" and not issubclass(self.policy, PagePolicy):
             raise MagicDecConfigError(
-                f"{name} reads pages on GPUs, and draft_kv_policy={self.draft_kv_policy!r} chooses single "
-                "tokens here; use draft_kv_granularity='page', or draft_lookup='off'"
+                f"{name} needs KV pages on GPUs, and draft_kv_policy={self.draft_kv_policy!r} selects "
+                "single tokens; use draft_kv_granularity='page', or draft_lookup='off'"
             )
         self.looks_up_on_device = True
 
     def _check_budget(self, vllm_config: VllmConfig) -> None:
-        """Refuse a budget that the policy cannot work with.
-
-        Raises:
-            MagicDecConfigError: with the way out.
-        """
+        """Refuse a budget that the policy cannot use."""
         limits = self.limits(vllm_config, vllm_config.cache_config.block_size)
         try:
             self.policy.parse_budget(self, limits, self.draft_kv_budget)
         except ValueError as error:
-            others = self._find_room_takers(vllm_config)
+            others = self._suggest_defaults(vllm_config)
             raise MagicDecConfigError(f"{self.name}: {error}{others}") from None
 
-    def _find_room_takers(self, vllm_config: VllmConfig) -> str:
-        """The fewest fields at whose defaults the policy could work with the budget."""
+    def _suggest_defaults(self, vllm_config: VllmConfig) -> str:
+        """Return, as text, the smallest sets of fields whose defaults would make the budget valid."""
         names = ("draft_kv_sink", "snapkv_window", "snapkv_recent")
         defaults = {name: default_of(name) for name in names}
-        defaults["num_speculative_tokens"] = self._default_most
+        defaults["num_speculative_tokens"] = self._default_max_tokens
         larger = [name for name, default in defaults.items() if getattr(self, name) > default]
 
-        def would_do(at_default: Sequence[str]) -> bool:
+        def is_valid_with(at_default: Sequence[str]) -> bool:
             other = copy.copy(self)
             for name in at_default:
                 setattr(other, name, defaults[name])
@@ -299,37 +292,38 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
             return True
 
         def typed(name: str) -> str:
-            is_most = self.adaptive and name == "num_speculative_tokens"
-            return f"{'max_' if is_most else ''}{name}={defaults[name]}"
+            is_max = self.adaptive and name == "num_speculative_tokens"
+            return f"{'max_' if is_max else ''}{name}={defaults[name]}"
 
         for count in range(1, len(larger) + 1):
-            if takers := [group for group in combinations(larger, count) if would_do(group)]:
-                return "".join(f", or {' and '.join(map(typed, group))}" for group in takers)
+            if groups := [group for group in combinations(larger, count) if is_valid_with(group)]:
+                return "".join(f", or {' and '.join(map(typed, group))}" for group in groups)
         return ""
 
     def _adapt(self, vllm_config: VllmConfig) -> None:
-        """Let a scheduler with a controller choose for every step."""
+        """Use a scheduler whose controller chooses the number of draft tokens of every step."""
         scheduler = vllm_config.scheduler_config
         if scheduler.scheduler_cls is not None:
             raise MagicDecConfigError(
-                f"{METHOD}: 'auto' brings its own scheduler; remove --scheduler-cls or give a number"
+                f"{METHOD}: num_speculative_tokens='auto' needs its own scheduler; remove "
+                "--scheduler-cls or use a number"
             )
         parallel = vllm_config.parallel_config
         if (
             parallel.distributed_executor_backend == "external_launcher"
             and parallel.world_size_across_dp > 1
         ):
-            # Every process has a scheduler of its own then, and all of them have to schedule alike.
+            # Every process then has its own scheduler, and all of them must make the same decisions.
             raise MagicDecConfigError(
-                f"{METHOD}: 'auto' chooses by times that each process measures for itself, and with the "
-                "executor 'external_launcher' all have to choose alike; give a number"
+                f"{METHOD}: num_speculative_tokens='auto' depends on times that each process measures, "
+                "and with the executor 'external_launcher' all processes must choose the same; use a number"
             )
         if self.profile is not None:
-            check_profile(self.profile, self, vllm_config, self._default_most)
+            check_profile(self.profile, self, vllm_config, self._default_max_tokens)
         by_length, most = captures_by_length(vllm_config), self.num_speculative_tokens
         few = nested_lengths(most, max(2, scheduler.max_num_seqs))
         every = (0, most) if self.draft_lookup == "on" else tuple(range(most + 1))
-        # Lookups on the device have graphs of their own for each.
+        # Lookups on the device need separate graphs for each length.
         self.choose_among(few if by_length or self.looks_up_on_device else every)
         if by_length:
             capture_every_length(vllm_config)
@@ -338,11 +332,7 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
 
 
 def check_refresh(async_scheduling: bool, v2_model_runner: bool) -> None:
-    """Refuse selecting again where the latest token ids are not on the host yet.
-
-    Raises:
-        MagicDecConfigError: with the way out.
-    """
+    """Refuse `draft_kv_refresh` if the latest token ids are not on the host yet."""
     if async_scheduling and not v2_model_runner:
         raise MagicDecConfigError(
             f"{METHOD}: draft_kv_refresh needs the V2 model runner under asynchronous scheduling; use "

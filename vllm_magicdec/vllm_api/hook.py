@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One point of vLLM that is wrapped or relied on: found, checked, wrapped, and put back as it was.
+"""Find, check, wrap and restore attributes of vLLM.
 
-This module imports nothing of vLLM, so that it works beside every version.
+This module does not import vLLM, so that it works with every version.
 """
 
 import functools
@@ -14,10 +14,10 @@ from typing import Any
 
 from vllm_magicdec.errors import MagicDecConfigError
 
-Wrap = Callable[[Any, Callable[..., Any]], Any]  # (owner, original) -> what replaces the original
+Wrap = Callable[[Any, Callable[..., Any]], Any]  # (owner, original) -> replacement
 
 _ABSENT = object()
-_originals: dict["Hook", Any] = {}  # of the installed hooks: the owner's own attribute, or _ABSENT
+_originals: dict["Hook", Any] = {}  # by installed hook; _ABSENT: the owner inherits it
 
 
 @dataclass(frozen=True)
@@ -31,20 +31,20 @@ class Required:
 
     @property
     def target(self) -> str:
-        """The qualified name, for messages."""
+        """Qualified name, for messages."""
         return ".".join(filter(None, (self.module, self.owner, self.name)))
 
     def find_owner(self) -> Any:
-        """The class or module.
+        """Return the class or module.
 
         Raises:
-            ImportError, AttributeError: it is not there.
+            ImportError, AttributeError: if it does not exist.
         """
         module = importlib.import_module(self.module)
         return getattr(module, self.owner) if self.owner else module
 
     def find_problem(self) -> str | None:
-        """Why the installed vLLM does not fit, or None."""
+        """Return why the installed vLLM does not match, or None."""
         try:
             owner = self.find_owner()
             found = getattr(owner, self.name, None)
@@ -52,7 +52,7 @@ class Required:
             if not is_there or getattr(found, "__isabstractmethod__", False):
                 return f"{self.owner or self.module} has no {self.name}"
             return self._find_difference(found)
-        except Exception as error:  # of whatever the module's import runs
+        except Exception as error:  # importing the module may raise any type
             return in_words(error)
 
     def _find_difference(self, found: Any) -> str | None:
@@ -65,10 +65,10 @@ class Required:
 
 @dataclass(frozen=True)
 class Hook(Required):
-    """One attribute of a class or module of vLLM that is wrapped.
+    """An attribute of a class or module of vLLM that the plugin wraps.
 
-    `parameters` are the first parameters of vLLM's function, in order; () for a `__new__` that vLLM leaves
-    to `object`.
+    `parameters` are the first parameters of vLLM's function, in order; () for a `__new__` inherited from
+    `object`.
     """
 
     reason: str = ""
@@ -78,20 +78,20 @@ class Hook(Required):
         if not self.parameters:
             is_free = found is object.__new__ or self in _originals
             return None if is_free else f"{self.owner} has a constructor of its own"
-        parameters = tuple(inspect.signature(found).parameters)  # of a wrapper: the original's
+        parameters = tuple(inspect.signature(found).parameters)  # a wrapper has the original's signature
         if parameters[: len(self.parameters)] != self.parameters:
             return f"{self.target} takes {parameters}, not {self.parameters}"
         return None
 
 
 def in_words(error: Exception) -> str:
-    """Its message in one line, with the type unless it is a sentence for users."""
+    """Return the message in one line, with the type unless it is a `MagicDecConfigError`."""
     name = "" if isinstance(error, MagicDecConfigError) else f"{type(error).__name__}: "
     return " ".join(f"{name}{error}".split())
 
 
 def _assigns(owner: Any, name: str) -> bool:
-    """Whether a class declares an attribute for its objects, or one of its methods mentions it."""
+    """Return whether a class annotates an instance attribute or one of its methods mentions it."""
     if not isinstance(owner, type):
         return False
     return any(
@@ -106,7 +106,7 @@ def _assigns(owner: Any, name: str) -> bool:
 
 
 def before(act: Callable[..., object]) -> Wrap:
-    """Call `act` with the function's arguments first."""
+    """Call `act` with the arguments before the original function."""
 
     def wrap(owner: Any, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -120,7 +120,7 @@ def before(act: Callable[..., object]) -> Wrap:
 
 
 def after(act: Callable[..., Any]) -> Wrap:
-    """Return what `act` makes of the function's result and arguments."""
+    """Return `act(result, *arguments)` instead of the result of the original function."""
 
     def wrap(owner: Any, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -133,15 +133,15 @@ def after(act: Callable[..., Any]) -> Wrap:
 
 
 def installed() -> tuple[Hook, ...]:
-    """The hooks whose attributes are wrapped now."""
+    """Return the installed hooks."""
     return tuple(_originals)
 
 
 def check(required: Sequence[Required]) -> None:
-    """Refuse a vLLM that does not fit.
+    """Check that the installed vLLM has everything that is required.
 
     Raises:
-        MagicDecConfigError: with the first problem and the number of others.
+        MagicDecConfigError: if not; names the first problem and the number of others.
     """
     problems = list(filter(None, (one.find_problem() for one in required)))
     if problems:
@@ -150,10 +150,10 @@ def check(required: Sequence[Required]) -> None:
 
 
 def install(hooks: Sequence[Hook]) -> None:
-    """Wrap every hook's attribute, or none; a second call changes nothing.
+    """Wrap the attributes of all hooks, or of none on error; installed hooks are skipped.
 
     Raises:
-        MagicDecConfigError: one does not fit the installed vLLM.
+        MagicDecConfigError: if a hook does not match the installed vLLM.
     """
     check(hooks)
     new = [hook for hook in hooks if hook not in _originals]
@@ -171,10 +171,10 @@ def install(hooks: Sequence[Hook]) -> None:
 
 
 def uninstall(hooks: Sequence[Hook] | None = None) -> None:
-    """Put vLLM's own attributes back.
+    """Restore the original attributes of vLLM.
 
     Args:
-        hooks: those that are installed of these; None: all.
+        hooks: hooks to uninstall if they are installed; None: all.
     """
     for hook in [hook for hook in _originals if hooks is None or hook in hooks]:
         original, owner = _originals.pop(hook), hook.find_owner()

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every point at which the plugin wraps vLLM when vLLM loads it, as data.
+"""The functions of vLLM that the plugin wraps when vLLM loads it, as data.
 
-Each row of HOOKS states its target and the reason. No file of vLLM is edited. With a method of the plugin,
-`attention/switch.py` later wraps each layer's attention, and `cpu_sampling.py`, `cpu_attention.py` and
-`cpu_llvmlite.py` fix vLLM on CPUs. In a vLLM with a registry for out-of-tree speculators (see `patches/`),
-the plugin registers there and uses only the last eleven hooks.
+Each row of `HOOKS` states its target and the reason. Engines with other methods are not affected, except
+by `ATTENTION_HOOKS` on request. No file of vLLM is edited. If vLLM has a registry for out-of-tree
+speculators (see `patches/`), the plugin registers its classes there and installs only
+`HOOKS_BESIDE_REGISTRY`.
+
+Engines with a method of the plugin later patch more: `attention/switch.py` wraps the attention of each
+layer, and `cpu_sampling.py`, `cpu_attention.py` and `cpu_llvmlite.py` fix vLLM on CPUs.
 """
 
 import functools
@@ -28,16 +31,16 @@ logger = init_logger(f"vllm.{__name__}")
 
 
 def _constructs(subclass: Callable[[], type], selected: Callable[[dict[str, Any]], bool]) -> Wrap:
-    """A wrap for `__new__`: construct `subclass()` where `selected(arguments)` holds.
+    """Wrap `__new__` to construct `subclass()` if `selected(arguments)`.
 
-    `arguments` are the constructor's, by name. Python then runs the subclass's `__init__`.
+    `arguments` are the constructor's arguments by name. Python then runs the subclass's `__init__`.
     """
 
     def wrap(owner: type, original: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(owner)
 
         def __new__(cls: type, /, *args: Any, **kwargs: Any) -> Any:
-            # Keywords that vLLM's class does not have are for the subclass to judge.
+            # The subclass checks keywords that vLLM's class does not have.
             positional = dict(zip(signature.parameters, args, strict=False))
             if cls is owner and selected({**positional, **kwargs}):
                 cls = subclass()
@@ -81,7 +84,7 @@ def _add_options(parser: Any, *_: Any) -> Any:
         from vllm_magicdec.vllm_api.options import add_options
 
         return add_options(parser)
-    except Exception as error:  # the parser is everybody's
+    except Exception as error:  # other methods use this parser too
         logger.warning("vllm-magicdec adds no options to vLLM's command line (%s).", in_words(error))
         return parser
 
@@ -98,8 +101,8 @@ def _check_configuration(owner: type, original: Callable[..., Any]) -> Callable[
                 "num_speculative_tokens": self.spec_tokens,
             },
         )
-        # vLLM adds the options to it, and refuses them as given twice where the same arguments are resolved
-        # again: by each of several API servers, and by Ray.
+        # vLLM adds the options to this dictionary. API servers and Ray resolve the same arguments again,
+        # and the options would be refused as given twice.
         self.speculative_config = dict(given) if isinstance(given, dict) else given
         try:
             vllm_config = original(self, *args, **kwargs)
@@ -113,7 +116,7 @@ def _check_configuration(owner: type, original: Callable[..., Any]) -> Callable[
     return create_engine_config
 
 
-def _leave_memory(owner: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+def _reserve_memory(owner: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def get_kv_cache_configs(
         vllm_config: Any, kv_cache_specs: Any, available_memory: list[int], *args: Any
@@ -134,7 +137,7 @@ def _leave_memory(owner: Any, original: Callable[..., Any]) -> Callable[..., Any
     return get_kv_cache_configs
 
 
-def _make_rings(owner: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+def _plan_rings(owner: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def get_kv_cache_groups(vllm_config: Any, kv_cache_spec: Any) -> Any:
         if not _engine_selects({"vllm_config": vllm_config}):
@@ -154,7 +157,7 @@ def _pass_adapters(batch: Any, runner: Any, *_: Any, **__: Any) -> Any:
     return batch
 
 
-def _hand_out_activations(runner: Any, *_: Any, **__: Any) -> None:
+def _enable_activations(runner: Any, *_: Any, **__: Any) -> None:
     spec = runner.vllm_config.speculative_config
     if isinstance(spec, MagicDecSpeculativeConfig) and spec.spire is not None:
         runner.use_aux_hidden_state_outputs = True
@@ -182,10 +185,10 @@ def _receive_with_output(
     return outputs
 
 
-def _take_received_drafts(owner: type, original: Callable[..., Any]) -> Callable[..., Any]:
+def _use_received_drafts(owner: type, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def post_step(self: Any, model_executed: bool) -> None:
-        # vLLM 0.32's does nothing but ask for drafts.
+        # In vLLM 0.32, post_step only requests the drafts.
         if model_executed and _engine_selects({"vllm_config": self.vllm_config}):
             from vllm_magicdec.vllm_api.drafts_with_output import update_drafts
 
@@ -197,7 +200,7 @@ def _take_received_drafts(owner: type, original: Callable[..., Any]) -> Callable
 
 
 def _attend_natively(vllm_config: Any, kv_cache_config: Any, device: Any) -> None:
-    # Engines of the plugin's methods have a field for it.
+    # Engines with a method of the plugin have the field `native_attention` instead.
     if not envs.native_attention() or device.type != "cpu" or _engine_selects({"vllm_config": vllm_config}):
         return
     from vllm_magicdec.attention.native_attention import use_native_attention
@@ -222,7 +225,7 @@ def _attend_natively_v2(
     _attend_natively(vllm_config, kv_cache_config, device)
 
 
-def _show_counts(nothing: None, manager: Any, vllm_config: Any, *_: Any, **__: Any) -> None:
+def _export_counts(nothing: None, manager: Any, vllm_config: Any, *_: Any, **__: Any) -> None:
     if _engine_selects({"vllm_config": vllm_config}):
         from vllm_magicdec.vllm_api.counts import add_logger
 
@@ -234,8 +237,8 @@ MEMORY_HOOK = Hook(
     owner="",
     name="get_kv_cache_configs",
     parameters=("vllm_config", "kv_cache_specs", "available_memory"),
-    reason="what drafting takes of a device's memory cannot be the KV cache's",
-    wrap=_leave_memory,
+    reason="drafting needs device memory that the KV cache must not take",
+    wrap=_reserve_memory,
 )
 
 RINGS_HOOK = Hook(
@@ -243,8 +246,8 @@ RINGS_HOOK = Hook(
     owner="",
     name="get_kv_cache_groups",
     parameters=("vllm_config", "kv_cache_spec"),
-    reason="a draft model that reads sinks and a window needs no more of the KV cache than these",
-    wrap=_make_rings,
+    reason="a draft model that reads only sinks and a window needs KV cache for these alone",
+    wrap=_plan_rings,
 )
 
 ADAPTERS_HOOK = Hook(
@@ -252,7 +255,7 @@ ADAPTERS_HOOK = Hook(
     owner="GPUModelRunner",
     name="prepare_inputs",
     parameters=("self", "scheduler_output", "batch_req_state", "batch_desc", "num_active_loras"),
-    reason="the V2 runner's drafts need each request's LoRA adapter, and so does every verified position",
+    reason="on the V2 runner, draft passes and verified positions need the LoRA adapter of each request",
     wrap=after(_pass_adapters),
 )
 
@@ -261,8 +264,8 @@ ACTIVATIONS_HOOK = Hook(
     owner="GPUModelRunner",
     name="load_model",
     parameters=("self", "load_dummy_weights"),
-    reason="a SPIRe draft reads the target's activations, which the V2 runner hands out for few methods",
-    wrap=before(_hand_out_activations),
+    reason="a SPIRe draft reads activations of the target, which the V2 runner returns for few methods",
+    wrap=before(_enable_activations),
 )
 
 COUNTS_HOOKS = (
@@ -272,7 +275,7 @@ COUNTS_HOOKS = (
             owner="GPUModelRunner",
             name="sample_tokens",
             parameters=("self", "grammar_output"),
-            reason="what a worker counted goes with the output of its step, to whatever host; so do drafts",
+            reason="counts and drafts of a worker travel with the output of its step, also between hosts",
             wrap=after(_send_with_output),
         )
         for module in ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
@@ -282,7 +285,7 @@ COUNTS_HOOKS = (
         owner="Scheduler",
         name="update_from_output",
         parameters=("self", "scheduler_output", "model_runner_output"),
-        reason="from there it goes to the front end with the step's statistics; drafts wait there",
+        reason="the scheduler keeps the received drafts and sends the counts to the front end",
         wrap=after(_receive_with_output),
     ),
     Hook(
@@ -290,8 +293,8 @@ COUNTS_HOOKS = (
         owner="StatLoggerManager",
         name="__init__",
         parameters=("self", "vllm_config"),
-        reason="the front end shows it beside vLLM's own metrics",
-        wrap=after(_show_counts),
+        reason="the front end exports the counts beside vLLM's metrics",
+        wrap=after(_export_counts),
     ),
 )
 
@@ -300,18 +303,18 @@ DRAFTS_HOOK = Hook(
     owner="EngineCore",
     name="post_step",
     parameters=("self", "model_executed"),
-    reason="drafts that came with the output need not be asked for, while the workers would stand still",
-    wrap=_take_received_drafts,
+    reason="drafts that arrived with the output need no further request, which would stall the workers",
+    wrap=_use_received_drafts,
 )
 
-# After the layers know their layout, and before they are bound to their caches, which may be moved.
+# These run after the KV cache layout is known and before layers are bound to their caches, which may move.
 ATTENTION_HOOKS = (
     Hook(
         module="vllm.v1.worker.gpu_model_runner",
         owner="GPUModelRunner",
         name="initialize_kv_cache_tensors",
         parameters=("self", "kv_cache_config"),
-        reason="plain decoding and vLLM's own methods may have the attention for CPUs as well",
+        reason="plain decoding and vLLM's methods can use the attention kernel for CPUs on the V1 runner",
         wrap=before(_attend_natively_v1),
     ),
     Hook(
@@ -325,13 +328,13 @@ ATTENTION_HOOKS = (
             "kernel_block_sizes",
             "vllm_config",
         ),
-        reason="the same on the V2 runner",
+        reason="plain decoding and vLLM's methods can use the attention kernel for CPUs on the V2 runner",
         wrap=before(_attend_natively_v2),
     ),
 )
 
-# Those of a vLLM that makes our objects itself.
-BESIDE_REGISTRY = (
+# Hooks that are still needed if vLLM's registry constructs the plugin's classes.
+HOOKS_BESIDE_REGISTRY = (
     MEMORY_HOOK,
     RINGS_HOOK,
     ADAPTERS_HOOK,
@@ -347,7 +350,7 @@ HOOKS = (
         owner="SpeculativeConfig",
         name="__new__",
         parameters=(),
-        reason="the user's draft_kv_* fields need a place, and the method needs a name",
+        reason="vLLM's class has neither the plugin's methods nor its draft_kv_* fields",
         wrap=_constructs(lambda: EngineSpeculativeConfig, _fields_select),
     ),
     Hook(
@@ -355,7 +358,7 @@ HOOKS = (
         owner="DraftModelProposer",
         name="__new__",
         parameters=(),
-        reason="the V1 runner drafts with the target over a view",
+        reason="the V1 runner drafts over a view of the KV cache",
         wrap=_constructs(_v1_proposer, _engine_selects),
     ),
     Hook(
@@ -363,7 +366,7 @@ HOOKS = (
         owner="",
         name="init_speculator",
         parameters=("vllm_config", "device", "req_states"),
-        reason="the V2 runner drafts with the target over a view",
+        reason="the V2 runner drafts over a view of the KV cache",
         wrap=_make_speculator,
     ),
     Hook(
@@ -371,7 +374,7 @@ HOOKS = (
         owner="EngineArgs",
         name="create_engine_config",
         parameters=("self",),
-        reason="what cannot work is refused before any process starts or any weight is read",
+        reason="unsupported configurations are refused before any process starts or any weight is read",
         wrap=_check_configuration,
     ),
     Hook(
@@ -379,8 +382,8 @@ HOOKS = (
         owner="EngineArgs",
         name="add_cli_args",
         parameters=("parser",),
-        reason="the command line takes --speculative-model and shows --help=magicdec",
+        reason="the command line accepts --speculative-model and prints --help=magicdec",
         wrap=after(_add_options),
     ),
-    *BESIDE_REGISTRY,
+    *HOOKS_BESIDE_REGISTRY,
 )

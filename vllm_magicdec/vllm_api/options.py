@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that the plugin adds to vLLM's argument parser, and the display of its errors."""
+"""Command-line options of the plugin, and display of its configuration errors."""
 
 import argparse
 import json
@@ -24,10 +24,10 @@ from vllm_magicdec.errors import METHOD, MODEL_METHOD, MagicDecConfigError, quot
 
 
 def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the plugin's names for vLLM's speculative options, and a help page (`--help=magicdec`).
+    """Add aliases of vLLM's speculative options, and the help page `--help=magicdec`.
 
     Args:
-        parser: a parser that already has vLLM's engine arguments.
+        parser: parser that already has vLLM's engine arguments.
     """
     options = {name: action for action in parser._actions for name in action.option_strings}
     if "--speculative-model" in options:
@@ -43,15 +43,15 @@ def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--speculative-model",
         dest="spec_model",
         default=argparse.SUPPRESS,
-        help=f"The same as --spec-model: a draft model, or {METHOD} to draft with the served model itself. "
-        f"With --spec-method {MODEL_METHOD} the draft model reads a sparse view of its own KV cache.",
+        help=f"Alias of --spec-model: a draft model, or {METHOD} to draft with the served model itself. "
+        f"With --spec-method {MODEL_METHOD}, the draft model reads a sparse view of its own KV cache.",
     )
     group.add_argument(
         "--num-speculative-tokens",
         dest="spec_tokens",
         type=_number_or_auto,
         default=argparse.SUPPRESS,
-        help="The same as --spec-tokens: draft tokens per round, or 'auto'.",
+        help="Alias of --spec-tokens: draft tokens per round, or 'auto'.",
     )
     options["--spec-tokens"].type = _number_or_auto
     _show_config_errors_as_sentences()
@@ -69,7 +69,7 @@ def _number_or_auto(text: str) -> int | str:
 
 
 def _checked_fields(parse: Any) -> Callable[[str], Any]:
-    """Extend the parser of --speculative-config with a check of the fields' names."""
+    """Extend the parser of --speculative-config with a check of field names."""
 
     def parse_and_check(text: str) -> Any:
         example = f'write it as \'{{"method": "{METHOD}"}}\''
@@ -94,7 +94,7 @@ def _checked_fields(parse: Any) -> Callable[[str], Any]:
 
 
 def _help_text() -> str:
-    """Return one paragraph, as vLLM's help pages show no more of a group."""
+    """Return one paragraph, because vLLM's help pages show only the first of a group."""
     docs = get_attr_docs(MagicDecFields)
     defaults = {f.name: f.default for f in fields(MagicDecFields)}
     sentences = [

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of vLLM beyond the hooks without which the plugin would fail inside an engine, as data.
+"""Names of vLLM that the plugin needs besides the hooks, as data.
 
-Listed are classes that the plugin derives from, methods that it overrides or calls, and private or untyped
-attributes that mypy does not see. They are checked before anything is wrapped. Most of this module's length
-is the list.
+The list has base classes of the plugin's classes, methods that it overrides or calls, and private or
+untyped attributes that mypy does not check. The plugin checks all of them before it installs a hook.
 """
 
 import re
@@ -14,7 +13,7 @@ from vllm_magicdec.vllm_api.hook import Required
 _GPU = "vllm.v1.worker.gpu"
 _SPEC_DECODE = f"{_GPU}.spec_decode"
 
-# By module: functions, classes and attributes of classes, with parameters or fields that are relied on.
+# By module: functions, classes and attributes of classes, with the parameters or fields in use.
 _NAMES = {
     "vllm.engine.arg_utils": """
         EngineArgs(speculative_config, spec_method, spec_model, spec_tokens)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Beside a vLLM that the plugin cannot work with: asking for one of its methods gives the reason.
+"""Refuse the plugin's methods, with the reason, if the installed vLLM is not supported.
 
-This module imports nothing of vLLM, and the attributes that it wraps exist in many versions.
+This module does not import vLLM, and the attributes that it wraps exist in many versions.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def _refuse_option(text: str) -> None:
 
 
 def _refuse_on_command_line(parser: Any, *_: Any, **__: Any) -> Any:
-    """The plugin's option exists and gives the reason; vLLM's own hands the methods on to be refused."""
+    """Add a --speculative-model that gives the reason; let --spec-method accept the plugin's methods."""
     with suppress(Exception):
         options = parser._option_string_actions
         if "--speculative-model" not in options:
@@ -62,7 +62,7 @@ _CONFIG_HOOK = Hook(
     module="vllm.config",
     owner="SpeculativeConfig",
     name="__new__",
-    reason="the first that sees the method's name, before it is refused as unknown",
+    reason="the plugin's methods must be refused here before vLLM refuses them as unknown",
     wrap=_refuse_to_construct,
 )
 _ENGINE_HOOK = Hook(
@@ -70,7 +70,7 @@ _ENGINE_HOOK = Hook(
     owner="EngineArgs",
     name="create_engine_config",
     parameters=("self",),
-    reason="where the other cannot be",
+    reason="the methods must also be refused where SpeculativeConfig cannot be wrapped",
     wrap=before(_refuse_engine),
 )
 _OPTIONS_HOOK = Hook(
@@ -78,14 +78,14 @@ _OPTIONS_HOOK = Hook(
     owner="EngineArgs",
     name="add_cli_args",
     parameters=("parser",),
-    reason="--speculative-model would be an unknown option",
+    reason="--speculative-model must be refused with the reason, not as an unknown option",
     wrap=after(_refuse_on_command_line),
 )
 HOOKS = (_CONFIG_HOOK, _ENGINE_HOOK, _OPTIONS_HOOK)
 
 
 def explain(reason: str) -> None:
-    """Have requests for the plugin's methods refused with a sentence, as far as this vLLM allows."""
+    """Refuse requests for the plugin's methods with `reason`, as far as this vLLM allows."""
     global _reason
     _reason = reason
     with suppress(Exception):
