@@ -15,8 +15,8 @@ _PRIOR_USUAL = 0.8  # acceptance of a draft not sampled yet
 class Predicted(IntEnum):
     """Lookup for the position of a draft, compared with the draft."""
 
-    NOTHING = 0  # found, or not looked up
-    ANOTHER = 1  # token than the draft
+    NOTHING = 0  # no lookup, or none found
+    ANOTHER = 1  # a token other than the draft
     THE_SAME = 2
 
 
@@ -36,8 +36,8 @@ _PRIOR_OFFSETS = {Predicted.NOTHING: 2.4, Predicted.ANOTHER: 1.5, Predicted.THE_
 class Confidence:
     """Acceptance rates by bucket of log-odds and lookup, of drafts whose predecessors were all accepted.
 
-    vLLM's `OnlineAcceptanceEstimator` fits a line through the same log-odds; buckets also fit the most
-    confident drafts, which no such line does. Lookups see text that the draft does not: at a probability
+    vLLM's `OnlineAcceptanceEstimator` fits a line through the same log-odds; that line misfits
+    the most confident drafts, buckets do not. Lookups see text that the draft does not: at a probability
     near 0.5, acceptance was 0.99 if the lookup agreed, 0.95 without one, and 0.72 if it disagreed.
     """
 

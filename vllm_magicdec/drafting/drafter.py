@@ -74,9 +74,11 @@ class Runner(Protocol):
 class OwnCache(Protocol):
     """Separate KV cache of a draft model, which has to catch up with verified tokens.
 
-    A round that drafts calls all methods in this order, a round whose drafts would be dropped calls the
-    first two, and a paused round calls the first. If reading the batch fails, none is called; this costs
-    acceptance only.
+    - A round that drafts calls all methods in this order.
+    - A round whose drafts would be dropped calls the first two.
+    - A paused round calls the first.
+
+    If reading the batch fails, none is called; this costs acceptance only.
     """
 
     def begin_round(self, batch: Batch) -> None:
@@ -270,7 +272,7 @@ class Drafter:
 
     @property
     def common_lens(self) -> Sequence[int | None]:
-        """`Views.common_lens` of the views by token; views by page have none."""
+        """The longest `Views.common_lens` of all groups; views by page have no common length."""
         return max((views.common_lens for views in self._views), key=len)
 
     def capture_view(self, index: int, num_reqs: int, lens: torch.Tensor, common_len: int | None) -> View:
@@ -279,7 +281,7 @@ class Drafter:
         return views.capture_view(num_reqs, lens, common_len if common_len in views.common_lens else None)
 
     def num_latest(self, num_steps: int) -> int:
-        """Return how many tokens before a round's first draft the views of all layers contain."""
+        """Return the number of latest context tokens that every layer's view contains."""
         return min(
             views.num_latest(num_steps) if isinstance(views, PageViews) else 0 for views in self._views
         )
@@ -307,14 +309,14 @@ class Drafter:
             read_histories: returns their tokens for lookups; None if the batch has them.
 
         Returns:
-            False if drafting failed or is paused after failures (`pauses.py`). The drafts are then token 0,
-            which the caller must verify as sampled from a one-hot distribution or drop; lists are empty.
+            False if drafting failed or is paused after failures (`pauses.py`). Then `draft_tokens` is 0,
+            which the caller must drop or verify as one-hot drafts, and `draft_lists` holds empty lists.
         """
         drafts = self.draft_tokens[:num_reqs, :num_steps]
         self.draft_lists = None if self._staged is None else [[] for _ in range(num_reqs)]
         is_paused = not self._pauses.is_over()
         try:
-            if not is_paused or self._own_cache is not None:  # the target writes pages even in a pause
+            if not is_paused or self._own_cache is not None:  # it follows the target even in a pause
                 batch = self._begin_round(read_batch)
             if is_paused:
                 self._failures.count(paused_rounds=1)
@@ -387,7 +389,7 @@ class Drafter:
         """Draft into `drafts` [num_reqs, num_steps] int64, or into `draft_lists`.
 
         Returns:
-            Whether a pass ran; without one, the round does not show that drafting works.
+            Whether a pass ran; only then the round counts as a success of drafting.
         """
         is_useful = num_steps > 0 and not all(batch.is_prefilling)
         if self._own_cache is not None and not is_useful:
@@ -405,7 +407,7 @@ class Drafter:
     def _run_passes(
         self, drafts: torch.Tensor, batch: Batch, num_steps: int
     ) -> torch.Tensor | Sequence[Sequence[int]]:
-        """Return the drafts that passes are known to have sampled, or lists."""
+        """Draft; return the drafts whose inputs' K/V was written (see `OwnCache.end_round`), or lists."""
         if self._staged is not None:
             self.draft_lists = self._staged.draft(batch, num_steps, lambda: self._prepare(batch, num_steps))
             return self.draft_lists

@@ -5,7 +5,7 @@ import math
 
 import torch
 
-_LARGEST = 1e4  # fits every dtype, and float32 after division by a low temperature
+_LARGEST = 1e4  # below float16's maximum, and finite in float32 after division by a low temperature
 
 
 def make_finite(logits: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from vllm_magicdec.views.rings import Ring
 
 @dataclass
 class _Held:
-    """Sinks before `end`, and later tokens from `first` up to `end`."""
+    """K/V is present at sink positions below `end`, and at other positions in [first, end)."""
 
     blocks: bytes  # [num_blocks] int32
     first: int = 0
@@ -61,7 +61,7 @@ class HeldRings:
             held.end = max(held.end, end)
 
     def add_entries(self, index: int, num_tokens: int, end: int) -> None:
-        """Record K/V of the ring's entries for `num_tokens` that are before `end`."""
+        """Record that the ring's entries of a context of `num_tokens` have K/V if they are before `end`."""
         held = self._held[index]
         held.first, held.end = self._ring.first_seen(num_tokens), end
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokens held by a draft model's KV cache, by page.
 
-The draft writes the K/V of a verified token later than the target, or much later while decoding is plain.
+The draft writes the K/V of a verified token in a later round than the target, and much later if rounds
+without drafts lie between.
 Tracking pages instead of requests covers prefix caching and preemption.
 """
 

@@ -30,7 +30,7 @@ class LayerGroup:
 
 
 def _is_readable(spec: KVCacheSpec) -> bool:
-    """Whether pages hold the state of every token and stay while queries reach them."""
+    """Whether each token has its own K/V, and its page is kept as long as a query can attend to it."""
     if type(spec) is MLAAttentionSpec:  # sparse attention uses subclasses, or these fields
         return spec.tokens_per_state == 1 and not spec.is_index_group_leader
     return type(spec) in (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
@@ -40,7 +40,7 @@ def reaches_of(kv_cache_specs: Mapping[str, KVCacheSpec | None]) -> dict[str, Re
     """Return the reach of layers that do not attend to the whole context, by name.
 
     Args:
-        kv_cache_specs: requested KV cache by layer name. vLLM may keep more pages than that.
+        kv_cache_specs: by layer name, as requested by the layers; vLLM's groups may keep more pages.
     """
     reaches: dict[str, Reach] = {}
     for name, spec in kv_cache_specs.items():

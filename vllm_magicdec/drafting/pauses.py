@@ -11,7 +11,7 @@ FIRST_PAUSE, LONGEST_PAUSE, GROWTH = 32, 8192, 4
 
 
 class Pauses:
-    """Pauses that grow while every retry fails, and reset after as many good rounds.
+    """Pauses that grow while every retry fails, and reset after as many good rounds as the latest was long.
 
     Args:
         what: the component that may fail, as the subject of a log sentence.

@@ -26,7 +26,7 @@ from vllm_magicdec.views.base import Views
 from vllm_magicdec.views.selections import Budget
 from vllm_magicdec.views.windows import make_reached_views
 
-# Largest max_num_seqs for which a CUDA graph is added to vLLM's capture sizes.
+# Up to this number, max_num_seqs itself is one of the sizes of draft graphs.
 MAX_ADDED_GRAPH = 512
 
 

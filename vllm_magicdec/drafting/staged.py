@@ -3,8 +3,8 @@
 
 A pass takes a request's last token and some looked-up tokens over the same view, and samples a token after
 each of them. The sampled tokens that equal the looked-up ones are drafts, and so is the one after them:
-TriForce's staged speculation (arXiv 2404.11912) with lookups as the smallest model. A lookup proposes a
-token with certainty, so sampling and comparing is rejection sampling: drafts are distributed as with one
+TriForce's staged speculation (arXiv 2404.11912) with lookups as the smallest model. A lookup is a
+one-hot proposal, so sampling and comparing is exact rejection sampling: drafts are distributed as with one
 token per pass.
 
 With a fixed number of drafts, a round may end when a pass would yield too few drafts for the batch, and a
@@ -242,7 +242,7 @@ class StagedDrafts:
         while running := _unfinished(requests, plan):
             drafted = [requests[i].tokens for i in running]
             missing = [requests[i].target - len(requests[i].tokens) for i in running]
-            # A pass samples one more draft after the looked-up tokens; unchecked tokens have no such draft.
+            # A pass samples the last missing draft itself; no pass follows tokens that stay unchecked.
             found = self._look_up(
                 [batch.req_ids[i] for i in running],
                 drafted,
@@ -309,11 +309,11 @@ class StagedDrafts:
     def _gain_instead(
         self, chances: Sequence[float], instead: Sequence[Continuation], plan: DraftPlan
     ) -> float:
-        """Gain of the unchecked tokens that would be verified only without the pass."""
+        """Gain that is given up by running the pass: of tokens verified unchecked in its place."""
         return sum(
             chance * reached - plan.min_acceptance
             for chance, ahead in zip(chances, instead, strict=True)
-            # After a pass that checks nothing, all but the first may be verified as well.
+            # If passes cannot check lookups, tokens behind the first can still be verified after the pass.
             for reached in (ahead if self._runner.reads_ahead else ahead.first(1)).reached
         )
 
@@ -321,7 +321,7 @@ class StagedDrafts:
         """Remember a request's drafts, including sampled ones that are not verified."""
         num_checked = min(len(own.tokens), len(drafts))
         tokens = [*drafts]
-        # The text shows whether a dropped argmax draft would have been accepted, but not a sampled one.
+        # With argmax drafts the text shows whether a dropped one was right, so it counts as well.
         if len(own.tokens) > len(drafts) and not self._is_probabilistic:
             tokens, num_checked = own.tokens, len(own.tokens)
         self._proposed[batch.req_ids[index]] = _Proposed(

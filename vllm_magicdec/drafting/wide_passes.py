@@ -3,10 +3,11 @@
 
 The host does not know the latest tokens, so every pass has the same shape: each request's last token, its
 drafts, and looked-up tokens after them. As in `staged.py`, sampled tokens that confirm looked-up ones are
-drafts. Passes that read the model's weights for a few tokens take the others at no extra cost.
+drafts. Small passes are bound by reading the weights, so more tokens are
+almost free.
 
 The number of passes is fixed at gamma / 2, rounded up: a pass is assumed to yield two drafts per request.
-Requests that lack drafts after the last pass use the tokens sampled after wrong ones. These are rarely
+Requests that lack drafts after the last pass fill up with tokens sampled after wrong inputs. These are rarely
 accepted, but their distribution is the one that the rejection sampler is given.
 """
 
@@ -129,8 +130,8 @@ class WidePasses:
             num_passes: returned by `begin_round`.
 
         Returns:
-            The number of passes. At least as many drafts of each request equal those of one token per pass
-            and have K/V. With 0, nothing was drafted and the round's steps may be used.
+            n, the number of passes. At least the first n drafts of each request equal those of one-token
+            passes, and their K/V is written. With 0, nothing was drafted and the round's steps may be used.
         """
         if not num_passes:
             return 0

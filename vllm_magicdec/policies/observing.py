@@ -114,8 +114,8 @@ class TokenPolicy(Policy):
     def scratch_bytes(self, engine: Engine) -> int:
         """Return the bytes of temporary memory for scoring the longest request in a layer.
 
-        They hold the keys, twice while they are reordered, then the logits of a KV head's queries, and
-        scores of all heads. A CPU's kernel keeps the logits of the heads that it computes at a time.
+        It is the peak of two phases: two copies of the keys while they are reordered; then the keys, logits
+        of one KV head and scores of all, three float32 tensors of each. The CPU kernel needs only logits.
         """
         num_tokens = ceil_div(engine.limits.max_model_len, engine.page_size) * engine.page_size
         num_rows = self.window * engine.num_heads // engine.num_kv_heads
@@ -171,7 +171,7 @@ class TokenPolicy(Policy):
 
 
 class WindowRecorder(QueryRecorder):
-    """Records the last `window` queries of requests with as many in the target's latest pass.
+    """Records the last `window` queries of each request that has as many in the target's latest pass.
 
     It reads lengths on the host. `dtype` is that of the model's queries.
     """
@@ -257,7 +257,7 @@ class PromptSelector:
     def update(self, batch: Batch, num_steps: int) -> None:
         """Select for the requests that are due; launch nothing if none is. No host synchronisation."""
         self._selections.begin_round(batch.req_ids)
-        # Pages of the drafted tokens are recent ones; single drafted tokens replace others in the view.
+        # By page, drafted tokens' pages are recent; by token, each drafted token replaces a recent one.
         self._num_drafted = num_steps if self._budget.unit > 1 else 0
         due = [index for index in range(len(batch.req_ids)) if self._is_due(batch, index)]
         if not due:

@@ -13,9 +13,10 @@ _POOLING = {"max": max_pool1d, "avg": avg_pool1d}
 
 
 class SnapKV(TokenPolicy):
-    """Selects the tokens that the prompt's last `snapkv_window` tokens attend to most, and neighbours.
+    """Selects the tokens that the prompt's last `snapkv_window` tokens attend to most.
 
-    By page, these pooled scores are summed.
+    Scores are pooled, so that neighbours of strong tokens are selected too. By page, the score of a page is
+    the sum of its tokens' pooled scores.
     """
 
     def __init__(self, fields: Any) -> None:
