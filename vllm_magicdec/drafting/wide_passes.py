@@ -3,12 +3,11 @@
 
 The host does not know the latest tokens, so every pass has the same shape: each request's last token, its
 drafts, and looked-up tokens after them. As in `staged.py`, sampled tokens that confirm looked-up ones are
-drafts. Small passes are bound by reading the weights, so more tokens are
-almost free.
+drafts. Small passes are bound by reading the weights, so more tokens cost almost nothing.
 
 The number of passes is fixed at gamma / 2, rounded up: a pass is assumed to yield two drafts per request.
-Requests that lack drafts after the last pass fill up with tokens sampled after wrong inputs. These are rarely
-accepted, but their distribution is the one that the rejection sampler is given.
+Requests that lack drafts after the last pass fill up with tokens sampled after wrong inputs. These are
+rarely accepted, but their distribution is the one that the rejection sampler is given.
 """
 
 from collections import deque
