@@ -426,7 +426,7 @@ def watch_draft_steps(worker: Any) -> None:
 
         graphs.run_fullgraph = run_and_count
 
-    for graphs in draft._graphs._every:
+    for graphs in draft._graphs._all:
         count_graphs_of(graphs)
 
 
