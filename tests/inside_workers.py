@@ -367,8 +367,7 @@ def break_drafting(worker: Any, rank: int | None) -> None:
     def choose_pages(context_lens, last_pages):
         raise RuntimeError("broken on purpose")
 
-    for policy in draft_of(worker)._drafter._views[0]._policies:
-        policy.choose_pages = choose_pages
+    draft_of(worker)._drafter._views[0]._policy.choose_pages = choose_pages
 
 
 def record_graphs(worker: Any, sizes: list[int]) -> None:
