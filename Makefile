@@ -55,7 +55,7 @@ test: lint  ## lint, then the fixed list of tests, 15 to 20 minutes on 2 cores (
 test-all: lint  ## lint, then every test that needs no GPU: hours (ARGS="tests/models": every family of models)
 	$(PYTEST) -m "not gpu" $(ARGS)
 
-test-fast: lint  ## lint, then those of the fixed list that start no engine, 5 minutes
+test-fast: lint  ## lint, then those of the fixed list that start no engine, 6 minutes
 	$(PYTEST) -m "not extended and not gpu" --ignore tests/engine --ignore tests/models/test_matrix.py $(ARGS)
 
 test-gpu: venv  ## the tests that need a CUDA device
