@@ -125,8 +125,8 @@ def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("cache", "backend", "isa", "sentence"),
     [
-        (zeros(2, 1, 32, 64), "CPU_ATTN", "neon", "packs keys for neon; they know vec, vec16, amx"),
-        (zeros(2, 1, 32, 64), "CPU_ATTN", None, "packs keys for None"),
+        (zeros(2, 1, 32, 64), "CPU_ATTN", "neon", "layout for neon, only vec, vec16, amx; use"),
+        (zeros(2, 1, 32, 64), "CPU_ATTN", None, "layout for None, only"),
         (
             zeros(2, 1, 32, 64),
             "FLEX_ATTENTION",
