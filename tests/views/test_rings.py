@@ -31,7 +31,7 @@ def test_sinks_are_fixed_and_other_pages_wrap_around():
     ring = Ring(PAGE, sink_pages=2, window_pages=3, spare_pages=1)
     assert ring.indices(np.arange(12)).tolist() == [0, 1, 2, 3, 4, 5, 2, 3, 4, 5, 2, 3]
     without = Ring(PAGE, sink_pages=0, window_pages=2, spare_pages=1)
-    assert without.places(np.arange(5)).tolist() == [0, 1, 2, 0, 1]
+    assert without.indices(np.arange(5)).tolist() == [0, 1, 2, 0, 1]
 
 
 @pytest.mark.parametrize("seed", range(20))
