@@ -99,7 +99,9 @@ def generate_with_random_choices(llm: Any, batches: list[dict[str, Any]], seed: 
             drafts = Choice(controller.lengths[-1], lookups_alone=rng.random() < 0.25)
             chosen.append(rng.choice([PLAIN, drafts]))
         else:
-            chosen.append(Choice(rng.choice([0, rng.randint(0, scheduler.num_spec_tokens)])))
+            most = rng.choice([0, rng.randint(0, scheduler.num_spec_tokens)])
+            # The controller follows the acceptance of its own lengths only.
+            chosen.append(Choice(max((n for n in controller.lengths if n <= most), default=0)))
         return chosen[-1]
 
     def plan(choice: Choice) -> DraftPlan:

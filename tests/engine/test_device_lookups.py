@@ -147,7 +147,7 @@ def test_output_is_unchanged_when_auto_changes_the_number(prompts, plain):
         **engine,
     )
     own, at_random, result = run.results
-    assert set(result["lengths"]) == {0, 1, 2, 3, 4}
+    assert set(result["lengths"]) == {0, 1, 3}  # those with CUDA graphs
     expected = [first_tokens(plain[i], 40) for i in chosen]
     for answers in (own[0], at_random[0], result["batches"][0]):
         assert_same_tokens(expected, answers, "auto, lookups on the device")
