@@ -9,6 +9,8 @@ its C++ kernel writes to a converted int64 copy that is then dropped, so samplin
 drafts, such as a prompt's first one, crashes the engine (fourth patch).
 """
 
+from typing import Any
+
 import torch
 import vllm.v1.sample.ops.topk_topp_sampler as topk_topp_sampler
 import vllm.v1.sample.rejection_sampler as rejection_sampler
@@ -34,9 +36,10 @@ def apply_top_k_top_p(
     logits: torch.Tensor,  # [num_tokens, vocab_size]
     k: torch.Tensor | None,  # [num_tokens]
     p: torch.Tensor | None,  # [num_tokens]
+    **options: Any,  # since vLLM 0.33: has_topp_only_rows
 ) -> torch.Tensor:
     """Call vLLM's function unless there are no tokens."""
-    return topk_topp_sampler.apply_top_k_top_p(logits, k, p) if len(logits) else logits
+    return topk_topp_sampler.apply_top_k_top_p(logits, k, p, **options) if len(logits) else logits
 
 
 def patch() -> None:

@@ -26,6 +26,7 @@ from vllm_magicdec.config import (
 )
 from vllm_magicdec.vllm_api.engine_config import EngineSpeculativeConfig
 from vllm_magicdec.vllm_api.hook import Hook, Wrap, after, before, in_words
+from vllm_magicdec.vllm_api.versions import kv_planning
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -139,12 +140,13 @@ def _reserve_memory(owner: Any, original: Callable[..., Any]) -> Callable[..., A
 
 def _plan_rings(owner: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def get_kv_cache_groups(vllm_config: Any, kv_cache_spec: Any) -> Any:
+    def get_kv_cache_groups(*args: Any) -> Any:
+        *builder, vllm_config, kv_cache_spec = args
         if not _engine_selects({"vllm_config": vllm_config}):
-            return original(vllm_config, kv_cache_spec)
+            return original(*args)
         from vllm_magicdec.vllm_api.ring_cache import plan_groups
 
-        return plan_groups(vllm_config, kv_cache_spec, original).groups
+        return plan_groups(vllm_config, kv_cache_spec, functools.partial(original, *builder)).groups
 
     return get_kv_cache_groups
 
@@ -242,10 +244,10 @@ MEMORY_HOOK = Hook(
 )
 
 RINGS_HOOK = Hook(
-    module="vllm.v1.core.kv_cache_utils",
-    owner="",
+    module=kv_planning.MODULE,
+    owner=kv_planning.OWNER,
     name="get_kv_cache_groups",
-    parameters=("vllm_config", "kv_cache_spec"),
+    parameters=kv_planning.PARAMETERS,
     reason="a draft model that reads only sinks and a window needs KV cache for these alone",
     wrap=_plan_rings,
 )

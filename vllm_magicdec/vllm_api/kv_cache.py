@@ -8,7 +8,6 @@ from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.utils.mem_utils import format_gib
-from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, UniformTypeKVCacheSpecs
 
 from vllm_magicdec.config import MagicDecSpeculativeConfig
@@ -16,6 +15,7 @@ from vllm_magicdec.drafting.layer_groups import LayerGroup, find_layer_groups, r
 from vllm_magicdec.drafting.sizing import memory_of_drafting
 from vllm_magicdec.errors import MODEL_METHOD, MagicDecConfigError
 from vllm_magicdec.vllm_api.ring_cache import RingSpec
+from vllm_magicdec.vllm_api.versions import kv_planning
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -97,7 +97,7 @@ def leave_memory_for_drafting(
         return available  # its views are block tables, as small as vLLM's own
     if cache_config.kv_cache_memory_bytes or cache_config.num_gpu_blocks_override:
         return available
-    groups = get_kv_cache_groups(vllm_config, dict(kv_cache_specs))
+    groups = kv_planning.get_kv_cache_groups(vllm_config, dict(kv_cache_specs))
     drafting = groups
     if spec.has_draft_model:
         drafting = _restrict(groups, lambda name: name.startswith(_DRAFT_LAYER_PREFIX))

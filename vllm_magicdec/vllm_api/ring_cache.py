@@ -21,12 +21,7 @@ from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.utils.math_utils import cdiv
-from vllm.v1.core.kv_cache_utils import (
-    _max_memory_usage_bytes_from_groups,
-    _pool_bytes_per_block,
-    get_kv_cache_capacity,
-    get_kv_cache_groups,
-)
+from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity
 from vllm.v1.core.single_type_kv_cache_manager import CircularBufferManager
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
@@ -47,6 +42,7 @@ from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.drafting.sizing import parse_budget
 from vllm_magicdec.errors import MODEL_METHOD
 from vllm_magicdec.views.rings import Ring
+from vllm_magicdec.vllm_api.versions import kv_planning
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -233,7 +229,7 @@ def plan_groups(
         return Plan(shared, shared, rings)
     groups = [*targets, rings]
     needs, needs_shared = (
-        _max_memory_usage_bytes_from_groups(vllm_config, own) for own in (groups, shared)
+        kv_planning.max_memory_usage_bytes(vllm_config, own) for own in (groups, shared)
     )
     if needs >= needs_shared:
         reason = (
@@ -260,7 +256,7 @@ def _ring_group(
     layout = vllm_config.cache_config.get_resolved_kv_cache_layout()
     if not layout.is_block_compact:
         return f"KV-cache layout {layout.name} scatters the pages of a layer"
-    block_bytes = _pool_bytes_per_block(vllm_config, list(targets))
+    block_bytes = kv_planning.pool_bytes_per_block(vllm_config, list(targets))
     if layout.is_layer_compact:
         of_groups = (iter_layer_specs(group.kv_cache_spec) for group in targets)
         target_pages = {spec.page_size_bytes for specs_of in of_groups for spec in specs_of}
@@ -322,7 +318,7 @@ def log_ring_capacity(
     if not speculative.has_draft_model:
         return
     merged = {name: spec for of_worker in kv_cache_specs for name, spec in of_worker.items()}
-    plan = plan_groups(vllm_config, merged, get_kv_cache_groups)
+    plan = plan_groups(vllm_config, merged, kv_planning.get_kv_cache_groups)
     spec = kv_cache_config.kv_cache_groups[-1].kv_cache_spec
     if not isinstance(spec, RingSpec):
         logger.info_once(
@@ -334,7 +330,7 @@ def log_ring_capacity(
     room, _ = get_kv_cache_capacity(vllm_config, kv_cache_config)
     num_bytes = kv_cache_config.kv_cache_tensors[0].size
     num_blocks = vllm_config.cache_config.num_gpu_blocks_override
-    num_blocks = num_blocks or num_bytes // _pool_bytes_per_block(vllm_config, plan.shared)
+    num_blocks = num_blocks or num_bytes // kv_planning.pool_bytes_per_block(vllm_config, plan.shared)
     shared = KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=plan.shared)
     room_shared, _ = get_kv_cache_capacity(vllm_config, shared)
     logger.info_once(
