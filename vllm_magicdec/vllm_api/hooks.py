@@ -24,6 +24,7 @@ from vllm_magicdec.config import (
     refuse_misspelt_method,
     selects_magicdec,
 )
+from vllm_magicdec.errors import MagicDecConfigError
 from vllm_magicdec.vllm_api.engine_config import EngineSpeculativeConfig
 from vllm_magicdec.vllm_api.hook import Hook, Wrap, after, before, in_words
 from vllm_magicdec.vllm_api.versions import kv_planning
@@ -34,7 +35,8 @@ logger = init_logger(f"vllm.{__name__}")
 def _constructs(subclass: Callable[[], type], selected: Callable[[dict[str, Any]], bool]) -> Wrap:
     """Wrap `__new__` to construct `subclass()` if `selected(arguments)`.
 
-    `arguments` are the constructor's arguments by name. Python then runs the subclass's `__init__`.
+    `arguments` are the constructor's arguments by name. Python then runs the subclass's `__init__`. Another
+    plugin may have wrapped `__new__` as well, or put a subclass of its own in the place of vLLM's class.
     """
 
     def wrap(owner: type, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -43,9 +45,17 @@ def _constructs(subclass: Callable[[], type], selected: Callable[[dict[str, Any]
         def __new__(cls: type, /, *args: Any, **kwargs: Any) -> Any:
             # The subclass checks keywords that vLLM's class does not have.
             positional = dict(zip(signature.parameters, args, strict=False))
-            if cls is owner and selected({**positional, **kwargs}):
-                cls = subclass()
-            return object.__new__(cls)
+            made_cls = cls
+            if not cls.__module__.startswith("vllm_magicdec.") and selected({**positional, **kwargs}):
+                made_cls = subclass()
+            made = (
+                object.__new__(made_cls)
+                if original is object.__new__
+                else original(made_cls, *args, **kwargs)
+            )
+            if not isinstance(made, cls):
+                made.__init__(*args, **kwargs)  # Python does so for instances of `cls` alone
+            return made
 
         return __new__
 
@@ -68,14 +78,18 @@ def _v1_proposer() -> type:
     return MagicDecProposer
 
 
+def _v2_speculator() -> type:
+    from vllm_magicdec.vllm_api.runner_v2 import MagicDecSpeculator
+
+    return MagicDecSpeculator
+
+
 def _make_speculator(owner: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def init_speculator(vllm_config: Any, device: Any, req_states: Any) -> Any:
         if not _engine_selects({"vllm_config": vllm_config}):
             return original(vllm_config, device, req_states)
-        from vllm_magicdec.vllm_api.runner_v2 import MagicDecSpeculator
-
-        return MagicDecSpeculator(vllm_config, device, req_states)
+        return _v2_speculator()(vllm_config, device, req_states)
 
     return init_speculator
 
@@ -159,7 +173,18 @@ def _pass_adapters(batch: Any, runner: Any, *_: Any, **__: Any) -> Any:
     return batch
 
 
-def _enable_activations(runner: Any, *_: Any, **__: Any) -> None:
+def _check_drafter(runner: Any, drafter: Any, make_ours: Callable[[], type]) -> None:
+    """Refuse to start with a drafter that another plugin has put in place of the method's own."""
+    if _engine_selects({"vllm_config": runner.vllm_config}) and not isinstance(drafter, make_ours()):
+        made = f"{type(drafter).__module__}.{type(drafter).__qualname__}"
+        raise MagicDecConfigError(
+            f"{runner.vllm_config.speculative_config.name}: another plugin makes the drafter ({made}); "
+            "leave that plugin out, for example with VLLM_PLUGINS=magicdec"
+        )
+
+
+def _before_loading_v2(runner: Any, *_: Any, **__: Any) -> None:
+    _check_drafter(runner, runner.speculator, _v2_speculator)
     spec = runner.vllm_config.speculative_config
     if isinstance(spec, MagicDecSpeculativeConfig) and spec.spire is not None:
         runner.use_aux_hidden_state_outputs = True
@@ -211,7 +236,8 @@ def _attend_natively(vllm_config: Any, kv_cache_config: Any, device: Any) -> Non
     use_native_attention(vllm_config, names)
 
 
-def _attend_natively_v1(runner: Any, kv_cache_config: Any, *_: Any, **__: Any) -> None:
+def _before_kv_cache_v1(runner: Any, kv_cache_config: Any, *_: Any, **__: Any) -> None:
+    _check_drafter(runner, getattr(runner, "drafter", None), _v1_proposer)
     _attend_natively(runner.vllm_config, kv_cache_config, runner.device)
 
 
@@ -267,7 +293,7 @@ ACTIVATIONS_HOOK = Hook(
     name="load_model",
     parameters=("self", "load_dummy_weights"),
     reason="a SPIRe draft reads activations of the target, which the V2 runner returns for few methods",
-    wrap=before(_enable_activations),
+    wrap=before(_before_loading_v2),
 )
 
 COUNTS_HOOKS = (
@@ -317,7 +343,7 @@ ATTENTION_HOOKS = (
         name="initialize_kv_cache_tensors",
         parameters=("self", "kv_cache_config"),
         reason="plain decoding and vLLM's methods can use the attention kernel for CPUs on the V1 runner",
-        wrap=before(_attend_natively_v1),
+        wrap=before(_before_kv_cache_v1),
     ),
     Hook(
         module="vllm.v1.worker.gpu.model_runner",

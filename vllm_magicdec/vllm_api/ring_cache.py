@@ -228,9 +228,7 @@ def plan_groups(
     if isinstance(rings, str):
         return Plan(shared, shared, rings)
     groups = [*targets, rings]
-    needs, needs_shared = (
-        kv_planning.max_memory_usage_bytes(vllm_config, own) for own in (groups, shared)
-    )
+    needs, needs_shared = (kv_planning.max_memory_usage_bytes(vllm_config, own) for own in (groups, shared))
     if needs >= needs_shared:
         reason = (
             f"a request of {vllm_config.model_config.max_model_len:,} tokens would take {needs:,} bytes "
