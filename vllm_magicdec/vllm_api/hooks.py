@@ -24,7 +24,7 @@ from vllm_magicdec.config import (
     refuse_misspelt_method,
     selects_magicdec,
 )
-from vllm_magicdec.vllm_api.engine_config import EngineSpeculativeConfig
+from vllm_magicdec.vllm_api.engine_config import EngineSpeculativeConfig, reads_activations
 from vllm_magicdec.vllm_api.hook import Hook, Wrap, after, before, in_words
 from vllm_magicdec.vllm_api.versions import kv_planning
 
@@ -161,7 +161,7 @@ def _pass_adapters(batch: Any, runner: Any, *_: Any, **__: Any) -> Any:
 
 def _enable_activations(runner: Any, *_: Any, **__: Any) -> None:
     spec = runner.vllm_config.speculative_config
-    if isinstance(spec, MagicDecSpeculativeConfig) and spec.spire is not None:
+    if isinstance(spec, MagicDecSpeculativeConfig) and reads_activations(spec):
         runner.use_aux_hidden_state_outputs = True
 
 
@@ -340,7 +340,6 @@ HOOKS_BESIDE_REGISTRY = (
     MEMORY_HOOK,
     RINGS_HOOK,
     ADAPTERS_HOOK,
-    ACTIVATIONS_HOOK,
     *COUNTS_HOOKS,
     DRAFTS_HOOK,
     *ATTENTION_HOOKS,
@@ -387,5 +386,6 @@ HOOKS = (
         reason="the command line accepts --speculative-model and prints --help=magicdec",
         wrap=after(_add_options),
     ),
+    ACTIVATIONS_HOOK,
     *HOOKS_BESIDE_REGISTRY,
 )
