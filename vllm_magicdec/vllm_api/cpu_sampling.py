@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixes vLLM's sampling on CPUs (0.32.0 and 0.33.0).
+"""Fixes vLLM's sampling on CPUs, for all speculative methods.
 
 `expand_batch_to_tokens` repeats each request's temperature, top-k and top-p once per draft token. On CPUs
 its C++ kernel writes to a converted int64 copy that is then dropped, so sampling uses uninitialised memory
-(second patch in `patches/vllm-0.32.0/`).
+(second patch in `patches/`).
 
 `apply_top_k_top_p` takes the maximum of all drafts' top-k. If a request limits top-k alone, a step without
 drafts, such as a prompt's first one, crashes the engine (fourth patch).

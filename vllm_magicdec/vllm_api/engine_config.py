@@ -46,6 +46,11 @@ def host_lacks_latest_tokens(vllm_config: VllmConfig) -> bool:
     return vllm_config.use_v2_model_runner and vllm_config.device_config.device_type != "cpu"
 
 
+def reads_activations(spec: MagicDecSpeculativeConfig) -> bool:
+    """Return whether the draft reads activations (vLLM: auxiliary hidden states) of the target."""
+    return spec.spire is not None
+
+
 class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
     """Speculative configuration of an engine; also checks the rest of the engine configuration."""
 

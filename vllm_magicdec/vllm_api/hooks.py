@@ -25,7 +25,7 @@ from vllm_magicdec.config import (
     selects_magicdec,
 )
 from vllm_magicdec.errors import MagicDecConfigError
-from vllm_magicdec.vllm_api.engine_config import EngineSpeculativeConfig
+from vllm_magicdec.vllm_api.engine_config import EngineSpeculativeConfig, reads_activations
 from vllm_magicdec.vllm_api.hook import Hook, Wrap, after, before, in_words
 from vllm_magicdec.vllm_api.versions import kv_planning
 
@@ -186,7 +186,7 @@ def _check_drafter(runner: Any, drafter: Any, make_ours: Callable[[], type]) -> 
 def _before_loading_v2(runner: Any, *_: Any, **__: Any) -> None:
     _check_drafter(runner, runner.speculator, _v2_speculator)
     spec = runner.vllm_config.speculative_config
-    if isinstance(spec, MagicDecSpeculativeConfig) and spec.spire is not None:
+    if isinstance(spec, MagicDecSpeculativeConfig) and reads_activations(spec):
         runner.use_aux_hidden_state_outputs = True
 
 
@@ -366,7 +366,6 @@ HOOKS_BESIDE_REGISTRY = (
     MEMORY_HOOK,
     RINGS_HOOK,
     ADAPTERS_HOOK,
-    ACTIVATIONS_HOOK,
     *COUNTS_HOOKS,
     DRAFTS_HOOK,
     *ATTENTION_HOOKS,
@@ -413,5 +412,6 @@ HOOKS = (
         reason="the command line accepts --speculative-model and prints --help=magicdec",
         wrap=after(_add_options),
     ),
+    ACTIVATIONS_HOOK,
     *HOOKS_BESIDE_REGISTRY,
 )
