@@ -324,6 +324,8 @@ WRONG_FIELDS = {
         "draft_lookup_sources names a source twice; remove one of them",
     ),
     "unknown lookup mode": ({"draft_lookup": "sometimes"}, "draft_lookup='sometimes' is not possible"),
+    # Up to vLLM 0.32 an unknown method.
+    "lossy verification": ({"rejection_sample_method": "fly"}, "rejection_sample_method='fly' "),
     "synthetic without rates": ({"rejection_sample_method": "synthetic"}, "requires exactly one of"),
 }
 
