@@ -261,9 +261,14 @@ WRONG_FIELDS = {
     "unknown field": ({"colour": 1}, "does not know the field 'colour'; It takes"),
     "wrong type": (
         {"draft_kv_budget": "many"},
-        "draft_kv_budget='many' is not possible: input should be",
+        "draft_kv_budget='many' is not possible: input should be a valid number, unable to parse string "
+        "as a number; use a number of tokens, or a fraction of the context such as 0.06!",
     ),
-    "no draft tokens": ({"num_speculative_tokens": 0}, "num_speculative_tokens=0 is not possible"),
+    "no draft tokens": (
+        {"num_speculative_tokens": 0},
+        "num_speculative_tokens=0 is not possible: input should be greater than 0; use 1 to 128 or 'auto', "
+        "or leave speculation out!",
+    ),
     "too many draft tokens": ({"num_speculative_tokens": 1000}, "less than or equal to 128"),
     "negative sink": ({"draft_kv_sink": -1}, "draft_kv_sink=-1 is not possible"),
     "unknown policy": (
@@ -305,6 +310,10 @@ WRONG_FIELDS = {
     "missing profile": (
         {"num_speculative_tokens": "auto", "profile": "/no/such/profile.json"},
         "is not a profile written by 'magicdec profile'",
+    ),
+    "folder as a profile": (
+        {"num_speculative_tokens": "auto", "profile": "/tmp"},
+        "profile: /tmp is not a profile written by 'magicdec profile' (it is a folder; name a file)!",
     ),
     "auto with vLLM's table": (
         {"num_speculative_tokens": "auto", "num_speculative_tokens_per_batch_size": [(1, 8, 2)]},
