@@ -222,6 +222,37 @@ def test_other_methods_get_vllms_configuration(model_dir):
     assert type(spec).__module__.startswith("vllm.config")
 
 
+FIELDS_WITHOUT_THEIR_METHOD = {
+    "no method": ({"draft_kv_budget": 64}, "draft_kv_budget belongs to method='magicdec-self'; add that"),
+    "dashes": ({"draft-kv-budget": 64}, "draft_kv_budget belongs to method='magicdec-self'; add that"),
+    "auto": (
+        {"num_speculative_tokens": "auto"},
+        "num_speculative_tokens='auto' belongs to method='magicdec-self'; add that",
+    ),
+    "a draft model": (
+        {"model": "org/draft", "draft_kv_budget": 64},
+        "draft_kv_budget belongs to method='magicdec'; add that",
+    ),
+    "another method": (
+        {"method": "ngram", "num_speculative_tokens": 2, "draft_lookup": "on"},
+        "draft_lookup belongs to method='magicdec-self'; use that instead of method='ngram', or remove "
+        "draft_lookup",
+    ),
+    "misspelt method": (
+        {"method": "magicdec_self", "draft_kv_budget": 64},
+        "did you mean 'magicdec-self'?",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FIELDS_WITHOUT_THEIR_METHOD)
+def test_fields_without_their_method_get_one_sentence(model_dir, case):
+    fields, sentence = FIELDS_WITHOUT_THEIR_METHOD[case]
+    with pytest.raises(MagicDecConfigError) as error:
+        configure(model_dir, fields)
+    assert str(error.value).endswith(sentence)
+
+
 WRONG_FIELDS = {
     "window without room for a selection": (
         {"draft_kv_policy": "snapkv", "snapkv_window": 1000},

@@ -49,7 +49,9 @@ def check_given(given: object, options: Mapping[str, object]) -> None:
             f"speculative_config={quoted(given)} is not a dictionary of fields; for {METHOD} use {example}"
         )
     named = {name: value for name, value in options.items() if value is not None}
-    if not selects_magicdec({**given, **named}):
+    fields: dict[Any, Any] = {**given, **named}
+    if not selects_magicdec(fields):
+        _refuse_own_fields(fields)
         return
     for name in given:
         if not isinstance(name, str):
@@ -59,6 +61,26 @@ def check_given(given: object, options: Mapping[str, object]) -> None:
                 f"{METHOD}: {name} is given twice, as {quoted(named[name])} by an option and as "
                 f"{quoted(given[name])} in the speculative config; remove one of them"
             )
+
+
+def _refuse_own_fields(given: Mapping[object, object]) -> None:
+    """Raise MagicDecConfigError for fields of the plugin's methods where neither is selected."""
+    fields = {str(name).replace("-", "_"): value for name, value in given.items()}
+    refuse_misspelt_method(fields)
+    known_to_vllm = {f.name for f in dataclass_fields(SpeculativeConfig)}
+    own = [name for name in fields if name in user_fields() and name not in known_to_vllm]
+    if fields.get("num_speculative_tokens") == "auto":
+        own.append("num_speculative_tokens='auto'")
+    if not own:
+        return
+    method, model = fields.get("method"), fields.get("model")
+    needed = METHOD if model is None else MODEL_METHOD
+    if method is None:
+        raise MagicDecConfigError(f"{own[0]} belongs to method={needed!r}; add that")
+    raise MagicDecConfigError(
+        f"{own[0]} belongs to method={needed!r}; use that instead of method={quoted(method)}, or remove "
+        f"{own[0].split('=')[0]}"
+    )
 
 
 _REMOVED_FIELDS = {
