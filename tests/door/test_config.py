@@ -253,6 +253,12 @@ def test_fields_without_their_method_get_one_sentence(model_dir, case):
     assert str(error.value).endswith(sentence)
 
 
+def test_pages_that_attention_on_cpus_cannot_read_get_one_sentence(model_dir):
+    with pytest.raises(MagicDecConfigError, match=r"--block-size 48 is no multiple of 32 .*-size 64$"):
+        configure(model_dir, {"method": METHOD}, block_size=48)
+    configure(model_dir, None, block_size=48)
+
+
 WRONG_FIELDS = {
     "window without room for a selection": (
         {"draft_kv_policy": "snapkv", "snapkv_window": 1000},

@@ -14,6 +14,7 @@ from pathlib import Path
 from vllm.config import ModelConfig, VllmConfig
 from vllm.logger import init_logger
 from vllm.tokenizers import cached_tokenizer_from_config, get_tokenizer
+from vllm.utils.math_utils import round_up
 
 from vllm_magicdec.config import (
     DEFAULT_MAX_TOKENS,
@@ -39,6 +40,7 @@ logger = init_logger(f"vllm.{__name__}")
 
 # Under `auto`, passes that check looked-up tokens make long rounds cheap, and other rounds end early.
 _MAX_TOKENS_WITH_LOOKUPS = 16
+_CPU_PAGE = 32  # tokens; pages of vLLM's attention on CPUs are multiples of it
 
 
 def host_lacks_latest_tokens(vllm_config: VllmConfig) -> bool:
@@ -57,6 +59,8 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
         """
         if vllm_config.model_config.use_mla:
             self._check_mla(vllm_config)
+        else:
+            self._check_block_size(vllm_config)
         if self.has_draft_model:
             self._check_draft_model(vllm_config)
         if vllm_config.cache_config.kv_sharing_fast_prefill:
@@ -158,6 +162,15 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
             raise MagicDecConfigError(
                 f"{METHOD}: draft_kv_policy={self.draft_kv_policy!r} reads keys of KV heads, and MLA "
                 "models cache one latent vector per token instead; use draft_kv_policy='streamingllm'"
+            )
+
+    def _check_block_size(self, vllm_config: VllmConfig) -> None:
+        """Refuse pages that vLLM's attention on CPUs refuses when the worker has loaded the weights."""
+        size = vllm_config.cache_config.block_size
+        if vllm_config.device_config.device_type == "cpu" and size % _CPU_PAGE:
+            raise MagicDecConfigError(
+                f"{self.name}: --block-size {size} is no multiple of {_CPU_PAGE} tokens, which vLLM's "
+                f"attention on CPUs requires; use --block-size {round_up(size, _CPU_PAGE)}"
             )
 
     def _check_output_quantisation(self, vllm_config: VllmConfig) -> None:
