@@ -253,6 +253,67 @@ def test_fields_without_their_method_get_one_sentence(model_dir, case):
     assert str(error.value).endswith(sentence)
 
 
+ADAPTERS = {"enable_lora": True, "max_num_seqs": 256, "max_num_batched_tokens": 1024}
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "drafts"),
+    [(256, 3), (512, 1), (100, 9), (16, 16)],  # 16: the default with lookups
+)
+def test_auto_drafts_what_a_step_with_adapters_has_room_for(model_dir, max_num_seqs, drafts):
+    fields = {"num_speculative_tokens": "auto"}
+    given = {"method": METHOD, **fields}
+    engine = {**ADAPTERS, "max_num_seqs": max_num_seqs}
+    spec = configure(model_dir, given, **engine).speculative_config
+    assert spec.num_speculative_tokens == drafts and spec.lengths == (0, drafts)
+    assert given == {"method": METHOD, **fields}
+    options = configure(model_dir, None, spec_model=METHOD, spec_tokens="auto", **engine)
+    assert repr(options.speculative_config) == repr(spec)
+
+
+@pytest.mark.parametrize(
+    ("fields", "max_num_seqs", "sentence"),
+    [
+        (
+            {"num_speculative_tokens": 4},
+            256,
+            "magicdec-self: with LoRA, num_speculative_tokens=4 needs --max-num-batched-tokens 1280 for "
+            "--max-num-seqs 256, not 1024; use num_speculative_tokens=3, --max-num-seqs 204, or "
+            "--max-num-batched-tokens 1280",
+        ),
+        ({}, 256, "num_speculative_tokens=4 needs"),
+        (
+            {"num_speculative_tokens": "auto", "max_num_speculative_tokens": 6},
+            256,
+            "max_num_speculative_tokens=6 needs --max-num-batched-tokens 1792 for --max-num-seqs 256, not "
+            "1024; use max_num_speculative_tokens=3, --max-num-seqs 146, or --max-num-batched-tokens 1792",
+        ),
+        (
+            {"num_speculative_tokens": "auto"},
+            600,
+            "max_num_speculative_tokens=1 needs --max-num-batched-tokens 1200 for --max-num-seqs 600, not "
+            "1024; use --max-num-seqs 512, or --max-num-batched-tokens 1200",
+        ),
+    ],
+)
+def test_drafts_without_room_beside_adapters_get_one_sentence(model_dir, fields, max_num_seqs, sentence):
+    engine = {**ADAPTERS, "max_num_seqs": max_num_seqs}
+    with pytest.raises(MagicDecConfigError) as error:
+        configure(model_dir, {"method": METHOD, **fields}, **engine)
+    assert sentence in str(error.value)
+
+
+def test_other_errors_of_engines_with_adapters_stay_vllms(model_dir):
+    with pytest.raises(ValueError, match="mutually exclusive"):
+        configure(
+            model_dir,
+            {"method": METHOD, "num_speculative_tokens": 1},
+            **ADAPTERS,
+            attention_backend="FLASH_ATTN",
+            attention_config={"backend": "FLASH_ATTN"},
+        )
+
+
 def test_pages_that_attention_on_cpus_cannot_read_get_one_sentence(model_dir):
     with pytest.raises(MagicDecConfigError, match=r"--block-size 48 is no multiple of 32 .*-size 64$"):
         configure(model_dir, {"method": METHOD}, block_size=48)

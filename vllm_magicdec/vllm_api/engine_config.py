@@ -20,6 +20,7 @@ from vllm_magicdec.config import (
     DEFAULT_MAX_TOKENS,
     MagicDecSpeculativeConfig,
     default_of,
+    drafts_with_adapters,
     nested_lengths,
 )
 from vllm_magicdec.errors import METHOD, MODEL_METHOD, MagicDecConfigError
@@ -201,19 +202,22 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
                     f"{METHOD}: draft_lookup_sources has no use, because draft_lookup='auto' means 'off' "
                     "here; use draft_lookup='on', or remove draft_lookup_sources"
                 )
-        most = self._default_max_tokens
+        most = self._default_max_tokens(vllm_config)
         if self.adaptive and self.max_num_speculative_tokens is None and most > self.num_speculative_tokens:
             self.num_speculative_tokens = self.max_num_speculative_tokens = most
         self._check_datastores(vllm_config)
 
-    @property
-    def _default_max_tokens(self) -> int:
-        """The maximum number of draft tokens per round if the user sets none."""
+    def _default_max_tokens(self, vllm_config: VllmConfig) -> int:
+        """Return the maximum number of draft tokens per round if the user sets none."""
         if not self.adaptive:
             return int(default_of("num_speculative_tokens"))
         is_synthetic = self.rejection_sample_method == "synthetic"  # has one rate per draft token
         looks_up = self.draft_lookup == "on" and not is_synthetic
-        return _MAX_TOKENS_WITH_LOOKUPS if looks_up else DEFAULT_MAX_TOKENS
+        most = _MAX_TOKENS_WITH_LOOKUPS if looks_up else DEFAULT_MAX_TOKENS
+        if vllm_config.lora_config is None:
+            return most
+        scheduler = vllm_config.scheduler_config
+        return min(most, drafts_with_adapters(scheduler.max_num_seqs, scheduler.max_num_batched_tokens))
 
     def _check_datastores(self, vllm_config: VllmConfig) -> None:
         model = vllm_config.model_config
@@ -290,7 +294,7 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
         """Return, as text, the smallest sets of fields whose defaults would make the budget valid."""
         names = ("draft_kv_sink", "snapkv_window", "snapkv_recent")
         defaults = {name: default_of(name) for name in names}
-        defaults["num_speculative_tokens"] = self._default_max_tokens
+        defaults["num_speculative_tokens"] = self._default_max_tokens(vllm_config)
         larger = [name for name, default in defaults.items() if getattr(self, name) > default]
 
         def is_valid_with(at_default: Sequence[str]) -> bool:
@@ -332,7 +336,7 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
                 "and with the executor 'external_launcher' all processes must choose the same; use a number"
             )
         if self.profile is not None:
-            check_profile(self.profile, self, vllm_config, self._default_max_tokens)
+            check_profile(self.profile, self, vllm_config, self._default_max_tokens(vllm_config))
         by_length, most = captures_by_length(vllm_config), self.num_speculative_tokens
         few = nested_lengths(most, max(2, scheduler.max_num_seqs))
         every = (0, most) if self.draft_lookup == "on" else tuple(range(most + 1))
