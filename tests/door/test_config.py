@@ -21,6 +21,7 @@ from vllm_magicdec.config import MagicDecSpeculativeConfig, nested_lengths
 from vllm_magicdec.errors import METHOD, MagicDecConfigError
 from vllm_magicdec.plugin import register
 from vllm_magicdec.policies import find_policy
+from vllm_magicdec.vllm_api import engine_config
 from vllm_magicdec.vllm_api.engine_config import EngineSpeculativeConfig, check_refresh
 
 register()
@@ -318,6 +319,25 @@ def test_pages_that_attention_on_cpus_cannot_read_get_one_sentence(model_dir):
     with pytest.raises(MagicDecConfigError, match=r"--block-size 48 is no multiple of 32 .*-size 64$"):
         configure(model_dir, {"method": METHOD}, block_size=48)
     configure(model_dir, None, block_size=48)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"num_speculative_tokens": "auto"}, "num_speculative_tokens='auto'"),
+        ({"num_speculative_tokens": "auto", "draft_lookup": "off"}, "num_speculative_tokens='auto'"),
+        ({"draft_lookup": "on"}, "draft_lookup='on'"),
+        ({}, None),
+    ],
+)
+def test_the_log_says_once_where_seeds_do_not_repeat_answers(model_dir, monkeypatch, fields, reason):
+    lines = []
+    monkeypatch.setattr(
+        engine_config.logger, "info_once", lambda line, *values: lines.append(line % values)
+    )
+    configure(model_dir, {"method": METHOD, **fields})
+    found = [line for line in lines if "a request with a seed may get another answer" in line]
+    assert len(found) == (reason is not None) and all(f"with {reason}, " in line for line in found)
 
 
 WRONG_FIELDS = {

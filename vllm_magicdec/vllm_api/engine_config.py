@@ -82,6 +82,13 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
         self._check_budget(vllm_config)
         if self.adaptive:
             self._adapt(vllm_config)
+        if self.adaptive or (self.draft_lookup == "on" and not self.looks_up_on_device):
+            logger.info_once(
+                "%s: with %s, a request with a seed may get another answer when it is repeated, because "
+                "its draws depend on how many tokens were drafted.",
+                self.name,
+                "num_speculative_tokens='auto'" if self.adaptive else "draft_lookup='on'",
+            )
         if not self.enable_adaptive_verification:  # its graphs serve every length
             for sentence in find_missing_graphs(vllm_config):
                 logger.info_once("%s: %s", METHOD, sentence)
