@@ -28,7 +28,7 @@ from vllm_magicdec.vllm_api.kv_cache import leave_memory_for_drafting
 
 register()
 
-NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, PAGE = 4, 4, 2, 32, 16
+NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, PAGE = 4, 4, 2, 32, 32
 AVAILABLE = 2**30
 POLICIES = [
     {"draft_kv_policy": "streamingllm"},

@@ -149,6 +149,30 @@ def test_without_a_ring_the_groups_are_vllms(specs, layout, reason):
     assert plan.groups == GROUP_LAYERS(config(layout), whole)
 
 
+@pytest.mark.parametrize("override", [None, 300])
+def test_the_log_compares_rooms_in_the_same_memory(monkeypatch, override):
+    """Blocks are smaller with rings, so a number that the user set holds fewer tokens than without."""
+    speculative = SimpleNamespace(has_draft_model=True)
+    monkeypatch.setattr(ring_cache, "MagicDecSpeculativeConfig", SimpleNamespace)
+    vllm_config, specs, lines = config(), layers(6, 2), []
+    vllm_config.speculative_config = speculative
+    vllm_config.cache_config.num_gpu_blocks_override = override
+    plan = plan_groups(vllm_config, specs, GROUP_LAYERS)
+    small, large = (
+        ring_cache.kv_planning.pool_bytes_per_block(vllm_config, own) for own in (plan.groups, plan.shared)
+    )
+    kv_cache_config = kv_cache_utils.get_kv_cache_config_from_groups(vllm_config, plan.groups, 300 * small)
+    monkeypatch.setattr(ring_cache.logger, "info_once", lambda line, *values: lines.append(line % values))
+    ring_cache.log_ring_capacity(vllm_config, [specs], kv_cache_config)
+    # Rings take 3 blocks of a request's 67. Blocks with the draft's 2 layers are 8/6 as large.
+    room, in_same_memory = 300 * MODEL_LEN // 67, 300 * 6 // 8 * PAGE
+    (line,) = lines
+    end = line.partition("the target has room for ")[2]
+    assert end.startswith(f"{room:,} tokens, and for {in_same_memory:,} in the same memory if the draft's")
+    because = f"because the 300 blocks of --num-gpu-blocks-override would take {300 * large:,} bytes"
+    assert (because in end) == (override is not None)
+
+
 def test_a_ring_of_the_whole_context_is_not_used():
     everything = Ring(PAGE, sink_pages=1, window_pages=MODEL_LEN // PAGE - 1, spare_pages=1)
     specs = layers(6, 0) | {

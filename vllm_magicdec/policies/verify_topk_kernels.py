@@ -282,6 +282,22 @@ def _scores_kernel(  # type: ignore[no-untyped-def]
     tl.store(scores + pair * num_pages + pages, score, mask=pages < num_pages)
 
 
+def _pairs_at_once(num_pairs: int, rows_of_pair: int, num_pages: int) -> int:
+    """Return the number of pairs of a layer and a request whose logits fit the scratch, at least 1."""
+    return min(num_pairs, max(1, SCRATCH_BYTES // (4 * rows_of_pair * num_pages)))
+
+
+def logits_bytes(num_pairs: int, rows_of_pair: int, num_pages: int) -> int:
+    """Return the memory of the logits of `score_pages`.
+
+    Args:
+        num_pairs: layers x requests.
+        rows_of_pair: queries x query heads.
+        num_pages: maximum pages of a request.
+    """
+    return 4 * _pairs_at_once(num_pairs, rows_of_pair, num_pages) * rows_of_pair * num_pages
+
+
 def score_pages(
     table: LayerTable, summaries: "PageSummaries", verification: Verification, batch: Batch, num_pages: int
 ) -> torch.Tensor:
@@ -302,7 +318,7 @@ def score_pages(
     scores = empty(num_layers, num_reqs, num_pages)
     rows_of_pair = num_kv_heads * num_rows
     num_pairs = num_layers * num_reqs
-    pairs_at_once = min(num_pairs, max(1, SCRATCH_BYTES // (4 * rows_of_pair * num_pages)))
+    pairs_at_once = _pairs_at_once(num_pairs, rows_of_pair, num_pages)
     logits = empty(pairs_at_once, rows_of_pair, num_pages)
     peaks, sums = empty(2, pairs_at_once, rows_of_pair, num_splits)
     for first in range(0, num_pairs, pairs_at_once):

@@ -21,6 +21,7 @@ from vllm_magicdec import envs
 from vllm_magicdec.config import (
     MagicDecSpeculativeConfig,
     check_given,
+    fit_adapters,
     refuse_misspelt_method,
     selects_magicdec,
 )
@@ -108,18 +109,22 @@ def _check_configuration(owner: type, original: Callable[..., Any]) -> Callable[
     @functools.wraps(original)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = self.speculative_config
-        check_given(
-            given,
-            {
-                "method": self.spec_method,
-                "model": self.spec_model,
-                "num_speculative_tokens": self.spec_tokens,
-            },
-        )
+        options = {
+            "method": self.spec_method,
+            "model": self.spec_model,
+            "num_speculative_tokens": self.spec_tokens,
+        }
+        check_given(given, options)
         # vLLM adds the options to this dictionary. API servers and Ray resolve the same arguments again,
         # and the options would be refused as given twice.
         self.speculative_config = dict(given) if isinstance(given, dict) else given
         try:
+            vllm_config = original(self, *args, **kwargs)
+        except ValueError as error:
+            fields = _fit_adapters(self, given or {}, options) if type(error) is ValueError else None
+            if fields is None:
+                raise
+            self.speculative_config = fields
             vllm_config = original(self, *args, **kwargs)
         finally:
             self.speculative_config = given
@@ -129,6 +134,30 @@ def _check_configuration(owner: type, original: Callable[..., Any]) -> Callable[
         return vllm_config
 
     return create_engine_config
+
+
+def _fit_adapters(
+    engine_args: Any, given: dict[str, Any], options: dict[str, Any]
+) -> dict[str, Any] | None:
+    """Return the given fields with a number of drafts that vLLM accepts with LoRA; None: it does already.
+
+    vLLM's own error names none of the values.
+    """
+    typed = {name: value for name, value in options.items() if value is not None}
+    fields = {**{name.replace("-", "_"): value for name, value in given.items()}, **typed}
+    limits = engine_args.max_num_seqs, engine_args.max_num_batched_tokens
+    if not engine_args.enable_lora or None in limits or not selects_magicdec(fields):
+        return None
+    fitting = fit_adapters(fields, *limits)
+    if fitting is None:
+        return None
+    logger.info_once(
+        "With LoRA, 'auto' drafts at most %d tokens a round: a step of --max-num-seqs %d has room for no "
+        "more in --max-num-batched-tokens %d.",
+        fitting,
+        *limits,
+    )
+    return {**given, "max_num_speculative_tokens": fitting}
 
 
 def _reserve_memory(owner: Any, original: Callable[..., Any]) -> Callable[..., Any]:
