@@ -8,12 +8,13 @@ import pytest
 import torch
 from views_over_a_cache import CPU, Case
 from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 from vllm.v1.kv_cache_interface import get_kv_quant_mode
 
 from vllm_magicdec.attention.metadata import TokenMetadata, TokenPassMetadata
 from vllm_magicdec.attention.native_attention import NativeAttention
 from vllm_magicdec.attention.switch import Switch
-from vllm_magicdec.native.library import best_variant, load
+from vllm_magicdec.native.library import UnreadableError, best_variant, load
 from vllm_magicdec.policies.observing import observe_request
 
 pytestmark = pytest.mark.skipif(best_variant() is None, reason="needs the compiled kernel")
@@ -56,7 +57,7 @@ def cache_of(case: Case) -> torch.Tensor:
     return both.view(len(both), KV_HEADS, PAGE, 2 * HEAD_SIZE)
 
 
-def layer_of(case: Case, name: str) -> SimpleNamespace:
+def layer_of(case: Case, name: str, implementation: type = CPUAttentionBackendImpl) -> SimpleNamespace:
     """As much of a layer of vLLM's on CPUs as is looked at, with the kernel before its own attention."""
     spec = SimpleNamespace(
         num_kv_heads=KV_HEADS,
@@ -65,17 +66,18 @@ def layer_of(case: Case, name: str) -> SimpleNamespace:
         dtype=torch.float32 if name == "auto" else torch.uint8,
         kv_quant_mode=get_kv_quant_mode(name),
     )
+    impl = object.__new__(implementation)
+    vars(impl).update(
+        attn_type=AttentionType.DECODER,
+        alibi_slopes=None,
+        num_heads=HEADS,
+        scale=case.scale,
+        logits_soft_cap=case.soft_cap,
+        sliding_window=-1,
+        sinks=None,
+    )
     layer = SimpleNamespace(
-        impl=SimpleNamespace(
-            forward=None,
-            attn_type=AttentionType.DECODER,
-            alibi_slopes=None,
-            num_heads=HEADS,
-            scale=case.scale,
-            logits_soft_cap=case.soft_cap,
-            sliding_window=-1,
-            sinks=None,
-        ),
+        impl=impl,
         attn_backend=SimpleNamespace(
             get_name=lambda: "CPU_ATTN", supports_per_head_quant_scales=lambda: False
         ),
@@ -194,3 +196,12 @@ def test_vllms_kernel_reads_few_fp8_tokens_with_amx(tokens, is_own):
     cache = torch.zeros(1, KV_HEADS, PAGE, 2 * HEAD_SIZE, dtype=torch.uint8)
     layer.impl.forward(layer, query, query, query, cache, metadata, torch.empty_like(query))
     assert calls == ["own" if is_own else "vLLM's"]
+
+
+def test_attention_of_another_plugin_is_left_alone():
+    class Theirs(CPUAttentionBackendImpl):
+        def forward(self, *args, **kwargs):
+            raise AssertionError("is not called")
+
+    with pytest.raises(UnreadableError, match=r"another plugin brings its own for CPUs, .*Theirs"):
+        layer_of(whole_context("auto"), "auto", Theirs)

@@ -15,6 +15,7 @@ from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
 from vllm_magicdec.attention.metadata import TokenMetadata, TokenPassMetadata
 from vllm_magicdec.attention.rows import FP8_DTYPES
@@ -125,6 +126,9 @@ class NativeAttention:
         backend, isa = layer.attn_backend.get_name(), getattr(layer, "isa", "")
         if backend != "CPU_ATTN" or impl.attn_type != AttentionType.DECODER:
             raise UnreadableError(f"the plugin's own kernel does not support the layers of {backend}")
+        if type(impl).forward is not CPUAttentionBackendImpl.forward:
+            made = f"{type(impl).__module__}.{type(impl).__qualname__}"
+            raise UnreadableError(f"another plugin brings its own for CPUs, {made}")
         if impl.alibi_slopes is not None:
             raise UnreadableError("the plugin's own kernel does not support ALiBi")
         self._cache_dtype = stored_dtype(spec, layer.kv_cache_dtype)
