@@ -9,12 +9,15 @@ from types import SimpleNamespace
 import engines
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, KVQuantMode
 
 from vllm_magicdec.attention import switch
+from vllm_magicdec.views.base import LayerPageView, PageView, TokenView
 from vllm_magicdec.vllm_api import runner_v2
+from vllm_magicdec.vllm_api.draft_graphs import dummy_step
 from vllm_magicdec.vllm_api.runner_v2 import MagicDecSpeculator
 
 
@@ -105,3 +108,47 @@ def test_layers_with_rings_are_checked_for_graphs(monkeypatch):
 def test_no_warning_if_draft_steps_have_graphs_or_none_were_requested(monkeypatch):
     assert not warnings_of(monkeypatch, CUDAGraphMode.FULL_AND_PIECEWISE, "FLASHINFER")
     assert not warnings_of(monkeypatch, CUDAGraphMode.NONE, "FLASHINFER", enforce_eager=True)
+
+
+class SmallTensors(TorchDispatchMode):
+    """Refuses operators that allocate more than `max_bytes`."""
+
+    def __init__(self, max_bytes: int) -> None:
+        super().__init__()
+        self._max_bytes = max_bytes
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        is_allocated = isinstance(result, torch.Tensor) and not func._schema.returns[0].alias_info
+        assert not is_allocated or result.nbytes <= self._max_bytes, f"{func}: {result.nbytes} bytes"
+        return result
+
+
+def test_dummy_steps_allocate_no_more_than_one_layer_of_a_view():
+    """Views of all layers may take gigabytes, of which vLLM would leave nothing for the KV cache."""
+    num_layers, num_reqs, num_blocks, page_size, width = 16, 6, 3, 4, 40
+    slots = torch.full((num_layers, 8, 2, width), -1, dtype=torch.int32)
+    tables = torch.full((num_layers, 8, 2 * width), -1, dtype=torch.int32)
+    views = [
+        lambda lens: TokenView(lens, slots[:, :num_reqs], None),
+        lambda lens: LayerPageView(lens, tables[:, :num_reqs], 8 * width),
+        lambda lens: PageView(lens, tables[0, :num_reqs], 8 * width),
+    ]
+    step = SimpleNamespace(capture_view=lambda index, num_reqs, lens, common_len: views[index](lens))
+    with SmallTensors(slots[0].nbytes):
+        made = dummy_step(
+            step,
+            num_reqs,
+            num_blocks=num_blocks,
+            page_sizes=[page_size] * len(views),
+            common_lens=(None, width),
+            device=torch.device("cpu"),
+        )
+    of_tokens, of_layers, of_pages = (part.view for part in made.parts)
+    assert of_tokens.common_len == width and of_tokens.lens.tolist() == [width] * num_reqs
+    assert of_layers.lens.tolist() == of_pages.lens.tolist() == [8 * width] * num_reqs
+    for own in slots[:, :num_reqs]:
+        assert set(own.flatten().tolist()) == set(range(num_blocks * page_size))
+    for own in tables[:, :num_reqs]:
+        assert set(own.flatten().tolist()) == set(range(num_blocks))
+    assert (slots[:, num_reqs:] == -1).all() and (tables[:, num_reqs:] == -1).all()

@@ -9,6 +9,7 @@ import torch
 
 from vllm_magicdec.adaptive.draft_plan import DraftLists
 from vllm_magicdec.views.base import Batch
+from vllm_magicdec.vllm_api import runner_v2
 from vllm_magicdec.vllm_api.runner_v2 import MagicDecSpeculator, report_removed
 
 NUM_STEPS, VOCAB_SIZE = 3, 5
@@ -73,3 +74,66 @@ def test_lists_are_padded_with_token_0_with_certainty(are_sampled):
             first = {2: 2, 0: 0, 3: 3}.get(row, NUM_STEPS)  # of the padding in the row
             assert not logits[row, :first].any()
             assert all(torch.equal(own.softmax(0), certain) for own in logits[row, first:])
+
+
+class Stop(Exception):
+    pass
+
+
+def lay_out_again(speculator, monkeypatch) -> None:
+    """Begin `set_attn` as vLLM does after it has measured the memory of graphs."""
+
+    def stop(config, groups):
+        raise Stop
+
+    monkeypatch.setattr(runner_v2, "refuse_if_inexact", stop)
+    speculator.vllm_config = None
+    with pytest.raises(Stop):
+        speculator.set_attn(None, None, None, None, None)
+
+
+def timed(monkeypatch, draft_dummies) -> MagicDecSpeculator:
+    """A speculator with adaptive verification whose graphs have been captured."""
+    monkeypatch.setenv("VLLM_MAGICDEC_STRICT", "0")
+    failures = []
+    speculator = make_speculator(
+        enable_adaptive_verification=True,
+        draft_tokens=torch.full((4, NUM_STEPS), 9),
+        _graphs=SimpleNamespace(capture=lambda: None),
+        _drafter=SimpleNamespace(record_failure=failures.append),
+        failures=failures,
+        _copy_request_inputs=lambda *args, **kwargs: None,
+        _draft_dummies=draft_dummies,
+    )
+    speculator.capture()
+    return speculator
+
+
+def propose_dummies(speculator, num_reqs: int) -> torch.Tensor:
+    batch = SimpleNamespace(num_reqs=num_reqs, idx_mapping=None)
+    return speculator.propose(batch, {}, {}, *[None] * 9, dummy_run=True)
+
+
+def test_only_the_dummy_rounds_after_a_capture_are_timed(monkeypatch):
+    """Those after the next layout of the KV cache warm up other things."""
+    timed_reqs: list[int] = []
+    speculator = timed(monkeypatch, timed_reqs.append)
+    propose_dummies(speculator, 2)
+    lay_out_again(speculator, monkeypatch)
+    propose_dummies(speculator, 3)
+    assert timed_reqs == [2]
+    speculator.capture()
+    propose_dummies(speculator, 4)
+    assert timed_reqs == [2, 4]
+
+
+def test_dummy_rounds_that_fail_end_the_timing_and_not_the_engine(monkeypatch):
+    def draft_dummies(num_reqs):
+        tried.append(num_reqs)
+        raise torch.OutOfMemoryError("no room")
+
+    tried: list[int] = []
+    speculator = timed(monkeypatch, draft_dummies)
+    for num_reqs in (2, 4):
+        assert propose_dummies(speculator, num_reqs).tolist() == [[9] * NUM_STEPS] * num_reqs
+    assert tried == [2] and speculator.failures == ["timing"]

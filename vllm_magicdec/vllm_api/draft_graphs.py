@@ -2,6 +2,7 @@
 """CUDA graphs of draft steps and passes for the V2 runner, captured and dispatched by vLLM's manager."""
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -16,7 +17,7 @@ from vllm.v1.worker.utils import AttentionGroup
 from vllm_magicdec.attention.switch import better_options
 from vllm_magicdec.drafting.sizing import draft_graph_sizes
 from vllm_magicdec.drafting.wide_passes import MAX_WIDE_TOKENS
-from vllm_magicdec.views.base import PAD_SLOT, DraftStep, LayerPageView, TokenView, View, ViewStep
+from vllm_magicdec.views.base import PAD_SLOT, DraftStep, LayerPageView, PageView, TokenView, View, ViewStep
 from vllm_magicdec.views.passes import DraftPass, TokenPassView
 
 
@@ -102,7 +103,7 @@ def dummy_step(
 ) -> DraftStep:
     """Create a step over full views that takes as long as a real one and writes no K/V.
 
-    The views are filled with pages from all over the KV cache.
+    The views are filled with pages from all over the KV cache, the same in every layer.
 
     Args:
         step: provides the views.
@@ -124,8 +125,10 @@ def dummy_step(
         else:
             entries = view.block_tables if isinstance(view, LayerPageView) else view.block_table
             num_values, width = num_blocks, view.max_len
-        values = torch.arange(entries.numel(), device=device) % num_values
-        entries.copy_(values.view(entries.shape))
+        # Of one layer only: the views of all layers may take gigabytes.
+        shape = entries.shape if isinstance(view, PageView) else entries.shape[1:]
+        values = torch.arange(math.prod(shape), dtype=torch.int32, device=device).remainder_(num_values)
+        entries.copy_(values.view(shape))
         lens.fill_(width)
         parts.append(ViewStep(0, positions, torch.full_like(positions, PAD_SLOT), view))
     return DraftStep(parts)

@@ -153,6 +153,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         target_attn_groups: Any,
     ) -> None:
         """Create the drafter, once vLLM has laid out the KV cache."""
+        self._is_timed = False  # vLLM 0.32 also times drafts while it measures memory
         refuse_if_inexact(self.vllm_config, target_attn_groups)
         warn_if_slow(self.vllm_config)
         self._drafting.refuse_inputs(model_state)
@@ -270,7 +271,14 @@ class MagicDecSpeculator(StandaloneARSpeculator):
                 self._copy_request_inputs(
                     num_reqs, input_batch.idx_mapping, temperature, seeds, dummy_run=True
                 )
-                self._draft_dummies(num_reqs)
+                try:
+                    self._draft_dummies(num_reqs)
+                except Exception:
+                    self._is_timed = False  # larger batches come next
+                    self._drafter.record_failure("timing")
+                    logger.exception(
+                        "%s: adaptive verification underestimates drafts: timing failed.", METHOD
+                    )
             return self.draft_tokens[:num_reqs]
         self._is_timed = False
         num_steps = self.num_speculative_steps if num_speculative_tokens is None else num_speculative_tokens
