@@ -8,6 +8,7 @@ machinery (`CudaGraphManager`) is unchanged.
 
 import contextlib
 import itertools
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -196,6 +197,10 @@ def main() -> None:
 
         def forward_and_sample(self, tokens, step, attn_metadata):
             return tokens[1::2].long()
+
+    released = weakref.ref(graphs)
+    graphs = None
+    assert released() is None, "graphs are freed with the last reference"
 
     # No graph has more tokens than a step: models are compiled for no more.
     graphs = DraftGraphs(config, torch.device("cpu"), CUDAGraphMode.FULL, StepOfTwo(), (None,), 2)

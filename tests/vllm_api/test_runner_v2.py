@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the V2 adapter handles vLLM's request states and lists of drafts; tests/engine/ has engines."""
 
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from vllm_magicdec.adaptive.draft_plan import DraftLists
 from vllm_magicdec.views.base import Batch
 from vllm_magicdec.vllm_api import runner_v2
+from vllm_magicdec.vllm_api.draft_graphs import RoundGraphs
 from vllm_magicdec.vllm_api.runner_v2 import MagicDecSpeculator, report_removed
 
 NUM_STEPS, VOCAB_SIZE = 3, 5
@@ -90,6 +92,23 @@ def lay_out_again(speculator, monkeypatch) -> None:
     speculator.vllm_config = None
     with pytest.raises(Stop):
         speculator.set_attn(None, None, None, None, None)
+
+
+class Kept:
+    """Stands for what only the speculator refers to."""
+
+
+def test_graphs_and_views_of_the_first_layout_are_freed_before_the_second(monkeypatch):
+    """vLLM captures graphs to measure their memory, and then lays out the whole KV cache."""
+    graphs, passes, drafter, metadata = kept = [Kept() for _ in range(4)]
+    speculator = make_speculator(
+        _graphs=RoundGraphs({1: graphs}, {4: passes}), _drafter=drafter, page_metadata=metadata
+    )
+    references = [weakref.ref(own) for own in kept]
+    del graphs, passes, drafter, metadata, kept
+    assert all(own() is not None for own in references)
+    lay_out_again(speculator, monkeypatch)
+    assert all(own() is None for own in references)
 
 
 def timed(monkeypatch, draft_dummies) -> MagicDecSpeculator:

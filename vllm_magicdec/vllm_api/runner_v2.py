@@ -153,7 +153,11 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         target_attn_groups: Any,
     ) -> None:
         """Create the drafter, once vLLM has laid out the KV cache."""
-        self._is_timed = False  # vLLM 0.32 also times drafts while it measures memory
+        # vLLM may lay out the KV cache twice, to measure memory: free what belongs to the first layout.
+        self._graphs, self._is_timed = RoundGraphs(), False
+        self._attention_groups: list[list[AttentionGroup]] = []
+        for name in ("_drafter", "page_metadata"):
+            self.__dict__.pop(name, None)
         refuse_if_inexact(self.vllm_config, target_attn_groups)
         warn_if_slow(self.vllm_config)
         self._drafting.refuse_inputs(model_state)
@@ -165,10 +169,6 @@ class MagicDecSpeculator(StandaloneARSpeculator):
             model_state, kv_cache_config, block_tables, target_input_buffers, target_attn_groups
         )
         groups = layer_groups(self.vllm_config, kv_cache_config, self._drafting.layer_names)
-        # vLLM may lay out the KV cache twice, to measure memory: free the first drafter's buffers.
-        self._attention_groups: list[list[AttentionGroup]] = []
-        for name in ("_drafter", "page_metadata"):
-            self.__dict__.pop(name, None)
         self._drafting.lay_out(kv_cache_config, groups)
         self._attention_groups = [
             attention_groups_of(
