@@ -103,7 +103,7 @@ def capture(speculator: Any, sizes: list[int]) -> None:
     _keep_scheduler_metadata()
     compilation = speculator.vllm_config.compilation_config
     compilation.cudagraph_capture_sizes = sizes
-    compilation.max_cudagraph_capture_size = max(sizes)
+    compilation.max_cudagraph_capture_size = 512  # vLLM's default on Hopper
     for layer in compilation.static_forward_context.values():
         layer.use_direct_call = True  # an operator that calls back into Python cannot be recorded
     speculator.init_cudagraph_manager(CUDAGraphMode.FULL)
@@ -131,7 +131,7 @@ def main() -> None:
     cudagraph_utils.is_global_first_rank = lambda: False
     config = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_seqs=5, max_num_batched_tokens=9),
-        compilation_config=SimpleNamespace(cudagraph_capture_sizes=[2, 4], max_cudagraph_capture_size=4),
+        compilation_config=SimpleNamespace(cudagraph_capture_sizes=[2, 4], max_cudagraph_capture_size=512),
         parallel_config=SimpleNamespace(tensor_parallel_size=1, data_parallel_size=1),
         cache_config=SimpleNamespace(use_kda_recoverssm=False),
         speculative_config=None,
@@ -206,7 +206,7 @@ def main() -> None:
     graphs = DraftGraphs(config, torch.device("cpu"), CUDAGraphMode.FULL, StepOfTwo(), (None,), 2)
     graphs.capture_steps()
     assert sorted(desc.num_reqs for desc in graphs.graphs) == [2, 4]
-    # No graph is added for more than 512 requests.
+    # No graph is larger than vLLM's largest.
     config.scheduler_config.max_num_batched_tokens = 2048
     config.scheduler_config.max_num_seqs = 600
     graphs = DraftGraphs(config, torch.device("cpu"), CUDAGraphMode.FULL_AND_PIECEWISE, Step(), (None,))

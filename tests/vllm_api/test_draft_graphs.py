@@ -15,10 +15,14 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, KVQuantMode
 
 from vllm_magicdec.attention import switch
+from vllm_magicdec.errors import METHOD
+from vllm_magicdec.plugin import register
 from vllm_magicdec.views.base import LayerPageView, PageView, TokenView
 from vllm_magicdec.vllm_api import runner_v2
-from vllm_magicdec.vllm_api.draft_graphs import dummy_step
+from vllm_magicdec.vllm_api.draft_graphs import DraftGraphs, PassGraphs, dummy_step
 from vllm_magicdec.vllm_api.runner_v2 import MagicDecSpeculator
+
+register()
 
 
 @pytest.mark.extended
@@ -108,6 +112,41 @@ def test_layers_with_rings_are_checked_for_graphs(monkeypatch):
 def test_no_warning_if_draft_steps_have_graphs_or_none_were_requested(monkeypatch):
     assert not warnings_of(monkeypatch, CUDAGraphMode.FULL_AND_PIECEWISE, "FLASHINFER")
     assert not warnings_of(monkeypatch, CUDAGraphMode.NONE, "FLASHINFER", enforce_eager=True)
+
+
+@pytest.fixture
+def make_graphs(capture):
+    """Returns a function that creates draft graphs of a configuration, without capturing."""
+
+    def make(config, num_queries: int = 1, of: type[DraftGraphs] = DraftGraphs) -> list[tuple[int, int]]:
+        """Requests and tokens of each graph."""
+        step = SimpleNamespace(num_views=1)
+        graphs = of(config, torch.device("cpu"), CUDAGraphMode.FULL, step, (None,), num_queries)
+        descs = graphs._capture_descs.get(CUDAGraphMode.FULL, [])
+        return sorted((desc.num_reqs, desc.num_tokens) for desc in descs)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("engine", "largest"),
+    [
+        # Passes are at most 256 tokens.
+        ({"max_num_seqs": 512}, {(1, DraftGraphs): 512, (2, DraftGraphs): 256, (4, PassGraphs): 64}),
+        (
+            {"max_num_seqs": 100, "max_cudagraph_capture_size": 96},
+            {(1, DraftGraphs): 96, (2, DraftGraphs): 48, (4, PassGraphs): 24},
+        ),
+    ],
+)
+def test_no_graph_has_more_tokens_than_vllms_largest(configure, make_graphs, engine, largest):
+    """FlashAttention 3 and FlashInfer prepare for graphs up to that size."""
+    config = configure({"method": METHOD, "num_speculative_tokens": 4}, **engine)
+    most = config.compilation_config.max_cudagraph_capture_size
+    assert most == engine.get("max_cudagraph_capture_size", 512)
+    for (num_queries, of), num_reqs in largest.items():
+        made = make_graphs(config, num_queries, of)
+        assert made[-1] == (num_reqs, num_reqs * num_queries) and made[-1][1] <= most
 
 
 class SmallTensors(TorchDispatchMode):

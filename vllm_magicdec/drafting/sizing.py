@@ -26,9 +26,6 @@ from vllm_magicdec.views.base import Views
 from vllm_magicdec.views.selections import Budget
 from vllm_magicdec.views.windows import make_reached_views
 
-# Up to this number, max_num_seqs itself is one of the sizes of draft graphs.
-MAX_ADDED_GRAPH = 512
-
 
 def draft_graph_sizes(vllm_config: VllmConfig) -> list[int]:
     """Return the batch sizes, ascending, whose draft steps get CUDA graphs.
@@ -36,8 +33,9 @@ def draft_graph_sizes(vllm_config: VllmConfig) -> list[int]:
     These are vLLM's capture sizes that a batch can reach, and the largest batch.
     """
     max_num_reqs = vllm_config.scheduler_config.max_num_seqs
-    sizes = {n for n in vllm_config.compilation_config.cudagraph_capture_sizes or () if n <= max_num_reqs}
-    if sizes and max_num_reqs <= MAX_ADDED_GRAPH:
+    compilation = vllm_config.compilation_config
+    sizes = {n for n in compilation.cudagraph_capture_sizes or () if n <= max_num_reqs}
+    if sizes and max_num_reqs <= (compilation.max_cudagraph_capture_size or 0):
         sizes.add(max_num_reqs)
     return sorted(sizes)
 

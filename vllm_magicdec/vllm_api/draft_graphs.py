@@ -194,7 +194,11 @@ class DraftGraphs(CudaGraphManager):
 
     @property
     def _max_tokens(self) -> int:
-        return self.vllm_config.scheduler_config.max_num_batched_tokens
+        # Models are compiled for at most the tokens of a step. Backends prepare for graphs of at most
+        # vLLM's largest size: beyond it FlashAttention 3 chooses splits that a graph cannot keep.
+        config = self.vllm_config
+        largest = config.compilation_config.max_cudagraph_capture_size or 0
+        return min(config.scheduler_config.max_num_batched_tokens, largest)
 
     def _num_sampled(self, num_reqs: int) -> int:
         return num_reqs
@@ -205,7 +209,6 @@ class DraftGraphs(CudaGraphManager):
         return self._step.forward_and_sample(tokens, step, attn_metadata)
 
     def _init_candidates(self) -> None:
-        # Models are compiled for at most the tokens of a step.
         sizes = [size * self.decode_query_len for size in draft_graph_sizes(self.vllm_config)]
         sizes = [size for size in sizes if size <= self._max_tokens]
         self.compilation_config = copy.copy(self.vllm_config.compilation_config)
