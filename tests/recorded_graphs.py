@@ -140,6 +140,7 @@ def main() -> None:
     slots = torch.zeros((1, 6, 1, 8), dtype=torch.int32)
     block_table = torch.zeros((6, 3), dtype=torch.int32)
     written = torch.full((2, 64), -1)  # by group of layers and slot
+    num_with_experts = torch.zeros(1, dtype=torch.int64)
 
     class Step:
         """Samples tokens that depend on all inputs, and writes like attention layers of two groups."""
@@ -161,6 +162,7 @@ def main() -> None:
             assert num_active == 0
 
         def forward_and_sample(self, tokens, step, attn_metadata):
+            num_with_experts.copy_((~step.is_padding).sum())
             for own, part in zip(written, step.parts, strict=True):
                 own.index_copy_(0, torch.where(part.slots < 0, 63, part.slots), step.positions)
             chosen, pages = (part.view for part in step.parts)
@@ -191,6 +193,7 @@ def main() -> None:
         # Requests that pad the batch have written nothing.
         assert torch.equal(written[0, own], positions) and torch.equal(written[1, other], positions)
         assert (written[:, :63] >= 0).sum(1).tolist() == [num_reqs, num_reqs]
+        assert num_with_experts.item() == num_reqs
 
     class StepOfTwo(Step):
         """Takes two tokens of each request."""

@@ -7,12 +7,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from vllm.forward_context import get_forward_context
 
 from vllm_magicdec.adaptive.draft_plan import DraftLists
-from vllm_magicdec.views.base import Batch
+from vllm_magicdec.errors import METHOD
+from vllm_magicdec.plugin import register
+from vllm_magicdec.views.base import Batch, DraftStep, PageView, ViewStep
 from vllm_magicdec.vllm_api import runner_v2
 from vllm_magicdec.vllm_api.draft_graphs import RoundGraphs
+from vllm_magicdec.vllm_api.drafts_v2 import TargetDraft
 from vllm_magicdec.vllm_api.runner_v2 import MagicDecSpeculator, report_removed
+
+register()
 
 NUM_STEPS, VOCAB_SIZE = 3, 5
 
@@ -156,3 +162,43 @@ def test_dummy_rounds_that_fail_end_the_timing_and_not_the_engine(monkeypatch):
     for num_reqs in (2, 4):
         assert propose_dummies(speculator, num_reqs).tolist() == [[9] * NUM_STEPS] * num_reqs
     assert tried == [2] and speculator.failures == ["timing"]
+
+
+def test_routers_see_the_padding_of_draft_steps_and_of_nothing_else(configure):
+    """A mixture of experts would read the weights of experts for tokens that pad a CUDA graph."""
+
+    def model(**inputs):
+        seen.append(get_forward_context().is_padding)
+        if is_broken:
+            raise RuntimeError("broken on purpose")
+        return inputs["positions"]
+
+    seen: list[torch.Tensor | None] = []
+    is_broken = False
+    numbers = torch.arange(4)
+    speculator = make_speculator(
+        vllm_config=configure({"method": METHOD}),
+        model=model,
+        arange_gpu=numbers.int(),
+        idx_mapping=numbers.int(),
+        _steps=numbers,
+        _rope=None,
+        _takes_embeddings=False,
+        _is_padding=None,
+        _drafter=SimpleNamespace(groups=[SimpleNamespace(layer_names=["attn"])]),
+        _sample_each=lambda hidden_states, *_: (hidden_states, None),
+        sample_draft=lambda hidden_states, *_: hidden_states,
+        **dict.fromkeys(("temperature", "seeds", "current_draft_step", "draft_logits")),
+    )
+    speculator._drafting = TargetDraft(speculator)
+    padding = torch.tensor([False, False, False, True])
+    view = PageView(torch.ones(2, dtype=torch.int32), torch.zeros((2, 1), dtype=torch.int32), 1)
+    step = DraftStep([ViewStep(0, numbers, numbers, view)], padding)
+    assert speculator.forward_and_sample(numbers, step, {}).tolist() == [1, 3]
+    assert speculator.forward_and_sample_each(numbers, step, {}).tolist() == [0, 1, 2, 3]
+    is_broken = True
+    with pytest.raises(RuntimeError, match="on purpose"):
+        speculator.forward_and_sample(numbers, step, {})
+    is_broken = False
+    speculator.forward(numbers, numbers, {}, {})
+    assert all(own is padding for own in seen[:3]) and seen[3:] == [None]

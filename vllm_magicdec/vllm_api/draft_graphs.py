@@ -146,7 +146,7 @@ class DraftGraphs(CudaGraphManager):
 
     A step has `num_queries` query tokens per request and samples after the last one. One graph serves all
     steps of rounds of any length: tokens, positions, slots and lengths are copied into static buffers, and
-    views have their own. Padding requests attend to one token per query and write nothing.
+    views have their own. Padding requests attend to one token per query, write nothing and get no experts.
 
     Backends derive values from lengths and keep them in buffers that their captured kernels read, so
     metadata is rebuilt before every replay, as vLLM does for its own draft models.
@@ -186,6 +186,7 @@ class DraftGraphs(CudaGraphManager):
         self._captured: dict[StepDescriptor, DraftStep] = {}
         num_views, num_reqs = step.num_views, self.max_num_reqs
         num_tokens = num_reqs * num_queries
+        self._num_unpadded, self._is_padding = 0, torch.ones(num_tokens, dtype=torch.bool, device=device)
         self._tokens = torch.zeros(num_tokens, dtype=torch.int32, device=device)
         self._positions = torch.zeros(num_tokens, dtype=torch.int64, device=device)
         self._slots = torch.full((num_views, num_tokens), PAD_SLOT, dtype=torch.int64, device=device)
@@ -238,7 +239,7 @@ class DraftGraphs(CudaGraphManager):
             )
             for index, (slots, lens) in enumerate(zip(self._slots, self._lens, strict=True))
         ]
-        step = DraftStep(parts)
+        step = DraftStep(parts, self._is_padding[:num_tokens])
         self._captured[desc] = step
         attn_metadata = self._step.step_metadata(step, for_capture=True)
 
@@ -266,6 +267,10 @@ class DraftGraphs(CudaGraphManager):
         )
         if desc.cg_mode != CUDAGraphMode.FULL:
             return None
+        if num_tokens != self._num_unpadded:
+            self._num_unpadded = num_tokens
+            self._is_padding[:num_tokens].fill_(False)
+            self._is_padding[num_tokens:].fill_(True)
         lens = [part.view.common_len for part in step.parts if isinstance(part.view, TokenView)]
         common_len = lens[0] if lens and lens[0] in self._common_lens else None
         self._tokens[:num_tokens].copy_(tokens)

@@ -2,7 +2,8 @@
 """Adapter to vLLM's V2 model runner (`vllm.v1.worker.gpu`)."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -118,6 +119,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         self._batch: Batch | None = None
         self._graphs = RoundGraphs()
         self._is_timed = False  # vLLM is measuring the time of dummy rounds
+        self._is_padding: torch.Tensor | None = None  # see `DraftStep`
         self._adapters: Adapters | None = None
         self._rope: RopeState | None = None  # of targets with M-RoPE
         # The runner returns a step's tokens before it drafts, so vLLM could free the blocks that drafting
@@ -535,7 +537,8 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         num_reqs = step.parts[0].view.lens.shape[0]
         if self._rope is not None:
             positions = positions + self._rope_offsets[: len(positions)]
-        hidden_states = self._drafting.forward(tokens, positions, slots, attn_metadata)
+        with self._padded(step):
+            hidden_states = self._drafting.forward(tokens, positions, slots, attn_metadata)
         last = slice(len(tokens) // num_reqs - 1, None, len(tokens) // num_reqs)
         return self.sample_draft(
             hidden_states[last].contiguous(),  # as kernels of quantised heads require
@@ -555,11 +558,20 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         num_queries = len(tokens) // num_reqs
         indices = self.arange_gpu[:num_reqs].long().repeat_interleave(num_queries)
         steps = self._steps[:num_queries].repeat(num_reqs)
-        hidden_states = self._forward_at(
-            tokens, step.positions, indices, [part.slots for part in step.parts], attn_metadata
-        )
+        slots = [part.slots for part in step.parts]
+        with self._padded(step):
+            hidden_states = self._forward_at(tokens, step.positions, indices, slots, attn_metadata)
         sampled, _ = self._sample_each(hidden_states, step.positions, self.idx_mapping[indices], steps)
         return sampled
+
+    @contextmanager
+    def _padded(self, step: DraftStep) -> Iterator[None]:
+        """Tell forward passes which tokens are padding: vLLM chooses no experts for them."""
+        self._is_padding = step.is_padding
+        try:
+            yield
+        finally:
+            self._is_padding = None
 
     def observe(
         self, layer_names: Sequence[str], indices: Sequence[int], window: int, observer: LayerObserver
@@ -626,6 +638,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
                 cudagraph_runtime_mode=CUDAGraphMode.NONE,
                 slot_mapping=slot_mapping,
                 batch_descriptor=BatchDescriptor(num_tokens=num_tokens),
+                is_padding=self._is_padding,
             ),
         ):
             return self.model(positions=positions, **inputs)
