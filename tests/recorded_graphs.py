@@ -131,7 +131,7 @@ def main() -> None:
     cudagraph_utils.is_global_first_rank = lambda: False
     config = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_seqs=5, max_num_batched_tokens=9),
-        compilation_config=SimpleNamespace(cudagraph_capture_sizes=[2, 4], max_cudagraph_capture_size=512),
+        compilation_config=SimpleNamespace(cudagraph_capture_sizes=[2, 4, 8], max_cudagraph_capture_size=8),
         parallel_config=SimpleNamespace(tensor_parallel_size=1, data_parallel_size=1),
         cache_config=SimpleNamespace(use_kda_recoverssm=False),
         speculative_config=None,
@@ -174,7 +174,7 @@ def main() -> None:
     graphs.capture_steps()
     # The largest batch of 5 requests is captured too, which vLLM's sizes omit; these do not change.
     assert sorted({desc.num_reqs for desc in graphs.graphs}) == [2, 4, 5] and len(graphs.graphs) == 6
-    assert config.compilation_config.cudagraph_capture_sizes == [2, 4]
+    assert config.compilation_config.cudagraph_capture_sizes == [2, 4, 8]
     for round_, (num_reqs, common_len) in enumerate(itertools.product((4, 1, 5, 3, 2), (None, 8, 5))):
         tokens, lens, page_lens = torch.randint(0, 100, (3, num_reqs), dtype=torch.int32)
         positions = torch.randint(0, 100, (num_reqs,))
@@ -212,6 +212,9 @@ def main() -> None:
     # No graph is larger than vLLM's largest.
     config.scheduler_config.max_num_batched_tokens = 2048
     config.scheduler_config.max_num_seqs = 600
+    config.compilation_config = SimpleNamespace(
+        cudagraph_capture_sizes=[2, 4], max_cudagraph_capture_size=4
+    )
     graphs = DraftGraphs(config, torch.device("cpu"), CUDAGraphMode.FULL_AND_PIECEWISE, Step(), (None,))
     graphs.capture_steps()
     assert sorted(desc.num_reqs for desc in graphs.graphs) == [2, 4]

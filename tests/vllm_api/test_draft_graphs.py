@@ -149,6 +149,20 @@ def test_no_graph_has_more_tokens_than_vllms_largest(configure, make_graphs, eng
         assert made[-1] == (num_reqs, num_reqs * num_queries) and made[-1][1] <= most
 
 
+@pytest.mark.parametrize(
+    ("max_num_seqs", "most_graphs"), [(1, 1), (8, 4), (100, 14), (256, 18), (512, 22), (1024, 22)]
+)
+@pytest.mark.parametrize("num_drafts", [4, 7, "auto"])
+def test_few_graphs_pad_batches_little(configure, make_graphs, max_num_seqs, most_graphs, num_drafts):
+    """vLLM has 50 to 60 sizes for verifications, and capturing each takes a fraction of a second."""
+    config = configure({"method": METHOD, "num_speculative_tokens": num_drafts}, max_num_seqs=max_num_seqs)
+    sizes = [num_reqs for num_reqs, _ in make_graphs(config)]
+    assert len(sizes) <= most_graphs and sizes[-1] == min(max_num_seqs, 512)
+    for num_reqs in range(1, sizes[-1] + 1):
+        padded = min(size for size in sizes if size >= num_reqs)
+        assert padded <= max(1.25 * num_reqs, min(num_reqs + 7, 2 * num_reqs - 1))
+
+
 class SmallTensors(TorchDispatchMode):
     """Refuses operators that allocate more than `max_bytes`."""
 

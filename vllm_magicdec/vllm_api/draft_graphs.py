@@ -3,6 +3,7 @@
 
 import copy
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -161,6 +162,8 @@ class DraftGraphs(CudaGraphManager):
         num_queries: query tokens per request.
     """
 
+    _max_tokens = sys.maxsize
+
     def __init__(
         self,
         vllm_config: VllmConfig,
@@ -193,14 +196,6 @@ class DraftGraphs(CudaGraphManager):
         self._lens = torch.full((num_views, num_reqs), num_queries, dtype=torch.int32, device=device)
         self._sampled = torch.zeros(self._num_sampled(num_reqs), dtype=torch.int64, device=device)
 
-    @property
-    def _max_tokens(self) -> int:
-        # Models are compiled for at most the tokens of a step. Backends prepare for graphs of at most
-        # vLLM's largest size: beyond it FlashAttention 3 chooses splits that a graph cannot keep.
-        config = self.vllm_config
-        largest = config.compilation_config.max_cudagraph_capture_size or 0
-        return min(config.scheduler_config.max_num_batched_tokens, largest)
-
     def _num_sampled(self, num_reqs: int) -> int:
         return num_reqs
 
@@ -210,8 +205,11 @@ class DraftGraphs(CudaGraphManager):
         return self._step.forward_and_sample(tokens, step, attn_metadata)
 
     def _init_candidates(self) -> None:
-        sizes = [size * self.decode_query_len for size in draft_graph_sizes(self.vllm_config)]
-        sizes = [size for size in sizes if size <= self._max_tokens]
+        num_queries = self.decode_query_len
+        sizes = [
+            size * num_queries
+            for size in draft_graph_sizes(self.vllm_config, num_queries, self._max_tokens)
+        ]
         self.compilation_config = copy.copy(self.vllm_config.compilation_config)
         self.compilation_config.cudagraph_capture_sizes = sizes
         self.compilation_config.max_cudagraph_capture_size = max(sizes, default=0)
@@ -289,14 +287,12 @@ class DraftGraphs(CudaGraphManager):
 class PassGraphs(DraftGraphs):
     """CUDA graphs of passes that sample after each of a round's tokens (`drafting/wide_passes.py`)."""
 
+    _max_tokens = MAX_WIDE_TOKENS
+
     @property
     def max_captured_reqs(self) -> int:
         """Batch size of the largest graph; 0: none was captured."""
         return max((desc.num_reqs or 0 for desc in self.graphs), default=0)
-
-    @property
-    def _max_tokens(self) -> int:
-        return min(super()._max_tokens, MAX_WIDE_TOKENS)
 
     def _num_sampled(self, num_reqs: int) -> int:
         return num_reqs * self.decode_query_len
