@@ -387,6 +387,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         if self._adapters is not None:
             self._adapters.apply()
         num_reqs = len(tokens)
+        self._drafting.catch_up_in_view(step.parts, 1)
         tokens, step = self._drafting.prepend_catch_up(tokens, step)
         sampled = self._graphs.replay_step(tokens, step, num_reqs, self._num_adapters)
         if sampled is None:
@@ -412,6 +413,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run a pass and sample after each of its tokens."""
         queries = draft_pass.queries
+        self._drafting.catch_up_in_view(draft_pass.parts, int(queries.lens[0]))
         if self._adapters is not None:
             self._adapters.apply(queries.request_indices.tolist())  # one logit per token
         sampled = self._graphs.replay_pass(tokens, draft_pass, self._num_adapters)
