@@ -8,6 +8,7 @@ machinery (`CudaGraphManager`) is unchanged.
 
 import contextlib
 import itertools
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -102,7 +103,7 @@ def capture(speculator: Any, sizes: list[int]) -> None:
     _keep_scheduler_metadata()
     compilation = speculator.vllm_config.compilation_config
     compilation.cudagraph_capture_sizes = sizes
-    compilation.max_cudagraph_capture_size = max(sizes)
+    compilation.max_cudagraph_capture_size = 512  # vLLM's default on Hopper
     for layer in compilation.static_forward_context.values():
         layer.use_direct_call = True  # an operator that calls back into Python cannot be recorded
     speculator.init_cudagraph_manager(CUDAGraphMode.FULL)
@@ -130,7 +131,7 @@ def main() -> None:
     cudagraph_utils.is_global_first_rank = lambda: False
     config = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_seqs=5, max_num_batched_tokens=9),
-        compilation_config=SimpleNamespace(cudagraph_capture_sizes=[2, 4], max_cudagraph_capture_size=4),
+        compilation_config=SimpleNamespace(cudagraph_capture_sizes=[2, 4, 8], max_cudagraph_capture_size=8),
         parallel_config=SimpleNamespace(tensor_parallel_size=1, data_parallel_size=1),
         cache_config=SimpleNamespace(use_kda_recoverssm=False),
         speculative_config=None,
@@ -139,6 +140,7 @@ def main() -> None:
     slots = torch.zeros((1, 6, 1, 8), dtype=torch.int32)
     block_table = torch.zeros((6, 3), dtype=torch.int32)
     written = torch.full((2, 64), -1)  # by group of layers and slot
+    num_with_experts = torch.zeros(1, dtype=torch.int64)
 
     class Step:
         """Samples tokens that depend on all inputs, and writes like attention layers of two groups."""
@@ -160,6 +162,7 @@ def main() -> None:
             assert num_active == 0
 
         def forward_and_sample(self, tokens, step, attn_metadata):
+            num_with_experts.copy_((~step.is_padding).sum())
             for own, part in zip(written, step.parts, strict=True):
                 own.index_copy_(0, torch.where(part.slots < 0, 63, part.slots), step.positions)
             chosen, pages = (part.view for part in step.parts)
@@ -171,7 +174,7 @@ def main() -> None:
     graphs.capture_steps()
     # The largest batch of 5 requests is captured too, which vLLM's sizes omit; these do not change.
     assert sorted({desc.num_reqs for desc in graphs.graphs}) == [2, 4, 5] and len(graphs.graphs) == 6
-    assert config.compilation_config.cudagraph_capture_sizes == [2, 4]
+    assert config.compilation_config.cudagraph_capture_sizes == [2, 4, 8]
     for round_, (num_reqs, common_len) in enumerate(itertools.product((4, 1, 5, 3, 2), (None, 8, 5))):
         tokens, lens, page_lens = torch.randint(0, 100, (3, num_reqs), dtype=torch.int32)
         positions = torch.randint(0, 100, (num_reqs,))
@@ -190,6 +193,7 @@ def main() -> None:
         # Requests that pad the batch have written nothing.
         assert torch.equal(written[0, own], positions) and torch.equal(written[1, other], positions)
         assert (written[:, :63] >= 0).sum(1).tolist() == [num_reqs, num_reqs]
+        assert num_with_experts.item() == num_reqs
 
     class StepOfTwo(Step):
         """Takes two tokens of each request."""
@@ -197,13 +201,20 @@ def main() -> None:
         def forward_and_sample(self, tokens, step, attn_metadata):
             return tokens[1::2].long()
 
+    released = weakref.ref(graphs)
+    graphs = None
+    assert released() is None, "graphs are freed with the last reference"
+
     # No graph has more tokens than a step: models are compiled for no more.
     graphs = DraftGraphs(config, torch.device("cpu"), CUDAGraphMode.FULL, StepOfTwo(), (None,), 2)
     graphs.capture_steps()
     assert sorted(desc.num_reqs for desc in graphs.graphs) == [2, 4]
-    # No graph is added for more than 512 requests.
+    # No graph is larger than vLLM's largest.
     config.scheduler_config.max_num_batched_tokens = 2048
     config.scheduler_config.max_num_seqs = 600
+    config.compilation_config = SimpleNamespace(
+        cudagraph_capture_sizes=[2, 4], max_cudagraph_capture_size=4
+    )
     graphs = DraftGraphs(config, torch.device("cpu"), CUDAGraphMode.FULL_AND_PIECEWISE, Step(), (None,))
     graphs.capture_steps()
     assert sorted(desc.num_reqs for desc in graphs.graphs) == [2, 4]

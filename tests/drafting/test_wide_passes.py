@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from vllm_magicdec.adaptive.metrics import Counts, LookupCounters
+from vllm_magicdec.drafting import wide_passes as module
 from vllm_magicdec.drafting.wide_passes import _DELAY, WidePasses
 from vllm_magicdec.lookup.device_lookups import DeviceLookups, Texts
 from vllm_magicdec.views.base import DraftStep
@@ -152,6 +153,23 @@ def test_a_lookup_that_is_right_makes_all_drafts_in_one_pass(drawn):
     expected_counts |= {"tokens": looked_up, "accepted_tokens": looked_up}
     counted = {name: counters.totals[f"lookup_{name}"] for name in expected_counts}
     assert counted == expected_counts
+
+
+def test_the_host_waits_only_for_drafts_that_are_made(monkeypatch):
+    """When vLLM begins a step, the drafts of the step before last may still be being made."""
+    read: list[int] = []
+
+    def send(sums, arrived, round_):
+        return sent(sums, SimpleNamespace(synchronize=lambda: read.append(round_)), round_)
+
+    sent = module._Sent
+    monkeypatch.setattr(module, "_Sent", send)
+    drawn = _a_round(all_fit)
+    wide, _ = wide_passes(WideTarget(drawn), drawn, RandomLookups(0), 1)
+    drafts = torch.zeros((len(drawn.tables), drawn.num_steps), dtype=torch.int64)
+    for round_ in range(1, 8):
+        draft_round(wide, drafts, drawn.batch, steps_of(drawn))
+        assert read == list(range(1, round_ - 2))
 
 
 @settings(max_examples=60, deadline=None)

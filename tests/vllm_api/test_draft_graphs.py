@@ -9,13 +9,20 @@ from types import SimpleNamespace
 import engines
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, KVQuantMode
 
 from vllm_magicdec.attention import switch
+from vllm_magicdec.errors import METHOD
+from vllm_magicdec.plugin import register
+from vllm_magicdec.views.base import LayerPageView, PageView, TokenView
 from vllm_magicdec.vllm_api import runner_v2
+from vllm_magicdec.vllm_api.draft_graphs import DraftGraphs, PassGraphs, dummy_step
 from vllm_magicdec.vllm_api.runner_v2 import MagicDecSpeculator
+
+register()
 
 
 @pytest.mark.extended
@@ -105,3 +112,96 @@ def test_layers_with_rings_are_checked_for_graphs(monkeypatch):
 def test_no_warning_if_draft_steps_have_graphs_or_none_were_requested(monkeypatch):
     assert not warnings_of(monkeypatch, CUDAGraphMode.FULL_AND_PIECEWISE, "FLASHINFER")
     assert not warnings_of(monkeypatch, CUDAGraphMode.NONE, "FLASHINFER", enforce_eager=True)
+
+
+@pytest.fixture
+def make_graphs(capture):
+    """Returns a function that creates draft graphs of a configuration, without capturing."""
+
+    def make(config, num_queries: int = 1, of: type[DraftGraphs] = DraftGraphs) -> list[tuple[int, int]]:
+        """Requests and tokens of each graph."""
+        step = SimpleNamespace(num_views=1)
+        graphs = of(config, torch.device("cpu"), CUDAGraphMode.FULL, step, (None,), num_queries)
+        descs = graphs._capture_descs.get(CUDAGraphMode.FULL, [])
+        return sorted((desc.num_reqs, desc.num_tokens) for desc in descs)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("engine", "largest"),
+    [
+        # Passes are at most 256 tokens.
+        ({"max_num_seqs": 512}, {(1, DraftGraphs): 512, (2, DraftGraphs): 256, (4, PassGraphs): 64}),
+        (
+            {"max_num_seqs": 100, "max_cudagraph_capture_size": 96},
+            {(1, DraftGraphs): 96, (2, DraftGraphs): 48, (4, PassGraphs): 24},
+        ),
+    ],
+)
+def test_no_graph_has_more_tokens_than_vllms_largest(configure, make_graphs, engine, largest):
+    """FlashAttention 3 and FlashInfer prepare for graphs up to that size."""
+    config = configure({"method": METHOD, "num_speculative_tokens": 4}, **engine)
+    most = config.compilation_config.max_cudagraph_capture_size
+    assert most == engine.get("max_cudagraph_capture_size", 512)
+    for (num_queries, of), num_reqs in largest.items():
+        made = make_graphs(config, num_queries, of)
+        assert made[-1] == (num_reqs, num_reqs * num_queries) and made[-1][1] <= most
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "most_graphs"), [(1, 1), (8, 4), (100, 14), (256, 18), (512, 22), (1024, 22)]
+)
+@pytest.mark.parametrize("num_drafts", [4, 7, "auto"])
+def test_few_graphs_pad_batches_little(configure, make_graphs, max_num_seqs, most_graphs, num_drafts):
+    """vLLM has 50 to 60 sizes for verifications, and capturing each takes a fraction of a second."""
+    config = configure({"method": METHOD, "num_speculative_tokens": num_drafts}, max_num_seqs=max_num_seqs)
+    sizes = [num_reqs for num_reqs, _ in make_graphs(config)]
+    assert len(sizes) <= most_graphs and sizes[-1] == min(max_num_seqs, 512)
+    for num_reqs in range(1, sizes[-1] + 1):
+        padded = min(size for size in sizes if size >= num_reqs)
+        assert padded <= max(1.25 * num_reqs, min(num_reqs + 7, 2 * num_reqs - 1))
+
+
+class SmallTensors(TorchDispatchMode):
+    """Refuses operators that allocate more than `max_bytes`."""
+
+    def __init__(self, max_bytes: int) -> None:
+        super().__init__()
+        self._max_bytes = max_bytes
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        is_allocated = isinstance(result, torch.Tensor) and not func._schema.returns[0].alias_info
+        assert not is_allocated or result.nbytes <= self._max_bytes, f"{func}: {result.nbytes} bytes"
+        return result
+
+
+def test_dummy_steps_allocate_no_more_than_one_layer_of_a_view():
+    """Views of all layers may take gigabytes, of which vLLM would leave nothing for the KV cache."""
+    num_layers, num_reqs, num_blocks, page_size, width = 16, 6, 3, 4, 40
+    slots = torch.full((num_layers, 8, 2, width), -1, dtype=torch.int32)
+    tables = torch.full((num_layers, 8, 2 * width), -1, dtype=torch.int32)
+    views = [
+        lambda lens: TokenView(lens, slots[:, :num_reqs], None),
+        lambda lens: LayerPageView(lens, tables[:, :num_reqs], 8 * width),
+        lambda lens: PageView(lens, tables[0, :num_reqs], 8 * width),
+    ]
+    step = SimpleNamespace(capture_view=lambda index, num_reqs, lens, common_len: views[index](lens))
+    with SmallTensors(slots[0].nbytes):
+        made = dummy_step(
+            step,
+            num_reqs,
+            num_blocks=num_blocks,
+            page_sizes=[page_size] * len(views),
+            common_lens=(None, width),
+            device=torch.device("cpu"),
+        )
+    of_tokens, of_layers, of_pages = (part.view for part in made.parts)
+    assert of_tokens.common_len == width and of_tokens.lens.tolist() == [width] * num_reqs
+    assert of_layers.lens.tolist() == of_pages.lens.tolist() == [8 * width] * num_reqs
+    for own in slots[:, :num_reqs]:
+        assert set(own.flatten().tolist()) == set(range(num_blocks * page_size))
+    for own in tables[:, :num_reqs]:
+        assert set(own.flatten().tolist()) == set(range(num_blocks))
+    assert (slots[:, num_reqs:] == -1).all() and (tables[:, num_reqs:] == -1).all()

@@ -16,6 +16,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_magicdec.drafting.layer_groups import LayerGroup
 from vllm_magicdec.views.base import PAD_SLOT, Batch, DraftSlots, DraftStep, PageView, ceil_div
+from vllm_magicdec.views.passes import ViewPass
 from vllm_magicdec.views.rings import Ring
 from vllm_magicdec.vllm_api.draft_pages_v2 import RingPages, SharedPages
 from vllm_magicdec.vllm_api.drafts_v2 import ModelDraft
@@ -64,7 +65,7 @@ class ImaginedEngine:
         num_blocks = ceil_div(ring.num_pages, len(RING_ROWS)) if ring else PAGES_OF_ROW
         self._table = 1 + torch.arange(NUM_ROWS * num_blocks, dtype=torch.int32).view(NUM_ROWS, -1)
         self._cache: dict[int, tuple[int, int]] = {}
-        self.read_tokens = self.num_catch_ups = self.most_lacking = 0
+        self.read_tokens = self.num_catch_ups = self.most_lacking = self.read_in_view = 0
         self._draft_slots = DraftSlots(
             page_size=PAGE,
             max_num_reqs=NUM_ROWS,
@@ -79,10 +80,11 @@ class ImaginedEngine:
             groups=[LayerGroup(("draft",), 0, SPEC, None)],
             attn_groups=[],
             takes_passes=False,
-            num_latest=lambda num_steps: 1,
+            num_latest=lambda num_steps: MAX_DRAFTS + 1,
             req_states=SimpleNamespace(all_token_ids=SimpleNamespace(gpu=self._all_token_ids)),
             slots_by_layer=lambda slots: slots,
-            page_metadata=SimpleNamespace(of_all_pages=lambda **metadata: metadata),
+            page_metadata=SimpleNamespace(of_all_pages=lambda **metadata: metadata, of_pass=self._of_pass),
+            speculative_config=SimpleNamespace(looks_up_on_device=lookup in ("sometimes", "wide")),
             forward=self._forward,
         )
         self.draft = ModelDraft(self._speculator)
@@ -110,9 +112,28 @@ class ImaginedEngine:
     def _slot(self, request: Request, position: int) -> int:
         return int(self._pages[request.row, position // PAGE]) * PAGE + position % PAGE
 
+    def _of_pass(self, index, part, queries, view) -> dict:
+        return {"view": view, "starts": queries.starts.tolist()}
+
+    def _forward_in_view(self, slots, view, starts) -> None:
+        """A pass over the view: each request's queries are the last entries before the round's."""
+        self.read_in_view += len(slots)
+        for index, end in enumerate(view.lens.tolist()):
+            own = slots[starts[index] : starts[index + 1]]
+            entries = range(end - len(own), end)
+            pages = view.block_table[index].tolist()
+            seen = [pages[entry // PAGE] * PAGE + entry % PAGE for entry in entries]
+            assert all(slot in (PAD_SLOT, entry) for slot, entry in zip(own, seen, strict=True))
+            held = [slot in self._cache for slot in seen]
+            assert all(held), "also those that are not written"
+
     def _forward(self, tokens, positions, slots, metadata) -> None:
         """A pass over all entries: each request's queries are the last ones."""
         assert len(tokens) <= self._speculator.max_num_tokens
+        if "view" in metadata:
+            self._write(tokens, positions, slots[0])
+            self._forward_in_view(slots[0].tolist(), **metadata)
+            return
         self.read_tokens += len(tokens)
         self._write(tokens, positions, slots[0])
         starts = metadata["query_start_loc"].tolist()
@@ -233,11 +254,12 @@ class ImaginedEngine:
                 assert not is_shared or self._held(request, request.computed // PAGE * PAGE), request
                 self.most_lacking = max(self.most_lacking, int(self.draft._lacking[rows].max()))
             return
-        takes_some = self._lookup == "sometimes" and self._rng.random() < 0.5
+        takes_some = self._lookup == "wide" or (self._lookup == "sometimes" and self._rng.random() < 0.5)
         self._speculator.takes_passes = self._lookup == "on" or takes_some
         self.draft.catch_up(batch, num_steps)
         self._draft_slots.prepare(batch, num_steps)
-        if takes_some:
+        # Lookups may fail after the cache has left tokens to the passes.
+        if takes_some and (self._lookup == "wide" or self._rng.random() < 0.8):
             drafts = self._draft_by_wide_passes(requests, batch, num_steps)
         else:
             drafts = self._draft_by_steps(requests, batch, num_steps)
@@ -246,6 +268,8 @@ class ImaginedEngine:
 
     def _draft_by_wide_passes(self, requests, batch, num_steps) -> torch.Tensor:
         """The K/V of as many drafts as there were passes is right, that of later ones is not."""
+        view = PageView(batch.context_lens.int() + num_steps, batch.block_table, MODEL_LEN)
+        self.draft.catch_up_in_view([ViewPass(None, None, view)], num_steps)
         self._assert_held(requests)
         num_passes = self._rng.randint(1, num_steps)
         drafts = torch.tensor([[self._rng.randrange(1000) for _ in range(num_steps)] for _ in requests])
@@ -262,6 +286,7 @@ class ImaginedEngine:
         for index in range(num_steps):
             view = PageView(lens.int() + index + 1, batch.block_table, MODEL_LEN)
             step = DraftStep([self._draft_slots.step(index, len(requests), view)])
+            self.draft.catch_up_in_view(step.parts, 1)
             own, whole_step = self.draft.prepend_catch_up(tokens, step)
             self.num_catch_ups += len(own) > len(tokens)
             assert len(own) in (len(tokens), 2 * len(tokens)) and torch.equal(
@@ -277,7 +302,7 @@ class ImaginedEngine:
 
 
 @pytest.mark.parametrize("ring", [None, RING], ids=["whole", "ring"])
-@pytest.mark.parametrize("lookup", ["off", "on", "sometimes"])
+@pytest.mark.parametrize("lookup", ["off", "on", "sometimes", "wide"])
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("seed", range(3))
 def test_every_verified_token_is_cached_before_a_view_shows_it(seed, is_async, lookup, ring):
@@ -288,11 +313,13 @@ def test_every_verified_token_is_cached_before_a_view_shows_it(seed, is_async, l
         # Often 0, so that plain steps follow on one another.
         engine.step(rng.choice([0, 0, 0, 1, 2, MAX_DRAFTS]), batch_size=rng.choice([1, NUM_ROWS, NUM_ROWS]))
     assert engine.most_lacking > 1  # tokens of plain steps wait
-    assert (engine.num_catch_ups > 0) == (lookup != "on")
+    assert (engine.num_catch_ups > 0) == (lookup in ("off", "sometimes"))
+    assert (engine.read_in_view > 0) == (lookup in ("sometimes", "wide"))
 
 
-def test_without_plain_steps_only_prompts_take_a_catch_up_pass():
-    engine = ImaginedEngine(0, is_async=True)
+@pytest.mark.parametrize("lookup", ["off", "wide"])
+def test_without_plain_steps_only_prompts_take_a_catch_up_pass_over_all_pages(lookup):
+    engine = ImaginedEngine(0, is_async=True, lookup=lookup)
     for request in engine.requests:
         request.prompt_len = request.prefill_len = len(request.tokens)
     while any(request.is_prefilling for request in engine.requests):
@@ -305,6 +332,7 @@ def test_without_plain_steps_only_prompts_take_a_catch_up_pass():
     for _ in range(5):
         engine.step(MAX_DRAFTS)
     assert engine.read_tokens == before
+    assert (engine.read_in_view > 0) == (lookup == "wide")
 
 
 def test_passes_are_no_larger_than_those_of_the_target():
@@ -316,14 +344,15 @@ def test_passes_are_no_larger_than_those_of_the_target():
 
 
 @pytest.mark.parametrize("ring", [None, RING], ids=["whole", "ring"])
-def test_a_round_reads_nothing_on_the_host(ring):
-    """Also where it catches up with prompts or plain steps."""
-    engine = ImaginedEngine(2, is_async=True, ring=ring)
+@pytest.mark.parametrize("lookup", ["off", "sometimes"])
+def test_a_round_reads_nothing_on_the_host(ring, lookup):
+    """Also where it catches up with prompts, plain steps or wide passes."""
+    engine = ImaginedEngine(2, is_async=True, ring=ring, lookup=lookup)
     rng = random.Random(2)
     speculator, rounds = engine._speculator, 0
     engine._forward = lambda *args: None
     speculator.forward = lambda *args: None
-    for name in ("begin_round", "catch_up", "prepend_catch_up"):
+    for name in ("begin_round", "catch_up", "catch_up_in_view", "prepend_catch_up"):
         method = getattr(engine.draft, name)
 
         def without_reads(*args, method=method):

@@ -203,15 +203,21 @@ def test_a_spire_draft_leaves_what_its_own_layers_take(tmp_path, monkeypatch):
     ("max_num_seqs", "captured", "sizes"),
     [
         (12, [1, 2, 4, 8, 16], [1, 2, 4, 8, 12]),
+        (12, [1, 2, 4, 8], [1, 2, 4, 8]),
         (512, [1, 512], [1, 512]),
         (1024, [1, 512], [1, 512]),
         (1024, [1, 1024], [1, 1024]),
+        (64, [1, 2, 4, *range(8, 65, 8)], [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]),
+        (128, [8, *range(64, 129, 8)], [8, 64, 72, 88, 104, 128]),
+        (20, [1, 2, 4, 5, 8, 10, 15, 16, 20], [1, 2, 4, 8, 15, 20]),
         (8, [], []),
     ],
 )
-def test_draft_graphs_are_of_vllms_sizes_and_of_the_largest_batch(max_num_seqs, captured, sizes):
+def test_draft_graphs_are_of_some_of_vllms_sizes_and_of_the_largest_batch(max_num_seqs, captured, sizes):
     config = SimpleNamespace(
-        scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs),
-        compilation_config=SimpleNamespace(cudagraph_capture_sizes=captured),
+        scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs, max_num_batched_tokens=2048),
+        compilation_config=SimpleNamespace(
+            cudagraph_capture_sizes=captured, max_cudagraph_capture_size=max(captured, default=0)
+        ),
     )
     assert sizing.draft_graph_sizes(config) == sizes

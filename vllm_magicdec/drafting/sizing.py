@@ -6,6 +6,7 @@ must be known before.
 """
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
@@ -26,20 +27,43 @@ from vllm_magicdec.views.base import Views
 from vllm_magicdec.views.selections import Budget
 from vllm_magicdec.views.windows import make_reached_views
 
-# Up to this number, max_num_seqs itself is one of the sizes of draft graphs.
-MAX_ADDED_GRAPH = 512
+# Rows of a draft graph per request, and rows that pad a small batch, at most. Draft steps mostly read
+# weights, so padding costs little; every graph costs start-up time, for each kind of step and again while
+# vLLM measures the memory of graphs.
+_MAX_ROWS_RATIO, _MAX_SMALL_PADDING = 1.25, 8
 
 
-def draft_graph_sizes(vllm_config: VllmConfig) -> list[int]:
+def draft_graph_sizes(
+    vllm_config: VllmConfig, num_queries: int = 1, max_tokens: int = sys.maxsize
+) -> list[int]:
     """Return the batch sizes, ascending, whose draft steps get CUDA graphs.
 
-    These are vLLM's capture sizes that a batch can reach, and the largest batch.
+    These are the largest batch and as few of vLLM's capture sizes as pad other batches little. vLLM's sizes
+    are tokens of verifications: multiples of 8 up to 256, of 16 up to 512, and of a verification's length.
+
+    Args:
+        vllm_config: the engine's configuration.
+        num_queries: query tokens per request.
+        max_tokens: upper bound of a graph's tokens, in addition to vLLM's.
     """
-    max_num_reqs = vllm_config.scheduler_config.max_num_seqs
-    sizes = {n for n in vllm_config.compilation_config.cudagraph_capture_sizes or () if n <= max_num_reqs}
-    if sizes and max_num_reqs <= MAX_ADDED_GRAPH:
-        sizes.add(max_num_reqs)
-    return sorted(sizes)
+    compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
+    # Models are compiled for at most the tokens of a step. Backends prepare for graphs of at most vLLM's
+    # largest size: beyond it FlashAttention 3 chooses splits that a graph cannot keep.
+    max_tokens = min(
+        max_tokens, scheduler.max_num_batched_tokens, compilation.max_cudagraph_capture_size or 0
+    )
+    kept = [min(scheduler.max_num_seqs, max_tokens // num_queries)]
+    sizes = compilation.cudagraph_capture_sizes
+    if not sizes or not kept[0]:
+        return []
+    while smaller := [n for n in sizes if n < kept[-1]]:
+        kept.append(min((n for n in smaller if kept[-1] <= _max_rows(n)), default=max(smaller)))
+    return kept[::-1]
+
+
+def _max_rows(size: int) -> float:
+    """Return the largest graph for batches of more than `size` requests."""
+    return max(_MAX_ROWS_RATIO * (size + 1), min(size + _MAX_SMALL_PADDING, 2 * size))
 
 
 def max_graph_reqs(vllm_config: VllmConfig) -> int:

@@ -32,8 +32,9 @@ MAX_WIDE_TOKENS = 256
 _DRAFTS_PER_PASS = 2
 # Wide passes take a little longer than passes of one token, so a round must have fewer.
 _MAX_PASS_RATIO = 0.75
-# Rounds until the host reads a round's counts; vLLM runs at most this far ahead of the device.
-_DELAY = 2
+# Rounds until the host reads a round's counts. vLLM begins a step once it has the tokens of the step before
+# last, whose drafts may still be being made.
+_DELAY = 3
 
 
 class WidePassRunner(PassRunner, Protocol):

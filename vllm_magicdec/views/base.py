@@ -125,6 +125,7 @@ class DraftStep:
     """Input of one draft step in all layers."""
 
     parts: Sequence[ViewStep]  # by group of layers
+    is_padding: torch.Tensor | None = None  # [num_tokens] bool, tokens that only pad a CUDA graph
 
     @property
     def index(self) -> int:

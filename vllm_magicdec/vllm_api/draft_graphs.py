@@ -2,6 +2,8 @@
 """CUDA graphs of draft steps and passes for the V2 runner, captured and dispatched by vLLM's manager."""
 
 import copy
+import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -16,7 +18,7 @@ from vllm.v1.worker.utils import AttentionGroup
 from vllm_magicdec.attention.switch import better_options
 from vllm_magicdec.drafting.sizing import draft_graph_sizes
 from vllm_magicdec.drafting.wide_passes import MAX_WIDE_TOKENS
-from vllm_magicdec.views.base import PAD_SLOT, DraftStep, LayerPageView, TokenView, View, ViewStep
+from vllm_magicdec.views.base import PAD_SLOT, DraftStep, LayerPageView, PageView, TokenView, View, ViewStep
 from vllm_magicdec.views.passes import DraftPass, TokenPassView
 
 
@@ -102,7 +104,7 @@ def dummy_step(
 ) -> DraftStep:
     """Create a step over full views that takes as long as a real one and writes no K/V.
 
-    The views are filled with pages from all over the KV cache.
+    The views are filled with pages from all over the KV cache, the same in every layer.
 
     Args:
         step: provides the views.
@@ -124,8 +126,10 @@ def dummy_step(
         else:
             entries = view.block_tables if isinstance(view, LayerPageView) else view.block_table
             num_values, width = num_blocks, view.max_len
-        values = torch.arange(entries.numel(), device=device) % num_values
-        entries.copy_(values.view(entries.shape))
+        # Of one layer only: the views of all layers may take gigabytes.
+        shape = entries.shape if isinstance(view, PageView) else entries.shape[1:]
+        values = torch.arange(math.prod(shape), dtype=torch.int32, device=device).remainder_(num_values)
+        entries.copy_(values.view(shape))
         lens.fill_(width)
         parts.append(ViewStep(0, positions, torch.full_like(positions, PAD_SLOT), view))
     return DraftStep(parts)
@@ -143,7 +147,7 @@ class DraftGraphs(CudaGraphManager):
 
     A step has `num_queries` query tokens per request and samples after the last one. One graph serves all
     steps of rounds of any length: tokens, positions, slots and lengths are copied into static buffers, and
-    views have their own. Padding requests attend to one token per query and write nothing.
+    views have their own. Padding requests attend to one token per query, write nothing and get no experts.
 
     Backends derive values from lengths and keep them in buffers that their captured kernels read, so
     metadata is rebuilt before every replay, as vLLM does for its own draft models.
@@ -157,6 +161,8 @@ class DraftGraphs(CudaGraphManager):
         common_lens: values of `views.base.TokenView.common_len` with their own kernels, including None.
         num_queries: query tokens per request.
     """
+
+    _max_tokens = sys.maxsize
 
     def __init__(
         self,
@@ -183,15 +189,12 @@ class DraftGraphs(CudaGraphManager):
         self._captured: dict[StepDescriptor, DraftStep] = {}
         num_views, num_reqs = step.num_views, self.max_num_reqs
         num_tokens = num_reqs * num_queries
+        self._num_unpadded, self._is_padding = 0, torch.ones(num_tokens, dtype=torch.bool, device=device)
         self._tokens = torch.zeros(num_tokens, dtype=torch.int32, device=device)
         self._positions = torch.zeros(num_tokens, dtype=torch.int64, device=device)
         self._slots = torch.full((num_views, num_tokens), PAD_SLOT, dtype=torch.int64, device=device)
         self._lens = torch.full((num_views, num_reqs), num_queries, dtype=torch.int32, device=device)
         self._sampled = torch.zeros(self._num_sampled(num_reqs), dtype=torch.int64, device=device)
-
-    @property
-    def _max_tokens(self) -> int:
-        return self.vllm_config.scheduler_config.max_num_batched_tokens
 
     def _num_sampled(self, num_reqs: int) -> int:
         return num_reqs
@@ -202,9 +205,11 @@ class DraftGraphs(CudaGraphManager):
         return self._step.forward_and_sample(tokens, step, attn_metadata)
 
     def _init_candidates(self) -> None:
-        # Models are compiled for at most the tokens of a step.
-        sizes = [size * self.decode_query_len for size in draft_graph_sizes(self.vllm_config)]
-        sizes = [size for size in sizes if size <= self._max_tokens]
+        num_queries = self.decode_query_len
+        sizes = [
+            size * num_queries
+            for size in draft_graph_sizes(self.vllm_config, num_queries, self._max_tokens)
+        ]
         self.compilation_config = copy.copy(self.vllm_config.compilation_config)
         self.compilation_config.cudagraph_capture_sizes = sizes
         self.compilation_config.max_cudagraph_capture_size = max(sizes, default=0)
@@ -232,7 +237,7 @@ class DraftGraphs(CudaGraphManager):
             )
             for index, (slots, lens) in enumerate(zip(self._slots, self._lens, strict=True))
         ]
-        step = DraftStep(parts)
+        step = DraftStep(parts, self._is_padding[:num_tokens])
         self._captured[desc] = step
         attn_metadata = self._step.step_metadata(step, for_capture=True)
 
@@ -260,6 +265,10 @@ class DraftGraphs(CudaGraphManager):
         )
         if desc.cg_mode != CUDAGraphMode.FULL:
             return None
+        if num_tokens != self._num_unpadded:
+            self._num_unpadded = num_tokens
+            self._is_padding[:num_tokens].fill_(False)
+            self._is_padding[num_tokens:].fill_(True)
         lens = [part.view.common_len for part in step.parts if isinstance(part.view, TokenView)]
         common_len = lens[0] if lens and lens[0] in self._common_lens else None
         self._tokens[:num_tokens].copy_(tokens)
@@ -278,14 +287,12 @@ class DraftGraphs(CudaGraphManager):
 class PassGraphs(DraftGraphs):
     """CUDA graphs of passes that sample after each of a round's tokens (`drafting/wide_passes.py`)."""
 
+    _max_tokens = MAX_WIDE_TOKENS
+
     @property
     def max_captured_reqs(self) -> int:
         """Batch size of the largest graph; 0: none was captured."""
         return max((desc.num_reqs or 0 for desc in self.graphs), default=0)
-
-    @property
-    def _max_tokens(self) -> int:
-        return min(super()._max_tokens, MAX_WIDE_TOKENS)
 
     def _num_sampled(self, num_reqs: int) -> int:
         return num_reqs * self.decode_query_len

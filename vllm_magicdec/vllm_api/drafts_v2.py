@@ -23,7 +23,8 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_magicdec.drafting.drafter import OwnCache
 from vllm_magicdec.drafting.layer_groups import LayerGroup
-from vllm_magicdec.views.base import PAD_SLOT, Batch, DraftStep, on_device
+from vllm_magicdec.views.base import PAD_SLOT, Batch, DraftStep, PageView, ViewStep, on_device
+from vllm_magicdec.views.passes import Queries, ViewPass
 from vllm_magicdec.vllm_api.attention_groups import make_attention_groups, refuse_small_buffers
 from vllm_magicdec.vllm_api.draft_pages_v2 import find_pages
 from vllm_magicdec.vllm_api.embeddings import refuse_more_inputs
@@ -103,6 +104,16 @@ class Draft(ABC):
         speculator = self._speculator
         return speculator.forward(tokens, positions, speculator.slots_by_layer(slots), attn_metadata)
 
+    def catch_up_in_view(  # noqa: B027
+        self, parts: Sequence[ViewStep | ViewPass], num_queries: int
+    ) -> None:
+        """Read the verified tokens that were left to the view of the round's first step or pass.
+
+        Args:
+            parts: the step or pass, by layer group.
+            num_queries: its tokens of each request.
+        """
+
     def prepend_catch_up(self, tokens: torch.Tensor, step: DraftStep) -> tuple[torch.Tensor, DraftStep]:
         """Prepend verified tokens that the draft's cache lacks to a draft step.
 
@@ -153,8 +164,9 @@ class ModelDraft(LoadedDraft, OwnCache):
     A round's steps write the K/V of their input tokens: the last verified token and all drafts but the
     last. Rejected ones are overwritten. If all drafts were accepted, the cache lacks the token before the
     next round's first one. Only the device knows, so the first step always prepends that token (two queries
-    per request); writing its K/V twice is harmless. Longer gaps (a prompt's chunk, tokens of plain steps)
-    take a pass over all of the draft's pages.
+    per request); writing its K/V twice is harmless. Wide passes leave several drafts without K/V, which a
+    pass over the round's view reads before them. Longer gaps (a prompt's chunk, tokens of plain steps) take
+    a pass over all of the draft's pages.
 
     The host tracks an upper bound on the lacking entries at the end of each request's cache. Tokens too
     many are computed again; where a request has fewer, the pass is padded with tokens that write nowhere.
@@ -178,6 +190,8 @@ class ModelDraft(LoadedDraft, OwnCache):
         self._unsure = np.zeros(num_rows, dtype=np.int64)  # drafts that the latest step verified
         # [num_reqs] bool, requests whose first step has a catch-up token.
         self._has_catch_up: np.ndarray | None = None
+        # Requests whose lacking tokens are read over the round's view.
+        self._in_view: Queries | None = None
 
     @property
     @override
@@ -237,6 +251,7 @@ class ModelDraft(LoadedDraft, OwnCache):
         # A preempted request resumes at the start of a page.
         goes_on = is_same & (known_lens - taken == self._ends[rows])
         lacking = np.where(self._has_prompt & ~goes_on, 0, self._lacking[rows])
+        was_complete = lacking == 0
         # A verification adds tokens that the round's steps have written, and at most one more.
         decoded = np.maximum(1, lacking + taken - self._written[rows])
         if self.pages.reads_whole_prompts:
@@ -244,15 +259,18 @@ class ModelDraft(LoadedDraft, OwnCache):
         else:
             self._is_read[rows] &= is_same & ~self._has_prompt
             lacking = np.where(self._is_read[rows], decoded, known_lens)
+            was_complete &= self._is_read[rows]
         self._lacking[rows] = np.minimum(lacking, self.pages.max_entries(known_lens))
         drafts = inputs.num_draft_tokens_per_req
         verified = np.zeros_like(taken) if drafts is None else drafts[:num_reqs].astype(np.int64)
         # The scheduler may not know the result of the previous step either.
         self._bounds = known_lens - verified - self._unsure[rows]
+        # Whether all lacking tokens are of the target's step and not of a prompt.
+        self._lacks_only_step = was_complete & ~self._has_prompt
         self._unsure[rows], self._written[rows], self._ends[rows] = verified, 0, known_lens
         for row, req_id in zip(rows, batch.req_ids, strict=True):
             self._owners[row] = req_id
-        self._has_catch_up = None
+        self._has_catch_up = self._in_view = None
 
     @override
     def catch_up(self, batch: Batch, num_steps: int) -> None:
@@ -269,11 +287,9 @@ class ModelDraft(LoadedDraft, OwnCache):
             if self._may_lag:
                 ends = np.asarray(batch.known_lens) // self._page_size
                 is_due &= self._has_prompt | (ends > (self._bounds - lacking) // self._page_size)
-        elif (
-            not speculator.takes_passes
-            and speculator.num_latest(num_steps) > 0
-            and 2 * num_reqs <= speculator.max_num_tokens
-        ):
+        elif speculator.takes_passes:
+            is_due &= ~self._leave_to_view(is_due, lacking, num_steps)
+        elif speculator.num_latest(num_steps) > 0 and 2 * num_reqs <= speculator.max_num_tokens:
             has_catch_up = (lacking == 1) & ~self._has_prompt
             self._has_catch_up = has_catch_up if has_catch_up.any() else None
             is_due &= ~has_catch_up
@@ -282,6 +298,40 @@ class ModelDraft(LoadedDraft, OwnCache):
             self._read(batch, lacking, of_pass)
         self._lacking[self._rows[is_due]] = 0
         self._is_read[self._rows[~np.asarray(batch.is_prefilling)]] = True
+
+    def _leave_to_view(self, is_due: np.ndarray, lacking: np.ndarray, num_steps: int) -> np.ndarray:
+        """Return the requests, [num_reqs] bool, that wait for the round's first wide pass."""
+        speculator = self._speculator
+        # Passes by lookups on the host differ in requests and lengths.
+        most = speculator.num_latest(num_steps) if speculator.speculative_config.looks_up_on_device else 0
+        in_view = is_due & self._lacks_only_step & (lacking <= np.minimum(most, self._bounds))
+        requests = np.flatnonzero(in_view)
+        if not len(requests) or lacking[requests].sum() > speculator.max_num_tokens:
+            return np.zeros_like(is_due)
+        self._in_view = Queries(requests, firsts=-lacking[requests], lens=lacking[requests])
+        return in_view
+
+    @override
+    def catch_up_in_view(self, parts: Sequence[ViewStep | ViewPass], num_queries: int) -> None:
+        queries, self._in_view = self._in_view, None
+        if queries is None:
+            return
+        speculator, batch = self._speculator, self._speculator.batch
+        device = batch.context_lens.device
+        rows, requests = on_device(queries.request_indices, device), on_device(queries.requests, device)
+        positions = batch.context_lens[rows] + on_device(queries.steps, device)
+        # Tokens before the step have K/V, those of a prompt by attention to the whole context.
+        slots = self._slots_of(batch, rows, positions, positions >= self._step_starts[rows])
+        attn_metadata: dict[str, Any] = {}
+        for index, (part, own) in enumerate(zip(parts, slots, strict=True)):
+            assert isinstance(part.view, PageView)
+            lens, block_table = part.view.lens[requests] - num_queries, part.view.block_table[requests]
+            view = replace(part.view, lens=lens, block_table=block_table)
+            in_view = ViewPass(positions, own, view)
+            attn_metadata |= speculator.page_metadata.of_pass(index, in_view, queries, view)
+        tokens = self._tokens_of(rows, positions)
+        speculator.forward(tokens, positions, speculator.slots_by_layer(slots), attn_metadata)
+        self._lacking[self._rows[queries.requests]] = 0
 
     @override
     def end_round(self, batch: Batch, drafts: torch.Tensor | Sequence[Sequence[int]]) -> None:

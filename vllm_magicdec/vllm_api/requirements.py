@@ -38,7 +38,7 @@ _NAMES = {
     "vllm.forward_context": """
         BatchDescriptor(num_tokens)
         set_forward_context(attn_metadata, vllm_config, num_tokens, cudagraph_runtime_mode, slot_mapping,
-            batch_descriptor)
+            batch_descriptor, is_padding)
     """,
     "vllm.distributed.kv_transfer.kv_transfer_state": "_KV_CONNECTOR_AGENT",
     "vllm.lora.model_manager": """

@@ -2,7 +2,8 @@
 """Adapter to vLLM's V2 model runner (`vllm.v1.worker.gpu`)."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -118,6 +119,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         self._batch: Batch | None = None
         self._graphs = RoundGraphs()
         self._is_timed = False  # vLLM is measuring the time of dummy rounds
+        self._is_padding: torch.Tensor | None = None  # see `DraftStep`
         self._adapters: Adapters | None = None
         self._rope: RopeState | None = None  # of targets with M-RoPE
         # The runner returns a step's tokens before it drafts, so vLLM could free the blocks that drafting
@@ -153,6 +155,11 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         target_attn_groups: Any,
     ) -> None:
         """Create the drafter, once vLLM has laid out the KV cache."""
+        # vLLM may lay out the KV cache twice, to measure memory: free what belongs to the first layout.
+        self._graphs, self._is_timed = RoundGraphs(), False
+        self._attention_groups: list[list[AttentionGroup]] = []
+        for name in ("_drafter", "page_metadata"):
+            self.__dict__.pop(name, None)
         refuse_if_inexact(self.vllm_config, target_attn_groups)
         warn_if_slow(self.vllm_config)
         self._drafting.refuse_inputs(model_state)
@@ -164,10 +171,6 @@ class MagicDecSpeculator(StandaloneARSpeculator):
             model_state, kv_cache_config, block_tables, target_input_buffers, target_attn_groups
         )
         groups = layer_groups(self.vllm_config, kv_cache_config, self._drafting.layer_names)
-        # vLLM may lay out the KV cache twice, to measure memory: free the first drafter's buffers.
-        self._attention_groups: list[list[AttentionGroup]] = []
-        for name in ("_drafter", "page_metadata"):
-            self.__dict__.pop(name, None)
         self._drafting.lay_out(kv_cache_config, groups)
         self._attention_groups = [
             attention_groups_of(
@@ -270,7 +273,14 @@ class MagicDecSpeculator(StandaloneARSpeculator):
                 self._copy_request_inputs(
                     num_reqs, input_batch.idx_mapping, temperature, seeds, dummy_run=True
                 )
-                self._draft_dummies(num_reqs)
+                try:
+                    self._draft_dummies(num_reqs)
+                except Exception:
+                    self._is_timed = False  # larger batches come next
+                    self._drafter.record_failure("timing")
+                    logger.exception(
+                        "%s: adaptive verification underestimates drafts: timing failed.", METHOD
+                    )
             return self.draft_tokens[:num_reqs]
         self._is_timed = False
         num_steps = self.num_speculative_steps if num_speculative_tokens is None else num_speculative_tokens
@@ -377,6 +387,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         if self._adapters is not None:
             self._adapters.apply()
         num_reqs = len(tokens)
+        self._drafting.catch_up_in_view(step.parts, 1)
         tokens, step = self._drafting.prepend_catch_up(tokens, step)
         sampled = self._graphs.replay_step(tokens, step, num_reqs, self._num_adapters)
         if sampled is None:
@@ -402,6 +413,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run a pass and sample after each of its tokens."""
         queries = draft_pass.queries
+        self._drafting.catch_up_in_view(draft_pass.parts, int(queries.lens[0]))
         if self._adapters is not None:
             self._adapters.apply(queries.request_indices.tolist())  # one logit per token
         sampled = self._graphs.replay_pass(tokens, draft_pass, self._num_adapters)
@@ -527,7 +539,8 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         num_reqs = step.parts[0].view.lens.shape[0]
         if self._rope is not None:
             positions = positions + self._rope_offsets[: len(positions)]
-        hidden_states = self._drafting.forward(tokens, positions, slots, attn_metadata)
+        with self._padded(step):
+            hidden_states = self._drafting.forward(tokens, positions, slots, attn_metadata)
         last = slice(len(tokens) // num_reqs - 1, None, len(tokens) // num_reqs)
         return self.sample_draft(
             hidden_states[last].contiguous(),  # as kernels of quantised heads require
@@ -547,11 +560,20 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         num_queries = len(tokens) // num_reqs
         indices = self.arange_gpu[:num_reqs].long().repeat_interleave(num_queries)
         steps = self._steps[:num_queries].repeat(num_reqs)
-        hidden_states = self._forward_at(
-            tokens, step.positions, indices, [part.slots for part in step.parts], attn_metadata
-        )
+        slots = [part.slots for part in step.parts]
+        with self._padded(step):
+            hidden_states = self._forward_at(tokens, step.positions, indices, slots, attn_metadata)
         sampled, _ = self._sample_each(hidden_states, step.positions, self.idx_mapping[indices], steps)
         return sampled
+
+    @contextmanager
+    def _padded(self, step: DraftStep) -> Iterator[None]:
+        """Tell forward passes which tokens are padding: vLLM chooses no experts for them."""
+        self._is_padding = step.is_padding
+        try:
+            yield
+        finally:
+            self._is_padding = None
 
     def observe(
         self, layer_names: Sequence[str], indices: Sequence[int], window: int, observer: LayerObserver
@@ -618,6 +640,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
                 cudagraph_runtime_mode=CUDAGraphMode.NONE,
                 slot_mapping=slot_mapping,
                 batch_descriptor=BatchDescriptor(num_tokens=num_tokens),
+                is_padding=self._is_padding,
             ),
         ):
             return self.model(positions=positions, **inputs)
