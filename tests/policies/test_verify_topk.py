@@ -2,6 +2,7 @@
 """Verification-guided pages against a naive reference, over a small cache that is really paged."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -189,7 +190,7 @@ def test_requests_that_pad_a_graph_are_ignored():
     queries = torch.randn((num_tokens, NUM_KV_HEADS * GROUP, SIZE), generator=scene.rng)
     rows = KVRows.of(scene.cache[0], "FLASH_ATTN")
     scene.verification.record(0, queries, Scales(), metadata, rows, Softmax(SCALE))
-    assert torch.equal(scene.verification.queries[0, 0], queries)
+    assert torch.equal(scene.verification.queries[0, scene.verification.rows[0]], queries)
     never = torch.full((num_tokens,), torch.iinfo(torch.int64).max)
     own = torch.arange(120 - num_tokens, 120)
     assert torch.equal(scene.verification.positions, torch.stack([own, never]))
@@ -213,8 +214,41 @@ def test_quantised_queries_are_selected_before_they_are_scaled():
         for index, row in enumerate(range(end - num_queries, end)):
             for head, factor in enumerate(by_head):
                 meant = queries[row, head].float() * factor
-                assert torch.equal(scene.verification.queries[0, request, index, head], meant)
+                stored = scene.verification.rows[request, index]
+                assert torch.equal(scene.verification.queries[0, stored, head], meant)
     assert largest.num_elements <= scene.verification.queries[0].numel()
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 3), st.integers(0, 2**31))
+def test_queries_are_stored_without_gaps(lens, num_padding, seed):
+    """A pass may have more requests than whole verifications would fit: `auto` verifies fewer drafts."""
+    rng = torch.Generator().manual_seed(seed)
+    num_tokens, num_queries = sum(lens), GAMMA + 1
+    engine = make_engine(
+        page_size=PAGE,
+        model_len=MODEL_LEN,
+        num_steps=GAMMA,
+        num_layers=1,
+        num_kv_heads=1,
+        head_size=SIZE,
+        num_blocks=NUM_BLOCKS,
+        max_num_reqs=len(lens) + num_padding,
+    )
+    recorder = Verification(replace(engine, max_batched_tokens=num_tokens))
+    assert recorder.queries.shape[1] == min(engine.max_num_reqs * num_queries, num_tokens)
+    starts = torch.tensor([0, *lens, *[0] * num_padding], dtype=torch.int32).cumsum(0).int()
+    seq_lens = torch.tensor([50 + n for n in lens] + [0] * num_padding, dtype=torch.int32)
+    metadata = SimpleNamespace(query_start_loc=starts, seq_lens=seq_lens)
+    queries = torch.randn((num_tokens, 1, SIZE), generator=rng)
+    recorder.record(0, queries, Scales(), metadata, None, Softmax(SCALE))
+    never = torch.iinfo(torch.int64).max
+    for request, (number, end) in enumerate(zip(lens, starts[1:].tolist(), strict=False)):
+        kept = min(number, num_queries)
+        assert torch.equal(recorder.queries[0, recorder.rows[request, -kept:]], queries[end - kept : end])
+        expected = [never] * (num_queries - kept) + list(range(50 + number - kept, 50 + number))
+        assert recorder.positions[request].tolist() == expected
+    assert (recorder.positions[len(lens) :] == never).all()
 
 
 class LargestResult(TorchDispatchMode):

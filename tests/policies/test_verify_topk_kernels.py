@@ -67,6 +67,10 @@ def check(
     }
     shape = (NUM_LAYERS, num_reqs + 1, num_queries, num_kv_heads * group, head_size)
     queries = torch.randn(shape, generator=rng).to(dtype).to(device)
+    # Stored in any order.
+    rows = torch.randperm((num_reqs + 1) * num_queries, generator=rng).view(num_reqs + 1, num_queries)
+    stored = torch.empty_like(queries.flatten(1, 2))
+    stored[:, rows.to(device)] = queries
     num_rejected = torch.randint(0, num_queries, (num_reqs,), generator=rng)
     positions = torch.zeros((num_reqs + 1, num_queries), dtype=torch.int64)
     positions[:num_reqs] = (lens + num_rejected).unsqueeze(1) + torch.arange(-num_queries, 0)
@@ -91,7 +95,7 @@ def check(
     found = verify_topk_kernels.score_pages(
         table,
         summaries,
-        SimpleNamespace(queries=queries, positions=positions.to(device)),
+        SimpleNamespace(queries=stored, rows=rows.to(device), positions=positions.to(device)),
         SimpleNamespace(context_lens=lens.to(device), block_table=block_table.to(device)),
         num_pages,
     ).cpu()
@@ -303,7 +307,8 @@ def bytes_of_a_selection(monkeypatch, num_queries: int) -> dict[str, int]:
         ),
         SimpleNamespace(min_keys=min_keys, max_keys=min_keys),
         SimpleNamespace(
-            queries=empty(num_layers, num_reqs, num_queries, 4 * num_kv_heads, head_size, dtype=BF16),
+            queries=empty(num_layers, num_reqs * num_queries, 4 * num_kv_heads, head_size, dtype=BF16),
+            rows=empty(num_reqs, num_queries, dtype=torch.int64),
             positions=None,
         ),
         SimpleNamespace(
@@ -337,8 +342,14 @@ COMPILED = [
     *(
         (
             "_logits_kernel",
-            dict(min_keys=f"*{keys}", max_keys=f"*{keys}", queries="*bf16", block_table="*i32"),
-            dict(NUM_ROWS=68, BLOCK_ROWS=16, HEAD_SIZE=size, HEAD_PADDED=size, SPLIT=split)
+            dict(
+                min_keys=f"*{keys}",
+                max_keys=f"*{keys}",
+                queries="*bf16",
+                query_rows="*i64",
+                block_table="*i32",
+            ),
+            dict(NUM_QUERIES=17, NUM_ROWS=68, BLOCK_ROWS=16, HEAD_SIZE=size, HEAD_PADDED=size, SPLIT=split)
             | dict(GROUP=4, PAGE_SIZE=16, STEPS=8),
         )
         for keys in ("bf16", "fp8e4nv")

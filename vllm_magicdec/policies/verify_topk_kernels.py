@@ -136,7 +136,8 @@ def summarise(
 
 @triton.jit(do_not_specialize=VARYING)
 def _logits_kernel(  # type: ignore[no-untyped-def]
-    queries,  # [num_layers, max_num_reqs, num_queries, num_heads, head_size], contiguous
+    queries,  # [num_layers, num_rows, num_heads, head_size], contiguous
+    query_rows,  # [max_num_reqs, num_queries] int64, into `queries`
     context_lens,  # [num_reqs] int64
     block_table,  # [num_reqs, max_blocks] int32
     min_keys,  # [num_layers, num_blocks, num_kv_heads, head_size]
@@ -149,12 +150,12 @@ def _logits_kernel(  # type: ignore[no-untyped-def]
     num_reqs,
     num_pages,
     queries_layer,  # strides, in elements
-    queries_req,
     queries_token,
     table_req,
     summary_layer,
     summary_block,
     summary_head,
+    NUM_QUERIES: tl.constexpr,
     NUM_ROWS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
@@ -190,9 +191,10 @@ def _logits_kernel(  # type: ignore[no-untyped-def]
     for first_row in range(0, NUM_ROWS, BLOCK_ROWS):
         rows = first_row + tl.arange(0, BLOCK_ROWS)
         is_row = rows < NUM_ROWS
-        row_starts = rows // GROUP * queries_token + (kv_head * GROUP + rows % GROUP) * HEAD_SIZE
+        token = tl.load(query_rows + req * NUM_QUERIES + rows // GROUP, mask=is_row, other=0)
+        row_starts = token * queries_token + (kv_head * GROUP + rows % GROUP) * HEAD_SIZE
         q = tl.load(
-            queries + layer * queries_layer + req * queries_req + row_starts[:, None] + dims[None, :],
+            queries + layer * queries_layer + row_starts[:, None] + dims[None, :],
             mask=is_row[:, None] & is_dim[None, :],
             other=0.0,
         )
@@ -298,7 +300,8 @@ def score_pages(
 ) -> torch.Tensor:
     """Score pages; see `VerificationPolicy.score_pages`. No host synchronisation."""
     queries, context_lens, block_table = verification.queries, batch.context_lens, batch.block_table
-    num_layers, _, num_queries, num_heads, head_size = queries.shape
+    num_layers, _, num_heads, head_size = queries.shape
+    num_queries = verification.rows.shape[1]
     num_kv_heads, page_size = table.keys.shape[1:3]
     group = num_heads // num_kv_heads
     num_rows = num_queries * group
@@ -315,6 +318,7 @@ def score_pages(
         num_programs = min(pairs_at_once, num_pairs - first)
         _logits_kernel[(num_programs, num_splits, num_kv_heads)](
             queries,
+            verification.rows,
             context_lens,
             block_table,
             summaries.min_keys,
@@ -326,9 +330,10 @@ def score_pages(
             first,
             num_reqs,
             num_pages,
-            *queries.stride()[:3],
+            *queries.stride()[:2],
             block_table.stride(0),
             *summaries.min_keys.stride()[:3],
+            NUM_QUERIES=num_queries,
             NUM_ROWS=num_rows,
             GROUP=group,
             HEAD_SIZE=head_size,
