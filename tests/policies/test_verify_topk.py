@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vllm_magicdec.attention import KVRows
 from vllm_magicdec.attention.scales import Scales
 from vllm_magicdec.attention.softmax import Softmax
-from vllm_magicdec.policies import verification
+from vllm_magicdec.policies import verification, verify_topk
 from vllm_magicdec.policies.verification import Verification, VerificationSelector, num_recent_pages
-from vllm_magicdec.policies.verify_topk import VerifyTopK
+from vllm_magicdec.policies.verify_topk import PageSummaries, VerifyTopK
 from vllm_magicdec.views.layer_pages import LayerPageViews
 from vllm_magicdec.views.pages import PageBudget
 from vllm_magicdec.views.selections import Budget, Selections
@@ -179,6 +179,28 @@ def test_summaries_bound_every_logit_and_follow_a_page_to_its_next_owner():
         scene.cache.normal_(generator=scene.rng)
         scene.verify([0, 0])
         scene.steps()
+
+
+def test_summaries_are_fp8_on_gpus_that_have_it(monkeypatch):
+    def num_bytes(device_type: str, capability: int) -> int:
+        monkeypatch.setattr(
+            verify_topk.current_platform, "has_device_capability", lambda least: least <= capability
+        )
+        engine = make_engine(
+            page_size=PAGE,
+            model_len=MODEL_LEN,
+            num_steps=GAMMA,
+            num_layers=NUM_LAYERS,
+            num_kv_heads=NUM_KV_HEADS,
+            head_size=SIZE,
+            num_blocks=NUM_BLOCKS,
+            max_num_reqs=1,
+        )
+        limits = replace(engine.limits, device_type=device_type)
+        return PageSummaries(replace(engine, limits=limits, cache_dtype=torch.bfloat16)).num_bytes
+
+    in_cache_dtype = num_bytes("cpu", 90)
+    assert in_cache_dtype == num_bytes("cuda", 86) == 2 * num_bytes("cuda", 89)
 
 
 def test_requests_that_pad_a_graph_are_ignored():
