@@ -6,17 +6,20 @@ GPU_MODEL ?= Qwen/Qwen3-8B
 GPU_SUITE := --context 8000 30000 --concurrency 4 16 --requests 32 --tokens 256 --repeats 2
 OUT ?= benchmarks/runs/gpu
 KERNELS ?=
-VLLM ?=
 VENV := .venv/bin
+# A release whose Python files run over the installed CPU libraries; empty: the installed release.
+VLLM ?=
+TREE := $(if $(VLLM),$(CURDIR)/build/vllm-$(VLLM))
+ON_TREE := $(if $(VLLM),PYTHONPATH="$(TREE):$(CURDIR)")
 # FlashInfer compiles with `ninja`, and vLLM uses it only where that is on the PATH; pip puts it here.
-RUN := PATH="$(CURDIR)/$(VENV):$$PATH" $(VENV)/python
+RUN := PATH="$(CURDIR)/$(VENV):$$PATH" $(ON_TREE) $(VENV)/python
 # Its theme announces its own end of life at every build. With --quiet it would not be strict.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV)/mkdocs build --strict
 # Two workers that compute with two threads each would wait for one another on two cores.
 PYTEST := OMP_NUM_THREADS=1 MAGICDEC_TEST_KERNELS="$(KERNELS)" $(RUN) -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations 20
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo demo-ray test test-all test-fast lint check-vllm docs docs-models test-gpu soak bench bench-decode results bench-gpu clean
+.PHONY: help venv tree demo demo-ray test test-all test-fast lint check-vllm docs docs-models test-gpu soak bench bench-decode results bench-gpu clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -40,8 +43,11 @@ lint: venv  ## ruff, mypy, which module may import which, and the links of the p
 	$(VENV)/lint-imports --no-cache --no-logo
 	$(MKDOCS)
 
-check-vllm: venv  ## our calls against another vLLM by mypy (VLLM=wheel or folder of one)
-	@$(VENV)/python .ci/check_vllm.py "$(VLLM)"
+tree: venv
+	@$(if $(VLLM),$(VENV)/python tools/vllm_on_cpu.py $(VLLM) "$(TREE)")
+
+check-vllm: tree  ## our calls against another release of vLLM by mypy (VLLM=0.33.0)
+	@$(VENV)/python tools/check_vllm.py "$(TREE)"
 
 docs: venv  ## the pages of docs/ as a site, in build/docs
 	$(MKDOCS)
@@ -49,13 +55,14 @@ docs: venv  ## the pages of docs/ as a site, in build/docs
 docs-models: venv  ## docs/models.md, from what the tests expect of every family of models
 	PYTHONPATH=tests $(RUN) tests/models/models_page.py
 
-test: lint  ## lint, then the fixed list of tests, 15 to 20 minutes on 2 cores (KERNELS=avx2: as without AVX-512)
+# VLLM=0.33.0: on that release's Python files. KERNELS=avx2: as on a machine without AVX-512.
+test: lint tree  ## lint, then the fixed list of tests, 15 to 20 minutes on 2 cores (VLLM=..., KERNELS=...)
 	$(PYTEST) -m "not extended and not gpu" $(ARGS)
 
-test-all: lint  ## lint, then every test that needs no GPU: hours (ARGS="tests/models": every family of models)
+test-all: lint tree  ## lint, then every test that needs no GPU: hours (ARGS="tests/models": every family of models)
 	$(PYTEST) -m "not gpu" $(ARGS)
 
-test-fast: lint  ## lint, then those of the fixed list that start no engine, 6 minutes
+test-fast: lint tree  ## lint, then those of the fixed list that start no engine, 6 minutes
 	$(PYTEST) -m "not extended and not gpu" --ignore tests/engine --ignore tests/models/test_matrix.py $(ARGS)
 
 test-gpu: venv  ## the tests that need a CUDA device

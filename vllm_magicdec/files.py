@@ -16,19 +16,23 @@ def refuse_untrusted(path: Path) -> None:
 
     Raises:
         OSError: the path cannot be resolved.
-        ValueError: any user may change it; the message is a clause with the command that fixes it.
+        ValueError: any user may change it; the message is a clause that says what to do.
     """
     try:
         resolved = path.resolve(strict=True)
     except RuntimeError:  # Python 3.11 and 3.12
         raise ValueError("it is a link that leads to itself") from None
-    if resolved.stat().st_mode & stat.S_IWOTH:
-        raise ValueError(f"any user may write {resolved}: chmod o-w {resolved}")
+    if (mode := resolved.stat().st_mode) & stat.S_IWOTH:
+        # A sticky folder, such as /tmp, must stay writable.
+        instead = "use a folder of your own" if mode & stat.S_ISVTX else f"chmod o-w {resolved}"
+        raise ValueError(f"any user may write {resolved}: {instead}")
     for child in _walk_path(path):
         folder, own = child.parent.stat(), child.lstat()
-        is_protected = folder.st_mode & stat.S_ISVTX and own.st_uid in (os.geteuid(), 0, folder.st_uid)
+        is_sticky = folder.st_mode & stat.S_ISVTX
+        is_protected = is_sticky and own.st_uid in (os.geteuid(), 0, folder.st_uid)
         if folder.st_mode & stat.S_IWOTH and not is_protected:
-            raise ValueError(f"any user may replace {child}: chmod o-w {child.parent}")
+            instead = "copy it to a folder of your own" if is_sticky else f"chmod o-w {child.parent}"
+            raise ValueError(f"any user may replace {child}: {instead}")
 
 
 def _walk_path(path: Path) -> Iterator[Path]:
@@ -57,6 +61,8 @@ def read(path: Path, max_bytes: int) -> bytes:
         OSError: it cannot be read.
         ValueError: it is not trusted, no regular file, or too large; the message is a clause.
     """
+    if path.is_dir():  # before any advice on its rights
+        raise ValueError("it is a folder; name a file")
     refuse_untrusted(path)
     # O_NONBLOCK, because opening a pipe would wait for its writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

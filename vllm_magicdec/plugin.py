@@ -5,11 +5,12 @@
 environment. Modules that need vLLM are therefore imported inside functions.
 """
 
+import dataclasses
 import inspect
 import logging
-from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
+from types import ModuleType
 
 from vllm_magicdec import TESTED_VLLM_VERSIONS, __version__
 from vllm_magicdec.errors import METHOD, MODEL_METHOD
@@ -18,11 +19,13 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 REGISTRY = "vllm.v1.spec_decode.registry"  # the patch in patches/ adds it to vLLM
 
-_PARTS = {
-    "config_cls": "vllm_magicdec.vllm_api.engine_config:EngineSpeculativeConfig",
-    "proposer_cls": "vllm_magicdec.vllm_api.runner_v1:MagicDecProposer",
-    "speculator_cls": "vllm_magicdec.vllm_api.runner_v2:MagicDecSpeculator",
-    "add_cli_args": "vllm_magicdec.vllm_api.options:add_options",
+# The fields of its SpeculativeMethodSpec.
+_SPEC = {
+    "config_cls": "vllm_magicdec.vllm_api.engine_config.EngineSpeculativeConfig",
+    "proposer_cls": "vllm_magicdec.vllm_api.runner_v1.MagicDecProposer",
+    "speculator_cls": "vllm_magicdec.vllm_api.runner_v2.MagicDecSpeculator",
+    "add_cli_args": "vllm_magicdec.vllm_api.options.add_options",
+    "reads_aux_hidden_states": "vllm_magicdec.vllm_api.engine_config.reads_activations",
 }
 
 
@@ -66,13 +69,14 @@ def _register() -> None:
     from vllm_magicdec.vllm_api import hook, hooks
     from vllm_magicdec.vllm_api.requirements import REQUIRED
 
-    register_method = _find_registry()
-    chosen = hooks.HOOKS if register_method is None else hooks.HOOKS_BESIDE_REGISTRY
+    registry = _find_registry()
+    chosen = hooks.HOOKS if registry is None else hooks.HOOKS_BESIDE_REGISTRY
     hook.check((*chosen, *REQUIRED))
     hook.install(chosen)
-    if register_method is not None:
+    if registry is not None:
+        spec = registry.SpeculativeMethodSpec(**_SPEC)
         for method in (METHOD, MODEL_METHOD):
-            register_method(method, **_PARTS)
+            registry.register_speculative_method(method, spec)
     # A name instead of the class: only engines with a SPIRe draft import the module.
     ModelRegistry.register_model(
         ARCHITECTURE, "vllm_magicdec.vllm_api.spire_model:MagicDecSpireForCausalLM"
@@ -84,19 +88,18 @@ def _register() -> None:
         )
 
 
-def _find_registry() -> Callable[..., None] | None:
-    """Return the registry function of patches/, or None if vLLM has none or its signature differs."""
+def _find_registry() -> ModuleType | None:
+    """Return the registry of patches/, or None if vLLM has none or another one."""
     if find_spec(REGISTRY) is None:
         return None
-    function = getattr(import_module(REGISTRY), "register_speculative_method", None)
-    if function is None:
+    registry = import_module(REGISTRY)
+    function = getattr(registry, "register_speculative_method", None)
+    spec = getattr(registry, "SpeculativeMethodSpec", None)
+    if not callable(function) or not dataclasses.is_dataclass(spec):
         return None
-    signature = inspect.signature(function)
-    try:
-        signature.bind(METHOD, **_PARTS)
-    except TypeError:
-        return None
-    return function if _PARTS.keys() <= signature.parameters.keys() else None
+    takes = list(inspect.signature(function).parameters)
+    fields = {field.name for field in dataclasses.fields(spec)}
+    return registry if takes == ["name", "spec"] and fields == _SPEC.keys() else None
 
 
 def _vllm_version() -> str:

@@ -21,6 +21,7 @@ from vllm_magicdec.config import MagicDecSpeculativeConfig, nested_lengths
 from vllm_magicdec.errors import METHOD, MagicDecConfigError
 from vllm_magicdec.plugin import register
 from vllm_magicdec.policies import find_policy
+from vllm_magicdec.vllm_api import engine_config
 from vllm_magicdec.vllm_api.engine_config import EngineSpeculativeConfig, check_refresh
 
 register()
@@ -222,6 +223,123 @@ def test_other_methods_get_vllms_configuration(model_dir):
     assert type(spec).__module__.startswith("vllm.config")
 
 
+FIELDS_WITHOUT_THEIR_METHOD = {
+    "no method": ({"draft_kv_budget": 64}, "draft_kv_budget belongs to method='magicdec-self'; add that"),
+    "dashes": ({"draft-kv-budget": 64}, "draft_kv_budget belongs to method='magicdec-self'; add that"),
+    "auto": (
+        {"num_speculative_tokens": "auto"},
+        "num_speculative_tokens='auto' belongs to method='magicdec-self'; add that",
+    ),
+    "a draft model": (
+        {"model": "org/draft", "draft_kv_budget": 64},
+        "draft_kv_budget belongs to method='magicdec'; add that",
+    ),
+    "another method": (
+        {"method": "ngram", "num_speculative_tokens": 2, "draft_lookup": "on"},
+        "draft_lookup belongs to method='magicdec-self'; use that instead of method='ngram', or remove "
+        "draft_lookup",
+    ),
+    "misspelt method": (
+        {"method": "magicdec_self", "draft_kv_budget": 64},
+        "did you mean 'magicdec-self'?",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FIELDS_WITHOUT_THEIR_METHOD)
+def test_fields_without_their_method_get_one_sentence(model_dir, case):
+    fields, sentence = FIELDS_WITHOUT_THEIR_METHOD[case]
+    with pytest.raises(MagicDecConfigError) as error:
+        configure(model_dir, fields)
+    assert str(error.value).endswith(sentence)
+
+
+ADAPTERS = {"enable_lora": True, "max_num_seqs": 256, "max_num_batched_tokens": 1024}
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "drafts"),
+    [(256, 3), (512, 1), (100, 9), (16, 16)],  # 16: the default with lookups
+)
+def test_auto_drafts_what_a_step_with_adapters_has_room_for(model_dir, max_num_seqs, drafts):
+    fields = {"num_speculative_tokens": "auto"}
+    given = {"method": METHOD, **fields}
+    engine = {**ADAPTERS, "max_num_seqs": max_num_seqs}
+    spec = configure(model_dir, given, **engine).speculative_config
+    assert spec.num_speculative_tokens == drafts and spec.lengths == (0, drafts)
+    assert given == {"method": METHOD, **fields}
+    options = configure(model_dir, None, spec_model=METHOD, spec_tokens="auto", **engine)
+    assert repr(options.speculative_config) == repr(spec)
+
+
+@pytest.mark.parametrize(
+    ("fields", "max_num_seqs", "sentence"),
+    [
+        (
+            {"num_speculative_tokens": 4},
+            256,
+            "magicdec-self: with LoRA, num_speculative_tokens=4 needs --max-num-batched-tokens 1280 for "
+            "--max-num-seqs 256, not 1024; use num_speculative_tokens=3, --max-num-seqs 204, or "
+            "--max-num-batched-tokens 1280",
+        ),
+        ({}, 256, "num_speculative_tokens=4 needs"),
+        (
+            {"num_speculative_tokens": "auto", "max_num_speculative_tokens": 6},
+            256,
+            "max_num_speculative_tokens=6 needs --max-num-batched-tokens 1792 for --max-num-seqs 256, not "
+            "1024; use max_num_speculative_tokens=3, --max-num-seqs 146, or --max-num-batched-tokens 1792",
+        ),
+        (
+            {"num_speculative_tokens": "auto"},
+            600,
+            "max_num_speculative_tokens=1 needs --max-num-batched-tokens 1200 for --max-num-seqs 600, not "
+            "1024; use --max-num-seqs 512, or --max-num-batched-tokens 1200",
+        ),
+    ],
+)
+def test_drafts_without_room_beside_adapters_get_one_sentence(model_dir, fields, max_num_seqs, sentence):
+    engine = {**ADAPTERS, "max_num_seqs": max_num_seqs}
+    with pytest.raises(MagicDecConfigError) as error:
+        configure(model_dir, {"method": METHOD, **fields}, **engine)
+    assert sentence in str(error.value)
+
+
+def test_other_errors_of_engines_with_adapters_stay_vllms(model_dir):
+    with pytest.raises(ValueError, match="mutually exclusive"):
+        configure(
+            model_dir,
+            {"method": METHOD, "num_speculative_tokens": 1},
+            **ADAPTERS,
+            attention_backend="FLASH_ATTN",
+            attention_config={"backend": "FLASH_ATTN"},
+        )
+
+
+def test_pages_that_attention_on_cpus_cannot_read_get_one_sentence(model_dir):
+    with pytest.raises(MagicDecConfigError, match=r"--block-size 48 is no multiple of 32 .*-size 64$"):
+        configure(model_dir, {"method": METHOD}, block_size=48)
+    configure(model_dir, None, block_size=48)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"num_speculative_tokens": "auto"}, "num_speculative_tokens='auto'"),
+        ({"num_speculative_tokens": "auto", "draft_lookup": "off"}, "num_speculative_tokens='auto'"),
+        ({"draft_lookup": "on"}, "draft_lookup='on'"),
+        ({}, None),
+    ],
+)
+def test_the_log_says_once_where_seeds_do_not_repeat_answers(model_dir, monkeypatch, fields, reason):
+    lines = []
+    monkeypatch.setattr(
+        engine_config.logger, "info_once", lambda line, *values: lines.append(line % values)
+    )
+    configure(model_dir, {"method": METHOD, **fields})
+    found = [line for line in lines if "a request with a seed may get another answer" in line]
+    assert len(found) == (reason is not None) and all(f"with {reason}, " in line for line in found)
+
+
 WRONG_FIELDS = {
     "window without room for a selection": (
         {"draft_kv_policy": "snapkv", "snapkv_window": 1000},
@@ -261,9 +379,14 @@ WRONG_FIELDS = {
     "unknown field": ({"colour": 1}, "does not know the field 'colour'; It takes"),
     "wrong type": (
         {"draft_kv_budget": "many"},
-        "draft_kv_budget='many' is not possible: input should be",
+        "draft_kv_budget='many' is not possible: input should be a valid number, unable to parse string "
+        "as a number; use a number of tokens, or a fraction of the context such as 0.06!",
     ),
-    "no draft tokens": ({"num_speculative_tokens": 0}, "num_speculative_tokens=0 is not possible"),
+    "no draft tokens": (
+        {"num_speculative_tokens": 0},
+        "num_speculative_tokens=0 is not possible: input should be greater than 0; use 1 to 128 or 'auto', "
+        "or leave speculation out!",
+    ),
     "too many draft tokens": ({"num_speculative_tokens": 1000}, "less than or equal to 128"),
     "negative sink": ({"draft_kv_sink": -1}, "draft_kv_sink=-1 is not possible"),
     "unknown policy": (
@@ -306,6 +429,10 @@ WRONG_FIELDS = {
         {"num_speculative_tokens": "auto", "profile": "/no/such/profile.json"},
         "is not a profile written by 'magicdec profile'",
     ),
+    "folder as a profile": (
+        {"num_speculative_tokens": "auto", "profile": "/tmp"},
+        "profile: /tmp is not a profile written by 'magicdec profile' (it is a folder; name a file)!",
+    ),
     "auto with vLLM's table": (
         {"num_speculative_tokens": "auto", "num_speculative_tokens_per_batch_size": [(1, 8, 2)]},
         "leaves no use for num_speculative_tokens_per_batch_size",
@@ -324,6 +451,8 @@ WRONG_FIELDS = {
         "draft_lookup_sources names a source twice; remove one of them",
     ),
     "unknown lookup mode": ({"draft_lookup": "sometimes"}, "draft_lookup='sometimes' is not possible"),
+    # Up to vLLM 0.32 an unknown method.
+    "lossy verification": ({"rejection_sample_method": "fly"}, "rejection_sample_method='fly' "),
     "synthetic without rates": ({"rejection_sample_method": "synthetic"}, "requires exactly one of"),
 }
 

@@ -134,6 +134,22 @@ def test_profile_in_writable_folder_is_refused(model_dir, tmp_path):  # noqa: F8
     configure(model_dir, fields)
 
 
+def test_no_advice_takes_rights_from_a_folder_for_temporary_files(tmp_path):
+    """Like /tmp: any user may write it, and nobody may replace others' files."""
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    with pytest.raises(ValueError, match=r"any user may write .*shared: use a folder of"):
+        files.refuse_untrusted(shared)
+    with pytest.raises(ValueError, match="it is a folder; name a file"):
+        files.read(shared, 1)
+    if os.geteuid() == 0:  # only root can give a file away
+        (shared / "file").write_text("")
+        os.chown(shared / "file", 12345, 12345)
+        with pytest.raises(ValueError, match=r"any user may replace .*: copy it to a folder of"):
+            files.refuse_untrusted(shared / "file")
+
+
 def test_replaceable_intermediate_link_is_refused(tmp_path, monkeypatch):
     """A link to a link, each in another folder."""
     home, between, real = (tmp_path / name for name in ("home", "between", "real"))

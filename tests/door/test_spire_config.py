@@ -15,6 +15,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm_magicdec.errors import MODEL_METHOD, MagicDecConfigError
 from vllm_magicdec.plugin import register
 from vllm_magicdec.spire.settings import SpireSettings
+from vllm_magicdec.vllm_api.engine_config import reads_activations
 from vllm_magicdec.vllm_api.ring_cache import why_no_ring
 
 register()
@@ -79,6 +80,7 @@ def test_view_of_training_is_used(target, draft):
     spec = configure(target, draft).speculative_config
     assert (spec.draft_kv_budget, spec.draft_kv_sink) == (256, 4)
     assert spec.spire.window == 252 and spec.spire.aux_layers == (4, 5, 6)
+    assert reads_activations(spec)
     budget = spec.policy.parse_budget(spec, spec.limits(configure(target, draft), 32), 256)
     assert str(budget) == "256 tokens (4 sinks, the 252 latest)"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The upstream patches apply to vLLM 0.32.0; the plugin then uses its registry and fixes nothing itself."""
+"""The patches apply to the tested vLLM; the plugin then uses its registry and fixes nothing itself."""
 
 import os
 import shutil
@@ -9,24 +9,27 @@ from pathlib import Path
 
 import engines
 import pytest
+import spire_drafts
 import vllm
-from engines import magicdec
-from greedy import GREEDY, assert_same_tokens
+from draft_engines import V2_ENGINE, V2_TOKENS, drafting_with, on_v2
+from engines import MODEL, magicdec
+from greedy import GREEDY, assert_same_tokens, first_tokens
 
 from vllm_magicdec.vllm_api.hooks import HOOKS_BESIDE_REGISTRY
 
 pytestmark = pytest.mark.extended
 
-PATCHES = sorted((Path(__file__).parents[2] / "patches" / "vllm-0.32.0").glob("*.patch"))
+VERSION = vllm.__version__.partition("+")[0]
+PATCHES = sorted((Path(__file__).parents[2] / "patches" / f"vllm-{VERSION}").glob("*.patch"))
 
 SHOW_WRAPS = """
 import vllm
 from vllm.plugins import load_general_plugins
 load_general_plugins()
-from vllm.v1.spec_decode.registry import registered_speculative_methods
+from vllm.v1.spec_decode.registry import find_by_fields
 from vllm_magicdec.vllm_api import hook
 print(vllm.__file__)
-print([entry.name for entry in registered_speculative_methods()])
+print([find_by_fields({"method": name}) is not None for name in ("magicdec-self", "magicdec", "eagle")])
 print([one.target for one in hook.installed()])
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -36,8 +39,9 @@ print(parser.parse_args(["--speculative-model", "magicdec-self"]).spec_model)
 
 
 @pytest.fixture(scope="module")
-def patched_tree(tmp_path_factory) -> Path:
-    """A copy of the installed package's Python files, patched; the rest is linked."""
+def patched(tmp_path_factory) -> Path:
+    """The folder of a vLLM whose Python files are patched copies; the rest is linked."""
+    assert PATCHES, f"none for vLLM {VERSION}"
     installed = Path(vllm.__file__).parent
     root = tmp_path_factory.mktemp("patched")
     for source in installed.rglob("*"):
@@ -54,11 +58,16 @@ def patched_tree(tmp_path_factory) -> Path:
     return root
 
 
+@pytest.fixture
+def patched_tree(patched, monkeypatch) -> Path:
+    """The patched vLLM, which new processes import."""
+    monkeypatch.setenv("PYTHONPATH", str(patched), prepend=os.pathsep)
+    return patched
+
+
 def test_the_plugin_wraps_only_what_the_registry_does_not_cover(patched_tree):
-    path = os.pathsep.join([str(patched_tree), os.environ.get("PYTHONPATH", "")])
     result = subprocess.run(
         [sys.executable, "-c", SHOW_WRAPS],
-        env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
         check=False,
@@ -66,19 +75,18 @@ def test_the_plugin_wraps_only_what_the_registry_does_not_cover(patched_tree):
     assert result.returncode == 0, result.stderr[-3000:]
     shown = result.stdout.splitlines()[-4:]
     wrapped = [hook.target for hook in HOOKS_BESIDE_REGISTRY]
-    assert len(wrapped) == 11
+    assert len(wrapped) == 10
     assert shown == [
         str(patched_tree / "vllm" / "__init__.py"),
-        "['magicdec-self', 'magicdec']",
+        "[True, True, False]",
         str(wrapped),
         "magicdec-self",
     ]
 
 
-def test_attention_on_the_patched_tree_needs_no_fix_by_the_plugin(patched_tree, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(patched_tree))
-    patched = patched_tree / "vllm" / "v1" / "attention" / "backends" / "cpu_attn.py"
-    assert "_group_sliding_window" not in patched.read_text(), "`cpu_attention.patch` leaves it alone"
+def test_attention_on_the_patched_tree_needs_no_fix_by_the_plugin(patched_tree):
+    module = patched_tree / "vllm" / "v1" / "attention" / "backends" / "cpu_attn.py"
+    assert "_group_sliding_window" not in module.read_text(), "`cpu_attention.patch` leaves it alone"
     path = str(engines.HERE / "attention" / "plans_by_window.py")
     child = subprocess.run(
         [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "-q", "-k", "right", path],
@@ -92,8 +100,7 @@ def test_attention_on_the_patched_tree_needs_no_fix_by_the_plugin(patched_tree, 
 
 
 @pytest.mark.parametrize("v2", [False, True], ids=["V1 runner", "V2 runner"])
-def test_an_engine_on_the_patched_tree_drafts_losslessly(patched_tree, plain, prompts, monkeypatch, v2):
-    monkeypatch.setenv("PYTHONPATH", str(patched_tree))
+def test_an_engine_on_the_patched_tree_drafts_losslessly(patched_tree, plain, prompts, v2):
     chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < 600][:4]
     run = engines.generate(
         [prompts[i] for i in chosen],
@@ -106,3 +113,17 @@ def test_an_engine_on_the_patched_tree_drafts_losslessly(patched_tree, plain, pr
     assert_same_tokens([plain[i] for i in chosen], run.results[0][0], "patched vLLM")
     assert run.accepted == run.drafted > 0
     assert "Replaced vLLM's expand_batch_to_tokens" not in run.log
+
+
+@pytest.mark.parametrize("v2", [False, True], ids=["V1 runner", "V2 runner"])
+def test_a_spire_draft_on_the_patched_tree_reads_activations(patched_tree, plain, prompts, tmp_path, v2):
+    draft = spire_drafts.write(tmp_path, MODEL, num_layers=2, sinks=3, window=37, noise=0.05)
+    chosen, batch = on_v2(prompts)
+    run = engines.run(
+        [("generate", {"batches": [batch]})],
+        **{**V2_ENGINE, "v2": v2},
+        speculative_config=drafting_with(draft),
+    )
+    expected = [first_tokens(plain[i], V2_TOKENS) for i in chosen]
+    assert_same_tokens(expected, run.results[0][0], "patched vLLM, SPIRe")
+    assert run.draft_failures == 0 and 0 < run.accepted < run.drafted

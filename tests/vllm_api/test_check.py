@@ -8,7 +8,7 @@ from test_hooks import unhooked  # noqa: F401
 from vllm import platforms
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from vllm_magicdec import check
+from vllm_magicdec import TESTED_VLLM_VERSIONS, check
 from vllm_magicdec.planner.console import main
 from vllm_magicdec.vllm_api import hooks
 from vllm_magicdec.vllm_api.requirements import REQUIRED
@@ -44,7 +44,7 @@ def test_missing_vllm_names_install_command(report, monkeypatch):
     status, lines = report()
     assert status == 1
     assert list(lines) == ["vLLM"]
-    assert "pip install vllm==0.32.0" in lines["vLLM"][1]
+    assert f"pip install vllm=={TESTED_VLLM_VERSIONS[-1]}" in lines["vLLM"][1]
 
 
 def test_incompatible_hook_is_named(report, monkeypatch):
@@ -54,7 +54,7 @@ def test_incompatible_hook_is_named(report, monkeypatch):
     verdict, text = lines["hooks"]
     assert verdict == "PROBLEM"
     assert "Scheduler has no update_from_output" in text
-    assert "install vLLM 0.32.0" in text
+    assert f"install vLLM {' or '.join(TESTED_VLLM_VERSIONS)}" in text
 
 
 def test_failing_import_is_named(report, monkeypatch):

@@ -46,6 +46,9 @@ class Late(AsyncModelRunnerOutput):
     def get_output(self):
         return step_output()
 
+    def get_kv_connector_output(self):  # abstract since vLLM 0.33
+        return None
+
 
 def step_output():
     return ModelRunnerOutput(req_ids=["a"], req_id_to_index={"a": 0}, sampled_token_ids=[[1]])

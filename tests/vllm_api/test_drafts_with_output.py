@@ -46,6 +46,9 @@ class Late(AsyncModelRunnerOutput):
     def get_output(self):
         return step_output()
 
+    def get_kv_connector_output(self):  # abstract since vLLM 0.33
+        return None
+
 
 def wrapped(module, name, original):
     """The plugin's wrapper around `original` instead of vLLM's function."""

@@ -28,7 +28,7 @@ from vllm_magicdec.vllm_api.kv_cache import leave_memory_for_drafting
 
 register()
 
-NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, PAGE = 4, 4, 2, 32, 16
+NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, PAGE = 4, 4, 2, 32, 32
 AVAILABLE = 2**30
 POLICIES = [
     {"draft_kv_policy": "streamingllm"},
@@ -82,7 +82,10 @@ IN_FP8 = dict(dtype=torch.uint8, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)
 
 def num_blocks(config, available=AVAILABLE, **of_specs) -> int:
     """Of the KV cache that vLLM lays out."""
-    (laid_out,) = core.get_kv_cache_configs(config, [specs(**of_specs)], [available])
+    groups = ()
+    if hasattr(core, "get_global_kv_cache_groups"):  # since vLLM 0.33
+        groups = (core.get_global_kv_cache_groups(config, [specs(**of_specs)]),)
+    (laid_out,) = core.get_kv_cache_configs(config, [specs(**of_specs)], [available], *groups)
     return laid_out.num_blocks
 
 

@@ -5,20 +5,27 @@ import itertools
 import logging
 import subprocess
 import sys
+from dataclasses import make_dataclass
+from pathlib import Path
 from types import ModuleType
 
 import engines
 import pytest
+import vllm
 from test_hooks import attributes, unhooked  # noqa: F401
 from vllm.config import SpeculativeConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from vllm_magicdec import plugin, vllm_api
+from vllm_magicdec import TESTED_VLLM_VERSIONS, plugin, vllm_api
 from vllm_magicdec.errors import METHOD, MODEL_METHOD, MagicDecConfigError
 from vllm_magicdec.vllm_api import hook, hooks
+from vllm_magicdec.vllm_api.engine_config import EngineSpeculativeConfig
+
+PATCHES = Path(__file__).parents[2] / "patches"
 
 
 @pytest.fixture
@@ -93,8 +100,8 @@ def test_unsupported_vllm_is_left_unchanged(log, monkeypatch, fault):
         (record,) = [record for record in log.records if record.name == plugin.logger.name]
         line = record.getMessage()
         assert problem in line
-        assert "is off because vLLM 0.32.0" in line
-        assert "install vLLM 0.32.0, or a version of vllm-magicdec for vLLM" in line
+        assert f"is off because vLLM {vllm.__version__}" in line
+        assert f"install vLLM {' or '.join(TESTED_VLLM_VERSIONS)}, or a version of " in line
         assert "\n" not in line
         for fields in ({"method": METHOD}, {"model": METHOD}, {"method": MODEL_METHOD, "model": "m"}):
             with pytest.raises(MagicDecConfigError) as raised:
@@ -120,16 +127,15 @@ def test_command_line_gives_the_reason(log, monkeypatch, capsys):
 
 
 def test_engine_arguments_are_refused_if_the_configuration_cannot_be_wrapped(log, monkeypatch, tmp_path):
-    monkeypatch.setattr(
-        SpeculativeConfig, "__new__", lambda cls, *_, **__: object.__new__(cls), raising=False
-    )
+    remove_a_method(monkeypatch)
+    monkeypatch.setattr("vllm.config.SpeculativeConfig", None)
     plugin.register()
     for given in (
         {"speculative_config": {"method": METHOD}},
         {"speculative_config": {"model": METHOD}},
         {"spec_method": MODEL_METHOD},
     ):
-        with pytest.raises(MagicDecConfigError, match="constructor of its own"):
+        with pytest.raises(MagicDecConfigError, match="has no update_from_output"):
             EngineArgs(model=str(tmp_path), **given).create_engine_config()
 
 
@@ -141,13 +147,25 @@ def test_plugin_loads_if_no_target_exists(log, monkeypatch):
     assert "is off because vLLM" in log.text
 
 
-def registry(**functions) -> ModuleType:
+def patched_registry(version: str) -> str:
+    """Return the text of registry.py in the patches for a version of vLLM."""
+    (patch,) = (PATCHES / f"vllm-{version}").glob("0001-*.patch")
+    _, added = patch.read_text().split("+++ b/vllm/v1/spec_decode/registry.py\n")
+    added = added.split("\ndiff --git ")[0]
+    return "\n".join(line[1:] for line in added.splitlines() if line.startswith("+"))
+
+
+@pytest.fixture
+def registry(monkeypatch) -> ModuleType:
+    """A vLLM with the registry of the patches."""
     module = ModuleType(plugin.REGISTRY)
-    vars(module).update(functions)
+    monkeypatch.setattr(plugin, "find_spec", lambda name: object())
+    monkeypatch.setitem(sys.modules, plugin.REGISTRY, module)
+    exec(patched_registry(TESTED_VLLM_VERSIONS[0]), vars(module))
     return module
 
 
-def register_with_other_parameters(name, spec):
+def register_with_parts(name, *, config_cls, proposer_cls, speculator_cls, add_cli_args=None):
     raise AssertionError("is never called")
 
 
@@ -155,41 +173,61 @@ def register_with_any_parameters(name, **parts):
     raise AssertionError("is never called")
 
 
+SPEC_FIELDS = ("config_cls", "proposer_cls", "speculator_cls", "add_cli_args", "reads_aux_hidden_states")
+
+
 @pytest.mark.parametrize(
-    "functions",
+    "changes",
     [
-        {},
-        {"register_speculative_method": register_with_other_parameters},
+        {"register_speculative_method": None},
+        {"register_speculative_method": register_with_parts},
         {"register_speculative_method": register_with_any_parameters},
+        {"SpeculativeMethodSpec": None},
+        {"SpeculativeMethodSpec": dict},
+        {"SpeculativeMethodSpec": make_dataclass("SpeculativeMethodSpec", SPEC_FIELDS[:-1])},
+        {"SpeculativeMethodSpec": make_dataclass("SpeculativeMethodSpec", (*SPEC_FIELDS, "other"))},
     ],
-    ids=["without the function", "other parameters", "any parameters"],
+    ids=["no function", "parts", "any parameters", "no spec", "other spec", "a field less", "a field more"],
 )
-def test_registry_with_another_signature_is_ignored(log, monkeypatch, functions):
-    monkeypatch.setattr(plugin, "find_spec", lambda name: object())
-    monkeypatch.setitem(sys.modules, plugin.REGISTRY, registry(**functions))
+def test_other_registry_is_ignored(log, registry, changes):
+    vars(registry).update(changes)
     plugin.register()
     assert hook.installed() == hooks.HOOKS
+    assert registry.find_by_fields({"method": METHOD}) is None
     assert not log.records
 
 
-def test_registry_of_the_patch_is_used(log, monkeypatch):
-    registered = {}
-
-    def register_speculative_method(name, *, config_cls, proposer_cls, speculator_cls, add_cli_args=None):
-        registered[name] = (config_cls, proposer_cls, speculator_cls, add_cli_args)
-
-    functions = {"register_speculative_method": register_speculative_method}
-    monkeypatch.setattr(plugin, "find_spec", lambda name: object())
-    monkeypatch.setitem(sys.modules, plugin.REGISTRY, registry(**functions))
+def test_registry_of_the_patches_is_used(log, registry):
     plugin.register()
     assert hook.installed() == hooks.HOOKS_BESIDE_REGISTRY
-    assert list(registered) == [METHOD, MODEL_METHOD]
+    spec = registry.find_by_fields({"method": METHOD})
+    assert spec is registry.find_by_fields({"model": METHOD})
+    assert spec is registry.find_by_fields({"method": MODEL_METHOD, "model": "a draft"})
+    for field in SPEC_FIELDS:
+        assert callable(resolve_obj_by_qualname(getattr(spec, field)))
+    assert not log.records
+
+
+def test_registry_knows_the_methods_by_their_configuration(registry, monkeypatch):
+    plugin.register()
+    spec = EngineSpeculativeConfig(method=METHOD)
+    assert registry.find_by_config(spec) is registry.find_by_fields({"method": METHOD})
+    assert not registry.reads_aux_hidden_states(spec)
+    monkeypatch.setattr(EngineSpeculativeConfig, "spire", "settings of a SPIRe draft")
+    assert registry.reads_aux_hidden_states(spec)
+    other = SpeculativeConfig(method="ngram", num_speculative_tokens=2, prompt_lookup_max=3)
+    assert registry.find_by_config(other) is None
+    assert not registry.reads_aux_hidden_states(other)
+
+
+def test_all_patched_versions_have_the_same_registry():
+    assert len({patched_registry(version) for version in TESTED_VLLM_VERSIONS}) == 1
 
 
 def test_untested_vllm_gets_a_warning_with_tested_versions(log, monkeypatch):
     monkeypatch.setattr("vllm.__version__", "0.99.1")
     plugin.register()
-    assert "was tested with vLLM 0.32.0, not with 0.99.1" in log.text
+    assert f"was tested with vLLM {', '.join(TESTED_VLLM_VERSIONS)}, not with 0.99.1" in log.text
 
 
 def test_entry_point_does_not_import_vllm():

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A draft's rings in vLLM's block pool: KV-cache groups, cache manager and memory."""
 
+from importlib import import_module
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,7 +10,6 @@ import torch
 from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
-from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import (
@@ -25,19 +25,21 @@ from vllm.v1.worker.utils import allocate_kv_cache
 from vllm_magicdec.views.rings import Ring
 from vllm_magicdec.vllm_api import ring_cache
 from vllm_magicdec.vllm_api.ring_cache import RingLayout, RingOfferSpec, RingSpec, plan_groups
+from vllm_magicdec.vllm_api.versions import kv_planning
 
 PAGE = 16
 MODEL_LEN = 1024
 SHAPE = dict(block_size=PAGE, num_kv_heads=2, head_size=64, dtype=torch.float32)
 SMALL = {**SHAPE, "head_size": 32}
 RING = Ring(PAGE, sink_pages=1, window_pages=7, spare_pages=1)
-GROUP_LAYERS = getattr(kv_cache_utils.get_kv_cache_groups, "_vllm_magicdec_original", None)
-GROUP_LAYERS = GROUP_LAYERS or kv_cache_utils.get_kv_cache_groups
+GROUP_LAYERS = kv_planning.get_kv_cache_groups  # the hook leaves engines of other methods alone
 
 
 def config(layout: str = "LBHNC") -> VllmConfig:
     config = VllmConfig()
-    config.model_config = SimpleNamespace(max_model_len=MODEL_LEN, original_max_model_len=MODEL_LEN)
+    config.model_config = SimpleNamespace(
+        max_model_len=MODEL_LEN, original_max_model_len=MODEL_LEN, supports_kv_cache_grouping=False
+    )
     config.cache_config.kv_cache_layout = layout
     config.cache_config.block_size = PAGE
     return config
@@ -86,8 +88,8 @@ def test_pages_of_rings_and_blocks_of_the_target_do_not_overlap(layout, targets,
     specs, num_blocks = layers(targets, drafts, shape), 7
     vllm_config = config(layout)
     plan = plan_groups(vllm_config, specs, GROUP_LAYERS)
-    block_bytes = kv_cache_utils._pool_bytes_per_block(vllm_config, plan.groups)
-    kv_cache_config = kv_cache_utils.get_kv_cache_config_from_groups(
+    block_bytes = kv_planning.pool_bytes_per_block(vllm_config, plan.groups)
+    kv_cache_config = import_module(kv_planning.MODULE).get_kv_cache_config_from_groups(
         vllm_config, plan.groups, num_blocks * block_bytes + 100
     )
     assert kv_cache_config.num_blocks == num_blocks
@@ -145,6 +147,30 @@ def test_without_a_ring_the_groups_are_vllms(specs, layout, reason):
         name: spec.whole() if isinstance(spec, RingOfferSpec) else spec for name, spec in specs.items()
     }
     assert plan.groups == GROUP_LAYERS(config(layout), whole)
+
+
+@pytest.mark.parametrize("override", [None, 300])
+def test_the_log_compares_rooms_in_the_same_memory(monkeypatch, override):
+    """Blocks are smaller with rings, so a number that the user set holds fewer tokens than without."""
+    speculative = SimpleNamespace(has_draft_model=True)
+    monkeypatch.setattr(ring_cache, "MagicDecSpeculativeConfig", SimpleNamespace)
+    vllm_config, specs, lines = config(), layers(6, 2), []
+    vllm_config.speculative_config = speculative
+    vllm_config.cache_config.num_gpu_blocks_override = override
+    plan = plan_groups(vllm_config, specs, GROUP_LAYERS)
+    small, large = (
+        ring_cache.kv_planning.pool_bytes_per_block(vllm_config, own) for own in (plan.groups, plan.shared)
+    )
+    kv_cache_config = kv_cache_utils.get_kv_cache_config_from_groups(vllm_config, plan.groups, 300 * small)
+    monkeypatch.setattr(ring_cache.logger, "info_once", lambda line, *values: lines.append(line % values))
+    ring_cache.log_ring_capacity(vllm_config, [specs], kv_cache_config)
+    # Rings take 3 blocks of a request's 67. Blocks with the draft's 2 layers are 8/6 as large.
+    room, in_same_memory = 300 * MODEL_LEN // 67, 300 * 6 // 8 * PAGE
+    (line,) = lines
+    end = line.partition("the target has room for ")[2]
+    assert end.startswith(f"{room:,} tokens, and for {in_same_memory:,} in the same memory if the draft's")
+    because = f"because the 300 blocks of --num-gpu-blocks-override would take {300 * large:,} bytes"
+    assert (because in end) == (override is not None)
 
 
 def test_a_ring_of_the_whole_context_is_not_used():

@@ -66,6 +66,9 @@ class _AdaptiveSpeculation(Scheduler):
         spec = self.vllm_config.speculative_config
         assert isinstance(spec, MagicDecSpeculativeConfig)
         self.clock: Callable[[], float] = perf_counter
+        # Since vLLM 0.33 the V2 runner may skip drafts that no request can use, and not say so. The
+        # controller would learn the time of a step without them as the time of one with them.
+        self.can_skip_drafts = False
         # Lookups on the device change the passes' times but send the scheduler nothing.
         self._with_lookups = spec.draft_lookup == "on" and not spec.looks_up_on_device
         # With lookups the drafts may exceed the step's token budget, so that some requests wait.

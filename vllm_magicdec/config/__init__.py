@@ -20,6 +20,8 @@ from vllm_magicdec.config.fields import (
 from vllm_magicdec.config.given import (
     check_field_names,
     check_given,
+    drafts_with_adapters,
+    fit_adapters,
     refuse_misspelt_method,
     selects_magicdec,
 )
@@ -34,6 +36,8 @@ __all__ = [
     "check_given",
     "default_of",
     "documented_fields",
+    "drafts_with_adapters",
+    "fit_adapters",
     "nested_lengths",
     "refuse_misspelt_method",
     "selects_magicdec",

@@ -9,6 +9,7 @@ from vllm.config import SpeculativeConfig
 from vllm.config.utils import config
 
 DEFAULT_MAX_TOKENS = 8  # draft tokens per round under `auto`
+MOST_DRAFTS = 128  # draft tokens per round
 _MOST_TOKENS = 2**31 - 1  # positions are int32
 
 # Fields of vLLM's SpeculativeConfig that also apply to self-speculation.
@@ -54,10 +55,10 @@ PRIVATE_FIELDS = ENGINE_FIELDS - {"target_model_config", "target_parallel_config
 class MagicDecFields(SpeculativeConfig):
     """Fields of `MagicDecSpeculativeConfig`, as a pydantic dataclass."""
 
-    num_speculative_tokens: int = Field(default=4, gt=0, le=128)
+    num_speculative_tokens: int = Field(default=4, gt=0, le=MOST_DRAFTS)
     """Draft tokens per round (gamma), or `auto`: a controller chooses a number for every step, possibly 0,
     from the batch size, the context lengths, measured step times and observed acceptance."""
-    max_num_speculative_tokens: int | None = Field(default=None, gt=0, le=128)
+    max_num_speculative_tokens: int | None = Field(default=None, gt=0, le=MOST_DRAFTS)
     """Maximum number of draft tokens per round when `num_speculative_tokens` is `auto`. Default: 8, or 16
     with lookups (`draft_lookup`)."""
     profile: str | None = None

@@ -8,7 +8,15 @@ from typing import Any
 
 from vllm.config import SpeculativeConfig
 
-from vllm_magicdec.config.fields import ENGINE_FIELDS, MODEL_FIELDS, PRIVATE_FIELDS, SWITCHES, user_fields
+from vllm_magicdec.config.fields import (
+    DEFAULT_MAX_TOKENS,
+    ENGINE_FIELDS,
+    MODEL_FIELDS,
+    PRIVATE_FIELDS,
+    SWITCHES,
+    default_of,
+    user_fields,
+)
 from vllm_magicdec.errors import METHOD, MODEL_METHOD, MagicDecConfigError, quoted
 
 
@@ -49,7 +57,9 @@ def check_given(given: object, options: Mapping[str, object]) -> None:
             f"speculative_config={quoted(given)} is not a dictionary of fields; for {METHOD} use {example}"
         )
     named = {name: value for name, value in options.items() if value is not None}
-    if not selects_magicdec({**given, **named}):
+    fields: dict[Any, Any] = {**given, **named}
+    if not selects_magicdec(fields):
+        _refuse_own_fields(fields)
         return
     for name in given:
         if not isinstance(name, str):
@@ -59,6 +69,66 @@ def check_given(given: object, options: Mapping[str, object]) -> None:
                 f"{METHOD}: {name} is given twice, as {quoted(named[name])} by an option and as "
                 f"{quoted(given[name])} in the speculative config; remove one of them"
             )
+
+
+def _refuse_own_fields(given: Mapping[object, object]) -> None:
+    """Raise MagicDecConfigError for fields of the plugin's methods where neither is selected."""
+    fields = {str(name).replace("-", "_"): value for name, value in given.items()}
+    refuse_misspelt_method(fields)
+    known_to_vllm = {f.name for f in dataclass_fields(SpeculativeConfig)}
+    own = [name for name in fields if name in user_fields() and name not in known_to_vllm]
+    if fields.get("num_speculative_tokens") == "auto":
+        own.append("num_speculative_tokens='auto'")
+    if not own:
+        return
+    method, model = fields.get("method"), fields.get("model")
+    needed = METHOD if model is None else MODEL_METHOD
+    if method is None:
+        raise MagicDecConfigError(f"{own[0]} belongs to method={needed!r}; add that")
+    raise MagicDecConfigError(
+        f"{own[0]} belongs to method={needed!r}; use that instead of method={quoted(method)}, or remove "
+        f"{own[0].split('=')[0]}"
+    )
+
+
+def drafts_with_adapters(max_num_seqs: int, max_num_batched_tokens: int) -> int:
+    """Return the drafts per round for which vLLM's limits of a step suffice, as it demands with LoRA."""
+    return max_num_batched_tokens // max_num_seqs - 1
+
+
+def fit_adapters(given: Mapping[str, Any], max_num_seqs: int, max_num_batched_tokens: int) -> int | None:
+    """Return the `max_num_speculative_tokens` with which vLLM accepts `auto` with LoRA.
+
+    Args:
+        given: fields, options included.
+        max_num_seqs: maximum requests of a step.
+        max_num_batched_tokens: maximum tokens of a step.
+
+    Returns:
+        None if the given number fits, or is not one.
+
+    Raises:
+        MagicDecConfigError: it does not fit; says which option to set to what.
+    """
+    fitting = drafts_with_adapters(max_num_seqs, max_num_batched_tokens)
+    field = "num_speculative_tokens"
+    drafts = given.get(field, default_of(field))
+    if drafts == "auto":
+        field = "max_num_speculative_tokens"
+        drafts = given.get(field)
+        if drafts is None:
+            if 1 <= fitting < DEFAULT_MAX_TOKENS:
+                return fitting
+            drafts = 1
+    if not isinstance(drafts, int) or drafts <= fitting:
+        return None
+    fewer = f"{field}={fitting}, " if fitting > 0 else ""
+    tokens = max_num_seqs * (drafts + 1)
+    raise MagicDecConfigError(
+        f"{name_of(given)}: with LoRA, {field}={drafts} needs --max-num-batched-tokens {tokens} for "
+        f"--max-num-seqs {max_num_seqs}, not {max_num_batched_tokens}; use {fewer}--max-num-seqs "
+        f"{max_num_batched_tokens // (drafts + 1)}, or --max-num-batched-tokens {tokens}"
+    )
 
 
 _REMOVED_FIELDS = {

@@ -6,9 +6,15 @@ from traceback import walk_tb
 from pydantic import ValidationError
 from vllm.config import ModelConfig, SpeculativeConfig
 
+from vllm_magicdec.config.fields import MOST_DRAFTS
 from vllm_magicdec.errors import quoted
 
 _LONGEST_REASON = 240  # characters
+# What to type where pydantic names neither words nor fractions.
+_POSSIBLE = {
+    "num_speculative_tokens": f"use 1 to {MOST_DRAFTS} or 'auto', or leave speculation out",
+    "draft_kv_budget": "use a number of tokens, or a fraction of the context such as 0.06",
+}
 
 
 def first_problem(error: ValidationError, method: str) -> str:
@@ -20,7 +26,8 @@ def first_problem(error: ValidationError, method: str) -> str:
         return f"{method}: {message}"
     name = problem["loc"][0]
     value = quoted(problem["input"])
-    return f"{method}: {name}={value} is not possible: {message[0].lower()}{message[1:]}"
+    instead = f"; {_POSSIBLE[name]}" if name in _POSSIBLE else ""
+    return f"{method}: {name}={value} is not possible: {message[0].lower()}{message[1:]}{instead}"
 
 
 def one_line(error: Exception) -> str:

@@ -64,6 +64,10 @@ class MagicDecSpeculativeConfig(MagicDecFields):
             )
         if self.snapkv_kernel % 2 == 0:
             raise ValueError(f"snapkv_kernel={self.snapkv_kernel} is even; use {self.snapkv_kernel + 1}")
+        if self.rejection_sample_method == "fly":  # since vLLM 0.33
+            raise ValueError(
+                "rejection_sample_method='fly' changes the output distribution; use 'standard' or 'block'"
+            )
         self._resolve_adaptive()
         if not self.has_draft_model:
             self.model = self.target_model_config.model if self.target_model_config else METHOD

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixes vLLM 0.32.0's CPU attention where layers with and without a window share a KV cache group.
+"""Fixes vLLM's CPU attention where layers with and without a window share a KV cache group.
 
 This is so for gpt-oss with `--disable-hybrid-kv-cache-manager`. Before a step, vLLM's kernel plans which
 thread computes what; for requests with one token, threads may split the keys. All layers of a group share
@@ -8,8 +8,8 @@ then returns uninitialised values, weighted by its part of the softmax's denomin
 the layer has learned sinks: then the output is arbitrarily wrong. (When vLLM drafts, the plan may also be
 for one layer's window, and layers that see further miss keys.)
 
-With this fix, each layer has a plan for its own window. The third patch in `patches/vllm-0.32.0/` is the
-same fix for vLLM itself.
+With this fix, each layer has a plan for its own window. The third patch in `patches/` is the same fix for
+vLLM itself.
 """
 
 import functools

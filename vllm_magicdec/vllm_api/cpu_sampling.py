@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixes vLLM 0.32.0's rejection sampler on CPUs, for all speculative methods.
+"""Fixes vLLM's sampling on CPUs, for all speculative methods.
 
 `expand_batch_to_tokens` repeats each request's temperature, top-k and top-p once per draft token. On CPUs
 its C++ kernel writes to a converted int64 copy that is then dropped, so sampling uses uninitialised memory
-(second patch in `patches/vllm-0.32.0/`).
+(second patch in `patches/`).
 
 `apply_top_k_top_p` takes the maximum of all drafts' top-k. If a request limits top-k alone, a step without
 drafts, such as a prompt's first one, crashes the engine (fourth patch).
+
+The V1 runner samples also for requests whose prompt is not read to its end, and then sets the offset of
+their generators back. Generators on CPUs have no offset, which ends the engine (fifth patch).
 """
 
+import functools
 from typing import Any
 
+import numpy as np
 import torch
 import vllm.v1.sample.ops.topk_topp_sampler as topk_topp_sampler
 import vllm.v1.sample.rejection_sampler as rejection_sampler
@@ -57,3 +62,37 @@ def patch() -> None:
         "Replaced vLLM's expand_batch_to_tokens, which loses temperature and top-p on CPU, so that "
         "sampled output keeps the target's distribution."
     )
+
+
+def rewind_generators(runner: Any) -> None:
+    """Set generators of seeded requests back after samples that are thrown away.
+
+    Args:
+        runner: a `CPUModelRunner`.
+    """
+    sample, bookkeeping = runner._sample, runner._bookkeeping_sync
+    if "set_offset" not in bookkeeping.__code__.co_names:
+        return  # vLLM is fixed
+    before: dict[int, tuple[torch.Generator, torch.Tensor]] = {}  # by row: generator and its state
+
+    @functools.wraps(sample)
+    def sample_and_keep_states(*args: Any, **kwargs: Any) -> Any:
+        before.clear()
+        generators = runner.input_batch.generators
+        for row in np.flatnonzero(runner.discard_request_mask.np[: runner.input_batch.num_reqs]).tolist():
+            if row in generators:
+                before[row] = generators[row], generators[row].get_state()
+        return sample(*args, **kwargs)
+
+    @functools.wraps(bookkeeping)
+    def rewind_first(*args: Any, **kwargs: Any) -> Any:
+        generators = runner.input_batch.generators
+        for row, (generator, state) in before.items():
+            generator.set_state(state)
+            del generators[row]  # vLLM would ask for its offset
+        try:
+            return bookkeeping(*args, **kwargs)
+        finally:
+            generators.update({row: generator for row, (generator, _) in before.items()})
+
+    runner._sample, runner._bookkeeping_sync = sample_and_keep_states, rewind_first

@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Targets whose input is embeddings, also of text: multimodal ones, and all with prompt embeddings.
 
-Their compiled code takes no token ids, so draft passes compute embeddings too.
+Their compiled code takes no token ids, so draft passes compute embeddings too. Parts of prompts that are
+given as embeddings have no token ids.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn as nn
 from vllm.config import ModelConfig
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
 from vllm_magicdec.errors import METHOD, MagicDecConfigError
 
@@ -39,3 +42,34 @@ def embed(model: nn.Module, tokens: torch.Tensor, vocab_size: int) -> torch.Tens
     the vocabulary; any embedding will do for them.
     """
     return model.embed_input_ids(tokens.clamp(0, vocab_size - 1))
+
+
+@dataclass(frozen=True)
+class _WithoutPromptTokens:
+    """Stands for a request of the V1 runner whose prompt has embeddings."""
+
+    request: CachedRequestState
+
+    def get_token_id(self, index: int) -> int:
+        return 0 if index < self.request.num_prompt_tokens else self.request.get_token_id(index)
+
+
+def blank_embedded_prompts(requests: dict[str, Any], inputs: InputBatch) -> dict[str, Any]:
+    """Let embeddings in prompts have token id 0 in the V1 runner, as they have in the V2 runner.
+
+    vLLM's proposers raise for them or read whatever the batch's row holds.
+
+    Args:
+        requests: all requests, by id.
+        inputs: the batch; its `token_ids_cpu` is changed.
+
+    Returns:
+        The requests, for vLLM's bookkeeping of next tokens.
+    """
+    blanked = dict(requests)
+    for row in inputs.req_prompt_embeds:
+        length = inputs.num_prompt_tokens[row]
+        inputs.token_ids_cpu[row, :length][~inputs.is_token_ids[row, :length]] = 0
+        req_id = inputs.req_ids[row]
+        blanked[req_id] = _WithoutPromptTokens(requests[req_id])
+    return blanked

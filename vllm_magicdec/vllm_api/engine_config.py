@@ -14,11 +14,13 @@ from pathlib import Path
 from vllm.config import ModelConfig, VllmConfig
 from vllm.logger import init_logger
 from vllm.tokenizers import cached_tokenizer_from_config, get_tokenizer
+from vllm.utils.math_utils import round_up
 
 from vllm_magicdec.config import (
     DEFAULT_MAX_TOKENS,
     MagicDecSpeculativeConfig,
     default_of,
+    drafts_with_adapters,
     nested_lengths,
 )
 from vllm_magicdec.errors import METHOD, MODEL_METHOD, MagicDecConfigError
@@ -39,11 +41,17 @@ logger = init_logger(f"vllm.{__name__}")
 
 # Under `auto`, passes that check looked-up tokens make long rounds cheap, and other rounds end early.
 _MAX_TOKENS_WITH_LOOKUPS = 16
+_CPU_PAGE = 32  # tokens; pages of vLLM's attention on CPUs are multiples of it
 
 
 def host_lacks_latest_tokens(vllm_config: VllmConfig) -> bool:
     """Return whether the latest tokens are only on the device when drafting begins."""
     return vllm_config.use_v2_model_runner and vllm_config.device_config.device_type != "cpu"
+
+
+def reads_activations(spec: MagicDecSpeculativeConfig) -> bool:
+    """Return whether the draft reads activations (vLLM: auxiliary hidden states) of the target."""
+    return spec.spire is not None
 
 
 class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
@@ -57,6 +65,8 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
         """
         if vllm_config.model_config.use_mla:
             self._check_mla(vllm_config)
+        else:
+            self._check_block_size(vllm_config)
         if self.has_draft_model:
             self._check_draft_model(vllm_config)
         if vllm_config.cache_config.kv_sharing_fast_prefill:
@@ -77,6 +87,13 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
         self._check_budget(vllm_config)
         if self.adaptive:
             self._adapt(vllm_config)
+        if self.adaptive or (self.draft_lookup == "on" and not self.looks_up_on_device):
+            logger.info_once(
+                "%s: with %s, a request with a seed may get another answer when it is repeated, because "
+                "its draws depend on how many tokens were drafted.",
+                self.name,
+                "num_speculative_tokens='auto'" if self.adaptive else "draft_lookup='on'",
+            )
         if not self.enable_adaptive_verification:  # its graphs serve every length
             for sentence in find_missing_graphs(vllm_config):
                 logger.info_once("%s: %s", METHOD, sentence)
@@ -160,6 +177,15 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
                 "models cache one latent vector per token instead; use draft_kv_policy='streamingllm'"
             )
 
+    def _check_block_size(self, vllm_config: VllmConfig) -> None:
+        """Refuse pages that vLLM's attention on CPUs refuses when the worker has loaded the weights."""
+        size = vllm_config.cache_config.block_size
+        if vllm_config.device_config.device_type == "cpu" and size % _CPU_PAGE:
+            raise MagicDecConfigError(
+                f"{self.name}: --block-size {size} is no multiple of {_CPU_PAGE} tokens, which vLLM's "
+                f"attention on CPUs requires; use --block-size {round_up(size, _CPU_PAGE)}"
+            )
+
     def _check_output_quantisation(self, vllm_config: VllmConfig) -> None:
         policy, device_type = self.policy, vllm_config.device_config.device_type
         if policy.granularity(self, device_type) != "token":
@@ -188,19 +214,22 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
                     f"{METHOD}: draft_lookup_sources has no use, because draft_lookup='auto' means 'off' "
                     "here; use draft_lookup='on', or remove draft_lookup_sources"
                 )
-        most = self._default_max_tokens
+        most = self._default_max_tokens(vllm_config)
         if self.adaptive and self.max_num_speculative_tokens is None and most > self.num_speculative_tokens:
             self.num_speculative_tokens = self.max_num_speculative_tokens = most
         self._check_datastores(vllm_config)
 
-    @property
-    def _default_max_tokens(self) -> int:
-        """The maximum number of draft tokens per round if the user sets none."""
+    def _default_max_tokens(self, vllm_config: VllmConfig) -> int:
+        """Return the maximum number of draft tokens per round if the user sets none."""
         if not self.adaptive:
             return int(default_of("num_speculative_tokens"))
         is_synthetic = self.rejection_sample_method == "synthetic"  # has one rate per draft token
         looks_up = self.draft_lookup == "on" and not is_synthetic
-        return _MAX_TOKENS_WITH_LOOKUPS if looks_up else DEFAULT_MAX_TOKENS
+        most = _MAX_TOKENS_WITH_LOOKUPS if looks_up else DEFAULT_MAX_TOKENS
+        if vllm_config.lora_config is None:
+            return most
+        scheduler = vllm_config.scheduler_config
+        return min(most, drafts_with_adapters(scheduler.max_num_seqs, scheduler.max_num_batched_tokens))
 
     def _check_datastores(self, vllm_config: VllmConfig) -> None:
         model = vllm_config.model_config
@@ -277,7 +306,7 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
         """Return, as text, the smallest sets of fields whose defaults would make the budget valid."""
         names = ("draft_kv_sink", "snapkv_window", "snapkv_recent")
         defaults = {name: default_of(name) for name in names}
-        defaults["num_speculative_tokens"] = self._default_max_tokens
+        defaults["num_speculative_tokens"] = self._default_max_tokens(vllm_config)
         larger = [name for name, default in defaults.items() if getattr(self, name) > default]
 
         def is_valid_with(at_default: Sequence[str]) -> bool:
@@ -319,7 +348,7 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
                 "and with the executor 'external_launcher' all processes must choose the same; use a number"
             )
         if self.profile is not None:
-            check_profile(self.profile, self, vllm_config, self._default_max_tokens)
+            check_profile(self.profile, self, vllm_config, self._default_max_tokens(vllm_config))
         by_length, most = captures_by_length(vllm_config), self.num_speculative_tokens
         few = nested_lengths(most, max(2, scheduler.max_num_seqs))
         every = (0, most) if self.draft_lookup == "on" else tuple(range(most + 1))

@@ -67,8 +67,8 @@ class Required:
 class Hook(Required):
     """An attribute of a class or module of vLLM that the plugin wraps.
 
-    `parameters` are the first parameters of vLLM's function, in order; () for a `__new__` inherited from
-    `object`.
+    `parameters` are the first parameters of vLLM's function, in order; () for a `__new__`, which passes
+    its arguments on. Another plugin may have wrapped the attribute before.
     """
 
     reason: str = ""
@@ -76,9 +76,12 @@ class Hook(Required):
 
     def _find_difference(self, found: Any) -> str | None:
         if not self.parameters:
-            is_free = found is object.__new__ or self in _originals
-            return None if is_free else f"{self.owner} has a constructor of its own"
-        parameters = tuple(inspect.signature(found).parameters)  # a wrapper has the original's signature
+            return None
+        signature = inspect.signature(found)  # of the original, if a wrapper tells
+        parameters = tuple(signature.parameters)
+        kinds = {parameter.kind for parameter in signature.parameters.values()}
+        if kinds == {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:
+            return None  # a wrapper that passes everything on
         if parameters[: len(self.parameters)] != self.parameters:
             return f"{self.target} takes {parameters}, not {self.parameters}"
         return None

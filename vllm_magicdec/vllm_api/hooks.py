@@ -21,10 +21,12 @@ from vllm_magicdec import envs
 from vllm_magicdec.config import (
     MagicDecSpeculativeConfig,
     check_given,
+    fit_adapters,
     refuse_misspelt_method,
     selects_magicdec,
 )
-from vllm_magicdec.vllm_api.engine_config import EngineSpeculativeConfig
+from vllm_magicdec.errors import MagicDecConfigError
+from vllm_magicdec.vllm_api.engine_config import EngineSpeculativeConfig, reads_activations
 from vllm_magicdec.vllm_api.hook import Hook, Wrap, after, before, in_words
 from vllm_magicdec.vllm_api.versions import kv_planning
 
@@ -34,7 +36,8 @@ logger = init_logger(f"vllm.{__name__}")
 def _constructs(subclass: Callable[[], type], selected: Callable[[dict[str, Any]], bool]) -> Wrap:
     """Wrap `__new__` to construct `subclass()` if `selected(arguments)`.
 
-    `arguments` are the constructor's arguments by name. Python then runs the subclass's `__init__`.
+    `arguments` are the constructor's arguments by name. Python then runs the subclass's `__init__`. Another
+    plugin may have wrapped `__new__` as well, or put a subclass of its own in the place of vLLM's class.
     """
 
     def wrap(owner: type, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -43,9 +46,17 @@ def _constructs(subclass: Callable[[], type], selected: Callable[[dict[str, Any]
         def __new__(cls: type, /, *args: Any, **kwargs: Any) -> Any:
             # The subclass checks keywords that vLLM's class does not have.
             positional = dict(zip(signature.parameters, args, strict=False))
-            if cls is owner and selected({**positional, **kwargs}):
-                cls = subclass()
-            return object.__new__(cls)
+            made_cls = cls
+            if not cls.__module__.startswith("vllm_magicdec.") and selected({**positional, **kwargs}):
+                made_cls = subclass()
+            made = (
+                object.__new__(made_cls)
+                if original is object.__new__
+                else original(made_cls, *args, **kwargs)
+            )
+            if not isinstance(made, cls):
+                made.__init__(*args, **kwargs)  # Python does so for instances of `cls` alone
+            return made
 
         return __new__
 
@@ -68,14 +79,18 @@ def _v1_proposer() -> type:
     return MagicDecProposer
 
 
+def _v2_speculator() -> type:
+    from vllm_magicdec.vllm_api.runner_v2 import MagicDecSpeculator
+
+    return MagicDecSpeculator
+
+
 def _make_speculator(owner: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def init_speculator(vllm_config: Any, device: Any, req_states: Any) -> Any:
         if not _engine_selects({"vllm_config": vllm_config}):
             return original(vllm_config, device, req_states)
-        from vllm_magicdec.vllm_api.runner_v2 import MagicDecSpeculator
-
-        return MagicDecSpeculator(vllm_config, device, req_states)
+        return _v2_speculator()(vllm_config, device, req_states)
 
     return init_speculator
 
@@ -94,18 +109,22 @@ def _check_configuration(owner: type, original: Callable[..., Any]) -> Callable[
     @functools.wraps(original)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = self.speculative_config
-        check_given(
-            given,
-            {
-                "method": self.spec_method,
-                "model": self.spec_model,
-                "num_speculative_tokens": self.spec_tokens,
-            },
-        )
+        options = {
+            "method": self.spec_method,
+            "model": self.spec_model,
+            "num_speculative_tokens": self.spec_tokens,
+        }
+        check_given(given, options)
         # vLLM adds the options to this dictionary. API servers and Ray resolve the same arguments again,
         # and the options would be refused as given twice.
         self.speculative_config = dict(given) if isinstance(given, dict) else given
         try:
+            vllm_config = original(self, *args, **kwargs)
+        except ValueError as error:
+            fields = _fit_adapters(self, given or {}, options) if type(error) is ValueError else None
+            if fields is None:
+                raise
+            self.speculative_config = fields
             vllm_config = original(self, *args, **kwargs)
         finally:
             self.speculative_config = given
@@ -115,6 +134,30 @@ def _check_configuration(owner: type, original: Callable[..., Any]) -> Callable[
         return vllm_config
 
     return create_engine_config
+
+
+def _fit_adapters(
+    engine_args: Any, given: dict[str, Any], options: dict[str, Any]
+) -> dict[str, Any] | None:
+    """Return the given fields with a number of drafts that vLLM accepts with LoRA; None: it does already.
+
+    vLLM's own error names none of the values.
+    """
+    typed = {name: value for name, value in options.items() if value is not None}
+    fields = {**{name.replace("-", "_"): value for name, value in given.items()}, **typed}
+    limits = engine_args.max_num_seqs, engine_args.max_num_batched_tokens
+    if not engine_args.enable_lora or None in limits or not selects_magicdec(fields):
+        return None
+    fitting = fit_adapters(fields, *limits)
+    if fitting is None:
+        return None
+    logger.info_once(
+        "With LoRA, 'auto' drafts at most %d tokens a round: a step of --max-num-seqs %d has room for no "
+        "more in --max-num-batched-tokens %d.",
+        fitting,
+        *limits,
+    )
+    return {**given, "max_num_speculative_tokens": fitting}
 
 
 def _reserve_memory(owner: Any, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -159,9 +202,20 @@ def _pass_adapters(batch: Any, runner: Any, *_: Any, **__: Any) -> Any:
     return batch
 
 
-def _enable_activations(runner: Any, *_: Any, **__: Any) -> None:
+def _check_drafter(runner: Any, drafter: Any, make_ours: Callable[[], type]) -> None:
+    """Refuse to start with a drafter that another plugin has put in place of the method's own."""
+    if _engine_selects({"vllm_config": runner.vllm_config}) and not isinstance(drafter, make_ours()):
+        made = f"{type(drafter).__module__}.{type(drafter).__qualname__}"
+        raise MagicDecConfigError(
+            f"{runner.vllm_config.speculative_config.name}: another plugin makes the drafter ({made}); "
+            "leave that plugin out, for example with VLLM_PLUGINS=magicdec"
+        )
+
+
+def _before_loading_v2(runner: Any, *_: Any, **__: Any) -> None:
+    _check_drafter(runner, runner.speculator, _v2_speculator)
     spec = runner.vllm_config.speculative_config
-    if isinstance(spec, MagicDecSpeculativeConfig) and spec.spire is not None:
+    if isinstance(spec, MagicDecSpeculativeConfig) and reads_activations(spec):
         runner.use_aux_hidden_state_outputs = True
 
 
@@ -211,7 +265,8 @@ def _attend_natively(vllm_config: Any, kv_cache_config: Any, device: Any) -> Non
     use_native_attention(vllm_config, names)
 
 
-def _attend_natively_v1(runner: Any, kv_cache_config: Any, *_: Any, **__: Any) -> None:
+def _before_kv_cache_v1(runner: Any, kv_cache_config: Any, *_: Any, **__: Any) -> None:
+    _check_drafter(runner, getattr(runner, "drafter", None), _v1_proposer)
     _attend_natively(runner.vllm_config, kv_cache_config, runner.device)
 
 
@@ -267,7 +322,7 @@ ACTIVATIONS_HOOK = Hook(
     name="load_model",
     parameters=("self", "load_dummy_weights"),
     reason="a SPIRe draft reads activations of the target, which the V2 runner returns for few methods",
-    wrap=before(_enable_activations),
+    wrap=before(_before_loading_v2),
 )
 
 COUNTS_HOOKS = (
@@ -317,7 +372,7 @@ ATTENTION_HOOKS = (
         name="initialize_kv_cache_tensors",
         parameters=("self", "kv_cache_config"),
         reason="plain decoding and vLLM's methods can use the attention kernel for CPUs on the V1 runner",
-        wrap=before(_attend_natively_v1),
+        wrap=before(_before_kv_cache_v1),
     ),
     Hook(
         module="vllm.v1.worker.gpu.model_runner",
@@ -340,7 +395,6 @@ HOOKS_BESIDE_REGISTRY = (
     MEMORY_HOOK,
     RINGS_HOOK,
     ADAPTERS_HOOK,
-    ACTIVATIONS_HOOK,
     *COUNTS_HOOKS,
     DRAFTS_HOOK,
     *ATTENTION_HOOKS,
@@ -387,5 +441,6 @@ HOOKS = (
         reason="the command line accepts --speculative-model and prints --help=magicdec",
         wrap=after(_add_options),
     ),
+    ACTIVATIONS_HOOK,
     *HOOKS_BESIDE_REGISTRY,
 )

@@ -76,6 +76,8 @@ _NAMES = {
         SpecDecodeBaseProposer.propose(num_speculative_tokens, target_token_ids, target_positions,
             target_hidden_states, next_token_ids, token_indices_to_sample, common_attn_metadata,
             sampling_metadata, mm_embed_inputs, num_rejected_tokens_gpu, slot_mappings)
+        SpecDecodeBaseProposer.prepare_next_token_ids_padded(sampled_token_ids, requests, gpu_input_batch,
+            discard_request_mask)
         SpecDecodeBaseProposer.load_model(target_model) SpecDecodeBaseProposer.dummy_run(num_tokens)
         SpecDecodeBaseProposer.take_last_draft_probs SpecDecodeBaseProposer._raise_if_mrope
         SpecDecodeBaseProposer.initialize_attn_backend(kv_cache_config, kernel_block_sizes)
@@ -93,6 +95,7 @@ _NAMES = {
         AttentionGroup.update_draft_decode_metadata(attn_metadata)
     """,
     "vllm.v1.worker.gpu_input_batch": """
+        InputBatch.req_prompt_embeds InputBatch.is_token_ids InputBatch.generators
         InputBatch.token_ids_cpu InputBatch.num_computed_tokens_cpu InputBatch.request_lora_mapping
         CachedRequestState(output_token_ids, mrope_positions, mrope_position_delta)
     """,
@@ -100,6 +103,7 @@ _NAMES = {
         GPUModelRunner.attn_groups GPUModelRunner.num_prompt_logprobs GPUModelRunner.requests
         GPUModelRunner.effective_drafter_max_model_len GPUModelRunner.use_aux_hidden_state_outputs
         GPUModelRunner.execute_model_state GPUModelRunner.mrope_positions
+        GPUModelRunner._sample GPUModelRunner._bookkeeping_sync GPUModelRunner.discard_request_mask
         GPUModelRunner._get_positions(num_tokens) GPUModelRunner.take_draft_token_ids
         ExecuteModelState(aux_hidden_states, slot_mappings)
     """,

@@ -228,9 +228,7 @@ def plan_groups(
     if isinstance(rings, str):
         return Plan(shared, shared, rings)
     groups = [*targets, rings]
-    needs, needs_shared = (
-        kv_planning.max_memory_usage_bytes(vllm_config, own) for own in (groups, shared)
-    )
+    needs, needs_shared = (kv_planning.max_memory_usage_bytes(vllm_config, own) for own in (groups, shared))
     if needs >= needs_shared:
         reason = (
             f"a request of {vllm_config.model_config.max_model_len:,} tokens would take {needs:,} bytes "
@@ -328,19 +326,25 @@ def log_ring_capacity(
         )
         return
     room, _ = get_kv_cache_capacity(vllm_config, kv_cache_config)
+    # In the same memory: blocks with the draft's layers are larger, also where the user set their number.
     num_bytes = kv_cache_config.kv_cache_tensors[0].size
-    num_blocks = vllm_config.cache_config.num_gpu_blocks_override
-    num_blocks = num_blocks or num_bytes // kv_planning.pool_bytes_per_block(vllm_config, plan.shared)
+    block_bytes = kv_planning.pool_bytes_per_block(vllm_config, plan.shared)
+    num_blocks = num_bytes // block_bytes
     shared = KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=plan.shared)
     room_shared, _ = get_kv_cache_capacity(vllm_config, shared)
+    number = vllm_config.cache_config.num_gpu_blocks_override
     logger.info_once(
         "%s: the draft model's KV cache holds %s tokens of a request, in a ring of %d pages: the target "
-        "has room for %s tokens, and for %s if the draft's held every token.",
+        "has room for %s tokens, and for %s in the same memory if the draft's held every token%s.",
         MODEL_METHOD,
         f"{spec.ring.num_pages * spec.block_size:,}",
         spec.ring.num_pages,
         f"{room:,}",
         f"{room_shared:,}",
+        ""
+        if number is None
+        else f", because the {number:,} blocks of --num-gpu-blocks-override would take "
+        f"{number * block_bytes:,} bytes instead of {num_bytes:,}",
     )
 
 

@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn as nn
+from typing_extensions import override
 from vllm.config import VllmConfig
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
+from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_magicdec.adaptive.metrics import Counts
@@ -31,6 +33,7 @@ from vllm_magicdec.vllm_api import cpu_attention, cpu_llvmlite, cpu_sampling
 from vllm_magicdec.vllm_api.adapters import Adapters
 from vllm_magicdec.vllm_api.attention_groups import attention_groups_of, refuse_split_pages
 from vllm_magicdec.vllm_api.drafts_v1 import Draft, ModelDraft, TargetDraft, draft_beyond_the_end
+from vllm_magicdec.vllm_api.embeddings import blank_embedded_prompts
 from vllm_magicdec.vllm_api.kv_cache import layer_groups
 from vllm_magicdec.vllm_api.rope import positions_on_host
 from vllm_magicdec.vllm_api.spire_draft_v1 import SpireDraft
@@ -100,6 +103,7 @@ class MagicDecProposer(DraftModelProposer):
         super().__init__(vllm_config=vllm_config, device=device, runner=runner)
         if device.type == "cpu":
             cpu_sampling.patch()
+            cpu_sampling.rewind_generators(runner)
             cpu_attention.patch()
         if self.speculative_config.draft_lookup == "on":
             cpu_llvmlite.patch()
@@ -208,6 +212,20 @@ class MagicDecProposer(DraftModelProposer):
     def dummy_run(self, *args: Any, **kwargs: Any) -> None:
         """Warm up or capture the draft model, if there is one."""
         self._drafting.warm_up(*args, **kwargs)
+
+    @override
+    def prepare_next_token_ids_padded(
+        self,
+        sampled_token_ids: torch.Tensor,
+        requests: dict[str, CachedRequestState],
+        gpu_input_batch: InputBatch,
+        discard_request_mask: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if gpu_input_batch.req_prompt_embeds:
+            requests = blank_embedded_prompts(requests, gpu_input_batch)
+        return super().prepare_next_token_ids_padded(
+            sampled_token_ids, requests, gpu_input_batch, discard_request_mask
+        )
 
     @torch.inference_mode()
     def propose(

@@ -23,8 +23,8 @@ if TYPE_CHECKING:  # imports this module
 class SpireDraft(LoadedDraft):
     """A draft that computes the K/V of verified tokens from the target's activations.
 
-    A hook (`hooks.ACTIVATIONS_HOOK`) has every step of the target return them, plain ones too. A pass
-    writes its memory within its CUDA graph.
+    Every step of the target returns them, plain ones too, by `hooks.ACTIVATIONS_HOOK` or the registry of
+    `patches/`. A pass writes its memory within its CUDA graph.
 
     Raises:
         MagicDecConfigError: vLLM does not return the target's activations.

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plugin beside one that also changes where vLLM makes speculators and speculative configurations.
+
+vLLM loads plugins in no stated order, so both are tried.
+"""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import engines
+import pytest
+from vllm.engine.arg_utils import EngineArgs
+
+from vllm_magicdec.errors import METHOD, MagicDecConfigError
+from vllm_magicdec.plugin import register
+from vllm_magicdec.vllm_api import hooks
+
+register()
+
+OTHER = '''
+import contextlib
+import functools
+import sys
+
+class Other:
+    """Counts what passes through it."""
+    seen = []
+
+    @staticmethod
+    def wrap_init():
+        from vllm.config import SpeculativeConfig
+        own = SpeculativeConfig.__init__
+        @functools.wraps(own)
+        def __init__(self, *args, **kwargs):
+            Other.seen.append("init")
+            own(self, *args, **kwargs)
+        SpeculativeConfig.__init__ = __init__
+
+    @staticmethod
+    def wrap_new():
+        from vllm.config import SpeculativeConfig
+        own = SpeculativeConfig.__new__
+        def __new__(cls, *args, **kwargs):
+            Other.seen.append("new")
+            return object.__new__(cls) if own is object.__new__ else own(cls, *args, **kwargs)
+        SpeculativeConfig.__new__ = __new__
+
+    @staticmethod
+    def replace_class():
+        import vllm.config, vllm.config.speculative, vllm.engine.arg_utils
+        from vllm.config import SpeculativeConfig
+        class Theirs(SpeculativeConfig):
+            def __init__(self, *args, **kwargs):
+                Other.seen.append("theirs")
+                super().__init__(*args, **kwargs)
+        for module in (vllm.config, vllm.config.speculative, vllm.engine.arg_utils):
+            module.SpeculativeConfig = Theirs
+
+    @staticmethod
+    def wrap_speculator():
+        from vllm.v1.worker.gpu import model_runner
+        own = model_runner.init_speculator
+        def init_speculator(*args, **kwargs):
+            Other.seen.append("speculator")
+            return own(*args, **kwargs)
+        model_runner.init_speculator = init_speculator
+
+from vllm_magicdec.plugin import try_to_register
+
+def change():
+    for action in (Other.wrap_init, Other.wrap_new, Other.replace_class, Other.wrap_speculator):
+        action()
+
+steps = [change, lambda: print("reason", try_to_register())]
+for step in steps if sys.argv[1] == "first" else steps[::-1]:
+    step()
+
+import torch
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.worker.gpu import model_runner
+
+import vllm_magicdec.vllm_api.runner_v2 as runner
+
+def configure(**speculative):
+    return EngineArgs("examples/tiny-llama", speculative_config=speculative).create_engine_config()
+
+ours = configure(method="magicdec-self", num_speculative_tokens=3, draft_kv_budget=128)
+runner.MagicDecSpeculator = lambda *args: "our speculator"
+speculator = model_runner.init_speculator(ours, torch.device("cpu"), None)
+print(type(ours.speculative_config).__name__, speculator)
+
+Other.seen.clear()
+ngram = configure(method="ngram", num_speculative_tokens=3, prompt_lookup_max=3)
+with contextlib.suppress(Exception):
+    model_runner.init_speculator(ngram, torch.device("cpu"), None)
+print(type(ngram.speculative_config).__name__, sorted(set(Other.seen)))
+'''
+
+
+@pytest.mark.parametrize("order", ["first", "second"])
+def test_both_plugins_work_in_either_order(order):
+    child = subprocess.run(
+        [sys.executable, "-c", OTHER, order],
+        cwd=engines.HERE.parent,
+        env=engines.environment(VLLM_PLUGINS="", VLLM_LOGGING_LEVEL="ERROR"),
+        capture_output=True,
+        text=True,
+        timeout=engines.TIME_LIMIT_S,
+        check=False,
+    )
+    assert child.returncode == 0, child.stderr[-3000:]
+    assert child.stdout.splitlines()[-3:] == [
+        "reason None",
+        "EngineSpeculativeConfig our speculator",
+        "Theirs ['init', 'new', 'speculator', 'theirs']",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "attribute"), [("initialize_kv_cache_tensors", "drafter"), ("load_model", "speculator")]
+)
+def test_a_drafter_of_another_plugin_is_refused(name, attribute):
+    (hook,) = (hook for hook in hooks.HOOKS if hook.owner == "GPUModelRunner" and hook.name == name)
+    loaded = []
+    wrapped = hook.wrap(object, lambda *args: loaded.append(args))
+    fields = {"method": METHOD, "num_speculative_tokens": 3, "draft_kv_budget": 128}
+    args = EngineArgs(str(engines.HERE.parent / "examples" / "tiny-llama"), speculative_config=fields)
+    runner = SimpleNamespace(vllm_config=args.create_engine_config(), **{attribute: SimpleNamespace()})
+    with pytest.raises(MagicDecConfigError, match=r"makes the drafter \(types.SimpleNamespace\)"):
+        wrapped(runner, None)
+    assert not loaded
