@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that ended the engine before: prompts given as embeddings, seeds with prompts read in chunks."""
+"""Requests at the edges: prompts given as embeddings, of one token and of nearly all, seeds with chunks."""
 
 import engines
 import pytest
@@ -7,6 +7,7 @@ from engines import POLICIES, magicdec
 from greedy import GREEDY, assert_same_tokens
 
 CHUNKED = {"max_num_seqs": 4, "max_num_batched_tokens": 256}
+ODD_CHUNKS = {"max_num_batched_tokens": 333}
 LOOKUPS = magicdec(4, draft_kv_budget=128, draft_lookup="on")
 SNAPKV = magicdec(4, draft_kv_budget=128, **POLICIES["snapkv"])
 
@@ -38,3 +39,21 @@ def test_a_seed_gives_the_same_text_for_a_prompt_read_whole_or_in_chunks(prompts
         for engine in ({"max_num_seqs": 2}, {"max_num_seqs": 2, "max_num_batched_tokens": 256})
     ]
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("v2", [False, True], ids=["V1 runner", "V2 runner"])
+def test_shortest_and_longest_requests_are_answered_as_without_speculation(prompts, v2):
+    longest = (max(prompts, key=len) * 8)[:1024]
+    tokens = [longest[:1], longest[1:2], longest[:-1], longest[:-2], longest[:-6]]
+    embedded = [{"embeddings_of": one} if i % 2 else one for i, one in enumerate(tokens)]
+    sampling = [
+        {"temperature": 0, "ignore_eos": True, "max_tokens": min(9, len(longest) - len(one))}
+        for one in tokens
+    ]
+    engine = {"v2": v2, "max_num_seqs": 3, "max_model_len": len(longest), "num_gpu_blocks_override": 65}
+    plain = engines.generate(tokens, sampling, **engine).results[0][0]
+    run = engines.generate(
+        embedded, sampling, enable_prompt_embeds=True, speculative_config=SNAPKV, **engine, **ODD_CHUNKS
+    )
+    assert_same_tokens(plain, run.results[0][0], "edges")
+    assert run.draft_failures == 0

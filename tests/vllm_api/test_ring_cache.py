@@ -32,6 +32,7 @@ MODEL_LEN = 1024
 SHAPE = dict(block_size=PAGE, num_kv_heads=2, head_size=64, dtype=torch.float32)
 SMALL = {**SHAPE, "head_size": 32}
 RING = Ring(PAGE, sink_pages=1, window_pages=7, spare_pages=1)
+get_kv_cache_config_from_groups = import_module(kv_planning.MODULE).get_kv_cache_config_from_groups
 GROUP_LAYERS = kv_planning.get_kv_cache_groups  # the hook leaves engines of other methods alone
 
 
@@ -89,7 +90,7 @@ def test_pages_of_rings_and_blocks_of_the_target_do_not_overlap(layout, targets,
     vllm_config = config(layout)
     plan = plan_groups(vllm_config, specs, GROUP_LAYERS)
     block_bytes = kv_planning.pool_bytes_per_block(vllm_config, plan.groups)
-    kv_cache_config = import_module(kv_planning.MODULE).get_kv_cache_config_from_groups(
+    kv_cache_config = get_kv_cache_config_from_groups(
         vllm_config, plan.groups, num_blocks * block_bytes + 100
     )
     assert kv_cache_config.num_blocks == num_blocks
@@ -161,7 +162,7 @@ def test_the_log_compares_rooms_in_the_same_memory(monkeypatch, override):
     small, large = (
         ring_cache.kv_planning.pool_bytes_per_block(vllm_config, own) for own in (plan.groups, plan.shared)
     )
-    kv_cache_config = kv_cache_utils.get_kv_cache_config_from_groups(vllm_config, plan.groups, 300 * small)
+    kv_cache_config = get_kv_cache_config_from_groups(vllm_config, plan.groups, 300 * small)
     monkeypatch.setattr(ring_cache.logger, "info_once", lambda line, *values: lines.append(line % values))
     ring_cache.log_ring_capacity(vllm_config, [specs], kv_cache_config)
     # Rings take 3 blocks of a request's 67. Blocks with the draft's 2 layers are 8/6 as large.
