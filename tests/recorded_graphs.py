@@ -10,17 +10,19 @@ import contextlib
 import itertools
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import vllm.v1.worker.gpu.cudagraph_utils as cudagraph_utils
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
 
-from vllm_magicdec.views.base import DraftStep, PageView, TokenView, ViewStep
+from vllm_magicdec.views.base import DraftSlots, DraftStep, PageView, TokenView, ViewStep
+from vllm_magicdec.views.token_steps import TokenSteps
 from vllm_magicdec.vllm_api.draft_graphs import DraftGraphs
 
 # Reading a value during a capture is an error on CUDA.
@@ -46,12 +48,32 @@ class RecordedGraph(TorchDispatchMode):
 
     def replay(self) -> None:
         self.num_replays += 1
-        for func, args, kwargs, result in self._operators:
-            again = func(*args, **kwargs)
-            for old, new in zip(_tensors(result), _tensors(again), strict=True):
-                # Views and in-place results already have their memory.
-                if old.untyped_storage().data_ptr() != new.untyped_storage().data_ptr():
-                    old.copy_(new)
+        with _disable_current_modes():
+            for func, args, kwargs, result in self._operators:
+                again = func(*args, **kwargs)
+                for old, new in zip(_tensors(result), _tensors(again), strict=True):
+                    # Views and in-place results already have their memory.
+                    if old.untyped_storage().data_ptr() != new.untyped_storage().data_ptr():
+                        old.copy_(new)
+
+
+class KernelsOutsideGraphs(TorchDispatchMode):
+    """Counts the operators outside replays that would launch a kernel on a GPU."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func == torch.ops.aten._foreach_copy_.default:
+            # It is one kernel on CUDA only for equal dtypes, shapes and strides.
+            targets, sources = args
+            is_fused = all(len({tensor.dtype for tensor in tensors}) == 1 for tensors in args) and all(
+                (one.shape, one.stride()) == (other.shape, other.stride())
+                for one, other in zip(targets, sources, strict=True)
+            )
+            self.count += 1 if is_fused else len(targets)
+        else:
+            self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
 
 
 def _tensors(result: Any) -> list[torch.Tensor]:
@@ -141,11 +163,14 @@ def main() -> None:
     block_table = torch.zeros((6, 3), dtype=torch.int32)
     written = torch.full((2, 64), -1)  # by group of layers and slot
     num_with_experts = torch.zeros(1, dtype=torch.int64)
+    refreshed = []  # what graphs recorded
 
     class Step:
         """Samples tokens that depend on all inputs, and writes like attention layers of two groups."""
 
         num_views = 2
+        num_speculative_steps = 15
+        current_draft_step = torch.tensor(0)
 
         def capture_view(self, index, num_reqs, lens, common_len):
             if index == 0:
@@ -158,6 +183,9 @@ def main() -> None:
         def refresh_metadata(self, step):
             pass
 
+        def record_refresh(self, attn_metadata):
+            refreshed.append(self.current_draft_step.add(0))  # recorded: it follows the step
+
         def select_adapters(self, num_active, num_reqs):
             assert num_active == 0
 
@@ -168,6 +196,7 @@ def main() -> None:
             chosen, pages = (part.view for part in step.parts)
             read = chosen.slots[0, :, 0, 0].long() + chosen.lens
             read = read + 100 * (pages.block_table[:, 1].long() + pages.lens)
+            read = read + 10**4 * refreshed[-1]
             return tokens.long() + 100 * step.positions + 10_000 * read + 10**9 * attn_metadata["length"]
 
     graphs = DraftGraphs(config, torch.device("cpu"), CUDAGraphMode.FULL_AND_PIECEWISE, Step(), (None, 8))
@@ -188,12 +217,36 @@ def main() -> None:
         sampled = graphs.replay(tokens, DraftStep(parts))
         length = 8 if common_len == 8 else 0  # nothing was captured for 5
         read = slots[0, :num_reqs, 0, 0].long() + lens
-        read = read + 100 * (block_table[:num_reqs, 1].long() + page_lens)
-        assert torch.equal(sampled, tokens + 100 * positions + 10_000 * read + 10**9 * length)
+        read = read + 100 * (block_table[:num_reqs, 1].long() + page_lens) + 10**4 * round_
+        expected = tokens + 100 * positions + 10_000 * read + 10**9 * length
+        assert sampled.dtype == torch.int32 and torch.equal(sampled, expected.int())
         # Requests that pad the batch have written nothing.
         assert torch.equal(written[0, own], positions) and torch.equal(written[1, other], positions)
         assert (written[:, :63] >= 0).sum(1).tolist() == [num_reqs, num_reqs]
         assert num_with_experts.item() == num_reqs
+
+    # A step of token views launches three kernels outside its graph: two copies, and the view's own change.
+    slots_of_drafts = DraftSlots(
+        page_size=8, max_num_reqs=6, max_num_steps=4, max_model_len=60, device=torch.device("cpu")
+    )
+    pages = PageView(torch.ones(5, dtype=torch.int32), block_table[:5], 3)
+    for _ in range(2):  # the first round's batch has another size than the one before
+        steps = TokenSteps(
+            slots_of_drafts,
+            lens=torch.full((4, 5), 8, dtype=torch.int32),
+            slots=slots[:, :5],
+            query_columns=torch.zeros((4, 5), dtype=torch.int64),
+            query_slots=torch.zeros((4, 5), dtype=torch.int32),
+            common_len=8,
+        )
+        tokens, kept = torch.zeros(5, dtype=torch.int32), []
+        with KernelsOutsideGraphs() as outside:
+            for part in steps:
+                tokens = tokens.to(torch.int32)
+                tokens = graphs.replay(tokens, DraftStep([part, replace(part, view=pages)]))
+                kept.append(tokens)
+    assert 0 < outside.count <= 3 * len(kept)
+    assert len({tokens.data_ptr() for tokens in kept}) == len(kept)  # valid until the next round
 
     class StepOfTwo(Step):
         """Takes two tokens of each request."""

@@ -46,6 +46,21 @@ def _dot_of_floats(self: Any, a: TensorHandle, b: TensorHandle, *args: Any) -> A
 
 InterpreterBuilder.create_dot = _dot_of_floats
 
+_create_fp_to_fp = InterpreterBuilder.create_fp_to_fp
+
+
+def _to_e4m3(self: Any, value: TensorHandle, dtype: tl.dtype, rounding: Any) -> Any:
+    """The interpreter of Triton 3.9 drops the carry where rounding to fp8 reaches a power of two."""
+    if value.dtype.scalar != tl.float32 or dtype.scalar != tl.float8e4nv:
+        return _create_fp_to_fp(self, value, dtype, rounding)
+    import torch  # slow, and this module is loaded in every process
+
+    rounded = torch.tensor(value.data).to(torch.float8_e4m3fn)
+    return TensorHandle(rounded.view(torch.uint8).numpy(), dtype.scalar)
+
+
+InterpreterBuilder.create_fp_to_fp = _to_e4m3
+
 
 def _log1p(x: tl.tensor) -> tl.tensor:
     """The interpreter has no device library; vLLM's rejection kernel asks for this of it."""

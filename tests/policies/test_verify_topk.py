@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vllm_magicdec.attention import KVRows
 from vllm_magicdec.attention.scales import Scales
 from vllm_magicdec.attention.softmax import Softmax
-from vllm_magicdec.policies import verification
+from vllm_magicdec.policies import verification, verify_topk
 from vllm_magicdec.policies.verification import Verification, VerificationSelector, num_recent_pages
-from vllm_magicdec.policies.verify_topk import VerifyTopK
+from vllm_magicdec.policies.verify_topk import PageSummaries, VerifyTopK
 from vllm_magicdec.views.layer_pages import LayerPageViews
 from vllm_magicdec.views.pages import PageBudget
 from vllm_magicdec.views.selections import Budget, Selections
@@ -181,6 +181,28 @@ def test_summaries_bound_every_logit_and_follow_a_page_to_its_next_owner():
         scene.steps()
 
 
+def test_summaries_are_fp8_on_gpus_that_have_it(monkeypatch):
+    def num_bytes(device_type: str, capability: int) -> int:
+        monkeypatch.setattr(
+            verify_topk.current_platform, "has_device_capability", lambda least: least <= capability
+        )
+        engine = make_engine(
+            page_size=PAGE,
+            model_len=MODEL_LEN,
+            num_steps=GAMMA,
+            num_layers=NUM_LAYERS,
+            num_kv_heads=NUM_KV_HEADS,
+            head_size=SIZE,
+            num_blocks=NUM_BLOCKS,
+            max_num_reqs=1,
+        )
+        limits = replace(engine.limits, device_type=device_type)
+        return PageSummaries(replace(engine, limits=limits, cache_dtype=torch.bfloat16)).num_bytes
+
+    in_cache_dtype = num_bytes("cpu", 90)
+    assert in_cache_dtype == num_bytes("cuda", 86) == 2 * num_bytes("cuda", 89)
+
+
 def test_requests_that_pad_a_graph_are_ignored():
     """With `cudagraph_mode` FULL vLLM pads the requests where no token pads the batch."""
     scene = Scene(4, [120, 90], 16)
@@ -190,7 +212,7 @@ def test_requests_that_pad_a_graph_are_ignored():
     queries = torch.randn((num_tokens, NUM_KV_HEADS * GROUP, SIZE), generator=scene.rng)
     rows = KVRows.of(scene.cache[0], "FLASH_ATTN")
     scene.verification.record(0, queries, Scales(), metadata, rows, Softmax(SCALE))
-    assert torch.equal(scene.verification.queries[0, 0], queries)
+    assert torch.equal(scene.verification.queries[0, scene.verification.rows[0]], queries)
     never = torch.full((num_tokens,), torch.iinfo(torch.int64).max)
     own = torch.arange(120 - num_tokens, 120)
     assert torch.equal(scene.verification.positions, torch.stack([own, never]))
@@ -214,8 +236,41 @@ def test_quantised_queries_are_selected_before_they_are_scaled():
         for index, row in enumerate(range(end - num_queries, end)):
             for head, factor in enumerate(by_head):
                 meant = queries[row, head].float() * factor
-                assert torch.equal(scene.verification.queries[0, request, index, head], meant)
+                stored = scene.verification.rows[request, index]
+                assert torch.equal(scene.verification.queries[0, stored, head], meant)
     assert largest.num_elements <= scene.verification.queries[0].numel()
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 3), st.integers(0, 2**31))
+def test_queries_are_stored_without_gaps(lens, num_padding, seed):
+    """A pass may have more requests than whole verifications would fit: `auto` verifies fewer drafts."""
+    rng = torch.Generator().manual_seed(seed)
+    num_tokens, num_queries = sum(lens), GAMMA + 1
+    engine = make_engine(
+        page_size=PAGE,
+        model_len=MODEL_LEN,
+        num_steps=GAMMA,
+        num_layers=1,
+        num_kv_heads=1,
+        head_size=SIZE,
+        num_blocks=NUM_BLOCKS,
+        max_num_reqs=len(lens) + num_padding,
+    )
+    recorder = Verification(replace(engine, max_batched_tokens=num_tokens))
+    assert recorder.queries.shape[1] == min(engine.max_num_reqs * num_queries, num_tokens)
+    starts = torch.tensor([0, *lens, *[0] * num_padding], dtype=torch.int32).cumsum(0).int()
+    seq_lens = torch.tensor([50 + n for n in lens] + [0] * num_padding, dtype=torch.int32)
+    metadata = SimpleNamespace(query_start_loc=starts, seq_lens=seq_lens)
+    queries = torch.randn((num_tokens, 1, SIZE), generator=rng)
+    recorder.record(0, queries, Scales(), metadata, None, Softmax(SCALE))
+    never = torch.iinfo(torch.int64).max
+    for request, (number, end) in enumerate(zip(lens, starts[1:].tolist(), strict=False)):
+        kept = min(number, num_queries)
+        assert torch.equal(recorder.queries[0, recorder.rows[request, -kept:]], queries[end - kept : end])
+        expected = [never] * (num_queries - kept) + list(range(50 + number - kept, 50 + number))
+        assert recorder.positions[request].tolist() == expected
+    assert (recorder.positions[len(lens) :] == never).all()
 
 
 class LargestResult(TorchDispatchMode):
@@ -256,10 +311,11 @@ def test_scratch_is_what_the_largest_batch_can_need(monkeypatch):
     monkeypatch.setattr(
         scene.policy, "engine", replace(engine, limits=replace(engine.limits, device_type="cuda"))
     )
-    rows = (GAMMA + 1) * NUM_KV_HEADS * GROUP
-    assert scene.policy.memory_bytes["logits of pages"] == 4 * rows * num_cells
+    # One split of 128 pages: a byte for each logit, a peak and a sum.
+    row_bytes = (GAMMA + 1) * NUM_KV_HEADS * GROUP * (128 + 2 * 4)
+    assert scene.policy.memory_bytes["logits of pages"] == NUM_LAYERS * 2 * row_bytes
     monkeypatch.setattr("vllm_magicdec.policies.verify_topk_kernels.SCRATCH_BYTES", 1)
-    assert scene.policy.memory_bytes["logits of pages"] == 4 * rows * (MODEL_LEN // PAGE)
+    assert scene.policy.memory_bytes["logits of pages"] == row_bytes
 
 
 def test_requests_are_selected_for_in_parts_that_fit_the_scratch(monkeypatch):

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import engines
 import pytest
@@ -15,11 +16,13 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, KVQuantMode
 
 from vllm_magicdec.attention import switch
+from vllm_magicdec.attention.metadata import DraftMetadata, TokenMetadata
 from vllm_magicdec.errors import METHOD
 from vllm_magicdec.plugin import register
 from vllm_magicdec.views.base import LayerPageView, PageView, TokenView
 from vllm_magicdec.vllm_api import runner_v2
 from vllm_magicdec.vllm_api.draft_graphs import DraftGraphs, PassGraphs, dummy_step
+from vllm_magicdec.vllm_api.page_metadata_v2 import PageMetadata
 from vllm_magicdec.vllm_api.runner_v2 import MagicDecSpeculator
 
 register()
@@ -32,6 +35,39 @@ def test_a_graph_serves_every_step_up_to_its_batch_size():
         [sys.executable, program], env=engines.environment(), capture_output=True, text=True
     )
     assert ended.returncode == 0, ended.stderr
+
+
+class Group:
+    """vLLM's attention group of one layer."""
+
+    def __init__(self, name: str, updates_in_graphs: bool) -> None:
+        self.layer_names = [name]
+        self.supports_draft_decode_metadata_update = updates_in_graphs
+        self.updated: list[dict] = []
+
+    def update_draft_decode_metadata(self, attn_metadata):
+        self.updated.append(attn_metadata)
+
+
+def test_graphs_update_the_metadata_of_backends_that_support_it():
+    pages, of_layers, tokens, eager = (
+        Group("pages", True), Group("of_layers", True), Group("tokens", True), Group("eager", False)
+    )  # fmt: skip
+    views = [PageView, LayerPageView, TokenView, PageView]
+    metadata = PageMetadata.__new__(PageMetadata)
+    metadata._attention_groups = [[[], [group]] for group in (pages, of_layers, tokens, eager)]
+    token_metadata = TokenMetadata(torch.zeros(1, 1, 1), torch.zeros(1), None)
+    attn_metadata = {"pages": 1, "of_layers": DraftMetadata(2), "tokens": token_metadata, "eager": 3}
+    metadata.record_refresh(attn_metadata)
+    assert pages.updated == [{"pages": 1}] and of_layers.updated == [{"of_layers": 2}]
+    assert not tokens.updated and not eager.updated
+    rebuilt: list[int] = []
+    metadata.of_step = lambda index, part, view: rebuilt.append(index)
+    speculator = MagicDecSpeculator.__new__(MagicDecSpeculator)
+    speculator.page_metadata = metadata
+    parts = [SimpleNamespace(view=Mock(spec=view)) for view in views]
+    speculator.refresh_metadata(SimpleNamespace(parts=parts))
+    assert rebuilt == [3]
 
 
 FULL = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
@@ -120,7 +156,7 @@ def make_graphs(capture):
 
     def make(config, num_queries: int = 1, of: type[DraftGraphs] = DraftGraphs) -> list[tuple[int, int]]:
         """Requests and tokens of each graph."""
-        step = SimpleNamespace(num_views=1)
+        step = SimpleNamespace(num_views=1, num_speculative_steps=4)
         graphs = of(config, torch.device("cpu"), CUDAGraphMode.FULL, step, (None,), num_queries)
         descs = graphs._capture_descs.get(CUDAGraphMode.FULL, [])
         return sorted((desc.num_reqs, desc.num_tokens) for desc in descs)

@@ -10,6 +10,8 @@ import torch
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import AttentionSpec, KVQuantMode
 
+E4M3_CAPABILITY = 89  # minimum for float8_e4m3fn in Triton
+
 
 @dataclass(frozen=True)
 class Scales:

@@ -30,13 +30,12 @@ from vllm_magicdec.attention.native_attention import native_of, takes_view
 from vllm_magicdec.attention.observing import QueryRecorder
 from vllm_magicdec.attention.plans import CommonLengthPlans
 from vllm_magicdec.attention.rows import FP8_DTYPES, NO_READER, READERS
-from vllm_magicdec.attention.scales import Scales, stored_dtype
+from vllm_magicdec.attention.scales import E4M3_CAPABILITY, Scales, stored_dtype
 from vllm_magicdec.attention.softmax import Softmax
 from vllm_magicdec.errors import METHOD, MagicDecConfigError
 
 # Backends whose metadata holds `block_table`, `query_start_loc` and `seq_lens`.
 BACKENDS_WITH_BLOCK_TABLES = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
-E4M3_CAPABILITY = 89  # minimum for float8_e4m3fn in Triton
 
 logger = init_logger(f"vllm.{__name__}")
 

@@ -53,7 +53,7 @@ class Runner(Protocol):
             step: views and slots, by `Drafter.groups`.
 
         Returns:
-            [num_reqs] int32 or int64, the next tokens; valid until the next step.
+            [num_reqs] int32 or int64, the next tokens; valid until the next round.
         """
         ...
 
@@ -421,10 +421,11 @@ class Drafter:
         if all(batch.is_prefilling):  # drafts of unfinished prompts are dropped
             return drafts.zero_()
         tokens = batch.tokens
+        sampled = []
         for parts in zip(*rounds, strict=True):
-            step = DraftStep(parts)
-            tokens = self._runner.draft_step(tokens.to(torch.int32), step)
-            drafts[:, step.index] = tokens
+            tokens = self._runner.draft_step(tokens.to(torch.int32), DraftStep(parts))
+            sampled.append(tokens)
+        drafts.copy_(torch.stack(sampled, dim=1))
         if self._wide is not None:
             self._wide.count_steps(num_steps)
         return drafts

@@ -31,6 +31,9 @@ RECENT_TOKENS = 32
 class Verification(QueryRecorder):
     """The queries of the last positions of every request in the target's latest pass.
 
+    They are stored without gaps, because a pass has few tokens for many requests: at most
+    `Engine.max_batched_tokens`.
+
     Args:
         engine: the worker's engine.
     """
@@ -41,13 +44,16 @@ class Verification(QueryRecorder):
         self._from_end = torch.arange(-self.num_queries, 0, device=engine.device)
         shape = (engine.max_num_reqs, self.num_queries)
         self._positions = torch.zeros(shape, dtype=torch.int64, device=engine.device)
-        self._indices: torch.Tensor | None = None  # [num_reqs, num_queries], into the pass's queries
-        self._queries = torch.zeros(
-            (engine.num_layers, *shape, engine.num_heads, engine.head_size),
+        self._rows = torch.zeros(shape, dtype=torch.int64, device=engine.device)
+        self._indices: torch.Tensor | None = None  # [num_rows], into the pass's queries
+        self._max_num_rows = min(engine.max_num_reqs * self.num_queries, engine.max_batched_tokens)
+        self.queries = torch.zeros(
+            (engine.num_layers, self._max_num_rows, engine.num_heads, engine.head_size),
             dtype=engine.query_dtype,
             device=engine.device,
         )
-        self.first_request = 0  # start of `positions` and `queries` in the pass
+        """[num_layers, num_rows, num_heads, head_size], of the tokens at `rows`."""
+        self.first_request = 0  # start of `positions` and `rows` in the pass
         self.caches: dict[int, tuple[KVRows, Softmax]] = {}  # by layer
 
     @override
@@ -61,21 +67,28 @@ class Verification(QueryRecorder):
         softmax: Softmax,
     ) -> None:
         if layer == 0:
-            starts = metadata.query_start_loc.long()
-            ends = starts[1:].unsqueeze(1)
-            indices = torch.maximum(ends + self._from_end, starts[:-1].unsqueeze(1))
-            indices = indices[: self._max_num_reqs]
-            num_reqs = indices.shape[0]
+            starts = metadata.query_start_loc[: self._max_num_reqs + 1].long()
+            indices = self._last_of(starts)
+            num_reqs = len(indices)
             # A request with fewer queries repeats its first one, which must count once.
             positions = metadata.seq_lens[:num_reqs].long().unsqueeze(1) + self._from_end
-            is_new = (ends + self._from_end)[:num_reqs] == indices
+            is_new = starts[1:].unsqueeze(1) + self._from_end == indices
             self._positions[:num_reqs] = torch.where(is_new, positions, torch.iinfo(torch.int64).max)
+            num_rows = min(num_reqs * self.num_queries, len(queries), self._max_num_rows)
+            num_kept = starts.diff().clamp(max=self.num_queries)
+            rows = self._last_of(torch.nn.functional.pad(num_kept.cumsum(0), (1, 0)))
             # Requests that pad a CUDA graph start after the last token.
-            self._indices = indices.clamp(max=len(queries) - 1)
+            rows, indices = rows.clamp(max=num_rows - 1), indices.clamp(max=len(queries) - 1)
+            self._rows[:num_reqs] = rows
+            self._indices = indices.new_zeros(num_rows).scatter_(0, rows.flatten(), indices.flatten())
         assert self._indices is not None
-        kept = self._queries[layer, : self._indices.shape[0]]
+        kept = self.queries[layer, : len(self._indices)]
         kept.copy_(scales.scale_query(queries[self._indices], kept.dtype))
         self.caches[layer] = (cache, softmax)
+
+    def _last_of(self, starts: torch.Tensor) -> torch.Tensor:
+        """Return the last `num_queries` indices from each start to the next, [num_reqs, num_queries]."""
+        return torch.maximum(starts[1:].unsqueeze(1) + self._from_end, starts[:-1].unsqueeze(1))
 
     @property
     def positions(self) -> torch.Tensor:
@@ -83,14 +96,14 @@ class Verification(QueryRecorder):
         return self._positions[self.first_request :]
 
     @property
-    def queries(self) -> torch.Tensor:
-        """[num_layers, max_num_reqs, num_queries, num_heads, head_size], of the tokens at `positions`."""
-        return self._queries[:, self.first_request :]
+    def rows(self) -> torch.Tensor:
+        """[max_num_reqs, num_queries] int64, into `queries`, of the tokens at `positions`."""
+        return self._rows[self.first_request :]
 
     @property
     def num_bytes(self) -> int:
         """Device memory of the queries."""
-        return self._queries.numel() * self._queries.element_size()
+        return self.queries.numel() * self.queries.element_size()
 
     def queries_by_head(self, layer: int, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the verification's queries by KV head, and a mask of accepted ones.
@@ -102,7 +115,7 @@ class Verification(QueryRecorder):
         num_reqs = batch.context_lens.shape[0]
         positions = self.positions[:num_reqs]
         is_accepted = positions < batch.context_lens.unsqueeze(1)
-        queries = self.queries[layer, :num_reqs].float()
+        queries = self.queries[layer, self.rows[:num_reqs]].float()
         queries = queries.masked_fill(~is_accepted[:, :, None, None], 0.0)
         num_kv_heads = self.caches[layer][0].num_kv_heads
         grouped = queries.unflatten(2, (num_kv_heads, -1)).transpose(1, 2)

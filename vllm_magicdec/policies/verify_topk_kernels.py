@@ -2,7 +2,8 @@
 """Triton kernels that summarise and score pages for all layers at once.
 
 The torch versions in verify_topk.py take some thirty operations for every layer and gather the summaries;
-here every summary is read once, in place.
+here every summary is read once, in place. A page's weight depends on the logits of all pages, so logits are
+kept between the kernels, in a byte each.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,11 +21,11 @@ from vllm_magicdec.views.base import Batch
 if TYPE_CHECKING:  # verify_topk.py imports this module
     from vllm_magicdec.policies.verify_topk import PageSummaries
 
-BLOCK_PAGES = 32  # per tile of logits
-SPLIT_PAGES = 256  # per program that bounds logits
-SCORE_PAGES = 128  # per program that sums weights
-MAX_BLOCK_ROWS = 64
-MIN_DOT_ROWS = 16  # minimum of `tl.dot`
+MAX_SPLIT_PAGES = 128  # pages per program; their summaries are read once
+SPLIT_BYTES = 32 * 2**10  # of minima, and of maxima, in the queries' dtype; both must fit shared memory
+DOT_ROWS = 16  # queries of a KV head at once, the minimum of `tl.dot`; more take registers from loads
+SCORE_ROWS = 64  # of all KV heads, at once
+STEPS = 8  # a logit is stored as whole steps of 1/8 below the split's peak, at most 255
 NO_SINK = -1e38  # finite and below all logits
 SCRATCH_BYTES = 128 * 2**20  # logits of as many layers and requests as fit
 # These change from round to round; Triton would recompile for multiples of 16.
@@ -87,6 +88,7 @@ def _summarise_kernel(  # type: ignore[no-untyped-def]
     PAGE_SIZE: tl.constexpr,
     HEAD_PADDED: tl.constexpr,
     PAGE_PADDED: tl.constexpr,
+    LIMIT: tl.constexpr,
 ):
     """One program per page, layer and KV head."""
     block = tl.load(blocks + tl.program_id(0))
@@ -100,7 +102,7 @@ def _summarise_kernel(  # type: ignore[no-untyped-def]
     is_dim = dims < HEAD_SIZE
     page = keys + tl.load(offsets + layer) + block * keys_block + kv_head * keys_head
     key = tl.load(page + tokens[:, None] * keys_token + dims[None, :], mask=is_dim[None, :], other=0.0)
-    key = key.to(tl.float32)
+    key = tl.clamp(key.to(tl.float32), -LIMIT, LIMIT)  # the summaries may be fp8
     summary = layer * summary_layer + block * summary_block + kv_head * summary_head + dims
     tl.store(min_keys + summary, tl.min(key, 0), mask=is_dim)
     tl.store(max_keys + summary, tl.max(key, 0), mask=is_dim)
@@ -128,174 +130,202 @@ def summarise(
         PAGE_SIZE=page_size,
         HEAD_PADDED=triton.next_power_of_2(head_size),
         PAGE_PADDED=triton.next_power_of_2(page_size),
+        LIMIT=torch.finfo(min_keys.dtype).max,
     )
 
 
 @triton.jit(do_not_specialize=VARYING)
 def _logits_kernel(  # type: ignore[no-untyped-def]
-    queries,  # [num_layers, max_num_reqs, num_queries, num_heads, head_size], contiguous
+    queries,  # [num_layers, num_rows, num_heads, head_size], contiguous
+    query_rows,  # [max_num_reqs, num_queries] int64, into `queries`
     context_lens,  # [num_reqs] int64
     block_table,  # [num_reqs, max_blocks] int32
     min_keys,  # [num_layers, num_blocks, num_kv_heads, head_size]
     max_keys,
     scales,  # [num_layers, 2] float32, scale and soft cap
-    logits,  # [pairs, num_kv_heads, NUM_ROWS, num_pages] float32, written like the next two
-    peaks,  # [pairs, num_kv_heads, NUM_ROWS, num_splits] float32, greatest logit of a split
-    sums,  # the same shape: exp(logit - peak), summed over the split
+    logits,  # [pairs, num_splits, num_kv_heads, NUM_ROWS, SPLIT] uint8, written: steps below the peak
+    peaks,  # [pairs, num_splits, num_kv_heads, NUM_ROWS] float32, written: greatest logit of a split
+    sums,  # the same shape, written: exp(logit - peak), summed over the split
     first_pair,
     num_reqs,
     num_pages,
-    num_splits,
     queries_layer,  # strides, in elements
-    queries_req,
     queries_token,
     table_req,
     summary_layer,
     summary_block,
     summary_head,
+    NUM_QUERIES: tl.constexpr,
     NUM_ROWS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    NUM_ROW_BLOCKS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     HEAD_PADDED: tl.constexpr,
-    BLOCK: tl.constexpr,
     SPLIT: tl.constexpr,
+    STEPS: tl.constexpr,
 ):
-    """One program per pair of layer and request, block of a KV head's queries, and split of pages."""
+    """One program per pair of layer and request, split of pages, and KV head."""
     pair = first_pair + tl.program_id(0)
     layer, req = (pair // num_reqs).to(tl.int64), (pair % num_reqs).to(tl.int64)
-    kv_head = tl.program_id(1) // NUM_ROW_BLOCKS
-    rows = tl.program_id(1) % NUM_ROW_BLOCKS * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    split = tl.program_id(2)
+    split, kv_head = tl.program_id(1), tl.program_id(2)
     dims = tl.arange(0, HEAD_PADDED)
-    is_row, is_dim = rows < NUM_ROWS, dims < HEAD_SIZE
-
-    row_starts = rows // GROUP * queries_token + (kv_head * GROUP + rows % GROUP) * HEAD_SIZE
-    q = tl.load(
-        queries + layer * queries_layer + req * queries_req + row_starts[:, None] + dims[None, :],
-        mask=is_row[:, None] & is_dim[None, :],
-        other=0.0,
-    )
+    columns = tl.arange(0, SPLIT)
+    is_dim = dims < HEAD_SIZE
+    num_seen = tl.minimum((tl.load(context_lens + req) - 1) // PAGE_SIZE + 1, num_pages)
+    pages = split * SPLIT + columns
+    is_seen = pages < num_seen
+    block = tl.load(block_table + req * table_req + pages, mask=is_seen, other=0).to(tl.int64)
+    summaries = layer * summary_layer + kv_head * summary_head + dims
+    cells = block[None, :] * summary_block + summaries[:, None]
+    mask = is_seen[None, :] & is_dim[:, None]
     # Stay in the model's dtype: products are exact, on tensor cores.
-    above = tl.maximum(q.to(tl.float32), 0.0).to(q.dtype)
-    below = tl.minimum(q.to(tl.float32), 0.0).to(q.dtype)
+    dtype = queries.dtype.element_ty
+    high = tl.load(max_keys + cells, mask=mask, other=0.0).to(dtype)
+    low = tl.load(min_keys + cells, mask=mask, other=0.0).to(dtype)
+
     scale = tl.load(scales + 2 * layer)
     soft_cap = tl.load(scales + 2 * layer + 1)
     divisor = tl.where(soft_cap > 0, soft_cap, 1.0)
-
-    num_seen = (tl.load(context_lens + req) - 1) // PAGE_SIZE + 1
-    summaries = layer * summary_layer + kv_head * summary_head + dims
-    num_kv_heads = tl.num_programs(1) // NUM_ROW_BLOCKS
-    row_index = (tl.program_id(0).to(tl.int64) * num_kv_heads + kv_head) * NUM_ROWS + rows
-    peak = tl.full((BLOCK_ROWS,), -1e38, tl.float32)  # finite even if nothing is seen
-    total = tl.zeros((BLOCK_ROWS,), tl.float32)
-    end = tl.minimum(tl.minimum((split + 1) * SPLIT, num_pages), num_seen)
-    for first_page in range(split * SPLIT, end, BLOCK):
-        pages = first_page + tl.arange(0, BLOCK)
-        is_seen = pages < end
-        block = tl.load(block_table + req * table_req + pages, mask=is_seen, other=0).to(tl.int64)
-        cells = block[None, :] * summary_block + summaries[:, None]
-        mask = is_seen[None, :] & is_dim[:, None]
-        high = tl.load(max_keys + cells, mask=mask, other=0.0).to(q.dtype)
-        low = tl.load(min_keys + cells, mask=mask, other=0.0).to(q.dtype)
+    tile = (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + split) * tl.num_programs(2) + kv_head
+    for first_row in range(0, NUM_ROWS, BLOCK_ROWS):
+        rows = first_row + tl.arange(0, BLOCK_ROWS)
+        is_row = rows < NUM_ROWS
+        token = tl.load(query_rows + req * NUM_QUERIES + rows // GROUP, mask=is_row, other=0)
+        row_starts = token * queries_token + (kv_head * GROUP + rows % GROUP) * HEAD_SIZE
+        q = tl.load(
+            queries + layer * queries_layer + row_starts[:, None] + dims[None, :],
+            mask=is_row[:, None] & is_dim[None, :],
+            other=0.0,
+        )
+        above = tl.maximum(q.to(tl.float32), 0.0).to(dtype)
+        below = tl.minimum(q.to(tl.float32), 0.0).to(dtype)
         logit = tl.dot(above, high, input_precision="ieee")
         logit += tl.dot(below, low, input_precision="ieee")
         logit *= scale
         # tanh(x) = 2 sigmoid(2 x) - 1
         capped = soft_cap * (2 * tl.sigmoid(2 * logit / divisor) - 1)
         logit = tl.where(soft_cap > 0, capped, logit)
-        tl.store(
-            logits + row_index[:, None] * num_pages + pages[None, :],
-            logit,
-            mask=is_row[:, None] & is_seen[None, :],
-        )
         logit = tl.where(is_seen[None, :], logit, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(logit, 1))
-        total = total * tl.exp(peak - new_peak) + tl.sum(tl.exp(logit - new_peak[:, None]), 1)
-        peak = new_peak
-    tl.store(peaks + row_index * num_splits + split, peak, mask=is_row)
-    tl.store(sums + row_index * num_splits + split, total, mask=is_row)
+        peak = tl.maximum(tl.max(logit, 1), -1e38)  # finite even if nothing is seen
+        distance = peak[:, None] - logit
+        steps = tl.minimum(distance * STEPS + 0.5, 255.0).to(tl.uint8)
+        row_index = tile * NUM_ROWS + rows
+        tl.store(logits + row_index[:, None] * SPLIT + columns[None, :], steps, mask=is_row[:, None])
+        tl.store(peaks + row_index, peak, mask=is_row)
+        tl.store(sums + row_index, tl.sum(tl.exp(-distance), 1), mask=is_row)
 
 
 @triton.jit(do_not_specialize=VARYING)
-def _scores_kernel(  # type: ignore[no-untyped-def]
-    logits,  # from `_logits_kernel`, like the next two
-    peaks,
+def _factors_kernel(  # type: ignore[no-untyped-def]
+    peaks,  # from `_logits_kernel`; overwritten by the weight of each row's peak in its split
     sums,
     positions,  # [max_num_reqs, num_queries] int64
     context_lens,  # [num_reqs] int64
     sinks,  # [num_layers, num_kv_heads * GROUP] float32
-    scores,  # [num_layers * num_reqs, num_pages] float32, written
     first_pair,
     num_reqs,
-    num_pages,
     num_splits,
     NUM_QUERIES: tl.constexpr,
     NUM_ROWS: tl.constexpr,
     GROUP: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    NUM_ROW_BLOCKS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     SPLITS_PADDED: tl.constexpr,
-    BLOCK: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """One program per pair and block of pages: their attention weights, summed over heads."""
+    """One program per pair, KV head and block of its queries: weights over all splits; 0 if rejected."""
     pair = first_pair + tl.program_id(0).to(tl.int64)
-    req = pair % num_reqs
-    pages = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    kv_head, num_kv_heads = tl.program_id(1), tl.num_programs(1)
+    rows = tl.program_id(2) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     splits = tl.arange(0, SPLITS_PADDED)
+    req = pair % num_reqs
+    is_row = rows < NUM_ROWS
     context_len = tl.load(context_lens + req)
-    is_seen = pages < tl.minimum((context_len - 1) // PAGE_SIZE + 1, num_pages)
-    first_head = tl.program_id(0).to(tl.int64) * NUM_KV_HEADS
+    position = tl.load(positions + req * NUM_QUERIES + rows // GROUP, mask=is_row, other=context_len)
+    tiles = (tl.program_id(0).to(tl.int64) * num_splits + splits) * num_kv_heads + kv_head
+    cells = tiles[:, None] * NUM_ROWS + rows[None, :]
+    mask = (splits < num_splits)[:, None] & is_row[None, :]
+    split_peaks = tl.load(peaks + cells, mask=mask, other=-1e38)
+    split_sums = tl.load(sums + cells, mask=mask, other=0.0)
+    peak = tl.max(split_peaks, 0)
+    if SINKS:
+        head = (pair // num_reqs * num_kv_heads + kv_head) * GROUP + rows % GROUP
+        sink = tl.load(sinks + head, mask=is_row, other=-1e38)
+        peak = tl.maximum(peak, sink)
+    ratios = tl.exp(split_peaks - peak[None, :])
+    total = tl.sum(split_sums * ratios, 0)
+    if SINKS:
+        total += tl.exp(sink - peak)
+    weight = tl.where((position < context_len)[None, :], ratios / total[None, :], 0.0)
+    tl.store(peaks + cells, weight, mask=mask)
 
-    score = tl.zeros((BLOCK,), tl.float32)
-    for index in range(NUM_KV_HEADS * NUM_ROW_BLOCKS):
-        rows = index % NUM_ROW_BLOCKS * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-        is_row = rows < NUM_ROWS
-        position = tl.load(positions + req * NUM_QUERIES + rows // GROUP, mask=is_row, other=context_len)
-        is_accepted = position < context_len
-        row_index = (first_head + index // NUM_ROW_BLOCKS) * NUM_ROWS + rows
-        cells = row_index[:, None] * num_splits + splits[None, :]
-        mask = is_accepted[:, None] & (splits[None, :] < num_splits)
-        split_peaks = tl.load(peaks + cells, mask=mask, other=-1e38)
-        split_sums = tl.load(sums + cells, mask=mask, other=0.0)
-        peak = tl.max(split_peaks, 1)
-        if SINKS:
-            kv_head = index // NUM_ROW_BLOCKS
-            head = (pair // num_reqs * NUM_KV_HEADS + kv_head) * GROUP + rows % GROUP
-            sink = tl.load(sinks + head, mask=is_accepted, other=float("-inf"))
-            peak = tl.maximum(peak, sink)
-        total = tl.sum(split_sums * tl.exp(split_peaks - peak[:, None]), 1)
-        if SINKS:
-            total += tl.exp(sink - peak)
-        logit = tl.load(
-            logits + row_index[:, None] * num_pages + pages[None, :],
-            mask=is_accepted[:, None] & is_seen[None, :],
-            other=float("-inf"),
+
+@triton.jit(do_not_specialize=VARYING)
+def _scores_kernel(  # type: ignore[no-untyped-def]
+    logits,  # from `_logits_kernel`
+    factors,  # from `_factors_kernel`, in the shape of peaks
+    context_lens,  # [num_reqs] int64
+    scores,  # [num_layers * num_reqs, num_pages] float32, written
+    first_pair,
+    num_reqs,
+    num_pages,
+    ALL_ROWS: tl.constexpr,  # num_kv_heads * NUM_ROWS
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    """One program per pair and split: the attention weights of its pages, summed over heads and queries."""
+    pair = first_pair + tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
+    columns = tl.arange(0, SPLIT)
+    first = (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + split) * ALL_ROWS
+    score = tl.zeros((SPLIT,), tl.float32)
+    for first_row in range(0, ALL_ROWS, BLOCK_ROWS):
+        rows = first_row + tl.arange(0, BLOCK_ROWS)
+        factor = tl.load(factors + first + rows, mask=rows < ALL_ROWS, other=0.0)
+        steps = tl.load(
+            logits + (first + rows)[:, None] * SPLIT + columns[None, :],
+            mask=(factor > 0)[:, None],
+            other=255,
         )
-        weight = tl.exp(logit - peak[:, None]) / tl.where(is_accepted, total, 1.0)[:, None]
-        score += tl.sum(weight, 0)
-    tl.store(scores + pair * num_pages + pages, score, mask=pages < num_pages)
+        score += tl.sum(factor[:, None] * tl.exp(steps.to(tl.float32) * (-1.0 / STEPS)), 0)
+    pages = split * SPLIT + columns
+    is_seen = pages < (tl.load(context_lens + pair % num_reqs) - 1) // PAGE_SIZE + 1
+    tl.store(scores + pair * num_pages + pages, tl.where(is_seen, score, 0.0), mask=pages < num_pages)
 
 
-def _pairs_at_once(num_pairs: int, rows_of_pair: int, num_pages: int) -> int:
-    """Return the number of pairs of a layer and a request whose logits fit the scratch, at least 1."""
-    return min(num_pairs, max(1, SCRATCH_BYTES // (4 * rows_of_pair * num_pages)))
+def _split_pages(head_size: int, element_size: int) -> int:
+    """Return the number of pages per program, for queries whose elements take `element_size` bytes."""
+    head_padded = max(DOT_ROWS, triton.next_power_of_2(head_size))
+    return min(MAX_SPLIT_PAGES, SPLIT_BYTES // (head_padded * element_size))
 
 
-def logits_bytes(num_pairs: int, rows_of_pair: int, num_pages: int) -> int:
+def _bytes_of_pair(rows_of_pair: int, num_splits: int, split_pages: int) -> int:
+    """Return the memory of the logits of a pair of a layer and a request, with their peaks and sums."""
+    return num_splits * rows_of_pair * (split_pages + 2 * 4)
+
+
+def _pairs_at_once(num_pairs: int, rows_of_pair: int, num_splits: int, split_pages: int) -> int:
+    """Return the number of pairs whose logits fit the scratch, at least 1."""
+    return min(num_pairs, max(1, SCRATCH_BYTES // _bytes_of_pair(rows_of_pair, num_splits, split_pages)))
+
+
+def logits_bytes(
+    num_pairs: int, rows_of_pair: int, num_pages: int, *, head_size: int, element_size: int
+) -> int:
     """Return the memory of the logits of `score_pages`.
 
     Args:
         num_pairs: layers x requests.
         rows_of_pair: queries x query heads.
         num_pages: maximum pages of a request.
+        head_size: elements of a query.
+        element_size: bytes of each.
     """
-    return 4 * _pairs_at_once(num_pairs, rows_of_pair, num_pages) * rows_of_pair * num_pages
+    split_pages = _split_pages(head_size, element_size)
+    shape = (rows_of_pair, triton.cdiv(num_pages, split_pages), split_pages)
+    return _pairs_at_once(num_pairs, *shape) * _bytes_of_pair(*shape)
 
 
 def score_pages(
@@ -303,28 +333,25 @@ def score_pages(
 ) -> torch.Tensor:
     """Score pages; see `VerificationPolicy.score_pages`. No host synchronisation."""
     queries, context_lens, block_table = verification.queries, batch.context_lens, batch.block_table
-    num_layers, _, num_queries, num_heads, head_size = queries.shape
+    num_layers, _, num_heads, head_size = queries.shape
+    num_queries = verification.rows.shape[1]
     num_kv_heads, page_size = table.keys.shape[1:3]
     group = num_heads // num_kv_heads
     num_rows = num_queries * group
-    block_rows = min(MAX_BLOCK_ROWS, max(MIN_DOT_ROWS, triton.next_power_of_2(num_rows)))
-    num_row_blocks = triton.cdiv(num_rows, block_rows)
+    split_pages = _split_pages(head_size, queries.element_size())
     num_reqs = context_lens.shape[0]
-    num_splits = triton.cdiv(num_pages, SPLIT_PAGES)
-
-    def empty(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.float32, device=queries.device)
-
-    scores = empty(num_layers, num_reqs, num_pages)
-    rows_of_pair = num_kv_heads * num_rows
-    num_pairs = num_layers * num_reqs
-    pairs_at_once = _pairs_at_once(num_pairs, rows_of_pair, num_pages)
-    logits = empty(pairs_at_once, rows_of_pair, num_pages)
-    peaks, sums = empty(2, pairs_at_once, rows_of_pair, num_splits)
+    num_splits = triton.cdiv(num_pages, split_pages)
+    scores = queries.new_empty((num_layers, num_reqs, num_pages), dtype=torch.float32)
+    num_pairs, rows_of_pair = num_layers * num_reqs, num_kv_heads * num_rows
+    pairs_at_once = _pairs_at_once(num_pairs, rows_of_pair, num_splits, split_pages)
+    shape = (pairs_at_once, num_splits * rows_of_pair)
+    logits = queries.new_empty((*shape, split_pages), dtype=torch.uint8)
+    peaks, sums = queries.new_empty((2, *shape), dtype=torch.float32)
     for first in range(0, num_pairs, pairs_at_once):
         num_programs = min(pairs_at_once, num_pairs - first)
-        _logits_kernel[(num_programs, num_kv_heads * num_row_blocks, num_splits)](
+        _logits_kernel[(num_programs, num_splits, num_kv_heads)](
             queries,
+            verification.rows,
             context_lens,
             block_table,
             summaries.min_keys,
@@ -336,41 +363,47 @@ def score_pages(
             first,
             num_reqs,
             num_pages,
-            num_splits,
-            *queries.stride()[:3],
+            *queries.stride()[:2],
             block_table.stride(0),
             *summaries.min_keys.stride()[:3],
+            NUM_QUERIES=num_queries,
             NUM_ROWS=num_rows,
             GROUP=group,
             HEAD_SIZE=head_size,
             PAGE_SIZE=page_size,
-            NUM_ROW_BLOCKS=num_row_blocks,
-            BLOCK_ROWS=block_rows,
-            HEAD_PADDED=max(MIN_DOT_ROWS, triton.next_power_of_2(head_size)),
-            BLOCK=BLOCK_PAGES,
-            SPLIT=SPLIT_PAGES,
+            BLOCK_ROWS=DOT_ROWS,
+            HEAD_PADDED=max(DOT_ROWS, triton.next_power_of_2(head_size)),
+            SPLIT=split_pages,
+            STEPS=STEPS,
         )
-        _scores_kernel[(num_programs, triton.cdiv(num_pages, SCORE_PAGES))](
-            logits,
+        _factors_kernel[(num_programs, num_kv_heads, triton.cdiv(num_rows, DOT_ROWS))](
             peaks,
             sums,
             verification.positions,
             context_lens,
             table.scales if table.sinks is None else table.sinks,
-            scores,
             first,
             num_reqs,
-            num_pages,
             num_splits,
             NUM_QUERIES=num_queries,
             NUM_ROWS=num_rows,
             GROUP=group,
-            PAGE_SIZE=page_size,
-            NUM_KV_HEADS=num_kv_heads,
-            NUM_ROW_BLOCKS=num_row_blocks,
-            BLOCK_ROWS=block_rows,
-            SPLITS_PADDED=triton.next_power_of_2(triton.cdiv(block_table.shape[1], SPLIT_PAGES)),
-            BLOCK=SCORE_PAGES,
+            BLOCK_ROWS=DOT_ROWS,
+            SPLITS_PADDED=triton.next_power_of_2(triton.cdiv(block_table.shape[1], split_pages)),
             SINKS=table.sinks is not None,
+        )
+        _scores_kernel[(num_programs, num_splits)](
+            logits,
+            peaks,
+            context_lens,
+            scores,
+            first,
+            num_reqs,
+            num_pages,
+            ALL_ROWS=num_kv_heads * num_rows,
+            PAGE_SIZE=page_size,
+            BLOCK_ROWS=SCORE_ROWS,
+            SPLIT=split_pages,
+            STEPS=STEPS,
         )
     return scores

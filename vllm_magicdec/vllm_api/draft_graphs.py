@@ -53,6 +53,9 @@ def why_no_draft_graphs(cudagraph_mode: CUDAGraphMode, weakest: AttentionGroup) 
 class Capturable(Protocol):
     """A draft step for CUDA graphs to capture; implemented by the V2 adapter."""
 
+    current_draft_step: torch.Tensor  # [] int64, index of the round's step, which sampling reads
+    num_speculative_steps: int  # maximum steps of a round
+
     @property
     def num_views(self) -> int:
         """Number of layer groups, each with its own view."""
@@ -67,7 +70,11 @@ class Capturable(Protocol):
         ...
 
     def refresh_metadata(self, step: DraftStep) -> None:
-        """Update the metadata buffers that a graph of this step reads, from the step's lengths."""
+        """Update metadata buffers that the step's graph reads but does not update, from the lengths."""
+        ...
+
+    def record_refresh(self, attn_metadata: Mapping[str, Any]) -> None:
+        """Update the other metadata buffers, while a graph records it."""
         ...
 
     def select_adapters(self, num_active: int, num_reqs: int) -> None:
@@ -149,8 +156,10 @@ class DraftGraphs(CudaGraphManager):
     steps of rounds of any length: tokens, positions, slots and lengths are copied into static buffers, and
     views have their own. Padding requests attend to one token per query, write nothing and get no experts.
 
-    Backends derive values from lengths and keep them in buffers that their captured kernels read, so
-    metadata is rebuilt before every replay, as vLLM does for its own draft models.
+    Kernels outside a graph cost the host more time than a small draft takes, so a replay launches two: one
+    copies all int64 inputs, one all int32 inputs. Backends derive values from lengths and keep them in
+    buffers that their captured kernels read. The graph updates these if the backend supports it, as in
+    vLLM's own speculators; otherwise metadata is rebuilt before every replay.
 
     Args:
         vllm_config: the engine's configuration.
@@ -194,7 +203,10 @@ class DraftGraphs(CudaGraphManager):
         self._positions = torch.zeros(num_tokens, dtype=torch.int64, device=device)
         self._slots = torch.full((num_views, num_tokens), PAD_SLOT, dtype=torch.int64, device=device)
         self._lens = torch.full((num_views, num_reqs), num_queries, dtype=torch.int32, device=device)
-        self._sampled = torch.zeros(self._num_sampled(num_reqs), dtype=torch.int64, device=device)
+        self._num_filled = 0  # requests whose inputs are not those of padding
+        self._indices = torch.arange(step.num_speculative_steps, device=device)
+        shape = (step.num_speculative_steps, self._num_sampled(num_reqs))
+        self._sampled = torch.zeros(shape, dtype=torch.int32, device=device)
 
     def _num_sampled(self, num_reqs: int) -> int:
         return num_reqs
@@ -242,7 +254,10 @@ class DraftGraphs(CudaGraphManager):
         attn_metadata = self._step.step_metadata(step, for_capture=True)
 
         def run(cudagraph_mode: CUDAGraphMode) -> None:
-            self._sampled[:num_sampled].copy_(self._sample(self._tokens[:num_tokens], step, attn_metadata))
+            self._step.record_refresh(attn_metadata)
+            sampled = self._sample(self._tokens[:num_tokens], step, attn_metadata).to(torch.int32)
+            index = self._step.current_draft_step.view(1)
+            self._sampled[:, :num_sampled].index_copy_(0, index, sampled.unsqueeze(0))
 
         return run
 
@@ -255,8 +270,8 @@ class DraftGraphs(CudaGraphManager):
             num_adapters: `Adapters.num_active` of the round, already applied.
 
         Returns:
-            The sampled tokens, [num_reqs] int64 (of a pass [num_tokens]), valid until the next step; None
-            if there is no graph for this batch size.
+            The sampled tokens, [num_reqs] int32 (of a pass [num_tokens]), valid until the same step of the
+            next round; None if there is no graph for this batch size.
         """
         num_tokens, num_queries = tokens.shape[0], self.decode_query_len
         num_reqs = num_tokens // num_queries
@@ -271,17 +286,23 @@ class DraftGraphs(CudaGraphManager):
             self._is_padding[num_tokens:].fill_(True)
         lens = [part.view.common_len for part in step.parts if isinstance(part.view, TokenView)]
         common_len = lens[0] if lens and lens[0] in self._common_lens else None
-        self._tokens[:num_tokens].copy_(tokens)
-        self._positions[:num_tokens].copy_(step.positions)
-        for part, slots, lens_in_view in zip(step.parts, self._slots, self._lens, strict=True):
-            lens_in_view[:num_reqs].copy_(part.view.lens)
-            slots[:num_tokens].copy_(part.slots)
-        self._lens[:, num_reqs:].fill_(num_queries)
-        self._slots[:, num_tokens:].fill_(PAD_SLOT)
+        if num_reqs < self._num_filled:
+            self._lens[:, num_reqs : self._num_filled].fill_(num_queries)
+            self._slots[:, num_tokens : self._num_filled * num_queries].fill_(PAD_SLOT)
+        self._num_filled = num_reqs
+        # One kernel each on CUDA, because all tensors of a list have the same dtype.
+        torch._foreach_copy_(
+            [self._step.current_draft_step, self._positions[:num_tokens], *self._slots[:, :num_tokens]],
+            [self._indices[step.index], step.positions, *(part.slots for part in step.parts)],
+        )
+        torch._foreach_copy_(
+            [self._tokens[:num_tokens], *self._lens[:, :num_reqs]],
+            [tokens, *(part.view.lens for part in step.parts)],
+        )
         own = StepDescriptor(**vars(desc), common_len=common_len)
         self._step.refresh_metadata(self._captured[own])
         self.run_fullgraph(own)
-        return self._sampled[: self._num_sampled(num_reqs)]
+        return self._sampled[step.index, : self._num_sampled(num_reqs)]
 
 
 class PassGraphs(DraftGraphs):
@@ -340,7 +361,7 @@ class RoundGraphs:
     def replay_pass(
         self, tokens: torch.Tensor, draft_pass: DraftPass, num_adapters: int
     ) -> torch.Tensor | None:
-        """Replay a pass if it has a graph; returns the sampled tokens, [num_tokens] int64."""
+        """Replay a pass if it has a graph; returns the sampled tokens, [num_tokens] int32."""
         graphs = self._passes.get(len(tokens) // len(draft_pass.queries.lens))
         if graphs is None:
             return None

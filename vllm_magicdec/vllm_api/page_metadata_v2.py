@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's attention metadata for draft steps and passes on the V2 runner."""
 
-from collections.abc import Collection, Sequence
+import itertools
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
 from vllm.v1.worker.utils import AttentionGroup
 
+from vllm_magicdec.attention.metadata import DraftMetadata, TokenMetadata
 from vllm_magicdec.views.base import PageView, ViewStep, on_device
 from vllm_magicdec.views.passes import Queries, ViewPass
 
@@ -61,6 +63,26 @@ class PageMetadata:
             positions=step.positions,
             for_capture=for_capture,
         )
+
+    def is_recorded(self, index: int) -> bool:
+        """Whether graphs of steps update the metadata of layer group `index` (`record_refresh`)."""
+        groups = self._attention_groups[index]
+        return all(group.supports_draft_decode_metadata_update for own in groups for group in own)
+
+    def record_refresh(self, attn_metadata: Mapping[str, Any]) -> None:
+        """Update metadata from the lengths that it refers to, with operators that a CUDA graph may record.
+
+        Args:
+            attn_metadata: metadata of a step, by layer.
+        """
+        for index, groups in enumerate(self._attention_groups):
+            if not self.is_recorded(index):
+                continue
+            for group in itertools.chain.from_iterable(groups):
+                metadata = attn_metadata[group.layer_names[0]]
+                if not isinstance(metadata, TokenMetadata):
+                    own = metadata.own if isinstance(metadata, DraftMetadata) else metadata
+                    group.update_draft_decode_metadata({group.layer_names[0]: own})
 
     def of_pass(self, index: int, part: ViewPass, queries: Queries, view: PageView) -> dict[str, Any]:
         """Build the metadata of a draft pass for layer group `index`."""

@@ -91,6 +91,8 @@ _NAMES = {
     "vllm.v1.worker.utils": """
         AttentionGroup.create_metadata_builders(vllm_config, device, kernel_block_size)
         AttentionGroup.build_metadata_for_drafting(common_attn_metadata, draft_index)
+        AttentionGroup.supports_draft_decode_metadata_update
+        AttentionGroup.update_draft_decode_metadata(attn_metadata)
     """,
     "vllm.v1.worker.gpu_input_batch": """
         InputBatch.req_prompt_embeds InputBatch.is_token_ids InputBatch.generators

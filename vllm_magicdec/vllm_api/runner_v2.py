@@ -383,7 +383,6 @@ class MagicDecSpeculator(StandaloneARSpeculator):
 
     def draft_step(self, tokens: torch.Tensor, step: DraftStep) -> torch.Tensor:
         """Run and sample one draft step."""
-        self.current_draft_step.fill_(step.index)
         if self._adapters is not None:
             self._adapters.apply()
         num_reqs = len(tokens)
@@ -391,6 +390,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         tokens, step = self._drafting.prepend_catch_up(tokens, step)
         sampled = self._graphs.replay_step(tokens, step, num_reqs, self._num_adapters)
         if sampled is None:
+            self.current_draft_step.fill_(step.index)
             sampled = self.forward_and_sample(tokens, step, self.step_metadata(step))
         return sampled
 
@@ -521,10 +521,14 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         return attn_metadata
 
     def refresh_metadata(self, step: DraftStep) -> None:
-        """Rebuild the metadata of a captured step before its replay; token views have none."""
+        """Rebuild the metadata that a captured step's graph does not update; token views have none."""
         for index, part in enumerate(step.parts):
-            if not isinstance(part.view, TokenView):
+            if not isinstance(part.view, TokenView) and not self.page_metadata.is_recorded(index):
                 self.page_metadata.of_step(index, part, part.view.of_layer(0))
+
+    def record_refresh(self, attn_metadata: Mapping[str, Any]) -> None:
+        """Update a step's metadata within its graph, where the backends support it."""
+        self.page_metadata.record_refresh(attn_metadata)
 
     def select_adapters(self, num_active: int, num_reqs: int) -> None:
         """Map the next pass to dummy LoRA adapters, for captures."""

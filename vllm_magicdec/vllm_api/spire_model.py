@@ -10,8 +10,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 import torch.nn as nn
-from torch.nn.functional import linear
+from torch.nn.functional import rms_norm
 from vllm.config import VllmConfig
+from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.model_executor.models.llama import LlamaForCausalLM
 
 from vllm_magicdec.config import MagicDecSpeculativeConfig
@@ -51,24 +52,26 @@ class MagicDecSpireForCausalLM(LlamaForCausalLM):
             logits = torch.zeros(num_layers, num_layers + 1, dtype=torch.float32)
             self.model.memory_logits = nn.Parameter(logits, requires_grad=False)
             self.register_buffer("memory_weights", logits.softmax(dim=1), persistent=False)
-        # vLLM packs linear layers for CPUs and drops the original weights.
-        for index, layer in enumerate(self.model.layers):
-            weight, bias = _keys_and_values(layer)
-            self.register_buffer(_kv_weight(index), torch.zeros_like(weight), persistent=False)
-            self.register_buffer(
-                _kv_bias(index), None if bias is None else torch.zeros_like(bias), persistent=False
-            )
+        # Memory is written outside compiled code, so kernels count: one product projects for all blocks.
+        # vLLM also packs linear layers for CPUs and drops the original weights.
+        weight, bias = _keys_and_values(self.model.layers[0])
+        self.register_buffer("kv_weights", weight.new_zeros(num_layers, *weight.shape), persistent=False)
+        self.register_buffer(
+            "kv_biases",
+            None if bias is None else bias.new_zeros(num_layers, 1, *bias.shape),
+            persistent=False,
+        )
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Load weights as vLLM does, and keep an unpacked copy of each block's K/V projection."""
+        """Load weights as vLLM does, and keep an unpacked copy of the blocks' K/V projections."""
         loaded = super().load_weights(weights)
         if self.fields.feedback_memory:
             self.memory_weights.copy_(self.model.memory_logits.softmax(dim=1))
         for index, layer in enumerate(self.model.layers):
             weight, bias = _keys_and_values(layer)
-            getattr(self, _kv_weight(index)).copy_(weight)
+            self.kv_weights[index].copy_(weight)
             if bias is not None:
-                getattr(self, _kv_bias(index)).copy_(bias)
+                self.kv_biases[index].copy_(bias)
         return loaded
 
     def memorise(
@@ -103,32 +106,30 @@ class MagicDecSpireForCausalLM(LlamaForCausalLM):
         if self.fields.feedback_memory:
             summed = self.memory_weights @ activations.float().flatten(1)
             memories = summed.to(activations.dtype).view(-1, *activations.shape[1:])
-        for index, (layer, own_slots) in enumerate(zip(self.model.layers, slots, strict=True)):
-            attention = layer.self_attn
-            projected = linear(
-                layer.input_layernorm(memories[index]),
-                getattr(self, _kv_weight(index)),
-                getattr(self, _kv_bias(index)),
-            )
-            keys, values = projected.split(attention.kv_size, dim=1)
-            # Some implementations rotate in place; keys may be None.
-            keys, _ = attention.rotary_emb(positions, keys.contiguous(), None)
-            heads = (-1, attention.num_kv_heads, attention.head_dim)
-            cache = attention.attn
-            keys, values = keys.view(heads), values.contiguous().view(heads)
+        layers = self.model.layers
+        norms = [layer.input_layernorm for layer in layers]
+        normed = rms_norm(memories[: len(layers)], memories.shape[-1:], eps=norms[0].variance_epsilon)
+        normed = normed * torch.stack([norm.weight for norm in norms]).unsqueeze(1)
+        # [num_layers, num_tokens, 2 * kv_size]
+        projected = torch.bmm(normed, self.kv_weights.transpose(1, 2))
+        if self.kv_biases is not None:
+            projected += self.kv_biases
+        attention = layers[0].self_attn
+        keys, values = (part.contiguous() for part in projected.split(attention.kv_size, dim=-1))
+        # Outside compiled code vLLM would rotate by a dozen operators on a GPU.
+        rotary = attention.rotary_emb
+        rotate = rotary.forward_cuda if keys.is_cuda and isinstance(rotary, RotaryEmbedding) else rotary
+        # Some implementations rotate in place; keys may be None.
+        rotated, _ = rotate(positions.repeat(len(layers)), keys.flatten(0, 1), None)
+        shape = (len(layers), -1, attention.num_kv_heads, attention.head_dim)
+        keys, values = rotated.view(shape), values.view(shape)
+        for layer, *written, own_slots in zip(layers, keys, values, slots, strict=True):
             if own_slots is not None:
-                cache.impl.do_kv_cache_update(cache, keys, values, cache.kv_cache, own_slots)
+                cache = layer.self_attn.attn
+                cache.impl.do_kv_cache_update(cache, *written, cache.kv_cache, own_slots)
 
 
 def _keys_and_values(layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return views of a block's K/V projection: weight [2 * kv_size, hidden_size], bias [2 * kv_size]."""
     own, first = layer.self_attn.qkv_proj, layer.self_attn.q_size
     return own.weight[first:], None if own.bias is None else own.bias[first:]
-
-
-def _kv_weight(index: int) -> str:
-    return f"kv_weight_{index}"
-
-
-def _kv_bias(index: int) -> str:
-    return f"kv_bias_{index}"
