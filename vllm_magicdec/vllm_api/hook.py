@@ -135,6 +135,19 @@ def after(act: Callable[..., Any]) -> Wrap:
     return wrap
 
 
+def instead(act: Callable[..., Any]) -> Wrap:
+    """Call `act(original, *arguments)` instead of the original function."""
+
+    def wrap(owner: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return act(original, *args, **kwargs)
+
+        return wrapper
+
+    return wrap
+
+
 def installed() -> tuple[Hook, ...]:
     """Return the installed hooks."""
     return tuple(_originals)

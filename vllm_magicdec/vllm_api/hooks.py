@@ -27,7 +27,7 @@ from vllm_magicdec.config import (
 )
 from vllm_magicdec.errors import MagicDecConfigError
 from vllm_magicdec.vllm_api.engine_config import EngineSpeculativeConfig, reads_activations
-from vllm_magicdec.vllm_api.hook import Hook, Wrap, after, before, in_words
+from vllm_magicdec.vllm_api.hook import Hook, Wrap, after, before, in_words, instead
 from vllm_magicdec.vllm_api.versions import kv_planning
 
 logger = init_logger(f"vllm.{__name__}")
@@ -85,14 +85,9 @@ def _v2_speculator() -> type:
     return MagicDecSpeculator
 
 
-def _make_speculator(owner: Any, original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def init_speculator(vllm_config: Any, device: Any, req_states: Any) -> Any:
-        if not _engine_selects({"vllm_config": vllm_config}):
-            return original(vllm_config, device, req_states)
-        return _v2_speculator()(vllm_config, device, req_states)
-
-    return init_speculator
+def _make_speculator(original: Callable[..., Any], vllm_config: Any, device: Any, req_states: Any) -> Any:
+    make = _v2_speculator() if _engine_selects({"vllm_config": vllm_config}) else original
+    return make(vllm_config, device, req_states)
 
 
 def _add_options(parser: Any, *_: Any) -> Any:
@@ -105,35 +100,31 @@ def _add_options(parser: Any, *_: Any) -> Any:
         return parser
 
 
-def _check_configuration(owner: type, original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = self.speculative_config
-        options = {
-            "method": self.spec_method,
-            "model": self.spec_model,
-            "num_speculative_tokens": self.spec_tokens,
-        }
-        check_given(given, options)
-        # vLLM adds the options to this dictionary. API servers and Ray resolve the same arguments again,
-        # and the options would be refused as given twice.
-        self.speculative_config = dict(given) if isinstance(given, dict) else given
-        try:
-            vllm_config = original(self, *args, **kwargs)
-        except ValueError as error:
-            fields = _fit_adapters(self, given or {}, options) if type(error) is ValueError else None
-            if fields is None:
-                raise
-            self.speculative_config = fields
-            vllm_config = original(self, *args, **kwargs)
-        finally:
-            self.speculative_config = given
-        spec = vllm_config.speculative_config
-        if isinstance(spec, EngineSpeculativeConfig):
-            spec.verify_engine(vllm_config)
-        return vllm_config
-
-    return create_engine_config
+def _check_configuration(original: Callable[..., Any], engine_args: Any, *args: Any, **kwargs: Any) -> Any:
+    given = engine_args.speculative_config
+    options = {
+        "method": engine_args.spec_method,
+        "model": engine_args.spec_model,
+        "num_speculative_tokens": engine_args.spec_tokens,
+    }
+    check_given(given, options)
+    # vLLM adds the options to this dictionary. API servers and Ray resolve the same arguments again,
+    # and the options would be refused as given twice.
+    engine_args.speculative_config = dict(given) if isinstance(given, dict) else given
+    try:
+        vllm_config = original(engine_args, *args, **kwargs)
+    except ValueError as error:
+        fields = _fit_adapters(engine_args, given or {}, options) if type(error) is ValueError else None
+        if fields is None:
+            raise
+        engine_args.speculative_config = fields
+        vllm_config = original(engine_args, *args, **kwargs)
+    finally:
+        engine_args.speculative_config = given
+    spec = vllm_config.speculative_config
+    if isinstance(spec, EngineSpeculativeConfig):
+        spec.verify_engine(vllm_config)
+    return vllm_config
 
 
 def _fit_adapters(
@@ -160,38 +151,34 @@ def _fit_adapters(
     return {**given, "max_num_speculative_tokens": fitting}
 
 
-def _reserve_memory(owner: Any, original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def get_kv_cache_configs(
-        vllm_config: Any, kv_cache_specs: Any, available_memory: list[int], *args: Any
-    ) -> Any:
-        if not _engine_selects({"vllm_config": vllm_config}):
-            return original(vllm_config, kv_cache_specs, available_memory, *args)
-        from vllm_magicdec.vllm_api.kv_cache import leave_memory_for_drafting
-        from vllm_magicdec.vllm_api.ring_cache import log_ring_capacity
+def _reserve_memory(
+    original: Callable[..., Any],
+    vllm_config: Any,
+    kv_cache_specs: Any,
+    available_memory: list[int],
+    *args: Any,
+) -> Any:
+    if not _engine_selects({"vllm_config": vllm_config}):
+        return original(vllm_config, kv_cache_specs, available_memory, *args)
+    from vllm_magicdec.vllm_api.kv_cache import leave_memory_for_drafting
+    from vllm_magicdec.vllm_api.ring_cache import log_ring_capacity
 
-        available_memory = [
-            leave_memory_for_drafting(vllm_config, specs, available)
-            for specs, available in zip(kv_cache_specs, available_memory, strict=True)
-        ]
-        configs = original(vllm_config, kv_cache_specs, available_memory, *args)
-        log_ring_capacity(vllm_config, kv_cache_specs, configs[0])
-        return configs
-
-    return get_kv_cache_configs
+    available_memory = [
+        leave_memory_for_drafting(vllm_config, specs, available)
+        for specs, available in zip(kv_cache_specs, available_memory, strict=True)
+    ]
+    configs = original(vllm_config, kv_cache_specs, available_memory, *args)
+    log_ring_capacity(vllm_config, kv_cache_specs, configs[0])
+    return configs
 
 
-def _plan_rings(owner: Any, original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def get_kv_cache_groups(*args: Any) -> Any:
-        *builder, vllm_config, kv_cache_spec = args
-        if not _engine_selects({"vllm_config": vllm_config}):
-            return original(*args)
-        from vllm_magicdec.vllm_api.ring_cache import plan_groups
+def _plan_rings(original: Callable[..., Any], *args: Any) -> Any:
+    *builder, vllm_config, kv_cache_spec = args
+    if not _engine_selects({"vllm_config": vllm_config}):
+        return original(*args)
+    from vllm_magicdec.vllm_api.ring_cache import plan_groups
 
-        return plan_groups(vllm_config, kv_cache_spec, functools.partial(original, *builder)).groups
-
-    return get_kv_cache_groups
+    return plan_groups(vllm_config, kv_cache_spec, functools.partial(original, *builder)).groups
 
 
 def _pass_adapters(batch: Any, runner: Any, *_: Any, **__: Any) -> Any:
@@ -241,18 +228,14 @@ def _receive_with_output(
     return outputs
 
 
-def _use_received_drafts(owner: type, original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def post_step(self: Any, model_executed: bool) -> None:
-        # In vLLM 0.32, post_step only requests the drafts.
-        if model_executed and _engine_selects({"vllm_config": self.vllm_config}):
-            from vllm_magicdec.vllm_api.drafts_with_output import update_drafts
+def _use_received_drafts(original: Callable[..., Any], core: Any, model_executed: bool) -> None:
+    # In vLLM 0.32, post_step only requests the drafts.
+    if model_executed and _engine_selects({"vllm_config": core.vllm_config}):
+        from vllm_magicdec.vllm_api.drafts_with_output import update_drafts
 
-            if update_drafts(self.scheduler):
-                return
-        original(self, model_executed)
-
-    return post_step
+        if update_drafts(core.scheduler):
+            return
+    original(core, model_executed)
 
 
 def _attend_natively(vllm_config: Any, kv_cache_config: Any, device: Any) -> None:
@@ -295,7 +278,7 @@ MEMORY_HOOK = Hook(
     name="get_kv_cache_configs",
     parameters=("vllm_config", "kv_cache_specs", "available_memory"),
     reason="drafting needs device memory that the KV cache must not take",
-    wrap=_reserve_memory,
+    wrap=instead(_reserve_memory),
 )
 
 RINGS_HOOK = Hook(
@@ -304,7 +287,7 @@ RINGS_HOOK = Hook(
     name="get_kv_cache_groups",
     parameters=kv_planning.PARAMETERS,
     reason="a draft model that reads only sinks and a window needs KV cache for these alone",
-    wrap=_plan_rings,
+    wrap=instead(_plan_rings),
 )
 
 ADAPTERS_HOOK = Hook(
@@ -361,7 +344,7 @@ DRAFTS_HOOK = Hook(
     name="post_step",
     parameters=("self", "model_executed"),
     reason="drafts that arrived with the output need no further request, which would stall the workers",
-    wrap=_use_received_drafts,
+    wrap=instead(_use_received_drafts),
 )
 
 # These run after the KV cache layout is known and before layers are bound to their caches, which may move.
@@ -423,7 +406,7 @@ HOOKS = (
         name="init_speculator",
         parameters=("vllm_config", "device", "req_states"),
         reason="the V2 runner drafts over a view of the KV cache",
-        wrap=_make_speculator,
+        wrap=instead(_make_speculator),
     ),
     Hook(
         module="vllm.engine.arg_utils",
@@ -431,7 +414,7 @@ HOOKS = (
         name="create_engine_config",
         parameters=("self",),
         reason="unsupported configurations are refused before any process starts or any weight is read",
-        wrap=_check_configuration,
+        wrap=instead(_check_configuration),
     ),
     Hook(
         module="vllm.engine.arg_utils",
