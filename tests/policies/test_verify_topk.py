@@ -15,9 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vllm_magicdec.attention import KVRows
 from vllm_magicdec.attention.scales import Scales
 from vllm_magicdec.attention.softmax import Softmax
-from vllm_magicdec.policies import verification, verify_topk
+from vllm_magicdec.policies import page_summaries, verification
+from vllm_magicdec.policies.page_summaries import PageSummaries
 from vllm_magicdec.policies.verification import Verification, VerificationSelector, num_recent_pages
-from vllm_magicdec.policies.verify_topk import PageSummaries, VerifyTopK
+from vllm_magicdec.policies.verify_topk import VerifyTopK
 from vllm_magicdec.views.layer_pages import LayerPageViews
 from vllm_magicdec.views.pages import PageBudget
 from vllm_magicdec.views.selections import Budget, Selections
@@ -184,7 +185,7 @@ def test_summaries_bound_every_logit_and_follow_a_page_to_its_next_owner():
 def test_summaries_are_fp8_on_gpus_that_have_it(monkeypatch):
     def num_bytes(device_type: str, capability: int) -> int:
         monkeypatch.setattr(
-            verify_topk.current_platform, "has_device_capability", lambda least: least <= capability
+            page_summaries.current_platform, "has_device_capability", lambda least: least <= capability
         )
         engine = make_engine(
             page_size=PAGE,

@@ -31,8 +31,9 @@ from vllm_magicdec.drafting.sizing import make_views, max_graph_reqs, parse_budg
 from vllm_magicdec.drafting.staged import MIN_DRAFT_ACCEPTANCE, MIN_PASS_GAIN, PassRunner, StagedDrafts
 from vllm_magicdec.drafting.wide_passes import WidePasses, WidePassRunner
 from vllm_magicdec.errors import METHOD
-from vllm_magicdec.lookup.device_lookups import DeviceLookups, Texts
+from vllm_magicdec.lookup.device_lookups import DeviceLookups
 from vllm_magicdec.lookup.history import History
+from vllm_magicdec.lookup.texts import Texts
 from vllm_magicdec.views.base import Batch, DraftStep, View, Views, has_kernels
 from vllm_magicdec.views.layer_pages import LayerPageViews
 from vllm_magicdec.views.pages import PageViews

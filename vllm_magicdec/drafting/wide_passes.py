@@ -22,7 +22,8 @@ from vllm_magicdec import envs
 from vllm_magicdec.adaptive.metrics import LookupCounters
 from vllm_magicdec.drafting.pauses import Pauses
 from vllm_magicdec.drafting.staged import PassRunner
-from vllm_magicdec.lookup.device_lookups import DeviceLookups, Texts
+from vllm_magicdec.lookup.device_lookups import DeviceLookups
+from vllm_magicdec.lookup.texts import Texts
 from vllm_magicdec.views.base import Batch, ceil_div, on_device
 from vllm_magicdec.views.passes import DraftPass, Queries, RoundSteps
 

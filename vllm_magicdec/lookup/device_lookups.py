@@ -7,33 +7,11 @@ longest match wins, at a tie the latest. There are no probabilities: the tokens 
 have room for them anyway (`drafting/wide_passes.py`).
 """
 
-from dataclasses import dataclass
-
 import torch
 
+from vllm_magicdec.lookup.texts import Texts
+
 MAX_MATCH = 8  # tokens; longer matches count as this
-
-
-@dataclass(frozen=True)
-class Texts:
-    """The verified tokens of a batch's requests."""
-
-    token_ids: torch.Tensor  # [max_num_reqs, max_model_len] int32
-    rows: torch.Tensor  # [num_reqs] int, each request's row in `token_ids`
-    lens: torch.Tensor  # [num_reqs] int64, at least 1
-    max_len: int  # upper bound of `lens`, on the host
-
-    def tokens_at(self, positions: torch.Tensor, drafts: torch.Tensor) -> torch.Tensor:
-        """Return [num_reqs, n] int32, the tokens at some positions; -1 before a text's begin.
-
-        Args:
-            positions: [num_reqs, n] int64.
-            drafts: [num_reqs, num_drafts] int32, each text's last token and its drafts.
-        """
-        rows, within = self.rows.long().unsqueeze(1), positions - self.lens.unsqueeze(1) + 1
-        verified = self.token_ids[rows, positions.clamp(0, self.token_ids.shape[1] - 1)]
-        drafted = drafts.gather(1, within.clamp(0, drafts.shape[1] - 1))
-        return torch.where(within > 0, drafted, verified).masked_fill(positions < 0, -1)
 
 
 class DeviceLookups:

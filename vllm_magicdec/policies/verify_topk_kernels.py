@@ -7,7 +7,6 @@ kept between the kernels, in a byte each.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -15,11 +14,9 @@ import triton.language as tl
 
 from vllm_magicdec.attention import KVRows
 from vllm_magicdec.attention.softmax import Softmax
+from vllm_magicdec.policies.page_summaries import PageSummaries
 from vllm_magicdec.policies.verification import Verification
 from vllm_magicdec.views.base import Batch
-
-if TYPE_CHECKING:  # verify_topk.py imports this module
-    from vllm_magicdec.policies.verify_topk import PageSummaries
 
 MAX_SPLIT_PAGES = 128  # pages per program; their summaries are read once
 SPLIT_BYTES = 32 * 2**10  # of minima, and of maxima, in the queries' dtype; both must fit shared memory
@@ -110,7 +107,7 @@ def _summarise_kernel(  # type: ignore[no-untyped-def]
 
 def summarise(
     table: LayerTable,
-    summaries: "PageSummaries",  # written
+    summaries: PageSummaries,  # written
     blocks: torch.Tensor,  # [n] int64
     num_verified: torch.Tensor,  # [n] int64, at least 1
 ) -> None:
@@ -329,7 +326,7 @@ def logits_bytes(
 
 
 def score_pages(
-    table: LayerTable, summaries: "PageSummaries", verification: Verification, batch: Batch, num_pages: int
+    table: LayerTable, summaries: PageSummaries, verification: Verification, batch: Batch, num_pages: int
 ) -> torch.Tensor:
     """Score pages; see `VerificationPolicy.score_pages`. No host synchronisation."""
     queries, context_lens, block_table = verification.queries, batch.context_lens, batch.block_table

@@ -32,8 +32,8 @@ from vllm_magicdec.drafting.finite import make_finite
 from vllm_magicdec.drafting.layer_groups import LayerGroup
 from vllm_magicdec.drafting.wide_passes import MAX_WIDE_TOKENS
 from vllm_magicdec.errors import METHOD
-from vllm_magicdec.lookup.device_lookups import Texts
 from vllm_magicdec.lookup.history import History
+from vllm_magicdec.lookup.texts import Texts
 from vllm_magicdec.views.base import (
     PAD_SLOT,
     Batch,
