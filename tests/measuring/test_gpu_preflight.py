@@ -81,7 +81,7 @@ REFUSED = MagicDecConfigError("vllm-magicdec cannot hook it: install one of thes
         (torch.version, "cuda", None, "device", "make venv"),
         (torch.cuda, "is_available", lambda: False, "device", "type nvidia-smi"),
         (torch.cuda, "mem_get_info", lambda: (60 * GIB, 140 * GIB), "memory", "60.0 of 140.0 GiB"),
-        (gpu_preflight, "version", lambda name: "0.33.0", "vllm", "pip install vllm==0.32.0"),
+        (gpu_preflight, "version", lambda name: "0.31.0", "vllm", "pip install vllm==0.33.0"),
         (gpu_preflight, "version", lambda name: "0.32.0+cpu", "vllm", "make venv"),
         (gpu_preflight, "entry_points", lambda group: (), "plugin", "pip install --no-deps -e ."),
         (plugin, "register", fail(REFUSED), "plugin", "install one of these"),

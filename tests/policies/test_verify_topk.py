@@ -5,16 +5,19 @@ import math
 from dataclasses import replace
 from types import SimpleNamespace
 
+import pytest
 import torch
 from batches import make_batch, make_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import slot_of
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from vllm_magicdec.attention import KVRows
 from vllm_magicdec.attention.scales import Scales
 from vllm_magicdec.attention.softmax import Softmax
+from vllm_magicdec.drafting import sizing
 from vllm_magicdec.policies import page_summaries, verification
 from vllm_magicdec.policies.page_summaries import PageSummaries
 from vllm_magicdec.policies.verification import Verification, VerificationSelector, num_recent_pages
@@ -183,7 +186,7 @@ def test_summaries_bound_every_logit_and_follow_a_page_to_its_next_owner():
 
 
 def test_summaries_are_fp8_on_gpus_that_have_it(monkeypatch):
-    def num_bytes(device_type: str, capability: int) -> int:
+    def num_bytes(device_type: str, capability: int, has_key_bias: bool = False) -> int:
         monkeypatch.setattr(
             page_summaries.current_platform, "has_device_capability", lambda least: least <= capability
         )
@@ -198,10 +201,27 @@ def test_summaries_are_fp8_on_gpus_that_have_it(monkeypatch):
             max_num_reqs=1,
         )
         limits = replace(engine.limits, device_type=device_type)
-        return PageSummaries(replace(engine, limits=limits, cache_dtype=torch.bfloat16)).num_bytes
+        return PageSummaries(
+            replace(engine, limits=limits, cache_dtype=torch.bfloat16, has_key_bias=has_key_bias)
+        ).num_bytes
 
     in_cache_dtype = num_bytes("cpu", 90)
     assert in_cache_dtype == num_bytes("cuda", 86) == 2 * num_bytes("cuda", 89)
+    assert in_cache_dtype == num_bytes("cuda", 89, has_key_bias=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (LlamaConfig(), False),
+        (LlamaConfig(attention_bias=True), True),
+        (Qwen2Config(), True),
+        (Qwen3Config(), False),
+    ],
+    ids=["Llama", "Llama with a bias", "Qwen2", "Qwen3"],
+)
+def test_models_whose_keys_have_a_bias_are_known(config, expected):
+    assert sizing._has_key_bias(config) == expected
 
 
 def test_requests_that_pad_a_graph_are_ignored():

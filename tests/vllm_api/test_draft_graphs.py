@@ -43,6 +43,7 @@ class Group:
     def __init__(self, name: str, updates_in_graphs: bool) -> None:
         self.layer_names = [name]
         self.supports_draft_decode_metadata_update = updates_in_graphs
+        self.kernel_block_size: int | None = None
         self.updated: list[dict] = []
 
     def update_draft_decode_metadata(self, attn_metadata):
@@ -53,21 +54,29 @@ def test_graphs_update_the_metadata_of_backends_that_support_it():
     pages, of_layers, tokens, eager = (
         Group("pages", True), Group("of_layers", True), Group("tokens", True), Group("eager", False)
     )  # fmt: skip
-    views = [PageView, LayerPageView, TokenView, PageView]
+    split = Group("split", True)
+    split.kernel_block_size = 8
+    views = [PageView, LayerPageView, TokenView, PageView, PageView]
     metadata = PageMetadata.__new__(PageMetadata)
-    metadata._attention_groups = [[[], [group]] for group in (pages, of_layers, tokens, eager)]
+    metadata._attention_groups = [[[], [group]] for group in (pages, of_layers, tokens, eager, split)]
     token_metadata = TokenMetadata(torch.zeros(1, 1, 1), torch.zeros(1), None)
-    attn_metadata = {"pages": 1, "of_layers": DraftMetadata(2), "tokens": token_metadata, "eager": 3}
+    attn_metadata = {
+        "pages": 1,
+        "of_layers": DraftMetadata(2),
+        "tokens": token_metadata,
+        "eager": 3,
+        "split": 4,
+    }
     metadata.record_refresh(attn_metadata)
     assert pages.updated == [{"pages": 1}] and of_layers.updated == [{"of_layers": 2}]
-    assert not tokens.updated and not eager.updated
+    assert not tokens.updated and not eager.updated and not split.updated
     rebuilt: list[int] = []
     metadata.of_step = lambda index, part, view: rebuilt.append(index)
     speculator = MagicDecSpeculator.__new__(MagicDecSpeculator)
     speculator.page_metadata = metadata
     parts = [SimpleNamespace(view=Mock(spec=view)) for view in views]
     speculator.refresh_metadata(SimpleNamespace(parts=parts))
-    assert rebuilt == [3]
+    assert rebuilt == [3, 4]
 
 
 FULL = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)

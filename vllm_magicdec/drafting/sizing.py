@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
 import torch
+from transformers import PretrainedConfig
 from vllm.config import CUDAGraphMode, ModelConfig, VllmConfig
 
 from vllm_magicdec.attention.flashinfer_attention import Geometry
@@ -114,6 +115,7 @@ def make_views(
         device=device,
         observe=observe,
         switch_attention=switch_attention,
+        has_key_bias=_has_key_bias(model.hf_text_config),
     )
     if group.reach is not None:
         return make_reached_views(
@@ -212,3 +214,9 @@ def _measure_attention(vllm_config: VllmConfig, group: LayerGroup, meta: torch.d
         ]
 
     return switch_attention
+
+
+def _has_key_bias(config: PretrainedConfig) -> bool:
+    """Return whether the projection of keys has a bias, by a text model's config."""
+    names = ("attention_bias", "qkv_bias", "use_qkv_bias", "use_bias", "bias")
+    return config.model_type.startswith("qwen2") or any(getattr(config, name, False) for name in names)

@@ -75,6 +75,7 @@ class Engine:
     device: torch.device
     observe: Observe
     switch_attention: SwitchAttention
+    has_key_bias: bool = False  # the target adds a bias to keys, which may then be in the hundreds
 
     @property
     def page_size(self) -> int:

@@ -19,8 +19,11 @@ class PageSummaries:
     def __init__(self, engine: Engine) -> None:
         self._page_size = engine.page_size
         shape = (engine.num_layers, engine.num_blocks, engine.num_kv_heads, engine.head_size)
-        is_fp8 = engine.limits.device_type == "cuda" and current_platform.has_device_capability(
-            E4M3_CAPABILITY
+        # fp8 rounds keys in the hundreds by more than logits differ.
+        is_fp8 = (
+            engine.limits.device_type == "cuda"
+            and not engine.has_key_bias
+            and current_platform.has_device_capability(E4M3_CAPABILITY)
         )
         dtype = torch.float8_e4m3fn if is_fp8 else engine.cache_dtype
         self.min_keys = torch.zeros(shape, dtype=dtype, device=engine.device)

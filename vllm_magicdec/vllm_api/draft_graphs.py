@@ -203,7 +203,8 @@ class DraftGraphs(CudaGraphManager):
         self._positions = torch.zeros(num_tokens, dtype=torch.int64, device=device)
         self._slots = torch.full((num_views, num_tokens), PAD_SLOT, dtype=torch.int64, device=device)
         self._lens = torch.full((num_views, num_reqs), num_queries, dtype=torch.int32, device=device)
-        self._num_filled = 0  # requests whose inputs are not those of padding
+        # Requests whose inputs are not those of padding; captures may have changed any.
+        self._num_filled = num_reqs
         self._indices = torch.arange(step.num_speculative_steps, device=device)
         shape = (step.num_speculative_steps, self._num_sampled(num_reqs))
         self._sampled = torch.zeros(shape, dtype=torch.int32, device=device)

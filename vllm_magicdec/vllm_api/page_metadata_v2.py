@@ -65,9 +65,15 @@ class PageMetadata:
         )
 
     def is_recorded(self, index: int) -> bool:
-        """Whether graphs of steps update the metadata of layer group `index` (`record_refresh`)."""
-        groups = self._attention_groups[index]
-        return all(group.supports_draft_decode_metadata_update for own in groups for group in own)
+        """Whether graphs of steps update the metadata of layer group `index` (`record_refresh`).
+
+        Only a rebuild maps the block table of a backend that splits vLLM's pages.
+        """
+        return all(
+            group.supports_draft_decode_metadata_update and group.kernel_block_size is None
+            for own in self._attention_groups[index]
+            for group in own
+        )
 
     def record_refresh(self, attn_metadata: Mapping[str, Any]) -> None:
         """Update metadata from the lengths that it refers to, with operators that a CUDA graph may record.
