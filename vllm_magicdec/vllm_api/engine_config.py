@@ -179,8 +179,10 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
 
     def _check_block_size(self, vllm_config: VllmConfig) -> None:
         """Refuse pages that vLLM's attention on CPUs refuses when the worker has loaded the weights."""
-        size = vllm_config.cache_config.block_size
-        if vllm_config.device_config.device_type == "cpu" and size % _CPU_PAGE:
+        cache, size = vllm_config.cache_config, vllm_config.cache_config.block_size
+        # Since vLLM 0.33 its own choice is made after this.
+        is_cpu = vllm_config.device_config.device_type == "cpu"
+        if is_cpu and cache.user_specified_block_size and size % _CPU_PAGE:
             raise MagicDecConfigError(
                 f"{self.name}: --block-size {size} is no multiple of {_CPU_PAGE} tokens, which vLLM's "
                 f"attention on CPUs requires; use --block-size {round_up(size, _CPU_PAGE)}"

@@ -28,7 +28,9 @@ _NAMES = {
         SpeculativeConfig.uses_draft_model SpeculativeConfig.max_num_new_slots_for_drafting
     """,
     "vllm.config.scheduler": "SchedulerConfig(scheduler_cls, async_scheduling)",
-    "vllm.config.cache": "CacheConfig(kv_cache_memory_bytes, num_gpu_blocks_override)",
+    "vllm.config.cache": """
+        CacheConfig(kv_cache_memory_bytes, num_gpu_blocks_override) CacheConfig.user_specified_block_size
+    """,
     "vllm.config.kv_transfer": "KVTransferConfig.is_kv_consumer",
     "vllm.config.model": """
         ModelConfig(enable_prompt_embeds) ModelConfig.get_num_attention_heads(parallel_config)
