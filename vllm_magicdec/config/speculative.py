@@ -66,7 +66,7 @@ class MagicDecSpeculativeConfig(MagicDecFields):
             raise ValueError(f"snapkv_kernel={self.snapkv_kernel} is even; use {self.snapkv_kernel + 1}")
         if self.rejection_sample_method == "fly":  # since vLLM 0.33
             raise ValueError(
-                "rejection_sample_method='fly' changes the output distribution; use 'standard' or 'block'"
+                "rejection_sample_method='fly' changes the output distribution; use 'standard'"
             )
         self._resolve_adaptive()
         if not self.has_draft_model:
