@@ -68,6 +68,7 @@ def make_drafter(monkeypatch):
                 dtype=torch.float32,
                 get_num_attention_heads=lambda parallel: 1,
                 get_vocab_size=lambda: 100,
+                hf_text_config=SimpleNamespace(model_type="llama"),
             ),
             device_config=SimpleNamespace(device_type="cpu"),
             compilation_config=SimpleNamespace(cudagraph_mode=None),
