@@ -71,9 +71,10 @@ def use_installed_libraries(folder: Path) -> None:
 
 
 def make(version: str, folder: Path) -> None:
-    """Make the folder unless it is complete."""
+    """Make the folder unless it is complete and newer than this tool."""
     complete = folder / "complete"
-    if complete.exists():
+    newest = max(file.stat().st_mtime for file in Path(__file__).parent.glob("*.py"))
+    if complete.exists() and complete.stat().st_mtime > newest:
         return
     if not any(INSTALLED.glob("_C*.so")):
         sys.exit(f"{INSTALLED} holds no libraries; run `make venv` on a machine without an NVIDIA driver")
