@@ -35,7 +35,7 @@ def find_missing_modules(folder: Path) -> list[str]:
 def main(where: str) -> int:
     folder = Path(where).resolve()
     if not (folder / "vllm" / "__init__.py").is_file():
-        sys.exit(f"check-vllm: {where} does not hold the package vllm")
+        sys.exit("check-vllm: name a release of vLLM, for example VLLM=0.33.0")
     missing = find_missing_modules(folder)
     print("\n".join(missing), end="\n" if missing else "", flush=True)
     child = subprocess.run(MYPY, cwd=ROOT, env={**os.environ, "MYPYPATH": str(folder)}, check=False)

@@ -27,7 +27,7 @@ class OlderOperator:
         if len(args) > self._num_arguments:
             *args, last = args
             if last != self._neutral:
-                raise NotImplementedError(f"{self._operator} of these libraries cannot take {last!r}")
+                raise ValueError(f"{self._operator} of these libraries cannot take {last!r}")
         return self._operator(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

@@ -66,7 +66,7 @@ def use_installed_libraries(folder: Path) -> None:
     platform = folder / "vllm" / "platforms" / "cpu.py"
     text = platform.read_text()
     if "def import_kernels(cls) -> None:" not in text:
-        sys.exit(f"{platform}: CpuPlatform.import_kernels has changed; mend tools/vllm_on_cpu.py")
+        sys.exit(f"{platform}: CpuPlatform.import_kernels has changed; adapt tools/vllm_on_cpu.py")
     platform.write_text(text + AFTER_KERNELS)
 
 

@@ -8,8 +8,8 @@ the round and over query heads.
 
 A round reads, by layer, the summaries of a request's pages and the keys of the few pages that it wrote to.
 A whole context is summarised when its request starts to decode. A page's summary is as large as two keys.
-On GPUs that have fp8 it is in fp8: rounding moves it by a few hundredths, which is little beside the
-distance of a bound from its logits.
+On GPUs that have fp8 it is in fp8, if keys have no bias: rounding moves it by a few hundredths, which is
+little beside the distance of a bound from its logits.
 """
 
 from collections.abc import Mapping

@@ -43,7 +43,7 @@ class Budget:
 
 
 def fixed_tokens(budget: float, min_budget: int) -> tuple[str, int]:
-    """The option and the tokens that a budget holds whatever the context.
+    """The option and the tokens that a budget holds for contexts of any length.
 
     Args:
         budget: tokens, or a fraction of the context when below 1.

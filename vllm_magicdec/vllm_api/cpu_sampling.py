@@ -37,14 +37,12 @@ def expand_batch_to_tokens(
     return values.repeat_interleave(counts, output_size=num_tokens)
 
 
-def apply_top_k_top_p(
-    logits: torch.Tensor,  # [num_tokens, vocab_size]
-    k: torch.Tensor | None,  # [num_tokens]
-    p: torch.Tensor | None,  # [num_tokens]
-    **options: Any,  # since vLLM 0.33: has_topp_only_rows
-) -> torch.Tensor:
-    """Call vLLM's function unless there are no tokens."""
-    return topk_topp_sampler.apply_top_k_top_p(logits, k, p, **options) if len(logits) else logits
+def apply_top_k_top_p(logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Call vLLM's function unless there are no tokens; `logits` is [num_tokens, vocab_size].
+
+    vLLM 0.33 has one argument more than 0.32.
+    """
+    return topk_topp_sampler.apply_top_k_top_p(logits, *args, **kwargs) if len(logits) else logits
 
 
 def patch() -> None:
