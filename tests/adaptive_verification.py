@@ -74,11 +74,11 @@ def _install(runner: Any) -> None:
 def _timed_steps(runner: Any) -> int:
     """Count the draft steps that vLLM times at start-up, with a batch of 4."""
     draft, steps = runner.speculator, []
-    draft_step = draft.draft_step
-    draft.draft_step = lambda tokens, step: steps.append(len(tokens)) or draft_step(tokens, step)
+    run = draft.run
+    draft.run = lambda step: steps.append(len(step.tokens)) or run(step)
     draft.capture()
     runner._dummy_run(num_tokens=4, context_len=64)
-    del draft.draft_step
+    del draft.run
     assert set(steps) <= {4}
     return len(steps)
 

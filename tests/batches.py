@@ -4,7 +4,7 @@
 import torch
 
 from vllm_magicdec.policies.base import Engine, Limits
-from vllm_magicdec.views.base import Batch
+from vllm_magicdec.views.round import Batch
 
 CPU = torch.device("cpu")
 
@@ -63,3 +63,8 @@ class NoSelector:
 
     def update(self, batch: Batch, num_steps: int) -> None:
         pass
+
+
+def steps_of_view(round_view, num_steps: int) -> list:
+    """The input of every step of a round in the layers of one view; taken one after the other."""
+    return [round_view.step(index) for index in range(num_steps)]

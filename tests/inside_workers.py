@@ -144,7 +144,7 @@ def draft_twice(worker: Any) -> None:
 
     import torch
 
-    from vllm_magicdec.views.base import DraftStep
+    from vllm_magicdec.views.round import Round
 
     runner = draft_of(worker)
     drafter = runner._drafter
@@ -156,17 +156,18 @@ def draft_twice(worker: Any) -> None:
 
     def draft_one_by_one(prepared: Any, batch: Any, drafts: torch.Tensor) -> torch.Tensor:
         tokens, one_by_one = batch.tokens, torch.zeros_like(drafts)
-        for parts in zip(*prepared, strict=True):
-            step = DraftStep(parts)
-            tokens = runner.draft_step(tokens.to(torch.int32), step)
-            one_by_one[:, step.index] = tokens
+        for index in range(drafts.shape[1]):
+            tokens = runner.run(prepared.step(index, tokens)).tokens
+            one_by_one[:, index] = tokens
         return one_by_one
 
     def fill_twice(drafts: torch.Tensor, batch: Any, num_steps: int) -> None:
-        prepared = [
-            views.prepare(batch.of_group(group.kv_cache_group), num_steps)
-            for group, views in zip(drafter.groups, drafter._views, strict=True)
-        ]
+        prepared = Round(
+            [
+                views.prepare(batch.of_group(group.kv_cache_group), num_steps)
+                for group, views in zip(drafter.groups, drafter._views, strict=True)
+            ]
+        )
         staged = drafter._staged.draft(batch, num_steps, lambda: prepared)
         drafter.draft_lists = staged
         logits = None if read is None else read.clone()
@@ -406,13 +407,6 @@ def watch_draft_steps(worker: Any) -> None:
         return forward(*args)
 
     draft.forward_and_sample = forward_and_count
-    sample_each = draft.forward_and_sample_each
-
-    def sample_each_and_count(*args: Any) -> Any:
-        draft.steps_seen["eager"] += 1
-        return sample_each(*args)
-
-    draft.forward_and_sample_each = sample_each_and_count
 
     def count_graphs_of(graphs: Any) -> None:
         run_fullgraph = graphs.run_fullgraph
@@ -425,7 +419,7 @@ def watch_draft_steps(worker: Any) -> None:
 
         graphs.run_fullgraph = run_and_count
 
-    for graphs in draft._graphs._all:
+    for graphs in draft._graphs._graphs.values():
         count_graphs_of(graphs)
 
 

@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import weakref
 from collections.abc import Iterator
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,8 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
 
-from vllm_magicdec.views.base import DraftSlots, DraftStep, PageView, TokenView, ViewStep
-from vllm_magicdec.views.token_steps import TokenSteps
+from vllm_magicdec.views.round import PageView, Part, Pass, Queries, Round, TokenView
+from vllm_magicdec.views.slots import DraftSlots
+from vllm_magicdec.views.token_round import TokenRound
 from vllm_magicdec.vllm_api.draft_graphs import DraftGraphs
 
 # Reading a value during a capture is an error on CUDA.
@@ -165,7 +165,7 @@ def main() -> None:
     num_with_experts = torch.zeros(1, dtype=torch.int64)
     refreshed = []  # what graphs recorded
 
-    class Step:
+    class Draft:
         """Samples tokens that depend on all inputs, and writes like attention layers of two groups."""
 
         num_views = 2
@@ -177,30 +177,31 @@ def main() -> None:
                 return TokenView(lens, slots[:, :num_reqs], common_len)
             return PageView(lens, block_table[:num_reqs], 3)
 
-        def step_metadata(self, step, *, for_capture=False):
-            return {"length": step.parts[0].view.common_len or 0}
+        def pass_metadata(self, draft_pass, *, for_capture=False):
+            return {"length": draft_pass.parts[0].view.common_len or 0}
 
-        def refresh_metadata(self, step):
+        def refresh_metadata(self, draft_pass):
             pass
 
         def record_refresh(self, attn_metadata):
             refreshed.append(self.current_draft_step.add(0))  # recorded: it follows the step
 
-        def select_adapters(self, num_active, num_reqs):
+        def select_adapters(self, num_active, num_tokens):
             assert num_active == 0
 
-        def forward_and_sample(self, tokens, step, attn_metadata):
-            num_with_experts.copy_((~step.is_padding).sum())
-            for own, part in zip(written, step.parts, strict=True):
-                own.index_copy_(0, torch.where(part.slots < 0, 63, part.slots), step.positions)
-            chosen, pages = (part.view for part in step.parts)
+        def forward_and_sample(self, draft_pass, attn_metadata):
+            tokens, positions = draft_pass.tokens, draft_pass.positions
+            num_with_experts.copy_((~draft_pass.is_padding).sum())
+            for own, part in zip(written, draft_pass.parts, strict=True):
+                own.index_copy_(0, torch.where(part.slots < 0, 63, part.slots), positions)
+            chosen, pages = (part.view for part in draft_pass.parts)
             read = chosen.slots[0, :, 0, 0].long() + chosen.lens
             read = read + 100 * (pages.block_table[:, 1].long() + pages.lens)
             read = read + 10**4 * refreshed[-1]
-            return tokens.long() + 100 * step.positions + 10_000 * read + 10**9 * attn_metadata["length"]
+            return tokens.long() + 100 * positions + 10_000 * read + 10**9 * attn_metadata["length"]
 
-    graphs = DraftGraphs(config, torch.device("cpu"), CUDAGraphMode.FULL_AND_PIECEWISE, Step(), (None, 8))
-    graphs.capture_steps()
+    graphs = DraftGraphs(config, torch.device("cpu"), CUDAGraphMode.FULL_AND_PIECEWISE, Draft(), (None, 8))
+    graphs.capture_passes()
     # The largest batch of 5 requests is captured too, which vLLM's sizes omit; these do not change.
     assert sorted({desc.num_reqs for desc in graphs.graphs}) == [2, 4, 5] and len(graphs.graphs) == 6
     assert config.compilation_config.cudagraph_capture_sizes == [2, 4, 8]
@@ -213,8 +214,8 @@ def main() -> None:
         own, other = torch.randperm(50)[:num_reqs], torch.randperm(50)[:num_reqs]
         view = TokenView(lens, slots[:, :num_reqs], common_len)
         pages = PageView(page_lens, block_table[:num_reqs], 3)
-        parts = [ViewStep(round_, positions, own, view), ViewStep(round_, positions, other, pages)]
-        sampled = graphs.replay(tokens, DraftStep(parts))
+        parts = [Part(positions, own, view), Part(positions, other, pages)]
+        sampled = graphs.replay(Pass(tokens, Queries.uniform(num_reqs, round_), parts))
         length = 8 if common_len == 8 else 0  # nothing was captured for 5
         read = slots[0, :num_reqs, 0, 0].long() + lens
         read = read + 100 * (block_table[:num_reqs, 1].long() + page_lens) + 10**4 * round_
@@ -231,7 +232,7 @@ def main() -> None:
     )
     pages = PageView(torch.ones(5, dtype=torch.int32), block_table[:5], 3)
     for _ in range(2):  # the first round's batch has another size than the one before
-        steps = TokenSteps(
+        own = TokenRound(
             slots_of_drafts,
             lens=torch.full((4, 5), 8, dtype=torch.int32),
             slots=slots[:, :5],
@@ -239,28 +240,28 @@ def main() -> None:
             query_slots=torch.zeros((4, 5), dtype=torch.int32),
             common_len=8,
         )
-        tokens, kept = torch.zeros(5, dtype=torch.int32), []
+        other = SimpleNamespace(step=lambda index: slots_of_drafts.step(index, 5, pages))
+        steps, tokens, kept = Round([own, other]), torch.zeros(5, dtype=torch.int32), []
         with KernelsOutsideGraphs() as outside:
-            for part in steps:
-                tokens = tokens.to(torch.int32)
-                tokens = graphs.replay(tokens, DraftStep([part, replace(part, view=pages)]))
+            for index in range(4):
+                tokens = graphs.replay(steps.step(index, tokens))
                 kept.append(tokens)
     assert 0 < outside.count <= 3 * len(kept)
     assert len({tokens.data_ptr() for tokens in kept}) == len(kept)  # valid until the next round
 
-    class StepOfTwo(Step):
+    class DraftOfTwo(Draft):
         """Takes two tokens of each request."""
 
-        def forward_and_sample(self, tokens, step, attn_metadata):
-            return tokens[1::2].long()
+        def forward_and_sample(self, draft_pass, attn_metadata):
+            return draft_pass.tokens[1::2].long()
 
     released = weakref.ref(graphs)
     graphs = None
     assert released() is None, "graphs are freed with the last reference"
 
     # No graph has more tokens than a step: models are compiled for no more.
-    graphs = DraftGraphs(config, torch.device("cpu"), CUDAGraphMode.FULL, StepOfTwo(), (None,), 2)
-    graphs.capture_steps()
+    graphs = DraftGraphs(config, torch.device("cpu"), CUDAGraphMode.FULL, DraftOfTwo(), (None,), 2)
+    graphs.capture_passes()
     assert sorted(desc.num_reqs for desc in graphs.graphs) == [2, 4]
     # No graph is larger than vLLM's largest.
     config.scheduler_config.max_num_batched_tokens = 2048
@@ -268,12 +269,13 @@ def main() -> None:
     config.compilation_config = SimpleNamespace(
         cudagraph_capture_sizes=[2, 4], max_cudagraph_capture_size=4
     )
-    graphs = DraftGraphs(config, torch.device("cpu"), CUDAGraphMode.FULL_AND_PIECEWISE, Step(), (None,))
-    graphs.capture_steps()
+    graphs = DraftGraphs(config, torch.device("cpu"), CUDAGraphMode.FULL_AND_PIECEWISE, Draft(), (None,))
+    graphs.capture_passes()
     assert sorted(desc.num_reqs for desc in graphs.graphs) == [2, 4]
     view = TokenView(torch.ones(5, dtype=torch.int32), slots[:, :5], None)
-    many = ViewStep(0, torch.zeros(5).long(), torch.arange(5), view)
-    assert graphs.replay(torch.zeros(5, dtype=torch.int32), DraftStep([many, many])) is None
+    many = Part(torch.zeros(5).long(), torch.arange(5), view)
+    many_reqs = Pass(torch.zeros(5, dtype=torch.int32), Queries.uniform(5, 0), [many, many])
+    assert graphs.replay(many_reqs) is None
 
 
 if __name__ == "__main__":

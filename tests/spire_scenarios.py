@@ -108,16 +108,12 @@ def note_drafts(worker: Any) -> None:
     proposer = draft_of(worker)
     rounds = worker._spire_rounds = []
     draft, forward = proposer._drafter.draft, proposer._drafting.forward
-    step, take = proposer.draft_step, proposer.draft_pass
+    run = proposer.run
     indices: list[int] = []  # request of each token of the latest forward pass
 
-    def note_step(tokens: torch.Tensor, draft_step: Any) -> Any:
-        indices[:] = range(len(tokens))
-        return step(tokens, draft_step)
-
-    def note_pass(tokens: torch.Tensor, draft_pass: Any) -> Any:
+    def note_pass(draft_pass: Any) -> Any:
         indices[:] = draft_pass.queries.request_indices.tolist()
-        return take(tokens, draft_pass)
+        return run(draft_pass)
 
     def note_forward(tokens: torch.Tensor, *others: Any) -> torch.Tensor:
         hidden_states = forward(tokens, *others)
@@ -150,7 +146,7 @@ def note_drafts(worker: Any) -> None:
         return draft(num_reqs, num_steps, read_and_note, read_histories)
 
     proposer._drafter.draft, proposer._drafting.forward = note_round, note_forward
-    proposer.draft_step, proposer.draft_pass = note_step, note_pass
+    proposer.run = note_pass
 
 
 def save_drafts(worker: Any, path: str) -> None:

@@ -11,7 +11,7 @@ from the verified queries. Unlike `verify-topk`, it keeps no summaries of pages.
 import torch
 
 from vllm_magicdec.policies import VerificationPolicy
-from vllm_magicdec.views.base import Batch
+from vllm_magicdec.views.round import Batch
 
 
 class FirstKey(VerificationPolicy):

@@ -11,11 +11,12 @@ from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 from vllm.v1.kv_cache_interface import get_kv_quant_mode
 
-from vllm_magicdec.attention.metadata import TokenMetadata, TokenPassMetadata
+from vllm_magicdec.attention.metadata import TokenMetadata
 from vllm_magicdec.attention.native_attention import NativeAttention
 from vllm_magicdec.attention.switch import Switch
 from vllm_magicdec.native.library import UnreadableError, best_variant, load
 from vllm_magicdec.policies.observing import observe_request
+from vllm_magicdec.views.round import TokenMask
 
 pytestmark = pytest.mark.skipif(best_variant() is None, reason="needs the compiled kernel")
 PAGE, HEADS, KV_HEADS, HEAD_SIZE, CONTEXT = 32, 4, 2, 64, 90
@@ -145,7 +146,8 @@ def test_drafts_over_token_views_use_the_layers_scales(name, takes_passes):
     metadata = TokenMetadata(case.slots, case.lens, common_len=None)
     if takes_passes:
         first = torch.zeros(1, 1, dtype=torch.int64)
-        metadata = TokenPassMetadata(case.slots, torch.ones(1, 1, 40, dtype=torch.bool), first, first[0])
+        mask = TokenMask(torch.ones(1, 1, 40, dtype=torch.bool), first, first[0])
+        metadata = TokenMetadata(case.slots, case.lens, mask=mask)
     case.check(attended(layer, case, metadata))
 
 

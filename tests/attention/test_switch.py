@@ -23,8 +23,7 @@ from vllm_magicdec.attention import flashinfer_attention, plans, switch
 from vllm_magicdec.attention.flashinfer_attention import Geometry
 from vllm_magicdec.attention.metadata import ObservedMetadata, draft_metadata
 from vllm_magicdec.errors import MagicDecConfigError
-from vllm_magicdec.views.base import TokenView
-from vllm_magicdec.views.passes import Queries, TokenPassView
+from vllm_magicdec.views.round import Queries, TokenMask, TokenView
 
 flashinfer_stand_in = pytest.fixture(scope="module")(play_flashinfer)
 
@@ -169,7 +168,8 @@ def test_each_token_of_a_pass_attends_to_its_visible_slots(case, data):
     tokens = torch.randn((len(places), *case.query.shape[1:]), generator=generator).to(case.query.dtype)
     table, cells = torch.from_numpy(queries.table), torch.from_numpy(queries.cells)
     slots = torch.where(in_list.unsqueeze(1), case.slots, case.slots[..., :1])
-    view = TokenPassView(slots.unsqueeze(0), is_seen, table, cells)
+    full = torch.full((num_reqs,), width, dtype=torch.int32)
+    view = TokenView(full, slots.unsqueeze(0), mask=TokenMask(is_seen, table, cells))
     cache = filled_cache(KVCacheLayout.LBNHC, case)
     layer = layer_of(case, cache)
     switch.Switch(0, layer, engine_config(case), CPU, None)

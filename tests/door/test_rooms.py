@@ -36,7 +36,7 @@ def test_imports_run_downward_only():
 @pytest.mark.parametrize(
     ("module", "statement", "imported"),
     [
-        ("views/base.py", "import vllm_magicdec.config", "config"),
+        ("views/round.py", "import vllm_magicdec.config", "config"),
         (
             "policies/snapkv.py",
             "def later():\n    from vllm_magicdec.adaptive import metrics",

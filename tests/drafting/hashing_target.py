@@ -17,11 +17,13 @@ from vllm_magicdec.adaptive.metrics import Counts, LookupCounters
 from vllm_magicdec.drafting.staged import StagedDrafts
 from vllm_magicdec.lookup.history import History
 from vllm_magicdec.policies.streamingllm import StreamingLLM
-from vllm_magicdec.views.base import PAD_SLOT, DraftSlots, DraftStep, LayerPageView, TokenView
+from vllm_magicdec.views import round as round_types
 from vllm_magicdec.views.layer_pages import LayerPageViews
 from vllm_magicdec.views.pages import PageBudget, PageViews
-from vllm_magicdec.views.passes import TokenPassView
+from vllm_magicdec.views.round import LayerPageView, Pass, Sampled, TokenView
 from vllm_magicdec.views.selections import Selections
+from vllm_magicdec.views.slots import DraftSlots
+from vllm_magicdec.views.tensors import PAD_SLOT
 from vllm_magicdec.views.tokens import TokenBudget, TokenViews
 from vllm_magicdec.views.windows import SlidingWindow, make_reached_views
 
@@ -52,14 +54,12 @@ class Target:
         assert request not in self.unread
         self.unread[request] = first, tokens
 
-    def draft_step(self, tokens: torch.Tensor, step: DraftStep) -> torch.Tensor:
-        return self._run(tokens, step.parts, [1] * len(tokens))
-
-    def draft_pass(self, tokens, draft_pass):
+    def run(self, draft_pass: Pass) -> Sampled:
+        tokens, lens = draft_pass.tokens, draft_pass.queries.lens.tolist()
         assert tokens.dtype == torch.int32 and len(tokens) <= self.max_pass_tokens
-        self.pass_lens.append(draft_pass.queries.lens.tolist())
-        drawn = self._run(tokens, draft_pass.parts, draft_pass.queries.lens.tolist())
-        return drawn, torch.full((len(drawn),), 0.7) if draft_pass.is_weighed else None
+        self.pass_lens.append(lens)
+        drawn = self._run(tokens, draft_pass.parts, lens)
+        return Sampled(drawn, torch.full((len(drawn),), 0.7) if draft_pass.is_weighed else None)
 
     def _run(self, tokens, parts, lens):
         seen: list[list] = [[] for _ in tokens]
@@ -67,7 +67,7 @@ class Target:
             slots = part.slots.tolist()
             cache |= dict(zip(slots, tokens.tolist(), strict=True))
             written |= set(slots) - {PAD_SLOT}
-            if isinstance(part.view, TokenView | TokenPassView):
+            if isinstance(part.view, TokenView):
                 for query, lists in enumerate(seen_by_query(part.view)):
                     # In which order a list has its tokens makes no difference to attention.
                     seen[query].append([sorted((slot, cache[slot]) for slot in own) for own in lists])
@@ -87,14 +87,15 @@ class Target:
         return torch.tensor([draw(what) for what in seen], dtype=torch.int32)
 
 
-def seen_by_query(view: TokenView | TokenPassView) -> list[list[list[int]]]:
+def seen_by_query(view: TokenView) -> list[list[list[int]]]:
     """The slots that each query token sees, by layer and KV head."""
-    if isinstance(view, TokenView):
+    if view.mask is None:
         columns = torch.arange(view.slots.shape[-1])
         is_seen, rows = columns < view.lens.unsqueeze(1), range(len(view.lens))
     else:
-        assert view.table.flatten()[view.cells].tolist() == list(range(len(view.cells)))
-        is_seen, rows = view.is_seen.flatten(0, 1)[view.cells], view.cells // view.table.shape[1]
+        table, cells = view.mask.table, view.mask.cells
+        assert table.flatten()[cells].tolist() == list(range(len(cells)))
+        is_seen, rows = view.mask.is_seen.flatten(0, 1)[cells], cells // table.shape[1]
     return [view.slots[:, row, :, is_seen[query]].flatten(0, 1).tolist() for query, row in enumerate(rows)]
 
 
@@ -125,9 +126,9 @@ class Round:
     def one_by_one(self) -> list[list[int]]:
         """The drafts of one pass per token."""
         target = Target([dict(cache) for cache in self.cache])
-        drafts, tokens = [], self.batch.tokens
-        for parts in zip(*(views.prepare(self.batch, self.num_steps) for views in self.views), strict=True):
-            tokens = target.draft_step(tokens, DraftStep(parts))
+        drafts, tokens, steps = [], self.batch.tokens, steps_of(self)
+        for index in range(self.num_steps):
+            tokens = target.run(steps.step(index, tokens)).tokens
             drafts.append(tokens.tolist())
         return [list(own)[:n] for own, n in zip(zip(*drafts, strict=True), self.wanted, strict=True)]
 
@@ -246,5 +247,5 @@ def assert_only_lookahead_was_written(drawn: Round, target: Target) -> None:
     assert all(written == own for written in target.written)
 
 
-def steps_of(drawn: Round) -> list:
-    return [views.prepare(drawn.batch, drawn.num_steps) for views in drawn.views]
+def steps_of(drawn: Round) -> round_types.Round:
+    return round_types.Round([views.prepare(drawn.batch, drawn.num_steps) for views in drawn.views])

@@ -16,6 +16,7 @@ from vllm_magicdec.drafting.confidence import Confidence, Evidence, Predicted
 from vllm_magicdec.drafting.staged import StagedDrafts, _RequestDrafts
 from vllm_magicdec.lookup.continuation import Continuation
 from vllm_magicdec.lookup.history import History
+from vllm_magicdec.views.round import Part, Round, Sampled
 
 
 class Lookup:
@@ -42,9 +43,14 @@ class Counting:
         self.reads_ahead = reads_ahead
         self.max_pass_tokens = max_pass_tokens
 
-    def draft_pass(self, tokens, draft_pass):
+    def run(self, draft_pass):
         drawn = torch.from_numpy(draft_pass.queries.steps) + 1
-        return drawn, torch.full((len(drawn),), 0.7)
+        return Sampled(drawn, torch.full((len(drawn),), 0.7))
+
+
+class NoView:
+    def take(self, queries) -> Part:
+        return Part(*[None] * 3)
 
 
 def make_staged(runner, lookups) -> StagedDrafts:
@@ -104,7 +110,7 @@ def learned_of(staged: StagedDrafts, batch, drafts: Sequence[int]) -> dict[str, 
     seen: list[tuple[Evidence, bool]] = []
     staged._confidence.observe = lambda *args: seen.append(args)
     drafting = [i for i, is_prefilling in enumerate(batch.is_prefilling) if not is_prefilling]
-    drafted = staged.draft(batch, DraftPlan(len(drafts)), lambda: ())
+    drafted = staged.draft(batch, DraftPlan(len(drafts)), lambda: Round([NoView()]))
     assert drafted == [list(drafts) if i in drafting else [] for i in range(len(drafted))]
     texts = {
         req_id: [*history.after(0).tolist(), *drafts, 99]

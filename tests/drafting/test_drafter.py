@@ -21,6 +21,7 @@ from vllm_magicdec.drafting.layer_groups import LayerGroup
 from vllm_magicdec.drafting.pauses import FAILURES_BEFORE_A_PAUSE, FIRST_PAUSE
 from vllm_magicdec.errors import METHOD
 from vllm_magicdec.lookup.history import History
+from vllm_magicdec.views.round import Sampled
 from vllm_magicdec.views.windows import SlidingWindow
 
 GAMMA, PAGE = 3, 16
@@ -32,19 +33,13 @@ class Target:
     is_broken = False
     num_tries = 0
 
-    def draft_step(self, tokens, step):
-        self.num_tries += step.index == 0
-        if self.is_broken:
-            raise RuntimeError("broken on purpose")
-        return torch.full_like(tokens, 7)
-
     max_pass_tokens, reads_ahead = 64, True
 
-    def draft_pass(self, tokens, draft_pass):
-        self.num_tries += 1
+    def run(self, draft_pass):
+        self.num_tries += draft_pass.queries.first_sampled == 0
         if self.is_broken:
             raise RuntimeError("broken on purpose")
-        return torch.full_like(tokens, 7), torch.ones(len(tokens))
+        return Sampled(torch.full_like(draft_pass.tokens, 7), torch.ones(len(draft_pass.tokens)))
 
     def observe(self, layer_names, indices, window, observer): ...
 

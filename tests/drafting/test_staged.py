@@ -33,7 +33,7 @@ from vllm_magicdec.drafting.staged import StagedDrafts, _gain, _RequestDrafts, _
 from vllm_magicdec.lookup.continuation import MIN_ACCEPTANCE, Continuation
 from vllm_magicdec.lookup.history import History
 from vllm_magicdec.lookup.lookups import Lookups
-from vllm_magicdec.views.passes import Queries
+from vllm_magicdec.views.round import Queries
 
 
 class RandomLookups:

@@ -20,7 +20,7 @@ from vllm_magicdec.drafting import wide_passes as module
 from vllm_magicdec.drafting.wide_passes import _DELAY, WidePasses
 from vllm_magicdec.lookup.device_lookups import DeviceLookups
 from vllm_magicdec.lookup.texts import Texts
-from vllm_magicdec.views.base import DraftStep
+from vllm_magicdec.views.round import Sampled
 
 
 class WideTarget(Target):
@@ -236,10 +236,9 @@ def test_lookups_that_fail_leave_the_round_to_passes_of_one_token(monkeypatch):
     steps = steps_of(drawn)
     assert draft_round(wide, drafts, drawn.batch, steps) == 0 and len(target.pass_lens) == 1
     tokens = drawn.batch.tokens
-    for parts in zip(*steps, strict=True):
-        step = DraftStep(parts)
-        tokens = target.draft_step(tokens, step)
-        drafts[:, step.index] = tokens
+    for index in range(drawn.num_steps):
+        tokens = target.run(steps.step(index, tokens)).tokens
+        drafts[:, index] = tokens
     assert torch.equal(drafts, one_by_one(drawn))
     for _ in range(4):
         assert draft_round(wide, drafts, drawn.batch, steps_of(drawn)) == 0
@@ -273,10 +272,10 @@ class DrawsWithNoise:
     def max_wide_reqs(self, num_steps: int) -> int:
         return NUM_SAMPLES
 
-    def draft_pass(self, tokens, draft_pass):
-        given_ = tokens.view(NUM_SAMPLES, -1)
+    def run(self, draft_pass):
+        given_ = draft_pass.tokens.view(NUM_SAMPLES, -1)
         self.logits = self._table[prefixes_of(given_[:, 1:])]
-        return (self.logits + self._noise).argmax(dim=-1).flatten(), None
+        return Sampled((self.logits + self._noise).argmax(dim=-1).flatten())
 
     def texts(self, batch) -> Texts:
         nothing = torch.zeros(NUM_SAMPLES, dtype=torch.int64)

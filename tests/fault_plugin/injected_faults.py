@@ -129,8 +129,7 @@ def install() -> None:
     call_before(VerifyTopK, "score_pages", lambda self, *_: spoil(self.summaries, fault))
     for runner in (MagicDecProposer, MagicDecSpeculator):
         raise_before(runner, "_make_batch", "batch")
-        for method in ("draft_step", "draft_pass"):
-            setattr(runner, method, faulty_pass(getattr(runner, method), fault))
+        runner.run = faulty_pass(runner.run, fault)
     make_controller = _AdaptiveSpeculation._make_controller
     _AdaptiveSpeculation._make_controller = lambda self, spec: faulty_controller(
         make_controller(self, spec), fault
@@ -156,23 +155,21 @@ def spoil(summaries: Any, fault: Fault) -> None:
 
 
 def faulty_pass(run: Callable[..., Any], fault: Fault) -> Callable[..., Any]:
-    """Wrap `draft_step` or `draft_pass` of a runner."""
+    """Wrap `run` of a runner."""
 
     @functools.wraps(run)
-    def run_faultily(runner: Any, tokens: torch.Tensor, taken: Any) -> Any:
-        queries = getattr(taken, "queries", None)
-        last = taken.index + 1 if queries is None else int((queries.firsts + queries.lens).max())
-        if last >= 3:
+    def run_faultily(runner: Any, draft_pass: Any) -> Any:
+        if draft_pass.queries.lasts.max() >= 2:
             fault.raise_if("third_step")
         began = time.perf_counter()
         if fault.happens("nan"):
             compute = runner.model.compute_logits
             runner.model.compute_logits = lambda *args, **kwargs: compute(*args, **kwargs).fill_(torch.nan)
             try:
-                return run(runner, tokens, taken)
+                return run(runner, draft_pass)
             finally:
                 del runner.model.compute_logits
-        sampled = run(runner, tokens, taken)
+        sampled = run(runner, draft_pass)
         if fault.happens("slow"):
             time.sleep((SLOWER - 1) * (time.perf_counter() - began))
         while fault.happens("stuck"):

@@ -8,19 +8,21 @@ import pytest
 import torch
 from kernel_cases import attend_pages, kernel_of, shared_batch, variants
 
-from vllm_magicdec.attention.metadata import TokenPassMetadata
+from vllm_magicdec.attention.metadata import TokenMetadata
 from vllm_magicdec.attention.native_attention import native_of, takes_view
 from vllm_magicdec.native.library import VARIANTS, Kernel, UnreadableError
+from vllm_magicdec.views.round import TokenMask
 
 
 @pytest.mark.parametrize("most", [1, 32, 33])
 def test_passes_of_more_tokens_are_left_to_torch(most):
-    metadata = TokenPassMetadata(
-        slots=torch.zeros(2, 1, 64, dtype=torch.int32),
+    mask = TokenMask(
         is_seen=torch.ones(2, most, 64, dtype=torch.bool),
         table=torch.arange(2 * most).view(2, most),
         cells=torch.arange(2 * most),
     )
+    slots, lens = torch.zeros(2, 1, 64, dtype=torch.int32), torch.full((2,), 64, dtype=torch.int32)
+    metadata = TokenMetadata(slots, lens, mask=mask)
     assert takes_view(metadata) == (most <= 32)
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from batches import make_batch, make_engine
+from batches import make_batch, make_engine, steps_of_view
 
 from vllm_magicdec.attention import KVRows
 from vllm_magicdec.attention.rows import FP8_DTYPES
@@ -65,7 +65,7 @@ def positions_chosen(
     pages = MODEL_LEN // PAGE
     block_table = torch.arange(len(CONTEXT_LENS) * pages, dtype=torch.int32).view(-1, pages)
     batch = replace(make_batch(["a", "b"], block_table, CONTEXT_LENS), is_first=[True, True])
-    list(views.prepare(batch, NUM_STEPS))
+    steps_of_view(views.prepare(batch, NUM_STEPS), NUM_STEPS)
     selections = views._selections
     rows = selections.rows(["a", "b"])
     (count,) = set(selections.counts[rows].tolist())

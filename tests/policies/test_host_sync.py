@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from batches import make_batch, make_engine
+from batches import make_batch, make_engine, steps_of_view
 
 from vllm_magicdec.attention import KVRows
 from vllm_magicdec.attention.scales import Scales
@@ -17,7 +17,7 @@ from vllm_magicdec.attention.softmax import Softmax
 from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.policies import find_policy
 from vllm_magicdec.policies.base import Engine
-from vllm_magicdec.views.base import Batch
+from vllm_magicdec.views.round import Batch
 
 NUM_REQS, NUM_STEPS, NUM_LAYERS, NUM_KV_HEADS, HEAD_SIZE = 3, 4, 2, 2, 8
 PAGE, MODEL_LEN, NUM_BLOCKS = 16, 1024, 192
@@ -123,7 +123,7 @@ def make_rounds(policy: str, granularity: str | None, device: torch.device) -> C
 
     def prepare(batch: Batch) -> None:
         target.verify()
-        list(views.prepare(batch, NUM_STEPS))
+        steps_of_view(views.prepare(batch, NUM_STEPS), NUM_STEPS)
 
     return prepare
 

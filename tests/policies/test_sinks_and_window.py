@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from batches import make_batch, make_engine
+from batches import make_batch, make_engine, steps_of_view
 
 from vllm_magicdec.policies.sinks_and_window import SinksAndWindow
 
@@ -40,10 +40,9 @@ def test_a_step_sees_the_sinks_and_the_latest_tokens_its_own_among_them(sinks, w
         batch = make_batch(
             [f"{round_number}-{i}" for i in range(num_reqs)], torch.tensor(tables, dtype=torch.int32), lens
         )
-        steps = views.prepare(batch, num_steps)
-        for step in steps:
+        for index, step in enumerate(steps_of_view(views.prepare(batch, num_steps), num_steps)):
             for row, (table, length) in enumerate(zip(tables, lens, strict=True)):
-                own = length + step.index
+                own = length + index
                 seen = [p for p in range(own + 1) if p < sinks or p > own - window]
                 slots = sorted(table[p // PAGE] * PAGE + p % PAGE for p in seen)
                 assert step.slots[row] == table[own // PAGE] * PAGE + own % PAGE

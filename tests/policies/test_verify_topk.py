@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from batches import make_batch, make_engine
+from batches import make_batch, make_engine, steps_of_view
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import slot_of
@@ -91,7 +91,7 @@ class Scene:
     def steps(self) -> list:
         req_ids = [str(i) for i in range(len(self.context_lens))]
         batch = make_batch(req_ids, self.block_table, self.context_lens)
-        return list(self.views.prepare(batch, GAMMA))
+        return steps_of_view(self.views.prepare(batch, GAMMA), GAMMA)
 
     def keys(self, layer: int, request: int, page: int) -> torch.Tensor:
         """Verified keys of a page, [num_kv_heads, tokens, size]."""
@@ -151,11 +151,11 @@ def test_the_view_holds_sinks_recent_pages_and_the_best_of_the_others(context_le
                 middle = sorted(range(1, first_recent), key=lambda page: -scores[page])
                 chosen = middle[: max_pages - 1 - num_recent]
                 expected = {0, *chosen, *range(first_recent, last_page + 1)}
-            for step in steps:
+            for step_index, step in enumerate(steps):
                 table = step.view.block_tables[layer, request].tolist()
                 length = int(step.view.lens[request])
                 seen = {slot_of(p, table, PAGE) for p in range(length)}
-                position = context_len + step.index
+                position = context_len + step_index
                 visible = {
                     slot_of(p, own, PAGE)
                     for page in expected

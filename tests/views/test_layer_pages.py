@@ -2,15 +2,15 @@
 """Page views of every layer's own against a naive reference: which tokens a step sees, by which pages."""
 
 import torch
-from batches import NoSelector, make_batch
+from batches import NoSelector, make_batch, steps_of_view
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import slot_of
 
-from vllm_magicdec.views.base import DraftSlots
 from vllm_magicdec.views.layer_pages import LayerPageViews
 from vllm_magicdec.views.pages import PageBudget
 from vllm_magicdec.views.selections import Selections
+from vllm_magicdec.views.slots import DraftSlots
 
 CPU = torch.device("cpu")
 NUM_LAYERS, PAGE = 2, 4
@@ -84,11 +84,11 @@ def test_every_step_sees_selected_sink_and_recent_pages(case, seed):
     context_lens = [context_len for context_len, _ in requests]
     batch = make_batch(req_ids, block_table, context_lens)
     allowed = budget.entries(batch.context_lens).tolist()
-    for step in views.prepare(batch, num_steps):
+    for step_index, step in enumerate(steps_of_view(views.prepare(batch, num_steps), num_steps)):
         for index, context_len in enumerate(context_lens):
             own = block_table[index].tolist()
             last = min(context_len + num_steps, model_len) - 1
-            position = min(context_len + step.index, model_len - 1)
+            position = min(context_len + step_index, model_len - 1)
             assert int(step.positions[index]) == position
             length = int(step.view.lens[index])
             assert 1 <= length <= position + 1

@@ -3,14 +3,15 @@
 
 import pytest
 import torch
-from batches import make_batch
+from batches import make_batch, steps_of_view
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from reference import budget_in_pages, slot_of, visible_positions
 
 from vllm_magicdec.policies.streamingllm import StreamingLLM
-from vllm_magicdec.views.base import PAD_SLOT, DraftSlots
 from vllm_magicdec.views.pages import PageBudget, PageViews
+from vllm_magicdec.views.slots import DraftSlots
+from vllm_magicdec.views.tensors import PAD_SLOT
 
 CPU = torch.device("cpu")
 
@@ -67,16 +68,15 @@ def test_every_step_sees_sinks_and_window_and_writes_to_its_own_slot(case):
 
     views = make_views(page_budget, num_reqs + 2, num_steps, model_len)
     batch = make_batch([str(i) for i in range(num_reqs)], block_table, context_lens)
-    steps = list(views.prepare(batch, num_steps))
-    assert [step.index for step in steps] == list(range(num_steps))
+    steps = steps_of_view(views.prepare(batch, num_steps), num_steps)
 
-    for step in steps:
+    for step_index, step in enumerate(steps):
         for req, context_len in enumerate(context_lens):
             own_blocks = block_table[req].tolist()
-            position = context_len + step.index
+            position = context_len + step_index
             expected = visible_positions(
                 context_len=context_len,
-                step=step.index,
+                step=step_index,
                 num_steps=num_steps,
                 page_size=page_size,
                 sink=case["sink"],
@@ -119,8 +119,9 @@ def test_a_view_over_the_whole_context_is_the_block_table_itself():
     views = make_views(budget, 3, 4, 512)
     block_table = torch.arange(96, dtype=torch.int32).view(3, 32).flip(1)
     context_lens = [1, 200, 508]
-    for step in views.prepare(make_batch(["a", "b", "c"], block_table, context_lens), 4):
-        assert step.view.lens.tolist() == [n + step.index + 1 for n in context_lens]
+    round_view = views.prepare(make_batch(["a", "b", "c"], block_table, context_lens), 4)
+    for index, step in enumerate(steps_of_view(round_view, 4)):
+        assert step.view.lens.tolist() == [n + index + 1 for n in context_lens]
         for req in range(3):
             used = -(-int(step.view.lens[req]) // 16)
             assert torch.equal(step.view.block_table[req, :used], block_table[req, :used])

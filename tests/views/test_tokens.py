@@ -10,16 +10,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from batches import NoSelector, make_batch
+from batches import NoSelector, make_batch, steps_of_view
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import selection_in_view, slot_of, token_positions
 
 from vllm_magicdec.views import tokens
-from vllm_magicdec.views.base import PAD_SLOT, Batch, DraftSlots
-from vllm_magicdec.views.passes import Queries
+from vllm_magicdec.views.round import Batch, Queries
 from vllm_magicdec.views.selections import RequestRows, Selections
-from vllm_magicdec.views.token_steps import TokenSteps
+from vllm_magicdec.views.slots import DraftSlots
+from vllm_magicdec.views.tensors import PAD_SLOT
+from vllm_magicdec.views.token_round import TokenRound
 from vllm_magicdec.views.tokens import TokenBudget, TokenViews
 
 CPU = torch.device("cpu")
@@ -91,12 +92,12 @@ def test_every_step_sees_selection_sinks_and_recent_tokens_also_in_a_pass(case, 
         seen_in_a_pass(steps, queries, batch, page_size)
         for queries in data.draw(st.lists(passes_within(model_len, num_steps, requests), max_size=3))
     ]
-    for step in steps:
+    for step_index, step in enumerate(steps):
         assert step.view.slots.shape[-1] == budget.max_tokens
         for index, (context_len, selected_at) in enumerate(requests):
             own = block_table[index].tolist()
             length = int(step.view.lens[index])
-            assert length == min(context_len + step.index + 1, budget.max_tokens, model_len)
+            assert length == min(context_len + step_index + 1, budget.max_tokens, model_len)
             assert step.view.common_len in (None, length)
             if all(context_len >= budget.max_tokens + 2 * num_steps for context_len, _ in requests):
                 assert step.view.common_len == budget.max_tokens
@@ -114,7 +115,7 @@ def test_every_step_sees_selection_sinks_and_recent_tokens_also_in_a_pass(case, 
                         ),
                         chosen_until=end,
                         context_len=context_len,
-                        step=step.index,
+                        step=step_index,
                         sink=budget.num_sinks,
                         budget=budget.max_tokens,
                         model_len=model_len,
@@ -123,9 +124,9 @@ def test_every_step_sees_selection_sinks_and_recent_tokens_also_in_a_pass(case, 
                     slots_seen = sorted(slot_of(p, own, page_size) for p in expected)
                     assert sorted(seen) == slots_seen
                     for taken in passes:
-                        if (index, step.index) in taken:
-                            assert taken[index, step.index][layer][head] == slots_seen
-            position = context_len + step.index
+                        if (index, step_index) in taken:
+                            assert taken[index, step_index][layer][head] == slots_seen
+            position = context_len + step_index
             is_inside = position < model_len
             assert int(step.slots[index]) == (slot_of(position, own, page_size) if is_inside else PAD_SLOT)
 
@@ -249,12 +250,12 @@ def test_lists_of_an_unchanged_batch_are_cached(monkeypatch):
 
 
 def seen_in_a_pass(
-    steps: TokenSteps, queries: Queries | None, batch: Batch, page_size: int
+    round_view: TokenRound, queries: Queries | None, batch: Batch, page_size: int
 ) -> dict[tuple[int, int], list[list[list[int]]]]:
     """The slots that each token of a pass sees, by layer and KV head, by its request and step."""
     if queries is None:
         return {}
-    taken = steps.take(queries)
+    taken = round_view.take(queries)
     seen = {}
     for row, (index, first, count) in enumerate(
         zip(queries.requests.tolist(), queries.firsts.tolist(), queries.lens.tolist(), strict=True)
@@ -266,11 +267,11 @@ def seen_in_a_pass(
         )
         for place in range(count):
             query = int(queries.starts[row]) + place
-            assert taken.view.table.flatten()[taken.view.cells[query]] == query
+            assert taken.view.mask.table.flatten()[taken.view.mask.cells[query]] == query
             position = context_len + first + place
             assert taken.positions[query] == position
             assert taken.slots[query] == slot_of(position, table, page_size)
-            columns = taken.view.is_seen[row, place]
+            columns = taken.view.mask.is_seen[row, place]
             seen[index, first + place] = [
                 [sorted(own[columns].tolist()) for own in by_head] for by_head in taken.view.slots[:, row]
             ]
@@ -289,10 +290,12 @@ def test_a_common_length_is_the_length_of_every_view(num_missing):
     views = TokenViews(selections, NoSelector(), budget, slots, plans=())
     block_table = torch.arange(8, dtype=torch.int32).unsqueeze(0)
     batch = replace(make_batch(["a"], block_table, [64 - num_missing]), known_lens=[72 - num_missing])
-    for step in views.prepare(batch, num_steps):
+    for step in steps_of_view(views.prepare(batch, num_steps), num_steps):
         assert step.view.common_len in (None, int(step.view.lens[0]))
     full = replace(batch, context_lens=torch.tensor([80]), known_lens=[80])
-    assert [step.view.common_len for step in views.prepare(full, num_steps)] == [64] * num_steps
+    assert [step.view.common_len for step in steps_of_view(views.prepare(full, num_steps), num_steps)] == [
+        64
+    ] * num_steps
 
 
 def test_index_memory_of_an_8b_model_is_small():

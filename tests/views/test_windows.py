@@ -2,11 +2,12 @@
 """Views of layers that do not see the whole context, against a slow reading of what each query sees."""
 
 import torch
-from batches import make_batch
+from batches import make_batch, steps_of_view
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_magicdec.views.base import PAD_SLOT, DraftSlots
+from vllm_magicdec.views.slots import DraftSlots
+from vllm_magicdec.views.tensors import PAD_SLOT
 from vllm_magicdec.views.windows import LocalChunk, SlidingWindow, make_reached_views
 
 CPU = torch.device("cpu")
@@ -54,11 +55,10 @@ def test_a_view_has_the_reached_pages_and_no_freed_one(drawn):
     )
     views = make_reached_views(reach, max_tokens=max_tokens, draft_slots=slots, device=CPU)
     batch = make_batch([str(i) for i in range(num_reqs)], table, context_lens)
-    steps = list(views.prepare(batch, num_steps))
-    assert [step.index for step in steps] == list(range(num_steps))
-    for step in steps:
+    steps = steps_of_view(views.prepare(batch, num_steps), num_steps)
+    for step_index, step in enumerate(steps):
         for req, context_len in enumerate(context_lens):
-            unclamped = context_len + step.index
+            unclamped = context_len + step_index
             position = min(unclamped, model_len - 1)
             assert int(step.positions[req]) == position
             own = table[req].tolist()
@@ -85,6 +85,6 @@ def test_a_budget_of_the_whole_context_shows_every_window_whole():
     table = torch.arange(1, 33, dtype=torch.int32).unsqueeze(0)
     for context_len in (0, 63, 64, 200, 511):
         first_page = max(0, context_len - 63) // 16
-        for step in views.prepare(make_batch(["a"], table, [context_len]), 4):
+        for step in steps_of_view(views.prepare(make_batch(["a"], table, [context_len]), 4), 4):
             assert int(step.view.block_table[0, 0]) == first_page + 1
             assert int(step.view.lens[0]) == int(step.positions[0]) + 1 - 16 * first_page

@@ -19,9 +19,9 @@ from vllm_magicdec.attention import switch
 from vllm_magicdec.attention.metadata import DraftMetadata, TokenMetadata
 from vllm_magicdec.errors import METHOD
 from vllm_magicdec.plugin import register
-from vllm_magicdec.views.base import LayerPageView, PageView, TokenView
+from vllm_magicdec.views.round import LayerPageView, PageView, TokenView
 from vllm_magicdec.vllm_api import runner_v2
-from vllm_magicdec.vllm_api.draft_graphs import DraftGraphs, PassGraphs, dummy_step
+from vllm_magicdec.vllm_api.draft_graphs import DraftGraphs, dummy_step
 from vllm_magicdec.vllm_api.page_metadata_v2 import PageMetadata
 from vllm_magicdec.vllm_api.runner_v2 import MagicDecSpeculator
 
@@ -163,10 +163,11 @@ def test_no_warning_if_draft_steps_have_graphs_or_none_were_requested(monkeypatc
 def make_graphs(capture):
     """Returns a function that creates draft graphs of a configuration, without capturing."""
 
-    def make(config, num_queries: int = 1, of: type[DraftGraphs] = DraftGraphs) -> list[tuple[int, int]]:
+    def make(config, num_queries: int = 1, num_sampled: int = 1) -> list[tuple[int, int]]:
         """Requests and tokens of each graph."""
         step = SimpleNamespace(num_views=1, num_speculative_steps=4)
-        graphs = of(config, torch.device("cpu"), CUDAGraphMode.FULL, step, (None,), num_queries)
+        options = (torch.device("cpu"), CUDAGraphMode.FULL, step, (None,), num_queries, num_sampled)
+        graphs = DraftGraphs(config, *options)
         descs = graphs._capture_descs.get(CUDAGraphMode.FULL, [])
         return sorted((desc.num_reqs, desc.num_tokens) for desc in descs)
 
@@ -177,10 +178,10 @@ def make_graphs(capture):
     ("engine", "largest"),
     [
         # Passes are at most 256 tokens.
-        ({"max_num_seqs": 512}, {(1, DraftGraphs): 512, (2, DraftGraphs): 256, (4, PassGraphs): 64}),
+        ({"max_num_seqs": 512}, {(1, 1): 512, (2, 1): 256, (4, 4): 64}),
         (
             {"max_num_seqs": 100, "max_cudagraph_capture_size": 96},
-            {(1, DraftGraphs): 96, (2, DraftGraphs): 48, (4, PassGraphs): 24},
+            {(1, 1): 96, (2, 1): 48, (4, 4): 24},
         ),
     ],
 )
@@ -189,8 +190,8 @@ def test_no_graph_has_more_tokens_than_vllms_largest(configure, make_graphs, eng
     config = configure({"method": METHOD, "num_speculative_tokens": 4}, **engine)
     most = config.compilation_config.max_cudagraph_capture_size
     assert most == engine.get("max_cudagraph_capture_size", 512)
-    for (num_queries, of), num_reqs in largest.items():
-        made = make_graphs(config, num_queries, of)
+    for (num_queries, num_sampled), num_reqs in largest.items():
+        made = make_graphs(config, num_queries, num_sampled)
         assert made[-1] == (num_reqs, num_reqs * num_queries) and made[-1][1] <= most
 
 

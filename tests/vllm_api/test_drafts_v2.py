@@ -15,9 +15,10 @@ from policies.test_host_sync import no_host_reads
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_magicdec.drafting.layer_groups import LayerGroup
-from vllm_magicdec.views.base import PAD_SLOT, Batch, DraftSlots, DraftStep, PageView, ceil_div
-from vllm_magicdec.views.passes import ViewPass
 from vllm_magicdec.views.rings import Ring
+from vllm_magicdec.views.round import Batch, PageView, Part, Pass, Queries
+from vllm_magicdec.views.slots import DraftSlots
+from vllm_magicdec.views.tensors import PAD_SLOT, ceil_div
 from vllm_magicdec.vllm_api.draft_pages_v2 import RingPages, SharedPages
 from vllm_magicdec.vllm_api.drafts_v2 import ModelDraft
 
@@ -269,7 +270,8 @@ class ImaginedEngine:
     def _draft_by_wide_passes(self, requests, batch, num_steps) -> torch.Tensor:
         """The K/V of as many drafts as there were passes is right, that of later ones is not."""
         view = PageView(batch.context_lens.int() + num_steps, batch.block_table, MODEL_LEN)
-        self.draft.catch_up_in_view([ViewPass(None, None, view)], num_steps)
+        queries = Queries.uniform(len(requests), 0, num_steps)
+        self.draft.extend(Pass(None, queries, [Part(None, None, view)]))
         self._assert_held(requests)
         num_passes = self._rng.randint(1, num_steps)
         drafts = torch.tensor([[self._rng.randrange(1000) for _ in range(num_steps)] for _ in requests])
@@ -285,9 +287,9 @@ class ImaginedEngine:
         tokens, drafted, lens = batch.tokens, [], batch.context_lens
         for index in range(num_steps):
             view = PageView(lens.int() + index + 1, batch.block_table, MODEL_LEN)
-            step = DraftStep([self._draft_slots.step(index, len(requests), view)])
-            self.draft.catch_up_in_view(step.parts, 1)
-            own, whole_step = self.draft.prepend_catch_up(tokens, step)
+            parts = [self._draft_slots.step(index, len(requests), view)]
+            whole_step = self.draft.extend(Pass(tokens, Queries.uniform(len(requests), index), parts))
+            own = whole_step.tokens
             self.num_catch_ups += len(own) > len(tokens)
             assert len(own) in (len(tokens), 2 * len(tokens)) and torch.equal(
                 own[len(own) // len(tokens) - 1 :: len(own) // len(tokens)], tokens

@@ -9,7 +9,7 @@ import pytest
 import torch
 from vllm.config import CUDAGraphMode
 
-from vllm_magicdec.views.base import Batch
+from vllm_magicdec.views.round import Batch
 from vllm_magicdec.vllm_api import drafts_v1
 from vllm_magicdec.vllm_api.drafts_v1 import TargetDraft
 from vllm_magicdec.vllm_api.runner_v1 import MagicDecProposer, report_finished

@@ -12,7 +12,7 @@ from vllm.forward_context import get_forward_context
 from vllm_magicdec.adaptive.draft_plan import DraftLists
 from vllm_magicdec.errors import METHOD
 from vllm_magicdec.plugin import register
-from vllm_magicdec.views.base import Batch, DraftStep, PageView, ViewStep
+from vllm_magicdec.views.round import Batch, PageView, Part, Pass, Queries
 from vllm_magicdec.vllm_api import runner_v2
 from vllm_magicdec.vllm_api.draft_graphs import RoundGraphs
 from vllm_magicdec.vllm_api.drafts_v2 import TargetDraft
@@ -108,7 +108,7 @@ def test_graphs_and_views_of_the_first_layout_are_freed_before_the_second(monkey
     """vLLM captures graphs to measure their memory, and then lays out the whole KV cache."""
     graphs, passes, drafter, metadata = kept = [Kept() for _ in range(4)]
     speculator = make_speculator(
-        _graphs=RoundGraphs({1: graphs}, {4: passes}), _drafter=drafter, page_metadata=metadata
+        _graphs=RoundGraphs({(1, 1): graphs, (4, 4): passes}), _drafter=drafter, page_metadata=metadata
     )
     references = [weakref.ref(own) for own in kept]
     del graphs, passes, drafter, metadata, kept
@@ -186,19 +186,20 @@ def test_routers_see_the_padding_of_draft_steps_and_of_nothing_else(configure):
         _takes_embeddings=False,
         _is_padding=None,
         _drafter=SimpleNamespace(groups=[SimpleNamespace(layer_names=["attn"])]),
-        _sample_each=lambda hidden_states, *_: (hidden_states, None),
+        _sample_each=lambda _, hidden_states: (hidden_states, None, None),
         sample_draft=lambda hidden_states, *_: hidden_states,
         **dict.fromkeys(("temperature", "seeds", "current_draft_step", "draft_logits")),
     )
     speculator._drafting = TargetDraft(speculator)
     padding = torch.tensor([False, False, False, True])
     view = PageView(torch.ones(2, dtype=torch.int32), torch.zeros((2, 1), dtype=torch.int32), 1)
-    step = DraftStep([ViewStep(0, numbers, numbers, view)], padding)
-    assert speculator.forward_and_sample(numbers, step, {}).tolist() == [1, 3]
-    assert speculator.forward_and_sample_each(numbers, step, {}).tolist() == [0, 1, 2, 3]
+    parts = [Part(numbers, numbers, view)]
+    for first, expected in {-1: [1, 3], 0: [0, 1, 2, 3]}.items():
+        draft_pass = Pass(numbers, Queries.uniform(2, first, 2), parts, is_padding=padding)
+        assert speculator.forward_and_sample(draft_pass, {}).tolist() == expected
     is_broken = True
     with pytest.raises(RuntimeError, match="on purpose"):
-        speculator.forward_and_sample(numbers, step, {})
+        speculator.forward_and_sample(draft_pass, {})
     is_broken = False
     speculator.forward(numbers, numbers, {}, {})
     assert all(own is padding for own in seen[:3]) and seen[3:] == [None]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from vllm_magicdec.attention.rows import FP8_DTYPES, KVRows
-from vllm_magicdec.views.base import ceil_div
+from vllm_magicdec.views.tensors import ceil_div
 
 ALIGNMENT = 16  # bytes, of FlashInfer's vectorised loads
 MAX_ROWS = 2**31  # page numbers are int32

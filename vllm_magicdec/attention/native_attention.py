@@ -17,7 +17,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
-from vllm_magicdec.attention.metadata import TokenMetadata, TokenPassMetadata
+from vllm_magicdec.attention.metadata import TokenMetadata
 from vllm_magicdec.attention.rows import FP8_DTYPES
 from vllm_magicdec.attention.scales import stored_dtype
 from vllm_magicdec.attention.softmax import Softmax
@@ -181,7 +181,7 @@ class NativeAttention:
         self,
         query: torch.Tensor,
         kv_cache: torch.Tensor,
-        metadata: TokenMetadata | TokenPassMetadata,
+        metadata: TokenMetadata,
         softmax: Softmax,
         value_scale: float,
         output: torch.Tensor,
@@ -196,21 +196,19 @@ class NativeAttention:
             value_scale: scale of an fp8 cache's values; else 1.
             output: as `query`, or [num_queries or more, num_heads * head_size]; written.
         """
-        num_reqs, _, width = metadata.slots.shape
-        if isinstance(metadata, TokenMetadata):
+        num_reqs, mask = len(metadata.lens), metadata.mask
+        if mask is None:
             if len(self._starts) <= num_reqs:
                 self._starts = torch.arange(2 * num_reqs + 1, dtype=torch.int32)
-            starts, lens, is_seen = self._starts[: num_reqs + 1], metadata.lens, None
+            starts, is_seen = self._starts[: num_reqs + 1], None
         else:  # the last column is each request's last token
-            starts = torch.cat([metadata.table[:, 0], metadata.table[-1, -1:] + 1])
-            lens = torch.full((num_reqs,), width, dtype=torch.int32)
-            is_seen = metadata.is_seen
+            starts, is_seen = torch.cat([mask.table[:, 0], mask.table[-1, -1:] + 1]), mask.is_seen
         self._attention_over(kv_cache).attend_slots(
             query,
             output,
             query_starts=starts,
             slots=metadata.slots,
-            slot_lens=lens,
+            slot_lens=metadata.lens,
             is_seen=is_seen,
             scale=softmax.scale,
             value_scale=value_scale,
@@ -259,9 +257,9 @@ def is_faster(layout: str, num_rows: int, lens: torch.Tensor, *, is_fp8: bool) -
     return int(lens.sum()) >= _AMX_FP8_TOKENS
 
 
-def takes_view(metadata: TokenMetadata | TokenPassMetadata) -> bool:
+def takes_view(metadata: TokenMetadata) -> bool:
     """Whether the kernel supports the number of query tokens of each request."""
-    return isinstance(metadata, TokenMetadata) or metadata.table.shape[1] <= MAX_QUERY_LEN
+    return metadata.mask is None or metadata.mask.table.shape[1] <= MAX_QUERY_LEN
 
 
 def _supports(metadata: Any) -> bool:

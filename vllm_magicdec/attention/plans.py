@@ -22,7 +22,7 @@ MAX_RECENT = 32
 
 
 class CommonLengthPlans:
-    """Plans for views of one length known to the host (`views.base.TokenView.common_len`).
+    """Plans for views of one length known to the host (`views.round.TokenView.common_len`).
 
     Full views have the length of the budget in every step, so one plan serves all layers and rounds with
     the same number of requests. CUDA graphs need plans that never change.

@@ -20,12 +20,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVQuantMode
 
 from vllm_magicdec.attention import Implementation, KVRows, attend, torch_attention
 from vllm_magicdec.attention.flashinfer_attention import Geometry, UnreadableCacheError
-from vllm_magicdec.attention.metadata import (
-    DraftMetadata,
-    ObservedMetadata,
-    TokenMetadata,
-    TokenPassMetadata,
-)
+from vllm_magicdec.attention.metadata import DraftMetadata, ObservedMetadata, TokenMetadata
 from vllm_magicdec.attention.native_attention import native_of, takes_view
 from vllm_magicdec.attention.observing import QueryRecorder
 from vllm_magicdec.attention.plans import CommonLengthPlans
@@ -216,7 +211,7 @@ class Switch:
         **scales: Any,
     ) -> torch.Tensor:
         """Run vLLM's `AttentionImpl.forward`, or draft attention for the plugin's metadata."""
-        if isinstance(attn_metadata, TokenMetadata | TokenPassMetadata):
+        if isinstance(attn_metadata, TokenMetadata):
             if self._native is not None and takes_view(attn_metadata):
                 self._native.attend_view(
                     self._query(query), kv_cache, attn_metadata, self._softmax, self._scales.value, output
@@ -248,18 +243,15 @@ class Switch:
         return self._scales.scale_query(query, self.geometry.query_dtype)
 
     def _attend(
-        self,
-        query: torch.Tensor,
-        rows: KVRows,
-        metadata: TokenMetadata | TokenPassMetadata,
-        output: torch.Tensor,
+        self, query: torch.Tensor, rows: KVRows, metadata: TokenMetadata, output: torch.Tensor
     ) -> None:
         """Write to `output`, shaped as `query` [num_queries, num_heads, head_size]."""
-        slots, options = metadata.slots, {**vars(self._softmax), "value_scale": self._scales.value}
-        if isinstance(metadata, TokenPassMetadata):  # on CPUs only
-            padded = query[metadata.table]
-            attended = torch_attention.attend_where(padded, rows, slots, metadata.is_seen, **options)
-            output.copy_(attended.flatten(0, 1)[metadata.cells])
+        slots, mask = metadata.slots, metadata.mask
+        options = {**vars(self._softmax), "value_scale": self._scales.value}
+        if mask is not None:  # on CPUs only
+            padded = query[mask.table]
+            attended = torch_attention.attend_where(padded, rows, slots, mask.is_seen, **options)
+            output.copy_(attended.flatten(0, 1)[mask.cells])
         elif not self._attend_as_planned(query, rows, metadata, output):
             implementation = self._implementation
             output.copy_(

@@ -34,29 +34,17 @@ from vllm_magicdec.errors import METHOD
 from vllm_magicdec.lookup.device_lookups import DeviceLookups
 from vllm_magicdec.lookup.history import History
 from vllm_magicdec.lookup.texts import Texts
-from vllm_magicdec.views.base import Batch, DraftStep, View, Views, has_kernels
 from vllm_magicdec.views.layer_pages import LayerPageViews
 from vllm_magicdec.views.pages import PageViews
-from vllm_magicdec.views.passes import RoundSteps
+from vllm_magicdec.views.round import Batch, Round, View, Views
+from vllm_magicdec.views.tensors import has_kernels
 from vllm_magicdec.views.windows import Reach
 
 logger = init_logger(f"vllm.{__name__}")
 
 
-class Runner(Protocol):
+class Runner(PassRunner, Protocol):
     """Interface of a vLLM model runner that drafting needs; the adapters in `vllm_api/` implement it."""
-
-    def draft_step(self, tokens: torch.Tensor, step: DraftStep) -> torch.Tensor:
-        """Run the draft over the step's views and sample by `draft_sample_method`.
-
-        Args:
-            tokens: [num_reqs] int32, the query tokens.
-            step: views and slots, by `Drafter.groups`.
-
-        Returns:
-            [num_reqs] int32 or int64, the next tokens; valid until the next round.
-        """
-        ...
 
     def observe(
         self, layer_names: Sequence[str], indices: Sequence[int], window: int, observer: LayerObserver
@@ -114,7 +102,6 @@ class Drafter:
         groups: the draft's attention layers; a step has a part for each group.
         kv_cache_config: layout of the KV cache that the groups share.
         device: the draft's device.
-        pass_runner: runs passes that check lookups made on the host; None if unsupported.
         wide_pass_runner: runs passes that check lookups made on the device; None if unsupported.
         own_cache: the draft model's KV cache; None if the target drafts.
     """
@@ -126,7 +113,6 @@ class Drafter:
         groups: Sequence[LayerGroup],
         kv_cache_config: KVCacheConfig,
         device: torch.device,
-        pass_runner: PassRunner | None = None,
         wide_pass_runner: WidePassRunner | None = None,
         own_cache: OwnCache | None = None,
     ) -> None:
@@ -172,16 +158,11 @@ class Drafter:
         self.takes_passes = spec.draft_lookup == "on"
         """Whether passes of several tokens draft the round, instead of steps."""
         if self.takes_passes:
-            self._open_lookups(vllm_config, pass_runner, wide_pass_runner)
+            self._open_lookups(vllm_config, wide_pass_runner)
         self._pauses = Pauses("Drafting", "steps go on without useful drafts")
         self._stage = ""  # of the current round, for the failure metrics
 
-    def _open_lookups(
-        self,
-        vllm_config: VllmConfig,
-        pass_runner: PassRunner | None,
-        wide_pass_runner: WidePassRunner | None,
-    ) -> None:
+    def _open_lookups(self, vllm_config: VllmConfig, wide_pass_runner: WidePassRunner | None) -> None:
         spec, model = self._spec, vllm_config.model_config
         max_num_reqs, vocab_size = len(self.draft_tokens), model.get_vocab_size()
         counters, is_alone = LookupCounters(self.counts), self._num_ranks == 1
@@ -202,12 +183,11 @@ class Drafter:
                 extra_passes=int(self._own_cache is not None),
             )
             return
-        assert pass_runner is not None
         # This imports Numba.
         from vllm_magicdec.lookup.open_sources import open_lookups
 
         self._staged = StagedDrafts(
-            pass_runner,
+            self._runner,
             open_lookups(spec.draft_lookup_sources, max_num_reqs, vocab_size, spec.num_speculative_tokens),
             counters,
             max_num_reqs=max_num_reqs,
@@ -414,33 +394,33 @@ class Drafter:
             return self.draft_lists
         num_passes = 0 if self._wide is None else self._wide.begin_round(batch, num_steps)
         self.takes_passes = num_passes > 0
-        rounds = self._prepare(batch, num_steps)
+        round_ = self._prepare(batch, num_steps)
         if self._wide is not None:
-            num_passes = self._wide.draft(drafts, batch, rounds, num_passes)
+            num_passes = self._wide.draft(drafts, batch, round_, num_passes)
         if num_passes:
             return drafts[:, :num_passes]
         if all(batch.is_prefilling):  # drafts of unfinished prompts are dropped
             return drafts.zero_()
         tokens = batch.tokens
         sampled = []
-        for parts in zip(*rounds, strict=True):
-            tokens = self._runner.draft_step(tokens.to(torch.int32), DraftStep(parts))
+        for index in range(num_steps):
+            tokens = self._runner.run(round_.step(index, tokens)).tokens
             sampled.append(tokens)
         drafts.copy_(torch.stack(sampled, dim=1))
         if self._wide is not None:
             self._wide.count_steps(num_steps)
         return drafts
 
-    def _prepare(self, batch: Batch, num_steps: int) -> list[RoundSteps]:
-        """Return the round's steps by group of layers."""
+    def _prepare(self, batch: Batch, num_steps: int) -> Round:
+        """Prepare the round's views."""
         if self._own_cache is not None:
             self._own_cache.catch_up(batch, num_steps)
-        steps = [
+        views = [
             views.prepare(batch.of_group(group.kv_cache_group), num_steps)
             for group, views in zip(self.groups, self._views, strict=True)
         ]
         self._stage = "draft_step"
-        return steps
+        return Round(views)
 
     def _end_worker(self) -> NoReturn:
         """End the process at once, so that vLLM ends the engine.

@@ -24,7 +24,7 @@ from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.drafting.layer_groups import LayerGroup
 from vllm_magicdec.errors import METHOD, MagicDecConfigError
 from vllm_magicdec.policies.base import Engine, Limits, Observe, SwitchAttention
-from vllm_magicdec.views.base import Views
+from vllm_magicdec.views.round import Views
 from vllm_magicdec.views.selections import Budget
 from vllm_magicdec.views.windows import make_reached_views
 

@@ -27,8 +27,8 @@ from vllm_magicdec.drafting.confidence import Confidence, Evidence, Predicted
 from vllm_magicdec.drafting.pauses import Pauses
 from vllm_magicdec.lookup.continuation import MIN_ACCEPTANCE, Continuation
 from vllm_magicdec.lookup.history import History
-from vllm_magicdec.views.base import Batch, on_device
-from vllm_magicdec.views.passes import DraftPass, Queries, RoundSteps
+from vllm_magicdec.views.round import Batch, Pass, Queries, Round, Sampled
+from vllm_magicdec.views.tensors import on_device
 
 if TYPE_CHECKING:  # imports Numba
     from vllm_magicdec.lookup.lookups import Lookups
@@ -41,7 +41,7 @@ MIN_DRAFT_ACCEPTANCE = 0.05
 
 
 class PassRunner(Protocol):
-    """Interface of a vLLM model runner that staged drafts need besides `drafting.drafter.Runner`."""
+    """Interface of a vLLM model runner that runs the draft's passes."""
 
     @property
     def max_pass_tokens(self) -> int:
@@ -53,18 +53,11 @@ class PassRunner(Protocol):
         """Whether a pass can check looked-up tokens; otherwise it takes one token per request."""
         ...
 
-    def draft_pass(
-        self, tokens: torch.Tensor, draft_pass: DraftPass
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run the draft over the pass's views and sample a token after each query token.
+    def run(self, draft_pass: Pass) -> Sampled:
+        """Run the draft over the pass's views, and sample by `draft_sample_method` after each query.
 
         Args:
-            tokens: [num_tokens] int32, the query tokens.
             draft_pass: views and slots, by `Drafter.groups`.
-
-        Returns:
-            [num_tokens] int32 or int64, sampled by `draft_sample_method`, and [num_tokens] float32, their
-            probabilities; None if the pass does not ask for them.
         """
         ...
 
@@ -161,15 +154,13 @@ class StagedDrafts:
         self._confidence = Confidence()
         self._proposed: dict[str, _Proposed] = {}
 
-    def draft(
-        self, batch: Batch, num_steps: int, prepare: Callable[[], Sequence[RoundSteps]]
-    ) -> DraftLists:
+    def draft(self, batch: Batch, num_steps: int, prepare: Callable[[], Round]) -> DraftLists:
         """Draft a round.
 
         Args:
             batch: the round's requests, with their histories.
             num_steps: maximum drafts of a request; a `DraftPlan` also sets thresholds and use of lookups.
-            prepare: returns the round's steps by group of layers; called only before passes.
+            prepare: prepares the round's views; called only before passes.
 
         Returns:
             Drafts by request; empty for requests that cannot use them.
@@ -188,9 +179,7 @@ class StagedDrafts:
         """Record a finished request's answer; see `Drafter.finish_request`."""
         self._lookups.finish(req_id, np.array(answer, dtype=np.int32))
 
-    def _draft_round(
-        self, batch: Batch, num_steps: int, prepare: Callable[[], Sequence[RoundSteps]]
-    ) -> DraftLists:
+    def _draft_round(self, batch: Batch, num_steps: int, prepare: Callable[[], Round]) -> DraftLists:
         room = (self._max_model_len - batch.context_lens).tolist()
         # Drafts of unfinished prompts or beyond the model's length would be dropped.
         drafting = [
@@ -232,7 +221,7 @@ class StagedDrafts:
         batch: Batch,
         requests: dict[int, _RequestDrafts],
         plan: DraftPlan,
-        rounds: Sequence[RoundSteps],
+        round_: Round,
         *,
         is_adaptive: bool,
     ) -> DraftLists:
@@ -275,10 +264,8 @@ class StagedDrafts:
                 for i, own, ahead in zip(running, drafted, checkable, strict=True)
                 for token in (own[-1] if own else latest[i], *ahead.tokens)
             ]
-            sampled, probabilities = self._runner.draft_pass(
-                on_device(inputs, batch.tokens.device).to(torch.int32),
-                DraftPass(queries, [steps.take(queries) for steps in rounds], is_weighed),
-            )
+            tokens = on_device(inputs, batch.tokens.device).to(torch.int32)
+            sampled, probabilities = self._runner.run(round_.take(queries, tokens, is_weighed=is_weighed))
             sampled_tokens = sampled.tolist()
             all_probs = None if probabilities is None else probabilities.tolist()
             for i, checked, ahead, start in zip(

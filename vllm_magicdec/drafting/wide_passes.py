@@ -11,8 +11,8 @@ rarely accepted, but their distribution is the one that the rejection sampler is
 """
 
 from collections import deque
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -24,8 +24,8 @@ from vllm_magicdec.drafting.pauses import Pauses
 from vllm_magicdec.drafting.staged import PassRunner
 from vllm_magicdec.lookup.device_lookups import DeviceLookups
 from vllm_magicdec.lookup.texts import Texts
-from vllm_magicdec.views.base import Batch, ceil_div, on_device
-from vllm_magicdec.views.passes import DraftPass, Queries, RoundSteps
+from vllm_magicdec.views.round import Batch, Queries, Round
+from vllm_magicdec.views.tensors import ceil_div, on_device
 
 # An H100 computes about 296 tokens while it reads the weights: 990 TFLOP/s in bfloat16 over 3.35 TB/s.
 MAX_WIDE_TOKENS = 256
@@ -119,15 +119,13 @@ class WidePasses:
         )
         return self._num_passes[num_steps] if is_possible else 0
 
-    def draft(
-        self, drafts: torch.Tensor, batch: Batch, rounds: Sequence[RoundSteps], num_passes: int
-    ) -> int:
+    def draft(self, drafts: torch.Tensor, batch: Batch, steps: Round, num_passes: int) -> int:
         """Draft a round.
 
         Args:
             drafts: [num_reqs, num_steps] int64, the output.
             batch: the round's requests.
-            rounds: the round's steps, by group of layers.
+            steps: the round's passes.
             num_passes: returned by `begin_round`.
 
         Returns:
@@ -137,12 +135,7 @@ class WidePasses:
         if not num_passes:
             return 0
         num_reqs, num_steps = drafts.shape
-        queries = Queries(
-            requests=np.arange(num_reqs),
-            firsts=np.zeros(num_reqs, dtype=np.int64),
-            lens=np.full(num_reqs, num_steps),
-        )
-        draft_pass = DraftPass(queries, [steps.take(queries) for steps in rounds])
+        wide = steps.take(Queries.uniform(num_reqs, 0, num_steps), batch.tokens)
         texts, round_ = self._runner.texts(batch), _WideRound.begin(batch, num_steps)
         for _ in range(num_passes):
             try:
@@ -150,7 +143,7 @@ class WidePasses:
             except Exception:
                 self._record_failure()
                 return 0
-            sampled, _ = self._runner.draft_pass(round_.inputs.flatten(), draft_pass)
+            sampled = self._runner.run(replace(wide, tokens=round_.inputs.flatten())).tokens
             drafts.copy_(sampled.view(num_reqs, num_steps))
             round_.update(drafts)
         self._pauses.note_success()

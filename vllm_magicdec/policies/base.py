@@ -16,10 +16,11 @@ import torch
 from typing_extensions import override
 
 from vllm_magicdec.attention.observing import LayerObserver, QueryRecorder
-from vllm_magicdec.views.base import DraftSlots, Views
 from vllm_magicdec.views.pages import PageBudget, PageViews
 from vllm_magicdec.views.rings import Ring
+from vllm_magicdec.views.round import Views
 from vllm_magicdec.views.selections import Budget, Selections, fixed_tokens
+from vllm_magicdec.views.slots import DraftSlots
 from vllm_magicdec.views.tokens import PlannedAttention
 
 

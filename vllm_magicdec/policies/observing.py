@@ -24,9 +24,10 @@ from vllm_magicdec.attention.rows import WeighTokens
 from vllm_magicdec.attention.scales import Scales
 from vllm_magicdec.attention.softmax import Softmax, weights_of
 from vllm_magicdec.policies.base import Engine, Limits, Policy, parse_budget_of_selected_pages
-from vllm_magicdec.views.base import Batch, Views, ceil_div, on_device
 from vllm_magicdec.views.layer_pages import LayerPageViews
+from vllm_magicdec.views.round import Batch, Views
 from vllm_magicdec.views.selections import Budget, Selections
+from vllm_magicdec.views.tensors import ceil_div, on_device
 from vllm_magicdec.views.tokens import TokenBudget, TokenViews, recent_tokens
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from typing_extensions import override
 
 from vllm_magicdec.policies.base import Engine, Limits, Policy
-from vllm_magicdec.views.base import Batch, Selector
+from vllm_magicdec.views.round import Batch, Selector
 from vllm_magicdec.views.selections import Selections
 from vllm_magicdec.views.tokens import TokenBudget, TokenViews
 

@@ -17,10 +17,11 @@ from vllm_magicdec.attention.observing import QueryRecorder
 from vllm_magicdec.attention.scales import Scales
 from vllm_magicdec.attention.softmax import Softmax
 from vllm_magicdec.policies.base import Engine, Limits, Policy, parse_budget_of_selected_pages
-from vllm_magicdec.views.base import Batch, Selector, Views, ceil_div
 from vllm_magicdec.views.layer_pages import LayerPageViews
 from vllm_magicdec.views.pages import PageBudget
+from vllm_magicdec.views.round import Batch, Selector, Views
 from vllm_magicdec.views.selections import Budget, Selections
+from vllm_magicdec.views.tensors import ceil_div
 
 # Requests are selected for in parts whose temporary tensors fit.
 SCRATCH_BYTES = 512 * 2**20

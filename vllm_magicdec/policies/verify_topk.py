@@ -21,7 +21,8 @@ from typing_extensions import override
 from vllm_magicdec.policies.base import Engine
 from vllm_magicdec.policies.page_summaries import PageSummaries
 from vllm_magicdec.policies.verification import Verification, VerificationPolicy
-from vllm_magicdec.views.base import Batch, ceil_div, has_kernels
+from vllm_magicdec.views.round import Batch
+from vllm_magicdec.views.tensors import ceil_div, has_kernels
 
 if TYPE_CHECKING:
     from vllm_magicdec.policies.verify_topk_kernels import LayerTable

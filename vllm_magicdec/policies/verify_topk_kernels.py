@@ -16,7 +16,7 @@ from vllm_magicdec.attention import KVRows
 from vllm_magicdec.attention.softmax import Softmax
 from vllm_magicdec.policies.page_summaries import PageSummaries
 from vllm_magicdec.policies.verification import Verification
-from vllm_magicdec.views.base import Batch
+from vllm_magicdec.views.round import Batch
 
 MAX_SPLIT_PAGES = 128  # pages per program; their summaries are read once
 SPLIT_BYTES = 32 * 2**10  # of minima, and of maxima, in the queries' dtype; both must fit shared memory

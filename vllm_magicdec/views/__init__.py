@@ -3,11 +3,13 @@
 
 | file | content |
 | --- | --- |
-| `base.py` | batch, step and write slots, shared by all views |
+| `round.py` | batch, passes and views of a round |
+| `slots.py` | where the drafted tokens go |
 | `pages.py`, `layer_pages.py`, `tokens.py` | views of pages, pages by layer, slots by layer and head |
 | `selections.py` | budgets, and the entries selected for the latter two |
 | `windows.py` | views of layers that do not see the whole context |
 | `kernels.py` | the same by Triton kernels |
-| `passes.py`, `token_steps.py` | several steps of a round at once |
+| `tensors.py` | helpers for tensors of indices |
+| `page_round.py`, `token_round.py` | a round over one of them, step by step or by passes |
 | `rings.py` | page numbers in caches that keep only sinks and a window |
 """

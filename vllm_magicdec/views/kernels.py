@@ -8,8 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_magicdec.views.base import Batch, DraftSlots
+from vllm_magicdec.views.round import Batch
 from vllm_magicdec.views.selections import Budget, Selections
+from vllm_magicdec.views.slots import DraftSlots
 
 BLOCK_COLUMNS = 128
 # The number of drafts varies by round. For 1 and for multiples of 16 Triton would compile again, while

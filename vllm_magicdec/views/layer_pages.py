@@ -10,10 +10,12 @@ from functools import partial
 import torch
 from typing_extensions import override
 
-from vllm_magicdec.views.base import Batch, DraftSlots, LayerPageView, Selector, Views, has_kernels
+from vllm_magicdec.views.page_round import PageRound
 from vllm_magicdec.views.pages import PageBudget
-from vllm_magicdec.views.passes import PageSteps
+from vllm_magicdec.views.round import Batch, LayerPageView, Selector, Views
 from vllm_magicdec.views.selections import Selections
+from vllm_magicdec.views.slots import DraftSlots
+from vllm_magicdec.views.tensors import has_kernels
 
 
 class LayerPageViews(Views):
@@ -54,7 +56,7 @@ class LayerPageViews(Views):
         return {"lists of pages": tables + self._selections.num_bytes, **self._selector.memory_bytes}
 
     @override
-    def prepare(self, batch: Batch, num_steps: int) -> PageSteps:
+    def prepare(self, batch: Batch, num_steps: int) -> PageRound:
         self._selector.update(batch, num_steps)
         num_reqs = batch.context_lens.shape[0]
         rows = self._selections.rows(batch.req_ids)
@@ -74,7 +76,7 @@ class LayerPageViews(Views):
         else:
             self._write(batch, rows, num_steps)
         lens = self._lens[:num_steps, :num_reqs]
-        return PageSteps(self._draft_slots, lens, partial(self.capture_view, num_reqs))
+        return PageRound(self._draft_slots, lens, partial(self.capture_view, num_reqs))
 
     def _write(self, batch: Batch, rows: torch.Tensor, num_steps: int) -> None:
         budget, num_reqs = self._budget, batch.context_lens.shape[0]

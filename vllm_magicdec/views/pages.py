@@ -10,9 +10,11 @@ from typing import Protocol
 import torch
 from typing_extensions import override
 
-from vllm_magicdec.views.base import Batch, DraftSlots, PageView, Views, ceil_div, has_kernels
-from vllm_magicdec.views.passes import PageSteps
+from vllm_magicdec.views.page_round import PageRound
+from vllm_magicdec.views.round import Batch, PageView, Views
 from vllm_magicdec.views.selections import Budget, fixed_tokens
+from vllm_magicdec.views.slots import DraftSlots
+from vllm_magicdec.views.tensors import ceil_div, has_kernels
 
 _TABLE_TOKENS = 128  # block tables are as wide as a multiple of these
 
@@ -124,7 +126,7 @@ class PageViews(Views):
         self._block_table = torch.zeros(shape, dtype=torch.int32, device=device)
 
     @override
-    def prepare(self, batch: Batch, num_steps: int) -> PageSteps:
+    def prepare(self, batch: Batch, num_steps: int) -> PageRound:
         num_reqs = batch.context_lens.shape[0]
         if self._policy.is_sinks_and_latest and has_kernels(self._block_table.device):
             from vllm_magicdec.views.kernels import write_page_round
@@ -141,7 +143,7 @@ class PageViews(Views):
         else:
             self._write(batch, num_steps)
         lens = self._lens[:num_steps, :num_reqs]
-        return PageSteps(self._draft_slots, lens, partial(self.capture_view, num_reqs))
+        return PageRound(self._draft_slots, lens, partial(self.capture_view, num_reqs))
 
     def num_latest(self, num_steps: int) -> int:
         """Minimum number of consecutive tokens in view right before the first of `num_steps` drafts."""

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vllm_magicdec.views.base import ceil_div
 from vllm_magicdec.views.pages import PageBudget
+from vllm_magicdec.views.tensors import ceil_div
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_magicdec.views.base import on_device
+from vllm_magicdec.views.tensors import on_device
 
 
 @dataclass(frozen=True)

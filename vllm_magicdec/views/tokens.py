@@ -20,9 +20,11 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from vllm_magicdec.views.base import Batch, DraftSlots, Selector, TokenView, Views, ceil_div, has_kernels
+from vllm_magicdec.views.round import Batch, Selector, TokenView, Views
 from vllm_magicdec.views.selections import Budget, Selections, fixed_tokens
-from vllm_magicdec.views.token_steps import TokenSteps
+from vllm_magicdec.views.slots import DraftSlots
+from vllm_magicdec.views.tensors import ceil_div, has_kernels
+from vllm_magicdec.views.token_round import TokenRound
 
 # Minimum share of the latest tokens in small budgets, because drafts need them most. Chosen with
 # benchmarks/acceptance.py at a budget of 64.
@@ -174,7 +176,7 @@ class TokenViews(Views):
         return (None, self._budget.min_entries) if has_common else (None,)
 
     @override
-    def prepare(self, batch: Batch, num_steps: int) -> TokenSteps:
+    def prepare(self, batch: Batch, num_steps: int) -> TokenRound:
         self._selector.update(batch, num_steps)
         num_reqs = batch.context_lens.shape[0]
         rows = self._selections.rows(batch.req_ids)
@@ -195,7 +197,7 @@ class TokenViews(Views):
             )
         else:
             self._write(batch, rows, num_steps)
-        return TokenSteps(
+        return TokenRound(
             self._draft_slots,
             lens=self._lens[:num_steps, :num_reqs],
             slots=self._slots[:, :num_reqs],

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 from typing_extensions import override
 
-from vllm_magicdec.views.base import DraftSlots, ceil_div
 from vllm_magicdec.views.pages import ChoosesPages, PageBudget, PageViews
+from vllm_magicdec.views.slots import DraftSlots
+from vllm_magicdec.views.tensors import ceil_div
 
 
 @dataclass(frozen=True)

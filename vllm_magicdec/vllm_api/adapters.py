@@ -41,14 +41,14 @@ class Adapters:
         distinct = np.unique(self._ids)
         return len(distinct) if distinct.any() else 0
 
-    def apply(self, indices: Sequence[int] | None = None, num_tokens: int = 1) -> None:
+    def apply(self, indices: Sequence[int] | np.ndarray, num_tokens: int = 1) -> None:
         """Apply the mapping of a pass; call it before the pass, outside of CUDA graphs.
 
         Args:
-            indices: indices in the round's batch of the pass's requests; None: all of them.
+            indices: indices in the round's batch of the pass's requests, or of each query's.
             num_tokens: tokens per request.
         """
-        self._map(self._ids if indices is None else self._ids[list(indices)], num_tokens)
+        self._map(self._ids[indices], num_tokens)
 
     def apply_dummies(self, num_active: int, num_reqs: int) -> None:
         """Apply a mapping to vLLM's dummy adapters before a CUDA graph is captured.

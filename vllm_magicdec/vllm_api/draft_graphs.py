@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA graphs of draft steps and passes for the V2 runner, captured and dispatched by vLLM's manager."""
+"""CUDA graphs of the draft's passes for the V2 runner, captured and dispatched by vLLM's manager."""
 
 import copy
 import math
@@ -18,8 +18,8 @@ from vllm.v1.worker.utils import AttentionGroup
 from vllm_magicdec.attention.switch import better_options
 from vllm_magicdec.drafting.sizing import draft_graph_sizes
 from vllm_magicdec.drafting.wide_passes import MAX_WIDE_TOKENS
-from vllm_magicdec.views.base import PAD_SLOT, DraftStep, LayerPageView, PageView, TokenView, View, ViewStep
-from vllm_magicdec.views.passes import DraftPass, TokenPassView
+from vllm_magicdec.views.round import LayerPageView, PageView, Part, Pass, Queries, TokenView, View
+from vllm_magicdec.views.tensors import PAD_SLOT
 
 
 def why_no_draft_graphs(cudagraph_mode: CUDAGraphMode, weakest: AttentionGroup) -> str | None:
@@ -51,9 +51,9 @@ def why_no_draft_graphs(cudagraph_mode: CUDAGraphMode, weakest: AttentionGroup) 
 
 
 class Capturable(Protocol):
-    """A draft step for CUDA graphs to capture; implemented by the V2 adapter."""
+    """A draft whose passes CUDA graphs capture; implemented by the V2 adapter."""
 
-    current_draft_step: torch.Tensor  # [] int64, index of the round's step, which sampling reads
+    current_draft_step: torch.Tensor  # [] int64, `Queries.first_sampled`, which sampling reads
     num_speculative_steps: int  # maximum steps of a round
 
     @property
@@ -65,56 +65,42 @@ class Capturable(Protocol):
         """See `drafting.drafter.Drafter.capture_view`."""
         ...
 
-    def step_metadata(self, step: DraftStep, *, for_capture: bool = False) -> Mapping[str, Any]:
+    def pass_metadata(self, draft_pass: Pass, *, for_capture: bool = False) -> Mapping[str, Any]:
         """Build attention metadata by layer."""
         ...
 
-    def refresh_metadata(self, step: DraftStep) -> None:
-        """Update metadata buffers that the step's graph reads but does not update, from the lengths."""
+    def refresh_metadata(self, draft_pass: Pass) -> None:
+        """Update metadata buffers that the pass's graph reads but does not update, from the lengths."""
         ...
 
     def record_refresh(self, attn_metadata: Mapping[str, Any]) -> None:
         """Update the other metadata buffers, while a graph records it."""
         ...
 
-    def select_adapters(self, num_active: int, num_reqs: int) -> None:
+    def select_adapters(self, num_active: int, num_tokens: int) -> None:
         """Map the next pass to this many LoRA adapters (`Adapters.apply_dummies`)."""
         ...
 
-    def forward_and_sample(
-        self, tokens: torch.Tensor, step: DraftStep, attn_metadata: Mapping[str, Any]
-    ) -> torch.Tensor:
-        """Run the step and sample after each request's last token, [num_reqs] int64.
-
-        Args:
-            tokens: [num_tokens] int32, equally many of each request.
-            step: their views and slots; a view's `lens` are those of each request's last token.
-            attn_metadata: attention metadata by layer.
-        """
-        ...
-
-    def forward_and_sample_each(
-        self, tokens: torch.Tensor, step: DraftStep, attn_metadata: Mapping[str, Any]
-    ) -> torch.Tensor:
-        """Run the step and sample after each token, [num_tokens] int64; see `forward_and_sample`."""
+    def forward_and_sample(self, draft_pass: Pass, attn_metadata: Mapping[str, Any]) -> torch.Tensor:
+        """Run the pass and sample after every query of `Queries.sampled`; returns [num_sampled] int64."""
         ...
 
 
 def dummy_step(
-    step: Capturable,
+    draft: Capturable,
     num_reqs: int,
     *,
     num_blocks: int,
     page_sizes: Sequence[int],
     common_lens: Sequence[int | None],
     device: torch.device,
-) -> DraftStep:
+) -> Pass:
     """Create a step over full views that takes as long as a real one and writes no K/V.
 
     The views are filled with pages from all over the KV cache, the same in every layer.
 
     Args:
-        step: provides the views.
+        draft: provides the views.
         num_reqs: batch size.
         num_blocks: number of blocks in the KV cache.
         page_sizes: tokens per page, by view.
@@ -125,7 +111,7 @@ def dummy_step(
     parts = []
     for group, page_size in enumerate(page_sizes):
         lens = torch.empty_like(positions, dtype=torch.int32)
-        view = step.capture_view(group, num_reqs, lens, None)
+        view = draft.capture_view(group, num_reqs, lens, None)
         if isinstance(view, TokenView):
             entries, num_values, width = view.slots, num_blocks * page_size, view.slots.shape[-1]
             if width in common_lens:  # such views have their own kernels
@@ -138,23 +124,24 @@ def dummy_step(
         values = torch.arange(math.prod(shape), dtype=torch.int32, device=device).remainder_(num_values)
         entries.copy_(values.view(shape))
         lens.fill_(width)
-        parts.append(ViewStep(0, positions, torch.full_like(positions, PAD_SLOT), view))
-    return DraftStep(parts)
+        parts.append(Part(positions, torch.full_like(positions, PAD_SLOT), view))
+    tokens = torch.zeros(num_reqs, dtype=torch.int32, device=device)
+    return Pass(tokens, Queries.uniform(num_reqs, 0), parts)
 
 
 @dataclass(frozen=True)
-class StepDescriptor(BatchExecutionDescriptor):
+class PassDescriptor(BatchExecutionDescriptor):
     """Distinguishes the graphs of one padded batch size."""
 
-    common_len: int | None = None  # see `views.base.TokenView`
+    common_len: int | None = None  # see `views.round.TokenView`
 
 
 class DraftGraphs(CudaGraphManager):
-    """CUDA graphs of the forward pass and sampling of a draft step, one per padded number of requests.
+    """CUDA graphs of passes of equally many queries per request, one per padded number of requests.
 
-    A step has `num_queries` query tokens per request and samples after the last one. One graph serves all
-    steps of rounds of any length: tokens, positions, slots and lengths are copied into static buffers, and
-    views have their own. Padding requests attend to one token per query, write nothing and get no experts.
+    A graph holds the forward pass and sampling. One graph serves all steps of rounds of any length: tokens,
+    positions, slots and lengths are copied into static buffers, and views have their own. Padding requests
+    attend to one token per query, write nothing and get no experts.
 
     Kernels outside a graph cost the host more time than a small draft takes, so a replay launches two: one
     copies all int64 inputs, one all int32 inputs. Backends derive values from lengths and keep them in
@@ -165,38 +152,41 @@ class DraftGraphs(CudaGraphManager):
         vllm_config: the engine's configuration.
         device: the target's device.
         cudagraph_mode: mode that the target's attention supports; without full decode graphs, nothing is
-            captured and every step runs eagerly.
-        step: the step to capture.
-        common_lens: values of `views.base.TokenView.common_len` with their own kernels, including None.
-        num_queries: query tokens per request.
+            captured and every pass runs eagerly.
+        draft: the draft to capture.
+        common_lens: values of `views.round.TokenView.common_len` with their own kernels, including None.
+        num_queries: queries per request.
+        num_sampled: the last of these, after which a token is sampled.
     """
-
-    _max_tokens = sys.maxsize
 
     def __init__(
         self,
         vllm_config: VllmConfig,
         device: torch.device,
         cudagraph_mode: CUDAGraphMode,
-        step: Capturable,
+        draft: Capturable,
         common_lens: Sequence[int | None],
         num_queries: int = 1,
+        num_sampled: int = 1,
     ) -> None:
+        # Passes with lookups are worth it while they are small.
+        self._max_tokens = MAX_WIDE_TOKENS if num_sampled > 1 else sys.maxsize
+        self._num_sampled = num_sampled
         has_full_graphs = cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
         mode = CUDAGraphMode.FULL_DECODE_ONLY if has_full_graphs else CUDAGraphMode.NONE
         cases = get_lora_capture_cases(vllm_config.lora_config, vllm_config.compilation_config)
         super().__init__(vllm_config, device, mode, decode_query_len=num_queries, lora_capture_cases=cases)
-        self._step = step
+        self._draft = draft
         self._common_lens = common_lens
         for descs in self._capture_descs.values():
             descs[:] = [
-                StepDescriptor(**vars(desc), common_len=n)
+                PassDescriptor(**vars(desc), common_len=n)
                 for desc in descs
                 if desc.uniform_token_count == num_queries  # vLLM may add verifications of fewer drafts
                 for n in common_lens
             ]
-        self._captured: dict[StepDescriptor, DraftStep] = {}
-        num_views, num_reqs = step.num_views, self.max_num_reqs
+        self._captured: dict[PassDescriptor, Pass] = {}
+        num_views, num_reqs = draft.num_views, self.max_num_reqs
         num_tokens = num_reqs * num_queries
         self._num_unpadded, self._is_padding = 0, torch.ones(num_tokens, dtype=torch.bool, device=device)
         self._tokens = torch.zeros(num_tokens, dtype=torch.int32, device=device)
@@ -205,17 +195,14 @@ class DraftGraphs(CudaGraphManager):
         self._lens = torch.full((num_views, num_reqs), num_queries, dtype=torch.int32, device=device)
         # Requests whose inputs are not those of padding; captures may have changed any.
         self._num_filled = num_reqs
-        self._indices = torch.arange(step.num_speculative_steps, device=device)
-        shape = (step.num_speculative_steps, self._num_sampled(num_reqs))
+        self._indices = torch.arange(draft.num_speculative_steps, device=device)
+        shape = (draft.num_speculative_steps, num_reqs * num_sampled)
         self._sampled = torch.zeros(shape, dtype=torch.int32, device=device)
 
-    def _num_sampled(self, num_reqs: int) -> int:
-        return num_reqs
-
-    def _sample(
-        self, tokens: torch.Tensor, step: DraftStep, attn_metadata: Mapping[str, Any]
-    ) -> torch.Tensor:
-        return self._step.forward_and_sample(tokens, step, attn_metadata)
+    @property
+    def max_captured_reqs(self) -> int:
+        """Batch size of the largest graph; 0: none was captured."""
+        return max((desc.num_reqs or 0 for desc in self.graphs), default=0)
 
     def _init_candidates(self) -> None:
         num_queries = self.decode_query_len
@@ -228,7 +215,7 @@ class DraftGraphs(CudaGraphManager):
         self.compilation_config.max_cudagraph_capture_size = max(sizes, default=0)
         super()._init_candidates()
 
-    def capture_steps(self) -> None:
+    def capture_passes(self) -> None:
         """Capture graphs of the sizes in `draft_graph_sizes`."""
         if self.needs_capture():
             self.capture(self._prepare_capture, progress_bar_desc="Capturing draft CUDA graphs")
@@ -236,46 +223,47 @@ class DraftGraphs(CudaGraphManager):
     def _prepare_capture(
         self, desc: BatchExecutionDescriptor, warmup: bool
     ) -> Callable[[CUDAGraphMode], None]:
-        assert isinstance(desc, StepDescriptor) and desc.num_reqs is not None
-        num_reqs = desc.num_reqs
-        num_tokens, num_sampled = num_reqs * self.decode_query_len, self._num_sampled(num_reqs)
-        self._step.select_adapters(desc.num_active_loras, num_sampled)
-        # The step in the static buffers.
+        assert isinstance(desc, PassDescriptor) and desc.num_reqs is not None
+        num_reqs, num_queries = desc.num_reqs, self.decode_query_len
+        num_tokens, num_sampled = num_reqs * num_queries, num_reqs * self._num_sampled
+        self._draft.select_adapters(desc.num_active_loras, num_sampled)
+        # The pass in the static buffers.
         parts = [
-            ViewStep(
-                index=0,
+            Part(
                 positions=self._positions[:num_tokens],
                 slots=slots[:num_tokens],
-                view=self._step.capture_view(index, num_reqs, lens[:num_reqs], desc.common_len),
+                view=self._draft.capture_view(index, num_reqs, lens[:num_reqs], desc.common_len),
             )
             for index, (slots, lens) in enumerate(zip(self._slots, self._lens, strict=True))
         ]
-        step = DraftStep(parts, self._is_padding[:num_tokens])
-        self._captured[desc] = step
-        attn_metadata = self._step.step_metadata(step, for_capture=True)
+        queries = Queries.uniform(num_reqs, self._num_sampled - num_queries, num_queries)
+        draft_pass = Pass(
+            self._tokens[:num_tokens], queries, parts, is_padding=self._is_padding[:num_tokens]
+        )
+        self._captured[desc] = draft_pass
+        attn_metadata = self._draft.pass_metadata(draft_pass, for_capture=True)
 
         def run(cudagraph_mode: CUDAGraphMode) -> None:
-            self._step.record_refresh(attn_metadata)
-            sampled = self._sample(self._tokens[:num_tokens], step, attn_metadata).to(torch.int32)
-            index = self._step.current_draft_step.view(1)
+            self._draft.record_refresh(attn_metadata)
+            sampled = self._draft.forward_and_sample(draft_pass, attn_metadata).to(torch.int32)
+            index = self._draft.current_draft_step.view(1)
             self._sampled[:, :num_sampled].index_copy_(0, index, sampled.unsqueeze(0))
 
         return run
 
-    def replay(self, tokens: torch.Tensor, step: DraftStep, num_adapters: int = 0) -> torch.Tensor | None:
-        """Replay the graph of a step.
+    def replay(self, draft_pass: Pass, num_adapters: int = 0) -> torch.Tensor | None:
+        """Replay the graph of a pass.
 
         Args:
-            tokens: [num_reqs * num_queries] int32, the query tokens.
-            step: their views and slots.
+            draft_pass: has `num_queries` queries of every request, and samples after `num_sampled`.
             num_adapters: `Adapters.num_active` of the round, already applied.
 
         Returns:
-            The sampled tokens, [num_reqs] int32 (of a pass [num_tokens]), valid until the same step of the
-            next round; None if there is no graph for this batch size.
+            The sampled tokens, [num_reqs * num_sampled] int32, valid until the same step of the next round;
+            None if there is no graph for this batch size.
         """
-        num_tokens, num_queries = tokens.shape[0], self.decode_query_len
-        num_reqs = num_tokens // num_queries
+        num_tokens, num_queries = len(draft_pass.tokens), self.decode_query_len
+        num_reqs, parts = num_tokens // num_queries, draft_pass.parts
         desc = self.dispatch(
             num_reqs, num_tokens, uniform_token_count=num_queries, num_active_loras=num_adapters
         )
@@ -285,89 +273,53 @@ class DraftGraphs(CudaGraphManager):
             self._num_unpadded = num_tokens
             self._is_padding[:num_tokens].fill_(False)
             self._is_padding[num_tokens:].fill_(True)
-        lens = [part.view.common_len for part in step.parts if isinstance(part.view, TokenView)]
+        lens = [part.view.common_len for part in parts if isinstance(part.view, TokenView)]
         common_len = lens[0] if lens and lens[0] in self._common_lens else None
         if num_reqs < self._num_filled:
             self._lens[:, num_reqs : self._num_filled].fill_(num_queries)
             self._slots[:, num_tokens : self._num_filled * num_queries].fill_(PAD_SLOT)
         self._num_filled = num_reqs
+        index = draft_pass.queries.first_sampled
         # One kernel each on CUDA, because all tensors of a list have the same dtype.
         torch._foreach_copy_(
-            [self._step.current_draft_step, self._positions[:num_tokens], *self._slots[:, :num_tokens]],
-            [self._indices[step.index], step.positions, *(part.slots for part in step.parts)],
+            [self._draft.current_draft_step, self._positions[:num_tokens], *self._slots[:, :num_tokens]],
+            [self._indices[index], draft_pass.positions, *(part.slots for part in parts)],
         )
         torch._foreach_copy_(
             [self._tokens[:num_tokens], *self._lens[:, :num_reqs]],
-            [tokens, *(part.view.lens for part in step.parts)],
+            [draft_pass.tokens, *(part.view.lens for part in parts)],
         )
-        own = StepDescriptor(**vars(desc), common_len=common_len)
-        self._step.refresh_metadata(self._captured[own])
+        own = PassDescriptor(**vars(desc), common_len=common_len)
+        self._draft.refresh_metadata(self._captured[own])
         self.run_fullgraph(own)
-        return self._sampled[step.index, : self._num_sampled(num_reqs)]
-
-
-class PassGraphs(DraftGraphs):
-    """CUDA graphs of passes that sample after each of a round's tokens (`drafting/wide_passes.py`)."""
-
-    _max_tokens = MAX_WIDE_TOKENS
-
-    @property
-    def max_captured_reqs(self) -> int:
-        """Batch size of the largest graph; 0: none was captured."""
-        return max((desc.num_reqs or 0 for desc in self.graphs), default=0)
-
-    def _num_sampled(self, num_reqs: int) -> int:
-        return num_reqs * self.decode_query_len
-
-    def _sample(
-        self, tokens: torch.Tensor, step: DraftStep, attn_metadata: Mapping[str, Any]
-    ) -> torch.Tensor:
-        return self._step.forward_and_sample_each(tokens, step, attn_metadata)
+        return self._sampled[index, : num_reqs * self._num_sampled]
 
 
 class RoundGraphs:
-    """CUDA graphs of draft steps and of wide passes; without any, everything runs eagerly.
+    """CUDA graphs of all passes of a round; without any, everything runs eagerly.
 
     Args:
-        steps: graphs by query tokens per request.
-        passes: graphs by drafts per round.
+        graphs: graphs by queries and by sampled tokens of each request.
     """
 
-    def __init__(
-        self, steps: Mapping[int, DraftGraphs] | None = None, passes: Mapping[int, PassGraphs] | None = None
-    ) -> None:
-        self._steps, self._passes = steps or {}, passes or {}
-
-    @property
-    def _all(self) -> Sequence[DraftGraphs]:
-        return [*self._steps.values(), *self._passes.values()]
+    def __init__(self, graphs: Mapping[tuple[int, int], DraftGraphs] | None = None) -> None:
+        self._graphs = graphs or {}
 
     def capture(self) -> None:
         """Capture all graphs; after a failure, none may be used."""
-        for graphs in self._all:
-            graphs.capture_steps()
+        for graphs in self._graphs.values():
+            graphs.capture_passes()
 
     def max_wide_reqs(self, num_steps: int) -> int | None:
-        """Batch size of the largest wide pass of `num_steps` tokens; None: nothing was captured at all."""
+        """Batch size of the largest pass over `num_steps` steps; None: nothing was captured at all."""
         # An eager pass would be slower than steps with graphs.
-        return self._passes[num_steps].max_captured_reqs if any(g.graphs for g in self._all) else None
+        any_captured = any(graphs.graphs for graphs in self._graphs.values())
+        return self._graphs[num_steps, num_steps].max_captured_reqs if any_captured else None
 
-    def replay_step(
-        self, tokens: torch.Tensor, step: DraftStep, num_reqs: int, num_adapters: int
-    ) -> torch.Tensor | None:
-        """Replay a step if it has a graph; see `DraftGraphs.replay`."""
-        graphs = self._steps.get(len(tokens) // num_reqs)
-        return None if graphs is None else graphs.replay(tokens, step, num_adapters)
-
-    def replay_pass(
-        self, tokens: torch.Tensor, draft_pass: DraftPass, num_adapters: int
-    ) -> torch.Tensor | None:
-        """Replay a pass if it has a graph; returns the sampled tokens, [num_tokens] int32."""
-        graphs = self._passes.get(len(tokens) // len(draft_pass.queries.lens))
-        if graphs is None:
+    def replay(self, draft_pass: Pass, num_adapters: int) -> torch.Tensor | None:
+        """Replay a pass if it has a graph; see `DraftGraphs.replay`."""
+        queries = draft_pass.queries
+        if queries.uniform_len is None:
             return None
-        parts = []
-        for part in draft_pass.parts:
-            assert not isinstance(part.view, TokenPassView)
-            parts.append(ViewStep(0, part.positions, part.slots, part.view))
-        return graphs.replay(tokens, DraftStep(parts), num_adapters)
+        graphs = self._graphs.get((queries.uniform_len, queries.num_sampled))
+        return None if graphs is None else graphs.replay(draft_pass, num_adapters)

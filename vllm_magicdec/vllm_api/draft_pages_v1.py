@@ -17,8 +17,9 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm_magicdec.drafting.held_rings import HeldRings
 from vllm_magicdec.drafting.held_tokens import HeldTokens
 from vllm_magicdec.drafting.layer_groups import LayerGroup
-from vllm_magicdec.views.base import Batch, ceil_div, on_device
 from vllm_magicdec.views.rings import RingTable
+from vllm_magicdec.views.round import Batch
+from vllm_magicdec.views.tensors import ceil_div, on_device
 from vllm_magicdec.vllm_api.ring_cache import RingLayout
 
 

@@ -15,8 +15,8 @@ from typing_extensions import override
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from vllm_magicdec.views.base import ceil_div
 from vllm_magicdec.views.rings import RingTable
+from vllm_magicdec.views.tensors import ceil_div
 from vllm_magicdec.vllm_api.ring_cache import RingLayout
 
 

@@ -8,7 +8,7 @@ after a verification. The draft loop and the views are the same for all.
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,8 +25,8 @@ from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
 from vllm_magicdec.drafting.drafter import OwnCache
 from vllm_magicdec.drafting.layer_groups import LayerGroup
-from vllm_magicdec.views.base import PAD_SLOT, Batch, on_device
-from vllm_magicdec.views.passes import Queries
+from vllm_magicdec.views.round import Batch, Pass, Queries
+from vllm_magicdec.views.tensors import PAD_SLOT, on_device
 from vllm_magicdec.vllm_api.attention_groups import refuse_small_buffers
 from vllm_magicdec.vllm_api.draft_pages_v1 import find_pages
 from vllm_magicdec.vllm_api.embeddings import embed, refuse_more_inputs, takes_embeddings
@@ -40,24 +40,6 @@ if TYPE_CHECKING:  # imports this module
 # Upper bound on the catch-up tokens of a request in a round's first pass, in multiples of the round's
 # drafts. They attend to the round's view only, so longer gaps take a pass over all pages.
 _MAX_CATCH_UP = 2
-
-
-@dataclass(frozen=True)
-class CatchUp:
-    """Verified tokens that the draft's cache lacks, to be prepended to each request's tokens of a pass."""
-
-    starts: np.ndarray  # [num_running + 1] int32, offsets of each request's tokens in the merged pass
-    own_indices: torch.Tensor  # [num_tokens] int64, indices of the pass's own tokens in the merged pass
-    indices: torch.Tensor  # [num_catch_up] int64, indices of the catch-up tokens
-    tokens: torch.Tensor  # [num_catch_up] int32
-    positions: torch.Tensor  # [num_catch_up] int64
-    slots: Sequence[torch.Tensor]  # [num_catch_up] int64 each, by layer group
-
-    def merge(self, own: torch.Tensor, catch_up: torch.Tensor) -> torch.Tensor:
-        """Interleave values of the pass's own and of the catch-up tokens, [num_catch_up + num_tokens]."""
-        merged = own.new_empty(len(own) + len(catch_up))
-        merged[self.own_indices], merged[self.indices] = own, catch_up.to(own.dtype)
-        return merged
 
 
 class Draft(ABC):
@@ -159,13 +141,12 @@ class Draft(ABC):
         """Upper bound on catch-up tokens prepended to the round's next passes."""
         return 0
 
-    def catch_up_before(self, queries: Queries) -> CatchUp | None:
-        """Return the catch-up tokens to prepend to a pass over `queries`."""
-        return None
+    def extend(self, draft_pass: Pass) -> Pass:
+        """Prepend verified tokens that the draft's cache lacks, as queries of negative steps."""
+        return draft_pass
 
-    def note_caught_up(self, queries: Queries) -> None:
-        """Record that a pass over `queries` has run with its catch-up tokens."""
-        raise AssertionError("no pass has catch-up tokens")
+    def note_caught_up(self, queries: Queries) -> None:  # noqa: B027
+        """Record that a pass over `queries`, extended or not, has run."""
 
 
 class TargetDraft(Draft):
@@ -408,31 +389,33 @@ class ModelDraft(LoadedDraft, OwnCache):
         return sum(self._ends[index] - first for index, first in self._catch_up_starts.items())
 
     @override
-    def catch_up_before(self, queries: Queries) -> CatchUp | None:
-        requests = queries.requests.tolist()
+    def extend(self, draft_pass: Pass) -> Pass:
+        requests = draft_pass.queries.requests.tolist()
         firsts = [self._catch_up_starts.get(index, self._ends[index]) for index in requests]
         lens = np.array([self._ends[index] - first for index, first in zip(requests, firsts, strict=True)])
         if not lens.any():
-            return None
-        starts = np.concatenate([[0], (lens + queries.lens).cumsum()]).astype(np.int32)
-        is_catch_up = np.zeros(starts[-1], dtype=bool)
-        for start, number in zip(starts.tolist(), lens.tolist(), strict=False):
-            is_catch_up[start : start + number] = True
-        proposer = self._proposer
+            return draft_pass
+        queries = draft_pass.queries
+        queries = Queries(queries.requests, queries.firsts - lens, queries.lens + lens)
         pieces = [
             (index, np.arange(first, self._ends[index]))
             for index, first in zip(requests, firsts, strict=True)
             if first < self._ends[index]
         ]
         tokens, positions, slots = self._inputs_of(pieces)
-        return CatchUp(
-            starts,
-            on_device(np.flatnonzero(~is_catch_up), proposer.device),
-            on_device(np.flatnonzero(is_catch_up), proposer.device),
-            tokens,
-            positions,
-            slots,
-        )
+        device = tokens.device
+        own, added = (on_device(np.flatnonzero(m), device) for m in (queries.steps >= 0, queries.steps < 0))
+
+        def merge(of_pass: torch.Tensor, of_catch_up: torch.Tensor) -> torch.Tensor:
+            merged = of_pass.new_empty(len(of_pass) + len(of_catch_up))
+            merged[own], merged[added] = of_pass, of_catch_up.to(of_pass.dtype)
+            return merged
+
+        parts = [
+            replace(part, positions=merge(part.positions, positions), slots=merge(part.slots, more))
+            for part, more in zip(draft_pass.parts, slots, strict=True)
+        ]
+        return replace(draft_pass, tokens=merge(draft_pass.tokens, tokens), queries=queries, parts=parts)
 
     @override
     def note_caught_up(self, queries: Queries) -> None:

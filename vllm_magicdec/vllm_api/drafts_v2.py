@@ -23,8 +23,8 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_magicdec.drafting.drafter import OwnCache
 from vllm_magicdec.drafting.layer_groups import LayerGroup
-from vllm_magicdec.views.base import PAD_SLOT, Batch, DraftStep, PageView, ViewStep, on_device
-from vllm_magicdec.views.passes import Queries, ViewPass
+from vllm_magicdec.views.round import Batch, PageView, Part, Pass, Queries
+from vllm_magicdec.views.tensors import PAD_SLOT, on_device
 from vllm_magicdec.vllm_api.attention_groups import make_attention_groups, refuse_small_buffers
 from vllm_magicdec.vllm_api.draft_pages_v2 import find_pages
 from vllm_magicdec.vllm_api.embeddings import refuse_more_inputs
@@ -39,7 +39,7 @@ class Draft(ABC):
     """The model that drafts; its passes run in `speculator`."""
 
     queries_of_steps: Sequence[int] = (1,)
-    """Possible numbers of query tokens per request in a draft step; CUDA graphs are captured for each."""
+    """Possible numbers of queries per request in a step's pass; CUDA graphs are captured for each."""
 
     def __init__(self, speculator: "MagicDecSpeculator") -> None:
         self._speculator = speculator
@@ -100,32 +100,17 @@ class Draft(ABC):
         slots: Sequence[torch.Tensor],  # [num_tokens] int64 each, destination of K/V, by layer group
         attn_metadata: Mapping[str, Any],  # by layer
     ) -> torch.Tensor:
-        """Run a step or pass and return its hidden states, [num_tokens, hidden_size]."""
+        """Run a pass and return its hidden states, [num_tokens, hidden_size]."""
         speculator = self._speculator
         return speculator.forward(tokens, positions, speculator.slots_by_layer(slots), attn_metadata)
 
-    def catch_up_in_view(  # noqa: B027
-        self, parts: Sequence[ViewStep | ViewPass], num_queries: int
-    ) -> None:
-        """Read the verified tokens that were left to the view of the round's first step or pass.
-
-        Args:
-            parts: the step or pass, by layer group.
-            num_queries: its tokens of each request.
-        """
-
-    def prepend_catch_up(self, tokens: torch.Tensor, step: DraftStep) -> tuple[torch.Tensor, DraftStep]:
-        """Prepend verified tokens that the draft's cache lacks to a draft step.
-
-        Args:
-            tokens: [num_reqs] int32, the query tokens.
-            step: their views and slots.
+    def extend(self, draft_pass: Pass) -> Pass:
+        """Let the round's first pass, or one before it, take verified tokens that the draft's cache lacks.
 
         Returns:
-            Both unchanged, or with [num_reqs * n] tokens, positions and slots, n in `queries_of_steps`;
-            each request's own token is the last of its n.
+            The pass, with a query at step -1 of every request if some lack their last verified token.
         """
-        return tokens, step
+        return draft_pass
 
 
 class TargetDraft(Draft):
@@ -312,7 +297,27 @@ class ModelDraft(LoadedDraft, OwnCache):
         return in_view
 
     @override
-    def catch_up_in_view(self, parts: Sequence[ViewStep | ViewPass], num_queries: int) -> None:
+    def extend(self, draft_pass: Pass) -> Pass:
+        self._read_in_view(draft_pass)
+        if draft_pass.queries.firsts[0] or self._has_catch_up is None:
+            return draft_pass
+        batch, num_reqs = self._speculator.batch, len(draft_pass.tokens)
+        rows = torch.arange(num_reqs, device=draft_pass.tokens.device)
+        positions = (batch.context_lens - 1).clamp(min=0)
+        slots = self._slots_of(batch, rows, positions, on_device(self._has_catch_up, rows.device).bool())
+        parts = [
+            replace(
+                part,
+                positions=torch.stack([positions, part.positions], dim=1).flatten(),
+                slots=torch.stack([own, part.slots], dim=1).flatten(),
+            )
+            for part, own in zip(draft_pass.parts, slots, strict=True)
+        ]
+        tokens = torch.stack([self._tokens_of(rows, positions), draft_pass.tokens], dim=1).flatten()
+        return replace(draft_pass, tokens=tokens, queries=Queries.uniform(num_reqs, -1, 2), parts=parts)
+
+    def _read_in_view(self, draft_pass: Pass) -> None:
+        """Read the verified tokens that were left to the view of the round's first pass."""
         queries, self._in_view = self._in_view, None
         if queries is None:
             return
@@ -323,12 +328,12 @@ class ModelDraft(LoadedDraft, OwnCache):
         # Tokens before the step have K/V, those of a prompt by attention to the whole context.
         slots = self._slots_of(batch, rows, positions, positions >= self._step_starts[rows])
         attn_metadata: dict[str, Any] = {}
-        for index, (part, own) in enumerate(zip(parts, slots, strict=True)):
+        for index, (part, own) in enumerate(zip(draft_pass.parts, slots, strict=True)):
             assert isinstance(part.view, PageView)
-            lens, block_table = part.view.lens[requests] - num_queries, part.view.block_table[requests]
-            view = replace(part.view, lens=lens, block_table=block_table)
-            in_view = ViewPass(positions, own, view)
-            attn_metadata |= speculator.page_metadata.of_pass(index, in_view, queries, view)
+            lens = part.view.lens[requests] - int(draft_pass.queries.lens[0])
+            view = part.view.of_requests(requests, lens)
+            in_view = Part(positions, own, view)
+            attn_metadata |= speculator.page_metadata.of_part(index, in_view, queries, view)
         tokens = self._tokens_of(rows, positions)
         speculator.forward(tokens, positions, speculator.slots_by_layer(slots), attn_metadata)
         self._lacking[self._rows[queries.requests]] = 0
@@ -344,26 +349,6 @@ class ModelDraft(LoadedDraft, OwnCache):
         if self._has_catch_up is not None:
             self._lacking[self._rows[self._has_catch_up]] = 0
         self._has_catch_up = None  # dummy steps may follow
-
-    @override
-    def prepend_catch_up(self, tokens: torch.Tensor, step: DraftStep) -> tuple[torch.Tensor, DraftStep]:
-        if step.index or self._has_catch_up is None:
-            return tokens, step
-        batch = self._speculator.batch
-        rows = torch.arange(len(tokens), device=tokens.device)
-        positions = (batch.context_lens - 1).clamp(min=0)
-        is_written = on_device(self._has_catch_up, tokens.device).bool()
-        slots = self._slots_of(batch, rows, positions, is_written)
-        parts = [
-            replace(
-                part,
-                positions=torch.stack([positions, part.positions], dim=1).flatten(),
-                slots=torch.stack([own, part.slots], dim=1).flatten(),
-            )
-            for part, own in zip(step.parts, slots, strict=True)
-        ]
-        catch_up = self._tokens_of(rows, positions)
-        return torch.stack([catch_up, tokens], dim=1).flatten(), DraftStep(parts)
 
     def _read(self, batch: Batch, lacking: np.ndarray, pieces: Sequence[tuple[int, int, int]]) -> None:
         """Run a catch-up pass over all cached entries.

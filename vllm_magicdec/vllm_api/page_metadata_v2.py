@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's attention metadata for draft steps and passes on the V2 runner."""
+"""vLLM's attention metadata for passes of the draft on the V2 runner."""
 
 import itertools
 from collections.abc import Collection, Mapping, Sequence
@@ -10,21 +10,21 @@ from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_magicdec.attention.metadata import DraftMetadata, TokenMetadata
-from vllm_magicdec.views.base import PageView, ViewStep, on_device
-from vllm_magicdec.views.passes import Queries, ViewPass
+from vllm_magicdec.views.round import PageView, Part, Queries
+from vllm_magicdec.views.tensors import on_device
 
 if TYPE_CHECKING:
     from vllm_magicdec.vllm_api.runner_v2 import MagicDecSpeculator
 
 
 class PageMetadata:
-    """Builds attention metadata, by layer, for steps and passes.
+    """Builds attention metadata, by layer, for passes of the draft.
 
     Args:
         speculator: provides the KV cache's configuration and request buffers.
         attention_groups: vLLM's attention groups of each layer group.
         kv_cache_groups: KV-cache group of each layer group.
-        numbers: possible numbers of query tokens per request in captured steps, which get static buffers.
+        lengths: numbers of queries per request in captured passes, which get static buffers.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class PageMetadata:
         speculator: "MagicDecSpeculator",
         attention_groups: Sequence[list[AttentionGroup]],
         kv_cache_groups: Sequence[int],
-        numbers: Collection[int],
+        lengths: Collection[int],
     ) -> None:
         self._speculator = speculator
         # vLLM expects a list for every KV-cache group, and skips empty ones.
@@ -41,31 +41,36 @@ class PageMetadata:
             by_kv_cache_group: list[list[AttentionGroup]] = [[] for _ in speculator.target_attn_groups]
             by_kv_cache_group[kv_cache_group] = own
             self._attention_groups.append(by_kv_cache_group)
-        self._query_start_locs = {n: speculator.arange_gpu * n for n in numbers}
+        self._query_start_locs = {n: speculator.arange_gpu * n for n in lengths}
         starts = torch.arange(speculator.max_num_reqs + 1, dtype=torch.int32)
-        self._query_start_locs_cpu = {n: starts * n for n in numbers}
+        self._query_start_locs_cpu = {n: starts * n for n in lengths}
 
-    def of_step(
-        self, index: int, step: ViewStep, view: PageView, *, for_capture: bool = False
+    def of_part(
+        self, index: int, part: Part, queries: Queries, view: PageView, *, for_capture: bool = False
     ) -> dict[str, Any]:
-        """Build the metadata of a draft step for layer group `index`."""
-        num_reqs = view.lens.shape[0]
-        num_queries = step.positions.shape[0] // num_reqs
+        """Build the metadata of a pass over a view of pages, for layer group `index`."""
+        num_reqs, length = view.lens.shape[0], queries.uniform_len
+        if length in self._query_start_locs:
+            starts = self._query_start_locs[length][: num_reqs + 1]
+            starts_cpu = self._query_start_locs_cpu[length][: num_reqs + 1]
+        else:
+            starts = on_device(queries.starts, self._speculator.device).to(torch.int32)
+            starts_cpu = torch.from_numpy(queries.starts)
         return self._build(
             self._attention_groups[index],
-            query_start_loc=self._query_start_locs[num_queries][: num_reqs + 1],
-            query_start_loc_cpu=self._query_start_locs_cpu[num_queries][: num_reqs + 1],
-            max_query_len=num_queries,
+            query_start_loc=starts,
+            query_start_loc_cpu=starts_cpu,
+            max_query_len=int(queries.lens.max()),
             seq_lens=view.lens,
             max_seq_len=view.max_len,
             block_tables=[view.block_table] * len(self._attention_groups[index]),
-            slots=step.slots,
-            positions=step.positions,
+            slots=part.slots,
+            positions=part.positions,
             for_capture=for_capture,
         )
 
     def is_recorded(self, index: int) -> bool:
-        """Whether graphs of steps update the metadata of layer group `index` (`record_refresh`).
+        """Whether graphs of passes update the metadata of layer group `index` (`record_refresh`).
 
         Only a rebuild maps the block table of a backend that splits vLLM's pages.
         """
@@ -79,7 +84,7 @@ class PageMetadata:
         """Update metadata from the lengths that it refers to, with operators that a CUDA graph may record.
 
         Args:
-            attn_metadata: metadata of a step, by layer.
+            attn_metadata: metadata of a pass, by layer.
         """
         for index, groups in enumerate(self._attention_groups):
             if not self.is_recorded(index):
@@ -89,21 +94,6 @@ class PageMetadata:
                 if not isinstance(metadata, TokenMetadata):
                     own = metadata.own if isinstance(metadata, DraftMetadata) else metadata
                     group.update_draft_decode_metadata({group.layer_names[0]: own})
-
-    def of_pass(self, index: int, part: ViewPass, queries: Queries, view: PageView) -> dict[str, Any]:
-        """Build the metadata of a draft pass for layer group `index`."""
-        starts = torch.from_numpy(queries.starts)
-        return self._build(
-            self._attention_groups[index],
-            query_start_loc=on_device(queries.starts, self._speculator.device).to(torch.int32),
-            query_start_loc_cpu=starts,
-            max_query_len=int(queries.lens.max()),
-            seq_lens=view.lens,
-            max_seq_len=view.max_len,
-            block_tables=[view.block_table] * len(self._attention_groups[index]),
-            slots=part.slots,
-            positions=part.positions,
-        )
 
     def of_all_pages(
         self, *, block_tables: Sequence[torch.Tensor], slots: Sequence[torch.Tensor], **common: Any

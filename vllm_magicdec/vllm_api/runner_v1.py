@@ -27,8 +27,8 @@ from vllm_magicdec.drafting.drafter import Drafter
 from vllm_magicdec.drafting.finite import make_finite
 from vllm_magicdec.drafting.layer_groups import LayerGroup
 from vllm_magicdec.lookup.history import History
-from vllm_magicdec.views.base import PAD_SLOT, Batch, DraftStep, PageView, ViewStep, on_device
-from vllm_magicdec.views.passes import DraftPass, Queries, ViewPass
+from vllm_magicdec.views.round import Batch, PageView, Pass, Queries, Sampled
+from vllm_magicdec.views.tensors import PAD_SLOT, on_device
 from vllm_magicdec.vllm_api import cpu_attention, cpu_llvmlite, cpu_sampling
 from vllm_magicdec.vllm_api.adapters import Adapters
 from vllm_magicdec.vllm_api.attention_groups import attention_groups_of, refuse_split_pages
@@ -200,7 +200,6 @@ class MagicDecProposer(DraftModelProposer):
             groups,
             kv_cache_config,
             self.device,
-            pass_runner=self,
             own_cache=self._drafting.own_cache,
         )
         if self._drafter.has_pages:
@@ -350,22 +349,29 @@ class MagicDecProposer(DraftModelProposer):
             )
         ]
 
-    def draft_step(self, tokens: torch.Tensor, step: DraftStep) -> torch.Tensor:
-        """Run and sample one draft step."""
+    def run(self, draft_pass: Pass) -> Sampled:
+        """Run a pass of the draft, and sample."""
+        draft_pass = self._drafting.extend(draft_pass)
+        queries, device = draft_pass.queries, self.device
         if self._adapters is not None:
-            self._adapters.apply()
-        # M-RoPE positions of generated text differ from the index by a constant per request.
-        positions = step.positions + self._rope_offsets if self.uses_mrope else step.positions
-        queries = None
-        if step.index == 0 and self._drafting.num_catch_up_tokens:
-            ones = np.ones(len(tokens), dtype=np.int64)
-            queries = Queries(np.arange(len(tokens)), np.zeros_like(ones), ones)
-        drafted, probs = self._sample_draft_tokens(
-            self._draft(tokens, positions, step.parts, self.common, step.index, queries), self._sampling
-        )
-        if probs is not None:
-            self._draft_probs.append(probs)
-        return drafted
+            self._adapters.apply(queries.request_indices)
+        hidden_states = self._forward(draft_pass)
+        self._drafting.note_caught_up(queries)
+        places = queries.request_indices
+        if queries.firsts.min() < 0:
+            places = places[queries.sampled]
+            hidden_states = hidden_states[on_device(queries.sampled, device)]
+        sampling = self._sampling if queries.uniform_len else self._sampling_of(places)
+        if not draft_pass.is_weighed:
+            drafted, probs = self._sample_draft_tokens(hidden_states, sampling)
+            self._note_probs(queries, probs)
+            return Sampled(drafted)
+        logits = self.model.compute_logits(hidden_states)
+        drafted, probs = self._sample_from_logits(logits, sampling)
+        self._note_probs(queries, probs)
+        if probs is None:
+            return Sampled(drafted, _probabilities(logits, drafted))
+        return Sampled(drafted, probs.gather(1, drafted.unsqueeze(1)).squeeze(1))
 
     @property
     def max_pass_tokens(self) -> int:
@@ -376,35 +382,6 @@ class MagicDecProposer(DraftModelProposer):
     def reads_ahead(self) -> bool:
         """Whether a pass may take several unverified tokens of a request."""
         return self._drafting.reads_ahead
-
-    def draft_pass(
-        self, tokens: torch.Tensor, draft_pass: DraftPass
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run a pass and sample after each of its tokens."""
-        queries = draft_pass.queries
-        starts = torch.from_numpy(queries.starts)
-        common = self.common.replace(
-            query_start_loc=starts.to(self.device),
-            query_start_loc_cpu=starts,
-            num_reqs=len(queries.requests),
-            num_actual_tokens=len(tokens),
-            max_query_len=int(queries.lens.max()),
-        )
-        positions, places = draft_pass.positions, queries.request_indices
-        if self._adapters is not None:
-            self._adapters.apply(places.tolist())  # one logit per token
-        if self.uses_mrope:
-            positions = positions + self._rope_offsets[on_device(places, self.device)]
-        hidden_states = self._draft(tokens, positions, draft_pass.parts, common, queries=queries)
-        logits = self.model.compute_logits(hidden_states)
-        drafted, probs = self._sample_from_logits(logits, self._sampling_of(places))
-        if probs is not None:
-            self._note_probs(queries, probs)
-        if not draft_pass.is_weighed:
-            return drafted, None
-        if probs is None:
-            return drafted, _probabilities(logits, drafted)
-        return drafted, probs.gather(1, drafted.unsqueeze(1)).squeeze(1)
 
     def note_unread(self, request: int, first: int, tokens: Sequence[int]) -> None:
         """Record that a request's last drafts were looked up, which the draft proposes with certainty."""
@@ -433,52 +410,47 @@ class MagicDecProposer(DraftModelProposer):
             return self._sampling
         return replace(self._sampling, temperature=temperature[on_device(indices, self.device)])
 
-    def _note_probs(self, queries: Queries, probs: torch.Tensor) -> None:
-        """Record a pass's draft probabilities, [num_tokens, vocab_size]; later passes may repeat steps."""
-        num_steps = int(queries.steps.max()) + 1
+    def _note_probs(self, queries: Queries, probs: torch.Tensor | None) -> None:
+        """Record a pass's draft probabilities, [num_sampled, vocab_size]; later passes may repeat steps."""
+        if probs is None:
+            return
+        if queries.num_sampled == 1 and queries.uniform_len is not None:
+            self._draft_probs.append(probs)
+            return
+        steps, indices = queries.steps[queries.sampled], queries.request_indices[queries.sampled]
         num_reqs, vocab_size = len(self._batch.req_ids), probs.shape[1]
         self._draft_probs += [
-            probs.new_zeros(num_reqs, vocab_size) for _ in range(num_steps - len(self._draft_probs))
+            probs.new_zeros(num_reqs, vocab_size)
+            for _ in range(int(steps.max()) + 1 - len(self._draft_probs))
         ]
-        for step in np.unique(queries.steps).tolist():
-            taken = np.flatnonzero(queries.steps == step)
-            requests = on_device(queries.request_indices[taken], self.device)
+        for step in np.unique(steps).tolist():
+            taken = np.flatnonzero(steps == step)
+            requests = on_device(indices[taken], self.device)
             self._draft_probs[step][requests] = probs[on_device(taken, self.device)]
 
-    def _draft(
-        self,
-        tokens: torch.Tensor,  # [num_tokens] int32
-        positions: torch.Tensor,  # [num_tokens] int64
-        parts: Sequence[ViewStep | ViewPass],  # by layer group
-        common: CommonAttentionMetadata,
-        index: int = 0,  # of the step in its round
-        queries: Queries | None = None,  # of a pass that may need catch-up tokens
-    ) -> torch.Tensor:
-        """Run a step or pass and return the hidden states of its own tokens, [num_tokens, hidden_size]."""
-        slots = [part.slots for part in parts]
-        catch_up = None if queries is None else self._drafting.catch_up_before(queries)
-        if catch_up is not None:
-            tokens = catch_up.merge(tokens, catch_up.tokens)
-            positions = catch_up.merge(positions, catch_up.positions)
-            slots = [catch_up.merge(*both) for both in zip(slots, catch_up.slots, strict=True)]
-            starts = torch.from_numpy(catch_up.starts)
-            common = common.replace(
-                query_start_loc=starts.to(self.device),
-                query_start_loc_cpu=starts,
-                num_actual_tokens=len(tokens),
-                max_query_len=int(np.diff(catch_up.starts).max()),
-            )
+    def _forward(self, draft_pass: Pass) -> torch.Tensor:
+        """Run a pass; returns the hidden states of its queries, [num_tokens, hidden_size]."""
+        queries, positions = draft_pass.queries, draft_pass.positions
+        if self.uses_mrope:  # positions of generated text differ from the index by a constant per request
+            positions = positions + self._rope_offsets[on_device(queries.request_indices, self.device)]
+        starts = torch.from_numpy(queries.starts)
+        common = self.common.replace(
+            query_start_loc=starts.to(self.device),
+            query_start_loc_cpu=starts,
+            num_reqs=len(queries.lens),
+            num_actual_tokens=len(draft_pass.tokens),
+            max_query_len=int(queries.lens.max()),
+        )
         attn_metadata: dict[str, Any] = {}
-        for part, own, group, attention_groups in zip(
-            parts, slots, self.groups, self._attention_groups, strict=True
+        for part, group, attention_groups in zip(
+            draft_pass.parts, self.groups, self._attention_groups, strict=True
         ):
-            of_pages = functools.partial(_page_metadata, common, own, attention_groups, index)
+            of_pages = functools.partial(
+                _page_metadata, common, part.slots, attention_groups, queries.first_sampled
+            )
             attn_metadata |= draft_metadata(part.view, group.layer_names, of_pages)
-        hidden_states = self._drafting.forward(tokens, positions, slots, attn_metadata)
-        if catch_up is None or queries is None:
-            return hidden_states
-        self._drafting.note_caught_up(queries)
-        return hidden_states[catch_up.own_indices]
+        slots = [part.slots for part in draft_pass.parts]
+        return self._drafting.forward(draft_pass.tokens, positions, slots, attn_metadata)
 
     def whole_metadata(
         self,
@@ -561,7 +533,7 @@ def _page_metadata(
     index: int,
     view: PageView,
 ) -> dict[str, Any]:
-    """Build attention metadata, by layer, for step `index` or a pass over a view."""
+    """Build attention metadata, by layer, for a pass over a view that begins at step `index`."""
     own = common.replace(
         seq_lens=view.lens,
         max_seq_len=view.max_len,

@@ -2,8 +2,7 @@
 """Adapter to vLLM's V2 model runner (`vllm.v1.worker.gpu`)."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,15 +33,8 @@ from vllm_magicdec.drafting.wide_passes import MAX_WIDE_TOKENS
 from vllm_magicdec.errors import METHOD
 from vllm_magicdec.lookup.history import History
 from vllm_magicdec.lookup.texts import Texts
-from vllm_magicdec.views.base import (
-    PAD_SLOT,
-    Batch,
-    DraftStep,
-    TokenView,
-    View,
-    on_device,
-)
-from vllm_magicdec.views.passes import DraftPass
+from vllm_magicdec.views.round import Batch, Pass, Queries, Sampled, TokenView, View
+from vllm_magicdec.views.tensors import PAD_SLOT, on_device
 from vllm_magicdec.vllm_api import cpu_attention, cpu_llvmlite
 from vllm_magicdec.vllm_api.adapters import Adapters
 from vllm_magicdec.vllm_api.attention_groups import (
@@ -52,7 +44,6 @@ from vllm_magicdec.vllm_api.attention_groups import (
 )
 from vllm_magicdec.vllm_api.draft_graphs import (
     DraftGraphs,
-    PassGraphs,
     RoundGraphs,
     dummy_step,
     why_no_draft_graphs,
@@ -119,7 +110,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         self._batch: Batch | None = None
         self._graphs = RoundGraphs()
         self._is_timed = False  # vLLM is measuring the time of dummy rounds
-        self._is_padding: torch.Tensor | None = None  # see `DraftStep`
+        self._is_padding: torch.Tensor | None = None  # `Pass.is_padding` of the pass that runs
         self._adapters: Adapters | None = None
         self._rope: RopeState | None = None  # of targets with M-RoPE
         # The runner returns a step's tokens before it drafts, so vLLM could free the blocks that drafting
@@ -184,7 +175,6 @@ class MagicDecSpeculator(StandaloneARSpeculator):
             groups,
             kv_cache_config,
             self.device,
-            pass_runner=self,
             wide_pass_runner=self,
             own_cache=self._drafting.own_cache,
         )
@@ -220,13 +210,11 @@ class MagicDecSpeculator(StandaloneARSpeculator):
             reason = why_no_draft_graphs(cudagraph_mode, weakest)
             if reason is not None:
                 logger.warning_once("%s: draft steps run without CUDA graphs, slower: %s.", METHOD, reason)
+        kinds = [(length, 1) for length in self._drafting.queries_of_steps]
+        if self.speculative_config.looks_up_on_device:
+            kinds += [(length, length) for length in self.speculative_config.round_lengths if length > 1]
         common = (self.vllm_config, self.device, cudagraph_mode, self, self._drafter.common_lens)
-        spec = self.speculative_config
-        lengths = [n for n in spec.round_lengths if n > 1] if spec.looks_up_on_device else []
-        self._graphs = RoundGraphs(
-            {n: DraftGraphs(*common, n) for n in self._drafting.queries_of_steps},
-            {n: PassGraphs(*common, n) for n in lengths},
-        )
+        self._graphs = RoundGraphs({kind: DraftGraphs(*common, *kind) for kind in kinds})
 
     @property
     def counts(self) -> Counts:
@@ -325,9 +313,8 @@ class MagicDecSpeculator(StandaloneARSpeculator):
             common_lens=self._drafter.common_lens,
             device=self.device,
         )
-        tokens = torch.zeros(num_reqs, dtype=torch.int32, device=self.device)
         for _ in range(self.num_speculative_steps):
-            self.draft_step(tokens, step)
+            self.run(step)
 
     def _make_batch(
         self, batch: InputBatch, num_rejected: torch.Tensor, last_sampled: torch.Tensor
@@ -381,19 +368,6 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         logits = super().compute_draft_logits(hidden_states, spec_step_idx)
         return logits if self.draft_logits is None else make_finite(logits)
 
-    def draft_step(self, tokens: torch.Tensor, step: DraftStep) -> torch.Tensor:
-        """Run and sample one draft step."""
-        if self._adapters is not None:
-            self._adapters.apply()
-        num_reqs = len(tokens)
-        self._drafting.catch_up_in_view(step.parts, 1)
-        tokens, step = self._drafting.prepend_catch_up(tokens, step)
-        sampled = self._graphs.replay_step(tokens, step, num_reqs, self._num_adapters)
-        if sampled is None:
-            self.current_draft_step.fill_(step.index)
-            sampled = self.forward_and_sample(tokens, step, self.step_metadata(step))
-        return sampled
-
     @property
     def reads_ahead(self) -> bool:
         """Whether a pass may take several unverified tokens of a request."""
@@ -408,66 +382,95 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         """Raise: this runner verifies equally many drafts of every request, all from passes."""
         raise AssertionError("this runner does not verify drafts that no pass has sampled")
 
-    def draft_pass(
-        self, tokens: torch.Tensor, draft_pass: DraftPass
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run a pass and sample after each of its tokens."""
-        queries = draft_pass.queries
-        self._drafting.catch_up_in_view(draft_pass.parts, int(queries.lens[0]))
+    def run(self, draft_pass: Pass) -> Sampled:
+        """Run a pass of the draft, and sample."""
+        draft_pass = self._drafting.extend(draft_pass)
         if self._adapters is not None:
-            self._adapters.apply(queries.request_indices.tolist())  # one logit per token
-        sampled = self._graphs.replay_pass(tokens, draft_pass, self._num_adapters)
-        if sampled is not None:
-            return sampled, None
-        places = on_device(queries.request_indices, self.device)
-        steps = on_device(queries.steps, self.device)
-        attn_metadata: dict[str, Any] = {}
-        for index, (part, group) in enumerate(zip(draft_pass.parts, self._drafter.groups, strict=True)):
-            of_pages = partial(self.page_metadata.of_pass, index, part, queries)
-            attn_metadata |= draft_metadata(part.view, group.layer_names, of_pages)
-        hidden_states = self._forward_at(
-            tokens, draft_pass.positions, places, [part.slots for part in draft_pass.parts], attn_metadata
-        )
-        rows = self.idx_mapping[places]
-        sampled, logits = self._sample_each(hidden_states, draft_pass.positions, rows, steps)
-        if not draft_pass.is_weighed:
-            return sampled, None
+            self._adapters.apply(draft_pass.queries.request_indices)
+        if draft_pass.is_weighed:
+            return self._run_weighed(draft_pass)
+        sampled = self._graphs.replay(draft_pass, self._num_adapters)
+        if sampled is None:
+            self.current_draft_step.fill_(draft_pass.queries.first_sampled)
+            sampled = self.forward_and_sample(draft_pass, self.pass_metadata(draft_pass))
+        return Sampled(sampled)
+
+    def _run_weighed(self, draft_pass: Pass) -> Sampled:
+        hidden_states = self._forward_pass(draft_pass, self.pass_metadata(draft_pass))
+        sampled, logits, rows = self._sample_each(draft_pass, hidden_states)
         temperature: torch.Tensor | float = 1.0
         if self.draft_logits is not None:
             temperature = self.temperature[rows].unsqueeze(1)
             temperature = temperature.masked_fill(temperature == 0, 1.0)
         log_probs = (logits.float() / temperature).log_softmax(dim=-1)
-        return sampled, log_probs.gather(1, sampled.unsqueeze(1)).squeeze(1).exp()
+        return Sampled(sampled, log_probs.gather(1, sampled.unsqueeze(1)).squeeze(1).exp())
+
+    def forward_and_sample(self, draft_pass: Pass, attn_metadata: Mapping[str, Any]) -> torch.Tensor:
+        """Run a pass and sample after every query of `Queries.sampled`, [num_sampled] int64."""
+        hidden_states = self._forward_pass(draft_pass, attn_metadata)
+        queries, length = draft_pass.queries, draft_pass.queries.uniform_len
+        if length is None or queries.num_sampled > 1:
+            return self._sample_each(draft_pass, hidden_states)[0]
+        last = slice(length - 1, None, length)
+        return self.sample_draft(
+            hidden_states[last].contiguous(),  # as kernels of quantised heads require
+            draft_pass.positions[last],
+            self.idx_mapping[: len(queries.lens)],
+            self.temperature,
+            self.seeds,
+            self.current_draft_step,
+            self.draft_logits,
+        )
+
+    def _forward_pass(self, draft_pass: Pass, attn_metadata: Mapping[str, Any]) -> torch.Tensor:
+        """Run the drafting model; returns [num_tokens, hidden_size]."""
+        positions = draft_pass.positions
+        if self._rope is not None:
+            indices, _ = self._sources_of(draft_pass.queries)
+            positions = positions + self._rope_offsets[indices]
+        slots = [part.slots for part in draft_pass.parts]
+        self._is_padding = draft_pass.is_padding  # vLLM chooses no experts for padding
+        try:
+            return self._drafting.forward(draft_pass.tokens, positions, slots, attn_metadata)
+        finally:
+            self._is_padding = None
+
+    def _sources_of(self, queries: Queries) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return each query's index in the batch and step of the round, [num_tokens] int64 each."""
+        if queries.uniform_len is None:
+            return on_device(queries.request_indices, self.device), on_device(queries.steps, self.device)
+        # Without copies from the host, which a CUDA graph cannot record.
+        num_reqs, length = len(queries.lens), queries.uniform_len
+        steps = self._steps[:length] + int(queries.firsts[0])
+        return self.arange_gpu[:num_reqs].long().repeat_interleave(length), steps.repeat(num_reqs)
 
     @property
     def _num_adapters(self) -> int:
         """The round's `Adapters.num_active`."""
         return 0 if self._adapters is None else self._adapters.num_active
 
-    def _forward_at(
-        self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        indices: torch.Tensor,
-        slots: Sequence[torch.Tensor],
-        attn_metadata: Mapping[str, Any],
-    ) -> torch.Tensor:
-        """Run `Draft.forward`; `indices` [num_tokens] int64, of each token's request in the batch."""
-        if self._rope is not None:
-            positions = positions + self._rope_offsets[indices]
-        return self._drafting.forward(tokens, positions, slots, attn_metadata)
-
     def _sample_each(
-        self,
-        hidden_states: torch.Tensor,  # [num_tokens, hidden_size]
-        positions: torch.Tensor,  # [num_tokens] int64
-        rows: torch.Tensor,  # [num_tokens] int, of requests in vLLM's request states
-        steps: torch.Tensor,  # [num_tokens] int64, of the round
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sample after each token; returns the samples and their logits."""
-        logits = self.compute_draft_logits(hidden_states, 0)
+        self, draft_pass: Pass, hidden_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Sample after every query of `Queries.sampled`.
+
+        Args:
+            draft_pass: the pass.
+            hidden_states: [num_tokens, hidden_size], its result.
+
+        Returns:
+            [num_sampled] int64 samples, [num_sampled, vocab_size] logits, and [num_sampled] rows of the
+            requests in vLLM's request states.
+        """
+        queries, positions = draft_pass.queries, draft_pass.positions
+        indices, steps = self._sources_of(queries)
+        if queries.firsts.min() < 0:
+            taken = on_device(queries.sampled, self.device)
+            hidden_states, positions = hidden_states[taken], positions[taken]
+            indices, steps = indices[taken], steps[taken]
+        logits, rows = self.compute_draft_logits(hidden_states, 0), self.idx_mapping[indices]
         if self.draft_logits is None:
-            return logits.argmax(dim=-1), logits
+            return logits.argmax(dim=-1), logits, rows
         # The noise and the column in the logits cache are those of each token's own step.
         sampled = gumbel_sample(
             logits,
@@ -481,7 +484,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
             logits_cache_col=steps,
             use_fp64=self.use_fp64_gumbel,
         )
-        return sampled, logits
+        return sampled, logits, rows
 
     @property
     def batch(self) -> Batch:
@@ -512,72 +515,30 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         """Return `Drafter.capture_view`."""
         return self._drafter.capture_view(index, num_reqs, lens, common_len)
 
-    def step_metadata(self, step: DraftStep, *, for_capture: bool = False) -> Mapping[str, Any]:
-        """Build attention metadata of a step, by layer."""
+    def pass_metadata(self, draft_pass: Pass, *, for_capture: bool = False) -> Mapping[str, Any]:
+        """Build attention metadata of a pass, by layer."""
         attn_metadata: dict[str, Any] = {}
-        for index, (part, group) in enumerate(zip(step.parts, self._drafter.groups, strict=True)):
-            of_pages = partial(self.page_metadata.of_step, index, part, for_capture=for_capture)
+        for index, (part, group) in enumerate(zip(draft_pass.parts, self._drafter.groups, strict=True)):
+            of_pages = partial(
+                self.page_metadata.of_part, index, part, draft_pass.queries, for_capture=for_capture
+            )
             attn_metadata |= draft_metadata(part.view, group.layer_names, of_pages)
         return attn_metadata
 
-    def refresh_metadata(self, step: DraftStep) -> None:
-        """Rebuild the metadata that a captured step's graph does not update; token views have none."""
-        for index, part in enumerate(step.parts):
+    def refresh_metadata(self, draft_pass: Pass) -> None:
+        """Rebuild the metadata that a captured pass's graph does not update; token views have none."""
+        for index, part in enumerate(draft_pass.parts):
             if not isinstance(part.view, TokenView) and not self.page_metadata.is_recorded(index):
-                self.page_metadata.of_step(index, part, part.view.of_layer(0))
+                self.page_metadata.of_part(index, part, draft_pass.queries, part.view.of_layer(0))
 
     def record_refresh(self, attn_metadata: Mapping[str, Any]) -> None:
-        """Update a step's metadata within its graph, where the backends support it."""
+        """Update a pass's metadata within its graph, where the backends support it."""
         self.page_metadata.record_refresh(attn_metadata)
 
-    def select_adapters(self, num_active: int, num_reqs: int) -> None:
+    def select_adapters(self, num_active: int, num_tokens: int) -> None:
         """Map the next pass to dummy LoRA adapters, for captures."""
         if self._adapters is not None:
-            self._adapters.apply_dummies(num_active, num_reqs)
-
-    def forward_and_sample(
-        self, tokens: torch.Tensor, step: DraftStep, attn_metadata: Mapping[str, Any]
-    ) -> torch.Tensor:
-        """Run a step and sample after each request's last token, [num_reqs] int64."""
-        slots, positions = [part.slots for part in step.parts], step.positions
-        num_reqs = step.parts[0].view.lens.shape[0]
-        if self._rope is not None:
-            positions = positions + self._rope_offsets[: len(positions)]
-        with self._padded(step):
-            hidden_states = self._drafting.forward(tokens, positions, slots, attn_metadata)
-        last = slice(len(tokens) // num_reqs - 1, None, len(tokens) // num_reqs)
-        return self.sample_draft(
-            hidden_states[last].contiguous(),  # as kernels of quantised heads require
-            step.positions[last],
-            self.idx_mapping[:num_reqs],
-            self.temperature,
-            self.seeds,
-            self.current_draft_step,
-            self.draft_logits,
-        )
-
-    def forward_and_sample_each(
-        self, tokens: torch.Tensor, step: DraftStep, attn_metadata: Mapping[str, Any]
-    ) -> torch.Tensor:
-        """Run a step and sample after each token, [num_tokens] int64."""
-        num_reqs = step.parts[0].view.lens.shape[0]
-        num_queries = len(tokens) // num_reqs
-        indices = self.arange_gpu[:num_reqs].long().repeat_interleave(num_queries)
-        steps = self._steps[:num_queries].repeat(num_reqs)
-        slots = [part.slots for part in step.parts]
-        with self._padded(step):
-            hidden_states = self._forward_at(tokens, step.positions, indices, slots, attn_metadata)
-        sampled, _ = self._sample_each(hidden_states, step.positions, self.idx_mapping[indices], steps)
-        return sampled
-
-    @contextmanager
-    def _padded(self, step: DraftStep) -> Iterator[None]:
-        """Tell forward passes which tokens are padding: vLLM chooses no experts for them."""
-        self._is_padding = step.is_padding
-        try:
-            yield
-        finally:
-            self._is_padding = None
+            self._adapters.apply_dummies(num_active, num_tokens)
 
     def observe(
         self, layer_names: Sequence[str], indices: Sequence[int], window: int, observer: LayerObserver

@@ -23,7 +23,7 @@ from vllm.model_executor.models.interfaces import EagleModelMixin, supports_eagl
 from vllm_magicdec.drafting.drafter import OwnCache
 from vllm_magicdec.drafting.layer_groups import LayerGroup
 from vllm_magicdec.errors import MODEL_METHOD, MagicDecConfigError
-from vllm_magicdec.views.base import Batch
+from vllm_magicdec.views.round import Batch
 from vllm_magicdec.vllm_api.spire_model import MagicDecSpireForCausalLM
 
 

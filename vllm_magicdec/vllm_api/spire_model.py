@@ -87,7 +87,7 @@ class MagicDecSpireForCausalLM(LlamaForCausalLM):
                 stream before each block and after the last one, of this model or of the corresponding
                 blocks of the target.
             positions: [num_tokens] int64.
-            slots: [num_tokens] int64 each, destinations by layer; `views.base.PAD_SLOT`: none. None: write
+            slots: [num_tokens] int64 each, destinations by layer; `views.round.PAD_SLOT`: none. None: write
                 nothing, because there is no KV cache yet.
         """
         for first in range(0, len(positions), _MAX_TOKENS_AT_ONCE):

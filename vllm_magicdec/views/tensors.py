@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small helpers for tensors of indices."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+# vLLM's cache-write kernels skip this slot.
+PAD_SLOT = -1
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether Triton kernels prepare rounds on the device, rather than torch operations."""
+    return device.type == "cuda"
+
+
+def on_device(numbers: Sequence[int] | np.ndarray, device: torch.device) -> torch.Tensor:
+    """Copy the numbers to the device, int64, without waiting for it; indexing with a list waits."""
+    # The driver may wait for the stream before it stages memory that is not pinned.
+    pinned = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return pinned.to(device, non_blocking=True)
+
+
+def ceil_div(numerator: int, denominator: int) -> int:
+    """Divide and round up."""
+    return -(-numerator // denominator)
