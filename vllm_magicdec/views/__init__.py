@@ -9,5 +9,4 @@
 | `windows.py` | views of layers that do not see the whole context |
 | `kernels.py` | the same by Triton kernels |
 | `passes.py`, `token_steps.py` | several steps of a round at once |
-| `rings.py` | page numbers in caches that keep only sinks and a window |
 """

@@ -14,7 +14,6 @@ from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.drafting.layer_groups import LayerGroup, find_layer_groups, reaches_of
 from vllm_magicdec.drafting.sizing import memory_of_drafting
 from vllm_magicdec.errors import MODEL_METHOD, MagicDecConfigError
-from vllm_magicdec.vllm_api.ring_cache import RingSpec
 from vllm_magicdec.vllm_api.versions import kv_planning
 
 logger = init_logger(f"vllm.{__name__}")
@@ -37,12 +36,7 @@ def layer_groups(
     """
     layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
     specs = {name: layer.get_kv_cache_spec(vllm_config) for name, layer in layers.items()}
-    groups = [
-        replace(group, kv_cache_spec=group.kv_cache_spec.layer)
-        if isinstance(group.kv_cache_spec, RingSpec)
-        else group
-        for group in kv_cache_config.kv_cache_groups
-    ]
+    groups: Sequence[KVCacheGroupSpec] = kv_cache_config.kv_cache_groups
     if names is not None:
         groups = _restrict(groups, lambda name: name in names)
     return find_layer_groups(groups, reaches_of(specs))
