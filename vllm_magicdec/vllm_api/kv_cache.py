@@ -3,6 +3,8 @@
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
+from importlib import import_module
+from importlib.util import find_spec
 
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.logger import init_logger
@@ -14,7 +16,6 @@ from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.drafting.layer_groups import LayerGroup, find_layer_groups, reaches_of
 from vllm_magicdec.drafting.sizing import memory_of_drafting
 from vllm_magicdec.errors import MODEL_METHOD, MagicDecConfigError
-from vllm_magicdec.vllm_api.versions import kv_planning
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -91,7 +92,7 @@ def leave_memory_for_drafting(
         return available  # its views are block tables, as small as vLLM's own
     if cache_config.kv_cache_memory_bytes or cache_config.num_gpu_blocks_override:
         return available
-    groups = kv_planning.get_kv_cache_groups(vllm_config, dict(kv_cache_specs))
+    groups = _group_layers(vllm_config, kv_cache_specs)
     drafting = groups
     if spec.has_draft_model:
         drafting = _restrict(groups, lambda name: name.startswith(_DRAFT_LAYER_PREFIX))
@@ -108,6 +109,19 @@ def leave_memory_for_drafting(
         format_gib(left),
     )
     return left
+
+
+def _group_layers(
+    vllm_config: VllmConfig, kv_cache_specs: Mapping[str, KVCacheSpec]
+) -> Sequence[KVCacheGroupSpec]:
+    """Group layers by their KV-cache specs, as vLLM does."""
+    if find_spec("vllm.v1.core.kv_cache_config_builder") is None:  # vLLM 0.32
+        planner = import_module("vllm.v1.core.kv_cache_utils")
+    else:
+        builders = import_module("vllm.v1.core.kv_cache_config_builder")
+        planner = builders.get_kv_cache_config_builder(vllm_config)
+    groups: Sequence[KVCacheGroupSpec] = planner.get_kv_cache_groups(vllm_config, dict(kv_cache_specs))
+    return groups
 
 
 def _block_bytes(group: KVCacheGroupSpec) -> int:
