@@ -288,55 +288,37 @@ def watch_draft_cache(worker: Any) -> None:
         isa = getattr(layer.impl, "isa", None) or getattr(layer, "isa", None)
         return KVRows.of(layer.kv_cache, layer.get_attn_backend().get_name(), isa)
 
-    def held_on_v1(batch: Any) -> list[tuple[Any, Any, Any]]:
+    def held_on_v1(batch: Any) -> tuple[Any, list[int]]:
         seen["catch_up"] = max(seen["catch_up"], cache.num_catch_up_tokens)
-        table = worker.model_runner.input_batch.block_table.block_tables[0].block_table.np
-        held = []
-        for index, end in enumerate(cache._ends):
-            entries = cache.pages.entries(end)
-            entries = entries[: len(entries) - len(cache.pages.lacking(index, end))]
-            own = cache.pages.pages(index, entries // cache.pages.page_size, proposer.groups[0])
-            held.append((entries, own, table[index, entries // cache.pages.page_size]))
-        return held
+        pages = worker.model_runner.input_batch.block_table.block_tables[0].block_table.np
+        return pages, list(map(cache._held.first_lacking, pages, cache._ends))
 
-    def held_on_v2(batch: Any) -> list[tuple[Any, Any, Any]]:
+    def held_on_v2(batch: Any) -> tuple[Any, list[int]]:
         has_catch_up, lacking = cache._has_catch_up, cache._lacking[cache._rows]
         seen["catch_up"] = max(seen["catch_up"], 0 if has_catch_up is None else int(has_catch_up.sum()))
         seen["lag"] = max(seen.get("lag", 0), int(lacking.max()))
-        table = batch.block_tables[cache._speculator.groups[0].kv_cache_group].numpy()
-        targets = proposer.block_tables.input_block_tables[0].numpy()
-        gaps = cache.pages.gaps(batch.context_lens)
-        ends = ((batch.context_lens - gaps).numpy() - lacking).clip(min=0)
-        held = []
-        for own, target, gap, end in zip(table, targets, gaps, ends.tolist(), strict=False):
-            entries = cache.pages.positions(torch.arange(end), gap.expand(end)).numpy()
-            pages = entries // cache._page_size
-            held.append((entries, own[pages], target[pages]))
-        return held
+        pages = proposer.block_tables.input_block_tables[0].numpy()
+        return pages, (batch.context_lens.numpy() - lacking).clip(min=0).tolist()
 
     is_v2 = worker.vllm_config.use_v2_model_runner
     names = sorted(cache.layer_names if is_v2 else proposer._draft_attn_layer_names)
-    size = cache._page_size if is_v2 else cache.pages.page_size
 
     def catch_up_and_compare(batch: Any, num_steps: int) -> None:
         catch_up(batch, num_steps)
         seen["rounds"] += 1
-        for positions, *pages in held_on_v2(batch) if is_v2 else held_on_v1(batch):
-            if not len(positions):
+        pages, ends = held_on_v2(batch) if is_v2 else held_on_v1(batch)
+        for of_request, end in zip(pages, ends, strict=False):  # vLLM's tables have more rows
+            if not end:
                 continue
-            slots = [torch.from_numpy(own.astype(np.int64) * size + positions % size) for own in pages]
-            is_whole = positions[-1] + 1 == len(positions)
-            # The first layer's keys and values depend only on a token and its position, not on the view.
-            for name in names if is_whole else [next(name for name in names if "layers.0." in name)]:
+            page, within = np.divmod(np.arange(end), cache._page_size)
+            slots = torch.from_numpy(of_request[page].astype(np.int64) * cache._page_size + within)
+            for name in names:
                 caches = [rows_of(name), rows_of(name.removeprefix("draft_model."))]
-                by_head = [own.expand(caches[0].num_kv_heads, -1) for own in slots]
+                by_head = slots.expand(caches[0].num_kv_heads, -1)
                 for part in ("keys", "values"):
-                    own, theirs = (
-                        getattr(rows, part).gather(at) for rows, at in zip(caches, by_head, strict=True)
-                    )
+                    own, theirs = (getattr(rows, part).gather(by_head) for rows in caches)
                     seen["difference"] = max(seen["difference"], float((own - theirs).abs().max()))
-            seen["tokens"] += len(positions)
-            seen["sparse"] = seen.get("sparse", 0) + (0 if is_whole else len(positions))
+            seen["tokens"] += end
 
     cache.catch_up = catch_up_and_compare
 

@@ -325,8 +325,7 @@ def generate_with_late_prompts(llm: Any, batches: list[dict[str, Any]]) -> Any:
 def watch_draft_cache(llm: Any) -> None:
     """Compare a draft model's KV cache with the target's in every round from now on.
 
-    The target itself must be the draft model. All layers are compared for whole contexts, and only the
-    first layer for contexts of which a ring holds a part.
+    The target itself must be the draft model, with views of the whole context.
     """
     llm.collective_rpc(inside_workers.watch_draft_cache)
 

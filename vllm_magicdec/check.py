@@ -8,7 +8,6 @@ unsupported version.
 import argparse
 import os
 import pkgutil
-import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -80,8 +79,7 @@ def find_hooks() -> str:
 def find_modules() -> str:
     """Import every module that an engine may load."""
     modules = pkgutil.iter_modules(vllm_api.__path__, f"{vllm_api.__name__}.")
-    # Of modules for one version of vLLM, `versions` imports those that are needed.
-    names = [module.name for module in modules if not re.search(r"_\d{3}$", module.name)]
+    names = [module.name for module in modules]
     for name in names:
         try:
             import_module(name)

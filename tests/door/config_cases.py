@@ -140,7 +140,6 @@ PLAUSIBLE = {
     "draft_kv_min_budget": tokens,
     "draft_kv_sink": tokens,
     "draft_kv_refresh": tokens,
-    "draft_kv_cache": st.sampled_from(["whole", "ring"]),
     "native_attention": st.booleans(),
     "draft_kv_granularity": st.sampled_from(["page", "token", None]),
     "draft_lookup": st.sampled_from(["auto", "on", "off"]),
@@ -200,7 +199,7 @@ GOOD = [
     {"method": METHOD, "draft_kv_policy": "verify-topk"},
     {"method": METHOD, "draft_lookup": "on"},
     {"method": METHOD, "rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.0},
-    {"method": MODEL_METHOD, "model": DRAFT, "num_speculative_tokens": "auto", "draft_kv_cache": "ring"},
+    {"method": MODEL_METHOD, "model": DRAFT, "num_speculative_tokens": "auto"},
 ]
 one_more_field = st.tuples(st.sampled_from(GOOD), st.one_of(plausible_field, wild_field)).filter(
     lambda case: case[1][0] not in case[0]

@@ -424,6 +424,10 @@ WRONG_FIELDS = {
         {"draft_kv_max_budget": 600},
         "draft_kv_max_budget is no longer supported; use draft_kv_budget with a number of tokens, or",
     ),
+    "kind of KV cache": (
+        {"draft_kv_cache": "whole"},
+        "magicdec-self: draft_kv_cache is no longer supported; remove it: ",
+    ),
     "profile without auto": ({"profile": "p.json"}, "belongs to num_speculative_tokens='auto'; add that"),
     "missing profile": (
         {"num_speculative_tokens": "auto", "profile": "/no/such/profile.json"},

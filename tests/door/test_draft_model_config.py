@@ -23,7 +23,6 @@ from vllm_magicdec.errors import METHOD, MODEL_METHOD, MagicDecConfigError
 from vllm_magicdec.plugin import register
 from vllm_magicdec.vllm_api import profiles
 from vllm_magicdec.vllm_api.engine_config import EngineSpeculativeConfig
-from vllm_magicdec.vllm_api.ring_cache import find_ring, why_no_ring
 
 register()
 
@@ -97,6 +96,10 @@ WRONG = {
         {"parallel_drafting": True},
         "magicdec does not take 'parallel_drafting'",
     ),
+    "kind of KV cache": (
+        {"draft_kv_cache": "ring"},
+        "magicdec: draft_kv_cache is no longer supported; remove it: a draft model's KV cache holds",
+    ),
     "unknown field": ({"draft_kv_bugdet": 1}, "did you mean 'draft_kv_budget'?"),
 }
 
@@ -114,24 +117,6 @@ def test_missing_draft_gets_one_sentence(target):
         configure(target, {"method": MODEL_METHOD, "model": "/no/such/draft"})
     assert str(error.value).startswith("magicdec: ") and "'/no/such/draft'" in str(error.value)
     assert len(str(error.value)) < 220
-
-
-def test_ring_cache_needs_a_draft_model(target):
-    with pytest.raises(MagicDecConfigError, match="draft_kv_cache='ring' belongs to method='magicdec'"):
-        configure(target, {"method": METHOD, "draft_kv_cache": "ring"})
-
-
-@pytest.mark.parametrize(
-    ("fields", "reason"), [({"draft_kv_cache": "ring"}, None), ({}, "draft_kv_cache is 'whole'")]
-)
-def test_ring_cache_holds_sinks_and_window(target, draft, monkeypatch, fields, reason):
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-    config = configure(target, {"method": MODEL_METHOD, "model": draft, **fields})
-    assert why_no_ring(config) == reason
-    monkeypatch.setattr(type(config), "use_v2_model_runner", True)
-    assert why_no_ring(config) == reason
-    ring = find_ring(config, 32)
-    assert (ring.sink_pages, ring.num_pages) == (1, 17)
 
 
 def test_self_speculation_with_a_model_suggests_the_other_method(target, draft):

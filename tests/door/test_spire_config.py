@@ -16,7 +16,6 @@ from vllm_magicdec.errors import MODEL_METHOD, MagicDecConfigError
 from vllm_magicdec.plugin import register
 from vllm_magicdec.spire.settings import SpireSettings
 from vllm_magicdec.vllm_api.engine_config import reads_activations
-from vllm_magicdec.vllm_api.ring_cache import why_no_ring
 
 register()
 
@@ -110,14 +109,6 @@ def test_configuration_survives_copies(target, draft, number):
     for copied in (pickle.loads(pickle.dumps(config)).speculative_config, copy.copy(spec), replace(spec)):
         assert repr(copied) == repr(spec) and copied.spire == spec.spire
         assert copied.policy is spec.policy and copied.draft_kv_budget == spec.draft_kv_budget
-
-
-@pytest.mark.parametrize("prefix_caching", [False, True])
-def test_ring_cache_is_not_supported(target, draft, prefix_caching):
-    """Memory is written at the positions of the target's step; a prompt chunk may exceed a ring."""
-    engine = {"enable_prefix_caching": prefix_caching}
-    config = configure(target, draft, engine, draft_kv_cache="ring")
-    assert "does not fit into a ring; use draft_kv_cache='whole'" in why_no_ring(config)
 
 
 TRAINED = "was trained with 4 sinks and a window of 252 tokens"

@@ -46,7 +46,6 @@ def test_greedy_output_is_unchanged(prompts, plain, schedule, budget, gamma):
     assert (run.preemptions > 0) == (schedule == "preemption")
 
 
-# test_draft_ring.py has the other half of the pairs.
 @pytest.mark.parametrize(("schedule", "lookup"), zip(SCHEDULES, ("off", "on", "off"), strict=True))
 def test_the_cache_holds_verified_tokens_and_the_target_accepts_its_own_drafts(
     prompts, plain, schedule, lookup

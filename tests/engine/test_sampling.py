@@ -23,11 +23,10 @@ from vllm_magicdec.vllm_api.cpu_sampling import expand_batch_to_tokens
 NUM_SAMPLES = 12_000
 MIN_EXPECTED = 10  # rarer continuations are counted together
 # Twice in a row, because batches form as requests arrive. A correct build fails in 1 of a million
-# comparisons, so in 1 of 31,000 runs of all 32; with a GPU there are 46, and it is 1 of 22,000.
+# comparisons, so in 1 of 33,000 runs of all 30; with a GPU there are 44, and it is 1 of 23,000.
 P_VALUE = 0.001
 # On a CPU the V2 runner's kernels run in Triton's interpreter, which takes 0.12 s for a sample.
 V2_SAMPLES = 800
-RING_MODEL_LEN = 512  # in less, a ring leaves the target no more room
 
 UNLIMITED = {"temperature": 1.0, "max_tokens": 3, "ignore_eos": True, "detokenize": False}
 SAMPLING = {**UNLIMITED, "top_p": 0.9}
@@ -160,17 +159,16 @@ def similar_model(small_vocabulary_model, tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("lookup", "cache", "v2"),
+    ("lookup", "v2"),
     [
-        ("off", "whole", False),
-        pytest.param("on", "whole", False, marks=pytest.mark.extended),
-        pytest.param("off", "ring", False, marks=pytest.mark.extended),
-        pytest.param("off", "whole", True, marks=pytest.mark.gpu),
+        ("off", False),
+        pytest.param("on", False, marks=pytest.mark.extended),
+        pytest.param("off", True, marks=pytest.mark.gpu),
     ],
 )
 @pytest.mark.parametrize("method", extended_except("probabilistic", ["greedy", "probabilistic"]))
 def test_sampled_continuations_have_the_targets_distribution_with_a_draft_model(
-    small_vocabulary_model, similar_model, plain_samples, method, lookup, cache, v2
+    small_vocabulary_model, similar_model, plain_samples, method, lookup, v2
 ):
     spec = {
         **magicdec(
@@ -178,7 +176,6 @@ def test_sampled_continuations_have_the_targets_distribution_with_a_draft_model(
             draft_kv_budget=64,
             draft_sample_method=method,
             draft_lookup=lookup,
-            draft_kv_cache=cache,
         ),
         "method": "magicdec",
         "model": str(similar_model),
@@ -188,10 +185,9 @@ def test_sampled_continuations_have_the_targets_distribution_with_a_draft_model(
         small_vocabulary_model,
         (16, 26),
         v2=v2,
-        max_model_len=RING_MODEL_LEN,
         speculative_config=spec,
     )
-    assert run.v2_runner == v2 and ("in a ring of" in run.log) == (cache == "ring")
+    assert run.v2_runner == v2
     rate = run.accepted / run.drafted
     assert 0.05 < rate < 0.9, f"acceptance rate {rate:.2f}: the draft must agree now and then, and differ"
 
@@ -289,10 +285,7 @@ def test_a_few_continuations_have_the_targets_distribution_on_the_v2_runner(
         spec |= {"method": "magicdec", "model": str(request.getfixturevalue(draft))}
     if draft != "spire_draft":  # its file sets the budget
         spec |= {"draft_kv_budget": 64}
-    if draft == "similar_model":
-        spec |= {"draft_kv_cache": "ring"}
     run = sample_a_few_on_v2(plain_samples_without_limits, small_vocabulary_model, (18, 28), spec)
-    assert ("in a ring of" in run.log) == (draft == "similar_model")
     assert 0.05 < run.accepted / run.drafted < 0.9
 
 
@@ -328,7 +321,6 @@ def sample_a_few_on_v2(
         sampling=UNLIMITED,
         v2=True,
         max_num_seqs=64,
-        max_model_len=RING_MODEL_LEN,
         speculative_config=spec,
     )
     assert run.v2_runner and run.draft_failures == 0

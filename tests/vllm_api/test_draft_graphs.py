@@ -91,12 +91,10 @@ def warnings_of(
     backend: str,
     enforce_eager: bool = False,
     spec=FULL,
-    is_of_rings: bool = False,
 ) -> list[str]:
     """Warnings of a speculator on a GPU when vLLM passes the mode that the target's attention supports.
 
-    One layer group supports all graphs; the other has `backend` and `spec`. The latter is the target's, or
-    that of a draft model with rings, whose layers vLLM does not check.
+    One layer group supports all graphs; the other has `backend` and `spec`.
     """
     logged: list[str] = []
     monkeypatch.setattr(runner_v2.logger, "warning_once", lambda line, *args: logged.append(line % args))
@@ -115,14 +113,14 @@ def warnings_of(
                 get_metadata_builder=lambda builder=builder: builder,
             )
         )
-    targets = groups[:1] if is_of_rings else groups
-    speculator.target_attn_groups = [[group] for group in targets]
-    speculator._attention_groups = [groups[1:]] if is_of_rings else [groups[:1]]
+    speculator.target_attn_groups = [[group] for group in groups]
+    is_flex = backend == "FLEX_ATTENTION"
+    speculator._attention_groups = [groups] if is_flex else [groups[:1]]
     speculator.speculative_config = SimpleNamespace(looks_up_on_device=False)
     speculator._drafter = SimpleNamespace(common_lens=(None,))
     speculator._drafting = SimpleNamespace(queries_of_steps=(1,))
     speculator.init_cudagraph_manager(mode)
-    assert modes == [CUDAGraphMode.NONE if is_of_rings else mode]
+    assert modes == [CUDAGraphMode.NONE if is_flex else mode]
     return logged
 
 
@@ -148,10 +146,10 @@ def test_for_an_fp8_cache_the_alternative_is_a_backend_that_reads_it(monkeypatch
     assert "use --attention-backend TRITON_ATTN --kv-cache-dtype fp8, and leave cudagraph_mode" in line
 
 
-def test_layers_with_rings_are_checked_for_graphs(monkeypatch):
-    """vLLM checks the target's layers only, and captures full graphs of these."""
-    (line,) = warnings_of(monkeypatch, CUDAGraphMode.FULL_AND_PIECEWISE, "FLASHINFER", is_of_rings=True)
-    assert "draft steps run without CUDA graphs" in line and "with attention backend FLASHINFER" in line
+def test_draft_steps_of_flex_attention_have_no_graphs(monkeypatch):
+    """vLLM captures full graphs of its verifications."""
+    (line,) = warnings_of(monkeypatch, CUDAGraphMode.FULL_AND_PIECEWISE, "FLEX_ATTENTION")
+    assert "draft steps run without CUDA graphs" in line and "attention backend FLEX_ATTENTION" in line
 
 
 def test_no_warning_if_draft_steps_have_graphs_or_none_were_requested(monkeypatch):

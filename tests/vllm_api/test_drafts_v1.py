@@ -16,11 +16,8 @@ def caught_up(monkeypatch, num_steps: int, is_first: list[bool]) -> set[int]:
     draft._proposer = SimpleNamespace(
         num_latest=lambda num_steps: 1, max_num_tokens=1000, num_speculative_tokens=4
     )
-    draft.pages = SimpleNamespace(
-        reads_whole_prompts=True,
-        lacking=lambda index, end: range(end - 10 - 100 * index, end),
-        write_over=lambda index, end: None,
-    )
+    monkeypatch.setattr(ModelDraft, "_pages", range(len(is_first)))
+    draft._held = SimpleNamespace(first_lacking=lambda index, end: end - 10 - 100 * index)
     draft._ends, draft._catch_up_starts = [500] * len(is_first), {}
     draft._read = lambda batch, pieces: read.update(piece[0] for piece in pieces)
     batch = SimpleNamespace(

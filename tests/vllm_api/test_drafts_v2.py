@@ -15,20 +15,15 @@ from policies.test_host_sync import no_host_reads
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_magicdec.drafting.layer_groups import LayerGroup
-from vllm_magicdec.views.rings import Ring
 from vllm_magicdec.views.round import Batch, PageView, Part, Pass, Queries
 from vllm_magicdec.views.slots import DraftSlots
-from vllm_magicdec.views.tensors import PAD_SLOT, ceil_div
-from vllm_magicdec.vllm_api.draft_pages_v2 import RingPages, SharedPages
+from vllm_magicdec.views.tensors import PAD_SLOT
 from vllm_magicdec.vllm_api.drafts_v2 import ModelDraft
 
 PAGE, MODEL_LEN, NUM_ROWS, MAX_DRAFTS = 4, 96, 3, 4
 PAGES_OF_ROW = MODEL_LEN // PAGE
 SPEC = FullAttentionSpec(block_size=PAGE, num_kv_heads=1, head_size=32, dtype=torch.float32)
 CPU = torch.device("cpu")
-RING = Ring(PAGE, sink_pages=1, window_pages=3, spare_pages=1)
-# Two pages of a ring share a block, at a distance.
-RING_ROWS, RING_STEP = (0, 3), 5
 
 
 @dataclass
@@ -57,14 +52,11 @@ class ImaginedEngine:
         is_async: bool,
         max_num_tokens: int = 24,
         lookup: str = "off",
-        ring: Ring | None = None,
     ) -> None:
         self._rng = random.Random(seed)
         self._is_async = is_async
         self._all_token_ids = torch.zeros(NUM_ROWS, MODEL_LEN, dtype=torch.int32)
-        self._ring = ring
-        num_blocks = ceil_div(ring.num_pages, len(RING_ROWS)) if ring else PAGES_OF_ROW
-        self._table = 1 + torch.arange(NUM_ROWS * num_blocks, dtype=torch.int32).view(NUM_ROWS, -1)
+        self._table = 1 + torch.arange(NUM_ROWS * PAGES_OF_ROW, dtype=torch.int32).view(NUM_ROWS, -1)
         self._cache: dict[int, tuple[int, int]] = {}
         self.read_tokens = self.num_catch_ups = self.most_lacking = self.read_in_view = 0
         self._draft_slots = DraftSlots(
@@ -79,7 +71,6 @@ class ImaginedEngine:
             max_num_tokens=max_num_tokens,
             max_model_len=MODEL_LEN,
             groups=[LayerGroup(("draft",), 0, SPEC, None)],
-            attn_groups=[],
             takes_passes=False,
             num_latest=lambda num_steps: MAX_DRAFTS + 1,
             req_states=SimpleNamespace(all_token_ids=SimpleNamespace(gpu=self._all_token_ids)),
@@ -90,11 +81,6 @@ class ImaginedEngine:
         )
         self.draft = ModelDraft(self._speculator)
         self.draft._page_size, self.draft._may_lag = PAGE, True
-        self.draft.pages = SharedPages()
-        if ring:
-            layout = SimpleNamespace(spec=SimpleNamespace(ring=ring), rows=RING_ROWS, step=RING_STEP)
-            self.draft.pages = RingPages(0, layout, MODEL_LEN, CPU)
-        (self._pages,) = self.draft.tables([self._table])
         self._lookup = lookup
         self.requests = [self._arriving(row) for row in range(NUM_ROWS)]
 
@@ -107,11 +93,11 @@ class ImaginedEngine:
         return Request(name, row, length, tokens, prefill_len=length)
 
     def _lose_cache(self, row: int) -> None:
-        pages = self._pages[row].tolist()
+        pages = self._table[row].tolist()
         self._cache = {slot: held for slot, held in self._cache.items() if slot // PAGE not in pages}
 
     def _slot(self, request: Request, position: int) -> int:
-        return int(self._pages[request.row, position // PAGE]) * PAGE + position % PAGE
+        return int(self._table[request.row, position // PAGE]) * PAGE + position % PAGE
 
     def _of_pass(self, index, part, queries, view) -> dict:
         return {"view": view, "starts": queries.starts.tolist()}
@@ -129,7 +115,7 @@ class ImaginedEngine:
             assert all(held), "also those that are not written"
 
     def _forward(self, tokens, positions, slots, metadata) -> None:
-        """A pass over all entries: each request's queries are the last ones."""
+        """A pass over whole contexts: each request's queries are the last tokens."""
         assert len(tokens) <= self._speculator.max_num_tokens
         if "view" in metadata:
             self._write(tokens, positions, slots[0])
@@ -148,9 +134,7 @@ class ImaginedEngine:
                 continue
             end = seq_len - len(own) + len(real)
             assert seen[end - len(real) : end] == slots[0][real].tolist()
-            positions_seen = [self._cache[slot][1] for slot in seen[:end]]
-            assert positions_seen == sorted(set(positions_seen))
-            assert self._ring is not None or positions_seen == list(range(end))
+            assert [self._cache[slot][1] for slot in seen[:end]] == list(range(end))
 
     def _write(self, tokens, positions, slots) -> None:
         for token, position, slot in zip(tokens.tolist(), positions.tolist(), slots.tolist(), strict=True):
@@ -160,14 +144,12 @@ class ImaginedEngine:
     def _held(self, request: Request, end: int) -> bool:
         return all(
             self._cache.get(self._slot(request, position)) == (request.tokens[position], position)
-            for position in (range(end) if self._ring is None else self._ring.entries(end).tolist())
+            for position in range(end)
         )
 
     def _assert_held(self, requests: list[Request]) -> None:
-        """The cache holds the context; a ring only once the prompt is complete."""
         for request in requests:
-            is_read = self._ring is None or not request.is_prefilling
-            assert not is_read or self._held(request, request.computed), request
+            assert self._held(request, request.computed), request
 
     def step(self, num_steps: int, batch_size: int = NUM_ROWS) -> None:
         """The target's step of some requests, then a round of so many drafts."""
@@ -205,8 +187,6 @@ class ImaginedEngine:
             elif self._rng.random() < 0.05:  # preempted: what is cached are whole pages
                 request.computed = min(request.computed, len(request.tokens) - 1) // PAGE * PAGE
                 request.prefill_len, request.drafts, request.unknown = len(request.tokens), [], 0
-                if self._ring is not None:
-                    self._lose_cache(request.row)
 
     def _append(self, request: Request, token: int) -> None:
         self._all_token_ids[request.row, len(request.tokens)] = token
@@ -235,7 +215,7 @@ class ImaginedEngine:
         batch = Batch(
             req_ids=[request.name for request in requests],
             tokens=torch.tensor([request.tokens[-1] for request in requests], dtype=torch.int32),
-            block_tables=self.draft.tables([self._table[torch.from_numpy(rows)]]),
+            block_tables=[self._table[torch.from_numpy(rows)]],
             context_lens=lens,
             observable_lens=lens,
             known_lens=known,
@@ -251,8 +231,7 @@ class ImaginedEngine:
             self.draft.catch_up(batch, 0)
             for request in requests:
                 # Complete pages may be in the prefix cache.
-                is_shared = self._ring is None
-                assert not is_shared or self._held(request, request.computed // PAGE * PAGE), request
+                assert self._held(request, request.computed // PAGE * PAGE), request
                 self.most_lacking = max(self.most_lacking, int(self.draft._lacking[rows].max()))
             return
         takes_some = self._lookup == "wide" or (self._lookup == "sometimes" and self._rng.random() < 0.5)
@@ -303,13 +282,12 @@ class ImaginedEngine:
         return drafts
 
 
-@pytest.mark.parametrize("ring", [None, RING], ids=["whole", "ring"])
 @pytest.mark.parametrize("lookup", ["off", "on", "sometimes", "wide"])
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("seed", range(3))
-def test_every_verified_token_is_cached_before_a_view_shows_it(seed, is_async, lookup, ring):
+def test_every_verified_token_is_cached_before_a_view_shows_it(seed, is_async, lookup):
     """Through chunks, rejections, plain steps, steps without some requests, preemption and new requests."""
-    engine = ImaginedEngine(seed, is_async=is_async, lookup=lookup, ring=ring)
+    engine = ImaginedEngine(seed, is_async=is_async, lookup=lookup)
     rng = random.Random(seed)
     for _ in range(60):
         # Often 0, so that plain steps follow on one another.
@@ -345,11 +323,10 @@ def test_passes_are_no_larger_than_those_of_the_target():
     assert engine.read_tokens > 0 and engine.num_catch_ups == 0  # 6 tokens of 3 requests do not fit
 
 
-@pytest.mark.parametrize("ring", [None, RING], ids=["whole", "ring"])
 @pytest.mark.parametrize("lookup", ["off", "sometimes"])
-def test_a_round_reads_nothing_on_the_host(ring, lookup):
+def test_a_round_reads_nothing_on_the_host(lookup):
     """Also where it catches up with prompts, plain steps or wide passes."""
-    engine = ImaginedEngine(2, is_async=True, ring=ring, lookup=lookup)
+    engine = ImaginedEngine(2, is_async=True, lookup=lookup)
     rng = random.Random(2)
     speculator, rounds = engine._speculator, 0
     engine._forward = lambda *args: None
@@ -368,25 +345,3 @@ def test_a_round_reads_nothing_on_the_host(ring, lookup):
     for _ in range(30):
         engine.step(rng.choice([0, 1, MAX_DRAFTS]))
     assert rounds > 90
-
-
-def test_a_ring_recovers_when_the_round_after_a_prompt_failed():
-    """The drafter counts the failure and does not call the cache."""
-    engine = ImaginedEngine(3, is_async=False, ring=RING)
-    begin_round, failed = engine.draft.begin_round, set()
-
-    def begin_round_unless_it_fails(batch):
-        due = [name for name, first in zip(batch.req_ids, batch.is_first, strict=True) if first]
-        if due and due[0] not in failed:
-            failed.add(due[0])
-            raise RuntimeError
-        begin_round(batch)
-
-    engine.draft.begin_round = begin_round_unless_it_fails
-    for _ in range(200):
-        try:
-            engine.step(MAX_DRAFTS, batch_size=1)
-        except RuntimeError:
-            for request in engine.requests:
-                request.drafts, request.unknown = [], 0
-    assert len(failed) > NUM_ROWS

@@ -78,10 +78,6 @@ class MagicDecFields(SpeculativeConfig):
     draft_kv_sink: int = Field(default=4, ge=0, le=_MOST_TOKENS)
     """Tokens at the start of the context that the draft always reads (attention sinks), within the budget.
     StreamingLLM uses 4. Rounded up to whole KV pages if the policy selects pages."""
-    draft_kv_cache: Literal["whole", "ring"] = "whole"
-    """Contents of the KV cache of a draft model (method `magicdec`). `whole`: every token of a request.
-    `ring`: only sinks and window, if the policy reads nothing else and the target's cache then holds more
-    tokens of requests of the maximum length."""
     draft_kv_refresh: int | None = Field(default=None, ge=0, le=_MOST_TOKENS)
     """Interval between selections. `snapkv`: in generated tokens (default 0: select once per prompt).
     `verify-topk`: in verifications (default 1)."""

@@ -132,6 +132,8 @@ def fit_adapters(given: Mapping[str, Any], max_num_seqs: int, max_num_batched_to
 
 
 _REMOVED_FIELDS = {
+    "draft_kv_cache": "remove it: a draft model's KV cache holds its whole context; draft_kv_budget limits "
+    "what a draft step reads of it, and a draft of fewer layers leaves the target more room",
     "draft_kv_max_budget": "use draft_kv_budget with a number of tokens, or a fraction such as 0.06",
 }
 

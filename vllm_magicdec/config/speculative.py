@@ -57,11 +57,6 @@ class MagicDecSpeculativeConfig(MagicDecFields):
     def __post_init__(self) -> "MagicDecSpeculativeConfig":
         self._check_granularity()
         self._check_sources()
-        if self.draft_kv_cache != "whole" and not self.has_draft_model:
-            raise ValueError(
-                f"draft_kv_cache={self.draft_kv_cache!r} belongs to method={MODEL_METHOD!r}; a draft that "
-                "is the target has no KV cache of its own: remove it"
-            )
         if self.snapkv_kernel % 2 == 0:
             raise ValueError(f"snapkv_kernel={self.snapkv_kernel} is even; use {self.snapkv_kernel + 1}")
         if self.rejection_sample_method == "fly":  # since vLLM 0.33

@@ -17,7 +17,6 @@ from typing_extensions import override
 
 from vllm_magicdec.attention.observing import LayerObserver, QueryRecorder
 from vllm_magicdec.views.pages import PageBudget, PageViews
-from vllm_magicdec.views.rings import Ring
 from vllm_magicdec.views.round import Views
 from vllm_magicdec.views.selections import Budget, Selections, fixed_tokens
 from vllm_magicdec.views.slots import DraftSlots
@@ -142,16 +141,6 @@ class Policy(ABC):
     def granularity(cls, fields: Any, device_type: str) -> str | None:
         """Return the unit of selections on a device type; None if users cannot configure it."""
         return fields.draft_kv_granularity or next(iter(cls.granularities), None)
-
-    @classmethod
-    def ring(cls, budget: Any, limits: Limits) -> Ring | None:
-        """Return the pages to keep if only these views read the cache; None: all.
-
-        Args:
-            budget: the result of `parse_budget`.
-            limits: limits of the engine.
-        """
-        return None
 
     @classmethod
     def reads_generated_tokens(cls, fields: Any) -> bool:

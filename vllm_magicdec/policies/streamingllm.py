@@ -6,9 +6,8 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from vllm_magicdec.policies.base import Limits, PagePolicy
+from vllm_magicdec.policies.base import PagePolicy
 from vllm_magicdec.views.pages import PageBudget
-from vllm_magicdec.views.rings import Ring
 
 
 class StreamingLLM(PagePolicy):
@@ -23,13 +22,6 @@ class StreamingLLM(PagePolicy):
     @override
     def is_sinks_and_latest(self) -> bool:
         return type(self).choose_pages is StreamingLLM.choose_pages
-
-    @classmethod
-    @override
-    def ring(cls, budget: PageBudget, limits: Limits) -> Ring | None:
-        if cls.choose_pages is not StreamingLLM.choose_pages:
-            return None
-        return Ring.of(budget, limits.num_speculative_tokens)
 
     @override
     def choose_pages(

@@ -11,5 +11,4 @@
 | `kernels.py` | the same by Triton kernels |
 | `tensors.py` | helpers for tensors of indices |
 | `page_round.py`, `token_round.py` | a round over one of them, step by step or by passes |
-| `rings.py` | page numbers in caches that keep only sinks and a window |
 """

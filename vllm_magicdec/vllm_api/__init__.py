@@ -6,8 +6,7 @@
 supported. `options.py` extends the command line, `engine_config.py` checks the fields against the engine
 configuration, `profiles.py` checks profiles, and `graph_sizes.py` reports missing CUDA graphs.
 `runner_v1.py` and `runner_v2.py` put the draft loop into vLLM's model runners, `draft_graphs.py` into CUDA
-graphs. `drafts_v1.py` and `drafts_v2.py` run the drafting model, the target or a draft model;
-`draft_pages_v1.py`, `draft_pages_v2.py` and `ring_cache.py` are the KV cache of a draft model.
+graphs. `drafts_v1.py` and `drafts_v2.py` run the drafting model, the target or a draft model.
 `spire_model.py` is a SPIRe draft, `spire_cache.py` its cache, and `spire_draft_v1.py` and
 `spire_draft_v2.py` run it. `kv_cache.py` groups layers and reserves memory, `attention_groups.py` has
 metadata builders of views, `page_metadata_v2.py` the metadata on V2. `adapters.py` supports LoRA,

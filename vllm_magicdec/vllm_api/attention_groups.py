@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from vllm.config import VllmConfig, get_layers_from_vllm_config
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.config import VllmConfig
 from vllm.utils.math_utils import next_power_of_2
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.kv_cache_interface import AttentionSpec
@@ -45,30 +44,6 @@ def attention_groups_of(
         elif names:
             found.append(_with_own_builder(group, target_group, names, vllm_config, device))
     return found
-
-
-def make_attention_groups(
-    group: LayerGroup,
-    target_groups: Sequence[Sequence[AttentionGroup]],
-    vllm_config: VllmConfig,
-    device: torch.device,
-) -> list[AttentionGroup]:
-    """Create attention groups for layers for which vLLM has none; see `attention_groups_of`."""
-    layers: dict[str, Any] = get_layers_from_vllm_config(
-        vllm_config, AttentionLayerBase, list(group.layer_names)
-    )
-    found: dict[tuple[str, int], AttentionGroup] = {}
-    for name, layer in layers.items():
-        backend = layer.get_attn_backend()
-        own = AttentionGroup(backend, [], group.cache, group.kv_cache_group)
-        # A builder serves one number of query heads.
-        found.setdefault((backend.full_cls_name(), layer.num_heads), own).layer_names.append(name)
-    others = {other.backend: other for of_cache in target_groups for other in of_cache}
-    for own in found.values():
-        own.create_metadata_builders(vllm_config, device, group.cache.block_size)
-        if own.backend in others:
-            _share_workspace(own, others[own.backend])
-    return list(found.values())
 
 
 def refuse_split_pages(
@@ -147,13 +122,9 @@ def _with_own_builder(
         (backend,) = backend.__bases__
     own = AttentionGroup(backend, names, spec, target_group.kv_cache_group_id)
     own.create_metadata_builders(vllm_config, device, target_group.kernel_block_size or spec.block_size)
-    _share_workspace(own, target_group)
-    return own
-
-
-def _share_workspace(own: AttentionGroup, other: AttentionGroup) -> None:
-    """Share the workspace between builders: FlashInfer's takes hundreds of MiB, and passes are serial."""
-    theirs: Any = other.get_metadata_builder()
-    builder = own.get_metadata_builder()
+    builder: Any = own.get_metadata_builder()
+    theirs: Any = target_group.get_metadata_builder()
     if hasattr(builder, "set_workspace_buffer"):
+        # FlashInfer's takes hundreds of MiB, and passes are serial.
         builder.set_workspace_buffer(theirs._get_workspace_buffer())
+    return own

@@ -24,15 +24,14 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
 from vllm_magicdec.drafting.drafter import OwnCache
+from vllm_magicdec.drafting.held_tokens import HeldTokens
 from vllm_magicdec.drafting.layer_groups import LayerGroup
 from vllm_magicdec.views.round import Batch, Pass, Queries
 from vllm_magicdec.views.tensors import PAD_SLOT, on_device
 from vllm_magicdec.vllm_api.attention_groups import refuse_small_buffers
-from vllm_magicdec.vllm_api.draft_pages_v1 import find_pages
 from vllm_magicdec.vllm_api.embeddings import embed, refuse_more_inputs, takes_embeddings
 from vllm_magicdec.vllm_api.kv_cache import log_draft_memory, refuse_draft_without_whole_context
 from vllm_magicdec.vllm_api.kv_transfer import without_kv_connector
-from vllm_magicdec.vllm_api.ring_cache import offer_rings
 
 if TYPE_CHECKING:  # imports this module
     from vllm_magicdec.vllm_api.runner_v1 import MagicDecProposer
@@ -40,6 +39,9 @@ if TYPE_CHECKING:  # imports this module
 # Upper bound on the catch-up tokens of a request in a round's first pass, in multiples of the round's
 # drafts. They attend to the round's view only, so longer gaps take a pass over all pages.
 _MAX_CATCH_UP = 2
+
+Piece = tuple[int, int, int]
+"""Index of a request in the batch, and the first and end position of tokens that the draft reads."""
 
 
 class Draft(ABC):
@@ -126,10 +128,6 @@ class Draft(ABC):
                 requested, concatenated over layers.
             slots: [num_tokens or more] int64, slots of the tokens' K/V, by layer, including the draft's.
         """
-
-    def tables(self, block_tables: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Map vLLM's block tables to the draft's, [num_reqs, max_pages] int32 each, by KV-cache group."""
-        return list(block_tables)
 
     @property
     def reads_ahead(self) -> bool:
@@ -244,19 +242,28 @@ class ModelDraft(LoadedDraft, OwnCache):
     def load(self, target: nn.Module) -> set[str]:
         layer_names = super().load(target)
         refuse_more_inputs(self._proposer.model)
-        offer_rings(self._proposer.vllm_config, layer_names)
         return layer_names
 
     @override
     def lay_out(self, kv_cache_config: KVCacheConfig, groups: Sequence[LayerGroup]) -> None:
         refuse_draft_without_whole_context(groups)
-        proposer = self._proposer
-        refuse_small_buffers(proposer.attention_groups)
-        self.pages = find_pages(
-            proposer.vllm_config, kv_cache_config, proposer.target_runner, groups, proposer.device
-        )
+        refuse_small_buffers(self._proposer.attention_groups)
+        self._page_size = groups[0].cache.block_size
+        self._held = HeldTokens(kv_cache_config.num_blocks, self._page_size)
         log_draft_memory(kv_cache_config, groups)
-        draft_beyond_the_end(proposer)
+        draft_beyond_the_end(self._proposer)
+
+    def _table(self, group: LayerGroup) -> np.ndarray:
+        """Return a layer group's pages by index in the batch, [max_num_reqs, max_pages] int32."""
+        # Looked up each time: vLLM replaces its block tables once the KV cache is allocated.
+        tables = self._proposer.target_runner.input_batch.block_table.block_tables
+        table: np.ndarray = tables[group.kv_cache_group].block_table.np
+        return table
+
+    @property
+    def _pages(self) -> np.ndarray:
+        """Pages of layers without a window, whose tokens `_held` tracks; see `_table`."""
+        return self._table(self._proposer.groups[0])
 
     @override
     def forward(
@@ -298,18 +305,17 @@ class ModelDraft(LoadedDraft, OwnCache):
         # First positions of the target's step.
         self._starts = (torch.tensor(ends_of_step) - query_starts.diff()).tolist()
         self._catch_up_starts = {}
-        self.pages.begin_step(batch.req_ids)
         # One copy to the host, for the comparisons of all requests.
-        target_token_ids = self._target_token_ids.cpu()
+        target_token_ids, pages = self._target_token_ids.cpu(), self._pages
         for index, (req_id, start, end, end_of_step) in enumerate(
             zip(batch.req_ids, self._starts, self._ends, ends_of_step, strict=True)
         ):
             written = self._written.get(req_id)
-            self.pages.forget(index, start, end_of_step)
+            self._held.forget(pages[index], start, end_of_step)
             if (
                 written is None
                 or written.first != start
-                or written.page != self.pages.page_of(index, start)
+                or written.page != pages[index, start // self._page_size]
             ):
                 continue
             first_token = self._query_starts[index]
@@ -319,7 +325,7 @@ class ModelDraft(LoadedDraft, OwnCache):
                 (i for i, (one, other) in enumerate(pairs) if one != other),
                 min(len(verified), len(written.tokens)),
             )
-            self.pages.add(index, start, start + equal)
+            self._held.add(pages[index], start, start + equal)
         self._written = {}
 
     @override
@@ -327,61 +333,45 @@ class ModelDraft(LoadedDraft, OwnCache):
         # Without a pass to follow, tokens of plain steps can wait.
         arriving = np.logical_or(batch.is_prefilling, batch.is_first)
         can_wait = not num_steps and self.may_lag
-        if can_wait and not (arriving.any() and self.pages.reads_whole_prompts):
+        if can_wait and not arriving.any():
             return
-        proposer = self._proposer
+        proposer, pages = self._proposer, self._pages
         max_catch_up = min(proposer.num_latest(num_steps), _MAX_CATCH_UP * max(1, num_steps))
         room, pieces = proposer.max_num_tokens - len(batch.req_ids), []
         for index, end in enumerate(self._ends):
             if can_wait and not arriving[index]:
                 continue
-            if batch.is_prefilling[index] and not self.pages.reads_whole_prompts:
-                continue
-            lacking = self.pages.lacking(index, end)
-            number = len(lacking)
+            first = self._held.first_lacking(pages[index], end)
+            number = end - first
             if not number:
                 continue
-            is_contiguous = lacking[0] == end - number
-            if (
-                num_steps
-                and not batch.is_prefilling[index]
-                and is_contiguous
-                and number <= min(max_catch_up, room)
-            ):
-                self._catch_up_starts[index] = end - number
+            if num_steps and not batch.is_prefilling[index] and number <= min(max_catch_up, room):
+                self._catch_up_starts[index] = first
                 room -= number
             else:
-                pieces.append((index, lacking))
+                pieces.append((index, first, end))
         for of_pass in _split(pieces, proposer.max_num_tokens):
             self._read(batch, of_pass)
-        if num_steps:
-            for index, end in enumerate(self._ends):
-                self.pages.write_over(index, end + proposer.num_speculative_tokens)
 
     @override
     def end_round(self, batch: Batch, drafts: torch.Tensor | Sequence[Sequence[int]]) -> None:
-        room, latest = self._proposer.max_model_len, batch.tokens.tolist()
+        room, latest, pages = self._proposer.max_model_len, batch.tokens.tolist(), self._pages
         lists = drafts.tolist() if isinstance(drafts, torch.Tensor) else drafts
         for index, (req_id, end, own) in enumerate(zip(batch.req_ids, self._ends, lists, strict=True)):
             # Passes write the K/V of their inputs; the last draft is only an output.
             if len(own) and not batch.is_prefilling[index] and index not in self._catch_up_starts:
                 tokens = [latest[index], *own[:-1]][: room - end]
                 if tokens:
-                    self._written[req_id] = _Written(end, self.pages.page_of(index, end), tokens)
+                    self._written[req_id] = _Written(end, int(pages[index, end // self._page_size]), tokens)
 
     @override
     def note_plain_step(self, scheduler_output: SchedulerOutput) -> None:
-        inputs = self._proposer.target_runner.input_batch
-        self.pages.begin_step(inputs.req_ids)
+        inputs, pages = self._proposer.target_runner.input_batch, self._pages
         for index, req_id in enumerate(inputs.req_ids):
             first = int(inputs.num_computed_tokens_cpu[index])
             number = scheduler_output.num_scheduled_tokens.get(req_id, 0)
-            self.pages.forget(index, first, first + number)
+            self._held.forget(pages[index], first, first + number)
         self._written = {}
-
-    @override
-    def tables(self, block_tables: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return self.pages.tables(block_tables)
 
     @property
     @override
@@ -398,7 +388,7 @@ class ModelDraft(LoadedDraft, OwnCache):
         queries = draft_pass.queries
         queries = Queries(queries.requests, queries.firsts - lens, queries.lens + lens)
         pieces = [
-            (index, np.arange(first, self._ends[index]))
+            (index, first, self._ends[index])
             for index, first in zip(requests, firsts, strict=True)
             if first < self._ends[index]
         ]
@@ -421,26 +411,19 @@ class ModelDraft(LoadedDraft, OwnCache):
     def note_caught_up(self, queries: Queries) -> None:
         for index in queries.requests.tolist():
             if index in self._catch_up_starts:
-                end = self._ends[index]
-                self.pages.add_read(index, self._catch_up_starts.pop(index), end, end)
+                self._held.add(self._pages[index], self._catch_up_starts.pop(index), self._ends[index])
 
-    def _read(self, batch: Batch, pieces: Sequence[tuple[int, np.ndarray]]) -> None:
-        """Run a catch-up pass over all cached entries: (index in the batch, positions) of each piece.
+    def _read(self, batch: Batch, pieces: Sequence[Piece]) -> None:
+        """Run a catch-up pass over the whole context.
 
         Attending to the whole context, not to a view, makes pages in the prefix cache independent of the
         request that filled them, as with vLLM's own draft models.
         """
         proposer = self._proposer
         tokens, positions, slots = self._inputs_of(pieces)
-        lens = [len(own) for _, own in pieces]
+        lens = [end - first for _, first, end in pieces]
         starts = torch.tensor([0, *np.cumsum(lens).tolist()], dtype=torch.int32)
-        indices = [index for index, _ in pieces]
-        num_tokens = [self._ends[index] for index in indices]
-        # Number of cache entries up to the last token of each piece.
-        ends = [
-            int(np.searchsorted(self.pages.entries(number), own[-1])) + 1
-            for (_, own), number in zip(pieces, num_tokens, strict=True)
-        ]
+        ends = [end for _, _, end in pieces]
         common = proposer.common.replace(
             query_start_loc=starts.to(proposer.device),
             query_start_loc_cpu=starts,
@@ -450,23 +433,24 @@ class ModelDraft(LoadedDraft, OwnCache):
             seq_lens=on_device(ends, proposer.device).to(torch.int32),
             max_seq_len=max(ends),
         )
-        tables = self.pages.tables_of(batch, indices, num_tokens)
+        indices = on_device([index for index, _, _ in pieces], proposer.device)
+        tables = [batch.block_tables[group.kv_cache_group][indices] for group in proposer.groups]
         self.forward(tokens, positions, slots, proposer.whole_metadata(tables, common, slots))
-        for (index, own), number in zip(pieces, num_tokens, strict=True):
-            self.pages.add_read(index, int(own[0]), int(own[-1]) + 1, number)
+        for index, first, end in pieces:
+            self._held.add(self._pages[index], first, end)
 
-    def _inputs_of(
-        self, pieces: Sequence[tuple[int, np.ndarray]]
-    ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    def _inputs_of(self, pieces: Sequence[Piece]) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
         """Return tokens [num_tokens] int32, positions [num_tokens] int64, and slots by layer group."""
         proposer = self._proposer
         tokens = torch.cat([self._tokens_of(*piece) for piece in pieces])
-        positions = np.concatenate([own for _, own in pieces])
-        indices = np.repeat([index for index, _ in pieces], [len(own) for _, own in pieces])
+        positions = np.concatenate([np.arange(first, end) for _, first, end in pieces])
+        lens = [end - first for _, first, end in pieces]
+        indices = np.repeat([index for index, _, _ in pieces], lens)
         slots = []
         for group in proposer.groups:
             size = group.cache.block_size
-            own = self.pages.pages(indices, positions // size, group) * size + positions % size
+            pages = self._table(group)[indices, positions // size].astype(np.int64)
+            own = pages * size + positions % size
             if group.reach is not None:
                 # Pages that the latest step no longer reached may be reassigned (`views/windows.py`).
                 latest = torch.tensor(self._starts)[indices]
@@ -475,16 +459,16 @@ class ModelDraft(LoadedDraft, OwnCache):
             slots.append(on_device(own, proposer.device))
         return tokens, on_device(positions, proposer.device), slots
 
-    def _tokens_of(self, index: int, positions: np.ndarray) -> torch.Tensor:
-        """Return verified tokens of a request, [num_tokens] int32; `positions` [num_tokens] ascend."""
+    def _tokens_of(self, index: int, first: int, end: int) -> torch.Tensor:
+        """Return verified tokens `first` to `end` of a request, [end - first] int32."""
         start = self._starts[index]
-        older, latest = positions[positions < start], positions[positions >= start]
-        of_step = on_device(latest - start + self._query_starts[index], self._target_token_ids.device)
+        offset = self._query_starts[index] - start  # from positions to indices in the target's step
+        of_step = slice(max(first, start) + offset, max(end, start) + offset)
         tokens = self._target_token_ids[of_step].to(torch.int32)
-        if not len(older):
+        if first >= start:
             return tokens
         # Under asynchronous scheduling the host has -1 for tokens that arrived too late.
-        known = self._proposer.target_runner.input_batch.token_ids_cpu[index, older]
+        known = self._proposer.target_runner.input_batch.token_ids_cpu[index, first : min(end, start)]
         return torch.cat([on_device(known.clip(min=0), tokens.device).to(torch.int32), tokens])
 
 
@@ -498,16 +482,16 @@ def draft_beyond_the_end(proposer: "MagicDecProposer") -> None:
     runner.effective_drafter_max_model_len = runner.max_model_len + room
 
 
-def _split(pieces: Sequence[tuple[int, np.ndarray]], max_tokens: int) -> list[list[tuple[int, np.ndarray]]]:
+def _split(pieces: Sequence[Piece], max_tokens: int) -> list[list[Piece]]:
     """Split the pieces into passes of at most `max_tokens` tokens, in order."""
-    passes: list[list[tuple[int, np.ndarray]]] = []
+    passes: list[list[Piece]] = []
     room = 0
-    for index, positions in pieces:
-        while len(positions):
+    for index, first, end in pieces:
+        while first < end:
             if not room:
                 passes.append([])
                 room = max_tokens
-            taken, positions = positions[:room], positions[room:]
-            passes[-1].append((index, taken))
-            room -= len(taken)
+            taken = min(room, end - first)
+            passes[-1].append((index, first, first + taken))
+            first, room = first + taken, room - taken
     return passes

@@ -14,8 +14,6 @@ import numpy as np
 import torch
 import torch.nn as nn
 from typing_extensions import override
-from vllm.config import get_layers_from_vllm_config
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
@@ -25,11 +23,9 @@ from vllm_magicdec.drafting.drafter import OwnCache
 from vllm_magicdec.drafting.layer_groups import LayerGroup
 from vllm_magicdec.views.round import Batch, PageView, Part, Pass, Queries
 from vllm_magicdec.views.tensors import PAD_SLOT, on_device
-from vllm_magicdec.vllm_api.attention_groups import make_attention_groups, refuse_small_buffers
-from vllm_magicdec.vllm_api.draft_pages_v2 import find_pages
+from vllm_magicdec.vllm_api.attention_groups import refuse_small_buffers
 from vllm_magicdec.vllm_api.embeddings import refuse_more_inputs
 from vllm_magicdec.vllm_api.kv_cache import log_draft_memory, refuse_draft_without_whole_context
-from vllm_magicdec.vllm_api.ring_cache import offer_rings
 
 if TYPE_CHECKING:  # imports this module
     from vllm_magicdec.vllm_api.runner_v2 import MagicDecSpeculator
@@ -83,10 +79,6 @@ class Draft(ABC):
     ) -> None:
         """Record the target's step before a round."""
         self._inputs = inputs
-
-    def tables(self, block_tables: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Map vLLM's block tables to the draft's, [num_reqs, max_pages] int32 each, by KV-cache group."""
-        return list(block_tables)
 
     @property
     def reads_ahead(self) -> bool:
@@ -153,12 +145,11 @@ class ModelDraft(LoadedDraft, OwnCache):
     pass over the round's view reads before them. Longer gaps (a prompt's chunk, tokens of plain steps) take
     a pass over all of the draft's pages.
 
-    The host tracks an upper bound on the lacking entries at the end of each request's cache. Tokens too
+    The host tracks an upper bound on the lacking tokens at the end of each request's cache. Tokens too
     many are computed again; where a request has fewer, the pass is padded with tokens that write nowhere.
 
     Pages shared with the target must be complete in both models' layers when vLLM adds them to the prefix
-    cache, so tokens of plain steps are caught up with before a page can be full. A ring is filled in the
-    round after the prompt, and tokens of plain steps wait for the next round.
+    cache, so tokens of plain steps are caught up with before a page can be full.
     """
 
     queries_of_steps = (1, 2)
@@ -168,8 +159,7 @@ class ModelDraft(LoadedDraft, OwnCache):
         # All by row of vLLM's request states.
         num_rows = speculator.max_num_reqs
         self._owners: list[str | None] = [None] * num_rows
-        self._lacking = np.zeros(num_rows, dtype=np.int64)  # upper bound on lacking entries at the end
-        self._is_read = np.zeros(num_rows, dtype=bool)  # whether its ring has been filled
+        self._lacking = np.zeros(num_rows, dtype=np.int64)  # upper bound on lacking tokens at the end
         self._written = np.zeros(num_rows, dtype=np.int64)  # tokens written by the latest round's steps
         self._ends = np.zeros(num_rows, dtype=np.int64)  # upper bound on verified tokens
         self._unsure = np.zeros(num_rows, dtype=np.int64)  # drafts that the latest step verified
@@ -184,33 +174,8 @@ class ModelDraft(LoadedDraft, OwnCache):
         return self
 
     @override
-    def load(self, target: nn.Module, target_layer_names: set[str]) -> nn.Module:
-        model = super().load(target, target_layer_names)
-        vllm_config = self._speculator.vllm_config
-        layer_names = get_layers_from_vllm_config(vllm_config, AttentionLayerBase).keys()
-        offer_rings(vllm_config, layer_names - target_layer_names)
-        return model
-
-    @property
-    @override
-    def attention_groups(self) -> Sequence[Sequence[AttentionGroup]]:
-        return self._attention_groups
-
-    @override
-    def tables(self, block_tables: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return self.pages.tables(block_tables)
-
-    @override
     def lay_out(self, kv_cache_config: KVCacheConfig, groups: Sequence[LayerGroup]) -> None:
         refuse_draft_without_whole_context(groups)
-        speculator, number = self._speculator, groups[0].kv_cache_group
-        vllm_config, device = speculator.vllm_config, speculator.device
-        self.pages = find_pages(vllm_config, kv_cache_config, number, device)
-        self._attention_groups = list(speculator.attn_groups)
-        if not self._attention_groups[number]:  # vLLM creates none for a group of rings
-            self._attention_groups[number] = make_attention_groups(
-                groups[0], speculator.target_attn_groups, vllm_config, device
-            )
         refuse_small_buffers(self.attention_groups)
         log_draft_memory(kv_cache_config, groups)
         self._page_size = groups[0].cache.block_size
@@ -239,13 +204,8 @@ class ModelDraft(LoadedDraft, OwnCache):
         was_complete = lacking == 0
         # A verification adds tokens that the round's steps have written, and at most one more.
         decoded = np.maximum(1, lacking + taken - self._written[rows])
-        if self.pages.reads_whole_prompts:
-            lacking = np.where(self._has_prompt, lacking + taken, decoded)
-        else:
-            self._is_read[rows] &= is_same & ~self._has_prompt
-            lacking = np.where(self._is_read[rows], decoded, known_lens)
-            was_complete &= self._is_read[rows]
-        self._lacking[rows] = np.minimum(lacking, self.pages.max_entries(known_lens))
+        lacking = np.where(self._has_prompt, lacking + taken, decoded)
+        self._lacking[rows] = np.minimum(lacking, known_lens)
         drafts = inputs.num_draft_tokens_per_req
         verified = np.zeros_like(taken) if drafts is None else drafts[:num_reqs].astype(np.int64)
         # The scheduler may not know the result of the previous step either.
@@ -261,13 +221,8 @@ class ModelDraft(LoadedDraft, OwnCache):
     def catch_up(self, batch: Batch, num_steps: int) -> None:
         # Without a step to follow, tokens of plain steps can wait.
         speculator, num_reqs = self._speculator, len(batch.req_ids)
-        whole = self.pages.reads_whole_prompts
-        if not whole and not num_steps:
-            return
         lacking = self._lacking[self._rows]
         is_due = lacking > 0
-        if not whole:
-            is_due &= ~np.asarray(batch.is_prefilling)
         if not num_steps:
             if self._may_lag:
                 ends = np.asarray(batch.known_lens) // self._page_size
@@ -282,7 +237,6 @@ class ModelDraft(LoadedDraft, OwnCache):
         for of_pass in _split([(index, int(lacking[index])) for index in due], speculator.max_num_tokens):
             self._read(batch, lacking, of_pass)
         self._lacking[self._rows[is_due]] = 0
-        self._is_read[self._rows[~np.asarray(batch.is_prefilling)]] = True
 
     def _leave_to_view(self, is_due: np.ndarray, lacking: np.ndarray, num_steps: int) -> np.ndarray:
         """Return the requests, [num_reqs] bool, that wait for the round's first wide pass."""
@@ -351,23 +305,22 @@ class ModelDraft(LoadedDraft, OwnCache):
         self._has_catch_up = None  # dummy steps may follow
 
     def _read(self, batch: Batch, lacking: np.ndarray, pieces: Sequence[tuple[int, int, int]]) -> None:
-        """Run a catch-up pass over all cached entries.
+        """Run a catch-up pass over the whole context.
 
         Attending to the whole context, not to a view, makes pages in the prefix cache independent of the
         request that filled them, as with vLLM's own draft models. A piece has the index in the batch, and
-        first and end of a range among the request's `lacking` entries (upper bounds, [num_reqs] int64).
+        first and end of a range among the request's `lacking` tokens (upper bounds, [num_reqs] int64).
         """
         speculator, device = self._speculator, batch.context_lens.device
         lens = [end - first for _, first, end in pieces]
         requests = [index for index, _, _ in pieces]
         rows = on_device(np.repeat(requests, lens), device)
         within = on_device(np.concatenate([np.arange(first, end) for _, first, end in pieces]), device)
-        gaps = self.pages.gaps(batch.context_lens)  # [num_reqs], as are the next two
-        num_entries = batch.context_lens - gaps
-        firsts = (num_entries - on_device(lacking, device)).clamp(min=0)  # first lacking entry
-        entries = firsts[rows] + within
-        is_written = entries < num_entries[rows]
-        positions = self.pages.positions(entries, gaps[rows]).clamp(max=speculator.max_model_len - 1)
+        # [num_reqs], the first lacking token.
+        firsts = (batch.context_lens - on_device(lacking, device)).clamp(min=0)
+        positions = firsts[rows] + within
+        is_written = positions < batch.context_lens[rows]
+        positions = positions.clamp(max=speculator.max_model_len - 1)
         slots = self._slots_of(batch, rows, positions, is_written)
         starts = np.concatenate([[0], np.cumsum(lens)]).astype(np.int32)
         indices = on_device(requests, device)
@@ -376,8 +329,8 @@ class ModelDraft(LoadedDraft, OwnCache):
             query_start_loc_cpu=torch.from_numpy(starts),
             max_query_len=max(lens),
             seq_lens=(firsts[indices] + on_device([end for _, _, end in pieces], device)).to(torch.int32),
-            max_seq_len=int(self.pages.max_entries(np.asarray(batch.known_lens)[requests]).max()),
-            block_tables=self.pages.tables_of_entries(batch.block_tables, indices, gaps[indices]),
+            max_seq_len=int(np.asarray(batch.known_lens)[requests].max()),
+            block_tables=[table[indices] for table in batch.block_tables],
             slots=slots,
             positions=positions,
         )

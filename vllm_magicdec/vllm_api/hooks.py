@@ -10,7 +10,6 @@ Engines with a method of the plugin later patch more: `attention/switch.py` wrap
 layer, and `cpu_sampling.py`, `cpu_attention.py` and `cpu_llvmlite.py` fix vLLM on CPUs.
 """
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +27,6 @@ from vllm_magicdec.config import (
 from vllm_magicdec.errors import MagicDecConfigError
 from vllm_magicdec.vllm_api.engine_config import EngineSpeculativeConfig, reads_activations
 from vllm_magicdec.vllm_api.hook import Hook, Wrap, after, before, in_words, instead
-from vllm_magicdec.vllm_api.versions import kv_planning
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -161,24 +159,12 @@ def _reserve_memory(
     if not _engine_selects({"vllm_config": vllm_config}):
         return original(vllm_config, kv_cache_specs, available_memory, *args)
     from vllm_magicdec.vllm_api.kv_cache import leave_memory_for_drafting
-    from vllm_magicdec.vllm_api.ring_cache import log_ring_capacity
 
     available_memory = [
         leave_memory_for_drafting(vllm_config, specs, available)
         for specs, available in zip(kv_cache_specs, available_memory, strict=True)
     ]
-    configs = original(vllm_config, kv_cache_specs, available_memory, *args)
-    log_ring_capacity(vllm_config, kv_cache_specs, configs[0])
-    return configs
-
-
-def _plan_rings(original: Callable[..., Any], *args: Any) -> Any:
-    *builder, vllm_config, kv_cache_spec = args
-    if not _engine_selects({"vllm_config": vllm_config}):
-        return original(*args)
-    from vllm_magicdec.vllm_api.ring_cache import plan_groups
-
-    return plan_groups(vllm_config, kv_cache_spec, functools.partial(original, *builder)).groups
+    return original(vllm_config, kv_cache_specs, available_memory, *args)
 
 
 def _pass_adapters(batch: Any, runner: Any, *_: Any, **__: Any) -> Any:
@@ -281,15 +267,6 @@ MEMORY_HOOK = Hook(
     wrap=instead(_reserve_memory),
 )
 
-RINGS_HOOK = Hook(
-    module=kv_planning.MODULE,
-    owner=kv_planning.OWNER,
-    name="get_kv_cache_groups",
-    parameters=kv_planning.PARAMETERS,
-    reason="a draft model that reads only sinks and a window needs KV cache for these alone",
-    wrap=instead(_plan_rings),
-)
-
 ADAPTERS_HOOK = Hook(
     module="vllm.v1.worker.gpu.model_runner",
     owner="GPUModelRunner",
@@ -376,7 +353,6 @@ ATTENTION_HOOKS = (
 # Hooks that are still needed if vLLM's registry constructs the plugin's classes.
 HOOKS_BESIDE_REGISTRY = (
     MEMORY_HOOK,
-    RINGS_HOOK,
     ADAPTERS_HOOK,
     *COUNTS_HOOKS,
     DRAFTS_HOOK,

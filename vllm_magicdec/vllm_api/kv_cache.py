@@ -3,6 +3,8 @@
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
+from importlib import import_module
+from importlib.util import find_spec
 
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.logger import init_logger
@@ -14,8 +16,6 @@ from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.drafting.layer_groups import LayerGroup, find_layer_groups, reaches_of
 from vllm_magicdec.drafting.sizing import memory_of_drafting
 from vllm_magicdec.errors import MODEL_METHOD, MagicDecConfigError
-from vllm_magicdec.vllm_api.ring_cache import RingSpec
-from vllm_magicdec.vllm_api.versions import kv_planning
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -37,12 +37,7 @@ def layer_groups(
     """
     layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
     specs = {name: layer.get_kv_cache_spec(vllm_config) for name, layer in layers.items()}
-    groups = [
-        replace(group, kv_cache_spec=group.kv_cache_spec.layer)
-        if isinstance(group.kv_cache_spec, RingSpec)
-        else group
-        for group in kv_cache_config.kv_cache_groups
-    ]
+    groups: Sequence[KVCacheGroupSpec] = kv_cache_config.kv_cache_groups
     if names is not None:
         groups = _restrict(groups, lambda name: name in names)
     return find_layer_groups(groups, reaches_of(specs))
@@ -97,7 +92,7 @@ def leave_memory_for_drafting(
         return available  # its views are block tables, as small as vLLM's own
     if cache_config.kv_cache_memory_bytes or cache_config.num_gpu_blocks_override:
         return available
-    groups = kv_planning.get_kv_cache_groups(vllm_config, dict(kv_cache_specs))
+    groups = _group_layers(vllm_config, kv_cache_specs)
     drafting = groups
     if spec.has_draft_model:
         drafting = _restrict(groups, lambda name: name.startswith(_DRAFT_LAYER_PREFIX))
@@ -114,6 +109,19 @@ def leave_memory_for_drafting(
         format_gib(left),
     )
     return left
+
+
+def _group_layers(
+    vllm_config: VllmConfig, kv_cache_specs: Mapping[str, KVCacheSpec]
+) -> Sequence[KVCacheGroupSpec]:
+    """Group layers by their KV-cache specs, as vLLM does."""
+    if find_spec("vllm.v1.core.kv_cache_config_builder") is None:  # vLLM 0.32
+        planner = import_module("vllm.v1.core.kv_cache_utils")
+    else:
+        builders = import_module("vllm.v1.core.kv_cache_config_builder")
+        planner = builders.get_kv_cache_config_builder(vllm_config)
+    groups: Sequence[KVCacheGroupSpec] = planner.get_kv_cache_groups(vllm_config, dict(kv_cache_specs))
+    return groups
 
 
 def _block_bytes(group: KVCacheGroupSpec) -> int:

@@ -7,6 +7,7 @@ untyped attributes that mypy does not check. The plugin checks all of them befor
 
 import re
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 from vllm_magicdec.vllm_api.hook import Required
 
@@ -152,6 +153,14 @@ _NAMES = {
         DraftModelSpeculator._copy_request_inputs(num_reqs, idx_mapping, temperature, seeds)
     """,
 }
+# How vLLM groups layers (`kv_cache.py`): by a function of vLLM 0.32, since 0.33 by the platform's builder.
+if find_spec("vllm.v1.core.kv_cache_config_builder") is None:
+    _NAMES["vllm.v1.core.kv_cache_utils"] = "get_kv_cache_groups(vllm_config, kv_cache_spec)"
+else:
+    _NAMES["vllm.v1.core.kv_cache_config_builder"] = "get_kv_cache_config_builder(vllm_config)"
+    _NAMES["vllm.v1.core.kv_cache_planning"] = """
+        DefaultKVCacheConfigBuilder.get_kv_cache_groups(vllm_config, kv_cache_spec)
+    """
 
 
 def _parse(module: str, names: str) -> Iterator[Required]:

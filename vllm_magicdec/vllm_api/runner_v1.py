@@ -318,9 +318,7 @@ class MagicDecProposer(DraftModelProposer):
         return Batch(
             req_ids=inputs.req_ids[:num_reqs],
             tokens=tokens,
-            block_tables=self._drafting.tables(
-                [table.get_device_tensor(num_reqs) for table in inputs.block_table.block_tables]
-            ),
+            block_tables=[table.get_device_tensor(num_reqs) for table in inputs.block_table.block_tables],
             context_lens=context_lens,
             observable_lens=torch.from_numpy(known_lens).to(self.device, non_blocking=True),
             known_lens=known_lens,

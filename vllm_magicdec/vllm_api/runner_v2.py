@@ -203,7 +203,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         if self.device.type == "cuda" and not self.vllm_config.model_config.enforce_eager:
             weakest, _ = find_weakest_graphs(self.target_attn_groups, self.vllm_config)
             if cudagraph_mode.decode_mode() == CUDAGraphMode.FULL:
-                # vLLM has not checked layers with rings.
+                # vLLM captures FlexAttention's verifications, which says nothing about draft steps.
                 own, support = find_weakest_graphs(self._attention_groups, self.vllm_config)
                 if support.value < AttentionCGSupport.UNIFORM_BATCH.value:
                     weakest, cudagraph_mode = own, CUDAGraphMode.NONE
@@ -326,9 +326,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         return Batch(
             req_ids=batch.req_ids[:num_reqs],
             tokens=last_sampled[batch.idx_mapping].view(-1),
-            block_tables=self._drafting.tables(
-                [table[:num_reqs] for table in self.block_tables.input_block_tables]
-            ),
+            block_tables=[table[:num_reqs] for table in self.block_tables.input_block_tables],
             context_lens=context_lens,
             observable_lens=context_lens,
             known_lens=known_lens,
