@@ -43,13 +43,15 @@ class Budget:
 
 
 def fixed_tokens(budget: float, min_budget: int) -> tuple[str, int]:
-    """The option and the tokens that a budget holds for contexts of any length.
+    """The options, for a message, and the tokens that a budget holds for contexts of any length.
 
     Args:
         budget: tokens, or a fraction of the context when below 1.
         min_budget: tokens; the minimum of a fraction.
     """
-    return ("draft_kv_min_budget", min_budget) if budget < 1 else ("draft_kv_budget", int(budget))
+    if budget >= 1:
+        return "draft_kv_budget", int(budget)
+    return f"draft_kv_budget={budget:g} with draft_kv_min_budget", min_budget
 
 
 class RequestRows:
