@@ -97,8 +97,8 @@ def speculations(
 def take_totals(worker: Any) -> dict[str, int]:
     """Return a worker's counters of lookups, or nothing without lookups."""
     drafter = getattr(worker.model_runner, "drafter", None)
-    staged = drafter and drafter._drafter._staged
-    return dict(staged._counters.totals) if staged else {}
+    passes = drafter and getattr(drafter._drafter._loop, "passes", None)
+    return dict(passes._counters.totals) if passes else {}
 
 
 def decode_and_count(llm: Any, prompts: list[list[int]], num_tokens: int, temperature: float) -> Counted:

@@ -41,14 +41,15 @@ def noted_speculative_steps(worker: Any) -> int | None:
 
 
 def look_up_at_random(worker: Any, seed: int) -> None:
+    from vllm_magicdec.drafting.loops import Wide
     from vllm_magicdec.lookup.continuation import Continuation
 
-    drafter, rng = draft_of(worker)._drafter, random.Random(seed)
-    if drafter._wide is not None:
-        _look_up_on_device_at_random(drafter._wide, rng, worker.model_config.get_vocab_size())
+    loop, rng = draft_of(worker)._drafter._loop, random.Random(seed)
+    if isinstance(loop, Wide):
+        _look_up_on_device_at_random(loop.passes, rng, worker.model_config.get_vocab_size())
         return
-    drafter._staged._min_acceptance = 0.0  # random lookups contradict whatever is drafted
-    lookups = drafter._staged._lookups
+    loop.passes._min_acceptance = 0.0  # random lookups contradict whatever is drafted
+    lookups = loop.passes._lookups
     own, vocab_size = lookups.look_up, worker.model_config.get_vocab_size()
 
     def look_up(req_id: str, drafted: list[int], most: int, *min_acceptance: float) -> Continuation:
@@ -87,14 +88,14 @@ def _look_up_on_device_at_random(wide: Any, rng: random.Random, vocab_size: int)
 
 def leave_unlikely_out(worker: Any, min_acceptance: float) -> None:
     """Drop drafts below `min_acceptance` from a fixed number."""
-    draft_of(worker)._drafter._staged._min_acceptance = min_acceptance
+    draft_of(worker)._drafter._loop.passes._min_acceptance = min_acceptance
 
 
 def cut_drafts(worker: Any, min_acceptance: float, min_gain: float = 0.0) -> None:
     """Draft by a controller's plan with these thresholds."""
     from vllm_magicdec.adaptive.draft_plan import DraftPlan
 
-    staged = draft_of(worker)._drafter._staged
+    staged = draft_of(worker)._drafter._loop.passes
     draft = staged.draft
 
     def draft_by_plan(batch: Any, num_steps: int, prepare: Any) -> Any:
@@ -104,7 +105,7 @@ def cut_drafts(worker: Any, min_acceptance: float, min_gain: float = 0.0) -> Non
 
 
 def served_answers(worker: Any) -> list[int]:
-    served = draft_of(worker)._drafter._staged._lookups._sources["served"]
+    served = draft_of(worker)._drafter._loop.passes._lookups._sources["served"]
     return [*served._older.tokens.tolist(), *served._newer.tokens.tolist()]
 
 
@@ -112,7 +113,7 @@ def break_lookups(worker: Any) -> None:
     def look_up(*args: Any) -> Any:
         raise RuntimeError("broken on purpose")
 
-    draft_of(worker)._drafter._staged._lookups.look_up = look_up
+    draft_of(worker)._drafter._loop.passes._lookups.look_up = look_up
 
 
 def wait_in_drafts(worker: Any) -> None:
@@ -133,58 +134,29 @@ def forget_failures(worker: Any) -> None:
 
     drafter = draft_of(worker)._drafter
     drafter._pauses = Pauses("Drafting", "steps go on without useful drafts")
-    if drafter._staged is not None:
-        drafter._staged._lookup_pauses = Pauses("A lookup", "every draft takes a pass of its own")
-    if drafter._wide is not None:
-        drafter._wide._pauses = Pauses("A lookup", "every draft takes a pass of its own")
+    passes = getattr(drafter._loop, "passes", None)
+    for name in ("_lookup_pauses", "_pauses"):
+        if hasattr(passes, name):
+            setattr(passes, name, Pauses("A lookup", "every draft takes a pass of its own"))
 
 
 def draft_twice(worker: Any) -> None:
+    """Draft every round by passes with lookups and by one pass per token, and compare."""
     from collections import Counter
 
     import torch
 
-    from vllm_magicdec.views.round import Round
+    from vllm_magicdec.drafting.loops import Staged
 
     runner = draft_of(worker)
     drafter = runner._drafter
+    loop, is_staged = drafter._loop, isinstance(drafter._loop, Staged)
+    is_v2 = worker.vllm_config.use_v2_model_runner
     compared = Counter(drafts=0, rounds=0, different=0, other_logits=0, not_kept=0, passes=0)
-    if drafter._staged is not None:
-        drafter._staged._min_acceptance = 0.0  # to compare as many drafts as possible
+    if is_staged:
+        loop.passes._min_acceptance = 0.0  # to compare as many drafts as possible
     # None also for greedy drafts.
-    read = runner.draft_logits if worker.vllm_config.use_v2_model_runner else None
-
-    def draft_one_by_one(prepared: Any, batch: Any, drafts: torch.Tensor) -> torch.Tensor:
-        tokens, one_by_one = batch.tokens, torch.zeros_like(drafts)
-        for index in range(drafts.shape[1]):
-            tokens = runner.run(prepared.step(index, tokens)).tokens
-            one_by_one[:, index] = tokens
-        return one_by_one
-
-    def fill_twice(drafts: torch.Tensor, batch: Any, num_steps: int) -> None:
-        prepared = Round(
-            [
-                views.prepare(batch.of_group(group.kv_cache_group), num_steps)
-                for group, views in zip(drafter.groups, drafter._views, strict=True)
-            ]
-        )
-        staged = drafter._staged.draft(batch, num_steps, lambda: prepared)
-        drafter.draft_lists = staged
-        logits = None if read is None else read.clone()
-        one_by_one = draft_one_by_one(prepared, batch, drafts)
-        for index, context_len in enumerate(batch.context_lens.tolist()):
-            if not batch.is_prefilling[index]:
-                used = min(num_steps, runner.max_model_len - context_len)
-                if not worker.vllm_config.use_v2_model_runner:
-                    assert staged[index]
-                    used = min(used, len(staged[index]))  # passes that gain too little are left out
-                same = staged[index] == one_by_one[index, :used].tolist()
-                compared.update(drafts=used, rounds=1, different=not same)
-                if logits is not None and same:
-                    row = runner.idx_mapping[index]
-                    both = logits[row, :used], read[row, :used]
-                    compared.update(other_logits=not torch.allclose(*both, rtol=1e-4, atol=1e-4))
-
+    read = runner.draft_logits if is_v2 else None
     latest: list[torch.Tensor] = []
     if read is not None:
         compute = runner.compute_draft_logits
@@ -195,38 +167,55 @@ def draft_twice(worker: Any) -> None:
 
         runner.compute_draft_logits = compute_and_note
 
-    def fill_widely_twice(drafts: torch.Tensor, batch: Any, num_steps: int) -> None:
-        num_passes = drafter._wide.begin_round(batch, num_steps)
-        drafter.takes_passes = num_passes > 0
-        prepared = drafter._prepare(batch, num_steps)
-        num_passes = drafter._wide.draft(drafts, batch, prepared, num_passes)
-        logits = None if read is None else read.clone()
-        if num_passes and logits is not None:
-            # The kept logits are those that every token was sampled from, also after the last pass.
-            of_drafts = latest[-1].view(*drafts.shape, -1)
-            for index, is_prefilling in enumerate(batch.is_prefilling):
-                if not is_prefilling:
-                    kept = logits[runner.idx_mapping[index], :num_steps]
-                    compared.update(not_kept=not torch.equal(kept, of_drafts[index]))
-        one_by_one = draft_one_by_one(prepared, batch, drafts)
-        if drafter._own_cache is not None:
-            drafter._own_cache.end_round(batch, one_by_one)
-        if not num_passes:
-            drafts.copy_(one_by_one)
-            return
-        for index in range(len(drafts)):
-            if batch.is_prefilling[index]:
-                continue
-            same = torch.equal(drafts[index, :num_passes], one_by_one[index, :num_passes])
-            compared.update(drafts=num_passes, rounds=1, different=not same, passes=num_passes)
-            if logits is not None and same:
-                row = runner.idx_mapping[index]
-                both = logits[row, :num_passes], read[row, :num_passes]
-                compared.update(other_logits=not torch.allclose(*both, rtol=1e-4, atol=1e-4))
-        if logits is not None:
-            read.copy_(logits)
+    class Twice:
+        """The loop, and then steps over the same views, whose drafts are dropped."""
 
-    drafter._draft_round = fill_twice if drafter._wide is None else fill_widely_twice
+        def draft(self, batch: Any, num_steps: int, prepare: Any) -> Any:
+            rounds: list[Any] = []
+
+            def prepare_once(*, is_wide: bool = False) -> Any:
+                rounds.append(prepare(is_wide=is_wide))
+                return rounds[0]
+
+            drafts = loop.draft(batch, num_steps, prepare_once)
+            made = drafts.lists or drafts.tokens.clone()
+            logits = None if read is None else read.clone()
+            if not is_staged and drafts.num_passes == num_steps:  # the drafts of steps
+                return drafts
+            if logits is not None and not is_staged:
+                # The kept logits are those that every token was sampled from, also after the last pass.
+                of_drafts = latest[-1].view(*made.shape, -1)
+                for index, is_prefilling in enumerate(batch.is_prefilling):
+                    if not is_prefilling:
+                        kept = logits[runner.idx_mapping[index], :num_steps]
+                        compared.update(not_kept=not torch.equal(kept, of_drafts[index]))
+            tokens, one_by_one = batch.tokens, []
+            for index in range(num_steps):
+                tokens = runner.run((rounds or [prepare()])[0].step(index, tokens)).tokens
+                one_by_one.append(tokens.tolist())
+            for index, own in enumerate(zip(*one_by_one, strict=True)):
+                if batch.is_prefilling[index]:
+                    continue
+                used = min(num_steps, runner.max_model_len - int(batch.context_lens[index]))
+                if not is_staged:
+                    used = drafts.num_passes
+                elif not is_v2:
+                    assert made[index]
+                    used = min(used, len(made[index]))  # passes that gain too little are left out
+                same = [*map(int, made[index][:used])] == list(own[:used])
+                compared.update(drafts=used, rounds=1, different=not same)
+                compared.update(passes=0 if is_staged else drafts.num_passes)
+                if logits is not None and same:
+                    row = runner.idx_mapping[index]
+                    both = logits[row, :used], read[row, :used]
+                    compared.update(other_logits=not torch.allclose(*both, rtol=1e-4, atol=1e-4))
+            if not is_staged:
+                drafts.tokens.copy_(made)
+                if logits is not None:
+                    read.copy_(logits)
+            return drafts
+
+    drafter._loop = Twice()
     drafter.compared = compared
 
 
@@ -279,8 +268,8 @@ def watch_draft_cache(worker: Any) -> None:
     from vllm_magicdec.attention.rows import KVRows
 
     proposer = draft_of(worker)
-    cache, layers = proposer._drafting, worker.model_runner.compilation_config.static_forward_context
-    seen = worker._draft_cache = {"tokens": 0, "difference": 0.0, "rounds": 0, "catch_up": 0}
+    cache, layers = proposer._cache, worker.model_runner.compilation_config.static_forward_context
+    seen = worker._draft_cache = {"tokens": 0, "difference": 0.0, "rounds": 0, "catch_up": 0, "lag": 0}
     catch_up = cache.catch_up
 
     def rows_of(name: str) -> Any:
@@ -288,26 +277,17 @@ def watch_draft_cache(worker: Any) -> None:
         isa = getattr(layer.impl, "isa", None) or getattr(layer, "isa", None)
         return KVRows.of(layer.kv_cache, layer.get_attn_backend().get_name(), isa)
 
-    def held_on_v1(batch: Any) -> tuple[Any, list[int]]:
-        seen["catch_up"] = max(seen["catch_up"], cache.num_catch_up_tokens)
-        pages = worker.model_runner.input_batch.block_table.block_tables[0].block_table.np
-        return pages, list(map(cache._held.first_lacking, pages, cache._ends))
-
-    def held_on_v2(batch: Any) -> tuple[Any, list[int]]:
-        has_catch_up, lacking = cache._has_catch_up, cache._lacking[cache._rows]
-        seen["catch_up"] = max(seen["catch_up"], 0 if has_catch_up is None else int(has_catch_up.sum()))
-        seen["lag"] = max(seen.get("lag", 0), int(lacking.max()))
-        pages = proposer.block_tables.input_block_tables[0].numpy()
-        return pages, (batch.context_lens.numpy() - lacking).clip(min=0).tolist()
-
     is_v2 = worker.vllm_config.use_v2_model_runner
-    names = sorted(cache.layer_names if is_v2 else proposer._draft_attn_layer_names)
+    names = sorted(proposer.draft_attn_layer_names if is_v2 else proposer._draft_attn_layer_names)
 
-    def catch_up_and_compare(batch: Any, num_steps: int) -> None:
-        catch_up(batch, num_steps)
+    def catch_up_and_compare(batch: Any, num_steps: int, **options: Any) -> None:
+        catch_up(batch, num_steps, **options)
+        waiting, lacking = cache._waiting, cache._lacking[cache._rows]
+        seen["catch_up"] = max(seen["catch_up"], 0 if waiting is None else int(waiting.sum()))
+        seen["lag"] = max(seen["lag"], int(lacking.max()))
         seen["rounds"] += 1
-        pages, ends = held_on_v2(batch) if is_v2 else held_on_v1(batch)
-        for of_request, end in zip(pages, ends, strict=False):  # vLLM's tables have more rows
+        ends = (batch.context_lens.numpy() - lacking).clip(min=0).tolist()
+        for of_request, end in zip(batch.block_tables[0].numpy(), ends, strict=True):
             if not end:
                 continue
             page, within = np.divmod(np.arange(end), cache._page_size)
@@ -324,12 +304,12 @@ def watch_draft_cache(worker: Any) -> None:
 
 
 def read_prompts_late(worker: Any) -> None:
-    cache = draft_of(worker)._drafting
+    cache = draft_of(worker)._cache
     catch_up = cache.catch_up
 
-    def catch_up_late(batch: Any, num_steps: int) -> None:
+    def catch_up_late(batch: Any, num_steps: int, **options: Any) -> None:
         if not any(batch.is_prefilling):
-            catch_up(batch, num_steps)
+            catch_up(batch, num_steps, **options)
 
     cache.catch_up = catch_up_late
 
@@ -366,11 +346,12 @@ def run_passes_as_captured(worker: Any) -> None:
 
     runner = draft_of(worker)
 
-    def replay(tokens: Any, step: Any, num_adapters: int) -> Any:
-        return runner.forward_and_sample_each(tokens, step, runner.step_metadata(step))
+    def replay(draft_pass: Any, num_adapters: int) -> Any:
+        return runner.forward_and_sample(draft_pass, runner.pass_metadata(draft_pass))
 
     as_captured = SimpleNamespace(replay=replay, graphs={None: None}, max_captured_reqs=4)
-    runner._graphs = RoundGraphs(passes=dict.fromkeys(runner.speculative_config.round_lengths, as_captured))
+    kinds = [(length, length) for length in runner.speculative_config.round_lengths if length > 1]
+    runner._graphs = RoundGraphs(dict.fromkeys(kinds, as_captured))
 
 
 def count_replays(worker: Any) -> dict[int, int]:

@@ -134,14 +134,11 @@ def capture(speculator: Any, sizes: list[int]) -> None:
 
 def num_replays(speculator: Any) -> dict[str, int]:
     """Count replays by padded batch size; keys with "x 2" are steps of two query tokens per request."""
-    numbers = {
-        f"{desc.num_reqs}{'' if num_queries == 1 else f' x {num_queries}'}": graph.num_replays
-        for num_queries, graphs in speculator._graphs._steps.items()
-        for desc, graph in graphs.graphs.items()
-    }
-    for num_drafts, passes in speculator._graphs._passes.items():
-        for desc, graph in passes.graphs.items():
-            numbers[f"{desc.num_reqs} x {num_drafts}, a pass"] = graph.num_replays
+    numbers = {}
+    for (num_queries, num_sampled), graphs in speculator._graphs._graphs.items():
+        kind = "" if num_queries == 1 else f" x {num_queries}"
+        kind += ", a pass" if num_sampled > 1 else ""
+        numbers |= {f"{desc.num_reqs}{kind}": graph.num_replays for desc, graph in graphs.graphs.items()}
     return numbers
 
 

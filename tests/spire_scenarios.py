@@ -28,7 +28,7 @@ def watch_cache(worker: Any) -> None:
         return KVRows.of(layer.kv_cache, layer.get_attn_backend().get_name(), getattr(layer, "isa", None))
 
     def compare(req_tables: np.ndarray, ends: list[int]) -> None:
-        size = draft.groups[0].cache.block_size
+        size = draft._drafter.groups[0].cache.block_size
         for pages, end in zip(req_tables, ends, strict=True):
             positions = np.arange(end)
             slots = torch.from_numpy(pages[positions // size].astype(np.int64) * size + positions % size)
@@ -42,12 +42,12 @@ def watch_cache(worker: Any) -> None:
             seen["tokens"] += end
         seen["rounds"] += 1
 
-    cache = draft._drafting.own_cache
+    cache = draft._cache
     begin_round = cache.begin_round
 
     def begin_and_compare(batch: Any) -> None:
         begin_round(batch)
-        table = batch.block_tables[draft.groups[0].kv_cache_group]
+        table = batch.block_tables[draft._drafter.groups[0].kv_cache_group]
         compare(table.numpy(), batch.context_lens.tolist())
 
     cache.begin_round = begin_and_compare
@@ -107,7 +107,7 @@ def note_drafts(worker: Any) -> None:
     """Record each round's verified tokens, and the draft's tokens and logits after them."""
     proposer = draft_of(worker)
     rounds = worker._spire_rounds = []
-    draft, forward = proposer._drafter.draft, proposer._drafting.forward
+    draft, forward = proposer._drafter.draft, proposer.forward
     run = proposer.run
     indices: list[int] = []  # request of each token of the latest forward pass
 
@@ -123,7 +123,7 @@ def note_drafts(worker: Any) -> None:
             rounds[-1][index]["logits"].append(own.clone())
         return hidden_states
 
-    def note_round(num_reqs: int, num_steps: int, read_batch: Any, read_histories: Any) -> Any:
+    def note_round(num_steps: int, read_batch: Any, read_histories: Any) -> Any:
         def read_and_note() -> Any:
             batch = read_batch()
             histories = [history.after(0).tolist() for history in read_histories(batch)]
@@ -143,9 +143,9 @@ def note_drafts(worker: Any) -> None:
             )
             return batch
 
-        return draft(num_reqs, num_steps, read_and_note, read_histories)
+        return draft(num_steps, read_and_note, read_histories)
 
-    proposer._drafter.draft, proposer._drafting.forward = note_round, note_forward
+    proposer._drafter.draft, proposer.forward = note_round, note_forward
     proposer.run = note_pass
 
 

@@ -22,8 +22,8 @@ REGISTRY = "vllm.v1.spec_decode.registry"  # the patch in patches/ adds it to vL
 # The fields of its SpeculativeMethodSpec.
 _SPEC = {
     "config_cls": "vllm_magicdec.vllm_api.engine_config.EngineSpeculativeConfig",
-    "proposer_cls": "vllm_magicdec.vllm_api.runner_v1.MagicDecProposer",
-    "speculator_cls": "vllm_magicdec.vllm_api.runner_v2.MagicDecSpeculator",
+    "proposer_cls": "vllm_magicdec.vllm_api.draft_models_v1.make_proposer",
+    "speculator_cls": "vllm_magicdec.vllm_api.draft_models_v2.make_speculator",
     "add_cli_args": "vllm_magicdec.vllm_api.options.add_options",
     "reads_aux_hidden_states": "vllm_magicdec.vllm_api.engine_config.reads_activations",
 }

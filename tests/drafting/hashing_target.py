@@ -36,8 +36,8 @@ class Target:
 
     Args:
         cache: [num_groups] tokens by slot.
-        max_pass_tokens: see `PassRunner`.
-        reads_ahead: see `PassRunner`.
+        max_pass_tokens: see `drafting.ports.Target`.
+        reads_ahead: see `drafting.ports.Target`.
     """
 
     def __init__(

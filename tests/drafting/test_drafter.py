@@ -18,7 +18,9 @@ from vllm_magicdec.adaptive.draft_plan import DraftLists, DraftPlan
 from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.drafting import drafter
 from vllm_magicdec.drafting.layer_groups import LayerGroup
+from vllm_magicdec.drafting.loops import Staged
 from vllm_magicdec.drafting.pauses import FAILURES_BEFORE_A_PAUSE, FIRST_PAUSE
+from vllm_magicdec.drafting.ports import Cache
 from vllm_magicdec.errors import METHOD
 from vllm_magicdec.lookup.history import History
 from vllm_magicdec.views.round import Sampled
@@ -74,17 +76,17 @@ def make_drafter(monkeypatch):
         cache = FullAttentionSpec(block_size=PAGE, num_kv_heads=1, head_size=8, dtype=torch.float32)
         groups = [LayerGroup(("full",), 0, cache, None), LayerGroup(("near",), 0, cache, SlidingWindow(40))]
         return drafter.Drafter(
-            target, config, groups, SimpleNamespace(num_blocks=64), torch.device("cpu"), pass_runner=target
+            target, config, groups, SimpleNamespace(num_blocks=64), torch.device("cpu"), Cache()
         )
 
     return make
 
 
-def draft(made: drafter.Drafter) -> tuple[bool, list[int]]:
-    """A round of one request."""
+def draft(made: drafter.Drafter) -> list[int] | None:
+    """The drafts of a round of one request; None: there are none."""
     batch = make_batch(["a"], torch.arange(64, dtype=torch.int32).unsqueeze(0), [500])
-    drafted = made.draft(1, GAMMA, lambda: batch)
-    return drafted, made.draft_tokens[0].tolist()
+    drafts = made.draft(GAMMA, lambda: batch)
+    return None if drafts is None else drafts.tokens[0].tolist()
 
 
 @contextmanager
@@ -107,12 +109,12 @@ def listening() -> Iterator[list[str]]:
 def test_a_failing_draft_is_paused_and_resumes(make_drafter):
     target = Target()
     made = make_drafter(target)
-    assert draft(made) == (True, [7] * GAMMA)
+    assert draft(made) == [7] * GAMMA
 
     target.is_broken = True
     with listening() as said:
         for _ in range(100):
-            assert draft(made) == (False, [0] * GAMMA)
+            assert draft(made) is None
     num_failures = FAILURES_BEFORE_A_PAUSE + 1
     assert target.num_tries == 1 + num_failures
     assert made._failures.totals == {
@@ -126,7 +128,7 @@ def test_a_failing_draft_is_paused_and_resumes(make_drafter):
 
     target.is_broken = False
     with listening() as said:
-        drafted = [draft(made)[0] for _ in range(200)]
+        drafted = [draft(made) is not None for _ in range(200)]
     assert drafted[-1] and drafted == sorted(drafted)
     assert len(said) == 1 and "Drafting works again" in said[0]
 
@@ -146,22 +148,20 @@ def test_unfinished_prompts_take_no_pass(make_drafter, monkeypatch):
     batch = make_batch(["a", "b"], torch.arange(128, dtype=torch.int32).view(2, 64), [500, 500])
     for is_prefilling, passes in (([True, True], 0), ([True, False], 1), ([False, False], 1)):
         target.num_tries = 0
-        made.draft_tokens.fill_(9)
         part = replace(batch, is_prefilling=is_prefilling)
-        assert made.draft(2, GAMMA, lambda part=part: part)
+        drafts = made.draft(GAMMA, lambda part=part: part)
         assert target.num_tries == passes
-        assert made.draft_tokens[:, :GAMMA].tolist() == [[7 * passes] * GAMMA] * 2
-    # A policy hears of every round: who is new, and who is gone.
-    assert prepared == [["a", "b"]] * 3 * len(made._views)
+        assert [*map(list, drafts.tokens)] == [[7] * GAMMA * passes] * 2
+    assert prepared == [["a", "b"]] * 2 * len(made._views)
 
 
 def test_finished_requests_reach_lookups_and_failures_are_counted(make_drafter):
     made, told = make_drafter(Target()), []
     made.finish_request("a", [1, 2])  # without lookups nobody asks
-    made._staged = SimpleNamespace(finish=lambda *ended: told.append(ended))
+    made._loop = Staged(SimpleNamespace(finish=lambda *ended: told.append(ended)))
     made.finish_request("a", [1, 2])
     assert told == [("a", [1, 2])]
-    made._staged = SimpleNamespace()  # which can finish nothing
+    made._loop = Staged(SimpleNamespace())  # which can finish nothing
     made.finish_request("a", [1, 2])
     assert made._failures.by_stage.totals == {"lookup": 1} and not made._failures.totals["draft_failures"]
 
@@ -176,8 +176,8 @@ def test_unfinished_prompts_do_not_end_a_pause(make_drafter):
         for _ in range(FAILURES_BEFORE_A_PAUSE):
             draft(made)
         for _ in range(3 * FIRST_PAUSE):
-            made.draft(1, GAMMA, lambda: part)
-        assert draft(made) == (False, [0] * GAMMA)
+            made.draft(GAMMA, lambda: part)
+        assert draft(made) is None
     assert not any("works again" in line for line in said)
     assert made._failures.totals["draft_pauses"] == 2, "one failure more, and a longer pause"
 
@@ -188,10 +188,10 @@ def test_cache_failures_during_a_pause_do_not_extend_it(make_drafter):
     def begin_round(batch):
         raise RuntimeError("broken on purpose")
 
-    made._own_cache = SimpleNamespace(begin_round=begin_round)
+    made._cache = SimpleNamespace(is_own=True, begin_round=begin_round)
     with listening() as said:
         for _ in range(100):
-            assert draft(made) == (False, [0] * GAMMA)
+            assert draft(made) is None
     assert made._failures.totals["draft_pauses"] == 2
     assert made._failures.by_stage.totals == {"own_cache": 100}
     assert len(said) == 3, "a trace, and a line for each pause"
@@ -218,11 +218,10 @@ def test_unreadable_histories_cost_only_speed(make_drafter):
     def read_histories(batch):
         raise IndexError("broken on purpose")
 
-    assert not made.draft(1, GAMMA, lambda: batch, read_histories) and made.draft_lists == [[]]
+    assert made.draft(GAMMA, lambda: batch, read_histories) is None
     assert made._failures.by_stage.totals == {"histories": 1}
     history = History(np.array([1, 2, *[7] * 10, 1], dtype=np.int32), [2])
-    assert made.draft(1, GAMMA, lambda: batch, lambda batch: [history])
-    assert made.draft_lists == [[7] * GAMMA]
+    assert made.draft(GAMMA, lambda: batch, lambda batch: [history]).tokens == [[7] * GAMMA]
 
 
 def test_an_unreadable_batch_costs_only_speed(make_drafter):
@@ -231,16 +230,14 @@ def test_an_unreadable_batch_costs_only_speed(make_drafter):
     def read_batch():
         raise AttributeError("broken on purpose")
 
-    made.draft_tokens.fill_(7)
-    assert not made.draft(2, GAMMA, read_batch)
-    assert made.draft_lists == [[], []] and not made.draft_tokens[:2].any()
+    assert made.draft(GAMMA, read_batch) is None
     assert made._failures.by_stage.totals == {"batch": 1}
 
 
 def test_a_policy_that_fails_is_counted_as_such(make_drafter, monkeypatch):
     made = make_drafter(Target())
     monkeypatch.setattr(made._views[1], "prepare", lambda *args: 1 / 0)
-    assert draft(made) == (False, [0] * GAMMA)
+    assert draft(made) is None
     assert made._failures.by_stage.totals == {"selection": 1}
 
 
@@ -250,14 +247,12 @@ def test_a_round_with_lookups_takes_one_pass_where_they_are_right(make_drafter):
     table = torch.arange(64, dtype=torch.int32).unsqueeze(0)
     history = History(np.array([1, 2, *[7] * 10, 1], dtype=np.int32), [2])
     batch = replace(make_batch(["a"], table, [13]), histories=[history])
-    assert made.draft(1, GAMMA, lambda: batch) and made.draft_lists == [[7] * GAMMA]
+    assert made.draft(GAMMA, lambda: batch).tokens == [[7] * GAMMA]
     assert target.num_tries == 1
-    assert made.draft(1, DraftPlan(GAMMA, lookups_alone=True), lambda: batch) and made.draft_lists == [
-        [7] * GAMMA
-    ]
+    assert made.draft(DraftPlan(GAMMA, lookups_alone=True), lambda: batch).tokens == [[7] * GAMMA]
     assert target.num_tries == 1, "no draft step is made where lookups draft alone"
     target.is_broken = True
-    assert not made.draft(1, GAMMA, lambda: batch) and made.draft_lists == [[]]
+    assert made.draft(GAMMA, lambda: batch) is None
 
 
 def test_failures_with_successes_between_them_end_nothing(make_drafter):
@@ -266,10 +261,10 @@ def test_failures_with_successes_between_them_end_nothing(make_drafter):
     for _ in range(3):
         target.is_broken = True
         for _ in range(FAILURES_BEFORE_A_PAUSE - 1):
-            assert draft(made) == (False, [0] * GAMMA)
+            assert draft(made) is None
         target.is_broken = False
         for _ in range(FIRST_PAUSE):
-            assert draft(made) == (True, [7] * GAMMA)
+            assert draft(made) == [7] * GAMMA
 
 
 def test_a_tensor_parallel_rank_ends_with_a_failure(make_drafter, monkeypatch):
@@ -295,13 +290,13 @@ def test_own_cache_records_only_tokens_sampled_by_passes(num_passes):
     """The cache lacks accepted lookups like tokens of plain steps; without a pass it catches up."""
     ended, caught_up = [], []
     own = drafter.Drafter.__new__(drafter.Drafter)
-    own._own_cache = SimpleNamespace(
+    own._cache = SimpleNamespace(
         catch_up=lambda batch, num_steps: caught_up.append((num_steps, len(ended))),
-        end_round=lambda batch, drafts: ended.append(drafts),
+        end_round=lambda batch, num_written: ended.append(num_written.tolist()),
     )
     made = DraftLists([[1, 2, 3], [], [4]], num_passes, [2, 0, 0] if num_passes else None)
-    own._run_passes = lambda *args: made
-    batch = SimpleNamespace(is_prefilling=[False] * 3)
-    assert own._draft_round(torch.zeros(3, 4), batch, 4) == bool(num_passes)
-    assert ended == [[[1, 2] if num_passes else [], [], []]]
+    own._loop = Staged(SimpleNamespace(draft=lambda *args: made))
+    batch = SimpleNamespace(req_ids=["a", "b", "c"], is_prefilling=[False] * 3)
+    assert own._draft_round(batch, 4).tokens == made
+    assert ended == [[2 if num_passes else 0, 0, 0]]
     assert caught_up == ([] if num_passes else [(0, 0)])

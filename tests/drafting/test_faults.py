@@ -12,6 +12,7 @@ from fault_plugin.injected_faults import Fault, InjectedError
 from vllm_magicdec.adaptive.controller import Choice, Controller, RoundInfo
 from vllm_magicdec.adaptive.lookup_controller import LookupController
 from vllm_magicdec.adaptive.step_times import Step, StepTimes, TimedStep
+from vllm_magicdec.views.round import Queries
 
 
 @pytest.mark.parametrize(
@@ -62,15 +63,16 @@ def test_passes_that_are_slow_or_stuck_wait(monkeypatch, setting, slept_s):
     """In the time of the test; the first of two passes is stuck until the fault is over."""
     now_s, slept = [100.0], []
 
-    def run(runner, tokens, taken):
+    def run(runner, draft_pass):
         now_s[0] += 0.25
-        return "sampled", tokens
+        return "sampled", draft_pass
 
     monkeypatch.setattr(injected_faults.time, "perf_counter", lambda: now_s[0])
     monkeypatch.setattr(injected_faults.time, "sleep", slept.append)
     run_faultily = injected_faults.faulty_pass(run, Fault(setting))
-    for tokens in (5, 6):
-        assert run_faultily(None, tokens, SimpleNamespace(index=0)) == ("sampled", tokens)
+    step = SimpleNamespace(queries=Queries.uniform(1, 0))
+    for _ in range(2):
+        assert run_faultily(None, step) == ("sampled", step)
     assert slept == pytest.approx(slept_s)
 
 

@@ -20,7 +20,7 @@ from vllm_magicdec.drafting import wide_passes as module
 from vllm_magicdec.drafting.wide_passes import _DELAY, WidePasses
 from vllm_magicdec.lookup.device_lookups import DeviceLookups
 from vllm_magicdec.lookup.texts import Texts
-from vllm_magicdec.views.round import Sampled
+from vllm_magicdec.views.round import Round, Sampled
 
 
 class WideTarget(Target):
@@ -339,8 +339,8 @@ def test_missing_drafts_use_the_kept_distributions(num_passes, keeps):
         is_prefilling=[False] * NUM_SAMPLES,
     )
     drafts = torch.zeros((NUM_SAMPLES, num_steps), dtype=torch.int64)
-    steps = SimpleNamespace(take=lambda queries: SimpleNamespace(positions=None))
-    assert draft_round(wide, drafts, batch, [steps]) == num_passes
+    steps = Round([SimpleNamespace(take=lambda queries: SimpleNamespace(positions=None))])
+    assert draft_round(wide, drafts, batch, steps) == num_passes
     kept = runner.logits if keeps == "what was drawn from" else draft[prefixes_of(drafts[:, :-1])]
     outputs = verified(drafts, kept, target, generator)
     counts = torch.bincount(VOCAB * outputs[:, 0] + outputs[:, 1], minlength=VOCAB**2)

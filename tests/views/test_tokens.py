@@ -92,7 +92,8 @@ def test_every_step_sees_selection_sinks_and_recent_tokens_also_in_a_pass(case, 
         seen_in_a_pass(steps, queries, batch, page_size)
         for queries in data.draw(st.lists(passes_within(model_len, num_steps, requests), max_size=3))
     ]
-    for step_index, step in enumerate(steps):
+    for step_index in range(num_steps):
+        step = steps.step(step_index)
         assert step.view.slots.shape[-1] == budget.max_tokens
         for index, (context_len, selected_at) in enumerate(requests):
             own = block_table[index].tolist()
@@ -156,7 +157,7 @@ def test_selected_tokens_of_one_block_are_adjacent_in_a_list():
     )
     block_table = torch.randperm(model_len // page_size).view(1, -1).to(torch.int32)
     views = TokenViews(selections, NoSelector(), budget, slots)
-    [step] = views.prepare(make_batch(["a"], block_table, [480]), 1)
+    step = views.prepare(make_batch(["a"], block_table, [480]), 1).step(0)
     of_list = step.view.slots[0, 0, 0, :chosen] // page_size
     assert len(of_list.unique_consecutive()) == len((best_first // page_size).unique())
 
@@ -222,8 +223,9 @@ def test_cached_lists_equal_new_ones(changes, seed):
         for index, name in enumerate(names):
             table[index] = pages[name]  # in place, as vLLM does
         batch = make_batch(names, table[: len(names)], [lens[name] for name in names])
-        pairs = zip(views.prepare(batch, num_steps), make_views().prepare(batch, num_steps), strict=True)
-        for kept, anew in pairs:
+        own_round, new_round = views.prepare(batch, num_steps), make_views().prepare(batch, num_steps)
+        for step_index in range(num_steps):
+            kept, anew = own_round.step(step_index), new_round.step(step_index)
             assert torch.equal(kept.view.lens, anew.view.lens)
             for index, length in enumerate(kept.view.lens.tolist()):
                 own, fresh = (step.view.slots[:, index, :, :length] for step in (kept, anew))

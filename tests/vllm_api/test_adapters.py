@@ -35,7 +35,7 @@ def adapters(manager):
 def test_every_request_drafts_with_its_adapter(adapters, manager):
     adapters.take(np.array([0, 7, 7, 3], dtype=np.int32))
     assert adapters.num_active == 3  # "none" counts, too
-    adapters.apply()
+    adapters.apply(np.arange(4))
     adapters.apply([1, 3], num_tokens=2)
     assert manager.mappings == [((0, 7, 7, 3), (0, 7, 7, 3)), ((7, 7, 3, 3), (7, 3))]
     adapters.take(np.zeros(2, dtype=np.int32))

@@ -8,6 +8,8 @@ import pytest
 import torch
 from vllm.config import KVTransferConfig
 
+from vllm_magicdec.drafting.loops import Drafts
+from vllm_magicdec.drafting.ports import Cache
 from vllm_magicdec.vllm_api import runner_v2
 from vllm_magicdec.vllm_api.runner_v2 import MagicDecSpeculator
 
@@ -27,11 +29,11 @@ def make_speculator(monkeypatch, device: str, role: str | None, happened: list[s
     config = SimpleNamespace(model_config=None, kv_transfer_config=transfer)
     speculator = MagicDecSpeculator(config, torch.device(device), None)
     speculator._copy_request_inputs = lambda *_: None
+    drafts = Drafts(torch.zeros(1, 4), np.full(1, 4), num_passes=4)
     speculator._drafter = SimpleNamespace(
-        draft=lambda *_: happened.append("drafted") or True,
-        draft_tokens=torch.zeros(1, 4),
-        draft_lists=None,
+        draft=lambda *_: happened.append("drafted") or drafts, draft_tokens=drafts.tokens
     )
+    speculator._cache = Cache()
     return speculator
 
 

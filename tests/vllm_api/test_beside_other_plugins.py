@@ -80,13 +80,13 @@ import torch
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.worker.gpu import model_runner
 
-import vllm_magicdec.vllm_api.runner_v2 as runner
+import vllm_magicdec.vllm_api.draft_models_v2 as draft_models
 
 def configure(**speculative):
     return EngineArgs("examples/tiny-llama", speculative_config=speculative).create_engine_config()
 
 ours = configure(method="magicdec-self", num_speculative_tokens=3, draft_kv_budget=128)
-runner.MagicDecSpeculator = lambda *args: "our speculator"
+draft_models.make_speculator = lambda *args: "our speculator"
 speculator = model_runner.init_speculator(ours, torch.device("cpu"), None)
 print(type(ours.speculative_config).__name__, speculator)
 

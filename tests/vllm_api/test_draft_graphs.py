@@ -17,6 +17,7 @@ from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionS
 
 from vllm_magicdec.attention import switch
 from vllm_magicdec.attention.metadata import DraftMetadata, TokenMetadata
+from vllm_magicdec.drafting.ports import Cache
 from vllm_magicdec.errors import METHOD
 from vllm_magicdec.plugin import register
 from vllm_magicdec.views.round import LayerPageView, PageView, TokenView
@@ -71,11 +72,11 @@ def test_graphs_update_the_metadata_of_backends_that_support_it():
     assert pages.updated == [{"pages": 1}] and of_layers.updated == [{"of_layers": 2}]
     assert not tokens.updated and not eager.updated and not split.updated
     rebuilt: list[int] = []
-    metadata.of_step = lambda index, part, view: rebuilt.append(index)
+    metadata.of_part = lambda index, part, queries, view: rebuilt.append(index)
     speculator = MagicDecSpeculator.__new__(MagicDecSpeculator)
     speculator.page_metadata = metadata
     parts = [SimpleNamespace(view=Mock(spec=view)) for view in views]
-    speculator.refresh_metadata(SimpleNamespace(parts=parts))
+    speculator.refresh_metadata(SimpleNamespace(parts=parts, queries=None))
     assert rebuilt == [3, 4]
 
 
@@ -118,7 +119,7 @@ def warnings_of(
     speculator._attention_groups = [groups] if is_flex else [groups[:1]]
     speculator.speculative_config = SimpleNamespace(looks_up_on_device=False)
     speculator._drafter = SimpleNamespace(common_lens=(None,))
-    speculator._drafting = SimpleNamespace(queries_of_steps=(1,))
+    speculator._cache = Cache()
     speculator.init_cudagraph_manager(mode)
     assert modes == [CUDAGraphMode.NONE if is_flex else mode]
     return logged

@@ -10,8 +10,7 @@ import torch
 from vllm.config import CUDAGraphMode
 
 from vllm_magicdec.views.round import Batch
-from vllm_magicdec.vllm_api import drafts_v1
-from vllm_magicdec.vllm_api.drafts_v1 import TargetDraft
+from vllm_magicdec.vllm_api import runner_v1
 from vllm_magicdec.vllm_api.runner_v1 import MagicDecProposer, report_finished
 
 GRAPHS = CUDAGraphMode.PIECEWISE
@@ -26,7 +25,7 @@ def test_no_graph_runs_while_log_probabilities_of_a_prompt_are_due(monkeypatch, 
         modes.append(cudagraph_runtime_mode)
         return nullcontext()
 
-    monkeypatch.setattr(drafts_v1, "set_forward_context", note_mode)
+    monkeypatch.setattr(runner_v1, "set_forward_context", note_mode)
     proposer = MagicDecProposer.__new__(MagicDecProposer)
     proposer.vllm_config = None
     proposer.target_runner = SimpleNamespace(
@@ -36,7 +35,7 @@ def test_no_graph_runs_while_log_probabilities_of_a_prompt_are_due(monkeypatch, 
         input_ids=SimpleNamespace(gpu=torch.zeros(4, dtype=torch.int32)),
     )
     proposer.uses_mrope, proposer._adapters = False, None
-    proposer.pad_slots = lambda *_: {}
+    proposer._pad_slots = lambda *_: {}
     proposer._determine_batch_execution_and_padding = lambda num_tokens, use_cudagraphs=True: (
         GRAPHS if use_cudagraphs else CUDAGraphMode.NONE,
         num_tokens,
@@ -44,7 +43,7 @@ def test_no_graph_runs_while_log_probabilities_of_a_prompt_are_due(monkeypatch, 
     )
     proposer.model = lambda positions, input_ids, inputs_embeds: torch.zeros(len(positions), 8)
     numbers = torch.arange(2)
-    assert TargetDraft(proposer).forward(numbers.int(), numbers, [numbers], {}).shape == (2, 8)
+    assert proposer.forward(numbers.int(), numbers, [numbers], {}).shape == (2, 8)
     assert modes == [expected]
 
 
@@ -73,7 +72,8 @@ def test_a_history_has_the_recorded_tokens_the_accepted_drafts_and_the_sampled_t
         is_prefilling=[False] * 3,
         is_first=[True, False, False],
     )
-    found = proposer._histories(batch, common, target_token_ids)
+    proposer._step_common, proposer._target_token_ids = common, target_token_ids
+    found = proposer._histories(batch)
     assert [history.after(0).tolist() for history in found] == [
         [1, 2, 3, 4, 40],
         [5, 6, 20, 21, 41],

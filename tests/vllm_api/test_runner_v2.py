@@ -15,7 +15,6 @@ from vllm_magicdec.plugin import register
 from vllm_magicdec.views.round import Batch, PageView, Part, Pass, Queries
 from vllm_magicdec.vllm_api import runner_v2
 from vllm_magicdec.vllm_api.draft_graphs import RoundGraphs
-from vllm_magicdec.vllm_api.drafts_v2 import TargetDraft
 from vllm_magicdec.vllm_api.runner_v2 import MagicDecSpeculator, report_removed
 
 register()
@@ -190,7 +189,6 @@ def test_routers_see_the_padding_of_draft_steps_and_of_nothing_else(configure):
         sample_draft=lambda hidden_states, *_: hidden_states,
         **dict.fromkeys(("temperature", "seeds", "current_draft_step", "draft_logits")),
     )
-    speculator._drafting = TargetDraft(speculator)
     padding = torch.tensor([False, False, False, True])
     view = PageView(torch.ones(2, dtype=torch.int32), torch.zeros((2, 1), dtype=torch.int32), 1)
     parts = [Part(numbers, numbers, view)]

@@ -11,7 +11,11 @@ from vllm.model_executor.models.llama import LlamaForCausalLM
 
 from vllm_magicdec.errors import MagicDecConfigError
 from vllm_magicdec.vllm_api import spire_cache
-from vllm_magicdec.vllm_api.spire_cache import SpireCache, TargetStep, refuse_target_without_activations
+from vllm_magicdec.vllm_api.spire_cache import (
+    SpireCache,
+    TargetActivations,
+    refuse_target_without_activations,
+)
 
 
 def test_targets_without_auxiliary_hidden_states_are_refused(monkeypatch):
@@ -55,7 +59,7 @@ def imagined_cache(aux_layers: tuple[int, ...]) -> tuple[SpireCache, list[tuple]
 def test_a_step_is_written_once_and_the_first_blocks_input_is_embedded_again(first):
     cache, written = imagined_cache((first, first + 1))
     activations = [torch.tensor([[1], [2], [3]]), torch.tensor([[4], [5], [6]])]
-    step = TargetStep(
+    step = TargetActivations(
         tokens=torch.tensor([7, 8, 9]),
         positions=torch.tensor([[4, 5, 6]] * 3),
         activations=activations,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The draft loop: view, forward pass, sample, gamma times, with the target or a draft model.
+"""A round: draft gamma tokens over the views, with the target or a draft model.
 
 When the target drafts, its draft tokens write K/V into the request's lookahead slots; verification
 overwrites all of them, so no approximate K/V remains. The KV cache of a draft model catches up with the
@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NoReturn, Protocol
+from typing import NoReturn, cast
 
+import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
@@ -22,14 +23,15 @@ from vllm_magicdec import envs
 from vllm_magicdec.adaptive.draft_plan import DraftLists
 from vllm_magicdec.adaptive.metrics import Counts, DraftFailures, LookupCounters
 from vllm_magicdec.attention.native_attention import use_native_attention
-from vllm_magicdec.attention.observing import LayerObserver
 from vllm_magicdec.attention.switch import install_switches
 from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.drafting.layer_groups import LayerGroup
+from vllm_magicdec.drafting.loops import Drafts, Loop, Staged, Stepwise, Wide
 from vllm_magicdec.drafting.pauses import Pauses
+from vllm_magicdec.drafting.ports import Cache, Target
 from vllm_magicdec.drafting.sizing import make_views, max_graph_reqs, parse_budget
-from vllm_magicdec.drafting.staged import MIN_DRAFT_ACCEPTANCE, MIN_PASS_GAIN, PassRunner, StagedDrafts
-from vllm_magicdec.drafting.wide_passes import WidePasses, WidePassRunner
+from vllm_magicdec.drafting.staged import MIN_DRAFT_ACCEPTANCE, MIN_PASS_GAIN, StagedDrafts
+from vllm_magicdec.drafting.wide_passes import WidePasses, WideTarget
 from vllm_magicdec.errors import METHOD
 from vllm_magicdec.lookup.device_lookups import DeviceLookups
 from vllm_magicdec.lookup.history import History
@@ -43,83 +45,31 @@ from vllm_magicdec.views.windows import Reach
 logger = init_logger(f"vllm.{__name__}")
 
 
-class Runner(PassRunner, Protocol):
-    """Interface of a vLLM model runner that drafting needs; the adapters in `vllm_api/` implement it."""
-
-    def observe(
-        self, layer_names: Sequence[str], indices: Sequence[int], window: int, observer: LayerObserver
-    ) -> None:
-        """Run the target over the last `window` tokens before `Batch.observable_lens` of some requests.
-
-        Args:
-            layer_names: layers to observe.
-            indices: indices of the requests in the batch.
-            window: tokens per request, all of which must exist.
-            observer: receives the queries of all requests, one after the other.
-        """
-        ...
-
-
-class OwnCache(Protocol):
-    """Separate KV cache of a draft model, which has to catch up with verified tokens.
-
-    - A round that drafts calls all methods in this order.
-    - A round whose drafts would be dropped calls the first two.
-    - A paused round calls the first.
-
-    If reading the batch fails, none is called; this costs acceptance only.
-    """
-
-    def begin_round(self, batch: Batch) -> None:
-        """Record the tokens of the target's step and their acceptance."""
-        ...
-
-    def catch_up(self, batch: Batch, num_steps: int) -> None:
-        """Write the K/V of verified tokens, or schedule it for the round's first pass.
-
-        Args:
-            batch: the round's requests.
-            num_steps: drafts of each; 0 if no pass follows.
-        """
-        ...
-
-    def end_round(self, batch: Batch, drafts: torch.Tensor | Sequence[Sequence[int]]) -> None:
-        """Record the drafts sampled by passes.
-
-        Args:
-            batch: the round's requests.
-            drafts: [num_reqs, num_steps] int64, or lists by request; empty lists if no pass has run.
-        """
-        ...
-
-
 class Drafter:
     """Drafts gamma tokens per request; one per worker, shared by both model runners.
 
     Args:
-        runner: runs draft steps.
+        target: runs the passes.
         vllm_config: the engine's configuration, with a `MagicDecSpeculativeConfig`.
-        groups: the draft's attention layers; a step has a part for each group.
+        groups: the draft's attention layers; a pass has a part for each group.
         kv_cache_config: layout of the KV cache that the groups share.
         device: the draft's device.
-        wide_pass_runner: runs passes that check lookups made on the device; None if unsupported.
-        own_cache: the draft model's KV cache; None if the target drafts.
+        cache: the KV cache that the draft reads.
     """
 
     def __init__(
         self,
-        runner: Runner,
+        target: Target,
         vllm_config: VllmConfig,
         groups: Sequence[LayerGroup],
         kv_cache_config: KVCacheConfig,
         device: torch.device,
-        wide_pass_runner: WidePassRunner | None = None,
-        own_cache: OwnCache | None = None,
+        cache: Cache,
     ) -> None:
         spec = vllm_config.speculative_config
         assert isinstance(spec, MagicDecSpeculativeConfig)
-        self._runner = runner
-        self._own_cache = own_cache
+        self._target = target
+        self._cache = cache
         self._spec = spec
         max_num_reqs = vllm_config.scheduler_config.max_num_seqs
         self.draft_tokens = torch.zeros(
@@ -136,7 +86,7 @@ class Drafter:
                 group,
                 num_blocks=kv_cache_config.num_blocks,
                 device=device,
-                observe=partial(runner.observe, group.layer_names),
+                observe=partial(target.observe, group.layer_names),
                 switch_attention=partial(
                     install_switches,
                     vllm_config,
@@ -151,53 +101,53 @@ class Drafter:
         """Counts of this rank; vLLM uses the output of the first tensor-parallel rank."""
         self._failures = DraftFailures(self.counts)
         self._num_ranks = vllm_config.parallel_config.tensor_parallel_size
-        self._staged: StagedDrafts | None = None
-        self.draft_lists: list[list[int]] | None = None
-        """With lookups on the host, the latest round's drafts by request, instead of `draft_tokens`."""
-        self._wide: WidePasses | None = None
-        self.takes_passes = spec.draft_lookup == "on"
-        """Whether passes of several tokens draft the round, instead of steps."""
-        if self.takes_passes:
-            self._open_lookups(vllm_config, wide_pass_runner)
+        self._loop = self._make_loop(vllm_config)
         self._pauses = Pauses("Drafting", "steps go on without useful drafts")
         self._stage = ""  # of the current round, for the failure metrics
 
-    def _open_lookups(self, vllm_config: VllmConfig, wide_pass_runner: WidePassRunner | None) -> None:
+    def _make_loop(self, vllm_config: VllmConfig) -> Loop:
         spec, model = self._spec, vllm_config.model_config
+        steps = Stepwise(self._target, self.draft_tokens)
+        if spec.draft_lookup != "on":
+            return steps
         max_num_reqs, vocab_size = len(self.draft_tokens), model.get_vocab_size()
         counters, is_alone = LookupCounters(self.counts), self._num_ranks == 1
-        # The engine's configuration refuses runners without such passes.
         if spec.looks_up_on_device:
-            assert wide_pass_runner is not None
             device = self.draft_tokens.device
             lookups = DeviceLookups(
                 max_num_reqs, model.max_model_len, vocab_size, device, has_kernels=has_kernels(device)
             )
-            self._wide = WidePasses(
-                wide_pass_runner,
+            wide = WidePasses(
+                cast(WideTarget, self._target),  # the engine's configuration refuses other runners
                 lookups,
                 counters,
                 lengths=spec.round_lengths,
                 max_model_len=model.max_model_len,
                 is_alone=is_alone,
-                extra_passes=int(self._own_cache is not None),
+                extra_passes=int(self._cache.is_own),
             )
-            return
+            return Wide(wide, steps, self.draft_tokens)
         # This imports Numba.
         from vllm_magicdec.lookup.open_sources import open_lookups
 
-        self._staged = StagedDrafts(
-            self._runner,
-            open_lookups(spec.draft_lookup_sources, max_num_reqs, vocab_size, spec.num_speculative_tokens),
-            counters,
-            max_num_reqs=max_num_reqs,
-            max_drafts=spec.num_speculative_tokens,
-            max_model_len=model.max_model_len,
-            is_probabilistic=spec.draft_sample_method == "probabilistic",
-            is_alone=is_alone,
-            # The V2 runner verifies the same number of tokens of every request, drafted or not.
-            min_gain=0.0 if vllm_config.use_v2_model_runner else MIN_PASS_GAIN,
-            min_acceptance=0.0 if vllm_config.use_v2_model_runner else MIN_DRAFT_ACCEPTANCE,
+        # The V2 runner verifies the same number of tokens of every request, drafted or not.
+        is_v2 = vllm_config.use_v2_model_runner
+        return Staged(
+            StagedDrafts(
+                self._target,
+                open_lookups(
+                    spec.draft_lookup_sources, max_num_reqs, vocab_size, spec.num_speculative_tokens
+                ),
+                counters,
+                max_num_reqs=max_num_reqs,
+                max_drafts=spec.num_speculative_tokens,
+                max_model_len=model.max_model_len,
+                is_probabilistic=spec.draft_sample_method == "probabilistic",
+                is_alone=is_alone,
+                min_gain=0.0 if is_v2 else MIN_PASS_GAIN,
+                min_acceptance=0.0 if is_v2 else MIN_DRAFT_ACCEPTANCE,
+                max_added=self._cache.max_added,
+            )
         )
 
     def _log(self, vllm_config: VllmConfig) -> None:
@@ -261,67 +211,79 @@ class Drafter:
         views = self._views[index]
         return views.capture_view(num_reqs, lens, common_len if common_len in views.common_lens else None)
 
-    def num_latest(self, num_steps: int) -> int:
-        """Return the number of latest context tokens that every layer's view contains."""
-        return min(
-            views.num_latest(num_steps) if isinstance(views, PageViews) else 0 for views in self._views
-        )
-
     def warm_up_lookups(self, texts: Texts) -> None:
         """Compile the lookups on the device; see `WidePasses.warm_up`."""
-        assert self._wide is not None
-        self._wide.warm_up(texts)
+        assert isinstance(self._loop, Wide)
+        self._loop.passes.warm_up(texts)
 
     def draft(
         self,
-        num_reqs: int,
         num_steps: int,
         read_batch: Callable[[], Batch],
         read_histories: Callable[[Batch], Sequence[History]] | None = None,
-    ) -> bool:
-        """Fill `draft_tokens[:num_reqs, :num_steps]`, or `draft_lists` with lookups on the host.
-
-        Under tensor parallelism a failure ends the process.
+    ) -> Drafts | None:
+        """Draft for all requests of a round. Under tensor parallelism a failure ends the process.
 
         Args:
-            num_reqs: requests of the round.
             num_steps: drafts of each request, possibly a `DraftPlan`.
             read_batch: returns the round's requests; may fail like drafting.
             read_histories: returns their tokens for lookups; None if the batch has them.
 
         Returns:
-            False if drafting failed or is paused after failures (`pauses.py`). Then `draft_tokens` is 0,
-            which the caller must drop or verify as one-hot drafts, and `draft_lists` holds empty lists.
+            The drafts, valid until the next round. None if drafting failed or is paused after failures
+            (`pauses.py`): the caller has nothing to verify.
         """
-        drafts = self.draft_tokens[:num_reqs, :num_steps]
-        self.draft_lists = None if self._staged is None else [[] for _ in range(num_reqs)]
         is_paused = not self._pauses.is_over()
+        if is_paused:
+            self._failures.count(paused_rounds=1)
+            if not self._cache.is_own:  # it follows the target even in a pause
+                return None
         try:
-            if not is_paused or self._own_cache is not None:  # it follows the target even in a pause
-                batch = self._begin_round(read_batch)
+            self._stage = "batch"
+            batch = read_batch()
+            self._stage = "own_cache"
+            self._cache.begin_round(batch)
             if is_paused:
-                self._failures.count(paused_rounds=1)
-            else:
-                if self._staged is not None and read_histories is not None:
-                    self._stage = "histories"
-                    batch = replace(batch, histories=read_histories(batch))
-                self._stage = "selection"  # until `_prepare` returns
-                if self._draft_round(drafts, batch, num_steps):
-                    self._pauses.note_success()
-                return True
+                return None
+            if isinstance(self._loop, Staged) and read_histories is not None:
+                self._stage = "histories"
+                batch = replace(batch, histories=read_histories(batch))
+            self._stage = "selection"  # until `_prepare` returns
+            drafts = self._draft_round(batch, num_steps)
         except Exception:
             self._record_failed_round(self._stage)
-            self.draft_lists = self.draft_lists and [[] for _ in range(num_reqs)]
-        drafts.zero_()
-        return False
+            return None
+        if drafts.num_passes:
+            self._pauses.note_success()
+        return drafts
 
-    def _begin_round(self, read_batch: Callable[[], Batch]) -> Batch:
-        self._stage = "batch"
-        batch = read_batch()
-        if self._own_cache is not None:
-            self._stage = "own_cache"
-            self._own_cache.begin_round(batch)
-        return batch
+    def _draft_round(self, batch: Batch, gamma: int) -> Drafts:
+        """Draft at most `gamma` tokens of each request, which vLLM's next step verifies.
+
+        The target has verified the last round's drafts, and `batch` is what it has accepted.
+        """
+        num_reqs, cache = len(batch.req_ids), self._cache
+        if gamma == 0 or all(batch.is_prefilling):  # drafts of unfinished prompts are dropped
+            cache.catch_up(batch, 0)
+            nothing = np.zeros(num_reqs, dtype=np.int64)
+            return Drafts(DraftLists([] for _ in range(num_reqs)), nothing, num_passes=0)
+        drafts = self._loop.draft(batch, gamma, partial(self._prepare, batch, gamma))
+        if not drafts.num_passes:  # `_prepare` was not called
+            cache.catch_up(batch, 0)
+        cache.end_round(batch, drafts.num_written)
+        return drafts
+
+    def _prepare(self, batch: Batch, num_steps: int, *, is_wide: bool = False) -> Round:
+        num_latest = min(
+            views.num_latest(num_steps) if isinstance(views, PageViews) else 0 for views in self._views
+        )
+        self._cache.catch_up(batch, num_steps, num_latest=num_latest, is_wide=is_wide)
+        views = [
+            views.prepare(batch.of_group(group.kv_cache_group), num_steps)
+            for group, views in zip(self.groups, self._views, strict=True)
+        ]
+        self._stage = "draft_step"
+        return Round(views, self._cache.extend)
 
     def follow_plain_step(self, follow: Callable[[], None]) -> None:
         """Update the draft's cache after a step of the target without drafts.
@@ -342,8 +304,8 @@ class Drafter:
             answer: all verified tokens after the prompt.
         """
         try:
-            if self._staged is not None:
-                self._staged.finish(req_id, answer)
+            if isinstance(self._loop, Staged):
+                self._loop.passes.finish(req_id, answer)
         except Exception:
             self.record_failure("lookup")
 
@@ -365,62 +327,6 @@ class Drafter:
         # A failure during a pause is no failed retry, so it does not extend the pause.
         if not self._pauses.is_on and self._pauses.note_failure():
             self._failures.count(draft_pauses=1)
-
-    def _draft_round(self, drafts: torch.Tensor, batch: Batch, num_steps: int) -> bool:
-        """Draft into `drafts` [num_reqs, num_steps] int64, or into `draft_lists`.
-
-        Returns:
-            Whether a pass ran; only then the round counts as a success of drafting.
-        """
-        is_useful = num_steps > 0 and not all(batch.is_prefilling)
-        if self._own_cache is not None and not is_useful:
-            self._own_cache.catch_up(batch, 0)
-            drafts.zero_()
-            return False
-        made = self._run_passes(drafts, batch, num_steps)
-        has_passes = is_useful and not (isinstance(made, DraftLists) and not made.num_passes)
-        if self._own_cache is not None:
-            if not has_passes:  # `_prepare` was not called
-                self._own_cache.catch_up(batch, 0)
-            self._own_cache.end_round(batch, made.checked if isinstance(made, DraftLists) else made)
-        return has_passes
-
-    def _run_passes(
-        self, drafts: torch.Tensor, batch: Batch, num_steps: int
-    ) -> torch.Tensor | Sequence[Sequence[int]]:
-        """Draft; return the drafts whose inputs' K/V was written (see `OwnCache.end_round`), or lists."""
-        if self._staged is not None:
-            self.draft_lists = self._staged.draft(batch, num_steps, lambda: self._prepare(batch, num_steps))
-            return self.draft_lists
-        num_passes = 0 if self._wide is None else self._wide.begin_round(batch, num_steps)
-        self.takes_passes = num_passes > 0
-        round_ = self._prepare(batch, num_steps)
-        if self._wide is not None:
-            num_passes = self._wide.draft(drafts, batch, round_, num_passes)
-        if num_passes:
-            return drafts[:, :num_passes]
-        if all(batch.is_prefilling):  # drafts of unfinished prompts are dropped
-            return drafts.zero_()
-        tokens = batch.tokens
-        sampled = []
-        for index in range(num_steps):
-            tokens = self._runner.run(round_.step(index, tokens)).tokens
-            sampled.append(tokens)
-        drafts.copy_(torch.stack(sampled, dim=1))
-        if self._wide is not None:
-            self._wide.count_steps(num_steps)
-        return drafts
-
-    def _prepare(self, batch: Batch, num_steps: int) -> Round:
-        """Prepare the round's views."""
-        if self._own_cache is not None:
-            self._own_cache.catch_up(batch, num_steps)
-        views = [
-            views.prepare(batch.of_group(group.kv_cache_group), num_steps)
-            for group, views in zip(self.groups, self._views, strict=True)
-        ]
-        self._stage = "draft_step"
-        return Round(views)
 
     def _end_worker(self) -> NoReturn:
         """End the process at once, so that vLLM ends the engine.

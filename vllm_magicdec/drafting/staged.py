@@ -15,7 +15,7 @@ these limits, and looked-up tokens may also be verified unchecked: after a reque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -25,9 +25,10 @@ from vllm_magicdec.adaptive.draft_plan import DraftLists, DraftPlan, bucket_of
 from vllm_magicdec.adaptive.metrics import LookupCounters
 from vllm_magicdec.drafting.confidence import Confidence, Evidence, Predicted
 from vllm_magicdec.drafting.pauses import Pauses
+from vllm_magicdec.drafting.ports import Target
 from vllm_magicdec.lookup.continuation import MIN_ACCEPTANCE, Continuation
 from vllm_magicdec.lookup.history import History
-from vllm_magicdec.views.round import Batch, Pass, Queries, Round, Sampled
+from vllm_magicdec.views.round import Batch, Queries, Round
 from vllm_magicdec.views.tensors import on_device
 
 if TYPE_CHECKING:  # imports Numba
@@ -38,38 +39,6 @@ MIN_PASS_GAIN = 0.5
 # Chance of acceptance below which a draft and its successors are dropped, for a fixed number of drafts. It
 # keeps the tokens per round, but saves half of the passes where half of the drafts are rejected.
 MIN_DRAFT_ACCEPTANCE = 0.05
-
-
-class PassRunner(Protocol):
-    """Interface of a vLLM model runner that runs the draft's passes."""
-
-    @property
-    def max_pass_tokens(self) -> int:
-        """Maximum query tokens of a pass; at least the maximum number of requests in a batch."""
-        ...
-
-    @property
-    def reads_ahead(self) -> bool:
-        """Whether a pass can check looked-up tokens; otherwise it takes one token per request."""
-        ...
-
-    def run(self, draft_pass: Pass) -> Sampled:
-        """Run the draft over the pass's views, and sample by `draft_sample_method` after each query.
-
-        Args:
-            draft_pass: views and slots, by `Drafter.groups`.
-        """
-        ...
-
-    def note_unread(self, request: int, first: int, tokens: Sequence[int]) -> None:
-        """Record that a request's last drafts were looked up and have a one-hot draft distribution.
-
-        Args:
-            request: index in the batch.
-            first: index of the first of these drafts among the request's drafts.
-            tokens: the looked-up drafts.
-        """
-        ...
 
 
 @dataclass
@@ -108,7 +77,7 @@ class StagedDrafts:
     """Drafts rounds in as few passes as lookups allow. Waits for the device after every pass.
 
     Args:
-        runner: runs the passes.
+        target: runs the passes.
         lookups: of this worker's requests.
         counters: lookup metrics.
         max_num_reqs: maximum requests in a batch.
@@ -119,11 +88,12 @@ class StagedDrafts:
         min_gain: with a fixed number of drafts, mean drafts per request below which a pass is skipped.
         min_acceptance: with a fixed number of drafts, chance of acceptance below which a draft and its
             successors are dropped.
+        max_added: queries that the draft's cache adds to a pass per request, at most.
     """
 
     def __init__(
         self,
-        runner: PassRunner,
+        target: Target,
         lookups: "Lookups",
         counters: LookupCounters,
         *,
@@ -134,8 +104,10 @@ class StagedDrafts:
         is_alone: bool = True,
         min_gain: float = 0.0,
         min_acceptance: float = 0.0,
+        max_added: int = 0,
     ) -> None:
-        self._runner = runner
+        self._target = target
+        self._queries_per_request = 1 + max_added
         self._lookups = lookups
         self._lookup_pauses = Pauses("A lookup", "every draft takes a pass of its own")
         self._source_pauses = {
@@ -265,7 +237,7 @@ class StagedDrafts:
                 for token in (own[-1] if own else latest[i], *ahead.tokens)
             ]
             tokens = on_device(inputs, batch.tokens.device).to(torch.int32)
-            sampled, probabilities = self._runner.run(round_.take(queries, tokens, is_weighed=is_weighed))
+            sampled, probabilities = self._target.run(round_.take(queries, tokens, is_weighed=is_weighed))
             sampled_tokens = sampled.tolist()
             all_probs = None if probabilities is None else probabilities.tolist()
             for i, checked, ahead, start in zip(
@@ -287,11 +259,11 @@ class StagedDrafts:
             self._counters.count(cut_tokens=len(own.tokens) - len(kept[i]))
             self._propose(batch, i, own, drafts[i])
         for i, tokens in unchecked.items():
-            self._runner.note_unread(i, len(kept[i]), tokens)
+            self._target.note_unread(i, len(kept[i]), tokens)
         return DraftLists(drafts, num_passes, [len(kept.get(i, ())) for i in range(len(latest))])
 
     def _checkable(self, ahead: Continuation, num_missing: int) -> Continuation:
-        return ahead.first(num_missing - 1) if self._runner.reads_ahead else Continuation()
+        return ahead.first(num_missing - 1) if self._target.reads_ahead else Continuation()
 
     def _gain_instead(
         self, chances: Sequence[float], instead: Sequence[Continuation], plan: DraftPlan
@@ -301,7 +273,7 @@ class StagedDrafts:
             chance * reached - plan.min_acceptance
             for chance, ahead in zip(chances, instead, strict=True)
             # If passes cannot check lookups, tokens behind the first can still be verified after the pass.
-            for reached in (ahead if self._runner.reads_ahead else ahead.first(1)).reached
+            for reached in (ahead if self._target.reads_ahead else ahead.first(1)).reached
         )
 
     def _propose(self, batch: Batch, index: int, own: _RequestDrafts, drafts: Sequence[int]) -> None:
@@ -348,7 +320,8 @@ class StagedDrafts:
         self, req_ids: Sequence[str], drafted: Sequence[Sequence[int]], most: Sequence[int]
     ) -> list[Continuation]:
         """Look up at most `most` tokens after each request's drafts, within the size of a pass."""
-        room, found = self._runner.max_pass_tokens - len(req_ids), list[Continuation]()
+        room = self._target.max_pass_tokens - self._queries_per_request * len(req_ids)
+        found = list[Continuation]()
         for req_id, own, limit in zip(req_ids, drafted, most, strict=True):
             ahead, number = Continuation(), min(limit, room)
             if self._looks_up and number > 0:

@@ -21,7 +21,7 @@ import torch
 from vllm_magicdec import envs
 from vllm_magicdec.adaptive.metrics import LookupCounters
 from vllm_magicdec.drafting.pauses import Pauses
-from vllm_magicdec.drafting.staged import PassRunner
+from vllm_magicdec.drafting.ports import Target
 from vllm_magicdec.lookup.device_lookups import DeviceLookups
 from vllm_magicdec.lookup.texts import Texts
 from vllm_magicdec.views.round import Batch, Queries, Round
@@ -38,8 +38,8 @@ _MAX_PASS_RATIO = 0.75
 _DELAY = 3
 
 
-class WidePassRunner(PassRunner, Protocol):
-    """Interface of a vLLM model runner that wide passes need."""
+class WideTarget(Target, Protocol):
+    """A vLLM model runner that runs wide passes."""
 
     def max_wide_reqs(self, num_steps: int) -> int:
         """Return the maximum requests of a wide pass for `num_steps` drafts; 0 if unsupported."""
@@ -63,7 +63,7 @@ class WidePasses:
     """Drafts rounds by passes over all of their tokens.
 
     Args:
-        runner: runs the passes.
+        target: runs the passes.
         lookups: of this worker's requests.
         counters: lookup metrics.
         lengths: numbers of drafts for which wide passes are prepared.
@@ -74,7 +74,7 @@ class WidePasses:
 
     def __init__(
         self,
-        runner: WidePassRunner,
+        target: WideTarget,
         lookups: DeviceLookups,
         counters: LookupCounters,
         *,
@@ -83,7 +83,7 @@ class WidePasses:
         is_alone: bool = True,
         extra_passes: int = 0,
     ) -> None:
-        self._runner = runner
+        self._target = target
         self._lookups = lookups
         self._counters = counters
         self._is_alone = is_alone
@@ -113,7 +113,7 @@ class WidePasses:
         is_possible = (
             self._pauses.is_over()
             and num_steps in self._num_passes
-            and len(batch.req_ids) <= self._runner.max_wide_reqs(num_steps)
+            and len(batch.req_ids) <= self._target.max_wide_reqs(num_steps)
             and max(batch.known_lens) + num_steps <= self._max_model_len
             and not all(batch.is_prefilling)
         )
@@ -136,14 +136,14 @@ class WidePasses:
             return 0
         num_reqs, num_steps = drafts.shape
         wide = steps.take(Queries.uniform(num_reqs, 0, num_steps), batch.tokens)
-        texts, round_ = self._runner.texts(batch), _WideRound.begin(batch, num_steps)
+        texts, round_ = self._target.texts(batch), _WideRound.begin(batch, num_steps)
         for _ in range(num_passes):
             try:
                 self._look_up(round_, texts)
             except Exception:
                 self._record_failure()
                 return 0
-            sampled = self._runner.run(replace(wide, tokens=round_.inputs.flatten())).tokens
+            sampled = self._target.run(replace(wide, tokens=round_.inputs.flatten())).tokens
             drafts.copy_(sampled.view(num_reqs, num_steps))
             round_.update(drafts)
         self._pauses.note_success()

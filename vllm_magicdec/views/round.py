@@ -6,7 +6,7 @@ lookups a request has several. Keys are cached with RoPE applied at their true p
 some and positions stay true.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, Protocol
@@ -33,6 +33,7 @@ class Batch:
     is_first: Sequence[bool]  # nothing was generated before `tokens`
     kv_cache_group: int = 0  # group of `block_table`
     histories: Sequence[History] = ()  # token histories for lookups
+    step: "TargetStep | None" = None  # for a draft with a KV cache of its own
 
     @property
     def block_table(self) -> torch.Tensor:
@@ -45,11 +46,24 @@ class Batch:
 
     def part(self, first: int, end: int) -> "Batch":
         """Return the requests from `first` up to `end`."""
-        requests = {name: values[first:end] for name, values in vars(self).items() if name not in _BY_GROUP}
-        return replace(self, **requests, block_tables=[table[first:end] for table in self.block_tables])
+        requests = {name: values[first:end] for name, values in vars(self).items() if name not in _WHOLE}
+        tables = [table[first:end] for table in self.block_tables]
+        return replace(self, **requests, block_tables=tables, step=None)
 
 
-_BY_GROUP = ("block_tables", "kv_cache_group")  # fields of `Batch` without one entry per request
+# Fields of `Batch` without one entry per request.
+_WHOLE = ("block_tables", "kv_cache_group", "step")
+
+
+@dataclass(frozen=True)
+class TargetStep:
+    """The target's step before a round, with what the host knows of its result."""
+
+    ends: np.ndarray  # [num_reqs] int64, verified tokens after it, at most
+    num_tokens: np.ndarray  # [num_reqs] int64, how many of them the step has added, at most
+    num_unsure: np.ndarray  # [num_reqs] int64, how many of them the target may have rejected
+    has_prompt: np.ndarray  # [num_reqs] bool, they belong to a prompt
+    starts: torch.Tensor  # [num_reqs] int64, position of the step's first token, on the device
 
 
 @dataclass(frozen=True)
@@ -243,15 +257,16 @@ class Round:
     """A round's passes, over the prepared view of each group of layers."""
 
     views: Sequence[RoundView]
+    extend: Callable[[Pass], Pass] = lambda draft_pass: draft_pass  # `drafting.ports.Cache.extend`
 
     def step(self, index: int, tokens: torch.Tensor) -> Pass:
         """Return the pass of a step over the last tokens of all requests, [num_reqs]; in order."""
         parts = [view.step(index) for view in self.views]
-        return Pass(tokens.to(torch.int32), Queries.uniform(len(tokens), index), parts)
+        return self.extend(Pass(tokens.to(torch.int32), Queries.uniform(len(tokens), index), parts))
 
     def take(self, queries: Queries, tokens: torch.Tensor, *, is_weighed: bool = False) -> Pass:
         """Return a pass over `tokens` [num_tokens] int32. Not to be called after `step`."""
-        return Pass(tokens, queries, [view.take(queries) for view in self.views], is_weighed)
+        return self.extend(Pass(tokens, queries, [view.take(queries) for view in self.views], is_weighed))
 
 
 class Views(Protocol):

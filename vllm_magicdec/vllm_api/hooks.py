@@ -31,8 +31,8 @@ from vllm_magicdec.vllm_api.hook import Hook, Wrap, after, before, in_words, ins
 logger = init_logger(f"vllm.{__name__}")
 
 
-def _constructs(subclass: Callable[[], type], selected: Callable[[dict[str, Any]], bool]) -> Wrap:
-    """Wrap `__new__` to construct `subclass()` if `selected(arguments)`.
+def _constructs(subclass: Callable[[Any], type], selected: Callable[[dict[str, Any]], bool]) -> Wrap:
+    """Wrap `__new__` to construct `subclass(vllm_config)` if `selected(arguments)`.
 
     `arguments` are the constructor's arguments by name. Python then runs the subclass's `__init__`. Another
     plugin may have wrapped `__new__` as well, or put a subclass of its own in the place of vLLM's class.
@@ -44,9 +44,9 @@ def _constructs(subclass: Callable[[], type], selected: Callable[[dict[str, Any]
         def __new__(cls: type, /, *args: Any, **kwargs: Any) -> Any:
             # The subclass checks keywords that vLLM's class does not have.
             positional = dict(zip(signature.parameters, args, strict=False))
-            made_cls = cls
-            if not cls.__module__.startswith("vllm_magicdec.") and selected({**positional, **kwargs}):
-                made_cls = subclass()
+            given, made_cls = {**positional, **kwargs}, cls
+            if not cls.__module__.startswith("vllm_magicdec.") and selected(given):
+                made_cls = subclass(given.get("vllm_config"))
             made = (
                 object.__new__(made_cls)
                 if original is object.__new__
@@ -77,6 +77,12 @@ def _v1_proposer() -> type:
     return MagicDecProposer
 
 
+def _proposer_class(vllm_config: Any) -> type:
+    from vllm_magicdec.vllm_api.draft_models_v1 import proposer_class
+
+    return proposer_class(vllm_config)
+
+
 def _v2_speculator() -> type:
     from vllm_magicdec.vllm_api.runner_v2 import MagicDecSpeculator
 
@@ -84,8 +90,11 @@ def _v2_speculator() -> type:
 
 
 def _make_speculator(original: Callable[..., Any], vllm_config: Any, device: Any, req_states: Any) -> Any:
-    make = _v2_speculator() if _engine_selects({"vllm_config": vllm_config}) else original
-    return make(vllm_config, device, req_states)
+    if not _engine_selects({"vllm_config": vllm_config}):
+        return original(vllm_config, device, req_states)
+    from vllm_magicdec.vllm_api.draft_models_v2 import make_speculator
+
+    return make_speculator(vllm_config, device, req_states)
 
 
 def _add_options(parser: Any, *_: Any) -> Any:
@@ -366,7 +375,7 @@ HOOKS = (
         name="__new__",
         parameters=(),
         reason="vLLM's class has neither the plugin's methods nor its draft_kv_* fields",
-        wrap=_constructs(lambda: EngineSpeculativeConfig, _fields_select),
+        wrap=_constructs(lambda _: EngineSpeculativeConfig, _fields_select),
     ),
     Hook(
         module="vllm.v1.spec_decode.draft_model",
@@ -374,7 +383,7 @@ HOOKS = (
         name="__new__",
         parameters=(),
         reason="the V1 runner drafts over a view of the KV cache",
-        wrap=_constructs(_v1_proposer, _engine_selects),
+        wrap=_constructs(_proposer_class, _engine_selects),
     ),
     Hook(
         module="vllm.v1.worker.gpu.model_runner",

@@ -3,9 +3,10 @@
 
 import itertools
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
 from vllm.v1.worker.utils import AttentionGroup
 
@@ -13,36 +14,41 @@ from vllm_magicdec.attention.metadata import DraftMetadata, TokenMetadata
 from vllm_magicdec.views.round import PageView, Part, Queries
 from vllm_magicdec.views.tensors import on_device
 
-if TYPE_CHECKING:
-    from vllm_magicdec.vllm_api.runner_v2 import MagicDecSpeculator
-
 
 class PageMetadata:
     """Builds attention metadata, by layer, for passes of the draft.
 
     Args:
-        speculator: provides the KV cache's configuration and request buffers.
+        kv_cache_config: layout of the KV cache.
+        target_groups: the target's attention groups, by KV-cache group.
         attention_groups: vLLM's attention groups of each layer group.
         kv_cache_groups: KV-cache group of each layer group.
+        arange: [max_num_reqs + 1] int32 on the device: 0, 1, 2, ...
+        is_prefilling: [max_num_reqs] bool, of the draft's requests.
         lengths: numbers of queries per request in captured passes, which get static buffers.
     """
 
     def __init__(
         self,
-        speculator: "MagicDecSpeculator",
+        kv_cache_config: KVCacheConfig,
+        target_groups: Sequence[Sequence[AttentionGroup]],
         attention_groups: Sequence[list[AttentionGroup]],
         kv_cache_groups: Sequence[int],
+        arange: torch.Tensor,
+        is_prefilling: torch.Tensor,
         lengths: Collection[int],
     ) -> None:
-        self._speculator = speculator
+        self._kv_cache_config = kv_cache_config
+        self._target_groups = [list(groups) for groups in target_groups]
+        self._is_prefilling = is_prefilling
         # vLLM expects a list for every KV-cache group, and skips empty ones.
         self._attention_groups: list[list[list[AttentionGroup]]] = []
         for own, kv_cache_group in zip(attention_groups, kv_cache_groups, strict=True):
-            by_kv_cache_group: list[list[AttentionGroup]] = [[] for _ in speculator.target_attn_groups]
+            by_kv_cache_group: list[list[AttentionGroup]] = [[] for _ in target_groups]
             by_kv_cache_group[kv_cache_group] = own
             self._attention_groups.append(by_kv_cache_group)
-        self._query_start_locs = {n: speculator.arange_gpu * n for n in lengths}
-        starts = torch.arange(speculator.max_num_reqs + 1, dtype=torch.int32)
+        self._query_start_locs = {n: arange * n for n in lengths}
+        starts = torch.arange(len(arange), dtype=torch.int32)
         self._query_start_locs_cpu = {n: starts * n for n in lengths}
 
     def of_part(
@@ -54,7 +60,7 @@ class PageMetadata:
             starts = self._query_start_locs[length][: num_reqs + 1]
             starts_cpu = self._query_start_locs_cpu[length][: num_reqs + 1]
         else:
-            starts = on_device(queries.starts, self._speculator.device).to(torch.int32)
+            starts = on_device(queries.starts, self._is_prefilling.device).to(torch.int32)
             starts_cpu = torch.from_numpy(queries.starts)
         return self._build(
             self._attention_groups[index],
@@ -95,23 +101,11 @@ class PageMetadata:
                     own = metadata.own if isinstance(metadata, DraftMetadata) else metadata
                     group.update_draft_decode_metadata({group.layer_names[0]: own})
 
-    def of_all_pages(
-        self, *, block_tables: Sequence[torch.Tensor], slots: Sequence[torch.Tensor], **common: Any
-    ) -> dict[str, Any]:
-        """Build the metadata of a pass over all pages of some requests, for all of the draft's layers.
-
-        See `_build` for the arguments; `slots` [num_tokens] int64 each, by layer group.
-        """
-        attn_metadata: dict[str, Any] = {}
-        for groups, own in zip(self._attention_groups, slots, strict=True):
-            attn_metadata |= self._build(groups, block_tables=block_tables, slots=own, **common)
-        return attn_metadata
-
     def of_target(
         self, *, block_tables: Sequence[torch.Tensor], slots: torch.Tensor, **common: Any
     ) -> dict[str, Any]:
         """Build the metadata of such a pass for all of the target's layers, with one `slots` for all."""
-        groups = self._speculator.target_attn_groups
+        groups = self._target_groups
         return self._build(groups, block_tables=block_tables, slots=slots, **common)
 
     def _build(
@@ -140,8 +134,8 @@ class PageMetadata:
             max_seq_len=max_seq_len,
             block_tables=block_tables,
             slot_mappings=slots.expand(len(block_tables), -1),
-            kv_cache_config=self._speculator.kv_cache_config,
+            kv_cache_config=self._kv_cache_config,
             positions=positions,
-            is_prefilling=self._speculator.draft_is_prefilling[:num_reqs],
+            is_prefilling=self._is_prefilling[:num_reqs],
             for_cudagraph_capture=for_capture,
         )

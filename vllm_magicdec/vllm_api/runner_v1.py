@@ -2,7 +2,8 @@
 """Adapter to vLLM's V1 model runner (`GPUModelRunner`, `CPUModelRunner`)."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,9 @@ import numpy as np
 import torch
 import torch.nn as nn
 from typing_extensions import override
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -19,6 +22,7 @@ from vllm.v1.spec_decode.draft_model import DraftModelProposer
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 from vllm.v1.worker.utils import AttentionGroup
 
+from vllm_magicdec.adaptive.draft_plan import DraftLists
 from vllm_magicdec.adaptive.metrics import Counts
 from vllm_magicdec.attention.metadata import draft_metadata, observed_metadata
 from vllm_magicdec.attention.observing import LayerObserver
@@ -26,21 +30,28 @@ from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.drafting.drafter import Drafter
 from vllm_magicdec.drafting.finite import make_finite
 from vllm_magicdec.drafting.layer_groups import LayerGroup
+from vllm_magicdec.drafting.ports import Cache
 from vllm_magicdec.lookup.history import History
-from vllm_magicdec.views.round import Batch, PageView, Pass, Queries, Sampled
+from vllm_magicdec.views.round import Batch, PageView, Pass, Queries, Sampled, TargetStep
 from vllm_magicdec.views.tensors import PAD_SLOT, on_device
 from vllm_magicdec.vllm_api import cpu_attention, cpu_llvmlite, cpu_sampling
 from vllm_magicdec.vllm_api.adapters import Adapters
 from vllm_magicdec.vllm_api.attention_groups import attention_groups_of, refuse_split_pages
-from vllm_magicdec.vllm_api.drafts_v1 import Draft, ModelDraft, TargetDraft, draft_beyond_the_end
-from vllm_magicdec.vllm_api.embeddings import blank_embedded_prompts
+from vllm_magicdec.vllm_api.embeddings import (
+    blank_embedded_prompts,
+    embed,
+    refuse_more_inputs,
+    takes_embeddings,
+)
 from vllm_magicdec.vllm_api.kv_cache import layer_groups
+from vllm_magicdec.vllm_api.kv_transfer import without_kv_connector
 from vllm_magicdec.vllm_api.rope import positions_on_host
-from vllm_magicdec.vllm_api.spire_draft_v1 import SpireDraft
 from vllm_magicdec.vllm_api.verification_attention import refuse_if_inexact, warn_if_slow
 
 
-def bypass_rejection_sampler(runner: Any, on_plain_step: Callable[[SchedulerOutput], None] | None) -> None:
+def bypass_rejection_sampler(
+    runner: Any, skip_plain_step: Callable[[SchedulerOutput], bool] | None = None
+) -> None:
     """Skip the rejection sampler on steps without draft tokens.
 
     With speculation configured, vLLM 0.32 sends every step through the rejection sampler and the padding of
@@ -49,23 +60,22 @@ def bypass_rejection_sampler(runner: Any, on_plain_step: Callable[[SchedulerOutp
 
     Args:
         runner: a `GPUModelRunner` (or `CPUModelRunner`) under construction.
-        on_plain_step: called after each such step; steps with prompt tokens then go to the proposer.
+        skip_plain_step: called before such a step; whether a draft with a KV cache of its own can do
+            without it. Otherwise, and if the step has prompt tokens, it goes to the proposer.
     """
     speculative_config, execute_model = runner.speculative_config, runner.execute_model
 
     @functools.wraps(execute_model)
     def execute(scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         verifies = bool(scheduler_output.scheduled_spec_decode_tokens)
-        drafts = scheduler_output.num_spec_tokens_to_schedule > 0
-        num_reqs = len(scheduler_output.num_scheduled_tokens)
-        has_prompt = on_plain_step is not None and scheduler_output.total_num_scheduled_tokens > num_reqs
-        is_plain = not (verifies or drafts or has_prompt)
+        is_plain = not verifies and scheduler_output.num_spec_tokens_to_schedule == 0
+        if is_plain and skip_plain_step is not None:
+            num_reqs = len(scheduler_output.num_scheduled_tokens)
+            has_prompt = scheduler_output.total_num_scheduled_tokens > num_reqs
+            is_plain = not has_prompt and skip_plain_step(scheduler_output)
         # Kept until the next step: the second half of this one, `sample_tokens`, reads it too.
         runner.speculative_config = None if is_plain else speculative_config
-        output = execute_model(scheduler_output, *args, **kwargs)
-        if is_plain and on_plain_step is not None:
-            on_plain_step(scheduler_output)
-        return output
+        return execute_model(scheduler_output, *args, **kwargs)
 
     runner.execute_model = execute
 
@@ -91,13 +101,15 @@ def report_finished(runner: Any, on_finish: Callable[[str, Sequence[int]], None]
 
 
 class MagicDecProposer(DraftModelProposer):
-    """A draft-model proposer whose draft attends to a view of a KV cache, the target's or its own.
+    """A proposer whose draft is the target itself, over a view of the target's KV cache.
 
-    Inherited: the padded-batch bookkeeping of rejected tokens, draft sampling, attention groups and
-    CUDA-graph dispatch. Replaced: the draft loop, and loading where the target drafts for itself.
+    Inherited: the padded-batch bookkeeping of rejected tokens, draft sampling and attention groups.
+    Replaced: the draft loop, and the draft model and its KV cache (`draft_models_v1.py` brings them back).
     """
 
     speculative_config: MagicDecSpeculativeConfig
+    reads_ahead = True
+    """Whether a pass may take several unverified tokens of a request."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, runner: Any = None) -> None:
         super().__init__(vllm_config=vllm_config, device=device, runner=runner)
@@ -109,27 +121,21 @@ class MagicDecProposer(DraftModelProposer):
             cpu_llvmlite.patch()
             report_finished(runner, lambda *finished: self._drafter.finish_request(*finished))
         self.target_runner = runner
-        self._drafting: Draft
-        if self.speculative_config.spire is not None:
-            self._drafting = SpireDraft(self)
-        elif self.speculative_config.has_draft_model:
-            self._drafting = ModelDraft(self)
-        else:
-            self._drafting = TargetDraft(self)
-        if self.speculative_config.adaptive and self._drafting.may_lag:
-            follows = self._drafting.follows_plain_steps
-            bypass_rejection_sampler(runner, self._follow_plain_step if follows else None)
+        if self.speculative_config.adaptive:
+            self._bypass_rejection_sampler()
         self.supports_mm_inputs = False  # drafts are text: no image inputs to gather
         self._drafter: Drafter  # created when the KV cache's page size is known
         # Of the round: metadata that all passes share, requests, and the target's sampling parameters.
-        self.common: CommonAttentionMetadata
+        self._common: CommonAttentionMetadata
+        self._step_common: CommonAttentionMetadata  # of the target's step
+        self._target_token_ids: torch.Tensor  # [num_tokens] int32, inputs of the target's step
         self._batch: Batch
         self._sampling: SamplingMetadata
         self._adapters: Adapters | None = None
         self._draft_probs: list[torch.Tensor] = []  # gamma x [num_reqs, vocab_size]
 
-    def _follow_plain_step(self, scheduler_output: SchedulerOutput) -> None:
-        self._drafter.follow_plain_step(lambda: self._drafting.note_plain_step(scheduler_output))
+    def _bypass_rejection_sampler(self) -> None:
+        bypass_rejection_sampler(self.target_runner)
 
     def _raise_if_mrope(self) -> None:
         """Accept M-RoPE: this draft takes the target's positions."""
@@ -142,31 +148,20 @@ class MagicDecProposer(DraftModelProposer):
         """This worker's counts since they were last sent."""
         return self._drafter.counts
 
-    @property
-    def groups(self) -> Sequence[LayerGroup]:
-        """The draft's attention layers."""
-        return self._drafter.groups
-
-    @property
-    def attention_groups(self) -> Sequence[Sequence[AttentionGroup]]:
-        """vLLM's attention groups, with their builders, by layer group."""
-        return self._attention_groups
-
-    @property
-    def has_adapters(self) -> bool:
-        """Whether the draft applies requests' LoRA adapters."""
-        return self._adapters is not None
-
-    def num_latest(self, num_steps: int) -> int:
-        """Return `Drafter.num_latest`."""
-        return self._drafter.num_latest(num_steps)
-
     def load_model(self, target_model: nn.Module) -> None:
-        """Load the draft model, if the target does not draft for itself."""
-        self._draft_attn_layer_names = self._drafting.load(target_model)
-        # vLLM's adapters apply to the target only.
-        if self.vllm_config.lora_config is not None and self.model is target_model:
+        """Take the target as the draft."""
+        refuse_more_inputs(target_model)
+        self.model = target_model
+        layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
+        self._draft_attn_layer_names = {
+            name for name, layer in layers.items() if layer.get_kv_cache_spec(self.vllm_config) is not None
+        }
+        if self.vllm_config.lora_config is not None:
             self._adapters = Adapters(target_model, self.vllm_config.lora_config)
+
+    def _make_cache(self, kv_cache_config: KVCacheConfig, groups: Sequence[LayerGroup]) -> Cache:
+        """Return the KV cache that the draft reads, once vLLM has allocated it."""
+        return Cache()
 
     def initialize_attn_backend(
         self, kv_cache_config: KVCacheConfig, kernel_block_sizes: list[int] | None = None
@@ -190,7 +185,7 @@ class MagicDecProposer(DraftModelProposer):
             )
             for group in groups
         ]
-        self._drafting.lay_out(kv_cache_config, groups)
+        self._cache = self._make_cache(kv_cache_config, groups)
         self.draft_attn_groups = [own for of_view in self._attention_groups for own in of_view]
         num_groups, num_tokens = len(groups), self._slot_mapping_buffer.shape[0]
         self._slots = self._slot_mapping_buffer.new_full((num_groups, num_tokens), PAD_SLOT)
@@ -200,17 +195,24 @@ class MagicDecProposer(DraftModelProposer):
             groups,
             kv_cache_config,
             self.device,
-            own_cache=self._drafting.own_cache,
+            self._cache,
         )
         if self._drafter.has_pages:
             refuse_split_pages(self._attention_groups, are_of_layers=self._drafter.has_layer_pages)
         if self.speculative_config.draft_lookup == "on":
             # A round with lookups drafts as much for each request as it has room for.
-            draft_beyond_the_end(self)
+            self._draft_beyond_the_end()
+
+    def _draft_beyond_the_end(self) -> None:
+        """Keep drafting for the whole batch when one request nears the model's maximum length.
+
+        vLLM's runner would draft for no request then, and a draft's own cache would fall behind.
+        """
+        runner = self.target_runner
+        runner.effective_drafter_max_model_len = runner.max_model_len + self.num_speculative_tokens
 
     def dummy_run(self, *args: Any, **kwargs: Any) -> None:
-        """Warm up or capture the draft model, if there is one."""
-        self._drafting.warm_up(*args, **kwargs)
+        """Do nothing: the target has a dummy run of its own."""
 
     @override
     def prepare_next_token_ids_padded(
@@ -250,19 +252,19 @@ class MagicDecProposer(DraftModelProposer):
         num_reqs = next_token_ids.shape[0]
         self._last_draft_probs = None
         self._draft_probs.clear()
-        if num_speculative_tokens == 0 and self._drafting.own_cache is None:
+        if num_speculative_tokens == 0 and not self._cache.is_own:
             return self._drafter.draft_tokens[:num_reqs, :0]
 
-        self._sampling = sampling_metadata
+        self._sampling, self._target_token_ids = sampling_metadata, target_token_ids
 
         def read_batch() -> Batch:
-            self.common = self._with_one_query_each(common_attn_metadata, num_reqs)
+            self._step_common = common_attn_metadata
+            self._common = self._with_one_query_each(common_attn_metadata, num_reqs)
             context_lens = common_attn_metadata.seq_lens[:num_reqs].long()
             if num_rejected_tokens_gpu is not None:
                 context_lens -= num_rejected_tokens_gpu[:num_reqs]
-            self._batch = self._make_batch(next_token_ids, context_lens)
-            self._drafting.note_step(common_attn_metadata, target_token_ids)
-            self._drafting.note_activations(target_positions, target_hidden_states, slot_mappings)
+            self._batch = self._make_batch(next_token_ids, context_lens, common_attn_metadata)
+            self._note_activations(target_positions, target_hidden_states, slot_mappings)
             if self._adapters is not None:
                 self._adapters.take(self.target_runner.input_batch.request_lora_mapping[:num_reqs])
             if self.uses_mrope:
@@ -275,23 +277,32 @@ class MagicDecProposer(DraftModelProposer):
                 )
             return self._batch
 
-        drafted = self._drafter.draft(
-            num_reqs,
-            num_speculative_tokens,
-            read_batch,
-            lambda batch: self._histories(batch, common_attn_metadata, target_token_ids),
-        )
-        if drafted and self._draft_probs:
-            lists = self._drafter.draft_lists
-            used = len(self._draft_probs) if lists is None else max(map(len, lists))
-            if used:
-                self._last_draft_probs = torch.stack(self._draft_probs[:used], dim=1).contiguous()
-        if num_speculative_tokens and self._drafter.draft_lists is not None:
-            return self._drafter.draft_lists
-        if not drafted and not self.target_runner.use_async_scheduling:
-            return [[] for _ in range(num_reqs)]  # nothing to verify
+        drafts = self._drafter.draft(num_speculative_tokens, read_batch, self._histories)
+        if drafts is None or not drafts.num_passes:
+            self._draft_probs.clear()
+        if drafts is None:
+            if not self.target_runner.use_async_scheduling:
+                return [[] for _ in range(num_reqs)]  # nothing to verify
+            return self._drafter.draft_tokens[:num_reqs, :num_speculative_tokens].zero_()
+        used = len(self._draft_probs) if drafts.lists is None else max(map(len, drafts.lists))
+        if self._draft_probs and used:
+            self._last_draft_probs = torch.stack(self._draft_probs[:used], dim=1).contiguous()
+        if isinstance(drafts.tokens, DraftLists):
+            return drafts.tokens
         # A copy: under asynchronous scheduling the next round may start before this one is read.
-        return self._drafter.draft_tokens[:num_reqs, :num_speculative_tokens].clone()
+        return drafts.tokens.clone()
+
+    def _note_activations(
+        self, positions: torch.Tensor, activations: torch.Tensor, slots: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Record the target's activations in its step, for drafts that use them.
+
+        Args:
+            positions: [num_tokens] int64, or [num_dims, num_tokens] under M-RoPE.
+            activations: [num_tokens, hidden_size] of the last layer, or vLLM's auxiliary hidden states, if
+                requested, concatenated over layers.
+            slots: [num_tokens or more] int64, slots of the tokens' K/V, by layer, including the draft's.
+        """
 
     def _with_one_query_each(
         self, common: CommonAttentionMetadata, num_reqs: int
@@ -310,7 +321,10 @@ class MagicDecProposer(DraftModelProposer):
             _token_to_req_indices_cache=None,
         )
 
-    def _make_batch(self, tokens: torch.Tensor, context_lens: torch.Tensor) -> Batch:
+    def _make_batch(
+        self, tokens: torch.Tensor, context_lens: torch.Tensor, common: CommonAttentionMetadata
+    ) -> Batch:
+        """Return the round's requests; `common` is the metadata of the target's step."""
         num_reqs = tokens.shape[0]
         inputs = self.target_runner.input_batch
         # Without the tokens that this step sampled.
@@ -324,23 +338,51 @@ class MagicDecProposer(DraftModelProposer):
             known_lens=known_lens,
             is_prefilling=self.target_runner.discard_request_mask.np[:num_reqs],
             is_first=known_lens == inputs.num_prompt_tokens[:num_reqs],
+            step=self._describe_step(context_lens, common, known_lens) if self._cache.is_own else None,
         )
 
-    def _histories(
-        self,
-        batch: Batch,
-        common: CommonAttentionMetadata,  # of the target's step
-        target_token_ids: torch.Tensor,  # [num_tokens] int32, input of the target's step
-    ) -> list[History]:
+    def _describe_step(
+        self, context_lens: torch.Tensor, common: CommonAttentionMetadata, known_lens: np.ndarray
+    ) -> TargetStep:
+        """Describe the target's step, whose result is known on a CPU."""
+        num_reqs = len(known_lens)
+        first_tokens = common.query_start_loc_cpu[: num_reqs + 1].long()
+        starts = common.seq_lens[:num_reqs].long() - first_tokens.diff()
+        # Of a position in the step, the index of its token among the step's.
+        self._step_offsets = first_tokens[:-1] - starts
+        ends = context_lens.numpy()
+        return TargetStep(
+            ends=ends,
+            num_tokens=ends - starts.numpy(),
+            num_unsure=np.zeros(num_reqs, dtype=np.int64),
+            has_prompt=known_lens > starts.numpy() + 1,
+            starts=starts,
+        )
+
+    def token_ids(self, indices: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return verified tokens at positions of the batch's requests, [num_tokens] int32."""
+        step = self._batch.step
+        assert step is not None
+        # Under asynchronous scheduling the host has -1 for tokens that arrived too late.
+        known = self.target_runner.input_batch.token_ids_cpu_tensor[indices, positions].clamp(min=0)
+        of_step = (positions + self._step_offsets[indices]).clamp(0, len(self._target_token_ids) - 1)
+        is_old = positions < step.starts[indices]
+        return torch.where(is_old, known, self._target_token_ids[of_step]).to(torch.int32)
+
+    def _histories(self, batch: Batch) -> list[History]:
         """Return the requests' tokens, including those that vLLM has not recorded yet. On a CPU."""
-        inputs, ends = self.target_runner.input_batch, batch.context_lens.tolist()
+        inputs, ends, common = (
+            self.target_runner.input_batch,
+            batch.context_lens.tolist(),
+            self._step_common,
+        )
         # Index of a token in the step = its position - its request's offset.
         offsets = (common.seq_lens[: len(ends)] - common.query_start_loc_cpu[1 : len(ends) + 1]).tolist()
         return [
             History(
                 inputs.token_ids_cpu[index, :known],
                 # The accepted drafts and the token sampled after them.
-                [*target_token_ids[known - offset : end - offset].tolist(), token],
+                [*self._target_token_ids[known - offset : end - offset].tolist(), token],
             )
             for index, (known, end, offset, token) in enumerate(
                 zip(batch.known_lens, ends, offsets, batch.tokens.tolist(), strict=True)
@@ -349,12 +391,10 @@ class MagicDecProposer(DraftModelProposer):
 
     def run(self, draft_pass: Pass) -> Sampled:
         """Run a pass of the draft, and sample."""
-        draft_pass = self._drafting.extend(draft_pass)
         queries, device = draft_pass.queries, self.device
         if self._adapters is not None:
             self._adapters.apply(queries.request_indices)
         hidden_states = self._forward(draft_pass)
-        self._drafting.note_caught_up(queries)
         places = queries.request_indices
         if queries.firsts.min() < 0:
             places = places[queries.sampled]
@@ -371,15 +411,14 @@ class MagicDecProposer(DraftModelProposer):
             return Sampled(drafted, _probabilities(logits, drafted))
         return Sampled(drafted, probs.gather(1, drafted.unsqueeze(1)).squeeze(1))
 
+    def read(self, draft_pass: Pass) -> None:
+        """Run a pass for the K/V alone."""
+        self._forward(draft_pass)
+
     @property
     def max_pass_tokens(self) -> int:
         """Maximum number of query tokens in a pass."""
-        return int(self._slots.shape[1]) - self._drafting.num_catch_up_tokens
-
-    @property
-    def reads_ahead(self) -> bool:
-        """Whether a pass may take several unverified tokens of a request."""
-        return self._drafting.reads_ahead
+        return self.max_num_tokens
 
     def note_unread(self, request: int, first: int, tokens: Sequence[int]) -> None:
         """Record that a request's last drafts were looked up, which the draft proposes with certainty."""
@@ -432,7 +471,7 @@ class MagicDecProposer(DraftModelProposer):
         if self.uses_mrope:  # positions of generated text differ from the index by a constant per request
             positions = positions + self._rope_offsets[on_device(queries.request_indices, self.device)]
         starts = torch.from_numpy(queries.starts)
-        common = self.common.replace(
+        common = self._common.replace(
             query_start_loc=starts.to(self.device),
             query_start_loc_cpu=starts,
             num_reqs=len(queries.lens),
@@ -441,29 +480,63 @@ class MagicDecProposer(DraftModelProposer):
         )
         attn_metadata: dict[str, Any] = {}
         for part, group, attention_groups in zip(
-            draft_pass.parts, self.groups, self._attention_groups, strict=True
+            draft_pass.parts, self._drafter.groups, self._attention_groups, strict=True
         ):
             of_pages = functools.partial(
                 _page_metadata, common, part.slots, attention_groups, queries.first_sampled
             )
             attn_metadata |= draft_metadata(part.view, group.layer_names, of_pages)
         slots = [part.slots for part in draft_pass.parts]
-        return self._drafting.forward(draft_pass.tokens, positions, slots, attn_metadata)
+        return self.forward(draft_pass.tokens, positions, slots, attn_metadata)
 
-    def whole_metadata(
+    def forward(
         self,
-        tables: Sequence[torch.Tensor],  # [num_reqs, max_pages] int32 each, by layer group
-        common: CommonAttentionMetadata,  # of the queries
-        slots: Sequence[torch.Tensor],  # [num_tokens] int64 each, by layer group
-    ) -> dict[str, Any]:
-        """Build attention metadata, by layer, for a draft pass over all cached pages of some requests."""
-        attn_metadata: dict[str, Any] = {}
-        for table, own, attention_groups in zip(tables, slots, self._attention_groups, strict=True):
-            of_group = common.replace(block_table_tensor=table, slot_mapping=own)
-            for attention_group in attention_groups:
-                built = attention_group.build_metadata(of_group)
-                attn_metadata |= dict.fromkeys(attention_group.layer_names, built)
-        return attn_metadata
+        tokens: torch.Tensor,  # [num_tokens] int32
+        positions: torch.Tensor,  # [num_tokens] int64, or [num_dims, num_tokens] under M-RoPE
+        slots: Sequence[torch.Tensor],  # [num_tokens] int64 each, destination of K/V, by layer group
+        attn_metadata: Mapping[str, Any],  # by layer
+    ) -> torch.Tensor:
+        """Run the draft and return its hidden states, [num_tokens, hidden_size]."""
+        num_tokens, runner = tokens.shape[0], self.target_runner
+        with self._in_pass(num_tokens, slots, attn_metadata) as num_padded:
+            # CUDA graphs of the target read the runner's input buffers.
+            target_positions = runner.mrope_positions.gpu if self.uses_mrope else runner.positions
+            target_positions[..., :num_tokens] = positions
+            inputs: dict[str, torch.Tensor | None]
+            if takes_embeddings(runner.model_config):
+                embeddings = runner.inputs_embeds.gpu[:num_padded]
+                vocab_size = runner.model_config.get_vocab_size()
+                embeddings[:num_tokens] = embed(self.model, tokens, vocab_size)
+                inputs = {"input_ids": None, "inputs_embeds": embeddings}
+            else:
+                runner.input_ids.gpu[:num_tokens] = tokens
+                inputs = {"input_ids": runner.input_ids.gpu[:num_padded], "inputs_embeds": None}
+            hidden_states = self.model(positions=target_positions[..., :num_padded], **inputs)
+        return hidden_states[:num_tokens]
+
+    @contextmanager
+    def _in_pass(
+        self, num_tokens: int, slots: Sequence[torch.Tensor], attn_metadata: Mapping[str, Any]
+    ) -> Iterator[int]:
+        """Enter vLLM's forward context and yield the number of tokens, padded for its CUDA graphs."""
+        # No graphs while prompt log-probs are due: vLLM computes them after the draft, from hidden states
+        # in memory that graphs share. None with adapters: vLLM's class selects graphs without LoRA.
+        graph_mode, num_padded, num_across_dp = self._determine_batch_execution_and_padding(
+            num_tokens,
+            use_cudagraphs=not self.target_runner.num_prompt_logprobs and self._adapters is None,
+        )
+        with (
+            without_kv_connector(),
+            set_forward_context(
+                attn_metadata,
+                self.vllm_config,
+                num_tokens=num_padded,
+                num_tokens_across_dp=num_across_dp,
+                cudagraph_runtime_mode=graph_mode,
+                slot_mapping=self._pad_slots(num_padded, slots),
+            ),
+        ):
+            yield num_padded
 
     def observe(
         self, layer_names: Sequence[str], indices: Sequence[int], window: int, observer: LayerObserver
@@ -476,7 +549,7 @@ class MagicDecProposer(DraftModelProposer):
         # Under asynchronous scheduling the host has -1 for tokens that only the device knows yet.
         tokens = self.target_runner.input_batch.token_ids_cpu[rows, positions].clip(min=0)
         slots = torch.full((num_reqs * window,), PAD_SLOT, dtype=torch.int64, device=self.device)
-        common = self.common.replace(
+        common = self._common.replace(
             query_start_loc=self.arange[: num_reqs + 1] * window,
             query_start_loc_cpu=torch.arange(num_reqs + 1, dtype=torch.int32) * window,
             num_reqs=num_reqs,
@@ -501,14 +574,14 @@ class MagicDecProposer(DraftModelProposer):
             query_positions = positions_on_host(requests, positions_by_req).to(self.device)
         else:
             query_positions = on_device(positions, self.device)
-        self._drafting.forward(
+        self.forward(
             on_device(tokens, self.device),
             query_positions,
             [slots] * len(self._drafter.groups),
             observed_metadata(attn_metadata, layer_names, self._drafter.switched_layers, observer),
         )
 
-    def pad_slots(self, num_padded: int, slots: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _pad_slots(self, num_padded: int, slots: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return padded slots by layer, [num_padded] int64; `slots` [num_tokens] int64, by layer group."""
         by_layer: dict[str, torch.Tensor] = {}
         for buffer, own, group in zip(self._slots, slots, self._drafter.groups, strict=True):

@@ -29,11 +29,12 @@ from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.drafting.drafter import Drafter
 from vllm_magicdec.drafting.finite import make_finite
 from vllm_magicdec.drafting.layer_groups import LayerGroup
+from vllm_magicdec.drafting.ports import Cache
 from vllm_magicdec.drafting.wide_passes import MAX_WIDE_TOKENS
 from vllm_magicdec.errors import METHOD
 from vllm_magicdec.lookup.history import History
 from vllm_magicdec.lookup.texts import Texts
-from vllm_magicdec.views.round import Batch, Pass, Queries, Sampled, TokenView, View
+from vllm_magicdec.views.round import Batch, Pass, Queries, Sampled, TargetStep, TokenView, View
 from vllm_magicdec.views.tensors import PAD_SLOT, on_device
 from vllm_magicdec.vllm_api import cpu_attention, cpu_llvmlite
 from vllm_magicdec.vllm_api.adapters import Adapters
@@ -48,13 +49,11 @@ from vllm_magicdec.vllm_api.draft_graphs import (
     dummy_step,
     why_no_draft_graphs,
 )
-from vllm_magicdec.vllm_api.drafts_v2 import Draft, ModelDraft, TargetDraft
-from vllm_magicdec.vllm_api.embeddings import embed, takes_embeddings
+from vllm_magicdec.vllm_api.embeddings import embed, refuse_more_inputs, takes_embeddings
 from vllm_magicdec.vllm_api.kv_cache import layer_groups
 from vllm_magicdec.vllm_api.kv_transfer import fills_freed_blocks, without_kv_connector
 from vllm_magicdec.vllm_api.page_metadata_v2 import PageMetadata
 from vllm_magicdec.vllm_api.rope import positions_on_device
-from vllm_magicdec.vllm_api.spire_draft_v2 import SpireDraft
 from vllm_magicdec.vllm_api.verification_attention import refuse_if_inexact, warn_if_slow
 
 logger = init_logger(f"vllm.{__name__}")
@@ -81,15 +80,18 @@ def report_removed(req_states: Any, on_remove: Callable[[str, Sequence[int]], No
 
 
 class MagicDecSpeculator(StandaloneARSpeculator):
-    """A draft-model speculator whose draft attends to a view of a KV cache, the target's or its own.
+    """A speculator whose draft is the target itself, over a view of the target's KV cache.
 
-    Inherited: request buffers, draft sampling and the loading of a draft model. Replaced: attention
-    metadata (by layer group, over the view) and the draft loop. Added: CUDA graphs.
+    Inherited: request buffers and draft sampling. Replaced: attention metadata (by layer group, over the
+    view), the draft loop, and the draft model and its KV cache (`draft_models_v2.py` brings them back).
+    Added: CUDA graphs.
     """
 
     # No draft pass has more tokens than the target's step.
     num_extra_query_per_req = 0
     speculative_config: MagicDecSpeculativeConfig
+    reads_ahead = True
+    """Whether a pass may take several unverified tokens of a request."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: RequestState) -> None:
         super().__init__(vllm_config, device)
@@ -100,13 +102,6 @@ class MagicDecSpeculator(StandaloneARSpeculator):
             cpu_llvmlite.patch()
             report_removed(req_states, lambda *ended: self._drafter.finish_request(*ended))
         self.req_states = req_states
-        self._drafting: Draft
-        if self.speculative_config.spire is not None:
-            self._drafting = SpireDraft(self)
-        elif self.speculative_config.has_draft_model:
-            self._drafting = ModelDraft(self)
-        else:
-            self._drafting = TargetDraft(self)
         self._batch: Batch | None = None
         self._graphs = RoundGraphs()
         self._is_timed = False  # vLLM is measuring the time of dummy rounds
@@ -134,8 +129,20 @@ class MagicDecSpeculator(StandaloneARSpeculator):
             self._adapters.take(ids)
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
-        """Load and return the drafting model."""
-        return self._drafting.load(target_model, target_attn_layer_names)
+        """Return the drafting model."""
+        return target_model
+
+    def _layer_names(self) -> set[str] | None:
+        """Return the draft's attention layers; None: all layers."""
+        return None
+
+    def _refuse_inputs(self, model_state: Any) -> None:
+        refuse_more_inputs(self.model, model_state)
+        self._rope = model_state.rope_state
+
+    def _make_cache(self, kv_cache_config: KVCacheConfig, groups: Sequence[LayerGroup]) -> Cache:
+        """Return the KV cache that the draft reads, once vLLM has allocated it."""
+        return Cache()
 
     def set_attn(
         self,
@@ -153,20 +160,18 @@ class MagicDecSpeculator(StandaloneARSpeculator):
             self.__dict__.pop(name, None)
         refuse_if_inexact(self.vllm_config, target_attn_groups)
         warn_if_slow(self.vllm_config)
-        self._drafting.refuse_inputs(model_state)
-        if self._drafting.layer_names is None:
-            self._rope = model_state.rope_state
+        self._refuse_inputs(model_state)
         self._steps = torch.arange(self.num_speculative_steps, device=self.device)
         self._rope_offsets = torch.zeros(self.max_num_reqs, dtype=torch.int64, device=self.device)
         super().set_attn(
             model_state, kv_cache_config, block_tables, target_input_buffers, target_attn_groups
         )
-        groups = layer_groups(self.vllm_config, kv_cache_config, self._drafting.layer_names)
-        self._drafting.lay_out(kv_cache_config, groups)
+        groups = layer_groups(self.vllm_config, kv_cache_config, self._layer_names())
+        self._cache = self._make_cache(kv_cache_config, groups)
+        # vLLM's attention groups whose builders the draft's layers may use.
+        builders = self.attn_groups if self._cache.is_own else self.target_attn_groups
         self._attention_groups = [
-            attention_groups_of(
-                group, self._drafting.attention_groups, self.vllm_config, self.device, share_builders=True
-            )
+            attention_groups_of(group, builders, self.vllm_config, self.device, share_builders=True)
             for group in groups
         ]
         self._drafter = Drafter(
@@ -175,8 +180,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
             groups,
             kv_cache_config,
             self.device,
-            wide_pass_runner=self,
-            own_cache=self._drafting.own_cache,
+            self._cache,
         )
         if self.speculative_config.looks_up_on_device:
             ones = torch.ones(1, dtype=torch.int64, device=self.device)
@@ -186,10 +190,13 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         if self._drafter.has_pages:
             refuse_split_pages(self._attention_groups, are_of_layers=self._drafter.has_layer_pages)
         self.page_metadata = PageMetadata(
-            self,
+            kv_cache_config,
+            self.target_attn_groups,
             self._attention_groups,
             [group.kv_cache_group for group in self._drafter.groups],
-            {*self._drafting.queries_of_steps, *self.speculative_config.round_lengths},
+            self.arange_gpu,
+            self.draft_is_prefilling,
+            {*self._queries_of_steps, *self.speculative_config.round_lengths},
         )
         if self._drafts_are_awaited:
             logger.info_once(
@@ -197,6 +204,11 @@ class MagicDecSpeculator(StandaloneARSpeculator):
                 "finished requests.",
                 METHOD,
             )
+
+    @property
+    def _queries_of_steps(self) -> Sequence[int]:
+        """Possible numbers of queries per request in a step's pass."""
+        return range(1, 2 + self._cache.max_added)
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         """Create the managers of the draft's CUDA graphs; called after `set_attn`."""
@@ -210,7 +222,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
             reason = why_no_draft_graphs(cudagraph_mode, weakest)
             if reason is not None:
                 logger.warning_once("%s: draft steps run without CUDA graphs, slower: %s.", METHOD, reason)
-        kinds = [(length, 1) for length in self._drafting.queries_of_steps]
+        kinds = [(length, 1) for length in self._queries_of_steps]
         if self.speculative_config.looks_up_on_device:
             kinds += [(length, length) for length in self.speculative_config.round_lengths if length > 1]
         common = (self.vllm_config, self.device, cudagraph_mode, self, self._drafter.common_lens)
@@ -256,7 +268,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         num_reqs = input_batch.num_reqs
         if dummy_run:
             if skip_attn_for_dummy_run:
-                self._drafting.warm_up(input_batch)
+                self._warm_up(input_batch)
             elif self._is_timed:
                 self._copy_request_inputs(
                     num_reqs, input_batch.idx_mapping, temperature, seeds, dummy_run=True
@@ -273,35 +285,45 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         self._is_timed = False
         num_steps = self.num_speculative_steps if num_speculative_tokens is None else num_speculative_tokens
         self._copy_request_inputs(num_reqs, input_batch.idx_mapping, temperature, seeds)
-        if num_steps > 0 or self._drafting.own_cache is not None:
+        if num_steps == 0 and not self._cache.is_own:
+            return self._drafter.draft_tokens[:num_reqs]
 
-            def read_batch() -> Batch:
-                self._batch = self._make_batch(input_batch, num_rejected, last_sampled)
-                self._drafting.note_step(input_batch, slot_mappings, aux_hidden_states)
-                if self._rope is not None:
-                    # M-RoPE positions of generated text differ from the index by a constant per request.
-                    self._rope_offsets.zero_()
-                    self._rope_offsets[:num_reqs] = self._rope.prefill_delta.gpu[input_batch.idx_mapping]
-                return self._batch
+        def read_batch() -> Batch:
+            self._batch = self._make_batch(input_batch, num_rejected, last_sampled)
+            self._note_activations(input_batch, slot_mappings, aux_hidden_states)
+            if self._rope is not None:
+                # M-RoPE positions of generated text differ from the index by a constant per request.
+                self._rope_offsets.zero_()
+                self._rope_offsets[:num_reqs] = self._rope.prefill_delta.gpu[input_batch.idx_mapping]
+            return self._batch
 
-            drafted = self._drafter.draft(
-                num_reqs,
-                num_steps,
-                read_batch,
-                lambda batch: self._histories(batch, input_batch.idx_mapping_np),
-            )
-            if not drafted:
-                self._make_drafts_one_hot(num_reqs)
-                # For vLLM's adaptive verification, which skips drafts that are unlikely to be accepted.
-                self.draft_token_confidence_probs[:num_reqs] = 0.0
-            elif self._drafter.draft_lists is not None and num_steps > 0:
-                self._fill_up(self._drafter.draft_lists, num_steps)
-            if drafted and self._batch is not None and all(self._batch.is_prefilling):
-                # No pass has run; vLLM's default for new requests.
-                self.draft_token_confidence_probs[:num_reqs] = 1.0
-            if self._drafts_are_awaited:
-                torch.accelerator.current_stream().synchronize()
-        return self._drafter.draft_tokens[:num_reqs]
+        drafts = self._drafter.draft(
+            num_steps, read_batch, lambda batch: self._histories(batch, input_batch.idx_mapping_np)
+        )
+        own = self._drafter.draft_tokens[:num_reqs]
+        if drafts is None or not drafts.num_passes:
+            own[:, :num_steps] = 0
+            self._make_drafts_one_hot(num_reqs)
+            # For vLLM's adaptive verification, which skips drafts that are unlikely to be accepted. Of new
+            # requests it has none, and 1 is its default.
+            is_new = drafts is not None and self._batch is not None and all(self._batch.is_prefilling)
+            self.draft_token_confidence_probs[:num_reqs] = float(is_new)
+        elif drafts.lists is not None:
+            self._fill_up(drafts.lists, num_steps)
+        if self._drafts_are_awaited:
+            torch.accelerator.current_stream().synchronize()
+        return own
+
+    def _warm_up(self, inputs: InputBatch) -> None:
+        """Run a draft model's step without KV cache, so that vLLM can measure its peak memory."""
+
+    def _note_activations(
+        self,
+        inputs: InputBatch,
+        slots: Mapping[str, torch.Tensor],  # [num_tokens or more] int64, by layer, including the draft's
+        activations: Sequence[torch.Tensor] | None,  # auxiliary, [num_tokens or more, hidden_size] each
+    ) -> None:
+        """Record the target's activations in its step, for drafts that use them."""
 
     def _draft_dummies(self, num_reqs: int) -> None:
         """Run the steps of a round over full views, for vLLM's timing."""
@@ -309,7 +331,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
             self,
             num_reqs,
             num_blocks=self.kv_cache_config.num_blocks,
-            page_sizes=[group.cache.block_size for group in self.groups],
+            page_sizes=[group.cache.block_size for group in self._drafter.groups],
             common_lens=self._drafter.common_lens,
             device=self.device,
         )
@@ -332,7 +354,26 @@ class MagicDecSpeculator(StandaloneARSpeculator):
             known_lens=known_lens,
             is_prefilling=known_lens < batch.prefill_len_np[:num_reqs],
             is_first=known_lens == batch.prefill_len_np[:num_reqs],
+            step=self._describe_step(batch, known_lens) if self._cache.is_own else None,
         )
+
+    @staticmethod
+    def _describe_step(batch: InputBatch, known_lens: np.ndarray) -> TargetStep:
+        num_reqs, drafts = batch.num_reqs, batch.num_draft_tokens_per_req
+        num_unsure = np.zeros(num_reqs) if drafts is None else drafts[:num_reqs]
+        first_tokens = batch.query_start_loc[: num_reqs + 1].long()
+        return TargetStep(
+            ends=known_lens.astype(np.int64),
+            num_tokens=batch.num_scheduled_tokens[:num_reqs].astype(np.int64),
+            num_unsure=num_unsure.astype(np.int64),
+            has_prompt=np.asarray(batch.is_prefilling_np[:num_reqs], dtype=bool),
+            starts=batch.seq_lens[:num_reqs].long() - first_tokens.diff(),
+        )
+
+    def token_ids(self, indices: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return verified tokens at positions of the batch's requests, [num_tokens] int32."""
+        known = self.req_states.all_token_ids.gpu  # [max_num_reqs, max_model_len] int32
+        return known[self.idx_mapping[indices], positions].to(torch.int32)
 
     def _histories(self, batch: Batch, rows: np.ndarray) -> list[History]:
         """Return the requests' tokens; `rows` [num_reqs] of vLLM's request states. On a CPU."""
@@ -342,7 +383,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
 
     def max_wide_reqs(self, num_steps: int) -> int:
         """Maximum number of requests in a pass of a round's `num_steps` tokens; 0: unsupported."""
-        if not self._drafting.reads_ahead:
+        if not self.reads_ahead:
             return 0
         captured = self._graphs.max_wide_reqs(num_steps)
         return min(self.max_num_tokens, MAX_WIDE_TOKENS) // num_steps if captured is None else captured
@@ -367,11 +408,6 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         return logits if self.draft_logits is None else make_finite(logits)
 
     @property
-    def reads_ahead(self) -> bool:
-        """Whether a pass may take several unverified tokens of a request."""
-        return self._drafting.reads_ahead
-
-    @property
     def max_pass_tokens(self) -> int:
         """Maximum number of query tokens in a pass."""
         return self.max_num_tokens
@@ -382,7 +418,6 @@ class MagicDecSpeculator(StandaloneARSpeculator):
 
     def run(self, draft_pass: Pass) -> Sampled:
         """Run a pass of the draft, and sample."""
-        draft_pass = self._drafting.extend(draft_pass)
         if self._adapters is not None:
             self._adapters.apply(draft_pass.queries.request_indices)
         if draft_pass.is_weighed:
@@ -392,6 +427,11 @@ class MagicDecSpeculator(StandaloneARSpeculator):
             self.current_draft_step.fill_(draft_pass.queries.first_sampled)
             sampled = self.forward_and_sample(draft_pass, self.pass_metadata(draft_pass))
         return Sampled(sampled)
+
+    def read(self, draft_pass: Pass) -> None:
+        """Run a pass for the K/V alone."""
+        slots = self.slots_by_layer([part.slots for part in draft_pass.parts])
+        self.forward(draft_pass.tokens, draft_pass.positions, slots, self.pass_metadata(draft_pass))
 
     def _run_weighed(self, draft_pass: Pass) -> Sampled:
         hidden_states = self._forward_pass(draft_pass, self.pass_metadata(draft_pass))
@@ -429,7 +469,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         slots = [part.slots for part in draft_pass.parts]
         self._is_padding = draft_pass.is_padding  # vLLM chooses no experts for padding
         try:
-            return self._drafting.forward(draft_pass.tokens, positions, slots, attn_metadata)
+            return self._forward(draft_pass.tokens, positions, slots, attn_metadata)
         finally:
             self._is_padding = None
 
@@ -483,26 +523,6 @@ class MagicDecSpeculator(StandaloneARSpeculator):
             use_fp64=self.use_fp64_gumbel,
         )
         return sampled, logits, rows
-
-    @property
-    def batch(self) -> Batch:
-        """The round's batch."""
-        assert self._batch is not None
-        return self._batch
-
-    @property
-    def groups(self) -> Sequence[LayerGroup]:
-        """The draft's attention layers."""
-        return self._drafter.groups
-
-    @property
-    def takes_passes(self) -> bool:
-        """Whether the round is drafted by passes of several tokens per request."""
-        return self._drafter.takes_passes
-
-    def num_latest(self, num_steps: int) -> int:
-        """Return `Drafter.num_latest`."""
-        return self._drafter.num_latest(num_steps)
 
     @property
     def num_views(self) -> int:
@@ -577,6 +597,19 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         for own, group in zip(slots, self._drafter.groups, strict=True):
             by_layer |= dict.fromkeys(group.layer_names, own)
         return by_layer
+
+    def _forward(
+        self,
+        tokens: torch.Tensor,  # [num_tokens] int32
+        positions: torch.Tensor,  # [num_tokens] int64, or [num_dims, num_tokens] under M-RoPE
+        slots: Sequence[torch.Tensor],  # [num_tokens] int64 each, destination of K/V, by layer group
+        attn_metadata: Mapping[str, Any],  # by layer
+    ) -> torch.Tensor:
+        """Run a pass of the round and return its hidden states, [num_tokens, hidden_size]."""
+        hidden_states: torch.Tensor = self.forward(
+            tokens, positions, self.slots_by_layer(slots), attn_metadata
+        )
+        return hidden_states
 
     def forward(
         self,

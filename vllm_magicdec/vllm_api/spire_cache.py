@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn as nn
 from typing_extensions import override
@@ -20,15 +21,15 @@ from vllm.config import VllmConfig
 from vllm.model_executor.model_loader.utils import get_model_cls
 from vllm.model_executor.models.interfaces import EagleModelMixin, supports_eagle3
 
-from vllm_magicdec.drafting.drafter import OwnCache
 from vllm_magicdec.drafting.layer_groups import LayerGroup
+from vllm_magicdec.drafting.ports import Cache
 from vllm_magicdec.errors import MODEL_METHOD, MagicDecConfigError
 from vllm_magicdec.views.round import Batch
 from vllm_magicdec.vllm_api.spire_model import MagicDecSpireForCausalLM
 
 
 @dataclass(frozen=True)
-class TargetStep:
+class TargetActivations:
     """Inputs and activations of a step of the target, including rejected tokens."""
 
     tokens: torch.Tensor  # [num_tokens] int32
@@ -59,7 +60,7 @@ def activation_layers(target: nn.Module) -> tuple[int, ...]:
     return next(filter(None, layers), ())
 
 
-class SpireCache(OwnCache):
+class SpireCache(Cache):
     """Writes the K/V of verified and of drafted tokens.
 
     Args:
@@ -67,11 +68,13 @@ class SpireCache(OwnCache):
         target: the target model.
     """
 
+    is_own = True
+
     def __init__(self, model: MagicDecSpireForCausalLM, target: nn.Module) -> None:
         self._model = model
         self._target: Any = target
         self._attentions = [layer.self_attn.attn for layer in model.model.layers]
-        self._step: TargetStep | None = None  # None: not recorded, and the round fails
+        self._step: TargetActivations | None = None  # None: not recorded, and the round fails
         self._write_latest: Callable[[], None] | None = None
 
     def lay_out(self, groups: Sequence[LayerGroup]) -> None:
@@ -107,7 +110,7 @@ class SpireCache(OwnCache):
         positions = torch.zeros(num_tokens, dtype=torch.int64, device=weight.device)
         self._model.memorise([nothing] * (len(self._attentions) + 1), positions, None)
 
-    def note_step(self, step: TargetStep) -> None:
+    def note_step(self, step: TargetActivations) -> None:
         """Record the target's step that the round begins with."""
         self._step = step
 
@@ -119,14 +122,10 @@ class SpireCache(OwnCache):
         self.write_verified(step)
 
     @override
-    def catch_up(self, batch: Batch, num_steps: int) -> None:
-        pass  # `begin_round` has done it
-
-    @override
-    def end_round(self, batch: Batch, drafts: torch.Tensor | Sequence[Sequence[int]]) -> None:
+    def end_round(self, batch: Batch, num_written: np.ndarray) -> None:
         self._write_latest = None
 
-    def write_verified(self, step: TargetStep) -> None:
+    def write_verified(self, step: TargetActivations) -> None:
         """Write the memory of the tokens in a step of the target."""
         activations, positions = step.activations, step.positions
         num_tokens = len(step.tokens)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A draft model's cache on the V2 runner, where the host only knows upper bounds.
+"""A draft model's cache, where the host knows what was accepted and where it knows bounds.
 
 Engines are simulated step by step; tests/engine/ has real ones.
 """
@@ -15,10 +15,10 @@ from policies.test_host_sync import no_host_reads
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_magicdec.drafting.layer_groups import LayerGroup
-from vllm_magicdec.views.round import Batch, PageView, Part, Pass, Queries
+from vllm_magicdec.drafting.model_cache import ModelCache
+from vllm_magicdec.views.round import Batch, PageView, Part, Pass, Queries, TargetStep
 from vllm_magicdec.views.slots import DraftSlots
 from vllm_magicdec.views.tensors import PAD_SLOT
-from vllm_magicdec.vllm_api.drafts_v2 import ModelDraft
 
 PAGE, MODEL_LEN, NUM_ROWS, MAX_DRAFTS = 4, 96, 3, 4
 PAGES_OF_ROW = MODEL_LEN // PAGE
@@ -43,22 +43,31 @@ class Request:
 
 
 class ImaginedEngine:
-    """A simulated V2 runner with a draft model; its cache maps slots to token and position."""
+    """A simulated runner with a draft model; its cache maps slots to token and position.
+
+    Args:
+        seed: of all that is random.
+        knows_accepted: the host knows the result of a step, as on the V1 runner.
+        is_async: with bounds, the host does not know the result of the previous step either.
+        max_num_tokens: of a pass.
+        lookup: which rounds begin with a wide pass.
+    """
 
     def __init__(
         self,
         seed: int,
         *,
-        is_async: bool,
+        knows_accepted: bool = False,
+        is_async: bool = False,
         max_num_tokens: int = 24,
         lookup: str = "off",
     ) -> None:
         self._rng = random.Random(seed)
-        self._is_async = is_async
+        self._knows_accepted, self._is_async = knows_accepted, is_async
         self._all_token_ids = torch.zeros(NUM_ROWS, MODEL_LEN, dtype=torch.int32)
         self._table = 1 + torch.arange(NUM_ROWS * PAGES_OF_ROW, dtype=torch.int32).view(NUM_ROWS, -1)
         self._cache: dict[int, tuple[int, int]] = {}
-        self.read_tokens = self.num_catch_ups = self.most_lacking = self.read_in_view = 0
+        self.read_tokens = self.num_catch_ups = self.most_lacking = self.read_in_view = self.num_skipped = 0
         self._draft_slots = DraftSlots(
             page_size=PAGE,
             max_num_reqs=NUM_ROWS,
@@ -66,21 +75,16 @@ class ImaginedEngine:
             max_model_len=MODEL_LEN,
             device=CPU,
         )
-        self._speculator = SimpleNamespace(
+        self._max_num_tokens = max_num_tokens
+        self.draft = ModelCache(
+            self,
+            [LayerGroup(("draft",), 0, SPEC, None)],
             max_num_reqs=NUM_ROWS,
             max_num_tokens=max_num_tokens,
             max_model_len=MODEL_LEN,
-            groups=[LayerGroup(("draft",), 0, SPEC, None)],
-            takes_passes=False,
-            num_latest=lambda num_steps: MAX_DRAFTS + 1,
-            req_states=SimpleNamespace(all_token_ids=SimpleNamespace(gpu=self._all_token_ids)),
-            slots_by_layer=lambda slots: slots,
-            page_metadata=SimpleNamespace(of_all_pages=lambda **metadata: metadata, of_pass=self._of_pass),
-            speculative_config=SimpleNamespace(looks_up_on_device=lookup in ("sometimes", "wide")),
-            forward=self._forward,
+            knows_accepted=knows_accepted,
+            may_lag=True,
         )
-        self.draft = ModelDraft(self._speculator)
-        self.draft._page_size, self.draft._may_lag = PAGE, True
         self._lookup = lookup
         self.requests = [self._arriving(row) for row in range(NUM_ROWS)]
 
@@ -99,42 +103,35 @@ class ImaginedEngine:
     def _slot(self, request: Request, position: int) -> int:
         return int(self._table[request.row, position // PAGE]) * PAGE + position % PAGE
 
-    def _of_pass(self, index, part, queries, view) -> dict:
-        return {"view": view, "starts": queries.starts.tolist()}
+    def token_ids(self, indices, positions):
+        return self._all_token_ids[self._rows[indices], positions]
 
-    def _forward_in_view(self, slots, view, starts) -> None:
-        """A pass over the view: each request's queries are the last entries before the round's."""
-        self.read_in_view += len(slots)
-        for index, end in enumerate(view.lens.tolist()):
+    def read(self, draft_pass: Pass) -> None:
+        """A pass over whole contexts, or over the view, that writes the last tokens of each request."""
+        (part,), queries = draft_pass.parts, draft_pass.queries
+        assert len(draft_pass.tokens) <= self._max_num_tokens
+        self._write(draft_pass.tokens, part.positions, part.slots)
+        is_over_view = part.view.max_len == MODEL_LEN
+        if is_over_view:
+            self.read_in_view += len(part.slots)
+        else:
+            self.read_tokens += len(part.slots)
+        starts, slots = queries.starts.tolist(), part.slots.tolist()
+        for index, end in enumerate(part.view.lens.tolist()):
+            assert end <= part.view.max_len
             own = slots[starts[index] : starts[index + 1]]
-            entries = range(end - len(own), end)
-            pages = view.block_table[index].tolist()
-            seen = [pages[entry // PAGE] * PAGE + entry % PAGE for entry in entries]
-            assert all(slot in (PAD_SLOT, entry) for slot, entry in zip(own, seen, strict=True))
-            held = [slot in self._cache for slot in seen]
-            assert all(held), "also those that are not written"
-
-    def _forward(self, tokens, positions, slots, metadata) -> None:
-        """A pass over whole contexts: each request's queries are the last tokens."""
-        assert len(tokens) <= self._speculator.max_num_tokens
-        if "view" in metadata:
-            self._write(tokens, positions, slots[0])
-            self._forward_in_view(slots[0].tolist(), **metadata)
-            return
-        self.read_tokens += len(tokens)
-        self._write(tokens, positions, slots[0])
-        starts = metadata["query_start_loc"].tolist()
-        for index, seq_len in enumerate(metadata["seq_lens"].tolist()):
-            own = range(starts[index], starts[index + 1])
-            assert len(own) <= metadata["max_query_len"] and seq_len <= metadata["max_seq_len"]
-            pages = metadata["block_tables"][0][index].tolist()
-            seen = [pages[entry // PAGE] * PAGE + entry % PAGE for entry in range(seq_len)]
-            real = [at for at in own if slots[0][at] != PAD_SLOT]  # the others are padding
-            if not real:
+            pages = part.view.block_table[index].tolist()
+            seen = [pages[entry // PAGE] * PAGE + entry % PAGE for entry in range(end)]
+            if is_over_view:  # also those that are not written are held
+                last = seen[end - len(own) :]
+                assert all(slot in (PAD_SLOT, entry) for slot, entry in zip(own, last, strict=True))
+                assert all(slot in self._cache for slot in last)
                 continue
-            end = seq_len - len(own) + len(real)
-            assert seen[end - len(real) : end] == slots[0][real].tolist()
-            assert [self._cache[slot][1] for slot in seen[:end]] == list(range(end))
+            real = [slot for slot in own if slot != PAD_SLOT]  # the others are padding
+            if real:
+                end -= len(own) - len(real)
+                assert seen[end - len(real) : end] == real
+                assert [self._cache[slot][1] for slot in seen[:end]] == list(range(end))
 
     def _write(self, tokens, positions, slots) -> None:
         for token, position, slot in zip(tokens.tolist(), positions.tolist(), slots.tolist(), strict=True):
@@ -146,6 +143,11 @@ class ImaginedEngine:
             self._cache.get(self._slot(request, position)) == (request.tokens[position], position)
             for position in range(end)
         )
+
+    def _assert_whole_pages(self, requests: list[Request]) -> None:
+        """Complete pages may be in the prefix cache."""
+        for request in requests:
+            assert self._held(request, request.computed // PAGE * PAGE), request
 
     def _assert_held(self, requests: list[Request]) -> None:
         for request in requests:
@@ -196,47 +198,43 @@ class ImaginedEngine:
         self._append(request, self._rng.randrange(1000))
 
     def _draft(self, requests, befores, taken, given, rejected, num_steps) -> None:
-        rows = np.array([request.row for request in requests])
-        # As if all drafts of the previous step had been accepted.
-        known = befores + np.array([request.unknown for request in requests]) + taken
-        starts = np.concatenate([[0], taken.cumsum()])
+        rows = self._rows = torch.tensor([request.row for request in requests])
+        # With bounds, as if all drafts of the previous step had been accepted.
+        kept = taken - rejected if self._knows_accepted else taken
+        known = befores + np.array([request.unknown for request in requests]) + kept
         prefill_lens = np.array([request.prefill_len for request in requests])
-        had_prompt = befores < prefill_lens
-        inputs = SimpleNamespace(
-            num_reqs=len(requests),
-            idx_mapping_np=rows,
-            num_scheduled_tokens=taken,
-            is_prefilling_np=had_prompt,
-            num_draft_tokens_per_req=given if given.any() else None,
-            query_start_loc=torch.from_numpy(starts),
-            seq_lens=torch.from_numpy(befores + taken),
-        )
         lens = torch.from_numpy(befores + taken - rejected)
         batch = Batch(
             req_ids=[request.name for request in requests],
             tokens=torch.tensor([request.tokens[-1] for request in requests], dtype=torch.int32),
-            block_tables=[self._table[torch.from_numpy(rows)]],
+            block_tables=[self._table[rows]],
             context_lens=lens,
             observable_lens=lens,
             known_lens=known,
             is_prefilling=known < prefill_lens,
             is_first=known == prefill_lens,
+            step=TargetStep(
+                ends=known,
+                num_tokens=kept,
+                num_unsure=np.zeros_like(given) if self._knows_accepted else given,
+                has_prompt=befores < prefill_lens,
+                starts=torch.from_numpy(befores),
+            ),
         )
-        self._speculator.batch = batch
-        self._speculator.idx_mapping = torch.from_numpy(rows)
-        self.draft.note_step(inputs, {}, None)
+        is_plain = self._knows_accepted and num_steps == 0 and not batch.step.has_prompt.any()
+        if is_plain and not given.any() and self.draft.skip_plain_step(batch.req_ids, known.tolist()):
+            self.num_skipped += 1
+            self._assert_whole_pages(requests)
+            return
         self.draft.begin_round(batch)
-        assert (self.draft._lacking[rows] <= known).all()
+        assert (self.draft._lacking[self.draft._rows] <= known).all()
         if num_steps == 0 or all(batch.is_prefilling):
             self.draft.catch_up(batch, 0)
-            for request in requests:
-                # Complete pages may be in the prefix cache.
-                assert self._held(request, request.computed // PAGE * PAGE), request
-                self.most_lacking = max(self.most_lacking, int(self.draft._lacking[rows].max()))
+            self._assert_whole_pages(requests)
+            self.most_lacking = max(self.most_lacking, int(self.draft._lacking[self.draft._rows].max()))
             return
         takes_some = self._lookup == "wide" or (self._lookup == "sometimes" and self._rng.random() < 0.5)
-        self._speculator.takes_passes = self._lookup == "on" or takes_some
-        self.draft.catch_up(batch, num_steps)
+        self.draft.catch_up(batch, num_steps, num_latest=MAX_DRAFTS + 1, is_wide=takes_some)
         self._draft_slots.prepare(batch, num_steps)
         # Lookups may fail after the cache has left tokens to the passes.
         if takes_some and (self._lookup == "wide" or self._rng.random() < 0.8):
@@ -250,7 +248,7 @@ class ImaginedEngine:
         """The K/V of as many drafts as there were passes is right, that of later ones is not."""
         view = PageView(batch.context_lens.int() + num_steps, batch.block_table, MODEL_LEN)
         queries = Queries.uniform(len(requests), 0, num_steps)
-        self.draft.extend(Pass(None, queries, [Part(None, None, view)]))
+        self.draft.extend(Pass(batch.tokens, queries, [Part(None, None, view)]))
         self._assert_held(requests)
         num_passes = self._rng.randint(1, num_steps)
         drafts = torch.tensor([[self._rng.randrange(1000) for _ in range(num_steps)] for _ in requests])
@@ -259,7 +257,7 @@ class ImaginedEngine:
         for index in range(num_steps):
             step = self._draft_slots.step(index, len(requests), None)
             self._write(read[:, index], step.positions, step.slots)
-        self.draft.end_round(batch, drafts[:, :num_passes])
+        self.draft.end_round(batch, np.full(len(requests), num_passes))
         return drafts
 
     def _draft_by_steps(self, requests, batch, num_steps) -> torch.Tensor:
@@ -278,23 +276,27 @@ class ImaginedEngine:
             tokens = torch.tensor([self._rng.randrange(1000) for _ in requests], dtype=torch.int32)
             drafted.append(tokens)
         drafts = torch.stack(drafted, dim=1).long()
-        self.draft.end_round(batch, drafts)
+        self.draft.end_round(batch, np.full(len(requests), num_steps))
         return drafts
 
 
-@pytest.mark.parametrize("lookup", ["off", "on", "sometimes", "wide"])
-@pytest.mark.parametrize("is_async", [False, True])
+HOSTS = {"bounds": {}, "late bounds": {"is_async": True}, "results": {"knows_accepted": True}}
+
+
+@pytest.mark.parametrize("lookup", ["off", "sometimes", "wide"])
+@pytest.mark.parametrize("host", HOSTS)
 @pytest.mark.parametrize("seed", range(3))
-def test_every_verified_token_is_cached_before_a_view_shows_it(seed, is_async, lookup):
+def test_every_verified_token_is_cached_before_a_view_shows_it(seed, host, lookup):
     """Through chunks, rejections, plain steps, steps without some requests, preemption and new requests."""
-    engine = ImaginedEngine(seed, is_async=is_async, lookup=lookup)
+    engine = ImaginedEngine(seed, lookup=lookup, **HOSTS[host])
     rng = random.Random(seed)
     for _ in range(60):
         # Often 0, so that plain steps follow on one another.
         engine.step(rng.choice([0, 0, 0, 1, 2, MAX_DRAFTS]), batch_size=rng.choice([1, NUM_ROWS, NUM_ROWS]))
-    assert engine.most_lacking > 1  # tokens of plain steps wait
-    assert (engine.num_catch_ups > 0) == (lookup in ("off", "sometimes"))
-    assert (engine.read_in_view > 0) == (lookup in ("sometimes", "wide"))
+    assert (engine.num_skipped > 0) == (host == "results")
+    assert engine.most_lacking > 1 or engine.num_skipped  # tokens of plain steps wait
+    assert (engine.num_catch_ups > 0) == (lookup != "wide")
+    assert (engine.read_in_view > 0) == (lookup != "off")
 
 
 @pytest.mark.parametrize("lookup", ["off", "wide"])
@@ -328,17 +330,16 @@ def test_a_round_reads_nothing_on_the_host(lookup):
     """Also where it catches up with prompts, plain steps or wide passes."""
     engine = ImaginedEngine(2, is_async=True, lookup=lookup)
     rng = random.Random(2)
-    speculator, rounds = engine._speculator, 0
-    engine._forward = lambda *args: None
-    speculator.forward = lambda *args: None
-    for name in ("begin_round", "catch_up", "catch_up_in_view", "prepend_catch_up"):
+    rounds = 0
+    engine.read = lambda draft_pass: None
+    for name in ("begin_round", "catch_up", "extend"):
         method = getattr(engine.draft, name)
 
-        def without_reads(*args, method=method):
+        def without_reads(*args, method=method, **options):
             nonlocal rounds
             rounds += 1
             with no_host_reads(CPU):
-                return method(*args)
+                return method(*args, **options)
 
         setattr(engine.draft, name, without_reads)
     engine._held = lambda *args: True

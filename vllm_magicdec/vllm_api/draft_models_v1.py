@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draft models on the V1 runner, with layers of their own in the KV cache."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn as nn
+from typing_extensions import override
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.spec_decode.draft_model import DraftModelProposer
+
+from vllm_magicdec.config import MagicDecSpeculativeConfig
+from vllm_magicdec.drafting.layer_groups import LayerGroup
+from vllm_magicdec.drafting.model_cache import ModelCache
+from vllm_magicdec.drafting.ports import Cache
+from vllm_magicdec.vllm_api.attention_groups import refuse_small_buffers
+from vllm_magicdec.vllm_api.embeddings import refuse_more_inputs
+from vllm_magicdec.vllm_api.kv_cache import log_draft_memory, refuse_draft_without_whole_context
+from vllm_magicdec.vllm_api.runner_v1 import MagicDecProposer, bypass_rejection_sampler
+from vllm_magicdec.vllm_api.spire_cache import (
+    SpireCache,
+    TargetActivations,
+    refuse_target_without_activations,
+)
+
+
+class LoadedProposer(MagicDecProposer):
+    """A proposer whose draft is a model that vLLM loads as for `draft_model`."""
+
+    @override
+    def load_model(self, target_model: nn.Module) -> None:
+        DraftModelProposer.load_model(self, target_model)
+
+    @override
+    def dummy_run(self, *args: Any, **kwargs: Any) -> None:
+        DraftModelProposer.dummy_run(self, *args, **kwargs)
+
+    @override
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        slots: Sequence[torch.Tensor],
+        attn_metadata: Mapping[str, Any],
+    ) -> Any:
+        num_tokens = tokens.shape[0]
+        with self._in_pass(num_tokens, slots, attn_metadata) as num_padded:
+            # CUDA graphs read their inputs from vLLM's buffers.
+            self.input_ids[:num_tokens] = tokens
+            self.positions[:num_tokens] = positions
+            return self.model(
+                input_ids=self.input_ids[:num_padded],
+                positions=self.positions[:num_padded],
+                inputs_embeds=None,
+            )
+
+
+class ModelProposer(LoadedProposer):
+    """A proposer whose draft computes the K/V of all tokens itself (`drafting/model_cache.py`)."""
+
+    _cache: ModelCache
+
+    @override
+    def load_model(self, target_model: nn.Module) -> None:
+        super().load_model(target_model)
+        refuse_more_inputs(self.model)
+
+    @property
+    def _may_lag(self) -> bool:
+        # Under asynchronous scheduling the host lacks the tokens to catch up with. For layers with a window
+        # vLLM may have freed the pages that they need.
+        config = self.speculative_config.draft_model_config.hf_text_config
+        has_windows = any(
+            getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")
+        )
+        return not has_windows and not self.vllm_config.scheduler_config.async_scheduling
+
+    @override
+    def _bypass_rejection_sampler(self) -> None:
+        if self._may_lag:
+            bypass_rejection_sampler(self.target_runner, self._skip_plain_step)
+
+    def _skip_plain_step(self, scheduler_output: SchedulerOutput) -> bool:
+        requests, numbers = self.target_runner.requests, scheduler_output.num_scheduled_tokens
+        if any(req_id not in requests for req_id in numbers):
+            return False
+        cached = scheduler_output.scheduled_cached_reqs
+        computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        return self._cache.skip_plain_step([*computed], [number + 1 for number in computed.values()])
+
+    @override
+    def _make_cache(self, kv_cache_config: KVCacheConfig, groups: Sequence[LayerGroup]) -> Cache:
+        refuse_draft_without_whole_context(groups)
+        refuse_small_buffers(self._attention_groups)
+        log_draft_memory(kv_cache_config, groups)
+        self._draft_beyond_the_end()
+        return ModelCache(
+            self,
+            groups,
+            max_num_reqs=self.max_batch_size,
+            max_num_tokens=self.max_num_tokens,
+            max_model_len=self.max_model_len,
+            knows_accepted=True,
+            may_lag=self._may_lag,
+        )
+
+    @override
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        slots: Sequence[torch.Tensor],
+        attn_metadata: Mapping[str, Any],
+    ) -> torch.Tensor:
+        hidden_states: torch.Tensor = super().forward(tokens, positions, slots, attn_metadata)
+        return hidden_states[: tokens.shape[0]]
+
+
+class SpireProposer(LoadedProposer):
+    """A proposer whose draft computes the K/V of verified tokens from the target's activations.
+
+    Raises:
+        MagicDecConfigError: vLLM does not return the target's activations.
+    """
+
+    _cache: SpireCache
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, runner: Any = None) -> None:
+        super().__init__(vllm_config, device, runner)
+        refuse_target_without_activations(vllm_config)
+        runner.use_aux_hidden_state_outputs = True
+
+    @override
+    def load_model(self, target_model: nn.Module) -> None:
+        super().load_model(target_model)
+        self._cache = SpireCache(self.model, target_model)
+        # A token's memory exists only after its own pass.
+        self.reads_ahead = not self.model.fields.feedback_memory
+
+    @override
+    def _bypass_rejection_sampler(self) -> None:
+        bypass_rejection_sampler(self.target_runner, lambda _: True)
+        execute_model = self.target_runner.execute_model
+
+        def execute(scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
+            output = execute_model(scheduler_output, *args, **kwargs)
+            if self.target_runner.speculative_config is None:
+                self._drafter.follow_plain_step(lambda: self._write_plain_step(scheduler_output))
+            return output
+
+        self.target_runner.execute_model = execute
+
+    def _write_plain_step(self, scheduler_output: SchedulerOutput) -> None:
+        """Write the memory of a plain step, whose activations the runner keeps."""
+        runner = self.target_runner
+        state, num_tokens = runner.execute_model_state, scheduler_output.total_num_scheduled_tokens
+        if state is None:  # nothing was scheduled
+            return
+        activations = [each[:num_tokens] for each in state.aux_hidden_states]
+        tokens, positions = runner.input_ids.gpu[:num_tokens], runner._get_positions(num_tokens)
+        with torch.inference_mode():
+            self._cache.write_verified(
+                TargetActivations(tokens, positions, activations, state.slot_mappings)
+            )
+
+    @override
+    def _make_cache(self, kv_cache_config: KVCacheConfig, groups: Sequence[LayerGroup]) -> Cache:
+        self._cache.lay_out(groups)
+        log_draft_memory(kv_cache_config, groups)
+        self._draft_beyond_the_end()
+        return self._cache
+
+    @override
+    def dummy_run(self, num_tokens: int, *args: Any, **kwargs: Any) -> None:
+        super().dummy_run(num_tokens, *args, **kwargs)
+        self._cache.warm_up(num_tokens)
+
+    @override
+    def _note_activations(
+        self, positions: torch.Tensor, activations: torch.Tensor, slots: Mapping[str, torch.Tensor]
+    ) -> None:
+        by_layer = activations.chunk(len(self.model.model.layers) + 1, dim=1)
+        self._cache.note_step(TargetActivations(self._target_token_ids, positions, by_layer, slots))
+
+    @override
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        slots: Sequence[torch.Tensor],
+        attn_metadata: Mapping[str, Any],
+    ) -> torch.Tensor:
+        self._cache.begin_pass()
+        hidden_states, activations = super().forward(tokens, positions, slots, attn_metadata)
+        self._cache.end_pass(tokens, positions, activations, slots)
+        own: torch.Tensor = hidden_states[: tokens.shape[0]]
+        return own
+
+
+def proposer_class(vllm_config: VllmConfig) -> type[MagicDecProposer]:
+    """Return the proposer for what drafts: the target, a draft model or a SPIRe draft."""
+    spec = vllm_config.speculative_config
+    assert isinstance(spec, MagicDecSpeculativeConfig)
+    if spec.spire is not None:
+        return SpireProposer
+    return ModelProposer if spec.has_draft_model else MagicDecProposer
+
+
+def make_proposer(vllm_config: VllmConfig, device: torch.device, runner: Any) -> MagicDecProposer:
+    """Create the proposer of an engine; the registry of `patches/` calls it."""
+    return proposer_class(vllm_config)(vllm_config, device, runner)
