@@ -36,7 +36,8 @@ from kv_heavy import KV_HEAVY, model_folder
 from rich.table import Table
 from scipy.stats import binom
 
-from vllm_magicdec.adaptive.controller import Choice, Controller
+from vllm_magicdec.adaptive.controller import Controller
+from vllm_magicdec.adaptive.value import Choice
 from vllm_magicdec.planner.profile import fill_prefix_cache
 
 FIXED = (1, 2, 4, 8)

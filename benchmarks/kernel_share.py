@@ -28,7 +28,7 @@ from common.tables import console, make_table
 from kv_heavy import KV_HEAVY, model_folder
 from rich.table import Table
 
-from vllm_magicdec.adaptive.controller import Choice
+from vllm_magicdec.adaptive.value import Choice
 from vllm_magicdec.planner.profile import fill_prefix_cache
 
 # Speed of the first contender over that of the second.

@@ -5,15 +5,16 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from vllm_magicdec.adaptive.controller import PLAIN, Choice, Controller
+from vllm_magicdec.adaptive.controller import Controller
 from vllm_magicdec.adaptive.step_times import Step, StepTimes
+from vllm_magicdec.adaptive.value import PLAIN, AcceptanceValue, Choice
 
 MAX_TOKENS = 8
 BUDGET = 512
 
 
 def make_controller(times: StepTimes | None = None) -> Controller:
-    return Controller(range(MAX_TOKENS + 1), BUDGET, times or StepTimes())
+    return Controller(AcceptanceValue(range(MAX_TOKENS + 1), BUDGET), times or StepTimes())
 
 
 def alike(num_reqs: int, context_tokens: int, choice: Choice) -> Step:

@@ -85,24 +85,26 @@ def generate_with_random_choices(llm: Any, batches: list[dict[str, Any]], seed: 
 
     The engine core must be in this process.
     """
-    from vllm_magicdec.adaptive.controller import PLAIN, Choice
     from vllm_magicdec.adaptive.draft_plan import NUM_BUCKETS, DraftPlan
-    from vllm_magicdec.adaptive.lookup_controller import LookupController
+    from vllm_magicdec.adaptive.lookup_value import LookupValue
+    from vllm_magicdec.adaptive.value import PLAIN, Choice
 
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     controller = scheduler._controller
     rng, chosen, is_plain = random.Random(seed), [], []
+    lengths = [choice.drafts for choice in controller.value.choices]
+    with_lookups = isinstance(controller.value, LookupValue)
     schedule = type(scheduler).schedule
 
     def choose(*_: Any, **__: Any) -> Choice:
         # Often 0, so that several steps in a row have no drafts.
-        if isinstance(controller, LookupController):
-            drafts = Choice(controller.lengths[-1], lookups_alone=rng.random() < 0.25)
+        if with_lookups:
+            drafts = Choice(lengths[-1], lookups_alone=rng.random() < 0.25)
             chosen.append(rng.choice([PLAIN, drafts]))
         else:
             most = rng.choice([0, rng.randint(0, scheduler.num_spec_tokens)])
             # The controller follows the acceptance of its own lengths only.
-            chosen.append(Choice(max((n for n in controller.lengths if n <= most), default=0)))
+            chosen.append(Choice(max(n for n in lengths if n <= most)))
         return chosen[-1]
 
     def plan(choice: Choice) -> DraftPlan:
@@ -122,7 +124,7 @@ def generate_with_random_choices(llm: Any, batches: list[dict[str, Any]], seed: 
         return output
 
     controller.choose = choose
-    if isinstance(controller, LookupController):
+    if with_lookups:
         controller.plan = plan
     scheduler.schedule = schedule_and_note
     llm.collective_rpc(inside_workers.note_speculative_steps)
@@ -142,8 +144,8 @@ def generate_with_random_schedule(llm: Any, batches: list[dict[str, Any]], seed:
     For engines with `auto`, whose controller is bypassed. The engine core must be in this process. Returns
     the numbers of drafts that were "planned", and as "gammas" how often a request had each number verified.
     """
-    from vllm_magicdec.adaptive.controller import PLAIN
     from vllm_magicdec.adaptive.draft_plan import DraftPlan
+    from vllm_magicdec.adaptive.value import PLAIN
 
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     controller, spec = scheduler._controller, llm.llm_engine.vllm_config.speculative_config

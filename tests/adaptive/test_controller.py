@@ -12,8 +12,9 @@ import pytest
 from extended import extended_except
 from imagined_engine import BUDGET, Engine, alike, all_choices, make_controller
 
-from vllm_magicdec.adaptive.controller import PLAIN, Acceptance, Choice, Controller
+from vllm_magicdec.adaptive.controller import Controller
 from vllm_magicdec.adaptive.step_times import Step, StepTimes, TimedStep
+from vllm_magicdec.adaptive.value import PLAIN, Acceptance, AcceptanceValue, Choice
 from vllm_magicdec.config import nested_lengths
 
 
@@ -245,7 +246,7 @@ def test_the_rest_of_a_calibration_waits_for_a_batch_of_its_size():
     while is_planned(1):
         second += 1
     assert second == first == 16, "none is lost"
-    assert controller._credit_seconds > 0, "it is not charged as trials are"
+    assert controller.explorer.credit_seconds > 0, "it is not charged as trials are"
 
 
 def test_a_profile_replaces_the_calibration() -> None:
@@ -254,7 +255,7 @@ def test_a_profile_replaces_the_calibration() -> None:
     times = StepTimes([TimedStep(step, engine.seconds(step)) for step in steps])
     controller = make_controller(times=times)
     for _ in range(100):
-        controller.acceptance.observe(8, 8)
+        controller.value.acceptance.observe(8, 8)
     assert controller.choose(1, 100) == PLAIN or engine_gains(engine, 1, 100)
     assert controller.choose(8, 8 * 16_000).drafts >= 4
 
@@ -271,8 +272,8 @@ def test_min_context_is_where_the_engine_breaks_even() -> None:
     times = StepTimes([TimedStep(step, engine.seconds(step)) for step in steps])
     controller = make_controller(times=times)
     for index in range(1000):
-        controller.acceptance.observe(8, 8 if index % 4 else 1)
-    tokens = controller.acceptance.tokens_per_round()
+        controller.value.acceptance.observe(8, 8 if index % 4 else 1)
+    tokens = controller.value.acceptance.tokens_per_round()
 
     def gains(context: int) -> bool:
         rates = [tokens[c.drafts] / engine.seconds(alike(8, 8 * context, c)) for c in all_choices()]
@@ -324,9 +325,9 @@ def test_profile_file_round_trip(tmp_path: Path) -> None:
     [(range(9), {0, 2, 4, 8}), ((0, 1, 3, 7), {0, 1, 3, 7}), ((0, 7), {0, 7}), ((0, 3, 7), {0, 3, 7})],
 )
 def test_the_first_steps_try_few_drafts_and_many(lengths, expected):
-    controller = Controller(lengths, BUDGET, StepTimes())
+    controller = Controller(AcceptanceValue(lengths, BUDGET), StepTimes())
     first = controller.choose(4, 64_000)
-    plan = [first, *(controller.choose(4, 64_000) for _ in range(len(controller._first)))]
+    plan = [first, *(controller.choose(4, 64_000) for _ in range(len(controller.explorer._first)))]
     assert {choice.drafts for choice in plan} == expected
 
 

@@ -16,15 +16,20 @@ import pytest
 from imagined_engine import Engine
 
 from vllm_magicdec.adaptive.bucket_stats import RoundAverages
-from vllm_magicdec.adaptive.controller import PLAIN, Choice, RoundInfo
+from vllm_magicdec.adaptive.controller import Controller
 from vllm_magicdec.adaptive.draft_plan import DraftPlan, bucket_of
-from vllm_magicdec.adaptive.lookup_controller import LookupController
-from vllm_magicdec.adaptive.step_times import Step, StepTimes, TimedStep
+from vllm_magicdec.adaptive.lookup_value import LookupValue
+from vllm_magicdec.adaptive.step_times import Rounds, Step, StepTimes, TimedStep
+from vllm_magicdec.adaptive.value import PLAIN, Choice, RoundInfo
 from vllm_magicdec.drafting.staged import _gain, _RequestDrafts, _unfinished, _worth_verifying
 from vllm_magicdec.lookup.continuation import MIN_ACCEPTANCE, Continuation
 
 MAX_DRAFTS, BUDGET, CONTEXT, BATCH = 16, 512, 16_000, 4
 STRETCH = 60  # tokens of a request
+
+
+def make_controller() -> Controller:
+    return Controller(LookupValue(MAX_DRAFTS, BUDGET), StepTimes())
 
 
 def verification(queries: int) -> float:
@@ -155,7 +160,7 @@ def simulate(
     return tokens / seconds
 
 
-def follow(controller: LookupController) -> Callable[[int, bool], DraftPlan]:
+def follow(controller: Controller) -> Callable[[int, bool], DraftPlan]:
     return lambda num_reqs, is_timed: controller.plan(
         controller.choose(num_reqs, num_reqs * CONTEXT, is_timed=is_timed)
     )
@@ -176,7 +181,7 @@ def best_fixed(text: Text, **options) -> float:
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", TEXTS)
 def test_close_to_the_best_fixed_plan_and_never_below_plain(name, seed):
-    text, controller = TEXTS[name], LookupController(MAX_DRAFTS, BUDGET, StepTimes())
+    text, controller = TEXTS[name], make_controller()
     achieved = simulate(text, seed, follow(controller), controller)
     assert achieved > 0.96 * best_fixed(text)  # of few steps, of which the first learn
     assert achieved > 0.97 * simulate(text, seed, lambda *_: DraftPlan(0))
@@ -188,7 +193,7 @@ def test_close_to_the_best_fixed_plan_in_the_first_jobs_of_an_engine(name, least
     """Calibration steps are expensive where rounds are long: of 100 steps they must be few."""
     shares, options = [], {"steps": 100, "num_reqs_at": job_after_job}
     for seed in range(16):
-        controller = LookupController(MAX_DRAFTS, BUDGET, StepTimes())
+        controller = make_controller()
         achieved = simulate(TEXTS[name], seed, follow(controller), controller, **options)
         shares.append(achieved / best_fixed(TEXTS[name], **options))
     assert mean(shares) > least
@@ -196,7 +201,7 @@ def test_close_to_the_best_fixed_plan_in_the_first_jobs_of_an_engine(name, least
 
 @pytest.mark.parametrize("seed", range(2))
 def test_drafts_that_became_good_are_found_though_lookups_alone_were_best(seed):
-    text, controller = Text(0.2, 0.95, 0.3, later=0.95), LookupController(MAX_DRAFTS, BUDGET, StepTimes())
+    text, controller = Text(0.2, 0.95, 0.3, later=0.95), make_controller()
     achieved = simulate(text, seed, follow(controller), controller, steps=2000)
     assert achieved > 0.97 * simulate(text, 0, lambda *_: DraftPlan(8, 0.2, 0.0, 2.0), steps=2000)
 
@@ -205,14 +210,14 @@ def test_lookups_that_help_rarely_are_found():
     """In some runs late, because only a trial in a predicted stretch shows that they help."""
     text, shares = Text(0.3, 0.9, 0.2), []
     for seed in range(8):
-        controller = LookupController(MAX_DRAFTS, BUDGET, StepTimes())
+        controller = make_controller()
         shares.append(simulate(text, seed, follow(controller), controller) / best_fixed(text))
     assert mean(shares) > 0.93
 
 
 def planned(buckets: Sequence[int], pass_seconds: float) -> list[Choice | None]:
     """Return the trials, where lookups predict the text in bucket 3 and checks get all of it accepted."""
-    controller = LookupController(MAX_DRAFTS, BUDGET, StepTimes())
+    controller = make_controller()
     made, info, verified, found = PLAIN, RoundInfo(), 0, []
     for bucket in buckets:
         choice = controller.choose(BATCH, BATCH * CONTEXT)
@@ -221,8 +226,8 @@ def planned(buckets: Sequence[int], pass_seconds: float) -> list[Choice | None]:
         expected_accepted = 10.0 * BATCH if bucket == 3 else 0.0
         is_checked = choice == Choice(MAX_DRAFTS) and expected_accepted < plan.min_expected_accepted
         num_passes = (1 if bucket == 3 else 4) if is_checked else 0
-        drafted = choice if is_checked or not choice.drafts else controller.unchecked
-        budget = controller.budget_of(drafted)
+        drafted = choice if is_checked or not choice.drafts else controller.value.unchecked
+        budget = controller.value.mean(drafted).budget
         step = Step(BATCH, BATCH * CONTEXT, verified or 1e-3 * bool(made.drafts), num_passes, budget)
         seconds = 0.02 + 0.001 * verified + pass_seconds * num_passes
         rounds = [(verified, verified)] * BATCH if made.drafts else []
@@ -244,7 +249,7 @@ def test_plain_decoding_is_not_tried_beside_itself():
 
 
 def test_trials_during_plain_decoding_use_its_thresholds():
-    controller = LookupController(MAX_DRAFTS, BUDGET, StepTimes())
+    controller = make_controller()
     simulate(Text(0.2, machine="expensive"), 0, follow(controller), controller, steps=300)
     assert controller.forecast(BATCH, BATCH * CONTEXT).choice == PLAIN
     plain, passing = (
@@ -255,7 +260,7 @@ def test_trials_during_plain_decoding_use_its_thresholds():
 
 
 def test_workers_do_not_replace_a_trial():
-    controller = LookupController(MAX_DRAFTS, BUDGET, StepTimes())
+    controller = make_controller()
     tried = set()
     for _ in range(12):  # calibration
         plan = controller.plan(controller.choose(BATCH, BATCH * CONTEXT))
@@ -266,14 +271,14 @@ def test_workers_do_not_replace_a_trial():
 
 def test_averages_follow_the_observations():
     averages = RoundAverages(1.0, 0.5, 0.0)
-    assert (averages.verified, averages.tokens, averages.num_passes) == (1.0, 1.5, 0.0)
+    assert averages.rounds(BUDGET) == Rounds(tokens=1.5, verified=1.0, drafted=0.0, budget=BUDGET)
     for _ in range(600):
         averages.fade(4)
         averages.observe(verified=6, accepted=4, num_passes=3, count=4)
-    assert averages.verified == pytest.approx(6, abs=0.1)
-    assert averages.tokens == pytest.approx(5, abs=0.1)
-    assert averages.num_passes == pytest.approx(3, abs=0.1)
+    assert averages.rounds(BUDGET)[:3] == pytest.approx((5, 6, 3), abs=0.1)
     for _ in range(600):
         averages.fade(4)
         averages.observe(verified=0, accepted=0, num_passes=0, count=4)
-    assert 0 < averages.verified < 0.1, "a speculative step without drafts is not a plain one"
+    assert 0 < averages.rounds(BUDGET).verified < 0.1, (
+        "a speculative step without drafts is not a plain one"
+    )

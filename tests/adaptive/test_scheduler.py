@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from vllm_magicdec.adaptive.controller import PLAIN, Choice, RoundInfo
 from vllm_magicdec.adaptive.draft_plan import DraftPlan
 from vllm_magicdec.adaptive.scheduler import MagicDecScheduler
 from vllm_magicdec.adaptive.step_times import Step
+from vllm_magicdec.adaptive.value import PLAIN, Choice, RoundInfo
 
 
 @pytest.mark.parametrize("drafts_come_late", [False, True])
@@ -21,7 +21,7 @@ def test_a_steps_time_covers_the_drafts_made_between_two_outputs(drafts_come_lat
         choose=lambda num_reqs, context_tokens, is_timed: next(planned),
         plan=lambda choice: DraftPlan(choice.drafts),
         is_planned=False,
-        budget=512,
+        value=SimpleNamespace(budget=512),
     )
     scheduler._info = RoundInfo()
     scheduler._latest, scheduler._made = PLAIN, PLAIN

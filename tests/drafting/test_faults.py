@@ -9,9 +9,10 @@ import pytest
 from fault_plugin import injected_faults
 from fault_plugin.injected_faults import Fault, InjectedError
 
-from vllm_magicdec.adaptive.controller import Choice, Controller, RoundInfo
-from vllm_magicdec.adaptive.lookup_controller import LookupController
+from vllm_magicdec.adaptive.controller import Controller
+from vllm_magicdec.adaptive.lookup_value import LookupValue
 from vllm_magicdec.adaptive.step_times import Step, StepTimes, TimedStep
+from vllm_magicdec.adaptive.value import AcceptanceValue, Choice, RoundInfo
 from vllm_magicdec.views.round import Queries
 
 
@@ -42,7 +43,8 @@ def test_a_file_says_what_happens_now(tmp_path):
 
 
 def test_a_controller_fails():
-    controller = SimpleNamespace(choose=lambda: 1, plan=int, _lost_seconds=float)
+    explorer = SimpleNamespace(_lost_seconds=float)
+    controller = SimpleNamespace(choose=lambda: 1, plan=int, explorer=explorer)
     injected_faults.faulty_controller(controller, Fault("controller:first=1"))
     assert controller.choose() == 1
     with pytest.raises(InjectedError):
@@ -95,8 +97,8 @@ def say(file, text):
 @pytest.mark.parametrize(
     ("controller", "chosen"),
     [
-        (Controller((0, 2, 5), 512, StepTimes()), Choice(2)),
-        (LookupController(16, 512, StepTimes()), Choice(16)),
+        (Controller(AcceptanceValue((0, 2, 5), 512), StepTimes()), Choice(2)),
+        (Controller(LookupValue(16, 512), StepTimes()), Choice(16)),
     ],
     ids=["without lookups", "with lookups"],
 )
@@ -122,16 +124,17 @@ def test_auto_makes_the_drafts_that_a_fault_demands(tmp_path, controller, chosen
 def test_forced_drafts_are_not_charged_as_trials(tmp_path):
     file = tmp_path / "fault"
     say(file, "")
-    controller = LookupController(16, 512, StepTimes())
+    controller = Controller(LookupValue(16, 512), StepTimes())
     injected_faults.faulty_controller(controller, Fault(str(file)))
 
     def serve(steps):
         tried = 0
         for _ in range(steps):
             choice = controller.choose(4, 4000)
-            num_passes = int(controller.plan(choice)) if controller.budget_of(choice) else 0
+            budget = controller.value.mean(choice).budget
+            num_passes = int(controller.plan(choice)) if budget else 0
             tried += controller.is_planned
-            step = Step(4, 4000, 0.5, num_passes, controller.budget_of(choice))
+            step = Step(4, 4000, 0.5, num_passes, budget)
             seconds = 0.005 + 0.001 * num_passes  # so that passes never pay
             controller.observe(
                 [(1, 0)] * 4 if choice.drafts else [],

@@ -184,7 +184,8 @@ def faulty_controller(controller: Any, fault: Fault) -> Any:
 
     These trials are not charged to the controller's budget, which would allow none for hours afterwards.
     """
-    choose, plan, lost_seconds = controller.choose, controller.plan, controller._lost_seconds
+    choose, plan, explorer = controller.choose, controller.plan, controller.explorer
+    lost_seconds = explorer._lost_seconds
     uncharged = 0  # steps
 
     def faulty_choose(*args: Any, **kwargs: Any) -> Any:
@@ -197,13 +198,13 @@ def faulty_controller(controller: Any, fault: Fault) -> Any:
             return choose(*args, **kwargs)
         uncharged = STEPS_IN_FLIGHT
         controller.plan = lambda choice: limited(plan(choice), drafts)
-        controller.is_planned = True
-        lengths = [length for length in controller.lengths if length <= drafts]
-        length = max(lengths, default=controller.lengths[0])
-        return next(choice for choice in controller._drafting if choice.drafts == length)
+        explorer.is_planned = True
+        _, *drafting = controller.value.choices  # the first is plain decoding
+        allowed = [choice for choice in drafting if choice.drafts <= drafts]
+        return max(allowed, default=drafting[0])
 
     controller.choose = faulty_choose
-    controller._lost_seconds = lambda *args: 0.0 if uncharged else lost_seconds(*args)
+    explorer._lost_seconds = lambda *args: 0.0 if uncharged else lost_seconds(*args)
     return controller
 
 

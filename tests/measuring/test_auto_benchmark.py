@@ -15,8 +15,9 @@ import pytest
 sys.path.insert(0, str(engines.HERE.parent / "benchmarks"))
 import auto
 
-from vllm_magicdec.adaptive.controller import Choice, Controller
+from vllm_magicdec.adaptive.controller import Controller
 from vllm_magicdec.adaptive.step_times import StepTimes
+from vllm_magicdec.adaptive.value import AcceptanceValue, Choice
 
 
 @pytest.mark.parametrize("count", [7, 20])
@@ -31,7 +32,7 @@ def test_the_interval_contains_the_median_in_90_percent(count):
 
 
 def test_a_pinned_controller_takes_every_lesson_and_learns_nothing():
-    controller = Controller(range(5), 256, StepTimes())
+    controller = Controller(AcceptanceValue(range(5), 256), StepTimes())
     before = vars(controller).copy()
     lesson = dict.fromkeys(inspect.signature(controller.observe).parameters)
     with auto.pinned(controller, Choice(3)):

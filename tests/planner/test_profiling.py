@@ -10,8 +10,8 @@ import torch
 import vllm
 from imagined_engine import BUDGET, MAX_TOKENS, Engine, alike, all_choices
 
-from vllm_magicdec.adaptive.controller import Choice
 from vllm_magicdec.adaptive.step_times import Step, StepTimes, TimedStep
+from vllm_magicdec.adaptive.value import Choice
 from vllm_magicdec.planner import profile
 from vllm_magicdec.planner.console import UserError
 from vllm_magicdec.planner.profile import _Sweep
@@ -34,7 +34,7 @@ def test_times_of_unmeasured_steps_are_predicted():
             sweep, verified = _Sweep(LENGTHS, BUDGET), 0
             for _ in range(sweep.num_steps):
                 choice = sweep.choose(num_reqs, num_reqs * context)
-                budget = sweep.budget_of(choice)
+                budget = sweep.value.mean(choice).budget
                 step = Step(num_reqs, num_reqs * context, verified, choice.drafts, budget)
                 times.add(TimedStep(step, engine.seconds(step)))
                 verified = choice.drafts

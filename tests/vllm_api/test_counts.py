@@ -22,7 +22,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from vllm_magicdec.adaptive.controller import Choice, Forecast
+from vllm_magicdec.adaptive.controller import Forecast
 from vllm_magicdec.adaptive.draft_plan import DraftPlan
 from vllm_magicdec.adaptive.metrics import (
     Changes,
@@ -33,6 +33,7 @@ from vllm_magicdec.adaptive.metrics import (
     attach,
     counts_of,
 )
+from vllm_magicdec.adaptive.value import Choice
 from vllm_magicdec.errors import METHOD
 from vllm_magicdec.plugin import register
 from vllm_magicdec.vllm_api.counts import pass_on, send

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adaptive speculation: the number of drafts under `num_speculative_tokens: auto`.
 
-`controller.py` chooses for every step from acceptance and `step_times.py`; with lookups it is
-`lookup_controller.py`, with the statistics of `bucket_stats.py`. `scheduler.py` asks it, `draft_plan.py`
+`controller.py` takes the choice of the highest value over cost: the value is that of `value.py`, or with
+lookups of `lookup_value.py` from the statistics of `bucket_stats.py`; the cost is that of `step_times.py`;
+and `explorer.py` plans the steps that teach both. `scheduler.py` asks the controller, `draft_plan.py`
 carries the choice to the workers, and `metrics.py` exports it. Only these three change with vLLM.
 """

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Statistics of rounds with lookups, by bucket (`draft_plan.bucket_of`)."""
 
-from collections import Counter
-from copy import copy
 from math import inf
 from typing import NamedTuple
 
-from vllm_magicdec.adaptive.controller import Choice
+from vllm_magicdec.adaptive.step_times import Rounds
+from vllm_magicdec.adaptive.value import RoundInfo
 
 # Verified drafts of a speculative step without any: vLLM samples it in the same way as one with drafts.
 NONE_FOUND = 1e-3
@@ -45,20 +44,14 @@ class RoundAverages:
         """Whether the first guess still dominates."""
         return self._weight < 1.5 * GUESS_WEIGHT
 
-    @property
-    def verified(self) -> float:
-        """Verified drafts per request."""
-        return max(self._means[0], NONE_FOUND)
+    def rounds(self, budget: int) -> Rounds:
+        """Return the mean round.
 
-    @property
-    def tokens(self) -> float:
-        """Tokens per request, the target's own included."""
-        return 1.0 + self._means[1]
-
-    @property
-    def num_passes(self) -> float:
-        """Draft steps."""
-        return self._means[2]
+        Args:
+            budget: K/V entries that each draft step reads per request, at most; 0 without draft steps.
+        """
+        verified, accepted, num_passes = self._means
+        return Rounds(1.0 + accepted, max(verified, NONE_FOUND), num_passes if budget else 0.0, budget)
 
 
 class Thresholds(NamedTuple):
@@ -73,42 +66,48 @@ class BucketStats:
     """Statistics of rounds whose expected lookup acceptance falls in one bucket.
 
     Args:
-        unchecked: first guess at rounds with unchecked lookups only.
+        accepted: first guess at the accepted tokens of unchecked lookups, per request and round.
     """
 
-    def __init__(self, unchecked: RoundAverages) -> None:
+    def __init__(self, accepted: float) -> None:
         self.checked = RoundAverages(4.0, 3.0, 4.0)
-        self.tried_unchecked = unchecked  # including trials
-        self.chosen_unchecked = copy(unchecked)  # only where workers chose it
-        # Decaying sums of tokens: of all rounds, and of those that were no trials.
-        self.tokens = self.checked_tokens = self.unchecked_tokens = 0.0
-        self.last_made: Counter[Choice] = Counter()  # step number
+        self.unchecked = RoundAverages(2.0 * accepted, accepted, 0.0)
+        # Decaying sums of tokens: of all rounds, and of those that workers chose.
+        self.tokens = self._checked_tokens = self._unchecked_tokens = 0.0
         self.thresholds = Thresholds()
-        self.seconds_per_token = 0.0  # of the current choice and batch
 
-    def fade(self, num_rounds: int) -> None:
-        """Reduce the weight of the averages by `num_rounds` rounds of any bucket."""
-        for averages in (self.checked, self.tried_unchecked, self.chosen_unchecked):
-            averages.fade(num_rounds)
-
-    def fade_tokens(self, num_rounds: int) -> None:
-        """Reduce the token sums by `num_rounds` rounds with drafts of any bucket."""
+    def fade(self, num_reqs: int, num_rounds: int) -> None:
+        """Reduce the weight of the past by a step of `num_reqs` requests, `num_rounds` with drafts."""
+        self.checked.fade(num_reqs)
+        self.unchecked.fade(num_reqs)
         left = (1.0 - 1.0 / _MEMORY) ** num_rounds
         self.tokens *= left
-        self.checked_tokens *= left
-        self.unchecked_tokens *= left
+        self._checked_tokens *= left
+        self._unchecked_tokens *= left
 
-    def averages(self, choice: Choice) -> RoundAverages:
-        """Return the averages of rounds drafted by `choice`."""
-        return self.tried_unchecked if choice.lookups_alone else self.checked
+    def observe(
+        self, verified: int, accepted: int, count: int, info: RoundInfo, *, is_checked: bool
+    ) -> None:
+        """Add `count` equal rounds of single requests, but not to `tokens`.
 
-    def expect(self, *, are_checked: bool) -> None:
+        Args:
+            verified, accepted: drafts per request.
+            count: rounds.
+            info: how the drafts were made.
+            is_checked: whether draft steps made or checked them.
+        """
+        averages = self.checked if is_checked else self.unchecked
+        averages.observe(verified, accepted, info.num_passes, count)
+        chosen_tokens = 0.0 if info.is_planned else count * (1.0 + accepted)
+        self._checked_tokens += chosen_tokens * is_checked
+        self._unchecked_tokens += chosen_tokens * (not is_checked)
+
+    def assume(self, *, are_checked: bool) -> None:
         """Reset the observed worker choices to an assumption."""
-        self.checked_tokens, self.unchecked_tokens = float(are_checked), float(not are_checked)
-        self.chosen_unchecked = copy(self.tried_unchecked)
+        self._checked_tokens, self._unchecked_tokens = float(are_checked), float(not are_checked)
 
     @property
     def unchecked_share(self) -> float:
         """Share of the tokens for which workers chose unchecked lookups."""
-        tokens = self.checked_tokens + self.unchecked_tokens
-        return self.unchecked_tokens / tokens if tokens else 0.0
+        tokens = self._checked_tokens + self._unchecked_tokens
+        return self._unchecked_tokens / tokens if tokens else 0.0

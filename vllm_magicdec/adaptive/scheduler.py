@@ -22,11 +22,12 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
 from vllm_magicdec import envs
 from vllm_magicdec.adaptive.bucket_stats import NONE_FOUND
-from vllm_magicdec.adaptive.controller import PLAIN, UNPLANNED, Choice, Controller, RoundInfo
+from vllm_magicdec.adaptive.controller import Controller
 from vllm_magicdec.adaptive.draft_plan import DraftLists
-from vllm_magicdec.adaptive.lookup_controller import LookupController
+from vllm_magicdec.adaptive.lookup_value import LookupValue
 from vllm_magicdec.adaptive.metrics import Failures, SpeculationGauges, counts_of
 from vllm_magicdec.adaptive.step_times import Step, StepTimes, TimedStep
+from vllm_magicdec.adaptive.value import PLAIN, UNPLANNED, AcceptanceValue, Choice, RoundInfo, Value
 from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.errors import METHOD
 
@@ -85,7 +86,7 @@ class _AdaptiveSpeculation(Scheduler):
         self._in_flight: dict[int, _InFlight] = {}  # by id() of the SchedulerOutput
         self._lessons: list[Callable[[], None]] = []  # to run while the workers compute
         counts = counts_of(self)
-        self._gauges = SpeculationGauges(counts, self._controller.budget)
+        self._gauges = SpeculationGauges(counts, self._controller.value.budget)
         self._failures = Failures(counts)
         self._gave_up = False
         self._updated_at: float | None = None  # None if the engine was idle since
@@ -95,10 +96,11 @@ class _AdaptiveSpeculation(Scheduler):
         budget = spec.budget_tokens(self.max_model_len)
         times = StepTimes.load(Path(spec.profile)) if spec.profile else StepTimes()
         lengths = range(spec.lengths[-1] + 1) if self._with_lookups else spec.lengths
-        if self._with_lookups:
-            controller: Controller = LookupController(lengths[-1], budget, times)
-        else:
-            controller = Controller(lengths, budget, times)
+        with_lookups = self._with_lookups
+        value: Value = (
+            LookupValue(lengths[-1], budget) if with_lookups else AcceptanceValue(lengths, budget)
+        )
+        controller = Controller(value, times)
         if spec.profile:
             self._log_forecast(controller)
         else:
@@ -161,7 +163,7 @@ class _AdaptiveSpeculation(Scheduler):
             info=self._info,
             drafted=drafted,
             num_passes=drafted.drafts,
-            budget=self._controller.budget,
+            budget=self._controller.value.budget,
             decoding=decoding,
             context_tokens=context_tokens,
             verified=verified,
@@ -172,18 +174,18 @@ class _AdaptiveSpeculation(Scheduler):
 
     @override
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
-        drafts, controller, newest = draft_token_ids.draft_token_ids, self._controller, self._newest
+        drafts, newest = draft_token_ids.draft_token_ids, self._newest
         if newest is not None and newest.drafted.drafts:
             has_failed = not isinstance(drafts, DraftLists) if self._with_lookups else not any(drafts)
             if has_failed:
                 # Neither drafts nor times are usable.
                 self._made, newest.verified = PLAIN, None
-            elif isinstance(controller, LookupController):
+            elif self._with_lookups:
                 assert isinstance(drafts, DraftLists)
                 newest.num_passes = drafts.num_passes
                 self._info = self._info._replace(num_passes=drafts.num_passes, bucket=drafts.bucket)
                 if drafts.num_passes == 0:
-                    newest.drafted = self._made = controller.unchecked
+                    newest.drafted = self._made = newest.drafted._replace(lookups_alone=True)
         super().update_draft_token_ids(draft_token_ids)
 
     def _verified_per_request(self, output: SchedulerOutput) -> float | None:

@@ -54,6 +54,26 @@ class Step(NamedTuple):
     budget: int = 0  # K/V entries that each draft step reads per request, at most; 0 without draft steps
 
 
+class Rounds(NamedTuple):
+    """Rounds of one kind, as means per request."""
+
+    tokens: float  # sampled by the target: the accepted drafts and one more
+    verified: float = 0.0  # as in `Step`
+    drafted: float = 0.0
+    budget: int = 0
+
+
+class Batch(NamedTuple):
+    """Size of a step."""
+
+    num_reqs: int
+    context_tokens: int  # K/V entries of all requests
+
+    def step(self, verified: Rounds, drafted: Rounds) -> Step:
+        """Return the step that verifies the drafts of some rounds and makes those of others."""
+        return Step(*self, verified.verified, drafted.drafted, drafted.budget)
+
+
 # The part of a step that does not depend on its size: (verified, drafted, budget).
 _Work = tuple[float, float, int]
 
@@ -164,6 +184,10 @@ class StepTimes:
         """Return a step's usual seconds: the fit, corrected by its errors on steps with the same work."""
         return self._fitted(step) * exp(self._expected_error(_bucket_of(step)))
 
+    def seconds_per_token(self, batch: Batch, rounds: Rounds) -> float:
+        """Return the usual seconds per token of the whole batch in such rounds."""
+        return self.predict(batch.step(rounds, rounds)) / (batch.num_reqs * rounds.tokens)
+
     def _expected_error(self, bucket: Step) -> float:
         """Return the mean log error of buckets with the same work, weighted by proximity in size."""
         expected = self._expected_errors[_work(bucket)]
@@ -179,15 +203,11 @@ class StepTimes:
             expected[bucket] = errors / weights
         return expected[bucket]
 
-    def position_seconds(self, num_reqs: int, context_tokens: int) -> float:
-        """Return the seconds of one more verified position of one request."""
-        more, fewer = (self._fitted(Step(num_reqs, context_tokens, verified, 0)) for verified in (2, 1))
-        return (more - fewer) / num_reqs
-
-    def pass_seconds(self, num_reqs: int, context_tokens: int, budget: int) -> float:
-        """Return the seconds of one more draft step of the batch, without verification."""
-        more, fewer = (self._fitted(Step(num_reqs, context_tokens, 1, n, budget)) for n in (2, 1))
-        return more - fewer
+    def marginal_seconds(self, batch: Batch, budget: int) -> tuple[float, float]:
+        """Return the seconds of one more verified position of a request, and of one more draft step."""
+        work = (1, 0, 0), (2, 0, 0), (1, 1, budget), (1, 2, budget)
+        one, two, once, twice = (self._fitted(Step(*batch, *each)) for each in work)
+        return (two - one) / batch.num_reqs, twice - once
 
     def _fitted(self, step: Step) -> float:
         assert self._coefficients is not None, "fit() comes first"

@@ -251,7 +251,7 @@ class MagicDecSpeculativeConfig(MagicDecFields):
         that vLLM adds its usual graph sizes. The controller overrides the table.
 
         Args:
-            lengths: ascending; 0 is tried at times even if missing.
+            lengths: ascending, 0 included.
         """
         self.lengths = lengths
         *larger, least = sorted({0, *lengths}, reverse=True)

@@ -17,8 +17,9 @@ from typing import Any
 
 from typing_extensions import override
 
-from vllm_magicdec.adaptive.controller import PLAIN, UNPLANNED, Choice, Controller, RoundInfo
+from vllm_magicdec.adaptive.controller import Controller
 from vllm_magicdec.adaptive.step_times import StepTimes, TimedStep
+from vllm_magicdec.adaptive.value import PLAIN, UNPLANNED, AcceptanceValue, Choice, RoundInfo
 from vllm_magicdec.planner.console import UserError
 
 _REPEATS = 4  # of each type of step
@@ -35,9 +36,10 @@ class _Sweep(Controller):
     """
 
     def __init__(self, lengths: Sequence[int], budget: int) -> None:
-        super().__init__(lengths, budget, StepTimes())
+        value = AcceptanceValue(lengths, budget)
+        super().__init__(value, StepTimes())
         choices = [PLAIN] * _REPEATS
-        for drafting in map(Choice, self.lengths):
+        for drafting in value.choices[1:]:
             choices += [PLAIN, drafting] * _REPEATS + [drafting] * _REPEATS
         # One more step verifies the last drafts, and the controller observes that step in the next.
         self.num_steps = len(choices) + 2
@@ -112,7 +114,8 @@ def measure_cell(llm: Any, batch: int, context: int) -> list[TimedStep]:
     prompts = [[(31 * index + row) % last_id + 1 for index in range(context)] for row in range(batch)]
     fill_prefix_cache(llm, prompts)
     controller, clock, come_late = scheduler._controller, scheduler.clock, scheduler._drafts_come_late
-    sweep = _Sweep(controller.lengths, controller.budget)
+    value = controller.value
+    sweep = _Sweep([choice.drafts for choice in value.choices], value.budget)
     # A device of another process, as under tensor parallelism, cannot be synchronized from here.
     if engine.vllm_config.parallel_config.distributed_executor_backend == "uni":
         scheduler._drafts_come_late = False
