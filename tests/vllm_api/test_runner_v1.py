@@ -1,50 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the V1 adapter runs the target for a draft step; tests/engine/ does it in real engines."""
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
 import torch
-from vllm.config import CUDAGraphMode
 
 from vllm_magicdec.views.round import Batch
-from vllm_magicdec.vllm_api import runner_v1
-from vllm_magicdec.vllm_api.runner_v1 import MagicDecProposer, report_finished
-
-GRAPHS = CUDAGraphMode.PIECEWISE
-
-
-@pytest.mark.parametrize(("due", "expected"), [({}, GRAPHS), ({"request": 1}, CUDAGraphMode.NONE)])
-def test_no_graph_runs_while_log_probabilities_of_a_prompt_are_due(monkeypatch, due, expected):
-    """vLLM computes them from the target's hidden states after the draft, and graphs share memory."""
-    modes: list[CUDAGraphMode] = []
-
-    def note_mode(*args, cudagraph_runtime_mode, **kwargs):
-        modes.append(cudagraph_runtime_mode)
-        return nullcontext()
-
-    monkeypatch.setattr(runner_v1, "set_forward_context", note_mode)
-    proposer = MagicDecProposer.__new__(MagicDecProposer)
-    proposer.vllm_config = None
-    proposer.target_runner = SimpleNamespace(
-        num_prompt_logprobs=due,
-        model_config=SimpleNamespace(supports_multimodal_inputs=False, enable_prompt_embeds=False),
-        positions=torch.zeros(4, dtype=torch.int64),
-        input_ids=SimpleNamespace(gpu=torch.zeros(4, dtype=torch.int32)),
-    )
-    proposer.uses_mrope, proposer._adapters = False, None
-    proposer._pad_slots = lambda *_: {}
-    proposer._determine_batch_execution_and_padding = lambda num_tokens, use_cudagraphs=True: (
-        GRAPHS if use_cudagraphs else CUDAGraphMode.NONE,
-        num_tokens,
-        None,
-    )
-    proposer.model = lambda positions, input_ids, inputs_embeds: torch.zeros(len(positions), 8)
-    numbers = torch.arange(2)
-    assert proposer.forward(numbers.int(), numbers, [numbers], {}).shape == (2, 8)
-    assert modes == [expected]
+from vllm_magicdec.vllm_api.runner_v1 import MagicDecProposer
+from vllm_magicdec.vllm_api.runner_wrappers import report_finished
 
 
 def test_a_history_has_the_recorded_tokens_the_accepted_drafts_and_the_sampled_token():

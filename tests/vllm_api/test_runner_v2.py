@@ -15,7 +15,8 @@ from vllm_magicdec.plugin import register
 from vllm_magicdec.views.round import Batch, PageView, Part, Pass, Queries
 from vllm_magicdec.vllm_api import runner_v2
 from vllm_magicdec.vllm_api.draft_graphs import RoundGraphs
-from vllm_magicdec.vllm_api.runner_v2 import MagicDecSpeculator, report_removed
+from vllm_magicdec.vllm_api.runner_v2 import MagicDecSpeculator
+from vllm_magicdec.vllm_api.runner_wrappers import report_removed
 
 register()
 

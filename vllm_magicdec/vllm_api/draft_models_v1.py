@@ -19,7 +19,8 @@ from vllm_magicdec.drafting.ports import Cache
 from vllm_magicdec.vllm_api.attention_groups import refuse_small_buffers
 from vllm_magicdec.vllm_api.embeddings import refuse_more_inputs
 from vllm_magicdec.vllm_api.kv_cache import log_draft_memory, refuse_draft_without_whole_context
-from vllm_magicdec.vllm_api.runner_v1 import MagicDecProposer, bypass_rejection_sampler
+from vllm_magicdec.vllm_api.runner_v1 import MagicDecProposer
+from vllm_magicdec.vllm_api.runner_wrappers import bypass_rejection_sampler
 from vllm_magicdec.vllm_api.spire_cache import (
     SpireCache,
     TargetActivations,
@@ -47,15 +48,11 @@ class LoadedProposer(MagicDecProposer):
         attn_metadata: Mapping[str, Any],
     ) -> Any:
         num_tokens = tokens.shape[0]
-        with self._in_pass(num_tokens, slots, attn_metadata) as num_padded:
-            # CUDA graphs read their inputs from vLLM's buffers.
-            self.input_ids[:num_tokens] = tokens
-            self.positions[:num_tokens] = positions
-            return self.model(
-                input_ids=self.input_ids[:num_padded],
-                positions=self.positions[:num_padded],
-                inputs_embeds=None,
-            )
+        # In vLLM's buffers, whose alignment the compiled model expects.
+        input_ids = self.input_ids[:num_tokens].copy_(tokens)
+        own_positions = self.positions[:num_tokens].copy_(positions)
+        with self._in_pass(num_tokens, slots, attn_metadata):
+            return self.model(input_ids=input_ids, positions=own_positions, inputs_embeds=None)
 
 
 class ModelProposer(LoadedProposer):
@@ -70,13 +67,9 @@ class ModelProposer(LoadedProposer):
 
     @property
     def _may_lag(self) -> bool:
-        # Under asynchronous scheduling the host lacks the tokens to catch up with. For layers with a window
-        # vLLM may have freed the pages that they need.
+        # For layers with a window vLLM may have freed the pages that they need.
         config = self.speculative_config.draft_model_config.hf_text_config
-        has_windows = any(
-            getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")
-        )
-        return not has_windows and not self.vllm_config.scheduler_config.async_scheduling
+        return not any(getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
 
     @override
     def _bypass_rejection_sampler(self) -> None:
@@ -106,17 +99,6 @@ class ModelProposer(LoadedProposer):
             knows_accepted=True,
             may_lag=self._may_lag,
         )
-
-    @override
-    def forward(
-        self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        slots: Sequence[torch.Tensor],
-        attn_metadata: Mapping[str, Any],
-    ) -> torch.Tensor:
-        hidden_states: torch.Tensor = super().forward(tokens, positions, slots, attn_metadata)
-        return hidden_states[: tokens.shape[0]]
 
 
 class SpireProposer(LoadedProposer):
@@ -196,7 +178,7 @@ class SpireProposer(LoadedProposer):
         self._cache.begin_pass()
         hidden_states, activations = super().forward(tokens, positions, slots, attn_metadata)
         self._cache.end_pass(tokens, positions, activations, slots)
-        own: torch.Tensor = hidden_states[: tokens.shape[0]]
+        own: torch.Tensor = hidden_states
         return own
 
 

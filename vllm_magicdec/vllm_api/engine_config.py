@@ -46,7 +46,7 @@ _CPU_PAGE = 32  # tokens; pages of vLLM's attention on CPUs are multiples of it
 
 def host_lacks_latest_tokens(vllm_config: VllmConfig) -> bool:
     """Return whether the latest tokens are only on the device when drafting begins."""
-    return vllm_config.use_v2_model_runner and vllm_config.device_config.device_type != "cpu"
+    return vllm_config.device_config.device_type != "cpu"
 
 
 def reads_activations(spec: MagicDecSpeculativeConfig) -> bool:
@@ -63,6 +63,11 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
         Raises:
             MagicDecConfigError: if the engine cannot work; says what to use instead.
         """
+        if vllm_config.device_config.device_type != "cpu" and not vllm_config.use_v2_model_runner:
+            raise MagicDecConfigError(
+                f"{METHOD} needs vLLM's V2 model runner on GPUs; remove VLLM_USE_V2_MODEL_RUNNER=0 if it "
+                "is set, and otherwise the features for which vLLM's log says that it uses V1"
+            )
         if vllm_config.model_config.use_mla:
             self._check_mla(vllm_config)
         else:
@@ -81,9 +86,6 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
                 f"{METHOD}: draft_kv_budget={self.draft_kv_budget:g} is above the model length; "
                 f"use at most {max_model_len} (the whole context)"
             )
-        if self.policy.reads_generated_tokens(self):
-            is_asynchronous = bool(vllm_config.scheduler_config.async_scheduling)
-            check_refresh(is_asynchronous, vllm_config.use_v2_model_runner)
         self._check_budget(vllm_config)
         if self.adaptive:
             self._adapt(vllm_config)
@@ -257,11 +259,6 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
                 "number, set VLLM_USE_V2_MODEL_RUNNER=0, or use draft_lookup='off'"
             )
         if not on_device:
-            if vllm_config.device_config.device_type != "cpu":
-                raise MagicDecConfigError(
-                    f"{name} needs the V2 model runner on GPUs; remove VLLM_USE_V2_MODEL_RUNNER=0 if it is "
-                    "set, or use draft_lookup='off'"
-                )
             return
         if self.num_speculative_tokens == 1:
             raise MagicDecConfigError(
@@ -360,12 +357,3 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
             capture_every_length(vllm_config)
         name = "MagicDecAsyncScheduler" if scheduler.async_scheduling else "MagicDecScheduler"
         scheduler.scheduler_cls = f"vllm_magicdec.adaptive.scheduler.{name}"
-
-
-def check_refresh(async_scheduling: bool, v2_model_runner: bool) -> None:
-    """Refuse `draft_kv_refresh` if the latest token ids are not on the host yet."""
-    if async_scheduling and not v2_model_runner:
-        raise MagicDecConfigError(
-            f"{METHOD}: draft_kv_refresh needs the V2 model runner under asynchronous scheduling; use "
-            "--no-async-scheduling or draft_kv_refresh=0"
-        )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapter to vLLM's V1 model runner (`GPUModelRunner`, `CPUModelRunner`)."""
+"""Adapter to vLLM's V1 model runner on CPUs (`CPUModelRunner`), where scheduling is synchronous."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -15,14 +15,12 @@ from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 from vllm.v1.worker.utils import AttentionGroup
 
-from vllm_magicdec.adaptive.draft_plan import DraftLists
 from vllm_magicdec.adaptive.metrics import Counts
 from vllm_magicdec.attention.metadata import draft_metadata, observed_metadata
 from vllm_magicdec.attention.observing import LayerObserver
@@ -46,58 +44,8 @@ from vllm_magicdec.vllm_api.embeddings import (
 from vllm_magicdec.vllm_api.kv_cache import layer_groups
 from vllm_magicdec.vllm_api.kv_transfer import without_kv_connector
 from vllm_magicdec.vllm_api.rope import positions_on_host
+from vllm_magicdec.vllm_api.runner_wrappers import bypass_rejection_sampler, report_finished
 from vllm_magicdec.vllm_api.verification_attention import refuse_if_inexact, warn_if_slow
-
-
-def bypass_rejection_sampler(
-    runner: Any, skip_plain_step: Callable[[SchedulerOutput], bool] | None = None
-) -> None:
-    """Skip the rejection sampler on steps without draft tokens.
-
-    With speculation configured, vLLM 0.32 sends every step through the rejection sampler and the padding of
-    rejected tokens, 7 to 11 % of a short step on a CPU. It does so if `speculative_config` is set, which
-    this hides during plain steps.
-
-    Args:
-        runner: a `GPUModelRunner` (or `CPUModelRunner`) under construction.
-        skip_plain_step: called before such a step; whether a draft with a KV cache of its own can do
-            without it. Otherwise, and if the step has prompt tokens, it goes to the proposer.
-    """
-    speculative_config, execute_model = runner.speculative_config, runner.execute_model
-
-    @functools.wraps(execute_model)
-    def execute(scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
-        verifies = bool(scheduler_output.scheduled_spec_decode_tokens)
-        is_plain = not verifies and scheduler_output.num_spec_tokens_to_schedule == 0
-        if is_plain and skip_plain_step is not None:
-            num_reqs = len(scheduler_output.num_scheduled_tokens)
-            has_prompt = scheduler_output.total_num_scheduled_tokens > num_reqs
-            is_plain = not has_prompt and skip_plain_step(scheduler_output)
-        # Kept until the next step: the second half of this one, `sample_tokens`, reads it too.
-        runner.speculative_config = None if is_plain else speculative_config
-        return execute_model(scheduler_output, *args, **kwargs)
-
-    runner.execute_model = execute
-
-
-def report_finished(runner: Any, on_finish: Callable[[str, Sequence[int]], None]) -> None:
-    """Report finished requests with their answers before a V1 runner drops them.
-
-    Args:
-        runner: as for `bypass_rejection_sampler`.
-        on_finish: called with a request's id and all tokens verified after its prompt, including those
-            beyond the answer's end; in the same order on all tensor-parallel ranks.
-    """
-    execute_model = runner.execute_model
-
-    @functools.wraps(execute_model)
-    def execute(scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
-        for req_id in sorted(scheduler_output.finished_req_ids):
-            if req_id in runner.requests:  # else it finished before its first step
-                on_finish(req_id, runner.requests[req_id].output_token_ids)
-        return execute_model(scheduler_output, *args, **kwargs)
-
-    runner.execute_model = execute
 
 
 class MagicDecProposer(DraftModelProposer):
@@ -113,10 +61,9 @@ class MagicDecProposer(DraftModelProposer):
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, runner: Any = None) -> None:
         super().__init__(vllm_config=vllm_config, device=device, runner=runner)
-        if device.type == "cpu":
-            cpu_sampling.patch()
-            cpu_sampling.rewind_generators(runner)
-            cpu_attention.patch()
+        cpu_sampling.patch()
+        cpu_sampling.rewind_generators(runner)
+        cpu_attention.patch()
         if self.speculative_config.draft_lookup == "on":
             cpu_llvmlite.patch()
             report_finished(runner, lambda *finished: self._drafter.finish_request(*finished))
@@ -187,8 +134,6 @@ class MagicDecProposer(DraftModelProposer):
         ]
         self._cache = self._make_cache(kv_cache_config, groups)
         self.draft_attn_groups = [own for of_view in self._attention_groups for own in of_view]
-        num_groups, num_tokens = len(groups), self._slot_mapping_buffer.shape[0]
-        self._slots = self._slot_mapping_buffer.new_full((num_groups, num_tokens), PAD_SLOT)
         self._drafter = Drafter(
             self,
             self.vllm_config,
@@ -246,8 +191,7 @@ class MagicDecProposer(DraftModelProposer):
         """Draft for every request of the batch.
 
         Returns:
-            [num_reqs, num_speculative_tokens] int64; with lookups or after a failure a list per request,
-            which vLLM's runner accepts under synchronous scheduling.
+            [num_reqs, num_speculative_tokens] int64; with lookups or after a failure a list per request.
         """
         num_reqs = next_token_ids.shape[0]
         self._last_draft_probs = None
@@ -281,16 +225,11 @@ class MagicDecProposer(DraftModelProposer):
         if drafts is None or not drafts.num_passes:
             self._draft_probs.clear()
         if drafts is None:
-            if not self.target_runner.use_async_scheduling:
-                return [[] for _ in range(num_reqs)]  # nothing to verify
-            return self._drafter.draft_tokens[:num_reqs, :num_speculative_tokens].zero_()
+            return [[] for _ in range(num_reqs)]  # nothing to verify
         used = len(self._draft_probs) if drafts.lists is None else max(map(len, drafts.lists))
         if self._draft_probs and used:
             self._last_draft_probs = torch.stack(self._draft_probs[:used], dim=1).contiguous()
-        if isinstance(drafts.tokens, DraftLists):
-            return drafts.tokens
-        # A copy: under asynchronous scheduling the next round may start before this one is read.
-        return drafts.tokens.clone()
+        return drafts.tokens
 
     def _note_activations(
         self, positions: torch.Tensor, activations: torch.Tensor, slots: Mapping[str, torch.Tensor]
@@ -334,7 +273,7 @@ class MagicDecProposer(DraftModelProposer):
             tokens=tokens,
             block_tables=[table.get_device_tensor(num_reqs) for table in inputs.block_table.block_tables],
             context_lens=context_lens,
-            observable_lens=torch.from_numpy(known_lens).to(self.device, non_blocking=True),
+            observable_lens=torch.from_numpy(known_lens),
             known_lens=known_lens,
             is_prefilling=self.target_runner.discard_request_mask.np[:num_reqs],
             is_first=known_lens == inputs.num_prompt_tokens[:num_reqs],
@@ -363,8 +302,7 @@ class MagicDecProposer(DraftModelProposer):
         """Return verified tokens at positions of the batch's requests, [num_tokens] int32."""
         step = self._batch.step
         assert step is not None
-        # Under asynchronous scheduling the host has -1 for tokens that arrived too late.
-        known = self.target_runner.input_batch.token_ids_cpu_tensor[indices, positions].clamp(min=0)
+        known = self.target_runner.input_batch.token_ids_cpu_tensor[indices, positions]
         of_step = (positions + self._step_offsets[indices]).clamp(0, len(self._target_token_ids) - 1)
         is_old = positions < step.starts[indices]
         return torch.where(is_old, known, self._target_token_ids[of_step]).to(torch.int32)
@@ -498,45 +436,40 @@ class MagicDecProposer(DraftModelProposer):
     ) -> torch.Tensor:
         """Run the draft and return its hidden states, [num_tokens, hidden_size]."""
         num_tokens, runner = tokens.shape[0], self.target_runner
-        with self._in_pass(num_tokens, slots, attn_metadata) as num_padded:
-            # CUDA graphs of the target read the runner's input buffers.
-            target_positions = runner.mrope_positions.gpu if self.uses_mrope else runner.positions
-            target_positions[..., :num_tokens] = positions
-            inputs: dict[str, torch.Tensor | None]
-            if takes_embeddings(runner.model_config):
-                embeddings = runner.inputs_embeds.gpu[:num_padded]
-                vocab_size = runner.model_config.get_vocab_size()
-                embeddings[:num_tokens] = embed(self.model, tokens, vocab_size)
-                inputs = {"input_ids": None, "inputs_embeds": embeddings}
-            else:
-                runner.input_ids.gpu[:num_tokens] = tokens
-                inputs = {"input_ids": runner.input_ids.gpu[:num_padded], "inputs_embeds": None}
-            hidden_states = self.model(positions=target_positions[..., :num_padded], **inputs)
-        return hidden_states[:num_tokens]
+        # In the runner's buffers, whose strides and alignment the compiled model expects.
+        target_positions = runner.mrope_positions.gpu if self.uses_mrope else runner.positions
+        target_positions = target_positions[..., :num_tokens].copy_(positions)
+        inputs: dict[str, torch.Tensor | None]
+        if takes_embeddings(runner.model_config):
+            embeddings = embed(self.model, tokens, runner.model_config.get_vocab_size())
+            inputs = {"inputs_embeds": runner.inputs_embeds.gpu[:num_tokens].copy_(embeddings)}
+            inputs["input_ids"] = None
+        else:
+            inputs = {"input_ids": runner.input_ids.gpu[:num_tokens].copy_(tokens), "inputs_embeds": None}
+        with self._in_pass(num_tokens, slots, attn_metadata):
+            hidden_states: torch.Tensor = self.model(positions=target_positions, **inputs)
+        return hidden_states
 
     @contextmanager
     def _in_pass(
         self, num_tokens: int, slots: Sequence[torch.Tensor], attn_metadata: Mapping[str, Any]
-    ) -> Iterator[int]:
-        """Enter vLLM's forward context and yield the number of tokens, padded for its CUDA graphs."""
-        # No graphs while prompt log-probs are due: vLLM computes them after the draft, from hidden states
-        # in memory that graphs share. None with adapters: vLLM's class selects graphs without LoRA.
-        graph_mode, num_padded, num_across_dp = self._determine_batch_execution_and_padding(
-            num_tokens,
-            use_cudagraphs=not self.target_runner.num_prompt_logprobs and self._adapters is None,
-        )
+    ) -> Iterator[None]:
+        """Enter vLLM's forward context; `slots` as for `forward`."""
+        _, _, num_across_dp = self._determine_batch_execution_and_padding(num_tokens, use_cudagraphs=False)
+        by_layer: dict[str, torch.Tensor] = {}
+        for own, group in zip(slots, self._drafter.groups, strict=True):
+            by_layer |= dict.fromkeys(group.layer_names, own)
         with (
             without_kv_connector(),
             set_forward_context(
                 attn_metadata,
                 self.vllm_config,
-                num_tokens=num_padded,
+                num_tokens=num_tokens,
                 num_tokens_across_dp=num_across_dp,
-                cudagraph_runtime_mode=graph_mode,
-                slot_mapping=self._pad_slots(num_padded, slots),
+                slot_mapping=by_layer,
             ),
         ):
-            yield num_padded
+            yield
 
     def observe(
         self, layer_names: Sequence[str], indices: Sequence[int], window: int, observer: LayerObserver
@@ -546,8 +479,7 @@ class MagicDecProposer(DraftModelProposer):
         lens = np.asarray(self._batch.known_lens)[indices]
         positions_by_req = lens[:, None] - window + np.arange(window)
         positions, rows = positions_by_req.ravel(), np.repeat(indices, window)
-        # Under asynchronous scheduling the host has -1 for tokens that only the device knows yet.
-        tokens = self.target_runner.input_batch.token_ids_cpu[rows, positions].clip(min=0)
+        tokens = self.target_runner.input_batch.token_ids_cpu[rows, positions]
         slots = torch.full((num_reqs * window,), PAD_SLOT, dtype=torch.int64, device=self.device)
         common = self._common.replace(
             query_start_loc=self.arange[: num_reqs + 1] * window,
@@ -580,15 +512,6 @@ class MagicDecProposer(DraftModelProposer):
             [slots] * len(self._drafter.groups),
             observed_metadata(attn_metadata, layer_names, self._drafter.switched_layers, observer),
         )
-
-    def _pad_slots(self, num_padded: int, slots: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return padded slots by layer, [num_padded] int64; `slots` [num_tokens] int64, by layer group."""
-        by_layer: dict[str, torch.Tensor] = {}
-        for buffer, own, group in zip(self._slots, slots, self._drafter.groups, strict=True):
-            buffer[: len(own)].copy_(own)
-            buffer[len(own) : num_padded].fill_(PAD_SLOT)
-            by_layer |= dict.fromkeys(group.layer_names, buffer[:num_padded])
-        return by_layer
 
 
 def _probabilities(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapter to vLLM's V2 model runner (`vllm.v1.worker.gpu`)."""
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -54,29 +53,10 @@ from vllm_magicdec.vllm_api.kv_cache import layer_groups
 from vllm_magicdec.vllm_api.kv_transfer import fills_freed_blocks, without_kv_connector
 from vllm_magicdec.vllm_api.page_metadata_v2 import PageMetadata
 from vllm_magicdec.vllm_api.rope import positions_on_device
+from vllm_magicdec.vllm_api.runner_wrappers import report_removed
 from vllm_magicdec.vllm_api.verification_attention import refuse_if_inexact, warn_if_slow
 
 logger = init_logger(f"vllm.{__name__}")
-
-
-def report_removed(req_states: Any, on_remove: Callable[[str, Sequence[int]], None]) -> None:
-    """Report finished and preempted requests before a V2 runner drops them.
-
-    Args:
-        req_states: the runner's `RequestState`, on a CPU.
-        on_remove: called with a request's id and all tokens verified after its prompt.
-    """
-    remove_request = req_states.remove_request
-
-    @functools.wraps(remove_request)
-    def remove(req_id: str) -> int | None:
-        row = req_states.req_id_to_index.get(req_id)
-        if row is not None:
-            begin, end = int(req_states.prompt_len.np[row]), int(req_states.total_len.gpu[row])
-            on_remove(req_id, req_states.all_token_ids.gpu[row, begin:end].tolist())
-        return remove_request(req_id)
-
-    req_states.remove_request = remove
 
 
 class MagicDecSpeculator(StandaloneARSpeculator):
