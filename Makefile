@@ -19,7 +19,7 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV)/mkdocs build --strict
 PYTEST := OMP_NUM_THREADS=1 MAGICDEC_TEST_KERNELS="$(KERNELS)" $(RUN) -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations 20
 
 .DEFAULT_GOAL := help
-.PHONY: help venv tree demo demo-ray test test-all test-fast lint check-vllm docs docs-models test-gpu soak bench bench-decode results bench-gpu clean
+.PHONY: help venv tree tables demo demo-ray test test-all test-fast lint check-vllm docs docs-models test-gpu soak bench bench-decode results bench-gpu clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -36,11 +36,12 @@ demo-ray: venv  ## answers about many documents, from two engines on Ray (ARGS="
 	@$(RUN) examples/ray_batch.py $(or $(ARGS),docs benchmarks/README.md --out build/ray-answers \
 	    --replicas 2 --max-tokens 64)
 
-lint: venv  ## ruff, mypy, which module may import which, and the links of the pages
+lint: venv  ## ruff, mypy, which module may import which, the tables and links of the pages
 	$(VENV)/ruff check .
 	$(VENV)/ruff format --check .
 	$(VENV)/mypy
 	$(VENV)/lint-imports --no-cache --no-logo
+	$(VENV)/python tools/tables.py --check
 	$(MKDOCS)
 
 tree: venv
@@ -51,6 +52,9 @@ check-vllm: tree  ## our calls against another release of vLLM by mypy (VLLM=0.3
 
 docs: venv  ## the pages of docs/ as a site, in build/docs
 	$(MKDOCS)
+
+tables: venv  ## the tables of fields and hooks in docs/, from the code
+	$(VENV)/python tools/tables.py
 
 docs-models: venv  ## docs/models.md, from what the tests expect of every family of models
 	PYTHONPATH=tests $(RUN) tests/models/models_page.py
