@@ -218,7 +218,8 @@ class ImaginedEngine:
                 num_tokens=kept,
                 num_unsure=np.zeros_like(given) if self._knows_accepted else given,
                 has_prompt=befores < prefill_lens,
-                starts=torch.from_numpy(befores),
+                seq_lens=torch.from_numpy(befores + taken),
+                query_starts=torch.from_numpy(np.concatenate([[0], taken.cumsum()])),
             ),
         )
         is_plain = self._knows_accepted and num_steps == 0 and not batch.step.has_prompt.any()

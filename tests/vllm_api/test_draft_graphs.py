@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import engines
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,8 +21,8 @@ from vllm_magicdec.attention.metadata import DraftMetadata, TokenMetadata
 from vllm_magicdec.drafting.ports import Cache
 from vllm_magicdec.errors import METHOD
 from vllm_magicdec.plugin import register
-from vllm_magicdec.views.round import LayerPageView, PageView, TokenView
-from vllm_magicdec.vllm_api import runner_v2
+from vllm_magicdec.views.round import LayerPageView, PageView, Part, Queries, TokenView
+from vllm_magicdec.vllm_api import page_metadata_v2, runner_v2
 from vllm_magicdec.vllm_api.draft_graphs import DraftGraphs, dummy_step
 from vllm_magicdec.vllm_api.page_metadata_v2 import PageMetadata
 from vllm_magicdec.vllm_api.runner_v2 import MagicDecSpeculator
@@ -206,6 +207,20 @@ def test_few_graphs_pad_batches_little(configure, make_graphs, max_num_seqs, mos
     for num_reqs in range(1, sizes[-1] + 1):
         padded = min(size for size in sizes if size >= num_reqs)
         assert padded <= max(1.25 * num_reqs, min(num_reqs + 7, 2 * num_reqs - 1))
+
+
+def test_starts_of_uneven_passes_are_on_the_device(monkeypatch):
+    """What tells prompts from drafts is on the host; "meta" stands for the device."""
+    built = []
+    monkeypatch.setattr(page_metadata_v2, "build_attn_metadata", lambda **args: built.append(args) or {})
+    arange, is_prefilling = torch.arange(4, dtype=torch.int32, device="meta"), torch.zeros(3)
+    metadata = PageMetadata(None, [[]], [[]], [0], arange, is_prefilling, [1])
+    one, two = (torch.zeros(n, dtype=torch.int64, device="meta") for n in (1, 3))
+    view = PageView(torch.zeros(2, device="meta"), torch.zeros(2, 1, device="meta"), 8)
+    queries = Queries(np.arange(2), np.array([-2, -1]), np.array([2, 1]))
+    metadata.of_part(0, Part(two, two, view), queries, view)
+    metadata.of_part(0, Part(one, one, view), Queries.uniform(2, 0), view)
+    assert [args["query_start_loc_gpu"].device.type for args in built] == ["meta", "meta"]
 
 
 class SmallTensors(TorchDispatchMode):

@@ -243,7 +243,7 @@ class VerificationSelector(Selector):
                 continue
             length = known[req_id] = int(batch.known_lens[index])
             before = self._known.get(req_id)
-            if before is None:  # new, or resumed after preemption, perhaps on other pages
+            if before is None or batch.is_first[index]:  # new, or resumed, perhaps on other pages
                 unknown[index] = 0
             elif length - before > num_queries:
                 # The last two rounds' drafts may have been rejected without the host's knowledge.

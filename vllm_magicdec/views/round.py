@@ -8,7 +8,7 @@ some and positions stay true.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -63,7 +63,15 @@ class TargetStep:
     num_tokens: np.ndarray  # [num_reqs] int64, how many of them the step has added, at most
     num_unsure: np.ndarray  # [num_reqs] int64, how many of them the target may have rejected
     has_prompt: np.ndarray  # [num_reqs] bool, they belong to a prompt
-    starts: torch.Tensor  # [num_reqs] int64, position of the step's first token, on the device
+    seq_lens: torch.Tensor  # [num_reqs] int32 on the device, tokens after it, with rejected ones
+    query_starts: (
+        torch.Tensor
+    )  # [num_reqs + 1] int32 on the device, cumulative numbers of the step's tokens
+
+    @cached_property
+    def starts(self) -> torch.Tensor:
+        """[num_reqs] int64 on the device, position of the step's first token."""
+        return self.seq_lens.long() - self.query_starts.long().diff()
 
 
 @dataclass(frozen=True)
@@ -78,6 +86,7 @@ class Queries:
     uniform_len: int | None = None  # set by `uniform`
 
     @classmethod
+    @lru_cache(maxsize=256)  # every draft step has some
     def uniform(cls, num_reqs: int, first: int, length: int = 1) -> "Queries":
         """Return `length` queries from step `first` on of every request of the batch."""
         requests = np.arange(num_reqs)

@@ -55,7 +55,7 @@ def fixed_tokens(budget: float, min_budget: int) -> tuple[str, int]:
 
 
 class RequestRows:
-    """Assigns a row of device state to every request and reuses the rows of finished ones."""
+    """Assigns a row of state to every request, and reuses those that were not asked for longest."""
 
     def __init__(self, max_num_reqs: int, device: torch.device) -> None:
         self._rows: dict[str, int] = {}
@@ -67,13 +67,16 @@ class RequestRows:
 
     def add(self, req_ids: Sequence[str]) -> list[int]:
         """Assign rows to the requests of a batch that have none; return the new rows."""
-        new = [req_id for req_id in req_ids if req_id not in self._rows]
-        if len(new) > len(self._free):
-            present = set(req_ids)
-            for gone in [req_id for req_id in self._rows if req_id not in present]:
-                self._free.append(self._rows.pop(gone))
+        new = []
+        for req_id in req_ids:
+            row = self._rows.pop(req_id, None)
+            if row is None:
+                new.append(req_id)
+            else:
+                self._rows[req_id] = row  # the latest is last
         for req_id in new:
-            self._rows[req_id] = self._free.pop()
+            row = self._free.pop() if self._free else self._rows.pop(next(iter(self._rows)))
+            self._rows[req_id] = row
         return [self._rows[req_id] for req_id in new]
 
     def row(self, req_id: str) -> int:
@@ -120,8 +123,9 @@ class Selections:
     def begin_round(self, req_ids: Sequence[str]) -> None:
         """Assign rows with no selection to the new requests of the batch."""
         for row in self._rows.add(req_ids):
-            self.counts[row] = 0
-            self.ends[row] = 0
+            # By slices: assigning a number to one element would wait for the device.
+            self.counts[row : row + 1] = 0
+            self.ends[row : row + 1] = 0
         self._selected_at = {req_id: n for req_id, n in self._selected_at.items() if req_id in self._rows}
 
     @property

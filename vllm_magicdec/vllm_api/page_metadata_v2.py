@@ -24,7 +24,7 @@ class PageMetadata:
         attention_groups: vLLM's attention groups of each layer group.
         kv_cache_groups: KV-cache group of each layer group.
         arange: [max_num_reqs + 1] int32 on the device: 0, 1, 2, ...
-        is_prefilling: [max_num_reqs] bool, of the draft's requests.
+        is_prefilling: [max_num_reqs] bool on the host, of the draft's requests.
         lengths: numbers of queries per request in captured passes, which get static buffers.
     """
 
@@ -40,7 +40,7 @@ class PageMetadata:
     ) -> None:
         self._kv_cache_config = kv_cache_config
         self._target_groups = [list(groups) for groups in target_groups]
-        self._is_prefilling = is_prefilling
+        self._is_prefilling, self._device = is_prefilling, arange.device
         # vLLM expects a list for every KV-cache group, and skips empty ones.
         self._attention_groups: list[list[list[AttentionGroup]]] = []
         for own, kv_cache_group in zip(attention_groups, kv_cache_groups, strict=True):
@@ -60,7 +60,7 @@ class PageMetadata:
             starts = self._query_start_locs[length][: num_reqs + 1]
             starts_cpu = self._query_start_locs_cpu[length][: num_reqs + 1]
         else:
-            starts = on_device(queries.starts, self._is_prefilling.device).to(torch.int32)
+            starts = on_device(queries.starts, self._device).to(torch.int32)
             starts_cpu = torch.from_numpy(queries.starts)
         return self._build(
             self._attention_groups[index],

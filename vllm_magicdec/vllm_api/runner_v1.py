@@ -285,17 +285,18 @@ class MagicDecProposer(DraftModelProposer):
     ) -> TargetStep:
         """Describe the target's step, whose result is known on a CPU."""
         num_reqs = len(known_lens)
-        first_tokens = common.query_start_loc_cpu[: num_reqs + 1].long()
-        starts = common.seq_lens[:num_reqs].long() - first_tokens.diff()
+        seq_lens, query_starts = common.seq_lens[:num_reqs], common.query_start_loc_cpu[: num_reqs + 1]
         # Of a position in the step, the index of its token among the step's.
-        self._step_offsets = first_tokens[:-1] - starts
+        self._step_offsets = (query_starts[1:] - seq_lens).long()
+        starts = (seq_lens - query_starts.diff()).numpy()
         ends = context_lens.numpy()
         return TargetStep(
             ends=ends,
-            num_tokens=ends - starts.numpy(),
+            num_tokens=ends - starts,
             num_unsure=np.zeros(num_reqs, dtype=np.int64),
-            has_prompt=known_lens > starts.numpy() + 1,
-            starts=starts,
+            has_prompt=known_lens > starts + 1,
+            seq_lens=seq_lens,
+            query_starts=query_starts,
         )
 
     def token_ids(self, indices: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

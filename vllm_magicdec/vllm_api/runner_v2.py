@@ -281,14 +281,16 @@ class MagicDecSpeculator(StandaloneARSpeculator):
             num_steps, read_batch, lambda batch: self._histories(batch, input_batch.idx_mapping_np)
         )
         own = self._drafter.draft_tokens[:num_reqs]
-        if drafts is None or not drafts.num_passes:
+        if drafts is None or (not drafts.num_passes and num_steps > 0):
             own[:, :num_steps] = 0
-            self._make_drafts_one_hot(num_reqs)
-            # For vLLM's adaptive verification, which skips drafts that are unlikely to be accepted. Of new
-            # requests it has none, and 1 is its default.
-            is_new = drafts is not None and self._batch is not None and all(self._batch.is_prefilling)
-            self.draft_token_confidence_probs[:num_reqs] = float(is_new)
-        elif drafts.lists is not None:
+            # Drafts of unfinished prompts are dropped. Others are verified, as certain drafts.
+            batch = self._batch
+            are_dropped = drafts is not None and batch is not None and all(batch.is_prefilling)
+            if not are_dropped:
+                self._make_drafts_one_hot(num_reqs)
+            # Adaptive verification skips drafts that are unlikely to be accepted; 1 is its default.
+            self.draft_token_confidence_probs[:num_reqs] = float(are_dropped)
+        elif drafts.lists is not None and num_steps > 0:
             self._fill_up(drafts.lists, num_steps)
         if self._drafts_are_awaited:
             torch.accelerator.current_stream().synchronize()
@@ -341,13 +343,13 @@ class MagicDecSpeculator(StandaloneARSpeculator):
     def _describe_step(batch: InputBatch, known_lens: np.ndarray) -> TargetStep:
         num_reqs, drafts = batch.num_reqs, batch.num_draft_tokens_per_req
         num_unsure = np.zeros(num_reqs) if drafts is None else drafts[:num_reqs]
-        first_tokens = batch.query_start_loc[: num_reqs + 1].long()
         return TargetStep(
             ends=known_lens.astype(np.int64),
             num_tokens=batch.num_scheduled_tokens[:num_reqs].astype(np.int64),
             num_unsure=num_unsure.astype(np.int64),
             has_prompt=np.asarray(batch.is_prefilling_np[:num_reqs], dtype=bool),
-            starts=batch.seq_lens[:num_reqs].long() - first_tokens.diff(),
+            seq_lens=batch.seq_lens[:num_reqs],
+            query_starts=batch.query_start_loc[: num_reqs + 1],
         )
 
     def token_ids(self, indices: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -444,8 +446,11 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         """Run the drafting model; returns [num_tokens, hidden_size]."""
         positions = draft_pass.positions
         if self._rope is not None:
-            indices, _ = self._sources_of(draft_pass.queries)
-            positions = positions + self._rope_offsets[indices]
+            if draft_pass.queries.uniform_len == 1:
+                offsets = self._rope_offsets[: len(positions)]
+            else:
+                offsets = self._rope_offsets[self._sources_of(draft_pass.queries)[0]]
+            positions = positions + offsets
         slots = [part.slots for part in draft_pass.parts]
         self._is_padding = draft_pass.is_padding  # vLLM chooses no experts for padding
         try:
@@ -626,6 +631,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         from `first_step` on.
         """
         if self.draft_logits is not None:
-            rows = self.idx_mapping[first:end]
-            self.draft_logits[rows, first_step:] = float("-inf")
-            self.draft_logits[rows, first_step:, 0] = 0.0
+            rows = self.idx_mapping[first:end].long()
+            # Assigning a number by index would wait for the device.
+            self.draft_logits[:, first_step:].index_fill_(0, rows, float("-inf"))
+            self.draft_logits[:, first_step:, 0].index_fill_(0, rows, 0.0)
