@@ -28,25 +28,7 @@ TINY_DRAFT = Path(__file__).parents[2] / "benchmarks" / "tiny-draft"
 HYBRID = TINY_DRAFT.parent / "tiny-hybrid"
 
 
-@pytest.mark.parametrize(
-    ("schedule", "budget", "gamma"), zip(SCHEDULES, (256, 64, WHOLE_LEN), (1, 4, 8), strict=True)
-)
-def test_greedy_output_is_unchanged(prompts, plain, schedule, budget, gamma):
-    batches = [prompts, [prompts[i] for i in longest(prompts)]]
-    run = engines.run(
-        [("generate", {"batches": [{"prompts": batch, "sampling": GREEDY} for batch in batches]})],
-        speculative_config=drafting_with(TINY_DRAFT, gamma, draft_kv_budget=budget),
-        **{"max_model_len": WHOLE_LEN, "max_num_seqs": 16, **SCHEDULES[schedule]},
-    )
-    first, again = run.results[0]
-    what = f"budget {budget}, gamma {gamma}, {schedule}"
-    assert_same_tokens(plain, first, what)
-    assert_same_tokens([plain[i] for i in longest(prompts)], again, f"{what}, prefix cached")
-    assert run.draft_failures == 0 and 0.3 < run.accepted / run.drafted < 0.95
-    assert (run.preemptions > 0) == (schedule == "preemption")
-
-
-@pytest.mark.parametrize(("schedule", "lookup"), zip(SCHEDULES, ("off", "on", "off"), strict=True))
+@pytest.mark.parametrize(("schedule", "lookup"), [("chunked prefill", "on"), ("preemption", "off")])
 def test_the_cache_holds_verified_tokens_and_the_target_accepts_its_own_drafts(
     prompts, plain, schedule, lookup
 ):
@@ -72,9 +54,8 @@ def test_the_cache_holds_verified_tokens_and_the_target_accepts_its_own_drafts(
     assert (run.preemptions > 0) == (schedule == "preemption")
 
 
-@pytest.mark.parametrize("lookup", ["off", "on"])
-def test_the_cache_catches_up_with_plain_steps(prompts, plain, lookup):
-    """Numbers of drafts change at random, 0 among them, and drafts are cut."""
+def test_the_cache_catches_up_with_plain_steps(prompts, plain):
+    """Numbers of drafts change at random, 0 among them."""
     run = engines.run(
         [
             ("watch_draft_cache", {}),
@@ -86,7 +67,7 @@ def test_the_cache_catches_up_with_plain_steps(prompts, plain, lookup):
         ],
         max_num_seqs=8,
         max_num_batched_tokens=256,
-        speculative_config=drafting_with(MODEL, "auto", draft_kv_budget=MODEL_LEN, draft_lookup=lookup),
+        speculative_config=drafting_with(MODEL, "auto", draft_kv_budget=MODEL_LEN, draft_lookup="off"),
     )
     _, result, watched = run.results
     assert_same_tokens(plain, result["batches"][0], "random choices")
@@ -94,20 +75,6 @@ def test_the_cache_catches_up_with_plain_steps(prompts, plain, lookup):
     assert result["sampled_as_speculative"] < result["speculative_steps"] + result["plain_steps"]
     assert watched["tokens"] > 10_000 and watched["difference"] < 1e-3, watched
     assert watched["catch_up"] > 0
-
-
-def test_a_sparse_view_changes_drafts_and_not_output(prompts, plain):
-    """The target is its own draft model, with lookups in passes of at most 48 tokens."""
-    run = engines.generate(
-        prompts,
-        GREEDY,
-        max_num_seqs=8,
-        max_num_batched_tokens=48,
-        speculative_config=drafting_with(MODEL, 8, draft_kv_budget=64, draft_lookup="on"),
-    )
-    assert_same_tokens(plain, run.results[0][0], "a sparse view, lookups")
-    assert 0.3 < run.accepted / run.drafted < 1.0 and run.draft_failures == 0
-    assert run.metrics["vllm:magicdec_lookup_passes"] < 8 * run.metrics["vllm:magicdec_lookup_rounds"]
 
 
 def test_requests_may_reach_the_model_length_in_the_middle_of_a_draft(prompts):
@@ -144,29 +111,27 @@ def test_aborted_requests_change_no_other_and_free_their_pages(prompts, plain):
     assert run.draft_failures == 0 and watched["difference"] < 1e-3
 
 
-@pytest.mark.parametrize("lookup", ["off", "on"])
-def test_failed_drafting_loses_no_request(prompts, plain, lookup):
+def test_failed_drafting_loses_no_request(prompts, plain):
     run = engines.run(
         [("generate_with_broken_drafting", {"batches": [{"prompts": prompts[:6], "sampling": GREEDY}]})],
         strict=False,
-        speculative_config=drafting_with(TINY_DRAFT, draft_lookup=lookup),
+        speculative_config=drafting_with(TINY_DRAFT, draft_lookup="on"),
     )
     assert_same_tokens(plain[:6], run.results[0][0], "broken drafting")
     assert run.draft_failures > 3  # then it pauses
 
 
-@pytest.mark.parametrize("draft", [TINY_DRAFT, HYBRID])
-def test_targets_and_drafts_may_have_layers_with_a_window(prompts, draft):
+def test_targets_and_drafts_may_have_layers_with_a_window(prompts):
     """The KV cache then has groups of layers with separate block tables, among them the draft's."""
     chosen = [prompts[i] for i in longest(prompts)] + prompts[:6]
     settings = {"model": str(HYBRID), "max_num_seqs": 4, "max_model_len": WHOLE_LEN}
     truth = engines.generate(chosen, GREEDY, **settings).results[0][0]
-    spec = drafting_with(draft, draft_kv_budget=WHOLE_LEN)
-    run = engines.generate(chosen, GREEDY, speculative_config=spec, **settings)
-    assert_same_tokens(truth, run.results[0][0], f"windows, {draft.name}")
-    assert run.draft_failures == 0 and 0 < run.accepted <= run.drafted
-    if draft == HYBRID:
-        assert run.accepted == run.drafted
+    for draft in (TINY_DRAFT, HYBRID):
+        spec = drafting_with(draft, draft_kv_budget=WHOLE_LEN)
+        run = engines.generate(chosen, GREEDY, speculative_config=spec, **settings)
+        assert_same_tokens(truth, run.results[0][0], f"windows, {draft.name}")
+        assert run.draft_failures == 0 and 0 < run.accepted <= run.drafted
+        assert draft != HYBRID or run.accepted == run.drafted
 
 
 def test_a_late_catch_up_writes_to_no_page_that_a_window_has_left(prompts, plain):
@@ -199,8 +164,7 @@ def test_greedy_output_is_unchanged_with_tensor_parallel_2(prompts, plain):
     assert run.accepted > 0
 
 
-@pytest.mark.parametrize(("budget", "gamma"), [(64, 4), (1024, 1)])
-def test_greedy_output_is_unchanged_on_the_v2_runner(prompts, plain, budget, gamma):
+def test_greedy_output_is_unchanged_on_the_v2_runner(prompts, plain):
     """Draft steps run eagerly first, then from CUDA graphs (recorded ones, see recorded_graphs.py)."""
     chosen, batch = on_v2(prompts)
     run = engines.run(
@@ -213,25 +177,20 @@ def test_greedy_output_is_unchanged_on_the_v2_runner(prompts, plain, budget, gam
         **V2_ENGINE,
         enable_prefix_caching=False,
         # Recorded graphs replay torch's operators, which the kernel for CPUs is not.
-        speculative_config=drafting_with(TINY_DRAFT, gamma, draft_kv_budget=budget, native_attention=False),
+        speculative_config=drafting_with(TINY_DRAFT, draft_kv_budget=64, native_attention=False),
     )
     assert run.v2_runner and run.draft_failures == 0
     eager, _, replayed, replays = run.results
     expected = [first_tokens(plain[i], V2_TOKENS) for i in chosen]
     for how, result in (("eager", eager), ("replayed", replayed)):
-        assert_same_tokens(
-            expected, result["batches"][0], f"V2 runner, {how}, budget {budget}, gamma {gamma}"
-        )
+        assert_same_tokens(expected, result["batches"][0], f"V2 runner, {how}")
     assert 0.3 < eager["accepted"] / eager["drafted"] < 0.95
     assert (replayed["accepted"], replayed["drafted"]) == (eager["accepted"], eager["drafted"])
     # Batches of 4, 3, 2 and 1 requests; first steps have two tokens per request.
-    assert set(replays) == {"2", "4", "2 x 2", "4 x 2"}
-    assert replays["2 x 2"] > 0 < replays["4 x 2"] and (gamma == 1 or replays["2"] > 0 < replays["4"])
+    assert set(replays) == {"2", "4", "2 x 2", "4 x 2"} and all(replays.values())
 
 
-@pytest.mark.parametrize(
-    ("schedule", "lookup"), [*((schedule, "off") for schedule in V2_SCHEDULES), ("chunked prefill", "on")]
-)
+@pytest.mark.parametrize(("schedule", "lookup"), [("preemption", "off"), ("chunked prefill", "on")])
 def test_the_cache_holds_verified_tokens_on_the_v2_runner(prompts, plain, schedule, lookup):
     """Requests aborted before leave their pages to others."""
     chosen, batch = on_v2(prompts)
@@ -283,14 +242,13 @@ def test_the_cache_catches_up_with_plain_steps_on_the_v2_runner(prompts, plain):
     assert watched["lag"] > 1 and watched["catch_up"] > 0
 
 
-@pytest.mark.parametrize("lookup", ["off", "on"])
-def test_failed_drafting_loses_no_request_on_the_v2_runner(prompts, plain, lookup):
+def test_failed_drafting_loses_no_request_on_the_v2_runner(prompts, plain):
     chosen, batch = on_v2(prompts)
     run = engines.run(
         [("generate_with_broken_drafting", {"batches": [batch]})],
         **V2_ENGINE,
         strict=False,
-        speculative_config=drafting_with(TINY_DRAFT, draft_lookup=lookup),
+        speculative_config=drafting_with(TINY_DRAFT, draft_lookup="off"),
     )
     expected = [first_tokens(plain[i], V2_TOKENS) for i in chosen]
     assert_same_tokens(expected, run.results[0][0], "V2 runner, broken drafting")

@@ -173,8 +173,8 @@ def test_truncating_a_datastore_costs_only_its_lookups(prompts, plain, tmp_path)
 
 
 @engines.needs_tensor_parallel
-@pytest.mark.parametrize("fault", ["selection", "third_step"])
-def test_a_fault_on_one_tensor_parallel_rank_ends_the_engine_in_time(prompts, fault):
+def test_a_fault_on_one_tensor_parallel_rank_ends_the_engine_in_time(prompts):
+    fault = "third_step"
     batch = {"prompts": prompts[:2], "sampling": GREEDY}
     parallel = engines.TENSOR_PARALLEL_2
     # vLLM would end a hanging engine after 300 s with an error that may look like the expected one.
