@@ -6,7 +6,8 @@ import json
 import pickle
 
 import pytest
-from transformers import LlamaConfig, MambaConfig, MixtralConfig, T5Config
+from small_models import write_llama
+from transformers import MambaConfig, MixtralConfig, T5Config
 from vllm.config import ParallelConfig
 from vllm.config.compilation import CompilationConfig, PassConfig
 from vllm.config.utils import replace
@@ -29,20 +30,7 @@ register()
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory):
-    """Write a model's config.json; configuring an engine needs no weights."""
-    path = tmp_path_factory.mktemp("model")
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        head_dim=32,
-        max_position_embeddings=4096,
-        architectures=["LlamaForCausalLM"],
-    )
-    config.save_pretrained(path)
-    return str(path)
+    return write_llama(tmp_path_factory.mktemp("model"))
 
 
 def configure(model_dir, speculative_config, **engine):

@@ -9,9 +9,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from small_models import write_llama
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import LlamaConfig, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_magicdec.adaptive.step_times import Step, StepTimes, TimedStep
@@ -23,22 +24,14 @@ from vllm_magicdec.vllm_api.engine_config import EngineSpeculativeConfig
 register()
 
 
-def write_model(path: Path, **fields) -> str:
-    """Write a model's config.json; configuring an engine needs no weights."""
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "head_dim": 32}
-    given = {"vocab_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 4096, **sizes, **fields}
-    LlamaConfig(architectures=["LlamaForCausalLM"], **given).save_pretrained(path)
-    return str(path)
-
-
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("target"))
+    return write_llama(tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture(scope="module")
 def draft(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("draft"), num_hidden_layers=1)
+    return write_llama(tmp_path_factory.mktemp("draft"), num_hidden_layers=1)
 
 
 def configure(target, speculative_config, **engine):
@@ -105,7 +98,7 @@ def test_self_speculation_with_a_model_suggests_the_other_method(target, draft):
 )
 def test_incompatible_drafts_are_refused(target, tmp_path, fields, sentence):
     with pytest.raises(MagicDecConfigError, match=sentence):
-        configure(target, {"method": MODEL_METHOD, "model": write_model(tmp_path, **fields)})
+        configure(target, {"method": MODEL_METHOD, "model": write_llama(tmp_path, **fields)})
 
 
 def test_targets_that_take_embeddings_are_refused(target, draft):

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from transformers import LlamaConfig
+from small_models import SIZES, write_llama
 from vllm.config.utils import replace
 from vllm.engine.arg_utils import EngineArgs
 
@@ -19,22 +19,10 @@ from vllm_magicdec.vllm_api.engine_config import reads_activations
 
 register()
 
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_attention_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 4096,
-}
-
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory) -> str:
-    path = tmp_path_factory.mktemp("target")
-    config = LlamaConfig(architectures=["LlamaForCausalLM"], num_hidden_layers=6, **SIZES)
-    config.save_pretrained(path)
-    return str(path)
+    return write_llama(tmp_path_factory.mktemp("target"), num_hidden_layers=6)
 
 
 def write_draft(path: Path, changes: dict | None = None, **fields) -> str:

@@ -201,34 +201,6 @@ def test_requests_may_reach_the_model_length_in_the_middle_of_a_pass_on_the_v2_r
     assert run.v2_runner and run.draft_failures == 0
 
 
-@pytest.mark.parametrize("scenario", ["generate_with_broken_drafting", "generate_with_broken_lookups"])
-def test_failures_while_drafting_lose_no_request_on_the_v2_runner(prompts, plain, scenario):
-    chosen, engine = on_v2(prompts, 16)
-    run = engines.run(
-        [(scenario, {"batches": engine.pop("batches")})],
-        strict=False,
-        speculative_config=with_lookups(4, draft_kv_budget=64, draft_sample_method="probabilistic"),
-        **engine,
-    )
-    expected = [first_tokens(plain[i], 16) for i in chosen]
-    assert_same_tokens(expected, run.results[0][0], f"V2 runner, {scenario}")
-    assert run.v2_runner
-    assert run.draft_failures > 0 or run.metrics["vllm:magicdec_lookup_failures"] > 0
-
-
-def test_a_failure_within_a_lookup_loses_no_request(prompts, plain):
-    batch = {"prompts": prompts[:4], "sampling": GREEDY}
-    run = engines.run(
-        [("generate_with_broken_lookups", {"batches": [batch]})],
-        strict=False,
-        speculative_config=with_lookups(4),
-    )
-    assert_same_tokens(plain[:4], run.results[0][0], "broken lookups")
-    assert run.metrics["vllm:magicdec_lookup_failures"] == 3 and run.draft_failures == 0
-    assert run.metrics["vllm:magicdec_lookup_pauses"] == 1
-    assert run.log.count("A lookup failed; ") == run.log.count("A lookup failed again") == 1
-
-
 @engines.needs_tensor_parallel
 def test_ranks_look_up_and_cut_alike(prompts, plain):
     """Otherwise ranks would wait for one another in passes of different sizes."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import spire_drafts
 import torch
-from transformers import LlamaConfig
+from small_models import write_llama
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine import core
 from vllm.v1.kv_cache_interface import (
@@ -39,20 +39,13 @@ POLICIES = [
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    config = LlamaConfig(
-        vocab_size=64,
+    return write_llama(
+        tmp_path_factory.mktemp("model"),
         hidden_size=NUM_HEADS * HEAD_SIZE,
-        intermediate_size=64,
         num_hidden_layers=NUM_LAYERS,
         num_attention_heads=NUM_HEADS,
         num_key_value_heads=NUM_KV_HEADS,
-        head_dim=HEAD_SIZE,
-        max_position_embeddings=4096,
-        architectures=["LlamaForCausalLM"],
     )
-    config.save_pretrained(path)
-    return str(path)
 
 
 def configure(model_dir, speculative_config=None, kv_cache_dtype="auto"):
