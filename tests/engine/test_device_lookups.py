@@ -143,25 +143,3 @@ def test_failing_lookups_lose_no_request(prompts, plain):
     expected = [first_tokens(plain[i], 16) for i in chosen]
     assert_same_tokens(expected, run.results[0][0], "broken lookups")
     assert run.metrics["vllm:magicdec_lookup_failures"] > 0
-
-
-def test_a_request_comes_to_the_models_length(prompts):
-    lengths = (180, 250)
-    long = [prompt for prompt in prompts if len(prompt) > 250]
-    engine = {
-        "prompts": [prompt[:length] for prompt in long for length in lengths][:6],
-        "sampling": {"temperature": 0.0, "max_tokens": 128, "ignore_eos": True},
-        "max_model_len": 256,
-        "max_num_seqs": 4,
-    }
-    truth = engines.generate(**engine).results[0][0]
-    batch = {"prompts": engine.pop("prompts"), "sampling": engine.pop("sampling")}
-    run = run_on_device(
-        [("generate_with_random_lookups", {"batches": [batch], "seed": 3})],
-        speculative_config=with_lookups(8, draft_kv_budget=64),
-        v2=True,
-        num_gpu_blocks_override=257,
-        **engine,
-    )
-    assert_same_tokens(truth, run.results[0][0], "the model's end")
-    assert lookup_metrics(run)["tokens"] > 0

@@ -88,19 +88,6 @@ def test_random_lookups_and_random_numbers_of_drafts_change_no_output(prompts, p
     assert all(counted.values()), "some drafts were unchecked, and some not worth verifying"
 
 
-def test_requests_may_reach_the_model_length_in_the_middle_of_a_pass(prompts):
-    engine = {
-        "prompts": [prompt[:length] for prompt in prompts for length in (230, 250) if len(prompt) > 250],
-        "sampling": {**GREEDY, "max_tokens": 64},
-        "max_model_len": 256,
-        "max_num_seqs": 8,
-    }
-    truth = engines.generate(**engine).results[0][0]
-    run = engines.generate(speculative_config=with_lookups(16, draft_kv_budget=192), **engine)
-    assert_same_tokens(truth, run.results[0][0], "the model's end")
-    assert run.draft_failures == 0
-
-
 def test_lookups_in_served_answers_change_no_output(prompts, plain):
     batch = {"prompts": prompts, "sampling": GREEDY}
     run = engines.run(
@@ -182,23 +169,6 @@ def test_sampled_drafts_and_their_logits_are_those_of_one_pass_per_token_on_the_
         assert result["other_logits"] == 0
     looked_up = lookup_metrics(run)
     assert 0 < looked_up["accepted_tokens"] < looked_up["tokens"]
-
-
-def test_requests_may_reach_the_model_length_in_the_middle_of_a_pass_on_the_v2_runner(prompts):
-    """They have fewer drafts than the tensor for vLLM's runner has columns."""
-    engine = {
-        "prompts": [prompt[:length] for prompt in prompts for length in (238, 250) if len(prompt) > 250][
-            :6
-        ],
-        "sampling": {**GREEDY, "max_tokens": 64},
-        "max_model_len": 256,
-        "max_num_seqs": 4,
-    }
-    truth = engines.generate(**engine).results[0][0]
-    spec = with_lookups(8, draft_kv_budget=192, draft_sample_method="probabilistic")
-    run = engines.generate(speculative_config=spec, v2=True, num_gpu_blocks_override=257, **engine)
-    assert_same_tokens(truth, run.results[0][0], "the model's end, V2 runner")
-    assert run.v2_runner and run.draft_failures == 0
 
 
 @engines.needs_tensor_parallel

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A draft model over a sparse view of its own KV cache (`method: magicdec`) changes no output.
 
-Its cache holds the verified tokens under any schedule: with the target itself as the draft model and a
-view of the whole context, both caches are equal and every draft is accepted.
+test_own_caches.py compares its cache with the target's.
 """
 
 from pathlib import Path
@@ -10,105 +9,19 @@ from pathlib import Path
 import engines
 import pytest
 from draft_engines import (
-    SCHEDULES,
     V2_ENGINE,
-    V2_SCHEDULES,
     V2_TOKENS,
     WHOLE_LEN,
     drafting_with,
     longest,
     on_v2,
 )
-from engines import MODEL, MODEL_LEN
 from greedy import GREEDY, assert_same_tokens, first_tokens
 
 pytestmark = pytest.mark.extended
 
 TINY_DRAFT = Path(__file__).parents[2] / "benchmarks" / "tiny-draft"
 HYBRID = TINY_DRAFT.parent / "tiny-hybrid"
-
-
-@pytest.mark.parametrize(("schedule", "lookup"), [("chunked prefill", "on"), ("preemption", "off")])
-def test_the_cache_holds_verified_tokens_and_the_target_accepts_its_own_drafts(
-    prompts, plain, schedule, lookup
-):
-    batches = [prompts, [prompts[i] for i in longest(prompts)]]
-    run = engines.run(
-        [
-            ("watch_draft_cache", {}),
-            ("generate", {"batches": [{"prompts": batch, "sampling": GREEDY} for batch in batches]}),
-            ("watched_draft_cache", {}),
-        ],
-        speculative_config=drafting_with(MODEL, draft_kv_budget=WHOLE_LEN, draft_lookup=lookup),
-        **{"max_model_len": WHOLE_LEN, "max_num_seqs": 16, **SCHEDULES[schedule]},
-    )
-    _, (first, again), watched = run.results
-    assert_same_tokens(plain, first, schedule)
-    assert_same_tokens([plain[i] for i in longest(prompts)], again, f"{schedule}, prefix cached")
-    assert run.accepted == run.drafted > 0 and run.draft_failures == 0
-    if schedule != "preemption":
-        assert all(request["cached_tokens"] > 0 for request in again)
-    assert watched["tokens"] > 10_000 and watched["difference"] < 1e-3, watched
-    # All drafts are accepted, so a round lacks only the last one of each request.
-    assert 0 < watched["catch_up"] <= 24
-    assert (run.preemptions > 0) == (schedule == "preemption")
-
-
-def test_the_cache_catches_up_with_plain_steps(prompts, plain):
-    """Numbers of drafts change at random, 0 among them."""
-    run = engines.run(
-        [
-            ("watch_draft_cache", {}),
-            (
-                "generate_with_random_choices",
-                {"batches": [{"prompts": prompts, "sampling": GREEDY}], "seed": 2},
-            ),
-            ("watched_draft_cache", {}),
-        ],
-        max_num_seqs=8,
-        max_num_batched_tokens=256,
-        speculative_config=drafting_with(MODEL, "auto", draft_kv_budget=MODEL_LEN, draft_lookup="off"),
-    )
-    _, result, watched = run.results
-    assert_same_tokens(plain, result["batches"][0], "random choices")
-    assert result["plain_steps"] > 5 and run.draft_failures == 0
-    assert result["sampled_as_speculative"] < result["speculative_steps"] + result["plain_steps"]
-    assert watched["tokens"] > 10_000 and watched["difference"] < 1e-3, watched
-    assert watched["catch_up"] > 0
-
-
-def test_requests_may_reach_the_model_length_in_the_middle_of_a_draft(prompts):
-    engine = {
-        "prompts": [prompt[:length] for prompt in prompts for length in (230, 250) if len(prompt) > 250],
-        "sampling": {**GREEDY, "max_tokens": 64},
-        "max_model_len": 256,
-        "max_num_seqs": 8,
-    }
-    truth = engines.generate(**engine).results[0][0]
-    run = engines.generate(speculative_config=drafting_with(MODEL, 16, draft_kv_budget=256), **engine)
-    assert_same_tokens(truth, run.results[0][0], "the model's end")
-    assert run.draft_failures == 0 and run.accepted == run.drafted > 0
-
-
-def test_aborted_requests_change_no_other_and_free_their_pages(prompts, plain):
-    batch = {"prompts": prompts, "sampling": GREEDY}
-    run = engines.run(
-        [
-            ("watch_draft_cache", {}),
-            ("abort_half_while_decoding", {"batch": batch, "steps_before_abort": 4}),
-            ("generate", {"batches": [batch]}),
-            ("watched_draft_cache", {}),
-        ],
-        max_num_seqs=8,
-        max_model_len=WHOLE_LEN,
-        num_gpu_blocks_override=160,
-        speculative_config=drafting_with(MODEL, draft_kv_budget=WHOLE_LEN),
-    )
-    _, others, (after,), watched = run.results
-    for index in range(1, len(prompts), 2):
-        assert others[str(index)] == plain[index]["completions"][0]["tokens"]
-    assert_same_tokens(plain, after, "after aborts")
-    assert run.draft_failures == 0 and watched["difference"] < 1e-3
 
 
 def test_failed_drafting_loses_no_request(prompts, plain):
@@ -188,58 +101,6 @@ def test_greedy_output_is_unchanged_on_the_v2_runner(prompts, plain):
     assert (replayed["accepted"], replayed["drafted"]) == (eager["accepted"], eager["drafted"])
     # Batches of 4, 3, 2 and 1 requests; first steps have two tokens per request.
     assert set(replays) == {"2", "4", "2 x 2", "4 x 2"} and all(replays.values())
-
-
-@pytest.mark.parametrize(("schedule", "lookup"), [("preemption", "off"), ("chunked prefill", "on")])
-def test_the_cache_holds_verified_tokens_on_the_v2_runner(prompts, plain, schedule, lookup):
-    """Requests aborted before leave their pages to others."""
-    chosen, batch = on_v2(prompts)
-    run = engines.run(
-        [
-            ("watch_draft_cache", {}),
-            ("abort_half_while_decoding", {"batch": batch, "steps_before_abort": 3}),
-            ("generate", {"batches": [batch, batch]}),
-            ("watched_draft_cache", {}),
-        ],
-        speculative_config=drafting_with(MODEL, draft_kv_budget=640, draft_lookup=lookup),
-        **{**V2_ENGINE, **V2_SCHEDULES[schedule]},
-    )
-    assert run.v2_runner and run.draft_failures == 0
-    _, others, (first, again), watched = run.results
-    expected = [first_tokens(plain[i], V2_TOKENS) for i in chosen]
-    for index in range(1, len(chosen), 2):
-        assert others[str(index)] == expected[index]["completions"][0]["tokens"]
-    assert_same_tokens(expected, first, f"V2 runner, {schedule}")
-    assert_same_tokens(expected, again, f"V2 runner, {schedule}, prefix cached")
-    assert run.accepted == run.drafted > 0
-    assert watched["tokens"] > 5000 and watched["difference"] < 1e-3, watched
-    # With lookups, the first pass takes the catch-up tokens.
-    assert watched["catch_up"] == (4 if lookup == "off" else 0) and watched["lag"] <= 1
-    assert (run.preemptions > 0) == (schedule == "preemption")
-    if schedule != "preemption":
-        assert any(request["cached_tokens"] > 0 for request in again)
-
-
-def test_the_cache_catches_up_with_plain_steps_on_the_v2_runner(prompts, plain):
-    """A full page is complete in the draft's cache before the prefix cache shares it."""
-    chosen, batch = on_v2(prompts)
-    run = engines.run(
-        [
-            ("watch_draft_cache", {}),
-            ("generate_with_random_choices", {"batches": [batch, batch], "seed": 3}),
-            ("watched_draft_cache", {}),
-        ],
-        **V2_ENGINE,
-        speculative_config=drafting_with(MODEL, "auto", draft_kv_budget=1024, draft_lookup="off"),
-    )
-    assert run.v2_runner and run.draft_failures == 0
-    _, result, watched = run.results
-    expected = [first_tokens(plain[i], V2_TOKENS) for i in chosen]
-    for tokens, what in zip(result["batches"], ("random choices", "prefix cached"), strict=True):
-        assert_same_tokens(expected, tokens, f"V2 runner, {what}")
-    assert result["plain_steps"] > 5
-    assert watched["tokens"] > 5000 and watched["difference"] < 1e-3, watched
-    assert watched["lag"] > 1 and watched["catch_up"] > 0
 
 
 def test_failed_drafting_loses_no_request_on_the_v2_runner(prompts, plain):

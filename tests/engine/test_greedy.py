@@ -136,31 +136,6 @@ def test_drafts_come_with_the_outputs_and_not_in_a_call_of_their_own(
     assert run.accepted > 0 and run.draft_failures == 0
 
 
-@pytest.fixture(scope="module")
-def plain_to_the_end() -> tuple[dict, list[dict]]:
-    """Return an engine with prompts at every distance from the model's length, and plain answers."""
-    model_len = 256
-    lengths = range(model_len - 20, model_len)
-    prompts = [texts.prompts(1, length, length, seed=length)[0] for length in lengths]
-    engine = {
-        "prompts": prompts,
-        "sampling": {**GREEDY, "max_tokens": 64},
-        "max_model_len": model_len,
-        "max_num_seqs": 8,
-    }
-    return engine, engines.generate(**engine).results[0][0]
-
-
-@pytest.mark.parametrize("policy", ["streamingllm", "verify-topk"])
-def test_requests_may_reach_the_model_length_in_the_middle_of_a_draft(plain_to_the_end, policy):
-    """A draft crosses the model's end at every step."""
-    engine, truth = plain_to_the_end
-    spec = magicdec(16, draft_kv_budget=192, **POLICIES[policy])
-    run = engines.generate(speculative_config=spec, **engine)
-    assert_same_tokens(truth, run.results[0][0], f"the model's end, {policy}")
-    assert {r["completions"][0]["finish_reason"] for r in run.results[0][0]} == {"length"}
-
-
 @engines.needs_tensor_parallel
 def test_greedy_output_is_unchanged_with_tensor_parallel_2(prompts, plain):
     chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < 1000][:16]
