@@ -89,6 +89,9 @@ def test_faults_change_no_answer_and_are_counted_by_name(prompts, plain, tmp_pat
         fault: result["counted"]["vllm:spec_decode_num_accepted_tokens"]
         for result, fault in zip(run.results[0], faults, strict=True)
     }
+    if "lookup" in faults:
+        counted = run.results[0][list(faults).index("lookup")]["counted"]
+        assert counted["vllm:magicdec_lookup_pauses"] == 1
     if "summaries" in faults:  # other pages, other drafts; slow ones are the same
         assert accepted["slow:last=10"] == accepted["stuck:last=20"] != accepted["summaries"]
 
