@@ -63,7 +63,7 @@ docs-models: venv  ## docs/models.md, from what the tests expect of every family
 test: lint tree  ## lint, then the fixed list of tests, 15 to 20 minutes on 2 cores (VLLM=..., KERNELS=...)
 	$(PYTEST) -m "not extended and not gpu" $(ARGS)
 
-test-all: lint tree  ## lint, then every test that needs no GPU: hours (ARGS="tests/models": every family of models)
+test-all: lint tree  ## lint, then every test that needs no GPU, by estimate 80 minutes on 2 cores (ARGS="tests/models": families of models)
 	$(PYTEST) -m "not gpu" $(ARGS)
 
 test-fast: lint tree  ## lint, then those of the fixed list that start no engine, 6 minutes

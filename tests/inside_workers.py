@@ -109,13 +109,6 @@ def served_answers(worker: Any) -> list[int]:
     return [*served._older.tokens.tolist(), *served._newer.tokens.tolist()]
 
 
-def break_lookups(worker: Any) -> None:
-    def look_up(*args: Any) -> Any:
-        raise RuntimeError("broken on purpose")
-
-    draft_of(worker)._drafter._loop.passes._lookups.look_up = look_up
-
-
 def wait_in_drafts(worker: Any) -> None:
     import torch
 
@@ -323,10 +316,7 @@ def adaptive_costs(worker: Any) -> tuple[float, float]:
     return float(of_drafts[1]), float(of_verification[1])
 
 
-def break_drafting(worker: Any, rank: int | None) -> None:
-    if rank not in (None, worker.rank):
-        return
-
+def break_drafting(worker: Any) -> None:
     def choose_pages(context_lens, last_pages):
         raise RuntimeError("broken on purpose")
 

@@ -54,9 +54,9 @@ def generate_without_asking_for_drafts(llm: Any, batches: list[dict[str, Any]]) 
     return generate(llm, batches)
 
 
-def generate_with_broken_drafting(llm: Any, batches: list[dict[str, Any]], rank: int | None = None) -> Any:
-    """`generate` with a policy that raises, on one rank or on all."""
-    llm.collective_rpc(inside_workers.break_drafting, args=(rank,))
+def generate_with_broken_drafting(llm: Any, batches: list[dict[str, Any]]) -> Any:
+    """`generate` with a policy that raises."""
+    llm.collective_rpc(inside_workers.break_drafting)
     return generate(llm, batches)
 
 
@@ -208,12 +208,6 @@ def served_answers(llm: Any) -> list[int]:
     return llm.collective_rpc(inside_workers.served_answers)[0]
 
 
-def generate_with_broken_lookups(llm: Any, batches: list[dict[str, Any]]) -> Any:
-    """`generate` while every lookup raises."""
-    llm.collective_rpc(inside_workers.break_lookups)
-    return generate(llm, batches)
-
-
 def generate_with_waiting_drafts(llm: Any, batches: list[dict[str, Any]]) -> Any:
     """`generate` while the host waits for the device in every round of drafts; V2 runner."""
     llm.collective_rpc(inside_workers.wait_in_drafts)
@@ -258,20 +252,6 @@ def generate_and_draft_twice(llm: Any, batches: list[dict[str, Any]]) -> dict[st
     """
     llm.collective_rpc(inside_workers.draft_twice)
     return {"batches": generate(llm, batches), **llm.collective_rpc(inside_workers.drafted_twice)[0]}
-
-
-def generate_with_broken_controller(llm: Any, batches: list[dict[str, Any]]) -> Any:
-    """`generate`; the controller of `auto` raises after 10 choices. The engine core is in this process."""
-    controller = llm.llm_engine.engine_core.engine_core.scheduler._controller
-    choose, left = controller.choose, iter(range(10))
-
-    def choose_for_a_while(*args: Any, **kwargs: Any) -> Any:
-        if next(left, None) is None:
-            raise RuntimeError("broken on purpose")
-        return choose(*args, **kwargs)
-
-    controller.choose = choose_for_a_while
-    return generate(llm, batches)
 
 
 def generate_and_count_drafts(llm: Any, batches: list[dict[str, Any]]) -> dict[str, Any]:
@@ -372,7 +352,7 @@ def generate_adaptively_with_broken_drafting(llm: Any, batches: list[dict[str, A
     import adaptive_verification
 
     llm.collective_rpc(adaptive_verification.verify_adaptively, args=(0.1,))
-    llm.collective_rpc(inside_workers.break_drafting, args=(None,))
+    llm.collective_rpc(inside_workers.break_drafting)
     return {"batches": generate(llm, batches), **llm.collective_rpc(adaptive_verification.verified)[0]}
 
 

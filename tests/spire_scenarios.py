@@ -20,7 +20,7 @@ def watch_cache(worker: Any) -> None:
     """
     draft, layers = draft_of(worker), worker.vllm_config.compilation_config.static_forward_context
     first = draft.model.fields.aux_layers[0]
-    names = [name for group in draft.groups for name in group.layer_names]
+    names = [name for group in draft._drafter.groups for name in group.layer_names]
     seen = worker._spire_cache = {"tokens": 0, "difference": 0.0, "rounds": 0}
 
     def rows_of(name: str) -> KVRows:

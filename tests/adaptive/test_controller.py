@@ -15,7 +15,6 @@ from imagined_engine import BUDGET, Engine, alike, all_choices, make_controller
 from vllm_magicdec.adaptive.controller import Controller
 from vllm_magicdec.adaptive.step_times import Step, StepTimes, TimedStep
 from vllm_magicdec.adaptive.value import PLAIN, Acceptance, AcceptanceValue, Choice
-from vllm_magicdec.config import nested_lengths
 
 
 def follow(controller: Controller) -> Callable[["Moment"], Choice]:
@@ -116,10 +115,9 @@ def accepted(drafted: int, rate: float, rng: random.Random) -> int:
     return next((i for i in range(drafted) if rng.random() >= rate), drafted)
 
 
-@pytest.mark.parametrize("seed", extended_except(0, range(3)))
 @pytest.mark.parametrize("name", TRACES)
-def test_close_to_the_best_fixed_choice_and_never_below_plain(name: str, seed: int) -> None:
-    trace = TRACES[name]
+def test_close_to_the_best_fixed_choice_and_never_below_plain(name: str) -> None:
+    trace, seed = TRACES[name], 0
     controller = make_controller()
     achieved = simulate(follow(controller), trace, seed, controller)
     fixed = [simulate(lambda m, c=c: c, trace, seed) for c in all_choices()]
@@ -128,7 +126,7 @@ def test_close_to_the_best_fixed_choice_and_never_below_plain(name: str, seed: i
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("name", TRACES)
+@pytest.mark.parametrize("name", ["long", "drifting", "bursts"])
 def test_close_to_the_best_fixed_choice_on_a_machine_whose_pace_drifts(name: str) -> None:
     trace = TRACES[name]
     best = max(simulate(lambda m, c=c: c, trace, 0) for c in all_choices())
@@ -155,7 +153,7 @@ class EngineWithExpensiveChanges(Engine):
         return measured
 
 
-@pytest.mark.parametrize("name", extended_except("long", ["short", "single", "long", "long-but-rejected"]))
+@pytest.mark.parametrize("name", extended_except("long", ["long", "long-but-rejected"]))
 def test_trials_cost_less_than_a_hundredth_of_the_time_as_measured(name: str) -> None:
     """Even if they take longer than predicted. The calibration in the first steps does not count."""
     controller, trace = make_controller(), TRACES[name]
@@ -329,19 +327,3 @@ def test_the_first_steps_try_few_drafts_and_many(lengths, expected):
     first = controller.choose(4, 64_000)
     plan = [first, *(controller.choose(4, 64_000) for _ in range(len(controller.explorer._first)))]
     assert {choice.drafts for choice in plan} == expected
-
-
-def test_nested_lengths_are_nearly_as_fast_as_all_lengths():
-    """The cost of fewer CUDA graphs per batch on the simulated machine, by the paper's formula."""
-    engine, nested = Engine(), nested_lengths(7, 8)
-    shares = []
-    for acceptance in (0.4, 0.6, 0.7, 0.8, 0.9, 0.97):
-        for context in (1_000, 4_000, 16_000, 64_000):
-            rates = {}
-            for length in range(8):
-                step = alike(8, 8 * context, Choice(length))
-                rates[length] = sum(
-                    acceptance**position for position in range(length + 1)
-                ) / engine.seconds(step)
-            shares.append(max(rates[length] for length in nested) / max(rates.values()))
-    assert min(shares) > 0.97 and mean(shares) > 0.99

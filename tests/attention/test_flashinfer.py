@@ -169,11 +169,6 @@ def test_the_largest_graph_of_an_engine_for_1024_requests_can_be_planned(
     assert made.decode(1024, 1) is None  # the float workspace is not for so many
 
 
-def test_plans_take_kilobytes():
-    """Not the 8 MiB, on the device and pinned, that a wrapper brings."""
-    assert flashinfer_attention.plan_bytes(SHAPES["Llama-3.1-8B"], 512)[1] < 150e3
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("cuda_graph", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)

@@ -279,20 +279,6 @@ def test_a_second_switch_replaces_the_first(flashinfer_stand_in, monkeypatch):
     assert first() is None
 
 
-def test_the_rows_of_a_cache_are_numbered_once(flashinfer_stand_in, monkeypatch):
-    case = small_case()
-    caches = [filled_cache(layout, case) for layout in (KVCacheLayout.LBNHC, KVCacheLayout.LBHNC)]
-    layer = layer_of(case, caches[0])
-    switch.Switch(0, layer, engine_config(case), CPU, None)
-    numbered, number = [], switch.KVRows.of
-    monkeypatch.setattr(
-        switch.KVRows, "of", lambda cache, *args: numbered.append(cache) or number(cache, *args)
-    )
-    for cache in [caches[0], caches[0], caches[1], caches[1]]:
-        case.check(draft(layer, case, cache))
-    assert [id(cache) for cache in numbered] == [id(cache) for cache in caches]
-
-
 def test_triton_reads_batch_sizes_that_flashinfer_cannot_plan(flashinfer_stand_in, monkeypatch):
     """The others keep their plans, and so their CUDA graphs."""
     monkeypatch.setattr(switch, "has_flashinfer", lambda: True)

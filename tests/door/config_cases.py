@@ -15,8 +15,8 @@ import time
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
+from small_models import write_llama
 from test_config import configure, model_dir  # noqa: F401
-from test_draft_model_config import write_model
 
 from vllm_magicdec.config import user_fields
 from vllm_magicdec.errors import METHOD, MODEL_METHOD, MagicDecConfigError
@@ -34,7 +34,7 @@ DRAFT = "/folder/of/a/draft"  # placeholder of the draft model's folder
 @pytest.fixture(scope="module")
 def draft(tmp_path_factory) -> str:
     """Return the folder of a draft model."""
-    return write_model(tmp_path_factory.mktemp("draft"), num_hidden_layers=1)
+    return write_llama(tmp_path_factory.mktemp("draft"), num_hidden_layers=1)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -24,11 +24,8 @@ def vllm(*arguments: str) -> subprocess.CompletedProcess:
     )
 
 
-@pytest.mark.parametrize(
-    "command", extended_except(("serve",), [("serve",), ("bench", "throughput"), ("bench", "latency")])
-)
-def test_help_names_every_field(command):
-    result = vllm(*command, "--help=magicdec" if command == ("serve",) else "--help=all")
+def test_help_names_every_field():
+    result = vllm("serve", "--help=magicdec")
     assert result.returncode == 0, result.stderr[-2000:]
     for name in ("--speculative-model", "--num-speculative-tokens", "draft_kv_budget", "draft_kv_sink"):
         assert name in result.stdout
@@ -42,10 +39,6 @@ WRONG_COMMANDS = {
     "invalid number": (
         ("--speculative-model", "magicdec-self", "--num-speculative-tokens", "four"),
         "'four' is neither a number nor 'auto'",
-    ),
-    "budget above the model length": (
-        ("--speculative-config", '{"method": "magicdec-self", "draft_kv_budget": 9000}'),
-        "use at most 4096 (the whole context)",
     ),
     "pipeline parallel": (
         ("--spec-method", "magicdec-self", "--pipeline-parallel-size", "2"),

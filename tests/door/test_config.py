@@ -6,7 +6,8 @@ import json
 import pickle
 
 import pytest
-from transformers import LlamaConfig, MambaConfig, MixtralConfig, T5Config
+from small_models import write_llama
+from transformers import MambaConfig, MixtralConfig, T5Config
 from vllm.config import ParallelConfig
 from vllm.config.compilation import CompilationConfig, PassConfig
 from vllm.config.utils import replace
@@ -29,20 +30,7 @@ register()
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory):
-    """Write a model's config.json; configuring an engine needs no weights."""
-    path = tmp_path_factory.mktemp("model")
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        head_dim=32,
-        max_position_embeddings=4096,
-        architectures=["LlamaForCausalLM"],
-    )
-    config.save_pretrained(path)
-    return str(path)
+    return write_llama(tmp_path_factory.mktemp("model"))
 
 
 def configure(model_dir, speculative_config, **engine):
@@ -140,12 +128,6 @@ def test_auto_sets_scheduler_and_lengths(model_dir, engine):
 )
 def test_nested_lengths(most, at_most, lengths):
     assert nested_lengths(most, at_most) == lengths
-
-
-def test_auto_from_options_equals_the_dictionary(model_dir):
-    from_options = configure(model_dir, None, spec_model=METHOD, spec_tokens="auto").speculative_config
-    fields = {"method": METHOD, "num_speculative_tokens": "auto"}
-    assert repr(from_options) == repr(configure(model_dir, fields).speculative_config)
 
 
 SMALL = {"max_model_len": 4096, "block_size": 32}
@@ -282,7 +264,6 @@ def test_auto_drafts_what_a_step_with_adapters_has_room_for(model_dir, max_num_s
             "--max-num-seqs 256, not 1024; use num_speculative_tokens=3, --max-num-seqs 204, or "
             "--max-num-batched-tokens 1280",
         ),
-        ({}, 256, "num_speculative_tokens=4 needs"),
         (
             {"num_speculative_tokens": "auto", "max_num_speculative_tokens": 6},
             256,
@@ -349,21 +330,9 @@ WRONG_FIELDS = {
         {"draft_kv_policy": "verify-topk", "draft_kv_sink": 2000},
         "a smaller --block-size, or draft_kv_sink=4",
     ),
-    "window without room beside any sinks": (
-        {"draft_kv_policy": "snapkv", "snapkv_window": 1000, "draft_kv_sink": 64},
-        "draft_kv_granularity='token', or snapkv_window=16!",
-    ),
-    "window and sinks, each without room for a selection": (
-        {"draft_kv_policy": "snapkv", "snapkv_window": 1000, "draft_kv_sink": 1000},
-        "draft_kv_granularity='token', or draft_kv_sink=4 and snapkv_window=16!",
-    ),
     "window and sinks too large together": (
         {"draft_kv_policy": "snapkv", "snapkv_window": 300, "draft_kv_sink": 200},
         "draft_kv_granularity='token', or draft_kv_sink=4, or snapkv_window=16!",
-    ),
-    "sinks too large beside the drafts of auto": (
-        {"draft_kv_policy": "verify-topk", "num_speculative_tokens": "auto", "draft_kv_sink": 2000},
-        "a smaller --block-size, or draft_kv_sink=4!",
     ),
     "more drafts than the default of auto": (
         {
@@ -374,9 +343,7 @@ WRONG_FIELDS = {
         },
         "a smaller --block-size, or max_num_speculative_tokens=16!",
     ),
-    "empty field name": ({"": 1}, "does not know the field ''; It takes"),
     "misspelt field": ({"draft_kv_bugdet": 512}, "did you mean 'draft_kv_budget'?"),
-    "unknown field": ({"colour": 1}, "does not know the field 'colour'; It takes"),
     "wrong type": (
         {"draft_kv_budget": "many"},
         "draft_kv_budget='many' is not possible: input should be a valid number, unable to parse string "
@@ -387,18 +354,11 @@ WRONG_FIELDS = {
         "num_speculative_tokens=0 is not possible: input should be greater than 0; use 1 to 128 or 'auto', "
         "or leave speculation out!",
     ),
-    "too many draft tokens": ({"num_speculative_tokens": 1000}, "less than or equal to 128"),
-    "negative sink": ({"draft_kv_sink": -1}, "draft_kv_sink=-1 is not possible"),
     "unknown policy": (
         {"draft_kv_policy": "h2o"},
         "draft_kv_policy='h2o' is unknown; use one of streamingllm, snapkv, verify-topk",
     ),
-    "unknown granularity": (
-        {"draft_kv_granularity": "head"},
-        "draft_kv_granularity='head' is not possible: input should be 'page' or 'token'",
-    ),
     "even kernel": ({"snapkv_kernel": 6}, "snapkv_kernel=6 is even; use 7"),
-    "zero budget": ({"draft_kv_budget": 0}, "draft_kv_budget=0 is not possible"),
     "less than a page": ({"draft_kv_budget": 20}, "is below one KV page of 32 tokens; use at least 32"),
     "more than the model": ({"draft_kv_budget": 5000}, "above the model length; use at most 4096"),
     "small minimum budget": (
@@ -407,32 +367,16 @@ WRONG_FIELDS = {
     ),
     "unused field": ({"quantization": "fp8"}, "has no use for 'quantization'"),
     "second draft": ({"model": "org/draft"}, "remove model='org/draft'"),
-    "unknown sampling": (
-        {"draft_sample_method": "best"},
-        "draft_sample_method='best' is not possible",
-    ),
-    "word for a number": (
-        {"num_speculative_tokens": "some"},
-        "num_speculative_tokens='some' is not possible",
-    ),
     "limit without auto": ({"max_num_speculative_tokens": 6}, "belongs to num_speculative_tokens='auto'"),
     "automatic budget": (
         {"draft_kv_budget": "auto"},
         "draft_kv_budget='auto' is no longer supported; use a number of tokens, or a fraction",
-    ),
-    "maximum budget": (
-        {"draft_kv_max_budget": 600},
-        "draft_kv_max_budget is no longer supported; use draft_kv_budget with a number of tokens, or",
     ),
     "kind of KV cache": (
         {"draft_kv_cache": "whole"},
         "magicdec-self: draft_kv_cache is no longer supported; remove it: ",
     ),
     "profile without auto": ({"profile": "p.json"}, "belongs to num_speculative_tokens='auto'; add that"),
-    "missing profile": (
-        {"num_speculative_tokens": "auto", "profile": "/no/such/profile.json"},
-        "is not a profile written by 'magicdec profile'",
-    ),
     "folder as a profile": (
         {"num_speculative_tokens": "auto", "profile": "/tmp"},
         "profile: /tmp is not a profile written by 'magicdec profile' (it is a folder; name a file)!",
@@ -449,12 +393,10 @@ WRONG_FIELDS = {
         {"draft_lookup_sources": []},
         "draft_lookup_sources is empty; name 'context', 'served' or",
     ),
-    "empty source name": ({"draft_lookup_sources": [""]}, "draft_lookup_sources names an empty path"),
     "repeated source": (
         {"draft_lookup_sources": ["context", "context"]},
         "draft_lookup_sources names a source twice; remove one of them",
     ),
-    "unknown lookup mode": ({"draft_lookup": "sometimes"}, "draft_lookup='sometimes' is not possible"),
     # Up to vLLM 0.32 an unknown method.
     "lossy verification": ({"rejection_sample_method": "fly"}, "rejection_sample_method='fly' "),
     "synthetic without rates": ({"rejection_sample_method": "synthetic"}, "requires exactly one of"),
@@ -513,11 +455,6 @@ def test_on_gpus_lookups_run_on_the_device(model_dir, monkeypatch):
     assert unasked.draft_lookup == "off" and not unasked.looks_up_on_device
     asked = on_a_gpu(model_dir, monkeypatch, {**auto, **ON}, v2=True)
     assert asked.looks_up_on_device and len(asked.round_lengths) > 3
-
-
-def test_on_cpus_lookups_run_on_the_host(model_dir):
-    spec = configure(model_dir, {"method": METHOD, **ON}).speculative_config
-    assert not spec.looks_up_on_device and not spec.use_ngram()
 
 
 @pytest.mark.parametrize(
@@ -596,7 +533,6 @@ def test_budget_without_room_for_a_selection_is_refused(model_dir):
             "'token' is not supported by draft_kv_policy='verify-topk'; remove it or use 'page'",
         ),
         ({}, "is not supported by draft_kv_policy='streamingllm'; remove it"),
-        ({"draft_kv_policy": "no-such-policy"}, "'no-such-policy' is unknown"),
     ],
 )
 def test_unsupported_granularity_is_refused(model_dir, fields, sentence):

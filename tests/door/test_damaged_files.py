@@ -168,16 +168,3 @@ def test_replaceable_intermediate_link_is_refused(tmp_path, monkeypatch):
     real.chmod(0o777)
     with pytest.raises(ValueError, match=f"any user may replace {real}/file"):
         files.refuse_untrusted(Path("named/file"))
-
-
-def test_replaceable_link_is_refused(model_dir, tmp_path):  # noqa: F811
-    write_profile(tmp_path / "profile.json")
-    shared = tmp_path / "shared"
-    shared.mkdir()
-    link = shared / "profile.json"
-    link.symlink_to(tmp_path / "profile.json")
-    fields = {"method": METHOD, "num_speculative_tokens": "auto", "profile": str(link)}
-    configure(model_dir, fields)
-    shared.chmod(0o777)
-    with pytest.raises(MagicDecConfigError, match=f"any user may replace .*chmod o-w {shared}"):
-        configure(model_dir, fields)

@@ -32,8 +32,6 @@ from vllm_magicdec.drafting.pauses import FAILURES_BEFORE_A_PAUSE, FIRST_PAUSE, 
 from vllm_magicdec.drafting.staged import StagedDrafts, _gain, _RequestDrafts, _worth_verifying_unchecked
 from vllm_magicdec.lookup.continuation import MIN_ACCEPTANCE, Continuation
 from vllm_magicdec.lookup.history import History
-from vllm_magicdec.lookup.lookups import Lookups
-from vllm_magicdec.views.round import Queries
 
 
 class RandomLookups:
@@ -159,20 +157,6 @@ def test_a_pass_for_less_than_half_of_the_batch_is_left_out(drawn, known_to):
     assert drafts.num_passes == len(target.pass_lens)
     left_out = sum(len(own) - n for own, n in zip(expected, numbers, strict=True))
     assert staged._counters.totals["left_out_tokens"] == left_out
-
-
-@settings(max_examples=100, deadline=None)
-@given(rounds(), st.integers(0, 100), st.sampled_from([0.0, 0.6]))
-def test_where_passes_are_left_out_the_drafts_begin_what_a_pass_per_token_drafts(
-    drawn, seed, min_acceptance
-):
-    expected = drawn.one_by_one()
-    lookups = RandomLookups(seed)
-    staged, target = make_staged(drawn, lookups, min_gain=0.5, min_acceptance=min_acceptance)
-    drafts = staged.draft(drawn.batch, drawn.num_steps, lambda: steps_of(drawn))
-    assert all(own == known[: len(own)] for own, known in zip(drafts, expected, strict=True))
-    assert all(bool(own) == bool(known) for own, known in zip(drafts, expected, strict=True))
-    assert not target.unread and drafts.checked == drafts  # nobody says what verifying costs
 
 
 def read_of(drafts: list[list[int]], target: Target) -> list[list[int]]:
@@ -335,16 +319,6 @@ def test_a_source_that_fails_pauses_alone_and_works_again(monkeypatch):
     assert rest_in(FAILURES_BEFORE_A_PAUSE) == 0, "forgiven"
     assert rest_in(FIRST_PAUSE) == FIRST_PAUSE
     assert counted["lookup_failures"] == 2 * FAILURES_BEFORE_A_PAUSE + 1 and staged._looks_up
-
-
-@settings(max_examples=100, deadline=None)
-@given(rounds())
-def test_the_requests_own_context_spares_passes(drawn):
-    lookups = Lookups(5, 1000, 16)
-    for _ in range(2):  # what was learned in the first round changes nothing but the number of passes
-        drafts, target, _ = drawn.staged(lookups)
-        assert drafts == drawn.one_by_one()
-        assert_only_lookahead_was_written(drawn, target)
 
 
 def make_staged(drawn: Round, lookups, **others) -> tuple[StagedDrafts, Target]:
@@ -520,18 +494,3 @@ def test_accepted_drafts_of_passes_are_counted(num_kept, verified, num_accepted)
     staged._propose(history_of([1, 2]), 0, own, own.tokens[:num_kept])
     staged._follow(history_of([1, 2, *verified]), [0])
     assert staged._counters.totals["pass_accepted_tokens"] == num_accepted
-
-
-@pytest.mark.parametrize(
-    ("lens", "firsts", "steps", "places"),
-    [([1, 1], [0, 3], [0, 3], [2, 5]), ([3, 1, 2], [0, 4, 2], [0, 1, 2, 4, 2, 3], [2, 2, 2, 5, 6, 6])],
-)
-def test_queries_of_a_pass_lie_one_request_after_the_other(lens, firsts, steps, places):
-    queries = Queries(np.array([2, 5, 6][: len(lens)]), np.array(firsts), np.array(lens))
-    assert queries.steps.tolist() == steps and queries.request_indices.tolist() == places
-    assert queries.starts.tolist() == [0, *np.cumsum(lens)]
-    assert queries.lasts.tolist() == [first + n - 1 for first, n in zip(firsts, lens, strict=True)]
-    assert queries.table.shape == (len(lens), max(lens))
-    for own, start, n in zip(queries.table.tolist(), queries.starts.tolist(), lens, strict=False):
-        assert own == [start + min(place, n - 1) for place in range(max(lens))]
-    assert queries.table.flatten()[queries.cells].tolist() == list(range(sum(lens)))

@@ -25,7 +25,7 @@ def few_plain(few_prompts) -> list[dict]:
     return engines.generate(few_prompts, SHORT, **ENGINE).results[0][0]
 
 
-@pytest.mark.parametrize("draft", ["streamingllm", "snapkv by token", "verify-topk", "a model", "SPIRe"])
+@pytest.mark.parametrize("draft", ["snapkv by token", "a model", "SPIRe"])
 def test_adaptive_verification_changes_no_output(few_prompts, few_plain, draft):
     if draft == "SPIRe":
         spec = drafting_with(SPIRE)

@@ -20,39 +20,25 @@ def lookup_metrics(run: engines.EngineRun) -> dict[str, int]:
     return {name: run.metrics[f"vllm:magicdec_lookup_{name}"] for name in names}
 
 
-@pytest.mark.parametrize(
-    ("policy", "budget", "engine"),
-    [
-        ("streamingllm", 64, {"max_num_batched_tokens": WHOLE_LEN}),
-        ("streamingllm", WHOLE_LEN, {"max_num_batched_tokens": 256}),
-        ("snapkv", 256, {"num_gpu_blocks_override": 80, "max_num_batched_tokens": WHOLE_LEN}),
-        ("verify-topk", WHOLE_LEN, {"max_num_batched_tokens": WHOLE_LEN}),
-        ("snapkv by token", WHOLE_LEN, {"max_num_batched_tokens": 256}),
-        ("snapkv by token", 128, {"num_gpu_blocks_override": 80, "max_num_batched_tokens": WHOLE_LEN}),
-    ],
-)
-def test_greedy_output_is_unchanged_and_passes_are_spared(prompts, plain, policy, budget, engine):
+def test_passes_are_spared_and_counted(prompts, plain):
     run = engines.generate(
         prompts,
         GREEDY,
-        speculative_config=with_lookups(draft_kv_budget=budget, **POLICIES[policy]),
+        speculative_config=with_lookups(draft_kv_budget=WHOLE_LEN, **POLICIES["snapkv by token"]),
         max_model_len=WHOLE_LEN,
         max_num_seqs=24,
-        **engine,
+        max_num_batched_tokens=256,
     )
-    assert_same_tokens(plain, run.results[0][0], f"{policy}, budget {budget}, {engine}")
-    assert run.draft_failures == 0 and run.drafted > 0
-    assert (run.preemptions > 0) == ("num_gpu_blocks_override" in engine)
-    if budget == WHOLE_LEN:
-        assert run.accepted == run.drafted, "a view of the whole context drafts what the target decodes"
+    assert_same_tokens(plain, run.results[0][0], "lookups")
+    assert run.draft_failures == 0 and run.preemptions == 0
+    assert run.accepted == run.drafted > 0, "a view of the whole context drafts what the target decodes"
     counted = lookup_metrics(run)
     assert 0 < counted["accepted_tokens"] < counted["tokens"]
     assert counted["rounds"] <= counted["passes"] < 8 * counted["rounds"]
-    if not run.preemptions:
-        assert run.metrics["vllm:magicdec_pass_accepted_tokens"] == run.accepted, "of the last round, too"
+    assert run.metrics["vllm:magicdec_pass_accepted_tokens"] == run.accepted, "of the last round, too"
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ["snapkv by token", "verify-topk"])
 def test_passes_with_lookups_equal_one_pass_per_token(prompts, plain, policy):
     """Both draft every round over the same views and cache, with real and then with random lookups."""
     chosen = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))[-8:]
@@ -102,29 +88,15 @@ def test_random_lookups_and_random_numbers_of_drafts_change_no_output(prompts, p
     assert all(counted.values()), "some drafts were unchecked, and some not worth verifying"
 
 
-def test_requests_may_reach_the_model_length_in_the_middle_of_a_pass(prompts):
-    engine = {
-        "prompts": [prompt[:length] for prompt in prompts for length in (230, 250) if len(prompt) > 250],
-        "sampling": {**GREEDY, "max_tokens": 64},
-        "max_model_len": 256,
-        "max_num_seqs": 8,
-    }
-    truth = engines.generate(**engine).results[0][0]
-    run = engines.generate(speculative_config=with_lookups(16, draft_kv_budget=192), **engine)
-    assert_same_tokens(truth, run.results[0][0], "the model's end")
-    assert run.draft_failures == 0
-
-
-@pytest.mark.parametrize("sources", [["served"], ["context", "served"]])
-def test_lookups_in_served_answers_change_no_output(prompts, plain, sources):
+def test_lookups_in_served_answers_change_no_output(prompts, plain):
     batch = {"prompts": prompts, "sampling": GREEDY}
     run = engines.run(
         [("generate", {"batches": [batch, batch]}), ("served_answers", {})],
         max_num_seqs=8,
-        speculative_config=with_lookups(draft_kv_budget=256, draft_lookup_sources=sources),
+        speculative_config=with_lookups(draft_kv_budget=256, draft_lookup_sources=["context", "served"]),
     )
     for answers in run.results[0]:
-        assert_same_tokens(plain, answers, f"sources {sources}")
+        assert_same_tokens(plain, answers, "served answers")
     served = f" {' '.join(map(str, run.results[1]))} "
     for request in run.results[0][0]:  # from the first token to the last
         assert f" {' '.join(map(str, request['completions'][0]['tokens']))} " in served
@@ -145,16 +117,7 @@ def on_v2(prompts, num_tokens: int) -> tuple[list[int], dict]:
     return chosen, {"batches": [batch], **engine}
 
 
-@pytest.mark.parametrize(
-    ("policy", "budget"),
-    [
-        ("streamingllm", 64),
-        ("streamingllm", MODEL_LEN),
-        ("snapkv", 128),
-        ("snapkv by token", 128),
-        ("verify-topk", 256),
-    ],
-)
+@pytest.mark.parametrize(("policy", "budget"), [("streamingllm", MODEL_LEN), ("snapkv by token", 128)])
 def test_passes_with_lookups_equal_one_pass_per_token_on_the_v2_runner(prompts, plain, policy, budget):
     chosen, engine = on_v2(prompts, 24)
     batches = {"batches": engine.pop("batches")}
@@ -208,56 +171,8 @@ def test_sampled_drafts_and_their_logits_are_those_of_one_pass_per_token_on_the_
     assert 0 < looked_up["accepted_tokens"] < looked_up["tokens"]
 
 
-def test_requests_may_reach_the_model_length_in_the_middle_of_a_pass_on_the_v2_runner(prompts):
-    """They have fewer drafts than the tensor for vLLM's runner has columns."""
-    engine = {
-        "prompts": [prompt[:length] for prompt in prompts for length in (238, 250) if len(prompt) > 250][
-            :6
-        ],
-        "sampling": {**GREEDY, "max_tokens": 64},
-        "max_model_len": 256,
-        "max_num_seqs": 4,
-    }
-    truth = engines.generate(**engine).results[0][0]
-    for method in ("greedy", "probabilistic"):
-        spec = with_lookups(8, draft_kv_budget=192, draft_sample_method=method)
-        run = engines.generate(speculative_config=spec, v2=True, num_gpu_blocks_override=257, **engine)
-        assert_same_tokens(truth, run.results[0][0], f"the model's end, V2 runner, {method}")
-        assert run.v2_runner and run.draft_failures == 0
-
-
-@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
-@pytest.mark.parametrize("scenario", ["generate_with_broken_drafting", "generate_with_broken_lookups"])
-def test_failures_while_drafting_lose_no_request_on_the_v2_runner(prompts, plain, scenario, method):
-    chosen, engine = on_v2(prompts, 16)
-    run = engines.run(
-        [(scenario, {"batches": engine.pop("batches")})],
-        strict=False,
-        speculative_config=with_lookups(4, draft_kv_budget=64, draft_sample_method=method),
-        **engine,
-    )
-    expected = [first_tokens(plain[i], 16) for i in chosen]
-    assert_same_tokens(expected, run.results[0][0], f"V2 runner, {scenario}, {method}")
-    assert run.v2_runner
-    assert run.draft_failures > 0 or run.metrics["vllm:magicdec_lookup_failures"] > 0
-
-
-def test_a_failure_within_a_lookup_loses_no_request(prompts, plain):
-    batch = {"prompts": prompts[:4], "sampling": GREEDY}
-    run = engines.run(
-        [("generate_with_broken_lookups", {"batches": [batch]})],
-        strict=False,
-        speculative_config=with_lookups(4),
-    )
-    assert_same_tokens(plain[:4], run.results[0][0], "broken lookups")
-    assert run.metrics["vllm:magicdec_lookup_failures"] == 3 and run.draft_failures == 0
-    assert run.metrics["vllm:magicdec_lookup_pauses"] == 1
-    assert run.log.count("A lookup failed; ") == run.log.count("A lookup failed again") == 1
-
-
 @engines.needs_tensor_parallel
-@pytest.mark.parametrize("gamma", ["auto", 8])
-def test_ranks_look_up_and_cut_alike(prompts, plain, gamma):
+def test_ranks_look_up_and_cut_alike(prompts, plain):
     """Otherwise ranks would wait for one another in passes of different sizes."""
     chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < 1000][:16]
     run = engines.generate(
@@ -267,16 +182,12 @@ def test_ranks_look_up_and_cut_alike(prompts, plain, gamma):
         max_num_seqs=8,
         speculative_config={
             "method": "magicdec-self",
-            "num_speculative_tokens": gamma,
+            "num_speculative_tokens": "auto",
             "draft_kv_budget": 128,
             "draft_lookup": "on",
             "draft_lookup_sources": ["context", "served"],
         },
     )
     assert_same_tokens([plain[i] for i in chosen], run.results[0][0], "tensor parallel 2, lookups")
-    metrics = run.metrics
     assert run.accepted > 0
-    if gamma == "auto":  # with a fixed number, the draft checks every token
-        assert metrics["vllm:magicdec_lookup_unchecked_tokens"] > 0
-    else:
-        assert metrics["vllm:magicdec_lookup_passes"] < 8 * metrics["vllm:magicdec_lookup_rounds"]
+    assert run.metrics["vllm:magicdec_lookup_unchecked_tokens"] > 0

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Greedy output equals plain decoding's token by token, whatever the budget, gamma and schedule."""
+"""Greedy output equals plain decoding's: long requests, recorded graphs, the model's end, two ranks.
+
+test_random_schedules.py has every policy under every schedule.
+"""
 
 import engines
 import pytest
@@ -8,45 +11,6 @@ from engines import MODEL_LEN, POLICIES, magicdec
 from greedy import GREEDY, assert_same_tokens, first_tokens
 
 pytestmark = pytest.mark.extended
-
-WHOLE_LEN = 2048  # tokens; nothing of these prompts and answers is longer
-
-# The cases pair each budget with each gamma, and each schedule with each budget and each gamma.
-SCHEDULES = {
-    "whole prompts": {"max_num_batched_tokens": WHOLE_LEN},
-    "chunked prefill": {"max_num_batched_tokens": 256},
-    # 80 pages hold the longest request and little else.
-    "preemption": {"num_gpu_blocks_override": 80, "max_num_batched_tokens": WHOLE_LEN, "max_num_seqs": 24},
-}
-BUDGETS = [64, 256, WHOLE_LEN]
-GAMMAS = [1, 4, 8]
-CASES = [
-    ("streamingllm", budget, gamma, list(SCHEDULES)[(b + g) % 3])
-    for b, budget in enumerate(BUDGETS)
-    for g, gamma in enumerate(GAMMAS)
-]
-CASES += [
-    (policy, *case)
-    for policy in list(POLICIES)[1:]
-    for case in ((192, 8, "whole prompts"), (256, 4, "preemption"), (WHOLE_LEN, 4, "chunked prefill"))
-]
-
-
-@pytest.mark.parametrize(("policy", "budget", "gamma", "schedule"), CASES)
-def test_greedy_output_is_unchanged(prompts, plain, policy, budget, gamma, schedule):
-    run = engines.run(
-        [("generate", {"batches": [{"prompts": prompts, "sampling": GREEDY}, longest(prompts)]})],
-        speculative_config=magicdec(gamma, draft_kv_budget=budget, **POLICIES[policy]),
-        **{"max_model_len": WHOLE_LEN, "max_num_seqs": 16, **SCHEDULES[schedule]},
-    )
-    assert_same_as_plain(run, prompts, plain, f"{policy}, budget {budget}, gamma {gamma}, {schedule}")
-    if schedule == "preemption":
-        assert run.preemptions > 0
-    else:
-        assert run.preemptions == 0
-        assert all(request["cached_tokens"] > 0 for request in run.results[0][1])
-    if budget == WHOLE_LEN:
-        assert run.accepted == run.drafted, "a view of the whole context drafts what the target decodes"
 
 
 def longest(prompts: list[list[int]]) -> dict:
@@ -90,7 +54,7 @@ def test_greedy_output_of_long_and_short_requests_together_is_unchanged(long_pro
     assert all(request["cached_tokens"] > 0 for request in run.results[0][1])
 
 
-@pytest.mark.parametrize("policy", list(POLICIES)[1:])
+@pytest.mark.parametrize("policy", ["snapkv by token", "verify-topk"])
 def test_greedy_output_of_a_long_and_short_requests_is_unchanged(long_prompts, long_plain, policy):
     by_length = sorted(range(len(long_prompts)), key=lambda i: len(long_prompts[i]))
     chosen = [by_length[-1], *by_length[:7]]
@@ -104,10 +68,7 @@ def test_greedy_output_of_a_long_and_short_requests_is_unchanged(long_prompts, l
     ("policy", "budget", "gamma"),
     [
         ("streamingllm", 64, 4),
-        ("streamingllm", MODEL_LEN, 8),
-        ("snapkv", 128, 4),
         ("snapkv by token", 128, 4),
-        ("verify-topk", 256, 4),
         ("verify-topk", MODEL_LEN, 3),
     ],
 )
@@ -152,7 +113,6 @@ def test_greedy_output_is_unchanged_on_the_v2_runner(prompts, plain, policy, bud
 @pytest.mark.parametrize(
     ("v2", "number", "lookup", "executor"),
     [
-        (False, 4, "off", "uni"),
         (False, 4, "off", "mp"),
         (False, "auto", "auto", "uni"),  # rounds without drafts, and such as are looked up
         (True, 4, "on", "uni"),  # counts of every round travel with the same outputs
@@ -176,41 +136,15 @@ def test_drafts_come_with_the_outputs_and_not_in_a_call_of_their_own(
     assert run.accepted > 0 and run.draft_failures == 0
 
 
-@pytest.fixture(scope="module")
-def plain_to_the_end() -> tuple[dict, list[dict]]:
-    """Return an engine with prompts at every distance from the model's length, and plain answers."""
-    model_len = 256
-    lengths = range(model_len - 20, model_len)
-    prompts = [texts.prompts(1, length, length, seed=length)[0] for length in lengths]
-    engine = {
-        "prompts": prompts,
-        "sampling": {**GREEDY, "max_tokens": 64},
-        "max_model_len": model_len,
-        "max_num_seqs": 8,
-    }
-    return engine, engines.generate(**engine).results[0][0]
-
-
-@pytest.mark.parametrize(("gamma", "policy"), [(16, policy) for policy in POLICIES])
-def test_requests_may_reach_the_model_length_in_the_middle_of_a_draft(plain_to_the_end, gamma, policy):
-    """A draft crosses the model's end at every step."""
-    engine, truth = plain_to_the_end
-    spec = magicdec(gamma, draft_kv_budget=192, **POLICIES[policy])
-    run = engines.generate(speculative_config=spec, **engine)
-    assert_same_tokens(truth, run.results[0][0], f"the model's end, gamma {gamma}")
-    assert {r["completions"][0]["finish_reason"] for r in run.results[0][0]} == {"length"}
-
-
 @engines.needs_tensor_parallel
-@pytest.mark.parametrize("policy", ["streamingllm", "snapkv by token"])
-def test_greedy_output_is_unchanged_with_tensor_parallel_2(prompts, plain, policy):
+def test_greedy_output_is_unchanged_with_tensor_parallel_2(prompts, plain):
     chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < 1000][:16]
     run = engines.generate(
         [prompts[i] for i in chosen],
         GREEDY,
         **engines.TENSOR_PARALLEL_2,
         max_num_seqs=8,
-        speculative_config=magicdec(4, draft_kv_budget=128, **POLICIES[policy]),
+        speculative_config=magicdec(4, draft_kv_budget=128, **POLICIES["snapkv by token"]),
     )
-    assert_same_tokens([plain[i] for i in chosen], run.results[0][0], f"tensor parallel 2, {policy}")
+    assert_same_tokens([plain[i] for i in chosen], run.results[0][0], "tensor parallel 2")
     assert run.accepted > 0

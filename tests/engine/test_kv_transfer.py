@@ -9,7 +9,7 @@ from greedy import GREEDY, assert_same_tokens, first_tokens
 pytestmark = pytest.mark.extended
 
 NUM_TOKENS = 12
-BUDGET = 256
+BY_TOKEN = magicdec(4, draft_kv_budget=256, **POLICIES["snapkv by token"])
 ENGINE = {
     "own_process": True,
     "max_num_seqs": 4,
@@ -63,30 +63,23 @@ def prefilled(batch, truth, last_parts, tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_prompts_computed_by_another_server(batch, truth, last_parts, prefilled, policy):
+def test_prompts_computed_by_another_server(batch, truth, last_parts, prefilled):
     """Drafts, and what SnapKV selects, are the same as for prompts computed here."""
-    speculative = magicdec(4, draft_kv_budget=BUDGET, **POLICIES[policy])
-    steps = [("generate", {"batches": [batch]})]
-    if policy.startswith("snapkv"):
-        steps.append(("selections", {"prompts": last_parts}))
-    run = engines.run(
-        steps, **ENGINE, **connector("kv_consumer", prefilled), speculative_config=speculative
-    )
+    steps = [("generate", {"batches": [batch]}), ("selections", {"prompts": last_parts})]
+    run = engines.run(steps, **ENGINE, **connector("kv_consumer", prefilled), speculative_config=BY_TOKEN)
     loaded = run.results[0][0]
-    assert_same_tokens(truth, loaded, policy)
+    assert_same_tokens(truth, loaded, "loaded")
     pages = [(len(prompt) - 1) // PAGE * PAGE for prompt in batch["prompts"]]
     assert [request["cached_tokens"] for request in loaded] == pages
     assert run.accepted > 0 and run.draft_failures == 0
-    if policy.startswith("snapkv"):
-        here = engines.run(
-            [("selections", {"prompts": last_parts})],
-            max_num_seqs=4,
-            enable_prefix_caching=False,
-            speculative_config=speculative,
-        )
-        for there, expected in zip(run.results[1], here.results[0], strict=True):
-            assert_same_selection(there, expected)
+    here = engines.run(
+        [("selections", {"prompts": last_parts})],
+        max_num_seqs=4,
+        enable_prefix_caching=False,
+        speculative_config=BY_TOKEN,
+    )
+    for there, expected in zip(run.results[1], here.results[0], strict=True):
+        assert_same_selection(there, expected)
 
 
 def assert_same_selection(got, expected):
@@ -98,12 +91,8 @@ def assert_same_selection(got, expected):
             assert len(set(head) & set(expected_head)) >= 0.98 * len(expected_head)
 
 
-@pytest.mark.parametrize(
-    ("v2", "policy"),
-    [(False, "snapkv by token"), (True, "snapkv by token"), (True, "verify-topk")],
-    ids=["V1 runner, snapkv by token", "V2 runner, snapkv by token", "V2 runner, verify-topk"],
-)
-def test_prompts_saved_by_the_same_server(batch, truth, tmp_path, v2, policy):
+@pytest.mark.parametrize("v2", [False, True], ids=["V1 runner", "V2 runner"])
+def test_prompts_saved_by_the_same_server(batch, truth, tmp_path, v2):
     """The first batch is saved, and the second one's prompts are loaded.
 
     The connector saves a layer's K/V whenever it is shown one: by the target's passes alone, a layer per
@@ -114,7 +103,7 @@ def test_prompts_saved_by_the_same_server(batch, truth, tmp_path, v2, policy):
         v2=v2,
         **ENGINE,
         **connector("kv_both", tmp_path),
-        speculative_config=magicdec(4, draft_kv_budget=BUDGET, **POLICIES[policy]),
+        speculative_config=BY_TOKEN,
     )
     (result,) = run.results
     computed, loaded = result["batches"]

@@ -99,10 +99,8 @@ def test_every_adapter_changes_the_output(adapters, plain):
 @pytest.mark.parametrize(
     ("policy", "lookup", "v2"),
     [
-        ("streamingllm", "off", False),
         ("streamingllm", "on", False),
         ("snapkv", "off", False),
-        ("streamingllm", "off", True),
         ("streamingllm", "on", True),
     ],
 )

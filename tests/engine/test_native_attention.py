@@ -23,9 +23,10 @@ NUM_TOKENS = 16
 BFLOAT16_TOLERANCE = 0.2
 
 
-@pytest.mark.parametrize("v2", [False, True])
-@pytest.mark.parametrize("native", [True, False])
-@pytest.mark.parametrize("policy", ["streamingllm", "snapkv by token"])
+@pytest.mark.parametrize(
+    ("policy", "native", "v2"),
+    [("streamingllm", True, False), ("snapkv by token", True, True), ("snapkv by token", False, False)],
+)
 def test_output_is_plain_decodings_with_the_kernel_and_without(prompts, plain, policy, native, v2):
     batch = {"prompts": prompts[:6], "sampling": {**GREEDY, "max_tokens": NUM_TOKENS}}
     run = engines.run(
@@ -61,8 +62,9 @@ def test_other_methods_have_the_kernel_on_request(prompts, plain, method, v2):
     assert_same_tokens(expected, run.results[0][0], f"{method} with the kernel")
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
-@pytest.mark.parametrize("policy", ["streamingllm", "snapkv by token"])
+@pytest.mark.parametrize(
+    ("policy", "kv_cache_dtype"), [("snapkv by token", "auto"), ("streamingllm", "fp8")]
+)
 def test_in_bfloat16_every_token_is_vllms_best(prompts, policy, kv_cache_dtype):
     """Up to rounding, as scored by vLLM's attention, which packs this cache for AMX if the CPU has it."""
     if kv_cache_dtype == "fp8" and kernel_libraries.best() == "avx2":

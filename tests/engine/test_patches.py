@@ -99,13 +99,11 @@ def test_attention_on_the_patched_tree_needs_no_fix_by_the_plugin(patched_tree):
     assert child.returncode == 0, child.stdout[-6000:] + child.stderr[-2000:]
 
 
-@pytest.mark.parametrize("v2", [False, True], ids=["V1 runner", "V2 runner"])
-def test_an_engine_on_the_patched_tree_drafts_losslessly(patched_tree, plain, prompts, v2):
+def test_an_engine_on_the_patched_tree_drafts_losslessly(patched_tree, plain, prompts):
     chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < 600][:4]
     run = engines.generate(
         [prompts[i] for i in chosen],
         GREEDY,
-        v2=v2,
         max_num_seqs=4,
         num_gpu_blocks_override=257,
         speculative_config=magicdec(3, draft_kv_budget=engines.MODEL_LEN),
@@ -115,15 +113,15 @@ def test_an_engine_on_the_patched_tree_drafts_losslessly(patched_tree, plain, pr
     assert "Replaced vLLM's expand_batch_to_tokens" not in run.log
 
 
-@pytest.mark.parametrize("v2", [False, True], ids=["V1 runner", "V2 runner"])
-def test_a_spire_draft_on_the_patched_tree_reads_activations(patched_tree, plain, prompts, tmp_path, v2):
+def test_a_spire_draft_on_the_patched_tree_and_the_v2_runner(patched_tree, plain, prompts, tmp_path):
     draft = spire_drafts.write(tmp_path, MODEL, num_layers=2, sinks=3, window=37, noise=0.05)
     chosen, batch = on_v2(prompts)
     run = engines.run(
         [("generate", {"batches": [batch]})],
-        **{**V2_ENGINE, "v2": v2},
+        **V2_ENGINE,
         speculative_config=drafting_with(draft),
     )
+    assert run.v2_runner
     expected = [first_tokens(plain[i], V2_TOKENS) for i in chosen]
     assert_same_tokens(expected, run.results[0][0], "patched vLLM, SPIRe")
     assert run.draft_failures == 0 and 0 < run.accepted < run.drafted

@@ -69,16 +69,6 @@ def test_matches_longer_than_the_maximum_are_equal(data):
     assert length == MAX_MATCH
 
 
-def test_a_repetitive_text_continues_beyond_its_end():
-    context = [9, 1, 2, 3, 1, 2, 3]
-    assert found(index_of(context), [], 8) == (3, [1, 2, 3, 1, 2, 3, 1, 2], [1.0] * 8)
-    assert found(index_of(context), [1, 2], 4) == (5, [3, 1, 2, 3], [1.0] * 4)
-
-
-def test_the_most_frequent_token_wins_and_at_a_tie_the_latest():
-    assert found(index_of([5, 6, 1, 0, 5, 6, 1, 4, 5, 6, 2, 5, 6]), [], 2) == (2, [1, 4], [2 / 3, 1 / 2])
-
-
 def test_a_single_token_is_matched_if_no_pair_is():
     assert found(index_of([5, 1, 7, 5, 2, 5, 1, 6, 5]), [], 2) == (1, [1, 6], [2 / 3, 1 / 2])
     assert found(index_of([5, 1, 7, 5, 2, 5, 1, 6, 5]), [2], 1) == (2, [5], [1.0])
@@ -96,11 +86,6 @@ def test_a_token_that_is_followed_by_another_one_every_time(pair):
     # The candidates include the context's own end, and positions with equal hashes only.
     shares = pytest.approx([2 / MAX_CANDIDATES, 0.5], rel=0.01)
     assert found(index, [], 2) == (len(pair), [1001, 9], shares)
-
-
-@pytest.mark.parametrize("context", [[], [1], [1, 2, 3, 4]])
-def test_nothing_is_found_in_a_context_without_repetition(context):
-    assert found(index_of(context), [], 3) == (0, [], [])
 
 
 def test_tokens_with_equal_hashes_only_do_not_match(monkeypatch):

@@ -9,7 +9,6 @@ from calibrated import chance_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_magicdec.lookup import context_index
 from vllm_magicdec.lookup import served as served_answers
 from vllm_magicdec.lookup.calibration import Calibration
 from vllm_magicdec.lookup.context_index import MAX_MATCH, Match
@@ -38,14 +37,6 @@ def test_results_do_not_depend_on_how_tokens_arrived(tokens, data):
         once.follow(["a"], [history(tokens[:end])])
         assert lookups.look_up("a", [], 4, 0.0).tokens == once.look_up("a", [], 4, 0.0).tokens
     assert lookups.look_up("b", [], 2).tokens[:1] == [1]
-
-
-def test_a_reused_name_begins_anew():
-    lookups = Lookups(2, 1000, 16)
-    lookups.follow(["a"], [history([1, 2, 3, 1, 2])])
-    assert lookups.look_up("a", [], 1).tokens == [3]
-    lookups.follow(["a"], [history([1, 2, 4])])
-    assert lookups.look_up("a", [1, 2], 1).tokens == [4]
 
 
 def test_at_most_max_num_reqs_contexts_are_kept():
@@ -208,19 +199,6 @@ def test_at_a_tie_the_newer_half_wins(monkeypatch):
     assert served.look_up(tokens(1, 2, 3), 1).tokens == [40], "a longer match"
     assert served.look_up(tokens(9, 3), 1).tokens == [41] and served.look_up(tokens(9, 1), 1).tokens == [2]
     assert served.look_up(tokens(5, 1), 1).tokens == [2], "of the older half"
-
-
-def test_halves_are_not_reindexed_when_they_grow(monkeypatch):
-    monkeypatch.setattr(served_answers, "MAX_TOKENS", 2**13)
-    linked = []
-    link = context_index._link
-    monkeypatch.setattr(
-        context_index, "_link", lambda *args: (linked.append(args[4] - args[3]), link(*args))
-    )
-    served = ServedAnswers()
-    for number in range(100):
-        served.add(np.full(500, number, dtype=np.int32))
-    assert max(linked) == 501
 
 
 class Fixed:

@@ -2,7 +2,6 @@
 """The choice among sources, and what all of them learn."""
 
 import math
-import random
 
 import pytest
 from calibrated import chance_of
@@ -67,27 +66,3 @@ def test_a_source_that_was_wrong_is_chosen_again_once_it_is_right():
         for _ in range(2000):
             learn(matches, calibrations, truth)
         assert choose(matches, calibrations, 0.1).source == source
-
-
-def test_probabilities_converge_by_source():
-    calibrations, rng = [Calibration(), Calibration()], random.Random(1)
-    matches = [Match(5, [1], [1.0]), Match(7, [2], [1.0])]
-    for _ in range(4000):
-        learn(matches, calibrations, [1 if rng.random() < 0.2 else 2])
-    assert chance_of(calibrations[0], 5, 1.0) == pytest.approx(0.2, abs=0.06)
-    assert chance_of(calibrations[1], 7, 1.0) == pytest.approx(0.8, abs=0.06)
-
-
-def test_nothing_is_learned_from_tokens_after_an_error():
-    seen = []
-    calibration = Calibration()
-    calibration.observe = lambda *what: seen.append(what)
-    match = Match(4, [1, 2, 3], [1.0, 0.5, 0.25])
-    for followed in ([], [1], [1, 2, 9, 9], [7, 2, 3], [1, 2, 3, 4]):
-        learn([match, NONE], [calibration, calibration], followed)
-    assert seen == [
-        *[(4, 1.0, True)],
-        *[(4, 1.0, True), (5, 0.5, True), (6, 0.25, False)],
-        *[(4, 1.0, False)],
-        *[(4, 1.0, True), (5, 0.5, True), (6, 0.25, True)],
-    ]

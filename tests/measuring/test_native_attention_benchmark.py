@@ -6,38 +6,16 @@ import statistics
 import sys
 
 import engines
-import kernel_libraries
 import pytest
 import torch
-from vllm.platforms import current_platform
 
 from vllm_magicdec.attention.native_attention import is_faster
-from vllm_magicdec.native.library import best_variant
 
 sys.path.insert(0, str(engines.HERE.parent / "benchmarks"))
 import native_attention
 from docs_tables import RESULTS
 
 FEW_MS = 0.021  # that older records charge one side alone with, as they do not time layers' calls
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
-def test_both_kernels_compute_the_same(dtype, tolerance):
-    if not current_platform.is_cpu() or not kernel_libraries.best():
-        pytest.skip("needs vLLM's kernels for x86 CPUs")
-    if best_variant() in (None, native_attention.VARIANTS[-1]):
-        pytest.skip("needs a variant that is compared")
-    torch.manual_seed(0)
-    cell = native_attention.make_cell("llama-3.1-8b", 2, 96, dtype)
-    cell["cache"].normal_()  # no page like another
-    cell["context_lens"][1] = 70
-    contenders = native_attention.contenders_of("llama-3.1-8b", cell, 3, dtype, "auto")
-    layout = contenders["vllm"].args[0].isa  # of the layer; with AMX others read another one
-    outputs = {name: attend() for name, attend in contenders.items() if attend.args[0].isa == layout}
-    vllm = outputs.pop("vllm")
-    assert outputs and vllm.abs().max() > 0.1
-    for output in outputs.values():
-        torch.testing.assert_close(output, vllm, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize(

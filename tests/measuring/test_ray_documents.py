@@ -227,18 +227,6 @@ def test_a_text_is_answered_once_however_its_path_is_typed_and_again_when_it_cha
     assert [answers[f"{lines}#{index}"] for index in range(4)] == ["ONE", "NEW", "TWO", "TWO"]
 
 
-def test_answers_of_before_there_were_hashes_are_asked_for_again(job, tmp_path):
-    (tmp_path / "in" / "a").write_text("a")
-    assert job()[0] == ["a"]
-    (file,) = (tmp_path / "out").glob("answers-*.parquet")
-    table = pq.read_table(file).drop_columns(["text_sha256"])
-    table = table.set_column(0, "document", pa.array(["in/a"]))
-    pq.write_table(table, file)
-    asked, _, missing = job()
-    assert (asked, missing) == (["a"], 0)
-    assert [one["document"] for one in written(tmp_path / "out")] == [f"{tmp_path}/in/a"]
-
-
 def test_a_link_is_of_the_kind_that_its_own_name_says(tmp_path):
     (tmp_path / "blob").write_text('{"text": "first"}\n')
     (tmp_path / "rows.jsonl").symlink_to(tmp_path / "blob")
@@ -279,33 +267,6 @@ def test_a_documents_row_has_its_acceptance():
     failed = ray_batch.answer_row({**made, "__inference_error__": "too long"})
     assert failed == {"document": "a", "text_sha256": "0" * 16, "answer": "", "error": "too long"}
     pa.Table.from_pylist([failed, plain], schema=ray_batch.SCHEMA)
-
-
-def test_the_table_shows_extremes_failures_and_all():
-    rows = [
-        row(
-            f"d{i}",
-            acceptance_length=1 + i / 10,
-            rounds=10,
-            accepted=i,
-            drafted=40,
-            prompt_tokens=9,
-            output_tokens=5,
-        )
-        for i in range(40)
-    ]
-    shown = []
-    ray_batch.show_table(
-        pa.Table.from_pylist([*rows, row("bad", error="too long")], schema=ray_batch.SCHEMA), shown.append
-    )
-    text = "\n".join(shown)
-    assert "no answer: bad: too long" in text
-    names = [
-        line.split()[-1] for line in shown if line.strip().endswith(tuple("0123456789")) and " d" in line
-    ]
-    assert names == [f"d{i}" for i in (*range(10), *range(30, 40))]
-    assert "(20 more)" in text
-    assert f"{1 + sum(range(40)) / 400:.2f}  all 40 documents" in text
 
 
 def test_the_users_engine_arguments_override_the_defaults():

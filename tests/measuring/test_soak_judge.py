@@ -11,10 +11,9 @@ from collections import Counter
 from contextlib import suppress
 from types import SimpleNamespace
 
-import openai
 import pytest
 from fault_plugin.injected_faults import Fault
-from soak import bad_input, faults, judge, kills, requests
+from soak import bad_input, faults, judge, requests
 from soak.client import Answer, Outcome, compare, missing_part
 from soak.requests import Request
 from soak.server import Footprint
@@ -245,40 +244,6 @@ def test_faults_that_do_not_happen_or_are_not_counted_are_named(tmp_path, monkey
     assert list(windows) == list(faults.FAULTS) and file.read_text() == ""
     assert [name for name, window in windows.items() if not window.happened] == ["nan"]
     assert [name for name, window in windows.items() if window.uncounted] == ["lookup"]
-
-
-@pytest.mark.parametrize(
-    ("error", "end"),
-    [
-        (None, kills.ANSWER),
-        (openai.APIError("the engine is dead", request=None, body=None), kills.ERROR_EVENT),
-        (openai.APIConnectionError(request=None), "APIConnectionError: Connection error."),
-    ],
-)
-def test_ends_of_streams_are_told_apart(error, end, monkeypatch):
-    class Client:
-        completions = property(lambda self: self)
-
-        async def __aenter__(self):
-            return self
-
-        async def __aexit__(self, *_):
-            pass
-
-        async def create(self, **_):
-            async def chunks():
-                yield SimpleNamespace(choices=[SimpleNamespace(finish_reason=None)])
-                if error is not None:
-                    raise error
-                yield SimpleNamespace(choices=[SimpleNamespace(finish_reason="length")])
-
-            return chunks()
-
-    monkeypatch.setattr(kills, "client_of", lambda url: Client())
-    num_chunks = [0]
-    request = Request("greedy", [1], 3)
-    assert asyncio.run(kills.read(SimpleNamespace(url=""), request, num_chunks, 0)) == end
-    assert num_chunks == [1 + (error is None)]
 
 
 def test_leftovers_of_a_server_are_found(tmp_path):

@@ -11,10 +11,11 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 _HEAD = """# Models
 
 Model families and policies tested with vLLM 0.32.0's CPU build on both of its model runners.
-`make docs-models` generates this page from `tests/models/families.py`, and `make test-all` tests every
-cell: a tiny float32 model of each family with random weights and the family's peculiar settings, windows
-shorter than the prompts, and prompts of 7 to 640 tokens in chunks of 256. `make test` tests one cell of
-six families.
+`make docs-models` generates this page from `tests/models/families.py`. Tests have a tiny float32 model of
+each family with random weights and the family's peculiar settings, windows shorter than the prompts, and
+prompts of 7 to 640 tokens in chunks of 256. `make test` tests one policy with six families, `make test-all`
+one with each family on the V1 runner and with four on V2, and
+`MAGICDEC_TEST_ALL_MODELS=1 make test-all ARGS=tests/models/test_matrix.py` every cell.
 
 **yes**: every token equals plain decoding's, with a cold and a warm prefix cache, and with views of a part
 of the context and of the whole context. With a view of the whole context every draft is accepted, so

@@ -15,9 +15,7 @@ pytestmark = pytest.mark.extended
     ("name", "policy", "runner"),
     [
         ("Gemma 3", "streamingllm", "V1"),
-        ("Qwen2-VL", "streamingllm", "V1"),
         ("gpt-oss", "snapkv by token", "V1"),
-        ("Gemma 3", "streamingllm", "V2"),
         ("Qwen2-VL", "streamingllm", "V2"),
     ],
 )

@@ -23,9 +23,6 @@ from kernel_cases import (  # noqa: F401
 )
 from vllm.platforms import current_platform
 
-from vllm_magicdec.attention import KVRows
-from vllm_magicdec.attention.torch_attention import attend_where
-
 SOFT_CAP = 20.0  # of the comparison with vLLM's kernel
 
 
@@ -93,19 +90,6 @@ def test_a_long_context_is_summed_as_well_as_a_short_one(variant, query_len):
     )
     value = cache[0, 0, -1, -1].item()
     assert (output.double() - value).abs().max().item() <= (2e-6 + 2e-10 * context) * value
-
-
-@variants
-@pytest.mark.parametrize("threads", [2, 3, 7, 16])
-def test_threads_change_no_more_than_the_order_of_sums(variant, threads):
-    kernel = kernel_of(variant)
-    query, cache, where = shared_batch(torch.float32)
-    alone, together = torch.empty_like(query), torch.empty_like(query)
-    with_threads(1)
-    attend_pages(kernel, query, cache, alone, **where)
-    with_threads(threads)
-    attend_pages(kernel, query, cache, together, **where)
-    torch.testing.assert_close(together, alone, rtol=0, atol=1e-6)
 
 
 def vllm_reads(layout: str, dtype: torch.dtype) -> bool:
@@ -186,29 +170,6 @@ def assert_agrees_with_vllms_kernel(variant, layout, window, dtype, fp8, page):
     # Of both kernels' errors, of which a capped logit's is the larger one; see `check`.
     tolerance = {torch.float32: 2e-6 + 2e-7 * SOFT_CAP, torch.bfloat16: 2**-7, torch.float16: 2**-10}[dtype]
     torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance * theirs.abs().max().item())
-
-
-@variants_and_layouts
-def test_it_agrees_with_plain_torch_over_token_views(variant, layout):
-    kernel = kernel_of(variant)
-    query, cache, where = shared_batch(torch.bfloat16, query_len=1)
-    num_slots = cache.shape[0] * cache.shape[2]
-    slots = torch.stack([torch.randperm(num_slots)[:100] for _ in range(3 * 2)]).view(3, 2, 100).int()
-    output = torch.empty_like(query)
-    lens = torch.full((3,), 100, dtype=torch.int32)
-    kernel.over(cache, layout).attend_slots(
-        query,
-        output,
-        query_starts=where["query_starts"],
-        slots=slots,
-        slot_lens=lens,
-        scale=0.125,
-    )
-    rows = KVRows.of(cache, "CPU_ATTN", layout)
-    expected = attend_where(
-        query.unsqueeze(1), rows, slots, torch.ones(3, 1, 100, dtype=torch.bool), scale=0.125
-    )
-    torch.testing.assert_close(output, expected.squeeze(1), rtol=2**-7, atol=2**-8)
 
 
 @variants_and_layouts

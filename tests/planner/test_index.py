@@ -3,7 +3,6 @@
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -174,11 +173,3 @@ def test_a_missing_package_is_named(missing, monkeypatch, tmp_path, out, capsys)
     assert (
         f"error: this needs {package}; try: pip install 'vllm-magicdec[index]'\n" in capsys.readouterr().err
     )
-
-
-def test_help_names_the_options():
-    command = [sys.executable, "-m", "vllm_magicdec", "index", "--help"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == 0
-    for name in ("--model", "--out", "--include", "--field", "Parquet"):
-        assert name in result.stdout

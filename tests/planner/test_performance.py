@@ -340,12 +340,6 @@ def test_invalid_deployments_are_refused():
     assert Deployment(MODELS["llama-3.1-70b"], HARDWARE["A100"]).kv_capacity_tokens() == 0
 
 
-def test_every_device_has_a_data_sheet():
-    assert set(HARDWARE) == {"A100", "H100", "H200", "L40", "B200", "MI300X"}
-    for device in HARDWARE.values():
-        assert device.source.startswith("https://")
-
-
 def test_this_machine_measured():
     machine = measure_this_machine()
     assert 1e9 < machine.memory_bytes_per_s < 1e13
@@ -365,12 +359,6 @@ def test_omega_grows_with_gamma_and_alpha_up_to_gamma_plus_1(gamma, alpha, other
     assert tokens_per_round(gamma, low) <= tokens_per_round(gamma, high)
     if alpha < 0.999:
         assert omega == pytest.approx((1 - alpha ** (gamma + 1)) / (1 - alpha))  # as MagicDec writes it
-
-
-def test_omega_at_its_ends():
-    assert tokens_per_round(4, 0.0) == 1
-    assert tokens_per_round(4, 1.0) == 5
-    assert tokens_per_round(2, 0.5) == 1.75
 
 
 @given(gammas, alphas)

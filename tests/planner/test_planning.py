@@ -219,10 +219,3 @@ def test_module_is_the_command():
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert result.returncode == 2
     assert result.stderr.startswith("error: there is no model 'qwen3-8'; did you mean 'qwen3-8b'?")
-
-
-def test_command_without_a_subcommand_lists_them(capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["--help"])
-    assert ended.value.code == 0
-    assert "plan" in capsys.readouterr().out

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Triton kernels that summarise and score pages, against the definition in float64."""
 
-import math
 from types import SimpleNamespace
 
 import pytest
@@ -254,78 +253,6 @@ def test_a_layer_without_sinks_gets_one_without_weight():
     assert torch.equal(with_sinks, own.float())
     lowest_logit = torch.tensor(-1e37)
     assert (torch.exp(without - lowest_logit) == 0).all() and without.isfinite().all()
-
-
-class Launches:
-    """Stands in for a kernel, and counts `num_bytes(arguments)` for each program of its launches."""
-
-    def __init__(self, kernel, num_bytes) -> None:
-        self._names, self._num_bytes = kernel.arg_names, num_bytes
-        self.total = 0
-
-    def __getitem__(self, grid):
-        def launch(*args, **constants):
-            given = SimpleNamespace(**dict(zip(self._names, args, strict=False)), **constants)
-            self.total += math.prod(grid) * self._num_bytes(given)
-
-        return launch
-
-
-def bytes_of_a_selection(monkeypatch, num_queries: int) -> dict[str, int]:
-    """Bytes that the programs of each kernel read and write for 32 requests of 32k tokens, Llama-3.1-8B."""
-    from vllm_magicdec.policies import verify_topk_kernels
-
-    num_reqs, num_layers, num_kv_heads, head_size = 32, 32, 8, 128
-    num_pages = 32 * 1024 // PAGE_SIZE
-
-    def summaries_and_logits(given) -> int:
-        of_summaries = 2 * given.SPLIT * given.HEAD_SIZE * given.min_keys.element_size()
-        of_queries = given.NUM_ROWS * given.HEAD_SIZE * given.queries.element_size()
-        return (
-            of_summaries + of_queries + given.NUM_ROWS * (given.SPLIT * given.logits.element_size() + 2 * 4)
-        )
-
-    counted = {
-        "_logits_kernel": summaries_and_logits,
-        "_factors_kernel": lambda given: 3 * 4 * given.num_splits * given.BLOCK_ROWS,
-        "_scores_kernel": lambda given: (
-            given.ALL_ROWS * (given.SPLIT * given.logits.element_size() + 4) + 4 * given.SPLIT
-        ),
-    }
-    for name, num_bytes in counted.items():
-        launches = Launches(getattr(verify_topk_kernels, name), num_bytes)
-        monkeypatch.setattr(verify_topk_kernels, name, launches)
-
-    def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    shape = (num_layers, num_reqs * num_pages, num_kv_heads, head_size)
-    min_keys = empty(*shape, dtype=torch.float8_e4m3fn)
-    verify_topk_kernels.score_pages(
-        SimpleNamespace(
-            keys=empty(1, num_kv_heads, PAGE_SIZE, head_size, dtype=BF16), scales=None, sinks=None
-        ),
-        SimpleNamespace(min_keys=min_keys, max_keys=min_keys),
-        SimpleNamespace(
-            queries=empty(num_layers, num_reqs * num_queries, 4 * num_kv_heads, head_size, dtype=BF16),
-            rows=empty(num_reqs, num_queries, dtype=torch.int64),
-            positions=None,
-        ),
-        SimpleNamespace(
-            context_lens=empty(num_reqs, dtype=torch.int64),
-            block_table=empty(num_reqs, num_pages, dtype=torch.int32),
-        ),
-        num_pages,
-    )
-    return {name: getattr(verify_topk_kernels, name).total for name in counted}
-
-
-@pytest.mark.parametrize(("num_drafts", "gigabytes_before"), [(4, 11.8), (16, 28.0)])
-def test_a_selection_moves_half_the_bytes_of_logits_in_float32(monkeypatch, num_drafts, gigabytes_before):
-    """Before, summaries were in bfloat16 and read again for every 64 queries of a KV head."""
-    pytest.importorskip("triton")
-    moved = bytes_of_a_selection(monkeypatch, num_drafts + 1)
-    assert 0 < 2 * sum(moved.values()) <= 1e9 * gigabytes_before, moved
 
 
 TYPES = dict(min_keys="*bf16", max_keys="*bf16", logits="*u8", peaks="*fp32", sums="*fp32", factors="*fp32")

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The two forms of a SPIRe draft agree with each other and with the equations in float64."""
 
-import numpy as np
+from pathlib import Path
+
 import pytest
 import torch
-from slow_spire import SlowSpire
+from spire_drafts import SpireReference
 from tiny_targets import write_target
 
 from vllm_magicdec.spire.files import load, save
@@ -24,8 +25,12 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    folder = write_target(tmp_path_factory.mktemp("target"))
+def folder(tmp_path_factory):
+    return write_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def target(folder):
     return Target(folder, torch.float32, torch.device("cpu"))
 
 
@@ -46,32 +51,19 @@ def draft_of(target, num_layers=2, **fields):
     return draft.eval()
 
 
-def slow(draft):
-    config, settings = draft.config, draft.settings
-    weights = {name: weight.double().numpy() for name, weight in draft.state_dict().items()}
-    return SlowSpire(
-        weights,
-        settings.num_layers,
-        config.num_attention_heads,
-        config.num_key_value_heads,
-        config.head_dim,
-        config.rms_norm_eps,
-        config.rope_parameters["rope_theta"],
-        settings.sinks,
-        settings.window,
-        settings.feedback_memory,
-    )
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("first", [0, 2])
 @pytest.mark.parametrize("fields", CASES.values(), ids=CASES)
-def test_training_and_serving_match_the_equations(target, read, fields, first, monkeypatch):
+def test_training_and_serving_match_the_equations(
+    folder, target, read, fields, first, tmp_path, monkeypatch
+):
     # Several blocks of chunks, the last one incomplete.
     monkeypatch.setattr("vllm_magicdec.spire.model._BLOCK_TOKENS", 20)
     tokens, activations = read
     draft = draft_of(target, **fields)
     k = draft.settings.num_draft_steps
+    save(draft, tmp_path, torch.float32)
+    reference = SpireReference(tmp_path, Path(folder))
     trained = draft(tokens, activations, first)
     assert trained.shape[:3] == (k, 2, (LENGTH - first) // k)
     for row in range(2):
@@ -81,12 +73,12 @@ def test_training_and_serving_match_the_equations(target, read, fields, first, m
             # Verified tokens replace the previous chunk's drafts.
             state.verify(activations[row, state.num_verified : begin])
             served = torch.stack([state.step(int(token)) for token in tokens[row, begin : begin + k]])
-            truth = slow(draft).draft(
-                activations[row, :begin].double().numpy(), tokens[row, begin : begin + k].tolist()
+            truth = reference.logits(
+                activations[row, :begin].double(), tokens[row, begin : begin + k].tolist()
             )
-            scale = np.abs(truth).max()
-            assert np.abs(served.numpy() - truth).max() <= 1e-5 * scale
-            assert np.abs(trained[:, row, chunk].numpy() - truth).max() <= 1e-5 * scale
+            scale = truth.abs().max()
+            assert (served - truth).abs().max() <= 1e-5 * scale
+            assert (trained[:, row, chunk] - truth).abs().max() <= 1e-5 * scale
             assert (trained[:, row, chunk] - served).abs().max() <= 1e-5 * scale
 
 

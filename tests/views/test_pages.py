@@ -114,19 +114,6 @@ def test_budget_counts_every_entry_that_a_step_reads(case):
         assert page_budget.min_entries <= num_pages <= page_budget.max_entries
 
 
-def test_a_view_over_the_whole_context_is_the_block_table_itself():
-    budget = make_budget(page_size=16, model_len=512, num_steps=4, sink=16, budget=512)
-    views = make_views(budget, 3, 4, 512)
-    block_table = torch.arange(96, dtype=torch.int32).view(3, 32).flip(1)
-    context_lens = [1, 200, 508]
-    round_view = views.prepare(make_batch(["a", "b", "c"], block_table, context_lens), 4)
-    for index, step in enumerate(steps_of_view(round_view, 4)):
-        assert step.view.lens.tolist() == [n + index + 1 for n in context_lens]
-        for req in range(3):
-            used = -(-int(step.view.lens[req]) // 16)
-            assert torch.equal(step.view.block_table[req, :used], block_table[req, :used])
-
-
 def test_a_budget_too_small_for_sinks_and_drafts_is_rounded_up_to_hold_them():
     budget = make_budget(page_size=32, model_len=8192, num_steps=8, sink=16, budget=64)
     assert (budget.num_sinks, budget.min_entries, budget.max_entries) == (1, 3, 3)

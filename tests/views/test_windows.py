@@ -77,14 +77,3 @@ def test_a_view_has_the_reached_pages_and_no_freed_one(drawn):
                 assert length + last - position > max_tokens - page
             elif isinstance(reach, SlidingWindow):  # what vLLM masks of it is before the window
                 assert length >= position + 1 - first_seen(reach, position)
-
-
-def test_a_budget_of_the_whole_context_shows_every_window_whole():
-    slots = DraftSlots(page_size=16, max_num_reqs=1, max_num_steps=4, max_model_len=512, device=CPU)
-    views = make_reached_views(SlidingWindow(64), max_tokens=512, draft_slots=slots, device=CPU)
-    table = torch.arange(1, 33, dtype=torch.int32).unsqueeze(0)
-    for context_len in (0, 63, 64, 200, 511):
-        first_page = max(0, context_len - 63) // 16
-        for step in steps_of_view(views.prepare(make_batch(["a"], table, [context_len]), 4), 4):
-            assert int(step.view.block_table[0, 0]) == first_page + 1
-            assert int(step.view.lens[0]) == int(step.positions[0]) + 1 - 16 * first_page

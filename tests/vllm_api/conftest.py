@@ -2,6 +2,7 @@
 """Engine configurations as on a CUDA device, created by vLLM's own code."""
 
 import pytest
+from small_models import write_llama
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu import cudagraph_utils
@@ -10,18 +11,7 @@ from vllm.v1.worker.gpu import cudagraph_utils
 @pytest.fixture
 def configure(tmp_path, monkeypatch):
     """Returns a function that creates engine configurations with CUDA graphs and the V2 runner."""
-    from transformers import LlamaConfig
-
-    LlamaConfig(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        head_dim=32,
-        max_position_embeddings=4096,
-        architectures=["LlamaForCausalLM"],
-    ).save_pretrained(tmp_path)
+    write_llama(tmp_path)
     platform = type(current_platform)
     monkeypatch.setattr(platform, "support_static_graph_mode", classmethod(lambda cls: True))
     monkeypatch.setattr(platform, "check_and_update_config", classmethod(lambda cls, config: None))

@@ -9,6 +9,7 @@ import weakref
 from importlib.util import find_spec
 from types import SimpleNamespace
 
+import engines
 import numpy as np
 import pytest
 import torch
@@ -56,15 +57,11 @@ def step_output():
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory):
-    from transformers import LlamaConfig
-
-    path = tmp_path_factory.mktemp("model")
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    LlamaConfig(vocab_size=64, architectures=["LlamaForCausalLM"], **sizes).save_pretrained(path)
+def config():
     spec = {"method": METHOD, "num_speculative_tokens": "auto"}
     engine = {"skip_tokenizer_init": True, "max_model_len": 2048, "block_size": 32}
-    return EngineArgs(model=str(path), speculative_config=spec, **engine).create_engine_config()
+    model = str(engines.HERE.parent / "examples" / "tiny-llama")
+    return EngineArgs(model=model, speculative_config=spec, **engine).create_engine_config()
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 
 import subprocess
 import sys
-from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -14,9 +13,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport
-from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, KVQuantMode
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec
 
-from vllm_magicdec.attention import switch
 from vllm_magicdec.attention.metadata import DraftMetadata, TokenMetadata
 from vllm_magicdec.drafting.ports import Cache
 from vllm_magicdec.errors import METHOD
@@ -116,13 +114,12 @@ def warnings_of(
             )
         )
     speculator.target_attn_groups = [[group] for group in groups]
-    is_flex = backend == "FLEX_ATTENTION"
-    speculator._attention_groups = [groups] if is_flex else [groups[:1]]
+    speculator._attention_groups = [groups[:1]]
     speculator.speculative_config = SimpleNamespace(looks_up_on_device=False)
     speculator._drafter = SimpleNamespace(common_lens=(None,))
     speculator._cache = Cache()
     speculator.init_cudagraph_manager(mode)
-    assert modes == [CUDAGraphMode.NONE if is_flex else mode]
+    assert modes == [mode]
     return logged
 
 
@@ -138,20 +135,6 @@ def test_the_warning_names_the_backend_without_graphs_and_an_alternative(monkeyp
     assert "CUTLASS_MLA" in line and "FLASH_ATTN_MLA on Hopper" in line
     (line,) = warnings_of(monkeypatch, mode, "FLASH_ATTN", spec=CHUNKS)
     assert "local chunks" in line and "--attention-backend" not in line
-
-
-def test_for_an_fp8_cache_the_alternative_is_a_backend_that_reads_it(monkeypatch):
-    """On Ada vLLM's default for it is FLASHINFER, because FlashAttention 2 takes none."""
-    monkeypatch.setattr(switch.current_platform, "has_device_capability", lambda least: least <= 89)
-    spec = replace(FULL, dtype=torch.uint8, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)
-    (line,) = warnings_of(monkeypatch, CUDAGraphMode.PIECEWISE, "FLASHINFER", spec=spec)
-    assert "use --attention-backend TRITON_ATTN --kv-cache-dtype fp8, and leave cudagraph_mode" in line
-
-
-def test_draft_steps_of_flex_attention_have_no_graphs(monkeypatch):
-    """vLLM captures full graphs of its verifications."""
-    (line,) = warnings_of(monkeypatch, CUDAGraphMode.FULL_AND_PIECEWISE, "FLEX_ATTENTION")
-    assert "draft steps run without CUDA graphs" in line and "attention backend FLEX_ATTENTION" in line
 
 
 def test_no_warning_if_draft_steps_have_graphs_or_none_were_requested(monkeypatch):

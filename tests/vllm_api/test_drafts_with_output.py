@@ -4,15 +4,12 @@
 import pickle
 from types import SimpleNamespace
 
+import engines
 import pytest
+from test_counts import Late, step_output
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine.core import EngineCore
-from vllm.v1.outputs import (
-    EMPTY_MODEL_RUNNER_OUTPUT,
-    AsyncModelRunnerOutput,
-    DraftTokenIds,
-    ModelRunnerOutput,
-)
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, DraftTokenIds
 
 from vllm_magicdec.adaptive.draft_plan import DraftLists
 from vllm_magicdec.adaptive.metrics import Counts, counts_of
@@ -23,31 +20,14 @@ from vllm_magicdec.vllm_api.hooks import HOOKS
 
 register()
 ASKED = DraftTokenIds(["a"], [[5]])
+TINY_LLAMA = str(engines.HERE.parent / "examples" / "tiny-llama")
 
 
 @pytest.fixture
-def config(tmp_path):
-    from transformers import LlamaConfig
-
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    LlamaConfig(vocab_size=64, architectures=["LlamaForCausalLM"], **sizes).save_pretrained(tmp_path)
+def config():
     spec = {"method": METHOD, "num_speculative_tokens": 2}
     engine = {"skip_tokenizer_init": True, "max_model_len": 512, "block_size": 32}
-    return EngineArgs(model=str(tmp_path), speculative_config=spec, **engine).create_engine_config()
-
-
-def step_output():
-    return ModelRunnerOutput(req_ids=["a"], req_id_to_index={"a": 0}, sampled_token_ids=[[1]])
-
-
-class Late(AsyncModelRunnerOutput):
-    """Like the output of the V2 runner, also on a CPU."""
-
-    def get_output(self):
-        return step_output()
-
-    def get_kv_connector_output(self):  # abstract since vLLM 0.33
-        return None
+    return EngineArgs(model=TINY_LLAMA, speculative_config=spec, **engine).create_engine_config()
 
 
 def wrapped(module, name, original):

@@ -3,12 +3,11 @@
 
 import gc
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import spire_drafts
 import torch
-from transformers import LlamaConfig
+from small_models import write_llama
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine import core
 from vllm.v1.kv_cache_interface import (
@@ -40,20 +39,13 @@ POLICIES = [
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    config = LlamaConfig(
-        vocab_size=64,
+    return write_llama(
+        tmp_path_factory.mktemp("model"),
         hidden_size=NUM_HEADS * HEAD_SIZE,
-        intermediate_size=64,
         num_hidden_layers=NUM_LAYERS,
         num_attention_heads=NUM_HEADS,
         num_key_value_heads=NUM_KV_HEADS,
-        head_dim=HEAD_SIZE,
-        max_position_embeddings=4096,
-        architectures=["LlamaForCausalLM"],
     )
-    config.save_pretrained(path)
-    return str(path)
 
 
 def configure(model_dir, speculative_config=None, kv_cache_dtype="auto"):
@@ -197,27 +189,3 @@ def test_a_spire_draft_leaves_what_its_own_layers_take(tmp_path, monkeypatch):
     of_plans = plan_bytes(geometry, 0)[0]
     assert AVAILABLE > left["spire", False] >= left["spire", True] + of_plans
     assert left["tiny-draft", True] == left["tiny-draft", False] == AVAILABLE
-
-
-@pytest.mark.parametrize(
-    ("max_num_seqs", "captured", "sizes"),
-    [
-        (12, [1, 2, 4, 8, 16], [1, 2, 4, 8, 12]),
-        (12, [1, 2, 4, 8], [1, 2, 4, 8]),
-        (512, [1, 512], [1, 512]),
-        (1024, [1, 512], [1, 512]),
-        (1024, [1, 1024], [1, 1024]),
-        (64, [1, 2, 4, *range(8, 65, 8)], [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]),
-        (128, [8, *range(64, 129, 8)], [8, 64, 72, 88, 104, 128]),
-        (20, [1, 2, 4, 5, 8, 10, 15, 16, 20], [1, 2, 4, 8, 15, 20]),
-        (8, [], []),
-    ],
-)
-def test_draft_graphs_are_of_some_of_vllms_sizes_and_of_the_largest_batch(max_num_seqs, captured, sizes):
-    config = SimpleNamespace(
-        scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs, max_num_batched_tokens=2048),
-        compilation_config=SimpleNamespace(
-            cudagraph_capture_sizes=captured, max_cudagraph_capture_size=max(captured, default=0)
-        ),
-    )
-    assert sizing.draft_graph_sizes(config) == sizes
