@@ -38,7 +38,6 @@ class Explorer:
     """Plans calibrations and trials, and keeps account of their cost.
 
     Args:
-        value: what choices bring.
         times: step times. If empty, the first steps of each batch size and context length (by factors of
             two) are a calibration.
     """
@@ -71,10 +70,6 @@ class Explorer:
 
     def look_ahead(self, batch: Batch, *, is_timed: bool) -> bool:
         """Find what is planned for the next step.
-
-        Args:
-            batch: its size.
-            is_timed: whether its time will be usable.
 
         Returns:
             Whether it belongs to a calibration.

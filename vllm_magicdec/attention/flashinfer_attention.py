@@ -169,7 +169,6 @@ class FlashInferDecode:
     """Planned decode attention; all layers share one plan.
 
     Args:
-        geometry: geometry of the layers.
         num_reqs: maximum requests of a plan; with `cuda_graph`, their exact number.
         workspace: from `make_workspace`.
         indices: from `make_page_indices`, written. Decodes that do not overlap may share both.

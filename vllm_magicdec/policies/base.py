@@ -231,8 +231,6 @@ def parse_budget_of_selected_pages(
     """Round a budget up to whole pages, some of which are selected.
 
     Args:
-        fields: the speculative configuration.
-        limits: limits of the engine.
         budget: tokens, or a fraction of the context when below 1.
         recent_pages: returns the minimum number of latest pages in view for a number of tokens in budget.
         by_token: the policy can select single tokens instead.

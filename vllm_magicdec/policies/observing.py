@@ -226,10 +226,7 @@ class PromptSelector:
     """Updates the selections of a batch.
 
     Args:
-        policy: scores tokens.
-        engine: the worker's engine.
         budget: budget of a request, in the entries of `selections`.
-        selections: written.
         recorder: recorder of the target's own passes, if any.
     """
 

@@ -6,13 +6,7 @@ from typing import Any
 
 
 def make_card(name: str, command: str, log: dict[str, Any]) -> str:
-    """Write the card in Markdown.
-
-    Args:
-        name: name of the draft.
-        command: command that trained it.
-        log: content of `training_log.json`.
-    """
+    """Write the card in Markdown; `log` is the content of `training_log.json`."""
     shape, plan, data = log["draft"], log["plan"], log["data"]
     off = [
         text

@@ -36,7 +36,6 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> SpireDraft:
     """Load the draft that `save` wrote.
 
     Args:
-        folder: the draft's folder.
         dtype: dtype of the weights; `memory_logits` stay float32.
 
     Raises:

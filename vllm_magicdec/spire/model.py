@@ -27,12 +27,7 @@ _BLOCK_TOKENS = 256  # training queries that share gathered keys
 
 
 class SpireDraft(LlamaForCausalLM):
-    """A Llama with the parameter `model.memory_logits`, `[num_layers, num_layers + 1]`.
-
-    Args:
-        config: a Llama's configuration with the draft's number of layers.
-        settings: SPIRe's own settings.
-    """
+    """A Llama with the parameter `model.memory_logits`, `[num_layers, num_layers + 1]`."""
 
     def __init__(self, config: LlamaConfig, settings: SpireSettings) -> None:
         super().__init__(config)
@@ -58,7 +53,6 @@ class SpireDraft(LlamaForCausalLM):
         """Compute keys and values of a block.
 
         Args:
-            layer: the block.
             hidden: `[..., hidden_size]`, before the block's norm.
             rotation: cosines and sines, `[..., head_dim]` each.
 
@@ -102,7 +96,6 @@ class SpireDraft(LlamaForCausalLM):
         """Compute a block's output `[..., hidden_size]`.
 
         Args:
-            layer: the block.
             hidden: its input, `[..., hidden_size]`.
             attended: the output of attention, `[..., num_kv_heads, groups, head_dim]`.
         """

@@ -37,10 +37,7 @@ class SpireSettings:
         """Return the settings of a draft with the last layers of its target.
 
         Args:
-            target: name of the target.
-            num_hidden_layers: layers of the target.
             num_layers: layers of the draft; None for a quarter of the target's.
-            fields: other fields.
 
         Raises:
             SpireError: a number is out of range.

@@ -17,8 +17,6 @@ class Target:
 
     Args:
         model: a name or a folder, as for transformers.
-        dtype: dtype of the weights.
-        device: device of the weights.
 
     Raises:
         SpireError: the model cannot be loaded, is no Llama, or is quantised.
@@ -83,8 +81,6 @@ def make_draft(target: Target, settings: SpireSettings, *, pruned: bool = True) 
     """Create an untrained draft in float32 on the target's device.
 
     Args:
-        target: the target.
-        settings: the draft's shape.
         pruned: whether to copy the target's embedding, last blocks, norm and unembedding.
     """
     fields = {**target.config.to_dict(), "num_hidden_layers": settings.num_layers, "dtype": "float32"}

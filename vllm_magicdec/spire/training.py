@@ -122,10 +122,6 @@ class Trainer:
 
     Args:
         draft: the draft, trained in place, float32.
-        target: the frozen target.
-        sequences: sequences of the plan's length.
-        plan: parameters of the training.
-        processes: the processes that share it.
 
     Raises:
         SpireError: the processes cannot share a batch equally.
@@ -284,10 +280,6 @@ def run(
     """Train to the end of the plan, with regular checkpoints.
 
     Args:
-        trainer: the training, which continues at its step.
-        checkpoint: path of the checkpoint.
-        seconds_between: seconds between checkpoints.
-        is_writer: whether this process writes them.
         should_end: returns whether to stop early, after a checkpoint; the same in all processes.
         report: called with step, loss and acceptance after every step.
 

@@ -24,8 +24,6 @@ class LayerPageViews(Views):
     Args:
         selections: pages, best first, with room for the budget's.
         selector: updates `selections`.
-        budget: budget of a request.
-        draft_slots: positions and slots of the drafted tokens.
     """
 
     common_lens = (None,)

@@ -102,10 +102,6 @@ class PageViews(Views):
 
     All steps of a round share a block table that ends with the page of the last drafted token. Each step
     sees one token more of it than the step before.
-
-    Args:
-        policy: chooses the pages.
-        draft_slots: where the drafted tokens go.
     """
 
     memory_bytes: Mapping[str, int] = {}

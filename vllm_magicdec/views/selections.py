@@ -94,9 +94,7 @@ class Selections:
     Args:
         num_layers: attention layers of the target.
         num_heads: KV heads with selections of their own; 1 for pages.
-        max_num_reqs: requests of a round.
         max_selected: entries of a request.
-        device: device of the views.
     """
 
     def __init__(

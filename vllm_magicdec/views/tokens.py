@@ -89,7 +89,6 @@ def recent_tokens(room: int, window: int, recent: float, *, budget: int) -> int:
         window: lower bound of the result.
         recent: tokens, or a fraction of the budget when below 1; a fraction above 0 is raised to
             `SMALL_RECENT` of the budget's first `SMALL_BUDGET` tokens.
-        budget: tokens.
     """
     if not 0 < recent < 1:
         return max(window, int(recent))
@@ -123,8 +122,6 @@ class TokenViews(Views):
     Args:
         selections: tokens, best first, with room for the budget's.
         selector: updates `selections`.
-        budget: budget of a request.
-        draft_slots: positions and slots of the drafted tokens.
         plans: attention planned for full views.
     """
 

@@ -183,11 +183,7 @@ def install(hooks: Sequence[Hook]) -> None:
 
 
 def uninstall(hooks: Sequence[Hook] | None = None) -> None:
-    """Restore the original attributes of vLLM.
-
-    Args:
-        hooks: hooks to uninstall if they are installed; None: all.
-    """
+    """Restore the original attributes of vLLM."""
     for hook in [hook for hook in _originals if hooks is None or hook in hooks]:
         original, owner = _originals.pop(hook), hook.find_owner()
         if original is not _ABSENT:

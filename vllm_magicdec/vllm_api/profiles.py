@@ -29,9 +29,6 @@ def check_profile(
     """Refuse a profile that is unreadable or has another budget or method; warn if the model differs.
 
     Args:
-        path: path of the profile.
-        spec: speculative configuration of the engine.
-        vllm_config: configuration of the engine.
         default_max_tokens: maximum number of draft tokens per round if the user sets none.
 
     Raises:
