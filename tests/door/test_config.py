@@ -22,7 +22,7 @@ from vllm_magicdec.errors import METHOD, MagicDecConfigError
 from vllm_magicdec.plugin import register
 from vllm_magicdec.policies import find_policy
 from vllm_magicdec.vllm_api import engine_config
-from vllm_magicdec.vllm_api.engine_config import EngineSpeculativeConfig, check_refresh
+from vllm_magicdec.vllm_api.engine_config import EngineSpeculativeConfig
 
 register()
 
@@ -523,7 +523,6 @@ def test_on_cpus_lookups_run_on_the_host(model_dir):
 @pytest.mark.parametrize(
     ("fields", "v2", "sentence"),
     [
-        (ON, False, "needs the V2 model runner on GPUs; remove VLLM_USE_V2_MODEL_RUNNER=0"),
         ({**ON, "num_speculative_tokens": 1}, True, "use num_speculative_tokens of 2 or more"),
         ({**ON, "draft_lookup_sources": ["context", "served"]}, True, "use ['context'], or remove"),
         (
@@ -580,13 +579,6 @@ REFUSED_ENGINES = {
         "context parallelism",
     ),
 }
-
-
-def test_refresh_needs_token_ids_on_the_host():
-    check_refresh(async_scheduling=True, v2_model_runner=True)
-    check_refresh(async_scheduling=False, v2_model_runner=False)
-    with pytest.raises(MagicDecConfigError, match="use --no-async-scheduling or draft_kv_refresh=0"):
-        check_refresh(async_scheduling=True, v2_model_runner=False)
 
 
 def test_budget_without_room_for_a_selection_is_refused(model_dir):

@@ -274,7 +274,7 @@ def attend(
     sinks: torch.Tensor | None = None,  # [num_heads]
     value_scale: float = 1.0,
 ) -> torch.Tensor:
-    """Plan and run once; see `vllm_magicdec.attention.attend`."""
+    """Plan and run once; see `torch_attention.attend`."""
     num_reqs, num_heads, head_size = query.shape
     geometry = Geometry(
         num_heads, rows.num_kv_heads, head_size, query.dtype, rows.keys.rows.dtype, scale, soft_cap

@@ -128,11 +128,6 @@ class TokenPolicy(Policy):
 
     @classmethod
     @override
-    def reads_generated_tokens(cls, fields: Any) -> bool:
-        return cls(fields).refresh > 0
-
-    @classmethod
-    @override
     def parse_budget(cls, fields: Any, limits: Limits, budget: float) -> Budget:
         policy, gamma = cls(fields), limits.num_speculative_tokens
         if cls.granularity(fields, limits.device_type) == "token":

@@ -81,9 +81,6 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
                 f"{METHOD}: draft_kv_budget={self.draft_kv_budget:g} is above the model length; "
                 f"use at most {max_model_len} (the whole context)"
             )
-        if self.policy.reads_generated_tokens(self):
-            is_asynchronous = bool(vllm_config.scheduler_config.async_scheduling)
-            check_refresh(is_asynchronous, vllm_config.use_v2_model_runner)
         self._check_budget(vllm_config)
         if self.adaptive:
             self._adapt(vllm_config)
@@ -257,11 +254,6 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
                 "number, set VLLM_USE_V2_MODEL_RUNNER=0, or use draft_lookup='off'"
             )
         if not on_device:
-            if vllm_config.device_config.device_type != "cpu":
-                raise MagicDecConfigError(
-                    f"{name} needs the V2 model runner on GPUs; remove VLLM_USE_V2_MODEL_RUNNER=0 if it is "
-                    "set, or use draft_lookup='off'"
-                )
             return
         if self.num_speculative_tokens == 1:
             raise MagicDecConfigError(
@@ -360,12 +352,3 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
             capture_every_length(vllm_config)
         name = "MagicDecAsyncScheduler" if scheduler.async_scheduling else "MagicDecScheduler"
         scheduler.scheduler_cls = f"vllm_magicdec.adaptive.scheduler.{name}"
-
-
-def check_refresh(async_scheduling: bool, v2_model_runner: bool) -> None:
-    """Refuse `draft_kv_refresh` if the latest token ids are not on the host yet."""
-    if async_scheduling and not v2_model_runner:
-        raise MagicDecConfigError(
-            f"{METHOD}: draft_kv_refresh needs the V2 model runner under asynchronous scheduling; use "
-            "--no-async-scheduling or draft_kv_refresh=0"
-        )
