@@ -24,7 +24,7 @@ from vllm_magicdec.attention.rows import KVRows
 
 __all__ = ["Implementation", "KVRows", "attend"]
 
-Implementation = Literal["torch", "triton", "flashinfer"]
+Implementation = Literal["torch", "triton"]
 
 
 def attend(
@@ -36,12 +36,8 @@ def attend(
     implementation: Implementation = "torch",
     **options: Any,
 ) -> torch.Tensor:
-    """Attend from one query token per request to the tokens in its view; see `torch_attention.attend`.
-
-    "flashinfer" plans and waits for `lens` at each call; a draft loop keeps a
-    `flashinfer_attention.FlashInferDecode` instead.
-    """
-    # Here, because Triton and FlashInfer may not be installed.
+    """Attend from one query token per request to the tokens in its view; see `torch_attention.attend`."""
+    # Here, because Triton may not be installed.
     module = import_module(f"{__name__}.{implementation}_attention")
     attended: torch.Tensor = module.attend(query, rows, slots, lens, **options)
     return attended
