@@ -32,9 +32,4 @@ def served_settings(hf_config: Any) -> SpireSettings | None:
             f"{settings.sinks} sinks and a window of {settings.window}; write it again with: "
             "magicdec train-draft"
         )
-    if not settings.target_activations:
-        raise SpireError(
-            "a draft trained with --no-target-activations is an ablation and cannot be served; train one "
-            "without this option"
-        )
     return settings

@@ -18,7 +18,7 @@ class SpireError(ValueError):
 
 @dataclass(frozen=True)
 class SpireSettings:
-    """The shape of a draft. The booleans are the paper's ablations."""
+    """The shape of a draft."""
 
     target: str  # name of the target, for the reader
     target_num_hidden_layers: int
@@ -27,7 +27,6 @@ class SpireSettings:
     window: int = 252  # tokens, including the query's own
     num_draft_steps: int = 4  # k, forward passes in training
     feedback_memory: bool = True  # False: a token's memory for a block is the block's input
-    target_activations: bool = True  # False: verified tokens have the draft's activations
     version: int = VERSION
 
     @classmethod
@@ -68,7 +67,9 @@ class SpireSettings:
         """
         given = config.get("spire")
         fields = dict(given) if isinstance(given, Mapping) else {}
-        if fields.get("version") != VERSION or fields.keys() != cls.__annotations__.keys():
+        is_served = fields.pop("target_activations", True) is True  # until 0.3 an option of training
+        is_version = fields.get("version") == VERSION and fields.keys() == cls.__annotations__.keys()
+        if not is_served or not is_version:
             raise SpireError(
                 f"this is no SPIRe draft of version {VERSION}; train one with: magicdec train-draft"
             )

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 import torch.distributed
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from vllm_magicdec.machine import has_slow_avx512_bf16
 from vllm_magicdec.spire.loss import mixed_loss
@@ -43,10 +42,8 @@ class Plan:
     sequence: int  # tokens
     learning_rate: float
     omega: float = 0.5
-    distillation: bool = True  # False: the loss is the cross-entropy of the text
     seed: int = 0
     bfloat16: bool = True  # autocast to bfloat16; weights and optimizer are float32
-    pruned: bool = True  # initialize the draft with the target's weights
 
 
 def has_fast_bfloat16(device: torch.device) -> bool:
@@ -240,18 +237,12 @@ class Trainer:
         settings, plan = self.draft.settings, self.plan
         activations, target_logits = self._target.run(tokens, settings.aux_layers)
         with self._autocast():
-            given = activations.float() if settings.target_activations else None
-            logits = self.draft(tokens, given, first)
+            logits = self.draft(tokens, activations.float(), first)
         count = logits.shape[2]
         losses, acceptances = [], []
         for step, draft_logits in enumerate(logits):
             at = first + step + self._chunk * torch.arange(count, device=tokens.device)
             loss, acceptance = mixed_loss(draft_logits, target_logits[:, at], plan.omega)
-            if not plan.distillation:
-                follows = at[at + 1 < tokens.shape[1]] + 1
-                loss = cross_entropy(
-                    draft_logits[:, : len(follows)].float().flatten(0, 1), tokens[:, follows].flatten()
-                )
             losses.append(loss)
             acceptances.append(acceptance)
         return torch.stack(losses).mean(), torch.stack(acceptances)
