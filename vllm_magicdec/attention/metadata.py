@@ -68,10 +68,7 @@ def draft_metadata(
 
 
 def observed_metadata(
-    own: Mapping[str, Any],
-    layer_names: Sequence[str],
-    switched: Sequence[str],
-    observer: LayerObserver,
+    own: Mapping[str, Any], layer_names: Sequence[str], switched: Sequence[str], observer: LayerObserver
 ) -> dict[str, Any]:
     """Add an observer of some layers to vLLM's metadata by layer.
 

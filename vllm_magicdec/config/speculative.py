@@ -10,12 +10,7 @@ from pydantic import ValidationError
 from vllm.config import SpeculativeConfig, VllmConfig
 
 from vllm_magicdec import files
-from vllm_magicdec.config.fields import (
-    DEFAULT_MAX_TOKENS,
-    VIEW_FIELDS,
-    MagicDecFields,
-    default_of,
-)
+from vllm_magicdec.config.fields import DEFAULT_MAX_TOKENS, VIEW_FIELDS, MagicDecFields, default_of
 from vllm_magicdec.config.given import check_field_names, check_method, name_of, resolve_auto
 from vllm_magicdec.config.reasons import first_problem, is_config_error, one_line
 from vllm_magicdec.config.refusals import (

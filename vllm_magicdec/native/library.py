@@ -224,11 +224,7 @@ class CacheAttention:
     """
 
     def __init__(
-        self,
-        kv_cache: torch.Tensor,
-        layout: str,
-        attend: Callable[[Any], int],
-        weigh: Callable[[Any], int],
+        self, kv_cache: torch.Tensor, layout: str, attend: Callable[[Any], int], weigh: Callable[[Any], int]
     ) -> None:
         self._attend, self._weigh = attend, weigh
         self._dtype = kv_cache.dtype

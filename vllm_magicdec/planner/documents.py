@@ -78,9 +78,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="files to read in folders (default: *.txt *.md *.jsonl *.ndjson *.parquet)",
     )
     parser.add_argument(
-        "--field",
-        default="text",
-        help="JSON field or Parquet column with the text (default: %(default)s)",
+        "--field", default="text", help="JSON field or Parquet column with the text (default: %(default)s)"
     )
 
 

@@ -29,11 +29,7 @@ class LayerPageViews(Views):
     common_lens = (None,)
 
     def __init__(
-        self,
-        selections: Selections,
-        selector: Selector,
-        budget: PageBudget,
-        draft_slots: DraftSlots,
+        self, selections: Selections, selector: Selector, budget: PageBudget, draft_slots: DraftSlots
     ) -> None:
         self._selections = selections
         self._selector = selector

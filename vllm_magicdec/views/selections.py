@@ -98,13 +98,7 @@ class Selections:
     """
 
     def __init__(
-        self,
-        *,
-        num_layers: int,
-        num_heads: int,
-        max_num_reqs: int,
-        max_selected: int,
-        device: torch.device,
+        self, *, num_layers: int, num_heads: int, max_num_reqs: int, max_selected: int, device: torch.device
     ) -> None:
         shape = (max_num_reqs, num_layers, num_heads, max_selected)
         self.positions = torch.zeros(shape, dtype=torch.int32, device=device)  # best first

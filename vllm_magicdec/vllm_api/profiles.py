@@ -12,12 +12,7 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
 from vllm_magicdec.adaptive.step_times import StepTimes
-from vllm_magicdec.config import (
-    MODEL_FIELDS,
-    MagicDecSpeculativeConfig,
-    default_of,
-    documented_fields,
-)
+from vllm_magicdec.config import MODEL_FIELDS, MagicDecSpeculativeConfig, default_of, documented_fields
 from vllm_magicdec.errors import METHOD, MODEL_METHOD, MagicDecConfigError, quoted
 
 logger = init_logger(f"vllm.{__name__}")
