@@ -172,7 +172,6 @@ def run(case: Case, rows: KVRows, implementation: str, device: str = "cpu") -> t
         lens,
         implementation=implementation,
         scale=scale,
-        soft_cap=case.soft_cap,
         **options,
     )
 

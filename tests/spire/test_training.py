@@ -17,11 +17,10 @@ import torch
 from tiny_targets import write_target
 
 from vllm_magicdec.planner.console import main
-from vllm_magicdec.spire.loss import mixed_loss
 from vllm_magicdec.spire.sequences import Sequences
 from vllm_magicdec.spire.settings import SpireError, SpireSettings
 from vllm_magicdec.spire.target import Target, make_draft
-from vllm_magicdec.spire.training import Plan, Processes, Trainer
+from vllm_magicdec.spire.training import Plan, Processes, Trainer, mixed_loss
 
 PLAN = Plan(num_steps=6, batch=4, sequence=32, learning_rate=1e-2, seed=5, bfloat16=False)
 

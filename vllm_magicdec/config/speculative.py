@@ -24,8 +24,7 @@ from vllm_magicdec.errors import METHOD, MODEL_METHOD, MagicDecConfigError, quot
 from vllm_magicdec.policies import find_policy
 from vllm_magicdec.policies.base import Limits, Policy
 from vllm_magicdec.policies.sinks_and_window import SinksAndWindow
-from vllm_magicdec.spire.serving import served_settings
-from vllm_magicdec.spire.settings import SpireError, SpireSettings
+from vllm_magicdec.spire.settings import SpireError, SpireSettings, served_settings
 
 
 class MagicDecSpeculativeConfig(MagicDecFields):

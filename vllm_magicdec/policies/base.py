@@ -44,14 +44,9 @@ class SwitchAttention(Protocol):
     def __call__(
         self, recorder: QueryRecorder | None = None, *, layer_pages: bool = False
     ) -> Sequence[PlannedAttention]:
-        """Switch attention once, for policies whose views differ by layer.
+        """Switch attention once, for policies whose views differ by layer; return plans for token views.
 
-        Args:
-            recorder: receives the queries of every pass of the target.
-            layer_pages: views are pages by layer, which vLLM's attention has to read.
-
-        Returns:
-            Attention planned for full token views.
+        With `layer_pages` the views are pages by layer, which vLLM's attention has to read.
         """
         ...
 
@@ -163,11 +158,6 @@ class PagePolicy(Policy, ChoosesPages):
     @override
     def make_views(cls, fields: Any, engine: Engine, budget: PageBudget) -> PageViews:
         return PageViews(cls(fields, budget, engine.device), engine.make_draft_slots())
-
-    @property
-    def max_pages(self) -> int:
-        """Columns of the view's block table."""
-        return self.budget.max_entries
 
 
 def parse_page_budget(fields: Any, limits: Limits, budget: float, recent_pages: int = 0) -> PageBudget:

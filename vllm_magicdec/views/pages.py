@@ -104,8 +104,8 @@ class ChoosesPages(ABC):
             last_pages: [num_reqs] int64, page of the round's last drafted token.
 
         Returns:
-            pages: [num_reqs, max_pages] int64, page numbers within the request, ascending. The chosen
-                ones come first and end with a contiguous run up to `last_pages`.
+            pages: [num_reqs, budget.max_entries] int64, page numbers within the request, ascending. The
+                chosen ones come first and end with a contiguous run up to `last_pages`.
             num_pages: [num_reqs] int64.
         """
 
