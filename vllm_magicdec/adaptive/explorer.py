@@ -109,12 +109,7 @@ class Explorer:
     def observe(
         self, timed: TimedStep, num_accepted: int, verified: Choice, drafted: Choice, info: RoundInfo
     ) -> None:
-        """Earn credit by a step's time, and pay what it lost if it was a trial.
-
-        Args:
-            timed, verified, drafted, info: see `Controller.observe`.
-            num_accepted: accepted drafts of all requests.
-        """
+        """Earn credit by a step's time, and pay what a trial lost; arguments as in `Controller.observe`."""
         decision = self.decision
         self._num_steps += 1
         self._seen[info.bucket][verified] = self._num_steps

@@ -34,4 +34,3 @@ class QueryRecorder(Protocol):
             scales: scales of the layer; select queries before `Scales.scale_query`.
             metadata: vLLM's metadata of one of `switch.BACKENDS_WITH_BLOCK_TABLES`.
         """
-        ...

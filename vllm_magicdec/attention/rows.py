@@ -98,7 +98,6 @@ class WeighTokens(Protocol):
         Returns:
             [num_kv_heads, length] float32; None if the kernel does not support so many queries.
         """
-        ...
 
 
 @dataclass(frozen=True)

@@ -26,11 +26,9 @@ class Source(Protocol):
         Args:
             latest: [num] int32, the end of a request's text, at least MAX_MATCH tokens if it has as many.
         """
-        ...
 
     def add(self, tokens: np.ndarray) -> None:
         """Add a finished request's answer, [num] int32."""
-        ...
 
 
 @dataclass(frozen=True)

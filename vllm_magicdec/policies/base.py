@@ -48,7 +48,6 @@ class SwitchAttention(Protocol):
 
         With `layer_pages` the views are pages by layer, which vLLM's attention has to read.
         """
-        ...
 
 
 @dataclass(frozen=True)

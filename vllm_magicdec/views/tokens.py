@@ -102,15 +102,12 @@ class PlannedAttention(Protocol):
     @property
     def num_bytes(self) -> int:
         """Device memory."""
-        ...
 
     def reserve(self, width: int) -> None:
         """Make room for views of up to `width` columns; called once, before anything is planned."""
-        ...
 
     def prepare_capture(self, num_reqs: int, length: int) -> None:
         """Make a plan that the graph may keep, for views of `length` columns."""
-        ...
 
 
 class TokenViews(Views):
