@@ -120,17 +120,16 @@ def flashinfer(args: argparse.Namespace) -> str:
         return NEEDS_DEVICE
     from vllm.utils.flashinfer import has_flashinfer
 
-    from vllm_magicdec.attention import KVRows, attend
+    from vllm_magicdec.attention.flashinfer_attention import Geometry
+    from vllm_magicdec.attention.plans import CommonLengthPlans
 
     download = f"type {BIN}/vllm download-kernels, or install the CUDA toolkit and export CUDA_HOME"
     if not has_flashinfer():
         raise MissingError(f"vLLM finds neither compiled kernels of FlashInfer nor nvcc; {download}")
-    cache = torch.zeros(2, 8, 16, 256, dtype=torch.bfloat16, device="cuda")
-    query = torch.zeros(1, 32, 128, dtype=torch.bfloat16, device="cuda")
-    slots = torch.zeros(1, 8, 32, dtype=torch.int32, device="cuda")
-    rows, lens = KVRows.of(cache, "FLASHINFER"), torch.full_like(slots[0, 0, :1], 32)
+    geometry = Geometry(32, 8, 128, torch.bfloat16, torch.bfloat16, scale=1.0)
+    plans = CommonLengthPlans(geometry, max_num_reqs=1, max_graph_reqs=0, device=torch.device("cuda"))
     try:
-        attend(query, rows, slots, lens, scale=1.0, implementation="flashinfer")
+        plans.load_kernels()
         torch.cuda.synchronize()
     except Exception as error:  # of whatever compiles, loads or launches the kernel
         lines = str(error).strip().splitlines() or [type(error).__name__]

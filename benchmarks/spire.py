@@ -13,7 +13,6 @@ start every few of its tokens:
   over i < j of min(1, p_i / q_i).
 
 The acceptance length is one more. Only the texts and the paths are random.
-`benchmarks/tiny-spire/ablations.sh` trains SPIRe's ablations and measures them with this script.
 """
 
 import argparse
@@ -30,13 +29,13 @@ from common.documents import encode, excerpts
 from common.options import add_out, make_parser
 from common.record import make_record, write
 from common.tables import console, make_table
+from common.trained_drafts import DraftState, load
 from kv_heavy import TINY_LLAMA
 from rich.table import Table
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-from vllm_magicdec.spire.files import load
-from vllm_magicdec.spire.model import DraftState, SpireDraft
+from vllm_magicdec.spire.model import SpireDraft
 from vllm_magicdec.spire.target import Target
 
 sys.path.insert(0, str(TINY_LLAMA))
@@ -104,15 +103,13 @@ class LlamaDraft:
 
 
 class TrainedDraft:
-    """A SPIRe draft, or one of its ablations."""
+    """A SPIRe draft."""
 
     def __init__(self, draft: SpireDraft) -> None:
         self._draft = draft
 
     def read(self, text: "Text") -> None:
         self._state, self._activations = DraftState(self._draft, len(text.tokens) + 1), text.activations
-        if not self._draft.settings.target_activations:
-            (self._activations,) = self._draft.own_activations(text.tokens[None])
 
     def start(self, num_verified: int) -> Callable[[int], Tensor]:
         self._state.verify(self._activations[self._state.num_verified : num_verified])

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # tiny-spire again, on one core: an hour where others want that one, too. In the project's folder:
 #   sh benchmarks/tiny-spire/train.sh FOLDER
-# With an ablation's options after the folder (--steps 400 --no-feedback-memory, say) it trains that one.
+# Options after the folder (--steps 400 --no-feedback-memory, say) are those of magicdec train-draft.
 set -e
 out=$1
 shift

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import flashinfer_stand_in as stand_in
 import pytest
 import torch
+from flashinfer_once import attend_with_flashinfer
 from hypothesis import strategies as st
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
@@ -156,16 +157,22 @@ def filled_cache(layout: KVCacheLayout, case: Case, **where) -> torch.Tensor:
 
 def run(case: Case, rows: KVRows, implementation: str, device: str = "cpu") -> torch.Tensor:
     query, slots, lens = (t.to(device) for t in (case.query, case.slots, case.lens))
+    scale = case.scale * case.key_scale
+    options = {
+        "soft_cap": case.soft_cap,
+        "sinks": None if case.sinks is None else case.sinks.to(device),
+        "value_scale": case.value_scale,
+    }
+    if implementation == "flashinfer":
+        return attend_with_flashinfer(query, rows, slots, lens, scale, **options)
     return attend(
         query,
         rows,
         slots,
         lens,
-        scale=case.scale * case.key_scale,
-        soft_cap=case.soft_cap,
-        sinks=None if case.sinks is None else case.sinks.to(device),
-        value_scale=case.value_scale,
         implementation=implementation,
+        scale=scale,
+        **options,
     )
 
 

@@ -133,7 +133,7 @@ WRONG_DRAFTS = {
     "without target activations": (
         {"target_activations": False},
         {},
-        "trained with --no-target-activations is an ablation and cannot be served",
+        "this is no SPIRe draft of version 1",
     ),
 }
 

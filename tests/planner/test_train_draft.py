@@ -13,13 +13,14 @@ import pytest
 import torch
 from texts import MODEL
 
+from benchmarks.common.trained_drafts import load
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "spire"))
 from tiny_targets import write_target
 
 from vllm_magicdec.planner import train_draft
 from vllm_magicdec.planner.console import main
 from vllm_magicdec.spire import training
-from vllm_magicdec.spire.files import load
 
 TEXT = "def one():\n    return 1\n\n\nclass Two:\n    def __init__(self):\n        self.three = 3\n" * 12
 
@@ -81,7 +82,7 @@ def test_the_same_command_resumes(target, data, tmp_path, capsys, monkeypatch):
     assert "a training with other options" in capsys.readouterr().err
     assert train(target, data, out, "--no-float32") == 2
     assert "another default of --float32" in capsys.readouterr().err
-    assert train(target, data, out, "--random-init") == 2
+    assert train(target, data, out, "--no-feedback-memory") == 2
     assert "a training with other options" in capsys.readouterr().err
     assert train(target, data[:1], out) == 2
     assert "a training on other data" in capsys.readouterr().err

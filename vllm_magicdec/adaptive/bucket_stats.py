@@ -15,13 +15,7 @@ _MEMORY, GUESS_WEIGHT, _MIN_WEIGHT = 512.0, 8.0, 32.0
 
 
 class RoundAverages:
-    """Decaying averages over rounds of single requests.
-
-    Args:
-        verified: first guess at the verified drafts per request.
-        accepted: first guess at the accepted ones among them.
-        num_passes: first guess at the draft steps.
-    """
+    """Decaying averages over rounds of single requests, which begin with first guesses."""
 
     def __init__(self, verified: float, accepted: float, num_passes: float) -> None:
         self._weight = GUESS_WEIGHT
@@ -90,11 +84,7 @@ class BucketStats:
     ) -> None:
         """Add `count` equal rounds of single requests, but not to `tokens`.
 
-        Args:
-            verified, accepted: drafts per request.
-            count: rounds.
-            info: how the drafts were made.
-            is_checked: whether draft steps made or checked them.
+        `is_checked` says whether draft steps made or checked the drafts.
         """
         averages = self.checked if is_checked else self.unchecked
         averages.observe(verified, accepted, info.num_passes, count)

@@ -37,12 +37,7 @@ class Forecast(NamedTuple):
 
 
 class Controller:
-    """Chooses the drafts of every step of one engine.
-
-    Args:
-        value: what choices bring.
-        times: times of a profile, or empty ones.
-    """
+    """Chooses the drafts of every step of one engine."""
 
     def __init__(self, value: Value, times: StepTimes) -> None:
         self.value, self.times = value, times

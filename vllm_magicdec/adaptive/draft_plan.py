@@ -71,7 +71,6 @@ class DraftLists(list[list[int]]):
     """A round's drafts by request, on their way from a worker to the scheduler.
 
     Args:
-        drafts: token ids, by request.
         num_passes: draft steps that were made; 0 if all drafts were looked up.
         num_checked: by request, how many of the first drafts the draft steps sampled; the others were
             looked up and not checked. None: all if there was a draft step, else none.

@@ -38,7 +38,6 @@ class Explorer:
     """Plans calibrations and trials, and keeps account of their cost.
 
     Args:
-        value: what choices bring.
         times: step times. If empty, the first steps of each batch size and context length (by factors of
             two) are a calibration.
     """
@@ -71,10 +70,6 @@ class Explorer:
 
     def look_ahead(self, batch: Batch, *, is_timed: bool) -> bool:
         """Find what is planned for the next step.
-
-        Args:
-            batch: its size.
-            is_timed: whether its time will be usable.
 
         Returns:
             Whether it belongs to a calibration.
@@ -114,12 +109,7 @@ class Explorer:
     def observe(
         self, timed: TimedStep, num_accepted: int, verified: Choice, drafted: Choice, info: RoundInfo
     ) -> None:
-        """Earn credit by a step's time, and pay what it lost if it was a trial.
-
-        Args:
-            timed, verified, drafted, info: see `Controller.observe`.
-            num_accepted: accepted drafts of all requests.
-        """
+        """Earn credit by a step's time, and pay what a trial lost; arguments as in `Controller.observe`."""
         decision = self.decision
         self._num_steps += 1
         self._seen[info.bucket][verified] = self._num_steps

@@ -34,12 +34,7 @@ _PLAIN_ROUNDS = Rounds(1.0)
 
 
 class LookupValue(Value):
-    """Value of plain decoding, of checked drafts, and of unchecked lookups alone.
-
-    Args:
-        max_drafts: maximum drafts per request and round.
-        budget: K/V entries that each draft step reads per request, at most.
-    """
+    """Value of plain decoding, of checked drafts, and of unchecked lookups alone."""
 
     def __init__(self, max_drafts: int, budget: int) -> None:
         self.budget = budget

@@ -106,11 +106,7 @@ def _features(step: Step) -> list[float]:
 
 
 class StepTimes:
-    """Predicts step times from measured ones.
-
-    Args:
-        measured: steps to fit at once, if there are any.
-    """
+    """Predicts step times from measured ones."""
 
     def __init__(self, measured: Iterable[TimedStep] = ()) -> None:
         self.description: Mapping[str, Any] = {}  # of a profile: model and machine
@@ -214,12 +210,7 @@ class StepTimes:
         return max(sum(map(mul, self._coefficients, _features(step))), 1e-9)
 
     def save(self, path: Path, description: dict[str, object]) -> None:
-        """Write a profile.
-
-        Args:
-            path: a JSON file.
-            description: model and machine.
-        """
+        """Write a profile in JSON; `description` names model and machine."""
         rows = [
             {**timed.step._asdict(), "seconds": timed.seconds, "count": len(self._measured[bucket])}
             for bucket, timed in self._medians.items()

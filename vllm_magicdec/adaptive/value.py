@@ -135,7 +135,6 @@ class AcceptanceValue(Value):
 
     Args:
         lengths: possible numbers of drafts, ascending.
-        budget: K/V entries that each draft step reads per request, at most.
     """
 
     def __init__(self, lengths: Sequence[int], budget: int) -> None:

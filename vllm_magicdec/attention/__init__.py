@@ -15,6 +15,7 @@
 | `switch.py` | draft attention in vLLM's layers |
 """
 
+from importlib import import_module
 from typing import Any, Literal
 
 import torch
@@ -23,7 +24,7 @@ from vllm_magicdec.attention.rows import KVRows
 
 __all__ = ["Implementation", "KVRows", "attend"]
 
-Implementation = Literal["torch", "triton", "flashinfer"]
+Implementation = Literal["torch", "triton"]
 
 
 def attend(
@@ -32,44 +33,11 @@ def attend(
     slots: torch.Tensor,
     lens: torch.Tensor,
     *,
-    scale: float,
-    soft_cap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    value_scale: float = 1.0,
     implementation: Implementation = "torch",
+    **options: Any,
 ) -> torch.Tensor:
-    """Attend from one query token per request to the tokens in its view.
-
-    Args:
-        query: [num_reqs, num_heads, head_size]; the heads of a KV head are adjacent.
-        rows: the layer's cache.
-        slots: [num_reqs, num_kv_heads, budget] int32; the first `lens` columns are read.
-        lens: [num_reqs] int32, each from 1 to the budget.
-        scale: scale of the logits, times that of an fp8 cache's keys.
-        soft_cap: above 0, logits become `soft_cap * tanh(logits / soft_cap)`.
-        sinks: [num_heads], logits that only add to the softmax's denominator.
-        value_scale: scale of an fp8 cache's values.
-        implementation: "flashinfer" plans and waits for `lens` at each call; a draft loop keeps a
-            `flashinfer_attention.FlashInferDecode` instead.
-
-    Returns:
-        [num_reqs, num_heads, head_size] in the query's dtype, accumulated in float32.
-
-    Raises:
-        ValueError: the implementation is unknown or cannot read this cache's layout.
-    """
-    options: dict[str, Any] = dict(scale=scale, soft_cap=soft_cap, sinks=sinks, value_scale=value_scale)
-    # Triton and FlashInfer may not be installed.
-    if implementation == "torch":
-        from vllm_magicdec.attention import torch_attention
-
-        return torch_attention.attend(query, rows, slots, lens, **options)
-    if implementation == "triton":
-        from vllm_magicdec.attention import triton_attention
-
-        return triton_attention.attend(query, rows, slots, lens, **options)
-    if implementation == "flashinfer":
-        from vllm_magicdec.attention import flashinfer_attention
-
-        return flashinfer_attention.attend(query, rows, slots, lens, **options)
-    raise ValueError(f"unknown draft attention {implementation!r}; use torch, triton or flashinfer")
+    """Attend from one query token per request to the tokens in its view; see `torch_attention.attend`."""
+    # Here, because Triton may not be installed.
+    module = import_module(f"{__name__}.{implementation}_attention")
+    attended: torch.Tensor = module.attend(query, rows, slots, lens, **options)
+    return attended

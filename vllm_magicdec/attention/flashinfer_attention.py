@@ -169,7 +169,6 @@ class FlashInferDecode:
     """Planned decode attention; all layers share one plan.
 
     Args:
-        geometry: geometry of the layers.
         num_reqs: maximum requests of a plan; with `cuda_graph`, their exact number.
         workspace: from `make_workspace`.
         indices: from `make_page_indices`, written. Decodes that do not overlap may share both.
@@ -238,7 +237,7 @@ class FlashInferDecode:
     ) -> torch.Tensor:
         """Attend under the last plan; return `out`, [num_reqs, num_heads, head_size] in the query's dtype.
 
-        Sinks and scales (see `attend`) are not part of the plan; `key_scale` multiplies the plan's scale.
+        Sinks and scales are not part of the plan; `key_scale` multiplies the scale of the plan.
 
         Raises:
             UnreadableCacheError: see `row_pages`.
@@ -262,29 +261,3 @@ class FlashInferDecode:
         read, lse = self._wrapper.run(query.reshape(shape), pages, return_lse=True, **options)
         share = torch.sigmoid(lse.view(query.shape[:2]) * math.log(2) - sinks)  # base 2
         return read.view(query.shape).mul_(share.unsqueeze(-1))
-
-
-def attend(
-    query: torch.Tensor,  # [num_reqs, num_heads, head_size]
-    rows: KVRows,
-    slots: torch.Tensor,  # [num_reqs, num_kv_heads, budget] int32
-    lens: torch.Tensor,  # [num_reqs] int32
-    *,
-    scale: float,
-    soft_cap: float = 0.0,
-    sinks: torch.Tensor | None = None,  # [num_heads]
-    value_scale: float = 1.0,
-) -> torch.Tensor:
-    """Plan and run once; see `vllm_magicdec.attention.attend`."""
-    num_reqs, num_heads, head_size = query.shape
-    geometry = Geometry(
-        num_heads, rows.num_kv_heads, head_size, query.dtype, rows.keys.rows.dtype, scale, soft_cap
-    )
-    decode = FlashInferDecode(
-        geometry,
-        num_reqs=num_reqs,
-        workspace=make_workspace(geometry, num_reqs, query.device),
-        indices=make_page_indices(num_reqs * rows.num_kv_heads, slots.shape[-1], query.device),
-    )
-    decode.plan(lens.cpu())
-    return decode.run(query, rows, slots, sinks=sinks, value_scale=value_scale)

@@ -50,7 +50,6 @@ def draft_metadata(
     """Return a view's metadata by layer.
 
     Args:
-        view: view of the pass.
         layer_names: attention layers in the view's order.
         of_pages: makes vLLM's metadata of a block table for these layers.
     """
@@ -69,18 +68,13 @@ def draft_metadata(
 
 
 def observed_metadata(
-    own: Mapping[str, Any],
-    layer_names: Sequence[str],
-    switched: Sequence[str],
-    observer: LayerObserver,
+    own: Mapping[str, Any], layer_names: Sequence[str], switched: Sequence[str], observer: LayerObserver
 ) -> dict[str, Any]:
     """Add an observer of some layers to vLLM's metadata by layer.
 
     Args:
-        own: vLLM's metadata.
         layer_names: layers to observe.
         switched: all layers with a switch, so that they do not treat the metadata as the target's.
-        observer: receives the queries.
     """
     metadata = {**own, **{name: DraftMetadata(own[name]) for name in switched}}
     return metadata | {name: ObservedMetadata(own[name], observer) for name in layer_names}

@@ -191,8 +191,6 @@ class NativeAttention:
         Args:
             query: [num_queries or more, num_heads, head_size].
             kv_cache: [num_blocks, num_kv_heads, page_size, 2 * head_size].
-            metadata: metadata of the view.
-            softmax: the layer's softmax parameters.
             value_scale: scale of an fp8 cache's values; else 1.
             output: as `query`, or [num_queries or more, num_heads * head_size]; written.
         """
@@ -250,7 +248,6 @@ def is_faster(layout: str, num_rows: int, lens: torch.Tensor, *, is_fp8: bool) -
         layout: layout of the KV cache, as in vLLM's `layer.isa`.
         num_rows: query tokens of a request times query heads per KV head.
         lens: [num_reqs] int32, tokens of each request's context, on the host.
-        is_fp8: whether the cache is fp8.
     """
     if layout != "amx" or not is_fp8 or num_rows >= _AMX_FP8_ROWS:
         return True

@@ -30,11 +30,7 @@ class QueryRecorder(Protocol):
         """Record the queries of a layer in the target's pass.
 
         Args:
-            layer: index of the layer.
             queries: [num_tokens, num_heads, head_size], in the model's dtype or quantised.
             scales: scales of the layer; select queries before `Scales.scale_query`.
             metadata: vLLM's metadata of one of `switch.BACKENDS_WITH_BLOCK_TABLES`.
-            cache: KV cache of the layer.
-            softmax: softmax parameters of the layer.
         """
-        ...

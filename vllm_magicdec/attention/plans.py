@@ -28,10 +28,8 @@ class CommonLengthPlans:
     the same number of requests. CUDA graphs need plans that never change.
 
     Args:
-        geometry: geometry of the layers.
         max_num_reqs: maximum requests of a round.
         max_graph_reqs: maximum requests of a step in a CUDA graph; 0: no graphs.
-        device: device of the layers.
     """
 
     def __init__(

@@ -94,13 +94,10 @@ class WeighTokens(Protocol):
         Args:
             queries: [num_tokens, num_heads, head_size] of the request's last tokens, in the model's dtype.
             pages: [n] int, the request's pages.
-            length: tokens of the request.
-            softmax: softmax parameters of the layer.
 
         Returns:
             [num_kv_heads, length] float32; None if the kernel does not support so many queries.
         """
-        ...
 
 
 @dataclass(frozen=True)

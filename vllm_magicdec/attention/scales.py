@@ -44,12 +44,7 @@ class Scales:
 
 
 def stored_dtype(spec: AttentionSpec, kv_cache_dtype: str) -> torch.dtype:
-    """Return the dtype of a KV cache's elements; vLLM keeps fp8 caches as tensors of bytes.
-
-    Args:
-        spec: spec of the cache.
-        kv_cache_dtype: vLLM's name of the dtype.
-    """
+    """Return the dtype of a KV cache's elements; vLLM keeps fp8 caches as tensors of bytes."""
     if spec.kv_quant_mode != KVQuantMode.FP8_PER_TENSOR:
         return spec.dtype
     return torch.float8_e5m2 if kv_cache_dtype == "fp8_e5m2" else current_platform.fp8_dtype()

@@ -47,9 +47,7 @@ def install_switches(
     """Install a `Switch` in every layer; its index is that in `layer_names`.
 
     Args:
-        vllm_config: the engine's configuration.
         layer_names: attention layers of the target.
-        device: device of the layers.
         recorder: receives the target's queries.
         layer_pages: draft steps read pages by layer through vLLM's attention.
         max_graph_reqs: maximum requests of a draft step in a CUDA graph; 0: no graphs.

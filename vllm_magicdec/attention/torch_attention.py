@@ -8,17 +8,31 @@ from vllm_magicdec.attention.softmax import weights_of
 
 
 def attend(
-    query: torch.Tensor,  # [num_reqs, num_heads, head_size]
+    query: torch.Tensor,
     rows: KVRows,
-    slots: torch.Tensor,  # [num_reqs, num_kv_heads, budget] int32
-    lens: torch.Tensor,  # [num_reqs] int32
+    slots: torch.Tensor,
+    lens: torch.Tensor,
     *,
     scale: float,
     soft_cap: float = 0.0,
-    sinks: torch.Tensor | None = None,  # [num_heads]
+    sinks: torch.Tensor | None = None,
     value_scale: float = 1.0,
 ) -> torch.Tensor:
-    """Gather the rows and compute in float32; see `vllm_magicdec.attention.attend`."""
+    """Gather the rows and compute in float32.
+
+    Args:
+        query: [num_reqs, num_heads, head_size]; the heads of a KV head are adjacent.
+        rows: the layer's cache.
+        slots: [num_reqs, num_kv_heads, budget] int32; the first `lens` columns are read.
+        lens: [num_reqs] int32, each from 1 to the budget.
+        scale: scale of the logits, times that of an fp8 cache's keys.
+        soft_cap: above 0, logits become `soft_cap * tanh(logits / soft_cap)`.
+        sinks: [num_heads], logits that only add to the softmax's denominator.
+        value_scale: scale of an fp8 cache's values.
+
+    Returns:
+        [num_reqs, num_heads, head_size] in the query's dtype, accumulated in float32.
+    """
     # [num_reqs, 1, budget]
     in_view = torch.arange(slots.shape[-1], device=slots.device) < lens.view(-1, 1, 1)
     # Columns past the view may be invalid slots; the first one is valid.
@@ -47,7 +61,7 @@ def attend_where(
     sinks: torch.Tensor | None = None,  # [num_heads]
     value_scale: float = 1.0,
 ) -> torch.Tensor:
-    """Attend from several query tokens per request under a mask, as `vllm_magicdec.attention.attend`.
+    """Attend from several query tokens per request under a mask; see `attend`.
 
     Returns:
         [num_reqs, num_queries, num_heads, head_size] in the query's dtype.

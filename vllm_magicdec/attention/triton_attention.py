@@ -128,7 +128,7 @@ def attend(
     sinks: torch.Tensor | None = None,  # [num_heads], contiguous
     value_scale: float = 1.0,
 ) -> torch.Tensor:
-    """Attend without host synchronisation, also in a CUDA graph; see `vllm_magicdec.attention.attend`.
+    """Attend without host synchronisation, also in a CUDA graph; see `torch_attention.attend`.
 
     As in other flash kernels, softmax weights are rounded to half precision for half-precision caches.
     """

@@ -101,8 +101,6 @@ def fit_adapters(given: Mapping[str, Any], max_num_seqs: int, max_num_batched_to
 
     Args:
         given: fields, options included.
-        max_num_seqs: maximum requests of a step.
-        max_num_batched_tokens: maximum tokens of a step.
 
     Returns:
         None if the given number fits, or is not one.

@@ -15,12 +15,7 @@ _SPARSE_MLA_FIELDS = ("index_topk", "compress_ratios")  # of a Hugging Face conf
 
 
 def check_model(model: ModelConfig, instead: str = "serve it without speculation") -> None:
-    """Refuse models whose state a draft step would destroy or could not read.
-
-    Args:
-        model: the target or a draft model.
-        instead: the alternative to suggest.
-    """
+    """Refuse models whose state a draft step would destroy or could not read."""
     if model.is_encoder_decoder:
         raise ValueError(f"encoder-decoder models are not supported; {instead}")
     if model.is_attention_free or model.is_hybrid or model.has_inner_state:

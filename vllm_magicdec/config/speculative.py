@@ -10,12 +10,7 @@ from pydantic import ValidationError
 from vllm.config import SpeculativeConfig, VllmConfig
 
 from vllm_magicdec import files
-from vllm_magicdec.config.fields import (
-    DEFAULT_MAX_TOKENS,
-    VIEW_FIELDS,
-    MagicDecFields,
-    default_of,
-)
+from vllm_magicdec.config.fields import DEFAULT_MAX_TOKENS, VIEW_FIELDS, MagicDecFields, default_of
 from vllm_magicdec.config.given import check_field_names, check_method, name_of, resolve_auto
 from vllm_magicdec.config.reasons import first_problem, is_config_error, one_line
 from vllm_magicdec.config.refusals import (
@@ -29,8 +24,7 @@ from vllm_magicdec.errors import METHOD, MODEL_METHOD, MagicDecConfigError, quot
 from vllm_magicdec.policies import find_policy
 from vllm_magicdec.policies.base import Limits, Policy
 from vllm_magicdec.policies.sinks_and_window import SinksAndWindow
-from vllm_magicdec.spire.serving import served_settings
-from vllm_magicdec.spire.settings import SpireError, SpireSettings
+from vllm_magicdec.spire.settings import SpireError, SpireSettings, served_settings
 
 
 class MagicDecSpeculativeConfig(MagicDecFields):

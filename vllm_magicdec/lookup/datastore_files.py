@@ -73,9 +73,7 @@ def write(path: Path, documents: Iterable[np.ndarray], vocabulary: Vocabulary, m
     Memory holds the tokens and, while they are sorted, about 5 bytes for each of their bytes.
 
     Args:
-        path: folder to create.
         documents: token ids, [num] integers each.
-        vocabulary: of these ids.
         model: see `Header`.
 
     Raises:
@@ -146,9 +144,6 @@ class OpenSizes:
     """Detects that the memory-mapped files of a datastore were cut.
 
     Reading a page that its file has lost ends the process (SIGBUS).
-
-    Args:
-        path: the datastore's folder.
     """
 
     def __init__(self, path: Path) -> None:
@@ -172,7 +167,6 @@ def check(path: Path, vocab_size: int, vocabulary: Vocabulary | None = None) -> 
     """Refuse a datastore that does not fit a model; does not import Numba.
 
     Args:
-        path: the datastore's folder.
         vocab_size: of the served model, padding included.
         vocabulary: of its tokenizer, if there is one.
 

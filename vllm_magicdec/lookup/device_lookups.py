@@ -18,10 +18,7 @@ class DeviceLookups:
     """Lookups for all requests of a worker, without synchronization.
 
     Args:
-        max_num_reqs: maximum requests in a batch.
-        max_model_len: maximum tokens of a text.
         vocab_size: ids outside of the vocabulary (an image's placeholder) become token 0.
-        device: of the texts.
         has_kernels: search with Triton kernels instead of many small operations.
     """
 
@@ -48,7 +45,6 @@ class DeviceLookups:
             drafts: [num_reqs, num_steps] int32, contiguous: each text's last token and its drafts; the rest
                 is written.
             num_drafted: [num_reqs] int64, drafts of each text, fewer than `num_steps`.
-            texts: of these requests.
 
         Returns:
             [num_reqs] bool, whether there was a match.

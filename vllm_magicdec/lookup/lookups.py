@@ -25,13 +25,10 @@ class Source(Protocol):
 
         Args:
             latest: [num] int32, the end of a request's text, at least MAX_MATCH tokens if it has as many.
-            max_tokens: maximum length of the continuation.
         """
-        ...
 
     def add(self, tokens: np.ndarray) -> None:
         """Add a finished request's answer, [num] int32."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -51,7 +48,6 @@ class Lookups:
     Args:
         max_num_reqs: maximum requests in a batch, and maximum contexts kept.
         vocab_size: a continuation ends before an id outside of the vocabulary (an image's placeholder).
-        max_drafts: maximum drafts per request and round.
         sources: sources beside the requests' own contexts, by name; at a tie the first one wins.
         in_context: whether to search the requests' own contexts.
     """
@@ -104,12 +100,7 @@ class Lookups:
         self._on_failure = on_failure
 
     def follow(self, req_ids: Sequence[str], histories: Sequence[History]) -> None:
-        """Index the tokens that were verified since the last round, and learn from them.
-
-        Args:
-            req_ids: the requests of a batch.
-            histories: their verified tokens.
-        """
+        """Index the tokens that were verified since the last round, and learn from them."""
         if len(self._indexes.keys() | req_ids) > self._max_num_reqs:  # some requests are preempted
             for req_id in self._indexes.keys() - req_ids:
                 self._drop(req_id)
@@ -189,7 +180,6 @@ class Lookups:
         Args:
             req_id: a request of the latest `follow`.
             drafted: drafts after its verified tokens.
-            max_tokens: maximum length of the continuation.
             min_acceptance: the continuation ends where its probability as a whole falls below this.
         """
         if max_tokens <= 0:

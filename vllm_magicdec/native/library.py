@@ -33,14 +33,9 @@ class Variant:
     machine: str  # `platform.machine()`; "": any
 
     @property
-    def file_name(self) -> str:
-        """Name of the shared library."""
-        return f"attention_{self.name}.so"
-
-    @property
     def path(self) -> Path:
         """Path of the shared library."""
-        return FOLDER / self.file_name
+        return FOLDER / f"attention_{self.name}.so"
 
 
 # In order of preference; setup.py compiles them.
@@ -214,21 +209,13 @@ class Kernel:
 
 
 class CacheAttention:
-    """A kernel over one KV cache; calls share its description to save Python time.
+    """A kernel over one KV cache (see `Kernel.over`); calls share its description to save Python time.
 
-    Args:
-        kv_cache: see `Kernel.over`.
-        layout: see `Kernel.over`.
-        attend: `magicdec_attend` of attention.h.
-        weigh: `magicdec_weigh` of attention.h.
+    `attend` and `weigh` are `magicdec_attend` and `magicdec_weigh` of attention.h.
     """
 
     def __init__(
-        self,
-        kv_cache: torch.Tensor,
-        layout: str,
-        attend: Callable[[Any], int],
-        weigh: Callable[[Any], int],
+        self, kv_cache: torch.Tensor, layout: str, attend: Callable[[Any], int], weigh: Callable[[Any], int]
     ) -> None:
         self._attend, self._weigh = attend, weigh
         self._dtype = kv_cache.dtype

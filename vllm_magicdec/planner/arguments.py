@@ -21,9 +21,7 @@ DEFAULT_ACCEPTANCE, MODEL_ACCEPTANCE, SPIRE_ACCEPTANCE = 0.8, 0.7, 0.8
 def add_deployment(parser: argparse.ArgumentParser) -> None:
     """Add the options that `find_deployment` reads."""
     parser.add_argument(
-        "--model",
-        required=True,
-        help=f"a directory with a config.json, or one of {', '.join(MODELS)}",
+        "--model", required=True, help=f"a directory with a config.json, or one of {', '.join(MODELS)}"
     )
     parser.add_argument(
         "--draft",

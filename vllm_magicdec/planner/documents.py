@@ -44,7 +44,6 @@ def read_texts(files: Iterable[Path], field: str) -> Iterator[str]:
     """Yield the documents of all files.
 
     Args:
-        files: files in one of the FORMATS.
         field: JSON field or Parquet column that holds the text.
 
     Raises:
@@ -59,12 +58,7 @@ def read_texts(files: Iterable[Path], field: str) -> Iterator[str]:
 
 
 def encode(texts: Iterable[str], tokenizer: Any) -> Iterator[np.ndarray]:
-    """Yield each text's tokens, `[num_tokens]` int64, without special tokens.
-
-    Args:
-        texts: the documents.
-        tokenizer: a Hugging Face tokenizer.
-    """
+    """Yield each text's tokens, `[num_tokens]` int64, without special tokens."""
     texts = iter(texts)
     while batch := list(_take(texts, _BATCH_CHARACTERS)):
         pieces = [list(_pieces(text)) for text in batch]
@@ -84,9 +78,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="files to read in folders (default: *.txt *.md *.jsonl *.ndjson *.parquet)",
     )
     parser.add_argument(
-        "--field",
-        default="text",
-        help="JSON field or Parquet column with the text (default: %(default)s)",
+        "--field", default="text", help="JSON field or Parquet column with the text (default: %(default)s)"
     )
 
 

@@ -103,7 +103,6 @@ def matmul_flops(device: str, dtype: "torch.dtype") -> float:
 
     Args:
         device: "cpu", with torch's current number of threads, or "cuda".
-        dtype: of the factors and the product.
     """
     import torch
 

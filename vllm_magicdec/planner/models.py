@@ -77,7 +77,6 @@ def find_draft(name: str, target: ModelShape) -> ModelShape | None:
 
     Args:
         name: 'self', 'spire' for a SPIRe draft of the target, or a name as for `find_model`.
-        target: the model that verifies.
 
     Returns:
         None for 'self'.

@@ -20,7 +20,6 @@ def tokens_per_round(gamma: int, alpha: float) -> float:
     """Return Omega(gamma, alpha) = (1 - alpha^(gamma+1)) / (1 - alpha), the expected tokens per round.
 
     Args:
-        gamma: drafted tokens per round.
         alpha: probability that a drafted token is accepted, in [0, 1].
     """
     return sum(alpha**i for i in range(gamma + 1))  # also defined at alpha = 1

@@ -75,11 +75,8 @@ def make_plan(
     """Predict every combination of batch and context.
 
     Args:
-        deployment: model, draft and devices.
         alphas: acceptance rate of every budget (tokens) to consider.
         max_gamma, min_gamma: bounds on the drafts per round.
-        batches: numbers of requests.
-        contexts: tokens per request.
     """
     batches, contexts = sorted(set(batches)), sorted(set(contexts))
     capacity = deployment.kv_capacity_tokens(contexts[-1])

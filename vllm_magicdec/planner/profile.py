@@ -66,12 +66,7 @@ class _Sweep(Controller):
 
 
 def fill_prefix_cache(llm: Any, prompts: list[list[int]]) -> None:
-    """Compute the prompts' K/V, so that all requests start to decode in the same step.
-
-    Args:
-        llm: an `LLM` with prefix caching.
-        prompts: token ids.
-    """
+    """Compute the prompts' K/V, so that all requests start to decode in the same step."""
     from vllm import SamplingParams
 
     ids = [{"prompt_token_ids": prompt} for prompt in prompts]
@@ -97,8 +92,6 @@ def measure_cell(llm: Any, batch: int, context: int) -> list[TimedStep]:
     Args:
         llm: an `LLM` with `num_speculative_tokens: auto`, synchronous scheduling, and its engine core in
             this process.
-        batch: number of requests.
-        context: tokens per request.
 
     Raises:
         ValueError: the engine schedules asynchronously.
@@ -138,13 +131,7 @@ def measure_cell(llm: Any, batch: int, context: int) -> list[TimedStep]:
 
 
 def measure(llm: Any, batches: list[int], contexts: list[int]) -> StepTimes:
-    """Measure step times for every batch size, context and number of drafts.
-
-    Args:
-        llm: as for `measure_cell`.
-        batches: numbers of requests.
-        contexts: tokens per request.
-    """
+    """Measure step times for every batch size, context and number of drafts."""
     times = StepTimes()
     for context, batch in itertools.product(sorted(contexts), sorted(batches, reverse=True)):
         steps = measure_cell(llm, batch, context)

@@ -127,11 +127,7 @@ class ModelShape:
         return 2 * self.num_layers * self.num_kv_heads * self.head_size * self.kv_bytes
 
     def kv_share(self, context: float) -> float:
-        """Return the share of a context's tokens that layers read, and keep in the hybrid KV cache.
-
-        Args:
-            context: tokens.
-        """
+        """Return the share of a context's tokens that layers read, and keep in the hybrid KV cache."""
         window_share = self.num_window_layers / self.num_layers
         return 1 - window_share + window_share * min(1.0, self.window / max(1, context))
 

@@ -81,6 +81,9 @@ def add_command(subparsers: Any) -> None:
     add_number(shape, "--sinks", 4, "first tokens that the draft attends to")
     add_number(shape, "--window", 252, "latest tokens that the draft attends to")
     add_number(shape, "--draft-steps", 4, "drafts per round in training, k")
+    shape.add_argument(
+        "--no-feedback-memory", action="store_true", help="compute keys and values as in a Llama"
+    )
     training = parser.add_argument_group("the training")
     training.add_argument("--steps", type=int, help="optimizer steps (default: one epoch)")
     add_number(training, "--batch", 8, "sequences per step")
@@ -94,15 +97,6 @@ def add_command(subparsers: Any) -> None:
         help="compute in float32 or in bfloat16 (default: bfloat16 on GPUs and on CPUs with fast bfloat16)",
     )
     add_number(training, "--checkpoint-minutes", 5.0, "minutes between checkpoints")
-    ablations = parser.add_argument_group("the paper's ablations, for comparison")
-    for name, text in (
-        ("--no-sparse-kv", "attend to the whole sequence"),
-        ("--no-target-activations", "use the draft's activations for verified tokens; cannot be served"),
-        ("--no-distillation", "train on the text's tokens only"),
-        ("--random-init", "start from random weights"),
-        ("--no-feedback-memory", "compute keys and values as in a Llama"),
-    ):
-        ablations.add_argument(name, action="store_true", help=text)
     parser.set_defaults(run=run)
 
 
@@ -128,10 +122,9 @@ def _train(options: argparse.Namespace, processes: Any) -> None:
         target.config.num_hidden_layers,
         options.layers,
         sinks=options.sinks,
-        window=target.config.max_position_embeddings if options.no_sparse_kv else options.window,
+        window=options.window,
         num_draft_steps=options.draft_steps,
         feedback_memory=not options.no_feedback_memory,
-        target_activations=not options.no_target_activations,
     )
     if options.sequence < 2 * settings.num_draft_steps:
         raise UserError(
@@ -155,12 +148,10 @@ def _train(options: argparse.Namespace, processes: Any) -> None:
         sequence=options.sequence,
         learning_rate=options.learning_rate,
         omega=options.omega,
-        distillation=not options.no_distillation,
         seed=options.seed,
         bfloat16=not in_float32,
-        pruned=not options.random_init,
     )
-    draft = make_draft(target, settings, pruned=plan.pruned)
+    draft = make_draft(target, settings)
     trainer = Trainer(draft, target, sequences, plan, processes)
     if checkpoint.exists():
         trainer.resume(checkpoint)
@@ -188,7 +179,6 @@ def _train(options: argparse.Namespace, processes: Any) -> None:
     log = {
         "draft": {**asdict(settings), "num_layers": settings.num_layers},
         "plan": asdict(plan),
-        "pruned": plan.pruned,
         "data": data,
         "processes": processes.count,
         "num_parameters": sum(weight.numel() for weight in draft.parameters()),

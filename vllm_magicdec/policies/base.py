@@ -16,7 +16,7 @@ import torch
 from typing_extensions import override
 
 from vllm_magicdec.attention.observing import LayerObserver, QueryRecorder
-from vllm_magicdec.views.pages import PageBudget, PageViews
+from vllm_magicdec.views.pages import ChoosesPages, PageBudget, PageViews
 from vllm_magicdec.views.round import Views
 from vllm_magicdec.views.selections import Budget, Selections, fixed_tokens
 from vllm_magicdec.views.slots import DraftSlots
@@ -33,11 +33,9 @@ class Limits:
     device_type: str  # "cpu", "cuda"
 
 
-class Observe(Protocol):
-    """Runs the target over the last tokens of some requests; see `drafting.drafter.Runner.observe`."""
-
-    def __call__(self, indices: Sequence[int], window: int, observer: LayerObserver) -> None:
-        """Observe the last `window` tokens of the batch's requests at `indices`."""
+# Runs the target over the last tokens of some requests: their indices in the batch, the number of tokens,
+# and the observer.
+Observe = Callable[[Sequence[int], int, LayerObserver], None]
 
 
 class SwitchAttention(Protocol):
@@ -46,16 +44,10 @@ class SwitchAttention(Protocol):
     def __call__(
         self, recorder: QueryRecorder | None = None, *, layer_pages: bool = False
     ) -> Sequence[PlannedAttention]:
-        """Switch attention once, for policies whose views differ by layer.
+        """Switch attention once, for policies whose views differ by layer; return plans for token views.
 
-        Args:
-            recorder: receives the queries of every pass of the target.
-            layer_pages: views are pages by layer, which vLLM's attention has to read.
-
-        Returns:
-            Attention planned for full token views.
+        With `layer_pages` the views are pages by layer, which vLLM's attention has to read.
         """
-        ...
 
 
 @dataclass(frozen=True)
@@ -142,13 +134,8 @@ class Policy(ABC):
         """Return the unit of selections on a device type; None if users cannot configure it."""
         return fields.draft_kv_granularity or next(iter(cls.granularities), None)
 
-    @classmethod
-    def reads_generated_tokens(cls, fields: Any) -> bool:
-        """Whether selections during generation need the latest token ids on the host."""
-        return False
 
-
-class PagePolicy(Policy):
+class PagePolicy(Policy, ChoosesPages):
     """Chooses the same pages for all layers and heads. Any attention backend can read such a view.
 
     Args:
@@ -170,41 +157,6 @@ class PagePolicy(Policy):
     @override
     def make_views(cls, fields: Any, engine: Engine, budget: PageBudget) -> PageViews:
         return PageViews(cls(fields, budget, engine.device), engine.make_draft_slots())
-
-    @property
-    def max_pages(self) -> int:
-        """Columns of the view's block table."""
-        return self.budget.max_entries
-
-    @property
-    def is_sinks_and_latest(self) -> bool:
-        """Whether `choose_pages` takes the sinks and the latest pages; on a GPU a kernel then does it."""
-        return False
-
-    def most_pages(self, context_lens: torch.Tensor, num_steps: int) -> torch.Tensor:
-        """Return the maximum pages of views of sinks and latest pages, [num_reqs] int64.
-
-        Args:
-            context_lens: [num_reqs] int64, verified tokens.
-            num_steps: drafts of the round.
-        """
-        return self.budget.entries(context_lens)
-
-    @abstractmethod
-    def choose_pages(
-        self, context_lens: torch.Tensor, last_pages: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choose the pages of one round.
-
-        Args:
-            context_lens: [num_reqs] int64, verified tokens.
-            last_pages: [num_reqs] int64, page of the round's last drafted token.
-
-        Returns:
-            pages: [num_reqs, max_pages] int64, page numbers within the request, ascending. The chosen
-                ones come first and end with a contiguous run up to `last_pages`.
-            num_pages: [num_reqs] int64.
-        """
 
 
 def parse_page_budget(fields: Any, limits: Limits, budget: float, recent_pages: int = 0) -> PageBudget:
@@ -231,8 +183,6 @@ def parse_budget_of_selected_pages(
     """Round a budget up to whole pages, some of which are selected.
 
     Args:
-        fields: the speculative configuration.
-        limits: limits of the engine.
         budget: tokens, or a fraction of the context when below 1.
         recent_pages: returns the minimum number of latest pages in view for a number of tokens in budget.
         by_token: the policy can select single tokens instead.

@@ -128,11 +128,6 @@ class TokenPolicy(Policy):
 
     @classmethod
     @override
-    def reads_generated_tokens(cls, fields: Any) -> bool:
-        return cls(fields).refresh > 0
-
-    @classmethod
-    @override
     def parse_budget(cls, fields: Any, limits: Limits, budget: float) -> Budget:
         policy, gamma = cls(fields), limits.num_speculative_tokens
         if cls.granularity(fields, limits.device_type) == "token":
@@ -226,10 +221,7 @@ class PromptSelector:
     """Updates the selections of a batch.
 
     Args:
-        policy: scores tokens.
-        engine: the worker's engine.
         budget: budget of a request, in the entries of `selections`.
-        selections: written.
         recorder: recorder of the target's own passes, if any.
     """
 

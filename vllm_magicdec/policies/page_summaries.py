@@ -53,7 +53,6 @@ class PageSummaries:
         """Return upper bounds of logits, before scaling.
 
         Args:
-            layer: index of the layer.
             queries: [num_reqs, num_kv_heads, num_queries, head_size] float32.
             blocks: [num_reqs, num_pages] int64.
 

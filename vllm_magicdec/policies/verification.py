@@ -34,9 +34,6 @@ class Verification(QueryRecorder):
 
     They are stored without gaps, because a pass has few tokens for many requests: at most
     `Engine.max_batched_tokens`.
-
-    Args:
-        engine: the worker's engine.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -187,13 +184,7 @@ def num_recent_pages(page_size: int, num_speculative_tokens: int) -> int:
 
 
 class VerificationSelector(Selector):
-    """Selects pages by layer after every `refresh`-th verification, and when a request starts to decode.
-
-    Args:
-        policy: scores pages.
-        budget: budget of a request, in pages.
-        selections: written.
-    """
+    """Selects pages by layer after every `refresh`-th verification, and when a request starts to decode."""
 
     def __init__(self, policy: VerificationPolicy, budget: Budget, selections: Selections) -> None:
         self._policy = policy

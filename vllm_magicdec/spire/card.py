@@ -6,25 +6,9 @@ from typing import Any
 
 
 def make_card(name: str, command: str, log: dict[str, Any]) -> str:
-    """Write the card in Markdown.
-
-    Args:
-        name: name of the draft.
-        command: command that trained it.
-        log: content of `training_log.json`.
-    """
+    """Write the card in Markdown; `log` is the content of `training_log.json`."""
     shape, plan, data = log["draft"], log["plan"], log["data"]
-    off = [
-        text
-        for is_on, text in (
-            (shape["feedback_memory"], "without feedback memory"),
-            (shape["target_activations"], "without the target's activations"),
-            (plan["distillation"], "without distillation"),
-            (log["pruned"], "from random weights"),
-        )
-        if not is_on
-    ]
-    variant = ", ".join(off) or "as in the paper"
+    variant = "as in the paper" if shape["feedback_memory"] else "without feedback memory"
     by_position = ", ".join(f"{share:.3f}" for share in log["held_out_acceptance"])
     rows = [
         ("drafts for", shape["target"]),

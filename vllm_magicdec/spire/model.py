@@ -6,9 +6,9 @@ Its memory for a block is their softmax-weighted sum. A *verified* token has the
 blocks from which the draft was pruned; a *drafted* token has the draft's own. A query attends to sinks and
 a window of memories, and to itself as in a Llama, because its own memory does not exist yet.
 
-Two forms compute the same. In training (`forward`) the sequence is split into chunks of k tokens, and pass
-j runs the j-th token of every chunk, which attends to the target's memories before its chunk and to the
-draft's own within it. In serving (`DraftState`) tokens come one by one.
+This is the training form: the sequence is split into chunks of k tokens, and pass j runs the j-th token of
+every chunk, which attends to the target's memories before its chunk and to the draft's own within it. In
+serving (`vllm_api/spire_model.py`) tokens come one by one.
 """
 
 from dataclasses import dataclass
@@ -27,12 +27,7 @@ _BLOCK_TOKENS = 256  # training queries that share gathered keys
 
 
 class SpireDraft(LlamaForCausalLM):
-    """A Llama with the parameter `model.memory_logits`, `[num_layers, num_layers + 1]`.
-
-    Args:
-        config: a Llama's configuration with the draft's number of layers.
-        settings: SPIRe's own settings.
-    """
+    """A Llama with the parameter `model.memory_logits`, `[num_layers, num_layers + 1]`."""
 
     def __init__(self, config: LlamaConfig, settings: SpireSettings) -> None:
         super().__init__(config)
@@ -58,7 +53,6 @@ class SpireDraft(LlamaForCausalLM):
         """Compute keys and values of a block.
 
         Args:
-            layer: the block.
             hidden: `[..., hidden_size]`, before the block's norm.
             rotation: cosines and sines, `[..., head_dim]` each.
 
@@ -102,7 +96,6 @@ class SpireDraft(LlamaForCausalLM):
         """Compute a block's output `[..., hidden_size]`.
 
         Args:
-            layer: the block.
             hidden: its input, `[..., hidden_size]`.
             attended: the output of attention, `[..., num_kv_heads, groups, head_dim]`.
         """
@@ -113,13 +106,12 @@ class SpireDraft(LlamaForCausalLM):
         """Return logits `[..., vocab_size]` of the last block's output."""
         return self.lm_head(self.model.norm(hidden))
 
-    def forward(self, tokens: Tensor, target_activations: Tensor | None, first: int = 0) -> Tensor:
+    def forward(self, tokens: Tensor, target_activations: Tensor, first: int = 0) -> Tensor:
         """Run the training form.
 
         Args:
             tokens: `[batch, length]` int64; an incomplete last chunk is ignored.
-            target_activations: `[batch, length, num_layers + 1, hidden_size]`; None to use the draft's own
-                (an ablation).
+            target_activations: `[batch, length, num_layers + 1, hidden_size]`.
             first: index of the first chunk's first token; the tokens before it are verified.
 
         Returns:
@@ -128,8 +120,6 @@ class SpireDraft(LlamaForCausalLM):
         """
         length = tokens.shape[1]
         positions = torch.arange(length, device=tokens.device)
-        if target_activations is None:
-            target_activations = self.own_activations(tokens)
         verified = self.project_memories(target_activations, self.rotations(positions))
         chunks = _Chunks.cut(length, first, self.settings, tokens.device)
         logits = []
@@ -157,77 +147,8 @@ class SpireDraft(LlamaForCausalLM):
             logits.append(self.unembed(hidden.flatten(1, 2)[:, : chunks.count]))
         return torch.stack(logits)
 
-    def own_activations(self, tokens: Tensor) -> Tensor:
-        """Compute a Llama's activations, `[batch, length, num_layers + 1, hidden_size]`.
-
-        Args:
-            tokens: `[batch, length]` int64.
-        """
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        rotation = self.rotations(positions)
-        mask = is_visible(positions[:, None], positions, self.settings)
-        hidden = self.model.embed_tokens(tokens)
-        activations = [hidden]
-        for layer in self.layers:
-            keys, values = self.project(layer, hidden, rotation)
-            attended = _attend(self.queries(layer, hidden, rotation), keys, values, mask)
-            hidden = self.finish_block(layer, hidden, attended)
-            activations.append(hidden)
-        return torch.stack(activations, -2)
-
     def _heads(self, projected: Tensor) -> Tensor:
         return projected.unflatten(-1, (-1, self.config.head_dim))
-
-
-class DraftState:
-    """The serving form for one request: a cache of all positions, and passes of one token.
-
-    Args:
-        draft: the model.
-        max_tokens: number of positions in the cache.
-    """
-
-    def __init__(self, draft: SpireDraft, max_tokens: int) -> None:
-        self._draft = draft
-        self.num_verified = 0
-        self._num_tokens = 0
-        weight = draft.model.norm.weight
-        heads = (draft.config.num_key_value_heads, draft.config.head_dim)
-        shape = (2, draft.settings.num_layers, max_tokens, *heads)
-        self._cache = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
-        self._positions = torch.arange(max_tokens, device=weight.device)
-
-    def verify(self, activations: Tensor) -> None:
-        """Replace the drafted tokens by verified ones.
-
-        Args:
-            activations: the target's activations, `[num_tokens, num_layers + 1, hidden_size]`.
-        """
-        end = self.num_verified + len(activations)
-        rotation = self._draft.rotations(self._positions[self.num_verified : end])
-        for index, entry in enumerate(self._draft.project_memories(activations, rotation)):
-            self._cache[:, index, self.num_verified : end] = torch.stack(entry)
-        self.num_verified = self._num_tokens = end
-
-    def step(self, token: int) -> Tensor:
-        """Append a token and return the logits after it, `[vocab_size]`."""
-        draft, at = self._draft, self._num_tokens
-        position = self._positions[at]
-        rotation = draft.rotations(position)
-        seen = is_visible(position, self._positions[: at + 1], draft.settings).nonzero().squeeze(1)
-        hidden = draft.model.embed_tokens.weight[token]
-        activations = [hidden]
-        for index, layer in enumerate(draft.layers):
-            self._cache[:, index, at] = torch.stack(draft.project(layer, hidden, rotation))
-            keys, values = self._cache[:, index, seen]
-            attended = _attend(draft.queries(layer, hidden, rotation)[None], keys, values, None)[0]
-            hidden = draft.finish_block(layer, hidden, attended)
-            activations.append(hidden)
-        if draft.settings.feedback_memory:
-            for index, entry in enumerate(draft.project_memories(torch.stack(activations), rotation)):
-                self._cache[:, index, at] = torch.stack(entry)
-        self._num_tokens += 1
-        return draft.unembed(hidden)
 
 
 def is_visible(queries: Tensor, keys: Tensor, settings: SpireSettings) -> Tensor:
@@ -304,24 +225,6 @@ def _attend_in_chunks(
     before, within = weights.split([before.shape[-1], len(own)], dim=-1)
     attended = torch.einsum("bnkcgs,bnskd->bnckgd", before, values)
     return attended + torch.einsum("bnkcgs,bncksd->bnckgd", within, own_values)
-
-
-def _attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-    """Attend as a Llama does.
-
-    Args:
-        queries: `[..., num_queries, num_kv_heads, groups, head_dim]`.
-        keys, values: `[..., num_keys, num_kv_heads, head_dim]`.
-        mask: `[num_queries, num_keys]` bool; None for no mask.
-
-    Returns:
-        Attention output in the shape of `queries`.
-    """
-    scores = torch.einsum("...qkgd,...skd->...kgqs", queries, keys) * queries.shape[-1] ** -0.5
-    if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf"))
-    weights = _softmax(scores).to(values.dtype)
-    return torch.einsum("...kgqs,...skd->...qkgd", weights, values)
 
 
 def _softmax(scores: Tensor) -> Tensor:

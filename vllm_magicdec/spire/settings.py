@@ -18,7 +18,7 @@ class SpireError(ValueError):
 
 @dataclass(frozen=True)
 class SpireSettings:
-    """The shape of a draft. The booleans are the paper's ablations."""
+    """The shape of a draft."""
 
     target: str  # name of the target, for the reader
     target_num_hidden_layers: int
@@ -27,7 +27,6 @@ class SpireSettings:
     window: int = 252  # tokens, including the query's own
     num_draft_steps: int = 4  # k, forward passes in training
     feedback_memory: bool = True  # False: a token's memory for a block is the block's input
-    target_activations: bool = True  # False: verified tokens have the draft's activations
     version: int = VERSION
 
     @classmethod
@@ -37,10 +36,7 @@ class SpireSettings:
         """Return the settings of a draft with the last layers of its target.
 
         Args:
-            target: name of the target.
-            num_hidden_layers: layers of the target.
             num_layers: layers of the draft; None for a quarter of the target's.
-            fields: other fields.
 
         Raises:
             SpireError: a number is out of range.
@@ -71,7 +67,9 @@ class SpireSettings:
         """
         given = config.get("spire")
         fields = dict(given) if isinstance(given, Mapping) else {}
-        if fields.get("version") != VERSION or fields.keys() != cls.__annotations__.keys():
+        is_served = fields.pop("target_activations", True) is True  # until 0.3 an option of training
+        is_version = fields.get("version") == VERSION and fields.keys() == cls.__annotations__.keys()
+        if not is_served or not is_version:
             raise SpireError(
                 f"this is no SPIRe draft of version {VERSION}; train one with: magicdec train-draft"
             )
@@ -104,3 +102,32 @@ class SpireSettings:
         """Return the fields of `config.json` that a Llama's does not have."""
         spire = {**asdict(self), "target_layers": list(self.target_layers)}
         return {"eagle_aux_hidden_state_layer_ids": list(self.aux_layers), "spire": spire}
+
+
+def served_settings(hf_config: Any) -> SpireSettings | None:
+    """Return the SPIRe settings in a Hugging Face configuration; None if it is no SPIRe draft.
+
+    Raises:
+        SpireError: the draft cannot be served.
+    """
+    if ARCHITECTURE not in (getattr(hf_config, "architectures", None) or ()):
+        return None
+    settings = SpireSettings.of({"spire": getattr(hf_config, "spire", None)})
+    taken = getattr(hf_config, "eagle_aux_hidden_state_layer_ids", None)
+    num_layers, last = hf_config.num_hidden_layers, settings.target_num_hidden_layers
+    is_consistent = (
+        0 < num_layers == settings.num_layers
+        and taken == list(settings.aux_layers) == sorted(set(settings.aux_layers))
+        and settings.aux_layers[0] >= 0
+        and settings.aux_layers[-1] <= last
+        and settings.sinks >= 0
+        and settings.window > 0
+    )
+    if not is_consistent:
+        raise SpireError(
+            f"config.json contradicts itself: {num_layers} layers, pruned from the target's "
+            f"{list(settings.target_layers)}, with its activations after {taken} of {last} blocks, "
+            f"{settings.sinks} sinks and a window of {settings.window}; write it again with: "
+            "magicdec train-draft"
+        )
+    return settings

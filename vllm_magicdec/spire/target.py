@@ -17,8 +17,6 @@ class Target:
 
     Args:
         model: a name or a folder, as for transformers.
-        dtype: dtype of the weights.
-        device: device of the weights.
 
     Raises:
         SpireError: the model cannot be loaded, is no Llama, or is quantised.
@@ -79,29 +77,22 @@ def _cannot_be_loaded(model: str, error: Exception) -> SpireError:
     return SpireError(f"--model {model} cannot be loaded: {reason}; name another")
 
 
-def make_draft(target: Target, settings: SpireSettings, *, pruned: bool = True) -> SpireDraft:
-    """Create an untrained draft in float32 on the target's device.
-
-    Args:
-        target: the target.
-        settings: the draft's shape.
-        pruned: whether to copy the target's embedding, last blocks, norm and unembedding.
-    """
+def make_draft(target: Target, settings: SpireSettings) -> SpireDraft:
+    """Create a draft in float32 with the target's embedding, last blocks, norm and unembedding."""
     fields = {**target.config.to_dict(), "num_hidden_layers": settings.num_layers, "dtype": "float32"}
     if fields.get("head_dim") is None:
         fields["head_dim"] = target.config.hidden_size // target.config.num_attention_heads
     draft = SpireDraft(LlamaConfig(**fields), settings).float()
-    if pruned:
-        source = target.model.state_dict()
-        taken = {}
-        for name in draft.state_dict():
-            if name == "model.memory_logits":
-                continue
-            origin = name
-            if name.startswith("model.layers."):
-                index, rest = name.removeprefix("model.layers.").split(".", 1)
-                origin = f"model.layers.{settings.target_layers[int(index)]}.{rest}"
-            taken[name] = source[origin].float()
-        draft.load_state_dict(taken, strict=False)
+    source = target.model.state_dict()
+    taken = {}
+    for name in draft.state_dict():
+        if name == "model.memory_logits":
+            continue
+        origin = name
+        if name.startswith("model.layers."):
+            index, rest = name.removeprefix("model.layers.").split(".", 1)
+            origin = f"model.layers.{settings.target_layers[int(index)]}.{rest}"
+        taken[name] = source[origin].float()
+    draft.load_state_dict(taken, strict=False)
     draft.tie_weights()
     return draft.to(target.model.device)

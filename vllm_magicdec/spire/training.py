@@ -16,10 +16,8 @@ import numpy as np
 import torch
 import torch.distributed
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from vllm_magicdec.machine import has_slow_avx512_bf16
-from vllm_magicdec.spire.loss import mixed_loss
 from vllm_magicdec.spire.model import SpireDraft
 from vllm_magicdec.spire.sequences import Sequences
 from vllm_magicdec.spire.settings import SpireError
@@ -43,10 +41,8 @@ class Plan:
     sequence: int  # tokens
     learning_rate: float
     omega: float = 0.5
-    distillation: bool = True  # False: the loss is the cross-entropy of the text
     seed: int = 0
     bfloat16: bool = True  # autocast to bfloat16; weights and optimizer are float32
-    pruned: bool = True  # initialize the draft with the target's weights
 
 
 def has_fast_bfloat16(device: torch.device) -> bool:
@@ -54,6 +50,26 @@ def has_fast_bfloat16(device: torch.device) -> bool:
     if device.type != "cpu" or torch.cpu._is_amx_tile_supported():
         return True
     return torch.cpu._is_avx512_bf16_supported() and not has_slow_avx512_bf16()
+
+
+def mixed_loss(draft_logits: Tensor, target_logits: Tensor, omega: float) -> tuple[Tensor, Tensor]:
+    """Compute SPIRe's MixedLoss, a weighted sum of distillation loss and rejection probability.
+
+    Args:
+        draft_logits: logits of q, `[..., vocab_size]`.
+        target_logits: logits of p, `[..., vocab_size]`.
+        omega: weight of the distillation loss, 0 to 1.
+
+    Returns:
+        The means of `omega * KL(p, q) + (1 - omega) * (1 - sum(min(p, q)))` and of the expected acceptance
+        `sum(min(p, q))` at temperature 1 (Leviathan et al. 2023), float32 scalars.
+    """
+    log_q = draft_logits.float().log_softmax(-1)
+    log_p = target_logits.float().log_softmax(-1)
+    p = log_p.exp()
+    divergence = (p * (log_p - log_q)).sum(-1).mean()
+    acceptance = torch.minimum(p, log_q.exp()).sum(-1).mean()
+    return omega * divergence + (1 - omega) * (1 - acceptance), acceptance.detach()
 
 
 class Processes:
@@ -122,10 +138,6 @@ class Trainer:
 
     Args:
         draft: the draft, trained in place, float32.
-        target: the frozen target.
-        sequences: sequences of the plan's length.
-        plan: parameters of the training.
-        processes: the processes that share it.
 
     Raises:
         SpireError: the processes cannot share a batch equally.
@@ -244,18 +256,12 @@ class Trainer:
         settings, plan = self.draft.settings, self.plan
         activations, target_logits = self._target.run(tokens, settings.aux_layers)
         with self._autocast():
-            given = activations.float() if settings.target_activations else None
-            logits = self.draft(tokens, given, first)
+            logits = self.draft(tokens, activations.float(), first)
         count = logits.shape[2]
         losses, acceptances = [], []
         for step, draft_logits in enumerate(logits):
             at = first + step + self._chunk * torch.arange(count, device=tokens.device)
             loss, acceptance = mixed_loss(draft_logits, target_logits[:, at], plan.omega)
-            if not plan.distillation:
-                follows = at[at + 1 < tokens.shape[1]] + 1
-                loss = cross_entropy(
-                    draft_logits[:, : len(follows)].float().flatten(0, 1), tokens[:, follows].flatten()
-                )
             losses.append(loss)
             acceptances.append(acceptance)
         return torch.stack(losses).mean(), torch.stack(acceptances)
@@ -284,10 +290,6 @@ def run(
     """Train to the end of the plan, with regular checkpoints.
 
     Args:
-        trainer: the training, which continues at its step.
-        checkpoint: path of the checkpoint.
-        seconds_between: seconds between checkpoints.
-        is_writer: whether this process writes them.
         should_end: returns whether to stop early, after a checkpoint; the same in all processes.
         report: called with step, loss and acceptance after every step.
 

@@ -24,18 +24,12 @@ class LayerPageViews(Views):
     Args:
         selections: pages, best first, with room for the budget's.
         selector: updates `selections`.
-        budget: budget of a request.
-        draft_slots: positions and slots of the drafted tokens.
     """
 
     common_lens = (None,)
 
     def __init__(
-        self,
-        selections: Selections,
-        selector: Selector,
-        budget: PageBudget,
-        draft_slots: DraftSlots,
+        self, selections: Selections, selector: Selector, budget: PageBudget, draft_slots: DraftSlots
     ) -> None:
         self._selections = selections
         self._selector = selector

@@ -2,10 +2,10 @@
 """Page views: shorter block tables, the same for all layers and heads, for any attention backend."""
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 from typing_extensions import override
@@ -74,27 +74,40 @@ class PageBudget(Budget):
         )
 
 
-class ChoosesPages(Protocol):
-    """The part of `policies.PagePolicy` that `PageViews` needs."""
+class ChoosesPages(ABC):
+    """Chooses the same pages for all layers and heads."""
 
     budget: PageBudget
 
     @property
     def is_sinks_and_latest(self) -> bool:
         """Whether `choose_pages` takes the sinks and the latest pages; on a GPU a kernel then does it."""
+        return False
 
     def most_pages(self, context_lens: torch.Tensor, num_steps: int) -> torch.Tensor:
-        """Pages of a view of sinks and the latest ones, if the request has so many, [num_reqs] int64.
+        """Return the maximum pages of views of sinks and latest pages, [num_reqs] int64.
 
         Args:
             context_lens: [num_reqs] int64, verified tokens.
             num_steps: drafts of the round.
         """
+        return self.budget.entries(context_lens)
 
+    @abstractmethod
     def choose_pages(
         self, context_lens: torch.Tensor, last_pages: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choose the pages of one round; see `policies.base.PagePolicy`."""
+        """Choose the pages of one round.
+
+        Args:
+            context_lens: [num_reqs] int64, verified tokens.
+            last_pages: [num_reqs] int64, page of the round's last drafted token.
+
+        Returns:
+            pages: [num_reqs, budget.max_entries] int64, page numbers within the request, ascending. The
+                chosen ones come first and end with a contiguous run up to `last_pages`.
+            num_pages: [num_reqs] int64.
+        """
 
 
 class PageViews(Views):
@@ -102,10 +115,6 @@ class PageViews(Views):
 
     All steps of a round share a block table that ends with the page of the last drafted token. Each step
     sees one token more of it than the step before.
-
-    Args:
-        policy: chooses the pages.
-        draft_slots: where the drafted tokens go.
     """
 
     memory_bytes: Mapping[str, int] = {}

@@ -97,19 +97,11 @@ class Selections:
     Args:
         num_layers: attention layers of the target.
         num_heads: KV heads with selections of their own; 1 for pages.
-        max_num_reqs: requests of a round.
         max_selected: entries of a request.
-        device: device of the views.
     """
 
     def __init__(
-        self,
-        *,
-        num_layers: int,
-        num_heads: int,
-        max_num_reqs: int,
-        max_selected: int,
-        device: torch.device,
+        self, *, num_layers: int, num_heads: int, max_num_reqs: int, max_selected: int, device: torch.device
     ) -> None:
         shape = (max_num_reqs, num_layers, num_heads, max_selected)
         self.positions = torch.zeros(shape, dtype=torch.int32, device=device)  # best first

@@ -89,7 +89,6 @@ def recent_tokens(room: int, window: int, recent: float, *, budget: int) -> int:
         window: lower bound of the result.
         recent: tokens, or a fraction of the budget when below 1; a fraction above 0 is raised to
             `SMALL_RECENT` of the budget's first `SMALL_BUDGET` tokens.
-        budget: tokens.
     """
     if not 0 < recent < 1:
         return max(window, int(recent))
@@ -103,15 +102,12 @@ class PlannedAttention(Protocol):
     @property
     def num_bytes(self) -> int:
         """Device memory."""
-        ...
 
     def reserve(self, width: int) -> None:
         """Make room for views of up to `width` columns; called once, before anything is planned."""
-        ...
 
     def prepare_capture(self, num_reqs: int, length: int) -> None:
         """Make a plan that the graph may keep, for views of `length` columns."""
-        ...
 
 
 class TokenViews(Views):
@@ -123,8 +119,6 @@ class TokenViews(Views):
     Args:
         selections: tokens, best first, with room for the budget's.
         selector: updates `selections`.
-        budget: budget of a request.
-        draft_slots: positions and slots of the drafted tokens.
         plans: attention planned for full views.
     """
 

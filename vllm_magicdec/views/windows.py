@@ -94,11 +94,8 @@ def make_reached_views(
     """Make the views of layers with equal reach.
 
     Args:
-        reach: tokens that a query sees.
         max_tokens: K/V entries that a draft step may read of a request; a longer reach is cut at its
             beginning, but never the pages of drafted tokens.
-        draft_slots: positions and slots of the drafted tokens.
-        device: device of the views.
     """
     pages = ReachedPages(reach, max_tokens=max_tokens, draft_slots=draft_slots, device=device)
     return PageViews(pages, draft_slots)

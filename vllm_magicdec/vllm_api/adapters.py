@@ -19,12 +19,7 @@ from vllm.v1.worker.gpu.lora_utils import LoraState
 
 
 class Adapters:
-    """Maps the tokens of draft passes to LoRA adapters.
-
-    Args:
-        model: the target, with vLLM's LoRA manager.
-        config: the engine's LoRA configuration.
-    """
+    """Maps the tokens of draft passes to LoRA adapters."""
 
     def __init__(self, model: nn.Module, config: LoRAConfig) -> None:
         self._manager = model.lora_manager
@@ -76,10 +71,6 @@ def pass_adapters(runner: Any, batch: InputBatch) -> None:
     """Pass the adapters of a step's requests to the speculator, and fix vLLM's mapping of logits.
 
     vLLM 0.32's V2 runner maps one logit per request to an adapter, but a verification has 1 + drafts each.
-
-    Args:
-        runner: the V2 runner, with our speculator.
-        batch: the prepared batch.
     """
     state: LoraState = runner.lora_state
     ids = state.lora_ids[batch.idx_mapping_np]

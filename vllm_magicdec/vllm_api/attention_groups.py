@@ -27,10 +27,7 @@ def attention_groups_of(
     """Restrict the target's attention groups to the layers of a view.
 
     Args:
-        group: the view's layers.
         target_groups: the target's attention groups with their builders, by KV-cache group.
-        vllm_config: the engine's configuration, its model loaded.
-        device: the target's device.
         share_builders: reuse the target's builders that serve no other layers. Builders keep buffers that
             CUDA graphs over a view read, and without vLLM's hybrid KV cache manager, layers with and
             without a window share one.

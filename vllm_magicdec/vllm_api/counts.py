@@ -21,15 +21,7 @@ _CHANGES = "_magicdec_changes"  # attribute of a step's output
 
 
 def send(counts: Counts, output: Any) -> Any:
-    """Attach a worker's changes to a step's output, if there is one yet.
-
-    Args:
-        counts: this worker's.
-        output: returned by the runner's `sample_tokens`.
-
-    Returns:
-        The output to return instead.
-    """
+    """Attach a worker's changes to the output of the runner's `sample_tokens`, and return it."""
     if not isinstance(output, ModelRunnerOutput | AsyncModelRunnerOutput):
         return output
     changes = counts.take()

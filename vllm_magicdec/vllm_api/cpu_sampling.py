@@ -63,11 +63,7 @@ def patch() -> None:
 
 
 def rewind_generators(runner: Any) -> None:
-    """Set generators of seeded requests back after samples that are thrown away.
-
-    Args:
-        runner: a `CPUModelRunner`.
-    """
+    """Set generators of seeded requests back after samples that are thrown away."""
     sample, bookkeeping = runner._sample, runner._bookkeeping_sync
     if "set_offset" not in bookkeeping.__code__.co_names:
         return  # vLLM is fixed

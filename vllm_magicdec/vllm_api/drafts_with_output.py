@@ -17,15 +17,7 @@ _DRAFTS = "_magicdec_drafts"
 
 
 def send_drafts(runner: Any, output: Any) -> Any:
-    """Attach a worker's latest drafts to its step's output.
-
-    Args:
-        runner: vLLM's model runner.
-        output: returned by its `sample_tokens`.
-
-    Returns:
-        The output to return instead.
-    """
+    """Attach a worker's latest drafts to the output of its runner's `sample_tokens`, and return it."""
     if not _drafts_are_there(runner.vllm_config):
         return output
     if isinstance(output, AsyncModelRunnerOutput):  # from the V2 runner, complete on a CPU

@@ -30,11 +30,7 @@ from vllm_magicdec.policies.base import PagePolicy
 from vllm_magicdec.policies.sinks_and_window import SinksAndWindow
 from vllm_magicdec.spire.settings import SpireSettings
 from vllm_magicdec.vllm_api.cpu_products import why_products_are_slow
-from vllm_magicdec.vllm_api.graph_sizes import (
-    capture_every_length,
-    captures_by_length,
-    find_missing_graphs,
-)
+from vllm_magicdec.vllm_api.graph_sizes import capture_every_length, captures_by_length, find_missing_graphs
 from vllm_magicdec.vllm_api.profiles import check_profile
 
 logger = init_logger(f"vllm.{__name__}")

@@ -7,10 +7,11 @@ This module does not import vLLM, so that it works with every version.
 import functools
 import importlib
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any
+from typing import Any, Self
 
 from vllm_magicdec.errors import MagicDecConfigError
 
@@ -28,6 +29,13 @@ class Required:
     owner: str  # class in that module; "": the module itself
     name: str  # attribute of the class or module
     parameters: tuple[str, ...] = ()  # names that the function or constructor must take
+
+    @classmethod
+    def of(cls, module: str, text: str, **fields: Any) -> Self:
+        """Read `name`, `Owner.name` or `Owner.name(parameters)`; `fields` are those of a subclass."""
+        qualified, _, parameters = text.partition("(")
+        owner, _, name = qualified.rpartition(".")
+        return cls(module, owner, name, tuple(re.findall(r"\w+", parameters)), **fields)
 
     @property
     def target(self) -> str:
@@ -108,33 +116,6 @@ def _assigns(owner: Any, name: str) -> bool:
     )
 
 
-def before(act: Callable[..., object]) -> Wrap:
-    """Call `act` with the arguments before the original function."""
-
-    def wrap(owner: Any, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            act(*args, **kwargs)
-            return original(*args, **kwargs)
-
-        return wrapper
-
-    return wrap
-
-
-def after(act: Callable[..., Any]) -> Wrap:
-    """Return `act(result, *arguments)` instead of the result of the original function."""
-
-    def wrap(owner: Any, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            return act(original(*args, **kwargs), *args, **kwargs)
-
-        return wrapper
-
-    return wrap
-
-
 def instead(act: Callable[..., Any]) -> Wrap:
     """Call `act(original, *arguments)` instead of the original function."""
 
@@ -146,6 +127,21 @@ def instead(act: Callable[..., Any]) -> Wrap:
         return wrapper
 
     return wrap
+
+
+def before(act: Callable[..., object]) -> Wrap:
+    """Call `act` with the arguments before the original function."""
+
+    def act_first(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        act(*args, **kwargs)
+        return original(*args, **kwargs)
+
+    return instead(act_first)
+
+
+def after(act: Callable[..., Any]) -> Wrap:
+    """Return `act(result, *arguments)` instead of the result of the original function."""
+    return instead(lambda original, *args, **kwargs: act(original(*args, **kwargs), *args, **kwargs))
 
 
 def installed() -> tuple[Hook, ...]:
@@ -187,11 +183,7 @@ def install(hooks: Sequence[Hook]) -> None:
 
 
 def uninstall(hooks: Sequence[Hook] | None = None) -> None:
-    """Restore the original attributes of vLLM.
-
-    Args:
-        hooks: hooks to uninstall if they are installed; None: all.
-    """
+    """Restore the original attributes of vLLM."""
     for hook in [hook for hook in _originals if hooks is None or hook in hooks]:
         original, owner = _originals.pop(hook), hook.find_owner()
         if original is not _ABSENT:

@@ -2,8 +2,8 @@
 """The functions of vLLM that the plugin wraps when vLLM loads it, as data.
 
 Each row of `HOOKS` states its target and the reason. Engines with other methods are not affected, except
-by `ATTENTION_HOOKS` on request. No file of vLLM is edited. If vLLM has a registry for out-of-tree
-speculators (see `patches/`), the plugin registers its classes there and installs only
+that they can have the attention kernel for CPUs. No file of vLLM is edited. If vLLM has a registry for
+out-of-tree speculators (see `patches/`), the plugin registers its classes there and installs only
 `HOOKS_BESIDE_REGISTRY`.
 
 Engines with a method of the plugin later patch more: `attention/switch.py` wraps the attention of each
@@ -249,13 +249,7 @@ def _before_kv_cache_v1(runner: Any, kv_cache_config: Any, *_: Any, **__: Any) -
 
 
 def _attend_natively_v2(
-    forward_context: Any,
-    kv_cache_config: Any,
-    device: Any,
-    kernel_block_sizes: Any,
-    vllm_config: Any,
-    *_: Any,
-    **__: Any,
+    _: Any, kv_cache_config: Any, device: Any, __: Any, vllm_config: Any, *___: Any
 ) -> None:
     _attend_natively(vllm_config, kv_cache_config, device)
 
@@ -267,145 +261,99 @@ def _export_counts(nothing: None, manager: Any, vllm_config: Any, *_: Any, **__:
         add_logger(manager, vllm_config)
 
 
-MEMORY_HOOK = Hook(
-    module="vllm.v1.engine.core",
-    owner="",
-    name="get_kv_cache_configs",
-    parameters=("vllm_config", "kv_cache_specs", "available_memory"),
-    reason="drafting needs device memory that the KV cache must not take",
-    wrap=instead(_reserve_memory),
-)
-
-ADAPTERS_HOOK = Hook(
-    module="vllm.v1.worker.gpu.model_runner",
-    owner="GPUModelRunner",
-    name="prepare_inputs",
-    parameters=("self", "scheduler_output", "batch_req_state", "batch_desc", "num_active_loras"),
-    reason="on the V2 runner, draft passes and verified positions need the LoRA adapter of each request",
-    wrap=after(_pass_adapters),
-)
-
-ACTIVATIONS_HOOK = Hook(
-    module="vllm.v1.worker.gpu.model_runner",
-    owner="GPUModelRunner",
-    name="load_model",
-    parameters=("self", "load_dummy_weights"),
+ACTIVATIONS_HOOK = Hook.of(
+    "vllm.v1.worker.gpu.model_runner",
+    "GPUModelRunner.load_model(self, load_dummy_weights)",
     reason="a SPIRe draft reads activations of the target, which the V2 runner returns for few methods",
     wrap=before(_before_loading_v2),
 )
 
-COUNTS_HOOKS = (
+# Hooks that are still needed if vLLM's registry constructs the plugin's classes.
+HOOKS_BESIDE_REGISTRY = (
+    Hook.of(
+        "vllm.v1.engine.core",
+        "get_kv_cache_configs(vllm_config, kv_cache_specs, available_memory)",
+        reason="drafting needs device memory that the KV cache must not take",
+        wrap=instead(_reserve_memory),
+    ),
+    Hook.of(
+        "vllm.v1.worker.gpu.model_runner",
+        "GPUModelRunner.prepare_inputs"
+        "(self, scheduler_output, batch_req_state, batch_desc, num_active_loras)",
+        reason="on the V2 runner, draft passes and verified positions need each request's LoRA adapter",
+        wrap=after(_pass_adapters),
+    ),
     *(
-        Hook(
-            module=module,
-            owner="GPUModelRunner",
-            name="sample_tokens",
-            parameters=("self", "grammar_output"),
+        Hook.of(
+            module,
+            "GPUModelRunner.sample_tokens(self, grammar_output)",
             reason="counts and drafts of a worker travel with the output of its step, also between hosts",
             wrap=after(_send_with_output),
         )
         for module in ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
     ),
-    Hook(
-        module="vllm.v1.core.sched.scheduler",
-        owner="Scheduler",
-        name="update_from_output",
-        parameters=("self", "scheduler_output", "model_runner_output"),
+    Hook.of(
+        "vllm.v1.core.sched.scheduler",
+        "Scheduler.update_from_output(self, scheduler_output, model_runner_output)",
         reason="the scheduler keeps the received drafts and sends the counts to the front end",
         wrap=after(_receive_with_output),
     ),
-    Hook(
-        module="vllm.v1.metrics.loggers",
-        owner="StatLoggerManager",
-        name="__init__",
-        parameters=("self", "vllm_config"),
+    Hook.of(
+        "vllm.v1.metrics.loggers",
+        "StatLoggerManager.__init__(self, vllm_config)",
         reason="the front end exports the counts beside vLLM's metrics",
         wrap=after(_export_counts),
     ),
-)
-
-DRAFTS_HOOK = Hook(
-    module="vllm.v1.engine.core",
-    owner="EngineCore",
-    name="post_step",
-    parameters=("self", "model_executed"),
-    reason="drafts that arrived with the output need no further request, which would stall the workers",
-    wrap=instead(_use_received_drafts),
-)
-
-# These run after the KV cache layout is known and before layers are bound to their caches, which may move.
-ATTENTION_HOOKS = (
-    Hook(
-        module="vllm.v1.worker.gpu_model_runner",
-        owner="GPUModelRunner",
-        name="initialize_kv_cache_tensors",
-        parameters=("self", "kv_cache_config"),
+    Hook.of(
+        "vllm.v1.engine.core",
+        "EngineCore.post_step(self, model_executed)",
+        reason="drafts that arrived with the output need no further request, which would stall the workers",
+        wrap=instead(_use_received_drafts),
+    ),
+    # The last two run after the KV cache layout is known and before layers are bound to their caches, which
+    # may move.
+    Hook.of(
+        "vllm.v1.worker.gpu_model_runner",
+        "GPUModelRunner.initialize_kv_cache_tensors(self, kv_cache_config)",
         reason="plain decoding and vLLM's methods can use the attention kernel for CPUs on the V1 runner",
         wrap=before(_before_kv_cache_v1),
     ),
-    Hook(
-        module="vllm.v1.worker.gpu.model_runner",
-        owner="",
-        name="init_kv_cache",
-        parameters=(
-            "forward_context",
-            "kv_cache_config",
-            "device",
-            "kernel_block_sizes",
-            "vllm_config",
-        ),
+    Hook.of(
+        "vllm.v1.worker.gpu.model_runner",
+        "init_kv_cache(forward_context, kv_cache_config, device, kernel_block_sizes, vllm_config)",
         reason="plain decoding and vLLM's methods can use the attention kernel for CPUs on the V2 runner",
         wrap=before(_attend_natively_v2),
     ),
 )
 
-# Hooks that are still needed if vLLM's registry constructs the plugin's classes.
-HOOKS_BESIDE_REGISTRY = (
-    MEMORY_HOOK,
-    ADAPTERS_HOOK,
-    *COUNTS_HOOKS,
-    DRAFTS_HOOK,
-    *ATTENTION_HOOKS,
-)
-
 HOOKS = (
-    Hook(
-        module="vllm.config.speculative",
-        owner="SpeculativeConfig",
-        name="__new__",
-        parameters=(),
+    Hook.of(
+        "vllm.config.speculative",
+        "SpeculativeConfig.__new__",
         reason="vLLM's class has neither the plugin's methods nor its draft_kv_* fields",
         wrap=_constructs(lambda _: EngineSpeculativeConfig, _fields_select),
     ),
-    Hook(
-        module="vllm.v1.spec_decode.draft_model",
-        owner="DraftModelProposer",
-        name="__new__",
-        parameters=(),
+    Hook.of(
+        "vllm.v1.spec_decode.draft_model",
+        "DraftModelProposer.__new__",
         reason="the V1 runner drafts over a view of the KV cache",
         wrap=_constructs(_proposer_class, _engine_selects),
     ),
-    Hook(
-        module="vllm.v1.worker.gpu.model_runner",
-        owner="",
-        name="init_speculator",
-        parameters=("vllm_config", "device", "req_states"),
+    Hook.of(
+        "vllm.v1.worker.gpu.model_runner",
+        "init_speculator(vllm_config, device, req_states)",
         reason="the V2 runner drafts over a view of the KV cache",
         wrap=instead(_make_speculator),
     ),
-    Hook(
-        module="vllm.engine.arg_utils",
-        owner="EngineArgs",
-        name="create_engine_config",
-        parameters=("self",),
+    Hook.of(
+        "vllm.engine.arg_utils",
+        "EngineArgs.create_engine_config(self)",
         reason="unsupported configurations are refused before any process starts or any weight is read",
         wrap=instead(_check_configuration),
     ),
-    Hook(
-        module="vllm.engine.arg_utils",
-        owner="EngineArgs",
-        name="add_cli_args",
-        parameters=("parser",),
+    Hook.of(
+        "vllm.engine.arg_utils",
+        "EngineArgs.add_cli_args(parser)",
         reason="the command line accepts --speculative-model and prints --help=magicdec",
         wrap=after(_add_options),
     ),

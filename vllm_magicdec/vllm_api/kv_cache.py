@@ -28,8 +28,6 @@ def layer_groups(
     """Group a worker's layers by the views that they need.
 
     Args:
-        vllm_config: the engine's configuration, its models loaded.
-        kv_cache_config: vLLM's layout of all layers.
         names: names of the drafting layers; None: all.
 
     Raises:

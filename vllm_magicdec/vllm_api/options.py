@@ -24,11 +24,7 @@ from vllm_magicdec.errors import METHOD, MODEL_METHOD, MagicDecConfigError, quot
 
 
 def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add aliases of vLLM's speculative options, and the help page `--help=magicdec`.
-
-    Args:
-        parser: parser that already has vLLM's engine arguments.
-    """
+    """Add aliases of vLLM's speculative options, and the help page `--help=magicdec`."""
     options = {name: action for action in parser._actions for name in action.option_strings}
     if "--speculative-model" in options:
         return parser

@@ -12,12 +12,7 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
 from vllm_magicdec.adaptive.step_times import StepTimes
-from vllm_magicdec.config import (
-    MODEL_FIELDS,
-    MagicDecSpeculativeConfig,
-    default_of,
-    documented_fields,
-)
+from vllm_magicdec.config import MODEL_FIELDS, MagicDecSpeculativeConfig, default_of, documented_fields
 from vllm_magicdec.errors import METHOD, MODEL_METHOD, MagicDecConfigError, quoted
 
 logger = init_logger(f"vllm.{__name__}")
@@ -29,9 +24,6 @@ def check_profile(
     """Refuse a profile that is unreadable or has another budget or method; warn if the model differs.
 
     Args:
-        path: path of the profile.
-        spec: speculative configuration of the engine.
-        vllm_config: configuration of the engine.
         default_max_tokens: maximum number of draft tokens per round if the user sets none.
 
     Raises:

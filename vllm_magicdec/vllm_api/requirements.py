@@ -14,11 +14,12 @@ from vllm_magicdec.vllm_api.hook import Required
 _GPU = "vllm.v1.worker.gpu"
 _SPEC_DECODE = f"{_GPU}.spec_decode"
 
-# By module: functions, classes and attributes of classes, with the parameters or fields in use.
+# By module: functions, classes and attributes of classes, with the parameters or fields in use. A name
+# that begins with a dot belongs to the class before it.
 _NAMES = {
     "vllm.engine.arg_utils": """
         EngineArgs(speculative_config, spec_method, spec_model, spec_tokens)
-        EngineArgs.create_speculative_config(target_model_config)
+        .create_speculative_config(target_model_config)
     """,
     "vllm.config": "get_layers_from_vllm_config(vllm_config, layer_type)",
     "vllm.config.utils": "config get_attr_docs",
@@ -26,18 +27,18 @@ _NAMES = {
         SpeculativeConfig(num_speculative_tokens, model, method, target_model_config,
             target_parallel_config, draft_model_config, draft_parallel_config, draft_sample_method,
             rejection_sample_method, num_speculative_tokens_per_batch_size)
-        SpeculativeConfig.uses_draft_model SpeculativeConfig.max_num_new_slots_for_drafting
+        .uses_draft_model .max_num_new_slots_for_drafting
     """,
     "vllm.config.scheduler": "SchedulerConfig(scheduler_cls, async_scheduling)",
     "vllm.config.cache": """
-        CacheConfig(kv_cache_memory_bytes, num_gpu_blocks_override) CacheConfig.user_specified_block_size
+        CacheConfig(kv_cache_memory_bytes, num_gpu_blocks_override) .user_specified_block_size
     """,
     "vllm.config.kv_transfer": "KVTransferConfig.is_kv_consumer",
     "vllm.config.model": """
-        ModelConfig(enable_prompt_embeds) ModelConfig.get_num_attention_heads(parallel_config)
-        ModelConfig.supports_multimodal_inputs ModelConfig.requires_raw_input_tokens
+        ModelConfig(enable_prompt_embeds) .get_num_attention_heads(parallel_config)
+        .supports_multimodal_inputs .requires_raw_input_tokens
     """,
-    "vllm.config.vllm": "VllmConfig.use_v2_model_runner VllmConfig.num_lookahead_tokens",
+    "vllm.config.vllm": "VllmConfig .use_v2_model_runner .num_lookahead_tokens",
     "vllm.forward_context": """
         BatchDescriptor(num_tokens)
         set_forward_context(attn_metadata, vllm_config, num_tokens, cudagraph_runtime_mode, slot_mapping,
@@ -45,13 +46,13 @@ _NAMES = {
     """,
     "vllm.distributed.kv_transfer.kv_transfer_state": "_KV_CONNECTOR_AGENT",
     "vllm.lora.model_manager": """
-        LoRAModelManager.set_adapter_mapping(mapping) LoRAModelManager.activate_adapter(lora_id)
+        LoRAModelManager .set_adapter_mapping(mapping) .activate_adapter(lora_id)
     """,
     "vllm.model_executor.layers.attention.attention": """
         unified_attention_with_output(query, key, value, output, layer_name)
     """,
     "vllm.model_executor.models.interfaces": """
-        EagleModelMixin._set_aux_hidden_state_layers(layers) EagleModelMixin.aux_hidden_state_layers
+        EagleModelMixin ._set_aux_hidden_state_layers(layers) .aux_hidden_state_layers
     """,
     "vllm.v1.attention.backend": """
         CommonAttentionMetadata(query_start_loc, query_start_loc_cpu, seq_lens, num_reqs, num_actual_tokens,
@@ -64,8 +65,8 @@ _NAMES = {
             finished_req_ids)
     """,
     "vllm.v1.core.sched.scheduler": """
-        Scheduler.schedule Scheduler._update_after_schedule(scheduler_output)
-        Scheduler.get_grammar_bitmask(scheduler_output) Scheduler.update_draft_token_ids(draft_token_ids)
+        Scheduler .schedule ._update_after_schedule(scheduler_output)
+        .get_grammar_bitmask(scheduler_output) .update_draft_token_ids(draft_token_ids)
     """,
     "vllm.v1.engine.core": "EngineCore.scheduler",
     "vllm.v1.kv_cache_interface": """
@@ -76,59 +77,48 @@ _NAMES = {
     "vllm.v1.outputs": "ModelRunnerOutput(req_id_to_index, sampled_token_ids)",
     "vllm.v1.spec_decode.draft_model": "DraftModelProposer.__init__(vllm_config, device)",
     "vllm.v1.spec_decode.llm_base_proposer": """
-        SpecDecodeBaseProposer.propose(num_speculative_tokens, target_token_ids, target_positions,
-            target_hidden_states, next_token_ids, token_indices_to_sample, common_attn_metadata,
-            sampling_metadata, mm_embed_inputs, num_rejected_tokens_gpu, slot_mappings)
-        SpecDecodeBaseProposer.prepare_next_token_ids_padded(sampled_token_ids, requests, gpu_input_batch,
-            discard_request_mask)
-        SpecDecodeBaseProposer.load_model(target_model) SpecDecodeBaseProposer.dummy_run(num_tokens)
-        SpecDecodeBaseProposer.take_last_draft_probs SpecDecodeBaseProposer._raise_if_mrope
-        SpecDecodeBaseProposer.initialize_attn_backend(kv_cache_config, kernel_block_sizes)
-        SpecDecodeBaseProposer._determine_batch_execution_and_padding(num_tokens, use_cudagraphs)
-        SpecDecodeBaseProposer._sample_draft_tokens(hidden_states, sampling_metadata)
-        SpecDecodeBaseProposer._draft_attn_layer_names SpecDecodeBaseProposer.input_ids
-        SpecDecodeBaseProposer.positions SpecDecodeBaseProposer.max_num_tokens
-        SpecDecodeBaseProposer.max_model_len
+        SpecDecodeBaseProposer
+        .propose(num_speculative_tokens, target_token_ids, target_positions, target_hidden_states,
+            next_token_ids, token_indices_to_sample, common_attn_metadata, sampling_metadata,
+            mm_embed_inputs, num_rejected_tokens_gpu, slot_mappings)
+        .prepare_next_token_ids_padded(sampled_token_ids, requests, gpu_input_batch, discard_request_mask)
+        .load_model(target_model) .dummy_run(num_tokens) .take_last_draft_probs ._raise_if_mrope
+        .initialize_attn_backend(kv_cache_config, kernel_block_sizes)
+        ._determine_batch_execution_and_padding(num_tokens, use_cudagraphs)
+        ._sample_draft_tokens(hidden_states, sampling_metadata)
+        ._draft_attn_layer_names .input_ids .positions .max_num_tokens .max_model_len
     """,
-    "vllm.v1.worker.block_table": "BlockTable.block_table BlockTable.get_device_tensor(num_reqs)",
+    "vllm.v1.worker.block_table": "BlockTable .block_table .get_device_tensor(num_reqs)",
     "vllm.v1.worker.utils": """
-        AttentionGroup.create_metadata_builders(vllm_config, device, kernel_block_size)
-        AttentionGroup.build_metadata_for_drafting(common_attn_metadata, draft_index)
-        AttentionGroup.supports_draft_decode_metadata_update
-        AttentionGroup.update_draft_decode_metadata(attn_metadata)
+        AttentionGroup .create_metadata_builders(vllm_config, device, kernel_block_size)
+        .build_metadata_for_drafting(common_attn_metadata, draft_index)
+        .supports_draft_decode_metadata_update .update_draft_decode_metadata(attn_metadata)
     """,
     "vllm.v1.worker.gpu_input_batch": """
-        InputBatch.req_prompt_embeds InputBatch.is_token_ids InputBatch.generators
-        InputBatch.token_ids_cpu InputBatch.num_computed_tokens_cpu InputBatch.request_lora_mapping
-        CachedRequestState(output_token_ids, mrope_positions, mrope_position_delta)
+        InputBatch .req_prompt_embeds .is_token_ids .generators .token_ids_cpu .num_computed_tokens_cpu
+        .request_lora_mapping CachedRequestState(output_token_ids, mrope_positions, mrope_position_delta)
     """,
     "vllm.v1.worker.gpu_model_runner": """
-        GPUModelRunner.attn_groups GPUModelRunner.num_prompt_logprobs GPUModelRunner.requests
-        GPUModelRunner.effective_drafter_max_model_len GPUModelRunner.use_aux_hidden_state_outputs
-        GPUModelRunner.execute_model_state GPUModelRunner.mrope_positions
-        GPUModelRunner._sample GPUModelRunner._bookkeeping_sync GPUModelRunner.discard_request_mask
-        GPUModelRunner._get_positions(num_tokens) GPUModelRunner.take_draft_token_ids
+        GPUModelRunner .attn_groups .num_prompt_logprobs .requests .effective_drafter_max_model_len
+        .use_aux_hidden_state_outputs .execute_model_state .mrope_positions ._sample ._bookkeeping_sync
+        .discard_request_mask ._get_positions(num_tokens) .take_draft_token_ids
         ExecuteModelState(aux_hidden_states, slot_mappings)
     """,
-    f"{_GPU}.model_runner": """
-        GPUModelRunner.take_draft_token_ids GPUModelRunner.use_aux_hidden_state_outputs
-    """,
+    f"{_GPU}.model_runner": "GPUModelRunner .take_draft_token_ids .use_aux_hidden_state_outputs",
     f"{_GPU}.states": """
-        RequestState.remove_request(req_id) RequestState.req_id_to_index RequestState.prompt_len
-        RequestState.total_len RequestState.all_token_ids
+        RequestState .remove_request(req_id) .req_id_to_index .prompt_len .total_len .all_token_ids
     """,
     f"{_GPU}.input_batch": """
         InputBatch(req_ids, num_reqs, idx_mapping, seq_lens, num_computed_tokens_np, num_scheduled_tokens,
             prefill_len_np, idx_mapping_np, cu_num_logits_np)
     """,
-    f"{_GPU}.mm.rope": "RopeState.prefill_positions RopeState.prefill_delta RopeState.positions",
+    f"{_GPU}.mm.rope": "RopeState .prefill_positions .prefill_delta .positions",
     f"{_GPU}.model_states.default": "DefaultModelState.rope_state",
     f"{_GPU}.cudagraph_utils": """
         BatchExecutionDescriptor(cg_mode, num_tokens, num_reqs)
         CudaGraphManager(vllm_config, device, cudagraph_mode, decode_query_len)
-        CudaGraphManager._init_candidates CudaGraphManager.needs_capture
-        CudaGraphManager.run_fullgraph(desc) CudaGraphManager.capture(create_forward_fn, progress_bar_desc)
-        CudaGraphManager.dispatch(num_reqs, num_tokens, uniform_token_count, num_active_loras)
+        ._init_candidates .needs_capture .run_fullgraph(desc) .capture(create_forward_fn, progress_bar_desc)
+        .dispatch(num_reqs, num_tokens, uniform_token_count, num_active_loras)
     """,
     f"{_GPU}.attn_utils": """
         build_attn_metadata(attn_groups, num_reqs, num_tokens, query_start_loc_gpu, query_start_loc_cpu,
@@ -136,21 +126,19 @@ _NAMES = {
             for_cudagraph_capture)
     """,
     f"{_SPEC_DECODE}.standalone_ar.speculator": """
-        StandaloneARSpeculator(vllm_config, device) StandaloneARSpeculator.capture
-        StandaloneARSpeculator.propose(input_batch, attn_metadata, slot_mappings, last_hidden_states,
-            aux_hidden_states, num_sampled, num_rejected, last_sampled, next_prefill_tokens, temperature,
-            seeds, dp_sync_state, dummy_run, skip_attn_for_dummy_run, mm_inputs, is_profile,
-            num_speculative_tokens)
-        StandaloneARSpeculator.load_draft_model(target_model, target_attn_layer_names)
-        StandaloneARSpeculator.set_attn(model_state, kv_cache_config, block_tables, target_input_buffers,
-            target_attn_groups)
-        StandaloneARSpeculator.init_cudagraph_manager(cudagraph_mode)
+        StandaloneARSpeculator(vllm_config, device) .capture
+        .propose(input_batch, attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states,
+            num_sampled, num_rejected, last_sampled, next_prefill_tokens, temperature, seeds, dp_sync_state,
+            dummy_run, skip_attn_for_dummy_run, mm_inputs, is_profile, num_speculative_tokens)
+        .load_draft_model(target_model, target_attn_layer_names)
+        .set_attn(model_state, kv_cache_config, block_tables, target_input_buffers, target_attn_groups)
+        .init_cudagraph_manager(cudagraph_mode)
     """,
     f"{_SPEC_DECODE}.speculator": """
-        DraftModelSpeculator.load_model(target_model)
-        DraftModelSpeculator.sample_draft(hidden_states, sample_src_positions, idx_mapping, temperature,
-            seeds, draft_step, draft_logits)
-        DraftModelSpeculator._copy_request_inputs(num_reqs, idx_mapping, temperature, seeds)
+        DraftModelSpeculator .load_model(target_model)
+        .sample_draft(hidden_states, sample_src_positions, idx_mapping, temperature, seeds, draft_step,
+            draft_logits)
+        ._copy_request_inputs(num_reqs, idx_mapping, temperature, seeds)
     """,
 }
 # How vLLM groups layers (`kv_cache.py`): by a function of vLLM 0.32, since 0.33 by the platform's builder.
@@ -164,9 +152,11 @@ else:
 
 
 def _parse(module: str, names: str) -> Iterator[Required]:
-    for qualified, parameters in re.findall(r"([\w.]+)(?:\(([^)]*)\))?", names):
-        owner, _, name = qualified.rpartition(".")
-        yield Required(module, owner, name, tuple(re.findall(r"\w+", parameters)))
+    owner = ""
+    for text in re.findall(r"[\w.]+(?:\([^)]*\))?", names):
+        if not text.startswith("."):
+            owner = text.partition("(")[0]
+        yield Required.of(module, f"{owner}{text}" if text.startswith(".") else text)
 
 
 REQUIRED = tuple(one for module, names in _NAMES.items() for one in _parse(module, names))

@@ -61,12 +61,7 @@ def activation_layers(target: nn.Module) -> tuple[int, ...]:
 
 
 class SpireCache(Cache):
-    """Writes the K/V of verified and of drafted tokens.
-
-    Args:
-        model: the SPIRe draft.
-        target: the target model.
-    """
+    """Writes the K/V of verified and of drafted tokens."""
 
     is_own = True
 
@@ -79,9 +74,6 @@ class SpireCache(Cache):
 
     def lay_out(self, groups: Sequence[LayerGroup]) -> None:
         """Prepare for drafting, once vLLM has allocated the KV cache.
-
-        Args:
-            groups: the draft's layers.
 
         Raises:
             MagicDecConfigError: the target returns other activations than the draft was trained with, or

@@ -17,7 +17,7 @@ from vllm.model_executor.models.llama import LlamaForCausalLM
 
 from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.errors import METHOD, MODEL_METHOD, MagicDecConfigError
-from vllm_magicdec.spire.serving import served_settings
+from vllm_magicdec.spire.settings import served_settings
 
 _MAX_TOKENS_AT_ONCE = 1024  # bounds the memory of activations in float32
 

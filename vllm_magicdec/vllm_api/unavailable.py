@@ -58,26 +58,21 @@ def _refuse_on_command_line(parser: Any, *_: Any, **__: Any) -> Any:
     return parser
 
 
-_CONFIG_HOOK = Hook(
-    module="vllm.config",
-    owner="SpeculativeConfig",
-    name="__new__",
+_CONFIG_HOOK = Hook.of(
+    "vllm.config",
+    "SpeculativeConfig.__new__",
     reason="the plugin's methods must be refused here before vLLM refuses them as unknown",
     wrap=_refuse_to_construct,
 )
-_ENGINE_HOOK = Hook(
-    module="vllm.engine.arg_utils",
-    owner="EngineArgs",
-    name="create_engine_config",
-    parameters=("self",),
+_ENGINE_HOOK = Hook.of(
+    "vllm.engine.arg_utils",
+    "EngineArgs.create_engine_config(self)",
     reason="the methods must also be refused where SpeculativeConfig cannot be wrapped",
     wrap=before(_refuse_engine),
 )
-_OPTIONS_HOOK = Hook(
-    module="vllm.engine.arg_utils",
-    owner="EngineArgs",
-    name="add_cli_args",
-    parameters=("parser",),
+_OPTIONS_HOOK = Hook.of(
+    "vllm.engine.arg_utils",
+    "EngineArgs.add_cli_args(parser)",
     reason="--speculative-model must be refused with the reason, not as an unknown option",
     wrap=after(_refuse_on_command_line),
 )
