@@ -258,9 +258,11 @@ class Drafter:
         return drafts
 
     def _draft_round(self, batch: Batch, gamma: int) -> Drafts:
-        """Draft at most `gamma` tokens of each request, which vLLM's next step verifies.
+        """Run one round of MagicDec (arXiv 2408.11049) between two steps of vLLM.
 
-        The target has verified the last round's drafts, and `batch` is what it has accepted.
+        1. Accept: vLLM's rejection sampler has done it, and `batch` has the accepted tokens.
+        2. Draft: the loop takes gamma passes over the views, a small part of the KV cache.
+        3. Verify: vLLM's next step runs the target over all drafts and the whole KV cache.
         """
         num_reqs, cache = len(batch.req_ids), self._cache
         if gamma == 0 or all(batch.is_prefilling):  # drafts of unfinished prompts are dropped
