@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Minimal batches and engines for tests of views and drafting."""
 
+from collections.abc import Iterator
+
 import torch
 
 from vllm_magicdec.policies.base import Engine, Limits
@@ -65,6 +67,7 @@ class NoSelector:
         pass
 
 
-def steps_of_view(round_view, num_steps: int) -> list:
-    """The input of every step of a round in the layers of one view; taken one after the other."""
-    return [round_view.step(index) for index in range(num_steps)]
+def steps_of_view(round_view, num_steps: int) -> Iterator:
+    """The input of every step of a round in the layers of one view, each valid until the next one."""
+    for index in range(num_steps):
+        yield round_view.step(index)

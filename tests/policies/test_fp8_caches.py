@@ -65,7 +65,7 @@ def positions_chosen(
     pages = MODEL_LEN // PAGE
     block_table = torch.arange(len(CONTEXT_LENS) * pages, dtype=torch.int32).view(-1, pages)
     batch = replace(make_batch(["a", "b"], block_table, CONTEXT_LENS), is_first=[True, True])
-    steps_of_view(views.prepare(batch, NUM_STEPS), NUM_STEPS)
+    list(steps_of_view(views.prepare(batch, NUM_STEPS), NUM_STEPS))
     selections = views._selections
     rows = selections.rows(["a", "b"])
     (count,) = set(selections.counts[rows].tolist())

@@ -123,7 +123,7 @@ def make_rounds(policy: str, granularity: str | None, device: torch.device) -> C
 
     def prepare(batch: Batch) -> None:
         target.verify()
-        steps_of_view(views.prepare(batch, NUM_STEPS), NUM_STEPS)
+        list(steps_of_view(views.prepare(batch, NUM_STEPS), NUM_STEPS))
 
     return prepare
 

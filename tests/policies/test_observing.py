@@ -73,7 +73,7 @@ def test_prompts_shorter_than_the_window_are_not_observed():
     fields = fields_of()
     views = SnapKV.make_views(fields, engine, SnapKV.parse_budget(fields, engine.limits, 256))
     batch = make_batch(["a"], torch.tensor([[1, 0]], dtype=torch.int32), [10])
-    steps = steps_of_view(views.prepare(replace(batch, is_first=[True]), 4), 4)
+    steps = list(steps_of_view(views.prepare(replace(batch, is_first=[True]), 4), 4))
     assert not observed
     assert [int(step.view.lens[0]) for step in steps] == [11, 12, 13, 14]
 
@@ -105,7 +105,7 @@ def test_a_backend_that_splits_pages_changes_no_selection(granularity):
         fields = fields_of(draft_kv_granularity=granularity)
         views = SnapKV.make_views(fields, engine, SnapKV.parse_budget(fields, engine.limits, 320))
         batch = replace(make_batch(["a"], block_table, [context_len]), is_first=[True])
-        steps_of_view(views.prepare(batch, 4), 4)
+        list(steps_of_view(views.prepare(batch, 4), 4))
         count = int(views._selections.counts[0])
         assert count
         return views._selections.positions[0, ..., :count]
@@ -161,7 +161,7 @@ def test_on_a_cpu_recorded_queries_are_not_recomputed(chunk, is_recorded):
         if records:
             for layer in range(num_layers):
                 recorders[0].record(layer, queries[layer], Scales(), metadata, rows[layer], Softmax(1.0))
-        steps_of_view(views.prepare(batch, 4), 4)
+        list(steps_of_view(views.prepare(batch, 4), 4))
         return observed, views._selections.positions.sort(-1).values
 
     unrecorded, expected = choose(False)

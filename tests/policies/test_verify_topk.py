@@ -91,7 +91,7 @@ class Scene:
     def steps(self) -> list:
         req_ids = [str(i) for i in range(len(self.context_lens))]
         batch = make_batch(req_ids, self.block_table, self.context_lens)
-        return steps_of_view(self.views.prepare(batch, GAMMA), GAMMA)
+        return list(steps_of_view(self.views.prepare(batch, GAMMA), GAMMA))
 
     def keys(self, layer: int, request: int, page: int) -> torch.Tensor:
         """Verified keys of a page, [num_kv_heads, tokens, size]."""

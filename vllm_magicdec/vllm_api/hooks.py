@@ -249,7 +249,13 @@ def _before_kv_cache_v1(runner: Any, kv_cache_config: Any, *_: Any, **__: Any) -
 
 
 def _attend_natively_v2(
-    _: Any, kv_cache_config: Any, device: Any, __: Any, vllm_config: Any, *___: Any
+    forward_context: Any,
+    kv_cache_config: Any,
+    device: Any,
+    kernel_block_sizes: Any,
+    vllm_config: Any,
+    *_: Any,
+    **__: Any,
 ) -> None:
     _attend_natively(vllm_config, kv_cache_config, device)
 
