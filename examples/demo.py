@@ -238,6 +238,14 @@ def is_embedded(model: str) -> bool:
     return Path(model).resolve() == EMBEDDED_MODEL
 
 
+def folder_of(model: str) -> str:
+    """Return the folder of a model of `make models`, or the model itself."""
+    sys.path.insert(0, str(HERE.parent / "tools"))
+    import real_models
+
+    return str(real_models.folder_of(model)) if model in real_models.MODELS else model
+
+
 def load_tokenizer(model: str) -> Any:
     """Load the model's tokenizer, which shows early whether the model is available.
 
@@ -566,7 +574,8 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--model", default=str(EMBEDDED_MODEL), help="folder or name on huggingface.co")
+    names = "folder, name on huggingface.co, or one of `make models`"
+    parser.add_argument("--model", default=str(EMBEDDED_MODEL), help=names)
     parser.add_argument("--draft", help="folder of the draft model (default: the model itself)")
     parser.add_argument(
         "--context",
@@ -577,6 +586,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=8, help="concurrent completions (default 8)")
     parser.add_argument("--max-tokens", type=int, default=128, help="tokens per answer (default 128)")
     arguments, server_options = parser.parse_known_args()
+    arguments.model = folder_of(arguments.model)
     # The demo must end its servers also when it is terminated or its terminal is closed.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, frame: sys.exit(128 + number))

@@ -29,14 +29,19 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 
 
 def excerpts(tokenizer: Any, count: int, num_tokens: int, folder: Path | None = None) -> list[list[int]]:
-    """Return `count` evenly spread excerpts of `num_tokens` token ids each, which may overlap."""
+    """Return `count` evenly spread excerpts of `num_tokens` token ids each, which may overlap.
+
+    They begin with the tokens with which the tokenizer begins every text: Gemma needs its `<bos>`.
+    """
     text = read_text(folder)
+    begin = tokenizer.encode("")
+    num_tokens -= len(begin)
     # Tokenize no more text than necessary.
     tokens = encode(tokenizer, text[: 12 * count * num_tokens])
     if len(tokens) < num_tokens:
         raise SystemExit(f"the text has {len(tokens)} tokens; {num_tokens} are needed")
     stride = (len(tokens) - num_tokens) // max(1, count - 1) if count > 1 else 0
-    return [tokens[i * stride : i * stride + num_tokens] for i in range(count)]
+    return [begin + tokens[i * stride : i * stride + num_tokens] for i in range(count)]
 
 
 def prompts_of_cells(

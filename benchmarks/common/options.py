@@ -25,7 +25,8 @@ def served_dtype() -> str:
 
 
 def add_model(parser: argparse.ArgumentParser, default: str) -> None:
-    parser.add_argument("--model", default=default, help="a folder, a name, or one of kv_heavy.py's")
+    names = "a folder, a name, or one of kv_heavy.py's or of `make models`"
+    parser.add_argument("--model", default=default, help=names)
     parser.add_argument("--dtype", default=served_dtype(), help="%(default)s on this machine")
 
 

@@ -2,8 +2,8 @@
 """A round: draft gamma tokens over the views, with the target or a draft model.
 
 When the target drafts, its draft tokens write K/V into the request's lookahead slots; verification
-overwrites all of them, so no approximate K/V remains. The KV cache of a draft model catches up with the
-verified tokens before each round.
+overwrites all of them, so no approximate K/V remains. Until then no view's length reaches the K/V of a
+rejected token. The KV cache of a draft model catches up with the verified tokens before each round.
 """
 
 import os

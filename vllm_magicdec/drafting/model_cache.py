@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The KV cache of a draft model, which catches up with the verified tokens before each round.
 
-A round's passes write the K/V of their inputs: the last verified token and all drafts but the last.
-Rejected ones are overwritten. If all drafts were accepted, the cache lacks the token before the next
+A round's passes write the K/V of their inputs: the last verified token and all drafts but the last. K/V of
+rejected tokens lies behind the new context's end; the next round's passes write it again before their
+views' lengths reach it. If all drafts were accepted, the cache lacks the token before the next
 round's first one, which the first pass takes beside its own. Where only the device knows, it always does:
 writing the same K/V twice is harmless. Longer gaps (a prompt's chunk, tokens of plain steps) take a pass
 over the whole context, or, before passes over all of a round's tokens, over the round's view.
@@ -59,7 +60,7 @@ class ModelCache(Cache):
         self._groups = groups
         self._page_size = groups[0].cache.block_size
         self._max_num_tokens, self._max_model_len = max_num_tokens, max_model_len
-        # A verification adds tokens that the round's passes have written, and at most one more.
+        # All but at most one of the tokens that a verification adds were written by the round's passes.
         self._min_lacking = 0 if knows_accepted else 1
         self._may_lag = may_lag
         # Twice as many as run at once, so that requests which a step leaves out keep theirs.
@@ -90,7 +91,7 @@ class ModelCache(Cache):
         lacking = np.where(step.has_prompt, lacking + step.num_tokens, decoded)
         self._lacking[rows] = np.minimum(lacking, step.ends)
         # Lower bounds: the scheduler may not know the result of the previous step either.
-        self._known = step.ends - step.num_unsure - self._unsure[rows]
+        self._surely_verified = step.ends - step.num_unsure - self._unsure[rows]
         self._unsure[rows], self._written[rows], self._ends[rows] = step.num_unsure, 0, step.ends
         self._waiting = self._in_view = None
 
@@ -120,7 +121,9 @@ class ModelCache(Cache):
         if not num_steps:
             if self._may_lag:
                 pages = self._step.ends // self._page_size
-                is_due &= self._step.has_prompt | (pages > (self._known - lacking) // self._page_size)
+                is_due &= self._step.has_prompt | (
+                    pages > (self._surely_verified - lacking) // self._page_size
+                )
         elif is_wide:
             is_due &= ~self._leave_to_view(is_due, lacking, num_latest)
         elif num_latest and (1 + self.max_added) * len(lacking) <= self._max_num_tokens:
@@ -134,7 +137,9 @@ class ModelCache(Cache):
 
     def _leave_to_view(self, is_due: np.ndarray, lacking: np.ndarray, num_latest: int) -> np.ndarray:
         """Return the requests, [num_reqs] bool, whose lacking tokens are read over the round's view."""
-        in_view = is_due & self._lacks_only_step & (lacking <= np.minimum(num_latest, self._known))
+        in_view = (
+            is_due & self._lacks_only_step & (lacking <= np.minimum(num_latest, self._surely_verified))
+        )
         requests = np.flatnonzero(in_view)
         if not len(requests) or lacking[requests].sum() > self._max_num_tokens:
             return np.zeros_like(is_due)

@@ -212,7 +212,7 @@ class WindowRecorder(QueryRecorder):
         return self._lens.get(index) == length
 
     def show(self, indices: Sequence[int], observer: LayerObserver) -> None:
-        """Pass recorded requests to the observer, as `drafting.drafter.Runner.observe` does."""
+        """Pass recorded requests to the observer, as `drafting.ports.Target.observe` does."""
         for layer, (kept, cache, softmax) in self._layers.items():
             observer(layer, torch.cat([kept[index] for index in indices]), cache, softmax)
 

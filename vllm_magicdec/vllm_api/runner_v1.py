@@ -52,7 +52,7 @@ class MagicDecProposer(DraftModelProposer):
     """A proposer whose draft is the target itself, over a view of the target's KV cache.
 
     Inherited: the padded-batch bookkeeping of rejected tokens, draft sampling and attention groups.
-    Replaced: the draft loop, and the draft model and its KV cache (`draft_models_v1.py` brings them back).
+    Replaced: the draft loop, and the draft model, which subclasses in `draft_models_v1.py` load.
     """
 
     speculative_config: MagicDecSpeculativeConfig

@@ -63,7 +63,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
     """A speculator whose draft is the target itself, over a view of the target's KV cache.
 
     Inherited: request buffers and draft sampling. Replaced: attention metadata (by layer group, over the
-    view), the draft loop, and the draft model and its KV cache (`draft_models_v2.py` brings them back).
+    view), the draft loop, and the draft model, which subclasses in `draft_models_v2.py` load.
     Added: CUDA graphs.
     """
 
