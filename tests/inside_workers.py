@@ -48,7 +48,7 @@ def look_up_at_random(worker: Any, seed: int) -> None:
     if isinstance(loop, Wide):
         _look_up_on_device_at_random(loop.passes, rng, worker.model_config.get_vocab_size())
         return
-    loop.passes._min_acceptance = 0.0  # random lookups contradict whatever is drafted
+    loop.passes._min_acceptance = 0.0  # random lookups contradict all drafts
     lookups = loop.passes._lookups
     own, vocab_size = lookups.look_up, worker.model_config.get_vocab_size()
 

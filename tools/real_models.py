@@ -22,7 +22,7 @@ from typing import IO
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "build" / "models"
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
-# By suffix of the folder. float32 is first: vLLM rounds it to whatever it serves.
+# Suffix of the folder by dtype. float32 comes first: vLLM converts it to the dtype that it serves.
 SUFFIXES = {"float32": "", "bfloat16": "-bfloat16"}
 NEEDED_BYTES = 2 * 2**30  # at most, while one model is made
 

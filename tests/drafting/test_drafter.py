@@ -152,7 +152,8 @@ def test_unfinished_prompts_take_no_pass(make_drafter, monkeypatch):
         drafts = made.draft(GAMMA, lambda part=part: part)
         assert target.num_tries == passes
         assert [*map(list, drafts.tokens)] == [[7] * GAMMA * passes] * 2
-    assert prepared == [["a", "b"]] * 2 * len(made._views)
+    # Policies note in every round who is new and who was preempted.
+    assert prepared == [["a", "b"]] * 3 * len(made._views)
 
 
 def test_finished_requests_reach_lookups_and_failures_are_counted(make_drafter):
@@ -205,7 +206,7 @@ def test_failures_after_plain_steps_are_counted_and_logged_once(make_drafter):
 
     with listening() as said:
         for _ in range(100):
-            made.follow_plain_step(follow)
+            assert not made.follow_plain_step(follow)
     assert made._failures.by_stage.totals == {"own_cache": 100}
     assert made._failures.totals["draft_pauses"] == 1
     assert len(said) == 2, "a trace, and a line for the pause"

@@ -53,7 +53,7 @@ class LookupValue(Value):
             stats.fade(num_reqs, len(rounds))
         own = self._buckets[info.bucket]
         for (verified, accepted), count in Counter(rounds).items():
-            # During plain decoding trials begin at every token with equal probability, whatever they bring.
+            # During plain decoding a trial begins at every token with equal probability.
             own.tokens += count if self._current == PLAIN else count * (1.0 + accepted)
             own.observe(verified, accepted, count, info, is_checked=choice != self.unchecked)
 

@@ -102,7 +102,7 @@ class MagicDecFields(SpeculativeConfig):
     """Number of last tokens of the prompt whose attention scores the others for `snapkv`; they are always
     read."""
     snapkv_recent: float = Field(default=0.375, ge=0, le=_MOST_TOKENS)
-    """Latest tokens that `snapkv` selects whatever their score: tokens, or a fraction of the budget if
+    """Latest tokens that `snapkv` selects regardless of their score: tokens, or a fraction of the budget if
     below 1, then at least three quarters of the first 64 tokens of the budget. At least `snapkv_window`; 0
     is the published SnapKV."""
     snapkv_kernel: int = Field(default=7, gt=0, lt=1024)

@@ -38,7 +38,7 @@ from vllm_magicdec.lookup.history import History
 from vllm_magicdec.lookup.texts import Texts
 from vllm_magicdec.views.layer_pages import LayerPageViews
 from vllm_magicdec.views.pages import PageViews
-from vllm_magicdec.views.round import Batch, Round, View, Views
+from vllm_magicdec.views.round import Batch, Round, RoundView, View, Views
 from vllm_magicdec.views.tensors import has_kernels
 from vllm_magicdec.views.windows import Reach
 
@@ -267,6 +267,8 @@ class Drafter:
         num_reqs, cache = len(batch.req_ids), self._cache
         if gamma == 0 or all(batch.is_prefilling):  # drafts of unfinished prompts are dropped
             cache.catch_up(batch, 0)
+            if gamma:  # policies note who is new and who was preempted
+                self._prepare_views(batch, gamma)
             nothing = np.zeros(num_reqs, dtype=np.int64)
             return Drafts(DraftLists([] for _ in range(num_reqs)), nothing, num_passes=0)
         drafts = self._loop.draft(batch, gamma, partial(self._prepare, batch, gamma))
@@ -280,23 +282,30 @@ class Drafter:
             views.num_latest(num_steps) if isinstance(views, PageViews) else 0 for views in self._views
         )
         self._cache.catch_up(batch, num_steps, num_latest=num_latest, is_wide=is_wide)
-        views = [
-            views.prepare(batch.of_group(group.kv_cache_group), num_steps)
-            for group, views in zip(self.groups, self._views, strict=True)
-        ]
+        views = self._prepare_views(batch, num_steps)
         self._stage = "draft_step"
         return Round(views, self._cache.extend)
 
-    def follow_plain_step(self, follow: Callable[[], None]) -> None:
-        """Update the draft's cache after a step of the target without drafts.
+    def _prepare_views(self, batch: Batch, num_steps: int) -> list[RoundView]:
+        return [
+            views.prepare(batch.of_group(group.kv_cache_group), num_steps)
+            for group, views in zip(self.groups, self._views, strict=True)
+        ]
+
+    def follow_plain_step(self, follow: Callable[[], bool]) -> bool:
+        """Let the draft's cache follow a step of the target without drafts.
 
         Args:
-            follow: updates the cache; may fail like `draft`.
+            follow: may fail like `draft`.
+
+        Returns:
+            The result of `follow`; False if it failed.
         """
         try:
-            follow()
+            return follow()
         except Exception:
             self._record_failed_round("own_cache")
+            return False
 
     def finish_request(self, req_id: str, answer: Sequence[int]) -> None:
         """Pass a finished request to lookups on the host, between rounds.

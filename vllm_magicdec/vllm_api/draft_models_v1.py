@@ -74,15 +74,14 @@ class ModelProposer(LoadedProposer):
     @override
     def _bypass_rejection_sampler(self) -> None:
         if self._may_lag:
-            bypass_rejection_sampler(self.target_runner, self._skip_plain_step)
+            bypass_rejection_sampler(self.target_runner, may_skip=self._may_skip)
 
-    def _skip_plain_step(self, scheduler_output: SchedulerOutput) -> bool:
-        requests, numbers = self.target_runner.requests, scheduler_output.num_scheduled_tokens
-        if any(req_id not in requests for req_id in numbers):
-            return False
+    def _may_skip(self, scheduler_output: SchedulerOutput) -> bool:
         cached = scheduler_output.scheduled_cached_reqs
-        computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        return self._cache.skip_plain_step([*computed], [number + 1 for number in computed.values()])
+        ends = [number + 1 for number in cached.num_computed_tokens]
+        return not scheduler_output.scheduled_new_reqs and self._drafter.follow_plain_step(
+            lambda: self._cache.skip_plain_step(cached.req_ids, ends)
+        )
 
     @override
     def _make_cache(self, kv_cache_config: KVCacheConfig, groups: Sequence[LayerGroup]) -> Cache:
@@ -124,29 +123,24 @@ class SpireProposer(LoadedProposer):
 
     @override
     def _bypass_rejection_sampler(self) -> None:
-        bypass_rejection_sampler(self.target_runner, lambda _: True)
-        execute_model = self.target_runner.execute_model
+        def follow(scheduler_output: SchedulerOutput) -> None:
+            self._drafter.follow_plain_step(lambda: self._write_plain_step(scheduler_output))
 
-        def execute(scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
-            output = execute_model(scheduler_output, *args, **kwargs)
-            if self.target_runner.speculative_config is None:
-                self._drafter.follow_plain_step(lambda: self._write_plain_step(scheduler_output))
-            return output
+        bypass_rejection_sampler(self.target_runner, may_skip=lambda _: True, follow=follow)
 
-        self.target_runner.execute_model = execute
-
-    def _write_plain_step(self, scheduler_output: SchedulerOutput) -> None:
-        """Write the memory of a plain step, whose activations the runner keeps."""
+    def _write_plain_step(self, scheduler_output: SchedulerOutput) -> bool:
+        """Write the memory of a plain step, whose activations the runner keeps; False if there is none."""
         runner = self.target_runner
         state, num_tokens = runner.execute_model_state, scheduler_output.total_num_scheduled_tokens
-        if state is None:  # nothing was scheduled
-            return
+        if state is None:
+            return False
         activations = [each[:num_tokens] for each in state.aux_hidden_states]
         tokens, positions = runner.input_ids.gpu[:num_tokens], runner._get_positions(num_tokens)
         with torch.inference_mode():
             self._cache.write_verified(
                 TargetActivations(tokens, positions, activations, state.slot_mappings)
             )
+        return True
 
     @override
     def _make_cache(self, kv_cache_config: KVCacheConfig, groups: Sequence[LayerGroup]) -> Cache:

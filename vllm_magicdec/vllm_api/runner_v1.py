@@ -222,8 +222,6 @@ class MagicDecProposer(DraftModelProposer):
             return self._batch
 
         drafts = self._drafter.draft(num_speculative_tokens, read_batch, self._histories)
-        if drafts is None or not drafts.num_passes:
-            self._draft_probs.clear()
         if drafts is None:
             return [[] for _ in range(num_reqs)]  # nothing to verify
         used = len(self._draft_probs) if drafts.lists is None else max(map(len, drafts.lists))

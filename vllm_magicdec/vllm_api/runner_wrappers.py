@@ -9,7 +9,10 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 
 def bypass_rejection_sampler(
-    runner: Any, skip_plain_step: Callable[[SchedulerOutput], bool] | None = None
+    runner: Any,
+    *,
+    may_skip: Callable[[SchedulerOutput], bool] | None = None,
+    follow: Callable[[SchedulerOutput], object] | None = None,
 ) -> None:
     """Skip the rejection sampler on steps without draft tokens.
 
@@ -18,9 +21,10 @@ def bypass_rejection_sampler(
     this hides during plain steps.
 
     Args:
-        runner: a `GPUModelRunner` (or `CPUModelRunner`) under construction.
-        skip_plain_step: called before such a step; whether a draft with a KV cache of its own can do
-            without it. Otherwise, and if the step has prompt tokens, it goes to the proposer.
+        runner: a `CPUModelRunner` under construction.
+        may_skip: for a draft with a KV cache of its own, called before a step without prompt tokens;
+            whether the cache can do without it. Other steps go to the proposer.
+        follow: for such a draft, called after a skipped step.
     """
     speculative_config, execute_model = runner.speculative_config, runner.execute_model
 
@@ -28,13 +32,16 @@ def bypass_rejection_sampler(
     def execute(scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         verifies = bool(scheduler_output.scheduled_spec_decode_tokens)
         is_plain = not verifies and scheduler_output.num_spec_tokens_to_schedule == 0
-        if is_plain and skip_plain_step is not None:
+        if is_plain and may_skip is not None:
             num_reqs = len(scheduler_output.num_scheduled_tokens)
             has_prompt = scheduler_output.total_num_scheduled_tokens > num_reqs
-            is_plain = not has_prompt and skip_plain_step(scheduler_output)
+            is_plain = not has_prompt and may_skip(scheduler_output)
         # Kept until the next step: the second half of this one, `sample_tokens`, reads it too.
         runner.speculative_config = None if is_plain else speculative_config
-        return execute_model(scheduler_output, *args, **kwargs)
+        output = execute_model(scheduler_output, *args, **kwargs)
+        if is_plain and follow is not None:
+            follow(scheduler_output)
+        return output
 
     runner.execute_model = execute
 
