@@ -160,55 +160,55 @@ def draft_twice(worker: Any) -> None:
 
         runner.compute_draft_logits = compute_and_note
 
-    class Twice:
-        """The loop, and then steps over the same views, whose drafts are dropped."""
+    draft_once = loop.draft
 
-        def draft(self, batch: Any, num_steps: int, prepare: Any) -> Any:
-            rounds: list[Any] = []
+    def draft(batch: Any, num_steps: int, prepare: Any) -> Any:
+        """Draft by the loop, and then by steps over the same views, whose drafts are dropped."""
+        rounds: list[Any] = []
 
-            def prepare_once(*, is_wide: bool = False) -> Any:
-                rounds.append(prepare(is_wide=is_wide))
-                return rounds[0]
+        def prepare_once(*, is_wide: bool = False) -> Any:
+            rounds.append(prepare(is_wide=is_wide))
+            return rounds[0]
 
-            drafts = loop.draft(batch, num_steps, prepare_once)
-            made = drafts.lists or drafts.tokens.clone()
-            logits = None if read is None else read.clone()
-            if not is_staged and drafts.num_passes == num_steps:  # the drafts of steps
-                return drafts
-            if logits is not None and not is_staged:
-                # The kept logits are those that every token was sampled from, also after the last pass.
-                of_drafts = latest[-1].view(*made.shape, -1)
-                for index, is_prefilling in enumerate(batch.is_prefilling):
-                    if not is_prefilling:
-                        kept = logits[runner.idx_mapping[index], :num_steps]
-                        compared.update(not_kept=not torch.equal(kept, of_drafts[index]))
-            tokens, one_by_one = batch.tokens, []
-            for index in range(num_steps):
-                tokens = runner.run((rounds or [prepare()])[0].step(index, tokens)).tokens
-                one_by_one.append(tokens.tolist())
-            for index, own in enumerate(zip(*one_by_one, strict=True)):
-                if batch.is_prefilling[index]:
-                    continue
-                used = min(num_steps, runner.max_model_len - int(batch.context_lens[index]))
-                if not is_staged:
-                    used = drafts.num_passes
-                elif not is_v2:
-                    assert made[index]
-                    used = min(used, len(made[index]))  # passes that gain too little are left out
-                same = [*map(int, made[index][:used])] == list(own[:used])
-                compared.update(drafts=used, rounds=1, different=not same)
-                compared.update(passes=0 if is_staged else drafts.num_passes)
-                if logits is not None and same:
-                    row = runner.idx_mapping[index]
-                    both = logits[row, :used], read[row, :used]
-                    compared.update(other_logits=not torch.allclose(*both, rtol=1e-4, atol=1e-4))
-            if not is_staged:
-                drafts.tokens.copy_(made)
-                if logits is not None:
-                    read.copy_(logits)
+        drafts = draft_once(batch, num_steps, prepare_once)
+        made = drafts.lists or drafts.tokens.clone()
+        logits = None if read is None else read.clone()
+        if not is_staged and drafts.num_passes == num_steps:  # the drafts of steps
             return drafts
+        if logits is not None and not is_staged:
+            # The kept logits are those that every token was sampled from, also after the last pass.
+            of_drafts = latest[-1].view(*made.shape, -1)
+            for index, is_prefilling in enumerate(batch.is_prefilling):
+                if not is_prefilling:
+                    kept = logits[runner.idx_mapping[index], :num_steps]
+                    compared.update(not_kept=not torch.equal(kept, of_drafts[index]))
+        tokens, one_by_one = batch.tokens, []
+        for index in range(num_steps):
+            tokens = runner.run((rounds or [prepare()])[0].step(index, tokens)).tokens
+            one_by_one.append(tokens.tolist())
+        for index, own in enumerate(zip(*one_by_one, strict=True)):
+            if batch.is_prefilling[index]:
+                continue
+            used = min(num_steps, runner.max_model_len - int(batch.context_lens[index]))
+            if not is_staged:
+                used = drafts.num_passes
+            elif not is_v2:
+                assert made[index]
+                used = min(used, len(made[index]))  # passes that gain too little are left out
+            same = [*map(int, made[index][:used])] == list(own[:used])
+            compared.update(drafts=used, rounds=1, different=not same)
+            compared.update(passes=0 if is_staged else drafts.num_passes)
+            if logits is not None and same:
+                row = runner.idx_mapping[index]
+                both = logits[row, :used], read[row, :used]
+                compared.update(other_logits=not torch.allclose(*both, rtol=1e-4, atol=1e-4))
+        if not is_staged:
+            drafts.tokens.copy_(made)
+            if logits is not None:
+                read.copy_(logits)
+        return drafts
 
-    drafter._loop = Twice()
+    loop.draft = draft
     drafter.compared = compared
 
 
