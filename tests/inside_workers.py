@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions that tests run inside workers: scenarios.py calls them by `collective_rpc`."""
 
+import functools
 import random
 from typing import Any
 
@@ -160,7 +161,7 @@ def draft_twice(worker: Any) -> None:
 
         runner.compute_draft_logits = compute_and_note
 
-    draft_once = loop.draft
+    draft_once = functools.partial(type(loop).draft, loop)  # not an earlier call's replacement
 
     def draft(batch: Any, num_steps: int, prepare: Any) -> Any:
         """Draft by the loop, and then by steps over the same views, whose drafts are dropped."""
@@ -182,9 +183,9 @@ def draft_twice(worker: Any) -> None:
                 if not is_prefilling:
                     kept = logits[runner.idx_mapping[index], :num_steps]
                     compared.update(not_kept=not torch.equal(kept, of_drafts[index]))
-        tokens, one_by_one = batch.tokens, []
+        tokens, one_by_one, round_ = batch.tokens, [], rounds[0] if rounds else prepare()
         for index in range(num_steps):
-            tokens = runner.run((rounds or [prepare()])[0].step(index, tokens)).tokens
+            tokens = runner.run(round_.step(index, tokens)).tokens
             one_by_one.append(tokens.tolist())
         for index, own in enumerate(zip(*one_by_one, strict=True)):
             if batch.is_prefilling[index]:
