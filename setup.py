@@ -23,13 +23,14 @@ if platform.machine() == "x86_64":
     VARIANTS |= {
         "avx2": ["-march=x86-64-v3"],
         "avx512": ["-march=x86-64-v4"],
-        "avx512_bf16": ["-march=x86-64-v4", "-mavx512bf16"],
-        "amx": ["-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
+        "avx512_bf16": ["-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"],
+        "amx": ["-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni", "-mamx-tile", "-mamx-bf16"],
     }
     avx512 = {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
     CPU_FLAGS = {
         "avx2": {"avx2", "fma"},
         "avx512": avx512,
+        # Every processor with AVX512_BF16 has AVX512_VNNI.
         "avx512_bf16": {*avx512, "avx512_bf16"},
         "amx": {*avx512, "avx512_bf16", "amx_tile", "amx_bf16"},
     }
@@ -37,7 +38,7 @@ FLAGS = ["-std=c++17", "-O3", "-fopenmp", "-fPIC", "-shared", "-fvisibility=hidd
 
 
 def variant_of(ext: Extension) -> str:
-    return ext.name.rsplit(".attention_")[1]
+    return ext.name.rsplit(".kernels_")[1]
 
 
 def runs_here(variant: str) -> bool:
@@ -95,8 +96,8 @@ setup(
     package_data={"vllm_magicdec": ["py.typed", "native/*.cpp", "native/*.h"]},
     ext_modules=[
         Extension(
-            f"vllm_magicdec.native.attention_{name}",
-            [str(NATIVE / "attention.cpp")],
+            f"vllm_magicdec.native.kernels_{name}",
+            [str(source) for source in sorted(NATIVE.glob("*.cpp"))],
             depends=[str(header) for header in sorted(NATIVE.glob("*.h"))],
             extra_compile_args=flags,
             optional=True,

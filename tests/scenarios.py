@@ -44,6 +44,13 @@ def _adapter(number: int, folder: str) -> Any:
     return LoRARequest(str(number), number, folder)
 
 
+def generate_after_reload(llm: Any, batches: list[dict[str, Any]], weights: str) -> Any:
+    """`generate` with the weights of another folder."""
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": weights})
+    llm.reset_prefix_cache()
+    return generate(llm, batches)
+
+
 def generate_without_asking_for_drafts(llm: Any, batches: list[dict[str, Any]]) -> Any:
     """`generate`; fails if the engine core asks its workers for drafts, which come with the outputs."""
 

@@ -23,6 +23,7 @@ from vllm_magicdec.errors import METHOD, MagicDecConfigError
 from vllm_magicdec.plugin import register
 from vllm_magicdec.policies import find_policy
 from vllm_magicdec.vllm_api import engine_config
+from vllm_magicdec.vllm_api.draft_weights import check_draft_weights
 from vllm_magicdec.vllm_api.engine_config import EngineSpeculativeConfig
 
 register()
@@ -601,3 +602,30 @@ def test_unsupported_models_are_refused(tmp_path, case):
     )
     with pytest.raises(MagicDecConfigError, match=sentence):
         configure(str(tmp_path), {"method": METHOD})
+
+
+@pytest.mark.parametrize(
+    ("fields", "engine", "sentence"),
+    [
+        ({"draft_weights": "int3"}, {}, "use one of 'target', 'int4', 'int8'"),
+        ({"draft_weights": "fp8_per_tensor"}, {}, "use one of 'target', 'int4', 'int8'"),
+        ({"draft_weights": "int8"}, {"enable_lora": True}, "does not work with LoRA"),
+        (
+            {"draft_weights": "int8"},
+            {"enable_prompt_embeds": True},
+            "only supported for models whose input is",
+        ),
+    ],
+)
+def test_weights_that_cannot_be_copied_are_refused(model_dir, fields, engine, sentence):
+    with pytest.raises(MagicDecConfigError, match=sentence):
+        configure(model_dir, {"method": METHOD, **fields}, **engine)
+
+
+def test_weights_on_gpus_are_those_that_vllm_quantises_online(model_dir, monkeypatch):
+    config = configure(model_dir, {"method": METHOD}, dtype="bfloat16")
+    monkeypatch.setattr(config.device_config, "device_type", "cuda")
+    check_draft_weights("fp8_per_tensor", config)
+    with pytest.raises(MagicDecConfigError, match="use one of 'target', 'fp8_per_tensor'") as refused:
+        check_draft_weights("int4", config)
+    assert "nvfp4" not in str(refused.value), "vLLM quantises experts alone to it"

@@ -33,10 +33,11 @@ CASES = {
     "snapkv": self_drafting("snapkv", draft_kv_budget=128),
     "snapkv by token": self_drafting("snapkv by token", draft_kv_budget=128),
     "verify-topk": self_drafting("verify-topk", draft_kv_budget=256),
+    "int4 weights": self_drafting("streamingllm", draft_kv_budget=64, draft_weights="int4"),
     "draft model": drafting_with(BENCHMARKS / "tiny-draft", draft_kv_budget=128),
     "SPIRe": drafting_with(BENCHMARKS / "tiny-spire"),
 }
-V2_CASES = ("streamingllm", "draft model")
+V2_CASES = ("streamingllm", "int4 weights", "draft model")
 
 
 def run(batch: dict, spec: dict, seed: int, **engine) -> engines.EngineRun:

@@ -16,6 +16,7 @@
 #endif
 
 #include "attention.h"
+#include "quantised_linear.h"
 
 namespace {
 
@@ -219,6 +220,39 @@ double run(const Shape& s) {
   return worst;
 }
 
+// A linear layer with random integers as weights; returns the largest error as a share of its bound.
+double multiply() {
+  const int bits = between(0, 1) ? 8 : 4, rows = between(1, 11), inputs = between(1, 100), outputs = between(1, 40);
+  const int groups = (inputs + 31) / 32, tiles = (outputs + 15) / 16, block = 64 * bits + 64;
+  std::vector<uint8_t> packed(static_cast<size_t>(tiles) * groups * block);
+  for (auto& byte : packed) byte = static_cast<uint8_t>(between(0, 255));
+  for (int i = 0; i < tiles * groups; ++i)
+    for (int j = 0; j < 32; ++j) {  // scales, then minima
+      const uint16_t number = shortened(j < 16 ? 0.01f : -0.05f);
+      std::memcpy(&packed[i * block + 64 * bits + 2 * j], &number, sizeof number);
+    }
+  const double scale = lengthened(shortened(0.01f)), minimum = lengthened(shortened(-0.05f));
+  std::vector<float> input(rows * inputs), output(rows * outputs);
+  for (auto& x : input) x = normal();
+  const MagicdecLinear call{input.data(), inputs, packed.data(), output.data(), rows, inputs, outputs, bits, 0};
+  if (magicdec_multiply(&call)) return std::numeric_limits<double>::infinity();
+  double worst = 0;
+  for (int row = 0; row < rows; ++row)
+    for (int out = 0; out < outputs; ++out) {
+      double sum = 0, size = 0;
+      for (int in = 0; in < inputs; ++in) {
+        const int step = in % 32 / 4, lane = out % 16 * 4 + in % 4;
+        const uint8_t* from = &packed[(out / 16 * groups + in / 32) * block];
+        const int integer = bits == 8 ? from[step * 64 + lane] : from[step / 2 * 64 + lane] >> step % 2 * 4 & 15;
+        const double weight = scale * integer + minimum;
+        sum += weight * input[row * inputs + in];
+        size += std::abs(weight);
+      }
+      worst = std::max(worst, std::abs(output[row * outputs + out] - sum) / (0.04 * size + 1e-6));
+    }
+  return worst;
+}
+
 }  // namespace
 
 int main() {
@@ -234,5 +268,10 @@ int main() {
       return 1;
     }
   }
+  for (int i = 0; i < SHAPES; ++i)
+    if (const double error = multiply(); !(error < 1)) {
+      std::printf("linear layer %d: %g of the largest error allowed\n", i, error);
+      return 1;
+    }
   std::printf("%d shapes\n", SHAPES);
 }

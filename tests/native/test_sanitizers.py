@@ -17,8 +17,8 @@ FLAGS = {
     "portable": [],
     "avx2": ["-march=x86-64-v3"],
     "avx512": ["-march=x86-64-v4"],
-    "avx512_bf16": ["-march=x86-64-v4", "-mavx512bf16"],
-    "amx": ["-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
+    "avx512_bf16": ["-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"],
+    "amx": ["-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni", "-mamx-tile", "-mamx-bf16"],
 }
 COMPILER = os.environ.get("CXX", "c++").split()
 # Four threads share the work, so that what they put together is seen as well; or fewer do it.
@@ -42,7 +42,7 @@ def first_cache() -> int:
 def test_no_sanitizer_complains(name, tmp_path):
     program = tmp_path / "sanitized"
     sanitize = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g", "-O1"]
-    sources = [HERE / "sanitized.cpp", FOLDER / "attention.cpp"]
+    sources = [HERE / "sanitized.cpp", *FOLDER.glob("*.cpp")]
     # Its contexts are short: so that tokens are weighed a group of rows at a time all the same.
     small = "-DMAGICDEC_MOST_LOGITS=512"
     # The other tests have the tiles of this machine's first cache, this one those of another's.
@@ -67,7 +67,7 @@ def test_no_sanitizer_complains(name, tmp_path):
 def test_it_is_right_on_aarch64(tmp_path):
     """Without the sanitizers, which do not run in an emulator."""
     program = tmp_path / "emulated"
-    sources = [HERE / "sanitized.cpp", FOLDER / "attention.cpp"]
+    sources = [HERE / "sanitized.cpp", *FOLDER.glob("*.cpp")]
     compiler = ["aarch64-linux-gnu-g++", "-std=c++17", "-w", "-fopenmp", "-O2", f"-I{FOLDER}"]
     subprocess.run([*compiler, *sources, "-o", program], check=True)
     for how, variables in THREADS.items():

@@ -85,6 +85,11 @@ class MagicDecFields(SpeculativeConfig):
     """Unit that `snapkv` selects. `page`: KV pages, the same for all heads of a layer, read by vLLM's
     attention. `token`: tokens per KV head, read by the plugin's attention. Default: `page` on CPUs, `token`
     on GPUs. `verify-topk` always selects pages."""
+    draft_weights: str = "target"
+    """Weights that the draft reads. `target`: the target's own. On CPUs `int8` and `int4`, on GPUs the
+    names of vLLM's online quantisations (`fp8_per_tensor`, `mxfp4`, ...): quantised copies of the target's
+    linear layers, over the target's KV cache. A draft step is faster, for the memory of the copies and some
+    acceptance; the output does not change."""
     draft_lookup: Literal["auto", "on", "off"] = "auto"
     """Whether to look up draft tokens: the tokens that followed an earlier occurrence of the latest tokens
     in the request's prompt and output. One draft pass checks several of them. Under
@@ -122,7 +127,7 @@ class MagicDecFields(SpeculativeConfig):
 
 def documented_fields() -> tuple[str, ...]:
     """Return the fields that the plugin defines or whose default it changes."""
-    prefixes = ("draft_kv_", "draft_lookup", "snapkv_")
+    prefixes = ("draft_kv_", "draft_weights", "draft_lookup", "snapkv_")
     own = (f.name for f in dataclass_fields(MagicDecFields) if f.name.startswith(prefixes))
     return ("num_speculative_tokens", "max_num_speculative_tokens", "profile", *own, *_OWN_SWITCHES)
 

@@ -57,6 +57,11 @@ class MagicDecSpeculativeConfig(MagicDecFields):
             raise ValueError(
                 "rejection_sample_method='fly' changes the output distribution; use 'standard'"
             )
+        if self.has_draft_model and self.draft_weights != "target":
+            raise ValueError(
+                f"draft_weights={self.draft_weights!r} quantises the target, but model={self.model!r} "
+                "drafts; use the field 'quantization' for the draft model, or remove draft_weights"
+            )
         self._resolve_adaptive()
         if not self.has_draft_model:
             self.model = self.target_model_config.model if self.target_model_config else METHOD

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bindings of the compiled kernel, and the selection of its variant for this machine."""
+"""Bindings of the attention kernel, and the selection of the kernels' variant for this machine."""
 
 import ctypes
 import functools
@@ -17,16 +17,16 @@ FOLDER = Path(__file__).parent
 MAX_QUERY_LEN = 32  # query tokens of a request
 BLOCK = 32  # tokens; pages hold a multiple
 MAX_HEAD_SIZE = 512
-_QUERY_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+QUERY_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _FP8_TYPES = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 4}
-_CACHE_TYPES = {**_QUERY_TYPES, **_FP8_TYPES}
+_CACHE_TYPES = {**QUERY_TYPES, **_FP8_TYPES}
 # By vLLM's `layer.isa`.
 _LAYOUTS = {"vec": 0, "vec16": 0, "amx": 1}
 
 
 @dataclass(frozen=True)
 class Variant:
-    """The kernel for one instruction set."""
+    """The kernels for one instruction set."""
 
     name: str
     description: str
@@ -35,7 +35,7 @@ class Variant:
     @property
     def path(self) -> Path:
         """Path of the shared library."""
-        return FOLDER / f"attention_{self.name}.so"
+        return FOLDER / f"kernels_{self.name}.so"
 
 
 # In order of preference; setup.py compiles them.
@@ -158,12 +158,13 @@ class Kernel:
         try:
             is_current = library.magicdec_call_end() == Call.page_size.offset + Call.page_size.size
             self._attend, self._weigh = library.magicdec_attend, library.magicdec_weigh
+            self.multiply: Callable[[Any], int] = library.magicdec_multiply  # see quantised_linear.py
         except AttributeError:
             is_current = False
         if not is_current:
             raise OSError(f"{variant.path.name} is outdated; run 'pip install -e .' again")
-        for function in (self._attend, self._weigh):
-            function.argtypes = [ctypes.c_void_p]  # address of a `Call`; faster than a typed pointer
+        for function in (self._attend, self._weigh, library.magicdec_multiply):
+            function.argtypes = [ctypes.c_void_p]  # address of a structure; faster than a typed pointer
 
     def over(self, kv_cache: torch.Tensor, layout: str) -> "CacheAttention":
         """Make attention over a KV cache.
@@ -193,7 +194,7 @@ class Kernel:
             raise UnreadableError(
                 "the plugin's own kernel for AMX was not built at installation, or is not permitted here"
             )
-        if dtype not in _CACHE_TYPES or (is_amx and dtype in _QUERY_TYPES and dtype != torch.bfloat16):
+        if dtype not in _CACHE_TYPES or (is_amx and dtype in QUERY_TYPES and dtype != torch.bfloat16):
             known = "bfloat16 and fp8" if is_amx else "float32, bfloat16, float16 and fp8"
             raise UnreadableError(f"the plugin's own kernel reads caches of {known}, not {dtype}")
         if page_size % BLOCK:
@@ -224,7 +225,7 @@ class CacheAttention:
         if layout == "amx":
             self._query_types = {torch.bfloat16}
         elif kv_cache.dtype in _FP8_TYPES:
-            self._query_types = set(_QUERY_TYPES)
+            self._query_types = set(QUERY_TYPES)
         else:
             self._query_types = {kv_cache.dtype}
         self._blank = Call(
@@ -357,7 +358,7 @@ class CacheAttention:
                 f"queries are {list(query.shape)}, the output is {list(output.shape)}, but the cache has "
                 f"heads of {self._head_size}"
             )
-        call.query_type, call.query_starts = _QUERY_TYPES[dtype], query_starts.data_ptr()
+        call.query_type, call.query_starts = QUERY_TYPES[dtype], query_starts.data_ptr()
         call.num_reqs = query_starts.numel() - 1
         call.scale, call.value_scale, call.soft_cap = scale, value_scale, soft_cap
         return call

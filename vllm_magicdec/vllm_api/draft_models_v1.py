@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft models on the V1 runner, with layers of their own in the KV cache."""
+"""Drafts other than the target itself on the V1 runner."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,6 +17,7 @@ from vllm_magicdec.drafting.layer_groups import LayerGroup
 from vllm_magicdec.drafting.model_cache import ModelCache
 from vllm_magicdec.drafting.ports import Cache
 from vllm_magicdec.vllm_api.attention_groups import refuse_small_buffers
+from vllm_magicdec.vllm_api.draft_weights import QuantisedCopy
 from vllm_magicdec.vllm_api.embeddings import refuse_more_inputs
 from vllm_magicdec.vllm_api.kv_cache import log_draft_memory, refuse_draft_without_whole_context
 from vllm_magicdec.vllm_api.runner_v1 import MagicDecProposer
@@ -53,6 +54,21 @@ class LoadedProposer(MagicDecProposer):
         own_positions = self.positions[:num_tokens].copy_(positions)
         with self._in_pass(num_tokens, slots, attn_metadata):
             return self.model(input_ids=input_ids, positions=own_positions, inputs_embeds=None)
+
+
+class QuantisedProposer(LoadedProposer):
+    """A proposer whose draft is a quantised copy of the target, over the target's KV cache."""
+
+    @override
+    def load_model(self, target_model: nn.Module) -> None:
+        MagicDecProposer.load_model(self, target_model)
+        weights = self.speculative_config.draft_weights
+        self._copy = QuantisedCopy(target_model, self.vllm_config, weights, self.device)
+        self.model = self._copy.model
+
+    @override
+    def update_weights(self) -> None:
+        self._copy.update()
 
 
 class ModelProposer(LoadedProposer):
@@ -177,12 +193,14 @@ class SpireProposer(LoadedProposer):
 
 
 def proposer_class(vllm_config: VllmConfig) -> type[MagicDecProposer]:
-    """Return the proposer for what drafts: the target, a draft model or a SPIRe draft."""
+    """Return the proposer for the target, a quantised copy of it, a draft model or a SPIRe draft."""
     spec = vllm_config.speculative_config
     assert isinstance(spec, MagicDecSpeculativeConfig)
     if spec.spire is not None:
         return SpireProposer
-    return ModelProposer if spec.has_draft_model else MagicDecProposer
+    if spec.has_draft_model:
+        return ModelProposer
+    return MagicDecProposer if spec.draft_weights == "target" else QuantisedProposer
 
 
 def make_proposer(vllm_config: VllmConfig, device: torch.device, runner: Any) -> MagicDecProposer:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft models on the V2 runner, with layers of their own in the KV cache."""
+"""Drafts other than the target itself on the V2 runner."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,6 +18,7 @@ from vllm_magicdec.drafting.layer_groups import LayerGroup
 from vllm_magicdec.drafting.model_cache import ModelCache
 from vllm_magicdec.drafting.ports import Cache
 from vllm_magicdec.vllm_api.attention_groups import refuse_small_buffers
+from vllm_magicdec.vllm_api.draft_weights import QuantisedCopy
 from vllm_magicdec.vllm_api.embeddings import refuse_more_inputs
 from vllm_magicdec.vllm_api.kv_cache import log_draft_memory, refuse_draft_without_whole_context
 from vllm_magicdec.vllm_api.runner_v2 import MagicDecSpeculator
@@ -42,6 +43,25 @@ class LoadedSpeculator(MagicDecSpeculator):
     @override
     def _refuse_inputs(self, model_state: Any) -> None:
         refuse_more_inputs(self.model)
+
+
+class QuantisedSpeculator(MagicDecSpeculator):
+    """A speculator whose draft is a quantised copy of the target, over the target's KV cache."""
+
+    @override
+    def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
+        weights = self.speculative_config.draft_weights
+        self._copy = QuantisedCopy(target_model, self.vllm_config, weights, self.device)
+        return self._copy.model
+
+    @override
+    def update_weights(self) -> None:
+        self._copy.update()
+
+    @override
+    def _warm_up(self, inputs: InputBatch) -> None:
+        hidden_states = self.forward(inputs.input_ids, inputs.positions, {}, None)
+        self.compute_draft_logits(hidden_states[: inputs.num_reqs], 0)
 
 
 class ModelSpeculator(LoadedSpeculator):
@@ -136,12 +156,14 @@ class SpireSpeculator(LoadedSpeculator):
 
 
 def speculator_class(vllm_config: VllmConfig) -> type[MagicDecSpeculator]:
-    """Return the speculator for what drafts: the target, a draft model or a SPIRe draft."""
+    """Return the speculator for the target, a quantised copy of it, a draft model or a SPIRe draft."""
     spec = vllm_config.speculative_config
     assert isinstance(spec, MagicDecSpeculativeConfig)
     if spec.spire is not None:
         return SpireSpeculator
-    return ModelSpeculator if spec.has_draft_model else MagicDecSpeculator
+    if spec.has_draft_model:
+        return ModelSpeculator
+    return MagicDecSpeculator if spec.draft_weights == "target" else QuantisedSpeculator
 
 
 def make_speculator(

@@ -30,6 +30,7 @@ from vllm_magicdec.policies.base import PagePolicy
 from vllm_magicdec.policies.sinks_and_window import SinksAndWindow
 from vllm_magicdec.spire.settings import SpireSettings
 from vllm_magicdec.vllm_api.cpu_products import why_products_are_slow
+from vllm_magicdec.vllm_api.draft_weights import check_draft_weights
 from vllm_magicdec.vllm_api.graph_sizes import capture_every_length, captures_by_length, find_missing_graphs
 from vllm_magicdec.vllm_api.profiles import check_profile
 
@@ -70,6 +71,8 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
             self._check_block_size(vllm_config)
         if self.has_draft_model:
             self._check_draft_model(vllm_config)
+        if self.draft_weights != "target":
+            check_draft_weights(self.draft_weights, vllm_config)
         if vllm_config.cache_config.kv_sharing_fast_prefill:
             raise MagicDecConfigError(
                 f"{METHOD} does not work with --kv-sharing-fast-prefill; remove that option"

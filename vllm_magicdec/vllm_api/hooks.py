@@ -211,6 +211,15 @@ def _send_with_output(output: Any, runner: Any, *_: Any, **__: Any) -> Any:
     return send_drafts(runner, send(draft.counts, output))
 
 
+def _update_draft(nothing: None, runner: Any, *_: Any, **__: Any) -> None:
+    if _engine_selects({"vllm_config": runner.vllm_config}):
+        (getattr(runner, "drafter", None) or runner.speculator).update_weights()
+
+
+def _update_draft_of(nothing: None, worker: Any) -> None:
+    _update_draft(nothing, worker.model_runner)
+
+
 def _receive_with_output(
     outputs: Any, scheduler: Any, scheduler_output: Any, model_runner_output: Any
 ) -> Any:
@@ -297,6 +306,21 @@ HOOKS_BESIDE_REGISTRY = (
             wrap=after(_send_with_output),
         )
         for module in ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
+    ),
+    *(
+        Hook.of(
+            module,
+            "GPUModelRunner.reload_weights(self, weights_iterator, weights_path, is_checkpoint_format)",
+            reason="a draft that copies the target's weights follows their update",
+            wrap=after(_update_draft),
+        )
+        for module in ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
+    ),
+    Hook.of(
+        "vllm.v1.worker.gpu_worker",
+        "Worker.finish_weight_update(self)",
+        reason="the same for weights that a trainer sends",
+        wrap=after(_update_draft_of),
     ),
     Hook.of(
         "vllm.v1.core.sched.scheduler",

@@ -106,6 +106,9 @@ class MagicDecProposer(DraftModelProposer):
         if self.vllm_config.lora_config is not None:
             self._adapters = Adapters(target_model, self.vllm_config.lora_config)
 
+    def update_weights(self) -> None:
+        """Follow an update of the target's weights, for drafts that copy them."""
+
     def _make_cache(self, kv_cache_config: KVCacheConfig, groups: Sequence[LayerGroup]) -> Cache:
         """Return the KV cache that the draft reads, once vLLM has allocated it."""
         return Cache()

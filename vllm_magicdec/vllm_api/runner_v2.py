@@ -112,6 +112,9 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         """Return the drafting model."""
         return target_model
 
+    def update_weights(self) -> None:
+        """Follow an update of the target's weights, for drafts that copy them."""
+
     def _layer_names(self) -> set[str] | None:
         """Return the draft's attention layers; None: all layers."""
         return None

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compare draft weights, policies and vLLM's own methods on a real model: see --help.
+
+All engines run at the same time and take turns on every cell, each cell several times; a turn is a batch of
+greedy requests from their arrival to the last token, with the prompts in the prefix cache. Cells are
+`DOCUMENTS x TOKENS x REQUESTS`: questions about that many documents of so many tokens. Results are medians
+over the turns; speeds are ratios to plain decoding in the same turn.
+"""
+
+import argparse
+import statistics
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from common.decoding import Decoding, decode_job, medians
+from common.documents import excerpts
+from common.engines import Turn, engine, engine_settings, set_environment, take_turns
+from common.options import add_documents, add_model, add_out, make_parser, settings_of
+from common.record import engine_record, write
+from common.tables import console, make_table
+from kv_heavy import model_folder
+from rich.table import Table
+from suite import PLAIN, POLICIES, speculations
+
+from vllm_magicdec.planner.profile import fill_prefix_cache
+
+QUESTIONS = (
+    "What is this text about? Answer in a few sentences.",
+    "Which people and places does the text name, and what does it say about them?",
+    "Summarise the most important points of the text as a list.",
+    "What does the author want, and which reasons are given?",
+    "Write a short letter to a friend about this text.",
+    "Quote the sentence of the text that you find most important, and explain it.",
+    "How does the text begin, and how does it end?",
+    "Which numbers and dates occur in the text?",
+)
+CELLS = ("1x6000x4", "8x1000x8", "1x6000x1")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Questions about documents."""
+
+    documents: int
+    tokens: int  # of each document
+    requests: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Cell":
+        """Parse `DOCUMENTSxTOKENSxREQUESTS`."""
+        return cls(*map(int, text.split("x")))
+
+    def prompts(self, tokenizer: Any, args: argparse.Namespace) -> list[list[int]]:
+        """Return the requests' token ids: a document and a question, as the model's chats are written."""
+        texts = [
+            tokenizer.decode(tokens, skip_special_tokens=True)
+            for tokens in excerpts(tokenizer, self.documents, self.tokens, args.documents)
+        ]
+        contents = [
+            f"{texts[i % self.documents]}\n\n{QUESTIONS[i % len(QUESTIONS)]}" for i in range(self.requests)
+        ]
+        if tokenizer.chat_template is None:
+            return [tokenizer.encode(f"{content}\n\nAnswer:") for content in contents]
+        return [
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": content}], add_generation_prompt=True, return_dict=False
+            )
+            for content in contents
+        ]
+
+
+def contenders(names: Sequence[str], drafts: int, budget: float) -> dict[str, dict[str, Any] | None]:
+    """Return configurations by name: a method of suite.py, POLICY-WEIGHTS or auto-WEIGHTS."""
+    known = speculations(drafts, budget, None)
+    chosen: dict[str, dict[str, Any] | None] = {PLAIN: None}
+    for name in names:
+        method, _, weights = name.rpartition("-")
+        if method in ("auto", *POLICIES):
+            chosen[name] = {**known[f"magicdec-{method}"], "draft_weights": weights}
+        elif name in known:
+            chosen[name] = known[name]
+        else:
+            raise SystemExit(
+                f"{name!r} is neither a method of suite.py nor a policy or 'auto' with weights, such as "
+                "streamingllm-int4"
+            )
+    return chosen
+
+
+def table_of(record: dict[str, Any]) -> Table:
+    """Return a table of a record: a row per contender, per cell the speed and the tokens per round."""
+    cells = record["cells"]
+    columns = [f"{cell}\n{what}" for cell in cells for what in ("speed", "tokens per round", "step ms")]
+    table = make_table(record["engine"]["model"], columns, ["draft"])
+    for name in record["contenders"]:
+        results = [record["results"][cell][name] for cell in cells]
+        numbers = [
+            (f"{r['speed']:.2f}", f"{r['acceptance_length']:.2f}", f"{r['step_ms']:.0f}") for r in results
+        ]
+        table.add_row(name, *(number for cell in numbers for number in cell))
+    return table
+
+
+def summarise(turns: dict[str, list[Decoding]]) -> dict[str, dict[str, Any]]:
+    """Return every contender's medians; `speed` is the median of the turns' ratios to plain decoding."""
+    plain = [turn.tokens_per_s for turn in turns[PLAIN]]
+    return {
+        name: {
+            **asdict(medians(own)),
+            "speed": statistics.median(o.tokens_per_s / p for o, p in zip(own, plain, strict=True)),
+            "turns": [asdict(turn) for turn in own],
+        }
+        for name, own in turns.items()
+    }
+
+
+def run(args: argparse.Namespace, model: str) -> None:
+    chosen = contenders(args.drafts_by, args.gamma, args.budget)
+    cells = {text: Cell.parse(text) for text in args.cells}
+    settings = engine_settings(
+        model,
+        args.dtype,
+        batch=max(cell.requests for cell in cells.values()),
+        model_len=max(cell.tokens for cell in cells.values()) + args.tokens + 256,
+    )
+    record = engine_record("draft_weights", args.model, settings, options=settings_of(args))
+    record |= {"cells": list(cells), "contenders": chosen, "results": {}}
+    with ExitStack() as stack:
+        engines = {name: stack.enter_context(engine(settings, spec)) for name, spec in chosen.items()}
+        tokenizer = engines[PLAIN].get_tokenizer()
+        turn = Turn()
+        for text, cell in cells.items():
+            prompts = cell.prompts(tokenizer, args)
+            for llm in engines.values():
+                fill_prefix_cache(turn.of(llm), prompts)
+
+            def job(llm: Any, prompts: list[list[int]] = prompts) -> Decoding:
+                return decode_job(turn.of(llm), prompts, args.tokens, temperature=args.temperature)
+
+            jobs = {name: lambda llm=llm: job(llm) for name, llm in engines.items()}
+            record["results"][text] = summarise(take_turns(jobs, args.turns))
+            write(record, args.out)
+            console.print(table_of({**record, "cells": list(record["results"])}))
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    add_model(parser, default="smollm2")
+    parser.add_argument(
+        "--drafts-by",
+        nargs="+",
+        default=[f"streamingllm-{weights}" for weights in ("target", "int8", "int4")],
+        help="beside plain decoding: methods of suite.py, POLICY-WEIGHTS, auto-WEIGHTS",
+    )
+    parser.add_argument("--cells", nargs="+", default=CELLS, help="%(default)s")
+    parser.add_argument("--tokens", type=int, default=96, help="generated per request")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--gamma", type=int, default=4, help="drafted tokens per round")
+    parser.add_argument("--budget", type=float, default=512)
+    parser.add_argument("--turns", type=int, default=3, help="per engine and cell")
+    add_documents(parser)
+    add_out(parser)
+    args = parser.parse_args()
+    set_environment(kv_cache_gib=1)
+    with model_folder(args.model) as model:
+        run(args, model)
+
+
+if __name__ == "__main__":
+    main()
