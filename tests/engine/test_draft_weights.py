@@ -28,17 +28,16 @@ def other_weights(tmp_path_factory) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("weights", ["int8", "int4"])
-def test_weights_that_are_loaded_while_serving_are_quantised_again(prompts, plain, other_weights, weights):
+def test_weights_that_are_loaded_while_serving_are_quantised_again(prompts, plain, other_weights):
     batch = {"prompts": prompts[:8], "sampling": {**GREEDY, "max_tokens": 32}}
-    spec = engines.magicdec(draft_weights=weights, draft_kv_budget=engines.MODEL_LEN)
+    spec = engines.magicdec(draft_weights="int8", draft_kv_budget=engines.MODEL_LEN)
     (expected,) = engines.run([("generate", {"batches": [batch]})], model=other_weights).results[0]
     before = engines.generate(batch["prompts"], batch["sampling"], speculative_config=spec)
-    assert_same_tokens([first_tokens(one, 32) for one in plain[:8]], before.results[0][0], weights)
+    assert_same_tokens([first_tokens(one, 32) for one in plain[:8]], before.results[0][0], "before")
     assert before.accepted > 0.7 * before.drafted
     steps = [("generate_after_reload", {"batches": [batch], "weights": other_weights})]
     after = engines.run(steps, speculative_config=spec)
-    assert_same_tokens(expected, after.results[0][0], f"{weights}, reloaded")
+    assert_same_tokens(expected, after.results[0][0], "after")
     assert after.accepted > 0.2 * after.drafted, "with the old weights it is none"
 
 
