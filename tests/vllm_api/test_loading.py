@@ -126,19 +126,6 @@ def test_command_line_gives_the_reason(log, monkeypatch, capsys):
     assert parser.parse_args([]).speculative_config is None
 
 
-def test_engine_arguments_are_refused_if_the_configuration_cannot_be_wrapped(log, monkeypatch, tmp_path):
-    remove_a_method(monkeypatch)
-    monkeypatch.setattr("vllm.config.SpeculativeConfig", None)
-    plugin.register()
-    for given in (
-        {"speculative_config": {"method": METHOD}},
-        {"speculative_config": {"model": METHOD}},
-        {"spec_method": MODEL_METHOD},
-    ):
-        with pytest.raises(MagicDecConfigError, match="has no update_from_output"):
-            EngineArgs(model=str(tmp_path), **given).create_engine_config()
-
-
 def test_plugin_loads_if_no_target_exists(log, monkeypatch):
     monkeypatch.setattr("vllm.config.SpeculativeConfig", None)
     monkeypatch.setattr("vllm.engine.arg_utils.EngineArgs", None)

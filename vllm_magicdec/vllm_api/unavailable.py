@@ -10,31 +10,18 @@ from contextlib import suppress
 from typing import Any
 
 from vllm_magicdec.errors import METHOD, MODEL_METHOD, MagicDecConfigError
-from vllm_magicdec.vllm_api.hook import Hook, after, before, install
+from vllm_magicdec.vllm_api.hook import Hook, after, install
 
 _reason = ""
 
 
-def _refuse(method: object, model: object) -> None:
-    if method in (METHOD, MODEL_METHOD) or model == METHOD:
-        raise MagicDecConfigError(_reason)
-
-
 def _refuse_to_construct(owner: type, original: Callable[..., Any]) -> Callable[..., Any]:
     def __new__(cls: type, /, *args: Any, **kwargs: Any) -> Any:
-        _refuse(kwargs.get("method"), kwargs.get("model"))
+        if kwargs.get("method") in (METHOD, MODEL_METHOD) or kwargs.get("model") == METHOD:
+            raise MagicDecConfigError(_reason)
         return object.__new__(cls)
 
     return __new__
-
-
-def _refuse_engine(engine_args: Any, *_: Any, **__: Any) -> None:
-    given = getattr(engine_args, "speculative_config", None)
-    fields = given if isinstance(given, dict) else {}
-    _refuse(
-        fields.get("method", getattr(engine_args, "spec_method", None)),
-        fields.get("model", getattr(engine_args, "spec_model", None)),
-    )
 
 
 def _refuse_option(text: str) -> None:
@@ -64,28 +51,19 @@ _CONFIG_HOOK = Hook.of(
     reason="the plugin's methods must be refused here before vLLM refuses them as unknown",
     wrap=_refuse_to_construct,
 )
-_ENGINE_HOOK = Hook.of(
-    "vllm.engine.arg_utils",
-    "EngineArgs.create_engine_config(self)",
-    reason="the methods must also be refused where SpeculativeConfig cannot be wrapped",
-    wrap=before(_refuse_engine),
-)
 _OPTIONS_HOOK = Hook.of(
     "vllm.engine.arg_utils",
     "EngineArgs.add_cli_args(parser)",
     reason="--speculative-model must be refused with the reason, not as an unknown option",
     wrap=after(_refuse_on_command_line),
 )
-HOOKS = (_CONFIG_HOOK, _ENGINE_HOOK, _OPTIONS_HOOK)
+HOOKS = (_CONFIG_HOOK, _OPTIONS_HOOK)
 
 
 def explain(reason: str) -> None:
     """Refuse requests for the plugin's methods with `reason`, as far as this vLLM allows."""
     global _reason
     _reason = reason
-    with suppress(Exception):
-        install([_OPTIONS_HOOK])
-    for hook in (_CONFIG_HOOK, _ENGINE_HOOK):
+    for hook in HOOKS:
         with suppress(Exception):
             install([hook])
-            return
