@@ -2,7 +2,6 @@
 """`method: magicdec`: resolved configurations and refusals."""
 
 import json
-import shlex
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -184,14 +183,6 @@ def test_profile_of_the_same_draft_is_accepted(target, draft, profile, warned, m
     assert not warned()
 
 
-def parse_profile_command(sentence: str) -> tuple[str, dict]:
-    """Return the model and the fields of the command at the end of a sentence."""
-    words = shlex.split(sentence.partition("measure again with: ")[2].removesuffix(", or remove 'profile'"))
-    assert words[:3] == ["magicdec", "profile", "--model"] and words[4] == "--speculative-config"
-    assert words[6] == "--engine" and json.loads(words[7])["block_size"] == 32  # from `configure`
-    return words[3], json.loads(words[5])
-
-
 @pytest.mark.parametrize(
     ("measured", "drafts"),
     [
@@ -204,8 +195,7 @@ def test_profile_of_the_other_method_is_refused(target, draft, profile, measured
     with pytest.raises(MagicDecConfigError) as error:
         configure(target, auto_with(path, draft if drafts else None))
     assert f"profile: {path} was measured with method='{measured['method']}', not" in str(error.value)
-    typed = {"method": MODEL_METHOD, "model": draft} if drafts else {"method": METHOD}
-    assert parse_profile_command(str(error.value)) == (target, typed)
+    assert "measure again with 'magicdec profile', or remove 'profile'" in str(error.value)
 
 
 @pytest.mark.parametrize("drafts", [True, False])
@@ -217,8 +207,7 @@ def test_profile_of_another_name_gets_a_warning(target, draft, profile, warned, 
     (line,) = warned()
     own = draft if drafts else target
     assert f"{path} was measured with drafts of 'org/other', not '{own}'; if these are not the" in line
-    typed = {"method": MODEL_METHOD, "model": draft} if drafts else {"method": METHOD}
-    assert parse_profile_command(line) == (target, typed)
+    assert line.endswith("measure again with 'magicdec profile'")
 
 
 def test_profile_of_another_target_gets_a_warning(target, draft, profile, warned):
@@ -230,30 +219,6 @@ def test_profile_of_another_target_gets_a_warning(target, draft, profile, warned
     configure(target, auto_with(path, draft))
     (line,) = warned()
     assert f"{path} was measured with 'org/larger', not '{target}'; if these are not the same size" in line
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"draft_kv_budget": 256, "max_num_speculative_tokens": 6},
-        {"draft_kv_budget": 0.25, "draft_kv_sink": 32, "revision": "main"},
-    ],
-)
-def test_suggested_profile_command_has_the_users_fields(target, draft, profile, warned, fields):
-    """Without its budget the new profile would be refused."""
-    lookups = {"draft_lookup": "on", "draft_lookup_sources": ["context", "served"]}
-    path = profile({}, budgets=(256, 512))
-    configure(target, {**auto_with(path, draft), **fields, **lookups})
-    (line,) = warned()
-    assert parse_profile_command(line) == (target, {"method": MODEL_METHOD, "model": draft, **fields})
-
-
-def test_suggested_profile_command_has_the_engine_options(target, draft, profile, warned):
-    engine = {"enforce_eager": True, "kv_cache_dtype": "fp8", "block_size": 64}
-    configure(target, auto_with(profile({}), draft), **engine)
-    (line,) = warned()
-    words = shlex.split(line.partition("measure again with: ")[2])
-    assert json.loads(words[words.index("--engine") + 1]) == {"dtype": "bfloat16", **engine}
 
 
 @pytest.mark.parametrize(

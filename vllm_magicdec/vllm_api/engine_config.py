@@ -346,7 +346,7 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
                 "and with the executor 'external_launcher' all processes must choose the same; use a number"
             )
         if self.profile is not None:
-            check_profile(self.profile, self, vllm_config, self._default_max_tokens(vllm_config))
+            check_profile(self.profile, self)
         by_length, most = captures_by_length(vllm_config), self.num_speculative_tokens
         few = nested_lengths(most, max(2, scheduler.max_num_seqs))
         every = (0, most) if self.draft_lookup == "on" else tuple(range(most + 1))
