@@ -325,15 +325,15 @@ def test_the_log_says_once_where_seeds_do_not_repeat_answers(model_dir, monkeypa
 WRONG_FIELDS = {
     "window without room for a selection": (
         {"draft_kv_policy": "snapkv", "snapkv_window": 1000},
-        "draft_kv_granularity='token', or snapkv_window=16",
+        "draft_kv_granularity='token', or values nearer to the defaults snapkv_window=16!",
     ),
     "sinks without room for a selection": (
         {"draft_kv_policy": "verify-topk", "draft_kv_sink": 2000},
-        "a smaller --block-size, or draft_kv_sink=4",
+        "a smaller --block-size, or values nearer to the defaults draft_kv_sink=4!",
     ),
     "window and sinks too large together": (
         {"draft_kv_policy": "snapkv", "snapkv_window": 300, "draft_kv_sink": 200},
-        "draft_kv_granularity='token', or draft_kv_sink=4, or snapkv_window=16!",
+        "or values nearer to the defaults draft_kv_sink=4, snapkv_window=16!",
     ),
     "more drafts than the default of auto": (
         {
@@ -342,7 +342,7 @@ WRONG_FIELDS = {
             "num_speculative_tokens": "auto",
             "max_num_speculative_tokens": 128,
         },
-        "a smaller --block-size, or max_num_speculative_tokens=16!",
+        "or values nearer to the defaults max_num_speculative_tokens=16!",
     ),
     "misspelt field": ({"draft_kv_bugdet": 512}, "did you mean 'draft_kv_budget'?"),
     "wrong type": (

@@ -5,10 +5,7 @@
 model length, the KV pages, the scheduler and the profile.
 """
 
-import copy
-from collections.abc import Sequence
 from contextlib import suppress
-from itertools import combinations
 from pathlib import Path
 
 from vllm.config import ModelConfig, VllmConfig
@@ -297,35 +294,15 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
         try:
             self.policy.parse_budget(self, limits, self.draft_kv_budget)
         except ValueError as error:
-            others = self._suggest_defaults(vllm_config)
+            drafts = "max_num_speculative_tokens" if self.adaptive else "num_speculative_tokens"
+            usual = {name: default_of(name) for name in ("draft_kv_sink", "snapkv_window", "snapkv_recent")}
+            larger = [
+                f"{name}={default}" for name, default in usual.items() if getattr(self, name) > default
+            ]
+            if self.num_speculative_tokens > (default := self._default_max_tokens(vllm_config)):
+                larger.append(f"{drafts}={default}")
+            others = f", or values nearer to the defaults {', '.join(larger)}" if larger else ""
             raise MagicDecConfigError(f"{self.name}: {error}{others}") from None
-
-    def _suggest_defaults(self, vllm_config: VllmConfig) -> str:
-        """Return, as text, the smallest sets of fields whose defaults would make the budget valid."""
-        names = ("draft_kv_sink", "snapkv_window", "snapkv_recent")
-        defaults = {name: default_of(name) for name in names}
-        defaults["num_speculative_tokens"] = self._default_max_tokens(vllm_config)
-        larger = [name for name, default in defaults.items() if getattr(self, name) > default]
-
-        def is_valid_with(at_default: Sequence[str]) -> bool:
-            other = copy.copy(self)
-            for name in at_default:
-                setattr(other, name, defaults[name])
-            limits = other.limits(vllm_config, vllm_config.cache_config.block_size)
-            try:
-                self.policy.parse_budget(other, limits, self.draft_kv_budget)
-            except ValueError:
-                return False
-            return True
-
-        def typed(name: str) -> str:
-            is_max = self.adaptive and name == "num_speculative_tokens"
-            return f"{'max_' if is_max else ''}{name}={defaults[name]}"
-
-        for count in range(1, len(larger) + 1):
-            if groups := [group for group in combinations(larger, count) if is_valid_with(group)]:
-                return "".join(f", or {' and '.join(map(typed, group))}" for group in groups)
-        return ""
 
     def _adapt(self, vllm_config: VllmConfig) -> None:
         """Use a scheduler whose controller chooses the number of draft tokens of every step."""
