@@ -263,25 +263,6 @@ def engine_gains(engine: Engine, num_reqs: int, context: int) -> bool:
     return any(seconds[k] / (k + 1) < seconds[0] for k in range(1, 9))
 
 
-def test_min_context_is_where_the_engine_breaks_even() -> None:
-    engine = Engine()
-    contexts = [100 * 2**i for i in range(9)]
-    steps = [alike(8, 8 * context, c) for context in contexts for c in all_choices()]
-    times = StepTimes([TimedStep(step, engine.seconds(step)) for step in steps])
-    controller = make_controller(times=times)
-    for index in range(1000):
-        controller.value.acceptance.observe(8, 8 if index % 4 else 1)
-    tokens = controller.value.acceptance.tokens_per_round()
-
-    def gains(context: int) -> bool:
-        rates = [tokens[c.drafts] / engine.seconds(alike(8, 8 * context, c)) for c in all_choices()]
-        return max(rates) > 1.02 * rates[0]
-
-    least = controller.min_context(8, 25_600)
-    assert least is not None
-    assert gains(int(1.25 * least)) and not gains(int(0.8 * least))
-
-
 def test_acceptance_recovers_the_true_rates() -> None:
     rng = random.Random(0)
     acceptance = Acceptance(4, memory=5_000)

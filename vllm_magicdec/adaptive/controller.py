@@ -148,22 +148,3 @@ class Controller:
         whole, verification = (self.times.predict(batch.step(drafts, own)) for own in (drafts, plain))
         speedup = rates[self._current] / rates[PLAIN]
         return Forecast(self._current, speedup, max(0.0, 1.0 - verification / whole))
-
-    def min_context(self, num_reqs: int, max_context: int) -> int | None:
-        """Return the tokens per request above which speculation pays (the paper's S_inflection).
-
-        Returns:
-            None if it does not pay at any context up to `max_context`.
-        """
-        low, high = 0, max_context
-
-        def pays(context: int) -> bool:
-            rates = self._rates(Batch(num_reqs, num_reqs * context))
-            return max(rates.values()) > _CLEAR_GAIN * rates[PLAIN]
-
-        if not pays(high):
-            return None
-        while high - low > max(1, high // 64):
-            middle = (low + high) // 2
-            low, high = (low, middle) if pays(middle) else (middle, high)
-        return high

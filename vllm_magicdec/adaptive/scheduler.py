@@ -96,14 +96,10 @@ class _AdaptiveSpeculation(Scheduler):
         budget = spec.budget_tokens(self.max_model_len)
         times = StepTimes.load(Path(spec.profile)) if spec.profile else StepTimes()
         lengths = range(spec.lengths[-1] + 1) if self._with_lookups else spec.lengths
-        with_lookups = self._with_lookups
         value: Value = (
-            LookupValue(lengths[-1], budget) if with_lookups else AcceptanceValue(lengths, budget)
+            LookupValue(lengths[-1], budget) if self._with_lookups else AcceptanceValue(lengths, budget)
         )
-        controller = Controller(value, times)
-        if spec.profile:
-            self._log_forecast(controller)
-        else:
+        if not spec.profile:
             is_range = len(lengths) == lengths[-1] + 1
             logger.info_once(
                 "%s will try several choices in the first steps and then choose %s drafts for every step. "
@@ -111,15 +107,7 @@ class _AdaptiveSpeculation(Scheduler):
                 METHOD,
                 f"0 to {lengths[-1]}" if is_range else " or ".join(map(str, lengths)),
             )
-        return controller
-
-    def _log_forecast(self, controller: Controller) -> None:
-        parts = []
-        for num_reqs in sorted({1, min(8, self.max_num_running_reqs), self.max_num_running_reqs}):
-            least = controller.min_context(num_reqs, self.max_model_len)
-            where = "no context" if least is None else f"contexts above about {least:,} tokens"
-            parts.append(f"{'every context' if least == 1 else where} at batch {num_reqs}")
-        logger.info("%s: speculating for %s.", METHOD, ", ".join(parts))
+        return Controller(value, times)
 
     @override
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
