@@ -33,7 +33,6 @@ class Prepare(Protocol):
 
     def __call__(self, *, is_wide: bool = False) -> Round:
         """Call it once, before the first pass; `is_wide`: that takes all steps of all requests."""
-        ...
 
 
 class Loop(Protocol):
@@ -41,7 +40,6 @@ class Loop(Protocol):
 
     def draft(self, batch: Batch, num_steps: int, prepare: Prepare) -> Drafts:
         """Draft `num_steps` tokens of each request, or fewer."""
-        ...
 
 
 class Stepwise:

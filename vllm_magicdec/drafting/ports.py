@@ -17,12 +17,10 @@ class Target(Protocol):
     @property
     def max_pass_tokens(self) -> int:
         """Maximum query tokens of a pass; at least the maximum number of requests in a batch."""
-        ...
 
     @property
     def reads_ahead(self) -> bool:
         """Whether a pass can check looked-up tokens; otherwise it takes one token per request."""
-        ...
 
     def run(self, draft_pass: Pass) -> Sampled:
         """Run the draft over the pass's views, and sample by `draft_sample_method`.
@@ -30,11 +28,9 @@ class Target(Protocol):
         Args:
             draft_pass: has a part for each of `Drafter.groups`.
         """
-        ...
 
     def read(self, draft_pass: Pass) -> None:
         """Run a draft model over views of pages for the K/V alone; nothing is sampled."""
-        ...
 
     def token_ids(self, indices: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return verified tokens of the round's requests.
@@ -46,7 +42,6 @@ class Target(Protocol):
         Returns:
             [num_tokens] int32.
         """
-        ...
 
     def observe(
         self, layer_names: Sequence[str], indices: Sequence[int], window: int, observer: LayerObserver
@@ -59,7 +54,6 @@ class Target(Protocol):
             window: tokens per request, all of which must exist.
             observer: receives the queries of all requests, one after the other.
         """
-        ...
 
     def note_unread(self, request: int, first: int, tokens: Sequence[int]) -> None:
         """Record that a request's last drafts were looked up and have a one-hot draft distribution.
@@ -69,7 +63,6 @@ class Target(Protocol):
             first: index of the first of these drafts among the request's drafts.
             tokens: the looked-up drafts.
         """
-        ...
 
 
 class Cache:

@@ -43,11 +43,9 @@ class WideTarget(Target, Protocol):
 
     def max_wide_reqs(self, num_steps: int) -> int:
         """Return the maximum requests of a wide pass for `num_steps` drafts; 0 if unsupported."""
-        ...
 
     def texts(self, batch: Batch) -> Texts:
         """Return the requests' verified tokens, including the last sampled ones."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -238,11 +238,9 @@ class Selector(Protocol):
     @property
     def memory_bytes(self) -> Mapping[str, int]:
         """Device memory in addition to the selections, by purpose."""
-        ...
 
     def update(self, batch: Batch, num_steps: int) -> None:
         """Select for the requests of a round that are due, each with `num_steps` drafts."""
-        ...
 
 
 class RoundView(Protocol):
@@ -250,7 +248,6 @@ class RoundView(Protocol):
 
     def step(self, index: int) -> Part:
         """Return the input of a step; steps are taken in order."""
-        ...
 
     def take(self, queries: Queries) -> Part:
         """Return the input of a pass. Not to be called after `step`.
@@ -258,7 +255,6 @@ class RoundView(Protocol):
         Args:
             queries: within the model's length. K/V of the steps before a request's first is cached.
         """
-        ...
 
 
 @dataclass(frozen=True)
@@ -284,16 +280,13 @@ class Views(Protocol):
     @property
     def memory_bytes(self) -> Mapping[str, int]:
         """Device memory of the views, by purpose."""
-        ...
 
     @property
     def common_lens(self) -> Sequence[int | None]:
         """Values of `TokenView.common_len`, including None, for which a draft step runs other kernels."""
-        ...
 
     def prepare(self, batch: Batch, num_steps: int) -> RoundView:
         """Prepare a round of `num_steps` drafts for each request. No host synchronisation."""
-        ...
 
     def capture_view(self, num_reqs: int, lens: torch.Tensor, common_len: int | None) -> View:
         """Return the view that the buffers hold, for a CUDA graph to read.
@@ -303,4 +296,3 @@ class Views(Protocol):
             lens: [num_reqs] int32, entries in view.
             common_len: one of `common_lens`.
         """
-        ...

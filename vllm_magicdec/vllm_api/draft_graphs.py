@@ -59,31 +59,24 @@ class Capturable(Protocol):
     @property
     def num_views(self) -> int:
         """Number of layer groups, each with its own view."""
-        ...
 
     def capture_view(self, index: int, num_reqs: int, lens: torch.Tensor, common_len: int | None) -> View:
         """See `drafting.drafter.Drafter.capture_view`."""
-        ...
 
     def pass_metadata(self, draft_pass: Pass, *, for_capture: bool = False) -> Mapping[str, Any]:
         """Build attention metadata by layer."""
-        ...
 
     def refresh_metadata(self, draft_pass: Pass) -> None:
         """Update metadata buffers that the pass's graph reads but does not update, from the lengths."""
-        ...
 
     def record_refresh(self, attn_metadata: Mapping[str, Any]) -> None:
         """Update the other metadata buffers, while a graph records it."""
-        ...
 
     def select_adapters(self, num_active: int, num_tokens: int) -> None:
         """Map the next pass to this many LoRA adapters (`Adapters.apply_dummies`)."""
-        ...
 
     def forward_and_sample(self, draft_pass: Pass, attn_metadata: Mapping[str, Any]) -> torch.Tensor:
         """Run the pass and sample after every query of `Queries.sampled`; returns [num_sampled] int64."""
-        ...
 
 
 def dummy_step(
