@@ -19,7 +19,7 @@ from vllm_magicdec.adaptive.metrics import Counts, LookupCounters
 from vllm_magicdec.drafting import wide_passes as module
 from vllm_magicdec.drafting.wide_passes import _DELAY, WidePasses
 from vllm_magicdec.lookup.device_lookups import DeviceLookups
-from vllm_magicdec.lookup.texts import Texts
+from vllm_magicdec.lookup.history import Texts
 from vllm_magicdec.views.round import Round, Sampled
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_magicdec.lookup.device_lookups import MAX_MATCH, DeviceLookups
-from vllm_magicdec.lookup.texts import Texts
+from vllm_magicdec.lookup.history import Texts
 
 CPU, MODEL_LEN, VOCAB = torch.device("cpu"), 70, 5
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -34,8 +34,7 @@ from vllm_magicdec.drafting.staged import MIN_DRAFT_ACCEPTANCE, MIN_PASS_GAIN, S
 from vllm_magicdec.drafting.wide_passes import WidePasses, WideTarget
 from vllm_magicdec.errors import METHOD
 from vllm_magicdec.lookup.device_lookups import DeviceLookups
-from vllm_magicdec.lookup.history import History
-from vllm_magicdec.lookup.texts import Texts
+from vllm_magicdec.lookup.history import History, Texts
 from vllm_magicdec.views.layer_pages import LayerPageViews
 from vllm_magicdec.views.pages import PageViews
 from vllm_magicdec.views.round import Batch, Round, RoundView, View, Views
@@ -128,7 +127,7 @@ class Drafter:
             )
             return Wide(wide, steps, self.draft_tokens)
         # This imports Numba.
-        from vllm_magicdec.lookup.open_sources import open_lookups
+        from vllm_magicdec.lookup.lookups import open_lookups
 
         # The V2 runner verifies the same number of tokens of every request, drafted or not.
         is_v2 = vllm_config.use_v2_model_runner

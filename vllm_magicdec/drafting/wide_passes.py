@@ -23,7 +23,7 @@ from vllm_magicdec.adaptive.metrics import LookupCounters
 from vllm_magicdec.drafting.pauses import Pauses
 from vllm_magicdec.drafting.ports import Target
 from vllm_magicdec.lookup.device_lookups import DeviceLookups
-from vllm_magicdec.lookup.texts import Texts
+from vllm_magicdec.lookup.history import Texts
 from vllm_magicdec.views.round import Batch, Queries, Round
 from vllm_magicdec.views.tensors import ceil_div, on_device
 

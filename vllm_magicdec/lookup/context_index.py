@@ -12,6 +12,7 @@ even if the text repeats itself, and they are not installed with vLLM.
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numba import njit
@@ -36,6 +37,20 @@ class Match:
         if max_tokens >= len(self.tokens):
             return self
         return Match(self.length, self.tokens[:max_tokens], self.shares[:max_tokens])
+
+
+class Source(Protocol):
+    """Searchable texts beside a request's own context."""
+
+    def look_up(self, latest: np.ndarray, max_tokens: int) -> Match:
+        """Return the likeliest continuation after the longest occurrences of the latest tokens.
+
+        Args:
+            latest: [num] int32, the end of a request's text, at least MAX_MATCH tokens if it has as many.
+        """
+
+    def add(self, tokens: np.ndarray) -> None:
+        """Add a finished request's answer, [num] int32."""
 
 
 class ContextIndex:

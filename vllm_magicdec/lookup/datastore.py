@@ -13,9 +13,8 @@ from numba import njit
 from typing_extensions import override
 
 from vllm_magicdec.lookup import datastore_files
-from vllm_magicdec.lookup.context_index import MAX_MATCH, Match, table_size, tally
+from vllm_magicdec.lookup.context_index import MAX_MATCH, Match, Source, table_size, tally
 from vllm_magicdec.lookup.datastore_files import Header, OpenSizes, Vocabulary
-from vllm_magicdec.lookup.lookups import Source
 
 MIN_MATCH = 2  # tokens; a single one is too unreliable in other texts
 # Evenly spread positions of the longest match that are used. Each may wait for memory twice, and twice as

@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_magicdec.lookup.texts import Texts
+from vllm_magicdec.lookup.history import Texts
 
 BLOCK = 1024  # positions that one program compares
 # Triton must not specialize on these, which change from round to round.

@@ -9,7 +9,7 @@ have room for them anyway (`drafting/wide_passes.py`).
 
 import torch
 
-from vllm_magicdec.lookup.texts import Texts
+from vllm_magicdec.lookup.history import Texts
 
 MAX_MATCH = 8  # tokens; longer matches count as this
 

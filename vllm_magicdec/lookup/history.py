@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verified tokens of a request."""
+"""The verified tokens of requests: of one on the host, of a batch on the device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 
 @dataclass(frozen=True)
@@ -30,3 +31,25 @@ class History:
         """Return [len(self) - count] int32, all but the first `count` tokens."""
         latest = self.latest[max(0, count - len(self.recorded)) :]
         return np.concatenate([self.recorded[count:], np.array(latest, dtype=np.int32)])
+
+
+@dataclass(frozen=True)
+class Texts:
+    """The verified tokens of a batch's requests."""
+
+    token_ids: torch.Tensor  # [max_num_reqs, max_model_len] int32
+    rows: torch.Tensor  # [num_reqs] int, each request's row in `token_ids`
+    lens: torch.Tensor  # [num_reqs] int64, at least 1
+    max_len: int  # upper bound of `lens`, on the host
+
+    def tokens_at(self, positions: torch.Tensor, drafts: torch.Tensor) -> torch.Tensor:
+        """Return [num_reqs, n] int32, the tokens at some positions; -1 before a text's begin.
+
+        Args:
+            positions: [num_reqs, n] int64.
+            drafts: [num_reqs, num_drafts] int32, each text's last token and its drafts.
+        """
+        rows, within = self.rows.long().unsqueeze(1), positions - self.lens.unsqueeze(1) + 1
+        verified = self.token_ids[rows, positions.clamp(0, self.token_ids.shape[1] - 1)]
+        drafted = drafts.gather(1, within.clamp(0, drafts.shape[1] - 1))
+        return torch.where(within > 0, drafted, verified).masked_fill(positions < 0, -1)

@@ -3,32 +3,20 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
 
 import numpy as np
 
 from vllm_magicdec.lookup.calibration import Calibration, choose, learn
-from vllm_magicdec.lookup.context_index import ContextIndex, Match
+from vllm_magicdec.lookup.context_index import ContextIndex, Match, Source
 from vllm_magicdec.lookup.continuation import MIN_ACCEPTANCE, Continuation
+from vllm_magicdec.lookup.datastore import Datastore
 from vllm_magicdec.lookup.history import History
+from vllm_magicdec.lookup.served import ServedAnswers
 
 # Lookups learn from steps of up to so many tokens, or as many as a round has: longer ones were no rounds.
 _MAX_LEARNED = 32
 _NO_TOKENS = np.zeros(0, dtype=np.int32)
-
-
-class Source(Protocol):
-    """Searchable texts beside a request's own context."""
-
-    def look_up(self, latest: np.ndarray, max_tokens: int) -> Match:
-        """Return the likeliest continuation after the longest occurrences of the latest tokens.
-
-        Args:
-            latest: [num] int32, the end of a request's text, at least MAX_MATCH tokens if it has as many.
-        """
-
-    def add(self, tokens: np.ndarray) -> None:
-        """Add a finished request's answer, [num] int32."""
 
 
 @dataclass(frozen=True)
@@ -197,3 +185,18 @@ class Lookups:
 def _raise_again(name: str) -> None:
     """Let failures of sources propagate before the first `begin_round`."""
     raise
+
+
+def open_lookups(names: Sequence[str], max_num_reqs: int, vocab_size: int, max_drafts: int) -> Lookups:
+    """Open the sources `context`, `served` and paths of datastores; see `Lookups` for the other arguments.
+
+    Raises:
+        MagicDecConfigError: a datastore cannot be read.
+    """
+    sources: dict[str, Source] = {}
+    for name in names:
+        if name == "served":
+            sources[name] = ServedAnswers()
+        elif name != "context":
+            sources[name] = Datastore.open(Path(name), vocab_size)
+    return Lookups(max_num_reqs, vocab_size, max_drafts, sources, in_context="context" in names)

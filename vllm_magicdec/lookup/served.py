@@ -8,8 +8,7 @@ users may know this much about each other.
 import numpy as np
 from typing_extensions import override
 
-from vllm_magicdec.lookup.context_index import MAX_MATCH, MIN_MATCH, ContextIndex, Match
-from vllm_magicdec.lookup.lookups import Source
+from vllm_magicdec.lookup.context_index import MAX_MATCH, MIN_MATCH, ContextIndex, Match, Source
 
 MAX_TOKENS = 2**20  # 20 MiB
 _SEPARATOR = -1  # between answers; not a token id

@@ -31,8 +31,7 @@ from vllm_magicdec.drafting.layer_groups import LayerGroup
 from vllm_magicdec.drafting.ports import Cache
 from vllm_magicdec.drafting.wide_passes import MAX_WIDE_TOKENS
 from vllm_magicdec.errors import METHOD
-from vllm_magicdec.lookup.history import History
-from vllm_magicdec.lookup.texts import Texts
+from vllm_magicdec.lookup.history import History, Texts
 from vllm_magicdec.views.round import Batch, Pass, Queries, Sampled, TargetStep, TokenView, View
 from vllm_magicdec.views.tensors import PAD_SLOT, on_device
 from vllm_magicdec.vllm_api import cpu_attention, cpu_llvmlite
