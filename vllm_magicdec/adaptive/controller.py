@@ -56,7 +56,6 @@ class Controller:
         """Choose the drafts of the next step.
 
         Args:
-            num_reqs: requests in the batch.
             context_tokens: K/V entries of all requests.
             is_timed: whether the step's time will be usable, i.e. it prefills nothing and does the same
                 for every request.

@@ -28,7 +28,6 @@ class CommonLengthPlans:
     the same number of requests. CUDA graphs need plans that never change.
 
     Args:
-        max_num_reqs: maximum requests of a round.
         max_graph_reqs: maximum requests of a step in a CUDA graph; 0: no graphs.
     """
 

@@ -48,12 +48,7 @@ class Drafter:
     """Drafts gamma tokens per request; one per worker, shared by both model runners.
 
     Args:
-        target: runs the passes.
-        vllm_config: the engine's configuration, with a `MagicDecSpeculativeConfig`.
         groups: the draft's attention layers; a pass has a part for each group.
-        kv_cache_config: layout of the KV cache that the groups share.
-        device: the draft's device.
-        cache: the KV cache that the draft reads.
     """
 
     def __init__(
@@ -310,7 +305,6 @@ class Drafter:
         """Pass a finished request to lookups on the host, between rounds.
 
         Args:
-            req_id: as in batches.
             answer: all verified tokens after the prompt.
         """
         try:

@@ -56,10 +56,6 @@ def find_layer_groups(
 ) -> list[LayerGroup]:
     """Group layers that can share a view; layers that attend to the whole context come first.
 
-    Args:
-        kv_cache_groups: vLLM's layout of the KV cache.
-        reaches: returned by `reaches_of`.
-
     Raises:
         MagicDecConfigError: no view supports a layer's KV cache.
     """

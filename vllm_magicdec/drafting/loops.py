@@ -46,7 +46,6 @@ class Stepwise:
     """One pass per draft, each with the token that the pass before has sampled.
 
     Args:
-        target: runs the passes.
         buffer: [max_num_reqs, max_num_steps] int64, the drafts of a round.
     """
 
@@ -67,11 +66,7 @@ class Stepwise:
 
 
 class Staged:
-    """Passes that check tokens looked up on the host, as few as they allow.
-
-    Args:
-        passes: makes the drafts.
-    """
+    """Passes that check tokens looked up on the host, as few as they allow."""
 
     def __init__(self, passes: StagedDrafts) -> None:
         self.passes = passes
@@ -86,8 +81,6 @@ class Wide:
     """Passes over all of a round's tokens that check tokens looked up on the device, or steps.
 
     Args:
-        passes: makes the drafts, where it can.
-        steps: makes the others.
         buffer: [max_num_reqs, max_num_steps] int64, the drafts of a round.
     """
 

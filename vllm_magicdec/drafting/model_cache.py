@@ -33,9 +33,7 @@ class ModelCache(Cache):
     """See the module.
 
     Args:
-        target: runs the draft model.
         groups: the draft's layers; those without a window come first.
-        max_num_reqs: maximum requests in a batch.
         max_num_tokens: maximum query tokens of a pass.
         max_model_len: tokens.
         knows_accepted: the host knows how many drafts the target has accepted before it drafts again.

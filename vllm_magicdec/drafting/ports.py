@@ -49,8 +49,7 @@ class Target(Protocol):
         """Run the target over the last `window` tokens before `Batch.observable_lens` of some requests.
 
         Args:
-            layer_names: layers to observe.
-            indices: indices of the requests in the batch.
+            indices: of the requests in the batch.
             window: tokens per request, all of which must exist.
             observer: receives the queries of all requests, one after the other.
         """
@@ -61,7 +60,6 @@ class Target(Protocol):
         Args:
             request: index in the batch.
             first: index of the first of these drafts among the request's drafts.
-            tokens: the looked-up drafts.
         """
 
 
@@ -87,7 +85,6 @@ class Cache:
         """Write the K/V of verified tokens that the cache lacks, or leave them to the round's first pass.
 
         Args:
-            batch: the round's requests.
             num_steps: drafts of each; 0 if no pass follows.
             num_latest: verified tokens right before the first draft that every layer's view contains.
             is_wide: the first pass takes all steps of all requests.
@@ -101,7 +98,6 @@ class Cache:
         """Record the round's passes.
 
         Args:
-            batch: the round's requests.
             num_written: [num_reqs] int64, drafts whose inputs' K/V passes have written: the last verified
                 token's and those of all of these drafts but the last.
         """

@@ -43,8 +43,6 @@ def draft_graph_sizes(
     are tokens of verifications: multiples of 8 up to 256, of 16 up to 512, and of a verification's length.
 
     Args:
-        vllm_config: the engine's configuration.
-        num_queries: query tokens per request.
         max_tokens: upper bound of a graph's tokens, in addition to vLLM's.
     """
     compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
@@ -88,14 +86,6 @@ def make_views(
 
     The policy makes the views of layers that attend to the whole context; others get views of their reach,
     within the same budget.
-
-    Args:
-        vllm_config: the engine's configuration, with a `MagicDecSpeculativeConfig`.
-        group: layers of the views.
-        num_blocks: pages of the KV cache.
-        device: device of the views' buffers.
-        observe: see `policies.base.Engine`.
-        switch_attention: see `policies.base.Engine`.
     """
     spec = vllm_config.speculative_config
     assert isinstance(spec, MagicDecSpeculativeConfig)
@@ -159,12 +149,7 @@ class Memory:
 
 
 def memory_of_drafting(vllm_config: VllmConfig, groups: Sequence[LayerGroup]) -> Memory:
-    """Compute the memory of the views by making them on torch's device "meta".
-
-    Args:
-        vllm_config: the engine's configuration.
-        groups: all layers that draft.
-    """
+    """Compute the memory of the views by making them on torch's device "meta"."""
     meta = torch.device("meta")
 
     def observe(indices: Sequence[int], window: int, observer: LayerObserver) -> None:

@@ -77,11 +77,7 @@ class StagedDrafts:
     """Drafts rounds in as few passes as lookups allow. Waits for the device after every pass.
 
     Args:
-        target: runs the passes.
-        lookups: of this worker's requests.
-        counters: lookup metrics.
-        max_num_reqs: maximum requests in a batch.
-        max_drafts: maximum drafts of a request in a round.
+        max_drafts: per request and round.
         max_model_len: tokens.
         is_probabilistic: drafts are sampled from the draft's distribution instead of its argmax.
         is_alone: no other rank has to draft the same, so lookup failures need not be fatal.

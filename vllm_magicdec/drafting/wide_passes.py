@@ -61,9 +61,6 @@ class WidePasses:
     """Drafts rounds by passes over all of their tokens.
 
     Args:
-        target: runs the passes.
-        lookups: of this worker's requests.
-        counters: lookup metrics.
         lengths: numbers of drafts for which wide passes are prepared.
         max_model_len: tokens; rounds that may reach it get passes of one token.
         is_alone: no other rank has to draft the same, so lookup failures need not be fatal.
@@ -122,8 +119,6 @@ class WidePasses:
 
         Args:
             drafts: [num_reqs, num_steps] int64, the output.
-            batch: the round's requests.
-            steps: the round's passes.
             num_passes: returned by `begin_round`.
 
         Returns:

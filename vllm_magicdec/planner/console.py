@@ -37,10 +37,6 @@ def require(module: str, extra: str = "bench") -> ModuleType:
 def find_by_name(name: str, table: Mapping[str, T], what: str, choices: list[str]) -> T:
     """Return the entry of `table` with that name, ignoring case.
 
-    Args:
-        what: what the table lists, for the error.
-        choices: what to type instead, for the error.
-
     Raises:
         UserError: there is none.
     """

@@ -108,7 +108,6 @@ class Policy(ABC):
 
         Args:
             fields: the speculative configuration (`config.MagicDecFields`).
-            limits: limits of the engine.
             budget: tokens, or a fraction of the context when below 1.
 
         Raises:
@@ -122,11 +121,6 @@ class Policy(ABC):
 
         This is also called when vLLM sizes the KV cache, with an engine on torch's device "meta", for the
         size of the buffers (`Views.memory_bytes`).
-
-        Args:
-            fields: the speculative configuration.
-            engine: the worker's engine.
-            budget: the result of `parse_budget`.
         """
 
     @classmethod
@@ -140,8 +134,6 @@ class PagePolicy(Policy, ChoosesPages):
 
     Args:
         fields: the speculative configuration (`config.MagicDecFields`).
-        budget: budget in whole pages.
-        device: device of `choose_pages`.
     """
 
     def __init__(self, fields: Any, budget: PageBudget, device: torch.device) -> None:

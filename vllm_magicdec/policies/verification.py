@@ -126,7 +126,6 @@ class VerificationPolicy(Policy):
 
     Args:
         fields: the speculative configuration (`config.MagicDecFields`).
-        engine: the worker's engine.
         verification: recorded queries, and the KV cache and softmax of each layer.
     """
 

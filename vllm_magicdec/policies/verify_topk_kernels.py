@@ -316,9 +316,7 @@ def logits_bytes(
     Args:
         num_pairs: layers x requests.
         rows_of_pair: queries x query heads.
-        num_pages: maximum pages of a request.
-        head_size: elements of a query.
-        element_size: bytes of each.
+        element_size: bytes of a query's element.
     """
     split_pages = _split_pages(head_size, element_size)
     shape = (rows_of_pair, triton.cdiv(num_pages, split_pages), split_pages)

@@ -45,7 +45,6 @@ class Sequences:
     Args:
         tokens: `[num_tokens]` unsigned integers.
         length: tokens per sequence.
-        seed: seed of the order.
     """
 
     tokens: np.ndarray

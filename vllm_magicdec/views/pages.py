@@ -89,7 +89,6 @@ class ChoosesPages(ABC):
 
         Args:
             context_lens: [num_reqs] int64, verified tokens.
-            num_steps: drafts of the round.
         """
         return self.budget.entries(context_lens)
 

@@ -50,7 +50,6 @@ class Adapters:
 
         Args:
             num_active: vLLM's count for a graph: adapters, plus one if some tokens have none.
-            num_reqs: the graph's batch size.
         """
         num_adapters = min(num_active, self._max_loras)
         for lora_id in range(1, num_adapters + 1):

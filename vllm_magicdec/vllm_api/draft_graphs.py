@@ -93,12 +93,8 @@ def dummy_step(
     The views are filled with pages from all over the KV cache, the same in every layer.
 
     Args:
-        draft: provides the views.
-        num_reqs: batch size.
-        num_blocks: number of blocks in the KV cache.
         page_sizes: tokens per page, by view.
         common_lens: see `DraftGraphs`.
-        device: the draft's device.
     """
     positions = torch.zeros(num_reqs, dtype=torch.int64, device=device)
     parts = []
@@ -142,11 +138,8 @@ class DraftGraphs(CudaGraphManager):
     vLLM's own speculators; otherwise metadata is rebuilt before every replay.
 
     Args:
-        vllm_config: the engine's configuration.
-        device: the target's device.
         cudagraph_mode: mode that the target's attention supports; without full decode graphs, nothing is
             captured and every pass runs eagerly.
-        draft: the draft to capture.
         common_lens: values of `views.round.TokenView.common_len` with their own kernels, including None.
         num_queries: queries per request.
         num_sampled: the last of these, after which a token is sampled.

@@ -19,7 +19,6 @@ class PageMetadata:
     """Builds attention metadata, by layer, for passes of the draft.
 
     Args:
-        kv_cache_config: layout of the KV cache.
         target_groups: the target's attention groups, by KV-cache group.
         attention_groups: vLLM's attention groups of each layer group.
         kv_cache_groups: KV-cache group of each layer group.
@@ -87,11 +86,7 @@ class PageMetadata:
         )
 
     def record_refresh(self, attn_metadata: Mapping[str, Any]) -> None:
-        """Update metadata from the lengths that it refers to, with operators that a CUDA graph may record.
-
-        Args:
-            attn_metadata: metadata of a pass, by layer.
-        """
+        """Update a pass's metadata, by layer, from its lengths, by operators that a CUDA graph may record."""
         for index, groups in enumerate(self._attention_groups):
             if not self.is_recorded(index):
                 continue

@@ -480,7 +480,6 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         """Sample after every query of `Queries.sampled`.
 
         Args:
-            draft_pass: the pass.
             hidden_states: [num_tokens, hidden_size], its result.
 
         Returns:
