@@ -12,7 +12,6 @@ from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder, QueryLenSupport
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.v1.attention.backends import triton_attn
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_magicdec.errors import METHOD, MagicDecConfigError
@@ -25,7 +24,6 @@ def warn_if_slow(vllm_config: VllmConfig) -> None:
 
     FlashAttention 2 packs the query heads of a group and splits long contexts for one query token per
     request only (flash-attention issues 176, 190, 193; vLLM 51320, 52879); 3 and 4 do so for several.
-    TRITON_ATTN splits them for one token with vLLM 0.32, for up to eight with 0.33.
     """
     if vllm_config.device_config.device_type != "cuda":
         return
@@ -42,18 +40,6 @@ def warn_if_slow(vllm_config: VllmConfig) -> None:
             "Ampere and Ada vLLM 0.32 captures no full CUDA graphs with it, and so none of draft steps. "
             "Which is faster was not measured: try both with your load.",
             METHOD,
-            scope="global",
-        )
-    most_drafts = getattr(triton_attn, "MAX_3D_QUERY_LEN", 1) - 1
-    if vllm_config.num_speculative_tokens > most_drafts and any(
-        isinstance(impl, triton_attn.TritonAttentionImpl) for impl in impls
-    ):
-        logger.warning_once(
-            "%s: TRITON_ATTN verifies %d drafts without splitting a request's context among thread blocks, "
-            "slow for a few long requests; use %s, or on Hopper --attention-backend FLASH_ATTN.",
-            METHOD,
-            vllm_config.num_speculative_tokens,
-            f"at most {most_drafts} drafts" if most_drafts else "vLLM 0.33 with at most 7 drafts",
             scope="global",
         )
 
