@@ -60,11 +60,7 @@ def log_draft_memory(kv_cache_config: KVCacheConfig, groups: Sequence[LayerGroup
     if len(kv_cache_config.kv_cache_groups) != 1:
         return
     (cache,) = kv_cache_config.kv_cache_groups
-    spec, names = cache.kv_cache_spec, dict.fromkeys(cache.layer_names)
-    if isinstance(spec, UniformTypeKVCacheSpecs):
-        all_bytes = spec.page_size_bytes
-    else:
-        all_bytes = len(names) * spec.page_size_bytes
+    all_bytes = _block_bytes(cache)
     own_bytes = sum(len(group.layer_names) * group.cache.page_size_bytes for group in groups)
     num_tokens = kv_cache_config.num_blocks * groups[0].cache.block_size
     logger.info_once(
@@ -126,4 +122,4 @@ def _block_bytes(group: KVCacheGroupSpec) -> int:
     spec = group.kv_cache_spec
     if isinstance(spec, UniformTypeKVCacheSpecs):
         return spec.page_size_bytes  # of all layers
-    return len(group.layer_names) * spec.page_size_bytes
+    return len(set(group.layer_names)) * spec.page_size_bytes  # vLLM may list a layer twice

@@ -63,15 +63,15 @@ class PageMetadata:
             starts_cpu = torch.from_numpy(queries.starts)
         return self._build(
             self._attention_groups[index],
-            query_start_loc=starts,
+            [view.block_table] * len(self._attention_groups[index]),
+            part.slots,
+            positions=part.positions,
+            query_start_loc_gpu=starts,
             query_start_loc_cpu=starts_cpu,
             max_query_len=int(queries.lens.max()),
             seq_lens=view.lens,
             max_seq_len=view.max_len,
-            block_tables=[view.block_table] * len(self._attention_groups[index]),
-            slots=part.slots,
-            positions=part.positions,
-            for_capture=for_capture,
+            for_cudagraph_capture=for_capture,
         )
 
     def is_recorded(self, index: int) -> bool:
@@ -86,7 +86,7 @@ class PageMetadata:
         )
 
     def record_refresh(self, attn_metadata: Mapping[str, Any]) -> None:
-        """Update a pass's metadata, by layer, from its lengths, by operators that a CUDA graph may record."""
+        """Update a pass's metadata, by layer, from its lengths; a CUDA graph may record the operators."""
         for index, groups in enumerate(self._attention_groups):
             if not self.is_recorded(index):
                 continue
@@ -97,40 +97,29 @@ class PageMetadata:
                     group.update_draft_decode_metadata({group.layer_names[0]: own})
 
     def of_target(
-        self, *, block_tables: Sequence[torch.Tensor], slots: torch.Tensor, **common: Any
+        self, block_tables: Sequence[torch.Tensor], slots: torch.Tensor, **common: Any
     ) -> dict[str, Any]:
         """Build the metadata of such a pass for all of the target's layers, with one `slots` for all."""
-        groups = self._target_groups
-        return self._build(groups, block_tables=block_tables, slots=slots, **common)
+        return self._build(self._target_groups, block_tables, slots, **common)
 
     def _build(
         self,
         attention_groups: list[list[AttentionGroup]],
-        *,
-        query_start_loc: torch.Tensor,  # [num_reqs + 1] int32
-        query_start_loc_cpu: torch.Tensor,
-        max_query_len: int,
-        seq_lens: torch.Tensor,  # [num_reqs] int32
-        max_seq_len: int,
         block_tables: Sequence[torch.Tensor],  # [num_reqs, num_pages] int32 each, by KV-cache group
         slots: torch.Tensor,  # [num_tokens] int64
-        positions: torch.Tensor,  # [num_tokens] int64
-        for_capture: bool = False,
+        *,
+        seq_lens: torch.Tensor,  # [num_reqs] int32
+        **common: Any,  # as for vLLM's function
     ) -> dict[str, Any]:
-        num_reqs = seq_lens.shape[0]
+        num_reqs = len(seq_lens)
         return build_attn_metadata(
             attn_groups=attention_groups,
             num_reqs=num_reqs,
-            num_tokens=positions.shape[0],
-            query_start_loc_gpu=query_start_loc,
-            query_start_loc_cpu=query_start_loc_cpu,
-            max_query_len=max_query_len,
+            num_tokens=len(slots),
             seq_lens=seq_lens,
-            max_seq_len=max_seq_len,
             block_tables=block_tables,
             slot_mappings=slots.expand(len(block_tables), -1),
             kv_cache_config=self._kv_cache_config,
-            positions=positions,
             is_prefilling=self._is_prefilling[:num_reqs],
-            for_cudagraph_capture=for_capture,
+            **common,
         )

@@ -137,14 +137,7 @@ class MagicDecProposer(DraftModelProposer):
         ]
         self._cache = self._make_cache(kv_cache_config, groups)
         self.draft_attn_groups = [own for of_view in self._attention_groups for own in of_view]
-        self._drafter = Drafter(
-            self,
-            self.vllm_config,
-            groups,
-            kv_cache_config,
-            self.device,
-            self._cache,
-        )
+        self._drafter = Drafter(self, self.vllm_config, groups, kv_cache_config, self.device, self._cache)
         if self._drafter.has_pages:
             refuse_split_pages(self._attention_groups, are_of_layers=self._drafter.has_layer_pages)
         if self.speculative_config.draft_lookup == "on":
@@ -215,13 +208,9 @@ class MagicDecProposer(DraftModelProposer):
             if self._adapters is not None:
                 self._adapters.take(self.target_runner.input_batch.request_lora_mapping[:num_reqs])
             if self.uses_mrope:
-                self._rope_offsets = on_device(
-                    [
-                        self.target_runner.requests[req_id].mrope_position_delta
-                        for req_id in self._batch.req_ids
-                    ],
-                    self.device,
-                )
+                requests = [self.target_runner.requests[req_id] for req_id in self._batch.req_ids]
+                deltas = [request.mrope_position_delta for request in requests]
+                self._rope_offsets = on_device(deltas, self.device)
             return self._batch
 
         drafts = self._drafter.draft(num_speculative_tokens, read_batch, self._histories)
@@ -311,11 +300,8 @@ class MagicDecProposer(DraftModelProposer):
 
     def _histories(self, batch: Batch) -> list[History]:
         """Return the requests' tokens, including those that vLLM has not recorded yet. On a CPU."""
-        inputs, ends, common = (
-            self.target_runner.input_batch,
-            batch.context_lens.tolist(),
-            self._step_common,
-        )
+        inputs, common = self.target_runner.input_batch, self._step_common
+        ends = batch.context_lens.tolist()
         # Index of a token in the step = its position - its request's offset.
         offsets = (common.seq_lens[: len(ends)] - common.query_start_loc_cpu[1 : len(ends) + 1]).tolist()
         return [

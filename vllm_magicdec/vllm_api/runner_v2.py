@@ -41,12 +41,7 @@ from vllm_magicdec.vllm_api.attention_groups import (
     find_weakest_graphs,
     refuse_split_pages,
 )
-from vllm_magicdec.vllm_api.draft_graphs import (
-    DraftGraphs,
-    RoundGraphs,
-    dummy_step,
-    why_no_draft_graphs,
-)
+from vllm_magicdec.vllm_api.draft_graphs import DraftGraphs, RoundGraphs, dummy_step, why_no_draft_graphs
 from vllm_magicdec.vllm_api.embeddings import embed, refuse_more_inputs, takes_embeddings
 from vllm_magicdec.vllm_api.kv_cache import layer_groups
 from vllm_magicdec.vllm_api.kv_transfer import fills_freed_blocks, without_kv_connector
@@ -156,14 +151,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
             attention_groups_of(group, builders, self.vllm_config, self.device, share_builders=True)
             for group in groups
         ]
-        self._drafter = Drafter(
-            self,
-            self.vllm_config,
-            groups,
-            kv_cache_config,
-            self.device,
-            self._cache,
-        )
+        self._drafter = Drafter(self, self.vllm_config, groups, kv_cache_config, self.device, self._cache)
         if self.speculative_config.looks_up_on_device:
             ones = torch.ones(1, dtype=torch.int64, device=self.device)
             self._drafter.warm_up_lookups(
@@ -406,7 +394,8 @@ class MagicDecSpeculator(StandaloneARSpeculator):
             self._adapters.apply(draft_pass.queries.request_indices)
         if draft_pass.is_weighed:
             return self._run_weighed(draft_pass)
-        sampled = self._graphs.replay(draft_pass, self._num_adapters)
+        num_adapters = 0 if self._adapters is None else self._adapters.num_active
+        sampled = self._graphs.replay(draft_pass, num_adapters)
         if sampled is None:
             self.current_draft_step.fill_(draft_pass.queries.first_sampled)
             sampled = self.forward_and_sample(draft_pass, self.pass_metadata(draft_pass))
@@ -468,11 +457,6 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         num_reqs, length = len(queries.lens), queries.uniform_len
         steps = self._steps[:length] + int(queries.firsts[0])
         return self.arange_gpu[:num_reqs].long().repeat_interleave(length), steps.repeat(num_reqs)
-
-    @property
-    def _num_adapters(self) -> int:
-        """The round's `Adapters.num_active`."""
-        return 0 if self._adapters is None else self._adapters.num_active
 
     def _sample_each(
         self, draft_pass: Pass, hidden_states: torch.Tensor
@@ -558,14 +542,14 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         slots = torch.full((num_reqs * window,), PAD_SLOT, dtype=torch.int64, device=self.device)
         starts = torch.arange(num_reqs + 1, dtype=torch.int32) * window
         attn_metadata = self.page_metadata.of_target(
-            query_start_loc=self.arange_gpu[: num_reqs + 1] * window,
+            [table[chosen] for table in self._batch.block_tables],
+            slots,
+            positions=positions.flatten(),
+            query_start_loc_gpu=self.arange_gpu[: num_reqs + 1] * window,
             query_start_loc_cpu=starts,
             max_query_len=window,
             seq_lens=lens.to(torch.int32),
             max_seq_len=max(int(self._batch.known_lens[i]) for i in indices),
-            block_tables=[table[chosen] for table in self._batch.block_tables],
-            slots=slots,
-            positions=positions.flatten(),
         )
         observed = observed_metadata(attn_metadata, layer_names, self._drafter.switched_layers, observer)
         if self._adapters is not None:
