@@ -4,6 +4,7 @@
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import flashinfer_stand_in as stand_in
 import pytest
@@ -205,4 +206,14 @@ def play_flashinfer() -> Iterator[None]:
     """A fixture: FlashInfer's part is played by a stand-in that reads what it is told to read."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "flashinfer", stand_in.module())
+        own = SimpleNamespace(fill_page_indices=fill_page_indices)
+        patch.setitem(sys.modules, "vllm_magicdec.attention.triton_indices", own)
         yield
+
+
+def fill_page_indices(indices, rows, slots, lens, indptr) -> None:
+    """What the kernel of triton_indices.py does, in torch."""
+    columns = torch.arange(slots.shape[-1])
+    in_view = (columns < lens.view(-1, 1, 1)).expand(slots.shape)
+    cells = indptr[:-1].view(*slots.shape[:2], 1) + columns
+    indices[cells[in_view].long()] = rows.keys.numbers(slots)[in_view].to(indices.dtype)

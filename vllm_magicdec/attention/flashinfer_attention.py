@@ -67,24 +67,8 @@ def page_indptr(lens: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
 
 
 def make_page_indices(num_lists: int, max_budget: int, device: torch.device) -> torch.Tensor:
-    """Allocate row numbers of all lists and a padding cell for `fill_page_indices`, int32."""
-    return torch.zeros(num_lists * max_budget + 1, dtype=torch.int32, device=device)
-
-
-def fill_page_indices(
-    indices: torch.Tensor,  # from `make_page_indices`, written
-    rows: KVRows,
-    slots: torch.Tensor,  # [num_reqs, num_kv_heads, budget] int32
-    lens: torch.Tensor,  # [num_reqs] int32
-    indptr: torch.Tensor,  # [num_reqs * num_kv_heads + 1] int32
-) -> None:
-    """Write the concatenated row numbers of all views. No host synchronisation."""
-    columns = torch.arange(slots.shape[-1], device=slots.device)
-    in_view = columns < lens.view(-1, 1, 1)
-    starts = indptr[:-1].view(*slots.shape[:2], 1)
-    # For static shapes, columns past a view write to the last cell, which is never read.
-    targets = torch.where(in_view, starts + columns, indices.shape[0] - 1)
-    indices.scatter_(0, targets.flatten(), rows.keys.numbers(slots).to(indices.dtype).flatten())
+    """Allocate row numbers of all lists, [num_lists * max_budget] int32."""
+    return torch.zeros(num_lists * max_budget, dtype=torch.int32, device=device)
 
 
 @dataclass(frozen=True)
@@ -242,15 +226,12 @@ class FlashInferDecode:
         Raises:
             UnreadableCacheError: see `row_pages`.
         """
+        from vllm_magicdec.attention.triton_indices import fill_page_indices  # Triton may not be installed
+
         pages = row_pages(rows)
         num_reqs = query.shape[0]
         indptr = self._indptr[: num_reqs * self._geometry.num_kv_heads + 1]
-        fill = fill_page_indices
-        if query.device.type == "cuda":
-            from vllm_magicdec.attention import triton_indices
-
-            fill = triton_indices.fill_page_indices
-        fill(self._indices, rows, slots, self._lens[:num_reqs], indptr)
+        fill_page_indices(self._indices, rows, slots, self._lens[:num_reqs], indptr)
         shape = (-1, self._geometry.group, query.shape[-1])
         virtual_out = None if out is None else out.view(shape)
         options = dict(out=virtual_out, k_scale=key_scale, v_scale=value_scale)

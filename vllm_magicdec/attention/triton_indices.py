@@ -38,13 +38,13 @@ def _fill_kernel(  # type: ignore[no-untyped-def]
 
 
 def fill_page_indices(
-    indices: torch.Tensor,
+    indices: torch.Tensor,  # from `make_page_indices`, written
     rows: KVRows,  # not packed
-    slots: torch.Tensor,
-    lens: torch.Tensor,
-    indptr: torch.Tensor,
+    slots: torch.Tensor,  # [num_reqs, num_kv_heads, budget] int32
+    lens: torch.Tensor,  # [num_reqs] int32
+    indptr: torch.Tensor,  # [num_reqs * num_kv_heads + 1] int32
 ) -> None:
-    """Implement `flashinfer_attention.fill_page_indices` without writing to its padding cell."""
+    """Write the concatenated row numbers of all views. No host synchronisation."""
     num_reqs, num_kv_heads, budget = slots.shape
     block, head, token, _ = rows.keys.steps  # unpacked tiles have one token
     _fill_kernel[(num_reqs, num_kv_heads, triton.cdiv(budget, BLOCK_TOKENS))](
