@@ -42,17 +42,10 @@ class VerifyTopK(VerificationPolicy):
     @override
     def memory_bytes(self) -> Mapping[str, int]:
         memory = {"page summaries": self.summaries.num_bytes}
-        engine = self.engine
-        if engine.limits.device_type == "cuda":
-            from vllm_magicdec.policies.verify_topk_kernels import logits_bytes
+        if self.engine.limits.device_type == "cuda":
+            from vllm_magicdec.policies.verify_topk_kernels import SCRATCH_BYTES
 
-            memory["logits of pages"] = logits_bytes(
-                engine.num_layers * engine.max_num_reqs,
-                self.verification.num_queries * engine.num_heads,
-                ceil_div(engine.limits.max_model_len, engine.page_size),
-                head_size=engine.head_size,
-                element_size=engine.query_dtype.itemsize,
-            )
+            memory["logits of pages"] = SCRATCH_BYTES
         return memory
 
     @override

@@ -24,7 +24,7 @@ DOT_ROWS = 16  # queries of a KV head at once, the minimum of `tl.dot`; more tak
 SCORE_ROWS = 64  # of all KV heads, at once
 STEPS = 8  # a logit is stored as whole steps of 1/8 below the split's peak, at most 255
 NO_SINK = -1e38  # finite and below all logits
-SCRATCH_BYTES = 128 * 2**20  # logits of as many layers and requests as fit
+SCRATCH_BYTES = 128 * 2**20  # logits of as many layers and requests as fit, at least of one
 # These change from round to round; Triton would recompile for multiples of 16.
 VARYING = ["first_pair", "num_reqs", "num_pages", "num_splits"]
 
@@ -292,37 +292,6 @@ def _scores_kernel(  # type: ignore[no-untyped-def]
     tl.store(scores + pair * num_pages + pages, tl.where(is_seen, score, 0.0), mask=pages < num_pages)
 
 
-def _split_pages(head_size: int, element_size: int) -> int:
-    """Return the number of pages per program, for queries whose elements take `element_size` bytes."""
-    head_padded = max(DOT_ROWS, triton.next_power_of_2(head_size))
-    return min(MAX_SPLIT_PAGES, SPLIT_BYTES // (head_padded * element_size))
-
-
-def _bytes_of_pair(rows_of_pair: int, num_splits: int, split_pages: int) -> int:
-    """Return the memory of the logits of a pair of a layer and a request, with their peaks and sums."""
-    return num_splits * rows_of_pair * (split_pages + 2 * 4)
-
-
-def _pairs_at_once(num_pairs: int, rows_of_pair: int, num_splits: int, split_pages: int) -> int:
-    """Return the number of pairs whose logits fit the scratch, at least 1."""
-    return min(num_pairs, max(1, SCRATCH_BYTES // _bytes_of_pair(rows_of_pair, num_splits, split_pages)))
-
-
-def logits_bytes(
-    num_pairs: int, rows_of_pair: int, num_pages: int, *, head_size: int, element_size: int
-) -> int:
-    """Return the memory of the logits of `score_pages`.
-
-    Args:
-        num_pairs: layers x requests.
-        rows_of_pair: queries x query heads.
-        element_size: bytes of a query's element.
-    """
-    split_pages = _split_pages(head_size, element_size)
-    shape = (rows_of_pair, triton.cdiv(num_pages, split_pages), split_pages)
-    return _pairs_at_once(num_pairs, *shape) * _bytes_of_pair(*shape)
-
-
 def score_pages(
     table: LayerTable, summaries: PageSummaries, verification: Verification, batch: Batch, num_pages: int
 ) -> torch.Tensor:
@@ -333,12 +302,14 @@ def score_pages(
     num_kv_heads, page_size = table.keys.shape[1:3]
     group = num_heads // num_kv_heads
     num_rows = num_queries * group
-    split_pages = _split_pages(head_size, queries.element_size())
+    head_padded = max(DOT_ROWS, triton.next_power_of_2(head_size))
+    split_pages = min(MAX_SPLIT_PAGES, SPLIT_BYTES // (head_padded * queries.element_size()))
     num_reqs = context_lens.shape[0]
     num_splits = triton.cdiv(num_pages, split_pages)
     scores = queries.new_empty((num_layers, num_reqs, num_pages), dtype=torch.float32)
     num_pairs, rows_of_pair = num_layers * num_reqs, num_kv_heads * num_rows
-    pairs_at_once = _pairs_at_once(num_pairs, rows_of_pair, num_splits, split_pages)
+    pair_bytes = num_splits * rows_of_pair * (split_pages + 2 * 4)  # with a peak and a sum
+    pairs_at_once = min(num_pairs, max(1, SCRATCH_BYTES // pair_bytes))
     shape = (pairs_at_once, num_splits * rows_of_pair)
     logits = queries.new_empty((*shape, split_pages), dtype=torch.uint8)
     peaks, sums = queries.new_empty((2, *shape), dtype=torch.float32)
@@ -367,7 +338,7 @@ def score_pages(
             HEAD_SIZE=head_size,
             PAGE_SIZE=page_size,
             BLOCK_ROWS=DOT_ROWS,
-            HEAD_PADDED=max(DOT_ROWS, triton.next_power_of_2(head_size)),
+            HEAD_PADDED=head_padded,
             SPLIT=split_pages,
             STEPS=STEPS,
         )
