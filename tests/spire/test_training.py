@@ -1,26 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training: loss, order of the data, several processes, and resuming after an interruption."""
+"""Training: loss, order of the data, and resuming after an interruption."""
 
-import contextlib
-import io
 import json
-import os
-import socket
 from dataclasses import replace
-from datetime import timedelta
-from multiprocessing import get_context
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from tiny_targets import write_target
 
-from vllm_magicdec.planner.console import main
 from vllm_magicdec.spire.sequences import Sequences
 from vllm_magicdec.spire.settings import SpireError, SpireSettings
 from vllm_magicdec.spire.target import Target, make_draft
-from vllm_magicdec.spire.training import Plan, Processes, Trainer, mixed_loss
+from vllm_magicdec.spire.training import Plan, Trainer, mixed_loss
 
 PLAN = Plan(num_steps=6, batch=4, sequence=32, learning_rate=1e-2, seed=5, bfloat16=False)
 
@@ -30,17 +22,12 @@ def folder(tmp_path_factory):
     return write_target(tmp_path_factory.mktemp("target"))
 
 
-def trainer_of(folder: str, plan: Plan = PLAN, noise_seed: int | None = None, **fields) -> Trainer:
+def trainer_of(folder: str, plan: Plan = PLAN, **fields) -> Trainer:
     target = Target(folder, torch.float32, torch.device("cpu"))
     settings = SpireSettings.pruned("tiny", 4, None, **{"sinks": 2, "window": 8, **fields})
     tokens = np.random.default_rng(0).integers(4, 60, 2000).astype(np.uint16)
     sequences = Sequences(tokens, plan.sequence, plan.seed)
-    draft = make_draft(target, settings)
-    if noise_seed is not None:
-        torch.manual_seed(noise_seed)
-        for weight in draft.parameters():
-            weight.data += 0.02 * torch.randn_like(weight)
-    return Trainer(draft, target, sequences, plan, Processes())
+    return Trainer(make_draft(target, settings), target, sequences, plan)
 
 
 def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -109,69 +96,6 @@ def test_a_checkpoint_of_an_older_version_is_resumed(folder, tmp_path):
     del plan["bfloat16"]
     torch.save({**held, "plan": json.dumps(plan)}, path)
     trainer_of(folder).resume(path)
-
-
-def _train_one_of_two(folder: str, out: Path, rank: int, port: int, results) -> None:
-    os.environ |= {
-        "RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    torch.set_num_threads(1)
-    trainer = trainer_of(folder, noise_seed=rank)  # both begin with rank 0's weights
-    figures = [trainer.train_step() for _ in range(3)]
-    weights = {name: weight.numpy() for name, weight in weights_of(trainer).items()}
-    choices = trainer._processes.from_first(lambda: rank), trainer._processes.any(rank == 1)
-    with contextlib.redirect_stderr(io.StringIO()) as said:
-        command = f"train-draft --model {folder} --data {out}/text.txt --sequence 32 --batch 2 --steps 1"
-        status = main([*command.split(), "--out", str(out / f"of-rank-{rank}")])
-    results.put((rank, figures, weights, choices, status, said.getvalue()))
-
-
-@pytest.mark.extended
-def test_two_processes_train_as_one_does(folder, tmp_path):
-    (tmp_path / "text.txt").write_text("one two three " * 200)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context = get_context("spawn")
-    results = context.Queue()
-    workers = [
-        context.Process(target=_train_one_of_two, args=(folder, tmp_path, rank, port, results))
-        for rank in range(2)
-    ]
-    for worker in workers:
-        worker.start()
-    got = sorted((results.get(timeout=120) for _ in workers), key=lambda each: each[0])
-    for worker in workers:
-        worker.join()
-    alone = trainer_of(folder, noise_seed=0)
-    figures = [alone.train_step() for _ in range(3)]
-    for _, theirs, weights, choices, status, said in got:
-        np.testing.assert_allclose(theirs, figures, rtol=1e-4)
-        for name, weight in weights_of(alone).items():
-            # Adam divides tiny gradients by their size, so their rounding shows.
-            np.testing.assert_allclose(weights[name], weight.numpy(), atol=2e-4, err_msg=name)
-        assert choices == (0, True)
-        assert status == 2 and said.count("\n") == 1
-        assert "is not in a folder that all processes share; name one" in said
-
-
-def test_others_wait_for_rank_0_as_long_as_it_encodes(monkeypatch):
-    given = {}
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(torch.distributed, "init_process_group", lambda _, **options: given.update(options))
-    Processes()
-    assert given["timeout"] >= timedelta(days=1)
-
-
-def test_a_batch_that_cannot_be_split_is_refused(folder):
-    processes = Processes()
-    processes.count = 3
-    trainer = trainer_of(folder)
-    with pytest.raises(SpireError, match="--batch 4 cannot be split over 3 processes; give a multiple"):
-        Trainer(trainer.draft, trainer._target, trainer._sequences, PLAN, processes)
 
 
 def test_an_epoch_has_every_sequence_once():

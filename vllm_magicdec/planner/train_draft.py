@@ -35,7 +35,6 @@ def run(options: argparse.Namespace) -> None:
     from transformers.utils import logging
 
     from vllm_magicdec.spire.settings import SpireError
-    from vllm_magicdec.spire.training import Processes
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -45,15 +44,14 @@ def run(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         if value is not None and value <= 0:
             raise UserError(f"--{name.replace('_', '-')} has to be above 0, not {value}")
-    processes = Processes()
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise UserError("train-draft uses one device; start it without torchrun")
     torch.manual_seed(options.seed)
+    _create_work_folder(options.out)
     try:
-        processes.from_first(lambda: _create_work_folder(options.out))
-        _train(options, processes)
+        _train(options)
     except SpireError as error:
         raise UserError(str(error)) from None
-    finally:
-        processes.leave()
 
 
 def add_command(subparsers: Any) -> None:
@@ -63,8 +61,7 @@ def add_command(subparsers: Any) -> None:
         help="train a small draft from a target (SPIRe)",
         description="Train a SPIRe draft (arXiv 2504.06419) of a Llama: its embedding, last blocks and "
         f"unembedding, over sinks and a window of the target's activations. Formats: {FORMATS}. "
-        "The same command resumes an interrupted training; torchrun -m vllm_magicdec train-draft uses "
-        "several GPUs.",
+        "The same command resumes an interrupted training.",
     )
     parser.add_argument("--model", required=True, help="the target: a name or a folder")
     parser.add_argument(
@@ -100,7 +97,7 @@ def add_command(subparsers: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def _train(options: argparse.Namespace, processes: Any) -> None:
+def _train(options: argparse.Namespace) -> None:
     import torch
 
     from vllm_magicdec.spire import files as draft_files
@@ -111,11 +108,8 @@ def _train(options: argparse.Namespace, processes: Any) -> None:
     from vllm_magicdec.spire.training import Plan, Trainer, has_fast_bfloat16
     from vllm_magicdec.spire.training import run as run_training
 
-    is_first = processes.rank == 0
-    device = processes.device
-    in_float32 = options.float32
-    if in_float32 is None:
-        in_float32 = processes.from_first(lambda: not has_fast_bfloat16(device))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    in_float32 = not has_fast_bfloat16(device) if options.float32 is None else options.float32
     target = Target(options.model, torch.float32 if in_float32 else torch.bfloat16, device)
     settings = SpireSettings.pruned(
         os.path.basename(os.path.abspath(options.model)),
@@ -137,10 +131,7 @@ def _train(options: argparse.Namespace, processes: Any) -> None:
     tokenizer = _load_tokenizer(options.model)
     work = options.out / "training"
     checkpoint = work / "checkpoint.pt"
-    data = processes.from_first(lambda: _encode_once(options, tokenizer, target.config.vocab_size, work))
-    stamps = processes.from_first(lambda: _stamps(work))
-    if processes.any(_stamps(work) != stamps):
-        raise UserError(f"--out {options.out} is not in a folder that all processes share; name one")
+    data = _encode_once(options, tokenizer, target.config.vocab_size, work)
     sequences = Sequences.read(work / "tokens.bin", options.sequence, options.seed)
     plan = Plan(
         num_steps=options.steps or max(1, sequences.num_training // options.batch),
@@ -152,25 +143,20 @@ def _train(options: argparse.Namespace, processes: Any) -> None:
         bfloat16=not in_float32,
     )
     draft = make_draft(target, settings)
-    trainer = Trainer(draft, target, sequences, plan, processes)
+    trainer = Trainer(draft, target, sequences, plan)
     if checkpoint.exists():
         trainer.resume(checkpoint)
-        if is_first:
-            print(f"resumed at step {trainer.step:,} of {plan.num_steps:,}")
-    with _ended_by_signals(processes) as should_end, _progress(trainer, is_first) as report:
+        print(f"resumed at step {trainer.step:,} of {plan.num_steps:,}")
+    with _ended_by_signals() as should_end, _progress(trainer) as report:
         is_done = run_training(
             trainer,
             checkpoint,
             seconds_between=options.checkpoint_minutes * 60,
-            is_writer=is_first,
             should_end=should_end,
             report=report,
         )
     if not is_done:
-        if is_first:
-            print(f"stopped at step {trainer.step:,} of {plan.num_steps:,}; the same command resumes it")
-        return
-    if not is_first:
+        print(f"stopped at step {trainer.step:,} of {plan.num_steps:,}; the same command resumes it")
         return
     draft_files.save(draft, work)
     (work / "model.safetensors").replace(options.out / "model.safetensors")
@@ -180,7 +166,6 @@ def _train(options: argparse.Namespace, processes: Any) -> None:
         "draft": {**asdict(settings), "num_layers": settings.num_layers},
         "plan": asdict(plan),
         "data": data,
-        "processes": processes.count,
         "num_parameters": sum(weight.numel() for weight in draft.parameters()),
         "megabytes": size / 1e6,
         "minutes": round(trainer.seconds / 60, 1),
@@ -212,20 +197,6 @@ def _create_work_folder(out: Path) -> None:
         tempfile.TemporaryFile(dir=work).close()  # an existing folder may be read-only
     except OSError as error:
         raise UserError(f"--out {out} cannot be written: {reason(error)}; name another") from None
-
-
-def _stamps(work: Path) -> list[tuple[int, int] | None]:
-    """Return size and time of every file that all processes read; None for one that cannot be opened."""
-    stamps: list[tuple[int, int] | None] = []
-    for name in ("tokens.bin", "checkpoint.pt"):
-        try:
-            # Network file systems may report old attributes until the file is opened.
-            with (work / name).open("rb") as file:
-                status = os.fstat(file.fileno())
-            stamps.append((status.st_size, status.st_mtime_ns))
-        except OSError:
-            stamps.append(None)
-    return stamps
 
 
 def _load_tokenizer(model: str) -> Any:
@@ -271,22 +242,22 @@ def _encode_once(
 
 
 @contextlib.contextmanager
-def _ended_by_signals(processes: Any) -> Iterator[Callable[[], bool]]:
-    """Yield a function that says whether a process received SIGINT or SIGTERM, the same in all of them."""
+def _ended_by_signals() -> Iterator[Callable[[], bool]]:
+    """Yield a function that says whether SIGINT or SIGTERM was received."""
     received: list[int] = []
     before = {
         number: signal.signal(number, lambda number, _: received.append(number))
         for number in (signal.SIGINT, signal.SIGTERM)
     }
     try:
-        yield lambda: processes.any(bool(received))
+        yield lambda: bool(received)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 @contextlib.contextmanager
-def _progress(trainer: Any, is_shown: bool) -> Iterator[Callable[[int, float, float], None]]:
+def _progress(trainer: Any) -> Iterator[Callable[[int, float, float], None]]:
     """Show a progress bar, or lines where the output is no terminal."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -297,12 +268,12 @@ def _progress(trainer: Any, is_shown: bool) -> Iterator[Callable[[int, float, fl
         TimeRemainingColumn(),
     )
     total = trainer.plan.num_steps
-    with Progress(*columns, disable=not is_shown or not sys.stdout.isatty()) as progress:
+    with Progress(*columns, disable=not sys.stdout.isatty()) as progress:
         task = progress.add_task("", total=total, completed=trainer.step, loss=0.0, acceptance=0.0)
 
         def report(step: int, loss: float, acceptance: float) -> None:
             progress.update(task, completed=step, loss=loss, acceptance=acceptance)
-            if is_shown and progress.disable and trainer.log and trainer.log[-1]["step"] == step:
+            if progress.disable and trainer.log and trainer.log[-1]["step"] == step:
                 entry = trainer.log[-1]
                 left = trainer.seconds / step * (total - step) / 60
                 print(

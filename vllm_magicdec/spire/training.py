@@ -1,20 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train a draft: deterministic steps on one or several processes, with checkpoints."""
+"""Train a draft: deterministic steps, with checkpoints."""
 
 import json
 import math
-import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed
 from torch import Tensor
 
 from vllm_magicdec.machine import has_slow_avx512_bf16
@@ -26,10 +23,6 @@ from vllm_magicdec.spire.target import Target
 _LAST_RATE = 0.05  # of the highest learning rate
 _MEMORY_RATE = 10.0  # factor on the rate of the memory logits, whose gradients are small
 _LOGGED_STEPS = 20  # between entries of the log
-# Other ranks wait while rank 0 tokenizes documents; torchrun ends them if one fails.
-_TIMEOUT = timedelta(days=1)
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -37,7 +30,7 @@ class Plan:
     """Parameters of a training."""
 
     num_steps: int
-    batch: int  # sequences per step of all processes
+    batch: int  # sequences per step
     sequence: int  # tokens
     learning_rate: float
     omega: float = 0.5
@@ -72,87 +65,15 @@ def mixed_loss(draft_logits: Tensor, target_logits: Tensor, omega: float) -> tup
     return omega * divergence + (1 - omega) * (1 - acceptance), acceptance.detach()
 
 
-class Processes:
-    """The processes of `torchrun`, or this process alone."""
-
-    def __init__(self) -> None:
-        self.count = int(os.environ.get("WORLD_SIZE", 1))
-        self.rank = int(os.environ.get("RANK", 0))
-        if self.count > 1 and not torch.distributed.is_initialized():
-            backend = "nccl" if torch.cuda.is_available() else "gloo"
-            torch.distributed.init_process_group(backend, timeout=_TIMEOUT)
-
-    @property
-    def device(self) -> torch.device:
-        """This process's device."""
-        if not torch.cuda.is_available():
-            return torch.device("cpu")
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-        return torch.device("cuda", torch.cuda.current_device())
-
-    def average(self, tensors: list[Tensor]) -> None:
-        """Replace each tensor by its mean over processes, in place."""
-        if self.count == 1 or not tensors:
-            return
-        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        torch.distributed.all_reduce(flat)
-        flat /= self.count
-        for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
-            tensor.copy_(part.view_as(tensor))
-
-    def any(self, flag: bool) -> bool:
-        """Return whether the flag is true in any process."""
-        share = torch.tensor([float(flag)], device=self.device)
-        self.average([share])
-        return bool(share.item() > 0)
-
-    def from_first(self, function: Callable[[], T]) -> T:
-        """Call a function in rank 0, and return its result or raise its `ValueError` in all processes."""
-        if self.count == 1:
-            return function()
-        outcome: list[Any] = [None, None]
-        if self.rank == 0:
-            try:
-                outcome[0] = function()
-            except ValueError as error:
-                outcome[1] = error
-        torch.distributed.broadcast_object_list(outcome, src=0, device=self.device)
-        if outcome[1] is not None:
-            raise outcome[1] from None
-        return outcome[0]
-
-    def copy_first(self, tensors: Iterable[Tensor]) -> None:
-        """Replace each tensor by that of rank 0, in place."""
-        if self.count > 1:
-            for tensor in tensors:
-                torch.distributed.broadcast(tensor, src=0)
-
-    def leave(self) -> None:
-        """Leave the process group."""
-        if self.count > 1:
-            torch.distributed.destroy_process_group()
-
-
 class Trainer:
     """A training of a draft.
 
     Args:
         draft: the draft, trained in place, float32.
-
-    Raises:
-        SpireError: the processes cannot share a batch equally.
     """
 
-    def __init__(
-        self, draft: SpireDraft, target: Target, sequences: Sequences, plan: Plan, processes: Processes
-    ) -> None:
-        if plan.batch % processes.count:
-            raise SpireError(
-                f"--batch {plan.batch} cannot be split over {processes.count} processes; give a multiple"
-            )
-        self.draft, self._target, self._sequences = draft, target, sequences
-        self.plan, self._processes = plan, processes
-        processes.copy_first(weight.detach() for weight in draft.parameters())
+    def __init__(self, draft: SpireDraft, target: Target, sequences: Sequences, plan: Plan) -> None:
+        self.draft, self._target, self._sequences, self.plan = draft, target, sequences, plan
         self._device = next(draft.parameters()).device
         self.step = 0
         self.seconds = 0.0
@@ -175,19 +96,16 @@ class Trainer:
     def train_step(self) -> tuple[float, float]:
         """Train one step; return the mean loss and expected acceptance at temperature 1."""
         plan, started = self.plan, perf_counter()
-        share = plan.batch // self._processes.count
-        begin = self.step * plan.batch + self._processes.rank * share
-        tokens = self._sequences.batch(begin, share).to(self._device)
-        # The chunks' offset differs between steps and is the same in all processes.
+        tokens = self._sequences.batch(self.step * plan.batch, plan.batch).to(self._device)
+        # The chunks' offset differs between steps.
         first = int(np.random.default_rng([plan.seed, 1, self.step]).integers(self._chunk))
         self._optimizer.zero_grad(set_to_none=True)
         figures = torch.zeros(2, device=self._device)
         for row in tokens.split(1):  # the logits of a whole batch may exceed a GPU's memory
             loss, acceptances = self._losses(row, first)
-            (loss / share).backward()
-            figures += torch.stack([loss.detach(), acceptances.mean()]) / share
+            (loss / plan.batch).backward()
+            figures += torch.stack([loss.detach(), acceptances.mean()]) / plan.batch
         weights = [weight for weight in self.draft.parameters() if weight.grad is not None]
-        self._processes.average([*(weight.grad for weight in weights), figures])
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
         for group in self._optimizer.param_groups:
             group["lr"] = self._rate() * group["scale"]
@@ -283,14 +201,13 @@ def run(
     checkpoint: Path,
     *,
     seconds_between: float,
-    is_writer: bool,
     should_end: Callable[[], bool],
     report: Callable[[int, float, float], Any],
 ) -> bool:
     """Train to the end of the plan, with regular checkpoints.
 
     Args:
-        should_end: returns whether to stop early, after a checkpoint; the same in all processes.
+        should_end: returns whether to stop early, after a checkpoint.
         report: called with step, loss and acceptance after every step.
 
     Returns:
@@ -300,7 +217,7 @@ def run(
     while trainer.step < trainer.plan.num_steps:
         report(trainer.step + 1, *trainer.train_step())
         ends = should_end() or trainer.step >= trainer.plan.num_steps
-        if is_writer and (ends or perf_counter() - written >= seconds_between):
+        if ends or perf_counter() - written >= seconds_between:
             trainer.save(checkpoint)
             written = perf_counter()
         if ends:
