@@ -29,7 +29,7 @@ EXTRA = "train"
 
 def run(options: argparse.Namespace) -> None:
     """Run `magicdec train-draft`."""
-    for module in ("torch", "transformers", "safetensors", "rich"):
+    for module in ("torch", "transformers", "safetensors"):
         require(module, EXTRA)
     import torch
     from transformers.utils import logging
@@ -147,13 +147,13 @@ def _train(options: argparse.Namespace) -> None:
     if checkpoint.exists():
         trainer.resume(checkpoint)
         print(f"resumed at step {trainer.step:,} of {plan.num_steps:,}")
-    with _ended_by_signals() as should_end, _progress(trainer) as report:
+    with _ended_by_signals() as should_end:
         is_done = run_training(
             trainer,
             checkpoint,
             seconds_between=options.checkpoint_minutes * 60,
             should_end=should_end,
-            report=report,
+            report=lambda: _print_progress(trainer),
         )
     if not is_done:
         print(f"stopped at step {trainer.step:,} of {plan.num_steps:,}; the same command resumes it")
@@ -256,33 +256,17 @@ def _ended_by_signals() -> Iterator[Callable[[], bool]]:
             signal.signal(number, handler)
 
 
-@contextlib.contextmanager
-def _progress(trainer: Any) -> Iterator[Callable[[int, float, float], None]]:
-    """Show a progress bar, or lines where the output is no terminal."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.3f}  acceptance {task.fields[acceptance]:.3f}"),
-        TimeRemainingColumn(),
+def _print_progress(trainer: Any) -> None:
+    """Print a line for every new entry of the log."""
+    entry, total = trainer.log[-1] if trainer.log else {"step": 0}, trainer.plan.num_steps
+    if entry["step"] != trainer.step:
+        return
+    minutes_left = trainer.seconds / trainer.step * (total - trainer.step) / 60
+    print(
+        f"step {trainer.step:,} of {total:,}  loss {entry['loss']:.3f}  "
+        f"acceptance {entry['acceptance']:.3f}  {minutes_left:.1f} minutes left",
+        flush=True,
     )
-    total = trainer.plan.num_steps
-    with Progress(*columns, disable=not sys.stdout.isatty()) as progress:
-        task = progress.add_task("", total=total, completed=trainer.step, loss=0.0, acceptance=0.0)
-
-        def report(step: int, loss: float, acceptance: float) -> None:
-            progress.update(task, completed=step, loss=loss, acceptance=acceptance)
-            if progress.disable and trainer.log and trainer.log[-1]["step"] == step:
-                entry = trainer.log[-1]
-                left = trainer.seconds / step * (total - step) / 60
-                print(
-                    f"step {step:,} of {total:,}  loss {entry['loss']:.3f}  "
-                    f"acceptance {entry['acceptance']:.3f}  {left:.1f} minutes left",
-                    flush=True,
-                )
-
-        yield report
 
 
 def _machine(device: Any) -> str:

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 import numpy as np
 import torch
@@ -202,20 +201,21 @@ def run(
     *,
     seconds_between: float,
     should_end: Callable[[], bool],
-    report: Callable[[int, float, float], Any],
+    report: Callable[[], object],
 ) -> bool:
     """Train to the end of the plan, with regular checkpoints.
 
     Args:
         should_end: returns whether to stop early, after a checkpoint.
-        report: called with step, loss and acceptance after every step.
+        report: called after every step.
 
     Returns:
         Whether the plan is done.
     """
     written = perf_counter()
     while trainer.step < trainer.plan.num_steps:
-        report(trainer.step + 1, *trainer.train_step())
+        trainer.train_step()
+        report()
         ends = should_end() or trainer.step >= trainer.plan.num_steps
         if ends or perf_counter() - written >= seconds_between:
             trainer.save(checkpoint)
