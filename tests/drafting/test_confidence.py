@@ -22,12 +22,8 @@ from vllm_magicdec.views.round import Part, Round, Sampled
 class Lookup:
     """Always the same tokens, by request."""
 
-    source_names = answered = ()
-
     def __init__(self, **tokens: Sequence[int]) -> None:
         self._tokens = tokens
-
-    def begin_round(self, resting, on_failure) -> None: ...
 
     def follow(self, req_ids, histories) -> None: ...
 

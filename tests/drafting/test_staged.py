@@ -28,7 +28,7 @@ from vllm_magicdec import envs
 from vllm_magicdec.adaptive.draft_plan import NUM_BUCKETS, DraftPlan, bucket_of
 from vllm_magicdec.adaptive.metrics import Counts, LookupCounters
 from vllm_magicdec.drafting.confidence import Confidence, Evidence, Predicted
-from vllm_magicdec.drafting.pauses import FAILURES_BEFORE_A_PAUSE, FIRST_PAUSE, GROWTH
+from vllm_magicdec.drafting.pauses import FAILURES_BEFORE_A_PAUSE
 from vllm_magicdec.drafting.staged import StagedDrafts, _gain, _RequestDrafts, _worth_verifying_unchecked
 from vllm_magicdec.lookup.continuation import MIN_ACCEPTANCE, Continuation
 from vllm_magicdec.lookup.history import History
@@ -37,13 +37,9 @@ from vllm_magicdec.lookup.history import History
 class RandomLookups:
     """Any number of any tokens."""
 
-    source_names = answered = ()
-
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
         self.num_tokens = 0
-
-    def begin_round(self, resting, on_failure) -> None: ...
 
     def follow(self, req_ids, histories) -> None:
         pass
@@ -264,61 +260,19 @@ def test_a_pause_ends_only_by_lookups_that_work(monkeypatch):
     assert noted == ["failure", "success"]
 
 
-class TwoSources(RandomLookups):
-    """Two sources, one of which fails until it is fixed."""
-
-    source_names = ("good", "broken")
-    answered = frozenset()
-    is_broken = True
-
-    def begin_round(self, resting, on_failure) -> None:
-        self.rested.append([*resting])
-        self.resting, self._on_failure = set(resting), on_failure
-
-    def look_up(self, req_id, drafted, most, *min_acceptance) -> Continuation:
-        self.answered = {"good", "broken"} - self.resting
-        if self.is_broken and "broken" in self.answered:
-            try:
-                raise OSError("broken on purpose")
-            except OSError:
-                self._on_failure("broken")
-            self.resting.add("broken")
-            self.answered = {"good"}
-        return super().look_up(req_id, drafted, most, *min_acceptance)
-
-    def forget(self) -> None:
-        raise AssertionError("what is known of the contexts is no worse for it")
-
-
-def test_a_source_that_fails_pauses_alone_and_works_again(monkeypatch):
+def test_a_source_that_fails_pauses_no_lookups(monkeypatch):
     monkeypatch.setattr(envs, "strict", lambda: False)
-    table = torch.arange(16, dtype=torch.int32).unsqueeze(0)
-    batch = replace(
-        make_batch(["a"], table, [2]), histories=[History(np.array([1, 2], dtype=np.int32), [3])]
-    )
     sizes = {"max_num_reqs": 2, "max_drafts": 4, "max_model_len": 60}
-    lookups = TwoSources(0)
+    lookups = RandomLookups(0)
     staged = StagedDrafts(Target([]), lookups, LookupCounters(Counts()), **sizes)
-    monkeypatch.setattr(staged, "_draft_round", lambda *_: staged._look_up(["a"], [()], [3]))
-
-    def rest_in(num_rounds: int) -> int:
-        """Rounds of so many in which the one that is broken rests from the beginning."""
-        lookups.rested = []
-        for _ in range(num_rounds):
-            staged.draft(batch, 4, list)
-        assert all(names in ([], ["broken"]) for names in lookups.rested)
-        return sum(map(len, lookups.rested))
-
-    assert rest_in(FAILURES_BEFORE_A_PAUSE) == 0
-    assert rest_in(FIRST_PAUSE + 1) == FIRST_PAUSE
+    for _ in range(FAILURES_BEFORE_A_PAUSE + 1):
+        try:
+            raise OSError("broken on purpose")
+        except OSError:
+            lookups.on_failure("a source")
     counted = staged._counters.totals
-    assert counted["lookup_failures"] == FAILURES_BEFORE_A_PAUSE + 1 and counted["lookup_pauses"] == 2
-    lookups.is_broken = False
-    assert rest_in(10 * FIRST_PAUSE) == GROWTH * FIRST_PAUSE
-    lookups.is_broken = True
-    assert rest_in(FAILURES_BEFORE_A_PAUSE) == 0, "forgiven"
-    assert rest_in(FIRST_PAUSE) == FIRST_PAUSE
-    assert counted["lookup_failures"] == 2 * FAILURES_BEFORE_A_PAUSE + 1 and staged._looks_up
+    assert counted["lookup_failures"] == FAILURES_BEFORE_A_PAUSE + 1 and counted["lookup_pauses"] == 0
+    assert staged._looks_up and staged._lookup_pauses.is_over()
 
 
 def make_staged(drawn: Round, lookups, **others) -> tuple[StagedDrafts, Target]:

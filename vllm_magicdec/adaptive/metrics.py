@@ -44,8 +44,8 @@ _LOOKUP_COUNTERS = {
     "lookup_unchecked_accepted_tokens": "Of these, accepted tokens.",
     "lookup_unread_tokens": "Deprecated: the same as lookup_unchecked_tokens.",
     "lookup_unread_accepted_tokens": "Deprecated: the same as lookup_unchecked_accepted_tokens.",
-    "lookup_failures": "Failures of lookups, at most one per round and source.",
-    "lookup_pauses": "Pauses of lookups, or of one source, after repeated failures.",
+    "lookup_failures": "Failures of lookups, at most one per round.",
+    "lookup_pauses": "Pauses of lookups after repeated failures.",
     "cut_tokens": "Drafts that were too unlikely to be verified.",
     "left_out_tokens": "Drafts of a fixed number that were not made: too few would be accepted.",
 }

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from vllm.logger import init_logger
 
 from vllm_magicdec import envs
 from vllm_magicdec.adaptive.draft_plan import DraftLists, DraftPlan, bucket_of
@@ -33,6 +34,8 @@ from vllm_magicdec.views.tensors import on_device
 
 if TYPE_CHECKING:  # imports Numba
     from vllm_magicdec.lookup.lookups import Lookups
+
+logger = init_logger(f"vllm.{__name__}")
 
 # Mean drafts per request below which a pass is skipped, for a fixed number of drafts.
 MIN_PASS_GAIN = 0.5
@@ -106,10 +109,7 @@ class StagedDrafts:
         self._queries_per_request = 1 + max_added
         self._lookups = lookups
         self._lookup_pauses = Pauses("A lookup", "every draft takes a pass of its own")
-        self._source_pauses = {
-            name: Pauses(f"A lookup in {name!r}", "nothing is looked up there")
-            for name in lookups.source_names
-        }
+        lookups.on_failure = self._record_failed_source
         self._looks_up = True  # in this round
         self._has_looked_up = False  # in this round
         self._counters = counters
@@ -134,13 +134,9 @@ class StagedDrafts:
             Drafts by request; empty for requests that cannot use them.
         """
         self._looks_up, self._has_looked_up = self._lookup_pauses.is_over(), False
-        resting = [name for name, pauses in self._source_pauses.items() if not pauses.is_over()]
-        self._lookups.begin_round(resting, lambda name: self._record_failure(self._source_pauses[name]))
         drafts = self._draft_round(batch, num_steps, prepare)
         if self._looks_up and self._has_looked_up:
             self._lookup_pauses.note_success()
-        for name in self._lookups.answered:
-            self._source_pauses[name].note_success()
         return drafts
 
     def finish(self, req_id: str, answer: Sequence[int]) -> None:
@@ -332,17 +328,23 @@ class StagedDrafts:
 
     def _disable_lookups(self) -> None:
         """Disable lookups for this round; call in the exception handler."""
-        self._record_failure(self._lookup_pauses)
+        self._count_failure()
+        if self._lookup_pauses.note_failure():
+            self._counters.count(lookup_pauses=1)
         self._looks_up = False
         self._lookups.forget()
 
-    def _record_failure(self, pauses: Pauses) -> None:
-        """Record a failure of all lookups or of a source; call in the exception handler."""
+    def _record_failed_source(self, name: str) -> None:
+        """Record that a source of lookups failed; call in the exception handler."""
+        self._count_failure()
+        logger.exception(
+            "Lookups in %r failed. Nothing is looked up there any more; no request is lost.", name
+        )
+
+    def _count_failure(self) -> None:
         if envs.strict() or not self._is_alone:
             raise
         self._counters.count_failure()
-        if pauses.note_failure():
-            self._counters.count(lookup_pauses=1)
 
     def _add(
         self,

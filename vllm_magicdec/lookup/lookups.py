@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Likely continuations of a worker's requests, from each one's own context and from other sources."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,9 +54,10 @@ class Lookups:
         self._max_verified = max_drafts + 1  # per request and round
         self._max_learned = max(_MAX_LEARNED, self._max_verified)
         self._sources = dict(sources or {})
-        self._resting = set[str]()
-        self._answered = set[str]()
-        self._on_failure: Callable[[str], None] = _raise_again
+        self._failed = set[str]()
+        self.on_failure: Callable[[str], None] = _raise_again
+        """Called with a source's name while its exception is handled; unless it raises, the source is not
+        asked again."""
         self._in_context = in_context
         self._indexes: dict[str, ContextIndex] = {}
         self._found: dict[str, _Found] = {}
@@ -65,27 +66,6 @@ class Lookups:
         index = ContextIndex()
         index.extend(np.zeros(4, dtype=np.int32))
         self._matches(index, np.zeros(1, dtype=np.int32), 1)
-
-    @property
-    def source_names(self) -> Sequence[str]:
-        """Names of the sources beside the requests' own contexts."""
-        return list(self._sources)
-
-    @property
-    def answered(self) -> Set[str]:
-        """The sources that were asked in this round and have not failed."""
-        return self._answered
-
-    def begin_round(self, resting: Iterable[str], on_failure: Callable[[str], None]) -> None:
-        """Begin a round.
-
-        Args:
-            resting: names of sources that are not asked in this round.
-            on_failure: called with a source's name while its exception is handled. Unless it raises, the
-                source rests for the round.
-        """
-        self._resting, self._answered = set(resting), set()
-        self._on_failure = on_failure
 
     def follow(self, req_ids: Sequence[str], histories: Sequence[History]) -> None:
         """Index the tokens that were verified since the last round, and learn from them."""
@@ -111,12 +91,9 @@ class Lookups:
             answer: [num] int32, its output tokens.
         """
         self._drop(req_id)
-        for name, source in self._sources.items():
-            if len(answer) and name not in self._resting:
-                try:
-                    source.add(answer)
-                except Exception:
-                    self._rest(name)
+        for source in self._sources.values():
+            if len(answer):
+                source.add(answer)
 
     def forget(self) -> None:
         """Drop the state of all requests, after a failure."""
@@ -145,20 +122,13 @@ class Lookups:
         return matches
 
     def _ask(self, name: str, latest: np.ndarray, max_tokens: int) -> Match:
-        if name not in self._resting:
+        if name not in self._failed:
             try:
-                match = self._sources[name].look_up(latest, max_tokens)
+                return self._sources[name].look_up(latest, max_tokens)
             except Exception:
-                self._rest(name)
-            else:
-                self._answered.add(name)
-                return match
+                self.on_failure(name)
+                self._failed.add(name)
         return Match(0, [], [])
-
-    def _rest(self, name: str) -> None:
-        self._on_failure(name)
-        self._resting.add(name)
-        self._answered.discard(name)
 
     def look_up(
         self, req_id: str, drafted: Sequence[int], max_tokens: int, min_acceptance: float = MIN_ACCEPTANCE
@@ -183,7 +153,7 @@ class Lookups:
 
 
 def _raise_again(name: str) -> None:
-    """Let failures of sources propagate before the first `begin_round`."""
+    """Let a failure of a source propagate."""
     raise
 
 
