@@ -10,8 +10,7 @@ import os
 import pkgutil
 import shutil
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from importlib.util import find_spec
@@ -26,15 +25,6 @@ _HEAD_SIZE = 128  # head size for which vLLM selects the reported attention back
 
 class CheckError(Exception):
     """A problem, with the command that fixes it."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report."""
-
-    name: str
-    text: str  # the finding, or the problem with the command that fixes it
-    is_problem: bool = False  # whether it prevents use of the plugin
 
 
 def find_vllm() -> str:
@@ -167,42 +157,36 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def findings() -> Iterator[Finding]:
-    """Yield the lines of the report, without checks whose requirements are missing."""
-    checks: dict[str, Callable[[], str]] = {
-        "vLLM": find_vllm,
-        "plugin": find_plugin,
-        "hooks": find_hooks,
-        "modules": find_modules,
-    }
-    on_cuda = {"CUDA": find_cuda, "Triton": find_triton, "FlashInfer": find_flashinfer, "ninja": find_ninja}
-    for name, check in checks.items():
-        yield (finding := _find(name, check))
-        if finding.is_problem and check in (find_vllm, find_hooks):
-            return
+def run(options: argparse.Namespace) -> int:
+    """Print the report and return the exit status: 1 if the plugin cannot be used.
+
+    Checks whose requirements are missing are left out.
+    """
+    first = {"vLLM": find_vllm, "plugin": find_plugin, "hooks": find_hooks, "modules": find_modules}
+    status = 0
+    for name, check in first.items():
+        is_problem = _report(name, check)
+        status |= is_problem
+        if is_problem and check in (find_vllm, find_hooks):
+            return status
     platform = import_module("vllm.platforms").current_platform
     is_cuda = platform.is_cuda() or not platform.device_type  # vLLM has no platform without a device
+    on_cuda = {"CUDA": find_cuda, "Triton": find_triton, "FlashInfer": find_flashinfer, "ninja": find_ninja}
     rest = {"kernel": find_kernel} if platform.is_cpu() else on_cuda if is_cuda else {}
     for name, check in {"runner": find_runner, **rest}.items():
-        yield _find(name, check)
-
-
-def _find(name: str, check: Callable[[], str]) -> Finding:
-    try:
-        return Finding(name, check())
-    except CheckError as error:
-        return Finding(name, str(error), is_problem=True)
-    except Exception as error:  # vLLM and torch may raise any type
-        return Finding(name, " ".join(f"{type(error).__name__}: {error}".split()), is_problem=True)
-
-
-def run(options: argparse.Namespace) -> int:
-    """Print the report and return the exit status: 1 if the plugin cannot be used."""
-    status = 0
-    for finding in findings():
-        status |= finding.is_problem
-        print(f"{'PROBLEM' if finding.is_problem else 'ok':8}{finding.name:11}{finding.text}", flush=True)
+        status |= _report(name, check)
     return status
+
+
+def _report(name: str, check: Callable[[], str]) -> bool:
+    """Print a line of the report; return whether it is a problem, which prevents use of the plugin."""
+    try:
+        verdict, text = "ok", check()
+    except Exception as error:  # vLLM and torch may raise any type
+        what = "" if isinstance(error, CheckError) else f"{type(error).__name__}: "
+        verdict, text = "PROBLEM", " ".join(f"{what}{error}".split())
+    print(f"{verdict:8}{name:11}{text}", flush=True)
+    return verdict == "PROBLEM"
 
 
 def add_command(subparsers: Any) -> None:
