@@ -106,7 +106,7 @@ def test_counts_of_every_rank_are_added_up(front_end):
         counts = Counts()
         drafts, lookups = DraftFailures(counts), LookupCounters(counts)
         for _ in range(failures):
-            drafts.by_stage.count("selection")
+            counts.count_failure("selection")
             drafts.count(draft_failures=1)
         lookups.count_round(2, 5, 3)
         stats = through_the_core(schedulers[engine], send(counts, step_output()), SchedulerStats())
@@ -214,7 +214,7 @@ def test_metrics_are_recorded_in_ray(config, monkeypatch):
     before = shown("draft_failures_total", 1)
     counts = Counts()
     failures = DraftFailures(counts)
-    failures.by_stage.count("selection")
+    counts.count_failure("selection")
     failures.count(draft_failures=1)
     counts.add("lookup_tokens", 5)
     counts.set("num_speculative_tokens", 3)
@@ -258,7 +258,7 @@ def test_serialisation_under_ray(ray, config, monkeypatch):
         def step(self, scheduled):
             plan = scheduled.num_spec_tokens_to_schedule
             failures = DraftFailures(self.counts)
-            failures.by_stage.count("selection")
+            self.counts.count_failure("selection")
             failures.count(draft_failures=1)
             output = send(self.counts, step_output())
             thresholds = plan.min_acceptance, plan.min_gain, plan.min_expected_accepted

@@ -90,8 +90,3 @@ class DraftLists(list[list[int]]):
         if num_checked is None:
             num_checked = [len(own) if num_passes else 0 for own in self]
         self.num_checked = num_checked
-
-    @property
-    def checked(self) -> list[list[int]]:
-        """The drafts that draft steps sampled, by request."""
-        return [own[:number] for own, number in zip(self, self.num_checked, strict=True)]

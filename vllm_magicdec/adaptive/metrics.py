@@ -83,6 +83,10 @@ class Counts:
         # msgpack, unlike pickle, cannot serialize NumPy's numbers, and its exception would end the engine.
         self._added[name] += float(number)  # type: ignore[assignment]
 
+    def count_failure(self, component: str) -> None:
+        """Count a failure that costs only speed."""
+        self.add(f"{_FAILURES}:{component}")
+
     def set(self, name: str, value: float) -> None:
         """Set a gauge."""
         self._values[name] = float(value)
@@ -109,19 +113,6 @@ def counts_of(scheduler: Scheduler) -> Counts:
     return counts
 
 
-class Failures:
-    """Counts failures that cost only speed, by component."""
-
-    def __init__(self, counts: Counts) -> None:
-        self.totals = Counter[str]()
-        self._counts = counts
-
-    def count(self, component: str) -> None:
-        """Record a failure."""
-        self.totals[component] += 1
-        self._counts.add(f"{_FAILURES}:{component}")
-
-
 class _Counters:
     def __init__(self, names: Iterable[str], counts: Counts) -> None:
         self.totals = dict.fromkeys(names, 0)
@@ -140,7 +131,6 @@ class DraftFailures(_Counters):
 
     def __init__(self, counts: Counts) -> None:
         super().__init__(_DRAFT_COUNTERS, counts)
-        self.by_stage = Failures(counts)
 
 
 class LookupCounters(_Counters):
@@ -148,7 +138,6 @@ class LookupCounters(_Counters):
 
     def __init__(self, counts: Counts) -> None:
         super().__init__(_LOOKUP_COUNTERS, counts)
-        self._failures = Failures(counts)
 
     def count_round(self, num_passes: int, num_checked: int, num_accepted: int) -> None:
         """Record a round's draft passes, the looked-up tokens they checked, and those the draft sampled."""
@@ -162,7 +151,7 @@ class LookupCounters(_Counters):
 
     def count_failure(self) -> None:
         """Record a failure of a source of lookups, or of all of them."""
-        self._failures.count("lookup")
+        self._counts.count_failure("lookup")
         self.count(lookup_failures=1)
 
 

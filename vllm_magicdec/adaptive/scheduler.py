@@ -25,7 +25,7 @@ from vllm_magicdec.adaptive.bucket_stats import NONE_FOUND
 from vllm_magicdec.adaptive.controller import Controller
 from vllm_magicdec.adaptive.draft_plan import DraftLists
 from vllm_magicdec.adaptive.lookup_value import LookupValue
-from vllm_magicdec.adaptive.metrics import Failures, SpeculationGauges, counts_of
+from vllm_magicdec.adaptive.metrics import SpeculationGauges, counts_of
 from vllm_magicdec.adaptive.step_times import Step, StepTimes, TimedStep
 from vllm_magicdec.adaptive.value import PLAIN, UNPLANNED, AcceptanceValue, Choice, RoundInfo, Value
 from vllm_magicdec.config import MagicDecSpeculativeConfig
@@ -85,9 +85,7 @@ class _AdaptiveSpeculation(Scheduler):
         self._drafts_come_late = on_gpu and self.vllm_config.use_v2_model_runner
         self._in_flight: dict[int, _InFlight] = {}  # by id() of the SchedulerOutput
         self._lessons: list[Callable[[], None]] = []  # to run while the workers compute
-        counts = counts_of(self)
-        self._gauges = SpeculationGauges(counts, self._controller.value.budget)
-        self._failures = Failures(counts)
+        self._gauges = SpeculationGauges(counts_of(self), self._controller.value.budget)
         self._gave_up = False
         self._updated_at: float | None = None  # None if the engine was idle since
         self._num_reports = 0
@@ -133,7 +131,7 @@ class _AdaptiveSpeculation(Scheduler):
             if envs.strict():
                 raise
             self._gave_up = True
-            self._failures.count("controller")
+            counts_of(self).count_failure("controller")
             logger.exception("The controller of %s failed; decoding is plain from now on.", METHOD)
 
     def _choose(self, output: SchedulerOutput) -> None:

@@ -323,7 +323,7 @@ class Drafter:
             self._end_worker()
         if envs.strict():
             raise
-        self._failures.by_stage.count(component)
+        self.counts.count_failure(component)
 
     def _record_failed_round(self, stage: str) -> None:
         self.record_failure(stage)
