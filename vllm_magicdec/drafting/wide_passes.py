@@ -129,7 +129,7 @@ class WidePasses:
             return 0
         num_reqs, num_steps = drafts.shape
         wide = steps.take(Queries.uniform(num_reqs, 0, num_steps), batch.tokens)
-        texts, round_ = self._target.texts(batch), _WideRound.begin(batch, num_steps)
+        texts, round_ = self._target.texts(batch), _WideRound(batch, num_steps)
         for _ in range(num_passes):
             try:
                 self._look_up(round_, texts)
@@ -185,28 +185,18 @@ def _num_passes(num_steps: int, extra_passes: int) -> int:
 
 
 class _WideRound:
-    """State of a round on the device.
+    """State of a round on the device; it begins with the requests' last tokens."""
 
-    Args:
-        inputs: [num_reqs, num_steps] int32, each request's last token, its drafts, and looked-up tokens.
-        is_drafting: [num_reqs] int64, 1 where drafts are useful.
-    """
-
-    def __init__(self, inputs: torch.Tensor, is_drafting: torch.Tensor) -> None:
-        self.inputs = inputs
-        self.num_drafts = torch.zeros_like(is_drafting)
-        self.is_found = torch.zeros_like(is_drafting, dtype=torch.bool)  # by request
-        self.sums: list[torch.Tensor] = []  # see `_Sent`
-        self._is_drafting = is_drafting
-
-    @classmethod
-    def begin(cls, batch: Batch, num_steps: int) -> "_WideRound":
-        """Start from the requests' last tokens."""
-        is_drafting = np.logical_not(batch.is_prefilling)
+    def __init__(self, batch: Batch, num_steps: int) -> None:
         tokens = batch.tokens
-        inputs = torch.zeros((len(tokens), num_steps), dtype=torch.int32, device=tokens.device)
-        inputs[:, 0] = tokens
-        return cls(inputs, on_device(is_drafting, tokens.device))
+        # [num_reqs] int64, 1 where drafts are useful.
+        self._is_drafting = on_device(np.logical_not(batch.is_prefilling), tokens.device)
+        # [num_reqs, num_steps] int32, each request's last token, its drafts, and looked-up tokens.
+        self.inputs = torch.zeros((len(tokens), num_steps), dtype=torch.int32, device=tokens.device)
+        self.inputs[:, 0] = tokens
+        self.num_drafts = torch.zeros_like(self._is_drafting)
+        self.is_found = torch.zeros_like(self._is_drafting, dtype=torch.bool)  # by request
+        self.sums: list[torch.Tensor] = []  # see `_Sent`
 
     def update(self, sampled: torch.Tensor) -> None:
         """Process the tokens sampled after each input, [num_reqs, num_steps] int64."""

@@ -2,7 +2,6 @@
 """Likely continuations of a worker's requests, from each one's own context and from other sources."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,14 +16,6 @@ from vllm_magicdec.lookup.served import ServedAnswers
 # Lookups learn from steps of up to so many tokens, or as many as a round has: longer ones were no rounds.
 _MAX_LEARNED = 32
 _NO_TOKENS = np.zeros(0, dtype=np.int32)
-
-
-@dataclass(frozen=True)
-class _Found:
-    """The matches after a request's verified tokens, by source."""
-
-    max_tokens: int  # that were asked for
-    matches: list[Match]
 
 
 class Lookups:
@@ -60,7 +51,8 @@ class Lookups:
         asked again."""
         self._in_context = in_context
         self._indexes: dict[str, ContextIndex] = {}
-        self._found: dict[str, _Found] = {}
+        # After a request's verified tokens: how many were asked for, and the matches by source.
+        self._found: dict[str, tuple[int, list[Match]]] = {}
         self._calibrations = [Calibration() for _ in range(in_context + len(self._sources))]
         # Let Numba compile now and not in the first request.
         index = ContextIndex()
@@ -106,12 +98,12 @@ class Lookups:
 
     def _ahead(self, req_id: str, max_tokens: int) -> list[Match]:
         """Return the matches after a request's verified tokens, by source."""
-        found = self._found.get(req_id)
-        if found is None or found.max_tokens < max_tokens:
+        number, matches = self._found.get(req_id, (0, []))
+        if number < max_tokens:
             number = max(max_tokens, self._max_verified)
-            found = _Found(number, self._matches(self._indexes[req_id], _NO_TOKENS, number))
-            self._found[req_id] = found
-        return [match.first(max_tokens) for match in found.matches]
+            matches = self._matches(self._indexes[req_id], _NO_TOKENS, number)
+            self._found[req_id] = number, matches
+        return [match.first(max_tokens) for match in matches]
 
     def _matches(self, index: ContextIndex, ahead: np.ndarray, max_tokens: int) -> list[Match]:
         """Return the matches by source, if the tokens `ahead` [num_ahead] int32 follow the context."""

@@ -221,11 +221,8 @@ def _attend_in_chunks(
     before = torch.einsum("bnckgd,bnskd->bnkcgs", queries, keys) * scale
     before = before.masked_fill(~mask[:, None], float("-inf"))
     within = torch.einsum("bnckgd,bncksd->bnkcgs", queries, own_keys) * scale
-    weights = _softmax(torch.cat([before, within], dim=-1)).to(values.dtype)
+    scores = torch.cat([before, within], dim=-1)
+    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(values.dtype)
     before, within = weights.split([before.shape[-1], len(own)], dim=-1)
     attended = torch.einsum("bnkcgs,bnskd->bnckgd", before, values)
     return attended + torch.einsum("bnkcgs,bncksd->bnckgd", within, own_values)
-
-
-def _softmax(scores: Tensor) -> Tensor:
-    return scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
