@@ -10,5 +10,5 @@
 | `windows.py` | views of layers that do not see the whole context |
 | `kernels.py` | the same by Triton kernels |
 | `tensors.py` | helpers for tensors of indices |
-| `page_round.py`, `token_round.py` | a round over one of them, step by step or by passes |
+| `token_round.py` | a round over slots, step by step or by passes |
 """

@@ -10,8 +10,7 @@ from functools import partial
 import torch
 from typing_extensions import override
 
-from vllm_magicdec.views.page_round import PageRound
-from vllm_magicdec.views.pages import PageBudget
+from vllm_magicdec.views.pages import PageBudget, PageRound
 from vllm_magicdec.views.round import Batch, LayerPageView, Selector, Views
 from vllm_magicdec.views.selections import Selections
 from vllm_magicdec.views.slots import DraftSlots

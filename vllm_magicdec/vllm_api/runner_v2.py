@@ -44,7 +44,7 @@ from vllm_magicdec.vllm_api.attention_groups import (
 from vllm_magicdec.vllm_api.draft_graphs import DraftGraphs, RoundGraphs, dummy_step, why_no_draft_graphs
 from vllm_magicdec.vllm_api.embeddings import embed, refuse_more_inputs, takes_embeddings
 from vllm_magicdec.vllm_api.kv_cache import layer_groups
-from vllm_magicdec.vllm_api.kv_transfer import fills_freed_blocks, without_kv_connector
+from vllm_magicdec.vllm_api.kv_transfer import without_kv_connector
 from vllm_magicdec.vllm_api.page_metadata_v2 import PageMetadata
 from vllm_magicdec.vllm_api.rope import positions_on_device
 from vllm_magicdec.vllm_api.runner_wrappers import report_removed
@@ -83,8 +83,10 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         self._adapters: Adapters | None = None
         self._rope: RopeState | None = None  # of targets with M-RoPE
         # The runner returns a step's tokens before it drafts, so vLLM could free the blocks that drafting
-        # still writes.
-        self._drafts_are_awaited = device.type == "cuda" and fills_freed_blocks(vllm_config)
+        # still writes, and a KV connector could fill them: that is not ordered after the GPU's work.
+        transfer = vllm_config.kv_transfer_config
+        is_consumer = transfer is not None and transfer.is_kv_consumer
+        self._drafts_are_awaited = device.type == "cuda" and is_consumer
         # A draft model takes text only.
         is_target = not self.speculative_config.has_draft_model
         self._takes_embeddings = is_target and takes_embeddings(vllm_config.model_config)
