@@ -38,11 +38,7 @@ def register() -> None:
 
 
 def try_to_register() -> str | None:
-    """Register the methods.
-
-    Returns:
-        None, or the logged reason why the installed vLLM is not supported.
-    """
+    """Register the methods; return None, or the logged reason why the installed vLLM is not supported."""
     from vllm_magicdec.vllm_api import hook, unavailable
 
     try:

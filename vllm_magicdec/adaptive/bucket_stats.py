@@ -39,11 +39,7 @@ class RoundAverages:
         return self._weight < 1.5 * GUESS_WEIGHT
 
     def rounds(self, budget: int) -> Rounds:
-        """Return the mean round.
-
-        Args:
-            budget: K/V entries that each draft step reads per request, at most; 0 without draft steps.
-        """
+        """Return the mean round; `budget`: most K/V entries per request and draft step, or 0."""
         verified, accepted, num_passes = self._means
         return Rounds(1.0 + accepted, max(verified, NONE_FOUND), num_passes if budget else 0.0, budget)
 

@@ -69,11 +69,7 @@ class Explorer:
         return not (self._upcoming or self._trial or self._first)
 
     def look_ahead(self, batch: Batch, *, is_timed: bool) -> bool:
-        """Find what is planned for the next step.
-
-        Returns:
-            Whether it belongs to a calibration.
-        """
+        """Find what is planned for the next step; return whether it belongs to a calibration."""
         self._upcoming = self._trial
         if self._upcoming or not is_timed:
             return False

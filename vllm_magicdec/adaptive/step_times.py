@@ -219,11 +219,7 @@ class StepTimes:
 
     @classmethod
     def load(cls, path: Path) -> "StepTimes":
-        """Read a profile.
-
-        Raises:
-            ValueError: the file is not a valid profile.
-        """
+        """Read a profile; raise ValueError if the file is not a valid one."""
         try:
             profile = _dictionary(json.loads(files.read(path, _MAX_PROFILE_BYTES)))
             measured = [timed for row in profile["steps"] for timed in _timed_steps(_dictionary(row))]

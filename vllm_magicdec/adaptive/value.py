@@ -131,11 +131,7 @@ class Acceptance:
 
 
 class AcceptanceValue(Value):
-    """Value of a fixed number of drafts, from the acceptance at each position.
-
-    Args:
-        lengths: possible numbers of drafts, ascending.
-    """
+    """Value of a fixed number of drafts (`lengths`: ascending), from the acceptance at each position."""
 
     def __init__(self, lengths: Sequence[int], budget: int) -> None:
         def up_to(limit: int) -> Choice:

@@ -47,12 +47,7 @@ class ObservedMetadata:
 def draft_metadata(
     view: View, layer_names: Sequence[str], of_pages: Callable[[PageView], Mapping[str, Any]]
 ) -> Mapping[str, Any]:
-    """Return a view's metadata by layer.
-
-    Args:
-        layer_names: attention layers in the view's order.
-        of_pages: makes vLLM's metadata of a block table for these layers.
-    """
+    """Return a view's metadata by layer, in its order; `of_pages` makes vLLM's of a block table for all."""
     if isinstance(view, TokenView):
         return {
             name: TokenMetadata(view.slots[index], view.lens, view.common_len, view.mask)

@@ -89,11 +89,7 @@ def _log_fallback(reason: UnreadableError) -> None:
 
 
 def find_kernel() -> Kernel:
-    """Load the best variant that was built and that this machine supports.
-
-    Raises:
-        UnreadableError: there is none.
-    """
+    """Load the best variant that was built and that this machine supports, or raise UnreadableError."""
     variant = best_variant()
     if variant is None:
         raise UnreadableError(
@@ -115,11 +111,7 @@ def native_of(impl: Any) -> "NativeAttention | None":
 
 
 class NativeAttention:
-    """Replaces one layer's `impl.forward`.
-
-    Raises:
-        UnreadableError: the kernel does not support the layer.
-    """
+    """Replaces one layer's `impl.forward`; raises UnreadableError if the kernel does not support it."""
 
     def __init__(self, layer: Any, spec: Any, kernel: Kernel) -> None:
         impl = layer.impl

@@ -287,14 +287,7 @@ class Drafter:
         ]
 
     def follow_plain_step(self, follow: Callable[[], bool]) -> bool:
-        """Let the draft's cache follow a step of the target without drafts.
-
-        Args:
-            follow: may fail like `draft`.
-
-        Returns:
-            The result of `follow`; False if it failed.
-        """
+        """Call `follow`, in which the draft's cache follows a step without drafts; False if it failed."""
         try:
             return follow()
         except Exception:
@@ -302,11 +295,7 @@ class Drafter:
             return False
 
     def finish_request(self, req_id: str, answer: Sequence[int]) -> None:
-        """Pass a finished request to lookups on the host, between rounds.
-
-        Args:
-            answer: all verified tokens after the prompt.
-        """
+        """Between rounds, pass a finished request and all verified tokens after its prompt to lookups."""
         try:
             if isinstance(self._loop, Staged):
                 self._loop.passes.finish(req_id, answer)

@@ -23,11 +23,7 @@ class Target(Protocol):
         """Whether a pass can check looked-up tokens; otherwise it takes one token per request."""
 
     def run(self, draft_pass: Pass) -> Sampled:
-        """Run the draft over the pass's views, and sample by `draft_sample_method`.
-
-        Args:
-            draft_pass: has a part for each of `Drafter.groups`.
-        """
+        """Run the draft over the views of a pass in all groups; sample by `draft_sample_method`."""
 
     def read(self, draft_pass: Pass) -> None:
         """Run a draft model over views of pages for the K/V alone; nothing is sampled."""

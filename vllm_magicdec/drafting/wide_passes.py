@@ -89,11 +89,7 @@ class WidePasses:
         self._round = 0
 
     def warm_up(self, texts: Texts) -> None:
-        """Compile the lookup kernels before requests wait for them.
-
-        Args:
-            texts: any one request's, in their final buffers.
-        """
+        """Compile the lookup kernels before requests wait; `texts`: any request's, in the final buffers."""
         for num_steps in self._num_passes:
             inputs = torch.zeros((1, num_steps), dtype=torch.int32, device=texts.lens.device)
             try:

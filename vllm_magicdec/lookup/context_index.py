@@ -54,11 +54,7 @@ class Source(Protocol):
 
 
 class ContextIndex:
-    """Index of one request's tokens.
-
-    Args:
-        capacity: tokens to allocate at first; it grows.
-    """
+    """Index of one request's tokens; it grows beyond `capacity` tokens."""
 
     def __init__(self, capacity: int = 0) -> None:
         self._length = 0

@@ -22,11 +22,7 @@ class UserError(ValueError):
 
 
 def require(module: str, extra: str = "bench") -> ModuleType:
-    """Import a module of an optional dependency.
-
-    Raises:
-        UserError: it is not installed.
-    """
+    """Import a module of an optional dependency; raise UserError if it is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError:
@@ -35,11 +31,7 @@ def require(module: str, extra: str = "bench") -> ModuleType:
 
 
 def find_by_name(name: str, table: Mapping[str, T], what: str, choices: list[str]) -> T:
-    """Return the entry of `table` with that name, ignoring case.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Return the entry of `table` with that name, ignoring case; raise UserError if there is none."""
     names = {known.lower(): known for known in table}
     if name.lower() in names:
         return table[names[name.lower()]]

@@ -132,11 +132,7 @@ def _best_s(device: str, work: Callable[[], object]) -> float:
 
 
 def find_hardware(name: str) -> Hardware:
-    """Return the device of that name, or measure this machine.
-
-    Raises:
-        UserError: there is no such device.
-    """
+    """Return the device of that name, or measure this machine; raise UserError if there is none."""
     if name.lower() == THIS_MACHINE:
         return measure_this_machine()
     return find_by_name(name, HARDWARE, "GPU", [*HARDWARE, f"'{THIS_MACHINE}' for this machine"])

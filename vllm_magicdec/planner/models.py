@@ -51,11 +51,7 @@ MODELS = {
 
 
 def find_model(name: str) -> ModelShape:
-    """Return the shape of a directory with a `config.json`, of such a file, or of a built-in name.
-
-    Raises:
-        UserError: there is no such model.
-    """
+    """Return the shape of a folder with a `config.json`, such a file, or a name, or raise UserError."""
     path = Path(name)
     file = path / "config.json" if path.is_dir() else path
     if file.is_file():

@@ -152,14 +152,7 @@ def _max_model_len(options: argparse.Namespace) -> int:
 
 
 def _default_contexts(max_context: int, generated: int) -> list[int]:
-    """Choose context lengths of at most `max_context` tokens.
-
-    Args:
-        generated: tokens that measuring adds to a context, for the error.
-
-    Raises:
-        UserError: `max_context` is too small.
-    """
+    """Choose contexts of at most `max_context` tokens, or raise UserError; measuring adds `generated`."""
     if max_context < _MIN_CONTEXT:
         raise UserError(
             f"measuring generates {generated} tokens, which leaves {max_context} tokens of the model's "

@@ -28,11 +28,7 @@ def policy_names() -> list[str]:
 
 
 def find_policy(name: str) -> type[Policy]:
-    """Return the class that `draft_kv_policy` names.
-
-    Raises:
-        ValueError: the name is unknown, or its class is not a policy.
-    """
+    """Return the class that `draft_kv_policy` names; raise ValueError if it is unknown or no policy."""
     if name in _OWN:
         return _OWN[name]
     points = entry_points(group=ENTRY_POINTS, name=name)

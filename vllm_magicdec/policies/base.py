@@ -130,11 +130,7 @@ class Policy(ABC):
 
 
 class PagePolicy(Policy, ChoosesPages):
-    """Chooses the same pages for all layers and heads. Any attention backend can read such a view.
-
-    Args:
-        fields: the speculative configuration (`config.MagicDecFields`).
-    """
+    """Chooses the same pages for all layers and heads. Any attention backend can read such a view."""
 
     def __init__(self, fields: Any, budget: PageBudget, device: torch.device) -> None:
         self.budget = budget

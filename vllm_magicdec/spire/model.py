@@ -73,11 +73,7 @@ class SpireDraft(LlamaForCausalLM):
         return queries.unflatten(-2, (-1, self.groups))
 
     def memories(self, activations: Tensor) -> list[Tensor]:
-        """Compute each block's memory vectors, `[..., hidden_size]`.
-
-        Args:
-            activations: `[..., num_layers + 1, hidden_size]`.
-        """
+        """Compute blocks' memory vectors, `[..., hidden_size]`, of `[..., num_layers + 1, hidden_size]`."""
         if self.settings.feedback_memory:
             weights = self.model.memory_logits.float().softmax(-1)
             mixed = torch.einsum("il,...lh->...ih", weights, activations.float())

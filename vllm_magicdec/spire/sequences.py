@@ -53,11 +53,7 @@ class Sequences:
 
     @classmethod
     def read(cls, path: Path, length: int, seed: int) -> "Sequences":
-        """Map a file of `write_tokens`.
-
-        Raises:
-            SpireError: it has fewer tokens than two sequences.
-        """
+        """Map a file of `write_tokens`; raise SpireError if it has fewer tokens than two sequences."""
         dtype = json.loads(path.with_suffix(".json").read_text())["dtype"]
         tokens = np.fromfile(path, dtype) if path.stat().st_size < 2**20 else np.memmap(path, dtype, "r")
         if len(tokens) < 2 * length:
@@ -78,11 +74,7 @@ class Sequences:
         return len(self.tokens) // self.length - self.num_held_out
 
     def batch(self, first: int, count: int) -> Tensor:
-        """Return training sequences `first` to `first + count - 1`, counted over all epochs.
-
-        Returns:
-            `[count, length]` int64.
-        """
+        """Return the training sequences from `first` on over all epochs, `[count, length]` int64."""
         rows = []
         for number in range(first, first + count):
             epoch, index = divmod(number, self.num_training)

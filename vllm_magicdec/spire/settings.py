@@ -105,11 +105,7 @@ class SpireSettings:
 
 
 def served_settings(hf_config: Any) -> SpireSettings | None:
-    """Return the SPIRe settings in a Hugging Face configuration; None if it is no SPIRe draft.
-
-    Raises:
-        SpireError: the draft cannot be served.
-    """
+    """Return the SPIRe settings of a Hugging Face configuration, None without any, or raise SpireError."""
     if ARCHITECTURE not in (getattr(hf_config, "architectures", None) or ()):
         return None
     settings = SpireSettings.of({"spire": getattr(hf_config, "spire", None)})

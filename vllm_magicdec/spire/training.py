@@ -65,11 +65,7 @@ def mixed_loss(draft_logits: Tensor, target_logits: Tensor, omega: float) -> tup
 
 
 class Trainer:
-    """A training of a draft.
-
-    Args:
-        draft: the draft, trained in place, float32.
-    """
+    """A training of a draft, in place and in float32."""
 
     def __init__(self, draft: SpireDraft, target: Target, sequences: Sequences, plan: Plan) -> None:
         self.draft, self._target, self._sequences, self.plan = draft, target, sequences, plan
@@ -145,11 +141,7 @@ class Trainer:
         partial.replace(path)
 
     def resume(self, path: Path) -> None:
-        """Load a checkpoint.
-
-        Raises:
-            SpireError: it belongs to another training.
-        """
+        """Load a checkpoint; raise SpireError if it belongs to another training."""
         checkpoint = torch.load(path, map_location=self._device, weights_only=True)
         plan = asdict(self.plan)
         is_same_plan = {**plan, **json.loads(checkpoint["plan"])} == plan  # old ones lack new fields

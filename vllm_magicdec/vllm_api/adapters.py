@@ -46,10 +46,9 @@ class Adapters:
         self._map(self._ids[indices], num_tokens)
 
     def apply_dummies(self, num_active: int, num_reqs: int) -> None:
-        """Apply a mapping to vLLM's dummy adapters before a CUDA graph is captured.
+        """Map the next `num_reqs` to vLLM's dummy adapters before a CUDA graph is captured.
 
-        Args:
-            num_active: vLLM's count for a graph: adapters, plus one if some tokens have none.
+        `num_active` is vLLM's count for a graph: adapters, plus one if some tokens have none.
         """
         num_adapters = min(num_active, self._max_loras)
         for lora_id in range(1, num_adapters + 1):

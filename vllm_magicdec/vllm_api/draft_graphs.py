@@ -242,7 +242,7 @@ class DraftGraphs(CudaGraphManager):
 
         Args:
             draft_pass: has `num_queries` queries of every request, and samples after `num_sampled`.
-            num_adapters: `Adapters.num_active` of the round, already applied.
+            num_adapters: `Adapters.num_active`, already applied.
 
         Returns:
             The sampled tokens, [num_reqs * num_sampled] int32, valid until the same step of the next round;
@@ -282,11 +282,7 @@ class DraftGraphs(CudaGraphManager):
 
 
 class RoundGraphs:
-    """CUDA graphs of all passes of a round; without any, everything runs eagerly.
-
-    Args:
-        graphs: graphs by queries and by sampled tokens of each request.
-    """
+    """CUDA graphs of a round's passes by queries and samples of each request; without any, all is eager."""
 
     def __init__(self, graphs: Mapping[tuple[int, int], DraftGraphs] | None = None) -> None:
         self._graphs = graphs or {}

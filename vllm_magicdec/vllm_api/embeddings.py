@@ -57,14 +57,8 @@ class _WithoutPromptTokens:
 def blank_embedded_prompts(requests: dict[str, Any], inputs: InputBatch) -> dict[str, Any]:
     """Let embeddings in prompts have token id 0 in the V1 runner, as they have in the V2 runner.
 
-    vLLM's proposers raise for them or read whatever the batch's row holds.
-
-    Args:
-        requests: all requests, by id.
-        inputs: the batch; its `token_ids_cpu` is changed.
-
-    Returns:
-        The requests, for vLLM's bookkeeping of next tokens.
+    vLLM's proposers raise for them or read whatever the batch's row holds. This changes the batch's
+    `token_ids_cpu`, and returns all requests by id for vLLM's bookkeeping of next tokens.
     """
     blanked = dict(requests)
     for row in inputs.req_prompt_embeds:

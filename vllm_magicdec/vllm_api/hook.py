@@ -43,11 +43,7 @@ class Required:
         return ".".join(filter(None, (self.module, self.owner, self.name)))
 
     def find_owner(self) -> Any:
-        """Return the class or module.
-
-        Raises:
-            ImportError, AttributeError: if it does not exist.
-        """
+        """Return the class or module; raise ImportError or AttributeError if it does not exist."""
         module = importlib.import_module(self.module)
         return getattr(module, self.owner) if self.owner else module
 
@@ -150,11 +146,7 @@ def installed() -> tuple[Hook, ...]:
 
 
 def check(required: Sequence[Required]) -> None:
-    """Check that the installed vLLM has everything that is required.
-
-    Raises:
-        MagicDecConfigError: if not; names the first problem and the number of others.
-    """
+    """Raise MagicDecConfigError if vLLM lacks something: the first problem and the number of others."""
     problems = list(filter(None, (one.find_problem() for one in required)))
     if problems:
         others = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
@@ -162,11 +154,7 @@ def check(required: Sequence[Required]) -> None:
 
 
 def install(hooks: Sequence[Hook]) -> None:
-    """Wrap the attributes of all hooks, or of none on error; installed hooks are skipped.
-
-    Raises:
-        MagicDecConfigError: if a hook does not match the installed vLLM.
-    """
+    """Wrap the attributes of all hooks but installed ones, or of none: raise MagicDecConfigError."""
     check(hooks)
     new = [hook for hook in hooks if hook not in _originals]
     try:

@@ -25,10 +25,7 @@ _DRAFT_LAYER_PREFIX = "draft_model."  # vLLM's, in layer names
 def layer_groups(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, names: Container[str] | None = None
 ) -> list[LayerGroup]:
-    """Group a worker's layers by the views that they need.
-
-    Args:
-        names: names of the drafting layers; None: all.
+    """Group a worker's drafting layers, all or those of `names`, by the views that they need.
 
     Raises:
         MagicDecConfigError: a KV cache frees or shares pages in a way that no view supports.

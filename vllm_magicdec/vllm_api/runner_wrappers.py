@@ -47,12 +47,9 @@ def bypass_rejection_sampler(
 
 
 def report_finished(runner: Any, on_finish: Callable[[str, Sequence[int]], None]) -> None:
-    """Report finished requests with their answers before a V1 runner drops them.
+    """Call `on_finish(req_id, tokens)` before a V1 runner drops a request, in one order on all ranks.
 
-    Args:
-        runner: as for `bypass_rejection_sampler`.
-        on_finish: called with a request's id and all tokens verified after its prompt, including those
-            beyond the answer's end; in the same order on all tensor-parallel ranks.
+    The tokens are all verified ones after its prompt, including those beyond the answer's end.
     """
     execute_model = runner.execute_model
 
@@ -67,12 +64,7 @@ def report_finished(runner: Any, on_finish: Callable[[str, Sequence[int]], None]
 
 
 def report_removed(req_states: Any, on_remove: Callable[[str, Sequence[int]], None]) -> None:
-    """Report finished and preempted requests before a V2 runner drops them.
-
-    Args:
-        req_states: the runner's `RequestState`, on a CPU.
-        on_remove: called with a request's id and all tokens verified after its prompt.
-    """
+    """Call `on_remove(req_id, tokens after its prompt)` before a V2 runner on a CPU drops a request."""
     remove_request = req_states.remove_request
 
     @functools.wraps(remove_request)

@@ -41,11 +41,7 @@ class TargetActivations:
 
 
 def refuse_target_without_activations(vllm_config: VllmConfig) -> None:
-    """Refuse targets without auxiliary hidden states, before weights are loaded.
-
-    Raises:
-        MagicDecConfigError: vLLM does not return the target's activations.
-    """
+    """Raise MagicDecConfigError, before weights are loaded, if vLLM returns no target activations."""
     target_class = get_model_cls(vllm_config.model_config)
     if not supports_eagle3(target_class):
         raise MagicDecConfigError(

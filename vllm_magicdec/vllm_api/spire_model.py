@@ -25,12 +25,8 @@ _MAX_TOKENS_AT_ONCE = 1024  # bounds the memory of activations in float32
 class MagicDecSpireForCausalLM(LlamaForCausalLM):
     """The draft that `magicdec train-draft` writes.
 
-    Args:
-        vllm_config: the engine's configuration, with this model's in place of the target's.
-        prefix: prefix of its layers' names; "": it is served itself.
-
     Raises:
-        MagicDecConfigError: it is served itself, or by another speculative method.
+        MagicDecConfigError: it is served itself (no prefix of layers' names), or by another method.
     """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
