@@ -12,7 +12,6 @@ With this fix, each layer has a plan for its own window. The third patch in `pat
 vLLM itself.
 """
 
-import functools
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
@@ -27,6 +26,8 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadata,
     CPUAttentionMetadataBuilder,
 )
+
+from vllm_magicdec.vllm_api.hook import instead
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -46,56 +47,54 @@ def patch() -> None:
     builder, impl = CPUAttentionMetadataBuilder, CPUAttentionBackendImpl
     if hasattr(builder.build, _MARK) or not hasattr(builder, "_group_sliding_window"):
         return  # fixed already, here or in vLLM
-    for owner, name, wrap in ((builder, "build", _plan_by_window), (impl, "forward", _choose_plan)):
-        original = getattr(owner, name)
-        wrapper = functools.wraps(original)(wrap(original))
-        setattr(wrapper, _MARK, original)
-        setattr(owner, name, wrapper)
+    original = builder.build
+    builder.build = instead(_plan_by_window)(builder, original)
+    setattr(builder.build, _MARK, original)
+    impl.forward = instead(_choose_plan)(impl, impl.forward)
 
 
-def _plan_by_window(original: Callable[..., CPUAttentionMetadata]) -> Callable[..., CPUAttentionMetadata]:
-    def build(self: CPUAttentionMetadataBuilder, *args: Any, **kwargs: Any) -> CPUAttentionMetadata:
-        windows, shared = _windows_of(self), self.window_size
-        if windows == {shared}:
-            return original(self, *args, **kwargs)
-        logger.info_once(
-            "Layers with windows of %s tokens (-1: none) share a KV cache group: each gets its own plan, "
-            "because vLLM's CPU attention is wrong with a shared one if there are learned sinks.",
-            ", ".join(map(str, sorted(windows))),
-        )
-        plans = {}
-        try:
-            for window in windows:
-                self.window_size = window
-                built = original(self, *args, **kwargs)
-                plans[window] = built.scheduler_metadata
-        finally:
-            self.window_size = shared
-        return MetadataByWindow(**vars(built), plans=plans)
+def _plan_by_window(
+    build: Callable[..., CPUAttentionMetadata],
+    builder: CPUAttentionMetadataBuilder,
+    *args: Any,
+    **kwargs: Any,
+) -> CPUAttentionMetadata:
+    windows, shared = _windows_of(builder), builder.window_size
+    if windows == {shared}:
+        return build(builder, *args, **kwargs)
+    logger.info_once(
+        "Layers with windows of %s tokens (-1: none) share a KV cache group: each gets its own plan, "
+        "because vLLM's CPU attention is wrong with a shared one if there are learned sinks.",
+        ", ".join(map(str, sorted(windows))),
+    )
+    plans = {}
+    try:
+        for window in windows:
+            builder.window_size = window
+            built = build(builder, *args, **kwargs)
+            plans[window] = built.scheduler_metadata
+    finally:
+        builder.window_size = shared
+    return MetadataByWindow(**vars(built), plans=plans)
 
-    return build
 
-
-def _choose_plan(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def forward(
-        self: CPUAttentionBackendImpl,
-        layer: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        attn_metadata: CPUAttentionMetadata | None,
-        output: torch.Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        if isinstance(attn_metadata, MetadataByWindow):
-            plan = attn_metadata.plans[self.sliding_window]
-            attn_metadata = copy(attn_metadata)
-            attn_metadata.scheduler_metadata = plan
-        return original(self, layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
-
-    return forward
+def _choose_plan(
+    forward: Callable[..., torch.Tensor],
+    impl: CPUAttentionBackendImpl,
+    layer: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kv_cache: torch.Tensor,
+    attn_metadata: CPUAttentionMetadata | None,
+    *args: Any,
+    **kwargs: Any,
+) -> torch.Tensor:
+    if isinstance(attn_metadata, MetadataByWindow):
+        plan = attn_metadata.plans[impl.sliding_window]
+        attn_metadata = copy(attn_metadata)
+        attn_metadata.scheduler_metadata = plan
+    return forward(impl, layer, query, key, value, kv_cache, attn_metadata, *args, **kwargs)
 
 
 def _windows_of(builder: Any) -> set[int]:

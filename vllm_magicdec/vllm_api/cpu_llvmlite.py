@@ -6,8 +6,10 @@ Without Triton, a starting CPU worker inspects every attribute of all loaded mod
 `__dict__`, and the worker fails. With one engine per process, Numba is loaded later.
 """
 
-import functools
+from collections.abc import Callable
 from typing import Any
+
+from vllm_magicdec.vllm_api.hook import instead
 
 _MARK = "_vllm_magicdec_original"
 
@@ -21,11 +23,11 @@ def patch() -> None:
     if hasattr(original, _MARK):
         return
 
-    @functools.wraps(original)
-    def find(self: Any, name: str) -> Any:
-        if name == "__dict__":
-            raise AttributeError(name)
-        return original(self, name)
+    library_class.__getattr__ = instead(_find)(library_class, original)
+    setattr(library_class.__getattr__, _MARK, original)
 
-    setattr(find, _MARK, original)
-    library_class.__getattr__ = find
+
+def _find(original: Callable[..., Any], library: Any, name: str) -> Any:
+    if name == "__dict__":
+        raise AttributeError(name)
+    return original(library, name)

@@ -52,7 +52,7 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
     """Speculative configuration of an engine; also checks the rest of the engine configuration."""
 
     def verify_engine(self, vllm_config: VllmConfig) -> None:
-        """Check the fields against the engine, resolve some of them, or raise MagicDecConfigError."""
+        """Check the fields against the engine, resolve those it decides, or raise MagicDecConfigError."""
         if vllm_config.device_config.device_type != "cpu" and not vllm_config.use_v2_model_runner:
             raise MagicDecConfigError(
                 f"{METHOD} needs vLLM's V2 model runner on GPUs; remove VLLM_USE_V2_MODEL_RUNNER=0 if it "

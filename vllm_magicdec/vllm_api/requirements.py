@@ -48,9 +48,6 @@ _NAMES = {
     "vllm.lora.model_manager": """
         LoRAModelManager .set_adapter_mapping(mapping) .activate_adapter(lora_id)
     """,
-    "vllm.model_executor.layers.attention.attention": """
-        unified_attention_with_output(query, key, value, output, layer_name)
-    """,
     "vllm.model_executor.models.interfaces": """
         EagleModelMixin ._set_aux_hidden_state_layers(layers) .aux_hidden_state_layers
     """,
