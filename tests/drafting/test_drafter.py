@@ -46,6 +46,12 @@ class Target:
     def observe(self, layer_names, indices, window, observer): ...
 
 
+def components_of(made: drafter.Drafter) -> dict[str, float]:
+    """Return the counted failures by component."""
+    found = {name.partition(":")[2]: number for name, number in made.counts._added.items()}
+    return {component: number for component, number in found.items() if component}
+
+
 @pytest.fixture
 def make_drafter(monkeypatch):
     monkeypatch.delenv("VLLM_MAGICDEC_STRICT", raising=False)
@@ -122,7 +128,7 @@ def test_a_failing_draft_is_paused_and_resumes(make_drafter):
         "draft_pauses": 2,
         "paused_rounds": 100 - num_failures,
     }
-    assert made._failures.by_stage.totals == {"draft_step": num_failures}
+    assert components_of(made) == {"draft_step": num_failures}
     assert "\n".join(said).count("RuntimeError: broken on purpose") == 1
     assert len(said) == 3, "a trace, and a line for each pause"
 
@@ -164,7 +170,7 @@ def test_finished_requests_reach_lookups_and_failures_are_counted(make_drafter):
     assert told == [("a", [1, 2])]
     made._loop = Staged(SimpleNamespace())  # which can finish nothing
     made.finish_request("a", [1, 2])
-    assert made._failures.by_stage.totals == {"lookup": 1} and not made._failures.totals["draft_failures"]
+    assert components_of(made) == {"lookup": 1} and not made._failures.totals["draft_failures"]
 
 
 def test_unfinished_prompts_do_not_end_a_pause(make_drafter):
@@ -194,7 +200,7 @@ def test_cache_failures_during_a_pause_do_not_extend_it(make_drafter):
         for _ in range(100):
             assert draft(made) is None
     assert made._failures.totals["draft_pauses"] == 2
-    assert made._failures.by_stage.totals == {"own_cache": 100}
+    assert components_of(made) == {"own_cache": 100}
     assert len(said) == 3, "a trace, and a line for each pause"
 
 
@@ -207,7 +213,7 @@ def test_failures_after_plain_steps_are_counted_and_logged_once(make_drafter):
     with listening() as said:
         for _ in range(100):
             assert not made.follow_plain_step(follow)
-    assert made._failures.by_stage.totals == {"own_cache": 100}
+    assert components_of(made) == {"own_cache": 100}
     assert made._failures.totals["draft_pauses"] == 1
     assert len(said) == 2, "a trace, and a line for the pause"
 
@@ -220,7 +226,7 @@ def test_unreadable_histories_cost_only_speed(make_drafter):
         raise IndexError("broken on purpose")
 
     assert made.draft(GAMMA, lambda: batch, read_histories) is None
-    assert made._failures.by_stage.totals == {"histories": 1}
+    assert components_of(made) == {"histories": 1}
     history = History(np.array([1, 2, *[7] * 10, 1], dtype=np.int32), [2])
     assert made.draft(GAMMA, lambda: batch, lambda batch: [history]).tokens == [[7] * GAMMA]
 
@@ -232,14 +238,14 @@ def test_an_unreadable_batch_costs_only_speed(make_drafter):
         raise AttributeError("broken on purpose")
 
     assert made.draft(GAMMA, read_batch) is None
-    assert made._failures.by_stage.totals == {"batch": 1}
+    assert components_of(made) == {"batch": 1}
 
 
 def test_a_policy_that_fails_is_counted_as_such(make_drafter, monkeypatch):
     made = make_drafter(Target())
     monkeypatch.setattr(made._views[1], "prepare", lambda *args: 1 / 0)
     assert draft(made) is None
-    assert made._failures.by_stage.totals == {"selection": 1}
+    assert components_of(made) == {"selection": 1}
 
 
 def test_a_round_with_lookups_takes_one_pass_where_they_are_right(make_drafter):
