@@ -39,9 +39,7 @@ class Adapters:
     def apply(self, indices: Sequence[int] | np.ndarray, num_tokens: int = 1) -> None:
         """Apply the mapping of a pass; call it before the pass, outside of CUDA graphs.
 
-        Args:
-            indices: indices in the round's batch of the pass's requests, or of each query's.
-            num_tokens: tokens per request.
+        `indices` are those in the round's batch of requests with `num_tokens` each, or of each query's.
         """
         self._map(self._ids[indices], num_tokens)
 

@@ -49,11 +49,8 @@ def refuse_split_pages(
     """Raise MagicDecConfigError for views of pages that a backend splits into smaller blocks.
 
     vLLM maps one block table for all layers of a group, into a buffer as wide as its own tables; FlashInfer
-    on Hopper and Blackwell requires tables without gaps between rows.
-
-    Args:
-        attention_groups: by layer group.
-        are_of_layers: each layer has its own block table; else one narrow table per view.
+    on Hopper and Blackwell requires tables without gaps between rows. Each layer has its own block table
+    if `are_of_layers`, else a layer group has one narrow table.
     """
     for group in (group for of_layers in attention_groups for group in of_layers):
         name = group.backend.get_name()

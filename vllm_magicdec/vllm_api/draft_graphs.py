@@ -25,9 +25,7 @@ from vllm_magicdec.views.tensors import PAD_SLOT
 def why_no_draft_graphs(cudagraph_mode: CUDAGraphMode, weakest: AttentionGroup) -> str | None:
     """Return why draft steps have no CUDA graphs, and how to get them; None if they have.
 
-    Args:
-        cudagraph_mode: the requested mode, as far as the target's attention supports it.
-        weakest: the attention group that supports the fewest graphs.
+    The target's attention supports `cudagraph_mode`, and of its groups `weakest` the fewest graphs.
     """
     if cudagraph_mode.decode_mode() == CUDAGraphMode.FULL:
         return None
@@ -90,11 +88,8 @@ def dummy_step(
 ) -> Pass:
     """Create a step over full views that takes as long as a real one and writes no K/V.
 
-    The views are filled with pages from all over the KV cache, the same in every layer.
-
-    Args:
-        page_sizes: tokens per page, by view.
-        common_lens: see `DraftGraphs`.
+    The views are filled with pages from all over the KV cache, the same in every layer. `page_sizes` are
+    tokens per page by view; for `common_lens` see `DraftGraphs`.
     """
     positions = torch.zeros(num_reqs, dtype=torch.int64, device=device)
     parts = []
@@ -240,9 +235,7 @@ class DraftGraphs(CudaGraphManager):
     def replay(self, draft_pass: Pass, num_adapters: int = 0) -> torch.Tensor | None:
         """Replay the graph of a pass.
 
-        Args:
-            draft_pass: has `num_queries` queries of every request, and samples after `num_sampled`.
-            num_adapters: `Adapters.num_active`, already applied.
+        The pass has `num_queries` queries of every request, and samples after `num_sampled`.
 
         Returns:
             The sampled tokens, [num_reqs * num_sampled] int32, valid until the same step of the next round;
@@ -299,7 +292,7 @@ class RoundGraphs:
         return self._graphs[num_steps, num_steps].max_captured_reqs if any_captured else None
 
     def replay(self, draft_pass: Pass, num_adapters: int) -> torch.Tensor | None:
-        """Replay a pass if it has a graph; see `DraftGraphs.replay`."""
+        """Replay a pass if it has a graph; `num_adapters`: `Adapters.num_active`, already applied."""
         queries = draft_pass.queries
         if queries.uniform_len is None:
             return None

@@ -45,9 +45,7 @@ _NAMES = {
             batch_descriptor, is_padding)
     """,
     "vllm.distributed.kv_transfer.kv_transfer_state": "_KV_CONNECTOR_AGENT",
-    "vllm.lora.model_manager": """
-        LoRAModelManager .set_adapter_mapping(mapping) .activate_adapter(lora_id)
-    """,
+    "vllm.lora.model_manager": "LoRAModelManager .set_adapter_mapping(mapping) .activate_adapter(lora_id)",
     "vllm.model_executor.models.interfaces": """
         EagleModelMixin ._set_aux_hidden_state_layers(layers) .aux_hidden_state_layers
     """,

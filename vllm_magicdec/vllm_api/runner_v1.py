@@ -333,9 +333,8 @@ class MagicDecProposer(DraftModelProposer):
         logits = self.model.compute_logits(hidden_states)
         drafted, probs = self._sample_from_logits(logits, sampling)
         self._note_probs(queries, probs)
-        if probs is None:
-            return Sampled(drafted, _probabilities(logits, drafted))
-        return Sampled(drafted, probs.gather(1, drafted.unsqueeze(1)).squeeze(1))
+        probs = logits.float().softmax(dim=1) if probs is None else probs
+        return Sampled(drafted, probs.gather(1, drafted.long().unsqueeze(1)).squeeze(1))
 
     def read(self, draft_pass: Pass) -> None:
         """Run a pass for the K/V alone."""
@@ -500,12 +499,6 @@ class MagicDecProposer(DraftModelProposer):
             [slots] * len(self._drafter.groups),
             observed_metadata(attn_metadata, layer_names, self._drafter.switched_layers, observer),
         )
-
-
-def _probabilities(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Return probabilities of `tokens` under `logits` [num_tokens, vocab_size], [num_tokens] float32."""
-    own = logits.gather(1, tokens.long().unsqueeze(1)).squeeze(1)
-    return (own.float() - logits.float().logsumexp(dim=1)).exp()
 
 
 def _page_metadata(
