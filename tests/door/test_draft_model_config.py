@@ -14,10 +14,10 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 from vllm.engine.arg_utils import EngineArgs
 
+from vllm_magicdec.adaptive import profiles
 from vllm_magicdec.adaptive.step_times import Step, StepTimes, TimedStep
 from vllm_magicdec.errors import METHOD, MODEL_METHOD, MagicDecConfigError
 from vllm_magicdec.plugin import register
-from vllm_magicdec.vllm_api import profiles
 from vllm_magicdec.vllm_api.engine_config import EngineSpeculativeConfig
 
 register()

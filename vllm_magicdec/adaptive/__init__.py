@@ -5,4 +5,5 @@
 lookups of `lookup_value.py` from the statistics of `bucket_stats.py`; the cost is that of `step_times.py`;
 and `explorer.py` plans the steps that teach both. `scheduler.py` asks the controller, `draft_plan.py`
 carries the choice to the workers, and `metrics.py` exports it. Only these three change with vLLM.
+`profiles.py` checks measured step times against the engine's model and method.
 """

@@ -13,6 +13,7 @@ from vllm.logger import init_logger
 from vllm.tokenizers import cached_tokenizer_from_config, get_tokenizer
 from vllm.utils.math_utils import round_up
 
+from vllm_magicdec.adaptive.profiles import check_profile
 from vllm_magicdec.config import (
     DEFAULT_MAX_TOKENS,
     MagicDecSpeculativeConfig,
@@ -29,7 +30,6 @@ from vllm_magicdec.spire.settings import SpireSettings
 from vllm_magicdec.vllm_api.cpu_products import why_products_are_slow
 from vllm_magicdec.vllm_api.draft_weights import check_draft_weights
 from vllm_magicdec.vllm_api.graph_sizes import capture_every_length, captures_by_length, find_missing_graphs
-from vllm_magicdec.vllm_api.profiles import check_profile
 
 logger = init_logger(f"vllm.{__name__}")
 
