@@ -16,7 +16,7 @@ from typing import Any
 
 from common.decoding import Decoding, decode_job, medians
 from common.documents import excerpts
-from common.engines import Turn, engine, engine_settings, set_environment, take_turns
+from common.engines import PAGE, Turn, engine, engine_settings, set_environment, take_turns
 from common.options import add_documents, add_model, add_out, make_parser, settings_of
 from common.record import engine_record, write
 from common.tables import console, make_table
@@ -51,6 +51,10 @@ class Cell:
     def parse(cls, text: str) -> "Cell":
         """Parse `DOCUMENTSxTOKENSxREQUESTS`."""
         return cls(*map(int, text.split("x")))
+
+    def num_pages(self, generated: int) -> int:
+        """Return an upper bound of the KV pages; `generated` tokens per request."""
+        return (self.documents * self.tokens + self.requests * (generated + 512)) // PAGE
 
     def prompts(self, tokenizer: Any, args: argparse.Namespace) -> list[list[int]]:
         """Return the requests' token ids: a document and a question, as the model's chats are written."""
@@ -124,6 +128,8 @@ def run(args: argparse.Namespace, model: str) -> None:
         args.dtype,
         batch=max(cell.requests for cell in cells.values()),
         model_len=max(cell.tokens for cell in cells.values()) + args.tokens + 256,
+        # Each engine has its own KV cache, in which a document's questions share its pages.
+        num_gpu_blocks_override=max(cell.num_pages(args.tokens) for cell in cells.values()),
     )
     record = engine_record("draft_weights", args.model, settings, options=settings_of(args))
     record |= {"cells": list(cells), "contenders": chosen, "results": {}}

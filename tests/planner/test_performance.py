@@ -446,3 +446,20 @@ def test_best_is_the_best_of_all(deployment, rates, batch, context):
     ]
     assert best.speedup == max(every)
     assert deployment.speedup(rates[best.budget], best.gamma, batch, context, best.budget) == best.speedup
+
+
+# ---- draft weights
+
+
+def test_quantised_drafts_read_fewer_weights_and_take_memory():
+    h100 = Deployment(LLAMA, HARDWARE["H100"])
+    own = replace(h100, draft_weight_bytes=0.5)
+    layers = LLAMA.parameters_read(1) - LLAMA.vocab_size * LLAMA.hidden_size
+    saved_ms = 1e3 * 1.5 * layers / (h100.hardware.memory_bytes_per_s * h100.costs.memory_efficiency)
+    difference = h100.draft_step_ms(1, 4096, 512) - own.draft_step_ms(1, 4096, 512)
+    assert difference == pytest.approx(saved_ms)
+    assert own.verify_ms(4, 1, 4096) == h100.verify_ms(4, 1, 4096)
+    fewer = h100.kv_capacity_tokens() - own.kv_capacity_tokens()
+    assert fewer == pytest.approx(0.5 * layers / h100.kv_bytes_per_token, abs=2)
+    with pytest.raises(ValueError, match="without experts"):
+        Deployment(MODELS["qwen3-30b-a3b"], HARDWARE["H100"], draft_weight_bytes=0.5)

@@ -13,6 +13,8 @@ from vllm_magicdec.planner.performance import Costs, Deployment, acceptance_rate
 from vllm_magicdec.planner.shapes import ModelShape
 
 DEFAULT_BUDGET = 512
+# Bytes per weight of the draft's linear layers, with their scales, by `draft_weights`.
+DRAFT_WEIGHTS = {"target": None, "fp8": 1.0, "int8": 1.125, "mxfp4": 0.53125, "int4": 0.625}
 # MagicDec's Tables 1 and 2 at a budget of 512: self-speculation has 2.40 to 2.57 tokens per round of 2, so
 # alpha 0.79 to 0.85; TinyLlama as the draft 0.69 to 0.70. SPIRe's Table 1 has 3.40 of 4: 0.81.
 DEFAULT_ACCEPTANCE, MODEL_ACCEPTANCE, SPIRE_ACCEPTANCE = 0.8, 0.7, 0.8
@@ -37,6 +39,12 @@ def add_deployment(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--tp", type=positive, default=1, help="devices, tensor parallel")
     parser.add_argument("--weight-bytes", type=_size, help="bytes per weight, instead of the model's")
+    parser.add_argument(
+        "--draft-weights",
+        choices=DRAFT_WEIGHTS,
+        default="target",
+        help="weights that the draft reads, if the model itself drafts; quantised ones cost acceptance",
+    )
     parser.add_argument("--kv-bytes", type=_size, help="bytes per K/V element, if not 2 (1: fp8)")
     parser.add_argument(
         "--costs",
@@ -73,6 +81,7 @@ def find_deployment(options: argparse.Namespace) -> Deployment:
             options.tp,
             replace(costs, **options.costs),
             draft and replace(draft, **own),
+            DRAFT_WEIGHTS[options.draft_weights],
         )
     except ValueError as error:
         raise UserError(str(error)) from None

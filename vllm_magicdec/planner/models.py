@@ -23,7 +23,9 @@ MODELS = {
         ModelShape("llama-2-7b-32k", 32, 4096, 32, 32, 128, 11008, 32000),
         ModelShape("llama-3.1-8b", 32, 4096, 32, 8, 128, 14336, 128256),
         ModelShape("llama-3.1-70b", 80, 8192, 64, 8, 128, 28672, 128256),
+        ModelShape("llama-3.3-70b", 80, 8192, 64, 8, 128, 28672, 128256),
         ModelShape("qwen3-8b", 36, 4096, 32, 8, 128, 12288, 151936),
+        ModelShape("qwen3-32b", 64, 5120, 64, 8, 128, 25600, 151936),
         ModelShape(
             "qwen3-30b-a3b", 48, 2048, 32, 4, 128, 768, 151936, num_experts=128, num_active_experts=8
         ),

@@ -138,6 +138,7 @@ class Deployment:
     tensor_parallel: int = 1
     costs: Costs = field(default_factory=Costs)
     draft: ModelShape | None = None  # None: the model itself drafts
+    draft_weight_bytes: float | None = None  # of linear layers, if the draft is a quantised copy
 
     def __post_init__(self) -> None:
         tp, shape = self.tensor_parallel, self.shape
@@ -147,6 +148,10 @@ class Deployment:
             )
         if tp > 1 and not self.hardware.interconnect_bytes_per_s:
             raise ValueError(f"{self.hardware.name} has no interconnect; use a tensor parallel size of 1")
+        if self.draft_weight_bytes is not None and (self.draft is not None or shape.num_experts > 1):
+            raise ValueError(
+                "draft weights are for drafts by the model itself, without experts; leave them out"
+            )
         if self.draft is not None and self.draft.num_heads % tp:
             raise ValueError(
                 f"the draft's {self.draft.num_heads} attention heads cannot be divided over {tp} devices; "
@@ -157,6 +162,8 @@ class Deployment:
     def title(self) -> str:
         """Name of model, devices and draft."""
         draft = f", drafts by {self.draft.name}" if self.draft else ""
+        if self.draft_weight_bytes is not None:
+            draft = f", drafts with {self.draft_weight_bytes:g} bytes per weight"
         return f"{self.shape.name} on {self.tensor_parallel} x {self.hardware.name}{draft}"
 
     def to_json(self) -> dict[str, Any]:
@@ -164,6 +171,7 @@ class Deployment:
         return {
             "model": asdict(self.shape),
             "draft": self.draft and asdict(self.draft),
+            "draft_weight_bytes": self.draft_weight_bytes,
             "hardware": asdict(self.hardware),
             "tensor_parallel": self.tensor_parallel,
             "costs": asdict(self.costs),
@@ -172,7 +180,21 @@ class Deployment:
     @cached_property
     def drafting(self) -> "Deployment":
         """The deployment of the draft passes: the draft model on the same devices, or this one."""
-        return self if self.draft is None else replace(self, shape=self.draft, draft=None)
+        if self.draft is not None:
+            return replace(self, shape=self.draft, draft=None)
+        if self.draft_weight_bytes is None:
+            return self
+        shape = self.shape
+        unembedding = shape.vocab_size * shape.hidden_size * shape.weight_bytes
+        mean = (self._copy_bytes + unembedding) / shape.parameters_read(1)
+        return replace(self, shape=replace(shape, weight_bytes=mean), draft_weight_bytes=None)
+
+    @property
+    def _copy_bytes(self) -> float:
+        """Bytes of the quantised copies of all linear layers; the unembedding is the model's own."""
+        shape = self.shape
+        parameters = shape.parameters_read(1) - shape.vocab_size * shape.hidden_size
+        return parameters * (self.draft_weight_bytes or 0.0)
 
     @property
     def kv_bytes_per_token(self) -> float:
@@ -339,5 +361,6 @@ class Deployment:
         costs = self.costs
         usable = (self.hardware.memory_gib * costs.memory_utilization - costs.reserved_gib) * GIB
         models = (self.shape,) if self.draft is None else (self.shape, self.draft)
-        weights = sum(model.parameters * model.weight_bytes for model in models) / self.tensor_parallel
+        weights = sum(model.parameters * model.weight_bytes for model in models) + self._copy_bytes
+        weights /= self.tensor_parallel
         return max(0, int((usable - weights) / self.kv_bytes_per_context_token(context)))
