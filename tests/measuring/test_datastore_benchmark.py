@@ -55,21 +55,6 @@ def test_without_correct_tokens_there_is_one_lookup_per_token(store):
     assert (done.lookups, done.right, done.offered) == (50, 0, 0)
 
 
-def test_the_gain_is_that_of_the_same_excerpts():
-    base = [benchmark.Walk(lookups=10, right=right) for right in (5, 10, 30)]
-    more = [benchmark.Walk(lookups=10, right=right) for right in (7, 12, 32)]
-    numbers = benchmark.summary(more, base)
-    assert numbers["gain"] == pytest.approx(0.2) and numbers["error"] > 0.5
-    assert numbers["gain_error"] == pytest.approx(0, abs=1e-9)
-
-
-def test_the_sources_are_as_many_as_asked_for_and_the_same_each_time():
-    files = benchmark.package_sources(0.5)
-    size = sum(file.stat().st_size for file in files)
-    assert size >= 0.5e6 > size - files[-1].stat().st_size
-    assert files == benchmark.package_sources(0.5) and all(file.suffix == ".py" for file in files)
-
-
 def test_a_small_run_writes_what_its_table_shows(tmp_path, monkeypatch):
     out = tmp_path / "result.json"
     options = "--megabytes 0.2 --context 300 --tokens 60 --excerpts 3".split()

@@ -37,11 +37,6 @@ def test_ratios_are_of_turns_of_one_pass_and_counts_of_all_turns():
     assert markdown(benchmark.table_of([record])).count("| 2 | 100 |") == 3
 
 
-def test_without_auto_there_are_no_ratios():
-    rows = benchmark.rows_of("stdlib", PROMPTS, {"plain": [turn(10)], "fixed": [turn(30)]})
-    assert [row.over_before for row in rows] == [None, None]
-
-
 def test_calibration_has_as_many_drafts_in_every_group_and_compares_means():
     seen = [(place / 100, place >= 30) for place in range(100)]
     points = confidence.calibration(seen[::-1])

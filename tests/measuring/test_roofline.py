@@ -66,13 +66,6 @@ def test_another_cpu_is_refused_and_a_gpu_has_its_data_sheet(monkeypatch):
     assert deployment.hardware is HARDWARE["H200"]
 
 
-def test_shapes_of_results_have_the_size_of_their_dtype():
-    tiny = roofline.shape_of("tiny-llama", "float32")
-    assert (tiny.num_layers, tiny.weight_bytes, tiny.kv_bytes) == (6, 4, 4)
-    heavy = roofline.shape_of("kv-heavy", "bfloat16")
-    assert heavy.kv_bytes_per_token == 16 * 1024
-
-
 def test_cpus_are_measured_with_the_threads_of_a_worker(monkeypatch):
     before = torch.get_num_threads()
     torch.set_num_threads(2)
