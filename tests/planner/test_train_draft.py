@@ -3,7 +3,6 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,11 +17,13 @@ from benchmarks.common.trained_drafts import load
 sys.path.insert(0, str(Path(__file__).parents[1] / "spire"))
 from tiny_targets import write_target
 
-from vllm_magicdec.planner import train_draft
 from vllm_magicdec.planner.console import main
 from vllm_magicdec.spire import training
 
 TEXT = "def one():\n    return 1\n\n\nclass Two:\n    def __init__(self):\n        self.three = 3\n" * 12
+
+
+OPTIONS = ("--sequence", 32, "--batch", 2, "--steps", 6, "--window", 8, "--float32")
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +39,8 @@ def data(tmp_path):
 
 
 def train(target: str, data: list, out: Path, *more: object) -> int:
-    options = ["--sequence", 32, "--batch", 2, "--steps", 6, "--window", 8, "--float32", *more]
-    return main(
-        ["train-draft", "--model", target, "--data", *map(str, data), "--out", str(out), *map(str, options)]
-    )
+    options = ["--model", target, "--data", *data, "--out", out, *OPTIONS, *more]
+    return main(["train-draft", *map(str, options)])
 
 
 def test_a_folder_with_a_draft_comes_out(target, data, tmp_path, capsys):
@@ -95,11 +94,10 @@ def test_the_same_command_resumes(target, data, tmp_path, capsys, monkeypatch):
 @pytest.mark.extended
 def test_torchrun_trains_one_draft_in_two_processes(target, data, tmp_path):
     out = tmp_path / "draft"
-    options = ["--sequence", 32, "--batch", 2, "--steps", 6, "--window", 8, "--float32"]
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
         *("-m", "vllm_magicdec", "train-draft", "--model", target, "--out", str(out)),
-        *("--data", *map(str, data), *map(str, options)),
+        *("--data", *map(str, data), *map(str, OPTIONS)),
     ]
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # of which there may be one
     child = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1800)
@@ -141,17 +139,6 @@ def test_an_interruption_after_the_last_step_loses_nothing(
     assert load(out).settings.num_layers == 1 and not (out / "training").exists()
 
 
-@pytest.mark.parametrize("is_fast", [True, False])
-def test_training_uses_bfloat16_where_it_is_fast(target, data, tmp_path, monkeypatch, is_fast):
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: is_fast)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    monkeypatch.setattr(training, "has_slow_avx512_bf16", lambda: False)
-    command = ["train-draft", "--model", target, "--data", str(data[0]), "--out", str(tmp_path / "draft")]
-    assert main([*command, "--sequence", "32", "--batch", "2", "--steps", "2", "--window", "8"]) == 0
-    log = json.loads((tmp_path / "draft" / "training_log.json").read_text())
-    assert log["plan"]["bfloat16"] is (is_fast or torch.cuda.is_available())
-
-
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
@@ -183,20 +170,14 @@ def test_other_targets_are_refused(data, tmp_path, capsys):
         ({"model_type": "opt"}, "has the type opt; name a Llama"),
         ({"quantization_config": {"quant_method": "fp8"}}, "is quantised; name the original model"),
         ({}, "cannot be loaded: Error no file named model.safetensors"),
+        ({"architectures": config["architectures"]}, "cannot be loaded: Error while deserializing header"),
     ):
         (folder / "config.json").write_text(json.dumps({**config, **fields}))
+        if "architectures" in fields:
+            (folder / "model.safetensors").write_bytes(b"")
         assert train(str(folder), data, tmp_path / "draft") == 2
         error = capsys.readouterr().err
         assert sentence in error and error.count("\n") == 1
-
-
-def test_damaged_weights_are_refused(target, data, tmp_path, capsys):
-    folder = shutil.copytree(target, tmp_path / "damaged")
-    (folder / "model.safetensors").write_bytes(b"")
-    assert train(str(folder), data, tmp_path / "draft") == 2
-    error = capsys.readouterr().err
-    assert "damaged cannot be loaded: Error while deserializing header" in error
-    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize("file", ["draft", "draft/training"])
@@ -206,12 +187,3 @@ def test_an_out_that_cannot_be_written_is_refused_first(data, tmp_path, capsys, 
     assert train("nowhere", data, tmp_path / "draft") == 2
     error = capsys.readouterr().err
     assert "draft cannot be written: " in error and error.count("\n") == 1
-
-
-def test_a_read_only_out_is_refused_first(data, tmp_path, capsys, monkeypatch):
-    def refused(**_):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(train_draft.tempfile, "TemporaryFile", refused)
-    assert train("nowhere", data, tmp_path / "draft") == 2
-    assert "draft cannot be written: Permission denied; name another" in capsys.readouterr().err
