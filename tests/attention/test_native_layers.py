@@ -174,32 +174,6 @@ def test_policies_are_given_the_kernels_weights(name):
     torch.testing.assert_close(own, by_torch, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize(("tokens", "is_own"), [(32_000, False), (33_000, True)])
-def test_vllms_kernel_reads_few_fp8_tokens_with_amx(tokens, is_own):
-    calls = []
-    attention = SimpleNamespace(attend_pages=lambda *args, **options: calls.append("own"))
-    kernel = SimpleNamespace(
-        check_cache=lambda *args: None,
-        variant=SimpleNamespace(description=""),
-        over=lambda *args: attention,
-    )
-    layer = layer_of(whole_context("fp8"), "fp8")
-    layer.isa, layer.impl.forward = "amx", lambda *args, **scales: calls.append("vLLM's")
-    NativeAttention(layer, layer.get_kv_cache_spec(None), kernel)
-    metadata = SimpleNamespace(
-        causal=True,
-        max_query_len=1,
-        num_actual_tokens=1,
-        query_start_loc=torch.tensor([0, 1]),
-        seq_lens=torch.tensor([tokens], dtype=torch.int32),
-        block_table=torch.zeros(1, 1, dtype=torch.int32),
-    )
-    query = torch.zeros(1, HEADS, HEAD_SIZE, dtype=torch.bfloat16)
-    cache = torch.zeros(1, KV_HEADS, PAGE, 2 * HEAD_SIZE, dtype=torch.uint8)
-    layer.impl.forward(layer, query, query, query, cache, metadata, torch.empty_like(query))
-    assert calls == ["own" if is_own else "vLLM's"]
-
-
 def test_attention_of_another_plugin_is_left_alone():
     class Theirs(CPUAttentionBackendImpl):
         def forward(self, *args, **kwargs):
