@@ -120,7 +120,7 @@ def test_aborting_half_of_the_requests_leaves_the_others_unchanged(prompts, plai
 
 def test_drafting_adds_no_weights_no_layers_and_no_kv_cache(plain_run):
     run = engines.run([("describe_draft", {})], max_num_seqs=16, speculative_config=SPEC)
-    (worker,) = run.results[0]
+    worker = run.results[0]
     assert worker["class"] == "MagicDecProposer"
     assert worker["model_is_target"]
     assert worker["attention_layers"] == 6  # the target's own

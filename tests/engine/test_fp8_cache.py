@@ -72,7 +72,7 @@ def test_with_the_plugins_kernel_every_token_is_vllms_best(short_prompts):
         speculative_config=magicdec(4, draft_kv_budget=256, **POLICIES["snapkv by token"]),
         **engine,
     )
-    (answers,), (described,) = run.results
+    (answers,), described = run.results
     assert described["native_layers"] == described["attention_layers"]
     assert run.draft_failures == 0 and run.accepted > 0.8 * run.drafted
     assert engines.max_logprob_gap(short_prompts, answers, **engine) < FP8_TOLERANCE

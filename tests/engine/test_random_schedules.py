@@ -72,11 +72,17 @@ def assert_same_as_plain(run: engines.EngineRun, plain: list[dict], case: str) -
     assert_same_tokens(plain[::-1], again, f"{case}, again")
 
 
-@pytest.mark.parametrize(("seed", "case"), enumerate(CASES), ids=CASES)
-def test_greedy_output_is_unchanged(prompts, plain, seed, case):
+@pytest.mark.parametrize(
+    ("seed", "case", "engine"),
+    [
+        *(pytest.param(seed, case, {}, id=case) for seed, case in enumerate(CASES)),
+        pytest.param(6, "snapkv", {"async_scheduling": False}, marks=pytest.mark.extended, id="in sync"),
+    ],
+)
+def test_greedy_output_is_unchanged(prompts, plain, seed, case, engine):
     chosen = range(0, len(prompts), 2)
     batch = {"prompts": [prompts[i] for i in chosen], "sampling": GREEDY}
-    speculative = run(batch, CASES[case], seed, **V1_ENGINE)
+    speculative = run(batch, CASES[case], seed, **V1_ENGINE, **engine)
     assert not speculative.v2_runner
     assert_everything_happened(speculative)
     assert_same_as_plain(speculative, [plain[i] for i in chosen], case)
