@@ -156,7 +156,7 @@ def draft_twice(worker: Any) -> None:
             logits = None if read is None else read.clone()
             if not is_staged and drafts.num_passes == num_steps:  # the drafts of steps
                 return drafts
-            if logits is not None and not is_staged:
+            if logits is not None:
                 # The kept logits are those that every token was sampled from, also after the last pass.
                 of_drafts = latest[-1].view(*made.shape, -1)
                 for index, is_prefilling in enumerate(batch.is_prefilling):

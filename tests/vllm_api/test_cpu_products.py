@@ -27,10 +27,6 @@ def test_products_token_by_token_are_reported(monkeypatch, dtype):
     assert why_products_are_slow(config_of(torch.float32)) is None
     assert why_products_are_slow(config_of(dtype, "cuda")) is None
     assert why_products_are_slow(config_of(dtype, quantization="gptq")) is None
-
-
-@pytest.mark.parametrize("dtype", HALF)
-def test_no_warning_if_the_cpu_has_instructions(monkeypatch, dtype):
     monkeypatch.setattr(cpu_products, "multiplies_many_at_once", lambda of: True)
     assert why_products_are_slow(config_of(dtype)) is None
 

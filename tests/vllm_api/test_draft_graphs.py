@@ -48,13 +48,8 @@ def test_graphs_update_the_metadata_of_backends_that_support_it():
     metadata = PageMetadata.__new__(PageMetadata)
     metadata._attention_groups = [[[], [group]] for group in (pages, of_layers, tokens, eager, split)]
     token_metadata = TokenMetadata(torch.zeros(1, 1, 1), torch.zeros(1), None)
-    attn_metadata = {
-        "pages": 1,
-        "of_layers": DraftMetadata(2),
-        "tokens": token_metadata,
-        "eager": 3,
-        "split": 4,
-    }
+    attn_metadata = {"pages": 1, "of_layers": DraftMetadata(2), "eager": 3, "split": 4}
+    attn_metadata["tokens"] = token_metadata
     metadata.record_refresh(attn_metadata)
     assert pages.updated == [{"pages": 1}] and of_layers.updated == [{"of_layers": 2}]
     assert not tokens.updated and not eager.updated and not split.updated
@@ -73,13 +68,7 @@ CHUNKS = ChunkedLocalAttentionSpec(
 )
 
 
-def warnings_of(
-    monkeypatch,
-    mode: CUDAGraphMode,
-    backend: str,
-    enforce_eager: bool = False,
-    spec=FULL,
-) -> list[str]:
+def warnings_of(monkeypatch, mode: CUDAGraphMode, backend: str, spec=FULL) -> list[str]:
     """Warnings of a speculator on a GPU when vLLM passes the mode that the target's attention supports.
 
     One layer group supports all graphs; the other has `backend` and `spec`.
@@ -90,7 +79,7 @@ def warnings_of(
     monkeypatch.setattr(runner_v2, "DraftGraphs", lambda *args: modes.append(args[2]))
     speculator = MagicDecSpeculator.__new__(MagicDecSpeculator)
     speculator.device = SimpleNamespace(type="cuda")
-    speculator.vllm_config = SimpleNamespace(model_config=SimpleNamespace(enforce_eager=enforce_eager))
+    speculator.vllm_config = SimpleNamespace(model_config=SimpleNamespace(enforce_eager=False))
     groups = []
     for name, support in (("FLASH_ATTN", AttentionCGSupport.ALWAYS), (backend, AttentionCGSupport.NEVER)):
         builder = SimpleNamespace(get_cudagraph_support=lambda config, spec, support=support: support)
@@ -125,11 +114,6 @@ def test_the_warning_names_the_backend_without_graphs_and_an_alternative(monkeyp
     assert "local chunks" in line and "--attention-backend" not in line
 
 
-def test_no_warning_if_draft_steps_have_graphs_or_none_were_requested(monkeypatch):
-    assert not warnings_of(monkeypatch, CUDAGraphMode.FULL_AND_PIECEWISE, "FLASHINFER")
-    assert not warnings_of(monkeypatch, CUDAGraphMode.NONE, "FLASHINFER", enforce_eager=True)
-
-
 @pytest.fixture
 def make_graphs(capture):
     """Returns a function that creates draft graphs of a configuration, without capturing."""
@@ -150,10 +134,7 @@ def make_graphs(capture):
     [
         # Passes are at most 256 tokens.
         ({"max_num_seqs": 512}, {(1, 1): 512, (2, 1): 256, (4, 4): 64}),
-        (
-            {"max_num_seqs": 100, "max_cudagraph_capture_size": 96},
-            {(1, 1): 96, (2, 1): 48, (4, 4): 24},
-        ),
+        ({"max_num_seqs": 100, "max_cudagraph_capture_size": 96}, {(1, 1): 96, (2, 1): 48, (4, 4): 24}),
     ],
 )
 def test_no_graph_has_more_tokens_than_vllms_largest(configure, make_graphs, engine, largest):

@@ -151,26 +151,6 @@ def test_a_cache_that_no_view_knows_is_refused_with_its_layer(model_dir):
         leave_memory_for_drafting(config, latent, AVAILABLE)
 
 
-def test_what_flashinfer_wants_is_left_on_a_gpu(model_dir, monkeypatch):
-    config = configure(
-        model_dir, {"method": METHOD, "draft_kv_policy": "snapkv", "draft_kv_granularity": "token"}
-    )
-    left = []
-    for installed in (False, True):
-        monkeypatch.setattr(switch, "has_flashinfer", lambda installed=installed: installed)
-        monkeypatch.setattr(config.device_config, "device_type", "cuda")
-        left.append(leave_memory_for_drafting(config, specs(), AVAILABLE))
-    geometry = Geometry(NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, torch.bfloat16, torch.bfloat16, 1.0)
-    assert geometry.refusal is not None and left[0] == left[1]  # no kernel for such heads
-    larger = specs(head_size=64)
-    left = []
-    for installed in (False, True):
-        monkeypatch.setattr(switch, "has_flashinfer", lambda installed=installed: installed)
-        left.append(leave_memory_for_drafting(config, larger, AVAILABLE))
-    geometry = Geometry(NUM_HEADS, NUM_KV_HEADS, 64, torch.bfloat16, torch.bfloat16, 1.0)
-    assert left[0] - left[1] >= plan_bytes(geometry, sizing.max_graph_reqs(config))[0]
-
-
 def test_a_spire_draft_leaves_what_its_own_layers_take(tmp_path, monkeypatch):
     """A draft model of another kind reads by block tables, which take next to nothing."""
     target = Path(__file__).parents[2] / "examples" / "tiny-llama"
