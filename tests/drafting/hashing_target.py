@@ -138,14 +138,8 @@ class Round:
         """Return the drafts of staged passes, the target with their writes, and the counters."""
         target = Target([dict(cache) for cache in self.cache], max_pass_tokens, reads_ahead)
         counters = LookupCounters(Counts())
-        staged = StagedDrafts(
-            target,
-            lookups,
-            counters,
-            max_num_reqs=len(self.tables),
-            max_drafts=self.num_steps,
-            max_model_len=self.model_len,
-        )
+        sizes = {"max_num_reqs": len(self.tables), "max_drafts": self.num_steps}
+        staged = StagedDrafts(target, lookups, counters, max_model_len=self.model_len, **sizes)
         drafts = staged.draft(self.batch, self.num_steps, lambda: steps_of(self))
         counted = {name.removeprefix("lookup_"): n for name, n in counters.totals.items()}
         assert counted["passes"] == len(target.pass_lens) and not counted["cut_tokens"]
@@ -185,23 +179,13 @@ def rounds(draw_, max_steps: int = 9, model_len: int = 60):
     )
 
     def slots() -> DraftSlots:
-        return DraftSlots(
-            page_size=PAGE,
-            max_num_reqs=num_reqs + 1,
-            max_num_steps=num_steps,
-            max_model_len=model_len,
-            device=CPU,
-        )
+        sizes = {"max_num_reqs": num_reqs + 1, "max_num_steps": num_steps}
+        return DraftSlots(page_size=PAGE, max_model_len=model_len, device=CPU, **sizes)
 
     def select(num_heads: int, most: int, ends: list[int]) -> Selections:
         """Entries between the first one, which is a sink, and `ends`."""
-        selections = Selections(
-            num_layers=NUM_LAYERS,
-            num_heads=num_heads,
-            max_num_reqs=num_reqs + 1,
-            max_selected=most,
-            device=CPU,
-        )
+        sizes = {"num_layers": NUM_LAYERS, "num_heads": num_heads, "max_num_reqs": num_reqs + 1}
+        selections = Selections(max_selected=most, device=CPU, **sizes)
         selections.begin_round(req_ids)
         for req_id, context_len, end in zip(req_ids, lens, ends, strict=True):
             count = min(most, max(0, end - 1))

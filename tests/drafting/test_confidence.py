@@ -90,13 +90,6 @@ def test_confidence_converges_to_the_observed_acceptance(true_chance, predicted)
         assert confidence.chance(other) == Confidence().chance(other)
 
 
-@pytest.mark.parametrize("predicted", Predicted)
-def test_prior_acceptance_grows_with_the_probability(predicted):
-    probabilities = (float("nan"), 0.0, 1e-9, 0.05, 0.3, 0.5, 0.9, 0.999, 1.0)
-    chances = [Confidence().chance(Evidence(p, predicted)) for p in probabilities]
-    assert chances == sorted(chances) and chances[0] < 0.6 and chances[-1] > 0.99
-
-
 @pytest.mark.parametrize("probability", [0.0, 0.01, 0.1, 0.3, 0.5, 0.9, 0.99, 1.0])
 def test_prior_acceptance_is_highest_with_an_agreeing_lookup(probability):
     chances = [

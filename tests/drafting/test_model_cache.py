@@ -6,7 +6,6 @@ Engines are simulated step by step; tests/engine/ has real ones.
 
 import random
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -298,24 +297,6 @@ def test_every_verified_token_is_cached_before_a_view_shows_it(seed, host, looku
     assert engine.most_lacking > 1 or engine.num_skipped  # tokens of plain steps wait
     assert (engine.num_catch_ups > 0) == (lookup != "wide")
     assert (engine.read_in_view > 0) == (lookup != "off")
-
-
-@pytest.mark.parametrize("lookup", ["off", "wide"])
-def test_without_plain_steps_only_prompts_take_a_catch_up_pass_over_all_pages(lookup):
-    engine = ImaginedEngine(0, is_async=True, lookup=lookup)
-    for request in engine.requests:
-        request.prompt_len = request.prefill_len = len(request.tokens)
-    while any(request.is_prefilling for request in engine.requests):
-        engine.step(MAX_DRAFTS)
-    engine._rng = SimpleNamespace(  # no request is preempted
-        random=lambda: 1.0,
-        **{name: getattr(random.Random(1), name) for name in ("randint", "randrange", "sample")},
-    )
-    before = engine.read_tokens
-    for _ in range(5):
-        engine.step(MAX_DRAFTS)
-    assert engine.read_tokens == before
-    assert (engine.read_in_view > 0) == (lookup == "wide")
 
 
 def test_passes_are_no_larger_than_those_of_the_target():
