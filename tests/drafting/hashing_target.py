@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from batches import NoSelector, make_batch
+from batches import NoSelector, make_batch, make_selections, make_slots
 from hypothesis import strategies as st
 
 from vllm_magicdec.adaptive.metrics import Counts, LookupCounters
@@ -179,13 +179,11 @@ def rounds(draw_, max_steps: int = 9, model_len: int = 60):
     )
 
     def slots() -> DraftSlots:
-        sizes = {"max_num_reqs": num_reqs + 1, "max_num_steps": num_steps}
-        return DraftSlots(page_size=PAGE, max_model_len=model_len, device=CPU, **sizes)
+        return make_slots(PAGE, num_reqs + 1, num_steps, model_len)
 
     def select(num_heads: int, most: int, ends: list[int]) -> Selections:
         """Entries between the first one, which is a sink, and `ends`."""
-        sizes = {"num_layers": NUM_LAYERS, "num_heads": num_heads, "max_num_reqs": num_reqs + 1}
-        selections = Selections(max_selected=most, device=CPU, **sizes)
+        selections = make_selections(NUM_LAYERS, num_heads, num_reqs + 1, most)
         selections.begin_round(req_ids)
         for req_id, context_len, end in zip(req_ids, lens, ends, strict=True):
             count = min(most, max(0, end - 1))

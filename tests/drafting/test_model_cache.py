@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
+from batches import make_slots
 from policies.test_host_sync import no_host_reads
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_magicdec.drafting.layer_groups import LayerGroup
 from vllm_magicdec.drafting.model_cache import ModelCache
 from vllm_magicdec.views.round import Batch, PageView, Part, Pass, Queries, TargetStep
-from vllm_magicdec.views.slots import DraftSlots
 from vllm_magicdec.views.tensors import PAD_SLOT
 
 PAGE, MODEL_LEN, NUM_ROWS, MAX_DRAFTS = 4, 96, 3, 4
@@ -67,13 +67,7 @@ class ImaginedEngine:
         self._table = 1 + torch.arange(NUM_ROWS * PAGES_OF_ROW, dtype=torch.int32).view(NUM_ROWS, -1)
         self._cache: dict[int, tuple[int, int]] = {}
         self.read_tokens = self.num_catch_ups = self.most_lacking = self.read_in_view = self.num_skipped = 0
-        self._draft_slots = DraftSlots(
-            page_size=PAGE,
-            max_num_reqs=NUM_ROWS,
-            max_num_steps=MAX_DRAFTS,
-            max_model_len=MODEL_LEN,
-            device=CPU,
-        )
+        self._draft_slots = make_slots(PAGE, NUM_ROWS, MAX_DRAFTS, MODEL_LEN)
         self._max_num_tokens = max_num_tokens
         self.draft = ModelCache(
             self,

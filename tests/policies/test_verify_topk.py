@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from batches import make_batch, make_engine, steps_of_view
+from batches import make_batch, make_engine, make_selections, steps_of_view
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import slot_of
@@ -46,15 +46,15 @@ class Scene:
         sinks = 3 * torch.randn((NUM_LAYERS, NUM_KV_HEADS, GROUP), generator=self.rng)
         self.sinks = sinks if seed % 2 else None
         engine = make_engine(
-            page_size=PAGE,
-            model_len=MODEL_LEN,
-            num_steps=GAMMA,
+            PAGE,
+            MODEL_LEN,
+            GAMMA,
+            NUM_BLOCKS,
+            num_reqs,
             num_layers=NUM_LAYERS,
             num_kv_heads=NUM_KV_HEADS,
             group=GROUP,
             head_size=SIZE,
-            num_blocks=NUM_BLOCKS,
-            max_num_reqs=num_reqs,
         )
         self.verification = Verification(engine)
         self.policy = VerifyTopK(SimpleNamespace(draft_kv_refresh=None), engine, self.verification)
@@ -64,13 +64,7 @@ class Scene:
         self.views = LayerPageViews(selector._selections, selector, budget, engine.make_draft_slots())
 
     def selector(self, budget: Budget) -> VerificationSelector:
-        selections = Selections(
-            num_layers=NUM_LAYERS,
-            num_heads=1,
-            max_num_reqs=len(self.context_lens),
-            max_selected=budget.max_selected,
-            device=CPU,
-        )
+        selections = make_selections(NUM_LAYERS, 1, len(self.context_lens), budget.max_selected)
         return VerificationSelector(self.policy, budget, selections)
 
     def verify(self, num_rejected: list[int]) -> torch.Tensor:
@@ -191,14 +185,14 @@ def test_summaries_are_fp8_on_gpus_that_have_it(monkeypatch):
             page_summaries.current_platform, "has_device_capability", lambda least: least <= capability
         )
         engine = make_engine(
-            page_size=PAGE,
-            model_len=MODEL_LEN,
-            num_steps=GAMMA,
+            PAGE,
+            MODEL_LEN,
+            GAMMA,
+            NUM_BLOCKS,
+            1,
             num_layers=NUM_LAYERS,
             num_kv_heads=NUM_KV_HEADS,
             head_size=SIZE,
-            num_blocks=NUM_BLOCKS,
-            max_num_reqs=1,
         )
         limits = replace(engine.limits, device_type=device_type)
         return PageSummaries(
@@ -268,16 +262,7 @@ def test_queries_are_stored_without_gaps(lens, num_padding, seed):
     """A pass may have more requests than whole verifications would fit: `auto` verifies fewer drafts."""
     rng = torch.Generator().manual_seed(seed)
     num_tokens, num_queries = sum(lens), GAMMA + 1
-    engine = make_engine(
-        page_size=PAGE,
-        model_len=MODEL_LEN,
-        num_steps=GAMMA,
-        num_layers=1,
-        num_kv_heads=1,
-        head_size=SIZE,
-        num_blocks=NUM_BLOCKS,
-        max_num_reqs=len(lens) + num_padding,
-    )
+    engine = make_engine(PAGE, MODEL_LEN, GAMMA, NUM_BLOCKS, len(lens) + num_padding, head_size=SIZE)
     recorder = Verification(replace(engine, max_batched_tokens=num_tokens))
     assert recorder.queries.shape[1] == min(engine.max_num_reqs * num_queries, num_tokens)
     starts = torch.tensor([0, *lens, *[0] * num_padding], dtype=torch.int32).cumsum(0).int()
