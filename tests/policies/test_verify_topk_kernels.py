@@ -17,7 +17,6 @@ from vllm_magicdec.attention.softmax import Softmax
 from vllm_magicdec.policies import verify_topk
 
 NUM_LAYERS = 2
-PAGE_SIZE, BF16 = 16, torch.bfloat16  # of the model whose bytes are counted
 SHARED_BYTES = 99 * 2**10  # of a program, on GPUs of the consumer line
 KERNELS = ("summarise", "score_pages")
 
@@ -219,14 +218,7 @@ def main() -> None:
     # The policy's own tests, by the kernels.
     from vllm_magicdec.policies import verify_topk_kernels
 
-    calls = []
-    for name in KERNELS:
-        kernel = getattr(verify_topk_kernels, name)
-        setattr(
-            verify_topk_kernels,
-            name,
-            lambda *args, name=name, kernel=kernel, **kwargs: calls.append(name) or kernel(*args, **kwargs),
-        )
+    calls = triton_tools.noted_calls(verify_topk_kernels, KERNELS)
     verify_topk.has_kernels = lambda device: True
     verify_topk_kernels.SCRATCH_BYTES = 128 * 2**20
     test_verify_topk.test_summaries_bound_every_logit_and_follow_a_page_to_its_next_owner()

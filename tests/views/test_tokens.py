@@ -277,18 +277,6 @@ def test_a_common_length_is_the_length_of_every_view(num_missing):
     ] * num_steps
 
 
-def test_index_memory_of_an_8b_model_is_small():
-    """32 layers, 8 KV heads, 64 requests, budget 512: below 300 MB."""
-    budget = TokenBudget.from_fields(
-        budget=512, min_budget=256, sink=16, window=32, num_speculative_tokens=4, max_model_len=131072
-    )
-    meta = torch.device("meta")
-    selections = make_selections(32, 8, 64, budget.max_selected, device=meta)
-    slots = make_slots(16, 64, 4, 131072, device=meta)
-    memory = TokenViews(selections, NoSelector(), budget, slots).memory_bytes
-    assert sum(memory.values()) < 300e6
-
-
 def test_rows_of_finished_requests_are_reused():
     rows = RequestRows(3, CPU)
     first = rows.add(["a", "b", "c"])
