@@ -1,22 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training: loss, order of the data, several processes, and resuming after an interruption."""
 
-import contextlib
-import io
 import json
-import os
-import socket
 from dataclasses import replace
 from datetime import timedelta
-from multiprocessing import get_context
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from tiny_targets import write_target
 
-from vllm_magicdec.planner.console import main
 from vllm_magicdec.spire.sequences import Sequences
 from vllm_magicdec.spire.settings import SpireError, SpireSettings
 from vllm_magicdec.spire.target import Target, make_draft
@@ -49,9 +42,8 @@ def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 def test_loss_by_hand():
     draft = torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.1, 0.8]]).log()
-    target = (
-        torch.tensor([[0.25, 0.5, 0.25], [0.2, 0.2, 0.6]]).log() + 7
-    )  # logits are known up to a constant
+    # Logits are known up to a constant.
+    target = torch.tensor([[0.25, 0.5, 0.25], [0.2, 0.2, 0.6]]).log() + 7
     divergences = [0.25 * np.log(0.5) + 0.5 * np.log(2), 0.4 * np.log(2) + 0.6 * np.log(0.75)]
     acceptances = [0.25 + 0.25 + 0.25, 0.1 + 0.1 + 0.6]
     for omega in (0.0, 0.3, 1.0):
@@ -88,9 +80,8 @@ def test_a_resumed_training_is_the_uninterrupted_one(folder, tmp_path):
     assert first + [resumed.train_step() for _ in range(3)] == figures
     for name, weight in weights_of(resumed).items():
         assert torch.equal(weight, weights_of(whole)[name]), name
-    assert [{**each, "minutes": 0} for each in resumed.log] == [
-        {**each, "minutes": 0} for each in whole.log
-    ]
+    logs = [[{**each, "minutes": 0} for each in trainer.log] for trainer in (resumed, whole)]
+    assert logs[0] == logs[1]
 
 
 def test_a_checkpoint_of_other_options_is_refused(folder, tmp_path):
@@ -109,53 +100,6 @@ def test_a_checkpoint_of_an_older_version_is_resumed(folder, tmp_path):
     del plan["bfloat16"]
     torch.save({**held, "plan": json.dumps(plan)}, path)
     trainer_of(folder).resume(path)
-
-
-def _train_one_of_two(folder: str, out: Path, rank: int, port: int, results) -> None:
-    os.environ |= {
-        "RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    torch.set_num_threads(1)
-    trainer = trainer_of(folder, noise_seed=rank)  # both begin with rank 0's weights
-    figures = [trainer.train_step() for _ in range(3)]
-    weights = {name: weight.numpy() for name, weight in weights_of(trainer).items()}
-    choices = trainer._processes.from_first(lambda: rank), trainer._processes.any(rank == 1)
-    with contextlib.redirect_stderr(io.StringIO()) as said:
-        command = f"train-draft --model {folder} --data {out}/text.txt --sequence 32 --batch 2 --steps 1"
-        status = main([*command.split(), "--out", str(out / f"of-rank-{rank}")])
-    results.put((rank, figures, weights, choices, status, said.getvalue()))
-
-
-@pytest.mark.extended
-def test_two_processes_train_as_one_does(folder, tmp_path):
-    (tmp_path / "text.txt").write_text("one two three " * 200)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context = get_context("spawn")
-    results = context.Queue()
-    workers = [
-        context.Process(target=_train_one_of_two, args=(folder, tmp_path, rank, port, results))
-        for rank in range(2)
-    ]
-    for worker in workers:
-        worker.start()
-    got = sorted((results.get(timeout=120) for _ in workers), key=lambda each: each[0])
-    for worker in workers:
-        worker.join()
-    alone = trainer_of(folder, noise_seed=0)
-    figures = [alone.train_step() for _ in range(3)]
-    for _, theirs, weights, choices, status, said in got:
-        np.testing.assert_allclose(theirs, figures, rtol=1e-4)
-        for name, weight in weights_of(alone).items():
-            # Adam divides tiny gradients by their size, so their rounding shows.
-            np.testing.assert_allclose(weights[name], weight.numpy(), atol=2e-4, err_msg=name)
-        assert choices == (0, True)
-        assert status == 2 and said.count("\n") == 1
-        assert "is not in a folder that all processes share; name one" in said
 
 
 def test_others_wait_for_rank_0_as_long_as_it_encodes(monkeypatch):
