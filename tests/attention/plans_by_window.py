@@ -48,11 +48,8 @@ def fixed(monkeypatch):
 class Layers:
     """Attention layers of one KV cache group as vLLM makes them, their caches, and a batch.
 
-    Args:
-        windows: of each layer, in tokens; None: it has none.
-        requests: lengths of query and context.
-        has_sinks: whether the layers have learned sinks.
-        late: the builder hears of all layers but the first one when it has been made, as in vLLM's drafts.
+    `requests` are lengths of query and context. If `late`, the builder hears of all layers but the first
+    one when it has been made, as in vLLM's drafts.
     """
 
     def __init__(self, windows, requests, *, has_sinks=True, late=False):

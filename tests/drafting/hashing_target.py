@@ -34,10 +34,7 @@ PAGE, WINDOW, NUM_LAYERS, NUM_KV_HEADS = 4, 6, 2, 2
 class Target:
     """Four groups of layers: by pages, within a window, by pages of every layer's own, and by tokens.
 
-    Args:
-        cache: [num_groups] tokens by slot.
-        max_pass_tokens: see `drafting.ports.Target`.
-        reads_ahead: see `drafting.ports.Target`.
+    `cache` has the tokens of each group by slot.
     """
 
     def __init__(

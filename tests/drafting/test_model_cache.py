@@ -44,12 +44,8 @@ class Request:
 class ImaginedEngine:
     """A simulated runner with a draft model; its cache maps slots to token and position.
 
-    Args:
-        seed: of all that is random.
-        knows_accepted: the host knows the result of a step, as on the V1 runner.
-        is_async: with bounds, the host does not know the result of the previous step either.
-        max_num_tokens: of a pass.
-        lookup: which rounds begin with a wide pass.
+    The host knows the result of a step (`knows_accepted`, as on the V1 runner), or bounds; if `is_async`,
+    not even that of the step before. `lookup` says which rounds begin with a wide pass.
     """
 
     def __init__(

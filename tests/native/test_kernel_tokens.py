@@ -12,7 +12,6 @@ from kernel_cases import (  # noqa: F401
     truth,
     two_threads,
     variants_and_layouts,
-    with_threads,
     write,
 )
 
@@ -23,7 +22,7 @@ from kernel_cases import (  # noqa: F401
 def test_tokens_are_weighed_as_in_float64(variant, layout, data, threads):
     batch = data.draw(batches(layout, windows=None))
     kernel = kernel_of(variant)
-    with_threads(threads)
+    torch.set_num_threads(threads)
     group = batch.query.shape[1] // batch.keys.shape[2]
     del batch.options["value_scale"]
     for request, (context, length) in enumerate(zip(batch.context_lens, batch.query_lens, strict=True)):
@@ -82,7 +81,7 @@ def test_tokens_of_a_long_context_are_weighed_in_parts(variant, layout):
 def test_selected_tokens_are_attended_to_as_in_float64(variant, layout, data, threads, order, sees_all):
     batch = data.draw(batches(layout, max_query_len=12, windows=()))
     kernel = kernel_of(variant)
-    with_threads(threads)
+    torch.set_num_threads(threads)
     num_reqs, _, num_kv_heads, _ = batch.keys.shape
     group = batch.query.shape[1] // num_kv_heads
     lens = [int(torch.randint(1, context + 1, ())) if context else 0 for context in batch.context_lens]
