@@ -132,30 +132,6 @@ def test_evidence_contains_the_lookup_of_the_position(looked_up, reads_ahead, pr
     assert learned_of(staged, batch_of(a=[7, 8]), [1, 2, 3, 4]) == {"a": predicted}
 
 
-@pytest.mark.parametrize(
-    ("max_pass_tokens", "predicted"),
-    [
-        (100, {"b": [SAME] * 4, "c": [ANOTHER, SAME, SAME, NOTHING], "d": [SAME, SAME, NOTHING, NOTHING]}),
-        # Of the first pass the second request has all the room, and has none for its last token.
-        (
-            6,
-            {
-                "b": [SAME, SAME, SAME, NOTHING],
-                "c": [NOTHING, SAME, SAME, NOTHING],
-                "d": [NOTHING, SAME, NOTHING, NOTHING],
-            },
-        ),
-    ],
-)
-def test_evidence_is_kept_by_request(max_pass_tokens, predicted):
-    """The first one's prompt is not whole, the second has its drafts after a pass, the others go on."""
-    lookups = Lookup(a=(1, 9, 9, 9), b=(1, 2, 3, 4), c=(9, 2, 3), d=(1, 2))
-    staged = make_staged(Counting(True, max_pass_tokens), lookups)
-    batch = batch_of(a=[7, 8], b=[5, 6], c=[4, 3], d=[2, 1])
-    batch = replace(batch, is_prefilling=[True, False, False, False])
-    assert learned_of(staged, batch, [1, 2, 3, 4]) == predicted
-
-
 def test_confidence_learns_from_verification():
     """Drafts that were cut count as well, by the tokens that the target sampled."""
     staged, seen = make_staged(None, Lookup(a=())), []

@@ -134,22 +134,6 @@ def passes_within(draw, model_len: int, num_steps: int, requests: list[tuple[int
     return Queries(np.array(running), np.array(firsts), np.array(lens)) if running else None
 
 
-def test_selected_tokens_of_one_block_are_adjacent_in_a_list():
-    page_size, model_len, chosen = 32, 512, 40
-    budget = TokenBudget(1, 4, 4 + 8 + chosen, 4 + 8 + chosen, num_recent=8)
-    selections = make_selections(NUM_LAYERS, NUM_KV_HEADS, 1, chosen)
-    selections.begin_round(["a"])
-    best_first = torch.randperm(400)[:chosen] + 4
-    selections.positions[0] = best_first.to(torch.int32)
-    selections.set(["a"], [480], torch.tensor([chosen]), torch.tensor([404]))
-    slots = make_slots(page_size, 1, 1, model_len)
-    block_table = torch.randperm(model_len // page_size).view(1, -1).to(torch.int32)
-    views = TokenViews(selections, NoSelector(), budget, slots)
-    step = views.prepare(make_batch(["a"], block_table, [480]), 1).step(0)
-    of_list = step.view.slots[0, 0, 0, :chosen] // page_size
-    assert len(of_list.unique_consecutive()) == len((best_first // page_size).unique())
-
-
 CHANGES = ("nothing", "tokens", "pages", "selection", "requests", "order", "shorter")
 
 

@@ -9,7 +9,6 @@ from vllm.config.utils import replace
 
 from vllm_magicdec.errors import METHOD
 from vllm_magicdec.plugin import register
-from vllm_magicdec.vllm_api.engine_config import find_missing_graphs
 
 register()
 
@@ -65,16 +64,3 @@ def test_sizes_of_the_user_have_graphs_of_every_number_of_drafts(configure, capt
     config = configure(AUTO, max_num_seqs=10, compilation_config=compilation)
     assert config.compilation_config.max_cudagraph_capture_size == 36
     assert without_graph(capture(config), NESTED, 10) == []
-
-
-def test_the_log_names_verifications_without_graph_and_the_option_to_set(configure, capture):
-    fields = {"method": METHOD, "num_speculative_tokens": 6}
-    config = configure(fields, max_num_seqs=128)
-    (sentence,) = find_missing_graphs(config)
-    assert "more than 72 requests" in sentence and "--max-cudagraph-capture-size to 7 x N" in sentence
-    manager = capture(config)
-    assert has_full_graph(manager, 72, 6) and not has_full_graph(manager, 73, 6)
-    config = configure(fields, max_num_seqs=128, max_cudagraph_capture_size=7 * 128)
-    assert not list(find_missing_graphs(config))
-    manager = capture(config)
-    assert all(has_full_graph(manager, num_reqs, 6) for num_reqs in range(1, 129))
