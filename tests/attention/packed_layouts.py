@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from views_over_a_cache import Case, cases, empty_cache, run
+from views_over_a_cache import CACHE_NAMES, Case, cases, empty_cache, run
 from vllm.platforms import CpuArchEnum, current_platform
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
@@ -33,9 +33,6 @@ def halves_of(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values as the CPU backend hands them to its kernels."""
     num_blocks, num_kv_heads, page_size, _ = cache.shape
     return cache.view(num_blocks, num_kv_heads, 2 * page_size, -1).chunk(2, dim=2)
-
-
-CACHE_NAMES = {torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8_e5m2"}
 
 
 def name_of(case: Case) -> str:

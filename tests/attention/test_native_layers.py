@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import views_over_a_cache
 from views_over_a_cache import CPU, Case
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
-from vllm.v1.kv_cache_interface import get_kv_quant_mode
 
 from vllm_magicdec.attention.metadata import TokenMetadata
 from vllm_magicdec.attention.native_attention import NativeAttention
@@ -59,37 +59,14 @@ def cache_of(case: Case) -> torch.Tensor:
 
 
 def layer_of(case: Case, name: str, implementation: type = CPUAttentionBackendImpl) -> SimpleNamespace:
-    """As much of a layer of vLLM's on CPUs as is looked at, with the kernel before its own attention."""
-    spec = SimpleNamespace(
-        num_kv_heads=KV_HEADS,
-        head_size=HEAD_SIZE,
-        block_size=PAGE,
-        dtype=torch.float32 if name == "auto" else torch.uint8,
-        kv_quant_mode=get_kv_quant_mode(name),
-    )
+    """A layer of vLLM's on CPUs, with the kernel before its own attention."""
     impl = object.__new__(implementation)
-    vars(impl).update(
-        attn_type=AttentionType.DECODER,
-        alibi_slopes=None,
-        num_heads=HEADS,
-        scale=case.scale,
-        logits_soft_cap=case.soft_cap,
-        sliding_window=-1,
-        sinks=None,
+    vars(impl).update(attn_type=AttentionType.DECODER, alibi_slopes=None, sliding_window=-1)
+    layer = views_over_a_cache.layer_of(
+        case, cache_of(case), "CPU_ATTN", impl=impl, name=name, reads_scales_by_head=False
     )
-    layer = SimpleNamespace(
-        impl=impl,
-        attn_backend=SimpleNamespace(
-            get_name=lambda: "CPU_ATTN", supports_per_head_quant_scales=lambda: False
-        ),
-        isa="vec",
-        kv_cache_dtype=name,
-        get_kv_cache_spec=lambda config: spec,
-        query_quant=None,
-        _k_scale_float=KEY_SCALE,
-        _v_scale_float=VALUE_SCALE,
-    )
-    NativeAttention(layer, spec, load(best_variant()))
+    layer.isa, layer._k_scale_float, layer._v_scale_float = "vec", KEY_SCALE, VALUE_SCALE
+    NativeAttention(layer, layer.get_kv_cache_spec(None), load(best_variant()))
     return layer
 
 

@@ -12,7 +12,17 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from views_over_a_cache import CPU, Case, cases, filled, filled_cache, play_flashinfer
+from views_over_a_cache import (
+    CACHE_NAMES,
+    CPU,
+    Case,
+    as_vllm_keeps,
+    cases,
+    filled,
+    filled_cache,
+    layer_of,
+    play_flashinfer,
+)
 from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
 from vllm.v1.attention.backends import fa_utils
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -26,49 +36,6 @@ from vllm_magicdec.errors import MagicDecConfigError
 from vllm_magicdec.views.round import Queries, TokenMask, TokenView
 
 flashinfer_stand_in = pytest.fixture(scope="module")(play_flashinfer)
-
-
-CACHE_NAMES = {torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8_e5m2"}
-
-
-def layer_of(
-    case: Case, cache: torch.Tensor, backend: str = "FLASH_ATTN", *, reads_scales_by_head: bool = True
-) -> types.SimpleNamespace:
-    """As much of vLLM's attention layer as a `Switch` looks at."""
-    _, num_kv_heads, page_size, _ = cache.shape
-    name = CACHE_NAMES.get(cache.dtype, "auto")
-    spec = types.SimpleNamespace(
-        num_kv_heads=num_kv_heads,
-        head_size=case.query.shape[2],
-        block_size=page_size,
-        dtype=as_vllm_keeps(cache).dtype,
-        kv_quant_mode=get_kv_quant_mode(name),
-    )
-    key_scale, value_scale = (torch.as_tensor(s).squeeze() for s in (case.key_scale, case.value_scale))
-    return types.SimpleNamespace(
-        impl=types.SimpleNamespace(
-            forward=None,
-            num_heads=case.query.shape[1],
-            scale=case.scale,
-            logits_soft_cap=case.soft_cap,
-            sinks=case.sinks,
-        ),
-        attn_backend=types.SimpleNamespace(
-            get_name=lambda: backend, supports_per_head_quant_scales=lambda: reads_scales_by_head
-        ),
-        get_kv_cache_spec=lambda config: spec,
-        kv_cache_dtype=name,
-        query_quant=None,
-        _k_scale=key_scale,
-        _v_scale=value_scale,
-        _k_scale_float=float(key_scale.max()),
-        _v_scale_float=float(value_scale.max()),
-    )
-
-
-def as_vllm_keeps(cache: torch.Tensor) -> torch.Tensor:
-    """An fp8 cache is a tensor of bytes."""
-    return cache.view(torch.uint8) if cache.dtype in CACHE_NAMES else cache
 
 
 def small_case() -> Case:
