@@ -77,25 +77,3 @@ def test_lookups_in_served_answers_change_no_output(prompts, plain):
     counted = lookup_metrics(run)
     # The second time, every answer has been served before.
     assert counted["accepted_tokens"] > 0.4 * run.drafted and counted["passes"] < 6 * counted["rounds"]
-
-
-@engines.needs_tensor_parallel
-def test_ranks_look_up_and_cut_alike(prompts, plain):
-    """Otherwise ranks would wait for one another in passes of different sizes."""
-    chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < 1000][:16]
-    run = engines.generate(
-        [prompts[i] for i in chosen],
-        GREEDY,
-        **engines.TENSOR_PARALLEL_2,
-        max_num_seqs=8,
-        speculative_config={
-            "method": "magicdec-self",
-            "num_speculative_tokens": "auto",
-            "draft_kv_budget": 128,
-            "draft_lookup": "on",
-            "draft_lookup_sources": ["context", "served"],
-        },
-    )
-    assert_same_tokens([plain[i] for i in chosen], run.results[0][0], "tensor parallel 2, lookups")
-    assert run.accepted > 0
-    assert run.metrics["vllm:magicdec_lookup_unchecked_tokens"] > 0

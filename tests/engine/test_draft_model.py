@@ -67,20 +67,6 @@ def test_a_late_catch_up_writes_to_no_page_that_a_window_has_left(prompts, plain
     assert run.draft_failures == 0 and run.accepted > 0
 
 
-@engines.needs_tensor_parallel
-def test_greedy_output_is_unchanged_with_tensor_parallel_2(prompts, plain):
-    chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < 1000][:16]
-    run = engines.generate(
-        [prompts[i] for i in chosen],
-        GREEDY,
-        **engines.TENSOR_PARALLEL_2,
-        max_num_seqs=8,
-        speculative_config=drafting_with(TINY_DRAFT, draft_kv_budget=128),
-    )
-    assert_same_tokens([plain[i] for i in chosen], run.results[0][0], "tensor parallel 2")
-    assert run.accepted > 0
-
-
 def test_drafts_may_have_layers_with_a_window_on_the_v2_runner(prompts):
     _, batch = on_v2(prompts)
     settings = {**V2_ENGINE, "model": str(HYBRID)}

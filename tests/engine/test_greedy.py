@@ -7,31 +7,13 @@ test_random_schedules.py has every policy under every schedule.
 import engines
 import pytest
 import texts
-from draft_engines import V2_ENGINE, V2_TOKENS, drafting_with, on_v2
+from draft_engines import V2_ENGINE, V2_TOKENS, drafting_with, longest, on_v2
 from engines import POLICIES, magicdec
 from greedy import GREEDY, assert_same_tokens, first_tokens
 
 pytestmark = pytest.mark.extended
 
 BENCHMARKS = engines.HERE.parent / "benchmarks"
-
-
-def longest(prompts: list[list[int]]) -> dict:
-    """Return a batch of the longest prompts, which are still in the prefix cache."""
-    return {"prompts": [prompts[i] for i in indices_of_longest(prompts)], "sampling": GREEDY}
-
-
-def indices_of_longest(prompts: list[list[int]]) -> list[int]:
-    return sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))[:4]
-
-
-def assert_same_as_plain(run: engines.EngineRun, prompts: list[list[int]], plain: list, what: str) -> None:
-    """Compare a run of all prompts, and of the longest ones once more, with plain decoding."""
-    first, again = run.results[0]
-    assert_same_tokens(plain, first, what)
-    assert_same_tokens([plain[i] for i in indices_of_longest(prompts)], again, f"{what}, prefix cached")
-    assert run.draft_failures == 0
-    assert run.drafted > 0
 
 
 @pytest.fixture(scope="module")
@@ -47,14 +29,19 @@ def long_plain(long_prompts) -> list[dict]:
 
 def test_greedy_output_of_long_and_short_requests_together_is_unchanged(long_prompts, long_plain):
     """As users run it: engine core and worker are separate processes, and options have their defaults."""
+    last = longest(long_prompts)  # which are still in the prefix cache
+    again = {"prompts": [long_prompts[i] for i in last], "sampling": GREEDY}
     run = engines.run(
-        [("generate", {"batches": [{"prompts": long_prompts, "sampling": GREEDY}, longest(long_prompts)]})],
+        [("generate", {"batches": [{"prompts": long_prompts, "sampling": GREEDY}, again]})],
         own_process=True,
         max_num_seqs=16,
         speculative_config=magicdec(4),
     )
-    assert_same_as_plain(run, long_prompts, long_plain, "up to 7,000 tokens")
-    assert all(request["cached_tokens"] > 0 for request in run.results[0][1])
+    first, cached = run.results[0]
+    assert_same_tokens(long_plain, first, "up to 7,000 tokens")
+    assert_same_tokens([long_plain[i] for i in last], cached, "prefix cached")
+    assert all(request["cached_tokens"] > 0 for request in cached)
+    assert run.draft_failures == 0 and run.drafted > 0
 
 
 @pytest.mark.parametrize("policy", ["snapkv by token", "verify-topk"])
@@ -137,15 +124,27 @@ def test_drafts_come_with_the_outputs_and_not_in_a_call_of_their_own(
     assert run.accepted > 0 and run.draft_failures == 0
 
 
+SPLIT = {
+    "snapkv by token": magicdec(4, draft_kv_budget=128, **POLICIES["snapkv by token"]),
+    "a draft model": drafting_with(BENCHMARKS / "tiny-draft", draft_kv_budget=128),
+    # Ranks look up and cut alike; otherwise they would wait for one another in passes of different sizes.
+    "lookups": magicdec(
+        "auto", draft_kv_budget=128, draft_lookup="on", draft_lookup_sources=["context", "served"]
+    ),
+}
+
+
 @engines.needs_tensor_parallel
-def test_greedy_output_is_unchanged_with_tensor_parallel_2(prompts, plain):
+@pytest.mark.parametrize("case", SPLIT)
+def test_greedy_output_is_unchanged_with_tensor_parallel_2(prompts, plain, case):
     chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < 1000][:16]
     run = engines.generate(
         [prompts[i] for i in chosen],
         GREEDY,
         **engines.TENSOR_PARALLEL_2,
         max_num_seqs=8,
-        speculative_config=magicdec(4, draft_kv_budget=128, **POLICIES["snapkv by token"]),
+        speculative_config=SPLIT[case],
     )
-    assert_same_tokens([plain[i] for i in chosen], run.results[0][0], "tensor parallel 2")
+    assert_same_tokens([plain[i] for i in chosen], run.results[0][0], f"tensor parallel 2, {case}")
     assert run.accepted > 0
+    assert case != "lookups" or run.metrics["vllm:magicdec_lookup_unchecked_tokens"] > 0

@@ -3,14 +3,10 @@
 
 import inspect
 import random
-import sys
 from statistics import mean, median
 
-import engines
-import pytest
-
-sys.path.insert(0, str(engines.HERE.parent / "benchmarks"))
 import auto
+import pytest
 
 from vllm_magicdec.adaptive.controller import Controller
 from vllm_magicdec.adaptive.step_times import StepTimes

@@ -3,13 +3,10 @@
 
 import json
 import sys
-from pathlib import Path
 
+import datastore as benchmark
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-import datastore as benchmark
 from common.tables import markdown
 
 from vllm_magicdec.lookup import datastore_files

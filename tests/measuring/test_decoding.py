@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Timing of the benchmarks that decode a batch, on an engine with known step times."""
 
-import sys
 from types import SimpleNamespace
 
-import engines
 import pytest
-
-sys.path.insert(0, str(engines.HERE.parent / "benchmarks"))
 from common import decoding
 
 TOKENS_PER_STEP = 3

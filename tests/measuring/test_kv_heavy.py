@@ -1,15 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The KV-heavy copies compute the same as the original models, with larger KV caches."""
 
-import sys
-from pathlib import Path
-
+import kv_heavy
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-import kv_heavy
 
 from vllm_magicdec.planner.models import find_model
 

@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The statistics of benchmarks/lookups.py and confidence.py on known turns."""
 
-import sys
 from dataclasses import asdict
-from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import confidence
 import lookups as benchmark
+import pytest
 from common.tables import markdown
 
 PROMPTS = [[0] * 100] * 2

@@ -3,15 +3,12 @@
 
 import json
 import sys
-from pathlib import Path
 
+import peer
 import pytest
+from common.tables import markdown
 
 from vllm_magicdec.planner.models import MODELS
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-import peer
-from common.tables import markdown
 
 
 def row(context: int, policy: str, batch: int, tokens_per_s: float) -> dict:

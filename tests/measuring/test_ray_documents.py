@@ -3,14 +3,11 @@
 
 import json
 import os
-import sys
 
 import engines
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-
-sys.path.insert(0, str(engines.MODEL.parent))
 import ray_batch
 import ray_cluster
 

@@ -4,14 +4,10 @@
 import hashlib
 import sys
 import zipfile
-from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 import demo
 import kv_heavy
+import pytest
 from common.documents import excerpts
 from kv_heavy import real_models
 

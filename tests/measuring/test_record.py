@@ -2,15 +2,11 @@
 """Records of a machine, tables, and the measurement of everything in one command."""
 
 import json
-import sys
 from pathlib import Path
 
-import engines
-import pytest
-
-sys.path.insert(0, str(engines.HERE.parent / "benchmarks"))
 import all_results
 import docs_tables
+import pytest
 from common import machine, options, tables
 
 

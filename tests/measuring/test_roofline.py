@@ -2,15 +2,12 @@
 """benchmarks/roofline.py: its arithmetic and its errors, without an engine."""
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import roofline
+import torch
 
 from vllm_magicdec.planner.hardware import HARDWARE, worker_threads
 from vllm_magicdec.planner.performance import Costs, Deployment, Hardware

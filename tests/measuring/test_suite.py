@@ -8,12 +8,10 @@ from pathlib import Path
 
 import engines
 import pytest
-from short_runs import PLOTS, REQUESTS, TOKENS
-from transformers import AutoTokenizer
-
-sys.path.insert(0, str(engines.HERE.parent / "benchmarks"))
 import suite
 import suite_plots
+from short_runs import PLOTS, REQUESTS, TOKENS
+from transformers import AutoTokenizer
 
 
 def make_run(method: str, speed: float, **fields) -> dict:
