@@ -8,14 +8,7 @@ from pathlib import Path
 
 import engines
 import pytest
-from draft_engines import (
-    V2_ENGINE,
-    V2_TOKENS,
-    WHOLE_LEN,
-    drafting_with,
-    longest,
-    on_v2,
-)
+from draft_engines import V2_ENGINE, V2_TOKENS, WHOLE_LEN, drafting_with, longest, on_v2
 from greedy import GREEDY, assert_same_tokens, first_tokens
 
 pytestmark = pytest.mark.extended

@@ -35,11 +35,7 @@ def plain_fp8(short_prompts):
 
 
 @pytest.mark.parametrize(
-    ("policy", "budget", "v2"),
-    [
-        ("verify-topk", 256, False),
-        ("snapkv by token", WHOLE_LEN, True),
-    ],
+    ("policy", "budget", "v2"), [("verify-topk", 256, False), ("snapkv by token", WHOLE_LEN, True)]
 )
 def test_greedy_output_equals_plain_decoding_over_the_same_cache(
     policy, budget, v2, short_prompts, plain_fp8

@@ -94,11 +94,7 @@ def test_greedy_output_is_unchanged_on_the_v2_runner(prompts, plain, seed, case)
     chosen, batch = on_v2(prompts)
     schedule = {"max_model_len": 640, "max_num_batched_tokens": 128, "num_gpu_blocks_override": 24}
     speculative = run(
-        batch,
-        CASES[case],
-        seed,
-        env={"MAGICDEC_TEST_TOKENS_ON_DEVICE": "1"},
-        **{**V2_ENGINE, **schedule},
+        batch, CASES[case], seed, env={"MAGICDEC_TEST_TOKENS_ON_DEVICE": "1"}, **{**V2_ENGINE, **schedule}
     )
     assert speculative.v2_runner
     assert_everything_happened(speculative)

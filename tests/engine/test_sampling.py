@@ -223,8 +223,7 @@ def marked(cases: Mapping[str, Case], *marks: pytest.MarkDecorator) -> list[Any]
 
 
 @pytest.mark.parametrize(
-    "case",
-    [*marked(FIXED), *marked(EXTENDED, pytest.mark.extended), *marked(ON_GPU, pytest.mark.gpu)],
+    "case", [*marked(FIXED), *marked(EXTENDED, pytest.mark.extended), *marked(ON_GPU, pytest.mark.gpu)]
 )
 def test_sampled_continuations_have_the_targets_distribution(
     small_vocabulary_model, plain_samples, drafts, case

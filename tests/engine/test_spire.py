@@ -11,13 +11,7 @@ import pytest
 import spire_drafts
 import texts
 import torch
-from draft_engines import (
-    V2_ENGINE,
-    V2_TOKENS,
-    WHOLE_LEN,
-    drafting_with,
-    on_v2,
-)
+from draft_engines import V2_ENGINE, V2_TOKENS, WHOLE_LEN, drafting_with, on_v2
 from engines import MODEL
 from greedy import GREEDY, assert_same_tokens, first_tokens
 
@@ -49,8 +43,7 @@ def assert_drafts_as_the_reference(path: Path, draft: Path, *, min_rounds: int) 
 
 
 @pytest.mark.parametrize(
-    ("num_layers", "feedback_memory", "v2"),
-    [(2, True, False), (2, False, True), (6, True, True)],
+    ("num_layers", "feedback_memory", "v2"), [(2, True, False), (2, False, True), (6, True, True)]
 )
 def test_drafts_follow_the_equations(tmp_path, num_layers, feedback_memory, v2):
     """Steps after the first use memory of drafted tokens; contexts are within and beyond the window."""

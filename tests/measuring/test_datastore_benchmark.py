@@ -33,11 +33,7 @@ def walk(text, context, sources, store):
 def test_every_token_is_counted_once_and_goes_to_the_source_that_knew_it(store):
     # The context ends within 50 tokens that the datastore knows, and then comes how it began.
     text = [*range(900, 915), *KNOWN[:50], *range(900, 915)]
-    for sources, known in (
-        (("context",), 12),
-        (("datastore",), 36),
-        (("context", "datastore"), 48),
-    ):
+    for sources, known in ((("context",), 12), (("datastore",), 36), (("context", "datastore"), 48)):
         done = walk(text, 20, sources, store)
         # The last lookup may be right to the end, and has no token after that.
         assert done.lookups + done.right - (len(text) - 20) in (0, 1)

@@ -221,10 +221,7 @@ FAMILIES = (
         "Phi-3",
         "Phi3ForCausalLM",
         "phi3",
-        {
-            "hidden_size": 256,
-            **_rope("default", 10000.0, partial_rotary_factor=0.75),
-        },
+        {"hidden_size": 256, **_rope("default", 10000.0, partial_rotary_factor=0.75)},
         "RoPE on three quarters of a head, merged projections",
         seed=14,
     ),

@@ -150,10 +150,7 @@ def test_an_interruption_after_the_last_step_loses_nothing(
         (["--window", 2], "window has to be at least 4, not 2"),
         (["--sequence", 4], "--sequence has to be at least 8, two rounds of drafts"),
         (["--sequence", 4000], "--sequence has to be at most 512, the target's length"),
-        (
-            ["--sequence", 500],
-            "fewer than two sequences of 500; give more data, or a smaller --sequence",
-        ),
+        (["--sequence", 500], "fewer than two sequences of 500; give more data, or a smaller --sequence"),
     ],
 )
 def test_invalid_options_are_refused_in_one_sentence(target, data, tmp_path, capsys, more, sentence):

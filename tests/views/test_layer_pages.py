@@ -87,11 +87,7 @@ def test_every_step_sees_selected_sink_and_recent_pages(case, seed):
                     assert {slot // PAGE for slot in seen} <= set(own)
                     continue
                 expected = pages_in_view(
-                    budget,
-                    selected[index, layer],
-                    ends[index],
-                    last // PAGE + 1,
-                    allowed[index],
+                    budget, selected[index, layer], ends[index], last // PAGE + 1, allowed[index]
                 )
                 assert len(expected) <= budget.max_entries
                 visible = {

@@ -283,12 +283,7 @@ def test_rows_of_finished_requests_are_reused():
 def test_errors_for_small_budgets_name_a_valid_one(budget, sentence):
     with pytest.raises(ValueError, match=sentence):
         TokenBudget.from_fields(
-            budget=budget,
-            min_budget=40,
-            sink=16,
-            window=32,
-            num_speculative_tokens=4,
-            max_model_len=4096,
+            budget=budget, min_budget=40, sink=16, window=32, num_speculative_tokens=4, max_model_len=4096
         )
 
 
