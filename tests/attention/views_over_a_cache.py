@@ -167,15 +167,7 @@ def run(case: Case, rows: KVRows, implementation: str, device: str = "cpu") -> t
     }
     if implementation == "flashinfer":
         return attend_with_flashinfer(query, rows, slots, lens, scale, **options)
-    return attend(
-        query,
-        rows,
-        slots,
-        lens,
-        implementation=implementation,
-        scale=scale,
-        **options,
-    )
+    return attend(query, rows, slots, lens, implementation=implementation, scale=scale, **options)
 
 
 def moved(case: Case, distance: float) -> Case:

@@ -13,13 +13,7 @@ import numpy as np
 import pytest
 import torch
 from batches import make_batch
-from hashing_target import (
-    Round,
-    Target,
-    assert_only_lookahead_was_written,
-    rounds,
-    steps_of,
-)
+from hashing_target import Round, Target, assert_only_lookahead_was_written, rounds, steps_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pytest import MonkeyPatch

@@ -28,10 +28,7 @@ def test_tokens_are_weighed_as_in_float64(variant, layout, data, threads):
     for request, (context, length) in enumerate(zip(batch.context_lens, batch.query_lens, strict=True)):
         part = slice(*batch.starts[request : request + 2].tolist())
         weights = kernel.over(batch.cache, layout).weigh_tokens(
-            batch.query[part],
-            pages=batch.block_table[request],
-            context_len=context,
-            **batch.options,
+            batch.query[part], pages=batch.block_table[request], context_len=context, **batch.options
         )
         if not length:
             assert weights.shape == (batch.keys.shape[2], context) and not weights.any()
@@ -72,12 +69,7 @@ def test_tokens_of_a_long_context_are_weighed_in_parts(variant, layout):
 
 @variants_and_layouts
 @settings(max_examples=160, deadline=None)
-@given(
-    st.data(),
-    st.integers(1, 5),
-    st.sampled_from(["in order", "runs", "as it comes"]),
-    st.booleans(),
-)
+@given(st.data(), st.integers(1, 5), st.sampled_from(["in order", "runs", "as it comes"]), st.booleans())
 def test_selected_tokens_are_attended_to_as_in_float64(variant, layout, data, threads, order, sees_all):
     batch = data.draw(batches(layout, max_query_len=12, windows=()))
     kernel = kernel_of(variant)

@@ -28,10 +28,7 @@ COPIES = (
     "__setitem__",
 )  # by a list of places, which CUDA copies to the device and waits for
 
-DEVICES = [
-    pytest.param("cpu"),
-    pytest.param("cuda", marks=pytest.mark.gpu),
-]
+DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @contextmanager
@@ -128,12 +125,7 @@ def make_rounds(policy: str, granularity: str | None, device: torch.device) -> C
     return prepare
 
 
-POLICIES = [
-    ("streamingllm", None),
-    ("snapkv", "page"),
-    ("snapkv", "token"),
-    ("verify-topk", "page"),
-]
+POLICIES = [("streamingllm", None), ("snapkv", "page"), ("snapkv", "token"), ("verify-topk", "page")]
 
 
 def make_decoding_batch(device: torch.device) -> Batch:

@@ -82,10 +82,7 @@ def check(
     num_verified = lens.unsqueeze(1) - torch.arange(num_pages) * page_size
     is_seen = num_verified > 0
     verify_topk_kernels.summarise(
-        table,
-        summaries,
-        block_table[is_seen].long().to(device),
-        num_verified[is_seen].to(device),
+        table, summaries, block_table[is_seen].long().to(device), num_verified[is_seen].to(device)
     )
     # A byte per logit, in whole splits.
     pair_bytes = num_kv_heads * num_queries * group * (num_pages + verify_topk_kernels.MAX_SPLIT_PAGES)

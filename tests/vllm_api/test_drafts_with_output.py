@@ -82,10 +82,7 @@ def given_after_a_step(config, output, drafts, runner="vllm.v1.worker.gpu_model_
 
 @pytest.mark.parametrize(
     ("runner", "output"),
-    [
-        ("vllm.v1.worker.gpu_model_runner", step_output()),
-        ("vllm.v1.worker.gpu.model_runner", Late()),
-    ],
+    [("vllm.v1.worker.gpu_model_runner", step_output()), ("vllm.v1.worker.gpu.model_runner", Late())],
 )
 def test_drafts_come_with_the_output_and_no_worker_is_asked(config, runner, output):
     drafts = DraftTokenIds(["a"], DraftLists([[3, 4]], num_passes=1))

@@ -10,12 +10,7 @@ import torch
 from small_models import write_llama
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine import core
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVQuantMode,
-    MLAAttentionSpec,
-    SlidingWindowSpec,
-)
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, MLAAttentionSpec, SlidingWindowSpec
 
 from vllm_magicdec.attention import switch
 from vllm_magicdec.attention.flashinfer_attention import Geometry, plan_bytes

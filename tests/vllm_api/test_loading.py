@@ -69,13 +69,7 @@ def break_an_import(monkeypatch):
     return "import of vllm_magicdec.vllm_api.engine_config halted"
 
 
-FAULTS = [
-    remove_a_method,
-    change_a_signature,
-    remove_a_required_name,
-    fail_halfway,
-    break_an_import,
-]
+FAULTS = [remove_a_method, change_a_signature, remove_a_required_name, fail_halfway, break_an_import]
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
