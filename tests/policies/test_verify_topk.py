@@ -28,6 +28,7 @@ from vllm_magicdec.views.selections import Budget, Selections
 CPU = torch.device("cpu")
 PAGE, NUM_LAYERS, NUM_KV_HEADS, GROUP, SIZE = 4, 2, 2, 2, 8
 MODEL_LEN, NUM_BLOCKS, GAMMA = 400, 350, 3
+HEADS = {"num_kv_heads": NUM_KV_HEADS, "head_size": SIZE}
 SCALE = SIZE**-0.5
 
 
@@ -45,15 +46,7 @@ class Scene:
         sinks = 3 * torch.randn((NUM_LAYERS, NUM_KV_HEADS, GROUP), generator=self.rng)
         self.sinks = sinks if seed % 2 else None
         engine = make_engine(
-            PAGE,
-            MODEL_LEN,
-            GAMMA,
-            NUM_BLOCKS,
-            num_reqs,
-            num_layers=NUM_LAYERS,
-            num_kv_heads=NUM_KV_HEADS,
-            group=GROUP,
-            head_size=SIZE,
+            PAGE, MODEL_LEN, GAMMA, NUM_BLOCKS, num_reqs, num_layers=NUM_LAYERS, group=GROUP, **HEADS
         )
         self.verification = Verification(engine)
         self.policy = VerifyTopK(SimpleNamespace(draft_kv_refresh=None), engine, self.verification)
@@ -91,6 +84,18 @@ class Scene:
         block = int(self.block_table[request, page])
         count = min(PAGE, self.context_lens[request] - page * PAGE)
         return self.cache[layer, block, :, :count, :SIZE]
+
+    def assert_summaries_bound_logits(self) -> None:
+        """Of random queries with the keys of all whole pages."""
+        num_pages = min(self.context_lens) // PAGE
+        num_reqs = len(self.context_lens)
+        for layer in range(NUM_LAYERS):
+            query = torch.randn((num_reqs, NUM_KV_HEADS, 5, SIZE), generator=self.rng)
+            bounds = self.policy.summaries.bounds(layer, query, self.block_table[:, :num_pages].long())
+            for request in range(num_reqs):
+                for page in range(num_pages):
+                    logits = query[request] @ self.keys(layer, request, page).transpose(1, 2)
+                    assert (logits.amax(-1) <= bounds[request, ..., page] + 1e-4).all()
 
     def weights(self, logits: torch.Tensor, layer: int, head: int, member: int) -> torch.Tensor:
         """Of one query of a query head; the last logit is that of its sink, if it has one."""
@@ -163,14 +168,7 @@ def test_summaries_bound_every_logit_and_follow_a_page_to_its_next_owner():
     scene.verify([0, 0])
     scene.steps()
     for _ in range(2):
-        for layer in range(NUM_LAYERS):
-            query = torch.randn((2, NUM_KV_HEADS, 5, SIZE), generator=scene.rng)
-            bounds = scene.policy.summaries.bounds(layer, query, scene.block_table[:, :22].long())
-            for request in range(2):
-                for page in range(22):
-                    keys = scene.keys(layer, request, page)
-                    logits = query[request] @ keys.transpose(1, 2)
-                    assert (logits.amax(-1) <= bounds[request, ..., page] + 1e-4).all()
+        scene.assert_summaries_bound_logits()
         # Other requests come to own the pages, with other keys in them.
         scene.views._selector._known.clear()
         scene.cache.normal_(generator=scene.rng)
@@ -183,16 +181,7 @@ def test_summaries_are_fp8_on_gpus_that_have_it(monkeypatch):
         monkeypatch.setattr(
             page_summaries.current_platform, "has_device_capability", lambda least: least <= capability
         )
-        engine = make_engine(
-            PAGE,
-            MODEL_LEN,
-            GAMMA,
-            NUM_BLOCKS,
-            1,
-            num_layers=NUM_LAYERS,
-            num_kv_heads=NUM_KV_HEADS,
-            head_size=SIZE,
-        )
+        engine = make_engine(PAGE, MODEL_LEN, GAMMA, NUM_BLOCKS, 1, num_layers=NUM_LAYERS, **HEADS)
         limits = replace(engine.limits, device_type=device_type)
         return PageSummaries(
             replace(engine, limits=limits, cache_dtype=torch.bfloat16, has_key_bias=has_key_bias)
@@ -282,13 +271,7 @@ def test_summaries_include_tokens_of_steps_without_drafts():
     scene.context_lens = [140]  # 80 tokens later, none of them drafted
     scene.verify([0])
     scene.steps()
-    query = torch.randn((1, NUM_KV_HEADS, 5, SIZE), generator=scene.rng)
-    num_pages = 140 // PAGE
-    for layer in range(NUM_LAYERS):
-        bounds = scene.policy.summaries.bounds(layer, query, scene.block_table[:, :num_pages].long())
-        for page in range(num_pages):
-            logits = query[0] @ scene.keys(layer, 0, page).transpose(1, 2)
-            assert (logits.amax(-1) <= bounds[0, ..., page] + 1e-4).all()
+    scene.assert_summaries_bound_logits()
 
 
 def test_requests_are_selected_for_in_parts_that_fit_the_scratch(monkeypatch):
