@@ -94,13 +94,14 @@ def note_drafts(worker: Any) -> None:
         indices[:] = draft_pass.queries.request_indices.tolist()
         return run(draft_pass)
 
-    def note_forward(tokens: torch.Tensor, *others: Any) -> torch.Tensor:
-        hidden_states = forward(tokens, *others)
+    def note_forward(tokens: torch.Tensor, *others: Any) -> Any:
+        result = forward(tokens, *others)
+        hidden_states = result[0] if isinstance(result, tuple) else result  # V2: with activations
         logits = proposer.model.compute_logits(hidden_states)
         for index, token, own in zip(indices, tokens.tolist(), logits, strict=True):
             rounds[-1][index]["tokens"].append(token)
             rounds[-1][index]["logits"].append(own.clone())
-        return hidden_states
+        return result
 
     def note_round(num_steps: int, read_batch: Any, read_histories: Any) -> Any:
         def read_and_note() -> Any:
