@@ -182,7 +182,6 @@ def looked_up(draft: str, scenario: str, **others: Any) -> Case:
 
 
 PROBABILISTIC = DRAFTS["probabilistic draft"]
-WITH_FAULTS = {"rates": (-1, 1)}
 FIXED = {
     "streamingllm": Case(PROBABILISTIC),
     "a draft model": Case(PROBABILISTIC, model="similar"),
@@ -198,9 +197,9 @@ EXTENDED = {
     # Unchecked tokens after a pass are proposed with certainty; some are right and most are wrong.
     "unchecked lookups": looked_up("probabilistic draft", "with_unchecked_ends"),
     # vLLM's own rejection sampler would subtract a distribution of NaN from the target's.
-    "NaN": Case(PROBABILISTIC, engine={"strict": False, "env": {engines.FAULT: "nan"}}, **WITH_FAULTS),
+    "NaN": Case(PROBABILISTIC, engine={"strict": False, "env": {engines.FAULT: "nan"}}, rates=(-1, 1)),
     "failed drafting": Case(
-        PROBABILISTIC, scenario="generate_with_broken_drafting", engine={"strict": False}, **WITH_FAULTS
+        PROBABILISTIC, scenario="generate_with_broken_drafting", engine={"strict": False}
     ),
 }
 ON_GPU = {
@@ -238,8 +237,9 @@ def test_sampled_continuations_have_the_targets_distribution(
     )
     least, most = case.rates
     assert run.v2_runner == case.engine.get("v2", False)
-    assert least < run.accepted / run.drafted < most
-    assert (run.draft_failures > 0) == (case.scenario == "generate_with_broken_drafting")
+    is_broken = case.scenario == "generate_with_broken_drafting"
+    assert (run.draft_failures > 0) == is_broken
+    assert is_broken or least < run.accepted / run.drafted < most
     if case.number == 3:
         assert_lookups_are_sometimes_right(run, case.scenario)
 
